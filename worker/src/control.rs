@@ -24,8 +24,8 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
 use self::convert::{decode, decode_welcome, encode, encode_stall};
-use self::storage::StorageWord;
-use crate::core::checkpoint::Every;
+use self::storage::StorageReporter;
+use crate::core::checkpoint::Interval;
 use crate::core::plan::Batch;
 use crate::core::session::Report;
 use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
@@ -78,7 +78,7 @@ pub(crate) struct Welcome {
 #[derive(Clone, Debug)]
 pub(crate) struct CheckpointOptions {
     pub(crate) dir: String,
-    pub(crate) every: Every,
+    pub(crate) every: Interval,
     /// How many complete ones stay.
     pub(crate) keep: usize,
     /// The folder is this job's own: what runs before it left there may be removed.
@@ -121,14 +121,14 @@ impl Control {
         let fence = Arc::new(OnceLock::new());
         let progress = Arc::new(OnceLock::new());
         let stream = Stream {
-            door: Door { environment: environment.clone(), address, me: None },
+            connector: MasterConnector { environment: environment.clone(), address, me: None },
             to_trainer,
             fence: Arc::clone(&fence),
             progress: Arc::clone(&progress),
             leave_timeout: environment.leave_timeout(),
             leaving: false,
             over: false,
-            storage: StorageWord::default(),
+            storage: StorageReporter::default(),
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -152,7 +152,7 @@ impl Control {
 }
 
 struct Stream {
-    door: Door,
+    connector: MasterConnector,
     to_trainer: Sender<FromMaster>,
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
@@ -163,12 +163,12 @@ struct Stream {
     /// It was shut down: no other master is of interest.
     over: bool,
     /// What was said of storage that does not answer.
-    storage: StorageWord,
+    storage: StorageReporter,
 }
 
 /// How this worker comes to a master.
 #[derive(Clone)]
-struct Door {
+struct MasterConnector {
     environment: Environment,
     /// Where peers reach this worker.
     address: SocketAddr,
@@ -199,7 +199,7 @@ enum NotOpened {
     Refused(String),
 }
 
-impl Door {
+impl MasterConnector {
     async fn open(&self) -> Result<(Link, Welcome), NotOpened> {
         let environment = &self.environment;
         let master = &environment.master;
@@ -303,7 +303,7 @@ impl Stream {
     ) {
         let opened = async {
             let sigterm = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
-            let (link, welcome) = self.door.open_first().await?;
+            let (link, welcome) = self.connector.open_first().await?;
             Ok((sigterm, link, welcome))
         };
         let heartbeat;
@@ -311,7 +311,7 @@ impl Stream {
             Ok((sigterm, link, welcome)) => {
                 heartbeat = welcome.heartbeat.unwrap_or(HEARTBEAT_NEVER);
                 self.leave_timeout = welcome.leave_timeout.unwrap_or(self.leave_timeout);
-                self.door.me = Some(v1::Resume {
+                self.connector.me = Some(v1::Resume {
                     worker: welcome.worker.0,
                     membership: None,
                     parameters: None,
@@ -384,21 +384,21 @@ impl Stream {
         sigterm: &mut Signal,
     ) -> Option<Link> {
         tracing::warn!(why, "lost the master");
-        let (door, over) = (self.door.clone(), self.over);
+        let (connector, over) = (self.connector.clone(), self.over);
         let search = async {
             match over {
                 true => std::future::pending().await,
-                false => door.search().await,
+                false => connector.search().await,
             }
         };
-        let search = tokio::time::timeout(self.door.environment.master_timeout, search);
+        let search = tokio::time::timeout(self.connector.environment.master_timeout, search);
         tokio::pin!(search);
         let reason = loop {
             tokio::select! {
                 found = &mut search => match found {
                     Ok(Ok((link, welcome))) => {
                         tracing::info!(incarnation = welcome.incarnation, "a master is there again");
-                        if let Some(me) = &mut self.door.me {
+                        if let Some(me) = &mut self.connector.me {
                             me.incarnation = welcome.incarnation;
                         }
                         let _ = self.to_trainer.send(FromMaster::Reconnected);
@@ -408,7 +408,7 @@ impl Stream {
                     Err(_) => break "no master within the timeout".into(),
                 },
                 // What the trainer says meanwhile nobody hears.
-                message = from_trainer.recv() => self.door.note(&message?),
+                message = from_trainer.recv() => self.connector.note(&message?),
                 _ = sigterm.recv() => self.leave(),
             }
         };
@@ -419,8 +419,8 @@ impl Stream {
     /// Tells the master what the trainer says. What the trainer said before it knew of this master
     /// is dropped: it says again what still matters, and first what it holds.
     fn pass_on(&mut self, link: &mut Link, message: ToMaster) {
-        self.door.note(&message);
-        let first = matches!(message, ToMaster::Report(Report::Holding { .. })) && !link.current;
+        self.connector.note(&message);
+        let first = matches!(message, ToMaster::Report(Report::HeldLeases { .. })) && !link.current;
         link.current |= first;
         if link.current {
             link.say(encode(message));
@@ -446,7 +446,7 @@ impl Stream {
             tracing::warn!("the master sent a message that can't be read; it is ignored");
             return;
         };
-        if let (Some(membership), Some(me)) = (membership, &mut self.door.me)
+        if let (Some(membership), Some(me)) = (membership, &mut self.connector.me)
             && me.membership.as_ref().is_none_or(|m| m.generation < membership.generation)
         {
             me.membership = Some(membership);

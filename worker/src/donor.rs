@@ -2,7 +2,7 @@
 //! training.
 //!
 //! ```text
-//!   trainer ── buffers, shared ──► snapshot ── one thread per newcomer ── parcels ──► newcomer
+//!   trainer ── buffers, shared ──► snapshot ── one thread per newcomer ── messages ──► newcomer
 //! ```
 //!
 //! **Invariant:** the trainer never waits for a newcomer. It shares its buffers, which are only
@@ -10,7 +10,7 @@
 //! its own. **Invariant:** a newcomer gets the state of a step that all ranks of the group hold,
 //! and the result of every step that this rank commits after it. So a newcomer that is ahead of a
 //! survivor can hand on the reduced gradient of its last step. **Invariant:** a newcomer that is
-//! too slow is dropped: no more than [`AHEAD_BYTES`] of results wait for it, or few of them.
+//! too slow is dropped: no more than [`QUEUED_BYTES_MAX`] of results wait for it, or few of them.
 //! Newcomers of one step share a snapshot; while there is one, others wait, unless all fit into
 //! [`SNAPSHOTS_BYTES`].
 
@@ -38,7 +38,7 @@ pub(crate) struct Donor {
     fetchers: Vec<Fetcher>,
     /// Snapshots that may still take memory.
     held: Vec<Weak<Snapshot>>,
-    patience: Duration,
+    idle_timeout: Duration,
 }
 
 /// A snapshot that is given out when all ranks have said that they hold its step.
@@ -61,7 +61,7 @@ struct Snapshot {
 #[derive(Debug)]
 struct Fetcher {
     member: u64,
-    parcels: SyncSender<Parcel>,
+    messages: SyncSender<StateMessage>,
     /// The link in use, and where the next one goes when it has broken.
     link: StateLink,
     links: Sender<StateRequest>,
@@ -69,7 +69,7 @@ struct Fetcher {
 
 /// What newcomers are sent after a snapshot. Steps are those of the donor's group of `generation`.
 #[derive(Clone, Debug)]
-enum Parcel {
+enum StateMessage {
     /// The donor goes into this generation, and the newcomer with it.
     End { generation: Generation },
     /// What leads from `step` to the next one.
@@ -77,14 +77,14 @@ enum Parcel {
 }
 
 impl Donor {
-    /// `patience`: how long a newcomer may take nothing and say nothing.
-    pub(crate) fn new(patience: Duration) -> Self {
+    /// `idle_timeout`: how long a newcomer may take nothing and say nothing.
+    pub(crate) fn new(idle_timeout: Duration) -> Self {
         Self {
             waiting: Vec::new(),
             prepared: None,
             fetchers: Vec::new(),
             held: Vec::new(),
-            patience,
+            idle_timeout,
         }
     }
 
@@ -182,12 +182,12 @@ impl Donor {
         snapshot: &Arc<Snapshot>,
     ) {
         let (member, step) = (request.member(), record.step);
-        let results = AHEAD_BYTES / (snapshot.parameters_len * size_of::<f32>()).max(1);
-        let (parcels, queue) = sync_channel(results.clamp(AHEAD_MIN, AHEAD_MAX));
+        let results = QUEUED_BYTES_MAX / (snapshot.parameters_len * size_of::<f32>()).max(1);
+        let (messages, queue) = sync_channel(results.clamp(QUEUED_RESULTS_MIN, QUEUED_RESULTS_MAX));
         let (links, next_links) = channel();
-        let fetcher = Fetcher { member, parcels, link: request.link(), links };
+        let fetcher = Fetcher { member, messages, link: request.link(), links };
         let delivery = Delivery::new(
-            (member, self.patience),
+            (member, self.idle_timeout),
             (generation, record),
             Arc::clone(snapshot),
             (queue, next_links),
@@ -218,7 +218,7 @@ impl Donor {
     ) {
         if self.is_serving() {
             let headers = Arc::new(header::encode(&headers.to_vec()));
-            let result = Parcel::Result { generation, step, headers, sum: Arc::clone(sum) };
+            let result = StateMessage::Result { generation, step, headers, sum: Arc::clone(sum) };
             self.fetchers.retain(|fetcher| fetcher.send(result.clone()));
         }
     }
@@ -230,7 +230,7 @@ impl Donor {
         self.waiting.retain(|request| !is_member(request.member()));
         self.fetchers.retain(|fetcher| match is_member(fetcher.member) {
             true => {
-                fetcher.send(Parcel::End { generation });
+                fetcher.send(StateMessage::End { generation });
                 false
             }
             false => true,
@@ -247,8 +247,8 @@ impl Donor {
 
 impl Fetcher {
     /// Whether it is to be served on.
-    fn send(&self, parcel: Parcel) -> bool {
-        match self.parcels.try_send(parcel) {
+    fn send(&self, message: StateMessage) -> bool {
+        match self.messages.try_send(message) {
             Ok(()) => true,
             Err(TrySendError::Full(_)) => {
                 tracing::info!(
@@ -299,7 +299,7 @@ pub(crate) const KIND_STATE: u32 = 1;
 /// The step's headers, and its reduced gradient.
 pub(crate) const KIND_RESULT: u32 = 2;
 /// There is no more for now.
-pub(crate) const KIND_TIP: u32 = 3;
+pub(crate) const KIND_CAUGHT_UP: u32 = 3;
 /// There is no more; the generation is the one to meet in.
 pub(crate) const KIND_END: u32 = 4;
 /// A [`PartNote`], and floats of the parameters or of the slots.
@@ -310,16 +310,16 @@ pub(crate) const PART_FLOATS_MAX: usize = 4 << 20;
 
 /// How long a link between a donor and a newcomer may show no sign of life. A stopped or lost
 /// process is noticed by the master, and much earlier; this is for networks that pause.
-pub(crate) const TRANSFER_PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const TRANSFER_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Snapshots in memory, in bytes, unless there is only one.
 const SNAPSHOTS_BYTES: usize = 512 << 20;
 
 /// Results that may wait for a newcomer, in bytes.
-const AHEAD_BYTES: usize = 512 << 20;
+const QUEUED_BYTES_MAX: usize = 512 << 20;
 /// Even where each of them is larger than that.
-const AHEAD_MIN: usize = 3;
-const AHEAD_MAX: usize = 64;
+const QUEUED_RESULTS_MIN: usize = 3;
+const QUEUED_RESULTS_MAX: usize = 64;
 
 /// Newcomers that wait for a snapshot.
 const WAITING_MAX: usize = 64;

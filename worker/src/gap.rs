@@ -10,7 +10,7 @@ use crate::messages::Phases;
 /// stop, which are the first ones: a regroup that fails itself is a part of the gap that it was to
 /// end.
 #[derive(Debug, Default)]
-pub(crate) struct Gap {
+pub(crate) struct GapTimer {
     committed: Option<(Generation, Instant)>,
     trouble: Option<Instant>,
     stopped: Option<Instant>,
@@ -19,7 +19,7 @@ pub(crate) struct Gap {
     repaired: Option<Instant>,
 }
 
-impl Gap {
+impl GapTimer {
     /// A sign of trouble at `at`: a link's error, or a membership that aborts the step, which the
     /// control thread may have received while this one computed. The earliest counts.
     pub(crate) fn on_trouble(&mut self, at: Instant) {
@@ -77,8 +77,8 @@ mod tests {
     }
 
     /// A member of generation 1 whose last commit was at 20 ms.
-    fn member(start: Instant) -> Gap {
-        let mut gap = Gap::default();
+    fn member(start: Instant) -> GapTimer {
+        let mut gap = GapTimer::default();
         gap.on_membership(at(start, 0));
         gap.on_connected(at(start, 1));
         gap.on_repaired(at(start, 2));

@@ -71,7 +71,6 @@ mod inference;
 mod messages;
 mod model;
 mod optimizer;
-mod origin;
 mod paths;
 mod predictions;
 mod prefetch;
@@ -83,6 +82,7 @@ mod schedule;
 pub mod storage;
 mod supervisor;
 mod tensors;
+mod trained_model;
 mod trainer;
 mod weights;
 

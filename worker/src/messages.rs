@@ -32,7 +32,7 @@ pub(crate) enum FromMaster {
 /// What this worker says after its hello.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ToMaster {
-    Checkpoint(CheckpointNews),
+    Checkpoint(CheckpointEvent),
     Described(Result<Dataset, String>),
     /// A shard that was leased to this worker alone; its metrics, if it was evaluated.
     Done {
@@ -59,7 +59,7 @@ pub(crate) enum ToMaster {
 
 /// What became of a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum CheckpointNews {
+pub(crate) enum CheckpointEvent {
     /// It is not as it was written; the one before it is tried.
     Damaged { name: String, reason: String },
     /// It could not be written.

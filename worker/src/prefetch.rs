@@ -26,7 +26,7 @@ use crate::storage::set_wait_flag;
 /// Reads ahead for one worker.
 #[derive(Debug)]
 pub(crate) struct Prefetch<R> {
-    shelf: Arc<Shelf<R>>,
+    buffer: Arc<ReadBuffer<R>>,
 }
 
 /// Records that were taken.
@@ -49,7 +49,7 @@ pub(crate) struct ReadError {
 pub(crate) type NotRead = (RecordRange, ReadError);
 
 #[derive(Debug)]
-struct Shelf<R> {
+struct ReadBuffer<R> {
     state: Mutex<State<R>>,
     changed: Condvar,
     /// The thread waits for storage.
@@ -89,18 +89,19 @@ impl<R: Send + 'static> Prefetch<R> {
             closed: false,
         };
         let waits = Arc::new(AtomicBool::new(false));
-        let shelf = Arc::new(Shelf { state: Mutex::new(state), changed: Condvar::new(), waits });
-        let thread_shelf = Arc::clone(&shelf);
+        let buffer =
+            Arc::new(ReadBuffer { state: Mutex::new(state), changed: Condvar::new(), waits });
+        let thread_buffer = Arc::clone(&buffer);
         thread::Builder::new()
             .name("reader".into())
-            .spawn(move || thread_shelf.fill(reader, &dataset, ahead.max(1)))?;
-        Ok(Self { shelf })
+            .spawn(move || thread_buffer.fill(reader, &dataset, ahead.max(1)))?;
+        Ok(Self { buffer })
     }
 
     /// Says that `range` will be taken, after what was wanted before.
     pub(crate) fn want(&self, range: RecordRange) {
-        self.shelf.lock().wanted.push_back(range);
-        self.shelf.changed.notify_all();
+        self.buffer.lock().wanted.push_back(range);
+        self.buffer.changed.notify_all();
     }
 
     /// The records of `range`, in order; waits for them, but not for storage that does not answer.
@@ -109,31 +110,31 @@ impl<R: Send + 'static> Prefetch<R> {
     /// The reader failed.
     pub(crate) fn take(&self, range: RecordRange) -> Result<Taken<R>, NotRead> {
         let mut records = Vec::new();
-        let mut state = self.shelf.lock();
+        let mut state = self.buffer.lock();
         let mut at = range.start;
-        let mut patience = PATIENCE;
+        let mut wait_left = STORAGE_WAIT_MAX;
         while at < range.end {
             if let Some((epoch, start)) = state.entry_at(range.epoch, at) {
                 let more = state.cut(epoch, start, at, range.end);
                 at += more.len() as u64;
                 records.extend(more);
-                self.shelf.changed.notify_all();
+                self.buffer.changed.notify_all();
                 continue;
             }
             if let Some(failed) = state.failed.take() {
                 return Err(failed);
             }
             let rest = RecordRange { start: at, ..range };
-            if self.shelf.waits.load(Ordering::Acquire) {
-                let Some(less) = patience.checked_sub(LOOK_EVERY) else {
+            if self.buffer.waits.load(Ordering::Acquire) {
+                let Some(less) = wait_left.checked_sub(POLL_INTERVAL) else {
                     state.urgent = None;
                     return Ok(Taken { records, rest: Some(rest) });
                 };
-                patience = less;
+                wait_left = less;
             }
             state.urgent = Some(rest);
-            self.shelf.changed.notify_all();
-            let woken = self.shelf.changed.wait_timeout(state, LOOK_EVERY);
+            self.buffer.changed.notify_all();
+            let woken = self.buffer.changed.wait_timeout(state, POLL_INTERVAL);
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
         state.urgent = None;
@@ -149,11 +150,11 @@ impl<R: Send + 'static> Prefetch<R> {
         &self,
         ranges: impl Iterator<Item = RecordRange>,
     ) -> Result<Option<u64>, NotRead> {
-        let mut state = self.shelf.lock();
+        let mut state = self.buffer.lock();
         if let Some(failed) = state.failed.take() {
             return Err(failed);
         }
-        if !self.shelf.waits.load(Ordering::Acquire) {
+        if !self.buffer.waits.load(Ordering::Acquire) {
             return Ok(None);
         }
         let mut records = 0;
@@ -173,12 +174,12 @@ impl<R: Send + 'static> Prefetch<R> {
 
 impl<R> Drop for Prefetch<R> {
     fn drop(&mut self) {
-        self.shelf.lock().closed = true;
-        self.shelf.changed.notify_all();
+        self.buffer.lock().closed = true;
+        self.buffer.changed.notify_all();
     }
 }
 
-impl<R> Shelf<R> {
+impl<R> ReadBuffer<R> {
     fn lock(&self) -> MutexGuard<'_, State<R>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -231,7 +232,7 @@ impl<R> State<R> {
             return None;
         }
         if let Some(mut urgent) = self.urgent.take() {
-            // Records that lie on the shelf already end the urgent piece.
+            // Records that lie on the buffer already end the urgent piece.
             if let Some((&(_, start), _)) =
                 self.read.range((urgent.epoch, urgent.start)..(urgent.epoch, urgent.end)).next()
             {
@@ -363,10 +364,10 @@ impl From<String> for ReadError {
 /// So many ranges behind the one that is read are told to the reader.
 const UPCOMING: usize = 2;
 /// While storage is away the trainer looks so often whether it is back,
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// and goes on without the records after so long: a step is not made smaller for a moment's
 /// trouble.
-const PATIENCE: Duration = Duration::from_secs(1);
+const STORAGE_WAIT_MAX: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
@@ -446,7 +447,7 @@ mod tests {
         for (start, end) in [(30, 50), (20, 30), (50, 60)] {
             assert_eq!(taken(&prefetch, range(0, start, end)), records("b", start - 10..end - 10));
         }
-        let state = prefetch.shelf.lock();
+        let state = prefetch.buffer.lock();
         assert_eq!((state.wanted.len(), state.records, state.read.len()), (0, 0, 0));
     }
 
@@ -454,9 +455,9 @@ mod tests {
     fn records_are_taken_from_the_middle_of_a_piece() {
         let prefetch = prefetch(None);
         prefetch.want(range(0, 20, 22));
-        let mut state = prefetch.shelf.lock();
+        let mut state = prefetch.buffer.lock();
         while !state.read.contains_key(&(0, 20)) {
-            state = prefetch.shelf.changed.wait(state).unwrap();
+            state = prefetch.buffer.changed.wait(state).unwrap();
         }
         drop(state);
         assert_eq!(taken(&prefetch, range(0, 21, 22)), records("b", 11..12));
@@ -505,7 +506,7 @@ mod tests {
     fn what_was_read_is_handed_over_while_storage_is_away_and_the_rest_when_it_is_back() {
         let (begins, begun) = std::sync::mpsc::channel();
         let (go_on, goes_on) = std::sync::mpsc::channel();
-        // The reader has to set the flag of a shelf that is made after it.
+        // The reader has to set the flag of a buffer that is made after it.
         let mut prefetch = prefetch(None);
         let waits = Arc::new(AtomicBool::new(false));
         let reader = Stuck { begins, goes_on, waits: Some(Arc::clone(&waits)) };
@@ -518,10 +519,10 @@ mod tests {
             announced: VecDeque::new(),
             closed: false,
         };
-        prefetch.shelf =
-            Arc::new(Shelf { state: Mutex::new(state), changed: Condvar::new(), waits });
-        let shelf = Arc::clone(&prefetch.shelf);
-        thread::spawn(move || shelf.fill(reader, &dataset(), 16));
+        prefetch.buffer =
+            Arc::new(ReadBuffer { state: Mutex::new(state), changed: Condvar::new(), waits });
+        let buffer = Arc::clone(&prefetch.buffer);
+        thread::spawn(move || buffer.fill(reader, &dataset(), 16));
         prefetch.want(range(0, 12, 60));
         begun.recv().unwrap();
         let leases = || [range(0, 12, 24), range(0, 24, 60)].into_iter();
@@ -538,9 +539,9 @@ mod tests {
     fn who_waits_for_storage_hears_when_the_reader_gives_up() {
         let prefetch = prefetch(Some(7));
         prefetch.want(range(0, 16, 20));
-        let mut state = prefetch.shelf.lock();
+        let mut state = prefetch.buffer.lock();
         while state.failed.is_none() {
-            state = prefetch.shelf.changed.wait(state).unwrap();
+            state = prefetch.buffer.changed.wait(state).unwrap();
         }
         drop(state);
         let (_, error) = prefetch.readable([range(0, 16, 20)].into_iter()).unwrap_err();

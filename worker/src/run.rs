@@ -14,11 +14,11 @@ use crate::failure::{Failure, call_user};
 use crate::inference;
 use crate::messages::{FromMaster, ToMaster};
 use crate::model::Model;
-use crate::origin;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
 use crate::supervisor::{self, Supervisor};
 use crate::tensors::{HostState, Tensors};
+use crate::trained_model;
 use crate::trainer::{Checkpointing, Export, Trainer, Validation};
 use crate::weights;
 
@@ -44,7 +44,9 @@ pub fn run<M: Model>(model: M) -> ExitCode {
             drop(model);
             return supervisor.run();
         }
-        Ok(None) => supervisor::end_together(variable).and_then(|()| Environment::read(variable)),
+        Ok(None) => {
+            supervisor::die_with_supervisor(variable).and_then(|()| Environment::read(variable))
+        }
         Err(reason) => Err(reason),
     };
     let environment = match environment {
@@ -139,7 +141,7 @@ fn train<M: Model>(
         Work::Train { export, validation } => (export, validation),
         Work::Evaluate { model: weights } | Work::Predict { model: weights, .. } => {
             let mut values = vec![0.0; parameters];
-            origin::load(weights, &layout, &mut values)
+            trained_model::load(weights, &layout, &mut values)
                 .map_err(|error| Failure::fatal(format!("the model was not loaded: {error}")))?;
             return inference::work(model, values, prepared, control);
         }
@@ -206,7 +208,7 @@ fn prepare<M: Model>(
             // What follows is heard by this master, which asks again for what was lost with the
             // stream.
             Ok(FromMaster::Reconnected) => {
-                let nothing = Report::Holding { step: 0, ranges: Vec::new() };
+                let nothing = Report::HeldLeases { step: 0, ranges: Vec::new() };
                 control.outbox.send(ToMaster::Report(nothing));
             }
             Ok(
@@ -249,10 +251,10 @@ fn check_places(work: &Work) -> Result<(), String> {
         }
         Work::Train { export: None, .. } => Ok(()),
         Work::Evaluate { model } => {
-            origin::check(model).map_err(|error| format!("--model: {error}"))
+            trained_model::check(model).map_err(|error| format!("--model: {error}"))
         }
         Work::Predict { model, output, .. } => {
-            origin::check(model).map_err(|error| format!("--model: {error}"))?;
+            trained_model::check(model).map_err(|error| format!("--model: {error}"))?;
             inference::check_output(output).map_err(|error| format!("--predictions: {error}"))
         }
     }

@@ -38,7 +38,7 @@ pub(crate) struct Supervisor {
 
 /// The workers that run, and how it went with the others.
 #[derive(Debug, Default)]
-struct Crew {
+struct Children {
     running: BTreeSet<i32>,
     /// With what the first that failed has ended.
     failure: Option<u8>,
@@ -92,34 +92,34 @@ impl Supervisor {
         let mut child = signal(SignalKind::child())?;
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut crew = Crew::default();
+        let mut children = Children::default();
         for index in 0..self.workers {
             match self.command(index)?.spawn() {
-                Ok(worker) => crew.running.insert(worker.id().cast_signed()),
+                Ok(worker) => children.running.insert(worker.id().cast_signed()),
                 Err(error) => {
-                    crew.send(Signal::KILL);
+                    children.send(Signal::KILL);
                     return Err(error);
                 }
             };
         }
         loop {
             while let Some((pid, status)) = next_ended()? {
-                if crew.on_ended(Instant::now(), pid.as_raw_nonzero().get(), code_of(status)) {
-                    crew.send(Signal::TERM);
+                if children.on_ended(Instant::now(), pid.as_raw_nonzero().get(), code_of(status)) {
+                    children.send(Signal::TERM);
                 }
             }
-            if crew.running.is_empty() {
-                return Ok(crew.failure.unwrap_or(EXIT_DONE));
+            if children.running.is_empty() {
+                return Ok(children.failure.unwrap_or(EXIT_DONE));
             }
-            let kill_at = crew.kill_at.map(tokio::time::Instant::from_std);
+            let kill_at = children.kill_at.map(tokio::time::Instant::from_std);
             tokio::select! {
                 _ = child.recv() => {}
-                _ = terminate.recv() => crew.pass_on(Signal::TERM),
-                _ = interrupt.recv() => crew.pass_on(Signal::INT),
+                _ = terminate.recv() => children.pass_on(Signal::TERM),
+                _ = interrupt.recv() => children.pass_on(Signal::INT),
                 () = tokio::time::sleep_until(kill_at.unwrap_or_else(tokio::time::Instant::now)), if kill_at.is_some() => {
                     tracing::warn!("workers that were told to leave are killed");
-                    crew.kill_at = None;
-                    crew.send(Signal::KILL);
+                    children.kill_at = None;
+                    children.send(Signal::KILL);
                 }
             }
         }
@@ -141,7 +141,7 @@ impl Supervisor {
     }
 }
 
-impl Crew {
+impl Children {
     /// A process has ended: a worker, or what a worker has left behind. Whether the others are to
     /// leave.
     fn on_ended(&mut self, now: Instant, pid: i32, code: u8) -> bool {
@@ -177,7 +177,7 @@ impl Crew {
 ///
 /// # Errors
 /// It has ended already, or the system refuses.
-pub(crate) fn end_together(variable: impl Fn(&str) -> Option<String>) -> Result<(), String> {
+pub(crate) fn die_with_supervisor(variable: impl Fn(&str) -> Option<String>) -> Result<(), String> {
     let Some(supervisor) = variable(SUPERVISOR) else { return Ok(()) };
     set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| error.to_string())?;
     // It may have ended before that.
@@ -226,8 +226,8 @@ mod tests {
         })
     }
 
-    fn crew() -> Crew {
-        Crew { running: [10, 11, 12].into(), ..Crew::default() }
+    fn children() -> Children {
+        Children { running: [10, 11, 12].into(), ..Children::default() }
     }
 
     #[test]
@@ -256,28 +256,28 @@ mod tests {
 
     #[test]
     fn the_first_failure_is_the_pods_and_the_others_leave_in_time() {
-        let (mut crew, now) = (crew(), Instant::now());
-        assert!(!crew.on_ended(now, 99, 3), "no worker");
-        assert!(!crew.on_ended(now, 10, 0));
-        assert_eq!((crew.failure, crew.kill_at), (None, None));
-        assert!(crew.on_ended(now, 11, 139));
-        assert_eq!((crew.failure, crew.kill_at), (Some(139), Some(now + LEAVE_TIMEOUT)));
-        assert!(!crew.on_ended(now, 12, 1));
-        assert_eq!((crew.failure, crew.running.len()), (Some(139), 0));
+        let (mut children, now) = (children(), Instant::now());
+        assert!(!children.on_ended(now, 99, 3), "no worker");
+        assert!(!children.on_ended(now, 10, 0));
+        assert_eq!((children.failure, children.kill_at), (None, None));
+        assert!(children.on_ended(now, 11, 139));
+        assert_eq!((children.failure, children.kill_at), (Some(139), Some(now + LEAVE_TIMEOUT)));
+        assert!(!children.on_ended(now, 12, 1));
+        assert_eq!((children.failure, children.running.len()), (Some(139), 0));
     }
 
     #[test]
     fn who_is_told_from_outside_takes_its_time() {
-        let (mut crew, now) = (crew(), Instant::now());
-        crew.is_told = true;
-        assert!(!crew.on_ended(now, 10, 143));
-        assert_eq!((crew.failure, crew.kill_at), (Some(143), None));
+        let (mut children, now) = (children(), Instant::now());
+        children.is_told = true;
+        assert!(!children.on_ended(now, 10, 143));
+        assert_eq!((children.failure, children.kill_at), (Some(143), None));
     }
 
     #[test]
     fn the_last_one_tells_nobody() {
-        let mut crew = Crew { running: [10].into(), ..Crew::default() };
-        assert!(!crew.on_ended(Instant::now(), 10, 7));
-        assert_eq!((crew.failure, crew.kill_at), (Some(7), None));
+        let mut children = Children { running: [10].into(), ..Children::default() };
+        assert!(!children.on_ended(Instant::now(), 10, 7));
+        assert_eq!((children.failure, children.kill_at), (Some(7), None));
     }
 }

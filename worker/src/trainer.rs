@@ -15,12 +15,12 @@ use elasticdl_proto::{RecordRange, WorkerId};
 
 use crate::core::halt::{Halt, Reason};
 use crate::core::header::{self, StateRecord, StepHeader};
-use crate::core::repair::{Mismatch, Repair};
-use crate::core::session::{Exit, Membership, Misfit, Session, Task};
-use crate::core::swap::Elsewhere;
-use crate::donor::{Donor, TRANSFER_PATIENCE};
+use crate::core::repair::{Repair, StateMismatch};
+use crate::core::session::{Exit, GroupMismatch, Membership, Session, Task};
+use crate::core::transport_switch::DeviceMismatch;
+use crate::donor::{Donor, TRANSFER_IDLE_TIMEOUT};
 use crate::failure::{Failure, call_user};
-use crate::gap::Gap;
+use crate::gap::GapTimer;
 use crate::messages::{FromMaster, Outbox, ToMaster};
 use crate::model::{Model, NamedTensor};
 use crate::prefetch::{Prefetch, ReadError};
@@ -56,15 +56,15 @@ pub(crate) struct Trainer<'a, M: Model> {
     /// Where this worker gets it from, as a newcomer.
     source: Option<StateReceiver>,
     /// What it has got from there, over this link and earlier ones.
-    incoming: Option<Incoming>,
+    incoming: Option<IncomingSnapshot>,
     /// How long the dial of a donor may take.
     dial_limit: Duration,
     inbox: &'a Receiver<FromMaster>,
     outbox: Outbox,
     started: Instant,
-    gap: Gap,
+    gap: GapTimer,
     /// The last task was a talk: wait a little before the next one.
-    talked: bool,
+    was_idle: bool,
 }
 
 /// Where the final model goes.
@@ -117,7 +117,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             ring: None,
             nccl,
             allreduce_transport: None,
-            donor: Donor::new(TRANSFER_PATIENCE),
+            donor: Donor::new(TRANSFER_IDLE_TIMEOUT),
             checkpoints,
             validation,
             source: None,
@@ -126,8 +126,8 @@ impl<'a, M: Model> Trainer<'a, M> {
             inbox,
             outbox,
             started: Instant::now(),
-            gap: Gap::default(),
-            talked: false,
+            gap: GapTimer::default(),
+            was_idle: false,
         }
     }
 
@@ -148,17 +148,17 @@ impl<'a, M: Model> Trainer<'a, M> {
             while let Ok(message) = self.inbox.try_recv() {
                 self.handle(message);
             }
-            self.receive_visitors()?;
+            self.accept_state_requests()?;
             let task = self.session.poll();
-            let talk = task == Task::Talk;
+            let is_idle = task == Task::ExchangeHeaders;
             let done = match task {
                 Task::Exit(exit) => return Ok(exit),
                 task => self.perform(task),
             };
-            self.talked = talk;
+            self.was_idle = is_idle;
             match done {
                 Ok(()) => {}
-                Err(Stopped::Broken(error)) => match self.judge(error) {
+                Err(Stopped::Broken(error)) => match self.classify(error) {
                     Ok(error) => self.on_broken(&error),
                     Err(failure) => {
                         // What is on the GPU may never end, and would be waited for.
@@ -168,7 +168,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 },
                 Err(Stopped::Failed(failure)) => return Err(failure),
             }
-            self.tend_checkpoints()?;
+            self.poll_checkpoint_writer()?;
             self.send_reports();
         }
     }
@@ -194,7 +194,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 self.allreduce_transport = None;
                 self.session.reconnected();
                 self.send_reports();
-                if self.session.is_newcomer() {
+                if self.session.is_joiner() {
                     // It may have been said to nobody.
                     let parameters = self.tensors.sizes().0 as u64;
                     self.outbox.send(ToMaster::Ready { parameters });
@@ -218,7 +218,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             Task::Repair(plan) => self.repair(&plan),
             Task::Step => self.step(),
             Task::Synchronize => self.synchronize(),
-            Task::Talk => self.talk(),
+            Task::ExchangeHeaders => self.exchange_headers(),
             Task::Wait => {
                 match self.inbox.recv() {
                     Ok(message) => self.handle(message),
@@ -255,17 +255,17 @@ impl<'a, M: Model> Trainer<'a, M> {
         tracing::info!(
             generation = membership.generation.0,
             world_size = membership.members.len(),
-            rank = self.session.place().map_or(0, |(_, rank)| rank),
+            rank = self.session.group_rank().map_or(0, |(_, rank)| rank),
             "ring built"
         );
         Ok(())
     }
 
-    /// Takes in newcomers that have come to the door, and begins to copy the state for them while
+    /// Takes in newcomers that have come to the connector, and begins to copy the state for them while
     /// this rank computes or waits for others. They get it when all ranks have said that they hold
     /// its step.
-    fn receive_visitors(&mut self) -> Result<(), Failure> {
-        if self.session.is_over() {
+    fn accept_state_requests(&mut self) -> Result<(), Failure> {
+        if self.session.is_finished() {
             self.donor.dismiss();
             return Ok(());
         }
@@ -287,7 +287,7 @@ impl<'a, M: Model> Trainer<'a, M> {
 
     /// Gives newcomers the state as it is: all ranks have said that they hold its step, and no
     /// update has changed it yet.
-    fn serve_visitors(&mut self) {
+    fn serve_state_requests(&mut self) {
         if let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) {
             self.donor.release(generation, state.step, || state.record());
         }
@@ -301,7 +301,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         let mine = header::encode(&self.session.sync_header(digest));
         let ring = ring(&mut self.ring)?;
         let headers = decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
-        self.session.synced(&headers).map_err(|misfit| Stopped::Failed(misfit_failure(&misfit)))
+        self.session.synced(&headers).map_err(|mismatch| Stopped::Failed(group_mismatch(&mismatch)))
     }
 
     fn repair(&mut self, plan: &Repair) -> Result<(), Stopped> {
@@ -335,7 +335,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     ) -> Result<Option<Vec<StepHeader>>, Stopped> {
         let ring = ring(&mut self.ring)?;
         let donates = ring.host().rank() == donor;
-        let mut bytes = match (donates, self.session.kept()) {
+        let mut bytes = match (donates, self.session.last_headers()) {
             (true, Some(headers)) => header::encode(&headers.to_vec()),
             _ => Vec::new(),
         };
@@ -470,20 +470,23 @@ impl<'a, M: Model> Trainer<'a, M> {
         let buckets = self.model.bucket().map(|bucket| (bucket, summed));
         let headers = self.tensors.sum(ring, &mine, path, buckets).map_err(Stopped::Broken)?;
         self.session.reduced(started.elapsed());
-        self.tell_allreduce_transport(path);
+        self.report_transport(path);
         let headers: Vec<StepHeader> = decode_all(headers)?;
-        self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
+        self.session.check(&headers).map_err(|m| Stopped::Failed(state_mismatch(&m)))?;
         let is_finite = self.is_finite(&headers)?;
         if Session::is_withheld(&headers) || !(is_finite || self.skips_nonfinite) {
             return self.withhold(&headers);
         }
-        self.serve_visitors();
+        self.serve_state_requests();
         if headers.iter().all(|header| header.records() == 0) {
             // No rank could read any: there is no step to make yet.
-            return self.session.talked(&headers).map_err(|m| Stopped::Failed(mismatch(&m)));
+            return self
+                .session
+                .headers_exchanged(&headers)
+                .map_err(|m| Stopped::Failed(state_mismatch(&m)));
         }
         // The commit may end this group.
-        let place = self.session.place();
+        let place = self.session.group_rank();
         self.update(headers, is_finite)?;
         self.gradient_is_pending = false;
         if let Some((generation, _)) = place
@@ -513,7 +516,8 @@ impl<'a, M: Model> Trainer<'a, M> {
             })?;
         }
         tensors.retain_reduced();
-        if let (Some((generation, _)), true) = (self.session.place(), self.donor.is_serving()) {
+        if let (Some((generation, _)), true) = (self.session.group_rank(), self.donor.is_serving())
+        {
             self.donor.committed(
                 generation,
                 step,
@@ -531,14 +535,14 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    fn talk(&mut self) -> Result<(), Stopped> {
+    fn exchange_headers(&mut self) -> Result<(), Stopped> {
         tracing::debug!(step = self.session.step(), "waiting for records");
         // The group waits for records: give them a moment to come, rather than talking without end.
-        if self.talked {
-            match self.inbox.recv_timeout(TALK_PAUSE) {
+        if self.was_idle {
+            match self.inbox.recv_timeout(IDLE_PAUSE) {
                 Ok(message) => {
                     self.handle(message);
-                    if self.session.poll() != Task::Talk {
+                    if self.session.poll() != Task::ExchangeHeaders {
                         return Ok(());
                     }
                 }
@@ -550,9 +554,9 @@ impl<'a, M: Model> Trainer<'a, M> {
         let ring = ring(&mut self.ring)?;
         let headers: Vec<StepHeader> =
             decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
-        self.session.check(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))?;
-        self.serve_visitors();
-        self.session.talked(&headers).map_err(|m| Stopped::Failed(mismatch(&m)))
+        self.session.check(&headers).map_err(|m| Stopped::Failed(state_mismatch(&m)))?;
+        self.serve_state_requests();
+        self.session.headers_exchanged(&headers).map_err(|m| Stopped::Failed(state_mismatch(&m)))
     }
 
     fn on_broken(&mut self, error: &CollectiveError) {
@@ -562,7 +566,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         tracing::info!(%error, "links broke");
         match error {
             CollectiveError::Unreachable { member, .. } => {
-                self.session.unanswered(WorkerId(*member), error.to_string());
+                self.session.unreachable_peer(WorkerId(*member), error.to_string());
             }
             _ => self.session.broken(error.member().map(WorkerId), error.to_string()),
         }
@@ -575,7 +579,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     fn rank(&self) -> usize {
-        self.session.place().map_or(0, |(_, rank)| rank)
+        self.session.group_rank().map_or(0, |(_, rank)| rank)
     }
 }
 
@@ -595,10 +599,10 @@ fn garbled(what: &str) -> Stopped {
     Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false })
 }
 
-fn misfit_failure(misfit: &Misfit) -> Failure {
-    match misfit {
-        Misfit::Differs(differing) => mismatch(differing),
-        Misfit::Elsewhere(Elsewhere { first_has_gpu }) => {
+fn group_mismatch(mismatch: &GroupMismatch) -> Failure {
+    match mismatch {
+        GroupMismatch::State(differing) => state_mismatch(differing),
+        GroupMismatch::Device(DeviceMismatch { first_has_gpu }) => {
             let (here, there) =
                 if *first_has_gpu { ("the CPU", "a GPU") } else { ("a GPU", "the CPU") };
             let error = format!(
@@ -609,8 +613,8 @@ fn misfit_failure(misfit: &Misfit) -> Failure {
     }
 }
 
-fn mismatch(mismatch: &Mismatch) -> Failure {
-    let Mismatch { step, ranks, from } = mismatch;
+fn state_mismatch(mismatch: &StateMismatch) -> Failure {
+    let StateMismatch { step, ranks, from } = mismatch;
     Failure::fatal(format!(
         "replicas differ at step {step}: ranks {ranks:?} do not hold the same state as rank {from}; the model's \
          methods must depend on their arguments alone"
@@ -618,9 +622,9 @@ fn mismatch(mismatch: &Mismatch) -> Failure {
 }
 
 mod checkpoints;
-mod ending;
 mod evaluation;
 mod fetch;
+mod finish;
 mod gpu;
 mod incoming;
 mod overlap;
@@ -628,7 +632,7 @@ mod overlap;
 pub(crate) use self::checkpoints::Checkpointing;
 pub(crate) use self::evaluation::Validation;
 use self::gpu::{device_of, nccl_policy};
-use self::incoming::Incoming;
+use self::incoming::IncomingSnapshot;
 
 /// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays
 /// nobody; a peer that finishes its step first does. The master ends the wait for peers that never
@@ -637,4 +641,4 @@ const CONNECT_DEADLINE: Duration = Duration::from_secs(600);
 
 /// How long a rank without records waits for some before it tells the others again that it has
 /// none.
-const TALK_PAUSE: Duration = Duration::from_millis(5);
+const IDLE_PAUSE: Duration = Duration::from_millis(5);

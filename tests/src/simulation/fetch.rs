@@ -79,7 +79,7 @@ impl World {
 
     /// A worker that makes no more steps serves no joiners.
     pub(super) fn end_service_if_over(&mut self, p: usize) {
-        if self.processes[p].trainer.session.as_ref().is_some_and(Session::is_over) {
+        if self.processes[p].trainer.session.as_ref().is_some_and(Session::is_finished) {
             self.end_transfers(p);
         }
     }
@@ -296,7 +296,7 @@ impl World {
     /// Whether `p` fetches the state, or has just fetched it.
     pub(super) fn is_joining(&self, p: usize) -> bool {
         let trainer = &self.processes[p].trainer;
-        trainer.source.is_some() && trainer.session.as_ref().and_then(Session::place).is_none()
+        trainer.source.is_some() && trainer.session.as_ref().and_then(Session::group_rank).is_none()
     }
 }
 

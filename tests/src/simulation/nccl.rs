@@ -17,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use elasticdl_proto::WorkerId;
 use elasticdl_worker::core::header::StepHeader;
 use elasticdl_worker::core::session::Session;
-use elasticdl_worker::core::swap::{Build, Obstacle, Path};
+use elasticdl_worker::core::transport_switch::{NcclBuild, NcclObstacle, Transport};
 
 use super::clock::{Micros, SimRng};
 use super::operation::Operation;
@@ -87,7 +87,8 @@ impl World {
             known.failed.insert(generation);
         }
         (known.builds, known.all_ready) = (false, false);
-        let path = self.processes[p].trainer.session.as_ref().map_or(Path::Host, Session::path);
+        let path =
+            self.processes[p].trainer.session.as_ref().map_or(Transport::Host, Session::transport);
         self.check_path_agreement(p, path);
     }
 
@@ -113,12 +114,12 @@ impl World {
     pub(super) fn note_nccl_round(&mut self, p: usize, headers: &[StepHeader]) {
         let Some(ring) = &self.processes[p].trainer.ring else { return };
         let known = self.communicators.known.entry(p).or_default();
-        if known.builds && headers.iter().any(|header| header.nccl == Build::Failed) {
+        if known.builds && headers.iter().any(|header| header.nccl == NcclBuild::Failed) {
             known.failed.insert(ring.generation());
         }
         known.all_ready = known.builds
             && !known.failed.contains(&ring.generation())
-            && headers.iter().all(|header| header.nccl == Build::Ready);
+            && headers.iter().all(|header| header.nccl == NcclBuild::Ready);
     }
 
     // ---- building and operations ----
@@ -134,7 +135,7 @@ impl World {
     fn build_nccl(&mut self, p: usize) {
         let Some(gpus) = self.setting.gpus else { return };
         let Some(ring) = &mut self.processes[p].trainer.ring else { return };
-        ring.nccl = Build::Building;
+        ring.nccl = NcclBuild::Building;
         let (generation, world) = (ring.generation(), ring.world());
         trace!(self, "{}: builds NCCL for generation {generation}", self.name(p));
         let communicator = self.communicators.of.entry(generation).or_default();
@@ -144,43 +145,48 @@ impl World {
             let fails = self.rng.chance(gpus.builds_failing, 100);
             for q in begun {
                 // Where it fails, some ranks may not notice.
-                let build =
-                    if fails && self.rng.chance(2, 3) { Build::Failed } else { Build::Ready };
+                let build = if fails && self.rng.chance(2, 3) {
+                    NcclBuild::Failed
+                } else {
+                    NcclBuild::Ready
+                };
                 let delay = self.rng.between(1, gpus.build_us);
                 self.clock.after(delay, Event::Nccl { p: q, generation, build });
             }
         }
-        self.clock.after(BUILD_DEADLINE_US, Event::Nccl { p, generation, build: Build::Failed });
+        self.clock
+            .after(BUILD_DEADLINE_US, Event::Nccl { p, generation, build: NcclBuild::Failed });
     }
 
-    pub(super) fn on_nccl(&mut self, p: usize, generation: u64, build: Build) {
+    pub(super) fn on_nccl(&mut self, p: usize, generation: u64, build: NcclBuild) {
         let ring = self.processes[p].trainer.ring.as_mut();
-        let Some(ring) = ring.filter(|r| r.generation() == generation && r.nccl == Build::Building)
+        let Some(ring) =
+            ring.filter(|r| r.generation() == generation && r.nccl == NcclBuild::Building)
         else {
             return;
         };
         ring.nccl = build;
         trace!(self, "{}: NCCL of generation {generation} is {build:?}", self.name(p));
-        if build == Build::Ready {
+        if build == NcclBuild::Ready {
             self.communicators.of.entry(generation).or_default().ready.insert(p);
         }
     }
 
     /// Reports the state of NCCL on `p` to the session, and returns the transport of the next step.
-    pub(super) fn path_of(&mut self, p: usize) -> Path {
+    pub(super) fn path_of(&mut self, p: usize) -> Transport {
         let trainer = &mut self.processes[p].trainer;
         let (Some(session), Some(ring)) = (&mut trainer.session, &trainer.ring) else {
-            return Path::Host;
+            return Transport::Host;
         };
-        session.nccl_is_at(ring.nccl);
-        let path = session.path();
+        session.set_nccl_build(ring.nccl);
+        let path = session.transport();
         self.check_path_agreement(p, path);
         path
     }
 
-    fn check_path_agreement(&mut self, p: usize, path: Path) {
+    fn check_path_agreement(&mut self, p: usize, path: Transport) {
         let all_ready = self.communicators.known.get(&p).is_some_and(|known| known.all_ready);
-        if (path == Path::Nccl) != all_ready {
+        if (path == Transport::Nccl) != all_ready {
             let name = self.name(p);
             self.violate(format!(
                 "{name} steps over {path:?}; all ranks have reported NCCL as ready: {all_ready}"
@@ -230,7 +236,7 @@ impl World {
     pub(super) fn is_to_build_nccl(&mut self, p: usize) -> bool {
         let obstacle = self.processes[p].trainer.session.as_ref().and_then(Session::nccl_obstacle);
         self.oracle.coverage.nccl_given_up +=
-            u64::from(matches!(obstacle, Some(Obstacle::GivenUp(_))));
+            u64::from(matches!(obstacle, Some(NcclObstacle::GivenUp(_))));
         let builds = self.communicators.known.get(&p).is_some_and(|known| known.builds);
         if builds != obstacle.is_none() {
             self.violate(format!(
@@ -245,7 +251,7 @@ impl World {
 impl Operation {
     /// Whether NCCL fails at this point.
     pub(super) fn nccl_fails(&self) -> bool {
-        self.path == Path::Nccl
+        self.path == Transport::Nccl
             && self.nccl_fails_after.is_some_and(|pieces| self.received >= pieces)
     }
 }

@@ -12,7 +12,7 @@ use std::rc::Rc;
 
 use elasticdl_collective::schedule::{Content, Piece, Schedule, Span};
 use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
-use elasticdl_worker::core::swap::Path;
+use elasticdl_worker::core::transport_switch::Transport;
 
 use super::network::{LinkId, Packet};
 use super::ring::{Ring, TransferError};
@@ -72,7 +72,7 @@ pub(super) struct Frame {
 pub(super) struct Operation {
     what: Collective,
     /// Transport of a step.
-    pub(super) path: Path,
+    pub(super) path: Transport,
     pub(super) nccl_fails_after: Option<u64>,
     sequence: u64,
     schedule: Schedule,
@@ -121,8 +121,8 @@ impl Operation {
     /// Kind of the operation; the same on every rank.
     fn kind(&self) -> u8 {
         match self.path {
-            Path::Host => self.what.kind(),
-            Path::Nccl => self.what.kind() | 128,
+            Transport::Host => self.what.kind(),
+            Transport::Nccl => self.what.kind() | 128,
         }
     }
 
@@ -139,12 +139,12 @@ impl World {
             // The header reports the current state of NCCL, too.
             Collective::IdleRound => {
                 self.path_of(p);
-                Path::Host
+                Transport::Host
             }
-            _ => Path::Host,
+            _ => Transport::Host,
         };
         let mut nccl_fails_after = None;
-        if path == Path::Nccl {
+        if path == Transport::Nccl {
             self.check_path(p);
             nccl_fails_after = self.draw_nccl_failure();
         }

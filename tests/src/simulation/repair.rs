@@ -17,7 +17,7 @@ impl World {
             .trainer
             .session
             .as_ref()
-            .and_then(Session::place)
+            .and_then(Session::group_rank)
             .map_or(0, |(_, r)| r);
         if plan.step.is_none() && rank == 0 {
             self.begin_initial(p);
@@ -62,7 +62,7 @@ impl World {
         }
         trainer.passed = None;
         let Some(session) = &mut trainer.session else { return };
-        let place = session.place();
+        let place = session.group_rank();
         session.repaired();
         trainer.model.gradient_is_pending &= !session.pending_ranges().is_empty();
         if let Some((generation, _)) = place {
@@ -78,7 +78,7 @@ impl World {
         };
         match what {
             Collective::ResultHeaders { .. } => {
-                (session.kept().map(|h| Note::Headers(h.to_vec())), Vec::new())
+                (session.last_headers().map(|h| Note::Headers(h.to_vec())), Vec::new())
             }
             Collective::Result { .. } => (None, model.last_sum.clone()),
             Collective::StateRecord { .. } => {

@@ -14,7 +14,7 @@ use elasticdl_master::job::Stall;
 use elasticdl_proto::{Generation, WorkerId};
 use elasticdl_worker::core::header::StateRecord;
 use elasticdl_worker::core::session::Membership;
-use elasticdl_worker::core::swap::Build;
+use elasticdl_worker::core::transport_switch::NcclBuild;
 
 use super::clock::Micros;
 use super::network::{LinkId, Packet};
@@ -53,7 +53,7 @@ pub(super) struct Ring {
     pub(super) failed: bool,
     pub(super) aborted: bool,
     /// State of the group's communicator on this rank.
-    pub(super) nccl: Build,
+    pub(super) nccl: NcclBuild,
     /// Record of a state whose parameters have not come yet, with the oracle's lineage.
     pub(super) record: Option<(StateRecord, u64)>,
 }
@@ -194,7 +194,7 @@ impl World {
             sequence: 0,
             failed: false,
             aborted: false,
-            nccl: Build::Absent,
+            nccl: NcclBuild::Absent,
             record: None,
         };
         if generation < process.endpoint.oldest_accepted() {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use elasticdl_master::job::{self, FromWorker, LedgerReport, Phases, ToWorker};
 use elasticdl_proto::{FileList, Generation, Ledger, RecordRange, WorkerId};
-use elasticdl_worker::core::checkpoint::Every;
+use elasticdl_worker::core::checkpoint::Interval;
 use elasticdl_worker::core::halt::Ending;
 use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
 use elasticdl_worker::core::plan;
@@ -187,7 +187,7 @@ impl World {
                         .trainer
                         .session
                         .as_mut()
-                        .is_some_and(|s| s.poll() != Task::Talk)
+                        .is_some_and(|s| s.poll() != Task::ExchangeHeaders)
                     {
                         return self.turn_later(p);
                     }
@@ -248,8 +248,8 @@ impl World {
                 job::Batch::PerWorker(records) => plan::Batch::PerWorker(records.get()),
             },
             checkpoints: spec.checkpoints.as_ref().map(|kept| match kept.every {
-                job::CheckpointEvery::Steps(steps) => Every::Steps(steps.get()),
-                job::CheckpointEvery::Time(time) => Every::Time(time),
+                job::CheckpointEvery::Steps(steps) => Interval::Steps(steps.get()),
+                job::CheckpointEvery::Time(time) => Interval::Time(time),
             }),
             // Evaluations are covered by the session's own tests.
             evaluation: None,
@@ -279,7 +279,7 @@ impl World {
         let task = session.poll();
         let last_was_idle_round = std::mem::replace(
             &mut self.processes[p].trainer.last_was_idle_round,
-            task == Task::Talk,
+            task == Task::ExchangeHeaders,
         );
         match task {
             Task::Compute(ranges) => self.compute(p, &ranges),
@@ -297,13 +297,13 @@ impl World {
                 self.operate(p, Collective::Step);
             }
             Task::Synchronize => self.operate(p, Collective::Synchronize),
-            Task::Talk if last_was_idle_round => {
+            Task::ExchangeHeaders if last_was_idle_round => {
                 // Messages that arrive meanwhile are handled during the pause.
                 self.processes[p].trainer.doing = Doing::Pausing;
                 let ticket = self.processes[p].trainer.ticket;
                 self.clock.after(IDLE_ROUND_PAUSE_US, Event::Trainer { p, ticket });
             }
-            Task::Talk => self.operate(p, Collective::IdleRound),
+            Task::ExchangeHeaders => self.operate(p, Collective::IdleRound),
             Task::Wait => self.processes[p].trainer.doing = Doing::Receiving,
         }
     }
@@ -333,9 +333,9 @@ impl World {
         let Some(session) = &mut self.processes[p].trainer.session else { return };
         let TrainerInput::Message(message) = input else {
             session.reconnected();
-            let is_newcomer = session.is_newcomer();
+            let is_joiner = session.is_joiner();
             self.report(p);
-            if is_newcomer {
+            if is_joiner {
                 let parameters = self.setting.parameters() as u64;
                 self.queue_for_master(p, FromWorker::Ready { parameters });
             }
@@ -369,7 +369,8 @@ impl World {
     fn finish(&mut self, p: usize) {
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &mut trainer.session else { return };
-        let (Some((generation, rank)), Some(state)) = (session.place(), session.state()) else {
+        let (Some((generation, rank)), Some(state)) = (session.group_rank(), session.state())
+        else {
             return;
         };
         let finished = job::Finished {
@@ -387,7 +388,7 @@ impl World {
         };
         trace!(self, "{}: holds the final state, step {}", self.name(p), finished.step);
         if let Some(session) = &mut self.processes[p].trainer.session {
-            session.told();
+            session.finish_reported();
         }
         if !finished.suspended {
             self.record_final_state(p, generation);
@@ -427,7 +428,7 @@ impl World {
                     self.serve_state_requests(p);
                 }
                 let session = self.processes[p].trainer.session.as_mut();
-                if let Some(Err(mismatch)) = session.map(|s| s.talked(&headers)) {
+                if let Some(Err(mismatch)) = session.map(|s| s.headers_exchanged(&headers)) {
                     return self.violate(format!("{}: {mismatch:?}", self.name(p)));
                 }
                 self.turn_later(p);
@@ -477,7 +478,7 @@ impl World {
         if let Err(mismatch) = session.check(&headers) {
             return self.violate(format!("{}: {mismatch:?}", self.name(p)));
         }
-        let place = session.place();
+        let place = session.group_rank();
         self.check_sum(p, &headers);
         self.note_nccl_round(p, &headers);
         self.serve_state_requests(p);
@@ -499,7 +500,7 @@ impl World {
         let now = Duration::from_micros(self.clock.now());
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &mut trainer.session else { return };
-        let place = session.place();
+        let place = session.group_rank();
         let before = trainer.model.digest();
         trainer.model.update();
         session.commit(headers.clone(), now);
@@ -555,7 +556,7 @@ impl World {
         let why = "the next member does not answer the dial";
         self.drop_links(p, Some(suspect), why);
         if let Some(session) = &mut self.processes[p].trainer.session {
-            session.unanswered(suspect, why.into());
+            session.unreachable_peer(suspect, why.into());
         }
         self.turn_later(p);
     }
@@ -601,9 +602,9 @@ fn from_report(report: Report) -> FromWorker {
         Report::Formed { generation, step, ledger } => {
             FromWorker::Formed { generation, step, ledger: ledger_report(&ledger) }
         }
-        Report::Holding { step, ranges } => FromWorker::HeldLeases { step, ranges },
+        Report::CaughtUp { step } => FromWorker::CaughtUp { step },
+        Report::HeldLeases { step, ranges } => FromWorker::HeldLeases { step, ranges },
         Report::LeaseRequest { epoch, records } => FromWorker::LeaseRequest { epoch, records },
-        Report::Primed { step } => FromWorker::CaughtUp { step },
     }
 }
 

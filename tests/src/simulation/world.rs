@@ -4,7 +4,7 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, Exit, JobSpec, LaunchId};
-use elasticdl_worker::core::swap::Build;
+use elasticdl_worker::core::transport_switch::NcclBuild;
 
 use super::checkpoints::{CheckpointStore, CheckpointWork};
 use super::clock::{Clock, Micros, SimRng};
@@ -44,7 +44,7 @@ pub(super) enum Event {
     /// The master's task polls its inputs and its timers.
     Master,
     /// A process has built its NCCL communicator of this generation, or has given up.
-    Nccl { p: usize, generation: u64, build: Build },
+    Nccl { p: usize, generation: u64, build: NcclBuild },
     /// A worker was dialled, and its acceptor reads the handshake.
     Acceptor { p: usize, link: LinkId },
     /// A worker without a stream probes for a master.

@@ -8,11 +8,11 @@ use elasticdl_proto::{
 };
 
 use super::{CheckpointOptions, ValidationOptions, Welcome, Work};
-use crate::core::checkpoint::Every;
+use crate::core::checkpoint::Interval;
 use crate::core::plan::Batch;
 use crate::core::session::{Membership, Report, StepTimes};
 use crate::inference::Format;
-use crate::messages::{CheckpointNews, Finished, FromMaster, ToMaster};
+use crate::messages::{CheckpointEvent, Finished, FromMaster, ToMaster};
 use crate::reader::{Dataset, File};
 
 pub(super) fn decode_welcome(welcome: v1::Welcome) -> Option<Welcome> {
@@ -70,8 +70,8 @@ fn decode_validation(validation: v1::Validation) -> ValidationOptions {
 
 fn decode_checkpoints(options: v1::CheckpointOptions) -> Option<CheckpointOptions> {
     let every = match options.every? {
-        v1::checkpoint_options::Every::Steps(steps) => Every::Steps(steps.max(1)),
-        v1::checkpoint_options::Every::Ms(ms) => Every::Time(Duration::from_millis(ms)),
+        v1::checkpoint_options::Every::Steps(steps) => Interval::Steps(steps.max(1)),
+        v1::checkpoint_options::Every::Ms(ms) => Interval::Time(Duration::from_millis(ms)),
     };
     let v1::CheckpointOptions { dir, keep, exclusive, .. } = options;
     Some(CheckpointOptions { dir, every, keep: keep as usize, exclusive })
@@ -219,29 +219,29 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
             step,
             ledger: Some(encode_ledger(&ledger)),
         }),
-        Report::Holding { step, ranges } => {
+        Report::HeldLeases { step, ranges } => {
             Kind::Holding(v1::Holding { step, ranges: ranges.iter().map(encode_range).collect() })
         }
-        Report::Primed { step } => Kind::Primed(v1::Primed { step }),
+        Report::CaughtUp { step } => Kind::Primed(v1::Primed { step }),
         Report::LeaseRequest { epoch, records } => {
             Kind::LeaseRequest(v1::LeaseRequest { epoch, records })
         }
     }
 }
 
-fn encode_checkpoint(news: CheckpointNews) -> v1::checkpoint_news::Kind {
+fn encode_checkpoint(news: CheckpointEvent) -> v1::checkpoint_news::Kind {
     use v1::checkpoint_news::Kind;
     match news {
-        CheckpointNews::Damaged { name, reason } => {
+        CheckpointEvent::Damaged { name, reason } => {
             Kind::Damaged(v1::CheckpointDamaged { name, reason })
         }
-        CheckpointNews::Failed { step, error } => {
+        CheckpointEvent::Failed { step, error } => {
             Kind::Failed(v1::CheckpointFailed { step, error })
         }
-        CheckpointNews::Restored { step, name } => {
+        CheckpointEvent::Restored { step, name } => {
             Kind::Restored(v1::CheckpointRestored { step, name })
         }
-        CheckpointNews::Saved { step, name, bytes } => {
+        CheckpointEvent::Saved { step, name, bytes } => {
             Kind::Saved(v1::CheckpointSaved { step, name, bytes })
         }
     }

@@ -9,7 +9,7 @@ use crate::storage::{self, WaitStatus};
 
 /// What the master knows.
 #[derive(Debug, Default)]
-pub(super) struct StorageWord {
+pub(super) struct StorageReporter {
     told: Option<Told>,
     /// How much of what was waited the master, or one before it, has heard of.
     waited: Duration,
@@ -20,7 +20,7 @@ struct Told {
     at: Instant,
 }
 
-impl StorageWord {
+impl StorageReporter {
     /// What there is to be told now.
     pub(super) fn poll(&mut self) -> Option<v1::StorageWait> {
         self.next(storage::wait_status(), Instant::now())
@@ -36,7 +36,7 @@ impl StorageWord {
             (None, Some(_)) | (Some(_), None) => true,
             // A wait that began and ended between two looks.
             (None, None) => waiting.waited > self.waited,
-            (Some(told), Some(_)) => now.saturating_duration_since(told.at) >= TELL_EVERY,
+            (Some(told), Some(_)) => now.saturating_duration_since(told.at) >= REPORT_INTERVAL,
         };
         if !is_due {
             return None;
@@ -51,7 +51,7 @@ impl StorageWord {
     }
 }
 
-const TELL_EVERY: Duration = Duration::from_secs(5);
+const REPORT_INTERVAL: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
@@ -63,7 +63,7 @@ mod tests {
 
     #[test]
     fn a_wait_is_told_when_it_begins_now_and_then_and_when_it_ends() {
-        let (mut word, began) = (StorageWord::default(), Instant::now());
+        let (mut word, began) = (StorageReporter::default(), Instant::now());
         let mut at = |seconds, waiting| {
             let told = word.next(waiting, began + Duration::from_secs(seconds))?;
             Some((told.storage.is_some(), told.waited_ms))
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn another_master_is_told_of_a_wait_that_goes_on() {
-        let (mut word, now) = (StorageWord::default(), Instant::now());
+        let (mut word, now) = (StorageReporter::default(), Instant::now());
         assert!(word.next(waiting(Some("s3://b"), 100), now).is_some());
         word.forget();
         let told = word.next(waiting(Some("s3://b"), 200), now).unwrap();

@@ -205,7 +205,7 @@ fn another_master_hears_who_this_is_and_nothing_that_was_meant_for_the_one_befor
     assert_eq!(stage.next(), (1, stage.hello(Some(resume))));
     // The trainer has not looked into its inbox yet.
     control.outbox.send(asks(0));
-    control.outbox.send(ToMaster::Report(Report::Holding { step: 6, ranges: Vec::new() }));
+    control.outbox.send(ToMaster::Report(Report::HeldLeases { step: 6, ranges: Vec::new() }));
     control.outbox.send(asks(1));
     assert_eq!(stage.next(), (1, Said::Holding(v1::Holding { step: 6, ranges: Vec::new() })));
     assert_eq!(stage.next(), (1, Said::LeaseRequest(v1::LeaseRequest { epoch: 1, records: 2 })));
@@ -222,15 +222,16 @@ fn a_master_that_does_not_want_this_worker_ends_its_search_and_one_that_is_silen
         parameters: Some(5),
         incarnation: 2,
     });
-    let door = Door { environment: stage.environment, address: Stage::address(), me };
+    let connector =
+        MasterConnector { environment: stage.environment, address: Stage::address(), me };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let refused = runtime.block_on(door.search()).err().unwrap();
+    let refused = runtime.block_on(connector.search()).err().unwrap();
     assert!(refused.contains("not wanted any more"), "{refused}");
     // A port on which nobody listens any more.
     let gone = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
-    let environment = Environment { master: gone.to_string(), ..door.environment };
-    let door = Door { environment, ..door };
-    assert!(matches!(runtime.block_on(door.open()), Err(NotOpened::NoAnswer(_))));
+    let environment = Environment { master: gone.to_string(), ..connector.environment };
+    let connector = MasterConnector { environment, ..connector };
+    assert!(matches!(runtime.block_on(connector.open()), Err(NotOpened::NoAnswer(_))));
 }
 
 #[test]
@@ -252,8 +253,8 @@ fn over_tls_a_master_is_known_by_ca_and_name_and_by_nothing_else() {
     let open = |tls: Option<(&str, &str)>| {
         let tls = tls.map(|(ca, name)| Tls { ca: ca.into(), name: name.into() });
         let environment = Environment { tls, ..stage.environment.clone() };
-        let door = Door { environment, address: Stage::address(), me: None };
-        match runtime.block_on(door.open()) {
+        let connector = MasterConnector { environment, address: Stage::address(), me: None };
+        match runtime.block_on(connector.open()) {
             Ok(_) => Ok(()),
             // It may be another one's turn to answer at this address: the search goes on.
             Err(NotOpened::NoAnswer(why)) => Err(why),
@@ -273,8 +274,8 @@ fn over_tls_a_master_is_known_by_ca_and_name_and_by_nothing_else() {
     let in_the_open = Stage::new(usize::MAX);
     let tls = Some(Tls { ca, name: "master".into() });
     let environment = Environment { tls, ..in_the_open.environment };
-    let door = Door { environment, address: Stage::address(), me: None };
-    assert!(matches!(runtime.block_on(door.open()), Err(NotOpened::NoAnswer(_))));
+    let connector = MasterConnector { environment, address: Stage::address(), me: None };
+    assert!(matches!(runtime.block_on(connector.open()), Err(NotOpened::NoAnswer(_))));
     // Nobody else has heard a word.
     assert!(stage.said.try_recv().is_err() && in_the_open.said.try_recv().is_err());
 }

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 /// How often a checkpoint is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Every {
+pub enum Interval {
     /// After so many steps.
     Steps(u64),
     /// After so much time; the first one of a job comes after [`FIRST_AFTER`] at the latest.
@@ -32,7 +32,7 @@ pub enum Every {
 
 /// One rank's word about checkpoints, in its header.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Word {
+pub struct CheckpointHeader {
     /// It finds one due at the end of this step.
     pub due: bool,
     /// It still writes something, though that may count no more.
@@ -44,7 +44,7 @@ pub struct Word {
     /// Step of the newest that could not be written.
     pub failed: Option<u64>,
     /// The step from which the way to the next one is counted.
-    pub base: u64,
+    pub interval_base: u64,
 }
 
 /// How a rank's part of a checkpoint is.
@@ -75,7 +75,7 @@ pub enum Task {
 
 /// What a group at the job's end has to do first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Last {
+pub enum FinalCheckpoint {
     /// Begin a checkpoint of the final state.
     Begin,
     /// Nothing.
@@ -99,13 +99,13 @@ struct Current {
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     me: WorkerId,
-    every: Option<Every>,
-    base: u64,
+    every: Option<Interval>,
+    interval_base: u64,
     /// When the interval began; `None` before the first step.
-    base_at: Option<Duration>,
+    interval_began: Option<Duration>,
     complete: Option<u64>,
     failed: Option<u64>,
-    asked: bool,
+    requested: bool,
     overdue: bool,
     busy: bool,
     current: Option<Current>,
@@ -114,15 +114,15 @@ pub struct Checkpoints {
 
 impl Checkpoints {
     /// `every`: `None` where the job has no place for checkpoints.
-    pub fn new(me: WorkerId, every: Option<Every>) -> Self {
+    pub fn new(me: WorkerId, every: Option<Interval>) -> Self {
         Self {
             me,
             every,
-            base: 0,
-            base_at: None,
+            interval_base: 0,
+            interval_began: None,
             complete: None,
             failed: None,
-            asked: false,
+            requested: false,
             overdue: false,
             busy: false,
             current: None,
@@ -130,50 +130,50 @@ impl Checkpoints {
         }
     }
 
-    pub fn are_kept(&self) -> bool {
+    pub fn are_enabled(&self) -> bool {
         self.every.is_some()
     }
 
     /// The user wants one now.
-    pub fn ask(&mut self) {
-        self.asked = self.are_kept();
+    pub fn request(&mut self) {
+        self.requested = self.are_enabled();
     }
 
     /// The state came from a checkpoint of `step`. `complete`: of this job, and not of another one.
     pub fn restored(&mut self, step: u64, complete: bool) {
-        self.base = step;
+        self.interval_base = step;
         self.complete = complete.then_some(step);
     }
 
     /// This rank's word in the round that makes step number `next`.
-    pub fn word(&self, next: u64) -> Word {
-        let far = matches!(self.every, Some(Every::Steps(steps)) if next >= self.base.saturating_add(steps));
-        Word {
-            due: self.current.is_none() && (self.asked || self.overdue || far),
+    pub fn header(&self, next: u64) -> CheckpointHeader {
+        let far = matches!(self.every, Some(Interval::Steps(steps)) if next >= self.interval_base.saturating_add(steps));
+        CheckpointHeader {
+            due: self.current.is_none() && (self.requested || self.overdue || far),
             busy: self.busy,
             at: self.current.as_ref().map(|current| (current.step, current.mine)),
             complete: self.complete,
             failed: self.failed,
-            base: self.base,
+            interval_base: self.interval_base,
         }
     }
 
-    /// All ranks' words in a round of `members`.
-    pub fn heard(&mut self, members: &[WorkerId], words: &[&Word]) {
-        self.complete = self.complete.max(words.iter().filter_map(|w| w.complete).max());
-        self.failed = self.failed.max(words.iter().filter_map(|w| w.failed).max());
-        let known = words.iter().map(|w| w.base).chain(self.complete).chain(self.failed);
-        self.base = self.base.max(known.max().unwrap_or(0));
+    /// All ranks' headers in a round of `members`.
+    pub fn handle_headers(&mut self, members: &[WorkerId], headers: &[&CheckpointHeader]) {
+        self.complete = self.complete.max(headers.iter().filter_map(|w| w.complete).max());
+        self.failed = self.failed.max(headers.iter().filter_map(|w| w.failed).max());
+        let known = headers.iter().map(|w| w.interval_base).chain(self.complete).chain(self.failed);
+        self.interval_base = self.interval_base.max(known.max().unwrap_or(0));
         let Some(current) = &mut self.current else { return };
         if self.complete.max(self.failed) >= Some(current.step) {
             return self.settle();
         }
         for (rank, (member, part)) in current.members.iter().zip(&mut current.parts).enumerate() {
-            let at = members.iter().position(|m| m == member).and_then(|place| words[place].at);
+            let at = members.iter().position(|m| m == member).and_then(|place| headers[place].at);
             match at.filter(|(step, _)| *step == current.step) {
                 Some((step, Part::Failed)) => {
                     self.failed = Some(step);
-                    self.base = self.base.max(step);
+                    self.interval_base = self.interval_base.max(step);
                     return self.settle();
                 }
                 Some((_, Part::Writing)) => {}
@@ -203,7 +203,7 @@ impl Checkpoints {
         now: Duration,
     ) {
         let Some(rank) = members.iter().position(|m| *m == self.me) else { return };
-        (self.asked, self.overdue, self.busy) = (false, false, true);
+        (self.requested, self.overdue, self.busy) = (false, false, true);
         self.current = Some(Current {
             step,
             begun: now,
@@ -217,10 +217,10 @@ impl Checkpoints {
 
     /// Time passes; to be called at each commit.
     pub fn tick(&mut self, now: Duration) {
-        let since = *self.base_at.get_or_insert(now);
+        let since = *self.interval_began.get_or_insert(now);
         let is_first = self.complete.is_none() && self.failed.is_none();
         let after = |time: Duration| if is_first { time.min(FIRST_AFTER) } else { time };
-        self.overdue |= matches!(self.every, Some(Every::Time(time)) if now.saturating_sub(since) >= after(time));
+        self.overdue |= matches!(self.every, Some(Interval::Time(time)) if now.saturating_sub(since) >= after(time));
     }
 
     /// A new group has formed. Whose member is lost is not completed any more, unless only the
@@ -248,7 +248,7 @@ impl Checkpoints {
         self.busy = false;
         let newest = if is_written { &mut self.complete } else { &mut self.failed };
         *newest = (*newest).max(Some(step));
-        self.base = self.base.max(step);
+        self.interval_base = self.interval_base.max(step);
         if self.current.as_ref().is_some_and(|current| current.step <= step) {
             self.settle();
         }
@@ -261,29 +261,29 @@ impl Checkpoints {
     /// The current one has come to its end.
     fn settle(&mut self) {
         if let Some(current) = self.current.take() {
-            self.base_at = Some(current.begun);
+            self.interval_began = Some(current.begun);
             self.overdue = false;
         }
     }
 }
 
-/// Whether a checkpoint begins at the end of the step of these words.
-pub fn begins(words: &[&Word]) -> bool {
-    words.iter().any(|w| w.due) && !is_going_on(words)
+/// Whether a checkpoint begins at the end of the step of these headers.
+pub fn begins(headers: &[&CheckpointHeader]) -> bool {
+    headers.iter().any(|w| w.due) && !is_in_progress(headers)
 }
 
 /// What a group that has made its last `step` has to do before it ends.
-pub fn last(words: &[&Word], step: u64) -> Last {
-    let settled = words.iter().any(|w| w.complete.max(w.failed) >= Some(step));
+pub fn final_checkpoint(headers: &[&CheckpointHeader], step: u64) -> FinalCheckpoint {
+    let settled = headers.iter().any(|w| w.complete.max(w.failed) >= Some(step));
     match settled || step == 0 {
-        true => Last::Nothing,
-        false if is_going_on(words) => Last::Wait,
-        false => Last::Begin,
+        true => FinalCheckpoint::Nothing,
+        false if is_in_progress(headers) => FinalCheckpoint::Wait,
+        false => FinalCheckpoint::Begin,
     }
 }
 
-fn is_going_on(words: &[&Word]) -> bool {
-    words.iter().any(|w| w.busy || w.at.is_some())
+fn is_in_progress(headers: &[&CheckpointHeader]) -> bool {
+    headers.iter().any(|w| w.busy || w.at.is_some())
 }
 
 /// A job that has no checkpoint yet loses everything with its workers, so that it does not wait for
@@ -304,7 +304,7 @@ mod tests {
     }
 
     impl Ranks {
-        fn new(count: u64, every: Every) -> Self {
+        fn new(count: u64, every: Interval) -> Self {
             let rank = |id| (WorkerId(id), Checkpoints::new(WorkerId(id), Some(every)));
             Self { ranks: (1..=count).map(rank).collect(), step: 0, begun: Vec::new() }
         }
@@ -315,18 +315,19 @@ mod tests {
 
         /// All make a step, a second long.
         fn step(&mut self) {
-            let words: Vec<Word> = self.ranks.iter().map(|(_, c)| c.word(self.step + 1)).collect();
-            let words: Vec<&Word> = words.iter().collect();
+            let headers: Vec<CheckpointHeader> =
+                self.ranks.iter().map(|(_, c)| c.header(self.step + 1)).collect();
+            let headers: Vec<&CheckpointHeader> = headers.iter().collect();
             self.step += 1;
             let (members, step, now) = (self.members(), self.step, Duration::from_secs(self.step));
             for (_, checkpoints) in &mut self.ranks {
                 checkpoints.tick(now);
-                checkpoints.heard(&members, &words);
-                if begins(&words) {
+                checkpoints.handle_headers(&members, &headers);
+                if begins(&headers) {
                     checkpoints.begin(step, Generation(1), &members, now);
                 }
             }
-            self.begun.extend(begins(&words).then_some(step));
+            self.begun.extend(begins(&headers).then_some(step));
         }
 
         /// Does what is to be done, on the rank of this number; whether there was something.
@@ -361,7 +362,7 @@ mod tests {
 
     #[test]
     fn one_begins_every_so_many_steps_and_is_complete_when_all_parts_and_the_manifest_are() {
-        let mut ranks = Ranks::new(3, Every::Steps(10));
+        let mut ranks = Ranks::new(3, Interval::Steps(10));
         ranks.step_to(10);
         assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]));
         // One step in which all say that they are done, one in which the first says that it is
@@ -376,7 +377,7 @@ mod tests {
 
     #[test]
     fn while_one_is_written_no_other_begins_and_then_at_once() {
-        let mut ranks = Ranks::new(2, Every::Steps(10));
+        let mut ranks = Ranks::new(2, Interval::Steps(10));
         ranks.step_to(9);
         while ranks.step < 25 {
             ranks.step();
@@ -389,7 +390,7 @@ mod tests {
 
     #[test]
     fn time_counts_from_the_beginning_of_the_one_before() {
-        let mut ranks = Ranks::new(2, Every::Time(Duration::from_secs(10)));
+        let mut ranks = Ranks::new(2, Interval::Time(Duration::from_secs(10)));
         ranks.step_to(40);
         // Found due at the end of a step, it begins at the end of the next one.
         assert_eq!(ranks.begun, [12, 23, 34]);
@@ -397,24 +398,24 @@ mod tests {
 
     #[test]
     fn the_first_one_of_a_long_interval_comes_early() {
-        let mut ranks = Ranks::new(2, Every::Time(Duration::from_secs(100)));
+        let mut ranks = Ranks::new(2, Interval::Time(Duration::from_secs(100)));
         ranks.step_to(250);
         assert_eq!(ranks.begun, [32, 133, 234]);
     }
 
     #[test]
     fn one_that_is_asked_for_begins_at_the_next_step_and_once() {
-        let mut ranks = Ranks::new(2, Every::Steps(1000));
+        let mut ranks = Ranks::new(2, Interval::Steps(1000));
         ranks.step_to(3);
-        ranks.ranks[1].1.ask();
-        ranks.ranks[0].1.ask();
+        ranks.ranks[1].1.request();
+        ranks.ranks[0].1.request();
         ranks.step_to(20);
         assert_eq!((&*ranks.begun, ranks.complete()), (&[4][..], vec![Some(4); 2]));
     }
 
     #[test]
     fn a_lost_member_ends_it_and_the_next_begins_at_once() {
-        let mut ranks = Ranks::new(3, Every::Steps(10));
+        let mut ranks = Ranks::new(3, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
         assert!(ranks.work(0, true) && ranks.work(2, true));
@@ -429,10 +430,10 @@ mod tests {
 
     #[test]
     fn who_joins_meanwhile_takes_no_part_and_disturbs_nothing() {
-        let mut ranks = Ranks::new(2, Every::Steps(10));
+        let mut ranks = Ranks::new(2, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
-        ranks.ranks.push((WorkerId(9), Checkpoints::new(WorkerId(9), Some(Every::Steps(10)))));
+        ranks.ranks.push((WorkerId(9), Checkpoints::new(WorkerId(9), Some(Interval::Steps(10)))));
         let members = ranks.members();
         ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
         ranks.step();
@@ -447,7 +448,7 @@ mod tests {
     #[test]
     fn who_never_began_it_is_not_waited_for() {
         // One rank was a step behind when its links broke, and came to the step by a repair.
-        let mut ranks = Ranks::new(2, Every::Steps(10));
+        let mut ranks = Ranks::new(2, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
         ranks.ranks[1].1.current = None;
@@ -460,7 +461,7 @@ mod tests {
     #[test]
     fn one_that_can_not_be_written_is_known_to_all_and_tried_again_after_an_interval() {
         for failing in [0, 1] {
-            let mut ranks = Ranks::new(2, Every::Steps(10));
+            let mut ranks = Ranks::new(2, Interval::Steps(10));
             ranks.step_to(9);
             ranks.step();
             (0..2).for_each(|rank| assert!(ranks.work(rank, rank != failing)));
@@ -468,7 +469,7 @@ mod tests {
             assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 20, 30][..], vec![Some(20); 2]));
         }
         // Nor the manifest.
-        let mut ranks = Ranks::new(1, Every::Steps(10));
+        let mut ranks = Ranks::new(1, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
         ranks.work(0, true);
@@ -481,7 +482,7 @@ mod tests {
     #[test]
     fn a_lost_first_rank_takes_the_manifest_with_it_and_another_may_go() {
         for (lost, complete) in [(0, 12), (1, 10)] {
-            let mut ranks = Ranks::new(3, Every::Steps(10));
+            let mut ranks = Ranks::new(3, Interval::Steps(10));
             ranks.step_to(9);
             ranks.step();
             (0..3).for_each(|rank| assert!(ranks.work(rank, true)));
@@ -498,13 +499,14 @@ mod tests {
     #[test]
     fn what_the_first_rank_has_given_up_is_given_up_by_all() {
         // One rank alone has heard that all parts are written, when a member is lost.
-        let mut ranks = Ranks::new(4, Every::Steps(10));
+        let mut ranks = Ranks::new(4, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
         (0..4).for_each(|rank| assert!(ranks.work(rank, true)));
-        let words: Vec<Word> = ranks.ranks.iter().map(|(_, c)| c.word(11)).collect();
+        let headers: Vec<CheckpointHeader> =
+            ranks.ranks.iter().map(|(_, c)| c.header(11)).collect();
         let members = ranks.members();
-        ranks.ranks[3].1.heard(&members, &words.iter().collect::<Vec<_>>());
+        ranks.ranks[3].1.handle_headers(&members, &headers.iter().collect::<Vec<_>>());
         ranks.ranks.remove(1);
         let members = ranks.members();
         ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
@@ -515,32 +517,46 @@ mod tests {
 
     #[test]
     fn at_the_end_the_final_state_is_kept_once() {
-        let word = |busy, complete, failed| Word { busy, complete, failed, ..Word::default() };
+        let header = |busy, complete, failed| CheckpointHeader {
+            busy,
+            complete,
+            failed,
+            ..CheckpointHeader::default()
+        };
         let table = [
-            (word(false, None, None), Last::Begin),
-            (word(false, Some(8), Some(7)), Last::Begin),
-            (word(true, Some(8), None), Last::Wait),
-            (word(false, Some(9), None), Last::Nothing),
-            (word(false, None, Some(9)), Last::Nothing),
+            (header(false, None, None), FinalCheckpoint::Begin),
+            (header(false, Some(8), Some(7)), FinalCheckpoint::Begin),
+            (header(true, Some(8), None), FinalCheckpoint::Wait),
+            (header(false, Some(9), None), FinalCheckpoint::Nothing),
+            (header(false, None, Some(9)), FinalCheckpoint::Nothing),
         ];
         for (said, expected) in table {
-            assert_eq!(last(&[&Word::default(), &said], 9), expected, "{said:?}");
+            assert_eq!(
+                final_checkpoint(&[&CheckpointHeader::default(), &said], 9),
+                expected,
+                "{said:?}"
+            );
         }
-        assert_eq!(last(&[&Word::default()], 0), Last::Nothing, "there is nothing to keep");
+        assert_eq!(
+            final_checkpoint(&[&CheckpointHeader::default()], 0),
+            FinalCheckpoint::Nothing,
+            "there is nothing to keep"
+        );
     }
 
     #[test]
     fn a_job_goes_on_counting_where_its_checkpoint_was() {
-        let mut ranks = Ranks::new(2, Every::Steps(10));
+        let mut ranks = Ranks::new(2, Interval::Steps(10));
         ranks.step = 25;
         ranks.ranks[0].1.restored(25, true);
         // A new group's first round is a talk.
-        let words: Vec<Word> = ranks.ranks.iter().map(|(_, c)| c.word(26)).collect();
+        let headers: Vec<CheckpointHeader> =
+            ranks.ranks.iter().map(|(_, c)| c.header(26)).collect();
         let members = ranks.members();
         ranks
             .ranks
             .iter_mut()
-            .for_each(|(_, c)| c.heard(&members, &words.iter().collect::<Vec<_>>()));
+            .for_each(|(_, c)| c.handle_headers(&members, &headers.iter().collect::<Vec<_>>()));
         ranks.step_to(36);
         assert_eq!(ranks.begun, [35]);
     }

@@ -56,7 +56,7 @@ impl Plan {
     }
 
     /// Whether nothing better is to be expected.
-    pub fn gives_up(&self, known: &Evaluation) -> bool {
+    pub fn stops_early(&self, known: &Evaluation) -> bool {
         self.patience.is_some_and(|patience| known.stale >= patience)
     }
 
@@ -151,7 +151,7 @@ mod tests {
     fn the_best_one_is_remembered_and_after_some_that_are_not_better_it_is_enough() {
         let plan = plan();
         let mut known = Evaluation::default();
-        for (step, loss, best, gives_up) in [
+        for (step, loss, best, stops_early) in [
             (10, 3.0, 10, false),
             (20, 2.0, 20, false),
             (30, 2.0, 20, false),
@@ -159,8 +159,8 @@ mod tests {
         ] {
             plan.note(&mut known, step, &means(loss));
             assert_eq!(
-                (known.at, known.best.unwrap().0, plan.gives_up(&known)),
-                (step, best, gives_up)
+                (known.at, known.best.unwrap().0, plan.stops_early(&known)),
+                (step, best, stops_early)
             );
         }
         plan.note(&mut known, 50, &means(1.0));

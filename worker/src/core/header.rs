@@ -3,10 +3,10 @@
 use elasticdl_proto::RecordRange;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::core::checkpoint;
+use crate::core::checkpoint::CheckpointHeader;
 use crate::core::evaluation::Evaluation;
 use crate::core::halt::Halt;
-use crate::core::swap;
+use crate::core::transport_switch::{NcclBuild, TransportHeader};
 
 /// One rank's word in one round. All ranks get all headers, so all decide alike.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -22,7 +22,7 @@ pub struct StepHeader {
     /// Records that this rank could compute next, by epoch.
     pub held: Vec<(u32, u64)>,
     /// Newest generation that this rank has heard of.
-    pub seen: u64,
+    pub newest_generation: u64,
     /// The master has told this rank that the job is to stop.
     pub stop: bool,
     /// The master has told this rank that the group is to end here, and another one to go on from
@@ -33,11 +33,11 @@ pub struct StepHeader {
     pub halt: Option<Halt>,
     /// Digest of a part of the state after `step` steps, another part at each step.
     pub digest: u64,
-    pub checkpoint: checkpoint::Word,
+    pub checkpoint: CheckpointHeader,
     /// What it remembers of evaluations.
     pub evaluation: Evaluation,
     /// How far its NCCL is.
-    pub nccl: swap::Build,
+    pub nccl: NcclBuild,
 }
 
 impl StepHeader {
@@ -53,7 +53,7 @@ pub struct SyncHeader {
     /// The state it has, if any.
     pub state: Option<StateHeader>,
     /// What it computes on.
-    pub swap: swap::Word,
+    pub transport: TransportHeader,
 }
 
 /// The state that a rank has.
@@ -64,7 +64,7 @@ pub struct StateHeader {
     /// Digest of the record and of the part of the tensors whose turn it is at this step.
     pub digest: u64,
     /// Whether it still has the reduced gradient of its last step.
-    pub kept: bool,
+    pub has_result: bool,
     /// Whether this rank has trained in a group. A newcomer that has only fetched its state has
     /// not.
     pub was_in_group: bool,

@@ -9,7 +9,7 @@ use elasticdl_proto::RecordRange;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Leases {
     held: BTreeMap<u32, VecDeque<RecordRange>>,
-    asked: BTreeMap<u32, u64>,
+    requested: BTreeMap<u32, u64>,
 }
 
 impl Leases {
@@ -18,8 +18,8 @@ impl Leases {
         if range.is_empty() {
             return;
         }
-        if let Some(asked) = self.asked.get_mut(&range.epoch) {
-            *asked = asked.saturating_sub(range.len());
+        if let Some(requested) = self.requested.get_mut(&range.epoch) {
+            *requested = requested.saturating_sub(range.len());
         }
         self.held.entry(range.epoch).or_default().push_back(range);
     }
@@ -67,14 +67,14 @@ impl Leases {
     /// How many records of `epoch` to ask the master for; notes them as asked for. With fewer than
     /// `least` at hand or on their way, enough for twice as many: so that a worker asks every few
     /// steps, not at each.
-    pub fn ask(&mut self, epoch: u32, least: u64) -> Option<u64> {
-        let asked = self.asked.get(&epoch).copied().unwrap_or(0);
-        let there = self.held(epoch) + asked;
+    pub fn request(&mut self, epoch: u32, least: u64) -> Option<u64> {
+        let requested = self.requested.get(&epoch).copied().unwrap_or(0);
+        let there = self.held(epoch) + requested;
         if there >= least {
             return None;
         }
         let short = least.saturating_mul(2) - there;
-        self.asked.insert(epoch, asked + short);
+        self.requested.insert(epoch, requested + short);
         Some(short)
     }
 
@@ -83,15 +83,15 @@ impl Leases {
         self.held.values().flatten().copied()
     }
 
-    /// Forgets what was asked for: whoever was asked is gone.
-    pub fn forget_asked(&mut self) {
-        self.asked.clear();
+    /// Forgets what was asked for: the master that was asked is gone.
+    pub fn forget_requests(&mut self) {
+        self.requested.clear();
     }
 
     /// Forgets what belongs to epochs before `epoch`: they are complete.
     pub fn forget_before(&mut self, epoch: u32) {
         self.held = self.held.split_off(&epoch);
-        self.asked = self.asked.split_off(&epoch);
+        self.requested = self.requested.split_off(&epoch);
     }
 }
 
@@ -119,16 +119,16 @@ mod tests {
     #[test]
     fn what_is_asked_for_is_not_asked_for_again() {
         let mut leases = Leases::default();
-        assert_eq!(leases.ask(0, 8), Some(16));
-        assert_eq!(leases.ask(0, 8), None);
+        assert_eq!(leases.request(0, 8), Some(16));
+        assert_eq!(leases.request(0, 8), None);
         leases.add(range(0, 0, 10));
         leases.take(0, 8);
-        assert_eq!(leases.ask(0, 8), None);
+        assert_eq!(leases.request(0, 8), None);
         leases.take(0, 1);
-        assert_eq!(leases.ask(0, 8), Some(9));
+        assert_eq!(leases.request(0, 8), Some(9));
         leases.forget_before(1);
-        assert_eq!((leases.held(0), leases.ask(0, 8)), (0, Some(16)));
-        leases.forget_asked();
-        assert_eq!(leases.ask(0, 8), Some(16));
+        assert_eq!((leases.held(0), leases.request(0, 8)), (0, Some(16)));
+        leases.forget_requests();
+        assert_eq!(leases.request(0, 8), Some(16));
     }
 }

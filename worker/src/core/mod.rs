@@ -11,4 +11,4 @@ pub mod leases;
 pub mod plan;
 pub mod repair;
 pub mod session;
-pub mod swap;
+pub mod transport_switch;

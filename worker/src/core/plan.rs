@@ -26,7 +26,7 @@ impl Batch {
 
 /// What one rank can bring to the next step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Holding {
+pub struct AvailableRecords {
     /// Records behind a gradient that it has computed and that no step has absorbed.
     pub pending: u64,
     /// Records of the current epoch that it could compute.
@@ -38,7 +38,7 @@ pub struct Holding {
 ///
 /// Steps are full, save for the last of an epoch: while records of the epoch (`remaining`: those
 /// not absorbed) are in nobody's hands, the group waits for them.
-pub fn quotas(batch: Batch, remaining: u64, ranks: &[Holding]) -> Option<Vec<u64>> {
+pub fn quotas(batch: Batch, remaining: u64, ranks: &[AvailableRecords]) -> Option<Vec<u64>> {
     let pending: u64 = ranks.iter().map(|r| r.pending).sum();
     let at_hand: u64 = pending + ranks.iter().map(|r| r.held).sum::<u64>();
     let full = match batch {
@@ -67,7 +67,7 @@ pub fn quotas(batch: Batch, remaining: u64, ranks: &[Holding]) -> Option<Vec<u64
 
 /// Splits a global batch: even shares first, then what is short goes to those that hold more, in
 /// rank order.
-fn split(records: u64, ranks: &[Holding]) -> Vec<u64> {
+fn split(records: u64, ranks: &[AvailableRecords]) -> Vec<u64> {
     let n = ranks.len() as u64;
     let mut quotas: Vec<u64> = (0..n)
         .zip(ranks)
@@ -108,8 +108,8 @@ fn split(records: u64, ranks: &[Holding]) -> Vec<u64> {
 mod tests {
     use super::*;
 
-    fn held(held: &[u64]) -> Vec<Holding> {
-        held.iter().map(|&held| Holding { pending: 0, held }).collect()
+    fn held(held: &[u64]) -> Vec<AvailableRecords> {
+        held.iter().map(|&held| AvailableRecords { pending: 0, held }).collect()
     }
 
     #[test]
@@ -135,10 +135,14 @@ mod tests {
 
     #[test]
     fn pending_gradients_count_and_are_topped_up() {
-        let ranks =
-            [Holding { pending: 3, held: 9 }, Holding { pending: 3, held: 9 }, Holding::default()];
+        let ranks = [
+            AvailableRecords { pending: 3, held: 9 },
+            AvailableRecords { pending: 3, held: 9 },
+            AvailableRecords::default(),
+        ];
         assert_eq!(quotas(Batch::Global(9), 1000, &ranks), Some(vec![2, 1, 0]));
-        let over = [Holding { pending: 20, held: 9 }, Holding { pending: 0, held: 9 }];
+        let over =
+            [AvailableRecords { pending: 20, held: 9 }, AvailableRecords { pending: 0, held: 9 }];
         assert_eq!(quotas(Batch::Global(9), 1000, &over), Some(vec![0, 0]));
     }
 
@@ -148,7 +152,10 @@ mod tests {
             for b in 0..6 {
                 for pending in 0..4 {
                     for batch in 1..10 {
-                        let ranks = [Holding { pending, held: a }, Holding { pending: 0, held: b }];
+                        let ranks = [
+                            AvailableRecords { pending, held: a },
+                            AvailableRecords { pending: 0, held: b },
+                        ];
                         let at_hand = a + b + pending;
                         let Some(plan) = quotas(Batch::Global(batch), at_hand, &ranks) else {
                             assert_eq!(at_hand, 0);

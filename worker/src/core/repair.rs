@@ -26,7 +26,7 @@ pub struct Repair {
 /// Two ranks are at the same step with different states: a defect, or a model that is not
 /// deterministic.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mismatch {
+pub struct StateMismatch {
     pub step: u64,
     /// The ranks that differ from the lowest one.
     pub ranks: Vec<usize>,
@@ -36,7 +36,7 @@ pub struct Mismatch {
 
 impl Repair {
     /// Decides from all ranks' headers, in rank order; the same on every rank.
-    pub fn plan(headers: &[SyncHeader]) -> Result<Self, Mismatch> {
+    pub fn plan(headers: &[SyncHeader]) -> Result<Self, StateMismatch> {
         let mut states: Vec<Option<StateHeader>> = headers.iter().map(|h| h.state).collect();
         drop_unsupported(&mut states);
         let Some(step) = states.iter().flatten().map(|s| s.step).max() else {
@@ -51,9 +51,9 @@ impl Repair {
         let differing: Vec<usize> =
             tops.iter().copied().filter(|&r| digest(r) != digest(tops[0])).collect();
         if !differing.is_empty() {
-            return Err(Mismatch { step, ranks: differing, from: tops[0] });
+            return Err(StateMismatch { step, ranks: differing, from: tops[0] });
         }
-        let donor = tops.iter().copied().find(|&r| states[r].is_some_and(|s| s.kept));
+        let donor = tops.iter().copied().find(|&r| states[r].is_some_and(|s| s.has_result));
         let behind = step.checked_sub(1).map(at).unwrap_or_default();
         let result = donor.filter(|_| !behind.is_empty()).map(|donor| (donor, behind.clone()));
         let served =
@@ -70,7 +70,7 @@ impl Repair {
 /// its reduced gradient.
 fn drop_unsupported(states: &mut [Option<StateHeader>]) {
     let Some(top) = states.iter().flatten().map(|s| s.step).max() else { return };
-    let is_supported = |s: &StateHeader| s.step == top && (s.kept || s.was_in_group);
+    let is_supported = |s: &StateHeader| s.step == top && (s.has_result || s.was_in_group);
     let is_behind = |s: &StateHeader| s.was_in_group && Some(s.step) == top.checked_sub(1);
     if states.iter().flatten().any(is_behind) && !states.iter().flatten().any(is_supported) {
         states.iter_mut().filter(|s| s.is_some_and(|s| s.step == top)).for_each(|s| *s = None);
@@ -82,18 +82,18 @@ mod tests {
     use super::*;
 
     fn header(state: Option<(u64, u64, bool)>) -> SyncHeader {
-        let state = state.map(|(step, digest, kept)| StateHeader {
+        let state = state.map(|(step, digest, has_result)| StateHeader {
             step,
             digest,
-            kept,
+            has_result,
             was_in_group: true,
         });
-        SyncHeader { state, swap: Default::default() }
+        SyncHeader { state, transport: Default::default() }
     }
 
-    fn newcomer(step: u64, digest: u64, kept: bool) -> SyncHeader {
-        let state = Some(StateHeader { step, digest, kept, was_in_group: false });
-        SyncHeader { state, swap: Default::default() }
+    fn newcomer(step: u64, digest: u64, has_result: bool) -> SyncHeader {
+        let state = Some(StateHeader { step, digest, has_result, was_in_group: false });
+        SyncHeader { state, transport: Default::default() }
     }
 
     #[test]
@@ -152,6 +152,6 @@ mod tests {
     fn different_states_at_one_step_are_named() {
         let headers = [header(None), header(Some((3, 9, true))), header(Some((3, 8, true)))];
         let plan = Repair::plan(&headers);
-        assert_eq!(plan, Err(Mismatch { step: 3, ranks: vec![2], from: 1 }));
+        assert_eq!(plan, Err(StateMismatch { step: 3, ranks: vec![2], from: 1 }));
     }
 }

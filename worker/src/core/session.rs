@@ -1,10 +1,10 @@
 //! What a worker does next: the part of a worker that decides, and does nothing itself.
 //!
 //! ```text
-//!   Fetching ◀── told to fetch the state while others train: then as from Alone, with state
+//!   Fetching ◀── told to fetch the state while others train: then as from Detached, with state
 //!
 //!            membership          links stand         all same state
-//!   Alone ──────────────▶ Joining ─────────▶ Syncing ─────▶ Repairing ─────▶ Round ⟲ ──▶ Over
+//!   Detached ──────────────▶ Joining ─────────▶ Syncing ─────▶ Repairing ─────▶ Round ⟲ ──▶ Over
 //!     ▲                                                                        │
 //!     └───────────────────────────── links broke ◀─────────────────────────────┘
 //! ```
@@ -25,17 +25,19 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
 use self::fetch::Fetch;
-pub use self::words::{
-    Exit, JobPlan, Membership, Misfit, Progress, Report, State, StepTimes, Task,
+pub use self::types::{
+    Exit, GroupMismatch, JobPlan, Membership, Progress, Report, State, StepTimes, Task,
 };
-use crate::core::checkpoint::{self, Checkpoints, Last};
+use crate::core::checkpoint::{
+    self, CheckpointHeader, Checkpoints, FinalCheckpoint, final_checkpoint,
+};
 use crate::core::evaluation::Evaluation;
 use crate::core::halt::{Ending, Halt};
 use crate::core::header::{StateHeader, StateRecord, StepHeader, SyncHeader, held_of};
 use crate::core::leases::Leases;
-use crate::core::plan::{self, Holding};
-use crate::core::repair::{Mismatch, Repair};
-use crate::core::swap::Swap;
+use crate::core::plan::{self, AvailableRecords};
+use crate::core::repair::{Repair, StateMismatch};
+use crate::core::transport_switch::TransportSwitch;
 
 /// A gradient of this worker that no step is known to have absorbed.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -54,7 +56,7 @@ struct Group {
 
 #[derive(Clone, Debug, PartialEq)]
 enum Phase {
-    Alone,
+    Detached,
     Ended(Exit),
     /// Between a round and what its headers bring.
     Evaluating {
@@ -65,9 +67,9 @@ enum Phase {
     /// The state comes from a member while it trains.
     Fetching,
     Joining(Membership),
-    Over {
+    Finished {
         group: Group,
-        told: bool,
+        reported: bool,
         ending: Ending,
     },
     Repairing(Group, Repair),
@@ -86,7 +88,7 @@ pub struct Session {
     job: JobPlan,
     state: Option<State>,
     /// Headers of the last commit, while its reduced gradient is kept.
-    kept: Option<Vec<StepHeader>>,
+    last_headers: Option<Vec<StepHeader>>,
     leases: Leases,
     /// How many of the leased records can be had now, where that is not all of them.
     readable: Option<u64>,
@@ -99,7 +101,7 @@ pub struct Session {
     was_in_group: bool,
     fetch: Fetch,
     checkpoints: Checkpoints,
-    swap: Swap,
+    transport: TransportSwitch,
     stop: bool,
     suspend: bool,
     /// Why this rank can't go on. It never goes away: whichever group this rank joins ends.
@@ -118,16 +120,16 @@ impl Session {
             checkpoints: Checkpoints::new(me, job.checkpoints),
             job,
             state: None,
-            kept: None,
+            last_headers: None,
             leases: Leases::default(),
             readable: None,
             pending: Pending::default(),
-            phase: Phase::Alone,
+            phase: Phase::Detached,
             latest: None,
             was_member: false,
             was_in_group: false,
             fetch: Fetch::default(),
-            swap: Swap::default(),
+            transport: TransportSwitch::default(),
             stop: false,
             suspend: false,
             halt: None,
@@ -150,7 +152,7 @@ impl Session {
             return self.leave_fetch();
         }
         // A switch without a loss waits for the end of the round, where all ranks switch together.
-        let in_round = !matches!(self.phase, Phase::Alone | Phase::Over { .. });
+        let in_round = !matches!(self.phase, Phase::Detached | Phase::Finished { .. });
         if abort || !in_round {
             self.join_latest();
         }
@@ -174,7 +176,7 @@ impl Session {
 
     pub fn poll(&mut self) -> Task {
         match &mut self.phase {
-            Phase::Alone | Phase::Over { told: true, .. } => Task::Wait,
+            Phase::Detached | Phase::Finished { reported: true, .. } => Task::Wait,
             Phase::Ended(exit) => Task::Exit(exit.clone()),
             Phase::Evaluating { group, .. } => {
                 let plan =
@@ -186,10 +188,10 @@ impl Session {
                 Task::Fetch(donor, address)
             }
             Phase::Joining(membership) => Task::Connect(membership.clone()),
-            Phase::Over { .. } => Task::Finish,
+            Phase::Finished { .. } => Task::Finish,
             Phase::Repairing(_, repair) => Task::Repair(repair.clone()),
             Phase::Syncing(_) => Task::Synchronize,
-            Phase::Round { quotas: None, .. } => Task::Talk,
+            Phase::Round { quotas: None, .. } => Task::ExchangeHeaders,
             Phase::Round { group, quotas: Some(quotas), computed } => {
                 let quota = quotas[group.rank];
                 if *computed || quota == 0 {
@@ -213,14 +215,14 @@ impl Session {
             loss_sum: self.pending.loss_sum,
             compute_us: self.pending.compute_us,
             held: reading::limited(self.leases.held_from(epoch), epoch, self.readable),
-            seen: self.latest.as_ref().map_or(0, |m| m.generation.0),
+            newest_generation: self.latest.as_ref().map_or(0, |m| m.generation.0),
             stop: self.stop,
             suspend: self.suspend,
             halt: self.halt.clone(),
             digest,
-            checkpoint: self.checkpoints.word(self.step() + 1),
+            checkpoint: self.checkpoints.header(self.step() + 1),
             evaluation: self.evaluation(),
-            nccl: self.swap.build(),
+            nccl: self.transport.build(),
         }
     }
 
@@ -229,10 +231,10 @@ impl Session {
         let state = self.state.as_ref().map(|s| StateHeader {
             step: s.step,
             digest,
-            kept: self.kept.is_some(),
+            has_result: self.last_headers.is_some(),
             was_in_group: self.was_in_group,
         });
-        SyncHeader { state, swap: self.swap.word() }
+        SyncHeader { state, transport: self.transport.header() }
     }
 
     // ---- what was done ----
@@ -243,7 +245,7 @@ impl Session {
             let rank =
                 membership.rank_of(self.me).expect("only memberships with this worker are joined");
             let members: Vec<WorkerId> = membership.members.iter().map(|(id, _)| *id).collect();
-            self.swap.regrouped(&members);
+            self.transport.regrouped(&members);
             let group = Group { generation: membership.generation, members, rank };
             self.phase = Phase::Syncing(group);
         }
@@ -255,21 +257,21 @@ impl Session {
     }
 
     /// The links of the current generation were not built: `suspect` answered no dial.
-    pub fn unanswered(&mut self, suspect: WorkerId, error: String) {
+    pub fn unreachable_peer(&mut self, suspect: WorkerId, error: String) {
         self.leave_links(Some(suspect), error, true);
     }
 
     fn leave_links(&mut self, suspect: Option<WorkerId>, error: String, unreachable: bool) {
         let generation = match &self.phase {
-            Phase::Alone | Phase::Ended(_) | Phase::Fetching => return,
+            Phase::Detached | Phase::Ended(_) | Phase::Fetching => return,
             Phase::Joining(membership) => membership.generation,
             Phase::Evaluating { group, .. }
-            | Phase::Over { group, .. }
+            | Phase::Finished { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group) => group.generation,
         };
-        self.phase = Phase::Alone;
+        self.phase = Phase::Detached;
         if self.latest.as_ref().is_some_and(|latest| latest.generation > generation) {
             self.join_latest();
         } else {
@@ -282,10 +284,10 @@ impl Session {
     /// # Errors
     /// Replicas at the same step differ, and the job can't go on; or this worker is none for this
     /// group.
-    pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), Misfit> {
+    pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), GroupMismatch> {
         if let Phase::Syncing(group) = &self.phase {
-            self.swap.synced(&headers.iter().map(|h| h.swap).collect::<Vec<_>>())?;
-            let repair = Repair::plan(&swapping::without_misfits(headers))?;
+            self.transport.synced(&headers.iter().map(|h| h.transport).collect::<Vec<_>>())?;
+            let repair = Repair::plan(&transport::without_mismatched_devices(headers))?;
             let takes =
                 repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
             // Survivors of a failure differ by one step at most, so this rank was away; what it has
@@ -299,7 +301,7 @@ impl Session {
                 // The broadcast overwrites the parameters. If it breaks midway, this rank has no
                 // state.
                 self.state = None;
-                self.kept = None;
+                self.last_headers = None;
             }
         }
         Ok(())
@@ -318,7 +320,7 @@ impl Session {
 
     /// This rank took over another one's state; `kept` are the headers of its last step, if this
     /// rank has that step's reduced gradient. `false` where the record makes no sense.
-    pub fn install(&mut self, record: StateRecord, kept: Option<Vec<StepHeader>>) -> bool {
+    pub fn install(&mut self, record: StateRecord, last_headers: Option<Vec<StepHeader>>) -> bool {
         let StateRecord {
             step,
             records_trained,
@@ -333,7 +335,7 @@ impl Session {
             return false;
         };
         self.state = Some(State { step, ledger, records_trained, evaluation, steps_skipped });
-        self.kept = kept;
+        self.last_headers = last_headers;
         true
     }
 
@@ -353,10 +355,10 @@ impl Session {
         self.progress = Progress::default();
         self.committed_at = None;
         self.checkpoints.regrouped(&group.members);
-        self.ask(group.members.len());
+        self.request_leases(group.members.len());
         // What each rank holds is known only after the repair, so the first round is a talk. So is
         // whether the final state is kept, and judged.
-        match self.at_end() && !self.checkpoints.are_kept() && self.job.evaluation.is_none() {
+        match self.at_end() && !self.checkpoints.are_enabled() && self.job.evaluation.is_none() {
             true => self.end(group, Ending::Done),
             false => self.phase = Phase::Round { group, quotas: None, computed: false },
         }
@@ -372,13 +374,13 @@ impl Session {
     ///
     /// # Errors
     /// As for [`Session::check`].
-    pub fn talked(&mut self, headers: &[StepHeader]) -> Result<(), Mismatch> {
+    pub fn headers_exchanged(&mut self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
         self.check(headers)?;
-        self.swap.heard(headers.iter().map(|h| h.nccl));
+        self.transport.handle_builds(headers.iter().map(|h| h.nccl));
         // The group waits for records, and the master may wait for word of those that it has
         // leased.
         self.flush_progress();
-        self.hear_of_checkpoints(headers);
+        self.handle_checkpoint_headers(headers);
         self.end_round(headers, None);
         Ok(())
     }
@@ -387,14 +389,14 @@ impl Session {
     ///
     /// # Errors
     /// The ranks that differ from the lowest; the job can't go on.
-    pub fn check(&self, headers: &[StepHeader]) -> Result<(), Mismatch> {
+    pub fn check(&self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
         let differs = |h: &StepHeader| {
             (h.step, h.digest) != (headers[0].step, headers[0].digest) || h.step != self.step()
         };
         let ranks: Vec<usize> = (0..headers.len()).filter(|&r| differs(&headers[r])).collect();
         match ranks.is_empty() {
             true => Ok(()),
-            false => Err(Mismatch { step: self.step(), ranks, from: 0 }),
+            false => Err(StateMismatch { step: self.step(), ranks, from: 0 }),
         }
     }
 
@@ -430,19 +432,19 @@ impl Session {
             if group.rank == 0 {
                 self.note_progress(group.generation, &headers, now);
             }
-            self.ask(world_size);
+            self.request_leases(world_size);
             self.checkpoints.tick(now);
-            self.swap.heard(headers.iter().map(|h| h.nccl));
-            self.hear_of_checkpoints(&headers);
+            self.transport.handle_builds(headers.iter().map(|h| h.nccl));
+            self.handle_checkpoint_headers(&headers);
             self.end_round(&headers, Some(now));
         }
-        self.kept = Some(headers);
+        self.last_headers = Some(headers);
     }
 
     /// The master was told that the job is over.
-    pub fn told(&mut self) {
-        if let Phase::Over { told, .. } = &mut self.phase {
-            *told = true;
+    pub fn finish_reported(&mut self) {
+        if let Phase::Finished { reported, .. } = &mut self.phase {
+            *reported = true;
         }
     }
 
@@ -463,16 +465,16 @@ impl Session {
     }
 
     /// Headers of the last commit, for ranks that are a step behind.
-    pub fn kept(&self) -> Option<&[StepHeader]> {
-        self.kept.as_deref()
+    pub fn last_headers(&self) -> Option<&[StepHeader]> {
+        self.last_headers.as_deref()
     }
 
     /// Generation and rank of this worker where it has links.
-    pub fn place(&self) -> Option<(Generation, usize)> {
+    pub fn group_rank(&self) -> Option<(Generation, usize)> {
         match &self.phase {
-            Phase::Alone | Phase::Ended(_) | Phase::Fetching | Phase::Joining(_) => None,
+            Phase::Detached | Phase::Ended(_) | Phase::Fetching | Phase::Joining(_) => None,
             Phase::Evaluating { group, .. }
-            | Phase::Over { group, .. }
+            | Phase::Finished { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group) => Some((group.generation, group.rank)),
@@ -488,13 +490,13 @@ impl Session {
     }
 
     /// Whether this worker has not been in a membership yet.
-    pub fn is_newcomer(&self) -> bool {
+    pub fn is_joiner(&self) -> bool {
         !self.was_member
     }
 
     /// Whether this worker makes no more steps.
-    pub fn is_over(&self) -> bool {
-        matches!(self.phase, Phase::Over { .. } | Phase::Ended(_))
+    pub fn is_finished(&self) -> bool {
+        matches!(self.phase, Phase::Finished { .. } | Phase::Ended(_))
     }
 
     // ---- private ----
@@ -508,7 +510,7 @@ impl Session {
         self.phase = match (is_member, self.was_member) {
             (true, _) => Phase::Joining(latest.clone()),
             (false, true) => Phase::Ended(Exit::Left),
-            (false, false) => Phase::Alone,
+            (false, false) => Phase::Detached,
         };
         self.was_member |= is_member;
     }
@@ -531,7 +533,7 @@ impl Session {
     /// wait for.
     fn end(&mut self, group: Group, ending: Ending) {
         let newer = self.latest.as_ref().is_some_and(|latest| latest.generation > group.generation);
-        self.phase = Phase::Over { group, told: false, ending };
+        self.phase = Phase::Finished { group, reported: false, ending };
         if newer {
             self.join_latest();
         }
@@ -552,26 +554,26 @@ impl Session {
             self.phase = Phase::Evaluating { group, headers: headers.to_vec(), committed };
             return;
         }
-        let seen = headers.iter().map(|h| h.seen).min().unwrap_or(0);
+        let seen = headers.iter().map(|h| h.newest_generation).min().unwrap_or(0);
         let ending = self.ending(&group, headers);
         let ends = ending.is_some();
-        let words = words_of(headers);
-        let last = match ends && self.checkpoints.are_kept() {
-            true => checkpoint::last(&words, self.step()),
-            false => Last::Nothing,
+        let of_checkpoint = checkpoint_headers(headers);
+        let last = match ends && self.checkpoints.are_enabled() {
+            true => final_checkpoint(&of_checkpoint, self.step()),
+            false => FinalCheckpoint::Nothing,
         };
         let best = self.is_best()
-            && self.checkpoints.are_kept()
-            && checkpoint::last(&words, self.step()) != Last::Nothing;
-        let is_free = checkpoint::last(&words, self.step()) == Last::Begin;
-        if last == Last::Begin
+            && self.checkpoints.are_enabled()
+            && final_checkpoint(&of_checkpoint, self.step()) != FinalCheckpoint::Nothing;
+        let is_free = final_checkpoint(&of_checkpoint, self.step()) == FinalCheckpoint::Begin;
+        if last == FinalCheckpoint::Begin
             || (best && is_free)
-            || (committed.is_some() && checkpoint::begins(&words))
+            || (committed.is_some() && checkpoint::begins(&of_checkpoint))
         {
             let (step, generation) = (self.step(), group.generation);
             self.checkpoints.begin(step, generation, &group.members, committed.unwrap_or_default());
         }
-        if let (Some(ending), Last::Nothing) = (ending, last) {
+        if let (Some(ending), FinalCheckpoint::Nothing) = (ending, last) {
             self.flush_progress();
             self.end(group, ending);
         } else if seen > group.generation.0 {
@@ -590,9 +592,9 @@ impl Session {
         let epoch = state.ledger.epoch();
         // After a commit nothing is pending; after a talk what the headers say is.
         let committed = headers.iter().all(|h| h.step < state.step);
-        let ranks: Vec<Holding> = headers
+        let ranks: Vec<AvailableRecords> = headers
             .iter()
-            .map(|h| Holding {
+            .map(|h| AvailableRecords {
                 pending: if committed { 0 } else { h.records() },
                 held: held_of(&h.held, epoch),
             })
@@ -601,18 +603,18 @@ impl Session {
     }
 }
 
-fn words_of(headers: &[StepHeader]) -> Vec<&checkpoint::Word> {
+fn checkpoint_headers(headers: &[StepHeader]) -> Vec<&CheckpointHeader> {
     headers.iter().map(|header| &header.checkpoint).collect()
 }
 
+mod checkpointing;
 mod fetch;
 mod halting;
-mod keeping;
 mod reading;
 mod reconnect;
 mod reports;
-mod swapping;
-mod words;
+mod transport;
+mod types;
 
 #[cfg(test)]
 mod tests;

@@ -10,8 +10,8 @@ use elasticdl_collective::{Position, StateRequest, StateSender};
 use elasticdl_proto::Generation;
 
 use super::{
-    AHEAD_MAX, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, KIND_TIP, PART_FLOATS_MAX, Parcel,
-    PartNote, Snapshot, StateNote, digest,
+    KIND_CAUGHT_UP, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, PART_FLOATS_MAX, PartNote,
+    QUEUED_RESULTS_MAX, Snapshot, StateMessage, StateNote, digest,
 };
 use crate::core::header;
 use crate::core::header::StateRecord;
@@ -24,7 +24,7 @@ use crate::core::header::StateRecord;
 #[derive(Debug)]
 pub(super) struct Delivery {
     newcomer: u64,
-    patience: Duration,
+    idle_timeout: Duration,
     generation: Generation,
     record: StateRecord,
     floats: usize,
@@ -32,25 +32,25 @@ pub(super) struct Delivery {
     /// Floats of the snapshot that are sent.
     sent_floats: usize,
     /// Results that the newcomer has not applied, as far as is known.
-    results: VecDeque<Parcel>,
+    results: VecDeque<StateMessage>,
     /// How many of them are sent.
     sent_results: usize,
     /// The step of the first result that is in `results`, or will be.
     first_step: u64,
-    queue: Receiver<Parcel>,
+    queue: Receiver<StateMessage>,
     links: Receiver<StateRequest>,
 }
 
 impl Delivery {
     pub(super) fn new(
-        (newcomer, patience): (u64, Duration),
+        (newcomer, idle_timeout): (u64, Duration),
         (generation, record): (Generation, StateRecord),
         snapshot: Arc<Snapshot>,
-        (queue, links): (Receiver<Parcel>, Receiver<StateRequest>),
+        (queue, links): (Receiver<StateMessage>, Receiver<StateRequest>),
     ) -> Self {
         Self {
             newcomer,
-            patience,
+            idle_timeout,
             generation,
             floats: snapshot.parameters_len + snapshot.slots_len,
             snapshot: Some(snapshot),
@@ -67,7 +67,7 @@ impl Delivery {
     /// Sends everything until the trainer wants no more sent, or the newcomer stays away.
     pub(super) fn run(mut self, mut request: StateRequest) {
         loop {
-            let mut sender = request.serve(self.patience);
+            let mut sender = request.serve(self.idle_timeout);
             match self.deliver(&mut sender) {
                 Ok(()) => {
                     drop(self);
@@ -91,27 +91,27 @@ impl Delivery {
             tracing::info!(newcomer = self.newcomer, "what this newcomer misses is no longer here");
             return Ok(());
         }
-        let mut is_tip = false;
+        let mut said_caught_up = false;
         loop {
             self.send_snapshot(sender)?;
             while let Some(result) = self.results.get(self.sent_results) {
                 send(sender, result)?;
                 self.sent_results += 1;
-                is_tip = false;
+                said_caught_up = false;
             }
             self.forget_applied(sender.position()?);
             match self.queue.try_recv() {
-                Ok(parcel) => {
-                    self.results.push_back(parcel);
+                Ok(message) => {
+                    self.results.push_back(message);
                     continue;
                 }
                 Err(TryRecvError::Disconnected) => return Ok(()),
-                Err(TryRecvError::Empty) if is_tip => {}
-                Err(TryRecvError::Empty) => sender.send(KIND_TIP, 0, &[], &[])?,
+                Err(TryRecvError::Empty) if said_caught_up => {}
+                Err(TryRecvError::Empty) => sender.send(KIND_CAUGHT_UP, 0, &[], &[])?,
             }
-            is_tip = true;
-            match self.queue.recv_timeout(BEAT_INTERVAL.min(self.patience / 4)) {
-                Ok(parcel) => self.results.push_back(parcel),
+            said_caught_up = true;
+            match self.queue.recv_timeout(KEEPALIVE_INTERVAL.min(self.idle_timeout / 4)) {
+                Ok(message) => self.results.push_back(message),
                 Err(RecvTimeoutError::Timeout) => sender.heartbeat()?,
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
@@ -184,7 +184,7 @@ impl Delivery {
             && self
                 .results
                 .front()
-                .is_some_and(|r| is_before(r, step) || self.results.len() > AHEAD_MAX)
+                .is_some_and(|r| is_before(r, step) || self.results.len() > QUEUED_RESULTS_MAX)
         {
             self.results.pop_front();
             self.sent_results -= 1;
@@ -193,14 +193,14 @@ impl Delivery {
     }
 }
 
-fn is_before(parcel: &Parcel, step: u64) -> bool {
-    matches!(parcel, Parcel::Result { step: of, .. } if *of < step)
+fn is_before(message: &StateMessage, step: u64) -> bool {
+    matches!(message, StateMessage::Result { step: of, .. } if *of < step)
 }
 
-fn send(sender: &mut StateSender, parcel: &Parcel) -> io::Result<()> {
-    match parcel {
-        Parcel::End { generation } => sender.send(KIND_END, generation.0, &[], &[]),
-        Parcel::Result { generation, headers, sum, .. } => {
+fn send(sender: &mut StateSender, message: &StateMessage) -> io::Result<()> {
+    match message {
+        StateMessage::End { generation } => sender.send(KIND_END, generation.0, &[], &[]),
+        StateMessage::Result { generation, headers, sum, .. } => {
             sender.send(KIND_RESULT, generation.0, headers, &[sum])
         }
     }
@@ -210,4 +210,4 @@ fn send(sender: &mut StateSender, parcel: &Parcel) -> io::Result<()> {
 const RETURN_WINDOW: Duration = Duration::from_secs(10);
 
 /// Between two signs of life, where there is nothing to send.
-const BEAT_INTERVAL: Duration = Duration::from_secs(1);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);

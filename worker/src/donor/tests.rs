@@ -34,7 +34,7 @@ fn ends() -> [Endpoint; 2] {
     })
 }
 
-/// Worker 2 is at the door of the donor, worker 1.
+/// Worker 2 is at the connector of the donor, worker 1.
 fn visit(donor: &mut Donor, ends: &[Endpoint; 2], position: Option<Position>) -> StateReceiver {
     let member = Member { id: 1, address: ends[0].address() };
     let source = ends[1].fetch(member, WATCHDOG, WATCHDOG, position).expect("the donor listens");
@@ -92,15 +92,15 @@ fn a_newcomer_gets_the_state_then_each_result_and_the_end_when_it_is_taken_in() 
     assert_eq!(state_note(&mut source), StateNote { record: record(), from: 0 });
     assert_eq!(next_part(&mut source), (0, vec![1.0; LEN]));
     assert_eq!(next_part(&mut source), (LEN as u64, vec![2.0; LEN]));
-    assert_eq!(next(&mut source).0.kind, KIND_TIP);
+    assert_eq!(next(&mut source).0.kind, KIND_CAUGHT_UP);
     donor.committed(GENERATION, 2, &[], &Arc::new(vec![5.0; LEN]));
     let (head, floats) = next(&mut source);
     assert_eq!((head.kind, head.generation, floats), (KIND_RESULT, 3, vec![5.0; LEN]));
-    assert_eq!(next(&mut source).0.kind, KIND_TIP);
+    assert_eq!(next(&mut source).0.kind, KIND_CAUGHT_UP);
     // A change without the newcomer changes nothing for it.
     donor.switch(Generation(4), |id| id == 1);
     donor.committed(Generation(4), 3, &[], &Arc::new(vec![6.0; LEN]));
-    assert_eq!((next(&mut source).0.generation, next(&mut source).0.kind), (4, KIND_TIP));
+    assert_eq!((next(&mut source).0.generation, next(&mut source).0.kind), (4, KIND_CAUGHT_UP));
     donor.switch(Generation(5), |_| true);
     assert_eq!((next(&mut source).0.kind, donor.fetchers.len()), (KIND_END, 0));
 }
@@ -133,7 +133,7 @@ fn a_newcomer_that_is_too_slow_is_dropped_and_holds_no_more_than_its_share() {
     // More than the sockets hold, so that the thread is stuck in the state.
     let (mut source, _ends) = serving(&mut donor, 4 << 20);
     let sum = Arc::new(Vec::new());
-    let most = AHEAD_BYTES / (16 << 20) + 1;
+    let most = QUEUED_BYTES_MAX / (16 << 20) + 1;
     for step in 0..=most {
         donor.committed(GENERATION, 2 + step as u64, &[], &sum);
     }
@@ -176,7 +176,7 @@ fn a_transfer_whose_link_broke_goes_on_where_the_newcomer_is() {
     source.report(at(2 * len, 4).unwrap());
     drop(source);
     let mut source = visit(&mut donor, &ends, at(2 * len, 4));
-    assert_eq!(next(&mut source).0.kind, KIND_TIP);
+    assert_eq!(next(&mut source).0.kind, KIND_CAUGHT_UP);
     drop(source);
     // One that has lost what it had can't go on from there; it is served anew.
     let mut source = visit(&mut donor, &ends, None);

@@ -12,7 +12,7 @@ use crate::checkpoint::{
 use crate::control::Welcome;
 use crate::core::checkpoint::Task;
 use crate::failure::{Failure, call_user};
-use crate::messages::{CheckpointNews, ToMaster};
+use crate::messages::{CheckpointEvent, ToMaster};
 use crate::model::Model;
 use crate::reader::Dataset;
 use crate::storage::Storage;
@@ -124,7 +124,7 @@ fn look(
 impl<M: Model> Trainer<'_, M> {
     /// Does what the session wants done for checkpoints. To be called before the state changes
     /// again.
-    pub(super) fn tend_checkpoints(&mut self) -> Result<(), Failure> {
+    pub(super) fn poll_checkpoint_writer(&mut self) -> Result<(), Failure> {
         let Some(writer) = &mut self.checkpoints.writer else { return Ok(()) };
         let tell = |news| self.outbox.send(ToMaster::Checkpoint(news));
         while let Some(done) = writer.poll() {
@@ -132,13 +132,13 @@ impl<M: Model> Trainer<'_, M> {
                 Completion::Committed { step, name, result } => {
                     self.session.committed_checkpoint(step, result.is_ok());
                     match result {
-                        Ok(bytes) => tell(CheckpointNews::Saved { step, name, bytes }),
-                        Err(error) => tell(CheckpointNews::Failed { step, error }),
+                        Ok(bytes) => tell(CheckpointEvent::Saved { step, name, bytes }),
+                        Err(error) => tell(CheckpointEvent::Failed { step, error }),
                     }
                 }
                 Completion::Written { step, result } => {
                     if let Err(error) = &result {
-                        tell(CheckpointNews::Failed { step, error: error.clone() });
+                        tell(CheckpointEvent::Failed { step, error: error.clone() });
                     }
                     self.session.wrote_part(step, result.map_err(drop));
                 }
@@ -167,7 +167,7 @@ impl<M: Model> Trainer<'_, M> {
         let mut damaged = |name: &str, reason: &str| {
             tracing::warn!(name, reason, "a checkpoint is not as it was written");
             let (name, reason) = (name.to_owned(), reason.to_owned());
-            outbox.send(ToMaster::Checkpoint(CheckpointNews::Damaged { name, reason }));
+            outbox.send(ToMaster::Checkpoint(CheckpointEvent::Damaged { name, reason }));
         };
         let Checkpointing { locations, fingerprint, .. } = checkpoints;
         let seed = self.seed;
@@ -194,8 +194,10 @@ impl<M: Model> Trainer<'_, M> {
                 return Err(Stopped::Failed(Failure::fatal(error)));
             }
             tracing::info!(step, name = restored.name, "the group begins from a checkpoint");
-            outbox
-                .send(ToMaster::Checkpoint(CheckpointNews::Restored { step, name: restored.name }));
+            outbox.send(ToMaster::Checkpoint(CheckpointEvent::Restored {
+                step,
+                name: restored.name,
+            }));
             return Ok(());
         }
         session.begin();

@@ -8,12 +8,12 @@ use elasticdl_collective::device::DeviceError;
 use elasticdl_collective::{Member, StateMessageHeader, StateReceiver};
 use elasticdl_proto::{Generation, WorkerId};
 
-use super::incoming::Incoming;
+use super::incoming::IncomingSnapshot;
 use super::{Stopped, Trainer};
 use crate::core::header::{self, StepHeader};
 use crate::donor::{
-    self, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, KIND_TIP, PartNote, StateNote,
-    TRANSFER_PATIENCE,
+    self, KIND_CAUGHT_UP, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, PartNote, StateNote,
+    TRANSFER_IDLE_TIMEOUT,
 };
 use crate::model::Model;
 
@@ -34,7 +34,7 @@ impl From<DeviceError> for FetchError {
 }
 
 impl<M: Model> Trainer<'_, M> {
-    /// Takes the next parcel from the member that gives this newcomer the state. A donor that does
+    /// Takes the next message from the member that gives this newcomer the state. A donor that does
     /// not do what it should is no failure: there are others.
     pub(super) fn fetch(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), Stopped> {
         let error = match self.fetch_next(donor, address) {
@@ -67,15 +67,16 @@ impl<M: Model> Trainer<'_, M> {
 
     fn fetch_next(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), FetchError> {
         let Self { endpoint, source, incoming, session, .. } = self;
-        let is_lost =
-            |i: &mut Incoming| i.donor != donor || (i.is_complete() && session.state().is_none());
+        let is_lost = |i: &mut IncomingSnapshot| {
+            i.donor != donor || (i.is_complete() && session.state().is_none())
+        };
         drop(incoming.take_if(is_lost));
         let source = match source.take_if(|source| source.donor() == donor.0) {
             Some(link) => source.insert(link),
             None => {
                 let member = Member { id: donor.0, address };
                 let position = incoming.as_ref().map(|incoming| incoming.position(session.step()));
-                let link = endpoint.fetch(member, self.dial_limit, TRANSFER_PATIENCE, position);
+                let link = endpoint.fetch(member, self.dial_limit, TRANSFER_IDLE_TIMEOUT, position);
                 source.insert(link.map_err(|error| FetchError::Broken(error.to_string()))?)
             }
         };
@@ -85,13 +86,13 @@ impl<M: Model> Trainer<'_, M> {
             (KIND_STATE, 0) => return self.begin_state(donor, &head),
             (KIND_PART, _) => return self.take_part(&head),
             (KIND_RESULT, _) => return self.take_result(&head),
-            (KIND_TIP, 0) => {
+            (KIND_CAUGHT_UP, 0) => {
                 session.fetch_resumed();
                 session.caught_up();
             }
             (KIND_END, 0) => session.fetch_ended(generation),
             (kind, floats) => {
-                return Err(nonsense(&format!("a parcel of kind {kind} with {floats} floats")));
+                return Err(nonsense(&format!("a message of kind {kind} with {floats} floats")));
             }
         }
         Ok(())
@@ -105,12 +106,12 @@ impl<M: Model> Trainer<'_, M> {
     ) -> Result<(), FetchError> {
         let note: StateNote =
             header::decode(&head.note).ok_or_else(|| nonsense("a state that can't be read"))?;
-        if self.incoming.as_ref().is_some_and(|incoming| incoming.goes_on_with(&note)) {
+        if self.incoming.as_ref().is_some_and(|incoming| incoming.is_continued_by(&note)) {
             self.session.fetch_resumed();
             return Ok(());
         }
         let incoming =
-            Incoming::begin(donor, Generation(head.generation), note, self.tensors.sizes());
+            IncomingSnapshot::begin(donor, Generation(head.generation), note, self.tensors.sizes());
         self.incoming = Some(incoming.ok_or_else(|| nonsense("a state from its middle on"))?);
         self.session.fetch_begins();
         Ok(())
@@ -164,8 +165,8 @@ impl<M: Model> Trainer<'_, M> {
 
 fn expect<'a>(
     source: &'a mut Option<StateReceiver>,
-    incoming: &'a mut Option<Incoming>,
-) -> Result<(&'a mut StateReceiver, &'a mut Incoming), FetchError> {
+    incoming: &'a mut Option<IncomingSnapshot>,
+) -> Result<(&'a mut StateReceiver, &'a mut IncomingSnapshot), FetchError> {
     source.as_mut().zip(incoming.as_mut()).ok_or_else(|| nonsense("what belongs to no state"))
 }
 

@@ -5,7 +5,7 @@ use elasticdl_collective::nccl::NcclState;
 use elasticdl_collective::{CollectiveError, Communicator as _};
 
 use super::{Stopped, Trainer, ring};
-use crate::core::swap::{self, Build, Obstacle};
+use crate::core::transport_switch::{NcclBuild, NcclObstacle, Transport};
 use crate::device::DeviceModel;
 use crate::failure::Failure;
 use crate::messages::ToMaster;
@@ -25,25 +25,25 @@ impl<M: Model> Trainer<'_, M> {
     /// Has the session know how far NCCL is, and learns what carries the next step.
     pub(super) fn path(&mut self) -> Path {
         if let Some(Ring::Device(ring)) = &self.ring {
-            self.session.nccl_is_at(match ring.nccl_state() {
-                NcclState::Absent(_) => Build::Absent,
-                NcclState::Building => Build::Building,
-                NcclState::Failed(_) => Build::Failed,
-                NcclState::Ready => Build::Ready,
+            self.session.set_nccl_build(match ring.nccl_state() {
+                NcclState::Absent(_) => NcclBuild::Absent,
+                NcclState::Building => NcclBuild::Building,
+                NcclState::Failed(_) => NcclBuild::Failed,
+                NcclState::Ready => NcclBuild::Ready,
             });
         }
-        match self.session.path() {
-            swap::Path::Host => Path::Host,
-            swap::Path::Nccl => Path::Nccl,
+        match self.session.transport() {
+            Transport::Host => Path::Host,
+            Transport::Nccl => Path::Nccl,
         }
     }
 
     /// Has the master know what the step's sum went over, if it was something else the last time.
-    pub(super) fn tell_allreduce_transport(&mut self, path: Path) {
-        let (Some((generation, 0)), Some(ring)) = (self.session.place(), &self.ring) else {
+    pub(super) fn report_transport(&mut self, path: Path) {
+        let (Some((generation, 0)), Some(ring)) = (self.session.group_rank(), &self.ring) else {
             return;
         };
-        let what = allreduce_transport(ring, path, self.session.nccl_obstacle(), &self.nccl);
+        let what = describe_transport(ring, path, self.session.nccl_obstacle(), &self.nccl);
         if self.allreduce_transport.as_ref() != Some(&what) {
             self.allreduce_transport = Some(what.clone());
             self.outbox.send(ToMaster::AllreduceTransport { generation, what });
@@ -52,14 +52,14 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Tells what has failed with the links, or on the GPU: what NCCL does, the host ring can do,
     /// but without a GPU this worker can't go on.
-    pub(super) fn judge(&mut self, error: CollectiveError) -> Result<CollectiveError, Failure> {
+    pub(super) fn classify(&mut self, error: CollectiveError) -> Result<CollectiveError, Failure> {
         match error {
             CollectiveError::Device { source: DeviceError::Nccl { .. } } => {
                 self.session.nccl_broke();
                 Ok(error)
             }
             // It failed between this rank's word and the step.
-            CollectiveError::Invalid(_) if self.session.path() == swap::Path::Nccl => {
+            CollectiveError::Invalid(_) if self.session.transport() == Transport::Nccl => {
                 self.session.nccl_broke();
                 Ok(error)
             }
@@ -79,10 +79,10 @@ pub(super) fn nccl_policy() -> NcclPolicy {
 }
 
 /// What a step's sum went over, in words.
-fn allreduce_transport(
+fn describe_transport(
     ring: &Ring,
     path: Path,
-    obstacle: Option<Obstacle>,
+    obstacle: Option<NcclObstacle>,
     policy: &NcclPolicy,
 ) -> String {
     if ring.host().world_size() == 1 {
@@ -99,7 +99,7 @@ fn allreduce_transport(
             let version = library.version();
             return format!("NCCL {}.{}.{}", version / 10_000, version / 100 % 100, version % 100);
         }
-        (.., Some(Obstacle::GivenUp(times)), _) => {
+        (.., Some(NcclObstacle::GivenUp(times)), _) => {
             format!("NCCL is given up, it failed in {times} generations")
         }
         (.., NcclState::Failed(reason)) => format!("NCCL failed: {reason}"),

@@ -8,7 +8,7 @@ use crate::donor::{PART_FLOATS_MAX, PartNote, StateNote};
 
 /// What has come of a donor's snapshot.
 #[derive(Clone, Debug)]
-pub(super) struct Incoming {
+pub(super) struct IncomingSnapshot {
     pub(super) donor: WorkerId,
     /// The donor's group when it gave the snapshot.
     pub(super) generation: Generation,
@@ -20,7 +20,7 @@ pub(super) struct Incoming {
     received: u64,
 }
 
-impl Incoming {
+impl IncomingSnapshot {
     /// The beginning of a snapshot; `None` where the donor begins in its middle.
     pub(super) fn begin(
         donor: WorkerId,
@@ -41,7 +41,7 @@ impl Incoming {
     }
 
     /// Whether this announces the rest of this snapshot.
-    pub(super) fn goes_on_with(&self, note: &StateNote) -> bool {
+    pub(super) fn is_continued_by(&self, note: &StateNote) -> bool {
         !self.is_complete() && note.record.step == self.record.step && note.from == self.received
     }
 
@@ -97,8 +97,8 @@ mod tests {
         StateNote { record, from }
     }
 
-    fn begin(note: StateNote) -> Option<Incoming> {
-        Incoming::begin(WorkerId(1), Generation(2), note, (10, 20))
+    fn begin(note: StateNote) -> Option<IncomingSnapshot> {
+        IncomingSnapshot::begin(WorkerId(1), Generation(2), note, (10, 20))
     }
 
     #[test]
@@ -125,10 +125,10 @@ mod tests {
         assert!(begin(note(7, 6)).is_none());
         let mut incoming = begin(note(7, 0)).unwrap();
         incoming.received(6);
-        assert!(incoming.goes_on_with(&note(7, 6)));
-        assert!(!incoming.goes_on_with(&note(7, 0)) && !incoming.goes_on_with(&note(8, 6)));
+        assert!(incoming.is_continued_by(&note(7, 6)));
+        assert!(!incoming.is_continued_by(&note(7, 0)) && !incoming.is_continued_by(&note(8, 6)));
         incoming.received(4);
         incoming.received(20);
-        assert!(!incoming.goes_on_with(&note(7, 30)));
+        assert!(!incoming.is_continued_by(&note(7, 30)));
     }
 }

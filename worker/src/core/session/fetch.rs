@@ -28,7 +28,7 @@ pub(super) struct Fetch {
     /// Links to the donor that broke since something new came over one.
     interruptions: u32,
     /// The master knows that the state is here.
-    primed: bool,
+    reported: bool,
     /// Streams that broke after they had brought the state.
     lost: u32,
 }
@@ -42,7 +42,7 @@ impl Fetch {
 impl Session {
     /// Fetch the state from one of `donors` while they train; replaces an earlier list.
     pub fn handle_fetch(&mut self, donors: Vec<(WorkerId, SocketAddr)>) {
-        let in_time = matches!(self.phase, Phase::Alone | Phase::Fetching) && !self.was_member;
+        let in_time = matches!(self.phase, Phase::Detached | Phase::Fetching) && !self.was_member;
         if !in_time || donors.is_empty() {
             return;
         }
@@ -72,15 +72,16 @@ impl Session {
 
     /// The donor has nothing newer.
     pub fn caught_up(&mut self) {
-        if self.phase == Phase::Fetching && self.fetch.generation.is_some() && !self.fetch.primed {
-            self.fetch.primed = true;
-            self.reports.push_back(Report::Primed { step: self.step() });
+        if self.phase == Phase::Fetching && self.fetch.generation.is_some() && !self.fetch.reported
+        {
+            self.fetch.reported = true;
+            self.reports.push_back(Report::CaughtUp { step: self.step() });
         }
     }
 
     pub(super) fn report_caught_up_again(&mut self) {
-        if self.fetch.primed && !self.was_member {
-            self.reports.push_back(Report::Primed { step: self.step() });
+        if self.fetch.reported && !self.was_member {
+            self.reports.push_back(Report::CaughtUp { step: self.step() });
         }
     }
 
@@ -93,7 +94,7 @@ impl Session {
         match self.latest.as_ref().is_some_and(|latest| latest.generation >= generation) {
             true => self.leave_fetch(),
             // The master's word is on its way.
-            false => self.phase = Phase::Alone,
+            false => self.phase = Phase::Detached,
         }
     }
 
@@ -149,7 +150,7 @@ impl Session {
         self.fetch.donors.rotate_left(1);
         if self.fetch.lost == FETCHES_LOST_MAX {
             // The group is faster than this worker can follow: it has to wait for it.
-            self.caught_up_never();
+            self.join_without_state();
         }
     }
 
@@ -176,18 +177,18 @@ impl Session {
         self.join_latest();
     }
 
-    fn caught_up_never(&mut self) {
-        if !self.fetch.primed {
-            self.fetch.primed = true;
-            self.reports.push_back(Report::Primed { step: 0 });
+    fn join_without_state(&mut self) {
+        if !self.fetch.reported {
+            self.fetch.reported = true;
+            self.reports.push_back(Report::CaughtUp { step: 0 });
         }
-        self.phase = Phase::Alone;
+        self.phase = Phase::Detached;
     }
 
     /// Drops what was fetched.
     fn forget_state(&mut self) {
         self.state = None;
-        self.kept = None;
+        self.last_headers = None;
         self.fetch.generation = None;
     }
 }
@@ -249,7 +250,7 @@ mod tests {
             loss_sum: 0.0,
             compute_us: 0,
             held: Vec::new(),
-            seen: 1,
+            newest_generation: 1,
             stop: false,
             suspend: false,
             halt: None,
@@ -275,7 +276,7 @@ mod tests {
         let mut session = newcomer();
         session.caught_up();
         session.caught_up();
-        assert_eq!(session.poll_report(), Some(Report::Primed { step: 4 }));
+        assert_eq!(session.poll_report(), Some(Report::CaughtUp { step: 4 }));
         assert_eq!(session.poll_report(), None);
     }
 
@@ -368,7 +369,7 @@ mod tests {
             session.fetched(Generation(1));
         }
         session.fetch_broke();
-        assert_eq!(session.poll_report(), Some(Report::Primed { step: 0 }));
+        assert_eq!(session.poll_report(), Some(Report::CaughtUp { step: 0 }));
         assert_eq!(session.poll(), Task::Wait);
     }
 }

@@ -29,7 +29,7 @@ impl Session {
     pub fn withheld(&mut self, headers: &[StepHeader]) {
         self.flush_progress();
         if Self::is_withheld(headers) {
-            self.hear_of_checkpoints(headers);
+            self.handle_checkpoint_headers(headers);
             return self.end_round(headers, None);
         }
         if let Phase::Round { quotas, computed, .. } = &mut self.phase {
@@ -40,7 +40,7 @@ impl Session {
     /// How the group's work has ended; `None` while it goes on.
     pub fn ended(&self) -> Option<&Ending> {
         match &self.phase {
-            Phase::Over { ending, .. } => Some(ending),
+            Phase::Finished { ending, .. } => Some(ending),
             _ => None,
         }
     }
@@ -72,7 +72,7 @@ mod tests {
 
     use super::super::{JobPlan, Membership, Task};
     use super::*;
-    use crate::core::checkpoint::{self, Every, Written};
+    use crate::core::checkpoint::{self, Interval, Written};
     use crate::core::halt::Reason;
     use crate::core::plan::Batch;
 
@@ -80,7 +80,7 @@ mod tests {
     struct Pair([Session; 2]);
 
     impl Pair {
-        fn new(checkpoints: Option<Every>) -> Self {
+        fn new(checkpoints: Option<Interval>) -> Self {
             let batch = Batch::Global(4);
             let plan = JobPlan {
                 records: 100,
@@ -128,8 +128,8 @@ mod tests {
         fn talk(&mut self) {
             let headers = self.headers();
             for session in &mut self.0 {
-                assert_eq!(session.poll(), Task::Talk);
-                session.talked(&headers).unwrap();
+                assert_eq!(session.poll(), Task::ExchangeHeaders);
+                session.headers_exchanged(&headers).unwrap();
             }
         }
 
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn a_group_that_is_to_be_suspended_keeps_a_checkpoint_of_its_last_step_first() {
-        let mut pair = Pair::new(Some(Every::Steps(1000)));
+        let mut pair = Pair::new(Some(Interval::Steps(1000)));
         pair.talk();
         pair.0[1].handle_suspend();
         let headers = pair.compute();

@@ -9,15 +9,15 @@ impl Session {
     /// what it did not give.
     pub fn reconnected(&mut self) {
         self.reports.clear();
-        self.leases.forget_asked();
+        self.leases.forget_requests();
         let ranges = self.pending.ranges.iter().copied().chain(self.leases.all()).collect();
-        self.reports.push_back(Report::Holding { step: self.step(), ranges });
+        self.reports.push_back(Report::HeldLeases { step: self.step(), ranges });
         match &mut self.phase {
-            Phase::Alone => {
+            Phase::Detached => {
                 self.report_broken_again();
                 self.report_caught_up_again();
             }
-            Phase::Over { told, .. } => *told = false,
+            Phase::Finished { reported, .. } => *reported = false,
             Phase::Evaluating { group, .. } | Phase::Round { group, .. } => {
                 let (generation, rank, world_size) =
                     (group.generation, group.rank, group.members.len());
@@ -27,7 +27,7 @@ impl Session {
                     // it in once.
                     self.reports.push_back(Report::Formed { generation, step, ledger });
                 }
-                self.ask(world_size);
+                self.request_leases(world_size);
             }
             Phase::Fetching => self.report_caught_up_again(),
             // What comes of these is said when it is done.
@@ -72,7 +72,7 @@ mod tests {
         std::iter::from_fn(|| session.poll_report()).collect()
     }
 
-    /// Alone in generation 1, at step 0, with a lease on records 0 to 6.
+    /// Detached in generation 1, at step 0, with a lease on records 0 to 6.
     fn alone() -> Session {
         let me = WorkerId(1);
         let plan = JobPlan {
@@ -87,7 +87,7 @@ mod tests {
         let members = vec![(me, "127.0.0.1:1".parse().unwrap())];
         session.handle_membership(Membership { generation: Generation(1), members, abort: false });
         session.connected();
-        session.synced(&[SyncHeader { state: None, swap: Default::default() }]).unwrap();
+        session.synced(&[SyncHeader { state: None, transport: Default::default() }]).unwrap();
         session.begin();
         session.repaired();
         session.handle_lease(vec![records(0, 6)]);
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn another_master_hears_of_leases_of_the_ledger_and_of_what_is_wanted() {
         let mut session = alone();
-        session.talked(&[session.header(0)]).unwrap();
+        session.headers_exchanged(&[session.header(0)]).unwrap();
         assert_eq!(session.poll(), Task::Compute(vec![records(0, 2)]));
         session.computed(0.0, 0);
         session.commit(vec![session.header(0)], Duration::ZERO);
@@ -112,7 +112,7 @@ mod tests {
         session.reconnected();
         // What is being computed is held; what is committed is in the ledger, and not said a second
         // time.
-        let holding = Report::Holding { step: 1, ranges: vec![records(2, 4), records(4, 6)] };
+        let holding = Report::HeldLeases { step: 1, ranges: vec![records(2, 4), records(4, 6)] };
         let wanted = Report::LeaseRequest { epoch: 0, records: 14 };
         assert_eq!(
             reports(&mut session),
@@ -131,7 +131,7 @@ mod tests {
     #[test]
     fn steps_are_timed_from_a_groups_second_one_on() {
         let mut session = alone();
-        session.talked(&[session.header(0)]).unwrap();
+        session.headers_exchanged(&[session.header(0)]).unwrap();
         for at in [10, 17, 30] {
             session.poll();
             session.computed(0.0, 0);
@@ -158,7 +158,7 @@ mod tests {
         let broken = |r: &Report| {
             matches!(r, Report::Broken { generation: Generation(1), suspect: None, .. })
         };
-        assert_eq!(said[0], Report::Holding { step: 0, ranges: vec![records(0, 6)] });
+        assert_eq!(said[0], Report::HeldLeases { step: 0, ranges: vec![records(0, 6)] });
         assert!(broken(&said[1]) && said.len() == 2, "{said:?}");
     }
 
@@ -166,9 +166,9 @@ mod tests {
     fn a_final_state_is_told_to_another_master_too() {
         let mut session = alone();
         session.handle_drain();
-        session.talked(&[session.header(0)]).unwrap();
+        session.headers_exchanged(&[session.header(0)]).unwrap();
         assert_eq!(session.poll(), Task::Finish);
-        session.told();
+        session.finish_reported();
         assert_eq!(session.poll(), Task::Wait);
         session.reconnected();
         assert_eq!(session.poll(), Task::Finish);
@@ -188,6 +188,6 @@ mod tests {
             },
         );
         session.reconnected();
-        assert_eq!(reports(&mut session), [Report::Holding { step: 0, ranges: Vec::new() }]);
+        assert_eq!(reports(&mut session), [Report::HeldLeases { step: 0, ranges: Vec::new() }]);
     }
 }

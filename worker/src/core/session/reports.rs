@@ -21,13 +21,13 @@ impl Session {
 
     /// Asks for records ahead of need: a few steps' worth, and of the next epoch when this one ends
     /// soon.
-    pub(super) fn ask(&mut self, world_size: usize) {
+    pub(super) fn request_leases(&mut self, world_size: usize) {
         let least = self.job.batch.share(world_size).saturating_mul(STEPS_AHEAD);
         let Some(state) = &self.state else { return };
         let epoch = state.ledger.epoch();
         for epoch in epoch..=epoch + u32::from(self.epoch_ends_soon(world_size)) {
             if epoch < self.job.epochs
-                && let Some(records) = self.leases.ask(epoch, least)
+                && let Some(records) = self.leases.request(epoch, least)
             {
                 self.reports.push_back(Report::LeaseRequest { epoch, records });
             }

@@ -17,10 +17,10 @@ use crate::core::evaluation::{self, Scores};
 use crate::core::header::{decode, encode};
 use crate::core::plan::Batch;
 
+mod joiners;
 mod master;
-mod newcomers;
 
-use newcomers::Stream;
+use joiners::Stream;
 
 const RECORDS: u64 = 60;
 /// Three blocks.
@@ -208,7 +208,7 @@ impl World {
         let node = self.nodes.remove(index);
         self.break_streams(node.id);
         self.forget_worker(node.id);
-        if let Some((generation, _)) = node.session.place() {
+        if let Some((generation, _)) = node.session.group_rank() {
             self.rings.get_mut(&generation.0).expect("a ring per generation").broken = true;
         }
         if let Phase::Joining(membership) = &node.session.phase {
@@ -302,8 +302,8 @@ impl World {
             }
             Task::Fetch(donor, _) => self.fetch(index, donor),
             Task::Finish => {
-                node.finished = node.session.place().map(|(generation, _)| generation);
-                node.session.told();
+                node.finished = node.session.group_rank().map(|(generation, _)| generation);
+                node.session.finish_reported();
             }
             Task::Repair(plan) => self.begin_repair(index, &plan),
             Task::Step => {
@@ -315,7 +315,7 @@ impl World {
                 self.enter(index, What::Step, None);
             }
             Task::Synchronize => self.enter(index, What::Synchronize, None),
-            Task::Talk => {
+            Task::ExchangeHeaders => {
                 self.limit_held(index);
                 self.enter(index, What::Talk, None);
             }
@@ -326,7 +326,7 @@ impl World {
     fn begin_repair(&mut self, index: usize, plan: &Repair) {
         let node = &mut self.nodes[index];
         node.passed = None;
-        let rank = node.session.place().expect("repairs happen in groups").1;
+        let rank = node.session.group_rank().expect("repairs happen in groups").1;
         if plan.step.is_none() && rank == 0 {
             node.parameters.clear();
             node.session.begin();
@@ -378,9 +378,10 @@ impl World {
                 };
                 (encode(&scores), Vec::new())
             }
-            What::Result { .. } => {
-                (encode(&node.session.kept().unwrap_or_default().to_vec()), node.kept.clone())
-            }
+            What::Result { .. } => (
+                encode(&node.session.last_headers().unwrap_or_default().to_vec()),
+                node.kept.clone(),
+            ),
             What::State { .. } => (
                 node.session.state().map(|s| encode(&s.record())).unwrap_or_default(),
                 node.parameters.clone(),
@@ -389,7 +390,7 @@ impl World {
             What::Synchronize => (encode(&node.session.sync_header(digest)), Vec::new()),
             What::Talk => (encode(&node.session.header(digest)), Vec::new()),
         };
-        let (generation, rank) = node.session.place().expect("operations happen in groups");
+        let (generation, rank) = node.session.group_rank().expect("operations happen in groups");
         let ring = self.rings.get_mut(&generation.0).expect("a ring per generation");
         if ring.operations.len() <= node.operation {
             ring.operations.push(vec![None; ring.world_size]);
@@ -402,7 +403,7 @@ impl World {
     /// against it.
     fn complete(&mut self, index: usize) {
         let node = &mut self.nodes[index];
-        let (generation, _) = node.session.place().expect("operations happen in groups");
+        let (generation, _) = node.session.group_rank().expect("operations happen in groups");
         let Doing::Operation { what, from } = &node.doing else { return };
         let ring = &self.rings[&generation.0];
         let entries = &ring.operations[node.operation];
@@ -451,7 +452,8 @@ impl World {
                 if *apply {
                     node.parameters.extend(donor.gradient.iter());
                     node.kept = donor.gradient.to_vec();
-                    let (generation, _) = node.session.place().expect("repairs happen in groups");
+                    let (generation, _) =
+                        node.session.group_rank().expect("repairs happen in groups");
                     let (passed, sum) = (headers.clone(), node.kept.clone());
                     node.session.commit(headers, Duration::ZERO);
                     self.pass_on(index, generation, &passed, &sum);
@@ -484,13 +486,13 @@ impl World {
                     assert!(self.storage_fails, "seed {seed}: a step of no records");
                     return node
                         .session
-                        .talked(&headers)
+                        .headers_exchanged(&headers)
                         .unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
                 }
                 node.parameters.extend(&sum);
                 node.kept.clone_from(&sum);
                 node.gradient_is_pending = false;
-                let (generation, _) = node.session.place().expect("steps happen in groups");
+                let (generation, _) = node.session.group_rank().expect("steps happen in groups");
                 node.session.commit(headers.clone(), Duration::ZERO);
                 self.highest_step = self.highest_step.max(node.session.step());
                 self.pass_on(index, generation, &headers, &sum);
@@ -507,7 +509,9 @@ impl World {
                 node.session.check(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
                 self.serve(index);
                 let node = &mut self.nodes[index];
-                node.session.talked(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+                node.session
+                    .headers_exchanged(&headers)
+                    .unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
             }
         }
         if matches!(what, What::Result { .. } | What::State { .. })

@@ -66,8 +66,8 @@ impl World {
         }
         let donors = self.donors();
         if !donors.is_empty() {
-            for newcomer in self.fetching.clone() {
-                self.tell(newcomer, Say::Fetch(donors.clone()));
+            for joiner in self.fetching.clone() {
+                self.tell(joiner, Say::Fetch(donors.clone()));
             }
         }
     }
@@ -77,7 +77,7 @@ impl World {
             Report::Broken { generation, .. } if generation == self.generation => {
                 self.publish(true)
             }
-            Report::Broken { .. } | Report::Committed(_) | Report::Holding { .. } => {}
+            Report::Broken { .. } | Report::Committed(_) | Report::HeldLeases { .. } => {}
             Report::Evaluated { step, records, means } => {
                 assert_eq!(records, VALIDATION, "seed {}", self.seed);
                 let known = self.evaluations.entry(step).or_insert_with(|| means.clone());
@@ -89,7 +89,7 @@ impl World {
                 self.switch();
             }
             Report::Formed { .. } => {}
-            Report::Primed { .. } => {
+            Report::CaughtUp { .. } => {
                 if let Some(at) = self.fetching.iter().position(|id| *id == from) {
                     self.ready.push(self.fetching.remove(at));
                     self.switch();

@@ -45,7 +45,7 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Says the last word of a group: the final state, and how it came to its end.
     pub(super) fn finish(&mut self) -> Result<(), Failure> {
-        let Some((generation, rank)) = self.session.place() else { return Ok(()) };
+        let Some((generation, rank)) = self.session.group_rank() else { return Ok(()) };
         let ending = self.session.ended().cloned().unwrap_or_default();
         let is_finite = self.tensors.parameters_are_finite()?;
         let Some(state) = self.session.state() else { return Ok(()) };
@@ -85,7 +85,7 @@ impl<M: Model> Trainer<'_, M> {
             steps_skipped: state.steps_skipped,
             exported: exports && self.export.is_some(),
         }));
-        self.session.told();
+        self.session.finish_reported();
         Ok(())
     }
 }

@@ -6,12 +6,12 @@ use std::ops::Range;
 
 use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
-use crate::core::checkpoint::Every;
+use crate::core::checkpoint::Interval;
 use crate::core::evaluation::{self, Evaluation};
 use crate::core::header::StateRecord;
 use crate::core::plan::Batch;
-use crate::core::repair::{Mismatch, Repair};
-use crate::core::swap::Elsewhere;
+use crate::core::repair::{Repair, StateMismatch};
+use crate::core::transport_switch::DeviceMismatch;
 
 /// What a job asks of its workers.
 #[derive(Clone, Debug)]
@@ -22,7 +22,7 @@ pub struct JobPlan {
     pub max_steps: Option<u64>,
     pub batch: Batch,
     /// How often a checkpoint is written; `None` where there is no place for them.
-    pub checkpoints: Option<Every>,
+    pub checkpoints: Option<Interval>,
     pub evaluation: Option<evaluation::Plan>,
 }
 
@@ -67,28 +67,28 @@ pub enum Task {
     Step,
     /// Exchange `Session::sync_header`: `Session::synced`.
     Synchronize,
-    /// Exchange `Session::header` alone: `Session::talked`.
-    Talk,
+    /// Exchange `Session::header` alone: `Session::headers_exchanged`.
+    ExchangeHeaders,
     /// Nothing, until the master says something.
     Wait,
 }
 
 /// Why a worker has no place in its new group.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Misfit {
-    Differs(Mismatch),
-    Elsewhere(Elsewhere),
+pub enum GroupMismatch {
+    State(StateMismatch),
+    Device(DeviceMismatch),
 }
 
-impl From<Mismatch> for Misfit {
-    fn from(mismatch: Mismatch) -> Self {
-        Self::Differs(mismatch)
+impl From<StateMismatch> for GroupMismatch {
+    fn from(mismatch: StateMismatch) -> Self {
+        Self::State(mismatch)
     }
 }
 
-impl From<Elsewhere> for Misfit {
-    fn from(elsewhere: Elsewhere) -> Self {
-        Self::Elsewhere(elsewhere)
+impl From<DeviceMismatch> for GroupMismatch {
+    fn from(mismatch: DeviceMismatch) -> Self {
+        Self::Device(mismatch)
     }
 }
 
@@ -125,7 +125,7 @@ pub enum Report {
         step: u64,
         ledger: Ledger,
     },
-    Holding {
+    HeldLeases {
         step: u64,
         ranges: Vec<RecordRange>,
     },
@@ -133,7 +133,7 @@ pub enum Report {
         epoch: u32,
         records: u64,
     },
-    Primed {
+    CaughtUp {
         step: u64,
     },
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What a donor has sent to a newcomer.
+/// What a donor has sent to a joiner.
 #[derive(Clone, Debug)]
 pub(super) struct Stream {
     donor: WorkerId,
@@ -61,9 +61,8 @@ impl World {
 
     pub(super) fn end_streams(&mut self, index: usize, membership: &Membership) {
         let id = self.nodes[index].id;
-        for (newcomer, stream) in self.streams.iter_mut().filter(|(_, s)| s.donor == id && s.served)
-        {
-            if membership.rank_of(*newcomer).is_some() && !stream.broken {
+        for (joiner, stream) in self.streams.iter_mut().filter(|(_, s)| s.donor == id && s.served) {
+            if membership.rank_of(*joiner).is_some() && !stream.broken {
                 stream.parcels.push_back(Parcel::End(membership.generation));
                 stream.broken = true;
             }

@@ -1,7 +1,7 @@
 //! What a session has to do with checkpoints and evaluations: both happen at the end of a step, by
 //! what all ranks' headers say.
 
-use super::{Phase, Report, Session, words_of};
+use super::{Phase, Report, Session, checkpoint_headers};
 use crate::core::checkpoint::{self, Written};
 use crate::core::evaluation::{Evaluation, Plan, Scores};
 use crate::core::header::{StateRecord, StepHeader};
@@ -9,7 +9,7 @@ use crate::core::header::{StateRecord, StepHeader};
 impl Session {
     /// The user wants a checkpoint now.
     pub fn handle_checkpoint(&mut self) {
-        self.checkpoints.ask();
+        self.checkpoints.request();
     }
 
     /// All ranks' scores of an evaluation.
@@ -66,7 +66,7 @@ impl Session {
 
     /// Whether the job ends before its data does, for evaluations get no better.
     pub fn stops_early(&self) -> bool {
-        self.job.evaluation.as_ref().is_some_and(|plan| plan.gives_up(&self.evaluation()))
+        self.job.evaluation.as_ref().is_some_and(|plan| plan.stops_early(&self.evaluation()))
     }
 
     pub(super) fn evaluation(&self) -> Evaluation {
@@ -83,7 +83,7 @@ impl Session {
         self.evaluation().best.is_some_and(|(step, _)| step == self.step())
     }
 
-    pub(super) fn hear_of_checkpoints(&mut self, headers: &[StepHeader]) {
+    pub(super) fn handle_checkpoint_headers(&mut self, headers: &[StepHeader]) {
         if let Some(state) = &mut self.state {
             // Who has evaluated further than others has done it with the same parameters.
             let newest = headers.iter().map(|h| h.evaluation).max_by_key(|e| e.at);
@@ -91,7 +91,7 @@ impl Session {
                 newest.filter(|e| e.at > state.evaluation.at).unwrap_or(state.evaluation);
         }
         if let Phase::Round { group, .. } = &self.phase {
-            self.checkpoints.heard(&group.members, &words_of(headers));
+            self.checkpoints.handle_headers(&group.members, &checkpoint_headers(headers));
         }
     }
 }
