@@ -1,19 +1,19 @@
-//! When a checkpoint is due, and how the ranks agree on one, without a message or a barrier of its
+//! When a checkpoint is due, and how the ranks agree on one without a message or a barrier of its
 //! own.
 //!
 //! ```text
-//!   step s      headers: one rank finds a checkpoint due, none is being written
-//!   commit s ─► all ranks copy their part of the state and write it, while they train on
+//!   step s      headers: a rank reports that a checkpoint is due, and none is in progress
+//!   commit s ─► all ranks copy their part of the state and write it while they train
 //!   step s + k  headers: all parts are written ─► the first rank writes the manifest
 //!   step s + m  headers: complete
 //! ```
 //!
-//! Every rank says in its headers what it knows, all hear all headers, and what follows is decided
-//! from them alone. A checkpoint belongs to the ranks that began it: when one is lost, or has given
-//! it up, so do the others, and another one is due at once.
+//! Every rank puts what it knows into its headers, every rank receives all headers, and all
+//! decisions are derived from them alone. A checkpoint belongs to the ranks that began it: if one
+//! of them is lost or has abandoned it, the others abandon it too, and the next one is due at once.
 //!
-//! **Invariant:** ranks of a group begin the same checkpoint at the same step.
-//! **Invariant:** nobody waits for a checkpoint, but at the job's end.
+//! **Invariant:** ranks of a group begin the same checkpoint at the same step. **Invariant:** no
+//! rank waits for a checkpoint, except at the end of the job.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -21,33 +21,33 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
-/// How often a checkpoint is written.
+/// Interval between checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interval {
-    /// After so many steps.
+    /// Number of steps between two checkpoints.
     Steps(u64),
-    /// After so much time; the first one of a job comes after [`FIRST_AFTER`] at the latest.
+    /// Time between two checkpoints. A job's first one comes after [`FIRST_AFTER`] at the latest.
     Time(Duration),
 }
 
-/// One rank's word about checkpoints, in its header.
+/// Part of a rank's step header that concerns checkpoints.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointHeader {
-    /// It finds one due at the end of this step.
+    /// Whether the rank finds a checkpoint due at the end of this step.
     pub due: bool,
-    /// It still writes something, though that may count no more.
+    /// Whether the rank is still writing, possibly for an abandoned checkpoint.
     pub busy: bool,
-    /// The step of the one that it takes part in, and how its part is.
+    /// Step of the checkpoint that the rank takes part in, and the state of its part.
     pub at: Option<(u64, Part)>,
-    /// Step of the newest that is complete.
+    /// Step of the newest complete checkpoint.
     pub complete: Option<u64>,
-    /// Step of the newest that could not be written.
+    /// Step of the newest checkpoint that could not be written.
     pub failed: Option<u64>,
-    /// The step from which the way to the next one is counted.
+    /// Step from which the interval to the next checkpoint is counted.
     pub interval_base: u64,
 }
 
-/// How a rank's part of a checkpoint is.
+/// State of a rank's part of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Part {
     Failed,
@@ -55,32 +55,32 @@ pub enum Part {
     Written(Written),
 }
 
-/// A rank's part, as it was written.
+/// The written part of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Written {
     pub bytes: u64,
-    /// XXH3, 128 bits, of the file.
+    /// XXH3 digest of the file, 128 bits.
     pub digest: u128,
 }
 
-/// What a rank has to do for a checkpoint, beside its training. The doer answers with the call that
-/// stands beside each.
+/// Task of a rank for a checkpoint, concurrent with its training. Each variant names the call that
+/// reports its result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Task {
-    /// All parts are written: write the manifest. [`Checkpoints::committed`].
+    /// All parts are written; write the manifest: [`Checkpoints::committed`].
     Commit { step: u64, parts: Vec<Written> },
-    /// Copy this part of the state as it is now, and write it: [`Checkpoints::wrote`].
+    /// Copy this part of the current state and write it: [`Checkpoints::wrote`].
     Write { step: u64, generation: Generation, rank: usize, world_size: usize },
 }
 
-/// What a group at the job's end has to do first.
+/// What a group at the end of the job does about the final checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinalCheckpoint {
     /// Begin a checkpoint of the final state.
     Begin,
-    /// Nothing.
+    /// Nothing is left to do.
     Nothing,
-    /// Wait for the one that is being written.
+    /// Wait for the checkpoint in progress.
     Wait,
 }
 
@@ -88,7 +88,7 @@ pub enum FinalCheckpoint {
 struct Current {
     step: u64,
     begun: Duration,
-    /// Those that began it, in the order of their ranks then.
+    /// Workers that began it, in the order of their ranks at that time.
     members: Vec<WorkerId>,
     parts: Vec<Option<Written>>,
     mine: Part,
@@ -101,7 +101,7 @@ pub struct Checkpoints {
     me: WorkerId,
     every: Option<Interval>,
     interval_base: u64,
-    /// When the interval began; `None` before the first step.
+    /// Start of the current interval; `None` before the first step.
     interval_began: Option<Duration>,
     complete: Option<u64>,
     failed: Option<u64>,
@@ -113,7 +113,7 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// `every`: `None` where the job has no place for checkpoints.
+    /// `every`: `None` if the job writes no checkpoints.
     pub fn new(me: WorkerId, every: Option<Interval>) -> Self {
         Self {
             me,
@@ -134,18 +134,19 @@ impl Checkpoints {
         self.every.is_some()
     }
 
-    /// The user wants one now.
+    /// The user has requested a checkpoint.
     pub fn request(&mut self) {
         self.requested = self.are_enabled();
     }
 
-    /// The state came from a checkpoint of `step`. `complete`: of this job, and not of another one.
+    /// The state comes from a checkpoint of `step`. `complete`: whether that checkpoint belongs to
+    /// this job.
     pub fn restored(&mut self, step: u64, complete: bool) {
         self.interval_base = step;
         self.complete = complete.then_some(step);
     }
 
-    /// This rank's word in the round that makes step number `next`.
+    /// Header of this rank for the round that makes step number `next`.
     pub fn header(&self, next: u64) -> CheckpointHeader {
         let far = matches!(self.every, Some(Interval::Steps(steps)) if next >= self.interval_base.saturating_add(steps));
         CheckpointHeader {
@@ -158,7 +159,7 @@ impl Checkpoints {
         }
     }
 
-    /// All ranks' headers in a round of `members`.
+    /// Takes in the headers of all ranks from a round of `members`.
     pub fn handle_headers(&mut self, members: &[WorkerId], headers: &[&CheckpointHeader]) {
         self.complete = self.complete.max(headers.iter().filter_map(|w| w.complete).max());
         self.failed = self.failed.max(headers.iter().filter_map(|w| w.failed).max());
@@ -169,7 +170,7 @@ impl Checkpoints {
             return self.settle();
         }
         for (rank, (member, part)) in current.members.iter().zip(&mut current.parts).enumerate() {
-            let at = members.iter().position(|m| m == member).and_then(|place| headers[place].at);
+            let at = members.iter().position(|m| m == member).and_then(|rank| headers[rank].at);
             match at.filter(|(step, _)| *step == current.step) {
                 Some((step, Part::Failed)) => {
                     self.failed = Some(step);
@@ -178,8 +179,8 @@ impl Checkpoints {
                 }
                 Some((_, Part::Writing)) => {}
                 Some((_, Part::Written(written))) => *part = Some(written),
-                // What is written stays written. Else it has given this checkpoint up, or never
-                // began it; and without the first one nobody writes the manifest.
+                // A written part stays written. Otherwise the member has abandoned this checkpoint
+                // or never began it; and without the first rank there is no manifest.
                 None if part.is_some() && rank > 0 => {}
                 None => return self.current = None,
             }
@@ -194,7 +195,7 @@ impl Checkpoints {
         }
     }
 
-    /// Begins one of `step`, which was just committed by the group of `generation`.
+    /// Begins a checkpoint of `step`, which the group of `generation` has just committed.
     pub fn begin(
         &mut self,
         step: u64,
@@ -215,7 +216,7 @@ impl Checkpoints {
         self.tasks.push_back(Task::Write { step, generation, rank, world_size: members.len() });
     }
 
-    /// Time passes; to be called at each commit.
+    /// Advances the time. To be called at each commit.
     pub fn tick(&mut self, now: Duration) {
         let since = *self.interval_began.get_or_insert(now);
         let is_first = self.complete.is_none() && self.failed.is_none();
@@ -223,19 +224,17 @@ impl Checkpoints {
         self.overdue |= matches!(self.every, Some(Interval::Time(time)) if now.saturating_sub(since) >= after(time));
     }
 
-    /// A new group has formed. Whose member is lost is not completed any more, unless only the
-    /// first one's work is left.
+    /// A new group has formed. A checkpoint with a lost member is abandoned, unless only the first
+    /// rank's manifest is missing.
     pub fn regrouped(&mut self, members: &[WorkerId]) {
         self.current.take_if(|current| {
-            let awaited = match current.committing {
-                true => &current.members[..1],
-                false => &current.members[..],
-            };
+            let awaited =
+                if current.committing { &current.members[..1] } else { &current.members[..] };
             awaited.iter().any(|member| !members.contains(member))
         });
     }
 
-    /// This rank's part of `step` is written, or can't be.
+    /// This rank's part of `step` is written, or could not be.
     pub fn wrote(&mut self, step: u64, part: Result<Written, ()>) {
         self.busy = false;
         if let Some(current) = self.current.as_mut().filter(|current| current.step == step) {
@@ -243,7 +242,7 @@ impl Checkpoints {
         }
     }
 
-    /// The manifest of `step` is written, or can't be.
+    /// The manifest of `step` is written, or could not be.
     pub fn committed(&mut self, step: u64, is_written: bool) {
         self.busy = false;
         let newest = if is_written { &mut self.complete } else { &mut self.failed };
@@ -258,7 +257,7 @@ impl Checkpoints {
         self.tasks.pop_front()
     }
 
-    /// The current one has come to its end.
+    /// The checkpoint in progress is complete or has failed.
     fn settle(&mut self) {
         if let Some(current) = self.current.take() {
             self.interval_began = Some(current.begun);
@@ -267,18 +266,20 @@ impl Checkpoints {
     }
 }
 
-/// Whether a checkpoint begins at the end of the step of these headers.
+/// Whether a checkpoint begins at the end of this step.
 pub fn begins(headers: &[&CheckpointHeader]) -> bool {
     headers.iter().any(|w| w.due) && !is_in_progress(headers)
 }
 
-/// What a group that has made its last `step` has to do before it ends.
+/// What a group that has committed its last `step` does before it ends.
 pub fn final_checkpoint(headers: &[&CheckpointHeader], step: u64) -> FinalCheckpoint {
     let settled = headers.iter().any(|w| w.complete.max(w.failed) >= Some(step));
-    match settled || step == 0 {
-        true => FinalCheckpoint::Nothing,
-        false if is_in_progress(headers) => FinalCheckpoint::Wait,
-        false => FinalCheckpoint::Begin,
+    if settled || step == 0 {
+        FinalCheckpoint::Nothing
+    } else if is_in_progress(headers) {
+        FinalCheckpoint::Wait
+    } else {
+        FinalCheckpoint::Begin
     }
 }
 
@@ -286,8 +287,8 @@ fn is_in_progress(headers: &[&CheckpointHeader]) -> bool {
     headers.iter().any(|w| w.busy || w.at.is_some())
 }
 
-/// A job that has no checkpoint yet loses everything with its workers, so that it does not wait for
-/// a long interval's end.
+/// Upper bound of a job's first interval: without any checkpoint, the loss of all workers loses all
+/// work.
 pub const FIRST_AFTER: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
@@ -296,7 +297,7 @@ mod tests {
 
     const PART: Written = Written { bytes: 8, digest: 3 };
 
-    /// Some ranks of one job that hear one another, whose parts are written when the test says so.
+    /// Some ranks of one job that exchange headers. The test decides when their parts are written.
     struct Ranks {
         ranks: Vec<(WorkerId, Checkpoints)>,
         step: u64,
@@ -313,7 +314,7 @@ mod tests {
             self.ranks.iter().map(|(id, _)| *id).collect()
         }
 
-        /// All make a step, a second long.
+        /// All ranks make a step that takes one second.
         fn step(&mut self) {
             let headers: Vec<CheckpointHeader> =
                 self.ranks.iter().map(|(_, c)| c.header(self.step + 1)).collect();
@@ -330,7 +331,7 @@ mod tests {
             self.begun.extend(begins(&headers).then_some(step));
         }
 
-        /// Does what is to be done, on the rank of this number; whether there was something.
+        /// Executes the next task of this rank. Returns whether there was one.
         fn work(&mut self, rank: usize, succeeds: bool) -> bool {
             let checkpoints = &mut self.ranks[rank].1;
             let task = checkpoints.poll();
@@ -347,7 +348,7 @@ mod tests {
             task.is_some()
         }
 
-        /// Steps to `step`, with all work done at once.
+        /// Steps to `step` and executes all tasks at once.
         fn step_to(&mut self, step: u64) {
             while self.step < step {
                 self.step();
@@ -361,12 +362,12 @@ mod tests {
     }
 
     #[test]
-    fn one_begins_every_so_many_steps_and_is_complete_when_all_parts_and_the_manifest_are() {
+    fn a_checkpoint_begins_every_n_steps_and_is_complete_with_all_parts_and_the_manifest() {
         let mut ranks = Ranks::new(3, Interval::Steps(10));
         ranks.step_to(10);
         assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]));
-        // One step in which all say that they are done, one in which the first says that it is
-        // complete.
+        // One step in which all ranks report their parts as written, one in which the first rank
+        // reports the checkpoint as complete.
         ranks.step_to(11);
         assert_eq!(ranks.complete(), [Some(10), None, None]);
         ranks.step_to(12);
@@ -376,7 +377,7 @@ mod tests {
     }
 
     #[test]
-    fn while_one_is_written_no_other_begins_and_then_at_once() {
+    fn the_next_checkpoint_begins_only_and_at_once_after_the_one_in_progress() {
         let mut ranks = Ranks::new(2, Interval::Steps(10));
         ranks.step_to(9);
         while ranks.step < 25 {
@@ -389,22 +390,22 @@ mod tests {
     }
 
     #[test]
-    fn time_counts_from_the_beginning_of_the_one_before() {
+    fn the_interval_is_counted_from_the_start_of_the_previous_checkpoint() {
         let mut ranks = Ranks::new(2, Interval::Time(Duration::from_secs(10)));
         ranks.step_to(40);
-        // Found due at the end of a step, it begins at the end of the next one.
+        // A checkpoint that becomes due at the end of a step begins at the end of the next one.
         assert_eq!(ranks.begun, [12, 23, 34]);
     }
 
     #[test]
-    fn the_first_one_of_a_long_interval_comes_early() {
+    fn the_first_checkpoint_of_a_long_interval_comes_early() {
         let mut ranks = Ranks::new(2, Interval::Time(Duration::from_secs(100)));
         ranks.step_to(250);
         assert_eq!(ranks.begun, [32, 133, 234]);
     }
 
     #[test]
-    fn one_that_is_asked_for_begins_at_the_next_step_and_once() {
+    fn a_requested_checkpoint_begins_at_the_next_step_and_once() {
         let mut ranks = Ranks::new(2, Interval::Steps(1000));
         ranks.step_to(3);
         ranks.ranks[1].1.request();
@@ -414,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_member_ends_it_and_the_next_begins_at_once() {
+    fn a_lost_member_ends_the_checkpoint_and_the_next_begins_at_once() {
         let mut ranks = Ranks::new(3, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
@@ -429,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn who_joins_meanwhile_takes_no_part_and_disturbs_nothing() {
+    fn a_worker_that_joins_meanwhile_takes_no_part_and_delays_nothing() {
         let mut ranks = Ranks::new(2, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
@@ -446,8 +447,8 @@ mod tests {
     }
 
     #[test]
-    fn who_never_began_it_is_not_waited_for() {
-        // One rank was a step behind when its links broke, and came to the step by a repair.
+    fn no_rank_waits_for_one_that_never_began_the_checkpoint() {
+        // One rank was one step behind when its links broke, and reached the step by a repair.
         let mut ranks = Ranks::new(2, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
@@ -459,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_can_not_be_written_is_known_to_all_and_tried_again_after_an_interval() {
+    fn all_ranks_learn_of_a_failed_checkpoint_and_retry_after_an_interval() {
         for failing in [0, 1] {
             let mut ranks = Ranks::new(2, Interval::Steps(10));
             ranks.step_to(9);
@@ -468,7 +469,7 @@ mod tests {
             ranks.step_to(30);
             assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 20, 30][..], vec![Some(20); 2]));
         }
-        // Nor the manifest.
+        // Likewise for the manifest.
         let mut ranks = Ranks::new(1, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
@@ -480,13 +481,13 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_first_rank_takes_the_manifest_with_it_and_another_may_go() {
+    fn losing_the_first_rank_loses_the_manifest_and_losing_another_does_not() {
         for (lost, complete) in [(0, 12), (1, 10)] {
             let mut ranks = Ranks::new(3, Interval::Steps(10));
             ranks.step_to(9);
             ranks.step();
             (0..3).for_each(|rank| assert!(ranks.work(rank, true)));
-            // All hear that all parts are written.
+            // All ranks learn that all parts are written.
             ranks.step();
             ranks.ranks.remove(lost);
             let members = ranks.members();
@@ -497,8 +498,8 @@ mod tests {
     }
 
     #[test]
-    fn what_the_first_rank_has_given_up_is_given_up_by_all() {
-        // One rank alone has heard that all parts are written, when a member is lost.
+    fn a_checkpoint_abandoned_by_the_first_rank_is_abandoned_by_all() {
+        // Only one rank has learned that all parts are written when a member is lost.
         let mut ranks = Ranks::new(4, Interval::Steps(10));
         ranks.step_to(9);
         ranks.step();
@@ -516,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn at_the_end_the_final_state_is_kept_once() {
+    fn the_final_state_is_written_once_at_the_end() {
         let header = |busy, complete, failed| CheckpointHeader {
             busy,
             complete,
@@ -530,26 +531,26 @@ mod tests {
             (header(false, Some(9), None), FinalCheckpoint::Nothing),
             (header(false, None, Some(9)), FinalCheckpoint::Nothing),
         ];
-        for (said, expected) in table {
+        for (other, expected) in table {
             assert_eq!(
-                final_checkpoint(&[&CheckpointHeader::default(), &said], 9),
+                final_checkpoint(&[&CheckpointHeader::default(), &other], 9),
                 expected,
-                "{said:?}"
+                "{other:?}"
             );
         }
         assert_eq!(
             final_checkpoint(&[&CheckpointHeader::default()], 0),
             FinalCheckpoint::Nothing,
-            "there is nothing to keep"
+            "there is no state to write"
         );
     }
 
     #[test]
-    fn a_job_goes_on_counting_where_its_checkpoint_was() {
+    fn a_resumed_job_counts_its_interval_from_its_checkpoint() {
         let mut ranks = Ranks::new(2, Interval::Steps(10));
         ranks.step = 25;
         ranks.ranks[0].1.restored(25, true);
-        // A new group's first round is a talk.
+        // The first round of a new group is an idle one.
         let headers: Vec<CheckpointHeader> =
             ranks.ranks.iter().map(|(_, c)| c.header(26)).collect();
         let members = ranks.members();

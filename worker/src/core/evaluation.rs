@@ -1,61 +1,61 @@
-//! When a group evaluates its model, how the validation data is split, and what is made of the
-//! scores.
+//! When a group evaluates its model, how the validation data is split, and how the scores are
+//! combined.
 //!
-//! Records are evaluated in blocks of [`BLOCK_RECORDS`], whoever does it, and the blocks' scores
-//! are added in their order. So the result is the same, bit for bit, for any number of ranks.
+//! Records are evaluated in blocks of [`BLOCK_RECORDS`], and the scores of the blocks are added in
+//! block order. So the result is bit-identical for any number of ranks.
 //!
-//! **Invariant:** what is remembered ([`Evaluation`]) is part of the training state: it goes with
-//! it to newcomers and into checkpoints. Ranks of a group hold the same, once they have heard one
-//! another.
+//! **Invariant:** the evaluation results ([`Evaluation`]) are part of the training state: they
+//! travel with it to joining workers and into checkpoints. The ranks of a group hold the same
+//! results once they have exchanged headers.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// What a job wants evaluated.
+/// Evaluation settings of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// Records of the validation data.
+    /// Number of records of the validation data.
     pub records: u64,
-    /// After so many steps; `None`: at the job's end alone.
+    /// Steps between two evaluations; `None`: only at the end of the job.
     pub every: Option<u64>,
-    /// The metric that tells which model is best.
+    /// Name of the metric that decides which model is best.
     pub metric: String,
-    /// The best is the one with the highest value, not the lowest.
+    /// Whether the highest value is best, instead of the lowest.
     pub highest: bool,
-    /// After so many evaluations without a better one the job ends; `None`: it goes on.
+    /// Number of evaluations without improvement after which the job ends; `None`: unlimited.
     pub patience: Option<u32>,
 }
 
-/// What is remembered of evaluations.
+/// Results of the evaluations so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// The step of the last one; 0 before the first.
+    /// Step of the last evaluation; 0 before the first.
     pub at: u64,
-    /// The step of the best one, and its value.
+    /// Step and value of the best evaluation.
     pub best: Option<(u64, f64)>,
-    /// Evaluations since the best one.
+    /// Number of evaluations since the best one.
     pub stale: u32,
 }
 
-/// One rank's scores: of blocks one behind the other, sums over their records by metric.
+/// Scores of one rank for consecutive blocks: sums over their records, by metric.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Scores {
-    /// Records of the validation data, as this rank knows it.
+    /// Number of records of the validation data that this rank sees.
     pub records: u64,
     pub first_block: u64,
     pub blocks: Vec<BTreeMap<String, f64>>,
 }
 
 impl Plan {
-    /// Whether the state of `step` is to be evaluated. `ends`: there will be no later one.
+    /// Whether to evaluate the state of `step`. `ends`: whether it is the last one.
     pub fn is_due(&self, known: &Evaluation, step: u64, ends: bool) -> bool {
         let passed = self.every.is_some_and(|every| step / every > known.at / every);
         step > known.at && (passed || ends)
     }
 
-    /// Whether nothing better is to be expected.
+    /// Whether the patience is exhausted.
     pub fn stops_early(&self, known: &Evaluation) -> bool {
         self.patience.is_some_and(|patience| known.stale >= patience)
     }
@@ -71,23 +71,23 @@ impl Plan {
         }
     }
 
-    /// The blocks that `rank` evaluates.
+    /// Blocks that `rank` evaluates.
     pub fn share(&self, rank: usize, world_size: usize) -> Range<u64> {
         let blocks = u128::from(self.records.div_ceil(BLOCK_RECORDS));
         let at = |rank: usize| (blocks * rank as u128 / world_size as u128) as u64;
         at(rank)..at(rank + 1)
     }
 
-    /// The records of a block.
+    /// Records of a block.
     pub fn block(&self, block: u64) -> Range<u64> {
         let start = block * BLOCK_RECORDS;
         start..self.records.min(start + BLOCK_RECORDS)
     }
 
-    /// Means over all records, by metric, from all ranks' scores.
+    /// Combines the scores of all ranks into means over all records, by metric.
     ///
     /// # Errors
-    /// The ranks have different validation data, or the metric that is wanted is not among them.
+    /// The ranks have different validation data, or none of the metrics has the configured name.
     pub fn combine(&self, ranks: &[Scores]) -> Result<BTreeMap<String, f64>, String> {
         let mut sums: BTreeMap<String, f64> = BTreeMap::new();
         let mut next = 0;
@@ -115,8 +115,8 @@ impl Plan {
     }
 }
 
-/// Few enough for any model's memory, as far as it does not want fewer; many enough that a block is
-/// worth its overhead.
+/// Few enough records for the memory of most models (a model can ask for fewer), and enough that a
+/// block is worth its overhead.
 pub const BLOCK_RECORDS: u64 = 256;
 
 #[cfg(test)]
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn one_is_due_whenever_an_interval_is_passed_and_at_the_end() {
+    fn an_evaluation_is_due_after_each_interval_and_at_the_end() {
         let (plan, at) = (plan(), |at| Evaluation { at, ..Evaluation::default() });
         let due = |known, step, ends| plan.is_due(&at(known), step, ends);
         assert!(!due(0, 9, false) && due(0, 10, false) && due(0, 13, false) && !due(10, 19, false));
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_one_is_remembered_and_after_some_that_are_not_better_it_is_enough() {
+    fn the_best_evaluation_is_recorded_and_the_job_stops_when_the_patience_is_exhausted() {
         let plan = plan();
         let mut known = Evaluation::default();
         for (step, loss, best, stops_early) in [
@@ -171,9 +171,9 @@ mod tests {
     }
 
     #[test]
-    fn whoever_evaluates_the_result_is_the_same_to_the_bit() {
+    fn the_result_is_bit_identical_for_any_number_of_ranks() {
         let plan = plan();
-        // Sums that depend on their order, if anything does.
+        // Sums whose rounding depends on their order.
         let score = |block: u64| means(0.1 + 1e15 / (block as f64 + 3.0));
         let combined = |world_size: usize| {
             let scores = |rank| {
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_with_other_data_and_metrics_that_are_missing_are_named() {
+    fn an_error_names_ranks_with_other_data_and_missing_metrics() {
         let plan = plan();
         let one = Scores { records: 1000, first_block: 0, blocks: vec![means(1.0); 4] };
         assert_eq!(plan.combine(std::slice::from_ref(&one)), Ok(means(4.0 / 1000.0)));

@@ -1,85 +1,85 @@
-//! Why a group ends before its work is done, with its newest state kept.
+//! Why a group ends before its work is done, with its newest state retained.
 //!
 //! ```text
-//!   a rank halts ─► its header says so ─► no rank applies that step ─► last checkpoint ─► final state, with the reason
+//!   a rank halts ─► its header carries the reason ─► no rank applies that step ─► last checkpoint
+//!                ─► final state, with the reason
 //! ```
 //!
-//! A rank that finds that the job can't go on, whoever works on it, calls
+//! A rank that finds that no worker could continue the job calls
 //! [`Session::halt`](super::session::Session::halt). All ranks see the same headers, so they end
 //! together, at the same step, with one text.
 
 use elasticdl_proto::{RecordRange, WorkerId};
 use serde::{Deserialize, Serialize};
 
-/// What one rank has found.
+/// Finding of one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Halt {
     pub reason: Reason,
-    /// The records of this rank that it was found on; empty where they are not at fault.
+    /// Records of this rank that caused it; empty if none are at fault.
     pub ranges: Vec<RecordRange>,
 }
 
-/// Why a rank can't go on.
+/// Why a rank cannot continue.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reason {
-    /// In words that name what is wrong and what would be right.
+    /// A text that names the fault and the remedy.
     Error(String),
-    /// A step's loss, or the sum of its gradients, holds a NaN or an infinity.
+    /// The loss of a step, or the sum of its gradients, holds a NaN or an infinity.
     Nonfinite,
 }
 
-/// How the work of a group ends. All ranks find the same, from the same headers.
+/// How the work of a group ends. All ranks derive the same value from the same headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Ending {
-    /// The data or the steps are at their end, or the job was told to stop.
+    /// The data or the steps are exhausted, or the master stopped the job.
     #[default]
     Done,
-    /// It can't go on; the text names ranks and records.
+    /// The job cannot continue; the text names ranks and records.
     Failed(String),
-    /// Its members leave. Another group goes on from the last checkpoint.
+    /// The members leave. Another group resumes from the last checkpoint.
     Suspended,
 }
 
-/// One text for what the ranks say, `halts` in rank order. `step`: steps committed. `None` where no
-/// rank halts.
+/// Combines the findings of all ranks, `halts` in rank order, into one text. `step`: number of
+/// committed steps. `None` if no rank halts.
 pub fn explain(step: u64, members: &[WorkerId], halts: &[Option<&Halt>]) -> Option<String> {
-    let said = || halts.iter().enumerate().filter_map(|(rank, halt)| Some((rank, (*halt)?)));
+    let halted = || halts.iter().enumerate().filter_map(|(rank, halt)| Some((rank, (*halt)?)));
     let name = |rank: usize| match members.get(rank) {
         Some(worker) => format!("rank {rank} (worker {worker})"),
         None => format!("rank {rank}"),
     };
-    let errors = said().filter_map(|(rank, halt)| match &halt.reason {
+    let errors = halted().filter_map(|(rank, halt)| match &halt.reason {
         Reason::Error(error) => Some(format!("{}: {error}", name(rank))),
         Reason::Nonfinite => None,
     });
     let mut parts: Vec<String> = errors.take(RANKS_NAMED_MAX).collect();
-    if said().any(|(_, halt)| halt.reason == Reason::Nonfinite) {
-        let at_fault =
-            said().filter(|(_, halt)| halt.reason == Reason::Nonfinite && !halt.ranges.is_empty());
+    if halted().any(|(_, halt)| halt.reason == Reason::Nonfinite) {
+        let at_fault = halted()
+            .filter(|(_, halt)| halt.reason == Reason::Nonfinite && !halt.ranges.is_empty());
         let at_fault: Vec<String> = at_fault
             .map(|(rank, halt)| format!("{} with {}", name(rank), records(&halt.ranges)))
             .collect();
-        let of = match at_fault.is_empty() {
-            true => "every rank's own gradient is finite, so their sum has overflowed (what travels as f16 \
-                     is infinite above 65504)"
-                .to_owned(),
-            false => {
-                let more = at_fault.len().saturating_sub(RANKS_NAMED_MAX);
-                let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-                let named = at_fault.into_iter().take(RANKS_NAMED_MAX).collect::<Vec<_>>().join(", ");
-                format!("not finite by itself on {named}{more}")
-            }
+        let cause = if at_fault.is_empty() {
+            "every rank's own gradient is finite, so their sum has overflowed (values above 65504 \
+             are infinite in f16 on the wire)"
+                .to_owned()
+        } else {
+            let more = at_fault.len().saturating_sub(RANKS_NAMED_MAX);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            let named = at_fault.into_iter().take(RANKS_NAMED_MAX).collect::<Vec<_>>().join(", ");
+            format!("not finite by itself on {named}{more}")
         };
         parts.push(format!(
-            "the gradient or the loss of step {} is not finite: {of}. The step was not applied; --on-nonfinite skip leaves \
-             such steps out",
+            "the gradient or the loss of step {} is not finite: {cause}. The step was not applied; \
+             --on-nonfinite skip leaves such steps out",
             step.saturating_add(1)
         ));
     }
     (!parts.is_empty()).then(|| parts.join("; "))
 }
 
-/// Ranges in words; of many the first.
+/// Formats ranges for display; a long list is cut.
 fn records(ranges: &[RecordRange]) -> String {
     let named: Vec<String> = ranges
         .iter()
@@ -87,7 +87,7 @@ fn records(ranges: &[RecordRange]) -> String {
         .map(|r| format!("{}..{} of epoch {}", r.start, r.end, r.epoch))
         .collect();
     let more = ranges.len().saturating_sub(RANGES_NAMED_MAX);
-    let more = if more > 0 { format!(" and {more} ranges more") } else { String::new() };
+    let more = if more > 0 { format!(" and {more} more ranges") } else { String::new() };
     format!("records {}{more}", named.join(", "))
 }
 
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sum_that_overflows_is_no_ranks_fault() {
+    fn an_overflow_of_the_sum_is_not_attributed_to_a_rank() {
         let good = nonfinite(&[]);
         let text = explain(0, &MEMBERS, &[Some(&good); 3]).unwrap();
         assert!(
@@ -138,7 +138,7 @@ mod tests {
         let text = explain(5, &[], &vec![Some(&many); 1000]).unwrap();
         assert!(
             text.len() < 4096
-                && text.contains("and 996 ranges more")
+                && text.contains("and 996 more ranges")
                 && text.contains("and 992 more"),
             "{text}"
         );

@@ -1,4 +1,4 @@
-//! What ranks tell one another beside the gradient.
+//! Headers that ranks exchange, with the gradient or alone.
 
 use elasticdl_proto::RecordRange;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -8,69 +8,68 @@ use crate::core::evaluation::Evaluation;
 use crate::core::halt::Halt;
 use crate::core::transport_switch::{NcclBuild, TransportHeader};
 
-/// One rank's word in one round. All ranks get all headers, so all decide alike.
+/// Header of one rank for one round. All ranks receive all headers, so all make the same decisions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepHeader {
-    /// Steps committed before this round.
+    /// Number of steps committed before this round.
     pub step: u64,
-    /// The records behind this rank's gradient.
+    /// Records in this rank's gradient.
     pub ranges: Vec<RecordRange>,
-    /// Sum of the loss over them.
+    /// Sum of the loss over these records.
     pub loss_sum: f64,
-    /// Microseconds in the model's code.
+    /// Time spent in the model's code, in microseconds.
     pub compute_us: u64,
-    /// Records that this rank could compute next, by epoch.
+    /// Number of records that this rank could compute next, by epoch.
     pub held: Vec<(u32, u64)>,
-    /// Newest generation that this rank has heard of.
+    /// Newest generation that the master has published to this rank.
     pub newest_generation: u64,
-    /// The master has told this rank that the job is to stop.
+    /// Whether the master wants the job to stop.
     pub stop: bool,
-    /// The master has told this rank that the group is to end here, and another one to go on from
-    /// its checkpoint.
+    /// Whether the master wants the group to end here; another group resumes from its checkpoint.
     pub suspend: bool,
-    /// Why this rank can't go on: no rank applies this step, and the job ends with the state as it
-    /// is.
+    /// Why this rank cannot continue. If set, no rank applies this step and the job ends with the
+    /// current state.
     pub halt: Option<Halt>,
-    /// Digest of a part of the state after `step` steps, another part at each step.
+    /// Digest of a part of the state after `step` steps. Each step covers another part.
     pub digest: u64,
     pub checkpoint: CheckpointHeader,
-    /// What it remembers of evaluations.
+    /// Evaluation results that this rank knows.
     pub evaluation: Evaluation,
-    /// How far its NCCL is.
+    /// State of this rank's NCCL communicator.
     pub nccl: NcclBuild,
 }
 
 impl StepHeader {
-    /// Records behind this rank's gradient.
+    /// Number of records in this rank's gradient.
     pub fn records(&self) -> u64 {
         self.ranges.iter().map(RecordRange::len).sum()
     }
 }
 
-/// One rank's word in a new group.
+/// Header of one rank for a new group.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SyncHeader {
-    /// The state it has, if any.
+    /// The rank's state, if it has one.
     pub state: Option<StateHeader>,
-    /// What it computes on.
+    /// The kind of device that the rank computes on.
     pub transport: TransportHeader,
 }
 
-/// The state that a rank has.
+/// Description of the state of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StateHeader {
-    /// Steps committed.
+    /// Number of committed steps.
     pub step: u64,
-    /// Digest of the record and of the part of the tensors whose turn it is at this step.
+    /// Digest of the record and of the part of the tensors that this step covers.
     pub digest: u64,
-    /// Whether it still has the reduced gradient of its last step.
+    /// Whether the rank still has the reduced gradient of its last step.
     pub has_result: bool,
-    /// Whether this rank has trained in a group. A newcomer that has only fetched its state has
-    /// not.
+    /// Whether the rank has trained in a group. A joiner that has only fetched its state has not.
     pub was_in_group: bool,
 }
 
-/// The part of the training state that is not tensors, as it travels to ranks that have none.
+/// The part of the training state that is not tensors, in the form that is sent to other ranks and
+/// stored in checkpoints.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StateRecord {
     pub step: u64,
@@ -80,17 +79,17 @@ pub struct StateRecord {
     pub repeated: u64,
     #[serde(default)]
     pub evaluation: Evaluation,
-    /// Of these steps, those whose records were absorbed without an update.
+    /// Number of steps, out of `step`, whose records were absorbed without an update.
     #[serde(default)]
     pub steps_skipped: u64,
 }
 
-/// Bytes of a header.
+/// Serializes a header.
 pub fn encode<T: Serialize>(header: &T) -> Vec<u8> {
     postcard::to_stdvec(header).expect("headers hold nothing that can't be encoded")
 }
 
-/// A header from another rank's bytes; `None` where they are no such header.
+/// Deserializes the header of another rank; `None` for invalid bytes.
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
     match postcard::take_from_bytes(bytes) {
         Ok((header, [])) => Some(header),
@@ -98,7 +97,7 @@ pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
     }
 }
 
-/// The records held of `epoch`, out of a header's list.
+/// Number of records held of `epoch`, from a header's list.
 pub fn held_of(held: &[(u32, u64)], epoch: u32) -> u64 {
     held.iter().filter(|(e, _)| *e == epoch).map(|(_, records)| records).sum()
 }

@@ -1,11 +1,10 @@
-//! The records that this worker may train on, and what it has asked for.
+//! Records that this worker may train on, and records that it has requested.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use elasticdl_proto::RecordRange;
 
-/// Leased records that no gradient of this worker contains yet, in the order in which they came, by
-/// epoch.
+/// Leased records that no gradient of this worker contains yet, by epoch and in order of arrival.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Leases {
     held: BTreeMap<u32, VecDeque<RecordRange>>,
@@ -24,7 +23,7 @@ impl Leases {
         self.held.entry(range.epoch).or_default().push_back(range);
     }
 
-    /// Puts records back that were taken and must be computed again.
+    /// Puts taken records back that must be computed again.
     pub fn put_back(&mut self, ranges: impl DoubleEndedIterator<Item = RecordRange>) {
         for range in ranges.rev() {
             self.held.entry(range.epoch).or_default().push_front(range);
@@ -50,12 +49,12 @@ impl Leases {
         taken
     }
 
-    /// Records held of `epoch`.
+    /// Number of records held of `epoch`.
     pub fn held(&self, epoch: u32) -> u64 {
         self.held.get(&epoch).map_or(0, |held| held.iter().map(RecordRange::len).sum())
     }
 
-    /// Records held of each epoch from `epoch` on.
+    /// Number of records held of each epoch from `epoch` on.
     pub fn held_from(&self, epoch: u32) -> Vec<(u32, u64)> {
         self.held
             .range(epoch..)
@@ -64,31 +63,31 @@ impl Leases {
             .collect()
     }
 
-    /// How many records of `epoch` to ask the master for; notes them as asked for. With fewer than
-    /// `least` at hand or on their way, enough for twice as many: so that a worker asks every few
-    /// steps, not at each.
+    /// Number of records of `epoch` to request from the master, which counts as requested from now
+    /// on. If fewer than `least` are held or requested, the request fills up to twice `least`, so
+    /// that a worker sends one every few steps, not at each step.
     pub fn request(&mut self, epoch: u32, least: u64) -> Option<u64> {
         let requested = self.requested.get(&epoch).copied().unwrap_or(0);
-        let there = self.held(epoch) + requested;
-        if there >= least {
+        let expected = self.held(epoch) + requested;
+        if expected >= least {
             return None;
         }
-        let short = least.saturating_mul(2) - there;
+        let short = least.saturating_mul(2) - expected;
         self.requested.insert(epoch, requested + short);
         Some(short)
     }
 
-    /// Everything held, in order.
+    /// All held records, in order.
     pub fn all(&self) -> impl Iterator<Item = RecordRange> + '_ {
         self.held.values().flatten().copied()
     }
 
-    /// Forgets what was asked for: the master that was asked is gone.
+    /// Forgets the requests: the master that received them is gone.
     pub fn forget_requests(&mut self) {
         self.requested.clear();
     }
 
-    /// Forgets what belongs to epochs before `epoch`: they are complete.
+    /// Forgets epochs before `epoch`, which are complete.
     pub fn forget_before(&mut self, epoch: u32) {
         self.held = self.held.split_off(&epoch);
         self.requested = self.requested.split_off(&epoch);
@@ -117,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_is_not_asked_for_again() {
+    fn requested_records_are_not_requested_again() {
         let mut leases = Leases::default();
         assert_eq!(leases.request(0, 8), Some(16));
         assert_eq!(leases.request(0, 8), None);

@@ -1,7 +1,7 @@
-//! What a worker decides, without doing any of it: no IO, no clock, no threads.
+//! The decisions of a worker, without their execution: no IO, no clock, no threads.
 //!
-//! Not for users: public so that the workspace's simulation can put whole systems together out of
-//! it.
+//! Not for users. The module is public so that the workspace's simulation can build whole systems
+//! from it.
 
 pub mod checkpoint;
 pub mod evaluation;

@@ -1,21 +1,21 @@
-//! Who computes how much of the next step.
+//! Each rank's share of the next step.
 //!
-//! Every rank knows, from the headers of the last round, how many records every rank holds; so all
-//! of them compute the same plan, and no message is needed to agree on it.
+//! Every rank knows, from the headers of the last round, how many records every rank holds. So all
+//! ranks compute the same plan, and no message is needed to agree on it.
 //!
-//! **Invariant:** the plan depends on nothing but its arguments.
+//! **Invariant:** the plan depends on its arguments alone.
 
-/// How many records make a step.
+/// Number of records of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Batch {
-    /// This many over all ranks.
+    /// Over all ranks.
     Global(u64),
-    /// This many on each rank.
+    /// On each rank.
     PerWorker(u64),
 }
 
 impl Batch {
-    /// What a rank of `world_size` computes of a full step, at most.
+    /// Upper bound of the records that one rank of `world_size` computes in a full step.
     pub fn share(self, world_size: usize) -> u64 {
         match self {
             Self::Global(records) => records.div_ceil((world_size as u64).max(1)),
@@ -24,20 +24,20 @@ impl Batch {
     }
 }
 
-/// What one rank can bring to the next step.
+/// Records that one rank can contribute to the next step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AvailableRecords {
-    /// Records behind a gradient that it has computed and that no step has absorbed.
+    /// Number of records in a gradient that is computed and that no step has absorbed.
     pub pending: u64,
-    /// Records of the current epoch that it could compute.
+    /// Number of held records of the current epoch.
     pub held: u64,
 }
 
-/// Records that each rank is to compute for the next step, beyond what it has pending; `None` if
-/// there is no step to be made yet.
+/// Number of records that each rank computes for the next step, in addition to its pending ones;
+/// `None` if no step can be made yet.
 ///
-/// Steps are full, save for the last of an epoch: while records of the epoch (`remaining`: those
-/// not absorbed) are in nobody's hands, the group waits for them.
+/// Steps are full, except for the last of an epoch: the group waits while records of the epoch
+/// (`remaining`: those not absorbed) are held by no rank.
 pub fn quotas(batch: Batch, remaining: u64, ranks: &[AvailableRecords]) -> Option<Vec<u64>> {
     let pending: u64 = ranks.iter().map(|r| r.pending).sum();
     let at_hand: u64 = pending + ranks.iter().map(|r| r.held).sum::<u64>();
@@ -53,8 +53,7 @@ pub fn quotas(batch: Batch, remaining: u64, ranks: &[AvailableRecords]) -> Optio
         Batch::PerWorker(records) => {
             let quotas: Vec<u64> =
                 ranks.iter().map(|r| records.saturating_sub(r.pending).min(r.held)).collect();
-            // Where a rank runs short while others hold more, its records may still be on their way
-            // to it.
+            // If a rank has too few while others hold more, its records may not have arrived yet.
             let short = quotas.iter().zip(ranks).any(|(q, r)| q + r.pending < records);
             if short && at_hand < remaining {
                 return None;
@@ -65,8 +64,8 @@ pub fn quotas(batch: Batch, remaining: u64, ranks: &[AvailableRecords]) -> Optio
     (pending + quotas.iter().sum::<u64>() > 0).then_some(quotas)
 }
 
-/// Splits a global batch: even shares first, then what is short goes to those that hold more, in
-/// rank order.
+/// Splits a global batch: even shares first. Ranks that hold more then fill up the rest, in rank
+/// order.
 fn split(records: u64, ranks: &[AvailableRecords]) -> Vec<u64> {
     let n = ranks.len() as u64;
     let mut quotas: Vec<u64> = (0..n)
@@ -79,7 +78,7 @@ fn split(records: u64, ranks: &[AvailableRecords]) -> Vec<u64> {
     let total = |quotas: &[u64]| -> u64 {
         quotas.iter().sum::<u64>() + ranks.iter().map(|r| r.pending).sum::<u64>()
     };
-    // Pending gradients alone may fill the step, or more: they can't be split.
+    // Pending gradients alone may fill the step or exceed it: they cannot be split.
     while total(&quotas) < records {
         let short = records - total(&quotas);
         let spare: Vec<usize> = (0..ranks.len()).filter(|&i| quotas[i] < ranks[i].held).collect();
@@ -94,7 +93,7 @@ fn split(records: u64, ranks: &[AvailableRecords]) -> Vec<u64> {
             short -= more;
         }
     }
-    // More than the batch can come together when pending gradients exceed their shares.
+    // The sum exceeds the batch if pending gradients exceed their shares.
     let mut over = total(&quotas).saturating_sub(records);
     for quota in quotas.iter_mut().rev() {
         let less = over.min(*quota);
@@ -119,13 +118,13 @@ mod tests {
     }
 
     #[test]
-    fn those_that_hold_more_fill_the_step() {
+    fn ranks_that_hold_more_fill_the_step() {
         let plan = quotas(Batch::Global(12), 1000, &held(&[0, 50, 2, 50]));
         assert_eq!(plan, Some(vec![0, 5, 2, 5]));
     }
 
     #[test]
-    fn the_group_waits_for_records_that_are_in_nobodys_hands() {
+    fn the_group_waits_for_records_that_no_rank_holds() {
         assert_eq!(quotas(Batch::Global(12), 1000, &held(&[3, 3, 3])), None);
         assert_eq!(quotas(Batch::Global(12), 9, &held(&[3, 3, 3])), Some(vec![3, 3, 3]));
         assert_eq!(quotas(Batch::Global(12), 9, &held(&[3, 3, 2])), None);
@@ -147,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_exactly_full_or_takes_all_there_is() {
+    fn a_step_is_exactly_full_or_takes_all_remaining_records() {
         for a in 0..6 {
             for b in 0..6 {
                 for pending in 0..4 {

@@ -1,23 +1,23 @@
-//! What a worker does next: the part of a worker that decides, and does nothing itself.
+//! The state machine of a worker: it decides the next task and executes nothing itself.
 //!
 //! ```text
-//!   Fetching ◀── told to fetch the state while others train: then as from Detached, with state
+//!   Fetching ◀── the master offers donors while a group trains; continues like Detached, with a state
 //!
-//!            membership          links stand         all same state
-//!   Detached ──────────────▶ Joining ─────────▶ Syncing ─────▶ Repairing ─────▶ Round ⟲ ──▶ Over
-//!     ▲                                                                        │
-//!     └───────────────────────────── links broke ◀─────────────────────────────┘
+//!               membership          links up          same state everywhere
+//!   Detached ────────────▶ Joining ─────────▶ Syncing ─────▶ Repairing ─────▶ Round ⟲ ──▶ Finished
+//!     ▲                                                                         │
+//!     └───────────────────────────── links broke ◀──────────────────────────────┘
 //! ```
 //!
-//! A round ends with all ranks' headers on every rank: either a step (headers beside a gradient,
-//! then a commit), or, where records are on their way, a talk (headers alone). What follows is
-//! decided from these headers, which are the same everywhere: the next round's shares, a switch to
-//! a newer generation, the end.
+//! A round ends when every rank holds the headers of all ranks. It is either a step (headers travel
+//! with the gradient; a commit follows) or, while leased records have not arrived, an idle round
+//! (headers alone). The next decision is derived from these headers, which are the same on every
+//! rank: the shares of the next round, a switch to a newer generation, or the end.
 //!
-//! **Invariant:** no IO, no clock, no threads; what comes out depends on what went in.
-//! **Invariant:** the ledger changes together with the step, by [`Session::commit`] or
-//! [`Session::install`] alone. **Invariant:** a computed gradient is given up only when the ledger
-//! has absorbed it.
+//! **Invariant:** no IO, no clock, no threads; the output depends on the input alone.
+//! **Invariant:** the ledger changes together with the step, and only in [`Session::commit`] and
+//! [`Session::install`]. **Invariant:** a computed gradient is discarded only after the ledger has
+//! absorbed its records.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -39,7 +39,7 @@ use crate::core::plan::{self, AvailableRecords};
 use crate::core::repair::{Repair, StateMismatch};
 use crate::core::transport_switch::TransportSwitch;
 
-/// A gradient of this worker that no step is known to have absorbed.
+/// A gradient of this worker that no known step has absorbed.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Pending {
     ranges: Vec<RecordRange>,
@@ -58,13 +58,13 @@ struct Group {
 enum Phase {
     Detached,
     Ended(Exit),
-    /// Between a round and what its headers bring.
+    /// Between the end of a round and the decision that its headers lead to.
     Evaluating {
         group: Group,
         headers: Vec<StepHeader>,
         committed: Option<Duration>,
     },
-    /// The state comes from a member while it trains.
+    /// The worker receives the state from a member that trains meanwhile.
     Fetching,
     Joining(Membership),
     Finished {
@@ -81,34 +81,36 @@ enum Phase {
     Syncing(Group),
 }
 
-/// One worker's part in a job.
+/// State machine of one worker in a job.
 #[derive(Clone, Debug)]
 pub struct Session {
     me: WorkerId,
     job: JobPlan,
     state: Option<State>,
-    /// Headers of the last commit, while its reduced gradient is kept.
+    /// Headers of the last commit, as long as its reduced gradient is retained.
     last_headers: Option<Vec<StepHeader>>,
     leases: Leases,
-    /// How many of the leased records can be had now, where that is not all of them.
+    /// Number of leased records that can be read now; `None`: all of them.
     readable: Option<u64>,
     pending: Pending,
     phase: Phase,
     latest: Option<Membership>,
-    /// This worker has been in a membership, so one without it means that it is to go.
+    /// Whether this worker has been in a membership. A later one without it means that it must
+    /// leave.
     was_member: bool,
-    /// This worker has been in a group that came to one state, so it may have used up leases.
+    /// Whether this worker has been in a group that reached a common state. It may then have
+    /// consumed leases.
     was_in_group: bool,
     fetch: Fetch,
     checkpoints: Checkpoints,
     transport: TransportSwitch,
     stop: bool,
     suspend: bool,
-    /// Why this rank can't go on. It never goes away: whichever group this rank joins ends.
+    /// Why this rank cannot continue. It is never reset: every group that this rank joins ends.
     halt: Option<Halt>,
     progress: Progress,
     reported_at: Duration,
-    /// When this group committed last.
+    /// Time of the last commit in this group.
     committed_at: Option<Duration>,
     reports: VecDeque<Report>,
 }
@@ -140,7 +142,7 @@ impl Session {
         }
     }
 
-    // ---- what the master says ----
+    // ---- messages of the master ----
 
     pub fn handle_membership(&mut self, membership: Membership) {
         if self.latest.as_ref().is_some_and(|latest| latest.generation >= membership.generation) {
@@ -172,7 +174,7 @@ impl Session {
         self.phase = Phase::Ended(Exit::Shutdown(reason));
     }
 
-    // ---- what there is to do ----
+    // ---- the next task ----
 
     pub fn poll(&mut self) -> Task {
         match &mut self.phase {
@@ -180,7 +182,7 @@ impl Session {
             Phase::Ended(exit) => Task::Exit(exit.clone()),
             Phase::Evaluating { group, .. } => {
                 let plan =
-                    self.job.evaluation.as_ref().expect("there is a plan where it is evaluated");
+                    self.job.evaluation.as_ref().expect("this phase requires an evaluation plan");
                 Task::Evaluate(plan.share(group.rank, group.members.len()))
             }
             Phase::Fetching => {
@@ -206,7 +208,7 @@ impl Session {
         }
     }
 
-    /// This rank's word in the round. `digest`: of the part of the state that is this step's turn.
+    /// Header of this rank for the round. `digest`: of the part of the state that this step covers.
     pub fn header(&self, digest: u64) -> StepHeader {
         let epoch = self.state.as_ref().map_or(0, |s| s.ledger.epoch());
         StepHeader {
@@ -226,7 +228,8 @@ impl Session {
         }
     }
 
-    /// This rank's word in a new group. `digest`: of the record and a part of the tensors.
+    /// Header of this rank for a new group. `digest`: of the state record and a part of the
+    /// tensors.
     pub fn sync_header(&self, digest: u64) -> SyncHeader {
         let state = self.state.as_ref().map(|s| StateHeader {
             step: s.step,
@@ -237,9 +240,9 @@ impl Session {
         SyncHeader { state, transport: self.transport.header() }
     }
 
-    // ---- what was done ----
+    // ---- results of tasks ----
 
-    /// The links of the membership stand.
+    /// The links of the membership are up.
     pub fn connected(&mut self) {
         if let Phase::Joining(membership) = &self.phase {
             let rank =
@@ -256,7 +259,7 @@ impl Session {
         self.leave_links(suspect, error, false);
     }
 
-    /// The links of the current generation were not built: `suspect` answered no dial.
+    /// The links of the current generation could not be built: `suspect` answered no dial.
     pub fn unreachable_peer(&mut self, suspect: WorkerId, error: String) {
         self.leave_links(Some(suspect), error, true);
     }
@@ -279,26 +282,28 @@ impl Session {
         }
     }
 
-    /// All ranks' words in a new group.
+    /// Takes in the headers of all ranks of a new group.
     ///
     /// # Errors
-    /// Replicas at the same step differ, and the job can't go on; or this worker is none for this
-    /// group.
+    /// Replicas at the same step differ and the job cannot continue, or this worker's device does
+    /// not match the group's.
     pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), GroupMismatch> {
         if let Phase::Syncing(group) = &self.phase {
             self.transport.synced(&headers.iter().map(|h| h.transport).collect::<Vec<_>>())?;
             let repair = Repair::plan(&transport::without_mismatched_devices(headers))?;
-            let takes =
-                repair.state.as_ref().is_some_and(|(_, takers)| takers.contains(&group.rank));
-            // Survivors of a failure differ by one step at most, so this rank was away; what it has
-            // consumed of its leases is known to nobody. A new worker in its place starts from
-            // nothing. (One that only has fetched has consumed none.)
-            self.phase = match takes && self.state.is_some() && self.was_in_group {
-                true => Phase::Ended(Exit::Outdated),
-                false => Phase::Repairing(group.clone(), repair),
+            let receives =
+                repair.state.as_ref().is_some_and(|(_, receivers)| receivers.contains(&group.rank));
+            // Survivors of a failure differ by at most one step, so this rank was cut off. No other
+            // rank knows which of its leased records it has consumed, so the process ends and a new
+            // worker starts without state. (A rank that has only fetched its state has consumed
+            // none.)
+            self.phase = if receives && self.state.is_some() && self.was_in_group {
+                Phase::Ended(Exit::Outdated)
+            } else {
+                Phase::Repairing(group.clone(), repair)
             };
-            if takes {
-                // The broadcast overwrites the parameters. If it breaks midway, this rank has no
+            if receives {
+                // The broadcast overwrites the parameters. If it fails midway, this rank has no
                 // state.
                 self.state = None;
                 self.last_headers = None;
@@ -307,7 +312,7 @@ impl Session {
         Ok(())
     }
 
-    /// This rank made the initial state.
+    /// This rank has created the initial state.
     pub fn begin(&mut self) {
         self.state = Some(State {
             step: 0,
@@ -318,8 +323,9 @@ impl Session {
         });
     }
 
-    /// This rank took over another one's state; `kept` are the headers of its last step, if this
-    /// rank has that step's reduced gradient. `false` where the record makes no sense.
+    /// This rank has received the state of another rank. `last_headers`: headers of the last step,
+    /// if this rank also has that step's reduced gradient. Returns `false` for an inconsistent
+    /// record.
     pub fn install(&mut self, record: StateRecord, last_headers: Option<Vec<StepHeader>>) -> bool {
         let StateRecord {
             step,
@@ -356,11 +362,12 @@ impl Session {
         self.committed_at = None;
         self.checkpoints.regrouped(&group.members);
         self.request_leases(group.members.len());
-        // What each rank holds is known only after the repair, so the first round is a talk. So is
-        // whether the final state is kept, and judged.
-        match self.at_end() && !self.checkpoints.are_enabled() && self.job.evaluation.is_none() {
-            true => self.end(group, Ending::Done),
-            false => self.phase = Phase::Round { group, quotas: None, computed: false },
+        // The ranks learn each other's held records only after the repair, so the first round is an
+        // idle one. The same holds for whether the final state is checkpointed and evaluated.
+        if self.at_end() && !self.checkpoints.are_enabled() && self.job.evaluation.is_none() {
+            self.end(group, Ending::Done);
+        } else {
+            self.phase = Phase::Round { group, quotas: None, computed: false };
         }
     }
 
@@ -370,44 +377,46 @@ impl Session {
         self.pending.compute_us += compute_us;
     }
 
-    /// All ranks' headers of a round without a step.
+    /// Takes in the headers of all ranks from a round without a step.
     ///
     /// # Errors
-    /// As for [`Session::check`].
+    /// See [`Session::check`].
     pub fn headers_exchanged(&mut self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
         self.check(headers)?;
         self.transport.handle_builds(headers.iter().map(|h| h.nccl));
-        // The group waits for records, and the master may wait for word of those that it has
-        // leased.
+        // The group waits for records, and the master may wait for a report about records that it
+        // has leased.
         self.flush_progress();
         self.handle_checkpoint_headers(headers);
         self.end_round(headers, None);
         Ok(())
     }
 
-    /// Compares all ranks' headers of a round: the same step, the same state.
+    /// Compares the headers of all ranks in a round: they must be at the same step with the same
+    /// state.
     ///
     /// # Errors
-    /// The ranks that differ from the lowest; the job can't go on.
+    /// The ranks that differ from the lowest one; the job cannot continue.
     pub fn check(&self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
         let differs = |h: &StepHeader| {
             (h.step, h.digest) != (headers[0].step, headers[0].digest) || h.step != self.step()
         };
         let ranks: Vec<usize> = (0..headers.len()).filter(|&r| differs(&headers[r])).collect();
-        match ranks.is_empty() {
-            true => Ok(()),
-            false => Err(StateMismatch { step: self.step(), ranks, from: 0 }),
+        if ranks.is_empty() {
+            Ok(())
+        } else {
+            Err(StateMismatch { step: self.step(), ranks, from: 0 })
         }
     }
 
-    /// The update of a step was applied: takes its records into the ledger. Ends the round, or
-    /// serves a repair. `now` paces the reports to the master.
+    /// Records that the update of a step was applied: the ledger absorbs the step's records. Ends
+    /// the round, or serves a repair. `now` paces the reports to the master.
     pub fn commit(&mut self, headers: Vec<StepHeader>, now: Duration) {
         self.commit_step(headers, now, false);
     }
 
-    /// As [`commit`](Self::commit), of a step that all ranks leave out: its records count as
-    /// absorbed, and the parameters stay as they are.
+    /// Like [`commit`](Self::commit), for a step that all ranks skip: the ledger absorbs its
+    /// records and the parameters stay unchanged.
     pub fn commit_skipped(&mut self, headers: Vec<StepHeader>, now: Duration) {
         self.commit_step(headers, now, true);
     }
@@ -426,8 +435,8 @@ impl Session {
         self.progress.steps_skipped = state.steps_skipped;
         if let Phase::Round { group, .. } = &self.phase {
             let world_size = group.members.len();
-            // In a round every rank's gradient is in the step; in a repair the ledger tells
-            // (`repaired`).
+            // In a round every rank's gradient is part of the step. In a repair the ledger decides
+            // (see `repaired`).
             self.pending = Pending::default();
             if group.rank == 0 {
                 self.note_progress(group.generation, &headers, now);
@@ -441,16 +450,16 @@ impl Session {
         self.last_headers = Some(headers);
     }
 
-    /// The master was told that the job is over.
+    /// The master has received the final report.
     pub fn finish_reported(&mut self) {
         if let Phase::Finished { reported, .. } = &mut self.phase {
             *reported = true;
         }
     }
 
-    // ---- what there is ----
+    // ---- accessors ----
 
-    /// Steps committed; 0 without state.
+    /// Number of committed steps; 0 without state.
     pub fn step(&self) -> u64 {
         self.state.as_ref().map_or(0, |s| s.step)
     }
@@ -464,12 +473,12 @@ impl Session {
         &self.pending.ranges
     }
 
-    /// Headers of the last commit, for ranks that are a step behind.
+    /// Headers of the last commit, for ranks that are one step behind.
     pub fn last_headers(&self) -> Option<&[StepHeader]> {
         self.last_headers.as_deref()
     }
 
-    /// Generation and rank of this worker where it has links.
+    /// Generation and rank of this worker, if it has links.
     pub fn group_rank(&self) -> Option<(Generation, usize)> {
         match &self.phase {
             Phase::Detached | Phase::Ended(_) | Phase::Fetching | Phase::Joining(_) => None,
@@ -481,7 +490,8 @@ impl Session {
         }
     }
 
-    /// The group in whose round this worker is, between two tasks: its state can be copied.
+    /// Generation of the group in whose round this worker is, between two tasks: its state can be
+    /// copied.
     pub fn in_round(&self) -> Option<Generation> {
         match &self.phase {
             Phase::Round { group, .. } => Some(group.generation),
@@ -494,7 +504,7 @@ impl Session {
         !self.was_member
     }
 
-    /// Whether this worker makes no more steps.
+    /// Whether this worker makes no further steps.
     pub fn is_finished(&self) -> bool {
         matches!(self.phase, Phase::Finished { .. } | Phase::Ended(_))
     }
@@ -515,13 +525,13 @@ impl Session {
         self.was_member |= is_member;
     }
 
-    /// Gives the pending gradient up if the state has absorbed it.
+    /// Discards the pending gradient if the state has absorbed it.
     fn settle_pending(&mut self) {
         let Some(state) = &self.state else { return };
         let absorbed: u64 = self.pending.ranges.iter().map(|r| state.ledger.absorbed_of(*r)).sum();
         if absorbed > 0 {
-            // A commit takes a rank's whole contribution, so the rest can only be empty; were it
-            // not, it would be computed again.
+            // A commit absorbs a rank's whole contribution, so the remainder is empty. Any record
+            // in it would be computed again.
             let missing = |r: &RecordRange| state.ledger.missing_of(*r);
             let again: Vec<RecordRange> = self.pending.ranges.iter().flat_map(missing).collect();
             self.pending = Pending::default();
@@ -529,8 +539,8 @@ impl Session {
         }
     }
 
-    /// The job is over for `group`. Nobody makes another round, so a newer group has nothing to
-    /// wait for.
+    /// Ends the job for `group`. No rank starts another round, so a newer group need not wait for
+    /// one.
     fn end(&mut self, group: Group, ending: Ending) {
         let newer = self.latest.as_ref().is_some_and(|latest| latest.generation > group.generation);
         self.phase = Phase::Finished { group, reported: false, ending };
@@ -546,7 +556,7 @@ impl Session {
         }) || self.stops_early()
     }
 
-    /// `committed`: when a step was, if this round made one.
+    /// `committed`: time of the commit, if this round made a step.
     fn end_round(&mut self, headers: &[StepHeader], committed: Option<Duration>) {
         let Phase::Round { group, .. } = &self.phase else { return };
         let group = group.clone();
@@ -558,9 +568,10 @@ impl Session {
         let ending = self.ending(&group, headers);
         let ends = ending.is_some();
         let of_checkpoint = checkpoint_headers(headers);
-        let last = match ends && self.checkpoints.are_enabled() {
-            true => final_checkpoint(&of_checkpoint, self.step()),
-            false => FinalCheckpoint::Nothing,
+        let last = if ends && self.checkpoints.are_enabled() {
+            final_checkpoint(&of_checkpoint, self.step())
+        } else {
+            FinalCheckpoint::Nothing
         };
         let best = self.is_best()
             && self.checkpoints.are_enabled()
@@ -580,7 +591,7 @@ impl Session {
             self.flush_progress();
             self.join_latest();
         } else {
-            // The best model is worth a wait: there is no later step to keep it at.
+            // Saving the best model is worth the wait: no later step would have it.
             let waits = ends || (best && !is_free);
             let quotas = if waits { None } else { self.quotas(headers) };
             self.phase = Phase::Round { group, quotas, computed: false };
@@ -590,7 +601,7 @@ impl Session {
     fn quotas(&self, headers: &[StepHeader]) -> Option<Vec<u64>> {
         let state = self.state.as_ref()?;
         let epoch = state.ledger.epoch();
-        // After a commit nothing is pending; after a talk what the headers say is.
+        // After a commit nothing is pending; after an idle round the headers' ranges are.
         let committed = headers.iter().all(|h| h.step < state.step);
         let ranks: Vec<AvailableRecords> = headers
             .iter()

@@ -1,34 +1,33 @@
-//! Over what the gradients of ranks that compute on GPUs are summed: the host ring, which is always
-//! there, or NCCL, which takes seconds to build.
+//! Choice of the all-reduce transport for ranks that compute on GPUs: the host ring, which is
+//! always available, or NCCL, which takes seconds to build.
 //!
 //! ```text
-//!   new group ──▶ host ring ──── all ranks say Ready ───▶ NCCL
-//!       ▲           ▲   NCCL is built beside the steps     │ │
-//!       │           └───────── a rank says Failed ─────────┘ │
-//!       └──────────────── it fails amid a step ◀─────────────┘
+//!   new group ──▶ host ring ─── all ranks report Ready ───▶ NCCL
+//!       ▲           ▲   NCCL is built during the steps      │ │
+//!       │           └──────── a rank reports Failed ────────┘ │
+//!       └──────────────── it fails during a step ◀────────────┘
 //! ```
 //!
-//! Whether NCCL is built is decided from what all ranks say when a group forms, which way a step
-//! goes from what they say in the round before. So all decide alike, and the master never hears of
-//! it.
+//! Whether NCCL is built is decided from the headers of a new group, and the transport of a step
+//! from the headers of the round before. So all ranks decide alike, and the master is not involved.
 //!
-//! **Invariant:** a step goes over NCCL only after every rank has said, in one round of this
-//! generation, that its communicator of this generation is ready. **Invariant:** a new group begins
+//! **Invariant:** a step uses NCCL only after every rank has reported, in one round of this
+//! generation, that its communicator of this generation is ready. **Invariant:** a new group starts
 //! on the host ring.
 
 use elasticdl_proto::WorkerId;
 use serde::{Deserialize, Serialize};
 
-/// Over what a step's gradients are summed.
+/// Transport of a step's all-reduce.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
-    /// The ring between the hosts, as where no rank has a GPU.
+    /// The ring between the hosts, which also serves groups without GPUs.
     #[default]
     Host,
     Nccl,
 }
 
-/// How far one rank's communicator of this generation is.
+/// State of one rank's communicator of this generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NcclBuild {
     #[default]
@@ -38,71 +37,72 @@ pub enum NcclBuild {
     Ready,
 }
 
-/// One rank's header when a group forms.
+/// Part of a rank's header for a new group that concerns the transport.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportHeader {
-    /// It computes on a GPU.
+    /// Whether the rank computes on a GPU.
     pub gpu: bool,
-    /// Generations in which NCCL failed, as far as it knows.
+    /// Number of generations in which NCCL failed, as far as this rank knows.
     pub failures: u32,
 }
 
-/// Why nobody tries to have NCCL in this generation, or tries no longer.
+/// Why the ranks do not use NCCL in this generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NcclObstacle {
     /// It failed in this generation; the next one tries again.
     Failed,
-    /// It failed in so many generations that no other tries it.
+    /// It failed in this many generations, so it is no longer tried.
     GivenUp(u32),
-    /// All compute on CPUs.
+    /// All ranks compute on CPUs.
     NoGpu,
-    /// There is one rank, and nothing to sum.
+    /// The group has one rank and nothing to sum.
     OneRank,
 }
 
-/// This rank does not compute where the first rank of its group does.
+/// This rank and the first rank of its group compute on different kinds of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceMismatch {
     pub first_has_gpu: bool,
 }
 
-/// One rank's part in the choice.
+/// State of the choice on one rank.
 #[derive(Clone, Debug, Default)]
 pub struct TransportSwitch {
     gpu: bool,
     mine: NcclBuild,
     transport: Transport,
-    /// `None` where all ranks try to have NCCL, or have it.
+    /// `None` while the ranks build or use NCCL.
     obstacle: Option<NcclObstacle>,
     failures: u32,
-    /// The members of the last group, if NCCL failed amid one of its steps.
+    /// Members of the last group, if NCCL failed during one of its steps.
     broke: Option<Vec<WorkerId>>,
 }
 
 impl TransportSwitch {
-    /// Of a rank that computes on a GPU, or not.
+    /// `gpu`: whether the rank computes on a GPU.
     pub fn new(gpu: bool) -> Self {
         Self { gpu, ..Self::default() }
     }
 
-    /// This rank's communicator of this generation is so far.
+    /// Sets the state of this rank's communicator of this generation.
     pub fn set_build(&mut self, build: NcclBuild) {
         self.mine = build;
     }
 
-    /// This rank's header in a new group.
+    /// Header of this rank for a new group.
     pub fn header(&self) -> TransportHeader {
         TransportHeader { gpu: self.gpu, failures: self.failures }
     }
 
-    /// This rank's header in a round.
+    /// State of this rank's communicator, for the header of a round.
     pub fn build(&self) -> NcclBuild {
         self.mine
     }
 
     /// A group of these members has links.
     pub fn regrouped(&mut self, members: &[WorkerId]) {
-        // Where a member is lost, NCCL had to fail; where all are still there, it did so by itself.
+        // After the loss of a member NCCL had to fail. If all members are still there, the failure
+        // was its own.
         if let Some(before) = self.broke.take()
             && before.iter().all(|member| members.contains(member))
         {
@@ -113,11 +113,11 @@ impl TransportSwitch {
         self.obstacle = Some(NcclObstacle::OneRank);
     }
 
-    /// All ranks' headers in a new group.
+    /// Takes in the headers of all ranks of a new group.
     ///
     /// # Errors
-    /// This rank computes on the CPU and the first one on a GPU, or the other way round. They would
-    /// not get the same bits.
+    /// This rank computes on the CPU and the first one on a GPU, or vice versa. Their results would
+    /// not be bit-identical.
     pub fn synced(&mut self, headers: &[TransportHeader]) -> Result<(), DeviceMismatch> {
         let first = headers.first().is_some_and(|header| header.gpu);
         if first != self.gpu {
@@ -134,7 +134,7 @@ impl TransportSwitch {
         Ok(())
     }
 
-    /// All ranks' headers in a round, in which a step may have been made.
+    /// Takes in the builds of all ranks from a round, with or without a step.
     pub fn handle_builds(&mut self, builds: impl Iterator<Item = NcclBuild>) {
         let builds: Vec<NcclBuild> = builds.collect();
         if self.obstacle.is_none() && builds.contains(&NcclBuild::Failed) {
@@ -146,30 +146,30 @@ impl TransportSwitch {
         self.transport = if ready { Transport::Nccl } else { Transport::Host };
     }
 
-    /// NCCL failed amid a step of a group of these members, which thereby ends.
+    /// NCCL failed during a step of a group of these members. The group thereby ends.
     pub fn broke(&mut self, members: &[WorkerId]) {
         self.broke = Some(members.to_vec());
     }
 
-    /// The way of the next step.
+    /// Transport of the next step.
     pub fn transport(&self) -> Transport {
         self.transport
     }
 
-    /// Why nobody tries to have NCCL; the same on all ranks.
+    /// Why the ranks do not use NCCL; the same on all ranks.
     pub fn obstacle(&self) -> Option<NcclObstacle> {
         self.obstacle
     }
 }
 
-/// NCCL is tried in no more generations after it has failed in as many.
+/// Number of generations with a failure after which NCCL is no longer tried.
 pub const FAILURES_MAX: u32 = 3;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Words of ranks with a GPU each.
+    /// Headers of ranks with a GPU each.
     fn headers(ranks: usize) -> Vec<TransportHeader> {
         vec![TransportHeader { gpu: true, failures: 0 }; ranks]
     }
@@ -185,7 +185,7 @@ mod tests {
         switch
     }
 
-    /// In a group of two that builds.
+    /// The first rank of a group of two that builds NCCL.
     fn building() -> TransportSwitch {
         let mut switch = first_of(&[1, 2]);
         switch.synced(&headers(2)).unwrap();
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_goes_over_nccl_after_a_round_in_which_all_were_ready_and_no_sooner() {
+    fn a_step_uses_nccl_only_after_a_round_in_which_all_ranks_were_ready() {
         let all = [NcclBuild::Absent, NcclBuild::Building, NcclBuild::Failed, NcclBuild::Ready];
         for first in all {
             for second in all {
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ranks_own_word_moves_nothing_and_is_of_one_generation() {
+    fn a_ranks_own_build_changes_nothing_and_is_reset_by_a_new_generation() {
         let mut switch = building();
         switch.set_build(NcclBuild::Ready);
         assert_eq!((switch.build(), switch.transport()), (NcclBuild::Ready, Transport::Host));
@@ -223,17 +223,17 @@ mod tests {
     }
 
     #[test]
-    fn a_new_group_begins_on_the_host_ring_whatever_carried_the_last_one() {
+    fn a_new_group_starts_on_the_host_ring() {
         let mut switch = on_nccl();
         switch.regrouped(&members(&[1, 2, 3]));
         assert_eq!(switch.transport(), Transport::Host);
-        // What is said before the headers of the new group have come counts for nothing.
+        // Reports that arrive before the headers of the new group have no effect.
         switch.handle_builds([NcclBuild::Ready, NcclBuild::Ready, NcclBuild::Ready].into_iter());
         assert_eq!(switch.transport(), Transport::Host);
     }
 
     #[test]
-    fn a_rank_that_failed_takes_all_back_for_this_generation() {
+    fn one_failed_rank_returns_all_ranks_to_the_host_ring_for_this_generation() {
         for mut switch in [building(), on_nccl()] {
             switch.handle_builds([NcclBuild::Ready, NcclBuild::Failed].into_iter());
             switch.handle_builds([NcclBuild::Ready, NcclBuild::Ready].into_iter());
@@ -241,7 +241,7 @@ mod tests {
                 (switch.transport(), switch.obstacle()),
                 (Transport::Host, Some(NcclObstacle::Failed))
             );
-            // Said again and again, it is one failure.
+            // Repeated reports count as one failure.
             switch.handle_builds([NcclBuild::Ready, NcclBuild::Failed].into_iter());
             assert_eq!(switch.header().failures, 1);
             switch.regrouped(&members(&[1, 2]));
@@ -251,23 +251,23 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_amid_a_step_counts_where_no_member_is_lost() {
+    fn a_failure_during_a_step_counts_if_no_member_is_lost() {
         for (after, failures) in [(&[1, 2][..], 1), (&[1, 2, 3], 1), (&[1], 0), (&[2, 3], 0)] {
             let mut switch = on_nccl();
             switch.broke(&members(&[1, 2]));
             switch.regrouped(&members(after));
             assert_eq!(switch.header().failures, failures, "{after:?}");
-            // And once.
+            // It counts once.
             switch.regrouped(&members(&[1, 2, 3]));
             assert_eq!(switch.header().failures, failures, "{after:?}");
         }
     }
 
     #[test]
-    fn after_as_many_failures_as_are_tolerated_all_stay_on_the_host_ring() {
+    fn after_too_many_failures_all_ranks_stay_on_the_host_ring() {
         for failures in [0, 1, 2, 3, 7] {
             let mut switch = first_of(&[1, 2]);
-            // A newcomer hears of it from those who were there.
+            // A joining worker learns the count from the other ranks.
             let mut headers = headers(2);
             headers[1].failures = failures;
             switch.synced(&headers).unwrap();
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_has_nothing_to_sum_and_cpus_have_no_use_for_nccl() {
+    fn single_ranks_and_cpu_groups_do_not_build_nccl() {
         let mut switch = first_of(&[1]);
         switch.synced(&headers(1)).unwrap();
         assert_eq!(switch.obstacle(), Some(NcclObstacle::OneRank));
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn who_does_not_compute_where_the_first_rank_does_is_no_member() {
+    fn a_rank_on_another_kind_of_device_than_the_first_is_refused() {
         let mut headers = headers(3);
         headers[2].gpu = false;
         for (rank, header) in headers.iter().enumerate() {
@@ -296,7 +296,7 @@ mod tests {
             let expected =
                 if rank == 2 { Err(DeviceMismatch { first_has_gpu: true }) } else { Ok(()) };
             assert_eq!(switch.synced(&headers), expected, "rank {rank}");
-            // And without GPUs elsewhere.
+            // Likewise if the other ranks have no GPUs.
             let expected =
                 if rank == 2 { Ok(()) } else { Err(DeviceMismatch { first_has_gpu: false }) };
             assert_eq!(

@@ -1,5 +1,5 @@
-//! What a session has to do with checkpoints and evaluations: both happen at the end of a step, by
-//! what all ranks' headers say.
+//! Checkpoints and evaluations of a session. Both happen at the end of a step and are decided from
+//! the headers of all ranks.
 
 use super::{Phase, Report, Session, checkpoint_headers};
 use crate::core::checkpoint::{self, Written};
@@ -7,15 +7,15 @@ use crate::core::evaluation::{Evaluation, Plan, Scores};
 use crate::core::header::{StateRecord, StepHeader};
 
 impl Session {
-    /// The user wants a checkpoint now.
+    /// The user has requested a checkpoint.
     pub fn handle_checkpoint(&mut self) {
         self.checkpoints.request();
     }
 
-    /// All ranks' scores of an evaluation.
+    /// Takes in the scores of all ranks for an evaluation.
     ///
     /// # Errors
-    /// They make no sense together; the job can't go on.
+    /// The scores are inconsistent; the job cannot continue.
     pub fn evaluated(&mut self, scores: &[Scores]) -> Result<(), String> {
         let (Phase::Evaluating { group, headers, committed }, Some(plan), Some(state)) =
             (&self.phase, &self.job.evaluation, &mut self.state)
@@ -37,34 +37,34 @@ impl Session {
         Ok(())
     }
 
-    /// What there is to do for a checkpoint, before anything else: the state is as it is to be
-    /// kept.
+    /// Next task of a checkpoint. To be polled before the state changes: a checkpoint holds the
+    /// state as it is now.
     pub fn poll_checkpoint(&mut self) -> Option<checkpoint::Task> {
         self.checkpoints.poll()
     }
 
-    /// This rank took over the state of a checkpoint; `false` where the record makes no sense.
-    /// `ours`: of this job, and not of another one.
+    /// This rank has loaded the state of a checkpoint. Returns `false` for an inconsistent record.
+    /// `ours`: whether the checkpoint belongs to this job.
     pub fn restore(&mut self, mut record: StateRecord, ours: bool) -> bool {
         if !ours {
-            // Another job's best was found on other data, perhaps, and by another metric.
+            // The best value of another job may stem from other data and another metric.
             record.evaluation = Evaluation { at: record.evaluation.at, ..Evaluation::default() };
         }
         self.checkpoints.restored(record.step, ours);
         self.install(record, None)
     }
 
-    /// This rank's part of the checkpoint of `step` is written, or can't be.
+    /// This rank's part of the checkpoint of `step` is written, or could not be.
     pub fn wrote_part(&mut self, step: u64, part: Result<Written, ()>) {
         self.checkpoints.wrote(step, part);
     }
 
-    /// The manifest of the checkpoint of `step` is written, or can't be.
+    /// The manifest of the checkpoint of `step` is written, or could not be.
     pub fn committed_checkpoint(&mut self, step: u64, is_written: bool) {
         self.checkpoints.committed(step, is_written);
     }
 
-    /// Whether the job ends before its data does, for evaluations get no better.
+    /// Whether the job ends before its data does, because evaluations no longer improve.
     pub fn stops_early(&self) -> bool {
         self.job.evaluation.as_ref().is_some_and(|plan| plan.stops_early(&self.evaluation()))
     }
@@ -78,14 +78,14 @@ impl Session {
         self.job.evaluation.as_ref().is_some_and(due)
     }
 
-    /// Whether the model as it is now is the best so far.
+    /// Whether the current model is the best so far.
     pub(super) fn is_best(&self) -> bool {
         self.evaluation().best.is_some_and(|(step, _)| step == self.step())
     }
 
     pub(super) fn handle_checkpoint_headers(&mut self, headers: &[StepHeader]) {
         if let Some(state) = &mut self.state {
-            // Who has evaluated further than others has done it with the same parameters.
+            // A rank that has evaluated a later step than others did so with the same parameters.
             let newest = headers.iter().map(|h| h.evaluation).max_by_key(|e| e.at);
             state.evaluation =
                 newest.filter(|e| e.at > state.evaluation.at).unwrap_or(state.evaluation);

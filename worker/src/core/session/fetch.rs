@@ -1,9 +1,9 @@
-//! A newcomer on its way into a group that trains: it fetches the state from a member, and follows
-//! it step by step.
+//! A joining worker fetches the state from a member of a group that trains, and follows it step by
+//! step.
 //!
-//! **Invariant:** a fetched state goes into a group only if it is of the group's history: the donor
-//! came along and said so, or it was lost and this is the very next group, which repairs whoever is
-//! a step behind.
+//! **Invariant:** a fetched state enters a group only if it belongs to the group's history. Either
+//! the donor joins the same generation and confirms it, or the donor was lost and this is the very
+//! next group, which repairs ranks that are one step behind.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -12,45 +12,45 @@ use elasticdl_proto::{Generation, WorkerId};
 
 use super::{Phase, Report, Session};
 
-/// How a newcomer comes by the state.
+/// How a joining worker obtains the state.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Fetch {
-    /// Whom to ask, the current one first.
+    /// Members to fetch from; the current donor is first.
     donors: VecDeque<(WorkerId, SocketAddr)>,
-    /// The donor's group when it committed what was fetched last.
+    /// The donor's generation when it committed the newest fetched state or result.
     generation: Option<Generation>,
-    /// The donor's stream came to its end, on its way into this generation.
+    /// The donor ended its stream because it joins this generation.
     ended: Option<Generation>,
-    /// It came to an end otherwise.
+    /// The stream ended otherwise.
     broken: bool,
-    /// The link to the donor broke, and nothing has come over another one yet.
+    /// The link to the donor broke, and nothing has arrived over another one yet.
     interrupted: bool,
-    /// Links to the donor that broke since something new came over one.
+    /// Number of links to the donor that broke since the last progress.
     interruptions: u32,
-    /// The master knows that the state is here.
+    /// The master has received the report that this worker has caught up.
     reported: bool,
-    /// Streams that broke after they had brought the state.
+    /// Number of streams that broke after they had delivered the state.
     lost: u32,
 }
 
 impl Fetch {
     pub(super) fn donor(&self) -> (WorkerId, SocketAddr) {
-        *self.donors.front().expect("nobody fetches from no one")
+        *self.donors.front().expect("a fetch has at least one donor")
     }
 }
 
 impl Session {
-    /// Fetch the state from one of `donors` while they train; replaces an earlier list.
+    /// Fetches the state from one of `donors` while they train. Replaces an earlier list.
     pub fn handle_fetch(&mut self, donors: Vec<(WorkerId, SocketAddr)>) {
-        let in_time = matches!(self.phase, Phase::Detached | Phase::Fetching) && !self.was_member;
-        if !in_time || donors.is_empty() {
+        let may_fetch = matches!(self.phase, Phase::Detached | Phase::Fetching) && !self.was_member;
+        if !may_fetch || donors.is_empty() {
             return;
         }
-        // A donor that is no member any more may have gone on alone, on a way that the others did
-        // not take.
-        let still_there = self.phase == Phase::Fetching && donors.contains(&self.fetch.donor());
-        let first = if still_there { Some(self.fetch.donor()) } else { None };
-        if !still_there {
+        // A donor that is no longer a member may have continued alone, on a history that the others
+        // do not share.
+        let donor_is_member = self.phase == Phase::Fetching && donors.contains(&self.fetch.donor());
+        let first = if donor_is_member { Some(self.fetch.donor()) } else { None };
+        if !donor_is_member {
             self.forget_state();
             self.fetch.interrupted = false;
             self.fetch.interruptions = 0;
@@ -64,7 +64,7 @@ impl Session {
         self.phase = Phase::Fetching;
     }
 
-    /// What was just installed or committed came from the donor, which is in a group of
+    /// The state or result that was just installed or committed comes from the donor's group of
     /// `generation`.
     pub fn fetched(&mut self, generation: Generation) {
         self.fetch.generation = Some(generation);
@@ -85,59 +85,59 @@ impl Session {
         }
     }
 
-    /// The donor goes into `generation`, and this worker with it: there is no more to come.
+    /// The donor joins `generation`, and so does this worker: the stream ends.
     pub fn fetch_ended(&mut self, generation: Generation) {
         if self.phase != Phase::Fetching {
             return;
         }
         self.fetch.ended = Some(generation);
-        match self.latest.as_ref().is_some_and(|latest| latest.generation >= generation) {
-            true => self.leave_fetch(),
-            // The master's word is on its way.
-            false => self.phase = Phase::Detached,
+        if self.latest.as_ref().is_some_and(|latest| latest.generation >= generation) {
+            self.leave_fetch();
+        } else {
+            // The master's message has not arrived yet.
+            self.phase = Phase::Detached;
         }
     }
 
-    /// The link to the donor broke. Whether the fetch is to go on where it was, over another link
-    /// to the same donor; if not, this is followed by [`Session::fetch_broke`].
+    /// The link to the donor broke. Returns whether to resume the fetch over another link to the
+    /// same donor. If not, the caller calls [`Session::fetch_broke`].
     pub fn fetch_interrupted(&mut self) -> bool {
-        // A group that waits for this worker waits for no transfer.
-        let goes_on = self.phase == Phase::Fetching
+        // A group that waits for this worker must not wait for a transfer.
+        let resumes = self.phase == Phase::Fetching
             && self.latest.is_none()
             && self.fetch.interruptions < INTERRUPTIONS_MAX;
-        if goes_on {
+        if resumes {
             self.fetch.interrupted = true;
             self.fetch.interruptions += 1;
         }
-        goes_on
+        resumes
     }
 
-    /// The donor goes on where the link broke.
+    /// The donor resumes the transfer where the link broke.
     pub fn fetch_resumed(&mut self) {
         self.fetch.interrupted = false;
     }
 
-    /// A part of the state has come, or a step's result.
+    /// A part of the state or a step's result has arrived.
     pub fn fetch_advanced(&mut self) {
         self.fetch.interrupted = false;
         self.fetch.interruptions = 0;
     }
 
-    /// The donor sends its state from the beginning: what was fetched before is overwritten.
+    /// The donor sends its state from the start, which overwrites everything fetched before.
     pub fn fetch_begins(&mut self) {
         self.forget_state();
         self.fetch.interrupted = false;
     }
 
-    /// The donor could not be reached, or fell silent, or sent nonsense, or found this worker too
-    /// slow.
+    /// The donor is unreachable, silent, sent invalid data, or has dropped this worker as too slow.
     pub fn fetch_broke(&mut self) {
         if self.phase != Phase::Fetching {
             return;
         }
         if self.latest.is_some() {
-            // Some member has the state; if this worker's is not known to be of the same history,
-            // it takes that.
+            // Some member has the state. If this worker's is not known to belong to the same
+            // history, it is replaced in the repair.
             self.fetch.broken = true;
             return self.leave_fetch();
         }
@@ -149,24 +149,26 @@ impl Session {
         self.fetch.interruptions = 0;
         self.fetch.donors.rotate_left(1);
         if self.fetch.lost == FETCHES_LOST_MAX {
-            // The group is faster than this worker can follow: it has to wait for it.
+            // The group commits faster than this worker can follow, so the group has to wait for
+            // it.
             self.join_without_state();
         }
     }
 
-    /// A membership has come while the state was fetched.
+    /// A membership arrived while the state was being fetched.
     pub(super) fn leave_fetch(&mut self) {
         let Some(latest) = &self.latest else { return };
         let Fetch { generation, ended, broken, interrupted, .. } = self.fetch;
         let (donor, _) = self.fetch.donor();
-        let comes_along =
+        let donor_joins_too =
             !broken && !interrupted && ended.is_none() && latest.rank_of(donor).is_some();
-        if generation.is_some() && comes_along {
-            // It sends what is left of its group's steps, and then the end.
+        if generation.is_some() && donor_joins_too {
+            // The donor sends its group's remaining steps and then ends the stream.
             return;
         }
-        // Without an end, what came may be of a last step that the donor made alone; then the very
-        // next group repairs the others with it, but a later one has gone another way.
+        // Without the end of the stream, the last result may belong to a step that the donor alone
+        // committed. The very next group repairs the other ranks with it; a later group has
+        // diverged from it.
         let same_history = match ended {
             Some(ended) => ended <= latest.generation,
             None => generation.is_some_and(|of| of.next() == latest.generation),
@@ -185,7 +187,7 @@ impl Session {
         self.phase = Phase::Detached;
     }
 
-    /// Drops what was fetched.
+    /// Drops the fetched state.
     fn forget_state(&mut self) {
         self.state = None;
         self.last_headers = None;
@@ -193,10 +195,10 @@ impl Session {
     }
 }
 
-/// After so many states that came and were lost again, a newcomer joins without one.
+/// After this many lost states, a joining worker joins without one.
 const FETCHES_LOST_MAX: u32 = 3;
 
-/// After so many links that broke and brought nothing new, the next donor is asked.
+/// After this many broken links without progress, the next donor is tried.
 const INTERRUPTIONS_MAX: u32 = 8;
 
 #[cfg(test)]
@@ -219,8 +221,9 @@ mod tests {
         Membership { generation: Generation(generation), members, abort }
     }
 
-    /// A newcomer that has a state of step 3 and a result of step 4 from worker 1, of generation 1.
-    fn newcomer() -> Session {
+    /// A joining worker with a state of step 3 and a result of step 4 from worker 1, of generation
+    /// 1.
+    fn joiner() -> Session {
         let plan = JobPlan {
             records: 100,
             epochs: 1,
@@ -264,16 +267,18 @@ mod tests {
         session
     }
 
-    /// The step that it would bring into the group that it is about to join.
+    /// Step of the state that the worker brings into the group that it is about to join.
     fn brings(session: &mut Session, generation: u64) -> Option<u64> {
-        let Task::Connect(joins) = session.poll() else { panic!("it doesn't join: {session:?}") };
+        let Task::Connect(joins) = session.poll() else {
+            panic!("the worker does not join: {session:?}")
+        };
         assert_eq!(joins.generation, Generation(generation));
         session.sync_header(0).state.map(|state| state.step)
     }
 
     #[test]
-    fn a_newcomer_says_once_that_it_has_caught_up() {
-        let mut session = newcomer();
+    fn a_joining_worker_reports_once_that_it_has_caught_up() {
+        let mut session = joiner();
         session.caught_up();
         session.caught_up();
         assert_eq!(session.poll_report(), Some(Report::CaughtUp { step: 4 }));
@@ -281,14 +286,14 @@ mod tests {
     }
 
     #[test]
-    fn it_follows_its_donor_until_that_one_goes_into_the_same_generation() {
-        let mut session = newcomer();
+    fn a_joining_worker_follows_its_donor_until_both_enter_the_same_generation() {
+        let mut session = joiner();
         session.handle_membership(membership(3, &[1, 2, 9], false));
         assert_eq!(session.poll(), Task::Fetch(WorkerId(1), at(1).1));
         session.fetch_ended(Generation(3));
         assert_eq!(brings(&mut session, 3), Some(4));
-        // The donor's word may be quicker than the master's.
-        let mut session = newcomer();
+        // The donor's message may arrive before the master's.
+        let mut session = joiner();
         session.fetch_ended(Generation(3));
         assert_eq!(session.poll(), Task::Wait);
         session.handle_membership(membership(3, &[1, 2, 9], false));
@@ -296,13 +301,13 @@ mod tests {
     }
 
     #[test]
-    fn what_a_lost_donor_committed_counts_in_the_very_next_group_alone() {
+    fn commits_of_a_lost_donor_count_only_in_the_very_next_group() {
         for (generation, brought) in [(2, Some(4)), (3, None)] {
-            let mut session = newcomer();
+            let mut session = joiner();
             session.handle_membership(membership(generation, &[2, 9], true));
             assert_eq!(brings(&mut session, generation), brought);
-            // The same where the link ends first.
-            let mut session = newcomer();
+            // Likewise if the link ends first.
+            let mut session = joiner();
             session.handle_membership(membership(generation, &[1, 2, 9], true));
             session.fetch_broke();
             assert_eq!(brings(&mut session, generation), brought);
@@ -310,14 +315,14 @@ mod tests {
     }
 
     #[test]
-    fn a_fetch_whose_link_broke_goes_on_with_the_same_donor_and_keeps_what_it_has() {
-        let mut session = newcomer();
+    fn a_fetch_whose_link_broke_resumes_with_the_same_donor_and_keeps_its_state() {
+        let mut session = joiner();
         for _ in 0..INTERRUPTIONS_MAX {
             assert!(session.fetch_interrupted());
             assert_eq!((session.step(), session.poll()), (4, Task::Fetch(WorkerId(1), at(1).1)));
         }
         session.fetch_resumed();
-        assert!(!session.fetch_interrupted(), "nothing new has come for a long time");
+        assert!(!session.fetch_interrupted(), "too many links broke without progress");
         session.fetch_advanced();
         assert!(session.fetch_interrupted());
         session.fetch_begins();
@@ -327,18 +332,18 @@ mod tests {
     #[test]
     fn no_group_waits_for_a_fetch_whose_link_broke() {
         for (generation, brought) in [(2, Some(4)), (3, None)] {
-            let mut session = newcomer();
+            let mut session = joiner();
             assert!(session.fetch_interrupted());
             session.handle_membership(membership(generation, &[1, 2, 9], false));
             assert_eq!(brings(&mut session, generation), brought);
-            // The same where the membership comes first.
-            let mut session = newcomer();
+            // Likewise if the membership arrives first.
+            let mut session = joiner();
             session.handle_membership(membership(generation, &[1, 2, 9], false));
             assert!(!session.fetch_interrupted());
             session.fetch_broke();
             assert_eq!(brings(&mut session, generation), brought);
-            // Unless the donor goes on in time.
-            let mut session = newcomer();
+            // Unless the donor resumes in time.
+            let mut session = joiner();
             assert!(session.fetch_interrupted());
             session.fetch_resumed();
             session.handle_membership(membership(generation, &[1, 2, 9], false));
@@ -347,22 +352,22 @@ mod tests {
     }
 
     #[test]
-    fn it_begins_again_where_the_donor_is_no_member_any_more_or_the_link_breaks() {
-        let mut session = newcomer();
+    fn a_fetch_starts_over_when_the_donor_leaves_or_the_link_breaks() {
+        let mut session = joiner();
         session.handle_fetch(vec![at(2), at(1)]);
         assert_eq!((session.step(), session.poll()), (4, Task::Fetch(WorkerId(1), at(1).1)));
         session.handle_fetch(vec![at(2), at(3)]);
         assert_eq!((session.step(), session.poll()), (0, Task::Fetch(WorkerId(2), at(2).1)));
         session.fetch_broke();
         assert_eq!(session.poll(), Task::Fetch(WorkerId(3), at(3).1));
-        // Without a whole state there is nothing to wait for.
+        // Without a complete state there is nothing to wait for.
         session.handle_membership(membership(3, &[2, 3, 9], true));
         assert_eq!(brings(&mut session, 3), None);
     }
 
     #[test]
-    fn who_is_too_slow_again_and_again_joins_without_a_state() {
-        let mut session = newcomer();
+    fn a_worker_that_is_too_slow_repeatedly_joins_without_a_state() {
+        let mut session = joiner();
         for _ in 1..FETCHES_LOST_MAX {
             session.fetch_broke();
             assert_eq!(session.poll_report(), None);

@@ -1,31 +1,31 @@
-//! How a session ends a group before its work is done: all ranks at one step, by what their headers
-//! say.
+//! How a group ends before its work is done: all ranks stop at one step, decided from their
+//! headers.
 
 use super::{Group, Phase, Session};
 use crate::core::halt::{Ending, Halt, explain};
 use crate::core::header::StepHeader;
 
 impl Session {
-    /// This rank can't go on, and no other would do better: the job ends with the newest state
-    /// kept. The next round's headers say so to all ranks. The first reason stays.
+    /// This rank cannot continue, and no other worker could: the job ends with the newest state
+    /// retained. The headers of the next round tell all ranks. The first reason stays.
     pub fn halt(&mut self, halt: Halt) {
         self.halt.get_or_insert(halt);
     }
 
-    /// The master wants the group to end at the next boundary with a checkpoint, for all of its
+    /// The master wants the group to end at the next boundary with a checkpoint, because all of its
     /// members leave.
     pub fn handle_suspend(&mut self) {
         self.suspend = true;
     }
 
-    /// Whether a rank halts in this round, so that no rank may apply its step:
+    /// Whether a rank halts in this round, so that no rank may apply its step; see
     /// [`Session::withheld`].
     pub fn is_withheld(headers: &[StepHeader]) -> bool {
         headers.iter().any(|header| header.halt.is_some())
     }
 
-    /// All ranks' headers of a step that no rank applies. Ends the round, or, where this rank has
-    /// just [halted](Self::halt), has the ranks hear one another first.
+    /// Takes in the headers of all ranks for a step that no rank applies. Ends the round. If this
+    /// rank alone has just [halted](Self::halt), an idle round exchanges the new headers first.
     pub fn withheld(&mut self, headers: &[StepHeader]) {
         self.flush_progress();
         if Self::is_withheld(headers) {
@@ -37,7 +37,7 @@ impl Session {
         }
     }
 
-    /// How the group's work has ended; `None` while it goes on.
+    /// How the group's work has ended; `None` while it continues.
     pub fn ended(&self) -> Option<&Ending> {
         match &self.phase {
             Phase::Finished { ending, .. } => Some(ending),
@@ -45,21 +45,23 @@ impl Session {
         }
     }
 
-    /// Why this rank can't go on, if it can't.
+    /// Why this rank cannot continue, if so.
     pub fn halted(&self) -> Option<&Halt> {
         self.halt.as_ref()
     }
 
-    /// How the group's work ends with these headers; `None` where it goes on.
+    /// How the group's work ends with these headers; `None` if it continues.
     pub(super) fn ending(&self, group: &Group, headers: &[StepHeader]) -> Option<Ending> {
         let halts: Vec<Option<&Halt>> = headers.iter().map(|header| header.halt.as_ref()).collect();
         if let Some(error) = explain(self.step(), &group.members, &halts) {
             return Some(Ending::Failed(error));
         }
-        match () {
-            () if self.at_end() || headers.iter().any(|h| h.stop) => Some(Ending::Done),
-            () if headers.iter().any(|h| h.suspend) => Some(Ending::Suspended),
-            () => None,
+        if self.at_end() || headers.iter().any(|h| h.stop) {
+            Some(Ending::Done)
+        } else if headers.iter().any(|h| h.suspend) {
+            Some(Ending::Suspended)
+        } else {
+            None
         }
     }
 }
@@ -98,7 +100,7 @@ mod tests {
             pair
         }
 
-        /// Both meet in a new generation.
+        /// Both workers form a group of a new generation.
         fn regroup(&mut self, generation: u64) {
             let members =
                 [1, 2].map(|id| (WorkerId(id), ([127, 0, 0, 1], id as u16).into())).to_vec();
@@ -111,8 +113,8 @@ mod tests {
                 });
                 session.connected();
             }
-            let words = self.0.each_ref().map(|session| session.sync_header(0));
-            self.0.iter_mut().for_each(|session| session.synced(&words).unwrap());
+            let headers = self.0.each_ref().map(|session| session.sync_header(0));
+            self.0.iter_mut().for_each(|session| session.synced(&headers).unwrap());
             if self.0[0].state().is_none() {
                 self.0[0].begin();
                 let record = self.0[0].state().unwrap().record();
@@ -125,7 +127,7 @@ mod tests {
             self.0.iter().map(|session| session.header(0)).collect()
         }
 
-        fn talk(&mut self) {
+        fn exchange_headers(&mut self) {
             let headers = self.headers();
             for session in &mut self.0 {
                 assert_eq!(session.poll(), Task::ExchangeHeaders);
@@ -133,7 +135,7 @@ mod tests {
             }
         }
 
-        /// Both compute; the headers of their step.
+        /// Both workers compute. Returns the headers of their step.
         fn compute(&mut self) -> Vec<StepHeader> {
             for session in &mut self.0 {
                 assert!(matches!(session.poll(), Task::Compute(_)), "{session:?}");
@@ -153,16 +155,16 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_is_not_finite_is_committed_by_nobody_and_ends_all_with_one_text() {
+    fn a_step_that_is_not_finite_is_not_committed_and_ends_all_ranks_with_one_text() {
         let mut pair = Pair::new(None);
-        pair.talk();
+        pair.exchange_headers();
         let headers = pair.compute();
         assert!(!Session::is_withheld(&headers));
         let mine = headers[1].ranges.clone();
         pair.0[0].halt(nonfinite(&[]));
         pair.0[1].halt(nonfinite(&mine));
         pair.0.iter_mut().for_each(|session| session.withheld(&headers));
-        pair.talk();
+        pair.exchange_headers();
         let [Some(Ending::Failed(text)), Some(Ending::Failed(same))] = pair.endings() else {
             panic!("{:?}", pair.endings())
         };
@@ -179,9 +181,9 @@ mod tests {
     }
 
     #[test]
-    fn what_one_rank_can_not_go_on_with_ends_the_step_that_it_comes_with() {
+    fn an_error_of_one_rank_ends_the_job_at_the_step_whose_header_reports_it() {
         let mut pair = Pair::new(None);
-        pair.talk();
+        pair.exchange_headers();
         pair.compute();
         pair.0[1]
             .halt(Halt { reason: Reason::Error("a.csv has changed".into()), ranges: Vec::new() });
@@ -195,21 +197,21 @@ mod tests {
     #[test]
     fn a_rank_that_has_halted_ends_the_next_group_too() {
         let mut pair = Pair::new(None);
-        pair.talk();
+        pair.exchange_headers();
         let headers = pair.compute();
-        // The links break before the second rank has all of the sum.
+        // The links break before the second rank has received the whole sum.
         pair.0[0].halt(nonfinite(&[]));
         pair.0[0].withheld(&headers);
         pair.0.iter_mut().for_each(|session| session.broken(None, "reset".into()));
         pair.regroup(2);
-        pair.talk();
+        pair.exchange_headers();
         assert!(matches!(pair.endings(), [Some(Ending::Failed(_)), Some(Ending::Failed(_))]));
     }
 
     #[test]
-    fn a_step_that_is_left_out_counts_its_records_and_itself() {
+    fn a_skipped_step_and_its_records_are_counted() {
         let mut pair = Pair::new(None);
-        pair.talk();
+        pair.exchange_headers();
         let headers = pair.compute();
         for session in &mut pair.0 {
             session.commit_skipped(headers.clone(), Duration::ZERO);
@@ -217,31 +219,31 @@ mod tests {
             assert_eq!((state.step, state.steps_skipped, state.records_trained), (1, 1, 4));
             assert_eq!((state.ledger.counted(), state.ledger.repeated()), (4, 0));
         }
-        // It travels with the state.
+        // The count is part of the state that is sent and stored.
         assert_eq!(pair.0[0].state().unwrap().record().steps_skipped, 1);
     }
 
     #[test]
-    fn a_group_that_is_to_be_suspended_keeps_a_checkpoint_of_its_last_step_first() {
+    fn a_group_writes_a_checkpoint_of_its_last_step_before_it_is_suspended() {
         let mut pair = Pair::new(Some(Interval::Steps(1000)));
-        pair.talk();
+        pair.exchange_headers();
         pair.0[1].handle_suspend();
         let headers = pair.compute();
         pair.0.iter_mut().for_each(|session| session.commit(headers.clone(), Duration::ZERO));
         assert_eq!(pair.endings(), [None, None], "its checkpoint is not written yet");
         for session in &mut pair.0 {
             let Some(checkpoint::Task::Write { step: 1, .. }) = session.poll_checkpoint() else {
-                panic!("no part is written")
+                panic!("no part is to be written")
             };
             session.wrote_part(1, Ok(Written { bytes: 1, digest: 1 }));
         }
-        pair.talk();
+        pair.exchange_headers();
         assert!(matches!(
             pair.0[0].poll_checkpoint(),
             Some(checkpoint::Task::Commit { step: 1, .. })
         ));
         pair.0[0].committed_checkpoint(1, true);
-        pair.talk();
+        pair.exchange_headers();
         assert_eq!(pair.endings(), [Some(Ending::Suspended), Some(Ending::Suspended)]);
     }
 }

@@ -1,5 +1,5 @@
-//! What a session does while its worker's storage does not answer: it offers the group the records
-//! that have been read, and stays in the ring with none where there are none.
+//! Behaviour of a session while its worker's storage does not answer: it offers the group the
+//! records that are already read, and stays in the ring even if there are none.
 
 use elasticdl_proto::RecordRange;
 
@@ -12,14 +12,14 @@ impl Session {
         self.leases.all().filter(move |range| range.epoch == epoch)
     }
 
-    /// Only the first `readable` records of those that are [held](Self::held) can be had now;
-    /// `None`: all can.
+    /// Limits the offer to the first `readable` of the [held](Self::held) records; `None`: all can
+    /// be read.
     pub fn limit_held(&mut self, readable: Option<u64>) {
         self.readable = readable;
     }
 
-    /// These records of the last [`Task::Compute`](super::Task::Compute), its last ones, could not
-    /// be read yet: the pending gradient does not contain them, and they are computed later.
+    /// The trailing records of the last [`Task::Compute`](super::Task::Compute) that could not be
+    /// read yet. The pending gradient does not contain them; they are computed later.
     pub fn not_read(&mut self, unread: &[RecordRange]) {
         let ends_with = |range: &RecordRange, rest: &RecordRange| {
             range.epoch == rest.epoch && range.end == rest.end && range.start <= rest.start
@@ -34,7 +34,7 @@ impl Session {
     }
 }
 
-/// What a rank offers of the records that it holds, by epoch, where it can have so many of `epoch`
+/// The held records that a rank offers, by epoch, if only `readable` records of `epoch` can be read
 /// now.
 pub(super) fn limited(held: Vec<(u32, u64)>, epoch: u32, readable: Option<u64>) -> Vec<(u32, u64)> {
     let Some(readable) = readable else { return held };

@@ -1,12 +1,12 @@
-//! What a worker says to its master after it was disconnected, or to a new master.
+//! Reports of a worker to its master after a reconnect, or to a new master.
 
 use super::{Phase, Report, Session, State};
 
 impl Session {
-    /// The control stream is open again, to the same master or to another one. Messages of the
-    /// stream before may be lost, and another master knows none of them. The master is told first
-    /// which records are this worker's, then what it may not have heard, and is asked again for
-    /// what it did not give.
+    /// The control stream is open again, to the same master or to a new one. Messages of the
+    /// previous stream may be lost, and a new master has seen none of them. So the worker first
+    /// reports the records that it holds, then repeats what the master may have missed, and
+    /// requests again the leases that have not arrived.
     pub fn reconnected(&mut self) {
         self.reports.clear();
         self.leases.forget_requests();
@@ -23,26 +23,26 @@ impl Session {
                     (group.generation, group.rank, group.members.len());
                 if let (0, Some(State { step, ledger, .. })) = (rank, &self.state) {
                     let (step, ledger) = (*step, ledger.clone());
-                    // What is gathered for the next report is in this ledger, too; the master takes
-                    // it in once.
+                    // This ledger already contains the progress gathered for the next report; the
+                    // master counts each record once.
                     self.reports.push_back(Report::Formed { generation, step, ledger });
                 }
                 self.request_leases(world_size);
             }
             Phase::Fetching => self.report_caught_up_again(),
-            // What comes of these is said when it is done.
+            // These phases report their outcome when they complete.
             Phase::Ended(_) | Phase::Joining(_) | Phase::Repairing(..) | Phase::Syncing(_) => {}
         }
     }
 
-    /// A member without links waits for a new generation, and the master may not know.
+    /// A member without links waits for a new generation, and the master may not know that.
     fn report_broken_again(&mut self) {
         let latest = self
             .latest
             .as_ref()
             .filter(|latest| self.was_member && latest.rank_of(self.me).is_some());
         if let Some(generation) = latest.map(|latest| latest.generation) {
-            let error = "links broke before this master came".into();
+            let error = "links broke before this master took over".into();
             self.reports.push_back(Report::Broken {
                 generation,
                 suspect: None,
@@ -72,8 +72,8 @@ mod tests {
         std::iter::from_fn(|| session.poll_report()).collect()
     }
 
-    /// Detached in generation 1, at step 0, with a lease on records 0 to 6.
-    fn alone() -> Session {
+    /// The only member of generation 1, at step 0, with a lease on records 0 to 6.
+    fn single_member() -> Session {
         let me = WorkerId(1);
         let plan = JobPlan {
             records: 10,
@@ -102,24 +102,24 @@ mod tests {
     }
 
     #[test]
-    fn another_master_hears_of_leases_of_the_ledger_and_of_what_is_wanted() {
-        let mut session = alone();
+    fn a_new_master_learns_the_held_leases_the_ledger_and_the_requested_records() {
+        let mut session = single_member();
         session.headers_exchanged(&[session.header(0)]).unwrap();
         assert_eq!(session.poll(), Task::Compute(vec![records(0, 2)]));
         session.computed(0.0, 0);
         session.commit(vec![session.header(0)], Duration::ZERO);
         assert_eq!(session.poll(), Task::Compute(vec![records(2, 4)]));
         session.reconnected();
-        // What is being computed is held; what is committed is in the ledger, and not said a second
-        // time.
+        // Records being computed are held. Committed records are in the ledger and are not reported
+        // a second time.
         let holding = Report::HeldLeases { step: 1, ranges: vec![records(2, 4), records(4, 6)] };
-        let wanted = Report::LeaseRequest { epoch: 0, records: 14 };
+        let request = Report::LeaseRequest { epoch: 0, records: 14 };
         assert_eq!(
             reports(&mut session),
-            [holding.clone(), formed(1, records(0, 2)), wanted.clone()]
+            [holding.clone(), formed(1, records(0, 2)), request.clone()]
         );
         session.reconnected();
-        assert_eq!(reports(&mut session), [holding, formed(1, records(0, 2)), wanted]);
+        assert_eq!(reports(&mut session), [holding, formed(1, records(0, 2)), request]);
         session.computed(0.0, 0);
         session.commit(vec![session.header(0)], Duration::from_secs(9));
         let Some(Report::Committed(progress)) = session.poll_report() else {
@@ -129,8 +129,8 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_timed_from_a_groups_second_one_on() {
-        let mut session = alone();
+    fn steps_are_timed_from_the_second_step_of_a_group() {
+        let mut session = single_member();
         session.headers_exchanged(&[session.header(0)]).unwrap();
         for at in [10, 17, 30] {
             session.poll();
@@ -144,27 +144,27 @@ mod tests {
             }
             _ => None,
         };
-        let told: Vec<_> = reports(&mut session).into_iter().filter_map(times).collect();
-        assert_eq!(told, [(0, 0, 0), (1, 7_000, 2_000), (1, 13_000, 2_000)]);
+        let reported: Vec<_> = reports(&mut session).into_iter().filter_map(times).collect();
+        assert_eq!(reported, [(0, 0, 0), (1, 7_000, 2_000), (1, 13_000, 2_000)]);
     }
 
     #[test]
-    fn a_member_without_links_says_again_that_they_broke() {
-        let mut session = alone();
+    fn a_member_without_links_reports_again_that_they_broke() {
+        let mut session = single_member();
         session.broken(None, "reset".into());
         reports(&mut session);
         session.reconnected();
-        let said = reports(&mut session);
+        let repeated = reports(&mut session);
         let broken = |r: &Report| {
             matches!(r, Report::Broken { generation: Generation(1), suspect: None, .. })
         };
-        assert_eq!(said[0], Report::HeldLeases { step: 0, ranges: vec![records(0, 6)] });
-        assert!(broken(&said[1]) && said.len() == 2, "{said:?}");
+        assert_eq!(repeated[0], Report::HeldLeases { step: 0, ranges: vec![records(0, 6)] });
+        assert!(broken(&repeated[1]) && repeated.len() == 2, "{repeated:?}");
     }
 
     #[test]
-    fn a_final_state_is_told_to_another_master_too() {
-        let mut session = alone();
+    fn a_final_state_is_reported_to_a_new_master_too() {
+        let mut session = single_member();
         session.handle_drain();
         session.headers_exchanged(&[session.header(0)]).unwrap();
         assert_eq!(session.poll(), Task::Finish);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_was_no_member_has_nothing_to_say() {
+    fn a_worker_that_was_no_member_reports_no_leases() {
         let mut session = Session::new(
             WorkerId(1),
             JobPlan {

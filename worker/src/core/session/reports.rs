@@ -1,4 +1,4 @@
-//! What a session tells the master: what its group commits, and what it wants leased.
+//! Reports to the master: the group's commits and the requested leases.
 
 use std::time::Duration;
 
@@ -12,14 +12,14 @@ impl Session {
         self.reports.pop_front()
     }
 
-    /// The all-reduce of the step that is committed next took this long.
+    /// Duration of the all-reduce of the step that is committed next.
     pub fn reduced(&mut self, took: Duration) {
         if self.committed_at.is_some() {
             self.progress.times.reduce_us += micros(took);
         }
     }
 
-    /// Asks for records ahead of need: a few steps' worth, and of the next epoch when this one ends
+    /// Requests leases ahead of need: a few steps' worth, and of the next epoch when this one ends
     /// soon.
     pub(super) fn request_leases(&mut self, world_size: usize) {
         let least = self.job.batch.share(world_size).saturating_mul(STEPS_AHEAD);
@@ -34,7 +34,7 @@ impl Session {
         }
     }
 
-    /// What is left of the epoch is no more than what the group likes to have leased.
+    /// Whether the rest of the epoch is no more than what the group keeps leased.
     fn epoch_ends_soon(&self, world_size: usize) -> bool {
         let leased =
             self.job.batch.share(world_size).saturating_mul(2 * STEPS_AHEAD * world_size as u64);
@@ -56,8 +56,8 @@ impl Session {
             self.progress.times.steps += 1;
             self.progress.times.step_us += micros(now.saturating_sub(before));
         }
-        // Towards an epoch's end the master leases by what it knows to be committed, so it hears of
-        // each step.
+        // Towards the end of an epoch the master leases by the commits that it knows of, so each
+        // step is reported.
         let due = now.saturating_sub(self.reported_at) >= REPORT_INTERVAL;
         if due || self.epoch_ends_soon(headers.len()) {
             self.reported_at = now;
@@ -77,9 +77,9 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// A rank keeps this many steps' shares leased ahead, at least, so that a lease's way to the master
-/// and back costs no step.
+/// Number of steps whose shares a rank keeps leased ahead, at least, so that the round trip to the
+/// master delays no step.
 const STEPS_AHEAD: u64 = 4;
 
-/// The master hears of commits this often, at most.
+/// Minimum interval between reports of commits.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);

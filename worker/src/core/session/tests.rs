@@ -1,8 +1,9 @@
-//! Sessions against one another: a small master, a group on an imagined ring, and crashes at any
+//! Sessions against one another: a small master, a group on a simulated ring, and crashes at any
 //! point.
 //!
-//! The oracle stands outside: a replica's "parameters" are the list of records that its updates
-//! contained. At the end they must hold every record of every epoch exactly once, on every rank.
+//! The oracle is independent of the sessions: a replica's "parameters" are the list of records that
+//! its updates contained. At the end they must hold every record of every epoch exactly once, on
+//! every rank.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -26,7 +27,7 @@ const RECORDS: u64 = 60;
 /// Three blocks.
 const VALIDATION: u64 = 600;
 
-/// What a replica has absorbed: the stand-in for parameters.
+/// Records that a replica has absorbed; they stand for its parameters.
 type Absorbed = Vec<RecordRange>;
 
 /// One rank's entry into one collective operation.
@@ -36,7 +37,7 @@ struct Entry {
     gradient: Rc<Absorbed>,
 }
 
-/// One generation's links: operations in order, each with an entry per rank.
+/// Links of one generation: operations in order, each with an entry per rank.
 #[derive(Clone, Debug, Default)]
 struct Ring {
     world_size: usize,
@@ -47,43 +48,43 @@ struct Ring {
 #[derive(Debug)]
 enum Doing {
     Nothing,
-    /// In a collective operation that needs every rank's entry, or just that of one.
+    /// In a collective operation that needs the entry of every rank, or of one rank only.
     Operation {
-        what: What,
+        what: Operation,
         from: Option<usize>,
     },
 }
 
 #[derive(Clone, Debug)]
-enum What {
+enum Operation {
     Evaluate(std::ops::Range<u64>),
     Result { apply: bool },
     State { take: bool },
     Step,
     Synchronize,
-    Talk,
+    ExchangeHeaders,
 }
 
 #[derive(Debug)]
 struct Node {
     id: WorkerId,
     session: Session,
-    inbox: VecDeque<Say>,
+    inbox: VecDeque<ToWorker>,
     doing: Doing,
-    /// The next operation of this node's ring.
+    /// Index of the next operation in this node's ring.
     operation: usize,
-    repair: VecDeque<(What, usize)>,
+    repair: VecDeque<(Operation, usize)>,
     gradient: Absorbed,
     gradient_is_pending: bool,
     parameters: Absorbed,
     kept: Absorbed,
-    /// A last step's result that has passed through in a repair.
+    /// Result of the last step, if this node has passed it on in a repair.
     passed: Option<(Absorbed, Vec<StepHeader>)>,
     finished: Option<Generation>,
 }
 
 #[derive(Clone, Debug)]
-enum Say {
+enum ToWorker {
     Drain,
     Fetch(Vec<(WorkerId, SocketAddr)>),
     Lease(RecordRange),
@@ -98,25 +99,25 @@ struct World {
     next: u64,
     nodes: Vec<Node>,
     rings: BTreeMap<u64, Ring>,
-    // The master.
+    // ---- the master ----
     generation: Generation,
     members: Vec<WorkerId>,
     formed: bool,
     ready: Vec<WorkerId>,
-    /// Newcomers on their way, and what they are sent.
+    /// Joining workers that fetch the state, and the messages to them.
     fetching: Vec<WorkerId>,
     streams: BTreeMap<WorkerId, Stream>,
     leaving: Vec<WorkerId>,
     leases: BTreeMap<WorkerId, Vec<RecordRange>>,
-    credit: BTreeMap<(WorkerId, u32), u64>,
+    requested: BTreeMap<(WorkerId, u32), u64>,
     queue: BTreeMap<u32, RangeSet>,
     crashes: u32,
     joins: u32,
     leaves: u32,
     highest_step: u64,
-    /// Storage answers now and then only: ranks can't read what is leased to them.
+    /// Whether storage fails at times: ranks then cannot read their leased records.
     storage_fails: bool,
-    /// What the lowest ranks have said, by step.
+    /// Reports of the lowest ranks, by step.
     evaluations: BTreeMap<u64, BTreeMap<String, f64>>,
 }
 
@@ -147,7 +148,7 @@ impl World {
             streams: BTreeMap::new(),
             leaving: Vec::new(),
             leases: BTreeMap::new(),
-            credit: BTreeMap::new(),
+            requested: BTreeMap::new(),
             queue: BTreeMap::new(),
             crashes,
             highest_step: 0,
@@ -191,19 +192,18 @@ impl World {
             passed: None,
             finished: None,
         });
-        match self.donors().is_empty() {
-            true => self.ready.push(id),
-            false => {
-                self.fetching.push(id);
-                self.tell(id, Say::Fetch(self.donors()));
-            }
+        if self.donors().is_empty() {
+            self.ready.push(id);
+        } else {
+            self.fetching.push(id);
+            self.send(id, ToWorker::Fetch(self.donors()));
         }
         self.switch();
     }
 
     // ---- the workers ----
 
-    /// `index` is gone, without a word.
+    /// The process `index` crashes without a message.
     fn crash(&mut self, index: usize) {
         let node = self.nodes.remove(index);
         self.break_streams(node.id);
@@ -216,15 +216,14 @@ impl World {
                 true;
         }
         if self.members.contains(&node.id) {
-            // The news of a loss reaches the links and the master independently; here the master is
-            // told at once.
+            // Links and master learn of a loss independently; here the master learns of it at once.
             self.publish(true);
         }
     }
 
     fn forget_worker(&mut self, id: WorkerId) {
         self.leases.remove(&id);
-        self.credit.retain(|(worker, _), _| *worker != id);
+        self.requested.retain(|(worker, _), _| *worker != id);
         self.ready.retain(|w| *w != id);
         self.fetching.retain(|w| *w != id);
         self.streams.remove(&id);
@@ -234,12 +233,12 @@ impl World {
     fn advance(&mut self, index: usize) {
         // The fence acts at once: links of generations before a loss end, also under a blocked
         // operation.
-        for say in &self.nodes[index].inbox {
-            if let Say::Membership(Membership { abort: true, generation, .. }) = say {
+        for message in &self.nodes[index].inbox {
+            if let ToWorker::Membership(Membership { abort: true, generation, .. }) = message {
                 self.rings.range_mut(..generation.0).for_each(|(_, ring)| ring.broken = true);
             }
         }
-        // The inbox is looked at between two tasks.
+        // The inbox is read between two tasks.
         let idle = matches!(self.nodes[index].doing, Doing::Nothing)
             && self.nodes[index].repair.is_empty();
         let deliver =
@@ -247,10 +246,10 @@ impl World {
         for _ in 0..deliver {
             let node = &mut self.nodes[index];
             match node.inbox.pop_front().expect("counted") {
-                Say::Drain => node.session.handle_drain(),
-                Say::Fetch(donors) => node.session.handle_fetch(donors),
-                Say::Lease(range) => node.session.handle_lease(vec![range]),
-                Say::Membership(membership) => node.session.handle_membership(membership),
+                ToWorker::Drain => node.session.handle_drain(),
+                ToWorker::Fetch(donors) => node.session.handle_fetch(donors),
+                ToWorker::Lease(range) => node.session.handle_lease(vec![range]),
+                ToWorker::Membership(membership) => node.session.handle_membership(membership),
             }
         }
         match self.nodes[index].doing {
@@ -276,8 +275,8 @@ impl World {
                     node.gradient.clear();
                 }
                 let records: u64 = ranges.iter().map(RecordRange::len).sum();
-                let away = self.storage_fails && self.rng.random_bool(0.3);
-                let read = if away { self.rng.random_range(0..=records) } else { records };
+                let fails = self.storage_fails && self.rng.random_bool(0.3);
+                let read = if fails { self.rng.random_range(0..=records) } else { records };
                 let (read, unread) = cut(&ranges, read);
                 node.gradient.extend(&read);
                 node.session.computed(0.0, 0);
@@ -293,7 +292,7 @@ impl World {
                     node.session.connected();
                 }
             }
-            Task::Evaluate(blocks) => self.enter(index, What::Evaluate(blocks), None),
+            Task::Evaluate(blocks) => self.enter(index, Operation::Evaluate(blocks), None),
             Task::Exit(exit) => {
                 assert_eq!(exit, Exit::Left, "seed {}", self.seed);
                 let node = self.nodes.remove(index);
@@ -312,12 +311,12 @@ impl World {
                 if !node.gradient_is_pending {
                     node.gradient.clear();
                 }
-                self.enter(index, What::Step, None);
+                self.enter(index, Operation::Step, None);
             }
-            Task::Synchronize => self.enter(index, What::Synchronize, None),
+            Task::Synchronize => self.enter(index, Operation::Synchronize, None),
             Task::ExchangeHeaders => {
                 self.limit_held(index);
-                self.enter(index, What::Talk, None);
+                self.enter(index, Operation::ExchangeHeaders, None);
             }
             Task::Wait => {}
         }
@@ -337,10 +336,10 @@ impl World {
         }
         let node = &mut self.nodes[index];
         if let Some((donor, behind)) = &plan.result {
-            node.repair.push_back((What::Result { apply: behind.contains(&rank) }, *donor));
+            node.repair.push_back((Operation::Result { apply: behind.contains(&rank) }, *donor));
         }
         if let Some((donor, takers)) = &plan.state {
-            node.repair.push_back((What::State { take: takers.contains(&rank) }, *donor));
+            node.repair.push_back((Operation::State { take: takers.contains(&rank) }, *donor));
         }
         if node.repair.is_empty() {
             self.repaired(index);
@@ -353,21 +352,21 @@ impl World {
         node.gradient_is_pending &= !node.session.pending_ranges().is_empty();
     }
 
-    /// Enters the next operation of the node's ring with what it has to say.
-    /// Storage is away for some ranks, which have read some records before.
+    /// Storage fails for some ranks, which have read some records before.
     fn limit_held(&mut self, index: usize) {
         let session = &mut self.nodes[index].session;
         let held: u64 = session.held().map(|range| range.len()).sum();
-        let away = self.storage_fails && self.rng.random_bool(0.3);
-        session.limit_held(if away { Some(self.rng.random_range(0..=held)) } else { None });
+        let fails = self.storage_fails && self.rng.random_bool(0.3);
+        session.limit_held(if fails { Some(self.rng.random_range(0..=held)) } else { None });
     }
 
-    fn enter(&mut self, index: usize, what: What, from: Option<usize>) {
+    /// Enters the next operation of the node's ring with the node's contribution.
+    fn enter(&mut self, index: usize, what: Operation, from: Option<usize>) {
         let node = &mut self.nodes[index];
         let digest = fingerprint(&node.parameters);
         let (bytes, gradient) = match &what {
-            What::Evaluate(blocks) => {
-                // What a block scores depends on the parameters.
+            Operation::Evaluate(blocks) => {
+                // The score of a block depends on the parameters.
                 let score =
                     |block| BTreeMap::from([("loss".to_owned(), (digest % 1000 + block) as f64)]);
                 let blocks_scores = blocks.clone().map(score).collect();
@@ -378,17 +377,17 @@ impl World {
                 };
                 (encode(&scores), Vec::new())
             }
-            What::Result { .. } => (
+            Operation::Result { .. } => (
                 encode(&node.session.last_headers().unwrap_or_default().to_vec()),
                 node.kept.clone(),
             ),
-            What::State { .. } => (
+            Operation::State { .. } => (
                 node.session.state().map(|s| encode(&s.record())).unwrap_or_default(),
                 node.parameters.clone(),
             ),
-            What::Step => (encode(&node.session.header(digest)), node.gradient.clone()),
-            What::Synchronize => (encode(&node.session.sync_header(digest)), Vec::new()),
-            What::Talk => (encode(&node.session.header(digest)), Vec::new()),
+            Operation::Step => (encode(&node.session.header(digest)), node.gradient.clone()),
+            Operation::Synchronize => (encode(&node.session.sync_header(digest)), Vec::new()),
+            Operation::ExchangeHeaders => (encode(&node.session.header(digest)), Vec::new()),
         };
         let (generation, rank) = node.session.group_rank().expect("operations happen in groups");
         let ring = self.rings.get_mut(&generation.0).expect("a ring per generation");
@@ -399,8 +398,7 @@ impl World {
         node.doing = Doing::Operation { what, from };
     }
 
-    /// Completes the node's operation if it can; breaks it if its ring is broken and luck is
-    /// against it.
+    /// Completes the node's operation if possible. If the ring is broken, the operation may break.
     fn complete(&mut self, index: usize) {
         let node = &mut self.nodes[index];
         let (generation, _) = node.session.group_rank().expect("operations happen in groups");
@@ -429,7 +427,7 @@ impl World {
     fn finish_operation(
         &mut self,
         index: usize,
-        what: &What,
+        what: &Operation,
         donor: Option<Entry>,
         all: &[Option<Entry>],
     ) {
@@ -441,12 +439,12 @@ impl World {
                 .collect()
         };
         match what {
-            What::Evaluate(_) => {
+            Operation::Evaluate(_) => {
                 let scores = all.iter().map(|e| decode(&e.as_ref().expect("complete").bytes));
                 let scores: Vec<Scores> = scores.map(|s| s.expect("scores")).collect();
                 node.session.evaluated(&scores).unwrap_or_else(|e| panic!("seed {seed}: {e}"));
             }
-            What::Result { apply } => {
+            Operation::Result { apply } => {
                 let donor = donor.expect("a donor");
                 let headers: Vec<StepHeader> = decode(&donor.bytes).expect("headers");
                 if *apply {
@@ -456,12 +454,12 @@ impl World {
                         node.session.group_rank().expect("repairs happen in groups");
                     let (passed, sum) = (headers.clone(), node.kept.clone());
                     node.session.commit(headers, Duration::ZERO);
-                    self.pass_on(index, generation, &passed, &sum);
+                    self.forward_result(index, generation, &passed, &sum);
                 } else {
                     node.passed = Some((donor.gradient.to_vec(), headers));
                 }
             }
-            What::State { take } => {
+            Operation::State { take } => {
                 let donor = donor.expect("a donor");
                 if *take {
                     node.parameters = donor.gradient.to_vec();
@@ -471,7 +469,7 @@ impl World {
                     assert!(node.session.install(state, headers), "seed {seed}");
                 }
             }
-            What::Step => {
+            Operation::Step => {
                 let sum: Absorbed = all
                     .iter()
                     .flat_map(|e| e.as_ref().expect("complete").gradient.iter().copied())
@@ -479,7 +477,7 @@ impl World {
                 let headers = headers();
                 node.session.check(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
                 let said: Absorbed = headers.iter().flat_map(|h| h.ranges.clone()).collect();
-                assert_eq!(sum, said, "seed {seed}: headers tell what gradients hold");
+                assert_eq!(sum, said, "seed {seed}: headers list the records in the gradients");
                 self.serve(index);
                 let node = &mut self.nodes[index];
                 if sum.is_empty() {
@@ -495,16 +493,16 @@ impl World {
                 let (generation, _) = node.session.group_rank().expect("steps happen in groups");
                 node.session.commit(headers.clone(), Duration::ZERO);
                 self.highest_step = self.highest_step.max(node.session.step());
-                self.pass_on(index, generation, &headers, &sum);
+                self.forward_result(index, generation, &headers, &sum);
             }
-            What::Synchronize => {
+            Operation::Synchronize => {
                 let headers: Vec<SyncHeader> = all
                     .iter()
-                    .map(|e| decode(&e.as_ref().expect("complete").bytes).expect("a word"))
+                    .map(|e| decode(&e.as_ref().expect("complete").bytes).expect("a header"))
                     .collect();
                 node.session.synced(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
             }
-            What::Talk => {
+            Operation::ExchangeHeaders => {
                 let headers = headers();
                 node.session.check(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
                 self.serve(index);
@@ -514,7 +512,7 @@ impl World {
                     .unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
             }
         }
-        if matches!(what, What::Result { .. } | What::State { .. })
+        if matches!(what, Operation::Result { .. } | Operation::State { .. })
             && self.nodes[index].repair.is_empty()
         {
             self.repaired(index);
@@ -563,8 +561,8 @@ impl World {
         }
         let nodes: Vec<String> = self.nodes.iter().map(|n| format!("{:?}", n.session)).collect();
         panic!(
-            "seed {}: no end in sight, queue {:?}, credit {:?}, members {:?} of {}: {nodes:#?}",
-            self.seed, self.queue, self.credit, self.members, self.generation
+            "seed {}: the run does not end: queue {:?}, requested {:?}, members {:?} of {}: {nodes:#?}",
+            self.seed, self.queue, self.requested, self.members, self.generation
         );
     }
 
@@ -628,7 +626,7 @@ fn every_record_is_absorbed_exactly_once_whatever_crashes_joins_or_leaves() {
 }
 
 #[test]
-fn every_record_is_absorbed_exactly_once_where_storage_answers_now_and_then_only() {
+fn every_record_is_absorbed_exactly_once_while_storage_fails_at_times() {
     for seed in 0..1000 {
         let mut world = World::new(seed);
         world.storage_fails = true;
@@ -646,9 +644,9 @@ fn a_drained_group_stops_together_at_one_step() {
         while world.nodes.iter().any(|n| n.finished.is_none()) {
             ticks += 1;
             if ticks == 500 {
-                world.tell(drained, Say::Drain);
+                world.send(drained, ToWorker::Drain);
             }
-            assert!(ticks < 100_000, "seed {seed}: no end in sight");
+            assert!(ticks < 100_000, "seed {seed}: the run does not end");
             let index = world.rng.random_range(0..world.nodes.len());
             world.advance(index);
         }

@@ -1,41 +1,41 @@
-//! What a session has to do with NCCL.
+//! The session's part in the choice between the host ring and NCCL.
 
 use super::{Phase, Session};
 use crate::core::header::SyncHeader;
 use crate::core::transport_switch::{NcclBuild, NcclObstacle, Transport, TransportSwitch};
 
 impl Session {
-    /// Whether this worker computes on a GPU.
-    pub fn on_gpu(self, is: bool) -> Self {
-        Self { transport: TransportSwitch::new(is), ..self }
+    /// Sets whether this worker computes on a GPU.
+    pub fn on_gpu(self, gpu: bool) -> Self {
+        Self { transport: TransportSwitch::new(gpu), ..self }
     }
 
-    /// This worker's NCCL communicator of its generation is so far.
+    /// State of this worker's NCCL communicator in its generation.
     pub fn set_nccl_build(&mut self, build: NcclBuild) {
         self.transport.set_build(build);
     }
 
-    /// NCCL failed amid a step. The links are broken, too.
+    /// NCCL failed during a step. The links are broken, too.
     pub fn nccl_broke(&mut self) {
         if let Phase::Round { group, .. } = &self.phase {
             self.transport.broke(&group.members);
         }
     }
 
-    /// The way of the next [`Task::Step`](super::Task::Step).
+    /// Transport of the next [`Task::Step`](super::Task::Step).
     pub fn transport(&self) -> Transport {
         self.transport.transport()
     }
 
-    /// Why this group does not try to have NCCL. Where it does, ranks begin to build it when they
-    /// are at one state.
+    /// Why this group does not use NCCL. `None`: the ranks start to build it when they are at one
+    /// state.
     pub fn nccl_obstacle(&self) -> Option<NcclObstacle> {
         self.transport.obstacle()
     }
 }
 
-/// Ranks that compute elsewhere than the first one leave; that their states look different there is
-/// no fault of the others.
+/// Drops the states of ranks whose kind of device differs from the first rank's. Those ranks leave,
+/// and a differing state of theirs is no mismatch of the others.
 pub(super) fn without_mismatched_devices(headers: &[SyncHeader]) -> Vec<SyncHeader> {
     let first = headers.first().is_some_and(|header| header.transport.gpu);
     let fits = |header: &&SyncHeader| header.transport.gpu == first;
@@ -53,7 +53,7 @@ mod tests {
     use crate::core::transport_switch::TransportHeader;
 
     #[test]
-    fn a_rank_that_computes_elsewhere_has_no_state_that_counts() {
+    fn the_state_of_a_rank_on_another_kind_of_device_is_ignored() {
         let header = |digest, gpu| SyncHeader {
             state: Some(StateHeader { step: 3, digest, has_result: true, was_in_group: true }),
             transport: TransportHeader { gpu, failures: 0 },

@@ -1,4 +1,4 @@
-//! What a session is told, what it wants done, and what it says.
+//! Input, tasks and reports of a session.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -13,26 +13,26 @@ use crate::core::plan::Batch;
 use crate::core::repair::{Repair, StateMismatch};
 use crate::core::transport_switch::DeviceMismatch;
 
-/// What a job asks of its workers.
+/// Parameters of a job that a worker needs.
 #[derive(Clone, Debug)]
 pub struct JobPlan {
-    /// Records of one epoch.
+    /// Number of records of one epoch.
     pub records: u64,
     pub epochs: u32,
     pub max_steps: Option<u64>,
     pub batch: Batch,
-    /// How often a checkpoint is written; `None` where there is no place for them.
+    /// Interval between checkpoints; `None` if the job writes none.
     pub checkpoints: Option<Interval>,
     pub evaluation: Option<evaluation::Plan>,
 }
 
-/// A group, as the master publishes it.
+/// A group, as published by the master.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Membership {
     pub generation: Generation,
-    /// In ring order.
+    /// Members in ring order.
     pub members: Vec<(WorkerId, SocketAddr)>,
-    /// A member of an earlier generation is lost: leave the step at once.
+    /// Whether a member of an earlier generation is lost: the current step is aborted at once.
     pub abort: bool,
 }
 
@@ -42,38 +42,38 @@ impl Membership {
     }
 }
 
-/// What the session wants done next. The doer answers with the call that stands beside each.
+/// The next task of the worker. Each variant names the call that reports its result.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Task {
-    /// Compute the gradient of these records and add it to what is pending: `Session::computed`.
+    /// Compute the gradient of these records and add it to the pending one: `Session::computed`.
     Compute(Vec<RecordRange>),
     /// Build the links of this membership: `Session::connected` or `Session::broken`.
     Connect(Membership),
-    /// Evaluate these blocks of the validation data, and exchange the scores: `Session::evaluated`.
+    /// Evaluate these blocks of the validation data and exchange the scores: `Session::evaluated`.
     Evaluate(Range<u64>),
     /// End this process.
     Exit(Exit),
-    /// Take what comes from this member, over the link to it (a new one, if there is none to it):
+    /// Receive the next message from this donor, over the open link to it or a new one:
     /// `Session::install` and `Session::fetched` for a state, `Session::commit` and
     /// `Session::fetched` for a step's result, `Session::caught_up`, `Session::fetch_ended`; or
     /// `Session::fetch_broke`.
     Fetch(WorkerId, SocketAddr),
-    /// The job is over: say so, with the final state: `Session::told`.
+    /// The job is over. Report the final state to the master: `Session::finish_reported`.
     Finish,
-    /// Bring all ranks to one state: `Session::begin`, `Session::commit`, `Session::install` as the
-    /// plan says, then `Session::repaired`.
+    /// Bring all ranks to one state: `Session::begin`, `Session::commit` and `Session::install` as
+    /// the plan demands, then `Session::repaired`.
     Repair(Repair),
-    /// Reduce the pending gradient with `Session::header` beside it: `Session::commit`.
+    /// All-reduce the pending gradient together with `Session::header`: `Session::commit`.
     Step,
     /// Exchange `Session::sync_header`: `Session::synced`.
     Synchronize,
-    /// Exchange `Session::header` alone: `Session::headers_exchanged`.
+    /// Exchange `Session::header` without a gradient (idle round): `Session::headers_exchanged`.
     ExchangeHeaders,
-    /// Nothing, until the master says something.
+    /// Wait for a message from the master.
     Wait,
 }
 
-/// Why a worker has no place in its new group.
+/// Why a worker cannot be part of its new group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GroupMismatch {
     State(StateMismatch),
@@ -95,18 +95,18 @@ impl From<DeviceMismatch> for GroupMismatch {
 /// Why a worker ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// The group goes on without it, as it or the user wished.
+    /// The group continues without this worker, at its own or the user's request.
     Left,
-    /// Its state is older than any repair reaches.
+    /// The worker's state is older than any repair reaches.
     Outdated,
-    /// The master said so.
+    /// The master shut the worker down, for this reason.
     Shutdown(String),
 }
 
-/// What the session tells the master.
+/// A report to the master.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Report {
-    /// `unreachable`: the suspect has answered no dial.
+    /// Links broke. `unreachable`: the suspect answered no dial.
     Broken {
         generation: Generation,
         suspect: Option<WorkerId>,
@@ -114,7 +114,7 @@ pub enum Report {
         unreachable: bool,
     },
     Committed(Progress),
-    /// Means over the validation data, by metric. From the lowest rank.
+    /// Means over the validation data, by metric. Sent by the lowest rank.
     Evaluated {
         step: u64,
         records: u64,
@@ -138,7 +138,7 @@ pub enum Report {
     },
 }
 
-/// What a group has committed since its last word.
+/// Commits of a group since its last report.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Progress {
     pub generation: Generation,
@@ -148,27 +148,27 @@ pub struct Progress {
     pub records: u64,
     pub compute_us: Vec<u64>,
     pub times: StepTimes,
-    /// Steps without an update, of all that the state contains.
+    /// Steps without an update, out of all steps of the state.
     pub steps_skipped: u64,
 }
 
-/// What steps took on this rank. A group's first step is not among them: it is part of what the
-/// change cost.
+/// Durations of steps on this rank. A group's first step is left out: it belongs to the pause of
+/// the membership change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTimes {
     pub steps: u64,
-    /// From commit to commit, over all of them.
+    /// Time from commit to commit, summed over these steps.
     pub step_us: u64,
-    /// Of these, in the all-reduce.
+    /// Part of `step_us` that is spent in the all-reduce.
     pub reduce_us: u64,
 }
 
 /// The part of the training state that is not tensors.
 #[derive(Clone, Debug, PartialEq)]
 pub struct State {
-    /// Steps committed.
+    /// Number of committed steps.
     pub step: u64,
-    /// What the parameters have absorbed.
+    /// Records that the parameters have absorbed.
     pub ledger: Ledger,
     /// Records that went into the steps, by the steps' own counts.
     pub records_trained: u64,
@@ -178,7 +178,7 @@ pub struct State {
 }
 
 impl State {
-    /// As it travels.
+    /// The form in which the state is sent and stored.
     pub fn record(&self) -> StateRecord {
         StateRecord {
             step: self.step,

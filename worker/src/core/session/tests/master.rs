@@ -1,9 +1,9 @@
-//! A small master for the imagined world: who is in, and what to train.
+//! A small master for the simulated world: it decides the members and leases the records.
 
 use super::*;
 
 impl World {
-    /// Members whose group has come to one state.
+    /// Members whose group has reached one state.
     pub(super) fn donors(&self) -> Vec<(WorkerId, SocketAddr)> {
         let holds_state = |id: &&WorkerId| {
             self.nodes.iter().any(|n| n.id == **id && n.session.was_in_group)
@@ -12,13 +12,13 @@ impl World {
         self.members.iter().filter(holds_state).map(|id| (*id, address())).collect()
     }
 
-    pub(super) fn tell(&mut self, to: WorkerId, say: Say) {
+    pub(super) fn send(&mut self, to: WorkerId, message: ToWorker) {
         if let Some(node) = self.nodes.iter_mut().find(|n| n.id == to) {
-            node.inbox.push_back(say);
+            node.inbox.push_back(message);
         }
     }
 
-    /// Joins and leaves, when no other switch is in flight.
+    /// Admits and releases workers while no other switch is in flight.
     pub(super) fn switch(&mut self) {
         if self.formed && !(self.ready.is_empty() && self.leaving.is_empty()) {
             self.publish(false);
@@ -29,7 +29,7 @@ impl World {
         let before = self.members.clone();
         let nodes = &self.nodes;
         self.members.retain(|m| nodes.iter().any(|n| n.id == *m));
-        // The last ones that hold the state stay until others hold it too.
+        // The last holders of the state stay until other members hold it too.
         if self.members.iter().any(|m| !self.leaving.contains(m)) {
             let leaving = std::mem::take(&mut self.leaving);
             self.members.retain(|m| !leaving.contains(m));
@@ -46,28 +46,28 @@ impl World {
         }
         self.generation = self.generation.next();
         self.formed = false;
-        // Who leaves has nothing to train any more; the new group's word tells what of its leases
-        // was absorbed.
+        // A leaving worker trains no more. The new group's report tells which of its leased records
+        // were absorbed.
         let members = &self.members;
         self.leases.retain(|worker, _| members.contains(worker));
-        self.credit.retain(|(worker, _), _| members.contains(worker));
+        self.requested.retain(|(worker, _), _| members.contains(worker));
         let membership = Membership {
             generation: self.generation,
             members: self.members.iter().map(|m| (*m, address())).collect(),
             abort,
         };
-        let mut told = before;
-        told.retain(|m| !self.members.contains(m));
-        told.extend(&self.members);
+        let mut recipients = before;
+        recipients.retain(|m| !self.members.contains(m));
+        recipients.extend(&self.members);
         let ring = Ring { world_size: self.members.len(), ..Ring::default() };
         self.rings.insert(self.generation.0, ring);
-        for member in told {
-            self.tell(member, Say::Membership(membership.clone()));
+        for member in recipients {
+            self.send(member, ToWorker::Membership(membership.clone()));
         }
         let donors = self.donors();
         if !donors.is_empty() {
             for joiner in self.fetching.clone() {
-                self.tell(joiner, Say::Fetch(donors.clone()));
+                self.send(joiner, ToWorker::Fetch(donors.clone()));
             }
         }
     }
@@ -81,7 +81,7 @@ impl World {
             Report::Evaluated { step, records, means } => {
                 assert_eq!(records, VALIDATION, "seed {}", self.seed);
                 let known = self.evaluations.entry(step).or_insert_with(|| means.clone());
-                assert_eq!(*known, means, "seed {}: step {step} is judged in two ways", self.seed);
+                assert_eq!(*known, means, "seed {}: step {step} has two results", self.seed);
             }
             Report::Formed { generation, ledger, .. } if generation == self.generation => {
                 self.formed = true;
@@ -95,10 +95,10 @@ impl World {
                     self.switch();
                 }
             }
-            // Who is on its way out gets no more.
+            // A leaving worker receives no more leases.
             Report::LeaseRequest { .. } if !self.members.contains(&from) => {}
             Report::LeaseRequest { epoch, records } => {
-                *self.credit.entry((from, epoch)).or_default() += records;
+                *self.requested.entry((from, epoch)).or_default() += records;
             }
         }
         self.grant();
@@ -121,7 +121,7 @@ impl World {
 
     pub(super) fn grant(&mut self) {
         let wanted: Vec<_> =
-            self.credit.iter().filter(|(_, n)| **n > 0).map(|(k, n)| (*k, *n)).collect();
+            self.requested.iter().filter(|(_, n)| **n > 0).map(|(k, n)| (*k, *n)).collect();
         for ((worker, epoch), mut records) in wanted {
             while records > 0 {
                 let Some(queue) = self.queue.get_mut(&epoch) else { break };
@@ -131,9 +131,9 @@ impl World {
                 let range = RecordRange { epoch, start: first.start, end: first.start + len };
                 self.leases.entry(worker).or_default().push(range);
                 records = records.saturating_sub(len);
-                self.tell(worker, Say::Lease(range));
+                self.send(worker, ToWorker::Lease(range));
             }
-            self.credit.insert((worker, epoch), records);
+            self.requested.insert((worker, epoch), records);
         }
     }
 }
