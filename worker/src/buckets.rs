@@ -1,4 +1,4 @@
-//! The gradient in parts, each summed over all ranks as soon as it is complete.
+//! Buckets of the gradient: each one is summed over all ranks as soon as it is complete.
 //!
 //! ```text
 //! flat gradient    | bucket 2 |   bucket 1    |   bucket 0    |   cut from the end, where a backward pass begins
@@ -7,11 +7,11 @@
 //! ```
 //!
 //! **Invariant:** all ranks sum the same buckets in the same order, whatever a model announces, and
-//! when: that only says how early. A rank without records sums zeros.
+//! when: an announcement only lets a sum start earlier. A rank without records sums zeros.
 //!
-//! **Invariant:** the last bucket is never summed early: with it comes the header, and only a rank
-//! that has all of that commits. So a failure in any bucket is one of the step, which is
-//! contributed again, whole, by the gradient that no sum writes to.
+//! **Invariant:** the last bucket is never summed early: it carries the header, and only a rank
+//! that has received all of it commits. So a failure in any bucket is a failure of the step, to
+//! which the rank contributes its whole gradient again. No sum overwrites that gradient.
 
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -19,43 +19,43 @@ use std::{mem, thread};
 
 use elasticdl_collective::{CollectiveError, Communicator};
 
-/// A gradient that is computed from its end to its start, and summed over all ranks behind the
-/// place where that is.
+/// A gradient that is computed from its end to its start, while its completed end is summed over
+/// all ranks.
 #[derive(Debug)]
 pub struct Gradients<'a> {
-    /// What may still be written to.
+    /// The part that may still be written.
     rest: &'a mut [f32],
-    /// Where its sum goes.
+    /// Destination of the sum.
     sums: &'a mut [f32],
     bucket: usize,
     summer: Sender<Bucket<'a>>,
 }
 
-/// A part of the gradient, and where its sum goes.
+/// A part of the gradient, and the destination of its sum.
 type Bucket<'a> = (&'a [f32], &'a mut [f32]);
 
 impl<'a> Gradients<'a> {
-    /// The flat gradient, from its start up to some place behind all that is not complete:
-    /// `[parameters()]` at first. To be added to, as in
+    /// The flat gradient from its start, without the buckets that are being summed:
+    /// `[parameters()]` at first. The model adds to it, as in
     /// [`Model::gradients`](crate::Model::gradients).
     pub fn rest(&mut self) -> &mut [f32] {
         self.rest
     }
 
-    /// Says that the elements from `start` on are complete: nothing is added to them any more.
+    /// Declares the elements from `start` on complete: the model adds nothing more to them.
     pub fn complete_from(&mut self, start: usize) {
         while let Some(at) = last_bucket(self.rest.len(), self.bucket).filter(|at| *at >= start) {
             let (rest, part) = mem::take(&mut self.rest).split_at_mut(at);
             let (sums, sum) = mem::take(&mut self.sums).split_at_mut(at);
             (self.rest, self.sums) = (rest, sums);
-            // Who has failed takes no more; that comes out when the step is made.
+            // A failed summing thread has dropped its receiver. The step reports its error.
             let _ = self.summer.send((part, sum));
         }
     }
 }
 
-/// Has `compute` fill the gradient while what is complete is summed into `sums`; gives its result,
-/// and how many buckets are summed.
+/// Lets `compute` fill the gradient while complete buckets are summed into `sums`. Returns its
+/// result and the number of summed buckets.
 pub(crate) fn overlap<T>(
     ring: &mut (impl Communicator + Send),
     gradient: &mut [f32],
@@ -69,11 +69,11 @@ pub(crate) fn overlap<T>(
         let mut gradients = Gradients { rest: gradient, sums, bucket, summer };
         let result = compute(&mut gradients);
         drop(gradients);
-        (result, summed.join().expect("sums don't panic"))
+        (result, summed.join().expect("summing does not panic"))
     })
 }
 
-/// Sums what comes, until nothing comes any more.
+/// Sums buckets until the channel is closed.
 fn sum_all(
     ring: &mut impl Communicator,
     buckets: &Receiver<Bucket<'_>>,
@@ -86,7 +86,8 @@ fn sum_all(
     Ok(summed)
 }
 
-/// Sums all but the first `summed` buckets, with the header; gives all ranks' headers.
+/// Sums all but the first `summed` buckets, the last one with the header. Returns the headers of
+/// all ranks.
 pub(crate) fn sum_rest(
     ring: &mut (impl Communicator + ?Sized),
     header: &[u8],
@@ -115,7 +116,7 @@ fn ranges(len: usize, bucket: usize) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Where the last bucket of the first `len` elements begins; none if that is the only one.
+/// Start of the last bucket of the first `len` elements; `None` if it is the only one.
 fn last_bucket(len: usize, bucket: usize) -> Option<usize> {
     len.checked_sub(bucket.max(1)).filter(|at| *at > 0)
 }
@@ -136,7 +137,7 @@ mod tests {
         assert_eq!(all(2, 0), [(1, 2), (0, 1)]);
     }
 
-    /// A ring that remembers the lengths that it has summed.
+    /// A communicator that records the lengths of its sums.
     struct Counting(LocalRank, Vec<usize>);
 
     impl Communicator for Counting {
@@ -179,8 +180,8 @@ mod tests {
         }
     }
 
-    /// One rank's step over 10 elements in buckets of 4, with `announced` said to be complete, one
-    /// after the other.
+    /// One rank's step over 10 elements in buckets of 4. Declares the elements from each of
+    /// `announced` on complete, one after the other.
     fn step(rank: LocalRank, announced: &[usize]) -> (Vec<Vec<u8>>, Vec<f32>, Vec<usize>) {
         let header = vec![rank.rank() as u8];
         let mut ring = Counting(rank, Vec::new());
@@ -204,12 +205,12 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_announce_differently_sum_the_same_buckets() {
-        let ways: [&[usize]; 4] = [&[], &[7, 6, 0], &[3], &[0]];
+    fn ranks_with_different_announcements_sum_the_same_buckets() {
+        let announcements: [&[usize]; 4] = [&[], &[7, 6, 0], &[3], &[0]];
         thread::scope(|scope| {
-            let steps: Vec<_> = LocalRank::group(ways.len(), 1)
+            let steps: Vec<_> = LocalRank::group(announcements.len(), 1)
                 .into_iter()
-                .zip(ways)
+                .zip(announcements)
                 .map(|(rank, announced)| scope.spawn(move || step(rank, announced)))
                 .collect();
             for step in steps {
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_early_leaves_the_gradient_whole() {
+    fn an_early_failure_leaves_the_gradient_intact() {
         let mut group = LocalRank::group(2, 1);
         drop(group.pop());
         let (mut gradient, mut sums) = (vec![0.0; 10], vec![0.0; 10]);

@@ -1,9 +1,10 @@
-//! The control stream: one thread that speaks gRPC with the master, so that the trainer need not.
+//! The control stream: one thread that exchanges gRPC messages with the master, independently of
+//! the trainer.
 //!
-//! **Invariant:** generated types stop here. **Invariant:** a master that is gone for longer than
-//! the timeout ends this process: no worker outlives its job. One that is there but can't be heard
-//! is gone, too: the connection is tried now and then, so that its end is noticed. **Invariant:**
-//! what the trainer said to one master is never told to the next.
+//! **Invariant:** generated types stop here. **Invariant:** this process ends if no master answers
+//! within the timeout: no worker outlives its job. HTTP/2 pings detect a master whose connection is
+//! silently dead. **Invariant:** a message of the trainer for one master is never sent to the next
+//! one.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::{Sender, channel};
@@ -33,87 +34,87 @@ use crate::failure::causes;
 use crate::inference::Format;
 use crate::messages::{FromMaster, Outbox, ToMaster};
 
-/// The open stream, seen from the trainer's side.
+/// The open stream, as the trainer uses it.
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) welcome: Welcome,
     pub(crate) inbox: std::sync::mpsc::Receiver<FromMaster>,
     pub(crate) outbox: Outbox,
-    /// Where the thread finds the fence, once there is one: what can't wait goes through it.
+    /// The fence for urgent messages, once it exists.
     pub(crate) fence: Arc<OnceLock<Fence>>,
-    /// Where the thread sees whether the group is waiting.
+    /// The progress of the group's operations, once it exists.
     pub(crate) progress: Arc<OnceLock<Progress>>,
     thread: JoinHandle<()>,
 }
 
-/// What the master tells a new worker.
+/// Options that the master sends to a new worker.
 #[derive(Clone, Debug)]
 pub(crate) struct Welcome {
     pub(crate) worker: WorkerId,
-    /// Which master of the job has sent it; a later one has a higher number.
+    /// Number of the sending master; later masters of the job have higher numbers.
     incarnation: u64,
     pub(crate) training_data: String,
     pub(crate) epochs: u32,
     pub(crate) max_steps: Option<u64>,
     pub(crate) batch: Batch,
     pub(crate) seed: u64,
-    /// How often the master is to hear from this worker: a tenth of the silence that is tolerated.
+    /// Interval of heartbeats: a tenth of the silence that the master tolerates.
     heartbeat: Option<Duration>,
-    /// A peer that answers no dial for as long can't be reached.
+    /// Time without an answer to a dial after which a peer counts as unreachable.
     pub(crate) worker_timeout: Option<Duration>,
     pub(crate) checkpoints: Option<CheckpointOptions>,
-    /// A checkpoint, or the folder of some, that the job begins with.
+    /// A checkpoint, or a folder of checkpoints, from which the job starts.
     pub(crate) resume_from: Option<String>,
     pub(crate) work: Work,
     pub(crate) wire_dtype: WireDtype,
-    /// A step whose gradient is not finite is left out; otherwise it ends the job.
+    /// Whether a step with a non-finite gradient is skipped. Otherwise it ends the job.
     pub(crate) skips_nonfinite: bool,
-    /// How long a worker that was told to end waits for the group to let it go.
+    /// Time after SIGTERM for which a worker waits until the group releases it.
     pub(crate) leave_timeout: Option<Duration>,
-    /// Links between neighbours in the ring.
+    /// Number of links between neighbours in the ring.
     pub(crate) channels: u8,
 }
 
-/// Where and when checkpoints are kept.
+/// Location and interval of checkpoints.
 #[derive(Clone, Debug)]
 pub(crate) struct CheckpointOptions {
     pub(crate) dir: String,
     pub(crate) every: Interval,
-    /// How many complete ones stay.
+    /// Number of complete checkpoints that are retained.
     pub(crate) keep: usize,
-    /// The folder is this job's own: what runs before it left there may be removed.
+    /// Whether the folder belongs to this job only, so that remains of earlier runs may be removed.
     pub(crate) exclusive: bool,
 }
 
-/// What the job does with its data.
+/// Kind of the job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Work {
-    /// `model`: where an exported one is.
+    /// `model`: location of the exported model.
     Evaluate { model: String },
     /// `output`: the folder for files of predictions.
     Predict { model: String, output: String, format: Format },
-    /// `export`: where the final model is written.
+    /// `export`: destination of the final model.
     Train { export: Option<String>, validation: Option<ValidationOptions> },
 }
 
-/// What is to be evaluated, and when.
+/// Evaluation settings of a training job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ValidationOptions {
     pub(crate) data: String,
-    /// Steps; `None`: at the end alone.
+    /// Steps between two evaluations; `None`: only at the end.
     pub(crate) every: Option<u64>,
-    /// The metric that tells which model is best.
+    /// Name of the metric that decides which model is best.
     pub(crate) metric: String,
     pub(crate) highest: bool,
-    /// Evaluations without a better one after which the job ends.
+    /// Number of evaluations without improvement after which the job ends.
     pub(crate) patience: Option<u32>,
 }
 
 impl Control {
-    /// Opens the stream and says hello; `address` is where peers reach this worker.
+    /// Opens the stream and sends the hello. `address`: where peers reach this worker.
     ///
     /// # Errors
-    /// No master answered, or it refused; the text says which.
+    /// No master answered, or it refused this worker; the text says which.
     pub(crate) fn open(environment: &Environment, address: SocketAddr) -> Result<Self, String> {
         let (to_trainer, inbox) = channel();
         let (outbox, from_trainer) = mpsc::unbounded_channel();
@@ -144,7 +145,7 @@ impl Control {
         Ok(Self { welcome, inbox, outbox: Outbox(outbox), fence, progress, thread })
     }
 
-    /// Waits until everything said has reached the master, a second at most.
+    /// Waits until all sent messages have reached the master, for at most a second.
     pub(crate) fn close(self) {
         drop(self.outbox);
         let _ = self.thread.join();
@@ -156,23 +157,23 @@ struct Stream {
     to_trainer: Sender<FromMaster>,
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
-    /// How long the group may take to let this worker go.
+    /// Time in which the group must release this worker.
     leave_timeout: Duration,
-    /// It was told to end, and every master is to know.
+    /// Whether the worker got SIGTERM. Every master must learn of it.
     leaving: bool,
-    /// It was shut down: no other master is of interest.
+    /// Whether the worker was shut down, so that it need not find another master.
     over: bool,
-    /// What was said of storage that does not answer.
+    /// Reports of waits for storage.
     storage: StorageReporter,
 }
 
-/// How this worker comes to a master.
+/// Opens streams to the job's master.
 #[derive(Clone)]
 struct MasterConnector {
     environment: Environment,
-    /// Where peers reach this worker.
+    /// Address at which peers reach this worker.
     address: SocketAddr,
-    /// Who this worker is, for a master that comes after this one; `None` before the first welcome.
+    /// Identity of this worker for later masters; `None` before the first welcome.
     me: Option<v1::Resume>,
 }
 
@@ -180,22 +181,22 @@ struct MasterConnector {
 struct Link {
     requests: mpsc::UnboundedSender<v1::WorkerMessage>,
     incoming: Streaming<v1::MasterMessage>,
-    /// What the trainer says is meant for this master, and not for the one before.
+    /// Whether the trainer's messages are meant for this master, and not for the previous one.
     current: bool,
 }
 
 impl Link {
-    fn say(&self, kind: v1::worker_message::Kind) {
-        // A stream that has ended says so to its reader.
+    fn send(&self, kind: v1::worker_message::Kind) {
+        // The reader of the stream notices its end.
         let _ = self.requests.send(v1::WorkerMessage { kind: Some(kind) });
     }
 }
 
-/// Why there is no stream.
+/// Why no stream was opened.
 enum NotOpened {
-    /// Nobody answered, or not to the end: another attempt may succeed.
+    /// No complete answer; another attempt may succeed.
     NoAnswer(String),
-    /// The master does not want this worker.
+    /// The master refused this worker.
     Refused(String),
 }
 
@@ -247,7 +248,7 @@ impl MasterConnector {
                 if self.me.as_ref().is_some_and(|me| me.worker != welcome.worker.0) {
                     return Err(refused("welcome", &"it is for another worker"));
                 }
-                // A newer master has the job: this one does not know yet.
+                // A newer master has taken the job over, and this one has not noticed yet.
                 if self.me.as_ref().is_some_and(|me| welcome.incarnation < me.incarnation) {
                     return Err(no_answer("welcome", &"from an older master of the job"));
                 }
@@ -259,8 +260,7 @@ impl MasterConnector {
         }
     }
 
-    /// Opens a stream as soon as there is a master; the text says why one that is there does not
-    /// want this worker.
+    /// Retries, with back-off, until a stream is open. `Err`: why a master refused this worker.
     async fn search(&self) -> Result<(Link, Welcome), String> {
         let mut pause = RETRY_FIRST;
         loop {
@@ -268,14 +268,14 @@ impl MasterConnector {
             pause = (pause * 2).min(RETRY_MAX);
             match self.open().await {
                 Ok(opened) => return Ok(opened),
-                Err(NotOpened::NoAnswer(reason)) => tracing::debug!(reason, "still no master"),
+                Err(NotOpened::NoAnswer(reason)) => tracing::debug!(reason, "no master yet"),
                 Err(NotOpened::Refused(reason)) => return Err(reason),
             }
         }
     }
 
-    /// Opens the first stream. A cluster may take a moment to know the way to a master that has
-    /// just started.
+    /// Opens the first stream, with retries: in a cluster, the route to a new master may take a
+    /// moment.
     async fn open_first(&self) -> Result<(Link, Welcome), String> {
         let why = match self.open().await {
             Ok(opened) => return Ok(opened),
@@ -287,8 +287,8 @@ impl MasterConnector {
         search.await.unwrap_or(Err(why))
     }
 
-    /// Keeps what a later master will have to know of this worker.
-    fn note(&mut self, message: &ToMaster) {
+    /// Remembers what a later master must know about this worker.
+    fn remember(&mut self, message: &ToMaster) {
         if let (ToMaster::Ready { parameters }, Some(me)) = (message, &mut self.me) {
             me.parameters = Some(*parameters);
         }
@@ -326,8 +326,8 @@ impl Stream {
             }
         };
         link.current = true;
-        let mut beats = tokio::time::interval(heartbeat);
-        beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut heartbeats = tokio::time::interval(heartbeat);
+        heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 message = link.incoming.next() => {
@@ -348,21 +348,21 @@ impl Stream {
                     }
                 }
                 message = from_trainer.recv() => match message {
-                    Some(message) => self.pass_on(&mut link, message),
+                    Some(message) => self.forward(&mut link, message),
                     None => break,
                 },
-                _ = beats.tick() => {
+                _ = heartbeats.tick() => {
                     let stall = self.progress.get().and_then(Progress::stall);
                     let stall = stall.filter(|s| s.since >= heartbeat).map(encode_stall);
-                    link.say(v1::worker_message::Kind::Heartbeat(v1::Heartbeat { stall }));
+                    link.send(v1::worker_message::Kind::Heartbeat(v1::Heartbeat { stall }));
                     if let Some(wait) = self.storage.poll() {
-                        link.say(v1::worker_message::Kind::StorageWait(wait));
+                        link.send(v1::worker_message::Kind::StorageWait(wait));
                     }
                 }
                 _ = sigterm.recv() => {
                     self.leave();
                     if link.current {
-                        link.say(v1::worker_message::Kind::Leaving(v1::Leaving {}));
+                        link.send(v1::worker_message::Kind::Leaving(v1::Leaving {}));
                     }
                 }
             }
@@ -374,9 +374,9 @@ impl Stream {
         let _ = tokio::time::timeout(Duration::from_secs(1), drained).await;
     }
 
-    /// The stream is gone: the group goes on without a master, and this worker looks for one until
-    /// the timeout. `None` when the trainer has ended meanwhile. Ends the process where there is no
-    /// master, or none that wants it.
+    /// The stream has ended. The group continues without a master while this worker searches for
+    /// one until the timeout. `None` if the trainer ends meanwhile. Ends the process if no master
+    /// answers or the master refuses this worker.
     async fn reopen(
         &mut self,
         why: &str,
@@ -385,19 +385,15 @@ impl Stream {
     ) -> Option<Link> {
         tracing::warn!(why, "lost the master");
         let (connector, over) = (self.connector.clone(), self.over);
-        let search = async {
-            match over {
-                true => std::future::pending().await,
-                false => connector.search().await,
-            }
-        };
+        let search =
+            async { if over { std::future::pending().await } else { connector.search().await } };
         let search = tokio::time::timeout(self.connector.environment.master_timeout, search);
         tokio::pin!(search);
         let reason = loop {
             tokio::select! {
                 found = &mut search => match found {
                     Ok(Ok((link, welcome))) => {
-                        tracing::info!(incarnation = welcome.incarnation, "a master is there again");
+                        tracing::info!(incarnation = welcome.incarnation, "reconnected to a master");
                         if let Some(me) = &mut self.connector.me {
                             me.incarnation = welcome.incarnation;
                         }
@@ -407,8 +403,8 @@ impl Stream {
                     Ok(Err(reason)) => break reason,
                     Err(_) => break "no master within the timeout".into(),
                 },
-                // What the trainer says meanwhile nobody hears.
-                message = from_trainer.recv() => self.connector.note(&message?),
+                // Messages of the trainer have no receiver meanwhile.
+                message = from_trainer.recv() => self.connector.remember(&message?),
                 _ = sigterm.recv() => self.leave(),
             }
         };
@@ -416,22 +412,23 @@ impl Stream {
         std::process::exit(EXIT_MASTER_LOST);
     }
 
-    /// Tells the master what the trainer says. What the trainer said before it knew of this master
-    /// is dropped: it says again what still matters, and first what it holds.
-    fn pass_on(&mut self, link: &mut Link, message: ToMaster) {
-        self.connector.note(&message);
+    /// Forwards a message of the trainer to the master. Messages for the previous master are
+    /// dropped: after a reconnect the trainer repeats what still matters, starting with its held
+    /// leases.
+    fn forward(&mut self, link: &mut Link, message: ToMaster) {
+        self.connector.remember(&message);
         let first = matches!(message, ToMaster::Report(Report::HeldLeases { .. })) && !link.current;
         link.current |= first;
         if link.current {
-            link.say(encode(message));
+            link.send(encode(message));
         }
         if first && self.leaving {
-            link.say(v1::worker_message::Kind::Leaving(v1::Leaving {}));
+            link.send(v1::worker_message::Kind::Leaving(v1::Leaving {}));
         }
     }
 
     fn leave(&mut self) {
-        tracing::info!("told to end: leaving at the next boundary");
+        tracing::info!("SIGTERM: leaving at the next step boundary");
         if !std::mem::replace(&mut self.leaving, true) {
             leave_in_time(self.leave_timeout);
         }
@@ -451,7 +448,7 @@ impl Stream {
         {
             me.membership = Some(membership);
         }
-        // What can't wait for the trainer's next look into its inbox: a lost member, the end.
+        // Messages that cannot wait until the trainer checks its inbox: a lost member, the end.
         let abort_before = match &message {
             FromMaster::Membership(m, _) if m.abort => Some(m.generation.0),
             FromMaster::Shutdown(_) => Some(u64::MAX),
@@ -465,7 +462,7 @@ impl Stream {
     }
 }
 
-/// Where the master is, and how it is spoken to.
+/// The master's endpoint.
 fn endpoint(environment: &Environment) -> Result<Endpoint, tonic::transport::Error> {
     let Environment { master, master_timeout, .. } = environment;
     let scheme = if environment.tls.is_some() { "https" } else { "http" };
@@ -483,37 +480,36 @@ fn endpoint(environment: &Environment) -> Result<Endpoint, tonic::transport::Err
     endpoint.tls_config(config)
 }
 
-/// A status's message, and what caused it.
+/// Formats a status with the chain of its causes.
 fn causes_of(status: &tonic::Status) -> String {
     let message = status.message();
     std::error::Error::source(status)
         .map_or_else(|| message.into(), |s| format!("{message}: {}", causes(s)))
 }
 
-/// Ends the process if the group hasn't let it go by then.
+/// Ends the process unless the group releases the worker by then.
 fn leave_in_time(timeout: Duration) {
     tokio::spawn(async move {
         tokio::time::sleep(timeout).await;
-        tracing::warn!("not let go in time");
+        tracing::warn!("the group did not release this worker in time");
         std::process::exit(EXIT_TERMINATED);
     });
 }
 
-/// A ledger of an epoch in progress can be long; anything beyond this is no message of a master's.
+/// The ledger of an epoch in progress can be long. No valid message is longer than this.
 const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
-/// For a master that does not want to hear anything: a day.
+/// Interval for a master that requests no heartbeats: a day.
 const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// A dial that nobody answers may go to a master that is gone, where another is there by now.
-/// Longer than a lost SYN takes to be sent again (1 s).
+/// A dial without an answer may go to a dead master while a new one is already there. Longer than
+/// the retransmission time of a lost SYN (1 s).
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
-/// Interval of HTTP/2 pings, and how long an answer may take: a stream to a master that is cut off
-/// or stopped ends after the sum of both, and the worker looks for a master.
+/// Interval of HTTP/2 pings, and timeout of their answers. A stream to a master that is cut off or
+/// stopped ends after the sum of both, and the worker searches for a master.
 const KEEP_ALIVE_MAX: Duration = Duration::from_secs(10);
 
-/// How long a worker without a stream waits before it looks for a master again: twice as long each
-/// time.
+/// First pause between two attempts to find a master; it doubles each time.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(1);
 

@@ -1,18 +1,18 @@
-//! Serves newcomers: a snapshot of the state, and every step's result after it, beside the
-//! training.
+//! Serves joining workers concurrently with the training: a snapshot of the state, and every step's
+//! result after it.
 //!
 //! ```text
-//!   trainer ── buffers, shared ──► snapshot ── one thread per newcomer ── messages ──► newcomer
+//!   trainer ── shared buffers ──► snapshot ── one thread per joiner ── messages ──► joiner
 //! ```
 //!
-//! **Invariant:** the trainer never waits for a newcomer. It shares its buffers, which are only
-//! read until the next update; while a thread still copies them, the trainer goes on with copies of
-//! its own. **Invariant:** a newcomer gets the state of a step that all ranks of the group hold,
-//! and the result of every step that this rank commits after it. So a newcomer that is ahead of a
-//! survivor can hand on the reduced gradient of its last step. **Invariant:** a newcomer that is
-//! too slow is dropped: no more than [`QUEUED_BYTES_MAX`] of results wait for it, or few of them.
-//! Newcomers of one step share a snapshot; while there is one, others wait, unless all fit into
-//! [`SNAPSHOTS_BYTES`].
+//! **Invariant:** the trainer never waits for a joiner. It shares its buffers, which are read-only
+//! until the next update; while a thread still copies them, the trainer continues with copies of
+//! its own. **Invariant:** a joiner receives the state of a step that all ranks of the group hold,
+//! and the result of every step that this rank commits after it. So a joiner that is ahead of a
+//! survivor has the reduced gradient of its last step. **Invariant:** a joiner that is too slow is
+//! dropped: at most [`QUEUED_BYTES_MAX`] of results are queued for it, or a few of them if each is
+//! larger. Joiners of one step share a snapshot. While it exists, others wait, unless all snapshots
+//! fit into [`SNAPSHOTS_BYTES`].
 
 mod delivery;
 
@@ -29,19 +29,19 @@ use self::delivery::Delivery;
 use crate::core::header;
 use crate::core::header::{StateRecord, StepHeader};
 
-/// The newcomers that this worker serves.
+/// Joining workers that this worker serves.
 #[derive(Debug)]
 pub(crate) struct Donor {
-    /// Newcomers that wait for a snapshot.
+    /// Requests that wait for a snapshot.
     waiting: Vec<StateRequest>,
     prepared: Option<Prepared>,
     fetchers: Vec<Fetcher>,
-    /// Snapshots that may still take memory.
+    /// Snapshots that may still occupy memory.
     held: Vec<Weak<Snapshot>>,
     idle_timeout: Duration,
 }
 
-/// A snapshot that is given out when all ranks have said that they hold its step.
+/// A snapshot that is sent when all ranks have reported that they hold its step.
 #[derive(Debug)]
 struct Prepared {
     generation: Generation,
@@ -62,22 +62,22 @@ struct Snapshot {
 struct Fetcher {
     member: u64,
     messages: SyncSender<StateMessage>,
-    /// The link in use, and where the next one goes when it has broken.
+    /// The link in use, and the channel for its successor after it has broken.
     link: StateLink,
     links: Sender<StateRequest>,
 }
 
-/// What newcomers are sent after a snapshot. Steps are those of the donor's group of `generation`.
+/// Messages after a snapshot. Steps are those of the donor's group of `generation`.
 #[derive(Clone, Debug)]
 enum StateMessage {
-    /// The donor goes into this generation, and the newcomer with it.
+    /// Donor and joiner both enter this generation.
     End { generation: Generation },
-    /// What leads from `step` to the next one.
+    /// Headers and reduced gradient that lead from `step` to the next one.
     Result { generation: Generation, step: u64, headers: Arc<Vec<u8>>, sum: Arc<Vec<f32>> },
 }
 
 impl Donor {
-    /// `idle_timeout`: how long a newcomer may take nothing and say nothing.
+    /// `idle_timeout`: time without progress or a report after which a joiner is dropped.
     pub(crate) fn new(idle_timeout: Duration) -> Self {
         Self {
             waiting: Vec::new(),
@@ -88,7 +88,7 @@ impl Donor {
         }
     }
 
-    /// A newcomer has come to the door. One whose link broke goes on where it was.
+    /// Takes in a state request. A joiner whose link broke resumes at its position.
     pub(crate) fn admit(&mut self, request: StateRequest) {
         let member = request.member();
         self.waiting.retain(|other| other.member() != member);
@@ -109,8 +109,7 @@ impl Donor {
         }
     }
 
-    /// Whether a newcomer waits for the state of `step`, and there is room for a snapshot of
-    /// `floats`.
+    /// Whether a joiner waits for the state of `step`, and a snapshot of `floats` fits into memory.
     pub(crate) fn wants_snapshot(
         &mut self,
         generation: Generation,
@@ -129,7 +128,7 @@ impl Donor {
         self.held.is_empty() || (self.held.len() + 1).saturating_mul(bytes) <= SNAPSHOTS_BYTES
     }
 
-    /// Begins to copy the state of `step`, for the newcomers that wait.
+    /// Starts to copy the state of `step` for the waiting joiners.
     pub(crate) fn prepare(
         &mut self,
         generation: Generation,
@@ -149,7 +148,9 @@ impl Donor {
                 self.held.push(Arc::downgrade(&snapshot));
                 self.prepared = Some(Prepared { generation, step, snapshot });
             }
-            Err(error) => tracing::warn!(%error, "no thread to copy the state for a newcomer"),
+            Err(error) => {
+                tracing::warn!(%error, "no thread to copy the state for a joining worker")
+            }
         }
     }
 
@@ -157,8 +158,8 @@ impl Donor {
         self.prepared.as_ref().is_some_and(|p| (p.generation, p.step) == (generation, step))
     }
 
-    /// All ranks of the group of `generation` have said that they hold `step`, which this one is
-    /// at: newcomers may have it.
+    /// All ranks of the group of `generation` have reported that they hold `step`, the step of this
+    /// rank: waiting joiners are sent its snapshot.
     pub(crate) fn release(
         &mut self,
         generation: Generation,
@@ -195,14 +196,14 @@ impl Donor {
         match std::thread::Builder::new().name("donor".into()).spawn(move || delivery.run(request))
         {
             Ok(_) => {
-                tracing::info!(newcomer = member, step, "a newcomer fetches the state");
+                tracing::info!(joiner = member, step, "a joining worker fetches the state");
                 self.fetchers.push(fetcher);
             }
-            Err(error) => tracing::warn!(%error, "no thread to serve a newcomer"),
+            Err(error) => tracing::warn!(%error, "no thread to serve a joining worker"),
         }
     }
 
-    /// Whether there are newcomers that want to know of the next step.
+    /// Whether any joiner needs the result of the next step.
     pub(crate) fn is_serving(&self) -> bool {
         !self.fetchers.is_empty()
     }
@@ -223,17 +224,17 @@ impl Donor {
         }
     }
 
-    /// This worker goes into `generation`. Newcomers that are in it too have got everything; the
-    /// others follow it.
+    /// This worker enters `generation`. Joiners that enter it too have received everything; the
+    /// others keep following this worker.
     pub(crate) fn switch(&mut self, generation: Generation, is_member: impl Fn(u64) -> bool) {
         self.prepared = None;
         self.waiting.retain(|request| !is_member(request.member()));
-        self.fetchers.retain(|fetcher| match is_member(fetcher.member) {
-            true => {
+        self.fetchers.retain(|fetcher| {
+            let enters = is_member(fetcher.member);
+            if enters {
                 fetcher.send(StateMessage::End { generation });
-                false
             }
-            false => true,
+            !enters
         });
     }
 
@@ -246,14 +247,14 @@ impl Donor {
 }
 
 impl Fetcher {
-    /// Whether it is to be served on.
+    /// Queues a message. Returns whether to keep serving the joiner.
     fn send(&self, message: StateMessage) -> bool {
         match self.messages.try_send(message) {
             Ok(()) => true,
             Err(TrySendError::Full(_)) => {
                 tracing::info!(
-                    newcomer = self.member,
-                    "a newcomer is slower than the group; it has to begin again"
+                    joiner = self.member,
+                    "a joining worker is slower than the group; its transfer starts over"
                 );
                 false
             }
@@ -262,8 +263,8 @@ impl Fetcher {
     }
 }
 
-/// The shared buffer itself, if nobody else has it any more; else a copy, and the trainer gets its
-/// buffer back.
+/// The shared buffer itself, if this is its last reference. Otherwise a copy, which returns the
+/// buffer to the trainer.
 fn into_own(shared: Arc<Vec<f32>>) -> Vec<f32> {
     Arc::try_unwrap(shared).unwrap_or_else(|shared| {
         let mut own = elasticdl_collective::zeros(shared.len());
@@ -272,56 +273,56 @@ fn into_own(shared: Arc<Vec<f32>>) -> Vec<f32> {
     })
 }
 
-/// What comes before a snapshot's parts.
+/// Announcement of the parts of a snapshot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StateNote {
     pub(crate) record: StateRecord,
-    /// The first float that is sent. Not 0 where an earlier link has brought those before it.
+    /// First float to be sent. Not 0 if an earlier link has delivered those before it.
     pub(crate) from: u64,
 }
 
-/// What comes with a part of a snapshot.
+/// Header of a part of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PartNote {
-    /// The part's first float, counted over parameters and slots.
+    /// Index of the part's first float, counted over parameters and slots.
     pub(crate) from: u64,
     /// [`digest`] of its floats.
     pub(crate) digest: u64,
 }
 
-/// Digest of a part: what a newcomer has got is what the donor has.
+/// Digest of a part, with which the joiner verifies it.
 pub(crate) fn digest(part: &[f32]) -> u64 {
     xxh3_64(bytemuck::cast_slice(part))
 }
 
 /// A [`StateNote`]: the parts of a snapshot follow.
 pub(crate) const KIND_STATE: u32 = 1;
-/// The step's headers, and its reduced gradient.
+/// The headers of a step, and its reduced gradient.
 pub(crate) const KIND_RESULT: u32 = 2;
-/// There is no more for now.
+/// The joiner has received everything committed so far.
 pub(crate) const KIND_CAUGHT_UP: u32 = 3;
-/// There is no more; the generation is the one to meet in.
+/// End of the stream; the generation is the one that both enter.
 pub(crate) const KIND_END: u32 = 4;
 /// A [`PartNote`], and floats of the parameters or of the slots.
 pub(crate) const KIND_PART: u32 = 5;
 
-/// Floats of a part, at most: 16 MiB, so that a newcomer looks into its inbox now and then.
+/// Maximum number of floats in a part: 16 MiB, so that a joiner checks its inbox now and then.
 pub(crate) const PART_FLOATS_MAX: usize = 4 << 20;
 
-/// How long a link between a donor and a newcomer may show no sign of life. A stopped or lost
-/// process is noticed by the master, and much earlier; this is for networks that pause.
+/// Time without any traffic after which a link between donor and joiner is closed. The master
+/// notices stopped and lost processes much earlier; this bound is for networks that pause.
 pub(crate) const TRANSFER_IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Snapshots in memory, in bytes, unless there is only one.
+/// Bound of the memory of all snapshots, in bytes, if there are several.
 const SNAPSHOTS_BYTES: usize = 512 << 20;
 
-/// Results that may wait for a newcomer, in bytes.
+/// Bound of the results queued for one joiner, in bytes.
 const QUEUED_BYTES_MAX: usize = 512 << 20;
-/// Even where each of them is larger than that.
+/// Lower bound of the queue's length, even if the results exceed that.
 const QUEUED_RESULTS_MIN: usize = 3;
 const QUEUED_RESULTS_MAX: usize = 64;
 
-/// Newcomers that wait for a snapshot.
+/// Maximum number of requests that wait for a snapshot.
 const WAITING_MAX: usize = 64;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What a launcher tells a worker process through its environment.
+//! Environment variables that a launcher passes to a worker process.
 
 use std::path::Path;
 use std::time::Duration;
@@ -7,33 +7,33 @@ use rustls::RootCertStore;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
 
-/// A worker's place in a job, as its launcher set it.
+/// A worker's identity in a job, as set by its launcher.
 #[derive(Clone)]
 pub(crate) struct Environment {
-    /// The master, `host:port`.
+    /// Address of the master, `host:port`.
     pub(crate) master: String,
     pub(crate) job: String,
     pub(crate) launch: u64,
-    /// The job's secret, in hex.
+    /// The job's secret, in hexadecimal.
     pub(crate) token: String,
-    /// How the master is known; `None` where it is spoken to in the open, as between processes of
-    /// one machine.
+    /// How the master is authenticated; `None` for a connection without TLS, as between processes
+    /// of one host.
     pub(crate) tls: Option<Tls>,
-    /// A master that is gone for longer ends this process.
+    /// Time without a master after which this process ends.
     pub(crate) master_timeout: Duration,
 }
 
-/// What a master must show over TLS.
+/// What a master must present over TLS.
 #[derive(Clone, Debug)]
 pub(crate) struct Tls {
-    /// Certificate of the CA that vouches for it, PEM.
+    /// CA certificate that must have signed the master's, in PEM.
     pub(crate) ca: String,
-    /// The DNS name that its certificate must bear, whatever address is dialed.
+    /// DNS name that the master's certificate must contain, whatever address is dialed.
     pub(crate) name: String,
 }
 
 impl Tls {
-    /// Reads what `ELASTICDL_CA_FILE` and `ELASTICDL_MASTER_NAME` say.
+    /// Reads `ELASTICDL_CA_FILE` and `ELASTICDL_MASTER_NAME`.
     fn read(ca_file: Option<String>, name: Option<String>) -> Result<Option<Self>, String> {
         let (ca_file, name) = match (ca_file, name) {
             (Some(ca_file), Some(name)) => (ca_file, name),
@@ -63,7 +63,7 @@ impl Tls {
 }
 
 impl std::fmt::Debug for Environment {
-    /// Without the token.
+    /// Omits the token.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { master, job, launch, token: _, tls: _, master_timeout } = self;
         write!(
@@ -74,10 +74,10 @@ impl std::fmt::Debug for Environment {
 }
 
 impl Environment {
-    /// Reads it through `variable` (usually the process's environment).
+    /// Reads the variables through `variable` (usually the process's environment).
     ///
     /// # Errors
-    /// What is missing or wrong, for the user's eyes.
+    /// What is missing or wrong, for display to the user.
     pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
         let need = |name: &str| variable(name).ok_or_else(|| format!("{name} is not set"));
         let number = |name: &str| -> Result<u64, String> {
@@ -94,8 +94,8 @@ impl Environment {
         })
     }
 
-    /// How long a worker that was told to end waits for the group to let it go, unless its master
-    /// says otherwise.
+    /// Time after SIGTERM for which a worker waits until the group releases it, unless its master
+    /// sets another.
     pub(crate) fn leave_timeout(&self) -> Duration {
         self.master_timeout.min(Duration::from_secs(5))
     }
@@ -109,35 +109,32 @@ fn one_without_the_other(set: &str, unset: &str) -> String {
     format!("{set} is set and {unset} is not: TLS needs both, and without TLS there is neither")
 }
 
-/// What a connection would find out later, and tell less well.
+/// Finds errors that a connection would report later and less clearly.
 fn check_ca(pem: &str) -> Result<(), String> {
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
         let certificate = certificate.map_err(|error| error.to_string())?;
         roots.add(certificate).map_err(|error| error.to_string())?;
     }
-    match roots.is_empty() {
-        true => Err("there is no `BEGIN CERTIFICATE` in it".into()),
-        false => Ok(()),
-    }
+    if roots.is_empty() { Err("there is no `BEGIN CERTIFICATE` in it".into()) } else { Ok(()) }
 }
 
-/// The job is done, or this worker left in order.
+/// The job is done, or this worker left in an orderly way.
 pub(crate) const EXIT_DONE: u8 = 0;
-/// The user's code failed, or the job can't go on; the master was told why.
+/// The user's code failed, or the job cannot continue. The master has received the reason.
 pub(crate) const EXIT_FAILED: u8 = 1;
-/// The program was not started by a launcher, or with a wrong environment.
+/// The program was not started by a launcher, or its environment is invalid.
 pub(crate) const EXIT_USAGE: u8 = 2;
-/// No master, or none that wants this worker.
+/// No master was found, or the master refused this worker.
 pub(crate) const EXIT_MASTER_LOST: i32 = 70;
-/// Told to end, and not let go in time.
+/// The worker was terminated, and the group did not release it in time.
 pub(crate) const EXIT_TERMINATED: i32 = 143;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// With these variables, and all that must be set besides.
+    /// Reads these variables, in addition to all required ones.
     fn read_with(set: &[(&str, &str)]) -> Result<Environment, String> {
         let folder = tempfile::tempdir().unwrap();
         let token = folder.path().join("token");
@@ -161,13 +158,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named() {
+    fn a_missing_variable_is_named() {
         let missing = Environment::read(|_| None).unwrap_err();
         assert_eq!(missing, "ELASTICDL_TOKEN_FILE is not set");
     }
 
     #[test]
-    fn a_master_is_spoken_to_in_the_open_or_known_by_ca_and_name() {
+    fn tls_needs_both_a_ca_and_a_name() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let ca = ca();
         std::fs::write(&file, &ca).unwrap();
@@ -185,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ca_that_is_none_is_refused_with_its_file_and_what_it_must_be() {
+    fn an_invalid_ca_is_refused_with_its_file_and_the_expected_format() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let path = file.path().to_str().unwrap();
         let read_as =

@@ -1,4 +1,4 @@
-//! Failures of the user's code, as they reach the master.
+//! Failures of the user's code and of this worker, as reported to the master.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,13 +9,13 @@ use elasticdl_proto::RecordRange;
 use crate::model::UserError;
 use crate::prefetch::{NotRead, ReadError};
 
-/// Why this worker can't go on. Its text reaches the job's summary.
+/// Why this worker cannot continue. The text appears in the job's summary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     pub(crate) error: String,
-    /// What it was working on.
+    /// Records that it was processing.
     pub(crate) ranges: Vec<RecordRange>,
-    /// No other worker would do better.
+    /// Whether any other worker would fail in the same way.
     pub(crate) fatal: bool,
 }
 
@@ -37,7 +37,7 @@ impl From<NotRead> for Failure {
     }
 }
 
-/// An error and what caused it: alone it says little.
+/// Formats an error with the chain of its causes.
 pub(crate) fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -48,7 +48,7 @@ pub(crate) fn causes(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Calls the user's code; its error or panic becomes a text that says where it came from.
+/// Calls the user's code. An error or a panic becomes a text that names the method.
 pub(crate) fn call_user<T>(
     what: &str,
     code: impl FnOnce() -> Result<T, UserError>,
@@ -60,7 +60,7 @@ pub(crate) fn call_user<T>(
     }
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(ToString::to_string);
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())

@@ -1,4 +1,4 @@
-//! Where the time went between a group's last commit and its first one in a new generation.
+//! Timing of the pause between a group's last commit and its first one in a new generation.
 
 use std::time::Instant;
 
@@ -6,9 +6,8 @@ use elasticdl_proto::Generation;
 
 use crate::messages::Phases;
 
-/// Stopwatch of one worker. Moments are those of the last attempt, save for the trouble and the
-/// stop, which are the first ones: a regroup that fails itself is a part of the gap that it was to
-/// end.
+/// Stopwatch of one worker. Most times are those of the last attempt. Trouble and stop are those of
+/// the first one: a regroup that fails is part of the pause that it was meant to end.
 #[derive(Debug, Default)]
 pub(crate) struct GapTimer {
     committed: Option<(Generation, Instant)>,
@@ -20,14 +19,15 @@ pub(crate) struct GapTimer {
 }
 
 impl GapTimer {
-    /// A sign of trouble at `at`: a link's error, or a membership that aborts the step, which the
-    /// control thread may have received while this one computed. The earliest counts.
+    /// A sign of trouble at `at`: a link's error, or a membership that aborts the step. The control
+    /// thread may have received the latter while the trainer thread computed. The earliest one
+    /// counts.
     pub(crate) fn on_trouble(&mut self, at: Instant) {
         self.trouble = Some(self.trouble.map_or(at, |known| known.min(at)));
     }
 
-    /// The training thread is out of the collective call, or of the user's code, and its links are
-    /// down.
+    /// The trainer thread has left the collective call or the user's code, and its links are
+    /// closed.
     pub(crate) fn on_stopped(&mut self, now: Instant) {
         self.trouble.get_or_insert(now);
         self.stopped.get_or_insert(now);
@@ -46,8 +46,8 @@ impl GapTimer {
         self.repaired = Some(now);
     }
 
-    /// A step was committed in `generation`; if it is the first one since this worker saw the
-    /// generation change, the phases.
+    /// A step was committed in `generation`. Returns the phases if it is the first one since the
+    /// generation changed.
     pub(crate) fn on_commit(&mut self, generation: Generation, now: Instant) -> Option<Phases> {
         let Self { trouble, stopped, membership, connected, repaired, committed } =
             std::mem::replace(self, Self { committed: Some((generation, now)), ..Self::default() });
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn the_phases_of_a_gap_add_up_to_it() {
+    fn the_phases_add_up_to_the_gap() {
         let start = Instant::now();
         let mut gap = member(start);
         gap.on_trouble(at(start, 23));
@@ -109,10 +109,10 @@ mod tests {
     }
 
     #[test]
-    fn news_that_waited_for_the_users_code_counts_from_its_arrival() {
+    fn a_membership_that_waited_for_the_users_code_counts_from_its_arrival() {
         let start = Instant::now();
         let mut gap = member(start);
-        // The links broke at 26, but the membership had arrived at 22, and is read afterwards.
+        // The links broke at 26. The membership had arrived at 22, but is read afterwards.
         gap.on_trouble(at(start, 26));
         gap.on_stopped(at(start, 27));
         gap.on_trouble(at(start, 22));
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn an_attempt_that_fails_lengthens_the_agreement() {
+    fn a_failed_attempt_lengthens_the_agreement() {
         let start = Instant::now();
         let mut gap = member(start);
         gap.on_trouble(at(start, 21));

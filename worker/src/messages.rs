@@ -1,4 +1,4 @@
-//! What passes between the trainer and the control stream's thread.
+//! Messages between the trainer and the thread of the control stream.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use crate::core::session::{Membership, Report};
 use crate::failure::Failure;
 use crate::reader::Dataset;
 
-/// What the master says after its welcome.
+/// Messages of the master after its welcome.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum FromMaster {
     Describe,
@@ -19,22 +19,23 @@ pub(crate) enum FromMaster {
     Fetch(Vec<(WorkerId, SocketAddr)>),
     KeepCheckpoint,
     Lease(Vec<RecordRange>),
-    /// The group changes; and when that arrived here.
+    /// The group changes. Second field: the time of arrival.
     Membership(Membership, Instant),
     Prepare(Dataset),
-    /// From the control stream itself: it was broken, and there is another master.
+    /// Sent by the control stream itself: the stream is open again, possibly to another master.
     Reconnected,
     Shutdown(String),
-    /// The group ends with a checkpoint, for all of its members leave.
+    /// The group ends with a checkpoint, because all of its members leave.
     Suspend,
 }
 
-/// What this worker says after its hello.
+/// Messages of this worker after its hello.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum ToMaster {
     Checkpoint(CheckpointEvent),
     Described(Result<Dataset, String>),
-    /// A shard that was leased to this worker alone; its metrics, if it was evaluated.
+    /// A shard that was leased to this worker alone is processed. `metrics`: its scores, in an
+    /// evaluation.
     Done {
         range: RecordRange,
         metrics: BTreeMap<String, f64>,
@@ -45,7 +46,7 @@ pub(crate) enum ToMaster {
         parameters: u64,
     },
     Report(Report),
-    /// In words; from the lowest rank, when it changes.
+    /// Description of the all-reduce transport. The lowest rank sends it when it changes.
     AllreduceTransport {
         generation: Generation,
         what: String,
@@ -57,20 +58,20 @@ pub(crate) enum ToMaster {
     },
 }
 
-/// What became of a checkpoint.
+/// Outcome of a checkpoint operation.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum CheckpointEvent {
-    /// It is not as it was written; the one before it is tried.
+    /// The checkpoint does not match its digests; the one before it is tried.
     Damaged { name: String, reason: String },
-    /// It could not be written.
+    /// The checkpoint could not be written.
     Failed { step: u64, error: String },
-    /// The group begins from it.
+    /// The group starts from the checkpoint.
     Restored { step: u64, name: String },
-    /// It is complete.
+    /// The checkpoint is complete.
     Saved { step: u64, name: String, bytes: u64 },
 }
 
-/// The job's final state.
+/// The final state of the job.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Finished {
     pub(crate) generation: Generation,
@@ -78,39 +79,39 @@ pub(crate) struct Finished {
     pub(crate) digest: u64,
     pub(crate) ledger: Ledger,
     pub(crate) records_trained: u64,
-    /// Evaluations got no better.
+    /// Whether the job ended before its data because evaluations no longer improved.
     pub(crate) stopped_early: bool,
     pub(crate) summary: Option<String>,
-    /// Why the job can't go on, if it can't.
+    /// Why the job cannot continue, if so.
     pub(crate) failure: Option<FinishedFailure>,
-    /// The group ends here, and another one goes on from its checkpoint.
+    /// Whether another group resumes from this group's checkpoint.
     pub(crate) suspended: bool,
-    /// Steps without an update.
+    /// Number of steps without an update.
     pub(crate) steps_skipped: u64,
-    /// This rank has exported the model.
+    /// Whether this rank has exported the model.
     pub(crate) exported: bool,
 }
 
-/// Why a job can't go on.
+/// Why a job cannot continue.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct FinishedFailure {
-    /// The same on all ranks.
+    /// The error; the same on all ranks.
     pub(crate) error: String,
-    /// This rank's records that are at fault.
+    /// Records of this rank that are at fault.
     pub(crate) ranges: Vec<RecordRange>,
 }
 
-/// Microseconds from a group's last commit to its first one in a new generation.
+/// Phases between a group's last commit and its first one in a new generation, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Phases {
-    /// Last commit until the first sign of trouble, or until the switch was agreed.
+    /// From the last commit until the first sign of trouble, or until the switch was agreed.
     pub(crate) detect_us: u64,
-    /// Until the training thread was out of the collective call or the user's code and its links
-    /// were down.
+    /// Until the trainer thread had left the collective call or the user's code and its links were
+    /// closed.
     pub(crate) abort_us: u64,
-    /// Until the new membership was known.
+    /// Until the new membership had arrived.
     pub(crate) agree_us: u64,
-    /// Until the new links stood.
+    /// Until the new links were up.
     pub(crate) connect_us: u64,
     /// Until all ranks held the same state.
     pub(crate) state_us: u64,
@@ -118,15 +119,15 @@ pub(crate) struct Phases {
     pub(crate) first_step_us: u64,
 }
 
-/// Where the trainer puts what the master is to hear. Sending never blocks; without a master it is
+/// Channel from the trainer to the master. Sending never blocks; without a master the message is
 /// lost.
 #[derive(Clone, Debug)]
 pub(crate) struct Outbox(pub(crate) UnboundedSender<ToMaster>);
 
 impl Outbox {
     pub(crate) fn send(&self, message: ToMaster) {
-        // The control stream's thread ends the process when it ends itself, so a closed channel
-        // needs no answer.
+        // The thread of the control stream ends the process when it fails, so a closed channel can
+        // be ignored.
         let _ = self.0.send(message);
     }
 }

@@ -1,14 +1,14 @@
-//! Records, read ahead of need by a thread of their own.
+//! Reads records ahead of need, in a thread of its own.
 //!
-//! The trainer says which ranges it will want ([`Prefetch::want`]), in the order in which it
-//! expects to; the thread reads them, some records ahead; [`Prefetch::take`] hands them over. What
-//! is taken out of order is read at once.
+//! The trainer announces ranges ([`Prefetch::want`]) in the order in which it expects to use them.
+//! The reader thread reads them, a limited number of records ahead, and [`Prefetch::take`] returns
+//! them. A range that is taken out of order is read at once.
 //!
-//! While storage does not answer, the thread waits for it. The trainer gets what has been read and
-//! is told that the rest is not there yet, so that it can go on with the group; what was not read
-//! is read when storage answers again.
+//! While storage does not answer, the reader thread waits for it. The trainer gets the records that
+//! have been read and learns that the rest is missing, so that it can continue with the group. The
+//! rest is read when storage answers again.
 //!
-//! **Invariant:** a record is handed over only by the `take` that names it.
+//! **Invariant:** a record is returned only by the `take` that names it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,7 +23,7 @@ use crate::failure::panic_text;
 use crate::reader::{DataError, Dataset, File, Reader};
 use crate::storage::set_wait_flag;
 
-/// Reads ahead for one worker.
+/// Read-ahead of one worker.
 #[derive(Debug)]
 pub(crate) struct Prefetch<R> {
     buffer: Arc<ReadBuffer<R>>,
@@ -33,47 +33,47 @@ pub(crate) struct Prefetch<R> {
 #[derive(Debug, PartialEq)]
 pub(crate) struct Taken<R> {
     pub(crate) records: Vec<R>,
-    /// What of the range can't be had before storage answers again.
+    /// Rest of the range, which cannot be read before storage answers again.
     pub(crate) rest: Option<RecordRange>,
 }
 
-/// Why records can't be read.
+/// Why records cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ReadError {
     pub(crate) text: String,
-    /// As [`DataError::ends_job`].
+    /// See [`DataError::ends_job`].
     pub(crate) ends_job: bool,
 }
 
-/// Which records can't be read, and why.
+/// Records that cannot be read, and why.
 pub(crate) type NotRead = (RecordRange, ReadError);
 
 #[derive(Debug)]
 struct ReadBuffer<R> {
     state: Mutex<State<R>>,
     changed: Condvar,
-    /// The thread waits for storage.
+    /// Whether the reader thread waits for storage.
     waits: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
 struct State<R> {
-    /// What is to be read, in this order.
+    /// Ranges to read, in this order.
     wanted: VecDeque<RecordRange>,
-    /// What was read, by epoch and first record.
+    /// Records that are read, by epoch and first record.
     read: BTreeMap<(u32, u64), VecDeque<R>>,
-    /// Records in `read`.
+    /// Number of records in `read`.
     records: u64,
-    /// What the trainer waits for.
+    /// Range that the trainer waits for.
     urgent: Option<RecordRange>,
     failed: Option<(RecordRange, ReadError)>,
-    /// Ranges that the reader was told of lately, by epoch and end.
+    /// Ranges that were announced to the reader lately, by epoch and end.
     announced: VecDeque<(u32, u64)>,
     closed: bool,
 }
 
 impl<R: Send + 'static> Prefetch<R> {
-    /// Starts reading for a trainer that takes about `ahead` records at a time.
+    /// Starts the reader thread for a trainer that takes about `ahead` records at a time.
     pub(crate) fn new<D: Reader<Record = R>>(
         reader: D,
         dataset: Dataset,
@@ -98,13 +98,14 @@ impl<R: Send + 'static> Prefetch<R> {
         Ok(Self { buffer })
     }
 
-    /// Says that `range` will be taken, after what was wanted before.
+    /// Announces that `range` will be taken, after the ranges announced before.
     pub(crate) fn want(&self, range: RecordRange) {
         self.buffer.lock().wanted.push_back(range);
         self.buffer.changed.notify_all();
     }
 
-    /// The records of `range`, in order; waits for them, but not for storage that does not answer.
+    /// Takes the records of `range`, in order. Waits for them to be read, but not for storage that
+    /// does not answer.
     ///
     /// # Errors
     /// The reader failed.
@@ -141,8 +142,8 @@ impl<R: Send + 'static> Prefetch<R> {
         Ok(Taken { records, rest: None })
     }
 
-    /// While the thread waits for storage: how many records of `ranges`, which are wanted in this
-    /// order, can be taken without a wait. Else `None`: all can, sooner or later.
+    /// While the reader thread waits for storage: number of records of `ranges`, in the announced
+    /// order, that can be taken without a wait. Otherwise `None`: all can be taken eventually.
     ///
     /// # Errors
     /// The reader failed.
@@ -184,8 +185,8 @@ impl<R> ReadBuffer<R> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The reading thread: one piece after the other, at most `ahead` records ahead of what is
-    /// taken.
+    /// Loop of the reader thread: reads one piece after the other, at most `ahead` records ahead of
+    /// the trainer.
     fn fill<D: Reader<Record = R>>(&self, mut reader: D, dataset: &Dataset, ahead: u64) {
         let piece_max = ahead.div_ceil(2);
         set_wait_flag(Arc::clone(&self.waits));
@@ -199,8 +200,8 @@ impl<R> ReadBuffer<R> {
             drop(state);
             for range in upcoming {
                 if let Some((file, range)) = within_file(dataset, range) {
-                    // What it does not do now it does later; its panic comes again, where it is
-                    // told.
+                    // A hint that fails now is retried by `read`. A panic recurs there and is
+                    // reported then.
                     drop(catch_unwind(AssertUnwindSafe(|| reader.read_ahead(file, range))));
                 }
             }
@@ -225,14 +226,14 @@ impl<R> State<R> {
         (key.0 == epoch && key.1 + records.len() as u64 > at).then_some(key)
     }
 
-    /// Takes what is to be read next off the list: what the trainer waits for, else what it will
-    /// want.
+    /// Removes the next piece to read from the list: first what the trainer waits for, then
+    /// announced ranges.
     fn next_piece(&mut self, piece_max: u64, ahead: u64) -> Option<RecordRange> {
         if self.failed.is_some() {
             return None;
         }
         if let Some(mut urgent) = self.urgent.take() {
-            // Records that lie on the buffer already end the urgent piece.
+            // Records that are already in the buffer end the urgent piece.
             if let Some((&(_, start), _)) =
                 self.read.range((urgent.epoch, urgent.start)..(urgent.epoch, urgent.end)).next()
             {
@@ -254,7 +255,7 @@ impl<R> State<R> {
         Some(piece)
     }
 
-    /// Ranges that will be read after the first one, and that the reader has not heard of.
+    /// Ranges that will be read after the first one and that the reader does not know of yet.
     fn upcoming(&mut self) -> Vec<RecordRange> {
         let next = self.wanted.iter().skip(1).take(UPCOMING).copied();
         let unknown = |range: &RecordRange| !self.announced.contains(&(range.epoch, range.end));
@@ -279,7 +280,7 @@ impl<R> State<R> {
         self.wanted = rest;
     }
 
-    /// Cuts records `at..end` (as far as they reach) out of the entry that starts at `start`.
+    /// Cuts records `at..end`, or as many as there are, out of the entry that starts at `start`.
     fn cut(&mut self, epoch: u32, start: u64, at: u64, end: u64) -> VecDeque<R> {
         let mut entry = self.read.remove(&(epoch, start)).expect("the entry was just found");
         let mut records = entry.split_off((at - start) as usize);
@@ -295,7 +296,7 @@ impl<R> State<R> {
     }
 }
 
-/// The file in which a range begins, and the part of it that lies there.
+/// The file in which a range starts, and the part of the range in it.
 fn within_file(dataset: &Dataset, range: RecordRange) -> Option<(&File, std::ops::Range<u64>)> {
     let mut first = 0;
     for file in &dataset.files {
@@ -307,7 +308,7 @@ fn within_file(dataset: &Dataset, range: RecordRange) -> Option<(&File, std::ops
     None
 }
 
-/// Reads one piece, which may not cross a file.
+/// Reads one piece, which may not cross the end of a file.
 pub(crate) fn read_piece<D: Reader>(
     reader: &mut D,
     dataset: &Dataset,
@@ -361,12 +362,12 @@ impl From<String> for ReadError {
     }
 }
 
-/// So many ranges behind the one that is read are told to the reader.
+/// Number of ranges, after the one being read, that are announced to the reader.
 const UPCOMING: usize = 2;
-/// While storage is away the trainer looks so often whether it is back,
+/// Interval at which the trainer checks for records while storage does not answer.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// and goes on without the records after so long: a step is not made smaller for a moment's
-/// trouble.
+/// Time after which the trainer continues without the missing records: a short outage does not make
+/// a step smaller.
 const STORAGE_WAIT_MAX: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -419,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn records_come_in_order_whatever_the_sizes_of_pieces() {
+    fn records_come_in_order_for_any_sizes_of_pieces() {
         let prefetch = prefetch(None);
         prefetch.want(range(0, 2, 10));
         prefetch.want(range(0, 10, 60));
@@ -430,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_out_of_order_or_again_is_read_at_once() {
+    fn records_taken_out_of_order_or_again_are_read_at_once() {
         let prefetch = prefetch(None);
         prefetch.want(range(0, 20, 60));
         prefetch.want(range(1, 0, 10));
@@ -441,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_wanted_and_taken_out_of_order_is_not_read_again() {
+    fn announced_records_taken_out_of_order_are_not_read_again() {
         let prefetch = prefetch(None);
         prefetch.want(range(0, 20, 60));
         for (start, end) in [(30, 50), (20, 30), (50, 60)] {
@@ -475,14 +476,14 @@ mod tests {
         assert!(failed.1.text.contains("b: a lease of epoch 0 records"), "{failed:?}");
     }
 
-    /// Waits at record 10 of file b until it is told to go on.
-    struct Stuck {
+    /// Blocks at record 10 of file b until the test continues it.
+    struct Blocking {
         begins: std::sync::mpsc::Sender<()>,
         goes_on: std::sync::mpsc::Receiver<()>,
         waits: Option<Arc<AtomicBool>>,
     }
 
-    impl Reader for Stuck {
+    impl Reader for Blocking {
         type Record = (String, u64);
 
         fn describe(&mut self, _source: &str) -> Result<Dataset, DataError> {
@@ -503,13 +504,13 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_is_handed_over_while_storage_is_away_and_the_rest_when_it_is_back() {
+    fn records_already_read_are_returned_during_an_outage_and_the_rest_after_it() {
         let (begins, begun) = std::sync::mpsc::channel();
         let (go_on, goes_on) = std::sync::mpsc::channel();
-        // The reader has to set the flag of a buffer that is made after it.
+        // The reader has to set the flag of a buffer that is created after it.
         let mut prefetch = prefetch(None);
         let waits = Arc::new(AtomicBool::new(false));
-        let reader = Stuck { begins, goes_on, waits: Some(Arc::clone(&waits)) };
+        let reader = Blocking { begins, goes_on, waits: Some(Arc::clone(&waits)) };
         let state = State {
             wanted: VecDeque::new(),
             read: BTreeMap::new(),
@@ -536,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_storage_hears_when_the_reader_gives_up() {
+    fn a_failure_of_the_reader_ends_the_wait_for_storage() {
         let prefetch = prefetch(Some(7));
         prefetch.want(range(0, 16, 20));
         let mut state = prefetch.buffer.lock();

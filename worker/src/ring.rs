@@ -1,9 +1,9 @@
-//! A worker's group: on the host, or with a GPU at each rank.
+//! Communicator of a worker's group: on the host, or with a GPU at each rank.
 
 use elasticdl_collective::device::DeviceGroup;
 use elasticdl_collective::{CollectiveError, Communicator, HostGroup};
 
-/// The ring of one generation.
+/// Communicator of one generation.
 #[derive(Debug)]
 pub(crate) enum Ring {
     Device(DeviceGroup),
@@ -11,6 +11,8 @@ pub(crate) enum Ring {
 }
 
 impl Ring {
+    /// Returns the group's communicator for GPUs.
+    ///
     /// # Errors
     /// The ranks compute on CPUs: a defect of the caller.
     pub(crate) fn device(&mut self) -> Result<&mut DeviceGroup, CollectiveError> {
@@ -20,7 +22,7 @@ impl Ring {
         }
     }
 
-    /// The ring on the host, below.
+    /// The underlying communicator on the host.
     pub(crate) fn host(&self) -> &HostGroup {
         match self {
             Self::Device(ring) => ring.host(),
@@ -28,7 +30,7 @@ impl Ring {
         }
     }
 
-    /// What it does with the host's memory.
+    /// The communicator for operations on host memory.
     pub(crate) fn host_mut(&mut self) -> &mut dyn Communicator {
         match self {
             Self::Device(ring) => ring,

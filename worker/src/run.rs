@@ -1,4 +1,4 @@
-//! A worker's life: hello, data set, model, training.
+//! Life cycle of a worker: hello, data set, model, training.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::process::ExitCode;
@@ -22,12 +22,12 @@ use crate::trained_model;
 use crate::trainer::{Checkpointing, Export, Trainer, Validation};
 use crate::weights;
 
-/// Runs this process as a worker of the job that launched it, training `model`: the whole `main` of
-/// a user's program.
+/// Runs this process as a worker of the job that launched it and trains `model`. It is the whole
+/// `main` of a user's program.
 ///
-/// Returns when the job is over for this worker. Without a launcher it says how to start one. Where
-/// the launcher wants several workers, as in a pod with several GPUs, this process starts them, and
-/// `model` is dropped: let it open nothing before.
+/// Returns when the job is over for this worker. Without a launcher it prints how to start one. If
+/// the launcher wants several workers, as in a pod with several GPUs, this process starts them and
+/// drops `model`: a model should acquire no resources before.
 pub fn run<M: Model>(model: M) -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("ELASTICDL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info,object_store=warn"));
@@ -40,7 +40,7 @@ pub fn run<M: Model>(model: M) -> ExitCode {
     let variable = |name: &str| std::env::var(name).ok();
     let environment = match Supervisor::read(variable) {
         Ok(Some(supervisor)) => {
-            // What it holds is needed by the workers.
+            // The workers need the resources that the model holds.
             drop(model);
             return supervisor.run();
         }
@@ -58,7 +58,7 @@ pub fn run<M: Model>(model: M) -> ExitCode {
     };
     match work(model, &environment) {
         Ok(Exit::Left) => {
-            tracing::info!("left; the group goes on without this worker");
+            tracing::info!("left; the group continues without this worker");
             ExitCode::from(EXIT_DONE)
         }
         Ok(Exit::Outdated) => {
@@ -129,7 +129,8 @@ fn train<M: Model>(
     let (parameters, slots) = call_user("parameters()", || Ok((model.parameters(), model.slots())))
         .map_err(Failure::fatal)?;
     if parameters == 0 {
-        // A model that could not be built says why in the first method that can.
+        // A model that failed to build reports the reason in the first method that returns an
+        // error.
         let why = call_user("initialize()", || model.initialize(welcome.seed, &mut [])).err();
         return Err(Failure::fatal(
             why.unwrap_or_else(|| "parameters() is 0; a model has at least one".into()),
@@ -205,7 +206,7 @@ fn prepare<M: Model>(
             }
             Ok(FromMaster::Prepare(dataset)) => return Ok(Ok(dataset)),
             Ok(FromMaster::Shutdown(reason)) => return Ok(Err(Exit::Shutdown(reason))),
-            // What follows is heard by this master, which asks again for what was lost with the
+            // The messages that follow reach this master, which repeats what was lost with the
             // stream.
             Ok(FromMaster::Reconnected) => {
                 let nothing = Report::HeldLeases { step: 0, ranges: Vec::new() };
@@ -224,7 +225,7 @@ fn prepare<M: Model>(
     }
 }
 
-/// The validation data, which each worker looks at for itself.
+/// Describes the validation data. Each worker does so itself.
 fn validate<M: Model>(
     model: &M,
     options: &ValidationOptions,
@@ -243,7 +244,7 @@ fn validate<M: Model>(
     })
 }
 
-/// What would fail after all the work is found out before it.
+/// Finds errors before the work that would otherwise fail after it.
 fn check_places(work: &Work) -> Result<(), String> {
     match work {
         Work::Train { export: Some(export), .. } => {
@@ -260,13 +261,13 @@ fn check_places(work: &Work) -> Result<(), String> {
     }
 }
 
-/// This machine's address on the way to the master: where peers reach this worker.
+/// Address of this host on the route to the master, at which peers reach this worker.
 fn address_towards(master: &str) -> Result<IpAddr, String> {
     use std::net::{ToSocketAddrs, UdpSocket};
     let failed = |error: std::io::Error| format!("master at {master}: {error}");
     let to = master.to_socket_addrs().map_err(failed)?.next();
     let to = to.ok_or_else(|| format!("master at {master}: the name has no address"))?;
-    // Connecting a datagram socket sends nothing; it asks the system for a route.
+    // Connecting a datagram socket sends nothing; it makes the kernel choose a route.
     let any: IpAddr = match to {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         SocketAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
@@ -278,7 +279,7 @@ fn address_towards(master: &str) -> Result<IpAddr, String> {
 
 #[expect(
     clippy::print_stderr,
-    reason = "the program's own words to the person who started it by hand"
+    reason = "a message to the user who started the program without a launcher"
 )]
 fn usage(reason: &str) {
     let program = std::env::args().next().unwrap_or_else(|| "PROGRAM".into());
@@ -289,9 +290,9 @@ fn usage(reason: &str) {
     );
 }
 
-/// How long the dial of a donor may take, at least: a first packet that is lost is repeated after a
+/// Lower bound of the timeout for the dial of a donor: a lost first packet is sent again after a
 /// second.
 const DIAL_LIMIT: std::time::Duration = std::time::Duration::from_secs(2);
 
-/// The reader keeps about two steps of a rank's share ready, as in a group of this size.
+/// The reader keeps about two steps of a rank's share ready, for a group of this size.
 const READ_AHEAD_WORLD: usize = 2;

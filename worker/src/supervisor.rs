@@ -1,13 +1,14 @@
-//! A pod of several workers: this program started once for each, each on a GPU of its own.
+//! A pod of several workers: this program is started once for each, each on a GPU of its own.
 //!
 //! ```text
 //!  supervisor (a pod's first process) ──starts──► workers LAUNCH, LAUNCH + 1, …: ranks like any others
-//!       SIGTERM, SIGINT ────────────passed on──►
+//!       SIGTERM, SIGINT ──────────forwarded──►
 //! ```
 //!
-//! They go together, for their pod is replaced as a whole. When one fails, the others are told to
-//! leave, which those of other pods need not wait for, and are killed if they take too long. What
-//! the supervisor ends with is what the first that failed has ended with: the pod's end tells how.
+//! The workers end together, because their pod is replaced as a whole. When one fails, the others
+//! get SIGTERM, so that the workers of other pods need not wait for their silence, and are killed
+//! if they take too long. The supervisor exits with the code of the first worker that failed, which
+//! becomes the exit code of the pod.
 //!
 //! **Invariants:** no worker outlives the supervisor, however that ends. Knows nothing about the
 //! job.
@@ -26,34 +27,35 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_TERMINATED};
 
-/// What a pod of several workers is told.
+/// Settings of a pod of several workers.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Supervisor {
     workers: u32,
-    /// The first one's launch; the others' follow.
+    /// Launch id of the first worker; the others follow.
     first: u64,
-    /// Threads for each, if the pod's share of processors is known and the user has not said.
+    /// Threads of each worker, if the pod's share of CPUs is known and the user has not set the
+    /// number.
     threads: Option<u32>,
 }
 
-/// The workers that run, and how it went with the others.
+/// The running workers, and the outcome of the others.
 #[derive(Debug, Default)]
 struct Children {
     running: BTreeSet<i32>,
-    /// With what the first that failed has ended.
+    /// Exit code of the first worker that failed.
     failure: Option<u8>,
-    /// All were told to end from outside: whoever did it sees to it.
-    is_told: bool,
-    /// When those that are left are killed.
+    /// Whether all workers were signalled from outside. The sender then enforces its own deadline.
+    is_signalled: bool,
+    /// Time at which the remaining workers are killed.
     kill_at: Option<Instant>,
 }
 
 impl Supervisor {
-    /// Reads what `variable` (usually the process's environment) says; `None` if this process is a
-    /// worker itself.
+    /// Reads the settings through `variable` (usually the process's environment); `None` if this
+    /// process is itself a worker.
     ///
     /// # Errors
-    /// What is wrong, for the user's eyes.
+    /// What is wrong, for display to the user.
     pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
         let number = |name: &str| -> Result<Option<u64>, String> {
             let parse = |text: String| {
@@ -74,9 +76,10 @@ impl Supervisor {
         Ok(Some(Self { workers: workers as u32, first, threads }))
     }
 
-    /// Runs the workers to their end.
+    /// Runs the workers until all have ended.
     pub(crate) fn run(&self) -> ExitCode {
-        // This thread must start the workers: they end with the thread that has started them.
+        // This thread must start the workers: they are killed when the thread that started them
+        // ends.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         match runtime.and_then(|runtime| runtime.block_on(self.supervise())) {
             Ok(code) => ExitCode::from(code),
@@ -88,7 +91,7 @@ impl Supervisor {
     }
 
     async fn supervise(&self) -> io::Result<u8> {
-        // Before the first worker starts: no signal is missed.
+        // Installed before the first worker starts, so that no signal is missed.
         let mut child = signal(SignalKind::child())?;
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -114,10 +117,10 @@ impl Supervisor {
             let kill_at = children.kill_at.map(tokio::time::Instant::from_std);
             tokio::select! {
                 _ = child.recv() => {}
-                _ = terminate.recv() => children.pass_on(Signal::TERM),
-                _ = interrupt.recv() => children.pass_on(Signal::INT),
+                _ = terminate.recv() => children.forward(Signal::TERM),
+                _ = interrupt.recv() => children.forward(Signal::INT),
                 () = tokio::time::sleep_until(kill_at.unwrap_or_else(tokio::time::Instant::now)), if kill_at.is_some() => {
-                    tracing::warn!("workers that were told to leave are killed");
+                    tracing::warn!("the workers did not leave in time; killing them");
                     children.kill_at = None;
                     children.send(Signal::KILL);
                 }
@@ -142,8 +145,7 @@ impl Supervisor {
 }
 
 impl Children {
-    /// A process has ended: a worker, or what a worker has left behind. Whether the others are to
-    /// leave.
+    /// A process has ended: a worker, or an orphan of one. Returns whether to terminate the others.
     fn on_ended(&mut self, now: Instant, pid: i32, code: u8) -> bool {
         if !self.running.remove(&pid) {
             return false;
@@ -153,19 +155,19 @@ impl Children {
         }
         tracing::warn!(pid, code, others = self.running.len(), "a worker of this pod failed");
         self.failure = Some(code);
-        let tells = !self.is_told && !self.running.is_empty();
-        if tells {
+        let terminates_others = !self.is_signalled && !self.running.is_empty();
+        if terminates_others {
             self.kill_at = Some(now + LEAVE_TIMEOUT);
         }
-        tells
+        terminates_others
     }
 
-    fn pass_on(&mut self, sent: Signal) {
-        self.is_told = true;
+    fn forward(&mut self, sent: Signal) {
+        self.is_signalled = true;
         self.send(sent);
     }
 
-    /// None of them has been waited for, so each number is still its own.
+    /// No process in `running` has been reaped, so each id is still its own.
     fn send(&self, sent: Signal) {
         for pid in self.running.iter().filter_map(|&pid| Pid::from_raw(pid)) {
             let _ = kill_process(pid, sent);
@@ -173,21 +175,21 @@ impl Children {
     }
 }
 
-/// Lets this process end with its supervisor, if it has one.
+/// Makes the kernel kill this process when its supervisor, if it has one, ends.
 ///
 /// # Errors
-/// It has ended already, or the system refuses.
+/// The supervisor has already ended, or the system refuses.
 pub(crate) fn die_with_supervisor(variable: impl Fn(&str) -> Option<String>) -> Result<(), String> {
     let Some(supervisor) = variable(SUPERVISOR) else { return Ok(()) };
     set_parent_process_death_signal(Some(Signal::KILL)).map_err(|error| error.to_string())?;
-    // It may have ended before that.
+    // The supervisor may have ended before the call.
     match getppid().map(|parent| parent.as_raw_nonzero().to_string()) {
         Some(parent) if parent == supervisor => Ok(()),
         _ => Err(format!("the supervisor, process {supervisor}, is gone")),
     }
 }
 
-/// The next process that has ended, if any has.
+/// The next process that has ended, if any.
 fn next_ended() -> io::Result<Option<(Pid, WaitStatus)>> {
     loop {
         match wait(WaitOptions::NOHANG) {
@@ -198,21 +200,21 @@ fn next_ended() -> io::Result<Option<(Pid, WaitStatus)>> {
     }
 }
 
-/// As shells and containers tell it.
+/// Exit code by the convention of shells and containers.
 fn code_of(status: WaitStatus) -> u8 {
     let code = status.exit_status().or_else(|| Some(128 + status.terminating_signal()?));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(EXIT_TERMINATED as u8)
 }
 
-/// Says how many workers a pod has.
+/// Number of workers of the pod.
 const WORKERS: &str = "ELASTICDL_WORKERS";
-/// Says how many processors they share.
+/// Number of CPUs that they share.
 const CPUS: &str = "ELASTICDL_CPUS";
-/// Says to a worker which process started it.
+/// Process id of the supervisor, for a worker.
 const SUPERVISOR: &str = "ELASTICDL_SUPERVISOR";
 const THREADS: &str = "RAYON_NUM_THREADS";
-/// How long those that are left may take to leave: well within the time after which the master
-/// deletes their pod, which would hide how it ended.
+/// Time in which the remaining workers must leave: well below the time after which the master
+/// deletes their pod, which would hide its exit code.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 const WORKERS_MAX: u64 = 64;
 
@@ -231,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn several_workers_are_told_by_their_number() {
+    fn a_number_of_workers_above_one_makes_a_supervisor() {
         assert_eq!(read(&[]), Ok(None));
         assert_eq!(read(&[(WORKERS, "1")]), Ok(None));
         let launch = ("ELASTICDL_LAUNCH", "9");
@@ -255,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_is_the_pods_and_the_others_leave_in_time() {
+    fn the_first_failure_is_the_pods_and_the_others_have_a_deadline() {
         let (mut children, now) = (children(), Instant::now());
         assert!(!children.on_ended(now, 99, 3), "no worker");
         assert!(!children.on_ended(now, 10, 0));
@@ -267,15 +269,15 @@ mod tests {
     }
 
     #[test]
-    fn who_is_told_from_outside_takes_its_time() {
+    fn workers_that_were_signalled_from_outside_are_not_killed() {
         let (mut children, now) = (children(), Instant::now());
-        children.is_told = true;
+        children.is_signalled = true;
         assert!(!children.on_ended(now, 10, 143));
         assert_eq!((children.failure, children.kill_at), (Some(143), None));
     }
 
     #[test]
-    fn the_last_one_tells_nobody() {
+    fn the_last_worker_terminates_no_other() {
         let mut children = Children { running: [10].into(), ..Children::default() };
         assert!(!children.on_ended(Instant::now(), 10, 7));
         assert_eq!((children.failure, children.kill_at), (Some(7), None));

@@ -1,14 +1,14 @@
-//! Where a finished model is: in an exported file, or in a checkpoint.
+//! Location of a trained model: an exported file, or a checkpoint.
 
 use crate::checkpoint::{self, CheckpointLookup};
 use crate::model::NamedTensor;
 use crate::storage::{Storage, StorageError};
 use crate::weights;
 
-/// Checks that there is one, before anybody waits for it.
+/// Checks that there is a model, before any worker waits for it.
 ///
 /// # Errors
-/// What is there instead, and what would be right.
+/// What is there instead, and the remedy.
 pub(crate) fn check(address: &str) -> Result<(), String> {
     match checkpoint_at(address)? {
         Some(_) => Ok(()),
@@ -16,10 +16,10 @@ pub(crate) fn check(address: &str) -> Result<(), String> {
     }
 }
 
-/// Reads its parameters, `[parameters]`, in the order of the model's layout.
+/// Reads the parameters, `[parameters]`, in the order of the model's layout.
 ///
 /// # Errors
-/// The place's word; what is not as the model has it, or not as it was written.
+/// The error of the storage, or how the file differs from the model's layout or its own digests.
 pub(crate) fn load(
     address: &str,
     layout: &[NamedTensor],
@@ -31,8 +31,8 @@ pub(crate) fn load(
     }
 }
 
-/// The checkpoint whose folder this is. Of several, each worker could find another one to be the
-/// newest.
+/// The checkpoint in this folder. A folder with several checkpoints is refused: the workers might
+/// disagree on the newest one.
 fn checkpoint_at(address: &str) -> Result<Option<Storage>, String> {
     let text = |error: StorageError| error.to_string();
     let folder = Storage::open(address).map_err(text)?;
@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_model_is_refused_with_what_would_be_right() {
+    fn a_location_without_one_model_is_refused_with_the_remedy() {
         let folder = tempfile::tempdir().unwrap();
         let address = folder.path().to_str().unwrap();
         for name in ["step-000000000007-0123abcd-g1", "step-000000000012-0123abcd-g2"] {

@@ -1,7 +1,9 @@
-//! Does what the session decides: computes, talks to the group, applies updates.
+//! Executes the tasks of the session: computes gradients, exchanges data with the group, applies
+//! updates.
 //!
-//! One thread, blocking calls. What the master says arrives in an inbox between two tasks; what
-//! can't wait (a lost member) reaches a blocked collective call through the group's fence.
+//! One thread with blocking calls. Messages of the master arrive in an inbox and are handled
+//! between two tasks. Urgent ones (a lost member) reach a blocked collective call through the
+//! group's fence.
 
 use std::mem;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -28,58 +30,59 @@ use crate::reader::Reader;
 use crate::ring::Ring;
 use crate::tensors::{Tensor, Tensors};
 
-/// One worker's training, from its first membership to its end.
+/// Training of one worker, from its first membership to its end.
 pub(crate) struct Trainer<'a, M: Model> {
     model: M,
     seed: u64,
     session: Session,
     tensors: Tensors,
-    /// `gradient` holds what the session has pending, and not an older step's.
+    /// Whether `gradient` holds the session's pending gradient, and not an older step's.
     gradient_is_pending: bool,
-    /// Buckets of it that this group has summed while it was computed, or why they were not.
+    /// Number of the gradient's buckets that this group has summed during the computation, or the
+    /// error that stopped it.
     summed: Result<usize, CollectiveError>,
     prefetch: Prefetch<<M::Reader as Reader>::Record>,
     export: Option<Export>,
-    /// A step whose gradient is not finite is left out, and the job goes on.
+    /// Whether a step with a non-finite gradient is skipped and the job continues.
     skips_nonfinite: bool,
     endpoint: Endpoint,
     ring: Option<Ring>,
     /// Whether this worker would use NCCL.
     nccl: NcclPolicy,
-    /// What the master was told that sums go over.
+    /// The all-reduce transport that was reported to the master last.
     allreduce_transport: Option<String>,
-    /// Newcomers that get the state from here.
+    /// Joining workers that receive the state from this one.
     donor: Donor,
     checkpoints: Checkpointing,
-    /// `None` where nothing is evaluated.
+    /// `None` if nothing is evaluated.
     validation: Option<Validation<M::Reader>>,
-    /// Where this worker gets it from, as a newcomer.
+    /// Link to the donor while this worker is joining.
     source: Option<StateReceiver>,
-    /// What it has got from there, over this link and earlier ones.
+    /// Parts of the snapshot received so far, over this link and earlier ones.
     incoming: Option<IncomingSnapshot>,
-    /// How long the dial of a donor may take.
+    /// Timeout of the dial of a donor.
     dial_limit: Duration,
     inbox: &'a Receiver<FromMaster>,
     outbox: Outbox,
     started: Instant,
     gap: GapTimer,
-    /// The last task was a talk: wait a little before the next one.
+    /// Whether the last task was an idle round, so that this thread pauses before the next one.
     was_idle: bool,
 }
 
-/// Where the final model goes.
+/// Destination of the final model.
 #[derive(Debug)]
 pub(crate) struct Export {
     pub(crate) address: String,
     pub(crate) layout: Vec<NamedTensor>,
 }
 
-/// Why a task was not done.
+/// Why a task was not completed.
 #[derive(Debug)]
 enum Stopped {
     /// The links broke; a new group will form.
     Broken(CollectiveError),
-    /// This worker, or the job, can't go on.
+    /// This worker, or the job, cannot continue.
     Failed(Failure),
 }
 
@@ -131,13 +134,13 @@ impl<'a, M: Model> Trainer<'a, M> {
         }
     }
 
-    /// Writes the final model there.
+    /// Sets the destination of the final model.
     pub(crate) fn exporting(self, export: Option<Export>) -> Self {
         Self { export, ..self }
     }
 
-    /// Leaves steps out whose gradients are not finite, where `skips`; otherwise the first one ends
-    /// the job.
+    /// Sets whether steps with non-finite gradients are skipped. Otherwise the first one ends the
+    /// job.
     pub(crate) fn skipping_nonfinite(self, skips: bool) -> Self {
         Self { skips_nonfinite: skips, ..self }
     }
@@ -161,7 +164,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 Err(Stopped::Broken(error)) => match self.classify(error) {
                     Ok(error) => self.on_broken(&error),
                     Err(failure) => {
-                        // What is on the GPU may never end, and would be waited for.
+                        // Work on the GPU may never complete, and dropping would wait for it.
                         mem::forget(self);
                         return Err(failure);
                     }
@@ -195,14 +198,14 @@ impl<'a, M: Model> Trainer<'a, M> {
                 self.session.reconnected();
                 self.send_reports();
                 if self.session.is_joiner() {
-                    // It may have been said to nobody.
+                    // The earlier message may not have reached a master.
                     let parameters = self.tensors.sizes().0 as u64;
                     self.outbox.send(ToMaster::Ready { parameters });
                 }
             }
             FromMaster::Shutdown(reason) => self.session.handle_shutdown(reason),
             FromMaster::Suspend => self.session.handle_suspend(),
-            // Asked and answered before the training began.
+            // Handled before the training began.
             FromMaster::Describe | FromMaster::Prepare(_) => {}
         }
     }
@@ -261,16 +264,16 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// Takes in newcomers that have come to the connector, and begins to copy the state for them while
-    /// this rank computes or waits for others. They get it when all ranks have said that they hold
-    /// its step.
+    /// Accepts state requests of joining workers, and starts to copy the state for them while this
+    /// rank computes or waits for others. The copy is sent when all ranks have reported that they
+    /// hold its step.
     fn accept_state_requests(&mut self) -> Result<(), Failure> {
         if self.session.is_finished() {
             self.donor.dismiss();
             return Ok(());
         }
-        while let Some(visitor) = self.endpoint.next_state_request() {
-            self.donor.admit(visitor);
+        while let Some(request) = self.endpoint.next_state_request() {
+            self.donor.admit(request);
         }
         let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state())
         else {
@@ -285,8 +288,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// Gives newcomers the state as it is: all ranks have said that they hold its step, and no
-    /// update has changed it yet.
+    /// Sends the current state to joining workers: all ranks have reported that they hold its step,
+    /// and no update has changed it yet.
     fn serve_state_requests(&mut self) {
         if let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) {
             self.donor.release(generation, state.step, || state.record());
@@ -325,9 +328,9 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// The donor passes its last step's headers and reduced gradient around; ranks behind apply
-    /// them. Gives the headers to a rank that has passed them on, and now has the reduced gradient
-    /// in `reduced`.
+    /// The donor broadcasts its last step's headers and reduced gradient; ranks that are behind
+    /// apply them. Returns the headers on a rank that only relays them, and that now has the
+    /// reduced gradient in `reduced`.
     fn repair_by_result(
         &mut self,
         donor: usize,
@@ -355,8 +358,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(None)
     }
 
-    /// The donor passes its state around; ranks without one take it. The others hold the same bits.
-    /// `result`: headers of the last step, where its reduced gradient has passed through this rank.
+    /// The donor broadcasts its state; ranks without one install it, the others hold the same bits.
+    /// `result`: headers of the last step, if its reduced gradient has been relayed by this rank.
     fn repair_by_state(
         &mut self,
         donor: usize,
@@ -374,7 +377,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         }
         if take {
             let record: StateRecord = header::decode(&bytes).ok_or_else(|| garbled("a state"))?;
-            // Whoever dies next, a rank that is still behind can be repaired from here too.
+            // So this rank, too, can repair a rank that is still behind if the donor is lost next.
             if result.is_some() {
                 self.tensors.retain_reduced();
             }
@@ -406,7 +409,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             };
             records.extend(taken.records);
             if let Some(rest) = taken.rest {
-                // Storage does not answer: the step is made of what has been read.
+                // Storage does not answer: the step consists of the records that have been read.
                 unread.push(rest);
                 unread.extend(&ranges[i + 1..]);
             }
@@ -432,7 +435,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// This rank's word in the round.
+    /// Header of this rank for the round.
     fn header(&mut self) -> Result<Vec<u8>, Failure> {
         match self.prefetch.readable(self.session.held()) {
             Ok(readable) => self.session.limit_held(readable),
@@ -448,7 +451,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     fn gradients(&mut self, records: Vec<<M::Reader as Reader>::Record>) -> Result<f64, String> {
         let (model, tensors) = (&mut self.model, &mut self.tensors);
         let batch = call_user("feed()", || model.feed(records))?;
-        // One that is not finite is seen by all ranks, in this one's header.
+        // All ranks see a non-finite loss in this rank's header.
         call_user("gradients()", || match tensors {
             Tensors::Device(state) => {
                 let (parameters, mut gradient) = state.gradient();
@@ -479,7 +482,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         }
         self.serve_state_requests();
         if headers.iter().all(|header| header.records() == 0) {
-            // No rank could read any: there is no step to make yet.
+            // No rank could read a record: there is no step to make yet.
             return self
                 .session
                 .headers_exchanged(&headers)
@@ -498,8 +501,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         Ok(())
     }
 
-    /// Applies a step's reduced gradient, which is in `reduced`, and takes the step's records into
-    /// the ledger. One that is not [finite](Self::is_finite) is not applied.
+    /// Applies a step's reduced gradient, which is in `reduced`, and commits the step's records to
+    /// the ledger. A gradient that is not [finite](Self::is_finite) is not applied.
     fn update(&mut self, headers: Vec<StepHeader>, is_finite: bool) -> Result<(), Stopped> {
         let records: u64 = headers.iter().map(StepHeader::records).sum();
         let (model, tensors, step) = (&mut self.model, &mut self.tensors, self.session.step());
@@ -525,19 +528,19 @@ impl<'a, M: Model> Trainer<'a, M> {
                 &self.tensors.to_host(Tensor::Retained)?,
             );
         }
-        match is_finite {
-            true => self.session.commit(headers, self.started.elapsed()),
-            false => {
-                tracing::warn!(step = step + 1, "the gradient is not finite; the step is left out");
-                self.session.commit_skipped(headers, self.started.elapsed());
-            }
+        if is_finite {
+            self.session.commit(headers, self.started.elapsed());
+        } else {
+            tracing::warn!(step = step + 1, "the gradient is not finite; the step is skipped");
+            self.session.commit_skipped(headers, self.started.elapsed());
         }
         Ok(())
     }
 
     fn exchange_headers(&mut self) -> Result<(), Stopped> {
         tracing::debug!(step = self.session.step(), "waiting for records");
-        // The group waits for records: give them a moment to come, rather than talking without end.
+        // The group waits for records. A pause gives them time to arrive and limits the rate of
+        // idle rounds.
         if self.was_idle {
             match self.inbox.recv_timeout(IDLE_PAUSE) {
                 Ok(message) => {
@@ -591,8 +594,7 @@ fn decode_all<T: serde::de::DeserializeOwned>(headers: Vec<Vec<u8>>) -> Result<V
     headers.iter().map(|bytes| header::decode(bytes).ok_or_else(|| garbled("a header"))).collect()
 }
 
-/// What came over a link that proved the job's token makes no sense: other ranks run another
-/// program.
+/// A peer that has the job's token sent invalid data: the ranks run different programs.
 fn garbled(what: &str) -> Stopped {
     let error =
         format!("a peer sent {what} that can't be read; do all workers run the same program?");
@@ -634,11 +636,9 @@ pub(crate) use self::evaluation::Validation;
 use self::gpu::{device_of, nccl_policy};
 use self::incoming::IncomingSnapshot;
 
-/// Links are built by the kernel and the accepting thread, so a peer that is busy computing delays
-/// nobody; a peer that finishes its step first does. The master ends the wait for peers that never
-/// come.
+/// The kernel and the acceptor thread build links, so a peer that is busy computing delays no rank;
+/// a peer that has not finished its step does. The master ends the wait for peers that never come.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(600);
 
-/// How long a rank without records waits for some before it tells the others again that it has
-/// none.
+/// Time that a rank without records waits for some before it starts the next idle round.
 const IDLE_PAUSE: Duration = Duration::from_millis(5);

@@ -1,4 +1,4 @@
-//! Between the schema's messages and what the trainer speaks.
+//! Converts between the messages of the protobuf schema and those of the trainer.
 
 use std::time::{Duration, Instant};
 
@@ -160,7 +160,7 @@ fn decode_dataset(dataset: v1::Dataset) -> Option<Dataset> {
     Some(Dataset { files: list.iter().map(file).collect() })
 }
 
-/// The list of files as it is sent, or why it can't be.
+/// Encodes the list of files, or returns why it cannot be sent.
 fn encode_dataset(dataset: Dataset) -> Result<v1::Dataset, String> {
     let Dataset { files } = dataset;
     let bytes: usize = files.iter().map(|f| f.path.len()).sum();
@@ -293,7 +293,7 @@ fn decode_range(range: &v1::Range) -> RecordRange {
     RecordRange { epoch: range.epoch, start: range.start, end: range.end }
 }
 
-/// Bytes of paths from which a list of files is sent packed.
+/// Total length of paths, in bytes, from which a list of files is sent packed.
 const FILES_PACKED_FROM: usize = 4 << 20;
-/// What a message may hold, and a little less.
+/// Maximum length of a packed list: a little less than a message may hold.
 const FILES_PACKED_MAX: usize = 60 << 20;

@@ -1,5 +1,4 @@
-//! What the master is told of waits for storage: when they begin and end, and now and then
-//! meanwhile.
+//! Reports of waits for storage to the master: at their start and end, and periodically in between.
 
 use std::time::{Duration, Instant};
 
@@ -7,46 +6,46 @@ use elasticdl_proto::v1;
 
 use crate::storage::{self, WaitStatus};
 
-/// What the master knows.
+/// State of the reports.
 #[derive(Debug, Default)]
 pub(super) struct StorageReporter {
-    told: Option<Told>,
-    /// How much of what was waited the master, or one before it, has heard of.
+    reported: Option<Reported>,
+    /// Part of the waited time that was reported to any master.
     waited: Duration,
 }
 
 #[derive(Debug)]
-struct Told {
+struct Reported {
     at: Instant,
 }
 
 impl StorageReporter {
-    /// What there is to be told now.
+    /// The report that is due now.
     pub(super) fn poll(&mut self) -> Option<v1::StorageWait> {
         self.next(storage::wait_status(), Instant::now())
     }
 
-    /// The master is another one, which knows nothing.
+    /// A new master knows of no report.
     pub(super) fn forget(&mut self) {
-        self.told = None;
+        self.reported = None;
     }
 
     fn next(&mut self, waiting: WaitStatus, now: Instant) -> Option<v1::StorageWait> {
-        let is_due = match (&self.told, &waiting.storage) {
+        let is_due = match (&self.reported, &waiting.storage) {
             (None, Some(_)) | (Some(_), None) => true,
-            // A wait that began and ended between two looks.
+            // A wait that started and ended between two polls.
             (None, None) => waiting.waited > self.waited,
-            (Some(told), Some(_)) => now.saturating_duration_since(told.at) >= REPORT_INTERVAL,
+            (Some(last), Some(_)) => now.saturating_duration_since(last.at) >= REPORT_INTERVAL,
         };
         if !is_due {
             return None;
         }
-        let was_told = self.told.is_some();
+        let was_reported = self.reported.is_some();
         let waited = waiting.waited.saturating_sub(self.waited);
         let waited_ms = waited.as_millis() as u64;
         self.waited += Duration::from_millis(waited_ms);
-        self.told = waiting.storage.is_some().then_some(Told { at: now });
-        let is_news = was_told || waiting.storage.is_some() || waited_ms > 0;
+        self.reported = waiting.storage.is_some().then_some(Reported { at: now });
+        let is_news = was_reported || waiting.storage.is_some() || waited_ms > 0;
         is_news.then_some(v1::StorageWait { storage: waiting.storage, waited_ms })
     }
 }
@@ -62,11 +61,11 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_is_told_when_it_begins_now_and_then_and_when_it_ends() {
-        let (mut word, began) = (StorageReporter::default(), Instant::now());
+    fn a_wait_is_reported_at_its_start_periodically_and_at_its_end() {
+        let (mut reporter, began) = (StorageReporter::default(), Instant::now());
         let mut at = |seconds, waiting| {
-            let told = word.next(waiting, began + Duration::from_secs(seconds))?;
-            Some((told.storage.is_some(), told.waited_ms))
+            let report = reporter.next(waiting, began + Duration::from_secs(seconds))?;
+            Some((report.storage.is_some(), report.waited_ms))
         };
         assert_eq!(at(0, waiting(None, 0)), None);
         assert_eq!(at(1, waiting(Some("s3://b"), 100)), Some((true, 100)));
@@ -78,11 +77,11 @@ mod tests {
     }
 
     #[test]
-    fn another_master_is_told_of_a_wait_that_goes_on() {
-        let (mut word, now) = (StorageReporter::default(), Instant::now());
-        assert!(word.next(waiting(Some("s3://b"), 100), now).is_some());
-        word.forget();
-        let told = word.next(waiting(Some("s3://b"), 200), now).unwrap();
-        assert_eq!((told.storage.as_deref(), told.waited_ms), (Some("s3://b"), 100));
+    fn a_new_master_receives_a_report_of_an_ongoing_wait() {
+        let (mut reporter, now) = (StorageReporter::default(), Instant::now());
+        assert!(reporter.next(waiting(Some("s3://b"), 100), now).is_some());
+        reporter.forget();
+        let report = reporter.next(waiting(Some("s3://b"), 200), now).unwrap();
+        assert_eq!((report.storage.as_deref(), report.waited_ms), (Some("s3://b"), 100));
     }
 }

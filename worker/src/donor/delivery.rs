@@ -1,4 +1,4 @@
-//! What one newcomer is sent, over one link or several, in a thread of its own.
+//! Sends the state to one joining worker, over one link or several, in a thread of its own.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,26 +16,26 @@ use super::{
 use crate::core::header;
 use crate::core::header::StateRecord;
 
-/// A snapshot and the results after it, on their way to one newcomer.
+/// Transfer of a snapshot and the results after it to one joining worker.
 ///
-/// **Invariant:** whatever the newcomer may not have received is kept, so that a transfer whose
-/// link breaks goes on where the newcomer says it was: the snapshot until the newcomer has all of
-/// it, a result until the newcomer has applied it.
+/// **Invariant:** everything that the joiner may not have received is retained, so that a transfer
+/// whose link breaks resumes at the joiner's position: the snapshot until the joiner has all of it,
+/// a result until the joiner has applied it.
 #[derive(Debug)]
 pub(super) struct Delivery {
-    newcomer: u64,
+    joiner: u64,
     idle_timeout: Duration,
     generation: Generation,
     record: StateRecord,
     floats: usize,
     snapshot: Option<Arc<Snapshot>>,
-    /// Floats of the snapshot that are sent.
+    /// Number of floats of the snapshot that are sent.
     sent_floats: usize,
-    /// Results that the newcomer has not applied, as far as is known.
+    /// Results that the joiner has not applied, as far as is known.
     results: VecDeque<StateMessage>,
-    /// How many of them are sent.
+    /// Number of these results that are sent.
     sent_results: usize,
-    /// The step of the first result that is in `results`, or will be.
+    /// Step of the first result that is, or will be, in `results`.
     first_step: u64,
     queue: Receiver<StateMessage>,
     links: Receiver<StateRequest>,
@@ -43,13 +43,13 @@ pub(super) struct Delivery {
 
 impl Delivery {
     pub(super) fn new(
-        (newcomer, idle_timeout): (u64, Duration),
+        (joiner, idle_timeout): (u64, Duration),
         (generation, record): (Generation, StateRecord),
         snapshot: Arc<Snapshot>,
         (queue, links): (Receiver<StateMessage>, Receiver<StateRequest>),
     ) -> Self {
         Self {
-            newcomer,
+            joiner,
             idle_timeout,
             generation,
             floats: snapshot.parameters_len + snapshot.slots_len,
@@ -64,7 +64,7 @@ impl Delivery {
         }
     }
 
-    /// Sends everything until the trainer wants no more sent, or the newcomer stays away.
+    /// Sends until the trainer ends the stream or the joiner does not reconnect in time.
     pub(super) fn run(mut self, mut request: StateRequest) {
         loop {
             let mut sender = request.serve(self.idle_timeout);
@@ -74,7 +74,7 @@ impl Delivery {
                     return sender.finish();
                 }
                 Err(error) => {
-                    tracing::info!(newcomer = self.newcomer, %error, "a newcomer is gone")
+                    tracing::info!(joiner = self.joiner, %error, "the link to a joining worker broke")
                 }
             }
             drop(sender);
@@ -87,8 +87,11 @@ impl Delivery {
 
     fn deliver(&mut self, sender: &mut StateSender) -> io::Result<()> {
         let position = sender.first_position()?;
-        if !self.go_on_from(position) {
-            tracing::info!(newcomer = self.newcomer, "what this newcomer misses is no longer here");
+        if !self.resume_from(position) {
+            tracing::info!(
+                joiner = self.joiner,
+                "data that this joining worker needs is no longer retained"
+            );
             return Ok(());
         }
         let mut said_caught_up = false;
@@ -118,7 +121,7 @@ impl Delivery {
         }
     }
 
-    /// Sends from the newcomer's position on what is not sent of the snapshot.
+    /// Sends the rest of the snapshot, from the joiner's position on.
     fn send_snapshot(&mut self, sender: &mut StateSender) -> io::Result<()> {
         let Some(snapshot) = self.snapshot.clone().filter(|_| self.sent_floats < self.floats)
         else {
@@ -129,7 +132,7 @@ impl Delivery {
         let note = StateNote { record: self.record.clone(), from: self.sent_floats as u64 };
         sender.send(KIND_STATE, generation, &header::encode(&note), &[])?;
         while self.sent_floats < self.floats {
-            // No part is of both tensors.
+            // No part spans both tensors.
             let (tensor, at) = match self.sent_floats.checked_sub(parameters.len()) {
                 None => (parameters, self.sent_floats),
                 Some(at) => (slots, at),
@@ -142,8 +145,8 @@ impl Delivery {
         Ok(())
     }
 
-    /// Goes on where the newcomer is; `false` where what comes next for it is not kept.
-    fn go_on_from(&mut self, position: Option<Position>) -> bool {
+    /// Resumes at the joiner's position. `false` if the data that follows it is no longer retained.
+    fn resume_from(&mut self, position: Option<Position>) -> bool {
         self.sent_results = 0;
         let of_this = position.filter(|position| position.snapshot == self.record.step);
         match of_this {
@@ -171,15 +174,15 @@ impl Delivery {
         self.snapshot.is_some() && self.first_step == self.record.step
     }
 
-    /// Drops what the newcomer says it has.
+    /// Drops what the joiner reports as received.
     fn forget_applied(&mut self, position: Option<Position>) {
         let Some(Position { snapshot, floats, step }) = position else { return };
         if snapshot != self.record.step || floats != self.floats as u64 {
             return;
         }
         self.snapshot = None;
-        // A newcomer that never says what it has applied can't come again, and takes no more memory
-        // than others.
+        // A joiner that never reports its position cannot resume. It occupies no more memory than
+        // others.
         while self.sent_results > 0
             && self
                 .results
@@ -206,8 +209,8 @@ fn send(sender: &mut StateSender, message: &StateMessage) -> io::Result<()> {
     }
 }
 
-/// How long a transfer whose link broke waits for the newcomer to come again.
+/// Time that a transfer whose link broke waits for the joiner to reconnect.
 const RETURN_WINDOW: Duration = Duration::from_secs(10);
 
-/// Between two signs of life, where there is nothing to send.
+/// Interval of heartbeats while there is nothing to send.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(1);

@@ -6,12 +6,12 @@ use elasticdl_proto::RecordRange;
 
 use super::*;
 
-/// Far beyond what anything here takes; only a hang gets there.
+/// Far beyond the duration of any test; only a hang reaches it.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
 const LEN: usize = 1000;
 
-/// The group that gives the state of step 2.
+/// Generation of the group that sends the state of step 2.
 const GENERATION: Generation = Generation(3);
 
 fn record() -> StateRecord {
@@ -34,13 +34,13 @@ fn ends() -> [Endpoint; 2] {
     })
 }
 
-/// Worker 2 is at the connector of the donor, worker 1.
+/// Worker 2 requests the state from the donor, worker 1.
 fn visit(donor: &mut Donor, ends: &[Endpoint; 2], position: Option<Position>) -> StateReceiver {
     let member = Member { id: 1, address: ends[0].address() };
     let source = ends[1].fetch(member, WATCHDOG, WATCHDOG, position).expect("the donor listens");
     let until = Instant::now() + WATCHDOG;
     loop {
-        assert!(Instant::now() < until, "the visitor never shows up");
+        assert!(Instant::now() < until, "the request never arrives");
         if let Some(request) = ends[0].next_state_request() {
             donor.admit(request);
             return source;
@@ -49,7 +49,7 @@ fn visit(donor: &mut Donor, ends: &[Endpoint; 2], position: Option<Position>) ->
     }
 }
 
-/// Gives out the state of ones and twos, as between two steps and after all ranks' words.
+/// Sends a state of ones and twos, as between two steps, after the headers of all ranks.
 fn give(donor: &mut Donor, len: usize) {
     assert!(donor.wants_snapshot(GENERATION, 2, 2 * len));
     donor.prepare(GENERATION, 2, Arc::new(vec![1.0; len]), Arc::new(vec![2.0; len]));
@@ -71,7 +71,7 @@ fn next(source: &mut StateReceiver) -> (StateMessageHeader, Vec<f32>) {
     (head, floats)
 }
 
-/// A part's place and floats.
+/// Position and floats of a part.
 fn next_part(source: &mut StateReceiver) -> (u64, Vec<f32>) {
     let (head, floats) = next(source);
     let note: PartNote = header::decode(&head.note).unwrap();
@@ -86,7 +86,7 @@ fn state_note(source: &mut StateReceiver) -> StateNote {
 }
 
 #[test]
-fn a_newcomer_gets_the_state_then_each_result_and_the_end_when_it_is_taken_in() {
+fn a_joiner_receives_the_state_each_result_and_the_end_when_it_becomes_a_member() {
     let mut donor = Donor::new(WATCHDOG);
     let (mut source, _ends) = serving(&mut donor, LEN);
     assert_eq!(state_note(&mut source), StateNote { record: record(), from: 0 });
@@ -97,7 +97,7 @@ fn a_newcomer_gets_the_state_then_each_result_and_the_end_when_it_is_taken_in() 
     let (head, floats) = next(&mut source);
     assert_eq!((head.kind, head.generation, floats), (KIND_RESULT, 3, vec![5.0; LEN]));
     assert_eq!(next(&mut source).0.kind, KIND_CAUGHT_UP);
-    // A change without the newcomer changes nothing for it.
+    // A membership without the joiner changes nothing for it.
     donor.switch(Generation(4), |id| id == 1);
     donor.committed(Generation(4), 3, &[], &Arc::new(vec![6.0; LEN]));
     assert_eq!((next(&mut source).0.generation, next(&mut source).0.kind), (4, KIND_CAUGHT_UP));
@@ -106,14 +106,14 @@ fn a_newcomer_gets_the_state_then_each_result_and_the_end_when_it_is_taken_in() 
 }
 
 #[test]
-fn a_state_is_given_out_only_when_all_ranks_hold_its_step() {
+fn a_state_is_sent_only_when_all_ranks_hold_its_step() {
     let mut donor = Donor::new(WATCHDOG);
     let ends = ends();
     let mut source = visit(&mut donor, &ends, None);
     let tensor = || Arc::new(vec![1.0; LEN]);
     donor.prepare(GENERATION, 2, tensor(), tensor());
-    assert!(!donor.wants_snapshot(GENERATION, 2, LEN), "it is there");
-    // The step failed, and the next group has agreed on the next one.
+    assert!(!donor.wants_snapshot(GENERATION, 2, LEN), "the snapshot exists already");
+    // The step failed, and the next group has agreed on the next step.
     donor.switch(Generation(4), |id| id == 1);
     donor.release(GENERATION, 2, record);
     donor.release(Generation(4), 3, record);
@@ -128,9 +128,9 @@ fn a_state_is_given_out_only_when_all_ranks_hold_its_step() {
 }
 
 #[test]
-fn a_newcomer_that_is_too_slow_is_dropped_and_holds_no_more_than_its_share() {
+fn a_joiner_that_is_too_slow_is_dropped_and_its_queue_is_bounded() {
     let mut donor = Donor::new(WATCHDOG);
-    // More than the sockets hold, so that the thread is stuck in the state.
+    // More than the socket buffers hold, so that the thread blocks while it sends the state.
     let (mut source, _ends) = serving(&mut donor, 4 << 20);
     let sum = Arc::new(Vec::new());
     let most = QUEUED_BYTES_MAX / (16 << 20) + 1;
@@ -139,7 +139,8 @@ fn a_newcomer_that_is_too_slow_is_dropped_and_holds_no_more_than_its_share() {
     }
     assert_eq!(donor.fetchers.len(), 0);
     assert!(Arc::strong_count(&sum) <= most + 1);
-    // What it had been promised still comes; then the link ends, without a word of an end.
+    // Messages that were queued before still arrive. Then the link closes without an end of the
+    // stream.
     let mut kinds = Vec::new();
     while let Ok(Some(head)) = source.next(WATCHDOG) {
         let mut floats = vec![0.0; head.floats as usize];
@@ -151,13 +152,13 @@ fn a_newcomer_that_is_too_slow_is_dropped_and_holds_no_more_than_its_share() {
 }
 
 #[test]
-fn a_transfer_whose_link_broke_goes_on_where_the_newcomer_is() {
+fn a_transfer_whose_link_broke_resumes_at_the_joiners_position() {
     let mut donor = Donor::new(WATCHDOG);
     let len = PART_FLOATS_MAX + LEN;
     let (mut source, ends) = serving(&mut donor, len);
     state_note(&mut source);
     assert_eq!(next_part(&mut source).0, 0);
-    // The second part was on its way.
+    // The second part was in flight.
     drop(source);
     donor.committed(GENERATION, 2, &[], &Arc::new(vec![5.0; LEN]));
     let at = |floats: usize, step| Some(Position { snapshot: 2, floats: floats as u64, step });
@@ -167,7 +168,8 @@ fn a_transfer_whose_link_broke_goes_on_where_the_newcomer_is() {
     assert_eq!(next_part(&mut source).0, len as u64);
     assert_eq!(next_part(&mut source).0, (len + PART_FLOATS_MAX) as u64);
     source.report(at(2 * len, 2).unwrap());
-    // So does one that breaks after the state: what was not applied comes again.
+    // A transfer that breaks after the state resumes, too: results that were not applied are sent
+    // again.
     assert_eq!(next(&mut source).0.kind, KIND_RESULT);
     drop(source);
     donor.committed(GENERATION, 3, &[], &Arc::new(vec![6.0; LEN]));
@@ -178,7 +180,7 @@ fn a_transfer_whose_link_broke_goes_on_where_the_newcomer_is() {
     let mut source = visit(&mut donor, &ends, at(2 * len, 4));
     assert_eq!(next(&mut source).0.kind, KIND_CAUGHT_UP);
     drop(source);
-    // One that has lost what it had can't go on from there; it is served anew.
+    // A joiner that has lost its parts cannot resume; its transfer starts over.
     let mut source = visit(&mut donor, &ends, None);
     assert!(source.next(WATCHDOG).is_err());
     let mut source = visit(&mut donor, &ends, None);
@@ -187,7 +189,7 @@ fn a_transfer_whose_link_broke_goes_on_where_the_newcomer_is() {
 }
 
 #[test]
-fn the_trainer_gets_its_buffers_back_and_newcomers_of_one_step_share_a_snapshot() {
+fn the_trainer_gets_its_buffers_back_and_joiners_of_one_step_share_a_snapshot() {
     let mut donor = Donor::new(WATCHDOG);
     let ends = ends();
     let mut source = visit(&mut donor, &ends, None);
@@ -195,7 +197,7 @@ fn the_trainer_gets_its_buffers_back_and_newcomers_of_one_step_share_a_snapshot(
         Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 3, Secret::new("open sesame"));
     let mut other = visit(&mut donor, &[ends.into_iter().next().unwrap(), third.unwrap()], None);
     let parameters = Arc::new(vec![1.0; LEN]);
-    // However large it is, there is room for one.
+    // One snapshot is always allowed, however large it is.
     assert!(donor.wants_snapshot(GENERATION, 2, usize::MAX));
     donor.prepare(GENERATION, 2, Arc::clone(&parameters), Arc::new(Vec::new()));
     donor.release(GENERATION, 2, record);

@@ -1,4 +1,5 @@
-//! What the trainer does for checkpoints: hands its part of the state over, and begins from one.
+//! Checkpoints of the trainer: it hands its part of the state to the writer, and restores the state
+//! from a checkpoint.
 
 use std::sync::Arc;
 
@@ -18,20 +19,20 @@ use crate::reader::Dataset;
 use crate::storage::Storage;
 use crate::tensors::Tensor;
 
-/// Where checkpoints are, and who writes them.
+/// Locations of checkpoints, and their writer.
 #[derive(Debug)]
 pub(crate) struct Checkpointing {
     locations: Locations,
     fingerprint: Arc<JobFingerprint>,
-    /// `None` where none are kept.
+    /// `None` if the job writes none.
     writer: Option<CheckpointWriter>,
 }
 
 impl Checkpointing {
-    /// Whether a new job could begin with what it is told to begin with.
+    /// Checks that a new job could start from the configured checkpoint.
     ///
     /// # Errors
-    /// What is wrong, and what would be right.
+    /// The fault and the remedy.
     pub(crate) fn check<M: Model>(
         welcome: &Welcome,
         (job, secret): (&str, &Secret),
@@ -48,9 +49,9 @@ impl Checkpointing {
         check(&locations, &fingerprint).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
         })?;
-        // What can't be written to is found out before there is anything to lose.
+        // Finds a location without write access before there is work to lose.
         let Some(own) = &locations.own else { return Ok(()) };
-        own.write(PROBE, vec![Bytes::from_static(b"written to see whether it can be")])
+        own.write(PROBE, vec![Bytes::from_static(b"a test of write access")])
             .map_err(|error| format!("--checkpoint-dir can't be written to: {error}"))?;
         if let Err(error) = own.remove(PROBE) {
             tracing::warn!(%error, "checkpoints can be written, but not removed");
@@ -58,8 +59,9 @@ impl Checkpointing {
         Ok(())
     }
 
-    /// As the master's `welcome` says, for the worker of a job of this name and secret, whose model
-    /// has so many floats of parameters and of optimizer state.
+    /// Opens the locations of the master's `welcome`, for the worker of the job with this name and
+    /// secret. `parameters` and `slots`: lengths of the model's parameters and optimizer state, in
+    /// floats.
     pub(crate) fn new(
         welcome: &Welcome,
         (job, secret): (&str, &Secret),
@@ -92,7 +94,7 @@ impl Checkpointing {
     }
 }
 
-/// Where checkpoints may be, and what they must fit.
+/// Opens the possible locations of checkpoints, and builds the fingerprint that they must match.
 fn look(
     welcome: &Welcome,
     (job, secret): (&str, &Secret),
@@ -122,8 +124,7 @@ fn look(
 }
 
 impl<M: Model> Trainer<'_, M> {
-    /// Does what the session wants done for checkpoints. To be called before the state changes
-    /// again.
+    /// Executes the session's checkpoint tasks. To be called before the state changes again.
     pub(super) fn poll_checkpoint_writer(&mut self) -> Result<(), Failure> {
         let Some(writer) = &mut self.checkpoints.writer else { return Ok(()) };
         let tell = |news| self.outbox.send(ToMaster::Checkpoint(news));
@@ -160,12 +161,12 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// Makes the state that a group without one begins with: of the newest whole checkpoint, or the
+    /// Creates the state of a group without one: from the newest complete checkpoint, or the
     /// initial one.
     pub(super) fn begin(&mut self) -> Result<(), Stopped> {
         let Self { model, tensors, checkpoints, outbox, session, .. } = self;
         let mut damaged = |name: &str, reason: &str| {
-            tracing::warn!(name, reason, "a checkpoint is not as it was written");
+            tracing::warn!(name, reason, "a checkpoint does not match its digests");
             let (name, reason) = (name.to_owned(), reason.to_owned());
             outbox.send(ToMaster::Checkpoint(CheckpointEvent::Damaged { name, reason }));
         };
@@ -190,10 +191,10 @@ impl<M: Model> Trainer<'_, M> {
         if let Some(restored) = restored {
             let step = restored.state.step;
             if !session.restore(restored.state, restored.same_run) {
-                let error = format!("{} holds a ledger that can't be true", restored.name);
+                let error = format!("{} holds an inconsistent ledger", restored.name);
                 return Err(Stopped::Failed(Failure::fatal(error)));
             }
-            tracing::info!(step, name = restored.name, "the group begins from a checkpoint");
+            tracing::info!(step, name = restored.name, "the group starts from a checkpoint");
             outbox.send(ToMaster::Checkpoint(CheckpointEvent::Restored {
                 step,
                 name: restored.name,
@@ -205,5 +206,5 @@ impl<M: Model> Trainer<'_, M> {
     }
 }
 
-/// No checkpoint has this name.
+/// Name of the file that tests write access. It is not a valid name of a checkpoint.
 const PROBE: &str = "probe";

@@ -1,5 +1,5 @@
-//! What the trainer does for an evaluation: reads its blocks of the validation data, and has the
-//! model judge them.
+//! Evaluation by the trainer: it reads its blocks of the validation data and has the model evaluate
+//! them.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,7 +16,7 @@ use crate::prefetch::{ReadError, read_piece};
 use crate::reader::{Dataset, Reader};
 use crate::tensors::Tensors;
 
-/// The validation data, and what reads it.
+/// The validation data and its reader.
 #[derive(Debug)]
 pub(crate) struct Validation<R> {
     pub(crate) plan: Plan,
@@ -25,7 +25,7 @@ pub(crate) struct Validation<R> {
 }
 
 impl<R: Reader> Validation<R> {
-    /// Records `range`, in order, of however many files.
+    /// Reads records `range`, in order, across files.
     fn read(&mut self, range: Range<u64>) -> Result<Vec<R::Record>, ReadError> {
         let (mut records, mut first) = (Vec::new(), 0);
         for file in &self.dataset.files {
@@ -45,7 +45,7 @@ impl<R: Reader> Validation<R> {
 }
 
 impl<M: Model> Trainer<'_, M> {
-    /// Evaluates these blocks, and hears what the others make of theirs.
+    /// Evaluates these blocks and exchanges the scores with the other ranks.
     pub(super) fn evaluate(&mut self, blocks: Range<u64>) -> Result<(), Stopped> {
         let failed = |error: ReadError| Failure {
             error: error.text,
@@ -64,7 +64,7 @@ impl<M: Model> Trainer<'_, M> {
         let validation =
             validation.as_mut().ok_or_else(|| "there is no validation data".to_owned())?;
         let most = model.micro_batch().unwrap_or(usize::MAX).max(1);
-        // Such a model is never the best one, whatever it makes of the records.
+        // A model with non-finite parameters is never the best one, whatever its scores.
         let is_finite = tensors.parameters_are_finite().map_err(|error| causes(&error))?;
         let records = validation.plan.records;
         let mut scores = Scores { records, first_block: blocks.start, blocks: Vec::new() };

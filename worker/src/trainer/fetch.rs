@@ -1,5 +1,5 @@
-//! What the trainer of a newcomer does: takes the state from a member that trains, and follows it
-//! step by step.
+//! State transfer on a joining worker: its trainer receives the state from a member that trains,
+//! and follows it step by step.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -17,13 +17,13 @@ use crate::donor::{
 };
 use crate::model::Model;
 
-/// Why nothing was fetched.
+/// Why nothing was received.
 enum FetchError {
-    /// The link broke, or what came over it was damaged: it may go on over another one.
+    /// The link broke or delivered damaged data. The transfer may resume over another link.
     Broken(String),
-    /// The donor does not do what it should.
+    /// The donor violates the protocol.
     Donor(String),
-    /// This worker can't go on.
+    /// This worker cannot continue.
     Stopped(Stopped),
 }
 
@@ -34,15 +34,15 @@ impl From<DeviceError> for FetchError {
 }
 
 impl<M: Model> Trainer<'_, M> {
-    /// Takes the next message from the member that gives this newcomer the state. A donor that does
-    /// not do what it should is no failure: there are others.
+    /// Receives the next message from the donor. A donor that violates the protocol is not a
+    /// failure of this worker: there are other donors.
     pub(super) fn fetch(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), Stopped> {
         let error = match self.fetch_next(donor, address) {
             Ok(()) => return Ok(()),
             Err(FetchError::Stopped(stopped)) => return Err(stopped),
             Err(FetchError::Broken(error)) => {
                 if self.incoming.is_some() && self.session.fetch_interrupted() {
-                    tracing::info!(%donor, error, "the link to the donor broke; the fetch goes on over another one");
+                    tracing::info!(%donor, error, "the link to the donor broke; the fetch resumes over another one");
                     self.pause_fetch();
                     return Ok(());
                 }
@@ -57,7 +57,8 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// Before the next link. What the master says meanwhile may be what the next attempt needs.
+    /// Waits before the next attempt. A message of the master ends the wait, since the next attempt
+    /// may depend on it.
     fn pause_fetch(&mut self) {
         self.source = None;
         if let Ok(message) = self.inbox.recv_timeout(FETCH_PAUSE) {
@@ -98,7 +99,7 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// A snapshot, or the rest of one, is about to come.
+    /// Takes in the start of a snapshot, or of the rest of one.
     fn begin_state(
         &mut self,
         donor: WorkerId,
@@ -112,7 +113,8 @@ impl<M: Model> Trainer<'_, M> {
         }
         let incoming =
             IncomingSnapshot::begin(donor, Generation(head.generation), note, self.tensors.sizes());
-        self.incoming = Some(incoming.ok_or_else(|| nonsense("a state from its middle on"))?);
+        self.incoming =
+            Some(incoming.ok_or_else(|| nonsense("the middle of a snapshot without its start"))?);
         self.session.fetch_begins();
         Ok(())
     }
@@ -125,16 +127,17 @@ impl<M: Model> Trainer<'_, M> {
         incoming.check(note, head.floats).map_err(|error| nonsense(&error))?;
         tensors.fill_part(note.from as usize, head.floats as usize, |part| {
             source.take(part).map_err(broke)?;
-            match note.digest == donor::digest(part) {
-                true => Ok(()),
-                false => Err(FetchError::Broken("a part of the state came out different".into())),
+            if note.digest == donor::digest(part) {
+                Ok(())
+            } else {
+                Err(FetchError::Broken("a part of the state came out different".into()))
             }
         })?;
         incoming.received(head.floats);
         session.fetch_advanced();
         if incoming.is_complete() {
             if !session.install(incoming.record.clone(), None) {
-                return Err(nonsense("a ledger that can't be true"));
+                return Err(nonsense("an inconsistent ledger"));
             }
             session.fetched(incoming.generation);
         }
@@ -167,7 +170,10 @@ fn expect<'a>(
     source: &'a mut Option<StateReceiver>,
     incoming: &'a mut Option<IncomingSnapshot>,
 ) -> Result<(&'a mut StateReceiver, &'a mut IncomingSnapshot), FetchError> {
-    source.as_mut().zip(incoming.as_mut()).ok_or_else(|| nonsense("what belongs to no state"))
+    source
+        .as_mut()
+        .zip(incoming.as_mut())
+        .ok_or_else(|| nonsense("a message without a state before it"))
 }
 
 fn broke(error: std::io::Error) -> FetchError {
@@ -178,8 +184,8 @@ fn nonsense(what: &str) -> FetchError {
     FetchError::Donor(format!("it sent {what}"))
 }
 
-/// How long a newcomer waits for the donor before it looks into its inbox.
+/// Time that a joining worker waits for the donor before it checks its inbox.
 const FETCH_WAIT: Duration = Duration::from_millis(5);
 
-/// How long it waits before it asks the next one.
+/// Pause before the next attempt.
 const FETCH_PAUSE: Duration = Duration::from_millis(50);

@@ -1,4 +1,4 @@
-//! How the trainer ends a job: a step that may not be applied, and the word of the final state.
+//! End of a job on the trainer: steps that must not be applied, and the report of the final state.
 
 use elasticdl_collective::Communicator as _;
 
@@ -13,8 +13,8 @@ use crate::tensors::Tensor;
 use crate::weights;
 
 impl<M: Model> Trainer<'_, M> {
-    /// Whether a step can be applied: its losses, and the sum of its gradients, which is in
-    /// `reduced`, are finite. All ranks see the same bits, so all find the same.
+    /// Whether a step can be applied: its losses and the sum of its gradients (in `reduced`) are
+    /// finite. All ranks see the same bits, so all decide alike.
     pub(super) fn is_finite(&mut self, headers: &[StepHeader]) -> Result<bool, Stopped> {
         if headers.iter().all(|header| header.ranges.is_empty()) {
             return Ok(true);
@@ -23,8 +23,9 @@ impl<M: Model> Trainer<'_, M> {
             && self.tensors.sum_is_finite()?)
     }
 
-    /// Leaves a step unapplied, for good: a rank halts, or the step is not finite and such steps
-    /// end the job. Then this rank halts, and names its records if they are at fault.
+    /// Withholds a step for good, because a rank halts, or because the step is not finite and such
+    /// steps end the job. In the latter case this rank halts, and names its records if they are at
+    /// fault.
     pub(super) fn withhold(&mut self, headers: &[StepHeader]) -> Result<(), Stopped> {
         if !Session::is_withheld(headers) {
             let mine = &headers[self.rank()];
@@ -43,7 +44,7 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// Says the last word of a group: the final state, and how it came to its end.
+    /// Sends the final report of a group: the final state, and how it ended.
     pub(super) fn finish(&mut self) -> Result<(), Failure> {
         let Some((generation, rank)) = self.session.group_rank() else { return Ok(()) };
         let ending = self.session.ended().cloned().unwrap_or_default();
@@ -55,8 +56,8 @@ impl<M: Model> Trainer<'_, M> {
             Ending::Done | Ending::Suspended if is_finite => None,
             Ending::Done | Ending::Suspended => Some(broken_parameters(state.step)),
         };
-        // Before the word that ends the job: who has not said it is replaced, and the next lowest
-        // rank exports.
+        // The model is exported before the report that ends the job: a rank that fails to report is
+        // replaced, and the next lowest rank exports.
         let exports = rank == 0 && is_finite && ending != Ending::Suspended;
         if let (true, Some(Export { address, layout })) = (exports, &self.export) {
             weights::save(address, layout, &self.tensors.to_host(Tensor::Parameters)?)

@@ -1,4 +1,4 @@
-//! What the trainer does with a GPU: builds NCCL beside the steps, and says what became of it.
+//! GPU support of the trainer: it builds NCCL during the steps and reports the transport.
 
 use elasticdl_collective::device::{DeviceError, NcclPolicy, Path};
 use elasticdl_collective::nccl::NcclState;
@@ -13,7 +13,7 @@ use crate::model::{Model, UserError};
 use crate::ring::Ring;
 
 impl<M: Model> Trainer<'_, M> {
-    /// Begins to build NCCL, where all ranks find that they should. An operation of the group.
+    /// Starts to build NCCL if all ranks decide so. A collective operation of the group.
     pub(super) fn begin_nccl(&mut self) -> Result<(), Stopped> {
         if self.session.nccl_obstacle().is_none() {
             let ring = ring(&mut self.ring)?.device().map_err(Stopped::Broken)?;
@@ -22,7 +22,7 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// Has the session know how far NCCL is, and learns what carries the next step.
+    /// Passes the state of NCCL to the session, and returns the transport of the next step.
     pub(super) fn path(&mut self) -> Path {
         if let Some(Ring::Device(ring)) = &self.ring {
             self.session.set_nccl_build(match ring.nccl_state() {
@@ -38,7 +38,7 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
-    /// Has the master know what the step's sum went over, if it was something else the last time.
+    /// Reports the transport of the step's all-reduce to the master if it has changed.
     pub(super) fn report_transport(&mut self, path: Path) {
         let (Some((generation, 0)), Some(ring)) = (self.session.group_rank(), &self.ring) else {
             return;
@@ -50,15 +50,15 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
-    /// Tells what has failed with the links, or on the GPU: what NCCL does, the host ring can do,
-    /// but without a GPU this worker can't go on.
+    /// Separates failures of links and of NCCL from other failures of the GPU. The host ring can
+    /// replace NCCL, but without a GPU this worker cannot continue.
     pub(super) fn classify(&mut self, error: CollectiveError) -> Result<CollectiveError, Failure> {
         match error {
             CollectiveError::Device { source: DeviceError::Nccl { .. } } => {
                 self.session.nccl_broke();
                 Ok(error)
             }
-            // It failed between this rank's word and the step.
+            // NCCL failed after this rank had sent its header and before the step.
             CollectiveError::Invalid(_) if self.session.transport() == Transport::Nccl => {
                 self.session.nccl_broke();
                 Ok(error)
@@ -69,7 +69,7 @@ impl<M: Model> Trainer<'_, M> {
     }
 }
 
-/// NCCL where it is found, unless the user has another word: `off`, or a file.
+/// NCCL where it is found, unless `ELASTICDL_NCCL` is `off` or names a library file.
 pub(super) fn nccl_policy() -> NcclPolicy {
     match std::env::var_os("ELASTICDL_NCCL") {
         None => NcclPolicy::auto(),
@@ -78,7 +78,7 @@ pub(super) fn nccl_policy() -> NcclPolicy {
     }
 }
 
-/// What a step's sum went over, in words.
+/// Describes the transport of a step's all-reduce.
 fn describe_transport(
     ring: &Ring,
     path: Path,
@@ -109,7 +109,7 @@ fn describe_transport(
     format!("{host}, from GPUs by way of the hosts' memory; {why}")
 }
 
-/// The model on the GPU that it said it computes on.
+/// The model on the GPU that its `device()` returned at the start.
 pub(super) fn device_of<M: Model>(
     model: &mut M,
 ) -> Result<&mut dyn DeviceModel<Batch = M::Batch>, UserError> {

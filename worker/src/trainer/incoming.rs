@@ -1,4 +1,4 @@
-//! A snapshot of the state, part by part, as it comes to a newcomer.
+//! A snapshot of the state as a joining worker receives it, part by part.
 
 use elasticdl_collective::Position;
 use elasticdl_proto::{Generation, WorkerId};
@@ -6,22 +6,22 @@ use elasticdl_proto::{Generation, WorkerId};
 use crate::core::header::StateRecord;
 use crate::donor::{PART_FLOATS_MAX, PartNote, StateNote};
 
-/// What has come of a donor's snapshot.
+/// The received parts of a donor's snapshot.
 #[derive(Clone, Debug)]
 pub(super) struct IncomingSnapshot {
     pub(super) donor: WorkerId,
-    /// The donor's group when it gave the snapshot.
+    /// The donor's generation when it sent the snapshot.
     pub(super) generation: Generation,
     pub(super) record: StateRecord,
-    /// Floats of the parameters, and of these and the optimizer's state.
+    /// Number of floats of the parameters, and of parameters and optimizer state together.
     parameters: u64,
     floats: u64,
-    /// Floats that have come, and are what the donor has.
+    /// Number of floats received and verified.
     received: u64,
 }
 
 impl IncomingSnapshot {
-    /// The beginning of a snapshot; `None` where the donor begins in its middle.
+    /// The start of a snapshot; `None` if the donor starts in its middle.
     pub(super) fn begin(
         donor: WorkerId,
         generation: Generation,
@@ -40,7 +40,7 @@ impl IncomingSnapshot {
         })
     }
 
-    /// Whether this announces the rest of this snapshot.
+    /// Whether the note announces the rest of this snapshot.
     pub(super) fn is_continued_by(&self, note: &StateNote) -> bool {
         !self.is_complete() && note.record.step == self.record.step && note.from == self.received
     }
@@ -52,7 +52,7 @@ impl IncomingSnapshot {
     /// Checks that this is the next part.
     ///
     /// # Errors
-    /// What it is instead.
+    /// What arrived instead.
     pub(super) fn check(&self, note: PartNote, floats: u64) -> Result<(), String> {
         let end = if note.from < self.parameters { self.parameters } else { self.floats };
         if note.from != self.received {
@@ -68,12 +68,13 @@ impl IncomingSnapshot {
         Ok(())
     }
 
-    /// A part has come.
+    /// Counts a received part.
     pub(super) fn received(&mut self, floats: u64) {
         self.received += floats;
     }
 
-    /// What the donor is to know. `step`: steps of this worker's state, if it has one.
+    /// Position to report to the donor. `step`: number of steps of this worker's state, if it has
+    /// one.
     pub(super) fn position(&self, step: u64) -> Position {
         let snapshot = self.record.step;
         Position { snapshot, floats: self.received, step: step.max(snapshot) }

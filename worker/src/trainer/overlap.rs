@@ -1,4 +1,4 @@
-//! Sums what is complete of the gradient while the rest is computed.
+//! Sums complete buckets of the gradient while the rest is computed.
 
 use std::time::{Duration, Instant};
 
@@ -13,9 +13,9 @@ use crate::ring::Ring;
 use crate::tensors::{HostState, Tensors};
 
 impl<M: Model> Trainer<'_, M> {
-    /// As `gradients`, for the last records of a step: nothing is added to the gradient after them,
-    /// and the next thing that this rank does with its group is to sum it, as all others do. How
-    /// long the model took, without the wait for others.
+    /// Like `gradients`, for the last records of a step: the gradient is complete afterwards, and
+    /// the group's next operation on every rank is to sum it. Also returns the time spent in the
+    /// model, without waiting for other ranks.
     pub(super) fn last_gradients(
         &mut self,
         records: Vec<<M::Reader as Reader>::Record>,

@@ -199,7 +199,7 @@ impl World {
 
     /// Checks that `p` may create the initial state for its group.
     pub(in crate::simulation) fn check_initial(&mut self, p: usize) {
-        let place = self.processes[p].trainer.session.as_ref().and_then(Session::place);
+        let place = self.processes[p].trainer.session.as_ref().and_then(Session::group_rank);
         // A group that is no longer the newest may still begin.
         let newest = self.oracle.newest.as_ref();
         let membership = newest.filter(|m| Some(m.generation) == place.map(|(g, _)| g));
