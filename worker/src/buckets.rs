@@ -1,9 +1,9 @@
 //! Buckets of the gradient: each one is summed over all ranks as soon as it is complete.
 //!
 //! ```text
-//! flat gradient    | bucket 2 |   bucket 1    |   bucket 0    |   cut from the end, where a backward pass begins
+//! flat gradient    | bucket 2 |   bucket 1    |   bucket 0    | cut from the end
 //! computed here           ◀──────────────────────────────────
-//! summed meanwhile                            ◀── ◀───────────   bucket 2 comes last, with the header
+//! summed meanwhile                            ◀── ◀─────────── bucket 2 last, with header
 //! ```
 //!
 //! **Invariant:** all ranks sum the same buckets in the same order, whatever a model announces, and

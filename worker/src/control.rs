@@ -393,9 +393,10 @@ impl Stream {
             tokio::select! {
                 found = &mut search => match found {
                     Ok(Ok((link, welcome))) => {
-                        tracing::info!(incarnation = welcome.incarnation, "reconnected to a master");
+                        let incarnation = welcome.incarnation;
+                        tracing::info!(incarnation, "reconnected to a master");
                         if let Some(me) = &mut self.connector.me {
-                            me.incarnation = welcome.incarnation;
+                            me.incarnation = incarnation;
                         }
                         let _ = self.to_trainer.send(FromMaster::Reconnected);
                         return Some(link);

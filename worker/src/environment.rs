@@ -48,14 +48,14 @@ impl Tls {
         let ca = read(&ca_file)?;
         check_ca(&ca).map_err(|why| {
             format!(
-                "ELASTICDL_CA_FILE: {ca_file} must hold the certificate of the job's CA, in \
-                 PEM: {why}"
+                "ELASTICDL_CA_FILE: {ca_file} must hold the certificate of the job's CA, in PEM: \
+                 {why}"
             )
         })?;
         ServerName::try_from(name.as_str()).map_err(|_| {
             format!(
-                "ELASTICDL_MASTER_NAME: `{name}` is no DNS name; it must be one that the \
-                 master's certificate bears"
+                "ELASTICDL_MASTER_NAME: `{name}` is not a DNS name; it must be one in the master's \
+                 certificate"
             )
         })?;
         Ok(Some(Self { ca, name }))
@@ -208,7 +208,7 @@ mod tests {
         }
         std::fs::write(&file, &ca).unwrap();
         let error = read_as("a master").unwrap_err();
-        assert!(error.contains("`a master` is no DNS name"), "{error}");
+        assert!(error.contains("`a master` is not a DNS name"), "{error}");
         drop(std::fs::remove_file(&file));
         let error = read_as("mnist-master").unwrap_err();
         assert!(error.contains(path) && error.contains("No such file"), "{error}");

@@ -19,7 +19,7 @@ use crate::reader::{Dataset, Reader};
 use crate::supervisor::{self, Supervisor};
 use crate::tensors::{HostState, Tensors};
 use crate::trained_model;
-use crate::trainer::{Checkpointing, Export, Trainer, Validation};
+use crate::trainer::{Checkpointing, Export, Trainer, TrainerParts, Validation};
 use crate::weights;
 
 /// Runs this process as a worker of the job that launched it and trains `model`. It is the whole
@@ -172,17 +172,22 @@ fn train<M: Model>(
     };
     let tensors = tensors.map_err(|error| Failure { error, ranges: Vec::new(), fatal: false })?;
     control.outbox.send(ToMaster::Ready { parameters: parameters as u64 });
-    let trainer = Trainer::new(
-        (model, welcome.seed),
-        Session::new(welcome.worker, plan).on_gpu(matches!(tensors, Tensors::Device(_))),
+    let trainer = Trainer::new(TrainerParts {
+        model,
+        seed: welcome.seed,
+        session: Session::new(welcome.worker, plan).on_gpu(matches!(tensors, Tensors::Device(_))),
         tensors,
         prefetch,
-        (endpoint, welcome.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT)),
-        (checkpoints, validation),
-        (&control.inbox, control.outbox.clone()),
-    );
-    let export = export.clone().map(|address| Export { address, layout });
-    trainer.exporting(export).skipping_nonfinite(welcome.skips_nonfinite).run()
+        export: export.clone().map(|address| Export { address, layout }),
+        skips_nonfinite: welcome.skips_nonfinite,
+        endpoint,
+        dial_limit: welcome.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
+        checkpoints,
+        validation,
+        inbox: &control.inbox,
+        outbox: control.outbox.clone(),
+    });
+    trainer.run()
 }
 
 /// Answers the master until the data set is known.

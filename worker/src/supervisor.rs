@@ -1,7 +1,7 @@
 //! A pod of several workers: this program is started once for each, each on a GPU of its own.
 //!
 //! ```text
-//!  supervisor (a pod's first process) ──starts──► workers LAUNCH, LAUNCH + 1, …: ranks like any others
+//!  supervisor (a pod's first process) ──starts──► workers LAUNCH, LAUNCH + 1, …: ordinary ranks
 //!       SIGTERM, SIGINT ──────────forwarded──►
 //! ```
 //!
@@ -115,11 +115,13 @@ impl Supervisor {
                 return Ok(children.failure.unwrap_or(EXIT_DONE));
             }
             let kill_at = children.kill_at.map(tokio::time::Instant::from_std);
+            let deadline =
+                tokio::time::sleep_until(kill_at.unwrap_or_else(tokio::time::Instant::now));
             tokio::select! {
                 _ = child.recv() => {}
                 _ = terminate.recv() => children.forward(Signal::TERM),
                 _ = interrupt.recv() => children.forward(Signal::INT),
-                () = tokio::time::sleep_until(kill_at.unwrap_or_else(tokio::time::Instant::now)), if kill_at.is_some() => {
+                () = deadline, if kill_at.is_some() => {
                     tracing::warn!("the workers did not leave in time; killing them");
                     children.kill_at = None;
                     children.send(Signal::KILL);

@@ -70,6 +70,27 @@ pub(crate) struct Trainer<'a, M: Model> {
     was_idle: bool,
 }
 
+/// Parts of a [`Trainer`].
+pub(crate) struct TrainerParts<'a, M: Model> {
+    pub(crate) model: M,
+    pub(crate) seed: u64,
+    pub(crate) session: Session,
+    pub(crate) tensors: Tensors,
+    pub(crate) prefetch: Prefetch<<M::Reader as Reader>::Record>,
+    /// `None` if the final model is not exported.
+    pub(crate) export: Option<Export>,
+    /// Whether steps with non-finite gradients are skipped. Otherwise the first one ends the job.
+    pub(crate) skips_nonfinite: bool,
+    pub(crate) endpoint: Endpoint,
+    /// Timeout of the dial of a donor.
+    pub(crate) dial_limit: Duration,
+    pub(crate) checkpoints: Checkpointing,
+    /// `None` if nothing is evaluated.
+    pub(crate) validation: Option<Validation<M::Reader>>,
+    pub(crate) inbox: &'a Receiver<FromMaster>,
+    pub(crate) outbox: Outbox,
+}
+
 /// Destination of the final model.
 #[derive(Debug)]
 pub(crate) struct Export {
@@ -93,15 +114,22 @@ impl<E: Into<Failure>> From<E> for Stopped {
 }
 
 impl<'a, M: Model> Trainer<'a, M> {
-    pub(crate) fn new(
-        (model, seed): (M, u64),
-        session: Session,
-        tensors: Tensors,
-        prefetch: Prefetch<<M::Reader as Reader>::Record>,
-        (endpoint, dial_limit): (Endpoint, Duration),
-        (checkpoints, validation): (Checkpointing, Option<Validation<M::Reader>>),
-        (inbox, outbox): (&'a Receiver<FromMaster>, Outbox),
-    ) -> Self {
+    pub(crate) fn new(parts: TrainerParts<'a, M>) -> Self {
+        let TrainerParts {
+            model,
+            seed,
+            session,
+            tensors,
+            prefetch,
+            export,
+            skips_nonfinite,
+            endpoint,
+            dial_limit,
+            checkpoints,
+            validation,
+            inbox,
+            outbox,
+        } = parts;
         let nccl = match &tensors {
             Tensors::Device(_) => nccl_policy(),
             Tensors::Host(_) => NcclPolicy::Off("it computes on the CPU".into()),
@@ -114,8 +142,8 @@ impl<'a, M: Model> Trainer<'a, M> {
             gradient_is_pending: false,
             summed: Ok(0),
             prefetch,
-            export: None,
-            skips_nonfinite: false,
+            export,
+            skips_nonfinite,
             endpoint,
             ring: None,
             nccl,
@@ -132,17 +160,6 @@ impl<'a, M: Model> Trainer<'a, M> {
             gap: GapTimer::default(),
             was_idle: false,
         }
-    }
-
-    /// Sets the destination of the final model.
-    pub(crate) fn exporting(self, export: Option<Export>) -> Self {
-        Self { export, ..self }
-    }
-
-    /// Sets whether steps with non-finite gradients are skipped. Otherwise the first one ends the
-    /// job.
-    pub(crate) fn skipping_nonfinite(self, skips: bool) -> Self {
-        Self { skips_nonfinite: skips, ..self }
     }
 
     /// Trains until the master, the session or a failure ends it.
@@ -608,7 +625,8 @@ fn group_mismatch(mismatch: &GroupMismatch) -> Failure {
             let (here, there) =
                 if *first_has_gpu { ("the CPU", "a GPU") } else { ("a GPU", "the CPU") };
             let error = format!(
-                "this worker computes on {here} and the group on {there}; all must compute on the same kind of device"
+                "this worker computes on {here} and the group on {there}; \
+                 all must compute on the same kind of device"
             );
             Failure { error, ranges: Vec::new(), fatal: false }
         }
@@ -618,8 +636,8 @@ fn group_mismatch(mismatch: &GroupMismatch) -> Failure {
 fn state_mismatch(mismatch: &StateMismatch) -> Failure {
     let StateMismatch { step, ranks, from } = mismatch;
     Failure::fatal(format!(
-        "replicas differ at step {step}: ranks {ranks:?} do not hold the same state as rank {from}; the model's \
-         methods must depend on their arguments alone"
+        "replicas differ at step {step}: ranks {ranks:?} do not hold the same state as rank \
+         {from}; the model's methods must depend on their arguments alone"
     ))
 }
 

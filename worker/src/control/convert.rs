@@ -181,8 +181,9 @@ fn encode_dataset(dataset: Dataset) -> Result<v1::Dataset, String> {
     if packed.len() > FILES_PACKED_MAX {
         let mib = |bytes: usize| bytes.div_ceil(1 << 20);
         return Err(format!(
-            "the data set has {} files, whose paths take {} MiB, and {} MiB when they are compressed; at most {} MiB \
-             can be sent to the master: put more records into each file, or shorten the paths",
+            "the data set has {} files, whose paths take {} MiB, and {} MiB when they are \
+             compressed; at most {} MiB can be sent to the master: put more records into each \
+             file, or shorten the paths",
             files.len(),
             mib(bytes),
             mib(packed.len()),

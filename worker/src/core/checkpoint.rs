@@ -148,7 +148,8 @@ impl Checkpoints {
 
     /// Header of this rank for the round that makes step number `next`.
     pub fn header(&self, next: u64) -> CheckpointHeader {
-        let far = matches!(self.every, Some(Interval::Steps(steps)) if next >= self.interval_base.saturating_add(steps));
+        let interval_ends = |steps| next >= self.interval_base.saturating_add(steps);
+        let far = matches!(self.every, Some(Interval::Steps(steps)) if interval_ends(steps));
         CheckpointHeader {
             due: self.current.is_none() && (self.requested || self.overdue || far),
             busy: self.busy,
@@ -221,7 +222,8 @@ impl Checkpoints {
         let since = *self.interval_began.get_or_insert(now);
         let is_first = self.complete.is_none() && self.failed.is_none();
         let after = |time: Duration| if is_first { time.min(FIRST_AFTER) } else { time };
-        self.overdue |= matches!(self.every, Some(Interval::Time(time)) if now.saturating_sub(since) >= after(time));
+        let elapsed = now.saturating_sub(since);
+        self.overdue |= matches!(self.every, Some(Interval::Time(time)) if elapsed >= after(time));
     }
 
     /// A new group has formed. A checkpoint with a lost member is abandoned, unless only the first

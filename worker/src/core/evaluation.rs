@@ -94,8 +94,8 @@ impl Plan {
         for (rank, scores) in ranks.iter().enumerate() {
             if scores.records != self.records || scores.first_block != next {
                 return Err(format!(
-                    "rank {rank} evaluates blocks from {} on of {} records where {next} of {} was expected; all workers \
-                     must see the same validation data",
+                    "rank {rank} evaluates blocks from {} on of {} records where {next} of {} was \
+                     expected; all workers must see the same validation data",
                     scores.first_block, scores.records, self.records
                 ));
             }

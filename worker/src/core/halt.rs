@@ -110,8 +110,8 @@ mod tests {
     fn ranks_and_records_that_are_not_finite_are_named() {
         let (bad, good) = (nonfinite(&[(30, 45), (60, 65)]), nonfinite(&[]));
         let text = explain(12, &MEMBERS, &[Some(&good), Some(&bad), Some(&good)]).unwrap();
-        let expected = "of step 13 is not finite: not finite by itself on rank 1 (worker 7) with records 30..45 of epoch 0, \
-                        60..65 of epoch 0. The step was not applied";
+        let expected = "of step 13 is not finite: not finite by itself on rank 1 (worker 7) with \
+                        records 30..45 of epoch 0, 60..65 of epoch 0. The step was not applied";
         assert!(text.contains(expected), "{text}");
         assert!(text.contains("--on-nonfinite skip"), "{text}");
     }

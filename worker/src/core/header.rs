@@ -86,7 +86,7 @@ pub struct StateRecord {
 
 /// Serializes a header.
 pub fn encode<T: Serialize>(header: &T) -> Vec<u8> {
-    postcard::to_stdvec(header).expect("headers hold nothing that can't be encoded")
+    postcard::to_stdvec(header).expect("every header can be encoded")
 }
 
 /// Deserializes the header of another rank; `None` for invalid bytes.

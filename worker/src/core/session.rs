@@ -1,7 +1,7 @@
 //! The state machine of a worker: it decides the next task and executes nothing itself.
 //!
 //! ```text
-//!   Fetching ◀── the master offers donors while a group trains; continues like Detached, with a state
+//!   Fetching ◀── donors are offered while a group trains; continues like Detached, with a state
 //!
 //!               membership          links up          same state everywhere
 //!   Detached ────────────▶ Joining ─────────▶ Syncing ─────▶ Repairing ─────▶ Round ⟲ ──▶ Finished

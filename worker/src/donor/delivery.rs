@@ -74,7 +74,7 @@ impl Delivery {
                     return sender.finish();
                 }
                 Err(error) => {
-                    tracing::info!(joiner = self.joiner, %error, "the link to a joining worker broke")
+                    tracing::info!(joiner = self.joiner, %error, "the link to a joiner broke");
                 }
             }
             drop(sender);
@@ -94,13 +94,13 @@ impl Delivery {
             );
             return Ok(());
         }
-        let mut said_caught_up = false;
+        let mut caught_up_sent = false;
         loop {
             self.send_snapshot(sender)?;
             while let Some(result) = self.results.get(self.sent_results) {
                 send(sender, result)?;
                 self.sent_results += 1;
-                said_caught_up = false;
+                caught_up_sent = false;
             }
             self.forget_applied(sender.position()?);
             match self.queue.try_recv() {
@@ -109,10 +109,10 @@ impl Delivery {
                     continue;
                 }
                 Err(TryRecvError::Disconnected) => return Ok(()),
-                Err(TryRecvError::Empty) if said_caught_up => {}
+                Err(TryRecvError::Empty) if caught_up_sent => {}
                 Err(TryRecvError::Empty) => sender.send(KIND_CAUGHT_UP, 0, &[], &[])?,
             }
-            said_caught_up = true;
+            caught_up_sent = true;
             match self.queue.recv_timeout(KEEPALIVE_INTERVAL.min(self.idle_timeout / 4)) {
                 Ok(message) => self.results.push_back(message),
                 Err(RecvTimeoutError::Timeout) => sender.heartbeat()?,

@@ -42,7 +42,7 @@ impl<M: Model> Trainer<'_, M> {
             Err(FetchError::Stopped(stopped)) => return Err(stopped),
             Err(FetchError::Broken(error)) => {
                 if self.incoming.is_some() && self.session.fetch_interrupted() {
-                    tracing::info!(%donor, error, "the link to the donor broke; the fetch resumes over another one");
+                    tracing::info!(%donor, error, "the link to the donor broke; dialing it again");
                     self.pause_fetch();
                     return Ok(());
                 }
@@ -130,7 +130,7 @@ impl<M: Model> Trainer<'_, M> {
             if note.digest == donor::digest(part) {
                 Ok(())
             } else {
-                Err(FetchError::Broken("a part of the state came out different".into()))
+                Err(FetchError::Broken("a part of the state does not match its digest".into()))
             }
         })?;
         incoming.received(head.floats);

@@ -93,7 +93,7 @@ impl<M: Model> Trainer<'_, M> {
 
 fn broken_parameters(step: u64) -> String {
     format!(
-        "the parameters after step {step} hold a NaN or an infinity, so they are neither exported nor in any checkpoint; \
-         lower the learning rate, or clip the gradient"
+        "the parameters after step {step} hold a NaN or an infinity, so they are neither \
+         exported nor in any checkpoint; lower the learning rate, or clip the gradient"
     )
 }

@@ -73,7 +73,7 @@ impl<M: Model> Trainer<'_, M> {
 pub(super) fn nccl_policy() -> NcclPolicy {
     match std::env::var_os("ELASTICDL_NCCL") {
         None => NcclPolicy::auto(),
-        Some(word) if word == "off" => NcclPolicy::Off("ELASTICDL_NCCL is off".into()),
+        Some(value) if value == "off" => NcclPolicy::Off("ELASTICDL_NCCL is off".into()),
         Some(file) => NcclPolicy::from_file(std::path::Path::new(&file)),
     }
 }
@@ -113,5 +113,5 @@ fn describe_transport(
 pub(super) fn device_of<M: Model>(
     model: &mut M,
 ) -> Result<&mut dyn DeviceModel<Batch = M::Batch>, UserError> {
-    model.device().ok_or_else(|| "device() has given a GPU once, and now gives none".into())
+    model.device().ok_or_else(|| "device() returned a GPU before and returns none now".into())
 }

@@ -476,8 +476,8 @@ impl World {
                     .collect();
                 let headers = headers();
                 node.session.check(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
-                let said: Absorbed = headers.iter().flat_map(|h| h.ranges.clone()).collect();
-                assert_eq!(sum, said, "seed {seed}: headers list the records in the gradients");
+                let listed: Absorbed = headers.iter().flat_map(|h| h.ranges.clone()).collect();
+                assert_eq!(sum, listed, "seed {seed}: headers list the records in the gradients");
                 self.serve(index);
                 let node = &mut self.nodes[index];
                 if sum.is_empty() {
@@ -561,7 +561,8 @@ impl World {
         }
         let nodes: Vec<String> = self.nodes.iter().map(|n| format!("{:?}", n.session)).collect();
         panic!(
-            "seed {}: the run does not end: queue {:?}, requested {:?}, members {:?} of {}: {nodes:#?}",
+            "seed {}: the run does not end: queue {:?}, requested {:?}, members {:?} of {}: \
+             {nodes:#?}",
             self.seed, self.queue, self.requested, self.members, self.generation
         );
     }
