@@ -16,14 +16,14 @@ pub(crate) struct Environment {
     pub(crate) launch: u64,
     /// The job's secret, in hexadecimal.
     pub(crate) token: String,
-    /// How the master is authenticated; `None` for a connection without TLS, as between processes
+    /// Authentication of the master; `None` for a connection without TLS, as between processes
     /// of one host.
     pub(crate) tls: Option<Tls>,
     /// Time without a master after which this process ends.
     pub(crate) master_timeout: Duration,
 }
 
-/// What a master must present over TLS.
+/// Requirements on the certificate that a master presents over TLS.
 #[derive(Clone, Debug)]
 pub(crate) struct Tls {
     /// CA certificate that must have signed the master's, in PEM.
@@ -77,7 +77,7 @@ impl Environment {
     /// Reads the variables through `variable` (usually the process's environment).
     ///
     /// # Errors
-    /// What is missing or wrong, for display to the user.
+    /// A description of the missing or invalid variable, for display to the user.
     pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
         let need = |name: &str| variable(name).ok_or_else(|| format!("{name} is not set"));
         let number = |name: &str| -> Result<u64, String> {

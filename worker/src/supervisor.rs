@@ -55,7 +55,7 @@ impl Supervisor {
     /// process is itself a worker.
     ///
     /// # Errors
-    /// What is wrong, for display to the user.
+    /// A description of the fault, for display to the user.
     pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, String> {
         let number = |name: &str| -> Result<Option<u64>, String> {
             let parse = |text: String| {

@@ -8,7 +8,7 @@ use crate::weights;
 /// Checks that there is a model, before any worker waits for it.
 ///
 /// # Errors
-/// What is there instead, and the remedy.
+/// A description of the content found instead, and the remedy.
 pub(crate) fn check(address: &str) -> Result<(), String> {
     match checkpoint_at(address)? {
         Some(_) => Ok(()),

@@ -506,10 +506,10 @@ impl<'a, M: Model> Trainer<'a, M> {
                 .map_err(|m| Stopped::Failed(state_mismatch(&m)));
         }
         // The commit may end this group.
-        let place = self.session.group_rank();
+        let group_rank = self.session.group_rank();
         self.update(headers, is_finite)?;
         self.gradient_is_pending = false;
-        if let Some((generation, _)) = place
+        if let Some((generation, _)) = group_rank
             && let Some(phases) = self.gap.on_commit(generation, Instant::now())
         {
             let step = self.session.step();

@@ -73,7 +73,7 @@ pub enum Task {
     Write { step: u64, generation: Generation, rank: usize, world_size: usize },
 }
 
-/// What a group at the end of the job does about the final checkpoint.
+/// Next action of a group, at the end of the job, for the final checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinalCheckpoint {
     /// Begin a checkpoint of the final state.
@@ -273,7 +273,7 @@ pub fn begins(headers: &[&CheckpointHeader]) -> bool {
     headers.iter().any(|w| w.due) && !is_in_progress(headers)
 }
 
-/// What a group that has committed its last `step` does before it ends.
+/// Next action of a group that has committed its last `step`, before it ends.
 pub fn final_checkpoint(headers: &[&CheckpointHeader], step: u64) -> FinalCheckpoint {
     let settled = headers.iter().any(|w| w.complete.max(w.failed) >= Some(step));
     if settled || step == 0 {

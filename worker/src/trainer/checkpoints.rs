@@ -153,8 +153,8 @@ impl<M: Model> Trainer<'_, M> {
                     assert_eq!(state.step, step, "a checkpoint is of the state as it is now");
                     let parameters = self.tensors.to_host(Tensor::Parameters)?;
                     let slots = self.tensors.to_host(Tensor::Slots)?;
-                    let place = (rank, world_size);
-                    writer.write((step, generation), place, state.record(), (&parameters, &slots));
+                    let shard = (rank, world_size);
+                    writer.write((step, generation), shard, state.record(), (&parameters, &slots));
                 }
             }
         }

@@ -52,7 +52,7 @@ impl IncomingSnapshot {
     /// Checks that this is the next part.
     ///
     /// # Errors
-    /// What arrived instead.
+    /// A description of what arrived instead.
     pub(super) fn check(&self, note: PartNote, floats: u64) -> Result<(), String> {
         let end = if note.from < self.parameters { self.parameters } else { self.floats };
         if note.from != self.received {
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_rest_of_the_same_snapshot_goes_on() {
+    fn only_the_rest_of_the_same_snapshot_continues_it() {
         assert!(begin(note(7, 6)).is_none());
         let mut incoming = begin(note(7, 0)).unwrap();
         incoming.received(6);

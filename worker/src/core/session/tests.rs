@@ -620,7 +620,7 @@ fn fingerprint(parameters: &Absorbed) -> u64 {
 }
 
 #[test]
-fn every_record_is_absorbed_exactly_once_whatever_crashes_joins_or_leaves() {
+fn every_record_is_absorbed_exactly_once_despite_crashes_joins_and_leaves() {
     for seed in 0..2000 {
         World::new(seed).run();
     }
