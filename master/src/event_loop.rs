@@ -535,7 +535,7 @@ impl Master {
     fn checkpoint(&mut self) -> Result<u64, String> {
         if self.spec.checkpoints.is_none() {
             return Err(
-                "this job keeps no checkpoints: it was started without --checkpoint-dir".into()
+                "this job writes no checkpoints: it was started without --checkpoint-dir".into()
             );
         }
         self.job.handle(self.now(), Event::Checkpoint);

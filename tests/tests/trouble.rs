@@ -92,7 +92,7 @@ fn a_step_that_is_not_finite_is_skipped_and_counted_if_the_user_allows_it() {
         "{records}"
     );
     assert!(exported(&export).iter().all(|count| [0.0, 1.0].contains(count)));
-    assert!(ended.output.contains("1 step was left out"), "{}", ended.output);
+    assert!(ended.output.contains("1 step was skipped"), "{}", ended.output);
 }
 
 fn kill_all(job: &Running) {

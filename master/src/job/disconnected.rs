@@ -159,7 +159,7 @@ impl Job {
                 self.forget_disconnected(launch);
                 continue;
             }
-            self.log_event(format!("worker {} has not come back and is taken out", launch.0));
+            self.log_event(format!("worker {} has not reconnected and is evicted", launch.0));
             self.group.hung |= disconnected.rank.is_some();
             self.forget_disconnected(launch);
             self.release_rest_of_pod(now, launch);
@@ -224,7 +224,7 @@ impl Job {
                 now,
                 connection,
                 launch,
-                "this master has gone on with another group",
+                "this master continues with another group",
             );
         }
         let disconnected = self.workers.launches[&launch].disconnected.unwrap_or(disconnected);

@@ -166,9 +166,7 @@ impl JobHistory {
         let before = std::mem::replace(&mut self.steps_skipped, total);
         let is_told = total > before && total.checked_ilog2() > before.checked_ilog2();
         let times = if total == 1 { "1 step was" } else { &format!("{total} steps were") };
-        is_told.then(|| {
-            format!("{times} left out so far, for their gradients or losses were not finite")
-        })
+        is_told.then(|| format!("{times} skipped so far because a gradient or loss was not finite"))
     }
 
     pub(super) fn log_event(&mut self, line: &str) {

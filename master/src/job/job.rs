@@ -153,11 +153,11 @@ impl Job {
         match event {
             Event::Checkpoint => self.on_checkpoint_requested(),
             Event::PersistRefused { reason } => {
-                let error = format!("the job's record can't be kept: {}", clip(&reason));
+                let error = format!("the job's record can't be stored: {}", clip(&reason));
                 self.end(now, Outcome::Failed, Some(error));
             }
             Event::PersistDelayed { reason } => {
-                self.log_event(format!("the job's record is not kept yet: {}", clip(&reason)));
+                self.log_event(format!("the job's record is not stored yet: {}", clip(&reason)));
             }
             Event::Connected { connection, launch, address, pid, resume } => {
                 self.on_connected(now, connection, launch, address, pid, resume);
@@ -239,7 +239,7 @@ impl Job {
             None => Some("this master knows no such launch, or it has ended"),
             Some(l) if l.killed => Some("this launch is not wanted any more"),
             Some(_) if resume.is_some() => None,
-            Some(l) if l.worker.is_some() => Some("this launch has said hello before"),
+            Some(l) if l.worker.is_some() => Some("this launch has already registered"),
             Some(l) if !l.stays() => Some("this launch is not wanted any more"),
             Some(_) => None,
         };
@@ -418,7 +418,7 @@ impl Job {
         silent.accounting = ExitAccounting::Counted;
         self.release_rest_of_pod(now, launch);
         self.kill(launch);
-        let what = format!("launch {} said nothing for {} s", launch.0, HELLO_WAIT.as_secs());
+        let what = format!("launch {} sent no message for {} s", launch.0, HELLO_WAIT.as_secs());
         self.count_failure(now, &what, &[]);
         self.reconcile(now);
     }

@@ -111,7 +111,7 @@ impl Job {
             return;
         }
         if !self.checkpoint_requested {
-            self.log_event("all workers that hold the state leave: a checkpoint is kept".into());
+            self.log_event("all workers that hold the state leave: a checkpoint is written".into());
             self.checkpoint_requested = true;
         }
         self.request_checkpoint();
@@ -151,7 +151,7 @@ impl Job {
     /// Has the group end at its next boundary, with a checkpoint.
     fn suspend(&mut self) {
         self.log_event(
-            "nobody takes the state over in time: the group ends with a checkpoint".into(),
+            "no worker takes over the state in time: the group ends with a checkpoint".into(),
         );
         for id in self.group.members.clone() {
             self.send(id, ToWorker::Suspend);

@@ -235,12 +235,15 @@ fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String 
     let parts = parts.join(", ");
     match (keeps_state, *world_size) {
         (true, 1) => {
-            format!("generation {generation}: {parts}; {workers} goes on at step {at_step}")
+            format!("generation {generation}: {parts}; {workers} continues at step {at_step}")
         }
-        (true, _) => format!("generation {generation}: {parts}; {workers} go on at step {at_step}"),
+        (true, _) => {
+            format!("generation {generation}: {parts}; {workers} continue at step {at_step}")
+        }
         (false, _) => {
             format!(
-                "generation {generation}: {parts}; nobody holds the state, {workers} to start {from}"
+                "generation {generation}: {parts}; no worker holds the state, {workers} to \
+                 start {from}"
             )
         }
     }

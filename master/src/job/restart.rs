@@ -149,7 +149,7 @@ pub(super) fn describe(exit: &Exit) -> String {
             Some((_, name)) => format!("killed by {name}"),
             None => format!("killed by signal {signal}"),
         },
-        Exit::Unknown => "ended, nobody knows how".into(),
+        Exit::Unknown => "ended for an unknown reason".into(),
     }
 }
 

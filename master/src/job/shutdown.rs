@@ -22,7 +22,7 @@ impl Job {
         }
         self.phase = Phase::Stopping;
         self.mark_dirty_urgent();
-        self.log_event("the job is told to stop: the group finishes its step".into());
+        self.log_event("stop requested: the job stops at the end of the step".into());
         self.set_timer(now + self.stop_wait(), Timer::Stop);
         // Who is away is told when it is back.
         let here = self.workers.launches.iter().filter(|(_, l)| l.disconnected.is_none());

@@ -173,10 +173,11 @@ impl Job {
         let (disconnected, generation) =
             (self.workers.disconnected_members().count(), self.group.generation);
         if self.group.members.is_empty() {
-            self.log_event("another master goes on with the job; it knows of no group".into());
+            self.log_event("a new master resumes the job; there is no group yet".into());
         } else {
             self.log_event(format!(
-                "another master goes on with the job; generation {generation} has {disconnected} members left"
+                "a new master resumes the job; generation {generation} has {disconnected} members \
+                 left"
             ));
         }
         if !self.spec.work.trains() {

@@ -429,7 +429,7 @@ impl Job {
     pub(super) fn evict(&mut self, now: Time, worker: WorkerId, why: &str) {
         let Some(w) = self.workers.connected.get(&worker) else { return };
         let (launch, is_member) = (w.launch, w.rank.is_some());
-        self.log_event(format!("worker {worker} {why} and is taken out"));
+        self.log_event(format!("worker {worker} {why} and is evicted"));
         self.push(Action::Disconnect { worker });
         self.forget_with_pod(now, worker, ZOMBIE_GRACE);
         self.group.hung |= is_member;
@@ -497,7 +497,7 @@ impl Job {
             self.workers.launches.get_mut(&launch).expect("it is of the pod").leaving = true;
         }
         self.mark_dirty();
-        self.log_event(format!("worker {worker} was told to end and leaves"));
+        self.log_event(format!("worker {worker} has received SIGTERM and leaves"));
         if is_member && self.spec.work.trains() {
             self.set_timer(now + self.spec.leave_wait(), Timer::Leave(worker));
         } else {
@@ -514,7 +514,7 @@ impl Job {
         let waits =
             self.workers.connected.get(&worker).is_some_and(|w| w.rank.is_some() && !w.released);
         if waits && self.phase == Phase::Running {
-            self.release(now, worker, "nobody could take its place in time");
+            self.release(now, worker, "no worker took over its state in time");
         }
     }
 
@@ -530,7 +530,7 @@ impl Job {
         self.send(worker, ToWorker::Shutdown(reason.to_owned()));
         self.push(Action::Disconnect { worker });
         self.forget_with_pod(now, worker, ZOMBIE_GRACE);
-        self.count_failure(now, &format!("worker {worker} is taken out: {reason}"), &[]);
+        self.count_failure(now, &format!("worker {worker} is evicted: {reason}"), &[]);
         self.reconcile(now);
     }
 

@@ -58,7 +58,7 @@ pub async fn copy(
     let newest = newest(list.items, leader.map(String::as_str));
     let name = newest.and_then(|pod| pod.metadata.name).ok_or_else(|| ClusterError::Refused {
         doing: doing.clone(),
-        message: "there is none (the last 16 that have ended are kept)".into(),
+        message: "there is none (the last 16 that have ended are retained)".into(),
     })?;
     let params = LogParams { follow, ..LogParams::default() };
     let stream = pods.log_stream(&name, &params).await.map_err(|e| cluster.explain(&doing, e))?;

@@ -145,7 +145,7 @@ fn steps_that_are_left_out_are_told_now_and_then() {
         };
         let report = Committed { steps_skipped: step, loss_sum: f64::NAN, ..report };
         say(&mut job, 1, FromWorker::Committed(report));
-        let told = |a: &&Action| matches!(a, Action::Log(line) if line.contains("left out"));
+        let told = |a: &&Action| matches!(a, Action::Log(line) if line.contains("skipped"));
         lines += actions_with_words(&mut job).iter().filter(told).count();
     }
     let status = job.status(at(0));

@@ -166,12 +166,12 @@ fn a_record_that_is_refused_fails_the_job_with_the_reason_and_nothing_waits_for_
     job.handle(at(5), Event::PersistDelayed { reason: "no answer".into() });
     assert_eq!(
         job.status(at(5)).events.last().unwrap(),
-        "the job's record is not kept yet: no answer"
+        "the job's record is not stored yet: no answer"
     );
     assert_eq!(job.status(at(5)).state, "running");
     job.handle(at(6), Event::PersistRefused { reason: "it takes 2000 KiB".into() });
     let summary = job.summary(at(6));
-    assert_eq!(summary.error.unwrap(), "the job's record can't be kept: it takes 2000 KiB");
+    assert_eq!(summary.error.unwrap(), "the job's record can't be stored: it takes 2000 KiB");
     assert_eq!(job.status(at(6)).state, "ending");
 }
 
