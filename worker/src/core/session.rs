@@ -409,8 +409,8 @@ impl Session {
         }
     }
 
-    /// Records that the update of a step was applied: the ledger absorbs the step's records. Ends
-    /// the round, or serves a repair. `now` paces the reports to the master.
+    /// Commits a step whose update was applied: the ledger absorbs the step's records. Ends the
+    /// round, or serves a repair. `now` paces the reports to the master.
     pub fn commit(&mut self, headers: Vec<StepHeader>, now: Duration) {
         self.commit_step(headers, now, false);
     }
