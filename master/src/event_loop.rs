@@ -329,7 +329,8 @@ impl Master {
                         }
                     }
                     UserCommand::Stop => {
-                        self.progress.notice(self.now(), "stopping; press Ctrl-C again to end at once".into());
+                        let notice = "stopping; press Ctrl-C again to end at once";
+                        self.progress.notice(self.now(), notice.into());
                         self.job.handle(self.now(), Event::Stop);
                     }
                 },
@@ -391,7 +392,8 @@ impl Master {
     fn show(&mut self) {
         let snapshot = self.job.snapshot(self.now());
         let status = &snapshot.status;
-        // The persisted step may lag behind the job's step, but by `PERSISTED_STEP_AGE_MAX` at most.
+        // The persisted step may lag behind the job's step, but by `PERSISTED_STEP_AGE_MAX` at
+        // most.
         let is_behind = status.step != self.last_write.step
             && self.last_write.at.elapsed() >= PERSISTED_STEP_AGE_MAX;
         if is_behind && self.job_store.saves_steps() {

@@ -61,7 +61,8 @@ impl Identity {
         Self::from_pem(&pem.0, &pem.1).map_err(|IdentityError(why)| {
             let (certificate, key) = (certificate.display(), key.display());
             IdentityError(format!(
-                "{certificate} and {key} are no TLS certificate (PEM) with its key (PEM, PKCS #8): {why}"
+                "{certificate} and {key} are no TLS certificate (PEM) with its key (PEM, PKCS #8): \
+                 {why}"
             ))
         })
     }

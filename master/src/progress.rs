@@ -245,7 +245,8 @@ mod tests {
 
     #[test]
     fn a_running_job_is_described_in_one_line() {
-        let line = "running · epoch 2/2 · step 120 · loss 0.5300 · 12.3 k records/s · 2 workers · generation 3";
+        let line = "running · epoch 2/2 · step 120 · loss 0.5300 · 12.3 k records/s · 2 workers · \
+            generation 3";
         assert_eq!(describe(&running()), line);
         let over =
             Status { epoch: 2, loss: None, workers: Vec::new(), records_per_s: 3.0, ..running() };

@@ -130,8 +130,8 @@ impl Server {
         Self { open, stop, task }
     }
 
-    /// Stops listening and rejects new streams on open connections. An existing stream ends when its
-    /// outbox is dropped.
+    /// Stops listening and rejects new streams on open connections. An existing stream ends when
+    /// its outbox is dropped.
     pub(crate) fn close(&self) {
         self.open.send_replace(false);
     }
@@ -205,7 +205,11 @@ impl Master for Service {
             let hello = match first_message(&mut stream, &job).await {
                 Ok(hello) => hello,
                 Err(status) => {
-                    debug!(connection = connection.0, %status, "a stream was refused before its hello");
+                    debug!(
+                        connection = connection.0,
+                        %status,
+                        "a stream was refused before its hello"
+                    );
                     let _ = outbox.try_send(Err(status));
                     return;
                 }

@@ -1,5 +1,5 @@
-//! A complete master in this process. Its worker processes are shell scripts, and the test implements
-//! their side of the protocol.
+//! A complete master in this process. Its worker processes are shell scripts, and the test
+//! implements their side of the protocol.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -122,11 +122,13 @@ fn options_that_no_cluster_accepts_are_refused_by_name() {
     let pods: [(&[&str], &str); 5] = [
         (
             &with_gpus(["--num-workers", "6"]),
-            "--num-workers 6: a pod holds 4 workers (nvidia.com/gpu=4), so this must be a multiple of 4: 4 or 8",
+            "--num-workers 6: a pod holds 4 workers (nvidia.com/gpu=4), so this must be a multiple \
+             of 4: 4 or 8",
         ),
         (
             &with_gpus(["--min-workers", "1"]),
-            "--min-workers 1: a pod holds 4 workers (nvidia.com/gpu=4), so this must be a multiple of 4: 4\n",
+            "--min-workers 1: a pod holds 4 workers (nvidia.com/gpu=4), so this must be a multiple \
+             of 4: 4\n",
         ),
         (
             &["--workers-per-pod", "2", "--max-workers", "9"],

@@ -5,8 +5,8 @@
 //! once, by the worker that describes the data set or by the master that receives the description.
 //! From then on it is sent, stored and compared in that form, and read as a stream.
 //!
-//! **Invariant:** a [`FileList`] can be read to its end: a list from outside has been read completely
-//! before it became a `FileList`.
+//! **Invariant:** a [`FileList`] can be read to its end: a list from outside has been read
+//! completely before it became a `FileList`.
 
 use std::fmt;
 use std::io::{self, Read as _, Write as _};

@@ -17,8 +17,8 @@ pub struct Ledger {
     records: u64,
     /// The first epoch that is not absorbed completely.
     epochs_complete: u32,
-    /// Absorbed records of the epochs from `epochs_complete` on. No entry is empty, and the first one
-    /// is not complete.
+    /// Absorbed records of the epochs from `epochs_complete` on. No entry is empty, and the first
+    /// one is not complete.
     absorbed: BTreeMap<u32, RangeSet>,
     /// Number of records absorbed more than once.
     repeated: u64,
@@ -51,8 +51,8 @@ impl Ledger {
         Ok(ledger)
     }
 
-    /// Adds `range`. Returns the number of its records that had been absorbed before; any value but 0
-    /// indicates an error.
+    /// Adds `range`. Returns the number of its records that had been absorbed before; any value but
+    /// 0 indicates an error.
     pub fn absorb(&mut self, range: RecordRange) -> u64 {
         let repeated = if range.epoch < self.epochs_complete {
             range.len()

@@ -109,7 +109,9 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
             info!("SIGTERM: handing the job over to its next master");
             tokio::select! {
                 code = &mut leading => code,
-                () = hand_over(&cluster, &meta, &args.pod, persisted, &give_up) => Ok(EXIT_TERMINATED),
+                () = hand_over(&cluster, &meta, &args.pod, persisted, &give_up) => {
+                    Ok(EXIT_TERMINATED)
+                }
             }
         }
     };
@@ -221,8 +223,8 @@ async fn lead(
     };
     if submitted.record.is_none() && !left.is_empty() {
         return Err(Failure::failed(format!(
-            "the anchor's {RECORD} is missing, but the job has {} pods, so it is not a new \
-             job and its progress is unknown; delete it and submit it again (with --resume-from, if it has \
+            "the anchor's {RECORD} is missing, but the job has {} pods, so it is not a new job and \
+             its progress is unknown; delete it and submit it again (with --resume-from, if it has \
              written checkpoints)",
             left.len()
         )));

@@ -21,8 +21,8 @@ use tracing::warn;
 
 use crate::limits::AUTHENTICATION_TIMEOUT;
 
-/// Accepts connections of `listener` until the stream is dropped. While `open` is false the listener
-/// is closed and connections are refused.
+/// Accepts connections of `listener` until the stream is dropped. While `open` is false the
+/// listener is closed and connections are refused.
 pub(super) fn accept(
     mut listener: TcpListener,
     mut open: watch::Receiver<bool>,
@@ -39,7 +39,8 @@ pub(super) fn accept(
                 accepted = listener.accept() => accepted,
                 () = connections.closed() => return,
                 () = until_open_is(&mut open, false) => {
-                    let Some(again) = reopen(listener, &mut open, &connections).await else { return };
+                    let again = reopen(listener, &mut open, &connections).await;
+                    let Some(again) = again else { return };
                     listener = again;
                     continue;
                 }

@@ -176,8 +176,11 @@ async fn the_events_of_a_stream_reach_the_queue_in_order() {
     stream.outgoing.send(message_of(Kind::Leaving(v1::Leaving {}))).await.unwrap();
     let leaving = fixture.events.recv().await;
     assert!(
-        matches!(&leaving, Some(ServerEvent::Message { connection: c, message: FromWorker::Leaving })
-            if *c == connection),
+        matches!(
+            &leaving,
+            Some(ServerEvent::Message { connection: c, message: FromWorker::Leaving })
+                if *c == connection
+        ),
         "{leaving:?}"
     );
     drop(stream);

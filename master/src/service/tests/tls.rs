@@ -132,8 +132,11 @@ async fn bytes_that_are_not_a_handshake_have_no_effect() {
     stream.outgoing.send(message_of(Kind::Leaving(v1::Leaving {}))).await.unwrap();
     let leaving = fixture.events.recv().await;
     assert!(
-        matches!(&leaving, Some(ServerEvent::Message { connection: c, message: FromWorker::Leaving })
-            if *c == connection),
+        matches!(
+            &leaving,
+            Some(ServerEvent::Message { connection: c, message: FromWorker::Leaving })
+                if *c == connection
+        ),
         "{leaving:?}"
     );
     fixture.assert_nothing_reached_the_queue().await;
