@@ -31,6 +31,8 @@ pub struct Counters {
     pub storage_wait: Duration,
     /// States that were lost with all workers, and of which there was no checkpoint.
     pub state_losses: u64,
+    /// Number of times that all members of a group waited for each other.
+    pub stalls: u64,
 }
 
 /// What changes of membership of one cause cost.

@@ -123,6 +123,7 @@ impl Job {
             return;
         }
         let Some(suspects) = self.suspects(now, timeout) else { return };
+        self.history.counters.stalls += 1;
         self.log_event(format!(
             "generation {}: all members have waited for each other for {} ms",
             self.group.generation,

@@ -1,4 +1,4 @@
-//! What the tests of this module start from.
+//! Fixtures of the tests of this module.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use super::spec::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
 use super::summary::{Cause, FailedShard, MembershipChange};
 use super::workers::{Disconnected, Launch};
 
-/// Three workers, two epochs, four records a step, shuffled with seed 7.
+/// A job of three workers and two epochs, with four records per step, shuffled with seed 7.
 pub(crate) fn spec() -> JobSpec {
     JobSpec {
         name: "job".into(),
@@ -40,17 +40,17 @@ pub(crate) fn spec() -> JobSpec {
         channels: 1,
         on_nonfinite: OnNonfinite::default(),
         restart_without_checkpoint: true,
-        // A leaver is let go after 10 s.
+        // A leaving worker is released after 10 s.
         grace_period: Duration::from_secs(14),
     }
 }
 
-/// Files of this many records.
+/// A data set whose files have these numbers of records.
 pub(super) fn dataset(files: &[u64]) -> FileList {
     FileList::pack(files.iter().enumerate().map(|(i, &records)| (format!("file-{i}"), records)))
 }
 
-/// A job with as much in its record as there can be.
+/// A job whose persisted form is as large as possible.
 pub(crate) fn largest() -> Job {
     const WORKERS: u32 = 1024;
     let long = |what: &str| format!("{what}{}", "\u{e4}\"".repeat(4096 / 3 - what.len()));

@@ -1,10 +1,10 @@
-//! What the master makes of checkpoints.
+//! Checkpoint requests and reports.
 
 use elasticdl_proto::WorkerId;
 
 use super::super::testing::spec;
 use super::super::*;
-use super::directed::{actions, at, committed, connect, formed, lose, say, started};
+use super::directed::{actions, at, committed, connect, deliver, formed, lose, started};
 
 fn kept() -> JobSpec {
     let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));
@@ -14,7 +14,7 @@ fn kept() -> JobSpec {
     }
 }
 
-/// Who is asked for a checkpoint by these actions.
+/// The workers of which these actions request a checkpoint.
 fn asked(job: &mut Job) -> Vec<u64> {
     let asked = actions(job).into_iter().filter_map(|action| match action {
         Action::Send { worker, message: ToWorker::KeepCheckpoint } => Some(worker.0),
@@ -24,7 +24,7 @@ fn asked(job: &mut Job) -> Vec<u64> {
 }
 
 fn news(job: &mut Job, news: CheckpointNews) {
-    say(job, 1, FromWorker::Checkpoint(news));
+    deliver(job, 1, FromWorker::Checkpoint(news));
 }
 
 fn saved(step: u64) -> CheckpointNews {
@@ -32,16 +32,16 @@ fn saved(step: u64) -> CheckpointNews {
 }
 
 #[test]
-fn a_wish_goes_to_the_first_member_and_to_the_next_ones_until_it_is_fulfilled() {
+fn a_checkpoint_request_goes_to_the_first_member_and_to_later_ones_until_it_is_fulfilled() {
     let mut job = started(kept(), &[20]);
     job.handle(at(0), Event::Checkpoint);
     assert_eq!(asked(&mut job), [1]);
     lose(&mut job, 0, 1);
-    say(&mut job, 2, formed(2, 0, &[]));
+    deliver(&mut job, 2, formed(2, 0, &[]));
     assert_eq!(asked(&mut job), [2]);
-    say(&mut job, 2, FromWorker::Checkpoint(saved(3)));
+    deliver(&mut job, 2, FromWorker::Checkpoint(saved(3)));
     lose(&mut job, 0, 2);
-    say(&mut job, 3, formed(3, 0, &[]));
+    deliver(&mut job, 3, formed(3, 0, &[]));
     assert_eq!(asked(&mut job), [0; 0]);
     let mut without = started(spec(), &[20]);
     without.handle(at(0), Event::Checkpoint);
@@ -49,9 +49,9 @@ fn a_wish_goes_to_the_first_member_and_to_the_next_ones_until_it_is_fulfilled() 
 }
 
 #[test]
-fn the_course_of_checkpoints_is_kept_for_status_summary_and_the_next_master() {
+fn checkpoint_results_are_kept_for_status_summary_and_the_next_master() {
     let mut job = started(kept(), &[20]);
-    say(&mut job, 1, committed(1, 2, &[(0, 8)]));
+    deliver(&mut job, 1, committed(1, 2, &[(0, 8)]));
     news(&mut job, CheckpointNews::Failed { step: 1, error: "disk full".into() });
     assert_eq!(job.status(at(0)).checkpoints.unwrap().error.as_deref(), Some("disk full"));
     news(&mut job, saved(2));
@@ -71,21 +71,21 @@ fn the_course_of_checkpoints_is_kept_for_status_summary_and_the_next_master() {
 }
 
 #[test]
-fn a_group_that_begins_from_a_checkpoint_is_taken_at_its_word() {
+fn the_ledger_of_a_group_that_starts_from_a_checkpoint_is_adopted() {
     let mut job = started(JobSpec { num_workers: 1, max_workers: 1, ..kept() }, &[20]);
-    say(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
     lose(&mut job, 0, 1);
     job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
     connect(&mut job, 2);
-    say(&mut job, 2, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 2, FromWorker::Ready { parameters: 10 });
     news(&mut job, CheckpointNews::Restored { step: 1, name: "step-1".into() });
-    say(&mut job, 2, formed(2, 1, &[(0, 4)]));
+    deliver(&mut job, 2, formed(2, 1, &[(0, 4)]));
     let status = job.status(at(0));
     assert_eq!((status.step, status.records_counted), (1, 4));
-    // What the lost group had committed since is handed out again, and what the checkpoint holds is
-    // not.
+    // Records that the lost group had committed after the checkpoint are leased again; records in
+    // the checkpoint are not.
     actions(&mut job);
-    say(&mut job, 2, FromWorker::LeaseRequest { epoch: 0, records: 100 });
+    deliver(&mut job, 2, FromWorker::LeaseRequest { epoch: 0, records: 100 });
     let mut leased = actions(&mut job).into_iter().flat_map(|action| match action {
         Action::Send { message: ToWorker::Lease(ranges), .. } => ranges,
         _ => Vec::new(),
@@ -94,12 +94,12 @@ fn a_group_that_begins_from_a_checkpoint_is_taken_at_its_word() {
 }
 
 #[test]
-fn what_came_with_another_jobs_checkpoint_is_not_counted_as_this_ones_speed() {
+fn records_of_another_jobs_checkpoint_do_not_count_towards_the_speed() {
     let mut job = Job::new(JobSpec { num_workers: 1, max_workers: 1, ..kept() });
     connect(&mut job, 1);
-    say(&mut job, 1, FromWorker::Described(Ok(testing::dataset(&[20]))));
-    say(&mut job, 1, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 1, formed(1, 3, &[(0, 12)]));
+    deliver(&mut job, 1, FromWorker::Described(Ok(testing::dataset(&[20]))));
+    deliver(&mut job, 1, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 1, formed(1, 3, &[(0, 12)]));
     let message = committed(1, 4, &[(12, 16)]);
     job.handle(at(2000), Event::Message { worker: WorkerId(1), message });
     let ThroughputSummary { records_per_s, steps_per_s } = job.summary(at(2000)).throughput;

@@ -1,4 +1,4 @@
-//! What is counted for metrics.
+//! The counters behind the metrics.
 
 use std::collections::BTreeMap;
 
@@ -20,23 +20,23 @@ fn counters(job: &Job) -> Counters {
 #[test]
 fn steps_records_and_times_are_those_of_the_reports() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 1, committed(1, 1, &[(0, 4)]));
-    say(&mut job, 1, committed(1, 3, &[(4, 12)]));
-    // Of another generation, and so of nobody's group.
-    say(&mut job, 1, committed(2, 9, &[(12, 16)]));
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    deliver(&mut job, 1, committed(1, 3, &[(4, 12)]));
+    // A commit of another generation is ignored.
+    deliver(&mut job, 1, committed(2, 9, &[(12, 16)]));
     let times = StepTimes { steps: 2, step_us: 6000, reduce_us: 2000 };
     assert_eq!(counters(&job), Counters { steps: 3, records: 12, times, ..Counters::default() });
 }
 
 #[test]
-fn a_change_is_counted_once_with_the_largest_gap_and_the_start_is_none() {
+fn a_change_is_counted_once_with_the_largest_gap_and_the_start_is_not_counted() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 1, resumed(1, 10));
+    deliver(&mut job, 1, resumed(1, 10));
     lose(&mut job, 1, 3);
-    say(&mut job, 1, resumed(2, 1500));
-    assert_eq!(counters(&job).recoveries, BTreeMap::new(), "not all have told");
-    say(&mut job, 2, resumed(2, 7000));
-    say(&mut job, 2, resumed(2, 9000));
+    deliver(&mut job, 1, resumed(2, 1500));
+    assert_eq!(counters(&job).recoveries, BTreeMap::new(), "not all members have reported");
+    deliver(&mut job, 2, resumed(2, 7000));
+    deliver(&mut job, 2, resumed(2, 9000));
     let recoveries = counters(&job).recoveries;
     assert_eq!(recoveries.keys().collect::<Vec<_>>(), [&Cause::Lost]);
     let gap = &recoveries[&Cause::Lost].gap;
@@ -47,51 +47,55 @@ fn a_change_is_counted_once_with_the_largest_gap_and_the_start_is_none() {
 }
 
 #[test]
-fn a_change_that_is_overtaken_by_the_next_one_counts_if_anybody_has_told() {
+fn a_change_overtaken_by_the_next_one_counts_if_any_member_has_reported() {
     let mut job = started(spec(), &[20]);
     lose(&mut job, 1, 3);
-    say(&mut job, 1, formed(2, 0, &[]));
-    say(&mut job, 1, resumed(2, 1500));
+    deliver(&mut job, 1, formed(2, 0, &[]));
+    deliver(&mut job, 1, resumed(2, 1500));
     lose(&mut job, 2, 2);
     assert_eq!(counters(&job).recoveries[&Cause::Lost].gap.count(), 1);
-    say(&mut job, 1, formed(3, 0, &[]));
+    deliver(&mut job, 1, formed(3, 0, &[]));
     lose(&mut job, 3, 1);
     assert_eq!(
         counters(&job).recoveries[&Cause::Lost].gap.count(),
         1,
-        "nobody has told of the third"
+        "no member has reported the third"
     );
 }
 
 #[test]
-fn a_change_of_which_the_first_word_comes_late_counts_then_and_once() {
+fn a_change_whose_first_report_is_late_counts_once() {
     let mut job = started(spec(), &[20]);
     lose(&mut job, 1, 3);
-    say(&mut job, 1, formed(2, 0, &[]));
+    deliver(&mut job, 1, formed(2, 0, &[]));
     lose(&mut job, 2, 2);
     assert_eq!(counters(&job).recoveries, BTreeMap::new());
-    say(&mut job, 1, resumed(2, 1500));
-    say(&mut job, 1, resumed(2, 2500));
+    deliver(&mut job, 1, resumed(2, 1500));
+    deliver(&mut job, 1, resumed(2, 2500));
     let gap = &counters(&job).recoveries[&Cause::Lost].gap;
     assert_eq!((gap.count(), gap.sum_ms), (1, 1.5));
 }
 
 #[test]
-fn ends_are_told_apart() {
+fn exits_are_counted_by_reason() {
     let mut job = started(spec(), &[20]);
     let end = |job: &mut Job, launch: u64, exit| {
         job.handle(at(5), Event::ProcessEnded { launch: LaunchId(launch), exit });
     };
     end(&mut job, 1, Exit::Signal(9));
     end(&mut job, 2, Exit::Signal(11));
-    say(&mut job, 3, FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false });
+    deliver(
+        &mut job,
+        3,
+        FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false },
+    );
     end(&mut job, 3, Exit::Code(1));
     let expected = [(End::Crashed, 1), (End::Failed, 1), (End::Killed, 1)];
     assert_eq!(counters(&job).ends, BTreeMap::from(expected));
     assert_eq!(counters(&job).restarts, job.summary(at(5)).workers.restarts);
     end(&mut job, 4, Exit::Reclaimed("preempted".into()));
     assert_eq!(counters(&job).ends[&End::Taken], 1);
-    // Those that are told that the job is over are not asked why they end.
+    // The exits of workers after the end of the job are not classified.
     job.handle(at(6), Event::Stop);
     end(&mut job, 5, Exit::Code(0));
     let told = counters(&job).ends.get(&End::Told).copied();

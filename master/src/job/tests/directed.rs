@@ -1,4 +1,4 @@
-//! Stories, one each.
+//! Directed scenarios, one per test.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -8,15 +8,15 @@ use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use super::super::testing::{dataset, spec};
 use super::super::*;
 
-/// A job whose first group has formed; worker n is launch n. Its actions so far are taken out.
+/// A job whose first group has formed; worker n is launch n. Its earlier actions are consumed.
 pub(super) fn started(spec: JobSpec, files: &[u64]) -> Job {
     let workers = u64::from(spec.num_workers);
     let mut job = Job::new(spec);
     connect(&mut job, 1);
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(files))));
+    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(files))));
     (2..=workers).for_each(|i| connect(&mut job, i));
-    (1..=workers).for_each(|i| say(&mut job, i, FromWorker::Ready { parameters: 10 }));
-    say(&mut job, 1, formed(1, 0, &[]));
+    (1..=workers).for_each(|i| deliver(&mut job, i, FromWorker::Ready { parameters: 10 }));
+    deliver(&mut job, 1, formed(1, 0, &[]));
     actions(&mut job);
     job
 }
@@ -38,7 +38,7 @@ pub(super) fn address(i: u64) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], i as u16))
 }
 
-pub(super) fn say(job: &mut Job, worker: u64, message: FromWorker) {
+pub(super) fn deliver(job: &mut Job, worker: u64, message: FromWorker) {
     job.handle(at(0), Event::Message { worker: WorkerId(worker), message });
 }
 
@@ -88,8 +88,8 @@ pub(super) fn broken(generation: u64, suspect: u64) -> FromWorker {
     FromWorker::Broken { generation, suspect, error: "reset".into(), unreachable: false }
 }
 
-/// The worker's stream ends, and a member reports its link to it as broken; or, where there is no
-/// other member, its process ends.
+/// Ends the worker's stream, and lets a member report its link to the worker as broken. Without
+/// another member, the worker's process ends instead.
 pub(super) fn lose(job: &mut Job, ms: u64, i: u64) {
     let worker = WorkerId(i);
     job.handle(at(ms), Event::Disconnected { worker });
@@ -113,7 +113,7 @@ pub(super) fn ask(records: u64) -> FromWorker {
     FromWorker::LeaseRequest { epoch: 0, records }
 }
 
-/// What the job wants done, less what it says to the user.
+/// The pending actions of the job, without log events.
 pub(super) fn actions(job: &mut Job) -> Vec<Action> {
     let all = std::iter::from_fn(|| job.poll_action());
     all.filter(|a| !matches!(a, Action::Log(_))).collect()
@@ -138,7 +138,7 @@ pub(super) fn send(worker: u64, message: ToWorker) -> Action {
     Action::Send { worker: WorkerId(worker), message }
 }
 
-/// One more launch, at its own place.
+/// The action that starts `launch` in its own slot.
 pub(super) fn launch(i: u64) -> Action {
     launch_at(i, i as u32 - 1)
 }
@@ -154,7 +154,7 @@ fn nothing_else_is_started_until_the_data_set_is_known() {
     connect(&mut job, 1);
     let admit = Action::Admit { connection: ConnectionId(1), worker: WorkerId(1) };
     assert_eq!(actions(&mut job), [admit, send(1, ToWorker::Describe)]);
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
     let prepare = send(1, ToWorker::Prepare(dataset(&[20])));
     assert_eq!(actions(&mut job), [prepare, launch(2), launch(3)]);
 }
@@ -164,7 +164,7 @@ fn data_that_cannot_be_used_refuses_the_job() {
     for answer in [Err("no such folder".to_owned()), Ok(dataset(&[]))] {
         let mut job = Job::new(spec());
         connect(&mut job, 1);
-        say(&mut job, 1, FromWorker::Described(answer));
+        deliver(&mut job, 1, FromWorker::Described(answer));
         job.handle(at(1), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Code(0) });
         assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::InvalidInput)));
         let summary = job.summary(at(1));
@@ -173,10 +173,10 @@ fn data_that_cannot_be_used_refuses_the_job() {
 }
 
 #[test]
-fn the_first_group_waits_one_second_for_workers_on_their_way() {
+fn the_first_group_waits_one_second_for_starting_workers() {
     let mut job = Job::new(spec());
     connect(&mut job, 1);
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
     connect(&mut job, 2);
     job.handle(
         at(50),
@@ -196,61 +196,61 @@ fn the_first_group_waits_one_second_for_workers_on_their_way() {
 }
 
 #[test]
-fn a_loss_is_published_at_once_and_its_leases_come_back_with_the_next_groups_word() {
+fn a_loss_is_published_at_once_and_its_leases_return_when_the_next_group_forms() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 2, ask(4));
+    deliver(&mut job, 2, ask(4));
     assert_eq!(job.status(at(0)).workers[1].leased_records, 4);
     lose(&mut job, 5, 2);
     let next = membership(2, &[1, 3], true);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (3, next)]);
     let forgotten = job.leases.as_ref().unwrap().leases().count();
     assert_eq!(forgotten, 0);
-    say(&mut job, 1, formed(2, 0, &[]));
-    // All 20 records are there again for those who go on: 10 steps' shares of 2.
+    deliver(&mut job, 1, formed(2, 0, &[]));
+    // All 20 records are available again to the surviving workers: 10 shares of 2 records.
     let mut got = 0;
     for step in 1..=10 {
-        say(&mut job, 1, ask(2));
+        deliver(&mut job, 1, ask(2));
         let lease = actions(&mut job).into_iter().find_map(|a| match a {
             Action::Send { message: ToWorker::Lease(ranges), .. } => Some(ranges),
             _ => None,
         });
         let ranges: Vec<_> = lease.unwrap().iter().map(|r| (r.start, r.end)).collect();
         got += ranges.iter().map(|(s, e)| e - s).sum::<u64>();
-        say(&mut job, 1, committed(2, step, &ranges));
+        deliver(&mut job, 1, committed(2, step, &ranges));
     }
     assert_eq!(got, 20);
 }
 
 #[test]
-fn what_an_old_generation_committed_changes_nothing() {
+fn a_commit_of_an_old_generation_has_no_effect() {
     let mut job = started(spec(), &[20]);
     lose(&mut job, 5, 2);
-    say(&mut job, 1, committed(1, 3, &[(0, 4)]));
+    deliver(&mut job, 1, committed(1, 3, &[(0, 4)]));
     assert_eq!(job.status(at(5)).records_counted, 0);
-    say(&mut job, 1, committed(2, 3, &[(0, 4)]));
+    deliver(&mut job, 1, committed(2, 3, &[(0, 4)]));
     assert_eq!(job.status(at(5)).records_counted, 0);
-    say(&mut job, 1, formed(2, 0, &[]));
-    say(&mut job, 1, committed(1, 3, &[(0, 4)]));
+    deliver(&mut job, 1, formed(2, 0, &[]));
+    deliver(&mut job, 1, committed(1, 3, &[(0, 4)]));
     assert_eq!(job.status(at(5)).records_counted, 0);
-    say(&mut job, 1, committed(2, 3, &[(0, 4)]));
+    deliver(&mut job, 1, committed(2, 3, &[(0, 4)]));
     assert_eq!(job.status(at(5)).records_counted, 4);
 }
 
-/// Worker 1 alone committed the epoch's last step, and is lost with it.
+/// Only worker 1 has committed the last step of the epoch, and it is lost.
 #[test]
-fn a_request_for_an_epoch_that_ended_and_did_not_is_filled() {
+fn a_request_for_an_epoch_whose_end_is_undone_is_filled() {
     let spec = JobSpec { num_workers: 2, shuffle: false, ..spec() };
     let mut job = started(spec, &[8]);
-    say(&mut job, 1, ask(2));
-    say(&mut job, 2, ask(2));
-    say(&mut job, 1, committed(1, 1, &[(0, 4)]));
-    say(&mut job, 1, ask(4));
-    say(&mut job, 1, committed(1, 2, &[(4, 8)]));
+    deliver(&mut job, 1, ask(2));
+    deliver(&mut job, 2, ask(2));
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    deliver(&mut job, 1, ask(4));
+    deliver(&mut job, 1, committed(1, 2, &[(4, 8)]));
     assert_eq!(job.status(at(0)).epoch, 1);
-    say(&mut job, 2, ask(4));
+    deliver(&mut job, 2, ask(4));
     actions(&mut job);
     lose(&mut job, 5, 1);
-    say(&mut job, 2, formed(2, 1, &[(0, 4)]));
+    deliver(&mut job, 2, formed(2, 1, &[(0, 4)]));
     let lease = (4..8).map(|start| RecordRange { epoch: 0, start, end: start + 1 }).collect();
     assert_eq!(actions(&mut job).last(), Some(&send(2, ToWorker::Lease(lease))));
 }
@@ -273,29 +273,29 @@ fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
     job.handle(at(1), Event::Scale { num_workers: 4 });
     connect(&mut job, 3);
     connect(&mut job, 4);
-    say(&mut job, 3, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 3, FromWorker::Ready { parameters: 10 });
     assert_eq!(memberships(&mut job), []);
-    say(&mut job, 3, FromWorker::CaughtUp { step: 0 });
+    deliver(&mut job, 3, FromWorker::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], false));
-    say(&mut job, 4, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 4, FromWorker::CaughtUp { step: 0 });
+    deliver(&mut job, 4, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 4, FromWorker::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut job), []);
     lose(&mut job, 2, 3);
     assert_eq!(memberships(&mut job)[0].1, membership(3, &[1, 2, 4], true));
-    // The word of a group that is no more changes nothing.
-    say(&mut job, 1, formed(2, 9, &[(0, 20)]));
+    // A message of a former group has no effect.
+    deliver(&mut job, 1, formed(2, 9, &[(0, 20)]));
     assert_eq!((job.status(at(2)).step, job.status(at(2)).records_counted), (0, 0));
 }
 
 #[test]
-fn a_newcomer_is_told_whom_to_fetch_from_and_joins_only_when_it_has_fetched() {
+fn a_joiner_receives_donors_and_joins_only_after_it_has_fetched() {
     let donors = |ids: &[u64]| ToWorker::Fetch(membership(0, ids, false).members);
     let mut job = started(JobSpec { num_workers: 3, max_workers: 6, ..spec() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 4 });
     connect(&mut job, 4);
     actions(&mut job);
-    say(&mut job, 4, FromWorker::Ready { parameters: 10 });
-    // The first rank comes last: it has the master to speak to.
+    deliver(&mut job, 4, FromWorker::Ready { parameters: 10 });
+    // The lowest rank is the last choice, because it also reports to the master.
     assert_eq!(actions(&mut job), [send(4, donors(&[3, 2, 1]))]);
     lose(&mut job, 2, 3);
     let told = actions(&mut job);
@@ -304,11 +304,11 @@ fn a_newcomer_is_told_whom_to_fetch_from_and_joins_only_when_it_has_fetched() {
         "{told:?}"
     );
     assert!(told.contains(&send(4, donors(&[2, 1]))), "{told:?}");
-    // Where too few are left to go on, all wait: it comes as it is.
+    // With fewer members than `min_workers` the group waits anyway, so the joiner need not fetch.
     let mut job = started(JobSpec { min_workers: 3, max_workers: 6, ..spec() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 4 });
     connect(&mut job, 4);
-    say(&mut job, 4, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 4, FromWorker::Ready { parameters: 10 });
     actions(&mut job);
     lose(&mut job, 2, 3);
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 4], true));
@@ -317,10 +317,10 @@ fn a_newcomer_is_told_whom_to_fetch_from_and_joins_only_when_it_has_fetched() {
 #[test]
 fn a_broken_link_waits_20_ms_for_the_loss_that_explains_it() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 1, broken(0, 2));
-    say(&mut job, 9, broken(1, 2));
+    deliver(&mut job, 1, broken(0, 2));
+    deliver(&mut job, 9, broken(1, 2));
     assert!(job.group.broken.is_none());
-    say(&mut job, 1, broken(1, 2));
+    deliver(&mut job, 1, broken(1, 2));
     assert_eq!(memberships(&mut job), []);
     assert_eq!(job.poll_timeout(), Some(at(20)));
     job.handle_timeout(at(20));
@@ -328,11 +328,11 @@ fn a_broken_link_waits_20_ms_for_the_loss_that_explains_it() {
 }
 
 #[test]
-fn who_is_blamed_for_three_broken_generations_in_a_row_is_taken_out() {
+fn a_worker_blamed_for_three_broken_generations_in_a_row_is_evicted() {
     let mut job = started(spec(), &[20]);
     for generation in 1..=3 {
-        say(&mut job, 1, broken(generation, 2));
-        say(&mut job, 3, broken(generation, 2));
+        deliver(&mut job, 1, broken(generation, 2));
+        deliver(&mut job, 3, broken(generation, 2));
         job.handle_timeout(at(20 * generation));
     }
     let wanted = actions(&mut job);
@@ -341,9 +341,9 @@ fn who_is_blamed_for_three_broken_generations_in_a_row_is_taken_out() {
     assert_eq!(job.summary(at(60)).memberships[3].cause, Cause::Hung);
 }
 
-/// NCCL fails by itself, and the ends of links run around the ring.
+/// NCCL fails by itself, and closed links propagate around the ring.
 #[test]
-fn nobody_is_blamed_for_what_somebody_else_knows_to_be_its_own() {
+fn no_worker_is_blamed_for_a_failure_that_another_one_reports_as_its_own() {
     let mut job = started(spec(), &[20]);
     for generation in 1..=3 {
         let own = FromWorker::Broken {
@@ -352,9 +352,9 @@ fn nobody_is_blamed_for_what_somebody_else_knows_to_be_its_own() {
             error: "NCCL failed".into(),
             unreachable: false,
         };
-        say(&mut job, 1, own);
-        say(&mut job, 2, broken(generation, 3));
-        say(&mut job, 3, broken(generation, 1));
+        deliver(&mut job, 1, own);
+        deliver(&mut job, 2, broken(generation, 3));
+        deliver(&mut job, 3, broken(generation, 1));
         job.handle_timeout(at(20 * generation));
     }
     assert_eq!(memberships(&mut job).last().unwrap().1, membership(4, &[1, 2, 3], true));
@@ -362,24 +362,24 @@ fn nobody_is_blamed_for_what_somebody_else_knows_to_be_its_own() {
 }
 
 #[test]
-fn a_leaver_goes_at_a_boundary_and_stays_if_it_alone_holds_the_state() {
+fn a_leaver_leaves_at_a_step_boundary_but_stays_if_only_it_holds_the_state() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 1, FromWorker::Leaving);
+    deliver(&mut job, 1, FromWorker::Leaving);
     let next = membership(2, &[2, 3], false);
     assert_eq!(memberships(&mut job), [(2, next.clone()), (3, next.clone()), (1, next)]);
     let mut alone = started(JobSpec { num_workers: 1, max_workers: 2, ..spec() }, &[20]);
-    say(&mut alone, 1, FromWorker::Leaving);
+    deliver(&mut alone, 1, FromWorker::Leaving);
     assert_eq!(actions(&mut alone), [launch_at(2, 0)]);
     connect(&mut alone, 2);
-    say(&mut alone, 2, FromWorker::Ready { parameters: 10 });
-    say(&mut alone, 2, FromWorker::CaughtUp { step: 0 });
+    deliver(&mut alone, 2, FromWorker::Ready { parameters: 10 });
+    deliver(&mut alone, 2, FromWorker::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut alone)[0].1, membership(2, &[1, 2], false));
-    say(&mut alone, 1, formed(2, 3, &[]));
+    deliver(&mut alone, 1, formed(2, 3, &[]));
     assert_eq!(memberships(&mut alone)[0].1, membership(3, &[2], false));
 }
 
 #[test]
-fn scaling_down_takes_the_youngest() {
+fn scaling_down_retires_the_youngest_worker() {
     let mut job = started(spec(), &[20]);
     job.handle(at(1), Event::Scale { num_workers: 1 });
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1], false));
@@ -389,13 +389,13 @@ fn scaling_down_takes_the_youngest() {
 }
 
 #[test]
-fn one_failure_too_many_fails_the_job_with_the_users_words() {
+fn one_failure_too_many_fails_the_job_with_the_users_error() {
     let mut job = started(JobSpec { max_worker_restarts: 0, ..spec() }, &[6, 14]);
     let ranges = vec![
         RecordRange { epoch: 1, start: 4, end: 8 },
         RecordRange { epoch: 9, start: 0, end: 1 },
     ];
-    say(&mut job, 2, FromWorker::Failed { error: "bad record".into(), ranges, fatal: false });
+    deliver(&mut job, 2, FromWorker::Failed { error: "bad record".into(), ranges, fatal: false });
     let summary = job.summary(at(1));
     assert!(summary.error.unwrap().contains("bad record"));
     let failed = |file: &str, start, end| FailedShard {
@@ -415,7 +415,7 @@ fn one_failure_too_many_fails_the_job_with_the_users_words() {
 fn a_fatal_failure_ends_the_job_at_once() {
     let mut job = started(spec(), &[20]);
     let error = "x".repeat(10_000);
-    say(&mut job, 2, FromWorker::Failed { error, ranges: Vec::new(), fatal: true });
+    deliver(&mut job, 2, FromWorker::Failed { error, ranges: Vec::new(), fatal: true });
     let told = actions(&mut job);
     assert_eq!(
         told.iter()
@@ -429,10 +429,10 @@ fn a_fatal_failure_ends_the_job_at_once() {
 #[test]
 fn a_job_is_done_when_every_member_holds_the_same_final_state() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 1, finished(1, 10, 7));
-    say(&mut job, 2, finished(1, 10, 7));
+    deliver(&mut job, 1, finished(1, 10, 7));
+    deliver(&mut job, 2, finished(1, 10, 7));
     assert_eq!(actions(&mut job), []);
-    say(&mut job, 3, finished(1, 10, 7));
+    deliver(&mut job, 3, finished(1, 10, 7));
     for i in 1..=3 {
         lose(&mut job, 9, i);
         job.handle(at(9), Event::ProcessEnded { launch: LaunchId(i), exit: Exit::Code(0) });
@@ -448,9 +448,9 @@ fn a_job_is_done_when_every_member_holds_the_same_final_state() {
 }
 
 #[test]
-fn replicas_that_differ_fail_the_job_by_name() {
+fn diverged_replicas_fail_the_job_with_their_ids() {
     let mut job = started(spec(), &[20]);
-    (1..=3).for_each(|i| say(&mut job, i, finished(1, 10, i / 3)));
+    (1..=3).for_each(|i| deliver(&mut job, i, finished(1, 10, i / 3)));
     let error = job.summary(at(0)).error.unwrap();
     assert!(
         error.contains("replica mismatch")
@@ -468,7 +468,7 @@ fn a_group_that_ends_without_all_records_fails_the_job() {
         word.ledger.epochs_complete = 1;
         FromWorker::Finished(word)
     };
-    (1..=3).for_each(|i| say(&mut job, i, early(1)));
+    (1..=3).for_each(|i| deliver(&mut job, i, early(1)));
     let summary = job.summary(at(0));
     assert!(summary.error.unwrap().contains("21 records"));
     assert_eq!((summary.records.expected, summary.records.missing), (42, 21));
@@ -496,7 +496,7 @@ fn a_job_without_members_stops_at_once() {
 }
 
 #[test]
-fn a_launch_that_says_nothing_for_a_minute_is_killed_and_counted() {
+fn a_launch_without_a_hello_for_a_minute_is_killed_and_counted() {
     let mut job = Job::new(spec());
     job.handle_timeout(at(60_000));
     assert_eq!(actions(&mut job), [launch(1), Action::Kill { launch: LaunchId(1) }]);
@@ -521,11 +521,12 @@ fn a_model_of_another_size_is_refused() {
     job.handle(at(1), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Signal(9) });
     connect(&mut job, 4);
     actions(&mut job);
-    say(&mut job, 4, FromWorker::Ready { parameters: 11 });
+    deliver(&mut job, 4, FromWorker::Ready { parameters: 11 });
     let told = actions(&mut job);
-    assert!(
-        matches!(&told[0], Action::Send { message: ToWorker::Shutdown(why), .. } if why.contains("11 parameters"))
-    );
+    assert!(matches!(
+        &told[0],
+        Action::Send { message: ToWorker::Shutdown(why), .. } if why.contains("11 parameters")
+    ));
     assert_eq!(
         (&told[1], job.restarts.budget().counted),
         (&Action::Disconnect { worker: WorkerId(4) }, 1)
@@ -533,7 +534,7 @@ fn a_model_of_another_size_is_refused() {
 }
 
 #[test]
-fn a_launch_that_waits_for_a_place_is_not_silent() {
+fn an_unscheduled_launch_is_not_silent() {
     let mut job = Job::new(spec());
     assert_eq!(actions(&mut job), [launch(1)]);
     job.handle(
@@ -543,7 +544,7 @@ fn a_launch_that_waits_for_a_place_is_not_silent() {
     assert_eq!(job.status(at(0)).events, ["launch 1 waits: no room"]);
     job.handle_timeout(at(3_600_000));
     assert_eq!(actions(&mut job), []);
-    // From when it runs on, it has the usual time.
+    // From the moment that it runs, the usual time limit applies.
     job.handle(at(3_600_000), Event::LaunchRuns { launch: LaunchId(1) });
     job.handle(at(3_630_000), Event::LaunchRuns { launch: LaunchId(1) });
     job.handle_timeout(at(3_659_999));
@@ -553,7 +554,7 @@ fn a_launch_that_waits_for_a_place_is_not_silent() {
 }
 
 #[test]
-fn what_is_taken_away_is_replaced_and_not_counted() {
+fn a_reclaimed_launch_is_replaced_and_not_counted() {
     let mut job = started(spec(), &[20]);
     for round in 0..10 {
         let launch = LaunchId(if round == 0 { 1 } else { 3 + round });

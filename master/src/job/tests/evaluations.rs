@@ -1,8 +1,8 @@
-//! What the master makes of evaluations.
+//! Evaluations of the model.
 
 use super::super::testing::spec;
 use super::super::*;
-use super::directed::{actions, at, finished, say, started};
+use super::directed::{actions, at, deliver, finished, started};
 
 fn judged() -> JobSpec {
     let (data, metric) = ("v".into(), "loss".into());
@@ -19,7 +19,7 @@ fn judged() -> JobSpec {
 }
 
 fn evaluated(job: &mut Job, step: u64, loss: Option<f64>) {
-    say(
+    deliver(
         job,
         1,
         FromWorker::Evaluated(Evaluated {
@@ -36,7 +36,7 @@ fn known(job: &Job) -> (Vec<u64>, Option<u64>) {
 }
 
 #[test]
-fn the_best_is_remembered_and_what_is_made_again_is_judged_again() {
+fn the_best_evaluation_is_remembered_and_repeated_steps_are_evaluated_again() {
     let mut job = started(judged(), &[20]);
     for (step, loss, best) in
         [(10, Some(3.0), 10), (20, Some(1.0), 20), (30, Some(2.0), 20), (40, None, 20)]
@@ -46,7 +46,7 @@ fn the_best_is_remembered_and_what_is_made_again_is_judged_again() {
     }
     let next = Job::restore(super::persisted::read_back(&job.to_persisted()), at(5)).unwrap();
     assert_eq!(known(&next), known(&job));
-    // The group has begun again from a checkpoint of step 15.
+    // The group has restarted from a checkpoint of step 15.
     evaluated(&mut job, 20, Some(4.0));
     assert_eq!(known(&job), (vec![10, 20], Some(10)));
     assert_eq!(job.status(at(0)).evaluated.unwrap().step, 20);
@@ -59,7 +59,7 @@ fn a_job_that_stops_early_is_complete_and_expects_no_more_than_it_trained() {
     let FromWorker::Finished(word) = finished(1, 3, 7) else { panic!() };
     let ledger = LedgerReport { epochs_complete: 1, ..LedgerReport::default() };
     let word = Finished { stopped_early: true, records_trained: 20, ledger, ..word };
-    say(&mut job, 1, FromWorker::Finished(word));
+    deliver(&mut job, 1, FromWorker::Finished(word));
     actions(&mut job);
     let summary = job.summary(at(0));
     assert_eq!((summary.error, summary.records.expected, summary.records.missing), (None, 20, 0));

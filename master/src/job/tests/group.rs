@@ -1,4 +1,4 @@
-//! A model of the group: how its members form, step, commit one after the other, and break.
+//! A model of the group: its members form a ring, step, commit one after the other, and break.
 
 use elasticdl_proto::{Generation, Ledger, RangeSet, RecordRange};
 use rand::RngExt;
@@ -36,7 +36,7 @@ impl World {
         let share = need.div_ceil(ids.len() as u64);
         state.step += 1;
         state.added.clear();
-        // First each rank's share, then those that hold more fill the step.
+        // Each rank contributes its share; ranks that hold more records fill the step.
         let mut left: Vec<RangeSet> = ids
             .iter()
             .map(|id| self.processes[index(*id)].held.get(&epoch).cloned().unwrap_or_default())
@@ -59,13 +59,13 @@ impl World {
         for &range in &state.added {
             assert_eq!(state.ledger.absorb(range), 0, "{range} is counted twice");
         }
-        // It completes on some ranks before it does on the others.
+        // The step completes on some ranks before the others.
         let lucky = self.rng.random_range(0..ids.len());
         for (rank, id) in ids.into_iter().enumerate() {
             if rank == lucky || self.rng.random() {
                 self.commit(id, state.clone());
             } else {
-                self.at(id).half = Some(state.clone());
+                self.at(id).half_committed = Some(state.clone());
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Every short history, and many long ones.
+//! All short histories, and many long random ones.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -7,11 +7,10 @@ use rand::RngExt;
 
 use super::super::testing::spec;
 use super::super::*;
-use super::cuts::PATIENCE;
+use super::partitions::WORKER_TIMEOUT;
 use super::world::{Fault, World};
 
-/// The reduced alphabet: what may happen to the oldest, the second and the youngest worker, and to
-/// the job.
+/// Applies one letter of the reduced alphabet: an event of the oldest or the youngest worker, or of
 fn letter(world: &mut World, letter: usize) {
     let victims = world.victims();
     let (oldest, youngest) = (victims.first().copied(), victims.last().copied());
@@ -39,8 +38,8 @@ fn letter(world: &mut World, letter: usize) {
         9 => Some(Fault::Stop),
         10 => Some(Fault::MasterDies(None)),
         11 => Some(Fault::MasterDies(Some(1))),
-        12 => oldest.map(Fault::Cut),
-        13 => youngest.map(Fault::Cut),
+        12 => oldest.map(Fault::Partition),
+        13 => youngest.map(Fault::Partition),
         14 => oldest.map(Fault::Reset),
         _ => {
             return victims.iter().for_each(|&victim| {
@@ -58,15 +57,15 @@ fn letter(world: &mut World, letter: usize) {
 /// All but cuts, which need a spec of their own, and resets.
 const LETTERS: usize = 12;
 
-/// Of these, five in a row: deaths, failures, leaves, broken links, steps, time and scaling.
-const FREQUENT: [usize; 7] = [0, 2, 3, 4, 6, 7, 8];
+/// Letters for histories of five: exits, failures, leaves, broken links, steps, time and scaling.
+const FREQUENT_LETTERS: [usize; 7] = [0, 2, 3, 4, 6, 7, 8];
 
 #[test]
 fn every_history_of_five_frequent_events_ends_with_each_record_counted_once() {
-    every_history(&FREQUENT, 5);
+    every_history(&FREQUENT_LETTERS, 5);
 }
 
-/// And these four in a row: what meets the death of the master.
+/// Letters for histories of four with the death of the master.
 const WITH_MASTERS: [usize; 8] = [0, 2, 4, 5, 6, 7, 10, 11];
 
 #[test]
@@ -79,16 +78,16 @@ fn every_history_of_three_events_ends_with_each_record_counted_once() {
     every_history(&Vec::from_iter(0..LETTERS), 3);
 }
 
-/// And of these, four in a row: what meets a network that is cut.
-const WITH_CUTS: [usize; 8] = [0, 2, 4, 5, 6, 8, 12, 13];
+/// Letters for histories of four with network partitions.
+const WITH_PARTITIONS: [usize; 8] = [0, 2, 4, 5, 6, 8, 12, 13];
 
 #[test]
-fn every_history_of_four_events_and_cuts_ends_with_each_record_counted_once() {
-    let spec = JobSpec { worker_timeout: Some(PATIENCE), ..small() };
-    every_history_of(&spec, &WITH_CUTS, 4);
+fn every_history_of_four_events_and_partitions_ends_with_each_record_counted_once() {
+    let spec = JobSpec { worker_timeout: Some(WORKER_TIMEOUT), ..small() };
+    every_history_of(&spec, &WITH_PARTITIONS, 4);
 }
 
-/// And of these, four in a row: what meets streams that are reset.
+/// Letters for histories of four with stream resets.
 const WITH_RESETS: [usize; 8] = [0, 2, 4, 6, 7, 10, 14, 15];
 
 #[test]
@@ -106,14 +105,14 @@ fn small() -> JobSpec {
         min_workers: 1,
         max_workers: 3,
         epochs: 1,
-        master_timeout: SHORT,
+        master_timeout: MASTER_TIMEOUT,
         ..spec()
     }
 }
 
 fn every_history_of(spec: &JobSpec, letters: &[usize], len: u32) {
     for history in 0..letters.len().pow(len) {
-        let name = Named(format!("history {history} of {len} in {letters:?}"));
+        let name = NamedHistory(format!("history {history} of {len} in {letters:?}"));
         let mut world = World::new(spec.clone(), 18, history as u64);
         world.run(|w| w.job.step >= 1);
         let mut rest = history;
@@ -131,7 +130,7 @@ fn every_history_of(spec: &JobSpec, letters: &[usize], len: u32) {
 fn long_seeded_histories_end_with_each_record_counted_once() {
     let mut outcomes = [0; 4];
     for seed in 0..3000 {
-        let name = Named(format!("seed {seed}"));
+        let name = NamedHistory(format!("seed {seed}"));
         let outcome = seeded(seed);
         outcomes[outcome as usize] += 1;
         name.passed();
@@ -157,8 +156,8 @@ fn seeded(seed: u64) -> Outcome {
         shuffle: rng.random(),
         seed,
         max_worker_restarts: rng.random_range(0..=8),
-        master_timeout: SHORT,
-        worker_timeout: rng.random_ratio(1, 2).then_some(PATIENCE),
+        master_timeout: MASTER_TIMEOUT,
+        worker_timeout: rng.random_ratio(1, 2).then_some(WORKER_TIMEOUT),
         ..spec()
     };
     let mut world = World::new(spec, records, seed);
@@ -184,8 +183,8 @@ fn random_fault(world: &mut World, max_workers: u32) {
     }
     let victim = victims[world.rng.random_range(0..victims.len())];
     let signals = [1, 2, 9, 9, 9, 9, 15, 6, 11];
-    let cuts = if world.spec.worker_timeout.is_some() { 4 } else { 0 };
-    let fault = match world.rng.random_range(0..52 + cuts) {
+    let partitions = if world.spec.worker_timeout.is_some() { 4 } else { 0 };
+    let fault = match world.rng.random_range(0..52 + partitions) {
         0..12 => {
             Fault::Exit(victim, Exit::Signal(signals[world.rng.random_range(0..signals.len())]))
         }
@@ -199,24 +198,24 @@ fn random_fault(world: &mut World, max_workers: u32) {
         40..43 => Fault::MasterDies(None),
         43..46 => Fault::MasterDies(Some(world.rng.random_range(0..6))),
         46..52 => Fault::Reset(victim),
-        _ => Fault::Cut(victim),
+        _ => Fault::Partition(victim),
     };
     world.fault(fault);
 }
 
-/// Nobody waits for long in a history.
-const SHORT: Duration = Duration::from_secs(4);
+/// Master timeout in histories.
+const MASTER_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Says which history failed.
-struct Named(String);
+/// Prints the failed history when it is dropped during a panic.
+struct NamedHistory(String);
 
-impl Named {
+impl NamedHistory {
     fn passed(self) {
         std::mem::forget(self);
     }
 }
 
-impl Drop for Named {
+impl Drop for NamedHistory {
     fn drop(&mut self) {
         eprintln!("FAILED: {}", self.0);
     }

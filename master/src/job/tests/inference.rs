@@ -1,4 +1,4 @@
-//! Jobs whose workers work apart.
+//! Inference jobs: workers without a group.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -18,18 +18,18 @@ fn evaluate() -> JobSpec {
     JobSpec { work, epochs: 1, shuffle: false, records_per_shard: NonZeroU64::new(4), ..spec() }
 }
 
-/// Three workers that are ready.
+/// A job with three ready workers.
 fn ready(files: &[u64]) -> Job {
     let mut job = Job::new(evaluate());
     connect(&mut job, 1);
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(files))));
+    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(files))));
     (2..=3).for_each(|i| connect(&mut job, i));
-    (1..=3).for_each(|i| say(&mut job, i, FromWorker::Ready { parameters: 10 }));
+    (1..=3).for_each(|i| deliver(&mut job, i, FromWorker::Ready { parameters: 10 }));
     job
 }
 
 fn ask(job: &mut Job, worker: u64, shards: u64) {
-    say(job, worker, FromWorker::LeaseRequest { epoch: 0, records: shards });
+    deliver(job, worker, FromWorker::LeaseRequest { epoch: 0, records: shards });
 }
 
 fn range(start: u64, end: u64) -> RecordRange {
@@ -38,10 +38,10 @@ fn range(start: u64, end: u64) -> RecordRange {
 
 fn done(job: &mut Job, worker: u64, shard: RecordRange, loss: f64) {
     let metrics = BTreeMap::from([("loss".into(), loss)]);
-    say(job, worker, FromWorker::ShardDone { range: shard, metrics });
+    deliver(job, worker, FromWorker::ShardDone { range: shard, metrics });
 }
 
-/// What is leased by these actions.
+/// The leases in these actions.
 fn leased(job: &mut Job) -> Vec<(u64, RecordRange)> {
     let mut leased = Vec::new();
     for action in actions(job) {
@@ -53,13 +53,13 @@ fn leased(job: &mut Job) -> Vec<(u64, RecordRange)> {
 }
 
 #[test]
-fn whole_shards_are_leased_in_order_as_many_as_are_asked_for() {
+fn as_many_whole_shards_are_leased_in_order_as_are_requested() {
     let mut job = ready(&[10, 4]);
     assert!(leased(&mut job).is_empty() && job.status(at(0)).state == "running");
     ask(&mut job, 2, 2);
     ask(&mut job, 1, 1);
     ask(&mut job, 3, 2);
-    // The third file's last shard is a short one, and no shard crosses a file.
+    // The last shard of the third file is short, because no shard spans two files.
     let expected = [(2, range(0, 4)), (2, range(4, 8)), (1, range(8, 10)), (3, range(10, 14))];
     assert_eq!(leased(&mut job), expected);
     let no_group =
@@ -68,7 +68,7 @@ fn whole_shards_are_leased_in_order_as_many_as_are_asked_for() {
 }
 
 #[test]
-fn a_lost_workers_shards_go_to_who_has_asked_and_count_once() {
+fn a_lost_workers_shards_go_to_a_pending_request_and_count_once() {
     let mut job = ready(&[12]);
     ask(&mut job, 1, 2);
     ask(&mut job, 2, 1);
@@ -77,7 +77,7 @@ fn a_lost_workers_shards_go_to_who_has_asked_and_count_once() {
     done(&mut job, 1, range(0, 4), 1.0);
     job.handle(at(1), Event::Disconnected { worker: WorkerId(1) });
     assert_eq!(leased(&mut job), [(3, range(4, 8))]);
-    // Its last word comes too late.
+    // Its report arrives too late.
     done(&mut job, 1, range(4, 8), 2.0);
     assert_eq!(job.summary(at(1)).records.counted, 4);
     done(&mut job, 3, range(4, 8), 2.0);
@@ -96,11 +96,11 @@ fn a_lost_workers_shards_go_to_who_has_asked_and_count_once() {
 }
 
 #[test]
-fn who_leaves_or_is_too_many_goes_at_once() {
+fn a_leaving_or_surplus_worker_is_released_at_once() {
     let mut job = ready(&[40]);
     ask(&mut job, 1, 1);
     leased(&mut job);
-    say(&mut job, 1, FromWorker::Leaving);
+    deliver(&mut job, 1, FromWorker::Leaving);
     let bye = |worker| Action::Send {
         worker: WorkerId(worker),
         message: ToWorker::Shutdown("it leaves".into()),
@@ -112,7 +112,7 @@ fn who_leaves_or_is_too_many_goes_at_once() {
 }
 
 #[test]
-fn what_a_worker_does_not_hold_it_has_not_done() {
+fn a_report_of_a_shard_that_the_worker_does_not_hold_is_refused() {
     for wrong in [range(0, 3), range(0, 8), range(4, 8), range(100, 104)] {
         let mut job = ready(&[40]);
         ask(&mut job, 1, 1);
@@ -129,13 +129,13 @@ fn what_a_worker_does_not_hold_it_has_not_done() {
 }
 
 #[test]
-fn a_metric_that_a_shard_lacks_is_0_there_and_too_many_fail_the_job() {
+fn a_metric_missing_in_a_shard_counts_as_0_and_too_many_metrics_fail_the_job() {
     let mut job = ready(&[12]);
     ask(&mut job, 1, 3);
     leased(&mut job);
     let mut say_done = |start, metrics: Vec<(String, f64)>| {
         let metrics = BTreeMap::from_iter(metrics);
-        say(&mut job, 1, FromWorker::ShardDone { range: range(start, start + 4), metrics });
+        deliver(&mut job, 1, FromWorker::ShardDone { range: range(start, start + 4), metrics });
     };
     say_done(0, vec![]);
     say_done(4, vec![("rare".into(), 6.0)]);
@@ -147,14 +147,18 @@ fn a_metric_that_a_shard_lacks_is_0_there_and_too_many_fail_the_job() {
     leased(&mut job);
     for start in 0..3 {
         let metrics = (0..400).map(|i| (format!("{start}-{i}"), 1.0)).collect();
-        say(&mut job, 1, FromWorker::ShardDone { range: range(4 * start, 4 * start + 4), metrics });
+        deliver(
+            &mut job,
+            1,
+            FromWorker::ShardDone { range: range(4 * start, 4 * start + 4), metrics },
+        );
     }
     let error = job.summary(at(0)).error.unwrap();
     assert_eq!(error, "worker 1: with epoch 0 records 8..12 there are more than 1024 metrics");
 }
 
 #[test]
-fn another_master_goes_on_after_what_this_one_has_kept() {
+fn a_successor_resumes_after_the_persisted_results() {
     let mut job = ready(&[20]);
     ask(&mut job, 1, 2);
     ask(&mut job, 2, 1);
@@ -163,7 +167,7 @@ fn another_master_goes_on_after_what_this_one_has_kept() {
     done(&mut job, 2, range(8, 12), 4.0);
     let mut next = Job::restore(super::persisted::read_back(&job.to_persisted()), at(0)).unwrap();
     assert_eq!(next.summary(at(0)).records.counted, 8);
-    // Nobody comes back: others are started.
+    // No worker reconnects, so replacements are started.
     next.handle_timeout(at(60_000));
     let launched = |action: &Action| match action {
         Action::Launch { launch, .. } => Some(launch.0),
@@ -178,7 +182,7 @@ fn another_master_goes_on_after_what_this_one_has_kept() {
     let new: Vec<u64> = actions(&mut next).iter().filter_map(launched).collect();
     assert_eq!(new, [4, 5, 6]);
     connect(&mut next, 4);
-    say(&mut next, 4, FromWorker::Ready { parameters: 10 });
+    deliver(&mut next, 4, FromWorker::Ready { parameters: 10 });
     ask(&mut next, 4, 4);
     let expected = [(4, range(4, 8)), (4, range(12, 16)), (4, range(16, 20))];
     assert_eq!(leased(&mut next), expected);
@@ -192,7 +196,7 @@ fn another_master_goes_on_after_what_this_one_has_kept() {
 }
 
 #[test]
-fn a_record_whose_results_can_t_be_true_is_refused() {
+fn a_persisted_job_with_impossible_results_is_refused() {
     let job = ready(&[20]);
     let record = serde_json::to_value(job.to_persisted()).unwrap();
     let with = |results: serde_json::Value| {
@@ -216,18 +220,18 @@ fn a_record_whose_results_can_t_be_true_is_refused() {
     }
 }
 
-/// A shard's sum, whose place in the order of additions shows in the last bits of the whole.
+/// The sum of a shard, chosen so that the order of additions shows in the last bits of the total.
 fn loss(start: u64) -> f64 {
     1e15 / (start as f64 + 3.0)
 }
 
 #[test]
-fn whatever_happens_to_workers_each_shard_counts_once_and_the_mean_is_the_same_to_the_bit() {
+fn under_any_faults_each_shard_counts_once_and_the_mean_is_bit_identical() {
     let mut means = Vec::new();
     for seed in 0..200 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let mut job = Job::new(JobSpec { max_workers: 6, max_worker_restarts: 1000, ..evaluate() });
-        // By worker: what it holds. All said is answered, with time running.
+        // Leases by worker. Each message is handled while time advances.
         let mut held: BTreeMap<u64, Vec<RecordRange>> = BTreeMap::new();
         let mut now = 0;
         while !matches!(job.state(), "ending" | "completed") {
@@ -240,10 +244,14 @@ fn whatever_happens_to_workers_each_shard_counts_once_and_the_mean_is_the_same_t
                         connect(&mut job, launch.0);
                     }
                     Action::Send { worker, message: ToWorker::Describe } => {
-                        say(&mut job, worker.0, FromWorker::Described(Ok(dataset(&[37, 5, 61]))));
+                        deliver(
+                            &mut job,
+                            worker.0,
+                            FromWorker::Described(Ok(dataset(&[37, 5, 61]))),
+                        );
                     }
                     Action::Send { worker, message: ToWorker::Prepare(_) } => {
-                        say(&mut job, worker.0, FromWorker::Ready { parameters: 10 });
+                        deliver(&mut job, worker.0, FromWorker::Ready { parameters: 10 });
                         ask(&mut job, worker.0, 2);
                     }
                     Action::Send { worker, message: ToWorker::Lease(ranges) } => {
@@ -270,7 +278,7 @@ fn whatever_happens_to_workers_each_shard_counts_once_and_the_mean_is_the_same_t
                     job.handle(at(now), Event::ProcessEnded { launch: LaunchId(worker), exit });
                 }
                 1 => job.handle(at(now), Event::Scale { num_workers: rng.random_range(1..=6) }),
-                2 => say(&mut job, worker, FromWorker::Leaving),
+                2 => deliver(&mut job, worker, FromWorker::Leaving),
                 _ => {
                     let shards = held.get_mut(&worker).unwrap();
                     if !shards.is_empty() {

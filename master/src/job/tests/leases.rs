@@ -1,4 +1,4 @@
-//! The records' book-keeping, by itself.
+//! The lease table in isolation.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -45,14 +45,14 @@ fn leases_shrink_towards_an_epochs_end_but_never_below_a_steps_share() {
 }
 
 #[test]
-fn what_a_worker_holds_of_the_next_epoch_does_not_keep_it_from_this_one() {
+fn leases_of_the_next_epoch_do_not_block_leases_of_this_one() {
     let mut records = records(&[8], 8);
     assert_eq!(records.lease(A, 1, 4, SHARE).len(), 1);
     assert_eq!(records.lease(A, 0, 4, SHARE), [range(0, 4)]);
 }
 
 #[test]
-fn leases_that_a_formed_group_has_used_up_come_back_if_the_next_one_is_a_step_behind() {
+fn leases_used_by_a_formed_group_return_if_the_next_one_is_a_step_behind() {
     let mut records = records(&[10], 5);
     assert_eq!(records.lease(A, 0, 5, SHARE), [range(0, 4)]);
     let mut ledger = Ledger::new(10);
@@ -60,7 +60,7 @@ fn leases_that_a_formed_group_has_used_up_come_back_if_the_next_one_is_a_step_be
     records.rebuild(2, ledger, |_| true);
     let held: Vec<_> = records.leases().collect();
     assert_eq!(held, [(A, range(0, 1)), (A, range(3, 4))]);
-    // Only one member had that step, and it has left since; A has its part in it still pending.
+    // Only one member had that step, and it has left; the records of A in that step are pending.
     records.rebuild(1, Ledger::new(10), |w| w == A);
     let held: Vec<_> = records.leases().map(|(_, range)| range).collect();
     assert_eq!(held.iter().map(RecordRange::len).sum::<u64>(), 4);
@@ -68,7 +68,7 @@ fn leases_that_a_formed_group_has_used_up_come_back_if_the_next_one_is_a_step_be
 }
 
 #[test]
-fn an_epoch_whose_last_step_may_be_undone_stays_open_to_what_was_asked() {
+fn requests_for_an_epoch_whose_last_step_may_be_undone_stay_pending() {
     let mut records = records(&[4], 4);
     let mut ledger = Ledger::new(4);
     ledger.absorb(range(0, 4));
@@ -79,14 +79,15 @@ fn an_epoch_whose_last_step_may_be_undone_stays_open_to_what_was_asked() {
 }
 
 #[test]
-fn a_rebuilt_queue_is_all_records_less_the_ledger_less_live_leases() {
+fn a_rebuilt_lease_table_offers_all_records_but_the_absorbed_and_the_leased() {
     let mut records = records(&[20], 5);
     records.lease(A, 0, 4, SHARE);
     records.lease(B, 0, 4, SHARE);
     let held: Vec<_> = records.leases().collect();
     assert_eq!(held, [(A, range(0, 4)), (B, range(4, 5)), (B, range(5, 8))]);
     records.forget(B);
-    // B may have trained on its leases: nobody gets them before the group has said so.
+    // B may have trained the records of its leases, so they are not leased again before the group
+    // has reported its ledger.
     let all = Share { records: 20, workers: 1 };
     assert_eq!(records.lease(A, 0, 20, all), [range(8, 10), range(10, 15), range(15, 20)]);
     let mut ledger = Ledger::new(20);
@@ -99,7 +100,7 @@ fn a_rebuilt_queue_is_all_records_less_the_ledger_less_live_leases() {
 }
 
 #[test]
-fn a_commit_that_the_group_went_back_behind_gives_its_leases_back_to_their_owner() {
+fn an_undone_commit_returns_its_leases_to_their_owner() {
     let mut records = records(&[8], 8);
     records.lease(A, 0, 4, SHARE);
     records.commit(1, &[range(0, 2)]).unwrap();
@@ -113,7 +114,7 @@ fn a_commit_that_the_group_went_back_behind_gives_its_leases_back_to_their_owner
 }
 
 #[test]
-fn reports_outside_the_data_set_change_nothing() {
+fn reports_outside_the_data_set_have_no_effect() {
     let mut records = records(&[8], 8);
     let report = |epochs_complete, ranges: &[RecordRange], repeated| LedgerReport {
         epochs_complete,
@@ -140,7 +141,7 @@ fn reports_outside_the_data_set_change_nothing() {
 }
 
 #[test]
-fn an_epoch_is_leased_out_completely_whatever_the_order_of_its_shards() {
+fn an_epoch_is_leased_completely_in_any_order_of_shards() {
     for seed in 0..50 {
         let spec = JobSpec { seed, records_per_shard: NonZeroU64::new(1 + seed % 7), ..spec() };
         let mut records = LeaseTable::new(Shards::cut(&dataset(&[13, 0, 29]), &spec).unwrap(), 1);
@@ -158,10 +159,10 @@ fn an_epoch_is_leased_out_completely_whatever_the_order_of_its_shards() {
     }
 }
 
-/// The whole core, a million shards, a thousand workers: the work for a lease does not grow with
-/// either.
+/// The complete core with a million shards and a thousand workers: the cost of a lease grows with
+/// neither.
 #[test]
-fn a_lease_is_found_without_looking_at_all_shards() {
+fn a_lease_is_found_without_a_scan_of_all_shards() {
     let spec = JobSpec {
         num_workers: 1000,
         max_workers: 1000,

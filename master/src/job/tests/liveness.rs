@@ -1,4 +1,4 @@
-//! Silence.
+//! Heartbeats and silent workers.
 
 use std::time::Duration;
 
@@ -8,17 +8,18 @@ use super::super::testing::spec;
 use super::super::*;
 use super::directed::{actions, at, started};
 
-/// A started job whose workers may be silent for a second; looks are due every 50 ms.
+/// A started job with a worker timeout of one second; heartbeats are checked every 50 ms.
 fn watched() -> Job {
     started(JobSpec { worker_timeout: Some(Duration::from_secs(1)), ..spec() }, &[20])
 }
 
-/// Lets the time pass to `until` in looks of 50 ms; before each, `beating` are heard.
+/// Advances the time to `until` in checks of 50 ms; before each, `beating` send a heartbeat.
 fn pass(job: &mut Job, from: u64, until: u64, beating: &[u64]) {
     pass_waiting(job, from, until, beating, None);
 }
 
-/// As [`pass`]; those that are heard wait for their neighbours since `stopped`.
+/// As [`pass`]; the heartbeats report that the worker has waited for its neighbours since
+/// `stopped`.
 fn pass_waiting(job: &mut Job, from: u64, until: u64, beating: &[u64], stopped: Option<u64>) {
     for ms in (from..=until).step_by(50) {
         for &worker in beating {
@@ -48,12 +49,12 @@ fn abort_of(actions: &[Action]) -> Option<(Vec<WorkerId>, bool)> {
     })
 }
 
-fn nobody_is_out(actions: &[Action]) -> bool {
+fn no_worker_is_evicted(actions: &[Action]) -> bool {
     !actions.iter().any(|a| matches!(a, Action::Disconnect { .. } | Action::Kill { .. }))
 }
 
 #[test]
-fn a_silent_worker_is_taken_out_killed_and_replaced() {
+fn a_silent_worker_is_evicted_killed_and_replaced() {
     let mut job = watched();
     pass_waiting(&mut job, 50, 1100, &[1, 3], Some(100));
     assert_eq!(
@@ -73,7 +74,7 @@ fn a_silent_worker_is_taken_out_killed_and_replaced() {
 }
 
 #[test]
-fn any_word_is_a_sign_of_life() {
+fn any_message_counts_as_a_heartbeat() {
     let mut job = watched();
     pass(&mut job, 50, 900, &[]);
     for worker in 1..=3 {
@@ -81,20 +82,20 @@ fn any_word_is_a_sign_of_life() {
         job.handle(at(950), Event::Message { worker: WorkerId(worker), message });
     }
     pass(&mut job, 1000, 2000, &[]);
-    assert!(nobody_is_out(&actions(&mut job)));
+    assert!(no_worker_is_evicted(&actions(&mut job)));
 }
 
 #[test]
-fn a_master_that_was_kept_from_running_takes_nobody_out() {
+fn a_master_that_was_suspended_evicts_no_worker() {
     let mut job = watched();
     pass(&mut job, 50, 300, &[1, 2, 3]);
     job.handle_timeout(at(60_000));
     pass(&mut job, 60_050, 60_900, &[1, 2, 3]);
-    assert!(nobody_is_out(&actions(&mut job)));
+    assert!(no_worker_is_evicted(&actions(&mut job)));
 }
 
 #[test]
-fn a_worker_that_falls_silent_before_it_is_a_member_changes_no_group() {
+fn a_worker_that_falls_silent_before_it_is_a_member_causes_no_membership_change() {
     let mut job = started(
         JobSpec { worker_timeout: Some(Duration::from_secs(1)), max_workers: 4, ..spec() },
         &[20],
@@ -105,7 +106,7 @@ fn a_worker_that_falls_silent_before_it_is_a_member_changes_no_group() {
     job.handle(at(100), Event::Connected { connection, launch, address, pid: 104, resume: None });
     actions(&mut job);
     pass(&mut job, 150, 10_200, &[1, 2, 3]);
-    assert!(nobody_is_out(&actions(&mut job)), "it holds nobody up");
+    assert!(no_worker_is_evicted(&actions(&mut job)), "the joiner delays no worker");
     pass(&mut job, 10_250, 10_300, &[1, 2, 3]);
     let done = actions(&mut job);
     assert_eq!(abort_of(&done), None, "{done:?}");
@@ -113,29 +114,29 @@ fn a_worker_that_falls_silent_before_it_is_a_member_changes_no_group() {
 }
 
 #[test]
-fn a_member_that_only_the_master_cannot_hear_stays() {
+fn a_member_unreachable_only_for_the_master_stays() {
     let mut job = watched();
     pass(&mut job, 50, 30_000, &[1, 3]);
-    assert!(nobody_is_out(&actions(&mut job)), "the others make progress, so it lives");
-    // Without a master it ends after 30 s.
+    assert!(no_worker_is_evicted(&actions(&mut job)), "the others make progress, so it lives");
+    // Without a master the worker exits after 30 s.
     pass(&mut job, 30_050, 32_100, &[1, 3]);
     assert_eq!(abort_of(&actions(&mut job)), Some((vec![WorkerId(1), WorkerId(3)], true)));
 }
 
 #[test]
-fn a_master_that_hears_nobody_takes_nobody_out() {
+fn a_master_without_any_heartbeat_evicts_no_worker() {
     let mut job = watched();
     pass(&mut job, 50, 200, &[1, 2, 3]);
     pass(&mut job, 250, 29_000, &[]);
-    // Some are heard before others.
+    // Some heartbeats arrive before others.
     pass(&mut job, 29_050, 29_200, &[2]);
     pass(&mut job, 29_250, 40_000, &[1, 2, 3]);
-    assert!(nobody_is_out(&actions(&mut job)));
+    assert!(no_worker_is_evicted(&actions(&mut job)));
     assert_eq!(job.status(at(40_000)).generation.0, 1);
 }
 
 #[test]
-fn a_member_that_computes_for_long_is_not_taken_for_a_stopped_one() {
+fn a_member_that_computes_for_long_does_not_count_as_stopped() {
     let mut job = watched();
     for step in 1..=3 {
         let ranges = vec![];
@@ -156,7 +157,7 @@ fn a_member_that_computes_for_long_is_not_taken_for_a_stopped_one() {
         );
     }
     pass_waiting(&mut job, 50, 3000, &[1, 3], Some(100));
-    assert!(nobody_is_out(&actions(&mut job)));
+    assert!(no_worker_is_evicted(&actions(&mut job)));
     pass_waiting(&mut job, 3050, 3100, &[1, 3], Some(100));
     assert_eq!(abort_of(&actions(&mut job)), Some((vec![WorkerId(1), WorkerId(3)], true)));
 }

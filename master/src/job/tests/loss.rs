@@ -1,13 +1,12 @@
-//! States that are lost, groups that end with a word of failure, and groups all of whose members
-//! leave.
+//! Lost states, groups that end with a failure, and groups that all members leave.
 
 use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::super::testing::spec;
 use super::super::*;
-use super::directed::{actions, at, committed, connect, finished, formed, say, started};
+use super::directed::{actions, at, committed, connect, deliver, finished, formed, started};
 
-/// One worker, which the job may not do without.
+/// A job with a single worker, which is also its minimum.
 fn alone(checkpoints: bool) -> JobSpec {
     let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));
     let kept = CheckpointSpec { dir: "/c".into(), every, keep: 3, exclusive: false };
@@ -25,11 +24,11 @@ fn lose(job: &mut Job, worker: u64) {
     job.handle(at(0), Event::ProcessEnded { launch: LaunchId(worker), exit: Exit::Signal(9) });
 }
 
-/// A new worker is there, which forms the next group at `step`.
+/// A new worker joins and forms the next group at `step`.
 fn replaced(job: &mut Job, worker: u64, generation: u64, step: u64) {
     connect(job, worker);
-    say(job, worker, FromWorker::Ready { parameters: 10 });
-    say(job, worker, formed(generation, step, &[]));
+    deliver(job, worker, FromWorker::Ready { parameters: 10 });
+    deliver(job, worker, formed(generation, step, &[]));
 }
 
 fn ends(job: &mut Job) -> Option<String> {
@@ -41,7 +40,7 @@ fn ends(job: &mut Job) -> Option<String> {
 #[test]
 fn a_state_without_any_checkpoint_is_lost_with_its_last_worker_at_once() {
     let mut job = started(alone(false), &[20]);
-    say(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
     lose(&mut job, 1);
     let error = ends(&mut job).unwrap();
     assert!(
@@ -49,59 +48,59 @@ fn a_state_without_any_checkpoint_is_lost_with_its_last_worker_at_once() {
         "{error}"
     );
     assert_eq!(job.summary(at(0)).state_lost, Some(StateLoss { count: 1, at_step: 3 }));
-    // Nothing was trained: nothing is lost.
+    // Nothing was trained, so nothing is lost.
     let mut job = started(alone(false), &[20]);
     lose(&mut job, 1);
     assert_eq!(ends(&mut job), None);
 }
 
 #[test]
-fn where_checkpoints_are_kept_the_next_group_tells_whether_there_was_one() {
+fn with_checkpoints_the_next_group_reports_whether_one_existed() {
     for (restored, step, lost) in [(true, 2, false), (true, 0, false), (false, 0, true)] {
         let mut job = started(alone(true), &[20]);
-        say(&mut job, 1, committed(1, 3, &[(0, 12)]));
+        deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
         lose(&mut job, 1);
         assert_eq!(ends(&mut job), None);
         connect(&mut job, 2);
-        say(&mut job, 2, FromWorker::Ready { parameters: 10 });
+        deliver(&mut job, 2, FromWorker::Ready { parameters: 10 });
         if restored {
             let news = CheckpointNews::Restored { step, name: "step".into() };
-            say(&mut job, 2, FromWorker::Checkpoint(news));
+            deliver(&mut job, 2, FromWorker::Checkpoint(news));
         }
-        say(&mut job, 2, formed(2, step, &[]));
+        deliver(&mut job, 2, formed(2, step, &[]));
         assert_eq!(ends(&mut job).is_some(), lost, "restored: {restored}, at step {step}");
         assert_eq!(job.summary(at(0)).state_lost.is_some(), lost);
     }
 }
 
 #[test]
-fn with_the_users_leave_training_starts_again_and_each_loss_is_counted() {
+fn with_restart_without_checkpoint_training_starts_again_and_each_loss_is_counted() {
     for checkpoints in [false, true] {
         let mut job =
             started(JobSpec { restart_without_checkpoint: true, ..alone(checkpoints) }, &[20]);
-        say(&mut job, 1, committed(1, 3, &[(0, 12)]));
+        deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
         lose(&mut job, 1);
         replaced(&mut job, 2, 2, 0);
-        say(&mut job, 2, committed(2, 1, &[(0, 4)]));
+        deliver(&mut job, 2, committed(2, 1, &[(0, 4)]));
         lose(&mut job, 2);
         replaced(&mut job, 3, 3, 0);
         assert_eq!(ends(&mut job), None);
         let lost = job.summary(at(0)).state_lost;
         assert_eq!(lost, Some(StateLoss { count: 2, at_step: 1 }), "checkpoints: {checkpoints}");
-        // The next master knows.
+        // The successor master knows it.
         let next = Job::restore(job.to_persisted(), at(5)).unwrap();
         assert_eq!(next.summary(at(5)).state_lost, lost);
     }
 }
 
 #[test]
-fn a_newcomer_that_has_fetched_the_state_may_bring_it() {
+fn a_joiner_that_has_fetched_the_state_may_provide_it() {
     let mut job = started(JobSpec { max_workers: 2, ..alone(false) }, &[20]);
-    say(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
     job.handle(at(0), Event::Scale { num_workers: 2 });
     connect(&mut job, 2);
-    say(&mut job, 2, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 2, FromWorker::CaughtUp { step: 3 });
+    deliver(&mut job, 2, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 2, FromWorker::CaughtUp { step: 3 });
     lose(&mut job, 1);
     assert_eq!(ends(&mut job), None);
     lose(&mut job, 2);
@@ -109,7 +108,7 @@ fn a_newcomer_that_has_fetched_the_state_may_bring_it() {
 }
 
 #[test]
-fn a_group_that_says_that_it_can_not_go_on_fails_the_job_with_its_words_and_records() {
+fn a_group_that_reports_a_failure_fails_the_job_with_its_error_and_records() {
     let mut job =
         started(JobSpec { work: Work::Train { export: Some("/m".into()) }, ..spec() }, &[20]);
     for worker in 1..=3 {
@@ -121,7 +120,7 @@ fn a_group_that_says_that_it_can_not_go_on_fails_the_job_with_its_words_and_reco
             Some(Failure { error: "the gradient of step 5 is not finite".into(), ranges });
         word.steps_skipped = 2;
         word.exported = worker == 1;
-        say(&mut job, worker, FromWorker::Finished(word));
+        deliver(&mut job, worker, FromWorker::Finished(word));
     }
     let error = ends(&mut job);
     assert_eq!(error.as_deref(), Some("the gradient of step 5 is not finite"));
@@ -135,7 +134,7 @@ fn a_group_that_says_that_it_can_not_go_on_fails_the_job_with_its_words_and_reco
 }
 
 #[test]
-fn steps_that_are_left_out_are_told_now_and_then() {
+fn skipped_steps_are_logged_periodically() {
     let mut job = started(spec(), &[20]);
     let mut lines = 0;
     for step in 1..=5 {
@@ -144,19 +143,19 @@ fn steps_that_are_left_out_are_told_now_and_then() {
             unreachable!()
         };
         let report = Committed { steps_skipped: step, loss_sum: f64::NAN, ..report };
-        say(&mut job, 1, FromWorker::Committed(report));
+        deliver(&mut job, 1, FromWorker::Committed(report));
         let told = |a: &&Action| matches!(a, Action::Log(line) if line.contains("skipped"));
-        lines += actions_with_words(&mut job).iter().filter(told).count();
+        lines += actions_with_log_events(&mut job).iter().filter(told).count();
     }
     let status = job.status(at(0));
     assert_eq!((lines, status.steps_skipped, status.loss), (3, 5, None));
 }
 
-fn actions_with_words(job: &mut Job) -> Vec<Action> {
+fn actions_with_log_events(job: &mut Job) -> Vec<Action> {
     std::iter::from_fn(|| job.poll_action()).collect()
 }
 
-fn told(job: &mut Job, wanted: &ToWorker) -> Vec<u64> {
+fn messages_to(job: &mut Job, wanted: &ToWorker) -> Vec<u64> {
     let sent = actions(job).into_iter().filter_map(|action| match action {
         Action::Send { worker, message } if message == *wanted => Some(worker.0),
         _ => None,
@@ -165,21 +164,21 @@ fn told(job: &mut Job, wanted: &ToWorker) -> Vec<u64> {
 }
 
 #[test]
-fn where_all_members_leave_and_nobody_comes_the_group_is_suspended_at_once() {
+fn a_group_whose_members_all_leave_without_replacements_is_suspended_at_once() {
     let mut job = started(JobSpec { num_workers: 2, max_workers: 2, ..alone(true) }, &[20]);
-    say(&mut job, 1, FromWorker::Leaving);
-    // The first one is let go by a generation without it; the second one has to go while that
-    // forms.
-    say(&mut job, 2, FromWorker::Leaving);
-    assert_eq!(told(&mut job, &ToWorker::Suspend), [0; 0]);
-    say(&mut job, 2, formed(2, 2, &[(0, 8)]));
-    assert_eq!(told(&mut job, &ToWorker::Suspend), [2]);
+    deliver(&mut job, 1, FromWorker::Leaving);
+    // The first leaver is released by a generation without it; the second one leaves while that
+    // generation forms.
+    deliver(&mut job, 2, FromWorker::Leaving);
+    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [0; 0]);
+    deliver(&mut job, 2, formed(2, 2, &[(0, 8)]));
+    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [2]);
     let FromWorker::Finished(mut word) = finished(2, 3, 9) else { unreachable!() };
     word.suspended = true;
-    say(&mut job, 2, FromWorker::Finished(word));
+    deliver(&mut job, 2, FromWorker::Finished(word));
     let shut = |a: &Action| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. });
     assert_eq!(actions(&mut job).iter().filter(|a| shut(a)).count(), 1);
-    // Others go on from the checkpoint.
+    // Other workers resume from the checkpoint.
     for worker in [1, 2] {
         lose(&mut job, worker);
     }
@@ -187,10 +186,10 @@ fn where_all_members_leave_and_nobody_comes_the_group_is_suspended_at_once() {
     [3, 4].into_iter().for_each(|worker| connect(&mut job, worker));
     [3, 4]
         .into_iter()
-        .for_each(|worker| say(&mut job, worker, FromWorker::Ready { parameters: 10 }));
+        .for_each(|worker| deliver(&mut job, worker, FromWorker::Ready { parameters: 10 }));
     let news = CheckpointNews::Restored { step: 3, name: "step".into() };
-    say(&mut job, 3, FromWorker::Checkpoint(news));
-    say(&mut job, 3, formed(3, 3, &[(0, 12)]));
+    deliver(&mut job, 3, FromWorker::Checkpoint(news));
+    deliver(&mut job, 3, formed(3, 3, &[(0, 12)]));
     let summary = job.summary(at(0));
     assert_eq!(
         (summary.state_lost, summary.checkpoints.unwrap().restored[0].lost_steps),
@@ -200,9 +199,9 @@ fn where_all_members_leave_and_nobody_comes_the_group_is_suspended_at_once() {
 }
 
 #[test]
-fn where_replacements_are_on_their_way_the_group_waits_for_half_of_the_grace() {
+fn with_pending_replacements_the_group_waits_for_half_of_the_grace_period() {
     let mut job = started(JobSpec { max_workers: 2, ..alone(true) }, &[20]);
-    say(&mut job, 1, FromWorker::Leaving);
+    deliver(&mut job, 1, FromWorker::Leaving);
     let sent = actions(&mut job);
     let asks = |a: &Action| matches!(a, Action::Send { message: ToWorker::KeepCheckpoint, .. });
     assert!(
@@ -210,16 +209,16 @@ fn where_replacements_are_on_their_way_the_group_waits_for_half_of_the_grace() {
         "{sent:?}"
     );
     job.handle_timeout(at(4999));
-    assert_eq!(told(&mut job, &ToWorker::Suspend), [0; 0]);
+    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [0; 0]);
     job.handle_timeout(at(5000));
-    assert_eq!(told(&mut job, &ToWorker::Suspend), [1]);
-    // One that has taken the state over in time makes that needless.
+    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [1]);
+    // A replacement that fetches the state in time makes the suspension unnecessary.
     let mut job = started(JobSpec { max_workers: 2, ..alone(true) }, &[20]);
-    say(&mut job, 1, FromWorker::Leaving);
+    deliver(&mut job, 1, FromWorker::Leaving);
     connect(&mut job, 2);
-    say(&mut job, 2, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 2, FromWorker::CaughtUp { step: 1 });
-    say(&mut job, 1, formed(2, 1, &[]));
+    deliver(&mut job, 2, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 2, FromWorker::CaughtUp { step: 1 });
+    deliver(&mut job, 1, formed(2, 1, &[]));
     job.handle_timeout(at(5000));
-    assert_eq!(told(&mut job, &ToWorker::Suspend), [0; 0]);
+    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [0; 0]);
 }

@@ -1,8 +1,7 @@
-//! The job under test, from outside.
+//! Tests of the job through its public interface.
 
 mod checkpoints;
 mod counters;
-mod cuts;
 mod directed;
 mod disconnected;
 mod evaluations;
@@ -13,6 +12,7 @@ mod leases;
 mod liveness;
 mod loss;
 mod oracles;
+mod partitions;
 mod persisted;
 mod placement;
 mod pod;

@@ -1,4 +1,4 @@
-//! What must hold whatever happens, checked on every action and after every event.
+//! Invariants of the job, checked on each action and after each event.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -13,6 +13,7 @@ use super::world::{World, index};
 impl World {
     pub(super) fn drain_actions(&mut self) {
         self.write_record();
+        self.check_stall();
         while let Some(action) = self.job.poll_action() {
             assert_eq!(self.ended, None, "after its end the job wants {action:?}");
             if self.dies_after == Some(0) {
@@ -27,12 +28,12 @@ impl World {
                 Action::Admit { connection, worker } => {
                     let p = self.at(LaunchId(connection.0));
                     assert!(
-                        p.worker.is_none_or(|known| known == worker && p.astray),
+                        p.worker.is_none_or(|known| known == worker && p.searching_for_master),
                         "a new name for {known:?}",
                         known = p.worker
                     );
-                    p.reconnected = p.astray;
-                    p.astray = false;
+                    p.reconnected = p.searching_for_master;
+                    p.searching_for_master = false;
                     p.worker = Some(worker);
                     self.gone.remove(&worker);
                 }
@@ -43,11 +44,11 @@ impl World {
                 Action::Kill { launch } => {
                     let p = &mut self.processes[index(launch)];
                     let silent =
-                        !p.said_hello && self.now.since(p.launched) >= Duration::from_secs(60);
+                        !p.sent_hello && self.now.since(p.launched) >= Duration::from_secs(60);
                     p.silent_for_long = silent && !self.stopped;
                     self.counted += u32::from(p.silent_for_long);
-                    if self.at(launch).astray {
-                        // It has not come back.
+                    if self.at(launch).searching_for_master {
+                        // The worker has not reconnected.
                         self.gone.extend(self.processes[index(launch)].worker);
                     }
                     if self.at(launch).alive {
@@ -67,14 +68,7 @@ impl World {
                 Action::Refuse { connection, .. } => {
                     self.at(LaunchId(connection.0)).die(Exit::Code(70));
                 }
-                Action::Log(line) => {
-                    if line.ends_with("have waited for each other for 1000 ms") {
-                        let newest = self.published.last().expect("a group waits").generation;
-                        assert!(self.is_somewhere_severed(), "nobody is cut off: {line}");
-                        self.broken.insert(newest);
-                    }
-                    self.said.push(line);
-                }
+                Action::Log(line) => self.log.push(line),
                 Action::Send { worker, message } => self.check_send(worker, message),
             }
         }
@@ -83,28 +77,43 @@ impl World {
             self.job.restarts.budget().counted,
             self.counted,
             "failures counted: {:#?}",
-            self.said
+            self.log
         );
         if let Some(outcome) = self.ended {
             self.check_end(outcome);
         }
     }
 
-    /// As the shell does it, before anything is done. What changes unnoticed would be forgotten.
+    /// Persists the job before its actions, as the shell does. A change without a new version would
+    /// be lost.
     fn write_record(&mut self) {
         let record = self.job.to_persisted();
         if self.job.version() == self.written.0 {
-            assert_eq!(lasting(&record), lasting(&self.written.1), "changed, but not written");
+            assert_eq!(
+                without_volatile_fields(&record),
+                without_volatile_fields(&self.written.1),
+                "changed, but not written"
+            );
         }
         self.written = (self.job.version(), record);
     }
 
-    /// The master dies before it does this.
+    /// All members of a group wait for each other only if the network is partitioned.
+    fn check_stall(&mut self) {
+        let stalls = self.job.history.counters.stalls;
+        if std::mem::replace(&mut self.stalls, stalls) < stalls {
+            let newest = self.published.last().expect("a group waits").generation;
+            assert!(self.is_any_newest_ring_severed(), "no member is partitioned: {:#?}", self.log);
+            self.broken.insert(newest);
+        }
+    }
+
+    /// The master dies before it performs `action`.
     fn discard(&mut self, action: Action) {
         match action {
             Action::Admit { connection, .. } => {
                 let p = self.at(LaunchId(connection.0));
-                if !p.astray {
+                if !p.searching_for_master {
                     p.die(Exit::Code(70));
                 }
             }
@@ -121,7 +130,7 @@ impl World {
             Action::Refuse { connection, .. } => {
                 self.at(LaunchId(connection.0)).die(Exit::Code(70))
             }
-            // Nobody has heard of it, but the next master knows it.
+            // No worker has received the membership, but the successor knows it.
             Action::Send { message: ToWorker::Membership(membership), .. } => {
                 self.check_membership(&membership)
             }
@@ -145,7 +154,7 @@ impl World {
             _ => {}
         }
         let p = self.processes.iter_mut().find(|p| p.worker == Some(worker)).unwrap();
-        if p.alive && !p.astray {
+        if p.alive && !p.searching_for_master {
             p.down.push_back(message);
         }
     }
@@ -224,7 +233,7 @@ impl World {
         }
     }
 
-    /// The master's own table: nobody who is gone holds a lease, and no record has two owners.
+    /// The lease table: no lost worker holds a lease, and no record has two owners.
     fn check_leases(&self) {
         let over = matches!(self.job.phase, job::Phase::Ended(_) | job::Phase::Ending(_));
         let Some(records) = self.job.leases.as_ref().filter(|_| !over) else {
@@ -242,10 +251,10 @@ impl World {
             assert_eq!(records.ledger().absorbed_of(range), 0, "{range} is leased and absorbed");
             before = Some(range);
         }
-        // Now and then: it looks at each record.
+        // This check visits each record, so it runs for a sample of events only.
         if self.now.0.subsec_micros().is_multiple_of(32) {
             let expected = count_shards(records, self.spec.epochs);
-            assert_eq!(records.shard_counts(), expected, "{:#?}", self.said);
+            assert_eq!(records.shard_counts(), expected, "{:#?}", self.log);
         }
     }
 
@@ -270,9 +279,9 @@ impl World {
     }
 }
 
-/// A record without what only the time changes.
-fn lasting(record: &PersistedJob) -> PersistedJob {
-    let mut lasting = record.clone();
-    (lasting.step, lasting.history.loss, lasting.history.reported_last) = Default::default();
-    lasting
+/// The persisted job without the fields that change without a new version.
+fn without_volatile_fields(record: &PersistedJob) -> PersistedJob {
+    let mut copy = record.clone();
+    (copy.step, copy.history.loss, copy.history.reported_last) = Default::default();
+    copy
 }

@@ -1,4 +1,4 @@
-//! How long a record may be, and what it needs besides.
+//! The size of the persisted job, and its compatibility with other releases.
 
 use elasticdl_proto::{FileList, RecordRange};
 use serde_json::json;
@@ -17,7 +17,7 @@ fn read(record: &PersistedJob) -> PersistedJob {
     serde_json::from_str(&serde_json::to_string(record).unwrap()).unwrap()
 }
 
-/// As another master has it, from where it was written.
+/// The persisted job as a successor master reads it.
 pub(super) fn read_back(record: &PersistedJob) -> PersistedJob {
     let mut read = read(record);
     if let Some(list) = record.file_list() {
@@ -26,7 +26,7 @@ pub(super) fn read_back(record: &PersistedJob) -> PersistedJob {
     read
 }
 
-/// A job amid a shuffled epoch of 200 million records: every other shard is absorbed.
+/// A job in the middle of a shuffled epoch of 200 million records: every other shard is absorbed.
 fn half_way() -> Job {
     let mut job = Job::new(JobSpec { num_workers: 3, ..spec() });
     let list = dataset(&[200_000_000]);
@@ -45,11 +45,11 @@ fn half_way() -> Job {
 }
 
 #[test]
-fn the_largest_record_is_shorter_than_its_documentation_says() {
+fn the_largest_persisted_job_is_within_its_documented_size() {
     let record = largest().to_persisted();
     let bytes = json_bytes(&record);
     assert!(bytes < 640 << 10, "{} KiB", bytes >> 10);
-    // No part was left out, but for what is too long.
+    // No part was omitted, except for those that are truncated.
     let json = serde_json::to_value(&record).unwrap();
     let lens = [
         "launches",
@@ -61,13 +61,13 @@ fn the_largest_record_is_shorter_than_its_documentation_says() {
     ]
     .map(|path| json.pointer(&format!("/{path}")).unwrap().as_array().unwrap().len());
     assert!(lens[..3] == [1024; 3] && lens[3..].iter().all(|len| *len > 0), "{lens:?}");
-    // The newest evaluations are those that stay, and the newest changes.
+    // The newest evaluations and the newest membership changes are retained.
     assert_eq!(json["story"]["evaluations"]["all"][lens[5] - 1]["step"], 999);
     assert_eq!(json["story"]["memberships"][lens[3] - 1]["generation"], 9999);
 }
 
 #[test]
-fn a_job_that_is_over_amid_a_shuffled_epoch_keeps_its_totals_alone() {
+fn a_job_that_ended_within_a_shuffled_epoch_persists_only_its_totals() {
     let mut job = half_way();
     let launch = LaunchId(1);
     job.handle(
@@ -113,7 +113,7 @@ fn totals_are_those_of_the_ledger_in_every_epoch() {
 }
 
 #[test]
-fn the_list_of_files_is_not_in_the_record_and_only_the_same_list_completes_it() {
+fn the_file_list_is_persisted_separately_and_only_the_same_list_is_accepted() {
     let list = |n: u64| FileList::pack((0..n).map(|i| (format!("/data/{i:090}"), 1)));
     let mut job = Job::new(JobSpec { shuffle: false, ..spec() });
     job.dataset_describer = Some(elasticdl_proto::WorkerId(1));
@@ -135,11 +135,11 @@ fn the_list_of_files_is_not_in_the_record_and_only_the_same_list_completes_it() 
 }
 
 #[test]
-fn records_of_an_older_release_and_with_fields_of_a_newer_one_are_read() {
+fn persisted_jobs_of_older_and_newer_releases_are_read() {
     let mut job = started(JobSpec { num_workers: 2, shuffle: false, ..spec() }, &[8, 4]);
     let record = job.to_persisted();
     let mut old = serde_json::to_value(&record).unwrap();
-    // Version 1 had the list in it, and some fields came later.
+    // Version 1 contained the list of files, and some fields were added later.
     for absent in ["data", "masters", "results"] {
         old.as_object_mut().unwrap().remove(absent);
     }
@@ -161,7 +161,7 @@ fn records_of_an_older_release_and_with_fields_of_a_newer_one_are_read() {
 }
 
 #[test]
-fn a_record_that_is_refused_fails_the_job_with_the_reason_and_nothing_waits_for_it() {
+fn a_refused_write_of_the_persisted_job_fails_the_job_with_the_reason() {
     let mut job = started(JobSpec { num_workers: 2, shuffle: false, ..spec() }, &[8]);
     job.handle(at(5), Event::PersistDelayed { reason: "no answer".into() });
     assert_eq!(
@@ -176,7 +176,7 @@ fn a_record_that_is_refused_fails_the_job_with_the_reason_and_nothing_waits_for_
 }
 
 #[test]
-fn sizes_of_shards_and_files_are_told_as_they_are() {
+fn the_log_states_the_numbers_of_shards_and_files() {
     let mut job = Job::new(spec());
     job.handle(
         at(1),

@@ -1,30 +1,30 @@
-//! Launches that wait for room, and those that are taken away.
+//! Unschedulable launches, and launches that are removed.
 
 use elasticdl_proto::WorkerId;
 
 use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
-    actions, at, connect, launch, launch_at, membership, memberships, say, send, started,
+    actions, at, connect, deliver, launch, launch_at, membership, memberships, send, started,
 };
 
-/// Launches 2 to `wanted` have just been asked for; the first has a worker.
+/// A job that has just requested launches 2 to `wanted`; the first launch has a worker.
 fn asked(wanted: u32, min: u32) -> Job {
     let spec = JobSpec { num_workers: wanted, min_workers: min, max_workers: wanted, ..spec() };
     let mut job = Job::new(spec);
     connect(&mut job, 1);
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[1000]))));
+    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[1000]))));
     let asked = actions(&mut job).iter().filter(|a| matches!(a, Action::Launch { .. })).count();
     assert_eq!(asked as u32, wanted);
     job
 }
 
-fn no_room(job: &mut Job, ms: u64, launch: u64) {
+fn unschedulable(job: &mut Job, ms: u64, launch: u64) {
     let wait = Wait::Capacity("0/3 nodes are available".into());
     job.handle(at(ms), Event::LaunchWaits { launch: LaunchId(launch), wait });
 }
 
-fn has_room(job: &mut Job, ms: u64, launch: u64) {
+fn scheduled(job: &mut Job, ms: u64, launch: u64) {
     job.handle(at(ms), Event::LaunchWaits { launch: LaunchId(launch), wait: Wait::Start(None) });
 }
 
@@ -44,68 +44,69 @@ fn kill(launch: u64) -> Action {
 }
 
 #[test]
-fn a_full_cluster_is_probed_by_two_and_the_rest_is_withdrawn_from_the_highest_place_down() {
+fn a_full_cluster_is_probed_by_two_launches_and_the_rest_is_withdrawn_from_the_highest_slot() {
     let mut job = asked(6, 1);
-    has_room(&mut job, 5, 2);
-    (4..=6).rev().for_each(|launch| no_room(&mut job, 10, launch));
+    scheduled(&mut job, 5, 2);
+    (4..=6).rev().for_each(|launch| unschedulable(&mut job, 10, launch));
     assert_eq!(done(&mut job), [kill(6)]);
-    no_room(&mut job, 10, 3);
+    unschedulable(&mut job, 10, 3);
     assert_eq!(done(&mut job), [kill(5)]);
     [5, 6].iter().for_each(|&launch| ended(&mut job, 20, launch));
     assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![], 0));
-    // Not even when some time has passed: two still wait.
+    // Two probes are still pending, so time alone changes nothing.
     job.handle_timeout(at(120_000));
     assert_eq!(done(&mut job), []);
 }
 
 #[test]
-fn a_job_grows_by_one_with_each_place_that_a_probe_gets() {
+fn a_job_grows_by_one_with_each_scheduled_probe() {
     let mut job = asked(6, 1);
-    has_room(&mut job, 5, 2);
-    (3..=6).for_each(|launch| no_room(&mut job, 10, launch));
+    scheduled(&mut job, 5, 2);
+    (3..=6).for_each(|launch| unschedulable(&mut job, 10, launch));
     [5, 6].iter().for_each(|&launch| ended(&mut job, 20, launch));
     assert_eq!(done(&mut job), [kill(5), kill(6)]);
-    has_room(&mut job, 30, 3);
+    scheduled(&mut job, 30, 3);
     assert_eq!(done(&mut job), [launch_at(7, 4)]);
-    has_room(&mut job, 30, 7);
+    scheduled(&mut job, 30, 7);
     assert_eq!(done(&mut job), [launch_at(8, 5)]);
-    has_room(&mut job, 40, 4);
-    has_room(&mut job, 40, 8);
+    scheduled(&mut job, 40, 4);
+    scheduled(&mut job, 40, 8);
     assert_eq!(done(&mut job), []);
 }
 
-/// A higher place may be of a lower priority: who waits there would see others take the room of the
-/// places below.
+/// A higher slot may have a lower priority class: other pods would take the capacity of the slots
+/// below while a probe waits there.
 #[test]
-fn probes_move_down_to_the_places_that_become_free() {
+fn probes_move_down_to_free_slots() {
     let mut job = asked(6, 1);
-    (2..=4).for_each(|launch| has_room(&mut job, 5, launch));
-    (5..=6).for_each(|launch| no_room(&mut job, 10, launch));
+    (2..=4).for_each(|launch| scheduled(&mut job, 5, launch));
+    (5..=6).for_each(|launch| unschedulable(&mut job, 10, launch));
     ended(&mut job, 20, 3);
     assert_eq!(done(&mut job), [kill(6), launch_at(7, 2)]);
     ended(&mut job, 21, 6);
-    // A word about room is still out for launch 7, and then it waits at the better of both places.
+    // The scheduler has not answered for launch 7 yet; then it is pending in the lower of both
+    // slots.
     ended(&mut job, 22, 2);
     assert_eq!(done(&mut job), [kill(5), launch_at(8, 1)]);
     ended(&mut job, 23, 5);
-    (7..=8).for_each(|launch| no_room(&mut job, 24, launch));
+    (7..=8).for_each(|launch| unschedulable(&mut job, 24, launch));
     ended(&mut job, 25, 4);
     assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![], 0));
 }
 
 #[test]
-fn probes_leave_free_places_of_the_core_to_it() {
+fn probes_do_not_take_slots_below_min_workers() {
     let mut job = asked(4, 2);
-    has_room(&mut job, 5, 2);
-    (3..=4).for_each(|launch| no_room(&mut job, 10, launch));
+    scheduled(&mut job, 5, 2);
+    (3..=4).for_each(|launch| unschedulable(&mut job, 10, launch));
     ended(&mut job, 20, 2);
     assert_eq!(done(&mut job), [launch_at(5, 1)]);
 }
 
 #[test]
-fn the_core_is_asked_for_whether_there_is_room_or_not() {
+fn launches_below_min_workers_are_requested_regardless_of_capacity() {
     let mut job = asked(6, 4);
-    (2..=6).for_each(|launch| no_room(&mut job, 10, launch));
+    (2..=6).for_each(|launch| unschedulable(&mut job, 10, launch));
     assert_eq!(done(&mut job), []);
     ended(&mut job, 20, 2);
     assert_eq!(done(&mut job), [launch_at(7, 1)]);
@@ -114,31 +115,31 @@ fn the_core_is_asked_for_whether_there_is_room_or_not() {
 }
 
 #[test]
-fn all_that_is_missing_is_asked_for_at_once_where_nobody_waits() {
+fn all_missing_launches_are_requested_at_once_if_none_is_unschedulable() {
     let mut job = asked(40, 1);
-    (2..=40).for_each(|launch| has_room(&mut job, 10, launch));
+    (2..=40).for_each(|launch| scheduled(&mut job, 10, launch));
     (1..=30).for_each(|launch| ended(&mut job, 20, launch));
     assert_eq!(done(&mut job).len(), 30);
-    // A wait that is long over is forgotten.
-    no_room(&mut job, 30, 41);
-    has_room(&mut job, 40, 41);
+    // A wait that ended long ago has no effect.
+    unschedulable(&mut job, 30, 41);
+    scheduled(&mut job, 40, 41);
     (31..=40).for_each(|launch| ended(&mut job, 50, launch));
     assert!(done(&mut job).len() < 10);
-    (41..=80).for_each(|launch| has_room(&mut job, 60, launch));
+    (41..=80).for_each(|launch| scheduled(&mut job, 60, launch));
     job.handle_timeout(at(60_030));
     let asked = job.workers.launches.values().filter(|l| l.stays()).count();
     assert_eq!(asked, 40);
 }
 
 #[test]
-fn fewer_workers_cost_those_that_wait_first_and_then_the_highest_places() {
+fn a_scale_down_withdraws_pending_launches_first_and_then_the_highest_slots() {
     let mut job = started(JobSpec { num_workers: 4, max_workers: 5, ..spec() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 5 });
-    no_room(&mut job, 2, 5);
+    unschedulable(&mut job, 2, 5);
     actions(&mut job);
     job.handle(at(3), Event::Scale { num_workers: 4 });
     assert_eq!(done(&mut job), [kill(5)]);
-    // Worker 2 is replaced at its own place by worker 6: it is not the one to go.
+    // Worker 6 replaces worker 2 in the same slot, so it is not the one that is retired.
     job.handle(at(4), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Signal(9) });
     assert_eq!(done(&mut job), [launch_at(6, 1)]);
     connect(&mut job, 6);
@@ -148,22 +149,22 @@ fn fewer_workers_cost_those_that_wait_first_and_then_the_highest_places() {
 }
 
 #[test]
-fn a_worker_that_is_taken_away_leaves_at_a_boundary_and_its_place_is_filled_at_once() {
+fn a_reclaimed_worker_leaves_at_a_step_boundary_and_its_slot_is_filled_at_once() {
     let mut job = started(JobSpec { max_workers: 4, ..spec() }, &[20]);
     job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(2), reason: "preempted".into() });
     let next = membership(2, &[1, 3], false);
     let done = actions(&mut job);
     assert!(done.contains(&launch_at(4, 1)), "{done:?}");
     assert!(done.contains(&send(2, ToWorker::Membership(next))), "{done:?}");
-    // What it says itself is no news.
-    say(&mut job, 2, FromWorker::Leaving);
+    // The worker's own `Leaving` has no further effect.
+    deliver(&mut job, 2, FromWorker::Leaving);
     assert_eq!((actions(&mut job), memberships(&mut job)), (vec![], vec![]));
     job.handle(at(2), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(1) });
     assert_eq!((actions(&mut job), job.restarts.budget().counted), (vec![], 0));
 }
 
 #[test]
-fn a_launch_that_is_taken_away_before_its_hello_is_replaced_and_refused() {
+fn a_launch_reclaimed_before_its_hello_is_replaced_and_refused() {
     let mut job = Job::new(spec());
     assert_eq!(actions(&mut job), [launch(1)]);
     job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(1), reason: "drained".into() });
@@ -175,7 +176,7 @@ fn a_launch_that_is_taken_away_before_its_hello_is_replaced_and_refused() {
 }
 
 #[test]
-fn a_status_says_what_launches_wait_for_and_which_classes_they_have() {
+fn a_status_shows_why_launches_wait_and_their_priority_classes() {
     let mut job = asked(3, 1);
     for (launch, class) in [(1, "core"), (2, "tier-1"), (3, "tier-1")] {
         job.handle(
@@ -183,7 +184,7 @@ fn a_status_says_what_launches_wait_for_and_which_classes_they_have() {
             Event::LaunchMade { launch: LaunchId(launch), class: Some(class.into()) },
         );
     }
-    no_room(&mut job, 2, 3);
+    unschedulable(&mut job, 2, 3);
     let status = job.status(at(3));
     let pending: Vec<_> =
         status.workers_pending.iter().map(|l| (l.launch.0, l.state, l.reason.as_deref())).collect();

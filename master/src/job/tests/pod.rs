@@ -1,4 +1,4 @@
-//! Pods of two workers: asked for, lost, let go and taken over as a whole.
+//! Pods of two workers, which are requested, lost, released and taken over as a unit.
 
 use std::time::Duration;
 
@@ -7,11 +7,11 @@ use elasticdl_proto::WorkerId;
 use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
-    actions, address, at, connect, finished, formed, launch_at, lose, membership, say, send,
+    actions, address, at, connect, deliver, finished, formed, launch_at, lose, membership, send,
     started,
 };
 
-/// Two pods; there may be a third.
+/// A job of two pods, and of three at most.
 fn pods() -> JobSpec {
     JobSpec { num_workers: 4, min_workers: 2, max_workers: 6, workers_per_pod: 2, ..spec() }
 }
@@ -28,7 +28,7 @@ fn gone(job: &mut Job, ms: u64, worker: u64) {
     lose(job, ms, worker);
 }
 
-/// What was done but for leases.
+/// The pending actions without leases.
 fn done(job: &mut Job) -> Vec<Action> {
     let mut actions = actions(job);
     actions.retain(|a| !matches!(a, Action::Send { message: ToWorker::Lease(_), .. }));
@@ -40,12 +40,12 @@ fn broadcast_membership(workers: &[u64], of: &Membership) -> Vec<Action> {
 }
 
 #[test]
-fn launches_and_places_come_in_whole_pods_one_until_the_data_is_known() {
+fn launches_and_slots_come_in_whole_pods_and_one_pod_until_the_data_is_known() {
     let mut job = Job::new(pods());
     assert_eq!(actions(&mut job), [launch_at(1, 0)]);
     connect(&mut job, 2);
     connect(&mut job, 1);
-    say(&mut job, 2, FromWorker::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 2, FromWorker::Described(Ok(dataset(&[20]))));
     let launched: Vec<_> =
         actions(&mut job).into_iter().filter(|a| matches!(a, Action::Launch { .. })).collect();
     assert_eq!(launched, [launch_at(3, 2)]);
@@ -55,7 +55,7 @@ fn launches_and_places_come_in_whole_pods_one_until_the_data_is_known() {
 }
 
 #[test]
-fn the_numbers_of_workers_are_multiples_of_a_pods() {
+fn worker_counts_are_multiples_of_workers_per_pod() {
     assert_eq!(pods().check(), Ok(()));
     let wrong = [
         JobSpec { min_workers: 1, ..pods() },
@@ -76,21 +76,21 @@ fn the_numbers_of_workers_are_multiples_of_a_pods() {
 }
 
 #[test]
-fn a_job_is_scaled_to_multiples_of_a_pods() {
+fn a_job_is_scaled_to_multiples_of_workers_per_pod() {
     assert_eq!(pods().check_scale(4), Ok(()));
     assert!(pods().check_scale(8).unwrap_err().contains("2 to 6 workers"));
     let expected = "a pod of this job holds 2 workers, so it takes a multiple of 2, not 3: 2 or 4";
     assert_eq!(pods().check_scale(3).unwrap_err(), expected);
 }
 
-/// The other worker goes in the same change, the pod's end is one failure, and its place is filled
-/// only then.
+/// The other worker leaves in the same membership change. The end of the pod counts as one failure,
+/// and its slots are filled only then.
 #[test]
-fn a_crash_takes_the_pod_along_and_counts_once() {
+fn a_crash_ends_the_pod_and_counts_once() {
     let mut job = started(pods(), &[20]);
     gone(&mut job, 1, 1);
     assert_eq!(done(&mut job), broadcast_membership(&[3, 4, 2], &membership(2, &[3, 4], true)));
-    // It has been let go, and its end is no loss.
+    // The worker has been released, so its end is not a loss.
     gone(&mut job, 2, 2);
     assert_eq!(done(&mut job), []);
     ended(&mut job, 3, 1, Exit::Signal(11));
@@ -100,15 +100,19 @@ fn a_crash_takes_the_pod_along_and_counts_once() {
 }
 
 #[test]
-fn a_failure_that_a_worker_has_told_is_not_counted_again_at_its_pods_end() {
+fn a_failure_reported_by_a_worker_is_not_counted_again_at_its_pods_end() {
     let mut job = started(pods(), &[20]);
-    say(&mut job, 2, FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false });
+    deliver(
+        &mut job,
+        2,
+        FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false },
+    );
     ended(&mut job, 3, 1, Exit::Code(1));
     assert_eq!(job.restarts.budget().counted, 1);
     assert!(done(&mut job).contains(&launch_at(5, 0)));
 }
 
-/// Its own supervisor ends it sooner, and the exit code is worth to be known.
+/// The pod's own supervisor ends it sooner, and its exit code is informative.
 #[test]
 fn a_pod_that_lost_a_worker_has_three_seconds_to_end_by_itself() {
     let mut job = started(pods(), &[20]);
@@ -123,7 +127,7 @@ fn a_pod_that_lost_a_worker_has_three_seconds_to_end_by_itself() {
 }
 
 #[test]
-fn a_pod_that_ends_without_a_word_loses_all_its_workers_at_once() {
+fn a_pod_that_ends_without_notice_loses_all_its_workers_at_once() {
     let mut job = started(pods(), &[20]);
     ended(&mut job, 1, 3, Exit::Reclaimed("its node is gone".into()));
     let expected =
@@ -135,17 +139,17 @@ fn a_pod_that_ends_without_a_word_loses_all_its_workers_at_once() {
 }
 
 #[test]
-fn one_that_leaves_takes_its_pod_along_and_its_place_is_filled_at_once() {
+fn a_leaving_worker_releases_its_pod_and_its_slots_are_filled_at_once() {
     let mut job = started(pods(), &[20]);
-    say(&mut job, 4, FromWorker::Leaving);
+    deliver(&mut job, 4, FromWorker::Leaving);
     let expected = [
         vec![launch_at(5, 2)],
         broadcast_membership(&[1, 2, 3, 4], &membership(2, &[1, 2], false)),
     ]
     .concat();
     assert_eq!(done(&mut job), expected);
-    // It has been told to end, too; that is no news.
-    say(&mut job, 3, FromWorker::Leaving);
+    // The worker also receives SIGTERM; its `Leaving` has no further effect.
+    deliver(&mut job, 3, FromWorker::Leaving);
     job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(3), reason: "preempted".into() });
     assert_eq!(done(&mut job), []);
     ended(&mut job, 2, 3, Exit::Code(143));
@@ -153,14 +157,13 @@ fn one_that_leaves_takes_its_pod_along_and_its_place_is_filled_at_once() {
 }
 
 #[test]
-fn a_pod_is_scaled_away_whole_from_the_highest_place_down() {
+fn a_scale_down_retires_whole_pods_from_the_highest_slot_down() {
     let mut job = started(pods(), &[20]);
     job.handle(at(1), Event::Scale { num_workers: 6 });
     assert_eq!(done(&mut job), [launch_at(5, 4)]);
     connect(&mut job, 5);
     done(&mut job);
-    // Worker 6 has not said hello, and must not find its pod killed before worker 5 has gone in
-    // order.
+    // Worker 6 has not sent a hello. Its pod must not be killed before worker 5 has left in order.
     job.handle(at(2), Event::Scale { num_workers: 4 });
     assert_eq!(done(&mut job), [send(5, ToWorker::Shutdown("fewer workers are wanted".into()))]);
     job.handle(at(3), Event::Scale { num_workers: 2 });
@@ -168,10 +171,10 @@ fn a_pod_is_scaled_away_whole_from_the_highest_place_down() {
 }
 
 #[test]
-fn a_pod_that_waits_for_room_counts_as_one_of_those_that_may() {
+fn an_unschedulable_pod_counts_as_one_probe() {
     let mut job = Job::new(JobSpec { num_workers: 12, max_workers: 12, ..pods() });
     (1..=2).for_each(|launch| connect(&mut job, launch));
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[1000]))));
+    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[1000]))));
     let mut asked = done(&mut job);
     asked.retain(|a| matches!(a, Action::Launch { .. }));
     assert_eq!(asked, [1, 3, 5, 7, 9, 11].map(|launch| launch_at(launch, launch as u32 - 1)));
@@ -189,7 +192,7 @@ fn a_pod_that_waits_for_room_counts_as_one_of_those_that_may() {
 }
 
 #[test]
-fn a_launch_that_says_nothing_is_counted_and_its_pod_goes_in_order() {
+fn a_launch_without_a_hello_is_counted_and_its_pod_is_released_in_order() {
     let mut job = Job::new(pods());
     connect(&mut job, 1);
     done(&mut job);
@@ -199,7 +202,7 @@ fn a_launch_that_says_nothing_is_counted_and_its_pod_goes_in_order() {
 }
 
 #[test]
-fn a_job_that_stops_spares_a_pod_of_which_one_is_needed() {
+fn a_stopping_job_keeps_a_pod_with_a_worker_that_it_needs() {
     let mut job = started(JobSpec { num_workers: 2, ..pods() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 4 });
     connect(&mut job, 3);
@@ -213,23 +216,22 @@ fn a_job_that_stops_spares_a_pod_of_which_one_is_needed() {
         done(&mut job)[..],
         [Action::Admit { .. }, Action::Send { worker: WorkerId(4), .. }]
     ));
-    (1..=2).for_each(|worker| say(&mut job, worker, finished(1, 10, 5)));
+    (1..=2).for_each(|worker| deliver(&mut job, worker, finished(1, 10, 5)));
     assert_eq!(job.status(at(3)).state, "ending");
 }
 
-/// Worker 4 has not fetched the state and goes; worker 3 finishes its step, and writes the last
-/// checkpoint.
+/// Worker 4 has not fetched the state and exits; worker 3 finishes its step and writes the last
 #[test]
-fn a_pod_is_not_killed_for_one_that_has_gone_while_another_finishes() {
+fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
     let every = CheckpointEvery::Time(Duration::from_secs(60));
     let checkpoints = Some(CheckpointSpec { dir: "kept".into(), every, keep: 1, exclusive: false });
     let mut job = Job::new(JobSpec { checkpoints, ..pods() });
     (1..=2).for_each(|i| connect(&mut job, i));
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
     (3..=4).for_each(|i| connect(&mut job, i));
-    (1..=3).for_each(|i| say(&mut job, i, FromWorker::Ready { parameters: 10 }));
+    (1..=3).for_each(|i| deliver(&mut job, i, FromWorker::Ready { parameters: 10 }));
     job.handle_timeout(at(1000));
-    say(&mut job, 1, formed(1, 0, &[]));
+    deliver(&mut job, 1, formed(1, 0, &[]));
     done(&mut job);
     job.handle(at(1000), Event::Stop);
     let told = done(&mut job);
@@ -240,7 +242,7 @@ fn a_pod_is_not_killed_for_one_that_has_gone_while_another_finishes() {
     assert_eq!(done(&mut job), []);
 }
 
-fn come_back(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
+fn reconnect(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
     let membership = Some(membership(1, members, true));
     let resume = Some(Resume { worker: WorkerId(i), membership, parameters: Some(10) });
     let (connection, launch, address, pid) =
@@ -249,10 +251,10 @@ fn come_back(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
 }
 
 #[test]
-fn another_master_finds_whole_pods_and_uses_no_number_again() {
+fn a_successor_adopts_whole_pods_and_reuses_no_id() {
     let mut record = started(pods(), &[20]).to_persisted();
     assert_eq!(record.launches_reserved % 2, 0);
-    // The third was made since; the fourth belongs to nobody.
+    // The third pod was created after the write; the fourth one is an orphan.
     record.launches.retain(|l| l.launch.0 <= 4);
     let there = [(LaunchId(1), 0), (LaunchId(5), 4)].into();
     assert_eq!(record.observe_pods(&there), []);
@@ -260,7 +262,7 @@ fn another_master_finds_whole_pods_and_uses_no_number_again() {
     let made = record.launches_made;
     let mut job = Job::restore(record, at(1000)).unwrap();
     ended(&mut job, 1000, 3, Exit::Unknown);
-    (1..=2).for_each(|i| come_back(&mut job, 1010, i, &[1, 2, 3, 4]));
+    (1..=2).for_each(|i| reconnect(&mut job, 1010, i, &[1, 2, 3, 4]));
     assert_eq!(job.status(at(1010)).generation.0, 1);
     connect(&mut job, 5);
     connect(&mut job, 6);
@@ -272,27 +274,27 @@ fn another_master_finds_whole_pods_and_uses_no_number_again() {
     assert!(actions(&mut job).contains(&launch_at(made + 1, 2)));
 }
 
-/// Worker 1 was given up by the master before: worker 2 is not wanted either, though nobody else
-/// was there to go on.
+/// The former master evicted worker 1, so worker 2 is evicted too, although no other worker
+/// remains.
 #[test]
-fn another_master_takes_no_half_pod() {
+fn a_successor_adopts_no_half_pod() {
     let mut job = started(JobSpec { num_workers: 2, ..pods() }, &[20]);
     gone(&mut job, 1, 1);
     assert_eq!(done(&mut job), []);
     let mut job = Job::restore(job.to_persisted(), at(1000)).unwrap();
     assert_eq!(done(&mut job), [kill(1), launch_at(3, 0)]);
-    come_back(&mut job, 1010, 2, &[1, 2]);
+    reconnect(&mut job, 1010, 2, &[1, 2]);
     assert!(matches!(done(&mut job)[..], [Action::Refuse { .. }]));
 }
 
 #[test]
-fn a_pod_of_which_one_does_not_come_back_goes_in_order() {
+fn a_pod_with_a_worker_that_does_not_reconnect_is_released_in_order() {
     let mut job = Job::restore(started(pods(), &[20]).to_persisted(), at(1000)).unwrap();
     for i in [1, 2, 3] {
-        come_back(&mut job, 1010, i, &[1, 2, 3, 4]);
-        say(&mut job, i, FromWorker::HeldLeases { step: 0, ranges: Vec::new() });
+        reconnect(&mut job, 1010, i, &[1, 2, 3, 4]);
+        deliver(&mut job, i, FromWorker::HeldLeases { step: 0, ranges: Vec::new() });
     }
-    say(&mut job, 1, formed(1, 0, &[]));
+    deliver(&mut job, 1, formed(1, 0, &[]));
     done(&mut job);
     job.handle_timeout(at(32_999));
     assert_eq!(done(&mut job), []);
@@ -305,7 +307,7 @@ fn a_pod_of_which_one_does_not_come_back_goes_in_order() {
 }
 
 #[test]
-fn numbers_are_reserved_in_whole_pods() {
+fn ids_are_reserved_in_whole_pods() {
     let three = JobSpec { num_workers: 3, min_workers: 3, workers_per_pod: 3, ..pods() };
     let mut record = started(three, &[20]).to_persisted();
     assert_eq!(record.observe_pods(&[(LaunchId(1), 0)].into()), []);
@@ -313,7 +315,7 @@ fn numbers_are_reserved_in_whole_pods() {
 }
 
 #[test]
-fn a_record_of_half_a_pod_makes_no_job() {
+fn a_persisted_job_with_half_a_pod_is_refused() {
     let good = started(pods(), &[20]).to_persisted();
     assert!(Job::restore(good.clone(), at(0)).is_ok());
     let wrongs: [fn(&mut PersistedJob); 2] = [|r| r.wanted = 3, |r| r.launches_made = 5];

@@ -1,45 +1,45 @@
-//! A model of a worker's process.
+//! A model of a worker process.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use elasticdl_proto::{Generation, Ledger, RangeSet, RecordRange, WorkerId};
 
 use super::super::*;
-use super::cuts::Stuck;
+use super::partitions::Stuck;
 
-/// A worker's process, as it really is.
+/// The true state of a worker process.
 #[derive(Debug, Default)]
 pub(super) struct Process {
     pub(super) worker: Option<WorkerId>,
     pub(super) alive: bool,
     pub(super) frozen: bool,
-    /// Nothing passes between it and its peers.
-    pub(super) cut: bool,
+    /// Partitioned: no data passes between the process and its peers.
+    pub(super) partitioned: bool,
     pub(super) stuck: Option<Stuck>,
-    pub(super) said_hello: bool,
+    pub(super) sent_hello: bool,
     pub(super) launched: Time,
     pub(super) silent_for_long: bool,
-    /// The master that started it has died: nobody will know how it ends.
+    /// The master that started the process has died, so its exit status will be unknown.
     pub(super) orphan: bool,
-    /// Its stream broke: it looks for a master.
-    pub(super) astray: bool,
-    /// It found one, and its trainer does not know yet.
+    /// The stream broke, and the process searches for a master.
+    pub(super) searching_for_master: bool,
+    /// The process has found a master, and its trainer does not know yet.
     pub(super) reconnected: bool,
-    /// Of `down`, those that came from the master before.
+    /// Number of messages in `down` that came from the former master.
     pub(super) old: usize,
-    /// Its end, until the master is told.
+    /// Exit of the process, until the master learns of it.
     pub(super) exit: Option<Exit>,
-    /// On their way to the master; the stream ends behind them if `closed`.
+    /// Messages in flight to the master; the end of the stream follows them if `closed`.
     pub(super) up: VecDeque<FromWorker>,
     pub(super) closed: bool,
     pub(super) end_seen: bool,
     pub(super) down: VecDeque<ToWorker>,
     pub(super) newest: Option<Membership>,
-    /// The ring that it is in, once it has formed.
+    /// The ring that the process is a member of, once that has formed.
     pub(super) ring: Option<Generation>,
     pub(super) state: Option<State>,
-    /// A step that others have committed and this one is about to.
-    pub(super) half: Option<State>,
+    /// A step that other ranks have committed and this one is about to commit.
+    pub(super) half_committed: Option<State>,
     pub(super) held: BTreeMap<u32, RangeSet>,
     pub(super) asked: BTreeMap<u32, u64>,
     pub(super) prepared: bool,
@@ -54,13 +54,13 @@ pub(super) struct Process {
 pub(super) struct State {
     pub(super) step: u64,
     pub(super) ledger: Ledger,
-    /// What the last step added.
+    /// Ranges that the last step added.
     pub(super) added: Vec<RecordRange>,
 }
 
 impl Process {
-    /// The master dies. Of what was on its way to this worker a part may have come; nothing that
-    /// was on its way to the master will.
+    /// The master dies. The first `arrived` messages in flight to this worker still arrive;
+    /// messages in flight to the master are lost.
     pub(super) fn lose_master(&mut self, arrived: usize) {
         self.orphan = true;
         self.up.clear();
@@ -68,16 +68,16 @@ impl Process {
         self.old = self.down.len();
         self.end_seen |= !self.alive;
         if self.worker.is_some() && self.alive {
-            self.astray = true;
+            self.searching_for_master = true;
             self.reconnected = false;
         }
     }
 
-    /// Its trainer learns that there is another master, and says again what that one has to know.
+    /// The trainer learns of the new master and repeats everything that it must know.
     pub(super) fn reconnect(&mut self, speaks: bool) {
         self.reconnected = false;
         self.asked.clear();
-        // Whatever it said since its stream broke is dropped.
+        // Messages after the end of the stream are dropped.
         self.up.clear();
         let ranges = self.held.iter().flat_map(|(&epoch, set)| {
             set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
@@ -112,8 +112,8 @@ impl Process {
         }
     }
 
-    /// The newest generation that its stream brought.
-    pub(super) fn heard(&self) -> Option<Membership> {
+    /// The newest membership that its stream delivered.
+    pub(super) fn known_membership(&self) -> Option<Membership> {
         let came = self.down.iter().filter_map(|m| match m {
             ToWorker::Membership(m) => Some(m),
             _ => None,
@@ -121,14 +121,14 @@ impl Process {
         came.chain(&self.newest).max_by_key(|m| m.generation).cloned()
     }
 
-    /// Its stream ends, behind what it has said on it.
+    /// The stream ends after the messages that were sent on it.
     pub(super) fn close(&mut self) {
-        if self.astray || self.reconnected {
+        if self.searching_for_master || self.reconnected {
             self.up.clear();
         }
         self.closed = true;
-        self.end_seen |= self.astray;
-        self.astray = false;
+        self.end_seen |= self.searching_for_master;
+        self.searching_for_master = false;
         self.reconnected = false;
     }
 
@@ -137,7 +137,7 @@ impl Process {
             self.alive = false;
             self.exit = Some(exit);
             self.close();
-            self.half = None;
+            self.half_committed = None;
             self.down.clear();
         }
     }
@@ -158,12 +158,13 @@ impl Process {
         self.state = Some(state);
     }
 
-    /// Out of a broken ring: into the next one if it is known, else the master is told.
+    /// Leaves a broken ring: for the next one if it is known, otherwise with a report to the
+    /// master.
     pub(super) fn leave_ring(&mut self, generation: Generation, suspect: Option<WorkerId>) {
         self.ring = None;
-        self.half = None;
+        self.half_committed = None;
         if self.newest.as_ref().is_some_and(|m| m.generation > generation) {
-            return self.end_if_excluded();
+            return self.exit_if_excluded();
         }
         self.broke = Some(generation);
         self.up.push_back(FromWorker::Broken {
@@ -174,8 +175,8 @@ impl Process {
         });
     }
 
-    /// A membership without it: it goes.
-    pub(super) fn end_if_excluded(&mut self) {
+    /// Exits if the newest membership excludes this worker.
+    pub(super) fn exit_if_excluded(&mut self) {
         let Some(newest) = &self.newest else {
             return;
         };
@@ -185,7 +186,7 @@ impl Process {
     }
 }
 
-/// What a member says when the group holds the job's final state.
+/// The final report of a member when the group holds the final state.
 pub(super) fn final_report(generation: Generation, state: &State) -> FromWorker {
     let (step, ledger) = (state.step, report(&state.ledger));
     let records_trained = state.ledger.counted();

@@ -1,4 +1,4 @@
-//! What workers may say and must not, and what the user is told.
+//! Valid and invalid messages of workers, and the reports that the user sees.
 
 use std::collections::BTreeSet;
 
@@ -7,12 +7,12 @@ use elasticdl_proto::{Generation, WorkerId};
 use super::super::testing::spec;
 use super::super::*;
 use super::directed::{
-    actions, ask, at, broken, committed, connect, finished, formed, lose, membership, say, send,
-    started,
+    actions, ask, at, broken, committed, connect, deliver, finished, formed, lose, membership,
+    send, started,
 };
 
 #[test]
-fn strangers_and_second_hellos_are_refused() {
+fn unknown_launches_and_second_hellos_are_refused() {
     let mut job = started(spec(), &[20]);
     connect(&mut job, 2);
     connect(&mut job, 77);
@@ -22,7 +22,7 @@ fn strangers_and_second_hellos_are_refused() {
 }
 
 #[test]
-fn what_does_not_fit_the_moment_changes_nothing() {
+fn messages_that_are_invalid_in_the_current_state_have_no_effect() {
     let mut job = started(spec(), &[20]);
     let before = job.status(at(0));
     for worker in [0, 2, 3, 99] {
@@ -40,7 +40,7 @@ fn what_does_not_fit_the_moment_changes_nothing() {
             ask(0),
             FromWorker::Resumed { generation: Generation(7), step: 1, phases: Phases::default() },
         ] {
-            say(&mut job, worker, message);
+            deliver(&mut job, worker, message);
         }
     }
     job.handle(at(0), Event::Disconnected { worker: WorkerId(99) });
@@ -50,9 +50,9 @@ fn what_does_not_fit_the_moment_changes_nothing() {
 }
 
 #[test]
-fn what_cannot_be_true_fails_the_worker_that_said_it() {
+fn an_impossible_report_fails_its_worker() {
     let mut going_back = started(spec(), &[20]);
-    say(&mut going_back, 1, committed(1, 5, &[(0, 4)]));
+    deliver(&mut going_back, 1, committed(1, 5, &[(0, 4)]));
     for (mut job, message) in [
         (going_back, committed(1, 4, &[(4, 8)])),
         (started(spec(), &[20]), committed(1, 1, &[(16, 21)])),
@@ -65,7 +65,7 @@ fn what_cannot_be_true_fails_the_worker_that_said_it() {
             }
             other => other,
         };
-        say(&mut job, 1, message);
+        deliver(&mut job, 1, message);
         assert_eq!(job.restarts.budget().counted, 1);
         let next = ToWorker::Membership(membership(2, &[2, 3], true));
         assert!(actions(&mut job).contains(&send(2, next)));
@@ -73,18 +73,18 @@ fn what_cannot_be_true_fails_the_worker_that_said_it() {
 }
 
 #[test]
-fn absurd_numbers_neither_panic_nor_lease_more_than_there_is() {
+fn extreme_numbers_neither_panic_nor_lease_too_much() {
     let mut job = started(spec(), &[20]);
     for _ in 0..3 {
-        say(&mut job, 1, FromWorker::LeaseRequest { epoch: 0, records: u64::MAX });
-        say(&mut job, 1, FromWorker::LeaseRequest { epoch: 1, records: u64::MAX });
+        deliver(&mut job, 1, FromWorker::LeaseRequest { epoch: 0, records: u64::MAX });
+        deliver(&mut job, 1, FromWorker::LeaseRequest { epoch: 1, records: u64::MAX });
     }
     let phases = Phases { detect_us: u64::MAX, agree_us: u64::MAX, ..Phases::default() };
-    say(&mut job, 1, FromWorker::Resumed { generation: Generation(1), step: u64::MAX, phases });
+    deliver(&mut job, 1, FromWorker::Resumed { generation: Generation(1), step: u64::MAX, phases });
     let FromWorker::Committed(report) = committed(1, 1, &[]) else { unreachable!() };
     let report = Committed { step: u64::MAX, records: u64::MAX, loss_sum: f64::NAN, ..report };
-    say(&mut job, 1, FromWorker::Committed(report.clone()));
-    say(&mut job, 1, FromWorker::Committed(report));
+    deliver(&mut job, 1, FromWorker::Committed(report.clone()));
+    deliver(&mut job, 1, FromWorker::Committed(report));
     let status = job.status(at(1));
     assert!(status.workers[0].leased_records <= 40 && (0.0..=1.0).contains(&status.progress));
     assert_eq!(job.summary(at(1)).records.counted, 0);
@@ -98,11 +98,11 @@ fn a_gap_is_the_largest_that_a_member_reports_and_the_start_has_none() {
         step: 1,
         phases: Phases { detect_us, connect_us: 500, ..Phases::default() },
     };
-    say(&mut job, 1, resumed(1, 10));
+    deliver(&mut job, 1, resumed(1, 10));
     lose(&mut job, 1, 3);
-    say(&mut job, 1, resumed(2, 1500));
-    say(&mut job, 2, resumed(2, 2500));
-    say(&mut job, 1, resumed(2, 500));
+    deliver(&mut job, 1, resumed(2, 1500));
+    deliver(&mut job, 2, resumed(2, 2500));
+    deliver(&mut job, 1, resumed(2, 500));
     let memberships = job.summary(at(2)).memberships;
     assert_eq!(memberships[0].gap_ms, None);
     let second = &memberships[1];
@@ -117,7 +117,7 @@ fn a_gap_is_the_largest_that_a_member_reports_and_the_start_has_none() {
 #[test]
 fn the_summarys_keys_are_stable() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
     let json = serde_json::to_value(job.summary(at(1000))).unwrap();
     let keys =
         |value: &serde_json::Value| BTreeSet::from_iter(value.as_object().unwrap().keys().cloned());
@@ -173,8 +173,8 @@ fn the_summarys_keys_are_stable() {
 #[test]
 fn a_status_shows_every_worker_and_the_last_lines() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 2, ask(2));
-    say(&mut job, 1, committed(1, 3, &[(0, 10)]));
+    deliver(&mut job, 2, ask(2));
+    deliver(&mut job, 1, committed(1, 3, &[(0, 10)]));
     let status = job.status(at(1000));
     assert_eq!(
         (status.state, status.step, status.records_counted, status.records_expected),
@@ -189,7 +189,7 @@ fn a_status_shows_every_worker_and_the_last_lines() {
 }
 
 #[test]
-fn what_sums_go_over_is_the_lowest_ranks_word_and_is_said_when_it_changes() {
+fn the_all_reduce_transport_comes_from_the_lowest_rank_and_its_changes_are_logged() {
     let mut job = started(spec(), &[20]);
     let over = |generation, what: &str| FromWorker::AllreduceTransport {
         generation: Generation(generation),
@@ -198,7 +198,7 @@ fn what_sums_go_over_is_the_lowest_ranks_word_and_is_said_when_it_changes() {
     for (worker, message) in
         [(1, over(1, "TCP")), (1, over(1, "TCP")), (2, over(1, "air")), (1, over(7, "air"))]
     {
-        say(&mut job, worker, message);
+        deliver(&mut job, worker, message);
     }
     let told = |job: &Job| {
         let status = job.status(at(1));
@@ -208,7 +208,7 @@ fn what_sums_go_over_is_the_lowest_ranks_word_and_is_said_when_it_changes() {
         )
     };
     assert_eq!(told(&job), (Some("TCP".into()), 1));
-    say(&mut job, 1, over(1, &"NCCL ".repeat(10_000)));
+    deliver(&mut job, 1, over(1, &"NCCL ".repeat(10_000)));
     let (what, lines) = told(&job);
     assert!(what.is_some_and(|what| what.starts_with("NCCL") && what.len() < 5000) && lines == 2);
     assert!(job.summary(at(1)).allreduce_transport.is_some());

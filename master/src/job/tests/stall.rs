@@ -1,4 +1,4 @@
-//! Groups in which everybody waits.
+//! Groups in which all members wait for each other.
 
 use std::time::Duration;
 
@@ -6,10 +6,10 @@ use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::testing::spec;
 use super::super::*;
-use super::directed::{actions, address, at, committed, finished, formed, launch_at, say};
+use super::directed::{actions, address, at, committed, deliver, finished, formed, launch_at};
 
-/// A started job of four workers, launch n is worker n, ring 1, 2, 3, 4; they may be silent for a
-/// second.
+/// A started job of four workers with a worker timeout of one second; launch n is worker n, and the
+/// ring is 1, 2, 3, 4.
 fn watched() -> Job {
     let worker_timeout = Some(Duration::from_secs(1));
     super::directed::started(
@@ -18,14 +18,14 @@ fn watched() -> Job {
     )
 }
 
-/// Where a worker waits: generation, operation, received, sent.
-type Place = (u64, u64, u64, u64);
+/// Position at which a worker waits: generation, operation, bytes received, bytes sent.
+type WaitPosition = (u64, u64, u64, u64);
 
-/// For each of the first workers whether it waits, and where.
-type Beats<'a> = &'a [(u64, Option<Place>)];
+/// The positions at which the first workers wait; `None` for one that does not wait.
+type Beats<'a> = &'a [(u64, Option<WaitPosition>)];
 
-/// Lets the time pass from `from` until `until`, in looks of 50 ms and beats of 100 ms. Those who
-/// wait do so since `from`.
+/// Advances the time from `from` to `until`, with checks every 50 ms and heartbeats every 100 ms.
+/// Workers that wait have waited since `from`.
 fn pass(job: &mut Job, from: u64, until: u64, beats: Beats<'_>) {
     for ms in (from..=until).step_by(50) {
         for &(worker, place) in beats.iter().filter(|_| ms % 100 == 0) {
@@ -35,7 +35,7 @@ fn pass(job: &mut Job, from: u64, until: u64, beats: Beats<'_>) {
     }
 }
 
-fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(Place, u64)>) {
+fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(WaitPosition, u64)>) {
     let stall = waits.map(|((generation, operation, received, sent), since)| Stall {
         generation: Generation(generation),
         operation,
@@ -50,7 +50,7 @@ fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(Place, u64)>) {
     );
 }
 
-/// Who was taken out so far, and the members of the newest generation if one was published.
+/// The workers evicted so far, and the members of the newest generation if one was published.
 fn outcome(job: &mut Job) -> (Vec<u64>, Option<(Vec<u64>, bool)>) {
     let done = actions(job);
     let out = done.iter().filter_map(|action| match action {
@@ -78,9 +78,9 @@ fn unreachable(generation: u64, suspect: u64) -> FromWorker {
 const NOBODY: (Vec<u64>, Option<(Vec<u64>, bool)>) = (Vec::new(), None);
 
 #[test]
-fn who_is_cut_off_from_both_neighbours_is_taken_out_when_all_have_waited_for_the_timeout() {
+fn a_member_partitioned_from_both_neighbours_is_evicted_when_all_have_waited_for_the_timeout() {
     let mut job = watched();
-    // Links 2-3 and 3-4 keep what is sent; 4 and 1 can send nothing more before they hear of it.
+    // Links 2-3 and 3-4 swallow what is sent; 4 and 1 can send no more before they learn of it.
     let beats =
         [(1, (1, 9, 30, 40)), (2, (1, 9, 40, 50)), (3, (1, 9, 20, 30)), (4, (1, 9, 20, 30))];
     let beats = beats.map(|(worker, place)| (worker, Some(place)));
@@ -95,7 +95,7 @@ fn who_is_cut_off_from_both_neighbours_is_taken_out_when_all_have_waited_for_the
 }
 
 #[test]
-fn nobody_is_taken_out_while_one_member_computes() {
+fn no_worker_is_evicted_while_one_member_computes() {
     let waits = Some((1, 9, 20, 30));
     for busy in 1..=4 {
         let mut job = watched();
@@ -106,7 +106,7 @@ fn nobody_is_taken_out_while_one_member_computes() {
 }
 
 #[test]
-fn a_member_that_moves_bytes_now_and_then_keeps_all_in() {
+fn a_member_that_moves_bytes_occasionally_prevents_evictions() {
     let mut job = watched();
     for n in 0..20 {
         let from = 100 + n * 900;
@@ -117,10 +117,10 @@ fn a_member_that_moves_bytes_now_and_then_keeps_all_in() {
 }
 
 #[test]
-fn a_silent_worker_is_the_one_to_go_whatever_its_neighbours_wait_for() {
+fn a_silent_worker_is_evicted_whatever_its_neighbours_wait_for() {
     let mut job = watched();
-    // Worker 4 computes until 1000. By the numbers it would be the one, once it has waited for as
-    // long as the others; but 2, which did so first, has stopped before that.
+    // Worker 4 computes until 1000. By its position it would be evicted once it had waited as long
+    // as the others, but worker 2, which did so first, has stopped before that.
     for ms in (100..=2700).step_by(50) {
         let stops = |worker| worker == 2 && ms > 1500;
         for worker in [1, 2, 3].into_iter().filter(|worker| ms % 100 == 0 && !stops(*worker)) {
@@ -135,9 +135,9 @@ fn a_silent_worker_is_the_one_to_go_whatever_its_neighbours_wait_for() {
 }
 
 #[test]
-fn of_two_halves_the_later_ranks_go() {
+fn of_two_partitioned_halves_the_later_ranks_are_evicted() {
     let mut job = watched();
-    // Links 2-3 and 4-1 keep what is sent.
+    // Links 2-3 and 4-1 swallow what is sent.
     let beats =
         [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 40)), (3, (1, 9, 20, 30)), (4, (1, 9, 30, 40))];
     pass(&mut job, 100, 1100, &beats.map(|(worker, place)| (worker, Some(place))));
@@ -145,28 +145,28 @@ fn of_two_halves_the_later_ranks_go() {
 }
 
 #[test]
-fn who_was_let_off_at_anothers_cost_goes_at_once_the_next_time() {
+fn a_suspect_that_was_spared_is_evicted_at_once_the_next_time() {
     let mut job = watched();
-    // Worker 1 is cut off, but only what 4 sends it shows.
+    // Worker 1 is partitioned, but only the data from worker 4 shows that.
     let beats =
         [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 30)), (3, (1, 9, 30, 30)), (4, (1, 9, 30, 30))];
     pass(&mut job, 100, 1100, &beats.map(|(worker, place)| (worker, Some(place))));
     assert_eq!(outcome(&mut job), (vec![4], Some((vec![1, 2, 3], true))));
-    // The next generation can't even be linked; 1 is busy and has not dialled yet.
+    // The next generation can't even connect; worker 1 is busy and has not dialled yet.
     job.handle(at(1200), Event::Message { worker: WorkerId(3), message: unreachable(2, 1) });
     pass(&mut job, 1250, 1400, &[(1, None), (2, None), (3, None)]);
     assert_eq!(outcome(&mut job), (vec![1], Some((vec![2, 3], true))));
 }
 
 #[test]
-fn a_commit_forgives() {
+fn a_commit_clears_the_suspicion() {
     let mut job = watched();
     let beats =
         [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 30)), (3, (1, 9, 30, 30)), (4, (1, 9, 30, 30))];
     pass(&mut job, 100, 1100, &beats.map(|(worker, place)| (worker, Some(place))));
     assert_eq!(outcome(&mut job).0, [4]);
-    say(&mut job, 1, formed(2, 0, &[]));
-    say(&mut job, 1, committed(2, 1, &[]));
+    deliver(&mut job, 1, formed(2, 0, &[]));
+    deliver(&mut job, 1, committed(2, 1, &[]));
     pass(&mut job, 1200, 1200, &[(1, None), (2, None), (3, None)]);
     job.handle(at(1200), Event::Message { worker: WorkerId(3), message: unreachable(2, 1) });
     pass(&mut job, 1250, 1400, &[(1, None), (2, None), (3, None)]);
@@ -174,14 +174,14 @@ fn a_commit_forgives() {
 }
 
 #[test]
-fn dials_that_nobody_answers_take_out_the_one_that_they_have_in_common() {
+fn unanswered_dials_evict_the_worker_that_they_have_in_common() {
     let mut job = watched();
     let calm = [1, 2, 3, 4].map(|worker| (worker, None));
     pass(&mut job, 100, 1000, &calm);
     job.handle(at(1000), Event::Message { worker: WorkerId(4), message: unreachable(1, 1) });
     pass(&mut job, 1050, 1050, &calm);
     job.handle(at(1050), Event::Message { worker: WorkerId(1), message: unreachable(1, 2) });
-    // Who hears of it ends its links: that is nobody's fault.
+    // Workers that learn of it close their links; no worker is to blame for that.
     job.handle(
         at(1050),
         Event::Message { worker: WorkerId(3), message: super::directed::broken(1, 4) },
@@ -191,12 +191,12 @@ fn dials_that_nobody_answers_take_out_the_one_that_they_have_in_common() {
 }
 
 #[test]
-fn a_dial_of_one_that_has_fallen_silent_takes_out_that_one() {
+fn an_unanswered_dial_of_a_silent_worker_evicts_that_worker() {
     let mut job = watched();
     let calm = [1, 2, 3, 4].map(|worker| (worker, None));
     pass(&mut job, 100, 300, &calm);
     pass(&mut job, 350, 550, &calm[1..]);
-    // By the ranks it would be worker 4.
+    // By rank it would be worker 4.
     job.handle(at(600), Event::Message { worker: WorkerId(4), message: unreachable(1, 1) });
     pass(&mut job, 600, 1400, &calm[1..]);
     assert_eq!(outcome(&mut job), NOBODY);
@@ -205,16 +205,17 @@ fn a_dial_of_one_that_has_fallen_silent_takes_out_that_one() {
 }
 
 #[test]
-fn a_hello_that_is_lost_on_its_way_shows_when_all_wait() {
+fn a_lost_handshake_is_detected_when_all_wait() {
     let mut job = watched();
-    // 3 has dialled 4, but 4 waits for the dial: all others stand in the first operation.
+    // Worker 3 has dialled worker 4, which still waits for that; all others wait in the first
+    // operation.
     let beats = [(1, (1, 1, 0, 20)), (2, (1, 1, 20, 20)), (3, (1, 1, 20, 20)), (4, (1, 0, 0, 0))];
     pass(&mut job, 100, 1100, &beats.map(|(worker, place)| (worker, Some(place))));
     assert_eq!(outcome(&mut job), (vec![4], Some((vec![1, 2, 3], true))));
 }
 
 #[test]
-fn where_all_hellos_are_lost_every_link_is_one_to_doubt() {
+fn with_all_handshakes_lost_every_link_is_suspect() {
     let mut job = watched();
     let place = Some((1, 0, 0, 0));
     pass(&mut job, 100, 1100, &[(1, place), (2, place), (3, place), (4, place)]);
@@ -222,17 +223,17 @@ fn where_all_hellos_are_lost_every_link_is_one_to_doubt() {
 }
 
 #[test]
-fn a_switch_that_some_have_made_and_one_can_not_is_no_way_to_wait_for_ever() {
+fn a_switch_that_one_member_cannot_complete_does_not_block_for_ever() {
     let mut job = watched();
     let connection = ConnectionId(5);
     job.handle(at(0), Event::Scale { num_workers: 5 });
     let (launch, address) = (LaunchId(5), address(5));
     job.handle(at(0), Event::Connected { connection, launch, address, pid: 105, resume: None });
-    say(&mut job, 5, FromWorker::Ready { parameters: 10 });
-    say(&mut job, 5, FromWorker::CaughtUp { step: 0 });
+    deliver(&mut job, 5, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 5, FromWorker::CaughtUp { step: 0 });
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4, 5], false))));
-    // The end of the step has not come from 1 to 2: 2 is still in generation 1, and 3 waits for its
-    // dial in vain.
+    // The end of the step has not arrived from 1 at 2: worker 2 is still in generation 1, and
+    // worker 3 waits for its dial in vain.
     let beats = [
         (1, (2, 1, 0, 9)),
         (2, (1, 9, 20, 30)),
@@ -248,7 +249,7 @@ fn a_switch_that_some_have_made_and_one_can_not_is_no_way_to_wait_for_ever() {
 }
 
 #[test]
-fn where_no_link_keeps_anything_all_get_new_links() {
+fn without_a_suspect_link_all_members_get_new_links() {
     let mut job = watched();
     let place = Some((1, 9, 20, 20));
     pass(&mut job, 100, 1100, &[(1, place), (2, place), (3, place), (4, place)]);
@@ -256,19 +257,19 @@ fn where_no_link_keeps_anything_all_get_new_links() {
 }
 
 #[test]
-fn who_holds_the_jobs_end_is_not_the_one_to_go() {
+fn a_worker_with_the_final_state_is_not_evicted() {
     let mut job = watched();
     for worker in [2, 3, 4] {
-        say(&mut job, worker, finished(1, 9, 5));
+        deliver(&mut job, worker, finished(1, 9, 5));
     }
-    // By the ranks it would be worker 4.
+    // By rank it would be worker 4.
     let beats = [(1, Some((1, 9, 20, 30))), (2, None), (3, None), (4, None)];
     pass(&mut job, 100, 1100, &beats);
     assert_eq!(outcome(&mut job), (vec![1], Some((vec![2, 3, 4], true))));
 }
 
 #[test]
-fn whose_last_beat_came_before_the_others_ends_is_not_judged_by_it() {
+fn a_worker_is_not_judged_by_a_heartbeat_older_than_the_others_exits() {
     let mut job = watched();
     pass(&mut job, 100, 1300, &[(1, Some((1, 9, 20, 30))), (2, None), (3, None), (4, None)]);
     for worker in [2, 3, 4] {
@@ -280,12 +281,13 @@ fn whose_last_beat_came_before_the_others_ends_is_not_judged_by_it() {
 }
 
 #[test]
-fn workers_that_were_all_kept_from_running_are_not_taken_for_waiting() {
+fn workers_that_were_all_suspended_do_not_count_as_waiting() {
     let mut job = watched();
     let beats =
         [(1, (1, 9, 20, 30)), (2, (1, 9, 30, 40)), (3, (1, 9, 20, 30)), (4, (1, 9, 30, 40))];
     pass(&mut job, 100, 300, &beats.map(|(worker, place)| (worker, Some(place))));
-    // All are stopped for 700 ms, then go on: the first beats say how long no byte has moved.
+    // All workers are stopped for 700 ms, then continue: the first heartbeats report that no byte
+    // has moved for that long.
     for ms in (350..=950).step_by(50) {
         job.handle_timeout(at(ms));
     }
@@ -299,9 +301,9 @@ fn workers_that_were_all_kept_from_running_are_not_taken_for_waiting() {
 }
 
 #[test]
-fn a_stall_of_a_generation_that_is_over_says_nothing() {
+fn a_stall_of_a_former_generation_is_ignored() {
     let mut job = watched();
-    say(&mut job, 1, super::directed::broken(1, 2));
+    deliver(&mut job, 1, super::directed::broken(1, 2));
     job.handle_timeout(at(20));
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4], true))));
     let place = Some((1, 9, 20, 30));

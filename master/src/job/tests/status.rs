@@ -1,4 +1,4 @@
-//! What a job says of itself while it runs.
+//! The status of a running job.
 
 use std::num::NonZeroU64;
 
@@ -10,9 +10,9 @@ use super::super::lease_table::{LeaseTable, Share};
 use super::super::shards::Shards;
 use super::super::testing::{dataset, spec};
 use super::super::*;
-use super::directed::{actions, ask, at, committed, connect, formed, lose, say, started};
+use super::directed::{actions, ask, at, committed, connect, deliver, formed, lose, started};
 
-/// Where the shards are, record by record.
+/// Counts the shards by state, record by record.
 pub(super) fn count_shards(records: &LeaseTable, epochs: u32) -> ShardCounts {
     let shards = records.shards();
     let epoch = records.ledger().epoch().min(epochs - 1);
@@ -48,12 +48,12 @@ fn every_shard_is_counted_where_its_records_are() {
                 0 => {
                     records.forget(worker);
                     held.retain(|(w, _)| *w != worker);
-                    // What was in limbo comes back.
+                    // Unaccounted records return.
                     let ledger = records.ledger().clone();
                     records.rebuild(step, ledger, |_| true);
                 }
                 1..5 if !held.is_empty() => {
-                    // A step takes a part of a lease, and more than one worker's.
+                    // A step consumes a part of a lease, and leases of several workers.
                     let committed: Vec<RecordRange> = (0..rng.random_range(1..=3).min(held.len()))
                         .map(|_| {
                             let at = rng.random_range(0..held.len());
@@ -87,7 +87,7 @@ fn every_shard_is_counted_where_its_records_are() {
 }
 
 #[test]
-fn a_group_that_goes_back_takes_its_shards_back() {
+fn a_group_that_goes_back_a_step_reopens_its_shards() {
     let spec = JobSpec { records_per_shard: NonZeroU64::new(4), shuffle: false, ..spec() };
     let mut records = LeaseTable::new(Shards::cut(&dataset(&[10]), &spec).unwrap(), 1);
     let leases = records.lease(WorkerId(1), 0, 10, Share { records: 10, workers: 1 });
@@ -113,20 +113,20 @@ fn stragglers(job: &Job) -> Vec<u64> {
 }
 
 #[test]
-fn a_worker_that_is_slow_step_after_step_is_a_straggler_and_stays_a_member() {
+fn a_repeatedly_slow_worker_is_a_straggler_and_stays_a_member() {
     let mut job = started(spec(), &[20]);
     let mut step = 0;
     let mut steps = |job: &mut Job, count: u64, compute_us: &[u64]| {
         for _ in 0..count {
             step += 1;
-            say(job, 1, report(step, compute_us));
+            deliver(job, 1, report(step, compute_us));
         }
         stragglers(job)
     };
     assert_eq!(steps(&mut job, 2, &[20_000, 20_000, 80_000]), NOBODY);
     assert_eq!(steps(&mut job, 2, &[20_000, 20_000, 80_000]), [3]);
     assert_eq!(steps(&mut job, 4, &[20_000, 20_000, 20_000]), NOBODY);
-    // Once in a while anybody is slow.
+    // A single slow step has no effect.
     for _ in 0..5 {
         assert_eq!(steps(&mut job, 1, &[20_000, 90_000, 20_000]), NOBODY);
         assert_eq!(steps(&mut job, 3, &[20_000, 20_000, 20_000]), NOBODY);
@@ -140,9 +140,9 @@ fn a_worker_that_is_slow_step_after_step_is_a_straggler_and_stays_a_member() {
 }
 
 #[test]
-fn a_worker_has_the_groups_step_once_it_has_its_state() {
+fn a_worker_shows_the_groups_step_once_it_has_its_state() {
     let mut job = started(JobSpec { max_workers: 4, ..spec() }, &[20]);
-    say(&mut job, 1, committed(1, 3, &[(0, 4)]));
+    deliver(&mut job, 1, committed(1, 3, &[(0, 4)]));
     job.handle(at(0), Event::Scale { num_workers: 4 });
     connect(&mut job, 4);
     let steps: Vec<_> = job.status(at(0)).workers.iter().map(|w| w.step).collect();
@@ -161,28 +161,28 @@ fn resumed(generation: u64, step: u64, detect_us: u64) -> FromWorker {
     FromWorker::Resumed { generation: Generation(generation), step, phases }
 }
 
-/// What was said of what changes cost.
+/// The log events about the pauses of membership changes.
 fn recoveries(job: &mut Job) -> Vec<String> {
-    let said = std::iter::from_fn(|| job.poll_action()).filter_map(|action| match action {
+    let log = std::iter::from_fn(|| job.poll_action()).filter_map(|action| match action {
         Action::Log(line) => Some(line),
         _ => None,
     });
-    said.filter(|line| line.contains(" ms after ")).collect()
+    log.filter(|line| line.contains(" ms after ")).collect()
 }
 
 #[test]
-fn what_a_change_cost_is_said_in_one_line_when_all_survivors_have_resumed() {
+fn the_pause_of_a_change_is_logged_in_one_line_when_all_survivors_have_resumed() {
     let mut job = started(spec(), &[20]);
     lose(&mut job, 0, 3);
-    say(&mut job, 1, formed(2, 0, &[]));
-    say(&mut job, 1, resumed(2, 1, 100));
+    deliver(&mut job, 1, formed(2, 0, &[]));
+    deliver(&mut job, 1, resumed(2, 1, 100));
     assert_eq!(recoveries(&mut job), [""; 0]);
-    say(&mut job, 2, resumed(2, 1, 1100));
-    let line = "generation 2 (lost): step 1 committed, 3.1 ms after the last one before the change (detect 1.1, abort \
-                0.2, agree 0.3, connect 0.4, state 0.5, first step 0.6)";
+    deliver(&mut job, 2, resumed(2, 1, 1100));
+    let line = "generation 2 (lost): step 1 committed, 3.1 ms after the last one before the change \
+                (detect 1.1, abort 0.2, agree 0.3, connect 0.4, state 0.5, first step 0.6)";
     assert_eq!(recoveries(&mut job), [line]);
-    say(&mut job, 2, resumed(2, 1, 1100));
-    say(&mut job, 1, committed(2, 2, &[]));
+    deliver(&mut job, 2, resumed(2, 1, 1100));
+    deliver(&mut job, 1, committed(2, 2, &[]));
     assert_eq!(recoveries(&mut job), [""; 0]);
     let memberships = job.status(at(0)).memberships;
     let second = &memberships[1];
@@ -194,22 +194,22 @@ fn what_a_change_cost_is_said_in_one_line_when_all_survivors_have_resumed() {
 }
 
 #[test]
-fn a_survivor_that_tells_nothing_does_not_hold_up_the_line() {
+fn a_survivor_without_a_report_does_not_delay_the_line() {
     let mut job = started(spec(), &[20]);
     lose(&mut job, 0, 3);
-    say(&mut job, 1, formed(2, 0, &[]));
-    say(&mut job, 1, resumed(2, 1, 100));
+    deliver(&mut job, 1, formed(2, 0, &[]));
+    deliver(&mut job, 1, resumed(2, 1, 100));
     let report = |step| Event::Message { worker: WorkerId(1), message: committed(2, step, &[]) };
     job.handle(at(900), report(2));
     assert_eq!(recoveries(&mut job), [""; 0]);
     job.handle(at(1000), report(3));
     assert_eq!(recoveries(&mut job).len(), 1);
-    // And where the next change comes first, it is said before that.
+    // If the next membership change comes first, the line precedes it.
     lose(&mut job, 1100, 2);
-    say(&mut job, 1, formed(3, 3, &[]));
+    deliver(&mut job, 1, formed(3, 3, &[]));
     actions(&mut job);
     assert_eq!(recoveries(&mut job), [""; 0]);
-    say(&mut job, 1, resumed(3, 4, 100));
+    deliver(&mut job, 1, resumed(3, 4, 100));
     assert_eq!(recoveries(&mut job).len(), 1);
 }
 
@@ -217,17 +217,17 @@ fn a_survivor_that_tells_nothing_does_not_hold_up_the_line() {
 fn a_status_has_the_last_20_changes_and_the_summary_stays_bounded() {
     let mut job = started(spec(), &[20]);
     for generation in 2..=10_100 {
-        // A link breaks, and the same three go on.
+        // A link breaks, and the same three workers continue.
         let broken = FromWorker::Broken {
             generation: Generation(generation - 1),
             suspect: None,
             error: "".into(),
             unreachable: false,
         };
-        say(&mut job, 1, broken);
+        deliver(&mut job, 1, broken);
         let due = job.poll_timeout().unwrap();
         job.handle_timeout(due.max(at(generation * 100)));
-        say(&mut job, 1, formed(generation, 0, &[]));
+        deliver(&mut job, 1, formed(generation, 0, &[]));
         while job.poll_action().is_some() {}
     }
     let generations = |records: Vec<MembershipChange>| -> Vec<u64> {
@@ -238,7 +238,7 @@ fn a_status_has_the_last_20_changes_and_the_summary_stays_bounded() {
 }
 
 #[test]
-fn records_that_name_many_workers_are_fewer() {
+fn fewer_membership_changes_are_kept_if_they_name_many_workers() {
     let record = |generation| MembershipChange {
         generation: Generation(generation),
         cause: Cause::Join,
@@ -264,7 +264,7 @@ fn records_that_name_many_workers_are_fewer() {
 }
 
 #[test]
-fn the_speed_is_that_of_the_last_seconds_also_where_a_step_takes_longer() {
+fn the_speed_is_measured_over_the_last_seconds_or_the_last_step() {
     let mut history = history::JobHistory::default();
     history.form(at(1000), 0, 0);
     assert_eq!(history.records_per_s(at(2000)), 0.0);
@@ -276,7 +276,7 @@ fn the_speed_is_that_of_the_last_seconds_also_where_a_step_takes_longer() {
     );
     (1..=10).for_each(|i| history.commit(at(11_000 + i * 10_000), 500, 1.0));
     assert_eq!(history.records_per_s(at(111_000)), 50.0);
-    // It neither falls to nothing between two such steps, nor stays where nothing comes.
+    // The speed does not drop to 0 between two such steps, and decays without any.
     let later = history.records_per_s(at(117_000));
     assert!((25.0..50.0).contains(&later), "{later}");
     assert!(history.records_per_s(at(700_000)) < 1.0);
@@ -289,14 +289,14 @@ fn shards_are_shown_from_the_first_lease_to_the_last_epochs_end() {
     let mut job = started(spec, &[20]);
     let shown = |job: &Job| job.status(at(0)).shards.map(|s| (s.todo, s.leased, s.done));
     assert_eq!(shown(&job), Some((5, 0, 0)));
-    say(&mut job, 2, ask(3));
+    deliver(&mut job, 2, ask(3));
     assert_eq!(shown(&job), Some((4, 1, 0)));
-    say(&mut job, 1, committed(1, 1, &[(0, 12)]));
+    deliver(&mut job, 1, committed(1, 1, &[(0, 12)]));
     assert_eq!(shown(&job), Some((2, 0, 3)));
-    say(&mut job, 1, committed(1, 2, &[(12, 20)]));
+    deliver(&mut job, 1, committed(1, 2, &[(12, 20)]));
     assert_eq!(shown(&job), Some((5, 0, 0)), "of the next epoch");
     let FromWorker::Committed(all) = committed(1, 3, &[(0, 20)]) else { unreachable!() };
     let ranges = vec![RecordRange { epoch: 1, start: 0, end: 20 }];
-    say(&mut job, 1, FromWorker::Committed(Committed { ranges, ..all }));
+    deliver(&mut job, 1, FromWorker::Committed(Committed { ranges, ..all }));
     assert_eq!(shown(&job), Some((0, 0, 5)));
 }

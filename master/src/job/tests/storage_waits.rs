@@ -1,4 +1,4 @@
-//! Workers that wait for storage.
+//! Reports of workers that wait for storage.
 
 use std::time::Duration;
 
@@ -15,36 +15,39 @@ fn waits(storage: Option<&str>, ms: u64) -> FromWorker {
     }
 }
 
-/// What was said of storage.
-fn told(job: &Job) -> Vec<String> {
+/// The log events about storage.
+fn storage_events(job: &Job) -> Vec<String> {
     job.status(at(99)).events.into_iter().filter(|line| line.contains("storage")).collect()
 }
 
 #[test]
-fn an_outage_is_told_once_and_its_end_once_and_the_time_is_counted() {
+fn an_outage_and_its_end_are_logged_once_and_its_time_is_counted() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 3, waits(Some("s3://b/x: no answer"), 100));
-    say(&mut job, 1, waits(Some("s3://b/y: no answer"), 200));
-    say(&mut job, 3, waits(Some("s3://b/x: no answer"), 5000));
-    assert_eq!(told(&job), ["worker 3 waits for storage: s3://b/x: no answer"]);
-    say(&mut job, 1, waits(None, 5800));
-    assert_eq!(told(&job).len(), 1, "one still waits");
-    say(&mut job, 3, waits(None, 0));
-    assert_eq!(told(&job)[1..], ["storage answers again; workers waited for up to 6.0 s"]);
+    deliver(&mut job, 3, waits(Some("s3://b/x: no answer"), 100));
+    deliver(&mut job, 1, waits(Some("s3://b/y: no answer"), 200));
+    deliver(&mut job, 3, waits(Some("s3://b/x: no answer"), 5000));
+    assert_eq!(storage_events(&job), ["worker 3 waits for storage: s3://b/x: no answer"]);
+    deliver(&mut job, 1, waits(None, 5800));
+    assert_eq!(storage_events(&job).len(), 1, "one still waits");
+    deliver(&mut job, 3, waits(None, 0));
+    assert_eq!(
+        storage_events(&job)[1..],
+        ["storage answers again; workers waited for up to 6.0 s"]
+    );
     assert_eq!(job.snapshot(at(1)).counters.storage_wait, Duration::from_millis(11_100));
-    say(&mut job, 2, waits(Some("s3://b/x: no answer"), 100));
-    assert_eq!(told(&job).len(), 3, "the next one is another one");
+    deliver(&mut job, 2, waits(Some("s3://b/x: no answer"), 100));
+    assert_eq!(storage_events(&job).len(), 3, "the next one is another one");
 }
 
 #[test]
-fn who_is_gone_waits_no_longer_and_nothing_is_counted_against_who_waits() {
+fn a_lost_worker_no_longer_waits_and_waiting_is_no_failure() {
     let mut job = started(spec(), &[20]);
-    say(&mut job, 3, waits(Some("s3://b"), 100));
+    deliver(&mut job, 3, waits(Some("s3://b"), 100));
     job.handle(at(1), Event::Disconnected { worker: WorkerId(3) });
-    say(&mut job, 1, waits(Some("s3://b"), 100));
-    say(&mut job, 1, waits(None, 100));
-    let told = told(&job);
-    assert_eq!(told.len(), 2, "{told:?}");
-    assert!(told[1].starts_with("storage answers again"), "{told:?}");
+    deliver(&mut job, 1, waits(Some("s3://b"), 100));
+    deliver(&mut job, 1, waits(None, 100));
+    let events = storage_events(&job);
+    assert_eq!(events.len(), 2, "{events:?}");
+    assert!(events[1].starts_with("storage answers again"), "{events:?}");
     assert_eq!(job.summary(at(2)).failed_shards, []);
 }

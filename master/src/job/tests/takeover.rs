@@ -1,29 +1,29 @@
-//! Another master takes over.
+//! The take-over of a job by a successor master.
 
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
 use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
-    actions, address, ask, at, broken, committed, connect, finished, formed, launch_at, lose,
-    membership, memberships, say, send, started,
+    actions, address, ask, at, broken, committed, connect, deliver, finished, formed, launch_at,
+    lose, membership, memberships, send, started,
 };
 
-/// The job of another master that knows of this one what it wrote.
+/// The job of a successor master, restored from what this one persisted.
 fn next_master(job: &Job, ms: u64) -> Job {
     Job::restore(job.to_persisted(), at(ms)).unwrap()
 }
 
-/// It has heard of this generation, whose members the job that it knew published last, if it has
-/// heard of any.
-pub(super) fn come_back(job: &mut Job, ms: u64, i: u64, generation: u64) {
+/// A resume of a worker that has received this generation, if any; its members are those that the
+/// former job published last.
+pub(super) fn reconnect(job: &mut Job, ms: u64, i: u64, generation: u64) {
     let members =
         job.group.published.clone().map_or(vec![], |m| m.members.iter().map(|m| m.0.0).collect());
-    let heard = (generation > 0).then(|| membership(generation, &members, true));
-    come_back_from(job, ms, i, heard);
+    let known = (generation > 0).then(|| membership(generation, &members, true));
+    reconnect_with(job, ms, i, known);
 }
 
-pub(super) fn come_back_from(job: &mut Job, ms: u64, i: u64, membership: Option<Membership>) {
+pub(super) fn reconnect_with(job: &mut Job, ms: u64, i: u64, membership: Option<Membership>) {
     let resume = Resume { worker: WorkerId(i), membership, parameters: Some(10) };
     let (connection, launch, address) = (ConnectionId(i), LaunchId(i), address(i));
     let pid = 100 + i as u32;
@@ -49,26 +49,26 @@ pub(super) fn lease(ranges: &[(u64, u64)]) -> ToWorker {
     )
 }
 
-/// Shards of one record each, in order: what is leased can be foretold.
+/// Shards of one record each, in order, so that leases are predictable.
 pub(super) fn in_order(num_workers: u32) -> JobSpec {
     JobSpec { num_workers, shuffle: false, ..spec() }
 }
 
 #[test]
-fn a_group_is_taken_over_in_its_generation_and_nothing_that_it_holds_is_leased_again() {
+fn a_group_is_taken_over_in_its_generation_and_its_leases_are_not_leased_again() {
     let mut job = next_master(&started(in_order(2), &[8]), 1000);
     assert_eq!((actions(&mut job), job.status(at(1000)).state), (vec![], "resuming"));
-    come_back(&mut job, 1010, 1, 1);
-    say(&mut job, 1, holding(2, &[(4, 5)]));
-    say(&mut job, 1, formed(1, 2, &[(0, 2)]));
-    say(&mut job, 1, ask(4));
-    come_back(&mut job, 1020, 2, 1);
+    reconnect(&mut job, 1010, 1, 1);
+    deliver(&mut job, 1, holding(2, &[(4, 5)]));
+    deliver(&mut job, 1, formed(1, 2, &[(0, 2)]));
+    deliver(&mut job, 1, ask(4));
+    reconnect(&mut job, 1020, 2, 1);
     assert_eq!(actions(&mut job), [admit(1), admit(2)]);
-    // Worker 2 is a step ahead of what is known, so nobody knows where the records of that step
-    // are.
-    say(&mut job, 2, holding(3, &[(5, 6)]));
+    // Worker 2 is a step ahead of the known state, so the owners of that step's records are
+    // unknown.
+    deliver(&mut job, 2, holding(3, &[(5, 6)]));
     assert_eq!((actions(&mut job), job.status(at(1020)).state), (vec![], "resuming"));
-    say(&mut job, 1, committed(1, 3, &[(2, 4)]));
+    deliver(&mut job, 1, committed(1, 3, &[(2, 4)]));
     assert_eq!(actions(&mut job), [send(1, lease(&[(6, 7)]))]);
     assert_eq!(
         (job.status(at(1020)).state, job.status(at(1020)).generation),
@@ -78,47 +78,47 @@ fn a_group_is_taken_over_in_its_generation_and_nothing_that_it_holds_is_leased_a
 }
 
 #[test]
-fn who_comes_back_after_the_group_has_spoken_holds_its_state_too() {
+fn a_worker_that_reconnects_after_the_group_has_formed_also_holds_its_state() {
     // The master died before the group had formed.
     let mut record = started(in_order(2), &[20]).to_persisted();
     record.formed = false;
     record.launches.iter_mut().for_each(|l| l.holds_state = false);
     let mut job = Job::restore(record, at(1000)).unwrap();
-    come_back(&mut job, 1010, 1, 1);
-    say(&mut job, 1, holding(0, &[]));
-    say(&mut job, 1, formed(1, 0, &[]));
-    come_back(&mut job, 1020, 2, 1);
-    say(&mut job, 2, holding(0, &[]));
+    reconnect(&mut job, 1010, 1, 1);
+    deliver(&mut job, 1, holding(0, &[]));
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    reconnect(&mut job, 1020, 2, 1);
+    deliver(&mut job, 2, holding(0, &[]));
     actions(&mut job);
-    say(&mut job, 2, ask(1));
+    deliver(&mut job, 2, ask(1));
     assert_eq!(actions(&mut job), [send(2, lease(&[(0, 1)]))]);
 }
 
-/// The lowest rank alone has committed step 1, and is lost with it.
+/// Only the lowest rank has committed step 1, and it is lost.
 #[test]
-fn records_of_a_step_that_is_undone_are_still_those_of_who_holds_them() {
+fn records_of_an_undone_step_stay_leased_to_their_owner() {
     let mut job = next_master(&started(in_order(2), &[8]), 1000);
-    come_back(&mut job, 1010, 1, 1);
-    come_back(&mut job, 1010, 2, 1);
-    say(&mut job, 1, holding(1, &[]));
-    say(&mut job, 1, formed(1, 1, &[(0, 4)]));
-    say(&mut job, 2, holding(0, &[(2, 4)]));
+    reconnect(&mut job, 1010, 1, 1);
+    reconnect(&mut job, 1010, 2, 1);
+    deliver(&mut job, 1, holding(1, &[]));
+    deliver(&mut job, 1, formed(1, 1, &[(0, 4)]));
+    deliver(&mut job, 2, holding(0, &[(2, 4)]));
     assert_eq!(job.status(at(1010)).state, "running");
     lose(&mut job, 1020, 1);
-    say(&mut job, 2, formed(2, 0, &[]));
+    deliver(&mut job, 2, formed(2, 0, &[]));
     actions(&mut job);
-    say(&mut job, 2, ask(8));
+    deliver(&mut job, 2, ask(8));
     let free = [(0, 1), (1, 2)];
     assert_eq!(actions(&mut job), [send(2, lease(&free))]);
     assert_eq!(job.status(at(1020)).workers[0].leased_records, 4);
 }
 
 #[test]
-fn who_does_not_come_back_in_time_is_lost() {
+fn a_worker_that_does_not_reconnect_in_time_is_lost() {
     let mut job = next_master(&started(in_order(3), &[20]), 1000);
-    come_back(&mut job, 1010, 1, 1);
-    come_back(&mut job, 1020, 3, 1);
-    say(&mut job, 1, broken(1, 2));
+    reconnect(&mut job, 1010, 1, 1);
+    reconnect(&mut job, 1020, 3, 1);
+    deliver(&mut job, 1, broken(1, 2));
     job.handle_timeout(at(1500));
     assert_eq!(memberships(&mut job), []);
     assert_eq!(job.poll_timeout(), Some(at(4000)));
@@ -127,30 +127,30 @@ fn who_does_not_come_back_in_time_is_lost() {
     let kill = Action::Kill { launch: LaunchId(2) };
     let told = [send(1, ToWorker::Membership(next.clone())), send(3, ToWorker::Membership(next))];
     assert_eq!(actions(&mut job), [vec![kill], told.to_vec()].concat());
-    come_back(&mut job, 4001, 2, 1);
+    reconnect(&mut job, 4001, 2, 1);
     assert!(refused(&actions(&mut job)));
 }
 
 #[test]
-fn whose_process_has_ended_is_lost_at_once_and_not_counted() {
+fn a_worker_whose_process_has_ended_is_lost_at_once_and_not_counted() {
     let mut job = next_master(&started(in_order(3), &[20]), 1000);
     job.handle(at(1000), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Unknown });
     assert_eq!(actions(&mut job), [launch_at(4, 1)]);
-    come_back(&mut job, 1010, 1, 1);
-    come_back(&mut job, 1020, 3, 1);
+    reconnect(&mut job, 1010, 1, 1);
+    reconnect(&mut job, 1020, 3, 1);
     let next = membership(2, &[1, 3], true);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (3, next)]);
     assert_eq!(job.restarts.budget().counted, 0);
 }
 
 #[test]
-fn newcomers_are_refused_and_replaced_and_names_are_not_used_again() {
+fn joiners_are_refused_and_replaced_and_ids_are_not_reused() {
     let mut job = started(JobSpec { max_workers: 4, ..in_order(2) }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 3 });
     connect(&mut job, 3);
     let mut job = next_master(&job, 1000);
     assert_eq!(actions(&mut job), []);
-    come_back(&mut job, 1010, 3, 0);
+    reconnect(&mut job, 1010, 3, 0);
     let done = actions(&mut job);
     assert!(refused(&done[..1]) && done[1..] == [launch_at(4, 2)], "{done:?}");
     job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Code(70) });
@@ -160,19 +160,18 @@ fn newcomers_are_refused_and_replaced_and_names_are_not_used_again() {
 }
 
 #[test]
-fn a_membership_that_not_all_have_heard_of_is_told_again() {
+fn a_membership_that_not_all_members_have_received_is_published_again() {
     let mut job = started(in_order(3), &[20]);
     lose(&mut job, 1, 2);
     let second = membership(2, &[1, 3], true);
     let mut job = next_master(&job, 1000);
     actions(&mut job);
-    come_back(&mut job, 1010, 1, 2);
-    come_back(&mut job, 1010, 3, 1);
+    reconnect(&mut job, 1010, 1, 2);
+    reconnect(&mut job, 1010, 3, 1);
     assert_eq!(actions(&mut job), [admit(1), admit(3), send(3, ToWorker::Membership(second))]);
 }
 
-/// What another master goes on with that knows nothing of what was done since `old`, but sees what
-/// runs.
+/// A successor master that resumes from the outdated `old`, and finds the launches that run.
 fn late_master(old: &Job, there: &[u64], ms: u64) -> Job {
     let mut record = old.to_persisted();
     let there = there.iter().map(|&i| (LaunchId(i), i as u32 - 1)).collect();
@@ -181,36 +180,36 @@ fn late_master(old: &Job, there: &[u64], ms: u64) -> Job {
 }
 
 #[test]
-fn where_the_record_is_older_than_the_group_the_newest_membership_that_a_worker_knows_counts() {
-    // Worker 2 was lost and worker 4 came, and the record knows neither.
+fn with_an_outdated_persisted_job_the_newest_membership_that_a_worker_knows_counts() {
+    // Worker 2 was lost and worker 4 joined; the persisted job contains neither event.
     let mut job = late_master(&started(in_order(3), &[20]), &[1, 3, 4], 1000);
     job.handle(at(1000), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Unknown });
     actions(&mut job);
-    come_back(&mut job, 1010, 1, 1);
+    reconnect(&mut job, 1010, 1, 1);
     assert_eq!(actions(&mut job), [admit(1)]);
     let third = membership(3, &[1, 3, 4], false);
-    come_back_from(&mut job, 1010, 4, Some(third.clone()));
+    reconnect_with(&mut job, 1010, 4, Some(third.clone()));
     assert_eq!(actions(&mut job), [send(1, ToWorker::Membership(third.clone())), admit(4)]);
-    come_back_from(&mut job, 1020, 3, Some(membership(2, &[1, 3], true)));
+    reconnect_with(&mut job, 1020, 3, Some(membership(2, &[1, 3], true)));
     assert_eq!(actions(&mut job), [admit(3), send(3, ToWorker::Membership(third))]);
-    [1, 3, 4].iter().for_each(|&i| say(&mut job, i, holding(2, &[])));
-    say(&mut job, 1, formed(3, 2, &[(0, 2)]));
+    [1, 3, 4].iter().for_each(|&i| deliver(&mut job, i, holding(2, &[])));
+    deliver(&mut job, 1, formed(3, 2, &[(0, 2)]));
     let status = job.status(at(1020));
     assert_eq!((status.state, status.generation, status.step), ("running", Generation(3), 2));
-    say(&mut job, 4, ask(1));
+    deliver(&mut job, 4, ask(1));
     assert_eq!(actions(&mut job), [send(4, lease(&[(2, 3)]))]);
 }
 
 #[test]
-fn who_is_not_in_the_newest_membership_is_let_go_and_who_is_and_is_gone_is_lost() {
+fn workers_outside_the_newest_membership_are_released_and_absent_members_are_lost() {
     let mut job = late_master(&started(in_order(3), &[20]), &[1, 2, 3], 1000);
-    come_back(&mut job, 1010, 2, 1);
-    come_back_from(&mut job, 1010, 1, Some(membership(2, &[1, 3, 5], false)));
-    come_back(&mut job, 1010, 3, 1);
+    reconnect(&mut job, 1010, 2, 1);
+    reconnect_with(&mut job, 1010, 1, Some(membership(2, &[1, 3, 5], false)));
+    reconnect(&mut job, 1010, 3, 1);
     let told = memberships(&mut job);
     let second = membership(2, &[1, 3, 5], false);
-    // Worker 5 is not there, so there is another generation at once; those from 3 on may have been
-    // used, too.
+    // Worker 5 is absent, so the master publishes another generation at once. It skips the
+    // generations from 3 on that the former master may have used.
     let next = membership(18, &[1, 3], true);
     let expected = [(2, second.clone()), (3, second), (1, next.clone()), (3, next)];
     assert_eq!(told, expected);
@@ -218,73 +217,72 @@ fn who_is_not_in_the_newest_membership_is_let_go_and_who_is_and_is_gone_is_lost(
         job.status(at(1010)).workers.iter().find(|w| w.worker.0 == 2).unwrap().state,
         "ending"
     );
-    // No name of the master before is used again.
+    // No id of the former master is reused.
     job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(0) });
     assert!(actions(&mut job).contains(&launch_at(18, 1)));
 }
 
 #[test]
-fn who_is_out_of_the_newer_group_holds_nothing_that_its_members_say_is_theirs() {
+fn a_worker_outside_the_newer_group_loses_leases_that_a_member_claims() {
     let of_two = membership(2, &[1, 2], true);
     for out_is_mute in [true, false] {
         let mut job = late_master(&started(in_order(3), &[20]), &[1, 2, 3], 1000);
-        come_back(&mut job, 1010, 3, 1);
+        reconnect(&mut job, 1010, 3, 1);
         if !out_is_mute {
-            say(&mut job, 3, holding(4, &[(4, 6)]));
+            deliver(&mut job, 3, holding(4, &[(4, 6)]));
         }
-        come_back_from(&mut job, 1020, 1, Some(of_two.clone()));
-        say(&mut job, 1, holding(2, &[(4, 5)]));
+        reconnect_with(&mut job, 1020, 1, Some(of_two.clone()));
+        deliver(&mut job, 1, holding(2, &[(4, 5)]));
         if out_is_mute {
-            say(&mut job, 3, holding(4, &[(4, 6)]));
+            deliver(&mut job, 3, holding(4, &[(4, 6)]));
         }
-        come_back_from(&mut job, 1030, 2, Some(of_two.clone()));
-        say(&mut job, 2, holding(2, &[(5, 6)]));
-        say(&mut job, 1, formed(2, 2, &[(0, 4)]));
+        reconnect_with(&mut job, 1030, 2, Some(of_two.clone()));
+        deliver(&mut job, 2, holding(2, &[(5, 6)]));
+        deliver(&mut job, 1, formed(2, 2, &[(0, 4)]));
         actions(&mut job);
-        // Worker 3, which was further than they when it was taken out, holds nobody up.
+        // Worker 3, which was ahead of the others when it was evicted, does not delay them.
         assert_eq!(
             (job.status(at(1030)).state, job.restarts.budget().counted),
             ("running", 0),
             "{out_is_mute}"
         );
-        say(&mut job, 2, ask(1));
+        deliver(&mut job, 2, ask(1));
         assert_eq!(actions(&mut job), [send(2, lease(&[(6, 7)]))], "{out_is_mute}");
     }
 }
 
 #[test]
-fn a_membership_that_is_heard_of_after_this_masters_own_is_refused_and_its_generation_is_not_used_again()
- {
+fn a_membership_reported_after_this_masters_own_is_refused_and_its_generation_is_not_reused() {
     let mut job = late_master(&started(in_order(2), &[20]), &[1, 2, 3], 1000);
     actions(&mut job);
-    come_back(&mut job, 1010, 1, 1);
+    reconnect(&mut job, 1010, 1, 1);
     job.handle(at(1010), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Unknown });
     job.handle_timeout(at(4000));
     assert_eq!(memberships(&mut job), [(1, membership(18, &[1], true))]);
-    come_back_from(&mut job, 4010, 3, Some(membership(20, &[1, 2, 3], false)));
+    reconnect_with(&mut job, 4010, 3, Some(membership(20, &[1, 2, 3], false)));
     assert!(refused(&actions(&mut job)));
-    say(&mut job, 1, formed(18, 0, &[]));
-    say(&mut job, 1, broken(18, 3));
+    deliver(&mut job, 1, formed(18, 0, &[]));
+    deliver(&mut job, 1, broken(18, 3));
     job.handle_timeout(at(9000));
     assert_eq!(job.status(at(9000)).generation, Generation(21));
 }
 
 #[test]
-fn a_launch_of_which_the_record_knows_nothing_may_be_on_its_way_or_a_stray() {
+fn a_launch_missing_in_the_persisted_job_is_adopted_or_removed() {
     let old = started(in_order(2), &[20]);
     let mut record = old.to_persisted();
     let there = [(LaunchId(1), 0), (LaunchId(2), 1), (LaunchId(4), 2)].into();
     assert_eq!(record.observe_pods(&there), []);
     let mut job = Job::restore(record.clone(), at(1000)).unwrap();
-    // It waits for room, so it is no member and not waited for.
+    // The launch is unschedulable, so it is not a member, and the master does not wait for it.
     job.handle(
         at(1000),
         Event::LaunchWaits { launch: LaunchId(4), wait: Wait::Capacity("full".into()) },
     );
-    come_back(&mut job, 1010, 1, 1);
-    come_back(&mut job, 1010, 2, 1);
-    [1, 2].iter().for_each(|&i| say(&mut job, i, holding(0, &[])));
-    say(&mut job, 1, formed(1, 0, &[]));
+    reconnect(&mut job, 1010, 1, 1);
+    reconnect(&mut job, 1010, 2, 1);
+    [1, 2].iter().for_each(|&i| deliver(&mut job, i, holding(0, &[])));
+    deliver(&mut job, 1, formed(1, 0, &[]));
     assert_eq!(job.status(at(1010)).state, "running");
     connect(&mut job, 4);
     assert!(actions(&mut job).contains(&admit(4)));
@@ -293,57 +291,57 @@ fn a_launch_of_which_the_record_knows_nothing_may_be_on_its_way_or_a_stray() {
 }
 
 #[test]
-fn what_nobody_else_could_tell_has_to_be_kept_before_anything_more_is_done() {
+fn facts_without_another_source_are_durable_before_further_actions() {
     let mut job = Job::new(in_order(1));
     let first = job.durable_before();
     connect(&mut job, 1);
     assert!(job.version() > first && job.durable_before() == first);
-    say(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
     let described = job.durable_before();
     assert!(described > first);
     let mut job = started(in_order(1), &[20]);
     let started = job.durable_before();
     assert!(job.version() > started);
-    say(&mut job, 1, finished(1, 10, 5));
+    deliver(&mut job, 1, finished(1, 10, 5));
     assert_eq!((job.status(at(0)).state, job.durable_before()), ("ending", job.version()));
 }
 
 #[test]
-fn what_a_worker_cannot_hold_fails_it() {
+fn an_impossible_holding_fails_its_worker() {
     for wrong in [[(0, 4), (19, 21)], [(0, 4), (3, 5)]] {
         let mut job = next_master(&started(in_order(2), &[20]), 1000);
-        come_back(&mut job, 1010, 1, 1);
-        come_back(&mut job, 1010, 2, 1);
-        say(&mut job, 2, holding(0, &wrong));
+        reconnect(&mut job, 1010, 1, 1);
+        reconnect(&mut job, 1010, 2, 1);
+        deliver(&mut job, 2, holding(0, &wrong));
         assert!(
             actions(&mut job).contains(&Action::Disconnect { worker: WorkerId(2) }),
             "{wrong:?}"
         );
     }
     let mut job = next_master(&started(in_order(2), &[20]), 1000);
-    come_back(&mut job, 1010, 1, 1);
-    come_back(&mut job, 1010, 2, 1);
-    say(&mut job, 1, holding(0, &[(0, 4)]));
-    say(&mut job, 2, holding(0, &[(3, 5)]));
+    reconnect(&mut job, 1010, 1, 1);
+    reconnect(&mut job, 1010, 2, 1);
+    deliver(&mut job, 1, holding(0, &[(0, 4)]));
+    deliver(&mut job, 2, holding(0, &[(3, 5)]));
     assert!(actions(&mut job).contains(&Action::Disconnect { worker: WorkerId(2) }));
 }
 
 #[test]
-fn fewer_workers_are_wanted_before_all_are_back() {
+fn a_scale_down_applies_before_all_workers_have_reconnected() {
     let mut job = next_master(&started(in_order(3), &[20]), 1000);
     job.handle(at(1001), Event::Scale { num_workers: 2 });
     assert_eq!(actions(&mut job), []);
-    (1..=3).for_each(|i| come_back(&mut job, 1010, i, 1));
-    (1..=3).for_each(|i| say(&mut job, i, holding(0, &[])));
-    say(&mut job, 1, formed(1, 0, &[]));
+    (1..=3).for_each(|i| reconnect(&mut job, 1010, i, 1));
+    (1..=3).for_each(|i| deliver(&mut job, i, holding(0, &[])));
+    deliver(&mut job, 1, formed(1, 0, &[]));
     let next = membership(2, &[1, 2], false);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (2, next.clone()), (3, next)]);
 }
 
 #[test]
-fn a_job_that_was_over_ends_under_the_next_master_as_it_would_have() {
+fn a_job_that_was_ending_ends_the_same_way_under_the_next_master() {
     let mut job = started(JobSpec { epochs: 2, ..in_order(1) }, &[20]);
-    say(&mut job, 1, finished(1, 10, 5));
+    deliver(&mut job, 1, finished(1, 10, 5));
     assert_eq!(job.status(at(0)).state, "ending");
     let mut next = next_master(&job, 1000);
     assert_eq!(
@@ -355,20 +353,20 @@ fn a_job_that_was_over_ends_under_the_next_master_as_it_would_have() {
 }
 
 #[test]
-fn a_group_that_has_finished_says_so_again() {
+fn a_finished_group_repeats_its_final_report() {
     let mut job = started(JobSpec { epochs: 2, ..in_order(2) }, &[20]);
-    say(&mut job, 1, finished(1, 10, 5));
+    deliver(&mut job, 1, finished(1, 10, 5));
     let mut job = next_master(&job, 1000);
     for i in 1..=2 {
-        come_back(&mut job, 1010, i, 1);
-        say(&mut job, i, holding(10, &[]));
-        say(&mut job, i, finished(1, 10, 5));
+        reconnect(&mut job, 1010, i, 1);
+        deliver(&mut job, i, holding(10, &[]));
+        deliver(&mut job, i, finished(1, 10, 5));
     }
     assert_eq!((job.status(at(1010)).state, job.summary(at(1010)).records.missing), ("ending", 0));
 }
 
 #[test]
-fn a_record_that_cannot_be_true_makes_no_job() {
+fn an_inconsistent_persisted_job_is_refused() {
     let good = started(in_order(2), &[20]).to_persisted();
     type Wrong = fn(&mut PersistedJob);
     let wrongs: [Wrong; 7] = [

@@ -1,6 +1,6 @@
-//! A job among model processes: streams that are FIFO and late, processes that end, hang and leave,
-//! and a group that trains, breaks and repairs itself by the protocol. Beside it stand the oracles:
-//! they know what the job was told and what it answered, and nothing of how it reckons.
+//! A simulated world around a job: streams that are FIFO and delayed, processes that exit, hang and
+//! leave, and a group that trains, breaks and recovers by the protocol. The oracles check the
+//! events and actions of the job and know nothing of its implementation.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -14,7 +14,7 @@ use super::super::testing::dataset;
 use super::super::*;
 use super::process::Process;
 
-/// What can happen without anybody's fault.
+/// An event without a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Op {
     Ask(LaunchId),
@@ -32,48 +32,49 @@ pub(super) enum Op {
     Up(LaunchId),
 }
 
-/// What somebody does to the job.
+/// An injected fault or a user command.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Fault {
-    Cut(LaunchId),
+    Partition(LaunchId),
     Exit(LaunchId, Exit),
     Fail(LaunchId),
     Freeze(LaunchId),
     Glitch(LaunchId),
     Leave(LaunchId),
-    /// At once, or in the middle of what follows from the next event, after so many actions.
+    /// The master dies at once, or after this many of the next event's actions.
     MasterDies(Option<usize>),
-    /// The stream of a worker is reset, and the master notices it at once or when the worker is
-    /// back.
+    /// The stream of a worker is reset; the master notices at once or when the worker reconnects.
     Reset(LaunchId),
     Scale(u32),
     Stop,
 }
 
-/// The job, its processes, and the oracles' books.
+/// The job, its processes, and the state of the oracles.
 pub(super) struct World {
     pub(super) job: Job,
     pub(super) spec: JobSpec,
     pub(super) records: u64,
     pub(super) now: Time,
     pub(super) rng: ChaCha8Rng,
-    /// Launch n is the nth.
+    /// Processes by launch; launch n is the nth.
     pub(super) processes: Vec<Process>,
-    pub(super) said: Vec<String>,
+    pub(super) log: Vec<String>,
     pub(super) ended: Option<Outcome>,
     pub(super) published: Vec<Membership>,
-    /// The launches of each, in ring order.
+    /// Launches of each published membership, in ring order.
     pub(super) rings: Vec<Vec<LaunchId>>,
     pub(super) formed: BTreeSet<Generation>,
     pub(super) broken: BTreeSet<Generation>,
-    /// Whose end, failure or dismissal the master knows of.
+    /// Workers whose exit, failure or release the master knows.
     pub(super) gone: BTreeSet<WorkerId>,
     pub(super) excused: BTreeSet<WorkerId>,
     pub(super) finished: BTreeSet<(WorkerId, Generation)>,
     pub(super) counted: u32,
+    /// Stalls that the current master has counted.
+    pub(super) stalls: u64,
     pub(super) stopped: bool,
     pub(super) running: usize,
-    /// What the next master will know, and the revision that it is of.
+    /// The newest persisted job and its version.
     pub(super) written: (u64, PersistedJob),
     pub(super) dies_after: Option<usize>,
     pub(super) masters: u32,
@@ -92,7 +93,7 @@ impl World {
             now: Time::default(),
             rng: ChaCha8Rng::seed_from_u64(seed),
             processes: Vec::new(),
-            said: Vec::new(),
+            log: Vec::new(),
             ended: None,
             published: Vec::new(),
             rings: Vec::new(),
@@ -102,6 +103,7 @@ impl World {
             excused: BTreeSet::new(),
             finished: BTreeSet::new(),
             counted: 0,
+            stalls: 0,
             stopped: false,
             running: 0,
         };
@@ -109,8 +111,7 @@ impl World {
         world
     }
 
-    /// Lets everything happen that can, faults off, until the job ends; or, with `until`, until
-    /// that holds.
+    /// Runs the world without further faults until the job ends or `until` holds.
     pub(super) fn run(&mut self, until: impl Fn(&Self) -> bool) {
         for _ in 0..20_000 {
             if self.ended.is_some() || until(self) {
@@ -120,28 +121,29 @@ impl World {
         }
         panic!(
             "the job goes on for ever: {:#?}\n{:#?}",
-            self.said.last_chunk::<30>(),
+            self.log.last_chunk::<30>(),
             self.processes
         );
     }
 
-    /// One thing happens; if nothing can, time passes.
+    /// Applies one possible event; advances the time if there is none.
     pub(super) fn turn(&mut self) {
         let ops = self.ops();
-        let silent =
-            |p: &&mut Process| p.frozen && p.alive && p.worker.is_some() && !p.closed && !p.astray;
+        let silent = |p: &&mut Process| {
+            p.frozen && p.alive && p.worker.is_some() && !p.closed && !p.searching_for_master
+        };
         if ops.is_empty()
             && (self.spec.worker_timeout.is_none() || self.rng.random())
             && let Some(p) = self.processes.iter_mut().find(silent)
         {
-            // Keepalive finds out at last, also about those that are nobody's neighbours.
+            // The keepalive finally detects a silent worker, even one without neighbours.
             p.close();
         } else if ops.is_empty() {
             let due = self.job.poll_timeout();
             assert!(
                 due.is_some(),
                 "nothing can happen any more: {:#?}\n{:#?}",
-                self.said,
+                self.log,
                 self.processes
             );
             self.wait();
@@ -159,7 +161,7 @@ impl World {
         }
     }
 
-    /// Time passes until something is due.
+    /// Advances the time to the job's next timeout.
     pub(super) fn wait(&mut self) {
         let Some(due) = self.job.poll_timeout() else {
             return;
@@ -191,7 +193,7 @@ impl World {
                 });
                 p.die(Exit::Code(1));
             }
-            Fault::Cut(launch) => self.at(launch).cut = true,
+            Fault::Partition(launch) => self.at(launch).partitioned = true,
             Fault::Freeze(launch) => self.at(launch).frozen = true,
             Fault::Glitch(launch) => {
                 let p = self.at(launch);
@@ -217,25 +219,25 @@ impl World {
         }
     }
 
-    /// Processes that live and can be hurt, oldest first.
+    /// Running processes that faults may affect, oldest first.
     pub(super) fn victims(&self) -> Vec<LaunchId> {
         self.numbered().filter(|(_, p)| p.alive && !p.frozen).map(|(id, _)| id).collect()
     }
 
-    // ---- what can happen ----
+    // ---- possible events ----
 
     pub(super) fn ops(&self) -> Vec<Op> {
         let mut ops = Vec::new();
         let mut rings = BTreeSet::new();
         for (id, p) in self.numbered() {
             let acts = p.alive && !p.frozen;
-            if acts && !p.said_hello {
+            if acts && !p.sent_hello {
                 ops.push(Op::Hello(id));
             }
-            if acts && p.astray {
+            if acts && p.searching_for_master {
                 ops.push(Op::Return(id));
             }
-            let open = p.worker.is_some() && !p.astray && !p.reconnected;
+            let open = p.worker.is_some() && !p.searching_for_master && !p.reconnected;
             if open && !p.end_seen && (!p.up.is_empty() || p.closed) {
                 ops.push(Op::Up(id));
             }
@@ -248,7 +250,10 @@ impl World {
             if acts && p.prepared && !self.wants(p).is_empty() {
                 ops.push(Op::Ask(id));
             }
-            if acts && p.half.is_some() && !p.ring.is_some_and(|ring| self.hears_nobody(p, ring)) {
+            if acts
+                && p.half_committed.is_some()
+                && !p.ring.is_some_and(|ring| self.is_unreachable_from_previous(p, ring))
+            {
                 ops.push(Op::Complete(id));
             }
             if acts && self.dials_in_vain(p) {
@@ -275,7 +280,7 @@ impl World {
         let first = members.clone().next().expect("no group is empty");
         let intact = members
             .clone()
-            .all(|p| p.alive && !p.frozen && p.ring == Some(ring) && p.half.is_none());
+            .all(|p| p.alive && !p.frozen && p.ring == Some(ring) && p.half_committed.is_none());
         let Some(state) = first.state.as_ref().filter(|_| intact && !self.is_severed(ring)) else {
             return Vec::new();
         };
@@ -318,9 +323,9 @@ impl World {
             })
     }
 
-    /// A member finds that another one is not there: dead, silent, or out of this ring.
+    /// Whether a member detects that another member is dead, silent, or has left this ring.
     fn sees_break(&self, p: &Process) -> bool {
-        if p.half.is_some() {
+        if p.half_committed.is_some() {
             return false;
         }
         match (p.ring, &p.newest) {
@@ -340,7 +345,7 @@ impl World {
         self.launches_of(generation).iter().map(|&launch| &self.processes[index(launch)])
     }
 
-    /// In ring order. Generations grow by one.
+    /// The launches of a membership in ring order. Generations grow by one.
     pub(super) fn launches_of(&self, generation: Generation) -> &[LaunchId] {
         &self.rings[generation.0 as usize - 1]
     }
@@ -364,7 +369,7 @@ impl World {
         }
     }
 
-    /// What a worker asks for: two steps' worth of its epoch and of the next.
+    /// The lease requests of a worker: the records of two steps of its epoch and of the next one.
     fn wants(&self, p: &Process) -> Vec<(u32, u64)> {
         let epoch = p.state.as_ref().map_or(0, |s| s.ledger.epoch());
         let target = 2 * self.batch();
@@ -378,7 +383,7 @@ impl World {
             .collect()
     }
 
-    // ---- what happens ----
+    // ---- effects of events ----
 
     pub(super) fn apply(&mut self, op: Op) {
         match op {
@@ -392,7 +397,7 @@ impl World {
             Op::Break(id) => self.see_break(id),
             Op::Complete(id) => {
                 let p = self.at(id);
-                let state = p.half.take().unwrap();
+                let state = p.half_committed.take().unwrap();
                 self.commit(id, state);
             }
             Op::Down(id) => self.deliver_down(id),
@@ -400,7 +405,7 @@ impl World {
             Op::Form(generation) => self.form(generation),
             Op::Hello(id) => {
                 let p = self.at(id);
-                p.said_hello = true;
+                p.sent_hello = true;
                 let address = SocketAddr::from(([127, 0, 0, 1], 1000 + id.0 as u16));
                 let pid = id.0 as u32;
                 let connection = ConnectionId(id.0);
@@ -409,7 +414,7 @@ impl World {
             Op::Reap(id) => self.reap(id),
             Op::Return(id) => {
                 let p = self.at(id);
-                let (worker, membership) = (p.worker.unwrap(), p.heard());
+                let (worker, membership) = (p.worker.unwrap(), p.known_membership());
                 let resume =
                     Some(Resume { worker, membership, parameters: p.prepared.then_some(10) });
                 let address = SocketAddr::from(([127, 0, 0, 1], 1000 + id.0 as u16));
@@ -421,10 +426,10 @@ impl World {
                 for id in self.launches_of(ring).to_vec() {
                     let p = self.at(id);
                     p.ring = None;
-                    p.end_if_excluded();
+                    p.exit_if_excluded();
                 }
             }
-            Op::Unanswered(id) => self.give_up_dialling(id),
+            Op::Unanswered(id) => self.report_unanswered_dial(id),
             Op::Up(id) => self.deliver_up(id),
         }
     }
@@ -446,9 +451,10 @@ impl World {
             ToWorker::KeepCheckpoint => {}
             ToWorker::Suspend => panic!("there is no place for checkpoints"),
             ToWorker::Fetch(donors) => {
-                let reached =
-                    |p: &Process| donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.cut;
-                if !self.processes[index(id)].cut && self.processes.iter().any(reached) {
+                let reached = |p: &Process| {
+                    donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.partitioned
+                };
+                if !self.processes[index(id)].partitioned && self.processes.iter().any(reached) {
                     self.at(id).up.push_back(FromWorker::CaughtUp { step: 0 });
                 }
             }
@@ -462,11 +468,11 @@ impl World {
             ToWorker::Membership(membership) => {
                 if membership.abort {
                     p.ring = None;
-                    p.half = None;
+                    p.half_committed = None;
                 }
                 p.newest = Some(membership);
                 if p.ring.is_none() {
-                    p.end_if_excluded();
+                    p.exit_if_excluded();
                 }
             }
             ToWorker::Prepare(_) => {
@@ -489,26 +495,26 @@ impl World {
             }
             return self.event(Event::Disconnected { worker });
         };
-        let heard = !self.gone.contains(&worker);
+        let accepted = !self.gone.contains(&worker);
         let newest = self.published.last().map(|m| (m.generation, m.members[0].0));
         match &message {
             FromWorker::Formed { generation, .. }
-                if heard && newest == Some((*generation, worker)) =>
+                if accepted && newest == Some((*generation, worker)) =>
             {
                 self.formed.insert(*generation);
             }
-            FromWorker::Broken { generation, .. } if heard => {
+            FromWorker::Broken { generation, .. } if accepted => {
                 self.broken.insert(*generation);
             }
-            FromWorker::Finished(word) if heard => {
+            FromWorker::Finished(word) if accepted => {
                 self.finished.insert((worker, word.generation));
             }
-            FromWorker::Failed { .. } if heard => {
+            FromWorker::Failed { .. } if accepted => {
                 self.gone.insert(worker);
                 self.excused.insert(worker);
                 self.counted += u32::from(self.job.phase == job::Phase::Running);
             }
-            FromWorker::Leaving if heard => {
+            FromWorker::Leaving if accepted => {
                 self.excused.insert(worker);
             }
             _ => {}
@@ -516,10 +522,11 @@ impl World {
         self.event(Event::Message { worker, message });
     }
 
-    /// A part of what was on its way in either direction is lost.
+    /// A suffix of the messages in flight in either direction is lost.
     fn reset(&mut self, id: LaunchId) {
         let p = &self.processes[index(id)];
-        let is_open = p.alive && p.worker.is_some() && !p.closed && !p.astray && !p.reconnected;
+        let is_open =
+            p.alive && p.worker.is_some() && !p.closed && !p.searching_for_master && !p.reconnected;
         if !is_open {
             return;
         }
@@ -549,11 +556,11 @@ impl World {
         let done = p.worker.zip(newest).is_some_and(|key| self.finished.contains(&key));
         let excused =
             done || p.silent_for_long || p.worker.is_some_and(|w| self.excused.contains(&w));
-        // A member that is to go because fewer are wanted is excused before it is told; nobody
-        // outside can know.
+        // A member that is retired by a scale-down is excused before it is notified, which is not
+        // visible from outside.
         let retired = self.job.workers.launches[&id].retired;
         let own = match exit {
-            // It may have been refused, but was never told why it should go.
+            // The worker may have been refused, but was never admitted.
             Exit::Code(70) => p.worker.is_none(),
             Exit::Code(143) => false,
             Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
@@ -567,26 +574,27 @@ impl World {
         self.event(Event::ProcessEnded { launch: id, exit });
     }
 
-    /// The master dies, and another one goes on with what was written.
+    /// The master dies, and a successor resumes from the persisted job.
     pub(super) fn replace_master(&mut self) {
         self.dies_after = None;
         self.masters += 1;
-        self.said.push(format!("---- master {} ----", self.masters));
+        self.log.push(format!("---- master {} ----", self.masters));
         for p in &mut self.processes {
             let arrived = self.rng.random_range(0..=p.down.len());
             p.lose_master(arrived);
         }
-        // What it was told of final states the next one has to be told again.
+        // Final reports to the former master must be repeated to its successor.
         self.finished.clear();
         let record = super::persisted::read_back(&self.written.1);
         self.job = Job::restore(record, self.now).unwrap();
         self.written = (0, self.job.to_persisted());
+        self.stalls = 0;
         self.drain_actions();
     }
 
     pub(super) fn die(&mut self, id: LaunchId, exit: Exit) {
         let p = &mut self.processes[index(id)];
-        // What was on its way may arrive or not.
+        // Messages in flight may or may not arrive.
         let arrives = self.rng.random_range(0..=p.up.len());
         p.up.truncate(arrives);
         p.die(exit);
