@@ -1,4 +1,4 @@
-//! What a job wants done: the core's whole output, besides its status.
+//! The actions of a job: the core's whole output, in addition to its status.
 
 use std::net::SocketAddr;
 
@@ -7,99 +7,100 @@ use serde::{Deserialize, Serialize};
 
 use super::event::{ConnectionId, LaunchId};
 
-/// Something the shell is to do, in order.
+/// An action for the shell. Actions are done in order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// The stream is `worker`'s from now on: welcome it. A stream that it had before is dead.
+    /// Assign the stream to `worker` and send the welcome. An earlier stream of this worker is
+    /// dead.
     Admit {
         /// The stream.
         connection: ConnectionId,
         /// Its worker.
         worker: WorkerId,
     },
-    /// End a worker's stream from this side.
+    /// Close a worker's stream.
     Disconnect {
         /// The worker.
         worker: WorkerId,
     },
-    /// The job is over. Last action of a job; processes that still run are to be ended.
+    /// The job is over. This is its last action; the shell ends the processes that still run.
     End(Outcome),
-    /// End a launched process, or pod, at once.
+    /// Kill a launched process, or pod, at once.
     Kill {
-        /// The launch; of a pod, the first.
+        /// The launch; for a pod, its first launch.
         launch: LaunchId,
     },
-    /// Start a process, or a pod of [`workers_per_pod`](super::JobSpec::workers_per_pod), whose
-    /// launches and places follow this one's.
+    /// Start a process, or a pod of [`workers_per_pod`](super::JobSpec::workers_per_pod) workers
+    /// whose launches and slots have consecutive numbers from these on.
     Launch {
-        /// Its name for this job's life.
+        /// Unique id within the job.
         launch: LaunchId,
-        /// The lowest place that nobody who stays has. The lower, the less the job can do without
-        /// it: those below the least number of workers are its core.
+        /// The lowest free slot. Low slots matter most: those below `min_workers` are the core
+        /// workers.
         slot: u32,
     },
-    /// End a stream that is no worker's.
+    /// Refuse a stream that belongs to no worker.
     Refuse {
         /// The stream.
         connection: ConnectionId,
         /// Why.
         reason: String,
     },
-    /// Tell the user: one line per change of state.
+    /// Log a line for the user: one per change of state.
     Log(String),
-    /// Tell a worker.
+    /// Send a message to a worker.
     Send {
         /// The worker.
         worker: WorkerId,
-        /// What.
+        /// The message.
         message: ToWorker,
     },
 }
 
-/// What the master says to a worker, besides its welcome.
+/// A message from the master to a worker. (The welcome is [`Action::Admit`].)
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToWorker {
     /// Describe the data set.
     Describe,
     /// Finish the step, then stop together.
     Drain,
-    /// Fetch the group's state from one of these members while they train.
+    /// Fetch the group's state from one of these members, concurrently with their training.
     Fetch(Vec<(WorkerId, SocketAddr)>),
-    /// Keep a checkpoint at the end of the step.
+    /// Write a checkpoint at the end of the step.
     KeepCheckpoint,
     /// Records to train.
     Lease(Vec<RecordRange>),
-    /// The group changes.
+    /// A new membership of the group.
     Membership(Membership),
-    /// Get ready to be a member.
+    /// Build the model for this data set.
     Prepare(FileList),
-    /// It is over for this worker.
+    /// End; the reason.
     Shutdown(String),
-    /// All members leave: finish the step, keep a checkpoint, then end together. Another group goes
-    /// on.
+    /// All members leave: finish the step, write a checkpoint, then end together. Another group
+    /// resumes from it.
     Suspend,
 }
 
-/// A group.
+/// The members of a generation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Membership {
-    /// Its generation.
+    /// The generation.
     pub generation: Generation,
-    /// Its members in ring order, with where their peers reach them.
+    /// Members in ring order, with the addresses at which peers reach them.
     pub members: Vec<(WorkerId, SocketAddr)>,
-    /// A member of an earlier generation is lost: leave the step at once. Else switch together at a
-    /// step's end.
+    /// A member of an earlier generation is lost: members abort the step at once. Otherwise they
+    /// switch together at a step boundary.
     pub abort: bool,
 }
 
 /// How a job ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// It came to the end of its data or of its steps.
+    /// The job reached the end of its data or of its steps.
     Completed,
-    /// It could not go on; the summary says why.
+    /// The job failed; the summary holds the error.
     Failed,
-    /// Nothing was started: the data can't be used; the summary says why.
+    /// The data can't be used, so nothing was started; the summary holds the error.
     #[serde(rename = "Refused")]
     InvalidInput,
     /// The user stopped it.

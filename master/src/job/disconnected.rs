@@ -2,27 +2,29 @@
 //!
 //! A stream ends when its worker dies, and also when something between the worker and this master
 //! resets it, when a cut network lasts longer than the keepalive, and when the master changes. In
-//! the last three cases the worker trains on, and looks for its master until `master_timeout`. So a
-//! worker without a stream is *disconnected*, and lost only by evidence:
+//! the last three cases the worker continues to train, and searches for its master until
+//! `master_timeout`. So a worker without a stream is *disconnected*, and it counts as lost only on
+//! further evidence:
 //!
 //! ```text
-//!                    ┌─ Connected{resume} ──► returned ── Holding ──► as before, in the same generation
+//!                    ┌─ Connected{resume} ──► reconnected ── HeldLeases ──► as before, in the same generation
 //!  stream ended ──► disconnected
 //!                    ├─ its process ended, or a member reports its link to this worker as broken ──► lost at once
 //!                    ├─ the group stands still: `reconnect_wait` after the stream's end ──► lost
 //!                    └─ `master_timeout` after the stream's end (it has ended by itself) ──► lost
 //! ```
 //!
-//! While a member is disconnected no generation is published: the member could not hear of it.
+//! While a member is disconnected no generation is published, because it could not receive the
+//! membership.
 //!
-//! **What a returned worker holds.** The master keeps a disconnected worker's leases. Messages may
-//! have been lost with the stream, so the worker says at which step it is and what it holds. Of the
-//! leases that it does not name, some are in steps up to its own, and the others never arrived.
-//! Once the group's ledger has reached the worker's step, those that are not absorbed never
-//! arrived, and are leased anew.
+//! **Leases of a reconnected worker.** The master retains a disconnected worker's leases. Messages
+//! may have been lost with the stream, so the worker reports its step and the leases that it holds.
+//! Of the leases that it does not name, some are in steps up to its own, and the others never
+//! arrived. Once the group's ledger has reached the worker's step, those that are not absorbed
+//! never arrived, and are leased again.
 //!
-//! **Reports that were lost.** The lowest rank reports what its group commits. When it returns it
-//! sends the whole ledger, which replaces the master's.
+//! **Lost reports.** The lowest rank reports what its group commits. After it reconnects it sends
+//! the whole ledger, which replaces the master's.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -36,17 +38,17 @@ use super::liveness::RECONNECT_SLACK;
 use super::time::Time;
 use super::workers::{Disconnected, Stage};
 
-/// A worker that came back to the master that it had lost.
+/// A worker that reconnected to the same master.
 #[derive(Debug, Default)]
 pub(super) enum Reconnected {
-    /// It has not said what it holds.
+    /// It has not reported what it holds.
     #[default]
     AwaitingHoldings,
-    /// It has.
+    /// It has reported what it holds.
     Reported {
         /// Steps that its state contains.
         step: u64,
-        /// Leases that it did not name, while it is unknown whether they are absorbed.
+        /// Leases that its report did not name, while it is unknown whether they are absorbed.
         unaccounted: Vec<RecordRange>,
     },
 }
@@ -60,7 +62,7 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Whether a worker whose stream ended is expected back.
+    /// Whether a worker whose stream ended is expected to reconnect.
     fn may_return(&self, worker: WorkerId) -> bool {
         let Some(w) = self.workers.connected.get(&worker) else { return false };
         let is_wanted = self.workers.launches.get(&w.launch).is_some_and(|l| !l.killed);
@@ -88,8 +90,8 @@ impl Job {
         }
     }
 
-    /// A member reports its link to `suspect` as broken. If that one has no stream either, it is
-    /// lost.
+    /// Handles a member's report that its link to `suspect` broke. If the suspect is disconnected
+    /// too, it is lost.
     pub(super) fn evict_suspect(&mut self, now: Time, suspect: WorkerId) {
         let launch = LaunchId(suspect.0);
         let disconnected = self.workers.launches.get(&launch).and_then(|l| l.disconnected);
@@ -100,7 +102,7 @@ impl Job {
         }
     }
 
-    /// Sets the timer for the next disconnected worker that does not return in time.
+    /// Sets the timer for the next disconnected worker that does not reconnect in time.
     pub(super) fn watch_reconnections(&mut self, now: Time) {
         self.cancel_timer(Timer::Reconnect);
         if self.workers.disconnected().next().is_none() {
@@ -120,7 +122,7 @@ impl Job {
     /// When a disconnected worker is lost.
     fn reconnect_deadline(&self, launch: LaunchId, is_group_stalled: bool) -> Time {
         let disconnected = self.workers.launches[&launch].disconnected.unwrap_or_default();
-        // A group that ends makes no more steps that would show who is alive.
+        // A group that ends makes no more steps, which would show that members are alive.
         let shows_members = self.spec.work.trains() && self.group.finished.is_empty();
         let is_waited_for = disconnected.rank.is_some() && shows_members && !is_group_stalled;
         let wait =
@@ -133,21 +135,21 @@ impl Job {
         disconnected.since + wait
     }
 
-    /// How long a worker is waited for that nothing shows to be alive. Workers look for their
-    /// master once a second at least; one that is stopped for less than the timeout is to have its
-    /// chance.
+    /// How long to wait for a worker without evidence that it is alive. Workers search for their
+    /// master at least once a second; a worker that is stopped for less than the timeout must get
+    /// its chance.
     fn reconnect_wait(&self) -> Duration {
         let silence = self.spec.worker_timeout.unwrap_or_default();
         (silence + RECONNECT_SLACK).max(RECONNECT_WAIT_MIN)
     }
 
-    /// Whether the group can't be judged yet, because members may be on their way.
+    /// Whether the group can't be changed yet, because members may still reconnect.
     pub(super) fn awaits_members(&self) -> bool {
         let any = self.takeover.is_some() && self.workers.disconnected().next().is_some();
         any || self.workers.disconnected_members().next().is_some()
     }
 
-    /// Whoever is not back in time is lost.
+    /// Evicts workers that have not reconnected in time.
     pub(super) fn on_reconnect_due(&mut self, now: Time) {
         let is_group_stalled = self.is_group_stalled(now, Time::default());
         let due = |launch: &LaunchId| self.reconnect_deadline(*launch, is_group_stalled) <= now;
@@ -155,7 +157,7 @@ impl Job {
             let l = &self.workers.launches[&launch];
             let Some(disconnected) = l.disconnected else { continue };
             if l.worker.is_none() && disconnected.rank.is_none() {
-                // It may never have said hello.
+                // It may never have connected.
                 self.forget_disconnected(launch);
                 continue;
             }
@@ -168,7 +170,7 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// A worker has neither a stream nor all its links.
+    /// Evicts a disconnected worker whose links broke too.
     fn evict_disconnected(&mut self, now: Time, launch: LaunchId) {
         self.log_event(format!("worker {} is lost: its stream and its links ended", launch.0));
         self.forget_disconnected(launch);
@@ -177,7 +179,7 @@ impl Job {
         self.set_timer(now + self.exit_wait(ZOMBIE_GRACE), Timer::Kill(launch));
     }
 
-    /// A worker that was expected back is not coming.
+    /// Forgets a disconnected worker that does not reconnect.
     pub(super) fn forget_disconnected(&mut self, launch: LaunchId) {
         let Some(l) = self.workers.launches.get_mut(&launch) else {
             return;
@@ -194,7 +196,7 @@ impl Job {
         }
     }
 
-    /// A worker is back whose stream had ended, at this master or at one before it.
+    /// Handles the hello of a worker whose earlier stream, to this or a previous master, had ended.
     pub(super) fn on_reconnected(
         &mut self,
         now: Time,
@@ -205,7 +207,7 @@ impl Job {
         resume: Resume,
     ) {
         if self.may_return(resume.worker) && resume.worker.0 == launch.0 {
-            // Its old stream is dead, and this master has not noticed.
+            // Its old stream is dead, and its end has not been noticed yet.
             self.disconnect(now, resume.worker);
         }
         let disconnected = self.workers.launches.get(&launch).and_then(|l| l.disconnected);
@@ -241,7 +243,7 @@ impl Job {
             && disconnected.rank.is_none()
             && disconnected.last_known.is_none()
         {
-            // It has not cost much yet.
+            // Restarting it loses little work.
             return self.refuse_reconnection(
                 now,
                 connection,
@@ -260,7 +262,7 @@ impl Job {
         match disconnected {
             Disconnected { rank: Some(_), .. } => self.on_member_reconnected(worker, &resume),
             Disconnected { last_known: Some(_), .. } => self.on_joiner_reconnected(worker, &resume),
-            // It was let go: it ends at the switch.
+            // It was released: it ends at the switch.
             _ => {
                 self.send_newer_membership(worker, &resume);
                 self.expect_exit(now, launch);
@@ -283,14 +285,14 @@ impl Job {
             None => {
                 self.log_event(format!("worker {worker} is connected again"));
                 self.reconnected.insert(worker, Reconnected::AwaitingHoldings);
-                // What it has reported since its stream ended was lost.
+                // Its reports since its stream ended were lost.
                 self.group.report_is_due |= self.group.members.first() == Some(&worker);
             }
         }
     }
 
-    /// A worker is back that is on its way to be a member: messages in both directions may have
-    /// been lost.
+    /// Handles the reconnection of a worker that is no member yet. Messages in both directions may
+    /// have been lost.
     fn on_joiner_reconnected(&mut self, worker: WorkerId, resume: &Resume) {
         self.log_event(format!("worker {worker} is connected again"));
         self.reconnected.insert(worker, Reconnected::AwaitingHoldings);
@@ -302,7 +304,7 @@ impl Job {
                 w.stage = Stage::Joining;
                 self.welcome(worker);
             }
-            // It says again that it is ready.
+            // It reports again that it is ready.
             Stage::Joining | Stage::Describing | Stage::Preparing => w.stage = Stage::Preparing,
             Stage::Fetching => {
                 let donors = self.donors(worker);
@@ -324,7 +326,7 @@ impl Job {
         }
     }
 
-    /// A worker that is back says what it holds.
+    /// Handles a reconnected worker's report of the leases that it holds.
     pub(super) fn on_holding(
         &mut self,
         now: Time,
@@ -346,7 +348,7 @@ impl Job {
             }
         };
         match &mut self.takeover {
-            // Nothing is leased before the ledger has reached its step.
+            // During a take-over nothing is leased before the ledger has reached its step.
             Some(takeover) => {
                 leases.release_missing(worker, &unaccounted);
                 takeover.awaiting_holdings.remove(&worker);
@@ -360,7 +362,7 @@ impl Job {
         }
     }
 
-    /// Leases anew what returned workers did not name and the group has not absorbed.
+    /// Leases again what reconnected workers did not name and the group has not absorbed.
     pub(super) fn release_unaccounted(&mut self) {
         if self.reconnected.is_empty()
             || !self.group.formed
@@ -385,7 +387,7 @@ impl Job {
     }
 }
 
-/// A worker without a master looks for one once a second, and then it has to be heard.
+/// A worker without a master searches for one once a second, and then its hello has to arrive.
 const RECONNECT_WAIT_MIN: Duration = Duration::from_secs(3);
-/// A newcomer that is disconnected disturbs nobody.
+/// A disconnected joiner holds no member up.
 const JOINER_WAIT: Duration = Duration::from_secs(10);

@@ -1,4 +1,4 @@
-//! What happens to a job: the core's whole input, besides the time.
+//! The events of a job: the core's whole input, in addition to the time.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -9,42 +9,42 @@ use serde::{Deserialize, Serialize};
 
 use super::action::Membership;
 
-/// One opened stream, before and after it is a worker's. Given out by the shell.
+/// Id of an open stream, assigned by the shell before the stream belongs to a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionId(pub u64);
 
-/// One process that the master started, in a pod perhaps. Given out by the core. A pod of several
-/// is known by its first.
+/// Id of one start of a worker process, assigned by the core. A pod of several workers is
+/// identified by its first launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaunchId(pub u64);
 
-/// Something that happened.
+/// An event.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// The user wants a checkpoint now.
     Checkpoint,
-    /// The job's record was refused for good: whatever is done next, no other master could go on
-    /// from there.
+    /// The store refused the persisted job permanently: another master could not take over from any
+    /// later state.
     PersistRefused {
-        /// By whom, and why.
+        /// The store and its error.
         reason: String,
     },
-    /// The job's record could not be written yet; it is tried again.
+    /// The persisted job could not be written yet; the write is retried.
     PersistDelayed {
         /// Why.
         reason: String,
     },
-    /// A stream opened, proved the job's token and said hello.
+    /// A stream opened and sent its hello with the job's token.
     Connected {
         /// The stream.
         connection: ConnectionId,
-        /// The launch that the process says it is.
+        /// The launch that the process claims to be.
         launch: LaunchId,
-        /// Where its peers reach it.
+        /// The address at which peers reach the worker.
         address: SocketAddr,
-        /// Its process.
+        /// Process id.
         pid: u32,
-        /// Who it was, if its stream was open before.
+        /// The worker's earlier identity, if it had a stream before.
         resume: Option<Resume>,
     },
     /// A worker's stream ended.
@@ -52,87 +52,87 @@ pub enum Event {
         /// The worker.
         worker: WorkerId,
     },
-    /// A worker said something.
+    /// A worker sent a message.
     Message {
         /// The worker.
         worker: WorkerId,
-        /// What it said.
+        /// The message.
         message: FromWorker,
     },
-    /// Why a launch was taken away, when that has become known: it may have ended before.
+    /// The reason for a launch's removal has become known, possibly after the launch ended.
     LaunchExplained {
         /// The launch.
         launch: LaunchId,
-        /// What was done to it, and by whom.
+        /// What removed the launch, and why.
         explanation: String,
     },
-    /// A launch is being taken away, but its program still runs: its worker can leave in order. Its
-    /// end follows.
+    /// A launch is being terminated and its program still runs, so its worker can leave in order.
+    /// [`Event::ProcessEnded`] follows.
     LaunchLeaves {
         /// The launch.
         launch: LaunchId,
-        /// By whom or why.
+        /// Why the launch is terminated.
         reason: String,
     },
-    /// A launch has been asked for.
+    /// The pod or process of a launch has been created.
     LaunchMade {
         /// The launch.
         launch: LaunchId,
-        /// Its priority class, where there are such.
+        /// Priority class, where the cluster has them.
         class: Option<String>,
     },
-    /// A process ended, and printed these lines last. Its end follows.
+    /// Last lines of output of a process that ended. [`Event::ProcessEnded`] follows.
     LaunchPrinted {
         /// The launch.
         launch: LaunchId,
-        /// The lines: few, and without control characters.
+        /// A few lines without control characters.
         lines: String,
     },
-    /// A launch has a place to run at, and will be heard of soon or never.
+    /// A launch runs: its hello is expected within the hello timeout.
     LaunchRuns {
         /// The launch.
         launch: LaunchId,
     },
-    /// A launch waits for a place to run at, for as long as that takes.
+    /// A launch waits, without a time limit.
     LaunchWaits {
         /// The launch.
         launch: LaunchId,
-        /// For what.
+        /// What the launch waits for.
         wait: Wait,
     },
     /// A launched process ended, or could not be started.
     ProcessEnded {
         /// The launch.
         launch: LaunchId,
-        /// How it ended.
+        /// How the process ended.
         exit: Exit,
     },
-    /// The user wants another number of workers (already checked against min and max).
+    /// The user changes the number of workers (already validated against min and max).
     Scale {
         /// Workers to keep.
         num_workers: u32,
     },
-    /// The user wants the job to stop at the end of a step.
+    /// The user stops the job at the end of a step.
     Stop,
 }
 
 /// What a launch waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// To be given a place; what stands in the way, if there is something to say.
+    /// The scheduler's decision; the obstacle, if one is known.
     Scheduling(Option<String>),
-    /// Nowhere is enough left for it; what is missing.
+    /// Capacity: the launch is unschedulable; what is missing.
     Capacity(String),
-    /// It has a place, which is made ready; what stands in the way, if there is something to say.
+    /// Its start on the node that it is assigned to; the obstacle, if one is known.
     Start(Option<String>),
 }
 
-/// Who a worker was when its stream broke.
+/// A worker's identity when its stream broke.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resume {
-    /// The name that it was given.
+    /// The worker's id.
     pub worker: WorkerId,
-    /// The newest that it has heard of, from whichever master; `None` before its first.
+    /// The newest membership that the worker knows, from any master; `None` before its first.
     pub membership: Option<Membership>,
     /// Number of f32 parameters of its model; `None` while it is being built.
     pub parameters: Option<u64>,
@@ -141,26 +141,26 @@ pub struct Resume {
 /// How a process ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// With this code.
+    /// The process exited with this code.
     Code(i32),
-    /// It could not be started.
+    /// The process could not be started.
     NotStarted(String),
-    /// It used more than it may.
+    /// The process exceeded a resource limit.
     OverLimit(String),
-    /// By this signal.
+    /// The process was killed by this signal.
     Signal(i32),
-    /// It was taken away from outside.
+    /// The cluster reclaimed the process (preemption, eviction, loss of its node).
     Reclaimed(String),
-    /// No master of its own was there to see.
+    /// Unknown: the process ended while no master watched it.
     Unknown,
 }
 
-/// What a worker says.
+/// A message from a worker.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FromWorker {
-    /// Its process runs; where it waits for its neighbours, if it does.
+    /// Heartbeat; the stalled operation, if the worker waits for its neighbours.
     Heartbeat(Option<Stall>),
-    /// Its links of `generation` broke.
+    /// The worker's links of `generation` broke.
     Broken {
         /// The generation whose links broke.
         generation: Generation,
@@ -168,30 +168,30 @@ pub enum FromWorker {
         suspect: Option<WorkerId>,
         /// The link's error.
         error: String,
-        /// The suspect has answered no dial; else a link that stood has ended.
+        /// Whether the suspect answered no dial; otherwise an established link ended.
         unreachable: bool,
     },
     /// What became of a checkpoint.
     Checkpoint(CheckpointNews),
     /// The group has committed more (from its lowest rank).
     Committed(Committed),
-    /// The data set as its reader sees it, or why it can't be used.
+    /// The data set as the worker's reader lists it, or why it can't be used.
     Described(Result<FileList, String>),
-    /// A shard that is worked on apart is done: its metrics summed over its records, or its
-    /// predictions written.
+    /// A shard of an inference job is done: its metrics are summed over its records, or its
+    /// predictions are written.
     ShardDone {
         /// The shard.
         range: RecordRange,
-        /// By name; none of predictions.
+        /// Sums by metric; empty for predictions.
         metrics: BTreeMap<String, f64>,
     },
     /// The user's code failed; the worker ends.
     Failed {
         /// The user's error.
         error: String,
-        /// What it was working on.
+        /// Records that the worker was processing.
         ranges: Vec<RecordRange>,
-        /// No other worker would do better.
+        /// Every other worker would fail in the same way.
         fatal: bool,
     },
     /// The group has evaluated its model (from its lowest rank).
@@ -207,53 +207,54 @@ pub enum FromWorker {
         /// What the parameters have absorbed.
         ledger: LedgerReport,
     },
-    /// It came back and says what it holds.
+    /// A reconnected worker reports what it holds.
     HeldLeases {
         /// Steps that its state contains.
         step: u64,
-        /// Its leases, as far as no step that it has committed contains them.
+        /// Its leases that no step it has committed contains.
         ranges: Vec<RecordRange>,
     },
-    /// It waits for storage that does not answer, or no longer does.
+    /// The worker waits for storage that does not answer, or no longer waits.
     StorageWait {
-        /// What it asks, and the last error; `None`: storage answers again.
+        /// The request and its last error; `None` when storage answers again.
         storage: Option<String>,
-        /// How long it has waited since it last said so.
+        /// Time waited since the previous report.
         waited: Duration,
     },
-    /// What the group sums its gradients over, in words (from its lowest rank).
+    /// The transport of the group's gradient all-reduce, as text (from the lowest rank).
     AllreduceTransport {
         /// The group's generation.
         generation: Generation,
         /// `TCP`, for example.
         what: String,
     },
-    /// It wants more records of an epoch; open until filled or the epoch is complete.
+    /// A request for more records of an epoch; it stays open until it is filled or the epoch is
+    /// complete.
     LeaseRequest {
         /// The epoch.
         epoch: u32,
-        /// How many records more.
+        /// Number of additional records.
         records: u64,
     },
-    /// It was told to end and goes at the next boundary.
+    /// The worker received SIGTERM and leaves at the next step boundary.
     Leaving,
-    /// It has fetched the group's state: taking it in costs the group no wait.
+    /// The worker has fetched the group's state, so the group need not wait for it when it joins.
     CaughtUp {
         /// Steps that its state contains.
         step: u64,
     },
-    /// Its model stands: it can be a member.
+    /// The worker's model is built: it can be a member.
     Ready {
         /// Number of f32 parameters of its model.
         parameters: u64,
     },
-    /// Its first commit in a new generation.
+    /// The worker's first commit in a new generation.
     Resumed {
         /// The new generation.
         generation: Generation,
         /// The step committed, from 1.
         step: u64,
-        /// Where the time went.
+        /// The parts of the pause.
         phases: Phases,
     },
 }
@@ -261,40 +262,40 @@ pub enum FromWorker {
 /// What became of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CheckpointNews {
-    /// It is not as it was written; the one before it is tried.
+    /// The checkpoint is damaged; the one before it is tried.
     Damaged {
         /// Its folder.
         name: String,
         /// What is wrong with it.
         reason: String,
     },
-    /// It could not be written.
+    /// The checkpoint could not be written.
     Failed {
         /// Steps that it would contain.
         step: u64,
-        /// The store's word.
+        /// The store's error.
         error: String,
     },
-    /// The group begins from it.
+    /// The group starts from the checkpoint.
     Restored {
         /// Steps that it contains.
         step: u64,
         /// Its folder.
         name: String,
     },
-    /// It is complete.
+    /// The checkpoint is complete.
     Saved {
         /// Steps that it contains.
         step: u64,
         /// Its folder.
         name: String,
-        /// How large it is.
+        /// Size in bytes.
         bytes: u64,
     },
 }
 
 impl Resume {
-    /// The newest generation that the worker has heard of; 0 for none.
+    /// The newest generation that the worker knows; 0 for none.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.membership.as_ref().map_or_else(Generation::default, |m| m.generation)
@@ -306,21 +307,22 @@ impl Resume {
 pub struct Stall {
     /// The ring's generation.
     pub generation: Generation,
-    /// Operations begun in this generation, this one included; 0 while the previous member's dial
-    /// is awaited.
+    /// Number of operations begun in this generation, including this one; 0 while the worker waits
+    /// for the previous member's dial.
     pub operation: u64,
-    /// Bytes of it that came from the previous member.
+    /// Bytes of it received from the previous member.
     pub received: u64,
-    /// Bytes of it that were sent to the next member. Where an operation's bytes run both ways,
-    /// `sent` and `received` are counted so that a link's two ends differ by what is on its way.
+    /// Bytes of it sent to the next member. Where an operation's bytes flow in both directions,
+    /// `sent` and `received` are counted so that the two ends of a link differ by the bytes in
+    /// flight.
     pub sent: u64,
-    /// What is awaited comes from the next member.
+    /// Whether the awaited bytes come from the next member.
     pub waits_for_next: bool,
-    /// How long no byte has moved.
+    /// Time since the last byte moved.
     pub since: Duration,
 }
 
-/// What a group has committed since its last word.
+/// What a group has committed since its previous report.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Committed {
     /// The group's generation.
@@ -335,21 +337,21 @@ pub struct Committed {
     pub records: u64,
     /// Per rank: microseconds in the model's code in the last of these steps.
     pub compute_us: Vec<u64>,
-    /// What these steps took.
+    /// Durations of these steps.
     pub times: StepTimes,
-    /// Steps without an update, of all that the state contains.
+    /// Steps skipped without an update, of all that the state contains.
     pub steps_skipped: u64,
 }
 
-/// What steps took on the lowest rank. A group's first step is not among them: it is part of what
-/// the change cost.
+/// Durations of steps on the lowest rank. A group's first step is excluded: it is part of the pause
+/// of the membership change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTimes {
     /// Steps that were timed.
     pub steps: u64,
     /// Microseconds from commit to commit, over all of them.
     pub step_us: u64,
-    /// Of these, in the all-reduce: the wait for slower ranks, and the transfer.
+    /// Part of `step_us` in the all-reduce: the wait for slower ranks and the transfer.
     pub reduce_us: u64,
 }
 
@@ -366,51 +368,51 @@ pub struct Finished {
     pub ledger: LedgerReport,
     /// Records that went into committed steps, by the steps' own counts.
     pub records_trained: u64,
-    /// It ends before its data does, for evaluations got no better.
+    /// Whether training stopped early because evaluations did not improve.
     #[serde(default)]
     pub stopped_early: bool,
-    /// The model's closing words, from the lowest rank.
+    /// The model's summary text, from the lowest rank.
     pub summary: Option<String>,
-    /// Why the job can't go on, though the group holds a state.
+    /// Why the job can't continue, although the group holds a state.
     #[serde(default)]
     pub failure: Option<Failure>,
-    /// All members leave: another group goes on from the checkpoint of this step.
+    /// Whether all members leave: another group resumes from the checkpoint of this step.
     #[serde(default)]
     pub suspended: bool,
     /// Steps whose records were absorbed without an update.
     #[serde(default)]
     pub steps_skipped: u64,
-    /// This worker has exported the model.
+    /// Whether this worker has exported the model.
     #[serde(default)]
     pub exported: bool,
 }
 
-/// What ends a job before its work is done, with its newest state kept.
+/// A failure that ends a job before its work is done, with its newest state saved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failure {
-    /// What is wrong, and where; the same from all members.
+    /// What failed, and where; identical from all members.
     pub error: String,
-    /// Records of this worker that are at fault.
+    /// Records of this worker that caused the failure.
     pub ranges: Vec<RecordRange>,
 }
 
 /// An evaluation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Evaluated {
-    /// Steps that the model had made.
+    /// Steps that the evaluated model contains.
     pub step: u64,
     /// Records of the validation data.
     pub records: u64,
-    /// Means over them; `None` where one is not finite.
+    /// Means over these records; `None` where a mean is not finite.
     pub metrics: BTreeMap<String, Option<f64>>,
 }
 
-/// A ledger as it was received, not yet checked against the data set.
+/// A ledger as received, not yet validated against the data set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LedgerReport {
-    /// Epochs before this one are complete.
+    /// Number of complete epochs: all before this one.
     pub epochs_complete: u32,
-    /// What is absorbed of later ones.
+    /// Absorbed records of later epochs.
     pub ranges: Vec<RecordRange>,
     /// Records absorbed more than once.
     pub repeated: u64,
@@ -419,15 +421,15 @@ pub struct LedgerReport {
 /// Microseconds from a group's last commit to its first one in a new generation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Phases {
-    /// Last commit until the first sign of trouble (a link's error, or the arrival of a membership
-    /// that aborts the step), or until the switch was agreed.
+    /// From the last commit until the failure was detected (a link's error, or the arrival of a
+    /// membership that aborts the step), or until the switch was agreed.
     pub detect_us: u64,
     /// Until the training thread was out of the collective call or the user's code, and its links
     /// were down.
     pub abort_us: u64,
     /// Until the new membership was known.
     pub agree_us: u64,
-    /// Until the new links stood.
+    /// Until the new links were connected.
     pub connect_us: u64,
     /// Until all ranks held the same state.
     pub state_us: u64,

@@ -1,4 +1,4 @@
-//! The newest generation, and which one should come after it.
+//! The newest generation, and the choice of the next one.
 
 use std::collections::BTreeMap;
 
@@ -13,71 +13,72 @@ use super::workers::WorkerTable;
 /// The newest generation.
 #[derive(Debug, Default)]
 pub(super) struct Group {
-    /// 0 before the first.
+    /// Number of the generation; 0 before the first.
     pub(super) generation: Generation,
-    /// Generations up to this one are not to be published, though this job's master may not have
-    /// done it.
+    /// Generations up to this one must not be published (again): another master may have published
+    /// them.
     pub(super) generation_floor: Generation,
-    /// In ring order, whether they live or not.
+    /// Members in ring order, including lost ones.
     pub(super) members: Vec<WorkerId>,
-    /// The ring of the generation before, in which members may still be: the switch waits for a
-    /// step's end, and the newest group has not formed yet.
+    /// The ring of the previous generation, in which members may still be: the switch waits for a
+    /// step boundary, and the newest group has not formed yet.
     pub(super) previous_ring: Option<Vec<WorkerId>>,
-    /// As it was told to the members; `None` before the first.
+    /// The published membership; `None` before the first.
     pub(super) published: Option<Membership>,
-    /// It has agreed on its state.
+    /// Whether its members have agreed on its state.
     pub(super) formed: bool,
-    /// When it was published, somebody in it had the state of the group before.
+    /// Whether any member had the previous group's state when it was published.
     pub(super) carries_state: bool,
-    /// It began from a checkpoint.
+    /// Whether it started from a checkpoint.
     pub(super) restored: bool,
-    /// The lowest rank was disconnected, so it is to report the whole ledger again.
+    /// Whether the lowest rank, after a disconnection, has to report the whole ledger again.
     pub(super) report_is_due: bool,
-    /// Members that hold the job's final state, in this generation.
+    /// Final reports of members that hold the job's final state, in this generation.
     pub(super) finished: BTreeMap<WorkerId, (Finished, Ledger)>,
-    /// Members that were lost since it was published.
+    /// Members lost since it was published.
     pub(super) lost: Vec<WorkerId>,
-    /// Members that ended in order since it was published.
+    /// Members that left in order since it was published.
     pub(super) left: Vec<WorkerId>,
-    /// One of the lost ones did not answer, though its process ran.
+    /// Whether a lost member was unresponsive although its process ran.
     pub(super) hung: bool,
-    /// Reports of broken links for which nobody's loss is known.
+    /// Reports of broken links that no known loss explains.
     pub(super) broken: Option<Broken>,
-    /// The wait for a loss is over: the same members go on in a new generation.
+    /// Whether the same members need new links: the wait for an explaining loss is over.
     pub(super) relink: bool,
-    /// Who was suspected in how many generations in a row, without a commit between.
+    /// The last suspect, and in how many consecutive generations it was suspected without a commit
+    /// in between.
     pub(super) suspicion: Option<(WorkerId, u32)>,
-    /// Who was in links that kept what was sent.
+    /// How often members were at an end of a link that lost data.
     pub(super) blame: Blame,
 }
 
 /// Reports of broken links.
 #[derive(Debug, Default)]
 pub(super) struct Broken {
-    /// When the wait for a loss ends.
+    /// When the wait for an explaining loss ends.
     pub(super) until: Time,
     pub(super) suspects: Vec<WorkerId>,
     pub(super) reporters: Vec<WorkerId>,
-    /// Somebody knows what broke, and that it was nobody else's link.
+    /// Whether a reporter knows the cause, which is no other member's link.
     pub(super) is_explained: bool,
-    /// Dials that were not answered.
+    /// Unanswered dials.
     pub(super) unanswered: Vec<Suspect>,
 }
 
-/// Whom a member takes its broken link to be the fault of.
+/// The member that a reporter suspects of breaking its link.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Suspicion {
     pub(super) suspect: WorkerId,
-    /// It has answered no dial.
+    /// Whether the suspect answered no dial.
     pub(super) unreachable: bool,
 }
 
-/// What the next generation has to keep to.
+/// Constraints on the next generation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     pub(super) min: usize,
     pub(super) wanted: usize,
-    /// Whether a group that starts from nothing still waits for workers on their way.
+    /// Whether a group without a state still waits for workers that are starting.
     pub(super) join_window_open: bool,
     /// Whether workers may join.
     pub(super) admits: bool,
@@ -91,15 +92,15 @@ pub(super) struct Change {
 }
 
 impl Group {
-    /// Whether the members can't go on as they are: one is gone, or their links are.
+    /// Whether the members can't continue as they are: a member or a link is lost.
     pub(super) fn is_broken(&self) -> bool {
         self.relink || !self.lost.is_empty() || !self.left.is_empty()
     }
 
     /// The generation that should be published now, if any.
     ///
-    /// Survivors keep their order, joiners come behind. Leavers stay while nobody else holds the
-    /// state, or too few would be left.
+    /// Survivors keep their order and joiners are appended. Leaving members stay while no other
+    /// member holds the state, or while too few members would remain.
     pub(super) fn next(&self, workers: &WorkerTable, limits: Limits) -> Option<Change> {
         let alive = |id: &&WorkerId| workers.connected.get(id).is_some_and(|w| !w.released);
         let survivors: Vec<WorkerId> = self.members.iter().filter(alive).copied().collect();
@@ -117,7 +118,7 @@ impl Group {
         };
 
         if survivors.is_empty() {
-            // Who was shut down is on its way out: the group has not ended before it has.
+            // A member that was shut down is still ending, and the group ends only after it.
             if self.members.iter().any(|id| workers.connected.contains_key(id)) {
                 return None;
             }

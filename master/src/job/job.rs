@@ -1,4 +1,4 @@
-//! The job: its parts, and how events, time and actions pass through it.
+//! The job: its parts, and the dispatch of events, timers and actions.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
@@ -25,33 +25,34 @@ use super::workers::{ExitAccounting, Launch, Stage, WorkerTable};
 pub struct Job {
     pub(super) spec: JobSpec,
     pub(super) phase: Phase,
-    /// Workers to keep, as last asked for.
+    /// Desired number of workers, as last requested.
     pub(super) wanted: u32,
-    /// Places that were never filled; a launch into any other is a restart.
+    /// Launches left that fill a slot for the first time; every further launch is a restart.
     pub(super) initial_launches_left: u32,
     pub(super) workers: WorkerTable,
     pub(super) group: Group,
-    /// A group of a master before this one is being taken over.
+    /// Set while a previous master's group is being taken over.
     pub(super) takeover: Option<Takeover>,
-    /// Workers that came back to this master, until it is known what they hold.
+    /// Workers that reconnected to this master, until it is known what they hold.
     pub(super) reconnected: BTreeMap<WorkerId, Reconnected>,
-    /// Workers that records may be leased to; counted when one comes or goes, not at every lease.
+    /// Number of workers to which records may be leased; updated when a worker comes or goes, not
+    /// at every lease.
     pub(super) eligible: u64,
-    /// When a group that starts from nothing stops waiting for workers on their way.
+    /// End of the join window: how long a group without a state waits for further workers.
     pub(super) join_window_until: Option<Time>,
-    /// The worker that was asked for the data set.
+    /// The worker that was asked to describe the data set.
     pub(super) dataset_describer: Option<WorkerId>,
     pub(super) dataset: Option<FileList>,
     pub(super) leases: Option<LeaseTable>,
-    /// Of shards that are worked on apart.
+    /// Results of an inference job's shards.
     pub(super) results: ShardResults,
     /// Number of parameters that the first ready worker's model has.
     pub(super) parameters: Option<u64>,
     /// Steps committed, as last reported.
     pub(super) step: u64,
-    /// The user has asked for a checkpoint, and none has come since.
+    /// Whether the user has requested a checkpoint that has not been written yet.
     pub(super) checkpoint_requested: bool,
-    /// The group's last word.
+    /// The group's final report.
     pub(super) final_report: Option<Finished>,
     pub(super) restarts: Restarts,
     pub(super) history: JobHistory,
@@ -64,24 +65,24 @@ pub struct Job {
     pub(super) generations_reserved: Generation,
     /// See [`Job::durable_before`].
     pub(super) durable_before: u64,
-    /// Until then launches are taken to find no room.
+    /// Until then new launches are assumed to be unschedulable.
     pub(super) unschedulable_until: Option<Time>,
     timers: BTreeSet<(Time, Timer)>,
     actions: VecDeque<Action>,
 }
 
-/// Where a job is in its life.
+/// The phase of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     Ended(Outcome),
-    /// Everybody was told that it is over.
+    /// All workers were asked to end.
     Ending(Outcome),
     Running,
-    /// The user wants it to stop; the group finishes its step.
+    /// The user stopped the job; the group finishes its step.
     Stopping,
 }
 
-/// What may become due. Whether there still is something to do is looked at then.
+/// A timer. Its handler checks whether there still is something to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Timer {
     Broken(Generation),
@@ -108,7 +109,7 @@ impl Job {
         job
     }
 
-    /// A job that has done nothing yet.
+    /// A job that has not started any worker yet.
     pub(super) fn new_silent(spec: JobSpec) -> Self {
         Self {
             phase: Phase::Running,
@@ -142,10 +143,10 @@ impl Job {
         }
     }
 
-    /// Takes in something that happened at `now`.
+    /// Handles an event that happened at `now`.
     ///
-    /// Whatever no longer fits (a message of a worker that is gone, the end of a process that is
-    /// not known) changes nothing.
+    /// An event that no longer applies (a message of a forgotten worker, the end of an unknown
+    /// process) is ignored.
     pub fn handle(&mut self, now: Time, event: Event) {
         if matches!(self.phase, Phase::Ended(_)) {
             return;
@@ -186,18 +187,18 @@ impl Job {
         }
     }
 
-    /// The next thing to do.
+    /// The next action.
     pub fn poll_action(&mut self) -> Option<Action> {
         self.actions.pop_front()
     }
 
-    /// When [`Job::handle_timeout`] wants to be called.
+    /// The time at which [`Job::handle_timeout`] has to be called.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Time> {
         self.timers.first().map(|&(at, _)| at)
     }
 
-    /// Does what has become due by `now`.
+    /// Runs the timers that are due at `now`.
     pub fn handle_timeout(&mut self, now: Time) {
         while let Some(&(at, timer)) = self.timers.first()
             && at <= now
@@ -257,7 +258,7 @@ impl Job {
         let worker = self.workers.admit(now, launch, address, pid);
         self.watch_heartbeats(now);
         self.push(Action::Admit { connection, worker });
-        // The first process of a container tells nobody which one.
+        // In a container every process has id 1, which identifies nothing.
         let process = if pid == 1 { String::new() } else { format!(" (process {pid})") };
         self.log_event(format!("worker {worker} is up{process}"));
         if self.phase == Phase::Stopping {
@@ -270,7 +271,7 @@ impl Job {
         }
     }
 
-    /// Asks a new worker for what it is needed for first.
+    /// Sends a new worker its first request.
     pub(super) fn welcome(&mut self, worker: WorkerId) {
         let (stage, message) = match &self.dataset {
             Some(dataset) => (Stage::Preparing, ToWorker::Prepare(dataset.clone())),
@@ -286,9 +287,10 @@ impl Job {
         self.send(worker, message);
     }
 
-    /// Forgets a worker whose stream ended or that is not to be trusted. If its process still runs
-    /// after `grace`, it is killed: not at once, for the stream of a dying process ends before its
-    /// exit is known, and the kill would take the place of its exit code.
+    /// Forgets a worker whose stream ended or that is not trusted, and releases the rest of its
+    /// pod. If its process still runs after `grace`, it is killed. The kill is delayed because the
+    /// stream of a dying process ends before its exit is known, and a kill would replace its exit
+    /// code.
     pub(super) fn forget_with_pod(&mut self, now: Time, worker: WorkerId, grace: Duration) {
         let grace = self.exit_wait(grace);
         let Some(w) = self.workers.connected.get(&worker) else { return };
@@ -299,8 +301,8 @@ impl Job {
         }
     }
 
-    /// How long a process may outlive its worker: the others of its pod are given the time to end
-    /// by themselves.
+    /// How long a process may outlive its worker. The other workers of its pod get time to end by
+    /// themselves.
     pub(super) fn exit_wait(&self, grace: Duration) -> Duration {
         if self.spec.workers_per_pod > 1 { grace.max(POD_GRACE) } else { grace }
     }
@@ -342,7 +344,7 @@ impl Job {
         }
     }
 
-    /// If `worker` was asked to describe the data set, asks another one.
+    /// If `worker` was asked to describe the data set, asks another worker.
     pub(super) fn reassign_describer(&mut self, worker: WorkerId) {
         if self.dataset_describer != Some(worker) {
             return;
@@ -363,7 +365,8 @@ impl Job {
             return;
         };
         let name = self.workers.name(first, self.workers.any_of_pod(first, |l| l.worker.is_some()));
-        // Before the launches are forgotten: a worker's last word may excuse its end.
+        // Before the launches are forgotten: a worker's final report may make its exit an expected
+        // one.
         for launch in &pod {
             if let Some(worker) = self.workers.launches[launch].worker {
                 self.forget(now, worker, ZOMBIE_GRACE);
@@ -382,7 +385,7 @@ impl Job {
             Phase::Ending(_) if self.workers.launches.is_empty() => self.end_now(),
             Phase::Ending(_) => {}
             Phase::Running | Phase::Stopping => {
-                // A worker that has never come to its master is not on its way back to it.
+                // A worker that never reached its master was not searching for it again.
                 let has_lost_way = *exit == Exit::Code(EXIT_MASTER_LOST)
                     && ended.iter().all(|l| l.worker.is_none());
                 let is_own_fault = is_own_fault(exit) || has_lost_way;
@@ -390,10 +393,12 @@ impl Job {
                     .iter()
                     .all(|l| l.accounting == ExitAccounting::Expected || l.leaving || l.retired);
                 let counted = ended.iter().any(|l| l.accounting == ExitAccounting::Counted);
-                self.history.counters.end(match () {
-                    () if excused => End::Told,
-                    () if counted => End::Failed,
-                    () => End::of(exit, is_own_fault),
+                self.history.counters.end(if excused {
+                    End::Told
+                } else if counted {
+                    End::Failed
+                } else {
+                    End::of(exit, is_own_fault)
                 });
                 if excused || counted {
                     self.log_event(format!("{name} has ended ({end})"));
@@ -423,11 +428,12 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Counts a failure, on these records if that is known; fails the job if it is one too many.
+    /// Counts a failure, with the records that were processed if known; fails the job if it exceeds
+    /// the budget.
     pub(super) fn count_failure(&mut self, now: Time, what: &str, ranges: &[RecordRange]) {
         match self.phase {
             Phase::Running => {}
-            // Nothing is started in its place.
+            // No replacement is started.
             Phase::Stopping => return self.log_event(what.to_owned()),
             Phase::Ended(_) | Phase::Ending(_) => return,
         }
@@ -477,23 +483,21 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Lets a pod go that nothing is to replace.
+    /// Releases a pod that is not replaced (scale down).
     fn retire_slot(&mut self, now: Time, launch: LaunchId) {
         for launch in self.workers.pod(launch) {
             self.workers.launches.get_mut(&launch).expect("it is of the pod").retired = true;
         }
-        match () {
-            // A member goes at the end of a step, with the next membership.
-            () if self.workers.is_heard(launch) => {
-                self.release_pod(now, launch, "fewer workers are wanted")
-            }
-            // It goes when it is back.
-            () if self.workers.any_of_pod(launch, |l| l.disconnected.is_some()) => {}
-            () => self.kill(launch),
+        if self.workers.is_heard(launch) {
+            // A member leaves at a step boundary, with the next membership.
+            self.release_pod(now, launch, "fewer workers are wanted");
+        } else if !self.workers.any_of_pod(launch, |l| l.disconnected.is_some()) {
+            // A disconnected worker leaves when it reconnects.
+            self.kill(launch);
         }
     }
 
-    /// Shuts a worker down in order.
+    /// Asks a worker to end, in order.
     pub(super) fn release(&mut self, now: Time, worker: WorkerId, reason: &str) {
         let Some(w) = self.workers.connected.get_mut(&worker) else {
             return;
@@ -509,7 +513,7 @@ impl Job {
         self.eligible = self.workers.connected.values().filter(|w| w.is_eligible()).count() as u64;
     }
 
-    /// The process is expected to end, and killed if it does not.
+    /// Marks the exit of a process as expected; the process is killed if it does not end in time.
     pub(super) fn expect_exit(&mut self, now: Time, launch: LaunchId) {
         if let Some(l) = self.workers.launches.get_mut(&launch) {
             l.leaving = true;
@@ -541,7 +545,7 @@ impl Job {
         self.actions.push_back(action);
     }
 
-    /// Tells a worker, if its stream is open.
+    /// Sends a worker a message, if its stream is open.
     pub(super) fn send(&mut self, worker: WorkerId, message: ToWorker) {
         if self.workers.connected.contains_key(&worker) {
             self.push(Action::Send { worker, message });
@@ -570,10 +574,10 @@ impl Job {
     }
 }
 
-/// How long a process may outlive its stream.
+/// How long a process may outlive its stream before it is killed.
 pub(super) const ZOMBIE_GRACE: Duration = Duration::from_millis(250);
-/// As long as a pod's own supervisor gives them, and a little more.
+/// How long a pod's supervisor gives its processes, and a margin.
 const POD_GRACE: Duration = Duration::from_secs(3);
-/// How long a worker that was let go may take to end.
+/// How long a released worker may take to end.
 pub(super) const RELEASE_WAIT: Duration = Duration::from_secs(10);
 pub(super) const HELLO_WAIT: Duration = Duration::from_secs(60);

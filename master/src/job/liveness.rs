@@ -1,18 +1,18 @@
-//! Heartbeats: which silent workers are lost.
+//! Liveness: which workers without heartbeats are lost.
 //!
-//! A silence has two ends. Either the worker is stopped or cut off, or this master is: its network
-//! was away, or it was stopped itself. The ring tells which. Every heartbeat says whether its
-//! worker waits for its neighbours, so:
+//! Missing heartbeats have two possible causes: the worker is stopped or cut off, or this master is
+//! (its network failed, or it was stopped itself). The ring tells them apart, because every
+//! heartbeat reports whether its worker waits for its neighbours:
 //!
-//! | members that were heard just now | a silent member is |
+//! | members heard recently | a silent member is |
 //! |---|---|
-//! | none | not judged: this master is cut off from all of them |
+//! | none | not judged: this master is cut off from all members |
 //! | some, and one of them makes progress | alive: no step is committed without it |
 //! | some, and all of them wait, or their group is broken | evicted |
 //!
-//! A member that waits may wait for a silent one that computes for long, so its wait has to be
-//! longer than the longest usual step. A control thread sends heartbeats whatever its model
-//! computes: slow is not silent.
+//! A member may wait for a silent one that computes for a long time, so its wait has to exceed the
+//! longest usual step. A worker's control thread sends heartbeats while its model computes: a slow
+//! worker is not silent.
 //!
 //! The same evidence decides about members whose stream ended; see
 //! [`disconnected`](super::disconnected).
@@ -27,7 +27,7 @@ use super::time::Time;
 use super::workers::Worker;
 
 impl Job {
-    /// Sets the timer of the next look at heartbeats, as long as there are workers.
+    /// Sets the timer of the next heartbeat check, as long as there are workers.
     pub(super) fn watch_heartbeats(&mut self, now: Time) {
         if let Some(timeout) = self.spec.worker_timeout
             && !self.workers.connected.is_empty()
@@ -37,15 +37,16 @@ impl Job {
         }
     }
 
-    /// Evicts silent workers that the ring shows to be lost. `at`: when the look was due.
+    /// Evicts silent workers that the ring shows to be lost. `at` is the time at which the check
+    /// was due.
     pub(super) fn on_heartbeat_check(&mut self, now: Time, at: Time) {
         let Some(timeout) = self.spec.worker_timeout else { return };
         if !matches!(self.phase, Phase::Running | Phase::Stopping) {
             return;
         }
         if now.0.saturating_sub(at.0) > check_interval(timeout) {
-            // This master itself was kept from running: what workers sent meanwhile has not been
-            // read yet.
+            // This master itself did not run for a while: messages that workers sent meanwhile have
+            // not been read yet.
             for w in self.workers.connected.values_mut() {
                 (w.heard, w.stalled) = (now, None);
             }
@@ -64,9 +65,8 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Whether the members that can be heard have all come to a standstill: they wait for those
-    /// that can't, or their group is broken. `false` where no member can be heard. A heartbeat from
-    /// before `after` shows nothing.
+    /// Whether all members that are heard are stalled: they wait for those that are not, or their
+    /// group is broken. `false` if no member is heard. Heartbeats older than `after` are ignored.
     pub(super) fn is_group_stalled(&self, now: Time, after: Time) -> bool {
         let (Some(timeout), Some(heartbeat)) = (self.spec.worker_timeout, self.spec.heartbeat())
         else {
@@ -90,7 +90,7 @@ impl Job {
         heard().all(|w| w.stalled.is_some_and(waits))
     }
 
-    /// The longest usual step of the members, in their models' code.
+    /// The longest usual compute time of a step among the members.
     fn longest_step(&self) -> Duration {
         let here = self.workers.members().filter_map(|(_, w)| w.pace.usual_us());
         let disconnected =
@@ -98,7 +98,7 @@ impl Job {
         Duration::from_micros(here.chain(disconnected).max().unwrap_or_default())
     }
 
-    /// For how long a worker was silent, if it is lost.
+    /// How long a worker has been silent, if it is lost.
     fn lost_after(&self, w: &Worker, now: Time, timeout: Duration) -> Option<Duration> {
         let silence = now.0.saturating_sub(w.heard.0);
         let heartbeat = self.spec.heartbeat().unwrap_or_default();
@@ -111,9 +111,9 @@ impl Job {
             (true, true) if self.is_group_stalled(now, w.heard + timeout + heartbeat) => {
                 timeout + heartbeat
             }
-            // Without a master it ends by itself.
+            // A worker without a master ends by itself.
             (true, true) => self.spec.master_timeout.max(timeout) + RECONNECT_SLACK,
-            // A worker that is no member holds nobody up.
+            // A worker that is no member holds no other worker up.
             (false, true) => timeout.max(JOINER_SILENCE_MAX) + heartbeat,
             (_, false) => timeout + heartbeat,
         };
@@ -134,14 +134,14 @@ impl Worker {
     }
 }
 
-/// A silence is noticed this long after it has become too long, at most.
+/// The interval between heartbeat checks, and so the maximum delay of an eviction.
 fn check_interval(timeout: Duration) -> Duration {
     timeout / 20
 }
 
-/// A worker that has been heard within this many heartbeats is not silent.
+/// A worker that was heard within this many heartbeat intervals is not silent.
 const FRESH_HEARTBEATS: u32 = 2;
 /// How long a worker that is no member yet may be silent.
 const JOINER_SILENCE_MAX: Duration = Duration::from_secs(10);
-/// What a worker that found no master in time needs to end, and the news of it to arrive.
+/// Time for a worker that found no master to end, and for its exit to become known.
 pub(super) const RECONNECT_SLACK: Duration = Duration::from_secs(2);

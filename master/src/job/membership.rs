@@ -1,4 +1,4 @@
-//! When the group changes, and how that is told.
+//! When the group changes, and how the membership is published.
 
 use std::net::SocketAddr;
 
@@ -14,7 +14,7 @@ use super::workers::Stage;
 
 impl Job {
     /// Publishes the next generation if one is due, or ends the job if its group has finished.
-    /// Called after whatever may have changed either.
+    /// Called after every event that may change either.
     pub(super) fn reconcile(&mut self, now: Time) {
         if !matches!(self.phase, Phase::Running | Phase::Stopping) {
             return;
@@ -42,7 +42,7 @@ impl Job {
         }
         self.watch_window(now);
         let limits = Limits {
-            // A group that only has to finish its step needs nobody else.
+            // A group that only has to finish its step needs no further members.
             min: if stopping { 1 } else { self.spec.min_workers as usize },
             wanted: self.wanted as usize,
             join_window_open: self.join_window_until.is_none_or(|until| now < until),
@@ -53,7 +53,7 @@ impl Job {
         }
     }
 
-    /// Where a group starts from nothing, it waits a little for those who are on their way.
+    /// Opens the join window: a group without a state waits briefly for further workers.
     fn watch_window(&mut self, now: Time) {
         let from_nothing =
             self.workers.members().next().is_none() && self.workers.joiners().next().is_some();
@@ -79,16 +79,20 @@ impl Job {
         left.extend(&excluded);
         let hung = std::mem::take(&mut self.group.hung);
         let relink = std::mem::take(&mut self.group.relink);
-        let cause = match () {
-            () if generation.0 == 1 => Cause::Start,
-            () if hung => Cause::Hung,
-            () if relink || !lost.is_empty() => Cause::Lost,
-            () if !left.is_empty() => Cause::Leave,
-            () => Cause::Join,
+        let cause = if generation.0 == 1 {
+            Cause::Start
+        } else if hung {
+            Cause::Hung
+        } else if relink || !lost.is_empty() {
+            Cause::Lost
+        } else if !left.is_empty() {
+            Cause::Leave
+        } else {
+            Cause::Join
         };
         self.group.generation = generation;
         self.group.formed = false;
-        // Workers that are let go end their leases.
+        // The leases of released workers end.
         self.reconnected.retain(|id, _| self.group.members.contains(id));
         self.group.report_is_due = false;
         if let Some(takeover) = &mut self.takeover {
@@ -131,7 +135,7 @@ impl Job {
         self.release_excluded(now, &excluded);
     }
 
-    /// Members of the generation before that live and are not in the new one.
+    /// Live members of the previous generation that are not in the new one.
     fn excluded(&self) -> Vec<WorkerId> {
         self.workers
             .members()
@@ -153,7 +157,8 @@ impl Job {
         self.count_eligible();
     }
 
-    /// A membership without these workers is published: they end by themselves at the switch.
+    /// Releases workers without which a membership was published: they end by themselves at the
+    /// switch.
     pub(super) fn release_excluded(&mut self, now: Time, workers: &[WorkerId]) {
         for id in workers {
             if let Some(w) = self.workers.connected.get_mut(id) {
@@ -167,7 +172,7 @@ impl Job {
         }
     }
 
-    /// Tells newcomers that fetch the state who has it now.
+    /// Sends the joiners that fetch the state its current holders.
     fn send_donors(&mut self) {
         let joiners: Vec<WorkerId> = self.workers.joiners().collect();
         for id in joiners {
@@ -178,8 +183,8 @@ impl Job {
         }
     }
 
-    /// The members that have the group's state, in the order in which `joiner` is to ask them:
-    /// newcomers are spread over them, and the first rank, which speaks for the group, comes last.
+    /// The members that have the group's state, in the order in which `joiner` asks them: joiners
+    /// are spread over them, and the lowest rank, which reports for the group, comes last.
     pub(super) fn donors(&self, joiner: WorkerId) -> Vec<(WorkerId, SocketAddr)> {
         let holds_state = |id: &&WorkerId| {
             self.workers.connected.get(id).is_some_and(|w| w.holds_state && !w.released)
@@ -215,7 +220,7 @@ impl Job {
     }
 }
 
-/// One line for the user.
+/// The log line of a membership change.
 fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String {
     let MembershipChange { generation, world_size, at_step, lost, left, joined, cause, .. } =
         record;
@@ -249,8 +254,8 @@ fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String 
     }
 }
 
-/// A newcomer that none of these serves hears of others with the next membership. All members in
-/// every newcomer's list would be a million names where a thousand join.
+/// Donors per joiner. A joiner that none of these serves gets others with the next membership. With
+/// all members in every joiner's list, a thousand joiners would get a million entries.
 const DONORS_MAX: usize = 8;
-/// How long a group that starts from nothing waits for workers on their way.
+/// The join window: how long a group without a state waits for further workers.
 const START_WINDOW: std::time::Duration = std::time::Duration::from_secs(1);

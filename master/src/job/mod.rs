@@ -1,34 +1,34 @@
-//! One training job's brain: which workers live, who is in the group, who holds a lease on which
-//! records, when it ends.
+//! The state machine of one training job: which workers are alive, which are in the group, which
+//! lease which records, and when the job ends.
 //!
-//! A deterministic state machine. Events and the time go in, actions come out; the same inputs give
-//! the same outputs.
+//! It is deterministic: events and the time go in, actions come out, and the same inputs give the
+//! same outputs.
 //!
 //! ```text
 //!                handle(now, Event)            poll_action() -> Action
 //!   streams ───►┌──────────────────────────────────────────────────┐───► Launch, Kill        (processes)
 //!   processes ─►│ Job                                              │───► Admit, Send, Refuse (streams)
-//!   the user ──►│   crew: launches, workers   group: generation    │───► Say, End            (the user)
-//!   the clock ─►│   records: ledger, queues, leases   restarts     │
+//!   the user ──►│   workers: launches, workers   group: generation │───► Log, End            (the user)
+//!   the clock ─►│   leases: ledger, queues, leases   restarts      │
 //!               └──────────────────────────────────────────────────┘
 //!          handle_timeout(now) ◄── poll_timeout()         status(now), summary(now)
 //! ```
 //!
-//! What the group's parameters have absorbed is the group's own word; the ledger here is a cache of
-//! it.
+//! The group decides what its parameters have absorbed; the ledger here is a cache of its reports.
 //!
 //! **Invariants**
-//! * No async, sockets, clock, environment or entropy under `job/`; what is drawn is drawn from the
+//! * No async, sockets, clock, environment or entropy under `job/`; random choices derive from the
 //!   job's seed.
 //! * A record is leased to at most one live worker, and only to a member of the newest generation.
-//! * A lost worker's leases come back into the queue only with the next group's own report of its
-//!   ledger ([`FromWorker::Formed`]), less what that report holds.
-//! * Generations grow by one. While one is published and not formed, only a loss publishes another.
-//! * A master that comes after another one leases nothing before it knows what the group has
-//!   absorbed and what each of its members holds.
-//! * Nothing that a worker says can make this code panic: it is checked, and changes nothing or
-//!   fails that worker.
-//! * Whatever grows with a worker's words has a limit.
+//! * A lost worker's leases return to the queue only when the next group reports its ledger
+//!   ([`FromWorker::Formed`]), less the records that this ledger holds.
+//! * Generations grow by one. Between the publication of a generation and its formation, only a
+//!   loss publishes another one.
+//! * After a take-over the master leases nothing until it knows what the group has absorbed and
+//!   what each member holds.
+//! * No message of a worker can make this code panic: every message is validated, and an invalid
+//!   one is ignored or fails its sender.
+//! * Everything that grows with workers' messages has a limit.
 
 mod action;
 mod checkpoints;

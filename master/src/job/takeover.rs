@@ -1,33 +1,34 @@
-//! How a master takes over the group of one that died.
+//! Take-over: a new master continues with the group of a master that died.
 //!
-//! The group has gone on without a master, or waits for records. Its members come back one by one,
-//! each under the name that it had. When all have, the group is this master's, in the generation
-//! that it was in; whoever does not come back in time is lost, and there is a new generation as
-//! after any loss.
+//! The group has continued without a master, or waits for records. Its members reconnect one by
+//! one, each with the id that it had. When all have reconnected, the group continues under this
+//! master in the same generation. A member that does not reconnect in time is lost, and a new
+//! generation is published as after any loss.
 //!
 //! ```text
-//!  record ──restore──► launches away ──Connected{resume}──► back ──Holding──► told what it holds ─┐
-//!                          └─ time is up, process ended ──► lost                                  ├─► leases again
-//!                              lowest rank: Formed (its ledger), Committed up to their steps ─────┘
+//!  persisted job ──restore──► disconnected ──Connected{resume}──► connected ──HeldLeases──► known ─┐
+//!                          └─ timeout, process ended ──► lost                                      ├─► leases again
+//!                              lowest rank: Formed (its ledger), Committed up to their steps ──────┘
 //! ```
 //!
-//! **The record may be older than the group**, where keeping it takes time. Then the group knows
-//! better: each worker says which membership it has heard of, and the newest of these counts, as
-//! long as this master has not published one of its own. Whoever belongs to it is told, and whoever
-//! does not is let go.
+//! **The persisted job may be older than the group**, because writing it takes time. Then the group
+//! has the newer information: each worker reports the newest membership that it knows, and the
+//! newest of all counts, until this master publishes its own. Its members receive it, and other
+//! workers are released.
 //!
-//! **What may be leased** is what is neither in the ledger nor held by a member. The ledger is the
-//! lowest rank's word, at step `f`; what each member holds is its own word, at its step `s`; they
-//! come at different times. Once `f ≥ s` for all members nothing is overlooked: what a member has
-//! put into a step that the ledger lacks, into step `f + 1` or later, it had not committed when it
-//! spoke, so it still named these records; and it is leased nothing after it spoke. Before that, a
-//! record could be in a step between `f` and `s`, and in neither word.
+//! **Records that may be leased** are those that are neither in the ledger nor held by a member.
+//! The lowest rank reports the ledger, at step `f`; each member reports what it holds, at its step
+//! `s`; the reports arrive at different times. Once `f ≥ s` for all members no record is
+//! overlooked: a record that a member put into a step that the ledger lacks (step `f + 1` or later)
+//! was not committed when the member reported, so its report still names the record; and the member
+//! is leased nothing after its report. Before that, a record could be in a step between `f` and
+//! `s`, and in neither report.
 //!
-//! A step that the lowest rank has committed alone may be undone by its loss. Records that are in
-//! the ledger and also named by a member are therefore kept as that member's until the next step,
-//! as after any report.
+//! The loss of the lowest rank may undo a step that it alone has committed. Records that are in the
+//! ledger and also named by a member are therefore remembered as that member's leases until the
+//! next step, as after any report.
 //!
-//! **Invariant:** nothing is leased while there is an [`Takeover`].
+//! **Invariant:** nothing is leased during a [`Takeover`].
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -45,25 +46,25 @@ use super::shards::Shards;
 use super::time::Time;
 use super::workers::{Disconnected, Launch};
 
-/// A group that is being taken over.
+/// A take-over in progress.
 #[derive(Debug, Default)]
 pub(super) struct Takeover {
-    /// Its generation had formed, so that it forms again is no news.
+    /// Whether its generation had already formed, so that its report is not logged again.
     pub(super) was_formed: bool,
-    /// Members that are back and have not said what they hold.
+    /// Reconnected members that have not reported what they hold.
     pub(super) awaiting_holdings: BTreeSet<WorkerId>,
-    /// The others' steps.
+    /// The steps of members that have.
     pub(super) steps: BTreeMap<WorkerId, u64>,
-    /// This master has published a generation: no older one is of interest.
+    /// Whether this master has published a generation, so that older memberships are ignored.
     pub(super) has_published: bool,
 }
 
 impl Job {
-    /// The job of `record`, whose master died, at `now` since its start. Of each of
-    /// [`PersistedJob::launches`] that does not run any more the end is to be told next.
+    /// Restores the job of `record`, whose master died, at `now` since its start. The caller
+    /// reports next the end of each of [`PersistedJob::launches`] that does not run any more.
     ///
     /// # Errors
-    /// What in the record can't be; no job can be made of it.
+    /// The first inconsistency of the persisted job.
     pub fn restore(mut record: PersistedJob, now: Time) -> Result<Self, String> {
         check(&record)?;
         let mut job = Self::new_silent(record.spec);
@@ -89,7 +90,7 @@ impl Job {
         job.restore_results(record.results)?;
         let members = record.membership.as_ref().map_or(&[][..], |m| &m.members);
         let members: Vec<WorkerId> = members.iter().map(|(id, _)| *id).collect();
-        // A pod of which one was given up goes as a whole.
+        // A pod of which one worker was forgotten is killed as a whole.
         let gone: BTreeSet<LaunchId> =
             record.launches.iter().filter(|l| l.gone).map(|l| l.launch).collect();
         let pod_of =
@@ -152,7 +153,7 @@ impl Job {
         Ok(job)
     }
 
-    /// The processes of a job that is over may not have ended; all else is done.
+    /// Restores a job that is over, whose processes may still run.
     fn restore_ending(&mut self, ending: PersistedShutdown) -> Result<(), String> {
         if let Some(leases) = &mut self.leases {
             let ledger = leases.check(&ending.ledger)?;
@@ -181,8 +182,8 @@ impl Job {
             ));
         }
         if !self.spec.work.trains() {
-            // Who works apart is no member: it is replaced, and the shards that it held are done
-            // again.
+            // A worker of an inference job is no member: it is replaced, and the shards that it
+            // held are processed again.
             self.watch_reconnections(now);
         } else if !self.group.members.is_empty() || self.workers.disconnected().next().is_some() {
             self.takeover = Some(Takeover { was_formed, ..Takeover::default() });
@@ -192,7 +193,7 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// No generation is used twice.
+    /// Raises the generation floor: no generation is used twice.
     pub(super) fn raise_generation_floor(&mut self, generation: Generation) {
         if generation > self.group.generation_floor {
             self.group.generation_floor = generation;
@@ -200,8 +201,8 @@ impl Job {
         }
     }
 
-    /// Takes `theirs`, which a worker has heard of from the master before this one, for the newest
-    /// membership; whether it may.
+    /// Adopts `theirs`, which a worker knows from the previous master, as the newest membership.
+    /// Returns whether it was adopted.
     pub(super) fn adopt_membership(&mut self, now: Time, theirs: &Membership) -> bool {
         let Some(takeover) = self.takeover.as_mut().filter(|a| !a.has_published) else {
             return false;
@@ -209,7 +210,7 @@ impl Job {
         if self.dataset.is_none() {
             return false;
         }
-        // The record has nothing to be completed by what it costs.
+        // Its pause is not measured: the persisted history does not hold this membership.
         takeover.was_formed = true;
         let members: Vec<WorkerId> = theirs.members.iter().map(|(id, _)| *id).collect();
         let before = std::mem::take(&mut self.group.members);
@@ -254,7 +255,7 @@ impl Job {
             self.send(id, ToWorker::Membership(theirs.clone()));
         }
         for id in &excluded {
-            // What it holds it has from an older group; the members of this one say what is theirs.
+            // Its leases are from an older group; the members of this one report their own.
             if let (Some(takeover), Some(leases)) = (&mut self.takeover, &mut self.leases) {
                 takeover.awaiting_holdings.remove(id);
                 takeover.steps.remove(id);
@@ -265,7 +266,7 @@ impl Job {
         true
     }
 
-    /// Refuses a worker that came back, for good: another takes its place.
+    /// Refuses a reconnecting worker permanently: a replacement is started.
     pub(super) fn refuse_reconnection(
         &mut self,
         now: Time,
@@ -280,7 +281,7 @@ impl Job {
         self.on_awaited_returned(now);
     }
 
-    /// One less is awaited.
+    /// An awaited worker has reconnected or is not coming.
     pub(super) fn on_awaited_returned(&mut self, now: Time) {
         if self.takeover.is_some() && !self.awaits_members() && !self.group.members.is_empty() {
             self.log_event(format!(
@@ -291,7 +292,7 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Leases again, once it is known what may be leased.
+    /// Ends the take-over and leases again, once it is known which records may be leased.
     pub(super) fn try_finish_takeover(&mut self, now: Time) {
         let Self { takeover: Some(takeover), leases: Some(leases), workers, .. } = self else {
             return;
@@ -315,7 +316,7 @@ impl Job {
     }
 }
 
-/// What [`Job::restore`] relies on.
+/// Validates what [`Job::restore`] relies on.
 fn check(record: &PersistedJob) -> Result<(), String> {
     record.spec.check().map_err(|error| error.to_string())?;
     let PersistedJob { spec, launches, launches_made, .. } = record;

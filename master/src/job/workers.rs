@@ -1,7 +1,8 @@
-//! The processes that were started and the workers that they became.
+//! The worker table: launches (started processes) and the workers connected from them.
 //!
-//! **Invariant:** a worker is in [`WorkerTable::connected`] exactly while its stream is open and it is not
-//! given up: whatever is sent goes to one of these. Its launch stays until the process has ended.
+//! **Invariant:** a worker is in [`WorkerTable::connected`] exactly while its stream is open and it
+//! is not forgotten; messages go only to these workers. Its launch stays until the process has
+//! ended.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -13,7 +14,7 @@ use super::stall::Stalled;
 use super::straggler::StepPace;
 use super::time::Time;
 
-/// Processes and workers.
+/// Launches and connected workers.
 #[derive(Debug)]
 pub(super) struct WorkerTable {
     pub(super) workers_per_pod: usize,
@@ -22,43 +23,43 @@ pub(super) struct WorkerTable {
     pub(super) launches_made: u64,
 }
 
-/// A process that was started and is not known to have ended.
+/// A started process that is not known to have ended.
 #[derive(Debug, Default)]
 pub(super) struct Launch {
-    /// What it became when it said hello; stays when the stream ends.
+    /// The worker that it became with its hello; stays when the stream ends.
     pub(super) worker: Option<WorkerId>,
     pub(super) accounting: ExitAccounting,
-    /// It goes in order, so its replacement may start while it still runs.
+    /// It leaves in order, so its replacement may start while it still runs.
     pub(super) leaving: bool,
-    /// It goes because fewer workers are wanted; nothing takes its place.
+    /// It leaves because of a scale down; nothing replaces it.
     pub(super) retired: bool,
     pub(super) killed: bool,
-    /// Its worker has no stream to this master, and may come back.
+    /// Set while its worker has no stream to this master and may reconnect.
     pub(super) disconnected: Option<Disconnected>,
-    /// The lowest place that was free: see [`Action::Launch`](super::Action::Launch).
+    /// The lowest slot that was free: see [`Action::Launch`](super::Action::Launch).
     pub(super) slot: u32,
     pub(super) scheduling: Scheduling,
-    /// What it waits for, if something is known.
+    /// What it waits for, if known.
     pub(super) waits_for: Option<String>,
-    /// Its priority class, where there are such.
+    /// Priority class, where the cluster has them.
     pub(super) class: Option<String>,
-    /// The last lines that it has printed, once it has ended.
+    /// Last lines of its output, once it has ended.
     pub(super) printed: Option<String>,
 }
 
-/// Whether a launch has a place to run at.
+/// Whether a launch has been scheduled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Scheduling {
-    /// Nothing is known.
+    /// Not known yet.
     #[default]
     Pending,
-    /// It has, or is about to.
+    /// It runs, or is about to.
     Scheduled,
-    /// Nowhere is enough left for it.
+    /// No node has enough capacity for it.
     Unschedulable,
 }
 
-/// What is known of a worker that may come back.
+/// A disconnected worker that may reconnect.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Disconnected {
     /// As [`Worker::rank`].
@@ -67,31 +68,31 @@ pub(super) struct Disconnected {
     pub(super) joined: Option<Generation>,
     /// As [`Worker::holds_state`].
     pub(super) holds_state: bool,
-    /// When its stream ended; when this master began, if that was a stream to an earlier master.
+    /// When its stream ended; for a stream to an earlier master, when this master started.
     pub(super) since: Time,
-    /// What this master knows of it; `None` where only an earlier master knew the worker.
+    /// What this master knew of the worker; `None` if only an earlier master knew it.
     pub(super) last_known: Option<LastKnown>,
 }
 
-/// What a master keeps of a worker whose stream ended.
+/// What a master retains of a worker whose stream ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LastKnown {
     pub(super) stage: Stage,
     /// As [`Worker::leaving`].
     pub(super) leaving: bool,
     pub(super) pid: u32,
-    /// Its usual step, in microseconds in its model's code.
+    /// Median compute time of its recent steps, in microseconds.
     pub(super) usual_us: Option<u64>,
 }
 
-/// What the end of a process will mean.
+/// How the exit of a process is accounted for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum ExitAccounting {
-    /// Its failure has been counted.
+    /// Its failure has already been counted.
     Counted,
-    /// It was told to end, or said that it would.
+    /// Its exit is expected: it was asked to end, or announced that it would.
     Expected,
-    /// Its exit will tell.
+    /// Not decided: the exit status will tell.
     #[default]
     Undecided,
 }
@@ -103,33 +104,33 @@ pub(super) struct Worker {
     pub(super) address: SocketAddr,
     pub(super) pid: u32,
     pub(super) stage: Stage,
-    /// Records asked for and not leased yet, by epoch; no entry is 0.
+    /// Records requested and not leased yet, by epoch; no entry is 0.
     pub(super) requested_records: BTreeMap<u32, u64>,
-    /// Place in the newest generation.
+    /// Rank in the newest generation.
     pub(super) rank: Option<u32>,
-    /// The first generation that it was a member of.
+    /// The first generation of which it was a member.
     pub(super) joined: Option<Generation>,
-    /// It was a member when a generation formed, so it holds the group's state.
+    /// Whether it holds the group's state: it was a member when a generation formed.
     pub(super) holds_state: bool,
-    /// It has fetched the group's state, and may bring it into the next one.
+    /// Whether it has fetched the group's state, which it may bring into the next generation.
     pub(super) fetched: bool,
-    /// It goes with the next membership.
+    /// Whether it leaves with the next membership.
     pub(super) leaving: bool,
-    /// It was shut down, or a membership without it was published; its end is awaited.
+    /// Whether it was shut down, or a membership without it was published; its exit is awaited.
     pub(super) released: bool,
     pub(super) pace: StepPace,
-    /// When it was last heard.
+    /// Time of its last message.
     pub(super) heard: Time,
-    /// By its last beat, it waits for its neighbours.
+    /// Set if its last heartbeat reported that it waits for its neighbours.
     pub(super) stalled: Option<Stalled>,
 }
 
-/// How far a worker is on its way to be a member.
+/// The stages of a worker before it can be a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// It said hello; the data set is not known.
+    /// Its hello has come; the data set is not known.
     Joining,
-    /// As before, and it was asked for the data set.
+    /// As [`Stage::Joining`], and it was asked to describe the data set.
     Describing,
     /// It builds its model.
     Preparing,
@@ -149,7 +150,8 @@ impl WorkerTable {
         }
     }
 
-    /// Names the launches of a new pod, at places from this one on that nobody has; the first.
+    /// Adds the launches of a new pod, in consecutive free slots from this one on. Returns the
+    /// first.
     pub(super) fn launch(&mut self, slot: u32) -> LaunchId {
         let first = LaunchId(self.launches_made + 1);
         for slot in (slot..).take(self.workers_per_pod) {
@@ -160,12 +162,12 @@ impl WorkerTable {
         first
     }
 
-    /// The lowest place that nobody who stays has.
+    /// The lowest slot that no staying launch has.
     pub(super) fn free_slot(&self) -> u32 {
         self.free_slots().next().unwrap_or_default()
     }
 
-    /// The first places of pods that nobody has, lowest first, without end.
+    /// The first slots of all free pods, lowest first, without end.
     pub(super) fn free_slots(&self) -> impl Iterator<Item = u32> + use<> {
         let per_pod = self.workers_per_pod as u32;
         let staying = self.launches.values().filter(|l| l.stays());
@@ -173,7 +175,7 @@ impl WorkerTable {
         (0..).step_by(per_pod as usize).filter(move |place| !taken.contains(place))
     }
 
-    /// Pods from place `from` on that have no room yet, lowest place first.
+    /// Pods from slot `from` on that are not scheduled yet, lowest slot first.
     pub(super) fn unscheduled(&self, from: u32) -> Vec<LaunchId> {
         let lacks = |id: &LaunchId| {
             let l = &self.launches[id];
@@ -186,8 +188,8 @@ impl WorkerTable {
         unscheduled.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// `launch` has become a worker. A launch becomes one at most, so its number is the worker's:
-    /// no name is used twice, by whichever master.
+    /// Adds the worker of `launch`. A launch becomes at most one worker and gives it its number, so
+    /// no worker id is used twice, by any master.
     pub(super) fn admit(
         &mut self,
         now: Time,
@@ -220,7 +222,7 @@ impl WorkerTable {
         id
     }
 
-    /// The worker's stream ended at `now`; it may come back. Its launch.
+    /// Marks a worker as disconnected at `now`; it may reconnect. Returns its launch.
     pub(super) fn disconnect(&mut self, now: Time, worker: WorkerId) -> Option<LaunchId> {
         let w = self.connected.remove(&worker)?;
         let usual_us = w.pace.usual_us();
@@ -237,7 +239,7 @@ impl WorkerTable {
         Some(w.launch)
     }
 
-    /// A worker that was away is back: its stream is open again.
+    /// Adds a disconnected worker again: its new stream is open.
     pub(super) fn readmit(
         &mut self,
         now: Time,
@@ -260,7 +262,7 @@ impl WorkerTable {
             joined,
             holds_state,
             fetched: false,
-            // Who was told to end from outside says so again.
+            // A worker that received SIGTERM reports it again.
             leaving: l.retired || last_known.is_some_and(|k| k.leaving),
             released: rank.is_none() && last_known.is_none(),
             pace: StepPace::default(),
@@ -271,30 +273,30 @@ impl WorkerTable {
         Some(id)
     }
 
-    /// Members of the newest generation that are expected to come back.
+    /// Disconnected members of the newest generation.
     pub(super) fn disconnected_members(&self) -> impl Iterator<Item = WorkerId> + '_ {
         let member = |l: &Launch| l.disconnected.is_some_and(|a| a.rank.is_some());
         self.launches.iter().filter(move |(_, l)| member(l)).map(|(&id, _)| WorkerId(id.0))
     }
 
-    /// Launches whose workers may come back.
+    /// Launches whose workers are disconnected and may reconnect.
     pub(super) fn disconnected(&self) -> impl Iterator<Item = LaunchId> + '_ {
         self.launches.iter().filter(|(_, l)| l.disconnected.is_some()).map(|(&id, _)| id)
     }
 
-    /// `worker` gave a sign of life.
+    /// Notes the time of a message from `worker`.
     pub(super) fn heard(&mut self, worker: WorkerId, now: Time) {
         if let Some(worker) = self.connected.get_mut(&worker) {
             worker.heard = now;
         }
     }
 
-    /// Workers that can be members and are not, oldest first.
+    /// Workers that can be members and are not, oldest first: the joiners.
     pub(super) fn joiners(&self) -> impl Iterator<Item = WorkerId> + '_ {
         self.connected.iter().filter(|(_, w)| w.is_joiner()).map(|(&id, _)| id)
     }
 
-    /// Of these, those that the group needs not wait for: they have its state.
+    /// The joiners that have the group's state, so that the group need not wait for them.
     pub(super) fn caught_up(&self) -> impl Iterator<Item = WorkerId> + '_ {
         self.joiners().filter(|id| self.connected[id].stage == Stage::Ready)
     }
@@ -304,15 +306,15 @@ impl WorkerTable {
         self.connected.iter().filter(|(_, w)| w.rank.is_some()).map(|(&id, w)| (id, w))
     }
 
-    /// How many pods may be made so that `wanted` workers stay and no more than `max` processes
+    /// Number of pods that may be added so that `wanted` workers stay and at most `max` processes
     /// run.
     pub(super) fn vacancies(&self, wanted: usize, max: usize) -> usize {
         let (wanted, max) = (wanted.div_ceil(self.workers_per_pod), max / self.workers_per_pod);
         wanted.saturating_sub(self.staying().count()).min(max.saturating_sub(self.pods().count()))
     }
 
-    /// The pods that are to go so that `wanted` workers stay: those that have become no worker yet,
-    /// then the others, each from the highest place down.
+    /// The surplus pods when only `wanted` workers stay: first pods without a worker, then the
+    /// others, each from the highest slot down.
     pub(super) fn surplus(&self, wanted: usize) -> Vec<LaunchId> {
         let cost = |id: LaunchId| {
             let is_heard = self.any_of_pod(id, |l| l.worker.is_some());
@@ -324,14 +326,14 @@ impl WorkerTable {
         staying.into_iter().take(surplus).map(|(_, _, id)| id).collect()
     }
 
-    /// The pods that keep their places.
+    /// The pods that keep their slots.
     fn staying(&self) -> impl Iterator<Item = LaunchId> + '_ {
         self.pods().filter(|&id| self.any_of_pod(id, Launch::stays))
     }
 }
 
 impl Launch {
-    /// Whether it keeps its place: nothing is to be started there.
+    /// Whether it keeps its slot: no replacement starts there.
     pub(super) fn stays(&self) -> bool {
         !self.leaving && !self.retired
     }
@@ -345,8 +347,8 @@ impl Worker {
             && !self.released
     }
 
-    /// Whether records may be leased to it: not before its group has formed, for until then the
-    /// group before, of which it is no member, may need these records to finish a step.
+    /// Whether records may be leased to it. Not before its group has formed: until then the
+    /// previous group, of which it is no member, may need these records to finish a step.
     pub(super) fn is_eligible(&self) -> bool {
         self.rank.is_some() && self.holds_state && !self.released
     }
