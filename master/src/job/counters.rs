@@ -1,9 +1,8 @@
-//! What is counted in a master's life, for its metrics: numbers that only grow.
+//! Counters of a master, for its metrics: numbers that only grow.
 //!
-//! A master that goes on with another one's job begins from 0 again, as scrapers expect of a
-//! process that was restarted.
+//! A master that takes a job over starts from 0 again, as scrapers expect of a restarted process.
 //!
-//! **Invariant:** nothing here decides anything, and a change of membership is counted once.
+//! **Invariant:** nothing here influences the job, and a membership change is counted once.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,44 +10,42 @@ use std::time::Duration;
 use super::event::{Committed, Exit, StepTimes};
 use super::summary::{Cause, MembershipChange};
 
-/// Counts since the master began.
+/// Counters since the master started.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Counters {
     /// Steps committed.
     pub steps: u64,
     /// Records of these steps.
     pub records: u64,
-    /// What steps took, on the lowest rank.
+    /// Durations of steps, on the lowest rank.
     pub times: StepTimes,
-    /// Changes of membership by cause: how long the member that lost the most was without a commit,
-    /// and each part of it.
+    /// Membership changes by cause: the longest pause of a member, and its parts.
     pub recoveries: BTreeMap<Cause, Recoveries>,
     /// Worker processes that have ended.
     pub ends: BTreeMap<End, u64>,
-    /// Workers started in the place of one that had ended.
+    /// Workers started to replace one that had ended.
     pub restarts: u64,
-    /// How long workers have waited for storage that did not answer, over all of them.
+    /// Total time that workers have waited for storage that did not answer.
     pub storage_wait: Duration,
-    /// States that were lost with all workers, and of which there was no checkpoint.
+    /// States lost with all workers, without a checkpoint.
     pub state_losses: u64,
     /// Number of times that all members of a group waited for each other.
     pub stalls: u64,
 }
 
-/// What changes of membership of one cause cost.
+/// Pauses of the membership changes of one cause.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Recoveries {
-    /// From the last commit before to the first one after.
+    /// From the last commit before the change to the first one after it.
     pub gap: Histogram,
     /// Its parts, in the order of [`MembershipChange::phases`].
     pub phases: [Histogram; 6],
 }
 
-/// How many observations there are up to each bound.
+/// A histogram with fixed buckets.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Histogram {
-    /// Observations of at most each of [`Histogram::BOUNDS_MS`] and above the one before; the last
-    /// are above all.
+    /// Observations in each bucket; the last bucket is above all [`Histogram::BOUNDS_MS`].
     pub buckets: [u64; Self::BOUNDS_MS.len() + 1],
     /// Sum of all observations, milliseconds.
     pub sum_ms: f64,
@@ -78,7 +75,7 @@ pub enum End {
 }
 
 impl Counters {
-    /// The group has committed `steps` that this master did not know of.
+    /// Counts a commit of `steps` new steps.
     pub(super) fn commit(&mut self, steps: u64, report: &Committed) {
         let Committed { records, times, .. } = *report;
         self.steps += steps;
@@ -88,13 +85,13 @@ impl Counters {
         self.times.reduce_us = self.times.reduce_us.saturating_add(times.reduce_us);
     }
 
-    /// A shard of so many records is done, by one worker alone.
+    /// Counts a shard of an inference job.
     pub(super) fn shard(&mut self, records: u64) {
         self.steps += 1;
         self.records = self.records.saturating_add(records);
     }
 
-    /// The group has told what a change of membership cost.
+    /// Counts a membership change with its pause.
     pub(super) fn recover(&mut self, record: &MembershipChange) {
         let Some(gap_ms) = record.gap_ms else { return };
         let recoveries = self.recoveries.entry(record.cause).or_default();
@@ -130,7 +127,7 @@ impl Histogram {
 }
 
 impl End {
-    /// All of them.
+    /// All reasons.
     pub const ALL: [Self; 9] = [
         Self::Crashed,
         Self::Exited,
@@ -143,7 +140,7 @@ impl End {
         Self::Unknown,
     ];
 
-    /// As it is shown.
+    /// The name of the reason in metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -159,7 +156,7 @@ impl End {
         }
     }
 
-    /// What an end that nobody had asked for, and nobody has explained, says of itself.
+    /// The reason of an unexpected exit, derived from its status.
     pub(super) fn of(exit: &Exit, is_own_fault: bool) -> Self {
         match exit {
             Exit::Code(_) => Self::Exited,

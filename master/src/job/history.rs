@@ -1,4 +1,4 @@
-//! What is remembered of a job's course, for its status and its summary.
+//! The history of a job, for its status and its summary.
 //!
 //! **Invariant:** nothing here grows without limit, and nothing here decides anything.
 
@@ -18,15 +18,15 @@ use super::storage_waits::StorageWaits;
 use super::summary::{FailedShard, LossSummary, MembershipChange, ThroughputSummary};
 use super::time::Time;
 
-/// A job's course.
+/// The history of a job.
 #[derive(Debug, Default)]
 pub(super) struct JobHistory {
     events: VecDeque<String>,
     events_emitted: u64,
     memberships: VecDeque<MembershipChange>,
-    /// Workers that the records in `memberships` name.
+    /// Number of workers that `memberships` names.
     named: usize,
-    /// The newest change, until it has been said what it cost.
+    /// The newest change, until its pause has been logged.
     change: Option<Change>,
     failed_shards: Vec<FailedShard>,
     loss: LossSummary,
@@ -38,17 +38,17 @@ pub(super) struct JobHistory {
     /// Records and steps of the first group's state when it formed.
     begun_with: (u64, u64),
     reported_last: Time,
-    /// Workers that work apart.
+    /// Number of workers of an inference job.
     pub(super) inference_workers: u32,
     /// The largest group that formed.
     pub(super) peak: u32,
-    /// Launches in the place of an ended one.
+    /// Launches that replaced an ended one.
     pub(super) restarts: u64,
     /// Why the job failed or was refused.
     pub(super) error: Option<String>,
-    /// What gradients are summed over.
+    /// Transport of the gradient all-reduce.
     pub(super) allreduce_transport: Option<String>,
-    /// What this master has counted.
+    /// Counters since this master started.
     pub(super) counters: Counters,
     pub(super) storage_waits: StorageWaits,
     pub(super) checkpoints: CheckpointsSummary,
@@ -56,24 +56,24 @@ pub(super) struct JobHistory {
     /// Steps without an update, of those that the state contains.
     pub(super) steps_skipped: u64,
     pub(super) state_lost: Option<StateLoss>,
-    /// The failure of a worker that was counted last, in words.
+    /// Description of the last counted worker failure.
     pub(super) last_failure: Option<String>,
 }
 
-/// A change of membership that is not over: members have still to commit their first step.
+/// A membership change in progress: members have not committed their first step yet.
 #[derive(Debug)]
 struct Change {
     generation: Generation,
-    /// Survivors that have not told of their first step.
+    /// Survivors that have not reported their first step.
     waiting: BTreeSet<WorkerId>,
-    /// When the first one told of its, and which step that was.
+    /// Time of the first report, and the step that it reported.
     resumed: Option<(Time, u64)>,
 }
 
-/// What of it outlives a master.
+/// The part of the history that outlives a master.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct PersistedHistory {
-    /// The newest.
+    /// The newest membership changes.
     pub(super) memberships: Vec<MembershipChange>,
     pub(super) failed_shards: Vec<FailedShard>,
     pub(super) peak: u32,
@@ -81,7 +81,7 @@ pub(super) struct PersistedHistory {
     pub(super) formed_first: Option<Time>,
     #[serde(default)]
     pub(super) begun_with: (u64, u64),
-    /// As of when the record was made.
+    /// As of the write.
     pub(super) reported_last: Time,
     pub(super) loss: LossSummary,
     #[serde(default)]
@@ -155,13 +155,13 @@ impl JobHistory {
         }
     }
 
-    /// Whether a group has ever come to a state.
+    /// Whether a group has ever formed.
     pub(super) fn has_formed(&self) -> bool {
         self.formed_first.is_some()
     }
 
-    /// The state contains `total` steps without an update; a line for the user now and then: of
-    /// many, the 1st, 2nd, 4th, 8th and so on.
+    /// Notes that the state contains `total` skipped steps. Returns a log line for the 1st, 2nd,
+    /// 4th, 8th and so on.
     pub(super) fn skip(&mut self, total: u64) -> Option<String> {
         let before = std::mem::replace(&mut self.steps_skipped, total);
         let is_told = total > before && total.checked_ilog2() > before.checked_ilog2();
@@ -177,7 +177,8 @@ impl JobHistory {
         self.events.push_back(line.to_owned());
     }
 
-    /// Adds to the job's error, if it has one, what was printed by the process whose end it was.
+    /// Appends to the job's error, if it has one, the last output of the process whose end caused
+    /// it.
     pub(super) fn explain_error(&mut self, printed: Option<&str>) {
         if let (Some(error), Some(lines)) = (&mut self.error, printed) {
             error.push_str("; its log ends with:");
@@ -197,7 +198,7 @@ impl JobHistory {
         self.events_emitted
     }
 
-    /// A generation in which `survivors` go on.
+    /// Adds a published generation; `survivors` continue in it.
     pub(super) fn publish(&mut self, record: MembershipChange, survivors: BTreeSet<WorkerId>) {
         self.count_change();
         self.change =
@@ -212,7 +213,7 @@ impl JobHistory {
         }
     }
 
-    /// The newest generation formed at `step`, with `counted` records absorbed.
+    /// Notes that the newest generation formed at `step`, with `counted` records absorbed.
     pub(super) fn form(&mut self, now: Time, step: u64, counted: u64) {
         if self.formed_first.is_none() {
             (self.formed_first, self.begun_with) = (Some(now), (counted, step));
@@ -223,8 +224,8 @@ impl JobHistory {
         }
     }
 
-    /// `worker`'s first commit in `generation`; of all members' the one that lost the most time
-    /// counts. Returns whether all survivors have told.
+    /// Notes `worker`'s first commit in `generation`; the longest pause of all members counts.
+    /// Returns whether all survivors have reported.
     pub(super) fn resume(
         &mut self,
         now: Time,
@@ -246,7 +247,7 @@ impl JobHistory {
             record_phases(record, gap, phases);
         }
         let Some(change) = self.change.as_mut().filter(|c| c.generation == generation) else {
-            // The next change has come before the first word of this one.
+            // The next change was published before the first report of this one.
             if is_first {
                 self.counters.recover(record);
             }
@@ -257,14 +258,14 @@ impl JobHistory {
         change.waiting.is_empty()
     }
 
-    /// Whether members have resumed a while ago and others will hardly tell any more: who had never
-    /// committed a step has nothing to tell.
+    /// Whether the wait for further reports is over. A member that had never committed a step
+    /// reports no pause.
     pub(super) fn is_late(&self, now: Time) -> bool {
         let resumed = self.change.as_ref().and_then(|change| change.resumed);
         resumed.is_some_and(|(at, _)| now.since(at) >= RESUME_WAIT)
     }
 
-    /// What the newest change cost, in one line; once, and only if a member has told.
+    /// The log line about the newest change's pause; given once, and only if a member has reported.
     pub(super) fn recovery_line(&mut self) -> Option<String> {
         self.change.as_ref()?.resumed?;
         self.count_change();
@@ -284,7 +285,7 @@ impl JobHistory {
         ))
     }
 
-    /// What the newest change cost is not going to get any clearer.
+    /// Counts the newest change's pause, which is final now.
     fn count_change(&mut self) {
         let resumed = self.change.as_ref().filter(|change| change.resumed.is_some());
         let record = self
@@ -296,7 +297,7 @@ impl JobHistory {
         }
     }
 
-    /// The group committed `records` more, with this sum of losses.
+    /// Notes a commit of `records` with this sum of losses.
     pub(super) fn commit(&mut self, now: Time, records: u64, loss_sum: f64) {
         self.note_loss(records, loss_sum);
         self.count(now, records);
@@ -305,7 +306,7 @@ impl JobHistory {
     /// The sum of losses over `records`.
     pub(super) fn note_loss(&mut self, records: u64, loss_sum: f64) {
         let loss = loss_sum / records as f64;
-        // Of a step that was left out it may be no number.
+        // The loss of a skipped step may be NaN.
         if records > 0 && loss.is_finite() {
             self.loss.first.get_or_insert(loss);
             self.loss.last = Some(loss);
@@ -314,7 +315,7 @@ impl JobHistory {
         }
     }
 
-    /// So many records more are done.
+    /// Notes that `records` more are done.
     pub(super) fn count(&mut self, now: Time, records: u64) {
         self.committed = self.committed.saturating_add(records);
         self.reported_last = now;
@@ -354,7 +355,7 @@ impl JobHistory {
             return ThroughputSummary::default();
         };
         let span = self.reported_last.since(formed);
-        // What came with a checkpoint of another job is not this one's work.
+        // Records of another job's checkpoint are not this job's work.
         let (counted_before, steps_before) = self.begun_with;
         let (counted, steps) =
             (counted.saturating_sub(counted_before), steps.saturating_sub(steps_before));
@@ -364,12 +365,12 @@ impl JobHistory {
         }
     }
 
-    /// How many more shards that the user's code failed on are remembered.
+    /// How many more failed shards fit.
     pub(super) fn failures_left(&self) -> usize {
         FAILED_SHARDS_MAX.saturating_sub(self.failed_shards.len())
     }
 
-    /// Remembers what the user's code failed on, if there is room.
+    /// Notes a shard on which the user's code failed, if it fits.
     pub(super) fn fail_on(&mut self, shard: FailedShard) {
         if self.failures_left() > 0 {
             self.failed_shards.push(shard);
@@ -384,7 +385,7 @@ impl JobHistory {
         self.memberships.iter().cloned().collect()
     }
 
-    /// The newest ones, oldest first, for a status.
+    /// The newest membership changes, oldest first, for the status.
     pub(super) fn memberships_last(&self) -> Vec<MembershipChange> {
         let hidden = self.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
         self.memberships.range(hidden..).cloned().collect()
@@ -401,13 +402,13 @@ fn record_phases(record: &mut MembershipChange, gap: f64, phases: Phases) {
     record.first_step_ms = Some(ms(phases.first_step_us));
 }
 
-/// `text` up to a length at which it can be kept and shown.
+/// `text`, truncated to a length that can be stored and shown.
 pub(super) fn clip(text: &str) -> &str {
     let len = (0..=TEXT_BYTES_MAX.min(text.len())).rev().find(|&i| text.is_char_boundary(i));
     &text[..len.expect("0 is a boundary")]
 }
 
-/// `worker 3` or `workers 1, 2 and 4`; of very many the first.
+/// `worker 3` or `workers 1, 2 and 4`; a long list is truncated.
 pub(super) fn name_all(workers: &[WorkerId]) -> String {
     let shown: Vec<String> = workers.iter().take(NAMED_MAX).map(ToString::to_string).collect();
     match (shown.as_slice(), workers.len() - shown.len()) {
@@ -427,13 +428,13 @@ fn per_second(count: u64, span: Duration) -> f64 {
 
 const EVENTS_MAX: usize = 20;
 const MEMBERSHIPS_MAX: usize = 10_000;
-/// One record can name every worker: all of them together name no more than this (but for the
-/// newest).
+/// A membership change can name every worker: all of them together name at most this many (except
+/// the newest).
 const NAMED_TOTAL_MAX: usize = 100_000;
 const MEMBERSHIPS_SHOWN: usize = 20;
-/// After a change, how long a member's word of its first step is waited for once another has come.
+/// After the first report of a change, how long further reports are awaited.
 const RESUME_WAIT: Duration = Duration::from_secs(1);
-/// A record is written at each change of membership, before the members hear of it.
+/// Limits on what is persisted: a write precedes each publication of a membership.
 const MEMBERSHIPS_RECORDED_MAX: usize = 256;
 const MEMBERSHIPS_RECORDED_BYTES_MAX: usize = 96 << 10;
 const EVALUATIONS_RECORDED_BYTES_MAX: usize = 96 << 10;

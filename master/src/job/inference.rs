@@ -1,17 +1,17 @@
-//! Jobs whose workers work apart: they evaluate a model, or predict with it.
+//! Inference jobs: workers evaluate a model, or predict with it, without a group.
 //!
-//! There is no group: each shard is one worker's, from its lease to the word that it is done. So
-//! there are no generations and no steps either; what counts as a step is a shard. All else, from
-//! the first launch to the last word, is as in training.
+//! Each shard belongs to one worker, from its lease to the report that it is done. So there are no
+//! generations and no steps; a shard counts as a step. Everything else, from the first launch to
+//! the end, is as in training.
 //!
-//! A shard's result depends on the shard alone, not on who computes it, and results are added in
-//! the order of the shards. So the whole is the same, bit for bit, for any number of workers,
-//! whoever is killed. A shard whose worker is lost is done again from its beginning; where its
-//! result had been written, the same is written once more.
+//! A shard's result depends on the shard alone, not on its worker, and results are added in the
+//! order of the shards. So the total is bit-identical for any number of workers and any failures. A
+//! shard whose worker is lost is processed again from its beginning; a result that had been written
+//! is overwritten with the same content.
 //!
-//! **Invariant:** a shard counts once: for the worker that holds its lease, when it says so.
-//! **Invariant:** what is kept of results does not grow with the job, but for those that wait for a
-//! slower one before them.
+//! **Invariant:** a shard counts once: when the worker that holds its lease reports it.
+//! **Invariant:** stored results do not grow with the job, except for results that wait for a
+//! slower shard before them.
 
 use std::collections::BTreeMap;
 
@@ -26,24 +26,24 @@ use super::workers::Stage;
 /// Sums of metrics over records, by name.
 pub(super) type Sums = BTreeMap<String, f64>;
 
-/// What has come of the shards so far.
+/// The results of the shards so far.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct ShardResults {
-    /// All records before this one are in `sums`.
+    /// The results of all records before this one are in `sums`.
     before: u64,
     sums: Sums,
     /// Results of later shards, by their first record: where each ends, and its sums.
     later: BTreeMap<u64, (u64, Sums)>,
-    /// When these were last worth keeping.
+    /// Time of the last write.
     #[serde(skip)]
     kept: Time,
 }
 
 impl ShardResults {
-    /// Takes in one shard's sums. A metric that a shard lacks is 0 there.
+    /// Adds the sums of a shard. A metric that a shard lacks counts as 0 there.
     ///
     /// # Errors
-    /// More metrics than can be kept.
+    /// There are too many metrics.
     fn add(&mut self, range: RecordRange, sums: Sums) -> Result<(), String> {
         if sums.keys().filter(|name| !self.sums.contains_key(*name)).count() + self.sums.len()
             > METRICS_MAX
@@ -55,7 +55,7 @@ impl ShardResults {
         {
             let (end, sums) = first.remove();
             for (name, sum) in sums {
-                // Not from 0: adding to it would turn -0 around.
+                // Not `0.0 + sum`, which would turn -0 into 0.
                 self.sums.entry(name).and_modify(|all| *all += sum).or_insert(sum);
             }
             self.before = end;
@@ -63,8 +63,8 @@ impl ShardResults {
         Ok(())
     }
 
-    /// The records that are done, as far as a record of the job has room for them. Others are done
-    /// again by the next master.
+    /// The results as far as the persisted job has space for them. After a take-over the others are
+    /// computed again.
     pub(super) fn kept(&self) -> Self {
         let mut bytes_left = LATER_KEPT_BYTES_MAX;
         let later = self.later.iter().take(LATER_KEPT_MAX).take_while(|(_, (_, sums))| {
@@ -85,7 +85,7 @@ impl ShardResults {
         std::iter::once(before).filter(|range| !range.is_empty()).chain(later)
     }
 
-    /// Means over `records`, which are all there are; `None` for what is no number.
+    /// Means over all `records`, once all are done; `None` for a mean that is not finite.
     pub(super) fn means(&self, records: u64) -> Option<BTreeMap<String, Option<f64>>> {
         let done = records > 0 && self.before == records && !self.sums.is_empty();
         let finite = |mean: f64| mean.is_finite().then_some(mean);
@@ -105,7 +105,7 @@ impl Job {
         if counted == leases.expected() {
             return self.end(now, Outcome::Completed, None);
         }
-        // What lost workers had leased is free at once: nobody has put it into anything.
+        // Leases of lost workers are free at once: no parameters have absorbed them.
         self.group.lost.clear();
         self.group.left.clear();
         leases.requeue();
@@ -113,7 +113,7 @@ impl Job {
             w.stage == Stage::Ready && w.rank.is_none() && !w.released
         };
         for w in self.workers.connected.values_mut().filter(ready) {
-            // What it takes a member for a group, a worker has here from the start.
+            // Every ready worker counts as a member that holds the state.
             w.rank = self.workers.launches.get(&w.launch).map(|l| l.slot);
             w.holds_state = true;
             self.history.form(now, self.step, counted);
@@ -124,7 +124,7 @@ impl Job {
         self.fill_all();
     }
 
-    /// Leases as many whole shards as `worker` has asked for and there are.
+    /// Leases whole shards, up to the number that `worker` has requested.
     pub(super) fn fill_inference(&mut self, worker: WorkerId) {
         let Self { leases: Some(leases), workers, .. } = self else { return };
         let Some(w) = workers.connected.get_mut(&worker).filter(|w| w.is_eligible() && !w.leaving)
@@ -148,7 +148,7 @@ impl Job {
         }
     }
 
-    /// A worker has done a shard that it holds.
+    /// Handles a worker's report of a finished shard.
     pub(super) fn on_done(&mut self, now: Time, worker: WorkerId, range: RecordRange, sums: Sums) {
         let Some(leases) = self.leases.as_mut().filter(|_| !self.spec.work.trains()) else {
             return;
@@ -183,10 +183,10 @@ impl Job {
         self.fill_inference(worker);
     }
 
-    /// Takes in what a master before this one knew to be done.
+    /// Restores the results that a previous master persisted.
     ///
     /// # Errors
-    /// What can't be.
+    /// The first inconsistency.
     pub(super) fn restore_results(&mut self, results: ShardResults) -> Result<(), String> {
         let ranges: Vec<RecordRange> = results.ranges().collect();
         if ranges.windows(2).any(|pair| pair[0].end > pair[1].start) {
@@ -206,14 +206,13 @@ impl Job {
     }
 }
 
-/// A worker needs one to work on, and one to read.
+/// Shards leased ahead: a worker needs one to process and one to read.
 const SHARDS_AHEAD_MAX: u64 = 4;
 const LATER_KEPT_MAX: usize = 1024;
 const LATER_KEPT_BYTES_MAX: usize = 96 << 10;
-/// What a shard's result takes in a record, besides its sums; and what a sum takes besides its
-/// name.
+/// Persisted bytes of a shard's result without its sums, and of a sum without its name.
 const RESULT_BYTES: usize = 48;
 const SUM_BYTES: usize = 32;
 const METRICS_MAX: usize = 1024;
-/// A master that dies has the work of so much time repeated, where keeping costs something.
+/// Interval of writes, which is also the work that the loss of a master repeats.
 const KEEP_EVERY: std::time::Duration = std::time::Duration::from_secs(10);

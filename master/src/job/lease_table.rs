@@ -1,13 +1,13 @@
-//! Which records are leased to whom, which are next, and the cached ledger.
+//! The lease table: leases of records, queues of records to lease, and the cached ledger.
 //!
-//! A record of an epoch is in one of four places: absorbed (the ledger), leased, queued, or limbo.
-//! Limbo is where the leases of lost workers are: their owner may have put them into the parameters
-//! in its last step, so they are neither leased nor queued until the next group has said what its
-//! parameters hold ([`LeaseTable::rebuild`]).
+//! A record of an epoch is in one of four states: absorbed (in the ledger), leased, queued, or
+//! unaccounted. Records are unaccounted when their worker is lost: it may have put them into the
+//! parameters in its last step, so they are neither leased nor queued until the next group has
+//! reported its ledger ([`LeaseTable::rebuild`]).
 //!
 //! A queue is not a list of shards. It is the epoch's order, a position in it, and the set of
 //! records that were absorbed or leased when the queue was last rebuilt; shards are cut out of
-//! these as they are asked for.
+//! these on request.
 //!
 //! **Invariant:** a range that [`LeaseTable::lease`] gave is not given again before a rebuild that
 //! found it neither absorbed nor leased.
@@ -21,18 +21,18 @@ use super::event::LedgerReport;
 use super::shards::Shards;
 use super::status::ShardCounts;
 
-/// The records of a job.
+/// The leases, queues and ledger of a job's records.
 #[derive(Debug)]
 pub(super) struct LeaseTable {
     shards: Shards,
     epochs: u32,
     ledger: Ledger,
-    /// Queues of epochs that were asked for and are not complete.
+    /// Queues of epochs that were requested and are not complete.
     queues: BTreeMap<u32, Queue>,
-    /// By epoch and first record.
+    /// Leases by epoch and first record.
     leases: BTreeMap<(u32, u64), Lease>,
-    /// Leases that the last report ended. Its last step may have been committed on its reporter
-    /// alone; if that one is lost, the group goes on without that step, and these leases with it.
+    /// Leases that the last report ended. The reporter alone may have committed its last step; if
+    /// it is lost, the group continues without that step and these leases come back.
     unstable_leases: Vec<(RecordRange, WorkerId)>,
     /// The step of the last report.
     step: u64,
@@ -50,7 +50,7 @@ struct Lease {
     worker: WorkerId,
 }
 
-/// How much one answer to a request may hold.
+/// Limits on one lease.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
     /// Records that one rank contributes to a step.
@@ -87,7 +87,7 @@ impl LeaseTable {
         &self.ledger
     }
 
-    /// All epochs before this one are complete, whoever is lost next.
+    /// All epochs before this one stay complete, whichever worker is lost next.
     pub(super) fn epoch_stable(&self) -> u32 {
         self.epoch_stable
     }
@@ -102,8 +102,8 @@ impl LeaseTable {
         self.leased.range((worker, 0)..=(worker, u32::MAX)).map(|(_, &records)| records).sum()
     }
 
-    /// Where the shards of the first epoch that is not complete are; when all are, those of the
-    /// last. `O(n log n)` in the epoch's leases.
+    /// Shards by state of the first incomplete epoch, or of the last epoch when all are complete.
+    /// `O(n log n)` in the epoch's leases.
     pub(super) fn shard_counts(&self) -> ShardCounts {
         let (epoch, shards) = (self.ledger.epoch(), self.shards.len());
         if epoch >= self.epochs {
@@ -119,7 +119,7 @@ impl LeaseTable {
         ShardCounts { todo: shards - done - leased, leased, done }
     }
 
-    /// Whether leases of `epoch` can be given now: it is the group's epoch or the one after.
+    /// Whether records of `epoch` can be leased now: it is the group's epoch or the next one.
     pub(super) fn is_open(&self, epoch: u32) -> bool {
         let first = self.ledger.epoch();
         epoch < self.epochs && epoch >= first && epoch - first <= EPOCHS_AHEAD
@@ -127,12 +127,13 @@ impl LeaseTable {
 
     /// Leases up to `wanted` records of an open `epoch` to `worker`.
     ///
-    /// Towards an epoch's end a worker holds at most its part of half of what is left, so that all
-    /// end together; but always as much as one step takes. Each epoch is reckoned for itself: what
-    /// a worker holds of the next one must not keep it from the last records of this one.
+    /// Guided self-scheduling: towards an epoch's end a worker holds at most its part of half of
+    /// the remaining records, so that all workers finish together, but always enough for one step.
+    /// Each epoch is computed separately: records of the next epoch must not keep a worker from the
+    /// last records of this one.
     ///
-    /// Each range lies in one shard. `O(log n)` for each, besides shards that turn out to be
-    /// absorbed.
+    /// Each range lies in one shard. `O(log n)` per range, plus the shards that are skipped because
+    /// they are absorbed.
     pub(super) fn lease(
         &mut self,
         worker: WorkerId,
@@ -164,7 +165,7 @@ impl LeaseTable {
         ranges
     }
 
-    /// Leases a whole shard to `worker`, the first that is neither done nor leased.
+    /// Leases a whole shard to `worker`: the first that is neither done nor leased.
     pub(super) fn lease_shard(&mut self, worker: WorkerId) -> Option<RecordRange> {
         let Self { shards, ledger, leases, leased, queues, .. } = self;
         if ledger.epoch() > 0 {
@@ -177,7 +178,7 @@ impl LeaseTable {
         Some(RecordRange { epoch: 0, start, end })
     }
 
-    /// Whether `range` is what was leased to `worker`, no less and no more.
+    /// Whether `range` is exactly one lease of `worker`.
     pub(super) fn is_leased(&self, worker: WorkerId, range: RecordRange) -> bool {
         let lease = self.leases.get(&(range.epoch, range.start));
         lease.is_some_and(|lease| lease.worker == worker && lease.end == range.end)
@@ -185,8 +186,8 @@ impl LeaseTable {
 
     /// Adds what the group committed up to `step` to the ledger and ends the leases on it.
     ///
-    /// A step is stable when the next one commits anywhere: only then can its leases, and its
-    /// epoch's end, not come back.
+    /// A step is stable when the next one commits anywhere: from then on its leases, and its
+    /// epoch's end, can't come back.
     ///
     /// # Errors
     /// The first range that lies outside the data set; nothing is changed then.
@@ -200,7 +201,7 @@ impl LeaseTable {
             self.epoch_stable = self.ledger.epoch();
         }
         for &range in ranges {
-            // The group counts what it repeats; the copy holds each record once.
+            // The group counts repetitions; the copy holds each record once.
             for missing in self.ledger.missing_of(range) {
                 self.ledger.absorb(missing);
                 *self.shards_done.entry(range.epoch).or_default() += self.completed_by(missing);
@@ -214,7 +215,7 @@ impl LeaseTable {
     /// Checks a group's report against the data set.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The first inconsistency.
     pub(super) fn check(&self, report: &LedgerReport) -> Result<Ledger, String> {
         if report.epochs_complete > self.epochs {
             return Err(format!(
@@ -233,12 +234,12 @@ impl LeaseTable {
             .map_err(|wrong| format!("a ledger that repeats {wrong}"))
     }
 
-    /// Puts the group's ledger, as of `step`, in place of the cached one. Every queue is made anew:
-    /// all shards in order, less the ledger, less the leases of workers for which `keeps` holds;
-    /// the leases of others end.
+    /// Replaces the cached ledger with the group's as of `step`. Every queue is rebuilt: all shards
+    /// in order, less the ledger, less the leases of workers for which `keeps` holds; the leases of
+    /// others end.
     ///
-    /// The reporter may be the only one that has this step: leases that it ends, and the end of its
-    /// epoch, can come back.
+    /// The reporter may be the only member that has this step: leases that it ends, and the end of
+    /// its epoch, can come back.
     pub(super) fn rebuild(&mut self, step: u64, ledger: Ledger, keeps: impl Fn(WorkerId) -> bool) {
         self.epoch_stable = self.epoch_stable.min(ledger.epoch());
         (self.step, self.ledger) = (step, ledger);
@@ -273,7 +274,7 @@ impl LeaseTable {
         self.requeue();
     }
 
-    /// Ends the leases of a worker that is gone. Their records are in limbo until the next rebuild.
+    /// Ends the leases of a forgotten worker. Their records are unaccounted until the next rebuild.
     pub(super) fn forget(&mut self, worker: WorkerId) {
         self.unstable_leases.retain(|&(_, owner)| owner != worker);
         let epochs: Vec<u32> = self
@@ -285,7 +286,7 @@ impl LeaseTable {
             return;
         }
         for epoch in epochs {
-            // A queue that is made after this would find these records neither leased nor absorbed.
+            // A queue that is created later would find these records neither leased nor absorbed.
             let Self { shards, ledger, leases, queues, .. } = self;
             queues.entry(epoch).or_insert_with(|| Queue::new(shards, epoch, ledger, leases));
             self.leased.remove(&(worker, epoch));
@@ -293,9 +294,10 @@ impl LeaseTable {
         self.leases.retain(|_, lease| lease.worker != worker);
     }
 
-    /// Takes in which records a worker holds, as it says after it has been disconnected: leases, as
-    /// far as the ledger lacks them. What the ledger has may have been committed in a step that is
-    /// not stable. Returns the worker's leases that it did not name; they stay leased to it.
+    /// Reconciles a worker's leases with the records that it reports to hold after a reconnection.
+    /// Records that the ledger lacks are leased to it; those in the ledger may belong to a step
+    /// that is not stable. Returns the worker's leases that it did not name; they stay leased to
+    /// it.
     ///
     /// # Errors
     /// The first range that lies outside the data set, or that overlaps another worker's lease or
@@ -311,7 +313,7 @@ impl LeaseTable {
             if !self.is_valid(&range) || self.overlapping(range).next().is_some() {
                 return Err(range);
             }
-            // A lease lies in one shard, however its holder names it.
+            // A lease lies in one shard, even if the report merges several.
             let mut start = range.start;
             while start < range.end {
                 let end = range.end.min(self.shards.range(self.shards.of(start)).end);
@@ -329,8 +331,8 @@ impl LeaseTable {
         Ok(unaccounted)
     }
 
-    /// Ends a worker's leases on these ranges, as far as the ledger lacks them; whether there were
-    /// any. The records are free after [`LeaseTable::requeue`].
+    /// Ends a worker's leases on those parts of `ranges` that the ledger lacks. Returns whether
+    /// there were any. The records are free after [`LeaseTable::requeue`].
     pub(super) fn release_missing(&mut self, worker: WorkerId, ranges: &[RecordRange]) -> bool {
         let unstable_leases = self.unstable_leases.len();
         let leases = self.leases_of(worker);
@@ -346,7 +348,7 @@ impl LeaseTable {
                 }
             }
         }
-        // They were never absorbed, so no step that is undone gives them back.
+        // They were never absorbed, so no undone step can return them.
         self.unstable_leases.truncate(unstable_leases);
         has_released
     }
@@ -360,7 +362,7 @@ impl LeaseTable {
         self.leases.iter().filter(|(_, lease)| lease.worker == worker).map(of).collect()
     }
 
-    /// The parts of `range` that are leased to nobody.
+    /// The parts of `range` that are not leased.
     fn gaps_between_leases(&self, range: RecordRange) -> Vec<RecordRange> {
         let mut gaps = Vec::new();
         let mut from = range.start;
@@ -388,9 +390,9 @@ impl LeaseTable {
         self.unstable_leases.extend(Some((absorbed, worker)).filter(|_| !absorbed.is_empty()));
     }
 
-    /// All that is neither absorbed nor leased is to be leased next: nothing is in limbo any more.
+    /// Queues all records that are neither absorbed nor leased: no record is unaccounted any more.
     pub(super) fn requeue(&mut self) {
-        // Made when they are asked for.
+        // Queues are created on request.
         self.queues.clear();
     }
 
@@ -450,10 +452,10 @@ impl LeaseTable {
         }
     }
 
-    /// Shards that are absorbed since `absorbed` is, of which nothing was absorbed before.
+    /// Number of shards that `absorbed`, which was not absorbed before, completes.
     fn completed_by(&self, absorbed: RecordRange) -> u32 {
         let (first, last) = (self.shards.of(absorbed.start), self.shards.of(absorbed.end - 1));
-        // Of those that reach beyond it, the rest may have been absorbed before.
+        // The rest of a shard that extends beyond the range may have been absorbed before.
         let is_completed = |shard: u32| {
             let Range { start, end } = self.shards.range(shard);
             let partly = start < absorbed.start || end > absorbed.end;
@@ -463,7 +465,7 @@ impl LeaseTable {
         self.shards.count_in(&absorbed.records()) + edges
     }
 
-    /// Where leases start that hold records of `range`.
+    /// First records of the leases that overlap `range`.
     fn overlapping(&self, range: RecordRange) -> impl Iterator<Item = u64> + '_ {
         let epoch = range.epoch;
         // The lease that starts before the range may reach into it.
@@ -482,14 +484,14 @@ impl LeaseTable {
     }
 }
 
-/// What of one epoch is not leased yet.
+/// The records of an epoch that are not leased yet.
 #[derive(Debug)]
 struct Queue {
     /// `None`: by number.
     order: Option<Vec<u32>>,
     /// Position in the order.
     next: u32,
-    /// What was absorbed or leased when the queue was made.
+    /// Records absorbed or leased when the queue was created.
     taken: RangeSet,
     /// Parts of shards before `next` that are not leased, last one first.
     parts: Vec<Range<u64>>,
@@ -508,7 +510,7 @@ impl Queue {
             ledger.ranges().filter(|r| r.epoch == epoch).map(|r| r.records()).collect();
         ranges
             .extend(leases.range((epoch, 0)..=(epoch, u64::MAX)).map(|(k, lease)| k.1..lease.end));
-        // In order each one is appended; out of order each would shift those behind it.
+        // In order each range is appended; out of order each insertion would shift later ranges.
         ranges.sort_unstable_by_key(|r| r.start);
         let mut taken = RangeSet::default();
         for range in ranges {

@@ -1,23 +1,23 @@
-//! What of a job must outlive its master, so that another one can go on with the same group.
+//! The persisted job: the state that must outlive a master, so that another master can take over
+//! the same group.
 //!
-//! The group itself holds what is trained: parameters, ledger, leases. What it can't know stands
-//! here: who belongs to it, which processes there are, which names are used up, what the user asked
-//! for.
+//! The group itself holds the training state: parameters, ledger, leases. The persisted job holds
+//! what the group can't know: its membership, the launches, the used ids, and the user's requests.
 //!
-//! **Invariant:** whatever an action tells somebody is in the record that [`Job::to_persisted`] gave
-//! before that action was done. So a master that knows the record knows of every generation, worker
-//! and launch that anybody has heard of.
+//! **Invariant:** everything that an action reveals is in the persisted job that
+//! [`Job::to_persisted`] gave before that action was done. So a master that reads it knows every
+//! generation, worker and launch that any other process knows.
 //!
-//! Where keeping a record takes longer than the group should wait, an older one will do: launches
-//! are seen by who looks for them ([`PersistedJob::observe_pods`]), and memberships are known to their
-//! members. Only what nobody else knows, what [`Job::durable_before`] is for, has to be kept before
-//! anything more is done.
+//! Where a write takes longer than the group should wait, an older version is sufficient: the new
+//! master lists the pods ([`PersistedJob::observe_pods`]), and members know their membership. Only
+//! state that no other process knows has to be durable before further actions; see
+//! [`Job::durable_before`].
 //!
-//! **Invariant:** a record's length depends on the number of workers, not on the length of the job,
-//! nor on the number of files or the state of the ledger: the list of files is kept beside it
-//! ([`DatasetFingerprint`]), the ledger is in the workers, a job that is over keeps its totals alone, and
-//! each part that tells of the job's course has a budget of bytes. For 1,024 workers a record is
-//! shorter than 640 KiB as JSON.
+//! **Invariant:** its length depends on the number of workers, not on the length of the job, the
+//! number of files or the state of the ledger: the list of files is stored separately
+//! ([`DatasetFingerprint`]), the ledger is in the workers, a job that is over stores only its
+//! totals, and each part of the history has a budget of bytes. For 1,024 workers it is shorter than
+//! 640 KiB as JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,15 +32,15 @@ use super::job::{Job, Phase};
 use super::lease_table::LeaseTable;
 use super::spec::JobSpec;
 
-/// A job as its next master needs to know it.
+/// The state of a job that its next master needs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PersistedJob {
     pub(super) spec: JobSpec,
-    /// Which list of files is trained on. The list itself is kept beside the record, for it may be
+    /// Fingerprint of the list of files. The list itself is stored separately, because it may be
     /// long and never changes.
     #[serde(default)]
     pub(super) data: Option<DatasetFingerprint>,
-    /// That list, once it is known; in records of version 1 it is part of the record.
+    /// The list of files, once it is known; version 1 of the format contains it.
     #[serde(default, skip_serializing, deserialize_with = "list_of_version_1")]
     pub(super) dataset: Option<FileList>,
     pub(super) parameters: Option<u64>,
@@ -50,52 +50,52 @@ pub struct PersistedJob {
     pub(super) failures: u32,
     #[serde(default)]
     pub(super) failures_since_progress: u32,
-    /// The highest progress that the job had made by its last failure.
+    /// The job's highest progress at its last failure.
     #[serde(default)]
     pub(super) progress_at_failure: u64,
     pub(super) launches_made: u64,
-    /// No launch after this one has been made, even where the record is old.
+    /// No launch after this one has been made since, even if this version is outdated.
     pub(super) launches_reserved: u64,
     pub(super) launches: Vec<PersistedLaunch>,
     /// No generation after this one has been published.
     pub(super) generation: Generation,
-    /// Nor after this one, even where the record is old.
+    /// No generation after this one has been published since, even if this version is outdated.
     pub(super) generations_reserved: Generation,
     /// The newest membership; `None` before the first.
     pub(super) membership: Option<Membership>,
-    /// The ring of the generation before, in which members may still be.
+    /// The ring of the previous generation, in which members may still be.
     #[serde(rename = "before")]
     pub(super) previous_ring: Option<Vec<WorkerId>>,
-    /// That membership's group has agreed on its state.
+    /// Whether that membership's group has agreed on its state.
     pub(super) formed: bool,
     pub(super) stopping: bool,
     /// The job is over, but its processes may not have ended.
     pub(super) ending: Option<PersistedShutdown>,
     #[serde(rename = "story")]
     pub(super) history: PersistedHistory,
-    /// Of shards that are worked on apart.
+    /// Results of an inference job's shards.
     #[serde(default)]
     pub(super) results: ShardResults,
-    /// Steps committed when the record was made; not kept up to date.
+    /// Steps committed when it was written; not kept up to date.
     pub(super) step: u64,
-    /// Masters that the job has had, this record's included.
+    /// Number of masters that the job has had, including the writer.
     #[serde(default)]
     pub(super) masters: u64,
 }
 
-/// Tells a list of files from others.
+/// Identifies a list of files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DatasetFingerprint {
     /// Number of files.
     pub files: u64,
     /// Records of one epoch.
     pub records: u64,
-    /// Of the paths and the counts.
+    /// Digest of the paths and the counts.
     #[serde(with = "hexadecimal")]
     pub digest: u64,
 }
 
-/// A process that was not known to have ended.
+/// A launch that was not known to have ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct PersistedLaunch {
     pub(super) launch: LaunchId,
@@ -106,14 +106,14 @@ pub(super) struct PersistedLaunch {
     pub(super) holds_state: bool,
     pub(super) leaving: bool,
     pub(super) retired: bool,
-    /// It was given up: whatever it says, it is not wanted any more.
+    /// Whether it was forgotten: it is refused if it connects.
     pub(super) gone: bool,
-    /// It is there, and may have become a worker since the record was made.
+    /// Whether its pod was observed; it may have become a worker since the last write.
     #[serde(skip)]
     pub(super) found: bool,
 }
 
-/// How a job is about to end.
+/// The final state of a job that is about to end.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct PersistedShutdown {
     pub(super) outcome: Outcome,
@@ -124,31 +124,31 @@ pub(super) struct PersistedShutdown {
 }
 
 impl PersistedJob {
-    /// What the job was asked to do.
+    /// The job's specification.
     #[must_use]
     pub fn spec(&self) -> &JobSpec {
         &self.spec
     }
 
-    /// Steps committed, as known when the record was made.
+    /// Steps committed, as known at the last write.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// Which list of files the job trains on; `None` before it is known.
+    /// Fingerprint of the job's list of files; `None` before it is known.
     #[must_use]
     pub fn data(&self) -> Option<DatasetFingerprint> {
         self.data
     }
 
-    /// The list of files, if it has been attached or was part of the record.
+    /// The list of files, if it has been attached or was included.
     #[must_use]
     pub fn file_list(&self) -> Option<&FileList> {
         self.dataset.as_ref()
     }
 
-    /// Gives up what only tells of the job's course. For records that are too long nevertheless.
+    /// Drops the history, for a persisted job that is too long in spite of the budgets.
     pub fn shorten(&mut self) {
         self.history.memberships.clear();
         self.history.failed_shards.clear();
@@ -156,10 +156,10 @@ impl PersistedJob {
         self.history.checkpoints.restored.clear();
     }
 
-    /// Completes a record that was read with the list of files that was kept beside it.
+    /// Completes a persisted job with the separately stored list of files.
     ///
     /// # Errors
-    /// It is another list.
+    /// The list has another fingerprint.
     pub fn attach_file_list(&mut self, list: FileList) -> Result<(), String> {
         let found = DatasetFingerprint::of(&list);
         match self.data {
@@ -178,9 +178,9 @@ impl PersistedJob {
         }
     }
 
-    /// Takes in which pods are there, by their first launches, with these launches' places, where
-    /// the record may be older than the last of them. Those that are given back belong to it no
-    /// more: they are to be ended.
+    /// Merges the observed pods, given by their first launches with these launches' slots; newer
+    /// ones than this version knows are added. Returns stray pods, which do not belong to the job
+    /// any more: the caller deletes them.
     #[must_use]
     pub fn observe_pods(&mut self, there: &BTreeMap<LaunchId, u32>) -> Vec<LaunchId> {
         let per_pod = self.spec.workers_per_pod;
@@ -216,13 +216,13 @@ impl PersistedJob {
         }
         let strays = strays.into_iter().map(|(&launch, _)| launch);
         let strays = strays.filter(|launch| pods.contains_key(launch)).collect();
-        // Names that the master before may have used since.
+        // Ids that the previous master may have used since.
         self.launches_made = self.launches_made.max(self.launches_reserved);
         self.generation = self.generation.max(self.generations_reserved);
         strays
     }
 
-    /// Pods, or processes, that may still run: the first launch of each.
+    /// The first launches of pods, or processes, that may still run.
     pub fn launches(&self) -> impl Iterator<Item = LaunchId> + '_ {
         let per_pod = u64::from(self.spec.workers_per_pod);
         self.launches
@@ -233,7 +233,7 @@ impl PersistedJob {
 }
 
 impl DatasetFingerprint {
-    /// That of `list`.
+    /// The fingerprint of `list`.
     #[must_use]
     pub fn of(list: &FileList) -> Self {
         Self { files: list.len() as u64, records: list.records(), digest: list.digest() }
@@ -241,8 +241,8 @@ impl DatasetFingerprint {
 }
 
 impl Job {
-    /// Grows whenever the next [`Job::to_persisted`] would differ in something that must outlive this
-    /// master. Cheap: to be compared before each action is done.
+    /// Version of the persisted state: grows whenever the next [`Job::to_persisted`] would differ
+    /// in something that must outlive this master. Cheap to compare before each action.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.version
@@ -261,7 +261,7 @@ impl Job {
         self.durable_before
     }
 
-    /// What another master needs in order to go on where this one is.
+    /// The state that another master needs to take over from this one.
     #[must_use]
     pub fn to_persisted(&self) -> PersistedJob {
         let launches = self.workers.launches.iter().map(|(&launch, l)| {
@@ -320,14 +320,14 @@ impl Job {
         }
     }
 
-    /// Masters that the job has had, this one included.
+    /// Number of masters that the job has had, including this one.
     #[must_use]
     pub fn masters(&self) -> u64 {
         self.masters
     }
 
-    /// Sees to it that whoever knows this record, or an older one, uses no name again: they are
-    /// kept a stretch ahead.
+    /// Reserves blocks of ids ahead of their use (hi/lo), so that a master that reads this version,
+    /// or an older one, uses no id again.
     pub(super) fn reserve_id_block(&mut self) {
         let (launch, generation) = (self.workers.launches_made, self.group.generation);
         if launch > self.launches_reserved {
@@ -341,22 +341,22 @@ impl Job {
         }
     }
 
-    /// Something has changed that must outlive this master, and that it alone knows.
+    /// Marks a change that must outlive this master and that no other process knows.
     pub(super) fn mark_dirty_urgent(&mut self) {
         self.mark_dirty();
         self.durable_before = self.version;
     }
 
-    /// Something has changed that must outlive this master.
+    /// Marks a change that must outlive this master.
     pub(super) fn mark_dirty(&mut self) {
         self.version += 1;
     }
 }
 
-/// Names that may be used before a record has to be kept.
+/// Ids that may be used before the next write.
 const ID_BLOCK: u64 = 16;
 
-/// A last word without its ledger, which was compared with those of the others before.
+/// A final report without its ledger, which has been compared with those of the other members.
 fn short_report(word: &Finished) -> Finished {
     Finished {
         generation: word.generation,
@@ -366,7 +366,7 @@ fn short_report(word: &Finished) -> Finished {
         records_trained: word.records_trained,
         stopped_early: word.stopped_early,
         summary: word.summary.as_deref().map(|words| clip(words).to_owned()),
-        // The error is told by the job's own, the ranges by its failed shards.
+        // The job's error and its failed shards hold this.
         failure: None,
         suspended: word.suspended,
         steps_skipped: word.steps_skipped,
@@ -374,7 +374,7 @@ fn short_report(word: &Finished) -> Finished {
     }
 }
 
-/// As many of `items`, from the first on, as take no more than `bytes` together in JSON.
+/// The longest prefix of `items` that takes at most `bytes` as JSON.
 pub(super) fn first_within<'a, T: Serialize + Clone + 'a>(
     items: impl Iterator<Item = &'a T>,
     bytes: usize,
@@ -389,7 +389,7 @@ pub(super) fn first_within<'a, T: Serialize + Clone + 'a>(
     items.take_while(fits).cloned().collect()
 }
 
-/// Version 1 holds the files themselves.
+/// Reads the list of files of version 1, which is part of the persisted job.
 fn list_of_version_1<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<FileList>, D::Error> {
@@ -414,7 +414,7 @@ fn list_of_version_1<'de, D: Deserializer<'de>>(
     }))
 }
 
-/// Numbers that JSON would round.
+/// Numbers that JSON would round, as hexadecimal text.
 mod hexadecimal {
     use serde::{Deserialize as _, Deserializer, Serializer, de::Error as _};
 

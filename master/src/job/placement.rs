@@ -1,10 +1,9 @@
-//! Places to run at: how many pods are asked for, and what becomes of one until its workers say
-//! hello.
+//! Placement: how many pods are created, and the life of a pod until its workers connect.
 //!
-//! Processes start wherever they are asked for. Pods may find no room. Then a few of them, the
-//! probes, wait for it: when one gets a place, another is asked for, so a job grows as room comes,
-//! and a cluster is never flooded with pods that can't run. The core, which is as many as the job
-//! can't do without, always asks.
+//! Local processes always start. Pods may be unschedulable. Then a few of them, the capacity
+//! probes, stay pending: when one is scheduled, another is created, so a job grows as capacity
+//! becomes available, and the cluster is never flooded with unschedulable pods. Core workers, those
+//! of the first `min_workers` slots, are always created.
 
 use std::time::Duration;
 
@@ -18,13 +17,13 @@ use super::time::Time;
 use super::workers::{ExitAccounting, Launch, Scheduling};
 
 impl Job {
-    /// Starts as many workers as are missing and may be started now.
+    /// Starts the missing workers that may be started now.
     pub(super) fn launch_missing(&mut self, now: Time) {
         if self.phase != Phase::Running {
             return;
         }
         self.move_probes_down();
-        // Until the data is known to be usable, one worker is enough to look at it.
+        // Until the data set is described, one worker is sufficient.
         let wanted = if self.dataset.is_some() { self.wanted } else { 1 };
         let vacancies = self.workers.vacancies(wanted as usize, self.spec.max_workers as usize);
         for _ in self.restarts.waiting(now)..vacancies {
@@ -49,7 +48,7 @@ impl Job {
         }
     }
 
-    /// Whether a launch at this place may be asked for now.
+    /// Whether a launch in this slot may be created now.
     fn may_launch(&self, now: Time, slot: u32) -> bool {
         let core = self.spec.min_workers;
         let waits = |l: &Launch| l.stays() && l.scheduling == Scheduling::Unschedulable;
@@ -58,7 +57,7 @@ impl Job {
         slot < core || !tight || self.workers.unscheduled(core).len() < self.capacity_probes()
     }
 
-    /// How many pods beyond the core may wait for room at once.
+    /// How many pods beyond the core may be pending at once.
     fn capacity_probes(&self) -> usize {
         (self.wanted as usize / self.workers.workers_per_pod / WORKERS_PER_PROBE)
             .clamp(PROBES_MIN, PROBES_MAX)
@@ -89,7 +88,7 @@ impl Job {
         let is_news = pod.iter().any(|launch| self.workers.launches[launch].waits_for != reason);
         for launch in pod {
             let l = self.workers.launches.get_mut(&launch).expect("it is of the pod");
-            // It can't have become a worker.
+            // A pending pod can't have become a worker.
             was_awaited |= l.disconnected.take().is_some();
             l.scheduling = scheduling;
             l.waits_for.clone_from(&reason);
@@ -118,7 +117,7 @@ impl Job {
         }
     }
 
-    /// Takes back what was asked for in vain, from the highest place down, but for the probes.
+    /// Deletes unschedulable pods, from the highest slot down, except the capacity probes.
     fn cancel_excess_probes(&mut self) {
         let capacity_probes = self.waiting_capacity_probes();
         capacity_probes
@@ -127,8 +126,9 @@ impl Job {
             .for_each(|launch| self.cancel_launch(launch));
     }
 
-    /// Probes wait at the lowest places that are free: one at a higher place may be of a lesser
-    /// class, and wait while others of its place's class, or a job beside it, get the room.
+    /// Moves capacity probes to the lowest free slots. A probe in a higher slot may have a lower
+    /// priority class, and would wait while pods of a higher class, or of another job, get the
+    /// capacity.
     fn move_probes_down(&mut self) {
         let free = self.workers.free_slots().skip_while(|&place| place < self.spec.min_workers);
         let higher =
@@ -138,7 +138,7 @@ impl Job {
         high.into_iter().for_each(|(launch, _)| self.cancel_launch(launch));
     }
 
-    /// The pods beyond the core that are known to wait for room, lowest place first.
+    /// The unschedulable pods beyond the core, lowest slot first.
     fn waiting_capacity_probes(&self) -> Vec<LaunchId> {
         let mut capacity_probes = self.workers.unscheduled(self.spec.min_workers);
         capacity_probes
@@ -146,7 +146,7 @@ impl Job {
         capacity_probes
     }
 
-    /// Takes back a pod that has no worker, which nobody is to blame for.
+    /// Deletes a pod without a worker; this is not a failure.
     fn cancel_launch(&mut self, launch: LaunchId) {
         for launch in self.workers.pod(launch) {
             let l = self.workers.launches.get_mut(&launch).expect("it is of the pod");
@@ -177,7 +177,7 @@ impl Job {
         }
     }
 
-    /// Its program has been told to end, or is about to be, and another may take its place.
+    /// Handles the termination of a launch from outside: its replacement may start.
     pub(super) fn on_launch_leaves(&mut self, now: Time, launch: LaunchId, reason: &str) {
         if !self.workers.any_of_pod(launch, |l| !l.killed && l.stays()) {
             return;
@@ -190,7 +190,7 @@ impl Job {
         let heard: Vec<WorkerId> =
             heard.filter(|id| self.workers.connected.contains_key(id)).collect();
         if !heard.is_empty() {
-            // They may not have heard of it: a shell that runs them need not pass the signal on.
+            // They may not have received the signal: a shell that runs them need not forward it.
             return heard.into_iter().for_each(|worker| self.on_leaving(now, worker));
         }
         for launch in self.workers.pod(launch) {
@@ -203,9 +203,9 @@ impl Job {
     }
 }
 
-/// Of so many workers one may wait for room.
+/// One capacity probe per this many workers.
 const WORKERS_PER_PROBE: usize = 10;
 const PROBES_MAX: usize = 8;
 const PROBES_MIN: usize = 2;
-/// For how long it is believed that there is no room.
+/// How long the cluster is assumed to be full after a pod was unschedulable.
 const UNSCHEDULABLE_FOR: Duration = Duration::from_secs(60);

@@ -1,4 +1,4 @@
-//! What a job is doing now, for progress bars and `elasticdl status`.
+//! The status of a job, for progress bars and `elasticdl status`.
 
 use elasticdl_proto::{Generation, Ledger, WorkerId};
 
@@ -14,7 +14,7 @@ use super::summary::MembershipChange;
 use super::time::Time;
 use super::workers::{Launch, Scheduling, Stage, Worker};
 
-/// A job at one moment.
+/// The status of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Status {
     /// The job's name.
@@ -31,8 +31,8 @@ pub struct Status {
     pub epoch: u32,
     /// Passes over the data.
     pub epochs: u32,
-    /// Of these, steps whose records count as absorbed and whose gradients were left out, for they
-    /// were not finite.
+    /// Committed steps whose gradients were skipped because they were not finite; their records
+    /// count as absorbed.
     pub steps_skipped: u64,
     /// Records absorbed over all epochs, as last reported.
     pub records_counted: u64,
@@ -70,27 +70,27 @@ pub struct Status {
     pub progress: f64,
 }
 
-/// An epoch's shards; each is in one of these.
+/// An epoch's shards by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShardCounts {
-    /// Not done, and no record of it is leased: it is handed out when its turn comes. After a loss
-    /// it may be a shard of which a part is absorbed, or one whose lost owner's last step is still
-    /// to be accounted for.
+    /// Shards that are not done and of which no record is leased. After a loss this includes partly
+    /// absorbed shards and shards whose lost owner's last step is not accounted for yet.
     pub todo: u32,
-    /// Some record of it is leased to a worker that is here. (A lease may be a part of a shard.)
+    /// Shards of which some record is leased to a connected worker. (A lease may be a part of a
+    /// shard.)
     pub leased: u32,
-    /// All its records are absorbed, as last reported.
+    /// Shards of which all records are absorbed, as last reported.
     pub done: u32,
 }
 
-/// One worker at one moment.
+/// The status of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerStatus {
     /// The worker.
     pub worker: WorkerId,
-    /// Its process.
+    /// Process id.
     pub pid: u32,
-    /// Its place in the newest generation's ring; `None` while it is no member.
+    /// Its rank in the newest generation; `None` while it is no member.
     pub rank: Option<u32>,
     /// `joining`, `describing`, `preparing`, `fetching`, `ready`, `training`, `leaving`, `finished`
     /// or `ending`.
@@ -100,14 +100,14 @@ pub struct WorkerStatus {
     pub step: Option<u64>,
     /// Microseconds in the model's code in the last reported step.
     pub compute_us: u64,
-    /// It is markedly slower than its peers: the median of its last 7 reported steps is over 1.5
-    /// times the members' median, and over 5 ms more.
+    /// Whether it is a straggler: the median of its last 7 reported steps is over 1.5 times the
+    /// members' median, and over 5 ms more.
     pub straggler: bool,
-    /// Records that it holds a lease for and that are not committed.
+    /// Leased records that are not committed.
     pub leased_records: u64,
 }
 
-/// One launch of which no worker has been heard.
+/// The status of a launch without a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LaunchStatus {
     /// The launch, whose worker will have its number.
@@ -131,23 +131,23 @@ pub struct PriorityTierStatus {
     pub workers: u32,
 }
 
-/// What there is to be shown of a job at one moment.
+/// Status and counters of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Snapshot {
-    /// Where it stands.
+    /// The status.
     pub status: Status,
-    /// What has been counted since this master began.
+    /// Counters since this master started.
     pub counters: Counters,
 }
 
 impl Job {
-    /// What there is to be shown.
+    /// Status and counters.
     #[must_use]
     pub fn snapshot(&self, now: Time) -> Snapshot {
         Snapshot { status: self.status(now), counters: self.history.counters.clone() }
     }
 
-    /// What the job is doing.
+    /// The status of the job.
     #[must_use]
     pub fn status(&self, now: Time) -> Status {
         let ledger = self.leases.as_ref().map(LeaseTable::ledger);

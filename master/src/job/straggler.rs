@@ -1,33 +1,33 @@
-//! Who is slow.
+//! Stragglers: workers that are markedly slower than their peers.
 //!
-//! A worker that computes markedly longer than its peers holds all of them up at every step. It is
-//! shown, and nothing else: it lives, and its work counts.
+//! A straggler delays all members at every step. It is shown in the status, without any other
+//! effect: it stays a member, and its work counts.
 //!
-//! **Invariant:** one slow step marks nobody. What is compared is the median of a worker's last
-//! reported steps, and most of these must be slow.
+//! **Invariant:** one slow step marks no worker. Medians of the last reported steps are compared,
+//! so most of these must be slow.
 
-/// How long a worker's last reported steps took it.
+/// Compute times of a worker's last reported steps.
 #[derive(Debug, Default)]
 pub(super) struct StepPace {
     /// Microseconds in the model's code in the last reported step; 0 where it had no records.
     pub(super) last_us: u64,
     recent_us: [u64; STEPS],
-    /// As many steps as a job has fit.
+    /// Number of noted steps.
     noted: usize,
 }
 
 impl StepPace {
-    /// Takes in a reported step.
+    /// Notes a reported step.
     pub(super) fn note(&mut self, compute_us: u64) {
         self.last_us = compute_us;
-        // Who had nothing to compute was not fast.
+        // A step without records says nothing about the worker's speed.
         if compute_us > 0 {
             self.recent_us[self.noted % STEPS] = compute_us;
             self.noted += 1;
         }
     }
 
-    /// Its usual step, once there are enough to tell.
+    /// Median compute time, once there are enough steps.
     pub(super) fn usual_us(&self) -> Option<u64> {
         let mut known = self.recent_us;
         let known = &mut known[..self.noted.min(STEPS)];
@@ -35,22 +35,23 @@ impl StepPace {
     }
 }
 
-/// Above this, a usual step is a straggler's, where `usual_us` are those of all members: 1.5 times
-/// their median, and 5 ms more than it.
+/// Limit above which a median marks a straggler: 1.5 times the median of `usual_us` (the medians of
+/// all members), and at least 5 ms more.
 pub(super) fn straggler_limit_us(mut usual_us: Vec<u64>) -> Option<u64> {
     let median = median(&mut usual_us)?;
     Some(median.saturating_add(median / 2).max(median.saturating_add(MARGIN_US)))
 }
 
-/// Of an even number the lower one: of two workers the slower one is the straggler.
+/// The median; of an even number of values the lower one, so that of two workers the slower one is
+/// the straggler.
 fn median(values: &mut [u64]) -> Option<u64> {
     let middle = values.len().checked_sub(1)? / 2;
     Some(*values.select_nth_unstable(middle).1)
 }
 
-/// Steps that are looked at.
+/// Number of steps that are compared.
 const STEPS: usize = 7;
-/// Fewer tell nothing.
+/// Minimum number of steps for a median.
 const STEPS_MIN: usize = 3;
 const MARGIN_US: u64 = 5000;
 

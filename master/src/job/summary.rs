@@ -1,4 +1,4 @@
-//! How a job went: what is written for the user and for programs at its end.
+//! The summary of a job, for the user and for programs.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ use super::loss::StateLoss;
 use super::spec::Work;
 use super::time::Time;
 
-/// A job's whole course. The names of its fields are a public format.
+/// The summary of a job. The names of its fields are a public format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// The job's name.
@@ -27,12 +27,12 @@ pub struct Summary {
     pub epochs: u32,
     /// Seconds since the job's start.
     pub wall_s: f64,
-    /// Whether each record was counted once.
+    /// Records expected, counted, missing and repeated.
     pub records: RecordsSummary,
-    /// How many workers there were.
+    /// Numbers of workers.
     pub workers: WorkersSummary,
-    /// Every generation, in order; of very many the newest: 10,000 at most, and no more than name
-    /// 100,000 workers.
+    /// Every generation, in order. Limited to the newest 10,000, and to those that name 100,000
+    /// workers together.
     pub memberships: Vec<MembershipChange>,
     /// Mean loss per record.
     pub loss: LossSummary,
@@ -41,39 +41,39 @@ pub struct Summary {
     /// What gradients were summed over, in words, at the end.
     #[serde(alias = "sums_over")]
     pub allreduce_transport: Option<String>,
-    /// Where there is validation data.
+    /// Evaluations, if there is validation data.
     pub evaluations: Option<EvaluationsSummary>,
     /// Where the job has to do with checkpoints.
     pub checkpoints: Option<CheckpointsSummary>,
-    /// What the user's code failed on; the first 100.
+    /// Shards on which the user's code failed; the first 100.
     pub failed_shards: Vec<FailedShard>,
-    /// Steps whose records count as trained, and whose gradients were left out, for they were not
-    /// finite.
+    /// Steps whose gradients were skipped because they were not finite; their records count as
+    /// trained.
     #[serde(default)]
     pub steps_skipped: u64,
-    /// Set where all workers were lost with a state of which there was no checkpoint.
+    /// Set if all workers were lost with a state of which there was no checkpoint.
     #[serde(default)]
     pub state_lost: Option<StateLoss>,
     /// Why the job failed or was refused.
     pub error: Option<String>,
-    /// The model's closing words.
+    /// The model's summary text.
     pub model_summary: Option<String>,
-    /// Means over all records, by name, of a model that was evaluated; `None` for what is no
-    /// number.
+    /// Means over all records, by metric, of an evaluated model; `None` for a mean that is not
+    /// finite.
     pub metrics: Option<BTreeMap<String, Option<f64>>>,
-    /// Where predictions are.
+    /// Folder of the predictions.
     pub output: Option<String>,
-    /// Where the final model is, if it was to be written and has been.
+    /// Path of the final model, if its export was requested and has succeeded.
     pub export: Option<String>,
     /// Digest of the final parameters, optimizer state and ledger: 16 hexadecimal digits.
     pub digest: Option<String>,
 }
 
-/// Records over all epochs, by the group's own ledger.
+/// Records over all epochs, by the group's ledger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordsSummary {
-    /// All epochs' records; of a job that was ended before by `max_steps` or by the user, what its
-    /// steps counted.
+    /// Records of all epochs; for a job that `max_steps` or the user ended earlier, the records
+    /// that its steps counted.
     pub expected: u64,
     /// Distinct records in the final ledger.
     pub counted: u64,
@@ -83,7 +83,7 @@ pub struct RecordsSummary {
     pub repeated: u64,
 }
 
-/// How many workers a job had.
+/// Numbers of workers of a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkersSummary {
     /// The largest group.
@@ -91,18 +91,18 @@ pub struct WorkersSummary {
     /// The last group.
     #[serde(rename = "final")]
     pub last: u32,
-    /// Workers started in the place of one that had ended.
+    /// Workers started to replace one that had ended.
     pub restarts: u64,
 }
 
-/// One generation: why it came, and what the change cost.
+/// A membership change: its cause, and the pause that it caused.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MembershipChange {
     /// The generation.
     pub generation: Generation,
-    /// Why it was published.
+    /// Cause of the change.
     pub cause: Cause,
-    /// Its members.
+    /// Number of members.
     pub world_size: u32,
     /// Steps committed when it formed (or, if it never did, when it was published).
     pub at_step: u64,
@@ -110,25 +110,25 @@ pub struct MembershipChange {
     /// `None` for the first generation, and for one that was replaced before it committed a step.
     /// All in milliseconds.
     pub gap_ms: Option<f64>,
-    /// Part of the gap: until that member had the first sign of trouble (a link's error, or the
-    /// arrival of a membership that aborts the step), or until the switch was agreed.
+    /// Part of the gap: until that member detected the failure (a link's error, or the arrival of a
+    /// membership that aborts the step), or until the switch was agreed.
     pub detect_ms: Option<f64>,
     /// Part of the gap: until its training thread was out of the collective call or the user's
     /// code, and its links were down.
     pub abort_ms: Option<f64>,
     /// Part of the gap: until the new membership was known.
     pub agree_ms: Option<f64>,
-    /// Part of the gap: until the new links stood.
+    /// Part of the gap: until the new links were connected.
     pub connect_ms: Option<f64>,
     /// Part of the gap: until all ranks held the same state.
     pub state_ms: Option<f64>,
     /// Part of the gap: until the first step was committed.
     pub first_step_ms: Option<f64>,
-    /// Members of the generation before that were lost.
+    /// Members of the previous generation that were lost.
     pub lost: Vec<WorkerId>,
-    /// Members of the generation before that left in order.
+    /// Members of the previous generation that left in order.
     pub left: Vec<WorkerId>,
-    /// Members that were not in the generation before.
+    /// Members that were not in the previous generation.
     pub joined: Vec<WorkerId>,
 }
 
@@ -221,12 +221,12 @@ pub struct FailedShard {
     pub start: u64,
     /// One past the last record, counted within the file.
     pub end: u64,
-    /// What the user's code said.
+    /// The error of the user's code.
     pub error: String,
 }
 
 impl Job {
-    /// How the job went; of a job that has not ended, how it goes.
+    /// The summary of the job so far.
     #[must_use]
     pub fn summary(&self, now: Time) -> Summary {
         let records = self.records_summary();
@@ -269,7 +269,7 @@ impl Job {
         }
     }
 
-    /// The group's word alone: what was handed out proves nothing.
+    /// Based on the group's reports alone: leases prove nothing.
     fn records_summary(&self) -> RecordsSummary {
         let Some(leases) = &self.leases else {
             return RecordsSummary::default();
@@ -293,13 +293,13 @@ impl Job {
         RecordsSummary { expected, counted, missing, repeated: leases.ledger().repeated() }
     }
 
-    /// The lowest rank exports before it says its last word.
+    /// The lowest rank exports before it sends its final report.
     fn exported(&self) -> Option<String> {
         let Work::Train { export } = &self.spec.work else { return None };
         export.clone().filter(|_| self.final_report.as_ref().is_some_and(|word| word.exported))
     }
 
-    /// The lowest rank's closing words.
+    /// The summary text of the lowest rank's model.
     fn model_summary(&self) -> Option<String> {
         self.final_report
             .as_ref()?
