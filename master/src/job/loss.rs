@@ -88,7 +88,7 @@ impl Job {
         self.mark_dirty();
     }
 
-    /// Whether somebody may have the group's state, or a part in a group that has.
+    /// Whether a worker may have the group's state, or be a member of a group that has it.
     fn may_hold_state(&self) -> bool {
         let carries = self.group.carries_state;
         let here = |w: &super::workers::Worker| {
@@ -104,8 +104,8 @@ impl Job {
 
     // ---- all members leave ----
 
-    /// Looks whether nobody will be left who holds the state. To be called when a member leaves,
-    /// and when a group has formed.
+    /// Checks whether no holder of the state will be left. Called when a member leaves, and when a
+    /// group has formed.
     pub(super) fn watch_leavers(&mut self, now: Time) {
         if !self.all_leave() {
             return;

@@ -1,10 +1,10 @@
-//! Whose fault the end of a worker's process is, and when another may take its place.
+//! The cause of the end of a worker's process, and the time at which it may be replaced.
 //!
-//! A process that somebody ended from outside is replaced at once, however often. What the user's
-//! code did to itself is a *failure*. Failures use up a budget of `max_worker_restarts`, which is
-//! full again as soon as the job makes progress: the group commits a step that no group of this job
-//! had reached before. So a worker that fails now and then, for a month, or on one bad node, never
-//! ends a job that trains; one that nothing comes of does. Records on which the user's code fails
+//! A process that was ended from outside is replaced at once, however often. An end that the user's
+//! code has caused is a *failure*. Failures use up a budget of `max_worker_restarts`, which is full
+//! again as soon as the job makes progress: the group commits a step that no group of this job had
+//! reached before. So a worker that fails now and then, for a month, or on one bad node, never ends
+//! a job that makes progress; one without progress does. Records on which the user's code fails
 //! again and again end the job too, progress or not.
 //!
 //! Each replacement waits longer than the one before, until no worker has failed for some time.

@@ -38,8 +38,8 @@ pub struct JobSpec {
     /// Failures of workers (crashes and errors of the user's code, not preemption) after which the
     /// job fails.
     pub max_worker_restarts: u32,
-    /// A worker that is stopped for less than this is never taken out, one that is stopped for a
-    /// sixth longer always; `None`: nobody is.
+    /// A worker that is stopped for less than this is never evicted, one that is stopped for a
+    /// sixth longer always is; `None`: no worker is.
     pub worker_timeout: Option<Duration>,
     /// For so long a worker without a master trains on and looks for one; then it ends.
     #[serde(default = "master_timeout")]
@@ -197,8 +197,8 @@ pub enum Batch {
 }
 
 impl JobSpec {
-    /// How long a worker that was told to end waits for the group to let it go, before it ends by
-    /// itself: inside the grace period, so that nobody has to kill it.
+    /// How long a worker that got SIGTERM waits for its release by the group, before it ends by
+    /// itself: within the grace period, so that it need not be killed.
     #[must_use]
     pub fn leave_timeout(&self) -> Duration {
         self.grace_period - (self.grace_period / 5).min(LEAVE_MARGIN)

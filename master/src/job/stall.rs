@@ -1,18 +1,18 @@
-//! A group in which everybody waits and nobody fails.
+//! A group in which all members wait and none fails.
 //!
-//! A network that swallows what two workers send each other breaks no link and silences nobody:
-//! both reach the master, and the whole ring waits. Each member then says where it waits. As long
-//! as one computes, the others wait for that; when all wait, some link keeps what was sent into it,
-//! and what its two ends say shows which.
+//! A network that drops the packets between two workers breaks no link and silences no worker: both
+//! reach the master, and the whole ring waits. Each member then reports where it waits. As long as
+//! one member computes, the others wait for it. When all wait, some link has not delivered what was
+//! sent into it, and the reports of its two ends show which.
 //!
 //! ```text
 //!      P ── sent 40 bytes of operation 7 ──▶ M      M has received 32 of these, for longer than the timeout:
 //!                                                   the link keeps 8 bytes
 //! ```
 //!
-//! Which of a link's two ends is at fault nobody can know. The worker in most such links goes; a
-//! worker that was let off at another's cost goes at once when it is in such a link again before
-//! anything has been committed.
+//! Which end of a link is at fault is unknown. The worker in most such links is evicted; a worker
+//! that stayed while its peer was evicted is evicted at once if it is in such a link again before a
+//! further commit.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -78,9 +78,9 @@ impl Blame {
         self.0.clear();
     }
 
-    /// Whoever has to go so that none of `suspects` is left: those in most links first, those of
-    /// earlier generations counted in; among equals the highest rank. `may_go` lacks those whose
-    /// work is done.
+    /// The workers to evict so that none of `suspects` is left: those in most links first, counting
+    /// those of earlier generations; among equals the highest rank. `may_go` excludes workers that
+    /// have finished.
     fn choose_evictions(
         &mut self,
         mut suspects: Vec<Suspect>,
@@ -147,7 +147,7 @@ impl Job {
             heartbeat > Duration::ZERO
                 && !is_fresh(self.workers.connected[&id].heard, now, heartbeat)
         }) {
-            // Whoever is silent may be the one at fault, and is judged by that.
+            // A silent worker may be the one at fault; the worker timeout decides.
             let until = now + heartbeat;
             self.set_timer(until, Timer::Broken(self.group.generation));
             self.group.broken = Some(Broken { until, ..broken });
@@ -157,8 +157,8 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Takes out who has to go so that none of these links is left. Where that is nobody, new links
-    /// are what there is to give.
+    /// Evicts workers so that none of these links is left. If no worker may be evicted, the group
+    /// only gets new links.
     fn evict_suspects(&mut self, now: Time, suspects: Vec<Suspect>) {
         let ring: Vec<WorkerId> = self.taking_part().collect();
         let Self { group, workers, .. } = self;

@@ -1,7 +1,7 @@
-//! What workers say, checked where it comes in.
+//! Handlers of the messages of workers, which are validated here.
 //!
-//! A worker may be wrong, old, or somebody else's: what does not fit the moment changes nothing,
-//! what can't be true fails the worker that said it.
+//! A worker may be wrong, outdated, or of another job: a message that does not fit the job's state
+//! changes nothing, and one that can't be true fails its sender.
 
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
@@ -370,7 +370,7 @@ impl Job {
                 clip(error)
             ));
         }
-        let blames_nobody = suspicion.is_none();
+        let has_no_suspect = suspicion.is_none();
         let suspicion =
             suspicion.filter(|s| s.suspect != worker && self.group.members.contains(&s.suspect));
         if let Some(broken) = self.group.broken.as_mut().filter(|b| !b.reporters.contains(&worker))
@@ -381,7 +381,7 @@ impl Job {
                     broken.unanswered.push((worker, suspect))
                 }
                 Some(Suspicion { suspect, .. }) => broken.suspects.push(suspect),
-                None => broken.is_explained |= blames_nobody,
+                None => broken.is_explained |= has_no_suspect,
             }
         }
         if let Some(Suspicion { suspect, .. }) = suspicion {

@@ -75,7 +75,7 @@ fn unreachable(generation: u64, suspect: u64) -> FromWorker {
     }
 }
 
-const NOBODY: (Vec<u64>, Option<(Vec<u64>, bool)>) = (Vec::new(), None);
+const NO_EVICTION: (Vec<u64>, Option<(Vec<u64>, bool)>) = (Vec::new(), None);
 
 #[test]
 fn a_member_partitioned_from_both_neighbours_is_evicted_when_all_have_waited_for_the_timeout() {
@@ -85,7 +85,7 @@ fn a_member_partitioned_from_both_neighbours_is_evicted_when_all_have_waited_for
         [(1, (1, 9, 30, 40)), (2, (1, 9, 40, 50)), (3, (1, 9, 20, 30)), (4, (1, 9, 20, 30))];
     let beats = beats.map(|(worker, place)| (worker, Some(place)));
     pass(&mut job, 100, 1050, &beats);
-    assert_eq!(outcome(&mut job), NOBODY, "a second is not too long");
+    assert_eq!(outcome(&mut job), NO_EVICTION, "a second is not too long");
     pass(&mut job, 100, 1100, &beats);
     assert_eq!(outcome(&mut job), (vec![3], Some((vec![1, 2, 4], true))));
     let record = job.summary(at(1100)).memberships.pop().unwrap();
@@ -101,7 +101,7 @@ fn no_worker_is_evicted_while_one_member_computes() {
         let mut job = watched();
         let beats = [1, 2, 3, 4].map(|worker| (worker, waits.filter(|_| worker != busy)));
         pass(&mut job, 100, 60_000, &beats);
-        assert_eq!(outcome(&mut job), NOBODY, "worker {busy} computes");
+        assert_eq!(outcome(&mut job), NO_EVICTION, "worker {busy} computes");
     }
 }
 
@@ -113,7 +113,7 @@ fn a_member_that_moves_bytes_occasionally_prevents_evictions() {
         let place = Some((1, 9, 20 + n, 30));
         pass(&mut job, from, from + 850, &[(1, place), (2, place), (3, place), (4, place)]);
     }
-    assert_eq!(outcome(&mut job), NOBODY);
+    assert_eq!(outcome(&mut job), NO_EVICTION);
 }
 
 #[test]
@@ -199,7 +199,7 @@ fn an_unanswered_dial_of_a_silent_worker_evicts_that_worker() {
     // By rank it would be worker 4.
     job.handle(at(600), Event::Message { worker: WorkerId(4), message: unreachable(1, 1) });
     pass(&mut job, 600, 1400, &calm[1..]);
-    assert_eq!(outcome(&mut job), NOBODY);
+    assert_eq!(outcome(&mut job), NO_EVICTION);
     pass(&mut job, 1450, 1500, &calm[1..]);
     assert_eq!(outcome(&mut job), (vec![1], Some((vec![2, 3, 4], true))));
 }
@@ -277,7 +277,7 @@ fn a_worker_is_not_judged_by_a_heartbeat_older_than_the_others_exits() {
         job.handle(at(1310), Event::Message { worker: WorkerId(worker), message });
     }
     job.handle_timeout(at(1350));
-    assert_eq!(outcome(&mut job), NOBODY);
+    assert_eq!(outcome(&mut job), NO_EVICTION);
 }
 
 #[test]
@@ -297,7 +297,7 @@ fn workers_that_were_all_suspended_do_not_count_as_waiting() {
         }
         job.handle_timeout(at(ms));
     }
-    assert_eq!(outcome(&mut job), NOBODY);
+    assert_eq!(outcome(&mut job), NO_EVICTION);
 }
 
 #[test]
@@ -308,5 +308,5 @@ fn a_stall_of_a_former_generation_is_ignored() {
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4], true))));
     let place = Some((1, 9, 20, 30));
     pass(&mut job, 100, 2000, &[(1, place), (2, place), (3, place), (4, place)]);
-    assert_eq!(outcome(&mut job), NOBODY);
+    assert_eq!(outcome(&mut job), NO_EVICTION);
 }

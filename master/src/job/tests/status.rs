@@ -106,7 +106,7 @@ fn report(step: u64, compute_us: &[u64]) -> FromWorker {
     FromWorker::Committed(Committed { compute_us: compute_us.to_vec(), ..report })
 }
 
-const NOBODY: [u64; 0] = [];
+const NO_STRAGGLERS: [u64; 0] = [];
 
 fn stragglers(job: &Job) -> Vec<u64> {
     job.status(at(0)).workers.iter().filter(|w| w.straggler).map(|w| w.worker.0).collect()
@@ -123,16 +123,16 @@ fn a_repeatedly_slow_worker_is_a_straggler_and_stays_a_member() {
         }
         stragglers(job)
     };
-    assert_eq!(steps(&mut job, 2, &[20_000, 20_000, 80_000]), NOBODY);
+    assert_eq!(steps(&mut job, 2, &[20_000, 20_000, 80_000]), NO_STRAGGLERS);
     assert_eq!(steps(&mut job, 2, &[20_000, 20_000, 80_000]), [3]);
-    assert_eq!(steps(&mut job, 4, &[20_000, 20_000, 20_000]), NOBODY);
+    assert_eq!(steps(&mut job, 4, &[20_000, 20_000, 20_000]), NO_STRAGGLERS);
     // A single slow step has no effect.
     for _ in 0..5 {
-        assert_eq!(steps(&mut job, 1, &[20_000, 90_000, 20_000]), NOBODY);
-        assert_eq!(steps(&mut job, 3, &[20_000, 20_000, 20_000]), NOBODY);
+        assert_eq!(steps(&mut job, 1, &[20_000, 90_000, 20_000]), NO_STRAGGLERS);
+        assert_eq!(steps(&mut job, 3, &[20_000, 20_000, 20_000]), NO_STRAGGLERS);
     }
-    assert_eq!(steps(&mut job, 7, &[20_000, 20_000, 29_000]), NOBODY);
-    assert_eq!(steps(&mut job, 7, &[2000, 6000, 2000]), NOBODY);
+    assert_eq!(steps(&mut job, 7, &[20_000, 20_000, 29_000]), NO_STRAGGLERS);
+    assert_eq!(steps(&mut job, 7, &[2000, 6000, 2000]), NO_STRAGGLERS);
     assert_eq!(steps(&mut job, 7, &[20_000, 0, 31_000]), [3]);
     let status = job.status(at(0));
     assert_eq!(status.workers[2].rank, Some(2));
