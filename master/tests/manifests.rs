@@ -73,9 +73,9 @@ fn all_options_reach_the_objects() {
         (&["--metrics-port", "9100"], "prometheus.io/port: \"9100\""),
         (
             &["--tensorboard-dir", "/runs/a", "--volume", "claim_name=runs,mount_path=/runs"],
-            "    volumeMounts:\n        - mountPath: /etc/elasticdl\n          name: token\n          \
-             readOnly: true\n        - mountPath: /tmp\n          name: tmp\n        - \
-             mountPath: /runs",
+            "    volumeMounts:\n        - mountPath: /etc/elasticdl\n          \
+             name: token\n          readOnly: true\n        - mountPath: /tmp\n          \
+             name: tmp\n        - mountPath: /runs",
         ),
         (
             &["--worker-pod-template", template.to_str().unwrap()],
