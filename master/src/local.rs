@@ -212,8 +212,8 @@ impl Processes {
         if let Some(first_silent) = self.first_silent {
             let program = self.launcher.program.display();
             let exit = Exit::NotStarted(format!(
-                "launch {} of {program} never said hello: is it an elasticdl program, one that \
-                 calls elasticdl_worker::run()?",
+                "launch {} of {program} never contacted the master: is it an elasticdl program, \
+                 one that calls elasticdl_worker::run()?",
                 first_silent.0
             ));
             self.tasks.spawn(async move { ProcessExit { launch, exit, output_tail: None } });
@@ -335,8 +335,8 @@ async fn supervise(
         tokio::time::sleep(HELLO_HINT).await;
         if !flags.hello_received.load(Ordering::Relaxed) {
             notify(format!(
-                "started {} s ago and has not said hello; is {program} an elasticdl program, one \
-                 that calls elasticdl_worker::run()?",
+                "started {} s ago and has not contacted the master; is {program} an elasticdl \
+                 program, one that calls elasticdl_worker::run()?",
                 HELLO_HINT.as_secs()
             ));
         }

@@ -342,7 +342,8 @@ mod tests {
     fn long_paths_are_packed_to_a_tenth() {
         let path = |i: u32| {
             format!(
-                "s3://corpus/a-project-of-some-name/year=2026/month=07/part-{i:07}-of-1000000.snappy.parquet"
+                "s3://corpus/a-project-of-some-name/year=2026/month=07/\
+                 part-{i:07}-of-1000000.snappy.parquet"
             )
         };
         let packed = FileList::pack((0..50_000).map(|i| (path(i), 1000)));

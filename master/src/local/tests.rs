@@ -120,12 +120,15 @@ async fn a_program_that_never_sends_a_hello_is_reported_soon_and_started_once() 
     let mut processes = shell.start("exec sleep 100000");
     tokio::time::pause();
     let (launch, BackendEvent::Explained(text)) = processes.next().await else { panic!() };
-    assert!(launch == LAUNCH && text.contains("has not said hello; is /bin/sh"), "{text}");
+    assert!(
+        launch == LAUNCH && text.contains("has not contacted the master; is /bin/sh"),
+        "{text}"
+    );
     processes.kill(LAUNCH);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
     processes.start(LaunchId(5), 3);
     let (LaunchId(5), Exit::NotStarted(why)) = next_ended(&mut processes).await else { panic!() };
-    assert!(why.contains("launch 4 of /bin/sh never said hello"), "{why}");
+    assert!(why.contains("launch 4 of /bin/sh never contacted the master"), "{why}");
     // A process that is killed after its hello is started again.
     let mut processes = shell.start("exec sleep 100000");
     processes.on_hello();

@@ -140,13 +140,13 @@ pub(super) fn from_worker(message: v1::WorkerMessage) -> Result<FromWorker, Stat
             fatal: failed.fatal,
         },
         Kind::Heartbeat(beat) => FromWorker::Heartbeat(beat.stall.map(stall).transpose()?),
-        Kind::Holding(holding) => FromWorker::HeldLeases {
-            step: within("holding.step", holding.step, 0, STEPS_MAX)?,
-            ranges: ranges("holding.ranges", holding.ranges)?,
+        Kind::HeldLeases(held) => FromWorker::HeldLeases {
+            step: within("held_leases.step", held.step, 0, STEPS_MAX)?,
+            ranges: ranges("held_leases.ranges", held.ranges)?,
         },
         Kind::Leaving(v1::Leaving {}) => FromWorker::Leaving,
-        Kind::Primed(primed) => {
-            FromWorker::CaughtUp { step: within("primed.step", primed.step, 0, STEPS_MAX)? }
+        Kind::CaughtUp(caught_up) => {
+            FromWorker::CaughtUp { step: within("caught_up.step", caught_up.step, 0, STEPS_MAX)? }
         }
         Kind::Finished(message) => FromWorker::Finished(finished(message)?),
     })

@@ -220,10 +220,11 @@ fn encode_report(report: Report) -> v1::worker_message::Kind {
             step,
             ledger: Some(encode_ledger(&ledger)),
         }),
-        Report::HeldLeases { step, ranges } => {
-            Kind::Holding(v1::Holding { step, ranges: ranges.iter().map(encode_range).collect() })
-        }
-        Report::CaughtUp { step } => Kind::Primed(v1::Primed { step }),
+        Report::HeldLeases { step, ranges } => Kind::HeldLeases(v1::HeldLeases {
+            step,
+            ranges: ranges.iter().map(encode_range).collect(),
+        }),
+        Report::CaughtUp { step } => Kind::CaughtUp(v1::CaughtUp { step }),
         Report::LeaseRequest { epoch, records } => {
             Kind::LeaseRequest(v1::LeaseRequest { epoch, records })
         }

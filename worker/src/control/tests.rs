@@ -223,7 +223,7 @@ fn a_new_master_learns_the_workers_identity_and_gets_no_message_for_the_previous
     control.outbox.send(lease_request(1));
     assert_eq!(
         fixture.next(),
-        (1, FromWorkerKind::Holding(v1::Holding { step: 6, ranges: Vec::new() }))
+        (1, FromWorkerKind::HeldLeases(v1::HeldLeases { step: 6, ranges: Vec::new() }))
     );
     assert_eq!(
         fixture.next(),

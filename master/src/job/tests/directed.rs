@@ -298,12 +298,12 @@ fn a_joiner_receives_donors_and_joins_only_after_it_has_fetched() {
     // The lowest rank is the last choice, because it also reports to the master.
     assert_eq!(actions(&mut job), [send(4, donors(&[3, 2, 1]))]);
     lose(&mut job, 2, 3);
-    let told = actions(&mut job);
+    let sent = actions(&mut job);
     assert!(
-        told.contains(&send(1, ToWorker::Membership(membership(2, &[1, 2], true)))),
-        "{told:?}"
+        sent.contains(&send(1, ToWorker::Membership(membership(2, &[1, 2], true)))),
+        "{sent:?}"
     );
-    assert!(told.contains(&send(4, donors(&[2, 1]))), "{told:?}");
+    assert!(sent.contains(&send(4, donors(&[2, 1]))), "{sent:?}");
     // With fewer members than `min_workers` the group waits anyway, so the joiner need not fetch.
     let mut job = started(JobSpec { min_workers: 3, max_workers: 6, ..spec() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 4 });
@@ -416,9 +416,9 @@ fn a_fatal_failure_ends_the_job_at_once() {
     let mut job = started(spec(), &[20]);
     let error = "x".repeat(10_000);
     deliver(&mut job, 2, FromWorker::Failed { error, ranges: Vec::new(), fatal: true });
-    let told = actions(&mut job);
+    let sent = actions(&mut job);
     assert_eq!(
-        told.iter()
+        sent.iter()
             .filter(|a| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. }))
             .count(),
         3
@@ -522,13 +522,13 @@ fn a_model_of_another_size_is_refused() {
     connect(&mut job, 4);
     actions(&mut job);
     deliver(&mut job, 4, FromWorker::Ready { parameters: 11 });
-    let told = actions(&mut job);
+    let sent = actions(&mut job);
     assert!(matches!(
-        &told[0],
+        &sent[0],
         Action::Send { message: ToWorker::Shutdown(why), .. } if why.contains("11 parameters")
     ));
     assert_eq!(
-        (&told[1], job.restarts.budget().counted),
+        (&sent[1], job.restarts.budget().counted),
         (&Action::Disconnect { worker: WorkerId(4) }, 1)
     );
 }

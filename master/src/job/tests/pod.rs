@@ -234,9 +234,9 @@ fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
     deliver(&mut job, 1, formed(1, 0, &[]));
     done(&mut job);
     job.handle(at(1000), Event::Stop);
-    let told = done(&mut job);
-    assert!(told.contains(&send(3, ToWorker::Drain)), "{told:?}");
-    assert!(told.contains(&send(4, ToWorker::Shutdown("the job is stopping".into()))), "{told:?}");
+    let sent = done(&mut job);
+    assert!(sent.contains(&send(3, ToWorker::Drain)), "{sent:?}");
+    assert!(sent.contains(&send(4, ToWorker::Shutdown("the job is stopping".into()))), "{sent:?}");
     gone(&mut job, 1001, 4);
     job.handle_timeout(at(30_000));
     assert_eq!(done(&mut job), []);

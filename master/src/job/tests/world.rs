@@ -119,11 +119,7 @@ impl World {
             }
             self.turn();
         }
-        panic!(
-            "the job goes on for ever: {:#?}\n{:#?}",
-            self.log.last_chunk::<30>(),
-            self.processes
-        );
+        panic!("the job does not end: {:#?}\n{:#?}", self.log.last_chunk::<30>(), self.processes);
     }
 
     /// Applies one possible event; advances the time if there is none.
