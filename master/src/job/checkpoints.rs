@@ -1,9 +1,9 @@
-//! What is known of a job's checkpoints. The group decides when, and writes them; nothing here
-//! decides anything.
+//! Information about a job's checkpoints. The group schedules and writes them; nothing here
+//! influences the job.
 //!
-//! **Invariant:** a checkpoint holds ledger and parameters of one step, so whichever a group begins
-//! from, records are counted exactly once in it. The master takes the group's word for where it
-//! begins, as ever.
+//! **Invariant:** a checkpoint holds ledger and parameters of one step, so records are counted
+//! exactly once whichever checkpoint a group starts from. The master learns the starting step from
+//! the group's report.
 
 use elasticdl_proto::WorkerId;
 use serde::{Deserialize, Serialize};
@@ -16,19 +16,19 @@ use super::job::{Job, Phase};
 /// A job's checkpoints. The names of its fields are a public format.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointsSummary {
-    /// Where they are; `None` where none are kept, and the job has begun from another one's.
+    /// Their folder; `None` if the job writes none and only started from another job's checkpoint.
     pub dir: Option<String>,
     /// The newest complete one.
     pub newest: Option<SavedCheckpoint>,
-    /// How many were completed.
+    /// Number of completed checkpoints.
     pub saved: u64,
-    /// How many could not be written.
+    /// Number of checkpoints that could not be written.
     pub failed: u64,
-    /// How many were not as they were written, when a group wanted to begin from them.
+    /// Number of checkpoints that were found damaged when a group tried to start from them.
     pub damaged: u64,
-    /// Why the last one could not be written; `None` as soon as one is again.
+    /// Error of the last failed write; `None` after the next successful one.
     pub error: Option<String>,
-    /// From which ones the group began; the newest 100.
+    /// Checkpoints from which the group started; the newest 100.
     pub restored: Vec<RestoredCheckpoint>,
 }
 
@@ -39,30 +39,30 @@ pub struct SavedCheckpoint {
     pub step: u64,
     /// Its folder.
     pub name: String,
-    /// How large it is.
+    /// Size in bytes.
     pub bytes: u64,
 }
 
-/// A checkpoint from which the group began.
+/// A checkpoint from which the group started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestoredCheckpoint {
     /// Steps that it contains.
     pub step: u64,
     /// Its folder.
     pub name: String,
-    /// Steps that had been committed after it, as far as the master knew: this work is done again.
+    /// Steps committed after it, as far as the master knew: this work is repeated.
     pub lost_steps: u64,
 }
 
 impl Job {
-    /// Checkpoints, where the job has to do with any.
+    /// The checkpoints, if the job writes or restores any.
     pub(super) fn checkpoints(&self) -> Option<CheckpointsSummary> {
         let dir = self.spec.checkpoints.as_ref().map(|spec| spec.dir.clone());
         let known = dir.is_some() || self.spec.resume_from.is_some();
         known.then(|| CheckpointsSummary { dir, ..self.history.checkpoints.clone() })
     }
 
-    /// The user wants one now.
+    /// Handles the user's request for a checkpoint.
     pub(super) fn on_checkpoint_requested(&mut self) {
         if self.phase != Phase::Running || self.spec.checkpoints.is_none() {
             return;
@@ -72,8 +72,8 @@ impl Job {
         self.request_checkpoint();
     }
 
-    /// Passes the user's wish on to the group, of which one tells the others. To be called again
-    /// for each new group.
+    /// Forwards the user's request to the lowest rank, which informs the others. Called again for
+    /// each new group.
     pub(super) fn request_checkpoint(&mut self) {
         if let Some(&first) = self.group.members.first().filter(|_| self.checkpoint_requested) {
             self.send(first, ToWorker::KeepCheckpoint);
@@ -110,7 +110,7 @@ impl Job {
                 known.restored.drain(..surplus);
                 Some(line)
             }
-            // Said by the status: there may be very many.
+            // Shown in the status only: there may be very many.
             CheckpointNews::Saved { step, name, bytes } => {
                 known.saved += 1;
                 known.error = None;
@@ -118,7 +118,7 @@ impl Job {
                 None
             }
         };
-        // Whichever came of it: the next one comes by itself.
+        // Success or failure: the next one is written on schedule.
         self.checkpoint_requested &= !is_written;
         self.mark_dirty();
         line.into_iter().for_each(|line| self.log_event(line));

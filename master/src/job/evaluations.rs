@@ -1,5 +1,5 @@
-//! What is known of evaluations. The group makes them, and decides what follows; nothing here
-//! decides anything.
+//! Information about evaluations. The group makes them, and decides what follows; nothing here
+//! influences the job.
 
 use std::collections::BTreeMap;
 
@@ -13,25 +13,25 @@ use super::job::Job;
 pub struct EvaluationsSummary {
     /// Evaluations of the job's steps, in order; the newest 1000.
     pub all: Vec<Evaluated>,
-    /// The best one by the metric that counts.
+    /// The best evaluation by the selected metric.
     pub best: Option<BestEvaluation>,
-    /// The job ended before its data did, for evaluations got no better.
+    /// Whether training stopped early because evaluations did not improve.
     pub stopped_early: bool,
 }
 
 /// The best evaluation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BestEvaluation {
-    /// Steps that the model had made.
+    /// Steps that the evaluated model contains.
     pub step: u64,
-    /// The metric that counts.
+    /// The selected metric.
     pub metric: String,
     /// Its mean over the validation data.
     pub value: f64,
 }
 
 impl Job {
-    /// Evaluations, where there is validation data.
+    /// The evaluations, if there is validation data.
     pub(super) fn evaluations(&self) -> Option<EvaluationsSummary> {
         self.spec.validation.as_ref().map(|_| EvaluationsSummary {
             stopped_early: self.final_report.as_ref().is_some_and(|word| word.stopped_early),
@@ -42,7 +42,7 @@ impl Job {
     pub(super) fn on_evaluated(&mut self, report: Evaluated) {
         let Some(spec) = &self.spec.validation else { return };
         let known = &mut self.history.evaluations;
-        // A group that began from a checkpoint makes steps again.
+        // A group that started from a checkpoint repeats steps.
         known.all.retain(|before| before.step < report.step);
         let Evaluated { step, records, metrics } = &report;
         let line =
@@ -71,7 +71,7 @@ impl Job {
     }
 }
 
-/// Means, as a line shows them.
+/// Formats means for a log line.
 pub(crate) fn format_metrics(metrics: &BTreeMap<String, Option<f64>>) -> String {
     let format_metrics = |(name, mean): (&String, &Option<f64>)| match mean {
         Some(mean) => format!("{name} {mean:.4}"),

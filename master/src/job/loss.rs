@@ -1,5 +1,5 @@
-//! What becomes of a job whose state is lost with its workers, and how that is avoided where all of
-//! them leave.
+//! State loss: the group's state is lost with its workers. If all members leave in order, a
+//! checkpoint avoids it.
 //!
 //! ```text
 //!   no worker holds the state ──no checkpoints, none to begin from──────────────► failed, or with the user's leave: again
@@ -8,7 +8,7 @@
 //!                              └──none on their way, or half the grace──► suspended: last checkpoint, all go
 //! ```
 //!
-//! **Invariant:** a state that is lost is counted and told, whatever else becomes of the job.
+//! **Invariant:** every lost state is counted and logged.
 
 use elasticdl_proto::WorkerId;
 use serde::{Deserialize, Serialize};
@@ -18,18 +18,19 @@ use super::job::{Job, Phase, Timer};
 use super::time::Time;
 use super::workers::Scheduling;
 
-/// How often all workers were lost with a state of which there was no checkpoint. The names of its
-/// fields are a public format.
+/// Losses of a state, with all workers, of which there was no checkpoint. The names of its fields
+/// are a public format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StateLoss {
-    /// How often.
+    /// Number of losses.
     pub count: u64,
-    /// Steps that the state contained, the last time.
+    /// Steps that the last lost state contained.
     pub at_step: u64,
 }
 
 impl Job {
-    /// Ends a job whose state is lost for good, as soon as that is certain; whether it has.
+    /// Ends a job whose state is lost permanently, as soon as that is certain. Returns whether it
+    /// ended.
     pub(super) fn ends_without_state(&mut self, now: Time) -> bool {
         let spec = &self.spec;
         let may_begin = spec.checkpoints.is_some() || spec.resume_from.is_some();
@@ -44,10 +45,11 @@ impl Job {
         is_lost
     }
 
-    /// The newest group has formed at step 0. Whether that ends the job, for it had a state before.
+    /// Handles a group that formed at step 0 although the job had a state. Returns whether that
+    /// ends the job.
     pub(super) fn begins_anew(&mut self, now: Time) -> bool {
-        // A group that carries its state may be one step behind what its lowest rank has told
-        // before it was lost.
+        // A group that carries the state may be one step behind the last report of a lost lowest
+        // rank.
         let held = u64::from(self.group.carries_state);
         if self.group.restored || self.step <= held {
             return false;
@@ -80,7 +82,7 @@ impl Job {
         self.end(now, Outcome::Failed, Some(error));
     }
 
-    /// A state of `step` is gone, and no checkpoint holds any.
+    /// Counts the loss of a state of `step` without a checkpoint.
     pub(super) fn note_state_lost(&mut self, step: u64) {
         let count = self.history.state_lost.map_or(0, |loss| loss.count) + 1;
         self.history.state_lost = Some(StateLoss { count, at_step: step });
@@ -88,7 +90,7 @@ impl Job {
         self.mark_dirty();
     }
 
-    /// Whether a worker may have the group's state, or be a member of a group that has it.
+    /// Whether any worker may have the group's state, or is a member of a group that has.
     fn may_hold_state(&self) -> bool {
         let carries = self.group.carries_state;
         let here = |w: &super::workers::Worker| {
@@ -104,8 +106,8 @@ impl Job {
 
     // ---- all members leave ----
 
-    /// Checks whether no holder of the state will be left. Called when a member leaves, and when a
-    /// group has formed.
+    /// Checks whether all members that hold the state leave. Called when a member leaves, and when
+    /// a group has formed.
     pub(super) fn watch_leavers(&mut self, now: Time) {
         if !self.all_leave() {
             return;
@@ -126,7 +128,7 @@ impl Job {
         }
     }
 
-    /// Replacements have had their time to take the state over.
+    /// The time for replacements to take over the state has passed.
     pub(super) fn on_suspend_due(&mut self) {
         if self.all_leave() {
             self.suspend();
@@ -148,7 +150,7 @@ impl Job {
             && holders().all(|w| w.leaving)
     }
 
-    /// Has the group end at its next boundary, with a checkpoint.
+    /// Ends the group at its next step boundary, with a checkpoint.
     fn suspend(&mut self) {
         self.log_event(
             "no worker takes over the state in time: the group ends with a checkpoint".into(),
@@ -158,7 +160,8 @@ impl Job {
         }
     }
 
-    /// All members have ended with a checkpoint: others go on from it.
+    /// Releases the members of a group that has ended with a checkpoint; the next group resumes
+    /// from it.
     pub(super) fn release_suspended(&mut self, now: Time) {
         self.step =
             self.group.finished.values().map(|(word, _)| word.step).max().unwrap_or(self.step);

@@ -30,6 +30,7 @@ use super::history::{PersistedHistory, clip};
 use super::inference::ShardResults;
 use super::job::{Job, Phase};
 use super::lease_table::LeaseTable;
+use super::pod::PodId;
 use super::spec::JobSpec;
 
 /// The state of a job that its next master needs.
@@ -224,11 +225,11 @@ impl PersistedJob {
 
     /// The first launches of pods, or processes, that may still run.
     pub fn launches(&self) -> impl Iterator<Item = LaunchId> + '_ {
-        let per_pod = u64::from(self.spec.workers_per_pod);
-        self.launches
-            .iter()
-            .map(|l| l.launch)
-            .filter(move |launch| launch.0 % per_pod == 1 % per_pod)
+        let per_pod = self.spec.workers_per_pod;
+        let is_first = move |launch: &LaunchId| {
+            *PodId::of(*launch, per_pod).launches(per_pod).start() == *launch
+        };
+        self.launches.iter().map(|l| l.launch).filter(is_first)
     }
 }
 
@@ -254,8 +255,8 @@ impl Job {
         self.step
     }
 
-    /// The [revision](Self::revision) that must be kept before any further action is done: what
-    /// there is to train, and that it is done, nobody else could tell.
+    /// The [version](Self::version) that must be durable before any further action, because no
+    /// other process knows this state (the data set; the end of the job).
     #[must_use]
     pub fn durable_before(&self) -> u64 {
         self.durable_before

@@ -18,6 +18,24 @@ use super::job::{Job, Phase};
 use super::time::Time;
 use super::workers::{Launch, WorkerTable};
 
+/// Number of a pod. Launches are numbered from 1 on, those of a pod consecutively.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct PodId(u64);
+
+impl PodId {
+    /// The pod of `launch`, where each pod has `workers_per_pod` launches.
+    pub(super) fn of(launch: LaunchId, workers_per_pod: u32) -> Self {
+        Self(launch.0.saturating_sub(1) / u64::from(workers_per_pod))
+    }
+
+    /// The launches of the pod.
+    pub(super) fn launches(self, workers_per_pod: u32) -> RangeInclusive<LaunchId> {
+        let per_pod = u64::from(workers_per_pod);
+        let before = self.0.saturating_mul(per_pod);
+        LaunchId(before.saturating_add(1))..=LaunchId(before.saturating_add(per_pod))
+    }
+}
+
 impl WorkerTable {
     /// The launches of this launch's pod, including itself; none if it has ended.
     pub(super) fn pod(&self, launch: LaunchId) -> Vec<LaunchId> {
@@ -26,9 +44,8 @@ impl WorkerTable {
 
     /// The ids of the launches of this launch's pod.
     fn numbers(&self, launch: LaunchId) -> RangeInclusive<LaunchId> {
-        let per_pod = self.workers_per_pod as u64;
-        let before = launch.0.saturating_sub(1) / per_pod * per_pod;
-        LaunchId(before.saturating_add(1))..=LaunchId(before.saturating_add(per_pod))
+        let per_pod = self.workers_per_pod as u32;
+        PodId::of(launch, per_pod).launches(per_pod)
     }
 
     /// The first launch of each pod.
@@ -38,7 +55,7 @@ impl WorkerTable {
 
     /// Whether this is the first launch of its pod.
     pub(super) fn is_first(&self, launch: LaunchId) -> bool {
-        launch.0 % self.workers_per_pod as u64 == 1 % self.workers_per_pod as u64
+        *self.numbers(launch).start() == launch
     }
 
     /// Whether `is` holds for any launch of this launch's pod.

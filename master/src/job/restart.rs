@@ -1,13 +1,14 @@
-//! The cause of the end of a worker's process, and the time at which it may be replaced.
+//! Restarts: which exits count as failures, and when a replacement may start.
 //!
-//! A process that was ended from outside is replaced at once, however often. An end that the user's
-//! code has caused is a *failure*. Failures use up a budget of `max_worker_restarts`, which is full
-//! again as soon as the job makes progress: the group commits a step that no group of this job had
-//! reached before. So a worker that fails now and then, for a month, or on one bad node, never ends
-//! a job that makes progress; one without progress does. Records on which the user's code fails
-//! again and again end the job too, progress or not.
+//! A process that was ended from outside is replaced at once, without a limit. An exit caused by
+//! the user's code is a *failure*. Failures use up a budget of `max_worker_restarts`, which is
+//! refilled when the job makes progress: when the group commits a step that no group of this job
+//! had reached before. So occasional failures, even over a month or on one bad node, never end a
+//! job that makes progress; failures without progress do. Records on which the user's code fails
+//! repeatedly end the job even if it makes progress.
 //!
-//! Each replacement waits longer than the one before, until no worker has failed for some time.
+//! Each replacement waits longer than the previous one (exponential back-off), until no worker has
+//! failed for some time.
 
 use std::time::Duration;
 
@@ -16,38 +17,37 @@ use elasticdl_proto::RecordRange;
 use super::event::Exit;
 use super::time::Time;
 
-/// Failures so far, and replacements that wait.
+/// Failures so far, and delayed replacements.
 #[derive(Debug)]
 pub(super) struct Restarts {
     max: u32,
     budget: Budget,
     /// When each waiting replacement may start.
     waiting: Vec<Time>,
-    /// Records that workers failed on, a list for each failure, the newest last.
+    /// Records on which workers failed, a list for each failure, the newest last.
     failed_on: Vec<Vec<RecordRange>>,
-    /// Failures in a row, none of them long after the one before.
+    /// Consecutive failures, none of them long after the previous one.
     in_a_row: u32,
     last: Option<Time>,
 }
 
-/// What of it outlives a master.
+/// The part that outlives a master.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Budget {
     /// Failures since the job began.
     pub(super) counted: u32,
-    /// Failures since the job made progress last.
+    /// Failures since the last progress.
     pub(super) since_progress: u32,
-    /// How far the job had come at most by the last failure: steps, or records where nothing is
-    /// trained.
+    /// Highest progress at the last failure: steps, or records of an inference job.
     pub(super) progress: u64,
 }
 
 /// Why the job has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TooMany {
-    /// The job has made no progress since so many failures.
+    /// Number of failures without progress.
     Failures(u32),
-    /// So many workers have failed on the same record.
+    /// Number of workers that failed on the same record.
     OnRecord(u32),
 }
 
@@ -56,8 +56,7 @@ impl Restarts {
         Self { max, budget, waiting: Vec::new(), failed_on: Vec::new(), in_a_row: 0, last: None }
     }
 
-    /// Counts a failure of a job that has come as far as `progress`. Returns when the replacement
-    /// may start.
+    /// Counts a failure at `progress`. Returns when the replacement may start.
     ///
     /// # Errors
     /// The job has failed.
@@ -90,7 +89,8 @@ impl Restarts {
         Ok(start)
     }
 
-    /// The largest number of failures, this one included, that one of these records was part of.
+    /// Adds a failure on `ranges`. Returns the largest number of failures, including this one, that
+    /// share one record.
     fn count_on_record(&mut self, ranges: &[RecordRange]) -> u32 {
         if ranges.is_empty() {
             return 0;
@@ -119,13 +119,13 @@ impl Restarts {
         self.waiting.len()
     }
 
-    /// What a master that takes the job over has to know.
+    /// The state that a take-over needs.
     pub(super) fn budget(&self) -> Budget {
         self.budget
     }
 }
 
-/// Whether the user's code, or what it may use, ended a process that was not told to end.
+/// Whether an unexpected exit was caused by the user's code or its resource use.
 pub(super) fn is_own_fault(exit: &Exit) -> bool {
     match exit {
         Exit::Code(EXIT_MASTER_LOST | EXIT_TERMINATED) => false,
@@ -135,7 +135,7 @@ pub(super) fn is_own_fault(exit: &Exit) -> bool {
     }
 }
 
-/// How a process ended, for the user.
+/// Describes an exit for the user.
 pub(super) fn describe(exit: &Exit) -> String {
     match exit {
         Exit::Code(code @ EXIT_MASTER_LOST) => {
@@ -153,7 +153,7 @@ pub(super) fn describe(exit: &Exit) -> String {
     }
 }
 
-/// How long the replacement for the `counted`th failure (from 1) waits.
+/// Delay of the replacement for the `counted`th consecutive failure (from 1).
 fn delay(counted: u32) -> Duration {
     match counted {
         0 | 1 => Duration::ZERO,
@@ -161,12 +161,12 @@ fn delay(counted: u32) -> Duration {
     }
 }
 
-/// A worker ends with this code when it has found no master in time, or none that wants it.
+/// Exit code of a worker that found no master in time, or none that accepts it.
 pub(super) const EXIT_MASTER_LOST: i32 = 70;
-/// A worker ends with this code when it was told to end, and was not let go in time.
+/// Exit code of a worker that received SIGTERM and was not released in time.
 const EXIT_TERMINATED: i32 = 143;
 
-/// A failure this long after the one before is the first in a row.
+/// A failure this long after the previous one starts a new sequence.
 const CALM: Duration = Duration::from_secs(300);
 /// Failures whose records are compared.
 const FAILURES_KEPT: usize = 64;
@@ -178,7 +178,7 @@ const SIGHUP: i32 = 1;
 const SIGINT: i32 = 2;
 const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
-/// Numbers that Linux gives them on all common machines.
+/// Linux signal numbers on all common architectures.
 const NAMES: [(i32, &str); 9] = [
     (SIGHUP, "SIGHUP"),
     (SIGINT, "SIGINT"),

@@ -1,4 +1,4 @@
-//! How a data set is cut, and in which order an epoch goes through the pieces.
+//! How a data set is cut into shards, and their order in an epoch.
 //!
 //! **Invariants:** a shard is never empty and never crosses a file; the shards of a data set are
 //! disjoint and hold all of its records; an epoch's order depends on the seed and the epoch alone.
@@ -13,11 +13,11 @@ use rand::seq::SliceRandom;
 
 use super::spec::{Batch, JobSpec};
 
-/// A data set, cut.
+/// A data set, cut into shards.
 #[derive(Clone, Debug)]
 pub(super) struct Shards {
     list: FileList,
-    /// Of the files that hold records. Their paths stay packed: they may take a hundred megabytes.
+    /// The files that hold records. Their paths stay packed: they may take a hundred megabytes.
     files: Vec<FileSpan>,
     records: u64,
     records_per_shard: u64,
@@ -43,8 +43,8 @@ impl Shards {
         let records_per_shard = spec.records_per_shard.map_or_else(
             || {
                 if !spec.work.trains() {
-                    // Of the data alone: results are added shard by shard, and must not depend on
-                    // who computes them.
+                    // The size depends on the data alone: results are added shard by shard, and
+                    // must not depend on the number of workers.
                     return RECORDS_PER_SHARD_INFERENCE.max(records / u64::from(SHARDS_AUTO_MAX));
                 }
                 let wanted = records / (u64::from(spec.num_workers.max(1)) * SHARDS_PER_WORKER);
@@ -125,7 +125,7 @@ impl Shards {
         Some(order)
     }
 
-    /// In words, how many records shards hold: `1 record`, `8 records`, `up to 937 records`.
+    /// Number of records per shard as text: `1 record`, `8 records`, `up to 937 records`.
     pub(super) fn sizes(&self) -> String {
         let (mut least, mut most) = (u64::MAX, 0);
         for file in 0..self.files.len() {
@@ -190,7 +190,7 @@ fn check(list: &FileList, spec: &JobSpec) -> Result<u64, String> {
     }
     // A sum that does not fit is shown as the largest number, which is too many.
     let records = list.records();
-    // Twice over, so that sums of what was counted and what was repeated can't overflow either.
+    // Doubled, so that sums of counted and repeated records can't overflow either.
     if records.checked_mul(u64::from(spec.epochs)).and_then(|n| n.checked_mul(2)).is_none() {
         return Err(format!(
             "{data:?} holds more records over {} epochs than can be counted",
@@ -222,7 +222,7 @@ pub(super) fn counted(count: u64, what: &str) -> String {
 /// epoch's end.
 const SHARDS_PER_WORKER: u64 = 8;
 const RECORDS_PER_SHARD_AUTO_MAX: u64 = 4096;
-/// Where shards are worked on apart: one is little to repeat, and a file of its predictions not too
+/// Size for inference jobs: a shard is cheap to repeat, and a file of its predictions not too
 /// small.
 const RECORDS_PER_SHARD_INFERENCE: u64 = 4096;
 const SHARDS_AUTO_MAX: u32 = 1 << 22;

@@ -1,4 +1,4 @@
-//! How a job ends.
+//! Shutdown: how a job ends.
 //!
 //! ```text
 //!  Running ──Stop──► Stopping ──10 s (60 s with checkpoints), or no members──► Ended
@@ -24,7 +24,7 @@ impl Job {
         self.mark_dirty_urgent();
         self.log_event("stop requested: the job stops at the end of the step".into());
         self.set_timer(now + self.stop_wait(), Timer::Stop);
-        // Who is away is told when it is back.
+        // A disconnected worker is asked to drain when it reconnects.
         let here = self.workers.launches.iter().filter(|(_, l)| l.disconnected.is_none());
         let launches: Vec<(LaunchId, Option<WorkerId>)> =
             here.map(|(&id, l)| (id, l.worker)).collect();
@@ -32,10 +32,10 @@ impl Job {
             let w = worker.and_then(|id| Some((id, self.workers.connected.get(&id)?)));
             match w.map(|(id, w)| (id, w.rank.is_some(), w.released)) {
                 Some((id, true, _)) => self.send(id, ToWorker::Drain),
-                // The group of the generation before may need it until its last step is done.
+                // The previous generation's group may need it until its last step is done.
                 Some((_, false, true)) => {}
                 Some((id, false, false)) => self.release(now, id, "the job is stopping"),
-                // As long as none of its pod is needed.
+                // A pod is killed only if none of its workers is needed.
                 None if self.workers.is_heard(launch)
                     || self.workers.any_of_pod(launch, |l| l.disconnected.is_some()) => {}
                 None => self.kill(launch),
@@ -59,7 +59,7 @@ impl Job {
         }
     }
 
-    /// Every member holds the final state.
+    /// Ends the job: every member holds the final state.
     pub(super) fn finish(&mut self, now: Time) {
         let words: Vec<_> =
             self.group.members.iter().map(|m| (m, &self.group.finished[m])).collect();
@@ -101,8 +101,7 @@ impl Job {
         }
     }
 
-    /// Why the group can't go on, if it says so, though it holds a state. Remembers the records
-    /// that are at fault.
+    /// The error for which the group ended, if any. Notes the failed records.
     fn reported_failure(&mut self) -> Option<String> {
         let words = self.group.finished.iter();
         let failures: Vec<_> =
@@ -114,7 +113,7 @@ impl Job {
         Some(error)
     }
 
-    /// Tells everybody that it is over, and waits a little for them to end.
+    /// Asks all workers to end, and waits briefly for their exits.
     pub(super) fn end(&mut self, now: Time, outcome: Outcome, error: Option<String>) {
         if matches!(self.phase, Phase::Ended(_) | Phase::Ending(_)) {
             return;
@@ -170,7 +169,7 @@ impl Job {
     }
 }
 
-/// An outcome as it is shown.
+/// The user-visible name of an outcome.
 pub(super) fn name(outcome: Outcome) -> &'static str {
     match outcome {
         Outcome::Completed => "completed",

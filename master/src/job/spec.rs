@@ -1,4 +1,4 @@
-//! What a job is asked to do.
+//! The specification of a job.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -6,8 +6,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
-/// A job as submitted. [`JobSpec::check`] has been passed before a [`Job`](super::Job) is made of
-/// it.
+/// A job as submitted. [`JobSpec::check`] succeeds before a [`Job`](super::Job) is created from it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobSpec {
     /// The job's name.
@@ -16,24 +15,24 @@ pub struct JobSpec {
     pub training_data: String,
     /// Workers to keep, from `min_workers` to `max_workers`.
     pub num_workers: u32,
-    /// With fewer members than this the group waits.
+    /// Minimum number of members: with fewer the group waits.
     pub min_workers: u32,
     /// `num_workers` can be raised up to this.
     pub max_workers: u32,
-    /// Workers that are started, and go, together; the numbers of workers are multiples of it.
+    /// Workers that start and leave together; numbers of workers are multiples of it.
     #[serde(default = "one")]
     pub workers_per_pod: u32,
     /// Passes over the data.
     pub epochs: u32,
-    /// Steps after which the job ends, if the data has not ended before.
+    /// Number of steps after which the job ends, unless its data ends earlier.
     pub max_steps: Option<u64>,
     /// How many records make a step.
     pub batch: Batch,
     /// Records of a shard; `None` chooses from the size of the data set.
     pub records_per_shard: Option<NonZeroU64>,
-    /// Whether the order of shards is drawn anew for each epoch.
+    /// Whether shards are shuffled anew in each epoch.
     pub shuffle: bool,
-    /// Seed of everything that is drawn.
+    /// Seed of all random choices.
     pub seed: u64,
     /// Failures of workers (crashes and errors of the user's code, not preemption) after which the
     /// job fails.
@@ -41,19 +40,19 @@ pub struct JobSpec {
     /// A worker that is stopped for less than this is never evicted, one that is stopped for a
     /// sixth longer always is; `None`: no worker is.
     pub worker_timeout: Option<Duration>,
-    /// For so long a worker without a master trains on and looks for one; then it ends.
+    /// How long a worker without a master continues to train and searches for one before it ends.
     #[serde(default = "master_timeout")]
     pub master_timeout: Duration,
-    /// Where and when checkpoints are kept; `None`: nowhere.
+    /// Where and when checkpoints are written; `None` for never.
     #[serde(default)]
     pub checkpoints: Option<CheckpointSpec>,
-    /// A checkpoint, or the folder of some, that the job begins with.
+    /// A checkpoint, or a folder of checkpoints, from which the job starts.
     #[serde(default)]
     pub resume_from: Option<String>,
-    /// What is evaluated, and when; `None`: nothing.
+    /// What is evaluated, and when; `None` for nothing.
     #[serde(default)]
     pub validation: Option<ValidationSpec>,
-    /// What is done with the data.
+    /// What the job does with its data.
     #[serde(default)]
     pub work: Work,
     /// As what gradients travel between workers.
@@ -63,20 +62,20 @@ pub struct JobSpec {
     #[serde(default = "one")]
     #[serde(rename = "streams")]
     pub channels: u8,
-    /// What becomes of a step whose gradient is not finite.
+    /// How a step whose gradient is not finite is handled.
     #[serde(default)]
     pub on_nonfinite: OnNonfinite,
-    /// Where all workers are lost, and with them a state of which there is no checkpoint, the job
-    /// starts again from nothing. Otherwise it fails.
+    /// Whether the job restarts from step 0 when all workers are lost with a state of which there
+    /// is no checkpoint. Otherwise it fails.
     #[serde(default)]
     pub restart_without_checkpoint: bool,
-    /// How long workers that were told to end may take, from outside (SIGTERM) to their end.
+    /// How long workers may take from SIGTERM to their end.
     #[serde(default = "grace_period")]
     pub grace_period: Duration,
 }
 
-/// What becomes of a step whose gradient, summed over all workers, or whose loss holds a NaN or an
-/// infinity.
+/// How a step is handled whose gradient, summed over all workers, or whose loss contains a NaN or
+/// an infinity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub enum OnNonfinite {
     /// The job fails before the step is applied, with the state before it kept.
@@ -91,27 +90,27 @@ pub enum OnNonfinite {
 pub struct ValidationSpec {
     /// Where the validation data is, as the program's reader understands it.
     pub data: String,
-    /// After so many steps; `None`: at the end alone.
+    /// Number of steps between evaluations; `None` for only at the end.
     pub every: Option<u64>,
-    /// The metric that tells which model is best.
+    /// The metric that selects the best model.
     pub metric: String,
-    /// The highest is, not the lowest.
+    /// Whether the highest value is the best; otherwise the lowest.
     pub highest: bool,
-    /// After so many evaluations without a better one the job ends.
+    /// Number of evaluations without improvement after which the job ends.
     pub patience: Option<u32>,
 }
 
-/// Where and when checkpoints are kept.
+/// Where and when checkpoints are written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckpointSpec {
     /// A path or an address of an object store, as the workers see it.
     pub dir: String,
     /// How often.
     pub every: CheckpointEvery,
-    /// How many complete ones stay; at least 1.
+    /// Number of complete checkpoints that are retained; at least 1.
     pub keep: u32,
-    /// The folder is this job's own: checkpoints of runs before it neither hinder it nor outlive
-    /// its first one.
+    /// Whether the folder belongs to this job alone: earlier runs' checkpoints do not block it and
+    /// are deleted after its first one.
     #[serde(default)]
     pub exclusive: bool,
 }
@@ -119,9 +118,9 @@ pub struct CheckpointSpec {
 /// How often a checkpoint is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CheckpointEvery {
-    /// After so many steps.
+    /// After this number of steps.
     Steps(NonZeroU64),
-    /// After so much time.
+    /// After this time.
     Time(Duration),
 }
 
@@ -139,7 +138,7 @@ pub enum Work {
         model: String,
         /// The folder for the files.
         output: String,
-        /// Of the files.
+        /// Format of the files.
         format: Format,
     },
     /// Trains a model.
@@ -197,27 +196,27 @@ pub enum Batch {
 }
 
 impl JobSpec {
-    /// How long a worker that got SIGTERM waits for its release by the group, before it ends by
-    /// itself: within the grace period, so that it need not be killed.
+    /// How long a worker that received SIGTERM waits for its release before it ends by itself:
+    /// within the grace period, so that it need not be killed.
     #[must_use]
     pub fn leave_timeout(&self) -> Duration {
         self.grace_period - (self.grace_period / 5).min(LEAVE_MARGIN)
     }
 
-    /// How long the group may take to let a leaving worker go, before it goes nevertheless: a
-    /// little less than it waits.
+    /// How long the group may take to release a leaving worker before the master releases it
+    /// anyway: a little less than the worker waits.
     #[must_use]
     pub fn leave_wait(&self) -> Duration {
         self.grace_period - (self.grace_period / 5 * 2).min(LEAVE_MARGIN * 2)
     }
 
-    /// How often a worker is to be heard.
+    /// The interval of a worker's heartbeats.
     #[must_use]
     pub fn heartbeat(&self) -> Option<Duration> {
         self.worker_timeout.map(|timeout| timeout / 10)
     }
 
-    /// Checks whether the job may be told to keep so many workers.
+    /// Checks whether the job can be scaled to `num_workers`.
     ///
     /// # Errors
     /// What would be right.
@@ -292,7 +291,7 @@ impl JobSpec {
 }
 
 impl JobSpec {
-    /// Paths and addresses, with their fields' names: each becomes part of the job's record.
+    /// Paths and addresses, with their fields' names: each becomes part of the persisted job.
     fn places(&self) -> Vec<(&'static str, &str)> {
         let mut places =
             vec![("name", self.name.as_str()), ("training_data", self.training_data.as_str())];
@@ -313,7 +312,7 @@ impl JobSpec {
     }
 }
 
-/// The multiples of `of` that are next to `number`, in words.
+/// The multiples of `of` next to `number`, as text.
 pub(crate) fn multiples_near(number: u32, of: u32) -> String {
     match number / of * of {
         0 => of.to_string(),
@@ -321,7 +320,7 @@ pub(crate) fn multiples_near(number: u32, of: u32) -> String {
     }
 }
 
-/// A field of a [`JobSpec`] that no job can be made of: mend it and submit again.
+/// An invalid field of a [`JobSpec`]: correct it and submit again.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field} is {value:?}; it must be {wanted}")]
 pub struct SpecError {
@@ -333,12 +332,12 @@ pub struct SpecError {
     pub wanted: &'static str,
 }
 
-/// As Kubernetes' own default for pods.
+/// The default of Kubernetes for pods.
 fn grace_period() -> Duration {
     GRACE_PERIOD_DEFAULT
 }
 
-/// Of a job that was submitted before there was a choice.
+/// The default for jobs that were persisted without this field.
 fn one<T: From<u8>>() -> T {
     1.into()
 }
@@ -351,13 +350,13 @@ fn master_timeout() -> Duration {
 }
 
 const CHANNELS_MAX: u8 = 16;
-/// What systems allow for a path.
+/// The maximum length of a path on common systems.
 const PLACE_BYTES_MAX: usize = 4096;
 const PLACE_SHOWN_MAX: usize = 60;
 
-/// For a worker's last words, and for the system to end it.
+/// Time for a worker's final messages, and for the system to end it.
 const LEAVE_MARGIN: Duration = Duration::from_secs(2);
-/// A ring of more workers than this has not been thought about.
+/// Larger rings have not been considered.
 const MAX_WORKERS: u32 = 65_536;
 /// No machine has more GPUs.
 pub(crate) const MAX_WORKERS_PER_POD: u32 = 64;

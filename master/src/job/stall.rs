@@ -1,18 +1,17 @@
-//! A group in which all members wait and none fails.
+//! Stalls: all members wait, and none fails.
 //!
-//! A network that drops the packets between two workers breaks no link and silences no worker: both
-//! reach the master, and the whole ring waits. Each member then reports where it waits. As long as
-//! one member computes, the others wait for it. When all wait, some link has not delivered what was
-//! sent into it, and the reports of its two ends show which.
+//! A network that drops the packets between two workers breaks no link and stops no heartbeat: both
+//! workers reach the master, and the whole ring waits. Each member then reports where it waits.
+//! While one member computes, the others wait for it; when all wait, some link has lost data, and
+//! the reports of its two ends show which.
 //!
 //! ```text
 //!      P ── sent 40 bytes of operation 7 ──▶ M      M has received 32 of these, for longer than the timeout:
-//!                                                   the link keeps 8 bytes
+//!                                                   the link lost 8 bytes
 //! ```
 //!
-//! Which end of a link is at fault is unknown. The worker in most such links is evicted; a worker
-//! that stayed while its peer was evicted is evicted at once if it is in such a link again before a
-//! further commit.
+//! The faulty end of a link can't be determined. The worker at most such links is evicted; a worker
+//! that was spared is evicted at once if it is at such a link again before the next commit.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -29,22 +28,22 @@ use super::time::Time;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stalled {
     stall: Stall,
-    /// Since when all its beats have said that it waits.
+    /// Since when all its heartbeats report that it waits.
     since: Time,
-    /// When it was last said.
+    /// Time of the last such heartbeat.
     last: Time,
 }
 
-/// How often workers were in links that kept what was sent, since the last commit.
+/// How often workers were at an end of a link that lost data, since the last commit.
 #[derive(Debug, Default)]
 pub(super) struct Blame(BTreeMap<WorkerId, usize>);
 
-/// A link that keeps what is sent into it, from one member to the next.
+/// A link that lost data, from one member to the next.
 pub(super) type Suspect = (WorkerId, WorkerId);
 
 impl Stalled {
-    /// `before`: what the same worker said last. A long silence since then is not taken for
-    /// waiting: all workers may have been kept from running.
+    /// `before` is the worker's previous report. A long silence since then does not count as
+    /// waiting: all workers may have been stopped.
     pub(super) fn after(
         before: Option<Self>,
         now: Time,
@@ -55,32 +54,31 @@ impl Stalled {
         Self { stall, since, last: now }
     }
 
-    /// How long no byte has moved, by its last heartbeat.
+    /// Time without a moved byte, by its last heartbeat.
     pub(super) fn since_last_byte(&self) -> Duration {
         self.stall.since
     }
 
-    /// When its last heartbeat came.
+    /// Time of its last heartbeat.
     pub(super) fn last(&self) -> Time {
         self.last
     }
 
-    /// What it waited for has come to pass, as far as others can see: from now on it waits for
-    /// something else.
+    /// Restarts the wait: what the worker waited for has arrived, as far as other reports show.
     pub(super) fn restart_wait(&mut self, now: Time) {
         self.since = now;
     }
 }
 
 impl Blame {
-    /// All is forgiven.
+    /// Clears all counts.
     pub(super) fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// The workers to evict so that none of `suspects` is left: those in most links first, counting
-    /// those of earlier generations; among equals the highest rank. `may_go` excludes workers that
-    /// have finished.
+    /// Chooses the members to evict so that none of the links `suspects` remains: those at most
+    /// links first, including links of earlier generations; among equals the highest rank. `may_go`
+    /// excludes members that have finished.
     fn choose_evictions(
         &mut self,
         mut suspects: Vec<Suspect>,
@@ -113,11 +111,11 @@ impl Blame {
 }
 
 impl Job {
-    /// Takes out workers that the network has cut off from their neighbours, where all members wait
-    /// for longer than the timeout and all have been heard just now: who is silent is not judged by
-    /// the others' waiting.
+    /// Evicts workers that the network has cut off from their neighbours, if all members wait for
+    /// longer than the timeout and all were heard recently. (Silent members are judged by the
+    /// heartbeat check.)
     pub(super) fn check_for_stalls(&mut self, now: Time, timeout: Duration) {
-        // A member without a stream can't say where it waits.
+        // A disconnected member can't report where it waits.
         let is_judged = self.workers.disconnected_members().next().is_none();
         if self.group.is_broken() || self.group.broken.is_some() || !is_judged {
             return;
@@ -132,7 +130,7 @@ impl Job {
         self.evict_suspects(now, suspects);
     }
 
-    /// A worker's beat says whether it waits for its neighbours, and where.
+    /// Handles a heartbeat, which reports whether the worker waits for its neighbours, and where.
     pub(super) fn on_alive(&mut self, now: Time, worker: WorkerId, stall: Option<Stall>) {
         let heartbeat = self.spec.heartbeat().unwrap_or_default();
         if let Some(w) = self.workers.connected.get_mut(&worker) {
@@ -140,14 +138,14 @@ impl Job {
         }
     }
 
-    /// Members were dialled and have not answered.
+    /// Handles dials that members have not answered.
     pub(super) fn on_unanswered(&mut self, now: Time, broken: Broken) {
         let heartbeat = self.spec.heartbeat().unwrap_or_default();
         if self.taking_part().any(|id| {
             heartbeat > Duration::ZERO
                 && !is_fresh(self.workers.connected[&id].heard, now, heartbeat)
         }) {
-            // A silent worker may be the one at fault; the worker timeout decides.
+            // A silent member may be at fault; the heartbeat check decides first.
             let until = now + heartbeat;
             self.set_timer(until, Timer::Broken(self.group.generation));
             self.group.broken = Some(Broken { until, ..broken });
@@ -157,8 +155,8 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Evicts workers so that none of these links is left. If no worker may be evicted, the group
-    /// only gets new links.
+    /// Evicts the members chosen for these links. If none may be evicted, the next generation gets
+    /// new links.
     fn evict_suspects(&mut self, now: Time, suspects: Vec<Suspect>) {
         let ring: Vec<WorkerId> = self.taking_part().collect();
         let Self { group, workers, .. } = self;
@@ -169,7 +167,7 @@ impl Job {
         }
     }
 
-    /// The links that hold the group up; `None` as long as it may still go on by itself.
+    /// The links that stall the group; `None` while it may still make progress.
     fn suspects(&self, now: Time, timeout: Duration) -> Option<Vec<Suspect>> {
         let heartbeat = self.spec.heartbeat()?;
         let is_long = |s: &&Stalled| {
@@ -200,7 +198,7 @@ impl Job {
                 };
                 let keeps = match waiting.get(&from) {
                     Some(sender) => sender.has_more_on_the_way_to(receiver),
-                    // It has all that it needed, so it has sent all that the others need.
+                    // It has received all that it needed, so it has sent all that the others need.
                     None => finished(&from),
                 };
                 if keeps {
@@ -211,13 +209,13 @@ impl Job {
         Some(suspects)
     }
 
-    /// Whether a worker waits in the newest group, or in the one before that it has not left yet.
+    /// Whether a worker waits in the newest group, or in the previous one that it has not left yet.
     pub(super) fn is_of_group(&self, stalled: &Stalled) -> bool {
         let (of, newest) = (stalled.stall.generation, self.group.generation);
         of == newest || (self.group.previous_ring.is_some() && of.next() == newest)
     }
 
-    /// Live workers that are in the newest group's ring, or still in that of the group before.
+    /// Connected workers that are in the newest group's ring, or still in the previous one's.
     pub(super) fn taking_part(&self) -> impl Iterator<Item = WorkerId> + '_ {
         let before =
             self.group.previous_ring.iter().flatten().filter(|id| !self.group.members.contains(id));
@@ -227,18 +225,17 @@ impl Job {
 }
 
 impl Stall {
-    /// Whether something is on its way between the worker that stands here and its next one,
-    /// `receiver`.
+    /// Whether bytes are in flight between this worker and its next one, `receiver`.
     fn has_more_on_the_way_to(&self, receiver: &Self) -> bool {
         if self.generation != receiver.generation {
             return self.generation > receiver.generation;
         }
         match self.operation.cmp(&receiver.operation) {
-            // Who is in a later operation has all that it needed, and has sent on what the others
-            // need.
+            // A worker in a later operation has received all that it needed, and has sent what the
+            // others need.
             Ordering::Less => self.waits_for_next,
             Ordering::Greater => !receiver.waits_for_next,
-            // Who waits before the first operation has dialled.
+            // A worker that waits before the first operation has dialled.
             Ordering::Equal => self.operation == 0 || self.sent > receiver.received,
         }
     }
@@ -248,7 +245,7 @@ fn is_fresh(heard: Time, now: Time, heartbeat: Duration) -> bool {
     now.0.saturating_sub(heard.0) <= heartbeat * FRESH_HEARTBEATS
 }
 
-/// A worker that has been heard within this many beats is not silent.
+/// A worker that was heard within this many heartbeat intervals is not silent.
 const FRESH_HEARTBEATS: u32 = 2;
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Workers that wait for storage which does not answer. They stay what they are, and nothing is
-//! counted against them; it is said once that they wait, and once that they no longer do.
+//! Workers that wait for storage which does not answer. They stay members, and no failure is
+//! counted; the start and the end of an outage are logged once each.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,9 +12,9 @@ use super::job::Job;
 /// An outage, while there is one.
 #[derive(Debug, Default)]
 pub(super) struct StorageWaits {
-    /// How long each worker that waits has done so in this outage.
+    /// Time that each waiting worker has waited in this outage.
     waiting: BTreeMap<WorkerId, Duration>,
-    /// The longest of the workers that have waited in it.
+    /// The longest wait of a worker in this outage.
     longest: Duration,
 }
 
@@ -29,7 +29,7 @@ impl Job {
         let Self { history, workers, .. } = self;
         let waits = &mut history.storage_waits;
         let was_away = !waits.waiting.is_empty();
-        // Who is gone waits no longer, and says no more.
+        // Forgotten workers send no further reports.
         waits.waiting.retain(|id, _| workers.connected.contains_key(id));
         match storage {
             Some(storage) => {

@@ -41,6 +41,7 @@ use super::history::JobHistory;
 use super::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT, Timer};
 use super::lease_table::LeaseTable;
 use super::persisted::{PersistedJob, PersistedShutdown};
+use super::pod::PodId;
 use super::restart::{Budget, Restarts};
 use super::shards::Shards;
 use super::time::Time;
@@ -93,9 +94,9 @@ impl Job {
         // A pod of which one worker was forgotten is killed as a whole.
         let gone: BTreeSet<LaunchId> =
             record.launches.iter().filter(|l| l.gone).map(|l| l.launch).collect();
-        let pod_of =
-            |launch: LaunchId| launch.0.saturating_sub(1) / u64::from(job.spec.workers_per_pod);
-        let gone: BTreeSet<u64> = gone.into_iter().map(pod_of).collect();
+        let per_pod = job.spec.workers_per_pod;
+        let pod_of = |launch: LaunchId| PodId::of(launch, per_pod);
+        let gone: BTreeSet<PodId> = gone.into_iter().map(pod_of).collect();
         for l in &mut record.launches {
             l.gone = gone.contains(&pod_of(l.launch));
             let rank = (0..).zip(&members).find(|(_, id)| id.0 == l.launch.0).map(|(rank, _)| rank);

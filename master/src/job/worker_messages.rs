@@ -1,7 +1,7 @@
-//! Handlers of the messages of workers, which are validated here.
+//! Handlers of workers' messages, which validate them.
 //!
-//! A worker may be wrong, outdated, or of another job: a message that does not fit the job's state
-//! changes nothing, and one that can't be true fails its sender.
+//! A message may be wrong, outdated, or from a worker of another job: a message that does not apply
+//! now is ignored, and an invalid one fails its sender.
 
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
@@ -123,7 +123,7 @@ impl Job {
             self.workers.connected.get_mut(&worker).filter(|w| w.stage == Stage::Fetching)
         {
             w.stage = Stage::Ready;
-            // Who has given the fetch up says 0.
+            // A worker that gave up the fetch reports step 0.
             w.fetched = step > 0;
             self.reconcile(now);
         }
@@ -134,8 +134,8 @@ impl Job {
             return;
         };
         let prepared = matches!(w.stage, Stage::Preparing | Stage::Fetching | Stage::Ready);
-        // A worker that has not synchronized with a group yet may ask for an epoch that is long
-        // complete, or the group may start again: what it asks for is kept until it has.
+        // A worker that has not synchronized with a group yet may request records of an epoch that
+        // is complete, or the group may start again: its requests are retained until it has.
         let complete = w.is_eligible() && self.group.formed && epoch < known.epoch_stable();
         if !prepared || w.released || records == 0 || epoch >= self.spec.epochs || complete {
             return;
@@ -170,8 +170,8 @@ impl Job {
         let Some(ledger) = self.check_ledger(now, worker, report) else {
             return;
         };
-        // A member that was lost since may have trained on its leases since: whether its records
-        // were absorbed only a generation that was published after its loss can tell.
+        // A member that was lost since may have trained on its leases: only a generation that is
+        // published after its loss shows whether its records were absorbed.
         let awaited: Vec<WorkerId> = self.workers.disconnected_members().collect();
         let may_live = |m| self.workers.connected.contains_key(m) || awaited.contains(m);
         let outdated = !self.group.members.iter().all(may_live);
@@ -297,7 +297,7 @@ impl Job {
         }
     }
 
-    /// Says what the last change cost, once, if anybody has told.
+    /// Logs the pause of the last membership change, once, if any member has reported it.
     pub(super) fn log_recovery(&mut self) {
         if let Some(line) = self.history.recovery_line() {
             self.log_event(line);
@@ -311,8 +311,8 @@ impl Job {
         }
         if let Some(ledger) = self.check_ledger(now, worker, &report.ledger) {
             self.group.finished.entry(worker).or_insert((report, ledger));
-            // The others have what they waited for, or it is on its way, though their last beats
-            // say that they wait.
+            // The others have what they waited for, or it is in flight, although their last
+            // heartbeats report a wait.
             self.workers
                 .connected
                 .values_mut()
@@ -322,7 +322,7 @@ impl Job {
         }
     }
 
-    /// Whether `worker` is the lowest rank of the newest generation, and speaks of it.
+    /// Whether `worker` is the lowest rank of the newest generation and reports about it.
     fn is_reporter(&self, worker: WorkerId, generation: Generation) -> bool {
         generation == self.group.generation && self.group.members.first() == Some(&worker)
     }
@@ -359,8 +359,8 @@ impl Job {
         if self.group.broken.is_none() {
             let mut until = now + BROKEN_WAIT;
             if suspicion.is_some_and(|s| s.unreachable) {
-                // All dials were begun, and so end, at about the same time: more of them tell who
-                // is at fault.
+                // All dials began, and so end, at about the same time: further reports show which
+                // member is at fault.
                 until = until.max(now + self.spec.heartbeat().unwrap_or_default());
             }
             self.set_timer(until, Timer::Broken(generation));
@@ -390,7 +390,7 @@ impl Job {
         }
     }
 
-    /// The loss that would explain a broken link has not shown itself.
+    /// The wait for a loss that explains a broken link is over.
     pub(super) fn on_broken_due(&mut self, now: Time, generation: Generation) {
         let due =
             self.group.broken.take_if(|b| generation == self.group.generation && b.until <= now);
@@ -403,12 +403,13 @@ impl Job {
         }
         self.group.relink = true;
         if broken.is_explained {
-            // Its neighbours saw its links end, and theirs saw their links end, and all are well.
+            // The reporters' links ended because a neighbour closed them, and all members are
+            // alive.
             self.group.suspicion = None;
             return self.reconcile(now);
         }
-        // Who has reported is alive and speaking. Among equals the highest rank, so that two
-        // workers that blame each other don't do so in turns.
+        // A reporter is alive. Among equals the highest rank is chosen, so that two workers that
+        // suspect each other are not chosen alternately.
         let by_rank = |s: &&WorkerId| self.group.members.iter().position(|m| m == *s);
         let silent =
             broken.suspects.iter().filter(|s| !broken.reporters.contains(s)).max_by_key(by_rank);
@@ -425,7 +426,7 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Ends a worker that can't be reached, though its process may run.
+    /// Evicts a worker that can't be reached, although its process may run.
     pub(super) fn evict(&mut self, now: Time, worker: WorkerId, why: &str) {
         let Some(w) = self.workers.connected.get(&worker) else { return };
         let (launch, is_member) = (w.launch, w.rank.is_some());
@@ -456,7 +457,7 @@ impl Job {
         if let Some(l) = self.workers.launches.get_mut(&launch) {
             l.accounting = ExitAccounting::Counted;
         }
-        // It ends by itself.
+        // A failed worker ends by itself.
         self.forget_with_pod(now, worker, FAILED_GRACE);
         self.count_failure(now, &format!("worker {worker} failed: {error}"), ranges);
         self.reconcile(now);
@@ -509,7 +510,8 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// No generation without this leaver came: it goes nevertheless, for its own time is limited.
+    /// Releases a leaving member that no generation has excluded in time: its grace period is
+    /// limited.
     pub(super) fn on_leave_due(&mut self, now: Time, worker: WorkerId) {
         let waits =
             self.workers.connected.get(&worker).is_some_and(|w| w.rank.is_some() && !w.released);
@@ -518,7 +520,7 @@ impl Job {
         }
     }
 
-    /// Ends a worker that said what can't be true.
+    /// Fails a worker that sent an invalid message.
     pub(super) fn fail_worker(&mut self, now: Time, worker: WorkerId, reason: &str) {
         let Some(w) = self.workers.connected.get(&worker) else {
             return;
@@ -545,7 +547,7 @@ impl Job {
         Share { records, workers }
     }
 
-    /// Leases to everybody what they asked for and what there is.
+    /// Leases available records to all workers with open requests.
     pub(super) fn fill_all(&mut self) {
         let share = self.share();
         let asking = |(_, w): &(&WorkerId, &super::workers::Worker)| {
@@ -587,12 +589,12 @@ impl Job {
     }
 }
 
-/// How long a broken link waits for the loss that explains it.
+/// How long a broken link waits for a loss that explains it.
 const BROKEN_WAIT: std::time::Duration = std::time::Duration::from_millis(20);
-/// Generations in a row that break on the same worker before it is taken out.
+/// Consecutive generations that break on the same worker before it is evicted.
 const SUSPICIONS_MAX: u32 = 3;
 /// How long a worker that failed may take to end.
 const FAILED_GRACE: std::time::Duration = std::time::Duration::from_secs(2);
-/// A worker asks for the group's epoch and the next, and before it knows the group's, for the
-/// first.
+/// A worker requests records of the group's epoch and the next one, and of the first epoch before
+/// it knows the group's.
 const EPOCHS_ASKED_MAX: usize = 8;
