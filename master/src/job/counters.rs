@@ -56,11 +56,11 @@ pub struct Histogram {
 pub enum End {
     /// It crashed: a signal by its own doing.
     Crashed,
-    /// It exited by itself, which nobody had asked for.
+    /// It exited by itself, unexpectedly.
     Exited,
     /// The user's code failed, or it never said hello.
     Failed,
-    /// Somebody ended it from outside.
+    /// It was killed from outside.
     Killed,
     /// It could not be started.
     NotStarted,
@@ -68,9 +68,9 @@ pub enum End {
     OverLimit,
     /// The cluster took it away: preempted, evicted, its node drained or lost.
     Taken,
-    /// It was asked to end, by the job or by whoever sent it SIGTERM.
+    /// It was asked to end, by the job or by SIGTERM.
     Told,
-    /// Nobody knows.
+    /// The reason is unknown.
     Unknown,
 }
 

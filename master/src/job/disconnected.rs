@@ -7,11 +7,11 @@
 //! further evidence:
 //!
 //! ```text
-//!                    ┌─ Connected{resume} ──► reconnected ── HeldLeases ──► as before, in the same generation
-//!  stream ended ──► disconnected
-//!                    ├─ its process ended, or a member reports its link to this worker as broken ──► lost at once
-//!                    ├─ the group stands still: `reconnect_wait` after the stream's end ──► lost
-//!                    └─ `master_timeout` after the stream's end (it has ended by itself) ──► lost
+//!                 ┌─ Connected{resume} ──► reconnected ── HeldLeases ──► as before
+//!  stream ended ─► disconnected
+//!                 ├─ its process ended, or a member reports its link as broken ──► lost at once
+//!                 ├─ the group is stalled: `reconnect_wait` after the stream's end ──► lost
+//!                 └─ `master_timeout` after the stream's end (it has ended by itself) ──► lost
 //! ```
 //!
 //! While a member is disconnected no generation is published, because it could not receive the

@@ -108,8 +108,8 @@ impl Group {
         let holds_state = |id: &WorkerId| workers.connected[id].holds_state;
         let stayers: Vec<WorkerId> = survivors.iter().filter(|id| !leaving(id)).copied().collect();
         let vacancies = if limits.admits { limits.wanted.saturating_sub(stayers.len()) } else { 0 };
-        // While a group trains, a newcomer fetches its state first, so that nobody waits for that.
-        // Where all wait anyway, or nobody has a state, it comes as it is.
+        // While a group trains, a joiner fetches its state first, so that no member waits for it.
+        // If all wait anyway, or no member has a state, it joins without the state.
         let caught_up: Vec<WorkerId> = workers.caught_up().take(vacancies).collect();
         let group_waits = self.is_broken() && survivors.len() + caught_up.len() < limits.min;
         let joiners = match group_waits || !survivors.iter().any(holds_state) {

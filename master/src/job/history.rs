@@ -278,7 +278,8 @@ impl JobHistory {
             .filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}")))
             .collect();
         Some(format!(
-            "generation {generation} ({}): step {step} committed, {:.1} ms after the last one before the change ({})",
+            "generation {generation} ({}): step {step} committed, {:.1} ms after the last one \
+             before the change ({})",
             record.cause.name(),
             record.gap_ms?,
             phases.join(", ")

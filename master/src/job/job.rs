@@ -451,7 +451,8 @@ impl Job {
                 return self.set_timer(start, Timer::Relaunch);
             }
             Err(TooMany::Failures(counted)) => format!(
-                "{what}; this is failure {counted} of workers since the job made progress, and at most {max} are \
+                "{what}; this is failure {counted} of workers since the job made progress, and \
+                 at most {max} are \
                  allowed (--max-worker-restarts)"
             ),
             Err(TooMany::OnRecord(counted)) => format!(

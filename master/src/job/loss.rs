@@ -2,10 +2,11 @@
 //! checkpoint avoids it.
 //!
 //! ```text
-//!   no worker holds the state ──no checkpoints, none to begin from──────────────► failed, or with the user's leave: again
-//!           └──► new workers ──from a checkpoint──► on        from nothing ─────► likewise
-//!   all members leave ──► checkpoint asked for ──replacements take over──► on
-//!                              └──none on their way, or half the grace──► suspended: last checkpoint, all go
+//!  no worker holds the state ──no checkpoint can exist──► failed, or (if allowed) restarted
+//!          └──► new workers ──from a checkpoint──► on
+//!                           └─from step 0──► failed, or (if allowed) on
+//!  all members leave ──► checkpoint requested ──replacements take over──► on
+//!                              └──none starting, or half the grace──► suspended with a checkpoint
 //! ```
 //!
 //! **Invariant:** every lost state is counted and logged.
@@ -67,7 +68,8 @@ impl Job {
             .map(|what| format!(" (last: {what})"))
             .unwrap_or_default();
         let what = format!(
-            "all workers are lost{cause}, and with them the state of step {step}, of which there is no checkpoint"
+            "all workers are lost{cause}, and with them the state of step {step}, of which there \
+             is no checkpoint"
         );
         if self.spec.restart_without_checkpoint {
             return self.log_event(format!("{what}; training starts again from nothing"));
@@ -77,7 +79,8 @@ impl Job {
             None => "keep some with --checkpoint-dir",
         };
         let error = format!(
-            "{what}; {wanted}, or let the job start again from nothing with --restart-without-checkpoint"
+            "{what}; {wanted}, or let the job start again from nothing with \
+             --restart-without-checkpoint"
         );
         self.end(now, Outcome::Failed, Some(error));
     }

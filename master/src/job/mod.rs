@@ -5,13 +5,13 @@
 //! same outputs.
 //!
 //! ```text
-//!                handle(now, Event)            poll_action() -> Action
-//!   streams ───►┌──────────────────────────────────────────────────┐───► Launch, Kill        (processes)
-//!   processes ─►│ Job                                              │───► Admit, Send, Refuse (streams)
-//!   the user ──►│   workers: launches, workers   group: generation │───► Log, End            (the user)
-//!   the clock ─►│   leases: ledger, queues, leases   restarts      │
-//!               └──────────────────────────────────────────────────┘
-//!          handle_timeout(now) ◄── poll_timeout()         status(now), summary(now)
+//!               handle(now, Event)             poll_action() -> Action
+//!  streams ───►┌──────────────────────────────────────────────┐──► Launch, Kill        (processes)
+//!  processes ─►│ Job                                          │──► Admit, Send, Refuse (streams)
+//!  the user ──►│   workers: launches   group: generation      │──► Log, End            (the user)
+//!  the clock ─►│   leases: ledger, queues    restarts         │
+//!              └──────────────────────────────────────────────┘
+//!         handle_timeout(now) ◄── poll_timeout()       status(now), summary(now)
 //! ```
 //!
 //! The group decides what its parameters have absorbed; the ledger here is a cache of its reports.

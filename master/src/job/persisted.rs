@@ -169,8 +169,9 @@ impl PersistedJob {
                 Ok(())
             }
             Some(data) => Err(format!(
-                "the list of the data set's files is not the one that the job was started with: it has {} files with {} \
-                 records and digest {:016x}, the job's has {} files with {} records and digest {:016x}",
+                "the list of the data set's files is not the one that the job was started with: \
+                 it has {} files with {} records and digest {:016x}, the job's has {} files \
+                 with {} records and digest {:016x}",
                 found.files, found.records, found.digest, data.files, data.records, data.digest
             )),
             None => {

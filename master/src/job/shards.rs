@@ -62,7 +62,8 @@ impl Shards {
         }
         if shards > u64::from(SHARDS_MAX) {
             return Err(format!(
-                "{records_per_shard} records per shard cut the data set's {records} records into {shards} shards; \
+                "{records_per_shard} records per shard cut the data set's {records} records into \
+                 {shards} shards; \
                  at most {SHARDS_MAX} are possible: choose larger shards"
             ));
         }

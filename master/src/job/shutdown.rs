@@ -72,7 +72,8 @@ impl Job {
         let (first, ledger) = (first.clone(), ledger.clone());
         if let Some((other, (word, _))) = words.iter().find(|(_, word)| !same(word)) {
             let error = format!(
-                "replica mismatch: worker {} ended at step {} with digest {:016x}, worker {other} at step {} with \
+                "replica mismatch: worker {} ended at step {} with digest {:016x}, worker \
+                 {other} at step {} with \
                  digest {:016x}",
                 words[0].0, first.step, first.digest, word.step, word.digest
             );

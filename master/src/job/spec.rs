@@ -37,8 +37,8 @@ pub struct JobSpec {
     /// Failures of workers (crashes and errors of the user's code, not preemption) after which the
     /// job fails.
     pub max_worker_restarts: u32,
-    /// A worker that is stopped for less than this is never evicted, one that is stopped for a
-    /// sixth longer always is; `None`: no worker is.
+    /// A worker that is stopped for less than this is never evicted; one that is stopped for a
+    /// sixth longer always is. `None` disables evictions.
     pub worker_timeout: Option<Duration>,
     /// How long a worker without a master continues to train and searches for one before it ends.
     #[serde(default = "master_timeout")]
@@ -224,13 +224,15 @@ impl JobSpec {
         let Self { min_workers: min, max_workers: max, workers_per_pod: per_pod, .. } = self;
         if !(min..=max).contains(&&num_workers) {
             return Err(format!(
-                "this job takes {min} to {max} workers (--min-workers, --max-workers), not {num_workers}"
+                "this job takes {min} to {max} workers (--min-workers, --max-workers), not \
+                 {num_workers}"
             ));
         }
         match num_workers.is_multiple_of(*per_pod) {
             true => Ok(()),
             false => Err(format!(
-                "a pod of this job holds {per_pod} workers, so it takes a multiple of {per_pod}, not {num_workers}: {}",
+                "a pod of this job holds {per_pod} workers, so it takes a multiple of {per_pod}, \
+                 not {num_workers}: {}",
                 multiples_near(num_workers, *per_pod)
             )),
         }

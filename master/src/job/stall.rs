@@ -6,8 +6,8 @@
 //! the reports of its two ends show which.
 //!
 //! ```text
-//!      P ── sent 40 bytes of operation 7 ──▶ M      M has received 32 of these, for longer than the timeout:
-//!                                                   the link lost 8 bytes
+//!      P ── sent 40 bytes of operation 7 ──▶ M      M has received 32 of these, for longer than
+//!                                                   the timeout: the link lost 8 bytes
 //! ```
 //!
 //! The faulty end of a link can't be determined. The worker at most such links is evicted; a worker

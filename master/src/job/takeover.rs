@@ -6,9 +6,9 @@
 //! generation is published as after any loss.
 //!
 //! ```text
-//!  persisted job ──restore──► disconnected ──Connected{resume}──► connected ──HeldLeases──► known ─┐
-//!                          └─ timeout, process ended ──► lost                                      ├─► leases again
-//!                              lowest rank: Formed (its ledger), Committed up to their steps ──────┘
+//!  persisted job ─► disconnected ──Connected{resume}─► connected ──HeldLeases─► known ─┐
+//!                      └─ timeout, process ended ──► lost                              ├─► leases
+//!                        lowest rank: Formed (its ledger), Committed up to their steps ┘
 //! ```
 //!
 //! **The persisted job may be older than the group**, because writing it takes time. Then the group
