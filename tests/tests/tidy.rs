@@ -10,6 +10,13 @@ fn root() -> PathBuf {
 }
 
 fn sources(folder: &Path) -> Vec<PathBuf> {
+    let files = files(folder, &["rs"]);
+    assert!(!files.is_empty(), "{}: no sources", folder.display());
+    files
+}
+
+/// The files of a folder and of its subfolders that have one of these extensions.
+fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_path_buf()];
     while let Some(folder) = folders.pop() {
@@ -17,13 +24,12 @@ fn sources(folder: &Path) -> Vec<PathBuf> {
             let path = entry.path();
             if path.is_dir() {
                 folders.push(path);
-            } else if path.extension().is_some_and(|e| e == "rs") {
+            } else if path.extension().is_some_and(|e| extensions.iter().any(|one| e == *one)) {
                 files.push(path);
             }
         }
     }
     files.sort();
-    assert!(!files.is_empty(), "{}: no sources", folder.display());
     files
 }
 
@@ -165,3 +171,225 @@ fn no_open_ends_are_left_in_the_code() {
         }
     }
 }
+
+#[test]
+fn lines_have_at_most_100_columns() {
+    let mut wrong = Vec::new();
+    for path in crates().iter().flat_map(|name| files(&root().join(name), &["rs", "proto", "md"])) {
+        let text = fs::read_to_string(&path).unwrap();
+        let verbatim =
+            if path.extension().is_some_and(|e| e == "rs") { verbatim(&text) } else { Vec::new() };
+        let mut is_fenced = false;
+        for (number, line) in (1..).zip(text.lines()) {
+            // Diagrams and tables, in Markdown files and in doc comments.
+            let prose = line.trim_start().trim_start_matches(['/', '!']).trim_start();
+            is_fenced ^= prose.starts_with("```");
+            let is_verbatim = is_fenced || prose.starts_with('|') || verbatim.contains(&number);
+            let is_exempt = is_verbatim || line.contains("://") || is_long_literal(line);
+            if line.chars().count() > COLUMNS_MAX && !is_exempt {
+                wrong.push(format!("{}:{number}", path.display()));
+            }
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "more than {COLUMNS_MAX} columns; wrap the comment, or continue the string with a \\:\n{}",
+        wrong.join("\n")
+    );
+}
+
+#[test]
+fn names_and_comments_use_standard_terms() {
+    let mut wrong = Vec::new();
+    for path in crates().iter().flat_map(|name| sources(&root().join(name))) {
+        let text = fs::read_to_string(&path).unwrap();
+        let inside = path.strip_prefix(root()).unwrap().to_str().unwrap().to_owned();
+        for part in parts(&text) {
+            let (line, text, is_comment) = match part {
+                Part::Code(line, text) => (line, text, false),
+                Part::Comment(line, text) => (line, text, true),
+                Part::Literal(..) => continue,
+            };
+            for (offset, text) in text.lines().enumerate() {
+                for word in words(text) {
+                    let Some((_, term)) =
+                        REFUSED.iter().find(|(refused, _)| is_form(&word, refused))
+                    else {
+                        continue;
+                    };
+                    let is_allowed = ALLOWED.iter().any(|(file, allowed, in_comments, _)| {
+                        inside.starts_with(file) && word == *allowed && *in_comments == is_comment
+                    });
+                    if !is_allowed {
+                        wrong.push(format!("{inside}:{}: {word}: say {term}", line + offset));
+                    }
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "private words; use the field's:\n{}", wrong.join("\n"));
+}
+
+/// Whether a line is too long because of one string literal without a sensible place to break it:
+/// a pattern, a path, a command line or a header.
+fn is_long_literal(line: &str) -> bool {
+    let literal = line.split('"').skip(1).step_by(2).map(|text| text.chars().count()).max();
+    let spaces = line.split('"').skip(1).step_by(2).map(|text| text.matches(' ').count()).max();
+    literal > Some(40) && spaces < Some(4)
+}
+
+/// Numbers of the lines that begin within a string literal, and whose text a program prints or
+/// reads as it stands.
+fn verbatim(text: &str) -> Vec<usize> {
+    let mut verbatim = Vec::new();
+    for part in parts(text) {
+        let Part::Literal(line, text) = part else { continue };
+        let lines: Vec<&str> = text.lines().collect();
+        let continued = |at: usize| lines[at - 1].ends_with('\\');
+        verbatim.extend((1..lines.len()).filter(|at| !continued(*at)).map(|at| line + at));
+    }
+    verbatim
+}
+
+/// A part of a source file, with the number of its first line.
+enum Part<'a> {
+    Code(usize, &'a str),
+    Comment(usize, &'a str),
+    Literal(usize, &'a str),
+}
+
+/// Splits a source file into code, comments and string literals.
+fn parts(text: &str) -> Vec<Part<'_>> {
+    let (mut parts, mut rest, mut line) = (Vec::new(), text, 1);
+    while !rest.is_empty() {
+        let code = code_len(rest);
+        parts.push(Part::Code(line, &rest[..code]));
+        let after = &rest[code..];
+        line += rest[..code].matches('\n').count();
+        let other = if after.starts_with("//") {
+            let len = after.find('\n').unwrap_or(after.len());
+            parts.push(Part::Comment(line, &after[..len]));
+            len
+        } else {
+            let len = literal_len(after);
+            parts.push(Part::Literal(line, &after[..len]));
+            len
+        };
+        line += after[..other].matches('\n').count();
+        rest = &after[other..];
+    }
+    parts
+}
+
+/// Length of the code before the next comment or string literal.
+fn code_len(text: &str) -> usize {
+    let bytes = text.as_bytes();
+    let mut at = 0;
+    while at < bytes.len() {
+        let rest = &bytes[at..];
+        match rest[0] {
+            b'"' => return at,
+            b'/' if rest.starts_with(b"//") => return at,
+            b'r' | b'b' if !ends_in_name(&bytes[..at]) && begins_literal(rest) => return at,
+            b'\'' => at += char_len(&text[at..]),
+            _ => at += 1,
+        }
+    }
+    at
+}
+
+fn ends_in_name(code: &[u8]) -> bool {
+    code.last().is_some_and(|last| last.is_ascii_alphanumeric() || *last == b'_')
+}
+
+/// Whether a raw or a byte string begins here.
+fn begins_literal(code: &[u8]) -> bool {
+    let prefix = code.iter().take_while(|c| matches!(c, b'r' | b'b' | b'#')).count();
+    code.get(prefix) == Some(&b'"')
+}
+
+/// Length of the character literal, or of the quote of a lifetime, that `text` begins with.
+fn char_len(text: &str) -> usize {
+    let mut chars = text.char_indices().skip(1);
+    let is_escaped = chars.next().is_some_and(|(_, c)| c == '\\');
+    let mut after = chars.skip(usize::from(is_escaped));
+    match after.next() {
+        Some((at, '\'')) => at + 1,
+        // A code such as `\u{1f600}`.
+        Some(_) if is_escaped => text[2..].find('\'').map_or(1, |at| 2 + at + 1),
+        _ => 1,
+    }
+}
+
+/// Length of the string literal that `text` begins with.
+fn literal_len(text: &str) -> usize {
+    let open = text.find('"').unwrap_or(0);
+    if text[..open].contains('r') {
+        let close = format!("\"{}", "#".repeat(text[..open].matches('#').count()));
+        return text[open + 1..].find(&close).map_or(text.len(), |at| open + 1 + at + close.len());
+    }
+    let mut is_escaped = false;
+    for (at, c) in text.char_indices().skip_while(|(at, _)| *at <= open) {
+        match c {
+            '"' if !is_escaped => return at + 1,
+            _ => is_escaped = c == '\\' && !is_escaped,
+        }
+    }
+    text.len()
+}
+
+/// The words of a text in lower case; `snake_case` and `CamelCase` are several.
+fn words(text: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let mut was_lower = false;
+    for c in text.chars() {
+        if !c.is_alphabetic() || (was_lower && c.is_uppercase()) {
+            words.push(String::new());
+        }
+        if c.is_alphabetic() {
+            words.last_mut().unwrap().extend(c.to_lowercase());
+        }
+        was_lower = c.is_lowercase();
+    }
+    words.retain(|word| !word.is_empty());
+    words
+}
+
+/// Whether `word` is `refused` or its plural.
+fn is_form(word: &str, refused: &str) -> bool {
+    let stem = refused.strip_suffix('y');
+    word == refused
+        || word.strip_suffix('s') == Some(refused)
+        || stem.is_some_and(|stem| word.strip_suffix("ies") == Some(stem))
+}
+
+const COLUMNS_MAX: usize = 100;
+
+/// Words that a reader would have to translate, each with the standard term.
+const REFUSED: [(&str, &str); 21] = [
+    ("bell", "notifier"),
+    ("borne", "tolerated"),
+    ("crew", "workers, worker table"),
+    ("doze", "park, wait"),
+    ("foreman", "pod controller"),
+    ("ladder", "priority tiers"),
+    ("limbo", "unaccounted"),
+    ("lobby", "pending requests"),
+    ("mould", "template"),
+    ("newcomer", "joiner"),
+    ("nobody", "no rank, no worker"),
+    ("parking", "pending dials"),
+    ("porter", "acceptor"),
+    ("rung", "tier"),
+    ("sight", "event, observation"),
+    ("somebody", "a rank, a worker"),
+    ("story", "history, trace"),
+    ("stranger", "unauthenticated peer"),
+    ("warrant", "fencing token, lease guard"),
+    ("whoever", "the rank that, each worker that"),
+    ("wishes", "desired state"),
+];
+
+/// Exceptions: a path's beginning, the word, whether in comments, and the reason.
+const ALLOWED: [(&str, &str, bool, &str); 1] =
+    [("tests/src/bin/simulate.rs", "story", true, "the name of the flag `--story`")];
