@@ -1,0 +1,40 @@
+//! The user's guide, in reading order.
+//!
+//! 1. [`tutorial`]: from nothing to a trained model.
+//! 2. [`model`]: the methods of [`Model`](crate::Model) and of candle models.
+//! 3. [`data`]: readers, object stores, what happens when storage is away.
+//! 4. [`optimizer`]: optimizers, learning-rate schedules, clipping, the wire format of gradients.
+//! 5. [`checkpoints`]: what is saved, when, and how training resumes.
+//! 6. [`evaluation`]: validation data, the best model, early stopping.
+//! 7. [`export`]: the final model, for candle and PyTorch.
+//! 8. [`inference`]: `elasticdl evaluate` and `elasticdl predict`.
+//! 9. [`gpu`]: models on GPUs.
+//!
+//! Clusters are described in `manifests/README.md`, the command line in `master/README.md` of the repository.
+
+#[doc = include_str!("checkpoints.md")]
+pub mod checkpoints {}
+
+#[doc = include_str!("data.md")]
+pub mod data {}
+
+#[doc = include_str!("evaluation.md")]
+pub mod evaluation {}
+
+#[doc = include_str!("export.md")]
+pub mod export {}
+
+#[doc = include_str!("gpu.md")]
+pub mod gpu {}
+
+#[doc = include_str!("inference.md")]
+pub mod inference {}
+
+#[doc = include_str!("model.md")]
+pub mod model {}
+
+#[doc = include_str!("optimizer.md")]
+pub mod optimizer {}
+
+#[doc = include_str!("tutorial.md")]
+pub mod tutorial {}
