@@ -125,18 +125,66 @@ fn crates_depend_only_on_allowed_crates() {
 }
 
 #[test]
-fn the_readme_shows_the_smallest_model_as_it_is() {
-    let readme = fs::read_to_string(root().join("README.md")).unwrap();
-    let shown =
-        readme.split("<!-- linear -->\n```rust\n").nth(1).unwrap().split("\n```").next().unwrap();
-    let model = fs::read_to_string(root().join("examples/src/bin/linear.rs")).unwrap();
-    let model = model.split("#[cfg(test)]").next().unwrap().trim_end();
-    assert!(shown == model, "copy examples/src/bin/linear.rs into the README");
+fn the_readme_is_short_and_shows_the_first_model_of_the_guide() {
+    let block = |path: &str| {
+        let text = fs::read_to_string(root().join(path)).unwrap();
+        let after = text.split("<!-- first model -->\n```rust").nth(1).unwrap();
+        after.split_once('\n').unwrap().1.split("\n```").next().unwrap().to_owned()
+    };
+    // The guide's code is compiled by its doctest.
+    let model = block("worker/src/guide/tutorial.md");
     assert!(
-        model.lines().count() < 80,
-        "the smallest model has grown to {} lines",
-        model.lines().count()
+        block("README.md") == model,
+        "copy the model of worker/src/guide/tutorial.md into README.md"
     );
+    assert!(model.lines().count() <= 48, "the first model has {} lines", model.lines().count());
+    let lines = fs::read_to_string(root().join("README.md")).unwrap().lines().count();
+    assert!(
+        lines <= 170,
+        "README.md has {lines} lines; details belong into the pages that it links"
+    );
+}
+
+#[test]
+fn links_between_documents_lead_somewhere() {
+    let documents = [
+        "README.md",
+        ".github/ARCHITECTURE.md",
+        ".github/CHANGELOG.md",
+        ".github/CONTRIBUTING.md",
+        "collective/README.md",
+        "manifests/README.md",
+        "master/README.md",
+        "tests/README.md",
+    ];
+    for path in documents {
+        let path = root().join(path);
+        let text = fs::read_to_string(&path).unwrap();
+        let targets = text.split("](").skip(1).map(|rest| rest.split(')').next().unwrap());
+        for target in targets.filter(|t| !t.contains("://") && !t.starts_with('#')) {
+            let (file, anchor) = target.split_once('#').unwrap_or((target, ""));
+            let target = path.parent().unwrap().join(file);
+            assert!(target.exists(), "{}: {file} does not exist", path.display());
+            let heading = |line: &str| line.starts_with('#') && slug(line) == anchor;
+            let found =
+                anchor.is_empty() || fs::read_to_string(&target).unwrap().lines().any(heading);
+            assert!(found, "{}: {file} has no heading {anchor}", path.display());
+        }
+    }
+    // Paths in code spans of the architecture page.
+    let text = fs::read_to_string(root().join(".github/ARCHITECTURE.md")).unwrap();
+    let spans = text.split('`').skip(1).step_by(2).filter(|span| !span.contains('\n'));
+    let folders = crates().map(|name| format!("{name}/"));
+    for span in spans.filter(|span| folders.iter().any(|folder| span.starts_with(folder))) {
+        assert!(root().join(span).exists(), "ARCHITECTURE.md: {span} does not exist");
+    }
+}
+
+/// The anchor that Markdown renderers make of a heading.
+fn slug(heading: &str) -> String {
+    let heading = heading.trim_start_matches('#').trim().to_lowercase();
+    let kept = heading.chars().filter(|c| c.is_alphanumeric() || *c == ' ' || *c == '-');
+    kept.collect::<String>().replace(' ', "-")
 }
 
 #[test]
