@@ -69,13 +69,26 @@ pub struct ProcessIdentity {
 impl ProcessIdentity {
     /// Looks up the process with id `pid`; `None` if it has ended.
     pub(crate) fn look_up(pid: u32) -> Option<Self> {
+        let (runs, found) = Self::read(pid)?;
+        runs.then_some(found)
+    }
+
+    /// Reads the process with id `pid`, and whether it runs: a zombie keeps its id until its parent
+    /// has waited for it.
+    fn read(pid: u32) -> Option<(bool, Self)> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // The name is in parentheses and may contain any character. The third field, the state,
         // follows its closing parenthesis.
         let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
         let runs = !matches!(fields.next()?, "Z" | "X");
         let start_ticks = fields.nth(STAT_STARTTIME - STAT_STATE - 1)?.parse().ok()?;
-        runs.then_some(Self { pid, start_ticks })
+        Some((runs, Self { pid, start_ticks }))
+    }
+
+    /// Returns whether the process, running or a zombie, still has its id. Then the process group
+    /// with this id is its own.
+    fn has_its_id(self) -> bool {
+        Self::read(self.pid).is_some_and(|(_, found)| found == self)
     }
 
     /// Signals this process, but no other process that reuses its id. Returns whether the process
@@ -379,7 +392,7 @@ async fn supervise_adopted(
     // The descriptor is opened before the look-up. It keeps the id from being reused, so both refer
     // to the same process.
     let descriptor = rustix::process::pidfd_open(pid, PidfdFlags::empty()).map_err(io::Error::from);
-    if ProcessIdentity::look_up(started.pid) != Some(started) {
+    if !started.has_its_id() {
         return;
     }
     let group = AdoptedGroup(pid);

@@ -215,6 +215,19 @@ async fn an_adopted_process_is_watched_and_killed_like_a_child() {
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
     all_gone(pipe).await;
     child.wait().unwrap();
+
+    // It ends just before it is taken over.
+    let mut child = stranger(&shell);
+    let pipe = shell.opened().await;
+    let started = ProcessIdentity::look_up(child.id());
+    child.kill().unwrap();
+    while ProcessIdentity::look_up(child.id()).is_some() {
+        tokio::task::yield_now().await;
+    }
+    processes.adopt(LAUNCH, started);
+    assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Unknown));
+    all_gone(pipe).await;
+    child.wait().unwrap();
 }
 
 #[tokio::test]
