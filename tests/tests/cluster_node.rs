@@ -263,8 +263,8 @@ fn a_job_at_rest_makes_few_api_calls() {
 fn the_commands_of_the_readme_suffice_for_a_fresh_cluster() {
     let Some((_namespace, _guard)) = namespace("readme") else { return };
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
-    let block = readme.split("## Train in a cluster").nth(1).unwrap().split("```").nth(1).unwrap();
+    let page = std::fs::read_to_string(root.join("manifests/README.md")).unwrap();
+    let block = page.split("```").nth(1).unwrap();
     let lines = block.strip_prefix("sh\n").unwrap().replace("\\\n", " ");
     let [apply, train] = lines.lines().collect::<Vec<_>>()[..] else {
         panic!("two commands: {lines}")

@@ -22,7 +22,7 @@ use super::priority_tiers::{MASTER_CLASS, TierChoice};
 /// Permissions that the master needs in its namespace, as in manifests/rbac.yaml: API group,
 /// resource, verbs.
 pub const MASTER_RULES: [(&str, &str, &[&str]); 6] = [
-    ("", "configmaps", &["get", "list", "watch", "patch"]),
+    ("", "configmaps", &["get", "list", "watch", "create", "patch"]),
     ("", "events", &["create", "list", "patch"]),
     ("", "pods", &["get", "list", "watch", "create", "delete"]),
     ("", "services", &["get"]),
