@@ -22,7 +22,7 @@
 //!
 //! | key | bytes at most | enforced by |
 //! |---|---|---|
-//! | `task`, `worker-pod` | 256 Ki | nothing yet: they contain the user's input |
+//! | `task`, `worker-pod` | 240 Ki | the submission refuses longer options |
 //! | `record` | 416 Ki | `persisted_job` compresses and shortens it; empty after the summary |
 //! | `files` | 128 Ki | a longer list is stored in objects of its own |
 //! | `status` | 224 Ki | it is written in one line, and with fewer entries where needed |

@@ -90,17 +90,42 @@ pub struct Objects {
     pub service: Service,
 }
 
+/// Why a job has no objects. Correct the options of the job.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ObjectsError {
+    /// The worker pod template is invalid.
+    #[error(transparent)]
+    Template(#[from] TemplateError),
+    /// The options do not fit into the job's ConfigMap.
+    #[error(
+        "the options of the job take {} KiB, and its ConfigMap has room for {} KiB of them; shorten \
+         the arguments of the program, --env or --worker-pod-template, or put what they say into a \
+         file of a --volume",
+        bytes.div_ceil(1 << 10),
+        REQUEST_BYTES_MAX >> 10
+    )]
+    TooLong {
+        /// Length of the task and the worker pod as JSON.
+        bytes: usize,
+    },
+}
+
 impl Objects {
     /// Builds the objects of a job. The owners are still missing, since they are named by uids that
     /// the server assigns.
     ///
     /// # Errors
-    /// The user's template of the worker pod is invalid.
-    pub fn new(request: &Request, credentials: Credentials) -> Result<Self, TemplateError> {
+    /// [`ObjectsError`].
+    pub fn new(request: &Request, credentials: Credentials) -> Result<Self, ObjectsError> {
         let name = &request.task.job.name;
         let worker = serde_json::to_string_pretty(&worker_template(request)?)
             .expect("a pod's keys are strings");
         let task = serde_json::to_string_pretty(&request.task).expect("a task's keys are strings");
+        let bytes = task.len() + worker.len();
+        if bytes > REQUEST_BYTES_MAX {
+            return Err(ObjectsError::TooLong { bytes });
+        }
         let mut anchor =
             ConfigMap { metadata: metadata(request, name, "anchor"), ..ConfigMap::default() };
         anchor.data = Some(BTreeMap::from([(TASK.into(), task), (WORKER_POD.into(), worker)]));
@@ -458,6 +483,8 @@ pub const SLOT_LABEL: &str = "elasticdl/index";
 /// Label of a worker pod: its launch; for a pod of several workers, the first one's.
 pub const LAUNCH_LABEL: &str = "elasticdl/launch";
 
+/// Bytes of the keys `task` and `worker-pod` together: what the anchor's other keys leave of 1 MiB.
+const REQUEST_BYTES_MAX: usize = 240 << 10;
 const ANCHOR_LABEL: &str = "elasticdl/anchor";
 /// Number of masters that may fail before one has led the job; after that the Job fails. The first
 /// master that leads raises the limit beyond reach ([`super::succession`]).

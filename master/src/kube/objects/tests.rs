@@ -397,3 +397,13 @@ fn an_invalid_template_is_refused_with_the_path_of_the_error() {
         assert!(error.contains(expected), "{template}: {error}");
     }
 }
+
+#[test]
+fn options_that_do_not_fit_into_the_anchor_are_refused() {
+    let mut request = request();
+    request.program.push("x".repeat(200 << 10));
+    assert!(Objects::new(&request, credentials()).is_ok());
+    request.program.push("x".repeat(40 << 10));
+    let error = Objects::new(&request, credentials()).unwrap_err().to_string();
+    assert!(error.contains("has room for 240 KiB"), "{error}");
+}
