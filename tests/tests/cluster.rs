@@ -61,11 +61,11 @@ fn pods_of_two_workers_train_each_record_once_and_end_together() {
     let options = [&options[..], &["--num-epochs", "25", "--max-worker-restarts", "0"]].concat();
     let job = Job::start(&namespace, "count", &options, 8000);
     let pods = job.wait_for_pods(4, 2);
-    let allreduce_transport = job.status()["allreduce_transport"].to_string();
-    assert!(
-        allreduce_transport.contains("shared memory inside hosts"),
-        "the ranks of a pod do not find each other's: {allreduce_transport}"
-    );
+    // The ranks of a pod find each other's memory.
+    job.wait_for("a sum in shared memory inside hosts", || {
+        let transport = job.status()["allreduce_transport"].as_str()?.to_owned();
+        transport.contains("shared memory inside hosts").then_some(())
+    });
     // The supervisor, and its workers.
     let processes = Namespace::processes_inside(&pods[0], "counting");
     assert_eq!(processes.len(), 3, "{processes:?}");
