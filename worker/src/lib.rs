@@ -1,47 +1,9 @@
-//! The library that a training program links.
+//! Elastic synchronous data-parallel training: the library that a training program links.
 //!
-//! Implement [`Model`] and pass it to [`run`]. That is a complete training program:
+//! Implement [`Model`] and pass it to [`run`]; that is a complete training program. The [`guide`]
+//! leads from an empty folder to a trained model and begins with the [tutorial](guide::tutorial).
 //!
-//! ```no_run
-//! use elasticdl_worker::readers::FixedRecords;
-//! use elasticdl_worker::{Model, UserError};
-//!
-//! /// Learns the mean of all bytes.
-//! struct Mean;
-//!
-//! impl Model for Mean {
-//!     type Reader = FixedRecords;
-//!     type Batch = Vec<Vec<u8>>;
-//!
-//!     fn reader(&self) -> FixedRecords {
-//!         FixedRecords::new(1)
-//!     }
-//!     fn parameters(&self) -> usize {
-//!         1
-//!     }
-//!     fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
-//!         parameters.fill(0.0);
-//!         Ok(())
-//!     }
-//!     fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Self::Batch, UserError> {
-//!         Ok(records)
-//!     }
-//!     fn gradients(
-//!         &mut self,
-//!         parameters: &[f32],
-//!         batch: Self::Batch,
-//!         gradients: &mut [f32],
-//!     ) -> Result<f64, UserError> {
-//!         let errors = batch.iter().map(|record| parameters[0] - f32::from(record[0]));
-//!         gradients[0] += errors.clone().sum::<f32>();
-//!         Ok(errors.map(|error| f64::from(error * error / 2.0)).sum())
-//!     }
-//! }
-//!
-//! fn main() -> std::process::ExitCode {
-//!     elasticdl_worker::run(Mean)
-//! }
-//! ```
+//! # Inside
 //!
 //! [`run`] connects four parts, each in a module of its own:
 //!
@@ -67,6 +29,7 @@ mod donor;
 mod environment;
 mod failure;
 mod gap;
+pub mod guide;
 mod inference;
 mod messages;
 mod model;
