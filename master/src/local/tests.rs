@@ -217,7 +217,7 @@ async fn an_adopted_process_is_watched_and_killed_like_a_child() {
     child.wait().unwrap();
 
     // It ends just before it is taken over.
-    let mut child = stranger(&shell);
+    let mut child = adopted_process(&shell);
     let pipe = shell.opened().await;
     let started = ProcessIdentity::look_up(child.id());
     child.kill().unwrap();
