@@ -99,9 +99,9 @@ pub enum ObjectsError {
     Template(#[from] TemplateError),
     /// The options do not fit into the job's ConfigMap.
     #[error(
-        "the options of the job take {} KiB, and its ConfigMap has room for {} KiB of them; shorten \
-         the arguments of the program, --env or --worker-pod-template, or put what they say into a \
-         file of a --volume",
+        "the options of the job take {} KiB, and its ConfigMap holds at most {} KiB of them; \
+         shorten the arguments of the program, --env or --worker-pod-template, or put their \
+         content into a file of a --volume",
         bytes.div_ceil(1 << 10),
         REQUEST_BYTES_MAX >> 10
     )]

@@ -10,7 +10,8 @@
 //! 8. [`inference`]: `elasticdl evaluate` and `elasticdl predict`.
 //! 9. [`gpu`]: models on GPUs.
 //!
-//! Clusters are described in `manifests/README.md`, the command line in `master/README.md` of the repository.
+//! Clusters are described in `manifests/README.md` of the repository, the command line in
+//! `master/README.md`.
 
 #[doc = include_str!("checkpoints.md")]
 pub mod checkpoints {}

@@ -405,5 +405,5 @@ fn options_that_do_not_fit_into_the_anchor_are_refused() {
     assert!(Objects::new(&request, credentials()).is_ok());
     request.program.push("x".repeat(40 << 10));
     let error = Objects::new(&request, credentials()).unwrap_err().to_string();
-    assert!(error.contains("has room for 240 KiB"), "{error}");
+    assert!(error.contains("at most 240 KiB"), "{error}");
 }

@@ -170,7 +170,7 @@ fn pods_of_an_unresponsive_node_terminate_unready_or_are_lost() {
     status["reason"] = "NodeLost".into();
     status["message"] = "Node n which was running pod p is unresponsive".into();
     let detail = "NodeLost: Node n which was running pod p is unresponsive";
-    assert_eq!(classify(&deleted_pod(status)), ended(Cause::Lost, &detail));
+    assert_eq!(classify(&deleted_pod(status)), ended(Cause::Lost, detail));
 }
 
 #[test]
