@@ -151,14 +151,13 @@ fn a_master_that_cannot_be_created_is_reported_by_all_commands() {
         |command: &str, args: &[&str]| text(&namespace.elasticdl(command, args).output().unwrap());
     job.wait_for("the list shows why", || look("list", &[]).contains(reason).then_some(()));
     assert!(look("status", &["count"]).contains(reason), "{}", look("status", &["count"]));
-    // The command polls every few seconds.
-    std::thread::sleep(Duration::from_secs(8));
+    job.wait_for("the command that follows the job says why", || {
+        let output = job.child().text();
+        let pending = output.contains("the master is pending: FailedCreate");
+        (pending && output.contains(reason)).then_some(())
+    });
     send(job.child().pid(), Signal::INT);
-    let (_, output) = job.wait();
-    assert!(
-        output.contains("the master is pending: FailedCreate") && output.contains(reason),
-        "{output}"
-    );
+    let _ = job.wait();
     job.assert_deletes();
     // With limits it is created.
     let limits = "cpu=10m,memory=64Mi,limits.cpu=1";

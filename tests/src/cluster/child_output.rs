@@ -1,13 +1,17 @@
 //! A command that runs concurrently with the test, and its output.
 
-use std::process::{Child, Command, Stdio};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
-
-use super::kubectl::text;
 
 /// A command that follows a job. Dropping it ends it.
 #[derive(Debug)]
-pub struct ChildOutput(Option<Child>);
+pub struct ChildOutput {
+    child: Child,
+    /// Standard output and standard error, in the order in which they were written.
+    output: File,
+}
 
 impl ChildOutput {
     /// Starts the command.
@@ -16,17 +20,29 @@ impl ChildOutput {
     /// It can't be started.
     #[must_use]
     pub fn start(mut command: Command) -> Self {
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        Self(Some(command.spawn().expect("the command under test starts")))
+        let output = tempfile::tempfile().expect("a temporary file can be created");
+        let copy = || output.try_clone().expect("a descriptor can be duplicated");
+        command.stdout(copy()).stderr(copy());
+        Self { child: command.spawn().expect("the command under test starts"), output }
     }
 
     /// Process id of the command.
-    ///
-    /// # Panics
-    /// Never, before `wait`.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.0.as_ref().expect("not waited for").id()
+        self.child.id()
+    }
+
+    /// What the command has printed so far.
+    ///
+    /// # Panics
+    /// The temporary file can't be read.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let len = self.output.metadata().expect("an open file has metadata").len();
+        let mut bytes = vec![0; usize::try_from(len).expect("a short file")];
+        // At an offset: the command writes at the position that the descriptors share.
+        self.output.read_exact_at(&mut bytes, 0).expect("the file has as many bytes");
+        String::from_utf8_lossy(&bytes).into_owned()
     }
 
     /// Waits for the command's end, and returns its exit code and its output.
@@ -36,22 +52,20 @@ impl ChildOutput {
     #[must_use]
     pub fn wait(mut self) -> (Option<i32>, String) {
         let deadline = Instant::now() + Duration::from_secs(240);
-        let child = self.0.as_mut().expect("not waited for");
-        while child.try_wait().expect("a child can be asked for").is_none() {
-            assert!(Instant::now() < deadline, "the command does not end");
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("a child can be asked for") {
+                break status;
+            }
+            assert!(Instant::now() < deadline, "the command does not end: {}", self.text());
             std::thread::sleep(Duration::from_millis(20));
-        }
-        let output =
-            self.0.take().expect("not waited for").wait_with_output().expect("it has ended");
-        (output.status.code(), text(&output))
+        };
+        (status.code(), self.text())
     }
 }
 
 impl Drop for ChildOutput {
     fn drop(&mut self) {
-        if let Some(child) = &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
