@@ -45,6 +45,7 @@ impl Bench {
         let this = std::env::current_exe()?;
         let mut program = vec![this.clone().into_os_string()];
         program.extend(["--params".into(), arguments.params.to_string().into()]);
+        program.extend(["--slots".into(), arguments.slots.to_string().into()]);
         program.extend(["--records".into(), records.to_string().into()]);
         program.extend(["--event-logs".into(), logs.folder.clone().into_os_string()]);
         let job = elasticdl_tests::Command::new(&this, folder.join("job"), program)
@@ -55,6 +56,10 @@ impl Bench {
             .option("global-batch-size", (arguments.workers * RECORDS_PER_WORKER).to_string())
             .option("max-worker-restarts", "1000")
             .option("checkpoint-dir", "none");
+        let job = match &arguments.worker_timeout {
+            Some(timeout) => job.option("worker-timeout", timeout),
+            None => job,
+        };
         let workers = arguments.workers as usize;
         let mut bench = Self { job: job.start(), logs, workers, rng: ChaCha8Rng::seed_from_u64(7) };
         bench.settle()?;

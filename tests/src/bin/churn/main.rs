@@ -10,8 +10,12 @@
 //!
 //! This program is at once the benchmark, the `elasticdl` command and the job's worker.
 //!
-//! Memory: a worker holds four buffers of the parameters' size and the buffers of its connections;
-//! there is one worker more than `--workers` while one joins.
+//! Memory: a worker holds four buffers of the parameters' size, `--slots` more, and the buffers of
+//! its connections; there is one worker more than `--workers` while one joins, and a donor holds a
+//! snapshot for it.
+//!
+//! A large state, with a time-out that is much shorter than its transfer: `--workers 2 --params
+//! 134217728 --slots 2 --worker-timeout 300ms --kind join --events 2 --goodput-seconds 0`.
 
 mod bench;
 mod event_log;
@@ -39,6 +43,12 @@ struct Arguments {
     /// Parameters of the model
     #[arg(long, default_value_t = 1 << 20)]
     params: usize,
+    /// Floats of optimizer state per parameter; 2 as with AdamW
+    #[arg(long, default_value_t = 0)]
+    slots: usize,
+    /// The job's --worker-timeout, such as 300ms [default: the job's own]
+    #[arg(long, value_name = "TIME")]
+    worker_timeout: Option<String>,
     /// Events of each kind
     #[arg(long, default_value_t = 20)]
     events: u32,

@@ -12,6 +12,9 @@ use crate::event_log::{Commit, Entry, Writer};
 pub(crate) struct Arguments {
     #[arg(long)]
     params: usize,
+    /// Floats of optimizer state per parameter.
+    #[arg(long)]
+    slots: usize,
     /// Records of an epoch.
     #[arg(long)]
     records: usize,
@@ -25,6 +28,7 @@ pub(crate) struct Arguments {
 #[derive(Debug)]
 pub(crate) struct Counting {
     params: usize,
+    slots: usize,
     records: usize,
     log: Writer,
     /// Records whose gradient was computed here and that are in no update yet.
@@ -37,6 +41,7 @@ impl Counting {
     pub(crate) fn new(arguments: &Arguments) -> std::io::Result<Self> {
         Ok(Self {
             params: arguments.params,
+            slots: arguments.slots,
             records: arguments.records,
             log: Writer::create(&arguments.event_logs)?,
             pending: Vec::new(),
@@ -109,7 +114,7 @@ impl Model for Counting {
     }
 
     fn slots(&self) -> usize {
-        0
+        self.slots
     }
 
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
