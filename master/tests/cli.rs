@@ -337,9 +337,9 @@ fn a_folder_that_belongs_to_no_job_is_neither_written_to_nor_deleted() {
     let home = Home::new();
     fs::write(home.path("main.rs"), "mine").unwrap();
     let here = [&GOOD[..], &["--job-dir", "."]].concat();
-    home.train(&here).assert_refused(&["main.rs is in it", "--job-dir", "empty folder"]);
-    home.train(&[&here[..], &["--dry-run"]].concat()).assert_refused(&["main.rs is in it"]);
-    home.train(&[&here[..], &["--detach"]].concat()).assert_refused(&["main.rs is in it"]);
+    home.train(&here).assert_refused(&["it contains", "--job-dir", "empty folder"]);
+    home.train(&[&here[..], &["--dry-run"]].concat()).assert_refused(&["it contains"]);
+    home.train(&[&here[..], &["--detach"]].concat()).assert_refused(&["it contains"]);
     home.run(&["delete", "./"]).assert_refused(&["no such job"]);
     assert_eq!(home.entries(), ["main.rs"]);
 }

@@ -8,6 +8,8 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use elasticdl_tests::cluster::{Job, Namespace, assert_exactly_once, text, uid};
+use rand::rngs::ChaCha8Rng;
+use rand::{RngExt as _, SeedableRng as _};
 use serde_json::Value;
 
 fn namespace(test: &str) -> Option<Namespace> {
@@ -163,8 +165,12 @@ fn fifteen_thousand_files_with_long_paths_are_no_limit() {
     let Some(namespace) = namespace("files") else { return };
     let data = tempfile::tempdir().unwrap();
     fs::set_permissions(data.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    // Names that do not compress: the list exceeds what the anchor holds, and takes objects of its own.
+    let mut rng = ChaCha8Rng::seed_from_u64(14);
     for i in 0..FILES {
-        fs::write(data.path().join(format!("part-{i:085}")), i.to_le_bytes()).unwrap();
+        let name =
+            format!("part-{:032x}{:032x}{i:021}", rng.random::<u128>(), rng.random::<u128>());
+        fs::write(data.path().join(name), i.to_le_bytes()).unwrap();
     }
     let volume = format!("host_path={},mount_path=/data,read_only=true", data.path().display());
     let options = [
@@ -182,6 +188,8 @@ fn fifteen_thousand_files_with_long_paths_are_no_limit() {
     assert!(output.status.success(), "{}", text(&output));
     assert_exactly_once(&namespace.anchor("count", "summary"), FILES, 1);
     assert!(text(&output).contains("15000 shards of 1 record"), "{}", text(&output));
+    let lists = namespace.get("configmaps", "elasticdl/job=count,elasticdl/role=files");
+    assert!(!lists.is_empty(), "the list of the files is in no object of its own");
     assert!(namespace.elasticdl("delete", ["count"]).output().unwrap().status.success());
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
 }

@@ -164,6 +164,12 @@ fn two_jobs_share_the_node_evenly_and_a_service_preempts_all_tiers_but_the_core(
     for (job, core) in [&first, &second].into_iter().zip(&cores) {
         assert_eq!(uids(&job.wait_for_group(1)), *core, "a service took a core worker's place");
     }
+    // A pod that is deleted while it is bound keeps its capacity for ever in the scheduler of 1.20.
+    first.wait_for("all pods of the service", || {
+        let pods = namespace.get("pods", "app=service");
+        let running = pods.iter().filter(|pod| pod["status"]["phase"] == "Running").count();
+        (running == 6).then_some(())
+    });
     let steps = [&first, &second].map(Job::step);
     must(kubectl().args(["--namespace", namespace.name(), "delete", "deployment", "service"]));
     let _ = [&first, &second].map(|job| job.wait_for_group(4));
