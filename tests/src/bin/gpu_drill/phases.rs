@@ -208,7 +208,7 @@ fn abandon(drill: &mut Drill) -> Fallible<()> {
     ranks.send(1, &json!({ "do": "stay_away" }))?;
     let answers = [ranks.answer(0)?, ranks.answer(1)?];
     let lost = answers[0]["lost"].as_str().unwrap_or("");
-    if !lost.contains("this process can't go on") {
+    if !lost.contains("this process can't use its GPU any more") {
         return Err(format!("unexpected error: {lost}").into());
     }
     drill.add("abandon", "an abort beyond its deadline is reported", 1.0, "");
