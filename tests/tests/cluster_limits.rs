@@ -165,7 +165,8 @@ fn fifteen_thousand_files_with_long_paths_are_no_limit() {
     let Some(namespace) = namespace("files") else { return };
     let data = tempfile::tempdir().unwrap();
     fs::set_permissions(data.path(), fs::Permissions::from_mode(0o755)).unwrap();
-    // Names that do not compress: the list exceeds what the anchor holds, and takes objects of its own.
+    // Names that do not compress: the list exceeds what the anchor holds and is stored in
+    // ConfigMaps of its own.
     let mut rng = ChaCha8Rng::seed_from_u64(14);
     for i in 0..FILES {
         let name =
