@@ -2,8 +2,8 @@
 //!
 //! A write takes some milliseconds, and does not end while the API server is unreachable. So the
 //! master does not wait for it, except for state that no other process could reconstruct
-//! ([`Job::barrier`](crate::job::Job::barrier)). Only the newest submitted state is written; older
-//! ones that arrived during a write are skipped.
+//! ([`Job::durable_before`](crate::job::Job::durable_before)). Only the newest submitted state is
+//! written; older ones that arrived during a write are skipped.
 //!
 //! The persisted job is JSON. One that is longer than 64 KiB is compressed: `{"version": 2,
 //! "packed": "<base64 of zstd>"}`.
