@@ -112,7 +112,7 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
     let output = job.assert_completes(25);
     let first = summary["steps"].as_u64().unwrap();
     assert!(
-        first > 0 && output.contains(&format!("began at step {first} (0 steps again)")),
+        first > 0 && output.contains(&format!("resumed from step {first} (0 steps lost)")),
         "{first}: {output}"
     );
 }
