@@ -6,11 +6,12 @@
 //!  commands, time ────┘    (one task)    actions   └─► Progress
 //! ```
 //!
-//! **Invariants:** only this task accesses the job. The task never waits for a worker, a terminal
-//! or a disk between an event and the actions that follow from it. The persisted job is handed to
-//! the `JobStore` before the actions; the task waits for the write only where a successor could not
-//! recover the fact from any other source ([`Job::durable_before`]). When [`Master::run`] returns
-//! or is dropped, no process that it started is left.
+//! **Invariants:** only this task accesses the job. The task never waits for a worker or a terminal
+//! between an event and the actions that follow from it. The persisted job is handed to the
+//! `JobStore` before the actions. A job directory is written at once, a file of some KiB; for the
+//! API server the task waits only where a successor could not recover the fact from any other
+//! source ([`Job::durable_before`]). When [`Master::run`] returns or is dropped, no process that it
+//! started is left.
 
 use std::collections::BTreeMap;
 use std::io;
