@@ -392,7 +392,7 @@ impl World {
     }
 
     /// A master with a stale snapshot resumes with an older group, if no worker that reconnects
-    /// knows a newer one.
+    /// knows a newer one. It may give that group no lease, so the end of the job looks as well.
     fn note_restored_generation(&mut self) {
         let generation = self.master.job.status(self.time()).generation;
         let is_older = |m: &Membership| m.generation > generation;
@@ -540,6 +540,7 @@ impl World {
     /// Checks the outcome of the job, and that no process is left.
     pub(super) fn check_end(&mut self) -> Result<(), String> {
         self.oracle.coverage.events = self.events;
+        self.note_restored_generation();
         let orphans = (0..self.processes.len())
             .find(|&p| self.processes[p].is_alive() && !self.processes[p].is_kill_requested);
         if let Some(p) = orphans {
