@@ -383,6 +383,8 @@ impl Job {
         });
         if released {
             leases.requeue();
+            // A group that waits for these records reports nothing that would lead to a lease.
+            self.fill_all();
         }
     }
 }

@@ -343,7 +343,8 @@ impl World {
         let gone = |m: &Membership| m.members.iter().any(|(id, _)| self.oracle.gone.contains(id));
         // A membership that a master has persisted but not published is published by the next one,
         // or its generation is skipped; a worker that is lost meanwhile is in it.
-        let is_first_master = self.oracle.coverage.masters_crashed == 0;
+        // One that was held back until it was persisted may have members that are gone meanwhile.
+        let is_first_master = self.oracle.coverage.masters_crashed == 0 && !self.master.has_waited;
         let is_next =
             membership.generation == next || (membership.generation > next && !is_first_master);
         let wrong = if !is_next {

@@ -225,3 +225,19 @@ fn the_next_master_waits_for_a_disconnected_worker_too() {
     deliver(&mut job, 1, formed(1, 0, &[]));
     assert_eq!((job.status(at(20_000)).state, counted(&job)), ("running", 0));
 }
+
+#[test]
+fn a_waiting_group_gets_at_once_the_records_that_a_reconnected_worker_never_received() {
+    let mut job = started(in_order(2), &[20]);
+    deliver(&mut job, 1, committed(1, 9, &[(0, 18)]));
+    for (worker, answer) in [(1, Some((18, 19))), (2, Some((19, 20))), (1, None)] {
+        deliver(&mut job, worker, ask(1));
+        let expected: Vec<_> = answer.map(|r| send(worker, lease(&[r]))).into_iter().collect();
+        assert_eq!(actions(&mut job), expected);
+    }
+    disconnect(&mut job, 1, 2);
+    reconnect(&mut job, 50, 2, 1);
+    deliver(&mut job, 2, holding(9, &[]));
+    // Worker 1 still asks; no step can be made without these records, so no report follows.
+    assert_eq!(actions(&mut job), [admit(2), send(1, lease(&[(19, 20)]))]);
+}
