@@ -212,8 +212,8 @@ impl World {
 
     pub(super) fn on_control(&mut self, p: usize) {
         self.processes[p].woken = false;
-        let Some(stream) = self.processes[p].stream else { return };
         while self.processes[p].is_alive()
+            && let Some(stream) = self.processes[p].stream
             && let Some(packet) = self.net.take(stream, p + 1)
         {
             match packet {
@@ -234,7 +234,9 @@ impl World {
         match process.control {
             Control::Open => {
                 process.control = Control::Closing(code);
-                self.shut(stream, p + 1);
+                if let Some(stream) = process.stream {
+                    self.shut(stream, p + 1);
+                }
                 self.clock.after(CLOSE_TIMEOUT_US, Event::CloseDue { p });
             }
             Control::Reconnecting { .. } | Control::Searching { .. } => {
@@ -338,8 +340,10 @@ impl World {
     }
 
     fn search(&mut self, p: usize, since: Micros, pause: Micros) {
-        self.processes[p].control =
-            Control::Searching { since, pause: (pause * 2).min(RETRY_MAX_US) };
+        let process = &mut self.processes[p];
+        process.control = Control::Searching { since, pause: (pause * 2).min(RETRY_MAX_US) };
+        // What still arrives on the stream is not read.
+        process.stream = None;
         self.clock.after(pause, Event::Probe { p });
         self.wake_control(p);
     }
