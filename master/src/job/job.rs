@@ -38,6 +38,8 @@ pub struct Job {
     /// Number of workers to which records may be leased; updated when a worker comes or goes, not
     /// at every lease.
     pub(super) eligible: u64,
+    /// Whether all workers were silent for longer than the worker timeout at the last check.
+    pub(super) is_cut_off: bool,
     /// End of the join window: how long a group without a state waits for further workers.
     pub(super) join_window_until: Option<Time>,
     /// The worker that was asked to describe the data set.
@@ -120,6 +122,7 @@ impl Job {
             takeover: None,
             reconnected: BTreeMap::new(),
             eligible: 0,
+            is_cut_off: false,
             join_window_until: None,
             dataset_describer: None,
             dataset: None,

@@ -10,6 +10,9 @@
 //! | some, and one of them makes progress | alive: no step is committed without it |
 //! | some, and all of them wait, or their group is broken | evicted |
 //!
+//! Silence during which no worker was heard is this master's own: when it hears one again, the
+//! silence of the others begins anew.
+//!
 //! A member may wait for a silent one that computes for a long time, so its wait has to exceed the
 //! longest usual step. A worker's control thread sends heartbeats while its model computes: a slow
 //! worker is not silent.
@@ -44,9 +47,10 @@ impl Job {
         if !matches!(self.phase, Phase::Running | Phase::Stopping) {
             return;
         }
-        if now.0.saturating_sub(at.0) > check_interval(timeout) {
-            // This master itself did not run for a while: messages that workers sent meanwhile have
-            // not been read yet.
+        // This master itself did not run for a while, so messages that workers sent meanwhile have
+        // not been read yet; or it was cut off from all workers, and hears the first of them again.
+        let was_cut_off = self.was_cut_off(now, timeout);
+        if was_cut_off || now.0.saturating_sub(at.0) > check_interval(timeout) {
             for w in self.workers.connected.values_mut() {
                 (w.heard, w.stalled) = (now, None);
             }
@@ -63,6 +67,13 @@ impl Job {
         self.check_for_stalls(now, timeout);
         self.watch_heartbeats(now);
         self.reconcile(now);
+    }
+
+    /// Whether all workers had been silent for longer than `timeout`, and one is heard again.
+    fn was_cut_off(&mut self, now: Time, timeout: Duration) -> bool {
+        let last = self.workers.connected.values().map(|w| w.heard).max().unwrap_or_default();
+        let is_cut_off = now.0.saturating_sub(last.0) > timeout;
+        std::mem::replace(&mut self.is_cut_off, is_cut_off) && !is_cut_off
     }
 
     /// Whether all members that are heard are stalled: they wait for those that are not, or their

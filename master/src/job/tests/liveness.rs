@@ -6,7 +6,7 @@ use elasticdl_proto::WorkerId;
 
 use super::super::testing::spec;
 use super::super::*;
-use super::directed::{actions, at, started};
+use super::directed::{actions, at, connect, started};
 
 /// A started job with a worker timeout of one second; heartbeats are checked every 50 ms.
 fn watched() -> Job {
@@ -83,6 +83,21 @@ fn any_message_counts_as_a_heartbeat() {
     }
     pass(&mut job, 1000, 2000, &[]);
     assert!(no_worker_is_evicted(&actions(&mut job)));
+}
+
+#[test]
+fn a_master_that_was_cut_off_from_all_workers_counts_their_silence_anew() {
+    let spec = JobSpec { num_workers: 2, worker_timeout: Some(Duration::from_secs(1)), ..spec() };
+    let mut job = started(spec, &[20]);
+    job.handle(at(0), Event::Scale { num_workers: 3 });
+    connect(&mut job, 3);
+    pass(&mut job, 50, 300, &[1, 2, 3]);
+    pass(&mut job, 350, 15_000, &[]);
+    // The members are heard first; the joining worker would be evicted after 10 s of silence.
+    pass(&mut job, 15_050, 24_950, &[1, 2]);
+    assert!(no_worker_is_evicted(&actions(&mut job)));
+    pass(&mut job, 25_000, 25_300, &[1, 2]);
+    assert!(actions(&mut job).contains(&Action::Disconnect { worker: WorkerId(3) }));
 }
 
 #[test]
