@@ -89,9 +89,7 @@ fn a_model_starts_at_eight_bits_per_byte_and_learns() {
         let mut sum = vec![0.0; parameters.len()];
         losses.push(model.gradients(&parameters, batch, &mut sum).unwrap() / 2.0);
         let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
-        model
-            .update(elasticdl_worker::Update { step, records: 2, sum: &sum, parameters, slots })
-            .unwrap();
+        model.update(elasticdl::Update { step, records: 2, sum: &sum, parameters, slots }).unwrap();
     }
     assert!((losses[0] / std::f64::consts::LN_2 - 8.0).abs() < 0.2, "{}", losses[0]);
     assert!(losses[199] < 0.1, "{losses:?}");
@@ -122,7 +120,7 @@ fn a_plain_loop_computes_the_same_losses_as_a_job() {
         let loss = model.gradients(&parameters, batch, &mut sum).unwrap() / 20.0;
         let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
         model
-            .update(elasticdl_worker::Update { step, records: 20, sum: &sum, parameters, slots })
+            .update(elasticdl::Update { step, records: 20, sum: &sum, parameters, slots })
             .unwrap();
         let its = plain.losses[step as usize];
         assert!((loss - its).abs() < 1e-4 * loss, "step {step}: {loss} and {its}");

@@ -1,4 +1,4 @@
-use elasticdl_worker::{Reader, Update};
+use elasticdl::{Reader, Update};
 
 use super::*;
 

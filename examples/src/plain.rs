@@ -1,7 +1,7 @@
 //! A training loop in candle alone: the baseline that a job of one worker is compared with.
 
 use candle_core::{Tensor, Var};
-use elasticdl_worker::UserError;
+use elasticdl::UserError;
 
 /// AdamW with gradient clipping, composed of candle's operations.
 #[derive(Debug)]

@@ -226,7 +226,7 @@ impl Processes {
             let program = self.launcher.program.display();
             let exit = Exit::NotStarted(format!(
                 "launch {} of {program} never contacted the master: is it an elasticdl program, \
-                 one that calls elasticdl_worker::run()?",
+                 one that calls elasticdl::run()?",
                 first_silent.0
             ));
             self.tasks.spawn(async move { ProcessExit { launch, exit, output_tail: None } });
@@ -349,7 +349,7 @@ async fn supervise(
         if !flags.hello_received.load(Ordering::Relaxed) {
             notify(format!(
                 "started {} s ago and has not contacted the master; is {program} an elasticdl \
-                 program, one that calls elasticdl_worker::run()?",
+                 program, one that calls elasticdl::run()?",
                 HELLO_HINT.as_secs()
             ));
         }

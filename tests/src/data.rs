@@ -3,8 +3,8 @@
 use std::io::Write;
 use std::path::Path;
 
-use elasticdl_worker::UserError;
-use elasticdl_worker::readers::FixedRecords;
+use elasticdl::UserError;
+use elasticdl::readers::FixedRecords;
 
 /// Writes `records` records over `files` files into `folder`: record `i` holds the number `i`.
 ///

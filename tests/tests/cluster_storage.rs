@@ -6,10 +6,10 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 
+use elasticdl::Reader as _;
+use elasticdl::readers::ParquetRows;
 use elasticdl_tests::cluster::{ChildOutput, Job, Namespace, RECORDS, name, text};
 use elasticdl_tests::send;
-use elasticdl_worker::Reader as _;
-use elasticdl_worker::readers::ParquetRows;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;

@@ -6,9 +6,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use elasticdl::Reader;
+use elasticdl::readers::{CsvRows, ParquetRows, Row};
 use elasticdl_tests::{Command, Ended, FaultRates, Running, S3, counting_data, send};
-use elasticdl_worker::Reader;
-use elasticdl_worker::readers::{CsvRows, ParquetRows, Row};
 use rustix::process::Signal;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;

@@ -28,9 +28,9 @@ use crate::reader::Reader;
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use elasticdl_worker::UserError;
-/// use elasticdl_worker::candle::{CandleModel, Init, Parameters};
-/// use elasticdl_worker::readers::{CsvRows, Row};
+/// use elasticdl::UserError;
+/// use elasticdl::candle::{CandleModel, Init, Parameters};
+/// use elasticdl::readers::{CsvRows, Row};
 ///
 /// /// y = x·slope + intercept
 /// struct Line;

@@ -10,7 +10,7 @@ use crate::schedule::{Schedule, power};
 /// An optimizer and its settings.
 ///
 /// ```
-/// use elasticdl_worker::{Optimizer, Schedule};
+/// use elasticdl::{Optimizer, Schedule};
 ///
 /// let momentum = Optimizer::sgd(0.1).momentum(0.9).nesterov();
 /// let schedule = Schedule::Cosine { warm_up: 100, total: 10_000, floor: 0.1 };

@@ -4,7 +4,7 @@
 /// records' order.
 ///
 /// ```
-/// use elasticdl_worker::Predictions;
+/// use elasticdl::Predictions;
 ///
 /// let predictions = Predictions::new()
 ///     .i64("class", vec![3, 5])

@@ -12,11 +12,11 @@ use std::time::Instant;
 
 use candle_core::{D, Device, Tensor, Var};
 use clap::Parser;
+use elasticdl::candle::{Candle, CandleModel, Cuts, Init, Parameters, Place};
+use elasticdl::readers::TextWindows;
+use elasticdl::{Model, Optimizer, Schedule, UserError};
 use elasticdl_examples::ops::{causal_softmax, cross_entropy, rms_norm};
 use elasticdl_examples::plain;
-use elasticdl_worker::candle::{Candle, CandleModel, Cuts, Init, Parameters, Place};
-use elasticdl_worker::readers::TextWindows;
-use elasticdl_worker::{Model, Optimizer, Schedule, UserError};
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
@@ -24,7 +24,7 @@ use rand::{Rng, SeedableRng};
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let Some(steps) = arguments.plain_steps else {
-        return elasticdl_worker::run(Candle::new(ByteModel::new(arguments)));
+        return elasticdl::run(Candle::new(ByteModel::new(arguments)));
     };
     match train_plainly(arguments, steps) {
         Ok(Plain { seconds_per_step, losses }) => {

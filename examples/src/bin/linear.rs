@@ -8,11 +8,11 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use elasticdl_worker::readers::{CsvRows, Row};
-use elasticdl_worker::{Model, Optimizer, UserError};
+use elasticdl::readers::{CsvRows, Row};
+use elasticdl::{Model, Optimizer, UserError};
 
 fn main() -> ExitCode {
-    elasticdl_worker::run(Linear::parse())
+    elasticdl::run(Linear::parse())
 }
 
 /// Fits a line to the rows of a CSV file.

@@ -14,9 +14,9 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
+use elasticdl::readers::FixedRecords;
+use elasticdl::{Model, Optimizer, Update, UserError};
 use elasticdl_tests::{Running, counting_data, counting_reader, numbers, print, quantile};
-use elasticdl_worker::readers::FixedRecords;
-use elasticdl_worker::{Model, Optimizer, Update, UserError};
 use rustix::process::Signal;
 
 #[derive(Debug, Parser)]
@@ -104,7 +104,7 @@ fn main() -> ExitCode {
         return elasticdl_master::cli::main();
     }
     if std::env::var_os("ELASTICDL_MASTER").is_some() {
-        return elasticdl_worker::run(Timed::parse());
+        return elasticdl::run(Timed::parse());
     }
     measure(&Arguments::parse()).map_or_else(
         |error| {

@@ -7,13 +7,11 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
+use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
+use elasticdl::readers::FixedRecords;
+use elasticdl::{Gradients, Metrics, Model, Optimizer, Predictions, Update, UserError};
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::{counting_reader, counts_summary, numbers};
-use elasticdl_worker::device::{
-    self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate,
-};
-use elasticdl_worker::readers::FixedRecords;
-use elasticdl_worker::{Gradients, Metrics, Model, Optimizer, Predictions, Update, UserError};
 
 /// Counts records.
 #[derive(Parser)]
@@ -299,5 +297,5 @@ fn main() -> ExitCode {
             }
         }
     }
-    elasticdl_worker::run(model)
+    elasticdl::run(model)
 }

@@ -11,9 +11,9 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
 use clap::Parser;
+use elasticdl::readers::FixedRecords;
+use elasticdl::{Model, Optimizer, Reader, Update, UserError};
 use elasticdl_tests::{counting_data, counting_reader, numbers, print, quantile};
-use elasticdl_worker::readers::FixedRecords;
-use elasticdl_worker::{Model, Optimizer, Reader, Update, UserError};
 use serde_json::Value;
 
 #[derive(Parser)]
@@ -86,7 +86,7 @@ fn main() -> ExitCode {
         return elasticdl_master::cli::main();
     }
     if std::env::var_os("ELASTICDL_MASTER").is_some() {
-        return elasticdl_worker::run(Dense { parameters: Arguments::parse().parameters });
+        return elasticdl::run(Dense { parameters: Arguments::parse().parameters });
     }
     match measure(&Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,

@@ -13,9 +13,9 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
+use elasticdl::readers::{CsvRows, IdxImages, ParquetRows, TextWindows};
+use elasticdl::{Model, Reader, UserError};
 use elasticdl_tests::{Command, FaultRates, S3};
-use elasticdl_worker::readers::{CsvRows, IdxImages, ParquetRows, TextWindows};
-use elasticdl_worker::{Model, Reader, UserError};
 use parquet::data_type::{ByteArray, ByteArrayType, FloatType};
 use parquet::errors::Result as ParquetResult;
 use parquet::file::properties::WriterProperties;
@@ -60,7 +60,7 @@ impl<R: Reader> Model for Reading<R> {
 
 fn work<R: Reader>(reader: fn() -> R) -> ExitCode {
     let micros = std::env::args().nth(2).and_then(|text| text.parse().ok());
-    elasticdl_worker::run(Reading { reader, micros_per_record: micros.unwrap_or(0) })
+    elasticdl::run(Reading { reader, micros_per_record: micros.unwrap_or(0) })
 }
 
 fn main() -> ExitCode {

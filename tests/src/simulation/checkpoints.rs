@@ -6,9 +6,9 @@
 
 use std::collections::BTreeMap;
 
-use elasticdl_worker::core::checkpoint::{Task, Written};
-use elasticdl_worker::core::header::StateRecord;
-use elasticdl_worker::core::session::Session;
+use elasticdl::core::checkpoint::{Task, Written};
+use elasticdl::core::header::StateRecord;
+use elasticdl::core::session::Session;
 
 use super::clock::Micros;
 use super::model::digest;

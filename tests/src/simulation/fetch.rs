@@ -1,13 +1,13 @@
 //! How a joiner gets the state: both ends of the transfer that runs next to the ring, modelled
-//! after `elasticdl_worker`'s `donor` and `elasticdl_collective`'s `state`.
+//! after `elasticdl`'s `donor` and `elasticdl_collective`'s `state`.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::rc::Rc;
 
+use elasticdl::core::header::{StateRecord, StepHeader};
+use elasticdl::core::session::Session;
 use elasticdl_proto::{Generation, WorkerId};
-use elasticdl_worker::core::header::{StateRecord, StepHeader};
-use elasticdl_worker::core::session::Session;
 
 use super::clock::Micros;
 use super::network::{LinkId, Packet};

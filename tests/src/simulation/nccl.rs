@@ -14,10 +14,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use elasticdl::core::header::StepHeader;
+use elasticdl::core::session::Session;
+use elasticdl::core::transport_switch::{NcclBuild, NcclObstacle, Transport};
 use elasticdl_proto::WorkerId;
-use elasticdl_worker::core::header::StepHeader;
-use elasticdl_worker::core::session::Session;
-use elasticdl_worker::core::transport_switch::{NcclBuild, NcclObstacle, Transport};
 
 use super::clock::{Micros, SimRng};
 use super::operation::Operation;

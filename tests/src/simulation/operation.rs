@@ -10,9 +10,9 @@
 use std::collections::BTreeSet;
 use std::rc::Rc;
 
+use elasticdl::core::header::{StateRecord, StepHeader, SyncHeader};
+use elasticdl::core::transport_switch::Transport;
 use elasticdl_collective::schedule::{Content, Piece, Schedule, Span};
-use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
-use elasticdl_worker::core::transport_switch::Transport;
 
 use super::network::{LinkId, Packet};
 use super::ring::{Ring, TransferError};

@@ -35,11 +35,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use elasticdl::core::session::Exit;
 use elasticdl_master::job::{
     Event as JobEvent, FromWorker, LaunchId, Membership, Outcome, ToWorker,
 };
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
-use elasticdl_worker::core::session::Exit;
 
 use super::clock::Micros;
 use super::process::Process;

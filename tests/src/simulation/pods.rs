@@ -1,4 +1,4 @@
-//! Pods of several workers: the supervisor, modelled after `elasticdl_worker`'s, and what happens
+//! Pods of several workers: the supervisor, modelled after `elasticdl`'s, and what happens
 //! to a pod as a whole.
 
 use std::ops::Range;

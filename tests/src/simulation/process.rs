@@ -1,4 +1,4 @@
-//! A worker's process: its lifetime and its control thread, modelled after `elasticdl_worker`'s
+//! A worker's process: its lifetime and its control thread, modelled after `elasticdl`'s
 //! `run` and `control`.
 
 use std::collections::VecDeque;

@@ -1,8 +1,8 @@
-//! How the ranks of a new group reach one state, modelled after `elasticdl_worker`'s `trainer`:
+//! How the ranks of a new group reach one state, modelled after `elasticdl`'s `trainer`:
 //! broadcasts of a step's result and of a state, as the session plans them.
 
-use elasticdl_worker::core::repair::Repair;
-use elasticdl_worker::core::session::Session;
+use elasticdl::core::repair::Repair;
+use elasticdl::core::session::Session;
 
 use super::operation::{Collective, Note};
 use super::trace::trace;

@@ -1,17 +1,17 @@
-//! A worker's trainer thread around the real [`Session`], modelled after `elasticdl_worker`'s
+//! A worker's trainer thread around the real [`Session`], modelled after `elasticdl`'s
 //! `trainer`.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::time::Duration;
 
+use elasticdl::core::checkpoint::Interval;
+use elasticdl::core::halt::Ending;
+use elasticdl::core::header::{StateRecord, StepHeader, SyncHeader};
+use elasticdl::core::plan;
+use elasticdl::core::session::{Exit, JobPlan, Membership, Report, Session, State, Task};
 use elasticdl_master::job::{self, FromWorker, LedgerReport, Phases, ToWorker};
 use elasticdl_proto::{FileList, Generation, Ledger, RecordRange, WorkerId};
-use elasticdl_worker::core::checkpoint::Interval;
-use elasticdl_worker::core::halt::Ending;
-use elasticdl_worker::core::header::{StateRecord, StepHeader, SyncHeader};
-use elasticdl_worker::core::plan;
-use elasticdl_worker::core::session::{Exit, JobPlan, Membership, Report, Session, State, Task};
 
 use super::clock::Micros;
 use super::fetch::{Donor, Source};

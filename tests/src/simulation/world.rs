@@ -3,8 +3,8 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use elasticdl::core::transport_switch::NcclBuild;
 use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, Exit, JobSpec, LaunchId};
-use elasticdl_worker::core::transport_switch::NcclBuild;
 
 use super::checkpoints::{CheckpointStore, CheckpointWork};
 use super::clock::{Clock, Micros, SimRng};

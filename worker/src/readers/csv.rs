@@ -23,7 +23,7 @@ use crate::reader::{DataError, Dataset, File, Reader};
 /// index where its rows begin, and from then on reads only the requested rows.
 ///
 /// ```
-/// use elasticdl_worker::readers::CsvRows;
+/// use elasticdl::readers::CsvRows;
 ///
 /// let reader = CsvRows::new().f32("area").i64("rooms").text("city").f32("price");
 /// ```

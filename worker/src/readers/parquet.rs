@@ -30,7 +30,7 @@ use crate::reader::{DataError, Dataset, File, Reader};
 /// row groups. Schemas are validated before training starts, values when they are read.
 ///
 /// ```
-/// use elasticdl_worker::readers::ParquetRows;
+/// use elasticdl::readers::ParquetRows;
 ///
 /// let reader = ParquetRows::new().f32("area").i64("rooms").text("city").f32("price");
 /// ```

@@ -111,7 +111,7 @@ pub(super) fn context(dockerfile: &str) -> Option<&str> {
 /// Workspace members of the checkout in `root`; `None` if `root` is no checkout.
 fn members(root: &Path) -> Option<Vec<String>> {
     let worker = fs::read_to_string(root.join("worker/Cargo.toml")).ok()?;
-    if !worker.lines().any(|line| line.trim() == "name = \"elasticdl-worker\"") {
+    if !worker.lines().any(|line| line.trim() == "name = \"elasticdl\"") {
         return None;
     }
     let workspace = fs::read_to_string(root.join("Cargo.toml")).ok()?;

@@ -3,11 +3,11 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use elasticdl_worker::readers::{CsvRows, Row};
-use elasticdl_worker::{Model, Optimizer, UserError};
+use elasticdl::readers::{CsvRows, Row};
+use elasticdl::{Model, Optimizer, UserError};
 
 fn main() -> ExitCode {
-    elasticdl_worker::run(Line::parse())
+    elasticdl::run(Line::parse())
 }
 
 /// Fits `y ≈ weight · x + bias` to the rows of a CSV file.
@@ -73,7 +73,7 @@ impl Model for Line {
 
 #[cfg(test)]
 mod tests {
-    use elasticdl_worker::Reader as _;
+    use elasticdl::Reader as _;
 
     use super::*;
 

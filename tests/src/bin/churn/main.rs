@@ -94,7 +94,7 @@ fn main() -> ExitCode {
     }
     let done = match std::env::var_os("ELASTICDL_MASTER") {
         Some(_) => model::Counting::new(&model::Arguments::parse())
-            .map(elasticdl_worker::run)
+            .map(elasticdl::run)
             .map_err(|error| format!("no event log: {error}").into()),
         None => measure(&Arguments::parse()).map(|()| ExitCode::SUCCESS),
     };

@@ -1,9 +1,9 @@
 //! The model that is trained: it counts records, and writes an event log of its work.
 
 use clap::Parser;
+use elasticdl::readers::FixedRecords;
+use elasticdl::{Model, Update, UserError};
 use elasticdl_tests::{counting_reader, counts_summary, numbers};
-use elasticdl_worker::readers::FixedRecords;
-use elasticdl_worker::{Model, Update, UserError};
 
 use crate::event_log::{Commit, Entry, Writer};
 

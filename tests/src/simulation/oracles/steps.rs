@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use elasticdl::core::header::StepHeader;
+use elasticdl::core::session::Session;
 use elasticdl_proto::{Generation, WorkerId};
-use elasticdl_worker::core::header::StepHeader;
-use elasticdl_worker::core::session::Session;
 
 use super::GenerationHistory;
 use crate::simulation::model::count;
