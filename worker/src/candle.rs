@@ -20,7 +20,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::buckets::Gradients;
 use crate::model::{Metrics, Model, NamedTensor, UserError};
-use crate::optimizer::Optimizer;
+use crate::optimizer::{AdamW, Optimizer};
 use crate::predictions::Predictions;
 use crate::reader::Reader;
 
@@ -132,7 +132,7 @@ pub trait CandleModel: 'static {
 
     /// The optimizer. Default: AdamW with a learning rate of 0.001.
     fn optimizer(&self) -> Optimizer {
-        Optimizer::adam_w(0.001)
+        AdamW::new(0.001).into()
     }
 
     /// See [`Model::micro_batch`].

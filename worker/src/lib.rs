@@ -51,7 +51,7 @@ mod weights;
 
 pub use buckets::Gradients;
 pub use model::{Metrics, Model, NamedTensor, Update, UserError};
-pub use optimizer::Optimizer;
+pub use optimizer::{Adam, AdamW, Optimizer, SettingError, Sgd};
 pub use predictions::{Column, Predictions};
 pub use reader::{DataError, Dataset, File, Reader};
 pub use run::run;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::buckets::Gradients;
 use crate::device::DeviceModel;
-use crate::optimizer::Optimizer;
+use crate::optimizer::{Optimizer, Sgd};
 use crate::predictions::Predictions;
 use crate::reader::Reader;
 
@@ -73,7 +73,7 @@ pub trait Model: 'static {
 
     /// The optimizer that [`update`](Self::update) uses. Default: SGD with a learning rate of 0.01.
     fn optimizer(&self) -> Optimizer {
-        Optimizer::sgd(0.01)
+        Sgd::new(0.01).into()
     }
 
     /// Number of `f32`s of optimizer state per parameter that `update` keeps in [`Update::slots`].

@@ -147,6 +147,7 @@ fn train<M: Model>(
             return inference::work(model, values, prepared, control);
         }
     };
+    call_user("optimizer()", || Ok(model.optimizer().check()?)).map_err(Failure::fatal)?;
     let validation = validation.as_ref().map(|options| validate(&model, options)).transpose();
     let validation = validation.map_err(Failure::fatal)?;
     let plan = JobPlan {

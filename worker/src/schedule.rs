@@ -4,64 +4,89 @@
 //! IEEE 754 defines exactly (`+ − × ÷`). The system's `cos` and `pow` differ in the last bit
 //! between processors, which would make replicas diverge.
 
+use crate::optimizer::SettingError;
+
 /// Factor of the learning rate at each step.
 ///
 /// A step is one update of the parameters, counted from 0, whatever the number of workers. So a
 /// schedule means the same at any world size, as long as the global batch is the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-#[non_exhaustive]
-pub enum Schedule {
-    /// Always 1.
+pub struct Schedule {
+    /// Number of warm-up steps: the factor of step `s < warmup` is `(s + 1) / warmup`.
+    warmup: u64,
+    /// What follows the warm-up.
+    decay: Decay,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+enum Decay {
     #[default]
     Constant,
-    /// Rises linearly to 1 during `warm_up` steps, then follows half a cosine down to `floor` at
-    /// step `total`, and stays there.
-    ///
-    /// Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts (2017), without
-    /// the restarts.
     Cosine {
-        /// Number of warm-up steps: the factor of step `s < warm_up` is `(s + 1) / warm_up`.
-        warm_up: u64,
-        /// Step at which the floor is reached, warm-up included. If it is not above `warm_up`, the
-        /// factor drops to the floor directly.
         total: u64,
-        /// Final factor, from 0 to 1.
         floor: f64,
     },
-    /// Multiplied by `factor` after each `every` steps (`torch.optim.lr_scheduler.StepLR`).
     Step {
-        /// Steps between two changes; 0 means 1.
         every: u64,
-        /// Factor of each change.
         factor: f64,
-    },
-    /// Rises linearly to 1 during `steps` steps and stays there.
-    WarmUp {
-        /// Number of warm-up steps: the factor of step `s < steps` is `(s + 1) / steps`.
-        steps: u64,
     },
 }
 
 impl Schedule {
-    /// A constant learning rate.
+    /// Always 1.
+    #[must_use]
     pub const fn constant() -> Self {
-        Self::Constant
+        Self { warmup: 0, decay: Decay::Constant }
+    }
+
+    /// Follows half a cosine from 1 down to `floor`, from 0 to 1, at step `total`, and stays there.
+    /// `total` includes the warm-up; if it is not above it, the factor drops to the floor directly.
+    ///
+    /// Loshchilov & Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts (2017), without
+    /// the restarts.
+    #[must_use]
+    pub const fn cosine(total: u64, floor: f64) -> Self {
+        Self { warmup: 0, decay: Decay::Cosine { total, floor } }
+    }
+
+    /// Multiplies by `factor`, at least 0, after each `every` steps
+    /// (`torch.optim.lr_scheduler.StepLR`); 0 steps mean 1.
+    #[must_use]
+    pub const fn step(every: u64, factor: f64) -> Self {
+        Self { warmup: 0, decay: Decay::Step { every, factor } }
+    }
+
+    /// Rises linearly to 1 during the first `steps` steps, and is as before from there on.
+    #[must_use]
+    pub const fn warmup(self, steps: u64) -> Self {
+        Self { warmup: steps, ..self }
     }
 
     /// Factor of the learning rate at `step`.
     pub fn factor(&self, step: u64) -> f64 {
-        match *self {
-            Self::Constant => 1.0,
-            Self::Cosine { warm_up, .. } | Self::WarmUp { steps: warm_up } if step < warm_up => {
-                (step as f64 + 1.0) / warm_up as f64
-            }
-            Self::WarmUp { .. } => 1.0,
-            Self::Cosine { warm_up, total, floor } if step < total => {
-                let done = (step - warm_up) as f64 / (total - warm_up) as f64;
+        let Self { warmup, decay } = *self;
+        if step < warmup {
+            return (step as f64 + 1.0) / warmup as f64;
+        }
+        match decay {
+            Decay::Constant => 1.0,
+            Decay::Cosine { total, floor } if step < total => {
+                let done = (step - warmup) as f64 / (total - warmup) as f64;
                 floor + (1.0 - floor) * 0.5 * (1.0 + cosine_of_half_turns(done))
             }
-            Self::Cosine { floor, .. } => floor,
-            Self::Step { every, factor } => power(factor, step / every.max(1)),
+            Decay::Cosine { floor, .. } => floor,
+            Decay::Step { every, factor } => power(factor, step / every.max(1)),
+        }
+    }
+
+    pub(crate) fn check(&self) -> Result<(), SettingError> {
+        match self.decay {
+            Decay::Constant => Ok(()),
+            Decay::Cosine { floor, .. } => {
+                let is_valid = (0.0..=1.0).contains(&floor);
+                SettingError::unless(is_valid, "floor", floor, "from 0 to 1")
+            }
+            Decay::Step { factor, .. } => SettingError::unless_finite("factor", factor),
         }
     }
 }
@@ -105,7 +130,7 @@ mod tests {
 
     #[test]
     fn a_cosine_schedule_warms_up_linearly_and_ends_at_its_floor() {
-        let schedule = Schedule::Cosine { warm_up: 4, total: 12, floor: 0.2 };
+        let schedule = Schedule::cosine(12, 0.2).warmup(4);
         for (step, expected) in
             [(0, 0.25), (1, 0.5), (3, 1.0), (4, 1.0), (8, 0.6), (12, 0.2), (13, 0.2)]
         {
@@ -120,26 +145,28 @@ mod tests {
     #[test]
     fn a_cosine_schedule_shorter_than_its_warm_up_drops_to_the_floor() {
         for total in [0, 3, 4] {
-            let schedule = Schedule::Cosine { warm_up: 4, total, floor: 0.5 };
+            let schedule = Schedule::cosine(total, 0.5).warmup(4);
             assert_eq!(
                 [0, 3, 4, 5].map(|step| schedule.factor(step)),
                 [0.25, 1.0, 0.5, 0.5],
                 "total {total}"
             );
         }
-        assert_eq!(Schedule::Cosine { warm_up: 0, total: 0, floor: 0.5 }.factor(0), 0.5);
-        assert_eq!(Schedule::Cosine { warm_up: 0, total: 1, floor: 0.5 }.factor(0), 1.0);
+        assert_eq!(Schedule::cosine(0, 0.5).factor(0), 0.5);
+        assert_eq!(Schedule::cosine(1, 0.5).factor(0), 1.0);
     }
 
     #[test]
     fn step_schedules_multiply_and_warm_ups_end() {
-        let step = Schedule::Step { every: 3, factor: 0.5 };
+        let step = Schedule::step(3, 0.5);
         assert_eq!([0, 2, 3, 5, 6, 9].map(|at| step.factor(at)), [1.0, 1.0, 0.5, 0.5, 0.25, 0.125]);
-        assert_eq!(Schedule::Step { every: 0, factor: 0.5 }.factor(2), 0.25);
+        assert_eq!(Schedule::step(0, 0.5).factor(2), 0.25);
         assert_eq!(step.factor(u64::MAX), 0.0);
-        let warm_up = Schedule::WarmUp { steps: 2 };
-        assert_eq!([0, 1, 2, u64::MAX].map(|at| warm_up.factor(at)), [0.5, 1.0, 1.0, 1.0]);
-        assert_eq!(Schedule::WarmUp { steps: 0 }.factor(0), 1.0);
+        let warmup = Schedule::constant().warmup(2);
+        assert_eq!([0, 1, 2, u64::MAX].map(|at| warmup.factor(at)), [0.5, 1.0, 1.0, 1.0]);
+        assert_eq!(Schedule::constant().factor(0), 1.0);
+        let both = step.warmup(4);
+        assert_eq!([0, 3, 4, 6].map(|at| both.factor(at)), [0.25, 1.0, 0.5, 0.25]);
         assert_eq!([0, u64::MAX].map(|at| Schedule::constant().factor(at)), [1.0, 1.0]);
     }
 

@@ -14,7 +14,7 @@ use candle_core::{D, Device, Tensor, Var};
 use clap::Parser;
 use elasticdl::candle::{Candle, CandleModel, Cuts, Init, Parameters, Place};
 use elasticdl::readers::TextWindows;
-use elasticdl::{Model, Optimizer, Schedule, UserError};
+use elasticdl::{AdamW, Model, Optimizer, Schedule, UserError};
 use elasticdl_examples::ops::{causal_softmax, cross_entropy, rms_norm};
 use elasticdl_examples::plain;
 use rand::rngs::ChaCha8Rng;
@@ -235,11 +235,9 @@ impl CandleModel for ByteModel {
 
     fn optimizer(&self) -> Optimizer {
         let Arguments { rate, warm_up, steps, .. } = self.arguments;
-        let schedule = match steps {
-            Some(total) => Schedule::Cosine { warm_up, total, floor: 0.1 },
-            None => Schedule::WarmUp { steps: warm_up },
-        };
-        Optimizer::adam_w(rate).betas(0.9, 0.95).weight_decay(0.1).clip_norm(1.0).schedule(schedule)
+        let schedule = steps.map_or(Schedule::constant(), |total| Schedule::cosine(total, 0.1));
+        let adam_w = AdamW::new(rate).betas(0.9, 0.95).weight_decay(0.1);
+        Optimizer::from(adam_w).clip_norm(1.0).schedule(schedule.warmup(warm_up))
     }
 
     fn micro_batch(&self) -> Option<usize> {
@@ -400,7 +398,7 @@ fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
         if step == PLAIN_WARM_UP {
             started = Instant::now();
         }
-        let rate = model.optimizer().rate(step);
+        let rate = model.optimizer().learning_rate(step);
         let records: Vec<Vec<u8>> = windows.by_ref().take(batch).collect();
         let parts = records.chunks(MICRO_BATCH).map(|part| {
             let part = model.feed(part.to_vec())?;

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Model, Optimizer, UserError};
+use elasticdl::{Model, Optimizer, Sgd, UserError};
 
 fn main() -> ExitCode {
     elasticdl::run(Linear::parse())
@@ -72,7 +72,7 @@ impl Model for Linear {
     }
 
     fn optimizer(&self) -> Optimizer {
-        Optimizer::sgd(0.05).momentum(0.9)
+        Sgd::new(0.05).momentum(0.9).into()
     }
 
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
-use elasticdl::{Model, Optimizer, Update, UserError};
+use elasticdl::{AdamW, Model, Optimizer, Update, UserError};
 use elasticdl_tests::{Running, counting_data, counting_reader, numbers, print, quantile};
 use rustix::process::Signal;
 
@@ -88,7 +88,7 @@ impl Model for Timed {
     }
 
     fn optimizer(&self) -> Optimizer {
-        Optimizer::adam_w(0.001)
+        AdamW::new(0.001).into()
     }
 
     fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {

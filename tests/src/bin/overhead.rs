@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
-use elasticdl::{Model, Optimizer, Reader, Update, UserError};
+use elasticdl::{Model, Optimizer, Reader, Sgd, Update, UserError};
 use elasticdl_tests::{counting_data, counting_reader, numbers, print, quantile};
 use serde_json::Value;
 
@@ -77,7 +77,7 @@ impl Model for Dense {
     }
 
     fn optimizer(&self) -> Optimizer {
-        Optimizer::sgd(1e-9).momentum(0.9)
+        Sgd::new(1e-9).momentum(0.9).into()
     }
 }
 

@@ -15,7 +15,7 @@ use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use elasticdl_collective::device::{Device, DeviceError};
 
 use super::cuda;
-use crate::optimizer::{AdamW, Arithmetic, Optimizer, Sgd};
+use crate::optimizer::{AdamWStep, Arithmetic, Optimizer, SgdStep};
 
 /// The kernels, compiled for one device, and their scratch memory.
 ///
@@ -343,14 +343,14 @@ impl Functions {
     }
 }
 
-impl Sgd {
+impl SgdStep {
     fn fill(self, step: Step) -> Step {
         let Self { rate, decay, momentum } = self;
         Step { rate, decay_or_keep: decay, momentum_or_beta1: momentum, ..step }
     }
 }
 
-impl AdamW {
+impl AdamWStep {
     fn fill(self, step: Step) -> Step {
         let Self { keep, beta1, beta2, rest1, rest2, rate, correction, epsilon } = self;
         let (decay_or_keep, momentum_or_beta1) = (keep, beta1);

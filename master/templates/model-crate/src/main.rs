@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Model, Optimizer, UserError};
+use elasticdl::{Model, Optimizer, Sgd, UserError};
 
 fn main() -> ExitCode {
     elasticdl::run(Line::parse())
@@ -63,7 +63,7 @@ impl Model for Line {
     }
 
     fn optimizer(&self) -> Optimizer {
-        Optimizer::sgd(self.learning_rate).momentum(0.9)
+        Sgd::new(self.learning_rate).momentum(0.9).into()
     }
 
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {

@@ -6,6 +6,7 @@ use std::process::Command;
 use super::*;
 use crate::Schedule;
 use crate::model::Update;
+use crate::optimizer::{AdamW, Sgd};
 
 /// The kernels as plain functions.
 struct Host {
@@ -131,13 +132,14 @@ fn nans_and_infinities_are_found_at_any_position() {
 #[test]
 fn a_step_is_bit_identical_to_the_cpu() {
     let host = Host::compile();
-    let schedule = Schedule::WarmUp { steps: 3 };
+    let schedule = Schedule::constant().warmup(3);
+    let (sgd, adam_w) = (Sgd::new(0.1), AdamW::new(0.003).betas(0.8, 0.95).weight_decay(0.1));
     for (name, optimizer) in [
-        ("sgd", Optimizer::sgd(0.1)),
-        ("sgd", Optimizer::sgd(0.1).weight_decay(0.01).schedule(schedule)),
-        ("sgd_momentum", Optimizer::sgd(0.1).momentum(0.9).weight_decay(0.01)),
-        ("sgd_nesterov", Optimizer::sgd(0.1).momentum(0.9).nesterov()),
-        ("adam_w", Optimizer::adam_w(0.003).betas(0.8, 0.95).weight_decay(0.1).schedule(schedule)),
+        ("sgd", Optimizer::from(sgd)),
+        ("sgd", Optimizer::from(sgd.weight_decay(0.01)).schedule(schedule)),
+        ("sgd_momentum", sgd.momentum(0.9).weight_decay(0.01).into()),
+        ("sgd_nesterov", sgd.momentum(0.9).nesterov().into()),
+        ("adam_w", Optimizer::from(adam_w).schedule(schedule)),
     ] {
         let mut on_cpu = (numbers(LEN, 1), vec![0.0; optimizer.slots() * LEN]);
         let mut on_gpu = on_cpu.clone();
@@ -244,14 +246,14 @@ fn kernels_on_a_device_compute_the_same() {
     let device = Device::open(0).unwrap();
     let stream = device.stream();
     let mut kernels = Kernels::new(&device).unwrap();
-    let adam_w = Optimizer::adam_w(0.003).weight_decay(0.1);
-    let momentum = Optimizer::sgd(0.1).momentum(0.9);
+    let sgd = Sgd::new(0.1);
+    let adam_w = Optimizer::from(AdamW::new(0.003).weight_decay(0.1));
     for (optimizer, is_clipped) in [
-        (Optimizer::sgd(0.1), false),
-        (momentum, false),
-        (momentum.nesterov(), false),
+        (Optimizer::from(sgd), false),
+        (sgd.momentum(0.9).into(), false),
+        (sgd.momentum(0.9).nesterov().into(), false),
         (adam_w, false),
-        (Optimizer::sgd(0.1).clip_norm(0.5), true),
+        (Optimizer::from(sgd).clip_norm(0.5), true),
         (adam_w.clip_norm(0.5), true),
     ] {
         let mut on_cpu = (numbers(LEN, 1), vec![0.0; optimizer.slots() * LEN]);
