@@ -1,3 +1,5 @@
+use elasticdl::Gradients;
+
 use super::*;
 
 const SMALL: [&str; 9] = [
@@ -15,9 +17,21 @@ const SMALL: [&str; 9] = [
 fn small() -> (Candle<ByteModel>, Vec<f32>) {
     let arguments = Arguments::parse_from(SMALL);
     let mut model = Candle::new(ByteModel::new(arguments));
-    let mut parameters = vec![0.0; model.parameters()];
+    let mut parameters = vec![0.0; model.parameter_count()];
     model.initialize(1, &mut parameters).unwrap();
     (model, parameters)
+}
+
+/// Returns the loss, summed over the windows.
+fn add_gradients(
+    model: &mut Candle<ByteModel>,
+    parameters: &[f32],
+    batch: Batch,
+    sum: &mut [f32],
+) -> f64 {
+    let count = batch.windows;
+    let loss = model.gradients(parameters, batch, &mut Gradients::new(sum, count)).unwrap();
+    loss.sum_over(count)
 }
 
 /// The logits, `[windows · length][256]`, of a network with random parameters.
@@ -87,9 +101,9 @@ fn a_model_starts_at_eight_bits_per_byte_and_learns() {
     for step in 0..200 {
         let batch = model.feed(vec![b"abababa".to_vec(), b"bababab".to_vec()]).unwrap();
         let mut sum = vec![0.0; parameters.len()];
-        losses.push(model.gradients(&parameters, batch, &mut sum).unwrap() / 2.0);
+        losses.push(add_gradients(&mut model, &parameters, batch, &mut sum) / 2.0);
         let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
-        model.update(elasticdl::Update { step, records: 2, sum: &sum, parameters, slots }).unwrap();
+        model.update(elasticdl::Update::new(step, 2, &sum, parameters, slots)).unwrap();
     }
     assert!((losses[0] / std::f64::consts::LN_2 - 8.0).abs() < 0.2, "{}", losses[0]);
     assert!(losses[199] < 0.1, "{losses:?}");
@@ -111,17 +125,15 @@ fn a_plain_loop_computes_the_same_losses_as_a_job() {
     let more = [file.as_str(), "--plain-batch=20"];
     let plain = train_plainly(Arguments::parse_from(SMALL.into_iter().chain(more)), steps).unwrap();
     let (mut model, _) = small();
-    let mut parameters = vec![0.0; model.parameters()];
+    let mut parameters = vec![0.0; model.parameter_count()];
     model.initialize(0, &mut parameters).unwrap();
     let mut slots = vec![0.0; parameters.len() * model.slots()];
     for (step, records) in (0..).zip(text.chunks(7 * batch)) {
         let batch = model.feed(records.chunks(7).map(<[u8]>::to_vec).collect()).unwrap();
         let mut sum = vec![0.0; parameters.len()];
-        let loss = model.gradients(&parameters, batch, &mut sum).unwrap() / 20.0;
+        let loss = add_gradients(&mut model, &parameters, batch, &mut sum) / 20.0;
         let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
-        model
-            .update(elasticdl::Update { step, records: 20, sum: &sum, parameters, slots })
-            .unwrap();
+        model.update(elasticdl::Update::new(step, 20, &sum, parameters, slots)).unwrap();
         let its = plain.losses[step as usize];
         assert!((loss - its).abs() < 1e-4 * loss, "step {step}: {loss} and {its}");
     }
@@ -134,10 +146,10 @@ fn gradients_equal_finite_differences() {
     let records = || vec![b"abcdefg".to_vec(), b"gfaedcb".to_vec()];
     let mut sum = vec![0.0; parameters.len()];
     let batch = model.feed(records()).unwrap();
-    model.gradients(&parameters, batch, &mut sum).unwrap();
+    add_gradients(&mut model, &parameters, batch, &mut sum);
     let mut loss_at = |parameters: &[f32]| {
         let batch = model.feed(records()).unwrap();
-        model.gradients(parameters, batch, &mut vec![0.0; parameters.len()]).unwrap()
+        add_gradients(&mut model, parameters, batch, &mut vec![0.0; parameters.len()])
     };
     // Moves along the gradient in stretches of the flat slice: each has many elements, so
     // rounding errors average out.
@@ -166,8 +178,8 @@ fn queries_keys_and_values_all_have_gradients() {
     let (mut model, parameters) = small();
     let mut sum = vec![0.0; parameters.len()];
     let batch = model.feed(vec![b"abcdefg".to_vec()]).unwrap();
-    model.gradients(&parameters, batch, &mut sum).unwrap();
-    let attend: Vec<_> = model.tensors().iter().filter(|t| t.name.ends_with("attend")).collect();
+    add_gradients(&mut model, &parameters, batch, &mut sum);
+    let attend: Vec<_> = model.declared().iter().filter(|t| t.name.ends_with("attend")).collect();
     assert_eq!(attend.len(), 2);
     for tensor in attend {
         assert!(
@@ -185,7 +197,7 @@ fn a_program_without_cuda_names_the_feature_to_build_with() {
     let error = model.initialize(1, &mut []).unwrap_err().to_string();
     assert!(error.contains("build it with `--features cuda`"), "{error}");
     let auto = Candle::new(ByteModel::new(Arguments::parse_from(["bytelm", "--device=auto"])));
-    assert!(auto.parameters() > 0);
+    assert!(auto.parameter_count() > 0);
 }
 
 #[test]

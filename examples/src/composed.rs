@@ -1,7 +1,7 @@
 //! The operations of [`ops`](crate::ops), composed of candle's operations, for devices without
 //! custom implementations.
 
-use candle_core::{D, DType, Result, Tensor};
+use elasticdl::candle_core::{D, DType, Result, Tensor};
 
 pub(crate) fn causal_softmax(scores: &Tensor) -> Result<Tensor> {
     let n = scores.dim(D::Minus1)?;

@@ -13,6 +13,13 @@ fn rows(text: &str) -> (Linear, Vec<Row>) {
     (linear, rows)
 }
 
+/// Returns the loss, summed over the rows.
+fn add_gradients(linear: &mut Linear, parameters: &[f32], rows: &[Row], sum: &mut [f32]) -> f64 {
+    let mut gradients = Gradients::new(sum, rows.len());
+    let loss = linear.gradients(parameters, rows.to_vec(), &mut gradients).unwrap();
+    loss.sum_over(rows.len())
+}
+
 /// Points of the plane y = 2a − b + 3.
 const PLANE: &str = "y,a,b\n3,0,0\n5,1,0\n2,0,1\n4,1,1\n0.5,-1,0.5\n1.5,0.25,2\n";
 
@@ -21,12 +28,12 @@ fn gradients_equal_finite_differences() {
     let (mut linear, rows) = rows(PLANE);
     let start = [0.5, 0.25, -1.0];
     let mut gradients = [0.0; 3];
-    linear.gradients(&start, rows.clone(), &mut gradients).unwrap();
+    add_gradients(&mut linear, &start, &rows, &mut gradients);
     for i in 0..3 {
         let mut loss_at = |distance: f32| {
             let mut parameters = start;
             parameters[i] += distance;
-            linear.gradients(&parameters, rows.clone(), &mut [0.0; 3]).unwrap()
+            add_gradients(&mut linear, &parameters, &rows, &mut [0.0; 3])
         };
         let expected = (loss_at(0.125) - loss_at(-0.125)) / 0.25;
         assert!(
@@ -44,11 +51,9 @@ fn training_converges_to_the_plane_of_the_rows() {
     linear.initialize(1, &mut parameters).unwrap();
     for step in 0..500 {
         let mut sum = [0.0; 3];
-        linear.gradients(&parameters, rows.clone(), &mut sum).unwrap();
+        add_gradients(&mut linear, &parameters, &rows, &mut sum);
         let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
-        linear
-            .update(Update { step, records: rows.len() as u64, sum: &sum, parameters, slots })
-            .unwrap();
+        linear.update(Update::new(step, rows.len() as u64, &sum, parameters, slots)).unwrap();
     }
     assert_eq!(linear.summary(&parameters).unwrap().unwrap(), "y = 2.0000·a + -1.0000·b + 3.0000");
 }

@@ -4,7 +4,7 @@
 //! All operate on contiguous `f32` tensors, along the last dimension. Tensors on a GPU use candle's
 //! own operations.
 
-use candle_core::{
+use elasticdl::candle_core::{
     CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
 };
 
@@ -291,7 +291,7 @@ fn part<'a, T>(values: &'a [T], layout: &Layout) -> Result<&'a [T]> {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{D, Device, Var};
+    use elasticdl::candle_core::{D, Device, Var};
 
     use super::*;
 

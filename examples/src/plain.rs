@@ -1,7 +1,7 @@
 //! A training loop in candle alone: the baseline that a job of one worker is compared with.
 
-use candle_core::{Tensor, Var};
 use elasticdl::UserError;
+use elasticdl::candle_core::{Tensor, Var};
 
 /// AdamW with gradient clipping, composed of candle's operations.
 #[derive(Debug)]

@@ -15,36 +15,103 @@
 
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::{mem, thread};
+use std::{fmt, mem, thread};
 
 use elasticdl_collective::{CollectiveError, Communicator};
+
+/// The accumulator of a step's gradient: the **sum** over its records.
+///
+/// A model adds the gradient of a batch to it: to the [`sum`](Self::sum), or as a
+/// [mean](Self::add_mean), which is then multiplied by the number of records.
+#[derive(Debug)]
+pub struct Gradients<'a> {
+    accumulator: Accumulator<'a>,
+    /// Number of records in the batch.
+    records: usize,
+}
+
+#[derive(Debug)]
+enum Accumulator<'a> {
+    Overlapped(&'a mut (dyn Overlapped + 'a)),
+    Whole(&'a mut [f32]),
+}
+
+impl<'a> Gradients<'a> {
+    /// An accumulator, `[parameter_count()]`, for a batch of `records` records in a loop or a test
+    /// of your own.
+    pub fn new(sum: &'a mut [f32], records: usize) -> Self {
+        Self { accumulator: Accumulator::Whole(sum), records }
+    }
+
+    /// Number of records in the batch.
+    pub fn records(&self) -> usize {
+        self.records
+    }
+
+    /// The sum over records, to which the model adds: `[parameter_count()]`, without the elements
+    /// that are [complete](Self::complete_from) and being all-reduced.
+    pub fn sum(&mut self) -> &mut [f32] {
+        match &mut self.accumulator {
+            Accumulator::Overlapped(gradient) => gradient.rest(),
+            Accumulator::Whole(sum) => sum,
+        }
+    }
+
+    /// Adds `mean`, a part of the gradient of the batch's mean loss, from element `start` on.
+    ///
+    /// # Panics
+    /// If the part is not within [`sum`](Self::sum).
+    pub fn add_mean(&mut self, start: usize, mean: &[f32]) {
+        let records = self.records as f32;
+        for (sum, mean) in self.sum()[start..start + mean.len()].iter_mut().zip(mean) {
+            *sum += records * mean;
+        }
+    }
+
+    /// Whether completed parts are all-reduced while the rest is computed: in the last micro-batch
+    /// of a step, with [buckets](crate::Model::bucket_len) and other workers.
+    pub fn is_overlapped(&self) -> bool {
+        matches!(self.accumulator, Accumulator::Overlapped(_))
+    }
+
+    /// Declares the elements from `start` on complete: the model adds nothing more to them in this
+    /// batch. Without [overlap](Self::is_overlapped), this has no effect.
+    pub fn complete_from(&mut self, start: usize) {
+        if let Accumulator::Overlapped(gradient) = &mut self.accumulator {
+            gradient.complete_from(start);
+        }
+    }
+}
 
 /// A gradient that is computed from its end to its start, while its completed end is summed over
 /// all ranks.
 #[derive(Debug)]
-pub struct Gradients<'a> {
+struct Overlap<'a> {
     /// The part that may still be written.
     rest: &'a mut [f32],
     /// Destination of the sum.
     sums: &'a mut [f32],
-    bucket: usize,
+    bucket_len: usize,
     summer: Sender<Bucket<'a>>,
 }
 
 /// A part of the gradient, and the destination of its sum.
 type Bucket<'a> = (&'a [f32], &'a mut [f32]);
 
-impl<'a> Gradients<'a> {
-    /// The flat gradient from its start, without the buckets that are being summed:
-    /// `[parameters()]` at first. The model adds to it, as in
-    /// [`Model::gradients`](crate::Model::gradients).
-    pub fn rest(&mut self) -> &mut [f32] {
+/// [`Overlap`] without its lifetime, which a mutable reference can't shorten.
+trait Overlapped: fmt::Debug {
+    fn rest(&mut self) -> &mut [f32];
+    fn complete_from(&mut self, start: usize);
+}
+
+impl Overlapped for Overlap<'_> {
+    fn rest(&mut self) -> &mut [f32] {
         self.rest
     }
 
-    /// Declares the elements from `start` on complete: the model adds nothing more to them.
-    pub fn complete_from(&mut self, start: usize) {
-        while let Some(at) = last_bucket(self.rest.len(), self.bucket).filter(|at| *at >= start) {
+    fn complete_from(&mut self, start: usize) {
+        let last = |len| last_bucket(len, self.bucket_len).filter(|at| *at >= start);
+        while let Some(at) = last(self.rest.len()) {
             let (rest, part) = mem::take(&mut self.rest).split_at_mut(at);
             let (sums, sum) = mem::take(&mut self.sums).split_at_mut(at);
             (self.rest, self.sums) = (rest, sums);
@@ -58,17 +125,18 @@ impl<'a> Gradients<'a> {
 /// result and the number of summed buckets.
 pub(crate) fn overlap<T>(
     ring: &mut (impl Communicator + Send),
-    gradient: &mut [f32],
-    sums: &mut [f32],
-    bucket: usize,
+    (gradient, sums): (&mut [f32], &mut [f32]),
+    records: usize,
+    bucket_len: usize,
     compute: impl FnOnce(&mut Gradients<'_>) -> T,
 ) -> (T, Result<usize, CollectiveError>) {
     let (summer, buckets) = mpsc::channel();
     thread::scope(|scope| {
         let summed = scope.spawn(move || sum_all(ring, &buckets));
-        let mut gradients = Gradients { rest: gradient, sums, bucket, summer };
-        let result = compute(&mut gradients);
-        drop(gradients);
+        let mut overlap = Overlap { rest: gradient, sums, bucket_len, summer };
+        let accumulator = Accumulator::Overlapped(&mut overlap);
+        let result = compute(&mut Gradients { accumulator, records });
+        drop(overlap);
         (result, summed.join().expect("summing does not panic"))
     })
 }
@@ -186,17 +254,17 @@ mod tests {
         let header = vec![rank.rank() as u8];
         let mut ring = Counting(rank, Vec::new());
         let (mut gradient, mut sums) = (vec![0.0; 10], vec![f32::NAN; 10]);
-        let ((), summed) = overlap(&mut ring, &mut gradient, &mut sums, 4, |gradients| {
+        let ((), summed) = overlap(&mut ring, (&mut gradient, &mut sums), 1, 4, |gradients| {
             let mut end = 10;
             for &start in announced {
                 for at in start..end {
-                    gradients.rest()[at] += at as f32;
+                    gradients.sum()[at] += at as f32;
                 }
                 gradients.complete_from(start);
                 end = start;
             }
             for at in 0..end {
-                gradients.rest()[at] += at as f32;
+                gradients.sum()[at] += at as f32;
             }
         });
         let headers =
@@ -223,14 +291,24 @@ mod tests {
     }
 
     #[test]
+    fn a_mean_is_added_as_often_as_there_are_records() {
+        let mut sum = [1.0; 4];
+        let mut gradients = Gradients::new(&mut sum, 3);
+        gradients.add_mean(1, &[0.5, -2.0]);
+        gradients.complete_from(1);
+        gradients.sum()[3] += 0.25;
+        assert_eq!(sum, [1.0, 2.5, -5.0, 1.25]);
+    }
+
+    #[test]
     fn an_early_failure_leaves_the_gradient_intact() {
         let mut group = LocalRank::group(2, 1);
         drop(group.pop());
         let (mut gradient, mut sums) = (vec![0.0; 10], vec![0.0; 10]);
-        let ((), summed) = overlap(&mut group[0], &mut gradient, &mut sums, 4, |gradients| {
-            gradients.rest()[6..].fill(1.0);
+        let ((), summed) = overlap(&mut group[0], (&mut gradient, &mut sums), 1, 4, |gradients| {
+            gradients.sum()[6..].fill(1.0);
             gradients.complete_from(6);
-            gradients.rest().fill(2.0);
+            gradients.sum().fill(2.0);
         });
         assert!(matches!(summed, Err(CollectiveError::PeerLost { .. })), "{summed:?}");
         assert_eq!(gradient, [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]);

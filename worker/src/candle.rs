@@ -19,7 +19,7 @@ use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
 use crate::buckets::Gradients;
-use crate::model::{Metrics, Model, NamedTensor, UserError};
+use crate::model::{Loss, Metrics, Model, NamedTensor, UserError};
 use crate::optimizer::{AdamW, Optimizer};
 use crate::predictions::Predictions;
 use crate::reader::Reader;
@@ -27,8 +27,8 @@ use crate::reader::Reader;
 /// A model written with candle.
 ///
 /// ```
-/// use candle_core::{Device, Tensor};
-/// use elasticdl::UserError;
+/// use elasticdl::candle_core::{Device, Tensor};
+/// use elasticdl::{Loss, UserError};
 /// use elasticdl::candle::{CandleModel, Init, Parameters};
 /// use elasticdl::readers::{CsvRows, Row};
 ///
@@ -59,9 +59,9 @@ use crate::reader::Reader;
 ///         &mut self,
 ///         (slope, intercept): &Self::Network,
 ///         (x, y): Self::Batch,
-///     ) -> Result<Tensor, UserError> {
+///     ) -> Result<Loss<Tensor>, UserError> {
 ///         let residual = (x.broadcast_mul(slope)?.broadcast_add(intercept)? - y)?;
-///         Ok(residual.sqr()?.sum_all()?)
+///         Ok(Loss::Mean(residual.sqr()?.mean_all()?))
 ///     }
 /// }
 /// ```
@@ -104,14 +104,18 @@ pub trait CandleModel: 'static {
         records: Vec<<Self::Reader as Reader>::Record>,
     ) -> Result<Self::Batch, UserError>;
 
-    /// Computes the batch's loss, **summed over its records**: one `f32`.
+    /// Computes the batch's loss: one `f32`, a mean over its records or their sum.
     ///
     /// # Errors
     /// See [`Model::gradients`].
-    fn loss(&mut self, network: &Self::Network, batch: Self::Batch) -> Result<Tensor, UserError>;
+    fn loss(
+        &mut self,
+        network: &Self::Network,
+        batch: Self::Batch,
+    ) -> Result<Loss<Tensor>, UserError>;
 
     /// Like [`loss`](Self::loss), with [cuts](Cuts::cut) between the layers, if there are
-    /// [buckets](Self::bucket). Default: without cuts.
+    /// [buckets](Self::bucket_len). Default: without cuts.
     ///
     /// # Errors
     /// See [`Model::gradients`].
@@ -120,13 +124,13 @@ pub trait CandleModel: 'static {
         network: &Self::Network,
         batch: Self::Batch,
         _cuts: &mut Cuts,
-    ) -> Result<Tensor, UserError> {
+    ) -> Result<Loss<Tensor>, UserError> {
         self.loss(network, batch)
     }
 
-    /// See [`Model::bucket`]. Useful if parameters are declared in the order in which the loss uses
-    /// them.
-    fn bucket(&self) -> Option<usize> {
+    /// See [`Model::bucket_len`]. Useful if parameters are declared in the order in which the loss
+    /// uses them.
+    fn bucket_len(&self) -> Option<usize> {
         None
     }
 
@@ -135,8 +139,8 @@ pub trait CandleModel: 'static {
         AdamW::new(0.001).into()
     }
 
-    /// See [`Model::micro_batch`].
-    fn micro_batch(&self) -> Option<usize> {
+    /// See [`Model::max_micro_batch`].
+    fn max_micro_batch(&self) -> Option<usize> {
         None
     }
 
@@ -150,8 +154,8 @@ pub trait CandleModel: 'static {
         batch: Self::Batch,
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
-        let loss = self.loss(network, batch)?;
-        metrics.add("loss", value_of(&loss)?);
+        let (_, sum) = summed(self.loss(network, batch)?, metrics.records())?;
+        metrics.add_sum("loss", sum);
         Ok(())
     }
 
@@ -215,7 +219,7 @@ impl<M: CandleModel> Candle<M> {
     }
 
     /// The parameters' tensors, in the order in which they lie in the flat slice.
-    pub fn tensors(&self) -> &[Declared] {
+    pub fn declared(&self) -> &[Declared] {
         &self.parameters.declared
     }
 }
@@ -228,12 +232,12 @@ impl<M: CandleModel> Model for Candle<M> {
         self.model.reader()
     }
 
-    fn parameters(&self) -> usize {
+    fn parameter_count(&self) -> usize {
         self.parameters.len
     }
 
-    fn layout(&self) -> Vec<NamedTensor> {
-        let tensor = |d: &Declared| NamedTensor { name: d.name.clone(), shape: d.shape.clone() };
+    fn tensors(&self) -> Vec<NamedTensor> {
+        let tensor = |d: &Declared| NamedTensor::new(&d.name, d.shape.as_slice());
         self.parameters.declared.iter().map(tensor).collect()
     }
 
@@ -254,44 +258,35 @@ impl<M: CandleModel> Model for Candle<M> {
         &mut self,
         parameters: &[f32],
         batch: M::Batch,
-        gradients: &mut [f32],
-    ) -> Result<f64, UserError> {
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
         let network = built(&self.network)?;
         self.parameters.set(parameters)?;
-        let loss = self.model.loss(network, batch)?;
-        let value = value_of(&loss)?;
+        if gradients.is_overlapped() {
+            let mut cuts = Cuts::some();
+            let loss = self.model.loss_in_parts(network, batch, &mut cuts)?;
+            let (loss, sum) = summed(loss, gradients.records())?;
+            self.uses.backward(&self.parameters, &loss, cuts, gradients)?;
+            return Ok(Loss::Sum(sum));
+        }
+        let (loss, sum) = summed(self.model.loss(network, batch)?, gradients.records())?;
         let found = loss.backward()?;
         for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
         {
             // A parameter that does not affect the loss has no gradient.
             if let Some(gradient) = found.get(variable) {
-                add(gradient, &mut gradients[declared.range.clone()])?;
+                add(gradient, &mut gradients.sum()[declared.range.clone()])?;
             }
         }
-        Ok(value)
+        Ok(Loss::Sum(sum))
     }
 
-    fn bucket(&self) -> Option<usize> {
-        self.model.bucket()
-    }
-
-    fn gradients_in_buckets(
-        &mut self,
-        parameters: &[f32],
-        batch: M::Batch,
-        gradients: &mut Gradients<'_>,
-    ) -> Result<f64, UserError> {
-        let network = built(&self.network)?;
-        self.parameters.set(parameters)?;
-        let mut cuts = Cuts::some();
-        let loss = self.model.loss_in_parts(network, batch, &mut cuts)?;
-        let value = value_of(&loss)?;
-        self.uses.backward(&self.parameters, &loss, cuts, gradients)?;
-        Ok(value)
+    fn bucket_len(&self) -> Option<usize> {
+        self.model.bucket_len()
     }
 
     #[cfg(feature = "cuda")]
-    fn device(&mut self) -> Option<&mut dyn crate::device::DeviceModel<Batch = M::Batch>> {
+    fn as_device_model(&mut self) -> Option<&mut dyn crate::device::DeviceModel<Batch = M::Batch>> {
         self.gpu.is_some().then_some(self as _)
     }
 
@@ -316,8 +311,8 @@ impl<M: CandleModel> Model for Candle<M> {
         self.model.optimizer()
     }
 
-    fn micro_batch(&self) -> Option<usize> {
-        self.model.micro_batch()
+    fn max_micro_batch(&self) -> Option<usize> {
+        self.model.max_micro_batch()
     }
 
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
@@ -367,7 +362,7 @@ impl Parameters {
         Ok(variable.into_inner())
     }
 
-    /// Copies `values`, `[parameters()]`, into the variables.
+    /// Copies `values`, `[parameter_count()]`, into the variables.
     fn set(&self, values: &[f32]) -> Result<(), UserError> {
         if values.len() != self.len {
             let (given, declared) = (values.len(), self.len);
@@ -440,8 +435,12 @@ impl Init {
     }
 }
 
-/// The value of a loss, which must be a single `f32`.
-fn value_of(loss: &Tensor) -> Result<f64, UserError> {
+/// The sum of a loss over `records` records, which must be a single `f32`, and its value.
+fn summed(loss: Loss<Tensor>, records: usize) -> Result<(Tensor, f64), UserError> {
+    let (loss, factor) = match loss {
+        Loss::Mean(mean) => (mean, records),
+        Loss::Sum(sum) => (sum, 1),
+    };
     if loss.elem_count() != 1 || loss.dtype() != DType::F32 {
         let (shape, dtype) = (loss.dims(), loss.dtype().as_str());
         return Err(format!(
@@ -449,7 +448,9 @@ fn value_of(loss: &Tensor) -> Result<f64, UserError> {
         )
         .into());
     }
-    Ok(f64::from(loss.flatten_all()?.get(0)?.to_scalar::<f32>()?))
+    let value = f64::from(loss.flatten_all()?.get(0)?.to_scalar::<f32>()?);
+    let sum = if factor == 1 { loss } else { (loss * factor as f64)? };
+    Ok((sum, value * factor as f64))
 }
 
 fn built<N>(network: &Result<N, String>) -> Result<&N, UserError> {

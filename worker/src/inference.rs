@@ -42,7 +42,7 @@ pub(crate) fn work<M: Model>(
     };
     let reader = call_user("reader()", || Ok(model.reader())).map_err(Failure::fatal)?;
     // The batch size does not depend on the number of workers.
-    let most = model.micro_batch().map_or(u64::MAX, |most| most as u64).max(1);
+    let most = model.max_micro_batch().map_or(u64::MAX, |most| most as u64).max(1);
     let batch = welcome.batch.share(1).min(most);
     let prefetch = Prefetch::new(reader, dataset, batch.saturating_mul(BATCHES_AHEAD))
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
@@ -176,8 +176,8 @@ impl<M: Model> Inference<'_, M> {
         sums: &mut Sums,
     ) -> Result<(), String> {
         let (model, parameters) = (&mut self.model, self.parameters.as_slice());
+        let mut metrics = Metrics::new(sums, records.len());
         let batch = call_user("feed()", || model.feed(records))?;
-        let mut metrics = Metrics::new(sums);
         call_user("evaluate()", || model.evaluate(parameters, batch, &mut metrics))?;
         match sums.iter().find(|(_, sum)| !sum.is_finite()) {
             Some((name, sum)) => Err(format!("evaluate() gave {sum} for {name:?}")),

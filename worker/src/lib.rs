@@ -50,7 +50,9 @@ mod trainer;
 mod weights;
 
 pub use buckets::Gradients;
-pub use model::{Metrics, Model, NamedTensor, Update, UserError};
+#[cfg(feature = "candle")]
+pub use candle_core;
+pub use model::{Loss, Metrics, Model, NamedTensor, Update, UserError};
 pub use optimizer::{Adam, AdamW, Optimizer, SettingError, Sgd};
 pub use predictions::{Column, Predictions};
 pub use reader::{DataError, Dataset, File, Reader};

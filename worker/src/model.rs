@@ -14,8 +14,8 @@ pub type UserError = Box<dyn std::error::Error + Send + Sync>;
 
 /// A model to train.
 ///
-/// Parameters and gradients are flat `f32` slices of the same length, `parameters()` elements, in
-/// an order that the model chooses. Their meaning is up to the model. The same program runs on
+/// Parameters and gradients are flat `f32` slices of `parameter_count()` elements, in an order
+/// that the model chooses. Their meaning is up to the model. The same program runs on
 /// every worker, so results must depend on a method's arguments alone. Otherwise replicas diverge;
 /// they are compared, and divergence is an error.
 ///
@@ -31,15 +31,15 @@ pub trait Model: 'static {
     fn reader(&self) -> Self::Reader;
 
     /// Number of parameters, identical on every worker.
-    fn parameters(&self) -> usize;
+    fn parameter_count(&self) -> usize;
 
     /// The tensors that the flat slice of parameters consists of, in order: their names and shapes
     /// when the model is exported and loaded. Default: one tensor, `parameters`, of one dimension.
-    fn layout(&self) -> Vec<NamedTensor> {
-        vec![NamedTensor { name: "parameters".into(), shape: vec![self.parameters()] }]
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("parameters", [self.parameter_count()])]
     }
 
-    /// Writes the initial parameters, `[parameters()]`, drawn from `seed`.
+    /// Writes the initial parameters, `[parameter_count()]`, drawn from `seed`.
     ///
     /// Called on one worker. The others receive its result.
     ///
@@ -47,20 +47,23 @@ pub trait Model: 'static {
     /// An error ends the job.
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError>;
 
-    /// Builds a batch from records.
+    /// Builds a batch from records (`collate` in PyTorch).
     ///
     /// # Errors
     /// An error is reported with the range of records, which are then leased to another worker.
+    #[doc(alias = "collate")]
     fn feed(
         &mut self,
         records: Vec<<Self::Reader as Reader>::Record>,
     ) -> Result<Self::Batch, UserError>;
 
-    /// Adds the gradient of the batch's loss, **summed over its records**, to `gradients`. Returns
-    /// the loss, summed over its records.
+    /// Adds the gradient of the batch's loss to `gradients`, which takes a
+    /// [sum](Gradients::sum) over the records or their [mean](Gradients::add_mean), and returns the
+    /// loss as either.
     ///
-    /// `parameters`, `gradients`: `[parameters()]`. `gradients` already contains the gradients of
-    /// the step's earlier micro-batches.
+    /// `parameters`: `[parameter_count()]`. `gradients` already contains the gradients of the
+    /// step's earlier micro-batches. If there are [buckets](Self::bucket_len), the parts that the
+    /// model [completes](Gradients::complete_from) are all-reduced while it computes the rest.
     ///
     /// # Errors
     /// An error is reported with the range of records, which are then leased to another worker.
@@ -68,8 +71,8 @@ pub trait Model: 'static {
         &mut self,
         parameters: &[f32],
         batch: Self::Batch,
-        gradients: &mut [f32],
-    ) -> Result<f64, UserError>;
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError>;
 
     /// The optimizer that [`update`](Self::update) uses. Default: SGD with a learning rate of 0.01.
     fn optimizer(&self) -> Optimizer {
@@ -97,33 +100,17 @@ pub trait Model: 'static {
 
     /// Maximum number of records that fit into memory at once: a larger share is computed in
     /// micro-batches. Default: no limit.
-    fn micro_batch(&self) -> Option<usize> {
+    fn max_micro_batch(&self) -> Option<usize> {
         None
     }
 
-    /// Number of elements per gradient bucket, identical on every worker, for a model that can
-    /// report when parts of its gradient are complete. The gradient is then all-reduced in buckets,
-    /// starting from its end, as [`gradients_in_buckets`](Self::gradients_in_buckets) completes
-    /// them. Default: none; the gradient is all-reduced as a whole once it is complete.
-    fn bucket(&self) -> Option<usize> {
-        None
-    }
-
-    /// Like [`gradients`](Self::gradients), and called in its place for the last records of a step
-    /// if there are [buckets](Self::bucket) and other workers. Parts that are marked as complete
-    /// are all-reduced while the rest is computed. A model whose parameters lie in the order of its
+    /// Number of elements per gradient bucket, identical on every worker. The gradient is then
+    /// all-reduced in buckets, starting from its end, as [`gradients`](Self::gradients)
+    /// [completes](Gradients::complete_from) them. A model whose parameters lie in the order of its
     /// layers, which the backward pass visits from the last to the first, spends less time waiting
-    /// for the network.
-    ///
-    /// # Errors
-    /// See [`gradients`](Self::gradients).
-    fn gradients_in_buckets(
-        &mut self,
-        parameters: &[f32],
-        batch: Self::Batch,
-        gradients: &mut Gradients<'_>,
-    ) -> Result<f64, UserError> {
-        self.gradients(parameters, batch, gradients.rest())
+    /// for the network. Default: none; the gradient is all-reduced as a whole once it is complete.
+    fn bucket_len(&self) -> Option<usize> {
+        None
     }
 
     /// The GPU side of the model, if it computes on a GPU. It is then called in place of
@@ -131,12 +118,11 @@ pub trait Model: 'static {
     /// [`evaluate`](Self::evaluate). Default: none, for a model that computes on the CPU.
     ///
     /// Every call must return the same variant.
-    fn device(&mut self) -> Option<&mut dyn DeviceModel<Batch = Self::Batch>> {
+    fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Self::Batch>> {
         None
     }
 
-    /// Evaluates the model on a batch of validation data: adds metrics to `metrics`, **summed over
-    /// its records**.
+    /// Evaluates the model on a batch of validation data: adds its metrics to `metrics`.
     ///
     /// Default: the metric `loss`, computed by [`gradients`](Self::gradients), whose gradient is
     /// discarded. Override this to avoid that work or to report other metrics.
@@ -150,8 +136,10 @@ pub trait Model: 'static {
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
         let mut discarded = vec![0.0; parameters.len()];
-        let loss = self.gradients(parameters, batch, &mut discarded)?;
-        metrics.add("loss", loss);
+        let records = metrics.records();
+        let loss =
+            self.gradients(parameters, batch, &mut Gradients::new(&mut discarded, records))?;
+        metrics.add_sum("loss", loss.sum_over(records));
         Ok(())
     }
 
@@ -179,8 +167,31 @@ pub trait Model: 'static {
     }
 }
 
+/// A loss of a batch, and how it depends on the number of records: a mean does not, a sum grows
+/// with it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Loss<T = f64> {
+    /// Mean over the records.
+    Mean(T),
+    /// Sum over the records.
+    Sum(T),
+}
+
+impl Loss {
+    /// The sum over `records` records.
+    #[must_use]
+    pub fn sum_over(self, records: usize) -> f64 {
+        match self {
+            Self::Mean(mean) => mean * records as f64,
+            Self::Sum(sum) => sum,
+        }
+    }
+}
+
 /// A named part of the parameters, as it appears in exported models.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NamedTensor {
     /// Name, unique within the model.
     pub name: String,
@@ -188,20 +199,38 @@ pub struct NamedTensor {
     pub shape: Vec<usize>,
 }
 
+impl NamedTensor {
+    /// A tensor of this name and shape.
+    pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>) -> Self {
+        Self { name: name.into(), shape: shape.into() }
+    }
+}
+
 /// The metrics that [`Model::evaluate`] reports. Users see their means over all records of the
 /// validation data.
 #[derive(Debug)]
 pub struct Metrics<'a> {
     sums: &'a mut BTreeMap<String, f64>,
+    records: usize,
 }
 
 impl<'a> Metrics<'a> {
-    pub(crate) fn new(sums: &'a mut BTreeMap<String, f64>) -> Self {
-        Self { sums }
+    pub(crate) fn new(sums: &'a mut BTreeMap<String, f64>, records: usize) -> Self {
+        Self { sums, records }
+    }
+
+    /// Number of records in the batch.
+    pub fn records(&self) -> usize {
+        self.records
+    }
+
+    /// Adds `mean`, a mean over the batch's records, to the metric `name`.
+    pub fn add_mean(&mut self, name: &str, mean: f64) {
+        self.add_sum(name, mean * self.records as f64);
     }
 
     /// Adds `sum`, a sum over the batch's records, to the metric `name`.
-    pub fn add(&mut self, name: &str, sum: f64) {
+    pub fn add_sum(&mut self, name: &str, sum: f64) {
         match self.sums.get_mut(name) {
             Some(before) => *before += sum,
             None => drop(self.sums.insert(name.to_owned(), sum)),
@@ -211,15 +240,29 @@ impl<'a> Metrics<'a> {
 
 /// One step's gradient and the state it is applied to.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Update<'a> {
     /// Number of the step, from 0.
     pub step: u64,
     /// Number of records in `sum`, over all ranks; at least 1.
     pub records: u64,
-    /// Gradient, summed over these records: `[parameters]`.
+    /// Gradient, summed over these records: `[parameter_count()]`.
     pub sum: &'a [f32],
-    /// Parameters: `[parameters]`.
+    /// Parameters: `[parameter_count()]`.
     pub parameters: &'a mut [f32],
-    /// Optimizer state: `[slots · parameters]`, initially zero.
+    /// Optimizer state: `[slots() · parameter_count()]`, initially zero.
     pub slots: &'a mut [f32],
+}
+
+impl<'a> Update<'a> {
+    /// An update for a loop or a test of your own; each argument as the field of its name.
+    pub fn new(
+        step: u64,
+        records: u64,
+        sum: &'a [f32],
+        parameters: &'a mut [f32],
+        slots: &'a mut [f32],
+    ) -> Self {
+        Self { step, records, sum, parameters, slots }
+    }
 }

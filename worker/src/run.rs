@@ -126,17 +126,18 @@ fn train<M: Model>(
         Ok(dataset) => dataset,
         Err(exit) => return Ok(exit),
     };
-    let (parameters, slots) = call_user("parameters()", || Ok((model.parameters(), model.slots())))
-        .map_err(Failure::fatal)?;
+    let parameters =
+        call_user("parameter_count()", || Ok(model.parameter_count())).map_err(Failure::fatal)?;
+    let slots = call_user("slots()", || Ok(model.slots())).map_err(Failure::fatal)?;
     if parameters == 0 {
         // A model that failed to build reports the reason in the first method that returns an
         // error.
         let why = call_user("initialize()", || model.initialize(welcome.seed, &mut [])).err();
         return Err(Failure::fatal(
-            why.unwrap_or_else(|| "parameters() is 0; a model has at least one".into()),
+            why.unwrap_or_else(|| "parameter_count() is 0; a model has at least one".into()),
         ));
     }
-    let layout = call_user("layout()", || Ok(model.layout())).map_err(Failure::fatal)?;
+    let layout = call_user("tensors()", || Ok(model.tensors())).map_err(Failure::fatal)?;
     weights::check(&layout, parameters).map_err(|error| Failure::fatal(error.to_string()))?;
     let (export, validation) = match &welcome.work {
         Work::Train { export, validation } => (export, validation),
@@ -164,7 +165,9 @@ fn train<M: Model>(
     let ahead = welcome.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
     let prefetch = Prefetch::new(reader, prepared, ahead)
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
-    let gpu = call_user("device()", || Ok(model.device().map(|on_gpu| on_gpu.device().clone())));
+    let gpu = call_user("as_device_model()", || {
+        Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
+    });
     let tensors = match gpu.map_err(Failure::fatal)? {
         Some(gpu) => {
             DeviceState::new(&gpu, parameters, slots).map(|state| Tensors::Device(Box::new(state)))

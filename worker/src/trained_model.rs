@@ -16,10 +16,10 @@ pub(crate) fn check(address: &str) -> Result<(), String> {
     }
 }
 
-/// Reads the parameters, `[parameters]`, in the order of the model's layout.
+/// Reads the parameters, `[parameters]`, in the order of the model's tensors.
 ///
 /// # Errors
-/// The error of the storage, or how the file differs from the model's layout or its own digests.
+/// The error of the storage, or how the file differs from the model's tensors or its own digests.
 pub(crate) fn load(
     address: &str,
     layout: &[NamedTensor],

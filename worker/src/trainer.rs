@@ -15,6 +15,7 @@ use elasticdl_collective::{
 };
 use elasticdl_proto::{RecordRange, WorkerId};
 
+use crate::buckets::Gradients;
 use crate::core::halt::{Halt, Reason};
 use crate::core::header::{self, StateRecord, StepHeader};
 use crate::core::repair::{Repair, StateMismatch};
@@ -28,7 +29,7 @@ use crate::model::{Model, NamedTensor};
 use crate::prefetch::{Prefetch, ReadError};
 use crate::reader::Reader;
 use crate::ring::Ring;
-use crate::tensors::{Tensor, Tensors};
+use crate::tensors::{HostState, Tensor, Tensors};
 
 /// Training of one worker, from its first membership to its end.
 pub(crate) struct Trainer<'a, M: Model> {
@@ -411,7 +412,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             self.gradient_is_pending = true;
         }
         let fail = |error| Failure { error, ranges: ranges.to_vec(), fatal: false };
-        let most = self.model.micro_batch().unwrap_or(usize::MAX).max(1);
+        let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
         let (mut loss_sum, mut busy) = (0.0, Duration::ZERO);
         let mut records = Vec::new();
         let mut unread = Vec::new();
@@ -436,7 +437,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 let batch = mem::replace(&mut records, rest);
                 let started = Instant::now();
                 let is_last = ends && records.is_empty();
-                let (loss, took) = match is_last.then(|| self.model.bucket()).flatten() {
+                let (loss, took) = match is_last.then(|| self.model.bucket_len()).flatten() {
                     Some(bucket) => self.last_gradients(batch, bucket).map_err(fail)?,
                     None => (self.gradients(batch).map_err(fail)?, started.elapsed()),
                 };
@@ -466,16 +467,19 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     fn gradients(&mut self, records: Vec<<M::Reader as Reader>::Record>) -> Result<f64, String> {
-        let (model, tensors) = (&mut self.model, &mut self.tensors);
+        let (model, tensors, count) = (&mut self.model, &mut self.tensors, records.len());
         let batch = call_user("feed()", || model.feed(records))?;
         // All ranks see a non-finite loss in this rank's header.
-        call_user("gradients()", || match tensors {
+        let loss = call_user("gradients()", || match tensors {
             Tensors::Device(state) => {
-                let (parameters, mut gradient) = state.gradient();
+                let (parameters, mut gradient) = state.gradient(count);
                 device_of(model)?.gradients(parameters, batch, &mut gradient)
             }
-            Tensors::Host(state) => model.gradients(&state.parameters, batch, &mut state.gradient),
-        })
+            Tensors::Host(HostState { parameters, gradient, .. }) => {
+                model.gradients(parameters, batch, &mut Gradients::new(gradient, count))
+            }
+        })?;
+        Ok(loss.sum_over(count))
     }
 
     fn step(&mut self) -> Result<(), Stopped> {
@@ -487,7 +491,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         let ring = ring(&mut self.ring)?;
         let started = Instant::now();
         let summed = mem::replace(&mut self.summed, Ok(0)).map_err(Stopped::Broken)?;
-        let buckets = self.model.bucket().map(|bucket| (bucket, summed));
+        let buckets = self.model.bucket_len().map(|bucket| (bucket, summed));
         let headers = self.tensors.sum(ring, &mine, path, buckets).map_err(Stopped::Broken)?;
         self.session.reduced(started.elapsed());
         self.report_transport(path);

@@ -1,9 +1,9 @@
 //! A model's parameters as a safetensors file: the exported result of a job, and an initial model.
 //!
 //! candle and PyTorch read the file directly. It has one tensor of `F32` for each tensor of
-//! [`Model::layout`], with its name and shape, little-endian and in row-major order.
+//! [`Model::tensors`], with its name and shape, little-endian and in row-major order.
 //!
-//! [`Model::layout`]: crate::Model::layout
+//! [`Model::tensors`]: crate::Model::tensors
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use crate::storage::{Storage, StorageError};
 /// Why parameters could not be written or read. The text names the file and the tensor.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WeightsError {
-    /// The model's layout does not describe its parameters. Fix
-    /// [`Model::layout`](crate::Model::layout).
-    #[error("layout() names {0}")]
+    /// The model's tensors do not make up its parameters. Fix
+    /// [`Model::tensors`](crate::Model::tensors).
+    #[error("tensors() names {0}")]
     Layout(String),
     /// The file does not contain this model. Use another file, or the options with which it was
     /// exported.
@@ -146,7 +146,7 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
     if end / size_of::<f32>() != parameters {
         let named = end / size_of::<f32>();
         return Err(WeightsError::Layout(format!(
-            "{named} values in all where parameters() is {parameters}"
+            "{named} values in all where parameter_count() is {parameters}"
         )));
     }
     // PyTorch's loaders require this entry.
@@ -262,7 +262,7 @@ mod tests {
         let table = [
             (vec![tensor("a", &[2]), tensor("a", &[2])], "\"a\", which is not usable"),
             (vec![tensor("", &[4])], "\"\", which is not usable"),
-            (vec![tensor("a", &[5])], "5 values in all where parameters() is 4"),
+            (vec![tensor("a", &[5])], "5 values in all where parameter_count() is 4"),
             (vec![tensor("a", &[usize::MAX, 2])], "too large"),
         ];
         for (tensors, expected) in table {

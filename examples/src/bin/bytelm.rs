@@ -10,11 +10,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use candle_core::{D, Device, Tensor, Var};
 use clap::Parser;
 use elasticdl::candle::{Candle, CandleModel, Cuts, Init, Parameters, Place};
+use elasticdl::candle_core::{D, Device, Tensor, Var};
 use elasticdl::readers::TextWindows;
-use elasticdl::{AdamW, Model, Optimizer, Schedule, UserError};
+use elasticdl::{AdamW, Loss, Model, Optimizer, Schedule, UserError};
 use elasticdl_examples::ops::{causal_softmax, cross_entropy, rms_norm};
 use elasticdl_examples::plain;
 use rand::rngs::ChaCha8Rng;
@@ -208,7 +208,7 @@ impl CandleModel for ByteModel {
         Ok(Batch { windows: records.len(), inputs: self.inputs(&inputs)?, targets })
     }
 
-    fn loss(&mut self, network: &Network, batch: Batch) -> Result<Tensor, UserError> {
+    fn loss(&mut self, network: &Network, batch: Batch) -> Result<Loss<Tensor>, UserError> {
         self.loss_in_parts(network, batch, &mut Cuts::none())
     }
 
@@ -217,19 +217,11 @@ impl CandleModel for ByteModel {
         network: &Network,
         batch: Batch,
         cuts: &mut Cuts,
-    ) -> Result<Tensor, UserError> {
-        let Batch { windows, inputs, targets } = batch;
-        let logits = self.logits(network, windows, &inputs, cuts)?;
-        // A record's loss is the mean over its bytes, so the job's loss is in nats per byte.
-        let loss =
-            (cross_entropy(&logits, &targets)?.sum_all()? / f64::from(self.arguments.context))?;
-        let bits = f64::from(loss.to_scalar::<f32>()?) / windows as f64 / std::f64::consts::LN_2;
-        let mean = self.bits_per_byte.unwrap_or(bits);
-        self.bits_per_byte = Some(mean + (bits - mean) * (windows as f64 / 256.0).min(1.0));
-        Ok(loss)
+    ) -> Result<Loss<Tensor>, UserError> {
+        Ok(Loss::Sum(self.loss_sum(network, batch, cuts)?))
     }
 
-    fn bucket(&self) -> Option<usize> {
+    fn bucket_len(&self) -> Option<usize> {
         (self.arguments.bucket > 0).then_some(self.arguments.bucket)
     }
 
@@ -240,7 +232,7 @@ impl CandleModel for ByteModel {
         Optimizer::from(adam_w).clip_norm(1.0).schedule(schedule.warmup(warm_up))
     }
 
-    fn micro_batch(&self) -> Option<usize> {
+    fn max_micro_batch(&self) -> Option<usize> {
         Some(MICRO_BATCH)
     }
 
@@ -256,6 +248,24 @@ impl CandleModel for ByteModel {
 impl ByteModel {
     fn new(arguments: Arguments) -> Self {
         Self { arguments, device: Device::Cpu, bits_per_byte: None }
+    }
+
+    /// The loss, summed over the windows. A window's loss is the mean over its bytes, so the job's
+    /// loss is in nats per byte.
+    fn loss_sum(
+        &mut self,
+        network: &Network,
+        batch: Batch,
+        cuts: &mut Cuts,
+    ) -> Result<Tensor, UserError> {
+        let Batch { windows, inputs, targets } = batch;
+        let logits = self.logits(network, windows, &inputs, cuts)?;
+        let loss =
+            (cross_entropy(&logits, &targets)?.sum_all()? / f64::from(self.arguments.context))?;
+        let bits = f64::from(loss.to_scalar::<f32>()?) / windows as f64 / std::f64::consts::LN_2;
+        let mean = self.bits_per_byte.unwrap_or(bits);
+        self.bits_per_byte = Some(mean + (bits - mean) * (windows as f64 / 256.0).min(1.0));
+        Ok(loss)
     }
 
     /// The bytes of the tail at each position of each window; zero before the beginning.
@@ -370,13 +380,13 @@ fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
         );
     }
     let mut drawn = Candle::new(ByteModel::new(arguments.clone()));
-    let mut values = vec![0.0; drawn.parameters()];
+    let mut values = vec![0.0; drawn.parameter_count()];
     drawn.initialize(0, &mut values)?;
     let mut model = ByteModel::new(arguments);
     let device = model.device()?;
     let network = model.build(&mut Parameters::on(device.clone()))?;
     let variables = network.variables();
-    for (variable, declared) in variables.iter().zip(drawn.tensors()) {
+    for (variable, declared) in variables.iter().zip(drawn.declared()) {
         let values = Tensor::from_slice(
             &values[declared.range.clone()],
             declared.shape.as_slice(),
@@ -402,7 +412,7 @@ fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
         let records: Vec<Vec<u8>> = windows.by_ref().take(batch).collect();
         let parts = records.chunks(MICRO_BATCH).map(|part| {
             let part = model.feed(part.to_vec())?;
-            model.loss(&network, part)
+            model.loss_sum(&network, part, &mut Cuts::none())
         });
         losses.push(optimizer.step(rate, batch, parts)? / batch as f64);
     }

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Model, Optimizer, Sgd, UserError};
+use elasticdl::{Gradients, Loss, Model, Optimizer, Sgd, UserError};
 
 fn main() -> ExitCode {
     elasticdl::run(Linear::parse())
@@ -38,7 +38,7 @@ impl Model for Linear {
     }
 
     // Parameters are one flat slice, in an order that you choose: here the weights, then the bias.
-    fn parameters(&self) -> usize {
+    fn parameter_count(&self) -> usize {
         self.columns.len() + 1
     }
 
@@ -56,10 +56,10 @@ impl Model for Linear {
         &mut self,
         parameters: &[f32],
         rows: Vec<Row>,
-        sum: &mut [f32],
-    ) -> Result<f64, UserError> {
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
         let bias = self.columns.len();
-        let mut loss = 0.0;
+        let (sum, mut loss) = (gradients.sum(), 0.0);
         for row in rows {
             let predicted =
                 (0..bias).map(|i| parameters[i] * row.f32(i)).sum::<f32>() + parameters[bias];
@@ -68,7 +68,7 @@ impl Model for Linear {
             (0..bias).for_each(|i| sum[i] += 2.0 * error * row.f32(i));
             sum[bias] += 2.0 * error;
         }
-        Ok(loss)
+        Ok(Loss::Sum(loss))
     }
 
     fn optimizer(&self) -> Optimizer {

@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
-use elasticdl::{AdamW, Model, Optimizer, Update, UserError};
+use elasticdl::{AdamW, Gradients, Loss, Model, Optimizer, Update, UserError};
 use elasticdl_tests::{Running, counting_data, counting_reader, numbers, print, quantile};
 use rustix::process::Signal;
 
@@ -57,7 +57,7 @@ impl Model for Timed {
         counting_reader()
     }
 
-    fn parameters(&self) -> usize {
+    fn parameter_count(&self) -> usize {
         self.parameters
     }
 
@@ -74,8 +74,8 @@ impl Model for Timed {
         &mut self,
         _: &[f32],
         batch: Vec<u64>,
-        gradients: &mut [f32],
-    ) -> Result<f64, UserError> {
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
         if let Some(updated) = self.updated.take() {
             let file = match &mut self.file {
                 Some(file) => file,
@@ -83,8 +83,8 @@ impl Model for Timed {
             };
             writeln!(file, "{}", updated.elapsed().as_micros())?;
         }
-        gradients[0] += 1.0;
-        Ok(batch.len() as f64)
+        gradients.sum()[0] += 1.0;
+        Ok(Loss::Sum(batch.len() as f64))
     }
 
     fn optimizer(&self) -> Optimizer {

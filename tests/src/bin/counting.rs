@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
 use elasticdl::readers::FixedRecords;
-use elasticdl::{Gradients, Metrics, Model, Optimizer, Predictions, Update, UserError};
+use elasticdl::{Gradients, Loss, Metrics, Model, Optimizer, Predictions, Update, UserError};
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::{counting_reader, counts_summary, numbers};
 
@@ -95,6 +95,39 @@ impl Counting {
         }
         Ok(())
     }
+
+    /// Adds 1 to the count of each record, in the configured time, and fails at the configured
+    /// records.
+    fn count(&mut self, batch: &[u64], counts: &mut [f32]) -> Result<(), UserError> {
+        self.log_once(|model| &mut model.has_computed, FIRST_GRADIENT);
+        assert!(
+            self.micro_batch.is_none_or(|most| batch.len() <= most),
+            "{} records at once",
+            batch.len()
+        );
+        let until =
+            Instant::now() + Duration::from_micros(self.micros_per_record * batch.len() as u64);
+        for record in batch {
+            assert!(self.panic_at != Some(*record), "record {record} is not to my liking");
+            if self.fail_at == Some(*record) {
+                return Err(format!("record {record} can't be learned").into());
+            }
+            if self.exit_at == Some(*record) {
+                std::process::exit(9);
+            }
+            counts[*record as usize] += if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
+        }
+        match &self.hurry_when {
+            Some(_) if self.is_hurried() => {}
+            Some(_) => std::thread::sleep(until.saturating_duration_since(Instant::now())),
+            None => {
+                while Instant::now() < until {
+                    std::hint::spin_loop();
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Model for Counting {
@@ -105,7 +138,7 @@ impl Model for Counting {
         counting_reader()
     }
 
-    fn parameters(&self) -> usize {
+    fn parameter_count(&self) -> usize {
         self.parameters.max(self.records)
     }
 
@@ -122,62 +155,28 @@ impl Model for Counting {
         &mut self,
         _parameters: &[f32],
         batch: Vec<u64>,
-        gradients: &mut [f32],
-    ) -> Result<f64, UserError> {
-        self.log_once(|model| &mut model.has_computed, FIRST_GRADIENT);
-        assert!(
-            self.micro_batch.is_none_or(|most| batch.len() <= most),
-            "{} records at once",
-            batch.len()
-        );
-        let until =
-            Instant::now() + Duration::from_micros(self.micros_per_record * batch.len() as u64);
-        for record in &batch {
-            assert!(self.panic_at != Some(*record), "record {record} is not to my liking");
-            if self.fail_at == Some(*record) {
-                return Err(format!("record {record} can't be learned").into());
-            }
-            if self.exit_at == Some(*record) {
-                std::process::exit(9);
-            }
-            gradients[*record as usize] +=
-                if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
-        }
-        match &self.hurry_when {
-            Some(_) if self.is_hurried() => {}
-            Some(_) => std::thread::sleep(until.saturating_duration_since(Instant::now())),
-            None => {
-                while Instant::now() < until {
-                    std::hint::spin_loop();
-                }
-            }
-        }
-        Ok(batch.len() as f64)
-    }
-
-    fn device(&mut self) -> Option<&mut dyn DeviceModel<Batch = Vec<u64>>> {
-        self.device.is_some().then_some(self as _)
-    }
-
-    fn bucket(&self) -> Option<usize> {
-        self.bucket
-    }
-
-    fn gradients_in_buckets(
-        &mut self,
-        parameters: &[f32],
-        batch: Vec<u64>,
         gradients: &mut Gradients<'_>,
-    ) -> Result<f64, UserError> {
-        let quarter = self.parameters().div_ceil(4);
-        let mut loss = 0.0;
+    ) -> Result<Loss, UserError> {
+        if !gradients.is_overlapped() {
+            self.count(&batch, gradients.sum())?;
+            return Ok(Loss::Sum(batch.len() as f64));
+        }
+        let quarter = self.parameter_count().div_ceil(4);
         for part in (0..4).rev() {
             let part = part * quarter..(part + 1) * quarter;
             let records = batch.iter().copied().filter(|record| part.contains(&(*record as usize)));
-            loss += Model::gradients(self, parameters, records.collect(), gradients.rest())?;
+            self.count(&records.collect::<Vec<_>>(), gradients.sum())?;
             gradients.complete_from(part.start);
         }
-        Ok(loss)
+        Ok(Loss::Sum(batch.len() as f64))
+    }
+
+    fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Vec<u64>>> {
+        self.device.is_some().then_some(self as _)
+    }
+
+    fn bucket_len(&self) -> Option<usize> {
+        self.bucket
     }
 
     fn predict(&mut self, parameters: &[f32], batch: Vec<u64>) -> Result<Predictions, UserError> {
@@ -208,19 +207,19 @@ impl Model for Counting {
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
         let seen = batch.iter().filter(|record| parameters[**record as usize] > 0.0).count();
-        metrics.add("seen", seen as f64);
-        metrics.add("loss", batch.len() as f64);
+        metrics.add_sum("seen", seen as f64);
+        metrics.add_sum("loss", batch.len() as f64);
         if self.inference_micros.is_some() {
             self.delay_and_fail(&batch)?;
             // Its last bits depend on the order of the summation.
             let of =
                 |record: &u64| f64::from(parameters[*record as usize]) / (*record as f64 + 3.0);
-            metrics.add("harmonic", batch.iter().map(of).fold(0.0, |sum, one| sum + one));
+            metrics.add_sum("harmonic", batch.iter().map(of).fold(0.0, |sum, one| sum + one));
         }
         Ok(())
     }
 
-    fn micro_batch(&self) -> Option<usize> {
+    fn max_micro_batch(&self) -> Option<usize> {
         self.micro_batch
     }
 
@@ -250,12 +249,12 @@ impl DeviceModel for Counting {
         _parameters: &CudaSlice<f32>,
         batch: Vec<u64>,
         gradients: &mut DeviceGradients<'_>,
-    ) -> Result<f64, UserError> {
-        let mut counts = vec![0.0; gradients.sum.len()];
-        let loss = Model::gradients(self, &[], batch, &mut counts)?;
-        let counts = gradients.sum.stream().clone_htod(&counts)?;
-        gradients.add(0..counts.len(), &counts.as_view())?;
-        Ok(loss)
+    ) -> Result<Loss, UserError> {
+        let mut counts = vec![0.0; self.parameter_count()];
+        self.count(&batch, &mut counts)?;
+        let counts = gradients.sum().stream().clone_htod(&counts)?;
+        gradients.add_sum(0..counts.len(), &counts.as_view())?;
+        Ok(Loss::Sum(batch.len() as f64))
     }
 
     fn evaluate(
@@ -276,11 +275,7 @@ impl DeviceModel for Counting {
         let (stream, records) = (update.sum.stream().clone(), update.records);
         let mut parameters = stream.clone_dtoh(update.parameters)?;
         let sum = stream.clone_dtoh(update.sum)?;
-        let (step, slots) = (update.step, &mut [][..]);
-        Model::update(
-            self,
-            Update { step, records, sum: &sum, parameters: &mut parameters, slots },
-        )?;
+        Model::update(self, Update::new(update.step, records, &sum, &mut parameters, &mut []))?;
         Ok(stream.memcpy_htod(&parameters, update.parameters)?)
     }
 }

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
-use elasticdl::{Model, Optimizer, Reader, Sgd, Update, UserError};
+use elasticdl::{Gradients, Loss, Model, Optimizer, Reader, Sgd, Update, UserError};
 use elasticdl_tests::{counting_data, counting_reader, numbers, print, quantile};
 use serde_json::Value;
 
@@ -46,7 +46,7 @@ impl Model for Dense {
         counting_reader()
     }
 
-    fn parameters(&self) -> usize {
+    fn parameter_count(&self) -> usize {
         self.parameters
     }
 
@@ -63,17 +63,17 @@ impl Model for Dense {
         &mut self,
         parameters: &[f32],
         batch: Vec<u64>,
-        gradients: &mut [f32],
-    ) -> Result<f64, UserError> {
-        let mut loss = 0.0;
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
+        let (sum, mut loss) = (gradients.sum(), 0.0);
         for record in batch {
             let scale = (record % 7) as f32 / 7.0;
             let prediction: f32 = parameters.iter().map(|p| p * scale).sum();
             let error = prediction - scale;
-            gradients.iter_mut().zip(parameters).for_each(|(g, p)| *g += error * scale + 1e-6 * p);
+            sum.iter_mut().zip(parameters).for_each(|(g, p)| *g += error * scale + 1e-6 * p);
             loss += f64::from(error * error);
         }
-        Ok(loss)
+        Ok(Loss::Sum(loss))
     }
 
     fn optimizer(&self) -> Optimizer {
@@ -126,9 +126,9 @@ fn train_bare(arguments: &Arguments, data: &Path) -> Result<f64, UserError> {
     let mut model = Dense { parameters: arguments.parameters };
     let mut reader = model.reader();
     let dataset = reader.describe(&data.display().to_string())?;
-    let mut parameters = vec![0.0; model.parameters()];
-    let mut slots = vec![0.0; model.slots() * model.parameters()];
-    let mut gradients = vec![0.0; model.parameters()];
+    let mut parameters = vec![0.0; model.parameter_count()];
+    let mut slots = vec![0.0; model.slots() * model.parameter_count()];
+    let mut gradients = vec![0.0; model.parameter_count()];
     model.initialize(0, &mut parameters)?;
     let started = Instant::now();
     for step in 0..arguments.steps {
@@ -136,14 +136,9 @@ fn train_bare(arguments: &Arguments, data: &Path) -> Result<f64, UserError> {
         let records = reader.read(&dataset.files[0], range)?;
         let batch = model.feed(records)?;
         gradients.fill(0.0);
-        model.gradients(&parameters, batch, &mut gradients)?;
-        model.update(Update {
-            step,
-            records: arguments.batch,
-            sum: &gradients,
-            parameters: &mut parameters,
-            slots: &mut slots,
-        })?;
+        let count = arguments.batch;
+        model.gradients(&parameters, batch, &mut Gradients::new(&mut gradients, count as usize))?;
+        model.update(Update::new(step, count, &gradients, &mut parameters, &mut slots))?;
     }
     Ok((arguments.steps * arguments.batch) as f64 / started.elapsed().as_secs_f64())
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticdl::readers::{CsvRows, IdxImages, ParquetRows, TextWindows};
-use elasticdl::{Model, Reader, UserError};
+use elasticdl::{Gradients, Loss, Model, Reader, UserError};
 use elasticdl_tests::{Command, FaultRates, S3};
 use parquet::data_type::{ByteArray, ByteArrayType, FloatType};
 use parquet::errors::Result as ParquetResult;
@@ -35,7 +35,7 @@ impl<R: Reader> Model for Reading<R> {
         (self.reader)()
     }
 
-    fn parameters(&self) -> usize {
+    fn parameter_count(&self) -> usize {
         1
     }
 
@@ -51,10 +51,10 @@ impl<R: Reader> Model for Reading<R> {
         &mut self,
         _parameters: &[f32],
         records: usize,
-        _gradients: &mut [f32],
-    ) -> Result<f64, UserError> {
+        _gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
         std::thread::sleep(Duration::from_micros(self.micros_per_record * records as u64));
-        Ok(records as f64)
+        Ok(Loss::Mean(1.0))
     }
 }
 

@@ -4,9 +4,9 @@
 use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::{CudaStorage, InplaceOp1, Layout, Storage};
 
-use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, built, value_of};
+use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, built, summed};
 use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel};
-use crate::model::{Metrics, UserError};
+use crate::model::{Loss, Metrics, UserError};
 
 impl<M: CandleModel> DeviceModel for Candle<M> {
     type Batch = M::Batch;
@@ -20,11 +20,10 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
         parameters: &CudaSlice<f32>,
         batch: M::Batch,
         gradients: &mut DeviceGradients<'_>,
-    ) -> Result<f64, UserError> {
+    ) -> Result<Loss, UserError> {
         let network = built(&self.network)?;
         self.parameters.copy(parameters)?;
-        let loss = self.model.loss(network, batch)?;
-        let value = value_of(&loss)?;
+        let (loss, sum) = summed(self.model.loss(network, batch)?, gradients.records())?;
         let found = loss.backward()?;
         for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
         {
@@ -35,7 +34,7 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
             match (&*storage, layout.contiguous_offsets()) {
                 (Storage::Cuda(storage), Some((start, end))) => {
                     let values = storage.as_cuda_slice::<f32>()?.slice(start..end);
-                    gradients.add(declared.range.clone(), &values)?;
+                    gradients.add_sum(declared.range.clone(), &values)?;
                 }
                 _ => {
                     return Err(
@@ -45,7 +44,7 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
                 }
             }
         }
-        Ok(value)
+        Ok(Loss::Sum(sum))
     }
 
     fn evaluate(

@@ -109,7 +109,7 @@ fn add_all(
         parameters.declared.iter().zip(&parameters.variables).enumerate()
     {
         let Some(gradient) = found.get(variable) else { continue };
-        let Some(place) = gradients.rest().get_mut(declared.range.clone()) else {
+        let Some(place) = gradients.sum().get_mut(declared.range.clone()) else {
             let name = &declared.name;
             return Err(
                 format!("{name:?} is used before a cut, but was not in the previous pass").into()

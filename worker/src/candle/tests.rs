@@ -2,7 +2,10 @@ use super::*;
 use crate::readers::FixedRecords;
 
 /// A network of two layers with tanh between them, one unused parameter, and squared loss.
-struct TwoLayers;
+#[derive(Default)]
+struct TwoLayers {
+    is_mean: bool,
+}
 
 impl CandleModel for TwoLayers {
     type Reader = FixedRecords;
@@ -33,7 +36,7 @@ impl CandleModel for TwoLayers {
         &mut self,
         network: &[Tensor; 3],
         batch: (Tensor, Tensor),
-    ) -> Result<Tensor, UserError> {
+    ) -> Result<Loss<Tensor>, UserError> {
         self.loss_in_parts(network, batch, &mut Cuts::none())
     }
 
@@ -42,13 +45,17 @@ impl CandleModel for TwoLayers {
         network: &[Tensor; 3],
         batch: (Tensor, Tensor),
         cuts: &mut Cuts,
-    ) -> Result<Tensor, UserError> {
+    ) -> Result<Loss<Tensor>, UserError> {
         let [first, second, shift] = network;
         let (inputs, targets) = batch;
         let hidden = cuts.cut(&inputs.matmul(first)?.tanh()?)?;
         // With the transpose, the second layer's gradient is not in the layout of the parameter.
         let outputs = hidden.matmul(&second.t()?)?.squeeze(1)?;
-        Ok((outputs.broadcast_add(shift)? - targets)?.sqr()?.sum_all()?)
+        let squares = (outputs.broadcast_add(shift)? - targets)?.sqr()?;
+        Ok(match self.is_mean {
+            true => Loss::Mean(squares.mean_all()?),
+            false => Loss::Sum(squares.sum_all()?),
+        })
     }
 }
 
@@ -57,8 +64,8 @@ fn records() -> Vec<Vec<u8>> {
 }
 
 fn start(seed: u64) -> (Candle<TwoLayers>, Vec<f32>) {
-    let mut model = Candle::new(TwoLayers);
-    let mut parameters = vec![f32::NAN; model.parameters()];
+    let mut model = Candle::new(TwoLayers::default());
+    let mut parameters = vec![f32::NAN; model.parameter_count()];
     model.initialize(seed, &mut parameters).unwrap();
     (model, parameters)
 }
@@ -69,9 +76,21 @@ fn gradients(
     records: Vec<Vec<u8>>,
 ) -> (f64, Vec<f32>) {
     let mut gradients = vec![0.0; parameters.len()];
-    let batch = model.feed(records).unwrap();
-    let loss = model.gradients(parameters, batch, &mut gradients).unwrap();
+    let loss = add_gradients(model, parameters, records, &mut gradients);
     (loss, gradients)
+}
+
+/// Returns the loss, summed over the records.
+fn add_gradients(
+    model: &mut Candle<TwoLayers>,
+    parameters: &[f32],
+    records: Vec<Vec<u8>>,
+    sum: &mut [f32],
+) -> f64 {
+    let count = records.len();
+    let batch = model.feed(records).unwrap();
+    let loss = model.gradients(parameters, batch, &mut Gradients::new(sum, count)).unwrap();
+    loss.sum_over(count)
 }
 
 #[test]
@@ -107,10 +126,10 @@ fn a_backward_pass_in_segments_computes_the_same_gradient() {
         let (mut gradient, mut sums) = (vec![0.0; whole.len()], vec![0.0; whole.len()]);
         let batch = model.feed(records()).unwrap();
         let (found, summed) =
-            crate::buckets::overlap(&mut ring, &mut gradient, &mut sums, 4, |gradients| {
-                model.gradients_in_buckets(&parameters, batch, gradients).unwrap()
+            crate::buckets::overlap(&mut ring, (&mut gradient, &mut sums), 6, 4, |gradients| {
+                model.gradients(&parameters, batch, gradients).unwrap()
             });
-        assert_eq!((found, summed.unwrap()), (loss, early));
+        assert_eq!((found, summed.unwrap()), (Loss::Sum(loss), early));
         assert!(
             gradient.iter().zip(&whole).all(|(a, b)| (a - b).abs() < 1e-6),
             "{gradient:?} is not {whole:?}"
@@ -132,8 +151,7 @@ fn gradients_and_losses_of_micro_batches_add_up() {
     let mut sum = vec![0.0; parameters.len()];
     let mut losses = 0.0;
     for part in [&records()[..1], &records()[1..]] {
-        let batch = model.feed(part.to_vec()).unwrap();
-        losses += model.gradients(&parameters, batch, &mut sum).unwrap();
+        losses += add_gradients(&mut model, &parameters, part.to_vec(), &mut sum);
     }
     assert!((losses - loss).abs() < 1e-5, "{losses} is not {loss}");
     for (sum, whole) in sum.iter().zip(&whole) {
@@ -142,10 +160,26 @@ fn gradients_and_losses_of_micro_batches_add_up() {
 }
 
 #[test]
+fn a_mean_loss_has_the_gradient_of_the_sum() {
+    let (mut model, parameters) = start(1);
+    let expected = gradients(&mut model, &parameters, records());
+    model.model.is_mean = true;
+    let found = gradients(&mut model, &parameters, records());
+    assert!((found.0 - expected.0).abs() < 1e-5, "{} is not {}", found.0, expected.0);
+    for (found, expected) in found.1.iter().zip(&expected.1) {
+        assert!((found - expected).abs() < 1e-5, "{found} is not {expected}");
+    }
+    let mut sums = Default::default();
+    let batch = model.feed(records()).unwrap();
+    model.evaluate(&parameters, batch, &mut Metrics::new(&mut sums, records().len())).unwrap();
+    assert!((sums["loss"] - expected.0).abs() < 1e-5, "{sums:?} is not {}", expected.0);
+}
+
+#[test]
 fn tensors_lie_one_after_the_other_in_the_order_of_their_declaration() {
-    let model = Candle::new(TwoLayers);
+    let model = Candle::new(TwoLayers::default());
     let found: Vec<_> = model
-        .tensors()
+        .declared()
         .iter()
         .map(|t| (t.name.as_str(), t.shape.as_slice(), t.range.clone()))
         .collect();
@@ -156,7 +190,7 @@ fn tensors_lie_one_after_the_other_in_the_order_of_their_declaration() {
         ("shift", &[], 27..28),
     ];
     assert_eq!(found, expected);
-    assert_eq!(model.parameters(), 28);
+    assert_eq!(model.parameter_count(), 28);
 }
 
 #[test]
@@ -165,7 +199,7 @@ fn a_saved_model_can_be_used_with_candle_alone() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.safetensors");
     let flat = std::sync::Arc::new(parameters.clone());
-    crate::weights::save(path.to_str().unwrap(), &model.layout(), &flat).unwrap();
+    crate::weights::save(path.to_str().unwrap(), &model.tensors(), &flat).unwrap();
     let tensors = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
     let mut names: Vec<(&str, &[usize])> =
         tensors.iter().map(|(n, t)| (n.as_str(), t.dims())).collect();
@@ -175,7 +209,7 @@ fn a_saved_model_can_be_used_with_candle_alone() {
         [("first", &[3, 5][..]), ("second", &[1, 5]), ("shift", &[]), ("unused", &[7])]
     );
     // The same network, without this crate.
-    let (inputs, targets) = TwoLayers.feed(records()).unwrap();
+    let (inputs, targets) = TwoLayers::default().feed(records()).unwrap();
     let hidden = inputs.matmul(&tensors["first"]).unwrap().tanh().unwrap();
     let outputs = hidden.matmul(&tensors["second"].t().unwrap()).unwrap().squeeze(1).unwrap();
     let residual = (outputs.broadcast_add(&tensors["shift"]).unwrap() - targets).unwrap();
@@ -246,8 +280,8 @@ impl CandleModel for Wrong {
         Ok(())
     }
 
-    fn loss(&mut self, network: &Tensor, (): ()) -> Result<Tensor, UserError> {
-        Ok(network.sqr()?)
+    fn loss(&mut self, network: &Tensor, (): ()) -> Result<Loss<Tensor>, UserError> {
+        Ok(Loss::Sum(network.sqr()?))
     }
 }
 
@@ -257,15 +291,17 @@ fn a_network_that_cannot_be_built_is_an_error_of_each_call_that_can_fail() {
     let expected = "building the network: two parameters named \"a\": each needs a unique name";
     assert_eq!(model.initialize(1, &mut [0.0; 2]).unwrap_err().to_string(), expected);
     assert_eq!(model.feed(vec![]).unwrap_err().to_string(), expected);
-    assert_eq!(model.gradients(&[0.0; 2], (), &mut [0.0; 2]).unwrap_err().to_string(), expected);
+    let sum = &mut Gradients::new(&mut [], 1);
+    assert_eq!(model.gradients(&[0.0; 2], (), sum).unwrap_err().to_string(), expected);
     assert_eq!(model.summary(&[0.0; 2]).unwrap_err().to_string(), expected);
 }
 
 #[test]
 fn a_loss_that_is_not_one_number_is_an_error() {
     let mut model = Candle::new(Wrong { names: ["a", "b"] });
-    let error = model.gradients(&[0.0; 4], (), &mut [0.0; 4]).unwrap_err().to_string();
+    let sum = &mut Gradients::new(&mut [], 1);
+    let error = model.gradients(&[0.0; 4], (), sum).unwrap_err().to_string();
     assert_eq!(error, "the loss must be a single f32, but has the shape [2] of f32");
-    let error = model.gradients(&[0.0; 3], (), &mut [0.0; 3]).unwrap_err().to_string();
+    let error = model.gradients(&[0.0; 3], (), sum).unwrap_err().to_string();
     assert_eq!(error, "got 3 parameters, but 4 were declared");
 }

@@ -1,8 +1,8 @@
 //! Models on a GPU: the parameters, the optimizer state and the gradients stay in its memory.
 //!
 //! ```text
-//!   Model::device ──▶ DeviceModel   gradients ──▶ all-reduce ──▶ update by `kernels.cu`
-//!                                                 host ring, or NCCL; all on one CUDA stream
+//!   as_device_model ──▶ DeviceModel   gradients ──▶ all-reduce ──▶ update by `kernels.cu`
+//!                                                   host ring, or NCCL; all on one CUDA stream
 //! ```
 //!
 //! CUDA is loaded at run time, so a program that is built with this also runs on machines without a
@@ -15,7 +15,7 @@ use cudarc::driver::{CudaView, DriverError};
 pub use cudarc::driver::CudaSlice;
 pub use elasticdl_collective::device::{Device, DeviceError};
 
-use crate::model::{Metrics, UserError};
+use crate::model::{Loss, Metrics, UserError};
 use crate::optimizer::Optimizer;
 
 mod kernels;
@@ -63,7 +63,7 @@ pub trait DeviceModel {
         parameters: &CudaSlice<f32>,
         batch: Self::Batch,
         gradients: &mut DeviceGradients<'_>,
-    ) -> Result<f64, UserError>;
+    ) -> Result<Loss, UserError>;
 
     /// See [`Model::evaluate`](crate::Model::evaluate).
     ///
@@ -86,23 +86,35 @@ pub trait DeviceModel {
     }
 }
 
-/// The accumulator of a step's gradient: `[parameters]`, on the GPU.
+/// Like [`Gradients`](crate::Gradients), on the GPU: the **sum** over the step's records.
 #[derive(Debug)]
 pub struct DeviceGradients<'a> {
-    /// Sum over the step's earlier micro-batches.
-    pub sum: &'a mut CudaSlice<f32>,
+    sum: &'a mut CudaSlice<f32>,
+    records: usize,
     kernels: &'a Kernels,
 }
 
 impl DeviceGradients<'_> {
-    /// Adds `values` to the elements of `range`, which must have the same length.
+    /// Number of records in the batch, by which the gradient of a mean loss must be multiplied.
+    pub fn records(&self) -> usize {
+        self.records
+    }
+
+    /// The sum over records, to which the model adds: `[parameter_count()]`. It already contains
+    /// the gradients of the step's earlier micro-batches.
+    pub fn sum(&mut self) -> &mut CudaSlice<f32> {
+        self.sum
+    }
+
+    /// Adds `values`, a part of the gradient of the batch's summed loss, to the elements of
+    /// `range`, which must have the same length.
     ///
     /// # Errors
     /// [`DeviceError::Cuda`].
     ///
     /// # Panics
     /// If the lengths differ, or `range` is out of bounds.
-    pub fn add(
+    pub fn add_sum(
         &mut self,
         range: Range<usize>,
         values: &CudaView<'_, f32>,
@@ -113,6 +125,7 @@ impl DeviceGradients<'_> {
 
 /// Like [`Update`](crate::Update), on the GPU.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct DeviceUpdate<'a> {
     /// Number of the step, from 0.
     pub step: u64,

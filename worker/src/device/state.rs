@@ -60,9 +60,10 @@ impl DeviceState {
         &self.parameters
     }
 
-    /// The parameters, and the gradient's accumulator.
-    pub(crate) fn gradient(&mut self) -> (&CudaSlice<f32>, DeviceGradients<'_>) {
-        (&self.parameters, DeviceGradients { sum: &mut self.gradient, kernels: &self.kernels })
+    /// The parameters, and the gradient's accumulator for a batch of `records` records.
+    pub(crate) fn gradient(&mut self, records: usize) -> (&CudaSlice<f32>, DeviceGradients<'_>) {
+        let Self { parameters, gradient: sum, kernels, .. } = self;
+        (parameters, DeviceGradients { sum, records, kernels })
     }
 
     pub(crate) fn update(&mut self, step: u64, records: u64) -> DeviceUpdate<'_> {

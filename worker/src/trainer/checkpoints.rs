@@ -42,7 +42,7 @@ impl Checkpointing {
         if welcome.checkpoints.is_none() && welcome.resume_from.is_none() {
             return Ok(());
         }
-        let parameters = call_user("parameters()", || Ok(model.parameters()))?;
+        let parameters = call_user("parameter_count()", || Ok(model.parameter_count()))?;
         let size = (parameters, parameters * call_user("slots()", || Ok(model.slots()))?);
         let (locations, fingerprint) =
             look(welcome, (job, secret), dataset.clone(), size).map_err(|f| f.error)?;

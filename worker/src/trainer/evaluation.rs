@@ -63,7 +63,7 @@ impl<M: Model> Trainer<'_, M> {
         let Self { model, tensors, validation, .. } = self;
         let validation =
             validation.as_mut().ok_or_else(|| "there is no validation data".to_owned())?;
-        let most = model.micro_batch().unwrap_or(usize::MAX).max(1);
+        let most = model.max_micro_batch().unwrap_or(usize::MAX).max(1);
         // A model with non-finite parameters is never the best one, whatever its scores.
         let is_finite = tensors.parameters_are_finite().map_err(|error| causes(&error))?;
         let records = validation.plan.records;
@@ -74,8 +74,8 @@ impl<M: Model> Trainer<'_, M> {
             while !rest.is_empty() {
                 let later = rest.split_off(rest.len().min(most));
                 let now = std::mem::replace(&mut rest, later);
+                let mut metrics = Metrics::new(&mut sums, now.len());
                 let batch = call_user("feed()", || model.feed(now))?;
-                let mut metrics = Metrics::new(&mut sums);
                 call_user("evaluate()", || match tensors {
                     Tensors::Device(state) => {
                         device_of(model)?.evaluate(state.parameters(), batch, &mut metrics)

@@ -109,9 +109,10 @@ fn describe_transport(
     format!("{host}, from GPUs by way of the hosts' memory; {why}")
 }
 
-/// The model on the GPU that its `device()` returned at the start.
+/// The model on the GPU that its `as_device_model()` returned at the start.
 pub(super) fn device_of<M: Model>(
     model: &mut M,
 ) -> Result<&mut dyn DeviceModel<Batch = M::Batch>, UserError> {
-    model.device().ok_or_else(|| "device() returned a GPU before and returns none now".into())
+    let changed = "as_device_model() returned a model before and returns none now";
+    model.as_device_model().ok_or_else(|| changed.into())
 }

@@ -19,7 +19,7 @@ impl<M: Model> Trainer<'_, M> {
     pub(super) fn last_gradients(
         &mut self,
         records: Vec<<M::Reader as Reader>::Record>,
-        bucket: usize,
+        bucket_len: usize,
     ) -> Result<(f64, Duration), String> {
         let started = Instant::now();
         let (Tensors::Host(state), Some(Ring::Host(ring))) = (&mut self.tensors, &mut self.ring)
@@ -29,17 +29,16 @@ impl<M: Model> Trainer<'_, M> {
         if ring.world_size() == 1 {
             return Ok((self.gradients(records)?, started.elapsed()));
         }
-        let model = &mut self.model;
+        let (model, count) = (&mut self.model, records.len());
         let batch = call_user("feed()", || model.feed(records))?;
         let HostState { parameters, gradient, reduced, .. } = state;
-        let (computed, summed) = buckets::overlap(ring, gradient, reduced, bucket, |gradients| {
-            let loss = call_user("gradients()", || {
-                model.gradients_in_buckets(parameters, batch, gradients)
-            });
+        let buffers = (&mut gradient[..], &mut reduced[..]);
+        let (computed, summed) = buckets::overlap(ring, buffers, count, bucket_len, |gradients| {
+            let loss = call_user("gradients()", || model.gradients(parameters, batch, gradients));
             (loss, started.elapsed())
         });
         self.summed = summed;
         let (loss, took) = computed;
-        Ok((loss?, took))
+        Ok((loss?.sum_over(count), took))
     }
 }

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Model, Optimizer, Sgd, UserError};
+use elasticdl::{Gradients, Loss, Model, Optimizer, Sgd, UserError};
 
 fn main() -> ExitCode {
     elasticdl::run(Line::parse())
@@ -30,7 +30,7 @@ impl Model for Line {
     }
 
     /// Number of parameters. They are one flat slice: here the weight, then the bias.
-    fn parameters(&self) -> usize {
+    fn parameter_count(&self) -> usize {
         2
     }
 
@@ -43,15 +43,15 @@ impl Model for Line {
         Ok(rows)
     }
 
-    /// Adds the gradient of each row to `sum` and returns the summed loss. The optimizer gets the
+    /// Adds the gradient of each row to the sum and returns the summed loss. The optimizer gets the
     /// mean over the rows of all workers.
     fn gradients(
         &mut self,
         parameters: &[f32],
         rows: Vec<Row>,
-        sum: &mut [f32],
-    ) -> Result<f64, UserError> {
-        let mut loss = 0.0;
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
+        let (sum, mut loss) = (gradients.sum(), 0.0);
         for row in rows {
             let (x, y) = (row.f32(0), row.f32(1));
             let error = parameters[0] * x + parameters[1] - y;
@@ -59,7 +59,7 @@ impl Model for Line {
             sum[0] += 2.0 * error * x;
             sum[1] += 2.0 * error;
         }
-        Ok(loss)
+        Ok(Loss::Sum(loss))
     }
 
     fn optimizer(&self) -> Optimizer {
@@ -84,18 +84,24 @@ mod tests {
         reader.read(file, 0..file.records).expect("the sample data can be read")
     }
 
+    /// The loss and its gradient, summed over the sample data.
+    fn loss_and_gradient(model: &mut Line, parameters: &[f32]) -> (f64, [f32; 2]) {
+        let (rows, mut sum) = (sample_rows(model), [0.0; 2]);
+        let count = rows.len();
+        let mut gradients = Gradients::new(&mut sum, count);
+        let loss = model.gradients(parameters, rows, &mut gradients).expect("rows are numbers");
+        (loss.sum_over(count), sum)
+    }
+
     fn loss(model: &mut Line, parameters: &[f32]) -> f64 {
-        let rows = sample_rows(model);
-        model.gradients(parameters, rows, &mut [0.0; 2]).expect("rows are numbers")
+        loss_and_gradient(model, parameters).0
     }
 
     #[test]
     fn the_gradient_is_the_slope_of_the_loss() {
         let mut model = Line { learning_rate: 0.1 };
         let (at, step) = ([0.5, -0.25], 1.0 / 64.0);
-        let rows = sample_rows(&model);
-        let mut sum = [0.0; 2];
-        model.gradients(&at, rows, &mut sum).expect("rows are numbers");
+        let (_, sum) = loss_and_gradient(&mut model, &at);
         for i in 0..2 {
             let (mut before, mut after) = (at, at);
             before[i] -= step;

@@ -2,7 +2,7 @@
 
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
-use elasticdl::{Model, Update, UserError};
+use elasticdl::{Gradients, Loss, Model, Update, UserError};
 use elasticdl_tests::{counting_reader, counts_summary, numbers};
 
 use crate::event_log::{Commit, Entry, Writer};
@@ -58,7 +58,7 @@ impl Model for Counting {
         counting_reader()
     }
 
-    fn parameters(&self) -> usize {
+    fn parameter_count(&self) -> usize {
         self.params
     }
 
@@ -75,8 +75,9 @@ impl Model for Counting {
         &mut self,
         _: &[f32],
         batch: Vec<u64>,
-        gradients: &mut [f32],
-    ) -> Result<f64, UserError> {
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
+        let gradients = gradients.sum();
         // Records that were computed before and are in no update must still be in the buffer;
         // otherwise their work is lost.
         let pending = self.pending.len();
@@ -87,7 +88,7 @@ impl Model for Counting {
             self.pending.push(*record as usize);
         }
         self.log.write(Entry::Computed { records: batch.len() as u64 })?;
-        Ok(batch.len() as f64)
+        Ok(Loss::Sum(batch.len() as f64))
     }
 
     fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
