@@ -377,6 +377,7 @@ impl Parameters {
 
 /// A declared parameter tensor.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Declared {
     /// Name, unique within the model.
     pub name: String,
@@ -393,6 +394,7 @@ pub struct Declared {
 /// The drawn values depend only on the job's seed, the index of the parameter in the order of
 /// declaration, and its size.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Init {
     /// One constant.
     Constant(f32),
@@ -509,7 +511,7 @@ mod place;
 
 pub use self::cuts::Cuts;
 use self::cuts::Uses;
-pub use self::place::Place;
+pub use self::place::{ParsePlaceError, Place};
 
 #[cfg(test)]
 mod tests;

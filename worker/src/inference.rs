@@ -158,7 +158,7 @@ impl<M: Model> Inference<'_, M> {
                 }
                 Purpose::Predict { .. } => {
                     let found = self.predict(records).map_err(|error| fail(error, part))?;
-                    predictions.append(found).map_err(|error| fail(error, part))?;
+                    predictions.append(found).map_err(|error| fail(error.to_string(), part))?;
                 }
             }
             start = part.end;

@@ -22,6 +22,10 @@ mod buckets;
 pub mod candle;
 mod checkpoint;
 mod control;
+#[cfg(not(feature = "simulation"))]
+#[allow(dead_code, unreachable_pub, reason = "the simulation uses these parts by themselves")]
+mod core;
+#[cfg(feature = "simulation")]
 #[doc(hidden)]
 pub mod core;
 pub mod device;
@@ -54,7 +58,7 @@ pub use buckets::Gradients;
 pub use candle_core;
 pub use model::{Loss, Metrics, Model, NamedTensor, Update, UserError};
 pub use optimizer::{Adam, AdamW, Optimizer, SettingError, Sgd};
-pub use predictions::{Column, Predictions};
+pub use predictions::{Column, Predictions, PredictionsError};
 pub use reader::{DataError, Dataset, File, Reader};
 pub use run::run;
 pub use schedule::Schedule;

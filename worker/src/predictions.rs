@@ -63,20 +63,18 @@ impl Predictions {
     ///
     /// # Errors
     /// There is no column, two columns have the same name, or columns differ in length.
-    pub fn rows(&self) -> Result<usize, String> {
+    pub fn rows(&self) -> Result<usize, PredictionsError> {
         let Some((first, column)) = self.columns.first() else {
-            return Err("predictions need at least one column".into());
+            return Err(PredictionsError::NoColumns);
         };
         let rows = column.len();
-        for (i, (name, column)) in self.columns.iter().enumerate() {
-            if name.is_empty() || self.columns[..i].iter().any(|(other, _)| other == name) {
-                return Err(format!("column {i} is named {name:?}: each needs a unique name"));
+        for (index, (name, column)) in self.columns.iter().enumerate() {
+            let (name, values) = (name.clone(), column.len());
+            if name.is_empty() || self.columns[..index].iter().any(|(other, _)| *other == name) {
+                return Err(PredictionsError::Name { index, name });
             }
-            if column.len() != rows {
-                return Err(format!(
-                    "column {name:?} has {} values where {first:?} has {rows}",
-                    column.len()
-                ));
+            if values != rows {
+                return Err(PredictionsError::Length { name, values, first: first.clone(), rows });
             }
         }
         Ok(rows)
@@ -86,7 +84,7 @@ impl Predictions {
     ///
     /// # Errors
     /// `other` has different columns.
-    pub fn append(&mut self, other: Self) -> Result<(), String> {
+    pub fn append(&mut self, other: Self) -> Result<(), PredictionsError> {
         if self.columns.is_empty() {
             *self = other;
             return Ok(());
@@ -103,10 +101,8 @@ impl Predictions {
                 .zip(&other.columns)
                 .all(|(a, b)| a.0 == b.0 && a.1.kind() == b.1.kind());
         if !same {
-            let (here, there) = (describe(self), describe(&other));
-            return Err(format!(
-                "all predictions of a job must have the same columns: got {there} after {here}"
-            ));
+            let (expected, found) = (describe(self), describe(&other));
+            return Err(PredictionsError::Columns { expected, found });
         }
         for ((_, column), (_, more)) in self.columns.iter_mut().zip(other.columns) {
             match (column, more) {
@@ -140,6 +136,43 @@ impl Column {
     }
 }
 
+/// Why predictions can't be used. Correct the model's `predict`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PredictionsError {
+    /// Two batches have different columns.
+    #[error("all predictions of a job must have the same columns: got {found} after {expected}")]
+    Columns {
+        /// Names and types of the first batch's columns.
+        expected: String,
+        /// Names and types of the second batch's columns.
+        found: String,
+    },
+    /// Two columns differ in length.
+    #[error("column {name:?} has {values} values where {first:?} has {rows}")]
+    Length {
+        /// Name of the column.
+        name: String,
+        /// Its number of values.
+        values: usize,
+        /// Name of the first column.
+        first: String,
+        /// Number of values of the first column.
+        rows: usize,
+    },
+    /// A name is empty, or the name of two columns.
+    #[error("column {index} is named {name:?}: each needs a unique name")]
+    Name {
+        /// Index of the column.
+        index: usize,
+        /// Its name.
+        name: String,
+    },
+    /// There are no columns.
+    #[error("predictions need at least one column")]
+    NoColumns,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,7 +191,7 @@ mod tests {
             (two().text("t", vec![]), "column \"t\" has 0 values where \"class\" has 2"),
         ];
         for (predictions, expected) in table {
-            let error = predictions.rows().unwrap_err();
+            let error = predictions.rows().unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
     }
@@ -177,7 +210,7 @@ mod tests {
             Predictions::new().f32("p", vec![1.0]).i64("class", vec![1]),
             Predictions::new().i64("class", vec![1]).i64("p", vec![1]),
         ] {
-            let error = all.append(other).unwrap_err();
+            let error = all.append(other).unwrap_err().to_string();
             assert!(error.ends_with("after \"class\" (i64), \"p\" (f32)"), "{error}");
         }
     }

@@ -7,13 +7,23 @@ use crate::storage::StorageError;
 
 /// A data set: its files in order, with their record counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Dataset {
     /// The files. Records are numbered through them in this order.
     pub files: Vec<File>,
 }
 
+impl Dataset {
+    /// A data set of these files.
+    #[must_use]
+    pub fn new(files: Vec<File>) -> Self {
+        Self { files }
+    }
+}
+
 /// One file of a data set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct File {
     /// Path or address of the file.
     pub path: String,

@@ -43,6 +43,7 @@ pub struct Storage {
 
 /// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Found {
     /// Path, relative to the listed folder.
     pub path: String,
@@ -143,13 +144,18 @@ impl Storage {
     }
 
     /// Files in `store` below `root`. `address`: name of this storage in errors.
-    pub fn within(store: Arc<dyn ObjectStore>, root: Path, address: impl Into<String>) -> Self {
+    #[cfg(test)]
+    pub(crate) fn within(
+        store: Arc<dyn ObjectStore>,
+        root: Path,
+        address: impl Into<String>,
+    ) -> Self {
         Self { store, root, address: address.into(), is_local: false }
     }
 
     /// Whether `address` is in an object store, not a path on this machine.
     #[must_use]
-    pub fn is_remote(address: &str) -> bool {
+    pub(crate) fn is_remote(address: &str) -> bool {
         address.contains("://") && !address.starts_with("file:")
     }
 
@@ -236,7 +242,7 @@ impl Storage {
     ///
     /// # Errors
     /// An error of the store.
-    pub fn list_folders(&self, prefix: &str) -> Result<Vec<Found>, StorageError> {
+    pub(crate) fn list_folders(&self, prefix: &str) -> Result<Vec<Found>, StorageError> {
         if self.is_local {
             return self.list_local_folders(prefix);
         }
@@ -345,7 +351,7 @@ impl Storage {
     ///
     /// # Errors
     /// An error of the store; some files may have been removed.
-    pub fn remove_folder(&self, path: &str, first: &str) -> Result<(), StorageError> {
+    pub(crate) fn remove_folder(&self, path: &str, first: &str) -> Result<(), StorageError> {
         self.remove(&format!("{path}/{first}"))?;
         for file in self.list(path)? {
             self.remove(&format!("{path}/{}", file.path))?;

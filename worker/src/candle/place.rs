@@ -6,6 +6,7 @@ use crate::model::UserError;
 
 /// Kind of device that a model computes on, as users select it: `cpu`, `cuda` or `auto`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Place {
     /// An NVIDIA GPU, if the program is built for one and there is one; else the CPU.
     Auto,
@@ -42,14 +43,19 @@ impl Place {
 }
 
 impl FromStr for Place {
-    type Err = String;
+    type Err = ParsePlaceError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParsePlaceError> {
         match text {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda),
-            _ => Err(format!("`{text}` is not a device; use cpu, cuda or auto")),
+            _ => Err(ParsePlaceError(text.to_owned())),
         }
     }
 }
+
+/// A text that names no [`Place`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is not a device; use cpu, cuda or auto")]
+pub struct ParsePlaceError(String);

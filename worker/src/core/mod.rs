@@ -1,7 +1,7 @@
 //! The decisions of a worker, without their execution: no IO, no clock, no threads.
 //!
-//! Not for users. The module is public so that the workspace's simulation can build whole systems
-//! from it.
+//! Not for users. The feature `simulation` makes the module public, so that the workspace's
+//! simulation can build whole systems from it.
 
 pub mod checkpoint;
 pub mod evaluation;

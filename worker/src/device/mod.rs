@@ -12,6 +12,7 @@ use std::ops::Range;
 
 use cudarc::driver::{CudaView, DriverError};
 
+pub use cudarc;
 pub use cudarc::driver::CudaSlice;
 pub use elasticdl_collective::device::{Device, DeviceError};
 

@@ -22,6 +22,7 @@ pub struct IdxImages {
 
 /// An image and its class.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LabeledImage {
     /// The pixels, `[rows · columns]`, row by row.
     pub pixels: Vec<u8>,

@@ -52,6 +52,7 @@ impl Row {
 
 /// A field of a [`Row`].
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Value {
     /// A finite number.
     F32(f32),
