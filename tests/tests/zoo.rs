@@ -58,6 +58,15 @@ fn a_new_crate_passes_its_tests_and_trains() {
     let ended = job.run();
     assert_eq!(ended.code, Some(0), "{}", ended.output);
     assert_eq!(ended.summary["model_summary"], "y = 2.00·x + -0.50", "{}", ended.output);
+    // A setting out of range ends the job before its first step.
+    let wrong = [program.as_os_str(), "--learning-rate=-1".as_ref()];
+    let job = Job::new(ELASTICDL, folder.path().join("wrong"), wrong)
+        .option("num-workers", "1")
+        .option("training-data", path.join("data"));
+    let ended = job.run();
+    assert_eq!((ended.code, &ended.summary["steps"]), (Some(1), &0.into()), "{}", ended.output);
+    let expected = "optimizer() failed: learning_rate is -1, but must be at least 0 and finite";
+    assert!(ended.output.contains(expected), "{}", ended.output);
     fs::remove_file(program).unwrap();
 }
 
