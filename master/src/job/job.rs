@@ -7,18 +7,20 @@ use std::time::Duration;
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
 use super::action::{Action, Outcome, ToWorker};
-use super::counters::End;
-use super::disconnected::Reconnected;
+use super::data::lease_table::LeaseTable;
 use super::event::{ConnectionId, Event, Exit, Finished, LaunchId, Resume};
-use super::group::Group;
-use super::history::{JobHistory, clip};
-use super::inference::ShardResults;
-use super::lease_table::LeaseTable;
-use super::restart::{Budget, EXIT_MASTER_LOST, Restarts, TooMany, describe, is_own_fault};
+use super::group::choose::Group;
+use super::handlers::disconnected::Reconnected;
+use super::handlers::inference::ShardResults;
+use super::lifecycle::restart::{
+    Budget, EXIT_MASTER_LOST, Restarts, TooMany, describe, is_own_fault,
+};
+use super::lifecycle::takeover::Takeover;
+use super::reporting::counters::End;
+use super::reporting::history::{JobHistory, clip};
 use super::spec::JobSpec;
-use super::takeover::Takeover;
 use super::time::Time;
-use super::workers::{ExitAccounting, Launch, Stage, WorkerTable};
+use super::workers::table::{ExitAccounting, Launch, Stage, WorkerTable};
 
 /// A job: events and the time in, actions out.
 #[derive(Debug)]

@@ -31,61 +31,44 @@
 //! * Everything that grows with workers' messages has a limit.
 
 mod action;
-mod checkpoints;
-mod counters;
-mod disconnected;
-mod evaluations;
+mod data;
 mod event;
 mod group;
-mod history;
-mod inference;
+mod handlers;
 #[expect(clippy::module_inception, reason = "files are named after their type")]
 mod job;
-mod lease_table;
-mod liveness;
-mod loss;
-mod membership;
-mod persisted;
-mod placement;
-mod pod;
-mod restart;
-mod shards;
-mod shutdown;
+mod lifecycle;
+mod reporting;
 mod spec;
-mod stall;
-mod status;
-mod storage_waits;
-mod straggler;
-mod summary;
-mod takeover;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
 mod time;
-mod worker_messages;
 mod workers;
 
 pub use action::{Action, Membership, Outcome, ToWorker};
-pub use checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
-pub use counters::{Counters, End, Histogram, Recoveries};
-pub(crate) use evaluations::format_metrics;
-pub use evaluations::{BestEvaluation, EvaluationsSummary};
 pub use event::{
     CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, FromWorker,
     LaunchId, LedgerReport, Phases, Resume, Stall, StepTimes, Wait,
 };
 pub use job::Job;
-pub use loss::StateLoss;
-pub use persisted::{DatasetFingerprint, PersistedJob};
+pub use lifecycle::persisted::{DatasetFingerprint, PersistedJob};
+pub use lifecycle::state_loss::StateLoss;
+pub use reporting::checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
+pub use reporting::counters::{Counters, End, Histogram, Recoveries};
+pub(crate) use reporting::evaluations::format_metrics;
+pub use reporting::evaluations::{BestEvaluation, EvaluationsSummary};
+pub use reporting::status::{
+    LaunchStatus, PriorityTierStatus, ShardCounts, Snapshot, Status, WorkerStatus,
+};
+pub use reporting::summary::{
+    Cause, FailedShard, LossSummary, MembershipChange, RecordsSummary, Summary, ThroughputSummary,
+    WorkersSummary,
+};
 pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, OnNonfinite, SpecError,
     ValidationSpec, WireDtype, Work,
 };
 pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
-pub use status::{LaunchStatus, PriorityTierStatus, ShardCounts, Snapshot, Status, WorkerStatus};
-pub use summary::{
-    Cause, FailedShard, LossSummary, MembershipChange, RecordsSummary, Summary, ThroughputSummary,
-    WorkersSummary,
-};
 pub use time::Time;

@@ -6,13 +6,13 @@ use std::time::Duration;
 use elasticdl_proto::{FileList, Generation, WorkerId};
 
 use super::action::{Membership, Outcome};
+use super::data::lease_table::LeaseTable;
+use super::data::shards::Shards;
 use super::event::{Evaluated, Finished, LaunchId, LedgerReport};
 use super::job::{Job, Phase};
-use super::lease_table::LeaseTable;
-use super::shards::Shards;
+use super::reporting::summary::{Cause, FailedShard, MembershipChange};
 use super::spec::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
-use super::summary::{Cause, FailedShard, MembershipChange};
-use super::workers::{Disconnected, Launch};
+use super::workers::table::{Disconnected, Launch};
 
 /// A job of three workers and two epochs, with four records per step, shuffled with seed 7.
 pub(crate) fn spec() -> JobSpec {

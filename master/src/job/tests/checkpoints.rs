@@ -2,9 +2,9 @@
 
 use elasticdl_proto::WorkerId;
 
-use super::super::testing::spec;
 use super::super::*;
 use super::directed::{actions, at, committed, connect, deliver, formed, lose, started};
+use crate::job::testing::spec;
 
 fn kept() -> JobSpec {
     let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));

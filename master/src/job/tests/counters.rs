@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use elasticdl_proto::Generation;
 
-use super::super::testing::spec;
 use super::super::*;
 use super::directed::*;
+use crate::job::testing::spec;
 
 fn resumed(generation: u64, detect_us: u64) -> FromWorker {
     let phases = Phases { detect_us, ..Phases::default() };

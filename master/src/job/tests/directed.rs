@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
-use super::super::testing::{dataset, spec};
 use super::super::*;
+use crate::job::testing::{dataset, spec};
 
 /// A job whose first group has formed; worker n is launch n. Its earlier actions are consumed.
 pub(super) fn started(spec: JobSpec, files: &[u64]) -> Job {

@@ -2,13 +2,13 @@
 
 use elasticdl_proto::{Generation, WorkerId};
 
-use super::super::testing::dataset;
 use super::super::*;
 use super::directed::{
     actions, ask, at, broken, committed, connect, deliver, finished, formed, launch_at, membership,
     memberships, send, started,
 };
 use super::takeover::{admit, holding, in_order, lease, reconnect, reconnect_with, refused};
+use crate::job::testing::dataset;
 
 fn disconnect(job: &mut Job, ms: u64, i: u64) {
     job.handle(at(ms), Event::Disconnected { worker: WorkerId(i) });

@@ -1,8 +1,8 @@
 //! Evaluations of the model.
 
-use super::super::testing::spec;
 use super::super::*;
 use super::directed::{actions, at, deliver, finished, started};
+use crate::job::testing::spec;
 
 fn judged() -> JobSpec {
     let (data, metric) = ("v".into(), "loss".into());

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use rand::RngExt;
 
-use super::super::testing::spec;
 use super::super::*;
 use super::partitions::WORKER_TIMEOUT;
 use super::world::{Fault, World};
+use crate::job::testing::spec;
 
 /// Applies one letter of the reduced alphabet: an event of the oldest or the youngest worker, or of
 fn letter(world: &mut World, letter: usize) {

@@ -8,9 +8,9 @@ use rand::rngs::ChaCha8Rng;
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
-use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::*;
+use crate::job::testing::{dataset, spec};
 
 /// Shards of 4 records.
 fn evaluate() -> JobSpec {

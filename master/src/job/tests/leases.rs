@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use elasticdl_proto::{Ledger, RangeSet, RecordRange, WorkerId};
 
-use super::super::lease_table::{LeaseTable, Share};
-use super::super::shards::Shards;
-use super::super::testing::{dataset, spec};
 use super::super::*;
+use crate::job::data::lease_table::{LeaseTable, Share};
+use crate::job::data::shards::Shards;
+use crate::job::testing::{dataset, spec};
 
 const A: WorkerId = WorkerId(1);
 const B: WorkerId = WorkerId(2);

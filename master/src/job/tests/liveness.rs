@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use super::super::testing::spec;
 use super::super::*;
 use super::directed::{actions, at, connect, started};
+use crate::job::testing::spec;
 
 /// A started job with a worker timeout of one second; heartbeats are checked every 50 ms.
 fn watched() -> Job {

@@ -2,9 +2,9 @@
 
 use elasticdl_proto::{RecordRange, WorkerId};
 
-use super::super::testing::spec;
 use super::super::*;
 use super::directed::{actions, at, committed, connect, deliver, finished, formed, started};
+use crate::job::testing::spec;
 
 /// A job with a single worker, which is also its minimum.
 fn alone(checkpoints: bool) -> JobSpec {

@@ -3,11 +3,11 @@
 use elasticdl_proto::{FileList, RecordRange};
 use serde_json::json;
 
-use super::super::lease_table::LeaseTable;
-use super::super::shards::Shards;
-use super::super::testing::{dataset, largest, spec};
 use super::super::*;
 use super::directed::{actions, at, started};
+use crate::job::data::lease_table::LeaseTable;
+use crate::job::data::shards::Shards;
+use crate::job::testing::{dataset, largest, spec};
 
 fn json_bytes(record: &PersistedJob) -> usize {
     serde_json::to_string(record).unwrap().len()

@@ -2,11 +2,11 @@
 
 use elasticdl_proto::WorkerId;
 
-use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
     actions, at, connect, deliver, launch, launch_at, membership, memberships, send, started,
 };
+use crate::job::testing::{dataset, spec};
 
 /// A job that has just requested launches 2 to `wanted`; the first launch has a worker.
 fn asked(wanted: u32, min: u32) -> Job {

@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
     actions, address, at, connect, deliver, finished, formed, launch_at, lose, membership, send,
     started,
 };
+use crate::job::testing::{dataset, spec};
 
 /// A job of two pods, and of three at most.
 fn pods() -> JobSpec {

@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 
 use elasticdl_proto::{Generation, WorkerId};
 
-use super::super::testing::spec;
 use super::super::*;
 use super::directed::{
     actions, ask, at, broken, committed, connect, deliver, finished, formed, lose, membership,
     send, started,
 };
+use crate::job::testing::spec;
 
 #[test]
 fn unknown_launches_and_second_hellos_are_refused() {

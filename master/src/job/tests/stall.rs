@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use elasticdl_proto::{Generation, WorkerId};
 
-use super::super::testing::spec;
 use super::super::*;
 use super::directed::{actions, address, at, committed, deliver, finished, formed, launch_at};
+use crate::job::testing::spec;
 
 /// A started job of four workers with a worker timeout of one second; launch n is worker n, and the
 /// ring is 1, 2, 3, 4.

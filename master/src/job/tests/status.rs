@@ -6,11 +6,11 @@ use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
-use super::super::lease_table::{LeaseTable, Share};
-use super::super::shards::Shards;
-use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{actions, ask, at, committed, connect, deliver, formed, lose, started};
+use crate::job::data::lease_table::{LeaseTable, Share};
+use crate::job::data::shards::Shards;
+use crate::job::testing::{dataset, spec};
 
 /// Counts the shards by state, record by record.
 pub(super) fn count_shards(records: &LeaseTable, epochs: u32) -> ShardCounts {

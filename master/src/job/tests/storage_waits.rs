@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use super::super::testing::spec;
 use super::super::*;
 use super::directed::*;
+use crate::job::testing::spec;
 
 fn waits(storage: Option<&str>, ms: u64) -> FromWorker {
     FromWorker::StorageWait {

@@ -2,12 +2,12 @@
 
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
-use super::super::testing::{dataset, spec};
 use super::super::*;
 use super::directed::{
     actions, address, ask, at, broken, committed, connect, deliver, finished, formed, launch_at,
     lose, membership, memberships, send, started,
 };
+use crate::job::testing::{dataset, spec};
 
 /// The job of a successor master, restored from what this one persisted.
 fn next_master(job: &Job, ms: u64) -> Job {

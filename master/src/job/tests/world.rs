@@ -10,9 +10,9 @@ use elasticdl_proto::{Generation, RangeSet, RecordRange, WorkerId};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
-use super::super::testing::dataset;
 use super::super::*;
 use super::process::Process;
+use crate::job::testing::dataset;
 
 /// An event without a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

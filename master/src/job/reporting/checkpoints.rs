@@ -8,10 +8,10 @@
 use elasticdl_proto::WorkerId;
 use serde::{Deserialize, Serialize};
 
-use super::action::ToWorker;
-use super::event::CheckpointNews;
-use super::history::clip;
-use super::job::{Job, Phase};
+use crate::job::action::ToWorker;
+use crate::job::event::CheckpointNews;
+use crate::job::job::{Job, Phase};
+use crate::job::reporting::history::clip;
 
 /// A job's checkpoints. The names of its fields are a public format.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -56,14 +56,14 @@ pub struct RestoredCheckpoint {
 
 impl Job {
     /// The checkpoints, if the job writes or restores any.
-    pub(super) fn checkpoints(&self) -> Option<CheckpointsSummary> {
+    pub(crate) fn checkpoints(&self) -> Option<CheckpointsSummary> {
         let dir = self.spec.checkpoints.as_ref().map(|spec| spec.dir.clone());
         let known = dir.is_some() || self.spec.resume_from.is_some();
         known.then(|| CheckpointsSummary { dir, ..self.history.checkpoints.clone() })
     }
 
     /// Handles the user's request for a checkpoint.
-    pub(super) fn on_checkpoint_requested(&mut self) {
+    pub(crate) fn on_checkpoint_requested(&mut self) {
         if self.phase != Phase::Running || self.spec.checkpoints.is_none() {
             return;
         }
@@ -74,13 +74,13 @@ impl Job {
 
     /// Forwards the user's request to the lowest rank, which informs the others. Called again for
     /// each new group.
-    pub(super) fn request_checkpoint(&mut self) {
+    pub(crate) fn request_checkpoint(&mut self) {
         if let Some(&first) = self.group.members.first().filter(|_| self.checkpoint_requested) {
             self.send(first, ToWorker::KeepCheckpoint);
         }
     }
 
-    pub(super) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
+    pub(crate) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
         let step = self.step;
         let known = &mut self.history.checkpoints;
         let is_written =

@@ -14,12 +14,12 @@ use std::time::Duration;
 
 use elasticdl_proto::RecordRange;
 
-use super::event::Exit;
-use super::time::Time;
+use crate::job::event::Exit;
+use crate::job::time::Time;
 
 /// Failures so far, and delayed replacements.
 #[derive(Debug)]
-pub(super) struct Restarts {
+pub(crate) struct Restarts {
     max: u32,
     budget: Budget,
     /// When each waiting replacement may start.
@@ -33,18 +33,18 @@ pub(super) struct Restarts {
 
 /// The part that outlives a master.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Budget {
+pub(crate) struct Budget {
     /// Failures since the job began.
-    pub(super) counted: u32,
+    pub(crate) counted: u32,
     /// Failures since the last progress.
-    pub(super) since_progress: u32,
+    pub(crate) since_progress: u32,
     /// Highest progress at the last failure: steps, or records of an inference job.
-    pub(super) progress: u64,
+    pub(crate) progress: u64,
 }
 
 /// Why the job has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum TooMany {
+pub(crate) enum TooMany {
     /// Number of failures without progress.
     Failures(u32),
     /// Number of workers that failed on the same record.
@@ -52,7 +52,7 @@ pub(super) enum TooMany {
 }
 
 impl Restarts {
-    pub(super) fn new(max: u32, budget: Budget) -> Self {
+    pub(crate) fn new(max: u32, budget: Budget) -> Self {
         Self { max, budget, waiting: Vec::new(), failed_on: Vec::new(), in_a_row: 0, last: None }
     }
 
@@ -60,7 +60,7 @@ impl Restarts {
     ///
     /// # Errors
     /// The job has failed.
-    pub(super) fn count(
+    pub(crate) fn count(
         &mut self,
         now: Time,
         progress: u64,
@@ -114,19 +114,19 @@ impl Restarts {
     }
 
     /// Replacements that may not start yet.
-    pub(super) fn waiting(&mut self, now: Time) -> usize {
+    pub(crate) fn waiting(&mut self, now: Time) -> usize {
         self.waiting.retain(|&start| start > now);
         self.waiting.len()
     }
 
     /// The state that a take-over needs.
-    pub(super) fn budget(&self) -> Budget {
+    pub(crate) fn budget(&self) -> Budget {
         self.budget
     }
 }
 
 /// Whether an unexpected exit was caused by the user's code or its resource use.
-pub(super) fn is_own_fault(exit: &Exit) -> bool {
+pub(crate) fn is_own_fault(exit: &Exit) -> bool {
     match exit {
         Exit::Code(EXIT_MASTER_LOST | EXIT_TERMINATED) => false,
         Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
@@ -136,15 +136,21 @@ pub(super) fn is_own_fault(exit: &Exit) -> bool {
 }
 
 /// Describes an exit for the user.
-pub(super) fn describe(exit: &Exit) -> String {
+pub(crate) fn describe(exit: &Exit) -> String {
     match exit {
         Exit::Code(code @ EXIT_MASTER_LOST) => {
             format!("exited with code {code}: it found no master, or none that wants it")
         }
         Exit::Code(code) => format!("exited with code {code}"),
-        Exit::NotStarted(error) => format!("could not be started: {}", super::history::clip(error)),
-        Exit::OverLimit(what) => format!("went over a limit: {}", super::history::clip(what)),
-        Exit::Reclaimed(what) => format!("was taken away: {}", super::history::clip(what)),
+        Exit::NotStarted(error) => {
+            format!("could not be started: {}", crate::job::reporting::history::clip(error))
+        }
+        Exit::OverLimit(what) => {
+            format!("went over a limit: {}", crate::job::reporting::history::clip(what))
+        }
+        Exit::Reclaimed(what) => {
+            format!("was taken away: {}", crate::job::reporting::history::clip(what))
+        }
         Exit::Signal(signal) => match NAMES.iter().find(|(number, _)| number == signal) {
             Some((_, name)) => format!("killed by {name}"),
             None => format!("killed by signal {signal}"),
@@ -162,7 +168,7 @@ fn delay(counted: u32) -> Duration {
 }
 
 /// Exit code of a worker that found no master in time, or none that accepts it.
-pub(super) const EXIT_MASTER_LOST: i32 = 70;
+pub(crate) const EXIT_MASTER_LOST: i32 = 70;
 /// Exit code of a worker that received SIGTERM and was not released in time.
 const EXIT_TERMINATED: i32 = 143;
 

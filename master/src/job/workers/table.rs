@@ -9,47 +9,47 @@ use std::net::SocketAddr;
 
 use elasticdl_proto::{Generation, WorkerId};
 
-use super::event::LaunchId;
-use super::stall::Stalled;
-use super::straggler::StepPace;
-use super::time::Time;
+use crate::job::event::LaunchId;
+use crate::job::handlers::stall::Stalled;
+use crate::job::time::Time;
+use crate::job::workers::straggler::StepPace;
 
 /// Launches and connected workers.
 #[derive(Debug)]
-pub(super) struct WorkerTable {
-    pub(super) workers_per_pod: usize,
-    pub(super) launches: BTreeMap<LaunchId, Launch>,
-    pub(super) connected: BTreeMap<WorkerId, Worker>,
-    pub(super) launches_made: u64,
+pub(crate) struct WorkerTable {
+    pub(crate) workers_per_pod: usize,
+    pub(crate) launches: BTreeMap<LaunchId, Launch>,
+    pub(crate) connected: BTreeMap<WorkerId, Worker>,
+    pub(crate) launches_made: u64,
 }
 
 /// A started process that is not known to have ended.
 #[derive(Debug, Default)]
-pub(super) struct Launch {
+pub(crate) struct Launch {
     /// The worker that it became with its hello; stays when the stream ends.
-    pub(super) worker: Option<WorkerId>,
-    pub(super) accounting: ExitAccounting,
+    pub(crate) worker: Option<WorkerId>,
+    pub(crate) accounting: ExitAccounting,
     /// It leaves in order, so its replacement may start while it still runs.
-    pub(super) leaving: bool,
+    pub(crate) leaving: bool,
     /// It leaves because of a scale down; nothing replaces it.
-    pub(super) retired: bool,
-    pub(super) killed: bool,
+    pub(crate) retired: bool,
+    pub(crate) killed: bool,
     /// Set while its worker has no stream to this master and may reconnect.
-    pub(super) disconnected: Option<Disconnected>,
-    /// The lowest slot that was free: see [`Action::Launch`](super::Action::Launch).
-    pub(super) slot: u32,
-    pub(super) scheduling: Scheduling,
+    pub(crate) disconnected: Option<Disconnected>,
+    /// The lowest slot that was free: see [`Action::Launch`](crate::job::Action::Launch).
+    pub(crate) slot: u32,
+    pub(crate) scheduling: Scheduling,
     /// What it waits for, if known.
-    pub(super) waits_for: Option<String>,
+    pub(crate) waits_for: Option<String>,
     /// Priority class, where the cluster has them.
-    pub(super) class: Option<String>,
+    pub(crate) class: Option<String>,
     /// Last lines of its output, once it has ended.
-    pub(super) printed: Option<String>,
+    pub(crate) printed: Option<String>,
 }
 
 /// Whether a launch has been scheduled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Scheduling {
+pub(crate) enum Scheduling {
     /// Not known yet.
     #[default]
     Pending,
@@ -61,33 +61,33 @@ pub(super) enum Scheduling {
 
 /// A disconnected worker that may reconnect.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Disconnected {
+pub(crate) struct Disconnected {
     /// As [`Worker::rank`].
-    pub(super) rank: Option<u32>,
+    pub(crate) rank: Option<u32>,
     /// As [`Worker::joined`].
-    pub(super) joined: Option<Generation>,
+    pub(crate) joined: Option<Generation>,
     /// As [`Worker::holds_state`].
-    pub(super) holds_state: bool,
+    pub(crate) holds_state: bool,
     /// When its stream ended; for a stream to an earlier master, when this master started.
-    pub(super) since: Time,
+    pub(crate) since: Time,
     /// What this master knew of the worker; `None` if only an earlier master knew it.
-    pub(super) last_known: Option<LastKnown>,
+    pub(crate) last_known: Option<LastKnown>,
 }
 
 /// What a master retains of a worker whose stream ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct LastKnown {
-    pub(super) stage: Stage,
+pub(crate) struct LastKnown {
+    pub(crate) stage: Stage,
     /// As [`Worker::leaving`].
-    pub(super) leaving: bool,
-    pub(super) pid: u32,
+    pub(crate) leaving: bool,
+    pub(crate) pid: u32,
     /// Median compute time of its recent steps, in microseconds.
-    pub(super) usual_us: Option<u64>,
+    pub(crate) usual_us: Option<u64>,
 }
 
 /// How the exit of a process is accounted for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum ExitAccounting {
+pub(crate) enum ExitAccounting {
     /// Its failure has already been counted.
     Counted,
     /// Its exit is expected: it was asked to end, or announced that it would.
@@ -99,35 +99,35 @@ pub(super) enum ExitAccounting {
 
 /// A worker whose stream is open.
 #[derive(Debug)]
-pub(super) struct Worker {
-    pub(super) launch: LaunchId,
-    pub(super) address: SocketAddr,
-    pub(super) pid: u32,
-    pub(super) stage: Stage,
+pub(crate) struct Worker {
+    pub(crate) launch: LaunchId,
+    pub(crate) address: SocketAddr,
+    pub(crate) pid: u32,
+    pub(crate) stage: Stage,
     /// Records requested and not leased yet, by epoch; no entry is 0.
-    pub(super) requested_records: BTreeMap<u32, u64>,
+    pub(crate) requested_records: BTreeMap<u32, u64>,
     /// Rank in the newest generation.
-    pub(super) rank: Option<u32>,
+    pub(crate) rank: Option<u32>,
     /// The first generation of which it was a member.
-    pub(super) joined: Option<Generation>,
+    pub(crate) joined: Option<Generation>,
     /// Whether it holds the group's state: it was a member when a generation formed.
-    pub(super) holds_state: bool,
+    pub(crate) holds_state: bool,
     /// Whether it has fetched the group's state, which it may bring into the next generation.
-    pub(super) fetched: bool,
+    pub(crate) fetched: bool,
     /// Whether it leaves with the next membership.
-    pub(super) leaving: bool,
+    pub(crate) leaving: bool,
     /// Whether it was shut down, or a membership without it was published; its exit is awaited.
-    pub(super) released: bool,
-    pub(super) pace: StepPace,
+    pub(crate) released: bool,
+    pub(crate) pace: StepPace,
     /// Time of its last message.
-    pub(super) heard: Time,
+    pub(crate) heard: Time,
     /// Set if its last heartbeat reported that it waits for its neighbours.
-    pub(super) stalled: Option<Stalled>,
+    pub(crate) stalled: Option<Stalled>,
 }
 
 /// The stages of a worker before it can be a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(crate) enum Stage {
     /// Its hello has come; the data set is not known.
     Joining,
     /// As [`Stage::Joining`], and it was asked to describe the data set.
@@ -141,7 +141,7 @@ pub(super) enum Stage {
 }
 
 impl WorkerTable {
-    pub(super) fn new(workers_per_pod: u32) -> Self {
+    pub(crate) fn new(workers_per_pod: u32) -> Self {
         Self {
             workers_per_pod: workers_per_pod as usize,
             launches: BTreeMap::new(),
@@ -152,7 +152,7 @@ impl WorkerTable {
 
     /// Adds the launches of a new pod, in consecutive free slots from this one on. Returns the
     /// first.
-    pub(super) fn launch(&mut self, slot: u32) -> LaunchId {
+    pub(crate) fn launch(&mut self, slot: u32) -> LaunchId {
         let first = LaunchId(self.launches_made + 1);
         for slot in (slot..).take(self.workers_per_pod) {
             self.launches_made += 1;
@@ -163,12 +163,12 @@ impl WorkerTable {
     }
 
     /// The lowest slot that no staying launch has.
-    pub(super) fn free_slot(&self) -> u32 {
+    pub(crate) fn free_slot(&self) -> u32 {
         self.free_slots().next().unwrap_or_default()
     }
 
     /// The first slots of all free pods, lowest first, without end.
-    pub(super) fn free_slots(&self) -> impl Iterator<Item = u32> + use<> {
+    pub(crate) fn free_slots(&self) -> impl Iterator<Item = u32> + use<> {
         let per_pod = self.workers_per_pod as u32;
         let staying = self.launches.values().filter(|l| l.stays());
         let taken: BTreeSet<u32> = staying.map(|l| l.slot / per_pod * per_pod).collect();
@@ -176,7 +176,7 @@ impl WorkerTable {
     }
 
     /// Pods from slot `from` on that are not scheduled yet, lowest slot first.
-    pub(super) fn unscheduled(&self, from: u32) -> Vec<LaunchId> {
+    pub(crate) fn unscheduled(&self, from: u32) -> Vec<LaunchId> {
         let lacks = |id: &LaunchId| {
             let l = &self.launches[id];
             let is_heard = self.any_of_pod(*id, |l| l.worker.is_some());
@@ -190,7 +190,7 @@ impl WorkerTable {
 
     /// Adds the worker of `launch`. A launch becomes at most one worker and gives it its number, so
     /// no worker id is used twice, by any master.
-    pub(super) fn admit(
+    pub(crate) fn admit(
         &mut self,
         now: Time,
         launch: LaunchId,
@@ -223,7 +223,7 @@ impl WorkerTable {
     }
 
     /// Marks a worker as disconnected at `now`; it may reconnect. Returns its launch.
-    pub(super) fn disconnect(&mut self, now: Time, worker: WorkerId) -> Option<LaunchId> {
+    pub(crate) fn disconnect(&mut self, now: Time, worker: WorkerId) -> Option<LaunchId> {
         let w = self.connected.remove(&worker)?;
         let usual_us = w.pace.usual_us();
         let last_known = LastKnown { stage: w.stage, leaving: w.leaving, pid: w.pid, usual_us };
@@ -240,7 +240,7 @@ impl WorkerTable {
     }
 
     /// Adds a disconnected worker again: its new stream is open.
-    pub(super) fn readmit(
+    pub(crate) fn readmit(
         &mut self,
         now: Time,
         launch: LaunchId,
@@ -274,48 +274,48 @@ impl WorkerTable {
     }
 
     /// Disconnected members of the newest generation.
-    pub(super) fn disconnected_members(&self) -> impl Iterator<Item = WorkerId> + '_ {
+    pub(crate) fn disconnected_members(&self) -> impl Iterator<Item = WorkerId> + '_ {
         let member = |l: &Launch| l.disconnected.is_some_and(|a| a.rank.is_some());
         self.launches.iter().filter(move |(_, l)| member(l)).map(|(&id, _)| WorkerId(id.0))
     }
 
     /// Launches whose workers are disconnected and may reconnect.
-    pub(super) fn disconnected(&self) -> impl Iterator<Item = LaunchId> + '_ {
+    pub(crate) fn disconnected(&self) -> impl Iterator<Item = LaunchId> + '_ {
         self.launches.iter().filter(|(_, l)| l.disconnected.is_some()).map(|(&id, _)| id)
     }
 
     /// Notes the time of a message from `worker`.
-    pub(super) fn heard(&mut self, worker: WorkerId, now: Time) {
+    pub(crate) fn heard(&mut self, worker: WorkerId, now: Time) {
         if let Some(worker) = self.connected.get_mut(&worker) {
             worker.heard = now;
         }
     }
 
     /// Workers that can be members and are not, oldest first: the joiners.
-    pub(super) fn joiners(&self) -> impl Iterator<Item = WorkerId> + '_ {
+    pub(crate) fn joiners(&self) -> impl Iterator<Item = WorkerId> + '_ {
         self.connected.iter().filter(|(_, w)| w.is_joiner()).map(|(&id, _)| id)
     }
 
     /// The joiners that have the group's state, so that the group need not wait for them.
-    pub(super) fn caught_up(&self) -> impl Iterator<Item = WorkerId> + '_ {
+    pub(crate) fn caught_up(&self) -> impl Iterator<Item = WorkerId> + '_ {
         self.joiners().filter(|id| self.connected[id].stage == Stage::Ready)
     }
 
     /// Members of the newest generation, by id.
-    pub(super) fn members(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
+    pub(crate) fn members(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
         self.connected.iter().filter(|(_, w)| w.rank.is_some()).map(|(&id, w)| (id, w))
     }
 
     /// Number of pods that may be added so that `wanted` workers stay and at most `max` processes
     /// run.
-    pub(super) fn vacancies(&self, wanted: usize, max: usize) -> usize {
+    pub(crate) fn vacancies(&self, wanted: usize, max: usize) -> usize {
         let (wanted, max) = (wanted.div_ceil(self.workers_per_pod), max / self.workers_per_pod);
         wanted.saturating_sub(self.staying().count()).min(max.saturating_sub(self.pods().count()))
     }
 
     /// The surplus pods when only `wanted` workers stay: first pods without a worker, then the
     /// others, each from the highest slot down.
-    pub(super) fn surplus(&self, wanted: usize) -> Vec<LaunchId> {
+    pub(crate) fn surplus(&self, wanted: usize) -> Vec<LaunchId> {
         let cost = |id: LaunchId| {
             let is_heard = self.any_of_pod(id, |l| l.worker.is_some());
             (is_heard, std::cmp::Reverse((self.launches[&id].slot, id)), id)
@@ -334,13 +334,13 @@ impl WorkerTable {
 
 impl Launch {
     /// Whether it keeps its slot: no replacement starts there.
-    pub(super) fn stays(&self) -> bool {
+    pub(crate) fn stays(&self) -> bool {
         !self.leaving && !self.retired
     }
 }
 
 impl Worker {
-    pub(super) fn is_joiner(&self) -> bool {
+    pub(crate) fn is_joiner(&self) -> bool {
         matches!(self.stage, Stage::Fetching | Stage::Ready)
             && self.rank.is_none()
             && !self.leaving
@@ -349,7 +349,7 @@ impl Worker {
 
     /// Whether records may be leased to it. Not before its group has formed: until then the
     /// previous group, of which it is no member, may need these records to finish a step.
-    pub(super) fn is_eligible(&self) -> bool {
+    pub(crate) fn is_eligible(&self) -> bool {
         self.rank.is_some() && self.holds_state && !self.released
     }
 }

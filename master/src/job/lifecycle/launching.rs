@@ -9,16 +9,16 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use super::action::Action;
-use super::event::{LaunchId, Wait};
-use super::history::clip;
-use super::job::{HELLO_WAIT, Job, Phase, Timer};
-use super::time::Time;
-use super::workers::{ExitAccounting, Launch, Scheduling};
+use crate::job::action::Action;
+use crate::job::event::{LaunchId, Wait};
+use crate::job::job::{HELLO_WAIT, Job, Phase, Timer};
+use crate::job::reporting::history::clip;
+use crate::job::time::Time;
+use crate::job::workers::table::{ExitAccounting, Launch, Scheduling};
 
 impl Job {
     /// Starts the missing workers that may be started now.
-    pub(super) fn launch_missing(&mut self, now: Time) {
+    pub(crate) fn launch_missing(&mut self, now: Time) {
         if self.phase != Phase::Running {
             return;
         }
@@ -63,7 +63,7 @@ impl Job {
             .clamp(PROBES_MIN, PROBES_MAX)
     }
 
-    pub(super) fn on_launch_made(&mut self, launch: LaunchId, class: Option<String>) {
+    pub(crate) fn on_launch_made(&mut self, launch: LaunchId, class: Option<String>) {
         for launch in self.workers.pod(launch) {
             self.workers
                 .launches
@@ -74,7 +74,7 @@ impl Job {
         }
     }
 
-    pub(super) fn on_launch_waits(&mut self, now: Time, launch: LaunchId, wait: Wait) {
+    pub(crate) fn on_launch_waits(&mut self, now: Time, launch: LaunchId, wait: Wait) {
         let pod = self.workers.pod(launch);
         if pod.is_empty() || self.workers.any_of_pod(launch, |l| l.worker.is_some()) {
             return;
@@ -157,7 +157,7 @@ impl Job {
         self.kill(launch);
     }
 
-    pub(super) fn on_launch_runs(&mut self, now: Time, launch: LaunchId) {
+    pub(crate) fn on_launch_runs(&mut self, now: Time, launch: LaunchId) {
         let is_awaited = |id: &LaunchId| {
             let l = &self.workers.launches[id];
             l.worker.is_none() && !l.killed
@@ -178,7 +178,7 @@ impl Job {
     }
 
     /// Handles the termination of a launch from outside: its replacement may start.
-    pub(super) fn on_launch_leaves(&mut self, now: Time, launch: LaunchId, reason: &str) {
+    pub(crate) fn on_launch_leaves(&mut self, now: Time, launch: LaunchId, reason: &str) {
         if !self.workers.any_of_pod(launch, |l| !l.killed && l.stays()) {
             return;
         }

@@ -8,19 +8,21 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
-use super::checkpoints::CheckpointsSummary;
-use super::counters::Counters;
-use super::evaluations::EvaluationsSummary;
-use super::event::Phases;
-use super::loss::StateLoss;
-use super::persisted::first_within;
-use super::storage_waits::StorageWaits;
-use super::summary::{FailedShard, LossSummary, MembershipChange, ThroughputSummary};
-use super::time::Time;
+use crate::job::event::Phases;
+use crate::job::lifecycle::persisted::first_within;
+use crate::job::lifecycle::state_loss::StateLoss;
+use crate::job::reporting::checkpoints::CheckpointsSummary;
+use crate::job::reporting::counters::Counters;
+use crate::job::reporting::evaluations::EvaluationsSummary;
+use crate::job::reporting::storage_waits::StorageWaits;
+use crate::job::reporting::summary::{
+    FailedShard, LossSummary, MembershipChange, ThroughputSummary,
+};
+use crate::job::time::Time;
 
 /// The history of a job.
 #[derive(Debug, Default)]
-pub(super) struct JobHistory {
+pub(crate) struct JobHistory {
     events: VecDeque<String>,
     events_emitted: u64,
     memberships: VecDeque<MembershipChange>,
@@ -39,25 +41,25 @@ pub(super) struct JobHistory {
     begun_with: (u64, u64),
     reported_last: Time,
     /// Number of workers of an inference job.
-    pub(super) inference_workers: u32,
+    pub(crate) inference_workers: u32,
     /// The largest group that formed.
-    pub(super) peak: u32,
+    pub(crate) peak: u32,
     /// Launches that replaced an ended one.
-    pub(super) restarts: u64,
+    pub(crate) restarts: u64,
     /// Why the job failed or was refused.
-    pub(super) error: Option<String>,
+    pub(crate) error: Option<String>,
     /// Transport of the gradient all-reduce.
-    pub(super) allreduce_transport: Option<String>,
+    pub(crate) allreduce_transport: Option<String>,
     /// Counters since this master started.
-    pub(super) counters: Counters,
-    pub(super) storage_waits: StorageWaits,
-    pub(super) checkpoints: CheckpointsSummary,
-    pub(super) evaluations: EvaluationsSummary,
+    pub(crate) counters: Counters,
+    pub(crate) storage_waits: StorageWaits,
+    pub(crate) checkpoints: CheckpointsSummary,
+    pub(crate) evaluations: EvaluationsSummary,
     /// Steps without an update, of those that the state contains.
-    pub(super) steps_skipped: u64,
-    pub(super) state_lost: Option<StateLoss>,
+    pub(crate) steps_skipped: u64,
+    pub(crate) state_lost: Option<StateLoss>,
     /// Description of the last counted worker failure.
-    pub(super) last_failure: Option<String>,
+    pub(crate) last_failure: Option<String>,
 }
 
 /// A membership change in progress: members have not committed their first step yet.
@@ -72,30 +74,30 @@ struct Change {
 
 /// The part of the history that outlives a master.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct PersistedHistory {
+pub(crate) struct PersistedHistory {
     /// The newest membership changes.
-    pub(super) memberships: Vec<MembershipChange>,
-    pub(super) failed_shards: Vec<FailedShard>,
-    pub(super) peak: u32,
-    pub(super) restarts: u64,
-    pub(super) formed_first: Option<Time>,
+    pub(crate) memberships: Vec<MembershipChange>,
+    pub(crate) failed_shards: Vec<FailedShard>,
+    pub(crate) peak: u32,
+    pub(crate) restarts: u64,
+    pub(crate) formed_first: Option<Time>,
     #[serde(default)]
-    pub(super) begun_with: (u64, u64),
+    pub(crate) begun_with: (u64, u64),
     /// As of the write.
-    pub(super) reported_last: Time,
-    pub(super) loss: LossSummary,
+    pub(crate) reported_last: Time,
+    pub(crate) loss: LossSummary,
     #[serde(default)]
-    pub(super) checkpoints: CheckpointsSummary,
+    pub(crate) checkpoints: CheckpointsSummary,
     #[serde(default)]
-    pub(super) evaluations: EvaluationsSummary,
+    pub(crate) evaluations: EvaluationsSummary,
     #[serde(default)]
-    pub(super) steps_skipped: u64,
+    pub(crate) steps_skipped: u64,
     #[serde(default)]
-    pub(super) state_lost: Option<StateLoss>,
+    pub(crate) state_lost: Option<StateLoss>,
 }
 
 impl JobHistory {
-    pub(super) fn restore(record: PersistedHistory) -> Self {
+    pub(crate) fn restore(record: PersistedHistory) -> Self {
         let PersistedHistory {
             memberships,
             failed_shards,
@@ -128,7 +130,7 @@ impl JobHistory {
         }
     }
 
-    pub(super) fn record(&self) -> PersistedHistory {
+    pub(crate) fn record(&self) -> PersistedHistory {
         let newest = self.memberships.iter().rev().take(MEMBERSHIPS_RECORDED_MAX);
         let mut memberships = first_within(newest, MEMBERSHIPS_RECORDED_BYTES_MAX);
         memberships.reverse();
@@ -156,20 +158,20 @@ impl JobHistory {
     }
 
     /// Whether a group has ever formed.
-    pub(super) fn has_formed(&self) -> bool {
+    pub(crate) fn has_formed(&self) -> bool {
         self.formed_first.is_some()
     }
 
     /// Notes that the state contains `total` skipped steps. Returns a log line for the 1st, 2nd,
     /// 4th, 8th and so on.
-    pub(super) fn skip(&mut self, total: u64) -> Option<String> {
+    pub(crate) fn skip(&mut self, total: u64) -> Option<String> {
         let before = std::mem::replace(&mut self.steps_skipped, total);
         let is_told = total > before && total.checked_ilog2() > before.checked_ilog2();
         let times = if total == 1 { "1 step was" } else { &format!("{total} steps were") };
         is_told.then(|| format!("{times} skipped so far because a gradient or loss was not finite"))
     }
 
-    pub(super) fn log_event(&mut self, line: &str) {
+    pub(crate) fn log_event(&mut self, line: &str) {
         self.events_emitted += 1;
         if self.events.len() == EVENTS_MAX {
             self.events.pop_front();
@@ -179,7 +181,7 @@ impl JobHistory {
 
     /// Appends to the job's error, if it has one, the last output of the process whose end caused
     /// it.
-    pub(super) fn explain_error(&mut self, printed: Option<&str>) {
+    pub(crate) fn explain_error(&mut self, printed: Option<&str>) {
         if let (Some(error), Some(lines)) = (&mut self.error, printed) {
             error.push_str("; its log ends with:");
             for line in clip(lines).lines() {
@@ -189,17 +191,17 @@ impl JobHistory {
         }
     }
 
-    pub(super) fn events(&self) -> Vec<String> {
+    pub(crate) fn events(&self) -> Vec<String> {
         self.events.iter().cloned().collect()
     }
 
     /// Lines said so far.
-    pub(super) fn events_emitted(&self) -> u64 {
+    pub(crate) fn events_emitted(&self) -> u64 {
         self.events_emitted
     }
 
     /// Adds a published generation; `survivors` continue in it.
-    pub(super) fn publish(&mut self, record: MembershipChange, survivors: BTreeSet<WorkerId>) {
+    pub(crate) fn publish(&mut self, record: MembershipChange, survivors: BTreeSet<WorkerId>) {
         self.count_change();
         self.change =
             Some(Change { generation: record.generation, waiting: survivors, resumed: None });
@@ -214,7 +216,7 @@ impl JobHistory {
     }
 
     /// Notes that the newest generation formed at `step`, with `counted` records absorbed.
-    pub(super) fn form(&mut self, now: Time, step: u64, counted: u64) {
+    pub(crate) fn form(&mut self, now: Time, step: u64, counted: u64) {
         if self.formed_first.is_none() {
             (self.formed_first, self.begun_with) = (Some(now), (counted, step));
         }
@@ -226,7 +228,7 @@ impl JobHistory {
 
     /// Notes `worker`'s first commit in `generation`; the longest pause of all members counts.
     /// Returns whether all survivors have reported.
-    pub(super) fn resume(
+    pub(crate) fn resume(
         &mut self,
         now: Time,
         worker: WorkerId,
@@ -238,7 +240,7 @@ impl JobHistory {
         let Some(record) = newest_first.take_while(|r| r.generation >= generation).last() else {
             return false;
         };
-        if record.generation != generation || record.cause == super::Cause::Start {
+        if record.generation != generation || record.cause == crate::job::Cause::Start {
             return false;
         }
         let gap = ms(phases.gap_us());
@@ -260,13 +262,13 @@ impl JobHistory {
 
     /// Whether the wait for further reports is over. A member that had never committed a step
     /// reports no pause.
-    pub(super) fn is_late(&self, now: Time) -> bool {
+    pub(crate) fn is_late(&self, now: Time) -> bool {
         let resumed = self.change.as_ref().and_then(|change| change.resumed);
         resumed.is_some_and(|(at, _)| now.since(at) >= RESUME_WAIT)
     }
 
     /// The log line about the newest change's pause; given once, and only if a member has reported.
-    pub(super) fn recovery_line(&mut self) -> Option<String> {
+    pub(crate) fn recovery_line(&mut self) -> Option<String> {
         self.change.as_ref()?.resumed?;
         self.count_change();
         let Change { generation, resumed, .. } = self.change.take()?;
@@ -299,13 +301,13 @@ impl JobHistory {
     }
 
     /// Notes a commit of `records` with this sum of losses.
-    pub(super) fn commit(&mut self, now: Time, records: u64, loss_sum: f64) {
+    pub(crate) fn commit(&mut self, now: Time, records: u64, loss_sum: f64) {
         self.note_loss(records, loss_sum);
         self.count(now, records);
     }
 
     /// The sum of losses over `records`.
-    pub(super) fn note_loss(&mut self, records: u64, loss_sum: f64) {
+    pub(crate) fn note_loss(&mut self, records: u64, loss_sum: f64) {
         let loss = loss_sum / records as f64;
         // The loss of a skipped step may be NaN.
         if records > 0 && loss.is_finite() {
@@ -317,7 +319,7 @@ impl JobHistory {
     }
 
     /// Notes that `records` more are done.
-    pub(super) fn count(&mut self, now: Time, records: u64) {
+    pub(crate) fn count(&mut self, now: Time, records: u64) {
         self.committed = self.committed.saturating_add(records);
         self.reported_last = now;
         match self.samples.back_mut() {
@@ -331,7 +333,7 @@ impl JobHistory {
 
     /// Records committed per second over the last few seconds; of steps that take longer, over the
     /// last two reports. Falls towards 0 while none come.
-    pub(super) fn records_per_s(&self, now: Time) -> f64 {
+    pub(crate) fn records_per_s(&self, now: Time) -> f64 {
         let Some(formed) = self.formed_first else {
             return 0.0;
         };
@@ -342,16 +344,16 @@ impl JobHistory {
         per_second(self.committed - committed, now.since(since))
     }
 
-    pub(super) fn loss(&self) -> LossSummary {
+    pub(crate) fn loss(&self) -> LossSummary {
         self.loss
     }
 
-    pub(super) fn loss_smoothed(&self) -> Option<f64> {
+    pub(crate) fn loss_smoothed(&self) -> Option<f64> {
         self.loss_smoothed
     }
 
     /// `counted` records and `steps` over the time from the first group's start to the last report.
-    pub(super) fn throughput(&self, counted: u64, steps: u64) -> ThroughputSummary {
+    pub(crate) fn throughput(&self, counted: u64, steps: u64) -> ThroughputSummary {
         let Some(formed) = self.formed_first else {
             return ThroughputSummary::default();
         };
@@ -367,27 +369,27 @@ impl JobHistory {
     }
 
     /// How many more failed shards fit.
-    pub(super) fn failures_left(&self) -> usize {
+    pub(crate) fn failures_left(&self) -> usize {
         FAILED_SHARDS_MAX.saturating_sub(self.failed_shards.len())
     }
 
     /// Notes a shard on which the user's code failed, if it fits.
-    pub(super) fn fail_on(&mut self, shard: FailedShard) {
+    pub(crate) fn fail_on(&mut self, shard: FailedShard) {
         if self.failures_left() > 0 {
             self.failed_shards.push(shard);
         }
     }
 
-    pub(super) fn failed_shards(&self) -> Vec<FailedShard> {
+    pub(crate) fn failed_shards(&self) -> Vec<FailedShard> {
         self.failed_shards.clone()
     }
 
-    pub(super) fn memberships(&self) -> Vec<MembershipChange> {
+    pub(crate) fn memberships(&self) -> Vec<MembershipChange> {
         self.memberships.iter().cloned().collect()
     }
 
     /// The newest membership changes, oldest first, for the status.
-    pub(super) fn memberships_last(&self) -> Vec<MembershipChange> {
+    pub(crate) fn memberships_last(&self) -> Vec<MembershipChange> {
         let hidden = self.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
         self.memberships.range(hidden..).cloned().collect()
     }
@@ -404,13 +406,13 @@ fn record_phases(record: &mut MembershipChange, gap: f64, phases: Phases) {
 }
 
 /// `text`, truncated to a length that can be stored and shown.
-pub(super) fn clip(text: &str) -> &str {
+pub(crate) fn clip(text: &str) -> &str {
     let len = (0..=TEXT_BYTES_MAX.min(text.len())).rev().find(|&i| text.is_char_boundary(i));
     &text[..len.expect("0 is a boundary")]
 }
 
 /// `worker 3` or `workers 1, 2 and 4`; a long list is truncated.
-pub(super) fn name_all(workers: &[WorkerId]) -> String {
+pub(crate) fn name_all(workers: &[WorkerId]) -> String {
     let shown: Vec<String> = workers.iter().take(NAMED_MAX).map(ToString::to_string).collect();
     match (shown.as_slice(), workers.len() - shown.len()) {
         ([one], 0) => format!("worker {one}"),

@@ -18,17 +18,17 @@ use std::collections::BTreeMap;
 use elasticdl_proto::{RecordRange, WorkerId};
 use serde::{Deserialize, Serialize};
 
-use super::action::{Outcome, ToWorker};
-use super::job::{Job, Phase};
-use super::time::Time;
-use super::workers::Stage;
+use crate::job::action::{Outcome, ToWorker};
+use crate::job::job::{Job, Phase};
+use crate::job::time::Time;
+use crate::job::workers::table::Stage;
 
 /// Sums of metrics over records, by name.
-pub(super) type Sums = BTreeMap<String, f64>;
+pub(crate) type Sums = BTreeMap<String, f64>;
 
 /// The results of the shards so far.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub(super) struct ShardResults {
+pub(crate) struct ShardResults {
     /// The results of all records before this one are in `sums`.
     before: u64,
     sums: Sums,
@@ -65,7 +65,7 @@ impl ShardResults {
 
     /// The results as far as the persisted job has space for them. After a take-over the others are
     /// computed again.
-    pub(super) fn kept(&self) -> Self {
+    pub(crate) fn kept(&self) -> Self {
         let mut bytes_left = LATER_KEPT_BYTES_MAX;
         let later = self.later.iter().take(LATER_KEPT_MAX).take_while(|(_, (_, sums))| {
             let bytes =
@@ -78,7 +78,7 @@ impl ShardResults {
         Self { before: self.before, sums: self.sums.clone(), later, kept: self.kept }
     }
 
-    pub(super) fn ranges(&self) -> impl Iterator<Item = RecordRange> + '_ {
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = RecordRange> + '_ {
         let later =
             self.later.iter().map(|(&start, &(end, _))| RecordRange { epoch: 0, start, end });
         let before = RecordRange { epoch: 0, start: 0, end: self.before };
@@ -86,7 +86,7 @@ impl ShardResults {
     }
 
     /// Means over all `records`, once all are done; `None` for a mean that is not finite.
-    pub(super) fn means(&self, records: u64) -> Option<BTreeMap<String, Option<f64>>> {
+    pub(crate) fn means(&self, records: u64) -> Option<BTreeMap<String, Option<f64>>> {
         let done = records > 0 && self.before == records && !self.sums.is_empty();
         let finite = |mean: f64| mean.is_finite().then_some(mean);
         let mean = |(name, sum): (&String, &f64)| (name.clone(), finite(sum / records as f64));
@@ -96,7 +96,7 @@ impl ShardResults {
 
 impl Job {
     /// As [`Job::reconcile`], without a group.
-    pub(super) fn reconcile_inference(&mut self, now: Time) {
+    pub(crate) fn reconcile_inference(&mut self, now: Time) {
         if self.phase == Phase::Stopping {
             return self.end_stopped();
         }
@@ -109,7 +109,7 @@ impl Job {
         self.group.lost.clear();
         self.group.left.clear();
         leases.requeue();
-        let ready = |w: &&mut super::workers::Worker| {
+        let ready = |w: &&mut crate::job::workers::table::Worker| {
             w.stage == Stage::Ready && w.rank.is_none() && !w.released
         };
         for w in self.workers.connected.values_mut().filter(ready) {
@@ -125,7 +125,7 @@ impl Job {
     }
 
     /// Leases whole shards, up to the number that `worker` has requested.
-    pub(super) fn fill_inference(&mut self, worker: WorkerId) {
+    pub(crate) fn fill_inference(&mut self, worker: WorkerId) {
         let Self { leases: Some(leases), workers, .. } = self else { return };
         let Some(w) = workers.connected.get_mut(&worker).filter(|w| w.is_eligible() && !w.leaving)
         else {
@@ -149,7 +149,7 @@ impl Job {
     }
 
     /// Handles a worker's report of a finished shard.
-    pub(super) fn on_done(&mut self, now: Time, worker: WorkerId, range: RecordRange, sums: Sums) {
+    pub(crate) fn on_done(&mut self, now: Time, worker: WorkerId, range: RecordRange, sums: Sums) {
         let Some(leases) = self.leases.as_mut().filter(|_| !self.spec.work.trains()) else {
             return;
         };
@@ -187,7 +187,7 @@ impl Job {
     ///
     /// # Errors
     /// The first inconsistency.
-    pub(super) fn restore_results(&mut self, results: ShardResults) -> Result<(), String> {
+    pub(crate) fn restore_results(&mut self, results: ShardResults) -> Result<(), String> {
         let ranges: Vec<RecordRange> = results.ranges().collect();
         if ranges.windows(2).any(|pair| pair[0].end > pair[1].start) {
             return Err("results of shards overlap".into());

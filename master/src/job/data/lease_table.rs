@@ -17,13 +17,13 @@ use std::ops::Range;
 
 use elasticdl_proto::{Ledger, RangeSet, RecordRange, WorkerId};
 
-use super::event::LedgerReport;
-use super::shards::Shards;
-use super::status::ShardCounts;
+use crate::job::data::shards::Shards;
+use crate::job::event::LedgerReport;
+use crate::job::reporting::status::ShardCounts;
 
 /// The leases, queues and ledger of a job's records.
 #[derive(Debug)]
-pub(super) struct LeaseTable {
+pub(crate) struct LeaseTable {
     shards: Shards,
     epochs: u32,
     ledger: Ledger,
@@ -52,15 +52,15 @@ struct Lease {
 
 /// Limits on one lease.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Share {
+pub(crate) struct Share {
     /// Records that one rank contributes to a step.
-    pub(super) records: u64,
+    pub(crate) records: u64,
     /// Workers that the rest of an epoch is to be spread over.
-    pub(super) workers: u64,
+    pub(crate) workers: u64,
 }
 
 impl LeaseTable {
-    pub(super) fn new(shards: Shards, epochs: u32) -> Self {
+    pub(crate) fn new(shards: Shards, epochs: u32) -> Self {
         let ledger = Ledger::new(shards.records());
         let (queues, leases, leased) = Default::default();
         let (unstable_leases, step, epoch_stable, shards_done) = Default::default();
@@ -78,33 +78,33 @@ impl LeaseTable {
         }
     }
 
-    pub(super) fn shards(&self) -> &Shards {
+    pub(crate) fn shards(&self) -> &Shards {
         &self.shards
     }
 
     /// The cached ledger.
-    pub(super) fn ledger(&self) -> &Ledger {
+    pub(crate) fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
     /// All epochs before this one stay complete, whichever worker is lost next.
-    pub(super) fn epoch_stable(&self) -> u32 {
+    pub(crate) fn epoch_stable(&self) -> u32 {
         self.epoch_stable
     }
 
     /// Records of all epochs.
-    pub(super) fn expected(&self) -> u64 {
+    pub(crate) fn expected(&self) -> u64 {
         u64::from(self.epochs) * self.shards.records()
     }
 
     /// Records that `worker` holds.
-    pub(super) fn leased_to(&self, worker: WorkerId) -> u64 {
+    pub(crate) fn leased_to(&self, worker: WorkerId) -> u64 {
         self.leased.range((worker, 0)..=(worker, u32::MAX)).map(|(_, &records)| records).sum()
     }
 
     /// Shards by state of the first incomplete epoch, or of the last epoch when all are complete.
     /// `O(n log n)` in the epoch's leases.
-    pub(super) fn shard_counts(&self) -> ShardCounts {
+    pub(crate) fn shard_counts(&self) -> ShardCounts {
         let (epoch, shards) = (self.ledger.epoch(), self.shards.len());
         if epoch >= self.epochs {
             return ShardCounts { todo: 0, leased: 0, done: shards };
@@ -120,7 +120,7 @@ impl LeaseTable {
     }
 
     /// Whether records of `epoch` can be leased now: it is the group's epoch or the next one.
-    pub(super) fn is_open(&self, epoch: u32) -> bool {
+    pub(crate) fn is_open(&self, epoch: u32) -> bool {
         let first = self.ledger.epoch();
         epoch < self.epochs && epoch >= first && epoch - first <= EPOCHS_AHEAD
     }
@@ -134,7 +134,7 @@ impl LeaseTable {
     ///
     /// Each range lies in one shard. `O(log n)` per range, plus the shards that are skipped because
     /// they are absorbed.
-    pub(super) fn lease(
+    pub(crate) fn lease(
         &mut self,
         worker: WorkerId,
         epoch: u32,
@@ -166,7 +166,7 @@ impl LeaseTable {
     }
 
     /// Leases a whole shard to `worker`: the first that is neither done nor leased.
-    pub(super) fn lease_shard(&mut self, worker: WorkerId) -> Option<RecordRange> {
+    pub(crate) fn lease_shard(&mut self, worker: WorkerId) -> Option<RecordRange> {
         let Self { shards, ledger, leases, leased, queues, .. } = self;
         if ledger.epoch() > 0 {
             return None;
@@ -179,7 +179,7 @@ impl LeaseTable {
     }
 
     /// Whether `range` is exactly one lease of `worker`.
-    pub(super) fn is_leased(&self, worker: WorkerId, range: RecordRange) -> bool {
+    pub(crate) fn is_leased(&self, worker: WorkerId, range: RecordRange) -> bool {
         let lease = self.leases.get(&(range.epoch, range.start));
         lease.is_some_and(|lease| lease.worker == worker && lease.end == range.end)
     }
@@ -191,7 +191,7 @@ impl LeaseTable {
     ///
     /// # Errors
     /// The first range that lies outside the data set; nothing is changed then.
-    pub(super) fn commit(&mut self, step: u64, ranges: &[RecordRange]) -> Result<(), RecordRange> {
+    pub(crate) fn commit(&mut self, step: u64, ranges: &[RecordRange]) -> Result<(), RecordRange> {
         if let Some(&wrong) = ranges.iter().find(|r| !self.is_valid(r)) {
             return Err(wrong);
         }
@@ -216,7 +216,7 @@ impl LeaseTable {
     ///
     /// # Errors
     /// The first inconsistency.
-    pub(super) fn check(&self, report: &LedgerReport) -> Result<Ledger, String> {
+    pub(crate) fn check(&self, report: &LedgerReport) -> Result<Ledger, String> {
         if report.epochs_complete > self.epochs {
             return Err(format!(
                 "a ledger of {} complete epochs of {}",
@@ -240,7 +240,7 @@ impl LeaseTable {
     ///
     /// The reporter may be the only member that has this step: leases that it ends, and the end of
     /// its epoch, can come back.
-    pub(super) fn rebuild(&mut self, step: u64, ledger: Ledger, keeps: impl Fn(WorkerId) -> bool) {
+    pub(crate) fn rebuild(&mut self, step: u64, ledger: Ledger, keeps: impl Fn(WorkerId) -> bool) {
         self.epoch_stable = self.epoch_stable.min(ledger.epoch());
         (self.step, self.ledger) = (step, ledger);
         self.shards_done.clear();
@@ -275,7 +275,7 @@ impl LeaseTable {
     }
 
     /// Ends the leases of a forgotten worker. Their records are unaccounted until the next rebuild.
-    pub(super) fn forget(&mut self, worker: WorkerId) {
+    pub(crate) fn forget(&mut self, worker: WorkerId) {
         self.unstable_leases.retain(|&(_, owner)| owner != worker);
         let epochs: Vec<u32> = self
             .leased
@@ -302,7 +302,7 @@ impl LeaseTable {
     /// # Errors
     /// The first range that lies outside the data set, or that overlaps another worker's lease or
     /// an earlier range.
-    pub(super) fn reconcile_holdings(
+    pub(crate) fn reconcile_holdings(
         &mut self,
         worker: WorkerId,
         ranges: &[RecordRange],
@@ -333,7 +333,7 @@ impl LeaseTable {
 
     /// Ends a worker's leases on those parts of `ranges` that the ledger lacks. Returns whether
     /// there were any. The records are free after [`LeaseTable::requeue`].
-    pub(super) fn release_missing(&mut self, worker: WorkerId, ranges: &[RecordRange]) -> bool {
+    pub(crate) fn release_missing(&mut self, worker: WorkerId, ranges: &[RecordRange]) -> bool {
         let unstable_leases = self.unstable_leases.len();
         let leases = self.leases_of(worker);
         let mut has_released = false;
@@ -391,7 +391,7 @@ impl LeaseTable {
     }
 
     /// Queues all records that are neither absorbed nor leased: no record is unaccounted any more.
-    pub(super) fn requeue(&mut self) {
+    pub(crate) fn requeue(&mut self) {
         // Queues are created on request.
         self.queues.clear();
     }
@@ -399,7 +399,7 @@ impl LeaseTable {
     /// A report with the same totals as the cached ledger and a few ranges at most, for a job that
     /// leases nothing any more: half-way through a shuffled epoch the ledger itself has as many
     /// ranges as there are shards.
-    pub(super) fn totals(&self) -> LedgerReport {
+    pub(crate) fn totals(&self) -> LedgerReport {
         let (first, records) = (self.ledger.epoch(), self.shards.records());
         let mut rest = self.ledger.counted() - u64::from(first) * records;
         let mut ranges = Vec::new();
@@ -416,13 +416,13 @@ impl LeaseTable {
     }
 
     /// Whether `range` holds records of the job.
-    pub(super) fn is_valid(&self, range: &RecordRange) -> bool {
+    pub(crate) fn is_valid(&self, range: &RecordRange) -> bool {
         !range.is_empty() && range.end <= self.shards.records() && range.epoch < self.epochs
     }
 
     /// All leases, by epoch and record.
     #[cfg(test)]
-    pub(super) fn leases(&self) -> impl Iterator<Item = (WorkerId, RecordRange)> + '_ {
+    pub(crate) fn leases(&self) -> impl Iterator<Item = (WorkerId, RecordRange)> + '_ {
         self.leases.iter().map(|(&(epoch, start), lease)| {
             (lease.worker, RecordRange { epoch, start, end: lease.end })
         })

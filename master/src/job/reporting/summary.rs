@@ -6,20 +6,20 @@ use std::collections::BTreeMap;
 use elasticdl_proto::{Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
-use super::action::Outcome;
-use super::checkpoints::CheckpointsSummary;
-use super::evaluations::EvaluationsSummary;
-use super::job::{Job, Phase};
-use super::loss::StateLoss;
-use super::spec::Work;
-use super::time::Time;
+use crate::job::action::Outcome;
+use crate::job::job::{Job, Phase};
+use crate::job::lifecycle::state_loss::StateLoss;
+use crate::job::reporting::checkpoints::CheckpointsSummary;
+use crate::job::reporting::evaluations::EvaluationsSummary;
+use crate::job::spec::Work;
+use crate::job::time::Time;
 
 /// The summary of a job. The names of its fields are a public format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// The job's name.
     pub job: String,
-    /// As [`Status::state`](super::Status).
+    /// As [`Status::state`](crate::job::Status).
     pub state: Cow<'static, str>,
     /// Steps committed.
     pub steps: u64,
@@ -147,7 +147,7 @@ impl MembershipChange {
     }
 
     /// Workers that it names.
-    pub(super) fn named(&self) -> usize {
+    pub(crate) fn named(&self) -> usize {
         self.lost.len() + self.left.len() + self.joined.len()
     }
 }
@@ -305,6 +305,6 @@ impl Job {
             .as_ref()?
             .summary
             .as_deref()
-            .map(|text| super::history::clip(text).to_owned())
+            .map(|text| crate::job::reporting::history::clip(text).to_owned())
     }
 }

@@ -13,23 +13,23 @@ use std::ops::RangeInclusive;
 
 use elasticdl_proto::WorkerId;
 
-use super::event::LaunchId;
-use super::job::{Job, Phase};
-use super::time::Time;
-use super::workers::{Launch, WorkerTable};
+use crate::job::event::LaunchId;
+use crate::job::job::{Job, Phase};
+use crate::job::time::Time;
+use crate::job::workers::table::{Launch, WorkerTable};
 
 /// Number of a pod. Launches are numbered from 1 on, those of a pod consecutively.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct PodId(u64);
+pub(crate) struct PodId(u64);
 
 impl PodId {
     /// The pod of `launch`, where each pod has `workers_per_pod` launches.
-    pub(super) fn of(launch: LaunchId, workers_per_pod: u32) -> Self {
+    pub(crate) fn of(launch: LaunchId, workers_per_pod: u32) -> Self {
         Self(launch.0.saturating_sub(1) / u64::from(workers_per_pod))
     }
 
     /// The launches of the pod.
-    pub(super) fn launches(self, workers_per_pod: u32) -> RangeInclusive<LaunchId> {
+    pub(crate) fn launches(self, workers_per_pod: u32) -> RangeInclusive<LaunchId> {
         let per_pod = u64::from(workers_per_pod);
         let before = self.0.saturating_mul(per_pod);
         LaunchId(before.saturating_add(1))..=LaunchId(before.saturating_add(per_pod))
@@ -38,7 +38,7 @@ impl PodId {
 
 impl WorkerTable {
     /// The launches of this launch's pod, including itself; none if it has ended.
-    pub(super) fn pod(&self, launch: LaunchId) -> Vec<LaunchId> {
+    pub(crate) fn pod(&self, launch: LaunchId) -> Vec<LaunchId> {
         self.launches.range(self.numbers(launch)).map(|(&id, _)| id).collect()
     }
 
@@ -49,33 +49,33 @@ impl WorkerTable {
     }
 
     /// The first launch of each pod.
-    pub(super) fn pods(&self) -> impl Iterator<Item = LaunchId> + '_ {
+    pub(crate) fn pods(&self) -> impl Iterator<Item = LaunchId> + '_ {
         self.launches.keys().copied().filter(|id| self.is_first(*id))
     }
 
     /// Whether this is the first launch of its pod.
-    pub(super) fn is_first(&self, launch: LaunchId) -> bool {
+    pub(crate) fn is_first(&self, launch: LaunchId) -> bool {
         *self.numbers(launch).start() == launch
     }
 
     /// Whether `is` holds for any launch of this launch's pod.
-    pub(super) fn any_of_pod(&self, launch: LaunchId, is: impl Fn(&Launch) -> bool) -> bool {
+    pub(crate) fn any_of_pod(&self, launch: LaunchId, is: impl Fn(&Launch) -> bool) -> bool {
         self.launches.range(self.numbers(launch)).any(|(_, l)| is(l))
     }
 
     /// Whether any worker of this launch's pod is connected.
-    pub(super) fn is_heard(&self, launch: LaunchId) -> bool {
+    pub(crate) fn is_heard(&self, launch: LaunchId) -> bool {
         self.any_of_pod(launch, |l| l.worker.is_some_and(|id| self.connected.contains_key(&id)))
     }
 
     /// The connected workers of this launch's pod that have not been released.
-    pub(super) fn workers_of_pod(&self, launch: LaunchId) -> Vec<WorkerId> {
+    pub(crate) fn workers_of_pod(&self, launch: LaunchId) -> Vec<WorkerId> {
         let workers = self.pod(launch).into_iter().filter_map(|id| self.launches[&id].worker);
         workers.filter(|id| self.connected.get(id).is_some_and(|w| !w.released)).collect()
     }
 
     /// The user-visible name of a launch or its pod. A launch's worker has its number.
-    pub(super) fn name(&self, launch: LaunchId, has_worker: bool) -> String {
+    pub(crate) fn name(&self, launch: LaunchId, has_worker: bool) -> String {
         let numbers = self.numbers(launch);
         let (first, last) = (numbers.start().0, numbers.end().0);
         match (first == last, has_worker) {
@@ -90,7 +90,7 @@ impl WorkerTable {
 impl Job {
     /// Releases the workers of this launch's pod in order: members leave with the next membership;
     /// workers that are not members leave when no member of the pod remains.
-    pub(super) fn release_pod(&mut self, now: Time, launch: LaunchId, reason: &str) {
+    pub(crate) fn release_pod(&mut self, now: Time, launch: LaunchId, reason: &str) {
         let workers = self.workers.workers_of_pod(launch);
         let is_member = |id: &WorkerId| self.workers.connected[id].rank.is_some();
         if self.spec.work.trains() && workers.iter().any(is_member) {
@@ -108,7 +108,7 @@ impl Job {
     }
 
     /// Releases the other workers of a worker's pod.
-    pub(super) fn release_rest_of_pod(&mut self, now: Time, launch: LaunchId) {
+    pub(crate) fn release_rest_of_pod(&mut self, now: Time, launch: LaunchId) {
         // A group that is finishing its step needs all of its members.
         if self.spec.workers_per_pod > 1 && self.phase == Phase::Running {
             self.release_pod(now, launch, "another worker of its pod goes");
@@ -116,7 +116,7 @@ impl Job {
     }
 
     /// Kills a released launch that has not ended in time.
-    pub(super) fn on_kill_due(&mut self, launch: LaunchId) {
+    pub(crate) fn on_kill_due(&mut self, launch: LaunchId) {
         let others = self.workers.workers_of_pod(launch).into_iter().any(|id| id.0 != launch.0);
         if others && self.phase == Phase::Stopping {
             // The others finish, and write the last checkpoint.

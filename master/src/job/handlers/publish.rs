@@ -4,18 +4,18 @@ use std::net::SocketAddr;
 
 use elasticdl_proto::WorkerId;
 
-use super::action::{Membership, ToWorker};
-use super::group::{Change, Limits};
-use super::history::name_all;
-use super::job::{Job, Phase, Timer};
-use super::summary::{Cause, MembershipChange};
-use super::time::Time;
-use super::workers::Stage;
+use crate::job::action::{Membership, ToWorker};
+use crate::job::group::choose::{Change, Limits};
+use crate::job::job::{Job, Phase, Timer};
+use crate::job::reporting::history::name_all;
+use crate::job::reporting::summary::{Cause, MembershipChange};
+use crate::job::time::Time;
+use crate::job::workers::table::Stage;
 
 impl Job {
     /// Publishes the next generation if one is due, or ends the job if its group has finished.
     /// Called after every event that may change either.
-    pub(super) fn reconcile(&mut self, now: Time) {
+    pub(crate) fn reconcile(&mut self, now: Time) {
         if !matches!(self.phase, Phase::Running | Phase::Stopping) {
             return;
         }
@@ -159,7 +159,7 @@ impl Job {
 
     /// Releases workers without which a membership was published: they end by themselves at the
     /// switch.
-    pub(super) fn release_excluded(&mut self, now: Time, workers: &[WorkerId]) {
+    pub(crate) fn release_excluded(&mut self, now: Time, workers: &[WorkerId]) {
         for id in workers {
             if let Some(w) = self.workers.connected.get_mut(id) {
                 w.released = true;
@@ -185,7 +185,7 @@ impl Job {
 
     /// The members that have the group's state, in the order in which `joiner` asks them: joiners
     /// are spread over them, and the lowest rank, which reports for the group, comes last.
-    pub(super) fn donors(&self, joiner: WorkerId) -> Vec<(WorkerId, SocketAddr)> {
+    pub(crate) fn donors(&self, joiner: WorkerId) -> Vec<(WorkerId, SocketAddr)> {
         let holds_state = |id: &&WorkerId| {
             self.workers.connected.get(id).is_some_and(|w| w.holds_state && !w.released)
         };

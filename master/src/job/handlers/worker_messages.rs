@@ -5,20 +5,20 @@
 
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
-use super::action::{Action, Outcome, ToWorker};
-use super::event::{Committed, Finished, FromWorker, LedgerReport, Phases};
-use super::group::{Broken, Suspicion};
-use super::history::clip;
-use super::job::{Job, Phase, Timer, ZOMBIE_GRACE};
-use super::lease_table::{LeaseTable, Share};
-use super::shards::{Shards, counted};
-use super::spec::Batch;
-use super::summary::FailedShard;
-use super::time::Time;
-use super::workers::{ExitAccounting, Stage};
+use crate::job::action::{Action, Outcome, ToWorker};
+use crate::job::data::lease_table::{LeaseTable, Share};
+use crate::job::data::shards::{Shards, counted};
+use crate::job::event::{Committed, Finished, FromWorker, LedgerReport, Phases};
+use crate::job::group::choose::{Broken, Suspicion};
+use crate::job::job::{Job, Phase, Timer, ZOMBIE_GRACE};
+use crate::job::reporting::history::clip;
+use crate::job::reporting::summary::FailedShard;
+use crate::job::spec::Batch;
+use crate::job::time::Time;
+use crate::job::workers::table::{ExitAccounting, Stage};
 
 impl Job {
-    pub(super) fn on_message(&mut self, now: Time, worker: WorkerId, message: FromWorker) {
+    pub(crate) fn on_message(&mut self, now: Time, worker: WorkerId, message: FromWorker) {
         let heard = matches!(self.phase, Phase::Running | Phase::Stopping);
         if !heard || !self.workers.connected.contains_key(&worker) {
             return;
@@ -298,7 +298,7 @@ impl Job {
     }
 
     /// Logs the pause of the last membership change, once, if any member has reported it.
-    pub(super) fn log_recovery(&mut self) {
+    pub(crate) fn log_recovery(&mut self) {
         if let Some(line) = self.history.recovery_line() {
             self.log_event(line);
         }
@@ -391,7 +391,7 @@ impl Job {
     }
 
     /// The wait for a loss that explains a broken link is over.
-    pub(super) fn on_broken_due(&mut self, now: Time, generation: Generation) {
+    pub(crate) fn on_broken_due(&mut self, now: Time, generation: Generation) {
         let due =
             self.group.broken.take_if(|b| generation == self.group.generation && b.until <= now);
         let Some(broken) = due.filter(|_| matches!(self.phase, Phase::Running | Phase::Stopping))
@@ -427,7 +427,7 @@ impl Job {
     }
 
     /// Evicts a worker that can't be reached, although its process may run.
-    pub(super) fn evict(&mut self, now: Time, worker: WorkerId, why: &str) {
+    pub(crate) fn evict(&mut self, now: Time, worker: WorkerId, why: &str) {
         let Some(w) = self.workers.connected.get(&worker) else { return };
         let (launch, is_member) = (w.launch, w.rank.is_some());
         self.log_event(format!("worker {worker} {why} and is evicted"));
@@ -463,7 +463,7 @@ impl Job {
         self.reconcile(now);
     }
 
-    pub(super) fn note_failed_shards(
+    pub(crate) fn note_failed_shards(
         &mut self,
         worker: WorkerId,
         error: &str,
@@ -487,7 +487,7 @@ impl Job {
         }
     }
 
-    pub(super) fn on_leaving(&mut self, now: Time, worker: WorkerId) {
+    pub(crate) fn on_leaving(&mut self, now: Time, worker: WorkerId) {
         let Some(w) = self.workers.connected.get_mut(&worker).filter(|w| !w.leaving && !w.released)
         else {
             return;
@@ -512,7 +512,7 @@ impl Job {
 
     /// Releases a leaving member that no generation has excluded in time: its grace period is
     /// limited.
-    pub(super) fn on_leave_due(&mut self, now: Time, worker: WorkerId) {
+    pub(crate) fn on_leave_due(&mut self, now: Time, worker: WorkerId) {
         let waits =
             self.workers.connected.get(&worker).is_some_and(|w| w.rank.is_some() && !w.released);
         if waits && self.phase == Phase::Running {
@@ -521,7 +521,7 @@ impl Job {
     }
 
     /// Fails a worker that sent an invalid message.
-    pub(super) fn fail_worker(&mut self, now: Time, worker: WorkerId, reason: &str) {
+    pub(crate) fn fail_worker(&mut self, now: Time, worker: WorkerId, reason: &str) {
         let Some(w) = self.workers.connected.get(&worker) else {
             return;
         };
@@ -548,9 +548,9 @@ impl Job {
     }
 
     /// Leases available records to all workers with open requests.
-    pub(super) fn fill_all(&mut self) {
+    pub(crate) fn fill_all(&mut self) {
         let share = self.share();
-        let asking = |(_, w): &(&WorkerId, &super::workers::Worker)| {
+        let asking = |(_, w): &(&WorkerId, &crate::job::workers::table::Worker)| {
             w.is_eligible() && !w.requested_records.is_empty()
         };
         let workers: Vec<WorkerId> =

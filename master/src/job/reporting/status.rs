@@ -2,17 +2,17 @@
 
 use elasticdl_proto::{Generation, Ledger, WorkerId};
 
-use super::checkpoints::CheckpointsSummary;
-use super::counters::Counters;
-use super::event::{Evaluated, LaunchId};
-use super::job::{Job, Phase};
-use super::lease_table::LeaseTable;
-use super::shutdown;
-use super::spec::Work;
-use super::straggler;
-use super::summary::MembershipChange;
-use super::time::Time;
-use super::workers::{Launch, Scheduling, Stage, Worker};
+use crate::job::data::lease_table::LeaseTable;
+use crate::job::event::{Evaluated, LaunchId};
+use crate::job::job::{Job, Phase};
+use crate::job::lifecycle::shutdown;
+use crate::job::reporting::checkpoints::CheckpointsSummary;
+use crate::job::reporting::counters::Counters;
+use crate::job::reporting::summary::MembershipChange;
+use crate::job::spec::Work;
+use crate::job::time::Time;
+use crate::job::workers::straggler;
+use crate::job::workers::table::{Launch, Scheduling, Stage, Worker};
 
 /// The status of a job.
 #[derive(Clone, Debug, PartialEq)]
@@ -186,7 +186,7 @@ impl Job {
         }
     }
 
-    pub(super) fn state(&self) -> &'static str {
+    pub(crate) fn state(&self) -> &'static str {
         match self.phase {
             Phase::Ended(outcome) => shutdown::name(outcome),
             Phase::Ending(_) => "ending",
@@ -270,7 +270,7 @@ impl Job {
     }
 
     fn progress(&self) -> f64 {
-        if self.phase == Phase::Ended(super::Outcome::Completed) {
+        if self.phase == Phase::Ended(crate::job::Outcome::Completed) {
             return 1.0;
         }
         let part = |done: u64, all: u64| if all == 0 { 0.0 } else { done as f64 / all as f64 };

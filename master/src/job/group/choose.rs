@@ -4,96 +4,96 @@ use std::collections::BTreeMap;
 
 use elasticdl_proto::{Generation, Ledger, WorkerId};
 
-use super::action::Membership;
-use super::event::Finished;
-use super::stall::{Blame, Suspect};
-use super::time::Time;
-use super::workers::WorkerTable;
+use crate::job::action::Membership;
+use crate::job::event::Finished;
+use crate::job::handlers::stall::{Blame, Suspect};
+use crate::job::time::Time;
+use crate::job::workers::table::WorkerTable;
 
 /// The newest generation.
 #[derive(Debug, Default)]
-pub(super) struct Group {
+pub(crate) struct Group {
     /// Number of the generation; 0 before the first.
-    pub(super) generation: Generation,
+    pub(crate) generation: Generation,
     /// Generations up to this one must not be published (again): another master may have published
     /// them.
-    pub(super) generation_floor: Generation,
+    pub(crate) generation_floor: Generation,
     /// Members in ring order, including lost ones.
-    pub(super) members: Vec<WorkerId>,
+    pub(crate) members: Vec<WorkerId>,
     /// The ring of the previous generation, in which members may still be: the switch waits for a
     /// step boundary, and the newest group has not formed yet.
-    pub(super) previous_ring: Option<Vec<WorkerId>>,
+    pub(crate) previous_ring: Option<Vec<WorkerId>>,
     /// The published membership; `None` before the first.
-    pub(super) published: Option<Membership>,
+    pub(crate) published: Option<Membership>,
     /// Whether its members have agreed on its state.
-    pub(super) formed: bool,
+    pub(crate) formed: bool,
     /// Whether any member had the previous group's state when it was published.
-    pub(super) carries_state: bool,
+    pub(crate) carries_state: bool,
     /// Whether it started from a checkpoint.
-    pub(super) restored: bool,
+    pub(crate) restored: bool,
     /// Whether the lowest rank, after a disconnection, has to report the whole ledger again.
-    pub(super) report_is_due: bool,
+    pub(crate) report_is_due: bool,
     /// Final reports of members that hold the job's final state, in this generation.
-    pub(super) finished: BTreeMap<WorkerId, (Finished, Ledger)>,
+    pub(crate) finished: BTreeMap<WorkerId, (Finished, Ledger)>,
     /// Members lost since it was published.
-    pub(super) lost: Vec<WorkerId>,
+    pub(crate) lost: Vec<WorkerId>,
     /// Members that left in order since it was published.
-    pub(super) left: Vec<WorkerId>,
+    pub(crate) left: Vec<WorkerId>,
     /// Whether a lost member was unresponsive although its process ran.
-    pub(super) hung: bool,
+    pub(crate) hung: bool,
     /// Reports of broken links that no known loss explains.
-    pub(super) broken: Option<Broken>,
+    pub(crate) broken: Option<Broken>,
     /// Whether the same members need new links: the wait for an explaining loss is over.
-    pub(super) relink: bool,
+    pub(crate) relink: bool,
     /// The last suspect, and in how many consecutive generations it was suspected without a commit
     /// in between.
-    pub(super) suspicion: Option<(WorkerId, u32)>,
+    pub(crate) suspicion: Option<(WorkerId, u32)>,
     /// How often members were at an end of a link that lost data.
-    pub(super) blame: Blame,
+    pub(crate) blame: Blame,
 }
 
 /// Reports of broken links.
 #[derive(Debug, Default)]
-pub(super) struct Broken {
+pub(crate) struct Broken {
     /// When the wait for an explaining loss ends.
-    pub(super) until: Time,
-    pub(super) suspects: Vec<WorkerId>,
-    pub(super) reporters: Vec<WorkerId>,
+    pub(crate) until: Time,
+    pub(crate) suspects: Vec<WorkerId>,
+    pub(crate) reporters: Vec<WorkerId>,
     /// Whether a reporter knows the cause, which is no other member's link.
-    pub(super) is_explained: bool,
+    pub(crate) is_explained: bool,
     /// Unanswered dials.
-    pub(super) unanswered: Vec<Suspect>,
+    pub(crate) unanswered: Vec<Suspect>,
 }
 
 /// The member that a reporter suspects of breaking its link.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Suspicion {
-    pub(super) suspect: WorkerId,
+pub(crate) struct Suspicion {
+    pub(crate) suspect: WorkerId,
     /// Whether the suspect answered no dial.
-    pub(super) unreachable: bool,
+    pub(crate) unreachable: bool,
 }
 
 /// Constraints on the next generation.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
-    pub(super) min: usize,
-    pub(super) wanted: usize,
+pub(crate) struct Limits {
+    pub(crate) min: usize,
+    pub(crate) wanted: usize,
     /// Whether a group without a state still waits for workers that are starting.
-    pub(super) join_window_open: bool,
+    pub(crate) join_window_open: bool,
     /// Whether workers may join.
-    pub(super) admits: bool,
+    pub(crate) admits: bool,
 }
 
 /// The next generation.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Change {
-    pub(super) members: Vec<WorkerId>,
-    pub(super) abort: bool,
+pub(crate) struct Change {
+    pub(crate) members: Vec<WorkerId>,
+    pub(crate) abort: bool,
 }
 
 impl Group {
     /// Whether the members can't continue as they are: a member or a link is lost.
-    pub(super) fn is_broken(&self) -> bool {
+    pub(crate) fn is_broken(&self) -> bool {
         self.relink || !self.lost.is_empty() || !self.left.is_empty()
     }
 
@@ -101,7 +101,7 @@ impl Group {
     ///
     /// Survivors keep their order and joiners are appended. Leaving members stay while no other
     /// member holds the state, or while too few members would remain.
-    pub(super) fn next(&self, workers: &WorkerTable, limits: Limits) -> Option<Change> {
+    pub(crate) fn next(&self, workers: &WorkerTable, limits: Limits) -> Option<Change> {
         let alive = |id: &&WorkerId| workers.connected.get(id).is_some_and(|w| !w.released);
         let survivors: Vec<WorkerId> = self.members.iter().filter(alive).copied().collect();
         let leaving = |id: &WorkerId| workers.connected[id].leaving;

@@ -14,10 +14,10 @@
 use elasticdl_proto::WorkerId;
 use serde::{Deserialize, Serialize};
 
-use super::action::{Outcome, ToWorker};
-use super::job::{Job, Phase, Timer};
-use super::time::Time;
-use super::workers::Scheduling;
+use crate::job::action::{Outcome, ToWorker};
+use crate::job::job::{Job, Phase, Timer};
+use crate::job::time::Time;
+use crate::job::workers::table::Scheduling;
 
 /// Losses of a state, with all workers, of which there was no checkpoint. The names of its fields
 /// are a public format.
@@ -32,7 +32,7 @@ pub struct StateLoss {
 impl Job {
     /// Ends a job whose state is lost permanently, as soon as that is certain. Returns whether it
     /// ended.
-    pub(super) fn ends_without_state(&mut self, now: Time) -> bool {
+    pub(crate) fn ends_without_state(&mut self, now: Time) -> bool {
         let spec = &self.spec;
         let may_begin = spec.checkpoints.is_some() || spec.resume_from.is_some();
         let is_lost = self.phase == Phase::Running
@@ -48,7 +48,7 @@ impl Job {
 
     /// Handles a group that formed at step 0 although the job had a state. Returns whether that
     /// ends the job.
-    pub(super) fn begins_anew(&mut self, now: Time) -> bool {
+    pub(crate) fn begins_anew(&mut self, now: Time) -> bool {
         // A group that carries the state may be one step behind the last report of a lost lowest
         // rank.
         let held = u64::from(self.group.carries_state);
@@ -86,7 +86,7 @@ impl Job {
     }
 
     /// Counts the loss of a state of `step` without a checkpoint.
-    pub(super) fn note_state_lost(&mut self, step: u64) {
+    pub(crate) fn note_state_lost(&mut self, step: u64) {
         let count = self.history.state_lost.map_or(0, |loss| loss.count) + 1;
         self.history.state_lost = Some(StateLoss { count, at_step: step });
         self.history.counters.state_losses += 1;
@@ -96,10 +96,10 @@ impl Job {
     /// Whether any worker may have the group's state, or is a member of a group that has.
     fn may_hold_state(&self) -> bool {
         let carries = self.group.carries_state;
-        let here = |w: &super::workers::Worker| {
+        let here = |w: &crate::job::workers::table::Worker| {
             w.holds_state || w.fetched || (w.rank.is_some() && carries)
         };
-        let disconnected = |l: &super::workers::Launch| {
+        let disconnected = |l: &crate::job::workers::table::Launch| {
             l.disconnected
                 .is_some_and(|disconnected| disconnected.holds_state || disconnected.rank.is_some())
         };
@@ -111,7 +111,7 @@ impl Job {
 
     /// Checks whether all members that hold the state leave. Called when a member leaves, and when
     /// a group has formed.
-    pub(super) fn watch_leavers(&mut self, now: Time) {
+    pub(crate) fn watch_leavers(&mut self, now: Time) {
         if !self.all_leave() {
             return;
         }
@@ -132,7 +132,7 @@ impl Job {
     }
 
     /// The time for replacements to take over the state has passed.
-    pub(super) fn on_suspend_due(&mut self) {
+    pub(crate) fn on_suspend_due(&mut self) {
         if self.all_leave() {
             self.suspend();
         }
@@ -165,7 +165,7 @@ impl Job {
 
     /// Releases the members of a group that has ended with a checkpoint; the next group resumes
     /// from it.
-    pub(super) fn release_suspended(&mut self, now: Time) {
+    pub(crate) fn release_suspended(&mut self, now: Time) {
         self.step =
             self.group.finished.values().map(|(word, _)| word.step).max().unwrap_or(self.step);
         self.log_event(format!(

@@ -31,16 +31,16 @@ use std::time::Duration;
 
 use elasticdl_proto::{RecordRange, WorkerId};
 
-use super::action::{Action, ToWorker};
-use super::event::{ConnectionId, LaunchId, Resume};
-use super::job::{Job, Phase, Timer, ZOMBIE_GRACE};
-use super::liveness::RECONNECT_SLACK;
-use super::time::Time;
-use super::workers::{Disconnected, Stage};
+use crate::job::action::{Action, ToWorker};
+use crate::job::event::{ConnectionId, LaunchId, Resume};
+use crate::job::handlers::liveness::RECONNECT_SLACK;
+use crate::job::job::{Job, Phase, Timer, ZOMBIE_GRACE};
+use crate::job::time::Time;
+use crate::job::workers::table::{Disconnected, Stage};
 
 /// A worker that reconnected to the same master.
 #[derive(Debug, Default)]
-pub(super) enum Reconnected {
+pub(crate) enum Reconnected {
     /// It has not reported what it holds.
     #[default]
     AwaitingHoldings,
@@ -54,7 +54,7 @@ pub(super) enum Reconnected {
 }
 
 impl Job {
-    pub(super) fn on_disconnected(&mut self, now: Time, worker: WorkerId) {
+    pub(crate) fn on_disconnected(&mut self, now: Time, worker: WorkerId) {
         match self.may_return(worker) {
             true => self.disconnect(now, worker),
             false => self.forget_with_pod(now, worker, ZOMBIE_GRACE),
@@ -92,7 +92,7 @@ impl Job {
 
     /// Handles a member's report that its link to `suspect` broke. If the suspect is disconnected
     /// too, it is lost.
-    pub(super) fn evict_suspect(&mut self, now: Time, suspect: WorkerId) {
+    pub(crate) fn evict_suspect(&mut self, now: Time, suspect: WorkerId) {
         let launch = LaunchId(suspect.0);
         let disconnected = self.workers.launches.get(&launch).and_then(|l| l.disconnected);
         if disconnected.is_some_and(|disconnected| {
@@ -103,7 +103,7 @@ impl Job {
     }
 
     /// Sets the timer for the next disconnected worker that does not reconnect in time.
-    pub(super) fn watch_reconnections(&mut self, now: Time) {
+    pub(crate) fn watch_reconnections(&mut self, now: Time) {
         self.cancel_timer(Timer::Reconnect);
         if self.workers.disconnected().next().is_none() {
             return;
@@ -144,13 +144,13 @@ impl Job {
     }
 
     /// Whether the group can't be changed yet, because members may still reconnect.
-    pub(super) fn awaits_members(&self) -> bool {
+    pub(crate) fn awaits_members(&self) -> bool {
         let any = self.takeover.is_some() && self.workers.disconnected().next().is_some();
         any || self.workers.disconnected_members().next().is_some()
     }
 
     /// Evicts workers that have not reconnected in time.
-    pub(super) fn on_reconnect_due(&mut self, now: Time) {
+    pub(crate) fn on_reconnect_due(&mut self, now: Time) {
         let is_group_stalled = self.is_group_stalled(now, Time::default());
         let due = |launch: &LaunchId| self.reconnect_deadline(*launch, is_group_stalled) <= now;
         for launch in self.workers.disconnected().filter(due).collect::<Vec<_>>() {
@@ -180,7 +180,7 @@ impl Job {
     }
 
     /// Forgets a disconnected worker that does not reconnect.
-    pub(super) fn forget_disconnected(&mut self, launch: LaunchId) {
+    pub(crate) fn forget_disconnected(&mut self, launch: LaunchId) {
         let Some(l) = self.workers.launches.get_mut(&launch) else {
             return;
         };
@@ -197,7 +197,7 @@ impl Job {
     }
 
     /// Handles the hello of a worker whose earlier stream, to this or a previous master, had ended.
-    pub(super) fn on_reconnected(
+    pub(crate) fn on_reconnected(
         &mut self,
         now: Time,
         connection: ConnectionId,
@@ -327,7 +327,7 @@ impl Job {
     }
 
     /// Handles a reconnected worker's report of the leases that it holds.
-    pub(super) fn on_holding(
+    pub(crate) fn on_holding(
         &mut self,
         now: Time,
         worker: WorkerId,
@@ -363,7 +363,7 @@ impl Job {
     }
 
     /// Leases again what reconnected workers did not name and the group has not absorbed.
-    pub(super) fn release_unaccounted(&mut self) {
+    pub(crate) fn release_unaccounted(&mut self) {
         if self.reconnected.is_empty()
             || !self.group.formed
             || self.group.is_broken()

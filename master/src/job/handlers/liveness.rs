@@ -18,20 +18,20 @@
 //! worker is not silent.
 //!
 //! The same evidence decides about members whose stream ended; see
-//! [`disconnected`](super::disconnected).
+//! [`disconnected`](crate::job::handlers::disconnected).
 
 use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use super::job::{Job, Phase, Timer};
-use super::stall::Stalled;
-use super::time::Time;
-use super::workers::Worker;
+use crate::job::handlers::stall::Stalled;
+use crate::job::job::{Job, Phase, Timer};
+use crate::job::time::Time;
+use crate::job::workers::table::Worker;
 
 impl Job {
     /// Sets the timer of the next heartbeat check, as long as there are workers.
-    pub(super) fn watch_heartbeats(&mut self, now: Time) {
+    pub(crate) fn watch_heartbeats(&mut self, now: Time) {
         if let Some(timeout) = self.spec.worker_timeout
             && !self.workers.connected.is_empty()
             && !self.has_timer(Timer::HeartbeatCheck)
@@ -42,7 +42,7 @@ impl Job {
 
     /// Evicts silent workers that the ring shows to be lost. `at` is the time at which the check
     /// was due.
-    pub(super) fn on_heartbeat_check(&mut self, now: Time, at: Time) {
+    pub(crate) fn on_heartbeat_check(&mut self, now: Time, at: Time) {
         let Some(timeout) = self.spec.worker_timeout else { return };
         if !matches!(self.phase, Phase::Running | Phase::Stopping) {
             return;
@@ -78,7 +78,7 @@ impl Job {
 
     /// Whether all members that are heard are stalled: they wait for those that are not, or their
     /// group is broken. `false` if no member is heard. Heartbeats older than `after` are ignored.
-    pub(super) fn is_group_stalled(&self, now: Time, after: Time) -> bool {
+    pub(crate) fn is_group_stalled(&self, now: Time, after: Time) -> bool {
         let (Some(timeout), Some(heartbeat)) = (self.spec.worker_timeout, self.spec.heartbeat())
         else {
             let is_broken = self.group.is_broken() || self.group.broken.is_some();
@@ -140,7 +140,7 @@ impl Job {
 
 impl Worker {
     /// Whether its last heartbeats came in time.
-    pub(super) fn is_heard(&self, now: Time, heartbeat: Duration) -> bool {
+    pub(crate) fn is_heard(&self, now: Time, heartbeat: Duration) -> bool {
         now.0.saturating_sub(self.heard.0) <= heartbeat * FRESH_HEARTBEATS
     }
 }
@@ -155,4 +155,4 @@ const FRESH_HEARTBEATS: u32 = 2;
 /// How long a worker that is no member yet may be silent.
 const JOINER_SILENCE_MAX: Duration = Duration::from_secs(10);
 /// Time for a worker that found no master to end, and for its exit to become known.
-pub(super) const RECONNECT_SLACK: Duration = Duration::from_secs(2);
+pub(crate) const RECONNECT_SLACK: Duration = Duration::from_secs(2);

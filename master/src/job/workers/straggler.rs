@@ -8,9 +8,9 @@
 
 /// Compute times of a worker's last reported steps.
 #[derive(Debug, Default)]
-pub(super) struct StepPace {
+pub(crate) struct StepPace {
     /// Microseconds in the model's code in the last reported step; 0 where it had no records.
-    pub(super) last_us: u64,
+    pub(crate) last_us: u64,
     recent_us: [u64; STEPS],
     /// Number of noted steps.
     noted: usize,
@@ -18,7 +18,7 @@ pub(super) struct StepPace {
 
 impl StepPace {
     /// Notes a reported step.
-    pub(super) fn note(&mut self, compute_us: u64) {
+    pub(crate) fn note(&mut self, compute_us: u64) {
         self.last_us = compute_us;
         // A step without records says nothing about the worker's speed.
         if compute_us > 0 {
@@ -28,7 +28,7 @@ impl StepPace {
     }
 
     /// Median compute time, once there are enough steps.
-    pub(super) fn usual_us(&self) -> Option<u64> {
+    pub(crate) fn usual_us(&self) -> Option<u64> {
         let mut known = self.recent_us;
         let known = &mut known[..self.noted.min(STEPS)];
         (known.len() >= STEPS_MIN).then(|| median(known)).flatten()
@@ -37,7 +37,7 @@ impl StepPace {
 
 /// Limit above which a median marks a straggler: 1.5 times the median of `usual_us` (the medians of
 /// all members), and at least 5 ms more.
-pub(super) fn straggler_limit_us(mut usual_us: Vec<u64>) -> Option<u64> {
+pub(crate) fn straggler_limit_us(mut usual_us: Vec<u64>) -> Option<u64> {
     let median = median(&mut usual_us)?;
     Some(median.saturating_add(median / 2).max(median.saturating_add(MARGIN_US)))
 }

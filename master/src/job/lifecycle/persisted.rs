@@ -24,64 +24,64 @@ use std::collections::{BTreeMap, BTreeSet};
 use elasticdl_proto::{FileList, Generation, ListedFile, WorkerId};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::action::{Membership, Outcome};
-use super::event::{Finished, LaunchId, LedgerReport};
-use super::history::{PersistedHistory, clip};
-use super::inference::ShardResults;
-use super::job::{Job, Phase};
-use super::lease_table::LeaseTable;
-use super::pod::PodId;
-use super::spec::JobSpec;
+use crate::job::action::{Membership, Outcome};
+use crate::job::data::lease_table::LeaseTable;
+use crate::job::event::{Finished, LaunchId, LedgerReport};
+use crate::job::handlers::inference::ShardResults;
+use crate::job::job::{Job, Phase};
+use crate::job::reporting::history::{PersistedHistory, clip};
+use crate::job::spec::JobSpec;
+use crate::job::workers::pod::PodId;
 
 /// The state of a job that its next master needs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PersistedJob {
-    pub(super) spec: JobSpec,
+    pub(crate) spec: JobSpec,
     /// Fingerprint of the list of files. The list itself is stored separately, because it may be
     /// long and never changes.
     #[serde(default)]
-    pub(super) data: Option<DatasetFingerprint>,
+    pub(crate) data: Option<DatasetFingerprint>,
     /// The list of files, once it is known; version 1 of the format contains it.
     #[serde(default, skip_serializing, deserialize_with = "list_of_version_1")]
-    pub(super) dataset: Option<FileList>,
-    pub(super) parameters: Option<u64>,
-    pub(super) wanted: u32,
+    pub(crate) dataset: Option<FileList>,
+    pub(crate) parameters: Option<u64>,
+    pub(crate) wanted: u32,
     #[serde(rename = "fresh")]
-    pub(super) initial_launches_left: u32,
-    pub(super) failures: u32,
+    pub(crate) initial_launches_left: u32,
+    pub(crate) failures: u32,
     #[serde(default)]
-    pub(super) failures_since_progress: u32,
+    pub(crate) failures_since_progress: u32,
     /// The job's highest progress at its last failure.
     #[serde(default)]
-    pub(super) progress_at_failure: u64,
-    pub(super) launches_made: u64,
+    pub(crate) progress_at_failure: u64,
+    pub(crate) launches_made: u64,
     /// No launch after this one has been made since, even if this version is outdated.
-    pub(super) launches_reserved: u64,
-    pub(super) launches: Vec<PersistedLaunch>,
+    pub(crate) launches_reserved: u64,
+    pub(crate) launches: Vec<PersistedLaunch>,
     /// No generation after this one has been published.
-    pub(super) generation: Generation,
+    pub(crate) generation: Generation,
     /// No generation after this one has been published since, even if this version is outdated.
-    pub(super) generations_reserved: Generation,
+    pub(crate) generations_reserved: Generation,
     /// The newest membership; `None` before the first.
-    pub(super) membership: Option<Membership>,
+    pub(crate) membership: Option<Membership>,
     /// The ring of the previous generation, in which members may still be.
     #[serde(rename = "before")]
-    pub(super) previous_ring: Option<Vec<WorkerId>>,
+    pub(crate) previous_ring: Option<Vec<WorkerId>>,
     /// Whether that membership's group has agreed on its state.
-    pub(super) formed: bool,
-    pub(super) stopping: bool,
+    pub(crate) formed: bool,
+    pub(crate) stopping: bool,
     /// The job is over, but its processes may not have ended.
-    pub(super) ending: Option<PersistedShutdown>,
+    pub(crate) ending: Option<PersistedShutdown>,
     #[serde(rename = "story")]
-    pub(super) history: PersistedHistory,
+    pub(crate) history: PersistedHistory,
     /// Results of an inference job's shards.
     #[serde(default)]
-    pub(super) results: ShardResults,
+    pub(crate) results: ShardResults,
     /// Steps committed when it was written; not kept up to date.
-    pub(super) step: u64,
+    pub(crate) step: u64,
     /// Number of masters that the job has had, including the writer.
     #[serde(default)]
-    pub(super) masters: u64,
+    pub(crate) masters: u64,
 }
 
 /// Identifies a list of files.
@@ -98,30 +98,30 @@ pub struct DatasetFingerprint {
 
 /// A launch that was not known to have ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct PersistedLaunch {
-    pub(super) launch: LaunchId,
+pub(crate) struct PersistedLaunch {
+    pub(crate) launch: LaunchId,
     #[serde(rename = "index")]
-    pub(super) slot: u32,
-    pub(super) worker: Option<WorkerId>,
-    pub(super) joined: Option<Generation>,
-    pub(super) holds_state: bool,
-    pub(super) leaving: bool,
-    pub(super) retired: bool,
+    pub(crate) slot: u32,
+    pub(crate) worker: Option<WorkerId>,
+    pub(crate) joined: Option<Generation>,
+    pub(crate) holds_state: bool,
+    pub(crate) leaving: bool,
+    pub(crate) retired: bool,
     /// Whether it was forgotten: it is refused if it connects.
-    pub(super) gone: bool,
+    pub(crate) gone: bool,
     /// Whether its pod was observed; it may have become a worker since the last write.
     #[serde(skip)]
-    pub(super) found: bool,
+    pub(crate) found: bool,
 }
 
 /// The final state of a job that is about to end.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct PersistedShutdown {
-    pub(super) outcome: Outcome,
-    pub(super) error: Option<String>,
-    pub(super) ledger: LedgerReport,
+pub(crate) struct PersistedShutdown {
+    pub(crate) outcome: Outcome,
+    pub(crate) error: Option<String>,
+    pub(crate) ledger: LedgerReport,
     #[serde(rename = "last_word")]
-    pub(super) final_report: Option<Finished>,
+    pub(crate) final_report: Option<Finished>,
 }
 
 impl PersistedJob {
@@ -330,7 +330,7 @@ impl Job {
 
     /// Reserves blocks of ids ahead of their use (hi/lo), so that a master that reads this version,
     /// or an older one, uses no id again.
-    pub(super) fn reserve_id_block(&mut self) {
+    pub(crate) fn reserve_id_block(&mut self) {
         let (launch, generation) = (self.workers.launches_made, self.group.generation);
         if launch > self.launches_reserved {
             let block = ID_BLOCK.next_multiple_of(u64::from(self.spec.workers_per_pod));
@@ -344,13 +344,13 @@ impl Job {
     }
 
     /// Marks a change that must outlive this master and that no other process knows.
-    pub(super) fn mark_dirty_urgent(&mut self) {
+    pub(crate) fn mark_dirty_urgent(&mut self) {
         self.mark_dirty();
         self.durable_before = self.version;
     }
 
     /// Marks a change that must outlive this master.
-    pub(super) fn mark_dirty(&mut self) {
+    pub(crate) fn mark_dirty(&mut self) {
         self.version += 1;
     }
 }
@@ -377,7 +377,7 @@ fn short_report(word: &Finished) -> Finished {
 }
 
 /// The longest prefix of `items` that takes at most `bytes` as JSON.
-pub(super) fn first_within<'a, T: Serialize + Clone + 'a>(
+pub(crate) fn first_within<'a, T: Serialize + Clone + 'a>(
     items: impl Iterator<Item = &'a T>,
     bytes: usize,
 ) -> Vec<T> {
@@ -420,11 +420,11 @@ fn list_of_version_1<'de, D: Deserializer<'de>>(
 mod hexadecimal {
     use serde::{Deserialize as _, Deserializer, Serializer, de::Error as _};
 
-    pub(super) fn serialize<S: Serializer>(number: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(number: &u64, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(&format_args!("{number:016x}"))
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
         let text = String::deserialize(deserializer)?;
         u64::from_str_radix(&text, 16).map_err(D::Error::custom)
     }

@@ -11,11 +11,11 @@ use rand::SeedableRng;
 use rand::rngs::ChaCha8Rng;
 use rand::seq::SliceRandom;
 
-use super::spec::{Batch, JobSpec};
+use crate::job::spec::{Batch, JobSpec};
 
 /// A data set, cut into shards.
 #[derive(Clone, Debug)]
-pub(super) struct Shards {
+pub(crate) struct Shards {
     list: FileList,
     /// The files that hold records. Their paths stay packed: they may take a hundred megabytes.
     files: Vec<FileSpan>,
@@ -38,7 +38,7 @@ impl Shards {
     ///
     /// # Errors
     /// Why the job can't run on it, for the user.
-    pub(super) fn cut(list: &FileList, spec: &JobSpec) -> Result<Self, String> {
+    pub(crate) fn cut(list: &FileList, spec: &JobSpec) -> Result<Self, String> {
         let records = check(list, spec)?;
         let records_per_shard = spec.records_per_shard.map_or_else(
             || {
@@ -73,22 +73,22 @@ impl Shards {
     }
 
     /// Records of one epoch.
-    pub(super) fn records(&self) -> u64 {
+    pub(crate) fn records(&self) -> u64 {
         self.records
     }
 
     /// Number of shards.
-    pub(super) fn len(&self) -> u32 {
+    pub(crate) fn len(&self) -> u32 {
         self.shards
     }
 
     /// Records of a shard, but for the last of each file, which may have fewer.
-    pub(super) fn records_per_shard(&self) -> u64 {
+    pub(crate) fn records_per_shard(&self) -> u64 {
         self.records_per_shard
     }
 
     /// The records of shard `shard`, which is less than [`Shards::len`].
-    pub(super) fn range(&self, shard: u32) -> Range<u64> {
+    pub(crate) fn range(&self, shard: u32) -> Range<u64> {
         let file = self.files.partition_point(|f| f.first_shard <= shard) - 1;
         let records = self.records_of(file);
         let start = records.start
@@ -97,7 +97,7 @@ impl Shards {
     }
 
     /// The shard that holds `record`, which lies in the data set.
-    pub(super) fn of(&self, record: u64) -> u32 {
+    pub(crate) fn of(&self, record: u64) -> u32 {
         let file = self.files.partition_point(|f| f.end <= record);
         let within = (record - self.records_of(file).start) / self.records_per_shard;
         let within = u32::try_from(within).expect("a file has fewer shards than the data set");
@@ -105,7 +105,7 @@ impl Shards {
     }
 
     /// How many shards lie in `records` as a whole.
-    pub(super) fn count_in(&self, records: &Range<u64>) -> u32 {
+    pub(crate) fn count_in(&self, records: &Range<u64>) -> u32 {
         if records.is_empty() {
             return 0;
         }
@@ -116,7 +116,7 @@ impl Shards {
     }
 
     /// The order of shards in `epoch`; `None`: by number.
-    pub(super) fn order(&self, epoch: u32) -> Option<Vec<u32>> {
+    pub(crate) fn order(&self, epoch: u32) -> Option<Vec<u32>> {
         let seed = self.shuffle_seed?;
         let mut key = [0; 32];
         key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -127,7 +127,7 @@ impl Shards {
     }
 
     /// Number of records per shard as text: `1 record`, `8 records`, `up to 937 records`.
-    pub(super) fn sizes(&self) -> String {
+    pub(crate) fn sizes(&self) -> String {
         let (mut least, mut most) = (u64::MAX, 0);
         for file in 0..self.files.len() {
             let records = self.records_of(file);
@@ -142,7 +142,7 @@ impl Shards {
 
     /// `ranges`, which lie in the data set, by file: its path, and the records counted within it;
     /// at most `max` parts. The list of files is read through for it.
-    pub(super) fn by_file(
+    pub(crate) fn by_file(
         &self,
         ranges: impl Iterator<Item = RecordRange>,
         max: usize,
@@ -215,7 +215,7 @@ fn check(list: &FileList, spec: &JobSpec) -> Result<u64, String> {
 }
 
 /// `1 record`, `8 records`.
-pub(super) fn counted(count: u64, what: &str) -> String {
+pub(crate) fn counted(count: u64, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
@@ -235,8 +235,8 @@ const FILES_MAX: usize = 1 << 20;
 mod tests {
     use std::num::NonZeroU64;
 
-    use super::super::testing::{dataset, spec};
     use super::*;
+    use crate::job::testing::{dataset, spec};
 
     fn cut(files: &[u64], per_shard: Option<u64>) -> Shards {
         let spec = JobSpec { records_per_shard: per_shard.and_then(NonZeroU64::new), ..spec() };

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::event::Evaluated;
-use super::job::Job;
+use crate::job::event::Evaluated;
+use crate::job::job::Job;
 
 /// Evaluations of a job's model. The names of its fields are a public format.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -32,14 +32,14 @@ pub struct BestEvaluation {
 
 impl Job {
     /// The evaluations, if there is validation data.
-    pub(super) fn evaluations(&self) -> Option<EvaluationsSummary> {
+    pub(crate) fn evaluations(&self) -> Option<EvaluationsSummary> {
         self.spec.validation.as_ref().map(|_| EvaluationsSummary {
             stopped_early: self.final_report.as_ref().is_some_and(|word| word.stopped_early),
             ..self.history.evaluations.clone()
         })
     }
 
-    pub(super) fn on_evaluated(&mut self, report: Evaluated) {
+    pub(crate) fn on_evaluated(&mut self, report: Evaluated) {
         let Some(spec) = &self.spec.validation else { return };
         let known = &mut self.history.evaluations;
         // A group that started from a checkpoint repeats steps.

@@ -34,30 +34,30 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use elasticdl_proto::{Generation, WorkerId};
 
-use super::action::{Action, Membership, ToWorker};
-use super::event::{ConnectionId, LaunchId};
-use super::group::Group;
-use super::history::JobHistory;
-use super::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT, Timer};
-use super::lease_table::LeaseTable;
-use super::persisted::{PersistedJob, PersistedShutdown};
-use super::pod::PodId;
-use super::restart::{Budget, Restarts};
-use super::shards::Shards;
-use super::time::Time;
-use super::workers::{Disconnected, Launch};
+use crate::job::action::{Action, Membership, ToWorker};
+use crate::job::data::lease_table::LeaseTable;
+use crate::job::data::shards::Shards;
+use crate::job::event::{ConnectionId, LaunchId};
+use crate::job::group::choose::Group;
+use crate::job::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT, Timer};
+use crate::job::lifecycle::persisted::{PersistedJob, PersistedShutdown};
+use crate::job::lifecycle::restart::{Budget, Restarts};
+use crate::job::reporting::history::JobHistory;
+use crate::job::time::Time;
+use crate::job::workers::pod::PodId;
+use crate::job::workers::table::{Disconnected, Launch};
 
 /// A take-over in progress.
 #[derive(Debug, Default)]
-pub(super) struct Takeover {
+pub(crate) struct Takeover {
     /// Whether its generation had already formed, so that its report is not logged again.
-    pub(super) was_formed: bool,
+    pub(crate) was_formed: bool,
     /// Reconnected members that have not reported what they hold.
-    pub(super) awaiting_holdings: BTreeSet<WorkerId>,
+    pub(crate) awaiting_holdings: BTreeSet<WorkerId>,
     /// The steps of members that have.
-    pub(super) steps: BTreeMap<WorkerId, u64>,
+    pub(crate) steps: BTreeMap<WorkerId, u64>,
     /// Whether this master has published a generation, so that older memberships are ignored.
-    pub(super) has_published: bool,
+    pub(crate) has_published: bool,
 }
 
 impl Job {
@@ -165,7 +165,7 @@ impl Job {
         self.phase = Phase::Ending(ending.outcome);
         self.log_event(format!(
             "the job was {} when its master died",
-            super::shutdown::name(ending.outcome)
+            crate::job::lifecycle::shutdown::name(ending.outcome)
         ));
         self.end_now();
         Ok(())
@@ -195,7 +195,7 @@ impl Job {
     }
 
     /// Raises the generation floor: no generation is used twice.
-    pub(super) fn raise_generation_floor(&mut self, generation: Generation) {
+    pub(crate) fn raise_generation_floor(&mut self, generation: Generation) {
         if generation > self.group.generation_floor {
             self.group.generation_floor = generation;
             self.mark_dirty();
@@ -204,7 +204,7 @@ impl Job {
 
     /// Adopts `theirs`, which a worker knows from the previous master, as the newest membership.
     /// Returns whether it was adopted.
-    pub(super) fn adopt_membership(&mut self, now: Time, theirs: &Membership) -> bool {
+    pub(crate) fn adopt_membership(&mut self, now: Time, theirs: &Membership) -> bool {
         let Some(takeover) = self.takeover.as_mut().filter(|a| !a.has_published) else {
             return false;
         };
@@ -268,7 +268,7 @@ impl Job {
     }
 
     /// Refuses a reconnecting worker permanently: a replacement is started.
-    pub(super) fn refuse_reconnection(
+    pub(crate) fn refuse_reconnection(
         &mut self,
         now: Time,
         connection: ConnectionId,
@@ -283,7 +283,7 @@ impl Job {
     }
 
     /// An awaited worker has reconnected or is not coming.
-    pub(super) fn on_awaited_returned(&mut self, now: Time) {
+    pub(crate) fn on_awaited_returned(&mut self, now: Time) {
         if self.takeover.is_some() && !self.awaits_members() && !self.group.members.is_empty() {
             self.log_event(format!(
                 "generation {}: all members that are left are back",
@@ -294,7 +294,7 @@ impl Job {
     }
 
     /// Ends the take-over and leases again, once it is known which records may be leased.
-    pub(super) fn try_finish_takeover(&mut self, now: Time) {
+    pub(crate) fn try_finish_takeover(&mut self, now: Time) {
         let Self { takeover: Some(takeover), leases: Some(leases), workers, .. } = self else {
             return;
         };

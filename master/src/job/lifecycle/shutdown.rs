@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use super::action::{Action, Outcome, ToWorker};
-use super::event::LaunchId;
-use super::job::{Job, Phase, Timer};
-use super::time::Time;
+use crate::job::action::{Action, Outcome, ToWorker};
+use crate::job::event::LaunchId;
+use crate::job::job::{Job, Phase, Timer};
+use crate::job::time::Time;
 
 impl Job {
-    pub(super) fn on_stop(&mut self, now: Time) {
+    pub(crate) fn on_stop(&mut self, now: Time) {
         if self.phase != Phase::Running {
             return;
         }
@@ -45,11 +45,11 @@ impl Job {
     }
 
     /// How long a group may take to finish its step, and to write its last checkpoint.
-    pub(super) fn stop_wait(&self) -> Duration {
+    pub(crate) fn stop_wait(&self) -> Duration {
         if self.spec.checkpoints.is_some() { STOP_WITH_CHECKPOINT_WAIT } else { STOP_WAIT }
     }
 
-    pub(super) fn on_stop_due(&mut self) {
+    pub(crate) fn on_stop_due(&mut self) {
         if self.phase == Phase::Stopping {
             self.log_event(format!(
                 "the group has not finished within {} s",
@@ -60,11 +60,11 @@ impl Job {
     }
 
     /// Ends the job: every member holds the final state.
-    pub(super) fn finish(&mut self, now: Time) {
+    pub(crate) fn finish(&mut self, now: Time) {
         let words: Vec<_> =
             self.group.members.iter().map(|m| (m, &self.group.finished[m])).collect();
         let (first, ledger) = words[0].1;
-        let same = |(word, other): &(super::Finished, elasticdl_proto::Ledger)| {
+        let same = |(word, other): &(crate::job::Finished, elasticdl_proto::Ledger)| {
             (word.digest, word.step, word.records_trained)
                 == (first.digest, first.step, first.records_trained)
                 && other == ledger
@@ -107,7 +107,7 @@ impl Job {
         let words = self.group.finished.iter();
         let failures: Vec<_> =
             words.filter_map(|(&id, (word, _))| Some((id, word.failure.clone()?))).collect();
-        let error = super::history::clip(&failures.first()?.1.error).to_owned();
+        let error = crate::job::reporting::history::clip(&failures.first()?.1.error).to_owned();
         for (worker, failure) in failures {
             self.note_failed_shards(worker, &error, &failure.ranges);
         }
@@ -115,7 +115,7 @@ impl Job {
     }
 
     /// Asks all workers to end, and waits briefly for their exits.
-    pub(super) fn end(&mut self, now: Time, outcome: Outcome, error: Option<String>) {
+    pub(crate) fn end(&mut self, now: Time, outcome: Outcome, error: Option<String>) {
         if matches!(self.phase, Phase::Ended(_) | Phase::Ending(_)) {
             return;
         }
@@ -146,7 +146,7 @@ impl Job {
     }
 
     /// Ends a job that the user stopped and whose group can't finish.
-    pub(super) fn end_stopped(&mut self) {
+    pub(crate) fn end_stopped(&mut self) {
         if self.spec.work.trains() && self.step > 0 && self.history.checkpoints.newest.is_none() {
             self.note_state_lost(self.step);
         }
@@ -157,7 +157,7 @@ impl Job {
         self.end_now();
     }
 
-    pub(super) fn end_now(&mut self) {
+    pub(crate) fn end_now(&mut self) {
         let Phase::Ending(outcome) = self.phase else {
             return;
         };
@@ -171,7 +171,7 @@ impl Job {
 }
 
 /// The user-visible name of an outcome.
-pub(super) fn name(outcome: Outcome) -> &'static str {
+pub(crate) fn name(outcome: Outcome) -> &'static str {
     match outcome {
         Outcome::Completed => "completed",
         Outcome::Failed => "failed",

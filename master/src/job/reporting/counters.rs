@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::event::{Committed, Exit, StepTimes};
-use super::summary::{Cause, MembershipChange};
+use crate::job::event::{Committed, Exit, StepTimes};
+use crate::job::reporting::summary::{Cause, MembershipChange};
 
 /// Counters since the master started.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -76,7 +76,7 @@ pub enum End {
 
 impl Counters {
     /// Counts a commit of `steps` new steps.
-    pub(super) fn commit(&mut self, steps: u64, report: &Committed) {
+    pub(crate) fn commit(&mut self, steps: u64, report: &Committed) {
         let Committed { records, times, .. } = *report;
         self.steps += steps;
         self.records = self.records.saturating_add(records);
@@ -86,13 +86,13 @@ impl Counters {
     }
 
     /// Counts a shard of an inference job.
-    pub(super) fn shard(&mut self, records: u64) {
+    pub(crate) fn shard(&mut self, records: u64) {
         self.steps += 1;
         self.records = self.records.saturating_add(records);
     }
 
     /// Counts a membership change with its pause.
-    pub(super) fn recover(&mut self, record: &MembershipChange) {
+    pub(crate) fn recover(&mut self, record: &MembershipChange) {
         let Some(gap_ms) = record.gap_ms else { return };
         let recoveries = self.recoveries.entry(record.cause).or_default();
         recoveries.gap.observe(gap_ms);
@@ -101,7 +101,7 @@ impl Counters {
         }
     }
 
-    pub(super) fn end(&mut self, end: End) {
+    pub(crate) fn end(&mut self, end: End) {
         *self.ends.entry(end).or_default() += 1;
     }
 }
@@ -157,7 +157,7 @@ impl End {
     }
 
     /// The reason of an unexpected exit, derived from its status.
-    pub(super) fn of(exit: &Exit, is_own_fault: bool) -> Self {
+    pub(crate) fn of(exit: &Exit, is_own_fault: bool) -> Self {
         match exit {
             Exit::Code(_) => Self::Exited,
             Exit::NotStarted(_) => Self::NotStarted,

@@ -19,14 +19,14 @@ use std::time::Duration;
 
 use elasticdl_proto::{Generation, WorkerId};
 
-use super::event::Stall;
-use super::group::Broken;
-use super::job::{Job, Timer};
-use super::time::Time;
+use crate::job::event::Stall;
+use crate::job::group::choose::Broken;
+use crate::job::job::{Job, Timer};
+use crate::job::time::Time;
 
 /// A worker's stall as the master sees it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Stalled {
+pub(crate) struct Stalled {
     stall: Stall,
     /// Since when all its heartbeats report that it waits.
     since: Time,
@@ -36,15 +36,15 @@ pub(super) struct Stalled {
 
 /// How often workers were at an end of a link that lost data, since the last commit.
 #[derive(Debug, Default)]
-pub(super) struct Blame(BTreeMap<WorkerId, usize>);
+pub(crate) struct Blame(BTreeMap<WorkerId, usize>);
 
 /// A link that lost data, from one member to the next.
-pub(super) type Suspect = (WorkerId, WorkerId);
+pub(crate) type Suspect = (WorkerId, WorkerId);
 
 impl Stalled {
     /// `before` is the worker's previous report. A long silence since then does not count as
     /// waiting: all workers may have been stopped.
-    pub(super) fn after(
+    pub(crate) fn after(
         before: Option<Self>,
         now: Time,
         stall: Stall,
@@ -55,24 +55,24 @@ impl Stalled {
     }
 
     /// Time without a moved byte, by its last heartbeat.
-    pub(super) fn since_last_byte(&self) -> Duration {
+    pub(crate) fn since_last_byte(&self) -> Duration {
         self.stall.since
     }
 
     /// Time of its last heartbeat.
-    pub(super) fn last(&self) -> Time {
+    pub(crate) fn last(&self) -> Time {
         self.last
     }
 
     /// Restarts the wait: what the worker waited for has arrived, as far as other reports show.
-    pub(super) fn restart_wait(&mut self, now: Time) {
+    pub(crate) fn restart_wait(&mut self, now: Time) {
         self.since = now;
     }
 }
 
 impl Blame {
     /// Clears all counts.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.0.clear();
     }
 
@@ -114,7 +114,7 @@ impl Job {
     /// Evicts workers that the network has cut off from their neighbours, if all members wait for
     /// longer than the timeout and all were heard recently. (Silent members are judged by the
     /// heartbeat check.)
-    pub(super) fn check_for_stalls(&mut self, now: Time, timeout: Duration) {
+    pub(crate) fn check_for_stalls(&mut self, now: Time, timeout: Duration) {
         // A disconnected member can't report where it waits.
         let is_judged = self.workers.disconnected_members().next().is_none();
         if self.group.is_broken() || self.group.broken.is_some() || !is_judged {
@@ -131,7 +131,7 @@ impl Job {
     }
 
     /// Handles a heartbeat, which reports whether the worker waits for its neighbours, and where.
-    pub(super) fn on_alive(&mut self, now: Time, worker: WorkerId, stall: Option<Stall>) {
+    pub(crate) fn on_alive(&mut self, now: Time, worker: WorkerId, stall: Option<Stall>) {
         let heartbeat = self.spec.heartbeat().unwrap_or_default();
         if let Some(w) = self.workers.connected.get_mut(&worker) {
             w.stalled = stall.map(|stall| Stalled::after(w.stalled, now, stall, heartbeat));
@@ -139,7 +139,7 @@ impl Job {
     }
 
     /// Handles dials that members have not answered.
-    pub(super) fn on_unanswered(&mut self, now: Time, broken: Broken) {
+    pub(crate) fn on_unanswered(&mut self, now: Time, broken: Broken) {
         let heartbeat = self.spec.heartbeat().unwrap_or_default();
         if self.taking_part().any(|id| {
             heartbeat > Duration::ZERO
@@ -210,13 +210,13 @@ impl Job {
     }
 
     /// Whether a worker waits in the newest group, or in the previous one that it has not left yet.
-    pub(super) fn is_of_group(&self, stalled: &Stalled) -> bool {
+    pub(crate) fn is_of_group(&self, stalled: &Stalled) -> bool {
         let (of, newest) = (stalled.stall.generation, self.group.generation);
         of == newest || (self.group.previous_ring.is_some() && of.next() == newest)
     }
 
     /// Connected workers that are in the newest group's ring, or still in the previous one's.
-    pub(super) fn taking_part(&self) -> impl Iterator<Item = WorkerId> + '_ {
+    pub(crate) fn taking_part(&self) -> impl Iterator<Item = WorkerId> + '_ {
         let before =
             self.group.previous_ring.iter().flatten().filter(|id| !self.group.members.contains(id));
         let live = |id: &&WorkerId| self.workers.connected.contains_key(id);

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use super::history::clip;
-use super::job::Job;
+use crate::job::job::Job;
+use crate::job::reporting::history::clip;
 
 /// An outage, while there is one.
 #[derive(Debug, Default)]
-pub(super) struct StorageWaits {
+pub(crate) struct StorageWaits {
     /// Time that each waiting worker has waited in this outage.
     waiting: BTreeMap<WorkerId, Duration>,
     /// The longest wait of a worker in this outage.
@@ -19,7 +19,7 @@ pub(super) struct StorageWaits {
 }
 
 impl Job {
-    pub(super) fn on_storage_wait(
+    pub(crate) fn on_storage_wait(
         &mut self,
         worker: WorkerId,
         storage: Option<String>,

@@ -1,0 +1,4 @@
+//! The data: shards, leases, and the cached ledger.
+
+pub(crate) mod lease_table;
+pub(crate) mod shards;
