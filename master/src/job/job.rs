@@ -1,6 +1,6 @@
 //! The job: its parts, and the dispatch of events, timers and actions.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use super::lifecycle::restart::{
     Budget, EXIT_MASTER_LOST, Restarts, TooMany, describe, is_own_fault,
 };
 use super::lifecycle::takeover::Takeover;
+use super::outbox::{Outbox, Timer};
 use super::reporting::counters::End;
 use super::reporting::history::{JobHistory, clip};
 use super::spec::JobSpec;
@@ -62,17 +63,13 @@ pub struct Job {
     pub(super) history: JobHistory,
     /// See [`Job::masters`].
     pub(super) masters: u64,
-    /// See [`Job::version`].
-    pub(super) version: u64,
     /// See [`Job::reserve_id_block`].
     pub(super) launches_reserved: u64,
     pub(super) generations_reserved: Generation,
-    /// See [`Job::durable_before`].
-    pub(super) durable_before: u64,
     /// Until then new launches are assumed to be unschedulable.
     pub(super) unschedulable_until: Option<Time>,
-    timers: BTreeSet<(Time, Timer)>,
-    actions: VecDeque<Action>,
+    /// Actions, timers, and the version that has to be persisted.
+    pub(super) out: Outbox,
 }
 
 /// The phase of a job.
@@ -84,22 +81,6 @@ pub(super) enum Phase {
     Running,
     /// The user stopped the job; the group finishes its step.
     Stopping,
-}
-
-/// A timer. Its handler checks whether there still is something to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Timer {
-    Broken(Generation),
-    End,
-    Hello(LaunchId),
-    Kill(LaunchId),
-    Leave(WorkerId),
-    Relaunch,
-    Reconnect,
-    HeartbeatCheck,
-    Stop,
-    Suspend,
-    Window,
 }
 
 impl Job {
@@ -137,13 +118,10 @@ impl Job {
             restarts: Restarts::new(spec.max_worker_restarts, Budget::default()),
             history: JobHistory::default(),
             masters: 1,
-            version: 1,
             launches_reserved: 0,
             generations_reserved: Generation::default(),
-            durable_before: 1,
             unschedulable_until: None,
-            timers: BTreeSet::new(),
-            actions: VecDeque::new(),
+            out: Outbox::default(),
             spec,
         }
     }
@@ -194,21 +172,18 @@ impl Job {
 
     /// The next action.
     pub fn poll_action(&mut self) -> Option<Action> {
-        self.actions.pop_front()
+        self.out.poll_action()
     }
 
     /// The time at which [`Job::handle_timeout`] has to be called.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Time> {
-        self.timers.first().map(|&(at, _)| at)
+        self.out.poll_timeout()
     }
 
     /// Runs the timers that are due at `now`.
     pub fn handle_timeout(&mut self, now: Time) {
-        while let Some(&(at, timer)) = self.timers.first()
-            && at <= now
-        {
-            self.timers.pop_first();
+        while let Some((at, timer)) = self.out.pop_due(now) {
             self.on_timer(now, at, timer);
         }
     }
@@ -250,19 +225,19 @@ impl Job {
             Some(_) => None,
         };
         if let Some(reason) = refusal {
-            self.push(Action::Refuse { connection, reason: reason.into() });
+            self.out.push(Action::Refuse { connection, reason: reason.into() });
             return;
         }
         if let Some(resume) = resume {
             return self.on_reconnected(now, connection, launch, address, pid, resume);
         }
-        self.mark_dirty();
-        self.cancel_timer(Timer::Hello(launch));
+        self.out.mark_dirty();
+        self.out.cancel_timer(Timer::Hello(launch));
         let was_awaited =
             self.workers.launches.get(&launch).is_some_and(|l| l.disconnected.is_some());
         let worker = self.workers.admit(now, launch, address, pid);
         self.watch_heartbeats(now);
-        self.push(Action::Admit { connection, worker });
+        self.out.push(Action::Admit { connection, worker });
         // In a container every process has id 1, which identifies nothing.
         let process = if pid == 1 { String::new() } else { format!(" (process {pid})") };
         self.log_event(format!("worker {worker} is up{process}"));
@@ -316,7 +291,7 @@ impl Job {
         let Some(gone) = self.workers.connected.remove(&worker) else {
             return;
         };
-        self.mark_dirty();
+        self.out.mark_dirty();
         if let Some(takeover) = &mut self.takeover {
             takeover.awaiting_holdings.remove(&worker);
             takeover.steps.remove(&worker);
@@ -342,9 +317,9 @@ impl Job {
             return;
         }
         if in_order || finished {
-            self.set_timer(now + RELEASE_WAIT, Timer::Kill(gone.launch));
+            self.out.set_timer(now + RELEASE_WAIT, Timer::Kill(gone.launch));
         } else {
-            self.set_timer(now + grace, Timer::Kill(gone.launch));
+            self.out.set_timer(now + grace, Timer::Kill(gone.launch));
             self.log_event(format!("worker {worker} is gone"));
         }
     }
@@ -380,10 +355,8 @@ impl Job {
         }
         let ended: Vec<Launch> =
             pod.iter().filter_map(|launch| self.workers.launches.remove(launch)).collect();
-        self.mark_dirty();
-        let is_of_pod =
-            |t| pod.iter().any(|&launch| t == Timer::Kill(launch) || t == Timer::Hello(launch));
-        self.timers.retain(|&(_, t)| !is_of_pod(t));
+        self.out.mark_dirty();
+        self.out.cancel_launches(&pod);
         let end = describe(exit);
         match self.phase {
             Phase::Ended(_) => {}
@@ -399,7 +372,7 @@ impl Job {
                     .all(|l| l.accounting == ExitAccounting::Expected || l.leaving || l.retired);
                 let counted = ended.iter().any(|l| l.accounting == ExitAccounting::Counted);
                 self.history.counters.end(if excused {
-                    End::Told
+                    End::Terminated
                 } else if counted {
                     End::Failed
                 } else {
@@ -442,7 +415,7 @@ impl Job {
             Phase::Stopping => return self.log_event(what.to_owned()),
             Phase::Ended(_) | Phase::Ending(_) => return,
         }
-        self.mark_dirty();
+        self.out.mark_dirty();
         self.history.last_failure = Some(what.to_owned());
         let max = self.spec.max_worker_restarts;
         let counted = self.leases.as_ref().map_or(0, |leases| leases.ledger().counted());
@@ -453,7 +426,7 @@ impl Job {
                 self.log_event(format!(
                     "{what} (failure {counted} of at most {max} without progress)"
                 ));
-                return self.set_timer(start, Timer::Relaunch);
+                return self.out.set_timer(start, Timer::Relaunch);
             }
             Err(TooMany::Failures(counted)) => format!(
                 "{what}; this is failure {counted} of workers since the job made progress, and \
@@ -478,7 +451,7 @@ impl Job {
         }
         self.log_event(format!("{num_workers} workers are wanted in place of {}", self.wanted));
         let before = std::mem::replace(&mut self.wanted, num_workers);
-        self.mark_dirty();
+        self.out.mark_dirty();
         self.initial_launches_left = (self.initial_launches_left
             + num_workers.saturating_sub(before))
         .saturating_sub(before.saturating_sub(num_workers));
@@ -523,11 +496,11 @@ impl Job {
     pub(super) fn expect_exit(&mut self, now: Time, launch: LaunchId) {
         if let Some(l) = self.workers.launches.get_mut(&launch) {
             l.leaving = true;
-            self.version += 1;
+            self.out.mark_dirty();
             if l.accounting == ExitAccounting::Undecided {
                 l.accounting = ExitAccounting::Expected;
             }
-            self.set_timer(now + RELEASE_WAIT, Timer::Kill(launch));
+            self.out.set_timer(now + RELEASE_WAIT, Timer::Kill(launch));
             self.release_rest_of_pod(now, launch);
         }
     }
@@ -541,42 +514,22 @@ impl Job {
         for launch in pod {
             self.workers.launches.get_mut(&launch).expect("it is of the pod").killed = true;
         }
-        self.version += 1;
-        self.push(Action::Kill { launch: first });
+        self.out.mark_dirty();
+        self.out.push(Action::Kill { launch: first });
     }
 
     // ---- out ----
 
-    pub(super) fn push(&mut self, action: Action) {
-        self.actions.push_back(action);
-    }
-
     /// Sends a worker a message, if its stream is open.
     pub(super) fn send(&mut self, worker: WorkerId, message: ToWorker) {
         if self.workers.connected.contains_key(&worker) {
-            self.push(Action::Send { worker, message });
+            self.out.push(Action::Send { worker, message });
         }
     }
 
     pub(super) fn log_event(&mut self, line: String) {
         self.history.log_event(&line);
-        self.push(Action::Log(line));
-    }
-
-    pub(super) fn has_timer(&self, timer: Timer) -> bool {
-        self.timers.iter().any(|&(_, t)| t == timer)
-    }
-
-    pub(super) fn set_timer(&mut self, at: Time, timer: Timer) {
-        self.timers.insert((at, timer));
-    }
-
-    pub(super) fn cancel_timer(&mut self, timer: Timer) {
-        self.timers.retain(|&(_, t)| t != timer);
-    }
-
-    pub(super) fn clear_timers(&mut self) {
-        self.timers.clear();
+        self.out.push(Action::Log(line));
     }
 }
 

@@ -38,6 +38,7 @@ mod handlers;
 #[expect(clippy::module_inception, reason = "files are named after their type")]
 mod job;
 mod lifecycle;
+mod outbox;
 mod reporting;
 mod spec;
 #[cfg(test)]
@@ -54,6 +55,8 @@ pub use event::{
 };
 pub use job::Job;
 pub use lifecycle::persisted::{DatasetFingerprint, PersistedJob};
+#[cfg(test)]
+pub(crate) use lifecycle::restart::is_own_fault;
 pub use lifecycle::state_loss::StateLoss;
 pub use reporting::checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
 pub use reporting::counters::{Counters, End, Histogram, Recoveries};
@@ -72,3 +75,4 @@ pub use spec::{
 };
 pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use time::Time;
+pub(crate) use workers::pod::PodId;

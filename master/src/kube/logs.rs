@@ -8,7 +8,7 @@ use kube::api::{ListParams, LogParams};
 use super::anchor::{Anchor, MASTER};
 use super::client::{Cluster, ClusterError};
 use super::objects::{self, LAUNCH_LABEL, TASK, Task};
-use crate::job::LaunchId;
+use crate::job::{LaunchId, PodId};
 
 /// Pod whose log is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,8 +89,7 @@ fn newest(pods: Vec<Pod>, leader: Option<&str>) -> Option<Pod> {
 
 /// Returns the first launch of a pod, which names the pod: its workers share one log.
 pub(crate) fn first_of_pod(launch: LaunchId, workers_per_pod: u32) -> LaunchId {
-    let per_pod = u64::from(workers_per_pod.max(1));
-    LaunchId(launch.0.saturating_sub(1) / per_pod * per_pod + 1)
+    PodId::of(launch, workers_per_pod).first()
 }
 
 #[cfg(test)]

@@ -648,7 +648,8 @@ impl PodController {
     }
 }
 
-fn exit_of(end: End) -> Exit {
+/// The end of a worker's process by the end of its pod.
+pub(super) fn exit_of(end: End) -> Exit {
     match end.cause {
         Cause::Exited(code) => Exit::Code(code),
         Cause::Signalled(signal) => Exit::Signal(signal),

@@ -101,19 +101,6 @@ pub enum Cause {
     Signalled(i32),
 }
 
-impl Cause {
-    /// Returns whether this is the worker's own failure, which counts against the job's limit.
-    #[must_use]
-    pub fn is_own_fault(self) -> bool {
-        match self {
-            Self::Exited(_) | Self::OutOfMemory | Self::OverLimit => true,
-            // These signals come from outside: a program's own errors end in other signals.
-            Self::Signalled(signal) => !matches!(signal, 1 | 2 | 9 | 15),
-            _ => false,
-        }
-    }
-}
-
 /// Classifies a pod by its object.
 #[must_use]
 pub fn classify(pod: &Pod) -> Verdict {

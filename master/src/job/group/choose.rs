@@ -112,9 +112,10 @@ impl Group {
         // If all wait anyway, or no member has a state, it joins without the state.
         let caught_up: Vec<WorkerId> = workers.caught_up().take(vacancies).collect();
         let group_waits = self.is_broken() && survivors.len() + caught_up.len() < limits.min;
-        let joiners = match group_waits || !survivors.iter().any(holds_state) {
-            true => workers.joiners().take(vacancies).collect(),
-            false => caught_up,
+        let joiners = if group_waits || !survivors.iter().any(holds_state) {
+            workers.joiners().take(vacancies).collect()
+        } else {
+            caught_up
         };
 
         if survivors.is_empty() {

@@ -34,7 +34,8 @@ use elasticdl_proto::{RecordRange, WorkerId};
 use crate::job::action::{Action, ToWorker};
 use crate::job::event::{ConnectionId, LaunchId, Resume};
 use crate::job::handlers::liveness::RECONNECT_SLACK;
-use crate::job::job::{Job, Phase, Timer, ZOMBIE_GRACE};
+use crate::job::job::{Job, Phase, ZOMBIE_GRACE};
+use crate::job::outbox::Timer;
 use crate::job::time::Time;
 use crate::job::workers::table::{Disconnected, Stage};
 
@@ -55,9 +56,10 @@ pub(crate) enum Reconnected {
 
 impl Job {
     pub(crate) fn on_disconnected(&mut self, now: Time, worker: WorkerId) {
-        match self.may_return(worker) {
-            true => self.disconnect(now, worker),
-            false => self.forget_with_pod(now, worker, ZOMBIE_GRACE),
+        if self.may_return(worker) {
+            self.disconnect(now, worker);
+        } else {
+            self.forget_with_pod(now, worker, ZOMBIE_GRACE);
         }
         self.reconcile(now);
     }
@@ -73,7 +75,7 @@ impl Job {
 
     fn disconnect(&mut self, now: Time, worker: WorkerId) {
         let Some(launch) = self.workers.disconnect(now, worker) else { return };
-        self.mark_dirty();
+        self.out.mark_dirty();
         if let Some(takeover) = &mut self.takeover {
             takeover.awaiting_holdings.remove(&worker);
             takeover.steps.remove(&worker);
@@ -104,7 +106,7 @@ impl Job {
 
     /// Sets the timer for the next disconnected worker that does not reconnect in time.
     pub(crate) fn watch_reconnections(&mut self, now: Time) {
-        self.cancel_timer(Timer::Reconnect);
+        self.out.cancel_timer(Timer::Reconnect);
         if self.workers.disconnected().next().is_none() {
             return;
         }
@@ -115,7 +117,7 @@ impl Job {
             .map(|launch| self.reconnect_deadline(launch, is_group_stalled))
             .min()
         {
-            self.set_timer(due.max(now), Timer::Reconnect);
+            self.out.set_timer(due.max(now), Timer::Reconnect);
         }
     }
 
@@ -176,7 +178,7 @@ impl Job {
         self.forget_disconnected(launch);
         self.release_rest_of_pod(now, launch);
         // A process that dies takes its stream and links down before its exit is known.
-        self.set_timer(now + self.exit_wait(ZOMBIE_GRACE), Timer::Kill(launch));
+        self.out.set_timer(now + self.exit_wait(ZOMBIE_GRACE), Timer::Kill(launch));
     }
 
     /// Forgets a disconnected worker that does not reconnect.
@@ -190,7 +192,7 @@ impl Job {
         if let Some(leases) = &mut self.leases {
             leases.forget(worker);
         }
-        self.mark_dirty();
+        self.out.mark_dirty();
         if disconnected.rank.is_some() {
             if in_order { &mut self.group.left } else { &mut self.group.lost }.push(worker);
         }
@@ -215,7 +217,7 @@ impl Job {
         let Some(disconnected) = disconnected.filter(|_| resume.worker.0 == launch.0) else {
             self.raise_generation_floor(generation);
             let reason = "this master has given this worker up, or never knew it";
-            return self.push(Action::Refuse { connection, reason: reason.into() });
+            return self.out.push(Action::Refuse { connection, reason: reason.into() });
         };
         if let Some(newer) =
             resume.membership.as_ref().filter(|m| m.generation > self.group.generation)
@@ -255,10 +257,10 @@ impl Job {
         if disconnected.rank.is_some() {
             self.parameters = self.parameters.or(resume.parameters);
         }
-        self.mark_dirty();
+        self.out.mark_dirty();
         self.count_eligible();
         self.watch_heartbeats(now);
-        self.push(Action::Admit { connection, worker });
+        self.out.push(Action::Admit { connection, worker });
         match disconnected {
             Disconnected { rank: Some(_), .. } => self.on_member_reconnected(worker, &resume),
             Disconnected { last_known: Some(_), .. } => self.on_joiner_reconnected(worker, &resume),

@@ -119,7 +119,7 @@ impl Job {
             self.history.form(now, self.step, counted);
         }
         self.history.inference_workers = self.workers.members().count() as u32;
-        self.history.peak = self.history.peak.max(self.history.inference_workers);
+        self.history.totals.peak = self.history.totals.peak.max(self.history.inference_workers);
         self.count_eligible();
         self.fill_all();
     }
@@ -173,11 +173,11 @@ impl Job {
         self.history.counters.shard(range.len());
         if now.since(self.results.kept) >= KEEP_EVERY {
             self.results.kept = now;
-            self.mark_dirty();
+            self.out.mark_dirty();
         }
         let Some(leases) = &self.leases else { return };
         if leases.ledger().counted() == leases.expected() {
-            self.mark_dirty_urgent();
+            self.out.mark_dirty_urgent();
             return self.reconcile_inference(now);
         }
         self.fill_inference(worker);

@@ -25,7 +25,8 @@ use std::time::Duration;
 use elasticdl_proto::WorkerId;
 
 use crate::job::handlers::stall::Stalled;
-use crate::job::job::{Job, Phase, Timer};
+use crate::job::job::{Job, Phase};
+use crate::job::outbox::Timer;
 use crate::job::time::Time;
 use crate::job::workers::table::Worker;
 
@@ -34,9 +35,9 @@ impl Job {
     pub(crate) fn watch_heartbeats(&mut self, now: Time) {
         if let Some(timeout) = self.spec.worker_timeout
             && !self.workers.connected.is_empty()
-            && !self.has_timer(Timer::HeartbeatCheck)
+            && !self.out.has_timer(Timer::HeartbeatCheck)
         {
-            self.set_timer(now + check_interval(timeout), Timer::HeartbeatCheck);
+            self.out.set_timer(now + check_interval(timeout), Timer::HeartbeatCheck);
         }
     }
 
@@ -130,9 +131,10 @@ impl Job {
         };
         let heard = |other: &Worker| other.is_heard(now, heartbeat);
         let is_cut_off = !self.workers.connected.values().any(heard);
-        let limit = match is_cut_off {
-            true => self.spec.master_timeout.max(timeout) + RECONNECT_SLACK,
-            false => limit,
+        let limit = if is_cut_off {
+            self.spec.master_timeout.max(timeout) + RECONNECT_SLACK
+        } else {
+            limit
         };
         (silence > limit).then_some(silence)
     }
@@ -141,8 +143,13 @@ impl Job {
 impl Worker {
     /// Whether its last heartbeats came in time.
     pub(crate) fn is_heard(&self, now: Time, heartbeat: Duration) -> bool {
-        now.0.saturating_sub(self.heard.0) <= heartbeat * FRESH_HEARTBEATS
+        is_fresh(self.heard, now, heartbeat)
     }
+}
+
+/// Whether a worker that was heard at `heard` is not silent.
+pub(crate) fn is_fresh(heard: Time, now: Time, heartbeat: Duration) -> bool {
+    now.since(heard) <= heartbeat * FRESH_HEARTBEATS
 }
 
 /// The interval between heartbeat checks, and so the maximum delay of an eviction.

@@ -6,7 +6,8 @@ use elasticdl_proto::WorkerId;
 
 use crate::job::action::{Membership, ToWorker};
 use crate::job::group::choose::{Change, Limits};
-use crate::job::job::{Job, Phase, Timer};
+use crate::job::job::{Job, Phase};
+use crate::job::outbox::Timer;
 use crate::job::reporting::history::name_all;
 use crate::job::reporting::summary::{Cause, MembershipChange};
 use crate::job::time::Time;
@@ -28,10 +29,10 @@ impl Job {
         }
         let all_finished = self.group.members.iter().all(|m| self.group.finished.contains_key(m));
         if !self.group.members.is_empty() && all_finished {
-            match self.group.finished.values().all(|(word, _)| word.suspended) {
-                true => self.release_suspended(now),
-                false => return self.finish(now),
+            if !self.group.finished.values().all(|(word, _)| word.suspended) {
+                return self.finish(now);
             }
+            self.release_suspended(now);
         }
         if self.ends_without_state(now) {
             return;
@@ -62,7 +63,7 @@ impl Job {
         } else if self.join_window_until.is_none() {
             let until = now + START_WINDOW;
             self.join_window_until = Some(until);
-            self.set_timer(until, Timer::Window);
+            self.out.set_timer(until, Timer::Window);
         }
     }
 
@@ -209,7 +210,7 @@ impl Job {
         let members = self.group.members.iter().map(address).collect();
         let membership = Membership { generation: self.group.generation, members, abort };
         self.group.published = Some(membership.clone());
-        self.mark_dirty();
+        self.out.mark_dirty();
         self.reserve_id_block();
         for id in self.group.members.clone() {
             self.send(id, ToWorker::Membership(membership.clone()));

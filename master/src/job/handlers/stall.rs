@@ -19,9 +19,11 @@ use std::time::Duration;
 
 use elasticdl_proto::{Generation, WorkerId};
 
+use super::liveness::is_fresh;
 use crate::job::event::Stall;
 use crate::job::group::choose::Broken;
-use crate::job::job::{Job, Timer};
+use crate::job::job::Job;
+use crate::job::outbox::Timer;
 use crate::job::time::Time;
 
 /// A worker's stall as the master sees it.
@@ -147,7 +149,7 @@ impl Job {
         }) {
             // A silent member may be at fault; the heartbeat check decides first.
             let until = now + heartbeat;
-            self.set_timer(until, Timer::Broken(self.group.generation));
+            self.out.set_timer(until, Timer::Broken(self.group.generation));
             self.group.broken = Some(Broken { until, ..broken });
             return;
         }
@@ -240,13 +242,6 @@ impl Stall {
         }
     }
 }
-
-fn is_fresh(heard: Time, now: Time, heartbeat: Duration) -> bool {
-    now.0.saturating_sub(heard.0) <= heartbeat * FRESH_HEARTBEATS
-}
-
-/// A worker that was heard within this many heartbeat intervals is not silent.
-const FRESH_HEARTBEATS: u32 = 2;
 
 #[cfg(test)]
 mod tests {

@@ -10,7 +10,8 @@ use crate::job::data::lease_table::{LeaseTable, Share};
 use crate::job::data::shards::{Shards, counted};
 use crate::job::event::{Committed, Finished, FromWorker, LedgerReport, Phases};
 use crate::job::group::choose::{Broken, Suspicion};
-use crate::job::job::{Job, Phase, Timer, ZOMBIE_GRACE};
+use crate::job::job::{Job, Phase, ZOMBIE_GRACE};
+use crate::job::outbox::Timer;
 use crate::job::reporting::history::clip;
 use crate::job::reporting::summary::FailedShard;
 use crate::job::spec::Batch;
@@ -85,7 +86,7 @@ impl Job {
         self.leases = Some(LeaseTable::new(shards, self.spec.epochs));
         self.dataset = Some(dataset);
         self.dataset_describer = None;
-        self.mark_dirty_urgent();
+        self.out.mark_dirty_urgent();
         let waiting: Vec<WorkerId> =
             self.workers.connected.iter().filter(|(_, w)| !w.released).map(|(&id, _)| id).collect();
         for worker in waiting {
@@ -99,7 +100,7 @@ impl Job {
             return;
         }
         if self.parameters.is_none() {
-            self.mark_dirty();
+            self.out.mark_dirty();
         }
         let expected = *self.parameters.get_or_insert(parameters);
         if parameters != expected {
@@ -175,7 +176,7 @@ impl Job {
         let awaited: Vec<WorkerId> = self.workers.disconnected_members().collect();
         let may_live = |m| self.workers.connected.contains_key(m) || awaited.contains(m);
         let outdated = !self.group.members.iter().all(may_live);
-        self.mark_dirty();
+        self.out.mark_dirty();
         let Self { leases: Some(leases), workers, .. } = self else {
             return;
         };
@@ -291,7 +292,7 @@ impl Job {
         if joined.is_none_or(|joined| generation < joined) {
             return;
         }
-        self.mark_dirty();
+        self.out.mark_dirty();
         if self.history.resume(now, worker, generation, step, phases) {
             self.log_recovery();
         }
@@ -363,7 +364,7 @@ impl Job {
                 // member is at fault.
                 until = until.max(now + self.spec.heartbeat().unwrap_or_default());
             }
-            self.set_timer(until, Timer::Broken(generation));
+            self.out.set_timer(until, Timer::Broken(generation));
             self.group.broken = Some(Broken { until, ..Broken::default() });
             self.log_event(format!(
                 "generation {generation}: a link of worker {worker} broke: {}",
@@ -431,7 +432,7 @@ impl Job {
         let Some(w) = self.workers.connected.get(&worker) else { return };
         let (launch, is_member) = (w.launch, w.rank.is_some());
         self.log_event(format!("worker {worker} {why} and is evicted"));
-        self.push(Action::Disconnect { worker });
+        self.out.push(Action::Disconnect { worker });
         self.forget_with_pod(now, worker, ZOMBIE_GRACE);
         self.group.hung |= is_member;
         self.group.suspicion = None;
@@ -447,7 +448,7 @@ impl Job {
         fatal: bool,
     ) {
         let error = clip(error);
-        self.mark_dirty();
+        self.out.mark_dirty();
         self.note_failed_shards(worker, error, ranges);
         if fatal {
             let error = format!("worker {worker}: {error}");
@@ -497,10 +498,10 @@ impl Job {
         for launch in self.workers.pod(launch) {
             self.workers.launches.get_mut(&launch).expect("it is of the pod").leaving = true;
         }
-        self.mark_dirty();
+        self.out.mark_dirty();
         self.log_event(format!("worker {worker} has received SIGTERM and leaves"));
         if is_member && self.spec.work.trains() {
-            self.set_timer(now + self.spec.leave_wait(), Timer::Leave(worker));
+            self.out.set_timer(now + self.spec.leave_wait(), Timer::Leave(worker));
         } else {
             self.release(now, worker, "it leaves");
         }
@@ -530,7 +531,7 @@ impl Job {
             l.accounting = ExitAccounting::Counted;
         }
         self.send(worker, ToWorker::Shutdown(reason.to_owned()));
-        self.push(Action::Disconnect { worker });
+        self.out.push(Action::Disconnect { worker });
         self.forget_with_pod(now, worker, ZOMBIE_GRACE);
         self.count_failure(now, &format!("worker {worker} is evicted: {reason}"), &[]);
         self.reconcile(now);

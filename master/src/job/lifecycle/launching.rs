@@ -11,7 +11,8 @@ use elasticdl_proto::WorkerId;
 
 use crate::job::action::Action;
 use crate::job::event::{LaunchId, Wait};
-use crate::job::job::{HELLO_WAIT, Job, Phase, Timer};
+use crate::job::job::{HELLO_WAIT, Job, Phase};
+use crate::job::outbox::Timer;
 use crate::job::reporting::history::clip;
 use crate::job::time::Time;
 use crate::job::workers::table::{ExitAccounting, Launch, Scheduling};
@@ -33,15 +34,15 @@ impl Job {
             }
             let launch = self.workers.launch(slot);
             for launch in self.workers.pod(launch) {
-                self.set_timer(now + HELLO_WAIT, Timer::Hello(launch));
+                self.out.set_timer(now + HELLO_WAIT, Timer::Hello(launch));
             }
-            self.push(Action::Launch { launch, slot });
-            self.mark_dirty();
+            self.out.push(Action::Launch { launch, slot });
+            self.out.mark_dirty();
             self.reserve_id_block();
             match self.initial_launches_left.checked_sub(self.spec.workers_per_pod) {
                 Some(initial_launches_left) => self.initial_launches_left = initial_launches_left,
                 None => {
-                    self.history.restarts += 1;
+                    self.history.totals.restarts += 1;
                     self.history.counters.restarts += 1;
                 }
             }
@@ -92,7 +93,7 @@ impl Job {
             was_awaited |= l.disconnected.take().is_some();
             l.scheduling = scheduling;
             l.waits_for.clone_from(&reason);
-            self.cancel_timer(Timer::Hello(launch));
+            self.out.cancel_timer(Timer::Hello(launch));
         }
         if let Some(reason) = reason.filter(|_| is_news) {
             self.log_event(format!(
@@ -107,7 +108,7 @@ impl Job {
             Scheduling::Unschedulable => {
                 let until = now + UNSCHEDULABLE_FOR;
                 self.unschedulable_until = Some(until);
-                self.set_timer(until, Timer::Relaunch);
+                self.out.set_timer(until, Timer::Relaunch);
                 self.cancel_excess_probes();
                 self.launch_missing(now);
             }
@@ -168,8 +169,9 @@ impl Job {
             let l = self.workers.launches.get_mut(&launch).expect("it is of the pod");
             l.scheduling = Scheduling::Scheduled;
             l.waits_for = None;
-            if !self.has_timer(Timer::Hello(launch)) && !matches!(self.phase, Phase::Ending(_)) {
-                self.set_timer(now + HELLO_WAIT, Timer::Hello(launch));
+            if !self.out.has_timer(Timer::Hello(launch)) && !matches!(self.phase, Phase::Ending(_))
+            {
+                self.out.set_timer(now + HELLO_WAIT, Timer::Hello(launch));
             }
         }
         if !awaited.is_empty() {
@@ -198,7 +200,7 @@ impl Job {
             l.leaving = true;
             l.accounting = ExitAccounting::Expected;
         }
-        self.mark_dirty();
+        self.out.mark_dirty();
         self.launch_missing(now);
     }
 }

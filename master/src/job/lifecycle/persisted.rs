@@ -154,7 +154,7 @@ impl PersistedJob {
         self.history.memberships.clear();
         self.history.failed_shards.clear();
         self.history.evaluations.all.clear();
-        self.history.checkpoints.restored.clear();
+        self.history.totals.checkpoints.restored.clear();
     }
 
     /// Completes a persisted job with the separately stored list of files.
@@ -200,21 +200,17 @@ impl PersistedJob {
         let (newer, strays): (Vec<_>, Vec<_>) =
             unknown.partition(|(launch, _)| launch.0 > self.launches_made);
         for (&launch, &slot) in newer {
-            let (joined, found) = (None, true);
-            let (holds_state, leaving, retired, gone) = (false, false, false, false);
-            let worker = None;
-            let made = PersistedLaunch {
+            self.launches.push(PersistedLaunch {
                 launch,
                 slot,
-                worker,
-                joined,
-                holds_state,
-                leaving,
-                retired,
-                gone,
-                found,
-            };
-            self.launches.push(made);
+                worker: None,
+                joined: None,
+                holds_state: false,
+                leaving: false,
+                retired: false,
+                gone: false,
+                found: true,
+            });
         }
         let strays = strays.into_iter().map(|(&launch, _)| launch);
         let strays = strays.filter(|launch| pods.contains_key(launch)).collect();
@@ -227,9 +223,7 @@ impl PersistedJob {
     /// The first launches of pods, or processes, that may still run.
     pub fn launches(&self) -> impl Iterator<Item = LaunchId> + '_ {
         let per_pod = self.spec.workers_per_pod;
-        let is_first = move |launch: &LaunchId| {
-            *PodId::of(*launch, per_pod).launches(per_pod).start() == *launch
-        };
+        let is_first = move |launch: &LaunchId| PodId::of(*launch, per_pod).first() == *launch;
         self.launches.iter().map(|l| l.launch).filter(is_first)
     }
 }
@@ -247,7 +241,7 @@ impl Job {
     /// in something that must outlive this master. Cheap to compare before each action.
     #[must_use]
     pub fn version(&self) -> u64 {
-        self.version
+        self.out.version()
     }
 
     /// Steps committed, as last reported.
@@ -260,7 +254,7 @@ impl Job {
     /// other process knows this state (the data set; the end of the job).
     #[must_use]
     pub fn durable_before(&self) -> u64 {
-        self.durable_before
+        self.out.durable_before()
     }
 
     /// The state that another master needs to take over from this one.
@@ -335,23 +329,12 @@ impl Job {
         if launch > self.launches_reserved {
             let block = ID_BLOCK.next_multiple_of(u64::from(self.spec.workers_per_pod));
             self.launches_reserved = launch + block;
-            self.mark_dirty_urgent();
+            self.out.mark_dirty_urgent();
         }
         if generation > self.generations_reserved {
             self.generations_reserved = Generation(generation.0 + ID_BLOCK);
-            self.mark_dirty_urgent();
+            self.out.mark_dirty_urgent();
         }
-    }
-
-    /// Marks a change that must outlive this master and that no other process knows.
-    pub(crate) fn mark_dirty_urgent(&mut self) {
-        self.mark_dirty();
-        self.durable_before = self.version;
-    }
-
-    /// Marks a change that must outlive this master.
-    pub(crate) fn mark_dirty(&mut self) {
-        self.version += 1;
     }
 }
 

@@ -12,7 +12,8 @@ use elasticdl_proto::WorkerId;
 
 use crate::job::action::{Action, Outcome, ToWorker};
 use crate::job::event::LaunchId;
-use crate::job::job::{Job, Phase, Timer};
+use crate::job::job::{Job, Phase};
+use crate::job::outbox::Timer;
 use crate::job::time::Time;
 
 impl Job {
@@ -21,9 +22,9 @@ impl Job {
             return;
         }
         self.phase = Phase::Stopping;
-        self.mark_dirty_urgent();
+        self.out.mark_dirty_urgent();
         self.log_event("stop requested: the job stops at the end of the step".into());
-        self.set_timer(now + self.stop_wait(), Timer::Stop);
+        self.out.set_timer(now + self.stop_wait(), Timer::Stop);
         // A disconnected worker is asked to drain when it reconnects.
         let here = self.workers.launches.iter().filter(|(_, l)| l.disconnected.is_none());
         let launches: Vec<(LaunchId, Option<WorkerId>)> =
@@ -87,7 +88,7 @@ impl Job {
         let at_max =
             first.stopped_early || self.spec.max_steps.is_some_and(|max| first.step >= max);
         self.step = first.step;
-        self.history.steps_skipped = first.steps_skipped;
+        self.history.totals.steps_skipped = first.steps_skipped;
         self.final_report = Some(first);
         if let Some(error) = self.reported_failure() {
             return self.end(now, Outcome::Failed, Some(error));
@@ -128,8 +129,8 @@ impl Job {
         self.log_event(line);
         self.history.error = error;
         self.phase = Phase::Ending(outcome);
-        self.mark_dirty_urgent();
-        self.clear_timers();
+        self.out.mark_dirty_urgent();
+        self.out.clear_timers();
         for worker in self.workers.connected.keys().copied().collect::<Vec<_>>() {
             self.send(worker, ToWorker::Shutdown(format!("the job is {state}")));
         }
@@ -141,18 +142,21 @@ impl Job {
         if self.workers.launches.is_empty() {
             self.end_now();
         } else {
-            self.set_timer(now + END_WAIT, Timer::End);
+            self.out.set_timer(now + END_WAIT, Timer::End);
         }
     }
 
     /// Ends a job that the user stopped and whose group can't finish.
     pub(crate) fn end_stopped(&mut self) {
-        if self.spec.work.trains() && self.step > 0 && self.history.checkpoints.newest.is_none() {
+        if self.spec.work.trains()
+            && self.step > 0
+            && self.history.totals.checkpoints.newest.is_none()
+        {
             self.note_state_lost(self.step);
         }
         self.phase = Phase::Ending(Outcome::Stopped);
         self.log_recovery();
-        self.mark_dirty_urgent();
+        self.out.mark_dirty_urgent();
         self.log_event(format!("the job is {} at step {}", name(Outcome::Stopped), self.step));
         self.end_now();
     }
@@ -165,8 +169,8 @@ impl Job {
             self.kill(launch);
         }
         self.phase = Phase::Ended(outcome);
-        self.clear_timers();
-        self.push(Action::End(outcome));
+        self.out.clear_timers();
+        self.out.push(Action::End(outcome));
     }
 }
 

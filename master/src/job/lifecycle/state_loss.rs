@@ -15,7 +15,8 @@ use elasticdl_proto::WorkerId;
 use serde::{Deserialize, Serialize};
 
 use crate::job::action::{Outcome, ToWorker};
-use crate::job::job::{Job, Phase, Timer};
+use crate::job::job::{Job, Phase};
+use crate::job::outbox::Timer;
 use crate::job::time::Time;
 use crate::job::workers::table::Scheduling;
 
@@ -87,10 +88,10 @@ impl Job {
 
     /// Counts the loss of a state of `step` without a checkpoint.
     pub(crate) fn note_state_lost(&mut self, step: u64) {
-        let count = self.history.state_lost.map_or(0, |loss| loss.count) + 1;
-        self.history.state_lost = Some(StateLoss { count, at_step: step });
+        let count = self.history.totals.state_lost.map_or(0, |loss| loss.count) + 1;
+        self.history.totals.state_lost = Some(StateLoss { count, at_step: step });
         self.history.counters.state_losses += 1;
-        self.mark_dirty();
+        self.out.mark_dirty();
     }
 
     /// Whether any worker may have the group's state, or is a member of a group that has.
@@ -125,9 +126,10 @@ impl Job {
             .launches
             .values()
             .any(|l| l.stays() && l.scheduling != Scheduling::Unschedulable);
-        match is_replaced {
-            true => self.set_timer(now + self.spec.leave_wait() / 2, Timer::Suspend),
-            false => self.suspend(),
+        if is_replaced {
+            self.out.set_timer(now + self.spec.leave_wait() / 2, Timer::Suspend);
+        } else {
+            self.suspend();
         }
     }
 

@@ -39,9 +39,10 @@ use crate::job::data::lease_table::LeaseTable;
 use crate::job::data::shards::Shards;
 use crate::job::event::{ConnectionId, LaunchId};
 use crate::job::group::choose::Group;
-use crate::job::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT, Timer};
+use crate::job::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT};
 use crate::job::lifecycle::persisted::{PersistedJob, PersistedShutdown};
 use crate::job::lifecycle::restart::{Budget, Restarts};
+use crate::job::outbox::Timer;
 use crate::job::reporting::history::JobHistory;
 use crate::job::time::Time;
 use crate::job::workers::pod::PodId;
@@ -121,8 +122,10 @@ impl Job {
         for l in record.launches {
             match l.worker {
                 _ if l.gone => job.kill(l.launch),
-                None => job.set_timer(now + HELLO_WAIT, Timer::Hello(l.launch)),
-                Some(_) if l.leaving => job.set_timer(now + RELEASE_WAIT, Timer::Kill(l.launch)),
+                None => job.out.set_timer(now + HELLO_WAIT, Timer::Hello(l.launch)),
+                Some(_) if l.leaving => {
+                    job.out.set_timer(now + RELEASE_WAIT, Timer::Kill(l.launch))
+                }
                 Some(_) => {}
             }
         }
@@ -141,14 +144,14 @@ impl Job {
         };
         job.group.lost = members.iter().filter(|id| !is_away(id)).copied().collect();
         job.group.members = members;
-        job.mark_dirty();
+        job.out.mark_dirty();
         if let Some(ending) = record.ending {
             job.restore_ending(ending)?;
             return Ok(job);
         }
         if record.stopping {
             job.phase = Phase::Stopping;
-            job.set_timer(now + job.stop_wait(), Timer::Stop);
+            job.out.set_timer(now + job.stop_wait(), Timer::Stop);
         }
         job.await_members(now, record.formed);
         Ok(job)
@@ -198,7 +201,7 @@ impl Job {
     pub(crate) fn raise_generation_floor(&mut self, generation: Generation) {
         if generation > self.group.generation_floor {
             self.group.generation_floor = generation;
-            self.mark_dirty();
+            self.out.mark_dirty();
         }
     }
 
@@ -246,7 +249,7 @@ impl Job {
             lost,
             ..Group::default()
         };
-        self.mark_dirty();
+        self.out.mark_dirty();
         self.count_eligible();
         self.log_event(format!(
             "generation {} has been published by the master before",
@@ -275,7 +278,7 @@ impl Job {
         launch: LaunchId,
         reason: &str,
     ) {
-        self.push(Action::Refuse { connection, reason: reason.into() });
+        self.out.push(Action::Refuse { connection, reason: reason.into() });
         self.forget_disconnected(launch);
         self.expect_exit(now, launch);
         self.launch_missing(now);

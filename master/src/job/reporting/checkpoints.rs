@@ -59,7 +59,7 @@ impl Job {
     pub(crate) fn checkpoints(&self) -> Option<CheckpointsSummary> {
         let dir = self.spec.checkpoints.as_ref().map(|spec| spec.dir.clone());
         let known = dir.is_some() || self.spec.resume_from.is_some();
-        known.then(|| CheckpointsSummary { dir, ..self.history.checkpoints.clone() })
+        known.then(|| CheckpointsSummary { dir, ..self.history.totals.checkpoints.clone() })
     }
 
     /// Handles the user's request for a checkpoint.
@@ -82,7 +82,7 @@ impl Job {
 
     pub(crate) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
         let step = self.step;
-        let known = &mut self.history.checkpoints;
+        let known = &mut self.history.totals.checkpoints;
         let is_written =
             matches!(news, CheckpointNews::Saved { .. } | CheckpointNews::Failed { .. });
         let line = match news {
@@ -120,7 +120,7 @@ impl Job {
         };
         // Success or failure: the next one is written on schedule.
         self.checkpoint_requested &= !is_written;
-        self.mark_dirty();
+        self.out.mark_dirty();
         line.into_iter().for_each(|line| self.log_event(line));
     }
 }

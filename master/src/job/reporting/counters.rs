@@ -67,9 +67,9 @@ pub enum End {
     /// It used more than it may.
     OverLimit,
     /// The cluster took it away: preempted, evicted, its node drained or lost.
-    Taken,
+    Reclaimed,
     /// It was asked to end, by the job or by SIGTERM.
-    Told,
+    Terminated,
     /// The reason is unknown.
     Unknown,
 }
@@ -135,8 +135,8 @@ impl End {
         Self::Killed,
         Self::NotStarted,
         Self::OverLimit,
-        Self::Taken,
-        Self::Told,
+        Self::Reclaimed,
+        Self::Terminated,
         Self::Unknown,
     ];
 
@@ -150,8 +150,8 @@ impl End {
             Self::Killed => "killed",
             Self::NotStarted => "start_failed",
             Self::OverLimit => "limit_exceeded",
-            Self::Taken => "evicted",
-            Self::Told => "terminated",
+            Self::Reclaimed => "evicted",
+            Self::Terminated => "terminated",
             Self::Unknown => "unknown",
         }
     }
@@ -164,7 +164,7 @@ impl End {
             Exit::OverLimit(_) => Self::OverLimit,
             Exit::Signal(_) if is_own_fault => Self::Crashed,
             Exit::Signal(_) => Self::Killed,
-            Exit::Reclaimed(_) => Self::Taken,
+            Exit::Reclaimed(_) => Self::Reclaimed,
             Exit::Unknown => Self::Unknown,
         }
     }

@@ -66,7 +66,7 @@ impl Job {
         known.best = best;
         let surplus = known.all.len().saturating_sub(EVALUATIONS_MAX);
         known.all.drain(..surplus);
-        self.mark_dirty();
+        self.out.mark_dirty();
         self.log_event(line);
     }
 }

@@ -31,21 +31,13 @@ pub(crate) struct JobHistory {
     /// The newest change, until its pause has been logged.
     change: Option<Change>,
     failed_shards: Vec<FailedShard>,
-    loss: LossSummary,
+    pub(crate) totals: Totals,
     loss_smoothed: Option<f64>,
     /// Records committed by the group's reports so far, at these times; the newest last.
     samples: VecDeque<(Time, u64)>,
     committed: u64,
-    formed_first: Option<Time>,
-    /// Records and steps of the first group's state when it formed.
-    begun_with: (u64, u64),
-    reported_last: Time,
     /// Number of workers of an inference job.
     pub(crate) inference_workers: u32,
-    /// The largest group that formed.
-    pub(crate) peak: u32,
-    /// Launches that replaced an ended one.
-    pub(crate) restarts: u64,
     /// Why the job failed or was refused.
     pub(crate) error: Option<String>,
     /// Transport of the gradient all-reduce.
@@ -53,11 +45,7 @@ pub(crate) struct JobHistory {
     /// Counters since this master started.
     pub(crate) counters: Counters,
     pub(crate) storage_waits: StorageWaits,
-    pub(crate) checkpoints: CheckpointsSummary,
     pub(crate) evaluations: EvaluationsSummary,
-    /// Steps without an update, of those that the state contains.
-    pub(crate) steps_skipped: u64,
-    pub(crate) state_lost: Option<StateLoss>,
     /// Description of the last counted worker failure.
     pub(crate) last_failure: Option<String>,
 }
@@ -78,18 +66,29 @@ pub(crate) struct PersistedHistory {
     /// The newest membership changes.
     pub(crate) memberships: Vec<MembershipChange>,
     pub(crate) failed_shards: Vec<FailedShard>,
-    pub(crate) peak: u32,
-    pub(crate) restarts: u64,
-    pub(crate) formed_first: Option<Time>,
     #[serde(default)]
-    pub(crate) begun_with: (u64, u64),
-    /// As of the write.
+    pub(crate) evaluations: EvaluationsSummary,
+    #[serde(flatten)]
+    pub(crate) totals: Totals,
+}
+
+/// The part of the history that is persisted as it is.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Totals {
+    /// The largest group that formed.
+    pub(crate) peak: u32,
+    /// Launches that replaced an ended one.
+    pub(crate) restarts: u64,
+    formed_first: Option<Time>,
+    /// Records and steps of the first group's state when it formed.
+    #[serde(default)]
+    begun_with: (u64, u64),
+    /// Time of the last report; as of the write.
     pub(crate) reported_last: Time,
     pub(crate) loss: LossSummary,
     #[serde(default)]
     pub(crate) checkpoints: CheckpointsSummary,
-    #[serde(default)]
-    pub(crate) evaluations: EvaluationsSummary,
+    /// Steps without an update, of those that the state contains.
     #[serde(default)]
     pub(crate) steps_skipped: u64,
     #[serde(default)]
@@ -98,34 +97,13 @@ pub(crate) struct PersistedHistory {
 
 impl JobHistory {
     pub(crate) fn restore(record: PersistedHistory) -> Self {
-        let PersistedHistory {
-            memberships,
-            failed_shards,
-            peak,
-            restarts,
-            formed_first,
-            begun_with,
-            reported_last,
-            loss,
-            checkpoints,
-            evaluations,
-            steps_skipped,
-            state_lost,
-        } = record;
+        let PersistedHistory { memberships, failed_shards, evaluations, totals } = record;
         Self {
             named: memberships.iter().map(MembershipChange::named).sum(),
             memberships: memberships.into(),
             failed_shards,
-            peak,
-            restarts,
-            formed_first,
-            begun_with,
-            reported_last,
-            loss,
-            checkpoints,
             evaluations,
-            steps_skipped,
-            state_lost,
+            totals,
             ..Self::default()
         }
     }
@@ -134,38 +112,30 @@ impl JobHistory {
         let newest = self.memberships.iter().rev().take(MEMBERSHIPS_RECORDED_MAX);
         let mut memberships = first_within(newest, MEMBERSHIPS_RECORDED_BYTES_MAX);
         memberships.reverse();
-        let evaluations = self.evaluations.all.iter().rev();
-        let mut evaluations = first_within(evaluations, EVALUATIONS_RECORDED_BYTES_MAX);
-        evaluations.reverse();
+        let EvaluationsSummary { all, best, stopped_early } = &self.evaluations;
+        let mut all = first_within(all.iter().rev(), EVALUATIONS_RECORDED_BYTES_MAX);
+        all.reverse();
         PersistedHistory {
             memberships,
             failed_shards: first_within(self.failed_shards.iter(), FAILED_RECORDED_BYTES_MAX),
-            peak: self.peak,
-            restarts: self.restarts,
-            formed_first: self.formed_first,
-            begun_with: self.begun_with,
-            reported_last: self.reported_last,
-            loss: self.loss,
-            checkpoints: self.checkpoints.clone(),
             evaluations: EvaluationsSummary {
-                all: evaluations,
-                best: self.evaluations.best.clone(),
-                stopped_early: self.evaluations.stopped_early,
+                all,
+                best: best.clone(),
+                stopped_early: *stopped_early,
             },
-            steps_skipped: self.steps_skipped,
-            state_lost: self.state_lost,
+            totals: self.totals.clone(),
         }
     }
 
     /// Whether a group has ever formed.
     pub(crate) fn has_formed(&self) -> bool {
-        self.formed_first.is_some()
+        self.totals.formed_first.is_some()
     }
 
     /// Notes that the state contains `total` skipped steps. Returns a log line for the 1st, 2nd,
     /// 4th, 8th and so on.
     pub(crate) fn skip(&mut self, total: u64) -> Option<String> {
-        let before = std::mem::replace(&mut self.steps_skipped, total);
+        let before = std::mem::replace(&mut self.totals.steps_skipped, total);
         let is_told = total > before && total.checked_ilog2() > before.checked_ilog2();
         let times = if total == 1 { "1 step was" } else { &format!("{total} steps were") };
         is_told.then(|| format!("{times} skipped so far because a gradient or loss was not finite"))
@@ -217,12 +187,12 @@ impl JobHistory {
 
     /// Notes that the newest generation formed at `step`, with `counted` records absorbed.
     pub(crate) fn form(&mut self, now: Time, step: u64, counted: u64) {
-        if self.formed_first.is_none() {
-            (self.formed_first, self.begun_with) = (Some(now), (counted, step));
+        if self.totals.formed_first.is_none() {
+            (self.totals.formed_first, self.totals.begun_with) = (Some(now), (counted, step));
         }
         if let Some(record) = self.memberships.back_mut() {
             record.at_step = step;
-            self.peak = self.peak.max(record.world_size);
+            self.totals.peak = self.totals.peak.max(record.world_size);
         }
     }
 
@@ -311,8 +281,8 @@ impl JobHistory {
         let loss = loss_sum / records as f64;
         // The loss of a skipped step may be NaN.
         if records > 0 && loss.is_finite() {
-            self.loss.first.get_or_insert(loss);
-            self.loss.last = Some(loss);
+            self.totals.loss.first.get_or_insert(loss);
+            self.totals.loss.last = Some(loss);
             let before = self.loss_smoothed.filter(|l| l.is_finite()).unwrap_or(loss);
             self.loss_smoothed = Some(before + (loss - before) * LOSS_SMOOTHING);
         }
@@ -321,7 +291,7 @@ impl JobHistory {
     /// Notes that `records` more are done.
     pub(crate) fn count(&mut self, now: Time, records: u64) {
         self.committed = self.committed.saturating_add(records);
-        self.reported_last = now;
+        self.totals.reported_last = now;
         match self.samples.back_mut() {
             Some((at, committed)) if now.since(*at) < SAMPLE_EVERY => *committed = self.committed,
             _ => self.samples.push_back((now, self.committed)),
@@ -334,7 +304,7 @@ impl JobHistory {
     /// Records committed per second over the last few seconds; of steps that take longer, over the
     /// last two reports. Falls towards 0 while none come.
     pub(crate) fn records_per_s(&self, now: Time) -> f64 {
-        let Some(formed) = self.formed_first else {
+        let Some(formed) = self.totals.formed_first else {
             return 0.0;
         };
         let is_before = |&&(at, _): &&(Time, u64)| now.since(at) >= RATE_WINDOW;
@@ -345,7 +315,7 @@ impl JobHistory {
     }
 
     pub(crate) fn loss(&self) -> LossSummary {
-        self.loss
+        self.totals.loss
     }
 
     pub(crate) fn loss_smoothed(&self) -> Option<f64> {
@@ -354,12 +324,12 @@ impl JobHistory {
 
     /// `counted` records and `steps` over the time from the first group's start to the last report.
     pub(crate) fn throughput(&self, counted: u64, steps: u64) -> ThroughputSummary {
-        let Some(formed) = self.formed_first else {
+        let Some(formed) = self.totals.formed_first else {
             return ThroughputSummary::default();
         };
-        let span = self.reported_last.since(formed);
+        let span = self.totals.reported_last.since(formed);
         // Records of another job's checkpoint are not this job's work.
-        let (counted_before, steps_before) = self.begun_with;
+        let (counted_before, steps_before) = self.totals.begun_with;
         let (counted, steps) =
             (counted.saturating_sub(counted_before), steps.saturating_sub(steps_before));
         ThroughputSummary {

@@ -177,7 +177,7 @@ impl Job {
             workers_pending: self.workers_pending(),
             priority_tiers: self.priority_tiers(),
             allreduce_transport: self.history.allreduce_transport.clone(),
-            steps_skipped: self.history.steps_skipped,
+            steps_skipped: self.history.totals.steps_skipped,
             evaluated: self.history.evaluations.all.last().cloned(),
             checkpoints: self.checkpoints(),
             events: self.history.events(),

@@ -230,11 +230,10 @@ impl Job {
     #[must_use]
     pub fn summary(&self, now: Time) -> Summary {
         let records = self.records_summary();
-        let last = match self.spec.work.trains() {
-            true => {
-                u32::try_from(self.group.members.len()).expect("members are limited by max_workers")
-            }
-            false => self.history.inference_workers,
+        let last = if self.spec.work.trains() {
+            u32::try_from(self.group.members.len()).expect("members are limited by max_workers")
+        } else {
+            self.history.inference_workers
         };
         Summary {
             job: self.spec.name.clone(),
@@ -244,9 +243,9 @@ impl Job {
             wall_s: now.0.as_secs_f64(),
             records,
             workers: WorkersSummary {
-                peak: self.history.peak,
+                peak: self.history.totals.peak,
                 last,
-                restarts: self.history.restarts,
+                restarts: self.history.totals.restarts,
             },
             memberships: self.history.memberships(),
             loss: self.history.loss(),
@@ -255,8 +254,8 @@ impl Job {
             evaluations: self.evaluations(),
             checkpoints: self.checkpoints(),
             failed_shards: self.history.failed_shards(),
-            steps_skipped: self.history.steps_skipped,
-            state_lost: self.history.state_lost,
+            steps_skipped: self.history.totals.steps_skipped,
+            state_lost: self.history.totals.state_lost,
             error: self.history.error.clone(),
             model_summary: self.model_summary(),
             metrics: self.results.means(records.expected),

@@ -94,10 +94,10 @@ fn exits_are_counted_by_reason() {
     assert_eq!(counters(&job).ends, BTreeMap::from(expected));
     assert_eq!(counters(&job).restarts, job.summary(at(5)).workers.restarts);
     end(&mut job, 4, Exit::Reclaimed("preempted".into()));
-    assert_eq!(counters(&job).ends[&End::Taken], 1);
+    assert_eq!(counters(&job).ends[&End::Reclaimed], 1);
     // The exits of workers after the end of the job are not classified.
     job.handle(at(6), Event::Stop);
     end(&mut job, 5, Exit::Code(0));
-    let told = counters(&job).ends.get(&End::Told).copied();
+    let told = counters(&job).ends.get(&End::Terminated).copied();
     assert_eq!(told, None, "{:?}", counters(&job).ends);
 }

@@ -282,6 +282,6 @@ impl World {
 /// The persisted job without the fields that change without a new version.
 fn without_volatile_fields(record: &PersistedJob) -> PersistedJob {
     let mut copy = record.clone();
-    (copy.step, copy.history.loss, copy.history.reported_last) = Default::default();
+    (copy.step, copy.history.totals.loss, copy.history.totals.reported_last) = Default::default();
     copy
 }

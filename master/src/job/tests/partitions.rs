@@ -103,10 +103,12 @@ impl World {
             self.has_dialled(self.neighbours(p, newest).0, newest)
                 && !self.is_unreachable_from_previous(p, newest)
         };
-        match is_linked(p) {
-            true => Some((newest, 1, u64::from(is_linked(prev)), 1)),
-            false => Some((newest, 0, 0, 0)),
-        }
+        let position = if is_linked(p) {
+            (newest, 1, u64::from(is_linked(prev)), 1)
+        } else {
+            (newest, 0, 0, 0)
+        };
+        Some(position)
     }
 
     /// Whether the process builds its links and has dialled the next member.

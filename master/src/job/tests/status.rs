@@ -6,6 +6,7 @@ use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
+use super::super::reporting::history;
 use super::super::*;
 use super::directed::{actions, ask, at, committed, connect, deliver, formed, lose, started};
 use crate::job::data::lease_table::{LeaseTable, Share};
@@ -22,10 +23,12 @@ pub(super) fn count_shards(records: &LeaseTable, epochs: u32) -> ShardCounts {
         let one = |record| RecordRange { epoch, start: record, end: record + 1 };
         let is_absorbed = |record| records.ledger().absorbed_of(one(record)) == 1;
         let is_leased = |r| leases.iter().any(|l| l.epoch == epoch && l.records().contains(&r));
-        let counted = match () {
-            () if shards.range(shard).all(is_absorbed) => &mut counts.done,
-            () if shards.range(shard).any(is_leased) => &mut counts.leased,
-            () => &mut counts.todo,
+        let counted = if shards.range(shard).all(is_absorbed) {
+            &mut counts.done
+        } else if shards.range(shard).any(is_leased) {
+            &mut counts.leased
+        } else {
+            &mut counts.todo
         };
         *counted += 1;
     }

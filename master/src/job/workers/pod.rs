@@ -18,21 +18,31 @@ use crate::job::job::{Job, Phase};
 use crate::job::time::Time;
 use crate::job::workers::table::{Launch, WorkerTable};
 
-/// Number of a pod. Launches are numbered from 1 on, those of a pod consecutively.
+/// A pod, identified by its first launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct PodId(u64);
+pub(crate) struct PodId {
+    first: LaunchId,
+    last: LaunchId,
+}
 
 impl PodId {
-    /// The pod of `launch`, where each pod has `workers_per_pod` launches.
+    /// The pod of `launch`, where each pod has `workers_per_pod` launches. Launches are numbered
+    /// from 1 on, those of a pod consecutively.
     pub(crate) fn of(launch: LaunchId, workers_per_pod: u32) -> Self {
-        Self(launch.0.saturating_sub(1) / u64::from(workers_per_pod))
+        let per_pod = u64::from(workers_per_pod.max(1));
+        let before = launch.0.saturating_sub(1) / per_pod * per_pod;
+        let last = LaunchId(before.saturating_add(per_pod));
+        Self { first: LaunchId(before.saturating_add(1)), last }
     }
 
-    /// The launches of the pod.
-    pub(crate) fn launches(self, workers_per_pod: u32) -> RangeInclusive<LaunchId> {
-        let per_pod = u64::from(workers_per_pod);
-        let before = self.0.saturating_mul(per_pod);
-        LaunchId(before.saturating_add(1))..=LaunchId(before.saturating_add(per_pod))
+    /// Its first launch, which names it.
+    pub(crate) fn first(self) -> LaunchId {
+        self.first
+    }
+
+    /// All of its launches.
+    pub(crate) fn launches(self) -> RangeInclusive<LaunchId> {
+        self.first..=self.last
     }
 }
 
@@ -44,8 +54,7 @@ impl WorkerTable {
 
     /// The ids of the launches of this launch's pod.
     fn numbers(&self, launch: LaunchId) -> RangeInclusive<LaunchId> {
-        let per_pod = self.workers_per_pod as u32;
-        PodId::of(launch, per_pod).launches(per_pod)
+        PodId::of(launch, self.workers_per_pod as u32).launches()
     }
 
     /// The first launch of each pod.

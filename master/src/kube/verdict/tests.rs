@@ -3,6 +3,13 @@
 use serde_json::{Value, json};
 
 use super::*;
+use crate::job;
+use crate::kube::pods;
+
+/// Whether the job counts this end as a failure of the worker.
+fn is_own_fault(cause: Cause) -> bool {
+    job::is_own_fault(&pods::exit_of(End { cause, detail: String::new() }))
+}
 
 fn pod(status: Value) -> Pod {
     serde_json::from_value(json!({"metadata": {"name": "j-w-1", "uid": "u"}, "status": status}))
@@ -102,7 +109,7 @@ fn a_pod_that_the_cluster_removes_terminates_and_ends_with_the_clusters_message(
                 "{code}: {status}"
             );
         }
-        assert!(!cause.is_own_fault());
+        assert!(!is_own_fault(cause));
     }
     // The node of this pod does not exist any more, so no kubelet stops its program.
     let deleted = condition("DisruptionTarget", "DeletionByPodGC", "PodGC: node no longer exists");
@@ -227,7 +234,7 @@ fn a_pod_that_its_node_does_not_admit_is_not_at_fault() {
         let verdict = classify(&pod(failed(reason, message)));
         assert_eq!(verdict, ended(Cause::Refused, &format!("{reason}: {message}")));
     }
-    assert!(!Cause::Refused.is_own_fault() && !Cause::Lost.is_own_fault());
+    assert!(!is_own_fault(Cause::Refused) && !is_own_fault(Cause::Lost));
 }
 
 #[test]
@@ -255,7 +262,7 @@ fn a_pod_that_exceeds_its_own_limits_is_at_fault() {
     let detail = format!("Evicted: {}", own.trim());
     let pod = pod(json!({"phase": "Failed", "conditions": condition}));
     assert_eq!(classify(&pod), ended(Cause::OverLimit, &detail));
-    assert!(Cause::OverLimit.is_own_fault() && Cause::OutOfMemory.is_own_fault());
+    assert!(is_own_fault(Cause::OverLimit) && is_own_fault(Cause::OutOfMemory));
 }
 
 #[test]
@@ -276,7 +283,7 @@ fn exit_codes_distinguish_crashes_from_kills() {
     for (code, cause, own) in table {
         let status = terminated("Failed", json!({"exitCode": code, "reason": "Error"}));
         let Verdict::Ended(end) = classify(&pod(status)) else { panic!("{code}") };
-        assert_eq!((end.cause, end.cause.is_own_fault()), (cause, own), "{code}");
+        assert_eq!((end.cause, is_own_fault(end.cause)), (cause, own), "{code}");
     }
     let named = terminated(
         "Failed",
