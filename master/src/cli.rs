@@ -36,7 +36,7 @@ pub use inference::{EvaluateArgs, FormatName, PredictArgs};
 pub use list::ListArgs;
 pub use logs::LogsArgs;
 pub use master::MasterArgs;
-pub use resilience::ResilienceOptions;
+pub use resilience::{OnNonfiniteArg, ResilienceOptions, WireDtypeArg};
 pub use scale::ScaleArgs;
 pub use status::StatusArgs;
 pub use stop::StopArgs;

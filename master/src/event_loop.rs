@@ -15,11 +15,10 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
-use elasticdl_proto::v1::MasterMessage;
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_proto::wire::SharedMessage;
+use elasticdl_proto::{Generation, Hello, MasterMessage, Membership, Welcome, WorkerId};
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
@@ -27,8 +26,7 @@ use tonic::Status;
 use tracing::{info, warn};
 
 use crate::job::{
-    Action, ConnectionId, Event, Job, JobSpec, LaunchId, Membership, Outcome, PersistedJob,
-    Summary, Time, ToWorker,
+    Action, ConnectionId, Event, Job, JobSpec, LaunchId, Outcome, PersistedJob, Summary, Time,
 };
 use crate::job_store::JobStore;
 use crate::jobdir::{AbandonedJob, PersistedJobFile};
@@ -40,7 +38,7 @@ use crate::kube::verdict::{Verdict, classify};
 use crate::listener::ServerConfig;
 use crate::local::{Launcher, Processes};
 use crate::progress::Progress;
-use crate::service::{self, Server, ServerEvent, WorkerOutbox};
+use crate::service::{Server, ServerEvent, WorkerOutbox};
 use crate::worker_backend::{BackendEvent, WorkerBackend};
 
 /// The master of one job, ready to run.
@@ -62,9 +60,8 @@ pub struct Master {
     /// Streams that this side has not closed.
     peers: BTreeMap<ConnectionId, Peer>,
     workers: BTreeMap<WorkerId, ConnectionId>,
-    /// The newest membership in its encoded form: all workers receive the same message, which is
-    /// long in a large job.
-    membership: Option<(Generation, Arc<MasterMessage>)>,
+    /// The newest membership: all workers receive the same message, which is long in a large job.
+    membership: Option<(Generation, SharedMessage)>,
     /// Fencing token of this master: its number among the job's masters, from 1. A worker rejects a
     /// master whose incarnation is lower than one that it has seen.
     incarnation: u64,
@@ -440,8 +437,8 @@ impl Master {
                     self.progress.notice(self.now(), text);
                 }
                 Action::Send { worker, message } => {
-                    let message = self.encode(message);
-                    self.send(worker, message);
+                    let message = self.share(message);
+                    self.send(worker, |outbox| outbox.send(message));
                 }
             }
         }
@@ -454,27 +451,30 @@ impl Master {
             if let Some(dead) = self.workers.insert(worker, connection) {
                 self.peers.remove(&dead);
             }
-            self.send(worker, Arc::new(service::welcome(worker, &self.spec, self.incarnation)));
+            let options = self.spec.worker_options();
+            let welcome = Welcome { worker, incarnation: self.incarnation, options };
+            self.send(worker, |outbox| outbox.welcome(welcome));
         }
     }
 
-    fn encode(&mut self, message: ToWorker) -> Arc<MasterMessage> {
-        let ToWorker::Membership(Membership { generation, .. }) = message else {
-            return Arc::new(service::to_worker(message));
+    /// Shares a membership with the other workers that it is sent to.
+    fn share(&mut self, message: MasterMessage) -> SharedMessage {
+        let MasterMessage::Membership(Membership { generation, .. }) = message else {
+            return message.into();
         };
         match &self.membership {
-            Some((known, encoded)) if *known == generation => Arc::clone(encoded),
+            Some((known, shared)) if *known == generation => shared.clone(),
             _ => {
-                let encoded = Arc::new(service::to_worker(message));
-                self.membership = Some((generation, Arc::clone(&encoded)));
-                encoded
+                let shared = SharedMessage::from(message);
+                self.membership = Some((generation, shared.clone()));
+                shared
             }
         }
     }
 
-    fn send(&mut self, worker: WorkerId, message: Arc<MasterMessage>) {
+    fn send(&mut self, worker: WorkerId, queue: impl FnOnce(&WorkerOutbox) -> bool) {
         let peer = self.workers.get(&worker).and_then(|connection| self.peers.get(connection));
-        if peer.is_some_and(|peer| !peer.outbox.send(message)) && self.disconnect(worker) {
+        if peer.is_some_and(|peer| !queue(&peer.outbox)) && self.disconnect(worker) {
             warn!(%worker, "worker does not read its messages: disconnected");
             self.job.handle(self.now(), Event::Disconnected { worker });
         }
@@ -499,7 +499,7 @@ impl Master {
                 }
             }
             ServerEvent::Connected { connection, hello, outbox } => {
-                let service::Hello { launch, address, pid, resume, incarnation } = hello;
+                let Hello { job: _, launch, address, pid, resume, incarnation } = *hello;
                 if incarnation > self.incarnation {
                     // The stream closes without a message; the worker continues its search.
                     warn!(

@@ -15,7 +15,7 @@
 //!
 //! **Invariants:** all decisions are made in [`job`]; the other modules are its shell. The crate
 //! knows nothing about gradients or CUDA and does not link the worker crate: workers are programs
-//! that it starts. Generated protobuf types stop at `service` and at the client of the commands.
+//! that it starts. Messages and the status are the types of `elasticdl-proto`.
 
 pub mod cli;
 pub mod event_loop;

@@ -54,7 +54,7 @@ impl Projection {
         let leased: u64 = status.workers.iter().map(|worker| worker.leased_records).sum();
         let stragglers = status.workers.iter().filter(|worker| worker.straggler).count();
         page.gauges("state", "1 for the current state of the job", |labels| {
-            labels.set("state", status.state, 1.0)
+            labels.set("state", &status.state, 1.0)
         })?;
         page.gauge("generation", "Current generation of the group", status.generation.0 as f64)?;
         page.gauge("world_size", "Number of members of the group", members.count() as f64)?;

@@ -162,7 +162,7 @@ pub(crate) fn one_line(text: &str) -> String {
 
 fn describe(status: &Status) -> String {
     if status.records_expected == 0 || status.generation.0 == 0 {
-        return status.state.into();
+        return status.state.clone().into_owned();
     }
     let members = status.workers.iter().filter(|worker| worker.rank.is_some()).count();
     let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
@@ -210,7 +210,9 @@ mod tests {
             worker: WorkerId(id),
             pid: 1,
             rank,
-            state: "training",
+            state: "training".into(),
+            pod: None,
+            node: None,
             step: None,
             compute_us: 0,
             straggler: false,
@@ -218,7 +220,8 @@ mod tests {
         };
         Status {
             job: "j".into(),
-            state: "running",
+            state: "running".into(),
+            events_at_s: Vec::new(),
             generation: Generation(3),
             step: 120,
             steps_skipped: 0,
@@ -253,7 +256,7 @@ mod tests {
         let line = "running · epoch 2/2 · step 120 · 3.0 records/s · 0 workers · generation 3";
         assert_eq!(describe(&over), line);
         assert_eq!(
-            describe(&Status { generation: Generation(0), state: "starting", ..running() }),
+            describe(&Status { generation: Generation(0), state: "starting".into(), ..running() }),
             "starting"
         );
     }

@@ -10,29 +10,28 @@
 //! that does not read: the worker's outbox overflows and its stream is closed. The end of a stream
 //! reaches the event queue at once, through the error or the end of the connection.
 
-mod convert;
 mod incoming;
 
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use elasticdl_proto::v1;
+use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
+use elasticdl_proto::wire::master_server::{Master, MasterServer};
+use elasticdl_proto::wire::{
+    CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
+    SharedMessage, StatusRequest,
+};
+use elasticdl_proto::{Hello, Welcome, WorkerMessage};
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_stream::{Stream, StreamExt as _};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::{debug, warn};
-use v1::master_server::{Master, MasterServer};
 
-pub(crate) use convert::{Hello, status_reply, to_worker, welcome};
-
-use crate::job::{self, ConnectionId, FromWorker};
-use crate::limits::MESSAGE_BYTES_MAX;
+use crate::job::{self, ConnectionId};
 use crate::listener::{Identity, ServerConfig};
 use crate::token::Token;
 
@@ -44,9 +43,9 @@ pub(crate) enum ServerEvent {
     /// A stream ended.
     Closed { connection: ConnectionId },
     /// A stream presented the token and sent a hello.
-    Connected { connection: ConnectionId, hello: Hello, outbox: WorkerOutbox },
+    Connected { connection: ConnectionId, hello: Box<Hello>, outbox: WorkerOutbox },
     /// A stream sent a message after its hello.
-    Message { connection: ConnectionId, message: FromWorker },
+    Message { connection: ConnectionId, message: WorkerMessage },
     /// A command sets the desired number of workers; the reply is the previous number.
     Scale { num_workers: u32, reply: oneshot::Sender<Result<u32, Status>> },
     /// A command requests the status of the job.
@@ -62,10 +61,15 @@ pub(crate) struct WorkerOutbox {
 }
 
 impl WorkerOutbox {
-    /// Queues a message, which may be shared with other outboxes. `false` if the outbox is full,
-    /// because the worker does not read, or if the stream has ended.
-    pub(crate) fn send(&self, message: Arc<v1::MasterMessage>) -> bool {
-        self.outbox.try_send(Ok(message)).is_ok()
+    /// Queues a message. `false` if the outbox is full, because the worker does not read, or if
+    /// the stream has ended.
+    pub(crate) fn send(&self, message: SharedMessage) -> bool {
+        self.outbox.try_send(Ok(JoinResponse::Message(message))).is_ok()
+    }
+
+    /// Queues the welcome; otherwise as [`WorkerOutbox::send`].
+    pub(crate) fn welcome(&self, welcome: Welcome) -> bool {
+        self.outbox.try_send(Ok(JoinResponse::Welcome(Box::new(welcome)))).is_ok()
     }
 
     /// Ends the stream with an error.
@@ -75,9 +79,8 @@ impl WorkerOutbox {
     }
 }
 
-/// Queue of messages to a worker. The outboxes share a message that is sent to all workers, such as
-/// a membership.
-type MessageSender = mpsc::Sender<Result<Arc<v1::MasterMessage>, Status>>;
+/// Queue of messages to a worker.
+type MessageSender = mpsc::Sender<Result<JoinResponse, Status>>;
 
 /// A running server; see [`Server::end`].
 #[derive(Debug)]
@@ -182,11 +185,11 @@ struct Service {
 
 #[tonic::async_trait]
 impl Master for Service {
-    type JoinStream = Pin<Box<dyn Stream<Item = Result<v1::MasterMessage, Status>> + Send>>;
+    type JoinStream = ReceiverStream<Result<JoinResponse, Status>>;
 
     async fn join(
         &self,
-        request: Request<Streaming<v1::WorkerMessage>>,
+        request: Request<Streaming<JoinRequest>>,
     ) -> Result<Response<Self::JoinStream>, Status> {
         if !*self.open.borrow() {
             return Err(Status::unavailable(
@@ -217,60 +220,61 @@ impl Master for Service {
             drop(awaiting_hello);
             read(connection, hello, stream, outbox, events).await;
         });
-        // A shared message is copied when the connection sends it, not earlier.
-        let outgoing =
-            ReceiverStream::new(outgoing).map(|message| message.map(Arc::unwrap_or_clone));
-        Ok(Response::new(Box::pin(outgoing)))
+        Ok(Response::new(ReceiverStream::new(outgoing)))
     }
 
     async fn status(
         &self,
-        _request: Request<v1::StatusRequest>,
-    ) -> Result<Response<v1::StatusReply>, Status> {
+        _request: Request<StatusRequest>,
+    ) -> Result<Response<job::Status>, Status> {
         let (reply, answer) = oneshot::channel();
         self.events.send(ServerEvent::Status { reply }).await.map_err(|_| ending())?;
-        let status = answer.await.map_err(|_| ending())?;
-        Ok(Response::new(status_reply(status)))
+        answer.await.map(Response::new).map_err(|_| ending())
     }
 
     async fn checkpoint(
         &self,
-        _: Request<v1::CheckpointRequest>,
-    ) -> Result<Response<v1::CheckpointReply>, Status> {
+        _: Request<CheckpointRequest>,
+    ) -> Result<Response<CheckpointReply>, Status> {
         let (reply, answer) = oneshot::channel();
         self.events.send(ServerEvent::Checkpoint { reply }).await.map_err(|_| ending())?;
         let step = answer.await.map_err(|_| ending())??;
-        Ok(Response::new(v1::CheckpointReply { step }))
+        Ok(Response::new(CheckpointReply { step }))
     }
 
-    async fn scale(
-        &self,
-        request: Request<v1::ScaleRequest>,
-    ) -> Result<Response<v1::ScaleReply>, Status> {
+    async fn scale(&self, request: Request<ScaleRequest>) -> Result<Response<ScaleReply>, Status> {
         let num_workers = request.into_inner().num_workers;
         let (reply, answer) = oneshot::channel();
         self.events.send(ServerEvent::Scale { num_workers, reply }).await.map_err(|_| ending())?;
         let was = answer.await.map_err(|_| ending())??;
-        Ok(Response::new(v1::ScaleReply { was }))
+        Ok(Response::new(ScaleReply { was }))
     }
 }
 
 async fn first_message(
-    stream: &mut Streaming<v1::WorkerMessage>,
+    stream: &mut Streaming<JoinRequest>,
     job: &str,
-) -> Result<Hello, Status> {
+) -> Result<Box<Hello>, Status> {
+    let invalid = |reason: String| Err(Status::invalid_argument(reason));
     let message = tokio::time::timeout(HELLO_TIMEOUT, stream.message())
         .await
-        .map_err(|_| Status::deadline_exceeded("no `hello` came in time"))??
-        .ok_or_else(|| Status::invalid_argument("the first message must be `hello`"))?;
-    convert::hello(message, job)
+        .map_err(|_| Status::deadline_exceeded("no `hello` came in time"))??;
+    match message {
+        Some(JoinRequest::Hello(hello)) if hello.job == job => Ok(hello),
+        Some(JoinRequest::Hello(hello)) => {
+            let theirs: String = hello.job.chars().take(JOB_NAME_SHOWN_MAX).collect();
+            invalid(format!("hello.job: this is the master of `{job}`, not of `{theirs}`"))
+        }
+        Some(JoinRequest::Invalid(reason)) => invalid(reason),
+        Some(JoinRequest::Message(_)) | None => invalid("the first message must be `hello`".into()),
+    }
 }
 
 /// Reads a stream after its hello until either side closes it.
 async fn read(
     connection: ConnectionId,
-    hello: Hello,
-    mut stream: Streaming<v1::WorkerMessage>,
+    hello: Box<Hello>,
+    mut stream: Streaming<JoinRequest>,
     outbox: MessageSender,
     events: mpsc::Sender<ServerEvent>,
 ) {
@@ -287,7 +291,11 @@ async fn read(
             _ = &mut closed => return,
         };
         let checked = match received {
-            Ok(Some(message)) => convert::from_worker(message),
+            Ok(Some(JoinRequest::Message(message))) => Ok(message),
+            Ok(Some(JoinRequest::Invalid(reason))) => Err(Status::invalid_argument(reason)),
+            Ok(Some(JoinRequest::Hello(_))) => {
+                Err(Status::invalid_argument("`hello` comes first, and once"))
+            }
             Ok(None) => break,
             Err(status) => Err(status),
         };
@@ -321,6 +329,8 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 const OUTBOX_MAX: usize = 1024;
 const STREAMS_PER_CONNECTION_MAX: u32 = 16;
 const AWAITING_HELLO_MAX: usize = 64;
+/// Number of characters of a foreign job's name that an error shows.
+const JOB_NAME_SHOWN_MAX: usize = 64;
 
 #[cfg(test)]
 mod tests;

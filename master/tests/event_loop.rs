@@ -15,16 +15,18 @@ use elasticdl_master::jobdir::JobDir;
 use elasticdl_master::listener::ServerConfig;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
-use elasticdl_proto::v1;
+use elasticdl_proto::wire::master_client::MasterClient;
+use elasticdl_proto::wire::{JoinRequest, JoinResponse, ScaleRequest, StatusRequest};
+use elasticdl_proto::{
+    Committed, FileList, Finished, Hello, LaunchId, LedgerReport, MasterMessage, RecordRange,
+    StepTimes, WorkerMessage,
+};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Streaming};
-use v1::master_client::MasterClient;
-use v1::master_message::Kind as FromMaster;
-use v1::worker_message::Kind as ToMaster;
 
 /// A running job. Its processes write their launch id to a named pipe, then wait until the pipe is
 /// written to.
@@ -39,8 +41,8 @@ struct Fixture {
 
 /// The worker's side of a stream.
 struct Worker {
-    outgoing: mpsc::Sender<v1::WorkerMessage>,
-    incoming: Streaming<v1::MasterMessage>,
+    outgoing: mpsc::Sender<JoinRequest>,
+    incoming: Streaming<JoinResponse>,
 }
 
 impl Fixture {
@@ -91,14 +93,15 @@ impl Fixture {
 
     async fn join(&self, launch: u64) -> Worker {
         let (outgoing, received) = mpsc::channel(16);
-        let hello = v1::Hello {
+        let hello = Hello {
             job: "mnist".into(),
-            launch,
-            address: "127.0.0.1:9".into(),
+            launch: LaunchId(launch),
+            address: "127.0.0.1:9".parse().unwrap(),
             pid: 42,
             resume: None,
+            incarnation: 0,
         };
-        outgoing.send(v1::WorkerMessage { kind: Some(ToMaster::Hello(hello)) }).await.unwrap();
+        outgoing.send(JoinRequest::Hello(Box::new(hello))).await.unwrap();
         let request = self.with_token(ReceiverStream::new(received));
         let incoming = self.client().await.join(request).await.unwrap().into_inner();
         Worker { outgoing, incoming }
@@ -110,18 +113,27 @@ impl Fixture {
 }
 
 impl Worker {
-    async fn send(&self, kind: ToMaster) {
-        self.outgoing.send(v1::WorkerMessage { kind: Some(kind) }).await.unwrap();
+    async fn send(&self, message: WorkerMessage) {
+        self.outgoing.send(JoinRequest::Message(message)).await.unwrap();
     }
 
-    async fn receive(&mut self) -> FromMaster {
-        self.incoming.message().await.unwrap().expect("the stream is open").kind.unwrap()
+    async fn receive_response(&mut self) -> JoinResponse {
+        self.incoming.message().await.unwrap().expect("the stream is open")
+    }
+
+    async fn receive(&mut self) -> MasterMessage {
+        match self.receive_response().await {
+            JoinResponse::Message(message) => message.into_inner(),
+            other => panic!("{other:?}"),
+        }
     }
 
     /// Reads messages up to the first one that `wanted` accepts.
-    async fn receive_until<T>(&mut self, wanted: impl Fn(FromMaster) -> Option<T>) -> T {
+    async fn receive_until<T>(&mut self, wanted: impl Fn(MasterMessage) -> Option<T>) -> T {
         loop {
-            if let Some(found) = wanted(self.receive().await) {
+            if let JoinResponse::Message(message) = self.receive_response().await
+                && let Some(found) = wanted(message.into_inner())
+            {
                 return found;
             }
         }
@@ -157,59 +169,56 @@ fn spec() -> JobSpec {
     }
 }
 
-fn described(outcome: v1::described::Outcome) -> ToMaster {
-    ToMaster::Described(v1::Described { outcome: Some(outcome) })
-}
-
 #[tokio::test]
 async fn a_job_runs_from_its_first_launch_to_its_summary() {
     let job = Fixture::start().await;
     let mut worker = job.join(job.launched().await).await;
-    let FromMaster::Welcome(welcome) = worker.receive().await else { panic!("no welcome") };
-    assert_eq!(welcome.options.unwrap().training_data, "d");
-    assert_eq!(worker.receive().await, FromMaster::Describe(v1::Describe {}));
-    let file = v1::File { path: "a".into(), records: 4, version: None };
-    let dataset = v1::Dataset { files: vec![file], ..Default::default() };
-    worker.send(described(v1::described::Outcome::Dataset(dataset.clone()))).await;
-    assert_eq!(worker.receive().await, FromMaster::Prepare(v1::Prepare { dataset: Some(dataset) }));
-    worker.send(ToMaster::LeaseRequest(v1::LeaseRequest { epoch: 0, records: 4 })).await;
-    worker.send(ToMaster::Ready(v1::Ready { parameters: 10 })).await;
+    let JoinResponse::Welcome(welcome) = worker.receive_response().await else {
+        panic!("no welcome")
+    };
+    assert_eq!(welcome.options.training_data, "d");
+    assert_eq!(worker.receive().await, MasterMessage::Describe);
+    let dataset = FileList::pack([("a", 4)]);
+    worker.send(WorkerMessage::Described(Ok(dataset.clone()))).await;
+    assert_eq!(worker.receive().await, MasterMessage::Prepare(dataset));
+    worker.send(WorkerMessage::LeaseRequest { epoch: 0, records: 4 }).await;
+    worker.send(WorkerMessage::Ready { parameters: 10 }).await;
     let generation = worker
         .receive_until(|message| match message {
-            FromMaster::Membership(membership) => Some(membership.generation),
+            MasterMessage::Membership(membership) => Some(membership.generation),
             _ => None,
         })
         .await;
-    let nothing = v1::Ledger { epochs_complete: 0, ranges: Vec::new(), repeated_records: 0 };
-    worker.send(ToMaster::Formed(v1::Formed { generation, step: 0, ledger: Some(nothing) })).await;
+    let ledger = LedgerReport::default();
+    worker.send(WorkerMessage::Formed { generation, step: 0, ledger }).await;
     let mut leased = Vec::new();
-    while leased.iter().map(|range: &v1::Range| range.end - range.start).sum::<u64>() < 4 {
+    while leased.iter().map(RecordRange::len).sum::<u64>() < 4 {
         leased.extend(
             worker
                 .receive_until(|message| match message {
-                    FromMaster::Lease(lease) => Some(lease.ranges),
+                    MasterMessage::Lease(ranges) => Some(ranges),
                     _ => None,
                 })
                 .await,
         );
     }
-    let committed = v1::Committed {
+    let committed = Committed {
         generation,
         step: 1,
         ranges: leased,
         loss_sum: 8.0,
         records: 4,
         compute_us: vec![10],
-        times: None,
+        times: StepTimes::default(),
         steps_skipped: 0,
     };
-    worker.send(ToMaster::Committed(committed)).await;
-    let all = v1::Ledger { epochs_complete: 1, ranges: Vec::new(), repeated_records: 0 };
-    let finished = v1::Finished {
+    worker.send(WorkerMessage::Committed(committed)).await;
+    let ledger = LedgerReport { epochs_complete: 1, ..LedgerReport::default() };
+    let finished = Finished {
         generation,
         step: 1,
         digest: 77,
-        ledger: Some(all),
+        ledger,
         records_trained: 4,
         stopped_early: false,
         summary: Some("accuracy 1".into()),
@@ -218,8 +227,10 @@ async fn a_job_runs_from_its_first_launch_to_its_summary() {
         steps_skipped: 0,
         exported: false,
     };
-    worker.send(ToMaster::Finished(finished)).await;
-    worker.receive_until(|message| matches!(message, FromMaster::Shutdown(_)).then_some(())).await;
+    worker.send(WorkerMessage::Finished(finished)).await;
+    worker
+        .receive_until(|message| matches!(message, MasterMessage::Shutdown(_)).then_some(()))
+        .await;
     drop(worker);
     job.let_end().await;
     let JobResult { outcome, summary } = job.ended().await;
@@ -240,9 +251,11 @@ async fn a_job_runs_from_its_first_launch_to_its_summary() {
 async fn data_that_cannot_be_used_ends_the_job_and_its_process() {
     let job = Fixture::start().await;
     let mut worker = job.join(job.launched().await).await;
-    worker.receive_until(|message| matches!(message, FromMaster::Describe(_)).then_some(())).await;
-    worker.send(described(v1::described::Outcome::Error("d: no such file".into()))).await;
-    worker.receive_until(|message| matches!(message, FromMaster::Shutdown(_)).then_some(())).await;
+    worker.receive_until(|message| matches!(message, MasterMessage::Describe).then_some(())).await;
+    worker.send(WorkerMessage::Described(Err("d: no such file".into()))).await;
+    worker
+        .receive_until(|message| matches!(message, MasterMessage::Shutdown(_)).then_some(()))
+        .await;
     drop(worker);
     job.let_end().await;
     let JobResult { outcome, summary } = job.ended().await;
@@ -299,14 +312,14 @@ async fn a_job_is_scaled_within_its_bounds_and_shows_it() {
     let launch = job.launched().await;
     let worker = job.join(launch).await;
     let mut client = job.client().await;
-    let scale = |num_workers| job.with_token(v1::ScaleRequest { num_workers });
+    let scale = |num_workers| job.with_token(ScaleRequest { num_workers });
     for out_of_bounds in [0, 4, u32::MAX] {
         let refused = client.scale(scale(out_of_bounds)).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument);
         assert!(refused.message().contains("1 to 3 workers"), "{}", refused.message());
     }
     assert_eq!(client.scale(scale(3)).await.unwrap().into_inner().was, 1);
-    let status = client.status(job.with_token(v1::StatusRequest {})).await.unwrap().into_inner();
+    let status = client.status(job.with_token(StatusRequest)).await.unwrap().into_inner();
     assert_eq!((status.job.as_str(), status.workers_desired), ("mnist", 3));
     assert_eq!(status.workers.iter().map(|w| w.pid).collect::<Vec<_>>(), [42]);
     drop(worker);

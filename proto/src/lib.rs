@@ -1,27 +1,38 @@
-//! Types that master and workers share: the gRPC schema, ids, and the arithmetic of the ledger.
+//! What a master and its workers say to each other: ids, record ranges, the ledger, messages, the
+//! gRPC service.
 //!
-//! **Invariant:** this crate does no I/O and makes no decisions. The generated types in [`v1`] are
-//! used only in the modules that implement gRPC; [`WorkerId`], [`Generation`], [`RecordRange`],
-//! [`RangeSet`], [`Ledger`] and [`FileList`] are the types of the cores on both sides.
+//! **Invariant:** this crate does no I/O and makes no decisions. The generated types of the schema
+//! are private to [`wire`]; both sides, and the user's programs, work with the types of this crate.
+
+pub mod limits;
+pub mod wire;
 
 mod files;
 mod ids;
+mod job;
 mod ledger;
+mod membership;
+mod message;
 mod ranges;
-/// The generated schema: `proto/elasticdl/v1/master.proto`.
-#[allow(
-    missing_docs,
-    unnameable_types,
-    unreachable_pub,
-    unused_qualifications,
-    reason = "generated"
-)]
-#[allow(clippy::all, clippy::or_fun_call, clippy::use_self, reason = "generated")]
-pub mod v1 {
-    tonic::include_proto!("elasticdl.v1");
-}
+mod status;
+mod summary;
 
 pub use files::{FileLimits, FileList, FileListError, Files, ListedFile};
-pub use ids::{Generation, WorkerId};
+pub use ids::{Generation, LaunchId, WorkerId};
+pub use job::{
+    Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, Welcome, WireDtype, Work,
+    WorkerOptions,
+};
 pub use ledger::Ledger;
+pub use membership::{Hello, Membership, Phases, Resume, Stall};
+pub use message::{
+    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage,
+    StepTimes, WorkerMessage,
+};
 pub use ranges::{RangeSet, RecordRange};
+pub use status::{LaunchStatus, PriorityTierStatus, ShardCounts, Status, WorkerStatus};
+pub use summary::{
+    BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, LossSummary,
+    MembershipChange, RecordsSummary, RestoredCheckpoint, SavedCheckpoint, StateLoss, Summary,
+    ThroughputSummary, WorkersSummary,
+};

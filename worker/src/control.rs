@@ -1,8 +1,8 @@
 //! The control stream: one thread that exchanges gRPC messages with the master, independently of
 //! the trainer.
 //!
-//! **Invariant:** generated types stop here. **Invariant:** this process ends if no master answers
-//! within the timeout: no worker outlives its job. HTTP/2 pings detect a master whose connection is
+//! **Invariant:** this process ends if no master answers within the timeout: no worker outlives its
+//! job. HTTP/2 pings detect a master whose connection is
 //! silently dead. **Invariant:** a message of the trainer for one master is never sent to the next
 //! one.
 
@@ -10,12 +10,15 @@ use std::net::SocketAddr;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use elasticdl_collective::{Fence, Progress, WireDtype};
-use elasticdl_proto::WorkerId;
-use elasticdl_proto::v1;
-use elasticdl_proto::v1::master_client::MasterClient;
+use elasticdl_collective::{Fence, Progress};
+use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
+use elasticdl_proto::wire::master_client::MasterClient;
+use elasticdl_proto::wire::{JoinRequest, JoinResponse};
+use elasticdl_proto::{
+    Generation, Hello, LaunchId, MasterMessage, Resume, Stall, Welcome, WorkerMessage,
+};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
@@ -24,90 +27,22 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
-use self::convert::{decode, decode_welcome, encode, encode_stall};
 use self::storage::StorageReporter;
-use crate::core::checkpoint::Interval;
-use crate::core::plan::Batch;
-use crate::core::session::Report;
 use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
 use crate::failure::causes;
-use crate::inference::Format;
-use crate::messages::{FromMaster, Outbox, ToMaster};
+use crate::messages::{ControlEvent, Outbox};
 
 /// The open stream, as the trainer uses it.
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) welcome: Welcome,
-    pub(crate) inbox: std::sync::mpsc::Receiver<FromMaster>,
+    pub(crate) inbox: std::sync::mpsc::Receiver<ControlEvent>,
     pub(crate) outbox: Outbox,
     /// The fence for urgent messages, once it exists.
     pub(crate) fence: Arc<OnceLock<Fence>>,
     /// The progress of the group's operations, once it exists.
     pub(crate) progress: Arc<OnceLock<Progress>>,
     thread: JoinHandle<()>,
-}
-
-/// Options that the master sends to a new worker.
-#[derive(Clone, Debug)]
-pub(crate) struct Welcome {
-    pub(crate) worker: WorkerId,
-    /// Number of the sending master; later masters of the job have higher numbers.
-    incarnation: u64,
-    pub(crate) training_data: String,
-    pub(crate) epochs: u32,
-    pub(crate) max_steps: Option<u64>,
-    pub(crate) batch: Batch,
-    pub(crate) seed: u64,
-    /// Interval of heartbeats: a tenth of the silence that the master tolerates.
-    heartbeat: Option<Duration>,
-    /// Time without an answer to a dial after which a peer counts as unreachable.
-    pub(crate) worker_timeout: Option<Duration>,
-    pub(crate) checkpoints: Option<CheckpointOptions>,
-    /// A checkpoint, or a folder of checkpoints, from which the job starts.
-    pub(crate) resume_from: Option<String>,
-    pub(crate) work: Work,
-    pub(crate) wire_dtype: WireDtype,
-    /// Whether a step with a non-finite gradient is skipped. Otherwise it ends the job.
-    pub(crate) skips_nonfinite: bool,
-    /// Time after SIGTERM for which a worker waits until the group releases it.
-    pub(crate) leave_timeout: Option<Duration>,
-    /// Number of links between neighbours in the ring.
-    pub(crate) channels: u8,
-}
-
-/// Location and interval of checkpoints.
-#[derive(Clone, Debug)]
-pub(crate) struct CheckpointOptions {
-    pub(crate) dir: String,
-    pub(crate) every: Interval,
-    /// Number of complete checkpoints that are retained.
-    pub(crate) keep: usize,
-    /// Whether the folder belongs to this job only, so that remains of earlier runs may be removed.
-    pub(crate) exclusive: bool,
-}
-
-/// Kind of the job.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Work {
-    /// `model`: location of the exported model.
-    Evaluate { model: String },
-    /// `output`: the folder for files of predictions.
-    Predict { model: String, output: String, format: Format },
-    /// `export`: destination of the final model.
-    Train { export: Option<String>, validation: Option<ValidationOptions> },
-}
-
-/// Evaluation settings of a training job.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ValidationOptions {
-    pub(crate) data: String,
-    /// Steps between two evaluations; `None`: only at the end.
-    pub(crate) every: Option<u64>,
-    /// Name of the metric that decides which model is best.
-    pub(crate) metric: String,
-    pub(crate) highest: bool,
-    /// Number of evaluations without improvement after which the job ends.
-    pub(crate) patience: Option<u32>,
 }
 
 impl Control {
@@ -122,7 +57,12 @@ impl Control {
         let fence = Arc::new(OnceLock::new());
         let progress = Arc::new(OnceLock::new());
         let stream = Stream {
-            connector: MasterConnector { environment: environment.clone(), address, me: None },
+            connector: MasterConnector {
+                environment: environment.clone(),
+                address,
+                me: None,
+                incarnation: 0,
+            },
             to_trainer,
             fence: Arc::clone(&fence),
             progress: Arc::clone(&progress),
@@ -154,7 +94,7 @@ impl Control {
 
 struct Stream {
     connector: MasterConnector,
-    to_trainer: Sender<FromMaster>,
+    to_trainer: Sender<ControlEvent>,
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
     /// Time in which the group must release this worker.
@@ -174,21 +114,23 @@ struct MasterConnector {
     /// Address at which peers reach this worker.
     address: SocketAddr,
     /// Identity of this worker for later masters; `None` before the first welcome.
-    me: Option<v1::Resume>,
+    me: Option<Resume>,
+    /// Highest incarnation of a master that has welcomed this worker; 0 for none.
+    incarnation: u64,
 }
 
 /// The stream to one master.
 struct Link {
-    requests: mpsc::UnboundedSender<v1::WorkerMessage>,
-    incoming: Streaming<v1::MasterMessage>,
+    requests: mpsc::UnboundedSender<JoinRequest>,
+    incoming: Streaming<JoinResponse>,
     /// Whether the trainer's messages are meant for this master, and not for the previous one.
     current: bool,
 }
 
 impl Link {
-    fn send(&self, kind: v1::worker_message::Kind) {
+    fn send(&self, message: WorkerMessage) {
         // The reader of the stream notices its end.
-        let _ = self.requests.send(v1::WorkerMessage { kind: Some(kind) });
+        let _ = self.requests.send(JoinRequest::Message(message));
     }
 }
 
@@ -223,16 +165,18 @@ impl MasterConnector {
             endpoint.connect().await.map_err(|error| no_answer("no answer", &causes(&error)))?;
         let mut client: MasterClient<Channel> =
             MasterClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
-        let hello = v1::Hello {
+        let hello = Hello {
             job: environment.job.clone(),
-            launch: environment.launch,
-            address: self.address.to_string(),
+            launch: LaunchId(environment.launch),
+            address: self.address,
             pid: std::process::id(),
             resume: self.me.clone(),
+            incarnation: self.incarnation,
         };
         let (requests, outgoing) = mpsc::unbounded_channel();
-        let hello = v1::WorkerMessage { kind: Some(v1::worker_message::Kind::Hello(hello)) };
-        requests.send(hello).map_err(|error| no_answer("stream", &error))?;
+        requests
+            .send(JoinRequest::Hello(Box::new(hello)))
+            .map_err(|error| no_answer("stream", &error))?;
         let mut request = Request::new(UnboundedReceiverStream::new(outgoing));
         let bearer = format!("Bearer {}", environment.token)
             .parse()
@@ -240,21 +184,20 @@ impl MasterConnector {
         request.metadata_mut().insert("authorization", bearer);
         let mut incoming = client.join(request).await.map_err(status)?.into_inner();
         match incoming.next().await {
-            Some(Ok(v1::MasterMessage {
-                kind: Some(v1::master_message::Kind::Welcome(welcome)),
-            })) => {
-                let welcome = decode_welcome(welcome)
-                    .ok_or_else(|| refused("welcome", &"options are missing"))?;
-                if self.me.as_ref().is_some_and(|me| me.worker != welcome.worker.0) {
+            Some(Ok(JoinResponse::Welcome(welcome))) => {
+                if self.me.as_ref().is_some_and(|me| me.worker != welcome.worker) {
                     return Err(refused("welcome", &"it is for another worker"));
                 }
                 // A newer master has taken the job over, and this one has not noticed yet.
-                if self.me.as_ref().is_some_and(|me| welcome.incarnation < me.incarnation) {
+                if self.me.is_some() && welcome.incarnation < self.incarnation {
                     return Err(no_answer("welcome", &"from an older master of the job"));
                 }
-                Ok((Link { requests, incoming, current: false }, welcome))
+                Ok((Link { requests, incoming, current: false }, *welcome))
             }
-            Some(Ok(other)) => Err(refused("expected a welcome", &format!("{other:?}"))),
+            Some(Ok(JoinResponse::Invalid(reason))) => Err(refused("welcome", &reason)),
+            Some(Ok(JoinResponse::Message(other))) => {
+                Err(refused("expected a welcome", &format!("{:?}", other.get())))
+            }
             Some(Err(error)) => Err(status(error)),
             None => Err(no_answer("ended the stream", &"no reason given")),
         }
@@ -288,8 +231,8 @@ impl MasterConnector {
     }
 
     /// Remembers what a later master must know about this worker.
-    fn remember(&mut self, message: &ToMaster) {
-        if let (ToMaster::Ready { parameters }, Some(me)) = (message, &mut self.me) {
+    fn remember(&mut self, message: &WorkerMessage) {
+        if let (WorkerMessage::Ready { parameters }, Some(me)) = (message, &mut self.me) {
             me.parameters = Some(*parameters);
         }
     }
@@ -298,7 +241,7 @@ impl MasterConnector {
 impl Stream {
     async fn run(
         mut self,
-        mut from_trainer: mpsc::UnboundedReceiver<ToMaster>,
+        mut from_trainer: mpsc::UnboundedReceiver<WorkerMessage>,
         tell_welcome: oneshot::Sender<Result<Welcome, String>>,
     ) {
         let opened = async {
@@ -309,14 +252,11 @@ impl Stream {
         let heartbeat;
         let (mut sigterm, mut link) = match opened.await {
             Ok((sigterm, link, welcome)) => {
-                heartbeat = welcome.heartbeat.unwrap_or(HEARTBEAT_NEVER);
-                self.leave_timeout = welcome.leave_timeout.unwrap_or(self.leave_timeout);
-                self.connector.me = Some(v1::Resume {
-                    worker: welcome.worker.0,
-                    membership: None,
-                    parameters: None,
-                    incarnation: welcome.incarnation,
-                });
+                heartbeat = welcome.options.heartbeat.unwrap_or(HEARTBEAT_NEVER);
+                self.leave_timeout = welcome.options.leave_timeout.unwrap_or(self.leave_timeout);
+                let worker = welcome.worker;
+                self.connector.me = Some(Resume { worker, membership: None, parameters: None });
+                self.connector.incarnation = welcome.incarnation;
                 let _ = tell_welcome.send(Ok(welcome));
                 (sigterm, link)
             }
@@ -353,16 +293,16 @@ impl Stream {
                 },
                 _ = heartbeats.tick() => {
                     let stall = self.progress.get().and_then(Progress::stall);
-                    let stall = stall.filter(|s| s.since >= heartbeat).map(encode_stall);
-                    link.send(v1::worker_message::Kind::Heartbeat(v1::Heartbeat { stall }));
+                    let stall = stall.filter(|s| s.since >= heartbeat).map(stall_of);
+                    link.send(WorkerMessage::Heartbeat(stall));
                     if let Some(wait) = self.storage.poll() {
-                        link.send(v1::worker_message::Kind::StorageWait(wait));
+                        link.send(wait);
                     }
                 }
                 _ = sigterm.recv() => {
                     self.leave();
                     if link.current {
-                        link.send(v1::worker_message::Kind::Leaving(v1::Leaving {}));
+                        link.send(WorkerMessage::Leaving);
                     }
                 }
             }
@@ -380,7 +320,7 @@ impl Stream {
     async fn reopen(
         &mut self,
         why: &str,
-        from_trainer: &mut mpsc::UnboundedReceiver<ToMaster>,
+        from_trainer: &mut mpsc::UnboundedReceiver<WorkerMessage>,
         sigterm: &mut Signal,
     ) -> Option<Link> {
         tracing::warn!(why, "lost the master");
@@ -395,10 +335,8 @@ impl Stream {
                     Ok(Ok((link, welcome))) => {
                         let incarnation = welcome.incarnation;
                         tracing::info!(incarnation, "reconnected to a master");
-                        if let Some(me) = &mut self.connector.me {
-                            me.incarnation = incarnation;
-                        }
-                        let _ = self.to_trainer.send(FromMaster::Reconnected);
+                        self.connector.incarnation = incarnation;
+                        let _ = self.to_trainer.send(ControlEvent::Reconnected);
                         return Some(link);
                     }
                     Ok(Err(reason)) => break reason,
@@ -416,15 +354,15 @@ impl Stream {
     /// Forwards a message of the trainer to the master. Messages for the previous master are
     /// dropped: after a reconnect the trainer repeats what still matters, starting with its held
     /// leases.
-    fn forward(&mut self, link: &mut Link, message: ToMaster) {
+    fn forward(&mut self, link: &mut Link, message: WorkerMessage) {
         self.connector.remember(&message);
-        let first = matches!(message, ToMaster::Report(Report::HeldLeases { .. })) && !link.current;
+        let first = matches!(message, WorkerMessage::HeldLeases { .. }) && !link.current;
         link.current |= first;
         if link.current {
-            link.send(encode(message));
+            link.send(message);
         }
         if first && self.leaving {
-            link.send(v1::worker_message::Kind::Leaving(v1::Leaving {}));
+            link.send(WorkerMessage::Leaving);
         }
     }
 
@@ -435,32 +373,49 @@ impl Stream {
         }
     }
 
-    fn handle(&mut self, message: v1::MasterMessage) {
-        let membership = match &message.kind {
-            Some(v1::master_message::Kind::Membership(membership)) => Some(membership.clone()),
-            _ => None,
+    fn handle(&mut self, response: JoinResponse) {
+        let message = match response {
+            JoinResponse::Message(message) => message.into_inner(),
+            JoinResponse::Invalid(reason) => {
+                tracing::warn!(reason, "the master sent an invalid message; it is ignored");
+                return;
+            }
+            JoinResponse::Welcome(_) => {
+                tracing::warn!("the master sent another welcome; it is ignored");
+                return;
+            }
         };
-        let Some(message) = decode(message) else {
-            tracing::warn!("the master sent a message that can't be read; it is ignored");
-            return;
-        };
-        if let (Some(membership), Some(me)) = (membership, &mut self.connector.me)
-            && me.membership.as_ref().is_none_or(|m| m.generation < membership.generation)
+        if let (MasterMessage::Membership(membership), Some(me)) =
+            (&message, &mut self.connector.me)
+            && me.generation() < membership.generation
         {
-            me.membership = Some(membership);
+            me.membership = Some(membership.clone());
         }
         // Messages that cannot wait until the trainer checks its inbox: a lost member, the end.
         let abort_before = match &message {
-            FromMaster::Membership(m, _) if m.abort => Some(m.generation.0),
-            FromMaster::Shutdown(_) => Some(u64::MAX),
+            MasterMessage::Membership(m) if m.abort => Some(m.generation.0),
+            MasterMessage::Shutdown(_) => Some(u64::MAX),
             _ => None,
         };
-        self.over |= matches!(message, FromMaster::Shutdown(_));
-        let _ = self.to_trainer.send(message);
+        self.over |= matches!(message, MasterMessage::Shutdown(_));
+        let _ = self.to_trainer.send(ControlEvent::Message(message, Instant::now()));
         if let (Some(generation), Some(fence)) = (abort_before, self.fence.get()) {
             fence.abort_before(generation);
         }
     }
+}
+
+fn stall_of(stall: elasticdl_collective::Stall) -> Stall {
+    let elasticdl_collective::Stall {
+        generation,
+        operation,
+        received,
+        sent,
+        waits_for_next,
+        since,
+    } = stall;
+    let generation = Generation(generation);
+    Stall { generation, operation, received, sent, waits_for_next, since }
 }
 
 /// The master's endpoint.
@@ -497,9 +452,6 @@ fn leave_in_time(timeout: Duration) {
     });
 }
 
-/// The ledger of an epoch in progress can be long. No valid message is longer than this.
-const MESSAGE_BYTES_MAX: usize = 64 << 20;
-
 /// Interval for a master that requests no heartbeats: a day.
 const HEARTBEAT_NEVER: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -514,7 +466,7 @@ const KEEP_ALIVE_MAX: Duration = Duration::from_secs(10);
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(1);
 
-mod convert;
+pub(crate) mod dataset;
 mod storage;
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use elasticdl_collective::device::DeviceError;
-use elasticdl_proto::RecordRange;
+use elasticdl_proto::{RecordRange, WorkerMessage};
 
 use crate::model::UserError;
 use crate::prefetch::{NotRead, ReadError};
@@ -22,6 +22,12 @@ pub(crate) struct Failure {
 impl Failure {
     pub(crate) fn fatal(error: String) -> Self {
         Self { error, ranges: Vec::new(), fatal: true }
+    }
+
+    /// The report to the master.
+    pub(crate) fn to_message(&self) -> WorkerMessage {
+        let Self { error, ranges, fatal } = self.clone();
+        WorkerMessage::Failed { error, ranges, fatal }
     }
 }
 

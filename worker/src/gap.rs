@@ -2,9 +2,7 @@
 
 use std::time::Instant;
 
-use elasticdl_proto::Generation;
-
-use crate::messages::Phases;
+use elasticdl_proto::{Generation, Phases};
 
 /// Stopwatch of one worker. Most times are those of the last attempt. Trouble and stop are those of
 /// the first one: a regroup that fails is part of the pause that it was meant to end.

@@ -10,15 +10,15 @@ mod output;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::TryRecvError;
 
-use elasticdl_proto::RecordRange;
+use elasticdl_proto::{Format, MasterMessage, RecordRange, Work, WorkerMessage};
 
 use output::Output;
-pub(crate) use output::{Format, check_output};
+pub(crate) use output::check_output;
 
-use crate::control::{Control, Work};
-use crate::core::session::{Exit, Report};
+use crate::control::Control;
+use crate::core::session::Exit;
 use crate::failure::{Failure, call_user};
-use crate::messages::{FromMaster, ToMaster};
+use crate::messages::ControlEvent;
 use crate::model::{Metrics, Model};
 use crate::predictions::Predictions;
 use crate::prefetch::Prefetch;
@@ -32,8 +32,8 @@ pub(crate) fn work<M: Model>(
     dataset: Dataset,
     control: &Control,
 ) -> Result<Exit, Failure> {
-    let welcome = &control.welcome;
-    let purpose = match &welcome.work {
+    let options = &control.welcome.options;
+    let purpose = match &options.work {
         Work::Predict { output, format, .. } => {
             let output = Output::open(output).map_err(Failure::fatal)?;
             Purpose::Predict { output, format: *format }
@@ -43,10 +43,10 @@ pub(crate) fn work<M: Model>(
     let reader = call_user("reader()", || Ok(model.reader())).map_err(Failure::fatal)?;
     // The batch size does not depend on the number of workers.
     let most = model.max_micro_batch().map_or(u64::MAX, |most| most as u64).max(1);
-    let batch = welcome.batch.share(1).min(most);
+    let batch = options.batch.share(1).min(most);
     let prefetch = Prefetch::new(reader, dataset, batch.saturating_mul(BATCHES_AHEAD))
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
-    control.outbox.send(ToMaster::Ready { parameters: parameters.len() as u64 });
+    control.outbox.send(WorkerMessage::Ready { parameters: parameters.len() as u64 });
     let shards = VecDeque::new();
     let mut work = Inference { model, parameters, purpose, batch, prefetch, shards, control };
     let exit = work.run();
@@ -93,14 +93,14 @@ impl<M: Model> Inference<'_, M> {
                 Err(exit) => return Ok(exit),
             };
             tracing::debug!(%shard, "done");
-            self.control.outbox.send(ToMaster::Done { range: shard, metrics });
+            self.control.outbox.send(WorkerMessage::ShardDone { range: shard, metrics });
             self.request_leases(1);
         }
     }
 
     fn request_leases(&self, shards: u64) {
-        let request = Report::LeaseRequest { epoch: 0, records: shards };
-        self.control.outbox.send(ToMaster::Report(request));
+        let request = WorkerMessage::LeaseRequest { epoch: 0, records: shards };
+        self.control.outbox.send(request);
     }
 
     /// Handles the messages that the master has sent. With `wait`, blocks until there is at least
@@ -120,13 +120,15 @@ impl<M: Model> Inference<'_, M> {
             };
             should_wait = false;
             match message {
-                FromMaster::Lease(ranges) => {
+                ControlEvent::Message(MasterMessage::Lease(ranges), _) => {
                     for range in ranges {
                         self.prefetch.want(range);
                         self.shards.push_back(range);
                     }
                 }
-                FromMaster::Shutdown(reason) => return Err(Exit::Shutdown(reason)),
+                ControlEvent::Message(MasterMessage::Shutdown(reason), _) => {
+                    return Err(Exit::Shutdown(reason));
+                }
                 // Messages for members of a group, and replies that were handled before, do not
                 // matter here.
                 _ => {}

@@ -4,15 +4,16 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::process::ExitCode;
 
 use elasticdl_collective::{Endpoint, Secret};
+use elasticdl_proto::{MasterMessage, ValidationSpec, WireDtype, Work, WorkerMessage};
 
-use crate::control::{Control, ValidationOptions, Work};
+use crate::control::{Control, dataset};
 use crate::core::evaluation;
-use crate::core::session::{Exit, JobPlan, Report, Session};
+use crate::core::session::{Exit, JobPlan, Session};
 use crate::device::DeviceState;
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::failure::{Failure, call_user};
 use crate::inference;
-use crate::messages::{FromMaster, ToMaster};
+use crate::messages::ControlEvent;
 use crate::model::Model;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
@@ -96,7 +97,7 @@ fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
     tracing::info!(worker = control.welcome.worker.0, %address, "welcomed");
     let trained = train(model, environment, listener, &control);
     if let Err(failure) = &trained {
-        control.outbox.send(ToMaster::Failed(failure.clone()));
+        control.outbox.send(failure.to_message());
     }
     control.close();
     trained.map_err(|failure| End::Failed(failure.error))
@@ -108,15 +109,14 @@ fn train<M: Model>(
     listener: TcpListener,
     control: &Control,
 ) -> Result<Exit, Failure> {
-    let welcome = &control.welcome;
+    let (worker, options) = (control.welcome.worker, &control.welcome.options);
     let secret = Secret::new(environment.token.as_bytes());
-    let endpoint =
-        Endpoint::from_listener(listener, &environment.job, welcome.worker.0, secret.clone())
-            .and_then(|endpoint| {
-                endpoint.with_wire_dtype(welcome.wire_dtype).with_channels(welcome.channels)
-            })
-            .map_err(|error| Failure::fatal(error.to_string()))?;
-    let endpoint = match welcome.worker_timeout {
+    let endpoint = Endpoint::from_listener(listener, &environment.job, worker.0, secret.clone())
+        .and_then(|endpoint| {
+            endpoint.with_wire_dtype(wire_dtype(options.wire_dtype)).with_channels(options.channels)
+        })
+        .map_err(|error| Failure::fatal(error.to_string()))?;
+    let endpoint = match options.worker_timeout {
         Some(limit) => endpoint.with_dial_limit(limit),
         None => endpoint,
     };
@@ -132,15 +132,15 @@ fn train<M: Model>(
     if parameters == 0 {
         // A model that failed to build reports the reason in the first method that returns an
         // error.
-        let why = call_user("initialize()", || model.initialize(welcome.seed, &mut [])).err();
+        let why = call_user("initialize()", || model.initialize(options.seed, &mut [])).err();
         return Err(Failure::fatal(
             why.unwrap_or_else(|| "parameter_count() is 0; a model has at least one".into()),
         ));
     }
     let layout = call_user("tensors()", || Ok(model.tensors())).map_err(Failure::fatal)?;
     weights::check(&layout, parameters).map_err(|error| Failure::fatal(error.to_string()))?;
-    let (export, validation) = match &welcome.work {
-        Work::Train { export, validation } => (export, validation),
+    let export = match &options.work {
+        Work::Train { export } => export,
         Work::Evaluate { model: weights } | Work::Predict { model: weights, .. } => {
             let mut values = vec![0.0; parameters];
             trained_model::load(weights, &layout, &mut values)
@@ -149,20 +149,20 @@ fn train<M: Model>(
         }
     };
     call_user("optimizer()", || Ok(model.optimizer().check()?)).map_err(Failure::fatal)?;
-    let validation = validation.as_ref().map(|options| validate(&model, options)).transpose();
+    let validation = options.validation.as_ref().map(|spec| validate(&model, spec)).transpose();
     let validation = validation.map_err(Failure::fatal)?;
     let plan = JobPlan {
         records: prepared.files.iter().map(|f| f.records).sum(),
-        epochs: welcome.epochs,
-        max_steps: welcome.max_steps,
-        batch: welcome.batch,
-        checkpoints: welcome.checkpoints.as_ref().map(|kept| kept.every),
+        epochs: options.epochs,
+        max_steps: options.max_steps,
+        batch: options.batch,
+        checkpoints: options.checkpoints.as_ref().map(|kept| kept.every),
         evaluation: validation.as_ref().map(|validation| validation.plan.clone()),
     };
     let (job, size) = (environment.job.as_str(), (parameters, parameters * slots));
-    let checkpoints = Checkpointing::new(welcome, (job, &secret), prepared.clone(), size)?;
+    let checkpoints = Checkpointing::new(options, (job, &secret), prepared.clone(), size)?;
     let reader = call_user("reader()", || Ok(model.reader())).map_err(Failure::fatal)?;
-    let ahead = welcome.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
+    let ahead = options.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
     let prefetch = Prefetch::new(reader, prepared, ahead)
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
     let gpu = call_user("as_device_model()", || {
@@ -175,17 +175,17 @@ fn train<M: Model>(
         None => Ok(Tensors::Host(HostState::new(parameters, slots))),
     };
     let tensors = tensors.map_err(|error| Failure { error, ranges: Vec::new(), fatal: false })?;
-    control.outbox.send(ToMaster::Ready { parameters: parameters as u64 });
+    control.outbox.send(WorkerMessage::Ready { parameters: parameters as u64 });
     let trainer = Trainer::new(TrainerParts {
         model,
-        seed: welcome.seed,
-        session: Session::new(welcome.worker, plan).on_gpu(matches!(tensors, Tensors::Device(_))),
+        seed: options.seed,
+        session: Session::new(worker, plan).on_gpu(matches!(tensors, Tensors::Device(_))),
         tensors,
         prefetch,
         export: export.clone().map(|address| Export { address, layout }),
-        skips_nonfinite: welcome.skips_nonfinite,
+        skips_nonfinite: options.skips_nonfinite,
         endpoint,
-        dial_limit: welcome.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
+        dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
         checkpoints,
         validation,
         inbox: &control.inbox,
@@ -202,64 +202,68 @@ fn prepare<M: Model>(
 ) -> Result<Result<Dataset, Exit>, Failure> {
     loop {
         match control.inbox.recv() {
-            Ok(FromMaster::Describe) => {
-                let source = &control.welcome.training_data;
+            Ok(ControlEvent::Message(MasterMessage::Describe, _)) => {
+                let options = &control.welcome.options;
+                let source = &options.training_data;
                 let described =
                     call_user("reading the data set", || Ok(model.reader().describe(source)?));
                 let described = described.and_then(|dataset| {
-                    check_places(&control.welcome.work)?;
-                    Checkpointing::check(&control.welcome, whose, &dataset, model)?;
-                    Ok(dataset)
+                    check_places(&options.work)?;
+                    Checkpointing::check(options, whose, &dataset, model)?;
+                    dataset::pack(dataset)
                 });
-                control.outbox.send(ToMaster::Described(described));
+                control.outbox.send(WorkerMessage::Described(described));
             }
-            Ok(FromMaster::Prepare(dataset)) => return Ok(Ok(dataset)),
-            Ok(FromMaster::Shutdown(reason)) => return Ok(Err(Exit::Shutdown(reason))),
+            Ok(ControlEvent::Message(MasterMessage::Prepare(list), _)) => {
+                return Ok(Ok(dataset::unpack(&list)));
+            }
+            Ok(ControlEvent::Message(MasterMessage::Shutdown(reason), _)) => {
+                return Ok(Err(Exit::Shutdown(reason)));
+            }
+            // Messages for members of a group do not matter here.
+            Ok(ControlEvent::Message(..)) => {}
             // The messages that follow reach this master, which repeats what was lost with the
             // stream.
-            Ok(FromMaster::Reconnected) => {
-                let nothing = Report::HeldLeases { step: 0, ranges: Vec::new() };
-                control.outbox.send(ToMaster::Report(nothing));
+            Ok(ControlEvent::Reconnected) => {
+                let nothing = WorkerMessage::HeldLeases { step: 0, ranges: Vec::new() };
+                control.outbox.send(nothing);
             }
-            Ok(
-                FromMaster::Drain
-                | FromMaster::Fetch(_)
-                | FromMaster::KeepCheckpoint
-                | FromMaster::Lease(_)
-                | FromMaster::Membership(..)
-                | FromMaster::Suspend,
-            ) => {}
             Err(_) => return Ok(Err(Exit::Shutdown("the control stream's thread ended".into()))),
         }
     }
 }
 
 /// Describes the validation data. Each worker does so itself.
-fn validate<M: Model>(
-    model: &M,
-    options: &ValidationOptions,
-) -> Result<Validation<M::Reader>, String> {
+fn validate<M: Model>(model: &M, spec: &ValidationSpec) -> Result<Validation<M::Reader>, String> {
     call_user("reading the validation data", || {
         let mut reader = model.reader();
-        let dataset = reader.describe(&options.data)?;
+        let dataset = reader.describe(&spec.data)?;
         let plan = evaluation::Plan {
             records: dataset.files.iter().map(|file| file.records).sum(),
-            every: options.every,
-            metric: options.metric.clone(),
-            highest: options.highest,
-            patience: options.patience,
+            every: spec.every,
+            metric: spec.metric.clone(),
+            highest: spec.highest,
+            patience: spec.patience,
         };
         Ok(Validation { plan, dataset, reader })
     })
 }
 
+fn wire_dtype(dtype: WireDtype) -> elasticdl_collective::WireDtype {
+    match dtype {
+        WireDtype::Bf16 => elasticdl_collective::WireDtype::Bf16,
+        WireDtype::F16 => elasticdl_collective::WireDtype::F16,
+        WireDtype::F32 => elasticdl_collective::WireDtype::F32,
+    }
+}
+
 /// Finds errors before the work that would otherwise fail after it.
 fn check_places(work: &Work) -> Result<(), String> {
     match work {
-        Work::Train { export: Some(export), .. } => {
+        Work::Train { export: Some(export) } => {
             weights::check_writable(export).map_err(|error| format!("--export: {error}"))
         }
-        Work::Train { export: None, .. } => Ok(()),
+        Work::Train { export: None } => Ok(()),
         Work::Evaluate { model } => {
             trained_model::check(model).map_err(|error| format!("--model: {error}"))
         }

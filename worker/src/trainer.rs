@@ -13,18 +13,18 @@ use elasticdl_collective::device::{DeviceGroup, NcclPolicy};
 use elasticdl_collective::{
     CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver,
 };
-use elasticdl_proto::{RecordRange, WorkerId};
+use elasticdl_proto::{MasterMessage, Membership, RecordRange, WorkerId, WorkerMessage};
 
 use crate::buckets::Gradients;
 use crate::core::halt::{Halt, Reason};
 use crate::core::header::{self, StateRecord, StepHeader};
 use crate::core::repair::{Repair, StateMismatch};
-use crate::core::session::{Exit, GroupMismatch, Membership, Session, Task};
+use crate::core::session::{Exit, GroupMismatch, Session, Task};
 use crate::core::transport_switch::DeviceMismatch;
 use crate::donor::{Donor, TRANSFER_IDLE_TIMEOUT};
 use crate::failure::{Failure, call_user};
 use crate::gap::GapTimer;
-use crate::messages::{FromMaster, Outbox, ToMaster};
+use crate::messages::{ControlEvent, Outbox};
 use crate::model::{Model, NamedTensor};
 use crate::prefetch::{Prefetch, ReadError};
 use crate::reader::Reader;
@@ -63,7 +63,7 @@ pub(crate) struct Trainer<'a, M: Model> {
     incoming: Option<IncomingSnapshot>,
     /// Timeout of the dial of a donor.
     dial_limit: Duration,
-    inbox: &'a Receiver<FromMaster>,
+    inbox: &'a Receiver<ControlEvent>,
     outbox: Outbox,
     started: Instant,
     gap: GapTimer,
@@ -88,7 +88,7 @@ pub(crate) struct TrainerParts<'a, M: Model> {
     pub(crate) checkpoints: Checkpointing,
     /// `None` if nothing is evaluated.
     pub(crate) validation: Option<Validation<M::Reader>>,
-    pub(crate) inbox: &'a Receiver<FromMaster>,
+    pub(crate) inbox: &'a Receiver<ControlEvent>,
     pub(crate) outbox: Outbox,
 }
 
@@ -194,37 +194,42 @@ impl<'a, M: Model> Trainer<'a, M> {
         }
     }
 
-    fn handle(&mut self, message: FromMaster) {
+    fn handle(&mut self, event: ControlEvent) {
+        let (message, arrived) = match event {
+            ControlEvent::Message(message, arrived) => (message, arrived),
+            ControlEvent::Reconnected => return self.reconnected(),
+        };
         match message {
-            FromMaster::Drain => self.session.handle_drain(),
-            FromMaster::Fetch(donors) => self.session.handle_fetch(donors),
-            FromMaster::KeepCheckpoint => self.session.handle_checkpoint(),
-            FromMaster::Lease(ranges) => {
+            MasterMessage::Drain => self.session.handle_drain(),
+            MasterMessage::Fetch(donors) => self.session.handle_fetch(donors),
+            MasterMessage::KeepCheckpoint => self.session.handle_checkpoint(),
+            MasterMessage::Lease(ranges) => {
                 for range in &ranges {
                     self.prefetch.want(*range);
                 }
                 self.session.handle_lease(ranges);
             }
-            FromMaster::Membership(membership, arrived) => {
+            MasterMessage::Membership(membership) => {
                 if membership.abort {
                     self.gap.on_trouble(arrived);
                 }
                 self.session.handle_membership(membership);
             }
-            FromMaster::Reconnected => {
-                self.allreduce_transport = None;
-                self.session.reconnected();
-                self.send_reports();
-                if self.session.is_joiner() {
-                    // The earlier message may not have reached a master.
-                    let parameters = self.tensors.sizes().0 as u64;
-                    self.outbox.send(ToMaster::Ready { parameters });
-                }
-            }
-            FromMaster::Shutdown(reason) => self.session.handle_shutdown(reason),
-            FromMaster::Suspend => self.session.handle_suspend(),
+            MasterMessage::Shutdown(reason) => self.session.handle_shutdown(reason),
+            MasterMessage::Suspend => self.session.handle_suspend(),
             // Handled before the training began.
-            FromMaster::Describe | FromMaster::Prepare(_) => {}
+            MasterMessage::Describe | MasterMessage::Prepare(_) => {}
+        }
+    }
+
+    fn reconnected(&mut self) {
+        self.allreduce_transport = None;
+        self.session.reconnected();
+        self.send_reports();
+        if self.session.is_joiner() {
+            // The earlier message may not have reached a master.
+            let parameters = self.tensors.sizes().0 as u64;
+            self.outbox.send(WorkerMessage::Ready { parameters });
         }
     }
 
@@ -517,7 +522,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             && let Some(phases) = self.gap.on_commit(generation, Instant::now())
         {
             let step = self.session.step();
-            self.outbox.send(ToMaster::Resumed { generation, step, phases });
+            self.outbox.send(WorkerMessage::Resumed { generation, step, phases });
         }
         Ok(())
     }
@@ -598,7 +603,7 @@ impl<'a, M: Model> Trainer<'a, M> {
 
     fn send_reports(&mut self) {
         while let Some(report) = self.session.poll_report() {
-            self.outbox.send(ToMaster::Report(report));
+            self.outbox.send(report);
         }
     }
 

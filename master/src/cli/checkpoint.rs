@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
-use elasticdl_proto::v1;
+use elasticdl_proto::wire::{CheckpointRequest, StatusRequest};
 use tokio::time::Instant;
 
 use super::client::{Connection, print, to_failure};
@@ -172,19 +172,15 @@ pub(super) fn checkpoint(args: &CheckpointArgs) -> Result<u8, Failure> {
     new_runtime()?.block_on(async {
         let mut connection =
             Connection::open(&root).await.map_err(|error| error.to_failure(&root))?;
-        let ask = connection.request(v1::CheckpointRequest {}, async |client, request| {
-            client.checkpoint(request).await
-        });
+        let ask = connection
+            .request(CheckpointRequest, async |client, request| client.checkpoint(request).await);
         let requested_at = ask.await.map_err(|status| to_failure(&root, &status))?.step;
         let mut wait = CheckpointWait::new(args.timeout);
         loop {
-            let ask = connection.request(v1::StatusRequest {}, async |client, request| {
-                client.status(request).await
-            });
+            let ask = connection
+                .request(StatusRequest, async |client, request| client.status(request).await);
             let status = ask.await.map_err(|status| to_failure(&root, &status))?;
-            if let Some(code) =
-                wait.poll(requested_at, status.checkpoints.map(CheckpointsJson::from))?
-            {
+            if let Some(code) = wait.poll(requested_at, status.checkpoints)? {
                 return Ok(code);
             }
             tokio::time::sleep(POLL).await;

@@ -4,10 +4,9 @@ use std::io::{Write as _, stdout};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use elasticdl_proto::v1;
+use elasticdl_proto::wire::master_client::MasterClient;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
-use v1::master_client::MasterClient;
 
 use super::{EXIT_OK, Failure};
 use crate::jobdir::{self, LookupError};

@@ -125,9 +125,9 @@ pub(super) fn job_spec(
         resume_from,
         validation: args.validation.spec()?,
         work,
-        wire_dtype: args.wire_dtype,
+        wire_dtype: args.wire_dtype.into(),
         channels: args.channels,
-        on_nonfinite: args.resilience.on_nonfinite,
+        on_nonfinite: args.resilience.on_nonfinite.into(),
         restart_without_checkpoint: args.resilience.restart_without_checkpoint,
         grace_period: args.resilience.grace_period,
     };

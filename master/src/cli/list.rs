@@ -95,7 +95,7 @@ fn cluster_row(namespace: &str, anchor: ConfigMap, health: MasterHealth) -> Opti
         Some(status) => {
             let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
             let progress = format!("{:.1} %", status.progress * 100.0);
-            (status.state, progress, format!("{members}/{}", status.workers_desired))
+            (status.state.into_owned(), progress, format!("{members}/{}", status.workers_desired))
         }
         None if failed.is_some() => ("failed (no master)".into(), "-".into(), "-".into()),
         None => {

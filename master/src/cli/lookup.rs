@@ -89,7 +89,7 @@ impl ClusterJob {
         // Without the permission to list pods, the status has no nodes.
         let listed = self.runtime.block_on(pods::list(&self.cluster, &uid)).unwrap_or_default();
         for worker in &mut status.workers {
-            let launch = logs::first_of_pod(LaunchId(worker.worker), per_pod);
+            let launch = logs::first_of_pod(LaunchId(worker.worker.0), per_pod);
             let pod = listed
                 .iter()
                 .find(|pod| objects::launch_and_slot(pod).is_some_and(|(l, _)| l == launch));

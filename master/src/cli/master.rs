@@ -19,7 +19,6 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::cluster::to_failure;
-use super::render::StatusJson;
 use super::{EXIT_FAILED, EXIT_FENCED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, job_options};
 use crate::event_loop::{JobResult, Master, MasterTerm, UserCommand};
 use crate::job::{Outcome, PersistedJob, Snapshot, Status};
@@ -42,7 +41,6 @@ use crate::listener::{Identity, ServerConfig};
 use crate::metrics;
 use crate::progress::Progress;
 use crate::report;
-use crate::service;
 use crate::tensorboard::{self, EventFile};
 use crate::token::Token;
 
@@ -438,8 +436,7 @@ async fn publish(
     }
 }
 
-fn status_json(status: Status, times: &EventTimes) -> String {
-    let mut status = StatusJson::from(service::status_reply(status));
+fn status_json(mut status: Status, times: &EventTimes) -> String {
     status.events_at_s = times.of_last(status.events.len());
     status.into_json_within(STATUS_BYTES_MAX)
 }
@@ -475,7 +472,7 @@ impl EventTimes {
 /// Digest of the parts of a status whose change is written at once.
 fn status_digest(status: &Status) -> u64 {
     let mut hasher = DefaultHasher::new();
-    (status.state, status.generation.0, status.workers_desired, &status.events).hash(&mut hasher);
+    (&status.state, status.generation.0, status.workers_desired, &status.events).hash(&mut hasher);
     // A command waits for the checkpoint that it has requested.
     status
         .checkpoints
@@ -483,7 +480,7 @@ fn status_digest(status: &Status) -> u64 {
         .map(|known| (&known.error, known.newest.is_some()))
         .hash(&mut hasher);
     for worker in &status.workers {
-        (worker.worker.0, worker.rank, worker.state).hash(&mut hasher);
+        (worker.worker.0, worker.rank, &worker.state).hash(&mut hasher);
     }
     hasher.finish()
 }

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 
 use super::job_options;
-use crate::job::OnNonfinite;
+use crate::job::{OnNonfinite, WireDtype};
 
 /// Fault tolerance options of `elasticdl train`.
 #[derive(Args, Debug)]
@@ -19,7 +19,7 @@ pub struct ResilienceOptions {
     /// skip: the step is skipped, and its records count as trained; the summary counts skipped
     /// steps. Checkpoints and exported models never contain a NaN or an infinity.
     #[arg(long, value_name = "WHAT", value_enum, default_value = "fail")]
-    pub on_nonfinite: OnNonfinite,
+    pub on_nonfinite: OnNonfiniteArg,
 
     /// Restart training from step 0 when all workers are lost and there is no checkpoint of their
     /// state.
@@ -39,6 +39,45 @@ pub struct ResilienceOptions {
     #[arg(long, value_name = "DURATION", default_value = "30s",
           value_parser = job_options::parse_timeout)]
     pub grace_period: Duration,
+}
+
+/// A value of `--on-nonfinite`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum OnNonfiniteArg {
+    /// The job fails before the step is applied, with the state before it kept.
+    Fail,
+    /// Its records count as trained, and the parameters stay as they are.
+    Skip,
+}
+
+impl From<OnNonfiniteArg> for OnNonfinite {
+    fn from(arg: OnNonfiniteArg) -> Self {
+        match arg {
+            OnNonfiniteArg::Fail => Self::Fail,
+            OnNonfiniteArg::Skip => Self::Skip,
+        }
+    }
+}
+
+/// A value of `--wire-dtype`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum WireDtypeArg {
+    /// Rounded to 8 bits of precision.
+    Bf16,
+    /// Rounded to 11 bits of precision, up to 65504.
+    F16,
+    /// As they are.
+    F32,
+}
+
+impl From<WireDtypeArg> for WireDtype {
+    fn from(arg: WireDtypeArg) -> Self {
+        match arg {
+            WireDtypeArg::Bf16 => Self::Bf16,
+            WireDtypeArg::F16 => Self::F16,
+            WireDtypeArg::F32 => Self::F32,
+        }
+    }
 }
 
 const HEADING: &str = "Fault tolerance";

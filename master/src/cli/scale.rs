@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use elasticdl_proto::v1;
+use elasticdl_proto::wire::ScaleRequest;
 
 use super::client::{Connection, print, to_failure};
 use super::cluster::ClusterTarget;
@@ -35,7 +35,7 @@ pub(super) fn scale(args: &ScaleArgs) -> Result<u8, Failure> {
     let runtime = new_runtime()?;
     let mut connection =
         runtime.block_on(Connection::open(&root)).map_err(|error| error.to_failure(&root))?;
-    let request = v1::ScaleRequest { num_workers: args.num_workers };
+    let request = ScaleRequest { num_workers: args.num_workers };
     let answer = connection.request(request, async |client, request| client.scale(request).await);
     let reply = runtime.block_on(answer).map_err(|status| to_failure(&root, &status))?;
     print(&format!("workers: {} -> {}\n", reply.was, args.num_workers))

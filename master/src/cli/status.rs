@@ -4,12 +4,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use elasticdl_proto::v1;
+use elasticdl_proto::wire::StatusRequest;
 
 use super::client::{Connection, print, to_failure};
 use super::cluster::ClusterTarget;
 use super::lookup::{self, JobLookup};
-use super::render::{StatusJson, to_table};
+use super::render::to_table;
 use super::{Failure, job_options, new_runtime, watch};
 
 /// Arguments of `elasticdl status`.
@@ -106,10 +106,10 @@ pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
         let mut connection =
             Connection::open(&root).await.map_err(|error| error.to_failure(&root))?;
         let answer = connection
-            .request(v1::StatusRequest {}, async |client, request| client.status(request).await)
+            .request(StatusRequest, async |client, request| client.status(request).await)
             .await;
         answer.map_err(|status| to_failure(&root, &status))
     };
-    let status = StatusJson::from(runtime.block_on(answer)?);
+    let status = runtime.block_on(answer)?;
     print(&if args.json { status.to_pretty_json() } else { to_table(&status) })
 }

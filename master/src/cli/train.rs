@@ -19,14 +19,14 @@ use super::checkpoint::CheckpointOptions;
 use super::client::directory_of;
 use super::cluster::{self, ClusterArgs};
 use super::job_options::{self, LocalJob};
-use super::resilience::ResilienceOptions;
+use super::resilience::{ResilienceOptions, WireDtypeArg};
 use super::signals::{Signals, Stop, StopEscalation};
 use super::validation::ValidationOptions;
 use super::{
     EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, background, dry_run, print_error, print_warning,
 };
 use crate::event_loop::{JobResult, Master};
-use crate::job::{self, Outcome, Time, WireDtype};
+use crate::job::{self, Outcome, Time};
 use crate::jobdir::{self, AbandonedJob, JobDir, JobStart};
 use crate::listener::ServerConfig;
 use crate::local::{Launcher, ProgramCopy};
@@ -144,7 +144,7 @@ pub struct TrainArgs {
     /// element is off by at most N/256 of the largest partial sum with bf16, and N/2048 with f16,
     /// which is infinite above 65504. All workers get bit-identical results.
     #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32", help_heading = WORKERS)]
-    pub wire_dtype: WireDtype,
+    pub wire_dtype: WireDtypeArg,
 
     /// Number of connections between two neighbours in the ring, 1 to 16.
     ///

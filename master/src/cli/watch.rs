@@ -8,7 +8,7 @@ use std::io::{self, IsTerminal as _, stdout};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use elasticdl_proto::v1;
+use elasticdl_proto::wire::StatusRequest;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Deserialize;
 use tokio::time::Instant;
@@ -91,11 +91,10 @@ async fn query(root: &Path, connection: &mut Option<Connection>) -> StatusQuery 
     let Some(open) = connection else {
         unreachable!("it was just opened");
     };
-    let answer = open
-        .request(v1::StatusRequest {}, async |client, request| client.status(request).await)
-        .await;
+    let answer =
+        open.request(StatusRequest, async |client, request| client.status(request).await).await;
     match answer {
-        Ok(reply) => StatusQuery::Status(Box::new(reply.into())),
+        Ok(reply) => StatusQuery::Status(Box::new(reply)),
         Err(status) => {
             *connection = None;
             StatusQuery::NoMaster(super::client::to_failure(root, &status))
@@ -166,10 +165,10 @@ impl JobEnd {
 
     /// The final status, based on the `last` one.
     fn to_status(&self, last: Option<StatusJson>) -> StatusJson {
-        let last = last.unwrap_or_else(|| v1::StatusReply::default().into());
+        let last = last.unwrap_or_default();
         StatusJson {
             job: self.job.clone(),
-            state: self.state.clone(),
+            state: self.state.clone().into(),
             progress: if self.state == "completed" { 1.0 } else { last.progress },
             step: self.steps,
             epoch: self.epochs,
@@ -265,11 +264,12 @@ impl Display {
 
 impl Reported {
     fn of(status: &StatusJson) -> Self {
-        let stragglers = status.workers.iter().filter(|w| w.straggler).map(|w| w.worker).collect();
+        let stragglers =
+            status.workers.iter().filter(|w| w.straggler).map(|w| w.worker.0).collect();
         Self {
             events_emitted: status.events_emitted,
-            state: status.state.clone(),
-            generation: status.generation,
+            state: status.state.clone().into_owned(),
+            generation: status.generation.0,
             epoch: status.epoch,
             stragglers,
         }
@@ -327,7 +327,7 @@ mod tests {
 
     #[test]
     fn each_event_line_is_printed_once() {
-        let first = StatusJson::from(reply());
+        let first = reply();
         let reported = Reported::of(&first);
         let state = "running · epoch 1/3 · step 10 · 33.3 % · loss 0.2500 · 20.0 k records/s · \
                      members 1 · generation 2 · slow: 1\n";
@@ -364,13 +364,13 @@ mod tests {
                         the summary is in /j/summary.json";
         assert_eq!(ending.describe(), expected);
         let last = ending.to_status(Some(reply().into()));
+        assert_eq!((&*last.state, last.step, last.epoch, last.progress), ("completed", 30, 3, 1.0));
         assert_eq!(
-            (last.state.as_str(), last.step, last.epoch, last.progress),
-            ("completed", 30, 3, 1.0)
+            (last.records_counted, last.workers, last.generation),
+            (1920, vec![], reply().generation)
         );
-        assert_eq!((last.records_counted, last.workers, last.generation), (1920, Vec::new(), 2));
         let unseen = ending.to_status(None);
-        assert_eq!((unseen.state.as_str(), unseen.records_expected), ("completed", 1920));
+        assert_eq!((&*unseen.state, unseen.records_expected), ("completed", 1920));
     }
 
     #[test]

@@ -3,13 +3,13 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
-use elasticdl_proto::v1;
+use elasticdl_proto::wire::master_client::MasterClient;
+use elasticdl_proto::wire::{JoinRequest, JoinResponse};
+use elasticdl_proto::{LaunchId, Resume};
 use serde_json::json;
 use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Streaming};
-use v1::master_client::MasterClient;
-use v1::master_message::Kind;
 
 use super::*;
 use crate::job::testing::spec;
@@ -62,23 +62,18 @@ impl MasterFixture {
     }
 
     /// Opens the stream of a worker that was welcomed by the master with this incarnation before.
-    async fn join(&self, incarnation: Option<u64>) -> Streaming<MasterMessage> {
-        let resume = incarnation.map(|incarnation| v1::Resume {
-            worker: 1,
-            membership: None,
-            parameters: None,
-            incarnation,
-        });
-        let hello = v1::Hello {
+    async fn join(&self, incarnation: Option<u64>) -> Streaming<JoinResponse> {
+        let worker = WorkerId(1);
+        let hello = Hello {
             job: "job".into(),
-            launch: 1,
-            address: "127.0.0.1:9".into(),
+            launch: LaunchId(1),
+            address: "127.0.0.1:9".parse().unwrap(),
             pid: 1,
-            resume,
+            resume: incarnation.map(|_| Resume { worker, membership: None, parameters: None }),
+            incarnation: incarnation.unwrap_or_default(),
         };
         let (sender, outgoing) = mpsc::channel(1);
-        let kind = Some(v1::worker_message::Kind::Hello(hello));
-        sender.send(v1::WorkerMessage { kind }).await.unwrap();
+        sender.send(JoinRequest::Hello(Box::new(hello))).await.unwrap();
         // Keeps the stream open without further messages.
         tokio::spawn(async move { sender.closed().await });
         let mut request = Request::new(ReceiverStream::new(outgoing));
@@ -102,10 +97,10 @@ impl MasterFixture {
 async fn a_master_whose_lease_is_not_renewed_disconnects_its_workers_until_it_is() {
     let fixture = MasterFixture::start().await;
     let mut stream = fixture.join(None).await;
-    let Some(Kind::Welcome(welcome)) = stream.message().await.unwrap().unwrap().kind else {
+    let Some(JoinResponse::Welcome(welcome)) = stream.message().await.unwrap() else {
         panic!("no welcome")
     };
-    assert_eq!((welcome.worker, welcome.incarnation), (1, 3));
+    assert_eq!((welcome.worker, welcome.incarnation), (WorkerId(1), 3));
     (fixture.hold)(Duration::ZERO);
     while let Ok(Some(_)) = stream.message().await {}
     fixture.until(false).await;

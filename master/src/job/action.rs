@@ -1,8 +1,7 @@
 //! The actions of a job: the core's whole output, in addition to its status.
 
-use std::net::SocketAddr;
-
-use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
+use elasticdl_proto::WorkerId;
+pub use elasticdl_proto::{MasterMessage as ToWorker, Membership};
 use serde::{Deserialize, Serialize};
 
 use super::event::{ConnectionId, LaunchId};
@@ -55,42 +54,6 @@ pub enum Action {
         /// The message.
         message: ToWorker,
     },
-}
-
-/// A message from the master to a worker. (The welcome is [`Action::Admit`].)
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ToWorker {
-    /// Describe the data set.
-    Describe,
-    /// Finish the step, then stop together.
-    Drain,
-    /// Fetch the group's state from one of these members, concurrently with their training.
-    Fetch(Vec<(WorkerId, SocketAddr)>),
-    /// Write a checkpoint at the end of the step.
-    KeepCheckpoint,
-    /// Records to train.
-    Lease(Vec<RecordRange>),
-    /// A new membership of the group.
-    Membership(Membership),
-    /// Build the model for this data set.
-    Prepare(FileList),
-    /// End; the reason.
-    Shutdown(String),
-    /// All members leave: finish the step, write a checkpoint, then end together. Another group
-    /// resumes from it.
-    Suspend,
-}
-
-/// The members of a generation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Membership {
-    /// The generation.
-    pub generation: Generation,
-    /// Members in ring order, with the addresses at which peers reach them.
-    pub members: Vec<(WorkerId, SocketAddr)>,
-    /// A member of an earlier generation is lost: members abort the step at once. Otherwise they
-    /// switch together at a step boundary.
-    pub abort: bool,
 }
 
 /// How a job ended.

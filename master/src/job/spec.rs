@@ -3,7 +3,11 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use clap::ValueEnum;
+use elasticdl_proto::WorkerOptions;
+use elasticdl_proto::limits::CHANNELS_MAX;
+pub use elasticdl_proto::{
+    Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, WireDtype, Work,
+};
 use serde::{Deserialize, Serialize};
 
 /// A job as submitted. [`JobSpec::check`] succeeds before a [`Job`](super::Job) is created from it.
@@ -76,123 +80,13 @@ pub struct JobSpec {
 
 /// How a step is handled whose gradient, summed over all workers, or whose loss contains a NaN or
 /// an infinity.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnNonfinite {
     /// The job fails before the step is applied, with the state before it kept.
     #[default]
     Fail,
     /// Its records count as trained, and the parameters stay as they are.
     Skip,
-}
-
-/// What is evaluated, and when.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ValidationSpec {
-    /// Where the validation data is, as the program's reader understands it.
-    pub data: String,
-    /// Number of steps between evaluations; `None` for only at the end.
-    pub every: Option<u64>,
-    /// The metric that selects the best model.
-    pub metric: String,
-    /// Whether the highest value is the best; otherwise the lowest.
-    pub highest: bool,
-    /// Number of evaluations without improvement after which the job ends.
-    pub patience: Option<u32>,
-}
-
-/// Where and when checkpoints are written.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CheckpointSpec {
-    /// A path or an address of an object store, as the workers see it.
-    pub dir: String,
-    /// How often.
-    pub every: CheckpointEvery,
-    /// Number of complete checkpoints that are retained; at least 1.
-    pub keep: u32,
-    /// Whether the folder belongs to this job alone: earlier runs' checkpoints do not block it and
-    /// are deleted after its first one.
-    #[serde(default)]
-    pub exclusive: bool,
-}
-
-/// How often a checkpoint is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum CheckpointEvery {
-    /// After this number of steps.
-    Steps(NonZeroU64),
-    /// After this time.
-    Time(Duration),
-}
-
-/// What a job does with its data. Places are paths or URIs, as the workers see them.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Work {
-    /// Measures a model: the means of its metrics over all records.
-    Evaluate {
-        /// An exported model.
-        model: String,
-    },
-    /// Writes what a model predicts, a row for each record, a file for each shard.
-    Predict {
-        /// An exported model.
-        model: String,
-        /// The folder for the files.
-        output: String,
-        /// Format of the files.
-        format: Format,
-    },
-    /// Trains a model.
-    Train {
-        /// Where the final model is written.
-        export: Option<String>,
-    },
-}
-
-/// How predictions are written.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Format {
-    /// Comma-separated values, the columns' names in the first line.
-    Csv,
-    /// A JSON object in each line.
-    Jsonl,
-    /// Parquet.
-    #[default]
-    Parquet,
-}
-
-impl Work {
-    /// Whether workers form a group, and take steps together.
-    #[must_use]
-    pub fn trains(&self) -> bool {
-        matches!(self, Self::Train { .. })
-    }
-}
-
-impl Default for Work {
-    fn default() -> Self {
-        Self::Train { export: None }
-    }
-}
-
-/// As what gradients travel between workers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-pub enum WireDtype {
-    /// Rounded to 8 bits of precision.
-    Bf16,
-    /// Rounded to 11 bits of precision, up to 65504.
-    F16,
-    /// As they are.
-    #[default]
-    F32,
-}
-
-/// How many records make a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Batch {
-    /// This many over all ranks, whatever their number.
-    Global(NonZeroU64),
-    /// This many on each rank.
-    PerWorker(NonZeroU64),
 }
 
 impl JobSpec {
@@ -214,6 +108,28 @@ impl JobSpec {
     #[must_use]
     pub fn heartbeat(&self) -> Option<Duration> {
         self.worker_timeout.map(|timeout| timeout / 10)
+    }
+
+    /// The options that a worker needs.
+    #[must_use]
+    pub fn worker_options(&self) -> WorkerOptions {
+        WorkerOptions {
+            training_data: self.training_data.clone(),
+            epochs: self.epochs,
+            max_steps: self.max_steps,
+            batch: self.batch,
+            seed: self.seed,
+            heartbeat: self.heartbeat(),
+            worker_timeout: self.worker_timeout,
+            leave_timeout: Some(self.leave_timeout()),
+            checkpoints: self.checkpoints.clone(),
+            resume_from: self.resume_from.clone(),
+            validation: self.validation.clone(),
+            work: self.work.clone(),
+            wire_dtype: self.wire_dtype,
+            channels: self.channels,
+            skips_nonfinite: self.on_nonfinite == OnNonfinite::Skip,
+        }
     }
 
     /// Checks whether the job can be scaled to `num_workers`.
@@ -351,7 +267,6 @@ fn master_timeout() -> Duration {
     Duration::from_secs(30)
 }
 
-const CHANNELS_MAX: u8 = 16;
 /// The maximum length of a path on common systems.
 const PLACE_BYTES_MAX: usize = 4096;
 const PLACE_SHOWN_MAX: usize = 60;

@@ -8,7 +8,7 @@ use crate::job::{Cause, Evaluated, Job, ShardCounts, StepTimes, Time};
 
 fn snapshot() -> Snapshot {
     let mut snapshot = Job::new(spec()).snapshot(Time::default());
-    snapshot.status.state = "running";
+    snapshot.status.state = "running".into();
     snapshot.status.step = 7;
     snapshot.status.loss = Some(0.25);
     snapshot.status.shards = Some(ShardCounts { todo: 5, leased: 2, done: 1 });

@@ -4,16 +4,16 @@ mod tls;
 
 use std::net::{Ipv4Addr, SocketAddr};
 
-use elasticdl_proto::{Generation, RecordRange, WorkerId, v1};
+use elasticdl_proto::wire::master_client::MasterClient;
+use elasticdl_proto::{
+    Generation, LaunchId, MasterMessage, Membership, RecordRange, Resume, WorkerId,
+};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
-use v1::master_client::MasterClient;
-use v1::worker_message::Kind;
 
 use super::*;
-use crate::job::{LaunchId, Membership, Resume, ToWorker};
 
 const MUCH_LATER: Duration = Duration::from_secs(3600);
 
@@ -28,8 +28,8 @@ struct ServerFixture {
 
 /// The worker's side of a stream.
 struct Stream {
-    outgoing: mpsc::Sender<v1::WorkerMessage>,
-    incoming: Streaming<v1::MasterMessage>,
+    outgoing: mpsc::Sender<JoinRequest>,
+    incoming: Streaming<JoinResponse>,
 }
 
 impl ServerFixture {
@@ -58,7 +58,7 @@ impl ServerFixture {
     }
 
     /// Opens a stream with the right token and sends `messages`.
-    async fn join(&self, messages: Vec<v1::WorkerMessage>) -> Stream {
+    async fn join(&self, messages: Vec<JoinRequest>) -> Stream {
         let (outgoing, received) = mpsc::channel(64);
         for message in messages {
             outgoing.send(message).await.unwrap();
@@ -92,9 +92,7 @@ impl ServerFixture {
     async fn assert_nothing_reached_the_queue(&mut self) {
         let (mut client, bearer) = (self.client().await, self.token.to_bearer());
         let asked =
-            tokio::spawn(
-                async move { client.status(with_token(v1::StatusRequest {}, &bearer)).await },
-            );
+            tokio::spawn(async move { client.status(with_token(StatusRequest, &bearer)).await });
         match self.events.recv().await {
             Some(ServerEvent::Status { reply }) => drop(reply),
             other => panic!("{other:?}"),
@@ -122,19 +120,19 @@ fn with_token<T>(message: T, authorization: &str) -> Request<T> {
     request
 }
 
-fn message_of(kind: Kind) -> v1::WorkerMessage {
-    v1::WorkerMessage { kind: Some(kind) }
-}
-
-fn hello() -> v1::WorkerMessage {
-    let hello = v1::Hello {
+fn valid_hello() -> Hello {
+    Hello {
         job: "mnist".into(),
-        launch: 7,
-        address: "127.0.0.1:9".into(),
+        launch: LaunchId(7),
+        address: "127.0.0.1:9".parse().unwrap(),
         pid: 42,
         resume: None,
-    };
-    message_of(Kind::Hello(hello))
+        incarnation: 0,
+    }
+}
+
+fn hello() -> JoinRequest {
+    JoinRequest::Hello(Box::new(valid_hello()))
 }
 
 #[tokio::test]
@@ -147,12 +145,12 @@ async fn without_the_jobs_token_no_call_is_served() {
             None => Request::new(message),
         };
         let mut client = fixture.client().await;
-        let status = client.status(request(v1::StatusRequest {})).await.unwrap_err();
+        let status = client.status(request(StatusRequest)).await.unwrap_err();
         assert_eq!(status.code(), Code::Unauthenticated, "{wrong:?}");
         let scale = Request::from_parts(
-            request(v1::StatusRequest {}).metadata().clone(),
+            request(StatusRequest).metadata().clone(),
             tonic::Extensions::default(),
-            v1::ScaleRequest { num_workers: 1 },
+            ScaleRequest { num_workers: 1 },
         );
         assert_eq!(
             client.scale(scale).await.unwrap_err().code(),
@@ -160,7 +158,7 @@ async fn without_the_jobs_token_no_call_is_served() {
             "{wrong:?}"
         );
         let join = Request::from_parts(
-            request(v1::StatusRequest {}).metadata().clone(),
+            request(StatusRequest).metadata().clone(),
             tonic::Extensions::default(),
             tokio_stream::once(hello()),
         );
@@ -173,12 +171,12 @@ async fn without_the_jobs_token_no_call_is_served() {
 async fn the_events_of_a_stream_reach_the_queue_in_order() {
     let mut fixture = ServerFixture::start().await;
     let (stream, connection, outbox) = fixture.admitted().await;
-    stream.outgoing.send(message_of(Kind::Leaving(v1::Leaving {}))).await.unwrap();
+    stream.outgoing.send(JoinRequest::Message(WorkerMessage::Leaving)).await.unwrap();
     let leaving = fixture.events.recv().await;
     assert!(
         matches!(
             &leaving,
-            Some(ServerEvent::Message { connection: c, message: FromWorker::Leaving })
+            Some(ServerEvent::Message { connection: c, message: WorkerMessage::Leaving })
                 if *c == connection
         ),
         "{leaving:?}"
@@ -196,13 +194,16 @@ async fn the_events_of_a_stream_reach_the_queue_in_order() {
 async fn an_outbox_sends_messages_in_order_and_its_drop_ends_the_stream() {
     let mut fixture = ServerFixture::start().await;
     let (mut stream, _, outbox) = fixture.admitted().await;
-    let lease = |start| ToWorker::Lease(vec![RecordRange { epoch: 0, start, end: start + 1 }]);
+    let lease = |start| MasterMessage::Lease(vec![RecordRange { epoch: 0, start, end: start + 1 }]);
     for start in 0..100 {
-        assert!(outbox.send(Arc::new(to_worker(lease(start)))));
+        assert!(outbox.send(lease(start).into()));
     }
     drop(outbox);
     for start in 0..100 {
-        assert_eq!(stream.incoming.message().await.unwrap(), Some(to_worker(lease(start))));
+        assert_eq!(
+            stream.incoming.message().await.unwrap(),
+            Some(JoinResponse::Message(lease(start).into()))
+        );
     }
     assert_eq!(stream.end().await, Code::Ok);
 }
@@ -221,46 +222,21 @@ async fn the_outbox_of_a_worker_that_does_not_read_is_bounded() {
     let mut fixture = ServerFixture::start().await;
     let (_stream, _, outbox) = fixture.admitted().await;
     // Nothing is awaited in the loop, so the server's tasks do not run.
-    let taken = (0..10 * OUTBOX_MAX)
-        .take_while(|_| outbox.send(Arc::new(to_worker(ToWorker::Drain))))
-        .count();
+    let taken =
+        (0..10 * OUTBOX_MAX).take_while(|_| outbox.send(MasterMessage::Drain.into())).count();
     assert_eq!(taken, OUTBOX_MAX);
 }
 
 #[tokio::test]
 async fn a_stream_without_a_valid_hello_ends_without_an_event() {
     let mut fixture = ServerFixture::start().await;
-    let hello_with = |change: fn(&mut v1::Hello)| {
-        let Some(Kind::Hello(mut hello)) = hello().kind else { unreachable!() };
-        change(&mut hello);
-        message_of(Kind::Hello(hello))
-    };
+    let other_job = Hello { job: "other".into(), ..valid_hello() };
+    let no_process = Hello { pid: 0, ..valid_hello() };
     let first_messages = [
-        message_of(Kind::Leaving(v1::Leaving {})),
-        v1::WorkerMessage { kind: None },
-        hello_with(|hello| hello.job = "other".into()),
-        hello_with(|hello| hello.address = "nowhere".into()),
-        hello_with(|hello| hello.address = "0.0.0.0:80".into()),
-        hello_with(|hello| hello.address = "127.0.0.1:0".into()),
-        hello_with(|hello| hello.pid = 0),
-        hello_with(|hello| {
-            hello.resume = Some(resume(known_membership(u64::MAX, &["127.0.0.1:9"]), None))
-        }),
-        hello_with(|hello| {
-            hello.resume = Some(resume(known_membership(0, &["127.0.0.1:9"]), None))
-        }),
-        hello_with(|hello| hello.resume = Some(resume(known_membership(1, &[]), None))),
-        hello_with(|hello| {
-            hello.resume = Some(resume(known_membership(1, &["127.0.0.1:0"]), None))
-        }),
-        hello_with(|hello| {
-            let mut twice = known_membership(1, &["127.0.0.1:9", "127.0.0.1:8"]);
-            twice.members[1].worker = 1;
-            hello.resume = Some(resume(twice, None));
-        }),
-        hello_with(|hello| {
-            hello.resume = Some(resume(known_membership(1, &["127.0.0.1:9"]), Some(0)))
-        }),
+        JoinRequest::Message(WorkerMessage::Leaving),
+        JoinRequest::Invalid("a message without a kind".into()),
+        JoinRequest::Hello(Box::new(other_job)),
+        JoinRequest::Hello(Box::new(no_process)),
     ];
     for message in first_messages {
         let stream = fixture.join(vec![message.clone()]).await;
@@ -286,7 +262,11 @@ async fn a_malformed_message_ends_its_stream_alone() {
     let mut fixture = ServerFixture::start().await;
     let (_bystander, _, _open) = fixture.admitted().await;
     let (stream, connection, _outbox) = fixture.admitted().await;
-    stream.outgoing.send(message_of(Kind::Ready(v1::Ready { parameters: 0 }))).await.unwrap();
+    stream
+        .outgoing
+        .send(JoinRequest::Message(WorkerMessage::Ready { parameters: 0 }))
+        .await
+        .unwrap();
     let closed = fixture.events.recv().await;
     assert!(
         matches!(&closed, Some(ServerEvent::Closed { connection: c }) if *c == connection),
@@ -301,8 +281,8 @@ async fn a_message_over_the_limit_ends_its_stream() {
     let mut fixture = ServerFixture::start().await;
     let (stream, connection, _outbox) = fixture.admitted().await;
     let error = "x".repeat(MESSAGE_BYTES_MAX + 1);
-    let failed = v1::Failed { error, ranges: Vec::new(), fatal: false };
-    stream.outgoing.send(message_of(Kind::Failed(failed))).await.unwrap();
+    let failed = WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false };
+    stream.outgoing.send(JoinRequest::Message(failed)).await.unwrap();
     let closed = fixture.events.recv().await;
     assert!(
         matches!(&closed, Some(ServerEvent::Closed { connection: c }) if *c == connection),
@@ -354,7 +334,7 @@ async fn an_authenticated_connection_may_be_silent() {
 async fn a_scale_request_is_answered_by_the_job() {
     let mut fixture = ServerFixture::start().await;
     let (mut client, bearer) = (fixture.client().await, fixture.token.to_bearer());
-    let request = with_token(v1::ScaleRequest { num_workers: 5 }, &bearer);
+    let request = with_token(ScaleRequest { num_workers: 5 }, &bearer);
     let asked = tokio::spawn(async move { client.scale(request).await });
     match fixture.events.recv().await {
         Some(ServerEvent::Scale { num_workers: 5, reply }) => reply.send(Ok(3)).unwrap(),
@@ -363,36 +343,17 @@ async fn a_scale_request_is_answered_by_the_job() {
     assert_eq!(asked.await.unwrap().unwrap().into_inner().was, 3);
 }
 
-fn resume(membership: v1::Membership, parameters: Option<u64>) -> v1::Resume {
-    v1::Resume { worker: 3, membership: Some(membership), parameters, incarnation: 0 }
-}
-
-/// A membership of the workers 1, 2 and so on.
-fn known_membership(generation: u64, addresses: &[&str]) -> v1::Membership {
-    let member =
-        |(worker, address): (u64, &&str)| v1::Member { worker, address: (*address).into() };
-    v1::Membership { generation, members: (1..).zip(addresses).map(member).collect(), abort: true }
-}
-
 #[tokio::test]
-async fn a_hello_is_converted_field_by_field() {
+async fn a_hello_reaches_the_queue_with_every_field() {
     let mut fixture = ServerFixture::start().await;
-    let Some(Kind::Hello(mut again)) = hello().kind else { unreachable!() };
-    again.resume = Some(resume(known_membership(5, &["127.0.0.1:8", "127.0.0.1:9"]), Some(9)));
-    let members =
-        [(1, 8), (2, 9)].map(|(id, port)| (WorkerId(id), ([127, 0, 0, 1], port).into())).to_vec();
+    let members = vec![(WorkerId(1), "127.0.0.1:8".parse().unwrap())];
     let membership = Some(Membership { generation: Generation(5), members, abort: true });
-    let resume = Resume { worker: WorkerId(3), membership, parameters: Some(9) };
-    for (message, resume) in [(hello(), None), (message_of(Kind::Hello(again)), Some(resume))] {
-        let _stream = fixture.join(vec![message]).await;
+    let resume = Some(Resume { worker: WorkerId(3), membership, parameters: Some(9) });
+    let again = Hello { resume, incarnation: 2, ..valid_hello() };
+    for sent in [valid_hello(), again] {
+        let _stream = fixture.join(vec![JoinRequest::Hello(Box::new(sent.clone()))]).await;
         match fixture.events.recv().await {
-            Some(ServerEvent::Connected { hello, .. }) => {
-                let address = "127.0.0.1:9".parse().unwrap();
-                assert_eq!(
-                    hello,
-                    Hello { launch: LaunchId(7), address, pid: 42, resume, incarnation: 0 }
-                );
-            }
+            Some(ServerEvent::Connected { hello, .. }) => assert_eq!(*hello, sent),
             other => panic!("{other:?}"),
         }
     }
@@ -406,7 +367,7 @@ async fn a_closed_server_refuses_connections_and_streams_until_it_is_reopened() 
     fixture.server.close();
     drop(outbox);
     assert_eq!(stream.end().await, Code::Ok);
-    let hello = || ReceiverStream::new(mpsc::channel::<v1::WorkerMessage>(1).1);
+    let hello = || ReceiverStream::new(mpsc::channel::<JoinRequest>(1).1);
     let refused = old.join(with_token(hello(), &fixture.token.to_bearer())).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable, "{refused}");
     while TcpStream::connect(fixture.address).await.is_ok() {

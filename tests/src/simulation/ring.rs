@@ -10,11 +10,10 @@
 use std::time::Duration;
 
 use elasticdl::core::header::StateRecord;
-use elasticdl::core::session::Membership;
 use elasticdl::core::transport_switch::NcclBuild;
 use elasticdl_collective::schedule::RankInfo;
 use elasticdl_master::job::Stall;
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_proto::{Generation, Membership, WorkerId};
 
 use super::clock::Micros;
 use super::network::{LinkId, Packet};

@@ -5,13 +5,11 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 use std::time::Duration;
 
-use elasticdl::core::checkpoint::Interval;
 use elasticdl::core::halt::Ending;
 use elasticdl::core::header::{StateRecord, StepHeader, SyncHeader};
-use elasticdl::core::plan;
-use elasticdl::core::session::{Exit, JobPlan, Membership, Report, Session, State, Task};
+use elasticdl::core::session::{Exit, JobPlan, Session, State, Task};
 use elasticdl_master::job::{self, FromWorker, LedgerReport, Phases, ToWorker};
-use elasticdl_proto::{FileList, Generation, Ledger, RecordRange, WorkerId};
+use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
 use super::clock::Micros;
 use super::fetch::{Donor, Source};
@@ -243,14 +241,8 @@ impl World {
             records: dataset.records(),
             epochs: spec.epochs,
             max_steps: spec.max_steps,
-            batch: match spec.batch {
-                job::Batch::Global(records) => plan::Batch::Global(records.get()),
-                job::Batch::PerWorker(records) => plan::Batch::PerWorker(records.get()),
-            },
-            checkpoints: spec.checkpoints.as_ref().map(|kept| match kept.every {
-                job::CheckpointEvery::Steps(steps) => Interval::Steps(steps.get()),
-                job::CheckpointEvery::Time(time) => Interval::Time(time),
-            }),
+            batch: spec.batch,
+            checkpoints: spec.checkpoints.as_ref().map(|kept| kept.every),
             // Evaluations are covered by the session's own tests.
             evaluation: None,
         };
@@ -320,7 +312,7 @@ impl World {
         while let Some(report) =
             self.processes[p].trainer.session.as_mut().and_then(Session::poll_report)
         {
-            self.queue_for_master(p, from_report(report));
+            self.queue_for_master(p, report);
         }
     }
 
@@ -347,8 +339,8 @@ impl World {
             ToWorker::Fetch(donors) => session.handle_fetch(donors),
             ToWorker::KeepCheckpoint => session.handle_checkpoint(),
             ToWorker::Lease(ranges) => session.handle_lease(ranges),
-            ToWorker::Membership(job::Membership { generation, members, abort }) => {
-                session.handle_membership(Membership { generation, members, abort });
+            ToWorker::Membership(membership) => {
+                session.handle_membership(membership);
             }
             ToWorker::Shutdown(reason) => session.handle_shutdown(reason),
             ToWorker::Suspend => session.handle_suspend(),
@@ -377,7 +369,7 @@ impl World {
             generation,
             step: state.step,
             digest: trainer.model.digest(),
-            ledger: ledger_report(&state.ledger),
+            ledger: LedgerReport::from(&state.ledger),
             records_trained: state.records_trained,
             stopped_early: false,
             summary: (rank == 0).then(|| "counted".into()),
@@ -568,43 +560,6 @@ impl World {
         let trainer = &mut self.processes[p].trainer;
         trainer.repair.clear();
         trainer.passed = None;
-    }
-}
-
-fn ledger_report(ledger: &Ledger) -> LedgerReport {
-    LedgerReport {
-        epochs_complete: ledger.epoch(),
-        ranges: ledger.ranges().collect(),
-        repeated: ledger.repeated(),
-    }
-}
-
-/// The report as it arrives at the master.
-fn from_report(report: Report) -> FromWorker {
-    match report {
-        Report::Broken { generation, suspect, error, unreachable } => {
-            FromWorker::Broken { generation, suspect, error, unreachable }
-        }
-        Report::Committed(progress) => FromWorker::Committed(job::Committed {
-            generation: progress.generation,
-            step: progress.step,
-            ranges: progress.ranges,
-            loss_sum: progress.loss_sum,
-            records: progress.records,
-            compute_us: progress.compute_us,
-            times: job::StepTimes::default(),
-            steps_skipped: progress.steps_skipped,
-        }),
-        Report::Evaluated { step, records, means } => {
-            let metrics = means.into_iter().map(|(name, mean)| (name, Some(mean))).collect();
-            FromWorker::Evaluated(job::Evaluated { step, records, metrics })
-        }
-        Report::Formed { generation, step, ledger } => {
-            FromWorker::Formed { generation, step, ledger: ledger_report(&ledger) }
-        }
-        Report::CaughtUp { step } => FromWorker::CaughtUp { step },
-        Report::HeldLeases { step, ranges } => FromWorker::HeldLeases { step, ranges },
-        Report::LeaseRequest { epoch, records } => FromWorker::LeaseRequest { epoch, records },
     }
 }
 

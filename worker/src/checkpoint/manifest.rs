@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::path::Path;
 
+use elasticdl_proto::Batch;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::core::checkpoint::Written;
 use crate::core::header::StateRecord;
-use crate::core::plan::Batch;
 use crate::reader::Dataset;
 
 /// Identity of a job and its settings that checkpoints depend on.
@@ -94,8 +94,8 @@ impl Manifest {
         written_at: u64,
     ) -> Self {
         let (global, per_worker) = match fingerprint.batch {
-            Batch::Global(records) => (Some(records), None),
-            Batch::PerWorker(records) => (None, Some(records)),
+            Batch::Global(records) => (Some(records.get()), None),
+            Batch::PerWorker(records) => (None, Some(records.get())),
         };
         let total = fingerprint.parameters + fingerprint.slots;
         let shard = |(rank, part): (usize, &Written)| {
@@ -253,6 +253,8 @@ const DIGEST: &str = ",\"digest\":\"";
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::num::NonZeroU64;
+
     use elasticdl_proto::RecordRange;
 
     use super::*;
@@ -269,7 +271,7 @@ pub(super) mod tests {
             training_data: "data".into(),
             epochs: 3,
             max_steps: None,
-            batch: Batch::Global(4),
+            batch: Batch::Global(NonZeroU64::new(4).unwrap()),
             seed: 7,
         }
     }
@@ -351,7 +353,8 @@ pub(super) mod tests {
             manifest().check_options(&fingerprint).err().unwrap_or_default()
         };
         assert_eq!(
-            refused(|f| (f.epochs, f.max_steps, f.batch) = (2, Some(31), Batch::PerWorker(9))),
+            refused(|f| (f.epochs, f.max_steps, f.batch) =
+                (2, Some(31), Batch::PerWorker(NonZeroU64::new(9).unwrap()))),
             ""
         );
         assert!(refused(|f| f.epochs = 1).contains("--num-epochs 1"));

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use elasticdl_proto::v1;
+use elasticdl_proto::WorkerMessage;
 
 use crate::storage::{self, WaitStatus};
 
@@ -21,7 +21,7 @@ struct Reported {
 
 impl StorageReporter {
     /// The report that is due now.
-    pub(super) fn poll(&mut self) -> Option<v1::StorageWait> {
+    pub(super) fn poll(&mut self) -> Option<WorkerMessage> {
         self.next(storage::wait_status(), Instant::now())
     }
 
@@ -30,7 +30,7 @@ impl StorageReporter {
         self.reported = None;
     }
 
-    fn next(&mut self, waiting: WaitStatus, now: Instant) -> Option<v1::StorageWait> {
+    fn next(&mut self, waiting: WaitStatus, now: Instant) -> Option<WorkerMessage> {
         let is_due = match (&self.reported, &waiting.storage) {
             (None, Some(_)) | (Some(_), None) => true,
             // A wait that started and ended between two polls.
@@ -42,11 +42,11 @@ impl StorageReporter {
         }
         let was_reported = self.reported.is_some();
         let waited = waiting.waited.saturating_sub(self.waited);
-        let waited_ms = waited.as_millis() as u64;
-        self.waited += Duration::from_millis(waited_ms);
+        let waited = Duration::from_millis(waited.as_millis() as u64);
+        self.waited += waited;
         self.reported = waiting.storage.is_some().then_some(Reported { at: now });
-        let is_news = was_reported || waiting.storage.is_some() || waited_ms > 0;
-        is_news.then_some(v1::StorageWait { storage: waiting.storage, waited_ms })
+        let is_news = was_reported || waiting.storage.is_some() || !waited.is_zero();
+        is_news.then_some(WorkerMessage::StorageWait { storage: waiting.storage, waited })
     }
 }
 
@@ -63,9 +63,13 @@ mod tests {
     #[test]
     fn a_wait_is_reported_at_its_start_periodically_and_at_its_end() {
         let (mut reporter, began) = (StorageReporter::default(), Instant::now());
-        let mut at = |seconds, waiting| {
-            let report = reporter.next(waiting, began + Duration::from_secs(seconds))?;
-            Some((report.storage.is_some(), report.waited_ms))
+        let mut at = |seconds, waiting| match reporter
+            .next(waiting, began + Duration::from_secs(seconds))?
+        {
+            WorkerMessage::StorageWait { storage, waited } => {
+                Some((storage.is_some(), waited.as_millis()))
+            }
+            other => panic!("{other:?}"),
         };
         assert_eq!(at(0, waiting(None, 0)), None);
         assert_eq!(at(1, waiting(Some("s3://b"), 100)), Some((true, 100)));
@@ -81,7 +85,10 @@ mod tests {
         let (mut reporter, now) = (StorageReporter::default(), Instant::now());
         assert!(reporter.next(waiting(Some("s3://b"), 100), now).is_some());
         reporter.forget();
-        let report = reporter.next(waiting(Some("s3://b"), 200), now).unwrap();
-        assert_eq!((report.storage.as_deref(), report.waited_ms), (Some("s3://b"), 100));
+        let waited = Duration::from_millis(100);
+        assert_eq!(
+            reporter.next(waiting(Some("s3://b"), 200), now),
+            Some(WorkerMessage::StorageWait { storage: Some("s3://b".into()), waited })
+        );
     }
 }

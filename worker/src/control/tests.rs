@@ -2,22 +2,25 @@
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
+use std::num::NonZeroU64;
 use std::sync::Mutex;
 
-use elasticdl_proto::v1::master_server::{Master, MasterServer};
+use elasticdl_proto::wire::master_server::{Master, MasterServer};
+use elasticdl_proto::wire::{
+    CheckpointReply, CheckpointRequest, ScaleReply, ScaleRequest, StatusRequest,
+};
+use elasticdl_proto::{Batch, Membership, WireDtype, Work, WorkerId, WorkerOptions};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Response, Status};
-use v1::master_message::Kind as FromMasterKind;
-use v1::worker_message::Kind as FromWorkerKind;
 
 use super::*;
 use crate::environment::Tls;
 
-type Outgoing = mpsc::UnboundedSender<Result<v1::MasterMessage, Status>>;
+type Outgoing = mpsc::UnboundedSender<Result<JoinResponse, Status>>;
 
 /// Streams of workers, by number. Their messages are passed to the test, which sends the answers.
 struct TestMaster {
-    received: Sender<(usize, FromWorkerKind)>,
+    received: Sender<(usize, JoinRequest)>,
     streams: Arc<Mutex<BTreeMap<usize, Outgoing>>>,
     /// Number of the first stream that is refused.
     refuse_from: usize,
@@ -28,38 +31,27 @@ struct TestMaster {
 
 #[tonic::async_trait]
 impl Master for TestMaster {
-    type JoinStream = UnboundedReceiverStream<Result<v1::MasterMessage, Status>>;
+    type JoinStream = UnboundedReceiverStream<Result<JoinResponse, Status>>;
 
     async fn join(
         &self,
-        request: Request<Streaming<v1::WorkerMessage>>,
+        request: Request<Streaming<JoinRequest>>,
     ) -> Result<Response<Self::JoinStream>, Status> {
         let number = self.count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         if number >= self.refuse_from {
             return Err(Status::failed_precondition("no longer wanted"));
         }
         let (outgoing, incoming) = mpsc::unbounded_channel();
-        let options = v1::Options {
-            batch: Some(v1::options::Batch::GlobalBatchSize(4)),
-            epochs: 1,
-            work: Some(v1::options::Work::Train(v1::Train::default())),
-            ..v1::Options::default()
-        };
-        let welcome = v1::Welcome {
-            worker: 7,
-            options: Some(options),
-            incarnation: self.incarnation.load(std::sync::atomic::Ordering::Relaxed),
-        };
-        outgoing
-            .send(Ok(v1::MasterMessage { kind: Some(FromMasterKind::Welcome(welcome)) }))
-            .unwrap();
+        let incarnation = self.incarnation.load(std::sync::atomic::Ordering::Relaxed);
+        let welcome = Welcome { worker: WorkerId(7), incarnation, options: options() };
+        outgoing.send(Ok(JoinResponse::Welcome(Box::new(welcome)))).unwrap();
         self.streams.lock().unwrap().insert(number, outgoing);
         let (received, mut stream) = (self.received.clone(), request.into_inner());
         tokio::spawn(async move {
-            while let Ok(Some(v1::WorkerMessage { kind: Some(kind) })) = stream.message().await {
-                if !matches!(kind, FromWorkerKind::Heartbeat(_))
-                    && received.send((number, kind)).is_err()
-                {
+            while let Ok(Some(request)) = stream.message().await {
+                let is_heartbeat =
+                    matches!(request, JoinRequest::Message(WorkerMessage::Heartbeat(_)));
+                if !is_heartbeat && received.send((number, request)).is_err() {
                     return;
                 }
             }
@@ -69,29 +61,26 @@ impl Master for TestMaster {
 
     async fn status(
         &self,
-        _: Request<v1::StatusRequest>,
-    ) -> Result<Response<v1::StatusReply>, Status> {
+        _: Request<StatusRequest>,
+    ) -> Result<Response<elasticdl_proto::Status>, Status> {
         Err(Status::unimplemented("not called by this test"))
     }
 
     async fn checkpoint(
         &self,
-        _: Request<v1::CheckpointRequest>,
-    ) -> Result<Response<v1::CheckpointReply>, Status> {
+        _: Request<CheckpointRequest>,
+    ) -> Result<Response<CheckpointReply>, Status> {
         Err(Status::unimplemented("not called by this test"))
     }
 
-    async fn scale(
-        &self,
-        _: Request<v1::ScaleRequest>,
-    ) -> Result<Response<v1::ScaleReply>, Status> {
+    async fn scale(&self, _: Request<ScaleRequest>) -> Result<Response<ScaleReply>, Status> {
         Err(Status::unimplemented("not called by this test"))
     }
 }
 
 struct Fixture {
     environment: Environment,
-    received: std::sync::mpsc::Receiver<(usize, FromWorkerKind)>,
+    received: std::sync::mpsc::Receiver<(usize, JoinRequest)>,
     streams: Arc<Mutex<BTreeMap<usize, Outgoing>>>,
     incarnation: Arc<std::sync::atomic::AtomicU64>,
 }
@@ -159,25 +148,33 @@ impl Fixture {
         (Ipv4Addr::LOCALHOST, 9).into()
     }
 
-    fn hello(&self, resume: Option<v1::Resume>) -> FromWorkerKind {
-        let (job, address) = ("job".into(), Self::address().to_string());
-        FromWorkerKind::Hello(v1::Hello {
-            job,
-            launch: 3,
-            address,
+    fn hello(&self, resume: Option<Resume>) -> JoinRequest {
+        let incarnation = if resume.is_some() { 2 } else { 0 };
+        JoinRequest::Hello(Box::new(Hello {
+            job: "job".into(),
+            launch: LaunchId(3),
+            address: Self::address(),
             pid: std::process::id(),
             resume,
-        })
+            incarnation,
+        }))
     }
 
-    fn next(&self) -> (usize, FromWorkerKind) {
+    fn next(&self) -> (usize, JoinRequest) {
         self.received.recv_timeout(Duration::from_secs(60)).unwrap()
     }
 
-    fn send(&self, number: usize, kind: FromMasterKind) {
-        self.streams.lock().unwrap()[&number]
-            .send(Ok(v1::MasterMessage { kind: Some(kind) }))
-            .unwrap();
+    /// The number of a stream, and its next message after the hello.
+    fn next_message(&self) -> (usize, WorkerMessage) {
+        match self.next() {
+            (number, JoinRequest::Message(message)) => (number, message),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn send(&self, number: usize, message: MasterMessage) {
+        let response = JoinResponse::Message(message.into());
+        self.streams.lock().unwrap()[&number].send(Ok(response)).unwrap();
     }
 
     fn end(&self, number: usize) {
@@ -185,13 +182,41 @@ impl Fixture {
     }
 }
 
-fn membership(generation: u64) -> v1::Membership {
-    let member = v1::Member { worker: 7, address: "127.0.0.1:9".into() };
-    v1::Membership { generation, members: vec![member], abort: false }
+fn options() -> WorkerOptions {
+    WorkerOptions {
+        training_data: String::new(),
+        epochs: 1,
+        max_steps: None,
+        batch: Batch::Global(NonZeroU64::new(4).unwrap()),
+        seed: 0,
+        heartbeat: None,
+        worker_timeout: None,
+        leave_timeout: None,
+        checkpoints: None,
+        resume_from: None,
+        validation: None,
+        work: Work::default(),
+        wire_dtype: WireDtype::F32,
+        channels: 1,
+        skips_nonfinite: false,
+    }
 }
 
-fn lease_request(epoch: u32) -> ToMaster {
-    ToMaster::Report(Report::LeaseRequest { epoch, records: 2 })
+fn membership(generation: u64) -> Membership {
+    let members = vec![(WorkerId(7), "127.0.0.1:9".parse().unwrap())];
+    Membership { generation: Generation(generation), members, abort: false }
+}
+
+fn connector(environment: Environment) -> MasterConnector {
+    MasterConnector { environment, address: Fixture::address(), me: None, incarnation: 0 }
+}
+
+fn lease_request(epoch: u32) -> WorkerMessage {
+    WorkerMessage::LeaseRequest { epoch, records: 2 }
+}
+
+fn is_membership(event: &ControlEvent) -> bool {
+    matches!(event, ControlEvent::Message(MasterMessage::Membership(_), _))
 }
 
 #[test]
@@ -199,36 +224,27 @@ fn a_new_master_learns_the_workers_identity_and_gets_no_message_for_the_previous
     let fixture = Fixture::new(usize::MAX);
     let control = Control::open(&fixture.environment, Fixture::address()).unwrap();
     assert_eq!(fixture.next(), (0, fixture.hello(None)));
-    control.outbox.send(ToMaster::Ready { parameters: 5 });
-    assert_eq!(fixture.next(), (0, FromWorkerKind::Ready(v1::Ready { parameters: 5 })));
-    fixture.send(0, FromMasterKind::Membership(membership(3)));
-    fixture.send(0, FromMasterKind::Membership(membership(4)));
+    control.outbox.send(WorkerMessage::Ready { parameters: 5 });
+    assert_eq!(fixture.next_message(), (0, WorkerMessage::Ready { parameters: 5 }));
+    fixture.send(0, MasterMessage::Membership(membership(3)));
+    fixture.send(0, MasterMessage::Membership(membership(4)));
     // A late membership of an older generation is ignored.
-    fixture.send(0, FromMasterKind::Membership(membership(2)));
-    assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(..)));
-    assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(..)));
-    assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Membership(..)));
+    fixture.send(0, MasterMessage::Membership(membership(2)));
+    assert!(is_membership(&control.inbox.recv().unwrap()));
+    assert!(is_membership(&control.inbox.recv().unwrap()));
+    assert!(is_membership(&control.inbox.recv().unwrap()));
     fixture.end(0);
-    assert_eq!(control.inbox.recv().unwrap(), FromMaster::Reconnected);
-    let resume = v1::Resume {
-        worker: 7,
-        membership: Some(membership(4)),
-        parameters: Some(5),
-        incarnation: 2,
-    };
+    assert_eq!(control.inbox.recv().unwrap(), ControlEvent::Reconnected);
+    let resume =
+        Resume { worker: WorkerId(7), membership: Some(membership(4)), parameters: Some(5) };
     assert_eq!(fixture.next(), (1, fixture.hello(Some(resume))));
     // The trainer has not read its inbox yet.
     control.outbox.send(lease_request(0));
-    control.outbox.send(ToMaster::Report(Report::HeldLeases { step: 6, ranges: Vec::new() }));
+    control.outbox.send(WorkerMessage::HeldLeases { step: 6, ranges: Vec::new() });
     control.outbox.send(lease_request(1));
-    assert_eq!(
-        fixture.next(),
-        (1, FromWorkerKind::HeldLeases(v1::HeldLeases { step: 6, ranges: Vec::new() }))
-    );
-    assert_eq!(
-        fixture.next(),
-        (1, FromWorkerKind::LeaseRequest(v1::LeaseRequest { epoch: 1, records: 2 }))
-    );
+    let held = WorkerMessage::HeldLeases { step: 6, ranges: Vec::new() };
+    assert_eq!(fixture.next_message(), (1, held));
+    assert_eq!(fixture.next_message(), (1, lease_request(1)));
     fixture.streams.lock().unwrap().clear();
     control.close();
 }
@@ -236,14 +252,9 @@ fn a_new_master_learns_the_workers_identity_and_gets_no_message_for_the_previous
 #[test]
 fn a_refusal_ends_the_search_for_a_master_and_silence_does_not() {
     let fixture = Fixture::new(0);
-    let me = Some(v1::Resume {
-        worker: 7,
-        membership: Some(membership(4)),
-        parameters: Some(5),
-        incarnation: 2,
-    });
-    let connector =
-        MasterConnector { environment: fixture.environment, address: Fixture::address(), me };
+    let me =
+        Some(Resume { worker: WorkerId(7), membership: Some(membership(4)), parameters: Some(5) });
+    let connector = MasterConnector { me, incarnation: 2, ..connector(fixture.environment) };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let refused = runtime.block_on(connector.search()).err().unwrap();
     assert!(refused.contains("no longer wanted"), "{refused}");
@@ -258,8 +269,9 @@ fn a_refusal_ends_the_search_for_a_master_and_silence_does_not() {
 fn a_trainer_that_ends_without_a_master_ends_the_search() {
     let fixture = Fixture::new(1);
     let control = Control::open(&fixture.environment, Fixture::address()).unwrap();
-    fixture.send(0, FromMasterKind::Shutdown(v1::Shutdown { reason: "over".into() }));
-    assert!(matches!(control.inbox.recv().unwrap(), FromMaster::Shutdown(_)));
+    fixture.send(0, MasterMessage::Shutdown("over".into()));
+    let ended = control.inbox.recv().unwrap();
+    assert!(matches!(ended, ControlEvent::Message(MasterMessage::Shutdown(_), _)));
     // A search for another master would find one that refuses the worker, which ends this process.
     fixture.end(0);
     control.close();
@@ -273,7 +285,7 @@ fn over_tls_a_master_is_authenticated_by_ca_and_name_only() {
     let open = |tls: Option<(&str, &str)>| {
         let tls = tls.map(|(ca, name)| Tls { ca: ca.into(), name: name.into() });
         let environment = Environment { tls, ..fixture.environment.clone() };
-        let connector = MasterConnector { environment, address: Fixture::address(), me: None };
+        let connector = connector(environment);
         match runtime.block_on(connector.open()) {
             Ok(_) => Ok(()),
             // Another host may answer at this address later: the search continues.
@@ -294,7 +306,7 @@ fn over_tls_a_master_is_authenticated_by_ca_and_name_only() {
     let without_tls = Fixture::new(usize::MAX);
     let tls = Some(Tls { ca, name: "master".into() });
     let environment = Environment { tls, ..without_tls.environment };
-    let connector = MasterConnector { environment, address: Fixture::address(), me: None };
+    let connector = connector(environment);
     assert!(matches!(runtime.block_on(connector.open()), Err(NotOpened::NoAnswer(_))));
     // No message has reached another master.
     assert!(fixture.received.try_recv().is_err() && without_tls.received.try_recv().is_err());
@@ -305,29 +317,27 @@ fn an_older_master_than_the_known_one_is_not_accepted_and_the_search_continues()
     use std::sync::atomic::Ordering::Relaxed;
     let fixture = Fixture::new(usize::MAX);
     let control = Control::open(&fixture.environment, Fixture::address()).unwrap();
-    assert!(matches!(fixture.next(), (0, FromWorkerKind::Hello(_))));
+    assert!(matches!(fixture.next(), (0, JoinRequest::Hello(_))));
     fixture.incarnation.store(1, Relaxed);
     fixture.end(0);
     // The worker reaches the old master repeatedly, and tells it of the newer one.
     for number in 1..=2 {
         match fixture.next() {
-            (n, FromWorkerKind::Hello(v1::Hello { resume: Some(resume), .. })) => {
-                assert_eq!((n, resume.incarnation), (number, 2));
-            }
+            (n, JoinRequest::Hello(hello)) => assert_eq!((n, hello.incarnation), (number, 2)),
             other => panic!("{other:?}"),
         }
     }
     assert!(control.inbox.try_recv().is_err(), "it continued with an older master");
     fixture.incarnation.store(3, Relaxed);
-    assert_eq!(control.inbox.recv().unwrap(), FromMaster::Reconnected);
+    assert_eq!(control.inbox.recv().unwrap(), ControlEvent::Reconnected);
     let last = *fixture.streams.lock().unwrap().keys().next_back().unwrap();
     fixture.end(last);
     let newest =
         std::iter::repeat_with(|| fixture.next()).find_map(|(_, received)| match received {
-            FromWorkerKind::Hello(hello) => hello.resume.filter(|resume| resume.incarnation > 2),
+            JoinRequest::Hello(hello) => Some(hello.incarnation).filter(|&newest| newest > 2),
             _ => None,
         });
-    assert_eq!(newest.unwrap().incarnation, 3);
+    assert_eq!(newest, Some(3));
     fixture.streams.lock().unwrap().clear();
     drop(control);
 }

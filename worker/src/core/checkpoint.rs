@@ -18,17 +18,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_proto::{CheckpointEvery, Generation, WorkerId};
 use serde::{Deserialize, Serialize};
-
-/// Interval between checkpoints.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Interval {
-    /// Number of steps between two checkpoints.
-    Steps(u64),
-    /// Time between two checkpoints. A job's first one comes after [`FIRST_AFTER`] at the latest.
-    Time(Duration),
-}
 
 /// Part of a rank's step header that concerns checkpoints.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -99,7 +90,7 @@ struct Current {
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     me: WorkerId,
-    every: Option<Interval>,
+    every: Option<CheckpointEvery>,
     interval_base: u64,
     /// Start of the current interval; `None` before the first step.
     interval_began: Option<Duration>,
@@ -114,7 +105,7 @@ pub struct Checkpoints {
 
 impl Checkpoints {
     /// `every`: `None` if the job writes no checkpoints.
-    pub fn new(me: WorkerId, every: Option<Interval>) -> Self {
+    pub fn new(me: WorkerId, every: Option<CheckpointEvery>) -> Self {
         Self {
             me,
             every,
@@ -149,7 +140,8 @@ impl Checkpoints {
     /// Header of this rank for the round that makes step number `next`.
     pub fn header(&self, next: u64) -> CheckpointHeader {
         let interval_ends = |steps| next >= self.interval_base.saturating_add(steps);
-        let far = matches!(self.every, Some(Interval::Steps(steps)) if interval_ends(steps));
+        let far =
+            matches!(self.every, Some(CheckpointEvery::Steps(steps)) if interval_ends(steps.get()));
         CheckpointHeader {
             due: self.current.is_none() && (self.requested || self.overdue || far),
             busy: self.busy,
@@ -223,7 +215,8 @@ impl Checkpoints {
         let is_first = self.complete.is_none() && self.failed.is_none();
         let after = |time: Duration| if is_first { time.min(FIRST_AFTER) } else { time };
         let elapsed = now.saturating_sub(since);
-        self.overdue |= matches!(self.every, Some(Interval::Time(time)) if elapsed >= after(time));
+        self.overdue |=
+            matches!(self.every, Some(CheckpointEvery::Time(time)) if elapsed >= after(time));
     }
 
     /// A new group has formed. A checkpoint with a lost member is abandoned, unless only the first
@@ -295,7 +288,13 @@ pub const FIRST_AFTER: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU64;
+
     use super::*;
+
+    fn steps(steps: u64) -> CheckpointEvery {
+        CheckpointEvery::Steps(NonZeroU64::new(steps).unwrap())
+    }
 
     const PART: Written = Written { bytes: 8, digest: 3 };
 
@@ -307,7 +306,7 @@ mod tests {
     }
 
     impl Ranks {
-        fn new(count: u64, every: Interval) -> Self {
+        fn new(count: u64, every: CheckpointEvery) -> Self {
             let rank = |id| (WorkerId(id), Checkpoints::new(WorkerId(id), Some(every)));
             Self { ranks: (1..=count).map(rank).collect(), step: 0, begun: Vec::new() }
         }
@@ -365,7 +364,7 @@ mod tests {
 
     #[test]
     fn a_checkpoint_begins_every_n_steps_and_is_complete_with_all_parts_and_the_manifest() {
-        let mut ranks = Ranks::new(3, Interval::Steps(10));
+        let mut ranks = Ranks::new(3, steps(10));
         ranks.step_to(10);
         assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]));
         // One step in which all ranks report their parts as written, one in which the first rank
@@ -380,7 +379,7 @@ mod tests {
 
     #[test]
     fn the_next_checkpoint_begins_only_and_at_once_after_the_one_in_progress() {
-        let mut ranks = Ranks::new(2, Interval::Steps(10));
+        let mut ranks = Ranks::new(2, steps(10));
         ranks.step_to(9);
         while ranks.step < 25 {
             ranks.step();
@@ -393,7 +392,7 @@ mod tests {
 
     #[test]
     fn the_interval_is_counted_from_the_start_of_the_previous_checkpoint() {
-        let mut ranks = Ranks::new(2, Interval::Time(Duration::from_secs(10)));
+        let mut ranks = Ranks::new(2, CheckpointEvery::Time(Duration::from_secs(10)));
         ranks.step_to(40);
         // A checkpoint that becomes due at the end of a step begins at the end of the next one.
         assert_eq!(ranks.begun, [12, 23, 34]);
@@ -401,14 +400,14 @@ mod tests {
 
     #[test]
     fn the_first_checkpoint_of_a_long_interval_comes_early() {
-        let mut ranks = Ranks::new(2, Interval::Time(Duration::from_secs(100)));
+        let mut ranks = Ranks::new(2, CheckpointEvery::Time(Duration::from_secs(100)));
         ranks.step_to(250);
         assert_eq!(ranks.begun, [32, 133, 234]);
     }
 
     #[test]
     fn a_requested_checkpoint_begins_at_the_next_step_and_once() {
-        let mut ranks = Ranks::new(2, Interval::Steps(1000));
+        let mut ranks = Ranks::new(2, steps(1000));
         ranks.step_to(3);
         ranks.ranks[1].1.request();
         ranks.ranks[0].1.request();
@@ -418,7 +417,7 @@ mod tests {
 
     #[test]
     fn a_lost_member_ends_the_checkpoint_and_the_next_begins_at_once() {
-        let mut ranks = Ranks::new(3, Interval::Steps(10));
+        let mut ranks = Ranks::new(3, steps(10));
         ranks.step_to(9);
         ranks.step();
         assert!(ranks.work(0, true) && ranks.work(2, true));
@@ -433,10 +432,10 @@ mod tests {
 
     #[test]
     fn a_worker_that_joins_meanwhile_takes_no_part_and_delays_nothing() {
-        let mut ranks = Ranks::new(2, Interval::Steps(10));
+        let mut ranks = Ranks::new(2, steps(10));
         ranks.step_to(9);
         ranks.step();
-        ranks.ranks.push((WorkerId(9), Checkpoints::new(WorkerId(9), Some(Interval::Steps(10)))));
+        ranks.ranks.push((WorkerId(9), Checkpoints::new(WorkerId(9), Some(steps(10)))));
         let members = ranks.members();
         ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
         ranks.step();
@@ -451,7 +450,7 @@ mod tests {
     #[test]
     fn no_rank_waits_for_one_that_never_began_the_checkpoint() {
         // One rank was one step behind when its links broke, and reached the step by a repair.
-        let mut ranks = Ranks::new(2, Interval::Steps(10));
+        let mut ranks = Ranks::new(2, steps(10));
         ranks.step_to(9);
         ranks.step();
         ranks.ranks[1].1.current = None;
@@ -464,7 +463,7 @@ mod tests {
     #[test]
     fn all_ranks_learn_of_a_failed_checkpoint_and_retry_after_an_interval() {
         for failing in [0, 1] {
-            let mut ranks = Ranks::new(2, Interval::Steps(10));
+            let mut ranks = Ranks::new(2, steps(10));
             ranks.step_to(9);
             ranks.step();
             (0..2).for_each(|rank| assert!(ranks.work(rank, rank != failing)));
@@ -472,7 +471,7 @@ mod tests {
             assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 20, 30][..], vec![Some(20); 2]));
         }
         // Likewise for the manifest.
-        let mut ranks = Ranks::new(1, Interval::Steps(10));
+        let mut ranks = Ranks::new(1, steps(10));
         ranks.step_to(9);
         ranks.step();
         ranks.work(0, true);
@@ -485,7 +484,7 @@ mod tests {
     #[test]
     fn losing_the_first_rank_loses_the_manifest_and_losing_another_does_not() {
         for (lost, complete) in [(0, 12), (1, 10)] {
-            let mut ranks = Ranks::new(3, Interval::Steps(10));
+            let mut ranks = Ranks::new(3, steps(10));
             ranks.step_to(9);
             ranks.step();
             (0..3).for_each(|rank| assert!(ranks.work(rank, true)));
@@ -502,7 +501,7 @@ mod tests {
     #[test]
     fn a_checkpoint_abandoned_by_the_first_rank_is_abandoned_by_all() {
         // Only one rank has learned that all parts are written when a member is lost.
-        let mut ranks = Ranks::new(4, Interval::Steps(10));
+        let mut ranks = Ranks::new(4, steps(10));
         ranks.step_to(9);
         ranks.step();
         (0..4).for_each(|rank| assert!(ranks.work(rank, true)));
@@ -549,7 +548,7 @@ mod tests {
 
     #[test]
     fn a_resumed_job_counts_its_interval_from_its_checkpoint() {
-        let mut ranks = Ranks::new(2, Interval::Steps(10));
+        let mut ranks = Ranks::new(2, steps(10));
         ranks.step = 25;
         ranks.ranks[0].1.restored(25, true);
         // The first round of a new group is an idle one.

@@ -5,24 +5,7 @@
 //!
 //! **Invariant:** the plan depends on its arguments alone.
 
-/// Number of records of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Batch {
-    /// Over all ranks.
-    Global(u64),
-    /// On each rank.
-    PerWorker(u64),
-}
-
-impl Batch {
-    /// Upper bound of the records that one rank of `world_size` computes in a full step.
-    pub fn share(self, world_size: usize) -> u64 {
-        match self {
-            Self::Global(records) => records.div_ceil((world_size as u64).max(1)),
-            Self::PerWorker(records) => records,
-        }
-    }
-}
+use elasticdl_proto::Batch;
 
 /// Records that one rank can contribute to the next step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,15 +25,16 @@ pub fn quotas(batch: Batch, remaining: u64, ranks: &[AvailableRecords]) -> Optio
     let pending: u64 = ranks.iter().map(|r| r.pending).sum();
     let at_hand: u64 = pending + ranks.iter().map(|r| r.held).sum::<u64>();
     let full = match batch {
-        Batch::Global(records) => records,
-        Batch::PerWorker(records) => records.saturating_mul(ranks.len() as u64),
+        Batch::Global(records) => records.get(),
+        Batch::PerWorker(records) => records.get().saturating_mul(ranks.len() as u64),
     };
     if at_hand == 0 || at_hand < full.min(remaining) {
         return None;
     }
     let quotas = match batch {
-        Batch::Global(records) => split(records, ranks),
+        Batch::Global(records) => split(records.get(), ranks),
         Batch::PerWorker(records) => {
+            let records = records.get();
             let quotas: Vec<u64> =
                 ranks.iter().map(|r| records.saturating_sub(r.pending).min(r.held)).collect();
             // If a rank has too few while others hold more, its records may not have arrived yet.
@@ -105,7 +89,17 @@ fn split(records: u64, ranks: &[AvailableRecords]) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU64;
+
     use super::*;
+
+    fn global(records: u64) -> Batch {
+        Batch::Global(NonZeroU64::new(records).unwrap())
+    }
+
+    fn per_worker(records: u64) -> Batch {
+        Batch::PerWorker(NonZeroU64::new(records).unwrap())
+    }
 
     fn held(held: &[u64]) -> Vec<AvailableRecords> {
         held.iter().map(|&held| AvailableRecords { pending: 0, held }).collect()
@@ -113,23 +107,23 @@ mod tests {
 
     #[test]
     fn a_full_step_is_split_evenly_with_the_remainder_to_the_lowest_ranks() {
-        let plan = quotas(Batch::Global(10), 1000, &held(&[50, 50, 50, 50]));
+        let plan = quotas(global(10), 1000, &held(&[50, 50, 50, 50]));
         assert_eq!(plan, Some(vec![3, 3, 2, 2]));
     }
 
     #[test]
     fn ranks_that_hold_more_fill_the_step() {
-        let plan = quotas(Batch::Global(12), 1000, &held(&[0, 50, 2, 50]));
+        let plan = quotas(global(12), 1000, &held(&[0, 50, 2, 50]));
         assert_eq!(plan, Some(vec![0, 5, 2, 5]));
     }
 
     #[test]
     fn the_group_waits_for_records_that_no_rank_holds() {
-        assert_eq!(quotas(Batch::Global(12), 1000, &held(&[3, 3, 3])), None);
-        assert_eq!(quotas(Batch::Global(12), 9, &held(&[3, 3, 3])), Some(vec![3, 3, 3]));
-        assert_eq!(quotas(Batch::Global(12), 9, &held(&[3, 3, 2])), None);
-        assert_eq!(quotas(Batch::PerWorker(4), 1000, &held(&[3, 9])), None);
-        assert_eq!(quotas(Batch::PerWorker(4), 12, &held(&[3, 9])), Some(vec![3, 4]));
+        assert_eq!(quotas(global(12), 1000, &held(&[3, 3, 3])), None);
+        assert_eq!(quotas(global(12), 9, &held(&[3, 3, 3])), Some(vec![3, 3, 3]));
+        assert_eq!(quotas(global(12), 9, &held(&[3, 3, 2])), None);
+        assert_eq!(quotas(per_worker(4), 1000, &held(&[3, 9])), None);
+        assert_eq!(quotas(per_worker(4), 12, &held(&[3, 9])), Some(vec![3, 4]));
     }
 
     #[test]
@@ -139,10 +133,10 @@ mod tests {
             AvailableRecords { pending: 3, held: 9 },
             AvailableRecords::default(),
         ];
-        assert_eq!(quotas(Batch::Global(9), 1000, &ranks), Some(vec![2, 1, 0]));
+        assert_eq!(quotas(global(9), 1000, &ranks), Some(vec![2, 1, 0]));
         let over =
             [AvailableRecords { pending: 20, held: 9 }, AvailableRecords { pending: 0, held: 9 }];
-        assert_eq!(quotas(Batch::Global(9), 1000, &over), Some(vec![0, 0]));
+        assert_eq!(quotas(global(9), 1000, &over), Some(vec![0, 0]));
     }
 
     #[test]
@@ -156,7 +150,7 @@ mod tests {
                             AvailableRecords { pending: 0, held: b },
                         ];
                         let at_hand = a + b + pending;
-                        let Some(plan) = quotas(Batch::Global(batch), at_hand, &ranks) else {
+                        let Some(plan) = quotas(global(batch), at_hand, &ranks) else {
                             assert_eq!(at_hand, 0);
                             continue;
                         };

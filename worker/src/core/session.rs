@@ -22,12 +22,12 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
+use elasticdl_proto::{
+    Committed, Generation, Ledger, LedgerReport, Membership, RecordRange, WorkerId, WorkerMessage,
+};
 
 use self::fetch::Fetch;
-pub use self::types::{
-    Exit, GroupMismatch, JobPlan, Membership, Progress, Report, State, StepTimes, Task,
-};
+pub use self::types::{Exit, GroupMismatch, JobPlan, State, Task};
 use crate::core::checkpoint::{
     self, CheckpointHeader, Checkpoints, FinalCheckpoint, final_checkpoint,
 };
@@ -108,11 +108,11 @@ pub struct Session {
     suspend: bool,
     /// Why this rank cannot continue. It is never reset: every group that this rank joins ends.
     halt: Option<Halt>,
-    progress: Progress,
+    progress: Committed,
     reported_at: Duration,
     /// Time of the last commit in this group.
     committed_at: Option<Duration>,
-    reports: VecDeque<Report>,
+    reports: VecDeque<WorkerMessage>,
 }
 
 impl Session {
@@ -135,7 +135,7 @@ impl Session {
             stop: false,
             suspend: false,
             halt: None,
-            progress: Progress::default(),
+            progress: Committed::default(),
             reported_at: Duration::ZERO,
             committed_at: None,
             reports: VecDeque::new(),
@@ -278,7 +278,12 @@ impl Session {
         if self.latest.as_ref().is_some_and(|latest| latest.generation > generation) {
             self.join_latest();
         } else {
-            self.reports.push_back(Report::Broken { generation, suspect, error, unreachable });
+            self.reports.push_back(WorkerMessage::Broken {
+                generation,
+                suspect,
+                error,
+                unreachable,
+            });
         }
     }
 
@@ -352,13 +357,13 @@ impl Session {
         self.was_in_group = true;
         self.settle_pending();
         if let (0, Some(state)) = (group.rank, &self.state) {
-            self.reports.push_back(Report::Formed {
+            self.reports.push_back(WorkerMessage::Formed {
                 generation: group.generation,
                 step: state.step,
-                ledger: state.ledger.clone(),
+                ledger: LedgerReport::from(&state.ledger),
             });
         }
-        self.progress = Progress::default();
+        self.progress = Committed::default();
         self.committed_at = None;
         self.checkpoints.regrouped(&group.members);
         self.request_leases(group.members.len());

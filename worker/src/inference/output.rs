@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use csv::WriterBuilder;
-use elasticdl_proto::RecordRange;
+use elasticdl_proto::{Format, RecordRange};
 use parquet::basic::{Compression, ConvertedType, Repetition, Type as Physical};
 use parquet::data_type::{ByteArray, ByteArrayType, FloatType, Int64Type};
 use parquet::errors::ParquetError;
@@ -31,14 +31,6 @@ pub(super) enum Output {
     /// A folder of this machine.
     Folder(PathBuf),
     Store(Storage),
-}
-
-/// File format of predictions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
-    Csv,
-    Jsonl,
-    Parquet,
 }
 
 /// Checks that the output at `address` is empty and that it is writable.

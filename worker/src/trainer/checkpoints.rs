@@ -5,15 +5,14 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use elasticdl_collective::Secret;
+use elasticdl_proto::{CheckpointNews, WorkerMessage, WorkerOptions};
 
 use super::{Stopped, Trainer};
 use crate::checkpoint::{
     CheckpointWriter, Completion, JobFingerprint, Locations, RestoreError, check, restore,
 };
-use crate::control::Welcome;
 use crate::core::checkpoint::Task;
 use crate::failure::{Failure, call_user};
-use crate::messages::{CheckpointEvent, ToMaster};
 use crate::model::Model;
 use crate::reader::Dataset;
 use crate::storage::Storage;
@@ -34,18 +33,18 @@ impl Checkpointing {
     /// # Errors
     /// The fault and the remedy.
     pub(crate) fn check<M: Model>(
-        welcome: &Welcome,
+        options: &WorkerOptions,
         (job, secret): (&str, &Secret),
         dataset: &Dataset,
         model: &M,
     ) -> Result<(), String> {
-        if welcome.checkpoints.is_none() && welcome.resume_from.is_none() {
+        if options.checkpoints.is_none() && options.resume_from.is_none() {
             return Ok(());
         }
         let parameters = call_user("parameter_count()", || Ok(model.parameter_count()))?;
         let size = (parameters, parameters * call_user("slots()", || Ok(model.slots()))?);
         let (locations, fingerprint) =
-            look(welcome, (job, secret), dataset.clone(), size).map_err(|f| f.error)?;
+            look(options, (job, secret), dataset.clone(), size).map_err(|f| f.error)?;
         check(&locations, &fingerprint).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
         })?;
@@ -59,23 +58,23 @@ impl Checkpointing {
         Ok(())
     }
 
-    /// Opens the locations of the master's `welcome`, for the worker of the job with this name and
+    /// Opens the locations that the job's `options` name, for the worker of the job with this name and
     /// secret. `parameters` and `slots`: lengths of the model's parameters and optimizer state, in
     /// floats.
     pub(crate) fn new(
-        welcome: &Welcome,
+        options: &WorkerOptions,
         (job, secret): (&str, &Secret),
         dataset: Dataset,
         (parameters, slots): (usize, usize),
     ) -> Result<Self, Failure> {
-        let (locations, fingerprint) = look(welcome, (job, secret), dataset, (parameters, slots))?;
+        let (locations, fingerprint) = look(options, (job, secret), dataset, (parameters, slots))?;
         let fingerprint = Arc::new(fingerprint);
-        let writer = match (&locations.own, &welcome.checkpoints) {
+        let writer = match (&locations.own, &options.checkpoints) {
             (Some(own), Some(kept)) => {
                 let writer = CheckpointWriter::new(
                     own.clone(),
                     Arc::clone(&fingerprint),
-                    (kept.keep, kept.exclusive),
+                    (kept.keep as usize, kept.exclusive),
                 );
                 Some(writer.map_err(|error| {
                     Failure::fatal(format!("no thread for checkpoints: {error}"))
@@ -96,7 +95,7 @@ impl Checkpointing {
 
 /// Opens the possible locations of checkpoints, and builds the fingerprint that they must match.
 fn look(
-    welcome: &Welcome,
+    options: &WorkerOptions,
     (job, secret): (&str, &Secret),
     dataset: Dataset,
     (parameters, slots): (usize, usize),
@@ -105,21 +104,21 @@ fn look(
         Storage::open(address).map_err(|error| Failure::fatal(format!("{option} {error}")))
     };
     let own =
-        welcome.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
-    let from = welcome.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
+        options.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
+    let from = options.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
     let fingerprint = JobFingerprint {
         job: job.to_owned(),
         run: format!("{:08x}", secret.fingerprint("checkpoints")),
         parameters,
         slots,
         dataset,
-        training_data: welcome.training_data.clone(),
-        epochs: welcome.epochs,
-        max_steps: welcome.max_steps,
-        batch: welcome.batch,
-        seed: welcome.seed,
+        training_data: options.training_data.clone(),
+        epochs: options.epochs,
+        max_steps: options.max_steps,
+        batch: options.batch,
+        seed: options.seed,
     };
-    let exclusive = welcome.checkpoints.as_ref().is_some_and(|kept| kept.exclusive);
+    let exclusive = options.checkpoints.as_ref().is_some_and(|kept| kept.exclusive);
     Ok((Locations { own, from, exclusive }, fingerprint))
 }
 
@@ -127,19 +126,19 @@ impl<M: Model> Trainer<'_, M> {
     /// Executes the session's checkpoint tasks. To be called before the state changes again.
     pub(super) fn poll_checkpoint_writer(&mut self) -> Result<(), Failure> {
         let Some(writer) = &mut self.checkpoints.writer else { return Ok(()) };
-        let tell = |news| self.outbox.send(ToMaster::Checkpoint(news));
+        let tell = |news| self.outbox.send(WorkerMessage::Checkpoint(news));
         while let Some(done) = writer.poll() {
             match done {
                 Completion::Committed { step, name, result } => {
                     self.session.committed_checkpoint(step, result.is_ok());
                     match result {
-                        Ok(bytes) => tell(CheckpointEvent::Saved { step, name, bytes }),
-                        Err(error) => tell(CheckpointEvent::Failed { step, error }),
+                        Ok(bytes) => tell(CheckpointNews::Saved { step, name, bytes }),
+                        Err(error) => tell(CheckpointNews::Failed { step, error }),
                     }
                 }
                 Completion::Written { step, result } => {
                     if let Err(error) = &result {
-                        tell(CheckpointEvent::Failed { step, error: error.clone() });
+                        tell(CheckpointNews::Failed { step, error: error.clone() });
                     }
                     self.session.wrote_part(step, result.map_err(drop));
                 }
@@ -168,7 +167,7 @@ impl<M: Model> Trainer<'_, M> {
         let mut damaged = |name: &str, reason: &str| {
             tracing::warn!(name, reason, "a checkpoint does not match its digests");
             let (name, reason) = (name.to_owned(), reason.to_owned());
-            outbox.send(ToMaster::Checkpoint(CheckpointEvent::Damaged { name, reason }));
+            outbox.send(WorkerMessage::Checkpoint(CheckpointNews::Damaged { name, reason }));
         };
         let Checkpointing { locations, fingerprint, .. } = checkpoints;
         let seed = self.seed;
@@ -195,7 +194,7 @@ impl<M: Model> Trainer<'_, M> {
                 return Err(Stopped::Failed(Failure::fatal(error)));
             }
             tracing::info!(step, name = restored.name, "the group starts from a checkpoint");
-            outbox.send(ToMaster::Checkpoint(CheckpointEvent::Restored {
+            outbox.send(WorkerMessage::Checkpoint(CheckpointNews::Restored {
                 step,
                 name: restored.name,
             }));

@@ -1,13 +1,13 @@
 //! End of a job on the trainer: steps that must not be applied, and the report of the final state.
 
 use elasticdl_collective::Communicator as _;
+use elasticdl_proto::{Failure as JobFailure, Finished, LedgerReport, WorkerMessage};
 
 use super::{Export, Stopped, Trainer, ring};
 use crate::core::halt::{Ending, Halt, Reason};
 use crate::core::header::StepHeader;
 use crate::core::session::Session;
 use crate::failure::{Failure, call_user};
-use crate::messages::{Finished, FinishedFailure, ToMaster};
 use crate::model::Model;
 use crate::tensors::Tensor;
 use crate::weights;
@@ -73,15 +73,15 @@ impl<M: Model> Trainer<'_, M> {
             _ => None,
         };
         let ranges = self.session.halted().map(|halt| halt.ranges.clone()).unwrap_or_default();
-        self.outbox.send(ToMaster::Finished(Finished {
+        self.outbox.send(WorkerMessage::Finished(Finished {
             generation,
             step: state.step,
             digest: self.tensors.digest(state)?,
-            ledger: state.ledger.clone(),
+            ledger: LedgerReport::from(&state.ledger),
             records_trained: state.records_trained,
             stopped_early: self.session.stops_early(),
             summary,
-            failure: failure.map(|error| FinishedFailure { error, ranges }),
+            failure: failure.map(|error| JobFailure { error, ranges }),
             suspended: ending == Ending::Suspended,
             steps_skipped: state.steps_skipped,
             exported: exports && self.export.is_some(),

@@ -3,12 +3,12 @@
 use elasticdl_collective::device::{DeviceError, NcclPolicy, Path};
 use elasticdl_collective::nccl::NcclState;
 use elasticdl_collective::{CollectiveError, Communicator as _};
+use elasticdl_proto::WorkerMessage;
 
 use super::{Stopped, Trainer, ring};
 use crate::core::transport_switch::{NcclBuild, NcclObstacle, Transport};
 use crate::device::DeviceModel;
 use crate::failure::Failure;
-use crate::messages::ToMaster;
 use crate::model::{Model, UserError};
 use crate::ring::Ring;
 
@@ -46,7 +46,7 @@ impl<M: Model> Trainer<'_, M> {
         let what = describe_transport(ring, path, self.session.nccl_obstacle(), &self.nccl);
         if self.allreduce_transport.as_ref() != Some(&what) {
             self.allreduce_transport = Some(what.clone());
-            self.outbox.send(ToMaster::AllreduceTransport { generation, what });
+            self.outbox.send(WorkerMessage::AllreduceTransport { generation, what });
         }
     }
 

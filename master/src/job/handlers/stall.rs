@@ -199,7 +199,7 @@ impl Job {
                     continue;
                 };
                 let keeps = match waiting.get(&from) {
-                    Some(sender) => sender.has_more_on_the_way_to(receiver),
+                    Some(sender) => has_bytes_in_flight(sender, receiver),
                     // It has received all that it needed, so it has sent all that the others need.
                     None => finished(&from),
                 };
@@ -226,20 +226,18 @@ impl Job {
     }
 }
 
-impl Stall {
-    /// Whether bytes are in flight between this worker and its next one, `receiver`.
-    fn has_more_on_the_way_to(&self, receiver: &Self) -> bool {
-        if self.generation != receiver.generation {
-            return self.generation > receiver.generation;
-        }
-        match self.operation.cmp(&receiver.operation) {
-            // A worker in a later operation has received all that it needed, and has sent what the
-            // others need.
-            Ordering::Less => self.waits_for_next,
-            Ordering::Greater => !receiver.waits_for_next,
-            // A worker that waits before the first operation has dialled.
-            Ordering::Equal => self.operation == 0 || self.sent > receiver.received,
-        }
+/// Whether bytes are in flight from `sender` to its next worker, `receiver`.
+fn has_bytes_in_flight(sender: &Stall, receiver: &Stall) -> bool {
+    if sender.generation != receiver.generation {
+        return sender.generation > receiver.generation;
+    }
+    match sender.operation.cmp(&receiver.operation) {
+        // A worker in a later operation has received all that it needed, and has sent what the
+        // others need.
+        Ordering::Less => sender.waits_for_next,
+        Ordering::Greater => !receiver.waits_for_next,
+        // A worker that waits before the first operation has dialled.
+        Ordering::Equal => sender.operation == 0 || sender.sent > receiver.received,
     }
 }
 
@@ -259,13 +257,13 @@ mod tests {
         };
         // Of 100 bytes that were sent, 60 have come; or all have, and of 40 that were sent back
         // none.
-        assert!(stall(7, 1100, 1000, true).has_more_on_the_way_to(&stall(7, 1000, 1060, false)));
-        assert!(!stall(7, 1060, 1000, true).has_more_on_the_way_to(&stall(7, 1000, 1060, false)));
+        assert!(has_bytes_in_flight(&stall(7, 1100, 1000, true), &stall(7, 1000, 1060, false)));
+        assert!(!has_bytes_in_flight(&stall(7, 1060, 1000, true), &stall(7, 1000, 1060, false)));
         // The next one is done, and must have sent what is awaited from it.
-        assert!(stall(7, 1000, 1000, true).has_more_on_the_way_to(&stall(8, 0, 0, false)));
-        assert!(!stall(7, 1000, 1000, false).has_more_on_the_way_to(&stall(8, 0, 0, false)));
+        assert!(has_bytes_in_flight(&stall(7, 1000, 1000, true), &stall(8, 0, 0, false)));
+        assert!(!has_bytes_in_flight(&stall(7, 1000, 1000, false), &stall(8, 0, 0, false)));
         // The next one awaits something from its own next one.
-        assert!(!stall(8, 0, 0, false).has_more_on_the_way_to(&stall(7, 1000, 1000, true)));
-        assert!(stall(8, 0, 0, false).has_more_on_the_way_to(&stall(7, 1000, 1000, false)));
+        assert!(!has_bytes_in_flight(&stall(8, 0, 0, false), &stall(7, 1000, 1000, true)));
+        assert!(has_bytes_in_flight(&stall(8, 0, 0, false), &stall(7, 1000, 1000, false)));
     }
 }

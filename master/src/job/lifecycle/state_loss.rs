@@ -11,24 +11,14 @@
 //!
 //! **Invariant:** every lost state is counted and logged.
 
+pub use elasticdl_proto::StateLoss;
 use elasticdl_proto::WorkerId;
-use serde::{Deserialize, Serialize};
 
 use crate::job::action::{Outcome, ToWorker};
 use crate::job::job::{Job, Phase};
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
 use crate::job::workers::table::Scheduling;
-
-/// Losses of a state, with all workers, of which there was no checkpoint. The names of its fields
-/// are a public format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StateLoss {
-    /// Number of losses.
-    pub count: u64,
-    /// Steps that the last lost state contained.
-    pub at_step: u64,
-}
 
 impl Job {
     /// Ends a job whose state is lost permanently, as soon as that is certain. Returns whether it

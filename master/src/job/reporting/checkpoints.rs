@@ -6,53 +6,12 @@
 //! the group's report.
 
 use elasticdl_proto::WorkerId;
-use serde::{Deserialize, Serialize};
+pub use elasticdl_proto::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
 
 use crate::job::action::ToWorker;
 use crate::job::event::CheckpointNews;
 use crate::job::job::{Job, Phase};
 use crate::job::reporting::history::clip;
-
-/// A job's checkpoints. The names of its fields are a public format.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct CheckpointsSummary {
-    /// Their folder; `None` if the job writes none and only started from another job's checkpoint.
-    pub dir: Option<String>,
-    /// The newest complete one.
-    pub newest: Option<SavedCheckpoint>,
-    /// Number of completed checkpoints.
-    pub saved: u64,
-    /// Number of checkpoints that could not be written.
-    pub failed: u64,
-    /// Number of checkpoints that were found damaged when a group tried to start from them.
-    pub damaged: u64,
-    /// Error of the last failed write; `None` after the next successful one.
-    pub error: Option<String>,
-    /// Checkpoints from which the group started; the newest 100.
-    pub restored: Vec<RestoredCheckpoint>,
-}
-
-/// A complete checkpoint.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SavedCheckpoint {
-    /// Steps that it contains.
-    pub step: u64,
-    /// Its folder.
-    pub name: String,
-    /// Size in bytes.
-    pub bytes: u64,
-}
-
-/// A checkpoint from which the group started.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RestoredCheckpoint {
-    /// Steps that it contains.
-    pub step: u64,
-    /// Its folder.
-    pub name: String,
-    /// Steps committed after it, as far as the master knew: this work is repeated.
-    pub lost_steps: u64,
-}
 
 impl Job {
     /// The checkpoints, if the job writes or restores any.

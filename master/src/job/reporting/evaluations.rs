@@ -3,32 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+pub use elasticdl_proto::{BestEvaluation, EvaluationsSummary};
 
 use crate::job::event::Evaluated;
 use crate::job::job::Job;
-
-/// Evaluations of a job's model. The names of its fields are a public format.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct EvaluationsSummary {
-    /// Evaluations of the job's steps, in order; the newest 1000.
-    pub all: Vec<Evaluated>,
-    /// The best evaluation by the selected metric.
-    pub best: Option<BestEvaluation>,
-    /// Whether training stopped early because evaluations did not improve.
-    pub stopped_early: bool,
-}
-
-/// The best evaluation.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct BestEvaluation {
-    /// Steps that the evaluated model contains.
-    pub step: u64,
-    /// The selected metric.
-    pub metric: String,
-    /// Its mean over the validation data.
-    pub value: f64,
-}
 
 impl Job {
     /// The evaluations, if there is validation data.

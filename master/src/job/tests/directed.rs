@@ -565,5 +565,5 @@ fn a_reclaimed_launch_is_replaced_and_not_counted() {
         let next = launch_at(4 + round, 0);
         assert!(actions(&mut job).contains(&next), "round {round}");
     }
-    assert_eq!(job.status(at(100)).state, "running");
+    assert_eq!(&*job.status(at(100)).state, "running");
 }

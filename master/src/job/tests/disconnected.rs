@@ -27,7 +27,7 @@ fn a_worker_that_reconnects_keeps_its_id_and_generation() {
     deliver(&mut job, 2, holding(0, &[]));
     assert_eq!(actions(&mut job), [admit(2)]);
     let status = job.status(at(50));
-    assert_eq!((status.state, status.generation, counted(&job)), ("running", Generation(1), 0));
+    assert_eq!((&*status.state, status.generation, counted(&job)), ("running", Generation(1), 0));
     deliver(&mut job, 2, ask(1));
     assert_eq!(actions(&mut job), [send(2, lease(&[(0, 1)]))]);
 }
@@ -204,11 +204,11 @@ fn a_disconnected_worker_repeats_its_final_report_when_it_reconnects() {
     let mut job = started(JobSpec { epochs: 2, ..in_order(2) }, &[20]);
     disconnect(&mut job, 0, 2);
     deliver(&mut job, 1, finished(1, 10, 5));
-    assert_eq!(job.status(at(0)).state, "running");
+    assert_eq!(&*job.status(at(0)).state, "running");
     reconnect(&mut job, 50, 2, 1);
     deliver(&mut job, 2, holding(10, &[]));
     deliver(&mut job, 2, finished(1, 10, 5));
-    assert_eq!(job.status(at(50)).state, "ending");
+    assert_eq!(&*job.status(at(50)).state, "ending");
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn the_next_master_waits_for_a_disconnected_worker_too() {
     reconnect_with(&mut job, 20_000, 2, Some(membership(1, &[1, 2], true)));
     deliver(&mut job, 2, holding(0, &[]));
     deliver(&mut job, 1, formed(1, 0, &[]));
-    assert_eq!((job.status(at(20_000)).state, counted(&job)), ("running", 0));
+    assert_eq!((&*job.status(at(20_000)).state, counted(&job)), ("running", 0));
 }
 
 #[test]

@@ -195,7 +195,7 @@ fn a_group_whose_members_all_leave_without_replacements_is_suspended_at_once() {
         (summary.state_lost, summary.checkpoints.unwrap().restored[0].lost_steps),
         (None, 0)
     );
-    assert_eq!(job.status(at(0)).state, "running");
+    assert_eq!(&*job.status(at(0)).state, "running");
 }
 
 #[test]

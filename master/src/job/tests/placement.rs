@@ -186,8 +186,11 @@ fn a_status_shows_why_launches_wait_and_their_priority_classes() {
     }
     unschedulable(&mut job, 2, 3);
     let status = job.status(at(3));
-    let pending: Vec<_> =
-        status.workers_pending.iter().map(|l| (l.launch.0, l.state, l.reason.as_deref())).collect();
+    let pending: Vec<_> = status
+        .workers_pending
+        .iter()
+        .map(|l| (l.launch.0, &*l.state, l.reason.as_deref()))
+        .collect();
     assert_eq!(
         pending,
         [(2, "requested", None), (3, "unschedulable", Some("0/3 nodes are available"))]

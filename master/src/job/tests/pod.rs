@@ -217,7 +217,7 @@ fn a_stopping_job_keeps_a_pod_with_a_worker_that_it_needs() {
         [Action::Admit { .. }, Action::Send { worker: WorkerId(4), .. }]
     ));
     (1..=2).for_each(|worker| deliver(&mut job, worker, finished(1, 10, 5)));
-    assert_eq!(job.status(at(3)).state, "ending");
+    assert_eq!(&*job.status(at(3)).state, "ending");
 }
 
 /// Worker 4 has not fetched the state and exits; worker 3 finishes its step and writes the last

@@ -177,12 +177,12 @@ fn a_status_shows_every_worker_and_the_last_lines() {
     deliver(&mut job, 1, committed(1, 3, &[(0, 10)]));
     let status = job.status(at(1000));
     assert_eq!(
-        (status.state, status.step, status.records_counted, status.records_expected),
+        (&*status.state, status.step, status.records_counted, status.records_expected),
         ("running", 3, 10, 40)
     );
     assert_eq!((status.progress, status.loss, status.workers_desired), (0.25, Some(1.0), 3));
     assert_eq!(status.workers[2].compute_us, 7);
-    assert_eq!((status.workers[1].rank, status.workers[1].state), (Some(1), "training"));
+    assert_eq!((status.workers[1].rank, &*status.workers[1].state), (Some(1), "training"));
     assert!(status.records_per_s > 0.0);
     assert!(status.events.len() <= 20);
     assert!(status.events.iter().any(|line| line.starts_with("generation 1: 3 workers start")));

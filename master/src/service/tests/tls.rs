@@ -66,7 +66,7 @@ async fn a_plaintext_request_is_not_served() {
     if let Ok(channel) =
         Endpoint::from_shared(format!("http://{}", fixture.address)).unwrap().connect().await
     {
-        let request = with_token(v1::StatusRequest {}, &fixture.token.to_bearer());
+        let request = with_token(StatusRequest, &fixture.token.to_bearer());
         let mut client = MasterClient::new(channel);
         let answer = tokio::time::timeout(TIMEOUT, client.status(request)).await;
         assert!(matches!(answer, Ok(Err(_))), "the server answered a plaintext request");
@@ -129,12 +129,12 @@ async fn bytes_that_are_not_a_handshake_have_no_effect() {
         let _ = peer.read_to_end(&mut Vec::new()).await;
     }
     // The existing stream still works.
-    stream.outgoing.send(message_of(Kind::Leaving(v1::Leaving {}))).await.unwrap();
+    stream.outgoing.send(JoinRequest::Message(WorkerMessage::Leaving)).await.unwrap();
     let leaving = fixture.events.recv().await;
     assert!(
         matches!(
             &leaving,
-            Some(ServerEvent::Message { connection: c, message: FromWorker::Leaving })
+            Some(ServerEvent::Message { connection: c, message: WorkerMessage::Leaving })
                 if *c == connection
         ),
         "{leaving:?}"

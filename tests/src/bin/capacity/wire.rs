@@ -5,14 +5,16 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use elasticdl_master::jobdir;
-use elasticdl_proto::v1;
+use elasticdl_proto::wire::master_client::MasterClient;
+use elasticdl_proto::wire::{JoinRequest, JoinResponse};
+use elasticdl_proto::{
+    Committed, FileList, Generation, Hello, LaunchId, LedgerReport, ListedFile, MasterMessage,
+    RecordRange, StepTimes, WorkerMessage,
+};
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt as _;
 use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::{Request, Streaming};
-use v1::master_client::MasterClient;
-use v1::master_message::Kind as FromMaster;
-use v1::worker_message::Kind as FromWorker;
 
 use crate::Fault;
 use crate::core::SHARD_RECORDS;
@@ -51,18 +53,16 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
     let (sender, mut received) = mpsc::unbounded_channel();
     let connector = Connector { target, received: sender };
     let mut workers = vec![connector.join(1).await?];
-    wait_for(&mut received, 1, |message| matches!(message, FromMaster::Describe(_))).await?;
-    let file = v1::File {
+    wait_for(&mut received, 1, |message| matches!(message, MasterMessage::Describe)).await?;
+    let file = ListedFile {
         path: "none".into(),
         records: u64::from(load.shards) * SHARD_RECORDS,
         version: None,
     };
-    let dataset = v1::Dataset { files: vec![file], ..v1::Dataset::default() };
-    let dataset = v1::described::Outcome::Dataset(dataset);
-    workers[0].send(FromWorker::Described(v1::Described { outcome: Some(dataset) }))?;
+    workers[0].send(WorkerMessage::Described(Ok(FileList::pack([file]))))?;
     // The launches are started in the order of their ids, before the first worker receives the
     // data set.
-    wait_for(&mut received, 1, |message| matches!(message, FromMaster::Prepare(_))).await?;
+    wait_for(&mut received, 1, |message| matches!(message, MasterMessage::Prepare(_))).await?;
     let before = resident_bytes(master.child.id())?;
     for launches in Vec::from_iter(2..=u64::from(load.workers)).chunks(JOINS_AT_ONCE) {
         let mut joins = tokio::task::JoinSet::new();
@@ -75,7 +75,7 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
         }
     }
     for worker in &workers {
-        worker.send(FromWorker::Ready(v1::Ready { parameters: 10 }))?;
+        worker.send(WorkerMessage::Ready { parameters: 10 })?;
     }
     let mut group = Group::default();
     group.gather(&mut received, workers.len()).await?;
@@ -110,7 +110,7 @@ async fn lease(
     group: &mut Group,
     operations: u64,
 ) -> Result<f64, Fault> {
-    let ask = || FromWorker::LeaseRequest(v1::LeaseRequest { epoch: 0, records: SHARD_RECORDS });
+    let ask = || WorkerMessage::LeaseRequest { epoch: 0, records: SHARD_RECORDS };
     let mut by_id: Vec<Option<&Worker>> = Vec::new();
     for worker in workers {
         let at = usize::try_from(worker.id)?;
@@ -127,10 +127,10 @@ async fn lease(
     while committed < operations {
         let (id, message, _) =
             tokio::time::timeout(TIMEOUT, received.recv()).await?.ok_or("all streams ended")?;
-        let FromMaster::Lease(lease) = message else {
+        let MasterMessage::Lease(ranges) = message else {
             continue;
         };
-        pending.extend(lease.ranges);
+        pending.extend(ranges);
         if asked < operations {
             asked += 1;
             by_id
@@ -150,7 +150,7 @@ async fn lease(
     // The master has handled the last commit when it answers a request that was sent after it.
     let reporter = group.reporter(workers)?;
     reporter.send(ask())?;
-    wait_for(received, reporter.id, |message| matches!(message, FromMaster::Lease(_))).await?;
+    wait_for(received, reporter.id, |message| matches!(message, MasterMessage::Lease(_))).await?;
     Ok(operations as f64 / started.elapsed().as_secs_f64())
 }
 
@@ -160,7 +160,7 @@ struct Group {
     generation: u64,
     members: Vec<u64>,
     step: u64,
-    absorbed: Vec<v1::Range>,
+    absorbed: Vec<RecordRange>,
 }
 
 impl Group {
@@ -172,10 +172,10 @@ impl Group {
         loop {
             let (_, message, at) =
                 tokio::time::timeout(TIMEOUT, received.recv()).await?.ok_or("all streams ended")?;
-            let FromMaster::Membership(membership) = message else {
+            let MasterMessage::Membership(membership) = message else {
                 continue;
             };
-            if membership.generation != wanted || membership.members.len() != count {
+            if membership.generation.0 != wanted || membership.members.len() != count {
                 return Err(format!(
                     "generation {} of {} members",
                     membership.generation,
@@ -186,7 +186,7 @@ impl Group {
             count_received += 1;
             if count_received == count {
                 self.generation = wanted;
-                self.members = membership.members.iter().map(|m| m.worker).collect();
+                self.members = membership.members.iter().map(|(id, _)| id.0).collect();
                 return Ok(at);
             }
         }
@@ -201,39 +201,36 @@ impl Group {
         Ok(workers.iter().find(|w| w.id == first).ok_or("the lowest rank is gone")?)
     }
 
-    fn form(&self, workers: &[Worker], step: u64, ranges: Vec<v1::Range>) -> Result<(), Fault> {
-        let ledger = Some(v1::Ledger { epochs_complete: 0, ranges, repeated_records: 0 });
-        self.reporter(workers)?.send(FromWorker::Formed(v1::Formed {
-            generation: self.generation,
-            step,
-            ledger,
-        }))
+    fn form(&self, workers: &[Worker], step: u64, ranges: Vec<RecordRange>) -> Result<(), Fault> {
+        let ledger = LedgerReport { epochs_complete: 0, ranges, repeated: 0 };
+        let generation = Generation(self.generation);
+        self.reporter(workers)?.send(WorkerMessage::Formed { generation, step, ledger })
     }
 
-    fn commit(&mut self, workers: &[Worker], ranges: Vec<v1::Range>) -> Result<(), Fault> {
+    fn commit(&mut self, workers: &[Worker], ranges: Vec<RecordRange>) -> Result<(), Fault> {
         self.step += 1;
         self.absorbed.extend(&ranges);
-        let records = ranges.iter().map(|range| range.end - range.start).sum();
-        self.reporter(workers)?.send(FromWorker::Committed(v1::Committed {
-            generation: self.generation,
+        let records = ranges.iter().map(RecordRange::len).sum();
+        self.reporter(workers)?.send(WorkerMessage::Committed(Committed {
+            generation: Generation(self.generation),
             step: self.step,
             ranges,
             loss_sum: 1.0,
             records,
             compute_us: vec![1000; self.members.len()],
-            times: None,
+            times: StepTimes::default(),
             steps_skipped: 0,
         }))
     }
 }
 
 /// Messages to workers, with the worker and the time of arrival.
-type Received = mpsc::UnboundedReceiver<(u64, FromMaster, Instant)>;
+type Received = mpsc::UnboundedReceiver<(u64, MasterMessage, Instant)>;
 
 async fn wait_for(
     received: &mut Received,
     worker: u64,
-    wanted: impl Fn(&FromMaster) -> bool,
+    wanted: impl Fn(&MasterMessage) -> bool,
 ) -> Result<(), Fault> {
     loop {
         let (id, message, _) =
@@ -248,13 +245,13 @@ async fn wait_for(
 #[derive(Clone)]
 struct Connector {
     target: Target,
-    received: mpsc::UnboundedSender<(u64, FromMaster, Instant)>,
+    received: mpsc::UnboundedSender<(u64, MasterMessage, Instant)>,
 }
 
 /// One worker's stream.
 struct Worker {
     id: u64,
-    outgoing: mpsc::UnboundedSender<v1::WorkerMessage>,
+    outgoing: mpsc::UnboundedSender<JoinRequest>,
     reader: tokio::task::JoinHandle<()>,
 }
 
@@ -266,35 +263,35 @@ impl Connector {
         let mut client =
             MasterClient::new(endpoint.connect().await?).max_decoding_message_size(64 << 20);
         let (outgoing, received) = mpsc::unbounded_channel();
-        let hello = v1::Hello {
+        let hello = Hello {
             job: JOB.into(),
-            launch,
-            address: "127.0.0.1:9".into(),
+            launch: LaunchId(launch),
+            address: "127.0.0.1:9".parse()?,
             pid: std::process::id(),
             resume: None,
+            incarnation: 0,
         };
-        outgoing.send(v1::WorkerMessage { kind: Some(FromWorker::Hello(hello)) })?;
+        outgoing.send(JoinRequest::Hello(Box::new(hello)))?;
         let mut request = Request::new(UnboundedReceiverStream::new(received));
         request.metadata_mut().insert("authorization", bearer.parse()?);
         let mut incoming = client.join(request).await?.into_inner();
-        let Some(v1::MasterMessage { kind: Some(FromMaster::Welcome(welcome)) }) =
-            incoming.message().await?
-        else {
+        let Some(JoinResponse::Welcome(welcome)) = incoming.message().await? else {
             return Err("no welcome".into());
         };
-        let reader = tokio::spawn(read(welcome.worker, incoming, self.received.clone()));
-        Ok(Worker { id: welcome.worker, outgoing, reader })
+        let id = welcome.worker.0;
+        let reader = tokio::spawn(read(id, incoming, self.received.clone()));
+        Ok(Worker { id, outgoing, reader })
     }
 }
 
 async fn read(
     id: u64,
-    mut incoming: Streaming<v1::MasterMessage>,
-    received: mpsc::UnboundedSender<(u64, FromMaster, Instant)>,
+    mut incoming: Streaming<JoinResponse>,
+    received: mpsc::UnboundedSender<(u64, MasterMessage, Instant)>,
 ) {
-    while let Some(Ok(message)) = incoming.next().await {
-        if let Some(kind) = message.kind
-            && received.send((id, kind, Instant::now())).is_err()
+    while let Some(Ok(response)) = incoming.next().await {
+        if let JoinResponse::Message(message) = response
+            && received.send((id, message.into_inner(), Instant::now())).is_err()
         {
             return;
         }
@@ -302,8 +299,8 @@ async fn read(
 }
 
 impl Worker {
-    fn send(&self, kind: FromWorker) -> Result<(), Fault> {
-        Ok(self.outgoing.send(v1::WorkerMessage { kind: Some(kind) })?)
+    fn send(&self, message: WorkerMessage) -> Result<(), Fault> {
+        Ok(self.outgoing.send(JoinRequest::Message(message))?)
     }
 
     /// Ends the stream, as the end of the worker's process would.

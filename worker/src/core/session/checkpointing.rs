@@ -1,7 +1,9 @@
 //! Checkpoints and evaluations of a session. Both happen at the end of a step and are decided from
 //! the headers of all ranks.
 
-use super::{Phase, Report, Session, checkpoint_headers};
+use elasticdl_proto::{Evaluated, WorkerMessage};
+
+use super::{Phase, Session, checkpoint_headers};
 use crate::core::checkpoint::{self, Written};
 use crate::core::evaluation::{Evaluation, Plan, Scores};
 use crate::core::header::{StateRecord, StepHeader};
@@ -26,11 +28,13 @@ impl Session {
         plan.note(&mut state.evaluation, state.step, &means);
         let (group, headers, committed) = (group.clone(), headers.clone(), *committed);
         if group.rank == 0 {
-            self.reports.push_back(Report::Evaluated {
-                step: state.step,
-                records: plan.records,
-                means,
-            });
+            // A mean that is not finite shows the user that the model diverges.
+            let metrics = means
+                .into_iter()
+                .map(|(name, mean)| (name, mean.is_finite().then_some(mean)))
+                .collect();
+            let (step, records) = (state.step, plan.records);
+            self.reports.push_back(WorkerMessage::Evaluated(Evaluated { step, records, metrics }));
         }
         self.phase = Phase::Round { group, quotas: None, computed: false };
         self.end_round(&headers, committed);

@@ -8,9 +8,9 @@
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_proto::{Generation, WorkerId, WorkerMessage};
 
-use super::{Phase, Report, Session};
+use super::{Phase, Session};
 
 /// How a joining worker obtains the state.
 #[derive(Clone, Debug, Default)]
@@ -75,13 +75,13 @@ impl Session {
         if self.phase == Phase::Fetching && self.fetch.generation.is_some() && !self.fetch.reported
         {
             self.fetch.reported = true;
-            self.reports.push_back(Report::CaughtUp { step: self.step() });
+            self.reports.push_back(WorkerMessage::CaughtUp { step: self.step() });
         }
     }
 
     pub(super) fn report_caught_up_again(&mut self) {
         if self.fetch.reported && !self.was_member {
-            self.reports.push_back(Report::CaughtUp { step: self.step() });
+            self.reports.push_back(WorkerMessage::CaughtUp { step: self.step() });
         }
     }
 
@@ -182,7 +182,7 @@ impl Session {
     fn join_without_state(&mut self) {
         if !self.fetch.reported {
             self.fetch.reported = true;
-            self.reports.push_back(Report::CaughtUp { step: 0 });
+            self.reports.push_back(WorkerMessage::CaughtUp { step: 0 });
         }
         self.phase = Phase::Detached;
     }
@@ -203,12 +203,13 @@ const INTERRUPTIONS_MAX: u32 = 8;
 
 #[cfg(test)]
 mod tests {
-    use elasticdl_proto::RecordRange;
+    use std::num::NonZeroU64;
 
-    use super::super::{JobPlan, Membership, Task};
+    use elasticdl_proto::{Batch, Membership, RecordRange};
+
+    use super::super::{JobPlan, Task};
     use super::*;
     use crate::core::header::{StateRecord, StepHeader};
-    use crate::core::plan::Batch;
 
     const ME: WorkerId = WorkerId(9);
 
@@ -228,7 +229,7 @@ mod tests {
             records: 100,
             epochs: 1,
             max_steps: None,
-            batch: Batch::Global(4),
+            batch: Batch::Global(NonZeroU64::new(4).unwrap()),
             checkpoints: None,
             evaluation: None,
         };
@@ -281,7 +282,7 @@ mod tests {
         let mut session = joiner();
         session.caught_up();
         session.caught_up();
-        assert_eq!(session.poll_report(), Some(Report::CaughtUp { step: 4 }));
+        assert_eq!(session.poll_report(), Some(WorkerMessage::CaughtUp { step: 4 }));
         assert_eq!(session.poll_report(), None);
     }
 
@@ -374,7 +375,7 @@ mod tests {
             session.fetched(Generation(1));
         }
         session.fetch_broke();
-        assert_eq!(session.poll_report(), Some(Report::CaughtUp { step: 0 }));
+        assert_eq!(session.poll_report(), Some(WorkerMessage::CaughtUp { step: 0 }));
         assert_eq!(session.poll(), Task::Wait);
     }
 }

@@ -70,20 +70,21 @@ impl Session {
 mod tests {
     use std::time::Duration;
 
-    use elasticdl_proto::{Generation, RecordRange, WorkerId};
+    use std::num::NonZeroU64;
 
-    use super::super::{JobPlan, Membership, Task};
+    use elasticdl_proto::{Batch, CheckpointEvery, Generation, Membership, RecordRange, WorkerId};
+
+    use super::super::{JobPlan, Task};
     use super::*;
-    use crate::core::checkpoint::{self, Interval, Written};
+    use crate::core::checkpoint::{self, Written};
     use crate::core::halt::Reason;
-    use crate::core::plan::Batch;
 
     /// A group of workers 1 and 2, which hold records 0 to 4 and 4 to 8.
     struct Pair([Session; 2]);
 
     impl Pair {
-        fn new(checkpoints: Option<Interval>) -> Self {
-            let batch = Batch::Global(4);
+        fn new(checkpoints: Option<CheckpointEvery>) -> Self {
+            let batch = Batch::Global(NonZeroU64::new(4).unwrap());
             let plan = JobPlan {
                 records: 100,
                 epochs: 1,
@@ -225,7 +226,7 @@ mod tests {
 
     #[test]
     fn a_group_writes_a_checkpoint_of_its_last_step_before_it_is_suspended() {
-        let mut pair = Pair::new(Some(Interval::Steps(1000)));
+        let mut pair = Pair::new(Some(CheckpointEvery::Steps(NonZeroU64::new(1000).unwrap())));
         pair.exchange_headers();
         pair.0[1].handle_suspend();
         let headers = pair.compute();

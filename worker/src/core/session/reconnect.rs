@@ -1,6 +1,8 @@
 //! Reports of a worker to its master after a reconnect, or to a new master.
 
-use super::{Phase, Report, Session, State};
+use elasticdl_proto::{LedgerReport, WorkerMessage};
+
+use super::{Phase, Session, State};
 
 impl Session {
     /// The control stream is open again, to the same master or to a new one. Messages of the
@@ -11,7 +13,7 @@ impl Session {
         self.reports.clear();
         self.leases.forget_requests();
         let ranges = self.pending.ranges.iter().copied().chain(self.leases.all()).collect();
-        self.reports.push_back(Report::HeldLeases { step: self.step(), ranges });
+        self.reports.push_back(WorkerMessage::HeldLeases { step: self.step(), ranges });
         match &mut self.phase {
             Phase::Detached => {
                 self.report_broken_again();
@@ -22,10 +24,10 @@ impl Session {
                 let (generation, rank, world_size) =
                     (group.generation, group.rank, group.members.len());
                 if let (0, Some(State { step, ledger, .. })) = (rank, &self.state) {
-                    let (step, ledger) = (*step, ledger.clone());
+                    let (step, ledger) = (*step, LedgerReport::from(ledger));
                     // This ledger already contains the progress gathered for the next report; the
                     // master counts each record once.
-                    self.reports.push_back(Report::Formed { generation, step, ledger });
+                    self.reports.push_back(WorkerMessage::Formed { generation, step, ledger });
                 }
                 self.request_leases(world_size);
             }
@@ -43,7 +45,7 @@ impl Session {
             .filter(|latest| self.was_member && latest.rank_of(self.me).is_some());
         if let Some(generation) = latest.map(|latest| latest.generation) {
             let error = "links broke before this master took over".into();
-            self.reports.push_back(Report::Broken {
+            self.reports.push_back(WorkerMessage::Broken {
                 generation,
                 suspect: None,
                 error,
@@ -55,20 +57,24 @@ impl Session {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU64;
     use std::time::Duration;
 
-    use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
+    use elasticdl_proto::{
+        Batch, Committed, Generation, Ledger, Membership, RecordRange, WorkerId,
+    };
 
-    use super::super::{JobPlan, Membership, Progress, Task};
+    use super::super::{JobPlan, Task};
     use super::*;
     use crate::core::header::SyncHeader;
-    use crate::core::plan::Batch;
+
+    const TWO: NonZeroU64 = NonZeroU64::new(2).unwrap();
 
     fn records(start: u64, end: u64) -> RecordRange {
         RecordRange { epoch: 0, start, end }
     }
 
-    fn reports(session: &mut Session) -> Vec<Report> {
+    fn reports(session: &mut Session) -> Vec<WorkerMessage> {
         std::iter::from_fn(|| session.poll_report()).collect()
     }
 
@@ -79,7 +85,7 @@ mod tests {
             records: 10,
             epochs: 1,
             max_steps: None,
-            batch: Batch::Global(2),
+            batch: Batch::Global(TWO),
             checkpoints: None,
             evaluation: None,
         };
@@ -95,10 +101,14 @@ mod tests {
         session
     }
 
-    fn formed(step: u64, absorbed: RecordRange) -> Report {
+    fn formed(step: u64, absorbed: RecordRange) -> WorkerMessage {
         let mut ledger = Ledger::new(10);
         ledger.absorb(absorbed);
-        Report::Formed { generation: Generation(1), step, ledger }
+        WorkerMessage::Formed {
+            generation: Generation(1),
+            step,
+            ledger: LedgerReport::from(&ledger),
+        }
     }
 
     #[test]
@@ -112,8 +122,9 @@ mod tests {
         session.reconnected();
         // Records being computed are held. Committed records are in the ledger and are not reported
         // a second time.
-        let holding = Report::HeldLeases { step: 1, ranges: vec![records(2, 4), records(4, 6)] };
-        let request = Report::LeaseRequest { epoch: 0, records: 14 };
+        let holding =
+            WorkerMessage::HeldLeases { step: 1, ranges: vec![records(2, 4), records(4, 6)] };
+        let request = WorkerMessage::LeaseRequest { epoch: 0, records: 14 };
         assert_eq!(
             reports(&mut session),
             [holding.clone(), formed(1, records(0, 2)), request.clone()]
@@ -122,7 +133,7 @@ mod tests {
         assert_eq!(reports(&mut session), [holding, formed(1, records(0, 2)), request]);
         session.computed(0.0, 0);
         session.commit(vec![session.header(0)], Duration::from_secs(9));
-        let Some(Report::Committed(progress)) = session.poll_report() else {
+        let Some(WorkerMessage::Committed(progress)) = session.poll_report() else {
             panic!("no progress")
         };
         assert_eq!((progress.step, progress.ranges), (2, vec![records(2, 4)]));
@@ -139,7 +150,7 @@ mod tests {
             session.commit(vec![session.header(0)], Duration::from_millis(at));
         }
         let times = |report| match report {
-            Report::Committed(Progress { times, .. }) => {
+            WorkerMessage::Committed(Committed { times, .. }) => {
                 Some((times.steps, times.step_us, times.reduce_us))
             }
             _ => None,
@@ -155,10 +166,10 @@ mod tests {
         reports(&mut session);
         session.reconnected();
         let repeated = reports(&mut session);
-        let broken = |r: &Report| {
-            matches!(r, Report::Broken { generation: Generation(1), suspect: None, .. })
+        let broken = |r: &WorkerMessage| {
+            matches!(r, WorkerMessage::Broken { generation: Generation(1), suspect: None, .. })
         };
-        assert_eq!(repeated[0], Report::HeldLeases { step: 0, ranges: vec![records(0, 6)] });
+        assert_eq!(repeated[0], WorkerMessage::HeldLeases { step: 0, ranges: vec![records(0, 6)] });
         assert!(broken(&repeated[1]) && repeated.len() == 2, "{repeated:?}");
     }
 
@@ -182,12 +193,15 @@ mod tests {
                 records: 10,
                 epochs: 1,
                 max_steps: None,
-                batch: Batch::Global(2),
+                batch: Batch::Global(TWO),
                 checkpoints: None,
                 evaluation: None,
             },
         );
         session.reconnected();
-        assert_eq!(reports(&mut session), [Report::HeldLeases { step: 0, ranges: Vec::new() }]);
+        assert_eq!(
+            reports(&mut session),
+            [WorkerMessage::HeldLeases { step: 0, ranges: Vec::new() }]
+        );
     }
 }

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::Generation;
+use elasticdl_proto::{Generation, WorkerMessage};
 
-use super::{Report, Session};
+use super::Session;
 use crate::core::header::StepHeader;
 
 impl Session {
-    pub fn poll_report(&mut self) -> Option<Report> {
+    pub fn poll_report(&mut self) -> Option<WorkerMessage> {
         self.reports.pop_front()
     }
 
@@ -29,7 +29,7 @@ impl Session {
             if epoch < self.job.epochs
                 && let Some(records) = self.leases.request(epoch, least)
             {
-                self.reports.push_back(Report::LeaseRequest { epoch, records });
+                self.reports.push_back(WorkerMessage::LeaseRequest { epoch, records });
             }
         }
     }
@@ -68,7 +68,7 @@ impl Session {
     pub(super) fn flush_progress(&mut self) {
         if self.progress.records > 0 {
             let progress = std::mem::take(&mut self.progress);
-            self.reports.push_back(Report::Committed(progress));
+            self.reports.push_back(WorkerMessage::Committed(progress));
         }
     }
 }

@@ -7,21 +7,25 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
+use std::num::NonZeroU64;
 use std::rc::Rc;
 
-use elasticdl_proto::RangeSet;
+use elasticdl_proto::{Batch, Evaluated, RangeSet};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
 use crate::core::evaluation::{self, Scores};
 use crate::core::header::{decode, encode};
-use crate::core::plan::Batch;
 
 mod joiners;
 mod master;
 
 use joiners::Stream;
+
+fn nonzero(records: u64) -> NonZeroU64 {
+    NonZeroU64::new(records).unwrap()
+}
 
 const RECORDS: u64 = 60;
 /// Three blocks.
@@ -118,7 +122,7 @@ struct World {
     /// Whether storage fails at times: ranks then cannot read their leased records.
     storage_fails: bool,
     /// Reports of the lowest ranks, by step.
-    evaluations: BTreeMap<u64, BTreeMap<String, f64>>,
+    evaluations: BTreeMap<u64, BTreeMap<String, Option<f64>>>,
 }
 
 impl World {
@@ -126,8 +130,8 @@ impl World {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let epochs = rng.random_range(1..4);
         let batch = match rng.random_range(0..3) {
-            0 => Batch::PerWorker(rng.random_range(1..5)),
-            _ => Batch::Global(rng.random_range(1..12)),
+            0 => Batch::PerWorker(nonzero(rng.random_range(1..5))),
+            _ => Batch::Global(nonzero(rng.random_range(1..12))),
         };
         let crashes = rng.random_range(0..8);
         let mut world = Self {
@@ -258,7 +262,8 @@ impl World {
         }
         let Some(node) = self.nodes.get_mut(index) else { return };
         let id = node.id;
-        let reports: Vec<Report> = std::iter::from_fn(|| node.session.poll_report()).collect();
+        let reports: Vec<WorkerMessage> =
+            std::iter::from_fn(|| node.session.poll_report()).collect();
         for report in reports {
             self.handle_report(id, report);
         }

@@ -1,15 +1,12 @@
 //! Input, tasks and reports of a session.
 
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::ops::Range;
 
-use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
+use elasticdl_proto::{Batch, CheckpointEvery, Ledger, Membership, RecordRange, WorkerId};
 
-use crate::core::checkpoint::Interval;
 use crate::core::evaluation::{self, Evaluation};
 use crate::core::header::StateRecord;
-use crate::core::plan::Batch;
 use crate::core::repair::{Repair, StateMismatch};
 use crate::core::transport_switch::DeviceMismatch;
 
@@ -22,24 +19,8 @@ pub struct JobPlan {
     pub max_steps: Option<u64>,
     pub batch: Batch,
     /// Interval between checkpoints; `None` if the job writes none.
-    pub checkpoints: Option<Interval>,
+    pub checkpoints: Option<CheckpointEvery>,
     pub evaluation: Option<evaluation::Plan>,
-}
-
-/// A group, as published by the master.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Membership {
-    pub generation: Generation,
-    /// Members in ring order.
-    pub members: Vec<(WorkerId, SocketAddr)>,
-    /// Whether a member of an earlier generation is lost: the current step is aborted at once.
-    pub abort: bool,
-}
-
-impl Membership {
-    pub(super) fn rank_of(&self, worker: WorkerId) -> Option<usize> {
-        self.members.iter().position(|(id, _)| *id == worker)
-    }
 }
 
 /// The next task of the worker. Each variant names the call that reports its result.
@@ -101,66 +82,6 @@ pub enum Exit {
     Outdated,
     /// The master shut the worker down, for this reason.
     Shutdown(String),
-}
-
-/// A report to the master.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Report {
-    /// Links broke. `unreachable`: the suspect answered no dial.
-    Broken {
-        generation: Generation,
-        suspect: Option<WorkerId>,
-        error: String,
-        unreachable: bool,
-    },
-    Committed(Progress),
-    /// Means over the validation data, by metric. Sent by the lowest rank.
-    Evaluated {
-        step: u64,
-        records: u64,
-        means: BTreeMap<String, f64>,
-    },
-    Formed {
-        generation: Generation,
-        step: u64,
-        ledger: Ledger,
-    },
-    HeldLeases {
-        step: u64,
-        ranges: Vec<RecordRange>,
-    },
-    LeaseRequest {
-        epoch: u32,
-        records: u64,
-    },
-    CaughtUp {
-        step: u64,
-    },
-}
-
-/// Commits of a group since its last report.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Progress {
-    pub generation: Generation,
-    pub step: u64,
-    pub ranges: Vec<RecordRange>,
-    pub loss_sum: f64,
-    pub records: u64,
-    pub compute_us: Vec<u64>,
-    pub times: StepTimes,
-    /// Steps without an update, out of all steps of the state.
-    pub steps_skipped: u64,
-}
-
-/// Durations of steps on this rank. A group's first step is left out: it belongs to the pause of
-/// the membership change.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StepTimes {
-    pub steps: u64,
-    /// Time from commit to commit, summed over these steps.
-    pub step_us: u64,
-    /// Part of `step_us` that is spent in the all-reduce.
-    pub reduce_us: u64,
 }
 
 /// The part of the training state that is not tensors.

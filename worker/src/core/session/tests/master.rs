@@ -72,34 +72,40 @@ impl World {
         }
     }
 
-    pub(super) fn handle_report(&mut self, from: WorkerId, report: Report) {
+    pub(super) fn handle_report(&mut self, from: WorkerId, report: WorkerMessage) {
         match report {
-            Report::Broken { generation, .. } if generation == self.generation => {
+            WorkerMessage::Broken { generation, .. } if generation == self.generation => {
                 self.publish(true)
             }
-            Report::Broken { .. } | Report::Committed(_) | Report::HeldLeases { .. } => {}
-            Report::Evaluated { step, records, means } => {
+            WorkerMessage::Broken { .. }
+            | WorkerMessage::Committed(_)
+            | WorkerMessage::HeldLeases { .. } => {}
+            WorkerMessage::Evaluated(Evaluated { step, records, metrics }) => {
                 assert_eq!(records, VALIDATION, "seed {}", self.seed);
-                let known = self.evaluations.entry(step).or_insert_with(|| means.clone());
-                assert_eq!(*known, means, "seed {}: step {step} has two results", self.seed);
+                let known = self.evaluations.entry(step).or_insert_with(|| metrics.clone());
+                assert_eq!(*known, metrics, "seed {}: step {step} has two results", self.seed);
             }
-            Report::Formed { generation, ledger, .. } if generation == self.generation => {
+            WorkerMessage::Formed { generation, ledger, .. } if generation == self.generation => {
                 self.formed = true;
+                let LedgerReport { epochs_complete, ranges, repeated } = ledger;
+                let ledger =
+                    Ledger::from_parts(RECORDS, epochs_complete, ranges, repeated).unwrap();
                 self.rebuild(&ledger);
                 self.switch();
             }
-            Report::Formed { .. } => {}
-            Report::CaughtUp { .. } => {
+            WorkerMessage::Formed { .. } => {}
+            WorkerMessage::CaughtUp { .. } => {
                 if let Some(at) = self.fetching.iter().position(|id| *id == from) {
                     self.ready.push(self.fetching.remove(at));
                     self.switch();
                 }
             }
             // A leaving worker receives no more leases.
-            Report::LeaseRequest { .. } if !self.members.contains(&from) => {}
-            Report::LeaseRequest { epoch, records } => {
+            WorkerMessage::LeaseRequest { .. } if !self.members.contains(&from) => {}
+            WorkerMessage::LeaseRequest { epoch, records } => {
                 *self.requested.entry((from, epoch)).or_default() += records;
             }
+            other => panic!("a session reports {other:?}"),
         }
         self.grant();
     }

@@ -1,0 +1,294 @@
+//! Messages between a master and its workers.
+//!
+//! ```text
+//!  worker                                       master
+//!    │ JoinRequest::Hello ────────────────────────► │
+//!    │ ◄──────────────────────── JoinResponse::Welcome
+//!    │ WorkerMessage …  ──────────────────────────► │
+//!    │ ◄──────────────────────────  MasterMessage … │
+//! ```
+//!
+//! The cores of both sides take and give these types. A message from the other side has passed the
+//! checks of [`wire`](crate::wire): each field is within its limits. The cores check what depends
+//! on their state, such as generations and ledgers.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::files::FileList;
+use crate::ids::{Generation, WorkerId};
+use crate::ledger::Ledger;
+use crate::membership::{Membership, Phases, Stall};
+use crate::ranges::RecordRange;
+
+/// A message from a worker, after its hello.
+#[derive(Clone, Debug, PartialEq)]
+pub enum WorkerMessage {
+    /// Heartbeat; the stalled operation, if the worker waits for its neighbours.
+    Heartbeat(Option<Stall>),
+    /// The worker's links of `generation` broke.
+    Broken {
+        /// The generation whose links broke.
+        generation: Generation,
+        /// The member whose link failed, if known.
+        suspect: Option<WorkerId>,
+        /// The link's error.
+        error: String,
+        /// Whether the suspect answered no dial; otherwise an established link ended.
+        unreachable: bool,
+    },
+    /// What became of a checkpoint.
+    Checkpoint(CheckpointNews),
+    /// The group has committed more (from its lowest rank).
+    Committed(Committed),
+    /// The data set as the worker's reader lists it, or why it can't be used.
+    Described(Result<FileList, String>),
+    /// A shard of an inference job is done: its metrics are summed over its records, or its
+    /// predictions are written.
+    ShardDone {
+        /// The shard.
+        range: RecordRange,
+        /// Sums by metric; empty for predictions.
+        metrics: BTreeMap<String, f64>,
+    },
+    /// The user's code failed; the worker ends.
+    Failed {
+        /// The user's error.
+        error: String,
+        /// Records that the worker was processing.
+        ranges: Vec<RecordRange>,
+        /// Every other worker would fail in the same way.
+        fatal: bool,
+    },
+    /// The group has evaluated its model (from its lowest rank).
+    Evaluated(Evaluated),
+    /// The group holds the job's final state.
+    Finished(Finished),
+    /// A new group agrees on its state (from its lowest rank).
+    Formed {
+        /// The group's generation.
+        generation: Generation,
+        /// Steps committed.
+        step: u64,
+        /// What the parameters have absorbed.
+        ledger: LedgerReport,
+    },
+    /// A reconnected worker reports what it holds.
+    HeldLeases {
+        /// Steps that its state contains.
+        step: u64,
+        /// Its leases that no step it has committed contains.
+        ranges: Vec<RecordRange>,
+    },
+    /// The worker waits for storage that does not answer, or no longer waits.
+    StorageWait {
+        /// The request and its last error; `None` when storage answers again.
+        storage: Option<String>,
+        /// Time waited since the previous report.
+        waited: Duration,
+    },
+    /// The transport of the group's gradient all-reduce, as text (from the lowest rank).
+    AllreduceTransport {
+        /// The group's generation.
+        generation: Generation,
+        /// `TCP`, for example.
+        what: String,
+    },
+    /// A request for more records of an epoch; it stays open until it is filled or the epoch is
+    /// complete.
+    LeaseRequest {
+        /// The epoch.
+        epoch: u32,
+        /// Number of additional records.
+        records: u64,
+    },
+    /// The worker received SIGTERM and leaves at the next step boundary.
+    Leaving,
+    /// The worker has fetched the group's state, so the group need not wait for it when it joins.
+    CaughtUp {
+        /// Steps that its state contains.
+        step: u64,
+    },
+    /// The worker's model is built: it can be a member.
+    Ready {
+        /// Number of f32 parameters of its model.
+        parameters: u64,
+    },
+    /// The worker's first commit in a new generation.
+    Resumed {
+        /// The new generation.
+        generation: Generation,
+        /// The step committed, from 1.
+        step: u64,
+        /// The parts of the pause.
+        phases: Phases,
+    },
+}
+
+/// A message from the master to a worker, after its welcome.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum MasterMessage {
+    /// Describe the data set.
+    Describe,
+    /// Finish the step, then stop together.
+    Drain,
+    /// Fetch the group's state from one of these members, concurrently with their training.
+    Fetch(Vec<(WorkerId, SocketAddr)>),
+    /// Write a checkpoint at the end of the step.
+    KeepCheckpoint,
+    /// Records to train.
+    Lease(Vec<RecordRange>),
+    /// A new membership of the group.
+    Membership(Membership),
+    /// Build the model for this data set.
+    Prepare(FileList),
+    /// End; the reason.
+    Shutdown(String),
+    /// All members leave: finish the step, write a checkpoint, then end together. Another group
+    /// resumes from it.
+    Suspend,
+}
+
+/// What became of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CheckpointNews {
+    /// The checkpoint is damaged; the one before it is tried.
+    Damaged {
+        /// Its folder.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The checkpoint could not be written.
+    Failed {
+        /// Steps that it would contain.
+        step: u64,
+        /// The store's error.
+        error: String,
+    },
+    /// The group starts from the checkpoint.
+    Restored {
+        /// Steps that it contains.
+        step: u64,
+        /// Its folder.
+        name: String,
+    },
+    /// The checkpoint is complete.
+    Saved {
+        /// Steps that it contains.
+        step: u64,
+        /// Its folder.
+        name: String,
+        /// Size in bytes.
+        bytes: u64,
+    },
+}
+
+/// What a group has committed since its previous report.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Committed {
+    /// The group's generation.
+    pub generation: Generation,
+    /// Steps committed so far.
+    pub step: u64,
+    /// Newly absorbed records.
+    pub ranges: Vec<RecordRange>,
+    /// Sum of the loss over `records`.
+    pub loss_sum: f64,
+    /// Records of these steps.
+    pub records: u64,
+    /// Per rank: microseconds in the model's code in the last of these steps.
+    pub compute_us: Vec<u64>,
+    /// Durations of these steps.
+    pub times: StepTimes,
+    /// Steps skipped without an update, of all that the state contains.
+    pub steps_skipped: u64,
+}
+
+/// Durations of steps on the lowest rank. A group's first step is excluded: it is part of the pause
+/// of the membership change.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepTimes {
+    /// Steps that were timed.
+    pub steps: u64,
+    /// Microseconds from commit to commit, over all of them.
+    pub step_us: u64,
+    /// Part of `step_us` in the all-reduce: the wait for slower ranks and the transfer.
+    pub reduce_us: u64,
+}
+
+/// A group's final state.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finished {
+    /// The group's generation.
+    pub generation: Generation,
+    /// Steps committed.
+    pub step: u64,
+    /// Digest of the state, the same on every rank.
+    pub digest: u64,
+    /// What the parameters have absorbed.
+    pub ledger: LedgerReport,
+    /// Records that went into committed steps, by the steps' own counts.
+    pub records_trained: u64,
+    /// Whether training stopped early because evaluations did not improve.
+    #[serde(default)]
+    pub stopped_early: bool,
+    /// The model's summary text, from the lowest rank.
+    pub summary: Option<String>,
+    /// Why the job can't continue, although the group holds a state.
+    #[serde(default)]
+    pub failure: Option<Failure>,
+    /// Whether all members leave: another group resumes from the checkpoint of this step.
+    #[serde(default)]
+    pub suspended: bool,
+    /// Steps whose records were absorbed without an update.
+    #[serde(default)]
+    pub steps_skipped: u64,
+    /// Whether this worker has exported the model.
+    #[serde(default)]
+    pub exported: bool,
+}
+
+/// A failure that ends a job before its work is done, with its newest state saved.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// What failed, and where; identical from all members.
+    pub error: String,
+    /// Records of this worker that caused the failure.
+    pub ranges: Vec<RecordRange>,
+}
+
+/// An evaluation.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Evaluated {
+    /// Steps that the evaluated model contains.
+    pub step: u64,
+    /// Records of the validation data.
+    pub records: u64,
+    /// Means over these records; `None` where a mean is not finite.
+    pub metrics: BTreeMap<String, Option<f64>>,
+}
+
+/// A ledger as received, not yet validated against the data set.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LedgerReport {
+    /// Number of complete epochs: all before this one.
+    pub epochs_complete: u32,
+    /// Absorbed records of later epochs.
+    pub ranges: Vec<RecordRange>,
+    /// Records absorbed more than once.
+    pub repeated: u64,
+}
+
+impl From<&Ledger> for LedgerReport {
+    fn from(ledger: &Ledger) -> Self {
+        Self {
+            epochs_complete: ledger.epoch(),
+            ranges: ledger.ranges().collect(),
+            repeated: ledger.repeated(),
+        }
+    }
+}

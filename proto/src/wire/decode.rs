@@ -1,0 +1,478 @@
+//! From the messages of the schema to the types of this crate.
+//!
+//! Each field of a message is checked. An invalid message is refused with the name of the field and
+//! its valid values. What depends on the state of the receiver is checked by the receiver.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use super::requests::{JoinRequest, JoinResponse};
+use super::v1::{self, master_message, worker_message};
+use crate::files::{FileLimits, FileList, ListedFile};
+use crate::ids::{Generation, LaunchId, WorkerId};
+use crate::job::{
+    Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, Welcome, WireDtype, Work,
+    WorkerOptions,
+};
+use crate::limits::{
+    BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
+    DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX,
+    PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX,
+};
+use crate::membership::{Hello, Membership, Phases, Resume, Stall};
+use crate::message::{
+    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage,
+    StepTimes, WorkerMessage,
+};
+use crate::ranges::RecordRange;
+
+/// The decoded part of a message, or why the message is invalid.
+type Checked<T> = Result<T, String>;
+
+pub(super) fn join_request(message: v1::WorkerMessage) -> JoinRequest {
+    let decoded = match message.kind {
+        None => Err("a message must have a kind that this master knows".into()),
+        Some(worker_message::Kind::Hello(sent)) => {
+            hello(sent).map(|hello| JoinRequest::Hello(Box::new(hello)))
+        }
+        Some(kind) => worker_message(kind).map(JoinRequest::Message),
+    };
+    decoded.unwrap_or_else(JoinRequest::Invalid)
+}
+
+fn hello(sent: v1::Hello) -> Checked<Hello> {
+    let v1::Hello { job, launch, address, pid, resume: sent } = sent;
+    let address = peer_address("hello.address", &address)?;
+    if pid == 0 {
+        return Err("hello.pid: must not be 0".into());
+    }
+    let incarnation = sent.as_ref().map_or(0, |resume| resume.incarnation);
+    let resume = sent.map(resume).transpose()?;
+    Ok(Hello { job, launch: LaunchId(launch), address, pid, resume, incarnation })
+}
+
+fn resume(resume: v1::Resume) -> Checked<Resume> {
+    let v1::Resume { worker, membership: known, parameters, incarnation: _ } = resume;
+    let parameters =
+        parameters.map(|n| within("hello.resume.parameters", n, 1, PARAMETERS_MAX)).transpose()?;
+    let membership = known.map(|m| membership("hello.resume.membership", &m)).transpose()?;
+    Ok(Resume { worker: WorkerId(worker), membership, parameters })
+}
+
+fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
+    use worker_message::Kind;
+    Ok(match kind {
+        Kind::AllreduceTransport(report) => WorkerMessage::AllreduceTransport {
+            generation: generation("allreduce_transport.generation", report.generation)?,
+            what: clip(report.what, ERROR_BYTES_MAX),
+        },
+        Kind::Broken(broken) => WorkerMessage::Broken {
+            generation: generation("broken.generation", broken.generation)?,
+            suspect: broken.suspect.map(WorkerId),
+            error: clip(broken.error, ERROR_BYTES_MAX),
+            unreachable: broken.unreachable,
+        },
+        Kind::CaughtUp(v1::CaughtUp { step }) => {
+            WorkerMessage::CaughtUp { step: within("caught_up.step", step, 0, STEPS_MAX)? }
+        }
+        Kind::Checkpoint(news) => WorkerMessage::Checkpoint(checkpoint_news(news)?),
+        Kind::Committed(report) => WorkerMessage::Committed(committed(report)?),
+        Kind::Described(described) => WorkerMessage::Described(description(described)?),
+        Kind::Done(done) => shard_done(done)?,
+        Kind::Evaluated(report) => WorkerMessage::Evaluated(evaluated(report)?),
+        Kind::Failed(failed) => WorkerMessage::Failed {
+            error: clip(failed.error, ERROR_BYTES_MAX),
+            ranges: ranges("failed.ranges", failed.ranges)?,
+            fatal: failed.fatal,
+        },
+        Kind::Finished(report) => WorkerMessage::Finished(finished(report)?),
+        Kind::Formed(formed) => WorkerMessage::Formed {
+            generation: generation("formed.generation", formed.generation)?,
+            step: within("formed.step", formed.step, 0, STEPS_MAX)?,
+            ledger: ledger("formed.ledger", formed.ledger)?,
+        },
+        Kind::Heartbeat(beat) => WorkerMessage::Heartbeat(beat.stall.map(stall).transpose()?),
+        Kind::HeldLeases(held) => WorkerMessage::HeldLeases {
+            step: within("held_leases.step", held.step, 0, STEPS_MAX)?,
+            ranges: ranges("held_leases.ranges", held.ranges)?,
+        },
+        Kind::Hello(_) => return Err("`hello` comes first, and once".into()),
+        Kind::LeaseRequest(request) => WorkerMessage::LeaseRequest {
+            epoch: epoch("lease_request.epoch", request.epoch)?,
+            records: within("lease_request.records", request.records, 1, DATASET_RECORDS_MAX)?,
+        },
+        Kind::Leaving(v1::Leaving {}) => WorkerMessage::Leaving,
+        Kind::Ready(v1::Ready { parameters }) => WorkerMessage::Ready {
+            parameters: within("ready.parameters", parameters, 1, PARAMETERS_MAX)?,
+        },
+        Kind::Resumed(resumed) => WorkerMessage::Resumed {
+            generation: generation("resumed.generation", resumed.generation)?,
+            step: within("resumed.step", resumed.step, 1, STEPS_MAX)?,
+            phases: phases(resumed.phases)?,
+        },
+        Kind::StorageWait(wait) => WorkerMessage::StorageWait {
+            storage: wait.storage.map(|storage| clip(storage, ERROR_BYTES_MAX)),
+            waited: Duration::from_micros(wait.waited_ms.saturating_mul(1000).min(PHASE_US_MAX)),
+        },
+    })
+}
+
+fn checkpoint_news(news: v1::CheckpointNews) -> Checked<CheckpointNews> {
+    use v1::checkpoint_news::Kind;
+    let step = |step| within("checkpoint.step", step, 0, STEPS_MAX);
+    let name = |name| clip(name, CHECKPOINT_NAME_BYTES_MAX);
+    let kind = news.kind.ok_or("checkpoint.kind: must be one that this master knows")?;
+    Ok(match kind {
+        Kind::Damaged(news) => CheckpointNews::Damaged {
+            name: name(news.name),
+            reason: clip(news.reason, ERROR_BYTES_MAX),
+        },
+        Kind::Failed(news) => CheckpointNews::Failed {
+            step: step(news.step)?,
+            error: clip(news.error, ERROR_BYTES_MAX),
+        },
+        Kind::Restored(news) => {
+            CheckpointNews::Restored { step: step(news.step)?, name: name(news.name) }
+        }
+        Kind::Saved(news) => CheckpointNews::Saved {
+            step: step(news.step)?,
+            name: name(news.name),
+            bytes: news.bytes,
+        },
+    })
+}
+
+fn committed(report: v1::Committed) -> Checked<Committed> {
+    let ranks = report.compute_us.len() as u64;
+    within("committed.compute_us (ranks)", ranks, 0, u64::from(WORKERS_MAX))?;
+    Ok(Committed {
+        generation: generation("committed.generation", report.generation)?,
+        step: within("committed.step", report.step, 0, STEPS_MAX)?,
+        ranges: ranges("committed.ranges", report.ranges)?,
+        // A value that is not finite is valid: it shows the user that the model diverges.
+        loss_sum: report.loss_sum,
+        records: within("committed.records", report.records, 0, DATASET_RECORDS_MAX)?,
+        compute_us: report.compute_us,
+        times: step_times(report.times.unwrap_or_default())?,
+        steps_skipped: within("committed.steps_skipped", report.steps_skipped, 0, STEPS_MAX)?,
+    })
+}
+
+fn step_times(times: v1::StepTimes) -> Checked<StepTimes> {
+    Ok(StepTimes {
+        steps: within("times.steps", times.steps, 0, STEPS_MAX)?,
+        step_us: within("times.step_us", times.step_us, 0, PHASE_US_MAX)?,
+        reduce_us: within("times.reduce_us", times.reduce_us, 0, PHASE_US_MAX)?,
+    })
+}
+
+/// The description of a data set. A list that can't be read is an error of the data set.
+fn description(described: v1::Described) -> Checked<Result<FileList, String>> {
+    match described.outcome {
+        None => Err("described.outcome: must be a data set or an error".into()),
+        Some(v1::described::Outcome::Error(error)) => Ok(Err(clip(error, ERROR_BYTES_MAX))),
+        Some(v1::described::Outcome::Dataset(list)) if list.packed.is_empty() => {
+            file_list(list).map(Ok)
+        }
+        Some(v1::described::Outcome::Dataset(list)) => Ok(file_list(list)),
+    }
+}
+
+fn shard_done(done: v1::Done) -> Checked<WorkerMessage> {
+    within("done.metrics", done.metrics.len() as u64, 0, METRICS_MAX as u64)?;
+    let metrics = BTreeMap::from_iter(done.metrics);
+    for (name, sum) in &metrics {
+        if name.is_empty() || name.len() > METRIC_NAME_BYTES_MAX {
+            return Err(format!(
+                "done.metrics: names must have 1 to {METRIC_NAME_BYTES_MAX} bytes"
+            ));
+        }
+        if !sum.is_finite() {
+            return Err(format!("done.metrics: {name} is {sum} where a finite number should be"));
+        }
+    }
+    let range = record_range("done.range", done.range.ok_or("done.range: must be there")?)?;
+    Ok(WorkerMessage::ShardDone { range, metrics })
+}
+
+fn evaluated(report: v1::Evaluated) -> Checked<Evaluated> {
+    within("evaluated.metrics", report.metrics.len() as u64, 0, METRICS_MAX as u64)?;
+    // A value that is not finite is valid: it shows the user that the model diverges.
+    let metrics = report
+        .metrics
+        .into_iter()
+        .map(|(name, mean)| (clip(name, METRIC_NAME_BYTES_MAX), mean.is_finite().then_some(mean)));
+    Ok(Evaluated {
+        step: within("evaluated.step", report.step, 1, STEPS_MAX)?,
+        records: within("evaluated.records", report.records, 1, DATASET_RECORDS_MAX)?,
+        metrics: metrics.collect(),
+    })
+}
+
+fn finished(report: v1::Finished) -> Checked<Finished> {
+    let failure = |v1::FinishedFailure { error, ranges: found }| {
+        let ranges = ranges("finished.failure.ranges", found)?;
+        Ok::<_, String>(Failure { error: clip(error, ERROR_BYTES_MAX), ranges })
+    };
+    Ok(Finished {
+        generation: generation("finished.generation", report.generation)?,
+        step: within("finished.step", report.step, 0, STEPS_MAX)?,
+        digest: report.digest,
+        ledger: ledger("finished.ledger", report.ledger)?,
+        records_trained: report.records_trained,
+        stopped_early: report.stopped_early,
+        summary: report.summary.map(|text| clip(text, SUMMARY_BYTES_MAX)),
+        failure: report.failure.map(failure).transpose()?,
+        suspended: report.suspended,
+        steps_skipped: within("finished.steps_skipped", report.steps_skipped, 0, STEPS_MAX)?,
+        exported: report.exported,
+    })
+}
+
+fn ledger(name: &str, ledger: Option<v1::Ledger>) -> Checked<LedgerReport> {
+    let ledger = ledger.ok_or_else(|| format!("{name}: must be there"))?;
+    Ok(LedgerReport {
+        // When all epochs are complete, this is one more than the number of the last epoch.
+        epochs_complete: within_u32(name, ledger.epochs_complete, EPOCHS_MAX)?,
+        ranges: ranges(name, ledger.ranges)?,
+        repeated: ledger.repeated_records,
+    })
+}
+
+fn phases(phases: Option<v1::Phases>) -> Checked<Phases> {
+    let phases = phases.ok_or("resumed.phases: must be there")?;
+    let phase = |name, us| within(name, us, 0, PHASE_US_MAX);
+    Ok(Phases {
+        detect_us: phase("phases.detect_us", phases.detect_us)?,
+        abort_us: phase("phases.abort_us", phases.abort_us)?,
+        agree_us: phase("phases.agree_us", phases.agree_us)?,
+        connect_us: phase("phases.connect_us", phases.connect_us)?,
+        state_us: phase("phases.state_us", phases.state_us)?,
+        first_step_us: phase("phases.first_step_us", phases.first_step_us)?,
+    })
+}
+
+fn stall(stall: v1::Stall) -> Checked<Stall> {
+    Ok(Stall {
+        generation: generation("stall.generation", stall.generation)?,
+        // These numbers are only compared, so they need no bounds.
+        operation: stall.operation,
+        received: stall.received,
+        sent: stall.sent,
+        waits_for_next: stall.waits_for_next,
+        since: Duration::from_millis(stall.for_ms),
+    })
+}
+
+// ---- master to worker ----
+
+pub(super) fn join_response(message: v1::MasterMessage) -> JoinResponse {
+    let decoded = match message.kind {
+        None => Err("a message must have a kind that this worker knows".into()),
+        Some(master_message::Kind::Welcome(sent)) => {
+            welcome(sent).map(|welcome| JoinResponse::Welcome(Box::new(welcome)))
+        }
+        Some(kind) => master_message(kind).map(|message| JoinResponse::Message(message.into())),
+    };
+    decoded.unwrap_or_else(JoinResponse::Invalid)
+}
+
+fn master_message(kind: master_message::Kind) -> Checked<MasterMessage> {
+    use master_message::Kind;
+    Ok(match kind {
+        Kind::Describe(_) => MasterMessage::Describe,
+        Kind::Drain(v1::Drain { suspend: true }) => MasterMessage::Suspend,
+        Kind::Drain(_) => MasterMessage::Drain,
+        Kind::Fetch(v1::Fetch { donors }) => {
+            MasterMessage::Fetch(members("fetch.donors", &donors)?)
+        }
+        Kind::KeepCheckpoint(_) => MasterMessage::KeepCheckpoint,
+        Kind::Lease(lease) => MasterMessage::Lease(ranges("lease.ranges", lease.ranges)?),
+        Kind::Membership(published) => {
+            MasterMessage::Membership(membership("membership", &published)?)
+        }
+        Kind::Prepare(v1::Prepare { dataset }) => {
+            MasterMessage::Prepare(file_list(dataset.ok_or("prepare.dataset: must be there")?)?)
+        }
+        Kind::Shutdown(shutdown) => MasterMessage::Shutdown(shutdown.reason),
+        Kind::Welcome(_) => return Err("`welcome` comes first, and once".into()),
+    })
+}
+
+fn welcome(welcome: v1::Welcome) -> Checked<Welcome> {
+    let v1::Welcome { worker, options: sent, incarnation } = welcome;
+    let options = options(sent.ok_or("welcome.options: must be there")?)?;
+    Ok(Welcome { worker: WorkerId(worker), incarnation, options })
+}
+
+fn options(options: v1::Options) -> Checked<WorkerOptions> {
+    let wire_dtype = match options.wire_dtype() {
+        v1::WireDtype::Bf16 => WireDtype::Bf16,
+        v1::WireDtype::F16 => WireDtype::F16,
+        v1::WireDtype::F32 => WireDtype::F32,
+    };
+    let batch = match options.batch.ok_or("options.batch: must be there")? {
+        v1::options::Batch::GlobalBatchSize(records) => Batch::Global(batch_records(records)?),
+        v1::options::Batch::MinibatchSize(records) => Batch::PerWorker(batch_records(records)?),
+    };
+    // 0 means 1.
+    let channels = u64::from(options.channels.max(1));
+    let channels = within("options.channels", channels, 1, CHANNELS_MAX.into())?;
+    let (work, validation) = work(options.work.ok_or("options.work: must be there")?)?;
+    Ok(WorkerOptions {
+        training_data: options.training_data,
+        epochs: within_u32("options.epochs", options.epochs, EPOCHS_MAX)?,
+        max_steps: options.max_steps,
+        batch,
+        seed: options.seed,
+        heartbeat: options.heartbeat_ms.map(|ms| Duration::from_millis(ms.max(1))),
+        worker_timeout: options.worker_timeout_ms.map(Duration::from_millis),
+        leave_timeout: options.leave_timeout_ms.map(Duration::from_millis),
+        checkpoints: options.checkpoints.map(checkpoints).transpose()?,
+        resume_from: options.resume_from,
+        validation,
+        work,
+        wire_dtype,
+        channels: channels as u8,
+        skips_nonfinite: options.skip_nonfinite,
+    })
+}
+
+fn batch_records(records: u64) -> Checked<NonZeroU64> {
+    within("options.batch", records, 1, BATCH_RECORDS_MAX)?;
+    Ok(NonZeroU64::new(records).expect("at least 1"))
+}
+
+fn work(work: v1::options::Work) -> Checked<(Work, Option<ValidationSpec>)> {
+    Ok(match work {
+        v1::options::Work::Evaluate(v1::Evaluate { model }) => (Work::Evaluate { model }, None),
+        v1::options::Work::Predict(predict) => {
+            let format = match predict.format() {
+                v1::Format::Csv => Format::Csv,
+                v1::Format::Jsonl => Format::Jsonl,
+                v1::Format::Parquet => Format::Parquet,
+                v1::Format::Unspecified => {
+                    return Err("predict.format: must be one that this worker knows".into());
+                }
+            };
+            (Work::Predict { model: predict.model, output: predict.output, format }, None)
+        }
+        v1::options::Work::Train(v1::Train { export, validation }) => {
+            let validation = validation.map(|sent| {
+                let v1::Validation { data, every, metric, highest, patience } = sent;
+                let every = every.map(|steps| steps.max(1));
+                ValidationSpec { data, every, metric, highest, patience }
+            });
+            (Work::Train { export }, validation)
+        }
+    })
+}
+
+fn checkpoints(options: v1::CheckpointOptions) -> Checked<CheckpointSpec> {
+    let v1::CheckpointOptions { dir, every, keep, exclusive } = options;
+    let every = match every.ok_or("checkpoints.every: must be there")? {
+        v1::checkpoint_options::Every::Steps(steps) => CheckpointEvery::Steps(
+            NonZeroU64::new(steps).ok_or("checkpoints.every: must be at least 1 step")?,
+        ),
+        v1::checkpoint_options::Every::Ms(ms) => CheckpointEvery::Time(Duration::from_millis(ms)),
+    };
+    Ok(CheckpointSpec { dir, every, keep, exclusive })
+}
+
+// ---- both ----
+
+fn membership(name: &str, membership: &v1::Membership) -> Checked<Membership> {
+    let number = within(&format!("{name}.generation"), membership.generation, 1, STEPS_MAX)?;
+    let name = format!("{name}.members");
+    let members = members(&name, &membership.members)?;
+    within(&name, members.len() as u64, 1, WORKERS_MAX.into())?;
+    let distinct: BTreeSet<WorkerId> = members.iter().map(|(id, _)| *id).collect();
+    if distinct.len() < members.len() {
+        return Err(format!("{name}: must name each worker once"));
+    }
+    Ok(Membership { generation: Generation(number), members, abort: membership.abort })
+}
+
+fn members(name: &str, members: &[v1::Member]) -> Checked<Vec<(WorkerId, SocketAddr)>> {
+    let member = |m: &v1::Member| Ok((WorkerId(m.worker), peer_address(name, &m.address)?));
+    members.iter().map(member).collect()
+}
+
+fn peer_address(name: &str, text: &str) -> Checked<SocketAddr> {
+    let address: SocketAddr = text.parse().map_err(|_| format!("{name}: must be `ip:port`"))?;
+    if address.port() == 0 || address.ip().is_unspecified() {
+        return Err(format!("{name}: must be one that peers can dial, not a wildcard"));
+    }
+    Ok(address)
+}
+
+fn file_list(dataset: v1::Dataset) -> Checked<FileList> {
+    if !dataset.packed.is_empty() {
+        let limits = FileLimits {
+            files: DATASET_FILES_MAX,
+            path_bytes: PATH_BYTES_MAX,
+            records: DATASET_RECORDS_MAX,
+        };
+        return FileList::unpack(dataset.packed, limits)
+            .map_err(|error| format!("the list of the data set's files can't be used: {error}"));
+    }
+    if dataset.files.len() > DATASET_FILES_MAX {
+        return Err(format!("dataset.files: at most {DATASET_FILES_MAX}"));
+    }
+    let mut total = 0;
+    for file in &dataset.files {
+        if file.path.is_empty() || file.path.len() > PATH_BYTES_MAX {
+            return Err(format!("file.path: must have 1 to {PATH_BYTES_MAX} bytes"));
+        }
+        total += within("file.records", file.records, 0, DATASET_RECORDS_MAX)?;
+        within("records of all files", total, 0, DATASET_RECORDS_MAX)?;
+    }
+    let listed = |v1::File { path, records, version }| ListedFile { path, records, version };
+    Ok(FileList::pack(dataset.files.into_iter().map(listed)))
+}
+
+fn ranges(name: &str, ranges: Vec<v1::Range>) -> Checked<Vec<RecordRange>> {
+    ranges.into_iter().map(|range| record_range(name, range)).collect()
+}
+
+fn record_range(name: &str, range: v1::Range) -> Checked<RecordRange> {
+    let v1::Range { epoch: number, start, end } = range;
+    if start >= end {
+        return Err(format!("{name}: {start}..{end} holds no record"));
+    }
+    within(name, end, 1, DATASET_RECORDS_MAX)?;
+    Ok(RecordRange { epoch: epoch(name, number)?, start, end })
+}
+
+fn epoch(name: &str, epoch: u32) -> Checked<u32> {
+    within_u32(name, epoch, EPOCHS_MAX - 1)
+}
+
+fn generation(name: &str, generation: u64) -> Checked<Generation> {
+    within(name, generation, 1, u64::MAX - 1).map(Generation)
+}
+
+fn within_u32(name: &str, value: u32, max: u32) -> Checked<u32> {
+    if value > max {
+        return Err(format!("{name}: {value} is more than {max}"));
+    }
+    Ok(value)
+}
+
+fn within(name: &str, value: u64, min: u64, max: u64) -> Checked<u64> {
+    if !(min..=max).contains(&value) {
+        return Err(format!("{name}: {value} is not between {min} and {max}"));
+    }
+    Ok(value)
+}
+
+/// Truncates `text` to at most `bytes_max` bytes at a character boundary, and marks the cut.
+fn clip(mut text: String, bytes_max: usize) -> String {
+    if text.len() > bytes_max {
+        text.truncate(text.floor_char_boundary(bytes_max));
+        text.push('…');
+    }
+    text
+}
