@@ -2,9 +2,8 @@
 //! the trainer.
 //!
 //! **Invariant:** this process ends if no master answers within the timeout: no worker outlives its
-//! job. HTTP/2 pings detect a master whose connection is
-//! silently dead. **Invariant:** a message of the trainer for one master is never sent to the next
-//! one.
+//! job. HTTP/2 pings detect a master whose connection is silently dead. [`ControlState`] decides
+//! what is sent to which master.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::{Sender, channel};
@@ -16,9 +15,7 @@ use elasticdl_collective::{Fence, Progress};
 use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
-use elasticdl_proto::{
-    Generation, Hello, LaunchId, MasterMessage, Resume, Stall, Welcome, WorkerMessage,
-};
+use elasticdl_proto::{Generation, Hello, LaunchId, Stall, Welcome, WorkerMessage};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
@@ -28,6 +25,7 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
 use self::storage::StorageReporter;
+use crate::core::control::{ControlState, WelcomeError};
 use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
 use crate::failure::causes;
 use crate::messages::{ControlEvent, Outbox};
@@ -57,18 +55,12 @@ impl Control {
         let fence = Arc::new(OnceLock::new());
         let progress = Arc::new(OnceLock::new());
         let stream = Stream {
-            connector: MasterConnector {
-                environment: environment.clone(),
-                address,
-                me: None,
-                incarnation: 0,
-            },
+            connector: MasterConnector { environment: environment.clone(), address },
+            state: ControlState::default(),
             to_trainer,
             fence: Arc::clone(&fence),
             progress: Arc::clone(&progress),
             leave_timeout: environment.leave_timeout(),
-            leaving: false,
-            over: false,
             storage: StorageReporter::default(),
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -94,15 +86,12 @@ impl Control {
 
 struct Stream {
     connector: MasterConnector,
+    state: ControlState,
     to_trainer: Sender<ControlEvent>,
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
     /// Time in which the group must release this worker.
     leave_timeout: Duration,
-    /// Whether the worker got SIGTERM. Every master must learn of it.
-    leaving: bool,
-    /// Whether the worker was shut down, so that it need not find another master.
-    over: bool,
     /// Reports of waits for storage.
     storage: StorageReporter,
 }
@@ -113,18 +102,12 @@ struct MasterConnector {
     environment: Environment,
     /// Address at which peers reach this worker.
     address: SocketAddr,
-    /// Identity of this worker for later masters; `None` before the first welcome.
-    me: Option<Resume>,
-    /// Highest incarnation of a master that has welcomed this worker; 0 for none.
-    incarnation: u64,
 }
 
 /// The stream to one master.
 struct Link {
     requests: mpsc::UnboundedSender<JoinRequest>,
     incoming: Streaming<JoinResponse>,
-    /// Whether the trainer's messages are meant for this master, and not for the previous one.
-    current: bool,
 }
 
 impl Link {
@@ -143,7 +126,18 @@ enum NotOpened {
 }
 
 impl MasterConnector {
-    async fn open(&self) -> Result<(Link, Welcome), NotOpened> {
+    fn hello(&self, state: &ControlState) -> Hello {
+        Hello {
+            job: self.environment.job.clone(),
+            launch: LaunchId(self.environment.launch),
+            address: self.address,
+            pid: std::process::id(),
+            resume: state.identity().cloned(),
+            incarnation: state.incarnation(),
+        }
+    }
+
+    async fn open(&self, hello: Hello) -> Result<(Link, Welcome), NotOpened> {
         let environment = &self.environment;
         let master = &environment.master;
         let text = |what: &str, error: &dyn std::fmt::Display| {
@@ -165,14 +159,6 @@ impl MasterConnector {
             endpoint.connect().await.map_err(|error| no_answer("no answer", &causes(&error)))?;
         let mut client: MasterClient<Channel> =
             MasterClient::new(channel).max_decoding_message_size(MESSAGE_BYTES_MAX);
-        let hello = Hello {
-            job: environment.job.clone(),
-            launch: LaunchId(environment.launch),
-            address: self.address,
-            pid: std::process::id(),
-            resume: self.me.clone(),
-            incarnation: self.incarnation,
-        };
         let (requests, outgoing) = mpsc::unbounded_channel();
         requests
             .send(JoinRequest::Hello(Box::new(hello)))
@@ -184,16 +170,7 @@ impl MasterConnector {
         request.metadata_mut().insert("authorization", bearer);
         let mut incoming = client.join(request).await.map_err(status)?.into_inner();
         match incoming.next().await {
-            Some(Ok(JoinResponse::Welcome(welcome))) => {
-                if self.me.as_ref().is_some_and(|me| me.worker != welcome.worker) {
-                    return Err(refused("welcome", &"it is for another worker"));
-                }
-                // A newer master has taken the job over, and this one has not noticed yet.
-                if self.me.is_some() && welcome.incarnation < self.incarnation {
-                    return Err(no_answer("welcome", &"from an older master of the job"));
-                }
-                Ok((Link { requests, incoming, current: false }, *welcome))
-            }
+            Some(Ok(JoinResponse::Welcome(welcome))) => Ok((Link { requests, incoming }, *welcome)),
             Some(Ok(JoinResponse::Invalid(reason))) => Err(refused("welcome", &reason)),
             Some(Ok(JoinResponse::Message(other))) => {
                 Err(refused("expected a welcome", &format!("{:?}", other.get())))
@@ -204,12 +181,11 @@ impl MasterConnector {
     }
 
     /// Retries, with back-off, until a stream is open. `Err`: why a master refused this worker.
-    async fn search(&self) -> Result<(Link, Welcome), String> {
-        let mut pause = RETRY_FIRST;
+    async fn search(&self, hello: Hello, mut pause: Duration) -> Result<(Link, Welcome), String> {
         loop {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(RETRY_MAX);
-            match self.open().await {
+            match self.open(hello.clone()).await {
                 Ok(opened) => return Ok(opened),
                 Err(NotOpened::NoAnswer(reason)) => tracing::debug!(reason, "no master yet"),
                 Err(NotOpened::Refused(reason)) => return Err(reason),
@@ -219,22 +195,16 @@ impl MasterConnector {
 
     /// Opens the first stream, with retries: in a cluster, the route to a new master may take a
     /// moment.
-    async fn open_first(&self) -> Result<(Link, Welcome), String> {
-        let why = match self.open().await {
+    async fn open_first(&self, hello: Hello) -> Result<(Link, Welcome), String> {
+        let why = match self.open(hello.clone()).await {
             Ok(opened) => return Ok(opened),
             Err(NotOpened::Refused(reason)) => return Err(reason),
             Err(NotOpened::NoAnswer(reason)) => reason,
         };
         tracing::info!(why, "no master yet");
-        let search = tokio::time::timeout(self.environment.master_timeout, self.search());
+        let search = self.search(hello, RETRY_FIRST);
+        let search = tokio::time::timeout(self.environment.master_timeout, search);
         search.await.unwrap_or(Err(why))
-    }
-
-    /// Remembers what a later master must know about this worker.
-    fn remember(&mut self, message: &WorkerMessage) {
-        if let (WorkerMessage::Ready { parameters }, Some(me)) = (message, &mut self.me) {
-            me.parameters = Some(*parameters);
-        }
     }
 }
 
@@ -246,7 +216,9 @@ impl Stream {
     ) {
         let opened = async {
             let sigterm = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
-            let (link, welcome) = self.connector.open_first().await?;
+            let hello = self.connector.hello(&self.state);
+            let (link, welcome) = self.connector.open_first(hello).await?;
+            self.state.handle_welcome(&welcome).map_err(|error| error.to_string())?;
             Ok((sigterm, link, welcome))
         };
         let heartbeat;
@@ -254,9 +226,6 @@ impl Stream {
             Ok((sigterm, link, welcome)) => {
                 heartbeat = welcome.options.heartbeat.unwrap_or(HEARTBEAT_NEVER);
                 self.leave_timeout = welcome.options.leave_timeout.unwrap_or(self.leave_timeout);
-                let worker = welcome.worker;
-                self.connector.me = Some(Resume { worker, membership: None, parameters: None });
-                self.connector.incarnation = welcome.incarnation;
                 let _ = tell_welcome.send(Ok(welcome));
                 (sigterm, link)
             }
@@ -265,7 +234,6 @@ impl Stream {
                 return;
             }
         };
-        link.current = true;
         let mut heartbeats = tokio::time::interval(heartbeat);
         heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -288,7 +256,9 @@ impl Stream {
                     }
                 }
                 message = from_trainer.recv() => match message {
-                    Some(message) => self.forward(&mut link, message),
+                    Some(message) => {
+                        self.state.forward(message).into_iter().for_each(|m| link.send(m));
+                    }
                     None => break,
                 },
                 _ = heartbeats.tick() => {
@@ -300,9 +270,8 @@ impl Stream {
                     }
                 }
                 _ = sigterm.recv() => {
-                    self.leave();
-                    if link.current {
-                        link.send(WorkerMessage::Leaving);
+                    if let Some(leaving) = self.leave() {
+                        link.send(leaving);
                     }
                 }
             }
@@ -324,53 +293,56 @@ impl Stream {
         sigterm: &mut Signal,
     ) -> Option<Link> {
         tracing::warn!(why, "lost the master");
-        let (connector, over) = (self.connector.clone(), self.over);
-        let search =
-            async { if over { std::future::pending().await } else { connector.search().await } };
-        let search = tokio::time::timeout(self.connector.environment.master_timeout, search);
-        tokio::pin!(search);
+        self.state.handle_stream_end();
+        let deadline = tokio::time::Instant::now() + self.connector.environment.master_timeout;
+        let mut search = Box::pin(self.search(RETRY_FIRST));
         let reason = loop {
             tokio::select! {
-                found = &mut search => match found {
-                    Ok(Ok((link, welcome))) => {
-                        let incarnation = welcome.incarnation;
-                        tracing::info!(incarnation, "reconnected to a master");
-                        self.connector.incarnation = incarnation;
-                        let _ = self.to_trainer.send(ControlEvent::Reconnected);
-                        return Some(link);
-                    }
-                    Ok(Err(reason)) => break reason,
-                    Err(_) => break "no master within the timeout".into(),
+                found = &mut search, if !self.state.is_over() => match found {
+                    Ok((link, welcome)) => match self.state.handle_welcome(&welcome) {
+                        Ok(_) => {
+                            let incarnation = welcome.incarnation;
+                            tracing::info!(incarnation, "reconnected to a master");
+                            let _ = self.to_trainer.send(ControlEvent::Reconnected);
+                            return Some(link);
+                        }
+                        Err(WelcomeError::OlderMaster) => {
+                            search = Box::pin(self.search(RETRY_MAX));
+                        }
+                        Err(WelcomeError::OtherWorker) => {
+                            break "the master's welcome is for another worker".into();
+                        }
+                    },
+                    Err(reason) => break reason,
                 },
-                // Messages of the trainer have no receiver meanwhile.
-                message = from_trainer.recv() => self.connector.remember(&message?),
-                _ = sigterm.recv() => self.leave(),
+                () = tokio::time::sleep_until(deadline) => {
+                    break "no master within the timeout".into();
+                }
+                // The messages have no receiver meanwhile.
+                message = from_trainer.recv() => drop(self.state.forward(message?)),
+                _ = sigterm.recv() => drop(self.leave()),
             }
         };
         tracing::error!(reason, "this worker ends");
         std::process::exit(EXIT_MASTER_LOST);
     }
 
-    /// Forwards a message of the trainer to the master. Messages for the previous master are
-    /// dropped: after a reconnect the trainer repeats what still matters, starting with its held
-    /// leases.
-    fn forward(&mut self, link: &mut Link, message: WorkerMessage) {
-        self.connector.remember(&message);
-        let first = matches!(message, WorkerMessage::HeldLeases { .. }) && !link.current;
-        link.current |= first;
-        if link.current {
-            link.send(message);
-        }
-        if first && self.leaving {
-            link.send(WorkerMessage::Leaving);
-        }
+    /// Searches for a master, as the worker that this one is now.
+    fn search(
+        &self,
+        pause: Duration,
+    ) -> impl Future<Output = Result<(Link, Welcome), String>> + use<> {
+        let (connector, hello) = (self.connector.clone(), self.connector.hello(&self.state));
+        async move { connector.search(hello, pause).await }
     }
 
-    fn leave(&mut self) {
+    /// Handles SIGTERM. Returns what is sent to the master.
+    fn leave(&mut self) -> Option<WorkerMessage> {
         tracing::info!("SIGTERM: leaving at the next step boundary");
-        if !std::mem::replace(&mut self.leaving, true) {
+        if !self.state.is_leaving() {
             leave_in_time(self.leave_timeout);
         }
+        self.state.terminate()
     }
 
     fn handle(&mut self, response: JoinResponse) {
@@ -385,19 +357,8 @@ impl Stream {
                 return;
             }
         };
-        if let (MasterMessage::Membership(membership), Some(me)) =
-            (&message, &mut self.connector.me)
-            && me.generation() < membership.generation
-        {
-            me.membership = Some(membership.clone());
-        }
-        // Messages that cannot wait until the trainer checks its inbox: a lost member, the end.
-        let abort_before = match &message {
-            MasterMessage::Membership(m) if m.abort => Some(m.generation.0),
-            MasterMessage::Shutdown(_) => Some(u64::MAX),
-            _ => None,
-        };
-        self.over |= matches!(message, MasterMessage::Shutdown(_));
+        // A lost member and the end can't wait until the trainer checks its inbox.
+        let abort_before = self.state.handle_message(&message);
         let _ = self.to_trainer.send(ControlEvent::Message(message, Instant::now()));
         if let (Some(generation), Some(fence)) = (abort_before, self.fence.get()) {
             fence.abort_before(generation);

@@ -1,11 +1,11 @@
-//! A worker's process: its lifetime and its control thread, modelled after `elasticdl`'s
-//! `run` and `control`.
+//! A worker's process: its lifetime, and its control thread around the real [`ControlState`].
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 
-use elasticdl_master::job::{Exit, FromWorker, LaunchId, Resume, ToWorker};
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl::core::control::ControlState;
+use elasticdl_master::job::{Exit, FromWorker, LaunchId, ToWorker};
+use elasticdl_proto::{Generation, Welcome, WorkerId};
 
 use super::clock::Micros;
 use super::network::{LinkId, MASTER, Packet};
@@ -43,14 +43,7 @@ pub(super) struct Process {
     pub(super) stream: Option<LinkId>,
     /// Messages of the master that the trainer has not handled yet.
     pub(super) inbox: VecDeque<TrainerInput>,
-    /// Identity of the worker, which it presents to the next master.
-    identity: Option<Resume>,
-    /// Whether messages of the trainer are meant for the current master, not for the one before.
-    is_current: bool,
-    /// Whether it got SIGTERM; every master is notified.
-    leaves: bool,
-    /// Whether it was shut down: it looks for no other master.
-    is_over: bool,
+    control_state: ControlState,
     /// Messages that the trainer has queued for the master.
     pub(super) outbox: VecDeque<FromWorker>,
     pub(super) endpoint: Endpoint,
@@ -102,10 +95,7 @@ impl Process {
             woken: false,
             stream: None,
             inbox: VecDeque::new(),
-            identity: None,
-            is_current: true,
-            leaves: false,
-            is_over: false,
+            control_state: ControlState::default(),
             outbox: VecDeque::new(),
             endpoint: Endpoint::default(),
             trainer: Trainer::new(setting),
@@ -186,12 +176,13 @@ impl World {
             Control::Closing(_) => return,
             Control::Open | Control::Reconnecting { .. } | Control::Searching { .. } => {}
         }
-        if !std::mem::replace(&mut self.processes[p].leaves, true) {
+        let state = &mut self.processes[p].control_state;
+        if !state.is_leaving() {
             let timeout = self.setting.spec.leave_timeout().as_micros() as Micros;
             self.clock.after(timeout, Event::LeaveDue { p });
         }
-        if self.processes[p].control == Control::Open && self.processes[p].is_current {
-            self.send_to_master(p, FromWorker::Leaving);
+        if let Some(leaving) = self.processes[p].control_state.terminate() {
+            self.send_to_master(p, leaving);
         }
     }
 
@@ -246,27 +237,10 @@ impl World {
         }
     }
 
-    /// Sends a message of the trainer to the master. Messages that the trainer queued before it
-    /// knew of this master are dropped: it repeats the ones that still matter, and the first of
-    /// them lists what it holds.
+    /// Sends a message of the trainer to the master.
     fn forward(&mut self, p: usize, message: FromWorker) {
-        let process = &mut self.processes[p];
-        if let (FromWorker::Ready { parameters }, Some(identity)) =
-            (&message, &mut process.identity)
-        {
-            identity.parameters = Some(*parameters);
-        }
-        if process.control != Control::Open {
-            return;
-        }
-        let is_first = matches!(message, FromWorker::HeldLeases { .. }) && !process.is_current;
-        process.is_current |= is_first;
-        let (is_current, leaves) = (process.is_current, process.leaves);
-        if is_current {
+        for message in self.processes[p].control_state.forward(message) {
             self.send_to_master(p, message);
-        }
-        if is_first && leaves {
-            self.send_to_master(p, FromWorker::Leaving);
         }
     }
 
@@ -277,17 +251,19 @@ impl World {
     }
 
     fn on_welcome(&mut self, p: usize, worker: WorkerId) {
+        let options = self.setting.spec.worker_options();
+        let welcome = Welcome { worker, incarnation: 0, options };
         let process = &mut self.processes[p];
-        if let Control::Reconnecting { .. } = process.control {
-            process.control = Control::Open;
-            process.is_current = false;
-            process.inbox.push_back(TrainerInput::Reconnected);
-            trace!(self, "{}: has found another master", self.name(p));
-            return self.wake_trainer(p);
-        }
-        process.worker = Some(worker);
-        process.identity = Some(Resume { worker, membership: None, parameters: None });
         process.control = Control::Open;
+        match process.control_state.handle_welcome(&welcome) {
+            Ok(false) => process.worker = Some(worker),
+            Ok(true) => {
+                process.inbox.push_back(TrainerInput::Reconnected);
+                trace!(self, "{}: has found another master", self.name(p));
+                return self.wake_trainer(p);
+            }
+            Err(error) => return self.violate(format!("{}: {error}", self.name(p))),
+        }
         for event in std::mem::take(&mut process.deferred) {
             self.clock.after(1, event);
         }
@@ -296,20 +272,8 @@ impl World {
     }
 
     fn on_message(&mut self, p: usize, message: ToWorker) {
-        // A lost member and a shutdown can't wait until the trainer handles its inbox.
-        let abort_before = match &message {
-            ToWorker::Membership(m) if m.abort => Some(m.generation.0),
-            ToWorker::Shutdown(_) => Some(u64::MAX),
-            _ => None,
-        };
         let process = &mut self.processes[p];
-        match (&message, &mut process.identity) {
-            (ToWorker::Membership(m), Some(identity)) if m.generation > identity.generation() => {
-                identity.membership = Some(m.clone());
-            }
-            (ToWorker::Shutdown(_), _) => process.is_over = true,
-            _ => {}
-        }
+        let abort_before = process.control_state.handle_message(&message);
         process.inbox.push_back(TrainerInput::Message(message));
         let waiting = process.inbox.len();
         self.wake_trainer(p);
@@ -344,6 +308,7 @@ impl World {
         process.control = Control::Searching { since, pause: (pause * 2).min(RETRY_MAX_US) };
         // What still arrives on the stream is not read.
         process.stream = None;
+        process.control_state.handle_stream_end();
         self.clock.after(pause, Event::Probe { p });
         self.wake_control(p);
     }
@@ -353,14 +318,14 @@ impl World {
         if self.clock.now() >= since + MASTER_TIMEOUT_US {
             return self.die(p, Exit::Code(EXIT_MASTER_LOST), false);
         }
-        if self.processes[p].is_over || !self.reaches_master(p) {
+        if self.processes[p].control_state.is_over() || !self.reaches_master(p) {
             return self.search(p, since, pause);
         }
         let link = self.net.open(p + 1, MASTER, true);
         let process = &mut self.processes[p];
         process.stream = Some(link);
         process.control = Control::Reconnecting { since, pause };
-        let (launch, identity) = (process.launch, process.identity.clone());
+        let (launch, identity) = (process.launch, process.control_state.identity().cloned());
         self.send(link, p + 1, Packet::Hello(launch, identity));
     }
 

@@ -9,7 +9,9 @@ use elasticdl_proto::wire::master_server::{Master, MasterServer};
 use elasticdl_proto::wire::{
     CheckpointReply, CheckpointRequest, ScaleReply, ScaleRequest, StatusRequest,
 };
-use elasticdl_proto::{Batch, Membership, WireDtype, Work, WorkerId, WorkerOptions};
+use elasticdl_proto::{
+    Batch, MasterMessage, Membership, Resume, WireDtype, Work, WorkerId, WorkerOptions,
+};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Response, Status};
 
@@ -208,7 +210,11 @@ fn membership(generation: u64) -> Membership {
 }
 
 fn connector(environment: Environment) -> MasterConnector {
-    MasterConnector { environment, address: Fixture::address(), me: None, incarnation: 0 }
+    MasterConnector { environment, address: Fixture::address() }
+}
+
+fn first_hello(connector: &MasterConnector) -> Hello {
+    connector.hello(&ControlState::default())
 }
 
 fn lease_request(epoch: u32) -> WorkerMessage {
@@ -252,17 +258,19 @@ fn a_new_master_learns_the_workers_identity_and_gets_no_message_for_the_previous
 #[test]
 fn a_refusal_ends_the_search_for_a_master_and_silence_does_not() {
     let fixture = Fixture::new(0);
-    let me =
-        Some(Resume { worker: WorkerId(7), membership: Some(membership(4)), parameters: Some(5) });
-    let connector = MasterConnector { me, incarnation: 2, ..connector(fixture.environment) };
+    let connector = connector(fixture.environment);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let refused = runtime.block_on(connector.search()).err().unwrap();
+    let refused =
+        runtime.block_on(connector.search(first_hello(&connector), RETRY_FIRST)).err().unwrap();
     assert!(refused.contains("no longer wanted"), "{refused}");
     // A port without a listener.
     let gone = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap();
     let environment = Environment { master: gone.to_string(), ..connector.environment };
     let connector = MasterConnector { environment, ..connector };
-    assert!(matches!(runtime.block_on(connector.open()), Err(NotOpened::NoAnswer(_))));
+    assert!(matches!(
+        runtime.block_on(connector.open(first_hello(&connector))),
+        Err(NotOpened::NoAnswer(_))
+    ));
 }
 
 #[test]
@@ -286,7 +294,7 @@ fn over_tls_a_master_is_authenticated_by_ca_and_name_only() {
         let tls = tls.map(|(ca, name)| Tls { ca: ca.into(), name: name.into() });
         let environment = Environment { tls, ..fixture.environment.clone() };
         let connector = connector(environment);
-        match runtime.block_on(connector.open()) {
+        match runtime.block_on(connector.open(first_hello(&connector))) {
             Ok(_) => Ok(()),
             // Another host may answer at this address later: the search continues.
             Err(NotOpened::NoAnswer(why)) => Err(why),
@@ -307,7 +315,8 @@ fn over_tls_a_master_is_authenticated_by_ca_and_name_only() {
     let tls = Some(Tls { ca, name: "master".into() });
     let environment = Environment { tls, ..without_tls.environment };
     let connector = connector(environment);
-    assert!(matches!(runtime.block_on(connector.open()), Err(NotOpened::NoAnswer(_))));
+    let opened = runtime.block_on(connector.open(first_hello(&connector)));
+    assert!(matches!(opened, Err(NotOpened::NoAnswer(_))));
     // No message has reached another master.
     assert!(fixture.received.try_recv().is_err() && without_tls.received.try_recv().is_err());
 }

@@ -4,6 +4,7 @@
 //! simulation can build whole systems from it.
 
 pub mod checkpoint;
+pub mod control;
 pub mod evaluation;
 pub mod halt;
 pub mod header;
