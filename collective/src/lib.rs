@@ -36,62 +36,48 @@
 //!
 //! # Layout
 //!
-//! Pure: `chunk` (bounds), `schedule` (which piece is sent when), `chain::topology` (the same for
-//! small sums), `payload` (buffers), `wire` (data types on the wire), `frame` and `handshake`
-//! (encodings), `hosts` (placement), `pending_dials` (dials that arrived early). Sockets:
-//! `endpoint`, `acceptor` (its thread), `link`, `transfer` (the loop that runs an operation around
-//! the ring), `chain` (small sums along two chains), `host_group`, `state` (state transfer),
-//! `pending_requests`. Shared memory: `shm`, `huge_pages`. Synchronization: `fence`, `notifier`,
-//! `progress`, `spin_wait`. GPUs: [`device`] and [`nccl`].
+//! ```text
+//!   device     GPU buffers; nccl
+//!   group      endpoint, groups of one generation, choice of the transport
+//!   state      state transfer to joiners
+//!   shm        all-reduce in shared memory, and of hosts that each share memory
+//!   transfer   the loops that run an operation over the links of a rank
+//!   net        links: dialling, handshake, fence, frames, waits
+//!   algorithm  pure: schedules, chunks, topology, payload, data types on the wire
+//! ```
+//!
+//! A folder imports only from the folders below it.
 
-mod acceptor;
-mod chain;
-mod chunk;
+mod algorithm;
 mod communicator;
-pub mod conformance;
 pub mod device;
-mod endpoint;
 mod error;
-mod fence;
-mod frame;
-/// Not for users: public so that fuzzers can call it.
-#[doc(hidden)]
-pub mod fuzzing;
 mod group;
-mod handshake;
-mod host_group;
-mod hosts;
 mod huge_pages;
-mod link;
-mod local;
-pub mod nccl;
-mod notifier;
-mod payload;
-mod pending_dials;
-mod pending_requests;
-mod progress;
-/// Not for users: public so that the workspace's simulation can run whole systems on it.
-#[doc(hidden)]
-pub mod schedule;
-mod secret;
+mod net;
 mod shm;
-mod spin_wait;
 mod state;
+mod testing;
 mod transfer;
-mod wire;
 
+#[doc(hidden)]
+pub use algorithm::schedule;
+pub use algorithm::wire_dtype::WireDtype;
 pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator};
-pub use endpoint::Endpoint;
+pub use device::nccl;
 pub use error::CollectiveError;
-pub use fence::Fence;
-pub use group::{GroupSpec, MEMBERS_MAX, Member};
-pub use host_group::{HostGroup, Transport};
+pub use group::endpoint::Endpoint;
+pub use group::host_group::{HostGroup, Transport};
+pub use group::local::{LocalFence, LocalRank};
+pub use group::spec::{GroupSpec, MEMBERS_MAX, Member};
 pub use huge_pages::zeros;
-pub use local::{LocalFence, LocalRank};
-pub use progress::{Progress, Stall};
-pub use secret::Secret;
+pub use net::fence::Fence;
+pub use net::progress::{Progress, Stall};
+pub use net::secret::Secret;
 pub use state::{
     NOTE_BYTES_MAX, Position, StateLink, StateMessageHeader, StateReceiver, StateRequest,
     StateSender,
 };
-pub use wire::WireDtype;
+pub use testing::conformance;
+#[doc(hidden)]
+pub use testing::fuzzing;

@@ -59,9 +59,9 @@ fn the_core_has_no_io_no_clock_and_no_randomness() {
         messages.into_iter().filter(|path| !path.components().any(|c| c.as_os_str() == "wire")),
     );
     let files = [
-        "collective/src/chunk.rs",
-        "collective/src/frame.rs",
-        "collective/src/schedule.rs",
+        "collective/src/algorithm/chunk.rs",
+        "collective/src/net/frame.rs",
+        "collective/src/algorithm/schedule.rs",
         "master/src/kube/priority_tiers.rs",
         "master/src/kube/leader_lease/election.rs",
         "master/src/kube/verdict.rs",

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 use cudarc::driver::{DevicePtr, DevicePtrMut};
 
 use super::{Device, DeviceError, Element};
-use crate::host_group::WaitOutcome;
-use crate::nccl::{
+use crate::device::nccl::{
     Buffers, Call, CallKind, CommInit, Library, NcclCommunicator, NcclState, Timeouts,
 };
-use crate::spin_wait::SpinWait;
+use crate::group::host_group::WaitOutcome;
+use crate::net::spin_wait::SpinWait;
 use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator, HostGroup};
 
 mod nccl_offer;
@@ -55,7 +55,7 @@ pub struct NcclOptions {
     /// Limit of a communicator's initialization. After it, the group continues without NCCL.
     pub init_timeout: Duration,
     /// Limit of a communicator's abort. After it, the communicator counts as
-    /// [abandoned](crate::nccl::abandoned).
+    /// [abandoned](crate::device::nccl::abandoned).
     pub abort_timeout: Duration,
     /// Use NCCL even if two ranks share a GPU. NCCL refuses that unless its environment claims that
     /// the ranks are on different hosts. For experiments.
@@ -115,7 +115,7 @@ impl DeviceGroup {
             }
         }
         self.host.broadcast_bytes(0, &mut bytes)?;
-        let Some(id) = crate::nccl::UniqueId::from_bytes(&bytes) else {
+        let Some(id) = crate::device::nccl::UniqueId::from_bytes(&bytes) else {
             self.nccl = Nccl::Absent("rank 0 could not create a unique id".to_owned());
             return Ok(());
         };

@@ -25,6 +25,7 @@ mod element;
 mod error;
 mod gpu;
 mod group;
+pub mod nccl;
 mod staging;
 
 pub use copy_bandwidth::CopyBandwidth;

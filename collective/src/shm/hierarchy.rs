@@ -13,10 +13,10 @@
 //! Gbit/s one link is sufficient.
 //!
 //! The buffer is processed in blocks, which are the segments of the leaders'
-//! [schedule](crate::schedule), in the order of that schedule. The leader takes a block's sum when
-//! the ring's partial sum of the block has arrived, and publishes totals as they arrive. So memory
-//! and network work concurrently. The leader, which serves the network, adds but reduces no chunk
-//! itself.
+//! [schedule](crate::algorithm::schedule), in the order of that schedule. The leader takes a
+//! block's sum when the ring's partial sum of the block has arrived, and publishes totals as they
+//! arrive. So memory and network work concurrently. The leader, which serves the network, adds but
+//! reduces no chunk itself.
 //!
 //! ```text
 //! host 0 of 3, sums:    c0 (own chunk, sent first)   c2   c1 (the last one to be reduced here)
@@ -34,20 +34,20 @@
 
 use std::ops::Range;
 
+use super::all_reduce::{BLOCK_BYTES, BLOCK_LEN_MAX, SLOTS, add};
 use super::link_monitor::LinkMonitor;
 use super::op_headers::{NOTE_BYTES, Notes, OpHeaders};
 use super::region::CounterSlot::{
     Begun, InputWritten, NotesPublished, Reduced, Sent, TotalPublished, TotalTaken,
 };
 use super::region::{CounterSlot, Scope, SharedFault, SharedRegion, WaitCondition, WaitContext};
-use super::{BLOCK_BYTES, BLOCK_LEN_MAX, SLOTS, add};
-use crate::chunk::{chunk, segment, segment_count};
-use crate::host_group::Links;
-use crate::hosts::Hosts;
-use crate::payload::{Body, Halves, Payload};
-use crate::schedule::{RankInfo, Schedule, Span};
+use crate::algorithm::chunk::{chunk, segment, segment_count};
+use crate::algorithm::hosts::Hosts;
+use crate::algorithm::payload::{Body, Halves, Payload};
+use crate::algorithm::schedule::{RankInfo, Schedule, Span};
+use crate::algorithm::wire_dtype::Half;
+use crate::group::host_group::Links;
 use crate::transfer::{Fault, LinkFault, OpTag, Transfer, to_wire};
-use crate::wire::Half;
 
 /// Hierarchical all-reduce, from the view of one rank.
 #[derive(Debug)]

@@ -4,9 +4,9 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags};
 
 use super::region::{SharedFault, WaitContext};
-use crate::frame::{FRAME_BYTES, Frame};
-use crate::host_group::{Links, Neighbour};
-use crate::link::poll_until;
+use crate::group::host_group::{Links, Neighbour};
+use crate::net::frame::{FRAME_BYTES, Frame};
+use crate::net::link::poll_until;
 
 /// Monitors the links to the ranks of this host while this rank waits in shared memory. A closed
 /// link ends the operation if its result is still incomplete. A frame of this operation on a link

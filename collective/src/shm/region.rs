@@ -24,12 +24,12 @@ use rustix::event::{PollFd, PollFlags};
 use super::link_monitor::LinkMonitor;
 use super::memory::Memory;
 use super::pipe_notifier::PipeNotifier;
-use crate::fence::GroupRegistration;
-use crate::host_group::Links;
-use crate::link::poll_until;
-use crate::progress::{Progress, WaitPoint};
-use crate::schedule::RankInfo;
-use crate::spin_wait::SpinWait;
+use crate::algorithm::schedule::RankInfo;
+use crate::group::host_group::Links;
+use crate::net::fence::GroupRegistration;
+use crate::net::link::poll_until;
+use crate::net::progress::{Progress, WaitPoint};
+use crate::net::spin_wait::SpinWait;
 
 /// Shared memory region of several ranks, from the view of one of them.
 #[derive(Debug)]

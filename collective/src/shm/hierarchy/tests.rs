@@ -6,8 +6,8 @@ use std::thread;
 
 use super::*;
 use crate::Fence;
-use crate::progress::Progress;
-use crate::schedule::Content;
+use crate::algorithm::schedule::Content;
+use crate::net::progress::Progress;
 use crate::shm::Memory;
 
 #[test]

@@ -1,0 +1,530 @@
+//! One NCCL communicator: the thread that calls NCCL, and the watchdog that aborts it.
+#![allow(
+    unsafe_code,
+    reason = "calls into a C library; this module decides which thread uses the handle"
+)]
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use cudarc::driver::{CudaEvent, CudaStream};
+
+use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
+use crate::device::DeviceError;
+use crate::net::notifier::Notifier;
+
+/// State of a group's NCCL communicator, on one rank.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum NcclState {
+    /// The group continues without NCCL, for this reason; identical on all ranks.
+    Absent(String),
+    /// A communicator is being created in the background.
+    Building,
+    /// The communicator could not be created, or has ended, for this reason. The group continues
+    /// without NCCL.
+    Failed(String),
+    /// The communicator is ready on this rank; it may be used once it is ready on all ranks.
+    Ready,
+}
+
+/// Communicator of one rank. Dropping it never blocks: a working communicator is finalized in the
+/// background, any other one is aborted.
+#[derive(Debug)]
+pub(crate) struct NcclCommunicator {
+    shared: Arc<Shared>,
+    calls: Sender<Call>,
+    results: Receiver<Result<(), DeviceError>>,
+}
+
+/// Parameters of a new communicator.
+#[derive(Clone, Debug)]
+pub(crate) struct CommInit {
+    pub(crate) id: UniqueId,
+    pub(crate) rank: usize,
+    pub(crate) world: usize,
+    /// Stream on which all operations are enqueued.
+    pub(crate) stream: Arc<CudaStream>,
+}
+
+/// Timeouts of NCCL.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Timeouts {
+    pub(crate) init: Duration,
+    pub(crate) abort: Duration,
+}
+
+/// One operation. The buffers stay valid until its result has arrived, or until the communicator
+/// has ended.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Call {
+    pub(crate) kind: CallKind,
+    pub(crate) buffers: Buffers,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum CallKind {
+    AllGather,
+    AllReduce,
+    Broadcast { root: usize },
+}
+
+/// Returns the number of communicators of this process that NCCL did not release in time. If there
+/// are any, the process should end when it can: they occupy threads and device memory, and may
+/// occupy more.
+#[must_use]
+pub fn abandoned() -> usize {
+    let now = Instant::now();
+    aborts().iter().filter(|(_, deadline)| *deadline <= now).count()
+}
+
+impl NcclCommunicator {
+    /// Begins to create a communicator in the background.
+    ///
+    /// # Errors
+    /// The error of the operating system if it refuses a thread or a descriptor.
+    pub(crate) fn begin(
+        library: &Arc<Library>,
+        init: CommInit,
+        timeouts: Timeouts,
+    ) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            library: library.clone(),
+            timeouts,
+            begun: Instant::now(),
+            finished: Notifier::new()?,
+            abort: AtomicBool::new(false),
+            abort_nanos: AtomicU64::new(0),
+            status: Mutex::new(Status { phase: Phase::Building, handle: None, in_call: true }),
+            changed: Condvar::new(),
+        });
+        let (calls, to_do) = mpsc::channel();
+        let (done, results) = mpsc::channel();
+        let watched = shared.clone();
+        thread::Builder::new().name("nccl-watchdog".to_owned()).spawn(move || watched.watch())?;
+        let caller = Caller { shared: shared.clone(), init, to_do, done };
+        let spawned = thread::Builder::new().name("nccl".to_owned()).spawn(move || caller.run());
+        if let Err(error) = spawned {
+            shared.lock().in_call = false;
+            shared.end("no thread could be started");
+            return Err(error);
+        }
+        Ok(Self { shared, calls, results })
+    }
+
+    /// State of the communicator. Never blocks.
+    pub(crate) fn state(&self) -> NcclState {
+        match &self.shared.lock().phase {
+            Phase::Building => NcclState::Building,
+            Phase::Ending(reason) | Phase::Ended(reason) => NcclState::Failed(reason.clone()),
+            Phase::Ready => NcclState::Ready,
+        }
+    }
+
+    /// Starts an operation. One operation at a time.
+    pub(crate) fn call(&self, call: Call) {
+        // A thread that has ended has recorded the reason in the state.
+        let _ = self.calls.send(call);
+    }
+
+    /// Returns the result of the operation, once it is complete. Returns an error repeatedly if the
+    /// communicator has ended otherwise.
+    pub(crate) fn result(&self) -> Option<Result<(), DeviceError>> {
+        self.shared.finished.clear();
+        match self.results.try_recv() {
+            Ok(result) => Some(result),
+            Err(TryRecvError::Empty) => None,
+            Err(TryRecvError::Disconnected) => {
+                let reason = match self.state() {
+                    NcclState::Failed(reason) => reason,
+                    _ => "the NCCL thread has ended".to_owned(),
+                };
+                Some(Err(DeviceError::Nccl { action: "make progress", code: 0, reason }))
+            }
+        }
+    }
+
+    /// Notifier that is set when there is a result.
+    pub(crate) fn finished(&self) -> &Notifier {
+        &self.shared.finished
+    }
+
+    /// Requests an abort, for this reason. Never blocks.
+    pub(crate) fn abort(&self, reason: &str) {
+        self.shared.end(reason);
+    }
+
+    /// Waits until NCCL has released the communicator, after an abort was requested.
+    ///
+    /// # Errors
+    /// [`DeviceError::Abandoned`].
+    pub(crate) fn wait_until_ended(&self) -> Result<(), DeviceError> {
+        let waited = self.shared.timeouts.abort;
+        let until = Instant::now() + waited;
+        let mut status = self.shared.lock();
+        while !matches!(status.phase, Phase::Ended(_)) {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(DeviceError::Abandoned { waited });
+            }
+            status = self.shared.wait(status, Some(left));
+        }
+        Ok(())
+    }
+
+    /// Duration of the abort, once it has returned.
+    pub(crate) fn abort_time(&self) -> Option<Duration> {
+        match self.shared.abort_nanos.load(Ordering::Acquire) {
+            0 => None,
+            nanos => Some(Duration::from_nanos(nanos)),
+        }
+    }
+}
+
+impl Drop for NcclCommunicator {
+    fn drop(&mut self) {
+        let is_ready = matches!(self.shared.lock().phase, Phase::Ready);
+        if !is_ready {
+            // An initialization that hangs would block the thread for ever.
+            self.shared.end("the group was dropped");
+        }
+        // Otherwise the calling thread sees the closed channel and finalizes the communicator.
+    }
+}
+
+/// State shared by both threads and the owner.
+#[derive(Debug)]
+struct Shared {
+    library: Arc<Library>,
+    timeouts: Timeouts,
+    begun: Instant,
+    finished: Notifier,
+    /// Set once; no call of NCCL begins after that.
+    abort: AtomicBool,
+    /// Duration of the abort in nanoseconds; 0 until it has returned.
+    abort_nanos: AtomicU64,
+    status: Mutex<Status>,
+    changed: Condvar,
+}
+
+/// **Invariant:** the calling thread uses the handle while `in_call` is set. The watchdog uses it
+/// after `abort` is set and the call has returned or is considered hung.
+#[derive(Debug)]
+struct Status {
+    phase: Phase,
+    handle: Option<Handle>,
+    in_call: bool,
+}
+
+#[derive(Clone, Debug, Eq, PartialEq)]
+enum Phase {
+    Building,
+    /// An abort is requested, for this reason.
+    Ending(String),
+    /// NCCL has released the communicator, or never created it.
+    Ended(String),
+    Ready,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Status> {
+        self.status.lock().expect("nothing under this lock panics")
+    }
+
+    fn wait<'a>(
+        &self,
+        status: MutexGuard<'a, Status>,
+        limit: Option<Duration>,
+    ) -> MutexGuard<'a, Status> {
+        let no_panic = "nothing under this lock panics";
+        match limit {
+            None => self.changed.wait(status).expect(no_panic),
+            Some(limit) => self.changed.wait_timeout(status, limit).expect(no_panic).0,
+        }
+    }
+
+    fn end(&self, reason: &str) {
+        self.end_locked(&mut self.lock(), reason);
+    }
+
+    fn end_locked(&self, status: &mut Status, reason: &str) {
+        if self.abort.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        status.phase = Phase::Ending(reason.to_owned());
+        aborts().push((self.key(), Instant::now() + self.timeouts.abort));
+        self.changed.notify_all();
+    }
+
+    /// Key of this communicator in the list of aborts.
+    fn key(&self) -> usize {
+        std::ptr::from_ref(self).addr()
+    }
+
+    /// Body of the watchdog thread: waits until an abort is requested or the initialization times
+    /// out, and aborts the communicator.
+    fn watch(&self) {
+        let mut status = self.lock();
+        while !self.abort.load(Ordering::Acquire) {
+            let left = match status.phase {
+                Phase::Building => Some(self.timeouts.init.saturating_sub(self.begun.elapsed())),
+                _ => None,
+            };
+            if left == Some(Duration::ZERO) {
+                let reason =
+                    format!("initialization did not complete within {:?}", self.timeouts.init);
+                self.end_locked(&mut status, &reason);
+                break;
+            }
+            status = self.wait(status, left);
+        }
+        let asked = Instant::now();
+        let handle = loop {
+            let left = CALL_TIME_MAX.saturating_sub(asked.elapsed());
+            match (status.handle, status.in_call) {
+                (handle, false) => break handle,
+                // NCCL's abort is designed to end calls that hang.
+                (handle @ Some(_), true) if left.is_zero() => break handle,
+                (Some(_), true) => status = self.wait(status, Some(left)),
+                // There is no handle to abort yet.
+                (None, true) => status = self.wait(status, None),
+            }
+        };
+        status.handle = None;
+        drop(status);
+        if let Some(handle) = handle {
+            // SAFETY: this is the only abort, since the handle was taken; no further call begins.
+            if let Err(error) = unsafe { self.library.abort(handle) } {
+                tracing::warn!(%error, "an abort of NCCL failed");
+            }
+        }
+        let nanos = u64::try_from(asked.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.abort_nanos.store(nanos.max(1), Ordering::Release);
+        aborts().retain(|(key, _)| *key != self.key());
+        let mut status = self.lock();
+        if let Phase::Ending(reason) = &status.phase {
+            status.phase = Phase::Ended(reason.clone());
+        }
+        self.changed.notify_all();
+    }
+}
+
+/// Why the calling thread stops.
+enum Stop {
+    /// The communicator is being aborted by the watchdog.
+    Aborted,
+    Failed(DeviceError),
+}
+
+impl From<DeviceError> for Stop {
+    fn from(error: DeviceError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// The thread that calls NCCL.
+struct Caller {
+    shared: Arc<Shared>,
+    init: CommInit,
+    to_do: Receiver<Call>,
+    done: Sender<Result<(), DeviceError>>,
+}
+
+impl Caller {
+    fn run(self) {
+        let event = match self.build() {
+            Ok(event) => event,
+            Err(stop) => return self.stop(stop),
+        };
+        let mut status = self.shared.lock();
+        if status.phase == Phase::Building {
+            status.phase = Phase::Ready;
+            self.shared.changed.notify_all();
+        }
+        drop(status);
+        let took = self.shared.begun.elapsed();
+        tracing::debug!(
+            rank = self.init.rank,
+            world = self.init.world,
+            ?took,
+            "NCCL communicator created"
+        );
+        for call in &self.to_do {
+            let result = match self.perform(call, &event) {
+                Ok(()) => Ok(()),
+                Err(Stop::Aborted) => return,
+                Err(Stop::Failed(error)) => Err(error),
+            };
+            if let Err(error) = &result {
+                self.shared.end(&error.to_string());
+            }
+            let has_failed = result.is_err();
+            // The receiver is gone if the group was dropped during an operation.
+            let _ = self.done.send(result);
+            self.shared.finished.notify();
+            if has_failed {
+                return;
+            }
+        }
+        // If this fails, the abort below still releases the communicator.
+        if let Err(Stop::Failed(error)) = self.finalize() {
+            tracing::debug!(%error, "cannot finalize an NCCL communicator");
+        }
+        self.shared.end("the group was dropped");
+    }
+
+    fn stop(&self, stop: Stop) {
+        if let Stop::Failed(error) = stop {
+            self.shared.end(&error.to_string());
+        }
+    }
+
+    /// Creates the communicator, and the event that marks the end of an operation.
+    fn build(&self) -> Result<CudaEvent, Stop> {
+        let CommInit { id, rank, world, stream } = &self.init;
+        let context = stream.context();
+        let prepared = context.bind_to_thread().and_then(|()| context.new_event(None));
+        let begun = match prepared {
+            Ok(_) => self.shared.library.begin(id, *rank, *world),
+            Err(source) => Err(DeviceError::Cuda { action: "create an event", source }),
+        };
+        let mut status = self.shared.lock();
+        status.in_call = false;
+        self.shared.changed.notify_all();
+        let (handle, call_status) = begun?;
+        status.handle = Some(handle);
+        drop(status);
+        self.wait_until_done("create a communicator", call_status, &BackOff::new())?;
+        prepared.map_err(|source| DeviceError::Cuda { action: "create an event", source }.into())
+    }
+
+    fn perform(&self, call: Call, event: &CudaEvent) -> Result<(), Stop> {
+        let Call { kind, buffers } = call;
+        let stream = &self.init.stream;
+        let raw = stream.cu_stream().cast();
+        let (action, call_status) = match kind {
+            CallKind::AllGather => (
+                "all-gather",
+                self.call(|nccl, handle| {
+                    // SAFETY: this thread may use the handle, see `call`; the caller guarantees the
+                    // buffers.
+                    unsafe { nccl.all_gather(handle, buffers, raw) }
+                })?,
+            ),
+            CallKind::AllReduce => (
+                "all-reduce",
+                self.call(|nccl, handle| {
+                    // SAFETY: as above.
+                    unsafe { nccl.all_reduce(handle, buffers, raw) }
+                })?,
+            ),
+            CallKind::Broadcast { root } => (
+                "broadcast",
+                self.call(|nccl, handle| {
+                    // SAFETY: as above.
+                    unsafe { nccl.broadcast(handle, buffers, root, raw) }
+                })?,
+            ),
+        };
+        let back_off = BackOff::new();
+        self.wait_until_done(action, call_status, &back_off)?;
+        event.record(stream).map_err(DeviceError::cuda("record an event"))?;
+        while !event.try_is_complete().map_err(DeviceError::cuda("complete an NCCL operation"))? {
+            self.poll(action)?;
+            back_off.wait();
+        }
+        // An error reported together with completion counts as well.
+        self.poll(action).map(drop)
+    }
+
+    /// Finalizes the communicator: outstanding data reaches the peers.
+    fn finalize(&self) -> Result<(), Stop> {
+        // SAFETY: this thread may use the handle, see `call`.
+        let mut call_status = self.call(|nccl, handle| unsafe { nccl.finalize(handle) })?;
+        let (begun, back_off) = (Instant::now(), BackOff::new());
+        while call_status == CallStatus::InProgress && begun.elapsed() < self.shared.timeouts.abort
+        {
+            back_off.wait();
+            call_status = self.poll("finalize the communicator")?;
+        }
+        Ok(())
+    }
+
+    /// Polls until the last request is complete.
+    fn wait_until_done(
+        &self,
+        action: &'static str,
+        mut call_status: CallStatus,
+        back_off: &BackOff,
+    ) -> Result<(), Stop> {
+        while call_status == CallStatus::InProgress {
+            back_off.wait();
+            call_status = self.poll(action)?;
+        }
+        Ok(())
+    }
+
+    fn poll(&self, action: &'static str) -> Result<CallStatus, Stop> {
+        // SAFETY: this thread may use the handle, see `call`.
+        self.call(|nccl, handle| unsafe { nccl.poll(action, handle) })
+    }
+
+    /// Makes one call with the communicator, unless it is being aborted. No other thread uses the
+    /// handle meanwhile.
+    fn call<T>(
+        &self,
+        call: impl FnOnce(&Library, Handle) -> Result<T, DeviceError>,
+    ) -> Result<T, Stop> {
+        let mut status = self.shared.lock();
+        let Some(handle) = status.handle else { return Err(Stop::Aborted) };
+        if self.shared.abort.load(Ordering::Acquire) {
+            return Err(Stop::Aborted);
+        }
+        status.in_call = true;
+        drop(status);
+        let result = call(&self.shared.library, handle);
+        let mut status = self.shared.lock();
+        status.in_call = false;
+        if self.shared.abort.load(Ordering::Acquire) {
+            self.shared.changed.notify_all();
+            return Err(Stop::Aborted);
+        }
+        Ok(result?)
+    }
+}
+
+/// Back-off between two polls: yields at first, then sleeps, so that other threads get the core.
+struct BackOff {
+    begun: Instant,
+}
+
+impl BackOff {
+    fn new() -> Self {
+        Self { begun: Instant::now() }
+    }
+
+    fn wait(&self) {
+        if self.begun.elapsed() < SPIN_TIME_MAX {
+            thread::yield_now();
+        } else {
+            thread::sleep(POLL_INTERVAL);
+        }
+    }
+}
+
+/// Aborts that have not returned, with their deadlines.
+fn aborts() -> MutexGuard<'static, Vec<(usize, Instant)>> {
+    static ABORTS: Mutex<Vec<(usize, Instant)>> = Mutex::new(Vec::new());
+    ABORTS.lock().expect("nothing under this lock panics")
+}
+
+/// Limit of one call. Calls of a non-blocking communicator return at once; one that exceeds the
+/// limit hangs.
+const CALL_TIME_MAX: Duration = Duration::from_millis(100);
+
+/// Time before the back-off sleeps: about the duration of a large operation.
+const SPIN_TIME_MAX: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_micros(50);

@@ -1,0 +1,481 @@
+//! Double-chain all-reduce for small buffers: partial sums move up the two [chains](topology)
+//! of the ring, the total moves down. Two ranks exchange their contributions directly.
+//!
+//! ```text
+//! message:  frame header | notes of the contributing ranks, each after its length (u32) | elements
+//! ```
+//!
+//! Latency is bounded by the writes, in each of which the kernel delivers into the receiver's
+//! socket, and by the wake-ups. 4 KiB take 3 to 6 µs at 2 ranks on 2 cores (14 around the ring), 25
+//! at 4 (100), 95 at 8 (450). Above that size the shorter messages of the ring begin to win: 64 KiB
+//! take 111 µs at 3 ranks (ring 86), 128 at 4 (97), 221 at 6 (319), 280 at 8 (419); 96 KiB take 502
+//! µs at 6 (321), 575 at 8 (489). With cost α per message and β per byte, a chain takes world·(α +
+//! β·bytes) and a ring 2·(world−1)·(α + β·bytes/world). The two are equal at about α/β bytes: 20 KB
+//! at 20 µs and 1 GB/s, more where ranks share cores and α grows.
+//!
+//! **Invariant:** the total is computed once, at rank 0, and copied from there. With two ranks,
+//! both add the same two contributions in the same order.
+//!
+//! **Invariant:** a rank has the total only when the contribution of every rank is in it.
+//!
+//! **Invariant:** a rank that sends on a link waits for an answer on the same link before it sends
+//! there again. So every message is expected, and anything readable on a link with no expected
+//! message is the end of that link.
+
+use std::io::{ErrorKind, Read};
+use std::net::TcpStream;
+use std::ops::Range;
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+
+use super::{Fault, LinkFault, OpTag, TransferProgress, check_idle_link, to_wire};
+use crate::algorithm::chain_topology::{self as topology, Side};
+use crate::algorithm::schedule::RankInfo;
+use crate::communicator::BLOCK_BYTES_MAX;
+use crate::group::host_group::Links;
+use crate::net::fence::GroupRegistration;
+use crate::net::frame::{FRAME_BYTES, Frame};
+use crate::net::link::poll_until;
+use crate::net::progress::Progress;
+use crate::net::spin_wait::SpinWait;
+
+/// One small all-reduce in progress.
+pub(crate) struct ChainReduce<'a> {
+    links: &'a Links,
+    registration: &'a GroupRegistration,
+    op_tag: OpTag,
+    rank_info: RankInfo,
+    progress: TransferProgress<'a>,
+    /// The incoming link between the ends of the two chains, which this operation does not use. A
+    /// frame of this operation on it comes from a rank that runs another operation; the mismatch
+    /// may not show on any other link.
+    unused: Option<&'a TcpStream>,
+    /// Notes by rank; empty until they arrive.
+    notes: Vec<Vec<u8>>,
+}
+
+impl<'a> ChainReduce<'a> {
+    /// `notes`: one per rank; the entry of this rank is filled in.
+    pub(crate) fn new(
+        links: &'a Links,
+        registration: &'a GroupRegistration,
+        progress: &'a Progress,
+        op_tag: OpTag,
+        rank_info: RankInfo,
+        notes: Vec<Vec<u8>>,
+    ) -> Self {
+        Self {
+            links,
+            registration,
+            op_tag,
+            rank_info,
+            progress: TransferProgress::both_ways(progress),
+            unused: None,
+            notes,
+        }
+    }
+
+    /// Writes the sum to `dst` and returns the notes in rank order.
+    pub(crate) fn all_reduce(
+        mut self,
+        src: &[f32],
+        dst: &mut [f32],
+    ) -> Result<Vec<Vec<u8>>, Fault> {
+        match self.rank_info.world {
+            2 => self.exchange(src, dst)?,
+            _ => self.up_and_down(src, dst)?,
+        }
+        Ok(self.notes)
+    }
+
+    fn exchange(&mut self, src: &[f32], dst: &mut [f32]) -> Result<(), Fault> {
+        let RankInfo { rank, .. } = self.rank_info;
+        let other = 1 - rank;
+        let message = self.encode(UP, rank..rank + 1, src);
+        let mut ports = [self.port(Side::Next), self.port(Side::Prev)];
+        ports[0].outgoing = Some((message, 0));
+        ports[1].incoming = Some(self.expect(UP, Side::Prev, other..other + 1, src.len()));
+        self.pump(&mut ports)?;
+        let theirs = self.open(&mut ports[1])?;
+        // Both ranks add rank 0's contribution first: which of two NaNs a sum keeps depends on the
+        // order of the operands.
+        let (first, second) = if rank == 0 { (src, &*theirs) } else { (&*theirs, src) };
+        for ((sum, first), second) in dst.iter_mut().zip(first).zip(second) {
+            *sum = first + second;
+        }
+        Ok(())
+    }
+
+    fn up_and_down(&mut self, src: &[f32], dst: &mut [f32]) -> Result<(), Fault> {
+        let RankInfo { rank, world } = self.rank_info;
+        let position = topology::position(rank, world);
+        dst.copy_from_slice(src);
+        if position.parent == Some(Side::Next) && !position.prev_is_child {
+            self.unused = Some(&self.links.prev.link);
+        }
+
+        let mut children = Vec::with_capacity(2);
+        for (side, is_child) in
+            [(Side::Next, position.next_is_child), (Side::Prev, position.prev_is_child)]
+        {
+            if is_child {
+                let ranks = topology::position(self.neighbour(side), world).subtree;
+                let incoming = Some(self.expect(UP, side, ranks, src.len()));
+                children.push(Port { needed: true, incoming, ..self.port(side) });
+            }
+        }
+        let mut ports = children;
+        ports.extend(position.parent.map(|side| Port { needed: true, ..self.port(side) }));
+        self.pump(&mut ports)?;
+        for child in ports.iter_mut().filter(|port| port.incoming.is_some()) {
+            for (sum, part) in dst.iter_mut().zip(self.open(child)?) {
+                *sum += part;
+            }
+        }
+
+        if let Some(side) = position.parent {
+            let parent = ports.last_mut().expect("the parent's port is the last one");
+            parent.outgoing = Some((self.encode(UP, position.subtree, dst), 0));
+            parent.incoming = Some(self.expect(DOWN, side, 0..world, src.len()));
+            self.pump(&mut ports)?;
+            let mut parent = ports.pop().expect("the parent's port is the last one");
+            dst.copy_from_slice(&self.open(&mut parent)?);
+        }
+        if ports.is_empty() {
+            return Ok(());
+        }
+        let message = self.encode(DOWN, 0..world, dst);
+        for child in &mut ports {
+            child.outgoing = Some((message.clone(), 0));
+            child.needed = false;
+        }
+        self.pump(&mut ports)
+    }
+
+    /// Returns when every outgoing message is sent and every incoming one is complete.
+    fn pump(&mut self, ports: &mut [Port<'a>]) -> Result<(), Fault> {
+        let mut spin_wait = SpinWait::for_bytes(0);
+        loop {
+            let mut moved = false;
+            for index in 0..ports.len() {
+                match ports[index].step(&mut self.progress) {
+                    Ok(flow) => moved |= flow,
+                    Err(fault) => {
+                        let fault = root_cause(fault, ports, &mut self.progress, index);
+                        return Err(fault);
+                    }
+                }
+            }
+            if ports.iter().all(|port| !port.is_busy()) {
+                return Ok(());
+            }
+            if moved {
+                spin_wait.reset();
+            } else if !spin_wait.should_spin() {
+                spin_wait.reset();
+                self.wait(ports)?;
+            }
+        }
+    }
+
+    /// Blocks until a link or the fence has an event.
+    fn wait(&mut self, ports: &[Port<'a>]) -> Result<(), Fault> {
+        let waits_for_next = ports.iter().any(|port| port.side == Side::Next && port.awaits());
+        self.progress.wait(&self.op_tag, waits_for_next);
+        let mut fds = vec![PollFd::new(self.registration.notifier(), PollFlags::IN)];
+        if let Some(unused) = self.unused {
+            fds.push(PollFd::new(unused, PollFlags::IN));
+        }
+        let watched = fds.len();
+        let ports = || ports.iter().filter(|port| port.needed || port.is_busy());
+        fds.extend(ports().map(|port| {
+            let flags = if port.outgoing.is_some() { PollFlags::OUT } else { PollFlags::empty() };
+            PollFd::new(port.link, PollFlags::IN | flags)
+        }));
+        poll_until(&mut fds, None).map_err(Fault::Wait)?;
+        if !fds[0].revents().is_empty() {
+            self.registration.notifier().clear();
+            if self.registration.check().is_err() {
+                return Err(Fault::Wait(ErrorKind::Interrupted.into()));
+            }
+        }
+        for (port, fd) in ports().zip(&fds[watched..]) {
+            if !port.awaits() && !(fd.revents() - PollFlags::OUT).is_empty() {
+                check_idle_link(port.link).map_err(|fault| port.side.fault(fault))?;
+            }
+        }
+        if self.unused.is_some() && !fds[1].revents().is_empty() {
+            self.check_unused_link().map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+        }
+        Ok(())
+    }
+
+    /// Checks the unused link for a frame of this operation. A frame of the next operation, from a
+    /// rank that has finished this one, stays unread.
+    fn check_unused_link(&mut self) -> Result<(), String> {
+        let Some(unused) = self.unused.take() else { return Ok(()) };
+        let mut header = [0; FRAME_BYTES];
+        // The end of this link does not matter here, and a frame header is never sent in parts.
+        if !matches!(unused.peek(&mut header), Ok(FRAME_BYTES)) {
+            return Ok(());
+        }
+        let frame = Frame::decode(&header)?;
+        if (frame.generation, frame.sequence) == (self.op_tag.generation, self.op_tag.sequence) {
+            let Frame { kind, total_bytes, .. } = frame;
+            return Err(format!(
+                "expected nothing in this operation, got a frame of {kind:?} of {total_bytes} bytes"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Encodes the notes of `ranks` and the elements as one message.
+    fn encode(&self, step: u32, ranks: Range<usize>, elements: &[f32]) -> Vec<u8> {
+        let notes = &self.notes[ranks];
+        let note_bytes = notes.iter().map(|note| NOTE_LEN_BYTES + note.len()).sum();
+        let frame = Frame {
+            note_bytes: to_wire(note_bytes),
+            ..self.frame(step, self.rank_info.rank, elements.len())
+        };
+        let mut message = Vec::with_capacity(FRAME_BYTES + note_bytes + size_of_val(elements));
+        message.extend_from_slice(&frame.encode());
+        for note in notes {
+            message.extend_from_slice(&to_wire(note.len()).to_le_bytes());
+            message.extend_from_slice(note);
+        }
+        message.extend_from_slice(bytemuck::cast_slice(elements));
+        message
+    }
+
+    fn expect(&self, step: u32, side: Side, ranks: Range<usize>, len: usize) -> Incoming {
+        let expected = self.frame(step, self.neighbour(side), len);
+        // No valid message is shorter, so no byte of the following message is read.
+        let shortest = FRAME_BYTES + ranks.len() * NOTE_LEN_BYTES + expected.body_bytes as usize;
+        Incoming { expected, ranks, bytes: vec![0; shortest], read: 0, note_bytes: None }
+    }
+
+    fn frame(&self, step: u32, origin: usize, len: usize) -> Frame {
+        let OpTag { kind, generation, sequence } = self.op_tag;
+        let bytes = len * size_of::<f32>();
+        Frame {
+            kind,
+            generation,
+            sequence,
+            step,
+            segment: 0,
+            origin: to_wire(origin),
+            note_bytes: 0,
+            total_bytes: bytes as u64,
+            body_bytes: to_wire(bytes),
+        }
+    }
+
+    /// Stores the notes of a complete message and returns its elements.
+    fn open(&mut self, port: &mut Port<'a>) -> Result<Vec<f32>, Fault> {
+        let incoming = port.incoming.take().expect("the message is expected");
+        let (note, body) = incoming.parts();
+        self.take_notes(incoming.ranks.clone(), note)
+            .map_err(|reason| port.side.fault(LinkFault::Broken(reason)))?;
+        let (elements, _) = body.as_chunks();
+        Ok(elements.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect())
+    }
+
+    fn take_notes(&mut self, ranks: Range<usize>, mut bytes: &[u8]) -> Result<(), String> {
+        for rank in ranks {
+            let (length, rest) =
+                bytes.split_first_chunk().ok_or("expected the length of another note")?;
+            let length = u32::from_le_bytes(*length) as usize;
+            if length > BLOCK_BYTES_MAX.min(rest.len()) {
+                return Err(format!(
+                    "expected the note of rank {rank}, got a length of {length} bytes"
+                ));
+            }
+            let (note, rest) = rest.split_at(length);
+            self.notes[rank] = note.to_vec();
+            bytes = rest;
+        }
+        match bytes.len() {
+            0 => Ok(()),
+            more => Err(format!("expected no more notes, got {more} bytes")),
+        }
+    }
+
+    fn port(&self, side: Side) -> Port<'a> {
+        let links = self.links;
+        let link = match side {
+            Side::Next => &*links.next.link,
+            Side::Prev => &*links.prev.link,
+        };
+        Port { side, link, needed: false, outgoing: None, incoming: None }
+    }
+
+    fn neighbour(&self, side: Side) -> usize {
+        match side {
+            Side::Next => self.links.next.rank,
+            Side::Prev => self.links.prev.rank,
+        }
+    }
+}
+
+impl Side {
+    fn fault(self, fault: LinkFault) -> Fault {
+        match self {
+            Self::Next => Fault::Next(fault),
+            Self::Prev => Fault::Prev(fault),
+        }
+    }
+}
+
+/// The link of a neighbour, and the messages in progress on it.
+struct Port<'a> {
+    side: Side,
+    link: &'a TcpStream,
+    /// Whether a later phase of the operation needs the link, so that its end is a failure even
+    /// when no message is in progress. A neighbour that has received everything may leave.
+    needed: bool,
+    /// A message, and the number of its bytes that are sent.
+    outgoing: Option<(Vec<u8>, usize)>,
+    /// Message being received; a complete one stays until it is opened.
+    incoming: Option<Incoming>,
+}
+
+impl Port<'_> {
+    fn awaits(&self) -> bool {
+        self.incoming.as_ref().is_some_and(|incoming| !incoming.is_complete())
+    }
+
+    fn is_busy(&self) -> bool {
+        self.outgoing.is_some() || self.awaits()
+    }
+
+    /// Sends and receives as much as possible without blocking. Returns whether any byte moved.
+    fn step(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, Fault> {
+        let sent = self.send(progress).map_err(|fault| self.side.fault(fault))?;
+        let received = self.receive(progress).map_err(|fault| self.side.fault(fault))?;
+        Ok(sent || received)
+    }
+
+    fn send(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, LinkFault> {
+        let Some((message, written)) = &mut self.outgoing else { return Ok(false) };
+        match rustix::net::send(self.link, &message[*written..], SendFlags::NOSIGNAL) {
+            Ok(bytes) => {
+                *written += bytes;
+                match self.side {
+                    Side::Next => progress.on_sent(bytes),
+                    Side::Prev => progress.on_sent_back(bytes),
+                }
+                if *written == message.len() {
+                    self.outgoing = None;
+                }
+                Ok(true)
+            }
+            Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+            Err(errno) => Err(LinkFault::Lost(errno.into())),
+        }
+    }
+
+    fn receive(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, LinkFault> {
+        let Some(incoming) = self.incoming.as_mut().filter(|incoming| !incoming.is_complete())
+        else {
+            return Ok(false);
+        };
+        let mut link = self.link;
+        match link.read(&mut incoming.bytes[incoming.read..]) {
+            Ok(0) => Err(LinkFault::Lost(ErrorKind::UnexpectedEof.into())),
+            Ok(bytes) => {
+                incoming.on_read(bytes).map_err(LinkFault::Broken)?;
+                match self.side {
+                    Side::Next => progress.on_received_back(bytes),
+                    Side::Prev => progress.on_received(bytes),
+                }
+                Ok(true)
+            }
+            Err(error)
+                if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) =>
+            {
+                Ok(false)
+            }
+            Err(error) => Err(LinkFault::Lost(error)),
+        }
+    }
+}
+
+/// A message that is being received.
+struct Incoming {
+    /// Expected frame header, except for the length of the notes.
+    expected: Frame,
+    /// Ranks whose notes are in the message.
+    ranks: Range<usize>,
+    /// Received bytes; as long as the message is known to be so far.
+    bytes: Vec<u8>,
+    read: usize,
+    /// Length of the notes, once the frame header is complete.
+    note_bytes: Option<usize>,
+}
+
+impl Incoming {
+    fn is_complete(&self) -> bool {
+        self.note_bytes.is_some() && self.read == self.bytes.len()
+    }
+
+    fn on_read(&mut self, bytes: usize) -> Result<(), String> {
+        self.read += bytes;
+        if self.note_bytes.is_some() || self.read < FRAME_BYTES {
+            return Ok(());
+        }
+        let header = self.bytes.first_chunk().expect("a message is longer than its frame header");
+        let frame = Frame::decode(header)?;
+        let count = self.ranks.len();
+        frame.check(&self.expected, count * (NOTE_LEN_BYTES + BLOCK_BYTES_MAX))?;
+        let note_bytes = frame.note_bytes as usize;
+        if note_bytes < count * NOTE_LEN_BYTES {
+            return Err(format!("expected the notes of {count} ranks, got {note_bytes} bytes"));
+        }
+        self.bytes.resize(FRAME_BYTES + note_bytes + frame.body_bytes as usize, 0);
+        self.note_bytes = Some(note_bytes);
+        Ok(())
+    }
+
+    /// Returns the notes and the elements of a complete message.
+    fn parts(&self) -> (&[u8], &[u8]) {
+        let note_bytes = self.note_bytes.expect("the message is complete");
+        self.bytes[FRAME_BYTES..].split_at(note_bytes)
+    }
+}
+
+/// Returns the root cause of `fault`. A neighbour may have closed its link because of a protocol
+/// violation that is also visible in data from other neighbours. The violation is reported in
+/// preference to the closed link.
+fn root_cause(
+    fault: Fault,
+    ports: &mut [Port<'_>],
+    progress: &mut TransferProgress<'_>,
+    at: usize,
+) -> Fault {
+    for port in ports.iter_mut().enumerate().filter(|(index, _)| *index != at).map(|(_, port)| port)
+    {
+        loop {
+            match port.receive(progress) {
+                Ok(true) => {}
+                Err(broken @ LinkFault::Broken(_)) => return port.side.fault(broken),
+                Ok(false) | Err(_) => break,
+            }
+        }
+    }
+    fault
+}
+
+const UP: u32 = 0;
+
+const DOWN: u32 = 1;
+
+const NOTE_LEN_BYTES: usize = size_of::<u32>();
+
+/// Largest group: a frame header holds the length of all notes, at most `WORLD_MAX` blocks, in 32
+/// bits.
+pub(crate) const WORLD_MAX: usize = 128;
+
+#[cfg(test)]
+mod tests;
