@@ -1,7 +1,9 @@
 use std::io;
 use std::time::Duration;
 
-use crate::device::DeviceError;
+mod device;
+
+pub use device::DeviceError;
 
 /// Why a group could not be built, or why an operation stopped.
 ///
@@ -114,5 +116,11 @@ impl CollectiveError {
             | Self::Invalid(_)
             | Self::Io { .. } => None,
         }
+    }
+}
+
+impl From<DeviceError> for CollectiveError {
+    fn from(source: DeviceError) -> Self {
+        Self::Device { source }
     }
 }

@@ -1,6 +1,6 @@
 //! Placement of a group's ranks on hosts. Pure.
 
-use crate::Member;
+use std::net::IpAddr;
 
 /// Ranks of a group by host: hosts in the order of their first ranks, and the ranks of each host in
 /// ascending order. The ranks of one host need not be neighbours.
@@ -19,17 +19,16 @@ pub(crate) struct HostPosition {
 }
 
 impl Hosts {
-    pub(crate) fn of(members: &[Member]) -> Self {
-        let mut hosts: Vec<Vec<usize>> = Vec::new();
-        for (rank, member) in members.iter().enumerate() {
-            let is_there =
-                |host: &&mut Vec<usize>| members[host[0]].address.ip() == member.address.ip();
-            match hosts.iter_mut().find(is_there) {
-                Some(host) => host.push(rank),
-                None => hosts.push(vec![rank]),
+    /// `addresses`: of all ranks, in rank order.
+    pub(crate) fn of(addresses: impl IntoIterator<Item = IpAddr>) -> Self {
+        let mut hosts: Vec<(IpAddr, Vec<usize>)> = Vec::new();
+        for (rank, address) in addresses.into_iter().enumerate() {
+            match hosts.iter_mut().find(|(of_host, _)| *of_host == address) {
+                Some((_, ranks)) => ranks.push(rank),
+                None => hosts.push((address, vec![rank])),
             }
         }
-        Self(hosts)
+        Self(hosts.into_iter().map(|(_, ranks)| ranks).collect())
     }
 
     /// Hosts with the given numbers of ranks, in rank order.
@@ -77,9 +76,7 @@ mod tests {
 
     #[test]
     fn ranks_with_one_address_are_on_one_host_wherever_they_are_in_the_ring() {
-        let member = |id, last| Member { id, address: ([10, 0, 0, last], 1000 + id as u16).into() };
-        let members = [member(0, 7), member(1, 5), member(2, 7), member(3, 6), member(4, 5)];
-        let hosts = Hosts::of(&members);
+        let hosts = Hosts::of([7, 5, 7, 6, 5].map(|last| [10, 0, 0, last].into()));
         assert_eq!(hosts.count(), 3);
         assert_eq!([0, 1, 2].map(|host| hosts.ranks(host)), [&[0, 2][..], &[1, 4], &[3]]);
         assert_eq!(hosts.leaders(), [0, 1, 3]);

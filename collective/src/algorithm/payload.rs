@@ -1,8 +1,7 @@
-//! Payload of an operation: the caller's buffers, and the notes that accompany them. No IO.
+//! Payload of an operation: the caller's buffers, and the notes that accompany them. Pure.
 
-use crate::algorithm::schedule::{Content, Piece, Span};
-use crate::algorithm::wire_dtype::Half;
-use crate::shm::{LeaderSide, SharedFault};
+use super::schedule::{Content, Piece, Span};
+use super::wire_dtype::Half;
 
 /// Buffers of one operation on one rank.
 ///
@@ -13,9 +12,9 @@ pub(crate) struct Payload<'a> {
     body: Body<'a>,
     /// Notes by rank; empty until they arrive.
     notes: Vec<Vec<u8>>,
-    /// The leader's side of the host's memory, if this rank also reduces for other ranks of its
-    /// host.
-    leader_side: Option<LeaderSide<'a>>,
+    /// Whether this rank also reduces for other ranks of its host. Then the host's contribution is
+    /// summed in the output before it is sent.
+    is_leader: bool,
 }
 
 /// The caller's buffers, by operation.
@@ -53,11 +52,13 @@ impl Halves {
 impl<'a> Payload<'a> {
     /// `notes`: one per rank; the entry of this rank is filled in.
     pub(crate) fn new(body: Body<'a>, notes: Vec<Vec<u8>>) -> Self {
-        Self { body, notes, leader_side: None }
+        Self { body, notes, is_leader: false }
     }
 
-    pub(crate) fn with_leader_side(self, leader_side: Option<LeaderSide<'a>>) -> Self {
-        Self { leader_side, ..self }
+    /// If `is_leader`, this rank's contribution is sent from the output, where the caller sums the
+    /// contributions of all ranks of the host beforehand.
+    pub(crate) fn of_leader(self, is_leader: bool) -> Self {
+        Self { is_leader, ..self }
     }
 
     /// Span of the body, with segments of `segment_bytes`.
@@ -75,22 +76,14 @@ impl<'a> Payload<'a> {
         piece.range.len() * self.element_bytes()
     }
 
-    /// Prepares a piece for sending: reduces this host's contributions and converts to the wire
-    /// type.
-    ///
-    /// # Errors
-    /// Only if this rank also reduces for other ranks of its host.
-    pub(crate) fn prepare(&mut self, piece: &Piece) -> Result<(), SharedFault> {
-        if piece.content == Content::Own {
-            self.sum_own(piece.segment + 1)?;
-        }
-        let is_summed = self.leader_side.is_some();
-        let Body::Rounded { src, dst, halves } = &mut self.body else { return Ok(()) };
+    /// Prepares a piece for sending: converts it to the wire type.
+    pub(crate) fn prepare(&mut self, piece: &Piece) {
+        let Body::Rounded { src, dst, halves } = &mut self.body else { return };
         let Halves { half, send_buf, .. } = halves;
         send_buf.resize(piece.range.len(), 0);
         let range = piece.range.clone();
         match piece.content {
-            Content::Own if !is_summed => half.round(&src[range], send_buf),
+            Content::Own if !self.is_leader => half.round(&src[range], send_buf),
             Content::Own | Content::Sum => half.round(&dst[range], send_buf),
             Content::Total => {
                 half.round(&dst[range.clone()], send_buf);
@@ -101,21 +94,6 @@ impl<'a> Payload<'a> {
                 }
             }
         }
-        Ok(())
-    }
-
-    /// Reduces the contributions of this host's ranks, if it has several, for the first `segments`
-    /// segments of the host's own chunk. The result is in `dst`: nothing is received there before
-    /// these segments are sent.
-    fn sum_own(&mut self, segments: usize) -> Result<(), SharedFault> {
-        let Some(leader_side) = &mut self.leader_side else { return Ok(()) };
-        let (Body::Rounded { src, dst, .. } | Body::Sum { src, dst }) = &mut self.body else {
-            return Ok(());
-        };
-        while let Some(range) = leader_side.next_own(segments) {
-            leader_side.sum_own(&src[range.clone()], &mut dst[range])?;
-        }
-        Ok(())
     }
 
     /// Returns the data to send for `piece`: the note, empty if there is none, and the elements.
@@ -127,9 +105,7 @@ impl<'a> Payload<'a> {
             Body::Empty => &[],
             Body::Floats(floats) => bytemuck::cast_slice(&floats[range]),
             Body::Rounded { halves, .. } => bytemuck::cast_slice(&halves.send_buf),
-            Body::Sum { src, .. }
-                if piece.content == Content::Own && self.leader_side.is_none() =>
-            {
+            Body::Sum { src, .. } if piece.content == Content::Own && !self.is_leader => {
                 bytemuck::cast_slice(&src[range])
             }
             Body::Sum { dst, .. } => bytemuck::cast_slice(&dst[range]),
@@ -163,10 +139,7 @@ impl<'a> Payload<'a> {
     /// Handles a received piece: adds this rank's contribution to a partial sum.
     ///
     /// The order of addition is that of the ring, starting at the chunk's origin, on every rank.
-    ///
-    /// # Errors
-    /// Only if this rank also reduces for other ranks of its host.
-    pub(crate) fn on_received(&mut self, piece: &Piece) -> Result<(), SharedFault> {
+    pub(crate) fn on_received(&mut self, piece: &Piece) {
         let range = piece.range.clone();
         let is_sum = piece.content == Content::Sum;
         match &mut self.body {
@@ -184,41 +157,24 @@ impl<'a> Payload<'a> {
             }
             Body::Bytes(_) | Body::Empty | Body::Floats(_) | Body::Sum { .. } => {}
         }
-        match self.leader_side {
-            Some(_) => self.share_with_host(piece),
-            None => Ok(()),
+    }
+
+    /// Returns input and output of a sum.
+    pub(crate) fn sum_bufs(&mut self) -> (&[f32], &mut [f32]) {
+        match &mut self.body {
+            Body::Rounded { src, dst, .. } | Body::Sum { src, dst } => (src, dst),
+            Body::Bytes(_) | Body::Empty | Body::Floats(_) => {
+                unreachable!("only sums have two buffers")
+            }
         }
     }
 
-    /// Adds the contributions of this host's other ranks to a received partial sum, and publishes
-    /// totals to them.
-    fn share_with_host(&mut self, piece: &Piece) -> Result<(), SharedFault> {
-        // The ranks of the host write the blocks in schedule order: the host's own chunk comes
-        // first.
-        self.sum_own(usize::MAX)?;
-        let Some(leader_side) = &mut self.leader_side else { return Ok(()) };
-        let is_total = piece.content == Content::Total || leader_side.completes(piece.step);
-        let dst = match &mut self.body {
-            Body::Rounded { dst, .. } | Body::Sum { dst, .. } => &mut dst[piece.range.clone()],
-            Body::Bytes(_) | Body::Empty | Body::Floats(_) => return Ok(()),
-        };
-        if piece.content == Content::Sum {
-            leader_side.add(dst)?;
-        }
-        if piece.content == Content::Sum
-            && is_total
-            && let Body::Rounded { dst, halves: Halves { half, recv_buf, .. }, .. } = &mut self.body
-        {
-            // Round as the wire does, so that all ranks hold the same bits.
+    /// Rounds a total as the wire does, so that all ranks hold the same bits.
+    pub(crate) fn round_total(&mut self, piece: &Piece) {
+        if let Body::Rounded { dst, halves: Halves { half, recv_buf, .. }, .. } = &mut self.body {
             let dst = &mut dst[piece.range.clone()];
             half.round(dst, recv_buf);
             half.widen(recv_buf, dst);
-        }
-        match &self.body {
-            Body::Rounded { dst, .. } | Body::Sum { dst, .. } if is_total => {
-                leader_side.publish_total(&dst[piece.range.clone()])
-            }
-            _ => Ok(()),
         }
     }
 

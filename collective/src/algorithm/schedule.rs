@@ -28,7 +28,7 @@
 
 use std::ops::Range;
 
-use crate::algorithm::chunk;
+use super::chunk;
 
 /// Schedule of one rank in one operation: the pieces to send and receive next.
 #[derive(Clone, Debug)]

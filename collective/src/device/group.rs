@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{DevicePtr, DevicePtrMut};
 
-use super::{Device, DeviceError, Element};
+use super::{Device, Element};
 use crate::device::nccl::{
     Buffers, Call, CallKind, CommInit, Library, NcclCommunicator, NcclState, Timeouts,
 };
@@ -157,8 +157,8 @@ impl DeviceGroup {
     ///
     /// # Errors
     /// [`CollectiveError`]; `dst` then holds unspecified values. [`CollectiveError::Device`] with
-    /// [`DeviceError::Abandoned`]: NCCL still occupies the device's stream, so the process has to
-    /// end.
+    /// [`DeviceError::Abandoned`](super::DeviceError::Abandoned): NCCL still occupies the device's
+    /// stream, so the process has to end.
     pub fn all_reduce_device<T: Element>(
         &mut self,
         header: &[u8],
@@ -386,12 +386,6 @@ impl Drop for DeviceGroup {
             // If no thread can be started, the links close now.
             let _ = std::thread::Builder::new().name("ring-linger".to_owned()).spawn(hold);
         }
-    }
-}
-
-impl From<DeviceError> for CollectiveError {
-    fn from(source: DeviceError) -> Self {
-        Self::Device { source }
     }
 }
 

@@ -22,7 +22,6 @@
 
 mod copy_bandwidth;
 mod element;
-mod error;
 mod gpu;
 mod group;
 pub mod nccl;
@@ -30,6 +29,7 @@ mod staging;
 
 pub use copy_bandwidth::CopyBandwidth;
 pub use element::{Dtype, Element};
-pub use error::DeviceError;
 pub use gpu::Device;
 pub use group::{DeviceGroup, HEADER_BYTES_MAX, NcclOptions, NcclPolicy, Path};
+
+pub use crate::error::DeviceError;

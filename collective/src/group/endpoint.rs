@@ -7,13 +7,13 @@ use std::{io, mem};
 
 use rustix::event::{PollFd, PollFlags};
 
+use super::host_group::TransportPlan;
 use crate::algorithm::hosts::Hosts;
-use crate::algorithm::schedule::RankInfo;
-use crate::group::host_group::{Links, Neighbour, TransportPlan};
 use crate::net::acceptor::{Acceptor, Identity};
 use crate::net::fence::GroupRegistration;
 use crate::net::handshake::{CHANNELS_MAX, Hello, JobDigest, Purpose};
 use crate::net::link::{DialError, dial, poll_until, set_up_listener};
+use crate::net::neighbours::{Links, Neighbour};
 use crate::net::notifier::Notifier;
 use crate::net::pending_requests::PendingRequests;
 use crate::net::progress::{Progress, WaitPoint};
@@ -193,10 +193,11 @@ impl Endpoint {
         let rank = group.rank_of(self.identity.own_id)?;
         let registration = self.fence.register(group.generation)?;
         let world = group.members.len();
+        let members = group.members.iter().map(|member| member.id).collect();
         if world == 1 {
-            return Ok(HostGroup::alone(registration, self.progress()));
+            return Ok(HostGroup::new(registration, self.progress(), rank, members, None));
         }
-        let hosts = Hosts::of(&group.members);
+        let hosts = Hosts::of(group.members.iter().map(|member| member.address.ip()));
         let position = hosts.position(rank);
         let may_share = self.transport == Transport::Auto && hosts.largest() > 1;
         let is_mixed = may_share && hosts.count() > 1;
@@ -232,17 +233,18 @@ impl Endpoint {
         let mut next = || links.next().flatten();
         let (ring, host_ring, leaders) =
             (next().expect("every attempt has a result"), next(), next());
-        let ring = HostGroup::linked(registration, self.progress(), RankInfo { rank, world }, ring);
-        let ring = ring.with_extra_channels(links.flatten().collect());
-        let members = group.members.iter().map(|member| member.id).collect();
-        let plan = may_share.then(|| TransportPlan { members, hosts, host_ring, leaders });
-        Ok(ring.with_wire_dtype(self.wire).with_transport_plan(plan))
+        let plan = may_share.then(|| TransportPlan { hosts, host_ring, leaders });
+        let group = HostGroup::new(registration, self.progress(), rank, members, Some(ring))
+            .with_extra_channels(links.flatten().collect())
+            .with_wire_dtype(self.wire)
+            .with_transport_plan(plan);
+        Ok(group)
     }
 
     /// Returns the next joiner that requests this worker's state, if there is one. Never blocks.
     #[must_use]
     pub fn next_state_request(&self) -> Option<StateRequest> {
-        self.pending_requests.pop()
+        self.pending_requests.pop().map(|(member, link)| StateRequest::new(member, link))
     }
 
     /// Dials `donor` for its state, within `limit`. `idle_timeout`: limit of the donor's silence

@@ -1,17 +1,16 @@
 use std::iter;
 use std::mem;
-use std::net::TcpStream;
-use std::sync::Arc;
 
 use crate::algorithm::chunk::chunk;
 use crate::algorithm::payload::{Body, Halves, Payload};
 use crate::algorithm::schedule::{RankInfo, Schedule, Span};
 use crate::algorithm::wire_dtype::Half;
 use crate::net::fence::GroupRegistration;
-use crate::net::frame::Kind;
+use crate::net::frame::{Kind, OpTag};
+use crate::net::neighbours::{LinkFault, Links};
 use crate::net::progress::Progress;
 use crate::transfer::chain::{self, ChainReduce};
-use crate::transfer::{self, Fault, LinkFault, OpTag, Transfer};
+use crate::transfer::{self, Fault, Transfer};
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
 
 mod alongside;
@@ -34,6 +33,8 @@ pub struct HostGroup {
     registration: GroupRegistration,
     progress: Progress,
     rank_info: RankInfo,
+    /// Ids of all members, in rank order.
+    members: Vec<u64>,
     links: Option<Links>,
     /// Links of the additional channels, between the same neighbours as `links`; used by long
     /// all-reduces.
@@ -62,45 +63,21 @@ pub enum Transport {
     Tcp,
 }
 
-/// The two links of a rank in a ring.
-#[derive(Debug)]
-pub(crate) struct Links {
-    pub(crate) next: Neighbour,
-    pub(crate) prev: Neighbour,
-}
-
-/// A neighbour and the link to or from it.
-#[derive(Debug)]
-pub(crate) struct Neighbour {
-    pub(crate) rank: usize,
-    pub(crate) member: u64,
-    pub(crate) link: Arc<TcpStream>,
-}
-
 impl HostGroup {
-    pub(crate) fn alone(registration: GroupRegistration, progress: Progress) -> Self {
-        Self::new(registration, progress, RankInfo { rank: 0, world: 1 }, None)
-    }
-
-    pub(crate) fn linked(
+    /// `members`: ids in rank order. `links`: `None` if this rank is alone.
+    pub(crate) fn new(
         registration: GroupRegistration,
         progress: Progress,
-        rank_info: RankInfo,
-        links: Links,
-    ) -> Self {
-        Self::new(registration, progress, rank_info, Some(links))
-    }
-
-    fn new(
-        registration: GroupRegistration,
-        progress: Progress,
-        rank_info: RankInfo,
+        rank: usize,
+        members: Vec<u64>,
         links: Option<Links>,
     ) -> Self {
+        let rank_info = RankInfo { rank, world: members.len() };
         Self {
             registration,
             progress,
             rank_info,
+            members,
             links,
             channels: Vec::new(),
             sequence: 0,
@@ -238,11 +215,10 @@ impl HostGroup {
             Ok(value) => return Ok(value),
             Err(fault) => fault,
         };
-        let links = self.links.as_ref().expect("an operation without links cannot fail");
-        self.failed = true;
-        self.registration.shut_down();
+        self.fail();
         // A link that the fence has shut down looks like a lost peer.
         self.registration.check()?;
+        let links = self.links.as_ref().expect("an operation without links cannot fail");
         Err(match fault {
             Fault::Local(_) => unreachable!("only operations in shared memory have local faults"),
             Fault::Next(fault) => links.next.error(fault),
@@ -346,8 +322,7 @@ impl Communicator for HostGroup {
                 bytes
             }
             Err(reason) => {
-                self.failed = true;
-                self.registration.shut_down();
+                self.fail();
                 let links = self.links.as_ref().expect("a group of one has returned above");
                 return Err(links.prev.error(LinkFault::Broken(reason)));
             }
@@ -365,16 +340,6 @@ impl Communicator for HostGroup {
         let schedule =
             Schedule::broadcast(self.rank_info, root, payload.span(self.segment_bytes), false);
         self.run(Kind::Broadcast, schedule, payload).map(drop)
-    }
-}
-
-impl Neighbour {
-    fn error(&self, fault: LinkFault) -> CollectiveError {
-        let Self { rank, member, .. } = *self;
-        match fault {
-            LinkFault::Broken(reason) => CollectiveError::Protocol { rank, member, reason },
-            LinkFault::Lost(source) => CollectiveError::PeerLost { rank, member, source },
-        }
     }
 }
 

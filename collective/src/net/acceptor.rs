@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, warn};
 
-use crate::net::fence::Fence;
-use crate::net::handshake::{HELLO_BYTES, Hello, JobDigest, Purpose};
-use crate::net::link;
-use crate::net::notifier::Notifier;
-use crate::net::pending_dials::DialKey;
-use crate::net::pending_requests::PendingRequests;
-use crate::{Secret, StateRequest};
+use super::fence::Fence;
+use super::handshake::{HELLO_BYTES, Hello, JobDigest, Purpose};
+use super::link;
+use super::notifier::Notifier;
+use super::pending_dials::DialKey;
+use super::pending_requests::PendingRequests;
+use crate::Secret;
 
 /// Acceptor: accepts connections, reads hellos, and hands authenticated dials to the fence. Runs on
 /// its own thread.
@@ -157,7 +157,7 @@ impl Acceptor {
             return Err(format!("the hello is for worker {}", hello.to));
         }
         if hello.purpose == Purpose::State {
-            self.pending_requests.push(StateRequest::new(hello.from, link));
+            self.pending_requests.push(hello.from, link);
             return Ok(());
         }
         let Hello { generation, from: member, purpose, .. } = hello;

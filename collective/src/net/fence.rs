@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
+use super::handshake::Purpose;
+use super::notifier::Notifier;
+use super::pending_dials::{DialKey, PendingDials};
 use crate::CollectiveError;
-use crate::net::handshake::Purpose;
-use crate::net::notifier::Notifier;
-use crate::net::pending_dials::{DialKey, PendingDials};
 
 /// Fencing of old generations: aborts, from any thread and at once, all groups older than a given
 /// generation. Clones share one fence.

@@ -30,6 +30,14 @@ pub(crate) struct Frame {
     pub(crate) body_bytes: u32,
 }
 
+/// Fields that all frames of one operation have in common.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OpTag {
+    pub(crate) kind: Kind,
+    pub(crate) generation: u64,
+    pub(crate) sequence: u64,
+}
+
 /// Operation of a frame.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
@@ -145,6 +153,11 @@ impl TryFrom<u32> for Kind {
         .find(|kind| *kind as u32 == number)
         .ok_or_else(|| format!("expected an operation, got number {number}"))
     }
+}
+
+/// Converts a step, segment, rank or length to its type on the wire; limits keep all of them small.
+pub(crate) fn to_wire(number: usize) -> u32 {
+    u32::try_from(number).expect("group sizes, segments and blocks are limited")
 }
 
 /// Length of a frame header.

@@ -9,8 +9,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
+use super::fence::GroupRegistration;
 use crate::CollectiveError;
-use crate::net::fence::GroupRegistration;
 
 /// Why a dial failed.
 #[derive(Debug)]

@@ -5,6 +5,7 @@ pub(crate) mod fence;
 pub(crate) mod frame;
 pub(crate) mod handshake;
 pub(crate) mod link;
+pub(crate) mod neighbours;
 pub(crate) mod notifier;
 pub(crate) mod pending_dials;
 pub(crate) mod pending_requests;

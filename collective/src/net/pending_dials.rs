@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::net::handshake::Purpose;
+use super::handshake::Purpose;
 
 /// Links by key, oldest first.
 ///

@@ -25,11 +25,13 @@
 
 use std::ops::Range;
 
-use super::op_headers::{Notes, OpHeaders};
+use super::notes::Notes;
+use super::op_headers::OpHeaders;
 use super::region::CounterSlot::{Begun, InputWritten, Reduced};
-use super::region::{CounterSlot, Scope, SharedFault, SharedRegion, WaitCondition, WaitContext};
+use super::region::{CounterSlot, Scope, SharedRegion, WaitCondition, WaitContext};
 use crate::algorithm::chunk::chunk;
 use crate::algorithm::schedule::RankInfo;
+use crate::transfer::LocalFault;
 
 /// Shared memory of a group, from the view of one rank.
 #[derive(Debug)]
@@ -61,7 +63,7 @@ impl ShmGroup {
         note: &[u8],
         src: &[f32],
         dst: &mut [f32],
-    ) -> Result<Notes, SharedFault> {
+    ) -> Result<Notes, LocalFault> {
         let result = self.sum(context, note, src, dst);
         if result.is_err() {
             self.region.fail();
@@ -75,7 +77,7 @@ impl ShmGroup {
         note: &[u8],
         src: &[f32],
         dst: &mut [f32],
-    ) -> Result<Notes, SharedFault> {
+    ) -> Result<Notes, LocalFault> {
         let operation = self.operations;
         self.operations += 1;
         let is_small = size_of_val(src) <= SMALL_BYTES;
@@ -127,11 +129,7 @@ impl ShmGroup {
         let block = self.blocks + index as u64;
         let part = block_of(index, src.len());
         let own = chunk(part.len(), self.local.world, self.local.rank);
-        let (slot, src) = (self.layout.input(self.local.rank, block), &src[part]);
-        self.region.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
-        self.region
-            .memory
-            .write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
+        self.region.write_input(self.layout.input(self.local.rank, block), &src[part], &own);
         self.region.publish(InputWritten, block + 1);
     }
 
@@ -141,7 +139,7 @@ impl ShmGroup {
         index: usize,
         src: &[f32],
         dst: &mut [f32],
-    ) -> Result<(), SharedFault> {
+    ) -> Result<(), LocalFault> {
         let RankInfo { rank, world } = self.local;
         let block = self.blocks + index as u64;
         self.wait(context, InputWritten, block + 1)?;
@@ -171,7 +169,7 @@ impl ShmGroup {
         context: WaitContext<'_>,
         index: usize,
         dst: &mut [f32],
-    ) -> Result<(), SharedFault> {
+    ) -> Result<(), LocalFault> {
         let RankInfo { rank, world } = self.local;
         let block = self.blocks + index as u64;
         self.wait(context, Reduced, block + 1)?;
@@ -190,7 +188,7 @@ impl ShmGroup {
         context: WaitContext<'_>,
         counter: CounterSlot,
         count: u64,
-    ) -> Result<(), SharedFault> {
+    ) -> Result<(), LocalFault> {
         self.region.wait(context, WaitCondition { scope: Scope::All, counter, count })
     }
 }

@@ -34,20 +34,20 @@
 
 use std::ops::Range;
 
-use super::all_reduce::{BLOCK_BYTES, BLOCK_LEN_MAX, SLOTS, add};
-use super::link_monitor::LinkMonitor;
-use super::op_headers::{NOTE_BYTES, Notes, OpHeaders};
-use super::region::CounterSlot::{
-    Begun, InputWritten, NotesPublished, Reduced, Sent, TotalPublished, TotalTaken,
-};
-use super::region::{CounterSlot, Scope, SharedFault, SharedRegion, WaitCondition, WaitContext};
+use super::all_reduce::{BLOCK_LEN_MAX, SLOTS};
+use super::host_region::HostRegion;
+use super::leader_side::LeaderSide;
+use super::notes::Notes;
+use super::op_headers::NOTE_BYTES;
+use super::region::{SharedRegion, WaitContext};
 use crate::algorithm::chunk::{chunk, segment, segment_count};
 use crate::algorithm::hosts::Hosts;
 use crate::algorithm::payload::{Body, Halves, Payload};
 use crate::algorithm::schedule::{RankInfo, Schedule, Span};
 use crate::algorithm::wire_dtype::Half;
-use crate::group::host_group::Links;
-use crate::transfer::{Fault, LinkFault, OpTag, Transfer, to_wire};
+use crate::net::frame::OpTag;
+use crate::net::neighbours::{LinkFault, Links};
+use crate::transfer::{Fault, HostStage, LocalFault, Transfer};
 
 /// Hierarchical all-reduce, from the view of one rank.
 #[derive(Debug)]
@@ -57,17 +57,6 @@ pub(crate) struct Hierarchy {
     host: RankInfo,
     /// Region shared by the ranks of this host; `None` if there is only one.
     host_region: Option<HostRegion>,
-}
-
-/// Region of a host, from the view of one rank.
-#[derive(Debug)]
-struct HostRegion {
-    region: SharedRegion,
-    layout: Layout,
-    /// Number of operations begun.
-    operations: u64,
-    /// Number of blocks of all previous operations.
-    blocks: u64,
 }
 
 /// Ring of leaders, as a leader uses it.
@@ -82,16 +71,12 @@ impl Hierarchy {
     /// `region`: shared by the ranks of this host, if there are several.
     pub(crate) fn new(hosts: Hosts, host: usize, region: Option<SharedRegion>) -> Self {
         let host = RankInfo { rank: host, world: hosts.count() };
-        let host_region = region.map(|region| {
-            let layout = Layout { world: region.local.world };
-            HostRegion { region, layout, operations: 0, blocks: 0 }
-        });
-        Self { hosts, host, host_region }
+        Self { hosts, host, host_region: region.map(HostRegion::new) }
     }
 
     /// Length of a host's memory in bytes.
     pub(crate) fn bytes(world: usize) -> usize {
-        Layout { world }.end()
+        HostRegion::bytes(world)
     }
 
     /// Writes the sum of all ranks' `src` to `dst`. `leader_ring`: present if this rank is its
@@ -123,17 +108,16 @@ impl Hierarchy {
         dst: &mut [f32],
     ) -> Result<Notes, Fault> {
         let host = self.host;
-        let (own, leader_side) =
+        let (own, mut leader_side) =
             self.begin_leader(context, note, src.len()).map_err(Fault::Local)?;
         let mut notes = vec![Vec::new(); host.world];
-        notes[host.rank] = encode(&own);
-        let region = leader_side.as_ref().map(|leader_side| &leader_side.host_region.region);
+        notes[host.rank] = own.encode();
         let span = span(src.len());
         let body = match leader_ring.half {
             None => Body::Sum { src, dst },
             Some(half) => Body::Rounded { src, dst, halves: Halves::new(half) },
         };
-        let payload = Payload::new(body, notes).with_leader_side(leader_side);
+        let payload = Payload::new(body, notes).of_leader(leader_side.is_some());
         let schedule = Schedule::all_reduce(host, span);
         let WaitContext { registration, progress, .. } = context;
         let transfer = Transfer::new(
@@ -144,7 +128,8 @@ impl Hierarchy {
             schedule,
             payload,
         );
-        let all = transfer.alongside(LinkMonitor::new(context), region).run()?;
+        let host_stage = leader_side.as_mut().map(|side| -> &mut dyn HostStage { side });
+        let all = transfer.between_hosts(host_stage).run()?;
         self.finish_leader(&all, span.len).map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))
     }
 
@@ -155,7 +140,7 @@ impl Hierarchy {
         context: WaitContext<'a>,
         note: &[u8],
         len: usize,
-    ) -> Result<(Notes, Option<LeaderSide<'a>>), SharedFault> {
+    ) -> Result<(Notes, Option<LeaderSide<'a>>), LocalFault> {
         let own = match &mut self.host_region {
             Some(host_region) => host_region.begin(context, note, len)?,
             None if note.len() > NOTE_BYTES => Notes::TooLong,
@@ -171,7 +156,7 @@ impl Hierarchy {
 
     /// Finishes an operation at the leader, with the notes of all hosts.
     fn finish_leader(&mut self, by_host: &[Vec<u8>], len: usize) -> Result<Notes, String> {
-        let notes = decode(by_host, &self.hosts)?;
+        let notes = Notes::merge(by_host, &self.hosts)?;
         if let Some(host_region) = &mut self.host_region {
             host_region.publish_notes(&notes);
             host_region.blocks += order(self.host, self.host.rank, span(len)).len() as u64;
@@ -185,7 +170,7 @@ impl Hierarchy {
         note: &[u8],
         src: &[f32],
         dst: &mut [f32],
-    ) -> Result<Notes, SharedFault> {
+    ) -> Result<Notes, LocalFault> {
         let span = span(src.len());
         let RankInfo { rank: host, world: hosts } = self.host;
         let host_region =
@@ -216,198 +201,6 @@ impl Hierarchy {
     }
 }
 
-impl HostRegion {
-    /// Posts the operation header of this rank, and collects those of the other ranks.
-    fn begin(
-        &mut self,
-        context: WaitContext<'_>,
-        note: &[u8],
-        len: usize,
-    ) -> Result<Notes, SharedFault> {
-        let operation = self.operations;
-        self.operations += 1;
-        self.layout.op_headers().post(&self.region, operation, context.sequence, note, len);
-        self.region.publish(Begun, operation + 1);
-        self.wait(context, Scope::All, Begun, operation + 1)?;
-        self.layout.op_headers().collect(&self.region, context, operation, len)
-    }
-
-    fn write_input(
-        &self,
-        context: WaitContext<'_>,
-        index: usize,
-        src: &[f32],
-    ) -> Result<(), SharedFault> {
-        let block = self.blocks + index as u64;
-        self.wait(context, Scope::Followers, Reduced, (block + 1).saturating_sub(SLOTS))?;
-        let (own, slot) = (self.own(src.len()), self.layout.input(self.region.local.rank, block));
-        self.region.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
-        self.region
-            .memory
-            .write(slot + own.end * size_of::<f32>(), bytemuck::cast_slice(&src[own.end..]));
-        self.region.publish(InputWritten, block + 1);
-        Ok(())
-    }
-
-    /// `scratch`: the block of the output buffer, which the total overwrites later.
-    fn reduce(
-        &self,
-        context: WaitContext<'_>,
-        index: usize,
-        src: &[f32],
-        scratch: &mut [f32],
-    ) -> Result<(), SharedFault> {
-        let block = self.blocks + index as u64;
-        self.wait(context, Scope::Followers, InputWritten, block + 1)?;
-        self.wait(context, Scope::Leader, Sent, (block + 1).saturating_sub(SLOTS))?;
-        let own = self.own(src.len());
-        let sum = &mut scratch[own.clone()];
-        sum.copy_from_slice(&src[own.clone()]);
-        let start = own.start * size_of::<f32>();
-        for other in (1..self.layout.world).filter(|other| *other != self.region.local.rank) {
-            add(sum, self.region.memory.floats(self.layout.input(other, block) + start, own.len()));
-        }
-        self.region.memory.write(self.layout.sum(block) + start, bytemuck::cast_slice(sum));
-        self.region.publish(Reduced, block + 1);
-        Ok(())
-    }
-
-    fn take_total(
-        &self,
-        context: WaitContext<'_>,
-        index: usize,
-        dst: &mut [f32],
-    ) -> Result<(), SharedFault> {
-        let block = self.blocks + index as u64;
-        self.wait(context, Scope::Leader, TotalPublished, block + 1)?;
-        self.region.memory.read(self.layout.total(block), bytemuck::cast_slice_mut(dst));
-        self.region.publish(TotalTaken, block + 1);
-        Ok(())
-    }
-
-    /// Publishes the notes of all ranks, at the leader. The followers have read the notes of the
-    /// previous operation: they have begun this one.
-    fn publish_notes(&self, notes: &Notes) {
-        let bytes = encode(notes);
-        self.region.memory.write(self.layout.notes(), &(bytes.len() as u64).to_le_bytes());
-        self.region.memory.write(self.layout.notes() + size_of::<u64>(), &bytes);
-        self.region.publish(NotesPublished, self.operations);
-    }
-
-    fn collect_notes(&self, context: WaitContext<'_>, count: usize) -> Result<Notes, SharedFault> {
-        self.wait(context, Scope::Leader, NotesPublished, self.operations)?;
-        let mut bytes = [0; size_of::<u64>()];
-        self.region.memory.read(self.layout.notes(), &mut bytes);
-        let len = usize::try_from(u64::from_le_bytes(bytes)).unwrap_or(usize::MAX);
-        let mut bytes = vec![0; len.min(ALL_NOTES_BYTES)];
-        self.region.memory.read(self.layout.notes() + size_of::<u64>(), &mut bytes);
-        decode_notes(&bytes, count).map_err(|reason| self.region.broken(0, reason))
-    }
-
-    /// Range of a block that this rank, a follower, reduces.
-    fn own(&self, len: usize) -> Range<usize> {
-        chunk(len, self.layout.world - 1, self.region.local.rank - 1)
-    }
-
-    /// Waits until the counters of these ranks have reached `count`.
-    fn wait(
-        &self,
-        context: WaitContext<'_>,
-        scope: Scope,
-        counter: CounterSlot,
-        count: u64,
-    ) -> Result<(), SharedFault> {
-        self.region.wait(context, WaitCondition { scope, counter, count })
-    }
-}
-
-/// The leader's side of its host's memory in one operation. Sums and totals pass through it in the
-/// order that all ranks of the host expect.
-#[derive(Debug)]
-pub(crate) struct LeaderSide<'a> {
-    host_region: &'a HostRegion,
-    context: WaitContext<'a>,
-    /// Chunk of this host, whose sums are sent before anything is received.
-    own: Range<usize>,
-    segment_len: usize,
-    /// Number of its segments that are reduced.
-    own_summed: usize,
-    hosts: usize,
-    /// Number of blocks of all operations whose sums are taken.
-    sent: u64,
-    /// Number of blocks of all operations whose totals are published.
-    published: u64,
-}
-
-impl<'a> LeaderSide<'a> {
-    fn new(
-        host_region: &'a HostRegion,
-        context: WaitContext<'a>,
-        host: RankInfo,
-        span: Span,
-    ) -> Self {
-        let own = chunk(span.len, host.world, host.rank);
-        let (sent, published) = (host_region.blocks, host_region.blocks);
-        let Span { segment_len, .. } = span;
-        Self {
-            host_region,
-            context,
-            own,
-            segment_len,
-            own_summed: 0,
-            hosts: host.world,
-            sent,
-            published,
-        }
-    }
-
-    /// Returns the next segment of this host's chunk that is not reduced yet, if it is among the
-    /// first `count`.
-    pub(crate) fn next_own(&self, count: usize) -> Option<Range<usize>> {
-        let all = segment_count(&self.own, self.segment_len);
-        let is_left = self.own_summed < count.min(all);
-        is_left.then(|| segment(&self.own, self.segment_len, self.own_summed))
-    }
-
-    /// Writes this host's sum of that segment to `sum`; `src` is the leader's contribution.
-    pub(crate) fn sum_own(&mut self, src: &[f32], sum: &mut [f32]) -> Result<(), SharedFault> {
-        sum.copy_from_slice(src);
-        self.own_summed += 1;
-        self.add(sum)
-    }
-
-    /// Adds the followers' sum of the next block.
-    pub(crate) fn add(&mut self, sum: &mut [f32]) -> Result<(), SharedFault> {
-        let (HostRegion { region, layout, .. }, block) = (self.host_region, self.sent);
-        self.host_region.wait(self.context, Scope::Followers, Reduced, block + 1)?;
-        add(sum, region.memory.floats(layout.sum(block), sum.len()));
-        self.sent += 1;
-        region.publish(Sent, self.sent);
-        Ok(())
-    }
-
-    /// Whether the sum received in this ring step is the total once this host's contributions are
-    /// added.
-    pub(crate) fn completes(&self, step: usize) -> bool {
-        step + 2 == self.hosts
-    }
-
-    /// Publishes the next block's total to the followers.
-    pub(crate) fn publish_total(&mut self, total: &[f32]) -> Result<(), SharedFault> {
-        let (HostRegion { region, layout, .. }, block) = (self.host_region, self.published);
-        self.host_region.wait(
-            self.context,
-            Scope::Followers,
-            TotalTaken,
-            (block + 1).saturating_sub(SLOTS),
-        )?;
-        region.memory.write(layout.total(block), bytemuck::cast_slice(total));
-        self.published += 1;
-        region.publish(TotalPublished, self.published);
-        Ok(())
-    }
-}
-
 /// Span of a buffer of `len` elements, in memory and between hosts.
 fn span(len: usize) -> Span {
     Span { len, segment_len: BLOCK_LEN_MAX }
@@ -424,92 +217,6 @@ fn order(host: RankInfo, first: usize, span: Span) -> Vec<Range<usize>> {
     });
     segments.collect()
 }
-
-/// Encodes notes, each after its length (u32); the encoding is empty if a note is too long.
-fn encode(notes: &Notes) -> Vec<u8> {
-    let Notes::All(notes) = notes else { return Vec::new() };
-    let mut bytes = Vec::new();
-    for note in notes {
-        bytes.extend_from_slice(&to_wire(note.len()).to_le_bytes());
-        bytes.extend_from_slice(note);
-    }
-    bytes
-}
-
-/// Decodes the notes of all ranks from the encodings of all hosts.
-fn decode(by_host: &[Vec<u8>], hosts: &Hosts) -> Result<Notes, String> {
-    let bytes: usize = by_host.iter().map(Vec::len).sum();
-    let mut all = vec![Vec::new(); hosts.rank_count()];
-    let mut is_too_long = bytes > ALL_NOTES_BYTES;
-    for (host, bytes) in by_host.iter().enumerate() {
-        match decode_notes(bytes, hosts.ranks(host).len())? {
-            Notes::All(notes) => {
-                hosts.ranks(host).iter().zip(notes).for_each(|(rank, note)| all[*rank] = note);
-            }
-            Notes::TooLong => is_too_long = true,
-        }
-    }
-    Ok(if is_too_long { Notes::TooLong } else { Notes::All(all) })
-}
-
-fn decode_notes(mut bytes: &[u8], count: usize) -> Result<Notes, String> {
-    if bytes.is_empty() {
-        return Ok(Notes::TooLong);
-    }
-    let mut notes = Vec::with_capacity(count);
-    while let Some((length, rest)) = bytes.split_first_chunk() {
-        let length = u32::from_le_bytes(*length) as usize;
-        let Some((note, rest)) = rest.split_at_checked(length) else { break };
-        notes.push(note.to_vec());
-        bytes = rest;
-    }
-    match (bytes.len(), notes.len()) {
-        (0, found) if found == count => Ok(Notes::All(notes)),
-        (left, found) => Err(format!("expected {count} notes, got {found} and {left} bytes")),
-    }
-}
-
-/// Layout of a host's memory. All offsets are in bytes.
-#[derive(Clone, Copy, Debug)]
-struct Layout {
-    world: usize,
-}
-
-impl Layout {
-    fn op_headers(self) -> OpHeaders {
-        OpHeaders { start: SharedRegion::bytes(self.world), world: self.world }
-    }
-
-    /// Offset of all ranks' notes: their length and their encoding, written by the leader.
-    fn notes(self) -> usize {
-        self.op_headers().end()
-    }
-
-    /// Offset of a follower's input block, which the other followers reduce.
-    fn input(self, rank: usize, block: u64) -> usize {
-        self.notes() + size_of::<u64>() + ALL_NOTES_BYTES + self.slot((rank - 1) as u64, block)
-    }
-
-    /// Offset of the sum of all followers.
-    fn sum(self, block: u64) -> usize {
-        self.input(self.world, 0) + self.slot(0, block)
-    }
-
-    fn total(self, block: u64) -> usize {
-        self.sum(0) + self.slot(1, block)
-    }
-
-    fn end(self) -> usize {
-        self.sum(0) + self.slot(2, 0)
-    }
-
-    fn slot(self, column: u64, block: u64) -> usize {
-        (column * SLOTS + block % SLOTS) as usize * BLOCK_BYTES
-    }
-}
-
-/// Maximum length of all notes together; longer ones are exchanged over TCP.
-const ALL_NOTES_BYTES: usize = 256 << 10;
 
 #[cfg(test)]
 mod tests;

@@ -3,10 +3,10 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::region::{SharedFault, WaitContext};
-use crate::group::host_group::{Links, Neighbour};
 use crate::net::frame::{FRAME_BYTES, Frame};
 use crate::net::link::poll_until;
+use crate::net::neighbours::{Links, Neighbour};
+use crate::transfer::LocalFault;
 
 /// Monitors the links to the ranks of this host while this rank waits in shared memory. A closed
 /// link ends the operation if its result is still incomplete. A frame of this operation on a link
@@ -22,13 +22,13 @@ struct Watched<'a> {
 }
 
 impl<'a> LinkMonitor<'a> {
-    pub(crate) fn new(context: WaitContext<'a>) -> Self {
+    /// `host`: links of the ring of this host's ranks. `sequence`: number of the operation.
+    pub(crate) fn new(host: Option<&'a Links>, sequence: u64) -> Self {
         let flags = PollFlags::IN | PollFlags::RDHUP;
         let both = |links: &'a Links| [&links.next, &links.prev];
-        let watched =
-            context.host.into_iter().flat_map(both).map(|neighbour| Watched { neighbour, flags });
+        let watched = host.into_iter().flat_map(both).map(|neighbour| Watched { neighbour, flags });
         let watched = watched.collect();
-        Self { watched, sequence: context.sequence }
+        Self { watched, sequence }
     }
 
     /// Descriptors to poll.
@@ -38,7 +38,7 @@ impl<'a> LinkMonitor<'a> {
 
     /// Checks the links, and returns the fault that ends the operation, if there is one. A link
     /// with a harmless frame is no longer polled for data.
-    pub(crate) fn check(&mut self) -> Option<SharedFault> {
+    pub(crate) fn check(&mut self) -> Option<LocalFault> {
         let mut fds: Vec<_> = self.fds().collect();
         if !poll_until(&mut fds, Some(Instant::now())).ok()? {
             return None;
@@ -50,11 +50,11 @@ impl<'a> LinkMonitor<'a> {
             let rank = watched.neighbour.rank;
             if events.contains(PollFlags::IN) {
                 let reason = disagreement(&watched.neighbour.link, self.sequence);
-                fault = fault.or_else(|| reason.map(|reason| SharedFault::Broken(rank, reason)));
+                fault = fault.or_else(|| reason.map(|reason| LocalFault::Broken(rank, reason)));
                 watched.flags -= PollFlags::IN;
             }
             if events.intersects(ENDS) {
-                fault = fault.or(Some(SharedFault::Lost(rank)));
+                fault = fault.or(Some(LocalFault::Lost(rank)));
             }
         }
         fault

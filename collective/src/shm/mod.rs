@@ -2,16 +2,18 @@
 
 mod all_reduce;
 mod hierarchy;
+mod host_region;
+mod leader_side;
 mod link_monitor;
 mod memory;
+mod notes;
 mod op_headers;
 mod pipe_notifier;
 mod region;
 
 pub(crate) use all_reduce::{ShmGroup, WORLD_MAX};
-pub(crate) use hierarchy::{Hierarchy, LeaderRing, LeaderSide};
-pub(crate) use link_monitor::LinkMonitor;
+pub(crate) use hierarchy::{Hierarchy, LeaderRing};
 pub(crate) use memory::{Address, Memory};
-pub(crate) use op_headers::Notes;
+pub(crate) use notes::Notes;
 pub(crate) use pipe_notifier::PipeNotifier;
-pub(crate) use region::{SharedFault, SharedRegion, WaitContext};
+pub(crate) use region::{SharedRegion, WaitContext};

@@ -1,7 +1,9 @@
 //! Operation headers: each rank posts its sequence number, the length of its buffer and a note when
 //! it begins an operation.
 
-use super::region::{SharedFault, SharedRegion, WaitContext};
+use super::notes::Notes;
+use super::region::{SharedRegion, WaitContext};
+use crate::transfer::LocalFault;
 
 /// Layout of the headers: two slots per rank, used alternately. A rank that begins operation k+2
 /// has seen all ranks begin k+1, and so finish k: the slot of k is free.
@@ -10,16 +12,6 @@ pub(super) struct OpHeaders {
     /// Offset in the region, in bytes.
     pub(super) start: usize,
     pub(super) world: usize,
-}
-
-/// Notes of all ranks.
-#[derive(Debug)]
-pub(crate) enum Notes {
-    /// One note per rank.
-    All(Vec<Vec<u8>>),
-    /// At least one note does not fit into the region; the ranks exchange all notes over TCP
-    /// instead.
-    TooLong,
 }
 
 impl OpHeaders {
@@ -51,7 +43,7 @@ impl OpHeaders {
         context: WaitContext<'_>,
         operation: u64,
         len: usize,
-    ) -> Result<Notes, SharedFault> {
+    ) -> Result<Notes, LocalFault> {
         let mut notes = Vec::with_capacity(self.world);
         let mut is_too_long = false;
         for local_rank in 0..self.world {

@@ -16,6 +16,7 @@
 //! killed before it notifies leaves waiters asleep, so waiters check again periodically.
 
 use std::cell::Cell;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};
 
@@ -25,11 +26,12 @@ use super::link_monitor::LinkMonitor;
 use super::memory::Memory;
 use super::pipe_notifier::PipeNotifier;
 use crate::algorithm::schedule::RankInfo;
-use crate::group::host_group::Links;
 use crate::net::fence::GroupRegistration;
 use crate::net::link::poll_until;
+use crate::net::neighbours::Links;
 use crate::net::progress::{Progress, WaitPoint};
 use crate::net::spin_wait::SpinWait;
+use crate::transfer::LocalFault;
 
 /// Shared memory region of several ranks, from the view of one of them.
 #[derive(Debug)]
@@ -53,17 +55,6 @@ pub(crate) struct WaitContext<'a> {
     pub(crate) progress: &'a Progress,
     /// Sequence number of the operation in the group.
     pub(crate) sequence: u64,
-}
-
-/// Why a sum over shared memory stopped. Ranks are those of the group.
-#[derive(Debug)]
-pub(crate) enum SharedFault {
-    /// The fence aborted the group.
-    Aborted,
-    /// This rank runs another operation.
-    Broken(usize, String),
-    /// This rank is gone or has failed.
-    Lost(usize),
 }
 
 impl SharedRegion {
@@ -96,8 +87,8 @@ impl SharedRegion {
     }
 
     /// Returns a protocol fault of the given local rank.
-    pub(super) fn broken(&self, local_rank: usize, reason: String) -> SharedFault {
-        SharedFault::Broken(self.ranks[local_rank], reason)
+    pub(super) fn broken(&self, local_rank: usize, reason: String) -> LocalFault {
+        LocalFault::Broken(self.ranks[local_rank], reason)
     }
 
     /// Notifier of this rank: set when its wait condition becomes true, or when a rank has failed.
@@ -132,6 +123,13 @@ impl SharedRegion {
         }
     }
 
+    /// Writes a rank's block to `slot`, except for the chunk that the rank reduces itself.
+    pub(super) fn write_input(&self, slot: usize, src: &[f32], own: &Range<usize>) {
+        self.memory.write(slot, bytemuck::cast_slice(&src[..own.start]));
+        let rest = slot + own.end * size_of::<f32>();
+        self.memory.write(rest, bytemuck::cast_slice(&src[own.end..]));
+    }
+
     /// Marks the region as broken, and wakes all other ranks.
     pub(super) fn fail(&self) {
         self.memory.word32(BROKEN).store(self.local.rank as u32 + 1, Ordering::SeqCst);
@@ -142,9 +140,9 @@ impl SharedRegion {
     }
 
     /// Returns the fault of a rank that has marked the region as broken.
-    pub(crate) fn failed(&self) -> Option<SharedFault> {
+    pub(crate) fn failed(&self) -> Option<LocalFault> {
         let local_rank = self.memory.word32(BROKEN).load(Ordering::SeqCst).checked_sub(1)? as usize;
-        Some(SharedFault::Lost(self.ranks[local_rank.min(self.local.world - 1)]))
+        Some(LocalFault::Lost(self.ranks[local_rank.min(self.local.world - 1)]))
     }
 
     /// Waits until `condition` is satisfied.
@@ -152,9 +150,9 @@ impl SharedRegion {
         &self,
         context: WaitContext<'_>,
         condition: WaitCondition,
-    ) -> Result<(), SharedFault> {
+    ) -> Result<(), LocalFault> {
         if context.registration.check().is_err() {
-            return Err(SharedFault::Aborted);
+            return Err(LocalFault::Aborted);
         }
         let mut spin_wait = self.spin_wait.get();
         while !self.is_satisfied(condition) {
@@ -176,7 +174,7 @@ impl SharedRegion {
         }
     }
 
-    fn sleep(&self, context: WaitContext<'_>, condition: WaitCondition) -> Result<(), SharedFault> {
+    fn sleep(&self, context: WaitContext<'_>, condition: WaitCondition) -> Result<(), LocalFault> {
         let WaitContext { registration, progress, sequence, .. } = context;
         let generation = registration.generation();
         let (received, sent, waits_for_next) = (0, 0, false);
@@ -187,7 +185,7 @@ impl SharedRegion {
             sent,
             waits_for_next,
         });
-        let mut link_monitor = LinkMonitor::new(context);
+        let mut link_monitor = LinkMonitor::new(context.host, sequence);
         let own = self.condition(self.local.rank);
         self.waiters().fetch_add(1, Ordering::SeqCst);
         let result = loop {
@@ -201,7 +199,7 @@ impl SharedRegion {
                 break Ok(());
             }
             if registration.check().is_err() {
-                break Err(SharedFault::Aborted);
+                break Err(LocalFault::Aborted);
             }
             let fault = self.failed().or_else(|| link_monitor.check());
             // A rank that left after the end of the operation has incremented all its counters

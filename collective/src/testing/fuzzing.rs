@@ -5,11 +5,10 @@ use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::algorithm::schedule::RankInfo;
-use crate::group::host_group::{Links, Neighbour};
 use crate::net::frame::{Frame, Kind};
 use crate::net::handshake::{HELLO_BYTES, Hello};
 use crate::net::link::set_up;
+use crate::net::neighbours::{Links, Neighbour};
 use crate::net::progress::Progress;
 use crate::{
     CollectiveError, Communicator, Fence, HostGroup, Secret, StateReceiver, StateRequest, WireDtype,
@@ -40,11 +39,11 @@ pub fn ring(data: &[u8]) -> bool {
         next: neighbour((rank + 1) % world, Arc::new(next)),
         prev: neighbour((rank + world - 1) % world, Arc::new(prev)),
     };
+    let members = (0..world as u64).collect();
     let registration = Fence::new().register(GENERATION).expect("this is the first registration");
     let wire = [WireDtype::F32, WireDtype::Bf16, WireDtype::F16][usize::from(operation >> 4) % 3];
-    let mut ring =
-        HostGroup::linked(registration, Progress::new(), RankInfo { rank, world }, links)
-            .with_wire_dtype(wire);
+    let mut ring = HostGroup::new(registration, Progress::new(), rank, members, Some(links))
+        .with_wire_dtype(wire);
     let result = run(&mut ring, operation & 15);
     if result.is_err() {
         let again = ring.all_gather(&[]);

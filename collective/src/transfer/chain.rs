@@ -30,14 +30,14 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::SendFlags;
 
-use super::{Fault, LinkFault, OpTag, TransferProgress, check_idle_link, to_wire};
+use super::{Fault, TransferProgress};
 use crate::algorithm::chain_topology::{self as topology, Side};
 use crate::algorithm::schedule::RankInfo;
 use crate::communicator::BLOCK_BYTES_MAX;
-use crate::group::host_group::Links;
 use crate::net::fence::GroupRegistration;
-use crate::net::frame::{FRAME_BYTES, Frame};
+use crate::net::frame::{FRAME_BYTES, Frame, OpTag, to_wire};
 use crate::net::link::poll_until;
+use crate::net::neighbours::{LinkFault, Links, check_idle_link};
 use crate::net::progress::Progress;
 use crate::net::spin_wait::SpinWait;
 

@@ -1,8 +1,12 @@
 //! Operations over the links of a rank: the loops that run a schedule on sockets.
 
 pub(crate) mod chain;
+mod fault;
+mod host_stage;
+mod progress;
 mod ring;
 
-pub(crate) use ring::{
-    Fault, LinkFault, OpTag, Transfer, TransferProgress, check_idle_link, run_all, to_wire,
-};
+pub(crate) use fault::{Fault, LocalFault};
+pub(crate) use host_stage::HostStage;
+pub(crate) use progress::TransferProgress;
+pub(crate) use ring::{Transfer, run_all};

@@ -30,16 +30,16 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 
+use super::{Fault, HostStage, TransferProgress};
 use crate::algorithm::payload::Payload;
 use crate::algorithm::schedule::{Piece, Schedule};
 use crate::communicator::BLOCK_BYTES_MAX;
-use crate::group::host_group::Links;
 use crate::net::fence::GroupRegistration;
-use crate::net::frame::{FRAME_BYTES, Frame, Kind};
+use crate::net::frame::{FRAME_BYTES, Frame, OpTag, to_wire};
 use crate::net::link::poll_until;
-use crate::net::progress::{Progress, WaitPoint};
+use crate::net::neighbours::{LinkFault, Links, check_idle_link};
+use crate::net::progress::Progress;
 use crate::net::spin_wait::SpinWait;
-use crate::shm::{LinkMonitor, SharedFault, SharedRegion};
 
 /// One operation in progress on one channel.
 pub(crate) struct Transfer<'a> {
@@ -53,35 +53,8 @@ pub(crate) struct Transfer<'a> {
     progress: TransferProgress<'a>,
     /// Whether the link to the next member is needed until the end, even after everything is sent.
     needs_next: bool,
-    /// Monitor of further links, if there are any.
-    link_monitor: Option<LinkMonitor<'a>>,
-    /// Region shared by the ranks of this host, if this rank is their leader.
-    region: Option<&'a SharedRegion>,
-}
-
-/// Fields that all frames of one operation have in common.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct OpTag {
-    pub(crate) kind: Kind,
-    pub(crate) generation: u64,
-    pub(crate) sequence: u64,
-}
-
-/// Why a transfer stopped. The caller checks whether the fence was the cause.
-#[derive(Debug)]
-pub(crate) enum Fault {
-    /// Fault among the ranks of this host.
-    Local(SharedFault),
-    Next(LinkFault),
-    Prev(LinkFault),
-    Wait(io::Error),
-}
-
-/// Fault of a link.
-#[derive(Debug)]
-pub(crate) enum LinkFault {
-    Broken(String),
-    Lost(io::Error),
+    /// Part of the other ranks of this host, if this rank is their leader.
+    host_stage: Option<&'a mut dyn HostStage>,
 }
 
 impl<'a> Transfer<'a> {
@@ -105,8 +78,7 @@ impl<'a> Transfer<'a> {
             incoming,
             progress,
             needs_next: false,
-            link_monitor: None,
-            region: None,
+            host_stage: None,
         }
     }
 
@@ -116,18 +88,12 @@ impl<'a> Transfer<'a> {
         Self { needs_next: true, ..self }
     }
 
-    /// Configures a transfer in the ring of leaders. Its byte counts are not shown in the progress:
-    /// they would be mistaken for those of the group's ring.
-    pub(crate) fn alongside(
-        self,
-        link_monitor: LinkMonitor<'a>,
-        region: Option<&'a SharedRegion>,
-    ) -> Self {
-        let progress = TransferProgress {
-            is_shown: false,
-            ..TransferProgress::one_way(self.progress.progress)
-        };
-        Self { link_monitor: Some(link_monitor), region, progress, ..self }
+    /// Configures a transfer in the ring of leaders; `host_stage`: present if this rank's host has
+    /// several ranks. Its byte counts are not shown in the progress: they would be mistaken for
+    /// those of the group's ring.
+    pub(crate) fn between_hosts(mut self, host_stage: Option<&'a mut dyn HostStage>) -> Self {
+        self.progress.hide_bytes();
+        Self { host_stage, ..self }
     }
 
     /// Runs the transfer. Returns the notes in rank order when all pieces are sent and received.
@@ -140,9 +106,12 @@ impl<'a> Transfer<'a> {
         let mut flow = Flow::Idle;
         while let Some(piece) = self.schedule.next_send() {
             if self.outgoing.is_none() {
-                self.payload.prepare(&piece).map_err(Fault::Local)?;
-                // The preparation may have waited and recorded that.
-                self.progress.end_wait();
+                if let Some(stage) = &mut self.host_stage {
+                    stage.before_send(&piece, &mut self.payload).map_err(Fault::Local)?;
+                    // The stage may have waited and recorded that.
+                    self.progress.end_wait();
+                }
+                self.payload.prepare(&piece);
                 let header = self.frame(&piece).encode();
                 self.outgoing = Some(Outgoing { header, written: 0 });
             }
@@ -194,7 +163,10 @@ impl<'a> Transfer<'a> {
                 && read == FRAME_BYTES + note_bytes + self.payload.piece_bytes(&piece)
             {
                 self.incoming.read = 0;
-                self.payload.on_received(&piece).map_err(Fault::Local)?;
+                self.payload.on_received(&piece);
+                if let Some(stage) = &mut self.host_stage {
+                    stage.after_receive(&piece, &mut self.payload).map_err(Fault::Local)?;
+                }
                 self.schedule.on_received();
                 return Ok(Flow::Moved);
             }
@@ -251,7 +223,7 @@ impl<'a> Transfer<'a> {
     }
 
     /// Adds the descriptors that this transfer waits for to `fds`.
-    fn watch(&self, send_blocked: bool, fds: &mut Vec<PollFd<'a>>) -> Watched {
+    fn watch<'s>(&'s self, send_blocked: bool, fds: &mut Vec<PollFd<'s>>) -> Watched {
         let when = |condition, flags| if condition { flags } else { PollFlags::empty() };
         let start = fds.len();
         let needs_next = self.schedule.has_sends_left() || self.needs_next;
@@ -263,16 +235,18 @@ impl<'a> Transfer<'a> {
         if self.schedule.next_receive().is_some() {
             fds.push(PollFd::new(&*self.links.prev.link, PollFlags::IN));
         }
-        let others = fds.len();
-        fds.extend(self.region.map(|region| PollFd::new(region.notifier(), PollFlags::IN)));
-        fds.extend(self.link_monitor.iter().flat_map(LinkMonitor::fds));
-        Watched { next: needs_next.then_some(start), others: others..fds.len() }
+        let of_host = fds.len();
+        if let Some(stage) = &self.host_stage {
+            stage.watch(fds);
+        }
+        Watched { next: needs_next.then_some(start), of_host: of_host..fds.len() }
     }
 
     /// Handles the polled events.
     fn handle_events(&mut self, watched: &Watched, events: &[PollFlags]) -> Result<(), Fault> {
-        if events[watched.others.clone()].iter().any(|events| !events.is_empty()) {
-            self.check_host()?;
+        let host_has_event = events[watched.of_host.clone()].iter().any(|e| !e.is_empty());
+        if let (true, Some(stage)) = (host_has_event, &mut self.host_stage) {
+            stage.check().map_err(Fault::Local)?;
         }
         let next_speaks =
             watched.next.is_some_and(|next| !(events[next] - PollFlags::OUT).is_empty());
@@ -281,17 +255,6 @@ impl<'a> Transfer<'a> {
         } else {
             Ok(())
         }
-    }
-
-    /// Checks this host's region and links after an event there.
-    fn check_host(&mut self) -> Result<(), Fault> {
-        let fault_in_region = self.region.and_then(|region| {
-            region.notifier().clear();
-            region.failed()
-        });
-        let fault =
-            fault_in_region.or_else(|| self.link_monitor.as_mut().and_then(LinkMonitor::check));
-        fault.map_or(Ok(()), |fault| Err(Fault::Local(fault)))
     }
 
     /// Returns the root cause of `fault`. The next member may have closed its link because of a
@@ -388,7 +351,7 @@ fn root_cause(transfers: &mut [Transfer<'_>], fault: Fault) -> Fault {
 #[derive(Debug)]
 struct Watched {
     next: Option<usize>,
-    others: Range<usize>,
+    of_host: Range<usize>,
 }
 
 /// Outcome of one attempt to send or receive.
@@ -424,110 +387,6 @@ impl Outgoing {
     }
 }
 
-/// Progress of one operation, and its part that is shown. The clock is read once per wait, and
-/// nothing is shown between two waits.
-pub(crate) struct TransferProgress<'a> {
-    progress: &'a Progress,
-    received: u64,
-    sent: u64,
-    /// Whether a wait is recorded and no byte has moved since.
-    waits: bool,
-    /// Whether the byte counts are shown as well.
-    is_shown: bool,
-}
-
-impl<'a> TransferProgress<'a> {
-    /// Progress of an operation whose bytes come from the previous member and go to the next one.
-    fn one_way(progress: &'a Progress) -> Self {
-        Self { progress, received: 0, sent: 0, waits: false, is_shown: true }
-    }
-
-    /// Progress of an operation that uses its links in both directions. Bytes received from the
-    /// next member are subtracted from `sent`, and bytes sent to the previous member are subtracted
-    /// from `received`, from a sufficiently large start value. So the two ends of a link still
-    /// differ by the bytes in flight, in either direction.
-    pub(crate) fn both_ways(progress: &'a Progress) -> Self {
-        Self {
-            progress,
-            received: BOTH_WAYS_START,
-            sent: BOTH_WAYS_START,
-            waits: false,
-            is_shown: true,
-        }
-    }
-
-    pub(crate) fn on_received(&mut self, bytes: usize) {
-        self.received += bytes as u64;
-        self.end_wait();
-    }
-
-    pub(crate) fn on_received_back(&mut self, bytes: usize) {
-        self.sent -= bytes as u64;
-        self.end_wait();
-    }
-
-    pub(crate) fn on_sent(&mut self, bytes: usize) {
-        self.sent += bytes as u64;
-        self.end_wait();
-    }
-
-    pub(crate) fn on_sent_back(&mut self, bytes: usize) {
-        self.received -= bytes as u64;
-        self.end_wait();
-    }
-
-    pub(crate) fn wait(&mut self, op_tag: &OpTag, waits_for_next: bool) {
-        self.wait_with(op_tag, [self.received, self.sent], waits_for_next);
-    }
-
-    /// `others`: bytes received and sent over other channels of the operation.
-    fn wait_alongside(&mut self, op_tag: &OpTag, others: [u64; 2]) {
-        self.wait_with(op_tag, [self.received + others[0], self.sent + others[1]], false);
-    }
-
-    fn wait_with(&mut self, op_tag: &OpTag, bytes: [u64; 2], waits_for_next: bool) {
-        if !self.waits {
-            let (generation, operation) = (op_tag.generation, op_tag.sequence + 1);
-            let [received, sent] = if self.is_shown { bytes } else { [0; 2] };
-            self.progress.begin_wait(WaitPoint {
-                generation,
-                operation,
-                received,
-                sent,
-                waits_for_next,
-            });
-            self.waits = true;
-        }
-    }
-
-    fn end_wait(&mut self) {
-        if self.waits {
-            self.progress.end_wait();
-            self.waits = false;
-        }
-    }
-}
-
-impl Drop for TransferProgress<'_> {
-    fn drop(&mut self) {
-        self.end_wait();
-    }
-}
-
-const BOTH_WAYS_START: u64 = 1 << 62;
-
-/// Checks a link on which no data is expected: a read returns its end, or a protocol violation.
-pub(crate) fn check_idle_link(mut link: &TcpStream) -> Result<(), LinkFault> {
-    Err(match link.read(&mut [0]) {
-        Ok(0) => LinkFault::Lost(ErrorKind::UnexpectedEof.into()),
-        Ok(_) => LinkFault::Broken("expected no data on the link to it, got bytes".to_owned()),
-        Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {
-            return Ok(());
-        }
-        Err(error) => LinkFault::Lost(error),
-    })
-}
-
 #[derive(Debug)]
 struct Incoming {
     header: [u8; FRAME_BYTES],
@@ -535,9 +394,4 @@ struct Incoming {
     read: usize,
     /// Length of the note, once the header is complete.
     note_bytes: usize,
-}
-
-/// Converts a step, segment, rank or length to its type on the wire; limits keep all of them small.
-pub(crate) fn to_wire(number: usize) -> u32 {
-    u32::try_from(number).expect("group sizes, segments and blocks are limited")
 }

@@ -353,7 +353,7 @@ impl Ring {
                     let (note_place, body_place) = payload.recv_bufs(&piece);
                     note_place.copy_from_slice(&note);
                     body_place.copy_from_slice(&body);
-                    payload.on_received(&piece).unwrap();
+                    payload.on_received(&piece);
                 });
                 rank.schedule.on_received();
             }

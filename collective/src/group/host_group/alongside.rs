@@ -1,5 +1,6 @@
 //! Support for operations that another backend runs while the host group monitors its links.
 
+use std::io::ErrorKind;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,6 +11,7 @@ use super::HostGroup;
 use crate::CollectiveError;
 use crate::net::frame::Kind;
 use crate::net::link::poll_until;
+use crate::net::neighbours::LinkFault;
 use crate::net::notifier::Notifier;
 
 /// Outcome of a wait.
@@ -83,18 +85,12 @@ impl HostGroup {
             return Ok(WaitOutcome::Woken);
         };
         let neighbour = if gone == 0 { &links.prev } else { &links.next };
-        let source = std::io::ErrorKind::ConnectionAborted.into();
-        let (rank, member) = (neighbour.rank, neighbour.member);
-        Ok(WaitOutcome::NeighbourGone(CollectiveError::PeerLost { rank, member, source }))
+        let lost = LinkFault::Lost(ErrorKind::ConnectionAborted.into());
+        Ok(WaitOutcome::NeighbourGone(neighbour.error(lost)))
     }
 
     /// Returns the error of a rank that sent invalid data.
     pub(crate) fn protocol_error(&self, rank: usize, reason: String) -> CollectiveError {
-        let of = |links: &super::Links| {
-            let known =
-                [&links.prev, &links.next].into_iter().find(|neighbour| neighbour.rank == rank);
-            known.map_or(0, |neighbour| neighbour.member)
-        };
-        CollectiveError::Protocol { rank, member: self.links.as_ref().map_or(0, of), reason }
+        CollectiveError::Protocol { rank, member: self.members[rank], reason }
     }
 }

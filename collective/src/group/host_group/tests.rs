@@ -1,14 +1,15 @@
 //! Tests of one rank of two; the test plays its peer and writes and reads the bytes of both links.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpListener};
-use std::sync::{LazyLock, mpsc};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::sync::{Arc, LazyLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
 use crate::net::frame::{FRAME_BYTES, Frame};
 use crate::net::link::set_up;
+use crate::net::neighbours::Neighbour;
 use crate::{Endpoint, Fence, GroupSpec, Member, Secret};
 
 const GENERATION: u64 = 5;
@@ -33,6 +34,15 @@ fn an_all_reduce_with_a_valid_peer_succeeds() {
     assert_eq!(&sent[FRAME_BYTES..FRAME_BYTES + 2], b"me");
     assert_eq!(sent[FRAME_BYTES + 2..FRAME_BYTES + 6], 1_f32.to_le_bytes());
     assert_eq!(sent[2 * FRAME_BYTES + 6..], 22_f32.to_le_bytes());
+}
+
+#[test]
+fn a_protocol_error_names_a_member_that_is_no_neighbour() {
+    let registration = Fence::new().register(GENERATION).unwrap();
+    let members = vec![10, 11, 12, 13];
+    let group = HostGroup::new(registration, Progress::new(), 0, members, None);
+    let error = group.protocol_error(2, "another length".to_owned());
+    assert_eq!(error.to_string(), "rank 2 (worker 12) broke the protocol: another length");
 }
 
 #[test]
@@ -362,8 +372,7 @@ fn one_of_two() -> TestRank {
     registration.register_link(&next);
     registration.register_link(&prev);
     let links = Links { next: neighbour(next), prev: neighbour(prev) };
-    let mut ring =
-        HostGroup::linked(registration, Progress::new(), RankInfo { rank: 0, world: 2 }, links);
+    let mut ring = HostGroup::new(registration, Progress::new(), 0, vec![10, 11], Some(links));
     ring.ring_bytes_min = 0;
     TestRank { ring, to_ring, from_ring, fence }
 }

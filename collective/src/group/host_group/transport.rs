@@ -3,17 +3,18 @@
 use std::io::ErrorKind;
 use std::mem;
 
-use super::{HostGroup, Links};
+use super::HostGroup;
 use crate::algorithm::hosts::{HostPosition, Hosts};
 use crate::algorithm::payload::{Body, Payload};
 use crate::algorithm::schedule::{RankInfo, Schedule};
 use crate::algorithm::wire_dtype::Half;
 use crate::net::frame::Kind;
+use crate::net::neighbours::Links;
 use crate::shm::{
-    self, Address, Hierarchy, LeaderRing, Memory, Notes, PipeNotifier, SharedFault, SharedRegion,
-    ShmGroup, WaitContext,
+    self, Address, Hierarchy, LeaderRing, Memory, Notes, PipeNotifier, SharedRegion, ShmGroup,
+    WaitContext,
 };
-use crate::transfer::{Fault, LinkFault, Transfer};
+use crate::transfer::{Fault, LocalFault, Transfer};
 use crate::{CollectiveError, Communicator};
 
 /// Whether ranks share memory.
@@ -29,8 +30,6 @@ pub(super) enum ShmState {
 /// Ranks and links that shared memory may use.
 #[derive(Debug)]
 pub(crate) struct TransportPlan {
-    /// Ids of all members, in rank order.
-    pub(crate) members: Vec<u64>,
     pub(crate) hosts: Hosts,
     /// Ring of this host's ranks, if there are several, and the group has several hosts.
     pub(crate) host_ring: Option<Links>,
@@ -128,12 +127,18 @@ impl HostGroup {
         let notes = transfer.with_next_required().run();
         let notes = self.end(notes)?;
         let RankInfo { rank, world } = self.rank_info;
-        let theirs = &notes[(rank + world - 1) % world];
-        let Some(links) = self.links.as_ref().filter(|_| theirs != &own_len) else { return Ok(()) };
-        let reason = format!("expected a buffer of {len} elements, got the length {theirs:?}");
-        self.failed = true;
-        self.registration.shut_down();
-        Err(links.prev.error(LinkFault::Broken(reason)))
+        let prev = (rank + world - 1) % world;
+        let theirs = notes[prev].as_slice();
+        if theirs == own_len {
+            return Ok(());
+        }
+        let got = match <[u8; 8]>::try_from(theirs) {
+            Ok(bytes) => u64::from_le_bytes(bytes).to_string(),
+            Err(_) => format!("{} bytes instead of a length", theirs.len()),
+        };
+        self.fail();
+        let reason = format!("expected a buffer of {len} elements, got {got}");
+        Err(self.protocol_error(prev, reason))
     }
 
     /// All-reduce over shared memory.
@@ -173,25 +178,24 @@ impl HostGroup {
             }
             Err(fault) => fault,
         };
-        let error = plan.error(fault, registration.generation());
-        self.failed = true;
-        self.registration.shut_down();
+        let error = plan.error(fault, registration.generation(), &self.members);
+        self.fail();
         self.registration.check()?;
         Err(error)
     }
 }
 
 impl TransportPlan {
-    fn error(&self, fault: Fault, generation: u64) -> CollectiveError {
+    fn error(&self, fault: Fault, generation: u64, members: &[u64]) -> CollectiveError {
         let leaders = || self.leaders.as_ref().expect("only leaders have faults on these links");
         match fault {
-            Fault::Local(SharedFault::Aborted) => CollectiveError::Aborted { generation },
-            Fault::Local(SharedFault::Broken(rank, reason)) => {
-                CollectiveError::Protocol { rank, member: self.members[rank], reason }
+            Fault::Local(LocalFault::Aborted) => CollectiveError::Aborted { generation },
+            Fault::Local(LocalFault::Broken(rank, reason)) => {
+                CollectiveError::Protocol { rank, member: members[rank], reason }
             }
-            Fault::Local(SharedFault::Lost(rank)) => {
+            Fault::Local(LocalFault::Lost(rank)) => {
                 let source = ErrorKind::ConnectionAborted.into();
-                CollectiveError::PeerLost { rank, member: self.members[rank], source }
+                CollectiveError::PeerLost { rank, member: members[rank], source }
             }
             Fault::Next(fault) => leaders().next.error(fault),
             Fault::Prev(fault) => leaders().prev.error(fault),

@@ -7,9 +7,9 @@ use std::thread;
 use std::time::Instant;
 
 use super::*;
-use crate::group::host_group::Neighbour;
 use crate::group::host_group::tests::{WATCHDOG, pair, watch};
 use crate::net::frame::Kind;
+use crate::net::neighbours::Neighbour;
 use crate::{CollectiveError, Communicator, Fence, HostGroup};
 
 const GENERATION: u64 = 5;
@@ -218,7 +218,7 @@ fn one_of_three(rank: usize) -> TestRank {
         next: neighbour((rank + 1) % 3, to_next),
         prev: neighbour((rank + 2) % 3, to_prev),
     };
-    let ring = HostGroup::linked(registration, Progress::new(), RankInfo { rank, world: 3 }, links);
+    let ring = HostGroup::new(registration, Progress::new(), rank, vec![10, 11, 12], Some(links));
     TestRank { ring, next, prev, fence }
 }
 
