@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, warn};
 
+use super::admission::DialKey;
 use super::fence::Fence;
 use super::handshake::{HELLO_BYTES, Hello, JobDigest, Purpose};
 use super::link;
 use super::notifier::Notifier;
-use super::pending_dials::DialKey;
 use super::pending_requests::PendingRequests;
 use crate::Secret;
 
@@ -148,14 +148,9 @@ impl Acceptor {
         link: TcpStream,
         now: Duration,
     ) -> Result<(), String> {
-        let hello =
-            Hello::decode(bytes, &self.identity.secret).map_err(|error| error.to_string())?;
-        if hello.job != self.identity.job {
-            return Err("the hello names another job".to_owned());
-        }
-        if hello.to != self.identity.own_id {
-            return Err(format!("the hello is for worker {}", hello.to));
-        }
+        let Identity { job, own_id, secret } = &*self.identity;
+        let hello = Hello::decode(bytes, secret).map_err(|error| error.to_string())?;
+        hello.check(*job, *own_id).map_err(|error| error.to_string())?;
         if hello.purpose == Purpose::State {
             self.pending_requests.push(hello.from, link);
             return Ok(());

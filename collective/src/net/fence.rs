@@ -5,16 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
+use super::admission::{Admission, DialKey, Refusal};
 use super::handshake::Purpose;
 use super::notifier::Notifier;
-use super::pending_dials::{DialKey, PendingDials};
 use crate::CollectiveError;
 
 /// Fencing of old generations: aborts, from any thread and at once, all groups older than a given
 /// generation. Clones share one fence.
-///
-/// **Invariant:** generations are compared only here; a frame is only checked to be of its link's
-/// generation.
 ///
 /// **Invariant:** a group is marked as aborted before its sockets are shut down and its notifier is
 /// set, under the lock under which links are registered and handed over. So no wake-up is lost,
@@ -30,13 +27,13 @@ impl Fence {
     /// it. Never blocks. The fence cannot be lowered again.
     pub fn abort_before(&self, generation: u64) {
         let mut state = self.lock();
-        state.floor = state.floor.max(generation);
-        let floor = state.floor;
-        state.pending_dials.drop_before(floor);
-        if floor == u64::MAX {
+        // A link that is dropped is closed.
+        state.admission.abort_before(generation);
+        if state.admission.is_closed() {
             state.watched.iter().filter_map(Weak::upgrade).for_each(|link| shut_down(&link));
         }
-        for entry in state.entries.values().filter(|entry| entry.generation < floor) {
+        let State { admission, entries, .. } = &*state;
+        for entry in entries.values().filter(|entry| admission.is_aborted(entry.generation)) {
             entry.signal.aborted.store(true, Ordering::Release);
             entry.shut_down();
             entry.signal.notifier.notify();
@@ -45,10 +42,7 @@ impl Fence {
 
     pub(crate) fn new() -> Self {
         let state = State {
-            floor: 0,
-            newest: 0,
-            taken: Vec::new(),
-            pending_dials: PendingDials::new(),
+            admission: Admission::default(),
             entries: BTreeMap::new(),
             watched: Vec::new(),
             entries_ever: 0,
@@ -69,12 +63,8 @@ impl Fence {
         })?;
         let signal = Arc::new(Signal { aborted: AtomicBool::new(false), notifier });
         let mut state = self.lock();
-        if generation < state.oldest_admitted() {
-            return Err(CollectiveError::Aborted { generation });
-        }
-        state.newest = generation;
-        state.pending_dials.drop_before(generation);
-        state.taken.retain(|key| key.generation >= generation);
+        let begun = state.admission.begin(generation);
+        begun.map_err(|_| CollectiveError::Aborted { generation })?;
         let id = state.entries_ever;
         state.entries_ever += 1;
         state.entries.insert(id, Entry { generation, links: Vec::new(), signal: signal.clone() });
@@ -86,7 +76,7 @@ impl Fence {
     pub(crate) fn watch(&self, link: &Arc<TcpStream>) {
         let mut state = self.lock();
         state.watched.retain(|link| link.strong_count() > 0);
-        if state.floor == u64::MAX {
+        if state.admission.is_closed() {
             shut_down(link);
         }
         state.watched.push(Arc::downgrade(link));
@@ -100,13 +90,7 @@ impl Fence {
         now: Duration,
     ) -> Result<(), Refusal> {
         let mut state = self.lock();
-        if key.generation < state.oldest_admitted() {
-            return Err(Refusal::TooOld);
-        }
-        if state.taken.contains(&key) {
-            return Err(Refusal::Duplicate);
-        }
-        state.pending_dials.insert(key, link, now);
+        state.admission.admit(key, link, now)?;
         for entry in state.entries.values().filter(|entry| entry.generation == key.generation) {
             entry.signal.notifier.notify();
         }
@@ -115,7 +99,9 @@ impl Fence {
 
     /// Drops expired dials, and returns when the next one expires.
     pub(crate) fn expire(&self, now: Duration) -> Option<Duration> {
-        self.lock().pending_dials.expire(now)
+        let mut state = self.lock();
+        state.admission.expire(now);
+        state.admission.next_expiry()
     }
 
     /// Number of groups that are being built or in use.
@@ -127,21 +113,12 @@ impl Fence {
     /// Number of pending dials.
     #[cfg(test)]
     pub(crate) fn pending_dial_count(&self) -> usize {
-        self.lock().pending_dials.len()
+        self.lock().admission.pending()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("nothing under this lock panics")
     }
-}
-
-/// Why an authenticated dial is refused.
-#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
-pub(crate) enum Refusal {
-    #[error("the member already has a link in this generation")]
-    Duplicate,
-    #[error("its generation is too old")]
-    TooOld,
 }
 
 /// Registration of one group with the fence, from the first dial to the last operation.
@@ -189,10 +166,7 @@ impl GroupRegistration {
     /// Takes the dial of `member` in this generation, if it has arrived.
     pub(crate) fn take(&self, member: u64, purpose: Purpose) -> Option<TcpStream> {
         let key = DialKey { generation: self.generation, member, purpose };
-        let mut state = self.fence.lock();
-        let link = state.pending_dials.take(key)?;
-        state.taken.push(key);
-        Some(link)
+        self.fence.lock().admission.take(key)
     }
 
     /// Shuts down the links. The neighbours detect it even if this rank neither reads nor writes.
@@ -211,22 +185,10 @@ impl Drop for GroupRegistration {
 
 #[derive(Debug)]
 struct State {
-    /// Generations below this one are aborted.
-    floor: u64,
-    /// Newest generation for which a group was registered.
-    newest: u64,
-    /// Dials of the newest generation that were handed over.
-    taken: Vec<DialKey>,
-    pending_dials: PendingDials<TcpStream>,
+    admission: Admission<TcpStream>,
     entries: BTreeMap<u64, Entry>,
     watched: Vec<Weak<TcpStream>>,
     entries_ever: u64,
-}
-
-impl State {
-    fn oldest_admitted(&self) -> u64 {
-        self.floor.max(self.newest)
-    }
 }
 
 #[derive(Debug)]

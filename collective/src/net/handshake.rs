@@ -30,7 +30,7 @@ pub(crate) struct Hello {
 
 /// Purpose of a link.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) enum Purpose {
+pub enum Purpose {
     /// Link of the ring of the ranks on one host, in a group on several hosts.
     Host,
     /// Link of the ring of the hosts' leaders.
@@ -47,9 +47,13 @@ pub(crate) enum Purpose {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct JobDigest([u8; 32]);
 
-/// Why the bytes are not a valid hello.
+/// Why the bytes are not a valid hello for this worker.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub(crate) enum HelloError {
+    #[error("the hello names another job")]
+    AnotherJob,
+    #[error("the hello is for worker {0}")]
+    AnotherWorker(u64),
     #[error("not a hello")]
     NotAHello,
     #[error("the proof is wrong")]
@@ -93,6 +97,17 @@ impl Hello {
             from: number(48),
             to: number(56),
         })
+    }
+
+    /// Checks that this hello is for worker `own_id` of `job`.
+    pub(crate) fn check(&self, job: JobDigest, own_id: u64) -> Result<(), HelloError> {
+        if self.job != job {
+            return Err(HelloError::AnotherJob);
+        }
+        if self.to != own_id {
+            return Err(HelloError::AnotherWorker(self.to));
+        }
+        Ok(())
     }
 }
 
@@ -155,6 +170,13 @@ mod tests {
                 if bit < 64 { HelloError::NotAHello } else { HelloError::Unauthenticated };
             assert_eq!(Hello::decode(&forged, &secret), Err(expected), "bit {bit}");
         }
+    }
+
+    #[test]
+    fn a_hello_is_for_one_worker_of_one_job() {
+        assert_eq!(hello().check(JobDigest::of("job"), 5), Ok(()));
+        assert_eq!(hello().check(JobDigest::of("jobs"), 5), Err(HelloError::AnotherJob));
+        assert_eq!(hello().check(JobDigest::of("job"), 4), Err(HelloError::AnotherWorker(5)));
     }
 
     #[test]

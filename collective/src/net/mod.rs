@@ -1,13 +1,13 @@
 //! Links between ranks: how they are dialled, accepted, authenticated, fenced and waited for.
 
 pub(crate) mod acceptor;
+pub(crate) mod admission;
 pub(crate) mod fence;
 pub(crate) mod frame;
 pub(crate) mod handshake;
 pub(crate) mod link;
 pub(crate) mod neighbours;
 pub(crate) mod notifier;
-pub(crate) mod pending_dials;
 pub(crate) mod pending_requests;
 pub(crate) mod progress;
 pub(crate) mod secret;
