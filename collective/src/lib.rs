@@ -48,6 +48,11 @@
 //!
 //! A folder imports only from the folders below it.
 
+#![cfg_attr(
+    not(any(test, feature = "testing")),
+    allow(unreachable_pub, reason = "the feature `testing` exports more")
+)]
+
 mod algorithm;
 mod communicator;
 pub mod device;
@@ -57,11 +62,10 @@ mod huge_pages;
 mod net;
 mod shm;
 mod state;
-mod testing;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 mod transfer;
 
-#[doc(hidden)]
-pub use algorithm::schedule;
 pub use algorithm::wire_dtype::WireDtype;
 pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator};
 pub use device::nccl;
@@ -78,6 +82,3 @@ pub use state::{
     NOTE_BYTES_MAX, Position, StateLink, StateMessageHeader, StateReceiver, StateRequest,
     StateSender,
 };
-pub use testing::conformance;
-#[doc(hidden)]
-pub use testing::fuzzing;

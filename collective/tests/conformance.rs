@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use elasticdl_collective::conformance::{Group, Rank};
+use elasticdl_collective::testing::conformance::{Group, Rank};
 use elasticdl_collective::{
     Communicator, Endpoint, GroupSpec, HostGroup, LocalRank, Member, Secret, Transport, WireDtype,
 };

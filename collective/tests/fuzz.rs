@@ -1,6 +1,6 @@
 //! A bounded run of the fuzz targets in `fuzz/`: valid inputs with random changes.
 
-use elasticdl_collective::fuzzing;
+use elasticdl_collective::testing::fuzzing;
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 

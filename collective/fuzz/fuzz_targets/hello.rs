@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| elasticdl_collective::fuzzing::hello(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| elasticdl_collective::testing::fuzzing::hello(data));

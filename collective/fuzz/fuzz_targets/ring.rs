@@ -1,5 +1,5 @@
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    let _ = elasticdl_collective::fuzzing::ring(data);
+    let _ = elasticdl_collective::testing::fuzzing::ring(data);
 });

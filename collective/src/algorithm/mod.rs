@@ -5,7 +5,6 @@ pub(crate) mod chain_topology;
 pub(crate) mod chunk;
 pub(crate) mod hosts;
 pub(crate) mod payload;
-/// Not for users: public so that the workspace's simulation can run whole systems on it.
 #[doc(hidden)]
 pub mod schedule;
 pub(crate) mod wire_dtype;

@@ -20,14 +20,14 @@
 //! **Invariant:** an operation that has returned leaves nothing on the caller's stream that could
 //! hang. If that cannot be guaranteed ([`DeviceError::Abandoned`]), the process has to end.
 
-mod copy_bandwidth;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod copy_bandwidth;
 mod element;
 mod gpu;
 mod group;
 pub mod nccl;
 mod staging;
 
-pub use copy_bandwidth::CopyBandwidth;
 pub use element::{Dtype, Element};
 pub use gpu::Device;
 pub use group::{DeviceGroup, HEADER_BYTES_MAX, NcclOptions, NcclPolicy, Path};

@@ -1,7 +1,8 @@
 //! Links between ranks: how they are dialled, accepted, authenticated, fenced and waited for.
 
 pub(crate) mod acceptor;
-pub(crate) mod admission;
+#[doc(hidden)]
+pub mod admission;
 pub(crate) mod fence;
 pub(crate) mod frame;
 pub(crate) mod handshake;

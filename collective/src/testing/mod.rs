@@ -1,6 +1,17 @@
-//! Support for tests of this crate and of code that uses it.
+//! What only tests, benchmarks and simulations need. Not for users, except for
+//! [`conformance`], which any backend can run.
 
 pub mod conformance;
-/// Not for users: public so that fuzzers can call it.
 #[doc(hidden)]
 pub mod fuzzing;
+
+#[doc(hidden)]
+pub use crate::algorithm::schedule;
+#[doc(hidden)]
+pub use crate::device::copy_bandwidth::CopyBandwidth;
+#[doc(hidden)]
+pub use crate::device::nccl::raw::RawCommunicator;
+#[doc(hidden)]
+pub use crate::net::admission;
+#[doc(hidden)]
+pub use crate::net::handshake::Purpose;

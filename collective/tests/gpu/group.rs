@@ -7,9 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaSlice;
-use elasticdl_collective::conformance::{Group, Rank};
 use elasticdl_collective::device::{Device, DeviceGroup, Element, NcclOptions, NcclPolicy, Path};
 use elasticdl_collective::nccl::{Library, NcclState};
+use elasticdl_collective::testing::conformance::{Group, Rank};
 use elasticdl_collective::{
     CollectiveError, Communicator, Endpoint, Fence, GroupSpec, Member, Secret,
 };

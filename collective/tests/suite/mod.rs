@@ -5,7 +5,7 @@ macro_rules! conforms {
     ($backend:ident, $exact:expr, $form:expr) => {
         mod $backend {
             use super::*;
-            use elasticdl_collective::conformance;
+            use elasticdl_collective::testing::conformance;
 
             #[test]
             fn sums_are_exact_and_identical_on_every_rank() {

@@ -12,7 +12,7 @@ use std::rc::Rc;
 
 use elasticdl::core::header::{StateRecord, StepHeader, SyncHeader};
 use elasticdl::core::transport_switch::Transport;
-use elasticdl_collective::schedule::{Content, Piece, Schedule, Span};
+use elasticdl_collective::testing::schedule::{Content, Piece, Schedule, Span};
 
 use super::network::{LinkId, Packet};
 use super::ring::{Ring, TransferError};

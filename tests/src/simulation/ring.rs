@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use elasticdl::core::header::StateRecord;
 use elasticdl::core::transport_switch::NcclBuild;
-use elasticdl_collective::schedule::RankInfo;
+use elasticdl_collective::testing::schedule::RankInfo;
 use elasticdl_master::job::Stall;
 use elasticdl_proto::{Generation, Membership, WorkerId};
 

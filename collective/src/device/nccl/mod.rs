@@ -19,11 +19,10 @@
 
 mod communicator;
 mod library;
-mod raw;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod raw;
 
 pub(crate) use communicator::{Call, CallKind, CommInit, NcclCommunicator, Timeouts};
 pub use communicator::{NcclState, abandoned};
 pub(crate) use library::Buffers;
 pub use library::{Library, UniqueId};
-#[doc(hidden)]
-pub use raw::RawCommunicator;

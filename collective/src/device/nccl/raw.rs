@@ -7,7 +7,7 @@ use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
 use crate::device::{DeviceError, Element};
 
-/// Not for users: NCCL without the watchdog, as a baseline for benchmarks. A call that hangs is not
+/// NCCL without the watchdog, as a baseline for benchmarks. A call that hangs is not
 /// aborted.
 #[derive(Debug)]
 pub struct RawCommunicator {

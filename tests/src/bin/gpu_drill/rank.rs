@@ -9,10 +9,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaSlice;
-use elasticdl_collective::device::{
-    CopyBandwidth, Device, DeviceGroup, NcclOptions, NcclPolicy, Path,
-};
-use elasticdl_collective::nccl::{NcclState, RawCommunicator, UniqueId};
+use elasticdl_collective::device::{Device, DeviceGroup, NcclOptions, NcclPolicy, Path};
+use elasticdl_collective::nccl::{NcclState, UniqueId};
+use elasticdl_collective::testing::{CopyBandwidth, RawCommunicator};
 use elasticdl_collective::{Communicator, Endpoint, Fence, GroupSpec, Member, Secret};
 use elasticdl_tests::quantile;
 use serde_json::{Value, json};
