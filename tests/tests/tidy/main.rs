@@ -2,8 +2,14 @@
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
+mod imports;
+mod source;
+
 use std::fs;
 use std::path::{Path, PathBuf};
+
+use imports::Imports;
+use source::{Part, parts};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_path_buf()
@@ -33,15 +39,13 @@ fn files(folder: &Path, extensions: &[&str]) -> Vec<PathBuf> {
     files
 }
 
-fn crates() -> [&'static str; 6] {
-    ["collective", "examples", "master", "proto", "tests", "worker"]
+/// The code that is shipped, without comments, literals and tests.
+fn code(path: &Path) -> String {
+    source::code(&fs::read_to_string(path).unwrap())
 }
 
-/// The code of a file: without comments, and without the tests at its end.
-fn code(path: &Path) -> String {
-    let text = fs::read_to_string(path).unwrap();
-    let text = text.split("#[cfg(test)]").next().unwrap_or_default();
-    text.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n")
+fn crates() -> [&'static str; 6] {
+    ["collective", "examples", "master", "proto", "tests", "worker"]
 }
 
 #[test]
@@ -49,7 +53,8 @@ fn the_core_has_no_io_no_clock_and_no_randomness() {
     let root = root();
     let mut core = sources(&root.join("master/src/job"));
     core.extend(sources(&root.join("worker/src/core")));
-    let tests = ["tests", "tests.rs", "testing.rs"];
+    core.extend(sources(&root.join("collective/src/algorithm")));
+    let tests = ["tests", "tests.rs", "testing.rs", "simulation.rs"];
     core.retain(|path| {
         let inside = path.strip_prefix(&root).unwrap();
         !inside.components().any(|c| tests.iter().any(|test| c.as_os_str() == *test))
@@ -59,9 +64,11 @@ fn the_core_has_no_io_no_clock_and_no_randomness() {
         messages.into_iter().filter(|path| !path.components().any(|c| c.as_os_str() == "wire")),
     );
     let files = [
-        "collective/src/algorithm/chunk.rs",
+        "collective/src/device/group/nccl_offer.rs",
+        "collective/src/net/admission.rs",
         "collective/src/net/frame.rs",
-        "collective/src/algorithm/schedule.rs",
+        "collective/src/net/handshake.rs",
+        "collective/src/shm/notes.rs",
         "master/src/kube/priority_tiers.rs",
         "master/src/kube/leader_lease/election.rs",
         "master/src/kube/verdict.rs",
@@ -129,6 +136,44 @@ fn crates_depend_only_on_allowed_crates() {
             !collective.contains(word),
             "collective: {word}: the ring blocks on threads of its own"
         );
+    }
+}
+
+#[test]
+fn no_import_cycle_has_more_than_three_files() {
+    let exempt = [
+        ("master", "its job and its commands are not divided into parts yet"),
+        ("tests", "the parts of the simulation are all methods of one world"),
+        ("worker", "its shell is not divided yet"),
+    ];
+    for name in crates().into_iter().filter(|name| exempt.iter().all(|(other, _)| other != name)) {
+        let imports = Imports::of(&root().join(name).join("src/lib.rs"));
+        let cycles = imports.cycles(3);
+        assert!(cycles.is_empty(), "{name}: these files import each other: {cycles:#?}");
+    }
+}
+
+#[test]
+fn the_layers_of_collective_import_only_downwards() {
+    let source = root().join("collective/src");
+    // What is not in a folder, the errors and the trait, is below all layers.
+    let layers = ["algorithm", "net", "transfer", "shm", "state", "group", "device", "testing"]
+        .map(Path::new);
+    let layer = |file: &Path| {
+        let inside = file.strip_prefix(&source).unwrap().to_owned();
+        layers.iter().position(|layer| inside.starts_with(layer))
+    };
+    let imports = Imports::of(&source.join("lib.rs"));
+    for (from, targets) in imports.arrows.iter().filter(|(from, _)| !from.ends_with("lib.rs")) {
+        for to in targets {
+            let (from, to) = (from.as_path(), to.as_path());
+            assert!(
+                layer(to) <= layer(from),
+                "{} imports {}, of a layer above it",
+                from.display(),
+                to.display()
+            );
+        }
     }
 }
 
@@ -210,11 +255,10 @@ fn no_file_is_too_long() {
 
 #[test]
 fn no_open_ends_are_left_in_the_code() {
-    let this = Path::new(file!()).file_name().unwrap();
     let marks =
         ["todo!(", "unimplemented!(", "#[ignore", "FIXME", "XXX", "TODO", "allow(dead_code)"];
     for path in crates().iter().flat_map(|name| sources(&root().join(name))) {
-        if path.file_name() == Some(this) {
+        if path.ends_with("tests/tests/tidy/main.rs") {
             continue;
         }
         let text = fs::read_to_string(&path).unwrap();
@@ -305,93 +349,6 @@ fn verbatim(text: &str) -> Vec<usize> {
         verbatim.extend((1..lines.len()).filter(|at| !continued(*at)).map(|at| line + at));
     }
     verbatim
-}
-
-/// A part of a source file, with the number of its first line.
-enum Part<'a> {
-    Code(usize, &'a str),
-    Comment(usize, &'a str),
-    Literal(usize, &'a str),
-}
-
-/// Splits a source file into code, comments and string literals.
-fn parts(text: &str) -> Vec<Part<'_>> {
-    let (mut parts, mut rest, mut line) = (Vec::new(), text, 1);
-    while !rest.is_empty() {
-        let code = code_len(rest);
-        parts.push(Part::Code(line, &rest[..code]));
-        let after = &rest[code..];
-        line += rest[..code].matches('\n').count();
-        let other = if after.starts_with("//") {
-            let len = after.find('\n').unwrap_or(after.len());
-            parts.push(Part::Comment(line, &after[..len]));
-            len
-        } else {
-            let len = literal_len(after);
-            parts.push(Part::Literal(line, &after[..len]));
-            len
-        };
-        line += after[..other].matches('\n').count();
-        rest = &after[other..];
-    }
-    parts
-}
-
-/// Length of the code before the next comment or string literal.
-fn code_len(text: &str) -> usize {
-    let bytes = text.as_bytes();
-    let mut at = 0;
-    while at < bytes.len() {
-        let rest = &bytes[at..];
-        match rest[0] {
-            b'"' => return at,
-            b'/' if rest.starts_with(b"//") => return at,
-            b'r' | b'b' if !ends_in_name(&bytes[..at]) && begins_literal(rest) => return at,
-            b'\'' => at += char_len(&text[at..]),
-            _ => at += 1,
-        }
-    }
-    at
-}
-
-fn ends_in_name(code: &[u8]) -> bool {
-    code.last().is_some_and(|last| last.is_ascii_alphanumeric() || *last == b'_')
-}
-
-/// Whether a raw or a byte string begins here.
-fn begins_literal(code: &[u8]) -> bool {
-    let prefix = code.iter().take_while(|c| matches!(c, b'r' | b'b' | b'#')).count();
-    code.get(prefix) == Some(&b'"')
-}
-
-/// Length of the character literal, or of the quote of a lifetime, that `text` begins with.
-fn char_len(text: &str) -> usize {
-    let mut chars = text.char_indices().skip(1);
-    let is_escaped = chars.next().is_some_and(|(_, c)| c == '\\');
-    let mut after = chars.skip(usize::from(is_escaped));
-    match after.next() {
-        Some((at, '\'')) => at + 1,
-        // A code such as `\u{1f600}`.
-        Some(_) if is_escaped => text[2..].find('\'').map_or(1, |at| 2 + at + 1),
-        _ => 1,
-    }
-}
-
-/// Length of the string literal that `text` begins with.
-fn literal_len(text: &str) -> usize {
-    let open = text.find('"').unwrap_or(0);
-    if text[..open].contains('r') {
-        let close = format!("\"{}", "#".repeat(text[..open].matches('#').count()));
-        return text[open + 1..].find(&close).map_or(text.len(), |at| open + 1 + at + close.len());
-    }
-    let mut is_escaped = false;
-    for (at, c) in text.char_indices().skip_while(|(at, _)| *at <= open) {
-        match c {
-            '"' if !is_escaped => return at + 1,
-            _ => is_escaped = c == '\\' && !is_escaped,
-        }
-    }
-    text.len()
 }
 
 /// The words of a text in lower case; `snake_case` and `CamelCase` are several.
