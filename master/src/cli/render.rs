@@ -289,7 +289,8 @@ mnist-w-1 on node-7  straggler
             "job": "mnist", "state": "running", "progress": 1.0 / 3.0, "generation": 2,
             "step": 10, "epoch": 0, "epochs": 3, "records_counted": 640,
             "records_expected": 1920, "records_per_s": 20_000.0,
-            "loss": 0.25, "steps_skipped": 0, "shards": {"todo": 5, "leased": 3, "done": 2}, "workers_desired": 2,
+            "loss": 0.25, "steps_skipped": 0, "shards": {"todo": 5, "leased": 3, "done": 2},
+            "workers_desired": 2,
             "workers": [
                 {"worker": 1, "pid": 71, "rank": 0, "state": "training", "step": 10,
                  "compute_us": 1500, "straggler": true, "leased_records": 64},

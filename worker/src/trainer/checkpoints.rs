@@ -58,9 +58,9 @@ impl Checkpointing {
         Ok(())
     }
 
-    /// Opens the locations that the job's `options` name, for the worker of the job with this name and
-    /// secret. `parameters` and `slots`: lengths of the model's parameters and optimizer state, in
-    /// floats.
+    /// Opens the locations that the job's `options` name, for the worker of the job with this name
+    /// and secret. `parameters` and `slots`: lengths of the model's parameters and optimizer state,
+    /// in floats.
     pub(crate) fn new(
         options: &WorkerOptions,
         (job, secret): (&str, &Secret),
