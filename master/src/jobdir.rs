@@ -305,6 +305,16 @@ pub fn default_root() -> PathBuf {
         .map_or_else(|| PathBuf::from(".elasticdl"), |state| state.join("elasticdl"))
 }
 
+/// Directory of the job that the user names: a path as it is, or a name below the default root.
+#[must_use]
+pub fn directory_of(job: &Path) -> PathBuf {
+    if job.as_os_str().as_encoded_bytes().contains(&b'/') || job == Path::new(".") {
+        job.into()
+    } else {
+        default_root().join(job)
+    }
+}
+
 /// Atomically replaces `path` with `bytes`, readable by its owner only. A reader, also after a
 /// crash, sees either the old file or the new one.
 ///
@@ -527,5 +537,14 @@ mod tests {
         assert!(check_writable(scratch.path()).is_err());
         assert!(check_writable(&scratch.path().join("summary.json")).is_ok());
         assert_eq!(names(scratch.path()), ["file"]);
+    }
+
+    #[test]
+    fn a_job_with_a_slash_is_a_directory() {
+        assert_eq!(directory_of(Path::new("./mnist")), Path::new("./mnist"));
+        assert!(
+            directory_of(Path::new("mnist")).ends_with("elasticdl/mnist")
+                || directory_of(Path::new("mnist")).ends_with(".elasticdl/mnist")
+        );
     }
 }

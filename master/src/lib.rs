@@ -10,7 +10,6 @@
 //!              └── progress                        terminal output
 //!                    └── metrics, tensorboard      exported metrics
 //!  jobdir, token, listener                         files, authentication, server configuration
-//!  report                                          summary of an ended job
 //! ```
 //!
 //! **Invariants:** all decisions are made in [`job`]; the other modules are its shell. The crate
@@ -28,7 +27,6 @@ pub mod listener;
 pub mod local;
 pub mod metrics;
 pub mod progress;
-pub mod report;
 mod service;
 pub mod tensorboard;
 pub mod token;

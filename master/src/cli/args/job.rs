@@ -1,0 +1,62 @@
+//! Options that say where a job runs and how it is named.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::values;
+use crate::kube::options;
+
+/// Options for the job as a whole.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Job")]
+pub(crate) struct JobOptions {
+    /// Run the master and the workers as processes of this machine, without a cluster.
+    #[arg(long)]
+    pub(crate) local: bool,
+
+    /// Run the master and the workers as pods of this image.
+    ///
+    /// The image contains PROGRAM and, unless --master-image is given, the `elasticdl` command,
+    /// both in its $PATH.
+    #[arg(long, value_name = "IMG", value_parser = options::parse_image,
+          conflicts_with_all = ["local", "job_dir", "listen"])]
+    pub(crate) image: Option<String>,
+
+    /// Start the job and return; with --local the master continues in the background.
+    ///
+    /// `elasticdl status NAME` shows the job, and `elasticdl stop NAME` stops it.
+    #[arg(long)]
+    pub(crate) detach: bool,
+
+    /// Print what would be started, without starting it: in a cluster, the objects that would be
+    /// created.
+    #[arg(long, conflicts_with = "detach")]
+    pub(crate) dry_run: bool,
+
+    /// Name of the job: lower-case letters, digits and `-`, at most 40 characters. [default:
+    /// PROGRAM's name and 6 random digits]
+    ///
+    /// `elasticdl status`, `scale` and the other commands take this name.
+    #[arg(long, value_name = "NAME", value_parser = values::parse_job_name)]
+    pub(crate) job_name: Option<String>,
+
+    /// Directory for the job's logs, summary and token. [default: ~/.local/state/elasticdl/NAME]
+    ///
+    /// It is created if it does not exist. The default follows $XDG_STATE_HOME; without it and
+    /// without $HOME it is ./.elasticdl/NAME. An existing directory must be empty or belong to an
+    /// earlier job, whose files are replaced. One job at a time can run in a directory. `elasticdl
+    /// delete` removes the files that jobs have written, and nothing else.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) job_dir: Option<PathBuf>,
+
+    /// Address of this machine on which the master listens, for workers and for the other commands.
+    ///
+    /// Workers that PROGRAM starts elsewhere (in a container, in a network namespace) must be able
+    /// to reach it. Each of them takes part with its own address on the route to the master. The
+    /// port is chosen by the system.
+    #[arg(long, value_name = "IP", default_value = "127.0.0.1",
+          value_parser = values::parse_listen)]
+    pub(crate) listen: IpAddr,
+}

@@ -1,0 +1,46 @@
+//! Options for the handling of faults.
+
+use clap::{Args, ValueEnum};
+
+use crate::job::OnNonfinite;
+
+/// Fault tolerance options of `elasticdl train`.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Fault tolerance")]
+pub(crate) struct ResilienceOptions {
+    /// Action when the gradient or loss of a step, summed over all workers, contains a NaN or an
+    /// infinity.
+    ///
+    /// fail: the job ends before the step is applied, with exit code 1 and an error that names the
+    /// step, the workers and their records. The state before the step is checkpointed and exported.
+    /// skip: the step is skipped, and its records count as trained; the summary counts skipped
+    /// steps. Checkpoints and exported models never contain a NaN or an infinity.
+    #[arg(long, value_name = "WHAT", value_enum, default_value = "fail")]
+    pub(crate) on_nonfinite: OnNonfiniteArg,
+
+    /// Restart training from step 0 when all workers are lost and there is no checkpoint of their
+    /// state.
+    ///
+    /// Without this option the job fails in that case and reports the lost steps. If there are
+    /// checkpoints, training resumes from the newest one, with or without this option.
+    #[arg(long)]
+    pub(crate) restart_without_checkpoint: bool,
+}
+
+/// A value of `--on-nonfinite`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum OnNonfiniteArg {
+    /// The job fails before the step is applied, with the state before it kept.
+    Fail,
+    /// Its records count as trained, and the parameters stay as they are.
+    Skip,
+}
+
+impl From<OnNonfiniteArg> for OnNonfinite {
+    fn from(arg: OnNonfiniteArg) -> Self {
+        match arg {
+            OnNonfiniteArg::Fail => Self::Fail,
+            OnNonfiniteArg::Skip => Self::Skip,
+        }
+    }
+}

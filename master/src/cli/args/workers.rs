@@ -1,0 +1,63 @@
+//! Options for the workers of any job.
+
+use std::time::Duration;
+
+use clap::Args;
+use clap::builder::ArgPredicate;
+
+use super::values;
+
+/// Options for the workers.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Workers")]
+pub(crate) struct WorkerOptions {
+    /// Number of workers to keep running. [default: 2]
+    ///
+    /// With several workers per pod, the default is rounded up to a multiple of --workers-per-pod.
+    #[arg(long, value_name = "N", value_parser = values::parse_workers)]
+    pub(crate) num_workers: Option<u32>,
+
+    /// Largest number that `elasticdl scale` accepts. [default: twice --num-workers, at least 8]
+    #[arg(long, value_name = "N", value_parser = values::parse_workers)]
+    pub(crate) max_workers: Option<u32>,
+
+    /// Number of worker failures, without progress between them, after which the job fails.
+    ///
+    /// A worker that crashes or exits with an error is replaced and counts as a failure. A worker
+    /// that is killed from outside is replaced and does not count.
+    #[arg(long, value_name = "N", default_value = "3")]
+    pub(crate) max_worker_restarts: u32,
+
+    /// Evict a worker that is stopped or unreachable for longer than this while other workers wait
+    /// for it; at least 100ms.
+    ///
+    /// With the default, the worker is evicted and replaced within a second. A worker whose model
+    /// computes for a long time still sends heartbeats. A worker that only the master cannot reach
+    /// continues to train.
+    #[arg(long, value_name = "DURATION", default_value = "800ms",
+          value_parser = values::parse_worker_timeout)]
+    pub(crate) worker_timeout: Duration,
+
+    /// How long workers continue without a master before they exit, e.g. `30s` or `2min`; at least
+    /// 1s. [default: 30s; with --image 15min]
+    ///
+    /// Until then they train the records that they hold leases for, and wait for the next master
+    /// (see --resume). In a cluster the next master starts as soon as its pod is scheduled and its
+    /// predecessor is known to have ended. The default with --image is longer than a cluster takes
+    /// to replace the master of a lost node.
+    #[arg(long, value_name = "DURATION", default_value = "30s", hide_default_value = true,
+          default_value_if("image", ArgPredicate::IsPresent, "15min"),
+          value_parser = values::parse_timeout)]
+    pub(crate) master_timeout: Duration,
+
+    /// Time between SIGTERM and SIGKILL for a worker; at least 1s. In a cluster,
+    /// terminationGracePeriodSeconds of the worker pods.
+    ///
+    /// On SIGTERM a worker leaves the group at the next step boundary, or as soon as another worker
+    /// has the state. If all workers that hold the state receive SIGTERM, as on a spot notice, they
+    /// write a checkpoint first, if checkpoints are enabled. The grace period must therefore be
+    /// longer than a step and the writing of a checkpoint.
+    #[arg(long, value_name = "DURATION", default_value = "30s",
+          value_parser = values::parse_timeout)]
+    pub(crate) grace_period: Duration,
+}

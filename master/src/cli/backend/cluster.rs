@@ -1,0 +1,181 @@
+//! A job in a cluster, through its anchor and the API server.
+
+mod follow;
+
+use std::time::{Duration, SystemTime};
+
+use elasticdl_proto::Status;
+use tokio::runtime::Runtime;
+
+pub(crate) use self::follow::{FollowOutput, follow};
+use super::checkpoint_wait::CheckpointWait;
+use super::handle::{JobHandle, WatchOptions};
+use crate::cli::process::{Failure, new_runtime};
+use crate::job::LaunchId;
+use crate::kube::anchor::{Anchor, CHECKPOINT, Data, NUM_WORKERS, STATUS, STOP, SUMMARY};
+use crate::kube::client::{Cluster, ClusterChoice};
+use crate::kube::logs::LogSource;
+use crate::kube::objects::{TASK, Task};
+use crate::kube::{logs, master_pods, objects, pods, submit};
+
+/// A job in a cluster.
+pub(super) struct ClusterHandle {
+    runtime: Runtime,
+    cluster: Cluster,
+    anchor: Anchor,
+    name: String,
+}
+
+impl ClusterHandle {
+    pub(super) fn connect(choice: &ClusterChoice, name: String) -> Result<Self, Failure> {
+        let runtime = new_runtime()?;
+        let cluster = runtime.block_on(Cluster::connect(choice))?;
+        let anchor = Anchor::new(&cluster, &name);
+        Ok(Self { runtime, cluster, anchor, name })
+    }
+
+    fn request(&self, key: &str, value: String) -> Result<(), Failure> {
+        let data = Data::from([(key.into(), value)]);
+        Ok(self.runtime.block_on(self.anchor.write(&data))?)
+    }
+
+    fn data(&self) -> Result<Data, Failure> {
+        Ok(self.runtime.block_on(self.anchor.read())?.data.unwrap_or_default())
+    }
+
+    /// Checks that the job has not ended. Returns what prevents a master from running, if anything.
+    fn check_running(&self, data: &Data) -> Result<Option<String>, Failure> {
+        if data.contains_key(SUMMARY) {
+            return Err(Failure::failed(format!("the job {} has ended", self.name)));
+        }
+        let health = self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name));
+        match health.failed {
+            Some(why) => Err(Failure::failed(self.job_failed(&why))),
+            None => Ok(health.obstacle),
+        }
+    }
+
+    /// Error message for a job whose Job has failed before a master recorded its end.
+    fn job_failed(&self, why: &str) -> String {
+        let (name, namespace) = (&self.name, &self.cluster.namespace);
+        format!(
+            "the job {name} has failed, and no other master comes: the Job {} reports {why}; \
+             `elasticdl delete {name} --namespace {namespace}` removes it",
+            objects::master_name(name)
+        )
+    }
+
+    /// The status in `data`. Without one the error says what keeps the master from reporting one.
+    fn reported(&self, data: &Data, obstacle: Option<String>) -> Result<Status, Failure> {
+        let text = data.get(STATUS).ok_or_else(|| {
+            let (name, why) = (&self.name, obstacle.unwrap_or_else(|| "is it running?".into()));
+            Failure::failed(format!("the master of {name} has not reported a status yet: {why}"))
+        })?;
+        serde_json::from_str(text).map_err(|e| {
+            Failure::failed(format!("the status in the job's anchor can't be read: {e}"))
+        })
+    }
+}
+
+impl JobHandle for ClusterHandle {
+    /// Returns the status that the master has written last.
+    fn status(&self) -> Result<Status, Failure> {
+        let anchor = self.runtime.block_on(self.anchor.read())?;
+        let data = anchor.data.unwrap_or_default();
+        let health = self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name));
+        let failed =
+            health.failed.filter(|_| !data.contains_key(SUMMARY)).map(|why| self.job_failed(&why));
+        let mut status = self.reported(&data, failed.clone().or(health.obstacle))?;
+        if let Some(why) = failed {
+            status.state = "failed".into();
+            status.events.push(why);
+        }
+        let per_pod = task(&data).map_or(1, |task| task.job.workers_per_pod);
+        let uid = anchor.metadata.uid.unwrap_or_default();
+        // Without the permission to list pods, the status has no nodes.
+        let listed = self.runtime.block_on(pods::list(&self.cluster, &uid)).unwrap_or_default();
+        for worker in &mut status.workers {
+            let launch = logs::first_of_pod(LaunchId(worker.worker.0), per_pod);
+            let pod = listed
+                .iter()
+                .find(|pod| objects::launch_and_slot(pod).is_some_and(|(l, _)| l == launch));
+            worker.pod = Some(objects::worker_name(&self.name, launch));
+            worker.node = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
+        }
+        Ok(status)
+    }
+
+    fn watch(&self, options: &WatchOptions) -> Result<u8, Failure> {
+        if options.json {
+            return Err(Failure::usage("in a cluster, --watch can't be combined with --json"));
+        }
+        let output = FollowOutput { quiet: false, summary: None };
+        self.runtime.block_on(follow(&self.cluster, &self.name, output))
+    }
+
+    fn scale(&self, num_workers: u32) -> Result<u32, Failure> {
+        let data = self.data()?;
+        self.check_running(&data)?;
+        let unreadable = || Failure::failed("the task in the job's anchor can't be read");
+        let spec = task(&data).ok_or_else(unreadable)?.job;
+        spec.check_scale(num_workers).map_err(Failure::usage)?;
+        self.request(NUM_WORKERS, num_workers.to_string())?;
+        Ok(known_status(&data).map_or(spec.num_workers, |status| status.workers_desired))
+    }
+
+    fn checkpoint(&self, timeout: Duration) -> Result<String, Failure> {
+        let data = self.data()?;
+        let obstacle = self.check_running(&data)?;
+        let status = self.reported(&data, obstacle)?;
+        if status.checkpoints.is_none() {
+            return Err(Failure::usage(
+                "this job writes no checkpoints: it was started without --checkpoint-dir",
+            ));
+        }
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        self.request(CHECKPOINT, now.as_millis().to_string())?;
+        let mut wait = CheckpointWait::new(timeout);
+        loop {
+            let data = self.data()?;
+            let checkpoints = known_status(&data).and_then(|status| status.checkpoints);
+            if let Some(location) = wait.poll(status.step, checkpoints)? {
+                return Ok(location);
+            }
+            self.check_running(&data)?;
+            std::thread::sleep(CHECKPOINT_POLL);
+        }
+    }
+
+    fn stop(&self) -> Result<String, Failure> {
+        self.check_running(&self.data()?)?;
+        self.request(STOP, "true".into())?;
+        Ok(format!("{} stops at the end of its step", self.name))
+    }
+
+    fn delete(&self) -> Result<String, Failure> {
+        self.runtime.block_on(submit::delete(&self.cluster, &self.name))?;
+        Ok(format!("{} and its objects are deleted", self.name))
+    }
+
+    fn logs(
+        &self,
+        launch: Option<LaunchId>,
+        follow: bool,
+        write: &mut dyn FnMut(&[u8]) -> bool,
+    ) -> Result<(), Failure> {
+        let source = launch.map_or(LogSource::Master, LogSource::Worker);
+        let copied = logs::copy(&self.cluster, &self.anchor, &self.name, source, follow, write);
+        Ok(self.runtime.block_on(copied)?)
+    }
+}
+
+fn known_status(data: &Data) -> Option<Status> {
+    serde_json::from_str(data.get(STATUS)?).ok()
+}
+
+fn task(data: &Data) -> Option<Task> {
+    serde_json::from_str(data.get(TASK)?).ok()
+}
+
+/// Interval between reads of the anchor while a checkpoint is awaited.
+const CHECKPOINT_POLL: Duration = Duration::from_secs(1);

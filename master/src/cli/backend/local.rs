@@ -1,0 +1,149 @@
+//! A job of this machine, which its directory names.
+
+mod connection;
+mod watch;
+
+use std::fs;
+use std::io::Read as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use elasticdl_proto::Status;
+use elasticdl_proto::wire::{CheckpointRequest, ScaleRequest};
+
+use self::connection::{Connection, to_failure};
+use super::checkpoint_wait::CheckpointWait;
+use super::handle::{JobHandle, WatchOptions};
+use crate::cli::process::{Failure, new_runtime};
+use crate::job::LaunchId;
+use crate::jobdir::{self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted};
+
+/// A job of this machine.
+pub(super) struct LocalHandle {
+    root: PathBuf,
+}
+
+impl LocalHandle {
+    pub(super) fn new(root: PathBuf) -> Self {
+        Self { root }
+    }
+
+    async fn connect(&self) -> Result<Connection, Failure> {
+        Connection::open(&self.root).await.map_err(|error| error.to_failure(&self.root))
+    }
+
+    fn refused(&self, status: tonic::Status) -> Failure {
+        to_failure(&self.root, &status)
+    }
+}
+
+impl JobHandle for LocalHandle {
+    fn status(&self) -> Result<Status, Failure> {
+        new_runtime()?.block_on(async {
+            self.connect().await?.status().await.map_err(|status| self.refused(status))
+        })
+    }
+
+    fn watch(&self, options: &WatchOptions) -> Result<u8, Failure> {
+        new_runtime()?.block_on(watch::watch(&self.root, options))
+    }
+
+    fn scale(&self, num_workers: u32) -> Result<u32, Failure> {
+        new_runtime()?.block_on(async {
+            let mut connection = self.connect().await?;
+            let request = ScaleRequest { num_workers };
+            let answer =
+                connection.request(request, async |client, request| client.scale(request).await);
+            answer.await.map(|reply| reply.was).map_err(|status| self.refused(status))
+        })
+    }
+
+    fn checkpoint(&self, timeout: Duration) -> Result<String, Failure> {
+        new_runtime()?.block_on(async {
+            let mut connection = self.connect().await?;
+            let answer = connection.request(CheckpointRequest, async |client, request| {
+                client.checkpoint(request).await
+            });
+            let requested_at = answer.await.map_err(|status| self.refused(status))?.step;
+            let mut wait = CheckpointWait::new(timeout);
+            loop {
+                let status = connection.status().await.map_err(|status| self.refused(status))?;
+                if let Some(location) = wait.poll(requested_at, status.checkpoints)? {
+                    return Ok(location);
+                }
+                tokio::time::sleep(CHECKPOINT_POLL).await;
+            }
+        })
+    }
+
+    fn stop(&self) -> Result<String, Failure> {
+        let target = jobdir::stop(&self.root).map_err(|error| match error {
+            StopError::Lookup(LookupError::NotRunning { .. }) => Failure::failed(error.to_string()),
+            StopError::Lookup(error) => Failure::usage(error.to_string()),
+            error => Failure::failed(error.to_string()),
+        })?;
+        let root = self.root.display();
+        Ok(match target {
+            StopTarget::Master => format!("the job in {root} stops at the end of its step"),
+            StopTarget::Workers(workers) => format!(
+                "the master of the job in {root} is gone; SIGTERM was sent to {workers} of its \
+                 workers"
+            ),
+        })
+    }
+
+    fn delete(&self) -> Result<String, Failure> {
+        let left = jobdir::delete(&self.root).map_err(|error| match error {
+            DeleteError::Lookup(error) => Failure::usage(error.to_string()),
+            DeleteError::InUse(error @ JobDirError::Running { .. }) => {
+                Failure::failed(format!("{error}, or run `elasticdl stop {}`", quoted(&self.root)))
+            }
+            error => Failure::failed(error.to_string()),
+        })?;
+        let root = self.root.display();
+        let Some(first) = left.first() else { return Ok(format!("{root} is deleted")) };
+        let more = match left.len() {
+            1 => String::new(),
+            len => format!(" and {} more", len - 1),
+        };
+        Ok(format!(
+            "the job in {root} is deleted; the folder stays, because it has files that no job has \
+             written: {}{more}",
+            first.display()
+        ))
+    }
+
+    fn logs(
+        &self,
+        launch: Option<LaunchId>,
+        follow: bool,
+        write: &mut dyn FnMut(&[u8]) -> bool,
+    ) -> Result<(), Failure> {
+        if let Err(error @ LookupError::NoSuchJob { .. }) = jobdir::look_up(&self.root) {
+            return Err(Failure::usage(error.to_string()));
+        }
+        let folder = self.root.join("logs");
+        let path = match launch {
+            Some(launch) => jobdir::worker_log(&folder, launch),
+            None => folder.join("master.log"),
+        };
+        let failed =
+            |e: std::io::Error| Failure::usage(format!("can't read {}: {e}", path.display()));
+        let mut file = fs::File::open(&path).map_err(failed)?;
+        let mut bytes = Vec::new();
+        loop {
+            let is_running = follow && jobdir::look_up(&self.root).is_ok();
+            bytes.clear();
+            file.read_to_end(&mut bytes).map_err(failed)?;
+            if !write(&bytes) || !is_running {
+                return Ok(());
+            }
+            std::thread::sleep(LOG_POLL);
+        }
+    }
+}
+
+/// Interval between status requests while a checkpoint is awaited.
+const CHECKPOINT_POLL: Duration = Duration::from_millis(50);
+/// Interval between reads of a log that is followed.
+const LOG_POLL: Duration = Duration::from_millis(200);

@@ -1,0 +1,13 @@
+//! Jobs that have been started, on this machine or in a cluster, behind one handle.
+
+mod checkpoint_wait;
+mod cluster;
+mod handle;
+mod list;
+mod local;
+mod lookup;
+
+pub(super) use cluster::{FollowOutput, follow};
+pub(super) use handle::WatchOptions;
+pub(super) use list::{cluster_jobs, local_jobs};
+pub(super) use lookup::find;

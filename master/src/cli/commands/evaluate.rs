@@ -1,0 +1,92 @@
+//! `elasticdl evaluate`.
+
+use clap::Args;
+
+use super::start::{self, StartRequest};
+use crate::cli::args::InferenceOptions;
+use crate::cli::process::Failure;
+use crate::job::Work;
+
+/// Arguments of `elasticdl evaluate`.
+#[derive(Args, Debug)]
+#[command(override_usage = USAGE, after_long_help = AFTER_HELP)]
+pub(crate) struct EvaluateArgs {
+    #[command(flatten)]
+    pub(crate) inference: InferenceOptions,
+}
+
+/// Evaluates a model. Returns the exit code.
+pub(super) fn evaluate(args: EvaluateArgs) -> Result<u8, Failure> {
+    let work = Work::Evaluate { model: args.inference.model.clone() };
+    start::start(StartRequest::inference(args.inference, work))
+}
+
+const USAGE: &str = "elasticdl evaluate --local --model <URI> --data <URI> [OPTIONS] \
+    -- <PROGRAM> [ARGS]...\n       \
+    elasticdl evaluate --image <IMG> --model <URI> --data <URI> [OPTIONS] \
+    -- <PROGRAM> [ARGS]...";
+const AFTER_HELP: &str = "\
+Example:
+  Evaluate an exported model with four workers, and save the result:
+      elasticdl evaluate --local --num-workers 4 --model mnist.safetensors --data data/mnist-test \\
+          --summary result.json -- ./target/release/mnist
+
+The result is the mean of each metric over all records: `metrics` in the summary. It is
+bit-identical for any number of workers, also if workers are killed.
+
+Exit codes: those of `elasticdl train`.";
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use clap::CommandFactory as _;
+
+    use crate::cli::commands::command_line::Cli;
+
+    fn options(command: &str) -> BTreeSet<String> {
+        let mut cli = Cli::command();
+        let command = cli.find_subcommand_mut(command).unwrap();
+        let shown = command.get_arguments().filter(|arg| !arg.is_hide_set());
+        shown.filter_map(|arg| Some(arg.get_long()?.to_owned())).collect()
+    }
+
+    #[test]
+    fn options_that_only_training_has_are_no_options_of_inference() {
+        let (train, evaluate, predict) =
+            (options("train"), options("evaluate"), options("predict"));
+        let rejected: Vec<&str> = train.difference(&evaluate).map(String::as_str).collect();
+        let expected = [
+            "best-metric",
+            "channels",
+            "checkpoint-dir",
+            "checkpoint-every",
+            "checkpoint-keep",
+            "early-stopping",
+            "evaluate-every",
+            "export",
+            "global-batch-size",
+            "max-steps",
+            "min-workers",
+            "no-shuffle",
+            "num-epochs",
+            "on-nonfinite",
+            "restart-without-checkpoint",
+            "resume",
+            "resume-from",
+            "seed",
+            "shuffle",
+            "training-data",
+            "validation-data",
+            "wire-dtype",
+        ];
+        assert_eq!(
+            rejected, expected,
+            "the group of a new option decides to which commands it belongs"
+        );
+        let own: Vec<&str> = evaluate.difference(&train).map(String::as_str).collect();
+        assert_eq!(own, ["data", "model"]);
+        let more: Vec<&str> = predict.difference(&evaluate).map(String::as_str).collect();
+        assert_eq!(more, ["format", "predictions"]);
+    }
+}

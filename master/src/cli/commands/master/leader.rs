@@ -1,0 +1,241 @@
+//! The master of a job while it holds the leader Lease.
+
+use std::cell::RefCell;
+use std::net::Ipv6Addr;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::Pod;
+use tokio::net::TcpListener;
+use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::time::Instant;
+use tracing::{info, warn};
+
+use super::MasterArgs;
+use super::http::HttpServer;
+use super::publish::{not_written, publish, write_end};
+use super::submitted::Submitted;
+use crate::cli::process::{EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot, code_of};
+use crate::event_loop::{Master, MasterTerm, UserCommand};
+use crate::kube::anchor::{Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, MASTER, RECORD};
+use crate::kube::client::Cluster;
+use crate::kube::events::EventRecorder;
+use crate::kube::leader_lease::LeaseGuard;
+use crate::kube::objects::PORT;
+use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
+use crate::kube::pods::{self, PodFactory, Pods};
+use crate::kube::{submit, succession};
+use crate::listener::{Identity, ServerConfig};
+use crate::progress::Progress;
+use crate::tensorboard::{self, EventFile};
+use crate::token::Token;
+
+/// Parts that a master needs while it holds the Lease.
+pub(super) struct Leader<'a> {
+    pub(super) args: &'a MasterArgs,
+    pub(super) cluster: &'a Cluster,
+    pub(super) anchor: &'a Anchor,
+    pub(super) http: &'a HttpServer,
+    /// Notified when the job must end at once.
+    pub(super) give_up: &'a Notify,
+}
+
+impl Leader<'_> {
+    /// Leads the job and returns the exit code. If the job has failed, this also fails the Job.
+    pub(super) async fn run(
+        &self,
+        lease_guard: LeaseGuard,
+        send_persisted: oneshot::Sender<PersistedWatch>,
+    ) -> Result<u8, Failure> {
+        // The Lease is held, so the last write of the previous master is visible.
+        let submitted = Submitted::read(self.anchor.read().await?);
+        let (code, led) = match submitted {
+            Ok(Submitted { ended: Some(code), .. }) => {
+                info!("the job has ended before; this master has nothing to do");
+                (Ok(code), false)
+            }
+            Ok(submitted) => (self.lead(submitted, lease_guard, send_persisted).await, true),
+            Err(failure) => (Err(failure), true),
+        };
+        // An invalid specification stays invalid: it must not be retried either.
+        let has_failed = match &code {
+            Ok(code) => [EXIT_FAILED, EXIT_USAGE].contains(code),
+            Err(failure) => failure.code == EXIT_USAGE,
+        };
+        if has_failed {
+            succession::stop_replacements(self.cluster, &self.args.job_name, led).await;
+        }
+        code
+    }
+
+    /// Sets up the master and runs it.
+    async fn lead(
+        &self,
+        mut submitted: Submitted,
+        lease_guard: LeaseGuard,
+        send_persisted: oneshot::Sender<PersistedWatch>,
+    ) -> Result<u8, Failure> {
+        let (args, http, incarnation) = (self.args, self.http, submitted.incarnation);
+        let (token, identity) = self.credentials()?;
+        let stored = submitted.load_file_list(self.anchor, &args.job_name).await?;
+        let writer = self.begin(&submitted).await?;
+        let address = submit::service_address(self.cluster, &args.job_name).await?;
+        let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT as u16))
+            .await
+            .map_err(cannot(&format!("listen on port {PORT}")))?;
+        let recorder = EventRecorder::start(self.cluster, &submitted.meta);
+        let left = self.remaining_pods(&submitted).await?;
+        let Submitted { task, template, meta, record, age, .. } = submitted;
+        let pod_factory = PodFactory {
+            template,
+            anchor: meta,
+            master: address,
+            min_workers: task.job.min_workers,
+            priority_tiers: task.priority_tiers,
+        };
+        let pods = Pods::new(self.cluster, pod_factory, lease_guard.clone(), recorder.clone());
+        if record.as_ref().is_some_and(|record| record.step() > 0) {
+            pods.has_trained();
+        }
+        let record_writer =
+            PersistedJobWriter::new(writer.clone(), lease_guard.clone(), recorder, stored);
+        let _ = http.lead.set(lease_guard.clone());
+        let term = MasterTerm { incarnation, lease_guard };
+        // The receiver may have been dropped.
+        let _ = send_persisted.send(record_writer.watch());
+        let config = ServerConfig { listener, token, identity: Some(identity) };
+        let progress = Progress::on_stderr().publishing(http.publish.clone());
+        let events = match &task.tensorboard_dir {
+            Some(folder) => {
+                let what = format!("write events for TensorBoard to {}", folder.display());
+                let events = EventFile::create(folder, &args.job_name).map_err(cannot(&what))?;
+                Some(tokio::spawn(tensorboard::follow(events, http.publish.subscribe())))
+            }
+            None => None,
+        };
+        let master = match record {
+            None => Master::with_pods(task.job, config, pods, record_writer, term, progress),
+            Some(record) => {
+                let left = (record, left);
+                Master::resume_with_pods(left, age, config, pods, record_writer, term, progress)
+                    .map_err(|why| Failure::failed(format!("the job's record is invalid: {why}")))?
+            }
+        };
+        info!(job = args.job_name, incarnation, "master listens");
+        let code = self.conduct(master, &writer, age).await;
+        if let Some(events) = events {
+            // Writes the last point.
+            let _ = events.await;
+        }
+        code
+    }
+
+    /// Reads the token and the TLS identity from their files.
+    fn credentials(&self) -> Result<(Token, Identity), Failure> {
+        let args = self.args;
+        let path = args.token_file.display();
+        let token = std::fs::read_to_string(&args.token_file)
+            .map_err(cannot(&format!("read the token {path}")))?;
+        let token = Token::from_hex(&token)
+            .ok_or_else(|| Failure::failed(format!("{path} holds no token")))?;
+        let identity = Identity::read(&args.tls_cert, &args.tls_key)
+            .map_err(|e| Failure::failed(e.to_string()))?;
+        Ok((token, identity))
+    }
+
+    /// Begins this master's incarnation, after which no former master can write to the anchor.
+    async fn begin(&self, submitted: &Submitted) -> Result<AnchorWriter, Failure> {
+        let writer = AnchorWriter::begin(self.anchor, &submitted.anchor, submitted.incarnation);
+        let writer = writer.await.map_err(not_written)?;
+        let name = Data::from([(MASTER.into(), self.args.pod.pod.clone())]);
+        writer.write(&name).await.map_err(not_written)?;
+        succession::raise_backoff_limit(self.cluster, &self.args.job_name).await;
+        Ok(writer)
+    }
+
+    /// The worker pods of former masters.
+    async fn remaining_pods(&self, submitted: &Submitted) -> Result<Vec<Pod>, Failure> {
+        // A master creates no pod before it has persisted the job, so the first master finds none.
+        if submitted.incarnation < 2 {
+            return Ok(Vec::new());
+        }
+        let uid = submitted.meta.uid.as_deref().unwrap_or_default();
+        let left = pods::list(self.cluster, uid).await?;
+        if submitted.record.is_none() && !left.is_empty() {
+            return Err(Failure::failed(format!(
+                "the anchor's {RECORD} is missing, but the job has {} pods, so it is not a new job \
+                 and its progress is unknown; delete it and submit it again (with --resume-from, \
+                 if it has written checkpoints)",
+                left.len()
+            )));
+        }
+        Ok(left)
+    }
+
+    /// Runs `master`: publishes its status to the anchor, and passes the requests of the anchor to
+    /// it.
+    async fn conduct(
+        &self,
+        master: Master,
+        writer: &AnchorWriter,
+        age: Duration,
+    ) -> Result<u8, Failure> {
+        let mut published = self.http.publish.subscribe();
+        let start = Instant::now();
+        let (commands, received) = mpsc::channel(COMMANDS_MAX);
+        let mut desired = DesiredState::default();
+        let mut followed = self.anchor.watch();
+        let times = RefCell::default();
+        let publishing = publish(writer, published.clone(), age, &times);
+        tokio::pin!(publishing);
+        let run = master.run(received);
+        tokio::pin!(run);
+        let ended = loop {
+            tokio::select! {
+                ended = &mut run => break ended,
+                () = &mut publishing => {}
+                () = self.give_up.notified() => {
+                    let _ = commands.send(UserCommand::Kill).await;
+                }
+                event = followed.next() => match event {
+                    AnchorEvent::Forbidden(message) => {
+                        warn!(
+                            message,
+                            "the anchor can't be watched: scale and stop have no effect"
+                        );
+                    }
+                    AnchorEvent::Deleted => {
+                        info!("the job has been deleted");
+                        return Ok(EXIT_TERMINATED);
+                    }
+                    AnchorEvent::Data(data) => {
+                        let now = DesiredState::read(&data);
+                        for command in changes(desired, now) {
+                            // The master takes them faster than users send them.
+                            let _ = commands.send(command).await;
+                        }
+                        desired = now;
+                    }
+                },
+            }
+        };
+        drop(followed);
+        let status = published.borrow_and_update().as_ref().map(|snapshot| snapshot.status.clone());
+        let mut times = times.take();
+        times
+            .note(age + start.elapsed(), status.as_ref().map_or(0, |status| status.events_emitted));
+        write_end(writer, &ended, status, &times).await?;
+        Ok(code_of(ended.outcome))
+    }
+}
+
+/// Commands to the master that follow from a change of the desired state.
+pub(super) fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
+    let scale =
+        now.num_workers.filter(|_| now.num_workers != before.num_workers).map(UserCommand::Scale);
+    let stop = (now.stop && !before.stop).then_some(UserCommand::Stop);
+    let asked = now.checkpoint.is_some() && now.checkpoint != before.checkpoint;
+    let checkpoint = asked.then_some(UserCommand::Checkpoint);
+    scale.into_iter().chain(checkpoint).chain(stop).collect()
+}
+
+const COMMANDS_MAX: usize = 4;

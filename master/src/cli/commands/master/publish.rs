@@ -1,0 +1,136 @@
+//! Publication of the status and the summary of a job in its anchor.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash as _, Hasher as _};
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tracing::warn;
+
+use crate::cli::process::Failure;
+use crate::cli::render::summary_into_json_within;
+use crate::event_loop::JobResult;
+use crate::job::{Snapshot, Status};
+use crate::kube::anchor::{AnchorWriter, Data, RECORD, STATUS, SUMMARY, WriteError, WriteThrottle};
+
+/// Writes the status of a job of this age to the anchor at throttled intervals, until the job ends.
+pub(super) async fn publish(
+    writer: &AnchorWriter,
+    mut published: watch::Receiver<Option<Snapshot>>,
+    age: Duration,
+    times: &RefCell<EventTimes>,
+) {
+    let mut pace = WriteThrottle::default();
+    let start = Instant::now();
+    loop {
+        let snapshot = published.borrow_and_update().clone();
+        let Some(Snapshot { status, .. }) = snapshot else {
+            if published.changed().await.is_err() {
+                return std::future::pending().await;
+            }
+            continue;
+        };
+        times.borrow_mut().note(age + start.elapsed(), status.events_emitted);
+        let news = status_digest(&status);
+        let due = pace.due(Instant::now(), news);
+        if due > Instant::now() {
+            tokio::select! {
+                () = tokio::time::sleep_until(due) => {}
+                changed = published.changed() => if changed.is_err() {
+                    return std::future::pending().await;
+                },
+            }
+            continue;
+        }
+        let text = status_json(status, &times.borrow());
+        if let Err(error) = writer.write(&Data::from([(STATUS.into(), text)])).await {
+            // Training does not depend on it.
+            warn!(%error, "the status was not written to the anchor");
+        }
+        pace.on_written(Instant::now(), news);
+    }
+}
+
+fn status_json(mut status: Status, times: &EventTimes) -> String {
+    status.events_at_s = times.of_last(status.events.len());
+    status.into_json_within(STATUS_BYTES_MAX)
+}
+
+/// Age of the job at each of its newest event lines.
+#[derive(Debug, Default)]
+pub(super) struct EventTimes {
+    emitted: u64,
+    /// Ages at the newest lines.
+    at: VecDeque<Duration>,
+}
+
+impl EventTimes {
+    /// Records that at this age of the job, `emitted` lines had been emitted.
+    pub(super) fn note(&mut self, age: Duration, emitted: u64) {
+        let new = emitted.saturating_sub(self.emitted).min(LINES_MAX as u64);
+        self.emitted = emitted;
+        self.at.extend((0..new).map(|_| age));
+        self.at.drain(..self.at.len().saturating_sub(LINES_MAX));
+    }
+
+    /// Ages at the last `count` lines, in seconds.
+    fn of_last(&self, count: usize) -> Vec<f64> {
+        let skipped = self.at.len().saturating_sub(count);
+        self.at
+            .iter()
+            .skip(skipped)
+            .map(|at| (at.as_secs_f64() * 1000.0).round() / 1000.0)
+            .collect()
+    }
+}
+
+/// Digest of the parts of a status whose change is written at once.
+fn status_digest(status: &Status) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (&status.state, status.generation.0, status.workers_desired, &status.events).hash(&mut hasher);
+    // A command waits for the checkpoint that it has requested.
+    status
+        .checkpoints
+        .as_ref()
+        .map(|known| (&known.error, known.newest.is_some()))
+        .hash(&mut hasher);
+    for worker in &status.workers {
+        (worker.worker.0, worker.rank, &worker.state).hash(&mut hasher);
+    }
+    hasher.finish()
+}
+
+pub(super) async fn write_end(
+    writer: &AnchorWriter,
+    ended: &JobResult,
+    status: Option<Status>,
+    times: &EventTimes,
+) -> Result<(), Failure> {
+    let mut summary = ended.summary.clone();
+    // An anchor holds 1 MiB. The newest changes are retained.
+    let surplus = summary.memberships.len().saturating_sub(MEMBERSHIPS_MAX);
+    summary.memberships.drain(..surplus);
+    let text = summary_into_json_within(summary, SUMMARY_BYTES_MAX);
+    // No master resumes a job that has ended.
+    let mut data = Data::from([(SUMMARY.into(), text), (RECORD.into(), String::new())]);
+    data.extend(status.map(|status| (STATUS.into(), status_json(status, times))));
+    writer.write_within(&data, END_TIMEOUT).await.map_err(not_written)
+}
+
+pub(super) fn not_written(error: WriteError) -> Failure {
+    match error {
+        WriteError::Retryable(error) => error.into(),
+        error => Failure::failed(error.to_string()),
+    }
+}
+
+const END_TIMEOUT: Duration = Duration::from_secs(60);
+/// Number of event lines in a status.
+const LINES_MAX: usize = 20;
+const MEMBERSHIPS_MAX: usize = 200;
+/// Shares of the 1 MiB of an anchor.
+const STATUS_BYTES_MAX: usize = 224 << 10;
+const SUMMARY_BYTES_MAX: usize = 256 << 10;

@@ -1,0 +1,88 @@
+//! What a master reads from the anchor of its job.
+
+use std::time::{Duration, SystemTime};
+
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+use crate::cli::process::{EXIT_FAILED, Failure, code_of_state};
+use crate::job::{DatasetFingerprint, PersistedJob};
+use crate::kube::anchor::{Anchor, INCARNATION, RECORD, SUMMARY};
+use crate::kube::objects::{TASK, Task, WORKER_POD};
+use crate::kube::{file_list, persisted_job};
+
+/// Contents of the anchor.
+pub(super) struct Submitted {
+    /// The anchor as it was read.
+    pub(super) anchor: ConfigMap,
+    pub(super) task: Task,
+    pub(super) template: Pod,
+    pub(super) meta: ObjectMeta,
+    /// Incarnation of this master.
+    pub(super) incarnation: u64,
+    /// The persisted job of the previous master.
+    pub(super) record: Option<PersistedJob>,
+    /// Age of the job.
+    pub(super) age: Duration,
+    /// Exit code of the master that has ended the job.
+    pub(super) ended: Option<u8>,
+}
+
+impl Submitted {
+    pub(super) fn read(anchor: ConfigMap) -> Result<Self, Failure> {
+        let seen = anchor.clone();
+        let data = anchor.data.unwrap_or_default();
+        let malformed = |key: &str, error: &dyn std::fmt::Display| {
+            Failure::usage(format!(
+                "the anchor's {key} can't be read: {error}; submit the job again"
+            ))
+        };
+        let need = |key: &str| data.get(key).ok_or_else(|| malformed(key, &"it is missing"));
+        let task: Task = serde_json::from_str(need(TASK)?).map_err(|e| malformed(TASK, &e))?;
+        task.job.check().map_err(|e| malformed(TASK, &e))?;
+        let template =
+            serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
+        let before: u64 = match data.get(INCARNATION) {
+            Some(text) => text.parse().map_err(|e| malformed(INCARNATION, &e))?,
+            None => 0,
+        };
+        let ended = data.get(SUMMARY).map(|text| {
+            let summary: Option<serde_json::Value> = serde_json::from_str(text).ok();
+            summary.as_ref().and_then(|s| s["state"].as_str()).map_or(EXIT_FAILED, code_of_state)
+        });
+        // Checked before any write: an unreadable record is left for a master that can read it.
+        let unreadable = |error| {
+            Failure::failed(format!(
+                "the anchor's {RECORD} can't be read: {error}; nothing was changed, and the \
+                 workers continue for up to --master-timeout"
+            ))
+        };
+        let record = data.get(RECORD).filter(|_| ended.is_none());
+        let record =
+            record.map(|text| persisted_job::read(text).map_err(unreadable)).transpose()?;
+        let incarnation = before.saturating_add(1);
+        let meta = anchor.metadata;
+        let born = meta.creation_timestamp.as_ref().map(|t| SystemTime::from(t.0));
+        // The clock of the API server may be ahead.
+        let age = born.and_then(|born| born.elapsed().ok()).unwrap_or_default();
+        Ok(Self { anchor: seen, task, template, meta, incarnation, record, age, ended })
+    }
+
+    /// Adds the data set's list of files, which is stored apart, to the persisted job. Returns the
+    /// fingerprint of the stored list.
+    pub(super) async fn load_file_list(
+        &mut self,
+        anchor: &Anchor,
+        job: &str,
+    ) -> Result<Option<DatasetFingerprint>, Failure> {
+        let stored = self.record.as_ref().and_then(PersistedJob::data);
+        if let (Some(record), Some(stored)) = (&mut self.record, stored) {
+            let uid = self.anchor.metadata.uid.as_deref().unwrap_or_default();
+            let keys = self.anchor.data.as_ref().expect("it has been read");
+            let list = file_list::load(anchor, (job, uid), keys, stored).await;
+            let list = list.map_err(|error| Failure::failed(error.to_string()))?;
+            record.attach_file_list(list).map_err(Failure::failed)?;
+        }
+        Ok(stored)
+    }
+}

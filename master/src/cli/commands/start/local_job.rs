@@ -1,0 +1,230 @@
+//! Turns a request into a job of this machine, with every check that needs no worker.
+//!
+//! **Invariant:** when [`LocalJob::new`] fails, nothing has been written or started.
+
+use std::ffi::{OsStr, OsString};
+use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::Access;
+
+use super::request::{StartRequest, WorkOptions, default_name};
+use crate::cli::process::Failure;
+use crate::job::JobSpec;
+use crate::jobdir;
+
+/// A validated job of this machine.
+#[derive(Debug)]
+pub(super) struct LocalJob {
+    pub(super) spec: JobSpec,
+    /// Path of the program.
+    pub(super) program: PathBuf,
+    pub(super) args: Vec<OsString>,
+    pub(super) job_dir: PathBuf,
+    pub(super) listen: IpAddr,
+    pub(super) summary: Option<PathBuf>,
+    pub(super) metrics: Option<SocketAddr>,
+    pub(super) tensorboard_dir: Option<PathBuf>,
+    pub(super) master_timeout: Duration,
+    pub(super) quiet: bool,
+    work: WorkOptions,
+}
+
+impl LocalJob {
+    /// Validates the combination of options.
+    pub(super) fn new(request: StartRequest) -> Result<Self, Failure> {
+        if !request.job.local {
+            return Err(Failure::usage(
+                "neither --image nor --local is given: use --image IMG to train in a cluster, \
+                 with pods of that image, or --local to train with processes of this machine",
+            ));
+        }
+        // The numbers are checked first: they do not depend on the program.
+        request.check_workers()?;
+        let (program, program_args) =
+            request.program.split_first().expect("clap asks for one where nothing is resumed");
+        let program = find_program(program)?;
+        if let Some(path) = &request.output.summary {
+            jobdir::check_writable(path).map_err(|e| {
+                let wanted = "give --summary a file in an existing, writable directory";
+                Failure::usage(format!(
+                    "can't write the summary to {}: {e}; {wanted}",
+                    path.display()
+                ))
+            })?;
+        }
+        let name = match &request.job.job_name {
+            Some(name) => name.clone(),
+            None => default_name(&program)?,
+        };
+        let spec = request.spec(name, absolute_path)?;
+        let args = program_args.to_vec();
+        let StartRequest { job, work, workers, output, .. } = request;
+        let job_dir = job.job_dir.unwrap_or_else(|| jobdir::default_root().join(&spec.name));
+        Ok(Self {
+            spec,
+            program,
+            args,
+            job_dir,
+            listen: job.listen,
+            summary: output.summary,
+            metrics: output.metrics_port.map(|port| SocketAddr::new(job.listen, port)),
+            tensorboard_dir: output.tensorboard_dir,
+            master_timeout: workers.master_timeout,
+            quiet: output.quiet,
+            work,
+        })
+    }
+
+    /// Makes a training job write checkpoints to its own directory, `job_dir`, unless the user has
+    /// given `--checkpoint-dir`.
+    pub(super) fn keep_checkpoints_in(&mut self, job_dir: &Path) {
+        if let (None, WorkOptions::Training(options, _)) = (&self.spec.checkpoints, &self.work) {
+            self.spec.checkpoints = options.checkpoints.in_job_dir(job_dir);
+        }
+    }
+}
+
+/// Resolves a path of a local job against the current directory.
+fn absolute_path(option: &str, path: &str) -> Result<String, Failure> {
+    let whole =
+        std::path::absolute(path).map_err(|e| Failure::usage(format!("{option} {path}: {e}")))?;
+    whole
+        .into_os_string()
+        .into_string()
+        .map_err(|_| Failure::usage(format!("{option} {path}: it must be UTF-8")))
+}
+
+/// Resolves `program` as a shell does.
+fn find_program(program: &OsStr) -> Result<PathBuf, Failure> {
+    let path = Path::new(program);
+    if path.as_os_str().is_empty() {
+        return Err(Failure::usage("the program's name is empty; give its path after `--`"));
+    }
+    if path.components().count() > 1
+        || path.is_absolute()
+        || program.as_encoded_bytes().contains(&b'/')
+    {
+        return match executable(path) {
+            Ok(()) => std::path::absolute(path)
+                .map_err(|e| Failure::usage(format!("{}: {e}", path.display()))),
+            Err(reason) => {
+                Err(Failure::usage(format!("can't run the program {}: {reason}", path.display())))
+            }
+        };
+    }
+    let folders = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&folders)
+        .map(|folder| folder.join(path))
+        .find(|p| executable(p).is_ok());
+    found.ok_or_else(|| {
+        let here = if path.is_file() {
+            " (it is in the current directory: prefix its name with ./)"
+        } else {
+            ""
+        };
+        Failure::usage(format!(
+            "the program `{}` is in no folder of $PATH{here}; \
+             give its path, for example ./target/release/{0}",
+            path.display()
+        ))
+    })
+}
+
+fn executable(path: &Path) -> Result<(), String> {
+    let metadata = path.metadata().map_err(|e| e.to_string())?;
+    if !metadata.is_file() {
+        return Err("it is not a file".into());
+    }
+    // The mode bits first: for root, `access` may succeed for any file.
+    let executable = metadata.permissions().mode() & 0o111 != 0
+        && rustix::fs::access(path, Access::EXEC_OK).is_ok();
+    if executable { Ok(()) } else { Err("it is not executable; `chmod +x` it".into()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU64;
+
+    use super::*;
+    use crate::cli::commands::parse_start;
+    use crate::job::{Batch, CheckpointEvery, CheckpointSpec, OnNonfinite, WireDtype, Work};
+
+    fn local_job(options: &str) -> Result<LocalJob, String> {
+        let line = format!("train --training-data d {options} -- true a --b");
+        LocalJob::new(parse_start(&line)?).map_err(|e| e.text)
+    }
+
+    #[test]
+    fn the_defaults_match_the_help() {
+        let job = local_job("--local --job-name j").unwrap();
+        let expected = JobSpec {
+            name: "j".into(),
+            training_data: "d".into(),
+            num_workers: 2,
+            min_workers: 1,
+            max_workers: 8,
+            workers_per_pod: 1,
+            epochs: 1,
+            max_steps: None,
+            batch: Batch::Global(NonZeroU64::new(64).unwrap()),
+            records_per_shard: None,
+            shuffle: true,
+            seed: 0,
+            max_worker_restarts: 3,
+            worker_timeout: Some(Duration::from_millis(800)),
+            master_timeout: Duration::from_secs(30),
+            checkpoints: None,
+            resume_from: None,
+            validation: None,
+            work: Work::Train { export: None },
+            wire_dtype: WireDtype::F32,
+            channels: 1,
+            on_nonfinite: OnNonfinite::Fail,
+            restart_without_checkpoint: false,
+            grace_period: Duration::from_secs(30),
+        };
+        assert_eq!(job.spec, expected);
+        assert_eq!(job.master_timeout, Duration::from_secs(30));
+        assert_eq!(
+            (job.args, job.quiet, job.summary),
+            (vec!["a".into(), "--b".into()], false, None)
+        );
+        assert!(job.program.is_absolute() && job.program.ends_with("true"), "{:?}", job.program);
+        assert!(job.job_dir.ends_with("elasticdl/j") || job.job_dir.ends_with(".elasticdl/j"));
+    }
+
+    #[test]
+    fn a_local_job_writes_checkpoints_to_its_directory_by_default() {
+        let checkpoints = |options: &str| {
+            let mut job = local_job(options).unwrap();
+            job.keep_checkpoints_in(Path::new("/jobs/j"));
+            job.spec.checkpoints
+        };
+        let every = CheckpointEvery::Time(Duration::from_secs(300));
+        let own =
+            CheckpointSpec { dir: "/jobs/j/checkpoints".into(), every, keep: 2, exclusive: true };
+        assert_eq!(checkpoints("--local"), Some(own.clone()));
+        let every = CheckpointEvery::Steps(NonZeroU64::new(200).unwrap());
+        assert_eq!(
+            checkpoints("--local --checkpoint-every 200 --checkpoint-keep 5"),
+            Some(CheckpointSpec { every, keep: 5, ..own })
+        );
+        assert_eq!(checkpoints("--local --checkpoint-dir none"), None);
+        assert!(checkpoints("--local --checkpoint-dir ./none").unwrap().dir.ends_with("/none"));
+        assert!(!checkpoints("--local --checkpoint-dir /c").unwrap().exclusive);
+        let error = local_job("--local --checkpoint-dir none --checkpoint-every 200").unwrap_err();
+        assert!(
+            error.contains("--checkpoint-every") && error.contains("--checkpoint-dir"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn the_master_listens_on_the_loopback_interface_by_default() {
+        assert_eq!(local_job("--local").unwrap().listen.to_string(), "127.0.0.1");
+        assert_eq!(local_job("--local --listen ::1").unwrap().listen.to_string(), "::1");
+    }
+}

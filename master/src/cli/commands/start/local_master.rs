@@ -1,0 +1,314 @@
+//! Runs the master of a local job in this process, to the end of the job.
+
+use std::fs::File;
+use std::io::{self, Write as _, stdout};
+use std::net::SocketAddr;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tracing::{info, warn};
+
+use super::local_job::LocalJob;
+use super::request::StartRequest;
+use super::signals::{Signals, Stop, StopEscalation};
+use crate::cli::process::{
+    EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, new_runtime, print_error, print_warning,
+};
+use crate::cli::render::{Paths, summary_to_json, summary_to_table, warnings};
+use crate::event_loop::{JobResult, Master};
+use crate::job::{Outcome, Time};
+use crate::jobdir::{self, AbandonedJob, JobDir, JobStart, directory_of};
+use crate::listener::ServerConfig;
+use crate::local::{Launcher, ProgramCopy};
+use crate::metrics;
+use crate::progress::Progress;
+use crate::tensorboard::{self, EventFile};
+
+/// Runs a new job. Returns the exit code.
+pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
+    let mut job = LocalJob::new(request)?;
+    let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+    job.keep_checkpoints_in(dir.path());
+    let quiet = job.quiet;
+    run(JobSource::New(Box::new(job)), &dir, quiet)
+}
+
+/// Resumes the job whose master has died. Returns the exit code.
+pub(super) fn resume(job: &Path, quiet: bool) -> Result<u8, Failure> {
+    let (dir, abandoned) =
+        JobDir::resume(&directory_of(job)).map_err(|e| Failure::usage(e.to_string()))?;
+    // Relative paths in the job's options and in its program's arguments keep their meaning.
+    let folder = &abandoned.start.folder;
+    std::env::set_current_dir(folder).map_err(|e| {
+        Failure::usage(format!(
+            "can't go to {}, where the job was started: {e}",
+            Path::new(folder).display()
+        ))
+    })?;
+    run(JobSource::Resumed(Box::new(abandoned)), &dir, quiet)
+}
+
+fn run(source: JobSource, dir: &JobDir, quiet: bool) -> Result<u8, Failure> {
+    log_to_file(dir)?;
+    let wanted = source.summary();
+    let runtime = new_runtime()?;
+    let (ended, stop) = runtime.block_on(lead(source, dir, quiet))?;
+    // Drops what background tasks hold, before the report is written.
+    drop(runtime);
+    let written = write_summaries(wanted.as_deref(), dir, &ended);
+    if written.is_ok() {
+        // No worker is started from here on. The copy need not exist.
+        let _ = std::fs::remove_file(dir.program_path());
+    }
+    if !quiet {
+        let (logs, summary) = (dir.logs(), wanted.unwrap_or_else(|| dir.summary_path()));
+        let table =
+            summary_to_table(&ended.summary, Paths { logs: Some(&logs), summary: Some(&summary) });
+        // Standard output may be closed.
+        let _ = stdout().write_all(table.as_bytes());
+    }
+    if let Some(error) = &ended.summary.error {
+        // With --quiet the table, which names the folder of the logs, is not printed.
+        let with_logs = quiet && ended.outcome == Outcome::Failed;
+        print_error(&if with_logs { add_logs(error, &dir.logs()) } else { error.clone() });
+    }
+    warnings(&ended.summary).iter().for_each(|warning| print_warning(warning));
+    written?;
+    Ok(match ended.outcome {
+        Outcome::Completed => EXIT_OK,
+        Outcome::Failed => EXIT_FAILED,
+        Outcome::InvalidInput => EXIT_USAGE,
+        Outcome::Stopped => stop.unwrap_or(Stop::Interrupted).exit_code(),
+    })
+}
+
+/// Leads the job to its end. Also returns the signal that stopped it.
+async fn lead(
+    source: JobSource,
+    dir: &JobDir,
+    quiet: bool,
+) -> Result<(JobResult, Option<Stop>), Failure> {
+    let listener = source.listen().await?;
+    let address = listener.local_addr().map_err(cannot("learn the listener's address"))?;
+    let scraped = source.listen_for_scrapes().await?;
+    let metrics = scraped.as_ref().and_then(|listener| listener.local_addr().ok());
+    dir.publish(address).map_err(|e| Failure::failed(e.to_string()))?;
+    let mut signals = Signals::new().map_err(cannot("handle signals"))?;
+    let (publish, published) = watch::channel(None);
+    let progress =
+        if quiet { Progress::quiet() } else { Progress::on_stderr() }.publishing(publish);
+    if let Some(address) = metrics {
+        let text = format!("metrics at http://{address}/metrics");
+        info!("{text}");
+        progress.notice(Time::default(), text);
+    }
+    let events = source.event_file()?;
+    if let Some(listener) = scraped {
+        // The task ends with the runtime.
+        tokio::spawn(metrics::serve(listener, published.clone(), Arc::new(|| true)));
+    }
+    let events = events.map(|events| tokio::spawn(tensorboard::follow(events, published)));
+    let server_config = ServerConfig { listener, token: dir.token().clone(), identity: None };
+    let master = source.into_master(dir, (address, metrics), server_config, progress)?;
+    let (commands, received) = mpsc::channel(COMMANDS_MAX);
+    let run = master.run(received);
+    tokio::pin!(run);
+    let mut escalation = StopEscalation::default();
+    let ended = loop {
+        tokio::select! {
+            ended = &mut run => break ended,
+            stop = signals.next() => {
+                // The channel is full only if earlier signals, which already request the end, are
+                // still queued.
+                let _ = commands.try_send(escalation.command(stop));
+            }
+        }
+    };
+    if let Some(events) = events {
+        // Writes the last point.
+        let _ = events.await;
+    }
+    Ok((ended, escalation.first))
+}
+
+enum JobSource {
+    New(Box<LocalJob>),
+    Resumed(Box<AbandonedJob>),
+}
+
+impl JobSource {
+    /// Path of the additional summary (`--summary`).
+    fn summary(&self) -> Option<PathBuf> {
+        match self {
+            Self::New(job) => job.summary.clone(),
+            Self::Resumed(abandoned) => abandoned.start.summary.clone().map(PathBuf::from),
+        }
+    }
+
+    async fn listen(&self) -> Result<TcpListener, Failure> {
+        match self {
+            Self::New(job) => TcpListener::bind((job.listen, 0)).await.map_err(|e| {
+                let wanted = "it must be an address of this machine";
+                Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", job.listen))
+            }),
+            Self::Resumed(abandoned) => {
+                let address = abandoned.start.address;
+                let listen = format!("listen at {address}, where workers reconnect");
+                bind_again(address).await.map_err(cannot(&listen))
+            }
+        }
+    }
+
+    /// Listens where metrics are served. A job that is resumed continues without them.
+    async fn listen_for_scrapes(&self) -> Result<Option<TcpListener>, Failure> {
+        let address = match self {
+            Self::New(job) => job.metrics,
+            Self::Resumed(abandoned) => abandoned.start.metrics,
+        };
+        let Some(address) = address else { return Ok(None) };
+        match (TcpListener::bind(address).await, self) {
+            (Ok(listener), _) => Ok(Some(listener)),
+            (Err(e), Self::New(_)) => {
+                let wanted = "choose another --metrics-port";
+                Err(Failure::usage(format!("can't serve metrics at {address}: {e}; {wanted}")))
+            }
+            (Err(error), Self::Resumed(_)) => {
+                warn!(%error, %address, "metrics are not served");
+                Ok(None)
+            }
+        }
+    }
+
+    fn event_file(&self) -> Result<Option<EventFile>, Failure> {
+        let (folder, job) = match self {
+            Self::New(job) => (job.tensorboard_dir.as_deref(), &job.spec.name),
+            Self::Resumed(abandoned) => (
+                abandoned.start.tensorboard_dir.as_deref().map(Path::new),
+                &abandoned.record.spec().name,
+            ),
+        };
+        let create = |folder: &Path| {
+            EventFile::create(folder, job).map_err(|e| {
+                let wanted = "give --tensorboard-dir a writable folder, or one that can be created";
+                Failure::usage(format!("can't write events to {}: {e}; {wanted}", folder.display()))
+            })
+        };
+        folder.map(create).transpose()
+    }
+
+    /// Creates the master, which listens at the first of `addresses` and serves metrics at the
+    /// other.
+    fn into_master(
+        self,
+        dir: &JobDir,
+        addresses: (SocketAddr, Option<SocketAddr>),
+        server_config: ServerConfig,
+        progress: Progress,
+    ) -> Result<Master, Failure> {
+        let launcher = |start: &JobStart| {
+            Launcher::new(
+                start.program.clone().into(),
+                start.args.clone(),
+                dir,
+                start.master_timeout,
+            )
+            .with_copy(start.copy.clone())
+        };
+        let master = match self {
+            Self::New(job) => {
+                let start = start_of(&job, dir, addresses);
+                let start = start.map_err(cannot("learn the current directory"))?;
+                dir.persist_start(&start).map_err(|e| Failure::failed(e.to_string()))?;
+                Master::new(job.spec, server_config, launcher(&start), progress)
+            }
+            Self::Resumed(abandoned) => {
+                let launcher = launcher(&abandoned.start);
+                // A clock that was set back only makes the job's age too small.
+                let age =
+                    SystemTime::now().duration_since(abandoned.start.began).unwrap_or_default();
+                Master::resume(*abandoned, age, server_config, launcher, progress)
+            }
+        };
+        let master = master.map_err(cannot("start the master"))?;
+        Ok(master.with_persisted_job_file(dir.persisted_job_file()))
+    }
+}
+
+/// What a later master needs to resume the job (see `--resume`).
+fn start_of(
+    job: &LocalJob,
+    dir: &JobDir,
+    (address, metrics): (SocketAddr, Option<SocketAddr>),
+) -> io::Result<JobStart> {
+    let folder = std::env::current_dir()?;
+    Ok(JobStart {
+        program: job.program.clone().into(),
+        args: job.args.clone(),
+        summary: job.summary.as_ref().map(|path| folder.join(path).into()),
+        tensorboard_dir: job.tensorboard_dir.as_ref().map(|path| folder.join(path).into()),
+        folder: folder.into(),
+        address,
+        metrics,
+        master_timeout: job.master_timeout,
+        began: SystemTime::now(),
+        copy: ProgramCopy::make(&job.program, dir.program_path()),
+    })
+}
+
+/// Binds the address of the previous master. A worker that reconnects may hold this port as the
+/// local end of its own connection attempt for a moment; it is free again when the attempt has
+/// failed.
+async fn bind_again(address: SocketAddr) -> io::Result<TcpListener> {
+    let mut attempts = BIND_ATTEMPTS;
+    loop {
+        attempts -= 1;
+        match TcpListener::bind(address).await {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && attempts > 0 => {
+                tokio::time::sleep(BIND_PAUSE).await;
+            }
+            bound => return bound,
+        }
+    }
+}
+
+/// Directs the master's log to its file: one line per change of state.
+fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
+    let path = dir.master_log();
+    // Appends to the log of earlier masters of this job; a new job starts with an empty log.
+    let file = File::options()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(&path)
+        .map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
+    let logging =
+        tracing_subscriber::fmt().with_ansi(false).with_writer(Mutex::new(file)).try_init();
+    // A test in this process may have set another subscriber.
+    if let Err(error) = logging {
+        warn!(%error, "the master's log is not written");
+    }
+    Ok(())
+}
+
+/// The error, with the folder of the logs.
+fn add_logs(error: &str, logs: &Path) -> String {
+    let separator = if error.contains('\n') { '\n' } else { ' ' };
+    format!("{error}{separator}(logs: {})", logs.display())
+}
+
+fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Result<(), Failure> {
+    let json = summary_to_json(&ended.summary);
+    for path in std::iter::once(&*dir.summary_path()).chain(wanted) {
+        jobdir::write_atomically(path, &json)
+            .map_err(cannot(&format!("write the summary {}", path.display())))?;
+    }
+    Ok(())
+}
+
+const BIND_ATTEMPTS: u32 = 20;
+const BIND_PAUSE: Duration = Duration::from_millis(100);
+const COMMANDS_MAX: usize = 4;

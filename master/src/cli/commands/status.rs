@@ -1,0 +1,93 @@
+//! `elasticdl status`: the status of a running job, once or until it ends.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use crate::cli::args::{ClusterTarget, parse_interval, parse_timeout};
+use crate::cli::backend::{self, WatchOptions};
+use crate::cli::process::{Failure, print};
+use crate::cli::render::to_table;
+
+/// Arguments of `elasticdl status`.
+#[derive(Args, Debug)]
+#[command(after_long_help = AFTER_HELP)]
+pub(crate) struct StatusArgs {
+    /// Name of the job, or the path of its directory (with a `/`).
+    #[arg(value_name = "JOB")]
+    pub(crate) job: PathBuf,
+
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Update until the job ends, and print how it ended.
+    ///
+    /// On a terminal the table is redrawn in place. Otherwise each change is printed as a line.
+    /// With --json each status is one line.
+    #[arg(long, short)]
+    pub(crate) watch: bool,
+
+    /// Update interval of --watch, from 50ms to 30days.
+    #[arg(long, value_name = "DURATION", default_value = "500ms",
+          value_parser = parse_interval,
+          requires = "watch")]
+    pub(crate) interval: Duration,
+
+    /// How long --watch waits for the next master when the master is gone, from 1s to 30days.
+    #[arg(long, value_name = "DURATION", default_value = "30s",
+          value_parser = parse_timeout,
+          requires = "watch")]
+    pub(crate) master_timeout: Duration,
+
+    #[command(flatten)]
+    pub(crate) target: ClusterTarget,
+}
+
+const AFTER_HELP: &str = "\
+JSON (keys are stable; null for values that do not apply or are not known yet):
+  job, state            state: starting, resuming (after the master died), waiting (too few
+                        workers), running, stopping, ending; with --watch at last: completed,
+                        failed, refused, stopped
+  progress              0 to 1
+  generation, step      the newest membership; steps committed
+  epoch, epochs         the first epoch that is not complete, from 0; number of epochs
+  records_counted, records_expected
+                        records absorbed by the parameters; records of all epochs
+  records_per_s, loss   over the last seconds; mean per record, smoothed
+  shards                {todo, leased, done} of this epoch: done is absorbed as a whole; leased has
+                        records leased to a connected worker; todo is the rest
+  workers_desired       number of workers to keep running
+  workers[]             {worker, pid, rank, state, step, compute_us, straggler, leased_records};
+                        compute_us: time in the model's code in the last reported step; straggler:
+                        the median of the last 7 such times is over 1.5 times the members' median
+                        and over 5 ms more; in a cluster also {pod, node}
+  workers_pending[]     {launch, slot, state, reason} of workers that are not connected yet; state:
+                        requested, unschedulable, starting
+  priority_tiers[]      {class, launches, workers}: workers started and connected per priority class
+  allreduce_transport   transport of the gradient all-reduce, as text
+  evaluated             {step, records, metrics: {name: mean}} of the newest evaluation; or null
+  checkpoints           {dir, newest: {step, name, bytes}, saved, failed, error}; null if the job
+                        writes none; error: why the last one failed
+  memberships[]         the last 20 changes, as in the summary: {generation, cause, world_size,
+                        at_step, lost, left, joined, gap_ms, detect_ms, abort_ms, agree_ms,
+                        connect_ms, state_ms, first_step_ms}
+  events[]              the last 20 event lines; events_emitted: number of all event lines
+  events_at_s[]         in a cluster: age of the job at each event, in seconds
+
+Exit codes:
+  0    the status was printed; with --watch: the job has ended, in whatever state
+  1    the job is not running, or no master has appeared in time
+  2    invalid command line, or no such job";
+
+/// Prints a job's status. Returns the exit code.
+pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
+    let job = backend::find(&args.job, &args.target.choice())?;
+    let &StatusArgs { json, interval, master_timeout, .. } = args;
+    if args.watch {
+        return job.watch(&WatchOptions { interval, master_timeout, json });
+    }
+    let status = job.status()?;
+    print(&if json { status.to_pretty_json() } else { to_table(&status) })
+}

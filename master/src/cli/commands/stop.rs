@@ -1,0 +1,26 @@
+//! `elasticdl stop`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::cli::args::ClusterTarget;
+use crate::cli::backend;
+use crate::cli::process::{Failure, print};
+
+/// Arguments of `elasticdl stop`.
+#[derive(Args, Debug)]
+pub(crate) struct StopArgs {
+    /// Name of the job, or the path of its directory (with a `/`).
+    #[arg(value_name = "JOB")]
+    pub(crate) job: PathBuf,
+
+    #[command(flatten)]
+    pub(crate) target: ClusterTarget,
+}
+
+/// Stops a job. Returns the exit code.
+pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
+    let done = backend::find(&args.job, &args.target.choice())?.stop()?;
+    print(&format!("{done}\n"))
+}

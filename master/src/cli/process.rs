@@ -1,0 +1,102 @@
+//! What every command needs of its process: exit codes, failures, output and a runtime.
+
+use std::io::{self, Write as _, stderr, stdout};
+
+use tokio::runtime::{Builder, Runtime};
+
+use crate::job::Outcome;
+use crate::kube::client::ClusterError;
+
+/// Failure of a command.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) code: u8,
+    /// Error message: what is wrong, where, and what would be right.
+    pub(crate) text: String,
+}
+
+impl Failure {
+    /// A failure because of invalid input; nothing was started.
+    pub(crate) fn usage(text: impl Into<String>) -> Self {
+        Self { code: EXIT_USAGE, text: text.into() }
+    }
+
+    /// A failure with input that may be valid.
+    pub(crate) fn failed(text: impl Into<String>) -> Self {
+        Self { code: EXIT_FAILED, text: text.into() }
+    }
+}
+
+impl From<ClusterError> for Failure {
+    fn from(error: ClusterError) -> Self {
+        match error {
+            ClusterError::Exists(_)
+            | ClusterError::NoSuchJob { .. }
+            | ClusterError::NoConfig(_) => Self::usage(error.to_string()),
+            error => Self::failed(error.to_string()),
+        }
+    }
+}
+
+/// Exit code of a master whose job ended with `outcome`. A job that the user has stopped is
+/// complete for the cluster.
+pub(crate) fn code_of(outcome: Outcome) -> u8 {
+    match outcome {
+        Outcome::Completed | Outcome::Stopped => EXIT_OK,
+        Outcome::Failed => EXIT_FAILED,
+        Outcome::InvalidInput => EXIT_USAGE,
+    }
+}
+
+/// Exit code for the state of an ended job, like [`code_of`].
+pub(crate) fn code_of_state(state: &str) -> u8 {
+    match state {
+        "completed" | "stopped" => EXIT_OK,
+        "refused" => EXIT_USAGE,
+        _ => EXIT_FAILED,
+    }
+}
+
+/// Creates a runtime for this thread.
+pub(crate) fn new_runtime() -> Result<Runtime, Failure> {
+    Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::failed(format!("can't start the runtime: {e}")))
+}
+
+/// Converts an error of the operating system to "can't `what`".
+pub(crate) fn cannot(what: &str) -> impl Fn(io::Error) -> Failure {
+    move |e| Failure::failed(format!("can't {what}: {e}"))
+}
+
+/// Prints an answer. Returns the exit code.
+pub(crate) fn print(text: &str) -> Result<u8, Failure> {
+    let mut out = stdout();
+    out.write_all(text.as_bytes())
+        .and_then(|()| out.flush())
+        .map_err(cannot("write the answer"))?;
+    Ok(EXIT_OK)
+}
+
+/// Prints a line to standard error, which may be closed.
+pub(crate) fn print_line(text: &str) {
+    let _ = writeln!(stderr(), "{text}");
+}
+
+pub(crate) fn print_error(text: &str) {
+    print_line(&format!("error: {text}"));
+}
+
+pub(crate) fn print_warning(text: &str) {
+    print_line(&format!("warning: {text}"));
+}
+
+pub(crate) const EXIT_FAILED: u8 = 1;
+/// Another master holds the leader Lease of the job.
+pub(crate) const EXIT_FENCED: u8 = 3;
+pub(crate) const EXIT_INTERRUPTED: u8 = 130;
+pub(crate) const EXIT_OK: u8 = 0;
+pub(crate) const EXIT_TERMINATED: u8 = 143;
+/// The same code as clap's for usage errors.
+pub(crate) const EXIT_USAGE: u8 = 2;

@@ -1,0 +1,448 @@
+//! The summary of an ended job, as a table and as JSON.
+
+use std::path::Path;
+
+use crate::job::{
+    CheckpointsSummary, EvaluationsSummary, MembershipChange, StateLoss, Summary, format_metrics,
+};
+use crate::progress::{format_rate, one_line};
+
+/// Paths of further output on this machine.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Paths<'a> {
+    /// Folder of the logs.
+    pub(crate) logs: Option<&'a Path>,
+    /// File of the summary.
+    pub(crate) summary: Option<&'a Path>,
+}
+
+/// The summary as indented JSON, with a final newline.
+pub(crate) fn to_json(summary: &Summary) -> Vec<u8> {
+    let mut json = serde_json::to_vec_pretty(summary).expect("a summary's keys are strings");
+    json.push(b'\n');
+    json
+}
+
+/// The summary as JSON of at most `bytes` (at least 128 KiB): indented if it fits, else in one
+/// line, else with shortened lists. The fields about the end of the job are always retained.
+pub(crate) fn into_json_within(mut summary: Summary, bytes: usize) -> String {
+    let text = |json: Vec<u8>| String::from_utf8(json).expect("JSON is UTF-8");
+    let pretty = text(to_json(&summary));
+    if pretty.len() <= bytes {
+        return pretty;
+    }
+    let line =
+        |summary: &Summary| serde_json::to_string(summary).expect("a summary's keys are strings");
+    let mut json = line(&summary);
+    while json.len() > bytes {
+        let evaluations = summary.evaluations.as_mut().map(|known| &mut known.all);
+        let lengths = [
+            summary.memberships.len(),
+            summary.failed_shards.len(),
+            evaluations.as_ref().map_or(0, |all| all.len()),
+            summary.checkpoints.as_ref().map_or(0, |known| known.restored.len()),
+        ];
+        if lengths.iter().all(|len| *len == 0) {
+            break;
+        }
+        // Retains the newest half of each list, and the first half of the failures.
+        summary.memberships.drain(..lengths[0].div_ceil(2));
+        summary.failed_shards.truncate(lengths[1] / 2);
+        if let Some(all) = evaluations {
+            all.drain(..lengths[2].div_ceil(2));
+        }
+        if let Some(known) = &mut summary.checkpoints {
+            known.restored.drain(..lengths[3].div_ceil(2));
+        }
+        json = line(&summary);
+    }
+    json + "\n"
+}
+
+/// The summary as a table.
+pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
+    let mut text = String::new();
+    let out = &mut text;
+    if let Some(lost) = &summary.state_lost {
+        line(out, &state_lost(lost));
+    }
+    line(out, &format!("job {}: {} after {:.2} s", summary.job, summary.state, summary.wall_s));
+    if let Some(error) = &summary.error {
+        row(out, "error", &one_line(error));
+    }
+    let records = &summary.records;
+    row(out, "steps", &format!("{} ({} epochs complete)", summary.steps, summary.epochs));
+    row(
+        out,
+        "records",
+        &format!(
+            "{} expected, {} counted, {} missing, {} repeated",
+            records.expected, records.counted, records.missing, records.repeated
+        ),
+    );
+    if summary.steps_skipped > 0 {
+        let skipped = summary.steps_skipped;
+        row(
+            out,
+            "skipped",
+            &format!("{skipped} steps with a gradient or loss that was not finite"),
+        );
+    }
+    if let (Some(first), Some(last)) = (summary.loss.first, summary.loss.last) {
+        row(out, "loss", &format!("{first:.4} -> {last:.4}"));
+    }
+    let rate = &summary.throughput;
+    row(
+        out,
+        "throughput",
+        &format!("{} records/s, {:.1} steps/s", format_rate(rate.records_per_s), rate.steps_per_s),
+    );
+    let workers = &summary.workers;
+    let counts =
+        format!("peak {}, final {}, {} restarts", workers.peak, workers.last, workers.restarts);
+    row(out, "workers", &counts);
+    if let Some(digest) = &summary.digest {
+        row(out, "digest", digest);
+    }
+    if let Some(known) = &summary.evaluations {
+        row(out, "evaluations", &evaluations(known));
+    }
+    if let Some(known) = &summary.checkpoints {
+        row(out, "checkpoints", &checkpoints(known));
+    }
+    write_memberships(out, &summary.memberships);
+    for failed in &summary.failed_shards {
+        let what = format!(
+            "{} records {}..{} (epoch {})",
+            failed.file, failed.start, failed.end, failed.epoch
+        );
+        row(
+            out,
+            "failed shard",
+            &one_line(&format!("{what} on worker {}: {}", failed.worker, failed.error)),
+        );
+    }
+    if let Some(words) = &summary.model_summary {
+        row(out, "model", "");
+        for words in words.lines() {
+            line(out, &format!("    {}", one_line(words)));
+        }
+    }
+    if let Some(metrics) = &summary.metrics {
+        row(out, "metrics", "");
+        for (name, mean) in metrics {
+            let mean = mean.map_or_else(|| "not finite".into(), |mean| mean.to_string());
+            line(out, &format!("    {} {mean}", one_line(name)));
+        }
+    }
+    if let Some(path) = &summary.output {
+        row(out, "predictions", &one_line(path));
+    }
+    if let Some(path) = &summary.export {
+        row(out, "exported to", &one_line(path));
+    }
+    for (name, path) in [("logs", paths.logs), ("summary", paths.summary)] {
+        if let Some(path) = path {
+            row(out, name, &path.display().to_string());
+        }
+    }
+    text
+}
+
+/// Warnings that are also printed with `--quiet`.
+pub(crate) fn warnings(summary: &Summary) -> Vec<String> {
+    let lost = summary.state_lost.as_ref().map(state_lost);
+    let failed = summary.checkpoints.as_ref().and_then(|known| {
+        let error = known.error.as_ref()?;
+        let newest = known
+            .newest
+            .as_ref()
+            .map(|newest| format!("; the newest one is from step {}", newest.step));
+        let newest = newest.unwrap_or_else(|| "; there is none".into());
+        Some(format!("the last checkpoint could not be written: {}{newest}", one_line(error)))
+    });
+    let skipped = (summary.steps_skipped > 0).then(|| {
+        format!(
+            "{} steps were skipped because a gradient or loss was not finite",
+            summary.steps_skipped
+        )
+    });
+    [lost, failed, skipped].into_iter().flatten().collect()
+}
+
+fn state_lost(lost: &StateLoss) -> String {
+    let StateLoss { count, at_step } = lost;
+    let times = if *count > 1 { format!(" ({count} times; the last time)") } else { String::new() };
+    format!(
+        "STATE LOST{times} at step {at_step}: all workers were lost, and there was no checkpoint"
+    )
+}
+
+fn evaluations(known: &EvaluationsSummary) -> String {
+    let last = known
+        .all
+        .last()
+        .map(|e| format!("step {}: {}", e.step, one_line(&format_metrics(&e.metrics))));
+    let mut parts = vec![last.unwrap_or_else(|| "none".into())];
+    parts.extend(
+        known
+            .best
+            .as_ref()
+            .map(|b| format!("best at step {}: {} {:.4}", b.step, one_line(&b.metric), b.value)),
+    );
+    parts.extend(known.stopped_early.then(|| "stopped early".into()));
+    parts.join("; ")
+}
+
+fn checkpoints(known: &CheckpointsSummary) -> String {
+    let newest = known.newest.as_ref().map(|newest| format!("newest from step {}", newest.step));
+    let mut parts = vec![format!("{} written", known.saved)];
+    parts.extend(newest);
+    parts.extend((known.failed > 0).then(|| format!("{} failed", known.failed)));
+    parts.extend(known.error.as_ref().map(|error| format!("last error: {}", one_line(error))));
+    parts.extend((known.damaged > 0).then(|| format!("{} damaged", known.damaged)));
+    for restored in &known.restored {
+        parts.push(format!(
+            "resumed from step {} ({} steps lost)",
+            restored.step, restored.lost_steps
+        ));
+    }
+    parts.join(", ")
+}
+
+fn line(out: &mut String, text: &str) {
+    out.push_str(text);
+    out.push('\n');
+}
+
+fn row(out: &mut String, name: &str, value: &str) {
+    line(out, format!("  {name:<13} {value}").trim_end());
+}
+
+fn write_memberships(out: &mut String, memberships: &[MembershipChange]) {
+    if memberships.is_empty() {
+        return;
+    }
+    row(out, "memberships", MEMBERSHIP_COLUMNS);
+    let hidden = memberships.len().saturating_sub(MEMBERSHIPS_MAX);
+    if hidden > 0 {
+        row(out, "", &format!("({hidden} earlier ones are in the summary)"));
+    }
+    for record in &memberships[hidden..] {
+        row(out, "", &membership(record));
+    }
+}
+
+/// One membership change as a table row.
+pub(crate) fn membership(record: &MembershipChange) -> String {
+    let cause = record.cause.name();
+    let gap = record.gap_ms.map_or_else(|| "-".into(), |gap| format!("{gap:.1}"));
+    let phases = record.phases().into_iter();
+    let phases: Vec<String> =
+        phases.filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}"))).collect();
+    let phases =
+        if phases.is_empty() { String::new() } else { format!("  ({})", phases.join(", ")) };
+    format!(
+        "{:>10}  {cause:<5}  {:>7}  {:>10}  {gap:>9}{phases}",
+        record.generation.0, record.world_size, record.at_step
+    )
+}
+
+/// Column headings of [`membership`].
+pub(crate) const MEMBERSHIP_COLUMNS: &str = "generation  cause  workers     at step     gap ms";
+const MEMBERSHIPS_MAX: usize = 20;
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_proto::{Generation, WorkerId};
+
+    use super::*;
+    use crate::job::{
+        BestEvaluation, Cause, Evaluated, FailedShard, LossSummary, RecordsSummary,
+        RestoredCheckpoint, SavedCheckpoint, ThroughputSummary, WorkersSummary,
+    };
+
+    fn change(generation: u64, cause: Cause, gap_ms: Option<f64>) -> MembershipChange {
+        MembershipChange {
+            generation: Generation(generation),
+            cause,
+            world_size: 2,
+            at_step: 40,
+            gap_ms,
+            detect_ms: gap_ms.map(|_| 0.5),
+            abort_ms: gap_ms.map(|_| 0.25),
+            agree_ms: gap_ms.map(|_| 1.0),
+            connect_ms: None,
+            state_ms: None,
+            first_step_ms: None,
+            lost: Vec::new(),
+            left: Vec::new(),
+            joined: Vec::new(),
+        }
+    }
+
+    fn summary() -> Summary {
+        Summary {
+            job: "mnist".into(),
+            state: "completed".into(),
+            steps: 100,
+            epochs: 2,
+            wall_s: 1.5,
+            records: RecordsSummary { expected: 20, counted: 20, missing: 0, repeated: 0 },
+            workers: WorkersSummary { peak: 2, last: 2, restarts: 1 },
+            memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
+            loss: LossSummary { first: Some(2.0), last: Some(0.5) },
+            throughput: ThroughputSummary { records_per_s: 250.0, steps_per_s: 66.6 },
+            allreduce_transport: None,
+            evaluations: Some(EvaluationsSummary {
+                all: vec![Evaluated {
+                    step: 90,
+                    records: 5,
+                    metrics: [("loss".into(), Some(0.75))].into(),
+                }],
+                best: Some(BestEvaluation { step: 40, metric: "loss".into(), value: 0.5 }),
+                stopped_early: true,
+            }),
+            checkpoints: Some(CheckpointsSummary {
+                newest: Some(SavedCheckpoint { step: 100, name: "step-100".into(), bytes: 4 }),
+                saved: 3,
+                failed: 1,
+                restored: vec![RestoredCheckpoint {
+                    step: 40,
+                    name: "step-40".into(),
+                    lost_steps: 2,
+                }],
+                ..CheckpointsSummary::default()
+            }),
+            failed_shards: vec![FailedShard {
+                worker: WorkerId(3),
+                epoch: 0,
+                file: "a.csv".into(),
+                start: 5,
+                end: 7,
+                error: "bad\nlabel".into(),
+            }],
+            steps_skipped: 0,
+            state_lost: None,
+            error: None,
+            model_summary: Some("accuracy 0.9\nfine".into()),
+            metrics: Some([("accuracy".into(), Some(0.875)), ("norm".into(), None)].into()),
+            output: Some("/out".into()),
+            export: Some("/m.safetensors".into()),
+            digest: Some("00ff00ff00ff00ff".into()),
+        }
+    }
+
+    #[test]
+    fn the_table_shows_the_whole_summary() {
+        let paths =
+            Paths { logs: Some(Path::new("/j/logs")), summary: Some(Path::new("/j/summary.json")) };
+        let expected = "\
+job mnist: completed after 1.50 s
+  steps         100 (2 epochs complete)
+  records       20 expected, 20 counted, 0 missing, 0 repeated
+  loss          2.0000 -> 0.5000
+  throughput    250 records/s, 66.6 steps/s
+  workers       peak 2, final 2, 1 restarts
+  digest        00ff00ff00ff00ff
+  evaluations   step 90: loss 0.7500; best at step 40: loss 0.5000; stopped early
+  checkpoints   3 written, newest from step 100, 1 failed, resumed from step 40 (2 steps lost)
+  memberships   generation  cause  workers     at step     gap ms
+                         1  start        2          40          -
+                         2  lost         2          40        8.2  \
+(detect 0.5, abort 0.2, agree 1.0)
+  failed shard  a.csv records 5..7 (epoch 0) on worker 3: bad label
+  model
+    accuracy 0.9
+    fine
+  metrics
+    accuracy 0.875
+    norm not finite
+  predictions   /out
+  exported to   /m.safetensors
+  logs          /j/logs
+  summary       /j/summary.json
+";
+        assert_eq!(to_table(&summary(), paths), expected);
+    }
+
+    #[test]
+    fn a_lost_state_comes_first_and_is_a_warning() {
+        let lost = Summary {
+            state_lost: Some(StateLoss { count: 2, at_step: 70 }),
+            steps_skipped: 3,
+            checkpoints: Some(CheckpointsSummary {
+                error: Some("disk\nfull".into()),
+                ..Default::default()
+            }),
+            ..summary()
+        };
+        let out = to_table(&lost, Paths::default());
+        let first = "STATE LOST (2 times; the last time) at step 70: all workers were lost, and \
+            there was no checkpoint";
+        assert_eq!(out.lines().next(), Some(first));
+        assert!(out.contains("\n  skipped       3 steps with"), "{out}");
+        let warnings = warnings(&lost);
+        assert_eq!((warnings.len(), warnings[0].as_str()), (3, first));
+        assert!(warnings[1].contains("disk full; there is none"), "{warnings:?}");
+        assert_eq!(super::warnings(&summary()), [""; 0]);
+    }
+
+    #[test]
+    fn the_newest_of_many_memberships_are_shown() {
+        let mut out = String::new();
+        let many: Vec<_> =
+            (1..=25).map(|generation| change(generation, Cause::Join, None)).collect();
+        write_memberships(&mut out, &many);
+        assert_eq!(out.lines().count(), 22);
+        assert!(out.contains("(5 earlier ones are in the summary)"), "{out}");
+        assert!(out.lines().last().unwrap().trim().starts_with("25  join"), "{out}");
+    }
+
+    #[test]
+    fn a_loss_that_is_not_a_number_still_makes_valid_json() {
+        let diverged =
+            Summary { loss: LossSummary { first: Some(1.0), last: Some(f64::NAN) }, ..summary() };
+        let text = to_json(&diverged);
+        let json: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!(json["loss"]["first"], 1.0);
+        assert!(json["loss"]["last"].is_null());
+        assert_eq!((&json["workers"]["final"], &json["state"]), (&2.into(), &"completed".into()));
+        let read: Summary = serde_json::from_slice(&text).unwrap();
+        assert_eq!(
+            read,
+            Summary { loss: LossSummary { first: Some(1.0), last: None }, ..summary() }
+        );
+    }
+
+    #[test]
+    fn a_summary_fits_into_its_part_of_the_anchor_and_retains_how_the_job_ended() {
+        assert_eq!(into_json_within(summary(), 128 << 10).as_bytes(), to_json(&summary()));
+        let mut long = summary();
+        let named = MembershipChange {
+            joined: (0..3000).map(WorkerId).collect(),
+            ..change(1, Cause::Join, None)
+        };
+        long.memberships = (0..200)
+            .map(|i| MembershipChange { generation: Generation(i), ..named.clone() })
+            .collect();
+        let failed = FailedShard {
+            worker: WorkerId(1),
+            epoch: 0,
+            file: "f".repeat(4096),
+            start: 0,
+            end: 1,
+            error: "\u{1}".repeat(4096),
+        };
+        long.failed_shards = vec![failed; 100];
+        let text = into_json_within(long.clone(), 256 << 10);
+        assert!(text.len() <= 256 << 10, "{} KiB", text.len() >> 10);
+        let read: Summary = serde_json::from_str(&text).unwrap();
+        assert_eq!(
+            (read.records, read.digest, read.error),
+            (long.records, long.digest, long.error)
+        );
+        assert!(!read.memberships.is_empty() && !read.failed_shards.is_empty());
+        assert_eq!(read.memberships.last().unwrap().generation, Generation(199));
+    }
+}

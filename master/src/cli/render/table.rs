@@ -1,0 +1,318 @@
+//! The status of a job as a table.
+
+use std::fmt::Write as _;
+
+use elasticdl_proto::{CheckpointsSummary, Evaluated, ShardCounts, Status, WorkerStatus};
+
+use super::summary::{MEMBERSHIP_COLUMNS, membership};
+use crate::job::format_metrics;
+use crate::progress::{format_rate, one_line};
+
+/// The status as a table.
+pub(crate) fn to_table(status: &Status) -> String {
+    let mut text = String::new();
+    let mut row = |name: &str, value: &str| {
+        writeln!(text, "{}", format!("{name:<12} {value}").trim_end())
+            .expect("a string takes any text");
+    };
+    row("job", &status.job);
+    row("state", &format!("{} ({:.1} %)", status.state, status.progress * 100.0));
+    let epoch = (status.epoch.saturating_add(1)).min(status.epochs);
+    row("epoch", &format!("{epoch} of {}", status.epochs));
+    if let Some(ShardCounts { todo, leased, done }) = status.shards {
+        row("shards", &format!("{todo} to do, {leased} leased, {done} done"));
+    }
+    row("step", &status.step.to_string());
+    row("records", &format!("{} of {}", status.records_counted, status.records_expected));
+    if let Some(loss) = status.loss {
+        row("loss", &format!("{loss:.4}"));
+    }
+    row("speed", &format!("{} records/s", format_rate(status.records_per_s)));
+    if let Some(allreduce_transport) = &status.allreduce_transport {
+        row("all-reduce", &one_line(allreduce_transport));
+    }
+    row("generation", &status.generation.to_string());
+    row("workers", &format!("{} desired", status.workers_desired));
+    let in_pods = status.workers.iter().any(|worker| worker.pod.is_some());
+    if !status.workers.is_empty() {
+        let process = if in_pods { "" } else { PROCESS_COLUMN };
+        let pod = if in_pods { "  pod" } else { "" };
+        row("", &format!("worker  {process}{WORKER_COLUMNS}  records leased{pod}"));
+    }
+    for worker in &status.workers {
+        row("", &worker_row(worker, in_pods));
+    }
+    for (index, launch) in status.workers_pending.iter().enumerate() {
+        let reason = launch.reason.as_deref().map(|why| format!(": {}", one_line(why)));
+        let what =
+            format!("worker {} {}{}", launch.launch.0, launch.state, reason.unwrap_or_default());
+        row(if index == 0 { "pending" } else { "" }, &what);
+    }
+    if !status.priority_tiers.is_empty() {
+        let tiers = status
+            .priority_tiers
+            .iter()
+            .map(|r| format!("{} {}/{}", r.class, r.workers, r.launches));
+        row("tiers", &tiers.collect::<Vec<_>>().join(", "));
+    }
+    if let Some(Evaluated { step, metrics, .. }) = &status.evaluated {
+        row("evaluated", &format!("step {step}: {}", one_line(&format_metrics(metrics))));
+    }
+    if let Some(known) = &status.checkpoints {
+        row("checkpoints", &checkpoints_row(known));
+    }
+    let hidden = status.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
+    if !status.memberships.is_empty() {
+        row("memberships", MEMBERSHIP_COLUMNS);
+    }
+    for record in &status.memberships[hidden..] {
+        row("", &membership(record));
+    }
+    for (index, event) in status.events.iter().enumerate() {
+        row(if index == 0 { "events" } else { "" }, &one_line(event));
+    }
+    text
+}
+
+fn checkpoints_row(known: &CheckpointsSummary) -> String {
+    let newest = known
+        .newest
+        .as_ref()
+        .map_or_else(|| "none yet".into(), |newest| format!("step {}", newest.step));
+    let error =
+        known.error.as_deref().map(|error| format!("; the last one failed: {}", one_line(error)));
+    format!("{newest} in {}{}", known.dir.as_deref().unwrap_or_default(), error.unwrap_or_default())
+}
+
+/// One worker as a row. In a cluster the row has the pod instead of the process id, which is the
+/// same in all pods.
+fn worker_row(worker: &WorkerStatus, in_pods: bool) -> String {
+    let or_dash =
+        |number: Option<u64>| number.map_or_else(|| "-".into(), |number| number.to_string());
+    let process = if in_pods { String::new() } else { format!("{:>8}  ", worker.pid) };
+    let node = worker.node.as_deref().map(|node| format!(" on {node}")).unwrap_or_default();
+    let pod = worker.pod.as_deref().map(|pod| format!("  {pod}{node}")).unwrap_or_default();
+    format!(
+        "{:>6}  {process}{:>4}  {:<10}  {:>8}  {:>8.1}  {:>14}{pod}{}",
+        worker.worker,
+        or_dash(worker.rank.map(u64::from)),
+        worker.state,
+        or_dash(worker.step),
+        worker.compute_us as f64 / 1000.0,
+        worker.leased_records,
+        if worker.straggler { "  straggler" } else { "" }
+    )
+}
+
+const MEMBERSHIPS_SHOWN: usize = 5;
+const PROCESS_COLUMN: &str = "     pid  ";
+const WORKER_COLUMNS: &str = "rank  state           step   ms/step";
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use elasticdl_proto::{
+        Cause, Generation, LaunchId, LaunchStatus, MembershipChange, PriorityTierStatus,
+        SavedCheckpoint, WorkerId,
+    };
+
+    use super::*;
+
+    pub(crate) fn reply() -> Status {
+        let worker = |worker, rank: Option<u32>| WorkerStatus {
+            worker: WorkerId(worker),
+            pid: 70 + worker as u32,
+            rank,
+            state: "training".into(),
+            compute_us: 1500,
+            leased_records: 64,
+            step: rank.map(|_| 10),
+            straggler: worker == 1,
+            pod: None,
+            node: None,
+        };
+        let membership = |generation| MembershipChange {
+            generation: Generation(generation),
+            cause: Cause::Lost,
+            world_size: 2,
+            at_step: 9,
+            gap_ms: None,
+            detect_ms: None,
+            abort_ms: None,
+            agree_ms: None,
+            connect_ms: None,
+            state_ms: None,
+            first_step_ms: None,
+            lost: vec![WorkerId(3)],
+            left: vec![WorkerId(4)],
+            joined: vec![WorkerId(5)],
+        };
+        let recovered = MembershipChange {
+            gap_ms: Some(3.0),
+            detect_ms: Some(0.1),
+            abort_ms: Some(0.2),
+            agree_ms: Some(0.3),
+            connect_ms: Some(0.4),
+            state_ms: Some(0.5),
+            first_step_ms: Some(1.5),
+            ..membership(2)
+        };
+        let tier = |class: &str, launches, workers| PriorityTierStatus {
+            class: class.into(),
+            launches,
+            workers,
+        };
+        Status {
+            job: "mnist".into(),
+            state: "running".into(),
+            generation: Generation(2),
+            step: 10,
+            epoch: 0,
+            epochs: 3,
+            records_counted: 640,
+            records_expected: 1920,
+            loss: Some(0.25),
+            records_per_s: 20_000.0,
+            steps_skipped: 0,
+            workers_desired: 2,
+            workers: vec![worker(1, Some(0)), worker(2, None)],
+            events: vec!["generation 2: 1 worker".into()],
+            progress: 1.0 / 3.0,
+            shards: Some(ShardCounts { todo: 5, leased: 3, done: 2 }),
+            memberships: vec![membership(1), recovered],
+            events_emitted: 7,
+            events_at_s: Vec::new(),
+            workers_pending: vec![LaunchStatus {
+                launch: LaunchId(3),
+                slot: 2,
+                state: "unschedulable".into(),
+                reason: Some("0/1 nodes are available".into()),
+            }],
+            priority_tiers: vec![tier("elasticdl-core", 2, 2), tier("elasticdl-tier-1", 1, 0)],
+            allreduce_transport: Some("TCP".into()),
+            evaluated: Some(Evaluated {
+                step: 9,
+                records: 50,
+                metrics: [("loss".into(), Some(0.5)), ("accuracy".into(), Some(0.75))].into(),
+            }),
+            checkpoints: Some(CheckpointsSummary {
+                dir: Some("s3://b/c".into()),
+                newest: Some(SavedCheckpoint { step: 9, name: "step-9".into(), bytes: 400 }),
+                saved: 2,
+                failed: 1,
+                error: Some("disk full".into()),
+                ..CheckpointsSummary::default()
+            }),
+        }
+    }
+
+    #[test]
+    fn the_table_shows_the_whole_status() {
+        let expected = "\
+job          mnist
+state        running (33.3 %)
+epoch        1 of 3
+shards       5 to do, 3 leased, 2 done
+step         10
+records      640 of 1920
+loss         0.2500
+speed        20.0 k records/s
+all-reduce   TCP
+generation   2
+workers      2 desired
+             worker       pid  rank  state           step   ms/step  records leased
+                  1        71     0  training          10       1.5              64  straggler
+                  2        72     -  training           -       1.5              64
+pending      worker 3 unschedulable: 0/1 nodes are available
+tiers        elasticdl-core 2/2, elasticdl-tier-1 0/1
+evaluated    step 9: accuracy 0.7500, loss 0.5000
+checkpoints  step 9 in s3://b/c; the last one failed: disk full
+memberships  generation  cause  workers     at step     gap ms
+                      1  lost         2           9          -
+                      2  lost         2           9        3.0  (detect 0.1, abort 0.2, agree 0.3, \
+connect 0.4, state 0.5, first step 1.5)
+events       generation 2: 1 worker
+";
+        assert_eq!(to_table(&reply()), expected);
+    }
+
+    #[test]
+    fn workers_in_a_cluster_are_shown_with_their_pods_and_nodes() {
+        let mut status = reply();
+        status.workers[0].pod = Some("mnist-w-1".into());
+        status.workers[0].node = Some("node-7".into());
+        let table = to_table(&status);
+        let expected = "\
+             worker  rank  state           step   ms/step  records leased  pod
+                  1     0  training          10       1.5              64  \
+mnist-w-1 on node-7  straggler
+                  2     -  training           -       1.5              64
+";
+        assert!(table.contains(expected), "{table}");
+    }
+
+    #[test]
+    fn the_table_shows_the_newest_memberships_and_json_shows_all() {
+        let one = reply().memberships.remove(0);
+        let many = (1..=20)
+            .map(Generation)
+            .map(|generation| MembershipChange { generation, ..one.clone() });
+        let status = Status { memberships: many.collect(), ..reply() };
+        let shown = to_table(&status).lines().filter(|line| line.contains("  lost  ")).count();
+        assert_eq!((shown, status.memberships.len()), (5, 20));
+    }
+
+    #[test]
+    fn the_keys_of_the_json_are_stable() {
+        let json: serde_json::Value = serde_json::from_str(&reply().to_json_line()).unwrap();
+        let membership = |generation: u64| {
+            serde_json::json!({
+                "generation": generation, "cause": "lost", "world_size": 2, "at_step": 9,
+                "gap_ms": null, "detect_ms": null, "abort_ms": null, "agree_ms": null,
+                "connect_ms": null, "state_ms": null, "first_step_ms": null,
+                "lost": [3], "left": [4], "joined": [5],
+            })
+        };
+        let mut recovered = membership(2);
+        for (name, ms) in [
+            ("gap_ms", 3.0),
+            ("detect_ms", 0.1),
+            ("abort_ms", 0.2),
+            ("agree_ms", 0.3),
+            ("connect_ms", 0.4),
+            ("state_ms", 0.5),
+            ("first_step_ms", 1.5),
+        ] {
+            recovered[name] = ms.into();
+        }
+        let expected = serde_json::json!({
+            "job": "mnist", "state": "running", "progress": 1.0 / 3.0, "generation": 2,
+            "step": 10, "epoch": 0, "epochs": 3, "records_counted": 640,
+            "records_expected": 1920, "records_per_s": 20_000.0,
+            "loss": 0.25, "steps_skipped": 0, "shards": {"todo": 5, "leased": 3, "done": 2},
+            "workers_desired": 2,
+            "workers": [
+                {"worker": 1, "pid": 71, "rank": 0, "state": "training", "step": 10,
+                 "compute_us": 1500, "straggler": true, "leased_records": 64},
+                {"worker": 2, "pid": 72, "rank": null, "state": "training", "step": null,
+                 "compute_us": 1500, "straggler": false, "leased_records": 64},
+            ],
+            "workers_pending": [
+                {"launch": 3, "slot": 2, "state": "unschedulable",
+                 "reason": "0/1 nodes are available"},
+            ],
+            "priority_tiers": [
+                {"class": "elasticdl-core", "launches": 2, "workers": 2},
+                {"class": "elasticdl-tier-1", "launches": 1, "workers": 0},
+            ],
+            "allreduce_transport": "TCP",
+            "evaluated": {"step": 9, "records": 50, "metrics": {"accuracy": 0.75, "loss": 0.5}},
+            "checkpoints": {
+                "dir": "s3://b/c", "newest": {"step": 9, "name": "step-9", "bytes": 400},
+                "saved": 2, "failed": 1, "damaged": 0, "error": "disk full", "restored": [],
+            },
+            "memberships": [membership(1), recovered],
+            "events": ["generation 2: 1 worker"], "events_emitted": 7,
+        });
+        assert_eq!(json, expected);
+    }
+}
