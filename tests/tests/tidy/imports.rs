@@ -109,6 +109,10 @@ impl Imports {
                 continue;
             }
             let here = &self.modules[&module];
+            // A module within a file, such as generated code, imports nothing.
+            if has_word(&here.code, &format!("mod {name} {{")) {
+                return None;
+            }
             if let Some(full) = here.names.get(name) {
                 let rest: Vec<String> = rest.cloned().collect();
                 return self.resolve(&module, &[&full[..], &rest].concat(), depth + 1);
