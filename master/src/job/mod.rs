@@ -7,14 +7,47 @@
 //! ```text
 //!               handle(now, Event)             poll_action() -> Action
 //!  streams ───►┌──────────────────────────────────────────────┐──► Launch, Kill        (processes)
-//!  processes ─►│ Job                                          │──► Admit, Send, Refuse (streams)
-//!  the user ──►│   workers: launches   group: generation      │──► Log, End            (the user)
-//!  the clock ─►│   leases: ledger, queues    restarts         │
+//!  processes ─►│ Job   workers   group   data                 │──► Admit, Send, Refuse (streams)
+//!  the user ──►│       lifecycle   reporting                  │──► Log, End            (the user)
+//!  the clock ─►│       outbox: actions, timers, version       │
 //!              └──────────────────────────────────────────────┘
 //!         handle_timeout(now) ◄── poll_timeout()       status(now), summary(now)
 //! ```
 //!
 //! The group decides what its parameters have absorbed; the ledger here is a cache of its reports.
+//!
+//! **Parts.** Each part owns its fields; the others see its methods. What spans parts is a method
+//! of [`Job`] that borrows them.
+//!
+//! | part | owns | knows |
+//! |---|---|---|
+//! | `workers/` | launches, connected workers, pods | no other part |
+//! | `group/` | the newest generation, its links, its final reports | no other part |
+//! | `data/` | files, shards, leases, the cached ledger, results | no other part |
+//! | `lifecycle/` | the phase, wanted workers, restarts, take-over; what removes workers | all |
+//! | `reporting/` | history, counters; status and summary | all; decides nothing |
+//!
+//! | event, message | handled in |
+//! |---|---|
+//! | `Connected`, `Described`, `Ready`, `CaughtUp` | `handlers/onboarding` |
+//! | `Connected` again, `Disconnected`, `HeldLeases` | `lifecycle/disconnected` |
+//! | `Formed`, `Committed`, `Resumed`, `Finished`, `Failed` | `handlers/training` |
+//! | `LeaseRequest` | `handlers/leasing` |
+//! | `ShardDone` | `handlers/inference` |
+//! | `Heartbeat` | `handlers/liveness` |
+//! | `Broken` | `handlers/links` |
+//! | `Checkpoint`, `Evaluated`, `StorageWait` | `reporting/news` |
+//! | `LaunchWaits`, `LaunchRuns`, `LaunchLeaves`, `Scale` | `lifecycle/launching` |
+//! | `ProcessEnded` | `lifecycle/exits` |
+//! | `Leaving` | `lifecycle/removal` |
+//! | `Stop` | `lifecycle/shutdown` |
+//!
+//! Whatever may change the group ends in `handlers/publish`, which publishes the next generation if
+//! one is due.
+//!
+//! **Removal** has four verbs. *Release* asks a worker to leave in order. *Evict* removes a worker
+//! against its will. *Forget* drops a worker whose stream or process has ended. *Kill* ends the
+//! processes of a pod at once.
 //!
 //! **Invariants**
 //! * No async, sockets, clock, environment or entropy under `job/`; random choices derive from the
@@ -49,6 +82,12 @@ mod time;
 mod workers;
 
 pub use action::{Action, Membership, Outcome, ToWorker};
+pub use elasticdl_proto::{
+    BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, LaunchStatus,
+    LossSummary, MembershipChange, PriorityTierStatus, RecordsSummary, RestoredCheckpoint,
+    SavedCheckpoint, ShardCounts, StateLoss, Status, Summary, ThroughputSummary, WorkerStatus,
+    WorkersSummary,
+};
 pub use event::{
     CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, FromWorker,
     LaunchId, LedgerReport, Phases, Resume, Stall, StepTimes, Wait,
@@ -57,18 +96,9 @@ pub use job::Job;
 pub use lifecycle::persisted::{DatasetFingerprint, PersistedJob};
 #[cfg(test)]
 pub(crate) use lifecycle::restart::is_own_fault;
-pub use lifecycle::state_loss::StateLoss;
-pub use reporting::checkpoints::{CheckpointsSummary, RestoredCheckpoint, SavedCheckpoint};
 pub use reporting::counters::{Counters, End, Histogram, Recoveries};
-pub(crate) use reporting::evaluations::format_metrics;
-pub use reporting::evaluations::{BestEvaluation, EvaluationsSummary};
-pub use reporting::status::{
-    LaunchStatus, PriorityTierStatus, ShardCounts, Snapshot, Status, WorkerStatus,
-};
-pub use reporting::summary::{
-    Cause, FailedShard, LossSummary, MembershipChange, RecordsSummary, Summary, ThroughputSummary,
-    WorkersSummary,
-};
+pub(crate) use reporting::text::format_metrics;
+pub use reporting::views::Snapshot;
 pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, OnNonfinite, SpecError,
     ValidationSpec, WireDtype, Work,

@@ -3,16 +3,16 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_proto::{FileList, Generation, WorkerId};
+use elasticdl_proto::{Cause, FailedShard, FileList, Generation, MembershipChange, WorkerId};
 
 use super::action::{Membership, Outcome};
-use super::data::lease_table::LeaseTable;
-use super::data::shards::Shards;
 use super::event::{Evaluated, Finished, LaunchId, LedgerReport};
-use super::job::{Job, Phase};
-use super::reporting::summary::{Cause, FailedShard, MembershipChange};
+use super::group::generation::Group;
+use super::job::Job;
+use super::lifecycle::state::Phase;
 use super::spec::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
-use super::workers::table::{Disconnected, Launch};
+use super::workers::state::{Disconnected, Launch, LaunchState};
+use super::workers::table::WorkerTable;
 
 /// A job of three workers and two epochs, with four records per step, shuffled with seed 7.
 pub(crate) fn spec() -> JobSpec {
@@ -65,26 +65,21 @@ pub(crate) fn largest() -> Job {
     });
     let address =
         |i: u32| format!("[fd00:1234:5678:9abc:def0:1234:5678:{i:04x}]:65535").parse().unwrap();
-    job.workers.launches.clear();
+    job.workers = WorkerTable::new(1);
     for i in 0..WORKERS {
         let disconnected = Disconnected {
             rank: Some(i),
             joined: Some(Generation(u64::MAX / 4)),
-            holds_state: false,
             ..Disconnected::default()
         };
-        let launch = Launch {
-            slot: i,
-            worker: Some(WorkerId(id(i))),
-            disconnected: Some(disconnected),
-            ..Launch::default()
-        };
-        job.workers.launches.insert(LaunchId(id(i)), launch);
+        let launch = Launch::restored(i, LaunchState::Disconnected(disconnected), false, false);
+        job.workers.restore(LaunchId(id(i)), launch);
     }
     let members = (0..WORKERS).map(|i| (WorkerId(id(i)), address(i))).collect();
-    job.group.published =
-        Some(Membership { generation: Generation(u64::MAX / 4), members, abort: true });
-    job.group.previous_ring = Some((0..WORKERS).map(|i| WorkerId(id(i))).collect());
+    let published = Membership { generation: Generation(u64::MAX / 4), members, abort: true };
+    let previous_ring = (0..WORKERS).map(|i| WorkerId(id(i))).collect();
+    job.group =
+        Group::restored(Some(published), Generation::default(), Some(previous_ring), |_| false);
     for generation in 0..10_000 {
         let named = |n: u32| (0..n).map(|i| WorkerId(id(i + generation))).collect();
         let record = MembershipChange {
@@ -103,11 +98,11 @@ pub(crate) fn largest() -> Job {
             left: named(2),
             joined: named(4),
         };
-        job.history.publish(record, Default::default());
+        job.reporting.publish(record, Default::default());
     }
     for i in 0..100 {
         let (file, error) = (long("file"), "\u{1}".repeat(4096));
-        job.history.fail_on(FailedShard {
+        job.reporting.fail_on(FailedShard {
             worker: WorkerId(id(i)),
             epoch: 1,
             file,
@@ -119,11 +114,10 @@ pub(crate) fn largest() -> Job {
     let metrics = (0..100).map(|i| (format!("{i:0100}"), Some(f64::from(i) / 1024.0)));
     let metrics = std::collections::BTreeMap::from_iter(metrics);
     let evaluated = |step| Evaluated { step, records: u64::MAX / 4, metrics: metrics.clone() };
-    job.history.evaluations.all = (0..1000).map(evaluated).collect();
+    job.reporting.set_evaluations((0..1000).map(evaluated).collect());
     let list = dataset(&[200_000_000]);
-    job.leases = Some(LeaseTable::new(Shards::cut(&list, &job.spec).unwrap(), 2));
-    job.dataset = Some(list);
-    job.final_report = Some(Finished {
+    job.data.describe(list, &job.spec).unwrap();
+    let report = Finished {
         generation: Generation(u64::MAX / 4),
         step: u64::MAX / 4,
         digest: u64::MAX,
@@ -135,8 +129,8 @@ pub(crate) fn largest() -> Job {
         suspended: false,
         steps_skipped: u64::MAX / 4,
         exported: true,
-    });
-    job.history.error = Some("\u{1}".repeat(4096));
-    job.phase = Phase::Ending(Outcome::Failed);
+    };
+    job.reporting.restore_ending(Some("\u{1}".repeat(4096)), Some(report));
+    job.lifecycle.set_phase(Phase::Ending(Outcome::Failed));
     job
 }

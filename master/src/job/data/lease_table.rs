@@ -15,11 +15,10 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use elasticdl_proto::{Ledger, RangeSet, RecordRange, WorkerId};
+use elasticdl_proto::{Ledger, RangeSet, RecordRange, ShardCounts, WorkerId};
 
-use crate::job::data::shards::Shards;
+use super::shards::Shards;
 use crate::job::event::LedgerReport;
-use crate::job::reporting::status::ShardCounts;
 
 /// The leases, queues and ledger of a job's records.
 #[derive(Debug)]

@@ -1,3 +1,6 @@
-//! The group: the newest generation, and the choice of the next one.
+//! The group: the newest generation, the choice of the next one, and which links are at fault.
 
 pub(crate) mod choose;
+pub(crate) mod generation;
+pub(crate) mod links;
+pub(crate) mod stall;

@@ -18,23 +18,39 @@
 //! worker is not silent.
 //!
 //! The same evidence decides about members whose stream ended; see
-//! [`disconnected`](crate::job::handlers::disconnected).
+//! [`disconnected`](crate::job::lifecycle::disconnected).
+//!
+//! **Stalls.** A network that drops the packets between two workers breaks no link and stops no
+//! heartbeat: both workers reach the master, and the whole ring waits. See
+//! [`stall`](crate::job::group::stall).
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use crate::job::handlers::stall::Stalled;
-use crate::job::job::{Job, Phase};
+use crate::job::event::Stall;
+use crate::job::group::stall::Suspect;
+use crate::job::job::Job;
+use crate::job::lifecycle::disconnected::RECONNECT_SLACK;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
-use crate::job::workers::table::Worker;
+use crate::job::workers::heartbeat::Stalled;
+use crate::job::workers::state::Worker;
 
 impl Job {
+    /// Handles a heartbeat, which reports whether the worker waits for its neighbours, and where.
+    pub(crate) fn on_heartbeat(&mut self, now: Time, worker: WorkerId, stall: Option<Stall>) {
+        let heartbeat = self.spec.heartbeat().unwrap_or_default();
+        if let Some(w) = self.workers.get_mut(worker) {
+            w.note_stall(now, stall, heartbeat);
+        }
+    }
+
     /// Sets the timer of the next heartbeat check, as long as there are workers.
     pub(crate) fn watch_heartbeats(&mut self, now: Time) {
         if let Some(timeout) = self.spec.worker_timeout
-            && !self.workers.connected.is_empty()
+            && self.workers.connected().next().is_some()
             && !self.out.has_timer(Timer::HeartbeatCheck)
         {
             self.out.set_timer(now + check_interval(timeout), Timer::HeartbeatCheck);
@@ -45,22 +61,19 @@ impl Job {
     /// was due.
     pub(crate) fn on_heartbeat_check(&mut self, now: Time, at: Time) {
         let Some(timeout) = self.spec.worker_timeout else { return };
-        if !matches!(self.phase, Phase::Running | Phase::Stopping) {
+        if !self.lifecycle.is_active() {
             return;
         }
         // This master itself did not run for a while, so messages that workers sent meanwhile have
         // not been read yet; or it was cut off from all workers, and hears the first of them again.
-        let was_cut_off = self.was_cut_off(now, timeout);
-        if was_cut_off || now.0.saturating_sub(at.0) > check_interval(timeout) {
-            for w in self.workers.connected.values_mut() {
-                (w.heard, w.stalled) = (now, None);
-            }
+        let was_cut_off = self.workers.was_cut_off(now, timeout);
+        if was_cut_off || now.since(at) > check_interval(timeout) {
+            self.workers.connected_mut().for_each(|(_, w)| w.excuse_silence(now));
         }
         let lost: Vec<(WorkerId, Duration)> = self
             .workers
-            .connected
-            .iter()
-            .filter_map(|(&id, w)| Some((id, self.lost_after(w, now, timeout)?)))
+            .connected()
+            .filter_map(|(id, w)| Some((id, self.lost_after(w, now, timeout)?)))
             .collect();
         for (worker, silence) in lost {
             self.evict(now, worker, &format!("was silent for {} ms", silence.as_millis()));
@@ -70,86 +83,97 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Whether all workers had been silent for longer than `timeout`, and one is heard again.
-    fn was_cut_off(&mut self, now: Time, timeout: Duration) -> bool {
-        let last = self.workers.connected.values().map(|w| w.heard).max().unwrap_or_default();
-        let is_cut_off = now.0.saturating_sub(last.0) > timeout;
-        std::mem::replace(&mut self.is_cut_off, is_cut_off) && !is_cut_off
+    /// Evicts workers that the network has cut off from their neighbours, if all members wait for
+    /// longer than the timeout and all were heard recently. (Silent members are judged by the
+    /// heartbeat check.)
+    fn check_for_stalls(&mut self, now: Time, timeout: Duration) {
+        let is_broken = self.group.is_broken() || self.group.awaits_explanation();
+        // A disconnected member can't report where it waits.
+        if is_broken || self.workers.has_disconnected_members() {
+            return;
+        }
+        let Some(links) = self.stalling_links(now, timeout) else { return };
+        self.reporting.count_stall();
+        self.log_event(format!(
+            "generation {}: all members have waited for each other for {} ms",
+            self.group.generation(),
+            timeout.as_millis()
+        ));
+        self.evict_for(now, links);
+    }
+
+    /// The links that stall the group; `None` while it may still make progress.
+    fn stalling_links(&self, now: Time, timeout: Duration) -> Option<Vec<Suspect>> {
+        let heartbeat = self.spec.heartbeat()?;
+        let mut waiting: BTreeMap<WorkerId, Stall> = BTreeMap::new();
+        for id in self.taking_part().filter(|&id| !self.group.has_finished(id)) {
+            let stalled = self.workers.get(id)?.stalled()?;
+            let is_stuck =
+                stalled.is_long(now, timeout, heartbeat) && self.group.is_stall_of(stalled.stall());
+            is_stuck.then(|| waiting.insert(id, *stalled.stall()))?;
+        }
+        (!waiting.is_empty()).then(|| self.group.stalling_links(&waiting))
     }
 
     /// Whether all members that are heard are stalled: they wait for those that are not, or their
     /// group is broken. `false` if no member is heard. Heartbeats older than `after` are ignored.
     pub(crate) fn is_group_stalled(&self, now: Time, after: Time) -> bool {
+        let is_broken = self.group.is_broken() || self.group.awaits_explanation();
         let (Some(timeout), Some(heartbeat)) = (self.spec.worker_timeout, self.spec.heartbeat())
         else {
-            let is_broken = self.group.is_broken() || self.group.broken.is_some();
             return is_broken && self.taking_part().next().is_some();
         };
         let heard = || {
-            self.taking_part()
-                .map(|id| &self.workers.connected[&id])
-                .filter(|w| w.is_heard(now, heartbeat))
+            let workers = self.taking_part().filter_map(|id| self.workers.get(id));
+            workers.filter(|w| w.is_heard(now, heartbeat))
         };
         if !self.spec.work.trains() || heard().next().is_none() {
             return false;
         }
-        if self.group.is_broken() || self.group.broken.is_some() {
+        if is_broken {
             return true;
         }
         let long = (timeout / 2).max(self.longest_step());
-        let waits =
-            |s: Stalled| self.is_of_group(&s) && s.since_last_byte() >= long && s.last() >= after;
-        heard().all(|w| w.stalled.is_some_and(waits))
+        let waits = |s: &Stalled| {
+            self.group.is_stall_of(s.stall()) && s.stall().since >= long && s.last() >= after
+        };
+        heard().all(|w| w.stalled().is_some_and(waits))
     }
 
     /// The longest usual compute time of a step among the members.
     fn longest_step(&self) -> Duration {
-        let here = self.workers.members().filter_map(|(_, w)| w.pace.usual_us());
-        let disconnected =
-            self.workers.launches.values().filter_map(|l| l.disconnected?.last_known?.usual_us);
+        let here = self.workers.members().filter_map(|(_, w)| w.pace().usual_us());
+        let disconnected = self.workers.disconnected().filter_map(|(_, d)| d.last_known?.usual_us);
         Duration::from_micros(here.chain(disconnected).max().unwrap_or_default())
     }
 
     /// How long a worker has been silent, if it is lost.
     fn lost_after(&self, w: &Worker, now: Time, timeout: Duration) -> Option<Duration> {
-        let silence = now.0.saturating_sub(w.heard.0);
+        let silence = now.since(w.heard());
         let heartbeat = self.spec.heartbeat().unwrap_or_default();
         if silence <= timeout + heartbeat {
             return None;
         }
-        // A worker that stops just before its next heartbeat has already been silent for one
-        // interval.
-        let limit = match (w.rank.is_some() || w.released, self.spec.work.trains()) {
-            (true, true) if self.is_group_stalled(now, w.heard + timeout + heartbeat) => {
-                timeout + heartbeat
-            }
-            // A worker without a master ends by itself.
-            (true, true) => self.spec.master_timeout.max(timeout) + RECONNECT_SLACK,
-            // A worker that is no member holds no other worker up.
-            (false, true) => timeout.max(JOINER_SILENCE_MAX) + heartbeat,
-            (_, false) => timeout + heartbeat,
-        };
-        let heard = |other: &Worker| other.is_heard(now, heartbeat);
-        let is_cut_off = !self.workers.connected.values().any(heard);
+        // A worker without a master ends by itself.
+        let until_its_end = self.spec.master_timeout.max(timeout) + RECONNECT_SLACK;
+        let is_cut_off = !self.workers.connected().any(|(_, w)| w.is_heard(now, heartbeat));
+        let may_hold_up = w.is_member() || w.is_released();
         let limit = if is_cut_off {
-            self.spec.master_timeout.max(timeout) + RECONNECT_SLACK
+            until_its_end
+        } else if !self.spec.work.trains() {
+            timeout + heartbeat
+        } else if !may_hold_up {
+            // A worker that is no member holds no other worker up.
+            timeout.max(JOINER_SILENCE_MAX) + heartbeat
+        } else if self.is_group_stalled(now, w.heard() + timeout + heartbeat) {
+            // A worker that stops just before its next heartbeat has already been silent for one
+            // interval.
+            timeout + heartbeat
         } else {
-            limit
+            until_its_end
         };
         (silence > limit).then_some(silence)
     }
-}
-
-impl Worker {
-    /// Whether its last heartbeats came in time.
-    pub(crate) fn is_heard(&self, now: Time, heartbeat: Duration) -> bool {
-        is_fresh(self.heard, now, heartbeat)
-    }
-}
-
-/// Whether a worker that was heard at `heard` is not silent.
-pub(crate) fn is_fresh(heard: Time, now: Time, heartbeat: Duration) -> bool {
-    now.since(heard) <= heartbeat * FRESH_HEARTBEATS
 }
 
 /// The interval between heartbeat checks, and so the maximum delay of an eviction.
@@ -157,9 +181,5 @@ fn check_interval(timeout: Duration) -> Duration {
     timeout / 20
 }
 
-/// A worker that was heard within this many heartbeat intervals is not silent.
-const FRESH_HEARTBEATS: u32 = 2;
 /// How long a worker that is no member yet may be silent.
 const JOINER_SILENCE_MAX: Duration = Duration::from_secs(10);
-/// Time for a worker that found no master to end, and for its exit to become known.
-pub(crate) const RECONNECT_SLACK: Duration = Duration::from_secs(2);

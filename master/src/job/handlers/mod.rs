@@ -1,8 +1,9 @@
-//! Handlers of events that span workers, group and data: one file for each concern.
+//! Handlers of events that span the workers, the group and the data: one file for each concern.
 
-pub(crate) mod disconnected;
-pub(crate) mod inference;
-pub(crate) mod liveness;
-pub(crate) mod publish;
-pub(crate) mod stall;
-pub(crate) mod worker_messages;
+mod inference;
+mod leasing;
+mod links;
+mod liveness;
+mod onboarding;
+mod publish;
+mod training;

@@ -1,23 +1,38 @@
 //! When the group changes, and how the membership is published.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::time::Duration;
 
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{Cause, MembershipChange, WorkerId};
 
 use crate::job::action::{Membership, ToWorker};
-use crate::job::group::choose::{Change, Limits};
-use crate::job::job::{Job, Phase};
+use crate::job::group::choose::{Candidate, Candidates, Limits};
+use crate::job::group::generation::Change;
+use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::reporting::history::name_all;
-use crate::job::reporting::summary::{Cause, MembershipChange};
+use crate::job::reporting::text::name_all;
 use crate::job::time::Time;
-use crate::job::workers::table::Stage;
+use crate::job::workers::state::Stage;
+use crate::job::workers::table::WorkerTable;
+
+impl Candidates for WorkerTable {
+    fn get(&self, worker: WorkerId) -> Option<Candidate> {
+        let w = self.get(worker)?;
+        let (is_released, is_leaving) = (w.is_released(), w.is_leaving());
+        Some(Candidate { is_released, is_leaving, holds_state: w.holds_state() })
+    }
+
+    fn joiners(&self) -> impl Iterator<Item = (WorkerId, bool)> {
+        self.joiners().map(|(id, w)| (id, w.stage() == Stage::Ready))
+    }
+}
 
 impl Job {
     /// Publishes the next generation if one is due, or ends the job if its group has finished.
     /// Called after every event that may change either.
     pub(crate) fn reconcile(&mut self, now: Time) {
-        if !matches!(self.phase, Phase::Running | Phase::Stopping) {
+        if !self.lifecycle.is_active() {
             return;
         }
         self.watch_reconnections(now);
@@ -27,27 +42,26 @@ impl Job {
         if !self.spec.work.trains() {
             return self.reconcile_inference(now);
         }
-        let all_finished = self.group.members.iter().all(|m| self.group.finished.contains_key(m));
-        if !self.group.members.is_empty() && all_finished {
-            if !self.group.finished.values().all(|(word, _)| word.suspended) {
-                return self.finish(now);
+        if self.group.is_finished() {
+            match self.group.take_suspended() {
+                Some(step) => self.release_suspended(now, step),
+                None => return self.finish(now),
             }
-            self.release_suspended(now);
         }
         if self.ends_without_state(now) {
             return;
         }
-        let stopping = self.phase == Phase::Stopping;
-        if stopping && self.workers.members().next().is_none() {
+        let is_stopping = self.lifecycle.is_stopping();
+        if is_stopping && !self.workers.has_members() {
             return self.end_stopped();
         }
         self.watch_window(now);
         let limits = Limits {
             // A group that only has to finish its step needs no further members.
-            min: if stopping { 1 } else { self.spec.min_workers as usize },
-            wanted: self.wanted as usize,
-            join_window_open: self.join_window_until.is_none_or(|until| now < until),
-            admits: !stopping,
+            min: if is_stopping { 1 } else { self.spec.min_workers as usize },
+            wanted: self.lifecycle.wanted() as usize,
+            join_window_open: self.lifecycle.is_join_window_open(now),
+            admits: !is_stopping,
         };
         if let Some(change) = self.group.next(&self.workers, limits) {
             self.publish(now, change);
@@ -56,62 +70,30 @@ impl Job {
 
     /// Opens the join window: a group without a state waits briefly for further workers.
     fn watch_window(&mut self, now: Time) {
-        let from_nothing =
-            self.workers.members().next().is_none() && self.workers.joiners().next().is_some();
-        if !from_nothing {
-            self.join_window_until = None;
-        } else if self.join_window_until.is_none() {
-            let until = now + START_WINDOW;
-            self.join_window_until = Some(until);
-            self.out.set_timer(until, Timer::Window);
+        if self.workers.has_members() || self.workers.joiners().next().is_none() {
+            self.lifecycle.close_join_window();
+        } else if self.lifecycle.open_join_window(now + START_WINDOW) {
+            self.out.set_timer(now + START_WINDOW, Timer::Window);
         }
     }
 
     fn publish(&mut self, now: Time, change: Change) {
-        let Change { members, abort } = change;
-        let before = std::mem::replace(&mut self.group.members, members);
-        let (survivors, joined): (Vec<WorkerId>, Vec<WorkerId>) =
-            self.group.members.iter().partition(|id| before.contains(id));
-        self.group.previous_ring = (!abort && !before.is_empty()).then_some(before);
-        let generation = self.group.generation.max(self.group.generation_floor).next();
-        let (lost, mut left) =
-            (std::mem::take(&mut self.group.lost), std::mem::take(&mut self.group.left));
-        let excluded: Vec<WorkerId> = self.excluded();
-        left.extend(&excluded);
-        let hung = std::mem::take(&mut self.group.hung);
-        let relink = std::mem::take(&mut self.group.relink);
-        let cause = if generation.0 == 1 {
-            Cause::Start
-        } else if hung {
-            Cause::Hung
-        } else if relink || !lost.is_empty() {
-            Cause::Lost
-        } else if !left.is_empty() {
-            Cause::Leave
-        } else {
-            Cause::Join
-        };
-        self.group.generation = generation;
-        self.group.formed = false;
-        // The leases of released workers end.
-        self.reconnected.retain(|id, _| self.group.members.contains(id));
-        self.group.report_is_due = false;
-        if let Some(takeover) = &mut self.takeover {
-            takeover.was_formed = false;
-            takeover.has_published = true;
+        let Self { group, workers, .. } = self;
+        let abort = change.abort;
+        let ranks: BTreeMap<WorkerId, u32> = change.members.iter().copied().zip(0..).collect();
+        let excluded = workers.assign_ranks(|id| ranks.get(&id).copied());
+        let begun = group.begin(change, &excluded);
+        for &id in group.members() {
+            let w = workers.get_mut(id).expect("only live workers are chosen");
+            w.join(group.generation());
         }
-        self.group.finished.clear();
-        self.group.broken = None;
-        self.join_window_until = None;
-
-        self.assign_ranks();
         let world_size =
-            u32::try_from(self.group.members.len()).expect("members are limited by max_workers");
+            u32::try_from(group.members().len()).expect("members are limited by max_workers");
         let record = MembershipChange {
-            generation,
-            cause,
+            generation: group.generation(),
+            cause: begun.cause,
             world_size,
-            at_step: self.step,
+            at_step: self.data.step(),
             gap_ms: None,
             detect_ms: None,
             abort_ms: None,
@@ -119,63 +101,28 @@ impl Job {
             connect_ms: None,
             state_ms: None,
             first_step_ms: None,
-            lost,
-            left,
-            joined,
+            lost: begun.lost,
+            left: begun.left,
+            joined: begun.joined,
         };
+        let members = workers.members().collect::<Vec<_>>();
+        let keeps_state = members.iter().any(|(_, w)| w.holds_state());
+        let carries_state = members.iter().any(|(_, w)| w.has_state());
+        self.lifecycle.note_published(self.group.members());
+        self.count_eligible();
         let from =
             if self.spec.checkpoints.is_some() { "from the newest checkpoint" } else { "again" };
-        let keeps_state = self.workers.members().any(|(_, w)| w.holds_state);
-        self.group.carries_state = self.workers.members().any(|(_, w)| w.holds_state || w.fetched);
-        self.group.restored = false;
         self.log_recovery();
         self.log_event(describe(&record, keeps_state, from));
-        self.history.publish(record, survivors.into_iter().collect());
-        self.broadcast_membership(abort, &excluded);
+        self.reporting.publish(record, begun.survivors.into_iter().collect());
+        self.broadcast_membership(abort, carries_state, &excluded);
         self.send_donors();
         self.release_excluded(now, &excluded);
     }
 
-    /// Live members of the previous generation that are not in the new one.
-    fn excluded(&self) -> Vec<WorkerId> {
-        self.workers
-            .members()
-            .map(|(id, _)| id)
-            .filter(|id| !self.group.members.contains(id))
-            .collect()
-    }
-
-    fn assign_ranks(&mut self) {
-        for w in self.workers.connected.values_mut() {
-            w.rank = None;
-        }
-        for (rank, id) in (0..).zip(&self.group.members) {
-            let w = self.workers.connected.get_mut(id).expect("only live workers are chosen");
-            w.rank = Some(rank);
-            w.stage = Stage::Ready;
-            w.joined.get_or_insert(self.group.generation);
-        }
-        self.count_eligible();
-    }
-
-    /// Releases workers without which a membership was published: they end by themselves at the
-    /// switch.
-    pub(crate) fn release_excluded(&mut self, now: Time, workers: &[WorkerId]) {
-        for id in workers {
-            if let Some(w) = self.workers.connected.get_mut(id) {
-                w.released = true;
-            }
-        }
-        for id in workers {
-            if let Some(launch) = self.workers.connected.get(id).map(|w| w.launch) {
-                self.expect_exit(now, launch);
-            }
-        }
-    }
-
     /// Sends the joiners that fetch the state its current holders.
     fn send_donors(&mut self) {
-        let joiners: Vec<WorkerId> = self.workers.joiners().collect();
+        let joiners: Vec<WorkerId> = self.workers.joiners().map(|(id, _)| id).collect();
         for id in joiners {
             let donors = self.donors(id);
             if !donors.is_empty() {
@@ -187,17 +134,12 @@ impl Job {
     /// The members that have the group's state, in the order in which `joiner` asks them: joiners
     /// are spread over them, and the lowest rank, which reports for the group, comes last.
     pub(crate) fn donors(&self, joiner: WorkerId) -> Vec<(WorkerId, SocketAddr)> {
-        let holds_state = |id: &&WorkerId| {
-            self.workers.connected.get(id).is_some_and(|w| w.holds_state && !w.released)
+        let donor = |&id: &WorkerId| {
+            let w = self.workers.get(id).filter(|w| w.holds_state() && !w.is_released())?;
+            Some((id, w.address()))
         };
-        let mut donors: Vec<(WorkerId, SocketAddr)> = self
-            .group
-            .members
-            .iter()
-            .rev()
-            .filter(holds_state)
-            .map(|id| (*id, self.workers.connected[id].address))
-            .collect();
+        let mut donors: Vec<(WorkerId, SocketAddr)> =
+            self.group.members().iter().rev().filter_map(donor).collect();
         if let Some(others) = donors.len().checked_sub(1).filter(|&n| n > 0) {
             donors[..others].rotate_left((joiner.0 % others as u64) as usize);
         }
@@ -205,17 +147,15 @@ impl Job {
         donors
     }
 
-    fn broadcast_membership(&mut self, abort: bool, excluded: &[WorkerId]) {
-        let address = |id: &WorkerId| (*id, self.workers.connected[id].address);
-        let members = self.group.members.iter().map(address).collect();
-        let membership = Membership { generation: self.group.generation, members, abort };
-        self.group.published = Some(membership.clone());
+    fn broadcast_membership(&mut self, abort: bool, carries_state: bool, excluded: &[WorkerId]) {
+        let ids = self.group.members().to_vec();
+        let address = |&id: &WorkerId| Some((id, self.workers.get(id)?.address()));
+        let members = ids.iter().filter_map(address).collect();
+        let membership = Membership { generation: self.group.generation(), members, abort };
+        self.group.note_published(membership.clone(), carries_state);
         self.out.mark_dirty();
         self.reserve_id_block();
-        for id in self.group.members.clone() {
-            self.send(id, ToWorker::Membership(membership.clone()));
-        }
-        for &id in excluded {
+        for &id in ids.iter().chain(excluded) {
             self.send(id, ToWorker::Membership(membership.clone()));
         }
     }
@@ -259,4 +199,4 @@ fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String 
 /// all members in every joiner's list, a thousand joiners would get a million entries.
 const DONORS_MAX: usize = 8;
 /// The join window: how long a group without a state waits for further workers.
-const START_WINDOW: std::time::Duration = std::time::Duration::from_secs(1);
+const START_WINDOW: Duration = Duration::from_secs(1);

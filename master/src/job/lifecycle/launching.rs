@@ -9,25 +9,27 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
+use super::exits::HELLO_WAIT;
 use crate::job::action::Action;
 use crate::job::event::{LaunchId, Wait};
-use crate::job::job::{HELLO_WAIT, Job, Phase};
+use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::reporting::history::clip;
+use crate::job::reporting::text::clip;
 use crate::job::time::Time;
-use crate::job::workers::table::{ExitAccounting, Launch, Scheduling};
+use crate::job::workers::state::{Launch, Scheduling};
+use crate::job::workers::table::worker_of;
 
 impl Job {
     /// Starts the missing workers that may be started now.
     pub(crate) fn launch_missing(&mut self, now: Time) {
-        if self.phase != Phase::Running {
+        if !self.lifecycle.is_running() {
             return;
         }
         self.move_probes_down();
         // Until the data set is described, one worker is sufficient.
-        let wanted = if self.dataset.is_some() { self.wanted } else { 1 };
-        let vacancies = self.workers.vacancies(wanted as usize, self.spec.max_workers as usize);
-        for _ in self.restarts.waiting(now)..vacancies {
+        let wanted = if self.data.files().is_some() { self.lifecycle.wanted } else { 1 };
+        let vacancies = self.workers.vacancies(wanted, self.spec.max_workers);
+        for _ in self.lifecycle.restarts.waiting(now)..vacancies {
             let slot = self.workers.free_slot();
             if !self.may_launch(now, slot) {
                 return;
@@ -39,12 +41,10 @@ impl Job {
             self.out.push(Action::Launch { launch, slot });
             self.out.mark_dirty();
             self.reserve_id_block();
-            match self.initial_launches_left.checked_sub(self.spec.workers_per_pod) {
-                Some(initial_launches_left) => self.initial_launches_left = initial_launches_left,
-                None => {
-                    self.history.totals.restarts += 1;
-                    self.history.counters.restarts += 1;
-                }
+            let initial = &mut self.lifecycle.initial_launches_left;
+            match initial.checked_sub(self.spec.workers_per_pod) {
+                Some(left) => *initial = left,
+                None => self.reporting.count_restart(),
             }
         }
     }
@@ -52,32 +52,21 @@ impl Job {
     /// Whether a launch in this slot may be created now.
     fn may_launch(&self, now: Time, slot: u32) -> bool {
         let core = self.spec.min_workers;
-        let waits = |l: &Launch| l.stays() && l.scheduling == Scheduling::Unschedulable;
-        let tight = self.unschedulable_until.is_some_and(|until| now < until)
-            || self.workers.launches.values().any(waits);
-        slot < core || !tight || self.workers.unscheduled(core).len() < self.capacity_probes()
+        let waits = |l: &Launch| l.stays() && l.scheduling() == Scheduling::Unschedulable;
+        let is_tight = self.lifecycle.unschedulable_until.is_some_and(|until| now < until)
+            || self.workers.launches().any(|(_, l)| waits(l));
+        slot < core || !is_tight || self.workers.unscheduled(core).len() < self.capacity_probes()
     }
 
     /// How many pods beyond the core may be pending at once.
     fn capacity_probes(&self) -> usize {
-        (self.wanted as usize / self.workers.workers_per_pod / WORKERS_PER_PROBE)
+        ((self.lifecycle.wanted / self.spec.workers_per_pod / WORKERS_PER_PROBE) as usize)
             .clamp(PROBES_MIN, PROBES_MAX)
-    }
-
-    pub(crate) fn on_launch_made(&mut self, launch: LaunchId, class: Option<String>) {
-        for launch in self.workers.pod(launch) {
-            self.workers
-                .launches
-                .get_mut(&launch)
-                .expect("it is of the pod")
-                .class
-                .clone_from(&class);
-        }
     }
 
     pub(crate) fn on_launch_waits(&mut self, now: Time, launch: LaunchId, wait: Wait) {
         let pod = self.workers.pod(launch);
-        if pod.is_empty() || self.workers.any_of_pod(launch, |l| l.worker.is_some()) {
+        if pod.is_empty() || self.workers.any_of_pod(launch, Launch::has_registered) {
             return;
         }
         let (scheduling, reason) = match wait {
@@ -85,29 +74,24 @@ impl Job {
             Wait::Capacity(reason) => (Scheduling::Unschedulable, Some(reason)),
             Wait::Start(reason) => (Scheduling::Scheduled, reason),
         };
-        let mut was_awaited = false;
-        let is_news = pod.iter().any(|launch| self.workers.launches[launch].waits_for != reason);
+        let is_news = self.workers.any_of_pod(launch, |l| l.waits_for() != reason.as_deref());
+        // A pending pod can't have become a worker.
+        let was_awaited = self.workers.any_of_pod(launch, |l| l.disconnected().is_some());
         for launch in pod {
-            let l = self.workers.launches.get_mut(&launch).expect("it is of the pod");
-            // A pending pod can't have become a worker.
-            was_awaited |= l.disconnected.take().is_some();
-            l.scheduling = scheduling;
-            l.waits_for.clone_from(&reason);
+            self.workers.forget_disconnected(launch);
             self.out.cancel_timer(Timer::Hello(launch));
         }
+        self.workers.pod_mut(launch).for_each(|l| l.schedule(scheduling, reason.as_deref()));
         if let Some(reason) = reason.filter(|_| is_news) {
-            self.log_event(format!(
-                "{} waits: {}",
-                self.workers.name(launch, false),
-                clip(&reason)
-            ));
+            let name = self.workers.name(launch, false);
+            self.log_event(format!("{name} waits: {}", clip(&reason)));
         }
         match scheduling {
             Scheduling::Pending => {}
             Scheduling::Scheduled => self.launch_missing(now),
             Scheduling::Unschedulable => {
                 let until = now + UNSCHEDULABLE_FOR;
-                self.unschedulable_until = Some(until);
+                self.lifecycle.unschedulable_until = Some(until);
                 self.out.set_timer(until, Timer::Relaunch);
                 self.cancel_excess_probes();
                 self.launch_missing(now);
@@ -120,93 +104,115 @@ impl Job {
 
     /// Deletes unschedulable pods, from the highest slot down, except the capacity probes.
     fn cancel_excess_probes(&mut self) {
-        let capacity_probes = self.waiting_capacity_probes();
-        capacity_probes
-            .into_iter()
-            .skip(self.capacity_probes())
-            .for_each(|launch| self.cancel_launch(launch));
+        for launch in self.waiting_probes().into_iter().skip(self.capacity_probes()) {
+            self.cancel_launch(launch);
+        }
     }
 
     /// Moves capacity probes to the lowest free slots. A probe in a higher slot may have a lower
     /// priority class, and would wait while pods of a higher class, or of another job, get the
     /// capacity.
     fn move_probes_down(&mut self) {
-        let free = self.workers.free_slots().skip_while(|&place| place < self.spec.min_workers);
-        let higher =
-            |&(launch, place): &(LaunchId, u32)| self.workers.launches[&launch].slot > place;
+        let free = self.workers.free_slots().skip_while(|&slot| slot < self.spec.min_workers);
+        let is_higher = |&(launch, slot): &(LaunchId, u32)| {
+            self.workers.get_launch(launch).is_some_and(|l| l.slot() > slot)
+        };
         let high: Vec<_> =
-            self.waiting_capacity_probes().into_iter().rev().zip(free).take_while(higher).collect();
+            self.waiting_probes().into_iter().rev().zip(free).take_while(is_higher).collect();
         high.into_iter().for_each(|(launch, _)| self.cancel_launch(launch));
     }
 
     /// The unschedulable pods beyond the core, lowest slot first.
-    fn waiting_capacity_probes(&self) -> Vec<LaunchId> {
-        let mut capacity_probes = self.workers.unscheduled(self.spec.min_workers);
-        capacity_probes
-            .retain(|id| self.workers.launches[id].scheduling == Scheduling::Unschedulable);
-        capacity_probes
+    fn waiting_probes(&self) -> Vec<LaunchId> {
+        let is_probe = |l: &Launch| l.scheduling() == Scheduling::Unschedulable;
+        let mut probes = self.workers.unscheduled(self.spec.min_workers);
+        probes.retain(|&id| self.workers.get_launch(id).is_some_and(is_probe));
+        probes
     }
 
     /// Deletes a pod without a worker; this is not a failure.
     fn cancel_launch(&mut self, launch: LaunchId) {
-        for launch in self.workers.pod(launch) {
-            let l = self.workers.launches.get_mut(&launch).expect("it is of the pod");
-            l.leaving = true;
-            l.accounting = ExitAccounting::Expected;
-            self.initial_launches_left += 1;
+        for l in self.workers.pod_mut(launch) {
+            l.leave();
+            l.expect_exit();
         }
+        self.lifecycle.initial_launches_left += self.spec.workers_per_pod;
         self.kill(launch);
     }
 
     pub(crate) fn on_launch_runs(&mut self, now: Time, launch: LaunchId) {
-        let is_awaited = |id: &LaunchId| {
-            let l = &self.workers.launches[id];
-            l.worker.is_none() && !l.killed
-        };
-        let awaited: Vec<LaunchId> =
-            self.workers.pod(launch).into_iter().filter(is_awaited).collect();
-        for &launch in &awaited {
-            let l = self.workers.launches.get_mut(&launch).expect("it is of the pod");
-            l.scheduling = Scheduling::Scheduled;
-            l.waits_for = None;
-            if !self.out.has_timer(Timer::Hello(launch)) && !matches!(self.phase, Phase::Ending(_))
-            {
+        let mut is_awaited = false;
+        for launch in self.workers.pod(launch) {
+            let l = self.workers.get_launch_mut(launch);
+            let Some(l) = l.filter(|l| !l.has_registered() && !l.is_killed()) else { continue };
+            l.schedule(Scheduling::Scheduled, None);
+            is_awaited = true;
+            if !self.out.has_timer(Timer::Hello(launch)) && !self.lifecycle.is_ending() {
                 self.out.set_timer(now + HELLO_WAIT, Timer::Hello(launch));
             }
         }
-        if !awaited.is_empty() {
+        if is_awaited {
             self.launch_missing(now);
         }
     }
 
     /// Handles the termination of a launch from outside: its replacement may start.
     pub(crate) fn on_launch_leaves(&mut self, now: Time, launch: LaunchId, reason: &str) {
-        if !self.workers.any_of_pod(launch, |l| !l.killed && l.stays()) {
+        if !self.workers.any_of_pod(launch, |l| !l.is_killed() && l.stays()) {
             return;
         }
-        let name =
-            self.workers.name(launch, self.workers.any_of_pod(launch, |l| l.worker.is_some()));
+        let has_worker = self.workers.any_of_pod(launch, Launch::has_registered);
+        let name = self.workers.name(launch, has_worker);
         self.log_event(format!("{name} is taken away: {}", clip(reason)));
-        let heard =
-            self.workers.pod(launch).into_iter().filter_map(|id| self.workers.launches[&id].worker);
-        let heard: Vec<WorkerId> =
-            heard.filter(|id| self.workers.connected.contains_key(id)).collect();
+        let pod = self.workers.pod(launch).into_iter().map(worker_of);
+        let heard: Vec<WorkerId> = pod.filter(|&id| self.workers.is_connected(id)).collect();
         if !heard.is_empty() {
             // They may not have received the signal: a shell that runs them need not forward it.
             return heard.into_iter().for_each(|worker| self.on_leaving(now, worker));
         }
-        for launch in self.workers.pod(launch) {
-            let l = self.workers.launches.get_mut(&launch).expect("it is of the pod");
-            l.leaving = true;
-            l.accounting = ExitAccounting::Expected;
+        for l in self.workers.pod_mut(launch) {
+            l.leave();
+            l.expect_exit();
         }
         self.out.mark_dirty();
         self.launch_missing(now);
     }
+
+    pub(crate) fn on_scale(&mut self, now: Time, num_workers: u32) {
+        let allowed = self.spec.min_workers..=self.spec.max_workers;
+        let before = self.lifecycle.wanted;
+        if !self.lifecycle.is_running() || !allowed.contains(&num_workers) || num_workers == before
+        {
+            return;
+        }
+        self.log_event(format!("{num_workers} workers are wanted in place of {before}"));
+        self.lifecycle.wanted = num_workers;
+        self.out.mark_dirty();
+        let initial = &mut self.lifecycle.initial_launches_left;
+        *initial = (*initial + num_workers.saturating_sub(before))
+            .saturating_sub(before.saturating_sub(num_workers));
+        for launch in self.workers.surplus(num_workers) {
+            self.retire_slot(now, launch);
+        }
+        self.launch_missing(now);
+        self.reconcile(now);
+    }
+
+    /// Releases a pod that is not replaced (scale down).
+    fn retire_slot(&mut self, now: Time, launch: LaunchId) {
+        self.workers.pod_mut(launch).for_each(|l| l.retire());
+        if self.workers.is_heard(launch) {
+            // A member leaves at a step boundary, with the next membership.
+            self.release_pod(now, launch, "fewer workers are wanted");
+        } else if !self.workers.any_of_pod(launch, |l| l.disconnected().is_some()) {
+            // A disconnected worker leaves when it reconnects.
+            self.kill(launch);
+        }
+    }
 }
 
 /// One capacity probe per this many workers.
-const WORKERS_PER_PROBE: usize = 10;
+const WORKERS_PER_PROBE: u32 = 10;
 const PROBES_MAX: usize = 8;
 const PROBES_MIN: usize = 2;
 /// How long the cluster is assumed to be full after a pod was unschedulable.

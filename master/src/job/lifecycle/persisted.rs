@@ -26,12 +26,15 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::job::action::{Membership, Outcome};
 use crate::job::data::lease_table::LeaseTable;
+use crate::job::data::results::ShardResults;
 use crate::job::event::{Finished, LaunchId, LedgerReport};
-use crate::job::handlers::inference::ShardResults;
-use crate::job::job::{Job, Phase};
-use crate::job::reporting::history::{PersistedHistory, clip};
+use crate::job::job::Job;
+use crate::job::reporting::history::PersistedHistory;
+use crate::job::reporting::text::clip;
 use crate::job::spec::JobSpec;
 use crate::job::workers::pod::PodId;
+use crate::job::workers::state::Launch;
+use crate::job::workers::table::worker_of;
 
 /// The state of a job that its next master needs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -247,7 +250,7 @@ impl Job {
     /// Steps committed, as last reported.
     #[must_use]
     pub fn step(&self) -> u64 {
-        self.step
+        self.data.step()
     }
 
     /// The [version](Self::version) that must be durable before any further action, because no
@@ -257,83 +260,84 @@ impl Job {
         self.out.durable_before()
     }
 
-    /// The state that another master needs to take over from this one.
-    #[must_use]
-    pub fn to_persisted(&self) -> PersistedJob {
-        let launches = self.workers.launches.iter().map(|(&launch, l)| {
-            let worker = l.worker.and_then(|id| self.workers.connected.get(&id));
-            let (joined, holds_state) = match (worker, l.disconnected) {
-                (Some(w), _) => (w.joined, w.holds_state),
-                (None, Some(disconnected)) => (disconnected.joined, disconnected.holds_state),
-                (None, None) => (None, false),
-            };
-            let given_up = l.worker.is_some() && worker.is_none() && l.disconnected.is_none();
-            PersistedLaunch {
-                launch,
-                slot: l.slot,
-                worker: l.worker,
-                joined,
-                holds_state,
-                leaving: l.leaving,
-                retired: l.retired,
-                gone: l.killed || given_up,
-                found: false,
-            }
-        });
-        let ending = match self.phase {
-            Phase::Ended(outcome) | Phase::Ending(outcome) => Some(PersistedShutdown {
-                outcome,
-                error: self.history.error.clone(),
-                ledger: self.leases.as_ref().map(LeaseTable::totals).unwrap_or_default(),
-                final_report: self.final_report.as_ref().map(short_report),
-            }),
-            Phase::Running | Phase::Stopping => None,
-        };
-        PersistedJob {
-            spec: self.spec.clone(),
-            data: self.dataset.as_ref().map(DatasetFingerprint::of),
-            dataset: self.dataset.clone(),
-            parameters: self.parameters,
-            wanted: self.wanted,
-            initial_launches_left: self.initial_launches_left,
-            failures: self.restarts.budget().counted,
-            failures_since_progress: self.restarts.budget().since_progress,
-            progress_at_failure: self.restarts.budget().progress,
-            launches_made: self.workers.launches_made,
-            launches_reserved: self.launches_reserved,
-            launches: launches.collect(),
-            generation: self.group.generation.max(self.group.generation_floor),
-            generations_reserved: self.generations_reserved,
-            membership: self.group.published.clone(),
-            previous_ring: self.group.previous_ring.clone(),
-            formed: self.group.formed || self.takeover.as_ref().is_some_and(|a| a.was_formed),
-            stopping: self.phase == Phase::Stopping,
-            ending,
-            history: self.history.record(),
-            results: self.results.kept(),
-            step: self.step,
-            masters: self.masters,
-        }
-    }
-
     /// Number of masters that the job has had, including this one.
     #[must_use]
     pub fn masters(&self) -> u64 {
-        self.masters
+        self.lifecycle.masters
+    }
+
+    /// The state that another master needs to take over from this one.
+    #[must_use]
+    pub fn to_persisted(&self) -> PersistedJob {
+        let Self { spec, workers, group, data, lifecycle, reporting, .. } = self;
+        let ending = lifecycle.outcome().map(|outcome| PersistedShutdown {
+            outcome,
+            error: reporting.error().map(str::to_owned),
+            ledger: data.leases().map(LeaseTable::totals).unwrap_or_default(),
+            final_report: reporting.final_report().map(short_report),
+        });
+        let budget = lifecycle.restarts.budget();
+        PersistedJob {
+            spec: spec.clone(),
+            data: data.files().map(DatasetFingerprint::of),
+            dataset: data.files().cloned(),
+            parameters: data.parameters(),
+            wanted: lifecycle.wanted,
+            initial_launches_left: lifecycle.initial_launches_left,
+            failures: budget.counted,
+            failures_since_progress: budget.since_progress,
+            progress_at_failure: budget.progress,
+            launches_made: workers.launches_made(),
+            launches_reserved: lifecycle.reserved.launches,
+            launches: workers.launches().map(|(id, l)| PersistedLaunch::of(id, l)).collect(),
+            generation: group.newest_published(),
+            generations_reserved: lifecycle.reserved.generations,
+            membership: group.published().cloned(),
+            previous_ring: group.previous_ring().map(<[WorkerId]>::to_vec),
+            formed: group.is_formed() || lifecycle.had_formed(),
+            stopping: lifecycle.is_stopping(),
+            ending,
+            history: reporting.record(),
+            results: data.results().kept(),
+            step: data.step(),
+            masters: lifecycle.masters,
+        }
     }
 
     /// Reserves blocks of ids ahead of their use (hi/lo), so that a master that reads this version,
     /// or an older one, uses no id again.
     pub(crate) fn reserve_id_block(&mut self) {
-        let (launch, generation) = (self.workers.launches_made, self.group.generation);
-        if launch > self.launches_reserved {
+        let (launch, generation) = (self.workers.launches_made(), self.group.generation());
+        let reserved = &mut self.lifecycle.reserved;
+        if launch > reserved.launches {
             let block = ID_BLOCK.next_multiple_of(u64::from(self.spec.workers_per_pod));
-            self.launches_reserved = launch + block;
+            reserved.launches = launch + block;
             self.out.mark_dirty_urgent();
         }
-        if generation > self.generations_reserved {
-            self.generations_reserved = Generation(generation.0 + ID_BLOCK);
+        if generation > reserved.generations {
+            reserved.generations = Generation(generation.0 + ID_BLOCK);
             self.out.mark_dirty_urgent();
+        }
+    }
+}
+
+impl PersistedLaunch {
+    fn of(launch: LaunchId, l: &Launch) -> Self {
+        let (joined, holds_state) = match (l.worker(), l.disconnected()) {
+            (Some(w), _) => (w.joined(), w.holds_state()),
+            (None, Some(disconnected)) => (disconnected.joined, disconnected.holds_state),
+            (None, None) => (None, false),
+        };
+        Self {
+            launch,
+            slot: l.slot(),
+            worker: l.has_registered().then(|| worker_of(launch)),
+            joined,
+            holds_state,
+            leaving: l.is_leaving(),
+            retired: l.is_retired(),
+            gone: l.is_killed() || l.is_forgotten(),
+            found: false,
         }
     }
 }
@@ -357,21 +361,6 @@ fn short_report(word: &Finished) -> Finished {
         steps_skipped: word.steps_skipped,
         exported: word.exported,
     }
-}
-
-/// The longest prefix of `items` that takes at most `bytes` as JSON.
-pub(crate) fn first_within<'a, T: Serialize + Clone + 'a>(
-    items: impl Iterator<Item = &'a T>,
-    bytes: usize,
-) -> Vec<T> {
-    let mut left = bytes;
-    let fits = |item: &&T| {
-        let taken = serde_json::to_string(item).map_or(usize::MAX, |json| json.len() + 1);
-        let fits = taken <= left;
-        left = left.saturating_sub(taken);
-        fits
-    };
-    items.take_while(fits).cloned().collect()
 }
 
 /// Reads the list of files of version 1, which is part of the persisted job.

@@ -15,6 +15,7 @@ use std::time::Duration;
 use elasticdl_proto::RecordRange;
 
 use crate::job::event::Exit;
+use crate::job::reporting::text::clip;
 use crate::job::time::Time;
 
 /// Failures so far, and delayed replacements.
@@ -143,13 +144,13 @@ pub(crate) fn describe(exit: &Exit) -> String {
         }
         Exit::Code(code) => format!("exited with code {code}"),
         Exit::NotStarted(error) => {
-            format!("could not be started: {}", crate::job::reporting::history::clip(error))
+            format!("could not be started: {}", clip(error))
         }
         Exit::OverLimit(what) => {
-            format!("went over a limit: {}", crate::job::reporting::history::clip(what))
+            format!("went over a limit: {}", clip(what))
         }
         Exit::Reclaimed(what) => {
-            format!("was taken away: {}", crate::job::reporting::history::clip(what))
+            format!("was taken away: {}", clip(what))
         }
         Exit::Signal(signal) => match NAMES.iter().find(|(number, _)| number == signal) {
             Some((_, name)) => format!("killed by {name}"),

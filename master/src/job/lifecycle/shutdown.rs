@@ -8,37 +8,40 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{Ledger, WorkerId};
 
+use super::state::Phase;
 use crate::job::action::{Action, Outcome, ToWorker};
-use crate::job::event::LaunchId;
-use crate::job::job::{Job, Phase};
+use crate::job::event::{Finished, LaunchId};
+use crate::job::job::Job;
 use crate::job::outbox::Timer;
+use crate::job::reporting::text::clip;
 use crate::job::time::Time;
+use crate::job::workers::state::Worker;
+use crate::job::workers::table::worker_of;
 
 impl Job {
     pub(crate) fn on_stop(&mut self, now: Time) {
-        if self.phase != Phase::Running {
+        if !self.lifecycle.is_running() {
             return;
         }
-        self.phase = Phase::Stopping;
+        self.lifecycle.phase = Phase::Stopping;
         self.out.mark_dirty_urgent();
         self.log_event("stop requested: the job stops at the end of the step".into());
         self.out.set_timer(now + self.stop_wait(), Timer::Stop);
         // A disconnected worker is asked to drain when it reconnects.
-        let here = self.workers.launches.iter().filter(|(_, l)| l.disconnected.is_none());
-        let launches: Vec<(LaunchId, Option<WorkerId>)> =
-            here.map(|(&id, l)| (id, l.worker)).collect();
-        for (launch, worker) in launches {
-            let w = worker.and_then(|id| Some((id, self.workers.connected.get(&id)?)));
-            match w.map(|(id, w)| (id, w.rank.is_some(), w.released)) {
-                Some((id, true, _)) => self.send(id, ToWorker::Drain),
+        let here = self.workers.launches().filter(|(_, l)| l.disconnected().is_none());
+        let launches: Vec<LaunchId> = here.map(|(id, _)| id).collect();
+        for launch in launches {
+            let worker = worker_of(launch);
+            match self.workers.get(worker) {
+                Some(w) if w.is_member() => self.send(worker, ToWorker::Drain),
                 // The previous generation's group may need it until its last step is done.
-                Some((_, false, true)) => {}
-                Some((id, false, false)) => self.release(now, id, "the job is stopping"),
+                Some(w) if w.is_released() => {}
+                Some(_) => self.release(now, worker, "the job is stopping"),
                 // A pod is killed only if none of its workers is needed.
                 None if self.workers.is_heard(launch)
-                    || self.workers.any_of_pod(launch, |l| l.disconnected.is_some()) => {}
+                    || self.workers.any_of_pod(launch, |l| l.disconnected().is_some()) => {}
                 None => self.kill(launch),
             }
         }
@@ -51,7 +54,7 @@ impl Job {
     }
 
     pub(crate) fn on_stop_due(&mut self) {
-        if self.phase == Phase::Stopping {
+        if self.lifecycle.is_stopping() {
             self.log_event(format!(
                 "the group has not finished within {} s",
                 self.stop_wait().as_secs()
@@ -62,53 +65,53 @@ impl Job {
 
     /// Ends the job: every member holds the final state.
     pub(crate) fn finish(&mut self, now: Time) {
-        let words: Vec<_> =
-            self.group.members.iter().map(|m| (m, &self.group.finished[m])).collect();
-        let (first, ledger) = words[0].1;
-        let same = |(word, other): &(crate::job::Finished, elasticdl_proto::Ledger)| {
-            (word.digest, word.step, word.records_trained)
-                == (first.digest, first.step, first.records_trained)
-                && other == ledger
+        let reports: Vec<(WorkerId, &Finished, &Ledger)> = self.group.final_reports().collect();
+        let Some(&lowest) = reports.iter().find(|(id, ..)| Some(*id) == self.group.reporter())
+        else {
+            return;
         };
-        let (first, ledger) = (first.clone(), ledger.clone());
-        if let Some((other, (word, _))) = words.iter().find(|(_, word)| !same(word)) {
+        let same = |(_, other, ledger): &(WorkerId, &Finished, &Ledger)| {
+            (other.digest, other.step, other.records_trained)
+                == (lowest.1.digest, lowest.1.step, lowest.1.records_trained)
+                && *ledger == lowest.2
+        };
+        let differs = |id: &WorkerId| reports.iter().find(|r| r.0 == *id).filter(|r| !same(r));
+        let mismatch = self.group.members().iter().find_map(differs);
+        let (worker, first, ledger) = (lowest.0, lowest.1.clone(), lowest.2.clone());
+        if let Some((other, report, _)) = mismatch {
             let error = format!(
-                "replica mismatch: worker {} ended at step {} with digest {:016x}, worker \
-                 {other} at step {} with \
-                 digest {:016x}",
-                words[0].0, first.step, first.digest, word.step, word.digest
+                "replica mismatch: worker {worker} ended at step {} with digest {:016x}, worker \
+                 {other} at step {} with digest {:016x}",
+                first.step, first.digest, report.step, report.digest
             );
             return self.end(now, Outcome::Failed, Some(error));
         }
-        let Some(leases) = &mut self.leases else {
-            return;
-        };
+        let Some(leases) = self.data.leases_mut() else { return };
         let missing = leases.expected() - ledger.counted();
         leases.rebuild(first.step, ledger, |_| false);
-        let at_max =
-            first.stopped_early || self.spec.max_steps.is_some_and(|max| first.step >= max);
-        self.step = first.step;
-        self.history.totals.steps_skipped = first.steps_skipped;
-        self.final_report = Some(first);
+        let step = first.step;
+        let at_max = first.stopped_early || self.spec.max_steps.is_some_and(|max| step >= max);
+        self.data.set_step(step);
+        self.reporting.finish(first);
         if let Some(error) = self.reported_failure() {
             return self.end(now, Outcome::Failed, Some(error));
         }
         if missing == 0 || at_max {
             self.end(now, Outcome::Completed, None);
-        } else if self.phase == Phase::Stopping {
+        } else if self.lifecycle.is_stopping() {
             self.end(now, Outcome::Stopped, None);
         } else {
-            let error = format!("the group ended at step {} without {missing} records", self.step);
+            let error = format!("the group ended at step {step} without {missing} records");
             self.end(now, Outcome::Failed, Some(error));
         }
     }
 
     /// The error for which the group ended, if any. Notes the failed records.
     fn reported_failure(&mut self) -> Option<String> {
-        let words = self.group.finished.iter();
+        let reports = self.group.final_reports();
         let failures: Vec<_> =
-            words.filter_map(|(&id, (word, _))| Some((id, word.failure.clone()?))).collect();
-        let error = crate::job::reporting::history::clip(&failures.first()?.1.error).to_owned();
+            reports.filter_map(|(id, report, _)| Some((id, report.failure.clone()?))).collect();
+        let error = clip(&failures.first()?.1.error).to_owned();
         for (worker, failure) in failures {
             self.note_failed_shards(worker, &error, &failure.ranges);
         }
@@ -117,58 +120,55 @@ impl Job {
 
     /// Asks all workers to end, and waits briefly for their exits.
     pub(crate) fn end(&mut self, now: Time, outcome: Outcome, error: Option<String>) {
-        if matches!(self.phase, Phase::Ended(_) | Phase::Ending(_)) {
+        if !self.lifecycle.is_active() {
             return;
         }
         self.log_recovery();
         let state = name(outcome);
         let line = match &error {
             Some(error) => format!("the job is {state}: {error}"),
-            None => format!("the job is {state} at step {}", self.step),
+            None => format!("the job is {state} at step {}", self.data.step()),
         };
         self.log_event(line);
-        self.history.error = error;
-        self.phase = Phase::Ending(outcome);
+        self.reporting.set_error(error);
+        self.lifecycle.phase = Phase::Ending(outcome);
         self.out.mark_dirty_urgent();
         self.out.clear_timers();
-        for worker in self.workers.connected.keys().copied().collect::<Vec<_>>() {
+        for worker in self.workers.select(|_: &Worker| true) {
             self.send(worker, ToWorker::Shutdown(format!("the job is {state}")));
         }
-        let awaiting_holdings: Vec<LaunchId> =
+        let silent: Vec<LaunchId> =
             self.workers.pods().filter(|&pod| !self.workers.is_heard(pod)).collect();
-        for launch in awaiting_holdings {
+        for launch in silent {
             self.kill(launch);
         }
-        if self.workers.launches.is_empty() {
-            self.end_now();
-        } else {
+        if self.workers.has_launches() {
             self.out.set_timer(now + END_WAIT, Timer::End);
+        } else {
+            self.end_now();
         }
     }
 
     /// Ends a job that the user stopped and whose group can't finish.
     pub(crate) fn end_stopped(&mut self) {
-        if self.spec.work.trains()
-            && self.step > 0
-            && self.history.totals.checkpoints.newest.is_none()
-        {
-            self.note_state_lost(self.step);
+        let step = self.data.step();
+        if self.spec.work.trains() && step > 0 && !self.reporting.has_checkpoint() {
+            self.note_state_lost(step);
         }
-        self.phase = Phase::Ending(Outcome::Stopped);
+        self.lifecycle.phase = Phase::Ending(Outcome::Stopped);
         self.log_recovery();
         self.out.mark_dirty_urgent();
-        self.log_event(format!("the job is {} at step {}", name(Outcome::Stopped), self.step));
+        self.log_event(format!("the job is {} at step {step}", name(Outcome::Stopped)));
         self.end_now();
     }
 
     pub(crate) fn end_now(&mut self) {
-        let Phase::Ending(outcome) = self.phase else {
-            return;
-        };
-        for launch in self.workers.launches.keys().copied().collect::<Vec<_>>() {
+        let Phase::Ending(outcome) = self.lifecycle.phase else { return };
+        let launches: Vec<LaunchId> = self.workers.launches().map(|(id, _)| id).collect();
+        for launch in launches {
             self.kill(launch);
         }
-        self.phase = Phase::Ended(outcome);
+        self.lifecycle.phase = Phase::Ended(outcome);
         self.out.clear_timers();
         self.out.push(Action::End(outcome));
     }

@@ -11,14 +11,11 @@
 //!
 //! **Invariant:** every lost state is counted and logged.
 
-pub use elasticdl_proto::StateLoss;
-use elasticdl_proto::WorkerId;
-
 use crate::job::action::{Outcome, ToWorker};
-use crate::job::job::{Job, Phase};
+use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
-use crate::job::workers::table::Scheduling;
+use crate::job::workers::state::{Launch, Scheduling, Worker};
 
 impl Job {
     /// Ends a job whose state is lost permanently, as soon as that is certain. Returns whether it
@@ -26,13 +23,13 @@ impl Job {
     pub(crate) fn ends_without_state(&mut self, now: Time) -> bool {
         let spec = &self.spec;
         let may_begin = spec.checkpoints.is_some() || spec.resume_from.is_some();
-        let is_lost = self.phase == Phase::Running
+        let is_lost = self.lifecycle.is_running()
             && spec.work.trains()
-            && self.step > 0
-            && self.history.has_formed()
+            && self.data.step() > 0
+            && self.reporting.has_formed()
             && !(may_begin || spec.restart_without_checkpoint || self.may_hold_state());
         if is_lost {
-            self.on_state_lost(now, self.step);
+            self.on_state_lost(now, self.data.step());
         }
         is_lost
     }
@@ -42,20 +39,19 @@ impl Job {
     pub(crate) fn begins_anew(&mut self, now: Time) -> bool {
         // A group that carries the state may be one step behind the last report of a lost lowest
         // rank.
-        let held = u64::from(self.group.carries_state);
-        if self.group.restored || self.step <= held {
+        let held = u64::from(self.group.carries_state());
+        if self.group.is_restored() || self.data.step() <= held {
             return false;
         }
-        self.on_state_lost(now, self.step);
+        self.on_state_lost(now, self.data.step());
         !self.spec.restart_without_checkpoint
     }
 
     fn on_state_lost(&mut self, now: Time, step: u64) {
         self.note_state_lost(step);
         let cause = self
-            .history
-            .last_failure
-            .as_ref()
+            .reporting
+            .last_failure()
             .map(|what| format!(" (last: {what})"))
             .unwrap_or_default();
         let what = format!(
@@ -78,24 +74,16 @@ impl Job {
 
     /// Counts the loss of a state of `step` without a checkpoint.
     pub(crate) fn note_state_lost(&mut self, step: u64) {
-        let count = self.history.totals.state_lost.map_or(0, |loss| loss.count) + 1;
-        self.history.totals.state_lost = Some(StateLoss { count, at_step: step });
-        self.history.counters.state_losses += 1;
+        self.reporting.lose_state(step);
         self.out.mark_dirty();
     }
 
     /// Whether any worker may have the group's state, or is a member of a group that has.
     fn may_hold_state(&self) -> bool {
-        let carries = self.group.carries_state;
-        let here = |w: &crate::job::workers::table::Worker| {
-            w.holds_state || w.fetched || (w.rank.is_some() && carries)
-        };
-        let disconnected = |l: &crate::job::workers::table::Launch| {
-            l.disconnected
-                .is_some_and(|disconnected| disconnected.holds_state || disconnected.rank.is_some())
-        };
-        self.workers.connected.values().any(here)
-            || self.workers.launches.values().any(disconnected)
+        let carries = self.group.carries_state();
+        let here = |w: &Worker| w.has_state() || (w.is_member() && carries);
+        self.workers.connected().any(|(_, w)| here(w))
+            || self.workers.disconnected().any(|(_, d)| d.holds_state || d.rank.is_some())
     }
 
     // ---- all members leave ----
@@ -106,16 +94,12 @@ impl Job {
         if !self.all_leave() {
             return;
         }
-        if !self.checkpoint_requested {
+        if self.reporting.want_checkpoint() {
             self.log_event("all workers that hold the state leave: a checkpoint is written".into());
-            self.checkpoint_requested = true;
         }
         self.request_checkpoint();
-        let is_replaced = self
-            .workers
-            .launches
-            .values()
-            .any(|l| l.stays() && l.scheduling != Scheduling::Unschedulable);
+        let may_replace = |l: &Launch| l.stays() && l.scheduling() != Scheduling::Unschedulable;
+        let is_replaced = self.workers.launches().any(|(_, l)| may_replace(l));
         if is_replaced {
             self.out.set_timer(now + self.spec.leave_wait() / 2, Timer::Suspend);
         } else {
@@ -131,18 +115,13 @@ impl Job {
     }
 
     fn all_leave(&self) -> bool {
-        let holders = || {
-            self.workers
-                .connected
-                .values()
-                .filter(|w| w.rank.is_some() && w.holds_state && !w.released)
-        };
-        self.phase == Phase::Running
+        let holders = || self.workers.connected().map(|(_, w)| w).filter(|w| w.is_eligible());
+        self.lifecycle.is_running()
             && self.spec.work.trains()
             && self.spec.checkpoints.is_some()
-            && self.group.formed
+            && self.group.is_formed()
             && holders().next().is_some()
-            && holders().all(|w| w.leaving)
+            && holders().all(Worker::is_leaving)
     }
 
     /// Ends the group at its next step boundary, with a checkpoint.
@@ -150,23 +129,17 @@ impl Job {
         self.log_event(
             "no worker takes over the state in time: the group ends with a checkpoint".into(),
         );
-        for id in self.group.members.clone() {
+        for id in self.group.members().to_vec() {
             self.send(id, ToWorker::Suspend);
         }
     }
 
-    /// Releases the members of a group that has ended with a checkpoint; the next group resumes
-    /// from it.
-    pub(crate) fn release_suspended(&mut self, now: Time) {
-        self.step =
-            self.group.finished.values().map(|(word, _)| word.step).max().unwrap_or(self.step);
-        self.log_event(format!(
-            "the group has ended at step {}, for all of its members leave",
-            self.step
-        ));
-        self.group.finished.clear();
-        let members: Vec<WorkerId> = self.group.members.clone();
-        for id in members {
+    /// Releases the members of a group that has ended with a checkpoint at `step`; the next group
+    /// resumes from it.
+    pub(crate) fn release_suspended(&mut self, now: Time, step: u64) {
+        self.data.set_step(step);
+        self.log_event(format!("the group has ended at step {step}, for all of its members leave"));
+        for id in self.group.members().to_vec() {
             self.release(now, id, "it leaves, and the state is in a checkpoint");
         }
         self.launch_missing(now);

@@ -34,32 +34,22 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use elasticdl_proto::{Generation, WorkerId};
 
+use super::exits::HELLO_WAIT;
+use super::persisted::{PersistedJob, PersistedLaunch, PersistedShutdown};
+use super::reconnected::Takeover;
+use super::removal::RELEASE_WAIT;
+use super::restart::{Budget, Restarts};
+use super::state::{Phase, ReservedIds};
 use crate::job::action::{Action, Membership, ToWorker};
-use crate::job::data::lease_table::LeaseTable;
-use crate::job::data::shards::Shards;
 use crate::job::event::{ConnectionId, LaunchId};
-use crate::job::group::choose::Group;
-use crate::job::job::{HELLO_WAIT, Job, Phase, RELEASE_WAIT};
-use crate::job::lifecycle::persisted::{PersistedJob, PersistedShutdown};
-use crate::job::lifecycle::restart::{Budget, Restarts};
+use crate::job::group::generation::Group;
+use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::reporting::history::JobHistory;
 use crate::job::time::Time;
 use crate::job::workers::pod::PodId;
-use crate::job::workers::table::{Disconnected, Launch};
-
-/// A take-over in progress.
-#[derive(Debug, Default)]
-pub(crate) struct Takeover {
-    /// Whether its generation had already formed, so that its report is not logged again.
-    pub(crate) was_formed: bool,
-    /// Reconnected members that have not reported what they hold.
-    pub(crate) awaiting_holdings: BTreeSet<WorkerId>,
-    /// The steps of members that have.
-    pub(crate) steps: BTreeMap<WorkerId, u64>,
-    /// Whether this master has published a generation, so that older memberships are ignored.
-    pub(crate) has_published: bool,
-}
+use crate::job::workers::state::{Disconnected, Launch, LaunchState};
+use crate::job::workers::table::{launch_of, worker_of};
 
 impl Job {
     /// Restores the job of `record`, whose master died, at `now` since its start. The caller
@@ -67,203 +57,170 @@ impl Job {
     ///
     /// # Errors
     /// The first inconsistency of the persisted job.
-    pub fn restore(mut record: PersistedJob, now: Time) -> Result<Self, String> {
+    pub fn restore(record: PersistedJob, now: Time) -> Result<Self, String> {
         check(&record)?;
         let mut job = Self::new_silent(record.spec);
-        job.wanted = record.wanted;
-        job.initial_launches_left = record.initial_launches_left;
-        job.launches_reserved = record.launches_reserved;
-        job.generations_reserved = record.generations_reserved;
-        job.parameters = record.parameters;
-        job.step = record.step;
-        job.masters = record.masters.max(1).saturating_add(1);
+        job.lifecycle.wanted = record.wanted;
+        job.lifecycle.initial_launches_left = record.initial_launches_left;
+        job.lifecycle.reserved = ReservedIds {
+            launches: record.launches_reserved,
+            generations: record.generations_reserved,
+        };
+        job.lifecycle.masters = record.masters.max(1).saturating_add(1);
         let budget = Budget {
             counted: record.failures,
             since_progress: record.failures_since_progress,
             progress: record.progress_at_failure,
         };
-        job.restarts = Restarts::new(job.spec.max_worker_restarts, budget);
-        job.history = JobHistory::restore(record.history);
-        job.workers.launches_made = record.launches_made;
-        if let Some(dataset) = record.dataset {
-            job.leases = Some(LeaseTable::new(Shards::cut(&dataset, &job.spec)?, job.spec.epochs));
-            job.dataset = Some(dataset);
+        job.lifecycle.restarts = Restarts::new(job.spec.max_worker_restarts, budget);
+        job.reporting = JobHistory::restore(record.history);
+        if let Some(files) = record.dataset {
+            job.data.describe(files, &job.spec)?;
         }
-        job.restore_results(record.results)?;
-        let members = record.membership.as_ref().map_or(&[][..], |m| &m.members);
-        let members: Vec<WorkerId> = members.iter().map(|(id, _)| *id).collect();
-        // A pod of which one worker was forgotten is killed as a whole.
-        let gone: BTreeSet<LaunchId> =
-            record.launches.iter().filter(|l| l.gone).map(|l| l.launch).collect();
-        let per_pod = job.spec.workers_per_pod;
-        let pod_of = |launch: LaunchId| PodId::of(launch, per_pod);
-        let gone: BTreeSet<PodId> = gone.into_iter().map(pod_of).collect();
-        for l in &mut record.launches {
-            l.gone = gone.contains(&pod_of(l.launch));
-            let rank = (0..).zip(&members).find(|(_, id)| id.0 == l.launch.0).map(|(rank, _)| rank);
-            let may_return = !l.gone && (l.worker.is_some() || l.found);
-            let disconnected = Disconnected {
-                rank,
-                joined: l.joined,
-                holds_state: l.holds_state,
-                since: now,
-                last_known: None,
-            };
-            let launch = Launch {
-                worker: l.worker,
-                leaving: l.leaving || l.gone,
-                retired: l.retired,
-                disconnected: may_return.then_some(disconnected),
-                slot: l.slot,
-                ..Launch::default()
-            };
-            job.workers.launches.insert(l.launch, launch);
-        }
-        for l in record.launches {
-            match l.worker {
-                _ if l.gone => job.kill(l.launch),
-                None => job.out.set_timer(now + HELLO_WAIT, Timer::Hello(l.launch)),
-                Some(_) if l.leaving => {
-                    job.out.set_timer(now + RELEASE_WAIT, Timer::Kill(l.launch))
-                }
-                Some(_) => {}
-            }
-        }
-        job.group = Group {
-            generation: record
-                .membership
-                .as_ref()
-                .map_or_else(Generation::default, |m| m.generation),
-            generation_floor: record.generation,
-            published: record.membership,
-            previous_ring: record.previous_ring,
-            ..Group::default()
-        };
-        let is_away = |id: &WorkerId| {
-            job.workers.disconnected_members().any(|disconnected| disconnected == *id)
-        };
-        job.group.lost = members.iter().filter(|id| !is_away(id)).copied().collect();
-        job.group.members = members;
+        job.data.restore(record.parameters, record.step);
+        job.data.restore_results(record.results)?;
+        job.workers.raise_launches_made(record.launches_made);
+        job.restore_launches(now, &record.launches, record.membership.as_ref());
+        let returning: BTreeSet<WorkerId> = job.workers.disconnected_members().collect();
+        let is_lost = |id| !returning.contains(&id);
+        job.group =
+            Group::restored(record.membership, record.generation, record.previous_ring, is_lost);
         job.out.mark_dirty();
         if let Some(ending) = record.ending {
             job.restore_ending(ending)?;
             return Ok(job);
         }
         if record.stopping {
-            job.phase = Phase::Stopping;
+            job.lifecycle.phase = Phase::Stopping;
             job.out.set_timer(now + job.stop_wait(), Timer::Stop);
         }
         job.await_members(now, record.formed);
         Ok(job)
     }
 
+    fn restore_launches(
+        &mut self,
+        now: Time,
+        launches: &[PersistedLaunch],
+        membership: Option<&Membership>,
+    ) {
+        // A pod of which one worker was forgotten is killed as a whole.
+        let pod_of = |l: &PersistedLaunch| PodId::of(l.launch, self.spec.workers_per_pod);
+        let gone: BTreeSet<PodId> = launches.iter().filter(|l| l.gone).map(pod_of).collect();
+        let is_gone: Vec<bool> = launches.iter().map(|l| gone.contains(&pod_of(l))).collect();
+        let members = membership.map_or(&[][..], |m| &m.members);
+        for (l, &is_gone) in launches.iter().zip(&is_gone) {
+            let is_member = |(_, (id, _)): &(u32, &(WorkerId, _))| *id == worker_of(l.launch);
+            let disconnected = Disconnected {
+                rank: (0..).zip(members).find(is_member).map(|(rank, _)| rank),
+                joined: l.joined,
+                holds_state: l.holds_state,
+                since: now,
+                last_known: None,
+            };
+            let state = match l.worker {
+                Some(_) if is_gone => LaunchState::Forgotten,
+                Some(_) => LaunchState::Disconnected(disconnected),
+                None if l.found && !is_gone => LaunchState::Unconfirmed(disconnected),
+                None => LaunchState::Starting,
+            };
+            let launch = Launch::restored(l.slot, state, l.leaving || is_gone, l.retired);
+            self.workers.restore(l.launch, launch);
+        }
+        for (l, is_gone) in launches.iter().zip(is_gone) {
+            match l.worker {
+                _ if is_gone => self.kill(l.launch),
+                None => self.out.set_timer(now + HELLO_WAIT, Timer::Hello(l.launch)),
+                Some(_) if l.leaving => {
+                    self.out.set_timer(now + RELEASE_WAIT, Timer::Kill(l.launch));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+
     /// Restores a job that is over, whose processes may still run.
     fn restore_ending(&mut self, ending: PersistedShutdown) -> Result<(), String> {
-        if let Some(leases) = &mut self.leases {
+        let step = self.data.step();
+        if let Some(leases) = self.data.leases_mut() {
             let ledger = leases.check(&ending.ledger)?;
-            leases.rebuild(self.step, ledger, |_| false);
+            leases.rebuild(step, ledger, |_| false);
         }
-        self.history.error = ending.error;
-        self.final_report = ending.final_report;
-        self.phase = Phase::Ending(ending.outcome);
+        self.reporting.restore_ending(ending.error, ending.final_report);
+        self.lifecycle.phase = Phase::Ending(ending.outcome);
         self.log_event(format!(
             "the job was {} when its master died",
-            crate::job::lifecycle::shutdown::name(ending.outcome)
+            super::shutdown::name(ending.outcome)
         ));
         self.end_now();
         Ok(())
     }
 
     fn await_members(&mut self, now: Time, was_formed: bool) {
-        let (disconnected, generation) =
-            (self.workers.disconnected_members().count(), self.group.generation);
-        if self.group.members.is_empty() {
-            self.log_event("a new master resumes the job; there is no group yet".into());
+        let has_group = !self.group.members().is_empty();
+        self.log_event(if has_group {
+            format!(
+                "a new master resumes the job; generation {} has {} members left",
+                self.group.generation(),
+                self.workers.disconnected_members().count()
+            )
         } else {
-            self.log_event(format!(
-                "a new master resumes the job; generation {generation} has {disconnected} members \
-                 left"
-            ));
+            "a new master resumes the job; there is no group yet".into()
+        });
+        // A worker of an inference job is no member: it is replaced, and the shards that it held
+        // are processed again.
+        if self.spec.work.trains() && (has_group || self.workers.has_disconnected()) {
+            self.lifecycle.takeover = Some(Takeover::new(was_formed));
         }
-        if !self.spec.work.trains() {
-            // A worker of an inference job is no member: it is replaced, and the shards that it
-            // held are processed again.
-            self.watch_reconnections(now);
-        } else if !self.group.members.is_empty() || self.workers.disconnected().next().is_some() {
-            self.takeover = Some(Takeover { was_formed, ..Takeover::default() });
-            self.watch_reconnections(now);
-        }
+        self.watch_reconnections(now);
         self.launch_missing(now);
         self.reconcile(now);
     }
 
     /// Raises the generation floor: no generation is used twice.
-    pub(crate) fn raise_generation_floor(&mut self, generation: Generation) {
-        if generation > self.group.generation_floor {
-            self.group.generation_floor = generation;
+    pub(super) fn raise_generation_floor(&mut self, generation: Generation) {
+        if self.group.raise_floor(generation) {
             self.out.mark_dirty();
         }
     }
 
     /// Adopts `theirs`, which a worker knows from the previous master, as the newest membership.
     /// Returns whether it was adopted.
-    pub(crate) fn adopt_membership(&mut self, now: Time, theirs: &Membership) -> bool {
-        let Some(takeover) = self.takeover.as_mut().filter(|a| !a.has_published) else {
+    pub(super) fn adopt_membership(&mut self, now: Time, theirs: &Membership) -> bool {
+        let Some(takeover) = self.lifecycle.takeover.as_mut().filter(|a| !a.has_published) else {
             return false;
         };
-        if self.dataset.is_none() {
+        if self.data.files().is_none() {
             return false;
         }
         // Its pause is not measured: the persisted history does not hold this membership.
         takeover.was_formed = true;
-        let members: Vec<WorkerId> = theirs.members.iter().map(|(id, _)| *id).collect();
-        let before = std::mem::take(&mut self.group.members);
-        let rank_of = |id: u64| (0..).zip(&members).find(|(_, m)| m.0 == id).map(|(rank, _)| rank);
-        for (&launch, l) in &mut self.workers.launches {
-            if let Some(disconnected) = &mut l.disconnected {
-                disconnected.rank = rank_of(launch.0);
-            }
-        }
-        let mut excluded = Vec::new();
-        for (&id, w) in &mut self.workers.connected {
-            let rank = rank_of(id.0);
-            if w.rank.is_some() && rank.is_none() {
-                excluded.push(id);
-            }
-            w.rank = rank;
-        }
-        let may_live = |id: &WorkerId| {
-            self.workers.connected.contains_key(id)
-                || self.workers.disconnected_members().any(|m| m == *id)
-        };
-        let lost = members.iter().filter(|id| !may_live(id)).copied().collect();
-        let newest = members.iter().map(|id| id.0).max().unwrap_or_default();
-        let newest = newest.next_multiple_of(u64::from(self.spec.workers_per_pod));
-        self.workers.launches_made = self.workers.launches_made.max(newest);
-        self.group = Group {
-            generation: theirs.generation,
-            generation_floor: self.group.generation_floor,
-            previous_ring: (!theirs.abort && !before.is_empty()).then_some(before),
-            members,
-            published: Some(theirs.clone()),
-            lost,
-            ..Group::default()
-        };
+        let Self { workers, group, .. } = self;
+        let ranks: BTreeMap<WorkerId, u32> =
+            theirs.members.iter().map(|(id, _)| *id).zip(0..).collect();
+        let rank_of = |id| ranks.get(&id).copied();
+        workers.assign_ranks_of_disconnected(rank_of);
+        let excluded = workers.assign_ranks(rank_of);
+        group.adopt(theirs, |id| {
+            !workers.is_connected(id) && workers.get_disconnected(launch_of(id)).is_none()
+        });
+        workers.raise_launches_made(ranks.keys().map(|id| id.0).max().unwrap_or_default());
         self.out.mark_dirty();
         self.count_eligible();
         self.log_event(format!(
             "generation {} has been published by the master before",
             theirs.generation
         ));
-        for id in self.workers.connected.keys().copied().collect::<Vec<_>>() {
+        for id in self.workers.select(|_| true) {
             self.send(id, ToWorker::Membership(theirs.clone()));
         }
-        for id in &excluded {
+        for &id in &excluded {
             // Its leases are from an older group; the members of this one report their own.
-            if let (Some(takeover), Some(leases)) = (&mut self.takeover, &mut self.leases) {
-                takeover.awaiting_holdings.remove(id);
-                takeover.steps.remove(id);
-                leases.forget(*id);
+            if let Some(takeover) = &mut self.lifecycle.takeover {
+                takeover.forget(id);
+            }
+            if let Some(leases) = self.data.leases_mut() {
+                leases.forget(id);
             }
         }
         self.release_excluded(now, &excluded);
@@ -271,7 +228,7 @@ impl Job {
     }
 
     /// Refuses a reconnecting worker permanently: a replacement is started.
-    pub(crate) fn refuse_reconnection(
+    pub(super) fn refuse_reconnection(
         &mut self,
         now: Time,
         connection: ConnectionId,
@@ -287,10 +244,11 @@ impl Job {
 
     /// An awaited worker has reconnected or is not coming.
     pub(crate) fn on_awaited_returned(&mut self, now: Time) {
-        if self.takeover.is_some() && !self.awaits_members() && !self.group.members.is_empty() {
+        let is_taking_over = self.lifecycle.takeover.is_some();
+        if is_taking_over && !self.awaits_members() && !self.group.members().is_empty() {
             self.log_event(format!(
                 "generation {}: all members that are left are back",
-                self.group.generation
+                self.group.generation()
             ));
         }
         self.reconcile(now);
@@ -298,23 +256,24 @@ impl Job {
 
     /// Ends the take-over and leases again, once it is known which records may be leased.
     pub(crate) fn try_finish_takeover(&mut self, now: Time) {
-        let Self { takeover: Some(takeover), leases: Some(leases), workers, .. } = self else {
+        let Self { lifecycle, data, workers, group, .. } = self;
+        let known = data.step();
+        let (Some(takeover), Some(leases)) = (&lifecycle.takeover, data.leases_mut()) else {
             return;
         };
-        let behind =
-            |(id, step): (&WorkerId, &u64)| *step > self.step && workers.connected.contains_key(id);
-        let settled =
-            self.group.formed && !self.group.is_broken() && takeover.awaiting_holdings.is_empty();
-        if !settled
-            || workers.disconnected_members().next().is_some()
-            || takeover.steps.iter().any(behind)
-        {
+        let is_settled = group.is_formed()
+            && !group.is_broken()
+            && !workers.has_disconnected_members()
+            && takeover.has_reached(known, |id| workers.is_connected(id));
+        if !is_settled {
             return;
         }
         leases.requeue();
-        self.takeover = None;
-        let (generation, step) = (self.group.generation, self.step);
-        self.log_event(format!("generation {generation} is taken over at step {step}"));
+        lifecycle.takeover = None;
+        self.log_event(format!(
+            "generation {} is taken over at step {known}",
+            self.group.generation()
+        ));
         self.fill_all();
         self.reconcile(now);
     }

@@ -7,8 +7,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use elasticdl_proto::{Cause, MembershipChange};
+
 use crate::job::event::{Committed, Exit, StepTimes};
-use crate::job::reporting::summary::{Cause, MembershipChange};
 
 /// Counters since the master started.
 #[derive(Clone, Debug, Default, PartialEq)]

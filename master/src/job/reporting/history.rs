@@ -5,19 +5,16 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_proto::{
+    Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, Generation, LossSummary,
+    MembershipChange, StateLoss, ThroughputSummary, WorkerId,
+};
 use serde::{Deserialize, Serialize};
 
-use crate::job::event::Phases;
-use crate::job::lifecycle::persisted::first_within;
-use crate::job::lifecycle::state_loss::StateLoss;
-use crate::job::reporting::checkpoints::CheckpointsSummary;
-use crate::job::reporting::counters::Counters;
-use crate::job::reporting::evaluations::EvaluationsSummary;
-use crate::job::reporting::storage_waits::StorageWaits;
-use crate::job::reporting::summary::{
-    FailedShard, LossSummary, MembershipChange, ThroughputSummary,
-};
+use super::counters::{Counters, End};
+use super::storage_waits::StorageWaits;
+use super::text::clip;
+use crate::job::event::{Committed, Finished, Phases};
 use crate::job::time::Time;
 
 /// The history of a job.
@@ -31,23 +28,27 @@ pub(crate) struct JobHistory {
     /// The newest change, until its pause has been logged.
     change: Option<Change>,
     failed_shards: Vec<FailedShard>,
-    pub(crate) totals: Totals,
+    pub(super) totals: Totals,
     loss_smoothed: Option<f64>,
     /// Records committed by the group's reports so far, at these times; the newest last.
     samples: VecDeque<(Time, u64)>,
     committed: u64,
     /// Number of workers of an inference job.
-    pub(crate) inference_workers: u32,
+    inference_workers: u32,
     /// Why the job failed or was refused.
-    pub(crate) error: Option<String>,
+    error: Option<String>,
     /// Transport of the gradient all-reduce.
-    pub(crate) allreduce_transport: Option<String>,
+    pub(super) allreduce_transport: Option<String>,
     /// Counters since this master started.
-    pub(crate) counters: Counters,
-    pub(crate) storage_waits: StorageWaits,
-    pub(crate) evaluations: EvaluationsSummary,
+    pub(super) counters: Counters,
+    pub(super) storage_waits: StorageWaits,
+    pub(super) evaluations: EvaluationsSummary,
     /// Description of the last counted worker failure.
-    pub(crate) last_failure: Option<String>,
+    last_failure: Option<String>,
+    /// Whether the user has requested a checkpoint that has not been written yet.
+    pub(super) wants_checkpoint: bool,
+    /// The group's final report.
+    final_report: Option<Finished>,
 }
 
 /// A membership change in progress: members have not committed their first step yet.
@@ -76,9 +77,9 @@ pub(crate) struct PersistedHistory {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Totals {
     /// The largest group that formed.
-    pub(crate) peak: u32,
+    pub(super) peak: u32,
     /// Launches that replaced an ended one.
-    pub(crate) restarts: u64,
+    pub(super) restarts: u64,
     formed_first: Option<Time>,
     /// Records and steps of the first group's state when it formed.
     #[serde(default)]
@@ -90,9 +91,9 @@ pub(crate) struct Totals {
     pub(crate) checkpoints: CheckpointsSummary,
     /// Steps without an update, of those that the state contains.
     #[serde(default)]
-    pub(crate) steps_skipped: u64,
+    pub(super) steps_skipped: u64,
     #[serde(default)]
-    pub(crate) state_lost: Option<StateLoss>,
+    pub(super) state_lost: Option<StateLoss>,
 }
 
 impl JobHistory {
@@ -210,7 +211,7 @@ impl JobHistory {
         let Some(record) = newest_first.take_while(|r| r.generation >= generation).last() else {
             return false;
         };
-        if record.generation != generation || record.cause == crate::job::Cause::Start {
+        if record.generation != generation || record.cause == Cause::Start {
             return false;
         }
         let gap = ms(phases.gap_us());
@@ -270,14 +271,110 @@ impl JobHistory {
         }
     }
 
-    /// Notes a commit of `records` with this sum of losses.
-    pub(crate) fn commit(&mut self, now: Time, records: u64, loss_sum: f64) {
-        self.note_loss(records, loss_sum);
+    /// Notes a commit of `steps` new steps.
+    pub(crate) fn commit(&mut self, now: Time, steps: u64, report: &Committed) {
+        self.note_loss(report.records, report.loss_sum);
+        self.count(now, report.records);
+        self.counters.commit(steps, report);
+    }
+
+    /// Notes a shard of an inference job, with the sum of losses over its records.
+    pub(crate) fn finish_shard(&mut self, now: Time, records: u64, loss: Option<f64>) {
         self.count(now, records);
+        if let Some(loss) = loss {
+            self.note_loss(records, loss);
+        }
+        self.counters.shard(records);
+    }
+
+    /// Notes the number of workers of an inference job.
+    pub(crate) fn note_inference_workers(&mut self, workers: u32) {
+        self.inference_workers = workers;
+        self.totals.peak = self.totals.peak.max(workers);
+    }
+
+    /// Number of workers of an inference job.
+    pub(super) fn inference_workers(&self) -> u32 {
+        self.inference_workers
+    }
+
+    /// Notes the transport of the gradient all-reduce. Returns whether it is news.
+    pub(crate) fn note_transport(&mut self, what: &str) -> bool {
+        let is_news = self.allreduce_transport.as_deref() != Some(what);
+        self.allreduce_transport = Some(what.to_owned());
+        is_news
+    }
+
+    /// Notes a counted failure of a worker.
+    pub(crate) fn note_failure(&mut self, what: &str) {
+        self.last_failure = Some(what.to_owned());
+    }
+
+    /// The last counted failure of a worker.
+    pub(crate) fn last_failure(&self) -> Option<&str> {
+        self.last_failure.as_deref()
+    }
+
+    pub(crate) fn count_end(&mut self, end: End) {
+        self.counters.end(end);
+    }
+
+    /// Counts a launch that replaces an ended one.
+    pub(crate) fn count_restart(&mut self) {
+        self.totals.restarts += 1;
+        self.counters.restarts += 1;
+    }
+
+    /// Counts a group whose members all waited for each other.
+    pub(crate) fn count_stall(&mut self) {
+        self.counters.stalls += 1;
+    }
+
+    /// Counts the loss of a state of `step` without a checkpoint.
+    pub(crate) fn lose_state(&mut self, step: u64) {
+        let count = self.totals.state_lost.map_or(0, |loss| loss.count) + 1;
+        self.totals.state_lost = Some(StateLoss { count, at_step: step });
+        self.counters.state_losses += 1;
+    }
+
+    /// Whether there is a complete checkpoint.
+    pub(crate) fn has_checkpoint(&self) -> bool {
+        self.totals.checkpoints.newest.is_some()
+    }
+
+    /// Notes that a checkpoint is requested. Returns whether none was.
+    pub(crate) fn want_checkpoint(&mut self) -> bool {
+        !std::mem::replace(&mut self.wants_checkpoint, true)
+    }
+
+    /// Notes the group's final report.
+    pub(crate) fn finish(&mut self, report: Finished) {
+        self.totals.steps_skipped = report.steps_skipped;
+        self.final_report = Some(report);
+    }
+
+    /// The group's final report.
+    pub(crate) fn final_report(&self) -> Option<&Finished> {
+        self.final_report.as_ref()
+    }
+
+    /// Sets why the job failed or was refused.
+    pub(crate) fn set_error(&mut self, error: Option<String>) {
+        self.error = error;
+    }
+
+    /// Why the job failed or was refused.
+    pub(crate) fn error(&self) -> Option<&str> {
+        self.error.as_deref()
+    }
+
+    /// Restores how the job ended under a previous master.
+    pub(crate) fn restore_ending(&mut self, error: Option<String>, report: Option<Finished>) {
+        (self.error, self.final_report) = (error, report);
     }
 
     /// The sum of losses over `records`.
-    pub(crate) fn note_loss(&mut self, records: u64, loss_sum: f64) {
+    fn note_loss(&mut self, records: u64, loss_sum: f64) {
         let loss = loss_sum / records as f64;
         // The loss of a skipped step may be NaN.
         if records > 0 && loss.is_finite() {
@@ -289,7 +386,7 @@ impl JobHistory {
     }
 
     /// Notes that `records` more are done.
-    pub(crate) fn count(&mut self, now: Time, records: u64) {
+    fn count(&mut self, now: Time, records: u64) {
         self.committed = self.committed.saturating_add(records);
         self.totals.reported_last = now;
         match self.samples.back_mut() {
@@ -338,6 +435,16 @@ impl JobHistory {
         }
     }
 
+    #[cfg(test)]
+    pub(crate) fn set_evaluations(&mut self, all: Vec<elasticdl_proto::Evaluated>) {
+        self.evaluations.all = all;
+    }
+
+    #[cfg(test)]
+    pub(crate) fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
     /// How many more failed shards fit.
     pub(crate) fn failures_left(&self) -> usize {
         FAILED_SHARDS_MAX.saturating_sub(self.failed_shards.len())
@@ -365,6 +472,21 @@ impl JobHistory {
     }
 }
 
+/// The longest prefix of `items` that takes at most `bytes` as JSON.
+fn first_within<'a, T: Serialize + Clone + 'a>(
+    items: impl Iterator<Item = &'a T>,
+    bytes: usize,
+) -> Vec<T> {
+    let mut left = bytes;
+    let fits = |item: &&T| {
+        let taken = serde_json::to_string(item).map_or(usize::MAX, |json| json.len() + 1);
+        let fits = taken <= left;
+        left = left.saturating_sub(taken);
+        fits
+    };
+    items.take_while(fits).cloned().collect()
+}
+
 fn record_phases(record: &mut MembershipChange, gap: f64, phases: Phases) {
     record.gap_ms = Some(gap);
     record.detect_ms = Some(ms(phases.detect_us));
@@ -373,22 +495,6 @@ fn record_phases(record: &mut MembershipChange, gap: f64, phases: Phases) {
     record.connect_ms = Some(ms(phases.connect_us));
     record.state_ms = Some(ms(phases.state_us));
     record.first_step_ms = Some(ms(phases.first_step_us));
-}
-
-/// `text`, truncated to a length that can be stored and shown.
-pub(crate) fn clip(text: &str) -> &str {
-    let len = (0..=TEXT_BYTES_MAX.min(text.len())).rev().find(|&i| text.is_char_boundary(i));
-    &text[..len.expect("0 is a boundary")]
-}
-
-/// `worker 3` or `workers 1, 2 and 4`; a long list is truncated.
-pub(crate) fn name_all(workers: &[WorkerId]) -> String {
-    let shown: Vec<String> = workers.iter().take(NAMED_MAX).map(ToString::to_string).collect();
-    match (shown.as_slice(), workers.len() - shown.len()) {
-        ([one], 0) => format!("worker {one}"),
-        ([first @ .., last], 0) => format!("workers {} and {last}", first.join(", ")),
-        (all, more) => format!("workers {} and {more} more", all.join(", ")),
-    }
 }
 
 fn ms(us: u64) -> f64 {
@@ -413,8 +519,6 @@ const MEMBERSHIPS_RECORDED_BYTES_MAX: usize = 96 << 10;
 const EVALUATIONS_RECORDED_BYTES_MAX: usize = 96 << 10;
 const FAILED_RECORDED_BYTES_MAX: usize = 64 << 10;
 const FAILED_SHARDS_MAX: usize = 100;
-const TEXT_BYTES_MAX: usize = 4096;
-const NAMED_MAX: usize = 8;
 const LOSS_SMOOTHING: f64 = 0.2;
 const SAMPLE_EVERY: Duration = Duration::from_millis(100);
 const RATE_WINDOW: Duration = Duration::from_secs(5);

@@ -93,14 +93,14 @@ pub(super) fn broken(generation: u64, suspect: u64) -> FromWorker {
 pub(super) fn lose(job: &mut Job, ms: u64, i: u64) {
     let worker = WorkerId(i);
     job.handle(at(ms), Event::Disconnected { worker });
-    let is_member = job.group.members.contains(&worker);
+    let is_member = job.group.members().contains(&worker);
     let other = job.workers.members().map(|(id, _)| id).find(|id| *id != worker);
     if !is_member {
         return;
     }
     match other {
         Some(other) => {
-            let message = broken(job.group.generation.0, i);
+            let message = broken(job.group.generation().0, i);
             job.handle(at(ms), Event::Message { worker: other, message });
         }
         None => {
@@ -203,7 +203,7 @@ fn a_loss_is_published_at_once_and_its_leases_return_when_the_next_group_forms()
     lose(&mut job, 5, 2);
     let next = membership(2, &[1, 3], true);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (3, next)]);
-    let forgotten = job.leases.as_ref().unwrap().leases().count();
+    let forgotten = job.data.leases().unwrap().leases().count();
     assert_eq!(forgotten, 0);
     deliver(&mut job, 1, formed(2, 0, &[]));
     // All 20 records are available again to the surviving workers: 10 shares of 2 records.
@@ -319,7 +319,7 @@ fn a_broken_link_waits_20_ms_for_the_loss_that_explains_it() {
     let mut job = started(spec(), &[20]);
     deliver(&mut job, 1, broken(0, 2));
     deliver(&mut job, 9, broken(1, 2));
-    assert!(job.group.broken.is_none());
+    assert!(!job.group.awaits_explanation());
     deliver(&mut job, 1, broken(1, 2));
     assert_eq!(memberships(&mut job), []);
     assert_eq!(job.poll_timeout(), Some(at(20)));
@@ -385,7 +385,7 @@ fn scaling_down_retires_the_youngest_worker() {
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1], false));
     job.handle(at(2), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Code(0) });
     assert_eq!(actions(&mut job), []);
-    assert_eq!((job.restarts.budget().counted, job.summary(at(2)).workers.restarts), (0, 0));
+    assert_eq!((job.lifecycle.failures(), job.summary(at(2)).workers.restarts), (0, 0));
 }
 
 #[test]
@@ -501,7 +501,7 @@ fn a_launch_without_a_hello_for_a_minute_is_killed_and_counted() {
     job.handle_timeout(at(60_000));
     assert_eq!(actions(&mut job), [launch(1), Action::Kill { launch: LaunchId(1) }]);
     job.handle(at(60_001), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
-    assert_eq!((actions(&mut job), job.restarts.budget().counted), (vec![launch_at(2, 0)], 1));
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![launch_at(2, 0)], 1));
 }
 
 #[test]
@@ -528,7 +528,7 @@ fn a_model_of_another_size_is_refused() {
         Action::Send { message: ToWorker::Shutdown(why), .. } if why.contains("11 parameters")
     ));
     assert_eq!(
-        (&sent[1], job.restarts.budget().counted),
+        (&sent[1], job.lifecycle.failures()),
         (&Action::Disconnect { worker: WorkerId(4) }, 1)
     );
 }

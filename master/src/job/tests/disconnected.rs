@@ -15,7 +15,7 @@ fn disconnect(job: &mut Job, ms: u64, i: u64) {
 }
 
 fn counted(job: &Job) -> u32 {
-    job.restarts.budget().counted
+    job.lifecycle.failures()
 }
 
 #[test]
@@ -44,7 +44,7 @@ fn all_streams_may_end_at_once_again_and_again() {
         deliver(&mut job, 1, formed(1, round, &[(0, round + 1)]));
         assert_eq!(actions(&mut job), [admit(1), admit(2), admit(3)], "{round}");
     }
-    assert_eq!((job.status(at(9900)).generation, job.step, counted(&job)), (Generation(1), 9, 0));
+    assert_eq!((job.status(at(9900)).generation, job.step(), counted(&job)), (Generation(1), 9, 0));
 }
 
 #[test]
@@ -137,10 +137,10 @@ fn the_lowest_rank_reports_the_whole_ledger_when_it_returns() {
     reconnect(&mut job, 50, 1, 1);
     deliver(&mut job, 1, holding(3, &[]));
     deliver(&mut job, 1, formed(1, 3, &[(0, 12)]));
-    assert_eq!((job.step, job.status(at(50)).records_counted), (3, 12));
+    assert_eq!((job.step(), job.status(at(50)).records_counted), (3, 12));
     // Once.
     deliver(&mut job, 1, formed(1, 2, &[(0, 8)]));
-    assert_eq!((job.step, job.status(at(50)).records_counted), (3, 12));
+    assert_eq!((job.step(), job.status(at(50)).records_counted), (3, 12));
     assert_eq!(memberships(&mut job), []);
 }
 

@@ -34,7 +34,7 @@ fn letter(world: &mut World, letter: usize) {
                 world.wait()
             };
         }
-        8 => Some(Fault::Scale(if world.job.wanted == 2 { 1 } else { 2 })),
+        8 => Some(Fault::Scale(if world.job.lifecycle.wanted() == 2 { 1 } else { 2 })),
         9 => Some(Fault::Stop),
         10 => Some(Fault::MasterDies(None)),
         11 => Some(Fault::MasterDies(Some(1))),
@@ -114,7 +114,7 @@ fn every_history_of(spec: &JobSpec, letters: &[usize], len: u32) {
     for history in 0..letters.len().pow(len) {
         let name = NamedHistory(format!("history {history} of {len} in {letters:?}"));
         let mut world = World::new(spec.clone(), 18, history as u64);
-        world.run(|w| w.job.step >= 1);
+        world.run(|w| w.job.step() >= 1);
         let mut rest = history;
         for _ in 0..len {
             letter(&mut world, letters[rest % letters.len()]);

@@ -120,11 +120,11 @@ fn a_report_of_a_shard_that_the_worker_does_not_hold_is_refused() {
         leased(&mut job);
         done(&mut job, 1, wrong, 1.0);
         assert_eq!(
-            (job.restarts.budget().counted, job.summary(at(0)).records.counted),
+            (job.lifecycle.failures(), job.summary(at(0)).records.counted),
             (1, 0),
             "{wrong}"
         );
-        assert!(!job.workers.connected.contains_key(&WorkerId(1)));
+        assert!(!job.workers.is_connected(WorkerId(1)));
     }
 }
 

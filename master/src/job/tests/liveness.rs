@@ -24,7 +24,7 @@ fn pass_waiting(job: &mut Job, from: u64, until: u64, beating: &[u64], stopped: 
     for ms in (from..=until).step_by(50) {
         for &worker in beating {
             let stall = stopped.filter(|&since| since <= ms).map(|since| Stall {
-                generation: job.group.generation,
+                generation: job.group.generation(),
                 operation: 5,
                 received: 0,
                 sent: 0,
@@ -157,7 +157,7 @@ fn a_member_that_computes_for_long_does_not_count_as_stopped() {
         let ranges = vec![];
         let compute_us = vec![3_000_000; 3];
         let committed = Committed {
-            generation: job.group.generation,
+            generation: job.group.generation(),
             step,
             ranges,
             loss_sum: 0.0,

@@ -74,7 +74,7 @@ impl World {
         }
         self.check_leases();
         assert_eq!(
-            self.job.restarts.budget().counted,
+            self.job.lifecycle.failures(),
             self.counted,
             "failures counted: {:#?}",
             self.log
@@ -100,7 +100,7 @@ impl World {
 
     /// All members of a group wait for each other only if the network is partitioned.
     fn check_stall(&mut self) {
-        let stalls = self.job.history.counters.stalls;
+        let stalls = self.job.reporting.counters().stalls;
         if std::mem::replace(&mut self.stalls, stalls) < stalls {
             let newest = self.published.last().expect("a group waits").generation;
             assert!(self.is_any_newest_ring_severed(), "no member is partitioned: {:#?}", self.log);
@@ -235,13 +235,13 @@ impl World {
 
     /// The lease table: no lost worker holds a lease, and no record has two owners.
     fn check_leases(&self) {
-        let over = matches!(self.job.phase, job::Phase::Ended(_) | job::Phase::Ending(_));
-        let Some(records) = self.job.leases.as_ref().filter(|_| !over) else {
+        let over = !self.job.lifecycle.is_active();
+        let Some(records) = self.job.data.leases().filter(|_| !over) else {
             return;
         };
         let mut before: Option<RecordRange> = None;
         for (worker, range) in records.leases() {
-            let is_away = self.job.workers.disconnected().any(|launch| launch.0 == worker.0);
+            let is_away = self.job.workers.disconnected().any(|(launch, _)| launch.0 == worker.0);
             let is_lost = self.gone.contains(&worker) && !is_away;
             assert!(!is_lost, "worker {worker} is lost and holds {range}");
             assert!(

@@ -30,16 +30,17 @@ pub(super) fn read_back(record: &PersistedJob) -> PersistedJob {
 fn half_way() -> Job {
     let mut job = Job::new(JobSpec { num_workers: 3, ..spec() });
     let list = dataset(&[200_000_000]);
-    let shards = Shards::cut(&list, &job.spec).unwrap();
+    job.data.describe(list, &job.spec).unwrap();
+    let leases = job.data.leases_mut().unwrap();
+    let shards = leases.shards();
     let ranges: Vec<RecordRange> = (0..shards.len())
         .step_by(2)
         .map(|shard| shards.range(shard))
         .map(|r| RecordRange { epoch: 0, start: r.start, end: r.end })
         .collect();
     assert!(ranges.len() > 20_000);
-    let mut records = LeaseTable::new(shards, job.spec.epochs);
-    records.commit(1000, &ranges).unwrap();
-    (job.leases, job.dataset, job.step) = (Some(records), Some(list), 1000);
+    leases.commit(1000, &ranges).unwrap();
+    job.data.set_step(1000);
     while job.poll_action().is_some() {}
     job
 }
@@ -116,9 +117,7 @@ fn totals_are_those_of_the_ledger_in_every_epoch() {
 fn the_file_list_is_persisted_separately_and_only_the_same_list_is_accepted() {
     let list = |n: u64| FileList::pack((0..n).map(|i| (format!("/data/{i:090}"), 1)));
     let mut job = Job::new(JobSpec { shuffle: false, ..spec() });
-    job.dataset_describer = Some(elasticdl_proto::WorkerId(1));
-    job.leases = Some(LeaseTable::new(Shards::cut(&list(15_000), &job.spec).unwrap(), 2));
-    job.dataset = Some(list(15_000));
+    job.data.describe(list(15_000), &job.spec).unwrap();
     let record = job.to_persisted();
     assert!(json_bytes(&record) < 4 << 10, "{} bytes", json_bytes(&record));
     let mut read = read(&record);

@@ -52,7 +52,7 @@ fn a_full_cluster_is_probed_by_two_launches_and_the_rest_is_withdrawn_from_the_h
     unschedulable(&mut job, 10, 3);
     assert_eq!(done(&mut job), [kill(5)]);
     [5, 6].iter().for_each(|&launch| ended(&mut job, 20, launch));
-    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![], 0));
+    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![], 0));
     // Two probes are still pending, so time alone changes nothing.
     job.handle_timeout(at(120_000));
     assert_eq!(done(&mut job), []);
@@ -91,7 +91,7 @@ fn probes_move_down_to_free_slots() {
     ended(&mut job, 23, 5);
     (7..=8).for_each(|launch| unschedulable(&mut job, 24, launch));
     ended(&mut job, 25, 4);
-    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![], 0));
+    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![], 0));
 }
 
 #[test]
@@ -127,7 +127,7 @@ fn all_missing_launches_are_requested_at_once_if_none_is_unschedulable() {
     assert!(done(&mut job).len() < 10);
     (41..=80).for_each(|launch| scheduled(&mut job, 60, launch));
     job.handle_timeout(at(60_030));
-    let asked = job.workers.launches.values().filter(|l| l.stays()).count();
+    let asked = job.workers.launches().filter(|(_, l)| l.stays()).count();
     assert_eq!(asked, 40);
 }
 
@@ -160,7 +160,7 @@ fn a_reclaimed_worker_leaves_at_a_step_boundary_and_its_slot_is_filled_at_once()
     deliver(&mut job, 2, FromWorker::Leaving);
     assert_eq!((actions(&mut job), memberships(&mut job)), (vec![], vec![]));
     job.handle(at(2), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(1) });
-    assert_eq!((actions(&mut job), job.restarts.budget().counted), (vec![], 0));
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![], 0));
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn a_launch_reclaimed_before_its_hello_is_replaced_and_refused() {
     connect(&mut job, 1);
     assert!(matches!(actions(&mut job)[..], [Action::Refuse { .. }]));
     ended(&mut job, 2, 1);
-    assert_eq!((actions(&mut job), job.restarts.budget().counted), (vec![], 0));
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![], 0));
 }
 
 #[test]

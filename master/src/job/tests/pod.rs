@@ -94,9 +94,9 @@ fn a_crash_ends_the_pod_and_counts_once() {
     gone(&mut job, 2, 2);
     assert_eq!(done(&mut job), []);
     ended(&mut job, 3, 1, Exit::Signal(11));
-    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![launch_at(5, 0)], 1));
+    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![launch_at(5, 0)], 1));
     assert_eq!(job.summary(at(3)).workers.restarts, 1);
-    assert_eq!(job.history.counters.ends, [(End::Crashed, 1)].into());
+    assert_eq!(job.reporting.counters().ends, [(End::Crashed, 1)].into());
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn a_failure_reported_by_a_worker_is_not_counted_again_at_its_pods_end() {
         FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false },
     );
     ended(&mut job, 3, 1, Exit::Code(1));
-    assert_eq!(job.restarts.budget().counted, 1);
+    assert_eq!(job.lifecycle.failures(), 1);
     assert!(done(&mut job).contains(&launch_at(5, 0)));
 }
 
@@ -133,7 +133,7 @@ fn a_pod_that_ends_without_notice_loses_all_its_workers_at_once() {
     let expected =
         [vec![launch_at(5, 2)], broadcast_membership(&[1, 2], &membership(2, &[1, 2], true))]
             .concat();
-    assert_eq!((done(&mut job), job.restarts.budget().counted), (expected, 0));
+    assert_eq!((done(&mut job), job.lifecycle.failures()), (expected, 0));
     let summary = job.summary(at(1));
     assert_eq!(summary.memberships[1].lost, [WorkerId(3), WorkerId(4)]);
 }
@@ -153,7 +153,7 @@ fn a_leaving_worker_releases_its_pod_and_its_slots_are_filled_at_once() {
     job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(3), reason: "preempted".into() });
     assert_eq!(done(&mut job), []);
     ended(&mut job, 2, 3, Exit::Code(143));
-    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![], 0));
+    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![], 0));
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn an_unschedulable_pod_counts_as_one_probe() {
         .for_each(|&launch| ended(&mut job, 2, launch, Exit::Reclaimed("withdrawn".into())));
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(3), wait: Wait::Start(None) });
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(5), wait: Wait::Start(None) });
-    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![launch_at(13, 8)], 0));
+    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![launch_at(13, 8)], 0));
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn a_launch_without_a_hello_is_counted_and_its_pod_is_released_in_order() {
     done(&mut job);
     job.handle_timeout(at(60_000));
     let shutdown = send(1, ToWorker::Shutdown("another worker of its pod goes".into()));
-    assert_eq!((done(&mut job), job.restarts.budget().counted), (vec![shutdown, kill(1)], 1));
+    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![shutdown, kill(1)], 1));
 }
 
 #[test]

@@ -66,7 +66,7 @@ fn an_impossible_report_fails_its_worker() {
             other => other,
         };
         deliver(&mut job, 1, message);
-        assert_eq!(job.restarts.budget().counted, 1);
+        assert_eq!(job.lifecycle.failures(), 1);
         let next = ToWorker::Membership(membership(2, &[2, 3], true));
         assert!(actions(&mut job).contains(&send(2, next)));
     }

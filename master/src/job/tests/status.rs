@@ -271,13 +271,13 @@ fn the_speed_is_measured_over_the_last_seconds_or_the_last_step() {
     let mut history = history::JobHistory::default();
     history.form(at(1000), 0, 0);
     assert_eq!(history.records_per_s(at(2000)), 0.0);
-    (1..=100).for_each(|i| history.commit(at(1000 + i * 100), 10, 1.0));
+    (1..=100).for_each(|i| history.finish_shard(at(1000 + i * 100), 10, None));
     assert!(
         (history.records_per_s(at(11_000)) - 100.0).abs() < 3.0,
         "{}",
         history.records_per_s(at(11_000))
     );
-    (1..=10).for_each(|i| history.commit(at(11_000 + i * 10_000), 500, 1.0));
+    (1..=10).for_each(|i| history.finish_shard(at(11_000 + i * 10_000), 500, None));
     assert_eq!(history.records_per_s(at(111_000)), 50.0);
     // The speed does not drop to 0 between two such steps, and decays without any.
     let later = history.records_per_s(at(117_000));

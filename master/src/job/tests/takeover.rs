@@ -18,7 +18,7 @@ fn next_master(job: &Job, ms: u64) -> Job {
 /// former job published last.
 pub(super) fn reconnect(job: &mut Job, ms: u64, i: u64, generation: u64) {
     let members =
-        job.group.published.clone().map_or(vec![], |m| m.members.iter().map(|m| m.0.0).collect());
+        job.group.published().map_or(vec![], |m| m.members.iter().map(|m| m.0.0).collect());
     let known = (generation > 0).then(|| membership(generation, &members, true));
     reconnect_with(job, ms, i, known);
 }
@@ -140,7 +140,7 @@ fn a_worker_whose_process_has_ended_is_lost_at_once_and_not_counted() {
     reconnect(&mut job, 1020, 3, 1);
     let next = membership(2, &[1, 3], true);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (3, next)]);
-    assert_eq!(job.restarts.budget().counted, 0);
+    assert_eq!(job.lifecycle.failures(), 0);
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn joiners_are_refused_and_replaced_and_ids_are_not_reused() {
     job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Code(70) });
     connect(&mut job, 4);
     assert_eq!(actions(&mut job)[0], admit(4));
-    assert_eq!(job.restarts.budget().counted, 0);
+    assert_eq!(job.lifecycle.failures(), 0);
 }
 
 #[test]
@@ -242,7 +242,7 @@ fn a_worker_outside_the_newer_group_loses_leases_that_a_member_claims() {
         actions(&mut job);
         // Worker 3, which was ahead of the others when it was evicted, does not delay them.
         assert_eq!(
-            (&*job.status(at(1030)).state, job.restarts.budget().counted),
+            (&*job.status(at(1030)).state, job.lifecycle.failures()),
             ("running", 0),
             "{out_is_mute}"
         );

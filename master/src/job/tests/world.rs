@@ -508,7 +508,7 @@ impl World {
             FromWorker::Failed { .. } if accepted => {
                 self.gone.insert(worker);
                 self.excused.insert(worker);
-                self.counted += u32::from(self.job.phase == job::Phase::Running);
+                self.counted += u32::from(self.job.lifecycle.is_running());
             }
             FromWorker::Leaving if accepted => {
                 self.excused.insert(worker);
@@ -554,7 +554,7 @@ impl World {
             done || p.silent_for_long || p.worker.is_some_and(|w| self.excused.contains(&w));
         // A member that is retired by a scale-down is excused before it is notified, which is not
         // visible from outside.
-        let retired = self.job.workers.launches[&id].retired;
+        let retired = self.job.workers.get_launch(id).unwrap().is_retired();
         let own = match exit {
             // The worker may have been refused, but was never admitted.
             Exit::Code(70) => p.worker.is_none(),
@@ -563,7 +563,7 @@ impl World {
             Exit::Signal(signal) => ![1, 2, 9, 15].contains(&signal),
             Exit::Reclaimed(_) | Exit::Unknown => false,
         };
-        let alive = self.job.phase == job::Phase::Running;
+        let alive = self.job.lifecycle.is_running();
         self.counted += u32::from(own && !excused && !retired && alive);
         self.running -= 1;
         self.gone.extend(p.worker);

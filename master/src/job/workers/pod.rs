@@ -13,10 +13,9 @@ use std::ops::RangeInclusive;
 
 use elasticdl_proto::WorkerId;
 
+use super::state::Launch;
+use super::table::{WorkerTable, worker_of};
 use crate::job::event::LaunchId;
-use crate::job::job::{Job, Phase};
-use crate::job::time::Time;
-use crate::job::workers::table::{Launch, WorkerTable};
 
 /// A pod, identified by its first launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -47,90 +46,51 @@ impl PodId {
 }
 
 impl WorkerTable {
-    /// The launches of this launch's pod, including itself; none if it has ended.
-    pub(crate) fn pod(&self, launch: LaunchId) -> Vec<LaunchId> {
-        self.launches.range(self.numbers(launch)).map(|(&id, _)| id).collect()
+    fn pod_of(&self, launch: LaunchId) -> PodId {
+        PodId::of(launch, self.workers_per_pod)
     }
 
-    /// The ids of the launches of this launch's pod.
-    fn numbers(&self, launch: LaunchId) -> RangeInclusive<LaunchId> {
-        PodId::of(launch, self.workers_per_pod as u32).launches()
+    /// The launches of this launch's pod, including itself; none if it has ended.
+    pub(crate) fn pod(&self, launch: LaunchId) -> Vec<LaunchId> {
+        self.launches.range(self.pod_of(launch).launches()).map(|(&id, _)| id).collect()
+    }
+
+    /// As [`WorkerTable::pod`].
+    pub(crate) fn pod_mut(&mut self, launch: LaunchId) -> impl Iterator<Item = &mut Launch> {
+        let launches = self.pod_of(launch).launches();
+        self.launches.range_mut(launches).map(|(_, l)| l)
     }
 
     /// The first launch of each pod.
     pub(crate) fn pods(&self) -> impl Iterator<Item = LaunchId> + '_ {
-        self.launches.keys().copied().filter(|id| self.is_first(*id))
-    }
-
-    /// Whether this is the first launch of its pod.
-    pub(crate) fn is_first(&self, launch: LaunchId) -> bool {
-        *self.numbers(launch).start() == launch
+        self.launches.keys().copied().filter(|&id| self.pod_of(id).first() == id)
     }
 
     /// Whether `is` holds for any launch of this launch's pod.
     pub(crate) fn any_of_pod(&self, launch: LaunchId, is: impl Fn(&Launch) -> bool) -> bool {
-        self.launches.range(self.numbers(launch)).any(|(_, l)| is(l))
+        self.launches.range(self.pod_of(launch).launches()).any(|(_, l)| is(l))
     }
 
     /// Whether any worker of this launch's pod is connected.
     pub(crate) fn is_heard(&self, launch: LaunchId) -> bool {
-        self.any_of_pod(launch, |l| l.worker.is_some_and(|id| self.connected.contains_key(&id)))
+        self.any_of_pod(launch, |l| l.worker().is_some())
     }
 
     /// The connected workers of this launch's pod that have not been released.
     pub(crate) fn workers_of_pod(&self, launch: LaunchId) -> Vec<WorkerId> {
-        let workers = self.pod(launch).into_iter().filter_map(|id| self.launches[&id].worker);
-        workers.filter(|id| self.connected.get(id).is_some_and(|w| !w.released)).collect()
+        let launches = self.launches.range(self.pod_of(launch).launches());
+        let is_there = |l: &Launch| l.worker().is_some_and(|w| !w.is_released());
+        launches.filter(|(_, l)| is_there(l)).map(|(&id, _)| worker_of(id)).collect()
     }
 
     /// The user-visible name of a launch or its pod. A launch's worker has its number.
     pub(crate) fn name(&self, launch: LaunchId, has_worker: bool) -> String {
-        let numbers = self.numbers(launch);
-        let (first, last) = (numbers.start().0, numbers.end().0);
+        let PodId { first: LaunchId(first), last: LaunchId(last) } = self.pod_of(launch);
         match (first == last, has_worker) {
             (true, true) => format!("worker {first}"),
             (true, false) => format!("launch {first}"),
             (false, true) => format!("the pod of workers {first} to {last}"),
             (false, false) => format!("the pod of launches {first} to {last}"),
         }
-    }
-}
-
-impl Job {
-    /// Releases the workers of this launch's pod in order: members leave with the next membership;
-    /// workers that are not members leave when no member of the pod remains.
-    pub(crate) fn release_pod(&mut self, now: Time, launch: LaunchId, reason: &str) {
-        let workers = self.workers.workers_of_pod(launch);
-        let is_member = |id: &WorkerId| self.workers.connected[id].rank.is_some();
-        if self.spec.work.trains() && workers.iter().any(is_member) {
-            for id in workers {
-                self.workers.connected.get_mut(&id).expect("it was just found").leaving = true;
-            }
-            return;
-        }
-        for id in workers {
-            // The previous release may have released it too.
-            if !self.workers.connected[&id].released {
-                self.release(now, id, reason);
-            }
-        }
-    }
-
-    /// Releases the other workers of a worker's pod.
-    pub(crate) fn release_rest_of_pod(&mut self, now: Time, launch: LaunchId) {
-        // A group that is finishing its step needs all of its members.
-        if self.spec.workers_per_pod > 1 && self.phase == Phase::Running {
-            self.release_pod(now, launch, "another worker of its pod goes");
-        }
-    }
-
-    /// Kills a released launch that has not ended in time.
-    pub(crate) fn on_kill_due(&mut self, launch: LaunchId) {
-        let others = self.workers.workers_of_pod(launch).into_iter().any(|id| id.0 != launch.0);
-        if others && self.phase == Phase::Stopping {
-            // The others finish, and write the last checkpoint.
-            return;
-        }
-        self.kill(launch);
     }
 }

@@ -1,165 +1,95 @@
 //! The worker table: launches (started processes) and the workers connected from them.
 //!
-//! **Invariant:** a worker is in [`WorkerTable::connected`] exactly while its stream is open and it
-//! is not forgotten; messages go only to these workers. Its launch stays until the process has
+//! A launch becomes at most one worker, which has its number. So no worker id is used twice, by any
+//! master.
+//!
+//! **Invariant:** messages go only to connected workers. A launch stays until its process has
 //! ended.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::time::Duration;
 
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_proto::WorkerId;
 
+use super::state::{Disconnected, Launch, LaunchState, Scheduling, Stage, Worker};
 use crate::job::event::LaunchId;
-use crate::job::handlers::stall::Stalled;
 use crate::job::time::Time;
-use crate::job::workers::straggler::StepPace;
 
 /// Launches and connected workers.
 #[derive(Debug)]
 pub(crate) struct WorkerTable {
-    pub(crate) workers_per_pod: usize,
-    pub(crate) launches: BTreeMap<LaunchId, Launch>,
-    pub(crate) connected: BTreeMap<WorkerId, Worker>,
-    pub(crate) launches_made: u64,
+    pub(super) workers_per_pod: u32,
+    pub(super) launches: BTreeMap<LaunchId, Launch>,
+    launches_made: u64,
+    /// Whether all workers were silent for longer than the worker timeout at the last check.
+    is_cut_off: bool,
 }
 
-/// A started process that is not known to have ended.
-#[derive(Debug, Default)]
-pub(crate) struct Launch {
-    /// The worker that it became with its hello; stays when the stream ends.
-    pub(crate) worker: Option<WorkerId>,
-    pub(crate) accounting: ExitAccounting,
-    /// It leaves in order, so its replacement may start while it still runs.
-    pub(crate) leaving: bool,
-    /// It leaves because of a scale down; nothing replaces it.
-    pub(crate) retired: bool,
-    pub(crate) killed: bool,
-    /// Set while its worker has no stream to this master and may reconnect.
-    pub(crate) disconnected: Option<Disconnected>,
-    /// The lowest slot that was free: see [`Action::Launch`](crate::job::Action::Launch).
-    pub(crate) slot: u32,
-    pub(crate) scheduling: Scheduling,
-    /// What it waits for, if known.
-    pub(crate) waits_for: Option<String>,
-    /// Priority class, where the cluster has them.
-    pub(crate) class: Option<String>,
-    /// Last lines of its output, once it has ended.
-    pub(crate) printed: Option<String>,
+/// The launch of a worker.
+pub(crate) fn launch_of(worker: WorkerId) -> LaunchId {
+    LaunchId(worker.0)
 }
 
-/// Whether a launch has been scheduled.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Scheduling {
-    /// Not known yet.
-    #[default]
-    Pending,
-    /// It runs, or is about to.
-    Scheduled,
-    /// No node has enough capacity for it.
-    Unschedulable,
-}
-
-/// A disconnected worker that may reconnect.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Disconnected {
-    /// As [`Worker::rank`].
-    pub(crate) rank: Option<u32>,
-    /// As [`Worker::joined`].
-    pub(crate) joined: Option<Generation>,
-    /// As [`Worker::holds_state`].
-    pub(crate) holds_state: bool,
-    /// When its stream ended; for a stream to an earlier master, when this master started.
-    pub(crate) since: Time,
-    /// What this master knew of the worker; `None` if only an earlier master knew it.
-    pub(crate) last_known: Option<LastKnown>,
-}
-
-/// What a master retains of a worker whose stream ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LastKnown {
-    pub(crate) stage: Stage,
-    /// As [`Worker::leaving`].
-    pub(crate) leaving: bool,
-    pub(crate) pid: u32,
-    /// Median compute time of its recent steps, in microseconds.
-    pub(crate) usual_us: Option<u64>,
-}
-
-/// How the exit of a process is accounted for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum ExitAccounting {
-    /// Its failure has already been counted.
-    Counted,
-    /// Its exit is expected: it was asked to end, or announced that it would.
-    Expected,
-    /// Not decided: the exit status will tell.
-    #[default]
-    Undecided,
-}
-
-/// A worker whose stream is open.
-#[derive(Debug)]
-pub(crate) struct Worker {
-    pub(crate) launch: LaunchId,
-    pub(crate) address: SocketAddr,
-    pub(crate) pid: u32,
-    pub(crate) stage: Stage,
-    /// Records requested and not leased yet, by epoch; no entry is 0.
-    pub(crate) requested_records: BTreeMap<u32, u64>,
-    /// Rank in the newest generation.
-    pub(crate) rank: Option<u32>,
-    /// The first generation of which it was a member.
-    pub(crate) joined: Option<Generation>,
-    /// Whether it holds the group's state: it was a member when a generation formed.
-    pub(crate) holds_state: bool,
-    /// Whether it has fetched the group's state, which it may bring into the next generation.
-    pub(crate) fetched: bool,
-    /// Whether it leaves with the next membership.
-    pub(crate) leaving: bool,
-    /// Whether it was shut down, or a membership without it was published; its exit is awaited.
-    pub(crate) released: bool,
-    pub(crate) pace: StepPace,
-    /// Time of its last message.
-    pub(crate) heard: Time,
-    /// Set if its last heartbeat reported that it waits for its neighbours.
-    pub(crate) stalled: Option<Stalled>,
-}
-
-/// The stages of a worker before it can be a member.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
-    /// Its hello has come; the data set is not known.
-    Joining,
-    /// As [`Stage::Joining`], and it was asked to describe the data set.
-    Describing,
-    /// It builds its model.
-    Preparing,
-    /// It fetches the group's state from a member.
-    Fetching,
-    /// It can be a member.
-    Ready,
+/// The worker of a launch, once it has one.
+pub(crate) fn worker_of(launch: LaunchId) -> WorkerId {
+    WorkerId(launch.0)
 }
 
 impl WorkerTable {
     pub(crate) fn new(workers_per_pod: u32) -> Self {
-        Self {
-            workers_per_pod: workers_per_pod as usize,
-            launches: BTreeMap::new(),
-            connected: BTreeMap::new(),
-            launches_made: 0,
-        }
+        Self { workers_per_pod, launches: BTreeMap::new(), launches_made: 0, is_cut_off: false }
     }
+
+    // ---- launches ----
 
     /// Adds the launches of a new pod, in consecutive free slots from this one on. Returns the
     /// first.
     pub(crate) fn launch(&mut self, slot: u32) -> LaunchId {
         let first = LaunchId(self.launches_made + 1);
-        for slot in (slot..).take(self.workers_per_pod) {
+        for slot in (slot..).take(self.workers_per_pod as usize) {
             self.launches_made += 1;
-            self.launches
-                .insert(LaunchId(self.launches_made), Launch { slot, ..Launch::default() });
+            self.launches.insert(LaunchId(self.launches_made), Launch::new(slot));
         }
         first
+    }
+
+    /// Adds a launch that an earlier master made.
+    pub(crate) fn restore(&mut self, id: LaunchId, launch: Launch) {
+        self.launches.insert(id, launch);
+    }
+
+    /// Number of the last launch that any master has made.
+    pub(crate) fn launches_made(&self) -> u64 {
+        self.launches_made
+    }
+
+    /// Notes that a launch of this number may exist: no pod gets it again.
+    pub(crate) fn raise_launches_made(&mut self, newest: u64) {
+        let newest = newest.next_multiple_of(u64::from(self.workers_per_pod));
+        self.launches_made = self.launches_made.max(newest);
+    }
+
+    /// Drops launches whose processes have ended.
+    pub(crate) fn drop_ended(&mut self, launches: &[LaunchId]) -> Vec<Launch> {
+        launches.iter().filter_map(|launch| self.launches.remove(launch)).collect()
+    }
+
+    /// All launches, by id.
+    pub(crate) fn launches(&self) -> impl Iterator<Item = (LaunchId, &Launch)> {
+        self.launches.iter().map(|(&id, launch)| (id, launch))
+    }
+
+    pub(crate) fn has_launches(&self) -> bool {
+        !self.launches.is_empty()
+    }
+
+    pub(crate) fn get_launch(&self, launch: LaunchId) -> Option<&Launch> {
+        self.launches.get(&launch)
+    }
+
+    pub(crate) fn get_launch_mut(&mut self, launch: LaunchId) -> Option<&mut Launch> {
+        self.launches.get_mut(&launch)
     }
 
     /// The lowest slot that no staying launch has.
@@ -169,18 +99,20 @@ impl WorkerTable {
 
     /// The first slots of all free pods, lowest first, without end.
     pub(crate) fn free_slots(&self) -> impl Iterator<Item = u32> + use<> {
-        let per_pod = self.workers_per_pod as u32;
+        let per_pod = self.workers_per_pod;
         let staying = self.launches.values().filter(|l| l.stays());
         let taken: BTreeSet<u32> = staying.map(|l| l.slot / per_pod * per_pod).collect();
-        (0..).step_by(per_pod as usize).filter(move |place| !taken.contains(place))
+        (0..).step_by(per_pod as usize).filter(move |slot| !taken.contains(slot))
     }
 
     /// Pods from slot `from` on that are not scheduled yet, lowest slot first.
     pub(crate) fn unscheduled(&self, from: u32) -> Vec<LaunchId> {
         let lacks = |id: &LaunchId| {
             let l = &self.launches[id];
-            let is_heard = self.any_of_pod(*id, |l| l.worker.is_some());
-            l.stays() && l.slot >= from && !is_heard && l.scheduling != Scheduling::Scheduled
+            l.stays()
+                && l.slot >= from
+                && !self.any_of_pod(*id, Launch::has_registered)
+                && l.scheduling() != Scheduling::Scheduled
         };
         let mut unscheduled: Vec<_> =
             self.pods().filter(lacks).map(|id| (self.launches[&id].slot, id)).collect();
@@ -188,8 +120,89 @@ impl WorkerTable {
         unscheduled.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// Adds the worker of `launch`. A launch becomes at most one worker and gives it its number, so
-    /// no worker id is used twice, by any master.
+    /// Number of pods that may be added so that `wanted` workers stay and at most `max` processes
+    /// run.
+    pub(crate) fn vacancies(&self, wanted: u32, max: u32) -> usize {
+        let wanted = wanted.div_ceil(self.workers_per_pod) as usize;
+        let max = (max / self.workers_per_pod) as usize;
+        wanted.saturating_sub(self.staying().count()).min(max.saturating_sub(self.pods().count()))
+    }
+
+    /// The surplus pods when only `wanted` workers stay: first pods without a worker, then the
+    /// others, each from the highest slot down.
+    pub(crate) fn surplus(&self, wanted: u32) -> Vec<LaunchId> {
+        let cost = |id: LaunchId| {
+            let has_worker = self.any_of_pod(id, Launch::has_registered);
+            (has_worker, std::cmp::Reverse((self.launches[&id].slot, id)), id)
+        };
+        let mut staying: Vec<_> = self.staying().map(cost).collect();
+        staying.sort_unstable();
+        let kept = wanted.div_ceil(self.workers_per_pod) as usize;
+        let surplus = staying.len().saturating_sub(kept);
+        staying.into_iter().take(surplus).map(|(_, _, id)| id).collect()
+    }
+
+    /// The pods that keep their slots.
+    fn staying(&self) -> impl Iterator<Item = LaunchId> + '_ {
+        self.pods().filter(|&id| self.any_of_pod(id, Launch::stays))
+    }
+
+    // ---- workers ----
+
+    /// A connected worker.
+    pub(crate) fn get(&self, worker: WorkerId) -> Option<&Worker> {
+        self.launches.get(&launch_of(worker))?.worker()
+    }
+
+    pub(crate) fn get_mut(&mut self, worker: WorkerId) -> Option<&mut Worker> {
+        self.launches.get_mut(&launch_of(worker))?.worker_mut()
+    }
+
+    pub(crate) fn is_connected(&self, worker: WorkerId) -> bool {
+        self.get(worker).is_some()
+    }
+
+    pub(crate) fn is_member(&self, worker: WorkerId) -> bool {
+        self.get(worker).is_some_and(Worker::is_member)
+    }
+
+    /// Connected workers, by id.
+    pub(crate) fn connected(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
+        self.launches.iter().filter_map(|(&id, l)| Some((worker_of(id), l.worker()?)))
+    }
+
+    pub(crate) fn connected_mut(&mut self) -> impl Iterator<Item = (WorkerId, &mut Worker)> {
+        self.launches.iter_mut().filter_map(|(&id, l)| Some((worker_of(id), l.worker_mut()?)))
+    }
+
+    /// The connected workers for which `is` holds, by id.
+    pub(crate) fn select(&self, is: impl Fn(&Worker) -> bool) -> Vec<WorkerId> {
+        self.connected().filter(|(_, w)| is(w)).map(|(id, _)| id).collect()
+    }
+
+    /// Members of the newest generation, by id.
+    pub(crate) fn members(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
+        self.connected().filter(|(_, w)| w.is_member())
+    }
+
+    pub(crate) fn has_members(&self) -> bool {
+        self.members().next().is_some()
+    }
+
+    /// Workers that can be members and are not, oldest first: the joiners.
+    pub(crate) fn joiners(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
+        self.connected().filter(|(_, w)| w.is_joiner())
+    }
+
+    /// Whether all workers had been silent for longer than `timeout` at the last call, and one is
+    /// heard again.
+    pub(crate) fn was_cut_off(&mut self, now: Time, timeout: Duration) -> bool {
+        let last = self.connected().map(|(_, w)| w.heard()).max().unwrap_or_default();
+        let is_cut_off = now.since(last) > timeout;
+        std::mem::replace(&mut self.is_cut_off, is_cut_off) && !is_cut_off
+    }
+
+    /// Adds the worker of `launch`.
     pub(crate) fn admit(
         &mut self,
         now: Time,
@@ -197,46 +210,18 @@ impl WorkerTable {
         address: SocketAddr,
         pid: u32,
     ) -> WorkerId {
-        let id = WorkerId(launch.0);
-        let worker = Worker {
-            launch,
-            address,
-            pid,
-            stage: Stage::Joining,
-            requested_records: BTreeMap::new(),
-            rank: None,
-            joined: None,
-            holds_state: false,
-            fetched: false,
-            leaving: false,
-            released: false,
-            pace: StepPace::default(),
-            heard: now,
-            stalled: None,
-        };
-        self.connected.insert(id, worker);
         if let Some(launch) = self.launches.get_mut(&launch) {
-            launch.worker = Some(id);
-            launch.disconnected = None;
+            launch.state = LaunchState::Connected(Box::new(Worker::new(now, address, pid)));
         }
-        id
+        worker_of(launch)
     }
 
-    /// Marks a worker as disconnected at `now`; it may reconnect. Returns its launch.
-    pub(crate) fn disconnect(&mut self, now: Time, worker: WorkerId) -> Option<LaunchId> {
-        let w = self.connected.remove(&worker)?;
-        let usual_us = w.pace.usual_us();
-        let last_known = LastKnown { stage: w.stage, leaving: w.leaving, pid: w.pid, usual_us };
-        let Worker { rank, joined, holds_state, .. } = w;
-        let launch = self.launches.get_mut(&w.launch)?;
-        launch.disconnected = Some(Disconnected {
-            rank,
-            joined,
-            holds_state,
-            since: now,
-            last_known: Some(last_known),
-        });
-        Some(w.launch)
+    /// Marks a worker as disconnected at `now`; it may reconnect. Returns whether it was connected.
+    pub(crate) fn disconnect(&mut self, now: Time, worker: WorkerId) -> bool {
+        let Some(launch) = self.launches.get_mut(&launch_of(worker)) else { return false };
+        let Some(w) = launch.worker() else { return false };
+        launch.state = LaunchState::Disconnected(w.disconnected(now));
+        true
     }
 
     /// Adds a disconnected worker again: its new stream is open.
@@ -248,108 +233,112 @@ impl WorkerTable {
         pid: u32,
     ) -> Option<WorkerId> {
         let l = self.launches.get_mut(&launch)?;
-        let Disconnected { rank, joined, holds_state, since: _, last_known } =
-            l.disconnected.take()?;
-        let id = WorkerId(launch.0);
-        l.worker = Some(id);
-        let worker = Worker {
-            launch,
-            address,
-            pid,
-            stage: last_known.map_or(Stage::Ready, |k| k.stage),
-            requested_records: BTreeMap::new(),
-            rank,
-            joined,
-            holds_state,
-            fetched: false,
-            // A worker that received SIGTERM reports it again.
-            leaving: l.retired || last_known.is_some_and(|k| k.leaving),
-            released: rank.is_none() && last_known.is_none(),
-            pace: StepPace::default(),
-            stalled: None,
-            heard: now,
-        };
-        self.connected.insert(id, worker);
-        Some(id)
+        let disconnected = l.disconnected()?;
+        let worker = Worker::reconnected(now, address, pid, disconnected, l.is_retired());
+        l.state = LaunchState::Connected(Box::new(worker));
+        Some(worker_of(launch))
+    }
+
+    /// Forgets a connected worker. Its launch stays.
+    pub(crate) fn forget(&mut self, worker: WorkerId) -> Option<Worker> {
+        let launch = self.launches.get_mut(&launch_of(worker))?;
+        launch.worker()?;
+        match std::mem::replace(&mut launch.state, LaunchState::Forgotten) {
+            LaunchState::Connected(worker) => Some(*worker),
+            _ => None,
+        }
+    }
+
+    // ---- disconnected workers ----
+
+    /// Launches whose workers are disconnected and may reconnect.
+    pub(crate) fn disconnected(&self) -> impl Iterator<Item = (LaunchId, &Disconnected)> {
+        self.launches.iter().filter_map(|(&id, l)| Some((id, l.disconnected()?)))
+    }
+
+    pub(crate) fn has_disconnected(&self) -> bool {
+        self.disconnected().next().is_some()
     }
 
     /// Disconnected members of the newest generation.
     pub(crate) fn disconnected_members(&self) -> impl Iterator<Item = WorkerId> + '_ {
-        let member = |l: &Launch| l.disconnected.is_some_and(|a| a.rank.is_some());
-        self.launches.iter().filter(move |(_, l)| member(l)).map(|(&id, _)| WorkerId(id.0))
+        self.disconnected().filter(|(_, d)| d.rank.is_some()).map(|(id, _)| worker_of(id))
     }
 
-    /// Launches whose workers are disconnected and may reconnect.
-    pub(crate) fn disconnected(&self) -> impl Iterator<Item = LaunchId> + '_ {
-        self.launches.iter().filter(|(_, l)| l.disconnected.is_some()).map(|(&id, _)| id)
+    pub(crate) fn has_disconnected_members(&self) -> bool {
+        self.disconnected_members().next().is_some()
     }
 
-    /// Notes the time of a message from `worker`.
-    pub(crate) fn heard(&mut self, worker: WorkerId, now: Time) {
-        if let Some(worker) = self.connected.get_mut(&worker) {
-            worker.heard = now;
+    pub(crate) fn get_disconnected(&self, launch: LaunchId) -> Option<Disconnected> {
+        self.launches.get(&launch)?.disconnected().copied()
+    }
+
+    /// Forgets a disconnected worker, which does not reconnect. Its launch stays.
+    pub(crate) fn forget_disconnected(&mut self, launch: LaunchId) -> Option<Disconnected> {
+        self.launches.get_mut(&launch)?.forget_disconnected()
+    }
+
+    // ---- the group ----
+
+    /// Makes the workers members with the ranks that `rank_of` gives. Returns the connected ones
+    /// that are no members any more.
+    pub(crate) fn assign_ranks(
+        &mut self,
+        rank_of: impl Fn(WorkerId) -> Option<u32>,
+    ) -> Vec<WorkerId> {
+        let mut excluded = Vec::new();
+        for (id, w) in self.connected_mut() {
+            let rank = rank_of(id);
+            if w.is_member() && rank.is_none() {
+                excluded.push(id);
+            }
+            w.set_rank(rank);
+        }
+        excluded
+    }
+
+    /// As [`WorkerTable::assign_ranks`], for disconnected workers.
+    pub(crate) fn assign_ranks_of_disconnected(
+        &mut self,
+        rank_of: impl Fn(WorkerId) -> Option<u32>,
+    ) {
+        for (&id, launch) in &mut self.launches {
+            if let Some(disconnected) = launch.disconnected_mut() {
+                disconnected.rank = rank_of(worker_of(id));
+            }
         }
     }
 
-    /// Workers that can be members and are not, oldest first: the joiners.
-    pub(crate) fn joiners(&self) -> impl Iterator<Item = WorkerId> + '_ {
-        self.connected.iter().filter(|(_, w)| w.is_joiner()).map(|(&id, _)| id)
+    /// Notes that all members, with or without a stream, hold the group's state.
+    pub(crate) fn hold_state(&mut self) {
+        for launch in self.launches.values_mut() {
+            match &mut launch.state {
+                LaunchState::Connected(w) if w.is_member() => w.hold_state(),
+                LaunchState::Disconnected(d) | LaunchState::Unconfirmed(d) => {
+                    d.holds_state |= d.rank.is_some();
+                }
+                _ => {}
+            }
+        }
     }
 
-    /// The joiners that have the group's state, so that the group need not wait for them.
-    pub(crate) fn caught_up(&self) -> impl Iterator<Item = WorkerId> + '_ {
-        self.joiners().filter(|id| self.connected[id].stage == Stage::Ready)
+    /// Number of workers to which records may be leased.
+    pub(crate) fn eligible(&self) -> u64 {
+        self.connected().filter(|(_, w)| w.is_eligible()).count() as u64
     }
 
-    /// Members of the newest generation, by id.
-    pub(crate) fn members(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
-        self.connected.iter().filter(|(_, w)| w.rank.is_some()).map(|(&id, w)| (id, w))
-    }
-
-    /// Number of pods that may be added so that `wanted` workers stay and at most `max` processes
-    /// run.
-    pub(crate) fn vacancies(&self, wanted: usize, max: usize) -> usize {
-        let (wanted, max) = (wanted.div_ceil(self.workers_per_pod), max / self.workers_per_pod);
-        wanted.saturating_sub(self.staying().count()).min(max.saturating_sub(self.pods().count()))
-    }
-
-    /// The surplus pods when only `wanted` workers stay: first pods without a worker, then the
-    /// others, each from the highest slot down.
-    pub(crate) fn surplus(&self, wanted: usize) -> Vec<LaunchId> {
-        let cost = |id: LaunchId| {
-            let is_heard = self.any_of_pod(id, |l| l.worker.is_some());
-            (is_heard, std::cmp::Reverse((self.launches[&id].slot, id)), id)
+    /// Ready workers that are no members, of an inference job: makes each a member that holds the
+    /// state. Returns their number.
+    pub(crate) fn employ_ready(&mut self) -> usize {
+        let ready = self.launches.values_mut().filter_map(|l| {
+            let slot = l.slot;
+            let is_ready = |w: &&mut Worker| w.stage() == Stage::Ready && !w.is_released();
+            Some((l.worker_mut().filter(is_ready)?, slot))
+        });
+        let employ = |(w, slot): (&mut Worker, u32)| {
+            w.set_rank(Some(slot));
+            w.hold_state();
         };
-        let mut staying: Vec<_> = self.staying().map(cost).collect();
-        staying.sort_unstable();
-        let surplus = staying.len().saturating_sub(wanted.div_ceil(self.workers_per_pod));
-        staying.into_iter().take(surplus).map(|(_, _, id)| id).collect()
-    }
-
-    /// The pods that keep their slots.
-    fn staying(&self) -> impl Iterator<Item = LaunchId> + '_ {
-        self.pods().filter(|&id| self.any_of_pod(id, Launch::stays))
-    }
-}
-
-impl Launch {
-    /// Whether it keeps its slot: no replacement starts there.
-    pub(crate) fn stays(&self) -> bool {
-        !self.leaving && !self.retired
-    }
-}
-
-impl Worker {
-    pub(crate) fn is_joiner(&self) -> bool {
-        matches!(self.stage, Stage::Fetching | Stage::Ready)
-            && self.rank.is_none()
-            && !self.leaving
-            && !self.released
-    }
-
-    /// Whether records may be leased to it. Not before its group has formed: until then the
-    /// previous group, of which it is no member, may need these records to finish a step.
-    pub(crate) fn is_eligible(&self) -> bool {
-        self.rank.is_some() && self.holds_state && !self.released
+        ready.map(employ).count()
     }
 }

@@ -31,28 +31,15 @@ use std::time::Duration;
 
 use elasticdl_proto::{RecordRange, WorkerId};
 
+use super::reconnected::Reconnected;
+use super::removal::ZOMBIE_GRACE;
 use crate::job::action::{Action, ToWorker};
 use crate::job::event::{ConnectionId, LaunchId, Resume};
-use crate::job::handlers::liveness::RECONNECT_SLACK;
-use crate::job::job::{Job, Phase, ZOMBIE_GRACE};
+use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
-use crate::job::workers::table::{Disconnected, Stage};
-
-/// A worker that reconnected to the same master.
-#[derive(Debug, Default)]
-pub(crate) enum Reconnected {
-    /// It has not reported what it holds.
-    #[default]
-    AwaitingHoldings,
-    /// It has reported what it holds.
-    Reported {
-        /// Steps that its state contains.
-        step: u64,
-        /// Leases that its report did not name, while it is unknown whether they are absorbed.
-        unaccounted: Vec<RecordRange>,
-    },
-}
+use crate::job::workers::state::{Disconnected, Stage};
+use crate::job::workers::table::launch_of;
 
 impl Job {
     pub(crate) fn on_disconnected(&mut self, now: Time, worker: WorkerId) {
@@ -66,40 +53,32 @@ impl Job {
 
     /// Whether a worker whose stream ended is expected to reconnect.
     fn may_return(&self, worker: WorkerId) -> bool {
-        let Some(w) = self.workers.connected.get(&worker) else { return false };
-        let is_wanted = self.workers.launches.get(&w.launch).is_some_and(|l| !l.killed);
-        let goes = w.released || self.group.finished.contains_key(&worker);
-        let is_on = matches!(self.phase, Phase::Running | Phase::Stopping);
-        is_on && self.spec.work.trains() && is_wanted && !goes
+        let Some(launch) = self.workers.get_launch(launch_of(worker)) else { return false };
+        let Some(w) = launch.worker() else { return false };
+        let goes = w.is_released() || self.group.has_finished(worker) || launch.is_killed();
+        self.lifecycle.is_active() && self.spec.work.trains() && !goes
     }
 
     fn disconnect(&mut self, now: Time, worker: WorkerId) {
-        let Some(launch) = self.workers.disconnect(now, worker) else { return };
-        self.out.mark_dirty();
-        if let Some(takeover) = &mut self.takeover {
-            takeover.awaiting_holdings.remove(&worker);
-            takeover.steps.remove(&worker);
+        if !self.workers.disconnect(now, worker) {
+            return;
         }
-        self.reconnected.remove(&worker);
+        self.out.mark_dirty();
+        self.lifecycle.forget_worker(worker);
         self.count_eligible();
-        self.reassign_describer(worker);
+        self.reassign_describer();
         self.log_event(format!("worker {worker} is disconnected"));
-        let broken = self.group.broken.as_ref();
-        if broken.is_some_and(|b| {
-            b.suspects.contains(&worker) || b.unanswered.iter().any(|s| s.1 == worker)
-        }) {
-            self.evict_disconnected(now, launch);
+        if self.group.is_suspected(worker) {
+            self.evict_disconnected(now, launch_of(worker));
         }
     }
 
     /// Handles a member's report that its link to `suspect` broke. If the suspect is disconnected
     /// too, it is lost.
     pub(crate) fn evict_suspect(&mut self, now: Time, suspect: WorkerId) {
-        let launch = LaunchId(suspect.0);
-        let disconnected = self.workers.launches.get(&launch).and_then(|l| l.disconnected);
-        if disconnected.is_some_and(|disconnected| {
-            disconnected.rank.is_some() && disconnected.last_known.is_some()
-        }) {
+        let launch = launch_of(suspect);
+        let is_member = |d: Disconnected| d.rank.is_some() && d.last_known.is_some();
+        if self.workers.get_disconnected(launch).is_some_and(is_member) {
             self.evict_disconnected(now, launch);
         }
     }
@@ -107,33 +86,29 @@ impl Job {
     /// Sets the timer for the next disconnected worker that does not reconnect in time.
     pub(crate) fn watch_reconnections(&mut self, now: Time) {
         self.out.cancel_timer(Timer::Reconnect);
-        if self.workers.disconnected().next().is_none() {
+        if !self.workers.has_disconnected() {
             return;
         }
         let is_group_stalled = self.is_group_stalled(now, Time::default());
-        if let Some(due) = self
-            .workers
-            .disconnected()
-            .map(|launch| self.reconnect_deadline(launch, is_group_stalled))
-            .min()
-        {
+        let deadlines = self.workers.disconnected();
+        let due = deadlines.map(|(_, d)| self.reconnect_deadline(d, is_group_stalled)).min();
+        if let Some(due) = due {
             self.out.set_timer(due.max(now), Timer::Reconnect);
         }
     }
 
     /// When a disconnected worker is lost.
-    fn reconnect_deadline(&self, launch: LaunchId, is_group_stalled: bool) -> Time {
-        let disconnected = self.workers.launches[&launch].disconnected.unwrap_or_default();
+    fn reconnect_deadline(&self, disconnected: &Disconnected, is_group_stalled: bool) -> Time {
         // A group that ends makes no more steps, which would show that members are alive.
-        let shows_members = self.spec.work.trains() && self.group.finished.is_empty();
-        let is_waited_for = disconnected.rank.is_some() && shows_members && !is_group_stalled;
-        let wait =
-            match (is_waited_for, disconnected.rank.is_none() && disconnected.last_known.is_some())
-            {
-                (true, _) => self.spec.master_timeout + RECONNECT_SLACK,
-                (false, true) => self.reconnect_wait().max(JOINER_WAIT),
-                (false, false) => self.reconnect_wait(),
-            };
+        let shows_members = self.spec.work.trains() && !self.group.is_finishing();
+        let is_member = disconnected.rank.is_some();
+        let wait = if is_member && shows_members && !is_group_stalled {
+            self.spec.master_timeout + RECONNECT_SLACK
+        } else if !is_member && disconnected.last_known.is_some() {
+            self.reconnect_wait().max(JOINER_WAIT)
+        } else {
+            self.reconnect_wait()
+        };
         disconnected.since + wait
     }
 
@@ -147,55 +122,34 @@ impl Job {
 
     /// Whether the group can't be changed yet, because members may still reconnect.
     pub(crate) fn awaits_members(&self) -> bool {
-        let any = self.takeover.is_some() && self.workers.disconnected().next().is_some();
-        any || self.workers.disconnected_members().next().is_some()
+        (self.lifecycle.takeover.is_some() && self.workers.has_disconnected())
+            || self.workers.has_disconnected_members()
     }
 
     /// Evicts workers that have not reconnected in time.
     pub(crate) fn on_reconnect_due(&mut self, now: Time) {
         let is_group_stalled = self.is_group_stalled(now, Time::default());
-        let due = |launch: &LaunchId| self.reconnect_deadline(*launch, is_group_stalled) <= now;
-        for launch in self.workers.disconnected().filter(due).collect::<Vec<_>>() {
-            let l = &self.workers.launches[&launch];
-            let Some(disconnected) = l.disconnected else { continue };
-            if l.worker.is_none() && disconnected.rank.is_none() {
+        let is_due = |d: &Disconnected| self.reconnect_deadline(d, is_group_stalled) <= now;
+        let due: Vec<LaunchId> =
+            self.workers.disconnected().filter(|(_, d)| is_due(d)).map(|(id, _)| id).collect();
+        for launch in due {
+            let Some(l) = self.workers.get_launch(launch) else { continue };
+            let Some(disconnected) = l.disconnected() else { continue };
+            let is_member = disconnected.rank.is_some();
+            if !l.has_registered() && !is_member {
                 // It may never have connected.
                 self.forget_disconnected(launch);
                 continue;
             }
             self.log_event(format!("worker {} has not reconnected and is evicted", launch.0));
-            self.group.hung |= disconnected.rank.is_some();
+            if is_member {
+                self.group.note_hung();
+            }
             self.forget_disconnected(launch);
             self.release_rest_of_pod(now, launch);
             self.kill(launch);
         }
         self.reconcile(now);
-    }
-
-    /// Evicts a disconnected worker whose links broke too.
-    fn evict_disconnected(&mut self, now: Time, launch: LaunchId) {
-        self.log_event(format!("worker {} is lost: its stream and its links ended", launch.0));
-        self.forget_disconnected(launch);
-        self.release_rest_of_pod(now, launch);
-        // A process that dies takes its stream and links down before its exit is known.
-        self.out.set_timer(now + self.exit_wait(ZOMBIE_GRACE), Timer::Kill(launch));
-    }
-
-    /// Forgets a disconnected worker that does not reconnect.
-    pub(crate) fn forget_disconnected(&mut self, launch: LaunchId) {
-        let Some(l) = self.workers.launches.get_mut(&launch) else {
-            return;
-        };
-        let Some(disconnected) = l.disconnected.take() else { return };
-        let in_order = l.leaving || l.retired || disconnected.last_known.is_some_and(|k| k.leaving);
-        let worker = WorkerId(launch.0);
-        if let Some(leases) = &mut self.leases {
-            leases.forget(worker);
-        }
-        self.out.mark_dirty();
-        if disconnected.rank.is_some() {
-            if in_order { &mut self.group.left } else { &mut self.group.lost }.push(worker);
-        }
     }
 
     /// Handles the hello of a worker whose earlier stream, to this or a previous master, had ended.
@@ -208,54 +162,23 @@ impl Job {
         pid: u32,
         resume: Resume,
     ) {
-        if self.may_return(resume.worker) && resume.worker.0 == launch.0 {
+        let is_of_launch = launch_of(resume.worker) == launch;
+        if is_of_launch && self.may_return(resume.worker) {
             // Its old stream is dead, and its end has not been noticed yet.
             self.disconnect(now, resume.worker);
         }
-        let disconnected = self.workers.launches.get(&launch).and_then(|l| l.disconnected);
-        let generation = resume.generation();
-        let Some(disconnected) = disconnected.filter(|_| resume.worker.0 == launch.0) else {
-            self.raise_generation_floor(generation);
+        if !is_of_launch || self.workers.get_disconnected(launch).is_none() {
+            self.raise_generation_floor(resume.generation());
             let reason = "this master has given this worker up, or never knew it";
             return self.out.push(Action::Refuse { connection, reason: reason.into() });
-        };
-        if let Some(newer) =
-            resume.membership.as_ref().filter(|m| m.generation > self.group.generation)
-            && !self.adopt_membership(now, newer)
-        {
-            self.raise_generation_floor(generation);
-            return self.refuse_reconnection(
-                now,
-                connection,
-                launch,
-                "this master continues with another group",
-            );
         }
-        let disconnected = self.workers.launches[&launch].disconnected.unwrap_or(disconnected);
-        let is_ready = disconnected.rank.is_some() || resume.parameters.is_some();
-        if self.parameters.is_some() && is_ready && resume.parameters != self.parameters {
-            return self.refuse_reconnection(
-                now,
-                connection,
-                launch,
-                "its model is not that of the others",
-            );
+        if let Err(reason) = self.check_resume(now, launch, &resume) {
+            return self.refuse_reconnection(now, connection, launch, reason);
         }
-        if resume.membership.is_none()
-            && disconnected.rank.is_none()
-            && disconnected.last_known.is_none()
-        {
-            // Restarting it loses little work.
-            return self.refuse_reconnection(
-                now,
-                connection,
-                launch,
-                "it was no member yet; another takes its place",
-            );
-        }
+        let Some(disconnected) = self.workers.get_disconnected(launch) else { return };
         let Some(worker) = self.workers.readmit(now, launch, address, pid) else { return };
-        if disconnected.rank.is_some() {
-            self.parameters = self.parameters.or(resume.parameters);
+        if let Some(parameters) = resume.parameters.filter(|_| disconnected.rank.is_some()) {
+            self.data.expect_parameters(parameters);
         }
         self.out.mark_dirty();
         self.count_eligible();
@@ -273,92 +196,118 @@ impl Job {
         self.on_awaited_returned(now);
     }
 
+    /// Checks whether a disconnected worker can continue with this master.
+    fn check_resume(
+        &mut self,
+        now: Time,
+        launch: LaunchId,
+        resume: &Resume,
+    ) -> Result<(), &'static str> {
+        if let Some(newer) =
+            resume.membership.as_ref().filter(|m| m.generation > self.group.generation())
+            && !self.adopt_membership(now, newer)
+        {
+            self.raise_generation_floor(resume.generation());
+            return Err("this master continues with another group");
+        }
+        // The membership may have changed its rank.
+        let disconnected = self.workers.get_disconnected(launch).unwrap_or_default();
+        let is_ready = disconnected.rank.is_some() || resume.parameters.is_some();
+        let known = self.data.parameters();
+        if known.is_some() && is_ready && resume.parameters != known {
+            return Err("its model is not that of the others");
+        }
+        let was_known = disconnected.rank.is_some() || disconnected.last_known.is_some();
+        if resume.membership.is_none() && !was_known {
+            // Restarting it loses little work.
+            return Err("it was no member yet; another takes its place");
+        }
+        Ok(())
+    }
+
     fn on_member_reconnected(&mut self, worker: WorkerId, resume: &Resume) {
         self.send_newer_membership(worker, resume);
-        let w = self.workers.connected.get_mut(&worker).expect("it was just admitted");
-        w.joined.get_or_insert(self.group.generation);
-        if self.phase == Phase::Stopping {
+        let w = self.workers.get_mut(worker).expect("it was just admitted");
+        w.join(self.group.generation());
+        if self.lifecycle.is_stopping() {
             self.send(worker, ToWorker::Drain);
         }
-        match &mut self.takeover {
-            Some(takeover) => {
-                takeover.awaiting_holdings.insert(worker);
-            }
-            None => {
-                self.log_event(format!("worker {worker} is connected again"));
-                self.reconnected.insert(worker, Reconnected::AwaitingHoldings);
-                // Its reports since its stream ended were lost.
-                self.group.report_is_due |= self.group.members.first() == Some(&worker);
-            }
+        if let Some(takeover) = &mut self.lifecycle.takeover {
+            return takeover.await_holdings(worker);
         }
+        self.log_event(format!("worker {worker} is connected again"));
+        self.lifecycle.reconnected.insert(worker, Reconnected::AwaitingHoldings);
+        // Its reports since its stream ended were lost.
+        self.group.note_lost_reports(worker);
     }
 
     /// Handles the reconnection of a worker that is no member yet. Messages in both directions may
     /// have been lost.
     fn on_joiner_reconnected(&mut self, worker: WorkerId, resume: &Resume) {
         self.log_event(format!("worker {worker} is connected again"));
-        self.reconnected.insert(worker, Reconnected::AwaitingHoldings);
-        let w = self.workers.connected.get_mut(&worker).expect("it was just admitted");
-        match w.stage {
+        self.lifecycle.reconnected.insert(worker, Reconnected::AwaitingHoldings);
+        let w = self.workers.get_mut(worker).expect("it was just admitted");
+        match w.stage() {
             Stage::Joining | Stage::Describing | Stage::Preparing
                 if resume.parameters.is_none() =>
             {
-                w.stage = Stage::Joining;
+                w.set_stage(Stage::Joining);
                 self.welcome(worker);
             }
             // It reports again that it is ready.
-            Stage::Joining | Stage::Describing | Stage::Preparing => w.stage = Stage::Preparing,
+            Stage::Joining | Stage::Describing | Stage::Preparing => w.set_stage(Stage::Preparing),
             Stage::Fetching => {
                 let donors = self.donors(worker);
                 if !donors.is_empty() {
                     self.send(worker, ToWorker::Fetch(donors));
                 }
             }
-            Stage::Ready => {}
+            Stage::Ready | Stage::Member { .. } => {}
         }
-        if self.phase == Phase::Stopping {
+        if self.lifecycle.is_stopping() {
             self.send(worker, ToWorker::Shutdown("the job is stopping".into()));
         }
     }
 
     fn send_newer_membership(&mut self, worker: WorkerId, resume: &Resume) {
-        let published = self.group.published.clone().filter(|m| m.generation > resume.generation());
-        if let Some(membership) = published {
+        let published = self.group.published().filter(|m| m.generation > resume.generation());
+        if let Some(membership) = published.cloned() {
             self.send(worker, ToWorker::Membership(membership));
         }
     }
 
     /// Handles a reconnected worker's report of the leases that it holds.
-    pub(crate) fn on_holding(
+    pub(crate) fn on_held_leases(
         &mut self,
         now: Time,
         worker: WorkerId,
         step: u64,
         ranges: &[RecordRange],
     ) {
-        let is_awaited = match &self.takeover {
-            Some(takeover) => takeover.awaiting_holdings.contains(&worker),
-            None => matches!(self.reconnected.get(&worker), Some(Reconnected::AwaitingHoldings)),
+        let Self { lifecycle, data, .. } = self;
+        let is_awaited = match &lifecycle.takeover {
+            Some(takeover) => takeover.awaits_holdings_of(worker),
+            None => {
+                matches!(lifecycle.reconnected.get(&worker), Some(Reconnected::AwaitingHoldings))
+            }
         };
-        let Some(leases) = self.leases.as_mut().filter(|_| is_awaited) else {
-            return;
-        };
+        let Some(leases) = data.leases_mut().filter(|_| is_awaited) else { return };
         let unaccounted = match leases.reconcile_holdings(worker, ranges) {
             Ok(unaccounted) => unaccounted,
             Err(wrong) => {
                 return self.fail_worker(now, worker, &format!("it holds {wrong}, which can't be"));
             }
         };
-        match &mut self.takeover {
+        match &mut lifecycle.takeover {
             // During a take-over nothing is leased before the ledger has reached its step.
             Some(takeover) => {
                 leases.release_missing(worker, &unaccounted);
-                takeover.awaiting_holdings.remove(&worker);
-                takeover.steps.insert(worker, step);
+                takeover.note_holdings(worker, step);
                 self.try_finish_takeover(now);
             }
             None => {
-                self.reconnected.insert(worker, Reconnected::Reported { step, unaccounted });
+                let reported = Reconnected::Reported { step, unaccounted };
+                lifecycle.reconnected.insert(worker, reported);
                 self.release_unaccounted();
             }
         }
@@ -366,16 +315,13 @@ impl Job {
 
     /// Leases again what reconnected workers did not name and the group has not absorbed.
     pub(crate) fn release_unaccounted(&mut self) {
-        if self.reconnected.is_empty()
-            || !self.group.formed
-            || self.group.is_broken()
-            || self.takeover.is_some()
-        {
+        if !self.group.is_formed() || self.group.is_broken() || self.lifecycle.takeover.is_some() {
             return;
         }
-        let (step, mut released) = (self.step, false);
-        let Self { reconnected, leases: Some(leases), .. } = self else { return };
-        reconnected.retain(|&worker, state| {
+        let (step, mut released) = (self.data.step(), false);
+        let Self { lifecycle, data, .. } = self;
+        let Some(leases) = data.leases_mut() else { return };
+        lifecycle.reconnected.retain(|&worker, state| {
             let Reconnected::Reported { step: its, unaccounted } = state else { return true };
             if *its > step {
                 return true;
@@ -391,6 +337,8 @@ impl Job {
     }
 }
 
+/// Time for a worker that found no master to end, and for its exit to become known.
+pub(crate) const RECONNECT_SLACK: Duration = Duration::from_secs(2);
 /// A worker without a master searches for one once a second, and then its hello has to arrive.
 const RECONNECT_WAIT_MIN: Duration = Duration::from_secs(3);
 /// A disconnected joiner holds no member up.

@@ -1,0 +1,163 @@
+//! A worker from its hello until it can be a member: it describes the data set, if no other worker
+//! has, builds its model, and fetches the group's state.
+
+use std::net::SocketAddr;
+
+use elasticdl_proto::{FileList, WorkerId};
+
+use crate::job::action::{Action, Outcome, ToWorker};
+use crate::job::data::shards::counted;
+use crate::job::event::{ConnectionId, LaunchId, Resume};
+use crate::job::job::Job;
+use crate::job::outbox::Timer;
+use crate::job::reporting::text::clip;
+use crate::job::time::Time;
+use crate::job::workers::state::Stage;
+
+impl Job {
+    pub(crate) fn on_connected(
+        &mut self,
+        now: Time,
+        connection: ConnectionId,
+        launch: LaunchId,
+        address: SocketAddr,
+        pid: u32,
+        resume: Option<Resume>,
+    ) {
+        let refusal = match self.workers.get_launch(launch) {
+            _ if self.lifecycle.is_ending() => Some("the job is over"),
+            None => Some("this master knows no such launch, or it has ended"),
+            Some(l) if l.is_killed() => Some("this launch is not wanted any more"),
+            Some(_) if resume.is_some() => None,
+            Some(l) if l.has_registered() => Some("this launch has already registered"),
+            Some(l) if !l.stays() => Some("this launch is not wanted any more"),
+            Some(_) => None,
+        };
+        if let Some(reason) = refusal {
+            return self.out.push(Action::Refuse { connection, reason: reason.into() });
+        }
+        if let Some(resume) = resume {
+            return self.on_reconnected(now, connection, launch, address, pid, resume);
+        }
+        self.out.mark_dirty();
+        self.out.cancel_timer(Timer::Hello(launch));
+        let was_awaited = self.workers.get_disconnected(launch).is_some();
+        let worker = self.workers.admit(now, launch, address, pid);
+        self.watch_heartbeats(now);
+        self.out.push(Action::Admit { connection, worker });
+        // In a container every process has id 1, which identifies nothing.
+        let process = if pid == 1 { String::new() } else { format!(" (process {pid})") };
+        self.log_event(format!("worker {worker} is up{process}"));
+        if self.lifecycle.is_stopping() {
+            return self.release(now, worker, "the job is stopping");
+        }
+        self.welcome(worker);
+        if was_awaited {
+            self.on_awaited_returned(now);
+        }
+    }
+
+    /// Sends a new worker its first request.
+    pub(crate) fn welcome(&mut self, worker: WorkerId) {
+        let (stage, message) = match self.data.files() {
+            Some(files) => (Stage::Preparing, ToWorker::Prepare(files.clone())),
+            None if !self.has_describer() => (Stage::Describing, ToWorker::Describe),
+            None => return,
+        };
+        if let Some(w) = self.workers.get_mut(worker) {
+            w.set_stage(stage);
+        }
+        self.send(worker, message);
+    }
+
+    /// Whether a worker was asked to describe the data set.
+    fn has_describer(&self) -> bool {
+        self.workers.connected().any(|(_, w)| w.stage() == Stage::Describing)
+    }
+
+    /// If the worker that was asked to describe the data set is gone, asks another one.
+    pub(crate) fn reassign_describer(&mut self) {
+        if self.data.files().is_some() || self.has_describer() {
+            return;
+        }
+        let next = self
+            .workers
+            .connected()
+            .find(|(_, w)| w.stage() == Stage::Joining && !w.is_released())
+            .map(|(id, _)| id);
+        if let Some(next) = next {
+            self.welcome(next);
+        }
+    }
+
+    pub(crate) fn on_described(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        outcome: Result<FileList, String>,
+    ) {
+        let is_asked = self.workers.get(worker).is_some_and(|w| w.stage() == Stage::Describing);
+        if !is_asked || self.data.files().is_some() {
+            return;
+        }
+        let described = outcome.and_then(|files| {
+            let count = files.len() as u64;
+            self.data.describe(files, &self.spec).map(|()| count)
+        });
+        let files = match described {
+            Ok(files) => files,
+            Err(error) => {
+                let error = clip(&error).to_owned();
+                return self.end(now, Outcome::InvalidInput, Some(error));
+            }
+        };
+        if let Some(shards) = self.data.leases().map(|leases| leases.shards()) {
+            let line = format!(
+                "data set: {} in {}, {} of {}",
+                counted(shards.records(), "record"),
+                counted(files, "file"),
+                counted(shards.len().into(), "shard"),
+                shards.sizes()
+            );
+            self.log_event(line);
+        }
+        self.out.mark_dirty_urgent();
+        for worker in self.workers.select(|w| !w.is_released()) {
+            self.welcome(worker);
+        }
+        self.launch_missing(now);
+    }
+
+    pub(crate) fn on_ready(&mut self, now: Time, worker: WorkerId, parameters: u64) {
+        if self.workers.get(worker).is_none_or(|w| w.stage() != Stage::Preparing) {
+            return;
+        }
+        if self.data.parameters().is_none() {
+            self.out.mark_dirty();
+        }
+        let expected = self.data.expect_parameters(parameters);
+        if parameters != expected {
+            let reason =
+                format!("its model has {parameters} parameters, the first worker's has {expected}");
+            return self.fail_worker(now, worker, &reason);
+        }
+        let donors = if self.group.is_broken() { Vec::new() } else { self.donors(worker) };
+        let w = self.workers.get_mut(worker).expect("it was just found");
+        if donors.is_empty() {
+            w.set_stage(Stage::Ready);
+        } else {
+            w.set_stage(Stage::Fetching);
+            self.send(worker, ToWorker::Fetch(donors));
+        }
+        self.reconcile(now);
+    }
+
+    pub(crate) fn on_caught_up(&mut self, now: Time, worker: WorkerId, step: u64) {
+        let w = self.workers.get_mut(worker);
+        if let Some(w) = w.filter(|w| w.stage() == Stage::Fetching) {
+            // A worker that gave up the fetch reports step 0.
+            w.catch_up(step > 0);
+            self.reconcile(now);
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Reports of a group that trains: of its state, its steps, its evaluations and its end.
+
+use elasticdl_proto::{FailedShard, Generation, Ledger, RecordRange, WorkerId};
+
+use crate::job::action::Outcome;
+use crate::job::event::{Committed, Finished, LedgerReport, Phases};
+use crate::job::job::Job;
+use crate::job::lifecycle::removal::FAILED_GRACE;
+use crate::job::reporting::text::clip;
+use crate::job::time::Time;
+
+impl Job {
+    pub(crate) fn on_formed(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        generation: Generation,
+        step: u64,
+        report: &LedgerReport,
+    ) {
+        if !self.group.is_reporter(worker, generation) || !self.group.awaits_report() {
+            return;
+        }
+        let Some(ledger) = self.check_ledger(now, worker, report) else { return };
+        // A member that was lost since may have trained on its leases: only a generation that is
+        // published after its loss shows whether its records were absorbed.
+        let awaited: Vec<WorkerId> = self.workers.disconnected_members().collect();
+        let may_live = |m: &WorkerId| self.workers.is_connected(*m) || awaited.contains(m);
+        let is_outdated = !self.group.members().iter().all(may_live);
+        self.out.mark_dirty();
+        self.workers.hold_state();
+        if is_outdated {
+            return self.count_eligible();
+        }
+        let Self { data, workers, .. } = self;
+        let Some(leases) = data.leases_mut() else { return };
+        leases.rebuild(step, ledger, |id| workers.is_member(id) || awaited.contains(&id));
+        self.drop_stable_requests();
+        self.count_eligible();
+        if step == 0 && self.begins_anew(now) {
+            return;
+        }
+        self.data.set_step(step);
+        if self.group.form() && !self.lifecycle.had_formed() {
+            self.reporting.form(now, step, self.data.counted());
+        }
+        self.request_checkpoint();
+        self.watch_leavers(now);
+        self.try_finish_takeover(now);
+        self.release_unaccounted();
+        self.fill_all();
+        self.reconcile(now);
+    }
+
+    pub(crate) fn on_committed(&mut self, now: Time, worker: WorkerId, report: &Committed) {
+        if !self.group.is_reporter(worker, report.generation) || !self.group.is_formed() {
+            return;
+        }
+        let known = self.data.step();
+        let Some(leases) = self.data.leases_mut() else { return };
+        if report.step < known {
+            let reason = format!("it reports step {} after step {known}", report.step);
+            return self.fail_worker(now, worker, &reason);
+        }
+        let before = leases.ledger().epoch();
+        if let Err(wrong) = leases.commit(report.step, &report.ranges) {
+            let reason = format!("it reports {wrong}, outside the data set");
+            return self.fail_worker(now, worker, &reason);
+        }
+        let complete = leases.ledger().epoch();
+        self.data.set_step(report.step);
+        self.group.note_commit();
+        self.reporting.commit(now, report.step - known, report);
+        for (&member, &compute_us) in self.group.members().iter().zip(&report.compute_us) {
+            if let Some(w) = self.workers.get_mut(member) {
+                w.note_compute(compute_us);
+            }
+        }
+        self.drop_stable_requests();
+        if let Some(line) = self.reporting.skip(report.steps_skipped) {
+            self.log_event(line);
+        }
+        if complete > before {
+            self.log_event(format!(
+                "epoch {complete} of {} is complete at step {}",
+                self.spec.epochs, report.step
+            ));
+        }
+        self.try_finish_takeover(now);
+        self.release_unaccounted();
+        self.fill_all();
+        if self.reporting.is_late(now) {
+            self.log_recovery();
+        }
+    }
+
+    pub(crate) fn on_allreduce_transport(
+        &mut self,
+        worker: WorkerId,
+        generation: Generation,
+        what: &str,
+    ) {
+        let what = clip(what);
+        if self.group.is_reporter(worker, generation) && self.reporting.note_transport(what) {
+            self.log_event(format!("generation {generation}: gradients are summed over {what}"));
+        }
+    }
+
+    pub(crate) fn on_resumed(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        generation: Generation,
+        step: u64,
+        phases: Phases,
+    ) {
+        let w = self.workers.get(worker).filter(|w| w.is_member());
+        if w.and_then(|w| w.joined()).is_none_or(|joined| generation < joined) {
+            return;
+        }
+        self.out.mark_dirty();
+        if self.reporting.resume(now, worker, generation, step, phases) {
+            self.log_recovery();
+        }
+    }
+
+    pub(crate) fn on_finished(&mut self, now: Time, worker: WorkerId, report: Finished) {
+        if !self.workers.is_member(worker) || report.generation != self.group.generation() {
+            return;
+        }
+        if let Some(ledger) = self.check_ledger(now, worker, &report.ledger) {
+            self.group.finish(worker, report, ledger);
+            // The others have what they waited for, or it is in flight, although their last
+            // heartbeats report a wait.
+            self.workers.connected_mut().for_each(|(_, w)| w.restart_wait(now));
+            self.reconcile(now);
+        }
+    }
+
+    pub(crate) fn on_failed(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        error: &str,
+        ranges: &[RecordRange],
+        fatal: bool,
+    ) {
+        let error = clip(error);
+        self.out.mark_dirty();
+        self.note_failed_shards(worker, error, ranges);
+        if fatal {
+            let error = format!("worker {worker}: {error}");
+            return self.end(now, Outcome::Failed, Some(error));
+        }
+        self.count_exit(worker);
+        // A failed worker ends by itself.
+        self.forget_with_pod(now, worker, FAILED_GRACE);
+        self.count_failure(now, &format!("worker {worker} failed: {error}"), ranges);
+        self.reconcile(now);
+    }
+
+    pub(crate) fn note_failed_shards(
+        &mut self,
+        worker: WorkerId,
+        error: &str,
+        ranges: &[RecordRange],
+    ) {
+        let Some(leases) = self.data.leases() else { return };
+        let valid = ranges.iter().copied().filter(|r| leases.is_valid(r));
+        let max = self.reporting.failures_left();
+        for (file, RecordRange { epoch, start, end }) in leases.shards().by_file(valid, max) {
+            let error = error.to_owned();
+            self.reporting.fail_on(FailedShard { worker, epoch, file, start, end, error });
+        }
+    }
+
+    fn check_ledger(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        report: &LedgerReport,
+    ) -> Option<Ledger> {
+        match self.data.leases()?.check(report) {
+            Ok(ledger) => Some(ledger),
+            Err(wrong) => {
+                self.fail_worker(now, worker, &format!("it reports {wrong}"));
+                None
+            }
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! The phase of a job, what the user wants, and what a master waits for.
+
+use std::collections::BTreeMap;
+
+use elasticdl_proto::{Generation, WorkerId};
+
+use super::reconnected::{Reconnected, Takeover};
+use super::restart::{Budget, Restarts};
+use crate::job::action::Outcome;
+use crate::job::spec::JobSpec;
+use crate::job::time::Time;
+
+/// The life of a job.
+#[derive(Debug)]
+pub(crate) struct Lifecycle {
+    pub(super) phase: Phase,
+    /// Desired number of workers, as last requested.
+    pub(super) wanted: u32,
+    /// Launches left that fill a slot for the first time; every further launch is a restart.
+    pub(super) initial_launches_left: u32,
+    pub(super) restarts: Restarts,
+    /// Set while a previous master's group is being taken over.
+    pub(super) takeover: Option<Takeover>,
+    /// Workers that reconnected to this master, until it is known what they hold.
+    pub(super) reconnected: BTreeMap<WorkerId, Reconnected>,
+    /// End of the join window: how long a group without a state waits for further workers.
+    join_window_until: Option<Time>,
+    /// Until then new launches are assumed to be unschedulable.
+    pub(super) unschedulable_until: Option<Time>,
+    /// See [`Job::masters`](crate::job::Job::masters).
+    pub(super) masters: u64,
+    pub(super) reserved: ReservedIds,
+}
+
+/// The phase of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    Ended(Outcome),
+    /// All workers were asked to end.
+    Ending(Outcome),
+    Running,
+    /// The user stopped the job; the group finishes its step.
+    Stopping,
+}
+
+/// No later launch, and no later generation, has been made. See
+/// [`Job::reserve_id_block`](crate::job::Job).
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ReservedIds {
+    pub(super) launches: u64,
+    pub(super) generations: Generation,
+}
+
+impl Lifecycle {
+    pub(crate) fn new(spec: &JobSpec) -> Self {
+        Self {
+            phase: Phase::Running,
+            wanted: spec.num_workers,
+            initial_launches_left: spec.num_workers,
+            restarts: Restarts::new(spec.max_worker_restarts, Budget::default()),
+            takeover: None,
+            reconnected: BTreeMap::new(),
+            join_window_until: None,
+            unschedulable_until: None,
+            masters: 1,
+            reserved: ReservedIds::default(),
+        }
+    }
+
+    pub(crate) fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        self.phase == Phase::Running
+    }
+
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.phase == Phase::Stopping
+    }
+
+    /// Whether the job is running or stopping.
+    pub(crate) fn is_active(&self) -> bool {
+        matches!(self.phase, Phase::Running | Phase::Stopping)
+    }
+
+    /// Whether all workers were asked to end, and some may not have.
+    pub(crate) fn is_ending(&self) -> bool {
+        matches!(self.phase, Phase::Ending(_))
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        matches!(self.phase, Phase::Ended(_))
+    }
+
+    /// How the job ends, once that is decided.
+    pub(crate) fn outcome(&self) -> Option<Outcome> {
+        match self.phase {
+            Phase::Ending(outcome) | Phase::Ended(outcome) => Some(outcome),
+            Phase::Running | Phase::Stopping => None,
+        }
+    }
+
+    /// Desired number of workers, as last requested.
+    pub(crate) fn wanted(&self) -> u32 {
+        self.wanted
+    }
+
+    #[cfg(test)]
+    pub(crate) fn set_phase(&mut self, phase: Phase) {
+        self.phase = phase;
+    }
+
+    /// Failures of workers so far.
+    #[cfg(test)]
+    pub(crate) fn failures(&self) -> u32 {
+        self.restarts.budget().counted
+    }
+
+    /// Whether a previous master's group is being taken over.
+    pub(crate) fn is_taking_over(&self) -> bool {
+        self.takeover.is_some()
+    }
+
+    /// Whether the generation that is being taken over had formed already.
+    pub(crate) fn had_formed(&self) -> bool {
+        self.takeover.as_ref().is_some_and(|takeover| takeover.was_formed)
+    }
+
+    /// Expects no report from a worker that has gone.
+    pub(crate) fn forget_worker(&mut self, worker: WorkerId) {
+        if let Some(takeover) = &mut self.takeover {
+            takeover.forget(worker);
+        }
+        self.reconnected.remove(&worker);
+    }
+
+    /// Notes that this master has published a generation with these members. The leases of others
+    /// end.
+    pub(crate) fn note_published(&mut self, members: &[WorkerId]) {
+        if let Some(takeover) = &mut self.takeover {
+            takeover.was_formed = false;
+            takeover.has_published = true;
+        }
+        self.reconnected.retain(|id, _| members.contains(id));
+        self.join_window_until = None;
+    }
+
+    /// Whether the join window is open at `now`.
+    pub(crate) fn is_join_window_open(&self, now: Time) -> bool {
+        self.join_window_until.is_none_or(|until| now < until)
+    }
+
+    /// Opens the join window until `until`. Returns whether it was not open.
+    pub(crate) fn open_join_window(&mut self, until: Time) -> bool {
+        let is_new = self.join_window_until.is_none();
+        self.join_window_until.get_or_insert(until);
+        is_new
+    }
+
+    pub(crate) fn close_join_window(&mut self) {
+        self.join_window_until = None;
+    }
+}

@@ -1,0 +1,153 @@
+//! Handlers of news that influence only the reports: checkpoints, evaluations, storage.
+
+use std::time::Duration;
+
+use elasticdl_proto::{BestEvaluation, RestoredCheckpoint, SavedCheckpoint, WorkerId};
+
+use super::text::{clip, format_metrics};
+use crate::job::action::ToWorker;
+use crate::job::event::{CheckpointNews, Evaluated};
+use crate::job::job::Job;
+
+impl Job {
+    // ---- checkpoints ----
+
+    /// Handles the user's request for a checkpoint.
+    pub(crate) fn on_checkpoint_requested(&mut self) {
+        if !self.lifecycle.is_running() || self.spec.checkpoints.is_none() {
+            return;
+        }
+        self.log_event("a checkpoint is asked for".into());
+        self.reporting.want_checkpoint();
+        self.request_checkpoint();
+    }
+
+    /// Forwards the user's request to the lowest rank, which informs the others. Called again for
+    /// each new group.
+    pub(crate) fn request_checkpoint(&mut self) {
+        if let Some(first) = self.group.reporter().filter(|_| self.reporting.wants_checkpoint) {
+            self.send(first, ToWorker::KeepCheckpoint);
+        }
+    }
+
+    pub(crate) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
+        let step = self.data.step();
+        let known = &mut self.reporting.totals.checkpoints;
+        let is_written =
+            matches!(news, CheckpointNews::Saved { .. } | CheckpointNews::Failed { .. });
+        let line = match news {
+            CheckpointNews::Damaged { name, reason } => {
+                known.damaged += 1;
+                Some(format!("checkpoint {name} is damaged and passed over: {}", clip(&reason)))
+            }
+            CheckpointNews::Failed { step, error } => {
+                known.failed += 1;
+                let error = clip(&error).to_owned();
+                known.error = Some(error.clone());
+                Some(format!("worker {worker} can't write the checkpoint of step {step}: {error}"))
+            }
+            CheckpointNews::Restored { step: from, name } => {
+                let lost_steps = step.saturating_sub(from);
+                let again = match lost_steps {
+                    0 => String::new(),
+                    steps => format!("; {steps} steps are made again"),
+                };
+                self.group.note_restored();
+                let line =
+                    format!("the group begins at step {from}, from checkpoint {name}{again}");
+                known.restored.push(RestoredCheckpoint { step: from, name, lost_steps });
+                let surplus = known.restored.len().saturating_sub(RESTORED_MAX);
+                known.restored.drain(..surplus);
+                Some(line)
+            }
+            // Shown in the status only: there may be very many.
+            CheckpointNews::Saved { step, name, bytes } => {
+                known.saved += 1;
+                known.error = None;
+                known.newest = Some(SavedCheckpoint { step, name, bytes });
+                None
+            }
+        };
+        // Success or failure: the next one is written on schedule.
+        self.reporting.wants_checkpoint &= !is_written;
+        self.out.mark_dirty();
+        line.into_iter().for_each(|line| self.log_event(line));
+    }
+
+    // ---- evaluations ----
+
+    pub(crate) fn on_evaluated(&mut self, report: Evaluated) {
+        let Some(spec) = &self.spec.validation else { return };
+        let known = &mut self.reporting.evaluations;
+        // A group that started from a checkpoint repeats steps.
+        known.all.retain(|before| before.step < report.step);
+        let Evaluated { step, records, metrics } = &report;
+        let line =
+            format!("step {step} evaluated on {records} records: {}", format_metrics(metrics));
+        known.all.push(report);
+        let is_better =
+            |value: f64, best: f64| if spec.highest { value > best } else { value < best };
+        let mut best: Option<BestEvaluation> =
+            known.best.take().filter(|b| known.all.iter().all(|e| e.step > b.step));
+        for evaluated in &known.all {
+            if let Some(&Some(value)) = evaluated.metrics.get(&spec.metric)
+                && best.as_ref().is_none_or(|best| is_better(value, best.value))
+            {
+                best = Some(BestEvaluation {
+                    step: evaluated.step,
+                    metric: spec.metric.clone(),
+                    value,
+                });
+            }
+        }
+        known.best = best;
+        let surplus = known.all.len().saturating_sub(EVALUATIONS_MAX);
+        known.all.drain(..surplus);
+        self.out.mark_dirty();
+        self.log_event(line);
+    }
+
+    // ---- storage ----
+
+    pub(crate) fn on_storage_wait(
+        &mut self,
+        worker: WorkerId,
+        storage: Option<String>,
+        waited: Duration,
+    ) {
+        self.reporting.counters.storage_wait += waited;
+        let Self { reporting, workers, .. } = self;
+        let waits = &mut reporting.storage_waits;
+        let was_away = !waits.waiting.is_empty();
+        // Forgotten workers send no further reports.
+        waits.waiting.retain(|id, _| workers.is_connected(*id));
+        match storage {
+            Some(storage) => {
+                let so_far = waits.waiting.entry(worker).or_default();
+                *so_far += waited;
+                waits.longest = waits.longest.max(*so_far);
+                if !was_away {
+                    waits.longest = waited;
+                    self.log_event(format!(
+                        "worker {worker} waits for storage: {}",
+                        clip(&storage)
+                    ));
+                }
+            }
+            None => {
+                let so_far = waits.waiting.remove(&worker).unwrap_or_default();
+                waits.longest = waits.longest.max(so_far + waited);
+                if was_away && waits.waiting.is_empty() {
+                    let longest = std::mem::take(&mut waits.longest);
+                    let seconds = longest.as_secs_f64();
+                    self.log_event(format!(
+                        "storage answers again; workers waited for up to {seconds:.1} s"
+                    ));
+                }
+            }
+        }
+    }
+}
+
+const RESTORED_MAX: usize = 100;
+const EVALUATIONS_MAX: usize = 1000;

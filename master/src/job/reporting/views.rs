@@ -1,0 +1,257 @@
+//! What a job shows of itself: its status and its summary.
+
+use elasticdl_proto::{
+    CheckpointsSummary, EvaluationsSummary, Generation, LaunchStatus, Ledger, PriorityTierStatus,
+    RecordsSummary, Status, Summary, WorkerId, WorkerStatus, WorkersSummary,
+};
+
+use super::counters::Counters;
+use super::text::clip;
+use crate::job::action::Outcome;
+use crate::job::data::lease_table::LeaseTable;
+use crate::job::event::LaunchId;
+use crate::job::job::Job;
+use crate::job::lifecycle::shutdown;
+use crate::job::lifecycle::state::Phase;
+use crate::job::spec::Work;
+use crate::job::time::Time;
+use crate::job::workers::state::{Launch, Scheduling, Stage, Worker};
+use crate::job::workers::straggler;
+
+/// Status and counters of a job.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Snapshot {
+    /// The status.
+    pub status: Status,
+    /// Counters since this master started.
+    pub counters: Counters,
+}
+
+impl Job {
+    // ---- status ----
+
+    /// Status and counters.
+    #[must_use]
+    pub fn snapshot(&self, now: Time) -> Snapshot {
+        Snapshot { status: self.status(now), counters: self.reporting.counters.clone() }
+    }
+
+    /// The status of the job.
+    #[must_use]
+    pub fn status(&self, now: Time) -> Status {
+        let leases = self.data.leases();
+        let ledger = leases.map(LeaseTable::ledger);
+        let usual = self.workers.members().filter_map(|(_, w)| w.pace().usual_us()).collect();
+        let limit_us = straggler::straggler_limit_us(usual).unwrap_or(u64::MAX);
+        let status = |(id, w): (WorkerId, &Worker)| self.worker_status(id, w, limit_us);
+        let workers = self.workers.connected().map(status).collect();
+        Status {
+            job: self.spec.name.clone(),
+            state: self.state().into(),
+            generation: self.group.generation(),
+            step: self.data.step(),
+            epoch: ledger.map_or(0, Ledger::epoch),
+            epochs: self.spec.epochs,
+            records_counted: ledger.map_or(0, Ledger::counted),
+            records_expected: leases.map_or(0, LeaseTable::expected),
+            loss: self.reporting.loss_smoothed(),
+            records_per_s: self.reporting.records_per_s(now),
+            workers_desired: self.lifecycle.wanted(),
+            shards: leases.map(LeaseTable::shard_counts),
+            memberships: self.reporting.memberships_last(),
+            workers,
+            workers_pending: self.workers_pending(),
+            priority_tiers: self.priority_tiers(),
+            allreduce_transport: self.reporting.allreduce_transport.clone(),
+            steps_skipped: self.reporting.totals.steps_skipped,
+            evaluated: self.reporting.evaluations.all.last().cloned(),
+            checkpoints: self.checkpoints().filter(|known| known.dir.is_some()),
+            events_at_s: Vec::new(),
+            events: self.reporting.events(),
+            events_emitted: self.reporting.events_emitted(),
+            progress: self.progress(),
+        }
+    }
+
+    pub(crate) fn state(&self) -> &'static str {
+        match self.lifecycle.phase() {
+            Phase::Ended(outcome) => shutdown::name(outcome),
+            Phase::Ending(_) => "ending",
+            Phase::Running if self.lifecycle.is_taking_over() => "resuming",
+            Phase::Running if !self.spec.work.trains() && self.workers.has_members() => "running",
+            Phase::Running if self.group.generation() == Generation::default() => "starting",
+            Phase::Running if self.group.is_broken() => "waiting",
+            Phase::Running => "running",
+            Phase::Stopping => "stopping",
+        }
+    }
+
+    fn worker_status(&self, id: WorkerId, worker: &Worker, limit_us: u64) -> WorkerStatus {
+        let state = match worker.stage() {
+            _ if worker.is_released() => "ending",
+            _ if worker.is_leaving() => "leaving",
+            _ if self.group.has_finished(id) => "finished",
+            Stage::Joining => "joining",
+            Stage::Describing => "describing",
+            Stage::Preparing => "preparing",
+            Stage::Fetching => "fetching",
+            Stage::Ready => "ready",
+            Stage::Member { .. } => match self.spec.work {
+                Work::Evaluate { .. } => "evaluating",
+                Work::Predict { .. } => "predicting",
+                Work::Train { .. } => "training",
+            },
+        };
+        let is_member = worker.is_member();
+        WorkerStatus {
+            worker: id,
+            pid: worker.pid(),
+            rank: worker.rank(),
+            state: state.into(),
+            pod: None,
+            node: None,
+            step: (is_member && worker.holds_state()).then_some(self.data.step()),
+            compute_us: worker.pace().last_us,
+            straggler: is_member && worker.pace().usual_us().is_some_and(|us| us > limit_us),
+            leased_records: self.data.leases().map_or(0, |r| r.leased_to(id)),
+        }
+    }
+
+    fn workers_pending(&self) -> Vec<LaunchStatus> {
+        let is_pending = |l: &Launch| !l.has_registered() && l.disconnected().is_none();
+        let status = |(launch, l): (LaunchId, &Launch)| LaunchStatus {
+            launch,
+            slot: l.slot(),
+            state: match l.scheduling() {
+                Scheduling::Pending => "requested",
+                Scheduling::Scheduled => "starting",
+                Scheduling::Unschedulable => "unschedulable",
+            }
+            .into(),
+            reason: l.waits_for().map(str::to_owned),
+        };
+        self.workers.launches().filter(|(_, l)| is_pending(l)).map(status).collect()
+    }
+
+    fn priority_tiers(&self) -> Vec<PriorityTierStatus> {
+        let launches = self.workers.launches().map(|(_, l)| l);
+        let mut staying: Vec<&Launch> = launches.filter(|l| l.stays()).collect();
+        staying.sort_by_key(|l| l.slot());
+        let mut tiers: Vec<PriorityTierStatus> = Vec::new();
+        for l in staying {
+            let Some(class) = l.class() else { continue };
+            let at = tiers.iter().position(|tier| tier.class == class).unwrap_or_else(|| {
+                tiers.push(PriorityTierStatus { class: class.into(), launches: 0, workers: 0 });
+                tiers.len() - 1
+            });
+            tiers[at].launches += 1;
+            tiers[at].workers += u32::from(l.worker().is_some());
+        }
+        tiers
+    }
+
+    fn progress(&self) -> f64 {
+        if self.lifecycle.phase() == Phase::Ended(Outcome::Completed) {
+            return 1.0;
+        }
+        let part = |done: u64, all: u64| if all == 0 { 0.0 } else { done as f64 / all as f64 };
+        let leases = self.data.leases();
+        let records = leases.map_or(0.0, |r| part(r.ledger().counted(), r.expected()));
+        let steps = self.spec.max_steps.map_or(0.0, |max| part(self.data.step(), max));
+        records.max(steps).min(1.0)
+    }
+
+    // ---- summary ----
+
+    /// The summary of the job so far.
+    #[must_use]
+    pub fn summary(&self, now: Time) -> Summary {
+        let records = self.records_summary();
+        let last = if self.spec.work.trains() {
+            u32::try_from(self.group.members().len()).expect("members are limited by max_workers")
+        } else {
+            self.reporting.inference_workers()
+        };
+        Summary {
+            job: self.spec.name.clone(),
+            state: self.state().into(),
+            steps: self.data.step(),
+            epochs: self.data.leases().map_or(0, |r| r.ledger().epoch()),
+            wall_s: now.0.as_secs_f64(),
+            records,
+            workers: WorkersSummary {
+                peak: self.reporting.totals.peak,
+                last,
+                restarts: self.reporting.totals.restarts,
+            },
+            memberships: self.reporting.memberships(),
+            loss: self.reporting.loss(),
+            throughput: self.reporting.throughput(records.counted, self.data.step()),
+            allreduce_transport: self.reporting.allreduce_transport.clone(),
+            evaluations: self.evaluations(),
+            checkpoints: self.checkpoints(),
+            failed_shards: self.reporting.failed_shards(),
+            steps_skipped: self.reporting.totals.steps_skipped,
+            state_lost: self.reporting.totals.state_lost,
+            error: self.reporting.error().map(str::to_owned),
+            model_summary: self.model_summary(),
+            metrics: self.data.results().means(records.expected),
+            output: match &self.spec.work {
+                Work::Predict { output, .. } => Some(output.clone()),
+                Work::Evaluate { .. } | Work::Train { .. } => None,
+            },
+            export: self.exported(),
+            digest: self.reporting.final_report().map(|word| format!("{:016x}", word.digest)),
+        }
+    }
+
+    /// Based on the group's reports alone: leases prove nothing.
+    fn records_summary(&self) -> RecordsSummary {
+        let Some(leases) = self.data.leases() else {
+            return RecordsSummary::default();
+        };
+        let (whole, counted) = (leases.expected(), leases.ledger().counted());
+        let stopped = self.lifecycle.outcome() == Some(Outcome::Stopped);
+        let expected = match self.reporting.final_report() {
+            _ if counted == whole => whole,
+            Some(word)
+                if stopped
+                    || word.stopped_early
+                    || self.spec.max_steps.is_some_and(|max| word.step >= max) =>
+            {
+                word.records_trained
+            }
+            None if stopped => counted,
+            _ => whole,
+        };
+        let missing = expected.saturating_sub(counted);
+        RecordsSummary { expected, counted, missing, repeated: leases.ledger().repeated() }
+    }
+
+    /// The lowest rank exports before it sends its final report.
+    fn exported(&self) -> Option<String> {
+        let Work::Train { export } = &self.spec.work else { return None };
+        export.clone().filter(|_| self.reporting.final_report().is_some_and(|word| word.exported))
+    }
+
+    /// The summary text of the lowest rank's model.
+    fn model_summary(&self) -> Option<String> {
+        let summary = self.reporting.final_report()?.summary.as_deref();
+        summary.map(|text| clip(text).to_owned())
+    }
+
+    /// The checkpoints, if the job writes or restores any.
+    pub(crate) fn checkpoints(&self) -> Option<CheckpointsSummary> {
+        let dir = self.spec.checkpoints.as_ref().map(|spec| spec.dir.clone());
+        let known = dir.is_some() || self.spec.resume_from.is_some();
+        known.then(|| CheckpointsSummary { dir, ..self.reporting.totals.checkpoints.clone() })
+    }
+
+    /// The evaluations, if there is validation data.
+    pub(crate) fn evaluations(&self) -> Option<EvaluationsSummary> {
+        self.spec.validation.as_ref().map(|_| EvaluationsSummary {
+            stopped_early: self.reporting.final_report().is_some_and(|word| word.stopped_early),
+            ..self.reporting.evaluations.clone()
+        })
+    }
+}

@@ -1,0 +1,572 @@
+//! The states of launches, and of the workers that they become.
+//!
+//! ```text
+//!  launch   Starting ───hello──► Connected ──stream ended──► Disconnected
+//!              │                     │  ▲                      │   │
+//!           (found by a new master)  │  └─────reconnected──────┘   │
+//!              │                     └──────────┬──────lost────────┘
+//!           Unconfirmed ──► Connected       Forgotten
+//!
+//!  worker   Joining ──► Describing ──► Preparing ──► Fetching ──► Ready ──► Member
+//! ```
+//!
+//! A launch stays in the table until its process has ended. How its slot is used, whether its exit
+//! is a failure, and whether it was killed are independent of its state.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use elasticdl_proto::Generation;
+
+use super::heartbeat::{Stalled, is_fresh};
+use super::straggler::StepPace;
+use crate::job::event::Stall;
+use crate::job::time::Time;
+
+/// A started process that is not known to have ended.
+#[derive(Debug, Default)]
+pub(crate) struct Launch {
+    pub(super) state: LaunchState,
+    /// The lowest slot that was free: see [`Action::Launch`](crate::job::Action::Launch).
+    pub(super) slot: u32,
+    slot_use: SlotUse,
+    accounting: ExitAccounting,
+    is_killed: bool,
+    scheduling: Scheduling,
+    /// What it waits for, if known.
+    waits_for: Option<String>,
+    /// Priority class, where the cluster has them.
+    class: Option<String>,
+    /// Last lines of its output, once it has ended.
+    printed: Option<String>,
+}
+
+/// What is known of the worker of a launch.
+#[derive(Debug, Default)]
+pub(crate) enum LaunchState {
+    /// It has sent no hello.
+    #[default]
+    Starting,
+    /// This master found it: it may have become a worker of the previous master, and may connect
+    /// either way.
+    Unconfirmed(Disconnected),
+    /// Its worker's stream is open.
+    Connected(Box<Worker>),
+    /// Its worker's stream has ended, and it may reconnect.
+    Disconnected(Disconnected),
+    /// Its worker is lost, or was refused; its process has not ended.
+    Forgotten,
+}
+
+/// How a launch uses its slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum SlotUse {
+    /// It keeps its slot: no replacement starts there.
+    #[default]
+    Kept,
+    /// It leaves in order, so its replacement may start while it still runs.
+    Leaving,
+    /// It leaves because of a scale down, so nothing replaces it.
+    Retired {
+        /// Whether it also is leaving.
+        leaving: bool,
+    },
+}
+
+/// Whether the exit of a process counts as a failure.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum ExitAccounting {
+    /// Its failure is counted already.
+    Counted,
+    /// It may end.
+    Expected,
+    /// Its exit code decides.
+    #[default]
+    Undecided,
+}
+
+/// Whether a launch has been scheduled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Scheduling {
+    /// Not known yet.
+    #[default]
+    Pending,
+    /// It runs, or is about to.
+    Scheduled,
+    /// No node has enough capacity for it.
+    Unschedulable,
+}
+
+/// A disconnected worker that may reconnect.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Disconnected {
+    /// As [`Worker::rank`].
+    pub(crate) rank: Option<u32>,
+    /// As [`Worker::joined`].
+    pub(crate) joined: Option<Generation>,
+    /// As [`Worker::holds_state`].
+    pub(crate) holds_state: bool,
+    /// When its stream ended; for a stream to an earlier master, when this master started.
+    pub(crate) since: Time,
+    /// What this master knew of the worker; `None` if only an earlier master knew it.
+    pub(crate) last_known: Option<LastKnown>,
+}
+
+/// What this master knew of a worker when its stream ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LastKnown {
+    pub(super) stage: Stage,
+    pub(crate) leaving: bool,
+    /// Median compute time of a step.
+    pub(crate) usual_us: Option<u64>,
+}
+
+/// A worker whose stream is open.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    address: SocketAddr,
+    pid: u32,
+    stage: Stage,
+    departure: Departure,
+    model_state: ModelState,
+    /// The first generation of which it was a member.
+    joined: Option<Generation>,
+    /// Records requested and not leased yet, by epoch.
+    requested_records: BTreeMap<u32, u64>,
+    pace: StepPace,
+    /// Time of its last message.
+    heard: Time,
+    /// Set if its last heartbeat reported that it waits for its neighbours.
+    stalled: Option<Stalled>,
+}
+
+/// The stages of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// Its hello has come; the data set is not known.
+    Joining,
+    /// As [`Stage::Joining`], and it was asked to describe the data set.
+    Describing,
+    /// It builds its model.
+    Preparing,
+    /// It fetches the group's state from a member.
+    Fetching,
+    /// It can be a member.
+    Ready,
+    /// It is a member of the newest generation. In an inference job: it processes shards.
+    Member {
+        /// Its rank; in an inference job its slot.
+        rank: u32,
+    },
+}
+
+/// Whether a worker leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Departure {
+    Stays,
+    /// It leaves with the next membership.
+    Leaving,
+    /// It was shut down, or a membership without it was published; its exit is awaited.
+    Released,
+}
+
+/// Whether a worker has the group's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ModelState {
+    Missing,
+    /// It has fetched the state, which it may bring into the next generation.
+    Fetched,
+    /// It was a member when a generation formed.
+    Held,
+}
+
+impl Launch {
+    /// A launch that has just been made.
+    pub(super) fn new(slot: u32) -> Self {
+        Self { slot, ..Self::default() }
+    }
+
+    /// A launch that an earlier master made.
+    pub(crate) fn restored(
+        slot: u32,
+        state: LaunchState,
+        is_leaving: bool,
+        is_retired: bool,
+    ) -> Self {
+        let slot_use = match (is_retired, is_leaving) {
+            (true, leaving) => SlotUse::Retired { leaving },
+            (false, true) => SlotUse::Leaving,
+            (false, false) => SlotUse::Kept,
+        };
+        Self { slot_use, state, ..Self::new(slot) }
+    }
+
+    pub(crate) fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    /// Its worker, while its stream is open.
+    pub(crate) fn worker(&self) -> Option<&Worker> {
+        match &self.state {
+            LaunchState::Connected(worker) => Some(worker),
+            _ => None,
+        }
+    }
+
+    pub(super) fn worker_mut(&mut self) -> Option<&mut Worker> {
+        match &mut self.state {
+            LaunchState::Connected(worker) => Some(worker),
+            _ => None,
+        }
+    }
+
+    /// Whether it is known to have become a worker; stays true when the stream ends.
+    pub(crate) fn has_registered(&self) -> bool {
+        !matches!(self.state, LaunchState::Starting | LaunchState::Unconfirmed(_))
+    }
+
+    /// Whether its worker is lost, or was refused.
+    pub(crate) fn is_forgotten(&self) -> bool {
+        matches!(self.state, LaunchState::Forgotten)
+    }
+
+    /// Set while it has no stream to this master and its worker may reconnect.
+    pub(crate) fn disconnected(&self) -> Option<&Disconnected> {
+        match &self.state {
+            LaunchState::Disconnected(d) | LaunchState::Unconfirmed(d) => Some(d),
+            _ => None,
+        }
+    }
+
+    pub(super) fn disconnected_mut(&mut self) -> Option<&mut Disconnected> {
+        match &mut self.state {
+            LaunchState::Disconnected(d) | LaunchState::Unconfirmed(d) => Some(d),
+            _ => None,
+        }
+    }
+
+    /// Gives up waiting for its worker to reconnect.
+    pub(super) fn forget_disconnected(&mut self) -> Option<Disconnected> {
+        let after = match self.state {
+            LaunchState::Unconfirmed(_) => LaunchState::Starting,
+            LaunchState::Disconnected(_) => LaunchState::Forgotten,
+            _ => return None,
+        };
+        match std::mem::replace(&mut self.state, after) {
+            LaunchState::Disconnected(d) | LaunchState::Unconfirmed(d) => Some(d),
+            _ => None,
+        }
+    }
+
+    /// Whether it keeps its slot: no replacement starts there.
+    pub(crate) fn stays(&self) -> bool {
+        self.slot_use == SlotUse::Kept
+    }
+
+    pub(crate) fn is_leaving(&self) -> bool {
+        matches!(self.slot_use, SlotUse::Leaving | SlotUse::Retired { leaving: true })
+    }
+
+    pub(crate) fn is_retired(&self) -> bool {
+        matches!(self.slot_use, SlotUse::Retired { .. })
+    }
+
+    pub(crate) fn is_killed(&self) -> bool {
+        self.is_killed
+    }
+
+    /// It leaves in order: its replacement may start.
+    pub(crate) fn leave(&mut self) {
+        self.slot_use = match self.slot_use {
+            SlotUse::Kept | SlotUse::Leaving => SlotUse::Leaving,
+            SlotUse::Retired { .. } => SlotUse::Retired { leaving: true },
+        };
+    }
+
+    /// Nothing replaces it.
+    pub(crate) fn retire(&mut self) {
+        self.slot_use = SlotUse::Retired { leaving: self.is_leaving() };
+    }
+
+    pub(crate) fn kill(&mut self) {
+        self.is_killed = true;
+    }
+
+    /// Its exit is no failure.
+    pub(crate) fn expect_exit(&mut self) {
+        self.accounting = ExitAccounting::Expected;
+    }
+
+    /// Its exit is no failure, unless one is counted already.
+    pub(crate) fn expect_exit_unless_counted(&mut self) {
+        if self.accounting == ExitAccounting::Undecided {
+            self.expect_exit();
+        }
+    }
+
+    /// Its failure is counted: its exit is no further one.
+    pub(crate) fn count_exit(&mut self) {
+        self.accounting = ExitAccounting::Counted;
+    }
+
+    /// Whether its failure is counted already.
+    pub(crate) fn is_counted(&self) -> bool {
+        self.accounting == ExitAccounting::Counted
+    }
+
+    /// Whether it may end.
+    pub(crate) fn is_excused(&self) -> bool {
+        self.accounting == ExitAccounting::Expected || !self.stays()
+    }
+
+    pub(crate) fn scheduling(&self) -> Scheduling {
+        self.scheduling
+    }
+
+    /// What it waits for, if known.
+    pub(crate) fn waits_for(&self) -> Option<&str> {
+        self.waits_for.as_deref()
+    }
+
+    pub(crate) fn schedule(&mut self, scheduling: Scheduling, waits_for: Option<&str>) {
+        self.scheduling = scheduling;
+        self.waits_for = waits_for.map(str::to_owned);
+    }
+
+    /// Its priority class, where the cluster has them.
+    pub(crate) fn class(&self) -> Option<&str> {
+        self.class.as_deref()
+    }
+
+    pub(crate) fn set_class(&mut self, class: Option<&str>) {
+        self.class = class.map(str::to_owned);
+    }
+
+    /// Last lines of its output, once it has ended.
+    pub(crate) fn printed(&self) -> Option<&str> {
+        self.printed.as_deref()
+    }
+
+    pub(crate) fn set_printed(&mut self, lines: String) {
+        self.printed = Some(lines);
+    }
+}
+
+impl Worker {
+    /// A worker whose hello came at `now`.
+    pub(super) fn new(now: Time, address: SocketAddr, pid: u32) -> Self {
+        Self {
+            address,
+            pid,
+            stage: Stage::Joining,
+            departure: Departure::Stays,
+            model_state: ModelState::Missing,
+            joined: None,
+            requested_records: BTreeMap::new(),
+            pace: StepPace::default(),
+            heard: now,
+            stalled: None,
+        }
+    }
+
+    /// A worker that has reconnected at `now`.
+    pub(super) fn reconnected(
+        now: Time,
+        address: SocketAddr,
+        pid: u32,
+        d: &Disconnected,
+        is_retired: bool,
+    ) -> Self {
+        let stage = match (d.rank, d.last_known.map(|known| known.stage)) {
+            (Some(rank), _) => Stage::Member { rank },
+            (None, None | Some(Stage::Member { .. })) => Stage::Ready,
+            (None, Some(stage)) => stage,
+        };
+        let departure = if d.rank.is_none() && d.last_known.is_none() {
+            Departure::Released
+        } else if is_retired || d.last_known.is_some_and(|known| known.leaving) {
+            // A worker that received SIGTERM reports it again.
+            Departure::Leaving
+        } else {
+            Departure::Stays
+        };
+        let model_state = if d.holds_state { ModelState::Held } else { ModelState::Missing };
+        let fresh = Self::new(now, address, pid);
+        Self { stage, departure, model_state, joined: d.joined, ..fresh }
+    }
+
+    /// What has to be remembered of it when its stream ends at `now`.
+    pub(super) fn disconnected(&self, now: Time) -> Disconnected {
+        Disconnected {
+            rank: self.rank(),
+            joined: self.joined,
+            holds_state: self.holds_state(),
+            since: now,
+            last_known: Some(LastKnown {
+                stage: self.stage,
+                leaving: self.is_leaving(),
+                usual_us: self.pace.usual_us(),
+            }),
+        }
+    }
+
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    pub(crate) fn stage(&self) -> Stage {
+        self.stage
+    }
+
+    pub(crate) fn set_stage(&mut self, stage: Stage) {
+        self.stage = stage;
+    }
+
+    /// Its rank in the newest generation; in an inference job its slot.
+    pub(crate) fn rank(&self) -> Option<u32> {
+        match self.stage {
+            Stage::Member { rank } => Some(rank),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn is_member(&self) -> bool {
+        self.rank().is_some()
+    }
+
+    /// Makes it a member with this rank, or, with `None`, no member.
+    pub(crate) fn set_rank(&mut self, rank: Option<u32>) {
+        match rank {
+            Some(rank) => self.stage = Stage::Member { rank },
+            None if self.is_member() => self.stage = Stage::Ready,
+            None => {}
+        }
+    }
+
+    /// The first generation of which it was a member.
+    pub(crate) fn joined(&self) -> Option<Generation> {
+        self.joined
+    }
+
+    /// Notes that it is a member of `generation`.
+    pub(crate) fn join(&mut self, generation: Generation) {
+        self.joined.get_or_insert(generation);
+    }
+
+    /// Whether it holds the group's state: it was a member when a generation formed.
+    pub(crate) fn holds_state(&self) -> bool {
+        self.model_state == ModelState::Held
+    }
+
+    /// Whether it holds the group's state, or has fetched it.
+    pub(crate) fn has_state(&self) -> bool {
+        self.model_state != ModelState::Missing
+    }
+
+    /// Notes that its generation has formed.
+    pub(crate) fn hold_state(&mut self) {
+        self.model_state = ModelState::Held;
+    }
+
+    /// Ends its fetch; `has_fetched` if it has the group's state now.
+    pub(crate) fn catch_up(&mut self, has_fetched: bool) {
+        self.stage = Stage::Ready;
+        if has_fetched && !self.holds_state() {
+            self.model_state = ModelState::Fetched;
+        }
+    }
+
+    /// Whether it was asked to leave, or leaves by itself, and is not released yet.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.departure == Departure::Leaving
+    }
+
+    /// Whether its exit is awaited.
+    pub(crate) fn is_released(&self) -> bool {
+        self.departure == Departure::Released
+    }
+
+    /// Whether it neither leaves nor is released.
+    pub(crate) fn stays(&self) -> bool {
+        self.departure == Departure::Stays
+    }
+
+    pub(crate) fn leave(&mut self) {
+        self.departure = self.departure.max(Departure::Leaving);
+    }
+
+    pub(crate) fn release(&mut self) {
+        self.departure = Departure::Released;
+    }
+
+    /// Whether it can be a member and is not.
+    pub(crate) fn is_joiner(&self) -> bool {
+        matches!(self.stage, Stage::Fetching | Stage::Ready) && self.stays()
+    }
+
+    /// Whether records may be leased to it. Not before its group has formed: until then the
+    /// previous group, of which it is no member, may need these records to finish a step.
+    pub(crate) fn is_eligible(&self) -> bool {
+        self.is_member() && self.holds_state() && !self.is_released()
+    }
+
+    /// Records requested and not leased yet, by epoch.
+    pub(crate) fn requested_records(&self) -> &BTreeMap<u32, u64> {
+        &self.requested_records
+    }
+
+    pub(crate) fn requested_records_mut(&mut self) -> &mut BTreeMap<u32, u64> {
+        &mut self.requested_records
+    }
+
+    pub(crate) fn pace(&self) -> &StepPace {
+        &self.pace
+    }
+
+    /// Notes its compute time in a committed step.
+    pub(crate) fn note_compute(&mut self, us: u64) {
+        self.pace.note(us);
+    }
+
+    /// Time of its last message.
+    pub(crate) fn heard(&self) -> Time {
+        self.heard
+    }
+
+    /// Notes a message at `now`.
+    pub(crate) fn hear(&mut self, now: Time) {
+        self.heard = now;
+    }
+
+    /// Ignores the time until `now`: this master did not read the worker's messages.
+    pub(crate) fn excuse_silence(&mut self, now: Time) {
+        (self.heard, self.stalled) = (now, None);
+    }
+
+    /// Whether its last heartbeats came in time.
+    pub(crate) fn is_heard(&self, now: Time, heartbeat: Duration) -> bool {
+        is_fresh(self.heard, now, heartbeat)
+    }
+
+    /// Set if its last heartbeat reported that it waits for its neighbours.
+    pub(crate) fn stalled(&self) -> Option<&Stalled> {
+        self.stalled.as_ref()
+    }
+
+    /// Notes a heartbeat.
+    pub(crate) fn note_stall(&mut self, now: Time, stall: Option<Stall>, heartbeat: Duration) {
+        self.stalled = stall.map(|stall| Stalled::after(self.stalled, now, stall, heartbeat));
+    }
+
+    /// Restarts its wait, if it waits: what it waited for has arrived.
+    pub(crate) fn restart_wait(&mut self, now: Time) {
+        if let Some(stalled) = &mut self.stalled {
+            stalled.restart_wait(now);
+        }
+    }
+}
