@@ -73,7 +73,7 @@ impl Acceptor {
             pending = pending
                 .into_iter()
                 .filter_map(|handshake| {
-                    let ready = *ready_pending.next().expect("one flag per guest");
+                    let ready = *ready_pending.next().expect("one flag per handshake");
                     if ready { self.read_hello(handshake, now - started) } else { Some(handshake) }
                 })
                 .collect();
