@@ -103,7 +103,7 @@ impl Imports {
                 }
                 _ => {}
             }
-            let child = [&module[..], &[name.clone()]].concat();
+            let child = [&module[..], std::slice::from_ref(name)].concat();
             if self.modules.contains_key(&child) {
                 module = child;
                 continue;
