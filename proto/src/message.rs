@@ -78,7 +78,7 @@ pub enum WorkerMessage {
     },
     /// A reconnected worker reports what it holds.
     HeldLeases {
-        /// Steps that its state contains.
+        /// Steps that its state contains; 0 if it has been in no group.
         step: u64,
         /// Its leases that no step it has committed contains.
         ranges: Vec<RecordRange>,

@@ -13,7 +13,9 @@ impl Session {
         self.reports.clear();
         self.leases.forget_requests();
         let ranges = self.pending.ranges.iter().copied().chain(self.leases.all()).collect();
-        self.reports.push_back(WorkerMessage::HeldLeases { step: self.step(), ranges });
+        // A state that was only fetched may be dropped, and this worker is in none of its steps.
+        let step = if self.was_in_group { self.step() } else { 0 };
+        self.reports.push_back(WorkerMessage::HeldLeases { step, ranges });
         match &mut self.phase {
             Phase::Detached => {
                 self.report_broken_again();
@@ -66,7 +68,7 @@ mod tests {
 
     use super::super::{JobPlan, Task};
     use super::*;
-    use crate::core::header::SyncHeader;
+    use crate::core::header::{StateRecord, SyncHeader};
 
     const TWO: NonZeroU64 = NonZeroU64::new(2).unwrap();
 
@@ -198,10 +200,14 @@ mod tests {
                 evaluation: None,
             },
         );
+        let nothing = [WorkerMessage::HeldLeases { step: 0, ranges: Vec::new() }];
         session.reconnected();
-        assert_eq!(
-            reports(&mut session),
-            [WorkerMessage::HeldLeases { step: 0, ranges: Vec::new() }]
-        );
+        assert_eq!(reports(&mut session), nothing);
+        // Nor a step: the next group may begin before the state that it has fetched.
+        session.handle_fetch(vec![(WorkerId(2), "127.0.0.1:2".parse().unwrap())]);
+        let state = single_member().state().unwrap().record();
+        assert!(session.install(StateRecord { step: 3, ..state }, None));
+        session.reconnected();
+        assert_eq!((session.step(), reports(&mut session)), (3, nothing.to_vec()));
     }
 }
