@@ -8,6 +8,7 @@ use super::links::{Broken, Suspicions};
 use super::stall::Blame;
 use crate::job::action::Membership;
 use crate::job::event::Finished;
+use crate::job::time::Time;
 
 /// The newest generation.
 #[derive(Debug, Default)]
@@ -31,6 +32,8 @@ pub(crate) struct Group {
     is_restored: bool,
     /// Final reports of members that hold the job's final state, in this generation.
     pub(super) finished: BTreeMap<WorkerId, (Finished, Ledger)>,
+    /// When the first of them came.
+    finishing_since: Time,
     /// Members lost since it was published.
     lost: Vec<WorkerId>,
     /// Members that left in order since it was published.
@@ -243,7 +246,10 @@ impl Group {
     // ---- the end ----
 
     /// Notes a member's final report; its first one counts.
-    pub(crate) fn finish(&mut self, worker: WorkerId, report: Finished, ledger: Ledger) {
+    pub(crate) fn finish(&mut self, now: Time, worker: WorkerId, report: Finished, ledger: Ledger) {
+        if self.finished.is_empty() {
+            self.finishing_since = now;
+        }
         self.finished.entry(worker).or_insert((report, ledger));
     }
 
@@ -251,9 +257,9 @@ impl Group {
         self.finished.contains_key(&worker)
     }
 
-    /// Whether any member has finished.
-    pub(crate) fn is_finishing(&self) -> bool {
-        !self.finished.is_empty()
+    /// When the first member finished, if any has.
+    pub(crate) fn finishing_since(&self) -> Option<Time> {
+        (!self.finished.is_empty()).then_some(self.finishing_since)
     }
 
     /// The final reports, by worker.

@@ -129,7 +129,7 @@ impl Job {
             return;
         }
         if let Some(ledger) = self.check_ledger(now, worker, &report.ledger) {
-            self.group.finish(worker, report, ledger);
+            self.group.finish(now, worker, report, ledger);
             // The others have what they waited for, or it is in flight, although their last
             // heartbeats report a wait.
             self.workers.connected_mut().for_each(|(_, w)| w.restart_wait(now));

@@ -11,6 +11,7 @@
 //!  stream ended ─► disconnected
 //!                 ├─ its process ended, or a member reports its link as broken ──► lost at once
 //!                 ├─ the group is stalled: `reconnect_wait` after the stream's end ──► lost
+//!                 ├─ the group ends: `reconnect_wait` after its first final report ──► lost
 //!                 └─ `master_timeout` after the stream's end (it has ended by itself) ──► lost
 //! ```
 //!
@@ -100,7 +101,8 @@ impl Job {
     /// When a disconnected worker is lost.
     fn reconnect_deadline(&self, disconnected: &Disconnected, is_group_stalled: bool) -> Time {
         // A group that ends makes no more steps, which would show that members are alive.
-        let shows_members = self.spec.work.trains() && !self.group.is_finishing();
+        let finishing_since = self.group.finishing_since();
+        let shows_members = self.spec.work.trains() && finishing_since.is_none();
         let is_member = disconnected.rank.is_some();
         let wait = if is_member && shows_members && !is_group_stalled {
             self.spec.master_timeout + RECONNECT_SLACK
@@ -109,7 +111,7 @@ impl Job {
         } else {
             self.reconnect_wait()
         };
-        disconnected.since + wait
+        disconnected.since.max(finishing_since.unwrap_or_default()) + wait
     }
 
     /// How long to wait for a worker without evidence that it is alive. Workers search for their

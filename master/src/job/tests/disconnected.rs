@@ -212,6 +212,18 @@ fn a_disconnected_worker_repeats_its_final_report_when_it_reconnects() {
 }
 
 #[test]
+fn the_wait_for_a_disconnected_member_begins_when_steps_no_longer_show_that_it_is_alive() {
+    let mut job = started(JobSpec { epochs: 2, ..in_order(2) }, &[20]);
+    disconnect(&mut job, 0, 2);
+    let message = finished(1, 10, 5);
+    job.handle(at(8000), Event::Message { worker: WorkerId(1), message });
+    job.handle_timeout(at(10_999));
+    assert_eq!(actions(&mut job), []);
+    job.handle_timeout(at(11_000));
+    assert_eq!(actions(&mut job)[0], Action::Kill { launch: LaunchId(2) });
+}
+
+#[test]
 fn the_next_master_waits_for_a_disconnected_worker_too() {
     let mut job = started(in_order(2), &[20]);
     disconnect(&mut job, 0, 2);
