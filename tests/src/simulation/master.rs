@@ -374,8 +374,11 @@ impl World {
         let pod = self.pod(p);
         self.processes[pod.clone()].iter_mut().for_each(|process| process.is_kill_requested = true);
         for p in pod.clone() {
-            if let Some(worker) = self.processes[p].worker {
-                self.oracle.on_killed(worker);
+            if let Some(worker) = self.processes[p].worker
+                && self.oracle.on_killed(worker)
+            {
+                // A disconnected worker is evicted.
+                self.fault_plan.links_may_break |= self.processes[p].is_degraded;
             }
         }
         let delay = if self.rng.chance(1, 4) {

@@ -227,11 +227,13 @@ impl Oracle {
         self.lost.insert(worker);
     }
 
-    /// A worker without a stream will not be readmitted.
-    pub(super) fn on_killed(&mut self, worker: WorkerId) {
-        if self.gone.contains(&worker) {
+    /// A worker without a stream will not be readmitted. Returns whether `worker` has none.
+    pub(super) fn on_killed(&mut self, worker: WorkerId) -> bool {
+        let is_gone = self.gone.contains(&worker);
+        if is_gone {
             self.lost.insert(worker);
         }
+        is_gone
     }
 
     /// The newest generation that has been published.
