@@ -264,13 +264,15 @@ impl Master {
         backend: WorkerBackend,
         progress: Progress,
     ) -> Self {
+        let run_id = server_config.token.run_id();
+        info!(job = spec.name, %run_id, "run of the job");
         let (sender, events) = mpsc::channel(SERVER_EVENTS_MAX);
         let server = Server::start(server_config, &spec.name, spec.worker_timeout, sender);
         Self {
             incarnation: job.masters(),
             lease_guard: None,
             is_lease_doubted: false,
-            job,
+            job: job.with_run_id(run_id),
             spec,
             start: Instant::now(),
             age,

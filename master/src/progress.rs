@@ -220,6 +220,7 @@ mod tests {
         };
         Status {
             job: "j".into(),
+            run_id: String::new(),
             state: "running".into(),
             events_at_s: Vec::new(),
             generation: Generation(3),

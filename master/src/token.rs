@@ -3,6 +3,7 @@
 use std::fmt;
 
 use subtle::ConstantTimeEq;
+use uuid::Uuid;
 
 /// 32 random bytes, drawn for each run of a job.
 ///
@@ -43,6 +44,13 @@ impl Token {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
+    /// Public id of the run that the token was drawn for, the same for all its masters. The token
+    /// cannot be found from it: it is a SHA-1 digest (UUID version 5).
+    #[must_use]
+    pub fn run_id(&self) -> Uuid {
+        Uuid::new_v5(&RUNS, &self.0)
+    }
+
     /// Value of the `authorization` metadata of a request.
     #[must_use]
     pub fn to_bearer(&self) -> String {
@@ -80,6 +88,9 @@ fn hex_digit(digit: u8) -> Option<u8> {
 const BYTES: usize = 32;
 const SCHEME: &str = "Bearer ";
 
+/// Namespace of the ids of runs.
+const RUNS: Uuid = Uuid::from_u128(0x5d0c_86ab_31f9_4b7e_9c1d_e7a2_4f60_b853);
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -113,5 +124,7 @@ mod tests {
         let back = Token::from_hex(&format!("{}\n", token.to_hex())).unwrap();
         assert_eq!(back.0, token.0);
         assert_eq!(format!("{token:?}"), "Token(..)");
+        assert_eq!(back.run_id(), token.run_id());
+        assert_ne!(Token::random().unwrap().run_id(), token.run_id());
     }
 }

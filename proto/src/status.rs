@@ -14,6 +14,9 @@ use crate::summary::{CheckpointsSummary, MembershipChange};
 pub struct Status {
     /// The job's name.
     pub job: String,
+    /// UUID of the run: the same for all its masters.
+    #[serde(default)]
+    pub run_id: String,
     /// `starting`, `resuming` (after a master's death), `waiting` (too few workers for a group),
     /// `running`, `stopping`, `ending`, or, once it has ended, `completed`, `failed`, `refused`,
     /// `stopped`.
@@ -241,6 +244,7 @@ mod tests {
         };
         Status {
             job: "mnist".into(),
+            run_id: "00000000-0000-0000-0000-000000000007".into(),
             state: "running".into(),
             step: 10,
             workers: vec![worker(1), worker(2)],

@@ -13,6 +13,9 @@ use crate::message::Evaluated;
 pub struct Summary {
     /// The job's name.
     pub job: String,
+    /// As [`Status::run_id`](crate::Status::run_id).
+    #[serde(default)]
+    pub run_id: String,
     /// As [`Status::state`](crate::Status::state).
     pub state: Cow<'static, str>,
     /// Steps committed.

@@ -86,8 +86,10 @@ fn another_master_takes_over_the_running_group_as_it_is() {
     job.resume();
     let after = taken_over(&mut job, before["step"].as_u64().unwrap());
     assert_eq!((workers(&after), &after["generation"]), (workers(&before), &before["generation"]));
+    assert_eq!(after["run_id"], before["run_id"]);
     let ended = job.wait();
     ended.assert_exactly_once("a killed master", RECORDS, EPOCHS);
+    assert_eq!(ended.summary["run_id"], before["run_id"]);
     assert_eq!(
         ended.summary["memberships"].as_array().unwrap().len(),
         1,

@@ -1,6 +1,7 @@
 //! The job: its parts, and the dispatch of events and timers to their handlers.
 
 use elasticdl_proto::WorkerId;
+use uuid::Uuid;
 
 use super::action::{Action, Outcome, ToWorker};
 use super::data::job_data::JobData;
@@ -19,6 +20,7 @@ use super::workers::table::WorkerTable;
 #[derive(Debug)]
 pub struct Job {
     pub(super) spec: JobSpec,
+    pub(super) run_id: Uuid,
     pub(super) workers: WorkerTable,
     pub(super) group: Group,
     pub(super) data: JobData,
@@ -47,8 +49,15 @@ impl Job {
             lifecycle: Lifecycle::new(&spec),
             reporting: JobHistory::default(),
             out: Outbox::default(),
+            run_id: Uuid::nil(),
             spec,
         }
+    }
+
+    /// Sets the id of the run, which the status and the summary report. It is nil until then.
+    #[must_use]
+    pub fn with_run_id(self, run_id: Uuid) -> Self {
+        Self { run_id, ..self }
     }
 
     /// Handles an event that happened at `now`.

@@ -284,6 +284,7 @@ mod tests {
     fn summary() -> Summary {
         Summary {
             job: "mnist".into(),
+            run_id: String::new(),
             state: "completed".into(),
             steps: 100,
             epochs: 2,

@@ -163,6 +163,7 @@ pub(crate) mod tests {
         };
         Status {
             job: "mnist".into(),
+            run_id: "00000000-0000-0000-0000-000000000007".into(),
             state: "running".into(),
             generation: Generation(2),
             step: 10,
@@ -285,7 +286,8 @@ mnist-w-1 on node-7  straggler
             recovered[name] = ms.into();
         }
         let expected = serde_json::json!({
-            "job": "mnist", "state": "running", "progress": 1.0 / 3.0, "generation": 2,
+            "job": "mnist", "run_id": "00000000-0000-0000-0000-000000000007",
+            "state": "running", "progress": 1.0 / 3.0, "generation": 2,
             "step": 10, "epoch": 0, "epochs": 3, "records_counted": 640,
             "records_expected": 1920, "records_per_s": 20_000.0,
             "loss": 0.25, "steps_skipped": 0, "shards": {"todo": 5, "leased": 3, "done": 2},

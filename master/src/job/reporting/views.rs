@@ -47,6 +47,7 @@ impl Job {
         let workers = self.workers.connected().map(status).collect();
         Status {
             job: self.spec.name.clone(),
+            run_id: self.run_id.to_string(),
             state: self.state().into(),
             generation: self.group.generation(),
             step: self.data.step(),
@@ -174,6 +175,7 @@ impl Job {
         };
         Summary {
             job: self.spec.name.clone(),
+            run_id: self.run_id.to_string(),
             state: self.state().into(),
             steps: self.data.step(),
             epochs: self.data.leases().map_or(0, |r| r.ledger().epoch()),

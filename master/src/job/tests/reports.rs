@@ -124,6 +124,7 @@ fn the_summarys_keys_are_stable() {
     let set = |keys: &[&str]| BTreeSet::from_iter(keys.iter().map(ToString::to_string));
     let top = [
         "job",
+        "run_id",
         "state",
         "steps",
         "epochs",
