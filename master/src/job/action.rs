@@ -1,7 +1,7 @@
 //! The actions of a job: the core's whole output, in addition to its status.
 
 use elasticdl_proto::WorkerId;
-pub use elasticdl_proto::{MasterMessage as ToWorker, Membership};
+pub use elasticdl_proto::{MasterMessage, Membership};
 use serde::{Deserialize, Serialize};
 
 use super::event::{ConnectionId, LaunchId};
@@ -52,7 +52,7 @@ pub enum Action {
         /// The worker.
         worker: WorkerId,
         /// The message.
-        message: ToWorker,
+        message: MasterMessage,
     },
 }
 

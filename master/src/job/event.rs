@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use elasticdl_proto::WorkerId;
 pub use elasticdl_proto::{
     CheckpointNews, Committed, Evaluated, Failure, Finished, LaunchId, LedgerReport, Phases,
-    Resume, Stall, StepTimes, WorkerMessage as FromWorker,
+    Resume, Stall, StepTimes, WorkerMessage,
 };
 
 /// Id of an open stream, assigned by the shell before the stream belongs to a worker.
@@ -51,7 +51,7 @@ pub enum Event {
         /// The worker.
         worker: WorkerId,
         /// The message.
-        message: FromWorker,
+        message: WorkerMessage,
     },
     /// The reason for a launch's removal has become known, possibly after the launch ended.
     LaunchExplained {

@@ -3,9 +3,9 @@
 use elasticdl_proto::WorkerId;
 use uuid::Uuid;
 
-use super::action::{Action, Outcome, ToWorker};
+use super::action::{Action, MasterMessage, Outcome};
 use super::data::job_data::JobData;
-use super::event::{Event, FromWorker};
+use super::event::{Event, WorkerMessage};
 use super::group::generation::Group;
 use super::group::links::Suspicion;
 use super::lifecycle::state::Lifecycle;
@@ -103,48 +103,48 @@ impl Job {
         }
     }
 
-    fn on_message(&mut self, now: Time, worker: WorkerId, message: FromWorker) {
+    fn on_message(&mut self, now: Time, worker: WorkerId, message: WorkerMessage) {
         let Some(w) = self.workers.get_mut(worker).filter(|_| self.lifecycle.is_active()) else {
             return;
         };
         w.hear(now);
         match message {
-            FromWorker::Heartbeat(stall) => self.on_heartbeat(now, worker, stall),
-            FromWorker::Broken { generation, suspect, error, unreachable } => {
+            WorkerMessage::Heartbeat(stall) => self.on_heartbeat(now, worker, stall),
+            WorkerMessage::Broken { generation, suspect, error, unreachable } => {
                 let suspicion =
                     suspect.map(|suspect| Suspicion { suspect, is_unreachable: unreachable });
                 self.on_broken(now, worker, generation, suspicion, &error);
             }
-            FromWorker::Checkpoint(news) => self.on_checkpoint_news(worker, news),
-            FromWorker::Committed(report) => self.on_committed(now, worker, &report),
-            FromWorker::Described(outcome) => self.on_described(now, worker, outcome),
-            FromWorker::Evaluated(report) => self.on_evaluated(report),
-            FromWorker::ShardDone { range, metrics } => {
+            WorkerMessage::Checkpoint(news) => self.on_checkpoint_news(worker, news),
+            WorkerMessage::Committed(report) => self.on_committed(now, worker, &report),
+            WorkerMessage::Described(outcome) => self.on_described(now, worker, outcome),
+            WorkerMessage::Evaluated(report) => self.on_evaluated(report),
+            WorkerMessage::ShardDone { range, metrics } => {
                 self.on_shard_done(now, worker, range, metrics);
             }
-            FromWorker::Failed { error, ranges, fatal } => {
+            WorkerMessage::Failed { error, ranges, fatal } => {
                 self.on_failed(now, worker, &error, &ranges, fatal);
             }
-            FromWorker::Finished(report) => self.on_finished(now, worker, report),
-            FromWorker::Formed { generation, step, ledger } => {
+            WorkerMessage::Finished(report) => self.on_finished(now, worker, report),
+            WorkerMessage::Formed { generation, step, ledger } => {
                 self.on_formed(now, worker, generation, step, &ledger);
             }
-            FromWorker::HeldLeases { step, ranges } => {
+            WorkerMessage::HeldLeases { step, ranges } => {
                 self.on_held_leases(now, worker, step, &ranges);
             }
-            FromWorker::LeaseRequest { epoch, records } => {
+            WorkerMessage::LeaseRequest { epoch, records } => {
                 self.on_lease_request(now, worker, epoch, records);
             }
-            FromWorker::Leaving => self.on_leaving(now, worker),
-            FromWorker::CaughtUp { step } => self.on_caught_up(now, worker, step),
-            FromWorker::Ready { parameters } => self.on_ready(now, worker, parameters),
-            FromWorker::StorageWait { storage, waited } => {
+            WorkerMessage::Leaving => self.on_leaving(now, worker),
+            WorkerMessage::CaughtUp { step } => self.on_caught_up(now, worker, step),
+            WorkerMessage::Ready { parameters } => self.on_ready(now, worker, parameters),
+            WorkerMessage::StorageWait { storage, waited } => {
                 self.on_storage_wait(worker, storage, waited);
             }
-            FromWorker::AllreduceTransport { generation, what } => {
+            WorkerMessage::AllreduceTransport { generation, what } => {
                 self.on_allreduce_transport(worker, generation, &what);
             }
-            FromWorker::Resumed { generation, step, phases } => {
+            WorkerMessage::Resumed { generation, step, phases } => {
                 self.on_resumed(now, worker, generation, step, phases);
             }
         }
@@ -183,7 +183,7 @@ impl Job {
     // ---- out ----
 
     /// Sends a worker a message, if its stream is open.
-    pub(super) fn send(&mut self, worker: WorkerId, message: ToWorker) {
+    pub(super) fn send(&mut self, worker: WorkerId, message: MasterMessage) {
         if self.workers.is_connected(worker) {
             self.out.push(Action::Send { worker, message });
         }

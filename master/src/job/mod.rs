@@ -54,7 +54,7 @@
 //!   job's seed.
 //! * A record is leased to at most one live worker, and only to a member of the newest generation.
 //! * A lost worker's leases return to the queue only when the next group reports its ledger
-//!   ([`FromWorker::Formed`]), less the records that this ledger holds.
+//!   ([`WorkerMessage::Formed`]), less the records that this ledger holds.
 //! * Generations grow by one. Between the publication of a generation and its formation, only a
 //!   loss publishes another one.
 //! * After a take-over the master leases nothing until it knows what the group has absorbed and
@@ -81,7 +81,7 @@ mod tests;
 mod time;
 mod workers;
 
-pub use action::{Action, Membership, Outcome, ToWorker};
+pub use action::{Action, MasterMessage, Membership, Outcome};
 pub use elasticdl_proto::{
     BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, LaunchStatus,
     LossSummary, MembershipChange, PriorityTierStatus, RecordsSummary, RestoredCheckpoint,
@@ -89,8 +89,8 @@ pub use elasticdl_proto::{
     WorkersSummary,
 };
 pub use event::{
-    CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, FromWorker,
-    LaunchId, LedgerReport, Phases, Resume, Stall, StepTimes, Wait,
+    CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, LaunchId,
+    LedgerReport, Phases, Resume, Stall, StepTimes, Wait, WorkerMessage,
 };
 pub use job::Job;
 pub use lifecycle::persisted::{DatasetFingerprint, PersistedJob};

@@ -17,7 +17,7 @@
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use elasticdl_master::job::{FromWorker, LaunchId, Resume, ToWorker};
+use elasticdl_master::job::{LaunchId, MasterMessage, Resume, WorkerMessage};
 use elasticdl_proto::WorkerId;
 
 use super::clock::Micros;
@@ -38,8 +38,8 @@ pub(super) const MASTER: Host = 0;
 pub(super) enum Packet {
     Hello(LaunchId, Option<Resume>),
     Refused,
-    Up(FromWorker),
-    Down(ToWorker),
+    Up(WorkerMessage),
+    Down(MasterMessage),
     Welcome(WorkerId),
     Dial,
     Accepted,

@@ -37,7 +37,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use elasticdl::core::session::Exit;
 use elasticdl_master::job::{
-    Event as JobEvent, FromWorker, LaunchId, Membership, Outcome, ToWorker,
+    Event as JobEvent, LaunchId, MasterMessage, Membership, Outcome, WorkerMessage,
 };
 use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
@@ -68,7 +68,7 @@ pub(super) struct Oracle {
     lost: BTreeSet<WorkerId>,
     finals: BTreeMap<(usize, Generation), Final>,
     /// The last messages of workers.
-    recent_messages: VecDeque<(WorkerId, FromWorker)>,
+    recent_messages: VecDeque<(WorkerId, WorkerMessage)>,
     /// Processes that got a shutdown message.
     shut_down: BTreeSet<usize>,
     /// The worker that the last action sent a shutdown message to, with its reason.
@@ -248,11 +248,11 @@ impl Oracle {
         self.coverage.masters_crashed += 1;
     }
 
-    pub(super) fn on_worker_message(&mut self, worker: WorkerId, message: &FromWorker) {
-        if let FromWorker::HeldLeases { ranges, .. } = message {
+    pub(super) fn on_worker_message(&mut self, worker: WorkerId, message: &WorkerMessage) {
+        if let WorkerMessage::HeldLeases { ranges, .. } = message {
             self.leased.insert(worker, ranges.clone());
         }
-        if !matches!(message, FromWorker::Heartbeat(_)) {
+        if !matches!(message, WorkerMessage::Heartbeat(_)) {
             self.recent_messages.push_back((worker, message.clone()));
             if self.recent_messages.len() > RECENT_MESSAGES_MAX {
                 self.recent_messages.pop_front();
@@ -300,21 +300,21 @@ impl World {
         self.oracle.shutdown_sent = None;
     }
 
-    pub(super) fn check_message(&mut self, worker: WorkerId, message: &ToWorker) {
+    pub(super) fn check_message(&mut self, worker: WorkerId, message: &MasterMessage) {
         self.oracle.shutdown_sent = None;
         match message {
-            ToWorker::Lease(ranges) => self.check_lease(worker, ranges),
-            ToWorker::Membership(membership) => self.check_membership(membership),
-            ToWorker::Shutdown(reason) => {
+            MasterMessage::Lease(ranges) => self.check_lease(worker, ranges),
+            MasterMessage::Membership(membership) => self.check_membership(membership),
+            MasterMessage::Shutdown(reason) => {
                 self.oracle.shutdown_sent = Some((worker, reason.clone()));
                 self.oracle.shut_down.extend(self.oracle.processes.get(&worker));
             }
-            ToWorker::Describe
-            | ToWorker::Drain
-            | ToWorker::Fetch(_)
-            | ToWorker::KeepCheckpoint
-            | ToWorker::Prepare(_)
-            | ToWorker::Suspend => {}
+            MasterMessage::Describe
+            | MasterMessage::Drain
+            | MasterMessage::Fetch(_)
+            | MasterMessage::KeepCheckpoint
+            | MasterMessage::Prepare(_)
+            | MasterMessage::Suspend => {}
         }
         // A message that was held back until a snapshot was durable may be for a worker that has
         // gone meanwhile.
@@ -476,14 +476,15 @@ impl World {
         let index = self.rng.below(self.oracle.recent_messages.len() as u64) as usize;
         let (mut worker, message) = self.oracle.recent_messages[index].clone();
         let about = match &message {
-            FromWorker::Broken { generation, .. } | FromWorker::Formed { generation, .. } => {
+            WorkerMessage::Broken { generation, .. } | WorkerMessage::Formed { generation, .. } => {
                 Some(*generation)
             }
-            FromWorker::Committed(report) => Some(report.generation),
-            FromWorker::Finished(report) => Some(report.generation),
+            WorkerMessage::Committed(report) => Some(report.generation),
+            WorkerMessage::Finished(report) => Some(report.generation),
             _ => None,
         };
-        let is_for_group = matches!(message, FromWorker::Committed(_) | FromWorker::Formed { .. });
+        let is_for_group =
+            matches!(message, WorkerMessage::Committed(_) | WorkerMessage::Formed { .. });
         if !self.oracle.gone.contains(&worker) && about.is_none_or(|g| g >= generation) {
             // A message on behalf of the group, from another rank than the lowest.
             let others = self.oracle.newest.as_ref().map(|m| m.members.iter().skip(1));

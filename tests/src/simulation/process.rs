@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 
 use elasticdl::core::control::ControlState;
-use elasticdl_master::job::{Exit, FromWorker, LaunchId, ToWorker};
+use elasticdl_master::job::{Exit, LaunchId, MasterMessage, WorkerMessage};
 use elasticdl_proto::{Generation, Welcome, WorkerId};
 
 use super::clock::Micros;
@@ -45,7 +45,7 @@ pub(super) struct Process {
     pub(super) inbox: VecDeque<TrainerInput>,
     control_state: ControlState,
     /// Messages that the trainer has queued for the master.
-    pub(super) outbox: VecDeque<FromWorker>,
+    pub(super) outbox: VecDeque<WorkerMessage>,
     pub(super) endpoint: Endpoint,
     pub(super) trainer: Trainer,
 }
@@ -55,7 +55,7 @@ pub(super) struct Process {
 pub(super) enum TrainerInput {
     /// Another master has answered; it knows none of the messages to the one before.
     Reconnected,
-    Message(ToWorker),
+    Message(MasterMessage),
 }
 
 /// State of the control thread.
@@ -238,13 +238,13 @@ impl World {
     }
 
     /// Sends a message of the trainer to the master.
-    fn forward(&mut self, p: usize, message: FromWorker) {
+    fn forward(&mut self, p: usize, message: WorkerMessage) {
         for message in self.processes[p].control_state.forward(message) {
             self.send_to_master(p, message);
         }
     }
 
-    fn send_to_master(&mut self, p: usize, message: FromWorker) {
+    fn send_to_master(&mut self, p: usize, message: WorkerMessage) {
         if let Some(stream) = self.processes[p].stream {
             self.send(stream, p + 1, Packet::Up(message));
         }
@@ -271,7 +271,7 @@ impl World {
         self.begin_training(p);
     }
 
-    fn on_message(&mut self, p: usize, message: ToWorker) {
+    fn on_message(&mut self, p: usize, message: MasterMessage) {
         let process = &mut self.processes[p];
         let abort_before = process.control_state.handle_message(&message);
         process.inbox.push_back(TrainerInput::Message(message));
@@ -351,7 +351,7 @@ impl World {
         let is_gone = matches!(self.processes[p].control, Control::Closing(_));
         if self.processes[p].control == Control::Open {
             let stall = self.stall(p, heartbeat);
-            self.send_to_master(p, FromWorker::Heartbeat(stall));
+            self.send_to_master(p, WorkerMessage::Heartbeat(stall));
         }
         if !is_gone {
             self.clock.after(heartbeat.as_micros() as Micros, Event::Heartbeat { p });

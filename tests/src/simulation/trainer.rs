@@ -8,7 +8,7 @@ use std::time::Duration;
 use elasticdl::core::halt::Ending;
 use elasticdl::core::header::{StateRecord, StepHeader, SyncHeader};
 use elasticdl::core::session::{Exit, JobPlan, Session, State, Task};
-use elasticdl_master::job::{self, FromWorker, LedgerReport, Phases, ToWorker};
+use elasticdl_master::job::{self, LedgerReport, MasterMessage, Phases, WorkerMessage};
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 
 use super::clock::Micros;
@@ -169,7 +169,7 @@ impl World {
                 let files = self.setting.files.iter().enumerate();
                 let file = |(i, &records): (usize, &u64)| (format!("file-{i}"), records);
                 let dataset = FileList::pack(files.map(file));
-                self.queue_for_master(p, FromWorker::Described(Ok(dataset)));
+                self.queue_for_master(p, WorkerMessage::Described(Ok(dataset)));
                 self.turn(p);
             }
             Doing::Busy(Busy::Turning) | Doing::Receiving => self.turn(p),
@@ -212,21 +212,21 @@ impl World {
     fn prepare(&mut self, p: usize) {
         while let Some(input) = self.processes[p].inbox.pop_front() {
             match input {
-                TrainerInput::Message(ToWorker::Describe) => {
+                TrainerInput::Message(MasterMessage::Describe) => {
                     let delay = self.rng.between(100, self.setting.build_us);
                     return self.busy(p, delay, Busy::Describing);
                 }
-                TrainerInput::Message(ToWorker::Prepare(dataset)) => {
+                TrainerInput::Message(MasterMessage::Prepare(dataset)) => {
                     let delay = self.rng.between(100, self.setting.build_us);
                     return self.busy(p, delay, Busy::Building(dataset));
                 }
-                TrainerInput::Message(ToWorker::Shutdown(_)) => {
+                TrainerInput::Message(MasterMessage::Shutdown(_)) => {
                     return self.end_trainer(p, &Exit::Shutdown(String::new()));
                 }
                 TrainerInput::Reconnected => {
                     self.queue_for_master(
                         p,
-                        FromWorker::HeldLeases { step: 0, ranges: Vec::new() },
+                        WorkerMessage::HeldLeases { step: 0, ranges: Vec::new() },
                     );
                 }
                 TrainerInput::Message(_) => {}
@@ -252,7 +252,7 @@ impl World {
         process.trainer.session = Some(Session::new(worker, plan).on_gpu(on_gpu));
         trace!(self, "worker {worker}: is ready");
         let parameters = self.setting.parameters() as u64;
-        self.queue_for_master(p, FromWorker::Ready { parameters });
+        self.queue_for_master(p, WorkerMessage::Ready { parameters });
         self.turn(p);
     }
 
@@ -316,7 +316,7 @@ impl World {
         }
     }
 
-    fn queue_for_master(&mut self, p: usize, message: FromWorker) {
+    fn queue_for_master(&mut self, p: usize, message: WorkerMessage) {
         self.processes[p].outbox.push_back(message);
         self.wake_control(p);
     }
@@ -329,21 +329,21 @@ impl World {
             self.report(p);
             if is_joiner {
                 let parameters = self.setting.parameters() as u64;
-                self.queue_for_master(p, FromWorker::Ready { parameters });
+                self.queue_for_master(p, WorkerMessage::Ready { parameters });
             }
             return;
         };
         match message {
-            ToWorker::Describe | ToWorker::Prepare(_) => {}
-            ToWorker::Drain => session.handle_drain(),
-            ToWorker::Fetch(donors) => session.handle_fetch(donors),
-            ToWorker::KeepCheckpoint => session.handle_checkpoint(),
-            ToWorker::Lease(ranges) => session.handle_lease(ranges),
-            ToWorker::Membership(membership) => {
+            MasterMessage::Describe | MasterMessage::Prepare(_) => {}
+            MasterMessage::Drain => session.handle_drain(),
+            MasterMessage::Fetch(donors) => session.handle_fetch(donors),
+            MasterMessage::KeepCheckpoint => session.handle_checkpoint(),
+            MasterMessage::Lease(ranges) => session.handle_lease(ranges),
+            MasterMessage::Membership(membership) => {
                 session.handle_membership(membership);
             }
-            ToWorker::Shutdown(reason) => session.handle_shutdown(reason),
-            ToWorker::Suspend => session.handle_suspend(),
+            MasterMessage::Shutdown(reason) => session.handle_shutdown(reason),
+            MasterMessage::Suspend => session.handle_suspend(),
         }
         // A message may be answered at once.
         self.report(p);
@@ -385,7 +385,7 @@ impl World {
         if !finished.suspended {
             self.record_final_state(p, generation);
         }
-        self.queue_for_master(p, FromWorker::Finished(finished));
+        self.queue_for_master(p, WorkerMessage::Finished(finished));
         self.turn_later(p);
     }
 
@@ -482,7 +482,7 @@ impl World {
             && trainer.committed_in.replace(generation).is_some_and(|before| before != generation)
         {
             let phases = Phases { first_step_us: 1, ..Phases::default() };
-            self.queue_for_master(p, FromWorker::Resumed { generation, step, phases });
+            self.queue_for_master(p, WorkerMessage::Resumed { generation, step, phases });
         }
         self.turn_later(p);
     }

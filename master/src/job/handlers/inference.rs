@@ -9,7 +9,7 @@
 
 use elasticdl_proto::{RecordRange, WorkerId};
 
-use crate::job::action::{Outcome, ToWorker};
+use crate::job::action::{MasterMessage, Outcome};
 use crate::job::data::results::Sums;
 use crate::job::job::Job;
 use crate::job::time::Time;
@@ -57,7 +57,7 @@ impl Job {
             requested.clear();
         }
         if !granted.is_empty() {
-            self.send(worker, ToWorker::Lease(granted));
+            self.send(worker, MasterMessage::Lease(granted));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use elasticdl_proto::WorkerId;
 
-use crate::job::action::ToWorker;
+use crate::job::action::MasterMessage;
 use crate::job::data::lease_table::Share;
 use crate::job::job::Job;
 use crate::job::time::Time;
@@ -69,7 +69,7 @@ impl Job {
         }
         w.requested_records_mut().retain(|_, credit| *credit > 0);
         if !granted.is_empty() {
-            self.send(worker, ToWorker::Lease(granted));
+            self.send(worker, MasterMessage::Lease(granted));
         }
     }
 

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use elasticdl_proto::{FileList, WorkerId};
 
-use crate::job::action::{Action, Outcome, ToWorker};
+use crate::job::action::{Action, MasterMessage, Outcome};
 use crate::job::data::shards::counted;
 use crate::job::event::{ConnectionId, LaunchId, Resume};
 use crate::job::job::Job;
@@ -60,8 +60,8 @@ impl Job {
     /// Sends a new worker its first request.
     pub(crate) fn welcome(&mut self, worker: WorkerId) {
         let (stage, message) = match self.data.files() {
-            Some(files) => (Stage::Preparing, ToWorker::Prepare(files.clone())),
-            None if !self.has_describer() => (Stage::Describing, ToWorker::Describe),
+            Some(files) => (Stage::Preparing, MasterMessage::Prepare(files.clone())),
+            None if !self.has_describer() => (Stage::Describing, MasterMessage::Describe),
             None => return,
         };
         if let Some(w) = self.workers.get_mut(worker) {
@@ -147,7 +147,7 @@ impl Job {
             w.set_stage(Stage::Ready);
         } else {
             w.set_stage(Stage::Fetching);
-            self.send(worker, ToWorker::Fetch(donors));
+            self.send(worker, MasterMessage::Fetch(donors));
         }
         self.reconcile(now);
     }

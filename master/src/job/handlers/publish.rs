@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use elasticdl_proto::{Cause, MembershipChange, WorkerId};
 
-use crate::job::action::{Membership, ToWorker};
+use crate::job::action::{MasterMessage, Membership};
 use crate::job::group::choose::{Candidate, Candidates, Limits};
 use crate::job::group::generation::Change;
 use crate::job::job::Job;
@@ -126,7 +126,7 @@ impl Job {
         for id in joiners {
             let donors = self.donors(id);
             if !donors.is_empty() {
-                self.send(id, ToWorker::Fetch(donors));
+                self.send(id, MasterMessage::Fetch(donors));
             }
         }
     }
@@ -156,7 +156,7 @@ impl Job {
         self.out.mark_dirty();
         self.reserve_id_block();
         for &id in ids.iter().chain(excluded) {
-            self.send(id, ToWorker::Membership(membership.clone()));
+            self.send(id, MasterMessage::Membership(membership.clone()));
         }
     }
 }

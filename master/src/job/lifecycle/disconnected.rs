@@ -34,7 +34,7 @@ use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::reconnected::Reconnected;
 use super::removal::ZOMBIE_GRACE;
-use crate::job::action::{Action, ToWorker};
+use crate::job::action::{Action, MasterMessage};
 use crate::job::event::{ConnectionId, LaunchId, Resume};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
@@ -232,7 +232,7 @@ impl Job {
         let w = self.workers.get_mut(worker).expect("it was just admitted");
         w.join(self.group.generation());
         if self.lifecycle.is_stopping() {
-            self.send(worker, ToWorker::Drain);
+            self.send(worker, MasterMessage::Drain);
         }
         if let Some(takeover) = &mut self.lifecycle.takeover {
             return takeover.await_holdings(worker);
@@ -261,20 +261,20 @@ impl Job {
             Stage::Fetching => {
                 let donors = self.donors(worker);
                 if !donors.is_empty() {
-                    self.send(worker, ToWorker::Fetch(donors));
+                    self.send(worker, MasterMessage::Fetch(donors));
                 }
             }
             Stage::Ready | Stage::Member { .. } => {}
         }
         if self.lifecycle.is_stopping() {
-            self.send(worker, ToWorker::Shutdown("the job is stopping".into()));
+            self.send(worker, MasterMessage::Shutdown("the job is stopping".into()));
         }
     }
 
     fn send_newer_membership(&mut self, worker: WorkerId, resume: &Resume) {
         let published = self.group.published().filter(|m| m.generation > resume.generation());
         if let Some(membership) = published.cloned() {
-            self.send(worker, ToWorker::Membership(membership));
+            self.send(worker, MasterMessage::Membership(membership));
         }
     }
 

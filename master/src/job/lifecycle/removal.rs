@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use crate::job::action::{Action, ToWorker};
+use crate::job::action::{Action, MasterMessage};
 use crate::job::event::LaunchId;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
@@ -29,7 +29,7 @@ impl Job {
         w.release();
         self.count_eligible();
         self.expect_exit(now, launch_of(worker));
-        self.send(worker, ToWorker::Shutdown(reason.into()));
+        self.send(worker, MasterMessage::Shutdown(reason.into()));
     }
 
     /// Releases the workers of this launch's pod: members leave with the next membership; workers
@@ -134,7 +134,7 @@ impl Job {
             return;
         }
         self.count_exit(worker);
-        self.send(worker, ToWorker::Shutdown(reason.to_owned()));
+        self.send(worker, MasterMessage::Shutdown(reason.to_owned()));
         self.out.push(Action::Disconnect { worker });
         self.forget_with_pod(now, worker, ZOMBIE_GRACE);
         self.count_failure(now, &format!("worker {worker} is evicted: {reason}"), &[]);

@@ -11,7 +11,7 @@ use std::time::Duration;
 use elasticdl_proto::{Ledger, WorkerId};
 
 use super::state::Phase;
-use crate::job::action::{Action, Outcome, ToWorker};
+use crate::job::action::{Action, MasterMessage, Outcome};
 use crate::job::event::{Finished, LaunchId};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
@@ -35,7 +35,7 @@ impl Job {
         for launch in launches {
             let worker = worker_of(launch);
             match self.workers.get(worker) {
-                Some(w) if w.is_member() => self.send(worker, ToWorker::Drain),
+                Some(w) if w.is_member() => self.send(worker, MasterMessage::Drain),
                 // The previous generation's group may need it until its last step is done.
                 Some(w) if w.is_released() => {}
                 Some(_) => self.release(now, worker, "the job is stopping"),
@@ -135,7 +135,7 @@ impl Job {
         self.out.mark_dirty_urgent();
         self.out.clear_timers();
         for worker in self.workers.select(|_: &Worker| true) {
-            self.send(worker, ToWorker::Shutdown(format!("the job is {state}")));
+            self.send(worker, MasterMessage::Shutdown(format!("the job is {state}")));
         }
         let silent: Vec<LaunchId> =
             self.workers.pods().filter(|&pod| !self.workers.is_heard(pod)).collect();

@@ -11,7 +11,7 @@
 //!
 //! **Invariant:** every lost state is counted and logged.
 
-use crate::job::action::{Outcome, ToWorker};
+use crate::job::action::{MasterMessage, Outcome};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
@@ -130,7 +130,7 @@ impl Job {
             "no worker takes over the state in time: the group ends with a checkpoint".into(),
         );
         for id in self.group.members().to_vec() {
-            self.send(id, ToWorker::Suspend);
+            self.send(id, MasterMessage::Suspend);
         }
     }
 

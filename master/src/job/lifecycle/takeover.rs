@@ -40,7 +40,7 @@ use super::reconnected::Takeover;
 use super::removal::RELEASE_WAIT;
 use super::restart::{Budget, Restarts};
 use super::state::{Phase, ReservedIds};
-use crate::job::action::{Action, Membership, ToWorker};
+use crate::job::action::{Action, MasterMessage, Membership};
 use crate::job::event::{ConnectionId, LaunchId};
 use crate::job::group::generation::Group;
 use crate::job::job::Job;
@@ -212,7 +212,7 @@ impl Job {
             theirs.generation
         ));
         for id in self.workers.select(|_| true) {
-            self.send(id, ToWorker::Membership(theirs.clone()));
+            self.send(id, MasterMessage::Membership(theirs.clone()));
         }
         for &id in &excluded {
             // Its leases are from an older group; the members of this one report their own.

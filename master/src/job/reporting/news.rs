@@ -5,7 +5,7 @@ use std::time::Duration;
 use elasticdl_proto::{BestEvaluation, RestoredCheckpoint, SavedCheckpoint, WorkerId};
 
 use super::text::{clip, format_metrics};
-use crate::job::action::ToWorker;
+use crate::job::action::MasterMessage;
 use crate::job::event::{CheckpointNews, Evaluated};
 use crate::job::job::Job;
 
@@ -26,7 +26,7 @@ impl Job {
     /// each new group.
     pub(crate) fn request_checkpoint(&mut self) {
         if let Some(first) = self.group.reporter().filter(|_| self.reporting.wants_checkpoint) {
-            self.send(first, ToWorker::KeepCheckpoint);
+            self.send(first, MasterMessage::KeepCheckpoint);
         }
     }
 

@@ -17,14 +17,14 @@ fn kept() -> JobSpec {
 /// The workers of which these actions request a checkpoint.
 fn asked(job: &mut Job) -> Vec<u64> {
     let asked = actions(job).into_iter().filter_map(|action| match action {
-        Action::Send { worker, message: ToWorker::KeepCheckpoint } => Some(worker.0),
+        Action::Send { worker, message: MasterMessage::KeepCheckpoint } => Some(worker.0),
         _ => None,
     });
     asked.collect()
 }
 
 fn news(job: &mut Job, news: CheckpointNews) {
-    deliver(job, 1, FromWorker::Checkpoint(news));
+    deliver(job, 1, WorkerMessage::Checkpoint(news));
 }
 
 fn saved(step: u64) -> CheckpointNews {
@@ -39,7 +39,7 @@ fn a_checkpoint_request_goes_to_the_first_member_and_to_later_ones_until_it_is_f
     lose(&mut job, 0, 1);
     deliver(&mut job, 2, formed(2, 0, &[]));
     assert_eq!(asked(&mut job), [2]);
-    deliver(&mut job, 2, FromWorker::Checkpoint(saved(3)));
+    deliver(&mut job, 2, WorkerMessage::Checkpoint(saved(3)));
     lose(&mut job, 0, 2);
     deliver(&mut job, 3, formed(3, 0, &[]));
     assert_eq!(asked(&mut job), [0; 0]);
@@ -77,7 +77,7 @@ fn the_ledger_of_a_group_that_starts_from_a_checkpoint_is_adopted() {
     lose(&mut job, 0, 1);
     job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
     connect(&mut job, 2);
-    deliver(&mut job, 2, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
     news(&mut job, CheckpointNews::Restored { step: 1, name: "step-1".into() });
     deliver(&mut job, 2, formed(2, 1, &[(0, 4)]));
     let status = job.status(at(0));
@@ -85,9 +85,9 @@ fn the_ledger_of_a_group_that_starts_from_a_checkpoint_is_adopted() {
     // Records that the lost group had committed after the checkpoint are leased again; records in
     // the checkpoint are not.
     actions(&mut job);
-    deliver(&mut job, 2, FromWorker::LeaseRequest { epoch: 0, records: 100 });
+    deliver(&mut job, 2, WorkerMessage::LeaseRequest { epoch: 0, records: 100 });
     let mut leased = actions(&mut job).into_iter().flat_map(|action| match action {
-        Action::Send { message: ToWorker::Lease(ranges), .. } => ranges,
+        Action::Send { message: MasterMessage::Lease(ranges), .. } => ranges,
         _ => Vec::new(),
     });
     assert!(leased.clone().count() > 0 && leased.all(|range| range.start >= 4));
@@ -97,8 +97,8 @@ fn the_ledger_of_a_group_that_starts_from_a_checkpoint_is_adopted() {
 fn records_of_another_jobs_checkpoint_do_not_count_towards_the_speed() {
     let mut job = Job::new(JobSpec { num_workers: 1, max_workers: 1, ..kept() });
     connect(&mut job, 1);
-    deliver(&mut job, 1, FromWorker::Described(Ok(testing::dataset(&[20]))));
-    deliver(&mut job, 1, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(testing::dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Ready { parameters: 10 });
     deliver(&mut job, 1, formed(1, 3, &[(0, 12)]));
     let message = committed(1, 4, &[(12, 16)]);
     job.handle(at(2000), Event::Message { worker: WorkerId(1), message });

@@ -8,9 +8,9 @@ use super::super::*;
 use super::directed::*;
 use crate::job::testing::spec;
 
-fn resumed(generation: u64, detect_us: u64) -> FromWorker {
+fn resumed(generation: u64, detect_us: u64) -> WorkerMessage {
     let phases = Phases { detect_us, ..Phases::default() };
-    FromWorker::Resumed { generation: Generation(generation), step: 1, phases }
+    WorkerMessage::Resumed { generation: Generation(generation), step: 1, phases }
 }
 
 fn counters(job: &Job) -> Counters {
@@ -87,7 +87,7 @@ fn exits_are_counted_by_reason() {
     deliver(
         &mut job,
         3,
-        FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false },
+        WorkerMessage::Failed { error: "no".into(), ranges: Vec::new(), fatal: false },
     );
     end(&mut job, 3, Exit::Code(1));
     let expected = [(End::Crashed, 1), (End::Failed, 1), (End::Killed, 1)];

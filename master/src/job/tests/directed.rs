@@ -13,9 +13,9 @@ pub(super) fn started(spec: JobSpec, files: &[u64]) -> Job {
     let workers = u64::from(spec.num_workers);
     let mut job = Job::new(spec);
     connect(&mut job, 1);
-    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(files))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(files))));
     (2..=workers).for_each(|i| connect(&mut job, i));
-    (1..=workers).for_each(|i| deliver(&mut job, i, FromWorker::Ready { parameters: 10 }));
+    (1..=workers).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
     deliver(&mut job, 1, formed(1, 0, &[]));
     actions(&mut job);
     job
@@ -38,23 +38,23 @@ pub(super) fn address(i: u64) -> SocketAddr {
     SocketAddr::from(([127, 0, 0, 1], i as u16))
 }
 
-pub(super) fn deliver(job: &mut Job, worker: u64, message: FromWorker) {
+pub(super) fn deliver(job: &mut Job, worker: u64, message: WorkerMessage) {
     job.handle(at(0), Event::Message { worker: WorkerId(worker), message });
 }
 
-pub(super) fn formed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> FromWorker {
+pub(super) fn formed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> WorkerMessage {
     let ranges = ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
     let ledger = LedgerReport { epochs_complete: 0, ranges, repeated: 0 };
-    FromWorker::Formed { generation: Generation(generation), step, ledger }
+    WorkerMessage::Formed { generation: Generation(generation), step, ledger }
 }
 
-pub(super) fn committed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> FromWorker {
+pub(super) fn committed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> WorkerMessage {
     let ranges: Vec<_> =
         ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
     let records = ranges.iter().map(RecordRange::len).sum();
     let compute_us = vec![5, 6, 7];
     let generation = Generation(generation);
-    FromWorker::Committed(Committed {
+    WorkerMessage::Committed(Committed {
         generation,
         step,
         ranges,
@@ -66,9 +66,9 @@ pub(super) fn committed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> Fr
     })
 }
 
-pub(super) fn finished(generation: u64, step: u64, digest: u64) -> FromWorker {
+pub(super) fn finished(generation: u64, step: u64, digest: u64) -> WorkerMessage {
     let ledger = LedgerReport { epochs_complete: 2, ranges: Vec::new(), repeated: 0 };
-    FromWorker::Finished(Finished {
+    WorkerMessage::Finished(Finished {
         generation: Generation(generation),
         step,
         digest,
@@ -83,9 +83,9 @@ pub(super) fn finished(generation: u64, step: u64, digest: u64) -> FromWorker {
     })
 }
 
-pub(super) fn broken(generation: u64, suspect: u64) -> FromWorker {
+pub(super) fn broken(generation: u64, suspect: u64) -> WorkerMessage {
     let (generation, suspect) = (Generation(generation), Some(WorkerId(suspect)));
-    FromWorker::Broken { generation, suspect, error: "reset".into(), unreachable: false }
+    WorkerMessage::Broken { generation, suspect, error: "reset".into(), unreachable: false }
 }
 
 /// Ends the worker's stream, and lets a member report its link to the worker as broken. Without
@@ -109,8 +109,8 @@ pub(super) fn lose(job: &mut Job, ms: u64, i: u64) {
     }
 }
 
-pub(super) fn ask(records: u64) -> FromWorker {
-    FromWorker::LeaseRequest { epoch: 0, records }
+pub(super) fn ask(records: u64) -> WorkerMessage {
+    WorkerMessage::LeaseRequest { epoch: 0, records }
 }
 
 /// The pending actions of the job, without log events.
@@ -121,7 +121,7 @@ pub(super) fn actions(job: &mut Job) -> Vec<Action> {
 
 pub(super) fn memberships(job: &mut Job) -> Vec<(u64, Membership)> {
     let sent = actions(job).into_iter().filter_map(|action| match action {
-        Action::Send { worker, message: ToWorker::Membership(membership) } => {
+        Action::Send { worker, message: MasterMessage::Membership(membership) } => {
             Some((worker.0, membership))
         }
         _ => None,
@@ -134,7 +134,7 @@ pub(super) fn membership(generation: u64, members: &[u64], abort: bool) -> Membe
     Membership { generation: Generation(generation), members, abort }
 }
 
-pub(super) fn send(worker: u64, message: ToWorker) -> Action {
+pub(super) fn send(worker: u64, message: MasterMessage) -> Action {
     Action::Send { worker: WorkerId(worker), message }
 }
 
@@ -153,9 +153,9 @@ fn nothing_else_is_started_until_the_data_set_is_known() {
     assert_eq!(actions(&mut job), [launch(1)]);
     connect(&mut job, 1);
     let admit = Action::Admit { connection: ConnectionId(1), worker: WorkerId(1) };
-    assert_eq!(actions(&mut job), [admit, send(1, ToWorker::Describe)]);
-    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
-    let prepare = send(1, ToWorker::Prepare(dataset(&[20])));
+    assert_eq!(actions(&mut job), [admit, send(1, MasterMessage::Describe)]);
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    let prepare = send(1, MasterMessage::Prepare(dataset(&[20])));
     assert_eq!(actions(&mut job), [prepare, launch(2), launch(3)]);
 }
 
@@ -164,7 +164,7 @@ fn data_that_cannot_be_used_refuses_the_job() {
     for answer in [Err("no such folder".to_owned()), Ok(dataset(&[]))] {
         let mut job = Job::new(spec());
         connect(&mut job, 1);
-        deliver(&mut job, 1, FromWorker::Described(answer));
+        deliver(&mut job, 1, WorkerMessage::Described(answer));
         job.handle(at(1), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Code(0) });
         assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::InvalidInput)));
         let summary = job.summary(at(1));
@@ -176,15 +176,15 @@ fn data_that_cannot_be_used_refuses_the_job() {
 fn the_first_group_waits_one_second_for_starting_workers() {
     let mut job = Job::new(spec());
     connect(&mut job, 1);
-    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
     connect(&mut job, 2);
     job.handle(
         at(50),
-        Event::Message { worker: WorkerId(1), message: FromWorker::Ready { parameters: 1 } },
+        Event::Message { worker: WorkerId(1), message: WorkerMessage::Ready { parameters: 1 } },
     );
     job.handle(
         at(90),
-        Event::Message { worker: WorkerId(2), message: FromWorker::Ready { parameters: 1 } },
+        Event::Message { worker: WorkerId(2), message: WorkerMessage::Ready { parameters: 1 } },
     );
     actions(&mut job);
     assert_eq!(job.poll_timeout(), Some(at(1050)));
@@ -211,7 +211,7 @@ fn a_loss_is_published_at_once_and_its_leases_return_when_the_next_group_forms()
     for step in 1..=10 {
         deliver(&mut job, 1, ask(2));
         let lease = actions(&mut job).into_iter().find_map(|a| match a {
-            Action::Send { message: ToWorker::Lease(ranges), .. } => Some(ranges),
+            Action::Send { message: MasterMessage::Lease(ranges), .. } => Some(ranges),
             _ => None,
         });
         let ranges: Vec<_> = lease.unwrap().iter().map(|r| (r.start, r.end)).collect();
@@ -252,7 +252,7 @@ fn a_request_for_an_epoch_whose_end_is_undone_is_filled() {
     lose(&mut job, 5, 1);
     deliver(&mut job, 2, formed(2, 1, &[(0, 4)]));
     let lease = (4..8).map(|start| RecordRange { epoch: 0, start, end: start + 1 }).collect();
-    assert_eq!(actions(&mut job).last(), Some(&send(2, ToWorker::Lease(lease))));
+    assert_eq!(actions(&mut job).last(), Some(&send(2, MasterMessage::Lease(lease))));
 }
 
 #[test]
@@ -273,12 +273,12 @@ fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
     job.handle(at(1), Event::Scale { num_workers: 4 });
     connect(&mut job, 3);
     connect(&mut job, 4);
-    deliver(&mut job, 3, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 3, WorkerMessage::Ready { parameters: 10 });
     assert_eq!(memberships(&mut job), []);
-    deliver(&mut job, 3, FromWorker::CaughtUp { step: 0 });
+    deliver(&mut job, 3, WorkerMessage::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], false));
-    deliver(&mut job, 4, FromWorker::Ready { parameters: 10 });
-    deliver(&mut job, 4, FromWorker::CaughtUp { step: 0 });
+    deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
+    deliver(&mut job, 4, WorkerMessage::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut job), []);
     lose(&mut job, 2, 3);
     assert_eq!(memberships(&mut job)[0].1, membership(3, &[1, 2, 4], true));
@@ -289,18 +289,18 @@ fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
 
 #[test]
 fn a_joiner_receives_donors_and_joins_only_after_it_has_fetched() {
-    let donors = |ids: &[u64]| ToWorker::Fetch(membership(0, ids, false).members);
+    let donors = |ids: &[u64]| MasterMessage::Fetch(membership(0, ids, false).members);
     let mut job = started(JobSpec { num_workers: 3, max_workers: 6, ..spec() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 4 });
     connect(&mut job, 4);
     actions(&mut job);
-    deliver(&mut job, 4, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
     // The lowest rank is the last choice, because it also reports to the master.
     assert_eq!(actions(&mut job), [send(4, donors(&[3, 2, 1]))]);
     lose(&mut job, 2, 3);
     let sent = actions(&mut job);
     assert!(
-        sent.contains(&send(1, ToWorker::Membership(membership(2, &[1, 2], true)))),
+        sent.contains(&send(1, MasterMessage::Membership(membership(2, &[1, 2], true)))),
         "{sent:?}"
     );
     assert!(sent.contains(&send(4, donors(&[2, 1]))), "{sent:?}");
@@ -308,7 +308,7 @@ fn a_joiner_receives_donors_and_joins_only_after_it_has_fetched() {
     let mut job = started(JobSpec { min_workers: 3, max_workers: 6, ..spec() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 4 });
     connect(&mut job, 4);
-    deliver(&mut job, 4, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
     actions(&mut job);
     lose(&mut job, 2, 3);
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 4], true));
@@ -337,7 +337,7 @@ fn a_worker_blamed_for_three_broken_generations_in_a_row_is_evicted() {
     }
     let wanted = actions(&mut job);
     assert!(wanted.contains(&Action::Kill { launch: LaunchId(2) }), "{wanted:?}");
-    assert!(wanted.contains(&send(1, ToWorker::Membership(membership(4, &[1, 3], true)))));
+    assert!(wanted.contains(&send(1, MasterMessage::Membership(membership(4, &[1, 3], true)))));
     assert_eq!(job.summary(at(60)).memberships[3].cause, Cause::Hung);
 }
 
@@ -346,7 +346,7 @@ fn a_worker_blamed_for_three_broken_generations_in_a_row_is_evicted() {
 fn no_worker_is_blamed_for_a_failure_that_another_one_reports_as_its_own() {
     let mut job = started(spec(), &[20]);
     for generation in 1..=3 {
-        let own = FromWorker::Broken {
+        let own = WorkerMessage::Broken {
             generation: Generation(generation),
             suspect: None,
             error: "NCCL failed".into(),
@@ -364,15 +364,15 @@ fn no_worker_is_blamed_for_a_failure_that_another_one_reports_as_its_own() {
 #[test]
 fn a_leaver_leaves_at_a_step_boundary_but_stays_if_only_it_holds_the_state() {
     let mut job = started(spec(), &[20]);
-    deliver(&mut job, 1, FromWorker::Leaving);
+    deliver(&mut job, 1, WorkerMessage::Leaving);
     let next = membership(2, &[2, 3], false);
     assert_eq!(memberships(&mut job), [(2, next.clone()), (3, next.clone()), (1, next)]);
     let mut alone = started(JobSpec { num_workers: 1, max_workers: 2, ..spec() }, &[20]);
-    deliver(&mut alone, 1, FromWorker::Leaving);
+    deliver(&mut alone, 1, WorkerMessage::Leaving);
     assert_eq!(actions(&mut alone), [launch_at(2, 0)]);
     connect(&mut alone, 2);
-    deliver(&mut alone, 2, FromWorker::Ready { parameters: 10 });
-    deliver(&mut alone, 2, FromWorker::CaughtUp { step: 0 });
+    deliver(&mut alone, 2, WorkerMessage::Ready { parameters: 10 });
+    deliver(&mut alone, 2, WorkerMessage::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut alone)[0].1, membership(2, &[1, 2], false));
     deliver(&mut alone, 1, formed(2, 3, &[]));
     assert_eq!(memberships(&mut alone)[0].1, membership(3, &[2], false));
@@ -395,7 +395,11 @@ fn one_failure_too_many_fails_the_job_with_the_users_error() {
         RecordRange { epoch: 1, start: 4, end: 8 },
         RecordRange { epoch: 9, start: 0, end: 1 },
     ];
-    deliver(&mut job, 2, FromWorker::Failed { error: "bad record".into(), ranges, fatal: false });
+    deliver(
+        &mut job,
+        2,
+        WorkerMessage::Failed { error: "bad record".into(), ranges, fatal: false },
+    );
     let summary = job.summary(at(1));
     assert!(summary.error.unwrap().contains("bad record"));
     let failed = |file: &str, start, end| FailedShard {
@@ -415,11 +419,11 @@ fn one_failure_too_many_fails_the_job_with_the_users_error() {
 fn a_fatal_failure_ends_the_job_at_once() {
     let mut job = started(spec(), &[20]);
     let error = "x".repeat(10_000);
-    deliver(&mut job, 2, FromWorker::Failed { error, ranges: Vec::new(), fatal: true });
+    deliver(&mut job, 2, WorkerMessage::Failed { error, ranges: Vec::new(), fatal: true });
     let sent = actions(&mut job);
     assert_eq!(
         sent.iter()
-            .filter(|a| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. }))
+            .filter(|a| matches!(a, Action::Send { message: MasterMessage::Shutdown(_), .. }))
             .count(),
         3
     );
@@ -464,9 +468,9 @@ fn diverged_replicas_fail_the_job_with_their_ids() {
 fn a_group_that_ends_without_all_records_fails_the_job() {
     let mut job = started(spec(), &[21]);
     let early = |generation| {
-        let FromWorker::Finished(mut word) = finished(generation, 10, 7) else { unreachable!() };
+        let WorkerMessage::Finished(mut word) = finished(generation, 10, 7) else { unreachable!() };
         word.ledger.epochs_complete = 1;
-        FromWorker::Finished(word)
+        WorkerMessage::Finished(word)
     };
     (1..=3).for_each(|i| deliver(&mut job, i, early(1)));
     let summary = job.summary(at(0));
@@ -478,7 +482,7 @@ fn a_group_that_ends_without_all_records_fails_the_job() {
 fn a_stopped_job_drains_its_members_and_ends_within_10_s() {
     let mut job = started(spec(), &[20]);
     job.handle(at(100), Event::Stop);
-    let drains: Vec<_> = (1..=3).map(|i| send(i, ToWorker::Drain)).collect();
+    let drains: Vec<_> = (1..=3).map(|i| send(i, MasterMessage::Drain)).collect();
     assert_eq!(actions(&mut job), drains);
     job.handle_timeout(at(10_100));
     let mut end: Vec<_> = (1..=3).map(|i| Action::Kill { launch: LaunchId(i) }).collect();
@@ -521,11 +525,11 @@ fn a_model_of_another_size_is_refused() {
     job.handle(at(1), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Signal(9) });
     connect(&mut job, 4);
     actions(&mut job);
-    deliver(&mut job, 4, FromWorker::Ready { parameters: 11 });
+    deliver(&mut job, 4, WorkerMessage::Ready { parameters: 11 });
     let sent = actions(&mut job);
     assert!(matches!(
         &sent[0],
-        Action::Send { message: ToWorker::Shutdown(why), .. } if why.contains("11 parameters")
+        Action::Send { message: MasterMessage::Shutdown(why), .. } if why.contains("11 parameters")
     ));
     assert_eq!(
         (&sent[1], job.lifecycle.failures()),

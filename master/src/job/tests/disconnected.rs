@@ -170,16 +170,16 @@ fn joiners_reconnect_too_and_receive_possibly_lost_messages_again() {
         job.handle(at(50), Event::Connected { connection, launch, address, pid: 1, resume });
     };
     return_unprepared(&mut job, 1);
-    assert_eq!(actions(&mut job), [admit(1), send(1, ToWorker::Describe)]);
-    deliver(&mut job, 1, FromWorker::Described(Ok(data.clone())));
+    assert_eq!(actions(&mut job), [admit(1), send(1, MasterMessage::Describe)]);
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(data.clone())));
     disconnect(&mut job, 60, 1);
     actions(&mut job);
     return_unprepared(&mut job, 1);
-    assert_eq!(actions(&mut job), [admit(1), send(1, ToWorker::Prepare(data))]);
+    assert_eq!(actions(&mut job), [admit(1), send(1, MasterMessage::Prepare(data))]);
     // The worker was ready, and its message may have been lost.
     disconnect(&mut job, 70, 1);
     reconnect(&mut job, 80, 1, 0);
-    deliver(&mut job, 1, FromWorker::Ready { parameters: 10 });
+    deliver(&mut job, 1, WorkerMessage::Ready { parameters: 10 });
     job.handle_timeout(at(1100));
     assert_eq!(memberships(&mut job), [(1, membership(1, &[1], false))]);
     assert_eq!(counted(&job), 0);
@@ -192,8 +192,8 @@ fn a_joiner_that_does_not_reconnect_is_replaced_and_delays_no_worker() {
     (3..=4).for_each(|i| connect(&mut job, i));
     disconnect(&mut job, 0, 4);
     actions(&mut job);
-    deliver(&mut job, 3, FromWorker::Ready { parameters: 10 });
-    deliver(&mut job, 3, FromWorker::CaughtUp { step: 0 });
+    deliver(&mut job, 3, WorkerMessage::Ready { parameters: 10 });
+    deliver(&mut job, 3, WorkerMessage::CaughtUp { step: 0 });
     assert_eq!(memberships(&mut job)[0].1, membership(2, &[1, 2, 3], false));
     job.handle_timeout(at(10_000));
     assert_eq!(actions(&mut job), [Action::Kill { launch: LaunchId(4) }]);

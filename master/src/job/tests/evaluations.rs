@@ -22,7 +22,7 @@ fn evaluated(job: &mut Job, step: u64, loss: Option<f64>) {
     deliver(
         job,
         1,
-        FromWorker::Evaluated(Evaluated {
+        WorkerMessage::Evaluated(Evaluated {
             step,
             records: 5,
             metrics: [("loss".into(), loss)].into(),
@@ -56,10 +56,10 @@ fn the_best_evaluation_is_remembered_and_repeated_steps_are_evaluated_again() {
 #[test]
 fn a_job_that_stops_early_is_complete_and_expects_no_more_than_it_trained() {
     let mut job = started(JobSpec { num_workers: 1, max_workers: 1, ..judged() }, &[20]);
-    let FromWorker::Finished(word) = finished(1, 3, 7) else { panic!() };
+    let WorkerMessage::Finished(word) = finished(1, 3, 7) else { panic!() };
     let ledger = LedgerReport { epochs_complete: 1, ..LedgerReport::default() };
     let word = Finished { stopped_early: true, records_trained: 20, ledger, ..word };
-    deliver(&mut job, 1, FromWorker::Finished(word));
+    deliver(&mut job, 1, WorkerMessage::Finished(word));
     actions(&mut job);
     let summary = job.summary(at(0));
     assert_eq!((summary.error, summary.records.expected, summary.records.missing), (None, 20, 0));

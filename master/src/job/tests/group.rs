@@ -23,7 +23,7 @@ impl World {
             p.adopt(state.clone());
             if rank == 0 {
                 let ledger = report(&state.ledger);
-                p.up.push_back(FromWorker::Formed { generation, step: state.step, ledger });
+                p.up.push_back(WorkerMessage::Formed { generation, step: state.step, ledger });
             }
         }
     }
@@ -90,12 +90,12 @@ impl World {
                 times,
                 steps_skipped,
             };
-            p.up.push_back(FromWorker::Committed(report));
+            p.up.push_back(WorkerMessage::Committed(report));
         }
         if p.resumed != Some(ring) {
             p.resumed = Some(ring);
             let phases = Phases { detect_us: 1000, ..Phases::default() };
-            p.up.push_back(FromWorker::Resumed { generation: ring, step, phases });
+            p.up.push_back(WorkerMessage::Resumed { generation: ring, step, phases });
         }
     }
 

@@ -22,14 +22,14 @@ fn evaluate() -> JobSpec {
 fn ready(files: &[u64]) -> Job {
     let mut job = Job::new(evaluate());
     connect(&mut job, 1);
-    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(files))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(files))));
     (2..=3).for_each(|i| connect(&mut job, i));
-    (1..=3).for_each(|i| deliver(&mut job, i, FromWorker::Ready { parameters: 10 }));
+    (1..=3).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
     job
 }
 
 fn ask(job: &mut Job, worker: u64, shards: u64) {
-    deliver(job, worker, FromWorker::LeaseRequest { epoch: 0, records: shards });
+    deliver(job, worker, WorkerMessage::LeaseRequest { epoch: 0, records: shards });
 }
 
 fn range(start: u64, end: u64) -> RecordRange {
@@ -38,14 +38,14 @@ fn range(start: u64, end: u64) -> RecordRange {
 
 fn done(job: &mut Job, worker: u64, shard: RecordRange, loss: f64) {
     let metrics = BTreeMap::from([("loss".into(), loss)]);
-    deliver(job, worker, FromWorker::ShardDone { range: shard, metrics });
+    deliver(job, worker, WorkerMessage::ShardDone { range: shard, metrics });
 }
 
 /// The leases in these actions.
 fn leased(job: &mut Job) -> Vec<(u64, RecordRange)> {
     let mut leased = Vec::new();
     for action in actions(job) {
-        if let Action::Send { worker, message: ToWorker::Lease(ranges) } = action {
+        if let Action::Send { worker, message: MasterMessage::Lease(ranges) } = action {
             leased.extend(ranges.into_iter().map(|range| (worker.0, range)));
         }
     }
@@ -62,8 +62,9 @@ fn as_many_whole_shards_are_leased_in_order_as_are_requested() {
     // The last shard of the third file is short, because no shard spans two files.
     let expected = [(2, range(0, 4)), (2, range(4, 8)), (1, range(8, 10)), (3, range(10, 14))];
     assert_eq!(leased(&mut job), expected);
-    let no_group =
-        |action: &Action| matches!(action, Action::Send { message: ToWorker::Membership(_), .. });
+    let no_group = |action: &Action| {
+        matches!(action, Action::Send { message: MasterMessage::Membership(_), .. })
+    };
     assert!(!actions(&mut job).iter().any(no_group));
 }
 
@@ -90,7 +91,7 @@ fn a_lost_workers_shards_go_to_a_pending_request_and_count_once() {
     assert_eq!(summary.metrics, Some(BTreeMap::from([("loss".into(), Some(0.5))])));
     let ends = actions(&mut job)
         .iter()
-        .filter(|a| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. }))
+        .filter(|a| matches!(a, Action::Send { message: MasterMessage::Shutdown(_), .. }))
         .count();
     assert_eq!(ends, 2);
 }
@@ -100,14 +101,14 @@ fn a_leaving_or_surplus_worker_is_released_at_once() {
     let mut job = ready(&[40]);
     ask(&mut job, 1, 1);
     leased(&mut job);
-    deliver(&mut job, 1, FromWorker::Leaving);
+    deliver(&mut job, 1, WorkerMessage::Leaving);
     let bye = |worker| Action::Send {
         worker: WorkerId(worker),
-        message: ToWorker::Shutdown("it leaves".into()),
+        message: MasterMessage::Shutdown("it leaves".into()),
     };
     assert!(actions(&mut job).contains(&bye(1)));
     job.handle(at(1), Event::Scale { num_workers: 1 });
-    let reason = ToWorker::Shutdown("fewer workers are wanted".into());
+    let reason = MasterMessage::Shutdown("fewer workers are wanted".into());
     assert_eq!(actions(&mut job), [send(3, reason)]);
 }
 
@@ -135,7 +136,7 @@ fn a_metric_missing_in_a_shard_counts_as_0_and_too_many_metrics_fail_the_job() {
     leased(&mut job);
     let mut say_done = |start, metrics: Vec<(String, f64)>| {
         let metrics = BTreeMap::from_iter(metrics);
-        deliver(&mut job, 1, FromWorker::ShardDone { range: range(start, start + 4), metrics });
+        deliver(&mut job, 1, WorkerMessage::ShardDone { range: range(start, start + 4), metrics });
     };
     say_done(0, vec![]);
     say_done(4, vec![("rare".into(), 6.0)]);
@@ -150,7 +151,7 @@ fn a_metric_missing_in_a_shard_counts_as_0_and_too_many_metrics_fail_the_job() {
         deliver(
             &mut job,
             1,
-            FromWorker::ShardDone { range: range(4 * start, 4 * start + 4), metrics },
+            WorkerMessage::ShardDone { range: range(4 * start, 4 * start + 4), metrics },
         );
     }
     let error = job.summary(at(0)).error.unwrap();
@@ -182,7 +183,7 @@ fn a_successor_resumes_after_the_persisted_results() {
     let new: Vec<u64> = actions(&mut next).iter().filter_map(launched).collect();
     assert_eq!(new, [4, 5, 6]);
     connect(&mut next, 4);
-    deliver(&mut next, 4, FromWorker::Ready { parameters: 10 });
+    deliver(&mut next, 4, WorkerMessage::Ready { parameters: 10 });
     ask(&mut next, 4, 4);
     let expected = [(4, range(4, 8)), (4, range(12, 16)), (4, range(16, 20))];
     assert_eq!(leased(&mut next), expected);
@@ -243,21 +244,21 @@ fn under_any_faults_each_shard_counts_once_and_the_mean_is_bit_identical() {
                         held.insert(launch.0, Vec::new());
                         connect(&mut job, launch.0);
                     }
-                    Action::Send { worker, message: ToWorker::Describe } => {
+                    Action::Send { worker, message: MasterMessage::Describe } => {
                         deliver(
                             &mut job,
                             worker.0,
-                            FromWorker::Described(Ok(dataset(&[37, 5, 61]))),
+                            WorkerMessage::Described(Ok(dataset(&[37, 5, 61]))),
                         );
                     }
-                    Action::Send { worker, message: ToWorker::Prepare(_) } => {
-                        deliver(&mut job, worker.0, FromWorker::Ready { parameters: 10 });
+                    Action::Send { worker, message: MasterMessage::Prepare(_) } => {
+                        deliver(&mut job, worker.0, WorkerMessage::Ready { parameters: 10 });
                         ask(&mut job, worker.0, 2);
                     }
-                    Action::Send { worker, message: ToWorker::Lease(ranges) } => {
+                    Action::Send { worker, message: MasterMessage::Lease(ranges) } => {
                         held.entry(worker.0).or_default().extend(ranges);
                     }
-                    Action::Send { worker, message: ToWorker::Shutdown(_) } => {
+                    Action::Send { worker, message: MasterMessage::Shutdown(_) } => {
                         held.remove(&worker.0);
                         let exit = Exit::Code(0);
                         job.handle(
@@ -278,7 +279,7 @@ fn under_any_faults_each_shard_counts_once_and_the_mean_is_bit_identical() {
                     job.handle(at(now), Event::ProcessEnded { launch: LaunchId(worker), exit });
                 }
                 1 => job.handle(at(now), Event::Scale { num_workers: rng.random_range(1..=6) }),
-                2 => deliver(&mut job, worker, FromWorker::Leaving),
+                2 => deliver(&mut job, worker, WorkerMessage::Leaving),
                 _ => {
                     let shards = held.get_mut(&worker).unwrap();
                     if !shards.is_empty() {

@@ -174,14 +174,16 @@ fn a_lease_is_found_without_a_scan_of_all_shards() {
     let mut job = super::directed::started(spec, &[1 << 20]);
     let mut leased = 0;
     for i in 0..200_000 {
-        let message = FromWorker::LeaseRequest { epoch: 0, records: 1 };
+        let message = WorkerMessage::LeaseRequest { epoch: 0, records: 1 };
         job.handle(
             Time(Duration::from_secs(9)),
             Event::Message { worker: WorkerId(i % 1000 + 1), message },
         );
         while let Some(action) = job.poll_action() {
-            leased +=
-                usize::from(matches!(action, Action::Send { message: ToWorker::Lease(_), .. }));
+            leased += usize::from(matches!(
+                action,
+                Action::Send { message: MasterMessage::Lease(_), .. }
+            ));
         }
     }
     assert_eq!(leased, 200_000);

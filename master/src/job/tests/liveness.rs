@@ -33,7 +33,10 @@ fn pass_waiting(job: &mut Job, from: u64, until: u64, beating: &[u64], stopped: 
             });
             job.handle(
                 at(ms),
-                Event::Message { worker: WorkerId(worker), message: FromWorker::Heartbeat(stall) },
+                Event::Message {
+                    worker: WorkerId(worker),
+                    message: WorkerMessage::Heartbeat(stall),
+                },
             );
         }
         job.handle_timeout(at(ms));
@@ -42,7 +45,7 @@ fn pass_waiting(job: &mut Job, from: u64, until: u64, beating: &[u64], stopped: 
 
 fn abort_of(actions: &[Action]) -> Option<(Vec<WorkerId>, bool)> {
     actions.iter().find_map(|action| match action {
-        Action::Send { message: ToWorker::Membership(m), .. } => {
+        Action::Send { message: MasterMessage::Membership(m), .. } => {
             Some((m.members.iter().map(|(id, _)| *id).collect(), m.abort))
         }
         _ => None,
@@ -78,7 +81,7 @@ fn any_message_counts_as_a_heartbeat() {
     let mut job = watched();
     pass(&mut job, 50, 900, &[]);
     for worker in 1..=3 {
-        let message = FromWorker::LeaseRequest { epoch: 0, records: 1 };
+        let message = WorkerMessage::LeaseRequest { epoch: 0, records: 1 };
         job.handle(at(950), Event::Message { worker: WorkerId(worker), message });
     }
     pass(&mut job, 1000, 2000, &[]);
@@ -168,7 +171,7 @@ fn a_member_that_computes_for_long_does_not_count_as_stopped() {
         };
         job.handle(
             at(0),
-            Event::Message { worker: WorkerId(1), message: FromWorker::Committed(committed) },
+            Event::Message { worker: WorkerId(1), message: WorkerMessage::Committed(committed) },
         );
     }
     pass_waiting(&mut job, 50, 3000, &[1, 3], Some(100));

@@ -27,7 +27,7 @@ fn lose(job: &mut Job, worker: u64) {
 /// A new worker joins and forms the next group at `step`.
 fn replaced(job: &mut Job, worker: u64, generation: u64, step: u64) {
     connect(job, worker);
-    deliver(job, worker, FromWorker::Ready { parameters: 10 });
+    deliver(job, worker, WorkerMessage::Ready { parameters: 10 });
     deliver(job, worker, formed(generation, step, &[]));
 }
 
@@ -62,10 +62,10 @@ fn with_checkpoints_the_next_group_reports_whether_one_existed() {
         lose(&mut job, 1);
         assert_eq!(ends(&mut job), None);
         connect(&mut job, 2);
-        deliver(&mut job, 2, FromWorker::Ready { parameters: 10 });
+        deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
         if restored {
             let news = CheckpointNews::Restored { step, name: "step".into() };
-            deliver(&mut job, 2, FromWorker::Checkpoint(news));
+            deliver(&mut job, 2, WorkerMessage::Checkpoint(news));
         }
         deliver(&mut job, 2, formed(2, step, &[]));
         assert_eq!(ends(&mut job).is_some(), lost, "restored: {restored}, at step {step}");
@@ -99,8 +99,8 @@ fn a_joiner_that_has_fetched_the_state_may_provide_it() {
     deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
     job.handle(at(0), Event::Scale { num_workers: 2 });
     connect(&mut job, 2);
-    deliver(&mut job, 2, FromWorker::Ready { parameters: 10 });
-    deliver(&mut job, 2, FromWorker::CaughtUp { step: 3 });
+    deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
+    deliver(&mut job, 2, WorkerMessage::CaughtUp { step: 3 });
     lose(&mut job, 1);
     assert_eq!(ends(&mut job), None);
     lose(&mut job, 2);
@@ -112,7 +112,7 @@ fn a_group_that_reports_a_failure_fails_the_job_with_its_error_and_records() {
     let mut job =
         started(JobSpec { work: Work::Train { export: Some("/m".into()) }, ..spec() }, &[20]);
     for worker in 1..=3 {
-        let FromWorker::Finished(mut word) = finished(1, 4, 9) else { unreachable!() };
+        let WorkerMessage::Finished(mut word) = finished(1, 4, 9) else { unreachable!() };
         word.ledger = LedgerReport { epochs_complete: 0, ranges: Vec::new(), repeated: 0 };
         let at_fault = RecordRange { epoch: 0, start: 4, end: 6 };
         let ranges = if worker == 2 { vec![at_fault] } else { Vec::new() };
@@ -120,7 +120,7 @@ fn a_group_that_reports_a_failure_fails_the_job_with_its_error_and_records() {
             Some(Failure { error: "the gradient of step 5 is not finite".into(), ranges });
         word.steps_skipped = 2;
         word.exported = worker == 1;
-        deliver(&mut job, worker, FromWorker::Finished(word));
+        deliver(&mut job, worker, WorkerMessage::Finished(word));
     }
     let error = ends(&mut job);
     assert_eq!(error.as_deref(), Some("the gradient of step 5 is not finite"));
@@ -139,11 +139,11 @@ fn skipped_steps_are_logged_periodically() {
     let mut lines = 0;
     for step in 1..=5 {
         let start = 4 * (step - 1);
-        let FromWorker::Committed(report) = committed(1, step, &[(start, start + 4)]) else {
+        let WorkerMessage::Committed(report) = committed(1, step, &[(start, start + 4)]) else {
             unreachable!()
         };
         let report = Committed { steps_skipped: step, loss_sum: f64::NAN, ..report };
-        deliver(&mut job, 1, FromWorker::Committed(report));
+        deliver(&mut job, 1, WorkerMessage::Committed(report));
         let told = |a: &&Action| matches!(a, Action::Log(line) if line.contains("skipped"));
         lines += actions_with_log_events(&mut job).iter().filter(told).count();
     }
@@ -155,7 +155,7 @@ fn actions_with_log_events(job: &mut Job) -> Vec<Action> {
     std::iter::from_fn(|| job.poll_action()).collect()
 }
 
-fn messages_to(job: &mut Job, wanted: &ToWorker) -> Vec<u64> {
+fn messages_to(job: &mut Job, wanted: &MasterMessage) -> Vec<u64> {
     let sent = actions(job).into_iter().filter_map(|action| match action {
         Action::Send { worker, message } if message == *wanted => Some(worker.0),
         _ => None,
@@ -166,17 +166,17 @@ fn messages_to(job: &mut Job, wanted: &ToWorker) -> Vec<u64> {
 #[test]
 fn a_group_whose_members_all_leave_without_replacements_is_suspended_at_once() {
     let mut job = started(JobSpec { num_workers: 2, max_workers: 2, ..alone(true) }, &[20]);
-    deliver(&mut job, 1, FromWorker::Leaving);
+    deliver(&mut job, 1, WorkerMessage::Leaving);
     // The first leaver is released by a generation without it; the second one leaves while that
     // generation forms.
-    deliver(&mut job, 2, FromWorker::Leaving);
-    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [0; 0]);
+    deliver(&mut job, 2, WorkerMessage::Leaving);
+    assert_eq!(messages_to(&mut job, &MasterMessage::Suspend), [0; 0]);
     deliver(&mut job, 2, formed(2, 2, &[(0, 8)]));
-    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [2]);
-    let FromWorker::Finished(mut word) = finished(2, 3, 9) else { unreachable!() };
+    assert_eq!(messages_to(&mut job, &MasterMessage::Suspend), [2]);
+    let WorkerMessage::Finished(mut word) = finished(2, 3, 9) else { unreachable!() };
     word.suspended = true;
-    deliver(&mut job, 2, FromWorker::Finished(word));
-    let shut = |a: &Action| matches!(a, Action::Send { message: ToWorker::Shutdown(_), .. });
+    deliver(&mut job, 2, WorkerMessage::Finished(word));
+    let shut = |a: &Action| matches!(a, Action::Send { message: MasterMessage::Shutdown(_), .. });
     assert_eq!(actions(&mut job).iter().filter(|a| shut(a)).count(), 1);
     // Other workers resume from the checkpoint.
     for worker in [1, 2] {
@@ -186,9 +186,9 @@ fn a_group_whose_members_all_leave_without_replacements_is_suspended_at_once() {
     [3, 4].into_iter().for_each(|worker| connect(&mut job, worker));
     [3, 4]
         .into_iter()
-        .for_each(|worker| deliver(&mut job, worker, FromWorker::Ready { parameters: 10 }));
+        .for_each(|worker| deliver(&mut job, worker, WorkerMessage::Ready { parameters: 10 }));
     let news = CheckpointNews::Restored { step: 3, name: "step".into() };
-    deliver(&mut job, 3, FromWorker::Checkpoint(news));
+    deliver(&mut job, 3, WorkerMessage::Checkpoint(news));
     deliver(&mut job, 3, formed(3, 3, &[(0, 12)]));
     let summary = job.summary(at(0));
     assert_eq!(
@@ -201,24 +201,25 @@ fn a_group_whose_members_all_leave_without_replacements_is_suspended_at_once() {
 #[test]
 fn with_pending_replacements_the_group_waits_for_half_of_the_grace_period() {
     let mut job = started(JobSpec { max_workers: 2, ..alone(true) }, &[20]);
-    deliver(&mut job, 1, FromWorker::Leaving);
+    deliver(&mut job, 1, WorkerMessage::Leaving);
     let sent = actions(&mut job);
-    let asks = |a: &Action| matches!(a, Action::Send { message: ToWorker::KeepCheckpoint, .. });
+    let asks =
+        |a: &Action| matches!(a, Action::Send { message: MasterMessage::KeepCheckpoint, .. });
     assert!(
         sent.iter().any(asks) && sent.iter().any(|a| matches!(a, Action::Launch { .. })),
         "{sent:?}"
     );
     job.handle_timeout(at(4999));
-    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [0; 0]);
+    assert_eq!(messages_to(&mut job, &MasterMessage::Suspend), [0; 0]);
     job.handle_timeout(at(5000));
-    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [1]);
+    assert_eq!(messages_to(&mut job, &MasterMessage::Suspend), [1]);
     // A replacement that fetches the state in time makes the suspension unnecessary.
     let mut job = started(JobSpec { max_workers: 2, ..alone(true) }, &[20]);
-    deliver(&mut job, 1, FromWorker::Leaving);
+    deliver(&mut job, 1, WorkerMessage::Leaving);
     connect(&mut job, 2);
-    deliver(&mut job, 2, FromWorker::Ready { parameters: 10 });
-    deliver(&mut job, 2, FromWorker::CaughtUp { step: 1 });
+    deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
+    deliver(&mut job, 2, WorkerMessage::CaughtUp { step: 1 });
     deliver(&mut job, 1, formed(2, 1, &[]));
     job.handle_timeout(at(5000));
-    assert_eq!(messages_to(&mut job, &ToWorker::Suspend), [0; 0]);
+    assert_eq!(messages_to(&mut job, &MasterMessage::Suspend), [0; 0]);
 }

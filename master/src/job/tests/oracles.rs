@@ -131,24 +131,24 @@ impl World {
                 self.at(LaunchId(connection.0)).die(Exit::Code(70))
             }
             // No worker has received the membership, but the successor knows it.
-            Action::Send { message: ToWorker::Membership(membership), .. } => {
+            Action::Send { message: MasterMessage::Membership(membership), .. } => {
                 self.check_membership(&membership)
             }
             Action::End(_) | Action::Kill { .. } | Action::Log(_) | Action::Send { .. } => {}
         }
     }
 
-    fn check_send(&mut self, worker: WorkerId, message: ToWorker) {
+    fn check_send(&mut self, worker: WorkerId, message: MasterMessage) {
         assert!(!self.gone.contains(&worker), "{message:?} to worker {worker}, which is gone");
         match &message {
-            ToWorker::Membership(membership) => {
+            MasterMessage::Membership(membership) => {
                 self.check_membership(membership);
                 if !membership.members.iter().any(|(w, _)| *w == worker) {
                     self.excused.insert(worker);
                 }
             }
-            ToWorker::Lease(ranges) => self.check_lease(worker, ranges),
-            ToWorker::Shutdown(_) => {
+            MasterMessage::Lease(ranges) => self.check_lease(worker, ranges),
+            MasterMessage::Shutdown(_) => {
                 self.excused.insert(worker);
             }
             _ => {}
@@ -221,7 +221,7 @@ impl World {
                 let mut count =
                     p.held.get(&range.epoch).map_or(0, |set| set.count_in(range.records()));
                 for message in &p.down {
-                    if let ToWorker::Lease(others) = message {
+                    if let MasterMessage::Lease(others) = message {
                         let set = others.iter().filter(|r| r.epoch == range.epoch);
                         count += set
                             .map(|r| RangeSet::from_range(r.records()).count_in(range.records()))

@@ -49,7 +49,7 @@ impl World {
         let p = self.at(launch);
         p.broke = Some(generation);
         let error = "no answer".into();
-        p.up.push_back(FromWorker::Broken { generation, suspect, error, unreachable: true });
+        p.up.push_back(WorkerMessage::Broken { generation, suspect, error, unreachable: true });
     }
 
     /// Delivers a heartbeat of each process that is alive and not frozen.
@@ -77,8 +77,10 @@ impl World {
                 waits_for_next: false,
                 since: self.now.since(from),
             });
-            self.job
-                .handle(self.now, Event::Message { worker, message: FromWorker::Heartbeat(stall) });
+            self.job.handle(
+                self.now,
+                Event::Message { worker, message: WorkerMessage::Heartbeat(stall) },
+            );
             self.drain_actions();
         }
     }

@@ -188,7 +188,7 @@ fn the_log_states_the_numbers_of_shards_and_files() {
         },
     );
     let worker = elasticdl_proto::WorkerId(1);
-    let message = FromWorker::Described(Ok(dataset(&[1; 15])));
+    let message = WorkerMessage::Described(Ok(dataset(&[1; 15])));
     job.handle(at(2), Event::Message { worker, message });
     let events = job.status(at(2)).events;
     assert!(

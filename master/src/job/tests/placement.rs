@@ -13,7 +13,7 @@ fn asked(wanted: u32, min: u32) -> Job {
     let spec = JobSpec { num_workers: wanted, min_workers: min, max_workers: wanted, ..spec() };
     let mut job = Job::new(spec);
     connect(&mut job, 1);
-    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[1000]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
     let asked = actions(&mut job).iter().filter(|a| matches!(a, Action::Launch { .. })).count();
     assert_eq!(asked as u32, wanted);
     job
@@ -155,9 +155,9 @@ fn a_reclaimed_worker_leaves_at_a_step_boundary_and_its_slot_is_filled_at_once()
     let next = membership(2, &[1, 3], false);
     let done = actions(&mut job);
     assert!(done.contains(&launch_at(4, 1)), "{done:?}");
-    assert!(done.contains(&send(2, ToWorker::Membership(next))), "{done:?}");
+    assert!(done.contains(&send(2, MasterMessage::Membership(next))), "{done:?}");
     // The worker's own `Leaving` has no further effect.
-    deliver(&mut job, 2, FromWorker::Leaving);
+    deliver(&mut job, 2, WorkerMessage::Leaving);
     assert_eq!((actions(&mut job), memberships(&mut job)), (vec![], vec![]));
     job.handle(at(2), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(1) });
     assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![], 0));

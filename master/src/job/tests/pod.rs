@@ -31,12 +31,12 @@ fn gone(job: &mut Job, ms: u64, worker: u64) {
 /// The pending actions without leases.
 fn done(job: &mut Job) -> Vec<Action> {
     let mut actions = actions(job);
-    actions.retain(|a| !matches!(a, Action::Send { message: ToWorker::Lease(_), .. }));
+    actions.retain(|a| !matches!(a, Action::Send { message: MasterMessage::Lease(_), .. }));
     actions
 }
 
 fn broadcast_membership(workers: &[u64], of: &Membership) -> Vec<Action> {
-    workers.iter().map(|&worker| send(worker, ToWorker::Membership(of.clone()))).collect()
+    workers.iter().map(|&worker| send(worker, MasterMessage::Membership(of.clone()))).collect()
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn launches_and_slots_come_in_whole_pods_and_one_pod_until_the_data_is_known() {
     assert_eq!(actions(&mut job), [launch_at(1, 0)]);
     connect(&mut job, 2);
     connect(&mut job, 1);
-    deliver(&mut job, 2, FromWorker::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 2, WorkerMessage::Described(Ok(dataset(&[20]))));
     let launched: Vec<_> =
         actions(&mut job).into_iter().filter(|a| matches!(a, Action::Launch { .. })).collect();
     assert_eq!(launched, [launch_at(3, 2)]);
@@ -105,7 +105,7 @@ fn a_failure_reported_by_a_worker_is_not_counted_again_at_its_pods_end() {
     deliver(
         &mut job,
         2,
-        FromWorker::Failed { error: "no".into(), ranges: Vec::new(), fatal: false },
+        WorkerMessage::Failed { error: "no".into(), ranges: Vec::new(), fatal: false },
     );
     ended(&mut job, 3, 1, Exit::Code(1));
     assert_eq!(job.lifecycle.failures(), 1);
@@ -141,7 +141,7 @@ fn a_pod_that_ends_without_notice_loses_all_its_workers_at_once() {
 #[test]
 fn a_leaving_worker_releases_its_pod_and_its_slots_are_filled_at_once() {
     let mut job = started(pods(), &[20]);
-    deliver(&mut job, 4, FromWorker::Leaving);
+    deliver(&mut job, 4, WorkerMessage::Leaving);
     let expected = [
         vec![launch_at(5, 2)],
         broadcast_membership(&[1, 2, 3, 4], &membership(2, &[1, 2], false)),
@@ -149,7 +149,7 @@ fn a_leaving_worker_releases_its_pod_and_its_slots_are_filled_at_once() {
     .concat();
     assert_eq!(done(&mut job), expected);
     // The worker also receives SIGTERM; its `Leaving` has no further effect.
-    deliver(&mut job, 3, FromWorker::Leaving);
+    deliver(&mut job, 3, WorkerMessage::Leaving);
     job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(3), reason: "preempted".into() });
     assert_eq!(done(&mut job), []);
     ended(&mut job, 2, 3, Exit::Code(143));
@@ -165,7 +165,10 @@ fn a_scale_down_retires_whole_pods_from_the_highest_slot_down() {
     done(&mut job);
     // Worker 6 has not sent a hello. Its pod must not be killed before worker 5 has left in order.
     job.handle(at(2), Event::Scale { num_workers: 4 });
-    assert_eq!(done(&mut job), [send(5, ToWorker::Shutdown("fewer workers are wanted".into()))]);
+    assert_eq!(
+        done(&mut job),
+        [send(5, MasterMessage::Shutdown("fewer workers are wanted".into()))]
+    );
     job.handle(at(3), Event::Scale { num_workers: 2 });
     assert_eq!(done(&mut job), broadcast_membership(&[1, 2, 3, 4], &membership(2, &[1, 2], false)));
 }
@@ -174,7 +177,7 @@ fn a_scale_down_retires_whole_pods_from_the_highest_slot_down() {
 fn an_unschedulable_pod_counts_as_one_probe() {
     let mut job = Job::new(JobSpec { num_workers: 12, max_workers: 12, ..pods() });
     (1..=2).for_each(|launch| connect(&mut job, launch));
-    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[1000]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
     let mut asked = done(&mut job);
     asked.retain(|a| matches!(a, Action::Launch { .. }));
     assert_eq!(asked, [1, 3, 5, 7, 9, 11].map(|launch| launch_at(launch, launch as u32 - 1)));
@@ -197,7 +200,7 @@ fn a_launch_without_a_hello_is_counted_and_its_pod_is_released_in_order() {
     connect(&mut job, 1);
     done(&mut job);
     job.handle_timeout(at(60_000));
-    let shutdown = send(1, ToWorker::Shutdown("another worker of its pod goes".into()));
+    let shutdown = send(1, MasterMessage::Shutdown("another worker of its pod goes".into()));
     assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![shutdown, kill(1)], 1));
 }
 
@@ -208,8 +211,8 @@ fn a_stopping_job_keeps_a_pod_with_a_worker_that_it_needs() {
     connect(&mut job, 3);
     done(&mut job);
     job.handle(at(2), Event::Stop);
-    let drained = [1, 2].map(|worker| send(worker, ToWorker::Drain));
-    let shutdown = send(3, ToWorker::Shutdown("the job is stopping".into()));
+    let drained = [1, 2].map(|worker| send(worker, MasterMessage::Drain));
+    let shutdown = send(3, MasterMessage::Shutdown("the job is stopping".into()));
     assert_eq!(done(&mut job), [drained[0].clone(), drained[1].clone(), shutdown]);
     connect(&mut job, 4);
     assert!(matches!(
@@ -227,16 +230,19 @@ fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
     let checkpoints = Some(CheckpointSpec { dir: "kept".into(), every, keep: 1, exclusive: false });
     let mut job = Job::new(JobSpec { checkpoints, ..pods() });
     (1..=2).for_each(|i| connect(&mut job, i));
-    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
     (3..=4).for_each(|i| connect(&mut job, i));
-    (1..=3).for_each(|i| deliver(&mut job, i, FromWorker::Ready { parameters: 10 }));
+    (1..=3).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
     job.handle_timeout(at(1000));
     deliver(&mut job, 1, formed(1, 0, &[]));
     done(&mut job);
     job.handle(at(1000), Event::Stop);
     let sent = done(&mut job);
-    assert!(sent.contains(&send(3, ToWorker::Drain)), "{sent:?}");
-    assert!(sent.contains(&send(4, ToWorker::Shutdown("the job is stopping".into()))), "{sent:?}");
+    assert!(sent.contains(&send(3, MasterMessage::Drain)), "{sent:?}");
+    assert!(
+        sent.contains(&send(4, MasterMessage::Shutdown("the job is stopping".into()))),
+        "{sent:?}"
+    );
     gone(&mut job, 1001, 4);
     job.handle_timeout(at(30_000));
     assert_eq!(done(&mut job), []);
@@ -292,7 +298,7 @@ fn a_pod_with_a_worker_that_does_not_reconnect_is_released_in_order() {
     let mut job = Job::restore(started(pods(), &[20]).to_persisted(), at(1000)).unwrap();
     for i in [1, 2, 3] {
         reconnect(&mut job, 1010, i, &[1, 2, 3, 4]);
-        deliver(&mut job, i, FromWorker::HeldLeases { step: 0, ranges: Vec::new() });
+        deliver(&mut job, i, WorkerMessage::HeldLeases { step: 0, ranges: Vec::new() });
     }
     deliver(&mut job, 1, formed(1, 0, &[]));
     done(&mut job);

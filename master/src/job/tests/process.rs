@@ -30,10 +30,10 @@ pub(super) struct Process {
     /// Exit of the process, until the master learns of it.
     pub(super) exit: Option<Exit>,
     /// Messages in flight to the master; the end of the stream follows them if `closed`.
-    pub(super) up: VecDeque<FromWorker>,
+    pub(super) up: VecDeque<WorkerMessage>,
     pub(super) closed: bool,
     pub(super) end_seen: bool,
-    pub(super) down: VecDeque<ToWorker>,
+    pub(super) down: VecDeque<MasterMessage>,
     pub(super) newest: Option<Membership>,
     /// The ring that the process is a member of, once that has formed.
     pub(super) ring: Option<Generation>,
@@ -83,9 +83,9 @@ impl Process {
             set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
         });
         let step = self.state.as_ref().map_or(0, |s| s.step);
-        self.up.push_back(FromWorker::HeldLeases { step, ranges: ranges.collect() });
+        self.up.push_back(WorkerMessage::HeldLeases { step, ranges: ranges.collect() });
         if self.newest.is_none() && self.prepared {
-            self.up.push_back(FromWorker::Ready { parameters: 10 });
+            self.up.push_back(WorkerMessage::Ready { parameters: 10 });
         }
         match (self.ring, &self.state, &self.newest) {
             (Some(ring), Some(state), _) if self.finished == Some(ring) => {
@@ -93,12 +93,12 @@ impl Process {
             }
             (Some(generation), Some(state), _) if speaks => {
                 let ledger = report(&state.ledger);
-                self.up.push_back(FromWorker::Formed { generation, step, ledger });
+                self.up.push_back(WorkerMessage::Formed { generation, step, ledger });
             }
             (None, _, Some(newest)) if self.broke == Some(newest.generation) => {
                 let generation = newest.generation;
                 let error = "before".into();
-                self.up.push_back(FromWorker::Broken {
+                self.up.push_back(WorkerMessage::Broken {
                     generation,
                     suspect: None,
                     error,
@@ -108,14 +108,14 @@ impl Process {
             _ => {}
         }
         if self.leaving {
-            self.up.push_back(FromWorker::Leaving);
+            self.up.push_back(WorkerMessage::Leaving);
         }
     }
 
     /// The newest membership that its stream delivered.
     pub(super) fn known_membership(&self) -> Option<Membership> {
         let came = self.down.iter().filter_map(|m| match m {
-            ToWorker::Membership(m) => Some(m),
+            MasterMessage::Membership(m) => Some(m),
             _ => None,
         });
         came.chain(&self.newest).max_by_key(|m| m.generation).cloned()
@@ -167,7 +167,7 @@ impl Process {
             return self.exit_if_excluded();
         }
         self.broke = Some(generation);
-        self.up.push_back(FromWorker::Broken {
+        self.up.push_back(WorkerMessage::Broken {
             generation,
             suspect,
             error: "link".into(),
@@ -187,10 +187,10 @@ impl Process {
 }
 
 /// The final report of a member when the group holds the final state.
-pub(super) fn final_report(generation: Generation, state: &State) -> FromWorker {
+pub(super) fn final_report(generation: Generation, state: &State) -> WorkerMessage {
     let (step, ledger) = (state.step, report(&state.ledger));
     let records_trained = state.ledger.counted();
-    FromWorker::Finished(Finished {
+    WorkerMessage::Finished(Finished {
         generation,
         step,
         digest: step,

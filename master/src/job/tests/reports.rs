@@ -30,15 +30,19 @@ fn messages_that_are_invalid_in_the_current_state_have_no_effect() {
             committed(1, 5, &[(0, 4)]),
             formed(1, 5, &[(0, 4)]),
             formed(2, 5, &[]),
-            FromWorker::Described(Err("no".into())),
-            FromWorker::Ready { parameters: 99 },
+            WorkerMessage::Described(Err("no".into())),
+            WorkerMessage::Ready { parameters: 99 },
             finished(0, 3, 3),
             finished(2, 3, 3),
             broken(2, 1),
-            FromWorker::LeaseRequest { epoch: 2, records: 1 },
-            FromWorker::LeaseRequest { epoch: u32::MAX, records: u64::MAX },
+            WorkerMessage::LeaseRequest { epoch: 2, records: 1 },
+            WorkerMessage::LeaseRequest { epoch: u32::MAX, records: u64::MAX },
             ask(0),
-            FromWorker::Resumed { generation: Generation(7), step: 1, phases: Phases::default() },
+            WorkerMessage::Resumed {
+                generation: Generation(7),
+                step: 1,
+                phases: Phases::default(),
+            },
         ] {
             deliver(&mut job, worker, message);
         }
@@ -59,15 +63,15 @@ fn an_impossible_report_fails_its_worker() {
         (started(spec(), &[20]), finished(1, 1, 1)),
     ] {
         let message = match message {
-            FromWorker::Finished(word) => {
+            WorkerMessage::Finished(word) => {
                 let ledger = LedgerReport { epochs_complete: 3, ..word.ledger };
-                FromWorker::Finished(Finished { ledger, ..word })
+                WorkerMessage::Finished(Finished { ledger, ..word })
             }
             other => other,
         };
         deliver(&mut job, 1, message);
         assert_eq!(job.lifecycle.failures(), 1);
-        let next = ToWorker::Membership(membership(2, &[2, 3], true));
+        let next = MasterMessage::Membership(membership(2, &[2, 3], true));
         assert!(actions(&mut job).contains(&send(2, next)));
     }
 }
@@ -76,15 +80,19 @@ fn an_impossible_report_fails_its_worker() {
 fn extreme_numbers_neither_panic_nor_lease_too_much() {
     let mut job = started(spec(), &[20]);
     for _ in 0..3 {
-        deliver(&mut job, 1, FromWorker::LeaseRequest { epoch: 0, records: u64::MAX });
-        deliver(&mut job, 1, FromWorker::LeaseRequest { epoch: 1, records: u64::MAX });
+        deliver(&mut job, 1, WorkerMessage::LeaseRequest { epoch: 0, records: u64::MAX });
+        deliver(&mut job, 1, WorkerMessage::LeaseRequest { epoch: 1, records: u64::MAX });
     }
     let phases = Phases { detect_us: u64::MAX, agree_us: u64::MAX, ..Phases::default() };
-    deliver(&mut job, 1, FromWorker::Resumed { generation: Generation(1), step: u64::MAX, phases });
-    let FromWorker::Committed(report) = committed(1, 1, &[]) else { unreachable!() };
+    deliver(
+        &mut job,
+        1,
+        WorkerMessage::Resumed { generation: Generation(1), step: u64::MAX, phases },
+    );
+    let WorkerMessage::Committed(report) = committed(1, 1, &[]) else { unreachable!() };
     let report = Committed { step: u64::MAX, records: u64::MAX, loss_sum: f64::NAN, ..report };
-    deliver(&mut job, 1, FromWorker::Committed(report.clone()));
-    deliver(&mut job, 1, FromWorker::Committed(report));
+    deliver(&mut job, 1, WorkerMessage::Committed(report.clone()));
+    deliver(&mut job, 1, WorkerMessage::Committed(report));
     let status = job.status(at(1));
     assert!(status.workers[0].leased_records <= 40 && (0.0..=1.0).contains(&status.progress));
     assert_eq!(job.summary(at(1)).records.counted, 0);
@@ -93,7 +101,7 @@ fn extreme_numbers_neither_panic_nor_lease_too_much() {
 #[test]
 fn a_gap_is_the_largest_that_a_member_reports_and_the_start_has_none() {
     let mut job = started(spec(), &[20]);
-    let resumed = |generation, detect_us| FromWorker::Resumed {
+    let resumed = |generation, detect_us| WorkerMessage::Resumed {
         generation: Generation(generation),
         step: 1,
         phases: Phases { detect_us, connect_us: 500, ..Phases::default() },
@@ -192,7 +200,7 @@ fn a_status_shows_every_worker_and_the_last_lines() {
 #[test]
 fn the_all_reduce_transport_comes_from_the_lowest_rank_and_its_changes_are_logged() {
     let mut job = started(spec(), &[20]);
-    let over = |generation, what: &str| FromWorker::AllreduceTransport {
+    let over = |generation, what: &str| WorkerMessage::AllreduceTransport {
         generation: Generation(generation),
         what: what.into(),
     };

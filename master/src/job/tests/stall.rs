@@ -46,7 +46,7 @@ fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(WaitPosition, u
     });
     job.handle(
         at(ms),
-        Event::Message { worker: WorkerId(worker), message: FromWorker::Heartbeat(stall) },
+        Event::Message { worker: WorkerId(worker), message: WorkerMessage::Heartbeat(stall) },
     );
 }
 
@@ -58,7 +58,7 @@ fn outcome(job: &mut Job) -> (Vec<u64>, Option<(Vec<u64>, bool)>) {
         _ => None,
     });
     let published = done.iter().rev().find_map(|action| match action {
-        Action::Send { message: ToWorker::Membership(m), .. } => {
+        Action::Send { message: MasterMessage::Membership(m), .. } => {
             Some((m.members.iter().map(|(id, _)| id.0).collect(), m.abort))
         }
         _ => None,
@@ -66,8 +66,8 @@ fn outcome(job: &mut Job) -> (Vec<u64>, Option<(Vec<u64>, bool)>) {
     (out.collect(), published)
 }
 
-fn unreachable(generation: u64, suspect: u64) -> FromWorker {
-    FromWorker::Broken {
+fn unreachable(generation: u64, suspect: u64) -> WorkerMessage {
+    WorkerMessage::Broken {
         generation: Generation(generation),
         suspect: Some(WorkerId(suspect)),
         error: "no answer".into(),
@@ -229,8 +229,8 @@ fn a_switch_that_one_member_cannot_complete_does_not_block_for_ever() {
     job.handle(at(0), Event::Scale { num_workers: 5 });
     let (launch, address) = (LaunchId(5), address(5));
     job.handle(at(0), Event::Connected { connection, launch, address, pid: 105, resume: None });
-    deliver(&mut job, 5, FromWorker::Ready { parameters: 10 });
-    deliver(&mut job, 5, FromWorker::CaughtUp { step: 0 });
+    deliver(&mut job, 5, WorkerMessage::Ready { parameters: 10 });
+    deliver(&mut job, 5, WorkerMessage::CaughtUp { step: 0 });
     assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4, 5], false))));
     // The end of the step has not arrived from 1 at 2: worker 2 is still in generation 1, and
     // worker 3 waits for its dial in vain.

@@ -104,9 +104,9 @@ fn a_group_that_goes_back_a_step_reopens_its_shards() {
     assert_eq!(records.shard_counts(), ShardCounts { todo: 2, leased: 0, done: 1 });
 }
 
-fn report(step: u64, compute_us: &[u64]) -> FromWorker {
-    let FromWorker::Committed(report) = committed(1, step, &[]) else { unreachable!() };
-    FromWorker::Committed(Committed { compute_us: compute_us.to_vec(), ..report })
+fn report(step: u64, compute_us: &[u64]) -> WorkerMessage {
+    let WorkerMessage::Committed(report) = committed(1, step, &[]) else { unreachable!() };
+    WorkerMessage::Committed(Committed { compute_us: compute_us.to_vec(), ..report })
 }
 
 const NO_STRAGGLERS: [u64; 0] = [];
@@ -152,7 +152,7 @@ fn a_worker_shows_the_groups_step_once_it_has_its_state() {
     assert_eq!(steps, [Some(3), Some(3), Some(3), None]);
 }
 
-fn resumed(generation: u64, step: u64, detect_us: u64) -> FromWorker {
+fn resumed(generation: u64, step: u64, detect_us: u64) -> WorkerMessage {
     let phases = Phases {
         detect_us,
         abort_us: 200,
@@ -161,7 +161,7 @@ fn resumed(generation: u64, step: u64, detect_us: u64) -> FromWorker {
         state_us: 500,
         first_step_us: 600,
     };
-    FromWorker::Resumed { generation: Generation(generation), step, phases }
+    WorkerMessage::Resumed { generation: Generation(generation), step, phases }
 }
 
 /// The log events about the pauses of membership changes.
@@ -221,7 +221,7 @@ fn a_status_has_the_last_20_changes_and_the_summary_stays_bounded() {
     let mut job = started(spec(), &[20]);
     for generation in 2..=10_100 {
         // A link breaks, and the same three workers continue.
-        let broken = FromWorker::Broken {
+        let broken = WorkerMessage::Broken {
             generation: Generation(generation - 1),
             suspect: None,
             error: "".into(),
@@ -298,8 +298,8 @@ fn shards_are_shown_from_the_first_lease_to_the_last_epochs_end() {
     assert_eq!(shown(&job), Some((2, 0, 3)));
     deliver(&mut job, 1, committed(1, 2, &[(12, 20)]));
     assert_eq!(shown(&job), Some((5, 0, 0)), "of the next epoch");
-    let FromWorker::Committed(all) = committed(1, 3, &[(0, 20)]) else { unreachable!() };
+    let WorkerMessage::Committed(all) = committed(1, 3, &[(0, 20)]) else { unreachable!() };
     let ranges = vec![RecordRange { epoch: 1, start: 0, end: 20 }];
-    deliver(&mut job, 1, FromWorker::Committed(Committed { ranges, ..all }));
+    deliver(&mut job, 1, WorkerMessage::Committed(Committed { ranges, ..all }));
     assert_eq!(shown(&job), Some((0, 0, 5)));
 }

@@ -8,8 +8,8 @@ use super::super::*;
 use super::directed::*;
 use crate::job::testing::spec;
 
-fn waits(storage: Option<&str>, ms: u64) -> FromWorker {
-    FromWorker::StorageWait {
+fn waits(storage: Option<&str>, ms: u64) -> WorkerMessage {
+    WorkerMessage::StorageWait {
         storage: storage.map(str::to_owned),
         waited: Duration::from_millis(ms),
     }

@@ -30,9 +30,9 @@ pub(super) fn reconnect_with(job: &mut Job, ms: u64, i: u64, membership: Option<
     job.handle(at(ms), Event::Connected { connection, launch, address, pid, resume: Some(resume) });
 }
 
-pub(super) fn holding(step: u64, ranges: &[(u64, u64)]) -> FromWorker {
+pub(super) fn holding(step: u64, ranges: &[(u64, u64)]) -> WorkerMessage {
     let ranges = ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
-    FromWorker::HeldLeases { step, ranges }
+    WorkerMessage::HeldLeases { step, ranges }
 }
 
 pub(super) fn admit(i: u64) -> Action {
@@ -43,8 +43,8 @@ pub(super) fn refused(actions: &[Action]) -> bool {
     matches!(actions, [Action::Refuse { .. }])
 }
 
-pub(super) fn lease(ranges: &[(u64, u64)]) -> ToWorker {
-    ToWorker::Lease(
+pub(super) fn lease(ranges: &[(u64, u64)]) -> MasterMessage {
+    MasterMessage::Lease(
         ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect(),
     )
 }
@@ -125,7 +125,10 @@ fn a_worker_that_does_not_reconnect_in_time_is_lost() {
     job.handle_timeout(at(4000));
     let next = membership(2, &[1, 3], true);
     let kill = Action::Kill { launch: LaunchId(2) };
-    let told = [send(1, ToWorker::Membership(next.clone())), send(3, ToWorker::Membership(next))];
+    let told = [
+        send(1, MasterMessage::Membership(next.clone())),
+        send(3, MasterMessage::Membership(next)),
+    ];
     assert_eq!(actions(&mut job), [vec![kill], told.to_vec()].concat());
     reconnect(&mut job, 4001, 2, 1);
     assert!(refused(&actions(&mut job)));
@@ -168,7 +171,7 @@ fn a_membership_that_not_all_members_have_received_is_published_again() {
     actions(&mut job);
     reconnect(&mut job, 1010, 1, 2);
     reconnect(&mut job, 1010, 3, 1);
-    assert_eq!(actions(&mut job), [admit(1), admit(3), send(3, ToWorker::Membership(second))]);
+    assert_eq!(actions(&mut job), [admit(1), admit(3), send(3, MasterMessage::Membership(second))]);
 }
 
 /// A successor master that resumes from the outdated `old`, and finds the launches that run.
@@ -189,9 +192,9 @@ fn with_an_outdated_persisted_job_the_newest_membership_that_a_worker_knows_coun
     assert_eq!(actions(&mut job), [admit(1)]);
     let third = membership(3, &[1, 3, 4], false);
     reconnect_with(&mut job, 1010, 4, Some(third.clone()));
-    assert_eq!(actions(&mut job), [send(1, ToWorker::Membership(third.clone())), admit(4)]);
+    assert_eq!(actions(&mut job), [send(1, MasterMessage::Membership(third.clone())), admit(4)]);
     reconnect_with(&mut job, 1020, 3, Some(membership(2, &[1, 3], true)));
-    assert_eq!(actions(&mut job), [admit(3), send(3, ToWorker::Membership(third))]);
+    assert_eq!(actions(&mut job), [admit(3), send(3, MasterMessage::Membership(third))]);
     [1, 3, 4].iter().for_each(|&i| deliver(&mut job, i, holding(2, &[])));
     deliver(&mut job, 1, formed(3, 2, &[(0, 2)]));
     let status = job.status(at(1020));
@@ -296,7 +299,7 @@ fn facts_without_another_source_are_durable_before_further_actions() {
     let first = job.durable_before();
     connect(&mut job, 1);
     assert!(job.version() > first && job.durable_before() == first);
-    deliver(&mut job, 1, FromWorker::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
     let described = job.durable_before();
     assert!(described > first);
     let mut job = started(in_order(1), &[20]);

@@ -182,7 +182,7 @@ impl World {
                     set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
                 });
                 let ranges = ranges.collect();
-                p.up.push_back(FromWorker::Failed {
+                p.up.push_back(WorkerMessage::Failed {
                     error: "user's error".into(),
                     ranges,
                     fatal: false,
@@ -201,7 +201,7 @@ impl World {
                 let p = self.at(launch);
                 if p.worker.is_some() && !p.leaving {
                     p.leaving = true;
-                    p.up.push_back(FromWorker::Leaving);
+                    p.up.push_back(WorkerMessage::Leaving);
                 }
             }
             Fault::MasterDies(None) => self.replace_master(),
@@ -387,7 +387,7 @@ impl World {
                 for (epoch, records) in self.wants(&self.processes[index(id)]) {
                     let p = self.at(id);
                     *p.asked.entry(epoch).or_default() += records;
-                    p.up.push_back(FromWorker::LeaseRequest { epoch, records });
+                    p.up.push_back(WorkerMessage::LeaseRequest { epoch, records });
                 }
             }
             Op::Break(id) => self.see_break(id),
@@ -442,26 +442,28 @@ impl World {
         }
         p.old = p.old.saturating_sub(1);
         match p.down.pop_front().unwrap() {
-            ToWorker::Describe => p.up.push_back(FromWorker::Described(Ok(dataset(&[records])))),
-            ToWorker::Drain => p.drained = true,
-            ToWorker::KeepCheckpoint => {}
-            ToWorker::Suspend => panic!("there is no place for checkpoints"),
-            ToWorker::Fetch(donors) => {
+            MasterMessage::Describe => {
+                p.up.push_back(WorkerMessage::Described(Ok(dataset(&[records]))))
+            }
+            MasterMessage::Drain => p.drained = true,
+            MasterMessage::KeepCheckpoint => {}
+            MasterMessage::Suspend => panic!("there is no place for checkpoints"),
+            MasterMessage::Fetch(donors) => {
                 let reached = |p: &Process| {
                     donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.partitioned
                 };
                 if !self.processes[index(id)].partitioned && self.processes.iter().any(reached) {
-                    self.at(id).up.push_back(FromWorker::CaughtUp { step: 0 });
+                    self.at(id).up.push_back(WorkerMessage::CaughtUp { step: 0 });
                 }
             }
-            ToWorker::Lease(ranges) => {
+            MasterMessage::Lease(ranges) => {
                 for range in ranges {
                     let asked = p.asked.get_mut(&range.epoch).expect("it asked for this epoch");
                     *asked = asked.checked_sub(range.len()).expect("it asked for as many records");
                     assert_eq!(p.held.entry(range.epoch).or_default().insert(range.records()), 0);
                 }
             }
-            ToWorker::Membership(membership) => {
+            MasterMessage::Membership(membership) => {
                 if membership.abort {
                     p.ring = None;
                     p.half_committed = None;
@@ -471,11 +473,11 @@ impl World {
                     p.exit_if_excluded();
                 }
             }
-            ToWorker::Prepare(_) => {
+            MasterMessage::Prepare(_) => {
                 p.prepared = true;
-                p.up.push_back(FromWorker::Ready { parameters: 10 });
+                p.up.push_back(WorkerMessage::Ready { parameters: 10 });
             }
-            ToWorker::Shutdown(_) => p.die(Exit::Code(0)),
+            MasterMessage::Shutdown(_) => p.die(Exit::Code(0)),
         }
     }
 
@@ -494,23 +496,23 @@ impl World {
         let accepted = !self.gone.contains(&worker);
         let newest = self.published.last().map(|m| (m.generation, m.members[0].0));
         match &message {
-            FromWorker::Formed { generation, .. }
+            WorkerMessage::Formed { generation, .. }
                 if accepted && newest == Some((*generation, worker)) =>
             {
                 self.formed.insert(*generation);
             }
-            FromWorker::Broken { generation, .. } if accepted => {
+            WorkerMessage::Broken { generation, .. } if accepted => {
                 self.broken.insert(*generation);
             }
-            FromWorker::Finished(word) if accepted => {
+            WorkerMessage::Finished(word) if accepted => {
                 self.finished.insert((worker, word.generation));
             }
-            FromWorker::Failed { .. } if accepted => {
+            WorkerMessage::Failed { .. } if accepted => {
                 self.gone.insert(worker);
                 self.excused.insert(worker);
                 self.counted += u32::from(self.job.lifecycle.is_running());
             }
-            FromWorker::Leaving if accepted => {
+            WorkerMessage::Leaving if accepted => {
                 self.excused.insert(worker);
             }
             _ => {}

@@ -5,8 +5,8 @@ use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
 use elasticdl_master::job::{
-    Action, Batch, Committed, ConnectionId, Event, FromWorker, Job, JobSpec, LaunchId,
-    LedgerReport, StepTimes, Time, ToWorker,
+    Action, Batch, Committed, ConnectionId, Event, Job, JobSpec, LaunchId, LedgerReport,
+    MasterMessage, StepTimes, Time, WorkerMessage,
 };
 use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
 use elasticdl_tests::job_spec;
@@ -27,7 +27,11 @@ pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
     while operations < u64::from(shards) {
         let mut ranges: Vec<RecordRange> = Vec::new();
         for worker in 1..=u64::from(workers) {
-            send(&mut job, worker, FromWorker::LeaseRequest { epoch: 0, records: SHARD_RECORDS });
+            send(
+                &mut job,
+                worker,
+                WorkerMessage::LeaseRequest { epoch: 0, records: SHARD_RECORDS },
+            );
             ranges.extend(drain(&mut job));
         }
         operations += ranges.len() as u64;
@@ -46,7 +50,7 @@ pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
             times,
             steps_skipped: 0,
         };
-        send(&mut job, 1, FromWorker::Committed(report));
+        send(&mut job, 1, WorkerMessage::Committed(report));
         // Near the epoch's end, records that a commit makes available belong to the next step.
         let late = drain(&mut job);
         assert!(late.is_empty() || operations < u64::from(shards), "leases after the end");
@@ -62,7 +66,7 @@ pub(crate) fn worker_bytes() -> Result<u64, Fault> {
     let mut job = Job::new(spec(WORKERS));
     drain(&mut job);
     connect(&mut job, 1);
-    send(&mut job, 1, FromWorker::Described(Ok(dataset(1 << 10))));
+    send(&mut job, 1, WorkerMessage::Described(Ok(dataset(1 << 10))));
     drain(&mut job);
     let before = resident_bytes(std::process::id())?;
     for worker in 2..=u64::from(WORKERS) {
@@ -78,11 +82,12 @@ pub(crate) fn worker_bytes() -> Result<u64, Fault> {
 fn started(workers: u32, shards: u64) -> Job {
     let mut job = Job::new(spec(workers));
     connect(&mut job, 1);
-    send(&mut job, 1, FromWorker::Described(Ok(dataset(shards))));
+    send(&mut job, 1, WorkerMessage::Described(Ok(dataset(shards))));
     (2..=u64::from(workers)).for_each(|worker| connect(&mut job, worker));
-    (1..=u64::from(workers)).for_each(|w| send(&mut job, w, FromWorker::Ready { parameters: 10 }));
+    (1..=u64::from(workers))
+        .for_each(|w| send(&mut job, w, WorkerMessage::Ready { parameters: 10 }));
     let ledger = LedgerReport::default();
-    send(&mut job, 1, FromWorker::Formed { generation: Generation(1), step: 0, ledger });
+    send(&mut job, 1, WorkerMessage::Formed { generation: Generation(1), step: 0, ledger });
     drain(&mut job);
     job
 }
@@ -105,7 +110,7 @@ fn connect(job: &mut Job, i: u64) {
     job.handle(NOW, Event::Connected { connection, launch, address, pid: 1, resume: None });
 }
 
-fn send(job: &mut Job, worker: u64, message: FromWorker) {
+fn send(job: &mut Job, worker: u64, message: WorkerMessage) {
     job.handle(NOW, Event::Message { worker: WorkerId(worker), message });
 }
 
@@ -113,7 +118,7 @@ fn send(job: &mut Job, worker: u64, message: FromWorker) {
 fn drain(job: &mut Job) -> Vec<RecordRange> {
     let mut leased = Vec::new();
     while let Some(action) = job.poll_action() {
-        if let Action::Send { message: ToWorker::Lease(ranges), .. } = action {
+        if let Action::Send { message: MasterMessage::Lease(ranges), .. } = action {
             leased.extend(ranges);
         }
     }

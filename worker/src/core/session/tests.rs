@@ -73,7 +73,7 @@ enum Operation {
 struct Node {
     id: WorkerId,
     session: Session,
-    inbox: VecDeque<ToWorker>,
+    inbox: VecDeque<TestMessage>,
     doing: Doing,
     /// Index of the next operation in this node's ring.
     operation: usize,
@@ -88,7 +88,7 @@ struct Node {
 }
 
 #[derive(Clone, Debug)]
-enum ToWorker {
+enum TestMessage {
     Drain,
     Fetch(Vec<(WorkerId, SocketAddr)>),
     Lease(RecordRange),
@@ -200,7 +200,7 @@ impl World {
             self.ready.push(id);
         } else {
             self.fetching.push(id);
-            self.send(id, ToWorker::Fetch(self.donors()));
+            self.send(id, TestMessage::Fetch(self.donors()));
         }
         self.switch();
     }
@@ -238,7 +238,7 @@ impl World {
         // The fence acts at once: links of generations before a loss end, also under a blocked
         // operation.
         for message in &self.nodes[index].inbox {
-            if let ToWorker::Membership(Membership { abort: true, generation, .. }) = message {
+            if let TestMessage::Membership(Membership { abort: true, generation, .. }) = message {
                 self.rings.range_mut(..generation.0).for_each(|(_, ring)| ring.broken = true);
             }
         }
@@ -250,10 +250,10 @@ impl World {
         for _ in 0..deliver {
             let node = &mut self.nodes[index];
             match node.inbox.pop_front().expect("counted") {
-                ToWorker::Drain => node.session.handle_drain(),
-                ToWorker::Fetch(donors) => node.session.handle_fetch(donors),
-                ToWorker::Lease(range) => node.session.handle_lease(vec![range]),
-                ToWorker::Membership(membership) => node.session.handle_membership(membership),
+                TestMessage::Drain => node.session.handle_drain(),
+                TestMessage::Fetch(donors) => node.session.handle_fetch(donors),
+                TestMessage::Lease(range) => node.session.handle_lease(vec![range]),
+                TestMessage::Membership(membership) => node.session.handle_membership(membership),
             }
         }
         match self.nodes[index].doing {
@@ -650,7 +650,7 @@ fn a_drained_group_stops_together_at_one_step() {
         while world.nodes.iter().any(|n| n.finished.is_none()) {
             ticks += 1;
             if ticks == 500 {
-                world.send(drained, ToWorker::Drain);
+                world.send(drained, TestMessage::Drain);
             }
             assert!(ticks < 100_000, "seed {seed}: the run does not end");
             let index = world.rng.random_range(0..world.nodes.len());

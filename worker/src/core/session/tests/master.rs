@@ -12,7 +12,7 @@ impl World {
         self.members.iter().filter(holds_state).map(|id| (*id, address())).collect()
     }
 
-    pub(super) fn send(&mut self, to: WorkerId, message: ToWorker) {
+    pub(super) fn send(&mut self, to: WorkerId, message: TestMessage) {
         if let Some(node) = self.nodes.iter_mut().find(|n| n.id == to) {
             node.inbox.push_back(message);
         }
@@ -62,12 +62,12 @@ impl World {
         let ring = Ring { world_size: self.members.len(), ..Ring::default() };
         self.rings.insert(self.generation.0, ring);
         for member in recipients {
-            self.send(member, ToWorker::Membership(membership.clone()));
+            self.send(member, TestMessage::Membership(membership.clone()));
         }
         let donors = self.donors();
         if !donors.is_empty() {
             for joiner in self.fetching.clone() {
-                self.send(joiner, ToWorker::Fetch(donors.clone()));
+                self.send(joiner, TestMessage::Fetch(donors.clone()));
             }
         }
     }
@@ -137,7 +137,7 @@ impl World {
                 let range = RecordRange { epoch, start: first.start, end: first.start + len };
                 self.leases.entry(worker).or_default().push(range);
                 records = records.saturating_sub(len);
-                self.send(worker, ToWorker::Lease(range));
+                self.send(worker, TestMessage::Lease(range));
             }
             self.requested.insert((worker, epoch), records);
         }
