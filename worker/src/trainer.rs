@@ -13,7 +13,9 @@ use elasticdl_collective::device::{DeviceGroup, NcclPolicy};
 use elasticdl_collective::{
     CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver,
 };
-use elasticdl_proto::{MasterMessage, Membership, RecordRange, WorkerId, WorkerMessage};
+use elasticdl_proto::{
+    Generation, MasterMessage, Membership, RecordRange, WorkerId, WorkerMessage,
+};
 
 use crate::buckets::Gradients;
 use crate::core::halt::{Halt, Reason};
@@ -51,7 +53,7 @@ pub(crate) struct Trainer<'a, M: Model> {
     /// Whether this worker would use NCCL.
     nccl: NcclPolicy,
     /// The all-reduce transport that was reported to the master last.
-    allreduce_transport: Option<String>,
+    allreduce_transport: Option<(Generation, String)>,
     /// Joining workers that receive the state from this one.
     donor: Donor,
     checkpoints: Checkpointing,

@@ -38,14 +38,17 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
-    /// Reports the transport of the step's all-reduce to the master if it has changed.
+    /// Reports the transport of the step's all-reduce to the master: once per generation, because
+    /// the master ignores a report about a generation that it has replaced, and when it changes.
     pub(super) fn report_transport(&mut self, path: Path) {
         let (Some((generation, 0)), Some(ring)) = (self.session.group_rank(), &self.ring) else {
             return;
         };
         let what = describe_transport(ring, path, self.session.nccl_obstacle(), &self.nccl);
-        if self.allreduce_transport.as_ref() != Some(&what) {
-            self.allreduce_transport = Some(what.clone());
+        let report = (generation, what);
+        if self.allreduce_transport.as_ref() != Some(&report) {
+            let (generation, what) = report.clone();
+            self.allreduce_transport = Some(report);
             self.outbox.send(WorkerMessage::AllreduceTransport { generation, what });
         }
     }
