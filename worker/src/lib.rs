@@ -14,8 +14,9 @@
 //! ```
 //!
 //! **Invariants:** This crate knows nothing about processes or pods, nor about how it was launched
-//! beyond its environment variables. Generated protobuf types do not leave `control`. All decisions
-//! are made in `core` (the session and its data types), which does no IO and reads no clock.
+//! beyond its environment variables. Messages to and from the master are the types of
+//! `elasticdl-proto`. All decisions are made in `core` (the session, the control stream's state and
+//! their data types), which does no IO and reads no clock.
 
 mod buckets;
 #[cfg(feature = "candle")]

@@ -131,7 +131,8 @@ impl ControlState {
         self.is_leaving
     }
 
-    /// The worker got SIGTERM. Returns what is sent to the master; every later master is told too.
+    /// The worker got SIGTERM. Returns the message to the master; every later master receives it
+    /// after the worker's held leases.
     pub fn terminate(&mut self) -> Option<WorkerMessage> {
         self.is_leaving = true;
         (self.stream == Stream::Open { is_current: true }).then_some(WorkerMessage::Leaving)
