@@ -33,6 +33,7 @@ fn master() -> Service {
         .method(method("status", "Status", "StatusRequest", "Status").build())
         .method(method("scale", "Scale", "ScaleRequest", "ScaleReply").build())
         .method(method("checkpoint", "Checkpoint", "CheckpointRequest", "CheckpointReply").build())
+        .method(method("suspend", "Suspend", "SuspendRequest", "SuspendReply").build())
         .build()
 }
 

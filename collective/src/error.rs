@@ -87,6 +87,18 @@ pub enum CollectiveError {
         /// Expected and received values.
         reason: String,
     },
+    /// The program that answers at the address of this rank did not prove that it knows the job's
+    /// secret, and was sent nothing. Report it, then proceed as for `PeerLost`.
+    #[error(
+        "rank {rank} (worker {member}) did not prove that it knows the job's secret: is another \
+         program listening at its address?"
+    )]
+    Unauthenticated {
+        /// Rank of the neighbour in the group that was to be built.
+        rank: usize,
+        /// Id of the neighbour.
+        member: u64,
+    },
     /// The address of the next rank did not answer. A host's kernel answers a dial regardless of
     /// what the worker is computing, so the network is partitioned or the host is down. Report it,
     /// then proceed as for `Aborted`: one of the two ranks is cut off, or both from each other.
@@ -109,6 +121,7 @@ impl CollectiveError {
             Self::Deadline { member, .. }
             | Self::PeerLost { member, .. }
             | Self::Protocol { member, .. }
+            | Self::Unauthenticated { member, .. }
             | Self::Unreachable { member, .. } => Some(*member),
             Self::Aborted { .. }
             | Self::Bind { .. }

@@ -3,7 +3,7 @@
 //! ```text
 //!            Endpoint (one per worker)                    HostGroup (one per generation)
 //!   ┌───────────────────────────────────────┐
-//!   │ listener ─▶ acceptor ─▶ hello proven? │   ┌─▶ rank 0 ─▶ rank 1 ─▶ rank 2 ─┐
+//!   │ listener ─▶ acceptor ─▶ peer proven?  │   ┌─▶ rank 0 ─▶ rank 1 ─▶ rank 2 ─┐
 //!   │                 └─▶ Fence: generation │   └───────────────────────────────┘
 //!   │                     old? refused      │   each arrow is one connection, dialled by its tail,
 //!   │                     new? pending      │   on which frames run one way
@@ -24,7 +24,9 @@
 //! **Invariant:** a link belongs to one generation. A dial of an older generation is refused by the
 //! acceptor, before any frame is read.
 //!
-//! **Invariant:** no field is used before the peer has proven that it knows the job's secret, and
+//! **Invariant:** both sides of a link have proven to each other that they know the job's secret,
+//! in a handshake that a recorded one can't replace, before anything is sent on it. Links between
+//! hosts are [encrypted](LinkEncryption). No field is used before its sender is authenticated, and
 //! no data from the network causes a panic or allocates memory beyond the limits documented here.
 //!
 //! **Invariant:** this crate knows nothing about Kubernetes, gRPC, shards or models, and decides
@@ -53,6 +55,9 @@
     allow(unreachable_pub, reason = "the feature `testing` exports more")
 )]
 
+#[cfg(not(target_os = "linux"))]
+compile_error!("elasticdl runs on Linux only: it needs memfd, pidfd and /proc");
+
 mod algorithm;
 mod communicator;
 pub mod device;
@@ -71,11 +76,13 @@ pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator};
 pub use device::nccl;
 pub use error::CollectiveError;
 pub use group::endpoint::Endpoint;
-pub use group::host_group::{HostGroup, Transport};
+pub use group::host_group::{EncryptedLinks, HostGroup, Transport};
 pub use group::local::{LocalFence, LocalRank};
 pub use group::spec::{GroupSpec, MEMBERS_MAX, Member};
 pub use huge_pages::zeros;
+pub use net::encryption::LinkEncryption;
 pub use net::fence::Fence;
+pub use net::pending_requests::Joiners;
 pub use net::progress::{Progress, Stall};
 pub use net::secret::Secret;
 pub use state::{

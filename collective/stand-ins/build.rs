@@ -30,5 +30,13 @@ fn compile(name: &str, library: &Path, options: &[&str]) -> io::Result<()> {
 }
 
 /// Faults of the fake NCCL, each selected by the library's file name.
-const FAULTS: [&str; 7] =
-    ["abort_blocks", "async_error", "init_blocks", "init_fails", "init_hangs", "old", "op_fails"];
+const FAULTS: [&str; 8] = [
+    "abort_blocks",
+    "async_error",
+    "init_blocks",
+    "init_fails",
+    "init_hangs",
+    "init_refused",
+    "old",
+    "op_fails",
+];

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use elasticdl_collective::testing::conformance::{Group, Rank};
 use elasticdl_collective::{
-    Communicator, Endpoint, GroupSpec, HostGroup, LocalRank, Member, Secret, Transport, WireDtype,
+    Communicator, EncryptedLinks, Endpoint, GroupSpec, HostGroup, LinkEncryption, LocalRank,
+    Member, Secret, Transport, WireDtype,
 };
 
 #[macro_use]
@@ -28,11 +29,18 @@ conforms!(tcp_channels, true, |world| form(world, &|end| channels(end)));
 conforms!(tcp_channels_bf16, true, |world| form(world, &|end| channels(end)
     .with_wire_dtype(WireDtype::Bf16)));
 
+conforms!(tcp_encrypted, true, |world| form(world, &|end| encrypted(end)
+    .with_transport(Transport::Tcp)));
+conforms!(tcp_channels_encrypted, true, |world| form(world, &|end| encrypted(channels(end))));
+
 // Loopback addresses simulate hosts: two whose ranks alternate, and three of different sizes.
 conforms!(hierarchy, true, |world| form_on(world, &|id| 1 + id % 2, &|end| end));
 conforms!(hierarchy_uneven, true, |world| form_on(world, &uneven, &|end| end));
 conforms!(hierarchy_bf16, true, |world| form_on(world, &uneven, &|end| end
     .with_wire_dtype(WireDtype::Bf16)));
+conforms!(hierarchy_encrypted, true, |world| form_on(world, &uneven, &encrypted));
+conforms!(hierarchy_plain, true, |world| form_on(world, &uneven, &|end| end
+    .with_link_encryption(LinkEncryption::Off)));
 
 /// Guards the tests above: without shared memory they would all pass over TCP.
 #[test]
@@ -52,11 +60,20 @@ fn shared_memory_is_used_inside_hosts_in_every_operation() {
                         ring.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).unwrap();
                         let found = (ring.shares_memory(), ring.is_hierarchical());
                         assert_eq!(found, expected, "{index}");
+                        let encrypted = match index {
+                            0 => EncryptedLinks::NotNeeded,
+                            _ => EncryptedLinks::BetweenHosts,
+                        };
+                        assert_eq!(ring.encrypted_links(), encrypted);
                     }
                 });
             }
         });
     }
+}
+
+fn encrypted(end: Endpoint) -> Endpoint {
+    end.with_link_encryption(LinkEncryption::On)
 }
 
 fn channels(end: Endpoint) -> Endpoint {

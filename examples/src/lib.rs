@@ -1,5 +1,5 @@
 //! Code that the example models share.
 
-mod composed;
-pub mod ops;
+pub mod mnist;
 pub mod plain;
+pub mod tabular;

@@ -13,18 +13,21 @@
 //! source ([`Job::durable_before`]). When [`Master::run`] returns or is dropped, no process that it
 //! started is left.
 
+mod requests;
+
 use std::collections::BTreeMap;
 use std::io;
 use std::time::Duration;
 
 use elasticdl_proto::wire::SharedMessage;
-use elasticdl_proto::{Generation, Hello, MasterMessage, Membership, Welcome, WorkerId};
+use elasticdl_proto::{Generation, Hello, Location, MasterMessage, Membership, Welcome, WorkerId};
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::Status;
 use tracing::{info, warn};
 
+use crate::backend_event::BackendEvent;
 use crate::job::{
     Action, ConnectionId, Event, Job, JobSpec, LaunchId, Outcome, PersistedJob, Summary, Time,
 };
@@ -39,7 +42,7 @@ use crate::listener::ServerConfig;
 use crate::local::{Launcher, Processes};
 use crate::progress::Progress;
 use crate::service::{Server, ServerEvent, WorkerOutbox};
-use crate::worker_backend::{BackendEvent, WorkerBackend};
+use crate::worker_backend::WorkerBackend;
 
 /// The master of one job, ready to run.
 #[derive(Debug)]
@@ -88,10 +91,14 @@ pub enum UserCommand {
     Checkpoint,
     /// Kill the workers and end at once.
     Kill,
+    /// Start workers again.
+    Resume,
     /// Keep this many workers.
     Scale(u32),
     /// Finish the step, then stop.
     Stop,
+    /// Write a checkpoint, end all workers, and wait for [`UserCommand::Resume`].
+    Suspend,
 }
 
 /// How a job ended.
@@ -131,7 +138,7 @@ impl Master {
     /// `spec` has passed [`JobSpec::check`].
     ///
     /// # Errors
-    /// The listener has no address.
+    /// The listener has no address, or the server can't be started.
     pub fn new(
         spec: JobSpec,
         server_config: ServerConfig,
@@ -189,10 +196,13 @@ impl Master {
         launcher.env.push(("ELASTICDL_JOB".into(), spec.name.clone().into()));
         info!(job = spec.name, %address, "master listens");
         let backend = WorkerBackend::Processes(Processes::new(launcher));
-        Ok(Self::assemble(job, spec, age, server_config, backend, progress))
+        Self::assemble(job, spec, age, server_config, backend, progress)
     }
 
     /// A master whose workers are `pods`, and which persists what a successor needs with `writer`.
+    ///
+    /// # Errors
+    /// The server can't be started.
     pub(crate) fn with_pods(
         spec: JobSpec,
         server_config: ServerConfig,
@@ -200,17 +210,11 @@ impl Master {
         writer: PersistedJobWriter,
         term: MasterTerm,
         progress: Progress,
-    ) -> Self {
+    ) -> io::Result<Self> {
         let job = Job::new(spec.clone());
-        let master = Self::assemble(
-            job,
-            spec,
-            Duration::ZERO,
-            server_config,
-            WorkerBackend::Pods(pods),
-            progress,
-        );
-        master.in_cluster(writer, term)
+        let backend = WorkerBackend::Pods(pods);
+        let master = Self::assemble(job, spec, Duration::ZERO, server_config, backend, progress)?;
+        Ok(master.in_cluster(writer, term))
     }
 
     fn in_cluster(self, writer: PersistedJobWriter, term: MasterTerm) -> Self {
@@ -227,7 +231,7 @@ impl Master {
     /// The first argument holds the persisted job and the pods that the former master created.
     ///
     /// # Errors
-    /// The inconsistency in the persisted job.
+    /// The inconsistency in the persisted job, or why the server can't be started.
     pub(crate) fn resume_with_pods(
         (mut record, left): (PersistedJob, Vec<Pod>),
         age: Duration,
@@ -252,7 +256,8 @@ impl Master {
         }
         strays.iter().filter_map(|launch| left.remove(launch)).for_each(|pod| pods.remove(pod));
         let master =
-            Self::assemble(job, spec, age, server_config, WorkerBackend::Pods(pods), progress);
+            Self::assemble(job, spec, age, server_config, WorkerBackend::Pods(pods), progress)
+                .map_err(|error| error.to_string())?;
         Ok(master.in_cluster(writer, term))
     }
 
@@ -263,12 +268,12 @@ impl Master {
         server_config: ServerConfig,
         backend: WorkerBackend,
         progress: Progress,
-    ) -> Self {
+    ) -> io::Result<Self> {
         let run_id = server_config.token.run_id();
         info!(job = spec.name, %run_id, "run of the job");
         let (sender, events) = mpsc::channel(SERVER_EVENTS_MAX);
-        let server = Server::start(server_config, &spec.name, spec.worker_timeout, sender);
-        Self {
+        let server = Server::start(server_config, &spec.name, spec.worker_timeout, sender)?;
+        Ok(Self {
             incarnation: job.masters(),
             lease_guard: None,
             is_lease_doubted: false,
@@ -285,7 +290,7 @@ impl Master {
             peers: BTreeMap::new(),
             workers: BTreeMap::new(),
             membership: None,
-        }
+        })
     }
 
     /// Runs the job to its end. The sender of `commands` may be dropped.
@@ -312,6 +317,9 @@ impl Master {
                         }
                         BackendEvent::Terminating(reason) => Event::LaunchLeaves { launch, reason },
                         BackendEvent::Created(class) => Event::LaunchMade { launch, class },
+                        BackendEvent::Located(location) => {
+                            Event::LaunchLocated { launch, location }
+                        }
                         BackendEvent::OutputTail(lines) => Event::LaunchPrinted { launch, lines },
                         BackendEvent::Running => Event::LaunchRuns { launch },
                         BackendEvent::Waiting(wait) => Event::LaunchWaits { launch, wait },
@@ -321,12 +329,18 @@ impl Master {
                     UserCommand::Checkpoint => self.job.handle(self.now(), Event::Checkpoint),
                     UserCommand::Kill => {
                         info!("killed by the user");
-                        break Outcome::Stopped;
+                        self.job.handle(self.now(), Event::StopNow);
+                        // The actions that follow are not awaited: a store that does not answer
+                        // would delay them.
+                        break self.job.outcome().unwrap_or(Outcome::Stopped);
                     }
                     UserCommand::Scale(num_workers) => {
-                        if let Err(reason) = self.scale(num_workers) {
-                            self.progress.notice(self.now(), reason);
-                        }
+                        let done = self.scale(num_workers).map(drop);
+                        self.notice_refusal(done);
+                    }
+                    UserCommand::Resume | UserCommand::Suspend => {
+                        let done = self.set_suspended(command == UserCommand::Suspend);
+                        self.notice_refusal(done.map(drop));
                     }
                     UserCommand::Stop => {
                         let notice = "stopping; press Ctrl-C again to end at once";
@@ -501,7 +515,7 @@ impl Master {
                 }
             }
             ServerEvent::Connected { connection, hello, outbox } => {
-                let Hello { job: _, launch, address, pid, resume, incarnation } = *hello;
+                let Hello { job: _, launch, address, pid, resume, incarnation, location } = *hello;
                 if incarnation > self.incarnation {
                     // The stream closes without a message; the worker continues its search.
                     warn!(
@@ -512,6 +526,9 @@ impl Master {
                 }
                 self.backend.on_hello();
                 self.peers.insert(connection, Peer { outbox, worker: None });
+                if location != Location::default() {
+                    self.job.handle(now, Event::LaunchLocated { launch, location });
+                }
                 self.job.handle(now, Event::Connected { connection, launch, address, pid, resume });
             }
             ServerEvent::Message { connection, message } => {
@@ -527,6 +544,10 @@ impl Master {
                 // The client may have disconnected.
                 let _ = reply.send(self.job.status(now));
             }
+            ServerEvent::Suspend { suspend, reply } => {
+                // The client may have disconnected.
+                let _ = reply.send(self.set_suspended(suspend).map_err(Status::invalid_argument));
+            }
         }
     }
 
@@ -534,26 +555,6 @@ impl Master {
     fn doubt_lease(&mut self, incarnation: u64) {
         self.incarnation = incarnation;
         self.is_lease_doubted = self.lease_guard.is_some();
-    }
-
-    /// Requests a checkpoint from the group. Returns the newest committed step.
-    fn checkpoint(&mut self) -> Result<u64, String> {
-        if self.spec.checkpoints.is_none() {
-            return Err(
-                "this job writes no checkpoints: it was started without --checkpoint-dir".into()
-            );
-        }
-        self.job.handle(self.now(), Event::Checkpoint);
-        Ok(self.job.step())
-    }
-
-    /// Changes the desired number of workers. Returns the previous number.
-    fn scale(&mut self, num_workers: u32) -> Result<u32, String> {
-        self.spec.check_scale(num_workers)?;
-        let now = self.now();
-        let was = self.job.status(now).workers_desired;
-        self.job.handle(now, Event::Scale { num_workers });
-        Ok(was)
     }
 }
 

@@ -4,39 +4,53 @@
 //! <job>/lock                    held by the running master
 //!       token                   the job's secret, mode 0600
 //!       master.json             address of the running master; removed at its end
+//!       ca.crt, master.crt, master.key   for TLS, if the master listens on the network
 //!       logs/master.log         log of the masters
 //!       logs/worker-<launch>.log   output of one worker
 //!       job.json, record.json, files.zst, processes   the persisted job: see `persisted_job`
 //!       program                 copy of the training program, made at the job's start
 //!       checkpoints/            the job's checkpoints, unless another location was chosen
+//!       history.json            curves and lifetimes of workers, for the dashboard and the report
 //!       summary.json            result of the job
 //! ```
 //!
 //! **Invariant:** only the process that holds the lock writes here. Files are written atomically.
 
+mod certificates;
 mod contents;
+mod deletion;
+mod error;
+mod files;
+mod lock;
+mod lookup;
+mod notes;
 mod persisted_job;
 mod processes;
 
-use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Write as _};
+use std::fs::{self, File};
 use std::net::SocketAddr;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
+pub use self::certificates::MASTER_DNS_NAME;
+pub(crate) use self::certificates::ca_path;
+pub use self::deletion::{DeleteError, delete};
+pub use self::error::JobDirError;
+pub(crate) use self::files::{CHECKPOINTS, quoted};
+use self::files::{HISTORY, LOGS, MASTER, MASTER_LOG, PROGRAM, SUMMARY, TOKEN};
+pub use self::files::{check_writable, write_atomically};
+use self::lock::{running, take_lock};
+pub use self::lookup::{Endpoint, LookupError, look_up, started_at};
+pub(crate) use self::notes::note_process;
+pub use self::persisted_job::{
+    AbandonedJob, JobStart, PersistedJobFile, ResumeError, is_abandoned,
+};
+use self::processes::refuse_if_workers_live;
+pub use self::processes::{StopError, StopTarget, is_running, stop};
 use crate::job::LaunchId;
 use crate::local::ProcessIdentity;
+pub use crate::persisted_format::OtherFormat;
 use crate::token::Token;
-
-pub use contents::{DeleteError, delete};
-pub(crate) use persisted_job::note_process;
-pub use persisted_job::{AbandonedJob, JobStart, PersistedJobFile, ResumeError, is_abandoned};
-use processes::refuse_if_workers_live;
-pub use processes::{StopError, StopTarget, is_running, stop};
 
 /// The directory of a job that this process runs; holds its lock.
 #[derive(Debug)]
@@ -132,15 +146,26 @@ impl JobDir {
         self.root.join(SUMMARY)
     }
 
-    /// Publishes the master's address to commands, until the directory is dropped.
+    /// Path of the job's history, which is written now and then, and at the job's end.
+    #[must_use]
+    pub fn history_path(&self) -> PathBuf {
+        history_path(&self.root)
+    }
+
+    /// Publishes the address of the master, and that of its dashboard, to commands, until the
+    /// directory is dropped.
     ///
     /// # Errors
     /// [`JobDirError::Write`].
-    pub fn publish(&self, address: SocketAddr) -> Result<(), JobDirError> {
+    pub fn publish(
+        &self,
+        address: SocketAddr,
+        dashboard: Option<SocketAddr>,
+    ) -> Result<(), JobDirError> {
         let path = self.root.join(MASTER);
         let pid = std::process::id();
         let started = ProcessIdentity::look_up(pid).map(|started| started.start_ticks);
-        let endpoint = Endpoint { address, pid, started };
+        let endpoint = Endpoint { address, pid, started, dashboard };
         let json = serde_json::to_vec(&endpoint).expect("an address and a number are valid JSON");
         write_atomically(&path, &json).map_err(|source| JobDirError::Write { path, source })
     }
@@ -152,146 +177,6 @@ impl Drop for JobDir {
         // that.
         let _ = fs::remove_file(self.root.join(MASTER));
     }
-}
-
-/// Why a directory can't be used for a job.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum JobDirError {
-    /// Its master has died, but workers of it still train. Resume the job, or stop its workers.
-    #[error(
-        "the master of the job in {} has died, but {workers} {} of it still {}; \
-         resume the job by\n    \
-         elasticdl train --resume {3}\nor stop it by\n    elasticdl stop {3}",
-        path.display(),
-        if *workers == 1 { "worker" } else { "workers" },
-        if *workers == 1 { "trains" } else { "train" },
-        quoted(path)
-    )]
-    Abandoned {
-        /// The directory.
-        path: PathBuf,
-        /// Number of running workers.
-        workers: usize,
-    },
-    /// It can't be created. Choose another, or make its parent writable.
-    #[error(
-        "can't create the job directory {}: {source}; choose another with --job-dir",
-        path.display()
-    )]
-    Create {
-        /// The directory.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: io::Error,
-    },
-    /// It contains files that are not a job's. Choose another.
-    #[error(
-        "{} is not a job's directory, and not empty: it contains {}; give --job-dir \
-         an empty folder, a job's, or one that does not exist yet, for example {}",
-        path.display(), found.display(), path.join("job").display()
-    )]
-    Foreign {
-        /// The directory.
-        path: PathBuf,
-        /// One of these files.
-        found: PathBuf,
-    },
-    /// A master runs in it. Wait for it, stop it, or choose another name or directory.
-    #[error(
-        "a job is already running in {}{}; \
-         stop it first, or choose another --job-name or --job-dir",
-        path.display(), pid.map(|pid| format!(" (master process {pid})")).unwrap_or_default()
-    )]
-    Running {
-        /// The directory.
-        path: PathBuf,
-        /// Process id of the master, if it has published it.
-        pid: Option<u32>,
-    },
-    /// A file in it can't be written.
-    #[error("can't write {}: {source}; choose another directory with --job-dir", path.display())]
-    Write {
-        /// The file.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: io::Error,
-    },
-}
-
-/// Address of a running master.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Endpoint {
-    /// Address of its gRPC server.
-    pub address: SocketAddr,
-    /// Its process id.
-    pub pid: u32,
-    /// Start time of the process, in clock ticks since boot. `None` if an older version has written
-    /// the file.
-    #[serde(default)]
-    pub started: Option<u64>,
-}
-
-/// Finds the master of the job whose directory is `root`, and the secret with which it is accessed.
-///
-/// # Errors
-/// [`LookupError`].
-pub fn look_up(root: &Path) -> Result<(Endpoint, Token), LookupError> {
-    if !contents::is_job_dir(root) {
-        return Err(LookupError::NoSuchJob { path: root.into() });
-    }
-    let read = |name| {
-        let path = root.join(name);
-        fs::read_to_string(&path).map_err(|source| LookupError::Unreadable { path, source })
-    };
-    let endpoint = match read(MASTER) {
-        Ok(text) => text,
-        Err(LookupError::Unreadable { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
-            let summary = Some(root.join(SUMMARY)).filter(|path| path.is_file());
-            return Err(LookupError::NotRunning { path: root.into(), summary });
-        }
-        Err(error) => return Err(error),
-    };
-    let malformed = |name, reason: &str| {
-        let source = io::Error::new(io::ErrorKind::InvalidData, reason);
-        LookupError::Unreadable { path: root.join(name), source }
-    };
-    let endpoint =
-        serde_json::from_str(&endpoint).map_err(|e| malformed(MASTER, &e.to_string()))?;
-    let token = Token::from_hex(&read(TOKEN)?).ok_or_else(|| malformed(TOKEN, "not a token"))?;
-    Ok((endpoint, token))
-}
-
-/// Why a job's master was not found.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum LookupError {
-    /// No job ever ran there. Check the name.
-    #[error("no such job: {} is not a job's directory", path.display())]
-    NoSuchJob {
-        /// Directory that was searched.
-        path: PathBuf,
-    },
-    /// The job has ended.
-    #[error(
-        "the job in {} is not running{}", path.display(),
-        summary.as_ref()
-            .map(|p| format!("; its summary is in {}", p.display())).unwrap_or_default()
-    )]
-    NotRunning {
-        /// Directory of the job.
-        path: PathBuf,
-        /// Path of its summary, if there is one.
-        summary: Option<PathBuf>,
-    },
-    /// A file of the job can't be read. Only the user who started the job has access.
-    #[error("can't read {}: {source}", path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Error of the operating system, or of the parser.
-        source: io::Error,
-    },
 }
 
 /// Default folder of jobs' directories: `elasticdl` in the user's state directory, or `.elasticdl`
@@ -315,95 +200,10 @@ pub fn directory_of(job: &Path) -> PathBuf {
     }
 }
 
-/// Atomically replaces `path` with `bytes`, readable by its owner only. A reader, also after a
-/// crash, sees either the old file or the new one.
-///
-/// # Errors
-/// An error of the operating system; the old file is unchanged.
-pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    write_and_rename(path, bytes, File::sync_all)
-}
-
-/// Like [`write_atomically`], but a crash of the machine may lose the new file or its content.
-fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    write_and_rename(path, bytes, |_| Ok(()))
-}
-
-fn write_and_rename(
-    path: &Path,
-    bytes: &[u8],
-    sync: impl Fn(&File) -> io::Result<()>,
-) -> io::Result<()> {
-    let temporary = temporary_beside(path)?;
-    let written = create_new(&temporary).and_then(|mut file| {
-        file.write_all(bytes)?;
-        sync(&file)
-    });
-    written.and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| {
-        // The file may not have been created at all.
-        let _ = fs::remove_file(&temporary);
-    })
-}
-
-/// Checks that [`write_atomically`] would succeed for `path` now. Leaves no file behind.
-///
-/// # Errors
-/// Why it would fail.
-pub fn check_writable(path: &Path) -> io::Result<()> {
-    if path.is_dir() {
-        return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a directory"));
-    }
-    let temporary = temporary_beside(path)?;
-    create_new(&temporary)?;
-    fs::remove_file(&temporary)
-}
-
-fn create_new(path: &Path) -> io::Result<File> {
-    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
-}
-
-/// Returns a random name in the same directory, so that a rename is atomic. Process ids are not
-/// unique where several containers share a folder.
-fn temporary_beside(path: &Path) -> io::Result<PathBuf> {
-    let name = path
-        .file_name()
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path names no file"))?;
-    let mut hidden = OsString::from(".");
-    hidden.push(name);
-    let mut random = [0; 8];
-    getrandom::fill(&mut random).map_err(io::Error::other)?;
-    hidden.push(format!(".{:016x}.tmp", u64::from_ne_bytes(random)));
-    Ok(path.with_file_name(hidden))
-}
-
-fn take_lock(root: &Path) -> Result<File, JobDirError> {
-    let path = root.join(LOCK);
-    let options = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).clone();
-    let file =
-        options.open(&path).map_err(|source| JobDirError::Create { path: root.into(), source })?;
-    let mut attempts = LOCK_ATTEMPTS;
-    loop {
-        attempts -= 1;
-        match file.try_lock() {
-            Ok(()) => return Ok(file),
-            Err(TryLockError::Error(source)) => return Err(JobDirError::Write { path, source }),
-            Err(TryLockError::WouldBlock) if attempts == 0 => return Err(running(root)),
-            // Another command may be checking whether a master runs.
-            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_PAUSE),
-        }
-    }
-}
-
-fn running(root: &Path) -> JobDirError {
-    let pid = look_up(root).ok().map(|(endpoint, _)| endpoint.pid);
-    JobDirError::Running { path: root.into(), pid }
-}
-
-/// Quotes a path for a shell, if necessary.
-pub(crate) fn quoted(path: &Path) -> String {
-    let text = path.display().to_string();
-    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
-    if text.chars().all(plain) { text } else { format!("'{}'", text.replace('\'', "'\\''")) }
+/// Returns the path of the history of the job in `root`.
+#[must_use]
+pub fn history_path(root: &Path) -> PathBuf {
+    root.join(HISTORY)
 }
 
 /// Returns the path of a worker's log.
@@ -412,24 +212,9 @@ pub fn worker_log(logs: &Path, launch: LaunchId) -> PathBuf {
     logs.join(format!("worker-{}.log", launch.0))
 }
 
-/// Folder of the checkpoints of a job without another location for them.
-pub(crate) const CHECKPOINTS: &str = "checkpoints";
-const FILES: &str = "files.zst";
-const JOB: &str = "job.json";
-const LOCK: &str = "lock";
-const LOCK_ATTEMPTS: u32 = 5;
-const LOCK_PAUSE: Duration = Duration::from_millis(10);
-const LOGS: &str = "logs";
-const MASTER: &str = "master.json";
-const MASTER_LOG: &str = "master.log";
-const PROCESSES: &str = "processes";
-const PROGRAM: &str = "program";
-const RECORD: &str = "record.json";
-const SUMMARY: &str = "summary.json";
-const TOKEN: &str = "token";
-
 #[cfg(test)]
 mod tests {
+    use std::io;
     use std::os::unix::fs::PermissionsExt as _;
 
     use super::*;
@@ -452,7 +237,7 @@ mod tests {
         let scratch = scratch();
         let root = scratch.path().join("job");
         let first = JobDir::create(&root).unwrap();
-        first.publish("127.0.0.1:1".parse().unwrap()).unwrap();
+        first.publish("127.0.0.1:1".parse().unwrap(), None).unwrap();
         let pid = std::process::id();
         let Err(JobDirError::Running { pid: found, .. }) = JobDir::create(&root) else { panic!() };
         assert_eq!(found, Some(pid));
@@ -468,12 +253,15 @@ mod tests {
         let dir = JobDir::create(&root).unwrap();
         assert!(matches!(look_up(&root), Err(LookupError::NotRunning { summary: None, .. })));
         let address = "127.0.0.1:4711".parse().unwrap();
-        dir.publish(address).unwrap();
+        dir.publish(address, Some(address)).unwrap();
         let (endpoint, token) = look_up(&root).unwrap();
         let started =
             ProcessIdentity::look_up(std::process::id()).map(|started| started.start_ticks);
         assert!(started.is_some());
-        assert_eq!(endpoint, Endpoint { address, pid: std::process::id(), started });
+        assert_eq!(
+            endpoint,
+            Endpoint { address, pid: std::process::id(), started, dashboard: Some(address) }
+        );
         assert_eq!(token.to_hex(), dir.token().to_hex());
         write_atomically(&dir.summary_path(), b"{}").unwrap();
         drop(dir);

@@ -83,7 +83,7 @@ impl fmt::Debug for Identity {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kube::certificates::Certificates;
+    use crate::certificates::Certificates;
 
     #[test]
     fn an_invalid_identity_is_refused_with_the_reason() {

@@ -8,12 +8,13 @@
 //! for another master for a while, and a successor takes over their processes, which are not its
 //! children.
 
+mod identity;
 mod log;
 mod program;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -32,12 +33,12 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tracing::{info, warn};
 
-pub use program::ProgramCopy;
-use program::ProgramSource;
-
+pub use self::identity::ProcessIdentity;
+pub use self::program::ProgramCopy;
+use self::program::ProgramSource;
+use crate::backend_event::BackendEvent;
 use crate::job::{Exit, LaunchId};
 use crate::jobdir::{self, JobDir};
-use crate::worker_backend::BackendEvent;
 
 /// How a job's worker processes are started.
 #[derive(Clone, Debug)]
@@ -55,61 +56,8 @@ pub struct Launcher {
     pub processes: PathBuf,
     /// Copy of the program's file from when the job began.
     pub copy: Option<ProgramCopy>,
-}
-
-/// Identity of a process. The id alone does not suffice, because the system reuses ids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ProcessIdentity {
-    /// Process id.
-    pub pid: u32,
-    /// Start time in clock ticks since the system booted.
-    pub start_ticks: u64,
-}
-
-impl ProcessIdentity {
-    /// Looks up the process with id `pid`; `None` if it has ended.
-    pub(crate) fn look_up(pid: u32) -> Option<Self> {
-        let (runs, found) = Self::read(pid)?;
-        runs.then_some(found)
-    }
-
-    /// Reads the process with id `pid`, and whether it runs: a zombie keeps its id until its parent
-    /// has waited for it.
-    fn read(pid: u32) -> Option<(bool, Self)> {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name is in parentheses and may contain any character. The third field, the state,
-        // follows its closing parenthesis.
-        let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
-        let runs = !matches!(fields.next()?, "Z" | "X");
-        let start_ticks = fields.nth(STAT_STARTTIME - STAT_STATE - 1)?.parse().ok()?;
-        Some((runs, Self { pid, start_ticks }))
-    }
-
-    /// Returns whether the process, running or a zombie, still has its id. Then the process group
-    /// with this id is its own.
-    fn has_its_id(self) -> bool {
-        Self::read(self.pid).is_some_and(|(_, found)| found == self)
-    }
-
-    /// Signals this process, but no other process that reuses its id. Returns whether the process
-    /// existed.
-    pub(crate) fn signal(self, signal: Signal) -> io::Result<bool> {
-        let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) else {
-            return Ok(false);
-        };
-        let descriptor = match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-            Err(Errno::SRCH) => return Ok(false),
-            descriptor => descriptor?,
-        };
-        // The descriptor is opened before the look-up, so that both refer to the same process.
-        if Self::look_up(self.pid) != Some(self) {
-            return Ok(false);
-        }
-        match rustix::process::pidfd_send_signal(&descriptor, signal) {
-            Err(Errno::SRCH) => Ok(false),
-            sent => Ok(sent.map(|()| true)?),
-        }
-    }
+    /// Number of threads with which a worker computes, unless the master's environment sets it.
+    pub threads: usize,
 }
 
 impl Launcher {
@@ -122,17 +70,36 @@ impl Launcher {
         dir: &JobDir,
         master_timeout: Duration,
     ) -> Self {
-        let env = vec![
+        let mut env = vec![
             ("ELASTICDL_TOKEN_FILE".into(), dir.token_path().into()),
             ("ELASTICDL_MASTER_TIMEOUT_MS".into(), master_timeout.as_millis().to_string().into()),
         ];
-        Self { program, args, env, logs: dir.logs(), processes: dir.processes_path(), copy: None }
+        if let Some(ca) = dir.ca_path() {
+            env.push(("ELASTICDL_CA_FILE".into(), ca.into()));
+            env.push(("ELASTICDL_MASTER_NAME".into(), jobdir::MASTER_DNS_NAME.into()));
+        }
+        Self {
+            program,
+            args,
+            env,
+            logs: dir.logs(),
+            processes: dir.processes_path(),
+            copy: None,
+            threads: 1,
+        }
     }
 
     /// Starts workers from `copy` when the file at the program's path has been replaced.
     #[must_use]
     pub fn with_copy(self, copy: Option<ProgramCopy>) -> Self {
         Self { copy, ..self }
+    }
+
+    /// Divides the cores of this machine among `workers` workers: each computes with its share.
+    #[must_use]
+    pub fn sharing_cores(self, workers: u32) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self { threads: share_of(cores, workers), ..self }
     }
 
     fn source(&self) -> ProgramSource<'_> {
@@ -161,10 +128,11 @@ impl Launcher {
             .stdout(log.try_clone()?)
             .stderr(log)
             .process_group(0);
-        // A rank computes with one thread unless the user sets another number, because the ranks
-        // share this machine's cores.
-        if std::env::var_os(RAYON_THREADS).is_none() {
-            command.env(RAYON_THREADS, "1");
+        // More threads than cores would make the ranks wait for each other.
+        for variable in THREADS {
+            if std::env::var_os(variable).is_none() {
+                command.env(variable, self.threads.to_string());
+            }
         }
         command.spawn()
     }
@@ -477,6 +445,11 @@ impl Drop for ChildGroup {
     }
 }
 
+/// The share of each of `workers` workers in `cores` cores, at least one.
+fn share_of(cores: usize, workers: u32) -> usize {
+    (cores / (workers.max(1) as usize)).max(1)
+}
+
 fn exit_of(status: ExitStatus) -> Exit {
     match (status.code(), status.signal()) {
         (Some(code), _) => Exit::Code(code),
@@ -488,10 +461,7 @@ fn exit_of(status: ExitStatus) -> Exit {
 const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// A program that calls `run()` first sends its hello well before this time.
 const HELLO_HINT: Duration = Duration::from_secs(5);
-const RAYON_THREADS: &str = "RAYON_NUM_THREADS";
-/// Field numbers in `/proc/PID/stat`, from 1 as in proc(5).
-const STAT_STATE: usize = 3;
-const STAT_STARTTIME: usize = 22;
+const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
 #[cfg(test)]
 mod tests;

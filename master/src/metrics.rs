@@ -1,4 +1,4 @@
-//! A job's Prometheus metrics, served as text over HTTP.
+//! A job's Prometheus metrics, served as text over HTTP, in the format that the scraper accepts.
 //!
 //! The text is a projection of one [`Snapshot`], made for each scrape: nothing is counted twice,
 //! and a job that is not scraped has no cost. The crate `prometheus-client` of the Prometheus
@@ -9,6 +9,7 @@
 
 mod server;
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use prometheus_client::collector::Collector;
@@ -33,6 +34,31 @@ pub fn to_text(snapshot: &Snapshot) -> String {
     page
 }
 
+/// The snapshot in the older text format of Prometheus, version 0.0.4: counters are declared with
+/// their suffix, and there is no end mark.
+#[must_use]
+pub fn to_plain_text(snapshot: &Snapshot) -> String {
+    let page = to_text(snapshot);
+    let counters: BTreeSet<&str> = page
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter"))
+        .collect();
+    let mut plain = String::with_capacity(page.len());
+    for line in page.lines().filter(|line| *line != "# EOF") {
+        let mut words = line.splitn(4, ' ');
+        match (words.next(), words.next(), words.next(), words.next()) {
+            (Some("#"), Some(what), Some(name), Some(rest)) if counters.contains(name) => {
+                plain.push_str(&format!("# {what} {name}_total {rest}\n"));
+            }
+            _ => {
+                plain.push_str(line);
+                plain.push('\n');
+            }
+        }
+    }
+    plain
+}
+
 #[derive(Debug)]
 struct Projection(Snapshot);
 
@@ -50,8 +76,7 @@ impl Projection {
     /// from an earlier step.
     fn encode_state(&self, page: &mut Page<'_>) -> fmt::Result {
         let status = &self.0.status;
-        let members = status.workers.iter().filter(|worker| worker.rank.is_some());
-        let leased: u64 = status.workers.iter().map(|worker| worker.leased_records).sum();
+        let members = status.members();
         let stragglers = status.workers.iter().filter(|worker| worker.straggler).count();
         page.gauges("state", "1 for the current state of the job", |labels| {
             labels.set("state", &status.state, 1.0)
@@ -62,6 +87,11 @@ impl Projection {
             "workers_desired",
             "Number of workers to keep running",
             f64::from(status.workers_desired),
+        )?;
+        page.gauge(
+            "workers_disconnected",
+            "Workers without contact to the master that are not lost",
+            status.workers_disconnected.len() as f64,
         )?;
         page.gauge(
             "stragglers",
@@ -82,11 +112,13 @@ impl Projection {
             status.records_per_s,
         )?;
         page.gauge("progress", "Progress of the job, 0 to 1", status.progress)?;
-        page.gauge("leased_records", "Records leased to workers and not committed", leased as f64)?;
         let help = "Committed steps that were skipped because a gradient or loss was not finite";
         page.gauge("steps_skipped", help, status.steps_skipped as f64)?;
         if let Some(loss) = status.loss {
             page.gauge("loss", "Mean loss per record, smoothed over the last reports", loss)?;
+        }
+        if let Some(rate) = status.learning_rate {
+            page.gauge("learning_rate", "Learning rate of the last step", rate)?;
         }
         if let Some(evaluated) = &status.evaluated {
             page.gauge("validation_step", "Step of the newest evaluation", evaluated.step as f64)?;
@@ -97,7 +129,9 @@ impl Projection {
             })?;
         }
         let Some(shards) = status.shards else { return Ok(()) };
-        page.gauges("shards", "Shards of the current epoch by state", |labels| {
+        let leased: u64 = status.workers.iter().filter_map(|worker| worker.leased_records).sum();
+        page.gauge("leased_records", "Records of the shards that are leased", leased as f64)?;
+        page.gauges("shards", "Shards of an evaluate or predict job by state", |labels| {
             labels.set("state", "todo", shards.todo.into())?;
             labels.set("state", "leased", shards.leased.into())?;
             labels.set("state", "done", shards.done.into())
@@ -123,6 +157,8 @@ impl Projection {
         let help = "Part of step_seconds in the all-reduce: wait for slower ranks, and transfer";
         page.counter("all_reduce_seconds", help, seconds(tally.times.reduce_us))?;
         page.counter("worker_restarts", "Workers started as replacements", tally.restarts as f64)?;
+        let help = "Failures of workers that count against --max-worker-restarts";
+        page.counter("worker_failures", help, tally.failures as f64)?;
         let help = "Time that workers have waited for unresponsive storage, summed over workers";
         page.counter("storage_wait_seconds", help, tally.storage_wait.as_secs_f64())?;
         let help =

@@ -1,20 +1,37 @@
 //! Progress of a running job on standard error.
 //!
 //! A terminal shows a progress bar with notices above it. Any other output receives the notices and
-//! a line of progress every few seconds.
+//! a line of progress every few seconds, as text or as JSON.
 //!
 //! **Invariant:** the job never waits for the terminal. A separate thread prints; messages that it
 //! can't print in time are dropped. Notices are also in the master's log.
 
+mod line;
+mod text;
+
 use std::io::{IsTerminal as _, Write as _, stderr};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::json;
 use tokio::sync::watch;
 
-use crate::job::{Snapshot, Status, Time};
+use crate::job::{Snapshot, Time};
+
+pub(crate) use line::ProgressLine;
+pub(crate) use text::{format_duration, format_learning_rate, format_rate, one_line};
+
+/// Form of the lines on standard error.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogFormat {
+    /// One JSON object per line.
+    Json,
+    /// Text, and a progress bar on a terminal.
+    #[default]
+    Text,
+}
 
 /// Shows a job's progress until [`Progress::end`] or until the value is dropped.
 #[derive(Debug)]
@@ -30,14 +47,15 @@ impl Progress {
         Self { printer: None, publisher: None }
     }
 
-    /// Prints to standard error: a bar, drawn at once, if it is a terminal, plain lines otherwise.
+    /// Prints to standard error: as text, a bar, drawn at once, if it is a terminal, and plain
+    /// lines otherwise.
     #[must_use]
-    pub fn on_stderr() -> Self {
+    pub fn on_stderr(format: LogFormat) -> Self {
         let (lines, received) = sync_channel(LINES_MAX);
-        let printer = if stderr().is_terminal() {
-            Printer::Bar(new_bar())
-        } else {
-            Printer::Plain { last: None }
+        let printer = match format {
+            LogFormat::Json => Printer::Lines { format, last: None },
+            LogFormat::Text if stderr().is_terminal() => Printer::Bar(new_bar()),
+            LogFormat::Text => Printer::Lines { format, last: None },
         };
         let thread = std::thread::spawn(move || print(&received, printer));
         Self { printer: Some((lines, thread)), publisher: None }
@@ -83,21 +101,6 @@ impl Progress {
     }
 }
 
-/// One line that describes the state of a job.
-#[derive(Debug)]
-pub(crate) struct ProgressLine {
-    /// Completed part of the job, 0 to 1.
-    pub(crate) progress: f64,
-    pub(crate) step: u64,
-    pub(crate) text: String,
-}
-
-impl ProgressLine {
-    fn of(status: &Status) -> Self {
-        Self { progress: status.progress, step: status.step, text: describe(status) }
-    }
-}
-
 enum PrinterMessage {
     Notice(Time, String),
     Progress(Time, ProgressLine),
@@ -105,7 +108,11 @@ enum PrinterMessage {
 
 enum Printer {
     Bar(ProgressBar),
-    Plain { last: Option<Time> },
+    /// One line after the other; the time of the newest line of progress.
+    Lines {
+        format: LogFormat,
+        last: Option<Time>,
+    },
 }
 
 fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer) {
@@ -114,22 +121,27 @@ fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer) {
             (PrinterMessage::Notice(now, text), Printer::Bar(bar)) => {
                 bar.println(format_notice(now, &text))
             }
-            (PrinterMessage::Notice(now, text), Printer::Plain { .. }) => {
-                write_line(&format_notice(now, &text))
+            (PrinterMessage::Notice(now, text), Printer::Lines { format, .. }) => {
+                write_line(&match format {
+                    LogFormat::Json => json_notice(SystemTime::now(), now, &text),
+                    LogFormat::Text => format_notice(now, &text),
+                });
             }
             (PrinterMessage::Progress(_, line), Printer::Bar(bar)) => {
                 bar.set_position((line.progress.clamp(0.0, 1.0) * BAR_PARTS as f64) as u64);
-                bar.set_message(line.text);
+                bar.set_message(line.to_text(terminal_width().saturating_sub(BAR_WIDTH)));
             }
-            (PrinterMessage::Progress(now, line), Printer::Plain { last }) => {
+            (PrinterMessage::Progress(now, line), Printer::Lines { format, last }) => {
                 // Before the first step a line of progress would contain no information.
                 let due = match last {
                     Some(last) => now.since(*last) >= PLAIN_INTERVAL,
                     None => line.step > 0 || now.0 >= PLAIN_INTERVAL,
                 };
                 if due {
-                    let percent = line.progress * 100.0;
-                    write_line(&format_notice(now, &format!("{percent:.1} %  {}", line.text)));
+                    write_line(&match format {
+                        LogFormat::Json => json_progress(SystemTime::now(), now, &line),
+                        LogFormat::Text => format_progress(now, &line),
+                    });
                     *last = Some(now);
                 }
             }
@@ -141,7 +153,7 @@ fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer) {
 }
 
 fn new_bar() -> ProgressBar {
-    let style = ProgressStyle::with_template("{bar:24.cyan/dim} {percent:>3} %  {wide_msg}")
+    let style = ProgressStyle::with_template("{bar:10.cyan/dim} {percent:>3} %  {wide_msg}")
         .expect("the template is valid");
     let bar = ProgressBar::with_draw_target(Some(BAR_PARTS), ProgressDrawTarget::stderr())
         .with_style(style.progress_chars("━╸─"))
@@ -150,43 +162,49 @@ fn new_bar() -> ProgressBar {
     bar
 }
 
+/// Columns of the terminal on standard error.
+fn terminal_width() -> usize {
+    let size = rustix::termios::tcgetwinsize(stderr()).ok();
+    size.map(|size| usize::from(size.ws_col)).filter(|width| *width > 0).unwrap_or(WIDTH_DEFAULT)
+}
+
 fn format_notice(now: Time, text: &str) -> String {
     format!("{:>9.3} s  {}", now.0.as_secs_f64(), one_line(text))
 }
 
-/// `text` as one line without control characters. Texts also come from workers, and no escape
-/// sequence of theirs may reach the terminal.
-pub(crate) fn one_line(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+fn format_progress(now: Time, line: &ProgressLine) -> String {
+    let percent = format!("{:.1} %  ", line.progress * 100.0);
+    // The time of a notice takes 13 columns.
+    let width = PLAIN_WIDTH - 13 - percent.chars().count();
+    format_notice(now, &(percent + &line.to_text(width)))
 }
 
-fn describe(status: &Status) -> String {
-    if status.records_expected == 0 || status.generation.0 == 0 {
-        return status.state.clone().into_owned();
-    }
-    let members = status.workers.iter().filter(|worker| worker.rank.is_some()).count();
-    let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
-    let epoch = (status.epoch + 1).min(status.epochs);
-    format!(
-        "{} · epoch {epoch}/{} · step {}{loss} · {} records/s · {members} {} · generation {}",
-        status.state,
-        status.epochs,
-        status.step,
-        format_rate(status.records_per_s),
-        if members == 1 { "worker" } else { "workers" },
-        status.generation,
-    )
+/// A notice as a JSON object in one line.
+fn json_notice(time: SystemTime, now: Time, text: &str) -> String {
+    json_line(time, now, "event", json!({ "text": text }))
 }
 
-/// Formats a rate with three or four digits.
-pub(crate) fn format_rate(rate: f64) -> String {
-    match rate {
-        r if r >= 1e9 => format!("{:.2} G", r / 1e9),
-        r if r >= 1e6 => format!("{:.2} M", r / 1e6),
-        r if r >= 1e4 => format!("{:.1} k", r / 1e3),
-        r if r >= 100.0 => format!("{r:.0}"),
-        r => format!("{r:.1}"),
+/// A job's error as a JSON object in one line.
+pub(crate) fn json_error(time: SystemTime, now: Time, text: &str) -> String {
+    json_line(time, now, "error", json!({ "text": text }))
+}
+
+fn json_progress(time: SystemTime, now: Time, line: &ProgressLine) -> String {
+    let values = serde_json::to_value(line).expect("its keys are strings");
+    json_line(time, now, "progress", values)
+}
+
+/// `values` as a JSON object in one line, with the time and the job's age.
+fn json_line(time: SystemTime, now: Time, kind: &str, values: serde_json::Value) -> String {
+    let mut line = json!({
+        "time": humantime::format_rfc3339_millis(time).to_string(),
+        "elapsed_s": now.0.as_millis() as f64 / 1000.0,
+        "kind": kind,
+    });
+    if let (Some(line), serde_json::Value::Object(values)) = (line.as_object_mut(), values) {
+        line.extend(values);
     }
+    line.to_string()
 }
 
 fn write_line(line: &str) {
@@ -195,76 +213,51 @@ fn write_line(line: &str) {
 }
 
 const BAR_PARTS: u64 = 1000;
+/// Columns that the bar and the percentage take.
+const BAR_WIDTH: usize = 18;
 const LINES_MAX: usize = 256;
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
+/// Columns of a line of progress that goes to a file or a pipe.
+const PLAIN_WIDTH: usize = 100;
+/// Columns of a terminal that does not say how many it has.
+const WIDTH_DEFAULT: usize = 80;
 
 #[cfg(test)]
 mod tests {
-    use elasticdl_proto::{Generation, WorkerId};
-
     use super::*;
-    use crate::job::WorkerStatus;
-
-    fn running() -> Status {
-        let worker = |id, rank| WorkerStatus {
-            worker: WorkerId(id),
-            pid: 1,
-            rank,
-            state: "training".into(),
-            pod: None,
-            node: None,
-            step: None,
-            compute_us: 0,
-            straggler: false,
-            leased_records: 0,
-        };
-        Status {
-            job: "j".into(),
-            run_id: String::new(),
-            state: "running".into(),
-            events_at_s: Vec::new(),
-            generation: Generation(3),
-            step: 120,
-            steps_skipped: 0,
-            epoch: 1,
-            epochs: 2,
-            records_counted: 10,
-            records_expected: 20,
-            loss: Some(0.53),
-            records_per_s: 12_345.0,
-            workers_desired: 2,
-            workers_pending: Vec::new(),
-            priority_tiers: Vec::new(),
-            checkpoints: None,
-            allreduce_transport: None,
-            evaluated: None,
-            workers: vec![worker(1, Some(0)), worker(2, Some(1)), worker(3, None)],
-            shards: None,
-            memberships: Vec::new(),
-            events: Vec::new(),
-            events_emitted: 0,
-            progress: 0.5,
-        }
-    }
-
-    #[test]
-    fn a_running_job_is_described_in_one_line() {
-        let line = "running · epoch 2/2 · step 120 · loss 0.5300 · 12.3 k records/s · 2 workers · \
-            generation 3";
-        assert_eq!(describe(&running()), line);
-        let over =
-            Status { epoch: 2, loss: None, workers: Vec::new(), records_per_s: 3.0, ..running() };
-        let line = "running · epoch 2/2 · step 120 · 3.0 records/s · 0 workers · generation 3";
-        assert_eq!(describe(&over), line);
-        assert_eq!(
-            describe(&Status { generation: Generation(0), state: "starting".into(), ..running() }),
-            "starting"
-        );
-    }
 
     #[test]
     fn a_workers_text_cannot_control_the_terminal() {
         let shown = format_notice(Time(Duration::from_millis(1500)), "a\u{1b}[2Jb\nc");
         assert_eq!(shown, "    1.500 s  a [2Jb c");
+    }
+
+    #[test]
+    fn lines_of_progress_fit_into_the_width_of_a_log() {
+        let shown = format_progress(Time(Duration::from_secs(15)), &line::tests::line());
+        let text = "   15.000 s  50.0 %  epoch 2/3 · step 120 · loss 0.5300 · lr 0.001 · \
+            12.3 k records/s · 62 min left";
+        assert_eq!(shown, text);
+        assert!(shown.chars().count() <= 100);
+    }
+
+    #[test]
+    fn lines_of_json_have_stable_keys() {
+        let (time, now) = (SystemTime::UNIX_EPOCH, Time(Duration::from_millis(1500)));
+        let read = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
+        let notice = json_notice(time, now, "a\n\u{1b}b");
+        assert!(!notice.contains('\n'), "{notice}");
+        let expected = json!({
+            "time": "1970-01-01T00:00:00.000Z", "elapsed_s": 1.5, "kind": "event",
+            "text": "a\n\u{1b}b",
+        });
+        assert_eq!(read(&notice), expected);
+        let expected = json!({
+            "time": "1970-01-01T00:00:00.000Z", "elapsed_s": 1.5, "kind": "progress",
+            "state": "running", "progress": 0.5, "epoch": 2, "epochs": 3, "step": 120,
+            "loss": 0.53, "learning_rate": 0.001, "records_per_s": 12_345.0, "eta_s": 3725.0,
+            "workers": 2, "workers_desired": 2, "generation": 3,
+        });
+        assert_eq!(read(&json_progress(time, now, &line::tests::line())), expected);
     }
 }

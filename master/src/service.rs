@@ -5,6 +5,9 @@
 //!         ◄──────────────────── WorkerOutbox (bounded) ◄───────────────────────────────────┘
 //! ```
 //!
+//! The server runs in a thread of its own: handshakes and the decoding of messages take no time of
+//! the task that owns the job.
+//!
 //! **Invariants:** no part of a request is decoded before its token is verified. Every message that
 //! reaches the event queue has passed validation of each field. The master never waits for a worker
 //! that does not read: the worker's outbox overflows and its stream is closed. The end of a stream
@@ -12,19 +15,21 @@
 
 mod incoming;
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
 use std::time::Duration;
 
 use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
 use elasticdl_proto::wire::master_server::{Master, MasterServer};
 use elasticdl_proto::wire::{
     CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
-    SharedMessage, StatusRequest,
+    SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
 };
 use elasticdl_proto::{Hello, Welcome, WorkerMessage};
+use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
-use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
@@ -50,6 +55,8 @@ pub(crate) enum ServerEvent {
     Scale { num_workers: u32, reply: oneshot::Sender<Result<u32, Status>> },
     /// A command requests the status of the job.
     Status { reply: oneshot::Sender<job::Status> },
+    /// A command suspends or resumes the job; the reply is whether that was so already.
+    Suspend { suspend: bool, reply: oneshot::Sender<Result<bool, Status>> },
 }
 
 /// Sending half of a worker's stream. On drop the stream closes after the queued messages are sent.
@@ -87,50 +94,80 @@ type MessageSender = mpsc::Sender<Result<JoinResponse, Status>>;
 pub(crate) struct Server {
     open: watch::Sender<bool>,
     stop: oneshot::Sender<()>,
-    task: JoinHandle<()>,
+    /// Dropping this sender ends the server at once.
+    abort: oneshot::Sender<()>,
+    ended: oneshot::Receiver<()>,
+}
+
+/// The server's side of [`Server`], and what it serves.
+struct Serving {
+    config: ServerConfig,
+    service: Service,
+    keepalive: Option<Duration>,
+    stopped: oneshot::Receiver<()>,
+    aborted: oneshot::Receiver<()>,
+    /// Dropped at the end.
+    _ended: oneshot::Sender<()>,
 }
 
 impl Server {
-    /// Starts to serve `job` with `server_config`. `events` is the event queue of the job; streams
-    /// wait while it is full. Connections that are silent for much longer than `worker_timeout` are
-    /// closed.
+    /// Starts to serve `job` with `config`, in a thread of its own. `events` is the event queue of
+    /// the job; streams wait while it is full. Connections that are silent for much longer than
+    /// `worker_timeout` are closed. Must be called within a runtime.
+    ///
+    /// # Errors
+    /// The system starts no thread.
     pub(crate) fn start(
-        server_config: ServerConfig,
+        config: ServerConfig,
         job: &str,
         worker_timeout: Option<Duration>,
         events: mpsc::Sender<ServerEvent>,
-    ) -> Self {
-        let (stop, stopped) = oneshot::channel::<()>();
+    ) -> io::Result<Self> {
+        let ServerConfig { listener, token, identity } = config;
+        // The listener is moved to the runtime of the other thread.
+        let listener = listener.into_std()?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let listener = {
+            let _entered = runtime.enter();
+            TcpListener::from_std(listener)?
+        };
+        let config = ServerConfig { listener, token, identity };
+        let (server, serving) = Self::prepare(config, job, worker_timeout, events);
+        thread::Builder::new().name("grpc".into()).spawn(move || {
+            runtime.block_on(serving.run());
+            runtime.shutdown_background();
+        })?;
+        Ok(server)
+    }
+
+    /// Starts to serve in the caller's runtime, whose clock a test can control.
+    #[cfg(test)]
+    fn start_here(config: ServerConfig, job: &str, events: mpsc::Sender<ServerEvent>) -> Self {
+        let (server, serving) = Self::prepare(config, job, None, events);
+        tokio::spawn(serving.run());
+        server
+    }
+
+    fn prepare(
+        config: ServerConfig,
+        job: &str,
+        worker_timeout: Option<Duration>,
+        events: mpsc::Sender<ServerEvent>,
+    ) -> (Self, Serving) {
+        let (stop, stopped) = oneshot::channel();
+        let (abort, aborted) = oneshot::channel();
+        let (ending, ended) = oneshot::channel();
         let (open, opened) = watch::channel(true);
-        let ServerConfig { listener, token, identity } = server_config;
         let service = Service {
             job: job.into(),
             events,
             connections: AtomicU64::new(0),
             awaiting_hello: Arc::new(Semaphore::new(AWAITING_HELLO_MAX)),
-            open: opened.clone(),
+            open: opened,
         };
-        let service = MasterServer::new(service)
-            .max_decoding_message_size(MESSAGE_BYTES_MAX)
-            .max_encoding_message_size(MESSAGE_BYTES_MAX);
-        let router = identity
-            .map_or_else(tonic::transport::Server::builder, Identity::into_server)
-            .max_concurrent_streams(STREAMS_PER_CONNECTION_MAX)
-            // The job detects silent workers by its own clock. The keepalive closes half-open
-            // connections, whose peer is unreachable. It is not needed for a worker that is merely
-            // stopped, whose connection stays open.
-            .http2_keepalive_interval(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
-            .http2_keepalive_timeout(worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN)))
-            .add_service(InterceptedService::new(service, TokenInterceptor(token)));
-        let task = tokio::spawn(async move {
-            let stopped = async { drop(stopped.await) };
-            let served =
-                router.serve_with_incoming_shutdown(incoming::accept(listener, opened), stopped);
-            if let Err(error) = served.await {
-                warn!(%error, "the server failed");
-            }
-        });
-        Self { open, stop, task }
+        let keepalive = worker_timeout.map(|timeout| timeout.max(KEEPALIVE_MIN));
+        let serving = Serving { config, service, keepalive, stopped, aborted, _ended: ending };
+        (Self { open, stop, abort, ended }, serving)
     }
 
     /// Stops listening and rejects new streams on open connections. An existing stream ends when
@@ -145,10 +182,41 @@ impl Server {
     }
 
     /// Stops accepting, waits up to `END_TIMEOUT` for replies in flight, and ends.
-    pub(crate) async fn end(mut self) {
-        drop(self.stop);
-        if tokio::time::timeout(END_TIMEOUT, &mut self.task).await.is_err() {
-            self.task.abort();
+    pub(crate) async fn end(self) {
+        let Self { open: _open, stop, abort, ended } = self;
+        drop(stop);
+        let _ = tokio::time::timeout(END_TIMEOUT, ended).await;
+        drop(abort);
+    }
+}
+
+impl Serving {
+    async fn run(self) {
+        let Self { config, service, keepalive, stopped, aborted, _ended } = self;
+        let ServerConfig { listener, token, identity } = config;
+        let opened = service.open.clone();
+        let service = MasterServer::new(service)
+            .max_decoding_message_size(MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(MESSAGE_BYTES_MAX);
+        let router = identity
+            .map_or_else(tonic::transport::Server::builder, Identity::into_server)
+            .max_concurrent_streams(STREAMS_PER_CONNECTION_MAX)
+            // The job detects silent workers by its own clock. The keepalive closes half-open
+            // connections, whose peer is unreachable. It is not needed for a worker that is merely
+            // stopped, whose connection stays open.
+            .http2_keepalive_interval(keepalive)
+            .http2_keepalive_timeout(keepalive)
+            .add_service(InterceptedService::new(service, TokenInterceptor(token)));
+        let stopped = async { drop(stopped.await) };
+        tokio::select! {
+            served = router
+                .serve_with_incoming_shutdown(incoming::accept(listener, opened), stopped) =>
+            {
+                if let Err(error) = served {
+                    warn!(%error, "the server failed");
+                }
+            }
+            _ = aborted => {}
         }
     }
 }
@@ -248,6 +316,17 @@ impl Master for Service {
         self.events.send(ServerEvent::Scale { num_workers, reply }).await.map_err(|_| ending())?;
         let was = answer.await.map_err(|_| ending())??;
         Ok(Response::new(ScaleReply { was }))
+    }
+
+    async fn suspend(
+        &self,
+        request: Request<SuspendRequest>,
+    ) -> Result<Response<SuspendReply>, Status> {
+        let suspend = request.into_inner().suspend;
+        let (reply, answer) = oneshot::channel();
+        self.events.send(ServerEvent::Suspend { suspend, reply }).await.map_err(|_| ending())?;
+        let unchanged = answer.await.map_err(|_| ending())??;
+        Ok(Response::new(SuspendReply { unchanged }))
     }
 }
 

@@ -16,28 +16,26 @@ use prost::Message;
 use tokio::sync::watch;
 use tracing::warn;
 
-use crate::job::{Snapshot, StepTimes};
+use crate::job::Snapshot;
+use crate::scalars::{Point, Scalars};
 
 /// Writer of one job's event file.
 #[derive(Debug)]
 pub struct EventFile {
     file: File,
     path: PathBuf,
-    /// Step of the newest point.
-    step: Option<u64>,
-    /// Step times at the newest point.
-    times: StepTimes,
-    /// Step of the newest evaluation.
-    evaluated: Option<u64>,
+    scalars: Scalars,
 }
 
 impl EventFile {
-    /// Creates a new file in `folder`, and the folder if it does not exist.
+    /// Creates a new file in the subfolder of `folder` that has the job's name, which is the name
+    /// of the run in TensorBoard. Folders that do not exist are created.
     ///
     /// # Errors
     /// The I/O error of the file system.
     pub fn create(folder: &Path, job: &str) -> io::Result<Self> {
-        std::fs::create_dir_all(folder)?;
+        let folder = folder.join(job);
+        std::fs::create_dir_all(&folder)?;
         let now = SystemTime::now();
         let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         // TensorBoard searches for `tfevents` in file names and reads files in the order of their
@@ -48,7 +46,7 @@ impl EventFile {
         let version =
             Event { wall_time: wall(now), file_version: Some(VERSION.into()), ..Event::default() };
         file.write_all(&framed(&version.encode_to_vec()))?;
-        Ok(Self { file, path, step: None, times: StepTimes::default(), evaluated: None })
+        Ok(Self { file, path, scalars: Scalars::default() })
     }
 
     /// Appends a point for the snapshot's step and one for its evaluation, unless the file already
@@ -57,50 +55,13 @@ impl EventFile {
     /// # Errors
     /// The I/O error of the file system.
     pub fn add(&mut self, now: SystemTime, snapshot: &Snapshot) -> io::Result<()> {
-        let status = &snapshot.status;
-        if let Some(evaluated) =
-            status.evaluated.as_ref().filter(|e| self.evaluated != Some(e.step))
-        {
-            self.evaluated = Some(evaluated.step);
-            let means =
-                evaluated.metrics.iter().map(|(name, mean)| (format!("validation/{name}"), *mean));
-            self.write(now, evaluated.step, means)?;
-        }
-        if status.step == 0 || self.step == Some(status.step) {
-            return Ok(());
-        }
-        self.step = Some(status.step);
-        let members = status.workers.iter().filter(|worker| worker.rank.is_some()).count();
-        let times = snapshot.counters.times;
-        let before = std::mem::replace(&mut self.times, times);
-        let steps = times.steps.saturating_sub(before.steps);
-        let mean_ms = |us: u64, before: u64| {
-            (steps > 0).then(|| us.saturating_sub(before) as f64 / steps as f64 / 1000.0)
-        };
-        let scalars = [
-            ("loss", status.loss),
-            ("records_per_s", Some(status.records_per_s)),
-            ("workers", Some(members as f64)),
-            ("step_ms", mean_ms(times.step_us, before.step_us)),
-            ("all_reduce_ms", mean_ms(times.reduce_us, before.reduce_us)),
-        ];
-        self.write(
-            now,
-            status.step,
-            scalars.into_iter().map(|(tag, value)| (tag.to_owned(), value)),
-        )
+        let points = self.scalars.next(snapshot);
+        points.into_iter().try_for_each(|point| self.write(now, point))
     }
 
-    fn write(
-        &mut self,
-        now: SystemTime,
-        step: u64,
-        scalars: impl Iterator<Item = (String, Option<f64>)>,
-    ) -> io::Result<()> {
-        let value = |(tag, value): (String, Option<f64>)| {
-            Some(Value { tag, simple_value: Some(value? as f32) })
-        };
-        let summary = Scalars { value: scalars.filter_map(value).collect() };
+    fn write(&mut self, now: SystemTime, Point { step, values }: Point) -> io::Result<()> {
+        let value = |(tag, value): (String, f64)| Value { tag, simple_value: Some(value as f32) };
+        let summary = ScalarValues { value: values.into_iter().map(value).collect() };
         let step = i64::try_from(step).unwrap_or(i64::MAX);
         let event =
             Event { wall_time: wall(now), step, summary: Some(summary), ..Event::default() };
@@ -157,12 +118,12 @@ struct Event {
     #[prost(string, optional, tag = "3")]
     file_version: Option<String>,
     #[prost(message, optional, tag = "5")]
-    summary: Option<Scalars>,
+    summary: Option<ScalarValues>,
 }
 
 /// `tensorflow.Summary`.
 #[derive(Clone, PartialEq, Message)]
-struct Scalars {
+struct ScalarValues {
     #[prost(message, repeated, tag = "1")]
     value: Vec<Value>,
 }
@@ -211,7 +172,7 @@ const POINT_INTERVAL: Duration = Duration::from_secs(1);
 mod tests {
     use super::*;
     use crate::job::testing::spec;
-    use crate::job::{Evaluated, Job, Time};
+    use crate::job::{Evaluated, Job, StepTimes, Time};
 
     /// Parses a file and verifies its checksums.
     fn events(path: &Path) -> Vec<Event> {
@@ -253,10 +214,12 @@ mod tests {
         let metrics = [("accuracy".into(), Some(0.75)), ("loss".into(), None)].into();
         snapshot.status.evaluated = Some(Evaluated { step: 5, records: 10, metrics });
         snapshot.status.loss = Some(0.5);
+        snapshot.status.learning_rate = Some(0.25);
         snapshot.counters.times = StepTimes { steps: 4, step_us: 8000, reduce_us: 2000 };
         file.add(at(4), &snapshot).unwrap();
         let name = file.path.file_name().unwrap().to_string_lossy().into_owned();
         assert!(name.starts_with("events.out.tfevents.") && name.contains(".mnist."), "{name}");
+        assert!(file.path.parent().unwrap().ends_with("runs/mnist"), "a run per job");
         file.add(at(5), &snapshot).unwrap();
         let [version, third, fifth, seventh] = &events(&file.path)[..] else {
             panic!("four events")
@@ -276,6 +239,7 @@ mod tests {
         assert_eq!((seventh.step, seventh.wall_time), (7, 4.0));
         let expected = [
             ("loss", 0.5),
+            ("learning_rate", 0.25),
             ("records_per_s", 12.0),
             ("workers", 0.0),
             ("step_ms", 2.0),

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use ring::hmac;
 use subtle::ConstantTimeEq;
 use uuid::Uuid;
 
@@ -51,6 +52,14 @@ impl Token {
         Uuid::new_v5(&RUNS, &self.0)
     }
 
+    /// A key for one purpose, from which neither the token nor another key can be found
+    /// (HMAC-SHA-256).
+    pub(crate) fn derive(&self, purpose: &str) -> [u8; BYTES] {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
+        let tag = hmac::sign(&key, purpose.as_bytes());
+        tag.as_ref().try_into().expect("a tag of SHA-256 has 32 bytes")
+    }
+
     /// Value of the `authorization` metadata of a request.
     #[must_use]
     pub fn to_bearer(&self) -> String {
@@ -77,7 +86,7 @@ impl fmt::Debug for Token {
     }
 }
 
-fn hex_digit(digit: u8) -> Option<u8> {
+pub(crate) fn hex_digit(digit: u8) -> Option<u8> {
     match digit {
         b'0'..=b'9' => Some(digit - b'0'),
         b'a'..=b'f' => Some(digit - b'a' + 10),

@@ -1,6 +1,7 @@
 //! Backends that run workers: processes of this machine, or pods of a cluster.
 
-use crate::job::{Exit, LaunchId, Wait};
+use crate::backend_event::BackendEvent;
+use crate::job::LaunchId;
 use crate::kube::pods::Pods;
 use crate::local::{ProcessIdentity, Processes};
 
@@ -9,25 +10,6 @@ use crate::local::{ProcessIdentity, Processes};
 pub(crate) enum WorkerBackend {
     Pods(Pods),
     Processes(Processes),
-}
-
-/// A change of state of a launch.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum BackendEvent {
-    /// The launch was requested, with this priority class.
-    Created(Option<String>),
-    /// The launch ended.
-    Ended(Exit),
-    /// Cause of the launch's removal. May follow `Ended`.
-    Explained(String),
-    /// The last lines of output of a launch that ended; `Ended` follows.
-    OutputTail(String),
-    /// The launch is scheduled and its program runs.
-    Running,
-    /// The launch is being removed for this reason, and its program still runs.
-    Terminating(String),
-    /// The launch waits to run.
-    Waiting(Wait),
 }
 
 impl WorkerBackend {

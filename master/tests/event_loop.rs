@@ -18,8 +18,8 @@ use elasticdl_master::progress::Progress;
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse, ScaleRequest, StatusRequest};
 use elasticdl_proto::{
-    Committed, FileList, Finished, Hello, LaunchId, LedgerReport, MasterMessage, RecordRange,
-    StepTimes, WorkerMessage,
+    Committed, FileList, Finished, Hello, LaunchId, LedgerReport, MasterMessage, RankStep,
+    RecordRange, StepTimes, WorkerMessage,
 };
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -100,6 +100,7 @@ impl Fixture {
             pid: 42,
             resume: None,
             incarnation: 0,
+            location: Default::default(),
         };
         outgoing.send(JoinRequest::Hello(Box::new(hello))).await.unwrap();
         let request = self.with_token(ReceiverStream::new(received));
@@ -152,7 +153,9 @@ fn spec() -> JobSpec {
         max_steps: None,
         batch: Batch::Global(NonZeroU64::new(4).unwrap()),
         records_per_shard: None,
-        shuffle: false,
+        shuffle: Default::default(),
+        micro_batch: None,
+        deterministic: false,
         seed: 0,
         max_worker_restarts: 0,
         worker_timeout: None,
@@ -163,8 +166,11 @@ fn spec() -> JobSpec {
         work: Work::default(),
         wire_dtype: WireDtype::F32,
         channels: 1,
+        link_encryption: Default::default(),
         on_nonfinite: OnNonfinite::Fail,
+        bad_records_max: 0,
         restart_without_checkpoint: false,
+        policies: Default::default(),
         grace_period: Duration::from_secs(30),
     }
 }
@@ -181,7 +187,6 @@ async fn a_job_runs_from_its_first_launch_to_its_summary() {
     let dataset = FileList::pack([("a", 4)]);
     worker.send(WorkerMessage::Described(Ok(dataset.clone()))).await;
     assert_eq!(worker.receive().await, MasterMessage::Prepare(dataset));
-    worker.send(WorkerMessage::LeaseRequest { epoch: 0, records: 4 }).await;
     worker.send(WorkerMessage::Ready { parameters: 10 }).await;
     let generation = worker
         .receive_until(|message| match message {
@@ -191,26 +196,16 @@ async fn a_job_runs_from_its_first_launch_to_its_summary() {
         .await;
     let ledger = LedgerReport::default();
     worker.send(WorkerMessage::Formed { generation, step: 0, ledger }).await;
-    let mut leased = Vec::new();
-    while leased.iter().map(RecordRange::len).sum::<u64>() < 4 {
-        leased.extend(
-            worker
-                .receive_until(|message| match message {
-                    MasterMessage::Lease(ranges) => Some(ranges),
-                    _ => None,
-                })
-                .await,
-        );
-    }
     let committed = Committed {
         generation,
         step: 1,
-        ranges: leased,
+        ranges: vec![RecordRange { epoch: 0, start: 0, end: 4 }],
         loss_sum: 8.0,
         records: 4,
-        compute_us: vec![10],
+        ranks: vec![RankStep { records: 1, compute_us: 10, ..RankStep::default() }],
         times: StepTimes::default(),
         steps_skipped: 0,
+        learning_rate: None,
     };
     worker.send(WorkerMessage::Committed(committed)).await;
     let ledger = LedgerReport { epochs_complete: 1, ..LedgerReport::default() };
@@ -272,7 +267,8 @@ async fn a_kill_command_ends_the_job_at_once() {
     let job = Fixture::start().await;
     let _worker = job.join(job.launched().await).await;
     job.commands.send(UserCommand::Kill).await.unwrap();
-    assert_eq!(job.ended().await.outcome, Outcome::Stopped);
+    let JobResult { outcome, summary } = job.ended().await;
+    assert_eq!((outcome, &*summary.state), (Outcome::Stopped, "stopped"));
 }
 
 #[tokio::test]

@@ -5,6 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use elasticdl_master::kube::gang::GangScheduler;
 use elasticdl_master::kube::submit::MASTER_RULES;
 use serde_json::Value;
 
@@ -52,7 +53,7 @@ fn all_options_reach_the_objects() {
     let folder = tempfile::tempdir().unwrap();
     let template = folder.path().join("pod.yaml");
     std::fs::write(&template, "runtimeClassName: nvidia\n").unwrap();
-    let table: [(&[&str], &str); 20] = [
+    let table: [(&[&str], &str); 42] = [
         (&["--workers-per-pod", "3"], "\"workers_per_pod\": 3"),
         (&["--worker-resources", "nvidia.com/gpu=4"], "\"workers_per_pod\": 4"),
         (&["--service-account", "trainer"], "serviceAccountName: trainer"),
@@ -60,17 +61,39 @@ fn all_options_reach_the_objects() {
         (&["--master-resources", "cpu=3"], "cpu: \"3\""),
         (&["--worker-resources", "example.com/fpga=1"], "example.com/fpga"),
         (&["--env", "A=b"], "\"name\": \"A\""),
+        (&["--env-from-secret", "bucket"], "\"secretRef\": {"),
+        (&["--env-from-secret", "K=bucket:key"], "\"secretKeyRef\": {"),
+        (&["--worker-service-account", "id"], "\"serviceAccountName\": \"id\""),
         (&["--image-pull-policy", "Never"], "imagePullPolicy: Never"),
         (&["--image-pull-secret", "regcred"], "name: regcred"),
         (&["--node-selector", "disk=ssd"], "disk: ssd"),
         (&["--tolerations", "spot:NoSchedule"], "key: spot"),
+        (&["--tolerations", "spot:NoExecute:61"], "tolerationSeconds: 61"),
+        (&["--run-as-user", "1234"], "runAsUser: 1234"),
         (&["--priority-class", "high"], "priorityClassName: high"),
         (&["--worker-priority-class", "low"], "\"priorityClassName\": \"low\""),
         (&["--scheduler-name", "volcano"], "schedulerName: volcano"),
+        (&["--scheduler", "volcano"], "\"schedulerName\": \"volcano\""),
+        (&["--scheduler", "volcano", "--queue", "team"], "\"queue\": \"team\""),
+        (&["--scheduler", "native"], "\"starts_core_together\": true"),
+        (&["--scheduler", "coscheduling"], "\"scheduler\": \"coscheduling\""),
+        (&["--scheduler", "kueue", "--queue", "team"], "\"kueue.x-k8s.io/queue-name\": \"team\""),
+        (&["--scheduler", "volcano", "--per-job-role"], "- podgroups"),
+        (&["--placement", "pack"], "\"podAffinity\": {"),
+        (&["--placement", "spread"], "\"whenUnsatisfiable\": \"ScheduleAnyway\""),
         (&["--annotations", "note=x"], "note: x"),
-        (&["--ttl", "1h"], "ttlSecondsAfterFinished: 3600"),
+        (&["--ttl-after-finished", "1h"], "ttlSecondsAfterFinished: 3600"),
+        (&["--ttl", "2h"], "ttlSecondsAfterFinished: 7200"),
+        (&["--on-exit", "42=stop"], "\"action\": \"stop\""),
+        (&["--suspend"], "\"starts_suspended\": true"),
+        (&["--deadline", "90s"], "\"deadline\": {"),
+        (&["--success-policy", "lowest-rank"], "\"success\": \"lowest-rank\""),
         (&["--active-deadline", "2h"], "activeDeadlineSeconds: 7200"),
-        (&["--metrics-port", "9100"], "prometheus.io/port: \"9100\""),
+        (&["--metrics-port", "9100", "--metrics-from", "any"], "prometheus.io/port: \"9100\""),
+        (&["--metrics-from", "monitoring,any"], "\"serve_metrics\": true"),
+        (&["--metrics-from", "monitoring"], "kubernetes.io/metadata.name: monitoring"),
+        (&["--egress-to", "10.0.0.0/8:443"], "cidr: 10.0.0.0/8"),
+        (&["--per-job-role"], "serviceAccountName: example-master"),
         (
             &["--tensorboard-dir", "/runs/a", "--volume", "claim_name=runs,mount_path=/runs"],
             "    volumeMounts:\n        - mountPath: /etc/elasticdl\n          \
@@ -83,6 +106,8 @@ fn all_options_reach_the_objects() {
         ),
     ];
     let (_, without, _) = dry_run(&[]);
+    assert!(without.contains("kind: NetworkPolicy"), "{without}");
+    assert!(!dry_run(&["--no-network-policy"]).1.contains("kind: NetworkPolicy"));
     for (options, expected) in table {
         let (success, made, error) = dry_run(options);
         assert!(success, "{options:?}: {error}");
@@ -144,16 +169,31 @@ fn options_that_no_cluster_accepts_are_refused_by_name() {
         let (success, _, error) = dry_run(options);
         assert!(!success && error.contains(expected), "{options:?}: {error}");
     }
-    let table: [(&[&str], &str); 13] = [
+    let table: [(&[&str], &str); 28] = [
         (&["--worker-resources", "cpu=fast"], "--worker-resources"),
+        (&["--env", "DB_PASSWORD=hunter2"], "--env-from-secret NAME:DB_PASSWORD"),
+        (&["--env-from-secret", "A=bucket"], "needs the key"),
         (&["--env", "ELASTICDL_JOB=x"], "set by elasticdl itself"),
         (&["--volume", "claim_name=c"], "mount_path is missing"),
         (&["--image-pull-policy", "Sometimes"], "IfNotPresent"),
         (&["--tolerations", "a:b"], "NoSchedule"),
         (&["--labels", "a b=c"], "--labels"),
-        (&["--ttl", "soon"], "--ttl"),
+        (&["--run-as-user", "0"], "do not run as root"),
+        (&["--scheduler", "slurm"], "volcano"),
+        (&["--scheduler", "kueue"], "--queue is missing"),
+        (&["--queue", "team"], "--scheduler default has no queues"),
+        (&["--scheduler", "native", "--queue", "team"], "--scheduler native has no queues"),
+        (&["--ttl-after-finished", "soon"], "--ttl-after-finished"),
+        (&["--deadline", "2h", "--active-deadline", "2h"], "shorter than --active-deadline"),
+        (&["--on-exit", "70=ignore"], "70 is an exit code of the worker library"),
         (&["--local"], "--local"),
         (&["--worker-pod-template", "/absent.yaml"], "/absent.yaml"),
+        (&["--metrics-port", "9100"], "--metrics-from any"),
+        (&["--metrics-from", "10.0.0.0/40"], "CIDR"),
+        (&["--egress-to", "10.0.0.1"], "CIDR"),
+        (&["--egress-to", "none", "--no-network-policy"], "cannot be used with"),
+        (&["--per-job-role", "--service-account", "a"], "cannot be used with"),
+        (&["--metrics-from", "Monitoring"], "a namespace"),
         (&["--metrics-port", "0"], "1 to 65535"),
         (&["--metrics-port", "7070"], "workers reach the master"),
         (&["--tensorboard-dir", "/runs"], "--volume"),
@@ -165,6 +205,7 @@ fn options_that_no_cluster_accepts_are_refused_by_name() {
     for (options, expected) in table {
         let (success, _, error) = dry_run(options);
         assert!(!success && error.contains(expected), "{options:?}: {error}");
+        assert!(!error.contains("hunter2"), "{error}");
     }
 }
 
@@ -180,6 +221,52 @@ fn the_role_has_the_rights_that_the_master_needs_and_no_more() {
         })
         .collect();
     assert_eq!(role["rules"], Value::from(expected));
+    assert!(
+        documents.iter().all(|d| d["metadata"]["namespace"] == "elasticdl"),
+        "no right reaches further"
+    );
+}
+
+#[test]
+fn each_scheduler_has_a_role_with_the_rights_that_its_groups_need_and_no_more() {
+    let schedulers = [GangScheduler::Coscheduling, GangScheduler::Native, GangScheduler::Volcano];
+    for scheduler in schedulers {
+        let path = manifest(&format!("schedulers/{}.yaml", scheduler.name()));
+        let text = std::fs::read_to_string(path).unwrap();
+        let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap();
+        let role = documents.iter().find(|d| d["kind"] == "Role").unwrap();
+        let (group, resource, verbs) = scheduler.master_rule().unwrap();
+        let expected =
+            serde_json::json!([{"apiGroups": [group], "resources": [resource], "verbs": verbs}]);
+        assert_eq!(role["rules"], expected, "{scheduler:?}");
+        let binding = documents.iter().find(|d| d["kind"] == "RoleBinding").unwrap();
+        assert_eq!(binding["roleRef"]["name"], role["metadata"]["name"]);
+        assert_eq!(binding["subjects"][0]["name"], "elasticdl");
+        assert!(documents.iter().all(|d| d["metadata"]["namespace"] == "elasticdl"));
+    }
+}
+
+/// The API server lets a user grant those rights only that the user has.
+#[test]
+fn users_who_submit_with_a_role_per_job_have_the_rights_of_a_master() {
+    let text = std::fs::read_to_string(manifest("rbac-per-job.yaml")).unwrap();
+    let documents: Vec<Value> = serde_saphyr::from_multiple(&text).unwrap();
+    let rules = documents.iter().find(|d| d["kind"] == "Role").unwrap()["rules"].clone();
+    let has = |group: &str, resource: &str, verb: &str| {
+        let list = |rule: &Value, key: &str, word: &str| {
+            rule[key].as_array().unwrap().iter().any(|entry| entry == word)
+        };
+        rules.as_array().unwrap().iter().any(|rule| {
+            list(rule, "apiGroups", group)
+                && list(rule, "resources", resource)
+                && list(rule, "verbs", verb)
+        })
+    };
+    for (group, resource, verbs) in MASTER_RULES {
+        for verb in verbs {
+            assert!(has(group, resource, verb), "{verb} {resource}");
+        }
+    }
     assert!(
         documents.iter().all(|d| d["metadata"]["namespace"] == "elasticdl"),
         "no right reaches further"

@@ -178,8 +178,12 @@ impl Files {
                 "a path of {len} bytes; at most {path_bytes_max} are possible"
             )));
         }
-        let mut path = vec![0; len];
-        self.decoder.read_exact(&mut path).map_err(damaged)?;
+        // Grows with what is there, not with what the list declares.
+        let mut path = Vec::new();
+        (&mut self.decoder).take(len as u64).read_to_end(&mut path).map_err(damaged)?;
+        if path.len() < len {
+            return Err(damaged(io::ErrorKind::UnexpectedEof.into()));
+        }
         self.decoder.read_exact(&mut records).map_err(damaged)?;
         self.decoder.read_exact(&mut version).map_err(damaged)?;
         let path =

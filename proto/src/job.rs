@@ -1,11 +1,12 @@
 //! The options of a job that its master and its workers share.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::ids::WorkerId;
+use crate::limits::MICRO_BATCHES_MAX;
 
 /// The master's first message on a stream: the worker is admitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +33,14 @@ pub struct WorkerOptions {
     pub batch: Batch,
     /// Seed of all random choices.
     pub seed: u64,
+    /// The order in which an epoch's records are trained.
+    pub shuffle: Shuffle,
+    /// Records of a micro-batch, the unit in which a step is split over the ranks; `None`: single
+    /// records.
+    pub micro_batch: Option<NonZeroU64>,
+    /// Whether the sum of a step's gradients is exact, and so does not depend on the ranks. The
+    /// options then satisfy [`Deterministic::check`].
+    pub deterministic: bool,
     /// Longest interval between two messages of the worker; `None` for no heartbeats.
     pub heartbeat: Option<Duration>,
     /// Time after which a worker that is stopped or partitioned is evicted. A peer that answers no
@@ -55,6 +64,10 @@ pub struct WorkerOptions {
     pub channels: u8,
     /// Whether a step whose gradient is not finite is skipped. Otherwise it ends the job.
     pub skips_nonfinite: bool,
+    /// Which links between workers are encrypted.
+    pub link_encryption: LinkEncryption,
+    /// Number of bad records that the reader skips; 0 if the first one ends the job.
+    pub bad_records_max: u64,
 }
 
 /// Number of records of a step.
@@ -67,6 +80,15 @@ pub enum Batch {
 }
 
 impl Batch {
+    /// Number of records of a step in a group of `world_size` ranks.
+    #[must_use]
+    pub fn records(self, world_size: usize) -> u64 {
+        match self {
+            Self::Global(records) => records.get(),
+            Self::PerWorker(records) => records.get().saturating_mul(world_size as u64),
+        }
+    }
+
     /// Number of records of one rank's share in a group of `world_size` ranks; at least 1.
     #[must_use]
     pub fn share(self, world_size: usize) -> u64 {
@@ -74,6 +96,45 @@ impl Batch {
             Self::Global(records) => records.get().div_ceil(world_size.max(1) as u64),
             Self::PerWorker(records) => records.get(),
         }
+    }
+}
+
+/// The options that a job whose results do not depend on its workers is limited in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deterministic {
+    /// Number of records of a step.
+    pub batch: Batch,
+    /// Records of a micro-batch; `None` for the default.
+    pub micro_batch: Option<NonZeroU64>,
+    /// Data type of gradients on the wire.
+    pub wire_dtype: WireDtype,
+}
+
+impl Deterministic {
+    /// Records of a micro-batch, and number of micro-batches in a step.
+    ///
+    /// # Errors
+    /// The option that is wrong, with what would be right.
+    pub fn check(self) -> Result<(NonZeroU64, u64), String> {
+        let Batch::Global(batch) = self.batch else {
+            return Err("the number of records of a step must not depend on the workers: use \
+                        --global-batch-size in place of --minibatch-size"
+                .into());
+        };
+        if self.wire_dtype != WireDtype::F32 {
+            return Err("sums must not be rounded: use --wire-dtype f32".into());
+        }
+        let default = NonZeroU64::MIN.saturating_add((batch.get() - 1) / MICRO_BATCHES_DEFAULT);
+        let micro_batch = self.micro_batch.unwrap_or(default);
+        let count = batch.get().div_ceil(micro_batch.get());
+        if count > MICRO_BATCHES_MAX {
+            let least = batch.get().div_ceil(MICRO_BATCHES_MAX);
+            return Err(format!(
+                "a step of {batch} records would have {count} micro-batches; there may be \
+                 {MICRO_BATCHES_MAX}: use --micro-batch {least} or more"
+            ));
+        }
+        Ok((micro_batch, count))
     }
 }
 
@@ -114,6 +175,13 @@ pub struct ValidationSpec {
     pub highest: bool,
     /// Number of evaluations without improvement after which the job ends.
     pub patience: Option<u32>,
+    /// The validation data is this many thousandths of the training data, at `data`, and is not
+    /// trained; `None` if all of `data` is validation data. At most 999.
+    #[serde(default)]
+    pub split: Option<NonZeroU16>,
+    /// Where the best model so far is written.
+    #[serde(default)]
+    pub export_best: Option<String>,
 }
 
 /// What a job does with its data. Places are paths or URIs, as the workers see them.
@@ -166,6 +234,48 @@ pub enum Format {
     Parquet,
 }
 
+/// The order in which an epoch's records are trained. It depends on the seed and the epoch alone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shuffle {
+    /// What is shuffled.
+    pub mode: ShuffleMode,
+    /// Where blocks are shuffled: least number of records that are mixed at a time. `None` chooses
+    /// a default.
+    pub buffer: Option<NonZeroU64>,
+}
+
+impl Shuffle {
+    /// In the order of the data.
+    pub const NONE: Self = Self { mode: ShuffleMode::None, buffer: None };
+}
+
+/// What is shuffled in each epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ShuffleMode {
+    /// Records if the reader reads single records well, and blocks otherwise.
+    #[default]
+    Auto,
+    /// Blocks of records, and the records within each few consecutive blocks.
+    Block,
+    /// Nothing.
+    None,
+    /// All records.
+    Record,
+}
+
+/// Which links between workers are encrypted. Both sides of a link authenticate each other in any
+/// case.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LinkEncryption {
+    /// Links between hosts.
+    #[default]
+    Auto,
+    /// None.
+    Off,
+    /// All links.
+    On,
+}
+
 /// The data type of gradients on the wire.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum WireDtype {
@@ -176,4 +286,34 @@ pub enum WireDtype {
     /// Not rounded.
     #[default]
     F32,
+}
+
+/// Number of micro-batches in a step whose sum is exact, by default: each one's gradient is kept
+/// until the step is summed.
+const MICRO_BATCHES_DEFAULT: u64 = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(batch: Batch, micro_batch: u64, wire_dtype: WireDtype) -> Result<(u64, u64), String> {
+        let micro_batch = NonZeroU64::new(micro_batch);
+        let checked = Deterministic { batch, micro_batch, wire_dtype }.check();
+        checked.map(|(micro_batch, count)| (micro_batch.get(), count))
+    }
+
+    #[test]
+    fn a_deterministic_job_has_a_bounded_number_of_micro_batches_of_a_fixed_size() {
+        let batch = |records| Batch::Global(NonZeroU64::new(records).unwrap());
+        assert_eq!(check(batch(64), 0, WireDtype::F32), Ok((4, 16)));
+        assert_eq!(check(batch(65), 0, WireDtype::F32), Ok((5, 13)));
+        assert_eq!(check(batch(1), 0, WireDtype::F32), Ok((1, 1)));
+        assert_eq!(check(batch(4096), 4, WireDtype::F32), Ok((4, 1024)));
+        let error = check(batch(4097), 4, WireDtype::F32).unwrap_err();
+        assert!(error.ends_with("use --micro-batch 5 or more"), "{error}");
+        assert!(check(batch(64), 0, WireDtype::Bf16).unwrap_err().contains("--wire-dtype f32"));
+        let per_worker = Batch::PerWorker(NonZeroU64::MIN);
+        let error = check(per_worker, 0, WireDtype::F32).unwrap_err();
+        assert!(error.contains("--global-batch-size"), "{error}");
+    }
 }

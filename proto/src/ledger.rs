@@ -59,11 +59,11 @@ impl Ledger {
         } else {
             self.absorbed.entry(range.epoch).or_default().insert(range.records())
         };
-        self.repeated += repeated;
+        self.repeated = self.repeated.saturating_add(repeated);
         while self.absorbed.get(&self.epochs_complete).is_some_and(|set| set.len() >= self.records)
         {
             self.absorbed.remove(&self.epochs_complete);
-            self.epochs_complete += 1;
+            self.epochs_complete = self.epochs_complete.saturating_add(1);
         }
         repeated
     }

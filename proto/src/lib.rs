@@ -20,19 +20,21 @@ mod summary;
 pub use files::{FileLimits, FileList, FileListError, Files, ListedFile};
 pub use ids::{Generation, LaunchId, WorkerId};
 pub use job::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, Welcome, WireDtype, Work,
-    WorkerOptions,
+    Batch, CheckpointEvery, CheckpointSpec, Deterministic, Format, LinkEncryption, Shuffle,
+    ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
 pub use ledger::Ledger;
-pub use membership::{Hello, Membership, Phases, Resume, Stall};
+pub use membership::{Hello, Location, Membership, Phases, Resume, Stall};
 pub use message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
     StepTimes, WorkerMessage,
 };
 pub use ranges::{RangeSet, RecordRange};
-pub use status::{LaunchStatus, PriorityTierStatus, ShardCounts, Status, WorkerStatus};
+pub use status::{
+    DisconnectedStatus, LaunchStatus, PriorityTierStatus, ShardCounts, Status, WorkerStatus,
+};
 pub use summary::{
     BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, LossSummary,
-    MembershipChange, RecordsSummary, RestoredCheckpoint, SavedCheckpoint, StateLoss, Summary,
-    ThroughputSummary, WorkersSummary,
+    MembershipChange, RecordsSummary, RestoredCheckpoint, SavedCheckpoint, SkippedRecords,
+    StateLoss, Summary, ThroughputSummary, WorkersSummary,
 };

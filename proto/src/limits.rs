@@ -11,6 +11,9 @@ pub const WORKERS_MAX: u32 = 1024;
 pub const CHANNELS_MAX: u8 = 16;
 /// Most records of a step.
 pub const BATCH_RECORDS_MAX: u64 = 1 << 32;
+/// Most micro-batches of a step whose sum is exact: each halving of their size costs a bit of
+/// precision.
+pub const MICRO_BATCHES_MAX: u64 = 1024;
 /// Most records of a shard.
 pub const SHARD_RECORDS_MAX: u64 = DATASET_RECORDS_MAX;
 /// Most steps of a job.
@@ -31,6 +34,12 @@ pub const METRICS_MAX: usize = 100;
 pub const METRIC_NAME_BYTES_MAX: usize = 100;
 /// Bytes to which an error text is truncated.
 pub const ERROR_BYTES_MAX: usize = 4096;
+/// Bytes to which the name of a zone, a rack or a node is truncated.
+pub const PLACE_BYTES_MAX: usize = 256;
+/// Most skipped records that are listed.
+pub const SKIPPED_LISTED_MAX: usize = 5;
+/// Bytes to which the text about a skipped record is truncated.
+pub const SKIPPED_TEXT_BYTES_MAX: usize = 1024;
 /// Bytes to which the name of a checkpoint is truncated.
 pub const CHECKPOINT_NAME_BYTES_MAX: usize = 256;
 /// Bytes to which a model's summary is truncated.

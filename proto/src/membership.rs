@@ -42,6 +42,19 @@ pub struct Hello {
     pub resume: Option<Resume>,
     /// Highest incarnation of a master that has welcomed this worker; 0 for none.
     pub incarnation: u64,
+    /// Where the worker runs.
+    pub location: Location,
+}
+
+/// Where a worker runs; empty where it is not known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Location {
+    /// Zone of the node.
+    pub zone: String,
+    /// Rack of the node, within its zone.
+    pub rack: String,
+    /// Name of the node.
+    pub node: String,
 }
 
 /// A worker's identity when its stream broke.

@@ -23,6 +23,7 @@ use crate::ids::{Generation, WorkerId};
 use crate::ledger::Ledger;
 use crate::membership::{Membership, Phases, Stall};
 use crate::ranges::RecordRange;
+use crate::summary::SkippedRecords;
 
 /// A message from a worker, after its hello.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,6 +47,8 @@ pub enum WorkerMessage {
     Committed(Committed),
     /// The data set as the worker's reader lists it, or why it can't be used.
     Described(Result<FileList, String>),
+    /// Records that the data set does not contain; precedes `Described`.
+    RecordsSkipped(SkippedRecords),
     /// A shard of an inference job is done: its metrics are summed over its records, or its
     /// predictions are written.
     ShardDone {
@@ -76,12 +79,10 @@ pub enum WorkerMessage {
         /// What the parameters have absorbed.
         ledger: LedgerReport,
     },
-    /// A reconnected worker reports what it holds.
-    HeldLeases {
+    /// The first message of a worker that has reconnected.
+    Reconnected {
         /// Steps that its state contains; 0 if it has been in no group.
         step: u64,
-        /// Its leases that no step it has committed contains.
-        ranges: Vec<RecordRange>,
     },
     /// The worker waits for storage that does not answer, or no longer waits.
     StorageWait {
@@ -97,13 +98,10 @@ pub enum WorkerMessage {
         /// `TCP`, for example.
         what: String,
     },
-    /// A request for more records of an epoch; it stays open until it is filled or the epoch is
-    /// complete.
+    /// A request for more shards of an inference job; it stays open until it is filled.
     LeaseRequest {
-        /// The epoch.
-        epoch: u32,
-        /// Number of additional records.
-        records: u64,
+        /// Number of additional shards.
+        shards: u64,
     },
     /// The worker received SIGTERM and leaves at the next step boundary.
     Leaving,
@@ -137,9 +135,11 @@ pub enum MasterMessage {
     Drain,
     /// Fetch the group's state from one of these members, concurrently with their training.
     Fetch(Vec<(WorkerId, SocketAddr)>),
+    /// These joining workers may fetch this worker's state, instead of those named before.
+    Joiners(Vec<WorkerId>),
     /// Write a checkpoint at the end of the step.
     KeepCheckpoint,
-    /// Records to train.
+    /// Shards of an inference job to process.
     Lease(Vec<RecordRange>),
     /// A new membership of the group.
     Membership(Membership),
@@ -200,12 +200,28 @@ pub struct Committed {
     pub loss_sum: f64,
     /// Records of these steps.
     pub records: u64,
-    /// Per rank: microseconds in the model's code in the last of these steps.
-    pub compute_us: Vec<u64>,
+    /// What each rank did in the last of these steps.
+    pub ranks: Vec<RankStep>,
     /// Durations of these steps.
     pub times: StepTimes,
     /// Steps skipped without an update, of all that the state contains.
     pub steps_skipped: u64,
+    /// Learning rate of the last of these steps; `None` if the model has none.
+    pub learning_rate: Option<f64>,
+}
+
+/// What a rank did in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RankStep {
+    /// Records that it computed.
+    pub records: u64,
+    /// Microseconds in the model's code.
+    pub compute_us: u64,
+    /// Microseconds of waiting for the records to be read.
+    pub input_us: u64,
+    /// Microseconds for which its training has stopped to copy the state for checkpoints, in all
+    /// steps of its process.
+    pub checkpoint_us: u64,
 }
 
 /// Durations of steps on the lowest rank. A group's first step is excluded: it is part of the pause
@@ -218,6 +234,14 @@ pub struct StepTimes {
     pub step_us: u64,
     /// Part of `step_us` in the all-reduce: the wait for slower ranks and the transfer.
     pub reduce_us: u64,
+}
+
+impl StepTimes {
+    /// Mean time of an all-reduce in milliseconds; 0 if no step was timed.
+    #[must_use]
+    pub fn all_reduce_ms(&self) -> f64 {
+        self.reduce_us as f64 / self.steps.max(1) as f64 / 1000.0
+    }
 }
 
 /// A group's final state.

@@ -17,9 +17,9 @@ pub struct Status {
     /// UUID of the run: the same for all its masters.
     #[serde(default)]
     pub run_id: String,
-    /// `starting`, `resuming` (after a master's death), `waiting` (too few workers for a group),
-    /// `running`, `stopping`, `ending`, or, once it has ended, `completed`, `failed`, `refused`,
-    /// `stopped`.
+    /// `queued` (by a scheduler with queues), `starting`, `resuming` (after a master's death),
+    /// `waiting` (too few workers for a group), `running`, `suspending`, `suspended`, `stopping`,
+    /// `ending`, or, once it has ended, `completed`, `failed`, `refused`, `stopped`.
     pub state: Cow<'static, str>,
     /// Completed part of the job: 0 to 1.
     pub progress: f64,
@@ -35,22 +35,35 @@ pub struct Status {
     pub records_counted: u64,
     /// Records of all epochs; 0 until the data set is known.
     pub records_expected: u64,
+    /// Records absorbed more than once, as last reported.
+    #[serde(default)]
+    pub records_repeated: u64,
     /// Records committed per second, over the last few seconds.
     pub records_per_s: f64,
     /// Mean loss per record, smoothed over the last reports.
     pub loss: Option<f64>,
+    /// Learning rate of the last step; `None` before it, and if the model reports none.
+    #[serde(default)]
+    pub learning_rate: Option<f64>,
+    /// Seconds until the end of the data or of `--max-steps` at the present speed; `None` while the
+    /// job does not advance.
+    #[serde(default)]
+    pub eta_s: Option<f64>,
     /// Committed steps whose gradients were skipped because they were not finite; their records
     /// count as absorbed.
     #[serde(default)]
     pub steps_skipped: u64,
-    /// Shards of `epoch`; of the last epoch when all are complete. `None` until the data set is
-    /// known.
+    /// Shards of an inference job; `None` until the data set is known, and for a training job.
     pub shards: Option<ShardCounts>,
     /// Number of workers that the user wants.
     #[serde(alias = "workers_wanted")]
     pub workers_desired: u32,
     /// The connected workers, by id.
     pub workers: Vec<WorkerStatus>,
+    /// Workers without contact to the master that are not lost, by id: the group may train on with
+    /// them. Those that are silent, but whose stream is open, are also in `workers`.
+    #[serde(default)]
+    pub workers_disconnected: Vec<DisconnectedStatus>,
     /// Launches whose worker has not connected yet, by id.
     #[serde(default, alias = "waiting")]
     pub workers_pending: Vec<LaunchStatus>,
@@ -80,6 +93,11 @@ pub struct Status {
 }
 
 impl Status {
+    /// The members of the newest generation, by id.
+    pub fn members(&self) -> impl Iterator<Item = &WorkerStatus> {
+        self.workers.iter().filter(|worker| worker.rank.is_some())
+    }
+
     /// The status as indented JSON.
     #[must_use]
     pub fn to_pretty_json(&self) -> String {
@@ -109,6 +127,7 @@ impl Status {
                 // The number of workers remains in `workers_desired` and in the metrics.
                 _ => {
                     self.workers_pending.truncate(self.workers_pending.len() / 2);
+                    self.workers_disconnected.truncate(self.workers_disconnected.len() / 2);
                     self.workers.truncate(self.workers.len() / 2);
                     self.evaluated = None;
                     self.events.drain(..self.events.len() / 2).for_each(drop);
@@ -130,21 +149,19 @@ impl Status {
     }
 }
 
-/// An epoch's shards by state.
+/// The shards of an inference job, by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardCounts {
-    /// Shards that are not done and of which no record is leased. After a loss this includes partly
-    /// absorbed shards and shards whose lost owner's last step is not accounted for yet.
+    /// Shards that are neither leased nor done.
     pub todo: u32,
-    /// Shards of which some record is leased to a connected worker. (A lease may be a part of a
-    /// shard.)
+    /// Shards that are leased to a connected worker.
     pub leased: u32,
-    /// Shards of which all records are absorbed, as last reported.
+    /// Shards that are evaluated, or whose predictions are written.
     pub done: u32,
 }
 
 /// The status of a worker.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerStatus {
     /// The worker.
     pub worker: WorkerId,
@@ -153,24 +170,47 @@ pub struct WorkerStatus {
     /// Its rank in the newest generation; `None` while it is no member.
     pub rank: Option<u32>,
     /// `joining`, `describing`, `preparing`, `fetching`, `ready`, `training`, `evaluating`,
-    /// `predicting`, `leaving`, `finished` or `ending`.
+    /// `predicting`, `leaving`, `finished`, `ending`, or `disconnected` while it is silent.
     pub state: Cow<'static, str>,
     /// Steps that its state contains, which are the group's; `None` while it does not have the
     /// group's state.
     pub step: Option<u64>,
     /// Microseconds in the model's code in the last reported step.
     pub compute_us: u64,
-    /// Whether it is a straggler: the median of its last 7 reported steps is over 1.5 times the
-    /// members' median, and over 5 ms more.
+    /// Its part of the records of that step, 0 to 1; `None` without a report.
+    #[serde(default)]
+    pub share: Option<f64>,
+    /// Microseconds of waiting for its records to be read in that step.
+    #[serde(default)]
+    pub input_us: u64,
+    /// What most of the step's time went to: `compute`, `input`, or `network` for the wait for
+    /// other workers and the transfer; `None` without a report.
+    #[serde(default)]
+    pub limited_by: Option<Cow<'static, str>>,
+    /// Whether it is a straggler: the median of its last 7 reported steps, each as if its records
+    /// had been an equal part of the step, is over 1.5 times the members' median, and over 5 ms
+    /// more.
     pub straggler: bool,
-    /// Leased records that are not committed.
-    pub leased_records: u64,
+    /// Records of the shards that are leased to it; `None` in a training job.
+    pub leased_records: Option<u64>,
     /// In a cluster: the worker's pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<String>,
     /// In a cluster: the node of the pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
+}
+
+/// A worker without contact to the master that is not lost.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DisconnectedStatus {
+    /// The worker.
+    pub worker: WorkerId,
+    /// Its rank in the newest generation; `None` if it is no member.
+    pub rank: Option<u32>,
+    /// Seconds since its last message or the end of its stream; for a stream to an earlier master,
+    /// since this master started.
+    pub disconnected_s: f64,
 }
 
 /// The status of a launch whose worker is not connected yet.
@@ -181,7 +221,7 @@ pub struct LaunchStatus {
     /// Its slot among the job's workers, from 0.
     #[serde(alias = "index")]
     pub slot: u32,
-    /// `requested`, `unschedulable` or `starting`.
+    /// `requested`, `queued`, `unschedulable` or `starting`.
     pub state: Cow<'static, str>,
     /// What it waits for, if known.
     #[serde(alias = "waits_for")]
@@ -203,61 +243,180 @@ pub struct PriorityTierStatus {
 const ROUNDS_MAX: u32 = 16;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::summary::Cause;
+pub(crate) mod tests {
+    use serde_json::{Value, json};
 
-    fn status() -> Status {
-        let worker = |worker| WorkerStatus {
-            worker: WorkerId(worker),
-            pid: 70,
-            rank: Some(0),
+    use super::*;
+    use crate::summary::tests::{checkpoints, membership};
+
+    /// A status in which no field has its default value, so that a field that is lost on the way
+    /// differs. A new field has to be set here, as no default is used.
+    pub(crate) fn full_status() -> Status {
+        let worker = WorkerStatus {
+            worker: WorkerId(1),
+            pid: 71,
+            rank: Some(3),
             state: "training".into(),
             step: Some(10),
             compute_us: 1500,
-            straggler: false,
-            leased_records: 64,
-            pod: None,
-            node: None,
-        };
-        let membership = MembershipChange {
-            generation: Generation(2),
-            cause: Cause::Lost,
-            world_size: 2,
-            at_step: 9,
-            gap_ms: None,
-            detect_ms: None,
-            abort_ms: None,
-            agree_ms: None,
-            connect_ms: None,
-            state_ms: None,
-            first_step_ms: None,
-            lost: vec![WorkerId(3)],
-            left: vec![WorkerId(4)],
-            joined: vec![WorkerId(5)],
+            share: Some(0.5),
+            input_us: 100,
+            limited_by: Some("compute".into()),
+            straggler: true,
+            leased_records: Some(64),
+            pod: Some("mnist-w-1".into()),
+            node: Some("node-2".into()),
         };
         let launch = LaunchStatus {
             launch: LaunchId(3),
             slot: 2,
             state: "unschedulable".into(),
-            reason: None,
+            reason: Some("0/1 nodes are available".into()),
         };
         Status {
             job: "mnist".into(),
             run_id: "00000000-0000-0000-0000-000000000007".into(),
             state: "running".into(),
+            progress: 0.375,
+            generation: Generation(2),
             step: 10,
-            workers: vec![worker(1), worker(2)],
+            epoch: 1,
+            epochs: 3,
+            records_counted: 640,
+            records_expected: 1920,
+            records_repeated: 1,
+            records_per_s: 20_000.0,
+            loss: Some(0.25),
+            learning_rate: Some(0.125),
+            eta_s: Some(64.0),
+            steps_skipped: 4,
+            shards: Some(ShardCounts { todo: 5, leased: 3, done: 2 }),
+            workers_desired: 2,
+            workers: vec![worker],
+            workers_disconnected: vec![DisconnectedStatus {
+                worker: WorkerId(6),
+                rank: Some(4),
+                disconnected_s: 2.5,
+            }],
             workers_pending: vec![launch],
-            memberships: vec![membership.clone(), membership],
+            priority_tiers: vec![PriorityTierStatus {
+                class: "elasticdl-core".into(),
+                launches: 2,
+                workers: 1,
+            }],
+            allreduce_transport: Some("TCP".into()),
+            evaluated: Some(Evaluated {
+                step: 9,
+                records: 50,
+                metrics: [("accuracy".into(), Some(0.75))].into(),
+            }),
+            checkpoints: Some(checkpoints()),
+            memberships: vec![membership()],
             events: vec!["generation 2: 1 worker".into()],
-            ..Status::default()
+            events_emitted: 7,
+            events_at_s: vec![1.5],
+        }
+    }
+
+    /// Asserts that no value in a document is one that a field has by default.
+    pub(crate) fn assert_full(json: &Value, path: &str) {
+        match json {
+            Value::Object(fields) if !fields.is_empty() => {
+                fields.iter().for_each(|(key, value)| assert_full(value, &format!("{path}.{key}")));
+            }
+            Value::Array(items) if !items.is_empty() => {
+                items.iter().for_each(|item| assert_full(item, path));
+            }
+            Value::Bool(true) => {}
+            Value::Number(number) => assert_ne!(number.as_f64(), Some(0.0), "{path}"),
+            Value::String(text) => assert_ne!(text, "", "{path}"),
+            _ => panic!("{path} is {json}"),
         }
     }
 
     #[test]
+    fn the_keys_and_values_of_a_status_are_stable() {
+        let json = serde_json::to_value(full_status()).unwrap();
+        assert_full(&json, "status");
+        let mut expected = json!({
+            "job": "mnist", "run_id": "00000000-0000-0000-0000-000000000007",
+            "state": "running", "progress": 0.375, "generation": 2, "step": 10, "epoch": 1,
+            "epochs": 3, "records_counted": 640, "records_expected": 1920,
+            "records_repeated": 1, "records_per_s": 20_000.0, "loss": 0.25, "steps_skipped": 4,
+            "shards": {"todo": 5, "leased": 3, "done": 2},
+            "workers_desired": 2,
+            "workers": [{
+                "worker": 1, "pid": 71, "rank": 3, "state": "training", "step": 10,
+                "compute_us": 1500, "share": 0.5, "input_us": 100,
+                "limited_by": "compute", "straggler": true, "leased_records": 64,
+                "pod": "mnist-w-1", "node": "node-2",
+            }],
+            "workers_disconnected": [{"worker": 6, "rank": 4, "disconnected_s": 2.5}],
+            "workers_pending": [{
+                "launch": 3, "slot": 2, "state": "unschedulable",
+                "reason": "0/1 nodes are available",
+            }],
+            "priority_tiers": [{"class": "elasticdl-core", "launches": 2, "workers": 1}],
+            "allreduce_transport": "TCP",
+            "evaluated": {"step": 9, "records": 50, "metrics": {"accuracy": 0.75}},
+            "checkpoints": {
+                "dir": "s3://b/c", "newest": {"step": 9, "name": "step-9", "bytes": 400},
+                "saved": 2, "failed": 1, "damaged": 3, "error": "disk full",
+                "restored": [{"step": 5, "name": "step-5", "lost_steps": 6}],
+            },
+            "memberships": [{
+                "generation": 2, "cause": "lost", "world_size": 2, "at_step": 9, "gap_ms": 3.0,
+                "detect_ms": 0.125, "abort_ms": 0.25, "agree_ms": 0.375, "connect_ms": 0.5,
+                "state_ms": 0.625, "first_step_ms": 1.125, "lost": [3], "left": [4], "joined": [5],
+            }],
+            "events": ["generation 2: 1 worker"], "events_emitted": 7, "events_at_s": [1.5],
+        });
+        // One invocation of the macro has a limit.
+        expected["learning_rate"] = json!(0.125);
+        expected["eta_s"] = json!(64.0);
+        assert_eq!(json, expected);
+        let read: Status = serde_json::from_value(json).unwrap();
+        assert_eq!(read, full_status());
+    }
+
+    /// What does not apply or is not known yet is null. The keys of a cluster are left out.
+    #[test]
+    fn a_new_status_has_all_keys_but_those_of_a_cluster() {
+        let worker = WorkerStatus {
+            rank: None,
+            step: None,
+            leased_records: None,
+            pod: None,
+            node: None,
+            ..full_status().workers[0].clone()
+        };
+        let json = serde_json::to_value(Status { workers: vec![worker], ..Status::default() });
+        let json = json.unwrap();
+        let keys = |json: &Value| Vec::from_iter(json.as_object().unwrap().keys().cloned());
+        let mut full = serde_json::to_value(full_status()).unwrap();
+        full.as_object_mut().unwrap().remove("events_at_s");
+        let full_worker = full["workers"][0].as_object_mut().unwrap();
+        ["pod", "node"].into_iter().for_each(|key| drop(full_worker.remove(key)));
+        assert_eq!(keys(&json), keys(&full));
+        assert_eq!(keys(&json["workers"][0]), keys(&full["workers"][0]));
+        let unknown = [
+            "loss",
+            "learning_rate",
+            "eta_s",
+            "shards",
+            "allreduce_transport",
+            "evaluated",
+            "checkpoints",
+        ];
+        assert!(unknown.iter().all(|key| json[key].is_null()), "{json}");
+        let keys_of_some = ["rank", "step", "leased_records"];
+        assert!(keys_of_some.iter().all(|key| json["workers"][0][key].is_null()), "{json}");
+    }
+
+    #[test]
     fn a_status_of_any_job_fits_into_its_part_of_the_anchor() {
-        let mut status = status();
+        let mut status = full_status();
+        status.memberships.push(membership());
         assert_eq!(status.clone().into_json_within(64 << 10), status.to_pretty_json());
         let worker = status.workers[0].clone();
         status.workers =

@@ -44,6 +44,9 @@ pub struct Summary {
     pub checkpoints: Option<CheckpointsSummary>,
     /// Shards on which the user's code failed; the first 100.
     pub failed_shards: Vec<FailedShard>,
+    /// Records of the data's files that are not part of the data set.
+    #[serde(default)]
+    pub records_skipped: Option<SkippedRecords>,
     /// Steps whose gradients were skipped because they were not finite; their records count as
     /// trained.
     #[serde(default)]
@@ -53,6 +56,9 @@ pub struct Summary {
     pub state_lost: Option<StateLoss>,
     /// Why the job failed or was refused.
     pub error: Option<String>,
+    /// Why the job was stopped, unless a user stopped it: its deadline, or the exit of a worker.
+    #[serde(default)]
+    pub stop_reason: Option<String>,
     /// The model's summary text.
     pub model_summary: Option<String>,
     /// Means over all records, by metric, of an evaluated model; `None` for a mean that is not
@@ -78,6 +84,17 @@ pub struct RecordsSummary {
     pub missing: u64,
     /// Records absorbed more than once.
     pub repeated: u64,
+}
+
+/// Records that a reader has left out of the data set.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SkippedRecords {
+    /// Number of records that cannot be read.
+    pub bad: u64,
+    /// Number of records that were left out for a null.
+    pub nulls: u64,
+    /// The first few of them: file, place and reason.
+    pub first: Vec<String>,
 }
 
 /// Numbers of workers of a job.
@@ -204,6 +221,14 @@ pub struct ThroughputSummary {
     pub records_per_s: f64,
     /// Steps per second.
     pub steps_per_s: f64,
+    /// Mean time of a step's all-reduce on the lowest rank, in milliseconds, with the wait for
+    /// slower ranks.
+    #[serde(default)]
+    pub all_reduce_ms: f64,
+    /// Time for which workers waited for storage that did not answer, summed over workers, in
+    /// seconds.
+    #[serde(default)]
+    pub storage_wait_s: f64,
 }
 
 /// Evaluations of a job's model. The names of its fields are a public format.
@@ -226,6 +251,9 @@ pub struct BestEvaluation {
     pub metric: String,
     /// Its mean over the validation data.
     pub value: f64,
+    /// Where the model is, if it was exported.
+    #[serde(default)]
+    pub export: Option<String>,
 }
 
 /// A job's checkpoints. The names of its fields are a public format.
@@ -294,4 +322,151 @@ pub struct FailedShard {
     pub end: u64,
     /// The error of the user's code.
     pub error: String,
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::status::tests::assert_full;
+
+    pub(crate) fn membership() -> MembershipChange {
+        MembershipChange {
+            generation: Generation(2),
+            cause: Cause::Lost,
+            world_size: 2,
+            at_step: 9,
+            gap_ms: Some(3.0),
+            detect_ms: Some(0.125),
+            abort_ms: Some(0.25),
+            agree_ms: Some(0.375),
+            connect_ms: Some(0.5),
+            state_ms: Some(0.625),
+            first_step_ms: Some(1.125),
+            lost: vec![WorkerId(3)],
+            left: vec![WorkerId(4)],
+            joined: vec![WorkerId(5)],
+        }
+    }
+
+    pub(crate) fn checkpoints() -> CheckpointsSummary {
+        CheckpointsSummary {
+            dir: Some("s3://b/c".into()),
+            newest: Some(SavedCheckpoint { step: 9, name: "step-9".into(), bytes: 400 }),
+            saved: 2,
+            failed: 1,
+            damaged: 3,
+            error: Some("disk full".into()),
+            restored: vec![RestoredCheckpoint { step: 5, name: "step-5".into(), lost_steps: 6 }],
+        }
+    }
+
+    /// A summary in which no field has its default value.
+    fn full_summary() -> Summary {
+        Summary {
+            job: "mnist".into(),
+            run_id: "00000000-0000-0000-0000-000000000007".into(),
+            state: "completed".into(),
+            steps: 10,
+            epochs: 3,
+            wall_s: 2.5,
+            records: RecordsSummary { expected: 1920, counted: 1910, missing: 10, repeated: 1 },
+            workers: WorkersSummary { peak: 4, last: 2, restarts: 3 },
+            memberships: vec![membership()],
+            loss: LossSummary { first: Some(1.5), last: Some(0.25) },
+            throughput: ThroughputSummary {
+                records_per_s: 20_000.0,
+                steps_per_s: 100.0,
+                all_reduce_ms: 1.5,
+                storage_wait_s: 0.5,
+            },
+            allreduce_transport: Some("TCP".into()),
+            evaluations: Some(EvaluationsSummary {
+                all: vec![Evaluated {
+                    step: 9,
+                    records: 50,
+                    metrics: [("accuracy".into(), Some(0.75))].into(),
+                }],
+                best: Some(BestEvaluation {
+                    step: 9,
+                    metric: "accuracy".into(),
+                    value: 0.75,
+                    export: Some("/best".into()),
+                }),
+                stopped_early: true,
+            }),
+            checkpoints: Some(checkpoints()),
+            failed_shards: vec![FailedShard {
+                worker: WorkerId(3),
+                epoch: 1,
+                file: "part-000.bin".into(),
+                start: 20,
+                end: 30,
+                error: "a bad record".into(),
+            }],
+            records_skipped: Some(SkippedRecords {
+                bad: 2,
+                nulls: 1,
+                first: vec!["a.csv line 3: 1 column".into()],
+            }),
+            steps_skipped: 4,
+            state_lost: Some(StateLoss { count: 1, at_step: 8 }),
+            error: Some("too many failures".into()),
+            stop_reason: Some("the deadline of 60 s has passed".into()),
+            model_summary: Some("3 3 5760".into()),
+            metrics: Some([("loss".into(), Some(0.5))].into()),
+            output: Some("/out".into()),
+            export: Some("/model".into()),
+            digest: Some("0123456789abcdef".into()),
+        }
+    }
+
+    #[test]
+    fn the_keys_and_values_of_a_summary_are_stable() {
+        let json = serde_json::to_value(full_summary()).unwrap();
+        assert_full(&json, "summary");
+        let expected = json!({
+            "job": "mnist", "run_id": "00000000-0000-0000-0000-000000000007",
+            "state": "completed", "steps": 10, "epochs": 3, "wall_s": 2.5,
+            "records": {"expected": 1920, "counted": 1910, "missing": 10, "repeated": 1},
+            "workers": {"peak": 4, "final": 2, "restarts": 3},
+            "memberships": [{
+                "generation": 2, "cause": "lost", "world_size": 2, "at_step": 9, "gap_ms": 3.0,
+                "detect_ms": 0.125, "abort_ms": 0.25, "agree_ms": 0.375, "connect_ms": 0.5,
+                "state_ms": 0.625, "first_step_ms": 1.125, "lost": [3], "left": [4], "joined": [5],
+            }],
+            "loss": {"first": 1.5, "last": 0.25},
+            "throughput": {
+                "records_per_s": 20_000.0, "steps_per_s": 100.0, "all_reduce_ms": 1.5,
+                "storage_wait_s": 0.5,
+            },
+            "allreduce_transport": "TCP",
+            "evaluations": {
+                "all": [{"step": 9, "records": 50, "metrics": {"accuracy": 0.75}}],
+                "best": {
+                    "step": 9, "metric": "accuracy", "value": 0.75, "export": "/best",
+                },
+                "stopped_early": true,
+            },
+            "checkpoints": {
+                "dir": "s3://b/c", "newest": {"step": 9, "name": "step-9", "bytes": 400},
+                "saved": 2, "failed": 1, "damaged": 3, "error": "disk full",
+                "restored": [{"step": 5, "name": "step-5", "lost_steps": 6}],
+            },
+            "failed_shards": [{
+                "worker": 3, "epoch": 1, "file": "part-000.bin", "start": 20, "end": 30,
+                "error": "a bad record",
+            }],
+            "records_skipped": {"bad": 2, "nulls": 1, "first": ["a.csv line 3: 1 column"]},
+            "steps_skipped": 4, "state_lost": {"count": 1, "at_step": 8},
+            "error": "too many failures",
+            "stop_reason": "the deadline of 60 s has passed", "model_summary": "3 3 5760",
+            "metrics": {"loss": 0.5},
+            "output": "/out", "export": "/model", "digest": "0123456789abcdef",
+        });
+        assert_eq!(json, expected);
+        let read: Summary = serde_json::from_value(json).unwrap();
+        assert_eq!(read, full_summary());
+    }
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use elasticdl::UserError;
 use elasticdl::readers::FixedRecords;
+use safetensors::SafeTensors;
 
 /// Writes `records` records over `files` files into `folder`: record `i` holds the number `i`.
 ///
@@ -32,6 +33,21 @@ pub fn counting_reader() -> FixedRecords {
 /// A record has another length.
 pub fn numbers(records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
     records.into_iter().map(|bytes| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?))).collect()
+}
+
+/// The parameters that a job of the counting model has exported to a file: the count of each
+/// record.
+///
+/// # Panics
+/// The file holds something else.
+#[must_use]
+pub fn exported_counts(path: &Path) -> Vec<f32> {
+    let bytes = std::fs::read(path).expect("a model was exported");
+    let file = SafeTensors::deserialize(&bytes).expect("an exported model is a safetensors file");
+    assert_eq!(file.names(), ["parameters"]);
+    let data = file.tensor("parameters").expect("the name is in the file").data();
+    let floats = data.chunks_exact(size_of::<f32>());
+    floats.map(|bytes| f32::from_le_bytes(bytes.try_into().expect("four bytes"))).collect()
 }
 
 /// The summary line of a model whose parameters count records: the lowest and the highest count,

@@ -1,4 +1,32 @@
-//! Helpers of the benchmarks: quantiles and printing.
+//! Helpers of the benchmarks: their entry point, quantiles and printing.
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use elasticdl::Model;
+
+/// Runs a program that is at once a benchmark, the `elasticdl` command and the worker of the
+/// benchmark's jobs: `model` if a job has started it, the command if its first argument is a
+/// subcommand, `measure` otherwise.
+pub fn run_benchmark<M: Model>(
+    model: impl FnOnce() -> M,
+    measure: impl FnOnce() -> Result<(), Box<dyn Error>>,
+) -> ExitCode {
+    const COMMANDS: [&str; 4] = ["train", "status", "scale", "checkpoint"];
+    if std::env::args().nth(1).is_some_and(|word| COMMANDS.contains(&word.as_str())) {
+        return elasticdl_master::cli::main();
+    }
+    if std::env::var_os("ELASTICDL_MASTER").is_some() {
+        return elasticdl::run(model());
+    }
+    match measure() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            print(&format!("error: {error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
 
 /// The smallest value at or below which `part` of the values lie; 0 if there are no values. Sorts
 /// them.

@@ -6,9 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
+use elasticdl_proto::{
+    Cause, Generation, MembershipChange, RecordsSummary, Status, Summary, WorkerId,
+};
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
 use tempfile::TempDir;
+
+use crate::job_fixture::HURRY;
 
 /// An `elasticdl train --local` that has not been started.
 #[derive(Debug)]
@@ -114,8 +118,8 @@ pub struct Ended {
     pub code: Option<i32>,
     /// What it printed.
     pub output: String,
-    /// The summary, or null if none was written.
-    pub summary: Value,
+    /// `None` if none was written.
+    summary: Option<Summary>,
 }
 
 impl Running {
@@ -124,6 +128,15 @@ impl Running {
     pub fn keeping(mut self, folder: TempDir) -> Self {
         self.folder = Some(folder);
         self
+    }
+
+    /// Ends the delay per record of all workers of a fixture's job.
+    ///
+    /// # Panics
+    /// The job has no fixture, or its folder can't be written to.
+    pub fn hurry(&self) {
+        let folder = self.folder.as_ref().expect("the job has a fixture");
+        std::fs::write(folder.path().join(HURRY), "").expect("the folder can be written to");
     }
 
     /// The command's process.
@@ -144,16 +157,37 @@ impl Running {
         child.try_wait().expect("a child can be asked for").is_none()
     }
 
-    /// Output of `elasticdl status --json`; null while there is no answer.
+    /// The status that `elasticdl status --json` prints.
+    ///
+    /// # Panics
+    /// No master answers within a minute.
     #[must_use]
-    pub fn status(&self) -> Value {
+    pub fn status(&self) -> Status {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        loop {
+            if let Some(status) = self.try_status() {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "no status: {}", self.status_error());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// As [`Running::status`]; `None` if no master answers now.
+    ///
+    /// # Panics
+    /// The command prints something else than a status.
+    #[must_use]
+    pub fn try_status(&self) -> Option<Status> {
         let output = command(&self.starter)
             .arg("status")
             .arg(&self.job_dir)
             .arg("--json")
             .output()
             .expect("the command under test starts");
-        serde_json::from_slice(&output.stdout).unwrap_or(Value::Null)
+        let text = String::from_utf8(output.stdout).expect("the status is text");
+        let status = (!text.is_empty()).then(|| serde_json::from_str(&text))?;
+        Some(status.unwrap_or_else(|error| panic!("{error} in the status {text}")))
     }
 
     /// Runs `elasticdl checkpoint` and returns the path of the checkpoint.
@@ -166,6 +200,16 @@ impl Running {
         let output = output.expect("the command under test starts");
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8_lossy(&output.stdout).trim().to_owned()
+    }
+
+    /// Runs the command `elasticdl WORDS` with the job.
+    ///
+    /// # Panics
+    /// The command fails.
+    pub fn command(&self, words: &[&str]) {
+        let output = command(&self.starter).args(words).arg(&self.job_dir).output();
+        let output = output.expect("the command under test starts");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
 
     /// Runs `elasticdl scale --num-workers`.
@@ -197,41 +241,49 @@ impl Running {
     ///
     /// # Panics
     /// It does not within a minute, or the job ends before.
-    pub fn wait_for(&mut self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+    pub fn wait_for(&mut self, what: &str, wanted: impl Fn(&Status) -> bool) -> Status {
         let deadline = Instant::now() + Duration::from_secs(60);
         loop {
-            let status = self.status();
-            if wanted(&status) {
-                return status;
+            let status = self.try_status();
+            if let Some(status) = status.as_ref().filter(|status| wanted(status)) {
+                return status.clone();
             }
             assert!(self.is_running(), "the job ended before: {what}: {:?}", self.take_end());
-            assert!(Instant::now() < deadline, "not within a minute: {what}: {status}");
+            assert!(Instant::now() < deadline, "not within a minute: {what}: {status:?}");
             std::thread::sleep(Duration::from_millis(20));
         }
     }
 
-    /// Process ids of the job's workers, by worker.
-    #[must_use]
-    pub fn workers(&self) -> BTreeMap<u64, u32> {
-        let status = self.status();
-        let workers = status["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
-        let entry =
-            |w: &Value| Some((w["worker"].as_u64()?, u32::try_from(w["pid"].as_u64()?).ok()?));
-        workers.iter().filter_map(entry).collect()
+    /// Waits until the group has made more than three steps.
+    ///
+    /// # Panics
+    /// As for [`Running::wait_for`].
+    pub fn wait_for_first_steps(&mut self) -> Status {
+        self.wait_for("the first steps", |status| status.step > 3)
     }
 
-    /// The job's members in rank order, with their process ids.
+    /// Waits until the group makes another step than the one that it is at now.
+    ///
+    /// # Panics
+    /// As for [`Running::wait_for`].
+    pub fn wait_for_next_step(&mut self) {
+        let step = self.status().step;
+        self.wait_for("the next step", |status| status.step > step);
+    }
+
+    /// Process ids of the job's workers, by worker; none while no master answers.
     #[must_use]
-    pub fn members(&self) -> Vec<(u64, u32)> {
-        let status = self.status();
-        let workers = status["workers"].as_array().map(Vec::as_slice).unwrap_or_default();
-        let entry = |w: &Value| {
-            Some((
-                w["rank"].as_u64()?,
-                (w["worker"].as_u64()?, u32::try_from(w["pid"].as_u64()?).ok()?),
-            ))
-        };
-        let by_rank: BTreeMap<u64, (u64, u32)> = workers.iter().filter_map(entry).collect();
+    pub fn workers(&self) -> BTreeMap<WorkerId, u32> {
+        let workers = self.try_status().unwrap_or_default().workers;
+        workers.into_iter().map(|worker| (worker.worker, worker.pid)).collect()
+    }
+
+    /// The job's members in rank order, with their process ids; none while no master answers.
+    #[must_use]
+    pub fn members(&self) -> Vec<(WorkerId, u32)> {
+        let status = self.try_status().unwrap_or_default();
+        let by_rank: BTreeMap<_, _> =
+            status.members().map(|member| (member.rank, (member.worker, member.pid))).collect();
         by_rank.into_values().collect()
     }
 
@@ -239,10 +291,39 @@ impl Running {
     ///
     /// # Panics
     /// As for [`Running::wait_for`].
-    pub fn wait_for_members(&mut self, count: usize) {
-        self.wait_for(&format!("{count} members"), |status| {
-            let workers = status["workers"].as_array().into_iter().flatten();
-            workers.filter(|w| w["rank"].is_u64()).count() == count
+    pub fn wait_for_members(&mut self, count: usize) -> Status {
+        self.wait_for(&format!("{count} members"), |status| status.members().count() == count)
+    }
+
+    /// Waits until the group has `count` members and has made more than three steps.
+    ///
+    /// # Panics
+    /// As for [`Running::wait_for`].
+    pub fn wait_for_work_of(&mut self, count: usize) -> Status {
+        self.wait_for(&format!("{count} members at work"), |status| {
+            status.members().count() == count && status.step > 3
+        })
+    }
+
+    /// Waits until the group has `count` members, and no worker is one of `gone`.
+    ///
+    /// # Panics
+    /// As for [`Running::wait_for`].
+    pub fn wait_for_members_without(&mut self, count: usize, gone: &[WorkerId]) -> Status {
+        self.wait_for(&format!("{count} members without {gone:?}"), |status| {
+            status.members().count() == count
+                && status.workers.iter().all(|worker| !gone.contains(&worker.worker))
+        })
+    }
+
+    /// Waits until `count` workers are connected to the master, and the group makes another step.
+    ///
+    /// # Panics
+    /// As for [`Running::wait_for`].
+    pub fn wait_for_return_of(&mut self, count: usize) {
+        let step = self.status().step;
+        self.wait_for("all to be back, and another step", |status| {
+            status.workers.len() == count && status.step > step
         });
     }
 
@@ -282,16 +363,6 @@ impl Running {
     /// See [`Running::stop_master`].
     pub fn continue_master(&self) {
         send(self.child.as_ref().expect("not waited for").id(), Signal::CONT);
-    }
-
-    /// Waits until `count` workers are members, and returns the group's generation.
-    pub fn wait_for_group_of(&mut self, count: usize) -> Option<u64> {
-        let status = self.wait_for("all members", |status| {
-            let ranked =
-                status["workers"].as_array().into_iter().flatten().filter(|w| w["rank"].is_u64());
-            ranked.count() == count
-        });
-        status["generation"].as_u64()
     }
 
     /// Starts another master after [`Running::kill_master`]: `elasticdl train --resume`.
@@ -338,7 +409,7 @@ impl Running {
         let deadline = Instant::now() + Duration::from_secs(180);
         // The output is short enough for the pipes, so nothing has to read it meanwhile.
         while self.is_running() {
-            assert!(Instant::now() < deadline, "the job does not end: {}", self.status());
+            assert!(Instant::now() < deadline, "the job does not end: {:?}", self.try_status());
             std::thread::sleep(Duration::from_millis(5));
         }
         self.take_end()
@@ -349,11 +420,10 @@ impl Running {
             self.child.take().expect("not waited for").wait_with_output().expect("it has ended");
         let text = [output.stdout, output.stderr]
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-        let summary = std::fs::read(self.job_dir.join("summary.json")).unwrap_or_default();
         Ended {
             code: output.status.code(),
             output: text.concat(),
-            summary: serde_json::from_slice(&summary).unwrap_or(Value::Null),
+            summary: read_summary(&self.job_dir),
         }
     }
 }
@@ -371,23 +441,103 @@ impl Drop for Running {
 }
 
 impl Ended {
+    /// The summary.
+    ///
+    /// # Panics
+    /// None was written.
+    #[must_use]
+    pub fn summary(&self) -> &Summary {
+        self.summary.as_ref().unwrap_or_else(|| panic!("no summary was written: {}", self.output))
+    }
+
+    /// Asserts the command's exit code and the job's final state.
+    ///
+    /// # Panics
+    /// They are others.
+    pub fn assert_outcome(&self, code: i32, state: &str) {
+        let state_shown = self.summary.as_ref().map(|summary| &*summary.state);
+        assert_eq!((self.code, state_shown), (Some(code), Some(state)), "{}", self.output);
+    }
+
     /// Asserts that the job has trained every record of every epoch exactly once.
     ///
     /// # Panics
     /// It has not.
     pub fn assert_exactly_once(&self, context: &str, records: u64, epochs: u64) {
-        let total = records * epochs;
-        let expected = serde_json::json!({
-            "expected": total, "counted": total, "missing": 0, "repeated": 0
-        });
-        assert_eq!(self.summary["records"], expected, "{context}: {}", self.output);
-        assert_eq!(self.summary["state"], "completed", "{context}: {}", self.output);
-        // The model's own summary: the lowest and the highest count over all records, and their
-        // sum.
-        let counts = format!("{epochs} {epochs} {total}");
-        assert_eq!(self.summary["model_summary"], counts.as_str(), "{context}: {}", self.output);
+        assert_exactly_once(
+            self.summary(),
+            &format!("{context}: {}", self.output),
+            records,
+            epochs,
+        );
         assert_eq!(self.code, Some(0), "{context}: {}", self.output);
     }
+
+    /// The job's memberships, oldest first.
+    ///
+    /// # Panics
+    /// There is no summary.
+    #[must_use]
+    pub fn memberships(&self) -> &[MembershipChange] {
+        &self.summary().memberships
+    }
+
+    /// Causes of the job's memberships, oldest first.
+    ///
+    /// # Panics
+    /// There is no summary.
+    #[must_use]
+    pub fn causes(&self) -> Vec<Cause> {
+        self.memberships().iter().map(|membership| membership.cause).collect()
+    }
+
+    /// Asserts that no worker was lost or replaced, and that `generation` was the last one.
+    ///
+    /// # Panics
+    /// It was not so.
+    pub fn assert_undisturbed(&self, generation: Generation) {
+        let last = self.memberships().last().map(|membership| membership.generation);
+        assert_eq!(last, Some(generation), "{:?}", self.memberships());
+        assert_eq!((self.lost(), self.summary().workers.restarts), (Vec::new(), 0));
+    }
+
+    /// Workers that were lost, in the order of the memberships that report it.
+    #[must_use]
+    pub fn lost(&self) -> Vec<WorkerId> {
+        self.memberships().iter().flat_map(|membership| membership.lost.iter().copied()).collect()
+    }
+}
+
+/// Asserts that a job of the counting model has trained every record of every epoch exactly once.
+///
+/// # Panics
+/// It has not.
+pub fn assert_exactly_once(summary: &Summary, context: &str, records: u64, epochs: u64) {
+    let total = records * epochs;
+    assert_eq!(summary.records, each_once(total), "{context}");
+    assert_eq!(summary.state, "completed", "{context}");
+    // The model's own summary: the lowest and the highest count over all records, and their sum.
+    let counts = format!("{epochs} {epochs} {total}");
+    assert_eq!(summary.model_summary.as_ref(), Some(&counts), "{context}");
+}
+
+/// What a summary reports if each of `records` was counted once.
+#[must_use]
+pub fn each_once(records: u64) -> RecordsSummary {
+    RecordsSummary { expected: records, counted: records, missing: 0, repeated: 0 }
+}
+
+/// The summary in a job's directory; `None` if there is none.
+///
+/// # Panics
+/// The file is not a summary.
+#[must_use]
+pub fn read_summary(job_dir: &Path) -> Option<Summary> {
+    let bytes = std::fs::read(job_dir.join("summary.json")).ok()?;
+    let summary = serde_json::from_slice(&bytes);
+    Some(summary.unwrap_or_else(|error| {
+        panic!("{error} in the summary {}", String::from_utf8_lossy(&bytes))
+    }))
 }
 
 fn command(words: &[OsString]) -> std::process::Command {
@@ -395,34 +545,6 @@ fn command(words: &[OsString]) -> std::process::Command {
     let mut command = std::process::Command::new(program);
     command.args(args);
     command
-}
-
-impl Ended {
-    /// The job's memberships, oldest first.
-    ///
-    /// # Panics
-    /// There is no summary.
-    #[must_use]
-    pub fn memberships(&self) -> &[Value] {
-        self.summary["memberships"].as_array().expect("a job that ran has memberships")
-    }
-
-    /// Asserts that no worker was lost or replaced, and that `generation` was the last one.
-    ///
-    /// # Panics
-    /// It was not so.
-    pub fn assert_undisturbed(&self, generation: Option<u64>) {
-        let last = self.memberships().last().and_then(|m| m["generation"].as_u64());
-        assert_eq!(last, generation, "{:?}", self.memberships());
-        assert_eq!((self.lost(), &self.summary["workers"]["restarts"]), (Vec::new(), &0.into()));
-    }
-
-    /// Workers that were lost, in the order of the memberships that report it.
-    #[must_use]
-    pub fn lost(&self) -> Vec<u64> {
-        let lost = self.memberships().iter().filter_map(|m| m["lost"].as_array()).flatten();
-        lost.filter_map(Value::as_u64).collect()
-    }
 }
 
 fn socket_inodes(pid: u32) -> Vec<String> {

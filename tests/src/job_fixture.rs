@@ -5,13 +5,14 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use elasticdl_proto::WorkerId;
 use rand::rngs::ChaCha8Rng;
 use rand::seq::IteratorRandom;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::{Command, Ended, Proxy, Running, counting_data, send};
+use crate::{Command, Ended, Proxy, Running, S3, counting_data, send};
 
 /// The programs under test, whose paths only a test binary knows.
 #[derive(Clone, Copy, Debug)]
@@ -31,17 +32,27 @@ pub struct JobFixture {
     pub programs: Programs,
     /// Number of workers at the start.
     pub num_workers: u32,
+    /// Number of records of the data.
+    pub records: u64,
+    /// Number of files of the data.
+    pub files: u64,
+    /// Passes over the data.
+    pub epochs: u64,
     /// Time to compute the gradient of a record.
     pub micros_per_record: u64,
     /// Number of parameters, of 4 bytes each, if more than there are records.
     pub parameters: u64,
     /// Length of the buckets that counts are summed in.
     pub bucket: Option<u64>,
+    /// Further options of the counting model.
+    pub program_options: &'static [&'static str],
     /// Records per step.
     pub global_batch_size: u64,
     /// `None`: the default. Longer than a busy machine delays any worker, so that only workers that
     /// the test has stopped are evicted.
     pub worker_timeout: Option<&'static str>,
+    /// Whether a job without checkpoints starts anew when a fault hits all workers at once.
+    pub restart_without_checkpoint: bool,
     /// Folder of the GPU libraries, if workers compute on GPUs.
     pub gpu: Option<&'static Path>,
     /// Environment variables of all processes.
@@ -51,30 +62,42 @@ pub struct JobFixture {
     /// Whether the master's kills reach only the process that starts a worker, as if the worker
     /// were on another machine.
     pub out_of_reach: bool,
+    /// Script for `sh -c` that runs its arguments, a worker's program.
+    pub script: Option<String>,
+    /// The object store that the data lies in; `None`: in a folder.
+    pub store: Option<S3>,
 }
+
+/// The file in the fixture's folder that ends the delay per record.
+pub(crate) const HURRY: &str = "hurry";
 
 impl JobFixture {
     /// A job of `num_workers` workers that takes some seconds.
     ///
     /// # Panics
-    /// The temporary data can't be written.
+    /// There is no place for temporary files.
     #[must_use]
     pub fn new(programs: Programs, num_workers: u32) -> Self {
-        let folder = tempfile::tempdir().expect("there is a place for temporary files");
-        counting_data(&folder.path().join("data"), RECORDS, 3).expect("the data has room there");
         Self {
-            folder,
+            folder: tempfile::tempdir().expect("there is a place for temporary files"),
             programs,
             num_workers,
+            records: RECORDS,
+            files: 3,
+            epochs: EPOCHS,
             micros_per_record: 400,
             parameters: 0,
             bucket: None,
+            program_options: &[],
             global_batch_size: 48,
             worker_timeout: Some("10s"),
+            restart_without_checkpoint: true,
             gpu: None,
             variables: Vec::new(),
             proxy: None,
             out_of_reach: false,
+            script: None,
+            store: None,
         }
     }
 
@@ -84,58 +107,102 @@ impl JobFixture {
         Self { parameters: 1 << 20, global_batch_size: 300, ..self }
     }
 
+    /// A path in the fixture's folder.
+    #[must_use]
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The folder of the data, which is written at the first call.
+    ///
+    /// # Panics
+    /// The data can't be written.
+    #[must_use]
+    pub fn data(&self) -> PathBuf {
+        let folder = self.path("data");
+        if !folder.exists() {
+            counting_data(&folder, self.records, self.files).expect("the data has room there");
+        }
+        folder
+    }
+
+    /// The URL or path of the data, which is written at the first call.
+    fn training_data(&self) -> OsString {
+        let folder = self.data();
+        let Some(store) = &self.store else { return folder.into() };
+        for file in std::fs::read_dir(folder).expect("the data was written") {
+            let file = file.expect("the folder can be read");
+            let name = file.file_name().to_string_lossy().into_owned();
+            let bytes = std::fs::read(file.path()).expect("the data can be read");
+            store.put(&format!("bucket/data/{name}"), bytes);
+        }
+        "s3://bucket/data".into()
+    }
+
     /// The job's command, with the options that all fixtures share.
     #[must_use]
     pub fn command(&self, seed: u64) -> Command {
-        let mut program: Vec<PathBuf> = Vec::new();
+        let mut variables = self.variables.clone();
+        if let Some(libraries) = self.gpu {
+            variables.push(("LD_LIBRARY_PATH", libraries.into()));
+        }
+        let mut starter: Vec<OsString> = Vec::new();
+        let store = self.store.iter().flat_map(S3::environment).map(OsString::from);
+        let settings = variables.iter().map(|(name, value)| concat(name, value)).chain(store);
+        let settings: Vec<OsString> = settings.collect();
+        if !settings.is_empty() {
+            starter.push("env".into());
+            starter.extend(settings);
+        }
+        let command = Command::new(self.programs.elasticdl, self.path("job"), self.program())
+            .option("training-data", self.training_data())
+            .option("num-epochs", self.epochs.to_string())
+            .option("num-workers", self.num_workers.to_string())
+            .option("global-batch-size", self.global_batch_size.to_string())
+            .option("seed", seed.to_string())
+            .started_by(starter);
+        let command = match self.worker_timeout {
+            Some(timeout) => command.option("worker-timeout", timeout),
+            None => command,
+        };
+        match self.restart_without_checkpoint {
+            true => command.flag("restart-without-checkpoint"),
+            false => command,
+        }
+    }
+
+    /// The worker's program with its arguments.
+    fn program(&self) -> Vec<OsString> {
+        let mut program: Vec<OsString> = Vec::new();
         if let Some(proxy) = &self.proxy {
             program.extend(["/bin/sh", "-c", &proxy.script(), "sh"].map(Into::into));
+        }
+        if let Some(script) = &self.script {
+            program.extend(["/bin/sh", "-c", script, "sh"].map(Into::into));
         }
         if self.out_of_reach {
             program.extend(["/bin/sh", "-c", "setsid \"$@\" & wait $!", "sh"].map(Into::into));
         }
         program.push(self.programs.counting.into());
         for (name, value) in [
-            ("--records", RECORDS),
-            ("--parameters", self.parameters),
-            ("--micros-per-record", self.micros_per_record),
+            ("--records", Some(self.records)),
+            ("--parameters", Some(self.parameters)),
+            ("--micros-per-record", Some(self.micros_per_record)),
+            ("--bucket", self.bucket),
         ] {
-            program.extend([name.into(), value.to_string().into()]);
+            program.extend(value.into_iter().flat_map(|v| [name.into(), v.to_string().into()]));
         }
-        program.extend(
-            self.bucket.iter().flat_map(|bucket| ["--bucket".into(), bucket.to_string().into()]),
-        );
-        let mut variables = self.variables.clone();
-        if let Some(libraries) = self.gpu {
-            program.push("--gpu".into());
-            variables.push(("LD_LIBRARY_PATH", libraries.into()));
-        }
-        let mut starter: Vec<OsString> = Vec::new();
-        if !variables.is_empty() {
-            starter.push("env".into());
-            starter.extend(variables.iter().map(|(name, value)| concat(name, value)));
-        }
-        let command =
-            Command::new(self.programs.elasticdl, self.folder.path().join("job"), program)
-                .option("training-data", self.folder.path().join("data"))
-                .option("num-epochs", EPOCHS.to_string())
-                .option("num-workers", self.num_workers.to_string())
-                .option("global-batch-size", self.global_batch_size.to_string())
-                .option("seed", seed.to_string())
-                // A fault may hit all workers at once.
-                .flag("restart-without-checkpoint")
-                .started_by(starter);
-        match self.worker_timeout {
-            Some(timeout) => command.option("worker-timeout", timeout),
-            None => command,
-        }
+        program.extend(["--hurry-when".into(), self.path(HURRY).into()]);
+        program.extend(self.program_options.iter().map(Into::into));
+        program.extend(self.gpu.map(|_| "--gpu".into()));
+        program
     }
 
     /// Starts the job, and waits until it trains.
     #[must_use]
     pub fn start(self, seed: u64) -> Running {
         let mut job = self.command(seed).start().keeping(self.folder);
-        job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
+        job.wait_for_first_steps();
         job
     }
 
@@ -162,13 +229,19 @@ impl JobFixture {
 
 impl Running {
     /// A random worker of the job, and its process id; `None` while there are none.
-    pub fn any_worker(&self, rng: &mut impl rand::Rng) -> Option<(u64, u32)> {
+    pub fn any_worker(&self, rng: &mut impl rand::Rng) -> Option<(WorkerId, u32)> {
         self.workers().into_iter().choose(rng)
+    }
+
+    /// Sends a signal to all workers of the job.
+    pub fn signal_workers(&self, signal: Signal) {
+        self.workers().into_values().for_each(|pid| send(pid, signal));
     }
 }
 
 impl Ended {
-    /// Asserts the result that the job of every [`JobFixture`] must have, whatever faults hit it.
+    /// Asserts the result that a job with a fixture's default records and epochs must have,
+    /// whatever faults hit it.
     ///
     /// # Panics
     /// The result is another one.
@@ -184,5 +257,7 @@ fn concat(name: &str, value: &OsString) -> OsString {
     whole
 }
 
+/// Records of a fixture's data by default.
 const RECORDS: u64 = 6000;
+/// Passes over the data by default.
 const EPOCHS: u64 = 2;

@@ -1,22 +1,30 @@
 //! Support for the cross-crate tests and benchmarks: jobs as real processes, their data, networks
 //! that can be cut, figures; and the simulation of whole jobs in one thread.
 
+mod browser;
 pub mod cluster;
 mod data;
+mod determinism;
 mod figures;
 mod job;
 mod job_fixture;
 mod network;
+mod plot;
 mod proxy;
 mod s3;
 pub mod simulation;
 mod spec;
 
-pub use data::{counting_data, counting_reader, counts_summary, numbers};
-pub use figures::{print, quantile};
-pub use job::{Command, Ended, Running, is_alive, send};
+pub use browser::Browser;
+pub use data::{counting_data, counting_reader, counts_summary, exported_counts, numbers};
+pub use determinism::DeterminismCase;
+pub use figures::{print, quantile, run_benchmark};
+pub use job::{
+    Command, Ended, Running, assert_exactly_once, each_once, is_alive, read_summary, send,
+};
 pub use job_fixture::{JobFixture, Programs};
-pub use network::Network;
+pub use network::{Capture, Network, Observed};
+pub use plot::{Curve, Plot};
 pub use proxy::Proxy;
 pub use s3::{FaultRates, S3};
 pub use spec::job_spec;

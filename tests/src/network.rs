@@ -14,6 +14,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::process::{Signal, geteuid};
 
+mod capture;
+
+pub use capture::{Capture, Observed};
+
 /// Hosts that reach each other until they are cut off. Dropping it removes them, and ends the
 /// processes on them.
 #[derive(Debug)]
@@ -47,7 +51,8 @@ impl Network {
         );
         eprintln!(
             "SKIPPED, since there are no network namespaces: {why}. Run it as root with iproute2: \
-             ELASTICDL_NETNS=1 cargo test -p elasticdl-tests --test partition"
+             ELASTICDL_NETNS=1 cargo test -p elasticdl-tests --test jobs -- partition:: \
+             encryption::"
         );
         None
     }
@@ -63,6 +68,13 @@ impl Network {
     #[must_use]
     pub fn on_the_launchs_host(&self) -> String {
         let namespace = self.namespace("$ELASTICDL_LAUNCH");
+        format!("setsid ip netns exec {namespace} \"$@\" & wait $!")
+    }
+
+    /// As [`on_the_launchs_host`](Self::on_the_launchs_host), on host 1 to `hosts`, in turn.
+    #[must_use]
+    pub fn on_host_of_launch(&self, hosts: u8) -> String {
+        let namespace = self.namespace(&format!("$((ELASTICDL_LAUNCH % {hosts} + 1))"));
         format!("setsid ip netns exec {namespace} \"$@\" & wait $!")
     }
 
@@ -96,6 +108,20 @@ impl Network {
     /// There was no cut.
     pub fn heal(&self, from: u8, to: u8) {
         self.rule("del", from, to);
+    }
+
+    /// Limits what each host sends to this rate, such as `1gbit`.
+    ///
+    /// # Panics
+    /// The kernel has no token bucket filter.
+    pub fn limit_rate(&self, rate: &str) {
+        for host in 0..self.hosts {
+            let namespace = self.namespace(&host.to_string());
+            let qdisc = format!(
+                "-n {namespace} qdisc add dev eth0 root tbf rate {rate} burst 512kb latency 100ms"
+            );
+            run("tc", &qdisc.split(' ').collect::<Vec<_>>()).expect("the rate can be limited");
+        }
     }
 
     fn rule(&self, verb: &str, from: u8, to: u8) {

@@ -19,7 +19,9 @@ pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> 
         max_steps: None,
         batch,
         records_per_shard: None,
-        shuffle: true,
+        shuffle: Default::default(),
+        micro_batch: None,
+        deterministic: false,
         seed: 0,
         max_worker_restarts: 0,
         worker_timeout: None,
@@ -30,8 +32,11 @@ pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> 
         work: Work::default(),
         wire_dtype: WireDtype::F32,
         channels: 1,
+        link_encryption: Default::default(),
         on_nonfinite: OnNonfinite::Fail,
+        bad_records_max: 0,
         restart_without_checkpoint: true,
         grace_period: Duration::from_secs(30),
+        policies: Default::default(),
     }
 }

@@ -63,7 +63,7 @@ fn pods_of_two_workers_train_each_record_once_and_end_together() {
     let pods = job.wait_for_pods(4, 2);
     // The ranks of a pod find each other's memory.
     job.wait_for("a sum in shared memory inside hosts", || {
-        let transport = job.status()["allreduce_transport"].as_str()?.to_owned();
+        let transport = job.status().allreduce_transport?;
         transport.contains("shared memory inside hosts").then_some(())
     });
     // The supervisor, and its workers.
@@ -77,12 +77,11 @@ fn pods_of_two_workers_train_each_record_once_and_end_together() {
     let pods = job.wait_for_pods(4, 2);
     assert_eq!(job.launches(), [1, 3, 5, 7]);
     // The next master finds the workers of both pods from the pods.
-    let incarnation = || namespace.anchor("count", "incarnation").as_u64().unwrap_or(0);
-    let before = incarnation();
+    let before = namespace.incarnation("count");
     let master = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
     let master = master.iter().find_map(|pod| Namespace::process_inside(pod, "elasticdl")).unwrap();
     send(master, Signal::KILL);
-    job.wait_for("another master", || (incarnation() > before).then_some(()));
+    job.wait_for("another master", || (namespace.incarnation("count") > before).then_some(()));
     let after = job.wait_for_pods(4, 2);
     let uids = |pods: &[Value]| pods.iter().map(|pod| uid(pod).to_owned()).collect::<BTreeSet<_>>();
     assert_eq!(uids(&after), uids(&pods));
@@ -120,24 +119,17 @@ fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
         _ => send(Namespace::process_inside(pod, "elasticdl").unwrap(), Signal::KILL),
     };
     for how in ["deleted", "killed", "force-deleted"] {
-        let number = |value: &Value| value.as_u64().unwrap_or(0);
-        let incarnation = || number(&namespace.anchor("count", "incarnation"));
-        let (last, generation, step) =
-            (incarnation(), number(&job.status()["generation"]), job.step());
+        let (last, before) = (namespace.incarnation("count"), job.status());
         let old = job.wait_for("a master", master);
         end(how, &old);
         job.wait_for(&format!("a master after one that was {how}"), || {
             let is_another = master().is_some_and(|new| uid(&new) != uid(&old));
-            (is_another && incarnation() > last).then_some(())
+            (is_another && namespace.incarnation("count") > last).then_some(())
         });
         assert_eq!(uids(&job.wait_for_group(3)), workers, "{how}: workers were restarted");
         let status = job.status();
-        assert!(number(&status["step"]) > step, "{how}: training began anew: {status}");
-        assert!(
-            number(&status["generation"]) <= generation + 1,
-            "{how}: {}",
-            status["memberships"]
-        );
+        assert!(status.step > before.step, "{how}: training began anew: {status:?}");
+        assert!(status.generation <= before.generation.next(), "{how}: {:?}", status.memberships);
     }
     job.assert_completes(30);
 }
@@ -187,10 +179,8 @@ fn a_job_is_scaled_detached_and_stopped_from_outside() {
     assert!(text(&list).contains("count") && text(&list).contains("running"), "{}", text(&list));
     let stopped = namespace.elasticdl("stop", ["count"]).output().unwrap();
     assert!(stopped.status.success(), "{}", text(&stopped));
-    let state = job.wait_for("its summary", || {
-        namespace.anchor("count", "summary")["state"].as_str().map(str::to_owned)
-    });
-    assert_eq!(state, "stopped");
+    let summary = job.wait_for("its summary", || namespace.summary("count"));
+    assert_eq!(summary.state, "stopped");
     job.assert_deletes();
 }
 

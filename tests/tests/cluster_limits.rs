@@ -7,10 +7,11 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
-use elasticdl_tests::cluster::{Job, Namespace, assert_exactly_once, text, uid};
+use elasticdl_proto::Status;
+use elasticdl_tests::assert_exactly_once;
+use elasticdl_tests::cluster::{Job, Namespace, text, uid};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt as _, SeedableRng as _};
-use serde_json::Value;
 
 fn namespace(test: &str) -> Option<Namespace> {
     let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
@@ -18,11 +19,11 @@ fn namespace(test: &str) -> Option<Namespace> {
     Some(namespace)
 }
 
-/// Output of `elasticdl status --json`, which is what the user sees.
+/// The events that `elasticdl status --json` prints; none while it prints no status.
 fn events(namespace: &Namespace, job: &str) -> String {
     let output = namespace.elasticdl("status", [job, "--json"]).output().unwrap();
-    let status: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
-    status["events"].to_string()
+    let status: Status = serde_json::from_slice(&output.stdout).unwrap_or_default();
+    status.events.join("\n")
 }
 
 /// A worker pod template in a file.
@@ -41,7 +42,7 @@ fn two_jobs_train_side_by_side() {
     let pods = left.wait_for_group(2);
     let _ = right.wait_for_group(2);
     // A fault of one job does not affect the other.
-    let generation = |job: &Job<'_>| job.status()["generation"].as_u64();
+    let generation = |job: &Job<'_>| job.status().generation;
     let before = generation(&right);
     namespace.kill_inside(&pods[0]);
     let _ = left.wait_for_others(2, &pods[..1]);
@@ -187,8 +188,8 @@ fn fifteen_thousand_files_with_long_paths_are_no_limit() {
     let output =
         namespace.train("count", &options, &["--records", &FILES.to_string()]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
-    assert_exactly_once(&namespace.anchor("count", "summary"), FILES, 1);
-    assert!(text(&output).contains("15000 shards of 1 record"), "{}", text(&output));
+    assert_exactly_once(&namespace.summary("count").unwrap(), &text(&output), FILES, 1);
+    assert!(text(&output).contains("15000 records in 15000 files"), "{}", text(&output));
     let lists = namespace.get("configmaps", "elasticdl/job=count,elasticdl/role=files");
     assert!(!lists.is_empty(), "the list of the files is in no object of its own");
     assert!(namespace.elasticdl("delete", ["count"]).output().unwrap().status.success());

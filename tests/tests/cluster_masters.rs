@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use elasticdl_proto::Generation;
 use elasticdl_tests::cluster::{Job, Namespace, kubectl, must, name, text, uid};
 use elasticdl_tests::send;
 use rustix::process::Signal;
@@ -28,9 +29,9 @@ fn master_process(namespace: &Namespace, job: &str) -> u32 {
 }
 
 /// The job's group, for a comparison: its pods and its generation.
-fn group(job: &Job<'_>) -> (BTreeSet<String>, Option<u64>) {
+fn group(job: &Job<'_>) -> (BTreeSet<String>, Generation) {
     let pods = job.wait_for_group(3);
-    (uids(&pods), job.status()["generation"].as_u64())
+    (uids(&pods), job.status().generation)
 }
 
 #[test]
@@ -53,12 +54,12 @@ fn a_master_that_is_cut_off_reset_or_stopped_costs_no_worker() {
         iptables("-I", rule);
         std::thread::sleep(Duration::from_millis(millis));
         iptables("-D", rule);
-        assert_eq!(group(&job), before, "{rule} for {millis} ms: {}", job.status()["memberships"]);
+        assert_eq!(group(&job), before, "{rule} for {millis} ms: {:?}", job.status().memberships);
     }
     send(pid, Signal::STOP);
     std::thread::sleep(Duration::from_secs(40));
     send(pid, Signal::CONT);
-    assert_eq!(group(&job), before, "stopped: {}", job.status()["memberships"]);
+    assert_eq!(group(&job), before, "stopped: {:?}", job.status().memberships);
     job.assert_completes(60);
 }
 
@@ -83,6 +84,38 @@ fn masters_that_are_deleted_and_drained_repeatedly_are_replaced_within_seconds()
         // Ten seconds, and the time that a busy machine takes for a pod.
         assert!(took < Duration::from_secs(20), "round {round}: {took:?}");
         assert_eq!(uids(&job.wait_for_group(2)), workers, "round {round}: workers were restarted");
+    }
+    job.assert_completes(60);
+}
+
+#[test]
+fn a_master_that_is_killed_repeatedly_is_followed_by_its_standby() {
+    let Some(namespace) = namespace("standby") else { return };
+    let options = ["--num-workers", "2", "--num-epochs", "60", "--max-worker-restarts", "0"];
+    let job = Job::start(&namespace, "count", &options, 4000);
+    let workers = uids(&job.wait_for_group(2));
+    // The first one is replaced by the Job.
+    let first = job.wait_for("a master", || namespace.leader("count"));
+    send(master_process(&namespace, "count"), Signal::KILL);
+    let mut leader = job.wait_for("another master", || {
+        namespace.leader("count").filter(|new| uid(new) != uid(&first))
+    });
+    for round in 1..4 {
+        // The Job may have created a master too, which waits as the standby does.
+        let waiting = job.wait_for("a standby", || {
+            let mut masters = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
+            masters.retain(|pod| pod["status"]["phase"] == "Running" && uid(pod) != uid(&leader));
+            (!masters.is_empty()).then(|| uids(&masters))
+        });
+        let since = Instant::now();
+        send(master_process(&namespace, "count"), Signal::KILL);
+        let next = job.wait_for("the next master", || {
+            namespace.leader("count").filter(|new| uid(new) != uid(&leader))
+        });
+        println!("round {round}: the standby leads after {:?}", since.elapsed());
+        assert!(waiting.contains(uid(&next)), "round {round}: {waiting:?}");
+        assert_eq!(uids(&job.wait_for_group(2)), workers, "round {round}: workers were restarted");
+        leader = next;
     }
     job.assert_completes(60);
 }
@@ -142,11 +175,9 @@ fn a_job_whose_masters_have_all_failed_is_reported_as_failed() {
 #[test]
 fn a_master_that_cannot_be_created_is_reported_by_all_commands() {
     let Some(namespace) = namespace("unmade") else { return };
-    namespace.apply(
-        "apiVersion: v1\nkind: ResourceQuota\nmetadata: {name: q}\nspec: {hard: {limits.cpu: 4}}\n",
-    );
-    let mut job = Job::start(&namespace, "count", &["--num-workers", "1"], 0);
-    let reason = "must specify limits.cpu";
+    namespace.set_pod_quota(0);
+    let job = Job::start(&namespace, "count", &["--num-workers", "1"], 0);
+    let reason = "exceeded quota: pods";
     let look =
         |command: &str, args: &[&str]| text(&namespace.elasticdl(command, args).output().unwrap());
     job.wait_for("the list shows why", || look("list", &[]).contains(reason).then_some(()));
@@ -156,14 +187,8 @@ fn a_master_that_cannot_be_created_is_reported_by_all_commands() {
         let pending = output.contains("the master is pending: FailedCreate");
         (pending && output.contains(reason)).then_some(())
     });
-    send(job.child().pid(), Signal::INT);
-    let _ = job.wait();
-    job.assert_deletes();
-    // With limits it is created.
-    let limits = "cpu=10m,memory=64Mi,limits.cpu=1";
-    let options =
-        ["--num-workers", "1", "--master-resources", limits, "--worker-resources", limits];
-    Job::start(&namespace, "count", &options, 0).assert_completes(1);
+    namespace.set_pod_quota(5);
+    job.assert_completes(1);
 }
 
 #[test]
@@ -181,7 +206,8 @@ fn the_job_waits_for_a_replacement_whose_image_is_missing() {
     job.wait_for_event(&["ErrImage"]);
     // Longer than a pod that can't start is tolerated before any worker has run.
     std::thread::sleep(Duration::from_secs(30));
-    assert_eq!(job.status()["state"], "running", "{}", job.status());
+    let status = job.status();
+    assert_eq!(status.state, "running", "{status:?}");
     ctr(&["tag", namespace.image(), &image]);
     let _ = job.wait_for_group(2);
     ctr(&["rm", &image]);

@@ -11,10 +11,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{
-    ApiServer, ChildOutput, Job, Namespace, Node, PriorityClass, RECORDS, assert_exactly_once,
-    calls, kubectl, must, name, uid,
+    ApiServer, ChildOutput, Job, Namespace, Node, PriorityClass, RECORDS, calls, kubectl, must,
+    name, uid,
 };
-use elasticdl_tests::counting_data;
+use elasticdl_tests::{assert_exactly_once, counting_data};
 use serde_json::Value;
 
 static NODE: Mutex<()> = Mutex::new(());
@@ -33,17 +33,13 @@ fn uids(pods: &[Value]) -> Vec<&str> {
     uids
 }
 
-fn generation(job: &Job<'_>) -> u64 {
-    job.status()["generation"].as_u64().unwrap()
-}
-
 #[test]
 fn training_continues_while_the_api_server_is_unavailable() {
     let Some((namespace, _guard)) = namespace("away") else { return };
     let server = ApiServer::new();
     let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "25"], 4000);
     let pods = job.wait_for_group(3);
-    let (generation, step, since) = (generation(&job), job.step(), Instant::now());
+    let (before, since) = (job.status(), Instant::now());
     let stopped = server.stop(UNAVAILABLE + Duration::from_secs(10));
     std::thread::sleep(UNAVAILABLE);
     drop(stopped);
@@ -54,18 +50,14 @@ fn training_continues_while_the_api_server_is_unavailable() {
     // after 85 ms. If the group had not trained in those 30 s, it would have made no more than this
     // number of steps.
     let steps_beside = (since.elapsed() - UNAVAILABLE).as_millis() as u64 / 85;
-    let steps = job.step() - step;
+    let steps = job.step() - before.step;
     assert!(
         steps > steps_beside + 100,
         "{steps} steps, of which {steps_beside} may be from before or after"
     );
     assert_eq!(uids(&pods_after), uids(&pods), "a worker was replaced");
-    assert_eq!(
-        job.status()["generation"].as_u64(),
-        Some(generation),
-        "{}",
-        job.status()["memberships"]
-    );
+    let after = job.status();
+    assert_eq!(after.generation, before.generation, "{:?}", after.memberships);
     assert_eq!(namespace.workers("count").len(), 3, "a worker was created twice");
     assert_eq!(job.launches(), [1, 2, 3]);
     job.assert_completes(25);
@@ -87,9 +79,8 @@ fn drained_workers_come_back_with_the_node() {
     let cordoned = node.drain(&label);
     let rest = job.wait_for("one worker trains on", || {
         let status = job.status();
-        let ranked = status["workers"].as_array()?.iter().filter(|w| !w["rank"].is_null()).count();
         let pods = namespace.running_workers("count");
-        (ranked == 1 && status["step"].as_u64()? > step).then_some(pods)
+        (status.members().count() == 1 && status.step > step).then_some(pods)
     });
     assert_eq!(uids(&rest), [uid(&pods[2])]);
     job.wait_for_event(&["Unschedulable", "unschedulable"]);
@@ -293,7 +284,7 @@ fn the_commands_of_the_readme_suffice_for_a_fresh_cluster() {
     command.args(["--", "counting", "--records", &RECORDS.to_string()]);
     let (code, output) = ChildOutput::start(command).wait();
     assert_eq!(code, Some(0), "{output}");
-    assert_exactly_once(&namespace.anchor("mnist", "summary"), RECORDS, 1);
+    assert_exactly_once(&namespace.summary("mnist").unwrap(), &output, RECORDS, 1);
     let deleted = namespace.elasticdl("delete", ["mnist"]).output().unwrap();
     assert!(deleted.status.success(), "{deleted:?}");
     assert_eq!(namespace.leftovers(), Vec::<String>::new());

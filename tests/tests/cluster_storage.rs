@@ -8,10 +8,10 @@ use std::path::PathBuf;
 
 use elasticdl::Reader as _;
 use elasticdl::readers::ParquetRows;
+use elasticdl_proto::Summary;
 use elasticdl_tests::cluster::{ChildOutput, Job, Namespace, RECORDS, name, text};
-use elasticdl_tests::send;
+use elasticdl_tests::{each_once, send};
 use rustix::process::Signal;
-use serde_json::{Value, json};
 use tempfile::TempDir;
 
 /// A namespace, and a folder of this machine, which is the node, that pods mount as `/kept`.
@@ -38,7 +38,7 @@ impl VolumeFixture {
 
     /// Runs `evaluate` or `predict` with the model that the job before has exported, while pods are
     /// deleted and killed, and returns its summary.
-    fn inference(&self, command: &str, options: &[&str]) -> Value {
+    fn inference(&self, command: &str, options: &[&str]) -> Summary {
         let model = [
             "--model",
             "/kept/model.safetensors",
@@ -53,9 +53,9 @@ impl VolumeFixture {
         let child = ChildOutput::start(self.namespace.inference(command, job, &options, &program));
         for done in [1, 10] {
             let pods = self.namespace.wait_for(job, "some shards are done", || {
-                let status = self.namespace.anchor(job, "status");
+                let shards = self.namespace.status(job)?.shards?;
                 let pods = self.namespace.running_workers(job);
-                (status["shards"]["done"].as_u64()? >= done && pods.len() == 3).then_some(pods)
+                (shards.done >= done && pods.len() == 3).then_some(pods)
             });
             self.namespace
                 .delete_pod(name(&pods[0]), &["--grace-period=0", "--force", "--wait=false"]);
@@ -64,14 +64,8 @@ impl VolumeFixture {
         self.namespace.hurry(job);
         let (code, output) = child.wait();
         assert_eq!(code, Some(0), "{output}\n{}", self.namespace.master_log(job));
-        let summary = self.namespace.anchor(job, "summary");
-        let expected =
-            json!({"expected": RECORDS, "counted": RECORDS, "missing": 0, "repeated": 0});
-        assert_eq!(
-            (&summary["state"], &summary["records"]),
-            (&"completed".into(), &expected),
-            "{summary}"
-        );
+        let summary = self.namespace.summary(job).unwrap();
+        assert_eq!((&*summary.state, summary.records), ("completed", each_once(RECORDS)));
         summary
     }
 }
@@ -97,12 +91,10 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
     let stopped = namespace.elasticdl("stop", ["count"]).output().unwrap();
     assert!(stopped.status.success(), "{}", text(&stopped));
     let (_, output) = job.wait();
-    let summary = namespace.anchor("count", "summary");
-    assert_eq!(summary["state"], "stopped", "{output}");
-    assert_eq!(
-        summary["checkpoints"]["newest"]["step"], summary["steps"],
-        "the final state is kept"
-    );
+    let summary = namespace.summary("count").unwrap();
+    assert_eq!(summary.state, "stopped", "{output}");
+    let newest = summary.checkpoints.unwrap().newest.unwrap();
+    assert_eq!(newest.step, summary.steps, "the final state is kept");
     job.assert_deletes();
 
     // Another job, of one worker, resumes where the first was stopped; the model counts the records
@@ -110,7 +102,7 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
     let options = fixture.options(&["--resume-from", "/kept/checkpoints", "--num-epochs", "25"]);
     let job = Job::start(namespace, "on", &options, 4000);
     let output = job.assert_completes(25);
-    let first = summary["steps"].as_u64().unwrap();
+    let first = summary.steps;
     assert!(
         first > 0 && output.contains(&format!("resumed from step {first} (0 steps lost)")),
         "{first}: {output}"
@@ -127,10 +119,10 @@ fn pods_evaluate_and_predict_each_record_once() {
 
     let summary = fixture.inference("evaluate", &[]);
     // The counting model's loss is 1 for every record.
-    assert_eq!(summary["metrics"]["loss"], 1.0, "{summary}");
+    assert_eq!(summary.metrics.unwrap()["loss"], Some(1.0));
 
     let summary = fixture.inference("predict", &["--predictions", "/kept/out"]);
-    assert_eq!(summary["output"], "/kept/out");
+    assert_eq!(summary.output.as_deref(), Some("/kept/out"));
     let mut files: Vec<PathBuf> = fs::read_dir(fixture.folder.path().join("out"))
         .unwrap()
         .map(|entry| entry.unwrap().path())

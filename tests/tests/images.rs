@@ -8,6 +8,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 
 use elasticdl_tests::cluster::{ChildOutput, Namespace, text};
+use elasticdl_tests::each_once;
 
 /// Number of rows of the sample data.
 const ROWS: u64 = 3000;
@@ -64,14 +65,9 @@ fn the_images_train_a_model_in_three_pods() {
         command.args(["--worker-resources", "cpu=10m,memory=64Mi", "--", "linear"]);
         let (code, output) = ChildOutput::start(command).wait();
         assert_eq!(code, Some(0), "{output}\n{}", namespace.master_log(job));
-        let summary = namespace.anchor(job, "summary");
-        assert_eq!(summary["records"]["counted"], 20 * ROWS, "{summary}");
-        assert_eq!(
-            (&summary["records"]["missing"], &summary["records"]["repeated"]),
-            (&0.into(), &0.into())
-        );
-        assert_eq!(summary["workers"]["peak"], 3, "{summary}");
-        assert_eq!(summary["model_summary"], "y = 2.0000·x + -0.5000", "{summary}");
+        let summary = namespace.summary(job).unwrap();
+        assert_eq!((summary.records, summary.workers.peak), (each_once(20 * ROWS), 3));
+        assert_eq!(summary.model_summary.as_deref(), Some("y = 2.0000·x + -0.5000"));
         let deleted = namespace.elasticdl("delete", [job]).output().unwrap();
         assert!(deleted.status.success(), "{}", text(&deleted));
     }

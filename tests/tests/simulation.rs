@@ -22,6 +22,8 @@ fn every_record_is_counted_once_under_every_fault_plan() {
         "{coverage:#?}"
     );
     assert!(coverage.fetched > 500 && coverage.followed > 500, "{coverage:#?}");
+    assert!(coverage.fetches_interrupted > 200 && coverage.fetches_resumed > 40, "{coverage:#?}");
+    assert!(coverage.unread > 1000, "{coverage:#?}");
     assert!(coverage.begun_again > 100 && coverage.evicted > 100, "{coverage:#?}");
     assert!(coverage.returned > 1000 && coverage.control_only_runs > 1000, "{coverage:#?}");
     assert!(coverage.checkpoints > 1000 && coverage.restored > 50, "{coverage:#?}");
@@ -29,7 +31,7 @@ fn every_record_is_counted_once_under_every_fault_plan() {
         coverage.nccl_steps > 20_000 && coverage.nccl_failures > 200 && coverage.nccl_given_up > 50,
         "{coverage:#?}"
     );
-    assert!(coverage.pods_failed > 500, "{coverage:#?}");
+    assert!(coverage.pods_failed > 500 && coverage.suspensions > 500, "{coverage:#?}");
     assert!(
         coverage.fenced > 1000 && coverage.stopped > 20 && coverage.masters_crashed > 500,
         "{coverage:#?}"

@@ -57,17 +57,59 @@ fn a_new_crate_passes_its_tests_and_trains() {
         .option("num-epochs", "20");
     let ended = job.run();
     assert_eq!(ended.code, Some(0), "{}", ended.output);
-    assert_eq!(ended.summary["model_summary"], "y = 2.00·x + -0.50", "{}", ended.output);
+    let line = ended.summary().model_summary.as_deref();
+    // y = 2x - 0.5, as nearly as 20 epochs come.
+    let near = ["-0.49", "-0.50", "-0.51"].map(|bias| format!("y = 2.00·x + {bias}"));
+    let is_near = line.is_some_and(|line| near.iter().any(|near| near == line));
+    assert!(is_near, "{}", ended.output);
     // A setting out of range ends the job before its first step.
     let wrong = [program.as_os_str(), "--learning-rate=-1".as_ref()];
     let job = Job::new(ELASTICDL, folder.path().join("wrong"), wrong)
         .option("num-workers", "1")
         .option("training-data", path.join("data"));
     let ended = job.run();
-    assert_eq!((ended.code, &ended.summary["steps"]), (Some(1), &0.into()), "{}", ended.output);
+    assert_eq!((ended.code, ended.summary().steps), (Some(1), 0), "{}", ended.output);
     let expected = "optimizer() failed: learning_rate is -1, but must be at least 0 and finite";
     assert!(ended.output.contains(expected), "{}", ended.output);
     fs::remove_file(program).unwrap();
+}
+
+/// The examples are built and tested; a template is its example, with a module in place of the
+/// examples' library.
+#[test]
+fn templates_are_the_examples() {
+    for (example, module) in [("mnist", "network"), ("tabular", "machine")] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model");
+        let made = init(&path, &["--template", example]);
+        assert!(made.status.success(), "{}", text(&made));
+        let read = |path: PathBuf| fs::read_to_string(path).unwrap();
+        let examples = root().join("examples/src");
+        assert_eq!(
+            read(path.join(format!("src/{module}.rs"))),
+            read(examples.join(format!("{example}.rs"))),
+            "copy it to master/templates/{example}"
+        );
+        let main = read(examples.join(format!("bin/{example}.rs")));
+        let (main, tests) = main.split_once("\n#[cfg(test)]\n").unwrap();
+        assert!(tests.starts_with("#[path"), "{tests}");
+        let library = format!("use elasticdl_examples::{example}::");
+        let (before, rest) = main.split_once(&library).unwrap();
+        let (names, after) = rest.split_once(";\n").unwrap();
+        let own = format!("\nuse self::{module}::{names};\n\nmod {module};\n\nfn main()");
+        assert_eq!(
+            read(path.join("src/main.rs")),
+            format!("{before}{}", after.replacen("\nfn main()", &own, 1)),
+            "copy it to master/templates/{example}"
+        );
+        let readme = read(path.join("README.md"));
+        assert!(readme.starts_with("# model\n") && !readme.contains("{{"), "{readme}");
+        assert_eq!(path.join("data/clicks.csv").exists(), example == "tabular");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let refused = init(folder.path(), &["--template", "resnet"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(text(&refused).contains("linear, mnist, python, tabular"), "{}", text(&refused));
 }
 
 #[test]

@@ -18,6 +18,8 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::{fmt, mem, thread};
 
 use elasticdl_collective::{CollectiveError, Communicator};
+use elasticdl_proto::RecordRange;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// The accumulator of a step's gradient: the **sum** over its records.
 ///
@@ -28,6 +30,36 @@ pub struct Gradients<'a> {
     accumulator: Accumulator<'a>,
     /// Number of records in the batch.
     records: usize,
+    keys: RecordKeys,
+}
+
+/// Keys of a batch's records, for what is random about each of them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RecordKeys {
+    seed: u64,
+    /// Positions of the records, in their order.
+    positions: Vec<RecordRange>,
+}
+
+impl RecordKeys {
+    pub(crate) fn new(seed: u64, positions: &[RecordRange]) -> Self {
+        Self { seed, positions: positions.to_vec() }
+    }
+
+    /// Key of the record at `index` of the batch.
+    fn key(&self, index: usize) -> u64 {
+        let mut left = index as u64;
+        let mut position = (0, left);
+        for range in &self.positions {
+            position = (range.epoch, range.start.saturating_add(left));
+            if left < range.len() {
+                break;
+            }
+            left -= range.len();
+        }
+        let [epoch, position] = [u64::from(position.0), position.1].map(u64::to_le_bytes);
+        xxh3_64_with_seed(&[epoch, position].concat(), self.seed)
+    }
 }
 
 #[derive(Debug)]
@@ -40,7 +72,19 @@ impl<'a> Gradients<'a> {
     /// An accumulator, `[parameter_count()]`, for a batch of `records` records in a loop or a test
     /// of your own.
     pub fn new(sum: &'a mut [f32], records: usize) -> Self {
-        Self { accumulator: Accumulator::Whole(sum), records }
+        Self::of(sum, records, RecordKeys::default())
+    }
+
+    pub(crate) fn of(sum: &'a mut [f32], records: usize, keys: RecordKeys) -> Self {
+        Self { accumulator: Accumulator::Whole(sum), records, keys }
+    }
+
+    /// A key for the batch's record at `index`, for what is random about it, such as dropout: a
+    /// generator that is seeded with the key gives the same numbers whichever worker computes the
+    /// record, and others in each epoch. It depends on the job's seed, the epoch and the record's
+    /// position in the epoch's order.
+    pub fn record_key(&self, index: usize) -> u64 {
+        self.keys.key(index)
     }
 
     /// Number of records in the batch.
@@ -126,7 +170,7 @@ impl Overlapped for Overlap<'_> {
 pub(crate) fn overlap<T>(
     ring: &mut (impl Communicator + Send),
     (gradient, sums): (&mut [f32], &mut [f32]),
-    records: usize,
+    (records, keys): (usize, RecordKeys),
     bucket_len: usize,
     compute: impl FnOnce(&mut Gradients<'_>) -> T,
 ) -> (T, Result<usize, CollectiveError>) {
@@ -135,7 +179,7 @@ pub(crate) fn overlap<T>(
         let summed = scope.spawn(move || sum_all(ring, &buckets));
         let mut overlap = Overlap { rest: gradient, sums, bucket_len, summer };
         let accumulator = Accumulator::Overlapped(&mut overlap);
-        let result = compute(&mut Gradients { accumulator, records });
+        let result = compute(&mut Gradients { accumulator, records, keys });
         drop(overlap);
         (result, summed.join().expect("summing does not panic"))
     })
@@ -254,7 +298,7 @@ mod tests {
         let header = vec![rank.rank() as u8];
         let mut ring = Counting(rank, Vec::new());
         let (mut gradient, mut sums) = (vec![0.0; 10], vec![f32::NAN; 10]);
-        let ((), summed) = overlap(&mut ring, (&mut gradient, &mut sums), 1, 4, |gradients| {
+        let ((), summed) = overlap(&mut ring, (&mut gradient, &mut sums), one(), 4, |gradients| {
             let mut end = 10;
             for &start in announced {
                 for at in start..end {
@@ -270,6 +314,26 @@ mod tests {
         let headers =
             sum_rest(&mut ring, &header, &gradient, &mut sums, (4, summed.unwrap())).unwrap();
         (headers, sums, ring.1)
+    }
+
+    /// A batch of one record.
+    fn one() -> (usize, RecordKeys) {
+        (1, RecordKeys::default())
+    }
+
+    #[test]
+    fn a_record_has_the_same_key_in_any_batch() {
+        let range = |epoch, start, end| RecordRange { epoch, start, end };
+        let key = |seed, positions: &[RecordRange], index| {
+            let mut sum = [];
+            Gradients::of(&mut sum, 9, RecordKeys::new(seed, positions)).record_key(index)
+        };
+        let expected = key(7, &[range(1, 20, 21)], 0);
+        assert_eq!(key(7, &[range(1, 10, 30)], 10), expected);
+        assert_eq!(key(7, &[range(1, 3, 5), range(1, 18, 30)], 4), expected);
+        for other in [(8, 1, 20), (7, 0, 20), (7, 1, 21)] {
+            assert_ne!(key(other.0, &[range(other.1, other.2, 30)], 0), expected);
+        }
     }
 
     #[test]
@@ -305,11 +369,12 @@ mod tests {
         let mut group = LocalRank::group(2, 1);
         drop(group.pop());
         let (mut gradient, mut sums) = (vec![0.0; 10], vec![0.0; 10]);
-        let ((), summed) = overlap(&mut group[0], (&mut gradient, &mut sums), 1, 4, |gradients| {
-            gradients.sum()[6..].fill(1.0);
-            gradients.complete_from(6);
-            gradients.sum().fill(2.0);
-        });
+        let ((), summed) =
+            overlap(&mut group[0], (&mut gradient, &mut sums), one(), 4, |gradients| {
+                gradients.sum()[6..].fill(1.0);
+                gradients.complete_from(6);
+                gradients.sum().fill(2.0);
+            });
         assert!(matches!(summed, Err(CollectiveError::PeerLost { .. })), "{summed:?}");
         assert_eq!(gradient, [2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]);
     }

@@ -7,8 +7,8 @@
 //! A model on another [device](CandleModel::device) than the CPU has its variables there. On a GPU,
 //! the flat slices are there as well.
 //!
-//! Each process uses `RAYON_NUM_THREADS` threads (environment variable), by default one per core.
-//! If several workers share a machine, one thread per worker is usually best.
+//! Each process uses `RAYON_NUM_THREADS` threads (environment variable). Unless it is set, a worker
+//! gets its share of the machine's cores, and in a cluster the CPUs that it requests.
 
 use std::collections::BTreeSet;
 use std::f64::consts::TAU;
@@ -19,7 +19,8 @@ use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 
 use crate::buckets::Gradients;
-use crate::model::{Loss, Metrics, Model, NamedTensor, UserError};
+use crate::metrics::{Loss, Metrics, UserError};
+use crate::model::{Model, NamedTensor};
 use crate::optimizer::{AdamW, Optimizer};
 use crate::predictions::Predictions;
 use crate::reader::Reader;
@@ -507,6 +508,7 @@ fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
 #[cfg(feature = "cuda")]
 mod cuda;
 mod cuts;
+pub mod ops;
 mod place;
 
 pub use self::cuts::Cuts;

@@ -11,11 +11,11 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::{Fence, Progress};
+use elasticdl_collective::{Fence, Joiners, Progress};
 use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
-use elasticdl_proto::{Generation, Hello, LaunchId, Stall, Welcome, WorkerMessage};
+use elasticdl_proto::{Generation, Hello, LaunchId, MasterMessage, Stall, Welcome, WorkerMessage};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
@@ -25,10 +25,10 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
 use self::storage::StorageReporter;
-use crate::core::control::{ControlState, WelcomeError};
 use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
 use crate::failure::causes;
 use crate::messages::{ControlEvent, Outbox};
+use crate::session::control::{ControlState, WelcomeError};
 
 /// The open stream, as the trainer uses it.
 #[derive(Debug)]
@@ -40,6 +40,8 @@ pub(crate) struct Control {
     pub(crate) fence: Arc<OnceLock<Fence>>,
     /// The progress of the group's operations, once it exists.
     pub(crate) progress: Arc<OnceLock<Progress>>,
+    /// The joiners that may fetch this worker's state, once it can have one.
+    pub(crate) joiners: Arc<OnceLock<Joiners>>,
     thread: JoinHandle<()>,
 }
 
@@ -54,12 +56,14 @@ impl Control {
         let (tell_welcome, welcome) = oneshot::channel();
         let fence = Arc::new(OnceLock::new());
         let progress = Arc::new(OnceLock::new());
+        let joiners = Arc::new(OnceLock::new());
         let stream = Stream {
             connector: MasterConnector { environment: environment.clone(), address },
             state: ControlState::default(),
             to_trainer,
             fence: Arc::clone(&fence),
             progress: Arc::clone(&progress),
+            joiners: Arc::clone(&joiners),
             leave_timeout: environment.leave_timeout(),
             storage: StorageReporter::default(),
         };
@@ -74,7 +78,7 @@ impl Control {
         let welcome = welcome
             .blocking_recv()
             .unwrap_or_else(|_| Err("the control stream's thread ended".into()))?;
-        Ok(Self { welcome, inbox, outbox: Outbox(outbox), fence, progress, thread })
+        Ok(Self { welcome, inbox, outbox: Outbox(outbox), fence, progress, joiners, thread })
     }
 
     /// Waits until all sent messages have reached the master, for at most a second.
@@ -90,6 +94,7 @@ struct Stream {
     to_trainer: Sender<ControlEvent>,
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
+    joiners: Arc<OnceLock<Joiners>>,
     /// Time in which the group must release this worker.
     leave_timeout: Duration,
     /// Reports of waits for storage.
@@ -134,6 +139,7 @@ impl MasterConnector {
             pid: std::process::id(),
             resume: state.identity().cloned(),
             incarnation: state.incarnation(),
+            location: self.environment.location.clone(),
         }
     }
 
@@ -357,6 +363,10 @@ impl Stream {
                 return;
             }
         };
+        // A joiner must not wait until the trainer, which may be in a long step, hears of it.
+        if let (MasterMessage::Joiners(named), Some(joiners)) = (&message, self.joiners.get()) {
+            return joiners.name(named.iter().map(|id| id.0));
+        }
         // A lost member and the end can't wait until the trainer checks its inbox.
         let abort_before = self.state.handle_message(&message);
         let _ = self.to_trainer.send(ControlEvent::Message(message, Instant::now()));
@@ -427,6 +437,7 @@ const KEEP_ALIVE_MAX: Duration = Duration::from_secs(10);
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(1);
 
+mod alone;
 pub(crate) mod dataset;
 mod storage;
 

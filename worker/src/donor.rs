@@ -26,8 +26,8 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use self::delivery::Delivery;
-use crate::core::header;
-use crate::core::header::{StateRecord, StepHeader};
+use crate::session::header;
+use crate::session::header::{StateRecord, StepHeader};
 
 /// Joining workers that this worker serves.
 #[derive(Debug)]

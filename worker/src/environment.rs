@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use elasticdl_proto::Location;
 use rustls::RootCertStore;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -21,6 +22,8 @@ pub(crate) struct Environment {
     pub(crate) tls: Option<Tls>,
     /// Time without a master after which this process ends.
     pub(crate) master_timeout: Duration,
+    /// Where this process runs.
+    pub(crate) location: Location,
 }
 
 /// Requirements on the certificate that a master presents over TLS.
@@ -65,7 +68,7 @@ impl Tls {
 impl std::fmt::Debug for Environment {
     /// Omits the token.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { master, job, launch, token: _, tls: _, master_timeout } = self;
+        let Self { master, job, launch, token: _, tls: _, master_timeout, location: _ } = self;
         write!(
             f,
             "Environment {{ {job} launch {launch}, master {master}, timeout {master_timeout:?} }}"
@@ -91,6 +94,11 @@ impl Environment {
             token: token.trim().to_string(),
             tls: Tls::read(variable("ELASTICDL_CA_FILE"), variable("ELASTICDL_MASTER_NAME"))?,
             master_timeout: Duration::from_millis(number("ELASTICDL_MASTER_TIMEOUT_MS")?),
+            location: Location {
+                zone: variable("ELASTICDL_ZONE").unwrap_or_default(),
+                rack: variable("ELASTICDL_RACK").unwrap_or_default(),
+                node: variable("ELASTICDL_NODE_NAME").unwrap_or_default(),
+            },
         })
     }
 
@@ -161,6 +169,14 @@ mod tests {
     fn a_missing_variable_is_named() {
         let missing = Environment::read(|_| None).unwrap_err();
         assert_eq!(missing, "ELASTICDL_TOKEN_FILE is not set");
+    }
+
+    #[test]
+    fn a_worker_knows_where_it_runs_as_far_as_its_launcher_says() {
+        assert_eq!(read_with(&[]).unwrap().location, Location::default());
+        let set = [("ELASTICDL_ZONE", "z"), ("ELASTICDL_RACK", ""), ("ELASTICDL_NODE_NAME", "n")];
+        let expected = Location { zone: "z".into(), rack: String::new(), node: "n".into() };
+        assert_eq!(read_with(&set).unwrap().location, expected);
     }
 
     #[test]

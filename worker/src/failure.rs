@@ -6,14 +6,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use elasticdl_collective::device::DeviceError;
 use elasticdl_proto::{RecordRange, WorkerMessage};
 
-use crate::model::UserError;
-use crate::prefetch::{NotRead, ReadError};
+use crate::metrics::UserError;
+use crate::ordered_reader::ReadError;
 
 /// Why this worker cannot continue. The text appears in the job's summary.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     pub(crate) error: String,
-    /// Records that it was processing.
+    /// Records that it was processing, numbered through the data set.
     pub(crate) ranges: Vec<RecordRange>,
     /// Whether any other worker would fail in the same way.
     pub(crate) fatal: bool,
@@ -37,9 +37,9 @@ impl From<DeviceError> for Failure {
     }
 }
 
-impl From<NotRead> for Failure {
-    fn from((range, ReadError { text, ends_job }): NotRead) -> Self {
-        Self { error: text, ranges: vec![range], fatal: ends_job }
+impl From<ReadError> for Failure {
+    fn from(ReadError { text, records, ends_job }: ReadError) -> Self {
+        Self { error: text, ranges: records, fatal: ends_job }
     }
 }
 

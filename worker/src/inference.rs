@@ -8,6 +8,7 @@
 mod output;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::sync::mpsc::TryRecvError;
 
 use elasticdl_proto::{Format, MasterMessage, RecordRange, Work, WorkerMessage};
@@ -16,13 +17,18 @@ use output::Output;
 pub(crate) use output::check_output;
 
 use crate::control::Control;
-use crate::core::session::Exit;
 use crate::failure::{Failure, call_user};
 use crate::messages::ControlEvent;
-use crate::model::{Metrics, Model};
+use crate::metrics::Metrics;
+use crate::model::Model;
+use crate::order::Order;
+use crate::ordered_reader::OrderedReader;
 use crate::predictions::Predictions;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
+use crate::run::purpose_of;
+use crate::session::Exit;
+use crate::split::open_reader;
 
 /// Processes the shards of `dataset` that the master leases to this worker, until the master ends
 /// it.
@@ -40,11 +46,15 @@ pub(crate) fn work<M: Model>(
         }
         Work::Evaluate { .. } | Work::Train { .. } => Purpose::Evaluate,
     };
-    let reader = call_user("reader()", || Ok(model.reader())).map_err(Failure::fatal)?;
+    let reading =
+        call_user("reader()", || Ok(open_reader(&model, options, purpose_of(&options.work))?));
+    let reader = reading.map_err(Failure::fatal)?;
     // The batch size does not depend on the number of workers.
     let most = model.max_micro_batch().map_or(u64::MAX, |most| most as u64).max(1);
     let batch = options.batch.share(1).min(most);
-    let prefetch = Prefetch::new(reader, dataset, batch.saturating_mul(BATCHES_AHEAD))
+    let order = Arc::new(Order::of_data(&dataset));
+    let reader = OrderedReader::new(reader, dataset, order);
+    let prefetch = Prefetch::new(reader, batch.saturating_mul(BATCHES_AHEAD))
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
     control.outbox.send(WorkerMessage::Ready { parameters: parameters.len() as u64 });
     let shards = VecDeque::new();
@@ -99,8 +109,7 @@ impl<M: Model> Inference<'_, M> {
     }
 
     fn request_leases(&self, shards: u64) {
-        let request = WorkerMessage::LeaseRequest { epoch: 0, records: shards };
-        self.control.outbox.send(request);
+        self.control.outbox.send(WorkerMessage::LeaseRequest { shards });
     }
 
     /// Handles the messages that the master has sent. With `wait`, blocks until there is at least

@@ -15,30 +15,34 @@
 //!
 //! **Invariants:** This crate knows nothing about processes or pods, nor about how it was launched
 //! beyond its environment variables. Messages to and from the master are the types of
-//! `elasticdl-proto`. All decisions are made in `core` (the session, the control stream's state and
-//! their data types), which does no IO and reads no clock.
+//! `elasticdl-proto`. All decisions are made in `session` (with the control stream's state and the
+//! data types of both), which does no IO and reads no clock.
 
 mod buckets;
 #[cfg(feature = "candle")]
 pub mod candle;
 mod checkpoint;
 mod control;
-#[cfg(not(feature = "simulation"))]
-#[allow(dead_code, unreachable_pub, reason = "the simulation uses these parts by themselves")]
-mod core;
-#[cfg(feature = "simulation")]
-#[doc(hidden)]
-pub mod core;
+mod conversion;
 pub mod device;
 mod donor;
 mod environment;
+mod exact_sum;
+#[doc(hidden)]
+pub mod external;
 mod failure;
+#[cfg(feature = "simulation")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod gap;
 pub mod guide;
 mod inference;
 mod messages;
+mod metrics;
 mod model;
 mod optimizer;
+mod order;
+mod ordered_reader;
 mod paths;
 mod predictions;
 mod prefetch;
@@ -47,19 +51,43 @@ pub mod readers;
 mod ring;
 mod run;
 mod schedule;
+#[cfg(not(feature = "simulation"))]
+#[allow(dead_code, unreachable_pub, reason = "the simulation uses these parts by themselves")]
+mod session;
+#[cfg(feature = "simulation")]
+#[doc(hidden)]
+pub mod session;
+mod setting_error;
+mod split;
+mod state_buffer;
 pub mod storage;
 mod supervisor;
+mod tensor;
 mod tensors;
 mod trained_model;
 mod trainer;
+mod update;
 mod weights;
 
 pub use buckets::Gradients;
 #[cfg(feature = "candle")]
 pub use candle_core;
-pub use model::{Loss, Metrics, Model, NamedTensor, Update, UserError};
-pub use optimizer::{Adam, AdamW, Optimizer, SettingError, Sgd};
+pub use metrics::{Loss, Metrics, UserError};
+#[doc(hidden)]
+pub use model::Progress;
+pub use model::{Model, NamedTensor};
+pub use optimizer::{Adam, AdamW, Optimizer, Sgd};
 pub use predictions::{Column, Predictions, PredictionsError};
-pub use reader::{DataError, Dataset, File, Reader};
+pub use reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Reader, Skipped};
 pub use run::run;
 pub use schedule::Schedule;
+pub use setting_error::SettingError;
+pub use update::Update;
+
+/// The check of a step's sum, for a benchmark.
+#[cfg(feature = "simulation")]
+#[doc(hidden)]
+#[must_use]
+pub fn is_finite(values: &[f32]) -> bool {
+    tensors::is_finite(values)
+}

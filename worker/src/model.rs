@@ -1,16 +1,13 @@
 //! The trait that a user implements to train a model.
 
-use std::collections::BTreeMap;
-
 use crate::buckets::Gradients;
 use crate::device::DeviceModel;
+use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::{Optimizer, Sgd};
 use crate::predictions::Predictions;
 use crate::reader::Reader;
-
-/// Any error of the user's code. Its text is reported in the summary, with the worker and the
-/// records that it was processing.
-pub type UserError = Box<dyn std::error::Error + Send + Sync>;
+use crate::state_buffer::StateMemory;
+use crate::update::Update;
 
 /// A model to train.
 ///
@@ -50,7 +47,7 @@ pub trait Model: 'static {
     /// Builds a batch from records (`collate` in PyTorch).
     ///
     /// # Errors
-    /// An error is reported with the range of records, which are then leased to another worker.
+    /// An error is reported with the range of records, which another worker then processes.
     #[doc(alias = "collate")]
     fn feed(
         &mut self,
@@ -66,7 +63,7 @@ pub trait Model: 'static {
     /// model [completes](Gradients::complete_from) are all-reduced while it computes the rest.
     ///
     /// # Errors
-    /// An error is reported with the range of records, which are then leased to another worker.
+    /// An error is reported with the range of records, which another worker then processes.
     fn gradients(
         &mut self,
         parameters: &[f32],
@@ -77,6 +74,12 @@ pub trait Model: 'static {
     /// The optimizer that [`update`](Self::update) uses. Default: SGD with a learning rate of 0.01.
     fn optimizer(&self) -> Optimizer {
         Sgd::new(0.01).into()
+    }
+
+    /// The learning rate of `step`, from 0, for the progress line and the metrics. Default: the
+    /// optimizer's. Override it together with [`update`](Self::update): `None` if there is none.
+    fn learning_rate(&self, step: u64) -> Option<f64> {
+        Some(self.optimizer().learning_rate(step))
     }
 
     /// Number of `f32`s of optimizer state per parameter that `update` keeps in [`Update::slots`].
@@ -148,7 +151,7 @@ pub trait Model: 'static {
     /// Default: an error.
     ///
     /// # Errors
-    /// An error is reported with the range of records, which are then leased to another worker.
+    /// An error is reported with the range of records, which another worker then processes.
     fn predict(
         &mut self,
         _parameters: &[f32],
@@ -165,28 +168,49 @@ pub trait Model: 'static {
     fn summary(&mut self, _parameters: &[f32]) -> Result<Option<String>, UserError> {
         Ok(None)
     }
-}
 
-/// A loss of a batch, and how it depends on the number of records: a mean does not, a sum grows
-/// with it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum Loss<T = f64> {
-    /// Mean over the records.
-    Mean(T),
-    /// Sum over the records.
-    Sum(T),
-}
+    /// Learns which records this worker will compute next, as epoch and number, if nothing happens
+    /// to its group.
+    #[doc(hidden)]
+    fn upcoming(&mut self, _records: &mut dyn Iterator<Item = (u32, u64)>) {}
 
-impl Loss {
-    /// The sum over `records` records.
-    #[must_use]
-    pub fn sum_over(self, records: usize) -> f64 {
-        match self {
-            Self::Mean(mean) => mean * records as f64,
-            Self::Sum(sum) => sum,
-        }
+    /// A step's gradient begins with the next call of [`gradients`](Self::gradients). Returns
+    /// whether the model will then set every element, whatever is there; otherwise they are zero.
+    #[doc(hidden)]
+    fn begin_gradient(&mut self) -> bool {
+        false
     }
+
+    /// The memory in which the model wants its parameters and optimizer state to be, if it has one.
+    #[doc(hidden)]
+    fn take_state_memory(&mut self) -> Option<StateMemory> {
+        None
+    }
+
+    /// Number of records that the initial state has absorbed: the first ones of the order.
+    #[doc(hidden)]
+    fn absorbed(&self) -> u64 {
+        0
+    }
+
+    /// Learns of the progress of this worker's group.
+    #[doc(hidden)]
+    fn observe(&mut self, _event: Progress<'_>) {}
+}
+
+/// Progress of a worker's group.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress<'a> {
+    /// A step is committed: its number from 1, the epoch of the next, and the number of records
+    /// that the state contains.
+    Committed { step: u64, epoch: u32, records: u64 },
+    /// The work of the group is over, not suspended; the error that ended it.
+    Finished { error: Option<&'a str> },
+    /// The group of `generation` holds one state.
+    Grouped { generation: u64, rank: usize, world_size: usize },
+    /// The group holds this state: as for `Committed`.
+    Resumed { step: u64, epoch: u32, records: u64 },
 }
 
 /// A named part of the parameters, as it appears in exported models.
@@ -203,66 +227,5 @@ impl NamedTensor {
     /// A tensor of this name and shape.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>) -> Self {
         Self { name: name.into(), shape: shape.into() }
-    }
-}
-
-/// The metrics that [`Model::evaluate`] reports. Users see their means over all records of the
-/// validation data.
-#[derive(Debug)]
-pub struct Metrics<'a> {
-    sums: &'a mut BTreeMap<String, f64>,
-    records: usize,
-}
-
-impl<'a> Metrics<'a> {
-    pub(crate) fn new(sums: &'a mut BTreeMap<String, f64>, records: usize) -> Self {
-        Self { sums, records }
-    }
-
-    /// Number of records in the batch.
-    pub fn records(&self) -> usize {
-        self.records
-    }
-
-    /// Adds `mean`, a mean over the batch's records, to the metric `name`.
-    pub fn add_mean(&mut self, name: &str, mean: f64) {
-        self.add_sum(name, mean * self.records as f64);
-    }
-
-    /// Adds `sum`, a sum over the batch's records, to the metric `name`.
-    pub fn add_sum(&mut self, name: &str, sum: f64) {
-        match self.sums.get_mut(name) {
-            Some(before) => *before += sum,
-            None => drop(self.sums.insert(name.to_owned(), sum)),
-        }
-    }
-}
-
-/// One step's gradient and the state it is applied to.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct Update<'a> {
-    /// Number of the step, from 0.
-    pub step: u64,
-    /// Number of records in `sum`, over all ranks; at least 1.
-    pub records: u64,
-    /// Gradient, summed over these records: `[parameter_count()]`.
-    pub sum: &'a [f32],
-    /// Parameters: `[parameter_count()]`.
-    pub parameters: &'a mut [f32],
-    /// Optimizer state: `[slots() · parameter_count()]`, initially zero.
-    pub slots: &'a mut [f32],
-}
-
-impl<'a> Update<'a> {
-    /// An update for a loop or a test of your own; each argument as the field of its name.
-    pub fn new(
-        step: u64,
-        records: u64,
-        sum: &'a [f32],
-        parameters: &'a mut [f32],
-        slots: &'a mut [f32],
-    ) -> Self {
-        Self { step, records, sum, parameters, slots }
     }
 }

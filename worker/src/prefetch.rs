@@ -1,8 +1,9 @@
 //! Reads records ahead of need, in a thread of its own.
 //!
-//! The trainer announces ranges ([`Prefetch::want`]) in the order in which it expects to use them.
-//! The reader thread reads them, a limited number of records ahead, and [`Prefetch::take`] returns
-//! them. A range that is taken out of order is read at once.
+//! Ranges are positions in the epoch's [order](crate::order). The trainer announces those that it
+//! expects to use, in that order ([`Prefetch::replace`]). The reader thread reads them, a limited
+//! number of records ahead, and [`Prefetch::take`] returns them. A range that is taken out of order
+//! is read at once.
 //!
 //! While storage does not answer, the reader thread waits for it. The trainer gets the records that
 //! have been read and learns that the rest is missing, so that it can continue with the group. The
@@ -11,7 +12,6 @@
 //! **Invariant:** a record is returned only by the `take` that names it.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -19,8 +19,8 @@ use std::time::Duration;
 
 use elasticdl_proto::RecordRange;
 
-use crate::failure::panic_text;
-use crate::reader::{DataError, Dataset, File, Reader};
+use crate::ordered_reader::{OrderedReader, ReadError};
+use crate::reader::Reader;
 use crate::storage::set_wait_flag;
 
 /// Read-ahead of one worker.
@@ -36,17 +36,6 @@ pub(crate) struct Taken<R> {
     /// Rest of the range, which cannot be read before storage answers again.
     pub(crate) rest: Option<RecordRange>,
 }
-
-/// Why records cannot be read.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ReadError {
-    pub(crate) text: String,
-    /// See [`DataError::ends_job`].
-    pub(crate) ends_job: bool,
-}
-
-/// Records that cannot be read, and why.
-pub(crate) type NotRead = (RecordRange, ReadError);
 
 #[derive(Debug)]
 struct ReadBuffer<R> {
@@ -64,9 +53,11 @@ struct State<R> {
     read: BTreeMap<(u32, u64), VecDeque<R>>,
     /// Number of records in `read`.
     records: u64,
+    /// Piece that the reader thread reads now.
+    reading: Option<RecordRange>,
     /// Range that the trainer waits for.
     urgent: Option<RecordRange>,
-    failed: Option<(RecordRange, ReadError)>,
+    failed: Option<ReadError>,
     /// Ranges that were announced to the reader lately, by epoch and end.
     announced: VecDeque<(u32, u64)>,
     closed: bool,
@@ -75,14 +66,14 @@ struct State<R> {
 impl<R: Send + 'static> Prefetch<R> {
     /// Starts the reader thread for a trainer that takes about `ahead` records at a time.
     pub(crate) fn new<D: Reader<Record = R>>(
-        reader: D,
-        dataset: Dataset,
+        reader: OrderedReader<D>,
         ahead: u64,
     ) -> std::io::Result<Self> {
         let state = State {
             wanted: VecDeque::new(),
             read: BTreeMap::new(),
             records: 0,
+            reading: None,
             urgent: None,
             failed: None,
             announced: VecDeque::new(),
@@ -94,7 +85,7 @@ impl<R: Send + 'static> Prefetch<R> {
         let thread_buffer = Arc::clone(&buffer);
         thread::Builder::new()
             .name("reader".into())
-            .spawn(move || thread_buffer.fill(reader, &dataset, ahead.max(1)))?;
+            .spawn(move || thread_buffer.fill(reader, ahead.max(1)))?;
         Ok(Self { buffer })
     }
 
@@ -104,12 +95,34 @@ impl<R: Send + 'static> Prefetch<R> {
         self.buffer.changed.notify_all();
     }
 
+    /// Replaces what was announced: `now` will be taken next, and `later` after it. Other records
+    /// that are read already are dropped.
+    pub(crate) fn replace(&self, now: &[RecordRange], later: &[RecordRange]) {
+        let mut state = self.buffer.lock();
+        state.wanted = now.iter().chain(later).copied().collect();
+        let read = std::mem::take(&mut state.read);
+        for ((epoch, start), records) in read {
+            let piece = RecordRange { epoch, start, end: start + records.len() as u64 };
+            if state.wanted.iter().any(|wanted| overlap(wanted, &piece)) {
+                state.unwant(piece);
+                state.read.insert((epoch, start), records);
+            } else {
+                state.records -= records.len() as u64;
+            }
+        }
+        if let Some(piece) = state.reading {
+            state.unwant(piece);
+        }
+        drop(state);
+        self.buffer.changed.notify_all();
+    }
+
     /// Takes the records of `range`, in order. Waits for them to be read, but not for storage that
     /// does not answer.
     ///
     /// # Errors
     /// The reader failed.
-    pub(crate) fn take(&self, range: RecordRange) -> Result<Taken<R>, NotRead> {
+    pub(crate) fn take(&self, range: RecordRange) -> Result<Taken<R>, ReadError> {
         let mut records = Vec::new();
         let mut state = self.buffer.lock();
         let mut at = range.start;
@@ -150,7 +163,7 @@ impl<R: Send + 'static> Prefetch<R> {
     pub(crate) fn readable(
         &self,
         ranges: impl Iterator<Item = RecordRange>,
-    ) -> Result<Option<u64>, NotRead> {
+    ) -> Result<Option<u64>, ReadError> {
         let mut state = self.buffer.lock();
         if let Some(failed) = state.failed.take() {
             return Err(failed);
@@ -187,7 +200,7 @@ impl<R> ReadBuffer<R> {
 
     /// Loop of the reader thread: reads one piece after the other, at most `ahead` records ahead of
     /// the trainer.
-    fn fill<D: Reader<Record = R>>(&self, mut reader: D, dataset: &Dataset, ahead: u64) {
+    fn fill<D: Reader<Record = R>>(&self, mut reader: OrderedReader<D>, ahead: u64) {
         let piece_max = ahead.div_ceil(2);
         set_wait_flag(Arc::clone(&self.waits));
         let mut state = self.lock();
@@ -197,22 +210,20 @@ impl<R> ReadBuffer<R> {
                 continue;
             };
             let upcoming = state.upcoming();
+            state.reading = Some(piece);
             drop(state);
             for range in upcoming {
-                if let Some((file, range)) = within_file(dataset, range) {
-                    // A hint that fails now is retried by `read`. A panic recurs there and is
-                    // reported then.
-                    drop(catch_unwind(AssertUnwindSafe(|| reader.read_ahead(file, range))));
-                }
+                reader.read_ahead(range);
             }
-            let records = read_piece(&mut reader, dataset, piece);
+            let records = reader.read(piece);
             state = self.lock();
+            state.reading = None;
             match records {
                 Ok(records) => {
                     state.records += records.len() as u64;
                     state.read.insert((piece.epoch, piece.start), records.into());
                 }
-                Err(error) => state.failed = Some((piece, error)),
+                Err(error) => state.failed = Some(error),
             }
             self.changed.notify_all();
         }
@@ -296,70 +307,8 @@ impl<R> State<R> {
     }
 }
 
-/// The file in which a range starts, and the part of the range in it.
-fn within_file(dataset: &Dataset, range: RecordRange) -> Option<(&File, std::ops::Range<u64>)> {
-    let mut first = 0;
-    for file in &dataset.files {
-        if range.start < first + file.records {
-            return Some((file, range.start - first..(range.end - first).min(file.records)));
-        }
-        first += file.records;
-    }
-    None
-}
-
-/// Reads one piece, which may not cross the end of a file.
-pub(crate) fn read_piece<D: Reader>(
-    reader: &mut D,
-    dataset: &Dataset,
-    piece: RecordRange,
-) -> Result<Vec<D::Record>, ReadError> {
-    let mut first = 0;
-    for file in &dataset.files {
-        if piece.start < first + file.records {
-            let range = piece.start - first..piece.end - first;
-            if range.end > file.records {
-                return Err(ReadError::from(format!(
-                    "{}: a lease of {piece} reaches past this file's end",
-                    file.path
-                )));
-            }
-            let count = range.end - range.start;
-            let read = catch_unwind(AssertUnwindSafe(|| reader.read(file, range.clone())));
-            let records = match read {
-                Ok(Ok(records)) => records,
-                Ok(Err(error)) => return Err(ReadError::from(error)),
-                Err(panic) => {
-                    return Err(ReadError::from(format!(
-                        "the reader panicked: {}",
-                        panic_text(&*panic)
-                    )));
-                }
-            };
-            if records.len() as u64 != count {
-                let got = records.len();
-                return Err(ReadError::from(format!(
-                    "{}: the reader gave {got} records for {}..{}, which is {count}",
-                    file.path, range.start, range.end
-                )));
-            }
-            return Ok(records);
-        }
-        first += file.records;
-    }
-    Err(ReadError::from(format!("a lease of {piece} lies outside the data set of {first} records")))
-}
-
-impl From<DataError> for ReadError {
-    fn from(error: DataError) -> Self {
-        Self { text: error.to_string(), ends_job: error.ends_job() }
-    }
-}
-
-impl From<String> for ReadError {
-    fn from(text: String) -> Self {
-        Self { text, ends_job: false }
-    }
+fn overlap(a: &RecordRange, b: &RecordRange) -> bool {
+    a.epoch == b.epoch && a.start < b.end && b.start < a.end
 }
 
 /// Number of ranges, after the one being read, that are announced to the reader.
@@ -375,6 +324,8 @@ mod tests {
     use std::ops::Range;
 
     use super::*;
+    use crate::order::Order;
+    use crate::reader::{DataError, Dataset, File};
 
     #[derive(Debug)]
     struct Numbers {
@@ -398,11 +349,15 @@ mod tests {
 
     fn dataset() -> Dataset {
         let file = |path: &str, records| File::new(path, records);
-        Dataset { files: vec![file("a", 10), file("b", 100)] }
+        Dataset::new(vec![file("a", 10), file("b", 100)])
     }
 
     fn prefetch(fail_at: Option<u64>) -> Prefetch<(String, u64)> {
-        Prefetch::new(Numbers { fail_at }, dataset(), 4).unwrap()
+        Prefetch::new(in_order(Numbers { fail_at }), 4).unwrap()
+    }
+
+    fn in_order<D: Reader>(reader: D) -> OrderedReader<D> {
+        OrderedReader::new(reader.into(), dataset(), Arc::new(Order::of_data(&dataset())))
     }
 
     fn taken(prefetch: &Prefetch<(String, u64)>, range: RecordRange) -> Vec<(String, u64)> {
@@ -470,10 +425,28 @@ mod tests {
         let prefetch = prefetch(Some(7));
         prefetch.want(range(0, 12, 20));
         let failed = prefetch.take(range(0, 16, 20)).unwrap_err();
-        assert!(failed.0.start <= 17 && failed.0.end > 17, "{failed:?}");
-        assert_eq!(failed.1, ReadError::from("no such record".to_owned()));
+        let [at] = failed.records[..] else { panic!("{failed:?}") };
+        assert!(at.start <= 17 && at.end > 17, "{failed:?}");
+        assert_eq!(failed.text, "no such record");
         let failed = prefetch.take(range(0, 105, 200)).unwrap_err();
-        assert!(failed.1.text.contains("b: a lease of epoch 0 records"), "{failed:?}");
+        assert!(failed.text.contains("outside the data set of 110"), "{failed:?}");
+    }
+
+    #[test]
+    fn records_that_are_not_wanted_any_more_are_dropped_and_the_others_are_read_once() {
+        let prefetch = prefetch(None);
+        prefetch.want(range(0, 20, 24));
+        let mut state = prefetch.buffer.lock();
+        while state.records < 4 {
+            state = prefetch.buffer.changed.wait(state).unwrap();
+        }
+        drop(state);
+        prefetch.replace(&[range(0, 30, 32)], &[range(0, 22, 24), range(0, 40, 42)]);
+        assert_eq!(taken(&prefetch, range(0, 30, 32)), records("b", 20..22));
+        assert_eq!(taken(&prefetch, range(0, 22, 24)), records("b", 12..14));
+        assert_eq!(taken(&prefetch, range(0, 40, 42)), records("b", 30..32));
+        let state = prefetch.buffer.lock();
+        assert_eq!((state.wanted.len(), state.records, state.read.len()), (0, 0, 0));
     }
 
     /// Blocks at record 10 of file b until the test continues it.
@@ -515,6 +488,7 @@ mod tests {
             wanted: VecDeque::new(),
             read: BTreeMap::new(),
             records: 0,
+            reading: None,
             urgent: None,
             failed: None,
             announced: VecDeque::new(),
@@ -523,17 +497,17 @@ mod tests {
         prefetch.buffer =
             Arc::new(ReadBuffer { state: Mutex::new(state), changed: Condvar::new(), waits });
         let buffer = Arc::clone(&prefetch.buffer);
-        thread::spawn(move || buffer.fill(reader, &dataset(), 16));
+        thread::spawn(move || buffer.fill(in_order(reader), 16));
         prefetch.want(range(0, 12, 60));
         begun.recv().unwrap();
-        let leases = || [range(0, 12, 24), range(0, 24, 60)].into_iter();
-        assert_eq!(prefetch.readable(leases()), Ok(Some(8)));
+        let wanted = || [range(0, 12, 24), range(0, 24, 60)].into_iter();
+        assert_eq!(prefetch.readable(wanted()), Ok(Some(8)));
         let Taken { records: read, rest } = prefetch.take(range(0, 12, 24)).unwrap();
         assert_eq!((read, rest), (records("b", 2..10), Some(range(0, 20, 24))));
-        assert_eq!(prefetch.readable(leases().skip(1)), Ok(Some(0)));
+        assert_eq!(prefetch.readable(wanted().skip(1)), Ok(Some(0)));
         go_on.send(()).unwrap();
         assert_eq!(taken(&prefetch, range(0, 20, 60)), records("b", 10..50));
-        assert_eq!(prefetch.readable(leases()), Ok(None));
+        assert_eq!(prefetch.readable(wanted()), Ok(None));
     }
 
     #[test]
@@ -545,7 +519,7 @@ mod tests {
             state = prefetch.buffer.changed.wait(state).unwrap();
         }
         drop(state);
-        let (_, error) = prefetch.readable([range(0, 16, 20)].into_iter()).unwrap_err();
-        assert_eq!(error, ReadError::from("no such record".to_owned()));
+        let error = prefetch.readable([range(0, 16, 20)].into_iter()).unwrap_err();
+        assert_eq!(error.text, "no such record");
     }
 }

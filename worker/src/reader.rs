@@ -11,14 +11,52 @@ use crate::storage::StorageError;
 pub struct Dataset {
     /// The files. Records are numbered through them in this order.
     pub files: Vec<File>,
+    /// What the files hold and the data set does not; shown in the job's summary.
+    pub skipped: Skipped,
 }
 
 impl Dataset {
     /// A data set of these files.
     #[must_use]
     pub fn new(files: Vec<File>) -> Self {
-        Self { files }
+        Self { files, skipped: Skipped::default() }
     }
+}
+
+/// Records that a reader leaves out of the data set.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Skipped {
+    /// Number of records that cannot be read.
+    pub bad: u64,
+    /// Number of records that were left out for a null.
+    pub nulls: u64,
+    /// The first few of them: file, place and reason.
+    pub first: Vec<String>,
+}
+
+/// What records are read for, and what happens to those that cannot be read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ReadOptions {
+    /// What the records are for.
+    pub purpose: Purpose,
+    /// Number of bad records that are skipped (`--bad-records skip:N`); one more is an error.
+    /// 0: the first bad record is an error.
+    pub bad_records_max: u64,
+}
+
+/// What records are read for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Purpose {
+    /// Metrics of a model are computed: validation data, and `elasticdl evaluate`.
+    Evaluate,
+    /// Predictions are made: the data may have no labels.
+    Predict,
+    /// A model is trained.
+    #[default]
+    Train,
 }
 
 /// One file of a data set.
@@ -50,6 +88,15 @@ pub trait Reader: Send + 'static {
     /// One record.
     type Record: Send + 'static;
 
+    /// Learns what the records are read for; called once, before all other methods. Default:
+    /// accepts every purpose, and refuses to skip bad records.
+    ///
+    /// # Errors
+    /// The reader does not support the options.
+    fn configure(&mut self, options: ReadOptions) -> Result<(), DataError> {
+        refuse_bad_records(options)
+    }
+
     /// Lists the files of `source` (the job's `--training-data`) with their record counts, in a
     /// fixed order, and validates them: all errors that can be detected before training are
     /// detected here.
@@ -58,15 +105,68 @@ pub trait Reader: Send + 'static {
     /// The error says what is wrong, where, and what is expected.
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError>;
 
+    /// How records of `dataset` are read well, which decides what `--shuffle` shuffles by default.
+    /// Every worker must return the same. Default: in blocks of 1024 records.
+    fn access(&self, _dataset: &Dataset) -> Access {
+        Access::Block { records: 1024 }
+    }
+
     /// Announces that records `range` of `file` will be read soon, so that a reader can fetch them
     /// concurrently with other reads. Default: does nothing.
     fn read_ahead(&mut self, _file: &File, _range: Range<u64>) {}
+
+    /// Names the epoch of the records that are read next.
+    #[doc(hidden)]
+    fn begin_epoch(&mut self, _epoch: u32) {}
 
     /// Reads records `range` of `file` in order: exactly `range.end - range.start` records.
     ///
     /// # Errors
     /// The file could not be read, or is not the version that was described.
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Self::Record>, DataError>;
+
+    /// Reads these records of `file`, which are in ascending order: as many as are named. Default:
+    /// one [`read`](Self::read) for each run of consecutive records.
+    ///
+    /// # Errors
+    /// See [`read`](Self::read).
+    fn read_records(
+        &mut self,
+        file: &File,
+        records: &[u64],
+    ) -> Result<Vec<Self::Record>, DataError> {
+        let mut read = Vec::with_capacity(records.len());
+        for run in records.chunk_by(|before, record| before + 1 == *record) {
+            read.extend(self.read(file, run[0]..run[0] + run.len() as u64)?);
+        }
+        Ok(read)
+    }
+}
+
+/// How the records of a data set are read well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Access {
+    /// The program orders its records itself: nothing is shuffled by default.
+    #[doc(hidden)]
+    Ordered,
+    /// Single records, in any order: all records of an epoch are shuffled.
+    Record,
+    /// This many consecutive records at a time: blocks are shuffled, and the records of a few
+    /// blocks among each other.
+    Block {
+        /// Records of a block; at least 1.
+        records: u64,
+    },
+}
+
+/// The reply of a reader that cannot skip records.
+pub(crate) fn refuse_bad_records(options: ReadOptions) -> Result<(), DataError> {
+    if options.bad_records_max == 0 {
+        return Ok(());
+    }
+    let text = "--bad-records skip: this reader cannot skip records; give --bad-records fail";
+    Err(DataError::Other(text.into()))
 }
 
 /// Why data cannot be used. The text names the file and, if there is one, the line or record.

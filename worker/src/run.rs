@@ -1,26 +1,38 @@
 //! Life cycle of a worker: hello, data set, model, training.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::num::NonZeroU64;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
-use elasticdl_collective::{Endpoint, Secret};
-use elasticdl_proto::{MasterMessage, ValidationSpec, WireDtype, Work, WorkerMessage};
+use elasticdl_collective::{Endpoint, Secret, nccl};
+use elasticdl_proto::{
+    Deterministic, LinkEncryption, MasterMessage, SkippedRecords, ValidationSpec, WireDtype, Work,
+    WorkerMessage, WorkerOptions,
+};
 
 use crate::control::{Control, dataset};
-use crate::core::evaluation;
-use crate::core::session::{Exit, JobPlan, Session};
+use crate::conversion::Conversion;
 use crate::device::DeviceState;
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
+use crate::exact_sum::ExactSum;
 use crate::failure::{Failure, call_user};
 use crate::inference;
 use crate::messages::ControlEvent;
 use crate::model::Model;
+use crate::order::Order;
+use crate::ordered_reader::{OrderedReader, order_of};
 use crate::prefetch::Prefetch;
-use crate::reader::{Dataset, Reader};
+use crate::reader::{Dataset, Purpose, Reader as _, Skipped};
+use crate::session::evaluation;
+use crate::session::plan::StepSize;
+use crate::session::{Exit, JobPlan, Session};
+use crate::split::open_reader;
 use crate::supervisor::{self, Supervisor};
 use crate::tensors::{HostState, Tensors};
 use crate::trained_model;
-use crate::trainer::{Checkpointing, Export, Trainer, TrainerParts, Validation};
+use crate::trainer::{Checkpointing, Exports, Trainer, TrainerParts, Validation};
 use crate::weights;
 
 /// Runs this process as a worker of the job that launched it and trains `model`. It is the whole
@@ -29,16 +41,12 @@ use crate::weights;
 /// Returns when the job is over for this worker. Without a launcher it prints how to start one. If
 /// the launcher wants several workers, as in a pod with several GPUs, this process starts them and
 /// drops `model`: a model should acquire no resources before.
-pub fn run<M: Model>(model: M) -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("ELASTICDL_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info,object_store=warn"));
-    // A program that has set up its own logging keeps it.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(false)
-        .try_init();
+pub fn run<M: Model>(mut model: M) -> ExitCode {
+    log("info,object_store=warn");
     let variable = |name: &str| std::env::var(name).ok();
+    if let Some(conversion) = Conversion::read(variable) {
+        return conversion.run(&mut model);
+    }
     let environment = match Supervisor::read(variable) {
         Ok(Some(supervisor)) => {
             // The workers need the resources that the model holds.
@@ -57,37 +65,63 @@ pub fn run<M: Model>(model: M) -> ExitCode {
             return ExitCode::from(EXIT_USAGE);
         }
     };
-    match work(model, &environment) {
+    let code = match work(model, &environment) {
         Ok(Exit::Left) => {
             tracing::info!("left; the group continues without this worker");
-            ExitCode::from(EXIT_DONE)
+            EXIT_DONE
         }
         Ok(Exit::Outdated) => {
             tracing::warn!("this worker's state is older than the group can repair; it ends");
-            ExitCode::from(EXIT_MASTER_LOST as u8)
+            EXIT_MASTER_LOST as u8
         }
         Ok(Exit::Shutdown(reason)) => {
             tracing::info!(reason, "shut down");
-            ExitCode::from(EXIT_DONE)
+            EXIT_DONE
         }
         Err(End::Failed(error)) => {
             tracing::error!(error, "this worker failed");
-            ExitCode::from(EXIT_FAILED)
+            EXIT_FAILED
         }
         Err(End::NoMaster(error)) => {
             tracing::error!(error, "this worker ends");
-            ExitCode::from(EXIT_MASTER_LOST as u8)
+            EXIT_MASTER_LOST as u8
         }
+    };
+    if !nccl::wait_for_release(NCCL_RELEASE_TIME) {
+        tracing::warn!(limit = ?NCCL_RELEASE_TIME, "NCCL has not released its communicators");
+        nccl::exit_at_once(code.into());
     }
+    ExitCode::from(code)
 }
 
+/// Sets up logging to the standard error stream. `filter`: unless `ELASTICDL_LOG` is set.
+pub(crate) fn log(filter: &str) {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("ELASTICDL_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(filter));
+    // A program that has set up its own logging keeps it.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .try_init();
+}
+
+/// How long a worker that ends waits for NCCL.
+const NCCL_RELEASE_TIME: Duration = Duration::from_secs(5);
+
 /// Why a worker ended early.
-enum End {
+pub(crate) enum End {
     Failed(String),
     NoMaster(String),
 }
 
 fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
+    let (listener, control) = join(environment)?;
+    train_and_close(model, environment, listener, control)
+}
+
+/// Joins the job that launched this process.
+pub(crate) fn join(environment: &Environment) -> Result<(TcpListener, Control), End> {
     let address = address_towards(&environment.master).map_err(End::NoMaster)?;
     let listener = TcpListener::bind((address, 0))
         .map_err(|error| End::Failed(format!("{address}: {error}")))?;
@@ -95,6 +129,16 @@ fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
         listener.local_addr().map_err(|error| End::Failed(format!("{address}: {error}")))?;
     let control = Control::open(environment, address).map_err(End::NoMaster)?;
     tracing::info!(worker = control.welcome.worker.0, %address, "welcomed");
+    Ok((listener, control))
+}
+
+/// Trains until the job is over for this worker, and reports a failure to the master.
+pub(crate) fn train_and_close<M: Model>(
+    model: M,
+    environment: &Environment,
+    listener: TcpListener,
+    control: Control,
+) -> Result<Exit, End> {
     let trained = train(model, environment, listener, &control);
     if let Err(failure) = &trained {
         control.outbox.send(failure.to_message());
@@ -113,7 +157,10 @@ fn train<M: Model>(
     let secret = Secret::new(environment.token.as_bytes());
     let endpoint = Endpoint::from_listener(listener, &environment.job, worker.0, secret.clone())
         .and_then(|endpoint| {
-            endpoint.with_wire_dtype(wire_dtype(options.wire_dtype)).with_channels(options.channels)
+            endpoint
+                .with_wire_dtype(wire_dtype(options.wire_dtype))
+                .with_link_encryption(link_encryption(options.link_encryption))
+                .with_channels(options.channels)
         })
         .map_err(|error| Failure::fatal(error.to_string()))?;
     let endpoint = match options.worker_timeout {
@@ -122,6 +169,7 @@ fn train<M: Model>(
     };
     let _ = control.fence.set(endpoint.fence());
     let _ = control.progress.set(endpoint.progress());
+    let _ = control.joiners.set(endpoint.joiners());
     let prepared = match prepare(&model, control, (&environment.job, &secret))? {
         Ok(dataset) => dataset,
         Err(exit) => return Ok(exit),
@@ -149,21 +197,30 @@ fn train<M: Model>(
         }
     };
     call_user("optimizer()", || Ok(model.optimizer().check()?)).map_err(Failure::fatal)?;
-    let validation = options.validation.as_ref().map(|spec| validate(&model, spec)).transpose();
+    let validation = options.validation.as_ref().map(|spec| validate(&model, options, spec));
+    let validation = validation.transpose();
     let validation = validation.map_err(Failure::fatal)?;
     let plan = JobPlan {
         records: prepared.files.iter().map(|f| f.records).sum(),
         epochs: options.epochs,
         max_steps: options.max_steps,
-        batch: options.batch,
+        size: StepSize {
+            batch: options.batch,
+            micro_batch: options.micro_batch.map_or(1, NonZeroU64::get),
+        },
         checkpoints: options.checkpoints.as_ref().map(|kept| kept.every),
         evaluation: validation.as_ref().map(|validation| validation.plan.clone()),
+        skips_nonfinite: options.skips_nonfinite,
     };
     let (job, size) = (environment.job.as_str(), (parameters, parameters * slots));
-    let checkpoints = Checkpointing::new(options, (job, &secret), prepared.clone(), size)?;
-    let reader = call_user("reader()", || Ok(model.reader())).map_err(Failure::fatal)?;
+    let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
+    let reader = reader.map_err(Failure::fatal)?;
+    let order = order_of(&reader, options, &prepared).map_err(Failure::fatal)?;
+    let checkpoints =
+        Checkpointing::new(options, (job, &secret), (prepared.clone(), order.name()), size)?;
     let ahead = options.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
-    let prefetch = Prefetch::new(reader, prepared, ahead)
+    let reader = OrderedReader::new(reader, prepared, Arc::clone(&order));
+    let prefetch = Prefetch::new(reader, ahead)
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
     let gpu = call_user("as_device_model()", || {
         Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
@@ -172,18 +229,25 @@ fn train<M: Model>(
         Some(gpu) => {
             DeviceState::new(&gpu, parameters, slots).map(|state| Tensors::Device(Box::new(state)))
         }
-        None => Ok(Tensors::Host(HostState::new(parameters, slots))),
+        None => Ok(Tensors::Host(match model.take_state_memory() {
+            Some(memory) => HostState::in_memory(memory),
+            None => HostState::new(parameters, slots),
+        })),
     };
     let tensors = tensors.map_err(|error| Failure { error, ranges: Vec::new(), fatal: false })?;
-    control.outbox.send(WorkerMessage::Ready { parameters: parameters as u64 });
+    let is_on_gpu = matches!(tensors, Tensors::Device(_));
+    let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
+    let mut session = Session::new(worker, plan).on_gpu(is_on_gpu);
+    session.ready(parameters as u64);
     let trainer = Trainer::new(TrainerParts {
         model,
         seed: options.seed,
-        session: Session::new(worker, plan).on_gpu(matches!(tensors, Tensors::Device(_))),
+        session,
         tensors,
+        exact,
+        order,
         prefetch,
-        export: export.clone().map(|address| Export { address, layout }),
-        skips_nonfinite: options.skips_nonfinite,
+        exports: Exports { last: export.clone(), best: export_best(options).cloned(), layout },
         endpoint,
         dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
         checkpoints,
@@ -192,6 +256,21 @@ fn train<M: Model>(
         outbox: control.outbox.clone(),
     });
     trainer.run()
+}
+
+/// The sum of a job whose results do not depend on its workers; `None` for other jobs.
+fn exact_sum(options: &WorkerOptions, tensors: &Tensors) -> Result<Option<ExactSum>, String> {
+    if !options.deterministic {
+        return Ok(None);
+    }
+    let WorkerOptions { batch, micro_batch, wire_dtype, .. } = *options;
+    let (_, micro_batches) = Deterministic { batch, micro_batch, wire_dtype }.check()?;
+    match tensors {
+        Tensors::Host(state) => Ok(Some(ExactSum::new(state.gradient.len(), micro_batches))),
+        Tensors::Device(_) => Err("--deterministic: this model computes on a GPU, whose results \
+                                   can differ from one run to the next; train it on CPUs"
+            .into()),
+    }
 }
 
 /// Answers the master until the data set is known.
@@ -205,10 +284,13 @@ fn prepare<M: Model>(
             Ok(ControlEvent::Message(MasterMessage::Describe, _)) => {
                 let options = &control.welcome.options;
                 let source = &options.training_data;
-                let described =
-                    call_user("reading the data set", || Ok(model.reader().describe(source)?));
+                let purpose = purpose_of(&options.work);
+                let described = call_user("reading the data set", || {
+                    Ok(open_reader(model, options, purpose)?.describe(source)?)
+                });
                 let described = described.and_then(|dataset| {
-                    check_places(&options.work)?;
+                    report_skipped(&dataset.skipped, control);
+                    check_places(options)?;
                     Checkpointing::check(options, whose, &dataset, model)?;
                     dataset::pack(dataset)
                 });
@@ -225,8 +307,8 @@ fn prepare<M: Model>(
             // The messages that follow reach this master, which repeats what was lost with the
             // stream.
             Ok(ControlEvent::Reconnected) => {
-                let nothing = WorkerMessage::HeldLeases { step: 0, ranges: Vec::new() };
-                control.outbox.send(nothing);
+                let returned = WorkerMessage::Reconnected { step: 0 };
+                control.outbox.send(returned);
             }
             Err(_) => return Ok(Err(Exit::Shutdown("the control stream's thread ended".into()))),
         }
@@ -234,9 +316,13 @@ fn prepare<M: Model>(
 }
 
 /// Describes the validation data. Each worker does so itself.
-fn validate<M: Model>(model: &M, spec: &ValidationSpec) -> Result<Validation<M::Reader>, String> {
+fn validate<M: Model>(
+    model: &M,
+    options: &WorkerOptions,
+    spec: &ValidationSpec,
+) -> Result<Validation<M::Reader>, String> {
     call_user("reading the validation data", || {
-        let mut reader = model.reader();
+        let mut reader = open_reader(model, options, Purpose::Evaluate)?;
         let dataset = reader.describe(&spec.data)?;
         let plan = evaluation::Plan {
             records: dataset.files.iter().map(|file| file.records).sum(),
@@ -245,8 +331,27 @@ fn validate<M: Model>(model: &M, spec: &ValidationSpec) -> Result<Validation<M::
             highest: spec.highest,
             patience: spec.patience,
         };
-        Ok(Validation { plan, dataset, reader })
+        let order = Arc::new(Order::of_data(&dataset));
+        Ok(Validation { plan, reader: OrderedReader::new(reader, dataset, order) })
     })
+}
+
+/// What the records of a job are read for.
+pub(crate) fn purpose_of(work: &Work) -> Purpose {
+    match work {
+        Work::Evaluate { .. } => Purpose::Evaluate,
+        Work::Predict { .. } => Purpose::Predict,
+        Work::Train { .. } => Purpose::Train,
+    }
+}
+
+/// Tells the master which records the data set does not contain.
+fn report_skipped(skipped: &Skipped, control: &Control) {
+    let Skipped { bad, nulls, first } = skipped.clone();
+    if bad + nulls > 0 {
+        let skipped = SkippedRecords { bad, nulls, first };
+        control.outbox.send(WorkerMessage::RecordsSkipped(skipped));
+    }
 }
 
 fn wire_dtype(dtype: WireDtype) -> elasticdl_collective::WireDtype {
@@ -257,9 +362,25 @@ fn wire_dtype(dtype: WireDtype) -> elasticdl_collective::WireDtype {
     }
 }
 
+fn link_encryption(choice: LinkEncryption) -> elasticdl_collective::LinkEncryption {
+    match choice {
+        LinkEncryption::Auto => elasticdl_collective::LinkEncryption::Auto,
+        LinkEncryption::Off => elasticdl_collective::LinkEncryption::Off,
+        LinkEncryption::On => elasticdl_collective::LinkEncryption::On,
+    }
+}
+
+/// Where the best model so far is written.
+fn export_best(options: &WorkerOptions) -> Option<&String> {
+    options.validation.as_ref()?.export_best.as_ref()
+}
+
 /// Finds errors before the work that would otherwise fail after it.
-fn check_places(work: &Work) -> Result<(), String> {
-    match work {
+fn check_places(options: &WorkerOptions) -> Result<(), String> {
+    if let Some(best) = export_best(options) {
+        weights::check_writable(best).map_err(|error| format!("--export-best: {error}"))?;
+    }
+    match &options.work {
         Work::Train { export: Some(export) } => {
             weights::check_writable(export).map_err(|error| format!("--export: {error}"))
         }
@@ -305,7 +426,7 @@ fn usage(reason: &str) {
 
 /// Lower bound of the timeout for the dial of a donor: a lost first packet is sent again after a
 /// second.
-const DIAL_LIMIT: std::time::Duration = std::time::Duration::from_secs(2);
+const DIAL_LIMIT: Duration = Duration::from_secs(2);
 
 /// The reader keeps about two steps of a rank's share ready, for a group of this size.
 const READ_AHEAD_WORLD: usize = 2;

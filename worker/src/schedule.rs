@@ -4,7 +4,7 @@
 //! IEEE 754 defines exactly (`+ − × ÷`). The system's `cos` and `pow` differ in the last bit
 //! between processors, which would make replicas diverge.
 
-use crate::optimizer::SettingError;
+use crate::setting_error::SettingError;
 
 /// Factor of the learning rate at each step.
 ///

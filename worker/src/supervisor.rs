@@ -35,7 +35,7 @@ pub(crate) struct Supervisor {
     first: u64,
     /// Threads of each worker, if the pod's share of CPUs is known and the user has not set the
     /// number.
-    threads: Option<u32>,
+    threads: Vec<(&'static str, u32)>,
 }
 
 /// The running workers, and the outcome of the others.
@@ -71,8 +71,11 @@ impl Supervisor {
             return Ok(None);
         }
         let first = number("ELASTICDL_LAUNCH")?.ok_or("ELASTICDL_LAUNCH is not set")?;
-        let cpus = number(CPUS)?.filter(|_| variable(THREADS).is_none());
-        let threads = cpus.map(|cpus| u32::try_from(cpus / workers).unwrap_or(u32::MAX).max(1));
+        let share = |cpus: u64| u32::try_from(cpus / workers).unwrap_or(u32::MAX).max(1);
+        let threads = number(CPUS)?.map(share);
+        let threads =
+            THREADS.map(|name| Some((name, threads.filter(|_| variable(name).is_none())?)));
+        let threads = threads.into_iter().flatten().collect();
         Ok(Some(Self { workers: workers as u32, first, threads }))
     }
 
@@ -139,9 +142,7 @@ impl Supervisor {
             .env("ELASTICDL_INDEX", index.to_string())
             .env(SUPERVISOR, getpid().as_raw_nonzero().to_string())
             .env_remove(WORKERS);
-        if let Some(threads) = self.threads {
-            command.env(THREADS, threads.to_string());
-        }
+        command.envs(self.threads.iter().map(|(name, threads)| (name, threads.to_string())));
         Ok(command)
     }
 }
@@ -214,7 +215,8 @@ const WORKERS: &str = "ELASTICDL_WORKERS";
 const CPUS: &str = "ELASTICDL_CPUS";
 /// Process id of the supervisor, for a worker.
 const SUPERVISOR: &str = "ELASTICDL_SUPERVISOR";
-const THREADS: &str = "RAYON_NUM_THREADS";
+/// Variables with the number of threads of rayon, and of OpenMP and BLAS libraries.
+const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 /// Time in which the remaining workers must leave: well below the time after which the master
 /// deletes their pod, which would hide its exit code.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -245,10 +247,11 @@ mod tests {
             assert_eq!((workers, first), (4, 9));
             threads
         };
-        assert_eq!(threads(&[]), None);
-        assert_eq!(threads(&[(CPUS, "9")]), Some(2));
-        assert_eq!(threads(&[(CPUS, "1")]), Some(1));
-        assert_eq!(threads(&[(CPUS, "8"), (THREADS, "3")]), None);
+        let [rayon, omp] = THREADS;
+        assert_eq!(threads(&[]), []);
+        assert_eq!(threads(&[(CPUS, "9")]), [(rayon, 2), (omp, 2)]);
+        assert_eq!(threads(&[(CPUS, "1")]), [(rayon, 1), (omp, 1)]);
+        assert_eq!(threads(&[(CPUS, "8"), (rayon, "3")]), [(omp, 2)]);
         for (value, wanted) in
             [("0", "from 1 to 64"), ("65", "from 1 to 64"), ("two", "not a number")]
         {

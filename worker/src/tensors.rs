@@ -1,6 +1,5 @@
 //! The large buffers of a worker: parameters, optimizer state and gradients.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use elasticdl_collective::device::{DeviceError, Path};
@@ -8,10 +7,12 @@ use elasticdl_collective::{CollectiveError, Communicator as _};
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
 use crate::buckets;
-use crate::core::session::State;
 use crate::device::DeviceState;
-use crate::model::Update;
 use crate::ring::Ring;
+use crate::session::State;
+use crate::state_buffer::{StateBuffer, StateMemory, writable, zeros};
+use crate::tensor::{Tensor, window};
+use crate::update::Update;
 
 /// The buffers, in the memory where the model computes.
 #[derive(Debug)]
@@ -21,13 +22,13 @@ pub(crate) enum Tensors {
 }
 
 /// The buffers on the host. Each has one `f32` per parameter; `slots` has a multiple of that.
-/// Joining workers are sent copies of the shared buffers (`Arc`). A write to a buffer that is still
-/// being sent goes to a fresh copy (copy-on-write).
+/// Joining workers are sent copies of the state and of the shared buffer (`Arc`). A write to a
+/// buffer that is still being sent goes to a fresh copy (copy-on-write).
 #[derive(Debug)]
 pub(crate) struct HostState {
-    pub(crate) parameters: Arc<Vec<f32>>,
+    pub(crate) parameters: StateBuffer,
     /// Optimizer state: `[slots · parameters]`.
-    pub(crate) slots: Arc<Vec<f32>>,
+    pub(crate) slots: StateBuffer,
     /// This worker's gradient, summed over its records of the step. No all-reduce writes to it.
     pub(crate) gradient: Vec<f32>,
     /// All-reduced gradient of the last committed step, retained for ranks that are one step
@@ -35,15 +36,6 @@ pub(crate) struct HostState {
     pub(crate) retained: Arc<Vec<f32>>,
     /// Destination of the next all-reduced gradient.
     pub(crate) reduced: Vec<f32>,
-}
-
-/// Identifies a buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Tensor {
-    Parameters,
-    Reduced,
-    Retained,
-    Slots,
 }
 
 impl Tensors {
@@ -60,9 +52,9 @@ impl Tensors {
         Ok(match (self, tensor) {
             (Self::Device(state), tensor) => state.to_host(tensor)?,
             (Self::Host(state), Tensor::Retained) => Arc::clone(&state.retained),
-            (Self::Host(state), Tensor::Parameters) => Arc::clone(&state.parameters),
+            (Self::Host(state), Tensor::Parameters) => state.parameters.snapshot(),
             (Self::Host(state), Tensor::Reduced) => Arc::new(state.reduced.clone()),
-            (Self::Host(state), Tensor::Slots) => Arc::clone(&state.slots),
+            (Self::Host(state), Tensor::Slots) => state.slots.snapshot(),
         })
     }
 
@@ -80,7 +72,7 @@ impl Tensors {
                 state.load(Tensor::Slots, &slots)?;
                 Ok(filled)
             }
-            Self::Host(state) => fill(writable(&mut state.parameters), writable(&mut state.slots)),
+            Self::Host(state) => fill(state.parameters.writable(), state.slots.writable()),
         }
     }
 
@@ -102,10 +94,8 @@ impl Tensors {
                 fill(&mut floats)?;
                 Ok(state.load_at(tensor, at, &floats)?)
             }
-            (Self::Host(state), Tensor::Slots) => {
-                fill(&mut writable(&mut state.slots)[at..at + len])
-            }
-            (Self::Host(state), _) => fill(&mut writable(&mut state.parameters)[at..at + len]),
+            (Self::Host(state), Tensor::Slots) => fill(&mut state.slots.writable()[at..at + len]),
+            (Self::Host(state), _) => fill(&mut state.parameters.writable()[at..at + len]),
         }
     }
 
@@ -203,9 +193,9 @@ impl Tensors {
         };
         let buffer = match tensor {
             Tensor::Retained => writable(&mut state.retained),
-            Tensor::Parameters => writable(&mut state.parameters),
+            Tensor::Parameters => state.parameters.writable(),
             Tensor::Reduced => &mut state.reduced,
-            Tensor::Slots => writable(&mut state.slots),
+            Tensor::Slots => state.slots.writable(),
         };
         ring.host_mut().broadcast(root, buffer)
     }
@@ -222,8 +212,16 @@ impl Tensors {
     /// Digest of the parameters, the optimizer state and the ledger.
     pub(crate) fn digest(&self, state: &State) -> Result<u64, DeviceError> {
         let mut digest = Xxh3Default::new();
-        digest.update(bytemuck::cast_slice(self.to_host(Tensor::Parameters)?.as_slice()));
-        digest.update(bytemuck::cast_slice(self.to_host(Tensor::Slots)?.as_slice()));
+        match self {
+            Self::Device(_) => {
+                digest.update(bytemuck::cast_slice(self.to_host(Tensor::Parameters)?.as_slice()));
+                digest.update(bytemuck::cast_slice(self.to_host(Tensor::Slots)?.as_slice()));
+            }
+            Self::Host(HostState { parameters, slots, .. }) => {
+                digest.update(bytemuck::cast_slice(parameters));
+                digest.update(bytemuck::cast_slice(slots));
+            }
+        }
         update_with_progress(&mut digest, state);
         Ok(digest.digest())
     }
@@ -237,7 +235,7 @@ impl Tensors {
         Ok(digest.digest())
     }
 
-    /// Digest of the step's window of the state. The windows of [`WINDOWS`] consecutive steps cover
+    /// Digest of the step's window of the state. The windows of `WINDOWS` consecutive steps cover
     /// the whole state, so comparing replicas at every step costs next to nothing. The digest on a
     /// GPU differs from that on the host.
     pub(crate) fn window_digest(&mut self, step: u64) -> Result<u64, DeviceError> {
@@ -261,19 +259,31 @@ impl HostState {
     /// Touches all pages at once: a page that the system allocates on first use would delay the
     /// whole group in the first step.
     pub(crate) fn new(parameters: usize, slots: usize) -> Self {
+        Self::of(StateBuffer::zeros(parameters), StateBuffer::zeros(parameters * slots))
+    }
+
+    /// The state in memory of a program.
+    pub(crate) fn in_memory(memory: StateMemory) -> Self {
+        let StateMemory { parameters, slots } = memory;
+        Self::of(StateBuffer::Program(parameters), StateBuffer::Program(slots))
+    }
+
+    fn of(parameters: StateBuffer, slots: StateBuffer) -> Self {
+        let len = parameters.len();
         Self {
-            parameters: Arc::new(zeros(parameters)),
-            slots: Arc::new(zeros(parameters * slots)),
-            gradient: zeros(parameters),
-            retained: Arc::new(zeros(parameters)),
-            reduced: zeros(parameters),
+            parameters,
+            slots,
+            gradient: zeros(len),
+            retained: Arc::new(zeros(len)),
+            reduced: zeros(len),
         }
     }
 
     /// Arguments of the step's update.
     pub(crate) fn update(&mut self, step: u64, records: u64) -> Update<'_> {
         let Self { parameters, slots, reduced: sum, .. } = self;
-        Update { step, records, sum, parameters: writable(parameters), slots: writable(slots) }
+        let (parameters, slots) = (parameters.writable(), slots.writable());
+        Update { step, records, sum, parameters, slots }
     }
 
     fn retain_reduced(&mut self) {
@@ -295,21 +305,6 @@ pub(crate) fn is_finite(values: &[f32]) -> bool {
         .all(|block| block.iter().fold(0, |bad, value| bad | is_bad(value)) == 0)
 }
 
-/// The step's window of a tensor of `len` elements.
-pub(crate) fn window(step: u64, len: usize) -> Range<usize> {
-    let (turn, n) = ((step % WINDOWS) as usize, WINDOWS as usize);
-    len * turn / n..len * (turn + 1) / n
-}
-
-/// `len` zeros, in memory whose pages are allocated.
-pub(crate) fn zeros(len: usize) -> Vec<f32> {
-    let mut zeros = elasticdl_collective::zeros(len);
-    // The system allocates zeroed memory lazily. A write that the compiler cannot remove forces the
-    // allocation.
-    zeros.iter_mut().step_by(PAGE_FLOATS).for_each(|first| *first = std::hint::black_box(0.0));
-    zeros
-}
-
 fn update_with_progress(digest: &mut Xxh3Default, state: &State) {
     digest.update(&state.step.to_le_bytes());
     digest.update(&state.records_trained.to_le_bytes());
@@ -322,33 +317,18 @@ fn update_with_progress(digest: &mut Xxh3Default, state: &State) {
     }
 }
 
-/// A shared buffer for writing (copy-on-write): a fresh copy, if the buffer is still being sent.
-pub(crate) fn writable(shared: &mut Arc<Vec<f32>>) -> &mut [f32] {
-    if Arc::get_mut(shared).is_none() {
-        let mut own = elasticdl_collective::zeros(shared.len());
-        own.copy_from_slice(shared);
-        *shared = Arc::new(own);
-    }
-    Arc::get_mut(shared).expect("this is the only reference, and there are no weak ones")
-}
-
 /// Exponent bits: all set in NaNs and infinities only.
 const EXPONENT: u32 = 0x7f80_0000;
 
 /// Number of floats per block, after which a pass may end early.
 const FINITE_BLOCK: usize = 16 << 10;
 
-/// Number of floats per page, for the smallest page size.
-const PAGE_FLOATS: usize = 4096 / size_of::<f32>();
-
-/// Number of windows of the state; each step compares one.
-const WINDOWS: u64 = 64;
-
 #[cfg(test)]
 mod tests {
     use elasticdl_proto::Ledger;
 
     use super::*;
+    use crate::tensor::WINDOWS;
 
     #[test]
     fn a_nan_or_infinity_is_found_at_any_position() {
@@ -386,8 +366,8 @@ mod tests {
         for at in [0, 1, 999, 1000, 2999] {
             let mut other = HostState::new(1000, 2);
             match at {
-                0..1000 => Arc::make_mut(&mut other.parameters)[at] = f32::from_bits(1),
-                _ => Arc::make_mut(&mut other.slots)[at - 1000] = f32::from_bits(1),
+                0..1000 => other.parameters.writable()[at] = f32::from_bits(1),
+                _ => other.slots.writable()[at - 1000] = f32::from_bits(1),
             }
             let mut other = Tensors::Host(other);
             assert_ne!(whole.digest(&state).unwrap(), other.digest(&state).unwrap());

@@ -6,6 +6,7 @@
 //! group's fence.
 
 use std::mem;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -13,25 +14,22 @@ use elasticdl_collective::device::{DeviceGroup, NcclPolicy};
 use elasticdl_collective::{
     CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver,
 };
-use elasticdl_proto::{
-    Generation, MasterMessage, Membership, RecordRange, WorkerId, WorkerMessage,
-};
+use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMessage};
 
-use crate::buckets::Gradients;
-use crate::core::halt::{Halt, Reason};
-use crate::core::header::{self, StateRecord, StepHeader};
-use crate::core::repair::{Repair, StateMismatch};
-use crate::core::session::{Exit, GroupMismatch, Session, Task};
-use crate::core::transport_switch::DeviceMismatch;
 use crate::donor::{Donor, TRANSFER_IDLE_TIMEOUT};
+use crate::exact_sum::ExactSum;
 use crate::failure::{Failure, call_user};
 use crate::gap::GapTimer;
 use crate::messages::{ControlEvent, Outbox};
-use crate::model::{Model, NamedTensor};
-use crate::prefetch::{Prefetch, ReadError};
+use crate::model::{Model, NamedTensor, Progress};
+use crate::order::Order;
+use crate::prefetch::Prefetch;
 use crate::reader::Reader;
 use crate::ring::Ring;
-use crate::tensors::{HostState, Tensor, Tensors};
+use crate::session::header::{self, StepHeader};
+use crate::session::{Broadcast, Exit, Session, Task};
+use crate::tensor::Tensor;
+use crate::tensors::Tensors;
 
 /// Training of one worker, from its first membership to its end.
 pub(crate) struct Trainer<'a, M: Model> {
@@ -39,15 +37,14 @@ pub(crate) struct Trainer<'a, M: Model> {
     seed: u64,
     session: Session,
     tensors: Tensors,
-    /// Whether `gradient` holds the session's pending gradient, and not an older step's.
-    gradient_is_pending: bool,
+    /// `None` if sums may depend on the ranks.
+    exact: Option<ExactSum>,
     /// Number of the gradient's buckets that this group has summed during the computation, or the
     /// error that stopped it.
     summed: Result<usize, CollectiveError>,
+    order: Arc<Order>,
     prefetch: Prefetch<<M::Reader as Reader>::Record>,
-    export: Option<Export>,
-    /// Whether a step with a non-finite gradient is skipped and the job continues.
-    skips_nonfinite: bool,
+    exports: Exports,
     endpoint: Endpoint,
     ring: Option<Ring>,
     /// Whether this worker would use NCCL.
@@ -69,8 +66,6 @@ pub(crate) struct Trainer<'a, M: Model> {
     outbox: Outbox,
     started: Instant,
     gap: GapTimer,
-    /// Whether the last task was an idle round, so that this thread pauses before the next one.
-    was_idle: bool,
 }
 
 /// Parts of a [`Trainer`].
@@ -79,11 +74,12 @@ pub(crate) struct TrainerParts<'a, M: Model> {
     pub(crate) seed: u64,
     pub(crate) session: Session,
     pub(crate) tensors: Tensors,
+    /// `None` if sums may depend on the ranks.
+    pub(crate) exact: Option<ExactSum>,
+    /// The order that the positions of gradients and the ledger refer to.
+    pub(crate) order: Arc<Order>,
     pub(crate) prefetch: Prefetch<<M::Reader as Reader>::Record>,
-    /// `None` if the final model is not exported.
-    pub(crate) export: Option<Export>,
-    /// Whether steps with non-finite gradients are skipped. Otherwise the first one ends the job.
-    pub(crate) skips_nonfinite: bool,
+    pub(crate) exports: Exports,
     pub(crate) endpoint: Endpoint,
     /// Timeout of the dial of a donor.
     pub(crate) dial_limit: Duration,
@@ -94,26 +90,14 @@ pub(crate) struct TrainerParts<'a, M: Model> {
     pub(crate) outbox: Outbox,
 }
 
-/// Destination of the final model.
+/// Where models are written.
 #[derive(Debug)]
-pub(crate) struct Export {
-    pub(crate) address: String,
+pub(crate) struct Exports {
+    /// The model at the end of the job.
+    pub(crate) last: Option<String>,
+    /// The best model so far.
+    pub(crate) best: Option<String>,
     pub(crate) layout: Vec<NamedTensor>,
-}
-
-/// Why a task was not completed.
-#[derive(Debug)]
-enum Stopped {
-    /// The links broke; a new group will form.
-    Broken(CollectiveError),
-    /// This worker, or the job, cannot continue.
-    Failed(Failure),
-}
-
-impl<E: Into<Failure>> From<E> for Stopped {
-    fn from(error: E) -> Self {
-        Self::Failed(error.into())
-    }
 }
 
 impl<'a, M: Model> Trainer<'a, M> {
@@ -123,9 +107,10 @@ impl<'a, M: Model> Trainer<'a, M> {
             seed,
             session,
             tensors,
+            exact,
+            order,
             prefetch,
-            export,
-            skips_nonfinite,
+            exports,
             endpoint,
             dial_limit,
             checkpoints,
@@ -142,11 +127,11 @@ impl<'a, M: Model> Trainer<'a, M> {
             seed,
             session,
             tensors,
-            gradient_is_pending: false,
+            exact,
             summed: Ok(0),
+            order,
             prefetch,
-            export,
-            skips_nonfinite,
+            exports,
             endpoint,
             ring: None,
             nccl,
@@ -161,7 +146,6 @@ impl<'a, M: Model> Trainer<'a, M> {
             outbox,
             started: Instant::now(),
             gap: GapTimer::default(),
-            was_idle: false,
         }
     }
 
@@ -171,14 +155,14 @@ impl<'a, M: Model> Trainer<'a, M> {
             while let Ok(message) = self.inbox.try_recv() {
                 self.handle(message);
             }
-            self.accept_state_requests()?;
+            self.send_reports();
+            self.serve_state_requests()?;
             let task = self.session.poll();
-            let is_idle = task == Task::ExchangeHeaders;
+            self.look_ahead(&task);
             let done = match task {
                 Task::Exit(exit) => return Ok(exit),
                 task => self.perform(task),
             };
-            self.was_idle = is_idle;
             match done {
                 Ok(()) => {}
                 Err(Stopped::Broken(error)) => match self.classify(error) {
@@ -192,7 +176,6 @@ impl<'a, M: Model> Trainer<'a, M> {
                 Err(Stopped::Failed(failure)) => return Err(failure),
             }
             self.poll_checkpoint_writer()?;
-            self.send_reports();
         }
     }
 
@@ -201,57 +184,47 @@ impl<'a, M: Model> Trainer<'a, M> {
             ControlEvent::Message(message, arrived) => (message, arrived),
             ControlEvent::Reconnected => return self.reconnected(),
         };
-        match message {
-            MasterMessage::Drain => self.session.handle_drain(),
-            MasterMessage::Fetch(donors) => self.session.handle_fetch(donors),
-            MasterMessage::KeepCheckpoint => self.session.handle_checkpoint(),
-            MasterMessage::Lease(ranges) => {
-                for range in &ranges {
-                    self.prefetch.want(*range);
-                }
-                self.session.handle_lease(ranges);
+        match &message {
+            MasterMessage::Membership(membership) if membership.abort => {
+                self.gap.on_trouble(arrived);
             }
-            MasterMessage::Membership(membership) => {
-                if membership.abort {
-                    self.gap.on_trouble(arrived);
-                }
-                self.session.handle_membership(membership);
-            }
-            MasterMessage::Shutdown(reason) => self.session.handle_shutdown(reason),
-            MasterMessage::Suspend => self.session.handle_suspend(),
-            // Handled before the training began.
-            MasterMessage::Describe | MasterMessage::Prepare(_) => {}
+            _ => {}
         }
+        self.session.handle(message);
     }
 
     fn reconnected(&mut self) {
         self.allreduce_transport = None;
         self.session.reconnected();
-        self.send_reports();
-        if self.session.is_joiner() {
-            // The earlier message may not have reached a master.
-            let parameters = self.tensors.sizes().0 as u64;
-            self.outbox.send(WorkerMessage::Ready { parameters });
-        }
     }
 
     fn perform(&mut self, task: Task) -> Result<(), Stopped> {
         match task {
-            Task::Compute(ranges) => self.compute(&ranges).map_err(Stopped::Failed),
+            Task::Broadcast { root, what } => self.broadcast(root, what),
+            Task::BuildNccl => self.build_nccl(),
+            Task::Compute { ranges, is_first } => match self.exact {
+                Some(_) => self.compute_micro_batches(&ranges, is_first),
+                None => self.compute(&ranges, is_first),
+            }
+            .map_err(Stopped::Failed),
             Task::Connect(membership) => self.connect(&membership),
+            Task::CreateState => self.create_state(),
+            Task::EndRepair => self.end_repair(),
             Task::Evaluate(blocks) => self.evaluate(blocks),
+            Task::ExchangeHeaders { pauses } => self.exchange_headers(pauses),
             Task::Exit(_) => Ok(()),
             Task::Fetch(donor, address) => self.fetch(donor, address),
-            Task::Finish => self.finish().map_err(Stopped::Failed),
-            Task::Repair(plan) => self.repair(&plan),
-            Task::Step => self.step(),
+            Task::Finish { is_published } => self.finish(is_published).map_err(Stopped::Failed),
+            Task::InspectGradient => self.inspect_gradient(),
+            Task::Step { is_empty } => self.step(is_empty),
             Task::Synchronize => self.synchronize(),
-            Task::ExchangeHeaders => self.exchange_headers(),
+            Task::Update { records, is_applied } => self.update(records, is_applied),
             Task::Wait => {
                 match self.inbox.recv() {
                     Ok(message) => self.handle(message),
                     Err(_) => {
-                        self.session.handle_shutdown("the control stream's thread ended".into())
+                        let reason = "the control stream's thread ended".into();
+                        self.session.handle(MasterMessage::Shutdown(reason));
                     }
                 }
                 Ok(())
@@ -292,7 +265,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     /// Accepts state requests of joining workers, and starts to copy the state for them while this
     /// rank computes or waits for others. The copy is sent when all ranks have reported that they
     /// hold its step.
-    fn accept_state_requests(&mut self) -> Result<(), Failure> {
+    fn serve_state_requests(&mut self) -> Result<(), Failure> {
         if self.session.is_finished() {
             self.donor.dismiss();
             return Ok(());
@@ -310,15 +283,10 @@ impl<'a, M: Model> Trainer<'a, M> {
             let slots = self.tensors.to_host(Tensor::Slots)?;
             self.donor.prepare(generation, state.step, parameters, slots);
         }
-        Ok(())
-    }
-
-    /// Sends the current state to joining workers: all ranks have reported that they hold its step,
-    /// and no update has changed it yet.
-    fn serve_state_requests(&mut self) {
-        if let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state()) {
+        if let Some((generation, state)) = self.session.confirmed() {
             self.donor.release(generation, state.step, || state.record());
         }
+        Ok(())
     }
 
     fn synchronize(&mut self) -> Result<(), Stopped> {
@@ -332,209 +300,78 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.session.synced(&headers).map_err(|mismatch| Stopped::Failed(group_mismatch(&mismatch)))
     }
 
-    fn repair(&mut self, plan: &Repair) -> Result<(), Stopped> {
-        let rank = self.rank();
-        if plan.step.is_none() && rank == 0 {
-            self.begin()?;
+    fn broadcast(&mut self, root: usize, what: Broadcast) -> Result<(), Stopped> {
+        let ring = ring(&mut self.ring)?;
+        let is_root = ring.host().rank() == root;
+        match what {
+            Broadcast::ResultHeaders | Broadcast::StateRecord => {
+                let mut bytes =
+                    if is_root { self.session.broadcast_bytes(what) } else { Vec::new() };
+                ring.host_mut().broadcast_bytes(root, &mut bytes).map_err(Stopped::Broken)?;
+                self.session.bytes_broadcast(&bytes)?;
+            }
+            Broadcast::Result { is_kept } => {
+                let sum = if is_root { Tensor::Retained } else { Tensor::Reduced };
+                self.tensors.broadcast(ring, root, sum).map_err(Stopped::Broken)?;
+                let is_finite = is_root || self.tensors.sum_is_finite()?;
+                if is_kept {
+                    self.tensors.retain_reduced();
+                }
+                self.session.tensors_broadcast(is_finite)?;
+            }
+            Broadcast::State => {
+                for tensor in [Tensor::Parameters, Tensor::Slots] {
+                    self.tensors.broadcast(ring, root, tensor).map_err(Stopped::Broken)?;
+                }
+                self.session.tensors_broadcast(true)?;
+            }
         }
-        let mut result = None;
-        if let Some((donor, behind)) = &plan.result {
-            result = self.repair_by_result(*donor, behind.contains(&rank))?;
-        }
-        if let Some((donor, takers)) = &plan.state {
-            self.repair_by_state(*donor, takers.contains(&rank), result)?;
-        }
-        self.begin_nccl()?;
-        self.session.repaired();
+        Ok(())
+    }
+
+    fn end_repair(&mut self) -> Result<(), Stopped> {
         self.checkpoints.prepare(ring(&mut self.ring)?.host().world_size());
-        self.gradient_is_pending &= !self.session.pending_ranges().is_empty();
+        self.session.repaired();
+        self.export_best()?;
         self.gap.on_repaired(Instant::now());
+        if let (Some((generation, rank)), Some(ring)) = (self.session.group_rank(), &self.ring) {
+            let (generation, world_size) = (generation.0, ring.host().world_size());
+            self.model.observe(Progress::Grouped { generation, rank, world_size });
+        }
+        if let Some(state) = self.session.state() {
+            let (epoch, records) = (state.ledger.epoch(), state.records_trained);
+            self.model.observe(Progress::Resumed { step: state.step, epoch, records });
+        }
         tracing::info!(step = self.session.step(), "all ranks at one state");
         Ok(())
     }
 
-    /// The donor broadcasts its last step's headers and reduced gradient; ranks that are behind
-    /// apply them. Returns the headers on a rank that only relays them, and that now has the
-    /// reduced gradient in `reduced`.
-    fn repair_by_result(
-        &mut self,
-        donor: usize,
-        apply: bool,
-    ) -> Result<Option<Vec<StepHeader>>, Stopped> {
-        let ring = ring(&mut self.ring)?;
-        let donates = ring.host().rank() == donor;
-        let mut bytes = match (donates, self.session.last_headers()) {
-            (true, Some(headers)) => header::encode(&headers.to_vec()),
-            _ => Vec::new(),
-        };
-        ring.host_mut().broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
-        let sum = if donates { Tensor::Retained } else { Tensor::Reduced };
-        self.tensors.broadcast(ring, donor, sum).map_err(Stopped::Broken)?;
-        if donates {
-            return Ok(None);
-        }
-        let headers: Vec<StepHeader> =
-            header::decode(&bytes).ok_or_else(|| garbled("a step's headers"))?;
-        if !apply {
-            return Ok(Some(headers));
-        }
-        let is_finite = self.is_finite(&headers)?;
-        self.update(headers, is_finite)?;
-        Ok(None)
-    }
-
-    /// The donor broadcasts its state; ranks without one install it, the others hold the same bits.
-    /// `result`: headers of the last step, if its reduced gradient has been relayed by this rank.
-    fn repair_by_state(
-        &mut self,
-        donor: usize,
-        take: bool,
-        result: Option<Vec<StepHeader>>,
-    ) -> Result<(), Stopped> {
-        let ring = ring(&mut self.ring)?;
-        let mut bytes = match (ring.host().rank() == donor, self.session.state()) {
-            (true, Some(state)) => header::encode(&state.record()),
-            _ => Vec::new(),
-        };
-        ring.host_mut().broadcast_bytes(donor, &mut bytes).map_err(Stopped::Broken)?;
-        for tensor in [Tensor::Parameters, Tensor::Slots] {
-            self.tensors.broadcast(ring, donor, tensor).map_err(Stopped::Broken)?;
-        }
-        if take {
-            let record: StateRecord = header::decode(&bytes).ok_or_else(|| garbled("a state"))?;
-            // So this rank, too, can repair a rank that is still behind if the donor is lost next.
-            if result.is_some() {
-                self.tensors.retain_reduced();
-            }
-            if !self.session.install(record, result) {
-                return Err(garbled("a ledger"));
-            }
-        }
-        Ok(())
-    }
-
-    fn compute(&mut self, ranges: &[RecordRange]) -> Result<(), Failure> {
-        if !self.gradient_is_pending {
-            self.tensors.clear_gradient()?;
-            self.gradient_is_pending = true;
-        }
-        let fail = |error| Failure { error, ranges: ranges.to_vec(), fatal: false };
-        let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
-        let (mut loss_sum, mut busy) = (0.0, Duration::ZERO);
-        let mut records = Vec::new();
-        let mut unread = Vec::new();
-        for (i, range) in ranges.iter().enumerate() {
-            let taken = match self.prefetch.take(*range) {
-                Ok(taken) => taken,
-                Err((range, ReadError { text, ends_job: true })) => {
-                    self.session.halt(Halt { reason: Reason::Error(text), ranges: vec![range] });
-                    return Ok(());
-                }
-                Err(not_read) => return Err(not_read.into()),
-            };
-            records.extend(taken.records);
-            if let Some(rest) = taken.rest {
-                // Storage does not answer: the step consists of the records that have been read.
-                unread.push(rest);
-                unread.extend(&ranges[i + 1..]);
-            }
-            let ends = i + 1 == ranges.len() || !unread.is_empty();
-            while records.len() >= most || (ends && !records.is_empty()) {
-                let rest = records.split_off(records.len().min(most));
-                let batch = mem::replace(&mut records, rest);
-                let started = Instant::now();
-                let is_last = ends && records.is_empty();
-                let (loss, took) = match is_last.then(|| self.model.bucket_len()).flatten() {
-                    Some(bucket) => self.last_gradients(batch, bucket).map_err(fail)?,
-                    None => (self.gradients(batch).map_err(fail)?, started.elapsed()),
-                };
-                loss_sum += loss;
-                busy += took;
-            }
-            if !unread.is_empty() {
-                break;
-            }
-        }
-        self.session.computed(loss_sum, busy.as_micros() as u64);
-        self.session.not_read(&unread);
-        Ok(())
-    }
-
-    /// Header of this rank for the round.
-    fn header(&mut self) -> Result<Vec<u8>, Failure> {
-        match self.prefetch.readable(self.session.held()) {
-            Ok(readable) => self.session.limit_held(readable),
-            Err((range, ReadError { text, ends_job: true })) => {
-                self.session.halt(Halt { reason: Reason::Error(text), ranges: vec![range] });
-            }
-            Err(not_read) => return Err(not_read.into()),
-        }
-        let digest = self.tensors.window_digest(self.session.step())?;
-        Ok(header::encode(&self.session.header(digest)))
-    }
-
-    fn gradients(&mut self, records: Vec<<M::Reader as Reader>::Record>) -> Result<f64, String> {
-        let (model, tensors, count) = (&mut self.model, &mut self.tensors, records.len());
-        let batch = call_user("feed()", || model.feed(records))?;
-        // All ranks see a non-finite loss in this rank's header.
-        let loss = call_user("gradients()", || match tensors {
-            Tensors::Device(state) => {
-                let (parameters, mut gradient) = state.gradient(count);
-                device_of(model)?.gradients(parameters, batch, &mut gradient)
-            }
-            Tensors::Host(HostState { parameters, gradient, .. }) => {
-                model.gradients(parameters, batch, &mut Gradients::new(gradient, count))
-            }
-        })?;
-        Ok(loss.sum_over(count))
-    }
-
-    fn step(&mut self) -> Result<(), Stopped> {
+    fn step(&mut self, is_empty: bool) -> Result<(), Stopped> {
         let path = self.path();
         let mine = self.header()?;
-        if !self.gradient_is_pending {
+        let started = Instant::now();
+        if self.exact.is_some() {
+            self.sum_micro_batches(is_empty)?;
+        } else if is_empty {
             self.tensors.clear_gradient()?;
         }
         let ring = ring(&mut self.ring)?;
-        let started = Instant::now();
         let summed = mem::replace(&mut self.summed, Ok(0)).map_err(Stopped::Broken)?;
         let buckets = self.model.bucket_len().map(|bucket| (bucket, summed));
         let headers = self.tensors.sum(ring, &mine, path, buckets).map_err(Stopped::Broken)?;
         self.session.reduced(started.elapsed());
         self.report_transport(path);
-        let headers: Vec<StepHeader> = decode_all(headers)?;
-        self.session.check(&headers).map_err(|m| Stopped::Failed(state_mismatch(&m)))?;
-        let is_finite = self.is_finite(&headers)?;
-        if Session::is_withheld(&headers) || !(is_finite || self.skips_nonfinite) {
-            return self.withhold(&headers);
-        }
-        self.serve_state_requests();
-        if headers.iter().all(|header| header.records() == 0) {
-            // No rank could read a record: there is no step to make yet.
-            return self
-                .session
-                .headers_exchanged(&headers)
-                .map_err(|m| Stopped::Failed(state_mismatch(&m)));
-        }
-        // The commit may end this group.
-        let group_rank = self.session.group_rank();
-        self.update(headers, is_finite)?;
-        self.gradient_is_pending = false;
-        if let Some((generation, _)) = group_rank
-            && let Some(phases) = self.gap.on_commit(generation, Instant::now())
-        {
-            let step = self.session.step();
-            self.outbox.send(WorkerMessage::Resumed { generation, step, phases });
-        }
-        Ok(())
+        let headers = decode_all(headers)?;
+        let is_finite = self.tensors.sum_is_finite()?;
+        self.session
+            .summed(headers, is_finite)
+            .map_err(|mismatch| Stopped::Failed(state_mismatch(&mismatch)))
     }
 
-    /// Applies a step's reduced gradient, which is in `reduced`, and commits the step's records to
-    /// the ledger. A gradient that is not [finite](Self::is_finite) is not applied.
-    fn update(&mut self, headers: Vec<StepHeader>, is_finite: bool) -> Result<(), Stopped> {
-        let records: u64 = headers.iter().map(StepHeader::records).sum();
+    /// Applies the step's reduced gradient, which is in `reduced`, and retains it.
+    fn update(&mut self, records: u64, is_applied: bool) -> Result<(), Stopped> {
         let (model, tensors, step) = (&mut self.model, &mut self.tensors, self.session.step());
-        if records > 0 && is_finite {
+        if is_applied {
             call_user("update()", || match tensors {
                 Tensors::Device(state) => {
                     let optimizer = model.optimizer();
@@ -545,35 +382,46 @@ impl<'a, M: Model> Trainer<'a, M> {
             .map_err(|error| {
                 Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false })
             })?;
+        } else if records > 0 {
+            tracing::warn!(step = step + 1, "the gradient is not finite; the step is skipped");
         }
         tensors.retain_reduced();
-        if let (Some((generation, _)), true) = (self.session.group_rank(), self.donor.is_serving())
-        {
-            self.donor.committed(
-                generation,
-                step,
-                &headers,
-                &self.tensors.to_host(Tensor::Retained)?,
-            );
+        // The commit may end this group.
+        let generation = self.session.group_rank().map(|(generation, _)| generation);
+        let is_round = self.session.in_round().is_some();
+        self.session.note_learning_rate(self.model.learning_rate(step));
+        self.session.updated(self.started.elapsed());
+        if let Some(state) = self.session.state() {
+            let (epoch, records) = (state.ledger.epoch(), state.records_trained);
+            self.model.observe(Progress::Committed { step: state.step, epoch, records });
         }
-        if is_finite {
-            self.session.commit(headers, self.started.elapsed());
-        } else {
-            tracing::warn!(step = step + 1, "the gradient is not finite; the step is skipped");
-            self.session.commit_skipped(headers, self.started.elapsed());
+        if let (Some(generation), Some(headers), true) =
+            (generation, self.session.last_headers(), self.donor.is_serving())
+        {
+            let sum = self.tensors.to_host(Tensor::Retained)?;
+            self.donor.committed(generation, step, headers, &sum);
+        }
+        if let (Some(source), Some(incoming)) = (&self.source, &self.incoming) {
+            source.report(incoming.position(self.session.step()));
+        }
+        if let (Some(generation), true) = (generation, is_round)
+            && let Some(phases) = self.gap.on_commit(generation, Instant::now())
+        {
+            let step = self.session.step();
+            self.outbox.send(WorkerMessage::Resumed { generation, step, phases });
         }
         Ok(())
     }
 
-    fn exchange_headers(&mut self) -> Result<(), Stopped> {
+    /// `pauses`: the group waits for records. A pause gives them time to arrive and limits the rate
+    /// of idle rounds.
+    fn exchange_headers(&mut self, pauses: bool) -> Result<(), Stopped> {
         tracing::debug!(step = self.session.step(), "waiting for records");
-        // The group waits for records. A pause gives them time to arrive and limits the rate of
-        // idle rounds.
-        if self.was_idle {
+        if pauses {
             match self.inbox.recv_timeout(IDLE_PAUSE) {
                 Ok(message) => {
                     self.handle(message);
-                    if self.session.poll() != Task::ExchangeHeaders {
+                    if !matches!(self.session.poll(), Task::ExchangeHeaders { .. }) {
                         return Ok(());
                     }
                 }
@@ -585,8 +433,6 @@ impl<'a, M: Model> Trainer<'a, M> {
         let ring = ring(&mut self.ring)?;
         let headers: Vec<StepHeader> =
             decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
-        self.session.check(&headers).map_err(|m| Stopped::Failed(state_mismatch(&m)))?;
-        self.serve_state_requests();
         self.session.headers_exchanged(&headers).map_err(|m| Stopped::Failed(state_mismatch(&m)))
     }
 
@@ -608,62 +454,29 @@ impl<'a, M: Model> Trainer<'a, M> {
             self.outbox.send(report);
         }
     }
-
-    fn rank(&self) -> usize {
-        self.session.group_rank().map_or(0, |(_, rank)| rank)
-    }
 }
 
-fn ring(ring: &mut Option<Ring>) -> Result<&mut Ring, Stopped> {
-    ring.as_mut().ok_or(Stopped::Broken(CollectiveError::Aborted { generation: 0 }))
-}
-
-fn decode_all<T: serde::de::DeserializeOwned>(headers: Vec<Vec<u8>>) -> Result<Vec<T>, Stopped> {
-    headers.iter().map(|bytes| header::decode(bytes).ok_or_else(|| garbled("a header"))).collect()
-}
-
-/// A peer that has the job's token sent invalid data: the ranks run different programs.
-fn garbled(what: &str) -> Stopped {
-    let error =
-        format!("a peer sent {what} that can't be read; do all workers run the same program?");
-    Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false })
-}
-
-fn group_mismatch(mismatch: &GroupMismatch) -> Failure {
-    match mismatch {
-        GroupMismatch::State(differing) => state_mismatch(differing),
-        GroupMismatch::Device(DeviceMismatch { first_has_gpu }) => {
-            let (here, there) =
-                if *first_has_gpu { ("the CPU", "a GPU") } else { ("a GPU", "the CPU") };
-            let error = format!(
-                "this worker computes on {here} and the group on {there}; \
-                 all must compute on the same kind of device"
-            );
-            Failure { error, ranges: Vec::new(), fatal: false }
-        }
-    }
-}
-
-fn state_mismatch(mismatch: &StateMismatch) -> Failure {
-    let StateMismatch { step, ranks, from } = mismatch;
-    Failure::fatal(format!(
-        "replicas differ at step {step}: ranks {ranks:?} do not hold the same state as rank \
-         {from}; the model's methods must depend on their arguments alone"
-    ))
-}
-
+mod checkpointing;
 mod checkpoints;
+mod compute;
+mod deterministic;
+mod device;
 mod evaluation;
 mod fetch;
 mod finish;
 mod gpu;
 mod incoming;
 mod overlap;
+mod parts;
+mod reading;
+mod stopped;
+mod validation;
 
-pub(crate) use self::checkpoints::Checkpointing;
-pub(crate) use self::evaluation::Validation;
-use self::gpu::{device_of, nccl_policy};
+pub(crate) use self::checkpointing::Checkpointing;
+use self::device::{device_of, nccl_policy};
 use self::incoming::IncomingSnapshot;
+use self::stopped::{Stopped, decode_all, group_mismatch, ring, state_mismatch};
+pub(crate) use self::validation::Validation;
 
 /// The kernel and the acceptor thread build links, so a peer that is busy computing delays no rank;
 /// a peer that has not finished its step does. The master ends the wait for peers that never come.

@@ -4,7 +4,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-use cudarc::driver::{CudaContext, CudaStream, DriverError, sys};
+use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 
 use super::DeviceError;
 use super::staging::Staging;
@@ -57,10 +57,21 @@ impl Device {
     /// Wraps the GPU of an existing stream, for example a framework's. Operations of this crate are
     /// enqueued on that stream, in order with the framework's work.
     ///
+    /// From then on, cudarc does not track with events which stream uses a buffer of this context:
+    /// all work on buffers is enqueued on this stream. The device's memory pool keeps memory that
+    /// is freed, so that the next step need not map it again.
+    ///
     /// # Errors
-    /// [`DeviceError::Cuda`].
+    /// [`DeviceError::DefaultStream`], [`DeviceError::Cuda`].
     pub fn from_stream(stream: Arc<CudaStream>) -> Result<Self, DeviceError> {
+        if stream.cu_stream().addr() <= PER_THREAD_STREAM {
+            return Err(DeviceError::DefaultStream);
+        }
         let context = stream.context();
+        // SAFETY: buffers are used on one stream; the copies of `Staging`, on streams of their own,
+        // are ordered with it by events.
+        unsafe { context.disable_event_tracking() };
+        keep_freed_memory(context);
         let uuid = context.uuid().map_err(DeviceError::cuda("read the GPU's UUID"))?;
         let uuid = uuid.bytes.map(|byte| byte as u8);
         let staging = Mutex::new(Staging::new(context)?);
@@ -83,6 +94,23 @@ impl Device {
         // A panic under this lock leaves valid slots: their copies are awaited before the slots are
         // reused.
         self.inner.staging.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// Lets the device's default pool keep all memory that is freed. By default, it returns the memory
+/// of a step to the driver at each synchronization, and the next step maps it again.
+fn keep_freed_memory(context: &CudaContext) {
+    let mut threshold = u64::MAX;
+    // SAFETY: the device exists, and the attribute is a 64-bit number.
+    let kept = unsafe {
+        result::device::get_default_mem_pool(context.cu_device()).and_then(|pool| {
+            let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
+        })
+    };
+    if let Err(error) = kept {
+        // Virtual GPUs have no pools; cudarc then allocates without.
+        tracing::debug!(%error, "the GPU's memory pool keeps no freed memory");
     }
 }
 
@@ -119,17 +147,21 @@ fn check_symbols(name: &str, library: &libloading::Library) -> Result<(), Device
     }
 }
 
+/// Handle of the calling thread's default stream; 0 and 1 are the legacy default stream.
+const PER_THREAD_STREAM: usize = 2;
+
 /// File names of the driver, in the order in which cudarc tries them.
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
 /// Driver functions that this crate calls through cudarc, which panics if one is missing.
-const SYMBOLS: [&str; 30] = [
+const SYMBOLS: [&str; 32] = [
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
+    "cuDeviceGetDefaultMemPool",
     "cuDeviceGetName",
     "cuDeviceGetUuid_v2",
     "cuDevicePrimaryCtxRelease_v2",
@@ -146,6 +178,7 @@ const SYMBOLS: [&str; 30] = [
     "cuMemFreeAsync",
     "cuMemFreeHost",
     "cuMemHostAlloc",
+    "cuMemPoolSetAttribute",
     "cuMemcpyDtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",

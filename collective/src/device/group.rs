@@ -2,14 +2,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::{DevicePtr, DevicePtrMut};
+use rustix::event::{PollFd, PollFlags};
 
 use super::{Device, Element};
 use crate::device::nccl::{
     Buffers, Call, CallKind, CommInit, Library, NcclCommunicator, NcclState, Timeouts,
 };
 use crate::group::host_group::WaitOutcome;
+use crate::net::link::Link;
+use crate::net::socket::poll_until;
 use crate::net::spin_wait::SpinWait;
-use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator, HostGroup};
+use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator, EncryptedLinks, HostGroup};
 
 mod nccl_offer;
 mod staged;
@@ -92,14 +95,21 @@ impl DeviceGroup {
     /// whatever their policy. A communicator from an earlier call is ended.
     ///
     /// The group continues without NCCL ([`NcclState::Absent`]) if a rank is not willing, if
-    /// versions differ, or if ranks share a GPU.
+    /// versions differ, if ranks share a GPU, or if links of the group are encrypted.
     ///
     /// # Errors
     /// [`CollectiveError`] of the host group. It is not an error that NCCL cannot be used.
     pub fn begin_nccl(&mut self, policy: &NcclPolicy) -> Result<(), CollectiveError> {
         self.nccl = Nccl::Absent("the ranks are agreeing on NCCL".to_owned());
-        let offers =
-            self.host.gather_alongside(&NcclOffer::of(policy, self.device.uuid()).encode())?;
+        let offer = match self.host.encrypted_links() {
+            EncryptedLinks::All | EncryptedLinks::BetweenHosts => {
+                NcclOffer::Off(UNENCRYPTED.to_owned())
+            }
+            EncryptedLinks::None | EncryptedLinks::NotNeeded => {
+                NcclOffer::of(policy, self.device.uuid())
+            }
+        };
+        let offers = self.host.gather_alongside(&offer.encode())?;
         let offers: Vec<_> = offers.iter().map(|bytes| NcclOffer::decode(bytes)).collect();
         let agreed = nccl_offer::agree(&offers);
         let (NcclPolicy::On(library, options), Ok(())) = (policy, &agreed) else {
@@ -373,19 +383,27 @@ impl Communicator for DeviceGroup {
 }
 
 impl Drop for DeviceGroup {
-    /// Keeps the links open for a moment: a rank that leaves after the last operation may be ahead
-    /// of other ranks, which are still in NCCL's last all-reduce and would take a closed link for a
-    /// lost peer.
+    /// Keeps the links open: a rank that leaves after the last operation may be ahead of other
+    /// ranks, which are still in NCCL's last all-reduce and would take a closed link for a lost
+    /// peer.
     fn drop(&mut self) {
         if self.nccl_state() == NcclState::Ready && self.host.check_alive().is_ok() {
             let links = self.host.shared_links();
-            let hold = move || {
-                std::thread::sleep(LINGER_TIME);
-                drop(links);
-            };
+            let hold = move || linger(&links);
             // If no thread can be started, the links close now.
             let _ = std::thread::Builder::new().name("ring-linger".to_owned()).spawn(hold);
         }
+    }
+}
+
+/// Waits until a neighbour has sent a byte of the next operation or has closed its link, or for
+/// [`LINGER_TIME_MAX`]; then for [`LINGER_TIME`], in which the other ranks complete the operation.
+fn linger(links: &[Arc<Link>]) {
+    let flags = PollFlags::IN | PollFlags::RDHUP;
+    let mut fds: Vec<_> = links.iter().map(|link| PollFd::new(&**link, flags)).collect();
+    let deadline = Instant::now().checked_add(LINGER_TIME_MAX);
+    if poll_until(&mut fds, deadline).is_ok() {
+        std::thread::sleep(LINGER_TIME);
     }
 }
 
@@ -433,12 +451,21 @@ pub const HEADER_BYTES_MAX: usize = BLOCK_BYTES_MAX - FRAMING_BYTES;
 
 const FRAMING_BYTES: usize = size_of::<u64>();
 
+/// Why a group whose links are encrypted does not use NCCL, whose connections are its own.
+const UNENCRYPTED: &str = "the links are encrypted, and NCCL's would not be; --link-encryption off \
+                           allows it";
+
 /// Grace period of NCCL after a neighbour has closed its links: a neighbour that leaves after an
 /// operation has contributed to it.
 const LEAVE_GRACE_TIME: Duration = Duration::from_millis(20);
 
-/// Far longer than the ranks' skew at the end of an all-reduce.
+/// How long links stay open once a neighbour is known to have completed the last operation: far
+/// longer than the ranks' skew at the end of an all-reduce.
 const LINGER_TIME: Duration = Duration::from_millis(250);
+
+/// How long links stay open while nothing is known about the neighbours: longer than a rank waits
+/// for a processor on a busy machine.
+const LINGER_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Upper limit of one wait. The fence, the links and the NCCL thread wake the wait earlier; the
 /// limit is a safeguard.

@@ -27,6 +27,14 @@ pub enum DeviceError {
         #[source]
         source: DriverError,
     },
+    /// The stream is a default stream of CUDA. Which work such a stream orders depends on the
+    /// calling thread, and NCCL runs on a thread of its own.
+    #[error(
+        "the GPU's work is on a default stream of CUDA, whose order NCCL's thread can't follow; \
+         open the GPU with a stream of its own: `Place::Cuda.open()`, or candle's \
+         `Device::new_cuda_with_stream` in place of `Device::new_cuda`"
+    )]
+    DefaultStream,
     /// There is no device with this ordinal.
     #[error("there is no GPU {ordinal}: {count} are visible")]
     NoDevice {
@@ -63,9 +71,9 @@ pub enum DeviceError {
         reason: String,
     },
     /// The version of the NCCL library is not supported. The caller continues without it.
-    #[error("NCCL {found} is too old; the oldest supported version is 2.18")]
+    #[error("NCCL {found} is too old; the oldest supported version is 2.19")]
     NcclVersion {
-        /// Version of the library in NCCL's encoding: 21 803 is 2.18.3.
+        /// Version of the library in NCCL's encoding: 21 903 is 2.19.3.
         found: i32,
     },
 }

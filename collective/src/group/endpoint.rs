@@ -1,25 +1,23 @@
-use std::io::{ErrorKind, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::mem;
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
-use std::{io, mem};
 
-use rustix::event::{PollFd, PollFlags};
-
-use super::host_group::TransportPlan;
+use super::attempt::{Attempt, Until};
+use super::host_group::{EncryptedLinks, TransportPlan};
 use crate::algorithm::hosts::Hosts;
 use crate::net::acceptor::{Acceptor, Identity};
-use crate::net::fence::GroupRegistration;
-use crate::net::handshake::{CHANNELS_MAX, Hello, JobDigest, Purpose};
-use crate::net::link::{DialError, dial, poll_until, set_up_listener};
-use crate::net::neighbours::{Links, Neighbour};
+use crate::net::dialled::{DialledError, DialledLink, LinkRequest};
+use crate::net::encryption::SharedLinkEncryption;
+use crate::net::handshake::{CHANNELS_MAX, JobDigest, Purpose};
 use crate::net::notifier::Notifier;
-use crate::net::pending_requests::PendingRequests;
-use crate::net::progress::{Progress, WaitPoint};
+use crate::net::pending_requests::{Joiners, PendingRequests};
+use crate::net::progress::Progress;
+use crate::net::socket::{DialError, dial, set_up_listener};
 use crate::{
-    CollectiveError, Fence, GroupSpec, HostGroup, Member, Position, Secret, StateReceiver,
-    StateRequest, Transport, WireDtype,
+    CollectiveError, Fence, GroupSpec, HostGroup, LinkEncryption, Member, Position, Secret,
+    StateReceiver, StateRequest, Transport, WireDtype,
 };
 
 /// Endpoint of a worker for links to its peers: its listener and its fence. One per worker process,
@@ -83,7 +81,8 @@ impl Endpoint {
             action: "create an event descriptor",
             source: errno.into(),
         })?;
-        let identity = Arc::new(Identity { job: JobDigest::of(job), own_id, secret });
+        let (job, link_encryption) = (JobDigest::of(job), SharedLinkEncryption::default());
+        let identity = Arc::new(Identity { job, own_id, secret, link_encryption });
         let fence = Fence::new();
         let stop = Arc::new(notifier);
         let pending_requests = Arc::new(PendingRequests::default());
@@ -139,6 +138,14 @@ impl Endpoint {
     #[must_use]
     pub fn with_transport(mut self, transport: Transport) -> Self {
         self.transport = transport;
+        self
+    }
+
+    /// Sets which links are encrypted, for future links. It must be the same on all members: a link
+    /// that the acceptor requires to be encrypted, and that is not, is refused.
+    #[must_use]
+    pub fn with_link_encryption(self, choice: LinkEncryption) -> Self {
+        self.identity.link_encryption.set(choice);
         self
     }
 
@@ -198,6 +205,12 @@ impl Endpoint {
             return Ok(HostGroup::new(registration, self.progress(), rank, members, None));
         }
         let hosts = Hosts::of(group.members.iter().map(|member| member.address.ip()));
+        let encrypted = match self.identity.link_encryption.get() {
+            LinkEncryption::On => EncryptedLinks::All,
+            LinkEncryption::Auto if hosts.count() > 1 => EncryptedLinks::BetweenHosts,
+            LinkEncryption::Auto => EncryptedLinks::NotNeeded,
+            LinkEncryption::Off => EncryptedLinks::None,
+        };
         let position = hosts.position(rank);
         let may_share = self.transport == Transport::Auto && hosts.largest() > 1;
         let is_mixed = may_share && hosts.count() > 1;
@@ -214,6 +227,7 @@ impl Endpoint {
                 progress,
                 dial_limit,
                 purpose,
+                rank,
                 next,
                 prev,
                 until,
@@ -237,11 +251,18 @@ impl Endpoint {
         let group = HostGroup::new(registration, self.progress(), rank, members, Some(ring))
             .with_extra_channels(links.flatten().collect())
             .with_wire_dtype(self.wire)
+            .with_encrypted_links(encrypted)
             .with_transport_plan(plan);
         Ok(group)
     }
 
-    /// Returns the next joiner that requests this worker's state, if there is one. Never blocks.
+    /// Handle to name the joiners that may fetch this worker's state; at first, none may.
+    pub fn joiners(&self) -> Joiners {
+        Joiners(self.pending_requests.clone())
+    }
+
+    /// Returns the next named joiner that requests this worker's state, if there is one. Never
+    /// blocks.
     #[must_use]
     pub fn next_state_request(&self) -> Option<StateRequest> {
         self.pending_requests.pop().map(|(member, link)| StateRequest::new(member, link))
@@ -252,8 +273,8 @@ impl Endpoint {
     /// whose link broke.
     ///
     /// # Errors
-    /// [`CollectiveError::Deadline`], [`CollectiveError::PeerLost`] (both with rank 0),
-    /// [`CollectiveError::Io`].
+    /// [`CollectiveError::Deadline`], [`CollectiveError::PeerLost`],
+    /// [`CollectiveError::Unauthenticated`] (all with rank 0), [`CollectiveError::Io`].
     pub fn fetch(
         &self,
         donor: Member,
@@ -261,29 +282,32 @@ impl Endpoint {
         idle_timeout: Duration,
         position: Option<Position>,
     ) -> Result<StateReceiver, CollectiveError> {
-        let lost = |source| CollectiveError::PeerLost { rank: 0, member: donor.id, source };
-        let link =
-            dial(donor.address, None, Instant::now().checked_add(limit)).map_err(|error| {
-                match error {
-                    DialError::Ended(error) => error,
-                    DialError::Lost(source) => lost(source),
-                    DialError::TimedOut | DialError::Unanswered(_) => {
-                        CollectiveError::Deadline { rank: 0, member: donor.id, waited: limit }
-                    }
-                }
-            })?;
+        let (rank, member) = (0, donor.id);
+        let lost = |source| CollectiveError::PeerLost { rank, member, source };
+        let late = || CollectiveError::Deadline { rank, member, waited: limit };
+        let until = Instant::now().checked_add(limit);
+        let socket = dial(donor.address, None, until).map_err(|error| match error {
+            DialError::Ended(error) => error,
+            DialError::Lost(source) => lost(source),
+            DialError::TimedOut | DialError::Unanswered(_) => late(),
+        })?;
+        let request = LinkRequest {
+            purpose: Purpose::State,
+            generation: 0,
+            to: donor.id,
+            address: donor.address,
+            own_address: self.address,
+        };
+        let dialled = DialledLink::new(socket, &self.identity, request).map_err(lost)?;
+        let link = dialled.finish(until).map_err(|error| match error {
+            Some(DialledError::Lost(source)) => lost(source),
+            Some(DialledError::Unauthenticated) => {
+                CollectiveError::Unauthenticated { rank, member }
+            }
+            None => late(),
+        })?;
         let link = Arc::new(link);
         self.fence.watch(&link);
-        let Identity { job, own_id, secret } = &*self.identity;
-        let hello = Hello {
-            purpose: Purpose::State,
-            job: *job,
-            generation: 0,
-            from: *own_id,
-            to: donor.id,
-        };
-        // The buffer of a new socket holds many hellos, so this is one write and cannot block.
-        (&*link).write_all(&hello.encode(secret)).map_err(lost)?;
         StateReceiver::new(donor.id, link, idle_timeout, position).map_err(|source| {
             CollectiveError::Io { action: "start the reporter thread of a fetch", source }
         })
@@ -298,177 +322,6 @@ impl Drop for Endpoint {
             let _ = acceptor.join();
         }
     }
-}
-
-/// One attempt to build one ring of a generation.
-struct Attempt<'a> {
-    identity: &'a Identity,
-    group: &'a GroupSpec,
-    registration: &'a GroupRegistration,
-    progress: &'a Progress,
-    dial_limit: Option<Duration>,
-    purpose: Purpose,
-    /// Ranks of the two neighbours, in the group.
-    next: usize,
-    prev: usize,
-    until: Until,
-}
-
-/// Deadline of an attempt.
-#[derive(Clone, Copy)]
-struct Until {
-    /// `None` if the deadline exceeds the range of the clock.
-    at: Option<Instant>,
-    waited: Duration,
-}
-
-impl Attempt<'_> {
-    /// Dials the next members of all rings before it waits for any previous one.
-    fn run_all(attempts: Vec<Option<Self>>) -> Result<Vec<Option<Links>>, CollectiveError> {
-        let dial = |attempt: Self| attempt.dial_next().map(|next| (attempt, next));
-        let dialled: Result<Vec<_>, _> =
-            attempts.into_iter().map(|attempt| attempt.map(dial).transpose()).collect();
-        let finish = |(attempt, next): (Self, _)| attempt.finish(next);
-        dialled?.into_iter().map(|dialled| dialled.map(finish).transpose()).collect()
-    }
-
-    fn finish(&self, next: Arc<TcpStream>) -> Result<Links, CollectiveError> {
-        let generation = self.registration.generation();
-        self.progress.begin_wait(WaitPoint {
-            generation,
-            operation: 0,
-            received: 0,
-            sent: 0,
-            waits_for_next: false,
-        });
-        let prev = self.accept_prev(&next);
-        self.progress.end_wait();
-        let prev = prev?;
-        self.registration.check()?;
-        Ok(Links { next: self.neighbour(self.next, next), prev: self.neighbour(self.prev, prev) })
-    }
-
-    fn dial_next(&self) -> Result<Arc<TcpStream>, CollectiveError> {
-        let peer = self.group.members[self.next];
-        let link = self.dial_within_limit(peer.address).map_err(|error| match error {
-            DialError::Ended(error) => error,
-            DialError::Lost(source) => self.lost(self.next, source),
-            DialError::TimedOut => self.deadline_exceeded(self.next),
-            DialError::Unanswered(waited) => {
-                CollectiveError::Unreachable { rank: self.next, member: peer.id, waited }
-            }
-        })?;
-        let link = Arc::new(link);
-        self.registration.register_link(&link);
-        let hello = Hello {
-            purpose: self.purpose,
-            job: self.identity.job,
-            generation: self.registration.generation(),
-            from: self.identity.own_id,
-            to: peer.id,
-        };
-        // The buffer of a new socket holds many hellos, so this is one write and cannot block.
-        (&*link)
-            .write_all(&hello.encode(&self.identity.secret))
-            .map_err(|source| self.lost(self.next, source))?;
-        Ok(link)
-    }
-
-    /// Dials several times within the dial limit. The kernel repeats a lost first packet only after
-    /// a second, which may be longer than the limit.
-    fn dial_within_limit(&self, address: SocketAddr) -> Result<TcpStream, DialError> {
-        let Some(limit) = self.dial_limit else {
-            return dial(address, Some(self.registration), self.until.at);
-        };
-        let started = Instant::now();
-        for tries in 1..=DIALS_MAX {
-            let until = started.checked_add(limit * tries / DIALS_MAX);
-            let until = until.into_iter().chain(self.until.at).min();
-            match dial(address, Some(self.registration), until) {
-                Err(DialError::TimedOut) => {}
-                // The error comes from a router or from an unanswered ARP request, and may be
-                // temporary.
-                Err(DialError::Lost(error)) if is_unreachable(error.kind()) => self.pause(until)?,
-                done => return done,
-            }
-            if self.until.at.is_some_and(|end| end <= Instant::now()) {
-                return Err(DialError::TimedOut);
-            }
-        }
-        Err(DialError::Unanswered(limit))
-    }
-
-    /// Waits until `until`, or until the registration is aborted.
-    fn pause(&self, until: Option<Instant>) -> Result<(), DialError> {
-        loop {
-            self.registration.check().map_err(DialError::Ended)?;
-            let mut fds = [PollFd::new(self.registration.notifier(), PollFlags::IN)];
-            if !poll_until(&mut fds, until).map_err(DialError::Lost)? {
-                return Ok(());
-            }
-            self.registration.notifier().clear();
-        }
-    }
-
-    /// Waits for the previous member's dial, and monitors the link to the next member meanwhile.
-    /// Data on that link is not an error: the next member may have all its links and have begun an
-    /// operation.
-    fn accept_prev(&self, next: &Arc<TcpStream>) -> Result<Arc<TcpStream>, CollectiveError> {
-        let member = self.group.members[self.prev].id;
-        loop {
-            self.registration.notifier().clear();
-            self.registration.check()?;
-            if let Some(link) = self.registration.take(member, self.purpose) {
-                let link = Arc::new(link);
-                self.registration.register_link(&link);
-                return Ok(link);
-            }
-            let mut fds = [
-                PollFd::new(self.registration.notifier(), PollFlags::IN),
-                PollFd::new(&**next, PollFlags::RDHUP),
-            ];
-            let in_time = poll_until(&mut fds, self.until.at)
-                .map_err(|source| CollectiveError::Io { action: "wait for a peer", source })?;
-            if !in_time {
-                return Err(self.deadline_exceeded(self.prev));
-            }
-            if !fds[1].revents().is_empty() {
-                self.registration.check()?;
-                // Data sent before the end of the link is irrelevant.
-                let fault = next.take_error().ok().flatten();
-                return Err(
-                    self.lost(self.next, fault.unwrap_or_else(|| ErrorKind::UnexpectedEof.into()))
-                );
-            }
-        }
-    }
-
-    fn neighbour(&self, rank: usize, link: Arc<TcpStream>) -> Neighbour {
-        Neighbour { rank, member: self.group.members[rank].id, link }
-    }
-
-    fn lost(&self, rank: usize, source: io::Error) -> CollectiveError {
-        // A link that the fence has shut down looks like a lost peer.
-        if let Err(aborted) = self.registration.check() {
-            return aborted;
-        }
-        CollectiveError::PeerLost { rank, member: self.group.members[rank].id, source }
-    }
-
-    fn deadline_exceeded(&self, rank: usize) -> CollectiveError {
-        CollectiveError::Deadline {
-            rank,
-            member: self.group.members[rank].id,
-            waited: self.until.waited,
-        }
-    }
-}
-
-/// Number of dials of one member within the dial limit.
-const DIALS_MAX: u32 = 4;
-
-fn is_unreachable(kind: ErrorKind) -> bool {
-    matches!(kind, ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable | ErrorKind::TimedOut)
 }
 
 #[cfg(test)]

@@ -48,6 +48,21 @@ pub struct HostGroup {
     shm: ShmState,
     /// Size from which an all-reduce uses the ring algorithm; identical on every rank.
     ring_bytes_min: usize,
+    encrypted: EncryptedLinks,
+}
+
+/// Which links of a group are encrypted.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum EncryptedLinks {
+    /// All of them.
+    All,
+    /// Those between hosts. The group has several.
+    BetweenHosts,
+    /// None, although some may leave the host.
+    None,
+    /// None, and none leaves the host.
+    #[default]
+    NotNeeded,
 }
 
 /// Transport of all-reduces. All other operations use the ring of TCP links.
@@ -86,6 +101,7 @@ impl HostGroup {
             wire: WireDtype::default(),
             shm: ShmState::default(),
             ring_bytes_min: ring_bytes_min(rank_info.world),
+            encrypted: EncryptedLinks::default(),
         }
     }
 
@@ -95,6 +111,16 @@ impl HostGroup {
 
     pub(crate) fn with_wire_dtype(self, wire: WireDtype) -> Self {
         Self { wire, ..self }
+    }
+
+    pub(crate) fn with_encrypted_links(self, encrypted: EncryptedLinks) -> Self {
+        Self { encrypted, ..self }
+    }
+
+    /// Which links of the group are encrypted.
+    #[must_use]
+    pub fn encrypted_links(&self) -> EncryptedLinks {
+        self.encrypted
     }
 
     #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Groups of one generation, and the endpoint that connects them.
 
+pub(crate) mod attempt;
 pub(crate) mod endpoint;
 pub(crate) mod host_group;
 pub(crate) mod local;

@@ -83,12 +83,18 @@ impl<L> Admission<L> {
     /// # Errors
     /// [`Refusal::TooOld`] if the generation is aborted or a newer group was begun.
     pub fn begin(&mut self, generation: u64) -> Result<Vec<L>, Refusal> {
-        if generation < self.oldest() {
-            return Err(Refusal::TooOld);
-        }
+        self.check(generation)?;
         self.newest = generation;
         self.taken.retain(|key| key.generation >= generation);
         Ok(self.drop_before(generation))
+    }
+
+    /// Checks that dials of `generation` are not too old.
+    ///
+    /// # Errors
+    /// [`Refusal::TooOld`].
+    pub fn check(&self, generation: u64) -> Result<(), Refusal> {
+        if generation < self.oldest() { Err(Refusal::TooOld) } else { Ok(()) }
     }
 
     /// Admits an authenticated dial; its link is pending until it is taken. A second dial with the
@@ -98,9 +104,7 @@ impl<L> Admission<L> {
     /// # Errors
     /// [`Refusal`].
     pub fn admit(&mut self, key: DialKey, link: L, now: Duration) -> Result<Vec<L>, Refusal> {
-        if key.generation < self.oldest() {
-            return Err(Refusal::TooOld);
-        }
+        self.check(key.generation)?;
         if self.taken.contains(&key) {
             return Err(Refusal::Duplicate);
         }

@@ -1,12 +1,13 @@
 use std::collections::BTreeMap;
 use std::io;
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use super::admission::{Admission, DialKey, Refusal};
 use super::handshake::Purpose;
+use super::link::Link;
 use super::notifier::Notifier;
 use crate::CollectiveError;
 
@@ -73,7 +74,7 @@ impl Fence {
 
     /// Registers a link that belongs to no generation. It is shut down when the fence is raised
     /// above all generations.
-    pub(crate) fn watch(&self, link: &Arc<TcpStream>) {
+    pub(crate) fn watch(&self, link: &Arc<Link>) {
         let mut state = self.lock();
         state.watched.retain(|link| link.strong_count() > 0);
         if state.admission.is_closed() {
@@ -82,13 +83,16 @@ impl Fence {
         state.watched.push(Arc::downgrade(link));
     }
 
+    /// Checks that dials of `generation` are not too old.
+    ///
+    /// # Errors
+    /// [`Refusal::TooOld`].
+    pub(crate) fn check(&self, generation: u64) -> Result<(), Refusal> {
+        self.lock().admission.check(generation)
+    }
+
     /// Stores an authenticated dial until its generation is built.
-    pub(crate) fn admit(
-        &self,
-        key: DialKey,
-        link: TcpStream,
-        now: Duration,
-    ) -> Result<(), Refusal> {
+    pub(crate) fn admit(&self, key: DialKey, link: Link, now: Duration) -> Result<(), Refusal> {
         let mut state = self.lock();
         state.admission.admit(key, link, now)?;
         for entry in state.entries.values().filter(|entry| entry.generation == key.generation) {
@@ -153,7 +157,7 @@ impl GroupRegistration {
 
     /// Registers a link of the group, to be shut down when the group is aborted. If the group is
     /// aborted already, the link is shut down now.
-    pub(crate) fn register_link(&self, link: &Arc<TcpStream>) {
+    pub(crate) fn register_link(&self, link: &Arc<Link>) {
         let mut state = self.fence.lock();
         if self.signal.aborted.load(Ordering::Acquire) {
             shut_down(link);
@@ -164,7 +168,7 @@ impl GroupRegistration {
     }
 
     /// Takes the dial of `member` in this generation, if it has arrived.
-    pub(crate) fn take(&self, member: u64, purpose: Purpose) -> Option<TcpStream> {
+    pub(crate) fn take(&self, member: u64, purpose: Purpose) -> Option<Link> {
         let key = DialKey { generation: self.generation, member, purpose };
         self.fence.lock().admission.take(key)
     }
@@ -185,16 +189,16 @@ impl Drop for GroupRegistration {
 
 #[derive(Debug)]
 struct State {
-    admission: Admission<TcpStream>,
+    admission: Admission<Link>,
     entries: BTreeMap<u64, Entry>,
-    watched: Vec<Weak<TcpStream>>,
+    watched: Vec<Weak<Link>>,
     entries_ever: u64,
 }
 
 #[derive(Debug)]
 struct Entry {
     generation: u64,
-    links: Vec<Arc<TcpStream>>,
+    links: Vec<Arc<Link>>,
     signal: Arc<Signal>,
 }
 
@@ -210,7 +214,7 @@ struct Signal {
     notifier: Notifier,
 }
 
-fn shut_down(link: &TcpStream) {
+fn shut_down(link: &Link) {
     // A link that the peer has reset is already down.
     let _: io::Result<()> = link.shutdown(Shutdown::Both);
 }

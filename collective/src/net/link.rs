@@ -1,146 +1,289 @@
-//! Links: creation and configuration of sockets.
+//! Links: authenticated connections to other workers, plain or encrypted.
+//!
+//! ```text
+//!   message:  length (u32, little endian) tag │ bytes tag
+//!            sealed              16 bytes      sealed, at most 64 KiB
+//! ```
+//!
+//! The length has a tag of its own, so a modified length is detected before it is waited for.
+//!
+//! **Invariant:** a message holds bytes of one call of [`send`](Link::send). Of the messages that
+//! follow the one it reads, a receiver takes at most the length from the socket, so a link with
+//! unread bytes is [marked](Link::has_unread) or readable for `poll`.
+//!
+//! **Invariant:** without encryption, a call is one system call on the caller's buffers.
 
-use std::io::{self, ErrorKind};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
-use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Mutex, MutexGuard};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use rustix::net::{SendAncillaryBuffer, SendFlags};
 
-use super::fence::GroupRegistration;
-use crate::CollectiveError;
+use super::cipher::{DirectionKey, TAG_BYTES};
 
-/// Why a dial failed.
+/// Link to another worker, after the handshake. Any thread may use it; one at a time sends, and one
+/// at a time receives.
 #[derive(Debug)]
-pub(crate) enum DialError {
-    /// The attempt ended for a reason that concerns no peer.
-    Ended(CollectiveError),
-    Lost(io::Error),
-    /// The deadline has passed.
-    TimedOut,
-    /// No answer within this time, although dialled more than once.
-    Unanswered(Duration),
+pub(crate) struct Link {
+    socket: TcpStream,
+    cipher: Option<Box<Cipher>>,
 }
 
-/// Connects to `address`, until `deadline` or until `registration`, if there is one, is aborted.
-///
-/// The peer's kernel answers, so a peer that is busy computing does not delay the dial.
-pub(crate) fn dial(
-    address: SocketAddr,
-    registration: Option<&GroupRegistration>,
-    deadline: Option<Instant>,
-) -> Result<TcpStream, DialError> {
-    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket =
-        rustix::net::socket_with(family, SocketType::STREAM, flags, None).map_err(|errno| {
-            DialError::Ended(CollectiveError::Io {
-                action: "create a socket",
-                source: errno.into(),
-            })
-        })?;
-    if is_same_host(address) {
-        disable_pacing(&socket);
+/// Keys of an authenticated link.
+#[derive(Debug)]
+pub(crate) struct LinkKeys {
+    pub(crate) seals: DirectionKey,
+    pub(crate) opens: DirectionKey,
+}
+
+#[derive(Debug)]
+struct Cipher {
+    sealer: Mutex<Sealer>,
+    opener: Mutex<Opener>,
+}
+
+impl Link {
+    /// `socket`: non-blocking. `keys`: `None` if the link is not encrypted.
+    pub(crate) fn new(socket: TcpStream, keys: Option<LinkKeys>) -> Self {
+        let cipher = keys.map(|LinkKeys { seals, opens }| {
+            let sealer = Sealer { key: seals, message: Vec::new(), written: 0, bytes: 0 };
+            let opener = Opener {
+                key: opens,
+                length: [0; LENGTH_BYTES],
+                message: Vec::new(),
+                read: 0,
+                body: None,
+                unread: 0,
+            };
+            Box::new(Cipher { sealer: Mutex::new(sealer), opener: Mutex::new(opener) })
+        });
+        Self { socket, cipher }
     }
-    match rustix::net::connect(&socket, &address) {
-        Ok(()) => {}
-        Err(Errno::INPROGRESS | Errno::INTR) => loop {
-            let mut fds = vec![PollFd::new(&socket, PollFlags::OUT)];
-            fds.extend(
-                registration
-                    .map(|registration| PollFd::new(registration.notifier(), PollFlags::IN)),
-            );
-            let in_time = poll_until(&mut fds, deadline).map_err(DialError::Lost)?;
-            let connected = !fds[0].revents().is_empty();
-            if let Some(registration) = registration {
-                registration.notifier().clear();
-                registration.check().map_err(DialError::Ended)?;
+
+    /// Sends bytes of `parts`, from the start of the first one, without blocking. Returns how many
+    /// the kernel has accepted. After an error that is not final, the next call must begin with the
+    /// same bytes: they may be sealed already.
+    pub(crate) fn send(&self, parts: &[IoSlice<'_>]) -> rustix::io::Result<usize> {
+        match &self.cipher {
+            None => {
+                let mut nothing = SendAncillaryBuffer::default();
+                rustix::net::sendmsg(&self.socket, parts, &mut nothing, SendFlags::NOSIGNAL)
             }
-            if connected {
-                sockopt::socket_error(&socket)
-                    .and_then(|outcome| outcome)
-                    .map_err(|errno| DialError::Lost(errno.into()))?;
-                break;
-            }
-            if !in_time {
-                return Err(DialError::TimedOut);
-            }
-        },
-        Err(errno) => return Err(DialError::Lost(errno.into())),
-    }
-    let link = TcpStream::from(socket);
-    // A dial to a free port of this host can connect to itself (TCP simultaneous open).
-    if link.local_addr().map_err(DialError::Lost)? == address {
-        return Err(DialError::Lost(ErrorKind::ConnectionRefused.into()));
-    }
-    set_up(&link).map_err(DialError::Lost)?;
-    Ok(link)
-}
-
-/// Configures a new socket as a link: non-blocking, without Nagle's delay.
-pub(crate) fn set_up(link: &TcpStream) -> io::Result<()> {
-    link.set_nonblocking(true)?;
-    link.set_nodelay(true)?;
-    if link.local_addr()?.ip() == link.peer_addr()?.ip() {
-        // Within a host there is no round-trip time to cover, and a short queue stays in the cache.
-        // The receive buffer is left to the kernel: a window that a few of loopback's large
-        // segments fill closes repeatedly, and opens, at the worst, only on a window probe 200 ms
-        // later. If the kernel refuses the option, the link is only slower.
-        let _ = sockopt::set_socket_send_buffer_size(link, SAME_HOST_BUFFER_BYTES);
-        disable_pacing(link);
-    }
-    Ok(())
-}
-
-/// Configures a new listener so that connections it accepts within this host are not paced.
-pub(crate) fn set_up_listener(listener: &TcpListener) -> io::Result<()> {
-    listener.set_nonblocking(true)?;
-    if listener.local_addr()?.ip().is_loopback() {
-        disable_pacing(listener);
-    }
-    Ok(())
-}
-
-/// Selects a congestion control without pacing: within a host there is nothing to pace. It has to
-/// be selected before the socket is connected: a socket that used bbr for a moment is paced by
-/// timers for its whole life, which took a fifth of the time of large sums. If the kernel refuses
-/// the option, the link is only slower.
-fn disable_pacing(socket: impl AsFd) {
-    let _ = sockopt::set_tcp_congestion(socket, "reno");
-}
-
-/// Whether `address` belongs to this host: then packets to it have that source address.
-fn is_same_host(address: SocketAddr) -> bool {
-    let any: IpAddr =
-        if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    // Connecting a datagram socket looks up the route without sending a packet.
-    let route = UdpSocket::bind((any, 0)).and_then(|socket| {
-        socket.connect(address)?;
-        socket.local_addr()
-    });
-    route.is_ok_and(|route| route.ip() == address.ip())
-}
-
-/// Polls until an event occurs (true) or `deadline` has passed (false).
-pub(crate) fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
-    loop {
-        let timeout =
-            deadline.map(|deadline| timespec(deadline.saturating_duration_since(Instant::now())));
-        match poll(fds, timeout.as_ref()) {
-            Ok(0) => return Ok(false),
-            Ok(_) => return Ok(true),
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(errno.into()),
+            Some(cipher) => lock(&cipher.sealer).send(&self.socket, parts),
         }
     }
+
+    /// Receives into `parts`, of which the first is not empty, without blocking. Returns how many
+    /// bytes; 0 at the end of the link.
+    ///
+    /// # Errors
+    /// The socket's; `WouldBlock`; `InvalidData` if the bytes are not those that the peer sent.
+    pub(crate) fn recv(&self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match &self.cipher {
+            None => (&self.socket).read_vectored(parts),
+            Some(cipher) => {
+                let mut opener = lock(&cipher.opener);
+                if !opener.fill(&self.socket)? {
+                    return Ok(0);
+                }
+                let bytes = copy(opener.unread(), parts);
+                opener.unread -= bytes;
+                Ok(bytes)
+            }
+        }
+    }
+
+    /// Like [`recv`](Self::recv), but leaves the bytes on the link.
+    pub(crate) fn peek(&self, buf: &mut [u8]) -> io::Result<usize> {
+        match &self.cipher {
+            None => self.socket.peek(buf),
+            Some(cipher) => {
+                let mut opener = lock(&cipher.opener);
+                if !opener.fill(&self.socket)? {
+                    return Ok(0);
+                }
+                Ok(copy(opener.unread(), &mut [IoSliceMut::new(buf)]))
+            }
+        }
+    }
+
+    /// Whether bytes are received that `poll` does not show.
+    pub(crate) fn has_unread(&self) -> bool {
+        self.cipher.as_ref().is_some_and(|cipher| lock(&cipher.opener).unread > 0)
+    }
+
+    pub(crate) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        self.socket.shutdown(how)
+    }
+
+    /// Returns the pending error of the socket, if there is one.
+    pub(crate) fn take_error(&self) -> Option<io::Error> {
+        self.socket.take_error().ok().flatten()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
 }
 
-/// Two segments: one is in flight while the other is reduced.
-const SAME_HOST_BUFFER_BYTES: usize = 512 << 10;
-
-fn timespec(duration: Duration) -> Timespec {
-    let tv_sec = duration.as_secs().try_into().unwrap_or(i64::MAX);
-    Timespec { tv_sec, tv_nsec: duration.subsec_nanos().into() }
+impl AsFd for Link {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
 }
+
+/// Encrypts what is sent. Holds at most one message, until the kernel has accepted all of it.
+#[derive(Debug)]
+struct Sealer {
+    key: DirectionKey,
+    message: Vec<u8>,
+    written: usize,
+    /// Number of the caller's bytes in the message; 0 if there is no message.
+    bytes: usize,
+}
+
+impl Sealer {
+    fn send(&mut self, socket: &TcpStream, parts: &[IoSlice<'_>]) -> rustix::io::Result<usize> {
+        let given: usize = parts.iter().map(|part| part.len()).sum();
+        if self.bytes == 0 {
+            self.seal(parts, given.min(MESSAGE_BYTES_MAX));
+        }
+        assert!(self.bytes <= given, "a call repeats the bytes of the one that would have blocked");
+        // More follows at once: the kernel need not send the last packet half empty.
+        let more = if self.bytes < given { SendFlags::MORE } else { SendFlags::empty() };
+        while self.written < self.message.len() {
+            let rest = &self.message[self.written..];
+            self.written += rustix::net::send(socket, rest, SendFlags::NOSIGNAL | more)?;
+        }
+        Ok(std::mem::take(&mut self.bytes))
+    }
+
+    /// Seals the first `bytes` bytes of `parts` as the next message.
+    fn seal(&mut self, parts: &[IoSlice<'_>], bytes: usize) {
+        let Self { key, message, .. } = self;
+        message.clear();
+        self.written = 0;
+        self.bytes = bytes;
+        if bytes == 0 {
+            return;
+        }
+        let mut length = u32::try_from(bytes).expect("a message is short").to_le_bytes();
+        let tag = key.seal(&mut length);
+        message.extend_from_slice(&length);
+        message.extend_from_slice(&tag);
+        let mut left = bytes;
+        for part in parts {
+            let taken = left.min(part.len());
+            message.extend_from_slice(&part[..taken]);
+            left -= taken;
+        }
+        let tag = key.seal(&mut message[LENGTH_BYTES..]);
+        message.extend_from_slice(&tag);
+    }
+}
+
+/// Decrypts what is received, message by message.
+#[derive(Debug)]
+struct Opener {
+    key: DirectionKey,
+    /// Sealed length of the next message.
+    length: [u8; LENGTH_BYTES],
+    /// Bytes of the message and their tag, then the sealed length of the message after it.
+    message: Vec<u8>,
+    /// Bytes read of the sealed length, or of `message` if the length is known.
+    read: usize,
+    /// Number of bytes of the message; `None` until its length is complete.
+    body: Option<usize>,
+    /// Number of opened bytes that the caller has not taken: the last ones of the message.
+    unread: usize,
+}
+
+impl Opener {
+    /// Reads until there are unread bytes. Returns false at the end of the link.
+    fn fill(&mut self, mut socket: &TcpStream) -> io::Result<bool> {
+        while self.unread == 0 {
+            let missing = match self.body {
+                Some(_) => &mut self.message[self.read..],
+                None => &mut self.length[self.read..],
+            };
+            if !missing.is_empty() {
+                match socket.read(missing)? {
+                    0 => return Ok(false),
+                    bytes => self.read += bytes,
+                }
+            }
+            match self.body {
+                Some(body) if self.read >= body + TAG_BYTES => self.open_body(body)?,
+                None if self.read == LENGTH_BYTES => self.open_length()?,
+                Some(_) | None => {}
+            }
+        }
+        Ok(true)
+    }
+
+    fn open_length(&mut self) -> io::Result<()> {
+        let (sealed, tag) = self.length.split_first_chunk_mut::<4>().expect("it begins with a u32");
+        let tag = *tag.first_chunk().expect("it ends with a tag");
+        self.key.open(sealed, tag).map_err(|_| changed())?;
+        let body = u32::from_le_bytes(*sealed) as usize;
+        if !(1..=MESSAGE_BYTES_MAX).contains(&body) {
+            let reason = format!("a message of {body} bytes; the limit is {MESSAGE_BYTES_MAX}");
+            return Err(io::Error::new(ErrorKind::InvalidData, reason));
+        }
+        self.message.resize(body + TAG_BYTES + LENGTH_BYTES, 0);
+        self.body = Some(body);
+        self.read = 0;
+        Ok(())
+    }
+
+    fn open_body(&mut self, body: usize) -> io::Result<()> {
+        let (sealed, rest) = self.message.split_at_mut(body);
+        let tag = *rest.first_chunk().expect("the tag follows");
+        self.key.open(sealed, tag).map_err(|_| changed())?;
+        self.read -= body + TAG_BYTES;
+        self.length[..self.read].copy_from_slice(&rest[TAG_BYTES..TAG_BYTES + self.read]);
+        self.body = None;
+        self.unread = body;
+        self.message.truncate(body);
+        Ok(())
+    }
+
+    fn unread(&self) -> &[u8] {
+        &self.message[self.message.len() - self.unread..]
+    }
+}
+
+/// Largest number of bytes in a message: its plain and sealed bytes fit into a core's cache, and a
+/// message that is opened overlaps with the next one on its way.
+const MESSAGE_BYTES_MAX: usize = 64 << 10;
+
+/// Length of a message's sealed length.
+const LENGTH_BYTES: usize = size_of::<u32>() + TAG_BYTES;
+
+fn changed() -> io::Error {
+    io::Error::new(
+        ErrorKind::InvalidData,
+        "expected the bytes that the peer sealed, got bytes that were changed on the way",
+    )
+}
+
+/// Copies as much as fits into `parts`.
+fn copy(mut bytes: &[u8], parts: &mut [IoSliceMut<'_>]) -> usize {
+    let mut copied = 0;
+    for part in parts {
+        let (now, later) = bytes.split_at(bytes.len().min(part.len()));
+        part[..now.len()].copy_from_slice(now);
+        copied += now.len();
+        bytes = later;
+    }
+    copied
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("nothing under this lock panics")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,7 @@
-use std::io::{self, ErrorKind, Read};
-use std::net::TcpStream;
+use std::io::{self, ErrorKind, IoSliceMut};
 use std::sync::Arc;
 
+use super::link::Link;
 use crate::CollectiveError;
 
 /// The two links of a rank in a ring.
@@ -16,7 +16,7 @@ pub(crate) struct Links {
 pub(crate) struct Neighbour {
     pub(crate) rank: usize,
     pub(crate) member: u64,
-    pub(crate) link: Arc<TcpStream>,
+    pub(crate) link: Arc<Link>,
 }
 
 /// Fault of a link.
@@ -24,6 +24,16 @@ pub(crate) struct Neighbour {
 pub(crate) enum LinkFault {
     Broken(String),
     Lost(io::Error),
+}
+
+impl From<io::Error> for LinkFault {
+    /// Bytes that the peer has not sent are a violation of the protocol.
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::InvalidData => Self::Broken(error.to_string()),
+            _ => Self::Lost(error),
+        }
+    }
 }
 
 impl Neighbour {
@@ -38,13 +48,13 @@ impl Neighbour {
 }
 
 /// Checks a link on which no data is expected: a read returns its end, or a protocol violation.
-pub(crate) fn check_idle_link(mut link: &TcpStream) -> Result<(), LinkFault> {
-    Err(match link.read(&mut [0]) {
+pub(crate) fn check_idle_link(link: &Link) -> Result<(), LinkFault> {
+    Err(match link.recv(&mut [IoSliceMut::new(&mut [0])]) {
         Ok(0) => LinkFault::Lost(ErrorKind::UnexpectedEof.into()),
         Ok(_) => LinkFault::Broken("expected no data on the link to it, got bytes".to_owned()),
         Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {
             return Ok(());
         }
-        Err(error) => LinkFault::Lost(error),
+        Err(error) => error.into(),
     })
 }

@@ -3,7 +3,8 @@ use std::fmt;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use sha2::Sha256;
 
-/// Secret of the job; authenticates every hello. It is never sent, and `Debug` does not show it.
+/// Secret of the job; authenticates both sides of every link. It is never sent, and `Debug` does
+/// not show it.
 #[derive(Clone)]
 pub struct Secret(Vec<u8>);
 
@@ -16,14 +17,23 @@ impl Secret {
     /// Returns a number that identifies this secret for this purpose, and reveals nothing about it.
     #[must_use]
     pub fn fingerprint(&self, purpose: &str) -> u32 {
-        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("a key may have any length");
-        mac.update(purpose.as_bytes());
-        let [a, b, c, d, ..] = <[u8; 32]>::from(mac.finalize().into_bytes());
+        let [a, b, c, d, ..] = self.derive(purpose);
         u32::from_be_bytes([a, b, c, d])
+    }
+
+    /// Returns the key with which links are authenticated.
+    pub(crate) fn link_key(&self) -> [u8; 32] {
+        self.derive("elasticdl link: pre-shared key of the handshake")
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.0
+    }
+
+    fn derive(&self, purpose: &str) -> [u8; 32] {
+        let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("a key may have any length");
+        mac.update(purpose.as_bytes());
+        mac.finalize().into_bytes().into()
     }
 }
 

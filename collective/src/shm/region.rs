@@ -27,9 +27,9 @@ use super::memory::Memory;
 use super::pipe_notifier::PipeNotifier;
 use crate::algorithm::schedule::RankInfo;
 use crate::net::fence::GroupRegistration;
-use crate::net::link::poll_until;
 use crate::net::neighbours::Links;
 use crate::net::progress::{Progress, WaitPoint};
+use crate::net::socket::poll_until;
 use crate::net::spin_wait::SpinWait;
 use crate::transfer::LocalFault;
 

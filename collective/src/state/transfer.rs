@@ -1,7 +1,7 @@
 //! State transfer from a member (the donor) to a joiner, concurrently with the group's operations.
 //!
 //! ```text
-//!   joiner ── hello, position (to the donor's listener) ──▶ donor
+//!   joiner ── handshake, position (to the donor's listener) ──▶ donor
 //!   joiner ◀── header | note | floats ── header | note | floats ── … ── donor
 //!   joiner ── position ── position ── … ──▶ donor
 //!
@@ -20,24 +20,26 @@
 //! of life. The exception is a joiner that waits for its first message: a donor begins between two
 //! steps, and steps may be long.
 
-use std::io::{self, ErrorKind, IoSlice, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::net::Shutdown;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 
-use crate::net::link::poll_until;
+use crate::net::link::Link;
+use crate::net::socket::poll_until;
 
 /// State request of a joiner that has dialled this endpoint and waits.
 #[derive(Debug)]
 pub struct StateRequest {
     member: u64,
-    link: Arc<TcpStream>,
+    link: Arc<Link>,
 }
 
 impl StateRequest {
-    pub(crate) fn new(member: u64, link: TcpStream) -> Self {
+    pub(crate) fn new(member: u64, link: Link) -> Self {
         Self { member, link: Arc::new(link) }
     }
 
@@ -70,7 +72,7 @@ impl StateRequest {
 
 /// Handle to the link of a joiner.
 #[derive(Clone, Debug)]
-pub struct StateLink(Arc<TcpStream>);
+pub struct StateLink(Arc<Link>);
 
 impl StateLink {
     /// Closes the link: a thread that waits for the joiner gets an error.
@@ -108,7 +110,7 @@ pub struct Position {
 /// Donor's end of a state transfer. Its calls block, so it runs on a thread of its own.
 #[derive(Debug)]
 pub struct StateSender {
-    link: Arc<TcpStream>,
+    link: Arc<Link>,
     idle_timeout: Duration,
     /// Time when the joiner last took or sent a byte.
     alive_at: Instant,
@@ -185,7 +187,7 @@ impl StateSender {
 
     fn write(&mut self, mut first: &[u8], mut second: &[u8]) -> io::Result<()> {
         while !first.is_empty() || !second.is_empty() {
-            match (&*self.link).write_vectored(&[IoSlice::new(first), IoSlice::new(second)]) {
+            match self.link.send(&[IoSlice::new(first), IoSlice::new(second)]) {
                 Ok(0) => return Err(ErrorKind::WriteZero.into()),
                 Ok(bytes) => {
                     self.alive_at = Instant::now();
@@ -193,12 +195,12 @@ impl StateSender {
                     first = &first[of_first..];
                     second = &second[bytes - of_first..];
                 }
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
                     self.wait(PollFlags::OUT | PollFlags::IN)?;
                     self.receive_positions()?;
                 }
-                Err(error) => return Err(error),
+                Err(errno) => return Err(errno.into()),
             }
         }
         Ok(())
@@ -216,7 +218,7 @@ impl StateSender {
     /// Reads the joiner's available positions. Never blocks.
     fn receive_positions(&mut self) -> io::Result<()> {
         loop {
-            match (&*self.link).read(&mut self.bytes[self.read..]) {
+            match self.link.recv(&mut [IoSliceMut::new(&mut self.bytes[self.read..])]) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(bytes) => self.read += bytes,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
@@ -237,7 +239,7 @@ impl StateSender {
 pub struct StateReceiver {
     donor: u64,
     /// The fence has a weak reference, to shut the link down.
-    link: Arc<TcpStream>,
+    link: Arc<Link>,
     reporter: Arc<PositionReporter>,
     idle_timeout: Duration,
     /// Time of the last received byte; `None` before the first one.
@@ -249,11 +251,11 @@ pub struct StateReceiver {
 }
 
 impl StateReceiver {
-    /// Starts to receive on a link on which the hello is already sent. Reports the joiner's
+    /// Starts to receive on a link after the handshake. Reports the joiner's
     /// position at once, and then several times within `idle_timeout`, from a separate thread.
     pub(crate) fn new(
         donor: u64,
-        link: Arc<TcpStream>,
+        link: Arc<Link>,
         idle_timeout: Duration,
         position: Option<Position>,
     ) -> io::Result<Self> {
@@ -308,7 +310,7 @@ impl StateReceiver {
         }
         let until = Instant::now() + wait;
         loop {
-            match (&*self.link).read(&mut self.header[self.read..]) {
+            match self.link.recv(&mut [IoSliceMut::new(&mut self.header[self.read..])]) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(bytes) => {
                     self.read += bytes;
@@ -376,7 +378,7 @@ impl StateReceiver {
 
     fn read_exact(&mut self, mut bytes: &mut [u8]) -> io::Result<()> {
         while !bytes.is_empty() {
-            match (&*self.link).read(bytes) {
+            match self.link.recv(&mut [IoSliceMut::new(bytes)]) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(read) => bytes = &mut bytes[read..],
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -405,7 +407,7 @@ impl Drop for StateReceiver {
 /// Sends a joiner's positions to its donor, from two threads.
 #[derive(Debug)]
 struct PositionReporter {
-    link: Arc<TcpStream>,
+    link: Arc<Link>,
     state: Mutex<ReporterState>,
     stopped: Condvar,
 }
@@ -435,7 +437,7 @@ impl PositionReporter {
 
     /// Sends the rest of a position. Returns whether all of it is sent.
     fn send_rest(&self, state: &mut ReporterState) -> bool {
-        if let Ok(bytes) = (&*self.link).write(&state.unsent) {
+        if let Ok(bytes) = self.link.send(&[IoSlice::new(&state.unsent)]) {
             state.unsent.drain(..bytes);
         }
         state.unsent.is_empty()
@@ -518,6 +520,27 @@ fn invalid(reason: String) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, reason)
 }
 
-fn ready(link: &TcpStream, flags: PollFlags, timeout: Duration) -> io::Result<bool> {
+fn ready(link: &Link, flags: PollFlags, timeout: Duration) -> io::Result<bool> {
     poll_until(&mut [PollFd::new(link, flags)], Instant::now().checked_add(timeout))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+    use crate::group::host_group::tests::{WATCHDOG, pair};
+
+    #[test]
+    fn malformed_messages_are_refused_without_allocation() {
+        let header = |kind: u32, note: u64, floats: u64| encode(MAGIC, kind, [1, note, floats]);
+        for nonsense in
+            [[b'x'; 32], header(1, u64::MAX, 0), header(1, (64 << 20) + 1, 0), header(0, 0, 1)]
+        {
+            let (link, mut donor) = pair();
+            let mut receiver = StateReceiver::new(1, link, WATCHDOG, None).unwrap();
+            donor.write_all(&nonsense).unwrap();
+            assert_eq!(receiver.next(WATCHDOG).unwrap_err().kind(), ErrorKind::InvalidData);
+        }
+    }
 }

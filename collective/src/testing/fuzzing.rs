@@ -1,15 +1,18 @@
 //! Entry points of the fuzzers: one rank of a group whose neighbours send arbitrary bytes.
 
-use std::io::Write;
+use std::io::{IoSliceMut, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::net::frame::{Frame, Kind};
-use crate::net::handshake::{HELLO_BYTES, Hello};
-use crate::net::link::set_up;
+use crate::net::handshake::{
+    ANSWER_BYTES, CONFIRMATION_BYTES, FIRST_BYTES, Hello, Initiator, JobDigest, Purpose, Responder,
+};
+use crate::net::link::{Link, LinkKeys};
 use crate::net::neighbours::{Links, Neighbour};
 use crate::net::progress::Progress;
+use crate::net::socket::set_up;
 use crate::{
     CollectiveError, Communicator, Fence, HostGroup, Secret, StateReceiver, StateRequest, WireDtype,
 };
@@ -55,11 +58,68 @@ pub fn ring(data: &[u8]) -> bool {
     result.is_ok()
 }
 
-/// Decodes bytes as a hello, which must fail.
+/// Feeds bytes to both sides of a handshake, and to an encrypted link. The first byte selects the
+/// message, and whether the bytes replace it or are the bits that change in it; no such message may
+/// be accepted.
 pub fn hello(data: &[u8]) {
-    if let Some(bytes) = data.first_chunk::<HELLO_BYTES>() {
-        let forged = Hello::decode(bytes, &Secret::new("a secret that no fuzzer knows"));
-        assert!(forged.is_err(), "{forged:?}");
+    let Some((message, bytes)) = data.split_first() else { return };
+    let secret = Secret::new("a secret that no fuzzer knows");
+    let hello = Hello {
+        purpose: Purpose::State,
+        job: JobDigest::of("job"),
+        generation: GENERATION,
+        from: 1,
+        to: 2,
+        is_encrypted: true,
+    };
+    let (initiator, first) = Initiator::new(&hello, &secret);
+    let responder = Responder::new(&first, &secret).expect("it is of the same job");
+    let (unconfirmed, answer) = responder.answer().expect("the key is valid");
+    let is_changed = message & 4 != 0;
+    match message % 4 {
+        0 => {
+            if let Some(forged) = forged::<FIRST_BYTES>(&first, bytes, is_changed) {
+                assert!(Responder::new(&forged, &secret).is_err(), "a forged hello: {forged:?}");
+            }
+        }
+        1 => {
+            if let Some(forged) = forged::<ANSWER_BYTES>(&answer, bytes, is_changed) {
+                assert!(initiator.finish(&forged).is_err(), "a forged answer: {forged:?}");
+            }
+        }
+        2 => {
+            let (_, confirmation) = initiator.finish(&answer).expect("the answer is valid");
+            if let Some(forged) = forged::<CONFIRMATION_BYTES>(&confirmation, bytes, is_changed) {
+                assert!(unconfirmed.confirm(forged).is_err(), "a forged proof: {forged:?}");
+            }
+        }
+        _ => {
+            let (keys, _) = initiator.finish(&answer).expect("the answer is valid");
+            encrypted_link(keys, &bytes[..bytes.len().min(BYTES_MAX)]);
+        }
+    }
+}
+
+/// A message that differs from the valid one; `None` if it does not, or if there are too few bytes.
+fn forged<const N: usize>(valid: &[u8; N], bytes: &[u8], is_changed: bool) -> Option<[u8; N]> {
+    let mut forged = *valid;
+    if is_changed {
+        forged.iter_mut().zip(bytes).for_each(|(byte, change)| *byte ^= change);
+    } else {
+        forged = *bytes.first_chunk()?;
+    }
+    (forged != *valid).then_some(forged)
+}
+
+/// No byte that the peer has not sealed may be delivered.
+fn encrypted_link(keys: LinkKeys, bytes: &[u8]) {
+    let (socket, mut peer) = sockets();
+    peer.write_all(bytes).expect("a fresh socket's buffer holds that much");
+    peer.shutdown(Shutdown::Write).expect("the socket is open");
+    let link = Link::new(socket, Some(keys));
+    match link.recv(&mut [IoSliceMut::new(&mut [0; 64])]) {
+        Ok(0) | Err(_) => {}
+        Ok(bytes) => panic!("{bytes} forged bytes were delivered"),
     }
 }
 
@@ -183,7 +243,12 @@ fn run(ring: &mut HostGroup, operation: u8) -> Result<(), CollectiveError> {
     }
 }
 
-fn pair() -> (TcpStream, TcpStream) {
+fn pair() -> (Link, TcpStream) {
+    let (dialled, accepted) = sockets();
+    (Link::new(dialled, None), accepted)
+}
+
+fn sockets() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("loopback has free ports");
     let address = listener.local_addr().expect("the listener is bound");
     let dialled = TcpStream::connect(address).expect("the listener accepts");

@@ -22,13 +22,11 @@
 //! there again. So every message is expected, and anything readable on a link with no expected
 //! message is the end of that link.
 
-use std::io::{ErrorKind, Read};
-use std::net::TcpStream;
+use std::io::{ErrorKind, IoSlice, IoSliceMut};
 use std::ops::Range;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::net::SendFlags;
 
 use super::{Fault, TransferProgress};
 use crate::algorithm::chain_topology::{self as topology, Side};
@@ -36,9 +34,10 @@ use crate::algorithm::schedule::RankInfo;
 use crate::communicator::BLOCK_BYTES_MAX;
 use crate::net::fence::GroupRegistration;
 use crate::net::frame::{FRAME_BYTES, Frame, OpTag, to_wire};
-use crate::net::link::poll_until;
+use crate::net::link::Link;
 use crate::net::neighbours::{LinkFault, Links, check_idle_link};
 use crate::net::progress::Progress;
+use crate::net::socket::poll_until;
 use crate::net::spin_wait::SpinWait;
 
 /// One small all-reduce in progress.
@@ -51,7 +50,7 @@ pub(crate) struct ChainReduce<'a> {
     /// The incoming link between the ends of the two chains, which this operation does not use. A
     /// frame of this operation on it comes from a rank that runs another operation; the mismatch
     /// may not show on any other link.
-    unused: Option<&'a TcpStream>,
+    unused: Option<&'a Link>,
     /// Notes by rank; empty until they arrive.
     notes: Vec<Vec<u8>>,
 }
@@ -182,6 +181,7 @@ impl<'a> ChainReduce<'a> {
 
     /// Blocks until a link or the fence has an event.
     fn wait(&mut self, ports: &[Port<'a>]) -> Result<(), Fault> {
+        self.check_unread(ports)?;
         let waits_for_next = ports.iter().any(|port| port.side == Side::Next && port.awaits());
         self.progress.wait(&self.op_tag, waits_for_next);
         let mut fds = vec![PollFd::new(self.registration.notifier(), PollFlags::IN)];
@@ -212,14 +212,31 @@ impl<'a> ChainReduce<'a> {
         Ok(())
     }
 
+    /// Checks the links that should be idle for bytes that `poll` does not show.
+    fn check_unread(&mut self, ports: &[Port<'a>]) -> Result<(), Fault> {
+        for port in ports.iter().filter(|port| !port.awaits() && port.link.has_unread()) {
+            check_idle_link(port.link).map_err(|fault| port.side.fault(fault))?;
+        }
+        if self.unused.is_some_and(Link::has_unread) {
+            self.check_unused_link().map_err(|reason| Fault::Prev(LinkFault::Broken(reason)))?;
+        }
+        Ok(())
+    }
+
     /// Checks the unused link for a frame of this operation. A frame of the next operation, from a
     /// rank that has finished this one, stays unread.
     fn check_unused_link(&mut self) -> Result<(), String> {
         let Some(unused) = self.unused.take() else { return Ok(()) };
         let mut header = [0; FRAME_BYTES];
         // The end of this link does not matter here, and a frame header is never sent in parts.
-        if !matches!(unused.peek(&mut header), Ok(FRAME_BYTES)) {
-            return Ok(());
+        match unused.peek(&mut header) {
+            Ok(FRAME_BYTES) => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                // The rest of an encrypted message follows.
+                self.unused = Some(unused);
+                return Ok(());
+            }
+            Ok(_) | Err(_) => return Ok(()),
         }
         let frame = Frame::decode(&header)?;
         if (frame.generation, frame.sequence) == (self.op_tag.generation, self.op_tag.sequence) {
@@ -331,7 +348,7 @@ impl Side {
 /// The link of a neighbour, and the messages in progress on it.
 struct Port<'a> {
     side: Side,
-    link: &'a TcpStream,
+    link: &'a Link,
     /// Whether a later phase of the operation needs the link, so that its end is a failure even
     /// when no message is in progress. A neighbour that has received everything may leave.
     needed: bool,
@@ -359,7 +376,7 @@ impl Port<'_> {
 
     fn send(&mut self, progress: &mut TransferProgress<'_>) -> Result<bool, LinkFault> {
         let Some((message, written)) = &mut self.outgoing else { return Ok(false) };
-        match rustix::net::send(self.link, &message[*written..], SendFlags::NOSIGNAL) {
+        match self.link.send(&[IoSlice::new(&message[*written..])]) {
             Ok(bytes) => {
                 *written += bytes;
                 match self.side {
@@ -381,8 +398,7 @@ impl Port<'_> {
         else {
             return Ok(false);
         };
-        let mut link = self.link;
-        match link.read(&mut incoming.bytes[incoming.read..]) {
+        match self.link.recv(&mut [IoSliceMut::new(&mut incoming.bytes[incoming.read..])]) {
             Ok(0) => Err(LinkFault::Lost(ErrorKind::UnexpectedEof.into())),
             Ok(bytes) => {
                 incoming.on_read(bytes).map_err(LinkFault::Broken)?;
@@ -397,7 +413,7 @@ impl Port<'_> {
             {
                 Ok(false)
             }
-            Err(error) => Err(LinkFault::Lost(error)),
+            Err(error) => Err(error.into()),
         }
     }
 }

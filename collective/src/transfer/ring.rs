@@ -17,18 +17,17 @@
 //! is the limit.
 //!
 //! **Invariant:** a frame header, its note and its body are sent in one system call, unless the
-//! socket's buffer is full.
+//! socket's buffer is full or the link is encrypted: then each message of the cipher is a system
+//! call.
 //!
 //! **Invariant:** the end of a link is a failure only while the operation still needs the link. A
 //! neighbour that has received everything may leave.
 
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read};
-use std::net::TcpStream;
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::ops::Range;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendFlags};
 
 use super::{Fault, HostStage, TransferProgress};
 use crate::algorithm::payload::Payload;
@@ -36,9 +35,10 @@ use crate::algorithm::schedule::{Piece, Schedule};
 use crate::communicator::BLOCK_BYTES_MAX;
 use crate::net::fence::GroupRegistration;
 use crate::net::frame::{FRAME_BYTES, Frame, OpTag, to_wire};
-use crate::net::link::poll_until;
+use crate::net::link::Link;
 use crate::net::neighbours::{LinkFault, Links, check_idle_link};
 use crate::net::progress::Progress;
+use crate::net::socket::poll_until;
 use crate::net::spin_wait::SpinWait;
 
 /// One operation in progress on one channel.
@@ -156,7 +156,7 @@ impl<'a> Transfer<'a> {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(Flow::Blocked),
-                Err(error) => return Err(Fault::Prev(LinkFault::Lost(error))),
+                Err(error) => return Err(Fault::Prev(error.into())),
             }
             let Incoming { read, note_bytes, .. } = self.incoming;
             if read >= FRAME_BYTES
@@ -177,19 +177,19 @@ impl<'a> Transfer<'a> {
     /// the rest of note and body.
     fn read(&mut self, piece: &Piece) -> io::Result<usize> {
         let Self { links, schedule, payload, incoming, .. } = self;
-        let mut prev: &TcpStream = &links.prev.link;
+        let prev = &links.prev.link;
         if incoming.read < FRAME_BYTES {
             let header = &mut incoming.header[incoming.read..];
             if piece.note || schedule.next_receive_is_early() {
-                return prev.read(header);
+                return prev.recv(&mut [IoSliceMut::new(header)]);
             }
             let (_, body) = payload.recv_bufs(piece);
-            return prev.read_vectored(&mut [IoSliceMut::new(header), IoSliceMut::new(body)]);
+            return prev.recv(&mut [IoSliceMut::new(header), IoSliceMut::new(body)]);
         }
         let done = incoming.read - FRAME_BYTES;
         let (note, body) = payload.recv_bufs(piece);
         let (note_done, body_done) = (done.min(note.len()), done.saturating_sub(note.len()));
-        prev.read_vectored(&mut [
+        prev.recv(&mut [
             IoSliceMut::new(&mut note[note_done..]),
             IoSliceMut::new(&mut body[body_done..]),
         ])
@@ -373,15 +373,14 @@ struct Outgoing {
 
 impl Outgoing {
     /// Writes once; returns the number of bytes written.
-    fn write(&mut self, link: &TcpStream, note: &[u8], body: &[u8]) -> rustix::io::Result<usize> {
+    fn write(&mut self, link: &Link, note: &[u8], body: &[u8]) -> rustix::io::Result<usize> {
         let mut skip = self.written;
         let slices = [self.header.as_slice(), note, body].map(|part| {
             let skipped = skip.min(part.len());
             skip -= skipped;
             IoSlice::new(&part[skipped..])
         });
-        let mut nothing = SendAncillaryBuffer::default();
-        let bytes = rustix::net::sendmsg(link, &slices, &mut nothing, SendFlags::NOSIGNAL)?;
+        let bytes = link.send(&slices)?;
         self.written += bytes;
         Ok(bytes)
     }

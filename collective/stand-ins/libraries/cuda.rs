@@ -13,137 +13,21 @@
 #![allow(non_snake_case, reason = "the driver's names")]
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Queues of all streams, under one lock since streams wait for each other.
-struct Queues {
-    streams: BTreeMap<usize, Stream>,
-    /// Lengths of page-locked memory, by start address.
-    locked: BTreeMap<usize, usize>,
-    streams_ever: usize,
-}
+mod streams;
 
-#[derive(Default)]
-struct Stream {
-    queue: VecDeque<Work>,
-    /// Numbers of work items that were enqueued and done.
-    enqueued: u64,
-    done: u64,
-}
-
-enum Work {
-    Copy {
-        src: usize,
-        dst: usize,
-        bytes: usize,
-    },
-    Fill {
-        dst: usize,
-        value: u8,
-        bytes: usize,
-    },
-    Free(usize),
-    /// Work of another fake library; whether it is complete.
-    Ticket(bool),
-    WaitFor(Vec<Mark>),
-}
-
-/// Point on a stream at which `done` work items are done.
-#[derive(Clone, Copy)]
-struct Mark {
-    stream: usize,
-    done: u64,
-}
+use streams::{CHANGED, Mark, Work, number, queues, synchronize, wait_for};
 
 /// Point on a stream when the event was recorded, and the time of the recording.
 #[derive(Default)]
 struct Event {
     mark: Option<Mark>,
     recorded: Option<Instant>,
-}
-
-static QUEUES: Mutex<Queues> =
-    Mutex::new(Queues { streams: BTreeMap::new(), locked: BTreeMap::new(), streams_ever: 8 });
-static CHANGED: Condvar = Condvar::new();
-
-fn queues() -> MutexGuard<'static, Queues> {
-    QUEUES.lock().unwrap()
-}
-
-impl Queues {
-    /// Appends work to a stream, and returns the point after it.
-    fn push(&mut self, stream: *mut c_void, work: Work) -> Mark {
-        let stream = number(stream);
-        let queue = self.streams.entry(stream).or_default();
-        queue.queue.push_back(work);
-        queue.enqueued += 1;
-        Mark { stream, done: queue.enqueued }
-    }
-
-    /// Returns the point after all work on a stream.
-    fn end(&mut self, stream: *mut c_void) -> Mark {
-        let stream = number(stream);
-        Mark { stream, done: self.streams.entry(stream).or_default().enqueued }
-    }
-
-    /// Executes the work before the mark as far as possible. Returns whether all of it is done.
-    fn reach(&mut self, mark: Mark) -> bool {
-        loop {
-            let Some(stream) = self.streams.get_mut(&mark.stream) else { return true };
-            if stream.done >= mark.done {
-                return true;
-            }
-            match stream.queue.front().expect("pending work is in the queue") {
-                Work::Ticket(false) => return false,
-                Work::WaitFor(marks) => {
-                    let marks = marks.clone();
-                    if !marks.into_iter().all(|mark| self.reach(mark)) {
-                        return false;
-                    }
-                }
-                _ => {}
-            }
-            let stream = self.streams.get_mut(&mark.stream).expect("the stream was just found");
-            stream.done += 1;
-            match stream.queue.pop_front().expect("the stream was just found") {
-                Work::Copy { src, dst, bytes } => unsafe {
-                    ptr::copy(at(src as u64).cast::<u8>(), at(dst as u64).cast::<u8>(), bytes);
-                },
-                Work::Fill { dst, value, bytes } => unsafe {
-                    ptr::write_bytes(at(dst as u64).cast::<u8>(), value, bytes);
-                },
-                Work::Free(memory) => unsafe { free(at(memory as u64)) },
-                Work::Ticket(_) | Work::WaitFor(_) => {}
-            }
-        }
-    }
-
-    fn is_locked(&self, memory: usize) -> bool {
-        let before = self.locked.range(..=memory).next_back();
-        before.is_some_and(|(start, bytes)| memory < start + bytes)
-    }
-}
-
-/// Waits until the mark is reached.
-fn wait_for(mark: Mark) {
-    let mut queues = queues();
-    while !queues.reach(mark) {
-        queues = CHANGED.wait_timeout(queues, Duration::from_millis(1)).unwrap().0;
-    }
-}
-
-fn synchronize(stream: *mut c_void) {
-    let mark = queues().end(stream);
-    wait_for(mark);
-}
-
-/// Number of a stream: its handle, or 0 for the three names of the default stream.
-fn number(stream: *mut c_void) -> usize {
-    if stream.addr() <= 2 { 0 } else { stream.addr() }
 }
 
 /// For other fake libraries: reserves a ticket on a stream. Work that is enqueued later waits until
@@ -268,6 +152,33 @@ pub extern "C" fn cuCtxSetCurrent(context: *mut c_void) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSetFlags(_flags: c_uint) -> c_int {
+    SUCCESS
+}
+
+/// The default pool keeps no memory at first, as the driver's.
+static RELEASE_THRESHOLD: AtomicU64 = AtomicU64::new(0);
+
+/// The number of bytes that the default pool keeps.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakeReleaseThreshold() -> u64 {
+    RELEASE_THRESHOLD.load(Ordering::Relaxed)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetDefaultMemPool(pool: *mut *mut c_void, device: c_int) -> c_int {
+    unsafe { *pool = ptr::without_provenance_mut(0x2000 + device as usize) };
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemPoolSetAttribute(
+    _pool: *mut c_void,
+    attribute: c_int,
+    value: *const c_void,
+) -> c_int {
+    if attribute == MEMPOOL_RELEASE_THRESHOLD {
+        RELEASE_THRESHOLD.store(unsafe { value.cast::<u64>().read() }, Ordering::Relaxed);
+    }
     SUCCESS
 }
 
@@ -583,6 +494,9 @@ unsafe extern "C" {
 const RTLD_NOW: c_int = 2;
 const SUCCESS: c_int = 0;
 const INVALID_VALUE: c_int = 1;
+const MEMPOOL_RELEASE_THRESHOLD: c_int = 4;
+const LEGACY_STREAM: usize = 1;
+const PER_THREAD_STREAM: usize = 2;
 const NO_DEVICE: c_int = 100;
 const INVALID_CONTEXT: c_int = 201;
 const NOT_FOUND: c_int = 500;

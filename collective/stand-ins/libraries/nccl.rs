@@ -6,6 +6,12 @@
 //! executes the enqueued operations in order, while the stream (of the fake `cuda.rs`) waits. The
 //! loss of a rank is not detected: as with NCCL, the other ranks wait until they are aborted.
 //!
+//! As in NCCL since 2.23, an operation is in progress until that thread has launched it. As in NCCL
+//! before 2.27.3, an abort uses memory of the thread that called the communicator last, which must
+//! not have ended. An abort on a thread without a context would create one on GPU 0; here it ends
+//! the process. With STAND_IN_CHECKS_EXIT=1, so does an exit with a communicator that is not
+//! released.
+//!
 //! The library's file name, `libnccl.FAULT.so`, selects a fault: see [`fault`].
 
 #![allow(non_snake_case, reason = "the library's names")]
@@ -25,7 +31,9 @@ use std::{process, ptr, slice};
 ///
 /// `abort_blocks`: an abort never returns. `async_error`: the second operation reports a remote
 /// error and never completes. `init_blocks`: the call that begins the initialization never returns.
-/// `init_fails`: the initialization ends with an error. `init_hangs`: the initialization never
+/// `init_fails`: the initialization ends with an error. `init_refused`: the call that begins the
+/// initialization returns an error, and a communicator that has to be aborted; the library counts
+/// these.  `init_hangs`: the initialization never
 /// ends. `old`: the version is 2.17.8. `op_fails`: the second operation is refused.
 fn fault() -> &'static str {
     static FAULT: OnceLock<String> = OnceLock::new();
@@ -51,6 +59,59 @@ struct Communicator {
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
     operations: u64,
+    /// Memory of the thread that called last.
+    group_job: GroupJob,
+}
+
+/// Memory of a thread.
+#[derive(Clone)]
+struct GroupJob(Arc<AtomicBool>);
+
+/// Notes the end of its thread.
+struct ThreadMemory(GroupJob);
+
+impl Drop for ThreadMemory {
+    fn drop(&mut self) {
+        self.0.0.store(false, Ordering::SeqCst);
+    }
+}
+
+thread_local! {
+    static MEMORY: ThreadMemory = ThreadMemory(GroupJob(Arc::new(AtomicBool::new(true))));
+}
+
+impl GroupJob {
+    fn of_this_thread() -> Self {
+        MEMORY.with(|memory| memory.0.clone())
+    }
+}
+
+/// Communicators that have not been released.
+static UNRELEASED: AtomicI32 = AtomicI32::new(0);
+
+/// NCCL's destructors would run beside its threads.
+extern "C" fn check_at_exit() {
+    if UNRELEASED.load(Ordering::SeqCst) > 0 {
+        process::abort();
+    }
+}
+
+fn note_communicator() {
+    static REGISTERED: OnceLock<()> = OnceLock::new();
+    if std::env::var_os("STAND_IN_CHECKS_EXIT").is_some() {
+        REGISTERED.get_or_init(|| unsafe {
+            atexit(check_at_exit);
+        });
+    }
+    UNRELEASED.fetch_add(1, Ordering::SeqCst);
+}
+
+/// Communicators that were returned with an error and have not been aborted.
+static REFUSED: AtomicI32 = AtomicI32::new(0);
+
+#[unsafe(no_mangle)]
+pub extern "C" fn fakeRefusedCommunicators() -> c_int {
+    REFUSED.load(Ordering::SeqCst)
 }
 
 enum Job {
@@ -118,6 +179,11 @@ pub extern "C" fn ncclGetErrorString(code: c_int) -> *const c_char {
     }
 }
 
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclGetLastError(_communicator: *mut c_void) -> *const c_char {
+    if fault() == "init_fails" { c"no interface for the bootstrap".as_ptr() } else { c"".as_ptr() }
+}
+
 /// The id holds the port, and a token unique to this hub.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetUniqueId(id: *mut [u8; 128]) -> c_int {
@@ -162,13 +228,14 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
             thread::park();
         }
     }
+    let is_refused = fault() == "init_refused";
     let (jobs, to_do) = mpsc::channel();
     let (rank, world) = (rank as usize, world as usize);
     let state = Arc::new(AtomicI32::new(IN_PROGRESS));
     let (abort, link) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
     let (seen, stop, own) = (state.clone(), abort.clone(), link.clone());
     let thread = thread::spawn(move || {
-        if fault() == "init_hangs" {
+        if fault() == "init_hangs" || is_refused {
             return wait_for(&stop);
         }
         if fault() == "init_fails" || join(&id.0, rank, world, &stop, &own).is_err() {
@@ -178,13 +245,22 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
         for job in to_do {
             match job {
                 Job::Finalize => seen.store(SUCCESS, Ordering::SeqCst),
-                Job::Operation(operation) => perform(&operation, own.get().unwrap(), world, &stop),
+                Job::Operation(operation) => {
+                    seen.store(SUCCESS, Ordering::SeqCst);
+                    perform(&operation, own.get().unwrap(), world, &stop);
+                }
             }
         }
     });
     let thread = Some(thread);
-    let made = Communicator { state, abort, link, jobs: Some(jobs), thread, operations: 0 };
+    let (operations, group_job) = (0, GroupJob::of_this_thread());
+    let made = Communicator { state, abort, link, jobs: Some(jobs), thread, operations, group_job };
     unsafe { *communicator = Box::into_raw(Box::new(made)).cast() };
+    note_communicator();
+    if is_refused {
+        REFUSED.fetch_add(1, Ordering::SeqCst);
+        return SYSTEM_ERROR;
+    }
     IN_PROGRESS
 }
 
@@ -215,12 +291,23 @@ pub unsafe extern "C" fn ncclCommAbort(communicator: *mut c_void) -> c_int {
         }
     }
     let mut communicator = unsafe { Box::from_raw(communicator.cast::<Communicator>()) };
+    // A panic here ends the process.
+    assert!(communicator.group_job.0.load(Ordering::SeqCst), "the memory of an ended thread");
+    let mut context = ptr::null_mut();
+    unsafe { (streams().context)(&mut context) };
+    assert!(!context.is_null(), "an abort on a thread without a context");
+    if fault() == "init_refused" {
+        REFUSED.fetch_sub(1, Ordering::SeqCst);
+    }
     communicator.abort.store(true, Ordering::SeqCst);
     communicator.jobs = None;
     if let Some(link) = communicator.link.get() {
         let _ = link.shutdown(Shutdown::Both);
     }
     communicator.thread.take().unwrap().join().unwrap();
+    // Longer than a process takes to end.
+    thread::sleep(Duration::from_millis(5));
+    UNRELEASED.fetch_sub(1, Ordering::SeqCst);
     SUCCESS
 }
 
@@ -274,6 +361,7 @@ unsafe fn enqueue(communicator: *mut c_void, head: Head, src: u64, dst: u64, str
         return INVALID_ARGUMENT;
     }
     communicator.operations += 1;
+    communicator.group_job = GroupJob::of_this_thread();
     if fault() == "op_fails" && communicator.operations == 2 {
         return SYSTEM_ERROR;
     }
@@ -289,8 +377,9 @@ unsafe fn enqueue(communicator: *mut c_void, head: Head, src: u64, dst: u64, str
         return SUCCESS;
     }
     let operation = Operation { head, src, dst, stream, ticket };
+    communicator.state.store(IN_PROGRESS, Ordering::SeqCst);
     communicator.jobs.as_ref().unwrap().send(Job::Operation(operation)).unwrap();
-    SUCCESS
+    IN_PROGRESS
 }
 
 /// Connects to the hub, and waits until all ranks have connected.
@@ -446,6 +535,7 @@ struct Streams {
     take: unsafe extern "C" fn(u64) -> u64,
     turn: unsafe extern "C" fn(u64, u64),
     done: unsafe extern "C" fn(u64, u64),
+    context: unsafe extern "C" fn(*mut *mut c_void) -> c_int,
 }
 
 fn streams() -> &'static Streams {
@@ -461,6 +551,7 @@ fn streams() -> &'static Streams {
             take: std::mem::transmute(find(c"fakeStreamReserve")),
             turn: std::mem::transmute(find(c"fakeStreamAwaitTurn")),
             done: std::mem::transmute(find(c"fakeStreamComplete")),
+            context: std::mem::transmute(find(c"cuCtxGetCurrent")),
         }
     })
 }
@@ -488,6 +579,7 @@ struct Info {
 }
 
 unsafe extern "C" {
+    fn atexit(handler: extern "C" fn()) -> c_int;
     fn dladdr(address: *const c_void, info: *mut Info) -> c_int;
     fn dlopen(path: *const c_char, flags: c_int) -> *mut c_void;
     fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;

@@ -48,6 +48,38 @@ pub fn bytes_copied() -> u64 {
     }
 }
 
+/// Number of bytes that the fake driver's pools keep when memory is freed.
+///
+/// # Panics
+/// As for [`load`].
+#[must_use]
+pub fn release_threshold() -> u64 {
+    load();
+    // SAFETY: this crate compiles the library, which exports this function.
+    unsafe {
+        let library = libloading::Library::new("libcuda.so").expect("the library was just loaded");
+        let threshold: extern "C" fn() -> u64 =
+            *library.get(b"fakeReleaseThreshold").expect("the fake driver exports it");
+        threshold()
+    }
+}
+
+/// Number of communicators that the fake NCCL `init_refused` has returned with an error, and that
+/// have not been aborted.
+///
+/// # Panics
+/// The library cannot be loaded.
+#[must_use]
+pub fn refused_communicators() -> i32 {
+    // SAFETY: this crate compiles the library, which exports this function.
+    unsafe {
+        let library = libloading::Library::new(nccl_with("init_refused")).expect("it exists");
+        let refused: extern "C" fn() -> i32 =
+            *library.get(b"fakeRefusedCommunicators").expect("the fake NCCL exports it");
+        refused()
+    }
+}
+
 /// Path of the fake NCCL with a fault; see `libraries/nccl.rs` for the faults, and `no_abort`,
 /// which lacks a function.
 #[must_use]

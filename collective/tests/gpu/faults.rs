@@ -89,11 +89,23 @@ fn a_failed_initialization_is_reported() {
     let mut group = group(2);
     let states = begin(&mut group, &nccl("init_fails"));
     assert!(
-        failed(&states, "failed to create a communicator: system error of the fake (result 2)"),
+        failed(
+            &states,
+            "failed to create a communicator: system error of the fake: no interface for the \
+             bootstrap (result 2)"
+        ),
         "{states:?}"
     );
     let sums = on_all(&mut group, |gpu| sum(gpu, 3, Path::Host).unwrap());
     assert_eq!(sums, vec![vec![2.0; 3]; 2]);
+}
+
+#[test]
+fn a_communicator_that_is_returned_with_an_error_is_released() {
+    let mut group = group(2);
+    let states = begin(&mut group, &nccl("init_refused"));
+    assert!(failed(&states, "system error of the fake (result 2)"), "{states:?}");
+    assert_eq!(elasticdl_stand_ins::refused_communicators(), 0);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Operations on device memory, on both data paths.
 
-use cudarc::driver::CudaSlice;
+use cudarc::driver::{CudaContext, CudaSlice};
 use elasticdl_collective::Communicator;
 use elasticdl_collective::device::{Device, DeviceError, Element, Path};
 use elasticdl_collective::nccl::NcclState;
@@ -108,6 +108,19 @@ fn broadcasts_and_all_gathers_of_all_types_copy_the_data() {
         }
         moves::<f32>(gpu, path, 600_011);
     });
+}
+
+#[test]
+fn a_default_stream_is_refused_and_freed_memory_is_kept() {
+    elasticdl_stand_ins::load();
+    let context = CudaContext::new(0).unwrap();
+    for stream in [context.default_stream(), context.per_thread_stream()] {
+        let refused = Device::from_stream(stream).unwrap_err();
+        assert!(matches!(refused, DeviceError::DefaultStream), "{refused:?}");
+        assert!(refused.to_string().contains("Device::new_cuda_with_stream"), "{refused}");
+    }
+    Device::from_stream(context.new_stream().unwrap()).unwrap();
+    assert_eq!(elasticdl_stand_ins::release_threshold(), u64::MAX);
 }
 
 #[test]

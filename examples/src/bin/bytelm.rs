@@ -11,11 +11,11 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
+use elasticdl::candle::ops::{causal_softmax, cross_entropy, rms_norm};
 use elasticdl::candle::{Candle, CandleModel, Cuts, Init, Parameters, Place};
 use elasticdl::candle_core::{D, Device, Tensor, Var};
 use elasticdl::readers::TextWindows;
 use elasticdl::{AdamW, Loss, Model, Optimizer, Schedule, UserError};
-use elasticdl_examples::ops::{causal_softmax, cross_entropy, rms_norm};
 use elasticdl_examples::plain;
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};

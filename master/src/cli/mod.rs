@@ -20,3 +20,5 @@ mod process;
 mod render;
 
 pub use commands::main;
+#[doc(hidden)]
+pub use render::fuzzing;

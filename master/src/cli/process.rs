@@ -1,11 +1,13 @@
 //! What every command needs of its process: exit codes, failures, output and a runtime.
 
+use std::borrow::Cow;
 use std::io::{self, Write as _, stderr, stdout};
 
 use tokio::runtime::{Builder, Runtime};
 
 use crate::job::Outcome;
 use crate::kube::client::ClusterError;
+use crate::progress::LogFormat;
 
 /// Failure of a command.
 #[derive(Debug)]
@@ -31,10 +33,26 @@ impl From<ClusterError> for Failure {
     fn from(error: ClusterError) -> Self {
         match error {
             ClusterError::Exists(_)
+            | ClusterError::Missing { .. }
             | ClusterError::NoSuchJob { .. }
             | ClusterError::NoConfig(_) => Self::usage(error.to_string()),
             error => Self::failed(error.to_string()),
         }
+    }
+}
+
+/// What a command prints of a job that it follows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Console {
+    /// Errors only.
+    pub(crate) quiet: bool,
+    pub(crate) format: LogFormat,
+}
+
+impl Console {
+    /// Format of progress and events; `None` if they are not printed.
+    pub(crate) fn progress(self) -> Option<LogFormat> {
+        (!self.quiet).then_some(self.format)
     }
 }
 
@@ -79,9 +97,19 @@ pub(crate) fn print(text: &str) -> Result<u8, Failure> {
     Ok(EXIT_OK)
 }
 
-/// Prints a line to standard error, which may be closed.
+/// Prints text to standard error, which may be closed. Control characters, which may come from a
+/// data file or a program, are escaped.
 pub(crate) fn print_line(text: &str) {
-    let _ = writeln!(stderr(), "{text}");
+    let _ = writeln!(stderr(), "{}", escaped(text));
+}
+
+fn escaped(text: &str) -> Cow<'_, str> {
+    let is_active = |c: char| c.is_control() && c != '\n' && c != '\t';
+    if !text.contains(is_active) {
+        return Cow::Borrowed(text);
+    }
+    let escape = |c: char| if is_active(c) { c.escape_default().to_string() } else { c.into() };
+    Cow::Owned(text.chars().map(escape).collect())
 }
 
 pub(crate) fn print_error(text: &str) {
@@ -100,3 +128,15 @@ pub(crate) const EXIT_OK: u8 = 0;
 pub(crate) const EXIT_TERMINATED: u8 = 143;
 /// The same code as clap's for usage errors.
 pub(crate) const EXIT_USAGE: u8 = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_of_data_cannot_control_the_terminal() {
+        let shown = escaped("line 1: \u{1b}[2J\u{1f}\u{8b}\r\n\tit must be a number, not `ü\u{7}`");
+        let expected = "line 1: \\u{1b}[2J\\u{1f}\\u{8b}\\r\n\tit must be a number, not `ü\\u{7}`";
+        assert_eq!(shown, expected);
+    }
+}

@@ -44,6 +44,7 @@ impl MasterFixture {
             master: "10.0.0.1:7070".into(),
             min_workers: 1,
             priority_tiers: None,
+            gang: None,
         };
         let pods = Pods::new(&cluster, factory, lease_guard.clone(), recorder.clone());
         let anchor = Anchor::new(&cluster, "job");
@@ -55,7 +56,8 @@ impl MasterFixture {
         let server_config = ServerConfig { listener, token: token.clone(), identity: None };
         let term = MasterTerm { incarnation: 3, lease_guard };
         let master =
-            Master::with_pods(spec(), server_config, pods, persisted_job, term, Progress::quiet());
+            Master::with_pods(spec(), server_config, pods, persisted_job, term, Progress::quiet())
+                .unwrap();
         let (commands, received) = mpsc::channel(1);
         tokio::spawn(master.run(received));
         Self { address, token, hold: Box::new(hold), _fake: fake, _commands: commands }
@@ -71,6 +73,7 @@ impl MasterFixture {
             pid: 1,
             resume: incarnation.map(|_| Resume { worker, membership: None, parameters: None }),
             incarnation: incarnation.unwrap_or_default(),
+            location: Default::default(),
         };
         let (sender, outgoing) = mpsc::channel(1);
         sender.send(JoinRequest::Hello(Box::new(hello))).await.unwrap();

@@ -2,11 +2,11 @@
 
 use std::net::SocketAddr;
 
-use elasticdl_proto::WorkerId;
 pub use elasticdl_proto::{
     CheckpointNews, Committed, Evaluated, Failure, Finished, LaunchId, LedgerReport, Phases,
     Resume, Stall, StepTimes, WorkerMessage,
 };
+use elasticdl_proto::{Location, WorkerId};
 
 /// Id of an open stream, assigned by the shell before the stream belongs to a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -82,6 +82,13 @@ pub enum Event {
         /// A few lines without control characters.
         lines: String,
     },
+    /// A worker's hello, or the cluster, says where a launch runs.
+    LaunchLocated {
+        /// The launch.
+        launch: LaunchId,
+        /// Where it runs.
+        location: Location,
+    },
     /// A launch runs: its hello is expected within the hello timeout.
     LaunchRuns {
         /// The launch.
@@ -101,6 +108,8 @@ pub enum Event {
         /// How the process ended.
         exit: Exit,
     },
+    /// The user resumes a suspended job.
+    Resume,
     /// The user changes the number of workers (already validated against min and max).
     Scale {
         /// Workers to keep.
@@ -108,6 +117,11 @@ pub enum Event {
     },
     /// The user stops the job at the end of a step.
     Stop,
+    /// The user ends the job at once, whatever its workers do.
+    StopNow,
+    /// The user suspends the job: its workers end, with their state in a checkpoint, and none is
+    /// started until [`Event::Resume`].
+    Suspend,
 }
 
 /// What a launch waits for.
@@ -117,6 +131,8 @@ pub enum Wait {
     Scheduling(Option<String>),
     /// Capacity: the launch is unschedulable; what is missing.
     Capacity(String),
+    /// Its turn: a queue holds the launch back, or the scheduler of its gang; what is missing.
+    Queue(String),
     /// Its start on the node that it is assigned to; the obstacle, if one is known.
     Start(Option<String>),
 }

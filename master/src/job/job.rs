@@ -36,6 +36,7 @@ impl Job {
     #[must_use]
     pub fn new(spec: JobSpec) -> Self {
         let mut job = Self::new_silent(spec);
+        job.watch_deadline();
         job.launch_missing(Time::default());
         job
     }
@@ -86,6 +87,9 @@ impl Job {
                 self.log_event(format!("{name} was {}", clip(&explanation)));
             }
             Event::LaunchLeaves { launch, reason } => self.on_launch_leaves(now, launch, &reason),
+            Event::LaunchLocated { launch, location } => {
+                self.workers.pod_mut(launch).for_each(|l| l.locate(&location));
+            }
             Event::LaunchMade { launch, class } => {
                 self.workers.pod_mut(launch).for_each(|l| l.set_class(class.as_deref()));
             }
@@ -98,8 +102,11 @@ impl Job {
             Event::LaunchWaits { launch, wait } => self.on_launch_waits(now, launch, wait),
             Event::Message { worker, message } => self.on_message(now, worker, message),
             Event::ProcessEnded { launch, exit } => self.on_process_ended(now, launch, &exit),
+            Event::Resume => self.on_resume(now),
             Event::Scale { num_workers } => self.on_scale(now, num_workers),
-            Event::Stop => self.on_stop(now),
+            Event::Stop => self.on_stop_requested(now),
+            Event::StopNow => self.on_stop_now(),
+            Event::Suspend => self.on_suspend(now),
         }
     }
 
@@ -117,6 +124,7 @@ impl Job {
             }
             WorkerMessage::Checkpoint(news) => self.on_checkpoint_news(worker, news),
             WorkerMessage::Committed(report) => self.on_committed(now, worker, &report),
+            WorkerMessage::RecordsSkipped(skipped) => self.on_records_skipped(worker, skipped),
             WorkerMessage::Described(outcome) => self.on_described(now, worker, outcome),
             WorkerMessage::Evaluated(report) => self.on_evaluated(report),
             WorkerMessage::ShardDone { range, metrics } => {
@@ -129,14 +137,10 @@ impl Job {
             WorkerMessage::Formed { generation, step, ledger } => {
                 self.on_formed(now, worker, generation, step, &ledger);
             }
-            WorkerMessage::HeldLeases { step, ranges } => {
-                self.on_held_leases(now, worker, step, &ranges);
-            }
-            WorkerMessage::LeaseRequest { epoch, records } => {
-                self.on_lease_request(now, worker, epoch, records);
-            }
+            WorkerMessage::LeaseRequest { shards } => self.on_lease_request(worker, shards),
             WorkerMessage::Leaving => self.on_leaving(now, worker),
             WorkerMessage::CaughtUp { step } => self.on_caught_up(now, worker, step),
+            WorkerMessage::Reconnected { step } => self.on_returned(now, worker, step),
             WorkerMessage::Ready { parameters } => self.on_ready(now, worker, parameters),
             WorkerMessage::StorageWait { storage, waited } => {
                 self.on_storage_wait(worker, storage, waited);
@@ -155,6 +159,12 @@ impl Job {
         self.out.poll_action()
     }
 
+    /// How the job ends, once that is decided.
+    #[must_use]
+    pub fn outcome(&self) -> Option<Outcome> {
+        self.lifecycle.outcome()
+    }
+
     /// The time at which [`Job::handle_timeout`] has to be called.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Time> {
@@ -166,6 +176,7 @@ impl Job {
         while let Some((at, timer)) = self.out.pop_due(now) {
             match timer {
                 Timer::Broken(generation) => self.on_broken_due(now, generation),
+                Timer::Deadline => self.on_deadline_due(now),
                 Timer::End => self.end_now(),
                 Timer::Hello(launch) => self.on_hello_due(now, launch),
                 Timer::Kill(launch) => self.on_kill_due(launch),

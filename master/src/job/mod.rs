@@ -1,5 +1,6 @@
-//! The state machine of one training job: which workers are alive, which are in the group, which
-//! lease which records, and when the job ends.
+//! The state machine of one job: which workers are alive, which are in the group, and when the job
+//! ends. The workers of a group divide the records among themselves; those of an inference job
+//! process shards that are leased to them.
 //!
 //! It is deterministic: events and the time go in, actions come out, and the same inputs give the
 //! same outputs.
@@ -23,24 +24,25 @@
 //! |---|---|---|
 //! | `workers/` | launches, connected workers, pods | no other part |
 //! | `group/` | the newest generation, its links, its final reports | no other part |
-//! | `data/` | files, shards, leases, the cached ledger, results | no other part |
+//! | `data/` | files, the cached ledger, shards and their leases, results | no other part |
 //! | `lifecycle/` | the phase, wanted workers, restarts, take-over; what removes workers | all |
 //! | `reporting/` | history, counters; status and summary | all; decides nothing |
 //!
 //! | event, message | handled in |
 //! |---|---|
 //! | `Connected`, `Described`, `Ready`, `CaughtUp` | `handlers/onboarding` |
-//! | `Connected` again, `Disconnected`, `HeldLeases` | `lifecycle/disconnected` |
+//! | `Connected` again, `Disconnected`, `Reconnected` | `lifecycle/disconnected` |
 //! | `Formed`, `Committed`, `Resumed`, `Finished`, `Failed` | `handlers/training` |
-//! | `LeaseRequest` | `handlers/leasing` |
-//! | `ShardDone` | `handlers/inference` |
+//! | `LeaseRequest`, `ShardDone` | `handlers/inference` |
 //! | `Heartbeat` | `handlers/liveness` |
 //! | `Broken` | `handlers/links` |
 //! | `Checkpoint`, `Evaluated`, `StorageWait` | `reporting/news` |
 //! | `LaunchWaits`, `LaunchRuns`, `LaunchLeaves`, `Scale` | `lifecycle/launching` |
+//! | `Suspend`, `Resume` | `lifecycle/suspension` |
+//! | `LaunchLocated` | `handlers/publish`, by the next membership |
 //! | `ProcessEnded` | `lifecycle/exits` |
 //! | `Leaving` | `lifecycle/removal` |
-//! | `Stop` | `lifecycle/shutdown` |
+//! | `Stop`, the deadline | `lifecycle/shutdown` |
 //!
 //! Whatever may change the group ends in `handlers/publish`, which publishes the next generation if
 //! one is due.
@@ -52,13 +54,10 @@
 //! **Invariants**
 //! * No async, sockets, clock, environment or entropy under `job/`; random choices derive from the
 //!   job's seed.
-//! * A record is leased to at most one live worker, and only to a member of the newest generation.
-//! * A lost worker's leases return to the queue only when the next group reports its ledger
-//!   ([`WorkerMessage::Formed`]), less the records that this ledger holds.
+//! * Records are leased in inference jobs alone, and each to at most one live worker.
+//! * The ledger of the next group ([`WorkerMessage::Formed`]) replaces the cached one.
 //! * Generations grow by one. Between the publication of a generation and its formation, only a
 //!   loss publishes another one.
-//! * After a take-over the master leases nothing until it knows what the group has absorbed and
-//!   what each member holds.
 //! * No message of a worker can make this code panic: every message is validated, and an invalid
 //!   one is ignored or fails its sender.
 //! * Everything that grows with workers' messages has a limit.
@@ -72,6 +71,7 @@ mod handlers;
 mod job;
 mod lifecycle;
 mod outbox;
+mod policies;
 mod reporting;
 mod spec;
 #[cfg(test)]
@@ -96,12 +96,14 @@ pub use job::Job;
 pub use lifecycle::persisted::{DatasetFingerprint, PersistedJob};
 #[cfg(test)]
 pub(crate) use lifecycle::restart::is_own_fault;
+pub use policies::{ExitAction, ExitRule, Policies, SuccessPolicy};
 pub use reporting::counters::{Counters, End, Histogram, Recoveries};
+pub use reporting::lifetimes::{WorkerLifetime, WorkerTimes};
 pub(crate) use reporting::text::format_metrics;
 pub use reporting::views::Snapshot;
 pub use spec::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, OnNonfinite, SpecError,
-    ValidationSpec, WireDtype, Work,
+    Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, LinkEncryption, OnNonfinite, Shuffle,
+    ShuffleMode, SpecError, ValidationSpec, WireDtype, Work,
 };
 pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use time::Time;

@@ -21,6 +21,7 @@ pub(super) struct Outbox {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Timer {
     Broken(Generation),
+    Deadline,
     End,
     Hello(LaunchId),
     Kill(LaunchId),

@@ -3,12 +3,15 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_proto::WorkerOptions;
 use elasticdl_proto::limits::CHANNELS_MAX;
 pub use elasticdl_proto::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, WireDtype, Work,
+    Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, Shuffle, ShuffleMode,
+    ValidationSpec, WireDtype, Work,
 };
+use elasticdl_proto::{Deterministic, WorkerOptions};
 use serde::{Deserialize, Serialize};
+
+use super::policies::Policies;
 
 /// A job as submitted. [`JobSpec::check`] succeeds before a [`Job`](super::Job) is created from it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,12 +35,19 @@ pub struct JobSpec {
     pub max_steps: Option<u64>,
     /// How many records make a step.
     pub batch: Batch,
-    /// Records of a shard; `None` chooses from the size of the data set.
+    /// Records of a shard of an inference job; `None` chooses from the size of the data set.
     pub records_per_shard: Option<NonZeroU64>,
-    /// Whether shards are shuffled anew in each epoch.
-    pub shuffle: bool,
+    /// The order in which an epoch's records are trained.
+    pub shuffle: Shuffle,
     /// Seed of all random choices.
     pub seed: u64,
+    /// Records of a micro-batch, the unit in which a step is split over the workers; `None`: single
+    /// records.
+    #[serde(default)]
+    pub micro_batch: Option<NonZeroU64>,
+    /// Whether the results depend on nothing but the data, the options and the program.
+    #[serde(default)]
+    pub deterministic: bool,
     /// Failures of workers (crashes and errors of the user's code, not preemption) after which the
     /// job fails.
     pub max_worker_restarts: u32,
@@ -73,9 +83,18 @@ pub struct JobSpec {
     /// is no checkpoint. Otherwise it fails.
     #[serde(default)]
     pub restart_without_checkpoint: bool,
+    /// Which links between workers are encrypted.
+    #[serde(default)]
+    pub link_encryption: LinkEncryption,
+    /// Number of bad records that the reader skips; 0 if the first one ends the job.
+    #[serde(default)]
+    pub bad_records_max: u64,
     /// How long workers may take from SIGTERM to their end.
     #[serde(default = "grace_period")]
     pub grace_period: Duration,
+    /// What exit codes mean, and when the job ends before its data.
+    #[serde(default)]
+    pub policies: Policies,
 }
 
 /// How a step is handled whose gradient, summed over all workers, or whose loss contains a NaN or
@@ -119,6 +138,9 @@ impl JobSpec {
             max_steps: self.max_steps,
             batch: self.batch,
             seed: self.seed,
+            shuffle: self.shuffle,
+            micro_batch: self.micro_batch(),
+            deterministic: self.deterministic,
             heartbeat: self.heartbeat(),
             worker_timeout: self.worker_timeout,
             leave_timeout: Some(self.leave_timeout()),
@@ -129,7 +151,20 @@ impl JobSpec {
             wire_dtype: self.wire_dtype,
             channels: self.channels,
             skips_nonfinite: self.on_nonfinite == OnNonfinite::Skip,
+            link_encryption: self.link_encryption,
+            bad_records_max: self.bad_records_max,
         }
+    }
+
+    /// Records of a micro-batch; `None`: single records.
+    fn micro_batch(&self) -> Option<NonZeroU64> {
+        let exact = self.exact_sums().check().ok().filter(|_| self.deterministic);
+        exact.map(|(micro_batch, _)| micro_batch).or(self.micro_batch)
+    }
+
+    fn exact_sums(&self) -> Deterministic {
+        let Self { batch, micro_batch, wire_dtype, .. } = *self;
+        Deterministic { batch, micro_batch, wire_dtype }
     }
 
     /// Checks whether the job can be scaled to `num_workers`.
@@ -152,6 +187,14 @@ impl JobSpec {
                 multiples_near(num_workers, *per_pod)
             )),
         }
+    }
+
+    /// Checks the options that a [deterministic](Self::deterministic) job is limited in.
+    ///
+    /// # Errors
+    /// What would be right.
+    pub fn check_deterministic(&self) -> Result<(), String> {
+        if self.deterministic { self.exact_sums().check().map(drop) } else { Ok(()) }
     }
 
     /// Checks what can be checked before the data is seen.
@@ -218,6 +261,7 @@ impl JobSpec {
         if let Some(validation) = &self.validation {
             places.push(("validation.data", &validation.data));
             places.push(("validation.metric", &validation.metric));
+            places.extend(validation.export_best.as_deref().map(|path| ("export_best", path)));
         }
         match &self.work {
             Work::Evaluate { model } => places.push(("model", model)),

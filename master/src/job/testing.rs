@@ -3,7 +3,9 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_proto::{Cause, FailedShard, FileList, Generation, MembershipChange, WorkerId};
+use elasticdl_proto::{
+    Cause, FailedShard, FileList, Generation, MembershipChange, Shuffle, WorkerId,
+};
 
 use super::action::{Membership, Outcome};
 use super::event::{Evaluated, Finished, LaunchId, LedgerReport};
@@ -14,7 +16,7 @@ use super::spec::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
 use super::workers::state::{Disconnected, Launch, LaunchState};
 use super::workers::table::WorkerTable;
 
-/// A job of three workers and two epochs, with four records per step, shuffled with seed 7.
+/// A job of three workers and two epochs, with four records per step, and seed 7.
 pub(crate) fn spec() -> JobSpec {
     JobSpec {
         name: "job".into(),
@@ -27,7 +29,9 @@ pub(crate) fn spec() -> JobSpec {
         max_steps: None,
         batch: Batch::Global(NonZeroU64::new(4).unwrap()),
         records_per_shard: None,
-        shuffle: true,
+        shuffle: Shuffle::default(),
+        micro_batch: None,
+        deterministic: false,
         seed: 7,
         max_worker_restarts: 3,
         worker_timeout: None,
@@ -38,10 +42,13 @@ pub(crate) fn spec() -> JobSpec {
         work: Work::default(),
         wire_dtype: WireDtype::F32,
         channels: 1,
+        link_encryption: Default::default(),
         on_nonfinite: OnNonfinite::default(),
+        bad_records_max: 0,
         restart_without_checkpoint: true,
         // A leaving worker is released after 10 s.
         grace_period: Duration::from_secs(14),
+        policies: Default::default(),
     }
 }
 

@@ -8,9 +8,10 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{
-    CHECKPOINTS, JOB, JobDirError, LOCK, LOGS, LookupError, MASTER, MASTER_LOG, PROCESSES, PROGRAM,
-    RECORD, SUMMARY, TOKEN, take_lock,
+use super::error::JobDirError;
+use super::files::{
+    CA, CERTIFICATE, CHECKPOINTS, FILES, HISTORY, JOB, KEY, LOCK, LOGS, MASTER, MASTER_LOG,
+    PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN,
 };
 
 /// Checks that a job may use `root`: that it does not exist, is empty, or is a job's directory.
@@ -41,73 +42,6 @@ pub(super) fn is_job_dir(root: &Path) -> bool {
     has_lock && (is_file(TOKEN) || is_sole())
 }
 
-/// Removes the files of the job in `root`, and `root` itself if it is then empty. Returns the
-/// remaining paths.
-///
-/// # Errors
-/// [`DeleteError`]; then some files may have been removed already.
-pub fn delete(root: &Path) -> Result<Vec<PathBuf>, DeleteError> {
-    if !is_job_dir(root) {
-        return Err(LookupError::NoSuchJob { path: root.into() }.into());
-    }
-    let lock = take_lock(root)?;
-    super::refuse_if_workers_live(root)?;
-    let remove = |path: PathBuf| match fs::remove_file(&path) {
-        Err(source) if source.kind() != io::ErrorKind::NotFound => {
-            Err(DeleteError::Remove { path, source })
-        }
-        _ => Ok(()),
-    };
-    let failed = |path: &Path, source| DeleteError::Remove { path: path.into(), source };
-    let logs = root.join(LOGS);
-    for log in job_logs(&logs).map_err(|e| failed(&logs, e))? {
-        remove(log)?;
-    }
-    let checkpoints = root.join(CHECKPOINTS);
-    for checkpoint in job_checkpoints(&checkpoints).map_err(|e| failed(&checkpoints, e))? {
-        fs::remove_dir_all(&checkpoint).map_err(|e| failed(&checkpoint, e))?;
-    }
-    for folder in [logs, checkpoints] {
-        // The folder stays if it contains other files.
-        let _ = fs::remove_dir(folder);
-    }
-    let mut files: Vec<OsString> = names(root).map_err(|e| failed(root, e))?;
-    // The lock is removed last: until then no other master starts here.
-    files.retain(|name| is_job_file(name) && name != LOCK);
-    files.push(LOCK.into());
-    for name in files {
-        remove(root.join(name))?;
-    }
-    drop(lock);
-    let mut left: Vec<PathBuf> =
-        names(root).map_err(|e| failed(root, e))?.into_iter().map(|name| root.join(name)).collect();
-    left.sort();
-    if left.is_empty() {
-        fs::remove_dir(root).map_err(|e| failed(root, e))?;
-    }
-    Ok(left)
-}
-
-/// Why a job's directory was not removed.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum DeleteError {
-    /// There is no job in it. Check the name.
-    #[error(transparent)]
-    Lookup(#[from] LookupError),
-    /// The job, or one of its workers, still runs.
-    #[error(transparent)]
-    InUse(#[from] JobDirError),
-    /// The operating system refuses.
-    #[error("can't remove {}: {source}", path.display())]
-    Remove {
-        /// Path that could not be removed.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: io::Error,
-    },
-}
-
 /// Returns the files of an earlier run that would be taken for the next one's.
 pub(super) fn stale_files(root: &Path) -> io::Result<Vec<PathBuf>> {
     let retained = [LOCK, TOKEN];
@@ -121,7 +55,7 @@ pub(super) fn stale_files(root: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Returns the logs of jobs in the folder at `path`; none if there is no such folder.
-fn job_logs(path: &Path) -> io::Result<Vec<PathBuf>> {
+pub(super) fn job_logs(path: &Path) -> io::Result<Vec<PathBuf>> {
     let is_log = |name: &OsString| {
         let launch =
             name.to_str().and_then(|name| name.strip_prefix("worker-")?.strip_suffix(".log"));
@@ -131,7 +65,7 @@ fn job_logs(path: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Returns the checkpoints in the folder at `path`; none if there is no such folder.
-fn job_checkpoints(path: &Path) -> io::Result<Vec<PathBuf>> {
+pub(super) fn job_checkpoints(path: &Path) -> io::Result<Vec<PathBuf>> {
     let is_checkpoint = |name: &OsString| {
         let step = name.to_str().and_then(|name| name.strip_prefix("step-")?.split('-').next());
         step.is_some_and(is_number)
@@ -148,7 +82,7 @@ fn is_known(name: &OsStr) -> bool {
 }
 
 /// Returns whether it is a file of a job, or a temporary file for an atomic replacement of one.
-fn is_job_file(name: &OsStr) -> bool {
+pub(super) fn is_job_file(name: &OsStr) -> bool {
     let staged = |name: &str| {
         let (file, _) = name.strip_prefix('.')?.strip_suffix(".tmp")?.rsplit_once('.')?;
         Some(file.to_owned())
@@ -157,7 +91,7 @@ fn is_job_file(name: &OsStr) -> bool {
     JOB_FILES.iter().any(|file| name == *file || staged.as_deref() == Some(file))
 }
 
-fn names(folder: &Path) -> io::Result<Vec<OsString>> {
+pub(super) fn names(folder: &Path) -> io::Result<Vec<OsString>> {
     fs::read_dir(folder)?.map(|entry| entry.map(|entry| entry.file_name())).collect()
 }
 
@@ -170,14 +104,27 @@ fn names_or_none(folder: &Path) -> io::Result<Vec<OsString>> {
 
 /// All files that a job writes at the top of its directory. A file that is not listed here is never
 /// removed.
-const JOB_FILES: [&str; 9] =
-    [super::FILES, JOB, LOCK, MASTER, PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN];
+const JOB_FILES: [&str; 13] = [
+    CA,
+    CERTIFICATE,
+    KEY,
+    FILES,
+    HISTORY,
+    JOB,
+    LOCK,
+    MASTER,
+    PROCESSES,
+    PROGRAM,
+    RECORD,
+    SUMMARY,
+    TOKEN,
+];
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::job::LaunchId;
-    use crate::jobdir::{JobDir, worker_log};
+    use crate::jobdir::{DeleteError, JobDir, LookupError, delete, worker_log};
 
     fn scratch() -> tempfile::TempDir {
         tempfile::tempdir().unwrap()
@@ -204,7 +151,7 @@ mod tests {
     /// Creates a directory in which a job has run to its end.
     fn ended(root: &Path) {
         let dir = JobDir::create(root).unwrap();
-        dir.publish("127.0.0.1:1".parse().unwrap()).unwrap();
+        dir.publish("127.0.0.1:1".parse().unwrap(), None).unwrap();
         for file in
             JOB_FILES.into_iter().chain([".record.json.0123abcd.tmp"]).filter(|&file| file != LOCK)
         {

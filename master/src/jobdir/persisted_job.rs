@@ -16,7 +16,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fs;
-use std::io::{self, Write as _};
+use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -25,9 +25,15 @@ use elasticdl_proto::{FileLimits, FileList};
 use serde::{Deserialize, Serialize};
 use tracing::error;
 
-use super::{FILES, JOB, JobDir, JobDirError, PROCESSES, RECORD, SUMMARY, replace, take_lock};
+use super::JobDir;
+use super::contents::is_job_dir;
+use super::error::JobDirError;
+use super::files::{FILES, JOB, PROCESSES, RECORD, SUMMARY, TOKEN, replace};
+use super::lock::take_lock;
+use super::notes::read_notes;
 use crate::job::{DatasetFingerprint, LaunchId, PersistedJob};
 use crate::local::{ProcessIdentity, ProgramCopy};
+use crate::persisted_format::{Head, OtherFormat, RELEASE, VERSION};
 use crate::token::Token;
 
 /// How a job was started.
@@ -48,6 +54,9 @@ pub struct JobStart {
     /// Address at which metrics are served, if any.
     #[serde(default)]
     pub metrics: Option<SocketAddr>,
+    /// Address at which the dashboard is served, if it is.
+    #[serde(default)]
+    pub dashboard: Option<SocketAddr>,
     /// Folder of events for TensorBoard, if any.
     #[serde(default)]
     pub tensorboard_dir: Option<OsString>,
@@ -81,7 +90,7 @@ pub struct PersistedJobFile {
 impl PersistedJobFile {
     /// Replaces the persisted state. A failure is logged: the job continues, but can't be resumed.
     pub(crate) fn write(&mut self, job: &PersistedJob) {
-        let json = serde_json::to_vec(&Versioned { version: RECORD_VERSION, content: job })
+        let json = serde_json::to_vec(&Record { version: VERSION, release: RELEASE, content: job })
             .expect("the keys of a job are strings");
         let written = self.write_list(job).and_then(|()| replace(&self.path, &json));
         let Err(failure) = written else {
@@ -118,7 +127,7 @@ impl JobDir {
     /// [`JobDirError::Write`].
     pub fn persist_start(&self, start: &JobStart) -> Result<(), JobDirError> {
         let path = self.root.join(JOB);
-        let json = serde_json::to_vec_pretty(&Versioned { version: VERSION, content: start })
+        let json = serde_json::to_vec_pretty(&Versioned { version: START_VERSION, content: start })
             .expect("a start's keys are strings");
         replace(&path, &json).map_err(|source| JobDirError::Write { path, source })
     }
@@ -140,7 +149,7 @@ impl JobDir {
     /// # Errors
     /// [`ResumeError`].
     pub fn resume(root: &Path) -> Result<(Self, AbandonedJob), ResumeError> {
-        if !super::contents::is_job_dir(root) {
+        if !is_job_dir(root) {
             return Err(ResumeError::NoSuchJob { path: root.into() });
         }
         let root = root.canonicalize().map_err(|source| ResumeError::Unreadable {
@@ -155,8 +164,8 @@ impl JobDir {
         if summary.is_file() {
             return Err(ResumeError::Ended { path: root, summary });
         }
-        let start = read(&root, JOB, VERSION)?;
-        let mut record: PersistedJob = read(&root, RECORD, RECORD_VERSION)?;
+        let start = read_start(&root)?;
+        let mut record = read_record(&root)?;
         if record.data().is_some() {
             let list = read_list(&root)?;
             let unreadable = |reason| ResumeError::Unreadable { path: root.join(FILES), reason };
@@ -166,10 +175,10 @@ impl JobDir {
             |name, reason: String| ResumeError::Unreadable { path: root.join(name), reason };
         let processes =
             read_notes(&root).map_err(|error| unreadable(PROCESSES, error.to_string()))?;
-        let token = fs::read_to_string(root.join(super::TOKEN))
-            .map_err(|e| unreadable(super::TOKEN, e.to_string()))?;
-        let token = Token::from_hex(&token)
-            .ok_or_else(|| unreadable(super::TOKEN, "not a token".into()))?;
+        let token =
+            fs::read_to_string(root.join(TOKEN)).map_err(|e| unreadable(TOKEN, e.to_string()))?;
+        let token =
+            Token::from_hex(&token).ok_or_else(|| unreadable(TOKEN, "not a token".into()))?;
         Ok((Self { root, token, _lock: lock }, AbandonedJob { start, record, processes }))
     }
 }
@@ -183,33 +192,6 @@ pub fn is_abandoned(root: &Path) -> bool {
     is_persisted && take_lock(root).is_ok()
 }
 
-/// Notes in the file at `path` that `launch` runs.
-pub(crate) fn note_process(
-    path: &Path,
-    launch: LaunchId,
-    started: ProcessIdentity,
-) -> io::Result<()> {
-    let line = format!("{} {} {}\n", launch.0, started.pid, started.start_ticks);
-    // One write of a short line is atomic.
-    fs::File::options().append(true).create(true).open(path)?.write_all(line.as_bytes())
-}
-
-/// Reads the processes that were noted in the directory `root`.
-pub(super) fn read_notes(root: &Path) -> io::Result<BTreeMap<LaunchId, ProcessIdentity>> {
-    match fs::read_to_string(root.join(PROCESSES)) {
-        Ok(notes) => Ok(notes.lines().filter_map(parse_note).collect()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
-        Err(error) => Err(error),
-    }
-}
-
-fn parse_note(line: &str) -> Option<(LaunchId, ProcessIdentity)> {
-    let mut fields = line.split(' ');
-    let mut next = || fields.next()?.parse::<u64>().ok();
-    let (launch, pid, at) = (next()?, next()?, next()?);
-    Some((LaunchId(launch), ProcessIdentity { pid: u32::try_from(pid).ok()?, start_ticks: at }))
-}
-
 fn read_list(root: &Path) -> Result<FileList, ResumeError> {
     let path = root.join(FILES);
     let unlimited =
@@ -220,41 +202,72 @@ fn read_list(root: &Path) -> Result<FileList, ResumeError> {
     list.map_err(|reason| ResumeError::Unreadable { path, reason })
 }
 
-/// Reads a file of version `newest` or older.
-fn read<T: serde::de::DeserializeOwned>(
-    root: &Path,
-    name: &str,
-    newest: u32,
-) -> Result<T, ResumeError> {
-    let path = root.join(name);
-    let text = match fs::read(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Err(ResumeError::NotPersisted { path: root.into() });
-        }
-        Err(error) => return Err(ResumeError::Unreadable { path, reason: error.to_string() }),
+/// Reads the persisted state.
+fn read_record(root: &Path) -> Result<PersistedJob, ResumeError> {
+    #[derive(Deserialize)]
+    struct Content<T> {
+        content: T,
+    }
+    let (path, text) = read_text(root, RECORD)?;
+    let unreadable = |error: serde_json::Error| ResumeError::Unreadable {
+        path: path.clone(),
+        reason: error.to_string(),
     };
+    let head: Head = serde_json::from_slice(&text).map_err(unreadable)?;
+    let content = || {
+        let content: Content<serde_json::Value> = serde_json::from_slice(&text).ok()?;
+        Some(content.content)
+    };
+    head.check(content)
+        .map_err(|format| ResumeError::OtherFormat { path: path.clone(), format })?;
+    let Content { content } = serde_json::from_slice(&text).map_err(unreadable)?;
+    Ok(content)
+}
+
+/// Reads how the job was started.
+fn read_start(root: &Path) -> Result<JobStart, ResumeError> {
     #[derive(Deserialize)]
     struct Version {
         version: u32,
     }
+    let (path, text) = read_text(root, JOB)?;
     let unreadable = |error: serde_json::Error| ResumeError::Unreadable {
         path: path.clone(),
         reason: error.to_string(),
     };
     // Only the version is common to all versions.
     let Version { version } = serde_json::from_slice(&text).map_err(unreadable)?;
-    if !(1..=newest).contains(&version) {
-        return Err(ResumeError::OtherVersion { path, version, newest });
+    if !(1..=START_VERSION).contains(&version) {
+        return Err(ResumeError::OtherVersion { path, version, newest: START_VERSION });
     }
     let Versioned { content, .. } = serde_json::from_slice(&text).map_err(unreadable)?;
     Ok(content)
 }
 
+fn read_text(root: &Path, name: &str) -> Result<(PathBuf, Vec<u8>), ResumeError> {
+    let path = root.join(name);
+    match fs::read(&path) {
+        Ok(text) => Ok((path, text)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            Err(ResumeError::NotPersisted { path: root.into() })
+        }
+        Err(error) => Err(ResumeError::Unreadable { path, reason: error.to_string() }),
+    }
+}
+
+/// How the job was started, as stored.
 #[derive(Serialize, Deserialize)]
 struct Versioned<T> {
     version: u32,
     content: T,
+}
+
+/// The persisted state as stored.
+#[derive(Serialize)]
+struct Record<'a> {
+    version: u32,
+    release: &'a str,
+    content: &'a PersistedJob,
 }
 
 /// Why a job can't be resumed.
@@ -281,8 +294,17 @@ pub enum ResumeError {
         /// Directory of the job.
         path: PathBuf,
     },
-    /// Another version of this program has written the file in another format. Resume with the
-    /// version that started the job.
+    /// Another release has persisted the job's state. Resume with that release, or start the job
+    /// again.
+    #[error("can't resume from {}: {format}; nothing was changed", path.display())]
+    OtherFormat {
+        /// The file.
+        path: PathBuf,
+        /// Its format, and what to do.
+        format: OtherFormat,
+    },
+    /// A newer release has written how the job was started. Resume with the release that started
+    /// the job.
     #[error(
         "{} is of version {version}, and this program reads versions up to {newest}; \
          resume with the program that \
@@ -317,16 +339,18 @@ pub enum ResumeError {
     },
 }
 
-/// Version of the files; incremented when an older program could not read them correctly.
-const VERSION: u32 = 1;
-/// Version of the persisted state. Version 1 contained the list of files.
-const RECORD_VERSION: u32 = 2;
+/// Version of the file that says how the job was started; incremented when an older program could
+/// not read it correctly.
+const START_VERSION: u32 = 1;
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
     use super::*;
     use crate::job::Job;
     use crate::job::testing::spec;
+    use crate::jobdir::note_process;
 
     fn start() -> JobStart {
         JobStart {
@@ -337,6 +361,7 @@ mod tests {
             master_timeout: Duration::from_secs(30),
             summary: None,
             metrics: Some("127.0.0.1:4712".parse().unwrap()),
+            dashboard: Some("127.0.0.1:4713".parse().unwrap()),
             tensorboard_dir: None,
             began: SystemTime::UNIX_EPOCH + Duration::from_secs(7),
             copy: None,
@@ -414,17 +439,6 @@ mod tests {
         let (dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
         assert!(abandoned.record == record);
         drop(dir);
-        // The format of version 1.
-        fs::remove_file(&path).unwrap();
-        let mut old: serde_json::Value =
-            serde_json::from_slice(&fs::read(scratch.path().join(RECORD)).unwrap()).unwrap();
-        old["version"] = 1.into();
-        old["content"].as_object_mut().unwrap().remove("data");
-        let file = serde_json::json!({"path": "file-0", "records": 200_000_000});
-        old["content"]["dataset"] = serde_json::json!({"files": [file]});
-        fs::write(scratch.path().join(RECORD), old.to_string()).unwrap();
-        let (_dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
-        assert_eq!(abandoned.record.file_list(), Some(&list));
     }
 
     #[test]
@@ -450,8 +464,35 @@ mod tests {
             assert!(matches!(error, ResumeError::Unreadable { .. }), "{error}");
             fs::write(root.join(name), before).unwrap();
         }
-        fs::write(root.join(RECORD), "{\"version\": 3, \"unheard\": []}").unwrap();
-        assert!(matches!(JobDir::resume(&root), Err(ResumeError::OtherVersion { version: 3, .. })));
+        fs::write(root.join(JOB), "{\"version\": 2, \"unheard\": []}").unwrap();
+        assert!(matches!(JobDir::resume(&root), Err(ResumeError::OtherVersion { version: 2, .. })));
+    }
+
+    /// In older releases `shuffle` was a boolean.
+    #[test]
+    fn a_job_of_an_older_release_is_refused_with_what_to_do_and_nothing_is_changed() {
+        let scratch = tempfile::tempdir().unwrap();
+        drop(persisted(scratch.path()));
+        let path = scratch.path().join(RECORD);
+        let mut old: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        old["version"] = 2.into();
+        old.as_object_mut().unwrap().remove("release");
+        old["content"]["spec"]["shuffle"] = true.into();
+        old["content"]["spec"]["checkpoints"] = serde_json::json!({"dir": "/kept"});
+        fs::write(&path, old.to_string()).unwrap();
+        let contents = || {
+            let files = fs::read_dir(scratch.path()).unwrap().map(|file| file.unwrap().path());
+            let files = files.filter(|file| file.is_file());
+            BTreeMap::from_iter(files.map(|file| (file.clone(), fs::read(file).unwrap())))
+        };
+        let before = contents();
+        let error = JobDir::resume(scratch.path()).unwrap_err();
+        assert!(matches!(error, ResumeError::OtherFormat { .. }), "{error}");
+        let error = error.to_string();
+        for part in ["older release of elasticdl (format 2)", "finish it with", "\"/kept\""] {
+            assert!(error.contains(part), "{part:?} is not in: {error}");
+        }
+        assert_eq!(contents(), before);
     }
 
     #[test]

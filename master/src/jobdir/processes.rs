@@ -9,8 +9,12 @@ use std::path::Path;
 
 use rustix::process::Signal;
 
-use super::persisted_job::read_notes;
-use super::{JobDirError, LOCK, LookupError, look_up, take_lock};
+use super::contents::is_job_dir;
+use super::error::JobDirError;
+use super::files::{LOCK, SUMMARY};
+use super::lock::take_lock;
+use super::lookup::{LookupError, look_up};
+use super::notes::read_notes;
 use crate::local::ProcessIdentity;
 
 /// The processes that were signalled to end.
@@ -47,7 +51,7 @@ pub fn stop(root: &Path) -> Result<StopTarget, StopError> {
         let is_signalled = process.signal(Signal::TERM).map_err(failed(process.pid))?;
         return if is_signalled { Ok(StopTarget::Master) } else { Err(changing()) };
     }
-    if !super::contents::is_job_dir(root) {
+    if !is_job_dir(root) {
         return Err(LookupError::NoSuchJob { path: root.into() }.into());
     }
     // The lock prevents a take-over by another master.
@@ -58,7 +62,7 @@ pub fn stop(root: &Path) -> Result<StopTarget, StopError> {
     }
     match signalled {
         0 => {
-            let summary = Some(root.join(super::SUMMARY)).filter(|path| path.is_file());
+            let summary = Some(root.join(SUMMARY)).filter(|path| path.is_file());
             Err(LookupError::NotRunning { path: root.into(), summary }.into())
         }
         signalled => Ok(StopTarget::Workers(signalled)),
@@ -137,7 +141,8 @@ mod tests {
     }
 
     fn write_master(root: &Path, pid: u32, started: Option<u64>) {
-        let endpoint = Endpoint { address: "127.0.0.1:1".parse().unwrap(), pid, started };
+        let endpoint =
+            Endpoint { address: "127.0.0.1:1".parse().unwrap(), pid, started, dashboard: None };
         write_atomically(&root.join(MASTER), &serde_json::to_vec(&endpoint).unwrap()).unwrap();
     }
 

@@ -7,9 +7,11 @@
 //! |---|---|---|
 //! | `task`, `worker-pod` | the user, at submission | what to train, and the worker pod template |
 //! | `num-workers`, `stop`, `checkpoint` | the user, later | requested changes |
+//! | `requested-by` | the user, with each of them | who requested it: see `requests` |
 //! | `incarnation` | each master, at its start | number of masters so far: the fencing token |
 //! | `status` | the master | status of the job, as in `elasticdl status --json` |
 //! | `record` | the master | the persisted job, for the next master: see `persisted_job` |
+//! | `history` | the master, now and then | curves and lifetimes of workers, for the dashboard |
 //! | `files` | the master, once | the data set's list of files, or its location: see `file_list` |
 //! | `summary` | the master, at the end | result of the job |
 //!
@@ -26,6 +28,7 @@
 //! | `record` | 416 Ki | `persisted_job` compresses and shortens it; empty after the summary |
 //! | `files` | 128 Ki | a longer list is stored in objects of its own |
 //! | `status` | 224 Ki | it is written in one line, and with fewer entries where needed |
+//! | `history` | 12 Ki; after the summary 128 Ki | it loses resolution and its oldest entries |
 //! | `summary` | 256 Ki | as for the status |
 
 use std::collections::BTreeMap;
@@ -348,6 +351,8 @@ pub struct DesiredState {
     pub stop: bool,
     /// Number of the last checkpoint request. A new number requests a checkpoint.
     pub checkpoint: Option<u64>,
+    /// Whether the job is to be suspended, or resumed.
+    pub suspend: Option<bool>,
 }
 
 impl DesiredState {
@@ -363,7 +368,8 @@ impl DesiredState {
         });
         let stop = data.get(STOP).is_some_and(|text| text.trim() == "true");
         let checkpoint = data.get(CHECKPOINT).and_then(|text| text.trim().parse().ok());
-        Self { num_workers, stop, checkpoint }
+        let suspend = data.get(SUSPEND).and_then(|text| text.trim().parse().ok());
+        Self { num_workers, stop, checkpoint, suspend }
     }
 }
 
@@ -398,6 +404,8 @@ fn is_anchor(config_map: &ConfigMap) -> bool {
 pub const CHECKPOINT: &str = "checkpoint";
 /// Key of the list of the data set's files, or of its location.
 pub const FILES: &str = "files";
+/// Key of the job's history.
+pub const HISTORY: &str = "history";
 /// Key of the number of masters so far.
 pub const INCARNATION: &str = "incarnation";
 /// Key of the name of the newest leading master's pod.
@@ -410,6 +418,8 @@ pub const RECORD: &str = "record";
 pub const STATUS: &str = "status";
 /// Key of the request to stop.
 pub const STOP: &str = "stop";
+/// Key of the request to suspend the job, `true`, or to resume it, `false`.
+pub const SUSPEND: &str = "suspend";
 /// Key of the job's summary.
 pub const SUMMARY: &str = "summary";
 
@@ -434,12 +444,19 @@ mod tests {
             ("num-workers", " 4 "),
             ("stop", "true"),
             ("checkpoint", "7"),
+            ("suspend", "false"),
         ]));
-        assert_eq!(all, DesiredState { num_workers: Some(4), stop: true, checkpoint: Some(7) });
+        let expected = DesiredState {
+            num_workers: Some(4),
+            stop: true,
+            checkpoint: Some(7),
+            suspend: Some(false),
+        };
+        assert_eq!(all, expected);
         for nonsense in [
             data(&[]),
             data(&[("num-workers", "many"), ("stop", "perhaps")]),
-            data(&[("num-workers", "-1"), ("checkpoint", "now")]),
+            data(&[("num-workers", "-1"), ("checkpoint", "now"), ("suspend", "yes")]),
         ] {
             assert_eq!(DesiredState::read(&nonsense), DesiredState::default(), "{nonsense:?}");
         }

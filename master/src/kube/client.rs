@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use k8s_openapi::api::core::v1::Namespace;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Api, Client, Config};
 
@@ -11,6 +12,8 @@ pub struct Cluster {
     client: Client,
     /// Name of the namespace.
     pub namespace: String,
+    /// Port of the API server, as the configuration has it.
+    port: Option<u16>,
 }
 
 impl std::fmt::Debug for Cluster {
@@ -59,14 +62,22 @@ impl Cluster {
     fn from_config(mut config: Config, namespace: Option<&str>) -> Result<Self, ClusterError> {
         config.connect_timeout = Some(CONNECT_TIMEOUT);
         let namespace = namespace.unwrap_or(&config.default_namespace).to_owned();
+        let port = config.cluster_url.port_u16();
         let client = Client::try_from(config).map_err(|e| ClusterError::NoConfig(e.to_string()))?;
-        Ok(Self { client, namespace })
+        Ok(Self { client, namespace, port })
     }
 
     /// Creates a cluster with a given client, for example one of a fake server.
     #[must_use]
     pub fn with_client(client: Client, namespace: &str) -> Self {
-        Self { client, namespace: namespace.into() }
+        Self { client, namespace: namespace.into(), port: None }
+    }
+
+    /// Ports at which pods may find the API server: the usual ones, and that of the configuration.
+    #[must_use]
+    pub fn api_server_ports(&self) -> Vec<u16> {
+        let other = self.port.filter(|port| !API_SERVER_PORTS.contains(port));
+        API_SERVER_PORTS.into_iter().chain(other).collect()
     }
 
     /// Returns the API of a kind of objects in the namespace.
@@ -76,6 +87,24 @@ impl Cluster {
         K::DynamicType: Default,
     {
         Api::namespaced(self.client.clone(), &self.namespace)
+    }
+
+    /// Returns whether the cluster assigns the user ids of pods by namespace, as OpenShift does.
+    pub async fn assigns_user_ids(&self) -> bool {
+        let namespaces: Api<Namespace> = self.api_of_all();
+        // Without the permission to read the namespace it is unknown.
+        let found = namespaces.get_metadata_opt(&self.namespace).await.ok().flatten();
+        let annotations = found.and_then(|namespace| namespace.metadata.annotations);
+        annotations.is_some_and(|annotations| annotations.contains_key(USER_IDS))
+    }
+
+    /// Returns the API of a kind of objects that belong to no namespace.
+    pub(super) fn api_of_all<K>(&self) -> Api<K>
+    where
+        K: kube::Resource<Scope = k8s_openapi::ClusterResourceScope>,
+        K::DynamicType: Default,
+    {
+        Api::all(self.client.clone())
     }
 
     /// Applies a JSON patch (RFC 6902) atomically. A failed `test` operation is answered with 422,
@@ -93,6 +122,32 @@ impl Cluster {
             .header(http::header::CONTENT_TYPE, JSON_PATCH)
             .body(operations.to_string().into_bytes())
             .map_err(kube::Error::HttpError)?;
+        self.client.request(request).await
+    }
+
+    /// Creates an object of any kind.
+    pub(super) async fn post(
+        &self,
+        path: &str,
+        object: &serde_json::Value,
+    ) -> Result<serde_json::Value, kube::Error> {
+        let request = http::Request::post(path)
+            .header(http::header::CONTENT_TYPE, "application/json")
+            .body(object.to_string().into_bytes())
+            .map_err(kube::Error::HttpError)?;
+        self.client.request(request).await
+    }
+
+    /// Deletes an object of any kind.
+    pub(super) async fn delete(&self, path: &str) -> Result<serde_json::Value, kube::Error> {
+        let request =
+            http::Request::delete(path).body(Vec::new()).map_err(kube::Error::HttpError)?;
+        self.client.request(request).await
+    }
+
+    /// Reads an object of any kind, or what an API offers.
+    pub(super) async fn get(&self, path: &str) -> Result<serde_json::Value, kube::Error> {
+        let request = http::Request::get(path).body(Vec::new()).map_err(kube::Error::HttpError)?;
         self.client.request(request).await
     }
 
@@ -136,6 +191,18 @@ pub enum ClusterError {
         /// The server's message, which names the missing permission.
         message: String,
         /// Namespace in which it is missing.
+        namespace: String,
+    },
+    /// An object that an option names does not exist. Create it, or correct the option.
+    #[error("{option}: there is no {kind} {name} in the namespace {namespace}")]
+    Missing {
+        /// Option that names the object.
+        option: &'static str,
+        /// Kind of the object.
+        kind: &'static str,
+        /// Name of the object.
+        name: String,
+        /// Namespace that was searched.
         namespace: String,
     },
     /// There is no job of this name.
@@ -188,6 +255,17 @@ pub(super) fn is_quota(message: &str) -> bool {
     message.contains("exceeded quota") || message.contains("failed quota")
 }
 
+/// Returns the server's message about a pod, with the option that helps, if there is one.
+pub(super) fn with_hint(message: &str) -> String {
+    if message.contains("must specify limits.") {
+        format!("{message}; --worker-resources and --master-resources take limits.cpu=N")
+    } else if message.contains("security context constraint") {
+        format!("{message}; --run-as-user cluster leaves the user id to the cluster")
+    } else {
+        message.to_owned()
+    }
+}
+
 /// Returns whether the error is an answer of the server with this status code.
 pub(super) fn is_code(error: &kube::Error, code: u16) -> bool {
     matches!(error, kube::Error::Api(status) if status.code == code)
@@ -203,4 +281,8 @@ fn innermost(error: &dyn std::error::Error) -> String {
 
 /// Media type of a JSON patch.
 const JSON_PATCH: &str = "application/json-patch+json";
+/// Ports of API servers: that of the Service, and the default of the program.
+pub const API_SERVER_PORTS: [u16; 2] = [443, 6443];
+/// Annotation of namespaces in which the cluster assigns user ids.
+const USER_IDS: &str = "openshift.io/sa.scc.uid-range";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

@@ -143,6 +143,39 @@ pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
     MasterHealth { failed, obstacle }
 }
 
+/// Whether the first pod of a master has been created.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Creation {
+    /// It exists.
+    Created,
+    /// The cluster refused it. Its message.
+    Refused(String),
+    /// Neither is known yet.
+    Unknown,
+}
+
+/// Looks for the first pod of the master of `job`, whose Job has this uid.
+pub async fn creation(cluster: &Cluster, job: &str, uid: &str) -> Creation {
+    let pods: Api<Pod> = cluster.api();
+    let list = pods.list(&ListParams::default().labels(&objects::master_selector(job))).await;
+    if list.is_ok_and(|list| !list.items.is_empty()) {
+        return Creation::Created;
+    }
+    let events: Api<Event> = cluster.api();
+    let of_job = format!("reason=FailedCreate,involvedObject.uid={uid}");
+    let list = events.list(&ListParams::default().fields(&of_job)).await;
+    let messages = list.map(|list| list.items).unwrap_or_default();
+    let mut messages = messages.into_iter().filter_map(|event| event.message);
+    messages.find(|message| !is_transient(message)).map_or(Creation::Unknown, Creation::Refused)
+}
+
+/// Returns whether the controller's next attempt may succeed: servers before 1.24 create the token
+/// of a new service account in the background.
+fn is_transient(message: &str) -> bool {
+    let refusals = ["forbidden", "denied", "webhook", "invalid"];
+    message.contains("No API token found") || !refusals.iter().any(|word| message.contains(word))
+}
+
 /// Returns the jobs of the namespace whose Jobs have failed, and why. Objects that the user has no
 /// permission to read are left out.
 pub async fn failed_jobs(cluster: &Cluster) -> BTreeMap<String, String> {
@@ -163,7 +196,7 @@ fn status_of_pod(pod: &Pod) -> Option<MasterStatus> {
         Verdict::Ended(end) => Some(MasterStatus::Ended(end.detail)),
         Verdict::Terminating(leave) => Some(MasterStatus::Ended(leave.end.detail)),
         Verdict::Running => Some(MasterStatus::Running),
-        Verdict::Unschedulable(why) => Some(MasterStatus::Pending(why)),
+        Verdict::Queued(why) | Verdict::Unschedulable(why) => Some(MasterStatus::Pending(why)),
     }
 }
 
@@ -217,6 +250,23 @@ mod tests {
         assert_eq!(event("job", "FailedCreate").unwrap(), "FailedCreate: no quota");
         assert_eq!(event("another", "FailedCreate"), None);
         assert_eq!(event("job", "BackOff"), None);
+    }
+
+    #[test]
+    fn a_refusal_of_the_masters_pod_is_final_unless_its_account_is_being_prepared() {
+        for refusal in [
+            "Error creating: pods \"j-master-x\" is forbidden: failed quota: q: must specify",
+            "Error creating: admission webhook \"p.example.com\" denied the request: no",
+            "Error creating: Internal error occurred: failed calling webhook \"p\": no service",
+            "Error creating: Pod \"j-master-x\" is invalid: spec",
+        ] {
+            assert!(!is_transient(refusal), "{refusal}");
+        }
+        assert!(is_transient("Error creating: etcdserver: request timed out"));
+        assert!(is_transient(
+            "Error creating: No API token found for service account \"j-master\", retry after the \
+             token is automatically created and added to the service account"
+        ));
     }
 
     #[test]

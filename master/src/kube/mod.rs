@@ -12,14 +12,14 @@
 //! owner, so that deleting the Job deletes all.
 //!
 //! **Invariants:** Kubernetes types stop here: the job's core receives events about launches only.
-//! Decisions ([`verdict`], [`objects`], [`priority_tiers`]) are pure. The name of a pod is never
-//! reused.
+//! Decisions ([`verdict`], [`objects`], [`priority_tiers`], [`gang`]) are pure. The name of a pod
+//! is never reused.
 
 pub mod anchor;
-pub mod certificates;
 pub mod client;
 pub(crate) mod events;
 pub(crate) mod file_list;
+pub mod gang;
 pub mod leader_lease;
 pub mod logs;
 pub mod master_pods;
@@ -28,9 +28,12 @@ pub mod options;
 pub(crate) mod persisted_job;
 pub(crate) mod pods;
 pub mod priority_tiers;
+pub mod requests;
+pub mod rights;
+pub mod schedulers;
 pub mod submit;
 pub mod succession;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod verdict;
-mod watch;
+pub mod watch;

@@ -1,5 +1,9 @@
 //! Options of a job's pods, with a parser for each that checks the value.
 
+mod names;
+mod network;
+mod secrets;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -8,6 +12,11 @@ use k8s_openapi::api::core::v1::{
 };
 use serde_json::Value;
 
+use self::names::check_variable;
+pub use self::names::{parse_namespace, parse_object_name};
+pub use self::network::{Destination, MetricsSource, parse_destinations, parse_metrics_source};
+pub use self::secrets::{SecretEnv, parse_env_from_secret};
+pub(crate) use self::secrets::{has_credential_form, is_credential};
 use super::priority_tiers;
 
 /// Options of a job's pods.
@@ -23,6 +32,8 @@ pub struct PodOptions {
     pub image_pull_secrets: Vec<String>,
     /// Service account of the master.
     pub service_account: String,
+    /// Service account of the workers. `None`: the namespace's default, without any identity.
+    pub worker_service_account: Option<String>,
     /// Resources that the master requests.
     pub master_resources: Resources,
     /// Resources that each worker requests.
@@ -37,6 +48,8 @@ pub struct PodOptions {
     pub scheduler_name: Option<String>,
     /// Additional environment of the workers.
     pub env: Vec<Pair>,
+    /// Additional environment of the workers, from Secrets.
+    pub env_from_secret: Vec<SecretEnv>,
     /// Labels that a node must have.
     pub node_selector: BTreeMap<String, String>,
     /// Tolerations of all pods.
@@ -47,12 +60,51 @@ pub struct PodOptions {
     pub annotations: BTreeMap<String, String>,
     /// The workers' volumes.
     pub volumes: Vec<Mounted>,
+    /// User and group of the processes of its pods.
+    pub run_as: RunAs,
+    /// Whether network policies limit the connections of its pods.
+    pub network_policy: bool,
+    /// Peers that may read the master's metrics. Without any, metrics are not served.
+    pub metrics_from: Vec<MetricsSource>,
+    /// Addresses to which workers may connect. `None`: all.
+    pub egress_to: Option<Vec<Destination>>,
+    /// Ports at which the master may find the API server, if `egress_to` is given.
+    pub api_server_ports: Vec<u16>,
+    /// Whether the master gets a service account of its own, with rights on its own objects.
+    pub per_job_role: bool,
     /// Seconds from the job's end until its deletion.
     pub ttl_s: Option<i32>,
     /// Seconds after which the job is terminated.
     pub active_deadline_s: Option<i64>,
+    /// Whether workers are packed or spread over nodes and zones. `None`: the scheduler decides.
+    pub placement: Option<Placement>,
     /// A partial pod spec that is merged into that of the workers.
     pub worker_pod_template: Option<Value>,
+}
+
+/// User and group of the processes of a pod, and group of its volumes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RunAs {
+    /// The cluster or the image decides.
+    Cluster,
+    /// This id.
+    User(i64),
+}
+
+impl Default for RunAs {
+    /// An unprivileged user without a name.
+    fn default() -> Self {
+        Self::User(65532)
+    }
+}
+
+/// A preference for the nodes of a job's workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// Near each other: on few nodes, in few zones.
+    Pack,
+    /// Apart: on many nodes, in many zones.
+    Spread,
 }
 
 /// A name and its value.
@@ -101,17 +153,7 @@ pub const LIMITS: &str = "limits.";
 /// A message that names the error, with an example of a valid value.
 pub fn parse_env(text: &str) -> Result<Pair, String> {
     let (name, value) = text.split_once('=').ok_or("it must be NAME=VALUE")?;
-    let fit = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
-    if name.is_empty() || !name.chars().all(fit) || name.starts_with(|c: char| c.is_ascii_digit()) {
-        return Err(format!(
-            "`{name}` can't be a variable's name: letters, digits and `_`, no digit first"
-        ));
-    }
-    if name.starts_with(RESERVED) {
-        return Err(format!(
-            "{name}: names that start with {RESERVED} are set by elasticdl itself"
-        ));
-    }
+    check_variable(name)?;
     Ok((name.into(), value.into()))
 }
 
@@ -154,15 +196,44 @@ pub fn parse_annotations(text: &str) -> Result<BTreeMap<String, String>, String>
     Ok(annotations)
 }
 
-/// Parses `key[=value][:effect]`; several are separated by commas.
+/// Parses a user id, or `cluster`.
+///
+/// # Errors
+/// A message that describes a valid value.
+pub fn parse_run_as(text: &str) -> Result<RunAs, String> {
+    match text.parse() {
+        _ if text == "cluster" => Ok(RunAs::Cluster),
+        Ok(user) if (1..=i64::from(i32::MAX)).contains(&user) => Ok(RunAs::User(user)),
+        _ => {
+            Err("it must be a user id from 1 to 2147483647, or `cluster`; pods do not run as root"
+                .into())
+        }
+    }
+}
+
+/// Parses `key[=value][:effect[:seconds]]`; several are separated by commas.
 ///
 /// # Errors
 /// A message that names the error, with an example of a valid value.
 pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
     let one = |part: &str| {
-        let (taint, effect) = match part.split_once(':') {
-            Some((taint, effect)) => (taint, Some(effect)),
+        let (taint, rest) = match part.split_once(':') {
+            Some((taint, rest)) => (taint, Some(rest)),
             None => (part, None),
+        };
+        let (effect, seconds) = match rest.and_then(|rest| rest.split_once(':')) {
+            Some((effect, seconds)) => (Some(effect), Some(seconds)),
+            None => (rest, None),
+        };
+        let seconds = match seconds.map(str::parse::<u32>) {
+            None => None,
+            Some(Ok(seconds)) if effect == Some("NoExecute") => Some(i64::from(seconds)),
+            Some(_) => {
+                return Err(format!(
+                    "`{part}`: seconds are a number and follow NoExecute, for example \
+                     `node.kubernetes.io/unreachable:NoExecute:60`"
+                ));
+            }
         };
         if let Some(effect) = effect
             && !EFFECTS.contains(&effect)
@@ -184,7 +255,7 @@ pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
             operator: Some(if value.is_some() { "Equal" } else { "Exists" }.into()),
             value: value.map(Into::into),
             effect: effect.map(Into::into),
-            toleration_seconds: None,
+            toleration_seconds: seconds,
         })
     };
     text.split(',').map(|part| one(part.trim())).collect()
@@ -252,34 +323,6 @@ pub fn parse_pod_template(text: &str) -> Result<Value, String> {
         value = spec.take();
     }
     if value.is_object() { Ok(value) } else { Err("it must be a pod's spec: a mapping".into()) }
-}
-
-/// Checks a name that other objects refer to.
-///
-/// # Errors
-/// A message that describes a valid name.
-pub fn parse_object_name(text: &str) -> Result<String, String> {
-    let fit = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '-' | '.');
-    let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
-    if text.is_empty() || text.len() > 253 || !text.chars().all(fit) {
-        return Err("it must be 1 to 253 lower-case letters, digits, `-` and `.`".into());
-    }
-    if !text.starts_with(inner) || !text.ends_with(inner) {
-        return Err("it must start and end with a letter or digit".into());
-    }
-    Ok(text.into())
-}
-
-/// Checks the name of a namespace.
-///
-/// # Errors
-/// A message that describes a valid name.
-pub fn parse_namespace(text: &str) -> Result<String, String> {
-    match parse_object_name(text) {
-        Ok(name) if name.len() <= 63 && !name.contains('.') => Ok(name),
-        Ok(_) => Err("it must be at most 63 letters, digits and `-`".into()),
-        Err(error) => Err(error),
-    }
 }
 
 /// Checks the name of an image, as far as invalid names can be recognized.
@@ -364,7 +407,6 @@ fn is_quantity(text: &str) -> bool {
 const EFFECTS: [&str; 3] = ["NoExecute", "NoSchedule", "PreferNoSchedule"];
 /// Prefixes of the labels by which the job's own objects are selected.
 const OWN_LABELS: [&str; 2] = ["app.kubernetes.io/", "elasticdl/"];
-const RESERVED: &str = "ELASTICDL_";
 const VOLUME_KEYS: [&str; 6] =
     ["claim_name", "host_path", "mount_path", "read_only", "sub_path", "type"];
 
@@ -440,7 +482,10 @@ mod tests {
             toleration("nvidia.com/gpu", "Equal", Some("present"), Some("NoSchedule")),
         ];
         assert_eq!(parse_tolerations("spot, nvidia.com/gpu=present:NoSchedule").unwrap(), expected);
-        for bad in ["", "a:Sometimes", "a b", ",", "a=b:"] {
+        let seconds = |text: &str| parse_tolerations(text).unwrap()[0].toleration_seconds;
+        assert_eq!(seconds("a:NoExecute:60"), Some(60));
+        assert_eq!(seconds("a=b:NoExecute"), None);
+        for bad in ["", "a:Sometimes", "a b", ",", "a=b:", "a:NoSchedule:60", "a:NoExecute:x"] {
             assert!(parse_tolerations(bad).is_err(), "{bad}");
         }
     }
@@ -492,6 +537,15 @@ mod tests {
         assert!(parse_image("localhost:5000/a/b:1@sha256:00").is_ok());
         assert_eq!(parse_seconds("2min"), Ok(Duration::from_secs(120)));
         assert!(parse_seconds("1500ms").is_err() && parse_seconds("2years").is_err());
+    }
+
+    #[test]
+    fn pods_run_as_a_user_that_is_not_root() {
+        assert_eq!(parse_run_as("1000680000"), Ok(RunAs::User(1_000_680_000)));
+        assert_eq!(parse_run_as("cluster"), Ok(RunAs::Cluster));
+        for bad in ["0", "-1", "root", "", "2147483648"] {
+            assert!(parse_run_as(bad).is_err(), "{bad}");
+        }
     }
 
     #[test]

@@ -5,13 +5,9 @@
 //! ([`Job::durable_before`](crate::job::Job::durable_before)). Only the newest submitted state is
 //! written; older ones that arrived during a write are skipped.
 //!
-//! The persisted job is JSON. One that is longer than 64 KiB is compressed: `{"version": 2,
+//! The persisted job is JSON, whose versions [`persisted_format`](crate::persisted_format)
+//! describes. One that is longer than 64 KiB is compressed: `{"version": 3, "release": "0.1.0",
 //! "packed": "<base64 of zstd>"}`.
-//!
-//! **Versions.** A field that older programs can ignore is added with a serde default, and the
-//! version stays. A change that they would misread gets a new version, which they refuse before
-//! they do anything. Version 1 contained the list of files; it is still read, and is replaced by
-//! the first write.
 //!
 //! A write that the server refuses permanently (400, 413, 422) fails the job, because its next
 //! master would not know what this one does next. Any other failure (no answer, a missing
@@ -34,6 +30,7 @@ use super::file_list;
 use super::leader_lease::LeaseGuard;
 use super::watch::backoff;
 use crate::job::{DatasetFingerprint, PersistedJob};
+use crate::persisted_format::{Head, RELEASE, VERSION};
 
 /// Writes the state of one master's job, in a task of its own.
 #[derive(Debug)]
@@ -74,8 +71,17 @@ struct PendingWrite {
 #[derive(Serialize)]
 struct Versioned<'a> {
     version: u32,
+    release: &'a str,
     #[serde(flatten)]
     content: &'a PersistedJob,
+}
+
+/// As [`Versioned`], compressed.
+#[derive(Serialize)]
+struct Packed<'a> {
+    version: u32,
+    release: &'a str,
+    packed: String,
 }
 
 impl PersistedJobWriter {
@@ -142,36 +148,33 @@ impl PersistedWatch {
     }
 }
 
-/// Parses a job that [`PersistedJobWriter`], or that of an older release, has persisted.
+/// Parses a job that a [`PersistedJobWriter`] has persisted.
 ///
 /// # Errors
-/// What is wrong with it.
+/// What is wrong with it; for a job of another release, what to do.
 pub(crate) fn read(text: &str) -> Result<PersistedJob, String> {
     #[derive(Deserialize)]
-    struct Head {
-        version: u32,
+    struct Stored {
+        #[serde(flatten)]
+        head: Head,
         #[serde(default)]
         packed: Option<String>,
     }
     let wrong = |error: serde_json::Error| error.to_string();
-    // Only the head is common to all versions.
-    let Head { version, packed } = serde_json::from_str(text).map_err(wrong)?;
-    if !(VERSION_OLDEST..=VERSION).contains(&version) {
-        return Err(format!(
-            "it is of version {version}, and this program (elasticdl {}) reads versions \
-             {VERSION_OLDEST} to {VERSION}; its master must be of the release that wrote it, or a \
-             newer one",
-            env!("CARGO_PKG_VERSION")
-        ));
-    }
-    match packed {
-        None => serde_json::from_str(text).map_err(wrong),
-        Some(packed) => {
-            let packed = BASE64.decode(packed).map_err(|error| error.to_string())?;
-            let reader = zstd::Decoder::new(&*packed).map_err(|error| error.to_string())?;
-            serde_json::from_reader(reader).map_err(wrong)
-        }
-    }
+    let Stored { head, packed } = serde_json::from_str(text).map_err(wrong)?;
+    let plain = match packed {
+        None => Ok(text.to_owned()),
+        Some(packed) => unpack(&packed),
+    };
+    let job = || serde_json::from_str(plain.as_ref().ok()?).ok();
+    head.check(job).map_err(|format| format.to_string())?;
+    serde_json::from_str(&plain?).map_err(wrong)
+}
+
+fn unpack(packed: &str) -> Result<String, String> {
+    let packed = BASE64.decode(packed).map_err(|error| error.to_string())?;
+    let plain = zstd::decode_all(&*packed).map_err(|error| error.to_string())?;
+    String::from_utf8(plain).map_err(|error| error.to_string())
 }
 
 /// Serializes a job for the anchor.
@@ -200,13 +203,14 @@ fn write(mut job: PersistedJob) -> Result<String, String> {
 }
 
 fn pack(job: &PersistedJob) -> String {
-    let versioned = Versioned { version: VERSION, content: job };
+    let versioned = Versioned { version: VERSION, release: RELEASE, content: job };
     let plain = serde_json::to_string(&versioned).expect("the keys of a job are strings");
     if plain.len() <= PLAIN_BYTES_MAX {
         return plain;
     }
     let packed = zstd::encode_all(plain.as_bytes(), LEVEL).expect("memory takes what is written");
-    let text = format!("{{\"version\":{VERSION},\"packed\":\"{}\"}}", BASE64.encode(packed));
+    let packed = Packed { version: VERSION, release: RELEASE, packed: BASE64.encode(packed) };
+    let text = serde_json::to_string(&packed).expect("the keys are strings");
     if text.len() < plain.len() { text } else { plain }
 }
 
@@ -311,10 +315,6 @@ impl WriterTask {
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Timeout of a write, after which it is retried.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Version of the format that is written.
-const VERSION: u32 = 2;
-/// Oldest version that is read.
-const VERSION_OLDEST: u32 = 1;
 /// Length above which the JSON is compressed.
 const PLAIN_BYTES_MAX: usize = 64 << 10;
 /// Maximum length; the anchor has 1 MiB in total.

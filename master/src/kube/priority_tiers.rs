@@ -10,6 +10,9 @@
 //!  class     core       tier 1    2   3   4    5    6    7    8    9    10
 //! ```
 //!
+//! A job of weight 2 counts half of its workers, so that it grows to twice the size of one of
+//! weight 1; the core does not depend on the weight.
+//!
 //! All classes are below 0, so that services, which have no class, precede them.
 
 use serde::{Deserialize, Serialize};
@@ -22,6 +25,19 @@ pub struct PriorityTiers {
     /// Classes of the other workers, the highest first: 1 to 10.
     #[serde(rename = "rungs")]
     pub tiers: Vec<String>,
+    /// The job's share of the cluster, relative to those of other jobs.
+    #[serde(default)]
+    pub weight: Weight,
+}
+
+/// A job's share of the cluster, relative to those of other jobs, in hundredths.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Weight(u32);
+
+impl Default for Weight {
+    fn default() -> Self {
+        Self(HUNDREDTHS)
+    }
 }
 
 /// The user's choice of priority classes.
@@ -41,7 +57,7 @@ impl PriorityTiers {
     #[must_use]
     pub fn shipped() -> Self {
         let tiers = (1..=BANDS.len()).map(|tier| format!("elasticdl-tier-{tier}"));
-        Self { core: "elasticdl-core".into(), tiers: tiers.collect() }
+        Self { core: "elasticdl-core".into(), tiers: tiers.collect(), weight: Weight::default() }
     }
 
     /// Returns the class of the worker in slot `slot` (from 0) of a job with a minimum of
@@ -51,7 +67,10 @@ impl PriorityTiers {
         if slot < min_workers {
             return &self.core;
         }
-        let band = BANDS.iter().position(|&most| slot < most).unwrap_or(BANDS.len() - 1);
+        let hundredths = u64::from(slot) * u64::from(HUNDREDTHS);
+        let weighted = hundredths / u64::from(self.weight.0.max(1));
+        let in_band = |&most: &u32| weighted < u64::from(most);
+        let band = BANDS.iter().position(in_band).unwrap_or(BANDS.len() - 1);
         // With fewer tiers than bands, each tier covers several bands.
         self.tiers.get(band * self.tiers.len() / BANDS.len()).unwrap_or(&self.core)
     }
@@ -63,7 +82,7 @@ impl PriorityTiers {
     pub fn without(&self, missing: &str) -> Option<Self> {
         let last = self.tiers.last().filter(|last| *last != missing)?;
         (self.core != missing && self.tiers.len() > 1)
-            .then(|| Self { core: self.core.clone(), tiers: vec![last.clone()] })
+            .then(|| Self { tiers: vec![last.clone()], ..self.clone() })
     }
 }
 
@@ -103,16 +122,31 @@ pub fn parse(text: &str) -> Result<TierChoice, String> {
     }
     match classes.split_first() {
         Some((core, tiers)) if (1..=BANDS.len()).contains(&tiers.len()) => {
-            Ok(TierChoice::These(PriorityTiers { core: core.clone(), tiers: tiers.to_vec() }))
+            let (core, tiers) = (core.clone(), tiers.to_vec());
+            Ok(TierChoice::These(PriorityTiers { core, tiers, weight: Weight::default() }))
         }
         _ => Err(format!("{} classes; {wanted}", classes.len())),
     }
 }
 
+/// Parses a weight from 0.1 to 10.
+///
+/// # Errors
+/// A message with the valid values.
+pub fn parse_weight(text: &str) -> Result<Weight, String> {
+    let weight: Option<f64> = text.parse().ok().filter(|weight| (0.1..=10.0).contains(weight));
+    let hundredths = weight.map(|weight| (weight * f64::from(HUNDREDTHS)).round() as u32);
+    hundredths.map(Weight).ok_or_else(|| "it must be a number from 0.1 to 10".into())
+}
+
 /// The master's class in `manifests/priorityclasses.yaml`.
 pub const MASTER_CLASS: &str = "elasticdl-master";
 
-/// Number of workers up to which each tier reaches; the last one has no limit.
+/// A weight of 1.
+const HUNDREDTHS: u32 = 100;
+
+/// Number of workers, of a job of weight 1, up to which each tier reaches; the last one has no
+/// limit.
 const BANDS: [u32; 10] = [4, 6, 8, 11, 15, 20, 27, 36, 48, 60];
 
 #[cfg(test)]
@@ -152,6 +186,37 @@ mod tests {
     }
 
     #[test]
+    fn a_job_of_twice_the_weight_has_twice_the_workers_in_each_tier() {
+        let one = PriorityTiers::shipped();
+        let of = |weight| PriorityTiers { weight: parse_weight(weight).unwrap(), ..one.clone() };
+        let (two, half) = (of("2"), of("0.5"));
+        for slot in 2..200 {
+            assert_eq!(two.class(2 * slot, 2), one.class(slot, 2), "{slot}");
+            assert_eq!(two.class(2 * slot + 1, 2), one.class(slot, 2), "{slot}");
+            assert_eq!(half.class(slot, 2), one.class(2 * slot, 2), "{slot}");
+        }
+        assert_eq!((two.class(1, 2), half.class(1, 2)), ("elasticdl-core", "elasticdl-core"));
+        // The weight survives the fallback to two tiers.
+        assert_eq!(two.without("elasticdl-tier-3").unwrap().weight, two.weight);
+    }
+
+    #[test]
+    fn weights_are_numbers_from_a_tenth_to_10() {
+        assert_eq!(parse_weight("1"), Ok(Weight::default()));
+        assert_eq!(parse_weight("0.125"), Ok(Weight(13)));
+        for bad in ["", "0", "0.09", "10.1", "-1", "NaN", "inf", "1x"] {
+            assert!(parse_weight(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn tiers_that_were_persisted_without_a_weight_have_weight_1() {
+        let json = r#"{"core": "c", "rungs": ["a"]}"#;
+        let tiers: PriorityTiers = serde_json::from_str(json).unwrap();
+        assert_eq!(tiers.weight, Weight::default());
+    }
+
+    #[test]
     fn fewer_tiers_cover_several_bands_each() {
         let Ok(TierChoice::These(tiers)) = parse("c, a,b") else { panic!() };
         let classes: Vec<&str> =
@@ -162,10 +227,7 @@ mod tests {
     #[test]
     fn a_missing_class_leaves_two_tiers_or_none() {
         let tiers = PriorityTiers::shipped();
-        let two = PriorityTiers {
-            core: "elasticdl-core".into(),
-            tiers: vec!["elasticdl-tier-10".into()],
-        };
+        let two = PriorityTiers { tiers: vec!["elasticdl-tier-10".into()], ..tiers.clone() };
         assert_eq!(tiers.without("elasticdl-tier-3"), Some(two.clone()));
         assert_eq!((two.class(0, 1), two.class(1, 1)), ("elasticdl-core", "elasticdl-tier-10"));
         assert_eq!(tiers.without("elasticdl-core"), None);

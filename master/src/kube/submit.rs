@@ -6,7 +6,7 @@ use k8s_openapi::api::authorization::v1::{
     LocalSubjectAccessReview, ResourceAttributes, SubjectAccessReviewSpec,
 };
 use k8s_openapi::api::batch::v1::Job;
-use k8s_openapi::api::core::v1::{ConfigMap, Pod, Service, ServiceAccount};
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, Service, ServiceAccount};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Api;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
@@ -15,8 +15,11 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use super::client::{Cluster, ClusterError, is_code};
-use super::objects::{self, Objects, Request};
+use super::client::{Cluster, ClusterError, is_code, with_hint};
+use super::gang::GangOptions;
+use super::master_pods::{self, Creation};
+use super::objects::{self, Access, Objects, Request};
+use super::options::PodOptions;
 use super::priority_tiers::{MASTER_CLASS, TierChoice};
 
 /// Permissions that the master needs in its namespace, as in manifests/rbac.yaml: API group,
@@ -30,18 +33,24 @@ pub const MASTER_RULES: [(&str, &str, &[&str]); 6] = [
     ("coordination.k8s.io", "leases", &["get", "create", "update"]),
 ];
 
-/// Creates the objects of a job: all of them, or none.
+/// Creates the objects of a job: all of them, or none. Returns what the master's pod waits for, if
+/// the cluster says so at once.
 ///
 /// # Errors
-/// A job of this name exists, a permission is missing, or the server refuses an object. What was
-/// created is deleted then.
+/// A job of this name exists, a permission is missing, or the cluster refuses an object or the
+/// master's pod. What was created is deleted then.
 pub async fn submit(
     cluster: &Cluster,
     request: &Request,
     mut objects: Objects,
-) -> Result<(), ClusterError> {
+) -> Result<Option<String>, ClusterError> {
     let name = &request.task.job.name;
-    check_service_account(cluster, &request.pods.service_account).await?;
+    if !request.pods.per_job_role {
+        let account = &request.pods.service_account;
+        check_service_account(cluster, account, &MASTER_RULES).await?;
+        check_gang_rights(cluster, account, request.task.gang.as_ref()).await?;
+    }
+    check_references(cluster, &request.pods).await?;
     prefer_master_class(cluster, request, &mut objects.job).await;
     let jobs: Api<Job> = cluster.api();
     let job = match jobs.create(&PostParams::default(), &objects.job).await {
@@ -49,7 +58,10 @@ pub async fn submit(
         Err(error) if is_code(&error, 409) => return Err(already(name, &cluster.namespace)),
         Err(error) => return Err(cluster.explain("create the master's job", error)),
     };
-    let created = create_rest(cluster, name, &mut objects, &job.metadata).await;
+    let created = match create_rest(cluster, name, &mut objects, &job.metadata).await {
+        Ok(()) => await_master(cluster, name, &job.metadata).await,
+        Err(error) => Err(error),
+    };
     if created.is_err() {
         // The garbage collector deletes the objects that the Job owns already.
         let params =
@@ -59,6 +71,34 @@ pub async fn submit(
         }
     }
     created
+}
+
+/// Waits until the Job has created the master's pod, within a limit. A quota that is exhausted is
+/// waited for; any other refusal is one of the pod as it is.
+async fn await_master(
+    cluster: &Cluster,
+    name: &str,
+    job: &ObjectMeta,
+) -> Result<Option<String>, ClusterError> {
+    let deadline = Instant::now() + MASTER_WAIT;
+    while Instant::now() < deadline {
+        match master_pods::creation(cluster, name, job.uid.as_deref().unwrap_or_default()).await {
+            Creation::Created => return Ok(None),
+            Creation::Refused(message) if is_quota_exhausted(&message) => return Ok(Some(message)),
+            Creation::Refused(message) => {
+                return Err(ClusterError::Refused {
+                    doing: "create the master's pod".into(),
+                    message: with_hint(&message),
+                });
+            }
+            Creation::Unknown => tokio::time::sleep(GONE_INTERVAL).await,
+        }
+    }
+    Ok(None)
+}
+
+fn is_quota_exhausted(message: &str) -> bool {
+    message.contains("exceeded quota")
 }
 
 async fn create_rest(
@@ -72,10 +112,31 @@ async fn create_rest(
     objects.own_rest(&anchor.metadata);
     create(cluster, &objects.secret, "Secret").await?;
     create(cluster, &objects.service, "Service").await?;
+    for policy in &objects.network_policies {
+        create(cluster, policy, "NetworkPolicy").await.map_err(|error| {
+            advise(error, "--no-network-policy submits the job without network policies")
+        })?;
+    }
+    if let Some(Access { account, role, binding }) = &objects.access {
+        let why = "--per-job-role needs the rights in manifests/rbac-per-job.yaml";
+        create(cluster, account, "ServiceAccount").await.map_err(|error| advise(error, why))?;
+        create(cluster, role, "Role").await.map_err(|error| advise(error, why))?;
+        create(cluster, binding, "RoleBinding").await.map_err(|error| advise(error, why))?;
+    }
     let jobs: Api<Job> = cluster.api();
     let go = Patch::Merge(json!({"spec": {"parallelism": 1}}));
     let patched = jobs.patch(&objects::master_name(name), &PatchParams::default(), &go).await;
     patched.map(drop).map_err(|error| cluster.explain("start the master's job", error))
+}
+
+/// Adds advice to an error about a missing right of the user.
+fn advise(error: ClusterError, advice: &str) -> ClusterError {
+    match error {
+        ClusterError::Forbidden { doing, message, .. } => {
+            ClusterError::Refused { doing, message: format!("{message}; {advice}") }
+        }
+        error => error,
+    }
 }
 
 async fn create<K>(cluster: &Cluster, object: &K, kind: &str) -> Result<K, ClusterError>
@@ -189,7 +250,11 @@ async fn wait_until_gone(
 }
 
 /// Checks, as far as the user's permissions allow, that the master will have its permissions.
-async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
+async fn check_service_account(
+    cluster: &Cluster,
+    name: &str,
+    rules: &[(&str, &str, &[&str])],
+) -> Result<(), ClusterError> {
     let namespace = &cluster.namespace;
     let accounts: Api<ServiceAccount> = cluster.api();
     match accounts.get_opt(name).await {
@@ -208,15 +273,15 @@ async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), Clus
         Err(error) => debug!(%error, "the service account can't be read"),
     }
     let mut reviews = JoinSet::new();
-    for (group, resource, verbs) in MASTER_RULES {
-        for verb in verbs {
+    for (group, resource, verbs) in rules {
+        for verb in *verbs {
             let review = review(namespace, name, group, resource, verb);
             let api: Api<LocalSubjectAccessReview> = cluster.api();
+            let right = format!("{verb} {resource}");
             reviews.spawn(async move {
                 let answer = api.create(&PostParams::default(), &review).await.ok()?.status?;
                 // A missing answer is no refusal: the user may not have permission to ask.
-                (!answer.allowed && answer.evaluation_error.is_none())
-                    .then(|| format!("{verb} {resource}"))
+                (!answer.allowed && answer.evaluation_error.is_none()).then_some(right)
             });
         }
     }
@@ -230,6 +295,44 @@ async fn check_service_account(cluster: &Cluster, name: &str) -> Result<(), Clus
         message: format!("in the namespace {namespace} it may not: {}", missing.join(", ")),
         namespace: namespace.clone(),
     })
+}
+
+/// Checks, as far as the user's permissions allow, that the master may create its PodGroups.
+async fn check_gang_rights(
+    cluster: &Cluster,
+    account: &str,
+    gang: Option<&GangOptions>,
+) -> Result<(), ClusterError> {
+    let Some(scheduler) = gang.map(|gang| gang.scheduler) else { return Ok(()) };
+    let Some(rule) = scheduler.master_rule() else { return Ok(()) };
+    let name = scheduler.name();
+    check_service_account(cluster, account, &[rule]).await.map_err(|error| {
+        advise(error, &format!("--scheduler {name} needs manifests/schedulers/{name}.yaml"))
+    })
+}
+
+/// Checks, as far as the user's permissions allow, that the objects exist to which worker pods
+/// refer. The content of Secrets is not read.
+async fn check_references(cluster: &Cluster, pods: &PodOptions) -> Result<(), ClusterError> {
+    let missing = |option: &'static str, kind: &'static str, name: &str| ClusterError::Missing {
+        option,
+        kind,
+        name: name.into(),
+        namespace: cluster.namespace.clone(),
+    };
+    let accounts: Api<ServiceAccount> = cluster.api();
+    if let Some(name) = &pods.worker_service_account
+        && let Ok(None) = accounts.get_metadata_opt(name).await
+    {
+        return Err(missing("--worker-service-account", "service account", name));
+    }
+    let secrets: Api<Secret> = cluster.api();
+    for name in pods.env_from_secret.iter().map(|from| &from.secret) {
+        if let Ok(None) = secrets.get_metadata_opt(name).await {
+            return Err(missing("--env-from-secret", "Secret", name));
+        }
+    }
+    Ok(())
 }
 
 fn review(
@@ -295,6 +398,8 @@ fn this_very(meta: &ObjectMeta) -> Option<Preconditions> {
     Some(Preconditions { uid: meta.uid.clone(), resource_version: None })
 }
 
+/// The Job controller usually creates the pod within a second.
+const MASTER_WAIT: Duration = Duration::from_secs(5);
 const GONE_INTERVAL: Duration = Duration::from_millis(200);
 /// Kubelets take up to 90 s to report that a pod which has ended by itself is deleted.
 const GONE_TIMEOUT: Duration = Duration::from_secs(180);

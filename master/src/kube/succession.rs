@@ -6,13 +6,17 @@
 //! pod like the Job's own, which the anchor owns. If the Job creates one too, that one waits for
 //! the leader Lease, and becomes the master after the next.
 //!
-//! A master that is lost without SIGTERM is replaced by the Job.
+//! A master that is lost without SIGTERM (it crashed, or its node is gone) is replaced by the Job,
+//! for the first time after ten seconds. From then on the Job would wait twice as long each time,
+//! so a master that leads keeps a *standby*: another pod, on another node if there is one, that
+//! waits for the leader Lease and takes it within seconds after the end of its holder.
 
+use std::convert::Infallible;
 use std::time::Duration;
 
 use k8s_openapi::api::batch::v1::Job;
-use k8s_openapi::api::core::v1::Pod;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::api::core::v1::{Pod, PodAffinityTerm, WeightedPodAffinityTerm};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::{ListParams, Patch, PatchParams, PostParams};
@@ -21,7 +25,7 @@ use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
 use super::client::{Cluster, ClusterError};
-use super::leader_lease::Holder;
+use super::leader_lease::{Holder, LeaseGuard};
 use super::objects;
 use super::verdict::{Verdict, classify};
 
@@ -54,12 +58,68 @@ pub(crate) async fn ensure_successor(
     if let Some(why) = failure_of(&job).or_else(|| overdue(&job, Timestamp::now())) {
         return Ok(NextMaster::Unwanted(why));
     }
-    let spec = job.spec.as_ref();
-    if spec.is_some_and(|spec| spec.suspend == Some(true) || spec.parallelism == Some(0)) {
-        return Ok(NextMaster::Expected);
+    if may_have_masters(&job) {
+        create_if_missing(cluster, &job, anchor, holder).await?;
     }
+    Ok(NextMaster::Expected)
+}
+
+/// Keeps a standby while this master, `holder`, leads, from the first failed master of the Job on.
+/// Never completes.
+pub(crate) async fn keep_standby(
+    cluster: &Cluster,
+    anchor: &ObjectMeta,
+    holder: &Holder,
+    mut guard: LeaseGuard,
+) -> Infallible {
+    let mut was_refused = false;
+    loop {
+        let ensured = guard.during(ensure_standby(cluster, anchor, holder)).await;
+        if let Some(Err(error)) = &ensured
+            && !was_refused
+        {
+            warn!(%error, "a lost master will be replaced by the Job, after its back-off");
+        }
+        was_refused = matches!(ensured, Some(Err(_)));
+        sleep(STANDBY_INTERVAL).await;
+    }
+}
+
+async fn ensure_standby(
+    cluster: &Cluster,
+    anchor: &ObjectMeta,
+    holder: &Holder,
+) -> Result<(), ClusterError> {
+    let name = objects::master_name(anchor.name.as_deref().unwrap_or_default());
+    let jobs: Api<Job> = cluster.api();
+    let job = jobs.get_opt(&name).await;
+    let job = job.map_err(|error| cluster.explain("read the master's Job", error))?;
+    let has_failures = |job: &Job| job.status.as_ref().and_then(|status| status.failed) > Some(0);
+    let is_over =
+        |job: &Job| job.metadata.deletion_timestamp.is_some() || failure_of(job).is_some();
+    match job.filter(|job| has_failures(job) && !is_over(job) && may_have_masters(job)) {
+        Some(job) => create_if_missing(cluster, &job, anchor, holder).await,
+        None => Ok(()),
+    }
+}
+
+/// Whether the user lets the Job run.
+fn may_have_masters(job: &Job) -> bool {
+    let spec = job.spec.as_ref();
+    !spec.is_some_and(|spec| spec.suspend == Some(true) || spec.parallelism == Some(0))
+}
+
+/// Creates another master than `holder`, unless there is one.
+async fn create_if_missing(
+    cluster: &Cluster,
+    job: &Job,
+    anchor: &ObjectMeta,
+    holder: &Holder,
+) -> Result<(), ClusterError> {
+    let doing = "create the next master";
+    let selector = objects::master_selector(anchor.name.as_deref().unwrap_or_default());
     let pods: Api<Pod> = cluster.api();
-    let list = pods.list(&ListParams::default().labels(&objects::master_selector(name))).await;
+    let list = pods.list(&ListParams::default().labels(&selector)).await;
     let list = list.map_err(|e| cluster.explain(doing, e))?;
     let follows = |pod: &Pod| {
         let is_other = pod.metadata.uid.as_ref() != Some(&holder.uid);
@@ -68,14 +128,14 @@ pub(crate) async fn ensure_successor(
             && !matches!(classify(pod), Verdict::Ended(_))
     };
     if list.items.iter().any(follows) {
-        return Ok(NextMaster::Expected);
+        return Ok(());
     }
-    if let Some(pod) = successor(&job, anchor) {
+    if let Some(pod) = successor(job, anchor, &selector) {
         let created = pods.create(&PostParams::default(), &pod).await;
         let created = created.map_err(|e| cluster.explain(doing, e))?;
         info!(pod = created.metadata.name, "the next master is created");
     }
-    Ok(NextMaster::Expected)
+    Ok(())
 }
 
 /// Returns why a Job has failed, or is about to. `None`: it has not failed.
@@ -96,16 +156,40 @@ fn overdue(job: &Job, now: Timestamp) -> Option<String> {
     (age >= limit).then(|| format!("DeadlineExceeded: the job has run for longer than {limit} s"))
 }
 
-/// Builds a pod like the Job's own that does not belong to the Job.
-fn successor(job: &Job, anchor: &ObjectMeta) -> Option<Pod> {
+/// Builds a pod like the Job's own that does not belong to the Job. It prefers another node than
+/// the other masters, whose labels are `selector`.
+fn successor(job: &Job, anchor: &ObjectMeta, selector: &str) -> Option<Pod> {
     let template = &job.spec.as_ref()?.template;
     let mut metadata = objects::owned(anchor, "", "master");
     metadata.name = None;
     metadata.generate_name = Some(format!("{}-", job.metadata.name.as_deref()?));
     if let Some(of) = &template.metadata {
         metadata.annotations.clone_from(&of.annotations);
+        let labels = metadata.labels.get_or_insert_default();
+        for (key, value) in of.labels.iter().flatten() {
+            if !JOB_CONTROLLER_LABELS.contains(&key.as_str()) {
+                labels.entry(key.clone()).or_insert_with(|| value.clone());
+            }
+        }
     }
-    Some(Pod { metadata, spec: template.spec.clone(), status: None })
+    let mut spec = template.spec.clone()?;
+    let labels = selector.split(',').filter_map(|label| label.split_once('='));
+    let others = LabelSelector {
+        match_labels: Some(labels.map(|(key, value)| (key.into(), value.into())).collect()),
+        ..LabelSelector::default()
+    };
+    let apart = WeightedPodAffinityTerm {
+        pod_affinity_term: PodAffinityTerm {
+            label_selector: Some(others),
+            topology_key: "kubernetes.io/hostname".into(),
+            ..PodAffinityTerm::default()
+        },
+        weight: 100,
+    };
+    let affinity = spec.affinity.get_or_insert_default().pod_anti_affinity.get_or_insert_default();
+    let preferred = &mut affinity.preferred_during_scheduling_ignored_during_execution;
+    preferred.get_or_insert_default().push(apart);
+    Some(Pod { metadata, spec: Some(spec), status: None })
 }
 
 /// Raises the Job's back-off limit: once a master leads the job, no number of lost masters makes
@@ -162,8 +246,17 @@ async fn limit(cluster: &Cluster, name: &str, limit: i32) -> Result<(), ClusterE
     patched.map(drop).map_err(|error| cluster.explain("set the Job's backoffLimit", error))
 }
 
+/// Labels by which the Job controller finds the pods of a Job.
+const JOB_CONTROLLER_LABELS: [&str; 4] = [
+    "batch.kubernetes.io/controller-uid",
+    "batch.kubernetes.io/job-name",
+    "controller-uid",
+    "job-name",
+];
 /// Back-off limit of a Job that a master has led.
 pub(crate) const BACKOFF_LIMIT: i32 = 1_000_000;
+/// Interval at which a leading master looks for its standby.
+const STANDBY_INTERVAL: Duration = Duration::from_secs(60);
 const RETRY_TIME_MAX: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -178,7 +271,10 @@ mod tests {
         let mut spec = spec.clone();
         spec["template"] = json!({
             "metadata": {
-                "labels": {"controller-uid": "x", "elasticdl/role": "master"},
+                "labels": {
+                    "controller-uid": "x", "job-name": "j-master", "elasticdl/role": "master",
+                    "sidecar.istio.io/inject": "false"
+                },
                 "annotations": {"a": "b"}
             },
             "spec": {"containers": [{"name": "master", "image": "i"}], "priorityClassName": "high"}
@@ -224,7 +320,8 @@ mod tests {
             (&labels["controller-uid"], &labels["elasticdl/role"]),
             (&Value::Null, &json!("master"))
         );
-        assert_eq!(labels["elasticdl/job"], "j");
+        assert_eq!((&labels["elasticdl/job"], &labels["job-name"]), (&json!("j"), &Value::Null));
+        assert_eq!(labels["sidecar.istio.io/inject"], "false");
         let owner = &meta["ownerReferences"][0];
         assert_eq!((&owner["kind"], &owner["uid"]), (&json!("ConfigMap"), &json!("anchor")));
         assert_eq!(created[0]["spec"]["priorityClassName"], "high");
@@ -273,6 +370,32 @@ mod tests {
         let mut deleted = job(&spec, &json!({}));
         deleted["metadata"]["deletionTimestamp"] = "2024-05-01T10:00:00Z".into();
         assert_eq!(terminated_master(deleted, &[]).await.0, unwanted("the job is being deleted"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_leading_master_keeps_one_standby_once_a_master_has_failed() {
+        let (fake, cluster) = FakeServer::start();
+        fake.put("pods", "one", master("one", &json!({"phase": "Running"})));
+        let holder = Holder { pod: "one".into(), uid: "uid-of-one".into() };
+        let spec = json!({"parallelism": 1});
+        let standbys = || {
+            let pods = fake.state().all("pods");
+            pods.into_iter().filter(|pod| pod["metadata"]["generateName"].is_string()).collect()
+        };
+        let failed = json!({"failed": 1});
+        let over = json!({"failed": 1, "conditions": [{"type": "Failed", "status": "True"}]});
+        for (status, expected) in [(json!({}), 0), (over, 0), (failed.clone(), 1), (failed, 1)] {
+            fake.put("jobs", "j-master", job(&spec, &status));
+            ensure_standby(&cluster, &anchor(), &holder).await.unwrap();
+            let found: Vec<Value> = standbys();
+            assert_eq!(found.len(), expected, "{status}: {found:?}");
+        }
+        let standby: Vec<Value> = standbys();
+        let apart = &standby[0]["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+            [0]["podAffinityTerm"];
+        assert_eq!(apart["topologyKey"], "kubernetes.io/hostname");
+        let labels = json!({"elasticdl/job": "j", "elasticdl/role": "master"});
+        assert_eq!(apart["labelSelector"]["matchLabels"], labels);
     }
 
     #[tokio::test(start_paused = true)]

@@ -50,6 +50,8 @@ pub(crate) struct State {
     pub(crate) unreachable: bool,
     /// Duration of calls, by kind.
     pub(crate) slow: BTreeMap<&'static str, Duration>,
+    /// Answers to reads of paths outside of the namespace. Other such paths do not exist.
+    pub(crate) cluster_paths: BTreeMap<String, Value>,
     pub(crate) created: u32,
     pub(crate) deleted: Vec<String>,
     /// Time and kind of each call.
@@ -142,13 +144,13 @@ impl FakeServer {
 
     async fn answer(self: Arc<Self>, request: Request<Body>) -> Response<Lines> {
         let (parts, body) = request.into_parts();
-        let path = parts
-            .uri
-            .path()
-            .split_once("/namespaces/ns/")
-            .expect("a path in a namespace")
-            .1
-            .to_owned();
+        let Some((_, path)) = parts.uri.path().split_once("/namespaces/ns/") else {
+            // Of the APIs of the whole cluster, the server has what a test has put there.
+            let found = self.state().cluster_paths.get(parts.uri.path()).cloned();
+            let found = found.filter(|_| parts.method == Method::GET);
+            return found.map_or_else(|| failure(404, "not found"), |answer| ok(&answer));
+        };
+        let path = path.to_owned();
         let (resource, name) = path.split_once('/').unwrap_or((&path, ""));
         let query = parts.uri.query().unwrap_or_default();
         let verb = match parts.method {

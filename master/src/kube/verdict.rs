@@ -10,8 +10,9 @@
 //! |---|---|---|
 //! | being deleted, and its container runs | terminating | |
 //! | condition `DisruptionTarget`, `TerminationTarget` | preempted, drained, evicted, … | no |
-//! | `status.reason` `Evicted`, over its own disk limit | over a limit | yes |
-//! | `status.reason` `Evicted` (node short of a resource) | evicted | no |
+//! | being deleted, and condition `Ready` false for `Evict` | preempted by Volcano | no |
+//! | `status.reason` `Evicted` with the condition, or because the node is short of a resource | evicted | no |
+//! | `status.reason` `Evicted` otherwise: over its own disk limit | over a limit | yes |
 //! | `status.reason` `Preempting` | preempted | no |
 //! | `status.reason` `Shutdown`, `NodeShutdown`, `Terminated` | drained | no |
 //! | `status.reason` `NodeLost` | lost | no |
@@ -22,7 +23,8 @@
 //! | container ended by another signal, or with a code | failed | yes |
 //! | failed without a container status | lost | no |
 //! | waiting: `ErrImagePull`, … | cannot start | after a while, fatal |
-//! | `PodScheduled` false, `Unschedulable` or gated | unschedulable | no |
+//! | `PodScheduled` false because of a scheduling gate, or in a gang | queued | no |
+//! | `PodScheduled` false otherwise | unschedulable | no |
 //! | pending, with a node | starting | no |
 //! | pending, without conditions | created | no |
 //!
@@ -35,6 +37,9 @@ use k8s_openapi::api::core::v1::{
     ContainerState, ContainerStateTerminated, Pod, PodCondition, PodStatus,
 };
 
+use super::gang::gang_of;
+use crate::job::Exit;
+
 /// State of a pod, as its object shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
@@ -44,13 +49,15 @@ pub enum Verdict {
     Created,
     /// The pod has ended, or will never run.
     Ended(End),
+    /// A queue, or the scheduler of its gang, holds it back. The reason.
+    Queued(String),
     /// Its program runs.
     Running,
     /// The pod has a node, which pulls its image or prepares its volumes.
     Starting,
     /// The pod is being deleted, and its program still runs.
     Terminating(Termination),
-    /// No node has capacity for the pod, or a scheduling gate holds it back. The reason.
+    /// No node has capacity for the pod. The reason.
     Unschedulable(String),
 }
 
@@ -130,11 +137,24 @@ pub fn classify(pod: &Pod) -> Verdict {
             ready: holds(status, "Ready").is_some(),
         });
     }
-    waiting(status).unwrap_or_else(|| match status.phase.as_deref() {
+    waiting(pod, status).unwrap_or_else(|| match status.phase.as_deref() {
         Some("Running") => Verdict::Running,
         _ if has_node(pod, status) => Verdict::Starting,
         _ => Verdict::Created,
     })
+}
+
+/// The end of a worker's process by the end of its pod.
+pub(super) fn exit_of(end: End) -> Exit {
+    match end.cause {
+        Cause::Exited(code) => Exit::Code(code),
+        Cause::Signalled(signal) => Exit::Signal(signal),
+        Cause::OutOfMemory | Cause::OverLimit => Exit::OverLimit(format!(
+            "{}; --worker-resources sets what a worker may use",
+            end.detail
+        )),
+        _ => Exit::Reclaimed(end.detail),
+    }
 }
 
 /// Returns whether another container of the pod runs although the worker's has ended. Such a pod
@@ -145,6 +165,19 @@ pub fn has_running_sidecar(pod: &Pod) -> bool {
     let own_has_ended = container(status).is_some_and(|state| state.terminated.is_some());
     let mut all = status.container_statuses.iter().flatten().filter_map(|c| c.state.as_ref());
     own_has_ended && all.any(|state| state.running.is_some())
+}
+
+/// Returns whether the cluster may still report why a pod's container ended. The kubelet of newer
+/// servers ends an evicted pod by SIGTERM, and may report the end of the container before the
+/// eviction.
+#[must_use]
+pub fn may_be_explained(pod: &Pod, end: &End) -> bool {
+    let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    let is_open = !matches!(phase, Some("Failed" | "Succeeded"));
+    let is_by_signal =
+        matches!(end.cause, Cause::Exited(0 | 143) | Cause::Signalled(SIGKILL | SIGTERM));
+    let is_explained = pod.metadata.deletion_timestamp.is_some() || has_running_sidecar(pod);
+    is_open && is_by_signal && !is_explained
 }
 
 /// Returns whether a pod's processes have certainly ended: the end of its container was observed. A
@@ -186,6 +219,11 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
             "TerminationByKubelet" => Cause::Evicted,
             // The garbage collector sets this when a pod's node does not exist any more.
             "DeletionByPodGC" => Cause::Lost,
+            // Kueue. Its message tells a preemption from other evictions.
+            "Preempted" => Cause::Preempted,
+            "WorkloadEvicted" if condition.message.as_deref().is_some_and(is_preemption) => {
+                Cause::Preempted
+            }
             _ => Cause::Reclaimed,
         };
         return Some(End { cause, detail: with_message(reason, condition.message.as_deref()) });
@@ -193,9 +231,12 @@ fn reclaimed(status: &PodStatus) -> Option<End> {
     let reason = status.reason.as_deref()?;
     let message = status.message.as_deref();
     let cause = match reason {
-        "Evicted" if message.is_some_and(|m| OWN_LIMITS.iter().any(|own| m.contains(own))) => {
-            Cause::OverLimit
+        // Newer kubelets set the condition where the node is short of a resource, and no condition
+        // where the pod exceeds its own limit. Older ones set none; their messages tell.
+        "Evicted" if message.is_some_and(|m| NODE_IS_SHORT.iter().any(|of| m.contains(of))) => {
+            Cause::Evicted
         }
+        "Evicted" if message.is_some_and(|m| !m.trim().is_empty()) => Cause::OverLimit,
         "Evicted" => Cause::Evicted,
         "Preempting" => Cause::Preempted,
         "Shutdown" | "NodeShutdown" | "Terminated" => Cause::Drained,
@@ -218,6 +259,13 @@ fn refused(status: &PodStatus) -> Option<End> {
 
 fn deleted(pod: &Pod) -> Option<End> {
     pod.metadata.deletion_timestamp.as_ref()?;
+    let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
+    // Volcano before 1.13 says nothing else.
+    let mut evictions = conditions.filter(|c| c.type_ == "Ready" && c.status == "False");
+    if let Some(evicted) = evictions.find(|c| c.reason.as_deref() == Some("Evict")) {
+        let detail = with_message("Evict", evicted.message.as_deref());
+        return Some(End { cause: Cause::Preempted, detail });
+    }
     Some(End { cause: Cause::Deleted, detail: "its pod is being deleted".into() })
 }
 
@@ -246,18 +294,39 @@ fn lost(status: &PodStatus) -> End {
 }
 
 /// Returns what prevents a pod from running, if anything.
-fn waiting(status: &PodStatus) -> Option<Verdict> {
+fn waiting(pod: &Pod, status: &PodStatus) -> Option<Verdict> {
     if let Some(scheduled) = status.conditions.iter().flatten().find(|c| c.type_ == "PodScheduled")
         && scheduled.status == "False"
     {
         let reason = scheduled.reason.as_deref().unwrap_or("not scheduled");
-        return Some(Verdict::Unschedulable(with_message(reason, scheduled.message.as_deref())));
+        let why = with_message(reason, scheduled.message.as_deref());
+        return Some(match reason {
+            "SchedulingGated" => Verdict::Queued(gated(pod).unwrap_or(why)),
+            _ if gang_of(pod).is_some() => Verdict::Queued(why),
+            _ => Verdict::Unschedulable(why),
+        });
     }
     let waiting = container(status)?.waiting.as_ref()?;
     let reason = waiting.reason.as_deref()?;
     CANNOT_START
         .contains(&reason)
         .then(|| Verdict::CannotStart(with_message(reason, waiting.message.as_deref())))
+}
+
+/// Names the scheduling gates of a pod.
+fn gated(pod: &Pod) -> Option<String> {
+    let gates = pod.spec.as_ref()?.scheduling_gates.as_ref()?;
+    let names: Vec<&str> = gates.iter().map(|gate| gate.name.as_str()).collect();
+    match names[..] {
+        [] => None,
+        ["kueue.x-k8s.io/admission"] => Some("Kueue has not admitted it yet".into()),
+        _ => Some(format!("it is held by the scheduling gates {}", names.join(", "))),
+    }
+}
+
+/// Whether a message of Kueue says that another workload gets the capacity.
+fn is_preemption(message: &str) -> bool {
+    message.starts_with("Preempted")
 }
 
 /// Returns the state of the pod's own container. There may be sidecars.
@@ -277,15 +346,30 @@ fn holds<'a>(status: &'a PodStatus, name: &str) -> Option<&'a PodCondition> {
 
 fn with_message(what: &str, message: Option<&str>) -> String {
     match message.map(str::trim).filter(|message| !message.is_empty()) {
+        Some(message) if WRONG_ARCHITECTURE.iter().any(|of| message.contains(of)) => {
+            format!("{what}: {message}; {SELECT_ARCHITECTURE}")
+        }
         Some(message) => format!("{what}: {message}"),
         None => what.to_owned(),
     }
 }
 
+const SELECT_ARCHITECTURE: &str =
+    "--node-selector kubernetes.io/arch=ARCH selects the nodes that the image was built for";
+const SIGKILL: i32 = 9;
+const SIGTERM: i32 = 15;
+/// Parts of messages about an image, or a program in it, of another processor architecture.
+const WRONG_ARCHITECTURE: [&str; 3] =
+    ["exec format error", "no match for platform in manifest", "no matching manifest for"];
+
 /// Parts of the kubelet's messages for a pod that exceeds its own disk limit: of a volume, of a
 /// container, or in total.
 const OWN_LIMITS: [&str; 3] =
     ["exceeds the limit", "exceeded its local ephemeral storage limit", "exceeds the total limit"];
+
+/// Parts of the kubelet's messages for a pod that is evicted because its node is short of a
+/// resource.
+const NODE_IS_SHORT: [&str; 2] = ["node was low on resource", "node had condition"];
 
 /// Reasons of a waiting container that time alone does not resolve.
 const CANNOT_START: [&str; 8] = [

@@ -22,7 +22,7 @@ use super::client::is_code;
 
 /// A change of the selected objects.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Change<K> {
+pub enum Change<K> {
     /// The object is new, or has changed.
     Applied(K),
     /// The object was deleted; its last known content.
@@ -35,14 +35,16 @@ pub(super) enum Change<K> {
 
 /// Field selector and label selector of the objects.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Selection {
-    pub(super) fields: Option<String>,
-    pub(super) labels: Option<String>,
+pub struct Selection {
+    /// Field selector.
+    pub fields: Option<String>,
+    /// Label selector.
+    pub labels: Option<String>,
 }
 
 /// A running watch; it ends when it is dropped.
 #[derive(Debug)]
-pub(super) struct Watch<K> {
+pub struct Watch<K> {
     changes: mpsc::Receiver<Change<K>>,
     task: JoinHandle<()>,
 }
@@ -51,7 +53,9 @@ impl<K> Watch<K>
 where
     K: kube::Resource + Clone + DeserializeOwned + Debug + Send + Sync + 'static,
 {
-    pub(super) fn start(api: Api<K>, selection: Selection) -> Self {
+    /// Starts to watch. Must be called within a runtime.
+    #[must_use]
+    pub fn start(api: Api<K>, selection: Selection) -> Self {
         let (sender, changes) = mpsc::channel(CHANGES_MAX);
         let mut watcher =
             Watcher { api, selection, cache: ObjectCache::default(), sender, failures: 0 };
@@ -61,7 +65,7 @@ where
     }
 
     /// Returns the next change. Cancel-safe.
-    pub(super) async fn next(&mut self) -> Change<K> {
+    pub async fn next(&mut self) -> Change<K> {
         match self.changes.recv().await {
             Some(change) => change,
             // Only a panic ends the task while `self` exists.

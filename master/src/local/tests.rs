@@ -1,3 +1,4 @@
+use std::fs;
 use std::io::Read as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -45,6 +46,7 @@ impl Shell {
             logs: self.folder.path().into(),
             processes: self.folder.path().join("processes"),
             copy: None,
+            threads: 3,
         }
     }
 
@@ -94,11 +96,20 @@ async fn the_exit_of_a_process_is_reported() {
 async fn a_process_gets_its_environment_and_writes_to_its_log() {
     let shell = Shell::new();
     let script = "echo launch $ELASTICDL_LAUNCH at $ELASTICDL_INDEX in $PIPE with \
-        $RAYON_NUM_THREADS; read x; echo said $x >&2";
+        $RAYON_NUM_THREADS and $OMP_NUM_THREADS; read x; echo said $x >&2";
     assert_eq!(next_ended(&mut shell.start(script)).await.1, Exit::Code(0));
-    let threads = std::env::var(RAYON_THREADS).unwrap_or_else(|_| "1".into());
-    let expected = format!("launch 4 at 3 in {} with {threads}\nsaid\n", shell.pipe().display());
+    let [rayon, omp] =
+        THREADS.map(|variable| std::env::var(variable).unwrap_or_else(|_| "3".into()));
+    let pipe = shell.pipe().display().to_string();
+    let expected = format!("launch 4 at 3 in {pipe} with {rayon} and {omp}\nsaid\n");
     assert_eq!(shell.log(), expected);
+}
+
+#[test]
+fn workers_share_the_cores_of_the_machine() {
+    for (cores, workers, threads) in [(16, 4, 4), (16, 3, 5), (2, 4, 1), (1, 1, 1), (8, 0, 8)] {
+        assert_eq!(share_of(cores, workers), threads, "{cores} cores, {workers} workers");
+    }
 }
 
 #[tokio::test]

@@ -11,12 +11,14 @@ fn snapshot() -> Snapshot {
     snapshot.status.state = "running".into();
     snapshot.status.step = 7;
     snapshot.status.loss = Some(0.25);
+    snapshot.status.learning_rate = Some(0.5);
     snapshot.status.shards = Some(ShardCounts { todo: 5, leased: 2, done: 1 });
     let metrics = [("a \"b\"".into(), Some(0.5)), ("none".into(), None)].into();
     snapshot.status.evaluated = Some(Evaluated { step: 4, records: 10, metrics });
     snapshot.counters.steps = 6;
     snapshot.counters.times = StepTimes { steps: 5, step_us: 2_500_000, reduce_us: 500_000 };
     snapshot.counters.ends.insert(End::Killed, 3);
+    snapshot.counters.failures = 2;
     let gap =
         Histogram { buckets: [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1], sum_ms: 90_004.0 };
     snapshot.counters.recoveries.insert(Cause::Lost, Recoveries { gap, ..Recoveries::default() });
@@ -31,7 +33,9 @@ fn a_snapshot_has_the_openmetrics_format() {
         ("# TYPE elasticdl_step gauge", ""),
         ("elasticdl_state{training_job=\"NAME\",state=\"running\"}", " 1.0"),
         ("elasticdl_step{training_job=\"NAME\"}", " 7.0"),
+        ("elasticdl_workers_disconnected{training_job=\"NAME\"}", " 0.0"),
         ("elasticdl_loss{training_job=\"NAME\"}", " 0.25"),
+        ("elasticdl_learning_rate{training_job=\"NAME\"}", " 0.5"),
         ("elasticdl_shards{training_job=\"NAME\",state=\"leased\"}", " 2.0"),
         ("elasticdl_validation_step{training_job=\"NAME\"}", " 4.0"),
         ("elasticdl_validation{training_job=\"NAME\",metric=\"a \\\"b\\\"\"}", " 0.5"),
@@ -39,6 +43,7 @@ fn a_snapshot_has_the_openmetrics_format() {
         ("elasticdl_steps_total{training_job=\"NAME\"}", " 6.0"),
         ("elasticdl_step_seconds_total{training_job=\"NAME\"}", " 2.5"),
         ("elasticdl_all_reduce_seconds_total{training_job=\"NAME\"}", " 0.5"),
+        ("elasticdl_worker_failures_total{training_job=\"NAME\"}", " 2.0"),
         ("elasticdl_worker_exits_total{training_job=\"NAME\",reason=\"killed\"}", " 3"),
         ("elasticdl_worker_exits_total{training_job=\"NAME\",reason=\"evicted\"}", " 0"),
         ("# TYPE elasticdl_recovery_seconds histogram", ""),
@@ -70,11 +75,55 @@ fn a_snapshot_has_the_openmetrics_format() {
     assert!(page.ends_with("# EOF\n"));
 }
 
+#[test]
+fn only_inference_has_metrics_of_leases() {
+    let mut snapshot = snapshot();
+    let has_leases = |snapshot: &Snapshot| to_text(snapshot).contains("elasticdl_leased_records");
+    assert!(has_leases(&snapshot));
+    snapshot.status.shards = None;
+    assert!(!has_leases(&snapshot));
+}
+
+#[tokio::test]
+async fn the_format_is_the_one_that_the_client_accepts() {
+    let prometheus = "application/openmetrics-text;version=1.0.0;q=0.5,application/vnd.google\
+                      .protobuf;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2";
+    let table = [
+        ("", false),
+        ("Accept: */*\r\n", false),
+        ("Accept: text/plain\r\n", false),
+        ("Accept: application/openmetrics-text; q=0\r\n", false),
+        ("Accept: application/openmetrics-text;q=0.1, text/plain;q=0.9\r\n", false),
+        ("Accept: application/openmetrics-text\r\n", true),
+        (&format!("Accept: {prometheus}\r\n"), true),
+    ];
+    for (accept, is_open) in table {
+        let answer = ask(&format!("GET /metrics HTTP/1.1\r\nhost: x\r\n{accept}\r\n")).await;
+        let format = if is_open { "application/openmetrics-text;" } else { "text/plain; version=" };
+        assert!(answer.contains(&format!("content-type: {format}")), "{accept}: {answer:.300}");
+        assert_eq!(answer.ends_with("# EOF\n"), is_open, "{accept}");
+    }
+}
+
+#[test]
+fn the_plain_format_declares_counters_with_their_suffix() {
+    let (open, plain) = (to_text(&snapshot()), to_plain_text(&snapshot()));
+    assert!(open.contains("# TYPE elasticdl_steps counter\n"), "{open}");
+    assert!(plain.contains("\n# TYPE elasticdl_steps_total counter\n"), "{plain}");
+    assert!(plain.contains("# HELP elasticdl_steps_total "), "{plain}");
+    assert!(plain.contains("\n# TYPE elasticdl_recovery_seconds histogram\n"), "{plain}");
+    let samples = |page: &str| -> Vec<String> {
+        page.lines().filter(|line| !line.starts_with('#')).map(str::to_owned).collect()
+    };
+    assert_eq!(samples(&plain), samples(&open));
+    assert!(!plain.contains("EOF"), "{plain}");
+}
+
 async fn ask(request: &str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (_publish, known) = watch::channel(Some(snapshot()));
-    let serving = tokio::spawn(serve(listener, known, std::sync::Arc::new(|| false)));
+    let serving = tokio::spawn(serve(listener, Some(known), std::sync::Arc::new(|| false)));
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(request.as_bytes()).await.unwrap();
     let mut answer = Vec::new();
@@ -112,7 +161,7 @@ async fn silent_connections_time_out_and_the_next_one_is_served() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (_publish, known) = watch::channel(None);
-    tokio::spawn(serve(listener, known, std::sync::Arc::new(|| false)));
+    tokio::spawn(serve(listener, Some(known), std::sync::Arc::new(|| false)));
     let mut silent = Vec::new();
     for _ in 0..20 {
         silent.push(TcpStream::connect(address).await.unwrap());
@@ -122,4 +171,44 @@ async fn silent_connections_time_out_and_the_next_one_is_served() {
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await.unwrap();
     assert!(answer.starts_with("HTTP/1.0 503"), "{answer}");
+}
+
+#[tokio::test]
+async fn without_metrics_only_the_probes_are_served() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let serving = tokio::spawn(serve(listener, None, std::sync::Arc::new(|| true)));
+    for (path, code) in [("/metrics", 403), ("/healthz", 200), ("/readyz", 200)] {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        stream.write_all(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.starts_with(&format!("HTTP/1.0 {code}")), "{path}: {answer}");
+        assert!(!answer.contains("elasticdl_step"), "{answer}");
+    }
+    serving.abort();
+}
+
+#[tokio::test]
+async fn clients_that_do_not_read_keep_no_other_waiting() {
+    let listener = TcpListener::bind("0.0.0.0:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let serving = tokio::spawn(serve(listener, None, std::sync::Arc::new(|| true)));
+    let mut silent = Vec::new();
+    for host in 2..14 {
+        for _ in 0..10 {
+            let socket = tokio::net::TcpSocket::new_v4().unwrap();
+            socket.bind(([127, 0, 0, host], 0).into()).unwrap();
+            silent.push(socket.connect(([127, 0, 0, 1], port).into()).await.unwrap());
+        }
+    }
+    let started = std::time::Instant::now();
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+    stream.write_all(b"GET /healthz HTTP/1.0\r\n\r\n").await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.0 200"), "{answer}");
+    assert!(started.elapsed() < std::time::Duration::from_secs(5), "it waited for a timeout");
+    drop(silent);
+    serving.abort();
 }

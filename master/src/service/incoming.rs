@@ -1,9 +1,10 @@
 //! Accepts connections and limits those that have not authenticated yet.
 //!
-//! **Invariant:** at most [`UNAUTHENTICATED_MAX`] connections are open without authentication, each
-//! for at most [`AUTHENTICATION_TIMEOUT`]; further connections wait in the backlog of the listener.
-//! So a peer that can reach the port but has no token can't exhaust the master's file descriptors.
-//! The TLS handshake counts towards both limits.
+//! **Invariant:** at most [`UNAUTHENTICATED_MAX`] connections are open without authentication, at
+//! most [`UNAUTHENTICATED_PER_ADDRESS_MAX`] of them from one address, and each for at most
+//! [`AUTHENTICATION_TIMEOUT`]. So a peer that can reach the port but has no token can neither
+//! exhaust the master's file descriptors nor lock out other addresses. The TLS handshake counts
+//! towards these limits.
 
 use std::io;
 use std::pin::Pin;
@@ -13,12 +14,13 @@ use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::time::Sleep;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
 use tracing::warn;
 
+use crate::connection_limit::{ConnectionLimit, Evicted, Limits, Permit};
 use crate::limits::AUTHENTICATION_TIMEOUT;
 
 /// Accepts connections of `listener` until the stream is dropped. While `open` is false the
@@ -29,12 +31,10 @@ pub(super) fn accept(
 ) -> ReceiverStream<io::Result<Connection>> {
     let (connections, incoming) = mpsc::channel(1);
     tokio::spawn(async move {
-        let unauthenticated = Arc::new(Semaphore::new(UNAUTHENTICATED_MAX));
+        let limits =
+            Limits { total: UNAUTHENTICATED_MAX, per_address: UNAUTHENTICATED_PER_ADDRESS_MAX };
+        let unauthenticated = ConnectionLimit::new(limits);
         loop {
-            let permit = Arc::clone(&unauthenticated)
-                .acquire_owned()
-                .await
-                .expect("the semaphore is never closed");
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 () = connections.closed() => return,
@@ -46,8 +46,10 @@ pub(super) fn accept(
                 }
             };
             match accepted {
-                Ok((stream, _)) => {
-                    if connections.send(Ok(Connection::new(stream, permit))).await.is_err() {
+                Ok((stream, peer)) => {
+                    let (permit, evicted) = unauthenticated.admit(peer.ip());
+                    let connection = Connection::new(stream, permit, evicted);
+                    if connections.send(Ok(connection)).await.is_err() {
                         return;
                     }
                 }
@@ -102,16 +104,17 @@ async fn reopen<T>(
     }
 }
 
-/// A connection; reads fail once its authentication timeout has passed.
+/// A connection; reads fail once its authentication timeout has passed, or it was evicted.
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
     authentication: Authentication,
     deadline: Pin<Box<Sleep>>,
+    evicted: Evicted,
 }
 
 impl Connection {
-    fn new(stream: TcpStream, permit: OwnedSemaphorePermit) -> Self {
+    fn new(stream: TcpStream, permit: Permit, evicted: Evicted) -> Self {
         if let Err(error) = stream.set_nodelay(true) {
             warn!(%error, "can't set TCP_NODELAY");
         }
@@ -120,19 +123,30 @@ impl Connection {
             stream,
             authentication: Authentication(Arc::new(Mutex::new(Some(permit)))),
             deadline,
+            evicted,
         }
+    }
+
+    /// Returns whether the connection has to be closed, because it has not authenticated.
+    fn is_rejected(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.authentication.is_complete() {
+            return false;
+        }
+        self.deadline.as_mut().poll(cx).is_ready()
+            || Pin::new(&mut self.evicted).poll(cx).is_ready()
     }
 }
 
 /// Authentication state of a connection, attached to each of its requests. Holds a permit until a
 /// request presents the token.
 #[derive(Clone, Debug)]
-pub(super) struct Authentication(Arc<Mutex<Option<OwnedSemaphorePermit>>>);
+pub(super) struct Authentication(Arc<Mutex<Option<Permit>>>);
 
 impl Authentication {
     /// Marks the connection as authenticated and releases its permit.
     pub(super) fn complete(&self) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let permit = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(permit);
     }
 
     fn is_complete(&self) -> bool {
@@ -154,7 +168,7 @@ impl AsyncRead for Connection {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        if !self.authentication.is_complete() && self.deadline.as_mut().poll(cx).is_ready() {
+        if self.is_rejected(cx) {
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
         Pin::new(&mut self.stream).poll_read(cx, buf)
@@ -195,5 +209,7 @@ impl AsyncWrite for Connection {
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Back-off after a failed bind.
 const REOPEN_PAUSE: Duration = Duration::from_millis(500);
-/// Most connections that have not authenticated.
-pub(super) const UNAUTHENTICATED_MAX: usize = 64;
+/// Largest number of connections that have not authenticated.
+const UNAUTHENTICATED_MAX: usize = 256;
+/// Largest number of them from one address: as many as a pod can have workers.
+pub(super) const UNAUTHENTICATED_PER_ADDRESS_MAX: usize = 64;

@@ -9,7 +9,7 @@ use elasticdl_proto::{
     Generation, LaunchId, MasterMessage, Membership, RecordRange, Resume, WorkerId,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tonic::Code;
 use tonic::transport::{Channel, Endpoint};
 
@@ -49,7 +49,7 @@ impl ServerFixture {
         let token = Token::random().unwrap();
         let (sender, events) = mpsc::channel(16);
         let server_config = ServerConfig { listener, token: token.clone(), identity };
-        let server = Server::start(server_config, "mnist", None, sender);
+        let server = Server::start_here(server_config, "mnist", sender);
         Self { address, endpoint: endpoint(address), token, events, server }
     }
 
@@ -128,6 +128,7 @@ fn valid_hello() -> Hello {
         pid: 42,
         resume: None,
         incarnation: 0,
+        location: Default::default(),
     }
 }
 
@@ -165,6 +166,32 @@ async fn without_the_jobs_token_no_call_is_served() {
         assert_eq!(client.join(join).await.unwrap_err().code(), Code::Unauthenticated, "{wrong:?}");
     }
     fixture.assert_nothing_reached_the_queue().await;
+}
+
+#[tokio::test]
+async fn a_busy_job_delays_neither_handshakes_nor_the_limits_of_connections() {
+    let mut fixture = ServerFixture::start().await;
+    // As a master does: in another thread.
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (sender, events) = mpsc::channel(16);
+    let server_config = ServerConfig { listener, token: fixture.token.clone(), identity: None };
+    let server = Server::start(server_config, "mnist", None, sender).unwrap();
+    // This runtime's only thread blocks until the server has answered the HTTP/2 preface.
+    let mut peer = std::net::TcpStream::connect(address).unwrap();
+    peer.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    io::Write::write_all(&mut peer, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").unwrap();
+    assert!(io::Read::read(&mut peer, &mut [0; 1024]).unwrap() > 0);
+    // It serves the same events, and ends in time although the peer is still connected.
+    fixture.endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap();
+    (fixture.address, fixture.events) = (address, events);
+    let (stream, _, outbox) = fixture.admitted().await;
+    drop(outbox);
+    assert_eq!(stream.end().await, Code::Ok);
+    server.end().await;
+    while TcpStream::connect(address).await.is_ok() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@ use tonic::codec::{DecodeBuf, Decoder, EncodeBuf, Encoder};
 
 use super::requests::{
     CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
-    StatusRequest,
+    StatusRequest, SuspendReply, SuspendRequest,
 };
 use super::{decode, encode, v1};
 use crate::status::Status;
@@ -164,5 +164,25 @@ impl Wire for CheckpointReply {
 
     fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
         read::<v1::CheckpointReply>(buf).map(|reply| Self { step: reply.step })
+    }
+}
+
+impl Wire for SuspendRequest {
+    fn encode(self, buf: &mut impl BufMut) {
+        put(&v1::SuspendRequest { suspend: self.suspend }, buf);
+    }
+
+    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::SuspendRequest>(buf).map(|request| Self { suspend: request.suspend })
+    }
+}
+
+impl Wire for SuspendReply {
+    fn encode(self, buf: &mut impl BufMut) {
+        put(&v1::SuspendReply { unchanged: self.unchanged }, buf);
+    }
+
+    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+        read::<v1::SuspendReply>(buf).map(|reply| Self { unchanged: reply.unchanged })
     }
 }

@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::num::NonZeroU64;
+use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use super::requests::{JoinRequest, JoinResponse};
@@ -13,20 +13,22 @@ use super::v1::{self, master_message, worker_message};
 use crate::files::{FileLimits, FileList, ListedFile};
 use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::job::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, Welcome, WireDtype, Work,
-    WorkerOptions,
+    Batch, CheckpointEvery, CheckpointSpec, Deterministic, Format, LinkEncryption, Shuffle,
+    ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
 use crate::limits::{
     BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
     DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX,
-    PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX,
+    PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX, PLACE_BYTES_MAX, SKIPPED_LISTED_MAX,
+    SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX,
 };
-use crate::membership::{Hello, Membership, Phases, Resume, Stall};
+use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
     StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
+use crate::summary::SkippedRecords;
 
 /// The decoded part of a message, or why the message is invalid.
 type Checked<T> = Result<T, String>;
@@ -43,14 +45,17 @@ pub(super) fn join_request(message: v1::WorkerMessage) -> JoinRequest {
 }
 
 fn hello(sent: v1::Hello) -> Checked<Hello> {
-    let v1::Hello { job, launch, address, pid, resume: sent } = sent;
+    let v1::Hello { job, launch, address, pid, resume: sent, location } = sent;
     let address = peer_address("hello.address", &address)?;
     if pid == 0 {
         return Err("hello.pid: must not be 0".into());
     }
     let incarnation = sent.as_ref().map_or(0, |resume| resume.incarnation);
     let resume = sent.map(resume).transpose()?;
-    Ok(Hello { job, launch: LaunchId(launch), address, pid, resume, incarnation })
+    let v1::Location { zone, rack, node } = location.unwrap_or_default();
+    let [zone, rack, node] = [zone, rack, node].map(|name| clip(name, PLACE_BYTES_MAX));
+    let location = Location { zone, rack, node };
+    Ok(Hello { job, launch: LaunchId(launch), address, pid, resume, incarnation, location })
 }
 
 fn resume(resume: v1::Resume) -> Checked<Resume> {
@@ -79,6 +84,12 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
         }
         Kind::Checkpoint(news) => WorkerMessage::Checkpoint(checkpoint_news(news)?),
         Kind::Committed(report) => WorkerMessage::Committed(committed(report)?),
+        Kind::RecordsSkipped(skipped) => {
+            let v1::RecordsSkipped { bad, nulls, first } = skipped;
+            let clipped = |text| clip(text, SKIPPED_TEXT_BYTES_MAX);
+            let first = first.into_iter().take(SKIPPED_LISTED_MAX).map(clipped).collect();
+            WorkerMessage::RecordsSkipped(SkippedRecords { bad, nulls, first })
+        }
         Kind::Described(described) => WorkerMessage::Described(description(described)?),
         Kind::Done(done) => shard_done(done)?,
         Kind::Evaluated(report) => WorkerMessage::Evaluated(evaluated(report)?),
@@ -94,19 +105,17 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             ledger: ledger("formed.ledger", formed.ledger)?,
         },
         Kind::Heartbeat(beat) => WorkerMessage::Heartbeat(beat.stall.map(stall).transpose()?),
-        Kind::HeldLeases(held) => WorkerMessage::HeldLeases {
-            step: within("held_leases.step", held.step, 0, STEPS_MAX)?,
-            ranges: ranges("held_leases.ranges", held.ranges)?,
-        },
         Kind::Hello(_) => return Err("`hello` comes first, and once".into()),
-        Kind::LeaseRequest(request) => WorkerMessage::LeaseRequest {
-            epoch: epoch("lease_request.epoch", request.epoch)?,
-            records: within("lease_request.records", request.records, 1, DATASET_RECORDS_MAX)?,
+        Kind::LeaseRequest(v1::LeaseRequest { shards }) => WorkerMessage::LeaseRequest {
+            shards: within("lease_request.shards", shards, 1, DATASET_RECORDS_MAX)?,
         },
         Kind::Leaving(v1::Leaving {}) => WorkerMessage::Leaving,
         Kind::Ready(v1::Ready { parameters }) => WorkerMessage::Ready {
             parameters: within("ready.parameters", parameters, 1, PARAMETERS_MAX)?,
         },
+        Kind::Reconnected(v1::Reconnected { step }) => {
+            WorkerMessage::Reconnected { step: within("reconnected.step", step, 0, STEPS_MAX)? }
+        }
         Kind::Resumed(resumed) => WorkerMessage::Resumed {
             generation: generation("resumed.generation", resumed.generation)?,
             step: within("resumed.step", resumed.step, 1, STEPS_MAX)?,
@@ -147,6 +156,18 @@ fn checkpoint_news(news: v1::CheckpointNews) -> Checked<CheckpointNews> {
 fn committed(report: v1::Committed) -> Checked<Committed> {
     let ranks = report.compute_us.len() as u64;
     within("committed.compute_us (ranks)", ranks, 0, u64::from(WORKERS_MAX))?;
+    // Workers of older releases send none of these.
+    let [input_us, records, checkpoint_us] =
+        [&report.input_us, &report.rank_records, &report.checkpoint_us]
+            .map(|known| known.iter().copied().chain(std::iter::repeat(0)));
+    let ranks = report.compute_us.iter().zip(input_us).zip(records).zip(checkpoint_us);
+    let rank_step = |(((&compute_us, input_us), records), checkpoint_us)| {
+        let compute_us = within("committed.compute_us", compute_us, 0, PHASE_US_MAX)?;
+        let input_us = within("committed.input_us", input_us, 0, PHASE_US_MAX)?;
+        let records = within("committed.rank_records", records, 0, DATASET_RECORDS_MAX)?;
+        let checkpoint_us = within("committed.checkpoint_us", checkpoint_us, 0, PHASE_US_MAX)?;
+        Ok(RankStep { records, compute_us, input_us, checkpoint_us })
+    };
     Ok(Committed {
         generation: generation("committed.generation", report.generation)?,
         step: within("committed.step", report.step, 0, STEPS_MAX)?,
@@ -154,9 +175,11 @@ fn committed(report: v1::Committed) -> Checked<Committed> {
         // A value that is not finite is valid: it shows the user that the model diverges.
         loss_sum: report.loss_sum,
         records: within("committed.records", report.records, 0, DATASET_RECORDS_MAX)?,
-        compute_us: report.compute_us,
+        ranks: ranks.map(rank_step).collect::<Checked<Vec<RankStep>>>()?,
         times: step_times(report.times.unwrap_or_default())?,
         steps_skipped: within("committed.steps_skipped", report.steps_skipped, 0, STEPS_MAX)?,
+        // Like the loss, a rate of the user's own schedule may not be finite.
+        learning_rate: report.learning_rate.filter(|rate| rate.is_finite()),
     })
 }
 
@@ -288,6 +311,10 @@ fn master_message(kind: master_message::Kind) -> Checked<MasterMessage> {
         Kind::Fetch(v1::Fetch { donors }) => {
             MasterMessage::Fetch(members("fetch.donors", &donors)?)
         }
+        Kind::Joiners(v1::Joiners { workers }) => {
+            within("joiners.workers", workers.len() as u64, 0, WORKERS_MAX.into())?;
+            MasterMessage::Joiners(workers.into_iter().map(WorkerId).collect())
+        }
         Kind::KeepCheckpoint(_) => MasterMessage::KeepCheckpoint,
         Kind::Lease(lease) => MasterMessage::Lease(ranges("lease.ranges", lease.ranges)?),
         Kind::Membership(published) => {
@@ -313,6 +340,13 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         v1::WireDtype::F16 => WireDtype::F16,
         v1::WireDtype::F32 => WireDtype::F32,
     };
+    // A worker that does not know a newer choice must not send in plain what should be encrypted.
+    let link_encryption = match v1::LinkEncryption::try_from(options.link_encryption) {
+        Ok(v1::LinkEncryption::Auto) => LinkEncryption::Auto,
+        Ok(v1::LinkEncryption::Off) => LinkEncryption::Off,
+        Ok(v1::LinkEncryption::On) => LinkEncryption::On,
+        Err(_) => return Err("options.link_encryption: must be a choice that is known".into()),
+    };
     let batch = match options.batch.ok_or("options.batch: must be there")? {
         v1::options::Batch::GlobalBatchSize(records) => Batch::Global(batch_records(records)?),
         v1::options::Batch::MinibatchSize(records) => Batch::PerWorker(batch_records(records)?),
@@ -321,12 +355,22 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
     let channels = u64::from(options.channels.max(1));
     let channels = within("options.channels", channels, 1, CHANNELS_MAX.into())?;
     let (work, validation) = work(options.work.ok_or("options.work: must be there")?)?;
+    let micro_batch = within("options.micro_batch", options.micro_batch, 0, BATCH_RECORDS_MAX)?;
+    let micro_batch = NonZeroU64::new(micro_batch);
+    if options.deterministic {
+        let deterministic = Deterministic { batch, micro_batch, wire_dtype };
+        deterministic.check().map_err(|error| format!("options.deterministic: {error}"))?;
+    }
     Ok(WorkerOptions {
         training_data: options.training_data,
         epochs: within_u32("options.epochs", options.epochs, EPOCHS_MAX)?,
         max_steps: options.max_steps,
         batch,
         seed: options.seed,
+        shuffle: shuffle(options.shuffle)?,
+        micro_batch,
+        deterministic: options.deterministic,
+        bad_records_max: options.bad_records_max,
         heartbeat: options.heartbeat_ms.map(|ms| Duration::from_millis(ms.max(1))),
         worker_timeout: options.worker_timeout_ms.map(Duration::from_millis),
         leave_timeout: options.leave_timeout_ms.map(Duration::from_millis),
@@ -337,7 +381,21 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         wire_dtype,
         channels: channels as u8,
         skips_nonfinite: options.skip_nonfinite,
+        link_encryption,
     })
+}
+
+fn shuffle(shuffle: Option<v1::Shuffle>) -> Checked<Shuffle> {
+    let sent = shuffle.ok_or("options.shuffle: must be there")?;
+    // A worker that guessed would train other records than the group.
+    let mode = match v1::ShuffleMode::try_from(sent.mode) {
+        Ok(v1::ShuffleMode::Auto) => ShuffleMode::Auto,
+        Ok(v1::ShuffleMode::Block) => ShuffleMode::Block,
+        Ok(v1::ShuffleMode::None) => ShuffleMode::None,
+        Ok(v1::ShuffleMode::Record) => ShuffleMode::Record,
+        Err(_) => return Err("options.shuffle.mode: must be a choice that is known".into()),
+    };
+    Ok(Shuffle { mode, buffer: NonZeroU64::new(sent.buffer) })
 }
 
 fn batch_records(records: u64) -> Checked<NonZeroU64> {
@@ -361,10 +419,29 @@ fn work(work: v1::options::Work) -> Checked<(Work, Option<ValidationSpec>)> {
         }
         v1::options::Work::Train(v1::Train { export, validation }) => {
             let validation = validation.map(|sent| {
-                let v1::Validation { data, every, metric, highest, patience } = sent;
+                let v1::Validation {
+                    data,
+                    every,
+                    metric,
+                    highest,
+                    patience,
+                    split_thousandths,
+                    export_best,
+                } = sent;
                 let every = every.map(|steps| steps.max(1));
-                ValidationSpec { data, every, metric, highest, patience }
+                let split = within("validation.split", split_thousandths.into(), 0, 999)?;
+                let split = NonZeroU16::new(split as u16);
+                Ok::<_, String>(ValidationSpec {
+                    data,
+                    every,
+                    metric,
+                    highest,
+                    patience,
+                    split,
+                    export_best,
+                })
             });
+            let validation = validation.transpose()?;
             (Work::Train { export }, validation)
         }
     })

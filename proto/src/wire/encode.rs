@@ -1,6 +1,7 @@
 //! From the types of this crate to the messages of the schema.
 
 use std::net::SocketAddr;
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use super::requests::JoinRequest;
@@ -8,15 +9,16 @@ use super::v1::{self, master_message, worker_message};
 use crate::files::FileList;
 use crate::ids::WorkerId;
 use crate::job::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, Welcome, WireDtype, Work,
-    WorkerOptions,
+    Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, Shuffle, ShuffleMode,
+    ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
-use crate::membership::{Hello, Membership, Phases, Resume, Stall};
+use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
     StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
+use crate::summary::SkippedRecords;
 
 pub(super) fn join_request(request: JoinRequest) -> v1::WorkerMessage {
     let kind = match request {
@@ -28,14 +30,17 @@ pub(super) fn join_request(request: JoinRequest) -> v1::WorkerMessage {
 }
 
 fn hello(hello: Hello) -> v1::Hello {
-    let Hello { job, launch, address, pid, resume, incarnation } = hello;
+    let Hello { job, launch, address, pid, resume, incarnation, location } = hello;
     let resume = resume.map(|Resume { worker, membership: known, parameters }| v1::Resume {
         worker: worker.0,
         membership: known.as_ref().map(membership),
         parameters,
         incarnation,
     });
-    v1::Hello { job, launch: launch.0, address: address.to_string(), pid, resume }
+    let Location { zone, rack, node } = location;
+    let location = v1::Location { zone, rack, node };
+    let location = Some(location).filter(|location| *location != v1::Location::default());
+    v1::Hello { job, launch: launch.0, address: address.to_string(), pid, resume, location }
 }
 
 fn worker_message(message: WorkerMessage) -> worker_message::Kind {
@@ -53,6 +58,10 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             Kind::Checkpoint(v1::CheckpointNews { kind: Some(checkpoint_news(news)) })
         }
         WorkerMessage::Committed(report) => Kind::Committed(committed(report)),
+        WorkerMessage::RecordsSkipped(skipped) => {
+            let SkippedRecords { bad, nulls, first } = skipped;
+            Kind::RecordsSkipped(v1::RecordsSkipped { bad, nulls, first })
+        }
         WorkerMessage::Described(described) => {
             use v1::described::Outcome;
             let outcome = match described {
@@ -73,14 +82,10 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
         WorkerMessage::Heartbeat(waits) => {
             Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall) })
         }
-        WorkerMessage::HeldLeases { step, ranges: held } => {
-            Kind::HeldLeases(v1::HeldLeases { step, ranges: ranges(&held) })
-        }
-        WorkerMessage::LeaseRequest { epoch, records } => {
-            Kind::LeaseRequest(v1::LeaseRequest { epoch, records })
-        }
+        WorkerMessage::LeaseRequest { shards } => Kind::LeaseRequest(v1::LeaseRequest { shards }),
         WorkerMessage::Leaving => Kind::Leaving(v1::Leaving {}),
         WorkerMessage::Ready { parameters } => Kind::Ready(v1::Ready { parameters }),
+        WorkerMessage::Reconnected { step } => Kind::Reconnected(v1::Reconnected { step }),
         WorkerMessage::Resumed { generation, step, phases: took } => {
             let phases = Some(phases(took));
             Kind::Resumed(v1::Resumed { generation: generation.0, step, phases })
@@ -115,15 +120,20 @@ fn checkpoint_news(news: CheckpointNews) -> v1::checkpoint_news::Kind {
 
 fn committed(report: Committed) -> v1::Committed {
     let StepTimes { steps, step_us, reduce_us } = report.times;
+    let of_ranks = |value: fn(&RankStep) -> u64| report.ranks.iter().map(value).collect();
     v1::Committed {
         generation: report.generation.0,
         step: report.step,
         ranges: ranges(&report.ranges),
         loss_sum: report.loss_sum,
         records: report.records,
-        compute_us: report.compute_us,
+        compute_us: of_ranks(|rank| rank.compute_us),
+        input_us: of_ranks(|rank| rank.input_us),
+        rank_records: of_ranks(|rank| rank.records),
+        checkpoint_us: of_ranks(|rank| rank.checkpoint_us),
         times: Some(v1::StepTimes { steps, step_us, reduce_us }),
         steps_skipped: report.steps_skipped,
+        learning_rate: report.learning_rate,
     }
 }
 
@@ -179,6 +189,9 @@ pub(super) fn master_message(message: &MasterMessage) -> v1::MasterMessage {
         MasterMessage::Fetch(donors) => {
             Kind::Fetch(v1::Fetch { donors: donors.iter().map(member).collect() })
         }
+        MasterMessage::Joiners(joiners) => {
+            Kind::Joiners(v1::Joiners { workers: joiners.iter().map(|id| id.0).collect() })
+        }
         MasterMessage::KeepCheckpoint => Kind::KeepCheckpoint(v1::KeepCheckpoint {}),
         MasterMessage::Lease(leased) => Kind::Lease(v1::Lease { ranges: ranges(leased) }),
         MasterMessage::Membership(published) => Kind::Membership(membership(published)),
@@ -206,12 +219,21 @@ fn options(options: WorkerOptions) -> v1::Options {
         WireDtype::F16 => v1::WireDtype::F16,
         WireDtype::F32 => v1::WireDtype::F32,
     };
+    let link_encryption = match options.link_encryption {
+        LinkEncryption::Auto => v1::LinkEncryption::Auto,
+        LinkEncryption::Off => v1::LinkEncryption::Off,
+        LinkEncryption::On => v1::LinkEncryption::On,
+    };
     v1::Options {
         training_data: options.training_data,
         epochs: options.epochs,
         max_steps: options.max_steps,
         batch: Some(batch),
         seed: options.seed,
+        shuffle: Some(shuffle(options.shuffle)),
+        micro_batch: options.micro_batch.map_or(0, NonZeroU64::get),
+        deterministic: options.deterministic,
+        bad_records_max: options.bad_records_max,
         heartbeat_ms: options.heartbeat.map(millis),
         worker_timeout_ms: options.worker_timeout.map(millis),
         checkpoints: options.checkpoints.map(checkpoints),
@@ -220,8 +242,19 @@ fn options(options: WorkerOptions) -> v1::Options {
         channels: options.channels.into(),
         skip_nonfinite: options.skips_nonfinite,
         leave_timeout_ms: options.leave_timeout.map(millis),
+        link_encryption: link_encryption.into(),
         work: Some(work(options.work, options.validation)),
     }
+}
+
+fn shuffle(shuffle: Shuffle) -> v1::Shuffle {
+    let mode = match shuffle.mode {
+        ShuffleMode::Auto => v1::ShuffleMode::Auto,
+        ShuffleMode::Block => v1::ShuffleMode::Block,
+        ShuffleMode::None => v1::ShuffleMode::None,
+        ShuffleMode::Record => v1::ShuffleMode::Record,
+    };
+    v1::Shuffle { mode: mode.into(), buffer: shuffle.buffer.map_or(0, NonZeroU64::get) }
 }
 
 fn work(work: Work, validation: Option<ValidationSpec>) -> v1::options::Work {
@@ -237,8 +270,18 @@ fn work(work: Work, validation: Option<ValidationSpec>) -> v1::options::Work {
         }
         Work::Train { export } => {
             let validation = validation.map(|spec| {
-                let ValidationSpec { data, every, metric, highest, patience } = spec;
-                v1::Validation { data, every, metric, highest, patience }
+                let ValidationSpec { data, every, metric, highest, patience, split, export_best } =
+                    spec;
+                let split_thousandths = split.map_or(0, |split| split.get().into());
+                v1::Validation {
+                    data,
+                    every,
+                    metric,
+                    highest,
+                    patience,
+                    split_thousandths,
+                    export_best,
+                }
             });
             v1::options::Work::Train(v1::Train { export, validation })
         }

@@ -16,7 +16,7 @@ mod requests;
 pub use codec::{Codec, Wire};
 pub use requests::{
     CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
-    SharedMessage, StatusRequest,
+    SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
 };
 
 pub use crate::status::Status;

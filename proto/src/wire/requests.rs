@@ -104,3 +104,17 @@ pub struct CheckpointReply {
     /// Number of committed steps, as last reported; the checkpoint is of a later step.
     pub step: u64,
 }
+
+/// Suspends or resumes the job; the status reports when it is suspended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SuspendRequest {
+    /// Whether the job is to be suspended; otherwise it is resumed.
+    pub suspend: bool,
+}
+
+/// The reply to a [`SuspendRequest`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SuspendReply {
+    /// Whether that was so already.
+    pub unchanged: bool,
+}

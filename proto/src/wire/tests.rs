@@ -1,6 +1,6 @@
 //! Tests of the conversions between the schema and the types of this crate.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use super::v1::worker_message::Kind;
@@ -11,14 +11,14 @@ use crate::job::{
     Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, Welcome, WireDtype, Work,
     WorkerOptions,
 };
-use crate::limits::{DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, PATH_BYTES_MAX, STEPS_MAX};
-use crate::membership::{Hello, Membership, Phases, Resume, Stall};
+use crate::limits::{DATASET_RECORDS_MAX, ERROR_BYTES_MAX, PATH_BYTES_MAX, STEPS_MAX};
+use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
     StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
-use crate::status::Status;
+use crate::status::tests::full_status;
 
 fn range(epoch: u32, start: u64, end: u64) -> v1::Range {
     v1::Range { epoch, start, end }
@@ -50,8 +50,12 @@ fn commit() -> v1::Committed {
         loss_sum: 2.5,
         records: 8,
         compute_us: vec![10, 20],
+        input_us: vec![1, 2],
+        rank_records: vec![5, 3],
+        checkpoint_us: vec![7, 8],
         times: Some(v1::StepTimes { steps: 2, step_us: 900, reduce_us: 300 }),
         steps_skipped: 1,
+        learning_rate: Some(0.5),
     }
 }
 
@@ -135,12 +139,21 @@ fn every_message_of_a_worker_keeps_every_field() {
             ranges: ranges.clone(),
             loss_sum: 2.5,
             records: 8,
-            compute_us: vec![10, 20],
+            ranks: vec![
+                RankStep { records: 5, compute_us: 10, input_us: 1, checkpoint_us: 7 },
+                RankStep { records: 3, compute_us: 20, input_us: 2, checkpoint_us: 8 },
+            ],
             times: StepTimes { steps: 2, step_us: 900, reduce_us: 300 },
             steps_skipped: 1,
+            learning_rate: Some(0.5),
         }),
         WorkerMessage::Described(Ok(FileList::pack([("a", 3), ("b", 0)]))),
         WorkerMessage::Described(Err("no such file".into())),
+        WorkerMessage::RecordsSkipped(crate::SkippedRecords {
+            bad: 2,
+            nulls: 1,
+            first: vec!["a line 3: no".into()],
+        }),
         WorkerMessage::Evaluated(Evaluated {
             step: 9,
             records: 5,
@@ -163,10 +176,10 @@ fn every_message_of_a_worker_keeps_every_field() {
         WorkerMessage::Formed { generation, step: 2, ledger },
         WorkerMessage::Heartbeat(None),
         WorkerMessage::Heartbeat(Some(stall)),
-        WorkerMessage::HeldLeases { step: 9, ranges: ranges.clone() },
-        WorkerMessage::LeaseRequest { epoch: 2, records: 64 },
+        WorkerMessage::LeaseRequest { shards: 64 },
         WorkerMessage::Leaving,
         WorkerMessage::Ready { parameters: 5 },
+        WorkerMessage::Reconnected { step: 9 },
         WorkerMessage::Resumed { generation, step: 9, phases },
         WorkerMessage::ShardDone {
             range: ranges[0],
@@ -185,12 +198,14 @@ fn every_message_of_a_worker_keeps_every_field() {
         pid: 77,
         resume: None,
         incarnation: 0,
+        location: Default::default(),
     };
     assert_eq!(
         received(JoinRequest::Hello(hello.clone().into())),
         JoinRequest::Hello(hello.clone().into())
     );
     hello.incarnation = 3;
+    hello.location = Location { zone: "z".into(), rack: "r".into(), node: "n".into() };
     hello.resume =
         Some(Resume { worker: WorkerId(8), membership: Some(membership()), parameters: Some(10) });
     assert_eq!(
@@ -205,6 +220,7 @@ fn every_message_of_a_master_keeps_every_field() {
         MasterMessage::Describe,
         MasterMessage::Drain,
         MasterMessage::Fetch(membership().members),
+        MasterMessage::Joiners(vec![WorkerId(4), WorkerId(5)]),
         MasterMessage::KeepCheckpoint,
         MasterMessage::Lease(vec![RecordRange { epoch: 1, start: 2, end: 5 }]),
         MasterMessage::Membership(membership()),
@@ -243,11 +259,18 @@ fn options() -> WorkerOptions {
             metric: "accuracy".into(),
             highest: true,
             patience: Some(2),
+            split: NonZeroU16::new(100),
+            export_best: Some("/best".into()),
         }),
         work: Work::Train { export: Some("/m".into()) },
         wire_dtype: WireDtype::F16,
         channels: 4,
         skips_nonfinite: true,
+        link_encryption: crate::LinkEncryption::On,
+        bad_records_max: 6,
+        shuffle: crate::Shuffle { mode: crate::ShuffleMode::Block, buffer: NonZeroU64::new(9) },
+        micro_batch: NonZeroU64::new(3),
+        deterministic: false,
     }
 }
 
@@ -277,7 +300,7 @@ fn a_welcome_keeps_every_option() {
 
 #[test]
 fn a_status_keeps_every_field() {
-    let status = Status { job: "mnist".into(), state: "running".into(), ..Status::default() };
+    let status = full_status();
     assert_eq!(received(status.clone()), status);
 }
 
@@ -301,11 +324,9 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         (described(vec![("a", u64::MAX), ("b", u64::MAX)]), "file.records"),
         (Kind::Ready(v1::Ready { parameters: 0 }), "ready.parameters"),
         (Kind::Ready(v1::Ready { parameters: u64::MAX }), "ready.parameters"),
-        (Kind::LeaseRequest(v1::LeaseRequest { epoch: 0, records: 0 }), "lease_request.records"),
-        (
-            Kind::LeaseRequest(v1::LeaseRequest { epoch: EPOCHS_MAX, records: 1 }),
-            "lease_request.epoch",
-        ),
+        (Kind::LeaseRequest(v1::LeaseRequest { shards: 0 }), "lease_request.shards"),
+        (Kind::LeaseRequest(v1::LeaseRequest { shards: u64::MAX }), "lease_request.shards"),
+        (Kind::Reconnected(v1::Reconnected { step: u64::MAX }), "reconnected.step"),
         (formed(None), "formed.ledger"),
         (formed(Some(v1::Ledger { epochs_complete: u32::MAX, ..full_ledger() })), "formed.ledger"),
         (Kind::Formed(v1::Formed { generation: 0, step: 1, ledger: None }), "formed.generation"),
@@ -364,6 +385,7 @@ fn a_hello_or_welcome_out_of_bounds_is_refused_by_name() {
             address: "127.0.0.1:9".into(),
             pid: 7,
             resume: None,
+            location: None,
         };
         change(&mut hello);
         match decode::join_request(v1::WorkerMessage { kind: Some(Kind::Hello(hello)) }) {
@@ -418,6 +440,15 @@ fn a_hello_or_welcome_out_of_bounds_is_refused_by_name() {
     assert!(welcome(|o| o.batch = None).contains("options.batch"));
     assert!(welcome(|o| o.batch = Some(v1::options::Batch::GlobalBatchSize(0))).contains("batch"));
     assert!(welcome(|o| o.channels = 17).contains("options.channels"));
+    assert!(welcome(|o| o.shuffle = None).contains("options.shuffle"));
+    let all_of_it = |o: &mut v1::Options| {
+        let Some(v1::options::Work::Train(train)) = &mut o.work else { panic!("{o:?}") };
+        train.validation.as_mut().unwrap().split_thousandths = 1000;
+    };
+    assert!(welcome(all_of_it).contains("validation.split"));
+    let unknown = |o: &mut v1::Options| o.shuffle = Some(v1::Shuffle { mode: 9, buffer: 0 });
+    assert!(welcome(unknown).contains("options.shuffle.mode"));
+    assert!(welcome(|o| o.link_encryption = 9).contains("options.link_encryption"));
     assert!(welcome(|o| o.work = None).contains("options.work"));
     assert!(
         welcome(|o| o.checkpoints.as_mut().unwrap().every = None).contains("checkpoints.every")

@@ -16,7 +16,9 @@ use std::time::Instant;
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
 use elasticdl::{AdamW, Gradients, Loss, Model, Optimizer, Update, UserError};
-use elasticdl_tests::{Running, counting_data, counting_reader, numbers, print, quantile};
+use elasticdl_tests::{
+    Command, Running, counting_data, counting_reader, numbers, print, quantile, run_benchmark,
+};
 use rustix::process::Signal;
 
 #[derive(Debug, Parser)]
@@ -99,20 +101,7 @@ impl Model for Timed {
 }
 
 fn main() -> ExitCode {
-    let commands = ["train", "status", "checkpoint"];
-    if std::env::args().nth(1).is_some_and(|word| commands.contains(&word.as_str())) {
-        return elasticdl_master::cli::main();
-    }
-    if std::env::var_os("ELASTICDL_MASTER").is_some() {
-        return elasticdl::run(Timed::parse());
-    }
-    measure(&Arguments::parse()).map_or_else(
-        |error| {
-            print(&format!("error: {error}"));
-            ExitCode::FAILURE
-        },
-        |()| ExitCode::SUCCESS,
-    )
+    run_benchmark(Timed::parse, || measure(&Arguments::parse()))
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
@@ -125,7 +114,7 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     let part = bytes / arguments.workers as usize;
     let copy_ms = copy_ms(part, arguments.rounds);
     let mut job = start(arguments, folder)?;
-    job.wait_for("the first steps", |status| status["step"].as_u64() > Some(3));
+    job.wait_for_first_steps();
     let (mut ours, mut theirs, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..arguments.rounds {
         let path = job.checkpoint();
@@ -138,7 +127,7 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     }
     job.signal(Signal::TERM);
     let ended = job.wait();
-    let saved = ended.summary["checkpoints"]["saved"].as_u64().unwrap_or(0) as usize;
+    let saved = ended.summary().checkpoints.as_ref().map_or(0, |all| all.saved) as usize;
     // The last checkpoint is written at the job's end, after which no step follows.
     let pauses = pauses(&folder.join("notes"), saved.saturating_sub(1))?;
     let gb = bytes as f64 / 1e9;
@@ -169,7 +158,7 @@ fn start(arguments: &Arguments, folder: &Path) -> Result<Running, Box<dyn Error>
         "--notes".into(),
         folder.join("notes"),
     ];
-    Ok(elasticdl_tests::Command::new(&this, folder.join("job"), program)
+    Ok(Command::new(&this, folder.join("job"), program)
         .option("training-data", folder.join("data"))
         .option("num-workers", arguments.workers.to_string())
         .option("global-batch-size", "8")

@@ -7,6 +7,7 @@
 use std::time::{Duration, SystemTime};
 
 use clap::Parser;
+use elasticdl_proto::Cause;
 use elasticdl_tests::cluster::{
     FIRST_GRADIENT, FIRST_UPDATE, Job, Namespace, PodWatch, must, name, since_midnight,
     time_of_line, uid,
@@ -81,9 +82,9 @@ fn main() {
             Some(contributes),
         ];
         let seconds = times.map(|t| t.map_or(f64::NAN, |t| t.saturating_sub(at).as_secs_f64()));
-        let memberships = job.status()["memberships"].as_array().cloned().unwrap_or_default();
-        let lost = memberships.iter().rfind(|m| m["cause"] == "lost");
-        let gap = lost.and_then(|m| m["gap_ms"].as_f64()).unwrap_or(f64::NAN);
+        let memberships = job.status().memberships;
+        let lost = memberships.iter().rfind(|change| change.cause == Cause::Lost);
+        let gap = lost.and_then(|change| change.gap_ms).unwrap_or(f64::NAN);
         println!("  {gap:>7.1}   {:.2}  {:.2}  {:.2}", seconds[0], seconds[1], seconds[2]);
         pods = others;
     }

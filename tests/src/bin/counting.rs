@@ -28,7 +28,7 @@ struct Counting {
     /// Time to evaluate a record, with one more metric, or to predict for it.
     #[arg(long)]
     inference_micros: Option<u64>,
-    /// Sleep instead of computing; and take no time at all once this file exists.
+    /// Take no time at all once this file exists.
     #[arg(long)]
     hurry_when: Option<PathBuf>,
     /// Records per micro-batch at most.
@@ -117,14 +117,9 @@ impl Counting {
             }
             counts[*record as usize] += if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
         }
-        match &self.hurry_when {
-            Some(_) if self.is_hurried() => {}
-            Some(_) => std::thread::sleep(until.saturating_duration_since(Instant::now())),
-            None => {
-                while Instant::now() < until {
-                    std::hint::spin_loop();
-                }
-            }
+        // Asleep, so that workers of other jobs compute meanwhile.
+        if !self.is_hurried() {
+            std::thread::sleep(until.saturating_duration_since(Instant::now()));
         }
         Ok(())
     }

@@ -1,20 +1,21 @@
 //! The overhead of a job of one worker over a bare loop that calls the same model.
 //!
 //! `cargo run --release -p elasticdl-tests --bin overhead` trains the same model on the same
-//! records both ways, in turn, and prints the median over the rounds of the two times' ratio. This
-//! program is at once the benchmark, the `elasticdl` command (`overhead train …`) and the job's
-//! worker.
+//! records both ways, in turn, and prints the median over the rounds of the two times' ratio, and
+//! the part of a step that the check for values that are not finite takes. This program is at once
+//! the benchmark, the `elasticdl` command (`overhead train …`) and the job's worker.
 
 use std::error::Error;
 use std::path::Path;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
 use elasticdl::{Gradients, Loss, Model, Optimizer, Reader, Sgd, Update, UserError};
-use elasticdl_tests::{counting_data, counting_reader, numbers, print, quantile};
-use serde_json::Value;
+use elasticdl_tests::{
+    Command, counting_data, counting_reader, numbers, print, quantile, run_benchmark,
+};
 
 #[derive(Parser)]
 struct Arguments {
@@ -82,19 +83,10 @@ impl Model for Dense {
 }
 
 fn main() -> ExitCode {
-    if std::env::args().nth(1).is_some_and(|word| word == "train") {
-        return elasticdl_master::cli::main();
-    }
-    if std::env::var_os("ELASTICDL_MASTER").is_some() {
-        return elasticdl::run(Dense { parameters: Arguments::parse().parameters });
-    }
-    match measure(&Arguments::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            print(&format!("error: {error}"));
-            ExitCode::FAILURE
-        }
-    }
+    run_benchmark(
+        || Dense { parameters: Arguments::parse().parameters },
+        || measure(&Arguments::parse()),
+    )
 }
 
 fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
@@ -114,11 +106,26 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
         bare.iter().zip(&elastic).map(|(b, e)| (b / e - 1.0) * 100.0).collect();
     let overhead = quantile(&mut overheads, 0.5);
     let (bare, elastic) = (quantile(&mut bare, 0.5), quantile(&mut elastic, 0.5));
+    let (step_ms, check_ms) = (arguments.batch as f64 / elastic * 1e3, check_ms(arguments));
     let result = serde_json::json!({
         "bare_records_per_s": bare, "worker_records_per_s": elastic, "overhead_percent": overhead,
+        "step_ms": step_ms, "finite_check_ms": check_ms,
+        "finite_check_percent": check_ms / step_ms * 100.0,
     });
     print(&result.to_string());
     Ok(())
+}
+
+/// Median time of the check that a sum of this length is finite, in milliseconds.
+fn check_ms(arguments: &Arguments) -> f64 {
+    let sum = vec![1.0; arguments.parameters];
+    let check = || {
+        let started = Instant::now();
+        assert!(elasticdl::is_finite(std::hint::black_box(&sum)));
+        started.elapsed().as_secs_f64() * 1e3
+    };
+    let mut times: Vec<f64> = (0..CHECKS).map(|_| check()).collect();
+    quantile(&mut times, 0.5)
 }
 
 /// Records per second of a plain loop.
@@ -146,33 +153,21 @@ fn train_bare(arguments: &Arguments, data: &Path) -> Result<f64, UserError> {
 /// Records per second of a job of one worker, from its first group's start to its end.
 fn train_elastic(arguments: &Arguments, data: &Path, folder: &Path) -> Result<f64, Box<dyn Error>> {
     let this = std::env::current_exe()?;
-    let summary = folder.join("summary.json");
-    let status = Command::new(&this)
-        .args([
-            "train",
-            "--local",
-            "--quiet",
-            "--checkpoint-dir",
-            "none",
-            "--num-workers",
-            "1",
-            "--training-data",
-        ])
-        .arg(data)
-        .args(["--global-batch-size", &arguments.batch.to_string(), "--job-dir"])
-        .arg(folder.join("job"))
-        .arg("--summary")
-        .arg(&summary)
-        .arg("--")
-        .arg(&this)
-        .args(["--parameters", &arguments.parameters.to_string()])
-        .stdout(Stdio::null())
-        .status()?;
-    if !status.success() {
-        return Err(format!("the job ended with {status}").into());
-    }
-    let summary: Value = serde_json::from_slice(&std::fs::read(summary)?)?;
-    summary["throughput"]["records_per_s"]
-        .as_f64()
-        .ok_or_else(|| "no throughput in the summary".into())
+    let program = [
+        this.clone().into_os_string(),
+        "--parameters".into(),
+        arguments.parameters.to_string().into(),
+    ];
+    let ended = Command::new(this, folder.join("job"), program)
+        .flag("quiet")
+        .option("checkpoint-dir", "none")
+        .option("num-workers", "1")
+        .option("training-data", data)
+        .option("global-batch-size", arguments.batch.to_string())
+        .run();
+    ended.assert_outcome(0, "completed");
+    Ok(ended.summary().throughput.records_per_s)
 }
+
+/// Number of timed checks.
+const CHECKS: usize = 21;

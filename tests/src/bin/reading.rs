@@ -122,8 +122,7 @@ fn train(elasticdl: &str, kind: &str, server: &S3) -> Option<(f64, u64)> {
         eprintln!("{}", ended.output);
         return None;
     }
-    let steps = ended.summary["steps"].as_u64()?;
-    Some((ended.summary["throughput"]["records_per_s"].as_f64()?, steps))
+    Some((ended.summary().throughput.records_per_s, ended.summary().steps))
 }
 
 fn csv(rows: std::ops::Range<usize>) -> Vec<u8> {

@@ -47,6 +47,18 @@ impl ApiServer {
         self.pid_of("kubelet")
     }
 
+    /// Time after which the node controller declares a node lost whose kubelet is silent.
+    ///
+    /// # Panics
+    /// The controller manager is not a process of this machine.
+    #[must_use]
+    pub fn node_grace(&self) -> Duration {
+        let arguments = arguments_of(self.pid_of("kube-controller-manager"));
+        let mut values = arguments.iter().skip_while(|a| *a != "--node-monitor-grace-period");
+        let value = values.nth(1).and_then(|value| value.strip_suffix('s')?.parse().ok());
+        value.map_or(NODE_GRACE_DEFAULT, Duration::from_secs)
+    }
+
     fn pid(&self) -> u32 {
         self.pid_of("kube-apiserver")
     }
@@ -89,7 +101,8 @@ impl ApiServer {
     #[must_use]
     pub fn audit(&self) -> PathBuf {
         let log = self.dir.join("log/audit.log");
-        if !self.arguments().iter().any(|argument| argument.starts_with("--audit-log-path")) {
+        if !arguments_of(self.pid()).iter().any(|argument| argument.starts_with("--audit-log-path"))
+        {
             let policy = self.dir.join("audit-policy.yaml");
             fs::write(&policy, AUDIT_POLICY).expect("the cluster's directory takes files");
             let option = |name: &str, path: &Path| format!("--audit-{name}={}", path.display());
@@ -98,17 +111,9 @@ impl ApiServer {
         log
     }
 
-    /// Arguments of its command line.
-    fn arguments(&self) -> Vec<String> {
-        let line = fs::read(format!("/proc/{}/cmdline", self.pid()))
-            .expect("a process has a command line");
-        let arguments = line.split(|&b| b == 0).filter(|argument| !argument.is_empty());
-        arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect()
-    }
-
     #[expect(clippy::zombie_processes, reason = "the server outlives this process")]
     fn restart_with(&self, more: &[String]) {
-        let (pid, arguments) = (self.pid(), self.arguments());
+        let (pid, arguments) = (self.pid(), arguments_of(self.pid()));
         let cwd = fs::read_link(format!("/proc/{pid}/cwd")).expect("a process has a directory");
         let log = OpenOptions::new().append(true).open(self.dir.join("log/kube-apiserver.log"));
         let log = log.expect("the server has a log");
@@ -118,21 +123,29 @@ impl ApiServer {
             assert!(Instant::now() < deadline, "the API server outlives SIGKILL");
             std::thread::sleep(Duration::from_millis(10));
         }
-        let child = Command::new(&arguments[0])
-            .args(&arguments[1..])
-            .args(more)
-            .current_dir(cwd)
-            .stdin(Stdio::null())
-            .stdout(log.try_clone().expect("a file can be shared"))
-            .stderr(log)
-            .process_group(0)
-            .spawn()
-            .expect("the API server starts");
-        fs::write(self.dir.join("pids/kube-apiserver"), child.id().to_string())
-            .expect("its id can be kept");
+        let start = || {
+            let child = Command::new(&arguments[0])
+                .args(&arguments[1..])
+                .args(more)
+                .current_dir(&cwd)
+                .stdin(Stdio::null())
+                .stdout(log.try_clone().expect("a file can be shared"))
+                .stderr(log.try_clone().expect("a file can be shared"))
+                .process_group(0)
+                .spawn()
+                .expect("the API server starts");
+            fs::write(self.dir.join("pids/kube-apiserver"), child.id().to_string())
+                .expect("its id can be kept");
+            child
+        };
+        let mut child = start();
         while !is_ready() {
             assert!(Instant::now() < deadline, "the API server does not come back");
             std::thread::sleep(Duration::from_millis(200));
+            // The port of the killed server may still be in use.
+            if child.try_wait().is_ok_and(|ended| ended.is_some()) {
+                child = start();
+            }
         }
     }
 }
@@ -158,10 +171,20 @@ impl Drop for Stopped {
     }
 }
 
+/// Arguments of a process's command line.
+fn arguments_of(pid: u32) -> Vec<String> {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).expect("a process has a command line");
+    let arguments = line.split(|&b| b == 0).filter(|argument| !argument.is_empty());
+    arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect()
+}
+
 fn is_ready() -> bool {
     let output = kubectl().args(["get", "--raw", "/readyz", "--request-timeout", "2s"]).output();
     output.is_ok_and(|output| output.stdout == b"ok")
 }
+
+/// The default of the controller manager.
+const NODE_GRACE_DEFAULT: Duration = Duration::from_secs(40);
 
 const AUDIT_POLICY: &str = "\
 apiVersion: audit.k8s.io/v1

@@ -24,7 +24,8 @@ pub struct Call {
     pub at: String,
 }
 
-/// The calls of service accounts named `elasticdl` in an audit log, oldest first.
+/// The calls of masters in an audit log, oldest first: of service accounts named `elasticdl`, and
+/// of those of single jobs, `NAME-master`.
 ///
 /// # Panics
 /// It can't be read.
@@ -46,7 +47,10 @@ pub fn calls(log: &Path) -> Vec<Call> {
 
 fn call(event: &Value) -> Option<Call> {
     let account = event["user"]["username"].as_str()?.strip_prefix("system:serviceaccount:")?;
-    let (home, "elasticdl") = account.split_once(':')? else { return None };
+    let (home, name) = account.split_once(':')?;
+    if name != "elasticdl" && !name.ends_with("-master") {
+        return None;
+    }
     let object = &event["objectRef"];
     let word = |key: &str| object[key].as_str().unwrap_or_default();
     let resource = match word("resource") {

@@ -2,11 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::{Value, json};
+use elasticdl_proto::Status;
+use serde_json::Value;
 
 use super::child_output::ChildOutput;
 use super::kubectl::{kubectl, must, text};
 use super::namespace::Namespace;
+use crate::assert_exactly_once;
 
 /// A job whose model's parameters count records, so that its last line of output can be compared
 /// with the ledger.
@@ -58,16 +60,16 @@ impl<'a> Job<'a> {
         self.child.as_ref().expect("not waited for")
     }
 
-    /// The status in the job's anchor.
+    /// The status in the job's anchor; a status without workers while there is none.
     #[must_use]
-    pub fn status(&self) -> Value {
-        self.namespace.anchor(&self.name, "status")
+    pub fn status(&self) -> Status {
+        self.namespace.status(&self.name).unwrap_or_default()
     }
 
     /// The step in the job's anchor.
     #[must_use]
     pub fn step(&self) -> u64 {
-        self.status()["step"].as_u64().unwrap_or(0)
+        self.status().step
     }
 
     /// Waits until the group has `members` members and has made a further step, and as many pods
@@ -83,9 +85,7 @@ impl<'a> Job<'a> {
         let before = self.step();
         self.wait_for(&format!("a group of {members} that trains"), || {
             let status = self.status();
-            let ranked =
-                status["workers"].as_array()?.iter().filter(|w| !w["rank"].is_null()).count();
-            if ranked != members || status["step"].as_u64()? <= before {
+            if status.members().count() != members || status.step <= before {
                 return None;
             }
             let pods = self.namespace.running_workers(&self.name);
@@ -111,12 +111,8 @@ impl<'a> Job<'a> {
     /// Waits for an event in the status that contains all of `words`.
     pub fn wait_for_event(&self, words: &[&str]) {
         self.wait_for(&format!("an event with {words:?}"), || {
-            let status = self.status();
-            let events = status["events"].as_array()?;
-            let says = |event: &Value| {
-                event.as_str().is_some_and(|e| words.iter().all(|word| e.contains(word)))
-            };
-            events.iter().any(says).then_some(())
+            let says = |event: &String| words.iter().all(|word| event.contains(word));
+            self.status().events.iter().any(says).then_some(())
         });
     }
 
@@ -187,7 +183,8 @@ impl<'a> Job<'a> {
         self.hurry();
         let (code, output) = self.wait();
         assert_eq!(code, Some(0), "{output}\n{}", self.namespace.master_log(&self.name));
-        assert_exactly_once(&self.namespace.anchor(&self.name, "summary"), RECORDS, epochs);
+        let summary = self.namespace.summary(&self.name).expect("a job that ended has a summary");
+        assert_exactly_once(&summary, &output, RECORDS, epochs);
         self.assert_deletes();
         output
     }
@@ -232,22 +229,6 @@ pub fn name(pod: &Value) -> &str {
 #[must_use]
 pub fn uid(pod: &Value) -> &str {
     pod["metadata"]["uid"].as_str().expect("an object has a uid")
-}
-
-/// Asserts the summary of a job that counted each of `records` once per epoch.
-///
-/// # Panics
-/// The summary is another one.
-pub fn assert_exactly_once(summary: &Value, records: u64, epochs: u64) {
-    let total = records * epochs;
-    let expected = json!({"expected": total, "counted": total, "missing": 0, "repeated": 0});
-    assert_eq!(summary["records"], expected, "{summary}");
-    assert_eq!(summary["state"], "completed", "{summary}");
-    assert_eq!(
-        summary["model_summary"],
-        format!("{epochs} {epochs} {total}").as_str(),
-        "{summary}"
-    );
 }
 
 /// Number of records in the test image's `/data`.

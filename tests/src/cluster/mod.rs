@@ -6,14 +6,16 @@ mod child_output;
 mod job;
 mod kubectl;
 mod namespace;
+mod network_policy;
 mod node;
 mod pod_watch;
 
 pub use api_server::{ApiServer, Stopped};
 pub use audit::{Call, calls};
 pub use child_output::ChildOutput;
-pub use job::{FIRST_GRADIENT, FIRST_UPDATE, Job, RECORDS, assert_exactly_once, name, uid};
+pub use job::{FIRST_GRADIENT, FIRST_UPDATE, Job, RECORDS, name, uid};
 pub use kubectl::{kubectl, must, text};
 pub use namespace::Namespace;
+pub use network_policy::{Peer, allows};
 pub use node::{Cordoned, Node, PriorityClass};
 pub use pod_watch::{PodWatch, since_midnight, time_of_line};

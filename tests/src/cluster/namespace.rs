@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use elasticdl_proto::{Status, Summary};
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -64,10 +66,18 @@ impl Namespace {
     /// # Panics
     /// It can't be applied.
     pub fn apply_rbac(&self) {
+        self.apply_shipped("rbac.yaml");
+    }
+
+    /// Applies a manifest of the folder `manifests` to the namespace.
+    ///
+    /// # Panics
+    /// It can't be applied.
+    pub fn apply_shipped(&self, manifest: &str) {
         let root =
             Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("a crate lies in its workspace");
-        let text =
-            fs::read_to_string(root.join("manifests/rbac.yaml")).expect("the manifest is there");
+        let text = fs::read_to_string(root.join("manifests").join(manifest))
+            .expect("the manifest is there");
         self.apply(&text.replace("namespace: elasticdl", &format!("namespace: {}", self.name)));
     }
 
@@ -77,6 +87,20 @@ impl Namespace {
     /// It fails.
     pub fn apply(&self, manifest: &str) {
         apply(manifest, &["--namespace", &self.name]);
+    }
+
+    /// Sets the namespace's quota of pods, and waits until it is in force.
+    ///
+    /// # Panics
+    /// It is not within two minutes.
+    pub fn set_pod_quota(&self, pods: u32) {
+        let kind = "apiVersion: v1\nkind: ResourceQuota\nmetadata: {name: pods}\n";
+        self.apply(&format!("{kind}spec: {{hard: {{pods: {pods}}}}}\n"));
+        self.wait_for("", "the quota is in force", || {
+            let get = ["get", "resourcequota", "pods", "-o", "jsonpath={.status.hard.pods}"];
+            let hard = must(kubectl().args(["--namespace", &self.name]).args(get));
+            (hard.stdout == pods.to_string().as_bytes()).then_some(())
+        });
     }
 
     /// The namespace's name.
@@ -232,9 +256,26 @@ impl Namespace {
             .find(|pod| pod["metadata"]["deletionTimestamp"].is_null() && is_ready(pod))
     }
 
-    /// The value of a key in the job's anchor, as JSON; null if there is none.
+    /// The status in the job's anchor; `None` while there is none.
     #[must_use]
-    pub fn anchor(&self, job: &str, key: &str) -> Value {
+    pub fn status(&self, job: &str) -> Option<Status> {
+        self.anchor(job, "status")
+    }
+
+    /// The summary in the job's anchor; `None` until the job has ended.
+    #[must_use]
+    pub fn summary(&self, job: &str) -> Option<Summary> {
+        self.anchor(job, "summary")
+    }
+
+    /// Number of masters that have led the job; 0 before the first.
+    #[must_use]
+    pub fn incarnation(&self, job: &str) -> u64 {
+        self.anchor(job, "incarnation").unwrap_or(0)
+    }
+
+    /// The value of a key in the job's anchor; `None` if there is none.
+    fn anchor<T: DeserializeOwned>(&self, job: &str, key: &str) -> Option<T> {
         let output = kubectl()
             .args([
                 "--namespace",
@@ -249,10 +290,9 @@ impl Namespace {
             .output()
             .expect("kubectl starts");
         let anchor: Value = serde_json::from_slice(&output.stdout).unwrap_or(Value::Null);
-        anchor["data"][key]
-            .as_str()
-            .and_then(|text| serde_json::from_str(text).ok())
-            .unwrap_or(Value::Null)
+        let text = anchor["data"][key].as_str()?;
+        let value = serde_json::from_str(text);
+        Some(value.unwrap_or_else(|error| panic!("{error} in the anchor's {key}: {text}")))
     }
 
     /// The whole log of the master.
@@ -332,7 +372,18 @@ impl Namespace {
     #[must_use]
     pub fn leftovers(&self) -> Vec<String> {
         let selector = "app.kubernetes.io/managed-by=elasticdl";
-        let kinds = ["jobs", "pods", "configmaps", "secrets", "services", "leases"];
+        let kinds = [
+            "jobs",
+            "pods",
+            "configmaps",
+            "secrets",
+            "services",
+            "leases",
+            "networkpolicies",
+            "serviceaccounts",
+            "roles",
+            "rolebindings",
+        ];
         let objects = kinds
             .iter()
             .flat_map(|kind| self.get(kind, selector).into_iter().map(move |o| (kind, o)));

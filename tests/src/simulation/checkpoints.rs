@@ -4,36 +4,15 @@
 //! **Oracle:** a checkpoint that a manifest completes is a state that its group has committed, and
 //! its ledger counts the same records as its parameters.
 
-use std::collections::BTreeMap;
-
-use elasticdl::core::checkpoint::{Task, Written};
-use elasticdl::core::header::StateRecord;
-use elasticdl::core::session::Session;
+use elasticdl::session::Session;
+use elasticdl::session::checkpoint::{Task, Written};
 
 use super::clock::Micros;
 use super::model::digest;
+use super::state::checkpoints::CheckpointWork;
+use super::state::event::Event;
 use super::trace::trace;
-use super::world::{Event, World};
-
-/// Step, and the generation that wrote it.
-type Key = (u64, u64);
-
-/// The shared storage of checkpoints; it outlives all processes.
-#[derive(Debug, Default)]
-pub(super) struct CheckpointStore {
-    /// Parts of unfinished checkpoints, by rank.
-    parts: BTreeMap<Key, BTreeMap<usize, Vec<u8>>>,
-    complete: BTreeMap<Key, (StateRecord, Vec<u8>)>,
-    /// Whether writes are refused at the moment.
-    pub(super) is_unavailable: bool,
-}
-
-/// One write of a worker's checkpoint thread.
-#[derive(Debug)]
-pub(super) enum CheckpointWork {
-    Manifest { key: Key, record: StateRecord, world_size: usize },
-    Part { key: Key, rank: usize, bytes: Vec<u8> },
-}
+use super::world::World;
 
 impl World {
     /// Starts the checkpoint writes that the session asks for. Called before the state changes

@@ -5,199 +5,20 @@
 //! have committed a step), and is then applied. A temporary fault heals by itself. When the last
 //! fault has been applied and all have healed, the job must come to its end.
 
-use std::collections::VecDeque;
 use std::mem;
 
-use elasticdl_master::job::{Event as JobEvent, Exit, JobSpec};
+use elasticdl_master::job::{Event as JobEvent, Exit};
 
-use super::clock::{Micros, SimRng};
-use super::network::{Host, MASTER};
-use super::operation::Collective;
+use super::clock::Micros;
+use super::state::event::Event;
+use super::state::faults::{CONTROL_PLANE_FAULTS, Fault, FaultKind, Moment, Target, Undo};
+use super::state::fetch::FETCH_PAUSE_US;
+use super::state::network::{Host, MASTER};
+use super::state::operation::Collective;
+use super::state::ring::Ring;
+use super::state::trainer::Doing;
 use super::trace::trace;
-use super::trainer::Doing;
-use super::world::{Event, World};
-
-/// All faults of a run.
-#[derive(Debug)]
-pub(super) struct FaultPlan {
-    faults: VecDeque<Fault>,
-    /// Number of temporary faults that have not healed yet.
-    unhealed: u32,
-    /// Time since which no fault is active; no other one follows.
-    pub(super) healed_since: Option<Micros>,
-    /// Whether the user has stopped the job.
-    pub(super) stopped: bool,
-    /// Whether a process or a link has failed unasked: other links may break from now on.
-    pub(super) links_may_break: bool,
-    /// Whether all faults of the run hit the control plane only: the master, its streams, its
-    /// persisted snapshots, the storage.
-    pub(super) is_control_only: bool,
-}
-
-#[derive(Debug)]
-struct Fault {
-    /// Number of events to skip.
-    after: u64,
-    moment: Option<Moment>,
-    /// Number of events to wait for the moment.
-    wait_max: u64,
-    kind: FaultKind,
-    target: Target,
-}
-
-/// Critical moments.
-#[derive(Clone, Copy, Debug)]
-enum Moment {
-    /// A rank builds its links.
-    Connecting,
-    /// A joiner fetches the state.
-    Fetching,
-    /// A rank holds the final state.
-    Finishing,
-    /// Some members have committed a step that others have not.
-    HalfCommitted,
-    /// A result or a state is being broadcast.
-    Repairing,
-    /// A rank waits for the other ranks' headers in a new group.
-    Syncing,
-    /// A group waits for records.
-    IdleRound,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum FaultKind {
-    Crash,
-    CrashAll,
-    CrashAllButOne,
-    CrashMaster,
-    CrashTwo,
-    CutFromAll,
-    CutFromMaster,
-    CutFromPeer,
-    CutMasterFromAll,
-    Fail,
-    FailPersisting,
-    LoseAllStreams,
-    LoseLink,
-    LoseStream,
-    Pause,
-    PauseMaster,
-    Scale,
-    Slow,
-    Stop,
-    StoreUnavailable,
-    Terminate,
-}
-
-/// The process that a fault hits.
-#[derive(Clone, Copy, Debug)]
-enum Target {
-    Any,
-    /// A member with the highest step.
-    Ahead,
-    /// The lowest rank of the newest generation.
-    FirstRank,
-    /// A member that serves the state to a joiner.
-    Donor,
-    /// The process that the moment was found at.
-    AtMoment,
-    /// The process that was started last.
-    Newest,
-}
-
-/// The end of a temporary fault.
-#[derive(Clone, Debug)]
-pub(super) enum Undo {
-    Continue(usize),
-    ContinueMaster,
-    Persist,
-    Mend(Vec<(Host, Host)>),
-    RestartMaster,
-    SpeedUp(Host),
-    StoreAvailable,
-}
-
-impl FaultPlan {
-    pub(super) fn draw(rng: &mut SimRng, spec: &JobSpec) -> Self {
-        let most = [0, 1, 2, 3, 4, 6, 8, 12][rng.below(8) as usize];
-        let mut faults: VecDeque<Fault> = (0..most).map(|_| Fault::draw(rng, spec)).collect();
-        // From a generator of their own, so that the other draws of a seed stay as they are.
-        let mut rng = SimRng::new(spec.seed.rotate_left(48));
-        let is_control_only = rng.chance(1, 6);
-        for fault in faults.iter_mut().filter(|_| is_control_only) {
-            fault.kind = rng.pick(&CONTROL_PLANE_FAULTS).unwrap_or(fault.kind);
-        }
-        Self {
-            is_control_only: is_control_only && !faults.is_empty(),
-            faults,
-            unhealed: 0,
-            healed_since: None,
-            stopped: false,
-            links_may_break: false,
-        }
-    }
-}
-
-impl Fault {
-    fn draw(rng: &mut SimRng, spec: &JobSpec) -> Self {
-        use FaultKind::{
-            Crash, CrashAll, CrashAllButOne, CrashMaster, CrashTwo, CutFromAll, CutFromMaster,
-            CutFromPeer, CutMasterFromAll, Fail, LoseAllStreams, LoseLink, LoseStream, Pause,
-            PauseMaster, Scale, Slow, Stop, Terminate,
-        };
-        let kind = match rng.below(100) {
-            0..20 => Crash,
-            20..28 => CrashMaster,
-            28..33 => CrashTwo,
-            33..36 => CrashAllButOne,
-            36..38 => CrashAll,
-            38..42 => Fail,
-            42..52 => Terminate,
-            52..62 => Pause,
-            62..65 => PauseMaster,
-            65..70 => LoseLink,
-            70..72 => LoseAllStreams,
-            72..74 => LoseStream,
-            74..78 => CutFromMaster,
-            78..80 => CutMasterFromAll,
-            80..85 => CutFromPeer,
-            85..88 => CutFromAll,
-            88..93 => Slow,
-            93..99 => Scale,
-            _ => Stop,
-        };
-        let moments = [
-            Moment::Connecting,
-            Moment::Fetching,
-            Moment::Fetching,
-            Moment::Finishing,
-            Moment::HalfCommitted,
-            Moment::HalfCommitted,
-            Moment::Repairing,
-            Moment::Syncing,
-            Moment::IdleRound,
-        ];
-        let targets = [
-            Target::Any,
-            Target::Any,
-            Target::Ahead,
-            Target::FirstRank,
-            Target::Donor,
-            Target::AtMoment,
-            Target::AtMoment,
-            Target::Newest,
-        ];
-        // Short spans are as likely as long ones; a larger group has more events per step.
-        let scale = 1 << rng.below(8);
-        Self {
-            after: 1 + rng.below(scale * u64::from(spec.num_workers)),
-            moment: if rng.chance(3, 5) { rng.pick(&moments) } else { None },
-            wait_max: 400,
-            kind,
-            target: rng.pick(&targets).unwrap_or(Target::Any),
-        }
-    }
-}
+use super::world::World;
 
 impl World {
     /// Applies the next fault of the plan if it is due.
@@ -254,7 +75,7 @@ impl World {
     fn is_ahead(&self, p: usize) -> bool {
         let place = |q: usize| {
             let trainer = &self.processes[q].trainer;
-            let generation = trainer.ring.as_ref().map(super::ring::Ring::generation)?;
+            let generation = trainer.ring.as_ref().map(Ring::generation)?;
             Some((generation, trainer.state()?.step))
         };
         let Some((generation, step)) = place(p) else { return false };
@@ -287,13 +108,19 @@ impl World {
         trace!(self, "FAULT: {kind:?}, {}", self.name(p));
         let is_order = matches!(
             kind,
-            FaultKind::Scale | FaultKind::Slow | FaultKind::Stop | FaultKind::Terminate
+            FaultKind::BreakFetches
+                | FaultKind::Scale
+                | FaultKind::Slow
+                | FaultKind::Stop
+                | FaultKind::Suspend
+                | FaultKind::Terminate
         );
         let is_control_only =
             CONTROL_PLANE_FAULTS.iter().any(|f| mem::discriminant(f) == mem::discriminant(&kind));
         self.fault_plan.links_may_break |=
             !is_order && !is_control_only && !matches!(kind, FaultKind::Pause);
         match kind {
+            FaultKind::BreakFetches => self.break_fetches(),
             FaultKind::Crash => self.crash(p),
             FaultKind::CrashAll => (0..self.processes.len()).for_each(|q| self.crash(q)),
             FaultKind::CrashAllButOne => {
@@ -335,10 +162,13 @@ impl World {
                 let exit = if self.rng.chance(1, 2) { Exit::Code(1) } else { Exit::Signal(11) };
                 self.die(p, exit, false);
             }
-            FaultKind::FailPersisting => {
+            // A local master goes on without its file. If it then dies, too, its successor may not
+            // know its newest processes, which end after `--master-timeout`.
+            FaultKind::FailPersisting if self.setting.may_restore_stale => {
                 self.master.persists = false;
                 self.heal_later(Undo::Persist);
             }
+            FaultKind::FailPersisting => {}
             FaultKind::LoseAllStreams => {
                 (0..self.processes.len()).for_each(|q| self.lose_one_of(q, true))
             }
@@ -376,6 +206,11 @@ impl World {
             FaultKind::StoreUnavailable => {
                 self.checkpoint_store.is_unavailable = true;
                 self.heal_later(Undo::StoreAvailable);
+            }
+            FaultKind::Suspend => {
+                self.oracle.coverage.suspensions += 1;
+                self.command(JobEvent::Suspend);
+                self.heal_much_later(Undo::Resume);
             }
             FaultKind::Terminate => {
                 for q in self.processes_hit_with(p) {
@@ -442,6 +277,39 @@ impl World {
         self.lose(link);
     }
 
+    /// The links over which joiners fetch the state break at a random place of the transfer, and
+    /// some of those that follow.
+    fn break_fetches(&mut self) {
+        let fetching = (0..self.processes.len()).filter(|&p| self.is_joining(p));
+        for p in fetching.collect::<Vec<_>>() {
+            for again in 0..self.rng.between(1, 3) {
+                let delay = again * FETCH_PAUSE_US + self.rng.below(TRANSFER_US);
+                self.clock.after(delay, Event::BreakFetch { p });
+            }
+        }
+    }
+
+    /// The link over which `p` fetches the state breaks, if it still does.
+    pub(super) fn break_fetch(&mut self, p: usize) {
+        if let Some(source) = self.processes[p].trainer.source.as_ref() {
+            let link = source.link;
+            trace!(self, "FAULT: {}: its link to its donor breaks", self.name(p));
+            self.lose(link);
+        }
+    }
+
+    /// The user resumes the job, and looks later whether a master has got the request.
+    fn resume_job(&mut self) {
+        let master = &self.master;
+        if !master.is_alive || !master.commands.is_empty() {
+            return self.heal_later(Undo::Resume);
+        }
+        if master.job.is_suspended() && master.job.outcome().is_none() {
+            self.command(JobEvent::Resume);
+            self.heal_later(Undo::Resume);
+        }
+    }
+
     /// Heals the fault after a span around the worker timeout, on both sides of it.
     fn heal_later(&mut self, undo: Undo) {
         let timeout = self.setting.spec.worker_timeout.map_or(400_000, |t| t.as_micros() as Micros);
@@ -481,24 +349,15 @@ impl World {
             }
             Undo::Mend(cuts) => cuts.into_iter().for_each(|(a, b)| self.heal(a, b)),
             Undo::RestartMaster => self.restart_master(),
+            Undo::Resume => self.resume_job(),
             Undo::SpeedUp(host) => self.net.speed_up(host),
             Undo::StoreAvailable => self.checkpoint_store.is_unavailable = false,
         }
     }
 }
 
-/// Faults of the control plane: the master, its connections to the workers, and storage. No worker
-/// may be lost by them.
-const CONTROL_PLANE_FAULTS: [FaultKind; 8] = [
-    FaultKind::CrashMaster,
-    FaultKind::CutFromMaster,
-    FaultKind::CutMasterFromAll,
-    FaultKind::FailPersisting,
-    FaultKind::LoseAllStreams,
-    FaultKind::LoseStream,
-    FaultKind::PauseMaster,
-    FaultKind::StoreUnavailable,
-];
+/// Duration of most transfers to joiners.
+const TRANSFER_US: Micros = 4000;
 
 /// Time without an answer to its pings after which a worker closes its stream.
 const KEEP_ALIVE_US: Micros = 10_000_000;

@@ -1,176 +1,30 @@
-//! How a joiner gets the state: both ends of the transfer that runs next to the ring, modelled
-//! after `elasticdl`'s `donor` and `elasticdl_collective`'s `state`.
+//! The joiner's end of a transfer, modelled after `elasticdl`'s trainer. A joiner whose link breaks
+//! dials its donor again and goes on where the link broke, or begins again with another donor.
+//!
+//! **Oracle:** what a joiner has fetched is a state that the donor's group has committed.
 
-use std::collections::VecDeque;
 use std::net::SocketAddr;
-use std::rc::Rc;
 
-use elasticdl::core::header::{StateRecord, StepHeader};
-use elasticdl::core::session::Session;
+use elasticdl::session::Session;
+use elasticdl::session::header::StateRecord;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::clock::Micros;
-use super::network::{LinkId, Packet};
-use super::process::process_at;
+use super::state::event::Event;
+use super::state::fetch::{FETCH_PAUSE_US, Incoming, Source};
+use super::state::packet::{Packet, Position, StateMessage};
+use super::state::process::process_at;
+use super::state::trainer::Doing;
 use super::trace::trace;
-use super::trainer::Doing;
-use super::world::{Event, World};
-
-/// The joiners that a process serves, and those whose requests are pending.
-#[derive(Debug, Default)]
-pub(super) struct Donor {
-    pending: VecDeque<(WorkerId, LinkId)>,
-    fetchers: Vec<(WorkerId, LinkId)>,
-}
-
-/// The donor that a joiner fetches the state from.
-#[derive(Debug)]
-pub(super) struct Source {
-    donor: WorkerId,
-    host: usize,
-    pub(super) link: LinkId,
-    introduced: bool,
-    /// Time of the last packet from the donor; before the first packet, the time of the dial.
-    last_received: Micros,
-    has_sent_state: bool,
-}
-
-/// A message to a joiner. Steps are those of the donor's group of `generation`.
-#[derive(Debug)]
-pub(super) enum StateMessage {
-    /// The donor enters this generation together with the joiner.
-    End {
-        generation: Generation,
-    },
-    Result {
-        generation: Generation,
-        headers: Vec<StepHeader>,
-        sum: Vec<u8>,
-    },
-    /// The state, with the oracle's lineage.
-    State {
-        generation: Generation,
-        record: StateRecord,
-        parameters: Vec<u8>,
-        lineage: u64,
-    },
-    /// There is nothing more to send for now.
-    CaughtUp,
-}
-
-impl Donor {
-    pub(super) fn is_serving(&self) -> bool {
-        !self.fetchers.is_empty()
-    }
-}
+use super::world::World;
 
 impl World {
-    // ---- the donor ----
-
-    /// A joiner requests the state. A request replaces an earlier one of the same joiner, whose
-    /// link is closed.
-    pub(super) fn on_state_request(&mut self, p: usize, member: WorkerId, link: LinkId) {
-        let pending = &mut self.processes[p].trainer.donor.pending;
-        let former: Vec<LinkId> = pending.iter().filter(|v| v.0 == member).map(|v| v.1).collect();
-        pending.retain(|v| v.0 != member);
-        pending.push_back((member, link));
-        former.into_iter().for_each(|link| self.shut(link, p + 1));
-    }
-
-    /// A worker that makes no more steps serves no joiners.
-    pub(super) fn end_service_if_over(&mut self, p: usize) {
-        if self.processes[p].trainer.session.as_ref().is_some_and(Session::is_finished) {
-            self.end_transfers(p);
-        }
-    }
-
-    /// Starts to serve pending state requests. All ranks of the group have reported that they hold
-    /// this step.
-    pub(super) fn serve_state_requests(&mut self, p: usize) {
-        let trainer = &mut self.processes[p].trainer;
-        let Some(session) = &trainer.session else { return };
-        let (Some(generation), Some(state)) = (session.in_round(), session.state()) else { return };
-        let record = state.record();
-        if !trainer.donor.pending.is_empty() {
-            self.check_served_step(p, generation, record.step);
-        }
-        while let Some((member, link)) = self.processes[p].trainer.donor.pending.pop_front() {
-            let trainer = &mut self.processes[p].trainer;
-            let fetchers = &mut trainer.donor.fetchers;
-            let former: Vec<LinkId> =
-                fetchers.iter().filter(|f| f.0 == member).map(|f| f.1).collect();
-            fetchers.retain(|f| f.0 != member);
-            fetchers.push((member, link));
-            let (parameters, lineage) = (trainer.model.parameters.clone(), trainer.model.lineage);
-            let message =
-                StateMessage::State { generation, record: record.clone(), parameters, lineage };
-            former.into_iter().for_each(|link| self.shut(link, p + 1));
-            trace!(
-                self,
-                "{}: serves worker {member} the state of step {}",
-                self.name(p),
-                record.step
-            );
-            self.send_state_message(p, link, message);
-        }
-    }
-
-    /// Sends the result of a step, which was committed in `generation`, to the joiners.
-    pub(super) fn send_result(&mut self, p: usize, generation: Generation, headers: &[StepHeader]) {
-        let trainer = &self.processes[p].trainer;
-        for (_, link) in trainer.donor.fetchers.clone() {
-            let sum = self.processes[p].trainer.model.last_sum.clone();
-            self.send_state_message(
-                p,
-                link,
-                StateMessage::Result { generation, headers: headers.to_vec(), sum },
-            );
-        }
-        // The group does not wait for a joiner that is too slow: the joiner has to start again.
-        let slow = |net: &super::network::Network, link| net.waiting(link, p + 1) > AHEAD_MAX;
-        let Self { processes, net, .. } = self;
-        let fetchers = &mut processes[p].trainer.donor.fetchers;
-        let too_slow: Vec<LinkId> =
-            fetchers.iter().map(|f| f.1).filter(|&link| slow(net, link)).collect();
-        fetchers.retain(|f| !too_slow.contains(&f.1));
-        too_slow.into_iter().for_each(|link| self.shut(link, p + 1));
-    }
-
-    /// This worker enters `generation`. Joiners that are members of it are complete; the others
-    /// keep following.
-    pub(super) fn switch_fetchers(
-        &mut self,
-        p: usize,
-        generation: Generation,
-        members: &[WorkerId],
-    ) {
-        let fetchers = &mut self.processes[p].trainer.donor.fetchers;
-        let (done, rest) = fetchers.drain(..).partition(|f| members.contains(&f.0));
-        *fetchers = rest;
-        let done: Vec<(WorkerId, LinkId)> = done;
-        for (_, link) in done {
-            self.send_state_message(p, link, StateMessage::End { generation });
-            self.shut(link, p + 1);
-        }
-    }
-
-    /// Ends all transfers: this worker makes no more steps.
-    pub(super) fn end_transfers(&mut self, p: usize) {
-        for (_, link) in std::mem::take(&mut self.processes[p].trainer.donor.fetchers) {
-            self.shut(link, p + 1);
-        }
-    }
-
-    fn send_state_message(&mut self, p: usize, link: LinkId, message: StateMessage) {
-        self.send(link, p + 1, Packet::StateMessage(Rc::new(message)));
-        self.send(link, p + 1, Packet::StateMessage(Rc::new(StateMessage::CaughtUp)));
-    }
-
-    // ---- the joiner ----
-
     /// Takes the next message from `donor`; dials `donor` first if there is no link to it.
     pub(super) fn fetch(&mut self, p: usize, donor: WorkerId, address: SocketAddr) {
-        let source = self.processes[p].trainer.source.as_ref();
+        let trainer = &mut self.processes[p].trainer;
+        let has_state = trainer.state().is_some();
+        drop(trainer.incoming.take_if(|i| i.donor != donor || (i.is_complete() && !has_state)));
+        let source = trainer.source.as_ref();
         if source.is_none_or(|source| source.donor != donor) {
             self.drop_source(p);
             let (host, last_received) = (process_at(address) + 1, self.clock.now());
@@ -203,15 +57,17 @@ impl World {
         match packet {
             Some(Packet::Accepted) => {
                 source.introduced = true;
+                let position = self.fetch_position(p);
                 let Some(from) = self.processes[p].worker else { return };
-                self.send(link, p + 1, Packet::Introduction { generation: None, from });
+                let request = Packet::Introduction { generation: None, from, position };
+                self.send(link, p + 1, request);
                 self.turn_later(p);
             }
             Some(Packet::StateMessage(message)) => {
                 source.has_sent_state = true;
                 self.apply_state_message(p, &message);
             }
-            Some(_) => self.fetch_broke(p, "the donor ended the link"),
+            Some(_) => self.fetch_link_broke(p, "the donor ended the link"),
             None => self.wait_for_source(p),
         }
     }
@@ -229,7 +85,7 @@ impl World {
         }
         if (source.has_sent_state || !source.introduced) && now > source.last_received + silence_max
         {
-            return self.fetch_broke(p, "the donor is silent");
+            return self.fetch_link_broke(p, "the donor is silent");
         }
         let introduced = source.introduced;
         self.processes[p].trainer.doing = Doing::Fetching;
@@ -241,43 +97,122 @@ impl World {
     }
 
     fn apply_state_message(&mut self, p: usize, message: &StateMessage) {
-        let trainer = &mut self.processes[p].trainer;
-        let Some(session) = &mut trainer.session else { return };
         match message {
-            StateMessage::End { generation } => session.fetch_ended(*generation),
-            StateMessage::CaughtUp => session.caught_up(),
-            StateMessage::State { generation, record, parameters, lineage } => {
-                trainer.model.parameters.clone_from(parameters);
-                trainer.model.lineage = *lineage;
-                if !session.install(record.clone(), None) {
-                    return self
-                        .violate(format!("{}: a fetched state is inconsistent", self.name(p)));
-                }
-                session.fetched(*generation);
-                self.oracle.coverage.fetched += 1;
+            StateMessage::Part { from, parameters } => self.take_part(p, *from, parameters),
+            StateMessage::Start { generation, record, from, lineage } => {
+                self.begin_snapshot(p, (*generation, *lineage), record, *from);
             }
-            StateMessage::Result { generation, headers, sum } => {
-                let step = session.state().map(|state| state.step);
-                if step.is_none() || headers.iter().any(|header| Some(header.step) != step) {
+            StateMessage::Result { generation, headers, sum, .. } => {
+                let trainer = &mut self.processes[p].trainer;
+                let Some(session) = &mut trainer.session else { return };
+                trainer.model.reduced.clone_from(sum);
+                if !session.result_fetched(*generation, headers.clone(), true) {
                     return self.fetch_broke(p, "the donor sent the result of another step");
                 }
-                trainer.model.reduced.clone_from(sum);
-                self.update(p, headers.clone());
-                if let Some(session) = &mut self.processes[p].trainer.session {
-                    session.fetched(*generation);
+            }
+            StateMessage::CaughtUp | StateMessage::End { .. } => {
+                let Some(session) = &mut self.processes[p].trainer.session else { return };
+                match message {
+                    StateMessage::End { generation } => session.fetch_ended(*generation),
+                    _ => {
+                        session.fetch_resumed();
+                        session.caught_up();
+                    }
                 }
-                self.oracle.coverage.followed += 1;
             }
         }
         self.turn_later(p);
     }
 
+    /// A snapshot begins, or the rest of one.
+    fn begin_snapshot(
+        &mut self,
+        p: usize,
+        (generation, lineage): (Generation, u64),
+        record: &StateRecord,
+        from: usize,
+    ) {
+        let trainer = &mut self.processes[p].trainer;
+        let (Some(session), Some(source)) = (&mut trainer.session, &trainer.source) else { return };
+        if trainer.incoming.as_ref().is_some_and(|i| i.is_continued_by(record, from)) {
+            return session.fetch_resumed();
+        }
+        let (donor, len) = (source.donor, trainer.model.parameters.len());
+        let record = record.clone();
+        trainer.incoming = Some(Incoming { donor, generation, record, lineage, len, received: 0 });
+        session.fetch_begins();
+        if from != 0 {
+            let what = format!("the snapshot of worker {donor} begins at {from}");
+            self.violate(format!("{}: {what}", self.name(p)));
+        }
+    }
+
+    fn take_part(&mut self, p: usize, from: usize, part: &[u8]) {
+        let trainer = &mut self.processes[p].trainer;
+        let (Some(session), Some(incoming)) = (&mut trainer.session, &mut trainer.incoming) else {
+            return;
+        };
+        if from != incoming.received {
+            let what = format!("a part from {from} on, not {}", incoming.received);
+            return self.violate(format!("{}: gets {what}", self.name(p)));
+        }
+        trainer.model.parameters[from..from + part.len()].copy_from_slice(part);
+        incoming.received += part.len();
+        session.fetch_advanced();
+        if incoming.is_complete() {
+            trainer.model.lineage = incoming.lineage;
+            let is_consistent = session.install(incoming.record.clone(), None);
+            session.fetched(incoming.generation);
+            let (generation, step) = (incoming.generation, incoming.record.step);
+            let is_committed =
+                self.oracle.has_committed(generation.0, step, trainer.model.digest());
+            self.oracle.coverage.fetched += 1;
+            if !is_consistent || !is_committed {
+                let what = format!("has fetched a state of step {step}");
+                return self.violate(format!("{}: {what} that no rank has", self.name(p)));
+            }
+        }
+        self.report_position(p);
+    }
+
+    /// Tells the donor what has arrived and is applied.
+    pub(super) fn report_position(&mut self, p: usize) {
+        let link = self.processes[p].trainer.source.as_ref().map(|source| source.link);
+        if let (Some(link), Some(position)) = (link, self.fetch_position(p)) {
+            self.send(link, p + 1, Packet::Position(position));
+        }
+    }
+
+    fn fetch_position(&self, p: usize) -> Option<Position> {
+        let trainer = &self.processes[p].trainer;
+        let step = trainer.state().map_or(0, |state| state.step);
+        trainer.incoming.as_ref().map(|incoming| incoming.position(step))
+    }
+
+    /// The link to the donor broke: the transfer goes on over another one, if that makes sense.
+    fn fetch_link_broke(&mut self, p: usize, why: &str) {
+        let trainer = &mut self.processes[p].trainer;
+        let session = trainer.session.as_mut().filter(|_| trainer.incoming.is_some());
+        if !session.is_some_and(Session::fetch_interrupted) {
+            return self.fetch_broke(p, why);
+        }
+        trace!(self, "{}: dials its donor again, {why}", self.name(p));
+        self.oracle.coverage.fetches_interrupted += 1;
+        self.rest(p);
+    }
+
     fn fetch_broke(&mut self, p: usize, why: &str) {
         trace!(self, "{}: the fetch failed, {why}", self.name(p));
-        self.drop_source(p);
+        self.processes[p].trainer.incoming = None;
         if let Some(session) = &mut self.processes[p].trainer.session {
             session.fetch_broke();
         }
+        self.rest(p);
+    }
+
+    /// Pauses before the next dial.
+    fn rest(&mut self, p: usize) {
+        self.drop_source(p);
         // A message of the master that arrives meanwhile may be needed for the next attempt.
         self.processes[p].trainer.doing = Doing::Resting;
         if !self.processes[p].inbox.is_empty() {
@@ -300,9 +235,6 @@ impl World {
     }
 }
 
-/// Number of results that may wait for a joiner.
-const AHEAD_MAX: usize = 64;
-const FETCH_PAUSE_US: Micros = 50_000;
 /// How long a joiner tolerates silence of a donor that has begun to send, whatever the worker
 /// timeout is.
 const SILENCE_MAX_US: Micros = 30_000_000;

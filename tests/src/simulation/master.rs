@@ -1,73 +1,20 @@
 //! The master's shell: streams, processes and the clock around the real [`Job`].
 
-use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use elasticdl_master::job::{
-    Action, ConnectionId, Event as JobEvent, Exit, Job, JobSpec, LaunchId, Outcome, PersistedJob,
-    Time,
+    Action, ConnectionId, Event as JobEvent, Exit, Job, LaunchId, PersistedJob, Time,
 };
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{Location, WorkerId};
 
 use super::clock::Micros;
-use super::network::{LinkId, MASTER, Packet};
-use super::process::{Process, address_of};
+use super::state::event::Event;
+use super::state::master::Master;
+use super::state::network::{LinkId, MASTER};
+use super::state::packet::Packet;
+use super::state::process::{Process, address_of};
 use super::trace::trace;
-use super::world::{Event, World};
-
-/// The master's process.
-#[derive(Debug)]
-pub(super) struct Master {
-    pub(super) job: Job,
-    /// Streams that are open on the master's side, each with its worker once that is admitted.
-    peers: BTreeMap<LinkId, Option<WorkerId>>,
-    workers: BTreeMap<WorkerId, LinkId>,
-    /// Links with packets to take, in the order of arrival.
-    inputs: VecDeque<LinkId>,
-    ended: VecDeque<(LaunchId, Exit)>,
-    /// Commands of the user.
-    commands: VecDeque<JobEvent>,
-    woken: bool,
-    due: Option<Micros>,
-    pub(super) paused: bool,
-    /// Whether the master's task was due while the master was paused.
-    pub(super) deferred: bool,
-    pub(super) outcome: Option<Outcome>,
-    pub(super) is_alive: bool,
-    /// Whether snapshots can be persisted; if not, actions that depend on one are held back.
-    pub(super) persists: bool,
-    /// Whether actions have been held back for a snapshot.
-    pub(super) has_waited: bool,
-    /// Number of actions after which the master is killed.
-    pub(super) dies_after: Option<u64>,
-    /// Snapshots that the next master may find, each with its version, the newest last: all that
-    /// were taken since the last one that had to be durable.
-    records: VecDeque<(u64, PersistedJob)>,
-}
-
-impl Master {
-    pub(super) fn new(spec: JobSpec) -> Self {
-        let job = Job::new(spec);
-        Self {
-            records: [(job.version(), job.to_persisted())].into(),
-            job,
-            is_alive: true,
-            persists: true,
-            has_waited: false,
-            dies_after: None,
-            peers: BTreeMap::new(),
-            workers: BTreeMap::new(),
-            inputs: VecDeque::new(),
-            ended: VecDeque::new(),
-            commands: VecDeque::new(),
-            woken: false,
-            due: None,
-            paused: false,
-            deferred: false,
-            outcome: None,
-        }
-    }
-}
+use super::world::World;
 
 impl World {
     pub(super) fn time(&self) -> Time {
@@ -169,6 +116,9 @@ impl World {
             return;
         }
         trace!(self, "master: is killed");
+        if let Err(wrong) = self.check_failures() {
+            self.violate(wrong);
+        }
         let master = &mut self.master;
         (master.paused, master.deferred, master.dies_after) = (false, false, None);
         master.persists = true;
@@ -207,6 +157,8 @@ impl World {
                 return self.violate(format!("the master's snapshot is inconsistent: {wrong}"));
             }
         }
+        let resumed = self.master.job.status(self.time()).generation;
+        self.oracle.note_resumed(resumed);
         let master = &mut self.master;
         master.records = [(master.job.version(), master.job.to_persisted())].into();
         (master.is_alive, master.woken, master.due) = (true, false, None);
@@ -266,6 +218,11 @@ impl World {
                 self.master.peers.insert(link, None);
                 let Some(p) = self.process_of(launch) else { return };
                 let (connection, pid) = (ConnectionId(link as u64), 1000 + p as u32);
+                if self.setting.zones > 1 {
+                    let zone = (p % self.setting.zones).to_string();
+                    let location = Location { zone, ..Location::default() };
+                    self.master.job.handle(now, JobEvent::LaunchLocated { launch, location });
+                }
                 let event =
                     JobEvent::Connected { connection, launch, address: address_of(p), pid, resume };
                 self.master.job.handle(now, event);
@@ -378,7 +335,8 @@ impl World {
                 && self.oracle.on_killed(worker)
             {
                 // A disconnected worker is evicted.
-                self.fault_plan.links_may_break |= self.processes[p].is_degraded;
+                let Process { is_degraded, lost_contact, .. } = self.processes[p];
+                self.fault_plan.links_may_break |= is_degraded || lost_contact;
             }
         }
         let delay = if self.rng.chance(1, 4) {

@@ -1,5 +1,6 @@
-//! The whole system in one thread: the real master core, real worker sessions and the real ring
-//! schedule, over a simulated network and clock. A run depends on its seed alone.
+//! The whole system in one thread: the real master core, real worker sessions, the real admission
+//! of links and the real ring schedule, over a simulated network and clock. A run depends on its
+//! seed alone.
 //!
 //! ```text
 //!              Job (real)                 Session (real)      Schedule (real)
@@ -19,10 +20,14 @@
 //! the job must end, and the oracle must have found no violation on the way. A seed that fails is
 //! run again with its trace.
 //!
+//! What the world consists of is in `state`; what happens in it are methods of `World`, in the
+//! files beside it.
+//!
 //! **Invariant:** a run reads no clock and no environment; it is a function of its seed.
 
 mod checkpoints;
 mod clock;
+mod donor;
 mod faults;
 mod fetch;
 mod many;
@@ -34,8 +39,10 @@ mod operation;
 mod oracles;
 mod pods;
 mod process;
+mod reading;
 mod repair;
 mod ring;
+mod state;
 mod trace;
 mod trainer;
 mod world;
@@ -44,7 +51,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use many::{Many, run_many};
-pub use oracles::Coverage;
+pub use state::coverage::Coverage;
 
 use trace::Trace;
 use world::World;

@@ -11,8 +11,6 @@ pub(super) struct Model {
     pub(super) gradient: Vec<u8>,
     pub(super) reduced: Vec<u8>,
     pub(super) last_sum: Vec<u8>,
-    /// Whether `gradient` holds what the session has pending, not the gradient of an older step.
-    pub(super) gradient_is_pending: bool,
     /// Lineage of the parameters: the number of the initialization that they descend from. Not a
     /// part of the state; only the oracle reads it.
     pub(super) lineage: u64,
@@ -26,7 +24,6 @@ impl Model {
             gradient: zeros(),
             reduced: zeros(),
             last_sum: zeros(),
-            gradient_is_pending: false,
             lineage: 0,
         }
     }
@@ -37,9 +34,6 @@ impl Model {
 
     /// Computes the gradient of these records: adds 1 for each of them.
     pub(super) fn see(&mut self, ranges: &[RecordRange], records: u64) {
-        if !std::mem::replace(&mut self.gradient_is_pending, true) {
-            self.gradient.fill(0);
-        }
         count(&mut self.gradient, ranges, records);
     }
 
@@ -47,6 +41,11 @@ impl Model {
         for (parameter, sum) in self.parameters.iter_mut().zip(&self.reduced) {
             *parameter = parameter.saturating_add(*sum);
         }
+        self.retain();
+    }
+
+    /// Keeps the reduced gradient for ranks that are one step behind.
+    pub(super) fn retain(&mut self) {
         std::mem::swap(&mut self.reduced, &mut self.last_sum);
     }
 }

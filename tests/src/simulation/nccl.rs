@@ -12,67 +12,16 @@
 //!   in which NCCL failed: from the header of a rank in a round, or from a step that failed without
 //!   the loss of a member.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
-use elasticdl::core::header::StepHeader;
-use elasticdl::core::session::Session;
-use elasticdl::core::transport_switch::{NcclBuild, NcclObstacle, Transport};
-use elasticdl_proto::WorkerId;
+use elasticdl::session::Session;
+use elasticdl::session::header::StepHeader;
+use elasticdl::session::transport_switch::{NcclBuild, NcclObstacle, Transport};
 
-use super::clock::{Micros, SimRng};
-use super::operation::Operation;
+use super::clock::Micros;
+use super::state::event::Event;
 use super::trace::trace;
-use super::world::{Event, World};
-
-/// Properties of a job's GPUs.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Gpus {
-    /// Percentage of communicators that fail to build.
-    builds_failing: u64,
-    /// Percentage of operations that fail on a rank.
-    operations_failing: u64,
-    /// Maximum time to build a communicator.
-    build_us: Micros,
-}
-
-impl Gpus {
-    /// Returns `None` for a job on CPUs.
-    pub(super) fn draw(rng: &mut SimRng) -> Option<Self> {
-        rng.chance(1, 2).then(|| Self {
-            builds_failing: [0, 0, 10, 50][rng.below(4) as usize],
-            operations_failing: [0, 0, 1, 10][rng.below(4) as usize],
-            build_us: [200, 3_000, 50_000][rng.below(3) as usize],
-        })
-    }
-}
-
-/// The communicators of all generations, and what processes know of them.
-#[derive(Debug, Default)]
-pub(super) struct Communicators {
-    of: BTreeMap<u64, Communicator>,
-    known: BTreeMap<usize, Known>,
-}
-
-#[derive(Debug, Default)]
-struct Communicator {
-    /// Processes that build the communicator.
-    begun: BTreeSet<usize>,
-    /// Processes on which the communicator is ready.
-    ready: BTreeSet<usize>,
-}
-
-/// What a process has been told about NCCL, for the oracle.
-#[derive(Debug, Default)]
-struct Known {
-    /// Generations in which NCCL failed.
-    failed: BTreeSet<u64>,
-    /// Whether its group builds NCCL.
-    builds: bool,
-    /// Whether all ranks reported in the last round that NCCL is ready.
-    all_ready: bool,
-    /// The group in which NCCL failed during a step.
-    broke: Option<(u64, Vec<WorkerId>)>,
-}
+use super::world::World;
 
 impl World {
     // ---- what ranks report to each other ----
@@ -124,10 +73,12 @@ impl World {
 
     // ---- building and operations ----
 
-    /// The last part of a repair: all ranks have the id of the communicator.
+    /// All ranks have the id of the communicator.
     pub(super) fn begin_nccl(&mut self, p: usize) {
         self.build_nccl(p);
-        self.continue_repair(p);
+        let session = self.processes[p].trainer.session.as_mut();
+        session.into_iter().for_each(Session::nccl_started);
+        self.turn_later(p);
     }
 
     /// `p` starts to build its group's communicator. Building ends when all ranks have started, or
@@ -232,8 +183,8 @@ impl World {
         self.broke(p, None, "NCCL failed");
     }
 
-    /// Whether the group builds NCCL; all its ranks decide alike.
-    pub(super) fn is_to_build_nccl(&mut self, p: usize) -> bool {
+    /// Checks that the group builds NCCL if and only if no rank knows of an obstacle.
+    pub(super) fn check_obstacle(&mut self, p: usize) {
         let obstacle = self.processes[p].trainer.session.as_ref().and_then(Session::nccl_obstacle);
         self.oracle.coverage.nccl_given_up +=
             u64::from(matches!(obstacle, Some(NcclObstacle::GivenUp(_))));
@@ -244,15 +195,6 @@ impl World {
                 self.name(p)
             ));
         }
-        builds
-    }
-}
-
-impl Operation {
-    /// Whether NCCL fails at this point.
-    pub(super) fn nccl_fails(&self) -> bool {
-        self.path == Transport::Nccl
-            && self.nccl_fails_after.is_some_and(|pieces| self.received >= pieces)
     }
 }
 

@@ -7,133 +7,24 @@
 //!   is in its kernel's hands: the rank may proceed, or die, and the peers still receive it.
 //! * The end of a link counts only while the operation still needs the link.
 
-use std::collections::BTreeSet;
 use std::rc::Rc;
 
-use elasticdl::core::header::{StateRecord, StepHeader, SyncHeader};
-use elasticdl::core::transport_switch::Transport;
+use elasticdl::session::transport_switch::Transport;
 use elasticdl_collective::testing::schedule::{Content, Piece, Schedule, Span};
 
-use super::network::{LinkId, Packet};
-use super::ring::{Ring, TransferError};
-use super::trainer::Doing;
+use super::state::network::LinkId;
+use super::state::operation::{Collective, Done, Frame, Note, Operation};
+use super::state::packet::Packet;
+use super::state::ring::{Ring, TransferError};
+use super::state::trainer::Doing;
 use super::world::World;
-
-/// A collective operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Collective {
-    /// Broadcast of the id of the NCCL communicator that is to be built.
-    NcclId,
-    Result {
-        donor: usize,
-        apply: bool,
-    },
-    ResultHeaders {
-        donor: usize,
-    },
-    State {
-        donor: usize,
-        take: bool,
-    },
-    StateRecord {
-        donor: usize,
-    },
-    Step,
-    Synchronize,
-    IdleRound,
-}
-
-/// The data of a piece that is not elements.
-#[derive(Debug)]
-pub(super) enum Note {
-    Headers(Vec<StepHeader>),
-    Record(StateRecord, u64),
-    Step(StepHeader),
-    /// With the generations in which NCCL failed, for the oracle.
-    Sync(SyncHeader, BTreeSet<u64>),
-}
-
-/// One piece in flight.
-#[derive(Debug)]
-pub(super) struct Frame {
-    generation: u64,
-    sequence: u64,
-    /// Kind of the operation; the same on every rank.
-    kind: u8,
-    step: usize,
-    segment: usize,
-    origin: usize,
-    note: Option<Rc<Note>>,
-    body: Vec<u8>,
-}
-
-/// One operation in progress on one rank.
-#[derive(Debug)]
-pub(super) struct Operation {
-    what: Collective,
-    /// Transport of a step.
-    pub(super) path: Transport,
-    pub(super) nccl_fails_after: Option<u64>,
-    sequence: u64,
-    schedule: Schedule,
-    notes: Vec<Option<Rc<Note>>>,
-    pub(super) received: u64,
-    sent: u64,
-    /// Buffer of a broadcast. A step sums into the model's own buffer.
-    body: Vec<u8>,
-    is_root: bool,
-}
-
-/// An operation that is complete on one rank.
-#[derive(Debug)]
-pub(super) struct Done {
-    pub(super) what: Collective,
-    pub(super) notes: Vec<Option<Rc<Note>>>,
-    pub(super) body: Vec<u8>,
-    pub(super) is_root: bool,
-}
-
-impl Collective {
-    fn kind(&self) -> u8 {
-        match self {
-            Self::Result { .. } => 0,
-            Self::ResultHeaders { .. } => 1,
-            Self::State { .. } => 2,
-            Self::StateRecord { .. } => 3,
-            Self::Step => 4,
-            Self::Synchronize => 5,
-            Self::IdleRound => 6,
-            Self::NcclId => 7,
-        }
-    }
-
-    fn root(&self) -> Option<usize> {
-        match *self {
-            Self::Result { donor, .. } | Self::ResultHeaders { donor } => Some(donor),
-            Self::State { donor, .. } | Self::StateRecord { donor } => Some(donor),
-            Self::NcclId => Some(0),
-            Self::Step | Self::Synchronize | Self::IdleRound => None,
-        }
-    }
-}
-
-impl Operation {
-    /// Kind of the operation; the same on every rank.
-    fn kind(&self) -> u8 {
-        match self.path {
-            Transport::Host => self.what.kind(),
-            Transport::Nccl => self.what.kind() | 128,
-        }
-    }
-
-    pub(super) fn what(&self) -> &Collective {
-        &self.what
-    }
-}
 
 impl World {
     /// Starts the group's next operation.
     pub(super) fn operate(&mut self, p: usize, what: Collective) {
+        if matches!(what, Collective::Step | Collective::IdleRound) {
+            self.limit_readable(p);
+        }
         let path = match what {
             Collective::Step => self.path_of(p),
             // The header reports the current state of NCCL, too.
@@ -163,27 +54,23 @@ impl World {
         let schedule = match what {
             Collective::Step => Schedule::all_reduce(seat, extent(len)),
             Collective::Synchronize | Collective::IdleRound => Schedule::all_gather(seat),
-            Collective::ResultHeaders { donor } | Collective::StateRecord { donor } => {
-                Schedule::broadcast(seat, donor, extent(0), true)
+            Collective::Broadcast { root, what } if what.is_of_tensors() => {
+                Schedule::broadcast(seat, root, extent(len), false)
             }
+            Collective::Broadcast { root, .. } => Schedule::broadcast(seat, root, extent(0), true),
             Collective::NcclId => Schedule::broadcast(seat, 0, extent(0), true),
-            Collective::Result { donor, .. } | Collective::State { donor, .. } => {
-                Schedule::broadcast(seat, donor, extent(len), false)
-            }
         };
         let digest = session.state().map_or(0, |_| trainer.model.digest());
         let (note, body) = match what {
             Collective::Step | Collective::IdleRound => {
-                (Some(Note::Step(session.header(digest))), Vec::new())
+                (Some(Note::Step(Box::new(session.header(digest)))), Vec::new())
             }
             Collective::Synchronize => {
                 (Some(Note::Sync(session.sync_header(digest), self.nccl_failures(p))), Vec::new())
             }
-            _ if is_root => self.donor_part(p, &what),
-            Collective::Result { .. } | Collective::State { .. } => (None, vec![0; len]),
-            Collective::NcclId
-            | Collective::ResultHeaders { .. }
-            | Collective::StateRecord { .. } => (None, Vec::new()),
+            Collective::Broadcast { what, .. } if is_root => self.root_part(p, what),
+            Collective::Broadcast { what, .. } if what.is_of_tensors() => (None, vec![0; len]),
+            Collective::Broadcast { .. } | Collective::NcclId => (None, Vec::new()),
         };
         let mut notes = vec![None; seat.world];
         notes[seat.rank] = note.map(Rc::new);

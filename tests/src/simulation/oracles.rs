@@ -12,6 +12,8 @@
 //! * A step that a rank has committed the next step on top of is *stable*: no other result is ever
 //!   committed in its place, and no later group begins below it, as long as any possible member has
 //!   a state.
+//! * A step that is committed again in another generation has the same result, unless the number
+//!   of its records depends on the number of workers.
 //! * A step that is not stable may be undone, but only together with all ranks that hold it: each
 //!   member of the next group contributes its state, and the highest step wins. So each step has
 //!   one committed result that survives.
@@ -23,268 +25,31 @@
 //!   step in its old group, since its peers have sent their parts before they left. It is no member
 //!   of the newer group: a member of a newer group commits in no older one.
 //!
-//! **Leases.** A record is leased to a member of the newest generation, and only if no member of it
-//! holds that record or has absorbed it.
+//! **Order.** The records of a step are a function of its number: `G` consecutive positions of an
+//! epoch's order, or what is left of the epoch. Where each worker contributes a fixed number, they
+//! follow the records of the step before. No records are leased.
 //!
 //! **Fencing.** Messages of workers that are gone, messages about older generations, and messages
 //! on behalf of the group from another rank than the lowest change nothing in the master.
 //!
 //! **Authority.** Generations grow by one. Joins and orderly leaves break no links. A worker that
 //! no fault has hit is never evicted. A group whose members and links are intact is never aborted,
-//! whatever happens to the master and to its streams. No worker outlives the job.
+//! whatever happens to the master and to its streams. No worker outlives the job. A failure counts
+//! only where the user's code has ended a process, or a process has never reached its master.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+mod steps;
 
-use elasticdl::core::session::Exit;
+use elasticdl::session::Exit;
 use elasticdl_master::job::{
-    Event as JobEvent, LaunchId, MasterMessage, Membership, Outcome, WorkerMessage,
+    Event as JobEvent, Exit as ProcessExit, LaunchId, MasterMessage, Membership, Outcome,
+    WorkerMessage,
 };
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{Generation, WorkerId};
 
 use super::clock::Micros;
-use super::process::Process;
+use super::state::oracle::Final;
+use super::state::process::{EXIT_MASTER_LOST, EXIT_TERMINATED, Process};
 use super::world::World;
-
-/// All messages and state changes that the checks need.
-#[derive(Debug)]
-pub(super) struct Oracle {
-    seed: u64,
-    published: Vec<Membership>,
-    /// The membership that the current master has published or restored last.
-    newest: Option<Membership>,
-    /// Generation of the last membership that was published by any master.
-    generation: Generation,
-    /// Generations that agreed on a state, at least on one rank.
-    histories: BTreeMap<u64, GenerationHistory>,
-    lineages: u64,
-    /// Digests of stable steps, by lineage and step.
-    stable: BTreeMap<(u64, u64), u64>,
-    leased: BTreeMap<WorkerId, Vec<RecordRange>>,
-    processes: BTreeMap<WorkerId, usize>,
-    /// Workers whose stream has ended at the master and is not open again, and all of `lost`.
-    gone: BTreeSet<WorkerId>,
-    /// Workers that the master has evicted or ordered to be killed, or whose process it knows to
-    /// have ended.
-    lost: BTreeSet<WorkerId>,
-    finals: BTreeMap<(usize, Generation), Final>,
-    /// The last messages of workers.
-    recent_messages: VecDeque<(WorkerId, WorkerMessage)>,
-    /// Processes that got a shutdown message.
-    shut_down: BTreeSet<usize>,
-    /// The worker that the last action sent a shutdown message to, with its reason.
-    shutdown_sent: Option<(WorkerId, String)>,
-    pub(super) coverage: Coverage,
-}
-
-/// What one generation has committed.
-#[derive(Debug)]
-struct GenerationHistory {
-    lineage: u64,
-    /// The previous lineage, where this generation begins one with an older state.
-    came_from: u64,
-    formed_at: Micros,
-    members: Vec<WorkerId>,
-    /// Step and digest of the state that the generation began with.
-    base: (u64, u64),
-    /// Digests by step.
-    commits: BTreeMap<u64, u64>,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Final {
-    parameters: Vec<u8>,
-    step: u64,
-    counted: u64,
-    repeated: u64,
-}
-
-/// Counts of what happened in one run or in many, so that a test can assert that the faults reach
-/// every code path.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Coverage {
-    /// Number of jobs.
-    pub runs: u64,
-    /// Number of events handled.
-    pub events: u64,
-    /// Number of faults injected.
-    pub faults: u64,
-    /// Number of generations published.
-    pub generations: u64,
-    /// Commits of a step on a rank.
-    pub commits: u64,
-    /// Commits of a step that another generation had committed with another result: that one was
-    /// undone with all ranks that held it.
-    pub redone: u64,
-    /// Commits by ranks that were no longer in the newest group.
-    pub zombie_commits: u64,
-    /// Ranks that were one step behind a new group and received that step's result.
-    pub repaired_by_result: u64,
-    /// Ranks that received the state in a repair.
-    pub repaired_by_state: u64,
-    /// States that joiners fetched from a donor.
-    pub fetched: u64,
-    /// Results of steps that joiners received after the state.
-    pub followed: u64,
-    /// Lineages that began with a new initial state, beyond the first one of a job.
-    pub begun_again: u64,
-    /// Checkpoints that were completed.
-    pub checkpoints: u64,
-    /// Checkpoints that a group began with.
-    pub restored: u64,
-    /// Groups that resumed from an older state, because all ranks that had the newer one were gone.
-    pub gone_back: u64,
-    /// Masters that were killed.
-    pub masters_crashed: u64,
-    /// Workers that the master has evicted.
-    pub evicted: u64,
-    /// Workers that reconnected to a master after their stream had ended.
-    pub returned: u64,
-    /// Runs in which faults hit the control plane only.
-    pub control_only_runs: u64,
-    /// Messages that were replayed to the master and had to be fenced.
-    pub fenced: u64,
-    /// Jobs that the user stopped before their end.
-    pub stopped: u64,
-    /// Steps of ranks that began over NCCL.
-    pub nccl_steps: u64,
-    /// Steps of ranks during which NCCL failed.
-    pub nccl_failures: u64,
-    /// Ranks that gave up NCCL for their group.
-    pub nccl_given_up: u64,
-    /// Pods of which one process failed while others ran.
-    pub pods_failed: u64,
-}
-
-impl Coverage {
-    /// Adds the counts of another run.
-    pub fn add(&mut self, other: &Self) {
-        let Self { runs, events, faults, generations, commits, redone, zombie_commits, .. } = other;
-        self.runs += runs;
-        self.events += events;
-        self.faults += faults;
-        self.generations += generations;
-        self.commits += commits;
-        self.redone += redone;
-        self.zombie_commits += zombie_commits;
-        self.repaired_by_result += other.repaired_by_result;
-        self.repaired_by_state += other.repaired_by_state;
-        self.fetched += other.fetched;
-        self.followed += other.followed;
-        self.begun_again += other.begun_again;
-        self.checkpoints += other.checkpoints;
-        self.restored += other.restored;
-        self.gone_back += other.gone_back;
-        self.masters_crashed += other.masters_crashed;
-        self.evicted += other.evicted;
-        self.returned += other.returned;
-        self.control_only_runs += other.control_only_runs;
-        self.fenced += other.fenced;
-        self.stopped += other.stopped;
-        self.nccl_steps += other.nccl_steps;
-        self.nccl_failures += other.nccl_failures;
-        self.nccl_given_up += other.nccl_given_up;
-        self.pods_failed += other.pods_failed;
-    }
-}
-
-impl Oracle {
-    pub(super) fn new(seed: u64) -> Self {
-        Self {
-            seed,
-            published: Vec::new(),
-            newest: None,
-            generation: Generation::default(),
-            histories: BTreeMap::new(),
-            lineages: 0,
-            stable: BTreeMap::new(),
-            leased: BTreeMap::new(),
-            processes: BTreeMap::new(),
-            gone: BTreeSet::new(),
-            lost: BTreeSet::new(),
-            finals: BTreeMap::new(),
-            recent_messages: VecDeque::new(),
-            shut_down: BTreeSet::new(),
-            shutdown_sent: None,
-            coverage: Coverage { runs: 1, ..Coverage::default() },
-        }
-    }
-
-    /// A worker is admitted. Returns whether it was lost.
-    pub(super) fn on_admitted(&mut self, worker: WorkerId, p: usize) -> bool {
-        self.processes.insert(worker, p);
-        self.coverage.returned += u64::from(self.gone.remove(&worker));
-        self.lost.remove(&worker)
-    }
-
-    /// The stream of a worker has ended; the worker may reconnect.
-    pub(super) fn on_stream_end(&mut self, worker: WorkerId) {
-        self.gone.insert(worker);
-    }
-
-    pub(super) fn on_gone(&mut self, worker: WorkerId) {
-        self.gone.insert(worker);
-        self.lost.insert(worker);
-    }
-
-    /// A worker without a stream will not be readmitted. Returns whether `worker` has none.
-    pub(super) fn on_killed(&mut self, worker: WorkerId) -> bool {
-        let is_gone = self.gone.contains(&worker);
-        if is_gone {
-            self.lost.insert(worker);
-        }
-        is_gone
-    }
-
-    /// The newest generation that has been published.
-    pub(super) fn newest_generation(&self) -> Generation {
-        self.newest.as_ref().map_or_else(Generation::default, |m| m.generation)
-    }
-
-    /// Messages of the master may be lost; workers report the leases that they hold to the next
-    /// master.
-    pub(super) fn on_master_crash(&mut self) {
-        self.leased.clear();
-        self.coverage.masters_crashed += 1;
-    }
-
-    pub(super) fn on_worker_message(&mut self, worker: WorkerId, message: &WorkerMessage) {
-        if let WorkerMessage::HeldLeases { ranges, .. } = message {
-            self.leased.insert(worker, ranges.clone());
-        }
-        if !matches!(message, WorkerMessage::Heartbeat(_)) {
-            self.recent_messages.push_back((worker, message.clone()));
-            if self.recent_messages.len() > RECENT_MESSAGES_MAX {
-                self.recent_messages.pop_front();
-            }
-        }
-    }
-
-    /// Whether a group has committed `step` with this digest.
-    pub(super) fn has_committed(&self, generation: u64, step: u64, digest: u64) -> bool {
-        let history = self.histories.get(&generation);
-        history.is_some_and(|history| {
-            history.base == (step, digest) || history.commits.get(&step) == Some(&digest)
-        })
-    }
-
-    pub(super) fn begin_lineage(&mut self) -> u64 {
-        self.lineages += 1;
-        self.coverage.begun_again += u64::from(self.lineages > 1);
-        self.lineages
-    }
-
-    pub(super) fn has_finished(&self, p: usize) -> bool {
-        let newest = self.newest.as_ref().map(|m| m.generation);
-        newest.is_some_and(|generation| self.finals.contains_key(&(p, generation)))
-    }
-
-    /// The process of the lowest rank of the newest generation.
-    pub(super) fn first_member(&self) -> Option<usize> {
-        let (first, _) = self.newest.as_ref()?.members.first()?;
-        self.processes.get(first).copied()
-    }
-}
 
 impl World {
     pub(super) fn on_process_gone(&mut self, launch: LaunchId) {
@@ -303,7 +68,9 @@ impl World {
     pub(super) fn check_message(&mut self, worker: WorkerId, message: &MasterMessage) {
         self.oracle.shutdown_sent = None;
         match message {
-            MasterMessage::Lease(ranges) => self.check_lease(worker, ranges),
+            MasterMessage::Lease(ranges) => {
+                self.violate(format!("{ranges:?} are leased to worker {worker}, which trains"));
+            }
             MasterMessage::Membership(membership) => self.check_membership(membership),
             MasterMessage::Shutdown(reason) => {
                 self.oracle.shutdown_sent = Some((worker, reason.clone()));
@@ -312,6 +79,7 @@ impl World {
             MasterMessage::Describe
             | MasterMessage::Drain
             | MasterMessage::Fetch(_)
+            | MasterMessage::Joiners(_)
             | MasterMessage::KeepCheckpoint
             | MasterMessage::Prepare(_)
             | MasterMessage::Suspend => {}
@@ -358,7 +126,11 @@ impl World {
         } else {
             None
         };
-        let aborts_for_nothing = membership.abort && self.is_unharmed(last);
+        // The members of a group that has ended with a checkpoint leave.
+        let has_ended = last.is_some_and(|m| self.oracle.suspended == Some(m.generation));
+        let is_stale = std::mem::take(&mut self.oracle.is_master_stale);
+        let aborts_for_nothing =
+            membership.abort && !has_ended && !is_stale && self.is_unharmed(last);
         self.oracle.generation = membership.generation;
         self.oracle.newest = Some(membership.clone());
         self.oracle.published.push(membership.clone());
@@ -395,7 +167,7 @@ impl World {
     }
 
     /// A master with a stale snapshot resumes with an older group, if no worker that reconnects
-    /// knows a newer one. It may give that group no lease, so the end of the job looks as well.
+    /// knows a newer one.
     fn note_restored_generation(&mut self) {
         let generation = self.master.job.status(self.time()).generation;
         let is_older = |m: &Membership| m.generation > generation;
@@ -403,46 +175,6 @@ impl World {
             let older = self.oracle.published.iter().find(|m| m.generation == generation);
             self.oracle.newest = older.cloned();
         }
-    }
-
-    fn check_lease(&mut self, worker: WorkerId, ranges: &[RecordRange]) {
-        self.note_restored_generation();
-        let members = match self.oracle.newest.as_ref() {
-            Some(newest) => newest.members.iter().map(|(id, _)| *id).collect(),
-            None => Vec::new(),
-        };
-        if !members.contains(&worker) {
-            return self
-                .violate(format!("{ranges:?} are leased to worker {worker}, which is no member"));
-        }
-        for &range in ranges {
-            for member in &members {
-                let state = self
-                    .oracle
-                    .processes
-                    .get(member)
-                    .and_then(|&p| self.processes[p].trainer.state());
-                let missing =
-                    state.map_or_else(|| vec![range], |state| state.ledger.missing_of(range));
-                if missing != [range] {
-                    let what = format!(
-                        "{range} is leased to worker {worker}; worker {member} has absorbed it"
-                    );
-                    return self.violate(what);
-                }
-                let leased = self.oracle.leased.get(member).map_or(&[][..], Vec::as_slice);
-                let overlaps = |other: &&RecordRange| {
-                    other.epoch == range.epoch && other.start < range.end && range.start < other.end
-                };
-                if let Some(held) = leased.iter().find(overlaps) {
-                    let what = format!(
-                        "{range} is leased to worker {worker}; worker {member} holds {held}"
-                    );
-                    return self.violate(what);
-                }
-            }
-        }
-        self.oracle.leased.entry(worker).or_default().extend(ranges);
     }
 
     /// The master closes the stream of a worker that it evicts.
@@ -458,8 +190,11 @@ impl World {
         }
         let Some(&p) = self.oracle.processes.get(&worker) else { return };
         let Process { is_degraded, lost_contact, .. } = self.processes[p];
-        // An unreachable member may be evicted if its group has stalled.
-        let goes = lost_contact && !self.is_unharmed(self.oracle.newest.as_ref());
+        // An unreachable member may be evicted if its group has stalled. An unreachable joiner may
+        // be replaced.
+        let newest = self.oracle.newest.as_ref();
+        let is_member = newest.is_some_and(|m| m.rank_of(worker).is_some());
+        let goes = lost_contact && !(is_member && self.is_unharmed(newest));
         if !is_degraded && !goes {
             self.violate(format!("worker {worker} is evicted without a reason"));
         }
@@ -511,15 +246,45 @@ impl World {
         }
     }
 
+    /// Notes the end of a process that has been `welcomed` by a master, or has not.
+    pub(super) fn note_exit(&mut self, exit: &ProcessExit, welcomed: bool) {
+        let is_failure = match exit {
+            ProcessExit::Code(EXIT_MASTER_LOST) => !welcomed,
+            ProcessExit::Code(EXIT_TERMINATED) | ProcessExit::Signal(9 | 15) => false,
+            _ => true,
+        };
+        self.oracle.failures_max += u64::from(is_failure);
+    }
+
+    /// Checks the failures that this master has counted. A successor counts anew.
+    pub(super) fn check_failures(&self) -> Result<(), String> {
+        let counted = self.master.job.snapshot(self.time()).counters.failures;
+        let most = self.oracle.failures_max;
+        if counted > most {
+            return Err(format!("{counted} failures are counted, and {most} processes failed"));
+        }
+        Ok(())
+    }
+
     // ---- actions of workers ----
 
     /// Checks that links break only after a fault: joins and orderly leaves break none.
     pub(super) fn check_break(&mut self, p: usize, why: &str) {
         self.processes[p].broke_in = self.oracle.newest_generation();
         let is_over = self.oracle.shut_down.contains(&p);
-        if !self.fault_plan.links_may_break && !is_over {
+        if !self.fault_plan.links_may_break && !is_over && !self.is_held_up() {
             self.violate(format!("the links of {} broke without a fault: {why}", self.name(p)));
         }
+    }
+
+    /// Whether a worker that the newest group does without has still to end its last round with
+    /// the others, and a fault keeps it from that.
+    fn is_held_up(&self) -> bool {
+        let Some(newest) = &self.oracle.newest else { return false };
+        self.processes.iter().any(|process| {
+            let is_member = process.worker.is_some_and(|worker| newest.rank_of(worker).is_some());
+            !is_member && process.is_degraded && process.trainer.ring.is_some()
+        })
     }
 
     pub(super) fn check_exit(&mut self, p: usize, exit: &Exit) {
@@ -544,6 +309,7 @@ impl World {
     /// Checks the outcome of the job, and that no process is left.
     pub(super) fn check_end(&mut self) -> Result<(), String> {
         self.oracle.coverage.events = self.events;
+        self.check_failures()?;
         self.note_restored_generation();
         let orphans = (0..self.processes.len())
             .find(|&p| self.processes[p].is_alive() && !self.processes[p].is_kill_requested);
@@ -607,7 +373,4 @@ impl World {
     }
 }
 
-const RECENT_MESSAGES_MAX: usize = 48;
 const JOB_BYTES_MAX: usize = 64 << 10;
-
-mod steps;

@@ -5,14 +5,10 @@ use std::ops::Range;
 
 use elasticdl_master::job::Exit;
 
-use super::clock::{Micros, SimRng};
+use super::clock::Micros;
+use super::state::event::Event;
 use super::trace::trace;
-use super::world::{Event, World};
-
-/// Draws the number of workers per pod.
-pub(super) fn draw(rng: &mut SimRng) -> u64 {
-    if rng.chance(1, 5) { rng.between(2, 3) } else { 1 }
-}
+use super::world::World;
 
 impl World {
     /// The processes of the pod that `p` is in.

@@ -1,121 +1,15 @@
 //! A worker's process: its lifetime, and its control thread around the real [`ControlState`].
 
-use std::collections::VecDeque;
-use std::net::SocketAddr;
-
-use elasticdl::core::control::ControlState;
-use elasticdl_master::job::{Exit, LaunchId, MasterMessage, WorkerMessage};
-use elasticdl_proto::{Generation, Welcome, WorkerId};
+use elasticdl_master::job::{Exit, MasterMessage, WorkerMessage};
+use elasticdl_proto::{Welcome, WorkerId};
 
 use super::clock::Micros;
-use super::network::{LinkId, MASTER, Packet};
-use super::ring::Endpoint;
+use super::state::event::Event;
+use super::state::network::{LinkId, MASTER};
+use super::state::packet::Packet;
+use super::state::process::{Control, EXIT_MASTER_LOST, EXIT_TERMINATED, TrainerInput};
 use super::trace::trace;
-use super::trainer::Trainer;
-use super::world::{Event, Setting, World};
-
-/// One process. It stays in the list after its end.
-#[derive(Debug)]
-pub(super) struct Process {
-    pub(super) launch: LaunchId,
-    /// The slot that it was started for.
-    pub(super) index: u32,
-    pub(super) worker: Option<WorkerId>,
-    /// Exit status, once it has ended.
-    pub(super) exit: Option<Exit>,
-    /// On a pod's first process: the exit of the first process of the pod that failed.
-    pub(super) pod_failure: Option<Exit>,
-    pub(super) paused: bool,
-    /// Events that are handled when the process is resumed.
-    pub(super) deferred: Vec<Event>,
-    /// Whether a fault has hit it, so that the master may evict it.
-    pub(super) is_degraded: bool,
-    /// Whether a fault has hit the master or the connection to it.
-    pub(super) lost_contact: bool,
-    /// The newest generation at the time when its links last broke.
-    pub(super) broke_in: Generation,
-    /// Whether an earlier master than the current one has started it.
-    pub(super) is_adopted: bool,
-    /// Whether the master has ordered its kill.
-    pub(super) is_kill_requested: bool,
-    control: Control,
-    woken: bool,
-    pub(super) stream: Option<LinkId>,
-    /// Messages of the master that the trainer has not handled yet.
-    pub(super) inbox: VecDeque<TrainerInput>,
-    control_state: ControlState,
-    /// Messages that the trainer has queued for the master.
-    pub(super) outbox: VecDeque<WorkerMessage>,
-    pub(super) endpoint: Endpoint,
-    pub(super) trainer: Trainer,
-}
-
-/// An input that the control thread forwards to the trainer.
-#[derive(Debug)]
-pub(super) enum TrainerInput {
-    /// Another master has answered; it knows none of the messages to the one before.
-    Reconnected,
-    Message(MasterMessage),
-}
-
-/// State of the control thread.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Control {
-    /// The trainer is done; the process ends with this code when the master has received
-    /// everything.
-    Closing(i32),
-    /// The handshake with the first master is in progress.
-    Handshaking,
-    /// The stream is open.
-    Open,
-    /// The handshake with another master is in progress.
-    Reconnecting { since: Micros, pause: Micros },
-    /// The stream ended at `since`; the thread probes for another master after `pause`.
-    Searching { since: Micros, pause: Micros },
-    /// The handshake has not begun.
-    Starting,
-}
-
-impl Process {
-    pub(super) fn new(launch: LaunchId, index: u32, setting: &Setting) -> Self {
-        Self {
-            launch,
-            index,
-            worker: None,
-            exit: None,
-            pod_failure: None,
-            paused: false,
-            deferred: Vec::new(),
-            is_degraded: false,
-            lost_contact: false,
-            broke_in: Generation::default(),
-            is_adopted: false,
-            is_kill_requested: false,
-            control: Control::Starting,
-            woken: false,
-            stream: None,
-            inbox: VecDeque::new(),
-            control_state: ControlState::default(),
-            outbox: VecDeque::new(),
-            endpoint: Endpoint::default(),
-            trainer: Trainer::new(setting),
-        }
-    }
-
-    pub(super) fn is_alive(&self) -> bool {
-        self.exit.is_none()
-    }
-}
-
-/// The address at which peers reach process `p`.
-pub(super) fn address_of(p: usize) -> SocketAddr {
-    SocketAddr::from(([10, 0, 0, 1], 1000 + p as u16))
-}
-
-/// The process that peers reach at `address`.
-pub(super) fn process_at(address: SocketAddr) -> usize {
-    usize::from(address.port()) - 1000
-}
+use super::world::World;
 
 impl World {
     // ---- lifetime ----
@@ -143,6 +37,7 @@ impl World {
             if lossy { ", and what it sent is lost" } else { "" }
         );
         self.fault_plan.links_may_break |= exit != Exit::Code(0);
+        self.note_exit(&exit, self.processes[p].worker.is_some());
         let process = &mut self.processes[p];
         process.exit = Some(exit);
         process.paused = false;
@@ -359,10 +254,12 @@ impl World {
     }
 }
 
-const EXIT_MASTER_LOST: i32 = 70;
-const EXIT_TERMINATED: i32 = 143;
 const RETRY_FIRST_US: Micros = 50_000;
+
 const RETRY_MAX_US: Micros = 1_000_000;
+
 const MASTER_TIMEOUT_US: Micros = 30_000_000;
+
 const CLOSE_TIMEOUT_US: Micros = 1_000_000;
+
 const INBOX_MAX: usize = 200;

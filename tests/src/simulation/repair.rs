@@ -1,47 +1,17 @@
-//! How the ranks of a new group reach one state, modelled after `elasticdl`'s `trainer`:
-//! broadcasts of a step's result and of a state, as the session plans them.
+//! What the ranks of a new group send each other before its first step: the broadcasts of the
+//! session's repair, and the creation of a state.
 
-use elasticdl::core::repair::Repair;
-use elasticdl::core::session::Session;
+use std::rc::Rc;
 
-use super::operation::{Collective, Note};
+use elasticdl::session::{Broadcast, Session};
+
+use super::state::operation::{Done, Note};
+use super::state::trainer::Trainer;
 use super::trace::trace;
-use super::trainer::Trainer;
 use super::world::World;
 
 impl World {
-    /// Brings this rank to the state of its new group, by the plan that all ranks have computed
-    /// alike.
-    pub(super) fn repair(&mut self, p: usize, plan: &Repair) {
-        let rank = self.processes[p]
-            .trainer
-            .session
-            .as_ref()
-            .and_then(Session::group_rank)
-            .map_or(0, |(_, r)| r);
-        if plan.step.is_none() && rank == 0 {
-            self.begin_initial(p);
-        }
-        let repair = &mut self.processes[p].trainer.repair;
-        repair.clear();
-        if let Some((donor, behind)) = &plan.result {
-            let apply = behind.contains(&rank);
-            repair.push_back(Collective::ResultHeaders { donor: *donor });
-            repair.push_back(Collective::Result { donor: *donor, apply });
-        }
-        if let Some((donor, takers)) = &plan.state {
-            let take = takers.contains(&rank);
-            repair.push_back(Collective::StateRecord { donor: *donor });
-            repair.push_back(Collective::State { donor: *donor, take });
-        }
-        if self.is_to_build_nccl(p) {
-            self.processes[p].trainer.repair.push_back(Collective::NcclId);
-        }
-        self.processes[p].trainer.passed = None;
-        self.continue_repair(p);
-    }
-
-    fn begin_initial(&mut self, p: usize) {
+    pub(super) fn create_state(&mut self, p: usize) {
         let lineage = self.oracle.begin_lineage();
         let trainer = &mut self.processes[p].trainer;
         trainer.model.lineage = lineage;
@@ -52,62 +22,82 @@ impl World {
             trace!(self, "{}: creates the initial state", self.name(p));
         }
         self.check_initial(p);
+        self.turn_later(p);
     }
 
-    /// Starts the next part of the repair, or ends it.
-    pub(super) fn continue_repair(&mut self, p: usize) {
-        let trainer = &mut self.processes[p].trainer;
-        if let Some(what) = trainer.repair.pop_front() {
-            return self.operate(p, what);
-        }
-        trainer.passed = None;
-        let Some(session) = &mut trainer.session else { return };
+    pub(super) fn end_repair(&mut self, p: usize) {
+        self.check_obstacle(p);
+        let Some(session) = &mut self.processes[p].trainer.session else { return };
         let place = session.group_rank();
         session.repaired();
-        trainer.model.gradient_is_pending &= !session.pending_ranges().is_empty();
         if let Some((generation, _)) = place {
             self.check_repaired(p, generation);
         }
         self.turn_later(p);
     }
 
-    /// What the donor broadcasts in a part of the repair.
-    pub(super) fn donor_part(&self, p: usize, what: &Collective) -> (Option<Note>, Vec<u8>) {
+    /// What the root of a broadcast sends.
+    pub(super) fn root_part(&self, p: usize, what: Broadcast) -> (Option<Note>, Vec<u8>) {
         let Trainer { session: Some(session), model, .. } = &self.processes[p].trainer else {
             return (None, Vec::new());
         };
         match what {
-            Collective::ResultHeaders { .. } => {
-                (session.last_headers().map(|h| Note::Headers(h.to_vec())), Vec::new())
+            Broadcast::ResultHeaders | Broadcast::StateRecord => {
+                (Some(Note::Bytes(session.broadcast_bytes(what), model.lineage)), Vec::new())
             }
-            Collective::Result { .. } => (None, model.last_sum.clone()),
-            Collective::StateRecord { .. } => {
-                (session.state().map(|s| Note::Record(s.record(), model.lineage)), Vec::new())
-            }
-            Collective::State { .. } => (None, model.parameters.clone()),
-            Collective::NcclId
-            | Collective::Step
-            | Collective::Synchronize
-            | Collective::IdleRound => (None, Vec::new()),
+            Broadcast::Result { .. } => (None, model.last_sum.clone()),
+            Broadcast::State => (None, model.parameters.clone()),
         }
     }
 
-    /// Installs the state: its record came first, its parameters have come now.
-    pub(super) fn take_state(&mut self, p: usize, parameters: Vec<u8>) {
-        self.oracle.coverage.repaired_by_state += 1;
-        let trainer = &mut self.processes[p].trainer;
-        let Some((record, lineage)) = trainer.ring.as_mut().and_then(|ring| ring.record.take())
+    /// A broadcast is complete on this rank.
+    pub(super) fn broadcast(&mut self, p: usize, what: Broadcast, done: Done) {
+        let Done { notes, body, is_root, .. } = done;
+        let Trainer { session: Some(session), model, ring: Some(ring), .. } =
+            &mut self.processes[p].trainer
         else {
             return;
         };
-        trainer.model.parameters = parameters;
-        trainer.model.lineage = lineage;
-        let passed = trainer.passed.take();
-        if passed.is_some() {
-            std::mem::swap(&mut trainer.model.reduced, &mut trainer.model.last_sum);
+        let had_state = session.state().is_some();
+        let mut differs = false;
+        let accepted = match what {
+            Broadcast::ResultHeaders | Broadcast::StateRecord => {
+                let Some(Note::Bytes(bytes, lineage)) =
+                    notes.iter().flatten().next().map(Rc::as_ref)
+                else {
+                    return self.violate(format!("{} got no bytes", self.name(p)));
+                };
+                ring.lineage = *lineage;
+                session.bytes_broadcast(bytes)
+            }
+            Broadcast::Result { is_kept } => {
+                if !is_root {
+                    model.reduced = body;
+                }
+                if is_kept {
+                    model.retain();
+                }
+                session.tensors_broadcast(true)
+            }
+            Broadcast::State => {
+                if !is_root {
+                    differs = had_state && model.parameters != body;
+                    model.parameters = body;
+                }
+                let accepted = session.tensors_broadcast(true);
+                if !had_state {
+                    model.lineage = ring.lineage;
+                    self.oracle.coverage.repaired_by_state += 1;
+                }
+                accepted
+            }
+        };
+        if let Err(error) = accepted {
+            self.violate(format!("{}: {error}", self.name(p)));
         }
-        if trainer.session.as_mut().is_some_and(|s| !s.install(record, passed)) {
-            self.violate(format!("{}: a broadcast state is inconsistent", self.name(p)));
+        if differs {
+            self.violate(format!("{} holds another state than the donor", self.name(p)));
         }
+        self.turn_later(p);
     }
 }

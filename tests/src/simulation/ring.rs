@@ -1,171 +1,90 @@
-//! A worker's end of all links: dials, the acceptor and the fence, modelled after what
-//! `elasticdl_collective`'s endpoint, acceptor and fence do with sockets.
+//! A worker's end of all links: the real [`Admission`] decides which dials are refused, pending or
+//! taken; around it stands what `elasticdl_collective`'s endpoint, acceptor and fence do with
+//! sockets.
 //!
 //! * A ring is two links of each rank: one dialled to the next member, one accepted from the
-//!   previous member. The dialling rank sends its id and its generation. A dial of a generation
-//!   below the fence is refused; one of a newer generation waits.
+//!   previous member. The dialling rank sends its id and its generation.
 //! * The fence closes the links of older generations at once, and their ends propagate around the
 //!   ring.
 
 use std::time::Duration;
 
-use elasticdl::core::header::StateRecord;
-use elasticdl::core::transport_switch::NcclBuild;
+use elasticdl::session::transport_switch::NcclBuild;
+use elasticdl_collective::testing::Purpose;
+use elasticdl_collective::testing::admission::DialKey;
 use elasticdl_collective::testing::schedule::RankInfo;
 use elasticdl_master::job::Stall;
 use elasticdl_proto::{Generation, Membership, WorkerId};
 
 use super::clock::Micros;
-use super::network::{LinkId, Packet};
-use super::process::process_at;
+use super::state::donor::Request;
+use super::state::event::Event;
+use super::state::network::LinkId;
+use super::state::packet::Packet;
+use super::state::process::{Process, process_at};
+use super::state::ring::{Endpoint, Ring, TransferError, WaitPoint};
+use super::state::trainer::Doing;
 use super::trace::trace;
-use super::trainer::Doing;
-use super::world::{Event, World};
-
-/// The listener and the fence of one process.
-#[derive(Debug, Default)]
-pub(super) struct Endpoint {
-    pub(super) open: bool,
-    /// Generations below this one are over.
-    floor: u64,
-    /// The newest generation that a group was begun for.
-    newest: u64,
-    /// The last dial that was handed to the trainer.
-    taken: Option<(u64, WorkerId)>,
-    /// Dials that the trainer has not asked for yet.
-    pending_dials: Vec<(u64, WorkerId, LinkId)>,
-}
-
-/// The ring of one generation, or the attempt to build it.
-#[derive(Debug)]
-pub(super) struct Ring {
-    generation: u64,
-    members: Vec<WorkerId>,
-    pub(super) seat: RankInfo,
-    pub(super) next: Option<LinkId>,
-    pub(super) prev: Option<LinkId>,
-    introduced: bool,
-    /// Time at which the next member was dialled.
-    dialled: Micros,
-    /// Sequence number of the next operation.
-    pub(super) sequence: u64,
-    pub(super) failed: bool,
-    pub(super) aborted: bool,
-    /// State of the group's communicator on this rank.
-    pub(super) nccl: NcclBuild,
-    /// Record of a state whose parameters have not come yet, with the oracle's lineage.
-    pub(super) record: Option<(StateRecord, u64)>,
-}
-
-/// The point at which a rank waits for its neighbours.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct WaitPoint {
-    generation: u64,
-    operation: u64,
-    received: u64,
-    sent: u64,
-    since: Micros,
-}
-
-/// Why an operation stopped.
-pub(super) enum TransferError {
-    Aborted,
-    Nccl,
-    Next,
-    Prev,
-}
-
-impl Endpoint {
-    fn oldest_accepted(&self) -> u64 {
-        self.floor.max(self.newest)
-    }
-}
-
-impl Ring {
-    pub(super) fn generation(&self) -> u64 {
-        self.generation
-    }
-
-    pub(super) fn world(&self) -> usize {
-        self.seat.world
-    }
-
-    pub(super) fn members(&self) -> &[WorkerId] {
-        &self.members
-    }
-
-    pub(super) fn neighbour(&self, error: &TransferError) -> Option<WorkerId> {
-        let RankInfo { rank, world } = self.seat;
-        match error {
-            TransferError::Aborted | TransferError::Nccl => None,
-            TransferError::Next => Some(self.members[(rank + 1) % world]),
-            TransferError::Prev => Some(self.members[(rank + world - 1) % world]),
-        }
-    }
-}
+use super::world::World;
 
 impl World {
     // ---- the acceptor ----
 
     /// The acceptor reads the handshake of a dialling peer.
     pub(super) fn on_acceptor(&mut self, p: usize, link: LinkId) {
-        let Some(Packet::Introduction { generation, from }) = self.net.take(link, p + 1) else {
+        let Some(Packet::Introduction { generation, from, position }) = self.net.take(link, p + 1)
+        else {
             return;
         };
         let Some(generation) = generation else {
             return if self.processes[p].endpoint.open {
-                self.on_state_request(p, from, link)
+                self.on_state_request(p, Request { member: from, link, position })
             } else {
                 self.shut(link, p + 1)
             };
         };
+        let now = Duration::from_micros(self.clock.now());
         let endpoint = &mut self.processes[p].endpoint;
-        let is_taken = endpoint.taken == Some((generation, from));
-        if !endpoint.open || generation < endpoint.oldest_accepted() || is_taken {
-            return self.shut(link, p + 1);
+        let mut dropped = endpoint.admission.expire(now);
+        match endpoint.admission.admit(dial_key(generation, from), link, now) {
+            Ok(replaced) => {
+                dropped.extend(replaced);
+                self.net.mark_established(link);
+            }
+            Err(_) => dropped.push(link),
         }
-        let before = endpoint
-            .pending_dials
-            .iter()
-            .position(|&(g, member, _)| (g, member) == (generation, from));
-        let given_up = before.map(|at| endpoint.pending_dials.remove(at).2);
-        endpoint.pending_dials.push((generation, from, link));
-        self.net.mark_established(link);
-        if let Some(link) = given_up {
-            self.shut(link, p + 1);
-        }
+        self.shut_all(p, dropped);
         if matches!(self.processes[p].trainer.doing, Doing::Connecting) {
             self.wake_trainer(p);
         }
     }
 
-    fn drop_dials_before(&mut self, p: usize, generation: u64) {
-        let pending_dials = &mut self.processes[p].endpoint.pending_dials;
-        let old: Vec<LinkId> =
-            pending_dials.iter().filter(|d| d.0 < generation).map(|d| d.2).collect();
-        pending_dials.retain(|d| d.0 >= generation);
-        old.into_iter().for_each(|link| self.shut(link, p + 1));
+    fn shut_all(&mut self, p: usize, links: Vec<LinkId>) {
+        links.into_iter().for_each(|link| self.shut(link, p + 1));
     }
 
+    /// Closes the listener and all pending dials.
     pub(super) fn close_endpoint(&mut self, p: usize) {
-        self.processes[p].endpoint.open = false;
-        self.drop_dials_before(p, u64::MAX);
+        let endpoint = &mut self.processes[p].endpoint;
+        endpoint.open = false;
+        let dropped = endpoint.admission.abort_before(u64::MAX);
+        self.shut_all(p, dropped);
     }
 
     /// Closes all links of generations older than `generation`, whatever the trainer is doing.
     pub(super) fn abort_before(&mut self, p: usize, generation: u64) {
-        let endpoint = &mut self.processes[p].endpoint;
-        endpoint.floor = endpoint.floor.max(generation);
-        let floor = endpoint.floor;
-        self.drop_dials_before(p, floor);
+        let dropped = self.processes[p].endpoint.admission.abort_before(generation);
+        self.shut_all(p, dropped);
+        let Process { endpoint: Endpoint { admission, .. }, trainer, .. } = &mut self.processes[p];
+        let is_closed = admission.is_closed();
+        let aborted = trainer.ring.as_mut().filter(|ring| admission.is_aborted(ring.generation));
+        let is_aborted = aborted.map(|ring| ring.aborted = true).is_some();
         // Shutdown: all generations are over.
-        if floor == u64::MAX {
+        if is_closed {
             self.drop_source(p);
             self.wake_trainer(p);
         }
-        if let Some(ring) = self.processes[p].trainer.ring.as_mut().filter(|r| r.generation < floor)
-        {
-            ring.aborted = true;
+        if is_aborted {
             self.shut_ring(p);
             self.wake_trainer(p);
         }
@@ -176,6 +95,7 @@ impl World {
     pub(super) fn connect(&mut self, p: usize, membership: &Membership) {
         self.leave_ring(p);
         self.drop_source(p);
+        self.processes[p].trainer.incoming = None;
         let generation = membership.generation.0;
         let members: Vec<WorkerId> = membership.members.iter().map(|(id, _)| *id).collect();
         self.switch_fetchers(p, membership.generation, &members);
@@ -194,12 +114,11 @@ impl World {
             failed: false,
             aborted: false,
             nccl: NcclBuild::Absent,
-            record: None,
+            lineage: 0,
         };
-        if generation < process.endpoint.oldest_accepted() {
+        let Ok(dropped) = process.endpoint.admission.begin(generation) else {
             return self.broke(p, None, "the generation is over");
-        }
-        process.endpoint.newest = generation;
+        };
         if seat.world > 1 {
             let (_, address) = membership.members[(rank + 1) % seat.world];
             let link = self.net.open(p + 1, process_at(address) + 1, false);
@@ -207,7 +126,7 @@ impl World {
             self.send(link, p + 1, Packet::Dial);
         }
         self.processes[p].trainer.ring = Some(ring);
-        self.drop_dials_before(p, generation);
+        self.shut_all(p, dropped);
         match seat.world {
             1 => self.connected(p),
             _ => self.wait_for_answer(p),
@@ -226,11 +145,9 @@ impl World {
                 Some(Packet::Accepted) => {
                     ring.introduced = true;
                     let (generation, from) = (ring.generation, ring.members[ring.seat.rank]);
-                    self.send(
-                        next,
-                        p + 1,
-                        Packet::Introduction { generation: Some(generation), from },
-                    );
+                    let generation = Some(generation);
+                    let dial = Packet::Introduction { generation, from, position: None };
+                    self.send(next, p + 1, dial);
                 }
                 Some(_) => {
                     let suspect = ring.neighbour(&TransferError::Next);
@@ -242,10 +159,9 @@ impl World {
         let process = &mut self.processes[p];
         let Some(ring) = &mut process.trainer.ring else { return };
         let Some(prev) = ring.neighbour(&TransferError::Prev) else { return };
-        let pending_dials = &mut process.endpoint.pending_dials;
-        if let Some(at) = pending_dials.iter().position(|d| (d.0, d.1) == (ring.generation, prev)) {
-            ring.prev = Some(pending_dials.remove(at).2);
-            process.endpoint.taken = Some((ring.generation, prev));
+        let taken = process.endpoint.admission.take(dial_key(ring.generation, prev));
+        if taken.is_some() {
+            ring.prev = taken;
             return self.connected(p);
         }
         if self.net.has_ended(next, p + 1) {
@@ -330,4 +246,9 @@ impl World {
             self.shut(link, p + 1);
         }
     }
+}
+
+/// Key of the dial of `from` for the ring of `generation`.
+fn dial_key(generation: u64, from: WorkerId) -> DialKey {
+    DialKey { generation, member: from.0, purpose: Purpose::Ring }
 }

@@ -1,115 +1,25 @@
 //! A worker's trainer thread around the real [`Session`], modelled after `elasticdl`'s
 //! `trainer`.
 
-use std::collections::VecDeque;
+use std::num::NonZeroU64;
 use std::rc::Rc;
 use std::time::Duration;
 
-use elasticdl::core::halt::Ending;
-use elasticdl::core::header::{StateRecord, StepHeader, SyncHeader};
-use elasticdl::core::session::{Exit, JobPlan, Session, State, Task};
-use elasticdl_master::job::{self, LedgerReport, MasterMessage, Phases, WorkerMessage};
-use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
+use elasticdl::session::halt::Ending;
+use elasticdl::session::header::{StepHeader, SyncHeader};
+use elasticdl::session::plan::StepSize;
+use elasticdl::session::{Computed, Exit, FinalState, JobPlan, Session, Task};
+use elasticdl_master::job::{MasterMessage, Phases, WorkerMessage};
+use elasticdl_proto::{FileList, RecordRange, WorkerId};
 
 use super::clock::Micros;
-use super::fetch::{Donor, Source};
-use super::model::Model;
-use super::operation::{Collective, Done, Note, Operation};
-use super::process::TrainerInput;
-use super::ring::{Ring, WaitPoint};
+use super::state::event::Event;
+use super::state::operation::{Collective, Done, Note};
+use super::state::process::TrainerInput;
+use super::state::ring::Ring;
+use super::state::trainer::{Busy, Doing};
 use super::trace::trace;
-use super::world::{Event, Setting, World};
-
-/// The trainer thread of one process.
-#[derive(Debug)]
-pub(super) struct Trainer {
-    pub(super) doing: Doing,
-    /// Ticket of the wake-up that counts; wake-ups with older tickets are ignored.
-    ticket: u32,
-    woken: bool,
-    /// `None` until the data set is known.
-    pub(super) session: Option<Session>,
-    pub(super) model: Model,
-    pub(super) ring: Option<Ring>,
-    /// The point at which it waits for its neighbours; the control thread reads it.
-    pub(super) waiting: Option<WaitPoint>,
-    pub(super) donor: Donor,
-    pub(super) source: Option<Source>,
-    /// Operations of the repair that are left.
-    pub(super) repair: VecDeque<Collective>,
-    /// Headers of the last step, if its reduced gradient has passed through this rank.
-    pub(super) passed: Option<Vec<StepHeader>>,
-    /// Generation and state record of the checkpoint that it has written a part of.
-    pub(super) part_written: Option<(u64, StateRecord)>,
-    /// Whether the last task was an idle header round.
-    last_was_idle_round: bool,
-    /// The newest generation that this worker has committed a step in.
-    committed_in: Option<Generation>,
-    /// Exit code of the process, once the trainer is done.
-    pub(super) ended: Option<i32>,
-}
-
-/// What the thread does, or waits for.
-#[derive(Debug)]
-pub(super) enum Doing {
-    /// Computing or preparing, until the wake-up that is scheduled.
-    Busy(Busy),
-    /// Waits for links, or for their end.
-    Connecting,
-    /// Waits for messages of a donor or of the master.
-    Fetching,
-    /// Not started, or done.
-    Nothing,
-    /// Waits for the pieces of an operation.
-    Operating(Box<Operation>),
-    /// Pauses before the next idle header round; messages of the master end the pause.
-    Pausing,
-    /// Waits for messages of the master.
-    Receiving,
-    /// Pauses before the next donor is asked; messages of the master end the pause.
-    Resting,
-}
-
-#[derive(Debug)]
-pub(super) enum Busy {
-    Building(FileList),
-    Computing,
-    Describing,
-    /// Between two tasks.
-    Turning,
-}
-
-impl Trainer {
-    pub(super) fn new(setting: &Setting) -> Self {
-        Self {
-            doing: Doing::Nothing,
-            ticket: 0,
-            woken: false,
-            session: None,
-            model: Model::new(setting.parameters()),
-            ring: None,
-            waiting: None,
-            donor: Donor::default(),
-            source: None,
-            repair: VecDeque::new(),
-            passed: None,
-            part_written: None,
-            last_was_idle_round: false,
-            committed_in: None,
-            ended: None,
-        }
-    }
-
-    /// Ticket of the next wake-up that counts.
-    pub(super) fn ticket(&self) -> u32 {
-        self.ticket
-    }
-
-    /// The state that the session has absorbed.
-    pub(super) fn state(&self) -> Option<&State> {
-        self.session.as_ref().and_then(Session::state)
-    }
-}
+use super::world::World;
 
 impl World {
     // ---- wake-ups ----
@@ -127,6 +37,9 @@ impl World {
     /// A packet has arrived on `link`.
     pub(super) fn wake_trainer_for(&mut self, p: usize, link: usize) {
         let trainer = &self.processes[p].trainer;
+        if trainer.donor.serves_over(link) {
+            return self.wake_delivery(p, link);
+        }
         let is_source = trainer.source.as_ref().is_some_and(|source| source.link == link);
         if is_source && matches!(trainer.doing, Doing::Fetching) {
             return self.wake_trainer(p);
@@ -159,9 +72,9 @@ impl World {
         trainer.woken = false;
         match std::mem::replace(&mut trainer.doing, Doing::Nothing) {
             Doing::Busy(Busy::Building(dataset)) => self.built(p, &dataset),
-            Doing::Busy(Busy::Computing) => {
+            Doing::Busy(Busy::Computing { compute_us }) => {
                 if let Some(session) = &mut self.processes[p].trainer.session {
-                    session.computed(0.0, 1);
+                    session.computed(Computed { compute_us, ..Default::default() });
                 }
                 self.turn_later(p);
             }
@@ -185,7 +98,7 @@ impl World {
                         .trainer
                         .session
                         .as_mut()
-                        .is_some_and(|s| s.poll() != Task::ExchangeHeaders)
+                        .is_some_and(|s| !matches!(s.poll(), Task::ExchangeHeaders { .. }))
                     {
                         return self.turn_later(p);
                     }
@@ -224,10 +137,7 @@ impl World {
                     return self.end_trainer(p, &Exit::Shutdown(String::new()));
                 }
                 TrainerInput::Reconnected => {
-                    self.queue_for_master(
-                        p,
-                        WorkerMessage::HeldLeases { step: 0, ranges: Vec::new() },
-                    );
+                    self.queue_for_master(p, WorkerMessage::Reconnected { step: 0 });
                 }
                 TrainerInput::Message(_) => {}
             }
@@ -241,18 +151,23 @@ impl World {
             records: dataset.records(),
             epochs: spec.epochs,
             max_steps: spec.max_steps,
-            batch: spec.batch,
+            size: StepSize {
+                batch: spec.batch,
+                micro_batch: spec.micro_batch.map_or(1, NonZeroU64::get),
+            },
             checkpoints: spec.checkpoints.as_ref().map(|kept| kept.every),
             // Evaluations are covered by the session's own tests.
             evaluation: None,
+            skips_nonfinite: false,
         };
         let process = &mut self.processes[p];
         let Some(worker) = process.worker else { return };
         let on_gpu = self.setting.gpus.is_some();
-        process.trainer.session = Some(Session::new(worker, plan).on_gpu(on_gpu));
+        let mut session = Session::new(worker, plan).on_gpu(on_gpu);
+        session.ready(self.setting.parameters() as u64);
+        process.trainer.session = Some(session);
         trace!(self, "worker {worker}: is ready");
-        let parameters = self.setting.parameters() as u64;
-        self.queue_for_master(p, WorkerMessage::Ready { parameters });
+        self.report(p);
         self.turn(p);
     }
 
@@ -267,35 +182,38 @@ impl World {
             self.handle_input(p, input);
         }
         self.end_service_if_over(p);
+        self.serve_state_requests(p);
         let Some(session) = &mut self.processes[p].trainer.session else { return };
-        let task = session.poll();
-        let last_was_idle_round = std::mem::replace(
-            &mut self.processes[p].trainer.last_was_idle_round,
-            task == Task::ExchangeHeaders,
-        );
-        match task {
-            Task::Compute(ranges) => self.compute(p, &ranges),
+        match session.poll() {
+            Task::Broadcast { root, what } => {
+                self.operate(p, Collective::Broadcast { root, what });
+            }
+            Task::BuildNccl => self.operate(p, Collective::NcclId),
+            Task::Compute { ranges, is_first } => self.compute(p, &ranges, is_first),
             Task::Connect(membership) => self.connect(p, &membership),
+            Task::CreateState => self.create_state(p),
+            Task::EndRepair => self.end_repair(p),
+            Task::InspectGradient => self.violate("the gradient is always finite".into()),
+            Task::Update { .. } => self.update(p),
             Task::Evaluate(_) => self.violate("the job has no evaluation".into()),
             Task::Exit(exit) => self.end_trainer(p, &exit),
             Task::Fetch(donor, address) => self.fetch(p, donor, address),
-            Task::Finish => self.finish(p),
-            Task::Repair(plan) => self.repair(p, &plan),
-            Task::Step => {
+            Task::Finish { is_published } => self.finish(p, is_published),
+            Task::Step { is_empty } => {
                 let model = &mut self.processes[p].trainer.model;
-                if !model.gradient_is_pending {
+                if is_empty {
                     model.gradient.fill(0);
                 }
                 self.operate(p, Collective::Step);
             }
             Task::Synchronize => self.operate(p, Collective::Synchronize),
-            Task::ExchangeHeaders if last_was_idle_round => {
+            Task::ExchangeHeaders { pauses: true } => {
                 // Messages that arrive meanwhile are handled during the pause.
                 self.processes[p].trainer.doing = Doing::Pausing;
                 let ticket = self.processes[p].trainer.ticket;
                 self.clock.after(IDLE_ROUND_PAUSE_US, Event::Trainer { p, ticket });
             }
-            Task::ExchangeHeaders => self.operate(p, Collective::IdleRound),
+            Task::ExchangeHeaders { pauses: false } => self.operate(p, Collective::IdleRound),
             Task::Wait => self.processes[p].trainer.doing = Doing::Receiving,
         }
     }
@@ -323,69 +241,48 @@ impl World {
 
     fn handle_input(&mut self, p: usize, input: TrainerInput) {
         let Some(session) = &mut self.processes[p].trainer.session else { return };
-        let TrainerInput::Message(message) = input else {
-            session.reconnected();
-            let is_joiner = session.is_joiner();
-            self.report(p);
-            if is_joiner {
-                let parameters = self.setting.parameters() as u64;
-                self.queue_for_master(p, WorkerMessage::Ready { parameters });
-            }
-            return;
-        };
-        match message {
-            MasterMessage::Describe | MasterMessage::Prepare(_) => {}
-            MasterMessage::Drain => session.handle_drain(),
-            MasterMessage::Fetch(donors) => session.handle_fetch(donors),
-            MasterMessage::KeepCheckpoint => session.handle_checkpoint(),
-            MasterMessage::Lease(ranges) => session.handle_lease(ranges),
-            MasterMessage::Membership(membership) => {
-                session.handle_membership(membership);
-            }
-            MasterMessage::Shutdown(reason) => session.handle_shutdown(reason),
-            MasterMessage::Suspend => session.handle_suspend(),
+        match input {
+            TrainerInput::Message(message) => session.handle(message),
+            TrainerInput::Reconnected => session.reconnected(),
         }
         // A message may be answered at once.
         self.report(p);
     }
 
-    fn compute(&mut self, p: usize, ranges: &[RecordRange]) {
+    fn compute(&mut self, p: usize, ranges: &[RecordRange], is_first: bool) {
+        let (read, unread) = self.read(ranges);
         let records = self.setting.records();
-        self.processes[p].trainer.model.see(ranges, records);
-        let mean = self.setting.record_us * ranges.iter().map(RecordRange::len).sum::<u64>();
+        let model = &mut self.processes[p].trainer.model;
+        if is_first {
+            model.gradient.fill(0);
+        }
+        model.see(&read, records);
+        if let Some(session) = &mut self.processes[p].trainer.session {
+            session.not_read(&unread);
+        }
+        let mean = self.setting.record_us * read.iter().map(RecordRange::len).sum::<u64>();
         let late = if self.rng.chance(1, 100) { 40 } else { 1 };
         let delay = (mean / 2 + self.rng.below(mean + 1)) * late;
-        self.busy(p, delay, Busy::Computing);
+        self.busy(p, delay, Busy::Computing { compute_us: delay });
     }
 
-    fn finish(&mut self, p: usize) {
+    fn finish(&mut self, p: usize, is_published: bool) {
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &mut trainer.session else { return };
-        let (Some((generation, rank)), Some(state)) = (session.group_rank(), session.state())
-        else {
-            return;
-        };
-        let finished = job::Finished {
-            generation,
-            step: state.step,
+        let generation = session.group_rank().map(|(generation, _)| generation);
+        let is_suspended = session.ended() == Some(&Ending::Suspended);
+        session.finish(FinalState {
             digest: trainer.model.digest(),
-            ledger: LedgerReport::from(&state.ledger),
-            records_trained: state.records_trained,
-            stopped_early: false,
-            summary: (rank == 0).then(|| "counted".into()),
-            failure: None,
-            suspended: session.ended() == Some(&Ending::Suspended),
-            steps_skipped: 0,
-            exported: false,
-        };
-        trace!(self, "{}: holds the final state, step {}", self.name(p), finished.step);
-        if let Some(session) = &mut self.processes[p].trainer.session {
-            session.finish_reported();
+            parameters_are_finite: true,
+            summary: is_published.then(|| "counted".into()),
+            is_exported: false,
+        });
+        trace!(self, "{}: holds the final state", self.name(p));
+        match generation {
+            Some(generation) if is_suspended => self.oracle.suspended = Some(generation),
+            Some(generation) => self.record_final_state(p, generation),
+            None => {}
         }
-        if !finished.suspended {
-            self.record_final_state(p, generation);
-        }
-        self.queue_for_master(p, WorkerMessage::Finished(finished));
         self.turn_later(p);
     }
 
@@ -409,16 +306,13 @@ impl World {
 
     /// An operation of the group is complete on this rank.
     pub(super) fn operated(&mut self, p: usize, done: Done) {
-        let Done { what, notes, body, is_root } = done;
-        match what {
-            Collective::Step => self.stepped(p, &notes),
-            Collective::Synchronize => self.synchronized(p, &notes),
+        match done.what {
+            Collective::Broadcast { what, .. } => self.broadcast(p, what, done),
+            Collective::Step => self.stepped(p, &done.notes),
+            Collective::Synchronize => self.synchronized(p, &done.notes),
             Collective::IdleRound => {
-                let headers = self.step_headers(&notes);
+                let headers = self.step_headers(&done.notes);
                 self.note_nccl_round(p, &headers);
-                if self.are_at_one_step(p, &headers) {
-                    self.serve_state_requests(p);
-                }
                 let session = self.processes[p].trainer.session.as_mut();
                 if let Some(Err(mismatch)) = session.map(|s| s.headers_exchanged(&headers)) {
                     return self.violate(format!("{}: {mismatch:?}", self.name(p)));
@@ -426,88 +320,52 @@ impl World {
                 self.turn_later(p);
             }
             Collective::NcclId => self.begin_nccl(p),
-            Collective::ResultHeaders { .. } => {
-                if !is_root
-                    && let Some(Note::Headers(headers)) =
-                        notes.iter().flatten().next().map(Rc::as_ref)
-                {
-                    self.processes[p].trainer.passed = Some(headers.clone());
-                }
-                self.continue_repair(p);
-            }
-            Collective::Result { apply, .. } => {
-                if !is_root {
-                    self.processes[p].trainer.model.reduced = body;
-                }
-                if apply && let Some(headers) = self.processes[p].trainer.passed.take() {
-                    self.oracle.coverage.repaired_by_result += 1;
-                    self.update(p, headers);
-                }
-                self.continue_repair(p);
-            }
-            Collective::StateRecord { .. } => {
-                if let Some(Note::Record(record, lineage)) =
-                    notes.iter().flatten().next().map(Rc::as_ref)
-                {
-                    let ring = self.processes[p].trainer.ring.as_mut();
-                    ring.into_iter()
-                        .for_each(|ring| ring.record = Some((record.clone(), *lineage)));
-                }
-                self.continue_repair(p);
-            }
-            Collective::State { take, .. } => {
-                if take {
-                    self.take_state(p, body);
-                }
-                self.continue_repair(p);
-            }
         }
     }
 
     fn stepped(&mut self, p: usize, notes: &[Option<Rc<Note>>]) {
         let headers = self.step_headers(notes);
-        let Some(session) = &self.processes[p].trainer.session else { return };
-        if let Err(mismatch) = session.check(&headers) {
-            return self.violate(format!("{}: {mismatch:?}", self.name(p)));
-        }
-        let place = session.group_rank();
         self.check_sum(p, &headers);
         self.note_nccl_round(p, &headers);
-        self.serve_state_requests(p);
-        self.update(p, headers);
-        let trainer = &mut self.processes[p].trainer;
-        trainer.model.gradient_is_pending = false;
-        let step = trainer.state().map_or(0, |s| s.step);
-        if let Some((generation, _)) = place
-            && trainer.committed_in.replace(generation).is_some_and(|before| before != generation)
-        {
-            let phases = Phases { first_step_us: 1, ..Phases::default() };
-            self.queue_for_master(p, WorkerMessage::Resumed { generation, step, phases });
+        let session = self.processes[p].trainer.session.as_mut();
+        if let Some(Err(mismatch)) = session.map(|s| s.summed(headers, true)) {
+            return self.violate(format!("{}: {mismatch:?}", self.name(p)));
         }
         self.turn_later(p);
     }
 
     /// Applies the reduced gradient and adds the step's records to the ledger.
-    pub(super) fn update(&mut self, p: usize, headers: Vec<StepHeader>) {
+    fn update(&mut self, p: usize) {
         let now = Duration::from_micros(self.clock.now());
         let trainer = &mut self.processes[p].trainer;
         let Some(session) = &mut trainer.session else { return };
-        let place = session.group_rank();
+        let (group, is_round) = (session.group_rank(), session.in_round().is_some());
         let before = trainer.model.digest();
+        let state = session.state().cloned();
         trainer.model.update();
-        session.commit(headers.clone(), now);
-        if let Some((generation, _)) = place {
-            self.check_commit(p, generation, before);
-            self.send_result(p, generation, &headers);
+        session.updated(now);
+        let step = session.step();
+        let headers = session.last_headers().unwrap_or_default().to_vec();
+        // A joiner may drop its state right after the step: a membership that arrived meanwhile can
+        // follow another history than its donor's.
+        let is_kept = session.state().is_some();
+        if let Some(state) = state.filter(|_| is_kept) {
+            self.check_order(p, &state, &headers);
         }
-    }
-
-    fn are_at_one_step(&self, p: usize, headers: &[StepHeader]) -> bool {
-        self.processes[p]
-            .trainer
-            .session
-            .as_ref()
-            .is_some_and(|session| session.check(headers).is_ok())
+        let Some((generation, _)) = group else {
+            self.oracle.coverage.followed += 1;
+            self.report_position(p);
+            return self.turn_later(p);
+        };
+        self.oracle.coverage.repaired_by_result += u64::from(!is_round);
+        self.check_commit(p, generation, before);
+        self.send_result(p, generation, &headers);
+        let before = &mut self.processes[p].trainer.committed_in;
+        if is_round && before.replace(generation).is_some_and(|before| before != generation) {
+            let phases = Phases { first_step_us: 1, ..Phases::default() };
+            self.queue_for_master(p, WorkerMessage::Resumed { generation, step, phases });
+        }
+        self.turn_later(p);
     }
 
     fn synchronized(&mut self, p: usize, notes: &[Option<Rc<Note>>]) {
@@ -526,7 +384,7 @@ impl World {
 
     fn step_headers(&self, notes: &[Option<Rc<Note>>]) -> Vec<StepHeader> {
         let header = |note: &Rc<Note>| match note.as_ref() {
-            Note::Step(header) => Some(header.clone()),
+            Note::Step(header) => Some(header.as_ref().clone()),
             _ => None,
         };
         notes.iter().flatten().filter_map(header).collect()
@@ -557,9 +415,6 @@ impl World {
         trace!(self, "{}: links broke, {why}, suspects {suspect:?}", self.name(p));
         self.check_break(p, why);
         self.leave_ring(p);
-        let trainer = &mut self.processes[p].trainer;
-        trainer.repair.clear();
-        trainer.passed = None;
     }
 }
 

@@ -1,106 +1,19 @@
 //! The simulated world: a master, its processes, the network between them, and the next event.
 
-use std::num::NonZeroU64;
-use std::time::Duration;
+use elasticdl_master::job::{Exit, LaunchId};
 
-use elasticdl::core::transport_switch::NcclBuild;
-use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, Exit, JobSpec, LaunchId};
-
-use super::checkpoints::{CheckpointStore, CheckpointWork};
 use super::clock::{Clock, Micros, SimRng};
-use super::faults::FaultPlan;
-use super::master::Master;
-use super::nccl::{Communicators, Gpus};
-use super::network::{LinkId, MASTER, Network};
-use super::oracles::{Coverage, Oracle};
-use super::pods;
-use super::process::Process;
+use super::state::checkpoints::CheckpointStore;
+use super::state::coverage::Coverage;
+use super::state::event::Event;
+use super::state::faults::FaultPlan;
+use super::state::master::Master;
+use super::state::nccl::Communicators;
+use super::state::network::{MASTER, Network};
+use super::state::oracle::Oracle;
+use super::state::process::Process;
+use super::state::setting::Setting;
 use super::trace::{Trace, trace};
-use crate::job_spec;
-
-/// An event at some point in time. `p` is the index of a process, in the order of their starts.
-#[derive(Debug)]
-pub(super) enum Event {
-    /// A packet reaches the kernel of the link's end `to`.
-    Arrive { link: LinkId, to: usize },
-    /// A worker is due to send a heartbeat.
-    Heartbeat { p: usize },
-    /// The control thread has waited long enough for the master to end the stream.
-    CloseDue { p: usize },
-    /// The control thread polls its stream and the trainer's messages.
-    Control { p: usize },
-    /// A signal kills the process.
-    Die { p: usize, signal: i32 },
-    /// The fault plan is polled.
-    InjectFault,
-    /// A ping on the stream `link` should have been answered by now.
-    KeepAlive { p: usize, link: LinkId },
-    /// A part of a checkpoint, or its manifest, is written.
-    CheckpointWritten { p: usize, work: Box<CheckpointWork> },
-    /// A temporary fault ends.
-    Heal(super::faults::Undo),
-    /// A leaving worker was not released in time.
-    LeaveDue { p: usize },
-    /// The master's task polls its inputs and its timers.
-    Master,
-    /// A process has built its NCCL communicator of this generation, or has given up.
-    Nccl { p: usize, generation: u64, build: NcclBuild },
-    /// A worker was dialled, and its acceptor reads the handshake.
-    Acceptor { p: usize, link: LinkId },
-    /// A worker without a stream probes for a master.
-    Probe { p: usize },
-    /// The system of the master notices that a process has ended.
-    Reap { p: usize },
-    /// A process has been created and runs.
-    Start { p: usize },
-    /// SIGTERM reaches the process.
-    Terminate { p: usize },
-    /// The trainer continues, unless another wake-up came first.
-    Trainer { p: usize, ticket: u32 },
-}
-
-impl Event {
-    /// The process whose threads handle the event.
-    fn runs_in(&self) -> Option<usize> {
-        match *self {
-            Self::Heartbeat { p }
-            | Self::CloseDue { p }
-            | Self::Control { p }
-            | Self::KeepAlive { p, .. }
-            | Self::CheckpointWritten { p, .. }
-            | Self::LeaveDue { p }
-            | Self::Nccl { p, .. }
-            | Self::Acceptor { p, .. }
-            | Self::Probe { p }
-            | Self::Start { p }
-            | Self::Terminate { p }
-            | Self::Trainer { p, .. } => Some(p),
-            Self::Arrive { .. } | Self::Die { .. } | Self::InjectFault => None,
-            Self::Heal(_) | Self::Master | Self::Reap { .. } => None,
-        }
-    }
-}
-
-/// The parameters of a run, which are drawn from its seed before it begins.
-#[derive(Clone, Debug)]
-pub(super) struct Setting {
-    pub(super) spec: JobSpec,
-    /// Number of records of each file.
-    pub(super) files: Vec<u64>,
-    /// Number of parameters of a segment on the ring.
-    pub(super) segment_len: usize,
-    /// Maximum time to describe a data set or to build a model.
-    pub(super) build_us: Micros,
-    /// Mean time to compute the gradient of a record.
-    pub(super) record_us: Micros,
-    /// Maximum time from the master's order to the end of the process.
-    pub(super) kill_us: Micros,
-    /// Whether the snapshot that the next master finds may be older than the last actions of this
-    /// one.
-    pub(super) may_restore_stale: bool,
-    /// `None`: workers compute on CPUs.
-    pub(super) gpus: Option<Gpus>,
-}
 
 /// One run.
 #[derive(Debug)]
@@ -203,6 +116,8 @@ impl World {
         }
         match event {
             Event::Arrive { link, to } => self.on_arrive(link, to),
+            Event::BreakFetch { p } => self.break_fetch(p),
+            Event::Delivery { p, link } => self.on_delivery(p, link),
             Event::Heartbeat { p } => self.on_heartbeat(p),
             Event::CloseDue { p } => self.on_close_due(p),
             Event::Control { p } => self.on_control(p),
@@ -271,85 +186,12 @@ impl World {
     }
 }
 
-impl Setting {
-    fn draw(rng: &mut SimRng, seed: u64) -> Self {
-        let max_workers = [1, 2, 2, 3, 3, 3, 4, 4, 5][rng.below(9) as usize];
-        let num_workers = rng.between(1.max(max_workers / 2), max_workers);
-        let min_workers = if rng.chance(2, 3) { 1 } else { rng.between(1, num_workers) };
-        let files: Vec<u64> = (0..rng.between(1, 2)).map(|_| rng.between(3, 36)).collect();
-        let some = |n: u64| NonZeroU64::new(n).expect("drawn from 1 on");
-        let batch = if rng.chance(3, 4) {
-            Batch::Global(some(rng.between(1, files.iter().sum::<u64>().min(8))))
-        } else {
-            Batch::PerWorker(some(rng.between(1, 3)))
-        };
-        let timeout_ms = rng.chance(7, 8).then(|| rng.between(2, 8) * 100);
-        // From a generator of their own, so that the other draws of a seed stay as they are.
-        let per_pod = pods::draw(&mut SimRng::new(seed.rotate_left(16)));
-        let pods_max = if per_pod > 1 { 3 } else { u64::MAX };
-        let number = |pods: u64| (pods.min(pods_max) * per_pod) as u32;
-        let spec = JobSpec {
-            min_workers: number(min_workers),
-            max_workers: number(max_workers),
-            workers_per_pod: per_pod as u32,
-            epochs: rng.between(1, 3) as u32,
-            max_steps: rng.chance(1, 8).then(|| rng.between(1, 12)),
-            records_per_shard: NonZeroU64::new(rng.below(8)),
-            shuffle: rng.chance(1, 2),
-            seed,
-            // A worker that ends by itself, because it is cut off from the master, counts as a
-            // failure.
-            max_worker_restarts: 1000,
-            worker_timeout: timeout_ms.map(Duration::from_millis),
-            // From a generator of their own, so that the other draws of a seed stay as they are.
-            checkpoints: checkpoints(&mut SimRng::new(!seed)),
-            ..job_spec("simulated", "numbers", number(num_workers), batch)
-        };
-        Self {
-            spec,
-            files,
-            segment_len: if rng.chance(1, 6) {
-                rng.between(2, 6) as usize
-            } else {
-                usize::MAX >> 1
-            },
-            build_us: if rng.chance(1, 4) { 50_000 } else { 5_000 },
-            record_us: rng.between(10, 800),
-            kill_us: if rng.chance(1, 3) { 1_000_000 } else { 5_000 },
-            may_restore_stale: rng.chance(1, 2),
-            gpus: Gpus::draw(&mut SimRng::new(seed.rotate_left(32))),
-        }
-    }
-
-    /// Number of records of one epoch.
-    pub(super) fn records(&self) -> u64 {
-        self.files.iter().sum()
-    }
-
-    /// Number of parameters of the model: one for each record of each epoch.
-    pub(super) fn parameters(&self) -> usize {
-        (self.records() * u64::from(self.spec.epochs)) as usize
-    }
-}
-
-fn checkpoints(rng: &mut SimRng) -> Option<CheckpointSpec> {
-    let steps = NonZeroU64::new(rng.between(1, 8)).expect("drawn from 1 on");
-    let every = if rng.chance(3, 4) {
-        CheckpointEvery::Steps(steps)
-    } else {
-        CheckpointEvery::Time(Duration::from_millis(steps.get()))
-    };
-    rng.chance(1, 2).then(|| CheckpointSpec {
-        dir: "vault".into(),
-        every,
-        keep: 1,
-        exclusive: false,
-    })
-}
-
 /// A job of a few steps is over long before. What takes longest are replacements that wait for one
 /// another, and a worker that got SIGTERM when no other one can take its place.
 const RECOVERY_MAX_US: Micros = 120_000_000;
+
 const STORE_RETRY_US: Micros = 100_000;
-const EVENTS_MAX: u64 = 400_000;
+
+const EVENTS_MAX: u64 = 4_000_000;
+
 const DUE_MAX: usize = 10_000;

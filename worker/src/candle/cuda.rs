@@ -6,7 +6,7 @@ use candle_core::{CudaStorage, InplaceOp1, Layout, Storage};
 
 use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, built, summed};
 use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel};
-use crate::model::{Loss, Metrics, UserError};
+use crate::metrics::{Loss, Metrics, UserError};
 
 impl<M: CandleModel> DeviceModel for Candle<M> {
     type Batch = M::Batch;

@@ -12,7 +12,7 @@ use candle_core::backprop::GradStore;
 
 use super::{Parameters, add};
 use crate::buckets::Gradients;
-use crate::model::UserError;
+use crate::metrics::UserError;
 
 /// Cuts in a model's forward pass. The backward pass pauses at each, so that the complete parts of
 /// the gradient can be all-reduced while the rest is computed.

@@ -2,7 +2,7 @@ use std::str::FromStr;
 
 use candle_core::Device;
 
-use crate::model::UserError;
+use crate::metrics::UserError;
 
 /// Kind of device that a model computes on, as users select it: `cpu`, `cuda` or `auto`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

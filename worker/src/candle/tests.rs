@@ -125,10 +125,13 @@ fn a_backward_pass_in_segments_computes_the_same_gradient() {
     for early in [0, 6] {
         let (mut gradient, mut sums) = (vec![0.0; whole.len()], vec![0.0; whole.len()]);
         let batch = model.feed(records()).unwrap();
-        let (found, summed) =
-            crate::buckets::overlap(&mut ring, (&mut gradient, &mut sums), 6, 4, |gradients| {
-                model.gradients(&parameters, batch, gradients).unwrap()
-            });
+        let (found, summed) = crate::buckets::overlap(
+            &mut ring,
+            (&mut gradient, &mut sums),
+            (6, Default::default()),
+            4,
+            |gradients| model.gradients(&parameters, batch, gradients).unwrap(),
+        );
         assert_eq!((found, summed.unwrap()), (Loss::Sum(loss), early));
         assert!(
             gradient.iter().zip(&whole).all(|(a, b)| (a - b).abs() < 1e-6),

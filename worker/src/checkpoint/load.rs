@@ -6,7 +6,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::manifest::{JobFingerprint, Manifest, Shard};
 use super::name::{MANIFEST, Name, PREFIX};
-use crate::core::header::StateRecord;
+use crate::session::header::StateRecord;
 use crate::storage::{Storage, StorageError};
 use crate::tensors::is_finite;
 
@@ -153,6 +153,8 @@ fn read_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), LoadE
     let mut optimizer = Vec::new();
     for shard in manifest.shards.iter().filter(|shard| shard.start < manifest.parameters) {
         let (parameter_range, slot_range) = shard.split(parameter_count);
+        // Before memory is allocated for what the manifest declares.
+        check_size(folder, shard)?;
         optimizer.resize(slot_range.len(), 0.0);
         read_shard(folder, shard, [&mut parameters[parameter_range], &mut optimizer])?;
     }
@@ -207,7 +209,8 @@ fn newest_first(
     Ok(found.into_iter().map(|(_, name, folder)| (name.to_string(), folder)).collect())
 }
 
-enum LoadError {
+#[derive(Debug)]
+pub(super) enum LoadError {
     Damaged(String),
     Refused(String),
     Storage(StorageError),
@@ -255,7 +258,7 @@ fn compatible_manifest(
     Ok(manifest)
 }
 
-fn load(
+pub(super) fn load(
     folder: &Storage,
     fingerprint: &JobFingerprint,
     (parameters, slots): (&mut [f32], &mut [f32]),
@@ -273,15 +276,21 @@ fn load(
     Ok(manifest.state)
 }
 
+/// Checks that a shard is as long as the manifest declares.
+fn check_size(folder: &Storage, shard: &Shard) -> Result<(), LoadError> {
+    let damaged = |reason: &str| LoadError::Damaged(format!("{}: {reason}", shard.file));
+    match folder.bytes(&shard.file) {
+        Ok(bytes) if bytes == shard.bytes => Ok(()),
+        Ok(bytes) => Err(damaged(&format!("it has {bytes} bytes, not {}", shard.bytes))),
+        Err(StorageError::NotFound { .. }) => Err(damaged("it is missing")),
+        Err(error) => Err(LoadError::Storage(error)),
+    }
+}
+
 /// Reads a shard in pieces and verifies its digest.
 fn read_shard(folder: &Storage, shard: &Shard, floats: [&mut [f32]; 2]) -> Result<(), LoadError> {
     let damaged = |reason: &str| LoadError::Damaged(format!("{}: {reason}", shard.file));
-    match folder.bytes(&shard.file) {
-        Ok(bytes) if bytes == shard.bytes => {}
-        Ok(bytes) => return Err(damaged(&format!("it has {bytes} bytes, not {}", shard.bytes))),
-        Err(StorageError::NotFound { .. }) => return Err(damaged("it is missing")),
-        Err(error) => return Err(LoadError::Storage(error)),
-    }
+    check_size(folder, shard)?;
     let mut targets = floats.map(bytemuck::cast_slice_mut::<f32, u8>);
     let data: usize = targets.iter().map(|target| target.len()).sum();
     let mut header = shard.bytes - data as u64;

@@ -7,9 +7,10 @@ use elasticdl_proto::Batch;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::core::checkpoint::Written;
-use crate::core::header::StateRecord;
+use crate::order::OrderName;
 use crate::reader::Dataset;
+use crate::session::checkpoint::Written;
+use crate::session::header::StateRecord;
 
 /// Identity of a job and its settings that checkpoints depend on.
 #[derive(Clone, Debug)]
@@ -26,6 +27,8 @@ pub(crate) struct JobFingerprint {
     pub(crate) max_steps: Option<u64>,
     pub(crate) batch: Batch,
     pub(crate) seed: u64,
+    /// The order that the positions in the ledger refer to.
+    pub(crate) order: OrderName,
 }
 
 /// A checkpoint's manifest. Its field names are a public format.
@@ -56,6 +59,10 @@ pub(super) struct Options {
     pub(super) global_batch_size: Option<u64>,
     pub(super) minibatch_size: Option<u64>,
     pub(super) seed: u64,
+    /// The order that the positions in the ledger refer to; absent in checkpoints of releases whose
+    /// ledgers hold records.
+    #[serde(default)]
+    pub(super) order: Option<OrderName>,
 }
 
 /// A file of the data set whose records the ledger counts.
@@ -124,6 +131,7 @@ impl Manifest {
                 global_batch_size: global,
                 minibatch_size: per_worker,
                 seed: fingerprint.seed,
+                order: Some(fingerprint.order),
             },
             files: fingerprint.dataset.files.iter().map(file).collect(),
             shards: parts.iter().enumerate().map(shard).collect(),
@@ -209,7 +217,7 @@ impl Manifest {
             return Err(format!("its data set has {had} files, and this one has {has}"));
         }
         match self.files.iter().zip(files).find(|pair| !same(*pair)) {
-            None => Ok(()),
+            None => self.check_order(fingerprint.order),
             Some((a, b)) => Err(format!(
                 "its data set has {} with {} records where this one has {} with {}; both must use \
                  the same data",
@@ -218,13 +226,34 @@ impl Manifest {
         }
     }
 
+    /// Checks that the positions in the ledger mean the same records to the job.
+    fn check_order(&self, order: OrderName) -> Result<(), String> {
+        if self.state.ranges.is_empty() || self.options.order == Some(order) {
+            return Ok(());
+        }
+        let epoch = self.state.epochs_complete + 1;
+        let had = self.options.order.map_or_else(
+            || "an older release's order, which this one does not know".into(),
+            |had| had.to_string(),
+        );
+        Err(format!(
+            "it lies within epoch {epoch}, whose records are in the order of {had}, and this job's \
+             are in that of {order}; give the same options, or resume from the end of an epoch"
+        ))
+    }
+
     /// Checks that a new job with these options has something left to train.
     ///
     /// # Errors
     /// A message that explains what prevents it, and what the user should change.
     pub(super) fn check_options(&self, fingerprint: &JobFingerprint) -> Result<(), String> {
         let StateRecord { step, epochs_complete, ranges, .. } = &self.state;
-        let reached = ranges.iter().map(|r| r.epoch + 1).max().unwrap_or(0).max(*epochs_complete);
+        let reached = ranges
+            .iter()
+            .map(|r| r.epoch.saturating_add(1))
+            .max()
+            .unwrap_or(0)
+            .max(*epochs_complete);
         if reached > fingerprint.epochs || *epochs_complete == fingerprint.epochs {
             return Err(format!(
                 "it has trained {epochs_complete} epochs and reaches into epoch {reached}; \
@@ -251,11 +280,18 @@ pub(super) const FORMAT: &str = "elasticdl checkpoint 1";
 
 const DIGEST: &str = ",\"digest\":\"";
 
+/// Adds the digest to the text of a manifest, whatever the text is.
+#[cfg(feature = "simulation")]
+pub(super) fn with_digest(whole: &[u8]) -> Vec<u8> {
+    let digest = format!("{DIGEST}{:032x}\"}}", xxh3_128(whole));
+    [whole.strip_suffix(b"}").unwrap_or(whole), digest.as_bytes()].concat()
+}
+
 #[cfg(test)]
 pub(super) mod tests {
     use std::num::NonZeroU64;
 
-    use elasticdl_proto::RecordRange;
+    use elasticdl_proto::{RecordRange, ShuffleMode};
 
     use super::*;
     use crate::reader::File;
@@ -267,13 +303,18 @@ pub(super) mod tests {
             run: "7f3a9c21".into(),
             parameters: 10,
             slots: 20,
-            dataset: Dataset { files: vec![file("data/a.csv", 60), file("data/b.csv", 40)] },
+            dataset: Dataset::new(vec![file("data/a.csv", 60), file("data/b.csv", 40)]),
             training_data: "data".into(),
             epochs: 3,
             max_steps: None,
             batch: Batch::Global(NonZeroU64::new(4).unwrap()),
             seed: 7,
+            order: order(7),
         }
+    }
+
+    fn order(seed: u64) -> OrderName {
+        OrderName { mode: ShuffleMode::Block, seed, block: 8, buffer: 64 }
     }
 
     pub(in super::super) fn state_at(step: u64) -> StateRecord {
@@ -343,6 +384,23 @@ pub(super) mod tests {
         assert!(refused(|f| drop(f.dataset.files.pop())).contains("2 files, and this one has 1"));
         assert!(refused(|f| f.dataset.files[1].records = 41).contains("data/b.csv with 41"));
         assert!(refused(|f| f.dataset.files.swap(0, 1)).contains("data/a.csv with 60"));
+    }
+
+    #[test]
+    fn another_order_is_refused_within_an_epoch_only() {
+        let check = |manifest: &Manifest, order: OrderName| {
+            let fingerprint = JobFingerprint { order, ..fingerprint() };
+            manifest.check_model_and_data(&fingerprint).err().unwrap_or_default()
+        };
+        let mut manifest = manifest();
+        assert_eq!(check(&manifest, order(7)), "");
+        let refused = check(&manifest, order(8));
+        let blocks = "--shuffle block --shuffle-buffer 64 --seed 7, in blocks of 8 records";
+        assert!(refused.contains("within epoch 2") && refused.contains(blocks), "{refused}");
+        manifest.options.order = None;
+        assert!(check(&manifest, order(7)).contains("an older release's order"));
+        manifest.state.ranges.clear();
+        assert_eq!(check(&manifest, order(8)), "");
     }
 
     #[test]

@@ -15,11 +15,15 @@
 //! each shard and its own digest. **Invariant:** a job does not change checkpoints of other runs
 //! (unless the folder is exclusive to the job).
 
+#[cfg(feature = "simulation")]
+mod fuzzing;
 mod load;
 mod manifest;
 mod name;
 mod writer;
 
+#[cfg(feature = "simulation")]
+pub(crate) use fuzzing::fuzz_manifest;
 pub(crate) use load::{
     CheckpointLookup, Locations, RestoreError, check, inspect, load_parameters, restore,
 };

@@ -17,7 +17,7 @@ use super::load::Restored;
 use super::manifest::tests::{fingerprint, state_at};
 use super::name::Name;
 use super::*;
-use crate::core::checkpoint::Written;
+use crate::session::checkpoint::Written;
 use crate::storage::Storage;
 
 /// Parameters and slots of step `step`.

@@ -18,10 +18,11 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::manifest::{JobFingerprint, Manifest, shard_bounds};
 use super::name::{self, MANIFEST, Name};
-use crate::core::checkpoint::Written;
-use crate::core::header::StateRecord;
+use crate::session::checkpoint::Written;
+use crate::session::header::StateRecord;
+use crate::state_buffer::zeros;
 use crate::storage::Storage;
-use crate::tensors::{is_finite, zeros};
+use crate::tensors::is_finite;
 
 /// The trainer's handle of the writer thread.
 #[derive(Debug)]

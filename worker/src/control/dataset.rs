@@ -31,5 +31,5 @@ pub(crate) fn pack(dataset: Dataset) -> Result<FileList, String> {
 /// The data set of a list.
 pub(crate) fn unpack(list: &FileList) -> Dataset {
     let file = |f: ListedFile| File { path: f.path, records: f.records, version: f.version };
-    Dataset { files: list.iter().map(file).collect() }
+    Dataset::new(list.iter().map(file).collect())
 }

@@ -2,21 +2,20 @@
 
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
-use std::num::NonZeroU64;
 use std::sync::Mutex;
 
 use elasticdl_proto::wire::master_server::{Master, MasterServer};
 use elasticdl_proto::wire::{
-    CheckpointReply, CheckpointRequest, ScaleReply, ScaleRequest, StatusRequest,
+    CheckpointReply, CheckpointRequest, ScaleReply, ScaleRequest, StatusRequest, SuspendReply,
+    SuspendRequest,
 };
-use elasticdl_proto::{
-    Batch, MasterMessage, Membership, Resume, WireDtype, Work, WorkerId, WorkerOptions,
-};
+use elasticdl_proto::{Location, MasterMessage, Membership, Resume, WorkerId};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Response, Status};
 
 use super::*;
 use crate::environment::Tls;
+use crate::session::control::tests::welcome;
 
 type Outgoing = mpsc::UnboundedSender<Result<JoinResponse, Status>>;
 
@@ -45,8 +44,7 @@ impl Master for TestMaster {
         }
         let (outgoing, incoming) = mpsc::unbounded_channel();
         let incarnation = self.incarnation.load(std::sync::atomic::Ordering::Relaxed);
-        let welcome = Welcome { worker: WorkerId(7), incarnation, options: options() };
-        outgoing.send(Ok(JoinResponse::Welcome(Box::new(welcome)))).unwrap();
+        outgoing.send(Ok(JoinResponse::Welcome(Box::new(welcome(7, incarnation))))).unwrap();
         self.streams.lock().unwrap().insert(number, outgoing);
         let (received, mut stream) = (self.received.clone(), request.into_inner());
         tokio::spawn(async move {
@@ -76,6 +74,10 @@ impl Master for TestMaster {
     }
 
     async fn scale(&self, _: Request<ScaleRequest>) -> Result<Response<ScaleReply>, Status> {
+        Err(Status::unimplemented("not called by this test"))
+    }
+
+    async fn suspend(&self, _: Request<SuspendRequest>) -> Result<Response<SuspendReply>, Status> {
         Err(Status::unimplemented("not called by this test"))
     }
 }
@@ -129,6 +131,7 @@ impl Fixture {
             token: "token".into(),
             tls: None,
             master_timeout: Duration::from_secs(60),
+            location: Location::default(),
         };
         std::thread::spawn(move || {
             let runtime =
@@ -159,6 +162,7 @@ impl Fixture {
             pid: std::process::id(),
             resume,
             incarnation,
+            location: Location::default(),
         }))
     }
 
@@ -184,26 +188,6 @@ impl Fixture {
     }
 }
 
-fn options() -> WorkerOptions {
-    WorkerOptions {
-        training_data: String::new(),
-        epochs: 1,
-        max_steps: None,
-        batch: Batch::Global(NonZeroU64::new(4).unwrap()),
-        seed: 0,
-        heartbeat: None,
-        worker_timeout: None,
-        leave_timeout: None,
-        checkpoints: None,
-        resume_from: None,
-        validation: None,
-        work: Work::default(),
-        wire_dtype: WireDtype::F32,
-        channels: 1,
-        skips_nonfinite: false,
-    }
-}
-
 fn membership(generation: u64) -> Membership {
     let members = vec![(WorkerId(7), "127.0.0.1:9".parse().unwrap())];
     Membership { generation: Generation(generation), members, abort: false }
@@ -217,8 +201,8 @@ fn first_hello(connector: &MasterConnector) -> Hello {
     connector.hello(&ControlState::default())
 }
 
-fn lease_request(epoch: u32) -> WorkerMessage {
-    WorkerMessage::LeaseRequest { epoch, records: 2 }
+fn lease_request(shards: u64) -> WorkerMessage {
+    WorkerMessage::LeaseRequest { shards }
 }
 
 fn is_membership(event: &ControlEvent) -> bool {
@@ -245,12 +229,12 @@ fn a_new_master_learns_the_workers_identity_and_gets_no_message_for_the_previous
         Resume { worker: WorkerId(7), membership: Some(membership(4)), parameters: Some(5) };
     assert_eq!(fixture.next(), (1, fixture.hello(Some(resume))));
     // The trainer has not read its inbox yet.
-    control.outbox.send(lease_request(0));
-    control.outbox.send(WorkerMessage::HeldLeases { step: 6, ranges: Vec::new() });
     control.outbox.send(lease_request(1));
-    let held = WorkerMessage::HeldLeases { step: 6, ranges: Vec::new() };
-    assert_eq!(fixture.next_message(), (1, held));
-    assert_eq!(fixture.next_message(), (1, lease_request(1)));
+    control.outbox.send(WorkerMessage::Reconnected { step: 6 });
+    control.outbox.send(lease_request(2));
+    let returned = WorkerMessage::Reconnected { step: 6 };
+    assert_eq!(fixture.next_message(), (1, returned));
+    assert_eq!(fixture.next_message(), (1, lease_request(2)));
     fixture.streams.lock().unwrap().clear();
     control.close();
 }

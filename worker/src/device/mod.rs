@@ -16,7 +16,7 @@ pub use cudarc;
 pub use cudarc::driver::CudaSlice;
 pub use elasticdl_collective::device::{Device, DeviceError};
 
-use crate::model::{Loss, Metrics, UserError};
+use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Optimizer;
 
 mod kernels;

@@ -8,7 +8,7 @@ use elasticdl_collective::device::Path;
 
 use super::{CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate, Kernels, cuda};
 use crate::ring::Ring;
-use crate::tensors::{Tensor, window};
+use crate::tensor::{Tensor, window};
 
 /// The buffers, like those of [`Tensors`](crate::tensors::Tensors).
 #[derive(Debug)]

@@ -13,8 +13,8 @@ use super::{
     KIND_CAUGHT_UP, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, PART_FLOATS_MAX, PartNote,
     QUEUED_RESULTS_MAX, Snapshot, StateMessage, StateNote, digest,
 };
-use crate::core::header;
-use crate::core::header::StateRecord;
+use crate::session::header;
+use crate::session::header::StateRecord;
 
 /// Transfer of a snapshot and the results after it to one joining worker.
 ///

@@ -37,6 +37,7 @@ fn ends() -> [Endpoint; 2] {
 /// Worker 2 requests the state from the donor, worker 1.
 fn visit(donor: &mut Donor, ends: &[Endpoint; 2], position: Option<Position>) -> StateReceiver {
     let member = Member { id: 1, address: ends[0].address() };
+    ends[0].joiners().name([2, 3]);
     let source = ends[1].fetch(member, WATCHDOG, WATCHDOG, position).expect("the donor listens");
     let until = Instant::now() + WATCHDOG;
     loop {

@@ -4,11 +4,12 @@
 //! 2. [`model`]: the methods of [`Model`](crate::Model) and of candle models.
 //! 3. [`data`]: readers, object stores, what happens when storage is away.
 //! 4. [`optimizer`]: optimizers, learning-rate schedules, clipping, the wire format of gradients.
-//! 5. [`checkpoints`]: what is saved, when, and how training resumes.
-//! 6. [`evaluation`]: validation data, the best model, early stopping.
-//! 7. [`export`]: the final model, for candle and PyTorch.
-//! 8. [`inference`]: `elasticdl evaluate` and `elasticdl predict`.
-//! 9. [`gpu`]: models on GPUs.
+//! 5. [`determinism`]: the same records, and the same bits, at any number of workers.
+//! 6. [`checkpoints`]: what is saved, when, and how training resumes.
+//! 7. [`evaluation`]: validation data, the best model, early stopping.
+//! 8. [`export`]: the final model, for candle and PyTorch.
+//! 9. [`inference`]: `elasticdl evaluate` and `elasticdl predict`.
+//! 10. [`gpu`]: models on GPUs.
 //!
 //! Clusters are described in `manifests/README.md` of the repository, the command line in
 //! `master/README.md`.
@@ -18,6 +19,9 @@ pub mod checkpoints {}
 
 #[doc = include_str!("data.md")]
 pub mod data {}
+
+#[doc = include_str!("determinism.md")]
+pub mod determinism {}
 
 #[doc = include_str!("evaluation.md")]
 pub mod evaluation {}

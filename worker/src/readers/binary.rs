@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::files;
-use crate::reader::{DataError, Dataset, File, Reader};
+use crate::reader::{Access, DataError, Dataset, File, Reader};
 
 /// Reads files that consist of records of one fixed size.
 ///
@@ -56,6 +56,10 @@ impl Reader for FixedRecords {
         files::not_empty(source, dataset, &format!("no record of {} bytes", self.bytes))
     }
 
+    fn access(&self, dataset: &Dataset) -> Access {
+        files::access(dataset, self.bytes)
+    }
+
     fn read_ahead(&mut self, file: &File, range: Range<u64>) {
         let length = (range.end - range.start).saturating_mul(self.bytes);
         files::read_ahead(Path::new(&file.path), range.start.saturating_mul(self.bytes), length);
@@ -71,6 +75,12 @@ impl Reader for FixedRecords {
         let bytes = files::read(Path::new(&file.path), start, length)?;
         // The bytes fit into memory, so a record, which is not longer, fits into a usize.
         Ok(bytes.chunks_exact(self.bytes as usize).map(<[u8]>::to_vec).collect())
+    }
+
+    fn read_records(&mut self, file: &File, records: &[u64]) -> Result<Vec<Vec<u8>>, DataError> {
+        files::check(file, &[Path::new(&file.path)])?;
+        let places = records.iter().map(|record| record.saturating_mul(self.bytes));
+        files::read_each(Path::new(&file.path), places, self.bytes)
     }
 }
 

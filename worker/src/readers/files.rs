@@ -6,9 +6,10 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
+use super::blocks::BLOCK_BYTES;
 use super::{remote, versions};
-use crate::reader::{DataError, Dataset, File};
-use crate::storage::{Version, with_retries};
+use crate::reader::{Access, DataError, Dataset, File};
+use crate::storage::{Storage, Version, with_retries};
 
 /// The files of `source`, in the order of their paths: `source` itself, whatever its extension, or
 /// the files below it with one of `extensions` (without the dot; none: all files).
@@ -173,6 +174,47 @@ pub(super) fn read(path: &Path, start: u64, length: u64) -> Result<Vec<u8>, Data
     Ok(bytes)
 }
 
+/// Reads `length` bytes of a file at each of `places`.
+pub(super) fn read_each(
+    path: &Path,
+    places: impl Iterator<Item = u64>,
+    length: u64,
+) -> Result<Vec<Vec<u8>>, DataError> {
+    if remote::object(path)?.is_some() {
+        return places.map(|start| read(path, start, length)).collect();
+    }
+    let held = self::length(path)?;
+    let mut file = OpenFile::new(path)?;
+    let at = |start: u64| {
+        let end = start.saturating_add(length);
+        if end > held {
+            let reason =
+                format!("{held} bytes, but data up to byte {end} was expected: has it changed?");
+            return Err(malformed(path, &reason));
+        }
+        file.at = start;
+        let mut bytes = vec![0; length as usize];
+        file.read_exact(&mut bytes).map_err(|source| io_error(path, source))?;
+        Ok(bytes)
+    };
+    places.map(at).collect()
+}
+
+/// How files whose records have `bytes` bytes are read well: a local file record by record, an
+/// object in blocks of about a quarter of a megabyte, which is what is requested at once.
+pub(super) fn access(dataset: &Dataset, bytes: u64) -> Access {
+    if is_remote(dataset) {
+        Access::Block { records: (BLOCK_BYTES / bytes.max(1)).max(1) }
+    } else {
+        Access::Record
+    }
+}
+
+/// Whether one of the data set's files is an object.
+pub(super) fn is_remote(dataset: &Dataset) -> bool {
+    dataset.files.iter().any(|file| Storage::is_remote(&file.path))
+}
+
 /// Announces that these bytes will be read soon: those of an object are fetched in the background.
 pub(super) fn read_ahead(path: &Path, start: u64, length: u64) {
     if let Ok(Some(object)) = remote::object(path) {
@@ -248,8 +290,11 @@ pub(super) fn malformed(path: &Path, reason: &str) -> DataError {
 const SHOWN_MAX: usize = 300;
 
 fn has_extension(path: &Path, extensions: &[String]) -> bool {
-    let extension = path.extension().and_then(|extension| extension.to_str());
-    extensions.is_empty() || extensions.iter().any(|wanted| Some(wanted.as_str()) == extension)
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let has = |wanted: &String| {
+        name.strip_suffix(wanted.as_str()).is_some_and(|stem| stem.len() > 1 && stem.ends_with('.'))
+    };
+    extensions.is_empty() || extensions.iter().any(has)
 }
 
 #[cfg(test)]

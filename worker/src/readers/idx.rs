@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::files;
-use crate::reader::{DataError, Dataset, File, Reader};
+use crate::reader::{Access, DataError, Dataset, File, Reader};
 
 /// Reads labeled images from a pair of IDX files: images with one byte per pixel, and one byte per
 /// label.
@@ -75,9 +75,13 @@ impl Reader for IdxImages {
         let [shape, _] = self.shapes(&images, &labels)?;
         let path = format!("{},{}", files::text(&images)?, files::text(&labels)?);
         let version = Some(files::version(&[&images, &labels])?);
-        let dataset =
-            Dataset { files: vec![File { path, records: shape.records.into(), version }] };
+        let records = shape.records.into();
+        let dataset = Dataset::new(vec![File { path, records, version }]);
         files::not_empty(source, dataset, "no image")
+    }
+
+    fn access(&self, dataset: &Dataset) -> Access {
+        files::access(dataset, self.pixels())
     }
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<LabeledImage>, DataError> {
@@ -94,6 +98,24 @@ impl Reader for IdxImages {
         // The pixels fit into memory, so an image, which is not longer, fits into a usize.
         let records = pixels.chunks_exact(size as usize).zip(classes);
         Ok(records.map(|(pixels, label)| LabeledImage { pixels: pixels.to_vec(), label }).collect())
+    }
+
+    fn read_records(
+        &mut self,
+        file: &File,
+        records: &[u64],
+    ) -> Result<Vec<LabeledImage>, DataError> {
+        let (images, labels) = pair(&file.path)?;
+        files::check(file, &[&images, &labels])?;
+        let [of_images, of_labels] = self.shapes(&images, &labels)?;
+        let places = |size: u64, start: u64| {
+            records.iter().map(move |record| record.saturating_mul(size).saturating_add(start))
+        };
+        let size = self.pixels();
+        let pixels = files::read_each(&images, places(size, of_images.start), size)?;
+        let classes = files::read_each(&labels, places(1, of_labels.start), 1)?;
+        let records = pixels.into_iter().zip(classes);
+        Ok(records.map(|(pixels, class)| LabeledImage { pixels, label: class[0] }).collect())
     }
 }
 

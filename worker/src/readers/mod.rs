@@ -9,18 +9,25 @@
 
 mod binary;
 mod blocks;
+mod columns;
 mod csv;
 mod files;
 mod idx;
+mod json;
+mod kept;
+mod packed;
 mod parquet;
 mod remote;
 mod row;
+mod skipped;
 mod text;
+mod text_table;
 mod versions;
 
 pub use binary::FixedRecords;
 pub use csv::CsvRows;
 pub use idx::{IdxImages, LabeledImage};
+pub use json::JsonRows;
 pub use parquet::ParquetRows;
 #[cfg(test)]
 use parquet::tests::table as parquet_table;

@@ -6,19 +6,20 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ::parquet::basic::{Compression, ConvertedType, Type as Physical};
-use ::parquet::column::reader::{ColumnReader, ColumnReaderImpl};
-use ::parquet::data_type::{ByteArray, DataType};
 use ::parquet::errors::{ParquetError, Result as ParquetResult};
-use ::parquet::file::metadata::{ColumnChunkMetaData, ParquetMetaData};
+use ::parquet::file::metadata::ParquetMetaData;
 use ::parquet::file::reader::{ChunkReader, FileReader as _, Length, SerializedFileReader};
-use ::parquet::file::statistics::Statistics;
-use ::parquet::schema::types::ColumnDescriptor;
 use bytes::Bytes;
 
+use super::columns::{Columns, column_methods, list_method};
 use super::files::{self, Source};
-use super::row::{Kind, Row, Value};
-use crate::reader::{DataError, Dataset, File, Reader};
+use super::kept::Kept;
+use super::row::Row;
+use super::skipped::SkippedLog;
+use crate::reader::{Access, DataError, Dataset, File, ReadOptions, Reader};
+use values::ColumnValues;
+
+mod values;
 
 /// Reads rows of Parquet files.
 ///
@@ -27,7 +28,16 @@ use crate::reader::{DataError, Dataset, File, Reader};
 /// files that end in `.parquet` are read.
 ///
 /// Each row group is a file of the data set, named `table.parquet#0`, so that shards do not span
-/// row groups. Schemas are validated before training starts, values when they are read.
+/// row groups. Schemas are validated before training starts, values when they are read. If rows
+/// may be left out, for a null or as bad records, all values are read before training starts, and
+/// each worker reads a row group once to find those rows.
+///
+/// | requested | column |
+/// |---|---|
+/// | `f32` | `FLOAT`; `DOUBLE`, which is rounded; integers of 8 and 16 bits |
+/// | `i64`, `class` | integers, `BOOLEAN` |
+/// | `text` | `BYTE_ARRAY` in UTF-8 |
+/// | `f32_list` | a list of what `f32` reads, named without `.list.element` |
 ///
 /// ```
 /// use elasticdl::readers::ParquetRows;
@@ -36,8 +46,10 @@ use crate::reader::{DataError, Dataset, File, Reader};
 /// ```
 #[derive(Default)]
 pub struct ParquetRows {
-    columns: Vec<(String, Kind)>,
+    columns: Columns,
     files: BTreeMap<PathBuf, Arc<SerializedFileReader<Chunks>>>,
+    /// The rows of each row group that are not left out, where rows may be.
+    kept: BTreeMap<String, Kept>,
     /// Position of the last read: the next read mostly continues there.
     cursor: Option<Cursor>,
 }
@@ -48,16 +60,12 @@ struct Cursor {
     group: String,
     /// Number of rows read or skipped so far.
     at: u64,
-    /// The requested columns.
-    columns: Vec<Column>,
+    /// For each requested value, its columns.
+    columns: Vec<Vec<ColumnValues>>,
 }
 
-/// Reader of a column of a row group.
-struct Column {
-    reader: ColumnReader,
-    /// Definition level of values that are not null.
-    defined: i16,
-}
+/// A row, `None` if it is left out for a null, or why it is invalid.
+type CheckedRow = Result<Option<Row>, String>;
 
 impl ParquetRows {
     /// Creates a reader without columns; add the required ones.
@@ -65,25 +73,8 @@ impl ParquetRows {
         Self::default()
     }
 
-    /// Adds a column of finite numbers: `FLOAT`, or `DOUBLE`, which is rounded to `f32`.
-    pub fn f32(self, name: &str) -> Self {
-        self.column(name, Kind::F32)
-    }
-
-    /// Adds a column of integers: `INT32`, `INT64` or `BOOLEAN`.
-    pub fn i64(self, name: &str) -> Self {
-        self.column(name, Kind::I64)
-    }
-
-    /// Adds a column of text: `BYTE_ARRAY` in UTF-8.
-    pub fn text(self, name: &str) -> Self {
-        self.column(name, Kind::Text)
-    }
-
-    fn column(mut self, name: &str, kind: Kind) -> Self {
-        self.columns.push((name.to_owned(), kind));
-        self
-    }
+    column_methods!();
+    list_method!();
 
     /// Opens the file at `path`. Its footer is read once.
     fn file(&mut self, path: &Path) -> Result<Arc<SerializedFileReader<Chunks>>, DataError> {
@@ -98,25 +89,29 @@ impl ParquetRows {
         Ok(file)
     }
 
-    /// For each requested column, its number in the file.
-    fn fields(&self, path: &Path, metadata: &ParquetMetaData) -> Result<Vec<usize>, DataError> {
+    /// For each requested value, the numbers of its columns in the file.
+    fn fields(
+        &self,
+        path: &Path,
+        metadata: &ParquetMetaData,
+    ) -> Result<Vec<Vec<usize>>, DataError> {
         let columns = metadata.file_metadata().schema_descr().columns();
-        let field = |(name, kind): &(String, Kind)| {
-            let field = columns.iter().position(|column| column.path().string() == *name);
-            let field = field.ok_or_else(|| {
-                let names: Vec<String> =
-                    columns.iter().map(|column| column.path().string()).collect();
-                format!("no column {name:?}: the file has {}", files::printable(&names.join(", ")))
-            })?;
-            check(&columns[field], *kind).map_err(|reason| format!("column {name:?} {reason}"))?;
-            Ok(field)
-        };
-        let fields: Result<Vec<usize>, String> = self.columns.iter().map(field).collect();
-        fields.map_err(|reason| malformed(path, None, &reason))
+        let names: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
+        let fields = values::find(&self.columns, columns, &names);
+        let checked = fields.and_then(|fields| {
+            for (requested, fields) in self.columns.iter().zip(&fields) {
+                for &field in fields {
+                    values::check(&columns[field], requested.kind)
+                        .map_err(|reason| format!("column {:?} {reason}", names[field]))?;
+                }
+            }
+            Ok(fields)
+        });
+        checked.map_err(|reason| malformed(path, None, &reason))
     }
 
     /// Readers of the requested columns of a row group, positioned at its first row.
-    fn open(&mut self, path: &Path, group: usize) -> Result<Vec<Column>, DataError> {
+    fn open(&mut self, path: &Path, group: usize) -> Result<Vec<Vec<ColumnValues>>, DataError> {
         let file = self.file(path)?;
         let fields = self.fields(path, file.metadata())?;
         if group >= file.num_row_groups() {
@@ -127,84 +122,174 @@ impl ParquetRows {
         let rows = file
             .get_row_group(group)
             .map_err(|error| failed(path, Some(group), "it cannot be read", error))?;
-        let named = self.columns.iter().zip(fields);
-        let column = |((name, _), field): (&(String, Kind), usize)| {
+        let column = |&field: &usize| {
+            let column = rows.metadata().schema_descr().column(field);
+            let name = column.path().string();
             let reader = rows
                 .get_column_reader(field)
                 .map_err(|error| failed(path, Some(group), &format!("column {name:?}"), error))?;
-            let defined = rows.metadata().schema_descr().column(field).max_def_level();
-            Ok(Column { reader, defined })
+            Ok(ColumnValues::new(name, reader, &column))
         };
-        named.map(column).collect()
+        fields.iter().map(|fields| fields.iter().map(column).collect()).collect()
+    }
+
+    /// Reads rows `range` of a row group.
+    fn read_rows(&mut self, file: &str, range: Range<u64>) -> Result<Vec<CheckedRow>, DataError> {
+        let (path, group) = row_group(file)?;
+        let count = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| {
+            malformed(path, Some(group), "more rows than fit into the address space")
+        })?;
+        let continues =
+            self.cursor.as_ref().is_some_and(|c| c.group == file && c.at <= range.start);
+        if !continues {
+            let columns = self.open(path, group)?;
+            self.cursor = Some(Cursor { group: file.to_owned(), at: 0, columns });
+        }
+        let mut cursor = self.cursor.take().expect("the cursor was set above");
+        let skipped = range.start - cursor.at;
+        for column in cursor.columns.iter_mut().flatten() {
+            let name = column.name();
+            let done = column
+                .skip(skipped as usize)
+                .map_err(|error| failed(path, Some(group), &format!("column {name:?}"), error))?;
+            if done as u64 != skipped {
+                let rows = cursor.at + done as u64;
+                let reason =
+                    format!("column {name:?}: {rows} rows where more should be: has it changed?");
+                return Err(malformed(path, Some(group), &reason));
+            }
+        }
+        cursor.at = range.start;
+        let rows = self.take(&mut cursor, (path, group), count)?;
+        self.cursor = Some(cursor);
+        Ok(rows)
     }
 
     /// Reads `count` rows from the cursor's position.
-    fn take(&mut self, path: &Path, group: usize, count: usize) -> Result<Vec<Row>, DataError> {
-        let cursor = self.cursor.as_mut().expect("the caller has set the cursor");
-        let mut rows: Vec<Vec<Value>> = Vec::new();
-        rows.resize_with(count, || Vec::with_capacity(self.columns.len()));
-        for ((name, kind), column) in self.columns.iter().zip(&mut cursor.columns) {
-            let at =
-                || format!("column {name:?}, rows {}..{}", cursor.at, cursor.at + count as u64);
-            let values =
-                values(column, *kind, count).map_err(|e| failed(path, Some(group), &at(), e))?;
-            if values.len() != count {
-                let found = values.len();
-                let reason = format!("{}: {found} rows where {count} should be", at());
-                return Err(malformed(path, Some(group), &reason));
+    fn take(
+        &self,
+        cursor: &mut Cursor,
+        (path, group): (&Path, usize),
+        count: usize,
+    ) -> Result<Vec<CheckedRow>, DataError> {
+        let at = cursor.at;
+        let mut values = Vec::new();
+        for (requested, columns) in self.columns.iter().zip(&mut cursor.columns) {
+            let mut read = Vec::new();
+            for column in columns.iter_mut() {
+                let place = format!("column {:?}, rows {at}..{}", column.name(), at + count as u64);
+                let found = column
+                    .read(requested.kind, count)
+                    .map_err(|error| failed(path, Some(group), &place, error))?;
+                if found.len() != count {
+                    let reason = format!("{place}: {} rows where {count} should be", found.len());
+                    return Err(malformed(path, Some(group), &reason));
+                }
+                read.push(found.into_iter());
             }
-            for (i, (row, value)) in rows.iter_mut().zip(values).enumerate() {
-                row.push(value.map_err(|reason| {
-                    let at = cursor.at + i as u64;
-                    malformed(path, Some(group), &format!("column {name:?}, row {at}: {reason}"))
-                })?);
-            }
+            values.push((requested, columns.iter().map(ColumnValues::name).collect(), read));
         }
         cursor.at += count as u64;
-        Ok(rows.into_iter().map(Row::new).collect())
+        Ok((0..count as u64).map(|i| values::row(&self.columns, &mut values, at + i)).collect())
     }
+
+    /// The rows of a row group that are not left out. With a `log`, records the others.
+    fn find_kept(
+        &mut self,
+        file: &str,
+        rows: u64,
+        mut log: Option<&mut SkippedLog>,
+    ) -> Result<Kept, DataError> {
+        let (path, group) = row_group(file)?;
+        let mut kept = Kept::default();
+        let mut start = 0;
+        while start < rows {
+            let end = rows.min(start + BLOCK_ROWS);
+            for row in self.read_rows(file, start..end)? {
+                let place = |reason: &str| malformed(path, Some(group), reason);
+                match (&row, &mut log) {
+                    (Ok(None), Some(log)) => {
+                        let row = kept.rows();
+                        log.skip_null(|| place(&format!("row {row}: left out for a null")));
+                    }
+                    (Err(reason), Some(log)) => log.skip_bad(|| place(reason))?,
+                    _ => {}
+                }
+                kept.push(matches!(row, Ok(Some(_))));
+            }
+            start = end;
+        }
+        Ok(kept)
+    }
+}
+
+/// The path and the number of a row group that is a file of the data set.
+fn row_group(file: &str) -> Result<(&Path, usize), DataError> {
+    let named = file.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
+    named
+        .map(|(path, group)| (Path::new(path), group))
+        .ok_or_else(|| malformed(Path::new(file), None, "the path names no row group, as `FILE#0`"))
 }
 
 impl Reader for ParquetRows {
     type Record = Row;
 
+    fn configure(&mut self, options: ReadOptions) -> Result<(), DataError> {
+        self.columns.configure(options);
+        Ok(())
+    }
+
     /// Describes each row group as a file, whose path ends in `#` and the number of the row group.
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let mut dataset = Dataset::default();
+        let mut log = SkippedLog::new(self.columns.bad_records_max());
         for path in files::list(source, &["parquet".to_owned()])? {
             let file = self.file(&path)?;
             let fields = self.fields(&path, file.metadata())?;
             let text = files::text(&path)?;
             let version = Some(files::version(&[&path])?);
             for (group, metadata) in file.metadata().row_groups().iter().enumerate() {
-                let records = u64::try_from(metadata.num_rows())
+                let mut records = u64::try_from(metadata.num_rows())
                     .map_err(|_| malformed(&path, Some(group), "a negative number of rows"))?;
-                for ((name, _), &field) in self.columns.iter().zip(&fields) {
-                    check_chunk(metadata.column(field)).map_err(|reason| {
-                        malformed(&path, Some(group), &format!("column {name:?} {reason}"))
-                    })?;
+                for (requested, fields) in self.columns.iter().zip(&fields) {
+                    let refuses_nulls = self.columns.refuses_nulls(requested);
+                    for &field in fields {
+                        let chunk = metadata.column(field);
+                        values::check_chunk(chunk, refuses_nulls).map_err(|reason| {
+                            let name = chunk.column_path().string();
+                            malformed(&path, Some(group), &format!("column {name:?} {reason}"))
+                        })?;
+                    }
+                }
+                let name = format!("{text}#{group}");
+                if self.columns.skips() {
+                    let kept = self.find_kept(&name, records, Some(&mut log))?;
+                    records = kept.count();
+                    self.kept.insert(name.clone(), kept);
                 }
                 if records > 0 {
-                    dataset.files.push(File { path: format!("{text}#{group}"), records, version });
+                    dataset.files.push(File { path: name, records, version });
                 }
             }
         }
+        dataset.skipped = log.into_skipped();
         files::not_empty(source, dataset, "no row in any row group")
     }
 
+    /// Blocks of rows: values are stored column by column, in pages that are decoded from their
+    /// first value on.
+    fn access(&self, _dataset: &Dataset) -> Access {
+        Access::Block { records: BLOCK_ROWS }
+    }
+
     fn read_ahead(&mut self, file: &File, range: Range<u64>) {
-        let named =
-            file.path.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
-        let Some((path, group)) = named.map(|(path, group): (_, usize)| (Path::new(path), group))
-        else {
-            return;
-        };
+        let Ok((path, group)) = row_group(&file.path) else { return };
         let Some(open) = self.files.get(path).cloned() else { return };
         if group >= open.num_row_groups() {
             return;
         }
         let Ok(fields) = self.fields(path, open.metadata()) else { return };
-        for field in fields {
+        for field in fields.into_iter().flatten() {
             let (start, bytes) = open.metadata().row_group(group).column(field).byte_range();
             // The position of a row in a column is unknown; rows are assumed to have about the same
             // size.
@@ -217,164 +302,36 @@ impl Reader for ParquetRows {
     }
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
-        let named =
-            file.path.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
-        let Some((path, group)) = named else {
-            return Err(malformed(
-                Path::new(&file.path),
-                None,
-                "the path names no row group, as `FILE#0`",
-            ));
-        };
-        let path = Path::new(path);
+        let (path, group) = row_group(&file.path)?;
         files::check(file, &[path])?;
-        let count = usize::try_from(range.end.saturating_sub(range.start)).map_err(|_| {
-            malformed(path, Some(group), "more rows than fit into the address space")
-        })?;
-        let continues =
-            self.cursor.as_ref().is_some_and(|c| c.group == file.path && c.at <= range.start);
-        if !continues {
-            let columns = self.open(path, group)?;
-            self.cursor = Some(Cursor { group: file.path.clone(), at: 0, columns });
+        if !self.columns.skips() {
+            let row = |row: CheckedRow| match row {
+                Ok(row) => Ok(row.expect("no row is left out")),
+                Err(reason) => Err(malformed(path, Some(group), &reason)),
+            };
+            return self.read_rows(&file.path, range)?.into_iter().map(row).collect();
         }
-        let cursor = self.cursor.as_mut().expect("the cursor was set above");
-        let skipped = range.start - cursor.at;
-        for ((name, _), column) in self.columns.iter().zip(&mut cursor.columns) {
-            let done = skip(&mut column.reader, skipped as usize)
-                .map_err(|error| failed(path, Some(group), &format!("column {name:?}"), error))?;
-            if done as u64 != skipped {
-                let rows = cursor.at + done as u64;
-                let reason =
-                    format!("column {name:?}: {rows} rows where more should be: has it changed?");
-                return Err(malformed(path, Some(group), &reason));
-            }
+        if !self.kept.contains_key(&file.path) {
+            let open = self.file(path)?;
+            let rows = open.metadata().row_groups().get(group).map_or(0, |g| g.num_rows().max(0));
+            let kept = self.find_kept(&file.path, rows as u64, None)?;
+            self.kept.insert(file.path.clone(), kept);
         }
-        cursor.at = range.start;
-        let rows = self.take(path, group, count);
-        if rows.is_err() {
-            self.cursor = None;
+        let kept = &self.kept[&file.path];
+        if range.end > kept.count() {
+            let reason = format!("{} rows where more should be: has it changed?", kept.count());
+            return Err(malformed(path, Some(group), &reason));
         }
-        rows
+        if range.is_empty() {
+            return Ok(Vec::new());
+        }
+        let rows = kept.row(range.start)..kept.row(range.end - 1) + 1;
+        Ok(self.read_rows(&file.path, rows)?.into_iter().filter_map(|row| row.ok()?).collect())
     }
 }
 
-/// Checks that `column` can be read as `kind`.
-fn check(column: &ColumnDescriptor, kind: Kind) -> Result<(), String> {
-    if column.max_rep_level() > 0 {
-        return Err("is repeated: a list or a map, not one value for each row".into());
-    }
-    let meant = column.converted_type();
-    if matches!(meant, ConvertedType::DECIMAL | ConvertedType::UINT_32 | ConvertedType::UINT_64) {
-        return Err(format!("is {meant}, which is not supported; write it as DOUBLE or INT64"));
-    }
-    let (fits, wanted) = match kind {
-        Kind::F32 => (&[Physical::FLOAT, Physical::DOUBLE][..], "f32: FLOAT or DOUBLE"),
-        Kind::I64 => (
-            &[Physical::INT32, Physical::INT64, Physical::BOOLEAN][..],
-            "i64: INT32, INT64 or BOOLEAN",
-        ),
-        Kind::Text => (&[Physical::BYTE_ARRAY][..], "text: BYTE_ARRAY"),
-    };
-    let physical = column.physical_type();
-    if !fits.contains(&physical) {
-        return Err(format!("is {physical}, which cannot be read as {wanted}"));
-    }
-    Ok(())
-}
-
-/// Checks that a column of a row group can be read, from the metadata in the footer.
-fn check_chunk(chunk: &ColumnChunkMetaData) -> Result<(), String> {
-    let compression = chunk.compression();
-    if matches!(compression, Compression::BROTLI(_) | Compression::LZO) {
-        return Err(format!(
-            "is compressed with {compression}, which is not supported; write it with ZSTD or SNAPPY"
-        ));
-    }
-    match chunk.statistics().and_then(Statistics::null_count_opt) {
-        None | Some(0) => Ok(()),
-        Some(1) => Err("has a null where each row needs a value; fill it first".into()),
-        Some(nulls) => {
-            Err(format!("has {nulls} nulls where each row needs a value; fill them first"))
-        }
-    }
-}
-
-/// A value, or why it is invalid.
-type Checked = Result<Value, String>;
-
-/// Reads the next `count` values of a column; fewer if it ends before.
-fn values(column: &mut Column, kind: Kind, count: usize) -> ParquetResult<Vec<Checked>> {
-    let shape = (count, column.defined);
-    let number = |number: f64, found: f32| {
-        if !found.is_finite() {
-            return Err(format!("{number} where a finite f32 should be"));
-        }
-        Ok(Value::F32(found))
-    };
-    let text = |bytes: &ByteArray| match std::str::from_utf8(bytes.data()) {
-        Ok(text) => Ok(Value::Text(text.to_owned())),
-        Err(_) => Err("bytes that are not UTF-8".into()),
-    };
-    match (&mut column.reader, kind) {
-        (ColumnReader::FloatColumnReader(c), Kind::F32) => {
-            each(c, shape, |&v| number(f64::from(v), v))
-        }
-        (ColumnReader::DoubleColumnReader(c), Kind::F32) => {
-            each(c, shape, |&v| number(v, v as f32))
-        }
-        (ColumnReader::Int32ColumnReader(c), Kind::I64) => {
-            each(c, shape, |&v| Ok(Value::I64(v.into())))
-        }
-        (ColumnReader::Int64ColumnReader(c), Kind::I64) => each(c, shape, |&v| Ok(Value::I64(v))),
-        (ColumnReader::BoolColumnReader(c), Kind::I64) => {
-            each(c, shape, |&v| Ok(Value::I64(v.into())))
-        }
-        (ColumnReader::ByteArrayColumnReader(c), Kind::Text) => each(c, shape, text),
-        _ => Err(ParquetError::General(
-            "the column's type has changed since it was validated".into(),
-        )),
-    }
-}
-
-/// Reads the next `count` rows of a column; a null is an error of its row.
-fn each<T: DataType>(
-    column: &mut ColumnReaderImpl<T>,
-    (count, defined): (usize, i16),
-    value: impl Fn(&T::T) -> Checked,
-) -> ParquetResult<Vec<Checked>> {
-    let (mut levels, mut found) = (Vec::new(), Vec::new());
-    let mut rows = 0;
-    // A column consists of pages, and a read stops at the end of a page.
-    while rows < count {
-        let (more, ..) = column.read_records(count - rows, Some(&mut levels), None, &mut found)?;
-        if more == 0 {
-            break;
-        }
-        rows += more;
-    }
-    if defined == 0 {
-        return Ok(found.iter().map(value).collect());
-    }
-    let mut found = found.iter();
-    let row = |&level: &i16| {
-        let there = if level == defined { found.next() } else { None };
-        there.map_or_else(|| Err("a null where a value should be".into()), &value)
-    };
-    Ok(levels.iter().map(row).collect())
-}
-
-fn skip(column: &mut ColumnReader, rows: usize) -> ParquetResult<usize> {
-    match column {
-        ColumnReader::BoolColumnReader(c) => c.skip_records(rows),
-        ColumnReader::Int32ColumnReader(c) => c.skip_records(rows),
-        ColumnReader::Int64ColumnReader(c) => c.skip_records(rows),
-        ColumnReader::Int96ColumnReader(c) => c.skip_records(rows),
-        ColumnReader::FloatColumnReader(c) => c.skip_records(rows),
-        ColumnReader::DoubleColumnReader(c) => c.skip_records(rows),
-        ColumnReader::ByteArrayColumnReader(c) => c.skip_records(rows),
-        ColumnReader::FixedLenByteArrayColumnReader(c) => c.skip_records(rows),
-    }
-}
+/// Rows of a block that is read at once.
+const BLOCK_ROWS: u64 = 4096;
 
 /// Converts an error of the parquet crate. An error of the file's source is returned unchanged.
 fn failed(path: &Path, group: Option<usize>, what: &str, error: ParquetError) -> DataError {

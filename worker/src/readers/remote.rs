@@ -322,7 +322,7 @@ mod tests {
         assert_eq!(describe("s3://lacks"), expected);
         assert_eq!(
             describe("s3://lacks/none"),
-            "s3://lacks/none: no files ending in .csv in this folder"
+            "s3://lacks/none: no files ending in .csv or .csv.gz or .csv.zst in this folder"
         );
         let file = crate::File::new("s3://lacks/b.bin", 2);
         let error = FixedRecords::new(2).read(&file, 0..2).unwrap_err().to_string();

@@ -27,6 +27,17 @@ impl Row {
         number
     }
 
+    /// Returns the numbers of a list or of several columns, which are value `index`.
+    ///
+    /// # Panics
+    /// If the value was not requested as several `f32`s.
+    pub fn f32s(&self, index: usize) -> &[f32] {
+        let Value::F32s(numbers) = &self.values[index] else {
+            panic!("value {index} was not requested as several f32s")
+        };
+        numbers
+    }
+
     /// Returns the integer in requested column `index`.
     ///
     /// # Panics
@@ -36,6 +47,17 @@ impl Row {
             panic!("column {index} was not requested as i64")
         };
         number
+    }
+
+    /// Returns the class in requested column `index`.
+    ///
+    /// # Panics
+    /// If the column was not requested as a class.
+    pub fn class(&self, index: usize) -> usize {
+        let Value::Class(class) = self.values[index] else {
+            panic!("column {index} was not requested as a class")
+        };
+        class
     }
 
     /// Returns the text in requested column `index`.
@@ -54,18 +76,32 @@ impl Row {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Value {
+    /// A class: an integer from 0 to the number of classes less one.
+    Class(usize),
     /// A finite number.
     F32(f32),
+    /// The finite numbers of a list or of several columns.
+    F32s(Vec<f32>),
     /// An integer.
     I64(i64),
     /// Text, without its quotes.
     Text(String),
 }
 
-/// Type that a column is read as.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Kind {
-    F32,
-    I64,
-    Text,
+impl From<f32> for Value {
+    fn from(number: f32) -> Self {
+        Self::F32(number)
+    }
+}
+
+impl From<i64> for Value {
+    fn from(number: i64) -> Self {
+        Self::I64(number)
+    }
+}
+
+impl From<&str> for Value {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::files;
-use crate::reader::{DataError, Dataset, File, Reader};
+use crate::reader::{Access, DataError, Dataset, File, Reader};
 
 /// Reads text as overlapping windows of bytes, for byte-level language models.
 ///
@@ -62,6 +62,10 @@ impl Reader for TextWindows {
         files::not_empty(source, dataset, &reason)
     }
 
+    fn access(&self, dataset: &Dataset) -> Access {
+        files::access(dataset, self.context)
+    }
+
     fn read_ahead(&mut self, file: &File, range: Range<u64>) {
         let length = (range.end - range.start).saturating_mul(self.context).saturating_add(1);
         files::read_ahead(Path::new(&file.path), range.start.saturating_mul(self.context), length);
@@ -78,6 +82,12 @@ impl Reader for TextWindows {
         // The bytes fit into memory, so the context, which is not longer, fits into a usize.
         let context = self.context as usize;
         Ok(bytes.windows(context + 1).step_by(context).map(<[u8]>::to_vec).collect())
+    }
+
+    fn read_records(&mut self, file: &File, records: &[u64]) -> Result<Vec<Vec<u8>>, DataError> {
+        files::check(file, &[Path::new(&file.path)])?;
+        let places = records.iter().map(|record| record.saturating_mul(self.context));
+        files::read_each(Path::new(&file.path), places, self.context.saturating_add(1))
     }
 }
 

@@ -1,126 +1,18 @@
 //! Checkpoints of the trainer: it hands its part of the state to the writer, and restores the state
 //! from a checkpoint.
 
-use std::sync::Arc;
+use std::time::Instant;
 
-use bytes::Bytes;
-use elasticdl_collective::Secret;
-use elasticdl_proto::{CheckpointNews, WorkerMessage, WorkerOptions};
+use elasticdl_proto::{CheckpointNews, WorkerMessage};
 
-use super::{Stopped, Trainer};
-use crate::checkpoint::{
-    CheckpointWriter, Completion, JobFingerprint, Locations, RestoreError, check, restore,
-};
-use crate::core::checkpoint::Task;
+use super::Trainer;
+use super::checkpointing::Checkpointing;
+use super::stopped::Stopped;
+use crate::checkpoint::{Completion, RestoreError, restore};
 use crate::failure::{Failure, call_user};
 use crate::model::Model;
-use crate::reader::Dataset;
-use crate::storage::Storage;
-use crate::tensors::Tensor;
-
-/// Locations of checkpoints, and their writer.
-#[derive(Debug)]
-pub(crate) struct Checkpointing {
-    locations: Locations,
-    fingerprint: Arc<JobFingerprint>,
-    /// `None` if the job writes none.
-    writer: Option<CheckpointWriter>,
-}
-
-impl Checkpointing {
-    /// Checks that a new job could start from the configured checkpoint.
-    ///
-    /// # Errors
-    /// The fault and the remedy.
-    pub(crate) fn check<M: Model>(
-        options: &WorkerOptions,
-        (job, secret): (&str, &Secret),
-        dataset: &Dataset,
-        model: &M,
-    ) -> Result<(), String> {
-        if options.checkpoints.is_none() && options.resume_from.is_none() {
-            return Ok(());
-        }
-        let parameters = call_user("parameter_count()", || Ok(model.parameter_count()))?;
-        let size = (parameters, parameters * call_user("slots()", || Ok(model.slots()))?);
-        let (locations, fingerprint) =
-            look(options, (job, secret), dataset.clone(), size).map_err(|f| f.error)?;
-        check(&locations, &fingerprint).map_err(|error| match error {
-            RestoreError::Refused(error) | RestoreError::Storage(error) => error,
-        })?;
-        // Finds a location without write access before there is work to lose.
-        let Some(own) = &locations.own else { return Ok(()) };
-        own.write(PROBE, vec![Bytes::from_static(b"a test of write access")])
-            .map_err(|error| format!("--checkpoint-dir can't be written to: {error}"))?;
-        if let Err(error) = own.remove(PROBE) {
-            tracing::warn!(%error, "checkpoints can be written, but not removed");
-        }
-        Ok(())
-    }
-
-    /// Opens the locations that the job's `options` name, for the worker of the job with this name
-    /// and secret. `parameters` and `slots`: lengths of the model's parameters and optimizer state,
-    /// in floats.
-    pub(crate) fn new(
-        options: &WorkerOptions,
-        (job, secret): (&str, &Secret),
-        dataset: Dataset,
-        (parameters, slots): (usize, usize),
-    ) -> Result<Self, Failure> {
-        let (locations, fingerprint) = look(options, (job, secret), dataset, (parameters, slots))?;
-        let fingerprint = Arc::new(fingerprint);
-        let writer = match (&locations.own, &options.checkpoints) {
-            (Some(own), Some(kept)) => {
-                let writer = CheckpointWriter::new(
-                    own.clone(),
-                    Arc::clone(&fingerprint),
-                    (kept.keep as usize, kept.exclusive),
-                );
-                Some(writer.map_err(|error| {
-                    Failure::fatal(format!("no thread for checkpoints: {error}"))
-                })?)
-            }
-            _ => None,
-        };
-        Ok(Self { locations, fingerprint, writer })
-    }
-
-    /// A group of `world_size` has formed.
-    pub(super) fn prepare(&mut self, world_size: usize) {
-        if let Some(writer) = &mut self.writer {
-            writer.prepare(world_size);
-        }
-    }
-}
-
-/// Opens the possible locations of checkpoints, and builds the fingerprint that they must match.
-fn look(
-    options: &WorkerOptions,
-    (job, secret): (&str, &Secret),
-    dataset: Dataset,
-    (parameters, slots): (usize, usize),
-) -> Result<(Locations, JobFingerprint), Failure> {
-    let open = |option: &str, address: &str| {
-        Storage::open(address).map_err(|error| Failure::fatal(format!("{option} {error}")))
-    };
-    let own =
-        options.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
-    let from = options.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
-    let fingerprint = JobFingerprint {
-        job: job.to_owned(),
-        run: format!("{:08x}", secret.fingerprint("checkpoints")),
-        parameters,
-        slots,
-        dataset,
-        training_data: options.training_data.clone(),
-        epochs: options.epochs,
-        max_steps: options.max_steps,
-        batch: options.batch,
-        seed: options.seed,
-    };
-    let exclusive = options.checkpoints.as_ref().is_some_and(|kept| kept.exclusive);
-    Ok((Locations { own, from, exclusive }, fingerprint))
-}
+use crate::session::checkpoint::Task;
+use crate::tensor::Tensor;
 
 impl<M: Model> Trainer<'_, M> {
     /// Executes the session's checkpoint tasks. To be called before the state changes again.
@@ -150,10 +42,12 @@ impl<M: Model> Trainer<'_, M> {
                 Task::Write { step, generation, rank, world_size } => {
                     let state = self.session.state().expect("a state was just committed");
                     assert_eq!(state.step, step, "a checkpoint is of the state as it is now");
+                    let begun = Instant::now();
                     let parameters = self.tensors.to_host(Tensor::Parameters)?;
                     let slots = self.tensors.to_host(Tensor::Slots)?;
                     let shard = (rank, world_size);
                     writer.write((step, generation), shard, state.record(), (&parameters, &slots));
+                    self.session.copied_for_checkpoint(begun.elapsed());
                 }
             }
         }
@@ -162,7 +56,7 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Creates the state of a group without one: from the newest complete checkpoint, or the
     /// initial one.
-    pub(super) fn begin(&mut self) -> Result<(), Stopped> {
+    pub(super) fn create_state(&mut self) -> Result<(), Stopped> {
         let Self { model, tensors, checkpoints, outbox, session, .. } = self;
         let mut damaged = |name: &str, reason: &str| {
             tracing::warn!(name, reason, "a checkpoint does not match its digests");
@@ -200,10 +94,8 @@ impl<M: Model> Trainer<'_, M> {
             }));
             return Ok(());
         }
-        session.begin();
+        let absorbed = call_user("absorbed()", || Ok(model.absorbed())).map_err(Failure::fatal)?;
+        session.begin_after(absorbed);
         Ok(())
     }
 }
-
-/// Name of the file that tests write access. It is not a valid name of a checkpoint.
-const PROBE: &str = "probe";

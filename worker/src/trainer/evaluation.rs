@@ -4,45 +4,16 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use elasticdl_proto::RecordRange;
-
-use super::gpu::device_of;
-use super::{Stopped, Trainer, decode_all, ring};
-use crate::core::evaluation::{Plan, Scores};
-use crate::core::header;
+use super::Trainer;
+use super::device::device_of;
+use super::stopped::{Stopped, decode_all, ring};
 use crate::failure::{Failure, call_user, causes};
-use crate::model::{Metrics, Model};
-use crate::prefetch::{ReadError, read_piece};
-use crate::reader::{Dataset, Reader};
+use crate::metrics::Metrics;
+use crate::model::Model;
+use crate::ordered_reader::ReadError;
+use crate::session::evaluation::Scores;
+use crate::session::header;
 use crate::tensors::Tensors;
-
-/// The validation data and its reader.
-#[derive(Debug)]
-pub(crate) struct Validation<R> {
-    pub(crate) plan: Plan,
-    pub(crate) dataset: Dataset,
-    pub(crate) reader: R,
-}
-
-impl<R: Reader> Validation<R> {
-    /// Reads records `range`, in order, across files.
-    fn read(&mut self, range: Range<u64>) -> Result<Vec<R::Record>, ReadError> {
-        let (mut records, mut first) = (Vec::new(), 0);
-        for file in &self.dataset.files {
-            let end = first + file.records;
-            let part =
-                RecordRange { epoch: 0, start: range.start.max(first), end: range.end.min(end) };
-            if !part.is_empty() {
-                records.extend(
-                    read_piece(&mut self.reader, &self.dataset, part)
-                        .map_err(|error| error.text)?,
-                );
-            }
-            first = end;
-        }
-        Ok(records)
-    }
-}
 
 impl<M: Model> Trainer<'_, M> {
     /// Evaluates these blocks and exchanges the scores with the other ranks.
@@ -56,7 +27,8 @@ impl<M: Model> Trainer<'_, M> {
             header::encode(&self.scores(blocks).map_err(|error| Stopped::Failed(failed(error)))?);
         let ring = ring(&mut self.ring)?.host_mut();
         let scores: Vec<Scores> = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
-        self.session.evaluated(&scores).map_err(|error| Stopped::Failed(Failure::fatal(error)))
+        self.session.evaluated(&scores).map_err(|error| Stopped::Failed(Failure::fatal(error)))?;
+        self.export_best().map_err(Stopped::Failed)
     }
 
     fn scores(&mut self, blocks: Range<u64>) -> Result<Scores, ReadError> {

@@ -8,14 +8,15 @@ use elasticdl_collective::device::DeviceError;
 use elasticdl_collective::{Member, StateMessageHeader, StateReceiver};
 use elasticdl_proto::{Generation, WorkerId};
 
+use super::Trainer;
 use super::incoming::IncomingSnapshot;
-use super::{Stopped, Trainer};
-use crate::core::header::{self, StepHeader};
+use super::stopped::Stopped;
 use crate::donor::{
     self, KIND_CAUGHT_UP, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, PartNote, StateNote,
     TRANSFER_IDLE_TIMEOUT,
 };
 use crate::model::Model;
+use crate::session::header::{self, StepHeader};
 
 /// Why nothing was received.
 enum FetchError {
@@ -150,19 +151,16 @@ impl<M: Model> Trainer<'_, M> {
         let (source, _) = expect(source, incoming)?;
         let headers: Vec<StepHeader> =
             header::decode(&head.note).ok_or_else(|| nonsense("headers that can't be read"))?;
-        let fits = session.state().is_some() && head.floats == tensors.sizes().0 as u64;
-        if !fits || headers.iter().any(|header| header.step != session.step()) {
-            return Err(nonsense("another step's result"));
+        if head.floats != tensors.sizes().0 as u64 {
+            return Err(nonsense("a result of another size"));
         }
         tensors.fill_reduced(|sum| source.take(sum).map_err(broke))?;
-        let is_finite = self.is_finite(&headers).map_err(FetchError::Stopped)?;
-        self.update(headers, is_finite).map_err(FetchError::Stopped)?;
-        self.session.fetched(Generation(head.generation));
-        self.session.fetch_advanced();
-        if let (Some(source), Some(incoming)) = (&self.source, &self.incoming) {
-            source.report(incoming.position(self.session.step()));
+        let is_finite = tensors.sum_is_finite()?;
+        if session.result_fetched(Generation(head.generation), headers, is_finite) {
+            Ok(())
+        } else {
+            Err(nonsense("another step's result"))
         }
-        Ok(())
     }
 }
 

@@ -1,99 +1,82 @@
-//! End of a job on the trainer: steps that must not be applied, and the report of the final state.
+//! End of a job on the trainer: the finding of a gradient that is not finite, and the final state.
 
 use elasticdl_collective::Communicator as _;
-use elasticdl_proto::{Failure as JobFailure, Finished, LedgerReport, WorkerMessage};
 
-use super::{Export, Stopped, Trainer, ring};
-use crate::core::halt::{Ending, Halt, Reason};
-use crate::core::header::StepHeader;
-use crate::core::session::Session;
+use super::Trainer;
+use super::stopped::{Stopped, ring};
 use crate::failure::{Failure, call_user};
-use crate::model::Model;
-use crate::tensors::Tensor;
+use crate::model::{Model, Progress};
+use crate::session::FinalState;
+use crate::session::halt::Ending;
+use crate::tensor::Tensor;
 use crate::weights;
 
 impl<M: Model> Trainer<'_, M> {
-    /// Whether a step can be applied: its losses and the sum of its gradients (in `reduced`) are
-    /// finite. All ranks see the same bits, so all decide alike.
-    pub(super) fn is_finite(&mut self, headers: &[StepHeader]) -> Result<bool, Stopped> {
-        if headers.iter().all(|header| header.ranges.is_empty()) {
-            return Ok(true);
-        }
-        Ok(headers.iter().all(|header| header.loss_sum.is_finite())
-            && self.tensors.sum_is_finite()?)
-    }
-
-    /// Withholds a step for good, because a rank halts, or because the step is not finite and such
-    /// steps end the job. In the latter case this rank halts, and names its records if they are at
-    /// fault.
-    pub(super) fn withhold(&mut self, headers: &[StepHeader]) -> Result<(), Stopped> {
-        if !Session::is_withheld(headers) {
-            let mine = &headers[self.rank()];
-            let is_alone = ring(&mut self.ring)?.host().world_size() == 1;
-            let is_mine =
-                is_alone || !mine.loss_sum.is_finite() || !self.tensors.gradient_is_finite()?;
-            let ranges = if is_mine { mine.ranges.clone() } else { Vec::new() };
-            tracing::error!(
-                step = mine.step + 1,
-                is_mine,
-                "the gradient is not finite; the job ends"
-            );
-            self.session.halt(Halt { reason: Reason::Nonfinite, ranges });
-        }
-        self.session.withheld(headers);
+    /// The sum of a step's gradients is not finite, and such steps end the job.
+    pub(super) fn inspect_gradient(&mut self) -> Result<(), Stopped> {
+        // The only rank's gradient is the sum.
+        let is_alone = ring(&mut self.ring)?.host().world_size() == 1;
+        let is_finite = !is_alone && self.tensors.gradient_is_finite()?;
+        let step = self.session.step() + 1;
+        tracing::error!(step, is_finite, "the step's gradient is not finite; the job ends");
+        let order = &self.order;
+        self.session.inspected(is_finite, |positions| order.ranges(positions));
         Ok(())
     }
 
-    /// Sends the final report of a group: the final state, and how it ended.
-    pub(super) fn finish(&mut self) -> Result<(), Failure> {
-        let Some((generation, rank)) = self.session.group_rank() else { return Ok(()) };
-        let ending = self.session.ended().cloned().unwrap_or_default();
-        let is_finite = self.tensors.parameters_are_finite()?;
+    /// Hands the final state of a group to the session, which reports it. If it `is_published`,
+    /// this worker exports the model and describes it.
+    pub(super) fn finish(&mut self, is_published: bool) -> Result<(), Failure> {
         let Some(state) = self.session.state() else { return Ok(()) };
-        let failure = match &ending {
-            Ending::Failed(error) if is_finite => Some(error.clone()),
-            Ending::Failed(error) => Some(format!("{error}; {}", broken_parameters(state.step))),
-            Ending::Done | Ending::Suspended if is_finite => None,
-            Ending::Done | Ending::Suspended => Some(broken_parameters(state.step)),
-        };
+        let parameters_are_finite = self.tensors.parameters_are_finite()?;
         // The model is exported before the report that ends the job: a rank that fails to report is
         // replaced, and the next lowest rank exports.
-        let exports = rank == 0 && is_finite && ending != Ending::Suspended;
-        if let (true, Some(Export { address, layout })) = (exports, &self.export) {
-            weights::save(address, layout, &self.tensors.to_host(Tensor::Parameters)?)
-                .map_err(|error| Failure::fatal(format!("the model was not exported: {error}")))?;
-            tracing::info!(address, step = state.step, "the model is exported");
+        let export = self.exports.last.as_deref();
+        let export = export.filter(|_| is_published && parameters_are_finite);
+        if let Some(address) = export {
+            self.export(address, state.step)?;
         }
         let model = &mut self.model;
-        let summary = match rank {
-            0 if ending != Ending::Suspended => {
-                let parameters = self.tensors.to_host(Tensor::Parameters)?;
-                call_user("summary()", || model.summary(&parameters)).unwrap_or_else(Some)
-            }
-            _ => None,
-        };
-        let ranges = self.session.halted().map(|halt| halt.ranges.clone()).unwrap_or_default();
-        self.outbox.send(WorkerMessage::Finished(Finished {
-            generation,
-            step: state.step,
+        let mut summary = None;
+        if is_published {
+            let parameters = self.tensors.to_host(Tensor::Parameters)?;
+            summary = call_user("summary()", || model.summary(&parameters)).unwrap_or_else(Some);
+        }
+        let last = FinalState {
             digest: self.tensors.digest(state)?,
-            ledger: LedgerReport::from(&state.ledger),
-            records_trained: state.records_trained,
-            stopped_early: self.session.stops_early(),
+            parameters_are_finite,
             summary,
-            failure: failure.map(|error| JobFailure { error, ranges }),
-            suspended: ending == Ending::Suspended,
-            steps_skipped: state.steps_skipped,
-            exported: exports && self.export.is_some(),
-        }));
-        self.session.finish_reported();
+            is_exported: export.is_some(),
+        };
+        match self.session.ended() {
+            Some(Ending::Done) => self.model.observe(Progress::Finished { error: None }),
+            Some(Ending::Failed(error)) => {
+                self.model.observe(Progress::Finished { error: Some(error) });
+            }
+            Some(Ending::Suspended) | None => {}
+        }
+        self.session.finish(last);
         Ok(())
     }
-}
 
-fn broken_parameters(step: u64) -> String {
-    format!(
-        "the parameters after step {step} hold a NaN or an infinity, so they are neither \
-         exported nor in any checkpoint; lower the learning rate, or clip the gradient"
-    )
+    /// The lowest rank exports the model if it is the best so far. The next step needs that rank,
+    /// so if it is lost meanwhile, the next group is still at this step and exports the model
+    /// again.
+    pub(super) fn export_best(&self) -> Result<(), Failure> {
+        let is_lowest = self.session.group_rank().is_some_and(|(_, rank)| rank == 0);
+        match self.exports.best.as_deref() {
+            Some(address) if is_lowest && self.session.is_best() => {
+                self.export(address, self.session.step())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn export(&self, address: &str, step: u64) -> Result<(), Failure> {
+        let parameters = self.tensors.to_host(Tensor::Parameters)?;
+        weights::save(address, &self.exports.layout, &parameters)
+            .map_err(|error| Failure::fatal(format!("the model was not exported: {error}")))?;
+        tracing::info!(address, step, "the model is exported");
+        Ok(())
+    }
 }

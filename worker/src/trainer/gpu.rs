@@ -2,23 +2,22 @@
 
 use elasticdl_collective::device::{DeviceError, NcclPolicy, Path};
 use elasticdl_collective::nccl::NcclState;
-use elasticdl_collective::{CollectiveError, Communicator as _};
+use elasticdl_collective::{CollectiveError, Communicator as _, EncryptedLinks};
 use elasticdl_proto::WorkerMessage;
 
-use super::{Stopped, Trainer, ring};
-use crate::core::transport_switch::{NcclBuild, NcclObstacle, Transport};
-use crate::device::DeviceModel;
+use super::Trainer;
+use super::stopped::{Stopped, ring};
 use crate::failure::Failure;
-use crate::model::{Model, UserError};
+use crate::model::Model;
 use crate::ring::Ring;
+use crate::session::transport_switch::{NcclBuild, NcclObstacle, Transport};
 
 impl<M: Model> Trainer<'_, M> {
-    /// Starts to build NCCL if all ranks decide so. A collective operation of the group.
-    pub(super) fn begin_nccl(&mut self) -> Result<(), Stopped> {
-        if self.session.nccl_obstacle().is_none() {
-            let ring = ring(&mut self.ring)?.device().map_err(Stopped::Broken)?;
-            ring.begin_nccl(&self.nccl).map_err(Stopped::Broken)?;
-        }
+    /// Starts to build NCCL. A collective operation of the group.
+    pub(super) fn build_nccl(&mut self) -> Result<(), Stopped> {
+        let ring = ring(&mut self.ring)?.device().map_err(Stopped::Broken)?;
+        ring.begin_nccl(&self.nccl).map_err(Stopped::Broken)?;
+        self.session.nccl_started();
         Ok(())
     }
 
@@ -72,15 +71,6 @@ impl<M: Model> Trainer<'_, M> {
     }
 }
 
-/// NCCL where it is found, unless `ELASTICDL_NCCL` is `off` or names a library file.
-pub(super) fn nccl_policy() -> NcclPolicy {
-    match std::env::var_os("ELASTICDL_NCCL") {
-        None => NcclPolicy::auto(),
-        Some(value) if value == "off" => NcclPolicy::Off("ELASTICDL_NCCL is off".into()),
-        Some(file) => NcclPolicy::from_file(std::path::Path::new(&file)),
-    }
-}
-
 /// Describes the transport of a step's all-reduce.
 fn describe_transport(
     ring: &Ring,
@@ -96,7 +86,13 @@ fn describe_transport(
         ring if ring.is_hierarchical() => "shared memory inside hosts and TCP between them",
         _ => "TCP",
     };
-    let Ring::Device(ring) = ring else { return host.into() };
+    let host = match ring.host().encrypted_links() {
+        EncryptedLinks::All => format!("{host}, links encrypted"),
+        EncryptedLinks::BetweenHosts => format!("{host}, links between hosts encrypted"),
+        EncryptedLinks::None => format!("{host}, links not encrypted"),
+        EncryptedLinks::NotNeeded => host.to_owned(),
+    };
+    let Ring::Device(ring) = ring else { return host };
     let why = match (path, policy, obstacle, ring.nccl_state()) {
         (Path::Nccl, NcclPolicy::On(library, _), ..) => {
             let version = library.version();
@@ -110,12 +106,4 @@ fn describe_transport(
         (.., NcclState::Building | NcclState::Ready) => "NCCL is being built".into(),
     };
     format!("{host}, from GPUs by way of the hosts' memory; {why}")
-}
-
-/// The model on the GPU that its `as_device_model()` returned at the start.
-pub(super) fn device_of<M: Model>(
-    model: &mut M,
-) -> Result<&mut dyn DeviceModel<Batch = M::Batch>, UserError> {
-    let changed = "as_device_model() returned a model before and returns none now";
-    model.as_device_model().ok_or_else(|| changed.into())
 }

@@ -3,8 +3,8 @@
 use elasticdl_collective::Position;
 use elasticdl_proto::{Generation, WorkerId};
 
-use crate::core::header::StateRecord;
 use crate::donor::{PART_FLOATS_MAX, PartNote, StateNote};
+use crate::session::header::StateRecord;
 
 /// The received parts of a donor's snapshot.
 #[derive(Clone, Debug)]

@@ -7,22 +7,25 @@
 //! ```
 //!
 //! This runs four ranks as processes on this machine. With `--rank R --peers a:p,b:p,…` the process
-//! is one rank of a group whose other ranks are started in the same way elsewhere. With `--recover`
+//! is one rank of a group whose other ranks are started in the same way elsewhere. With `--rate
+//! 1gbit` each rank is on a host of its own, whose link has that bandwidth. With `--recover`
 //! each iteration builds a group that loses its last rank in the middle of an operation. The line
 //! then reports the time until the survivors had detected the loss, until they were in a new group,
 //! and until the retried operation was complete.
 
 mod rank;
+mod shaped;
 
 use std::error::Error;
 use std::io::{BufRead, BufReader, Write};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
 
 use clap::{Parser, ValueEnum};
-use elasticdl_collective::WireDtype;
+use elasticdl_collective::{LinkEncryption, WireDtype};
 
 use crate::rank::Event;
+use crate::shaped::ShapedHosts;
 
 /// Benchmark an all-reduce of f32 sums
 #[derive(Debug, Parser)]
@@ -48,6 +51,16 @@ struct Arguments {
     /// Channels: parallel links between two neighbours, for sums over TCP alone: 1 to 16
     #[arg(long, alias = "streams", default_value_t = 1)]
     channels: u8,
+    /// Which links are encrypted; `auto`: those between different addresses
+    #[arg(long, default_value = "auto")]
+    link_encryption: Encryption,
+    /// Run each rank on a host of its own (a network namespace) that sends at most at this rate,
+    /// for example `1gbit`; needs root, `ip` and `tc`
+    #[arg(long, value_name = "RATE", conflicts_with_all = ["hosts", "peers"])]
+    rate: Option<String>,
+    /// IP address of this rank
+    #[arg(long, hide = true)]
+    address: Option<IpAddr>,
     /// Measure the recovery of a group after one rank is killed in the middle of an operation
     #[arg(long)]
     recover: bool,
@@ -66,6 +79,13 @@ enum Transport {
     Hier,
     Shm,
     Tcp,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+enum Encryption {
+    Auto,
+    Off,
+    On,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
@@ -131,11 +151,12 @@ fn recover(arguments: &Arguments) -> Fallible<()> {
     }
     let [detected, regrouped, retried] = gaps.map(|gaps| quantiles(gaps).map(|s| s * 1e3));
     let Arguments { world, bytes, iters, .. } = arguments;
-    let transport = arguments.transport.name();
+    let (transport, encryption) = (arguments.transport.name(), arguments.link_encryption.name());
     print_line(
         std::io::stdout(),
         &format!(
-            "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{transport}\",\"iters\":{iters},\
+            "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{transport}\",\
+             \"link_encryption\":\"{encryption}\",\"iters\":{iters},\
              \"detected_median_ms\":{:.3},\"detected_p99_ms\":{:.3},\"regrouped_median_ms\":{:.3},\
              \"regrouped_p99_ms\":{:.3},\"retried_median_ms\":{:.3},\"retried_p99_ms\":{:.3}}}",
             detected[0], detected[1], regrouped[0], regrouped[1], retried[0], retried[1]
@@ -147,14 +168,28 @@ fn recover(arguments: &Arguments) -> Fallible<()> {
 /// Processes of a group. Those that still run when this is dropped are killed.
 struct Ranks {
     children: Vec<(Child, BufReader<ChildStdout>)>,
+    /// Dropped last.
+    _hosts: Option<ShapedHosts>,
 }
 
 impl Ranks {
     /// Starts the processes and sends the list of addresses to all of them.
     fn start(arguments: &Arguments) -> Fallible<Self> {
-        let mut ranks = Self { children: Vec::new() };
-        for rank in 0..arguments.world {
-            let mut command = Command::new(std::env::current_exe()?);
+        let rate = arguments.rate.as_deref();
+        let hosts = rate.map(|rate| ShapedHosts::new(arguments.world, rate)).transpose()?;
+        let program = std::env::current_exe()?;
+        let commands: Vec<Command> = (0..arguments.world)
+            .map(|rank| match &hosts {
+                None => Command::new(&program),
+                Some(hosts) => {
+                    let mut command = hosts.command(rank, &program);
+                    command.args(["--address", &ShapedHosts::address(rank)]);
+                    command
+                }
+            })
+            .collect();
+        let mut ranks = Self { children: Vec::new(), _hosts: hosts };
+        for (rank, mut command) in commands.into_iter().enumerate() {
             command
                 .args(["--rank", &rank.to_string(), "--peers", rank::ASK])
                 .args(arguments.rank_arguments());
@@ -213,7 +248,10 @@ impl Arguments {
             hosts,
             wire,
             channels,
+            link_encryption,
             recover,
+            rate: _,
+            address: _,
             rank: _,
             peers: _,
         } = self;
@@ -225,6 +263,7 @@ impl Arguments {
             format!("--wire={}", wire.name()),
             format!("--hosts={hosts}"),
             format!("--channels={channels}"),
+            format!("--link-encryption={}", link_encryption.name()),
         ];
         all.extend(recover.then(|| "--recover".to_owned()));
         all
@@ -246,6 +285,24 @@ impl Transport {
         match self {
             Self::Auto | Self::Hier | Self::Shm => elasticdl_collective::Transport::Auto,
             Self::Tcp => elasticdl_collective::Transport::Tcp,
+        }
+    }
+}
+
+impl Encryption {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Off => "off",
+            Self::On => "on",
+        }
+    }
+
+    fn choice(self) -> LinkEncryption {
+        match self {
+            Self::Auto => LinkEncryption::Auto,
+            Self::Off => LinkEncryption::Off,
+            Self::On => LinkEncryption::On,
         }
     }
 }

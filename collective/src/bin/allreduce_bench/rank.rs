@@ -36,7 +36,7 @@ impl Event {
 }
 
 pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<()> {
-    let (listener, addresses) = listen(rank, peers, arguments.hosts)?;
+    let (listener, addresses) = listen(rank, peers, arguments)?;
     let world = addresses.len();
     let members: Vec<Member> =
         (0..).zip(addresses).map(|(id, address)| Member { id, address }).collect();
@@ -48,6 +48,7 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     )?
     .with_wire_dtype(arguments.wire.dtype())
     .with_transport(arguments.transport.choice())
+    .with_link_encryption(arguments.link_encryption.choice())
     .with_channels(arguments.channels)?;
     let ring = connect_all(&endpoint, &GroupSpec { generation: 1, members: members.clone() })?;
     let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
@@ -116,7 +117,11 @@ fn connect_all(endpoint: &Endpoint, group: &GroupSpec) -> Fallible<HostGroup> {
 }
 
 /// Returns the listener and the addresses of all ranks.
-fn listen(rank: usize, peers: &str, hosts: u8) -> Fallible<(TcpListener, Vec<SocketAddr>)> {
+fn listen(
+    rank: usize,
+    peers: &str,
+    arguments: &Arguments,
+) -> Fallible<(TcpListener, Vec<SocketAddr>)> {
     let parse =
         |list: &str| list.trim().split(',').map(str::parse).collect::<Result<Vec<SocketAddr>, _>>();
     if peers != ASK {
@@ -124,8 +129,9 @@ fn listen(rank: usize, peers: &str, hosts: u8) -> Fallible<(TcpListener, Vec<Soc
         let own = addresses.get(rank).ok_or("--rank is not the index of one of --peers")?;
         return Ok((TcpListener::bind(own)?, addresses));
     }
-    let host = u8::try_from(rank % usize::from(hosts))? + 1;
-    let listener = TcpListener::bind((Ipv4Addr::new(127, 0, 0, host), 0))?;
+    let host = u8::try_from(rank % usize::from(arguments.hosts))? + 1;
+    let ip = arguments.address.unwrap_or_else(|| Ipv4Addr::new(127, 0, 0, host).into());
+    let listener = TcpListener::bind((ip, 0))?;
     print_line(stdout(), &listener.local_addr()?.to_string());
     let mut list = String::new();
     stdin().read_line(&mut list)?;
@@ -193,9 +199,11 @@ fn line(arguments: &Arguments, world: usize, times: Vec<f64>) -> String {
     let traffic = 2.0 * (world - 1) as f64 / world as f64 * *bytes as f64;
     format!(
         "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{}\",\"wire\":\"{}\",\
-         \"iters\":{iters},\"median_s\":{median:.9},\"p99_s\":{p99:.9},\"busbw_gbs\":{:.3}}}",
+         \"link_encryption\":\"{}\",\"iters\":{iters},\"median_s\":{median:.9},\
+         \"p99_s\":{p99:.9},\"busbw_gbs\":{:.3}}}",
         arguments.transport.name(),
         arguments.wire.name(),
+        arguments.link_encryption.name(),
         traffic / median / 1e9
     )
 }

@@ -11,9 +11,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaEvent, CudaStream};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 
 use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
+use super::release::Unreleased;
 use crate::device::DeviceError;
 use crate::net::notifier::Notifier;
 
@@ -93,6 +94,7 @@ impl NcclCommunicator {
     ) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             library: library.clone(),
+            context: init.stream.context().clone(),
             timeouts,
             begun: Instant::now(),
             finished: Notifier::new()?,
@@ -103,8 +105,12 @@ impl NcclCommunicator {
         });
         let (calls, to_do) = mpsc::channel();
         let (done, results) = mpsc::channel();
-        let watched = shared.clone();
-        thread::Builder::new().name("nccl-watchdog".to_owned()).spawn(move || watched.watch())?;
+        let (watched, unreleased) = (shared.clone(), Unreleased::new());
+        let watch = move || {
+            watched.watch();
+            drop(unreleased);
+        };
+        thread::Builder::new().name("nccl-watchdog".to_owned()).spawn(watch)?;
         let caller = Caller { shared: shared.clone(), init, to_do, done };
         let spawned = thread::Builder::new().name("nccl".to_owned()).spawn(move || caller.run());
         if let Err(error) = spawned {
@@ -199,6 +205,7 @@ impl Drop for NcclCommunicator {
 #[derive(Debug)]
 struct Shared {
     library: Arc<Library>,
+    context: Arc<CudaContext>,
     timeouts: Timeouts,
     begun: Instant,
     finished: Notifier,
@@ -296,6 +303,10 @@ impl Shared {
         status.handle = None;
         drop(status);
         if let Some(handle) = handle {
+            // Without a context, the abort would create one on the process's first GPU.
+            if let Err(error) = self.context.bind_to_thread() {
+                tracing::warn!(%error, "cannot use the GPU for an abort of NCCL");
+            }
             // SAFETY: this is the only abort, since the handle was taken; no further call begins.
             if let Err(error) = unsafe { self.library.abort(handle) } {
                 tracing::warn!(%error, "an abort of NCCL failed");
@@ -309,6 +320,14 @@ impl Shared {
             status.phase = Phase::Ended(reason.clone());
         }
         self.changed.notify_all();
+    }
+
+    /// Waits until NCCL has released the communicator.
+    fn wait_for_release(&self) {
+        let mut status = self.lock();
+        while !matches!(status.phase, Phase::Ended(_)) {
+            status = self.wait(status, None);
+        }
     }
 }
 
@@ -334,7 +353,15 @@ struct Caller {
 }
 
 impl Caller {
+    /// Body of the thread. It outlives the communicator, whose abort uses memory of the thread that
+    /// called NCCL last.
     fn run(self) {
+        let shared = self.shared.clone();
+        self.serve();
+        shared.wait_for_release();
+    }
+
+    fn serve(self) {
         let event = match self.build() {
             Ok(event) => event,
             Err(stop) => return self.stop(stop),

@@ -115,6 +115,7 @@ impl Library {
             ctas_max: UNDEFINED,
             net_name: ptr::null(),
             split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
         };
         let mut handle = ptr::null_mut();
         let (world, rank) = (to_c_int(world), to_c_int(rank));
@@ -124,8 +125,14 @@ impl Library {
         let code = unsafe {
             (self.calls.comm_init_rank_config)(&mut handle, world, *id, rank, &mut config)
         };
-        let call_status = self.status("create a communicator", code)?;
-        Ok((Handle(handle), call_status))
+        let begun = self.status("create a communicator", code);
+        if begun.is_err() && !handle.is_null() {
+            // SAFETY: the handle is used nowhere else.
+            if let Err(error) = unsafe { self.abort(Handle(handle)) } {
+                tracing::debug!(%error, "an abort of NCCL failed");
+            }
+        }
+        Ok((Handle(handle), begun?))
     }
 
     /// Returns the status of the communicator's last request.
@@ -280,7 +287,17 @@ impl Library {
             return "unknown error".to_owned();
         }
         // SAFETY: the string is terminated by a zero.
-        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
+        // SAFETY: the argument is unused; the library returns a string of its own or null.
+        let last = unsafe { (self.calls.get_last_error)(ptr::null_mut()) };
+        if last.is_null() {
+            return text.into_owned();
+        }
+        // SAFETY: as above.
+        match unsafe { CStr::from_ptr(last) }.to_string_lossy().trim() {
+            "" => text.into_owned(),
+            last => format!("{text}: {last}"),
+        }
     }
 }
 
@@ -344,6 +361,7 @@ calls! {
     comm_init_rank_config: "ncclCommInitRankConfig"
         = fn(*mut *mut c_void, c_int, UniqueId, c_int, *mut Config) -> c_int;
     get_error_string: "ncclGetErrorString" = fn(c_int) -> *const c_char;
+    get_last_error: "ncclGetLastError" = fn(*mut c_void) -> *const c_char;
     get_unique_id: "ncclGetUniqueId" = fn(*mut c_void) -> c_int;
     get_version: "ncclGetVersion" = fn(*mut c_int) -> c_int;
 }
@@ -361,6 +379,8 @@ struct Config {
     ctas_max: c_int,
     net_name: *const c_char,
     split_share: c_int,
+    /// Since 2.26, which reads it whatever version the structure states; padding before.
+    traffic_class: c_int,
 }
 
 fn address(address: u64) -> *mut c_void {
@@ -382,9 +402,10 @@ fn to_c_int(rank: usize) -> c_int {
 /// File names of the library. The PyPI package has the first name only.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// First version with non-blocking communicators that can be finalized, and with this configuration
-/// structure.
-const VERSION_MIN: i32 = 21_800;
+/// First version whose abort on another thread joins the initialization. Versions before 2.27.3
+/// keep a communicator's jobs in memory of the thread that called last, so that this thread has to
+/// outlive the communicator.
+const VERSION_MIN: i32 = 21_900;
 const CONFIG_VERSION: c_uint = 21_800;
 const CONFIG_MAGIC: c_uint = 0xcafe_beef;
 const UNDEFINED: c_int = c_int::MIN;

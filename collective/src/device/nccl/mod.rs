@@ -21,8 +21,10 @@ mod communicator;
 mod library;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod raw;
+mod release;
 
 pub(crate) use communicator::{Call, CallKind, CommInit, NcclCommunicator, Timeouts};
 pub use communicator::{NcclState, abandoned};
 pub(crate) use library::Buffers;
 pub use library::{Library, UniqueId};
+pub use release::{exit_at_once, wait_for_release};

@@ -1,7 +1,6 @@
 //! Support for operations that another backend runs while the host group monitors its links.
 
 use std::io::ErrorKind;
-use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,9 +9,10 @@ use rustix::event::{PollFd, PollFlags};
 use super::HostGroup;
 use crate::CollectiveError;
 use crate::net::frame::Kind;
-use crate::net::link::poll_until;
+use crate::net::link::Link;
 use crate::net::neighbours::LinkFault;
 use crate::net::notifier::Notifier;
+use crate::net::socket::poll_until;
 
 /// Outcome of a wait.
 #[derive(Debug)]
@@ -50,7 +50,7 @@ impl HostGroup {
     }
 
     /// Returns references to the links, which close when the last reference is dropped.
-    pub(crate) fn shared_links(&self) -> Vec<Arc<TcpStream>> {
+    pub(crate) fn shared_links(&self) -> Vec<Arc<Link>> {
         let links = self.links.iter().flat_map(|links| [&links.prev, &links.next]);
         links.map(|neighbour| neighbour.link.clone()).collect()
     }

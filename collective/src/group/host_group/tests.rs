@@ -1,15 +1,17 @@
 //! Tests of one rank of two; the test plays its peer and writes and reads the bytes of both links.
 
-use std::io::{Read, Write};
+use std::io::{IoSlice, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::{Arc, LazyLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::net::cipher::DirectionKey;
 use crate::net::frame::{FRAME_BYTES, Frame};
-use crate::net::link::set_up;
+use crate::net::link::{Link, LinkKeys};
 use crate::net::neighbours::Neighbour;
+use crate::net::socket::set_up;
 use crate::{Endpoint, Fence, GroupSpec, Member, Secret};
 
 const GENERATION: u64 = 5;
@@ -257,9 +259,38 @@ fn every_link_has_nodelay_at_both_ends() {
             ends.each_ref().map(|end| scope.spawn(|| end.connect(&group, WATCHDOG).unwrap()));
         for ring in rings.map(|ring| ring.join().unwrap()) {
             let links = ring.links.as_ref().unwrap();
-            assert!(links.next.link.nodelay().unwrap() && links.prev.link.nodelay().unwrap());
+            let nodelay = |link: &Link| link.socket().nodelay().unwrap();
+            assert!(nodelay(&links.next.link) && nodelay(&links.prev.link));
         }
     });
+}
+
+#[test]
+fn bytes_changed_on_an_encrypted_link_end_it_with_the_peers_name() {
+    for forged in [0, 30] {
+        let fence = Fence::new();
+        watch(fence.clone());
+        let registration = fence.register(GENERATION).unwrap();
+        let (next, _from_ring) = sockets();
+        let (prev, mut attacker) = sockets();
+        let neighbour = |socket, ours: u8, theirs: u8| {
+            let [seals, opens] = [ours, theirs].map(|key| DirectionKey::new(&[key; 32]));
+            let link = Arc::new(Link::new(socket, Some(LinkKeys { seals, opens })));
+            Neighbour { rank: 1, member: 11, link }
+        };
+        let links = Links { next: neighbour(next, 1, 2), prev: neighbour(prev, 3, 4) };
+        let mut ring = HostGroup::new(registration, Progress::new(), 0, vec![10, 11], Some(links));
+        // The peer's end seals with the key with which this end opens.
+        let (socket, mut wire) = sockets();
+        neighbour(socket, 4, 3).link.send(&[IoSlice::new(&gather_frame(0))]).unwrap();
+        let mut sealed = vec![0; 20 + gather_frame(0).len() + 16];
+        wire.read_exact(&mut sealed).unwrap();
+        sealed[forged] ^= 1;
+        attacker.write_all(&sealed).unwrap();
+        let error = ring.all_gather(b"me").unwrap_err();
+        let named = matches!(error, CollectiveError::Protocol { rank: 1, member: 11, .. });
+        assert!(named && error.to_string().contains("were changed"), "{error:?}");
+    }
 }
 
 #[test]
@@ -377,13 +408,18 @@ fn one_of_two() -> TestRank {
     TestRank { ring, to_ring, from_ring, fence }
 }
 
-pub(crate) fn pair() -> (Arc<TcpStream>, TcpStream) {
+pub(crate) fn pair() -> (Arc<Link>, TcpStream) {
+    let (dialled, accepted) = sockets();
+    (Arc::new(Link::new(dialled, None)), accepted)
+}
+
+fn sockets() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let dialled = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     set_up(&dialled).unwrap();
     let (accepted, _) = listener.accept().unwrap();
     accepted.set_read_timeout(Some(WATCHDOG)).unwrap();
-    (Arc::new(dialled), accepted)
+    (dialled, accepted)
 }
 
 /// Aborts a group that hangs, so that its test fails.

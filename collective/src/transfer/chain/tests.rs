@@ -1,7 +1,8 @@
 //! Tests of one rank of three; the test plays its peers and writes and reads the bytes of both
 //! links.
 
-use std::io::Write;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Instant;

@@ -24,11 +24,11 @@ pub(crate) struct CheckpointOptions {
     /// lost, their replacements start from the newest complete checkpoint. All workers must see the
     /// folder: in a cluster a path must lie in a --volume. Buckets are opened with the usual
     /// variables (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT,
-    /// AZURE_STORAGE_ACCOUNT_NAME, …; see --env), S3 also with the profile AWS_PROFILE of ~/.aws. A
-    /// checkpoint is also written at the job's end, when the job is stopped, when all workers
-    /// receive SIGTERM, and by `elasticdl checkpoint`. Checkpoints in the job's directory are
-    /// retained until the next job in that directory has written one. A folder named `none` is
-    /// given as ./none.
+    /// AZURE_STORAGE_ACCOUNT_NAME, …; in a cluster see --env-from-secret and
+    /// --worker-service-account), S3 also with the profile AWS_PROFILE of ~/.aws. A checkpoint is
+    /// also written at the job's end, when the job is stopped, when all workers receive SIGTERM,
+    /// and by `elasticdl checkpoint`. Checkpoints in the job's directory are retained until the
+    /// next job in that directory has written one. A folder named `none` is given as ./none.
     #[arg(long, value_name = "URI", value_parser = values::parse_uri)]
     pub(crate) checkpoint_dir: Option<String>,
 

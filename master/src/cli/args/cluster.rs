@@ -10,7 +10,10 @@ use k8s_openapi::api::core::v1::Toleration;
 
 use super::values;
 use crate::kube::client::ClusterChoice;
-use crate::kube::options::{self, Mounted, Pair, Resources};
+use crate::kube::gang::GangScheduler;
+use crate::kube::options::{
+    self, Destination, MetricsSource, Mounted, Pair, Placement, Resources, RunAs, SecretEnv,
+};
 use crate::kube::priority_tiers;
 
 /// Options for a job in a cluster.
@@ -29,6 +32,35 @@ pub(crate) struct ClusterOptions {
           value_parser = options::parse_object_name,
           requires = "image")]
     pub(crate) service_account: String,
+
+    /// Service account of the workers, as an identity for storage (workload identity). [default:
+    /// that of the namespace]
+    ///
+    /// Its token for the API server is not mounted into the workers.
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    pub(crate) worker_service_account: Option<String>,
+
+    /// Give the master a service account of its own with rights on its own objects, in place of
+    /// --service-account; needs the rights in manifests/rbac-per-job.yaml.
+    #[arg(long, requires = "image", conflicts_with = "service_account")]
+    pub(crate) per_job_role: bool,
+
+    /// Submit the job without network policies. [default: only the workers of the job connect to
+    /// its pods]
+    #[arg(long, requires = "image", conflicts_with = "egress_to")]
+    pub(crate) no_network_policy: bool,
+
+    /// Serve metrics of the master to these peers: namespaces, addresses (10.0.0.0/8) or `any`,
+    /// separated by commas. [default: metrics are not served]
+    #[arg(long, value_name = "PEERS", value_parser = options::parse_metrics_source,
+          value_delimiter = ',', requires = "image")]
+    pub(crate) metrics_from: Vec<MetricsSource>,
+
+    /// Limit connections from the pods: workers connect to each other, to the master and to these
+    /// addresses, as CIDR[:PORT],CIDR[:PORT], or `none`; the master to the API server. [default: no
+    /// limit]
+    #[arg(long, value_name = "LIST", value_parser = parse_destinations, requires = "image")]
+    pub(crate) egress_to: Option<Destinations>,
 
     /// Resource requests of the master, as name=amount,name=amount.
     #[arg(long, value_name = "LIST", default_value = "cpu=100m,memory=128Mi",
@@ -52,9 +84,18 @@ pub(crate) struct ClusterOptions {
           conflicts_with = "local")]
     pub(crate) workers_per_pod: Option<u32>,
 
-    /// Set an environment variable of the workers; can be repeated.
+    /// Set an environment variable of the workers; can be repeated. Credentials are refused: see
+    /// --env-from-secret.
     #[arg(long, value_name = "NAME=VALUE", value_parser = options::parse_env, requires = "image")]
     pub(crate) env: Vec<Pair>,
+
+    /// Set environment variables of the workers from a Secret of the namespace; can be repeated.
+    ///
+    /// NAME: every key of the Secret. NAME:KEY: this key. VARIABLE=NAME:KEY: this key under
+    /// another name.
+    #[arg(long, value_name = "[VARIABLE=]NAME[:KEY]", requires = "image",
+          value_parser = options::parse_env_from_secret)]
+    pub(crate) env_from_secret: Vec<SecretEnv>,
 
     /// Pull policy of the images. [default: Always for the tag `latest`, else IfNotPresent]
     #[arg(long, value_name = "POLICY", requires = "image",
@@ -65,12 +106,21 @@ pub(crate) struct ClusterOptions {
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
     pub(crate) image_pull_secret: Vec<String>,
 
+    /// User and group id of the pods, or `cluster` to leave both to the cluster. [default: 65532;
+    /// in namespaces of OpenShift `cluster`]
+    #[arg(long, value_name = "UID", value_parser = options::parse_run_as, requires = "image")]
+    pub(crate) run_as_user: Option<RunAs>,
+
     /// Labels that nodes must have, as key=value,key=value.
+    ///
+    /// An image of one processor architecture needs kubernetes.io/arch=ARCH in a cluster that has
+    /// several. All workers of a job need the same. [default: kubernetes.io/os=linux]
     #[arg(long, value_name = "LABELS", value_parser = options::parse_node_selector,
           requires = "image")]
     pub(crate) node_selector: Option<Labels>,
 
-    /// Node taints to tolerate, as key=value:effect,key:effect,key.
+    /// Node taints to tolerate, as key=value:effect,key:effect,key; for NoExecute with seconds:
+    /// key:NoExecute:60.
     #[arg(long, value_name = "TAINTS", value_parser = parse_tolerations, requires = "image")]
     pub(crate) tolerations: Option<Tolerations>,
 
@@ -93,9 +143,42 @@ pub(crate) struct ClusterOptions {
           conflicts_with = "worker_priority_class")]
     pub(crate) priority_tiers: Option<priority_tiers::TierChoice>,
 
-    /// Scheduler of the pods. [default: the default scheduler of the cluster]
+    /// Share of the cluster relative to other jobs with priority tiers, from 0.1 to 10. [default:
+    /// 1]
+    ///
+    /// Where jobs compete, one of weight 2 gets twice as many workers as one of weight 1. For jobs
+    /// whose workers request different amounts, the weight evens out the amounts: 1 for workers of
+    /// 5 CPUs and 0.5 for those of 10.
+    #[arg(long, value_name = "W", value_parser = priority_tiers::parse_weight, requires = "image",
+          conflicts_with = "worker_priority_class")]
+    pub(crate) weight: Option<priority_tiers::Weight>,
+
+    /// Place the first --min-workers workers together, and queue them: volcano, kueue, native (the
+    /// PodGroups of Kubernetes 1.36 and later) or coscheduling (of scheduler-plugins).
+    ///
+    /// Further workers are placed, preempted and replaced one by one. While the job waits for its
+    /// turn, its state is `queued`. The master's pod is not queued. volcano, native and
+    /// coscheduling need the rights in manifests/schedulers.
+    #[arg(long, value_name = "NAME", value_enum, default_value = "default", requires = "image")]
+    pub(crate) scheduler: SchedulerArg,
+
+    /// Queue of the workers: a queue of Volcano, or a LocalQueue of Kueue. [default for volcano:
+    /// its default queue]
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    pub(crate) queue: Option<String>,
+
+    /// Scheduler of the pods. [default: the default scheduler of the cluster; volcano for the
+    /// workers with --scheduler volcano]
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
     pub(crate) scheduler_name: Option<String>,
+
+    /// Prefer nodes and zones for the workers: pack puts them near each other, spread apart.
+    /// [default: the scheduler decides]
+    ///
+    /// It is a preference, which keeps no worker from running. The ring of workers follows zones,
+    /// racks and nodes in any case.
+    #[arg(long, value_name = "HOW", value_enum, requires = "image")]
+    pub(crate) placement: Option<PlacementArg>,
 
     /// Labels of all objects of the job, as key=value,key=value.
     #[arg(long, value_name = "LABELS", value_parser = options::parse_labels, requires = "image")]
@@ -105,11 +188,16 @@ pub(crate) struct ClusterOptions {
     #[arg(long, value_name = "LIST", value_parser = options::parse_annotations, requires = "image")]
     pub(crate) annotations: Option<Labels>,
 
-    /// Delete the job this long after its end (Kubernetes 1.21 or later). [default: keep it]
-    #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds, requires = "image")]
-    pub(crate) ttl: Option<Duration>,
+    /// Delete the job with all of its objects this long after its end (Kubernetes 1.21 or later).
+    /// [default: keep it]
+    #[arg(long, alias = "ttl", value_name = "DURATION", value_parser = options::parse_seconds,
+          requires = "image")]
+    pub(crate) ttl_after_finished: Option<Duration>,
 
-    /// Terminate the job when it has run for this long. [default: no limit]
+    /// Let the cluster terminate the job when it has run for this long. [default: no limit]
+    ///
+    /// What was trained since the last checkpoint is lost, and there is no summary; --deadline
+    /// keeps both, and must be shorter if it is given, too.
     #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds, requires = "image")]
     pub(crate) active_deadline: Option<Duration>,
 
@@ -168,6 +256,52 @@ pub(crate) enum Format {
     Yaml,
 }
 
+/// A value of `--scheduler`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SchedulerArg {
+    /// Each pod by itself.
+    Default,
+    /// PodGroups of the coscheduling plugin.
+    Coscheduling,
+    /// Queues of Kueue.
+    Kueue,
+    /// PodGroups of Kubernetes.
+    Native,
+    /// PodGroups and queues of Volcano.
+    Volcano,
+}
+
+impl SchedulerArg {
+    /// The scheduler that places pods together, if any does.
+    pub(crate) fn gang_scheduler(self) -> Option<GangScheduler> {
+        Some(match self {
+            Self::Default => return None,
+            Self::Coscheduling => GangScheduler::Coscheduling,
+            Self::Kueue => GangScheduler::Kueue,
+            Self::Native => GangScheduler::Native,
+            Self::Volcano => GangScheduler::Volcano,
+        })
+    }
+}
+
+/// A value of `--placement`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PlacementArg {
+    /// Near each other.
+    Pack,
+    /// Apart.
+    Spread,
+}
+
+impl From<PlacementArg> for Placement {
+    fn from(arg: PlacementArg) -> Self {
+        match arg {
+            PlacementArg::Pack => Self::Pack,
+            PlacementArg::Spread => Self::Spread,
+        }
+    }
+}
+
 /// Keys and values.
 pub(crate) type Labels = BTreeMap<String, String>;
 
@@ -178,6 +312,14 @@ pub(crate) struct Tolerations(pub(crate) Vec<Toleration>);
 /// Volumes of one option value; a newtype as [`Tolerations`] is.
 #[derive(Clone, Debug)]
 pub(crate) struct Volumes(pub(crate) Vec<Mounted>);
+
+/// Destinations of one option value; a newtype as [`Tolerations`] is.
+#[derive(Clone, Debug)]
+pub(crate) struct Destinations(pub(crate) Vec<Destination>);
+
+fn parse_destinations(text: &str) -> Result<Destinations, String> {
+    options::parse_destinations(text).map(Destinations)
+}
 
 fn parse_tolerations(text: &str) -> Result<Tolerations, String> {
     options::parse_tolerations(text).map(Tolerations)

@@ -1,16 +1,19 @@
 //! Options for the data of a job, and for the steps over it.
 
+use std::num::NonZeroU64;
+
 use clap::{Args, ValueEnum};
 
 use super::values;
-use crate::job::WireDtype;
+use crate::job::{LinkEncryption, Shuffle, ShuffleMode, WireDtype};
 
 /// Options for training data and steps.
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub(crate) struct TrainingData {
-    /// Training data, as PROGRAM's reader understands it: usually a file, a folder or a URI.
-    #[arg(long, value_name = "URI", required_unless_present = "resume")]
+    /// Training data, as PROGRAM's reader understands it: usually a file, a folder or a URI. A
+    /// Python program needs none.
+    #[arg(long, value_name = "URI")]
     pub(crate) training_data: Option<String>,
 
     /// Number of passes over the data.
@@ -30,27 +33,54 @@ pub(crate) struct TrainingData {
     #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch)]
     pub(crate) minibatch_size: Option<u64>,
 
-    /// Shuffle the shards in each epoch. This is the default.
-    #[arg(long, overrides_with = "no_shuffle")]
-    pub(crate) shuffle: bool,
+    /// Records of a micro-batch: a step consists of micro-batches, each of which one worker
+    /// computes. Faster workers compute more of them. [default: single records, which are split
+    /// evenly over equal workers; a sixteenth of the step with --deterministic]
+    #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch)]
+    pub(crate) micro_batch: Option<u64>,
 
-    /// Lease shards in the order of the data.
+    /// The same parameters, bit for bit, whatever the number of workers is and whatever fails.
+    ///
+    /// The gradients of a step's micro-batches are summed exactly, so that the sum does not depend
+    /// on the workers that computed them. A worker keeps the gradient of each of its micro-batches
+    /// until the step is summed. The digest of the final parameters and optimizer state is in the
+    /// summary. Needs --global-batch-size and CPUs; the model's results must depend on the
+    /// arguments of its methods alone.
+    #[arg(long)]
+    pub(crate) deterministic: bool,
+
+    /// What is shuffled in each epoch. The order depends on the seed and the epoch alone, not on
+    /// the workers.
+    #[arg(long, value_name = "WHAT", value_enum, default_value = "auto", num_args = 0..=1,
+          default_missing_value = "auto", require_equals = false, overrides_with = "no_shuffle")]
+    pub(crate) shuffle: ShuffleArg,
+
+    /// Train in the order of the data: the same as --shuffle none.
     #[arg(long, overrides_with = "shuffle")]
     pub(crate) no_shuffle: bool,
 
-    /// Seed of everything random: the order of shards and the initial parameters.
+    /// Where blocks are shuffled: least number of records that are mixed at a time. A worker reads
+    /// all blocks that its records lie in, and keeps up to two of these buffers. [default: 8192]
+    #[arg(long, value_name = "RECORDS", value_parser = values::parse_shard)]
+    pub(crate) shuffle_buffer: Option<u64>,
+
+    /// Seed of everything random: the order of records and the initial parameters.
     #[arg(long, value_name = "N", default_value = "0")]
     pub(crate) seed: u64,
+
+    #[command(flatten)]
+    pub(crate) bad_records: BadRecordsOption,
 }
 
 /// Options of `elasticdl train` whose defaults are good for nearly all jobs.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Advanced")]
 pub(crate) struct TuningOptions {
-    /// Records per shard, the unit in which data is shuffled and leased to workers. [default: from
-    /// the size of the data]
-    #[arg(long, value_name = "RECORDS", value_parser = values::parse_shard)]
-    pub(crate) records_per_shard: Option<u64>,
+    /// Accepted for older scripts, without effect: the workers of a group divide the records of
+    /// each step among themselves.
+    #[arg(long = "records-per-shard", value_name = "RECORDS", value_parser = values::parse_shard,
+          hide = true)]
+    pub(crate) _records_per_shard: Option<u64>,
 
     /// Data type of gradients on the wire: bf16 and f16 halve the traffic, for slow networks.
     ///
@@ -68,6 +98,39 @@ pub(crate) struct TuningOptions {
     #[arg(long, alias = "streams", value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u8).range(1..=16))]
     pub(crate) channels: u8,
+
+    /// Which connections between workers are encrypted.
+    ///
+    /// The two ends of every connection prove to each other that they know the job's secret. auto:
+    /// connections between hosts are also encrypted, with AES-256-GCM and new keys for each. on:
+    /// those within a host as well. off: none, so an attacker who reads or modifies the network's
+    /// traffic reads or modifies the model. NCCL does not encrypt: GPUs of several hosts use it
+    /// only with off.
+    #[arg(long, value_name = "WHICH", value_enum, default_value = "auto")]
+    pub(crate) link_encryption: LinkEncryptionArg,
+}
+
+/// Parses the number of bad records that are skipped.
+fn parse_bad_records(text: &str) -> Result<u64, String> {
+    let records = match text.split_once(':') {
+        None if text == "fail" => return Ok(0),
+        Some(("skip", records)) => records.parse().ok().filter(|records| *records > 0),
+        _ => None,
+    };
+    records.ok_or_else(|| "it must be `fail`, or `skip:` and a number, e.g. `skip:100`".to_owned())
+}
+
+/// What happens to records that cannot be read.
+#[derive(Args, Debug)]
+#[command(next_help_heading = HEADING)]
+pub(crate) struct BadRecordsOption {
+    /// What happens to a record that cannot be read: `fail`, or `skip:N`.
+    ///
+    /// fail: the job ends with an error that names the file and the line. skip:N: up to N such
+    /// records are left out of the data set; one more ends the job. The summary has their number
+    /// and the first few of them. Readers of tables skip records, others do not.
+    #[arg(long, value_name = "WHAT", default_value = "fail", value_parser = parse_bad_records)]
+    pub(crate) bad_records: u64,
 }
 
 /// Options for data that a model is evaluated on, or that it predicts.
@@ -86,6 +149,35 @@ pub(crate) struct InferenceData {
     /// 4096, more for billions of records]
     #[arg(long, value_name = "RECORDS", value_parser = values::parse_shard)]
     pub(crate) records_per_shard: Option<u64>,
+
+    #[command(flatten)]
+    pub(crate) bad_records: BadRecordsOption,
+}
+
+/// A value of `--shuffle`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum ShuffleArg {
+    /// Records if the program's reader reads single records well, and blocks otherwise.
+    Auto,
+    /// Blocks of records, and the records within each few consecutive blocks.
+    Block,
+    /// Nothing.
+    None,
+    /// All records.
+    Record,
+}
+
+impl TrainingData {
+    pub(crate) fn shuffle(&self) -> Shuffle {
+        let mode = match self.shuffle {
+            _ if self.no_shuffle => ShuffleMode::None,
+            ShuffleArg::Auto => ShuffleMode::Auto,
+            ShuffleArg::Block => ShuffleMode::Block,
+            ShuffleArg::None => ShuffleMode::None,
+            ShuffleArg::Record => ShuffleMode::Record,
+        };
+        Shuffle { mode, buffer: self.shuffle_buffer.and_then(NonZeroU64::new) }
+    }
 }
 
 /// A value of `--wire-dtype`.
@@ -99,6 +191,27 @@ pub(crate) enum WireDtypeArg {
     F32,
 }
 
+/// A value of `--link-encryption`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum LinkEncryptionArg {
+    /// Those between hosts.
+    Auto,
+    /// None of them.
+    Off,
+    /// All of them.
+    On,
+}
+
+impl From<LinkEncryptionArg> for LinkEncryption {
+    fn from(arg: LinkEncryptionArg) -> Self {
+        match arg {
+            LinkEncryptionArg::Auto => Self::Auto,
+            LinkEncryptionArg::Off => Self::Off,
+            LinkEncryptionArg::On => Self::On,
+        }
+    }
+}
+
 impl From<WireDtypeArg> for WireDtype {
     fn from(arg: WireDtypeArg) -> Self {
         match arg {
@@ -110,3 +223,17 @@ impl From<WireDtypeArg> for WireDtype {
 }
 
 const HEADING: &str = "Data and steps";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_records_end_the_job_or_are_skipped_up_to_a_number() {
+        assert_eq!(parse_bad_records("fail"), Ok(0));
+        assert_eq!(parse_bad_records("skip:10"), Ok(10));
+        for bad in ["", "skip", "skip:", "skip:0", "skip:-1", "skip:x", "fail:1", "10"] {
+            assert!(parse_bad_records(bad).unwrap_err().contains("`skip:100`"), "{bad}");
+        }
+    }
+}

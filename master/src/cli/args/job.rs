@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::values;
+use super::{LifecycleOptions, values};
 use crate::kube::options;
 
 /// Options for the job as a whole.
@@ -21,7 +21,7 @@ pub(crate) struct JobOptions {
     /// The image contains PROGRAM and, unless --master-image is given, the `elasticdl` command,
     /// both in its $PATH.
     #[arg(long, value_name = "IMG", value_parser = options::parse_image,
-          conflicts_with_all = ["local", "job_dir", "listen"])]
+          conflicts_with_all = ["local", "job_dir", "listen", "dashboard_port"])]
     pub(crate) image: Option<String>,
 
     /// Start the job and return; with --local the master continues in the background.
@@ -34,6 +34,18 @@ pub(crate) struct JobOptions {
     /// created.
     #[arg(long, conflicts_with = "detach")]
     pub(crate) dry_run: bool,
+
+    /// Read options from this TOML file: its keys are the long names of options, and `program` is
+    /// the list of PROGRAM and ARGS.
+    ///
+    /// An option that is also on the command line is taken from there. Relative paths are relative
+    /// to the current directory. --print-config writes such a file.
+    #[arg(long = "config", value_name = "FILE")]
+    pub(crate) _config: Option<PathBuf>,
+
+    /// Print the options that are given, as a file for --config, and start nothing.
+    #[arg(long = "print-config", id = PRINT_CONFIG)]
+    pub(crate) _print_config: bool,
 
     /// Name of the job: lower-case letters, digits and `-`, at most 40 characters. [default:
     /// PROGRAM's name and 6 random digits]
@@ -55,8 +67,15 @@ pub(crate) struct JobOptions {
     ///
     /// Workers that PROGRAM starts elsewhere (in a container, in a network namespace) must be able
     /// to reach it. Each of them takes part with its own address on the route to the master. The
-    /// port is chosen by the system.
+    /// port is chosen by the system. On an address that is not loopback, the master serves TLS,
+    /// with a certificate from the job's directory.
     #[arg(long, value_name = "IP", default_value = "127.0.0.1",
           value_parser = values::parse_listen)]
     pub(crate) listen: IpAddr,
+
+    #[command(flatten)]
+    pub(crate) lifecycle: LifecycleOptions,
 }
+
+/// Id of `--print-config`, which is carried out before the arguments are taken apart.
+pub(crate) const PRINT_CONFIG: &str = "print_config";

@@ -1,10 +1,12 @@
-//! Groups of options, which commands compose, and the parsers of their values.
+//! Groups of options, which commands compose, the parsers of their values, and files of options.
 
 mod checkpoint;
 mod cluster;
+mod config;
 mod data;
 mod inference;
 mod job;
+mod lifecycle;
 mod output;
 mod resilience;
 mod training;
@@ -14,10 +16,12 @@ mod workers;
 
 pub(crate) use checkpoint::CheckpointOptions;
 pub(crate) use cluster::{ClusterOptions, ClusterTarget};
+pub(crate) use config::{Arguments, to_file as to_config_file};
 pub(crate) use data::{InferenceData, TrainingData, TuningOptions};
 pub(crate) use inference::InferenceOptions;
-pub(crate) use job::JobOptions;
-pub(crate) use output::OutputOptions;
+pub(crate) use job::{JobOptions, PRINT_CONFIG};
+pub(crate) use lifecycle::LifecycleOptions;
+pub(crate) use output::{DashboardPort, OutputOptions};
 pub(crate) use resilience::ResilienceOptions;
 pub(crate) use training::TrainingOptions;
 pub(crate) use validation::ValidationOptions;

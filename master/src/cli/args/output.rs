@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
+
+use crate::cli::process::Console;
+use crate::progress::LogFormat;
 
 /// Options for the output.
 #[derive(Args, Debug)]
@@ -13,21 +16,86 @@ pub(crate) struct OutputOptions {
     pub(crate) summary: Option<PathBuf>,
 
     /// Serve Prometheus metrics on this port, at /metrics; 0 chooses a free port. [default: with
-    /// --image 7071, else none]
+    /// --metrics-from 7071, else none]
     ///
-    /// With --local the address is that of --listen. In a cluster the master's pod and Service name
-    /// the port `metrics`, and the pod has the usual prometheus.io annotations.
+    /// With --local the address is that of --listen. In a cluster --metrics-from says who may read
+    /// them; the master's pod and Service name the port `metrics`, and the pod has the usual
+    /// prometheus.io annotations.
     #[arg(long, value_name = "PORT")]
     pub(crate) metrics_port: Option<u16>,
 
-    /// Write loss, throughput and number of workers for TensorBoard to this folder, at most once
-    /// per second.
+    /// Serve the job's dashboard, a page for the browser, on this port of 127.0.0.1, or `none`.
+    /// [default: a free port]
     ///
-    /// In a cluster the folder must lie in a --volume.
+    /// The link, with the key that opens the page, is printed at the start if standard error is a
+    /// terminal, and by `elasticdl dashboard`. From another machine the page is reached through a
+    /// tunnel (`ssh -L`). For a job in a cluster `elasticdl dashboard` serves it.
+    #[arg(long, value_name = "PORT", value_parser = parse_dashboard_port)]
+    pub(crate) dashboard_port: Option<DashboardPort>,
+
+    /// Write loss, learning rate, throughput and number of workers for TensorBoard to a subfolder
+    /// of this folder that has the job's name, at most once per second.
+    ///
+    /// Jobs can share the folder: each is a run of its own. In a cluster the folder must lie in a
+    /// --volume.
     #[arg(long, value_name = "DIR")]
     pub(crate) tensorboard_dir: Option<PathBuf>,
+
+    /// Form of what this command prints: text, or one JSON object per line.
+    ///
+    /// json: on standard error a line for each event, for the progress every 5 seconds, and for the
+    /// job's error, with the keys `time`, `elapsed_s`, `kind` (event, progress, error) and `text`
+    /// or the values of the progress; on standard output the summary.
+    #[arg(long, value_name = "FORMAT", value_enum, default_value = "text")]
+    pub(crate) log_format: LogFormatArg,
 
     /// Print errors only.
     #[arg(long, short)]
     pub(crate) quiet: bool,
+}
+
+/// A value of `--dashboard-port`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DashboardPort {
+    /// No dashboard.
+    Closed,
+    /// This port; 0: a free one.
+    Port(u16),
+}
+
+impl DashboardPort {
+    /// The port to listen on, if any.
+    pub(crate) fn port(self) -> Option<u16> {
+        match self {
+            Self::Closed => None,
+            Self::Port(port) => Some(port),
+        }
+    }
+}
+
+fn parse_dashboard_port(text: &str) -> Result<DashboardPort, String> {
+    match (text, text.parse()) {
+        ("none", _) => Ok(DashboardPort::Closed),
+        (_, Ok(port)) => Ok(DashboardPort::Port(port)),
+        (_, Err(_)) => Err("it must be a port from 0 (a free one) to 65535, or none".into()),
+    }
+}
+
+/// A value of `--log-format`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum LogFormatArg {
+    /// One JSON object per line.
+    Json,
+    /// Text, with a progress bar on a terminal.
+    Text,
+}
+
+impl OutputOptions {
+    pub(crate) fn console(&self) -> Console {
+        let format = match self.log_format {
+            LogFormatArg::Json => LogFormat::Json,
+            LogFormatArg::Text => LogFormat::Text,
+        };
+        Console { quiet: self.quiet, format }
+    }
 }

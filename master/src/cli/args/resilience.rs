@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-use crate::job::OnNonfinite;
+use crate::job::{OnNonfinite, SuccessPolicy};
 
 /// Fault tolerance options of `elasticdl train`.
 #[derive(Args, Debug)]
@@ -25,6 +25,32 @@ pub(crate) struct ResilienceOptions {
     /// checkpoints, training resumes from the newest one, with or without this option.
     #[arg(long)]
     pub(crate) restart_without_checkpoint: bool,
+
+    /// Which members of the group have to report the final state before the job is complete.
+    ///
+    /// all: every member, and their states are compared. lowest-rank: the member of rank 0, which
+    /// exports the model and writes the last checkpoint; a member that hangs or crashes at the very
+    /// end, for example in the program's own code after training, does not matter then.
+    #[arg(long, value_name = "WHO", value_enum, default_value = "all")]
+    pub(crate) success_policy: SuccessPolicyArg,
+}
+
+/// A value of `--success-policy`.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum SuccessPolicyArg {
+    /// Every member.
+    All,
+    /// The member of rank 0.
+    LowestRank,
+}
+
+impl From<SuccessPolicyArg> for SuccessPolicy {
+    fn from(arg: SuccessPolicyArg) -> Self {
+        match arg {
+            SuccessPolicyArg::All => Self::All,
+            SuccessPolicyArg::LowestRank => Self::LowestRank,
+        }
+    }
 }
 
 /// A value of `--on-nonfinite`.

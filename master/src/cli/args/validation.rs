@@ -1,6 +1,8 @@
 //! Options for validation data and evaluations.
 
-use clap::Args;
+use std::num::NonZeroU16;
+
+use clap::{ArgGroup, Args};
 
 use super::values;
 use crate::cli::process::Failure;
@@ -9,6 +11,7 @@ use crate::job::ValidationSpec;
 /// Evaluation options of `elasticdl train`.
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Evaluation")]
+#[command(group(ArgGroup::new("validation").args(["validation_data", "validation_split"])))]
 pub(crate) struct ValidationOptions {
     /// Validation data, read like --training-data by the same reader.
     ///
@@ -17,9 +20,17 @@ pub(crate) struct ValidationOptions {
     #[arg(long, value_name = "URI")]
     pub(crate) validation_data: Option<String>,
 
+    /// Use this fraction of the training data as validation data, for example 0.1, and train the
+    /// rest.
+    ///
+    /// Records are chosen one by one with --seed, evenly over each file.
+    #[arg(long, value_name = "FRACTION", value_parser = parse_split,
+          conflicts_with = "validation_data")]
+    pub(crate) validation_split: Option<NonZeroU16>,
+
     /// Evaluate after every this many steps, and at the end. [default: only at the end]
     #[arg(long, value_name = "STEPS", value_parser = values::parse_steps,
-          requires = "validation_data")]
+          requires = "validation")]
     pub(crate) evaluate_every: Option<u64>,
 
     /// Metric that selects the best model: the lowest value, or with `:max` the highest. [default:
@@ -28,13 +39,21 @@ pub(crate) struct ValidationOptions {
     /// The checkpoint of the best model is retained in addition to --checkpoint-keep others (with
     /// --checkpoint-dir).
     #[arg(long, value_name = "NAME[:max]", value_parser = parse_metric,
-          requires = "validation_data")]
+          requires = "validation")]
     pub(crate) best_metric: Option<Metric>,
 
     /// Stop the job after this many consecutive evaluations without a new best value.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..),
           requires = "evaluate_every")]
     pub(crate) early_stopping: Option<u32>,
+
+    /// Write the best model so far to this safetensors file: a path or s3://, gs://, az://.
+    ///
+    /// The lowest rank writes it after each evaluation that has a new best value; training waits
+    /// meanwhile. As for --export, the file appears complete or not at all.
+    #[arg(long, value_name = "URI", value_parser = values::parse_uri,
+          requires = "validation")]
+    pub(crate) export_best: Option<String>,
 }
 
 /// Metric that selects the best model.
@@ -45,8 +64,11 @@ pub(crate) struct Metric {
 }
 
 impl ValidationOptions {
-    pub(crate) fn spec(&self) -> Result<Option<ValidationSpec>, Failure> {
-        let Some(data) = self.validation_data.clone() else { return Ok(None) };
+    /// What is evaluated, in a job that trains `training_data`.
+    pub(crate) fn spec(&self, training_data: &str) -> Result<Option<ValidationSpec>, Failure> {
+        let split = self.validation_split;
+        let data = self.validation_data.clone().or_else(|| split.map(|_| training_data.to_owned()));
+        let Some(data) = data else { return Ok(None) };
         if data.is_empty() {
             return Err(Failure::usage(
                 "--validation-data is empty; it must be a file or a folder",
@@ -55,8 +77,18 @@ impl ValidationOptions {
         let lowest_loss = Metric { name: "loss".into(), highest: false };
         let Metric { name: metric, highest } = self.best_metric.clone().unwrap_or(lowest_loss);
         let (every, patience) = (self.evaluate_every, self.early_stopping);
-        Ok(Some(ValidationSpec { data, every, metric, highest, patience }))
+        let export_best = self.export_best.clone();
+        Ok(Some(ValidationSpec { data, every, metric, highest, patience, split, export_best }))
     }
+}
+
+/// Parses a fraction, as thousandths.
+fn parse_split(text: &str) -> Result<NonZeroU16, String> {
+    let thousandths = text.parse::<f64>().ok().map(|fraction| fraction * 1000.0);
+    let whole = thousandths.filter(|t| (1.0..=999.0).contains(t) && (t - t.round()).abs() < 1e-6);
+    whole.and_then(|thousandths| NonZeroU16::new(thousandths.round() as u16)).ok_or_else(|| {
+        "it must be a fraction from 0.001 to 0.999 with at most three decimals".to_owned()
+    })
 }
 
 fn parse_metric(text: &str) -> Result<Metric, String> {
@@ -75,6 +107,16 @@ fn parse_metric(text: &str) -> Result<Metric, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_split_is_a_fraction_of_thousandths() {
+        for (text, thousandths) in [("0.1", 100), ("0.001", 1), ("0.999", 999), ("0.125", 125)] {
+            assert_eq!(parse_split(text).map(NonZeroU16::get), Ok(thousandths), "{text}");
+        }
+        for bad in ["", "0", "1", "0.0001", "-0.1", "0.1234", "NaN", "10%", "0.9999"] {
+            assert!(parse_split(bad).unwrap_err().contains("0.001 to 0.999"), "{bad}");
+        }
+    }
 
     #[test]
     fn a_metric_is_a_name_with_an_optional_direction() {

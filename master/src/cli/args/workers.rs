@@ -41,10 +41,10 @@ pub(crate) struct WorkerOptions {
     /// How long workers continue without a master before they exit, e.g. `30s` or `2min`; at least
     /// 1s. [default: 30s; with --image 15min]
     ///
-    /// Until then they train the records that they hold leases for, and wait for the next master
-    /// (see --resume). In a cluster the next master starts as soon as its pod is scheduled and its
-    /// predecessor is known to have ended. The default with --image is longer than a cluster takes
-    /// to replace the master of a lost node.
+    /// Until then they train on, and search for the next master (see --resume). In a cluster the
+    /// next master starts as soon as its pod is scheduled and its predecessor is known to have
+    /// ended. The default with --image is longer than a cluster takes to replace the master of a
+    /// lost node.
     #[arg(long, value_name = "DURATION", default_value = "30s", hide_default_value = true,
           default_value_if("image", ArgPredicate::IsPresent, "15min"),
           value_parser = values::parse_timeout)]

@@ -1,6 +1,7 @@
 //! A job in a cluster, through its anchor and the API server.
 
 mod follow;
+mod page;
 
 use std::time::{Duration, SystemTime};
 
@@ -9,13 +10,18 @@ use tokio::runtime::Runtime;
 
 pub(crate) use self::follow::{FollowOutput, follow};
 use super::checkpoint_wait::CheckpointWait;
-use super::handle::{JobHandle, WatchOptions};
+use super::handle::{JobHandle, WatchOptions, describe_suspension};
 use crate::cli::process::{Failure, new_runtime};
+use crate::cli::render::{Paths, summary_to_table};
+use crate::dashboard::{StoredHistory, report_of};
 use crate::job::LaunchId;
-use crate::kube::anchor::{Anchor, CHECKPOINT, Data, NUM_WORKERS, STATUS, STOP, SUMMARY};
+use crate::kube::anchor::{
+    Anchor, CHECKPOINT, Data, DesiredState, HISTORY, NUM_WORKERS, STATUS, STOP, SUMMARY, SUSPEND,
+};
 use crate::kube::client::{Cluster, ClusterChoice};
 use crate::kube::logs::LogSource;
 use crate::kube::objects::{TASK, Task};
+use crate::kube::requests::{DELETE, REQUESTED_BY, UserRequest};
 use crate::kube::{logs, master_pods, objects, pods, submit};
 
 /// A job in a cluster.
@@ -34,9 +40,16 @@ impl ClusterHandle {
         Ok(Self { runtime, cluster, anchor, name })
     }
 
-    fn request(&self, key: &str, value: String) -> Result<(), Failure> {
-        let data = Data::from([(key.into(), value)]);
-        Ok(self.runtime.block_on(self.anchor.write(&data))?)
+    /// Writes a request into the anchor, with the name of its user.
+    async fn request(&self, key: &str, value: String) -> Result<(), Failure> {
+        let by = UserRequest::new(&self.cluster, key, &value).await;
+        let data = Data::from([(key.into(), value), (REQUESTED_BY.into(), by.to_json())]);
+        self.anchor.write(&data).await?;
+        // Without the permission to create Events, the master records it.
+        if let Ok(anchor) = self.anchor.read().await {
+            by.record(&self.cluster, &anchor.metadata).await;
+        }
+        Ok(())
     }
 
     fn data(&self) -> Result<Data, Failure> {
@@ -78,6 +91,15 @@ impl ClusterHandle {
 }
 
 impl JobHandle for ClusterHandle {
+    fn ended(&self) -> Result<Option<String>, Failure> {
+        let data = self.data()?;
+        let Some(json) = data.get(SUMMARY) else { return Ok(None) };
+        let summary = serde_json::from_str(json).map_err(|e| {
+            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
+        })?;
+        Ok(Some(summary_to_table(&summary, Paths::default())))
+    }
+
     /// Returns the status that the master has written last.
     fn status(&self) -> Result<Status, Failure> {
         let anchor = self.runtime.block_on(self.anchor.read())?;
@@ -109,8 +131,29 @@ impl JobHandle for ClusterHandle {
         if options.json {
             return Err(Failure::usage("in a cluster, --watch can't be combined with --json"));
         }
-        let output = FollowOutput { quiet: false, summary: None };
+        let output = FollowOutput::default();
         self.runtime.block_on(follow(&self.cluster, &self.name, output))
+    }
+
+    fn dashboard(&self, port: u16) -> Result<u8, Failure> {
+        self.check_running(&self.data()?)?;
+        self.runtime.block_on(page::serve(self, port))
+    }
+
+    fn report(&self) -> Result<String, Failure> {
+        let data = self.data()?;
+        let json = data.get(SUMMARY).ok_or_else(|| {
+            let name = &self.name;
+            Failure::failed(format!("the job {name} has not ended: `elasticdl status {name}`"))
+        })?;
+        let summary = serde_json::from_str(json).map_err(|e| {
+            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
+        })?;
+        let stored = stored_history(&data).map(|history| StoredHistory {
+            status: known_status(&data).unwrap_or_default(),
+            ..history
+        });
+        Ok(report_of(summary, stored))
     }
 
     fn scale(&self, num_workers: u32) -> Result<u32, Failure> {
@@ -119,7 +162,7 @@ impl JobHandle for ClusterHandle {
         let unreadable = || Failure::failed("the task in the job's anchor can't be read");
         let spec = task(&data).ok_or_else(unreadable)?.job;
         spec.check_scale(num_workers).map_err(Failure::usage)?;
-        self.request(NUM_WORKERS, num_workers.to_string())?;
+        self.runtime.block_on(self.request(NUM_WORKERS, num_workers.to_string()))?;
         Ok(known_status(&data).map_or(spec.num_workers, |status| status.workers_desired))
     }
 
@@ -133,7 +176,7 @@ impl JobHandle for ClusterHandle {
             ));
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        self.request(CHECKPOINT, now.as_millis().to_string())?;
+        self.runtime.block_on(self.request(CHECKPOINT, now.as_millis().to_string()))?;
         let mut wait = CheckpointWait::new(timeout);
         loop {
             let data = self.data()?;
@@ -146,14 +189,43 @@ impl JobHandle for ClusterHandle {
         }
     }
 
+    fn set_suspended(&self, suspend: bool) -> Result<String, Failure> {
+        let data = self.data()?;
+        self.check_running(&data)?;
+        let unreadable = || Failure::failed("the task in the job's anchor can't be read");
+        let spec = task(&data).ok_or_else(unreadable)?.job;
+        if suspend && spec.work.trains() && spec.checkpoints.is_none() {
+            return Err(Failure::usage(
+                "this job writes no checkpoints, so its state would be lost: it was started \
+                 without --checkpoint-dir",
+            ));
+        }
+        let requested = DesiredState::read(&data).suspend;
+        let unchanged = requested.unwrap_or(spec.policies.starts_suspended) == suspend;
+        self.runtime.block_on(self.request(SUSPEND, suspend.to_string()))?;
+        Ok(describe_suspension(&self.name, suspend, unchanged))
+    }
+
     fn stop(&self) -> Result<String, Failure> {
         self.check_running(&self.data()?)?;
-        self.request(STOP, "true".into())?;
+        self.runtime.block_on(self.request(STOP, "true".into()))?;
         Ok(format!("{} stops at the end of its step", self.name))
     }
 
     fn delete(&self) -> Result<String, Failure> {
-        self.runtime.block_on(submit::delete(&self.cluster, &self.name))?;
+        self.runtime.block_on(async {
+            if let Ok(anchor) = self.anchor.read().await {
+                let by = UserRequest::new(&self.cluster, DELETE, "").await;
+                if !by.record(&self.cluster, &anchor.metadata).await {
+                    // The master is given a moment to record it.
+                    let data = Data::from([(REQUESTED_BY.into(), by.to_json())]);
+                    if self.anchor.write(&data).await.is_ok() {
+                        tokio::time::sleep(RECORDING_TIME).await;
+                    }
+                }
+            }
+            submit::delete(&self.cluster, &self.name).await
+        })?;
         Ok(format!("{} and its objects are deleted", self.name))
     }
 
@@ -169,6 +241,11 @@ impl JobHandle for ClusterHandle {
     }
 }
 
+/// The history that the master has stored; `None` if there is none that this release can read.
+fn stored_history(data: &Data) -> Option<StoredHistory> {
+    StoredHistory::unpack(data.get(HISTORY)?).ok()
+}
+
 fn known_status(data: &Data) -> Option<Status> {
     serde_json::from_str(data.get(STATUS)?).ok()
 }
@@ -179,3 +256,5 @@ fn task(data: &Data) -> Option<Task> {
 
 /// Interval between reads of the anchor while a checkpoint is awaited.
 const CHECKPOINT_POLL: Duration = Duration::from_secs(1);
+/// Time for the master to record the request to delete its job.
+const RECORDING_TIME: Duration = Duration::from_secs(1);

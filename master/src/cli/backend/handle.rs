@@ -12,14 +12,27 @@ pub(crate) trait JobHandle {
     /// Returns the job's status.
     fn status(&self) -> Result<Status, Failure>;
 
+    /// The summary of the job as a table, if the job has ended.
+    fn ended(&self) -> Result<Option<String>, Failure>;
+
     /// Shows the job until it ends. Returns the exit code.
     fn watch(&self, options: &WatchOptions) -> Result<u8, Failure>;
+
+    /// Opens the dashboard of the running job: prints the link of the page that its master serves,
+    /// or serves the page at `port` until the job ends. Returns the exit code.
+    fn dashboard(&self, port: u16) -> Result<u8, Failure>;
+
+    /// The dashboard of the job, which has ended, as an HTML file.
+    fn report(&self) -> Result<String, Failure>;
 
     /// Changes the number of workers to keep running. Returns the former one.
     fn scale(&self, num_workers: u32) -> Result<u32, Failure>;
 
     /// Requests a checkpoint and waits for it for at most `timeout`. Returns its location.
     fn checkpoint(&self, timeout: Duration) -> Result<String, Failure>;
+
+    /// Suspends or resumes the job. Returns what was done, as text.
+    fn set_suspended(&self, suspend: bool) -> Result<String, Failure>;
 
     /// Stops the job at the end of its step. Returns what was done, as text.
     fn stop(&self) -> Result<String, Failure>;
@@ -46,4 +59,14 @@ pub(crate) struct WatchOptions {
     pub(crate) master_timeout: Duration,
     /// Whether statuses are printed as JSON.
     pub(crate) json: bool,
+}
+
+/// What a request to suspend or resume `job` does, as text.
+pub(super) fn describe_suspension(job: &str, suspend: bool, unchanged: bool) -> String {
+    match (suspend, unchanged) {
+        (true, false) => format!("{job} is being suspended; its status says when it is"),
+        (true, true) => format!("{job} is suspended already, or is being suspended"),
+        (false, false) => format!("{job} is resumed"),
+        (false, true) => format!("{job} is not suspended"),
+    }
 }

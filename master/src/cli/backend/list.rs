@@ -2,11 +2,14 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use elasticdl_proto::Status;
 use k8s_openapi::api::core::v1::ConfigMap;
 use serde_json::Value;
 
+use super::handle::JobHandle as _;
+use super::local::LocalHandle;
 use crate::cli::process::{Failure, new_runtime};
 use crate::cli::render::JobRow;
 use crate::jobdir::{self, LookupError};
@@ -38,45 +41,88 @@ pub(crate) fn cluster_jobs(choice: &ClusterChoice) -> Result<Vec<JobRow>, Failur
 
 /// The jobs of this machine.
 pub(crate) fn local_jobs(root: &Path) -> Vec<JobRow> {
-    let mut names: Vec<_> =
-        fs::read_dir(root).into_iter().flatten().flatten().map(|e| e.path()).collect();
-    names.sort();
-    let row = |path: PathBuf| {
-        let name = path.file_name()?.to_str()?.to_owned();
-        let state = match jobdir::look_up(&path) {
-            Ok(_) if jobdir::is_running(&path) => "running".into(),
-            Err(LookupError::NoSuchJob { .. }) => return None,
-            Err(LookupError::NotRunning { summary: Some(summary), .. }) => {
-                let summary: Option<Value> = serde_json::from_slice(&fs::read(summary).ok()?).ok();
-                summary?["state"].as_str()?.to_owned()
-            }
-            _ => "lost".into(),
-        };
-        Some(["(this machine)".into(), name, state, "-".into(), "-".into()])
+    let entries = fs::read_dir(root).into_iter().flatten().flatten();
+    entries.filter_map(|entry| local_row(entry.path())).collect()
+}
+
+fn local_row(path: PathBuf) -> Option<JobRow> {
+    let job = path.file_name()?.to_str()?.to_owned();
+    let row = JobRow {
+        namespace: None,
+        job,
+        state: "lost".into(),
+        has_ended: false,
+        progress: None,
+        workers: None,
+        workers_desired: None,
+        age_s: jobdir::started_at(&path).map(age_s),
     };
-    names.into_iter().filter_map(row).collect()
+    match jobdir::look_up(&path) {
+        Ok(_) if jobdir::is_running(&path) => Some(match LocalHandle::new(path).status() {
+            Ok(status) => with_status(row, status),
+            // It has ended, or its master is stopped.
+            Err(_) => JobRow { state: "running".into(), ..row },
+        }),
+        Err(LookupError::NoSuchJob { .. }) => None,
+        Err(LookupError::NotRunning { summary: Some(summary), .. }) => {
+            // Another release may have written it.
+            let summary = fs::read(summary).unwrap_or_default();
+            let summary: Value = serde_json::from_slice(&summary).unwrap_or_default();
+            let number = |key: &str| summary["records"][key].as_f64();
+            let progress = number("counted").zip(number("expected").filter(|all| *all > 0.0));
+            Some(JobRow {
+                state: summary["state"].as_str().unwrap_or("ended").into(),
+                has_ended: true,
+                progress: progress.map(|(counted, expected)| counted / expected),
+                ..row
+            })
+        }
+        _ => Some(row),
+    }
 }
 
 fn cluster_row(namespace: &str, anchor: ConfigMap, health: MasterHealth) -> Option<JobRow> {
-    let name = anchor.metadata.name?;
     let data = anchor.data.unwrap_or_default();
-    let status = data.get(STATUS).and_then(|text| serde_json::from_str::<Status>(text).ok());
-    let failed = health.failed.filter(|_| !data.contains_key(SUMMARY));
-    let (state, progress, workers) = match status {
-        Some(status) if failed.is_some() => {
-            let progress = format!("{:.1} %", status.progress * 100.0);
-            ("failed (no master)".into(), progress, format!("-/{}", status.workers_desired))
-        }
-        Some(status) => {
-            let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
-            let progress = format!("{:.1} %", status.progress * 100.0);
-            (status.state.into_owned(), progress, format!("{members}/{}", status.workers_desired))
-        }
-        None if failed.is_some() => ("failed (no master)".into(), "-".into(), "-".into()),
-        None => {
-            let why = health.obstacle.map(|why| format!(" (no master: {})", one_line(&why)));
-            (format!("submitted{}", why.unwrap_or_default()), "-".into(), "-".into())
-        }
+    let created = anchor.metadata.creation_timestamp.map(|time| SystemTime::from(time.0));
+    let is_over = data.contains_key(SUMMARY);
+    let failed = health.failed.is_some() && !is_over;
+    let row = JobRow {
+        namespace: Some(namespace.into()),
+        job: anchor.metadata.name?,
+        state: match health.obstacle {
+            _ if failed => FAILED.into(),
+            Some(why) => format!("submitted (no master: {})", one_line(&why)),
+            None => "submitted".into(),
+        },
+        has_ended: is_over || failed,
+        progress: None,
+        workers: None,
+        workers_desired: None,
+        age_s: created.map(age_s),
     };
-    Some([namespace.into(), name, state, progress, workers])
+    let status = data.get(STATUS).and_then(|text| serde_json::from_str::<Status>(text).ok());
+    Some(match status {
+        Some(status) if failed => {
+            JobRow { state: FAILED.into(), workers: None, ..with_status(row, status) }
+        }
+        Some(status) => with_status(row, status),
+        None => row,
+    })
 }
+
+fn with_status(row: JobRow, status: Status) -> JobRow {
+    JobRow {
+        progress: Some(status.progress),
+        workers: Some(status.members().count() as u64),
+        workers_desired: Some(status.workers_desired),
+        state: status.state.into_owned(),
+        ..row
+    }
+}
+
+/// Seconds since `time`; 0 if the clock was set back.
+fn age_s(time: SystemTime) -> f64 {
+    SystemTime::now().duration_since(time).unwrap_or_default().as_secs_f64()
+}
+
+const FAILED: &str = "failed (no master)";

@@ -1,6 +1,7 @@
 //! A job of this machine, which its directory names.
 
 mod connection;
+mod report;
 mod watch;
 
 use std::fs;
@@ -8,13 +9,15 @@ use std::io::Read as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use elasticdl_proto::Status;
-use elasticdl_proto::wire::{CheckpointRequest, ScaleRequest};
+use elasticdl_proto::wire::{CheckpointRequest, ScaleRequest, SuspendRequest};
+use elasticdl_proto::{Status, Summary};
 
 use self::connection::{Connection, to_failure};
 use super::checkpoint_wait::CheckpointWait;
-use super::handle::{JobHandle, WatchOptions};
-use crate::cli::process::{Failure, new_runtime};
+use super::handle::{JobHandle, WatchOptions, describe_suspension};
+use crate::cli::process::{Failure, new_runtime, print};
+use crate::cli::render::{Paths, summary_to_table};
+use crate::dashboard::DashboardKey;
 use crate::job::LaunchId;
 use crate::jobdir::{self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted};
 
@@ -44,8 +47,47 @@ impl JobHandle for LocalHandle {
         })
     }
 
+    fn ended(&self) -> Result<Option<String>, Failure> {
+        let Err(LookupError::NotRunning { summary: Some(path), .. }) = jobdir::look_up(&self.root)
+        else {
+            return Ok(None);
+        };
+        let unreadable = |error: &dyn std::fmt::Display| {
+            Failure::failed(format!(
+                "the job has ended, but its summary {} can't be read: {error}",
+                path.display()
+            ))
+        };
+        let json = fs::read(&path).map_err(|error| unreadable(&error))?;
+        let summary: Summary = serde_json::from_slice(&json).map_err(|error| unreadable(&error))?;
+        let logs = self.root.join("logs");
+        let paths = Paths { logs: Some(&logs), summary: Some(&path) };
+        Ok(Some(summary_to_table(&summary, paths)))
+    }
+
     fn watch(&self, options: &WatchOptions) -> Result<u8, Failure> {
         new_runtime()?.block_on(watch::watch(&self.root, options))
+    }
+
+    fn dashboard(&self, _port: u16) -> Result<u8, Failure> {
+        let (endpoint, token) = jobdir::look_up(&self.root).map_err(|error| match error {
+            LookupError::NotRunning { .. } => Failure::failed(format!(
+                "{error}; `elasticdl report {} --html FILE` writes its page",
+                quoted(&self.root)
+            )),
+            error => Failure::usage(error.to_string()),
+        })?;
+        let address = endpoint.dashboard.ok_or_else(|| {
+            Failure::failed(format!(
+                "the job in {} was started with --dashboard-port none",
+                self.root.display()
+            ))
+        })?;
+        print(&format!("{}\n", DashboardKey::of(&token).link(address)))
+    }
+
+    fn report(&self) -> Result<String, Failure> {
+        report::report(&self.root)
     }
 
     fn scale(&self, num_workers: u32) -> Result<u32, Failure> {
@@ -74,6 +116,21 @@ impl JobHandle for LocalHandle {
                 tokio::time::sleep(CHECKPOINT_POLL).await;
             }
         })
+    }
+
+    fn set_suspended(&self, suspend: bool) -> Result<String, Failure> {
+        let answer = new_runtime()?.block_on(async {
+            let mut connection = self.connect().await?;
+            let request = SuspendRequest { suspend };
+            let answer =
+                connection.request(request, async |client, request| client.suspend(request).await);
+            answer.await.map_err(|status| self.refused(status))
+        })?;
+        Ok(describe_suspension(
+            &format!("the job in {}", self.root.display()),
+            suspend,
+            answer.unchanged,
+        ))
     }
 
     fn stop(&self) -> Result<String, Failure> {

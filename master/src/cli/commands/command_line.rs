@@ -2,21 +2,30 @@
 
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 
 use super::checkpoint::{self, CheckpointArgs};
+use super::completions::{self, CompletionsArgs};
+use super::convert::{self, ConvertArgs};
+use super::dashboard::{self, DashboardArgs};
 use super::delete::{self, DeleteArgs};
+use super::doctor::{self, DoctorArgs};
 use super::evaluate::{self, EvaluateArgs};
 use super::list::{self, ListArgs};
 use super::logs::{self, LogsArgs};
+use super::man::{self, ManArgs};
 use super::master::{self, MasterArgs};
 use super::predict::{self, PredictArgs};
+use super::report::{self, ReportArgs};
+use super::resume::{self, ResumeArgs};
 use super::scale::{self, ScaleArgs};
 use super::status::{self, StatusArgs};
 use super::stop::{self, StopArgs};
+use super::suspend::{self, SuspendArgs};
 use super::train::{self, TrainArgs};
 use super::zoo::{self, ZooArgs};
-use crate::cli::process::print_error;
+use crate::cli::args::{Arguments, PRINT_CONFIG, to_config_file};
+use crate::cli::process::{Failure, print, print_error, print_line};
 
 /// Elastic synchronous training: workers join and leave at any time, and every record counts
 /// exactly once.
@@ -27,7 +36,7 @@ use crate::cli::process::print_error;
 #[derive(Debug, Parser)]
 #[command(
     name = "elasticdl",
-    version,
+    version = env!("ELASTICDL_VERSION"),
     max_term_width = 100,
     after_help = "See `elasticdl COMMAND --help` for options and examples."
 )]
@@ -42,9 +51,22 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Write a checkpoint of a running job now, wait for it, and print its location.
     Checkpoint(CheckpointArgs),
+    /// Print a script that completes the commands and options of `elasticdl` in a shell.
+    Completions(CompletionsArgs),
+    /// Write the model of a checkpoint as a safetensors file.
+    Convert(ConvertArgs),
+    /// Open the dashboard of a running job: print the link of its page.
+    ///
+    /// The page shows progress, curves, memberships, workers, where time went, and events, and can
+    /// scale and stop the job. The master of a local job serves it on 127.0.0.1. The link contains
+    /// a key: those who have it see and command the job.
+    Dashboard(DashboardArgs),
     /// Delete a job: its objects and pods in a cluster, or the files that it has written to its
     /// directory.
     Delete(DeleteArgs),
+    /// Check whether jobs can run on this machine and in the cluster, and say how to mend what is
+    /// missing.
+    Doctor(DoctorArgs),
     /// Evaluate a model: compute the means of its metrics over a data set.
     ///
     /// PROGRAM is your training program, and the model one that it has trained and exported.
@@ -55,6 +77,9 @@ pub(crate) enum Command {
     List(ListArgs),
     /// Print the logs of a job's master or of one of its workers.
     Logs(LogsArgs),
+    /// Write the manual pages of all commands to a folder.
+    #[command(hide = true)]
+    Man(ManArgs),
     /// Run the master of a job in its pod. The pod of `elasticdl train --image` runs this command.
     #[command(hide = true)]
     Master(MasterArgs),
@@ -64,21 +89,34 @@ pub(crate) enum Command {
     /// Workers lease shards of the data one by one and write a file for each. A worker that is
     /// killed is replaced, and every record gets exactly one row.
     Predict(Box<PredictArgs>),
+    /// Write the dashboard of a job that has ended as one file.
+    Report(ReportArgs),
+    /// Resume a suspended job: start workers, which continue from its newest checkpoint.
+    ///
+    /// (A job whose master died is resumed by `elasticdl train --resume`.)
+    Resume(ResumeArgs),
     /// Change the number of workers of a running job.
     ///
     /// The master starts workers, or releases the newest ones at the end of a step. No step is lost
     /// either way.
     Scale(ScaleArgs),
-    /// Show the status of a running job.
+    /// Show the status of a running job, or the summary of a job that has ended.
     Status(StatusArgs),
     /// Stop a running job at the end of its current step.
     Stop(StopArgs),
+    /// Suspend a running job: write a checkpoint, end its workers, and keep its master waiting.
+    ///
+    /// The workers end at the end of a step, once a checkpoint of that step is written, so nothing
+    /// is trained twice. `elasticdl status` then says `suspended`; `elasticdl resume` continues.
+    /// Evaluate and predict jobs need no checkpoint: shards that are not done are processed again.
+    Suspend(SuspendArgs),
     /// Train a model: start a job, show its progress, wait for its end.
     ///
     /// PROGRAM is your training program, built with the elasticdl worker library. It is started
-    /// once per worker. The master publishes the membership of the group and leases shards of the
-    /// data; the workers take every step together. A worker that crashes or is killed is replaced
-    /// while the others continue, and every record of an epoch still counts exactly once.
+    /// once per worker. The master publishes the membership of the group; the workers divide the
+    /// records of every step among themselves, and take it together. A worker that crashes or is
+    /// killed is replaced while the others continue, and every record of an epoch still counts
+    /// exactly once.
     Train(Box<TrainArgs>),
     /// Create a crate for a model of your own, and build its image.
     Zoo(ZooArgs),
@@ -87,24 +125,56 @@ pub(crate) enum Command {
 /// Runs the command that the arguments of this process name. Returns its exit code.
 #[must_use]
 pub fn main() -> ExitCode {
-    let code = match Cli::parse().command {
-        Command::Checkpoint(args) => checkpoint::checkpoint(&args),
-        Command::Delete(args) => delete::delete(&args),
-        Command::Evaluate(args) => evaluate::evaluate(*args),
-        Command::List(args) => list::list(&args),
-        Command::Logs(args) => logs::logs(&args),
-        Command::Master(args) => master::master(&args),
-        Command::Predict(args) => predict::predict(*args),
-        Command::Scale(args) => scale::scale(&args),
-        Command::Status(args) => status::status(&args),
-        Command::Stop(args) => stop::stop(&args),
-        Command::Train(args) => train::train(*args),
-        Command::Zoo(args) => zoo::zoo(&args),
-    };
-    ExitCode::from(code.unwrap_or_else(|error| {
+    ExitCode::from(run().unwrap_or_else(|error| {
         print_error(&error.text);
         error.code
     }))
+}
+
+fn run() -> Result<u8, Failure> {
+    let mut cli = Cli::command();
+    cli.build();
+    let arguments = Arguments::read(std::env::args_os().collect(), &cli)?;
+    let matches = match Cli::command().try_get_matches_from(&arguments.all) {
+        Ok(matches) => matches,
+        Err(error) => {
+            if let Some(origin) = arguments.origin(&error) {
+                print_line(&format!("{origin}:"));
+            }
+            error.exit()
+        }
+    };
+    if let Some((name, matches)) = matches.subcommand().filter(|(_, job)| prints_config(job)) {
+        let command = cli.find_subcommand(name).expect("clap has found it");
+        return print(&to_config_file(command, matches)?);
+    }
+    match Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit()).command {
+        Command::Checkpoint(args) => checkpoint::checkpoint(&args),
+        Command::Completions(args) => completions::completions(&args, Cli::command()),
+        Command::Convert(args) => convert::convert(&args),
+        Command::Dashboard(args) => dashboard::dashboard(&args),
+        Command::Delete(args) => delete::delete(&args),
+        Command::Doctor(args) => doctor::doctor(&args),
+        Command::Evaluate(args) => evaluate::evaluate(*args),
+        Command::List(args) => list::list(&args),
+        Command::Logs(args) => logs::logs(&args),
+        Command::Man(args) => man::man(&args, Cli::command()),
+        Command::Master(args) => master::master(&args),
+        Command::Predict(args) => predict::predict(*args),
+        Command::Report(args) => report::report(&args),
+        Command::Resume(args) => resume::resume(&args),
+        Command::Scale(args) => scale::scale(&args),
+        Command::Status(args) => status::status(&args),
+        Command::Stop(args) => stop::stop(&args),
+        Command::Suspend(args) => suspend::suspend(&args),
+        Command::Train(args) => train::train(*args),
+        Command::Zoo(args) => zoo::zoo(&args),
+    }
+}
+
+/// Whether `--print-config` is given to a command that has it.
+fn prints_config(matches: &ArgMatches) -> bool {
+    matches!(matches.try_get_one::<bool>(PRINT_CONFIG), Ok(Some(true)))
 }
 
 /// The job that `line`, without the program's name, would start.

@@ -34,6 +34,9 @@ Example:
 The result is the mean of each metric over all records: `metrics` in the summary. It is
 bit-identical for any number of workers, also if workers are killed.
 
+A PyTorch model is evaluated by a program of its own, which loads the file of --export with
+elasticdl.torch.load(net, path): `elasticdl zoo init --python` writes one.
+
 Exit codes: those of `elasticdl train`.";
 
 #[cfg(test)]
@@ -62,11 +65,15 @@ mod tests {
             "checkpoint-dir",
             "checkpoint-every",
             "checkpoint-keep",
+            "deterministic",
             "early-stopping",
             "evaluate-every",
             "export",
+            "export-best",
             "global-batch-size",
+            "link-encryption",
             "max-steps",
+            "micro-batch",
             "min-workers",
             "no-shuffle",
             "num-epochs",
@@ -76,8 +83,11 @@ mod tests {
             "resume-from",
             "seed",
             "shuffle",
+            "shuffle-buffer",
+            "success-policy",
             "training-data",
             "validation-data",
+            "validation-split",
             "wire-dtype",
         ];
         assert_eq!(
@@ -85,7 +95,7 @@ mod tests {
             "the group of a new option decides to which commands it belongs"
         );
         let own: Vec<&str> = evaluate.difference(&train).map(String::as_str).collect();
-        assert_eq!(own, ["data", "model"]);
+        assert_eq!(own, ["data", "model", "records-per-shard"]);
         let more: Vec<&str> = predict.difference(&evaluate).map(String::as_str).collect();
         assert_eq!(more, ["format", "predictions"]);
     }

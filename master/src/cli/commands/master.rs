@@ -79,8 +79,10 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
         Leader { args, cluster: &cluster, anchor: &anchor, http: &http, give_up: &give_up };
     let leading = leader.run(lease.guard(), send_persisted);
     tokio::pin!(leading);
+    let standby = succession::keep_standby(&cluster, &meta, &args.pod, lease.guard());
     let code = tokio::select! {
         code = &mut leading => code,
+        never = standby => match never {},
         holder = lease.lost() => {
             // The workers belong to the other master now: none is deleted.
             warn!(holder, "another master holds the job's lease; this one ends");

@@ -5,11 +5,13 @@ mod cluster_job;
 mod dry_run;
 mod local_job;
 mod local_master;
+mod page;
 mod request;
 mod signals;
 
 use std::path::Path;
 
+pub(super) use local_job::find_program;
 pub(super) use request::{StartRequest, WorkOptions};
 
 use crate::cli::args::{JobOptions, OutputOptions};
@@ -23,7 +25,8 @@ pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
     if request.job.dry_run {
         return dry_run::show(request);
     }
-    if request.job.detach {
+    // The process in the background reads the same file of options.
+    if request.job.detach && !background::is_background() {
         return background::start(request);
     }
     background::leave_terminal()?;
@@ -36,9 +39,9 @@ pub(super) fn resume(
     options: &JobOptions,
     output: &OutputOptions,
 ) -> Result<u8, Failure> {
-    if options.detach {
+    if options.detach && !background::is_background() {
         return background::resume(job, output.quiet);
     }
     background::leave_terminal()?;
-    local_master::resume(job, output.quiet)
+    local_master::resume(job, output.console())
 }

@@ -1,4 +1,5 @@
-//! `elasticdl status`: the status of a running job, once or until it ends.
+//! `elasticdl status`: the status of a running job, once or until it ends, or the summary of an
+//! ended one.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -47,24 +48,34 @@ pub(crate) struct StatusArgs {
 
 const AFTER_HELP: &str = "\
 JSON (keys are stable; null for values that do not apply or are not known yet):
-  job, state            state: starting, resuming (after the master died), waiting (too few
-                        workers), running, stopping, ending; with --watch at last: completed,
-                        failed, refused, stopped
+  job, state            state: queued (by a scheduler with queues), starting, resuming (after the
+                        master died), waiting (too few workers), running, suspending, suspended,
+                        stopping, ending; with --watch at last: completed, failed, refused, stopped
   progress              0 to 1
   generation, step      the newest membership; steps committed
   epoch, epochs         the first epoch that is not complete, from 0; number of epochs
-  records_counted, records_expected
-                        records absorbed by the parameters; records of all epochs
+  records_counted, records_expected, records_repeated
+                        records absorbed by the parameters; records of all epochs; records
+                        absorbed more than once
   records_per_s, loss   over the last seconds; mean per record, smoothed
-  shards                {todo, leased, done} of this epoch: done is absorbed as a whole; leased has
-                        records leased to a connected worker; todo is the rest
+  learning_rate, eta_s  of the last step; seconds to the end of the data or of --max-steps at the
+                        present speed
+  shards                {todo, leased, done} of an evaluate or predict job; otherwise null
   workers_desired       number of workers to keep running
-  workers[]             {worker, pid, rank, state, step, compute_us, straggler, leased_records};
-                        compute_us: time in the model's code in the last reported step; straggler:
-                        the median of the last 7 such times is over 1.5 times the members' median
-                        and over 5 ms more; in a cluster also {pod, node}
+  workers[]             {worker, pid, rank, state, step, compute_us, share, input_us, limited_by,
+                        straggler, leased_records}; compute_us: time in the model's code in the
+                        last reported step; share: its part of that step's records; input_us: wait
+                        for them to be read; limited_by: what took longest: compute, input, network
+                        (the wait for others, and the transfer); straggler: the median of the last 7
+                        such times, for an equal part of the records, is over 1.5 times the members'
+                        median and over 5 ms more; leased_records: of an evaluate or predict job; in a
+                        cluster also {pod, node}
+  workers_disconnected[]
+                        {worker, rank, disconnected_s} of workers without contact to the master that
+                        are not lost: the group may train on with them; disconnected_s: seconds
+                        since the last message or the end of the stream
   workers_pending[]     {launch, slot, state, reason} of workers that are not connected yet; state:
-                        requested, unschedulable, starting
+                        requested, queued, unschedulable, starting
   priority_tiers[]      {class, launches, workers}: workers started and connected per priority class
   allreduce_transport   transport of the gradient all-reduce, as text
   evaluated             {step, records, metrics: {name: mean}} of the newest evaluation; or null
@@ -77,8 +88,9 @@ JSON (keys are stable; null for values that do not apply or are not known yet):
   events_at_s[]         in a cluster: age of the job at each event, in seconds
 
 Exit codes:
-  0    the status was printed; with --watch: the job has ended, in whatever state
-  1    the job is not running, or no master has appeared in time
+  0    the status was printed, or the summary of a job that has ended; with --watch: the job has
+       ended, in whatever state
+  1    the job is not running (with --json also if it has ended), or no master has appeared in time
   2    invalid command line, or no such job";
 
 /// Prints a job's status. Returns the exit code.
@@ -87,6 +99,9 @@ pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
     let &StatusArgs { json, interval, master_timeout, .. } = args;
     if args.watch {
         return job.watch(&WatchOptions { interval, master_timeout, json });
+    }
+    if !json && let Some(summary) = job.ended()? {
+        return print(&summary);
     }
     let status = job.status()?;
     print(&if json { status.to_pretty_json() } else { to_table(&status) })

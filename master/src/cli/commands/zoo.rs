@@ -1,14 +1,14 @@
-//! `elasticdl zoo`: creates a crate for a model and builds its image.
+//! `elasticdl zoo`: creates a crate or a Python project for a model, and builds its image.
 //!
-//! `init` writes a crate with a model, its tests, data and a Dockerfile, from the templates in
-//! `master/templates/model-crate`. `build` and `push` call an installed container tool. There is no
-//! state outside the crate: `build` reads the Dockerfile.
+//! `init` writes a model, data and a Dockerfile, from the templates in `master/templates`. `build`
+//! and `push` call an installed container tool. There is no state outside the crate: `build` reads
+//! the Dockerfile.
 
 mod source;
+mod templates;
 mod tool;
 
 use std::ffi::OsString;
-use std::fmt::Write as _;
 use std::fs;
 use std::io::{Write as _, stdout};
 use std::path::{Path, PathBuf};
@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Subcommand};
 
 use source::Source;
+use templates::Template;
 use tool::Tool;
 
 use crate::cli::args::parse_job_name;
@@ -33,12 +34,12 @@ pub(crate) struct ZooArgs {
 /// Commands of `elasticdl zoo`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ZooCommand {
-    /// Build the image of a crate from its Dockerfile.
+    /// Build the image of a model from its Dockerfile.
     Build(BuildArgs),
     /// Create a crate with a small model as a starting point.
     ///
-    /// It has tests, sample data, a Dockerfile and a README with the commands to train it. Existing
-    /// files are not overwritten.
+    /// It has a Dockerfile and a README with the commands to train it; most templates have sample
+    /// data. Existing files are not overwritten.
     Init(InitArgs),
     /// Push an image to its registry.
     Push(PushArgs),
@@ -47,11 +48,19 @@ pub(crate) enum ZooCommand {
 /// Arguments of `elasticdl zoo init`.
 #[derive(Args, Debug)]
 pub(crate) struct InitArgs {
-    /// Folder of the crate, created if it does not exist.
+    /// Folder of the crate or project, created if it does not exist.
     #[arg(value_name = "PATH", default_value = ".")]
     pub(crate) path: PathBuf,
 
-    /// Name of the crate. [default: the name of the folder]
+    /// The model to start from.
+    #[arg(long, value_enum, default_value_t = Template::Linear)]
+    pub(crate) template: Template,
+
+    /// Create a Python project with a PyTorch model: --template python.
+    #[arg(long, conflicts_with = "template")]
+    pub(crate) python: bool,
+
+    /// Name of the crate or project. [default: the name of the folder]
     #[arg(long, value_name = "NAME", value_parser = parse_name)]
     pub(crate) name: Option<String>,
 
@@ -117,7 +126,8 @@ fn init(args: &InitArgs) -> Result<u8, Failure> {
         None => name_of(&args.path)?,
     };
     let source = args.elasticdl.clone().unwrap_or_else(Source::own);
-    let files = files(&name, &source);
+    let template = if args.python { Template::Python } else { args.template };
+    let files = template.files(&name, &source);
     let existing: Vec<_> = files
         .iter()
         .filter(|(file, _)| fs::symlink_metadata(args.path.join(file)).is_ok())
@@ -144,41 +154,12 @@ fn init(args: &InitArgs) -> Result<u8, Failure> {
     Ok(EXIT_OK)
 }
 
-/// Files of the crate, with their contents.
-fn files(name: &str, source: &Source) -> [(&'static str, String); 6] {
-    let fill = |template: &str| {
-        let filled =
-            template.replace("{{name}}", name).replace("{{dependency}}", &source.dependency());
-        filled.replace("{{sources}}", &source.copies()).replace("{{command}}", &source.command())
-    };
-    [
-        ("Cargo.toml", fill(include_str!("../../../templates/model-crate/Cargo.toml.template"))),
-        ("src/main.rs", fill(include_str!("../../../templates/model-crate/src/main.rs"))),
-        ("data/points.csv", points()),
-        ("Dockerfile", fill(include_str!("../../../templates/model-crate/Dockerfile"))),
-        (".dockerignore", fill(include_str!("../../../templates/model-crate/dockerignore"))),
-        ("README.md", fill(include_str!("../../../templates/model-crate/README.md"))),
-    ]
-}
-
-/// Points near y = 2·x - 0.5, the same each time.
-fn points() -> String {
-    let mut text = String::from("x,y\n");
-    for i in 0..400_i32 {
-        let x = f64::from(i) / 200.0 - 1.0;
-        // Residues modulo a prime, as deterministic noise.
-        let noise = f64::from(i * 7919 % 101 - 50) / 1000.0;
-        writeln!(text, "{x:.3},{:.3}", 2.0 * x - 0.5 + noise).expect("a string takes all text");
-    }
-    text
-}
-
 fn build(args: &BuildArgs) -> Result<u8, Failure> {
     let dockerfile = args.path.join("Dockerfile");
     let text = fs::read_to_string(&dockerfile).map_err(|error| {
         let at = args.path.display();
         Failure::usage(format!(
-            "can't read {}: {error}; PATH must be a crate's folder, for example one that \
+            "can't read {}: {error}; PATH must be a model's folder, for example one that \
              `elasticdl zoo init {at}` makes",
             dockerfile.display()
         ))
@@ -276,17 +257,6 @@ mod tests {
         assert_eq!(parse_name("my-model2"), Ok("my-model2".into()));
         for bad in ["", "My", "2d", "a_b", "a.b", "test", "match", "a-", "ä"] {
             assert!(parse_name(bad).is_err(), "{bad}");
-        }
-    }
-
-    #[test]
-    fn every_placeholder_of_the_templates_is_filled() {
-        let sources =
-            ["0.1", "https://example.com/e.git#v1", concat!(env!("CARGO_MANIFEST_DIR"), "/..")];
-        for source in sources {
-            for (file, text) in files("my-model", &Source::parse(source).unwrap()) {
-                assert!(!text.contains("{{") && !text.contains("}}"), "{source}: {file}: {text}");
-            }
         }
     }
 }

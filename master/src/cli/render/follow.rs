@@ -6,7 +6,7 @@ use elasticdl_proto::Status;
 use tokio::time::Instant;
 
 use crate::job::Time;
-use crate::progress::{Progress, ProgressLine, format_rate};
+use crate::progress::{LogFormat, Progress, ProgressLine};
 
 /// Prints the changes between statuses.
 pub(crate) struct Printer {
@@ -19,8 +19,9 @@ pub(crate) struct Printer {
 }
 
 impl Printer {
-    pub(crate) fn new(quiet: bool) -> Self {
-        let progress = if quiet { Progress::quiet() } else { Progress::on_stderr() };
+    /// Prints nothing without a format.
+    pub(crate) fn new(format: Option<LogFormat>) -> Self {
+        let progress = format.map_or_else(Progress::quiet, Progress::on_stderr);
         Self {
             progress,
             start: Instant::now(),
@@ -62,7 +63,7 @@ impl Printer {
             }
         }
         self.events_emitted = status.events_emitted;
-        self.progress.show_line(self.now(), glance(&status));
+        self.progress.show_line(self.now(), ProgressLine::of(&status));
         self.events = status.events;
     }
 
@@ -78,20 +79,6 @@ impl Printer {
             self.progress.notice(time, text.into());
         }
     }
-}
-
-fn glance(status: &Status) -> ProgressLine {
-    let members = status.workers.iter().filter(|worker| worker.rank.is_some()).count();
-    let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
-    let text = format!(
-        "{} · step {}{loss} · {} records/s · workers {members} of {} · generation {}",
-        status.state,
-        status.step,
-        format_rate(status.records_per_s),
-        status.workers_desired,
-        status.generation
-    );
-    ProgressLine { progress: status.progress, step: status.step, text }
 }
 
 /// Lines of `now` that `before` does not have; both are the newest lines of one event log.

@@ -23,6 +23,11 @@ pub(crate) fn to_json(summary: &Summary) -> Vec<u8> {
     json
 }
 
+/// The summary as JSON in one line.
+pub(crate) fn to_json_line(summary: &Summary) -> String {
+    serde_json::to_string(summary).expect("a summary's keys are strings") + "\n"
+}
+
 /// The summary as JSON of at most `bytes` (at least 128 KiB): indented if it fits, else in one
 /// line, else with shortened lists. The fields about the end of the job are always retained.
 pub(crate) fn into_json_within(mut summary: Summary, bytes: usize) -> String {
@@ -31,9 +36,7 @@ pub(crate) fn into_json_within(mut summary: Summary, bytes: usize) -> String {
     if pretty.len() <= bytes {
         return pretty;
     }
-    let line =
-        |summary: &Summary| serde_json::to_string(summary).expect("a summary's keys are strings");
-    let mut json = line(&summary);
+    let mut json = to_json_line(&summary);
     while json.len() > bytes {
         let evaluations = summary.evaluations.as_mut().map(|known| &mut known.all);
         let lengths = [
@@ -54,9 +57,9 @@ pub(crate) fn into_json_within(mut summary: Summary, bytes: usize) -> String {
         if let Some(known) = &mut summary.checkpoints {
             known.restored.drain(..lengths[3].div_ceil(2));
         }
-        json = line(&summary);
+        json = to_json_line(&summary);
     }
-    json + "\n"
+    json
 }
 
 /// The summary as a table.
@@ -69,6 +72,9 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     line(out, &format!("job {}: {} after {:.2} s", summary.job, summary.state, summary.wall_s));
     if let Some(error) = &summary.error {
         row(out, "error", &one_line(error));
+    }
+    if let Some(reason) = &summary.stop_reason {
+        row(out, "stopped by", &one_line(reason));
     }
     let records = &summary.records;
     row(out, "steps", &format!("{} ({} epochs complete)", summary.steps, summary.epochs));
@@ -95,8 +101,17 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     row(
         out,
         "throughput",
-        &format!("{} records/s, {:.1} steps/s", format_rate(rate.records_per_s), rate.steps_per_s),
+        &format!(
+            "{} records/s, {:.1} steps/s, all-reduce {:.1} ms",
+            format_rate(rate.records_per_s),
+            rate.steps_per_s,
+            rate.all_reduce_ms
+        ),
     );
+    if rate.storage_wait_s > 0.0 {
+        let waited = format!("{:.1} s of waits of workers", rate.storage_wait_s);
+        row(out, "storage", &waited);
+    }
     let workers = &summary.workers;
     let counts =
         format!("peak {}, final {}, {} restarts", workers.peak, workers.last, workers.restarts);
@@ -107,10 +122,21 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     if let Some(known) = &summary.evaluations {
         row(out, "evaluations", &evaluations(known));
     }
+    let best = summary.evaluations.as_ref().and_then(|known| known.best.as_ref());
+    if let Some(path) = best.and_then(|best| best.export.as_deref()) {
+        row(out, "best model", &one_line(path));
+    }
     if let Some(known) = &summary.checkpoints {
         row(out, "checkpoints", &checkpoints(known));
     }
     write_memberships(out, &summary.memberships);
+    if let Some(skipped) = &summary.records_skipped {
+        let counts = format!("{} bad, {} with nulls", skipped.bad, skipped.nulls);
+        row(out, "left out", &counts);
+        for text in &skipped.first {
+            line(out, &format!("    {}", one_line(text)));
+        }
+    }
     for failed in &summary.failed_shards {
         let what = format!(
             "{} records {}..{} (epoch {})",
@@ -254,7 +280,7 @@ const MEMBERSHIPS_MAX: usize = 20;
 
 #[cfg(test)]
 mod tests {
-    use elasticdl_proto::{Generation, WorkerId};
+    use elasticdl_proto::{Generation, SkippedRecords, WorkerId};
 
     use super::*;
     use crate::job::{
@@ -293,7 +319,12 @@ mod tests {
             workers: WorkersSummary { peak: 2, last: 2, restarts: 1 },
             memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
             loss: LossSummary { first: Some(2.0), last: Some(0.5) },
-            throughput: ThroughputSummary { records_per_s: 250.0, steps_per_s: 66.6 },
+            throughput: ThroughputSummary {
+                records_per_s: 250.0,
+                steps_per_s: 66.6,
+                all_reduce_ms: 2.25,
+                storage_wait_s: 0.0,
+            },
             allreduce_transport: None,
             evaluations: Some(EvaluationsSummary {
                 all: vec![Evaluated {
@@ -301,7 +332,12 @@ mod tests {
                     records: 5,
                     metrics: [("loss".into(), Some(0.75))].into(),
                 }],
-                best: Some(BestEvaluation { step: 40, metric: "loss".into(), value: 0.5 }),
+                best: Some(BestEvaluation {
+                    step: 40,
+                    metric: "loss".into(),
+                    value: 0.5,
+                    export: Some("/best.safetensors".into()),
+                }),
                 stopped_early: true,
             }),
             checkpoints: Some(CheckpointsSummary {
@@ -323,9 +359,11 @@ mod tests {
                 end: 7,
                 error: "bad\nlabel".into(),
             }],
+            records_skipped: None,
             steps_skipped: 0,
             state_lost: None,
             error: None,
+            stop_reason: None,
             model_summary: Some("accuracy 0.9\nfine".into()),
             metrics: Some([("accuracy".into(), Some(0.875)), ("norm".into(), None)].into()),
             output: Some("/out".into()),
@@ -343,10 +381,11 @@ job mnist: completed after 1.50 s
   steps         100 (2 epochs complete)
   records       20 expected, 20 counted, 0 missing, 0 repeated
   loss          2.0000 -> 0.5000
-  throughput    250 records/s, 66.6 steps/s
+  throughput    250 records/s, 66.6 steps/s, all-reduce 2.2 ms
   workers       peak 2, final 2, 1 restarts
   digest        00ff00ff00ff00ff
   evaluations   step 90: loss 0.7500; best at step 40: loss 0.5000; stopped early
+  best model    /best.safetensors
   checkpoints   3 written, newest from step 100, 1 failed, resumed from step 40 (2 steps lost)
   memberships   generation  cause  workers     at step     gap ms
                          1  start        2          40          -
@@ -387,6 +426,23 @@ job mnist: completed after 1.50 s
         assert_eq!((warnings.len(), warnings[0].as_str()), (3, first));
         assert!(warnings[1].contains("disk full; there is none"), "{warnings:?}");
         assert_eq!(super::warnings(&summary()), [""; 0]);
+    }
+
+    #[test]
+    fn waits_for_storage_are_shown_if_there_were_any() {
+        let throughput = ThroughputSummary { storage_wait_s: 61.25, ..summary().throughput };
+        let out = to_table(&Summary { throughput, ..summary() }, Paths::default());
+        assert!(out.contains("\n  storage       61.2 s of waits of workers\n"), "{out}");
+    }
+
+    #[test]
+    fn records_that_were_left_out_are_listed() {
+        let first = vec!["a.csv line 3: column \"y\" is \"\x1b\"".into()];
+        let skipped = SkippedRecords { bad: 7, nulls: 2, first };
+        let out =
+            to_table(&Summary { records_skipped: Some(skipped), ..summary() }, Paths::default());
+        assert!(out.contains("\n  left out      7 bad, 2 with nulls\n    a.csv line 3: "), "{out}");
+        assert!(!out.contains('\x1b'), "{out}");
     }
 
     #[test]

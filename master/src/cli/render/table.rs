@@ -2,11 +2,13 @@
 
 use std::fmt::Write as _;
 
-use elasticdl_proto::{CheckpointsSummary, Evaluated, ShardCounts, Status, WorkerStatus};
+use elasticdl_proto::{
+    CheckpointsSummary, DisconnectedStatus, Evaluated, ShardCounts, Status, WorkerStatus,
+};
 
 use super::summary::{MEMBERSHIP_COLUMNS, membership};
 use crate::job::format_metrics;
-use crate::progress::{format_rate, one_line};
+use crate::progress::{format_duration, format_learning_rate, format_rate, one_line};
 
 /// The status as a table.
 pub(crate) fn to_table(status: &Status) -> String {
@@ -25,9 +27,13 @@ pub(crate) fn to_table(status: &Status) -> String {
     row("step", &status.step.to_string());
     row("records", &format!("{} of {}", status.records_counted, status.records_expected));
     if let Some(loss) = status.loss {
-        row("loss", &format!("{loss:.4}"));
+        let rate = status.learning_rate.map(format_learning_rate);
+        let rate = rate.map(|rate| format!(", learning rate {rate}")).unwrap_or_default();
+        row("loss", &format!("{loss:.4}{rate}"));
     }
-    row("speed", &format!("{} records/s", format_rate(status.records_per_s)));
+    let left = status.eta_s.map(format_duration);
+    let left = left.map(|left| format!(", {left} left")).unwrap_or_default();
+    row("speed", &format!("{} records/s{left}", format_rate(status.records_per_s)));
     if let Some(allreduce_transport) = &status.allreduce_transport {
         row("all-reduce", &one_line(allreduce_transport));
     }
@@ -37,10 +43,14 @@ pub(crate) fn to_table(status: &Status) -> String {
     if !status.workers.is_empty() {
         let process = if in_pods { "" } else { PROCESS_COLUMN };
         let pod = if in_pods { "  pod" } else { "" };
-        row("", &format!("worker  {process}{WORKER_COLUMNS}  records leased{pod}"));
+        let leased = if has_leases(&status.workers) { LEASED_COLUMN } else { "" };
+        row("", &format!("worker  {process}{WORKER_COLUMNS}{leased}{pod}"));
     }
     for worker in &status.workers {
         row("", &worker_row(worker, in_pods));
+    }
+    for (index, worker) in status.workers_disconnected.iter().enumerate() {
+        row(if index == 0 { "disconnected" } else { "" }, &disconnected_row(worker));
     }
     for (index, launch) in status.workers_pending.iter().enumerate() {
         let reason = launch.reason.as_deref().map(|why| format!(": {}", one_line(why)));
@@ -84,6 +94,13 @@ fn checkpoints_row(known: &CheckpointsSummary) -> String {
     format!("{newest} in {}{}", known.dir.as_deref().unwrap_or_default(), error.unwrap_or_default())
 }
 
+/// A worker without contact to the master.
+fn disconnected_row(worker: &DisconnectedStatus) -> String {
+    let DisconnectedStatus { worker, rank, disconnected_s } = worker;
+    let rank = rank.map(|rank| format!(" (rank {rank})")).unwrap_or_default();
+    format!("worker {worker}{rank} for {disconnected_s:.1} s")
+}
+
 /// One worker as a row. In a cluster the row has the pod instead of the process id, which is the
 /// same in all pods.
 fn worker_row(worker: &WorkerStatus, in_pods: bool) -> String {
@@ -92,21 +109,31 @@ fn worker_row(worker: &WorkerStatus, in_pods: bool) -> String {
     let process = if in_pods { String::new() } else { format!("{:>8}  ", worker.pid) };
     let node = worker.node.as_deref().map(|node| format!(" on {node}")).unwrap_or_default();
     let pod = worker.pod.as_deref().map(|pod| format!("  {pod}{node}")).unwrap_or_default();
+    let share = worker.share.map_or_else(|| "-".into(), |part| format!("{:.0} %", part * 100.0));
+    let leased = worker.leased_records.map(|records| format!("  {records:>14}"));
     format!(
-        "{:>6}  {process}{:>4}  {:<10}  {:>8}  {:>8.1}  {:>14}{pod}{}",
+        "{:>6}  {process}{:>4}  {:<10}  {:>8}  {:>8.1}  {:>5}  {:<7}{}{pod}{}",
         worker.worker,
         or_dash(worker.rank.map(u64::from)),
         worker.state,
         or_dash(worker.step),
         worker.compute_us as f64 / 1000.0,
-        worker.leased_records,
+        share,
+        worker.limited_by.as_deref().unwrap_or("-"),
+        leased.unwrap_or_default(),
         if worker.straggler { "  straggler" } else { "" }
     )
 }
 
+/// Whether records are leased to workers, as in an inference job.
+fn has_leases(workers: &[WorkerStatus]) -> bool {
+    workers.iter().any(|worker| worker.leased_records.is_some())
+}
+
 const MEMBERSHIPS_SHOWN: usize = 5;
 const PROCESS_COLUMN: &str = "     pid  ";
-const WORKER_COLUMNS: &str = "rank  state           step   ms/step";
+const WORKER_COLUMNS: &str = "rank  state           step   ms/step  share  limit  ";
+const LEASED_COLUMN: &str = "  records leased";
 
 #[cfg(test)]
 pub(crate) mod tests {
@@ -124,7 +151,10 @@ pub(crate) mod tests {
             rank,
             state: "training".into(),
             compute_us: 1500,
-            leased_records: 64,
+            share: rank.map(|_| 0.5),
+            input_us: 100,
+            limited_by: rank.map(|_| "compute".into()),
+            leased_records: None,
             step: rank.map(|_| 10),
             straggler: worker == 1,
             pod: None,
@@ -171,17 +201,25 @@ pub(crate) mod tests {
             epochs: 3,
             records_counted: 640,
             records_expected: 1920,
+            records_repeated: 0,
             loss: Some(0.25),
+            learning_rate: Some(0.001),
+            eta_s: Some(64.0),
             records_per_s: 20_000.0,
             steps_skipped: 0,
             workers_desired: 2,
             workers: vec![worker(1, Some(0)), worker(2, None)],
             events: vec!["generation 2: 1 worker".into()],
             progress: 1.0 / 3.0,
-            shards: Some(ShardCounts { todo: 5, leased: 3, done: 2 }),
+            shards: None,
             memberships: vec![membership(1), recovered],
             events_emitted: 7,
             events_at_s: Vec::new(),
+            workers_disconnected: vec![DisconnectedStatus {
+                worker: WorkerId(9),
+                rank: Some(1),
+                disconnected_s: 12.34,
+            }],
             workers_pending: vec![LaunchStatus {
                 launch: LaunchId(3),
                 slot: 2,
@@ -212,17 +250,17 @@ pub(crate) mod tests {
 job          mnist
 state        running (33.3 %)
 epoch        1 of 3
-shards       5 to do, 3 leased, 2 done
 step         10
 records      640 of 1920
-loss         0.2500
-speed        20.0 k records/s
+loss         0.2500, learning rate 0.001
+speed        20.0 k records/s, 64 s left
 all-reduce   TCP
 generation   2
 workers      2 desired
-             worker       pid  rank  state           step   ms/step  records leased
-                  1        71     0  training          10       1.5              64  straggler
-                  2        72     -  training           -       1.5              64
+             worker       pid  rank  state           step   ms/step  share  limit
+                  1        71     0  training          10       1.5   50 %  compute  straggler
+                  2        72     -  training           -       1.5      -  -
+disconnected worker 9 (rank 1) for 12.3 s
 pending      worker 3 unschedulable: 0/1 nodes are available
 tiers        elasticdl-core 2/2, elasticdl-tier-1 0/1
 evaluated    step 9: accuracy 0.7500, loss 0.5000
@@ -237,16 +275,31 @@ events       generation 2: 1 worker
     }
 
     #[test]
+    fn an_inference_job_is_shown_with_its_shards_and_leases() {
+        let mut status = reply();
+        status.shards = Some(ShardCounts { todo: 5, leased: 3, done: 2 });
+        status.workers.truncate(1);
+        status.workers[0].leased_records = Some(64);
+        status.workers[0].state = "evaluating".into();
+        let table = to_table(&status);
+        let expected = "\
+             worker       pid  rank  state           step   ms/step  share  limit    records leased
+                  1        71     0  evaluating        10       1.5   50 %  compute              64  straggler
+";
+        assert!(table.contains("\nshards       5 to do, 3 leased, 2 done\n"), "{table}");
+        assert!(table.contains(expected), "{table}");
+    }
+
+    #[test]
     fn workers_in_a_cluster_are_shown_with_their_pods_and_nodes() {
         let mut status = reply();
         status.workers[0].pod = Some("mnist-w-1".into());
         status.workers[0].node = Some("node-7".into());
         let table = to_table(&status);
         let expected = "\
-             worker  rank  state           step   ms/step  records leased  pod
-                  1     0  training          10       1.5              64  \
-mnist-w-1 on node-7  straggler
-                  2     -  training           -       1.5              64
+             worker  rank  state           step   ms/step  share  limit    pod
+                  1     0  training          10       1.5   50 %  compute  mnist-w-1 on node-7  straggler
+                  2     -  training           -       1.5      -  -
 ";
         assert!(table.contains(expected), "{table}");
     }
@@ -260,61 +313,5 @@ mnist-w-1 on node-7  straggler
         let status = Status { memberships: many.collect(), ..reply() };
         let shown = to_table(&status).lines().filter(|line| line.contains("  lost  ")).count();
         assert_eq!((shown, status.memberships.len()), (5, 20));
-    }
-
-    #[test]
-    fn the_keys_of_the_json_are_stable() {
-        let json: serde_json::Value = serde_json::from_str(&reply().to_json_line()).unwrap();
-        let membership = |generation: u64| {
-            serde_json::json!({
-                "generation": generation, "cause": "lost", "world_size": 2, "at_step": 9,
-                "gap_ms": null, "detect_ms": null, "abort_ms": null, "agree_ms": null,
-                "connect_ms": null, "state_ms": null, "first_step_ms": null,
-                "lost": [3], "left": [4], "joined": [5],
-            })
-        };
-        let mut recovered = membership(2);
-        for (name, ms) in [
-            ("gap_ms", 3.0),
-            ("detect_ms", 0.1),
-            ("abort_ms", 0.2),
-            ("agree_ms", 0.3),
-            ("connect_ms", 0.4),
-            ("state_ms", 0.5),
-            ("first_step_ms", 1.5),
-        ] {
-            recovered[name] = ms.into();
-        }
-        let expected = serde_json::json!({
-            "job": "mnist", "run_id": "00000000-0000-0000-0000-000000000007",
-            "state": "running", "progress": 1.0 / 3.0, "generation": 2,
-            "step": 10, "epoch": 0, "epochs": 3, "records_counted": 640,
-            "records_expected": 1920, "records_per_s": 20_000.0,
-            "loss": 0.25, "steps_skipped": 0, "shards": {"todo": 5, "leased": 3, "done": 2},
-            "workers_desired": 2,
-            "workers": [
-                {"worker": 1, "pid": 71, "rank": 0, "state": "training", "step": 10,
-                 "compute_us": 1500, "straggler": true, "leased_records": 64},
-                {"worker": 2, "pid": 72, "rank": null, "state": "training", "step": null,
-                 "compute_us": 1500, "straggler": false, "leased_records": 64},
-            ],
-            "workers_pending": [
-                {"launch": 3, "slot": 2, "state": "unschedulable",
-                 "reason": "0/1 nodes are available"},
-            ],
-            "priority_tiers": [
-                {"class": "elasticdl-core", "launches": 2, "workers": 2},
-                {"class": "elasticdl-tier-1", "launches": 1, "workers": 0},
-            ],
-            "allreduce_transport": "TCP",
-            "evaluated": {"step": 9, "records": 50, "metrics": {"accuracy": 0.75, "loss": 0.5}},
-            "checkpoints": {
-                "dir": "s3://b/c", "newest": {"step": 9, "name": "step-9", "bytes": 400},
-                "saved": 2, "failed": 1, "damaged": 0, "error": "disk full", "restored": [],
-            },
-            "memberships": [membership(1), recovered],
-            "events": ["generation 2: 1 worker"], "events_emitted": 7,
-        });
-        assert_eq!(json, expected);
     }
 }

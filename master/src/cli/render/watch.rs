@@ -73,6 +73,7 @@ impl JobEnd {
             records_counted: self.records.counted,
             records_expected: self.records.expected,
             records_per_s: 0.0,
+            eta_s: None,
             workers: Vec::new(),
             ..last
         }
@@ -190,7 +191,7 @@ fn lines(status: &Status, reported: Option<&Reported>, now: &Reported) -> String
         Reported { events_emitted: now.events_emitted, ..reported.clone() } != *now
     });
     if has_moved {
-        let members = status.workers.iter().filter(|w| w.rank.is_some()).count();
+        let members = status.members().count();
         let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
         let named: Vec<String> =
             now.stragglers.iter().take(STRAGGLERS_NAMED).map(u64::to_string).collect();

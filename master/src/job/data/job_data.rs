@@ -1,36 +1,49 @@
-//! What is known of a job's data: its files, the leases on their records, and the group's progress.
+//! What is known of a job's data: its files, what is absorbed of them, and the shards of inference.
 
-use elasticdl_proto::{FileList, RecordRange};
+use elasticdl_proto::{FileList, Ledger, RecordRange, WorkerId};
 
-use super::lease_table::{LeaseTable, Share};
+use super::dataset::Dataset;
+use super::ledger_cache::LedgerCache;
 use super::results::{ShardResults, Sums};
+use super::shard_leases::ShardLeases;
 use super::shards::Shards;
-use crate::job::spec::{Batch, JobSpec};
+use crate::job::spec::JobSpec;
 
 /// The data of a job.
 #[derive(Debug, Default)]
 pub(crate) struct JobData {
-    /// The files and the leases on their records, once a worker has described the data set.
-    described: Option<(FileList, LeaseTable)>,
+    /// Set once a worker has described the data set.
+    described: Option<Described>,
     /// Results of an inference job's shards.
     results: ShardResults,
     /// Number of parameters that the first ready worker's model has.
     parameters: Option<u64>,
     /// Steps committed, as last reported.
     step: u64,
-    /// Number of workers to which records may be leased; updated when a worker comes or goes, not
-    /// at every lease.
-    eligible: u64,
+}
+
+/// A data set, and how far the job is.
+#[derive(Debug)]
+struct Described {
+    dataset: Dataset,
+    cache: LedgerCache,
+    /// `None` in a training job, whose workers divide the records among themselves.
+    shards: Option<ShardLeases>,
 }
 
 impl JobData {
-    /// Cuts the data set of `files` for the job `spec`.
+    /// Takes the data set of `files` for the job `spec`.
     ///
     /// # Errors
     /// Why the job can't run on it, for the user.
     pub(crate) fn describe(&mut self, files: FileList, spec: &JobSpec) -> Result<(), String> {
-        let leases = LeaseTable::new(Shards::cut(&files, spec)?, spec.epochs);
-        self.described = Some((files, leases));
+        let dataset = Dataset::new(files, spec)?;
+        let shards = match spec.work.trains() {
+            true => None,
+            false => Some(ShardLeases::new(Shards::cut(&dataset, spec.records_per_shard)?)),
+        };
+        let cache = LedgerCache::new(dataset.records(), spec.epochs);
+        self.described = Some(Described { dataset, cache, shards });
         Ok(())
     }
 
@@ -45,38 +58,65 @@ impl JobData {
     /// The first inconsistency.
     pub(crate) fn restore_results(&mut self, results: ShardResults) -> Result<(), String> {
         let ranges: Vec<RecordRange> = results.ranges().collect();
-        if ranges.windows(2).any(|pair| pair[0].end > pair[1].start) {
-            return Err("results of shards overlap".into());
-        }
         if ranges.is_empty() {
             return Ok(());
         }
-        let Some((_, leases)) = &mut self.described else {
-            return Err("there are results, but no data set".into());
+        let Some(Described { cache, shards: Some(shards), .. }) = &mut self.described else {
+            return Err("there are results of shards, but no shards".into());
         };
-        leases
-            .commit(self.step, &ranges)
-            .map_err(|wrong| format!("there are results of {wrong}"))?;
+        for done in ranges {
+            shards
+                .restore_done(done)
+                .and_then(|()| cache.absorb(&[done]))
+                .map_err(|wrong| format!("there are results of {wrong}"))?;
+        }
         self.results = results;
         Ok(())
     }
 
+    /// The data set, once it is known.
+    pub(crate) fn dataset(&self) -> Option<&Dataset> {
+        self.described.as_ref().map(|described| &described.dataset)
+    }
+
     /// The list of files, once it is known.
     pub(crate) fn files(&self) -> Option<&FileList> {
-        self.described.as_ref().map(|(files, _)| files)
+        self.dataset().map(Dataset::files)
     }
 
-    pub(crate) fn leases(&self) -> Option<&LeaseTable> {
-        self.described.as_ref().map(|(_, leases)| leases)
+    /// The group's ledger as last reported, once the data set is known.
+    pub(crate) fn cache(&self) -> Option<&LedgerCache> {
+        self.described.as_ref().map(|described| &described.cache)
     }
 
-    pub(crate) fn leases_mut(&mut self) -> Option<&mut LeaseTable> {
-        self.described.as_mut().map(|(_, leases)| leases)
+    pub(crate) fn cache_mut(&mut self) -> Option<&mut LedgerCache> {
+        self.described.as_mut().map(|described| &mut described.cache)
+    }
+
+    /// The shards of an inference job, once the data set is known.
+    pub(crate) fn shards(&self) -> Option<&ShardLeases> {
+        self.described.as_ref()?.shards.as_ref()
+    }
+
+    pub(crate) fn shards_mut(&mut self) -> Option<&mut ShardLeases> {
+        self.described.as_mut()?.shards.as_mut()
     }
 
     /// Records absorbed over all epochs, as last reported.
     pub(crate) fn counted(&self) -> u64 {
-        self.leases().map_or(0, |leases| leases.ledger().counted())
+        self.cache().map_or(0, |cache| cache.ledger().counted())
+    }
+
+    /// Records of all epochs; 0 until the data set is known.
+    pub(crate) fn expected(&self) -> u64 {
+        self.cache().map_or(0, LedgerCache::expected)
+    }
+
+    /// Replaces the cached ledger with the group's.
+    pub(crate) fn replace_ledger(&mut self, ledger: Ledger) {
+        if let Some(cache) = self.cache_mut() {
+            cache.replace(ledger);
+        }
     }
 
     /// Steps committed, as last reported.
@@ -99,20 +139,6 @@ impl JobData {
         *self.parameters.get_or_insert(parameters)
     }
 
-    pub(crate) fn set_eligible(&mut self, eligible: u64) {
-        self.eligible = eligible;
-    }
-
-    /// Limits on one lease.
-    pub(crate) fn share(&self, batch: Batch) -> Share {
-        let workers = self.eligible.max(1);
-        let records = match batch {
-            Batch::Global(records) => records.get().div_ceil(workers),
-            Batch::PerWorker(records) => records.get(),
-        };
-        Share { records, workers }
-    }
-
     /// Results of an inference job's shards.
     pub(crate) fn results(&self) -> &ShardResults {
         &self.results
@@ -122,16 +148,33 @@ impl JobData {
         &mut self.results
     }
 
-    /// Counts a shard of an inference job as a step, with its sums of metrics.
+    /// Returns the shards of a lost worker, which others process again.
+    pub(crate) fn forget_worker(&mut self, worker: WorkerId) {
+        if let Some(shards) = self.shards_mut() {
+            shards.forget(worker);
+        }
+    }
+
+    /// Counts a shard that is leased to `worker` as a step, with its sums of metrics. Returns
+    /// whether it is leased to it.
     ///
     /// # Errors
     /// There are too many metrics.
-    pub(crate) fn finish_shard(&mut self, range: RecordRange, sums: Sums) -> Result<(), String> {
+    pub(crate) fn finish_shard(
+        &mut self,
+        worker: WorkerId,
+        range: RecordRange,
+        sums: Sums,
+    ) -> Result<bool, String> {
+        let Some(Described { cache, shards: Some(shards), .. }) = &mut self.described else {
+            return Ok(false);
+        };
+        if !shards.finish(worker, range) {
+            return Ok(false);
+        }
         self.results.add(range, sums)?;
         self.step += 1;
-        if let Some((_, leases)) = &mut self.described {
-            leases.commit(self.step, &[range]).expect("what is leased lies in the data set");
-        }
-        Ok(())
+        cache.absorb(&[range]).expect("what is leased lies in the data set");
+        Ok(true)
     }
 }

@@ -1,6 +1,8 @@
-//! The data: files, shards, leases, the cached ledger, and results of shards.
+//! The data: files, the cached ledger, and the shards of inference with their results.
 
+pub(crate) mod dataset;
 pub(crate) mod job_data;
-pub(crate) mod lease_table;
+pub(crate) mod ledger_cache;
 pub(crate) mod results;
+pub(crate) mod shard_leases;
 pub(crate) mod shards;

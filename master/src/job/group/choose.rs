@@ -36,7 +36,8 @@ pub(crate) struct Candidate {
 impl Group {
     /// The generation that should be published now, if any.
     ///
-    /// Survivors keep their order and joiners are appended. Leaving members stay while no other
+    /// Survivors keep their order and joiners are appended; [`arrange`](super::topology::arrange)
+    /// brings them to their neighbours. Leaving members stay while no other
     /// member holds the state, or while too few members would remain.
     pub(crate) fn next(&self, workers: &impl Candidates, limits: Limits) -> Option<Change> {
         let alive = |&id: &WorkerId| workers.get(id).filter(|w| !w.is_released).map(|w| (id, w));

@@ -4,3 +4,4 @@ pub(crate) mod choose;
 pub(crate) mod generation;
 pub(crate) mod links;
 pub(crate) mod stall;
+pub(crate) mod topology;

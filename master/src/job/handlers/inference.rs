@@ -13,6 +13,7 @@ use crate::job::action::{MasterMessage, Outcome};
 use crate::job::data::results::Sums;
 use crate::job::job::Job;
 use crate::job::time::Time;
+use crate::job::workers::state::{Stage, Worker};
 
 impl Job {
     /// As [`Job::reconcile`], without a group.
@@ -20,41 +21,48 @@ impl Job {
         if self.lifecycle.is_stopping() {
             return self.end_stopped();
         }
-        let Some(leases) = self.data.leases_mut() else { return };
-        let counted = leases.ledger().counted();
-        if counted == leases.expected() {
+        if self.data.files().is_none() {
+            return;
+        }
+        let counted = self.data.counted();
+        if counted == self.data.expected() {
             return self.end(now, Outcome::Completed, None);
         }
-        // Leases of lost workers are free at once: no parameters have absorbed them.
         self.group.clear_losses();
-        leases.requeue();
         // Every ready worker counts as a member that holds the state.
         if self.workers.employ_ready() > 0 {
             self.reporting.form(now, self.data.step(), counted);
         }
         self.reporting.note_inference_workers(self.workers.members().count() as u32);
-        self.count_eligible();
-        self.fill_all();
+        let asks = |w: &Worker| w.is_member() && w.requested_shards() > 0;
+        for worker in self.workers.select(asks) {
+            self.lease_shards(worker);
+        }
     }
 
-    /// Leases whole shards, up to the number that `worker` has requested.
-    pub(crate) fn fill_inference(&mut self, worker: WorkerId) {
-        let Self { data, workers, .. } = self;
-        let Some(leases) = data.leases_mut() else { return };
-        let worker_state = workers.get_mut(worker);
-        let Some(w) = worker_state.filter(|w| w.is_eligible() && w.stays()) else { return };
-        let requested = w.requested_records_mut();
-        let Some(credit) = requested.get_mut(&0) else { return };
-        *credit = (*credit).min(SHARDS_AHEAD_MAX);
-        let mut granted = Vec::new();
-        while *credit > 0
-            && let Some(shard) = leases.lease_shard(worker)
-        {
-            *credit -= 1;
-            granted.push(shard);
+    /// Handles a worker's request for more shards. A group that trains needs no leases.
+    pub(crate) fn on_lease_request(&mut self, worker: WorkerId, shards: u64) {
+        let is_inference = !self.spec.work.trains();
+        let Some(w) = self.workers.get_mut(worker).filter(|_| is_inference) else { return };
+        if matches!(w.stage(), Stage::Joining | Stage::Describing) || w.is_released() {
+            return;
         }
-        if *credit == 0 {
-            requested.clear();
+        w.set_requested_shards(w.requested_shards().saturating_add(shards).min(SHARDS_AHEAD_MAX));
+        self.lease_shards(worker);
+    }
+
+    /// Leases shards to `worker`, up to the number that it has requested.
+    fn lease_shards(&mut self, worker: WorkerId) {
+        let Self { data, workers, .. } = self;
+        let Some(shards) = data.shards_mut() else { return };
+        let worker_state = workers.get_mut(worker);
+        let Some(w) = worker_state.filter(|w| w.is_member() && w.stays()) else { return };
+        let mut granted = Vec::new();
+        while w.requested_shards() > 0
+            && let Some(shard) = shards.lease(worker)
+        {
+            w.set_requested_shards(w.requested_shards() - 1);
+            granted.push(shard);
         }
         if !granted.is_empty() {
             self.send(worker, MasterMessage::Lease(granted));
@@ -69,27 +77,30 @@ impl Job {
         range: RecordRange,
         sums: Sums,
     ) {
-        let Some(leases) = self.data.leases().filter(|_| !self.spec.work.trains()) else {
+        if self.data.shards().is_none() {
             return;
-        };
-        if !leases.is_leased(worker, range) {
-            let reason = format!("it has done {range}, which it does not hold");
-            return self.fail_worker(now, worker, &reason);
         }
-        let expected = leases.expected();
         let loss = sums.get("loss").copied();
-        if let Err(reason) = self.data.finish_shard(range, sums) {
-            return self.end(now, Outcome::Failed, Some(format!("worker {worker}: {reason}")));
+        match self.data.finish_shard(worker, range, sums) {
+            Ok(true) => {}
+            Ok(false) => {
+                let reason = format!("it has done {range}, which it does not hold");
+                return self.fail_worker(now, worker, &reason);
+            }
+            Err(reason) => {
+                let error = format!("worker {worker}: {reason}");
+                return self.end(now, Outcome::Failed, Some(error));
+            }
         }
         self.reporting.finish_shard(now, range.len(), loss);
         if self.data.results_mut().is_write_due(now) {
             self.out.mark_dirty();
         }
-        if self.data.counted() == expected {
+        if self.data.counted() == self.data.expected() {
             self.out.mark_dirty_urgent();
             return self.reconcile_inference(now);
         }
-        self.fill_inference(worker);
+        self.lease_shards(worker);
     }
 }
 

@@ -36,7 +36,8 @@ use crate::job::lifecycle::disconnected::RECONNECT_SLACK;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
 use crate::job::workers::heartbeat::Stalled;
-use crate::job::workers::state::Worker;
+use crate::job::workers::state::{Launch, Worker};
+use crate::job::workers::table::launch_of;
 
 impl Job {
     /// Handles a heartbeat, which reports whether the worker waits for its neighbours, and where.
@@ -76,6 +77,10 @@ impl Job {
             .filter_map(|(id, w)| Some((id, self.lost_after(w, now, timeout)?)))
             .collect();
         for (worker, silence) in lost {
+            // The eviction of another worker of its pod ends it, too.
+            if self.workers.get_launch(launch_of(worker)).is_some_and(Launch::is_killed) {
+                continue;
+            }
             self.evict(now, worker, &format!("was silent for {} ms", silence.as_millis()));
         }
         self.check_for_stalls(now, timeout);

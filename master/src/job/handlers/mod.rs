@@ -1,7 +1,6 @@
 //! Handlers of events that span the workers, the group and the data: one file for each concern.
 
 mod inference;
-mod leasing;
 mod links;
 mod liveness;
 mod onboarding;

@@ -3,9 +3,11 @@
 
 use std::net::SocketAddr;
 
-use elasticdl_proto::{FileList, WorkerId};
+use elasticdl_proto::{FileList, SkippedRecords, WorkerId};
 
 use crate::job::action::{Action, MasterMessage, Outcome};
+use crate::job::data::dataset::Dataset;
+use crate::job::data::shard_leases::ShardLeases;
 use crate::job::data::shards::counted;
 use crate::job::event::{ConnectionId, LaunchId, Resume};
 use crate::job::job::Job;
@@ -43,6 +45,7 @@ impl Job {
         self.out.cancel_timer(Timer::Hello(launch));
         let was_awaited = self.workers.get_disconnected(launch).is_some();
         let worker = self.workers.admit(now, launch, address, pid);
+        self.reporting.lifetimes.connect(now, worker);
         self.watch_heartbeats(now);
         self.out.push(Action::Admit { connection, worker });
         // In a container every process has id 1, which identifies nothing.
@@ -50,6 +53,9 @@ impl Job {
         self.log_event(format!("worker {worker} is up{process}"));
         if self.lifecycle.is_stopping() {
             return self.release(now, worker, "the job is stopping");
+        }
+        if self.lifecycle.is_suspended() {
+            return self.release(now, worker, "the job is suspended");
         }
         self.welcome(worker);
         if was_awaited {
@@ -90,6 +96,25 @@ impl Job {
         }
     }
 
+    /// Notes which records the data set does not contain. The worker describes the data set next.
+    pub(crate) fn on_records_skipped(&mut self, worker: WorkerId, skipped: SkippedRecords) {
+        let is_asked = self.workers.get(worker).is_some_and(|w| w.stage() == Stage::Describing);
+        if !is_asked || self.data.files().is_some() {
+            return;
+        }
+        let mut parts = Vec::new();
+        if skipped.bad > 0 {
+            parts.push(format!("{} that cannot be read", counted(skipped.bad, "record")));
+        }
+        if skipped.nulls > 0 {
+            parts.push(format!("{} with nulls", counted(skipped.nulls, "record")));
+        }
+        let first = skipped.first.first().map(|first| format!(", the first: {first}"));
+        let line = format!("skipped {}{}", parts.join(" and "), first.unwrap_or_default());
+        self.log_event(line);
+        self.reporting.note_skipped(skipped);
+    }
+
     pub(crate) fn on_described(
         &mut self,
         now: Time,
@@ -111,16 +136,13 @@ impl Job {
                 return self.end(now, Outcome::InvalidInput, Some(error));
             }
         };
-        if let Some(shards) = self.data.leases().map(|leases| leases.shards()) {
-            let line = format!(
-                "data set: {} in {}, {} of {}",
-                counted(shards.records(), "record"),
-                counted(files, "file"),
-                counted(shards.len().into(), "shard"),
-                shards.sizes()
-            );
-            self.log_event(line);
+        let records = self.data.dataset().map_or(0, Dataset::records);
+        let mut line =
+            format!("data set: {} in {}", counted(records, "record"), counted(files, "file"));
+        if let Some(shards) = self.data.shards().map(ShardLeases::shards) {
+            line += &format!(", {} of {}", counted(shards.len().into(), "shard"), shards.sizes());
         }
+        self.log_event(line);
         self.out.mark_dirty_urgent();
         for worker in self.workers.select(|w| !w.is_released()) {
             self.welcome(worker);
@@ -147,7 +169,7 @@ impl Job {
             w.set_stage(Stage::Ready);
         } else {
             w.set_stage(Stage::Fetching);
-            self.send(worker, MasterMessage::Fetch(donors));
+            self.send_fetch(worker, donors);
         }
         self.reconcile(now);
     }

@@ -9,12 +9,14 @@ use elasticdl_proto::{Cause, MembershipChange, WorkerId};
 use crate::job::action::{MasterMessage, Membership};
 use crate::job::group::choose::{Candidate, Candidates, Limits};
 use crate::job::group::generation::Change;
+use crate::job::group::topology::arrange;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
+use crate::job::policies::SuccessPolicy;
 use crate::job::reporting::text::name_all;
 use crate::job::time::Time;
-use crate::job::workers::state::Stage;
-use crate::job::workers::table::WorkerTable;
+use crate::job::workers::state::{Launch, Stage};
+use crate::job::workers::table::{WorkerTable, launch_of};
 
 impl Candidates for WorkerTable {
     fn get(&self, worker: WorkerId) -> Option<Candidate> {
@@ -36,8 +38,14 @@ impl Job {
             return;
         }
         self.watch_reconnections(now);
+        if self.has_succeeded() {
+            return self.finish(now);
+        }
         if self.awaits_members() {
             return;
+        }
+        if self.lifecycle.is_suspended() && !self.lifecycle.is_stopping() {
+            self.advance_suspension(now);
         }
         if !self.spec.work.trains() {
             return self.reconcile_inference(now);
@@ -56,16 +64,25 @@ impl Job {
             return self.end_stopped();
         }
         self.watch_window(now);
+        let is_ending = is_stopping || self.lifecycle.is_suspended();
         let limits = Limits {
             // A group that only has to finish its step needs no further members.
-            min: if is_stopping { 1 } else { self.spec.min_workers as usize },
+            min: if is_ending { 1 } else { self.spec.min_workers as usize },
             wanted: self.lifecycle.wanted() as usize,
             join_window_open: self.lifecycle.is_join_window_open(now),
-            admits: !is_stopping,
+            admits: !is_ending,
         };
-        if let Some(change) = self.group.next(&self.workers, limits) {
-            self.publish(now, change);
+        if let Some(Change { members, abort }) = self.group.next(&self.workers, limits) {
+            let location = |id| self.workers.get_launch(launch_of(id)).map(Launch::location);
+            let members = arrange(members, location);
+            self.publish(now, Change { members, abort });
         }
+    }
+
+    /// Whether the job's success policy makes the lowest rank's final report suffice, and the
+    /// report has come.
+    fn has_succeeded(&self) -> bool {
+        self.spec.policies.success == SuccessPolicy::LowestRank && self.group.has_reported_success()
     }
 
     /// Opens the join window: a group without a state waits briefly for further workers.
@@ -78,7 +95,7 @@ impl Job {
     }
 
     fn publish(&mut self, now: Time, change: Change) {
-        let Self { group, workers, .. } = self;
+        let Self { group, workers, reporting, .. } = self;
         let abort = change.abort;
         let ranks: BTreeMap<WorkerId, u32> = change.members.iter().copied().zip(0..).collect();
         let excluded = workers.assign_ranks(|id| ranks.get(&id).copied());
@@ -86,6 +103,7 @@ impl Job {
         for &id in group.members() {
             let w = workers.get_mut(id).expect("only live workers are chosen");
             w.join(group.generation());
+            reporting.lifetimes.join(now, id);
         }
         let world_size =
             u32::try_from(group.members().len()).expect("members are limited by max_workers");
@@ -108,8 +126,7 @@ impl Job {
         let members = workers.members().collect::<Vec<_>>();
         let keeps_state = members.iter().any(|(_, w)| w.holds_state());
         let carries_state = members.iter().any(|(_, w)| w.has_state());
-        self.lifecycle.note_published(self.group.members());
-        self.count_eligible();
+        self.lifecycle.note_published();
         let from =
             if self.spec.checkpoints.is_some() { "from the newest checkpoint" } else { "again" };
         self.log_recovery();
@@ -126,8 +143,26 @@ impl Job {
         for id in joiners {
             let donors = self.donors(id);
             if !donors.is_empty() {
-                self.send(id, MasterMessage::Fetch(donors));
+                self.send_fetch(id, donors);
             }
+        }
+    }
+
+    /// Sends a joiner the members that it may ask for the state, and names it to them first: a
+    /// member serves no other worker.
+    pub(crate) fn send_fetch(&mut self, joiner: WorkerId, donors: Vec<(WorkerId, SocketAddr)>) {
+        for &(donor, _) in &donors {
+            self.send_joiners(donor);
+        }
+        self.send(joiner, MasterMessage::Fetch(donors));
+    }
+
+    /// Names all joiners to a member. Without a joiner, those that a former master has named stay:
+    /// they may not have returned yet.
+    pub(crate) fn send_joiners(&mut self, donor: WorkerId) {
+        let joiners: Vec<WorkerId> = self.workers.joiners().map(|(id, _)| id).collect();
+        if !joiners.is_empty() {
+            self.send(donor, MasterMessage::Joiners(joiners));
         }
     }
 

@@ -6,6 +6,7 @@ use crate::job::action::Outcome;
 use crate::job::event::{Committed, Finished, LedgerReport, Phases};
 use crate::job::job::Job;
 use crate::job::lifecycle::removal::FAILED_GRACE;
+use crate::job::reporting::epochs::EpochsDone;
 use crate::job::reporting::text::clip;
 use crate::job::time::Time;
 
@@ -22,21 +23,9 @@ impl Job {
             return;
         }
         let Some(ledger) = self.check_ledger(now, worker, report) else { return };
-        // A member that was lost since may have trained on its leases: only a generation that is
-        // published after its loss shows whether its records were absorbed.
-        let awaited: Vec<WorkerId> = self.workers.disconnected_members().collect();
-        let may_live = |m: &WorkerId| self.workers.is_connected(*m) || awaited.contains(m);
-        let is_outdated = !self.group.members().iter().all(may_live);
         self.out.mark_dirty();
         self.workers.hold_state();
-        if is_outdated {
-            return self.count_eligible();
-        }
-        let Self { data, workers, .. } = self;
-        let Some(leases) = data.leases_mut() else { return };
-        leases.rebuild(step, ledger, |id| workers.is_member(id) || awaited.contains(&id));
-        self.drop_stable_requests();
-        self.count_eligible();
+        self.data.replace_ledger(ledger);
         if step == 0 && self.begins_anew(now) {
             return;
         }
@@ -47,8 +36,6 @@ impl Job {
         self.request_checkpoint();
         self.watch_leavers(now);
         self.try_finish_takeover(now);
-        self.release_unaccounted();
-        self.fill_all();
         self.reconcile(now);
     }
 
@@ -57,38 +44,35 @@ impl Job {
             return;
         }
         let known = self.data.step();
-        let Some(leases) = self.data.leases_mut() else { return };
+        let Some(cache) = self.data.cache_mut() else { return };
         if report.step < known {
             let reason = format!("it reports step {} after step {known}", report.step);
             return self.fail_worker(now, worker, &reason);
         }
-        let before = leases.ledger().epoch();
-        if let Err(wrong) = leases.commit(report.step, &report.ranges) {
+        let before = cache.ledger().epoch();
+        if let Err(wrong) = cache.absorb(&report.ranges) {
             let reason = format!("it reports {wrong}, outside the data set");
             return self.fail_worker(now, worker, &reason);
         }
-        let complete = leases.ledger().epoch();
+        let complete = cache.ledger().epoch();
         self.data.set_step(report.step);
         self.group.note_commit();
         self.reporting.commit(now, report.step - known, report);
-        for (&member, &compute_us) in self.group.members().iter().zip(&report.compute_us) {
+        let done = EpochsDone { before, complete, all: self.spec.epochs };
+        let epochs_line = self.reporting.epochs.commit(now, report, done);
+        for (rank, &member) in self.group.members().iter().enumerate() {
             if let Some(w) = self.workers.get_mut(member) {
-                w.note_compute(compute_us);
+                w.note_steps(report, rank);
             }
         }
-        self.drop_stable_requests();
+        self.reporting.lifetimes.commit(self.group.members(), report);
         if let Some(line) = self.reporting.skip(report.steps_skipped) {
             self.log_event(line);
         }
-        if complete > before {
-            self.log_event(format!(
-                "epoch {complete} of {} is complete at step {}",
-                self.spec.epochs, report.step
-            ));
+        if let Some(line) = epochs_line {
+            self.log_event(line);
         }
         self.try_finish_takeover(now);
-        self.release_unaccounted();
-        self.fill_all();
         if self.reporting.is_late(now) {
             self.log_recovery();
         }
@@ -119,6 +103,7 @@ impl Job {
             return;
         }
         self.out.mark_dirty();
+        self.reporting.lifetimes.recover(worker, phases.gap_us());
         if self.reporting.resume(now, worker, generation, step, phases) {
             self.log_recovery();
         }
@@ -165,10 +150,10 @@ impl Job {
         error: &str,
         ranges: &[RecordRange],
     ) {
-        let Some(leases) = self.data.leases() else { return };
-        let valid = ranges.iter().copied().filter(|r| leases.is_valid(r));
+        let (Some(dataset), Some(cache)) = (self.data.dataset(), self.data.cache()) else { return };
+        let valid = ranges.iter().copied().filter(|r| cache.is_valid(r));
         let max = self.reporting.failures_left();
-        for (file, RecordRange { epoch, start, end }) in leases.shards().by_file(valid, max) {
+        for (file, RecordRange { epoch, start, end }) in dataset.by_file(valid, max) {
             let error = error.to_owned();
             self.reporting.fail_on(FailedShard { worker, epoch, file, start, end, error });
         }
@@ -180,7 +165,7 @@ impl Job {
         worker: WorkerId,
         report: &LedgerReport,
     ) -> Option<Ledger> {
-        match self.data.leases()?.check(report) {
+        match self.data.cache()?.check(report) {
             Ok(ledger) => Some(ledger),
             Err(wrong) => {
                 self.fail_worker(now, worker, &format!("it reports {wrong}"));

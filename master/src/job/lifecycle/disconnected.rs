@@ -7,7 +7,7 @@
 //! further evidence:
 //!
 //! ```text
-//!                 ┌─ Connected{resume} ──► reconnected ── HeldLeases ──► as before
+//!                 ┌─ Connected{resume} ──► reconnected ── Reconnected ──► as before
 //!  stream ended ─► disconnected
 //!                 ├─ its process ended, or a member reports its link as broken ──► lost at once
 //!                 ├─ the group is stalled: `reconnect_wait` after the stream's end ──► lost
@@ -18,21 +18,15 @@
 //! While a member is disconnected no generation is published, because it could not receive the
 //! membership.
 //!
-//! **Leases of a reconnected worker.** The master retains a disconnected worker's leases. Messages
-//! may have been lost with the stream, so the worker reports its step and the leases that it holds.
-//! Of the leases that it does not name, some are in steps up to its own, and the others never
-//! arrived. Once the group's ledger has reached the worker's step, those that are not absorbed
-//! never arrived, and are leased again.
-//!
-//! **Lost reports.** The lowest rank reports what its group commits. After it reconnects it sends
-//! the whole ledger, which replaces the master's.
+//! **Lost reports.** Messages may be lost with the stream, in both directions, so a reconnected
+//! worker repeats what the master may have missed. The lowest rank reports what its group commits;
+//! after it reconnects it sends the whole ledger, which replaces the master's.
 
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::{RecordRange, WorkerId};
+use elasticdl_proto::WorkerId;
 
-use super::reconnected::Reconnected;
 use super::removal::ZOMBIE_GRACE;
 use crate::job::action::{Action, MasterMessage};
 use crate::job::event::{ConnectionId, LaunchId, Resume};
@@ -66,7 +60,6 @@ impl Job {
         }
         self.out.mark_dirty();
         self.lifecycle.forget_worker(worker);
-        self.count_eligible();
         self.reassign_describer();
         self.log_event(format!("worker {worker} is disconnected"));
         if self.group.is_suspected(worker) {
@@ -172,6 +165,12 @@ impl Job {
         if !is_of_launch || self.workers.get_disconnected(launch).is_none() {
             self.raise_generation_floor(resume.generation());
             let reason = "this master has given this worker up, or never knew it";
+            if is_of_launch && self.workers.get_launch(launch).is_some_and(|l| !l.has_registered())
+            {
+                // The master that welcomed it could not persist that before it died. So the exit of
+                // this worker is no failure.
+                self.expect_exit(now, launch);
+            }
             return self.out.push(Action::Refuse { connection, reason: reason.into() });
         }
         if let Err(reason) = self.check_resume(now, launch, &resume) {
@@ -179,11 +178,11 @@ impl Job {
         }
         let Some(disconnected) = self.workers.get_disconnected(launch) else { return };
         let Some(worker) = self.workers.readmit(now, launch, address, pid) else { return };
+        self.reporting.lifetimes.connect(now, worker);
         if let Some(parameters) = resume.parameters.filter(|_| disconnected.rank.is_some()) {
             self.data.expect_parameters(parameters);
         }
         self.out.mark_dirty();
-        self.count_eligible();
         self.watch_heartbeats(now);
         self.out.push(Action::Admit { connection, worker });
         match disconnected {
@@ -231,23 +230,24 @@ impl Job {
         self.send_newer_membership(worker, resume);
         let w = self.workers.get_mut(worker).expect("it was just admitted");
         w.join(self.group.generation());
+        self.send_joiners(worker);
         if self.lifecycle.is_stopping() {
             self.send(worker, MasterMessage::Drain);
         }
-        if let Some(takeover) = &mut self.lifecycle.takeover {
-            return takeover.await_holdings(worker);
-        }
-        self.log_event(format!("worker {worker} is connected again"));
-        self.lifecycle.reconnected.insert(worker, Reconnected::AwaitingHoldings);
+        // Its request may have been lost with the stream.
+        self.lifecycle.suspended_generation = None;
         // Its reports since its stream ended were lost.
         self.group.note_lost_reports(worker);
+        if let Some(takeover) = &mut self.lifecycle.takeover {
+            return takeover.await_step(worker);
+        }
+        self.log_event(format!("worker {worker} is connected again"));
     }
 
     /// Handles the reconnection of a worker that is no member yet. Messages in both directions may
     /// have been lost.
     fn on_joiner_reconnected(&mut self, worker: WorkerId, resume: &Resume) {
         self.log_event(format!("worker {worker} is connected again"));
-        self.lifecycle.reconnected.insert(worker, Reconnected::AwaitingHoldings);
         let w = self.workers.get_mut(worker).expect("it was just admitted");
         match w.stage() {
             Stage::Joining | Stage::Describing | Stage::Preparing
@@ -261,7 +261,7 @@ impl Job {
             Stage::Fetching => {
                 let donors = self.donors(worker);
                 if !donors.is_empty() {
-                    self.send(worker, MasterMessage::Fetch(donors));
+                    self.send_fetch(worker, donors);
                 }
             }
             Stage::Ready | Stage::Member { .. } => {}
@@ -278,63 +278,13 @@ impl Job {
         }
     }
 
-    /// Handles a reconnected worker's report of the leases that it holds.
-    pub(crate) fn on_held_leases(
-        &mut self,
-        now: Time,
-        worker: WorkerId,
-        step: u64,
-        ranges: &[RecordRange],
-    ) {
-        let Self { lifecycle, data, .. } = self;
-        let is_awaited = match &lifecycle.takeover {
-            Some(takeover) => takeover.awaits_holdings_of(worker),
-            None => {
-                matches!(lifecycle.reconnected.get(&worker), Some(Reconnected::AwaitingHoldings))
-            }
-        };
-        let Some(leases) = data.leases_mut().filter(|_| is_awaited) else { return };
-        let unaccounted = match leases.reconcile_holdings(worker, ranges) {
-            Ok(unaccounted) => unaccounted,
-            Err(wrong) => {
-                return self.fail_worker(now, worker, &format!("it holds {wrong}, which can't be"));
-            }
-        };
-        match &mut lifecycle.takeover {
-            // During a take-over nothing is leased before the ledger has reached its step.
-            Some(takeover) => {
-                leases.release_missing(worker, &unaccounted);
-                takeover.note_holdings(worker, step);
-                self.try_finish_takeover(now);
-            }
-            None => {
-                let reported = Reconnected::Reported { step, unaccounted };
-                lifecycle.reconnected.insert(worker, reported);
-                self.release_unaccounted();
-            }
-        }
-    }
-
-    /// Leases again what reconnected workers did not name and the group has not absorbed.
-    pub(crate) fn release_unaccounted(&mut self) {
-        if !self.group.is_formed() || self.group.is_broken() || self.lifecycle.takeover.is_some() {
-            return;
-        }
-        let (step, mut released) = (self.data.step(), false);
-        let Self { lifecycle, data, .. } = self;
-        let Some(leases) = data.leases_mut() else { return };
-        lifecycle.reconnected.retain(|&worker, state| {
-            let Reconnected::Reported { step: its, unaccounted } = state else { return true };
-            if *its > step {
-                return true;
-            }
-            released |= leases.release_missing(worker, unaccounted);
-            false
-        });
-        if released {
-            leases.requeue();
-            // A group that waits for these records reports nothing that would lead to a lease.
-            self.fill_all();
+    /// Handles the first message of a worker that has reconnected: the steps that its state
+    /// contains.
+    pub(crate) fn on_returned(&mut self, now: Time, worker: WorkerId, step: u64) {
+        let Some(takeover) = &mut self.lifecycle.takeover else { return };
+        if takeover.awaits_step_of(worker) {
+            takeover.note_step(worker, step);
+            self.try_finish_takeover(now);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::RecordRange;
+use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::removal::ZOMBIE_GRACE;
 use super::restart::{EXIT_MASTER_LOST, TooMany, describe, is_own_fault};
@@ -11,7 +11,9 @@ use crate::job::action::Outcome;
 use crate::job::event::{Exit, LaunchId};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
+use crate::job::policies::{ExitAction, ExitRule};
 use crate::job::reporting::counters::End;
+use crate::job::reporting::lifetimes::WorkerEnd;
 use crate::job::time::Time;
 use crate::job::workers::state::Launch;
 use crate::job::workers::table::worker_of;
@@ -24,48 +26,100 @@ impl Job {
         let name = self.workers.name(first, has_worker);
         // Before the launches are dropped: a worker's final report may make its exit an expected
         // one.
+        let workers: Vec<WorkerId> = pod.iter().map(|&launch| worker_of(launch)).collect();
+        self.forget_all(now, &workers, ZOMBIE_GRACE);
         for &launch in &pod {
-            self.forget(now, worker_of(launch), ZOMBIE_GRACE);
             self.forget_disconnected(launch);
         }
         let ended = self.workers.drop_ended(&pod);
         self.out.mark_dirty();
         self.out.cancel_launches(&pod);
-        match self.lifecycle.phase {
-            Phase::Ended(_) => {}
-            Phase::Ending(_) if !self.workers.has_launches() => self.end_now(),
-            Phase::Ending(_) => {}
-            Phase::Running | Phase::Stopping => {
-                self.account_for(now, &name, &ended, exit);
-                self.launch_missing(now);
-                self.reconcile(now);
-            }
+        let is_ending = match self.lifecycle.phase {
+            Phase::Ended(_) => return,
+            Phase::Ending(_) => true,
+            Phase::Running | Phase::Stopping => false,
+        };
+        let (end, is_unresponsive) = match is_ending {
+            true => (End::Terminated, false),
+            false => self.account_for(now, &name, &ended, exit),
+        };
+        let text = describe(exit);
+        let end = WorkerEnd { end, is_unresponsive, text: &text };
+        workers.iter().for_each(|&id| self.reporting.lifetimes.end(now, id, end));
+        if !is_ending {
+            self.launch_missing(now);
+            self.reconcile(now);
+        } else if !self.workers.has_launches() {
+            self.end_now();
         }
     }
 
-    /// Counts the end of a pod, and whether it is a failure.
-    fn account_for(&mut self, now: Time, name: &str, ended: &[Launch], exit: &Exit) {
+    /// Counts the end of a pod, and whether it is a failure. Returns the reason, and whether the
+    /// master has killed the pod because it did not respond.
+    fn account_for(&mut self, now: Time, name: &str, ended: &[Launch], exit: &Exit) -> (End, bool) {
         // A worker that never reached its master was not searching for it again.
         let has_lost_way =
             *exit == Exit::Code(EXIT_MASTER_LOST) && ended.iter().all(|l| !l.has_registered());
         let is_own_fault = is_own_fault(exit) || has_lost_way;
-        let is_excused = ended.iter().all(Launch::is_excused);
+        // A node that ends a worker for exceeding a limit may send SIGTERM first, upon which the
+        // worker leaves in order.
+        let is_over_limit = matches!(exit, Exit::OverLimit(_));
+        let is_excused = !is_over_limit && ended.iter().all(Launch::is_excused);
         let is_counted = ended.iter().any(Launch::is_counted);
-        self.reporting.count_end(if is_excused {
+        let reason = if is_excused {
             End::Terminated
         } else if is_counted {
             End::Failed
         } else {
             End::of(exit, is_own_fault)
-        });
+        };
+        self.reporting.count_end(reason);
         let end = describe(exit);
-        if is_excused || is_counted {
+        // The user's rules are about ends that no other process has caused.
+        let is_spontaneous = !is_excused && !is_counted && !ended.iter().any(Launch::is_killed);
+        let rule = self.spec.policies.rule_for(exit).filter(|_| is_spontaneous);
+        if let Some(rule) = rule {
+            self.apply_rule(now, &format!("{name} {end}"), rule);
+            self.reporting.explain_error(ended.iter().find_map(Launch::printed));
+        } else if is_excused || is_counted {
             self.log_event(format!("{name} has ended ({end})"));
         } else if is_own_fault {
             self.count_failure(now, &format!("{name} {end}"), &[]);
             self.reporting.explain_error(ended.iter().find_map(Launch::printed));
         } else {
             self.log_event(format!("{name} {end}, which is not counted as its failure"));
+        }
+        (reason, reason == End::Killed && ended.iter().any(Launch::is_killed))
+    }
+
+    /// Does what the user wants for the end of a pod, which `what` describes.
+    fn apply_rule(&mut self, now: Time, what: &str, rule: ExitRule) {
+        let per_pod = self.spec.workers_per_pod;
+        let fewer = self.lifecycle.wanted.saturating_sub(per_pod);
+        match rule.action {
+            ExitAction::Fail => {
+                let error = format!("{what}, which fails the job (--on-exit {rule})");
+                self.reporting.note_failure(&error);
+                self.end(now, Outcome::Failed, Some(error));
+            }
+            ExitAction::Stop => {
+                self.stop_because(now, format!("{what}, which stops the job (--on-exit {rule})"));
+            }
+            ExitAction::Ignore if fewer >= self.spec.min_workers => {
+                self.log_event(format!(
+                    "{what}, and is not replaced (--on-exit {rule}): {fewer} workers are wanted"
+                ));
+                self.lifecycle.wanted = fewer;
+            }
+            ExitAction::Ignore | ExitAction::Restart => {
+                let why = match rule.action {
+                    ExitAction::Ignore => ", because --min-workers remain",
+                    _ => "",
+                };
+                self.log_event(format!("{what}, and is replaced (--on-exit {rule}){why}"));
+                let start = self.lifecycle.restarts.back_off(now);
+                self.out.set_timer(start, Timer::Relaunch);
+            }
         }
     }
 

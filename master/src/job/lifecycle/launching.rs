@@ -3,7 +3,8 @@
 //! Local processes always start. Pods may be unschedulable. Then a few of them, the capacity
 //! probes, stay pending: when one is scheduled, another is created, so a job grows as capacity
 //! becomes available, and the cluster is never flooded with unschedulable pods. Core workers, those
-//! of the first `min_workers` slots, are always created.
+//! of the first `min_workers` slots, are always created. A pod that waits in a queue is treated as
+//! an unschedulable one.
 
 use std::time::Duration;
 
@@ -22,12 +23,16 @@ use crate::job::workers::table::worker_of;
 impl Job {
     /// Starts the missing workers that may be started now.
     pub(crate) fn launch_missing(&mut self, now: Time) {
-        if !self.lifecycle.is_running() {
+        if !self.lifecycle.is_running() || self.lifecycle.is_suspended {
             return;
         }
         self.move_probes_down();
-        // Until the data set is described, one worker is sufficient.
-        let wanted = if self.data.files().is_some() { self.lifecycle.wanted } else { 1 };
+        // Until the data set is described, one worker is sufficient; but a gang starts as a whole.
+        let wanted = match self.data.files() {
+            Some(_) => self.lifecycle.wanted,
+            None if self.spec.policies.starts_core_together => self.spec.min_workers,
+            None => 1,
+        };
         let vacancies = self.workers.vacancies(wanted, self.spec.max_workers);
         for _ in self.lifecycle.restarts.waiting(now)..vacancies {
             let slot = self.workers.free_slot();
@@ -37,6 +42,7 @@ impl Job {
             let launch = self.workers.launch(slot);
             for launch in self.workers.pod(launch) {
                 self.out.set_timer(now + HELLO_WAIT, Timer::Hello(launch));
+                self.reporting.lifetimes.launch(now, worker_of(launch));
             }
             self.out.push(Action::Launch { launch, slot });
             self.out.mark_dirty();
@@ -52,7 +58,7 @@ impl Job {
     /// Whether a launch in this slot may be created now.
     fn may_launch(&self, now: Time, slot: u32) -> bool {
         let core = self.spec.min_workers;
-        let waits = |l: &Launch| l.stays() && l.scheduling() == Scheduling::Unschedulable;
+        let waits = |l: &Launch| l.stays() && l.scheduling().is_held();
         let is_tight = self.lifecycle.unschedulable_until.is_some_and(|until| now < until)
             || self.workers.launches().any(|(_, l)| waits(l));
         slot < core || !is_tight || self.workers.unscheduled(core).len() < self.capacity_probes()
@@ -72,6 +78,7 @@ impl Job {
         let (scheduling, reason) = match wait {
             Wait::Scheduling(reason) => (Scheduling::Pending, reason),
             Wait::Capacity(reason) => (Scheduling::Unschedulable, Some(reason)),
+            Wait::Queue(reason) => (Scheduling::Queued, Some(reason)),
             Wait::Start(reason) => (Scheduling::Scheduled, reason),
         };
         let is_news = self.workers.any_of_pod(launch, |l| l.waits_for() != reason.as_deref());
@@ -89,7 +96,7 @@ impl Job {
         match scheduling {
             Scheduling::Pending => {}
             Scheduling::Scheduled => self.launch_missing(now),
-            Scheduling::Unschedulable => {
+            Scheduling::Queued | Scheduling::Unschedulable => {
                 let until = now + UNSCHEDULABLE_FOR;
                 self.lifecycle.unschedulable_until = Some(until);
                 self.out.set_timer(until, Timer::Relaunch);
@@ -124,7 +131,7 @@ impl Job {
 
     /// The unschedulable pods beyond the core, lowest slot first.
     fn waiting_probes(&self) -> Vec<LaunchId> {
-        let is_probe = |l: &Launch| l.scheduling() == Scheduling::Unschedulable;
+        let is_probe = |l: &Launch| l.scheduling().is_held();
         let mut probes = self.workers.unscheduled(self.spec.min_workers);
         probes.retain(|&id| self.workers.get_launch(id).is_some_and(is_probe));
         probes

@@ -1,7 +1,7 @@
 //! The persisted job: the state that must outlive a master, so that another master can take over
 //! the same group.
 //!
-//! The group itself holds the training state: parameters, ledger, leases. The persisted job holds
+//! The group itself holds the training state: parameters and ledger. The persisted job holds
 //! what the group can't know: its membership, the launches, the used ids, and the user's requests.
 //!
 //! **Invariant:** everything that an action reveals is in the persisted job that
@@ -21,11 +21,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use elasticdl_proto::{FileList, Generation, ListedFile, WorkerId};
-use serde::{Deserialize, Deserializer, Serialize};
+use elasticdl_proto::{FileList, Generation, WorkerId};
+use serde::{Deserialize, Serialize};
 
 use crate::job::action::{Membership, Outcome};
-use crate::job::data::lease_table::LeaseTable;
+use crate::job::data::ledger_cache::LedgerCache;
 use crate::job::data::results::ShardResults;
 use crate::job::event::{Finished, LaunchId, LedgerReport};
 use crate::job::job::Job;
@@ -44,8 +44,8 @@ pub struct PersistedJob {
     /// long and never changes.
     #[serde(default)]
     pub(crate) data: Option<DatasetFingerprint>,
-    /// The list of files, once it is known; version 1 of the format contains it.
-    #[serde(default, skip_serializing, deserialize_with = "list_of_version_1")]
+    /// The list of files, once it is attached.
+    #[serde(skip)]
     pub(crate) dataset: Option<FileList>,
     pub(crate) parameters: Option<u64>,
     pub(crate) wanted: u32,
@@ -73,6 +73,12 @@ pub struct PersistedJob {
     /// Whether that membership's group has agreed on its state.
     pub(crate) formed: bool,
     pub(crate) stopping: bool,
+    /// Why the job stops, unless the user asked for it.
+    #[serde(default)]
+    pub(crate) stop_reason: Option<String>,
+    /// Whether the user has suspended the job.
+    #[serde(default)]
+    pub(crate) suspended: bool,
     /// The job is over, but its processes may not have ended.
     pub(crate) ending: Option<PersistedShutdown>,
     #[serde(rename = "story")]
@@ -146,7 +152,7 @@ impl PersistedJob {
         self.data
     }
 
-    /// The list of files, if it has been attached or was included.
+    /// The list of files, if it has been attached.
     #[must_use]
     pub fn file_list(&self) -> Option<&FileList> {
         self.dataset.as_ref()
@@ -273,7 +279,7 @@ impl Job {
         let ending = lifecycle.outcome().map(|outcome| PersistedShutdown {
             outcome,
             error: reporting.error().map(str::to_owned),
-            ledger: data.leases().map(LeaseTable::totals).unwrap_or_default(),
+            ledger: data.cache().map(LedgerCache::totals).unwrap_or_default(),
             final_report: reporting.final_report().map(short_report),
         });
         let budget = lifecycle.restarts.budget();
@@ -296,6 +302,8 @@ impl Job {
             previous_ring: group.previous_ring().map(<[WorkerId]>::to_vec),
             formed: group.is_formed() || lifecycle.had_formed(),
             stopping: lifecycle.is_stopping(),
+            stop_reason: lifecycle.stop_reason().map(|reason| clip(reason).to_owned()),
+            suspended: lifecycle.is_suspended(),
             ending,
             history: reporting.record(),
             results: data.results().kept(),
@@ -361,31 +369,6 @@ fn short_report(word: &Finished) -> Finished {
         steps_skipped: word.steps_skipped,
         exported: word.exported,
     }
-}
-
-/// Reads the list of files of version 1, which is part of the persisted job.
-fn list_of_version_1<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<Option<FileList>, D::Error> {
-    #[derive(Deserialize)]
-    struct Dataset {
-        files: Vec<File>,
-    }
-    #[derive(Deserialize)]
-    struct File {
-        path: String,
-        records: u64,
-        #[serde(default)]
-        version: Option<u32>,
-    }
-    let dataset = Option::<Dataset>::deserialize(deserializer)?;
-    Ok(dataset.map(|dataset| {
-        FileList::pack(dataset.files.into_iter().map(|f| ListedFile {
-            path: f.path,
-            records: f.records,
-            version: f.version,
-        }))
-    }))
 }
 
 /// Numbers that JSON would round, as hexadecimal text.

@@ -27,7 +27,6 @@ impl Job {
     pub(crate) fn release(&mut self, now: Time, worker: WorkerId, reason: &str) {
         let Some(w) = self.workers.get_mut(worker) else { return };
         w.release();
-        self.count_eligible();
         self.expect_exit(now, launch_of(worker));
         self.send(worker, MasterMessage::Shutdown(reason.into()));
     }
@@ -65,6 +64,8 @@ impl Job {
             if let Some(w) = self.workers.get_mut(id) {
                 w.release();
             }
+            // Its step is no concern of the new group.
+            self.lifecycle.forget_worker(id);
         }
         for &id in workers {
             if self.workers.is_connected(id) {
@@ -168,14 +169,22 @@ impl Job {
     }
 
     pub(crate) fn forget(&mut self, now: Time, worker: WorkerId, grace: Duration) {
+        self.forget_all(now, &[worker], grace);
+    }
+
+    /// Forgets workers that end together. None of them takes over a task of another one.
+    pub(crate) fn forget_all(&mut self, now: Time, workers: &[WorkerId], grace: Duration) {
+        for &worker in workers {
+            self.forget_one(now, worker, grace);
+        }
+        self.reassign_describer();
+    }
+
+    fn forget_one(&mut self, now: Time, worker: WorkerId, grace: Duration) {
         let Some(gone) = self.workers.forget(worker) else { return };
         self.out.mark_dirty();
         self.lifecycle.forget_worker(worker);
-        if let Some(leases) = self.data.leases_mut() {
-            leases.forget(worker);
-        }
-        self.count_eligible();
-        self.reassign_describer();
+        self.data.forget_worker(worker);
         let has_finished = self.group.has_finished(worker);
         if gone.is_member() && !has_finished {
             self.group.note_gone(worker, !gone.stays());
@@ -199,9 +208,6 @@ impl Job {
     pub(crate) fn forget_disconnected(&mut self, launch: LaunchId) {
         let Some(disconnected) = self.workers.forget_disconnected(launch) else { return };
         let worker = worker_of(launch);
-        if let Some(leases) = self.data.leases_mut() {
-            leases.forget(worker);
-        }
         self.out.mark_dirty();
         if disconnected.rank.is_some() {
             let in_order = disconnected.last_known.is_some_and(|known| known.leaving)

@@ -80,6 +80,11 @@ impl Restarts {
         if on_record > self.max {
             return Err(TooMany::OnRecord(on_record));
         }
+        Ok(self.back_off(now))
+    }
+
+    /// Delays a replacement, longer than the one before. Returns when it may start.
+    pub(crate) fn back_off(&mut self, now: Time) -> Time {
         let is_in_a_row = self.last.is_some_and(|last| now.0.saturating_sub(last.0) < CALM);
         self.in_a_row = if is_in_a_row { self.in_a_row.saturating_add(1) } else { 1 };
         self.last = Some(now);
@@ -87,7 +92,7 @@ impl Restarts {
         if start > now {
             self.waiting.push(start);
         }
-        Ok(start)
+        start
     }
 
     /// Adds a failure on `ranges`. Returns the largest number of failures, including this one, that

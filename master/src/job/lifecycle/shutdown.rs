@@ -5,6 +5,8 @@
 //!     └────────┬────────┘                                                ▲
 //!    finished, failed, refused ──► Ending ──all processes ended, or 2 s──┘
 //! ```
+//!
+//! `StopNow` leads from each of these states to the last one.
 
 use std::time::Duration;
 
@@ -21,13 +23,42 @@ use crate::job::workers::state::Worker;
 use crate::job::workers::table::worker_of;
 
 impl Job {
-    pub(crate) fn on_stop(&mut self, now: Time) {
+    pub(crate) fn on_stop_requested(&mut self, now: Time) {
+        self.stop(now, "stop requested");
+    }
+
+    /// Stops the job as a policy of the user says.
+    pub(crate) fn stop_because(&mut self, now: Time, reason: String) {
+        if self.lifecycle.is_running() {
+            self.lifecycle.stop_reason = Some(reason.clone());
+            self.stop(now, &reason);
+        } else {
+            self.log_event(reason);
+        }
+    }
+
+    /// Sets the timer of the deadline, which counts from the job's start.
+    pub(crate) fn watch_deadline(&mut self) {
+        if let Some(deadline) = self.spec.policies.deadline {
+            self.out.set_timer(Time(deadline), Timer::Deadline);
+        }
+    }
+
+    pub(crate) fn on_deadline_due(&mut self, now: Time) {
+        if let Some(deadline) = self.spec.policies.deadline.filter(|_| self.lifecycle.is_running())
+        {
+            let reason = format!("the deadline of {} s has passed", deadline.as_secs_f64());
+            self.stop_because(now, reason);
+        }
+    }
+
+    fn stop(&mut self, now: Time, why: &str) {
         if !self.lifecycle.is_running() {
             return;
         }
         self.lifecycle.phase = Phase::Stopping;
         self.out.mark_dirty_urgent();
-        self.log_event("stop requested: the job stops at the end of the step".into());
+        self.log_event(format!("{why}: the job stops at the end of the step"));
         self.out.set_timer(now + self.stop_wait(), Timer::Stop);
         // A disconnected worker is asked to drain when it reconnects.
         let here = self.workers.launches().filter(|(_, l)| l.disconnected().is_none());
@@ -46,6 +77,15 @@ impl Job {
             }
         }
         self.reconcile(now);
+    }
+
+    /// Ends the job without waiting for its group or for the exits of its workers.
+    pub(crate) fn on_stop_now(&mut self) {
+        if self.lifecycle.is_active() {
+            self.end_stopped();
+        } else {
+            self.end_now();
+        }
     }
 
     /// How long a group may take to finish its step, and to write its last checkpoint.
@@ -86,9 +126,8 @@ impl Job {
             );
             return self.end(now, Outcome::Failed, Some(error));
         }
-        let Some(leases) = self.data.leases_mut() else { return };
-        let missing = leases.expected() - ledger.counted();
-        leases.rebuild(first.step, ledger, |_| false);
+        let missing = self.data.expected() - ledger.counted();
+        self.data.replace_ledger(ledger);
         let step = first.step;
         let at_max = first.stopped_early || self.spec.max_steps.is_some_and(|max| step >= max);
         self.data.set_step(step);
@@ -149,7 +188,7 @@ impl Job {
         }
     }
 
-    /// Ends a job that the user stopped and whose group can't finish.
+    /// Ends a job that the user stopped and whose group can't finish, or is not waited for.
     pub(crate) fn end_stopped(&mut self) {
         let step = self.data.step();
         if self.spec.work.trains() && step > 0 && !self.reporting.has_checkpoint() {

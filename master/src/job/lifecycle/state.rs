@@ -1,11 +1,9 @@
 //! The phase of a job, what the user wants, and what a master waits for.
 
-use std::collections::BTreeMap;
-
 use elasticdl_proto::{Generation, WorkerId};
 
-use super::reconnected::{Reconnected, Takeover};
 use super::restart::{Budget, Restarts};
+use super::takeover_state::Takeover;
 use crate::job::action::Outcome;
 use crate::job::spec::JobSpec;
 use crate::job::time::Time;
@@ -21,12 +19,16 @@ pub(crate) struct Lifecycle {
     pub(super) restarts: Restarts,
     /// Set while a previous master's group is being taken over.
     pub(super) takeover: Option<Takeover>,
-    /// Workers that reconnected to this master, until it is known what they hold.
-    pub(super) reconnected: BTreeMap<WorkerId, Reconnected>,
     /// End of the join window: how long a group without a state waits for further workers.
     join_window_until: Option<Time>,
     /// Until then new launches are assumed to be unschedulable.
     pub(super) unschedulable_until: Option<Time>,
+    /// Whether the user has suspended the job.
+    pub(super) is_suspended: bool,
+    /// The generation that was asked to end with a checkpoint.
+    pub(super) suspended_generation: Option<Generation>,
+    /// Why the job stops, unless the user asked for it.
+    pub(super) stop_reason: Option<String>,
     /// See [`Job::masters`](crate::job::Job::masters).
     pub(super) masters: u64,
     pub(super) reserved: ReservedIds,
@@ -59,9 +61,11 @@ impl Lifecycle {
             initial_launches_left: spec.num_workers,
             restarts: Restarts::new(spec.max_worker_restarts, Budget::default()),
             takeover: None,
-            reconnected: BTreeMap::new(),
             join_window_until: None,
             unschedulable_until: None,
+            is_suspended: spec.policies.starts_suspended,
+            suspended_generation: None,
+            stop_reason: None,
             masters: 1,
             reserved: ReservedIds::default(),
         }
@@ -91,6 +95,16 @@ impl Lifecycle {
 
     pub(crate) fn has_ended(&self) -> bool {
         matches!(self.phase, Phase::Ended(_))
+    }
+
+    /// Whether the user has suspended the job: no worker is started.
+    pub(crate) fn is_suspended(&self) -> bool {
+        self.is_suspended
+    }
+
+    /// Why the job stops, unless the user asked for it.
+    pub(crate) fn stop_reason(&self) -> Option<&str> {
+        self.stop_reason.as_deref()
     }
 
     /// How the job ends, once that is decided.
@@ -132,17 +146,14 @@ impl Lifecycle {
         if let Some(takeover) = &mut self.takeover {
             takeover.forget(worker);
         }
-        self.reconnected.remove(&worker);
     }
 
-    /// Notes that this master has published a generation with these members. The leases of others
-    /// end.
-    pub(crate) fn note_published(&mut self, members: &[WorkerId]) {
+    /// Notes that this master has published a generation.
+    pub(crate) fn note_published(&mut self) {
         if let Some(takeover) = &mut self.takeover {
             takeover.was_formed = false;
             takeover.has_published = true;
         }
-        self.reconnected.retain(|id, _| members.contains(id));
         self.join_window_until = None;
     }
 

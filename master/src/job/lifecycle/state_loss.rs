@@ -15,7 +15,7 @@ use crate::job::action::{MasterMessage, Outcome};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
-use crate::job::workers::state::{Launch, Scheduling, Worker};
+use crate::job::workers::state::{Launch, Worker};
 
 impl Job {
     /// Ends a job whose state is lost permanently, as soon as that is certain. Returns whether it
@@ -79,7 +79,7 @@ impl Job {
     }
 
     /// Whether any worker may have the group's state, or is a member of a group that has.
-    fn may_hold_state(&self) -> bool {
+    pub(super) fn may_hold_state(&self) -> bool {
         let carries = self.group.carries_state();
         let here = |w: &Worker| w.has_state() || (w.is_member() && carries);
         self.workers.connected().any(|(_, w)| here(w))
@@ -98,7 +98,7 @@ impl Job {
             self.log_event("all workers that hold the state leave: a checkpoint is written".into());
         }
         self.request_checkpoint();
-        let may_replace = |l: &Launch| l.stays() && l.scheduling() != Scheduling::Unschedulable;
+        let may_replace = |l: &Launch| l.stays() && !l.scheduling().is_held();
         let is_replaced = self.workers.launches().any(|(_, l)| may_replace(l));
         if is_replaced {
             self.out.set_timer(now + self.spec.leave_wait() / 2, Timer::Suspend);
@@ -115,7 +115,7 @@ impl Job {
     }
 
     fn all_leave(&self) -> bool {
-        let holders = || self.workers.connected().map(|(_, w)| w).filter(|w| w.is_eligible());
+        let holders = || self.workers.connected().map(|(_, w)| w).filter(|w| w.is_holder());
         self.lifecycle.is_running()
             && self.spec.work.trains()
             && self.spec.checkpoints.is_some()
@@ -129,6 +129,11 @@ impl Job {
         self.log_event(
             "no worker takes over the state in time: the group ends with a checkpoint".into(),
         );
+        self.end_group_with_checkpoint();
+    }
+
+    /// Ends the group at its next step boundary, as soon as a checkpoint of that step is written.
+    pub(super) fn end_group_with_checkpoint(&mut self) {
         for id in self.group.members().to_vec() {
             self.send(id, MasterMessage::Suspend);
         }
@@ -138,7 +143,10 @@ impl Job {
     /// resumes from it.
     pub(crate) fn release_suspended(&mut self, now: Time, step: u64) {
         self.data.set_step(step);
-        self.log_event(format!("the group has ended at step {step}, for all of its members leave"));
+        self.log_event(match self.lifecycle.is_suspended {
+            true => format!("the job is suspended at step {step}; its state is in a checkpoint"),
+            false => format!("the group has ended at step {step}, for all of its members leave"),
+        });
         for id in self.group.members().to_vec() {
             self.release(now, id, "it leaves, and the state is in a checkpoint");
         }

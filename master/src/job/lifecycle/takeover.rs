@@ -1,14 +1,14 @@
 //! Take-over: a new master continues with the group of a master that died.
 //!
-//! The group has continued without a master, or waits for records. Its members reconnect one by
-//! one, each with the id that it had. When all have reconnected, the group continues under this
-//! master in the same generation. A member that does not reconnect in time is lost, and a new
-//! generation is published as after any loss.
+//! The group has continued without a master. Its members reconnect one by one, each with the id
+//! that it had. When all have reconnected, the group continues under this master in the same
+//! generation. A member that does not reconnect in time is lost, and a new generation is published
+//! as after any loss.
 //!
 //! ```text
-//!  persisted job ─► disconnected ──Connected{resume}─► connected ──HeldLeases─► known ─┐
-//!                      └─ timeout, process ended ──► lost                              ├─► leases
-//!                        lowest rank: Formed (its ledger), Committed up to their steps ┘
+//!  persisted job ─► disconnected ──Connected{resume}─► connected ──Reconnected─► step ─┐
+//!                      └─ timeout, process ended ──► lost                              ├─► over
+//!                        lowest rank: Formed (ledger), Committed up to their steps ────┘
 //! ```
 //!
 //! **The persisted job may be older than the group**, because writing it takes time. Then the group
@@ -16,19 +16,10 @@
 //! newest of all counts, until this master publishes its own. Its members receive it, and other
 //! workers are released.
 //!
-//! **Records that may be leased** are those that are neither in the ledger nor held by a member.
-//! The lowest rank reports the ledger, at step `f`; each member reports what it holds, at its step
-//! `s`; the reports arrive at different times. Once `f ≥ s` for all members no record is
-//! overlooked: a record that a member put into a step that the ledger lacks (step `f + 1` or later)
-//! was not committed when the member reported, so its report still names the record; and the member
-//! is leased nothing after its report. Before that, a record could be in a step between `f` and
-//! `s`, and in neither report.
-//!
-//! The loss of the lowest rank may undo a step that it alone has committed. Records that are in the
-//! ledger and also named by a member are therefore remembered as that member's leases until the
-//! next step, as after any report.
-//!
-//! **Invariant:** nothing is leased during a [`Takeover`].
+//! **The end of a take-over.** The lowest rank reports the ledger as of its step, and each member
+//! reports its own step, which may be one more. The take-over ends when the ledger has reached the
+//! steps of all members: from then on the master's step and ledger are as complete as those of the
+//! master that died.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -36,10 +27,10 @@ use elasticdl_proto::{Generation, WorkerId};
 
 use super::exits::HELLO_WAIT;
 use super::persisted::{PersistedJob, PersistedLaunch, PersistedShutdown};
-use super::reconnected::Takeover;
 use super::removal::RELEASE_WAIT;
 use super::restart::{Budget, Restarts};
 use super::state::{Phase, ReservedIds};
+use super::takeover_state::Takeover;
 use crate::job::action::{Action, MasterMessage, Membership};
 use crate::job::event::{ConnectionId, LaunchId};
 use crate::job::group::generation::Group;
@@ -73,6 +64,8 @@ impl Job {
             progress: record.progress_at_failure,
         };
         job.lifecycle.restarts = Restarts::new(job.spec.max_worker_restarts, budget);
+        job.lifecycle.is_suspended = record.suspended;
+        job.lifecycle.stop_reason = record.stop_reason;
         job.reporting = JobHistory::restore(record.history);
         if let Some(files) = record.dataset {
             job.data.describe(files, &job.spec)?;
@@ -94,6 +87,7 @@ impl Job {
             job.lifecycle.phase = Phase::Stopping;
             job.out.set_timer(now + job.stop_wait(), Timer::Stop);
         }
+        job.watch_deadline();
         job.await_members(now, record.formed);
         Ok(job)
     }
@@ -141,10 +135,8 @@ impl Job {
 
     /// Restores a job that is over, whose processes may still run.
     fn restore_ending(&mut self, ending: PersistedShutdown) -> Result<(), String> {
-        let step = self.data.step();
-        if let Some(leases) = self.data.leases_mut() {
-            let ledger = leases.check(&ending.ledger)?;
-            leases.rebuild(step, ledger, |_| false);
+        if let Some(cache) = self.data.cache_mut() {
+            cache.replace(cache.check(&ending.ledger)?);
         }
         self.reporting.restore_ending(ending.error, ending.final_report);
         self.lifecycle.phase = Phase::Ending(ending.outcome);
@@ -206,7 +198,6 @@ impl Job {
         });
         workers.raise_launches_made(ranks.keys().map(|id| id.0).max().unwrap_or_default());
         self.out.mark_dirty();
-        self.count_eligible();
         self.log_event(format!(
             "generation {} has been published by the master before",
             theirs.generation
@@ -215,12 +206,9 @@ impl Job {
             self.send(id, MasterMessage::Membership(theirs.clone()));
         }
         for &id in &excluded {
-            // Its leases are from an older group; the members of this one report their own.
+            // It may be ahead of the members of this group.
             if let Some(takeover) = &mut self.lifecycle.takeover {
                 takeover.forget(id);
-            }
-            if let Some(leases) = self.data.leases_mut() {
-                leases.forget(id);
             }
         }
         self.release_excluded(now, &excluded);
@@ -254,13 +242,11 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Ends the take-over and leases again, once it is known which records may be leased.
+    /// Ends the take-over, once the ledger has reached the steps of all members.
     pub(crate) fn try_finish_takeover(&mut self, now: Time) {
         let Self { lifecycle, data, workers, group, .. } = self;
         let known = data.step();
-        let (Some(takeover), Some(leases)) = (&lifecycle.takeover, data.leases_mut()) else {
-            return;
-        };
+        let Some(takeover) = &lifecycle.takeover else { return };
         let is_settled = group.is_formed()
             && !group.is_broken()
             && !workers.has_disconnected_members()
@@ -268,13 +254,11 @@ impl Job {
         if !is_settled {
             return;
         }
-        leases.requeue();
         lifecycle.takeover = None;
         self.log_event(format!(
             "generation {} is taken over at step {known}",
             self.group.generation()
         ));
-        self.fill_all();
         self.reconcile(now);
     }
 }

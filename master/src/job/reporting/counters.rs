@@ -24,6 +24,8 @@ pub struct Counters {
     pub recoveries: BTreeMap<Cause, Recoveries>,
     /// Worker processes that have ended.
     pub ends: BTreeMap<End, u64>,
+    /// Failures that count against `max_worker_restarts`.
+    pub failures: u64,
     /// Workers started to replace one that had ended.
     pub restarts: u64,
     /// Total time that workers have waited for storage that did not answer.

@@ -7,11 +7,13 @@ use std::time::Duration;
 
 use elasticdl_proto::{
     Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, Generation, LossSummary,
-    MembershipChange, StateLoss, ThroughputSummary, WorkerId,
+    MembershipChange, SkippedRecords, StateLoss, ThroughputSummary, WorkerId,
 };
 use serde::{Deserialize, Serialize};
 
 use super::counters::{Counters, End};
+use super::epochs::EpochLines;
+use super::lifetimes::Lifetimes;
 use super::storage_waits::StorageWaits;
 use super::text::clip;
 use crate::job::event::{Committed, Finished, Phases};
@@ -30,6 +32,8 @@ pub(crate) struct JobHistory {
     failed_shards: Vec<FailedShard>,
     pub(super) totals: Totals,
     loss_smoothed: Option<f64>,
+    pub(super) learning_rate: Option<f64>,
+    pub(crate) epochs: EpochLines,
     /// Records committed by the group's reports so far, at these times; the newest last.
     samples: VecDeque<(Time, u64)>,
     committed: u64,
@@ -41,6 +45,8 @@ pub(crate) struct JobHistory {
     pub(super) allreduce_transport: Option<String>,
     /// Counters since this master started.
     pub(super) counters: Counters,
+    /// Lifetimes of workers since this master started.
+    pub(crate) lifetimes: Lifetimes,
     pub(super) storage_waits: StorageWaits,
     pub(super) evaluations: EvaluationsSummary,
     /// Description of the last counted worker failure.
@@ -94,6 +100,9 @@ pub(crate) struct Totals {
     pub(super) steps_skipped: u64,
     #[serde(default)]
     pub(super) state_lost: Option<StateLoss>,
+    /// Records that the data set does not contain.
+    #[serde(default)]
+    pub(super) records_skipped: Option<SkippedRecords>,
 }
 
 impl JobHistory {
@@ -274,6 +283,7 @@ impl JobHistory {
     /// Notes a commit of `steps` new steps.
     pub(crate) fn commit(&mut self, now: Time, steps: u64, report: &Committed) {
         self.note_loss(report.records, report.loss_sum);
+        self.learning_rate = report.learning_rate;
         self.count(now, report.records);
         self.counters.commit(steps, report);
     }
@@ -307,6 +317,7 @@ impl JobHistory {
 
     /// Notes a counted failure of a worker.
     pub(crate) fn note_failure(&mut self, what: &str) {
+        self.counters.failures += 1;
         self.last_failure = Some(what.to_owned());
     }
 
@@ -432,6 +443,8 @@ impl JobHistory {
         ThroughputSummary {
             records_per_s: per_second(counted, span),
             steps_per_s: per_second(steps, span),
+            all_reduce_ms: self.counters.times.all_reduce_ms(),
+            storage_wait_s: self.counters.storage_wait.as_secs_f64(),
         }
     }
 
@@ -443,6 +456,11 @@ impl JobHistory {
     #[cfg(test)]
     pub(crate) fn counters(&self) -> &Counters {
         &self.counters
+    }
+
+    /// Notes which records the data set does not contain.
+    pub(crate) fn note_skipped(&mut self, skipped: SkippedRecords) {
+        self.totals.records_skipped = Some(skipped);
     }
 
     /// How many more failed shards fit.

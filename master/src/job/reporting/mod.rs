@@ -1,7 +1,9 @@
 //! Reports on a job: history, counters, status and summary. Nothing here decides anything.
 
 pub(crate) mod counters;
+pub(crate) mod epochs;
 pub(crate) mod history;
+pub(crate) mod lifetimes;
 mod news;
 mod storage_waits;
 pub(crate) mod text;

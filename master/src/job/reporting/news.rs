@@ -97,6 +97,7 @@ impl Job {
                     step: evaluated.step,
                     metric: spec.metric.clone(),
                     value,
+                    export: spec.export_best.clone(),
                 });
             }
         }

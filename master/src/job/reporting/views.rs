@@ -1,14 +1,19 @@
 //! What a job shows of itself: its status and its summary.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use elasticdl_proto::{
-    CheckpointsSummary, EvaluationsSummary, Generation, LaunchStatus, Ledger, PriorityTierStatus,
-    RecordsSummary, Status, Summary, WorkerId, WorkerStatus, WorkersSummary,
+    CheckpointsSummary, DisconnectedStatus, EvaluationsSummary, Generation, LaunchStatus, Ledger,
+    PriorityTierStatus, RecordsSummary, Status, Summary, WorkerId, WorkerStatus, WorkersSummary,
 };
 
 use super::counters::Counters;
+use super::lifetimes::WorkerLifetime;
 use super::text::clip;
 use crate::job::action::Outcome;
-use crate::job::data::lease_table::LeaseTable;
+use crate::job::data::ledger_cache::LedgerCache;
+use crate::job::data::shard_leases::ShardLeases;
 use crate::job::event::LaunchId;
 use crate::job::job::Job;
 use crate::job::lifecycle::shutdown;
@@ -16,15 +21,20 @@ use crate::job::lifecycle::state::Phase;
 use crate::job::spec::Work;
 use crate::job::time::Time;
 use crate::job::workers::state::{Launch, Scheduling, Stage, Worker};
-use crate::job::workers::straggler;
+use crate::job::workers::straggler::{self, LastStep};
+use crate::job::workers::table::worker_of;
 
 /// Status and counters of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Snapshot {
+    /// Age of the job.
+    pub at: Time,
     /// The status.
     pub status: Status,
     /// Counters since this master started.
     pub counters: Counters,
+    /// Lifetimes of workers since this master started.
+    pub lifetimes: Arc<BTreeMap<WorkerId, WorkerLifetime>>,
 }
 
 impl Job {
@@ -33,17 +43,21 @@ impl Job {
     /// Status and counters.
     #[must_use]
     pub fn snapshot(&self, now: Time) -> Snapshot {
-        Snapshot { status: self.status(now), counters: self.reporting.counters.clone() }
+        Snapshot {
+            at: now,
+            status: self.status(now),
+            counters: self.reporting.counters.clone(),
+            lifetimes: self.reporting.lifetimes.share(),
+        }
     }
 
     /// The status of the job.
     #[must_use]
     pub fn status(&self, now: Time) -> Status {
-        let leases = self.data.leases();
-        let ledger = leases.map(LeaseTable::ledger);
-        let usual = self.workers.members().filter_map(|(_, w)| w.pace().usual_us()).collect();
+        let ledger = self.data.cache().map(LedgerCache::ledger);
+        let usual = self.workers.members().filter_map(|(_, w)| w.pace().usual_even_us()).collect();
         let limit_us = straggler::straggler_limit_us(usual).unwrap_or(u64::MAX);
-        let status = |(id, w): (WorkerId, &Worker)| self.worker_status(id, w, limit_us);
+        let status = |(id, w): (WorkerId, &Worker)| self.worker_status(now, id, w, limit_us);
         let workers = self.workers.connected().map(status).collect();
         Status {
             job: self.spec.name.clone(),
@@ -54,13 +68,17 @@ impl Job {
             epoch: ledger.map_or(0, Ledger::epoch),
             epochs: self.spec.epochs,
             records_counted: ledger.map_or(0, Ledger::counted),
-            records_expected: leases.map_or(0, LeaseTable::expected),
+            records_expected: self.data.expected(),
+            records_repeated: ledger.map_or(0, Ledger::repeated),
             loss: self.reporting.loss_smoothed(),
+            learning_rate: self.reporting.learning_rate,
+            eta_s: self.eta_s(now),
             records_per_s: self.reporting.records_per_s(now),
             workers_desired: self.lifecycle.wanted(),
-            shards: leases.map(LeaseTable::shard_counts),
+            shards: self.data.shards().map(ShardLeases::counts),
             memberships: self.reporting.memberships_last(),
             workers,
+            workers_disconnected: self.workers_disconnected(now),
             workers_pending: self.workers_pending(),
             priority_tiers: self.priority_tiers(),
             allreduce_transport: self.reporting.allreduce_transport.clone(),
@@ -78,8 +96,13 @@ impl Job {
         match self.lifecycle.phase() {
             Phase::Ended(outcome) => shutdown::name(outcome),
             Phase::Ending(_) => "ending",
+            Phase::Running if self.lifecycle.is_suspended() => match self.workers.has_launches() {
+                true => "suspending",
+                false => "suspended",
+            },
             Phase::Running if self.lifecycle.is_taking_over() => "resuming",
             Phase::Running if !self.spec.work.trains() && self.workers.has_members() => "running",
+            Phase::Running if !self.workers.has_members() && self.is_queued() => "queued",
             Phase::Running if self.group.generation() == Generation::default() => "starting",
             Phase::Running if self.group.is_broken() => "waiting",
             Phase::Running => "running",
@@ -87,9 +110,26 @@ impl Job {
         }
     }
 
-    fn worker_status(&self, id: WorkerId, worker: &Worker, limit_us: u64) -> WorkerStatus {
+    /// Whether a worker of the core waits in a queue.
+    fn is_queued(&self) -> bool {
+        let is_queued = |l: &Launch| {
+            l.scheduling() == Scheduling::Queued
+                && l.slot() < self.spec.min_workers
+                && !l.has_registered()
+        };
+        self.workers.launches().any(|(_, l)| l.stays() && is_queued(l))
+    }
+
+    fn worker_status(
+        &self,
+        now: Time,
+        id: WorkerId,
+        worker: &Worker,
+        limit_us: u64,
+    ) -> WorkerStatus {
         let state = match worker.stage() {
             _ if worker.is_released() => "ending",
+            _ if self.is_silent(now, worker) => "disconnected",
             _ if worker.is_leaving() => "leaving",
             _ if self.group.has_finished(id) => "finished",
             Stage::Joining => "joining",
@@ -104,6 +144,7 @@ impl Job {
             },
         };
         let is_member = worker.is_member();
+        let last = worker.pace().last().filter(|_| is_member);
         WorkerStatus {
             worker: id,
             pid: worker.pid(),
@@ -112,10 +153,39 @@ impl Job {
             pod: None,
             node: None,
             step: (is_member && worker.holds_state()).then_some(self.data.step()),
-            compute_us: worker.pace().last_us,
-            straggler: is_member && worker.pace().usual_us().is_some_and(|us| us > limit_us),
-            leased_records: self.data.leases().map_or(0, |r| r.leased_to(id)),
+            compute_us: last.map_or(0, |last| last.rank.compute_us),
+            share: last.map(LastStep::share),
+            input_us: last.map_or(0, |last| last.rank.input_us),
+            limited_by: last.map(|last| last.limited_by().into()),
+            straggler: is_member && worker.pace().usual_even_us().is_some_and(|us| us > limit_us),
+            leased_records: self.data.shards().map(|shards| shards.records_leased_to(id)),
         }
+    }
+
+    /// Whether a connected worker has sent no message for longer than the worker timeout.
+    fn is_silent(&self, now: Time, worker: &Worker) -> bool {
+        let heartbeat = self.spec.heartbeat().unwrap_or_default();
+        let timeout = self.spec.worker_timeout.map(|timeout| timeout + heartbeat);
+        timeout.is_some_and(|timeout| now.since(worker.heard()) > timeout)
+    }
+
+    fn workers_disconnected(&self, now: Time) -> Vec<DisconnectedStatus> {
+        let status = |launch, rank, since: Time| DisconnectedStatus {
+            worker: worker_of(launch),
+            rank,
+            disconnected_s: now.since(since).as_secs_f64(),
+        };
+        let of_launch = |(launch, l): (LaunchId, &Launch)| match (l.worker(), l.disconnected()) {
+            (Some(w), _) if self.is_silent(now, w) && !w.is_released() => {
+                Some(status(launch, w.rank(), w.heard()))
+            }
+            // A launch that this master has found may never have connected.
+            (None, Some(d)) if l.has_registered() || d.rank.is_some() => {
+                Some(status(launch, d.rank, d.since))
+            }
+            _ => None,
+        };
+        self.workers.launches().filter_map(of_launch).collect()
     }
 
     fn workers_pending(&self) -> Vec<LaunchStatus> {
@@ -125,6 +195,7 @@ impl Job {
             slot: l.slot(),
             state: match l.scheduling() {
                 Scheduling::Pending => "requested",
+                Scheduling::Queued => "queued",
                 Scheduling::Scheduled => "starting",
                 Scheduling::Unschedulable => "unschedulable",
             }
@@ -156,10 +227,24 @@ impl Job {
             return 1.0;
         }
         let part = |done: u64, all: u64| if all == 0 { 0.0 } else { done as f64 / all as f64 };
-        let leases = self.data.leases();
-        let records = leases.map_or(0.0, |r| part(r.ledger().counted(), r.expected()));
+        let records = part(self.data.counted(), self.data.expected());
         let steps = self.spec.max_steps.map_or(0.0, |max| part(self.data.step(), max));
         records.max(steps).min(1.0)
+    }
+
+    /// Seconds until the end of the data, or of `--max-steps`, at the present speed.
+    fn eta_s(&self, now: Time) -> Option<f64> {
+        let rate = self.reporting.records_per_s(now);
+        if self.state() != "running" || rate <= 0.0 {
+            return None;
+        }
+        let (counted, step) = (self.data.counted(), self.data.step());
+        let records = self.data.expected().saturating_sub(counted) as f64;
+        let of_steps = self.spec.max_steps.filter(|_| step > 0).map(|max| {
+            let records_per_step = counted as f64 / step as f64;
+            max.saturating_sub(step) as f64 * records_per_step
+        });
+        Some(of_steps.map_or(records, |most| most.min(records)) / rate)
     }
 
     // ---- summary ----
@@ -178,7 +263,7 @@ impl Job {
             run_id: self.run_id.to_string(),
             state: self.state().into(),
             steps: self.data.step(),
-            epochs: self.data.leases().map_or(0, |r| r.ledger().epoch()),
+            epochs: self.data.cache().map_or(0, |cache| cache.ledger().epoch()),
             wall_s: now.0.as_secs_f64(),
             records,
             workers: WorkersSummary {
@@ -193,9 +278,11 @@ impl Job {
             evaluations: self.evaluations(),
             checkpoints: self.checkpoints(),
             failed_shards: self.reporting.failed_shards(),
+            records_skipped: self.reporting.totals.records_skipped.clone(),
             steps_skipped: self.reporting.totals.steps_skipped,
             state_lost: self.reporting.totals.state_lost,
             error: self.reporting.error().map(str::to_owned),
+            stop_reason: self.lifecycle.stop_reason().map(str::to_owned),
             model_summary: self.model_summary(),
             metrics: self.data.results().means(records.expected),
             output: match &self.spec.work {
@@ -207,12 +294,12 @@ impl Job {
         }
     }
 
-    /// Based on the group's reports alone: leases prove nothing.
+    /// Based on the group's reports alone.
     fn records_summary(&self) -> RecordsSummary {
-        let Some(leases) = self.data.leases() else {
+        let Some(cache) = self.data.cache() else {
             return RecordsSummary::default();
         };
-        let (whole, counted) = (leases.expected(), leases.ledger().counted());
+        let (whole, counted) = (cache.expected(), cache.ledger().counted());
         let stopped = self.lifecycle.outcome() == Some(Outcome::Stopped);
         let expected = match self.reporting.final_report() {
             _ if counted == whole => whole,
@@ -227,7 +314,7 @@ impl Job {
             _ => whole,
         };
         let missing = expected.saturating_sub(counted);
-        RecordsSummary { expected, counted, missing, repeated: leases.ledger().repeated() }
+        RecordsSummary { expected, counted, missing, repeated: cache.ledger().repeated() }
     }
 
     /// The lowest rank exports before it sends its final report.

@@ -26,6 +26,7 @@ fn steps_records_and_times_are_those_of_the_reports() {
     deliver(&mut job, 1, committed(2, 9, &[(12, 16)]));
     let times = StepTimes { steps: 2, step_us: 6000, reduce_us: 2000 };
     assert_eq!(counters(&job), Counters { steps: 3, records: 12, times, ..Counters::default() });
+    assert_eq!(job.summary(at(0)).throughput.all_reduce_ms, 1.0);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{Generation, RankStep, RecordRange, WorkerId};
 
 use super::super::*;
 use crate::job::testing::{dataset, spec};
@@ -52,7 +52,8 @@ pub(super) fn committed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> Wo
     let ranges: Vec<_> =
         ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
     let records = ranges.iter().map(RecordRange::len).sum();
-    let compute_us = vec![5, 6, 7];
+    let rank = |compute_us| RankStep { records: 1, compute_us, ..RankStep::default() };
+    let ranks = [5, 6, 7].map(rank).to_vec();
     let generation = Generation(generation);
     WorkerMessage::Committed(Committed {
         generation,
@@ -60,9 +61,10 @@ pub(super) fn committed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> Wo
         ranges,
         loss_sum: records as f64,
         records,
-        compute_us,
+        ranks,
         times: StepTimes { steps: 1, step_us: 3000, reduce_us: 1000 },
         steps_skipped: 0,
+        learning_rate: Some(0.5),
     })
 }
 
@@ -107,10 +109,6 @@ pub(super) fn lose(job: &mut Job, ms: u64, i: u64) {
             job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(i), exit: Exit::Signal(9) })
         }
     }
-}
-
-pub(super) fn ask(records: u64) -> WorkerMessage {
-    WorkerMessage::LeaseRequest { epoch: 0, records }
 }
 
 /// The pending actions of the job, without log events.
@@ -196,29 +194,19 @@ fn the_first_group_waits_one_second_for_starting_workers() {
 }
 
 #[test]
-fn a_loss_is_published_at_once_and_its_leases_return_when_the_next_group_forms() {
+fn a_loss_is_published_at_once_and_the_next_groups_ledger_replaces_the_masters() {
     let mut job = started(spec(), &[20]);
-    deliver(&mut job, 2, ask(4));
-    assert_eq!(job.status(at(0)).workers[1].leased_records, 4);
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    deliver(&mut job, 1, committed(1, 2, &[(4, 8)]));
     lose(&mut job, 5, 2);
     let next = membership(2, &[1, 3], true);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (3, next)]);
-    let forgotten = job.data.leases().unwrap().leases().count();
-    assert_eq!(forgotten, 0);
-    deliver(&mut job, 1, formed(2, 0, &[]));
-    // All 20 records are available again to the surviving workers: 10 shares of 2 records.
-    let mut got = 0;
-    for step in 1..=10 {
-        deliver(&mut job, 1, ask(2));
-        let lease = actions(&mut job).into_iter().find_map(|a| match a {
-            Action::Send { message: MasterMessage::Lease(ranges), .. } => Some(ranges),
-            _ => None,
-        });
-        let ranges: Vec<_> = lease.unwrap().iter().map(|r| (r.start, r.end)).collect();
-        got += ranges.iter().map(|(s, e)| e - s).sum::<u64>();
-        deliver(&mut job, 1, committed(2, step, &ranges));
-    }
-    assert_eq!(got, 20);
+    // Only the lost worker had committed step 2.
+    deliver(&mut job, 1, formed(2, 1, &[(0, 4)]));
+    assert_eq!((job.step(), job.status(at(5)).records_counted), (1, 4));
+    deliver(&mut job, 1, committed(2, 2, &[(4, 8)]));
+    assert_eq!((job.step(), job.status(at(5)).records_counted), (2, 8));
+    assert_eq!(job.summary(at(5)).records.repeated, 0);
 }
 
 #[test]
@@ -238,21 +226,35 @@ fn a_commit_of_an_old_generation_has_no_effect() {
 
 /// Only worker 1 has committed the last step of the epoch, and it is lost.
 #[test]
-fn a_request_for_an_epoch_whose_end_is_undone_is_filled() {
-    let spec = JobSpec { num_workers: 2, shuffle: false, ..spec() };
+fn an_epoch_whose_end_is_undone_ends_again() {
+    let spec = JobSpec { num_workers: 2, ..spec() };
     let mut job = started(spec, &[8]);
-    deliver(&mut job, 1, ask(2));
-    deliver(&mut job, 2, ask(2));
     deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
-    deliver(&mut job, 1, ask(4));
+    assert_eq!(job.status(at(0)).epoch, 0);
     deliver(&mut job, 1, committed(1, 2, &[(4, 8)]));
     assert_eq!(job.status(at(0)).epoch, 1);
-    deliver(&mut job, 2, ask(4));
-    actions(&mut job);
     lose(&mut job, 5, 1);
     deliver(&mut job, 2, formed(2, 1, &[(0, 4)]));
-    let lease = (4..8).map(|start| RecordRange { epoch: 0, start, end: start + 1 }).collect();
-    assert_eq!(actions(&mut job).last(), Some(&send(2, MasterMessage::Lease(lease))));
+    assert_eq!(job.status(at(5)).epoch, 0);
+    deliver(&mut job, 2, committed(2, 2, &[(4, 8)]));
+    let status = job.status(at(5));
+    assert_eq!((status.epoch, status.records_counted), (1, 8));
+}
+
+/// The group has formed, whatever became of a member since: its state is known.
+#[test]
+fn a_report_of_a_group_that_has_lost_a_member_counts() {
+    let mut job = started(JobSpec { min_workers: 3, ..spec() }, &[20]);
+    lose(&mut job, 5, 3);
+    let exit = Exit::Signal(9);
+    job.handle(at(6), Event::ProcessEnded { launch: LaunchId(3), exit });
+    connect(&mut job, 4);
+    deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
+    assert_eq!(memberships(&mut job).last().unwrap().1, membership(2, &[1, 2, 4], true));
+    lose(&mut job, 7, 4);
+    deliver(&mut job, 1, formed(2, 3, &[(0, 12)]));
+    let status = job.status(at(7));
+    assert_eq!((&*status.state, status.step, status.records_counted), ("waiting", 3, 12));
 }
 
 #[test]
@@ -296,7 +298,10 @@ fn a_joiner_receives_donors_and_joins_only_after_it_has_fetched() {
     actions(&mut job);
     deliver(&mut job, 4, WorkerMessage::Ready { parameters: 10 });
     // The lowest rank is the last choice, because it also reports to the master.
-    assert_eq!(actions(&mut job), [send(4, donors(&[3, 2, 1]))]);
+    // Each of them serves the joiner only if it is named.
+    let named = || MasterMessage::Joiners(vec![WorkerId(4)]);
+    let naming = [3, 2, 1].map(|donor| send(donor, named()));
+    assert_eq!(actions(&mut job), [&naming[..], &[send(4, donors(&[3, 2, 1]))]].concat());
     lose(&mut job, 2, 3);
     let sent = actions(&mut job);
     assert!(
@@ -304,6 +309,7 @@ fn a_joiner_receives_donors_and_joins_only_after_it_has_fetched() {
         "{sent:?}"
     );
     assert!(sent.contains(&send(4, donors(&[2, 1]))), "{sent:?}");
+    assert!([1, 2].iter().all(|donor| sent.contains(&send(*donor, named()))), "{sent:?}");
     // With fewer members than `min_workers` the group waits anyway, so the joiner need not fetch.
     let mut job = started(JobSpec { min_workers: 3, max_workers: 6, ..spec() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 4 });
@@ -376,6 +382,20 @@ fn a_leaver_leaves_at_a_step_boundary_but_stays_if_only_it_holds_the_state() {
     assert_eq!(memberships(&mut alone)[0].1, membership(2, &[1, 2], false));
     deliver(&mut alone, 1, formed(2, 3, &[]));
     assert_eq!(memberships(&mut alone)[0].1, membership(3, &[2], false));
+}
+
+#[test]
+fn a_worker_that_exceeds_a_limit_is_counted_even_if_it_was_told_to_end_and_left() {
+    let told = |exit: Exit| {
+        let mut job = started(spec(), &[20]);
+        deliver(&mut job, 1, WorkerMessage::Leaving);
+        job.handle(at(1), Event::ProcessEnded { launch: LaunchId(1), exit });
+        job.lifecycle.failures()
+    };
+    assert_eq!(told(Exit::OverLimit("Evicted: its volume is full".into())), 1);
+    for exit in [Exit::Code(0), Exit::Code(143), Exit::Signal(9), Exit::Reclaimed("drain".into())] {
+        assert_eq!(told(exit.clone()), 0, "{exit:?}");
+    }
 }
 
 #[test]
@@ -500,74 +520,26 @@ fn a_job_without_members_stops_at_once() {
 }
 
 #[test]
-fn a_launch_without_a_hello_for_a_minute_is_killed_and_counted() {
-    let mut job = Job::new(spec());
-    job.handle_timeout(at(60_000));
-    assert_eq!(actions(&mut job), [launch(1), Action::Kill { launch: LaunchId(1) }]);
-    job.handle(at(60_001), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
-    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![launch_at(2, 0)], 1));
-}
-
-#[test]
-fn the_second_failures_replacement_waits_250_ms() {
-    let mut job = started(spec(), &[20]);
-    job.handle(at(10), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(1) });
-    assert!(actions(&mut job).contains(&launch_at(4, 1)));
-    job.handle(at(20), Event::ProcessEnded { launch: LaunchId(4), exit: Exit::Signal(11) });
-    assert_eq!(actions(&mut job), []);
-    job.handle_timeout(at(270));
-    assert_eq!(actions(&mut job), [launch_at(5, 1)]);
-}
-
-#[test]
-fn a_model_of_another_size_is_refused() {
-    let mut job = started(spec(), &[20]);
-    job.handle(at(1), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Signal(9) });
-    connect(&mut job, 4);
-    actions(&mut job);
-    deliver(&mut job, 4, WorkerMessage::Ready { parameters: 11 });
-    let sent = actions(&mut job);
-    assert!(matches!(
-        &sent[0],
-        Action::Send { message: MasterMessage::Shutdown(why), .. } if why.contains("11 parameters")
-    ));
-    assert_eq!(
-        (&sent[1], job.lifecycle.failures()),
-        (&Action::Disconnect { worker: WorkerId(4) }, 1)
-    );
-}
-
-#[test]
-fn an_unscheduled_launch_is_not_silent() {
-    let mut job = Job::new(spec());
-    assert_eq!(actions(&mut job), [launch(1)]);
-    job.handle(
-        at(0),
-        Event::LaunchWaits { launch: LaunchId(1), wait: Wait::Capacity("no room".into()) },
-    );
-    assert_eq!(job.status(at(0)).events, ["launch 1 waits: no room"]);
-    job.handle_timeout(at(3_600_000));
-    assert_eq!(actions(&mut job), []);
-    // From the moment that it runs, the usual time limit applies.
-    job.handle(at(3_600_000), Event::LaunchRuns { launch: LaunchId(1) });
-    job.handle(at(3_630_000), Event::LaunchRuns { launch: LaunchId(1) });
-    job.handle_timeout(at(3_659_999));
-    assert_eq!(actions(&mut job), []);
-    job.handle_timeout(at(3_660_000));
-    assert!(actions(&mut job).contains(&Action::Kill { launch: LaunchId(1) }));
-}
-
-#[test]
-fn a_reclaimed_launch_is_replaced_and_not_counted() {
-    let mut job = started(spec(), &[20]);
-    for round in 0..10 {
-        let launch = LaunchId(if round == 0 { 1 } else { 3 + round });
-        job.handle(
-            at(100),
-            Event::ProcessEnded { launch, exit: Exit::Reclaimed("preempted".into()) },
-        );
-        let next = launch_at(4 + round, 0);
-        assert!(actions(&mut job).contains(&next), "round {round}");
+fn a_job_that_is_stopped_at_once_has_ended_whatever_state_it_was_in() {
+    let end = |outcome| {
+        let kill = |i| Action::Kill { launch: LaunchId(i) };
+        [kill(1), kill(2), kill(3), Action::End(outcome)]
+    };
+    for is_stopping in [false, true] {
+        let mut job = started(spec(), &[20]);
+        if is_stopping {
+            job.handle(at(100), Event::Stop);
+            actions(&mut job);
+        }
+        job.handle(at(200), Event::StopNow);
+        assert_eq!(actions(&mut job), end(Outcome::Stopped));
+        assert_eq!((job.poll_timeout(), &*job.status(at(200)).state), (None, "stopped"));
     }
-    assert_eq!(&*job.status(at(100)).state, "running");
+    // A job that waits for the exits of its workers keeps its outcome.
+    let mut job = started(spec(), &[21]);
+    let fatal = WorkerMessage::Failed { error: "e".into(), ranges: vec![], fatal: true };
+    deliver(&mut job, 1, fatal);
+    actions(&mut job);
+    job.handle(at(200), Event::StopNow);
+    assert_eq!(actions(&mut job), end(Outcome::Failed));
 }

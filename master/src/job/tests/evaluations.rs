@@ -8,11 +8,13 @@ fn judged() -> JobSpec {
     let (data, metric) = ("v".into(), "loss".into());
     JobSpec {
         validation: Some(ValidationSpec {
+            split: None,
             data,
             every: Some(10),
             metric,
             highest: false,
             patience: Some(2),
+            export_best: Some("/best".into()),
         }),
         ..spec()
     }
@@ -50,6 +52,8 @@ fn the_best_evaluation_is_remembered_and_repeated_steps_are_evaluated_again() {
     evaluated(&mut job, 20, Some(4.0));
     assert_eq!(known(&job), (vec![10, 20], Some(10)));
     assert_eq!(job.status(at(0)).evaluated.unwrap().step, 20);
+    let best = job.summary(at(0)).evaluations.unwrap().best.unwrap();
+    assert_eq!(best.export.as_deref(), Some("/best"));
     assert_eq!(started(spec(), &[20]).summary(at(0)).evaluations, None);
 }
 

@@ -1,6 +1,6 @@
 //! A model of the group: its members form a ring, step, commit one after the other, and break.
 
-use elasticdl_proto::{Generation, Ledger, RangeSet, RecordRange};
+use elasticdl_proto::{Generation, Ledger, RecordRange};
 use rand::RngExt;
 
 use super::super::*;
@@ -31,34 +31,10 @@ impl World {
     pub(super) fn step(&mut self, ring: Generation) {
         let ids = self.launches_of(ring).to_vec();
         let mut state = self.at(ids[0]).state.clone().unwrap();
-        let epoch = state.ledger.epoch();
-        let mut need = self.batch().min(state.ledger.remaining(epoch));
-        let share = need.div_ceil(ids.len() as u64);
+        let window = self.window(&state);
         state.step += 1;
-        state.added.clear();
-        // Each rank contributes its share; ranks that hold more records fill the step.
-        let mut left: Vec<RangeSet> = ids
-            .iter()
-            .map(|id| self.processes[index(*id)].held.get(&epoch).cloned().unwrap_or_default())
-            .collect();
-        for limit in [share, u64::MAX] {
-            for held in &mut left {
-                let mut limit = limit.min(need);
-                while limit > 0 {
-                    let first = held.iter().next();
-                    let Some(first) = first else {
-                        break;
-                    };
-                    let end = first.end.min(first.start + limit);
-                    held.remove(first.start..end);
-                    (limit, need) = (limit - (end - first.start), need - (end - first.start));
-                    state.added.push(RecordRange { epoch, start: first.start, end });
-                }
-            }
-        }
-        for &range in &state.added {
-            assert_eq!(state.ledger.absorb(range), 0, "{range} is counted twice");
-        }
+        state.added = vec![window];
+        assert_eq!(state.ledger.absorb(window), 0, "{window} is counted twice");
         // The step completes on some ranks before the others.
         let lucky = self.rng.random_range(0..ids.len());
         for (rank, id) in ids.into_iter().enumerate() {
@@ -79,16 +55,17 @@ impl World {
         if speaks {
             let records = ranges.iter().map(RecordRange::len).sum();
             let loss_sum = 0.5 * records as f64;
-            let (compute_us, times, steps_skipped) = (vec![1, 2, 3], StepTimes::default(), 0);
+            let (ranks, times, steps_skipped) = (Vec::new(), StepTimes::default(), 0);
             let report = Committed {
                 generation: ring,
                 step,
                 ranges,
                 loss_sum,
                 records,
-                compute_us,
+                ranks,
                 times,
                 steps_skipped,
+                learning_rate: None,
             };
             p.up.push_back(WorkerMessage::Committed(report));
         }

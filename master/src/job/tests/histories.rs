@@ -6,8 +6,9 @@ use std::time::Duration;
 use rand::RngExt;
 
 use super::super::*;
+use super::ops::Fault;
 use super::partitions::WORKER_TIMEOUT;
-use super::world::{Fault, World};
+use super::world::World;
 use crate::job::testing::spec;
 
 /// Applies one letter of the reduced alphabet: an event of the oldest or the youngest worker, or of
@@ -153,7 +154,6 @@ fn seeded(seed: u64) -> Outcome {
         max_steps: rng.random_ratio(1, 4).then(|| rng.random_range(1..=8)),
         batch: Batch::Global(NonZeroU64::new(rng.random_range(1..=8)).unwrap()),
         records_per_shard: NonZeroU64::new(rng.random_range(0..=9)),
-        shuffle: rng.random(),
         seed,
         max_worker_restarts: rng.random_range(0..=8),
         master_timeout: MASTER_TIMEOUT,

@@ -15,7 +15,7 @@ use crate::job::testing::{dataset, spec};
 /// Shards of 4 records.
 fn evaluate() -> JobSpec {
     let work = Work::Evaluate { model: "m".into() };
-    JobSpec { work, epochs: 1, shuffle: false, records_per_shard: NonZeroU64::new(4), ..spec() }
+    JobSpec { work, epochs: 1, records_per_shard: NonZeroU64::new(4), ..spec() }
 }
 
 /// A job with three ready workers.
@@ -29,7 +29,7 @@ fn ready(files: &[u64]) -> Job {
 }
 
 fn ask(job: &mut Job, worker: u64, shards: u64) {
-    deliver(job, worker, WorkerMessage::LeaseRequest { epoch: 0, records: shards });
+    deliver(job, worker, WorkerMessage::LeaseRequest { shards });
 }
 
 fn range(start: u64, end: u64) -> RecordRange {
@@ -110,6 +110,28 @@ fn a_leaving_or_surplus_worker_is_released_at_once() {
     job.handle(at(1), Event::Scale { num_workers: 1 });
     let reason = MasterMessage::Shutdown("fewer workers are wanted".into());
     assert_eq!(actions(&mut job), [send(3, reason)]);
+}
+
+#[test]
+fn a_status_shows_the_shards_and_the_records_that_each_worker_holds() {
+    assert_eq!(Job::new(evaluate()).status(at(0)).shards, None);
+    let mut job = ready(&[10, 4]);
+    ask(&mut job, 1, 3);
+    ask(&mut job, 2, 1);
+    done(&mut job, 1, range(0, 4), 1.0);
+    let status = job.status(at(0));
+    assert_eq!(status.shards, Some(ShardCounts { todo: 0, leased: 3, done: 1 }));
+    let held: Vec<_> = status.workers.iter().map(|worker| worker.leased_records).collect();
+    assert_eq!(held, [Some(6), Some(4), Some(0)]);
+    assert_eq!((status.records_counted, status.records_expected), (4, 14));
+}
+
+/// However often a worker asks, it holds no more than a few shards that it has not begun.
+#[test]
+fn a_request_is_limited_to_a_few_shards() {
+    let mut job = ready(&[400]);
+    ask(&mut job, 1, u64::MAX);
+    assert_eq!(leased(&mut job).len(), 4);
 }
 
 #[test]
@@ -214,6 +236,7 @@ fn a_persisted_job_with_impossible_results_is_refused() {
     );
     for wrong in [
         serde_json::json!({"before": 24, "sums": sums, "later": {}}),
+        serde_json::json!({"before": 6, "sums": sums, "later": {}}),
         serde_json::json!({"before": 8, "sums": sums, "later": {"4": [16, sums]}}),
         serde_json::json!({"before": 0, "sums": {}, "later": {"8": [4, sums]}}),
     ] {

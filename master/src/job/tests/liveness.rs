@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::WorkerId;
+use elasticdl_proto::{DisconnectedStatus, RankStep, WorkerId};
 
 use super::super::*;
 use super::directed::{actions, at, connect, started};
@@ -81,7 +81,7 @@ fn any_message_counts_as_a_heartbeat() {
     let mut job = watched();
     pass(&mut job, 50, 900, &[]);
     for worker in 1..=3 {
-        let message = WorkerMessage::LeaseRequest { epoch: 0, records: 1 };
+        let message = WorkerMessage::StorageWait { storage: None, waited: Duration::ZERO };
         job.handle(at(950), Event::Message { worker: WorkerId(worker), message });
     }
     pass(&mut job, 1000, 2000, &[]);
@@ -134,8 +134,15 @@ fn a_worker_that_falls_silent_before_it_is_a_member_causes_no_membership_change(
 #[test]
 fn a_member_unreachable_only_for_the_master_stays() {
     let mut job = watched();
-    pass(&mut job, 50, 30_000, &[1, 3]);
+    pass(&mut job, 50, 1000, &[1, 3]);
+    assert_eq!(job.status(at(1000)).workers_disconnected, []);
+    pass(&mut job, 1050, 30_000, &[1, 3]);
     assert!(no_worker_is_evicted(&actions(&mut job)), "the others make progress, so it lives");
+    let status = job.status(at(30_000));
+    let shown: Vec<_> = status.workers.iter().map(|w| &*w.state).collect();
+    assert_eq!(shown, ["training", "disconnected", "training"]);
+    let silent = DisconnectedStatus { worker: WorkerId(2), rank: Some(1), disconnected_s: 30.0 };
+    assert_eq!(status.workers_disconnected, [silent]);
     // Without a master the worker exits after 30 s.
     pass(&mut job, 30_050, 32_100, &[1, 3]);
     assert_eq!(abort_of(&actions(&mut job)), Some((vec![WorkerId(1), WorkerId(3)], true)));
@@ -158,16 +165,18 @@ fn a_member_that_computes_for_long_does_not_count_as_stopped() {
     let mut job = watched();
     for step in 1..=3 {
         let ranges = vec![];
-        let compute_us = vec![3_000_000; 3];
+        let rank = RankStep { compute_us: 3_000_000, ..RankStep::default() };
+        let ranks = vec![rank; 3];
         let committed = Committed {
             generation: job.group.generation(),
             step,
             ranges,
             loss_sum: 0.0,
             records: 0,
-            compute_us,
+            ranks,
             times: StepTimes::default(),
             steps_skipped: 0,
+            learning_rate: None,
         };
         job.handle(
             at(0),

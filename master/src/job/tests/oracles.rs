@@ -3,17 +3,17 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, RangeSet, RecordRange, WorkerId};
+use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::*;
 use super::process::Process;
-use super::status::count_shards;
 use super::world::{World, index};
 
 impl World {
     pub(super) fn drain_actions(&mut self) {
         self.write_record();
         self.check_stall();
+        let mut uncertain = 0;
         while let Some(action) = self.job.poll_action() {
             assert_eq!(self.ended, None, "after its end the job wants {action:?}");
             if self.dies_after == Some(0) {
@@ -46,7 +46,12 @@ impl World {
                     let silent =
                         !p.sent_hello && self.now.since(p.launched) >= Duration::from_secs(60);
                     p.silent_for_long = silent && !self.stopped;
-                    self.counted += u32::from(p.silent_for_long);
+                    // A successor may kill the launch of a former master for another reason.
+                    if p.orphan {
+                        uncertain += u32::from(p.silent_for_long);
+                    } else {
+                        self.counted += u32::from(p.silent_for_long);
+                    }
                     if self.at(launch).searching_for_master {
                         // The worker has not reconnected.
                         self.gone.extend(self.processes[index(launch)].worker);
@@ -72,13 +77,14 @@ impl World {
                 Action::Send { worker, message } => self.check_send(worker, message),
             }
         }
-        self.check_leases();
-        assert_eq!(
-            self.job.lifecycle.failures(),
+        let failures = self.job.lifecycle.failures();
+        assert!(
+            (self.counted..=self.counted + uncertain).contains(&failures),
+            "{failures} failures, not {}: {:#?}",
             self.counted,
-            "failures counted: {:#?}",
             self.log
         );
+        self.counted = failures;
         if let Some(outcome) = self.ended {
             self.check_end(outcome);
         }
@@ -147,7 +153,9 @@ impl World {
                     self.excused.insert(worker);
                 }
             }
-            MasterMessage::Lease(ranges) => self.check_lease(worker, ranges),
+            MasterMessage::Lease(ranges) => {
+                panic!("{ranges:?} are leased to worker {worker}, which trains")
+            }
             MasterMessage::Shutdown(_) => {
                 self.excused.insert(worker);
             }
@@ -199,63 +207,6 @@ impl World {
             |w| self.numbered().find(|(_, p)| p.worker == Some(w)).expect("it was admitted").0;
         self.rings.push(membership.members.iter().map(|(w, _)| launch(*w)).collect());
         self.published.push(membership.clone());
-    }
-
-    fn check_lease(&self, worker: WorkerId, ranges: &[RecordRange]) {
-        let newest = self.published.last().expect("only members get leases");
-        assert!(newest.members.iter().any(|(w, _)| *w == worker), "worker {worker} is no member");
-        let has = |m: &Membership| m.members.iter().any(|(w, _)| *w == worker);
-        let formed = self.published.iter().any(|m| self.formed.contains(&m.generation) && has(m));
-        assert!(
-            formed,
-            "worker {worker} has not formed a group yet, and another one may need {ranges:?}"
-        );
-        for &range in ranges {
-            assert!(
-                !range.is_empty() && range.end <= self.records && range.epoch < self.spec.epochs
-            );
-            for (other, _) in &newest.members {
-                let Some(p) = self.process(*other).filter(|_| !self.gone.contains(other)) else {
-                    continue;
-                };
-                let mut count =
-                    p.held.get(&range.epoch).map_or(0, |set| set.count_in(range.records()));
-                for message in &p.down {
-                    if let MasterMessage::Lease(others) = message {
-                        let set = others.iter().filter(|r| r.epoch == range.epoch);
-                        count += set
-                            .map(|r| RangeSet::from_range(r.records()).count_in(range.records()))
-                            .sum::<u64>();
-                    }
-                }
-                assert_eq!(count, 0, "{range} for worker {worker} is held by worker {other}");
-            }
-        }
-    }
-
-    /// The lease table: no lost worker holds a lease, and no record has two owners.
-    fn check_leases(&self) {
-        let over = !self.job.lifecycle.is_active();
-        let Some(records) = self.job.data.leases().filter(|_| !over) else {
-            return;
-        };
-        let mut before: Option<RecordRange> = None;
-        for (worker, range) in records.leases() {
-            let is_away = self.job.workers.disconnected().any(|(launch, _)| launch.0 == worker.0);
-            let is_lost = self.gone.contains(&worker) && !is_away;
-            assert!(!is_lost, "worker {worker} is lost and holds {range}");
-            assert!(
-                before.is_none_or(|b| b.epoch < range.epoch || b.end <= range.start),
-                "{range} has two owners"
-            );
-            assert_eq!(records.ledger().absorbed_of(range), 0, "{range} is leased and absorbed");
-            before = Some(range);
-        }
-        // This check visits each record, so it runs for a sample of events only.
-        if self.now.0.subsec_micros().is_multiple_of(32) {
-            let expected = count_shards(records, self.spec.epochs);
-            assert_eq!(records.shard_counts(), expected, "{:#?}", self.log);
-        }
     }
 
     fn check_end(&self, outcome: Outcome) {

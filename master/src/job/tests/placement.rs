@@ -204,3 +204,47 @@ fn a_status_shows_why_launches_wait_and_their_priority_classes() {
     );
     assert!(job.status(at(4)).events.last().unwrap().ends_with("worker 9 was preempted by a/b"));
 }
+
+fn queued(job: &mut Job, ms: u64, launch: u64) {
+    let wait = Wait::Queue("Kueue has not admitted it yet".into());
+    job.handle(at(ms), Event::LaunchWaits { launch: LaunchId(launch), wait });
+}
+
+/// A gang is placed when all of its pods exist.
+#[test]
+fn the_workers_of_a_gang_are_started_together() {
+    let policies = Policies { starts_core_together: true, ..Policies::default() };
+    let spec = JobSpec { num_workers: 4, min_workers: 3, max_workers: 4, policies, ..spec() };
+    let mut job = Job::new(spec);
+    assert_eq!(actions(&mut job), [launch(1), launch(2), launch(3)]);
+    connect(&mut job, 1);
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
+    assert!(actions(&mut job).contains(&launch(4)));
+}
+
+#[test]
+fn a_job_whose_core_waits_in_a_queue_is_queued() {
+    let mut job = Job::new(spec());
+    queued(&mut job, 0, 1);
+    let status = job.status(at(0));
+    assert_eq!((&*status.state, &*status.workers_pending[0].state), ("queued", "queued"));
+    assert_eq!(status.events, ["launch 1 waits: Kueue has not admitted it yet"]);
+    // It may wait for long.
+    job.handle_timeout(at(3_600_000));
+    assert!(!done(&mut job).contains(&kill(1)));
+    scheduled(&mut job, 3_600_000, 1);
+    assert_eq!(&*job.status(at(3_600_000)).state, "starting");
+    // A job that trains is not queued.
+    let mut job = started(JobSpec { max_workers: 4, ..spec() }, &[20]);
+    job.handle(at(0), Event::Scale { num_workers: 4 });
+    queued(&mut job, 0, 4);
+    assert_eq!(&*job.status(at(0)).state, "running");
+}
+
+#[test]
+fn a_queue_holds_few_pods_beyond_the_core() {
+    let mut job = asked(6, 1);
+    scheduled(&mut job, 5, 2);
+    (4..=6).rev().for_each(|launch| queued(&mut job, 10, launch));
+    assert_eq!(done(&mut job), [kill(6)]);
+}

@@ -28,13 +28,6 @@ fn gone(job: &mut Job, ms: u64, worker: u64) {
     lose(job, ms, worker);
 }
 
-/// The pending actions without leases.
-fn done(job: &mut Job) -> Vec<Action> {
-    let mut actions = actions(job);
-    actions.retain(|a| !matches!(a, Action::Send { message: MasterMessage::Lease(_), .. }));
-    actions
-}
-
 fn broadcast_membership(workers: &[u64], of: &Membership) -> Vec<Action> {
     workers.iter().map(|&worker| send(worker, MasterMessage::Membership(of.clone()))).collect()
 }
@@ -83,18 +76,30 @@ fn a_job_is_scaled_to_multiples_of_workers_per_pod() {
     assert_eq!(pods().check_scale(3).unwrap_err(), expected);
 }
 
+#[test]
+fn a_worker_of_an_ended_pod_does_not_describe_the_data_set_instead_of_another_one() {
+    let mut job = Job::new(pods());
+    connect(&mut job, 1);
+    connect(&mut job, 2);
+    assert!(actions(&mut job).contains(&send(1, MasterMessage::Describe)));
+    ended(&mut job, 1, 1, Exit::Unknown);
+    assert_eq!(actions(&mut job), [launch_at(3, 0)]);
+    connect(&mut job, 4);
+    assert!(actions(&mut job).contains(&send(4, MasterMessage::Describe)));
+}
+
 /// The other worker leaves in the same membership change. The end of the pod counts as one failure,
 /// and its slots are filled only then.
 #[test]
 fn a_crash_ends_the_pod_and_counts_once() {
     let mut job = started(pods(), &[20]);
     gone(&mut job, 1, 1);
-    assert_eq!(done(&mut job), broadcast_membership(&[3, 4, 2], &membership(2, &[3, 4], true)));
+    assert_eq!(actions(&mut job), broadcast_membership(&[3, 4, 2], &membership(2, &[3, 4], true)));
     // The worker has been released, so its end is not a loss.
     gone(&mut job, 2, 2);
-    assert_eq!(done(&mut job), []);
+    assert_eq!(actions(&mut job), []);
     ended(&mut job, 3, 1, Exit::Signal(11));
-    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![launch_at(5, 0)], 1));
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![launch_at(5, 0)], 1));
     assert_eq!(job.summary(at(3)).workers.restarts, 1);
     assert_eq!(job.reporting.counters().ends, [(End::Crashed, 1)].into());
 }
@@ -109,7 +114,7 @@ fn a_failure_reported_by_a_worker_is_not_counted_again_at_its_pods_end() {
     );
     ended(&mut job, 3, 1, Exit::Code(1));
     assert_eq!(job.lifecycle.failures(), 1);
-    assert!(done(&mut job).contains(&launch_at(5, 0)));
+    assert!(actions(&mut job).contains(&launch_at(5, 0)));
 }
 
 /// The pod's own supervisor ends it sooner, and its exit code is informative.
@@ -117,13 +122,13 @@ fn a_failure_reported_by_a_worker_is_not_counted_again_at_its_pods_end() {
 fn a_pod_that_lost_a_worker_has_three_seconds_to_end_by_itself() {
     let mut job = started(pods(), &[20]);
     gone(&mut job, 0, 4);
-    done(&mut job);
+    actions(&mut job);
     job.handle_timeout(at(2999));
-    assert_eq!(done(&mut job), []);
+    assert_eq!(actions(&mut job), []);
     job.handle_timeout(at(3000));
-    assert_eq!(done(&mut job), [kill(3)]);
+    assert_eq!(actions(&mut job), [kill(3)]);
     job.handle_timeout(at(30_000));
-    assert_eq!(done(&mut job), []);
+    assert_eq!(actions(&mut job), []);
 }
 
 #[test]
@@ -133,7 +138,7 @@ fn a_pod_that_ends_without_notice_loses_all_its_workers_at_once() {
     let expected =
         [vec![launch_at(5, 2)], broadcast_membership(&[1, 2], &membership(2, &[1, 2], true))]
             .concat();
-    assert_eq!((done(&mut job), job.lifecycle.failures()), (expected, 0));
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (expected, 0));
     let summary = job.summary(at(1));
     assert_eq!(summary.memberships[1].lost, [WorkerId(3), WorkerId(4)]);
 }
@@ -147,30 +152,33 @@ fn a_leaving_worker_releases_its_pod_and_its_slots_are_filled_at_once() {
         broadcast_membership(&[1, 2, 3, 4], &membership(2, &[1, 2], false)),
     ]
     .concat();
-    assert_eq!(done(&mut job), expected);
+    assert_eq!(actions(&mut job), expected);
     // The worker also receives SIGTERM; its `Leaving` has no further effect.
     deliver(&mut job, 3, WorkerMessage::Leaving);
     job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(3), reason: "preempted".into() });
-    assert_eq!(done(&mut job), []);
+    assert_eq!(actions(&mut job), []);
     ended(&mut job, 2, 3, Exit::Code(143));
-    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![], 0));
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![], 0));
 }
 
 #[test]
 fn a_scale_down_retires_whole_pods_from_the_highest_slot_down() {
     let mut job = started(pods(), &[20]);
     job.handle(at(1), Event::Scale { num_workers: 6 });
-    assert_eq!(done(&mut job), [launch_at(5, 4)]);
+    assert_eq!(actions(&mut job), [launch_at(5, 4)]);
     connect(&mut job, 5);
-    done(&mut job);
+    actions(&mut job);
     // Worker 6 has not sent a hello. Its pod must not be killed before worker 5 has left in order.
     job.handle(at(2), Event::Scale { num_workers: 4 });
     assert_eq!(
-        done(&mut job),
+        actions(&mut job),
         [send(5, MasterMessage::Shutdown("fewer workers are wanted".into()))]
     );
     job.handle(at(3), Event::Scale { num_workers: 2 });
-    assert_eq!(done(&mut job), broadcast_membership(&[1, 2, 3, 4], &membership(2, &[1, 2], false)));
+    assert_eq!(
+        actions(&mut job),
+        broadcast_membership(&[1, 2, 3, 4], &membership(2, &[1, 2], false))
+    );
 }
 
 #[test]
@@ -178,30 +186,30 @@ fn an_unschedulable_pod_counts_as_one_probe() {
     let mut job = Job::new(JobSpec { num_workers: 12, max_workers: 12, ..pods() });
     (1..=2).for_each(|launch| connect(&mut job, launch));
     deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
-    let mut asked = done(&mut job);
+    let mut asked = actions(&mut job);
     asked.retain(|a| matches!(a, Action::Launch { .. }));
     assert_eq!(asked, [1, 3, 5, 7, 9, 11].map(|launch| launch_at(launch, launch as u32 - 1)));
     for launch in [5, 7, 9, 11] {
         let wait = Wait::Capacity("full".into());
         job.handle(at(1), Event::LaunchWaits { launch: LaunchId(launch), wait });
     }
-    assert_eq!(done(&mut job), [kill(9), kill(11)]);
+    assert_eq!(actions(&mut job), [kill(9), kill(11)]);
     [9, 11]
         .iter()
         .for_each(|&launch| ended(&mut job, 2, launch, Exit::Reclaimed("withdrawn".into())));
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(3), wait: Wait::Start(None) });
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(5), wait: Wait::Start(None) });
-    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![launch_at(13, 8)], 0));
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![launch_at(13, 8)], 0));
 }
 
 #[test]
 fn a_launch_without_a_hello_is_counted_and_its_pod_is_released_in_order() {
     let mut job = Job::new(pods());
     connect(&mut job, 1);
-    done(&mut job);
+    actions(&mut job);
     job.handle_timeout(at(60_000));
     let shutdown = send(1, MasterMessage::Shutdown("another worker of its pod goes".into()));
-    assert_eq!((done(&mut job), job.lifecycle.failures()), (vec![shutdown, kill(1)], 1));
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![shutdown, kill(1)], 1));
 }
 
 #[test]
@@ -209,14 +217,14 @@ fn a_stopping_job_keeps_a_pod_with_a_worker_that_it_needs() {
     let mut job = started(JobSpec { num_workers: 2, ..pods() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 4 });
     connect(&mut job, 3);
-    done(&mut job);
+    actions(&mut job);
     job.handle(at(2), Event::Stop);
     let drained = [1, 2].map(|worker| send(worker, MasterMessage::Drain));
     let shutdown = send(3, MasterMessage::Shutdown("the job is stopping".into()));
-    assert_eq!(done(&mut job), [drained[0].clone(), drained[1].clone(), shutdown]);
+    assert_eq!(actions(&mut job), [drained[0].clone(), drained[1].clone(), shutdown]);
     connect(&mut job, 4);
     assert!(matches!(
-        done(&mut job)[..],
+        actions(&mut job)[..],
         [Action::Admit { .. }, Action::Send { worker: WorkerId(4), .. }]
     ));
     (1..=2).for_each(|worker| deliver(&mut job, worker, finished(1, 10, 5)));
@@ -235,9 +243,9 @@ fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
     (1..=3).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
     job.handle_timeout(at(1000));
     deliver(&mut job, 1, formed(1, 0, &[]));
-    done(&mut job);
+    actions(&mut job);
     job.handle(at(1000), Event::Stop);
-    let sent = done(&mut job);
+    let sent = actions(&mut job);
     assert!(sent.contains(&send(3, MasterMessage::Drain)), "{sent:?}");
     assert!(
         sent.contains(&send(4, MasterMessage::Shutdown("the job is stopping".into()))),
@@ -245,7 +253,7 @@ fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
     );
     gone(&mut job, 1001, 4);
     job.handle_timeout(at(30_000));
-    assert_eq!(done(&mut job), []);
+    assert_eq!(actions(&mut job), []);
 }
 
 fn reconnect(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
@@ -272,7 +280,7 @@ fn a_successor_adopts_whole_pods_and_reuses_no_id() {
     assert_eq!(job.status(at(1010)).generation.0, 1);
     connect(&mut job, 5);
     connect(&mut job, 6);
-    let done = done(&mut job);
+    let done = actions(&mut job);
     let admitted = done.iter().filter(|a| matches!(a, Action::Admit { .. })).count();
     let launched: Vec<_> = done.iter().filter(|a| matches!(a, Action::Launch { .. })).collect();
     assert_eq!((admitted, launched), (4, vec![]));
@@ -286,11 +294,11 @@ fn a_successor_adopts_whole_pods_and_reuses_no_id() {
 fn a_successor_adopts_no_half_pod() {
     let mut job = started(JobSpec { num_workers: 2, ..pods() }, &[20]);
     gone(&mut job, 1, 1);
-    assert_eq!(done(&mut job), []);
+    assert_eq!(actions(&mut job), []);
     let mut job = Job::restore(job.to_persisted(), at(1000)).unwrap();
-    assert_eq!(done(&mut job), [kill(1), launch_at(3, 0)]);
+    assert_eq!(actions(&mut job), [kill(1), launch_at(3, 0)]);
     reconnect(&mut job, 1010, 2, &[1, 2]);
-    assert!(matches!(done(&mut job)[..], [Action::Refuse { .. }]));
+    assert!(matches!(actions(&mut job)[..], [Action::Refuse { .. }]));
 }
 
 #[test]
@@ -298,16 +306,16 @@ fn a_pod_with_a_worker_that_does_not_reconnect_is_released_in_order() {
     let mut job = Job::restore(started(pods(), &[20]).to_persisted(), at(1000)).unwrap();
     for i in [1, 2, 3] {
         reconnect(&mut job, 1010, i, &[1, 2, 3, 4]);
-        deliver(&mut job, i, WorkerMessage::HeldLeases { step: 0, ranges: Vec::new() });
+        deliver(&mut job, i, WorkerMessage::Reconnected { step: 0 });
     }
     deliver(&mut job, 1, formed(1, 0, &[]));
-    done(&mut job);
+    actions(&mut job);
     job.handle_timeout(at(32_999));
-    assert_eq!(done(&mut job), []);
+    assert_eq!(actions(&mut job), []);
     job.handle_timeout(at(33_000));
     let expected =
         [vec![kill(3)], broadcast_membership(&[1, 2, 3], &membership(2, &[1, 2], true))].concat();
-    let mut done = done(&mut job);
+    let mut done = actions(&mut job);
     done.retain(|a| !matches!(a, Action::Launch { .. }));
     assert_eq!(done, expected);
 }

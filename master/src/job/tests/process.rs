@@ -1,8 +1,8 @@
 //! A model of a worker process.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 
-use elasticdl_proto::{Generation, Ledger, RangeSet, RecordRange, WorkerId};
+use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
 
 use super::super::*;
 use super::partitions::Stuck;
@@ -40,8 +40,6 @@ pub(super) struct Process {
     pub(super) state: Option<State>,
     /// A step that other ranks have committed and this one is about to commit.
     pub(super) half_committed: Option<State>,
-    pub(super) held: BTreeMap<u32, RangeSet>,
-    pub(super) asked: BTreeMap<u32, u64>,
     pub(super) prepared: bool,
     pub(super) drained: bool,
     pub(super) leaving: bool,
@@ -76,14 +74,10 @@ impl Process {
     /// The trainer learns of the new master and repeats everything that it must know.
     pub(super) fn reconnect(&mut self, speaks: bool) {
         self.reconnected = false;
-        self.asked.clear();
         // Messages after the end of the stream are dropped.
         self.up.clear();
-        let ranges = self.held.iter().flat_map(|(&epoch, set)| {
-            set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
-        });
         let step = self.state.as_ref().map_or(0, |s| s.step);
-        self.up.push_back(WorkerMessage::HeldLeases { step, ranges: ranges.collect() });
+        self.up.push_back(WorkerMessage::Reconnected { step });
         if self.newest.is_none() && self.prepared {
             self.up.push_back(WorkerMessage::Ready { parameters: 10 });
         }
@@ -143,18 +137,6 @@ impl Process {
     }
 
     pub(super) fn adopt(&mut self, state: State) {
-        for (&epoch, held) in &mut self.held {
-            for range in held.clone().iter() {
-                let whole = RecordRange { epoch, start: range.start, end: range.end };
-                held.remove(range);
-                for missing in state.ledger.missing_of(whole) {
-                    held.insert(missing.records());
-                }
-            }
-        }
-        let complete = state.ledger.epoch();
-        self.asked.retain(|&epoch, _| epoch >= complete);
-        self.held.retain(|_, held| !held.is_empty());
         self.state = Some(state);
     }
 

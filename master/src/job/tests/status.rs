@@ -1,112 +1,17 @@
 //! The status of a running job.
 
-use std::num::NonZeroU64;
-
-use elasticdl_proto::{Generation, Ledger, RecordRange, WorkerId};
-use rand::rngs::ChaCha8Rng;
-use rand::{RngExt, SeedableRng};
+use elasticdl_proto::{Generation, RankStep, WorkerId};
 
 use super::super::reporting::history;
 use super::super::*;
-use super::directed::{actions, ask, at, committed, connect, deliver, formed, lose, started};
-use crate::job::data::lease_table::{LeaseTable, Share};
-use crate::job::data::shards::Shards;
-use crate::job::testing::{dataset, spec};
-
-/// Counts the shards by state, record by record.
-pub(super) fn count_shards(records: &LeaseTable, epochs: u32) -> ShardCounts {
-    let shards = records.shards();
-    let epoch = records.ledger().epoch().min(epochs - 1);
-    let leases: Vec<RecordRange> = records.leases().map(|(_, range)| range).collect();
-    let mut counts = ShardCounts::default();
-    for shard in 0..shards.len() {
-        let one = |record| RecordRange { epoch, start: record, end: record + 1 };
-        let is_absorbed = |record| records.ledger().absorbed_of(one(record)) == 1;
-        let is_leased = |r| leases.iter().any(|l| l.epoch == epoch && l.records().contains(&r));
-        let counted = if shards.range(shard).all(is_absorbed) {
-            &mut counts.done
-        } else if shards.range(shard).any(is_leased) {
-            &mut counts.leased
-        } else {
-            &mut counts.todo
-        };
-        *counted += 1;
-    }
-    counts
-}
-
-#[test]
-fn every_shard_is_counted_where_its_records_are() {
-    let mut seen = ShardCounts::default();
-    for seed in 0..300 {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let per_shard = NonZeroU64::new(rng.random_range(1..=9));
-        let spec = JobSpec { seed, records_per_shard: per_shard, shuffle: rng.random(), ..spec() };
-        let mut records =
-            LeaseTable::new(Shards::cut(&dataset(&[13, 0, 29, 1, 8]), &spec).unwrap(), 2);
-        let mut held: Vec<(WorkerId, RecordRange)> = Vec::new();
-        for step in 1..150 {
-            let worker = WorkerId(rng.random_range(1..=3));
-            match rng.random_range(0..10) {
-                0 => {
-                    records.forget(worker);
-                    held.retain(|(w, _)| *w != worker);
-                    // Unaccounted records return.
-                    let ledger = records.ledger().clone();
-                    records.rebuild(step, ledger, |_| true);
-                }
-                1..5 if !held.is_empty() => {
-                    // A step consumes a part of a lease, and leases of several workers.
-                    let committed: Vec<RecordRange> = (0..rng.random_range(1..=3).min(held.len()))
-                        .map(|_| {
-                            let at = rng.random_range(0..held.len());
-                            let (worker, range) = held.swap_remove(at);
-                            let middle = rng.random_range(range.start + 1..=range.end);
-                            if middle < range.end {
-                                held.push((worker, RecordRange { start: middle, ..range }));
-                            }
-                            RecordRange { end: middle, ..range }
-                        })
-                        .collect();
-                    records.commit(step, &committed).unwrap();
-                }
-                _ => {
-                    let epoch = records.ledger().epoch() + rng.random_range(0..2);
-                    if records.is_open(epoch) {
-                        let share = Share { records: rng.random_range(1..9), workers: 3 };
-                        let leases = records.lease(worker, epoch, rng.random_range(1..20), share);
-                        held.extend(leases.into_iter().map(|range| (worker, range)));
-                    }
-                }
-            }
-            let counts = records.shard_counts();
-            assert_eq!(counts, count_shards(&records, 2), "seed {seed} step {step}");
-            seen.todo = seen.todo.max(counts.todo);
-            seen.leased = seen.leased.max(counts.leased);
-            seen.done = seen.done.max(counts.done);
-        }
-    }
-    assert!(seen.todo > 20 && seen.leased > 5 && seen.done > 20, "{seen:?}");
-}
-
-#[test]
-fn a_group_that_goes_back_a_step_reopens_its_shards() {
-    let spec = JobSpec { records_per_shard: NonZeroU64::new(4), shuffle: false, ..spec() };
-    let mut records = LeaseTable::new(Shards::cut(&dataset(&[10]), &spec).unwrap(), 1);
-    let leases = records.lease(WorkerId(1), 0, 10, Share { records: 10, workers: 1 });
-    assert_eq!(records.shard_counts(), ShardCounts { todo: 0, leased: 3, done: 0 });
-    records.commit(1, &leases[..1]).unwrap();
-    records.commit(2, &leases[1..]).unwrap();
-    assert_eq!(records.shard_counts(), ShardCounts { todo: 0, leased: 0, done: 3 });
-    let mut ledger = Ledger::new(10);
-    ledger.absorb(leases[0]);
-    records.rebuild(1, ledger, |_| false);
-    assert_eq!(records.shard_counts(), ShardCounts { todo: 2, leased: 0, done: 1 });
-}
+use super::directed::{actions, at, committed, connect, deliver, formed, lose, started};
+use crate::job::testing::spec;
 
 fn report(step: u64, compute_us: &[u64]) -> WorkerMessage {
     let WorkerMessage::Committed(report) = committed(1, step, &[]) else { unreachable!() };
-    WorkerMessage::Committed(Committed { compute_us: compute_us.to_vec(), ..report })
+    let rank =
+        |compute_us: &u64| RankStep { records: 8, compute_us: *compute_us, ..RankStep::default() };
+    WorkerMessage::Committed(Committed { ranks: compute_us.iter().map(rank).collect(), ..report })
 }
 
 const NO_STRAGGLERS: [u64; 0] = [];
@@ -285,21 +190,12 @@ fn the_speed_is_measured_over_the_last_seconds_or_the_last_step() {
     assert!(history.records_per_s(at(700_000)) < 1.0);
 }
 
+/// The workers of a group divide the records among themselves.
 #[test]
-fn shards_are_shown_from_the_first_lease_to_the_last_epochs_end() {
-    let spec = JobSpec { records_per_shard: NonZeroU64::new(4), shuffle: false, ..spec() };
-    assert_eq!(Job::new(spec.clone()).status(at(0)).shards, None);
-    let mut job = started(spec, &[20]);
-    let shown = |job: &Job| job.status(at(0)).shards.map(|s| (s.todo, s.leased, s.done));
-    assert_eq!(shown(&job), Some((5, 0, 0)));
-    deliver(&mut job, 2, ask(3));
-    assert_eq!(shown(&job), Some((4, 1, 0)));
-    deliver(&mut job, 1, committed(1, 1, &[(0, 12)]));
-    assert_eq!(shown(&job), Some((2, 0, 3)));
-    deliver(&mut job, 1, committed(1, 2, &[(12, 20)]));
-    assert_eq!(shown(&job), Some((5, 0, 0)), "of the next epoch");
-    let WorkerMessage::Committed(all) = committed(1, 3, &[(0, 20)]) else { unreachable!() };
-    let ranges = vec![RecordRange { epoch: 1, start: 0, end: 20 }];
-    deliver(&mut job, 1, WorkerMessage::Committed(Committed { ranges, ..all }));
-    assert_eq!(shown(&job), Some((0, 0, 5)));
+fn a_training_job_shows_no_shards_and_no_leases() {
+    let mut job = started(spec(), &[20]);
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    let status = job.status(at(0));
+    assert_eq!((status.shards, status.records_counted), (None, 4));
+    assert!(status.workers.iter().all(|worker| worker.leased_records.is_none()), "{status:?}");
 }

@@ -35,6 +35,7 @@ fn an_outage_and_its_end_are_logged_once_and_its_time_is_counted() {
         ["storage answers again; workers waited for up to 6.0 s"]
     );
     assert_eq!(job.snapshot(at(1)).counters.storage_wait, Duration::from_millis(11_100));
+    assert_eq!(job.summary(at(1)).throughput.storage_wait_s, 11.1);
     deliver(&mut job, 2, waits(Some("s3://b/x: no answer"), 100));
     assert_eq!(storage_events(&job).len(), 3, "the next one is another one");
 }

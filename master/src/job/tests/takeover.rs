@@ -1,11 +1,11 @@
 //! The take-over of a job by a successor master.
 
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{Generation, WorkerId};
 
 use super::super::*;
 use super::directed::{
-    actions, address, ask, at, broken, committed, connect, deliver, finished, formed, launch_at,
-    lose, membership, memberships, send, started,
+    actions, address, at, broken, committed, connect, deliver, finished, formed, launch_at, lose,
+    membership, memberships, send, started,
 };
 use crate::job::testing::{dataset, spec};
 
@@ -30,9 +30,8 @@ pub(super) fn reconnect_with(job: &mut Job, ms: u64, i: u64, membership: Option<
     job.handle(at(ms), Event::Connected { connection, launch, address, pid, resume: Some(resume) });
 }
 
-pub(super) fn holding(step: u64, ranges: &[(u64, u64)]) -> WorkerMessage {
-    let ranges = ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
-    WorkerMessage::HeldLeases { step, ranges }
+pub(super) fn returned(step: u64) -> WorkerMessage {
+    WorkerMessage::Reconnected { step }
 }
 
 pub(super) fn admit(i: u64) -> Action {
@@ -43,79 +42,105 @@ pub(super) fn refused(actions: &[Action]) -> bool {
     matches!(actions, [Action::Refuse { .. }])
 }
 
-pub(super) fn lease(ranges: &[(u64, u64)]) -> MasterMessage {
-    MasterMessage::Lease(
-        ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect(),
-    )
-}
-
-/// Shards of one record each, in order, so that leases are predictable.
-pub(super) fn in_order(num_workers: u32) -> JobSpec {
-    JobSpec { num_workers, shuffle: false, ..spec() }
+pub(super) fn spec_of(num_workers: u32) -> JobSpec {
+    JobSpec { num_workers, ..spec() }
 }
 
 #[test]
-fn a_group_is_taken_over_in_its_generation_and_its_leases_are_not_leased_again() {
-    let mut job = next_master(&started(in_order(2), &[8]), 1000);
+fn a_group_is_taken_over_in_its_generation_once_the_ledger_has_reached_every_member() {
+    let mut job = next_master(&started(spec_of(2), &[8]), 1000);
     assert_eq!((actions(&mut job), &*job.status(at(1000)).state), (vec![], "resuming"));
     reconnect(&mut job, 1010, 1, 1);
-    deliver(&mut job, 1, holding(2, &[(4, 5)]));
+    deliver(&mut job, 1, returned(2));
     deliver(&mut job, 1, formed(1, 2, &[(0, 2)]));
-    deliver(&mut job, 1, ask(4));
     reconnect(&mut job, 1020, 2, 1);
     assert_eq!(actions(&mut job), [admit(1), admit(2)]);
-    // Worker 2 is a step ahead of the known state, so the owners of that step's records are
-    // unknown.
-    deliver(&mut job, 2, holding(3, &[(5, 6)]));
-    assert_eq!((actions(&mut job), &*job.status(at(1020)).state), (vec![], "resuming"));
+    assert_eq!(&*job.status(at(1020)).state, "resuming", "the step of worker 2 is not known");
+    // Worker 2 is a step ahead of the known ledger.
+    deliver(&mut job, 2, returned(3));
+    assert_eq!(&*job.status(at(1020)).state, "resuming");
     deliver(&mut job, 1, committed(1, 3, &[(2, 4)]));
-    assert_eq!(actions(&mut job), [send(1, lease(&[(6, 7)]))]);
-    assert_eq!(
-        (&*job.status(at(1020)).state, job.status(at(1020)).generation),
-        ("running", Generation(1))
-    );
+    assert_eq!(actions(&mut job), []);
+    let status = job.status(at(1020));
+    assert_eq!((&*status.state, status.generation), ("running", Generation(1)));
+    assert_eq!((status.step, status.records_counted), (3, 4));
     assert_eq!(job.summary(at(1020)).memberships.len(), 1);
+}
+
+/// The stream that carried the report of step 3 is reset.
+#[test]
+fn a_report_that_is_lost_during_a_take_over_is_made_up_for() {
+    let mut job = next_master(&started(spec_of(2), &[8]), 1000);
+    reconnect(&mut job, 1010, 1, 1);
+    deliver(&mut job, 1, returned(2));
+    deliver(&mut job, 1, formed(1, 2, &[(0, 2)]));
+    job.handle(at(1020), Event::Disconnected { worker: WorkerId(1) });
+    reconnect(&mut job, 1030, 1, 1);
+    deliver(&mut job, 1, returned(3));
+    deliver(&mut job, 1, formed(1, 3, &[(0, 4)]));
+    reconnect(&mut job, 1040, 2, 1);
+    deliver(&mut job, 2, returned(3));
+    let status = job.status(at(1040));
+    assert_eq!((&*status.state, status.step), ("running", 3));
+}
+
+/// Worker 3 had completed a step that the others have not, and leaves.
+#[test]
+fn the_step_of_a_worker_that_has_left_is_not_waited_for() {
+    let mut job = next_master(&started(spec_of(3), &[8]), 1000);
+    (1..=3).for_each(|i| reconnect(&mut job, 1010, i, 1));
+    (1..=2).for_each(|i| deliver(&mut job, i, returned(2)));
+    deliver(&mut job, 3, returned(3));
+    deliver(&mut job, 1, formed(1, 2, &[(0, 4)]));
+    assert_eq!(&*job.status(at(1010)).state, "resuming");
+    deliver(&mut job, 3, WorkerMessage::Leaving);
+    assert_eq!(job.group.generation(), Generation(2));
+    deliver(&mut job, 1, formed(2, 2, &[(0, 4)]));
+    assert_eq!(&*job.status(at(1010)).state, "running");
 }
 
 #[test]
 fn a_worker_that_reconnects_after_the_group_has_formed_also_holds_its_state() {
     // The master died before the group had formed.
-    let mut record = started(in_order(2), &[20]).to_persisted();
+    let mut record = started(spec_of(2), &[20]).to_persisted();
     record.formed = false;
     record.launches.iter_mut().for_each(|l| l.holds_state = false);
     let mut job = Job::restore(record, at(1000)).unwrap();
     reconnect(&mut job, 1010, 1, 1);
-    deliver(&mut job, 1, holding(0, &[]));
+    deliver(&mut job, 1, returned(0));
     deliver(&mut job, 1, formed(1, 0, &[]));
     reconnect(&mut job, 1020, 2, 1);
-    deliver(&mut job, 2, holding(0, &[]));
+    deliver(&mut job, 2, returned(0));
     actions(&mut job);
-    deliver(&mut job, 2, ask(1));
-    assert_eq!(actions(&mut job), [send(2, lease(&[(0, 1)]))]);
+    // Only a member that holds the state serves it to a joiner.
+    job.handle(at(1030), Event::Scale { num_workers: 3 });
+    connect(&mut job, 3);
+    deliver(&mut job, 3, WorkerMessage::Ready { parameters: 10 });
+    let donors = MasterMessage::Fetch(membership(0, &[2, 1], false).members);
+    assert!(actions(&mut job).contains(&send(3, donors)));
 }
 
 /// Only the lowest rank has committed step 1, and it is lost.
 #[test]
-fn records_of_an_undone_step_stay_leased_to_their_owner() {
-    let mut job = next_master(&started(in_order(2), &[8]), 1000);
+fn records_of_an_undone_step_are_counted_again() {
+    let mut job = next_master(&started(spec_of(2), &[8]), 1000);
     reconnect(&mut job, 1010, 1, 1);
     reconnect(&mut job, 1010, 2, 1);
-    deliver(&mut job, 1, holding(1, &[]));
+    deliver(&mut job, 1, returned(1));
     deliver(&mut job, 1, formed(1, 1, &[(0, 4)]));
-    deliver(&mut job, 2, holding(0, &[(2, 4)]));
+    deliver(&mut job, 2, returned(0));
     assert_eq!(&*job.status(at(1010)).state, "running");
     lose(&mut job, 1020, 1);
     deliver(&mut job, 2, formed(2, 0, &[]));
-    actions(&mut job);
-    deliver(&mut job, 2, ask(8));
-    let free = [(0, 1), (1, 2)];
-    assert_eq!(actions(&mut job), [send(2, lease(&free))]);
-    assert_eq!(job.status(at(1020)).workers[0].leased_records, 4);
+    assert_eq!((job.step(), job.status(at(1020)).records_counted), (0, 0));
+    deliver(&mut job, 2, committed(2, 1, &[(0, 4)]));
+    let records = job.summary(at(1020)).records;
+    assert_eq!((records.counted, records.repeated), (4, 0));
 }
 
 #[test]
 fn a_worker_that_does_not_reconnect_in_time_is_lost() {
-    let mut job = next_master(&started(in_order(3), &[20]), 1000);
+    let mut job = next_master(&started(spec_of(3), &[20]), 1000);
     reconnect(&mut job, 1010, 1, 1);
     reconnect(&mut job, 1020, 3, 1);
     deliver(&mut job, 1, broken(1, 2));
@@ -136,7 +161,7 @@ fn a_worker_that_does_not_reconnect_in_time_is_lost() {
 
 #[test]
 fn a_worker_whose_process_has_ended_is_lost_at_once_and_not_counted() {
-    let mut job = next_master(&started(in_order(3), &[20]), 1000);
+    let mut job = next_master(&started(spec_of(3), &[20]), 1000);
     job.handle(at(1000), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Unknown });
     assert_eq!(actions(&mut job), [launch_at(4, 1)]);
     reconnect(&mut job, 1010, 1, 1);
@@ -148,7 +173,7 @@ fn a_worker_whose_process_has_ended_is_lost_at_once_and_not_counted() {
 
 #[test]
 fn joiners_are_refused_and_replaced_and_ids_are_not_reused() {
-    let mut job = started(JobSpec { max_workers: 4, ..in_order(2) }, &[20]);
+    let mut job = started(JobSpec { max_workers: 4, ..spec_of(2) }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 3 });
     connect(&mut job, 3);
     let mut job = next_master(&job, 1000);
@@ -163,8 +188,21 @@ fn joiners_are_refused_and_replaced_and_ids_are_not_reused() {
 }
 
 #[test]
+fn the_exit_of_a_worker_that_only_the_lost_master_knew_is_no_failure() {
+    let mut job = Job::new(spec());
+    assert_eq!(actions(&mut job), [launch_at(1, 0)]);
+    let record = job.to_persisted();
+    connect(&mut job, 1);
+    let mut job = Job::restore(record, at(1000)).unwrap();
+    reconnect(&mut job, 1010, 1, 0);
+    assert!(refused(&actions(&mut job)));
+    job.handle(at(1020), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Code(70) });
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![launch_at(2, 0)], 0));
+}
+
+#[test]
 fn a_membership_that_not_all_members_have_received_is_published_again() {
-    let mut job = started(in_order(3), &[20]);
+    let mut job = started(spec_of(3), &[20]);
     lose(&mut job, 1, 2);
     let second = membership(2, &[1, 3], true);
     let mut job = next_master(&job, 1000);
@@ -185,7 +223,7 @@ fn late_master(old: &Job, there: &[u64], ms: u64) -> Job {
 #[test]
 fn with_an_outdated_persisted_job_the_newest_membership_that_a_worker_knows_counts() {
     // Worker 2 was lost and worker 4 joined; the persisted job contains neither event.
-    let mut job = late_master(&started(in_order(3), &[20]), &[1, 3, 4], 1000);
+    let mut job = late_master(&started(spec_of(3), &[20]), &[1, 3, 4], 1000);
     job.handle(at(1000), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Unknown });
     actions(&mut job);
     reconnect(&mut job, 1010, 1, 1);
@@ -195,17 +233,15 @@ fn with_an_outdated_persisted_job_the_newest_membership_that_a_worker_knows_coun
     assert_eq!(actions(&mut job), [send(1, MasterMessage::Membership(third.clone())), admit(4)]);
     reconnect_with(&mut job, 1020, 3, Some(membership(2, &[1, 3], true)));
     assert_eq!(actions(&mut job), [admit(3), send(3, MasterMessage::Membership(third))]);
-    [1, 3, 4].iter().for_each(|&i| deliver(&mut job, i, holding(2, &[])));
+    [1, 3, 4].iter().for_each(|&i| deliver(&mut job, i, returned(2)));
     deliver(&mut job, 1, formed(3, 2, &[(0, 2)]));
     let status = job.status(at(1020));
     assert_eq!((&*status.state, status.generation, status.step), ("running", Generation(3), 2));
-    deliver(&mut job, 4, ask(1));
-    assert_eq!(actions(&mut job), [send(4, lease(&[(2, 3)]))]);
 }
 
 #[test]
 fn workers_outside_the_newest_membership_are_released_and_absent_members_are_lost() {
-    let mut job = late_master(&started(in_order(3), &[20]), &[1, 2, 3], 1000);
+    let mut job = late_master(&started(spec_of(3), &[20]), &[1, 2, 3], 1000);
     reconnect(&mut job, 1010, 2, 1);
     reconnect_with(&mut job, 1010, 1, Some(membership(2, &[1, 3, 5], false)));
     reconnect(&mut job, 1010, 3, 1);
@@ -225,38 +261,35 @@ fn workers_outside_the_newest_membership_are_released_and_absent_members_are_los
     assert!(actions(&mut job).contains(&launch_at(18, 1)));
 }
 
+/// Worker 3, which was ahead of the others when it was evicted, does not delay them.
 #[test]
-fn a_worker_outside_the_newer_group_loses_leases_that_a_member_claims() {
+fn the_step_of_a_worker_outside_the_newer_group_is_not_waited_for() {
     let of_two = membership(2, &[1, 2], true);
     for out_is_mute in [true, false] {
-        let mut job = late_master(&started(in_order(3), &[20]), &[1, 2, 3], 1000);
+        let mut job = late_master(&started(spec_of(3), &[20]), &[1, 2, 3], 1000);
         reconnect(&mut job, 1010, 3, 1);
         if !out_is_mute {
-            deliver(&mut job, 3, holding(4, &[(4, 6)]));
+            deliver(&mut job, 3, returned(4));
         }
         reconnect_with(&mut job, 1020, 1, Some(of_two.clone()));
-        deliver(&mut job, 1, holding(2, &[(4, 5)]));
+        deliver(&mut job, 1, returned(2));
         if out_is_mute {
-            deliver(&mut job, 3, holding(4, &[(4, 6)]));
+            deliver(&mut job, 3, returned(4));
         }
         reconnect_with(&mut job, 1030, 2, Some(of_two.clone()));
-        deliver(&mut job, 2, holding(2, &[(5, 6)]));
+        deliver(&mut job, 2, returned(2));
         deliver(&mut job, 1, formed(2, 2, &[(0, 4)]));
-        actions(&mut job);
-        // Worker 3, which was ahead of the others when it was evicted, does not delay them.
         assert_eq!(
             (&*job.status(at(1030)).state, job.lifecycle.failures()),
             ("running", 0),
             "{out_is_mute}"
         );
-        deliver(&mut job, 2, ask(1));
-        assert_eq!(actions(&mut job), [send(2, lease(&[(6, 7)]))], "{out_is_mute}");
     }
 }
 
 #[test]
 fn a_membership_reported_after_this_masters_own_is_refused_and_its_generation_is_not_reused() {
-    let mut job = late_master(&started(in_order(2), &[20]), &[1, 2, 3], 1000);
+    let mut job = late_master(&started(spec_of(2), &[20]), &[1, 2, 3], 1000);
     actions(&mut job);
     reconnect(&mut job, 1010, 1, 1);
     job.handle(at(1010), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Unknown });
@@ -272,7 +305,7 @@ fn a_membership_reported_after_this_masters_own_is_refused_and_its_generation_is
 
 #[test]
 fn a_launch_missing_in_the_persisted_job_is_adopted_or_removed() {
-    let old = started(in_order(2), &[20]);
+    let old = started(spec_of(2), &[20]);
     let mut record = old.to_persisted();
     let there = [(LaunchId(1), 0), (LaunchId(2), 1), (LaunchId(4), 2)].into();
     assert_eq!(record.observe_pods(&there), []);
@@ -284,7 +317,7 @@ fn a_launch_missing_in_the_persisted_job_is_adopted_or_removed() {
     );
     reconnect(&mut job, 1010, 1, 1);
     reconnect(&mut job, 1010, 2, 1);
-    [1, 2].iter().for_each(|&i| deliver(&mut job, i, holding(0, &[])));
+    [1, 2].iter().for_each(|&i| deliver(&mut job, i, returned(0)));
     deliver(&mut job, 1, formed(1, 0, &[]));
     assert_eq!(&*job.status(at(1010)).state, "running");
     connect(&mut job, 4);
@@ -295,14 +328,14 @@ fn a_launch_missing_in_the_persisted_job_is_adopted_or_removed() {
 
 #[test]
 fn facts_without_another_source_are_durable_before_further_actions() {
-    let mut job = Job::new(in_order(1));
+    let mut job = Job::new(spec_of(1));
     let first = job.durable_before();
     connect(&mut job, 1);
     assert!(job.version() > first && job.durable_before() == first);
     deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
     let described = job.durable_before();
     assert!(described > first);
-    let mut job = started(in_order(1), &[20]);
+    let mut job = started(spec_of(1), &[20]);
     let started = job.durable_before();
     assert!(job.version() > started);
     deliver(&mut job, 1, finished(1, 10, 5));
@@ -310,32 +343,12 @@ fn facts_without_another_source_are_durable_before_further_actions() {
 }
 
 #[test]
-fn an_impossible_holding_fails_its_worker() {
-    for wrong in [[(0, 4), (19, 21)], [(0, 4), (3, 5)]] {
-        let mut job = next_master(&started(in_order(2), &[20]), 1000);
-        reconnect(&mut job, 1010, 1, 1);
-        reconnect(&mut job, 1010, 2, 1);
-        deliver(&mut job, 2, holding(0, &wrong));
-        assert!(
-            actions(&mut job).contains(&Action::Disconnect { worker: WorkerId(2) }),
-            "{wrong:?}"
-        );
-    }
-    let mut job = next_master(&started(in_order(2), &[20]), 1000);
-    reconnect(&mut job, 1010, 1, 1);
-    reconnect(&mut job, 1010, 2, 1);
-    deliver(&mut job, 1, holding(0, &[(0, 4)]));
-    deliver(&mut job, 2, holding(0, &[(3, 5)]));
-    assert!(actions(&mut job).contains(&Action::Disconnect { worker: WorkerId(2) }));
-}
-
-#[test]
 fn a_scale_down_applies_before_all_workers_have_reconnected() {
-    let mut job = next_master(&started(in_order(3), &[20]), 1000);
+    let mut job = next_master(&started(spec_of(3), &[20]), 1000);
     job.handle(at(1001), Event::Scale { num_workers: 2 });
     assert_eq!(actions(&mut job), []);
     (1..=3).for_each(|i| reconnect(&mut job, 1010, i, 1));
-    (1..=3).for_each(|i| deliver(&mut job, i, holding(0, &[])));
+    (1..=3).for_each(|i| deliver(&mut job, i, returned(0)));
     deliver(&mut job, 1, formed(1, 0, &[]));
     let next = membership(2, &[1, 2], false);
     assert_eq!(memberships(&mut job), [(1, next.clone()), (2, next.clone()), (3, next)]);
@@ -343,7 +356,7 @@ fn a_scale_down_applies_before_all_workers_have_reconnected() {
 
 #[test]
 fn a_job_that_was_ending_ends_the_same_way_under_the_next_master() {
-    let mut job = started(JobSpec { epochs: 2, ..in_order(1) }, &[20]);
+    let mut job = started(JobSpec { epochs: 2, ..spec_of(1) }, &[20]);
     deliver(&mut job, 1, finished(1, 10, 5));
     assert_eq!(&*job.status(at(0)).state, "ending");
     let mut next = next_master(&job, 1000);
@@ -357,12 +370,12 @@ fn a_job_that_was_ending_ends_the_same_way_under_the_next_master() {
 
 #[test]
 fn a_finished_group_repeats_its_final_report() {
-    let mut job = started(JobSpec { epochs: 2, ..in_order(2) }, &[20]);
+    let mut job = started(JobSpec { epochs: 2, ..spec_of(2) }, &[20]);
     deliver(&mut job, 1, finished(1, 10, 5));
     let mut job = next_master(&job, 1000);
     for i in 1..=2 {
         reconnect(&mut job, 1010, i, 1);
-        deliver(&mut job, i, holding(10, &[]));
+        deliver(&mut job, i, returned(10));
         deliver(&mut job, i, finished(1, 10, 5));
     }
     assert_eq!(
@@ -373,7 +386,7 @@ fn a_finished_group_repeats_its_final_report() {
 
 #[test]
 fn an_inconsistent_persisted_job_is_refused() {
-    let good = started(in_order(2), &[20]).to_persisted();
+    let good = started(spec_of(2), &[20]).to_persisted();
     type Wrong = fn(&mut PersistedJob);
     let wrongs: [Wrong; 7] = [
         |r| r.spec.num_workers = 0,

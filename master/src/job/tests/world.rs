@@ -6,48 +6,14 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, RangeSet, RecordRange, WorkerId};
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
 use super::super::*;
-use super::process::Process;
+use super::ops::{Fault, Op};
+use super::process::{Process, State};
 use crate::job::testing::dataset;
-
-/// An event without a fault.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Op {
-    Ask(LaunchId),
-    Break(LaunchId),
-    Complete(LaunchId),
-    Down(LaunchId),
-    Finish(Generation),
-    Form(Generation),
-    Hello(LaunchId),
-    Reap(LaunchId),
-    Return(LaunchId),
-    Step(Generation),
-    Switch(Generation),
-    Unanswered(LaunchId),
-    Up(LaunchId),
-}
-
-/// An injected fault or a user command.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Fault {
-    Partition(LaunchId),
-    Exit(LaunchId, Exit),
-    Fail(LaunchId),
-    Freeze(LaunchId),
-    Glitch(LaunchId),
-    Leave(LaunchId),
-    /// The master dies at once, or after this many of the next event's actions.
-    MasterDies(Option<usize>),
-    /// The stream of a worker is reset; the master notices at once or when the worker reconnects.
-    Reset(LaunchId),
-    Scale(u32),
-    Stop,
-}
 
 /// The job, its processes, and the state of the oracles.
 pub(super) struct World {
@@ -177,11 +143,9 @@ impl World {
         match fault {
             Fault::Exit(launch, exit) => self.die(launch, exit),
             Fault::Fail(launch) => {
+                let state = self.at(launch).state.clone();
+                let ranges = state.map(|state| self.window(&state)).into_iter().collect();
                 let p = self.at(launch);
-                let ranges = p.held.iter().flat_map(|(&epoch, set)| {
-                    set.iter().map(move |r| RecordRange { epoch, start: r.start, end: r.end })
-                });
-                let ranges = ranges.collect();
                 p.up.push_back(WorkerMessage::Failed {
                     error: "user's error".into(),
                     ranges,
@@ -243,9 +207,6 @@ impl World {
             if acts && (!p.down.is_empty() || p.reconnected) {
                 ops.push(Op::Down(id));
             }
-            if acts && p.prepared && !self.wants(p).is_empty() {
-                ops.push(Op::Ask(id));
-            }
             if acts
                 && p.half_committed.is_some()
                 && !p.ring.is_some_and(|ring| self.is_unreachable_from_previous(p, ring))
@@ -295,12 +256,7 @@ impl World {
                 ops.push(Op::Finish(ring));
             }
         } else {
-            let epoch = state.ledger.epoch();
-            let held: u64 =
-                members.clone().filter_map(|p| p.held.get(&epoch)).map(RangeSet::len).sum();
-            if held >= self.batch().min(state.ledger.remaining(epoch)) {
-                ops.push(Op::Step(ring));
-            }
+            ops.push(Op::Step(ring));
         }
         ops
     }
@@ -346,10 +302,6 @@ impl World {
         &self.rings[generation.0 as usize - 1]
     }
 
-    pub(super) fn process(&self, worker: WorkerId) -> Option<&Process> {
-        self.processes.iter().find(|p| p.worker == Some(worker))
-    }
-
     pub(super) fn numbered(&self) -> impl Iterator<Item = (LaunchId, &Process)> {
         (1..).map(LaunchId).zip(&self.processes)
     }
@@ -365,31 +317,17 @@ impl World {
         }
     }
 
-    /// The lease requests of a worker: the records of two steps of its epoch and of the next one.
-    fn wants(&self, p: &Process) -> Vec<(u32, u64)> {
-        let epoch = p.state.as_ref().map_or(0, |s| s.ledger.epoch());
-        let target = 2 * self.batch();
-        let lacks = |&epoch: &u32| {
-            let held = p.held.get(&epoch).map_or(0, RangeSet::len);
-            held + p.asked.get(&epoch).copied().unwrap_or(0) < target.min(self.records)
-        };
-        (epoch..self.spec.epochs.min(epoch.saturating_add(2)))
-            .filter(lacks)
-            .map(|epoch| (epoch, target))
-            .collect()
+    /// The records of the step that follows `state`.
+    pub(super) fn window(&self, state: &State) -> RecordRange {
+        let epoch = state.ledger.epoch();
+        let start = self.records - state.ledger.remaining(epoch);
+        RecordRange { epoch, start, end: self.records.min(start + self.batch()) }
     }
 
     // ---- effects of events ----
 
     pub(super) fn apply(&mut self, op: Op) {
         match op {
-            Op::Ask(id) => {
-                for (epoch, records) in self.wants(&self.processes[index(id)]) {
-                    let p = self.at(id);
-                    *p.asked.entry(epoch).or_default() += records;
-                    p.up.push_back(WorkerMessage::LeaseRequest { epoch, records });
-                }
-            }
             Op::Break(id) => self.see_break(id),
             Op::Complete(id) => {
                 let p = self.at(id);
@@ -446,7 +384,8 @@ impl World {
                 p.up.push_back(WorkerMessage::Described(Ok(dataset(&[records]))))
             }
             MasterMessage::Drain => p.drained = true,
-            MasterMessage::KeepCheckpoint => {}
+            MasterMessage::Joiners(_) | MasterMessage::KeepCheckpoint => {}
+            MasterMessage::Lease(_) => panic!("a group needs no leases"),
             MasterMessage::Suspend => panic!("there is no place for checkpoints"),
             MasterMessage::Fetch(donors) => {
                 let reached = |p: &Process| {
@@ -454,13 +393,6 @@ impl World {
                 };
                 if !self.processes[index(id)].partitioned && self.processes.iter().any(reached) {
                     self.at(id).up.push_back(WorkerMessage::CaughtUp { step: 0 });
-                }
-            }
-            MasterMessage::Lease(ranges) => {
-                for range in ranges {
-                    let asked = p.asked.get_mut(&range.epoch).expect("it asked for this epoch");
-                    *asked = asked.checked_sub(range.len()).expect("it asked for as many records");
-                    assert_eq!(p.held.entry(range.epoch).or_default().insert(range.records()), 0);
                 }
             }
             MasterMessage::Membership(membership) => {

@@ -13,11 +13,10 @@
 //! A launch stays in the table until its process has ended. How its slot is used, whether its exit
 //! is a failure, and whether it was killed are independent of its state.
 
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use elasticdl_proto::Generation;
+use elasticdl_proto::{Committed, Generation, Location};
 
 use super::heartbeat::{Stalled, is_fresh};
 use super::straggler::StepPace;
@@ -40,6 +39,8 @@ pub(crate) struct Launch {
     class: Option<String>,
     /// Last lines of its output, once it has ended.
     printed: Option<String>,
+    /// Where it runs.
+    location: Location,
 }
 
 /// What is known of the worker of a launch.
@@ -92,6 +93,8 @@ pub(crate) enum Scheduling {
     /// Not known yet.
     #[default]
     Pending,
+    /// A queue holds it back.
+    Queued,
     /// It runs, or is about to.
     Scheduled,
     /// No node has enough capacity for it.
@@ -132,8 +135,8 @@ pub(crate) struct Worker {
     model_state: ModelState,
     /// The first generation of which it was a member.
     joined: Option<Generation>,
-    /// Records requested and not leased yet, by epoch.
-    requested_records: BTreeMap<u32, u64>,
+    /// Shards of an inference job that it has requested, and that are not leased yet.
+    requested_shards: u64,
     pace: StepPace,
     /// Time of its last message.
     heard: Time,
@@ -179,6 +182,13 @@ enum ModelState {
     Fetched,
     /// It was a member when a generation formed.
     Held,
+}
+
+impl Scheduling {
+    /// Whether it waits for capacity.
+    pub(crate) fn is_held(self) -> bool {
+        matches!(self, Self::Queued | Self::Unschedulable)
+    }
 }
 
 impl Launch {
@@ -343,6 +353,20 @@ impl Launch {
         self.class = class.map(str::to_owned);
     }
 
+    /// Where it runs, as far as it is known.
+    pub(crate) fn location(&self) -> &Location {
+        &self.location
+    }
+
+    /// Notes where it runs; what is empty stays as it is known.
+    pub(crate) fn locate(&mut self, location: &Location) {
+        let Location { zone, rack, node } = &mut self.location;
+        let news = [(zone, &location.zone), (rack, &location.rack), (node, &location.node)];
+        for (known, new) in news.into_iter().filter(|(_, new)| !new.is_empty()) {
+            known.clone_from(new);
+        }
+    }
+
     /// Last lines of its output, once it has ended.
     pub(crate) fn printed(&self) -> Option<&str> {
         self.printed.as_deref()
@@ -363,7 +387,7 @@ impl Worker {
             departure: Departure::Stays,
             model_state: ModelState::Missing,
             joined: None,
-            requested_records: BTreeMap::new(),
+            requested_shards: 0,
             pace: StepPace::default(),
             heard: now,
             stalled: None,
@@ -509,28 +533,27 @@ impl Worker {
         matches!(self.stage, Stage::Fetching | Stage::Ready) && self.stays()
     }
 
-    /// Whether records may be leased to it. Not before its group has formed: until then the
-    /// previous group, of which it is no member, may need these records to finish a step.
-    pub(crate) fn is_eligible(&self) -> bool {
+    /// Whether it is a member that holds the group's state and was not released.
+    pub(crate) fn is_holder(&self) -> bool {
         self.is_member() && self.holds_state() && !self.is_released()
     }
 
-    /// Records requested and not leased yet, by epoch.
-    pub(crate) fn requested_records(&self) -> &BTreeMap<u32, u64> {
-        &self.requested_records
+    /// Shards of an inference job that it has requested, and that are not leased yet.
+    pub(crate) fn requested_shards(&self) -> u64 {
+        self.requested_shards
     }
 
-    pub(crate) fn requested_records_mut(&mut self) -> &mut BTreeMap<u32, u64> {
-        &mut self.requested_records
+    pub(crate) fn set_requested_shards(&mut self, shards: u64) {
+        self.requested_shards = shards;
     }
 
     pub(crate) fn pace(&self) -> &StepPace {
         &self.pace
     }
 
-    /// Notes its compute time in a committed step.
-    pub(crate) fn note_compute(&mut self, us: u64) {
-        self.pace.note(us);
+    /// Notes what it did, as `rank`, in committed steps.
+    pub(crate) fn note_steps(&mut self, report: &Committed, rank: usize) {
+        self.pace.note(report, rank);
     }
 
     /// Time of its last message.

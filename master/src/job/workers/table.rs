@@ -322,11 +322,6 @@ impl WorkerTable {
         }
     }
 
-    /// Number of workers to which records may be leased.
-    pub(crate) fn eligible(&self) -> u64 {
-        self.connected().filter(|(_, w)| w.is_eligible()).count() as u64
-    }
-
     /// Ready workers that are no members, of an inference job: makes each a member that holds the
     /// state. Returns their number.
     pub(crate) fn employ_ready(&mut self) -> usize {

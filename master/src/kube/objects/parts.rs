@@ -4,33 +4,43 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
-    Capabilities, EmptyDirVolumeSource, EnvVar, EnvVarSource, HTTPGetAction, KeyToPath,
-    LocalObjectReference, ObjectFieldSelector, PodSecurityContext, PodSpec, Probe,
-    ResourceFieldSelector, ResourceRequirements, SeccompProfile, SecretVolumeSource,
-    SecurityContext, Toleration, Volume, VolumeMount,
+    Affinity, Capabilities, EmptyDirVolumeSource, EnvFromSource, EnvVar, EnvVarSource,
+    HTTPGetAction, KeyToPath, LocalObjectReference, ObjectFieldSelector, PodAffinity,
+    PodAffinityTerm, PodSecurityContext, PodSpec, Probe, ResourceFieldSelector,
+    ResourceRequirements, SeccompProfile, SecretEnvSource, SecretKeySelector, SecretVolumeSource,
+    SecurityContext, Toleration, TopologySpreadConstraint, Volume, VolumeMount,
+    WeightedPodAffinityTerm,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::{CA_FILE, LOST_NODE_S, TOKEN_FILE, Task, master_name};
-use crate::kube::options::{LIMITS, PodOptions, Resources};
+use super::names::{CA_FILE, JOB_LABEL, LOST_NODE_S, ROLE_LABEL, TOKEN_FILE, WORKER, master_name};
+use super::request::Task;
+use crate::kube::options::{LIMITS, Placement, PodOptions, Resources, RunAs, SecretEnv};
 
 /// Builds a pod's spec without containers. `grace`: termination grace period.
 pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
     let secrets =
         pods.image_pull_secrets.iter().map(|name| LocalObjectReference { name: name.clone() });
+    let user = match pods.run_as {
+        RunAs::Cluster => None,
+        RunAs::User(user) => Some(user),
+    };
+    let mut node_selector = pods.node_selector.clone();
+    node_selector.entry("kubernetes.io/os".into()).or_insert_with(|| "linux".into());
     PodSpec {
         enable_service_links: Some(false),
         image_pull_secrets: Some(secrets.collect()).filter(|s: &Vec<_>| !s.is_empty()),
-        node_selector: Some(pods.node_selector.clone()).filter(|n| !n.is_empty()),
+        node_selector: Some(node_selector),
         restart_policy: Some("Never".into()),
         scheduler_name: pods.scheduler_name.clone(),
         security_context: Some(PodSecurityContext {
-            fs_group: Some(USER),
-            fs_group_change_policy: Some("OnRootMismatch".into()),
-            run_as_group: Some(USER),
+            fs_group: user,
+            fs_group_change_policy: user.map(|_| "OnRootMismatch".into()),
+            run_as_group: user,
             run_as_non_root: Some(true),
-            run_as_user: Some(USER),
+            run_as_user: user,
             seccomp_profile: Some(SeccompProfile {
                 type_: "RuntimeDefault".into(),
                 localhost_profile: None,
@@ -98,12 +108,18 @@ pub(super) fn locked_down() -> SecurityContext {
     }
 }
 
-/// Volumes with these keys of the secret, and a writable one: the root file system is read-only.
-pub(super) fn volumes(job: &str, keys: &[&str]) -> Vec<Volume> {
+/// Volumes with these keys of the secret, and a writable one of at most `tmp` bytes: the root file
+/// system is read-only.
+pub(super) fn volumes(job: &str, keys: &[&str], run_as: RunAs, tmp: &str) -> Vec<Volume> {
+    let mode = match run_as {
+        // The volume may have no group of the user's. No other user is in the pod.
+        RunAs::Cluster => ALL_READ,
+        RunAs::User(_) => OWNER_AND_GROUP_READ,
+    };
     let item = |key: &&str| KeyToPath { key: (*key).into(), path: (*key).into(), mode: None };
     let secret = SecretVolumeSource {
         secret_name: Some(job.into()),
-        default_mode: Some(OWNER_AND_GROUP_READ),
+        default_mode: Some(mode),
         items: Some(keys.iter().map(item).collect()),
         ..SecretVolumeSource::default()
     };
@@ -111,7 +127,10 @@ pub(super) fn volumes(job: &str, keys: &[&str]) -> Vec<Volume> {
         Volume { name: "token".into(), secret: Some(secret), ..Volume::default() },
         Volume {
             name: "tmp".into(),
-            empty_dir: Some(EmptyDirVolumeSource::default()),
+            empty_dir: Some(EmptyDirVolumeSource {
+                size_limit: Some(Quantity(tmp.into())),
+                ..EmptyDirVolumeSource::default()
+            }),
             ..Volume::default()
         },
     ]
@@ -130,14 +149,46 @@ pub(super) fn mounts() -> Vec<VolumeMount> {
     ]
 }
 
-/// Shared memory for the NCCL ranks of a pod: limited by the pod's memory only, not by the
-/// containers' default of 64 MiB.
-pub(super) fn shared_memory(volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMount>) {
+/// Size of the writable volume of a worker: what it may use of its node's disk.
+pub(super) fn tmp_size(resources: &Resources) -> &str {
+    let amount = |name: &str| resources.get(name).map(String::as_str);
+    amount("limits.ephemeral-storage").or_else(|| amount("ephemeral-storage")).unwrap_or(TMP_SIZE)
+}
+
+/// Keeps meshes from adding sidecars, unless the user's labels and annotations ask for them: the
+/// job's connections are authenticated already, sidecars would slow down the ring, and those of
+/// older kinds outlive the pod's own container.
+pub(super) fn refuse_sidecars(metadata: &mut ObjectMeta) {
+    let labels = metadata.labels.get_or_insert_default();
+    for (key, value) in [("kuma.io/sidecar-injection", "disabled"), (ISTIO, "false")] {
+        labels.entry(key.into()).or_insert_with(|| value.into());
+    }
+    let is_asked_for = labels[ISTIO] != "false";
+    let annotations = metadata.annotations.get_or_insert_default();
+    let consul = "consul.hashicorp.com/connect-inject";
+    for (key, value) in [(consul, "false"), ("linkerd.io/inject", "disabled")] {
+        annotations.entry(key.into()).or_insert_with(|| value.into());
+    }
+    if !is_asked_for {
+        annotations.entry(ISTIO.into()).or_insert_with(|| "false".into());
+    }
+}
+
+/// Shared memory for the NCCL ranks of a pod: limited by the pod's memory, not by the containers'
+/// default of 64 MiB.
+pub(super) fn shared_memory(
+    resources: &Resources,
+    volumes: &mut Vec<Volume>,
+    mounts: &mut Vec<VolumeMount>,
+) {
     if mounts.iter().any(|mount| mount.mount_path == SHARED_MEMORY) {
         return;
     }
-    let memory =
-        EmptyDirVolumeSource { medium: Some("Memory".into()), ..EmptyDirVolumeSource::default() };
+    let size = resources.get("limits.memory").or_else(|| resources.get("memory"));
+    let memory = EmptyDirVolumeSource {
+        medium: Some("Memory".into()),
+        size_limit: size.cloned().map(Quantity),
+    };
     volumes.push(Volume { name: "shm".into(), empty_dir: Some(memory), ..Volume::default() });
     let mount_path = SHARED_MEMORY.into();
     mounts.push(VolumeMount { name: "shm".into(), mount_path, ..VolumeMount::default() });
@@ -178,6 +229,9 @@ pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
         field("ELASTICDL_POD_IP", "status.podIP"),
         field("ELASTICDL_POD_NAME", "metadata.name"),
         field("ELASTICDL_POD_UID", "metadata.uid"),
+        // The API server copies the zone of the node from 1.35 on. Without the label it is empty.
+        field("ELASTICDL_RACK", "metadata.labels['topology.kubernetes.io/rack']"),
+        field("ELASTICDL_ZONE", "metadata.labels['topology.kubernetes.io/zone']"),
     ];
     if task.job.workers_per_pod > 1 {
         env.push(variable("ELASTICDL_WORKERS", &task.job.workers_per_pod.to_string()));
@@ -185,10 +239,32 @@ pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
     env
 }
 
-/// Number of threads: the requested CPUs, not the node's. Several workers of a pod divide them.
-pub(super) fn threads(workers_per_pod: u32) -> EnvVar {
+/// Variables from single keys of Secrets, and Secrets whose keys are all variables. The variables
+/// of [`worker_environment`] take precedence over the latter.
+pub(super) fn secret_environment(all: &[SecretEnv]) -> (Vec<EnvVar>, Vec<EnvFromSource>) {
+    let of_key = |SecretEnv { secret, variable }: &SecretEnv| {
+        let (name, key) = variable.clone()?;
+        let reference = SecretKeySelector { name: secret.clone(), key, optional: None };
+        let source = EnvVarSource { secret_key_ref: Some(reference), ..EnvVarSource::default() };
+        Some(EnvVar { name, value: None, value_from: Some(source) })
+    };
+    let whole = |SecretEnv { secret, variable }: &SecretEnv| {
+        let reference = SecretEnvSource { name: secret.clone(), optional: None };
+        let source = EnvFromSource { secret_ref: Some(reference), ..EnvFromSource::default() };
+        variable.is_none().then_some(source)
+    };
+    (all.iter().filter_map(of_key).collect(), all.iter().filter_map(whole).collect())
+}
+
+/// Numbers of threads: the requested CPUs, not the node's. Several workers of a pod divide them.
+pub(super) fn threads(workers_per_pod: u32) -> Vec<EnvVar> {
+    let names: &[&str] = if workers_per_pod > 1 { &["ELASTICDL_CPUS"] } else { &THREADS };
+    names.iter().map(|name| requested_cpus(name)).collect()
+}
+
+fn requested_cpus(name: &str) -> EnvVar {
     EnvVar {
-        name: if workers_per_pod > 1 { "ELASTICDL_CPUS" } else { RAYON_THREADS }.into(),
+        name: name.into(),
         value: None,
         value_from: Some(EnvVarSource {
             resource_field_ref: Some(ResourceFieldSelector {
@@ -216,9 +292,74 @@ pub(super) fn variable(name: &str, value: &str) -> EnvVar {
     EnvVar { name: name.into(), value: Some(value.into()), value_from: None }
 }
 
-pub(super) const RAYON_THREADS: &str = "RAYON_NUM_THREADS";
+/// Sets a preference for the nodes of the workers of `job`. It never keeps a worker from running.
+pub(super) fn place(job: &str, placement: Option<Placement>, spec: &mut PodSpec) {
+    let labels = [(JOB_LABEL, job), (ROLE_LABEL, WORKER)];
+    let workers = LabelSelector {
+        match_labels: Some(labels.map(|(key, value)| (key.into(), value.into())).into()),
+        ..LabelSelector::default()
+    };
+    match placement {
+        None => {}
+        Some(Placement::Pack) => {
+            let near = |(topology, weight): (&str, i32)| WeightedPodAffinityTerm {
+                weight,
+                pod_affinity_term: PodAffinityTerm {
+                    label_selector: Some(workers.clone()),
+                    topology_key: topology.into(),
+                    ..PodAffinityTerm::default()
+                },
+            };
+            let terms = [(HOSTNAME, NODE_WEIGHT), (ZONE, ZONE_WEIGHT)].map(near).into();
+            let near = PodAffinity {
+                preferred_during_scheduling_ignored_during_execution: Some(terms),
+                ..PodAffinity::default()
+            };
+            spec.affinity = Some(Affinity { pod_affinity: Some(near), ..Affinity::default() });
+        }
+        Some(Placement::Spread) => {
+            let apart = |topology: &str| TopologySpreadConstraint {
+                label_selector: Some(workers.clone()),
+                max_skew: 1,
+                topology_key: topology.into(),
+                when_unsatisfiable: "ScheduleAnyway".into(),
+                ..TopologySpreadConstraint::default()
+            };
+            spec.topology_spread_constraints = Some([ZONE, HOSTNAME].map(apart).into());
+        }
+    }
+}
+
+/// Labels of nodes.
+const HOSTNAME: &str = "kubernetes.io/hostname";
+const ZONE: &str = "topology.kubernetes.io/zone";
+/// Preferences, up to 100. Workers of one node sum in shared memory or over its loopback; between
+/// zones, traffic is slow and has a price.
+const NODE_WEIGHT: i32 = 50;
+const ZONE_WEIGHT: i32 = 100;
+
+/// Adds the volumes that the user has asked for.
+pub(super) fn add_volumes(
+    pods: &PodOptions,
+    volumes: &mut Vec<Volume>,
+    mounts: &mut Vec<VolumeMount>,
+) {
+    for (index, mounted) in pods.volumes.iter().enumerate() {
+        let (mut volume, mut mount) = (mounted.volume.clone(), mounted.mount.clone());
+        volume.name = format!("volume-{index}");
+        mount.name.clone_from(&volume.name);
+        volumes.push(volume);
+        mounts.push(mount);
+    }
+}
+
+/// Variables with the number of threads of rayon, and of OpenMP and BLAS libraries.
+const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
 const SHARED_MEMORY: &str = "/dev/shm";
+const ALL_READ: i32 = 0o444;
+/// Label, and annotation of older versions, that asks Istio for a sidecar.
+const ISTIO: &str = "sidecar.istio.io/inject";
 const OWNER_AND_GROUP_READ: i32 = 0o440;
-/// An unprivileged user without a name.
-const USER: i64 = 65532;
+/// Size of a worker's writable volume, unless its resources have `ephemeral-storage`.
+const TMP_SIZE: &str = "10Gi";

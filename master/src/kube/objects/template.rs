@@ -7,7 +7,7 @@
 use k8s_openapi::api::core::v1::PodSpec;
 use serde_json::{Map, Value};
 
-use super::WORKER;
+use super::names::WORKER;
 
 /// A template from which no worker pod can be made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -28,6 +28,11 @@ pub(super) fn merge(spec: &PodSpec, template: &Value) -> Result<PodSpec, Templat
     if merged.restart_policy.as_deref() != Some("Never") {
         return Err(TemplateError(
             "restartPolicy must be Never: the master starts workers anew".into(),
+        ));
+    }
+    if merged.termination_grace_period_seconds != spec.termination_grace_period_seconds {
+        return Err(TemplateError(
+            "terminationGracePeriodSeconds is set by --grace-period, which workers know too".into(),
         ));
     }
     if !merged.containers.iter().any(|c| c.name == WORKER) {

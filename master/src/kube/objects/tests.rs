@@ -1,9 +1,15 @@
+mod clusters;
+
+use std::time::Duration;
+
 use serde_json::{Value, json};
 
 use super::*;
-use crate::job::Batch;
 use crate::job::testing::spec;
-use crate::kube::options::{parse_resources, parse_volumes};
+use crate::job::{Batch, JobSpec};
+use crate::kube::options::{
+    PodOptions, RunAs, parse_env_from_secret, parse_resources, parse_volumes,
+};
 
 fn request() -> Request {
     let job = JobSpec {
@@ -33,7 +39,9 @@ fn request() -> Request {
             master_timeout: Duration::from_secs(30),
             priority_tiers: None,
             metrics_port: METRICS_PORT,
+            serve_metrics: true,
             tensorboard_dir: None,
+            gang: None,
         },
         program: vec!["/bin/train".into(), "--hidden".into()],
         pods,
@@ -70,7 +78,9 @@ fn worker(request: &Request, launch: u64, slot: u32) -> Value {
 
 #[test]
 fn each_object_has_one_owner_and_the_job_is_at_the_top() {
-    let mut objects = objects(&request());
+    let mut request = request();
+    (request.pods.network_policy, request.pods.per_job_role) = (true, true);
+    let mut objects = objects(&request);
     let meta = |name: &str| ObjectMeta {
         name: Some(name.into()),
         uid: Some(format!("{name}-uid")),
@@ -87,10 +97,15 @@ fn each_object_has_one_owner_and_the_job_is_at_the_top() {
     };
     assert_eq!(owners(&objects.job.metadata), Value::Null);
     assert_eq!(owners(&objects.anchor.metadata), by("batch/v1", "Job", "mnist-master"));
-    for meta in [&objects.secret.metadata, &objects.service.metadata] {
+    let Access { account, role, binding } = objects.access.as_ref().unwrap();
+    let mut owned = vec![&objects.secret.metadata, &objects.service.metadata];
+    owned.extend(objects.network_policies.iter().map(|policy| &policy.metadata));
+    owned.extend([&account.metadata, &role.metadata, &binding.metadata]);
+    assert_eq!(owned.len(), 7);
+    for meta in owned {
         assert_eq!(owners(meta), by("v1", "ConfigMap", "mnist"));
     }
-    let pod = worker(&request(), 1, 1);
+    let pod = worker(&request, 1, 1);
     let owner = json!([{
         "apiVersion": "v1", "kind": "ConfigMap", "name": "mnist", "uid": "anchor-uid",
         "controller": true
@@ -127,6 +142,116 @@ fn secrets_are_in_the_secret_only() {
         assert!(!text.contains("5ec4e7") && !text.contains("NWVjNGU3"), "{text}");
     }
     assert!(!format!("{:?}", credentials()).contains("5ec4e7"));
+}
+
+#[test]
+fn variables_from_secrets_are_references_in_the_worker_alone() {
+    let mut request = request();
+    request.pods.env_from_secret =
+        ["bucket", "TOKEN=hub:token"].map(|text| parse_env_from_secret(text).unwrap()).into();
+    request.pods.worker_service_account = Some("trainer".into());
+    let spec = worker(&request, 1, 1)["spec"].clone();
+    let container = &spec["containers"][0];
+    assert_eq!(container["envFrom"], json!([{"secretRef": {"name": "bucket"}}]));
+    let token = json!({
+        "name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}
+    });
+    assert!(container["env"].as_array().unwrap().contains(&token));
+    // A service account is an identity for storage, and no access to the API server.
+    assert_eq!(spec["serviceAccountName"], "trainer");
+    assert_eq!(spec["automountServiceAccountToken"], false);
+    let master = serde_json::to_string(&objects(&request).job).unwrap();
+    assert!(!master.contains("bucket") && !master.contains("hub") && !master.contains("trainer"));
+}
+
+#[test]
+fn credentials_in_plain_text_are_refused_wherever_they_are_written() {
+    let password = "hunter2";
+    let token = format!("ghp_{}", "Z9".repeat(18));
+    let url = format!("https://user:{password}@host/data");
+    let variable = json!([{"name": "DB_PASSWORD", "value": password}]);
+    let refused = |change: &dyn Fn(&mut Request), place: &str| {
+        let mut request = request();
+        change(&mut request);
+        let error = Objects::new(&request, credentials()).unwrap_err().to_string();
+        assert!(error.contains(place) && error.contains("--env-from-secret NAME:"), "{error}");
+        assert!(!error.contains(password) && !error.contains(&token), "{error}");
+    };
+    refused(&|r| r.pods.env.push(("DB_PASSWORD".into(), password.into())), "DB_PASSWORD");
+    refused(&|r| r.program.push(format!("--hub={token}")), "containers[0].args[1]");
+    refused(&|r| r.task.job.training_data.clone_from(&url), "task.job.training_data");
+    refused(&|r| drop(r.pods.annotations.insert("a".into(), token.clone())), "annotations.a");
+    let template = |containers| Some(json!({"containers": containers}));
+    let worker = json!([{"name": "worker", "env": variable}]);
+    refused(&|r| r.pods.worker_pod_template = template(worker.clone()), "DB_PASSWORD");
+    let sidecar = json!([{"name": "side", "image": "i", "env": variable}]);
+    refused(&|r| r.pods.worker_pod_template = template(sidecar.clone()), "DB_PASSWORD");
+}
+
+#[test]
+fn a_masters_own_role_has_the_masters_rights_on_its_own_objects_where_names_are_known() {
+    let mut request = request();
+    assert_eq!(objects(&request).access, None);
+    request.pods.per_job_role = true;
+    let objects = objects(&request);
+    let Access { account, role, binding } = objects.access.unwrap();
+    let name = "mnist-master";
+    for metadata in [&account.metadata, &role.metadata, &binding.metadata] {
+        let found = (metadata.name.as_deref(), metadata.namespace.as_deref());
+        assert_eq!(found, (Some(name), Some("ml")));
+    }
+    let job = serde_json::to_value(&objects.job).unwrap();
+    assert_eq!(job["spec"]["template"]["spec"]["serviceAccountName"], "mnist-master");
+    let role_ref = (binding.role_ref.kind.as_str(), binding.role_ref.name.as_str());
+    assert_eq!(role_ref, ("Role", name));
+    let mut rights = BTreeMap::new();
+    for rule in role.rules.unwrap() {
+        let names = rule.resource_names.unwrap_or_default().join(",");
+        for verb in &rule.verbs {
+            let right = (rule.resources.as_ref().unwrap()[0].clone(), verb.clone());
+            assert_eq!(rights.insert(right.clone(), names.clone()), None, "{right:?} twice");
+        }
+    }
+    let all = crate::kube::submit::MASTER_RULES;
+    let all = all.iter().flat_map(|(_, resource, verbs)| {
+        verbs.iter().map(|verb| ((*resource).to_owned(), (*verb).to_owned()))
+    });
+    assert!(all.collect::<std::collections::BTreeSet<_>>().iter().eq(rights.keys()), "{rights:?}");
+    let of = |resource: &str, verb: &str| rights[&(resource.to_owned(), verb.to_owned())].clone();
+    // Other jobs' state, leadership and lives.
+    for (resource, verb, names) in [
+        ("configmaps", "patch", "mnist"),
+        ("configmaps", "list", "mnist"),
+        ("leases", "update", "mnist"),
+        ("jobs", "patch", "mnist-master"),
+        ("services", "get", "mnist-master"),
+        ("pods", "delete", ""),
+    ] {
+        assert_eq!(of(resource, verb), names, "{verb} {resource}");
+    }
+}
+
+#[test]
+fn metrics_are_announced_only_where_they_are_served() {
+    let served = objects(&request());
+    let mut request = request();
+    request.task.serve_metrics = false;
+    let not_served = objects(&request);
+    for (objects, is_served) in [(served, true), (not_served, false)] {
+        let ports = objects.service.spec.unwrap().ports.unwrap();
+        assert_eq!(ports.iter().any(|port| port.port == 7071), is_served);
+        let pod = objects.job.spec.unwrap().template;
+        let annotations = pod.metadata.unwrap().annotations.unwrap_or_default();
+        assert_eq!(annotations.contains_key("prometheus.io/scrape"), is_served);
+        // The probes are served in any case.
+        let container = pod.spec.unwrap().containers.remove(0);
+        assert!(container.ports.unwrap().iter().any(|port| port.container_port == 7071));
+        assert!(container.liveness_probe.is_some());
+    }
+    // Older releases always served them.
+    let mut task = serde_json::to_value(&self::request().task).unwrap();
+    task.as_object_mut().unwrap().remove("serve_metrics");
+    assert!(serde_json::from_value::<Task>(task).unwrap().serve_metrics);
 }
 
 #[test]
@@ -243,7 +368,9 @@ fn several_workers_of_a_pod_share_cpus_and_memory() {
     assert_eq!(variable(&pod, "ELASTICDL_LAUNCH").unwrap()["value"], "5");
     assert_eq!(variable(&pod, "ELASTICDL_CPUS").unwrap()["valueFrom"], cpus);
     assert_eq!(variable(&pod, "RAYON_NUM_THREADS"), None);
-    assert_eq!(variable(&one, "RAYON_NUM_THREADS").unwrap()["valueFrom"], cpus);
+    for threads in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
+        assert_eq!(variable(&one, threads).unwrap()["valueFrom"], cpus);
+    }
     assert_eq!(
         (variable(&one, "ELASTICDL_WORKERS"), variable(&one, "ELASTICDL_CPUS")),
         (None, None)
@@ -369,7 +496,7 @@ fn a_template_is_merged_by_name() {
     assert_eq!((values("A"), values("B")), (vec![json!("c")], vec![json!("d")]));
     assert_eq!(values("ELASTICDL_JOB"), [json!("mnist")]);
     let tmp = spec["volumes"].as_array().unwrap().iter().find(|v| v["name"] == "tmp").unwrap();
-    assert_eq!(tmp["emptyDir"], json!({"medium": "Memory"}));
+    assert_eq!(tmp["emptyDir"], json!({"medium": "Memory", "sizeLimit": "10Gi"}));
 }
 
 #[test]
@@ -389,6 +516,7 @@ fn an_invalid_template_is_refused_with_the_path_of_the_error() {
             "ELASTICDL_JOB is set by elasticdl",
         ),
         (json!({"terminationGracePeriodSeconds": "ten"}), "can't be used"),
+        (json!({"terminationGracePeriodSeconds": 60}), "set by --grace-period"),
     ];
     for (template, expected) in table {
         let mut request = request();

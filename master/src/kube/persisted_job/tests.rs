@@ -201,7 +201,7 @@ async fn the_list_of_files_is_written_once_and_before_the_job_that_refers_to_it(
 fn the_largest_job_is_compressed_and_leaves_space_for_the_other_keys() {
     let record = largest().to_persisted();
     let text = write(record.clone()).unwrap();
-    assert!(text.starts_with("{\"version\":2,\"packed\":"), "{}", &text[..60]);
+    assert!(text.starts_with("{\"version\":3,\"release\":"), "{}", &text[..60]);
     assert!(text.len() < JOB_BYTES_MAX / 2, "{} KiB", text.len() >> 10);
     let mut read = read(&text).unwrap();
     read.attach_file_list(record.file_list().unwrap().clone()).unwrap();
@@ -209,16 +209,28 @@ fn the_largest_job_is_compressed_and_leaves_space_for_the_other_keys() {
 }
 
 #[test]
-fn known_versions_are_read_and_others_are_refused() {
+fn a_job_of_this_format_is_read_and_others_are_refused_with_what_to_do() {
     let text = write(job_with_seed(7)).unwrap();
     assert_eq!(read(&text), Ok(job_with_seed(7)));
-    let version_1 = text.replacen("\"version\":2", "\"version\":1", 1);
-    assert_eq!(read(&version_1), Ok(job_with_seed(7)));
-    let error = read("{\"version\": 3, \"anything\": [1]}").unwrap_err();
-    assert!(error.contains("version 3") && error.contains("reads versions 1 to 2"), "{error}");
+    let error = read("{\"version\": 4, \"release\": \"9.0.0\", \"anything\": [1]}").unwrap_err();
+    assert!(error.contains("elasticdl 9.0.0 (format 4)"), "{error}");
+    // In older releases `shuffle` was a boolean.
+    let mut old: serde_json::Value = serde_json::from_str(&text).unwrap();
+    old["version"] = 2.into();
+    old.as_object_mut().unwrap().remove("release");
+    old["spec"]["shuffle"] = true.into();
+    old["spec"]["checkpoints"] = json!({"dir": "s3://b/c"});
+    let packed = BASE64.encode(zstd::encode_all(old.to_string().as_bytes(), LEVEL).unwrap());
+    for old in [old.to_string(), json!({"version": 2, "packed": packed}).to_string()] {
+        let error = read(&old).unwrap_err();
+        for part in ["older release of elasticdl (format 2)", "finish it with", "\"s3://b/c\""] {
+            assert!(error.contains(part), "{part:?} is not in: {error}");
+        }
+    }
+    assert!(read("{\"version\": 1, \"packed\": \"AAAA\"}").unwrap_err().contains("(format 1)"));
     assert!(
         read("{}").is_err()
             && read("").is_err()
-            && read("{\"version\": 2, \"packed\": \"AAAA\"}").is_err()
+            && read("{\"version\": 3, \"packed\": \"AAAA\"}").is_err()
     );
 }

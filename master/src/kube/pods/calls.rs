@@ -14,9 +14,10 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::timeout;
 use tracing::warn;
 
-use super::name_of;
+use super::groups::PodGroups;
 use crate::job::Wait;
-use crate::kube::client::{is_code, is_quota};
+use crate::kube::client::{is_code, is_quota, with_hint};
+use crate::kube::gang::gang_of;
 use crate::kube::leader_lease::LeaseGuard;
 use crate::kube::objects::LAUNCH_LABEL;
 use crate::kube::priority_tiers;
@@ -26,6 +27,8 @@ use crate::kube::watch::backoff;
 #[derive(Clone, Debug)]
 pub(super) struct PodClient {
     pub(super) api: Api<Pod>,
+    /// PodGroups, if pods are placed together.
+    groups: Option<PodGroups>,
     gate: Arc<CallGate>,
     guard: LeaseGuard,
 }
@@ -43,7 +46,7 @@ pub(super) struct CreateContext<'a> {
 }
 
 /// Result of a creation.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum CreateOutcome {
     /// The launch was killed before the pod was created.
     Cancelled,
@@ -55,8 +58,8 @@ pub(super) enum CreateOutcome {
 }
 
 impl PodClient {
-    pub(super) fn new(api: Api<Pod>, guard: LeaseGuard) -> Self {
-        Self { api, gate: Arc::new(CallGate::new()), guard }
+    pub(super) fn new(api: Api<Pod>, groups: Option<PodGroups>, guard: LeaseGuard) -> Self {
+        Self { api, groups, gate: Arc::new(CallGate::new()), guard }
     }
 
     /// Creates a pod. `report_wait` is called with what the creation waits for.
@@ -74,9 +77,8 @@ impl PodClient {
             if cancelled.load(Ordering::Relaxed) {
                 return CreateOutcome::Cancelled;
             }
-            let Some(outcome) = self.guard.during(try_create(&self.api, pod, owner)).await else {
-                continue;
-            };
+            let attempt = try_create(&self.api, self.groups.as_ref(), pod, owner);
+            let Some(outcome) = self.guard.during(attempt).await else { continue };
             let why = match outcome {
                 Ok(CreateOutcome::Rejected(text)) if has_run.load(Ordering::Relaxed) => {
                     Retry { text, is_quota: false }
@@ -94,6 +96,24 @@ impl PodClient {
             }
             let least = if why.is_quota { QUOTA_PAUSE } else { Duration::ZERO };
             tokio::time::sleep(backoff(failures).max(least)).await;
+            failures += 1;
+        }
+    }
+
+    /// Deletes the PodGroup of a gang that is over.
+    pub(super) async fn delete_group(mut self, gang: &str) {
+        let Some(groups) = self.groups.clone() else { return };
+        let mut failures = 0;
+        loop {
+            match self.guard.during(timeout(CALL_TIMEOUT, groups.delete(gang))).await {
+                None => continue,
+                Some(Ok(Ok(()))) => return,
+                Some(Ok(Err(error))) if is_final(&error) => {
+                    return warn!(gang, %error, "a PodGroup can't be deleted");
+                }
+                Some(_) => {}
+            }
+            tokio::time::sleep(backoff(failures)).await;
             failures += 1;
         }
     }
@@ -135,9 +155,21 @@ struct Retry {
     is_quota: bool,
 }
 
-async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<CreateOutcome, Retry> {
+async fn try_create(
+    api: &Api<Pod>,
+    groups: Option<&PodGroups>,
+    pod: &Pod,
+    owner: &str,
+) -> Result<CreateOutcome, Retry> {
     let later = |text: String| Err(Retry { text, is_quota: false });
-    let error = match timeout(CALL_TIMEOUT, api.create(&PostParams::default(), pod)).await {
+    let create = async {
+        let Some(groups) = groups else { return api.create(&PostParams::default(), pod).await };
+        if let Some(gang) = gang_of(pod) {
+            groups.ensure(gang).await?;
+        }
+        groups.create_pod(api, pod).await
+    };
+    let error = match timeout(CALL_TIMEOUT, create).await {
         Ok(Ok(created)) => return Ok(CreateOutcome::Created(Box::new(created))),
         Ok(Err(error)) => error,
         Err(_) => return later("the API server does not answer".into()),
@@ -154,26 +186,17 @@ async fn try_create(api: &Api<Pod>, pod: &Pod, owner: &str) -> Result<CreateOutc
         kube::Error::Api(status) if is_final(&error) => {
             Ok(match priority_tiers::missing_class(&status.message) {
                 Some(class) => CreateOutcome::MissingClass(class.into()),
-                None => CreateOutcome::Rejected(status.message.clone()),
+                None => CreateOutcome::Rejected(with_hint(&status.message)),
             })
         }
         error => later(format!("the API server can't be reached: {error}")),
     }
 }
 
-/// Returns the server's message, with the option that helps, if there is one.
-fn with_hint(message: &str) -> String {
-    if message.contains("must specify limits.cpu") {
-        format!("{message}; --worker-resources and --master-resources take limits.cpu=N")
-    } else {
-        message.to_owned()
-    }
-}
-
 /// Handles a name that exists: the pod is this launch's own if an earlier answer was lost. `None`:
 /// unknown, retry.
 async fn find_existing(api: &Api<Pod>, wanted: &Pod, owner: &str) -> Option<CreateOutcome> {
-    let name = name_of(wanted);
+    let name = wanted.metadata.name.clone()?;
     let there = api.get_opt(&name).await.ok()??;
     let owners = there.metadata.owner_references.iter().flatten();
     let launch =
@@ -241,6 +264,6 @@ impl Drop for WaitingCount<'_> {
 
 /// About as many as workers are lost at once.
 const CALLS_MAX: usize = 32;
-const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Minimum delay between two attempts of a pod that exceeds a quota.
 const QUOTA_PAUSE: Duration = Duration::from_secs(5);

@@ -9,8 +9,9 @@ use super::tests::{
 };
 use super::*;
 use crate::job::testing::spec;
-use crate::job::{Action, Event as JobEvent, Job, JobSpec, Time};
+use crate::job::{Action, Event as JobEvent, Exit, Job, JobSpec, Time, Wait};
 use crate::kube::leader_lease::{Holder, LeaderLease};
+use crate::kube::priority_tiers::PriorityTiers;
 use crate::kube::testing::FakeServer;
 
 const DELETED: &str = "its pod is being deleted";
@@ -57,6 +58,43 @@ async fn a_pod_that_is_deleted_has_ended_when_its_container_has() {
     // With another client's finalizer the object may stay for long.
     fake.set_status("j-w-1", exited(0));
     assert_eq!(next(&mut pods).await, reclaimed(DELETED));
+}
+
+/// The kubelet of newer servers sends SIGTERM before it reports an eviction.
+#[tokio::test(start_paused = true)]
+async fn an_eviction_that_is_reported_after_the_containers_end_decides() {
+    for code in [0, 143] {
+        let (fake, mut pods) = started().await;
+        fake.set_status("j-w-1", container("Running", json!({"terminated": {"exitCode": code}})));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let mut evicted = exited(code);
+        evicted["reason"] = "Evicted".into();
+        evicted["message"] = "Usage of EmptyDir volume \"tmp\" exceeds the limit \"1Mi\". ".into();
+        fake.set_status("j-w-1", evicted);
+        match next(&mut pods).await {
+            (ONE, BackendEvent::Ended(Exit::OverLimit(why))) => {
+                assert!(why.contains("Evicted"), "{why}")
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_end_by_sigterm_that_is_not_explained_is_reported_in_time_and_once() {
+    let (fake, mut pods) = started().await;
+    let before = Instant::now();
+    fake.set_status("j-w-1", container("Running", json!({"terminated": {"exitCode": 143}})));
+    assert_eq!(next(&mut pods).await, ended(Exit::Signal(15)));
+    assert!(before.elapsed() <= Duration::from_secs(4), "{:?}", before.elapsed());
+    fake.set_status("j-w-1", exited(143));
+    assert!(is_quiet(&mut pods, Duration::from_secs(60)).await);
+    // The end of a program that fails by itself is not delayed.
+    let (fake, mut pods) = started().await;
+    let before = Instant::now();
+    fake.set_status("j-w-1", container("Running", json!({"terminated": {"exitCode": 3}})));
+    assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
+    assert!(before.elapsed() < Duration::from_millis(100), "{:?}", before.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,9 +1,13 @@
 use std::sync::Arc;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::{Value, json};
 
 use super::super::testing::FakeServer;
+use super::tracker::{END_WAIT, STUCK_MAX};
 use super::*;
+use crate::job::{Exit, Wait};
+use crate::kube::priority_tiers::PriorityTiers;
 
 pub(super) const ONE: LaunchId = LaunchId(1);
 
@@ -31,6 +35,7 @@ pub(super) fn pods_of(
         master: "10.0.0.1:7070".into(),
         min_workers: 2,
         priority_tiers,
+        gang: None,
     };
     Pods::new(cluster, factory, guard, recorder)
 }
@@ -276,10 +281,7 @@ async fn a_pod_that_cannot_start_is_evicted_after_a_while() {
     let before = Instant::now();
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     let waited = before.elapsed();
-    assert!(
-        waited >= timeouts::STUCK_MAX - TICK && waited <= timeouts::STUCK_MAX + TICK,
-        "{waited:?}"
-    );
+    assert!(waited >= STUCK_MAX - TICK && waited <= STUCK_MAX + TICK, "{waited:?}");
     until(|| fake.state().deleted == ["j-w-1"]).await;
 }
 

@@ -4,11 +4,10 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::job;
-use crate::kube::pods;
 
 /// Whether the job counts this end as a failure of the worker.
 fn is_own_fault(cause: Cause) -> bool {
-    job::is_own_fault(&pods::exit_of(End { cause, detail: String::new() }))
+    job::is_own_fault(&exit_of(End { cause, detail: String::new() }))
 }
 
 fn pod(status: Value) -> Pod {
@@ -265,6 +264,70 @@ fn a_pod_that_exceeds_its_own_limits_is_at_fault() {
     assert!(is_own_fault(Cause::OverLimit) && is_own_fault(Cause::OutOfMemory));
 }
 
+/// The objects as the kubelet of Kubernetes 1.36 writes them.
+#[test]
+fn newer_kubelets_tell_by_the_condition_whether_an_evicted_pod_is_at_fault() {
+    let evicted = |message: &str, condition: bool, code: i32| {
+        let state = json!({"terminated": {"exitCode": code, "reason": "Error"}});
+        let mut status = failed("Evicted", message);
+        status["containerStatuses"] = json!([container(state)]);
+        if condition {
+            status["conditions"] = json!([{
+                "type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet",
+                "message": message
+            }]);
+        }
+        match classify(&pod(status)) {
+            Verdict::Ended(end) => end.cause,
+            other => panic!("{other:?}"),
+        }
+    };
+    let own = "Usage of EmptyDir volume \"tmp\" exceeds the limit \"1Mi\". ";
+    let node = "The node was low on resource: memory. Threshold quantity: 100Mi, available: 9Mi. ";
+    // A worker that leaves on SIGTERM exits with 0 or 143; one that does not is killed.
+    for code in [0, 137, 143] {
+        assert_eq!(evicted(own, false, code), Cause::OverLimit, "{code}");
+        assert_eq!(evicted("Disk use is beyond what is granted", false, code), Cause::OverLimit);
+        assert_eq!(evicted(node, true, code), Cause::Evicted, "{code}");
+        assert_eq!(evicted("Short of inodes", true, code), Cause::Evicted, "{code}");
+        // Older servers have no such condition.
+        assert_eq!(evicted(node, false, code), Cause::Evicted, "{code}");
+        assert_eq!(evicted("The node had condition: [DiskPressure]. ", false, 0), Cause::Evicted);
+    }
+}
+
+#[test]
+fn the_end_of_a_container_by_sigterm_may_be_explained_while_the_pod_has_not_ended() {
+    let may = |pod: &Pod| match classify(pod) {
+        Verdict::Ended(end) => may_be_explained(pod, &end),
+        other => panic!("{other:?}"),
+    };
+    let exited = |phase: &str, code: i32| terminated(phase, json!({"exitCode": code}));
+    for code in [0, 137, 143] {
+        assert!(may(&pod(exited("Running", code))), "{code}");
+        assert!(!may(&pod(exited("Failed", code))), "{code}");
+        assert!(!may(&deleted_pod(exited("Running", code))), "{code}");
+    }
+    assert!(!may(&pod(exited("Running", 1))) && !may(&pod(exited("Running", 139))));
+}
+
+#[test]
+fn images_of_another_architecture_are_reported_with_the_option_that_selects_nodes() {
+    let messages = [
+        ("ErrImagePull", "no match for platform in manifest: not found"),
+        ("ImagePullBackOff", "no matching manifest for linux/arm64/v8 in the manifest list"),
+        ("RunContainerError", "exec /usr/bin/train: exec format error"),
+    ];
+    for (reason, message) in messages {
+        match classify(&pod(waiting(reason, message))) {
+            Verdict::CannotStart(why) => {
+                assert!(why.contains(message) && why.contains("kubernetes.io/arch="), "{why}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 #[test]
 fn exit_codes_distinguish_crashes_from_kills() {
     let table = [
@@ -348,12 +411,69 @@ fn permanent_start_failures_are_distinguished_from_temporary_ones() {
 
 #[test]
 fn an_unschedulable_pod_has_not_ended() {
+    let (reason, message) = ("Unschedulable", "0/1 nodes are available: 1 Insufficient cpu.");
+    let expected = Verdict::Unschedulable(format!("{reason}: {message}"));
+    assert_eq!(classify(&pod(unscheduled(reason, message))), expected);
+}
+
+#[test]
+fn a_pod_that_waits_for_a_queue_or_for_its_gang_is_queued() {
+    let message = "Scheduling is blocked due to non-empty scheduling gates";
+    let gated = |gates: &[&str]| {
+        let mut pod = pod(unscheduled("SchedulingGated", message));
+        let gates: Vec<Value> = gates.iter().map(|name| json!({"name": name})).collect();
+        let spec = json!({"containers": [], "schedulingGates": gates});
+        pod.spec = Some(serde_json::from_value(spec).unwrap());
+        classify(&pod)
+    };
+    let queued = |why: &str| Verdict::Queued(why.into());
+    assert_eq!(gated(&["kueue.x-k8s.io/admission"]), queued("Kueue has not admitted it yet"));
+    let both = "it is held by the scheduling gates kueue.x-k8s.io/admission, a.b/c";
+    assert_eq!(gated(&["kueue.x-k8s.io/admission", "a.b/c"]), queued(both));
+    assert_eq!(gated(&[]), queued(&format!("SchedulingGated: {message}")));
+    let message = "pod group is not ready, 2 Pending, 2 minAvailable";
+    let mut member = pod(unscheduled("Unschedulable", message));
+    member.metadata.labels = Some([("elasticdl/gang".into(), "j-g1".into())].into());
+    assert_eq!(classify(&member), queued(&format!("Unschedulable: {message}")));
+}
+
+#[test]
+fn preemptions_by_queues_and_gang_schedulers_are_no_failures() {
+    let condition = |kind: &str, reason: &str, message: &str| {
+        let c = json!({"type": kind, "status": "True", "reason": reason, "message": message});
+        json!({"phase": "Running", "conditions": [c], "containerStatuses": [running()]})
+    };
+    let preempted = "Preempted to accommodate a workload (UID: 7) due to prioritization";
     let table = [
-        ("Unschedulable", "0/1 nodes are available: 1 Insufficient cpu."),
-        ("SchedulingGated", "Scheduling is blocked due to non-empty scheduling gates"),
+        ("TerminationTarget", "WorkloadEvicted", preempted, Cause::Preempted),
+        ("TerminationTarget", "Preempted", "by a workload", Cause::Preempted),
+        ("TerminationTarget", "WorkloadEvicted", "The ClusterQueue is stopped", Cause::Reclaimed),
+        ("TerminationTarget", "NotAdmitted", "No quota", Cause::Reclaimed),
+        (
+            "DisruptionTarget",
+            "PreemptionByScheduler",
+            "volcano: preempting to accommodate a higher priority pod",
+            Cause::Preempted,
+        ),
     ];
-    for (reason, message) in table {
-        let expected = Verdict::Unschedulable(format!("{reason}: {message}"));
-        assert_eq!(classify(&pod(unscheduled(reason, message))), expected);
+    for (kind, reason, message, cause) in table {
+        let Verdict::Terminating(termination) =
+            classify(&deleted_pod(condition(kind, reason, message)))
+        else {
+            panic!("{reason}")
+        };
+        let detail = format!("{reason}: {message}");
+        assert_eq!(termination.end, End { cause, detail }, "{kind}");
     }
+    // Older versions of Volcano set the condition Ready alone.
+    let c = json!({
+        "type": "Ready", "status": "False", "reason": "Evict",
+        "message": "Pod is evicted, because of preempt"
+    });
+    let status = json!({"phase": "Running", "conditions": [c], "containerStatuses": [running()]});
+    let Verdict::Terminating(termination) = classify(&deleted_pod(status.clone())) else {
+        panic!()
+    };
+    assert_eq!(termination.end.cause, Cause::Preempted);
+    assert_eq!(classify(&pod(status)), Verdict::Running, "it is not deleted");
 }

@@ -5,8 +5,8 @@ use std::error::Error as _;
 use tonic::transport::{Certificate, ClientTlsConfig};
 
 use super::*;
-use crate::kube::certificates::Certificates;
-use crate::service::incoming::UNAUTHENTICATED_MAX;
+use crate::certificates::Certificates;
+use crate::service::incoming::UNAUTHENTICATED_PER_ADDRESS_MAX;
 
 const NAME: &str = "mnist-master";
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -80,7 +80,7 @@ async fn peers_that_never_finish_their_handshake_time_out() {
     // The header of a TLS record of a ClientHello, without the record.
     let header: &[u8] = &[0x16, 0x03, 0x01, 0x02, 0x00, 0x01];
     let mut silent = Vec::new();
-    for index in 0..2 * UNAUTHENTICATED_MAX {
+    for index in 0..2 * UNAUTHENTICATED_PER_ADDRESS_MAX {
         let mut stream = TcpStream::connect(fixture.address).await.unwrap();
         if index % 2 == 0 {
             stream.write_all(header).await.unwrap();
@@ -98,11 +98,35 @@ async fn peers_that_never_finish_their_handshake_time_out() {
     assert!(served.is_ok(), "no other connection is accepted");
 }
 
+/// Loopback addresses are those of different peers: 127.0.0.2, 127.0.0.3, …
+async fn connect_from(host: u8, to: SocketAddr) -> TcpStream {
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.bind((Ipv4Addr::new(127, 0, 0, host), 0).into()).unwrap();
+    socket.connect(to).await.unwrap()
+}
+
+#[tokio::test]
+async fn peers_without_the_token_lock_out_no_other_address() {
+    let mut fixture = start(&certificates()).await;
+    let mut silent = Vec::new();
+    // No time passes that would close them. Each address has as many as it may, and more.
+    for host in 2..12 {
+        for _ in 0..UNAUTHENTICATED_PER_ADDRESS_MAX + 2 {
+            silent.push(connect_from(host, fixture.address).await);
+        }
+    }
+    let started = std::time::Instant::now();
+    let served = tokio::time::timeout(TIMEOUT, fixture.assert_nothing_reached_the_queue()).await;
+    assert!(served.is_ok(), "no other connection is accepted");
+    assert!(started.elapsed() < crate::limits::AUTHENTICATION_TIMEOUT, "it waited for a timeout");
+    drop(silent);
+}
+
 #[tokio::test]
 async fn a_handshake_alone_does_not_authenticate() {
     let mut fixture = start(&certificates()).await;
     let mut silent = Vec::new();
-    for _ in 0..UNAUTHENTICATED_MAX {
+    for _ in 0..UNAUTHENTICATED_PER_ADDRESS_MAX {
         silent.push(fixture.endpoint.connect().await.unwrap());
     }
     tokio::time::pause();

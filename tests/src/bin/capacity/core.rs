@@ -5,58 +5,34 @@ use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
 use elasticdl_master::job::{
-    Action, Batch, Committed, ConnectionId, Event, Job, JobSpec, LaunchId, LedgerReport,
-    MasterMessage, StepTimes, Time, WorkerMessage,
+    Action, Batch, ConnectionId, Event, Job, JobSpec, LaunchId, MasterMessage, Time, Work,
+    WorkerMessage,
 };
-use elasticdl_proto::{FileList, Generation, RecordRange, WorkerId};
+use elasticdl_proto::{FileList, RecordRange, WorkerId};
 use elasticdl_tests::job_spec;
 
 use crate::Fault;
 use crate::memory::resident_bytes;
 
-/// Records of a shard, and of one lease request.
+/// Records of a shard.
 pub(crate) const SHARD_RECORDS: u64 = 64;
 
-/// Lease operations per second over one epoch: a request, the lease that answers it, and its
-/// commit. The workers ask in turn; the group reports after each has asked once.
-pub(crate) fn leases(workers: u32, shards: u32) -> f64 {
-    let mut job = started(workers, u64::from(shards));
+/// Shards of an evaluate job per second: a request, the lease that answers it, and the report that
+/// the shard is done. The workers take turns.
+pub(crate) fn shards_per_s(workers: u32, shards: u32) -> f64 {
+    let mut job = evaluating(workers, u64::from(shards));
     let start = Instant::now();
-    let mut operations = 0_u64;
-    let mut step = 0;
-    while operations < u64::from(shards) {
-        let mut ranges: Vec<RecordRange> = Vec::new();
-        for worker in 1..=u64::from(workers) {
-            send(
-                &mut job,
-                worker,
-                WorkerMessage::LeaseRequest { epoch: 0, records: SHARD_RECORDS },
-            );
-            ranges.extend(drain(&mut job));
-        }
-        operations += ranges.len() as u64;
-        step += 1;
-        let records = ranges.iter().map(RecordRange::len).sum();
-        let compute_us = vec![1000; workers as usize];
-        let generation = Generation(1);
-        let times = StepTimes::default();
-        let report = Committed {
-            generation,
-            step,
-            ranges,
-            loss_sum: 1.0,
-            records,
-            compute_us,
-            times,
-            steps_skipped: 0,
-        };
-        send(&mut job, 1, WorkerMessage::Committed(report));
-        // Near the epoch's end, records that a commit makes available belong to the next step.
-        let late = drain(&mut job);
-        assert!(late.is_empty() || operations < u64::from(shards), "leases after the end");
-        operations += late.len() as u64;
+    let mut done = 0;
+    for worker in (1..=u64::from(workers)).cycle() {
+        send(&mut job, worker, WorkerMessage::LeaseRequest { shards: 1 });
+        let Some(range) = drain(&mut job).pop() else { break };
+        let metrics = [("loss".to_owned(), 1.0)].into();
+        send(&mut job, worker, WorkerMessage::ShardDone { range, metrics });
+        drain(&mut job);
+        done += 1;
     }
-    operations as f64 / start.elapsed().as_secs_f64()
+    assert_eq!(done, shards, "each shard is leased and done once");
+    f64::from(done) / start.elapsed().as_secs_f64()
 }
 
 /// Resident bytes per worker of the core, for 10,000 workers that have connected and have the data
@@ -78,16 +54,15 @@ pub(crate) fn worker_bytes() -> Result<u64, Fault> {
     Ok(after.saturating_sub(before) / u64::from(WORKERS - 1))
 }
 
-/// A job whose group trains.
-fn started(workers: u32, shards: u64) -> Job {
-    let mut job = Job::new(spec(workers));
+/// An evaluate job whose workers are ready.
+fn evaluating(workers: u32, shards: u64) -> Job {
+    let work = Work::Evaluate { model: "none".into() };
+    let mut job = Job::new(JobSpec { work, epochs: 1, ..spec(workers) });
     connect(&mut job, 1);
     send(&mut job, 1, WorkerMessage::Described(Ok(dataset(shards))));
     (2..=u64::from(workers)).for_each(|worker| connect(&mut job, worker));
     (1..=u64::from(workers))
         .for_each(|w| send(&mut job, w, WorkerMessage::Ready { parameters: 10 }));
-    let ledger = LedgerReport::default();
-    send(&mut job, 1, WorkerMessage::Formed { generation: Generation(1), step: 0, ledger });
     drain(&mut job);
     job
 }

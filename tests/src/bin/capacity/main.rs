@@ -1,10 +1,11 @@
-//! The capacity of a master: leases per second, the time in which a thousand workers receive a new
-//! membership, and the memory per worker.
+//! The capacity of a master: shards of an evaluate job per second, the time in which a thousand
+//! workers of a training job receive a new membership, and the memory per worker.
 //!
 //! `cargo run --release -p elasticdl-tests --bin capacity` measures the pure core in this process,
-//! and then a real master (`elasticdl train --local`, which this program includes) as a process of
-//! its own. That master's workers are processes that do nothing; this program acts for all of them,
-//! each on a connection of its own. So master and benchmark share the machine's cores.
+//! and then real masters (`elasticdl evaluate --local` and `elasticdl train --local`, which this
+//! program includes) as processes of their own. Their workers are processes that do nothing; this
+//! program acts for all of them, each on a connection of its own. So masters and benchmark share
+//! the machine's cores.
 
 mod core;
 mod memory;
@@ -30,7 +31,7 @@ struct Arguments {
     #[arg(long, default_value_t = 1 << 20,
         value_parser = clap::value_parser!(u32).range(1 << 10..=1 << 24))]
     shards: u32,
-    /// Lease operations through gRPC
+    /// Shards leased and done through gRPC
     #[arg(long, default_value_t = 200_000)]
     operations: u64,
     /// Changes of membership
@@ -42,7 +43,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    if std::env::args().nth(1).is_some_and(|word| word == "train") {
+    if std::env::args().nth(1).is_some_and(|word| word == "evaluate" || word == "train") {
         return elasticdl_master::cli::main();
     }
     match measure(&Arguments::parse()) {
@@ -57,18 +58,17 @@ fn main() -> ExitCode {
 fn measure(arguments: &Arguments) -> Result<(), Fault> {
     let &Arguments { workers, shards, operations, changes, .. } = arguments;
     let cores = std::thread::available_parallelism()?;
-    print(&format!("{workers} workers, {shards} shards in random order, {cores} cores"));
+    print(&format!("{workers} workers, {shards} shards, {cores} cores"));
     let core_worker_bytes = core::worker_bytes()?;
-    let core = core::leases(workers, shards);
+    let core = core::shards_per_s(workers, shards);
     print(&format!(
-        "core: {core:.0} lease operations/s (target 100000), {core_worker_bytes} bytes per worker \
-         of 10000"
+        "core: {core:.0} shards/s (target 100000), {core_worker_bytes} bytes per worker of 10000"
     ));
-    let wire::Measured { leases_per_s, mut published_ms, worker_bytes } =
+    let wire::Measured { shards_per_s, mut published_ms, worker_bytes } =
         wire::measure(wire::Load { workers, shards, operations, changes })?;
     published_ms.sort_by(f64::total_cmp);
     let (p50, max) = (published_ms[published_ms.len() / 2], published_ms[published_ms.len() - 1]);
-    print(&format!("gRPC: {leases_per_s:.0} lease operations/s (target 10000)"));
+    print(&format!("gRPC: {shards_per_s:.0} shards/s (target 10000)"));
     print(&format!(
         "gRPC: {} workers received a new membership in {p50:.1} ms p50, {max:.1} ms max of {} \
          changes (target 250)",
@@ -80,9 +80,9 @@ fn measure(arguments: &Arguments) -> Result<(), Fault> {
         "workers": workers,
         "shards": shards,
         "cores": cores.get(),
-        "core_leases_per_s": core,
+        "core_shards_per_s": core,
         "core_worker_bytes": core_worker_bytes,
-        "grpc_leases_per_s": leases_per_s,
+        "grpc_shards_per_s": shards_per_s,
         "membership_told_ms": {"p50": p50, "max": max, "changes": published_ms.len()},
         "master_worker_bytes": worker_bytes,
     });

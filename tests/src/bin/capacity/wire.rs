@@ -1,5 +1,6 @@
-//! A real master, and a thousand workers that are streams of this process.
+//! Real masters, and a thousand workers that are streams of this process.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -8,8 +9,7 @@ use elasticdl_master::jobdir;
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
 use elasticdl_proto::{
-    Committed, FileList, Generation, Hello, LaunchId, LedgerReport, ListedFile, MasterMessage,
-    RecordRange, StepTimes, WorkerMessage,
+    FileList, Generation, Hello, LaunchId, LedgerReport, ListedFile, MasterMessage, WorkerMessage,
 };
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt as _;
@@ -32,7 +32,7 @@ pub(crate) struct Load {
 /// Measurements of the master.
 #[derive(Debug)]
 pub(crate) struct Measured {
-    pub(crate) leases_per_s: f64,
+    pub(crate) shards_per_s: f64,
     /// For each change: time from the end of one worker's stream until the last of the other
     /// workers has received the membership without it.
     pub(crate) published_ms: Vec<f64>,
@@ -42,49 +42,84 @@ pub(crate) struct Measured {
 }
 
 pub(crate) fn measure(load: Load) -> Result<Measured, Fault> {
-    let folder = tempfile::tempdir()?;
-    let master = Master::start(folder.path(), load)?;
+    if u64::from(load.shards) < load.operations + u64::from(load.workers) {
+        return Err("--shards must be at least --operations and --workers together".into());
+    }
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(drive(&master, &folder.path().join("job"), load))
+    let shards_per_s = runtime.block_on(async {
+        let mut job = Connected::start(load, "evaluate").await?;
+        process_shards(&mut job, load.operations).await
+    })?;
+    let (published_ms, worker_bytes) = runtime.block_on(async {
+        let mut job = Connected::start(load, "train").await?;
+        publish(&mut job, load.changes).await
+    })?;
+    Ok(Measured { shards_per_s, published_ms, worker_bytes })
 }
 
-async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, Fault> {
-    let target = Target::find(job_dir).await?;
-    let (sender, mut received) = mpsc::unbounded_channel();
-    let connector = Connector { target, received: sender };
-    let mut workers = vec![connector.join(1).await?];
-    wait_for(&mut received, 1, |message| matches!(message, MasterMessage::Describe)).await?;
-    let file = ListedFile {
-        path: "none".into(),
-        records: u64::from(load.shards) * SHARD_RECORDS,
-        version: None,
-    };
-    workers[0].send(WorkerMessage::Described(Ok(FileList::pack([file]))))?;
-    // The launches are started in the order of their ids, before the first worker receives the
-    // data set.
-    wait_for(&mut received, 1, |message| matches!(message, MasterMessage::Prepare(_))).await?;
-    let before = resident_bytes(master.child.id())?;
-    for launches in Vec::from_iter(2..=u64::from(load.workers)).chunks(JOINS_AT_ONCE) {
-        let mut joins = tokio::task::JoinSet::new();
-        for &launch in launches {
-            let connector = connector.clone();
-            joins.spawn(async move { connector.join(launch).await });
+/// A master and its workers, which are ready.
+struct Connected {
+    /// Dropped before the folder.
+    master: Master,
+    _folder: tempfile::TempDir,
+    workers: Vec<Worker>,
+    received: Received,
+    /// The master's resident memory when one worker was connected.
+    bytes_of_first: u64,
+}
+
+impl Connected {
+    /// Starts the master with `elasticdl COMMAND`, and connects its workers.
+    async fn start(load: Load, command: &str) -> Result<Self, Fault> {
+        let folder = tempfile::tempdir()?;
+        let master = Master::start(folder.path(), load, command)?;
+        let target = Target::find(&folder.path().join("job")).await?;
+        let (sender, mut received) = mpsc::unbounded_channel();
+        let connector = Connector { target, received: sender };
+        let mut workers = vec![connector.join(1).await?];
+        wait_for(&mut received, 1, |message| matches!(message, MasterMessage::Describe)).await?;
+        let file = ListedFile {
+            path: "none".into(),
+            records: u64::from(load.shards) * SHARD_RECORDS,
+            version: None,
+        };
+        workers[0].send(WorkerMessage::Described(Ok(FileList::pack([file]))))?;
+        // The launches are started in the order of their ids, before the first worker receives the
+        // data set.
+        wait_for(&mut received, 1, |message| matches!(message, MasterMessage::Prepare(_))).await?;
+        let bytes_of_first = resident_bytes(master.child.id())?;
+        for launches in Vec::from_iter(2..=u64::from(load.workers)).chunks(JOINS_AT_ONCE) {
+            let mut joins = tokio::task::JoinSet::new();
+            for &launch in launches {
+                let connector = connector.clone();
+                joins.spawn(async move { connector.join(launch).await });
+            }
+            while let Some(joined) = joins.join_next().await {
+                workers.push(joined??);
+            }
         }
-        while let Some(joined) = joins.join_next().await {
-            workers.push(joined??);
+        for worker in &workers {
+            worker.send(WorkerMessage::Ready { parameters: 10 })?;
         }
+        Ok(Self { master, _folder: folder, workers, received, bytes_of_first })
     }
-    for worker in &workers {
-        worker.send(WorkerMessage::Ready { parameters: 10 })?;
+
+    /// Growth of the master's resident memory since one worker was connected, per worker.
+    fn worker_bytes(&self) -> Result<u64, Fault> {
+        let grown = resident_bytes(self.master.child.id())?.saturating_sub(self.bytes_of_first);
+        Ok(grown / (self.workers.len() as u64 - 1))
     }
+}
+
+/// For each change, the time until all members have received it; and the memory per worker.
+async fn publish(job: &mut Connected, changes: u32) -> Result<(Vec<f64>, u64), Fault> {
     let mut group = Group::default();
-    group.gather(&mut received, workers.len()).await?;
-    let worker_bytes =
-        resident_bytes(master.child.id())?.saturating_sub(before) / u64::from(load.workers - 1);
-    group.form(&workers, 0, Vec::new())?;
-    let leases_per_s = lease(&workers, &mut received, &mut group, load.operations).await?;
+    group.gather(&mut job.received, job.workers.len()).await?;
+    let worker_bytes = job.worker_bytes()?;
+    let Connected { workers, received, .. } = job;
+    group.form(workers)?;
     let mut published_ms = Vec::new();
-    for _ in 0..load.changes {
+    for _ in 0..changes {
         let (first, last) = group.ends()?;
         let at = workers
             .iter()
@@ -93,64 +128,36 @@ async fn drive(master: &Master, job_dir: &Path, load: Load) -> Result<Measured, 
         let gone = workers.swap_remove(at);
         let started = Instant::now();
         gone.end();
-        let last_received = group.gather(&mut received, workers.len()).await?;
+        let last_received = group.gather(received, workers.len()).await?;
         published_ms.push(last_received.duration_since(started).as_secs_f64() * 1000.0);
-        let ledger = group.absorbed.clone();
-        group.form(&workers, group.step, ledger)?;
+        group.form(workers)?;
     }
-    Ok(Measured { leases_per_s, published_ms, worker_bytes })
+    Ok((published_ms, worker_bytes))
 }
 
-/// Lease operations per second: a request, the lease that answers it, and its commit. Each worker
-/// asks again when it has been answered; the lowest rank reports for all of them ten times a
-/// second.
-async fn lease(
-    workers: &[Worker],
-    received: &mut Received,
-    group: &mut Group,
-    operations: u64,
-) -> Result<f64, Fault> {
-    let ask = || WorkerMessage::LeaseRequest { epoch: 0, records: SHARD_RECORDS };
-    let mut by_id: Vec<Option<&Worker>> = Vec::new();
-    for worker in workers {
-        let at = usize::try_from(worker.id)?;
-        by_id.resize(by_id.len().max(at + 1), None);
-        by_id[at] = Some(worker);
-    }
+/// Shards per second: a request, the lease that answers it, and the report that the shard is done.
+/// Each worker asks again when it has reported. A lease shows that the master has handled the
+/// report before it.
+async fn process_shards(job: &mut Connected, operations: u64) -> Result<f64, Fault> {
+    let ask = || WorkerMessage::LeaseRequest { shards: 1 };
+    let by_id: BTreeMap<u64, &Worker> = job.workers.iter().map(|w| (w.id, w)).collect();
     let started = Instant::now();
-    let (mut asked, mut committed, mut reported) = (0, 0, Instant::now());
-    for worker in workers {
+    for worker in &job.workers {
         worker.send(ask())?;
-        asked += 1;
     }
-    let mut pending = Vec::new();
-    while committed < operations {
-        let (id, message, _) =
-            tokio::time::timeout(TIMEOUT, received.recv()).await?.ok_or("all streams ended")?;
-        let MasterMessage::Lease(ranges) = message else {
-            continue;
-        };
-        pending.extend(ranges);
-        if asked < operations {
-            asked += 1;
-            by_id
-                .get(usize::try_from(id)?)
-                .copied()
-                .flatten()
-                .ok_or("a lease for an unknown worker")?
-                .send(ask())?;
+    let mut leased = 0;
+    while leased < operations + job.workers.len() as u64 {
+        let received = tokio::time::timeout(TIMEOUT, job.received.recv()).await?;
+        let (id, message, _) = received.ok_or("all streams ended")?;
+        let MasterMessage::Lease(ranges) = message else { continue };
+        let worker = by_id.get(&id).ok_or("a lease for an unknown worker")?;
+        leased += ranges.len() as u64;
+        for range in ranges {
+            let metrics = [("loss".to_owned(), 1.0)].into();
+            worker.send(WorkerMessage::ShardDone { range, metrics })?;
         }
-        let all = committed + pending.len() as u64 >= operations;
-        if all || reported.elapsed() >= REPORT_INTERVAL {
-            committed += pending.len() as u64;
-            group.commit(workers, std::mem::take(&mut pending))?;
-            reported = Instant::now();
-        }
+        worker.send(ask())?;
     }
-    // The master has handled the last commit when it answers a request that was sent after it.
-    let reporter = group.reporter(workers)?;
-    reporter.send(ask())?;
-    wait_for(received, reporter.id, |message| matches!(message, MasterMessage::Lease(_))).await?;
     Ok(operations as f64 / started.elapsed().as_secs_f64())
 }
 
@@ -159,8 +166,6 @@ async fn lease(
 struct Group {
     generation: u64,
     members: Vec<u64>,
-    step: u64,
-    absorbed: Vec<RecordRange>,
 }
 
 impl Group {
@@ -196,31 +201,12 @@ impl Group {
         Ok((*self.members.first().ok_or("no members")?, *self.members.last().ok_or("no members")?))
     }
 
-    fn reporter<'a>(&self, workers: &'a [Worker]) -> Result<&'a Worker, Fault> {
+    /// Reports the state of the new group, as its lowest rank.
+    fn form(&self, workers: &[Worker]) -> Result<(), Fault> {
         let (first, _) = self.ends()?;
-        Ok(workers.iter().find(|w| w.id == first).ok_or("the lowest rank is gone")?)
-    }
-
-    fn form(&self, workers: &[Worker], step: u64, ranges: Vec<RecordRange>) -> Result<(), Fault> {
-        let ledger = LedgerReport { epochs_complete: 0, ranges, repeated: 0 };
-        let generation = Generation(self.generation);
-        self.reporter(workers)?.send(WorkerMessage::Formed { generation, step, ledger })
-    }
-
-    fn commit(&mut self, workers: &[Worker], ranges: Vec<RecordRange>) -> Result<(), Fault> {
-        self.step += 1;
-        self.absorbed.extend(&ranges);
-        let records = ranges.iter().map(RecordRange::len).sum();
-        self.reporter(workers)?.send(WorkerMessage::Committed(Committed {
-            generation: Generation(self.generation),
-            step: self.step,
-            ranges,
-            loss_sum: 1.0,
-            records,
-            compute_us: vec![1000; self.members.len()],
-            times: StepTimes::default(),
-            steps_skipped: 0,
-        }))
+        let reporter = workers.iter().find(|w| w.id == first).ok_or("the lowest rank is gone")?;
+        let (generation, ledger) = (Generation(self.generation), LedgerReport::default());
+        reporter.send(WorkerMessage::Formed { generation, step: 0, ledger })
     }
 }
 
@@ -270,6 +256,7 @@ impl Connector {
             pid: std::process::id(),
             resume: None,
             incarnation: 0,
+            location: Default::default(),
         };
         outgoing.send(JoinRequest::Hello(Box::new(hello)))?;
         let mut request = Request::new(UnboundedReceiverStream::new(received));
@@ -340,30 +327,27 @@ struct Master {
 }
 
 impl Master {
-    fn start(folder: &Path, load: Load) -> Result<Self, Fault> {
+    fn start(folder: &Path, load: Load, command: &str) -> Result<Self, Fault> {
         let workers = load.workers.to_string();
-        // All of them start together, however long it takes to connect them.
-        let stay = load.workers.saturating_sub(load.changes).max(1).to_string();
         let records = SHARD_RECORDS.to_string();
-        let child = Command::new(std::env::current_exe()?)
-            .args(["train", "--local", "--quiet", "--job-name", JOB, "--training-data", "none"])
-            .args(["--num-workers", &workers, "--max-workers", &workers, "--min-workers", &stay])
-            .args([
-                "--minibatch-size",
-                &records,
-                "--records-per-shard",
-                &records,
-                "--num-epochs",
-                "2",
-            ])
+        let mut master = Command::new(std::env::current_exe()?);
+        master
+            .args([command, "--local", "--quiet", "--job-name", JOB])
+            .args(["--num-workers", &workers, "--max-workers", &workers])
+            .args(["--minibatch-size", &records])
             // The streams of this program send no heartbeats.
             .args(["--worker-timeout", "1day", "--max-worker-restarts", "0"])
             .arg("--job-dir")
-            .arg(folder.join("job"))
-            .args(["--", "sleep", "600"])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .spawn()?;
+            .arg(folder.join("job"));
+        if command == "train" {
+            // All of them start together, however long it takes to connect them.
+            let stay = load.workers.saturating_sub(load.changes).max(1).to_string();
+            master.args(["--training-data", "none", "--min-workers", &stay]);
+        } else {
+            master.args(["--data", "none", "--model", "none", "--records-per-shard", &records]);
+        }
+        let program = ["--", "sleep", "600"];
+        let child = master.args(program).stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
         Ok(Self { child })
     }
 }
@@ -384,5 +368,3 @@ const JOB: &str = "capacity";
 const JOINS_AT_ONCE: usize = 32;
 /// Longer than any wait of this benchmark takes on any machine.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The interval of real workers.
-const REPORT_INTERVAL: Duration = Duration::from_millis(100);

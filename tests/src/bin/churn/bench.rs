@@ -6,13 +6,13 @@ use std::error::Error;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use elasticdl_proto::Summary;
 use elasticdl_tests::{Running, counting_data, is_alive, send};
 use rand::RngExt as _;
 use rand::SeedableRng;
 use rand::rngs::ChaCha8Rng;
 use rand::seq::IteratorRandom;
 use rustix::process::Signal;
-use serde_json::Value;
 
 use crate::Arguments;
 use crate::event_log::{EventLogs, now};
@@ -29,7 +29,7 @@ pub(crate) struct Bench {
 /// A job that has ended.
 #[derive(Debug)]
 pub(crate) struct Ended {
-    pub(crate) summary: Value,
+    pub(crate) summary: Summary,
     pub(crate) logs: EventLogs,
     /// Workers that were alive when the job was stopped.
     last: Vec<u32>,
@@ -127,11 +127,8 @@ impl Bench {
         let last = self.logs.living().map(|log| log.pid).collect();
         self.job.signal(Signal::INT);
         let ended = self.job.wait();
-        if ended.summary["records"].is_null() {
-            return Err(format!("the job ended without a summary: {}", ended.output).into());
-        }
         self.logs.refresh()?;
-        Ok(Ended { summary: ended.summary, logs: self.logs, last })
+        Ok(Ended { summary: ended.summary().clone(), logs: self.logs, last })
     }
 
     fn step(&self) -> u64 {
@@ -147,7 +144,7 @@ impl Bench {
                 return Ok(());
             }
             if !self.job.is_running() || Instant::now() >= deadline {
-                return Err(format!("no sign of {what}: {}", self.job.status()).into());
+                return Err(format!("no sign of {what}: {:?}", self.job.try_status()).into());
             }
             std::thread::sleep(POLL_INTERVAL);
         }
@@ -158,25 +155,22 @@ impl Ended {
     /// Records that were not counted, and records that were counted more than once: the worse of
     /// what the job's summary reports and what the model counted.
     pub(crate) fn records_lost_and_repeated(&self) -> Result<(u64, u64), Box<dyn Error>> {
-        let summary_count =
-            |name: &str| self.summary["records"][name].as_u64().ok_or("no records in the summary");
-        let words = self.summary["model_summary"].as_str().ok_or("there is no model summary")?;
+        let records = self.summary.records;
+        let words = self.summary.model_summary.as_ref().ok_or("there is no model summary")?;
         let counts: Vec<f64> = words.split(' ').map(str::parse).collect::<Result<_, _>>()?;
         let [least, _, total] = counts[..] else {
             return Err("the model summary is malformed".into());
         };
-        let epochs = self.summary["epochs"].as_u64().ok_or("no epochs in the summary")?;
+        let epochs = u64::from(self.summary.epochs);
         let over = |a: u64, b: u64| a.saturating_sub(b);
         let mut out_of_turn = BTreeMap::new();
         for (_, commit) in self.logs.all.values().flat_map(|log| &log.commits) {
             let most = out_of_turn.entry(commit.step).or_insert(0);
             *most = commit.repeated.max(*most);
         }
-        let (counted, total) = (summary_count("counted")?, total as u64);
-        let lost =
-            summary_count("missing")?.max(over(counted, total)).max(over(epochs, least as u64));
-        let repeated =
-            summary_count("repeated")?.max(over(total, counted)).max(out_of_turn.values().sum());
+        let (counted, total) = (records.counted, total as u64);
+        let lost = records.missing.max(over(counted, total)).max(over(epochs, least as u64));
+        let repeated = records.repeated.max(over(total, counted)).max(out_of_turn.values().sum());
         Ok((lost, repeated))
     }
 

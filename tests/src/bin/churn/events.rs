@@ -4,9 +4,9 @@ use std::error::Error;
 use std::path::Path;
 use std::time::Duration;
 
+use elasticdl_proto::{Cause, MembershipChange};
 use elasticdl_tests::quantile;
 use rustix::process::Signal;
-use serde_json::Value;
 
 use crate::bench::{Bench, Ended};
 use crate::event_log::{EventLog, now};
@@ -132,15 +132,14 @@ impl Measured {
             joiners.iter().map(|(.., step)| *step).max().ok_or("an event without a joiner")?;
         // The generations that the event led to, each with its first step.
         let steps = first.steps_before(event.at)..=joined_by;
-        let records =
-            ended.summary["memberships"].as_array().ok_or("no memberships in the summary")?;
-        let records: Vec<(u64, &Value)> = records
+        let records: Vec<(u64, &MembershipChange)> = ended
+            .summary
+            .memberships
             .iter()
-            .filter(|record| record["cause"] != "start")
-            .filter_map(|record| Some((record["at_step"].as_u64()?, record)))
-            .filter(|(step, _)| steps.contains(step))
+            .filter(|record| record.cause != Cause::Start && steps.contains(&record.at_step))
+            .map(|record| (record.at_step, record))
             .collect();
-        let is_join = |record: &Value| record["cause"] == "join";
+        let is_join = |record: &MembershipChange| record.cause == Cause::Join;
         let last = |join: bool| records.iter().rfind(|(_, record)| is_join(record) == join);
         let switch = last(true);
         let (from, to) = match kind {
@@ -177,10 +176,15 @@ impl Measured {
     }
 }
 
-fn take_phases(phases: &mut Phases, record: &Value) {
-    for (values, name) in phases.iter_mut().zip(PHASES) {
-        values.extend(record[format!("{name}_ms")].as_f64());
-    }
+fn take_phases(phases: &mut Phases, record: &MembershipChange) {
+    let ms = [
+        record.detect_ms,
+        record.agree_ms,
+        record.connect_ms,
+        record.state_ms,
+        record.first_step_ms,
+    ];
+    phases.iter_mut().zip(ms).for_each(|(values, ms)| values.extend(ms));
 }
 
 /// Workers that were members before the event and after.

@@ -104,6 +104,10 @@ fn main() -> ExitCode {
         figures: Vec::new(),
         failures: BTreeMap::new(),
     };
+    // A machine without a GPU is reported by each phase.
+    if let Ok(ranks) = ranks::Ranks::start(&drill, 1, false) {
+        drill.devices = ranks.devices();
+    }
     for (name, phase) in phases::ALL {
         if !drill.arguments.only.is_empty() && !drill.arguments.only.iter().any(|only| only == name)
         {

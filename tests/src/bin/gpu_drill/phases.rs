@@ -11,7 +11,7 @@ use crate::{Drill, Fallible};
 
 type Phase = fn(&mut Drill) -> Fallible<()>;
 
-pub(crate) const ALL: [(&str, Phase); 9] = [
+pub(crate) const ALL: [(&str, Phase); 10] = [
     ("machine", machine),
     ("init", init),
     ("nccl", nccl),
@@ -20,6 +20,7 @@ pub(crate) const ALL: [(&str, Phase); 9] = [
     ("kill-host", kill_on_the_host),
     ("stop", stop),
     ("abandon", abandon),
+    ("exit", exit),
     ("step", crate::step::step),
 ];
 
@@ -28,7 +29,6 @@ fn machine(drill: &mut Drill) -> Fallible<()> {
     let mut ranks = Ranks::start(drill, 1, false)?;
     let bytes = drill.arguments.bytes_max.min(256 << 20);
     let found = ranks.all(&json!({ "do": "machine", "bytes": bytes }))?.remove(0);
-    drill.devices = found["devices"].as_u64().unwrap_or(0) as usize;
     drill.add(
         "machine",
         format!("GPUs: {}", found["name"].as_str().unwrap_or("")),
@@ -215,6 +215,25 @@ fn abandon(drill: &mut Drill) -> Fallible<()> {
     Ok(())
 }
 
+/// Processes that end right after an operation over NCCL: none fails in the destructors of CUDA or
+/// NCCL.
+fn exit(drill: &mut Drill) -> Fallible<()> {
+    const PROCESSES: usize = 2;
+    let bytes = drill.arguments.bytes_max.min(1 << 20);
+    for _ in 0..EXITS {
+        drill.check_time()?;
+        let mut ranks = Ranks::start(drill, PROCESSES, false)?;
+        ranks.connect(1)?;
+        ranks.all(&begin())?;
+        ranks.all(&json!({ "do": "sum", "bytes": bytes, "iterations": 1, "path": "nccl" }))?;
+        ranks.all(&json!({ "do": "exit" }))?;
+        ranks.wait_for_ends()?;
+    }
+    let processes = (EXITS * PROCESSES) as f64;
+    drill.add("exit", "processes that ended well after an operation over NCCL", processes, "");
+    Ok(())
+}
+
 /// The command to build a communicator and wait for it.
 fn begin() -> Value {
     json!({ "do": "nccl", "init_ms": INIT_MS, "abort_ms": 5000 })
@@ -246,6 +265,9 @@ fn size(bytes: usize) -> String {
         _ => format!("{} GiB", bytes >> 30),
     }
 }
+
+/// Groups of processes that end.
+const EXITS: usize = 10;
 
 const INIT_MS: u64 = 60_000;
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaSlice;
 use elasticdl_collective::device::{Device, DeviceGroup, NcclOptions, NcclPolicy, Path};
-use elasticdl_collective::nccl::{NcclState, UniqueId};
+use elasticdl_collective::nccl::{NcclState, UniqueId, exit_at_once, wait_for_release};
 use elasticdl_collective::testing::{CopyBandwidth, RawCommunicator};
 use elasticdl_collective::{Communicator, Endpoint, Fence, GroupSpec, Member, Secret};
 use elasticdl_tests::quantile;
@@ -38,11 +38,22 @@ pub(crate) fn serve(rank_index: u64, ordinal: usize) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    print_answer(&json!({ "address": rank.endpoint.address().to_string() }));
+    let devices = Device::count().unwrap_or(0);
+    let address = rank.endpoint.address().to_string();
+    print_answer(&json!({ "address": address, "devices": devices }));
     let (read, commands) = mpsc::channel();
     let fence = rank.endpoint.fence();
     thread::spawn(move || listen(&fence, &read));
     for command in commands {
+        if command["do"] == "exit" {
+            drop(rank);
+            print_answer(&json!({}));
+            // As a worker ends.
+            if !wait_for_release(Duration::from_secs(5)) {
+                exit_at_once(1);
+            }
+            return ExitCode::SUCCESS;
+        }
         let answer = rank.perform(&command);
         print_answer(&answer.unwrap_or_else(|error| json!({ "error": describe(&*error) })));
     }
@@ -106,7 +117,7 @@ impl Rank {
         };
         let name = self.device.stream().context().name().unwrap_or_default();
         let rates = [to_device, to_host, both, within].map(|rate| rate / 1e9);
-        Ok(json!({ "devices": Device::count()?, "name": name, "nccl": nccl, "rates": rates }))
+        Ok(json!({ "name": name, "nccl": nccl, "rates": rates }))
     }
 
     fn connect(&mut self, command: &Value) -> Fallible<Value> {

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use rustix::time::{ClockId, clock_gettime};
@@ -18,6 +18,8 @@ pub(crate) struct Ranks {
     ranks: Vec<Rank>,
     /// Timeout of an answer.
     timeout: Duration,
+    /// Number of GPUs that a rank sees.
+    devices: usize,
 }
 
 struct Rank {
@@ -33,7 +35,7 @@ impl Ranks {
     /// there are enough.
     pub(crate) fn start(drill: &Drill, world: usize, shared: bool) -> Fallible<Self> {
         let timeout = ANSWER_TIMEOUT.min(drill.left());
-        let mut ranks = Self { ranks: Vec::new(), timeout };
+        let mut ranks = Self { ranks: Vec::new(), timeout, devices: 0 };
         for id in 0..world as u64 {
             let ordinal = if shared { 0 } else { id as usize % drill.devices.max(1) };
             let mut command = Command::new(env::current_exe()?);
@@ -42,27 +44,59 @@ impl Ranks {
                 let mut paths = vec![folder.clone()];
                 paths.extend(env::var_os("LD_LIBRARY_PATH").iter().flat_map(env::split_paths));
                 command.env("LD_LIBRARY_PATH", env::join_paths(paths)?);
+                command.env("STAND_IN_CHECKS_EXIT", "1");
             }
             if shared || world > drill.devices {
                 command.env("NCCL_HOSTID", format!("drill-{id}")).envs(ONE_GPU);
+            }
+            // NCCL writes to standard output by default, which carries the answers.
+            for (name, value) in [("NCCL_DEBUG", "WARN"), ("NCCL_DEBUG_FILE", "/dev/stderr")] {
+                if env::var_os(name).is_none() {
+                    command.env(name, value);
+                }
             }
             let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
             let (sender, lines) = mpsc::channel();
             let output = BufReader::new(child.stdout.take().expect("it is piped"));
             thread::spawn(move || {
-                output.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+                let lines = output.lines().map_while(Result::ok);
+                // A library may write there, too.
+                lines.filter(|line| line.starts_with('{')).try_for_each(|line| sender.send(line))
             });
             let input = child.stdin.take().expect("it is piped");
             ranks.ranks.push(Rank { id, child, input, lines, address: String::new() });
         }
         for index in 0..world {
             let hello = ranks.answer(index)?;
+            ranks.devices = hello["devices"].as_u64().unwrap_or(0) as usize;
             hello["address"]
                 .as_str()
                 .ok_or("a rank printed no address")?
                 .clone_into(&mut ranks.ranks[index].address);
         }
         Ok(ranks)
+    }
+
+    pub(crate) fn devices(&self) -> usize {
+        self.devices
+    }
+
+    /// Waits until all processes have ended. Fails if one has not ended well.
+    pub(crate) fn wait_for_ends(mut self) -> Fallible<()> {
+        let until = Instant::now() + self.timeout;
+        for rank in &mut self.ranks {
+            let status = loop {
+                match rank.child.try_wait()? {
+                    Some(status) => break status,
+                    None if Instant::now() > until => return Err("a process does not end".into()),
+                    None => thread::sleep(Duration::from_millis(1)),
+                }
+            };
+            if !status.success() {
+                return Err(format!("the process of rank {} ended with {status}", rank.id).into());
+            }
+        }
+        Ok(())
     }
 
     pub(crate) fn len(&self) -> usize {

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use elasticdl_proto::Summary;
 use elasticdl_tests::quantile;
 use serde_json::Value;
 
@@ -104,10 +105,8 @@ fn job_time(
     if !output.status.success() {
         return Err(String::from_utf8_lossy(&output.stderr).into_owned().into());
     }
-    let summary: Value = serde_json::from_slice(&fs::read(summary)?)?;
-    let rate =
-        summary["throughput"]["records_per_s"].as_f64().ok_or("no throughput in the summary")?;
-    Ok((steps * BATCH) as f64 / rate)
+    let summary: Summary = serde_json::from_slice(&fs::read(summary)?)?;
+    Ok((steps * BATCH) as f64 / summary.throughput.records_per_s)
 }
 
 const ROUNDS: usize = 3;

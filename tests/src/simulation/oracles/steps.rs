@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use elasticdl::core::header::StepHeader;
-use elasticdl::core::session::Session;
-use elasticdl_proto::{Generation, WorkerId};
+use elasticdl::session::header::StepHeader;
+use elasticdl::session::{Session, State};
+use elasticdl_proto::{Batch, Generation, RangeSet, WorkerId};
 
-use super::GenerationHistory;
 use crate::simulation::model::count;
+use crate::simulation::state::oracle::GenerationHistory;
 use crate::simulation::trace::trace;
 use crate::simulation::world::World;
 
@@ -28,6 +28,42 @@ impl World {
         }
     }
 
+    /// Checks that `p` has added the right records to the state `before`.
+    pub(in crate::simulation) fn check_order(
+        &mut self,
+        p: usize,
+        before: &State,
+        headers: &[StepHeader],
+    ) {
+        let (epoch, all) = (before.ledger.epoch(), self.setting.records());
+        let mut records = RangeSet::default();
+        let mut repeated = 0;
+        for range in headers.iter().flat_map(|header| &header.ranges) {
+            repeated += records.insert(range.records());
+            repeated += u64::from(range.epoch != epoch);
+        }
+        let start = all - before.ledger.remaining(epoch);
+        let batch = self.setting.spec.batch;
+        let of_step = match batch {
+            Batch::Global(batch) => {
+                let batch = batch.get();
+                let start = before.step % all.div_ceil(batch) * batch;
+                start..all.min(start + batch)
+            }
+            // A group that shrinks within a step keeps what the lost workers' peers have computed.
+            Batch::PerWorker(_) => {
+                let least = all.min(start + batch.records(headers.len()));
+                start..records.iter().last().map_or(least, |last| last.end.max(least))
+            }
+        };
+        let is_right =
+            repeated == 0 && start == of_step.start && records.iter().eq([of_step.clone()]);
+        if !is_right {
+            let what = format!("step {} consists of {records:?}, not {of_step:?}", before.step + 1);
+            self.violate(format!("{}: {what} of epoch {epoch}", self.name(p)));
+        }
+    }
+
     /// Checks a commit: `p` has committed a step on top of a state with digest `before`.
     pub(in crate::simulation) fn check_commit(
         &mut self,
@@ -39,8 +75,6 @@ impl World {
         let (Some(worker), Some(state)) = (process.worker, process.trainer.state()) else { return };
         let (step, after, lineage) =
             (state.step, process.trainer.model.digest(), process.trainer.model.lineage);
-        let held = self.oracle.leased.get_mut(&worker);
-        held.into_iter().for_each(|held| held.retain(|r| state.ledger.absorbed_of(*r) < r.len()));
         trace!(
             self,
             "{}: commits step {step} in generation {generation}, {after:016x}",
@@ -85,12 +119,20 @@ impl World {
             oracle.stable.insert((lineage, step - 1), before);
         }
         let others = oracle.histories.values().filter(|history| history.lineage == lineage);
-        let redone =
-            others.filter_map(|history| history.commits.get(&step)).any(|digest| *digest != after);
+        let others: Vec<u64> =
+            others.filter_map(|history| history.commits.get(&step)).copied().collect();
+        let redone = !others.is_empty();
+        let differs = others.iter().any(|digest| *digest != after);
         if let Some(history) = oracle.histories.get_mut(&generation.0)
             && history.commits.insert(step, after).is_none()
         {
             oracle.coverage.redone += u64::from(redone);
+        }
+        // Each group would give the step the same records.
+        if differs && matches!(self.setting.spec.batch, Batch::Global(_)) {
+            self.violate(format!(
+                "worker {worker}: commits another step {step} than an earlier group"
+            ));
         }
     }
 

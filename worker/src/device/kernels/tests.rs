@@ -5,8 +5,8 @@ use std::process::Command;
 
 use super::*;
 use crate::Schedule;
-use crate::model::Update;
 use crate::optimizer::{AdamW, Sgd};
+use crate::update::Update;
 
 /// The kernels as plain functions.
 struct Host {

@@ -1,11 +1,14 @@
 #![allow(clippy::single_range_in_vec_init, reason = "a table of one row group is one range")]
 
-use ::parquet::data_type::{ByteArrayType, DoubleType, FloatType, Int32Type, Int64Type};
+use ::parquet::data_type::{
+    ByteArray, ByteArrayType, DataType, DoubleType, FloatType, Int32Type, Int64Type,
+};
 use ::parquet::file::properties::WriterProperties;
 use ::parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use ::parquet::schema::parser::parse_message_type;
 
 use super::*;
+use crate::readers::Value;
 
 const SCHEMA: &str = "message rows {
     required float area; optional int32 rooms; required binary city (UTF8); required double price;
@@ -218,4 +221,131 @@ fn a_corrupted_file_is_an_error_that_names_it_and_never_a_panic() {
             assert!(error.to_string().starts_with(&text), "{at}: {error}");
         }
     }
+}
+
+const LISTS: &str = "message rows {
+    optional group v (LIST) { repeated group list { optional float element; } }
+    optional int32 small (INTEGER(8, true)); required int64 wide (INTEGER(64, false));
+}";
+
+/// Row i: a list of the numbers i and i + 0.5 (null, empty or with a null for i = 1, 2, 3), -i in 8
+/// bits (null for i = 4), and 2^40 + i.
+fn table_of_lists(rows: i32) -> Vec<u8> {
+    let schema = Arc::new(parse_message_type(LISTS).unwrap());
+    let mut bytes = Vec::new();
+    let mut writer =
+        SerializedFileWriter::new(&mut bytes, schema, Arc::new(WriterProperties::new())).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let (mut values, mut levels, mut repeated) = (vec![], vec![], vec![]);
+    for i in 0..rows {
+        let row: &[i16] = match i {
+            1 => &[0],
+            2 => &[1],
+            3 => &[3, 2],
+            _ => &[3, 3],
+        };
+        for (at, &level) in row.iter().enumerate() {
+            levels.push(level);
+            repeated.push(i16::from(at > 0));
+            if level == 3 {
+                values.push(i as f32 + at as f32 / 2.0);
+            }
+        }
+    }
+    let mut column = group.next_column().unwrap().unwrap();
+    let typed = column.typed::<FloatType>();
+    typed.write_batch(&values, Some(&levels), Some(&repeated)).unwrap();
+    column.close().unwrap();
+    let levels: Vec<i16> = (0..rows).map(|i| i16::from(i != 4)).collect();
+    let small: Vec<i32> = (0..rows).filter(|&i| i != 4).map(|i| -i).collect();
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<Int32Type>().write_batch(&small, Some(&levels), None).unwrap();
+    column.close().unwrap();
+    let wide: Vec<i64> = (0..rows).map(|i| (1 << 40) + i64::from(i)).collect();
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<Int64Type>().write_batch(&wide, None, None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+    bytes
+}
+
+/// What the reader finds, and what it leaves out.
+fn read_lists(mut reader: ParquetRows, path: &str) -> (Vec<Row>, crate::reader::Skipped) {
+    let dataset = reader.describe(path).unwrap();
+    let file = &dataset.files[0];
+    let rows = reader.read(file, 0..file.records).unwrap();
+    for (i, row) in rows.iter().enumerate().rev() {
+        let i = i as u64;
+        assert_eq!(reader.read(file, i..i + 1).unwrap(), std::slice::from_ref(row), "row {i}");
+    }
+    (rows, dataset.skipped)
+}
+
+#[test]
+fn lists_and_small_integers_are_numbers() {
+    let folder = folder(&[("a.parquet", table_of_lists(8))]);
+    let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
+    let reader =
+        || ParquetRows::new().f32_list("v", 2).fill(-1.0).f32("small").fill(9.0).i64("wide");
+    let (rows, _) = read_lists(reader(), &path);
+    let lists: Vec<&[f32]> = rows.iter().map(|row| row.f32s(0)).collect();
+    let expected = [
+        [0.0, 0.5],
+        [-1.0, -1.0],
+        [-1.0, -1.0],
+        [3.0, -1.0],
+        [4.0, 4.5],
+        [5.0, 5.5],
+        [6.0, 6.5],
+        [7.0, 7.5],
+    ];
+    assert_eq!(lists, expected);
+    let small: Vec<f32> = rows.iter().map(|row| row.f32(1)).collect();
+    assert_eq!(small, [0.0, -1.0, -2.0, -3.0, 9.0, -5.0, -6.0, -7.0]);
+    assert_eq!(rows[7].i64(2), (1 << 40) + 7);
+    let mut wrong = ParquetRows::new().f32_list("v", 3).fill(0.0);
+    let dataset = wrong.describe(&path).unwrap();
+    let error = wrong.read(&dataset.files[0], 0..1).unwrap_err().to_string();
+    let reason = "row 0: a list of 2 where one of 3 should be";
+    assert_eq!(error, format!("{path}: row group 0: column \"v.list.element\", {reason}"));
+    let error = ParquetRows::new().f32_list("small", 2).describe(&path).unwrap_err().to_string();
+    assert!(error.contains("column \"small\" is no list"), "{error}");
+}
+
+#[test]
+fn rows_with_nulls_and_bad_rows_are_left_out() {
+    let folder = folder(&[("a.parquet", table_of_lists(8))]);
+    let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
+    let reader = || ParquetRows::new().f32_list("v", 2).i64("small");
+    let numbers = |rows: &[Row]| rows.iter().map(|row| row.i64(1)).collect::<Vec<_>>();
+    let (rows, skipped) = read_lists(reader().skip_nulls(), &path);
+    assert_eq!((numbers(&rows), skipped.nulls, skipped.bad), (vec![0, -5, -6, -7], 4, 0));
+    let reason = "row group 0: row 1: left out for a null";
+    assert_eq!(skipped.first[0], format!("{path}: {reason}"));
+    let configured = |max: u64| {
+        let mut rows = reader();
+        rows.configure(ReadOptions { bad_records_max: max, ..ReadOptions::default() }).unwrap();
+        rows
+    };
+    let (rows, skipped) = read_lists(configured(4), &path);
+    assert_eq!((numbers(&rows), skipped.nulls, skipped.bad), (vec![0, -5, -6, -7], 0, 4));
+    let error = configured(3).describe(&path).unwrap_err().to_string();
+    assert!(error.contains("bad record 4, and --bad-records skips 3"), "{error}");
+    // A worker that has not described the data numbers the same rows.
+    let read = configured(4).read(&File::new(format!("{path}#0"), 4), 1..3).unwrap();
+    assert_eq!(numbers(&read), [-5, -6]);
+}
+
+#[test]
+fn predictions_need_no_label() {
+    let folder = folder(&[("a.parquet", table_of_lists(2))]);
+    let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
+    let reader = || ParquetRows::new().class("class", 10).label().i64("wide");
+    assert!(reader().describe(&path).is_err());
+    let mut predicting = reader();
+    let purpose = crate::reader::Purpose::Predict;
+    predicting.configure(ReadOptions { purpose, ..ReadOptions::default() }).unwrap();
+    let (rows, _) = read_lists(predicting, &path);
+    assert_eq!((rows[1].class(0), rows[1].i64(1)), (0, (1 << 40) + 1));
 }

@@ -1,17 +1,14 @@
 //! Follows a job in a cluster through the API server: the port of the master is not reachable from
 //! outside.
 
-use std::io::{Write as _, stdout};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 
-use crate::cli::process::{
-    EXIT_INTERRUPTED, Failure, cannot, code_of_state, print_error, print_line,
-};
-use crate::cli::render::{Paths, Printer, summary_to_table};
+use crate::cli::process::{Console, EXIT_INTERRUPTED, Failure, cannot, code_of_state, print_line};
+use crate::cli::render::{Paths, Printer, print_job_error, print_summary};
 use crate::job::Summary;
 use crate::jobdir;
 use crate::kube::anchor::{Anchor, AnchorEvent, Data, STATUS, SUMMARY};
@@ -19,10 +16,10 @@ use crate::kube::client::Cluster;
 use crate::kube::master_pods::{MasterPods, MasterStatus};
 
 /// Output of [`follow`].
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct FollowOutput {
-    /// Print errors only.
-    pub(crate) quiet: bool,
+    /// What is printed.
+    pub(crate) console: Console,
     /// Additional path for the summary.
     pub(crate) summary: Option<PathBuf>,
 }
@@ -41,7 +38,7 @@ pub(crate) async fn follow(
     job: &str,
     output: FollowOutput,
 ) -> Result<u8, Failure> {
-    let mut printer = Printer::new(output.quiet);
+    let mut printer = Printer::new(output.console.progress());
     let seen = observe(cluster, job, &mut printer).await;
     printer.end();
     match seen? {
@@ -141,16 +138,13 @@ fn end(output: &FollowOutput, text: &str) -> Result<u8, Failure> {
     let summary: Summary = serde_json::from_str(text).map_err(|e| {
         Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
     })?;
-    if !output.quiet {
-        // Standard output may be closed.
-        let _ = stdout().write_all(summary_to_table(&summary, Paths::default()).as_bytes());
-    }
+    print_summary(output.console, &summary, Paths::default());
     if let Some(path) = &output.summary {
         jobdir::write_atomically(path, text.as_bytes())
             .map_err(cannot(&format!("write the summary {}", path.display())))?;
     }
     if let Some(error) = &summary.error {
-        print_error(error);
+        print_job_error(output.console, summary.wall_s, error);
     }
     Ok(code_of_state(&summary.state))
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use elasticdl_proto::wire::StatusRequest;
 use elasticdl_proto::wire::master_client::MasterClient;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::{self, Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Status};
 
 use crate::cli::process::Failure;
@@ -31,12 +31,30 @@ impl Connection {
     pub(super) async fn open(root: &Path) -> Result<Self, OpenError> {
         let (endpoint, token) = jobdir::look_up(root).map_err(OpenError::Lookup)?;
         let no_answer = |_| OpenError::NoAnswer(endpoint);
-        let address =
-            Endpoint::from_shared(format!("http://{}", endpoint.address)).map_err(no_answer)?;
+        let address = Self::address(root, &endpoint)?.map_err(no_answer)?;
         let channel =
             address.connect_timeout(TIMEOUT).timeout(TIMEOUT).connect().await.map_err(no_answer)?;
         let client = MasterClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
         Ok(Self { client, token })
+    }
+
+    /// The address to dial, with the job's CA if its master serves TLS.
+    fn address(
+        root: &Path,
+        endpoint: &jobdir::Endpoint,
+    ) -> Result<Result<Endpoint, transport::Error>, OpenError> {
+        let Some(ca) = jobdir::ca_path(root) else {
+            return Ok(Endpoint::from_shared(format!("http://{}", endpoint.address)));
+        };
+        let pem = std::fs::read_to_string(&ca).map_err(|source| {
+            OpenError::Lookup(LookupError::Unreadable { path: ca.clone(), source })
+        })?;
+        let tls = ClientTlsConfig::new()
+            .ca_certificate(Certificate::from_pem(pem))
+            .domain_name(jobdir::MASTER_DNS_NAME)
+            .timeout(TIMEOUT);
+        let address = Endpoint::from_shared(format!("https://{}", endpoint.address));
+        Ok(address.and_then(|address| address.tls_config(tls)))
     }
 
     /// Asks for the job's status.

@@ -1,6 +1,7 @@
 //! The HTTP server of a master in a cluster.
 
-use std::net::Ipv6Addr;
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::sync::{Arc, OnceLock};
 
 use tokio::net::TcpListener;
@@ -24,14 +25,28 @@ impl HttpServer {
     /// Serves on the port that the anchor names.
     pub(super) async fn serve(anchor: &Data) -> Result<Self, Failure> {
         let task = anchor.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
-        let port = task.map_or(METRICS_PORT, |task| task.metrics_port);
-        let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, port))
-            .await
-            .map_err(cannot(&format!("listen on port {port} for metrics")))?;
+        // An unreadable task is an error of the leader.
+        let (port, is_served) =
+            task.map_or((METRICS_PORT, false), |task| (task.metrics_port, task.serve_metrics));
+        let listener =
+            listen(port).await.map_err(cannot(&format!("listen on port {port} for metrics")))?;
         let http = Self { publish: watch::Sender::new(None), lead: Arc::default() };
         let lead = Arc::clone(&http.lead);
         let ready: metrics::Ready = Arc::new(move || lead.get().is_some_and(LeaseGuard::is_valid));
-        tokio::spawn(metrics::serve(listener, http.publish.subscribe(), ready));
+        let known = is_served.then(|| http.publish.subscribe());
+        tokio::spawn(metrics::serve(listener, known, ready));
         Ok(http)
     }
 }
+
+/// Listens on all addresses of the pod: of both families, or IPv4 alone where the node has no IPv6.
+pub(super) async fn listen(port: u16) -> io::Result<TcpListener> {
+    match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)).await {
+        Err(error) if error.raw_os_error() == Some(NO_SUCH_FAMILY) => {
+            TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).await
+        }
+        bound => bound,
+    }
+}
+
+const NO_SUCH_FAMILY: i32 = rustix::io::Errno::AFNOSUPPORT.raw_os_error();

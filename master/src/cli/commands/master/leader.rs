@@ -1,20 +1,19 @@
 //! The master of a job while it holds the leader Lease.
 
 use std::cell::RefCell;
-use std::net::Ipv6Addr;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
-use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::MasterArgs;
-use super::http::HttpServer;
+use super::http::{HttpServer, listen};
 use super::publish::{not_written, publish, write_end};
 use super::submitted::Submitted;
 use crate::cli::process::{EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot, code_of};
+use crate::dashboard::History;
 use crate::event_loop::{Master, MasterTerm, UserCommand};
 use crate::kube::anchor::{Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, MASTER, RECORD};
 use crate::kube::client::Cluster;
@@ -23,9 +22,10 @@ use crate::kube::leader_lease::LeaseGuard;
 use crate::kube::objects::PORT;
 use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
+use crate::kube::requests::UserRequest;
 use crate::kube::{submit, succession};
 use crate::listener::{Identity, ServerConfig};
-use crate::progress::Progress;
+use crate::progress::{LogFormat, Progress};
 use crate::tensorboard::{self, EventFile};
 use crate::token::Token;
 
@@ -79,18 +79,18 @@ impl Leader<'_> {
         let stored = submitted.load_file_list(self.anchor, &args.job_name).await?;
         let writer = self.begin(&submitted).await?;
         let address = submit::service_address(self.cluster, &args.job_name).await?;
-        let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT as u16))
-            .await
-            .map_err(cannot(&format!("listen on port {PORT}")))?;
+        let listener =
+            listen(PORT as u16).await.map_err(cannot(&format!("listen on port {PORT}")))?;
         let recorder = EventRecorder::start(self.cluster, &submitted.meta);
         let left = self.remaining_pods(&submitted).await?;
-        let Submitted { task, template, meta, record, age, .. } = submitted;
+        let Submitted { task, template, meta, record, age, history, .. } = submitted;
         let pod_factory = PodFactory {
             template,
             anchor: meta,
             master: address,
             min_workers: task.job.min_workers,
             priority_tiers: task.priority_tiers,
+            gang: task.gang,
         };
         let pods = Pods::new(self.cluster, pod_factory, lease_guard.clone(), recorder.clone());
         if record.as_ref().is_some_and(|record| record.step() > 0) {
@@ -103,7 +103,7 @@ impl Leader<'_> {
         // The receiver may have been dropped.
         let _ = send_persisted.send(record_writer.watch());
         let config = ServerConfig { listener, token, identity: Some(identity) };
-        let progress = Progress::on_stderr().publishing(http.publish.clone());
+        let progress = Progress::on_stderr(LogFormat::Text).publishing(http.publish.clone());
         let events = match &task.tensorboard_dir {
             Some(folder) => {
                 let what = format!("write events for TensorBoard to {}", folder.display());
@@ -113,7 +113,8 @@ impl Leader<'_> {
             None => None,
         };
         let master = match record {
-            None => Master::with_pods(task.job, config, pods, record_writer, term, progress),
+            None => Master::with_pods(task.job, config, pods, record_writer, term, progress)
+                .map_err(cannot("start the server"))?,
             Some(record) => {
                 let left = (record, left);
                 Master::resume_with_pods(left, age, config, pods, record_writer, term, progress)
@@ -121,7 +122,7 @@ impl Leader<'_> {
             }
         };
         info!(job = args.job_name, incarnation, "master listens");
-        let code = self.conduct(master, &writer, age).await;
+        let code = self.conduct(master, &writer, age, history).await;
         if let Some(events) = events {
             // Writes the last point.
             let _ = events.await;
@@ -171,6 +172,17 @@ impl Leader<'_> {
         Ok(left)
     }
 
+    /// Records a user's request as an Event, concurrently.
+    fn record(&self, by: UserRequest) {
+        let (cluster, anchor) = (self.cluster.clone(), self.anchor.clone());
+        tokio::spawn(async move {
+            match anchor.read().await {
+                Ok(read) if by.record(&cluster, &read.metadata).await => {}
+                _ => warn!(user = by.user, "a user's request is not recorded as an Event"),
+            }
+        });
+    }
+
     /// Runs `master`: publishes its status to the anchor, and passes the requests of the anchor to
     /// it.
     async fn conduct(
@@ -178,14 +190,16 @@ impl Leader<'_> {
         master: Master,
         writer: &AnchorWriter,
         age: Duration,
+        history: History,
     ) -> Result<u8, Failure> {
         let mut published = self.http.publish.subscribe();
         let start = Instant::now();
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
         let mut desired = DesiredState::default();
         let mut followed = self.anchor.watch();
-        let times = RefCell::default();
-        let publishing = publish(writer, published.clone(), age, &times);
+        let mut requested: Option<UserRequest> = None;
+        let (times, history) = (RefCell::default(), RefCell::new(history));
+        let publishing = publish(writer, published.clone(), age, &times, &history);
         tokio::pin!(publishing);
         let run = master.run(received);
         tokio::pin!(run);
@@ -200,7 +214,7 @@ impl Leader<'_> {
                     AnchorEvent::Forbidden(message) => {
                         warn!(
                             message,
-                            "the anchor can't be watched: scale and stop have no effect"
+                            "the anchor can't be watched: scale, suspend and stop have no effect"
                         );
                     }
                     AnchorEvent::Deleted => {
@@ -208,6 +222,12 @@ impl Leader<'_> {
                         return Ok(EXIT_TERMINATED);
                     }
                     AnchorEvent::Data(data) => {
+                        let by = UserRequest::in_anchor(&data);
+                        if let Some(by) = by.filter(|by| requested.as_ref() != Some(by)) {
+                            info!(user = by.user, request = by.key, "a user requests a change");
+                            requested = Some(by.clone());
+                            self.record(by);
+                        }
                         let now = DesiredState::read(&data);
                         for command in changes(desired, now) {
                             // The master takes them faster than users send them.
@@ -219,11 +239,14 @@ impl Leader<'_> {
             }
         };
         drop(followed);
-        let status = published.borrow_and_update().as_ref().map(|snapshot| snapshot.status.clone());
+        let mut history = history.take();
+        let last = published.borrow_and_update().clone();
+        last.iter().for_each(|last| history.observe(last));
+        let status = last.map(|snapshot| snapshot.status);
         let mut times = times.take();
         times
             .note(age + start.elapsed(), status.as_ref().map_or(0, |status| status.events_emitted));
-        write_end(writer, &ended, status, &times).await?;
+        write_end(writer, &ended, status, &times, &history).await?;
         Ok(code_of(ended.outcome))
     }
 }
@@ -232,10 +255,15 @@ impl Leader<'_> {
 pub(super) fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
     let scale =
         now.num_workers.filter(|_| now.num_workers != before.num_workers).map(UserCommand::Scale);
+    let suspend = now.suspend.filter(|_| now.suspend != before.suspend);
+    let suspend = suspend.map(|suspend| match suspend {
+        true => UserCommand::Suspend,
+        false => UserCommand::Resume,
+    });
     let stop = (now.stop && !before.stop).then_some(UserCommand::Stop);
     let asked = now.checkpoint.is_some() && now.checkpoint != before.checkpoint;
     let checkpoint = asked.then_some(UserCommand::Checkpoint);
-    scale.into_iter().chain(checkpoint).chain(stop).collect()
+    scale.into_iter().chain(checkpoint).chain(suspend).chain(stop).collect()
 }
 
 const COMMANDS_MAX: usize = 4;

@@ -12,9 +12,12 @@ use tracing::warn;
 
 use crate::cli::process::Failure;
 use crate::cli::render::summary_into_json_within;
+use crate::dashboard::{self, History};
 use crate::event_loop::JobResult;
 use crate::job::{Snapshot, Status};
-use crate::kube::anchor::{AnchorWriter, Data, RECORD, STATUS, SUMMARY, WriteError, WriteThrottle};
+use crate::kube::anchor::{
+    AnchorWriter, Data, HISTORY, RECORD, STATUS, SUMMARY, WriteError, WriteThrottle,
+};
 
 /// Writes the status of a job of this age to the anchor at throttled intervals, until the job ends.
 pub(super) async fn publish(
@@ -22,11 +25,16 @@ pub(super) async fn publish(
     mut published: watch::Receiver<Option<Snapshot>>,
     age: Duration,
     times: &RefCell<EventTimes>,
+    history: &RefCell<History>,
 ) {
     let mut pace = WriteThrottle::default();
+    let mut history_written: Option<Instant> = None;
     let start = Instant::now();
     loop {
         let snapshot = published.borrow_and_update().clone();
+        if let Some(snapshot) = &snapshot {
+            history.borrow_mut().observe(snapshot);
+        }
         let Some(Snapshot { status, .. }) = snapshot else {
             if published.changed().await.is_err() {
                 return std::future::pending().await;
@@ -45,8 +53,13 @@ pub(super) async fn publish(
             }
             continue;
         }
-        let text = status_json(status, &times.borrow());
-        if let Err(error) = writer.write(&Data::from([(STATUS.into(), text)])).await {
+        let mut data = Data::from([(STATUS.into(), status_json(status, &times.borrow()))]);
+        // In the same call as the status.
+        if history_written.is_none_or(|at| at.elapsed() >= HISTORY_INTERVAL) {
+            history_written = Some(Instant::now());
+            data.extend(packed(&history.borrow(), HISTORY_BYTES_MAX));
+        }
+        if let Err(error) = writer.write(&data).await {
             // Training does not depend on it.
             warn!(%error, "the status was not written to the anchor");
         }
@@ -57,6 +70,18 @@ pub(super) async fn publish(
 fn status_json(mut status: Status, times: &EventTimes) -> String {
     status.events_at_s = times.of_last(status.events.len());
     status.into_json_within(STATUS_BYTES_MAX)
+}
+
+/// The history as an entry of the anchor.
+fn packed(history: &History, bytes: usize) -> Option<(String, String)> {
+    match dashboard::pack(history, bytes) {
+        Ok(text) => Some((HISTORY.into(), text)),
+        Err(error) => {
+            // The dashboard shows the status without it.
+            warn!(%error, "the history was not written to the anchor");
+            None
+        }
+    }
 }
 
 /// Age of the job at each of its newest event lines.
@@ -108,6 +133,7 @@ pub(super) async fn write_end(
     ended: &JobResult,
     status: Option<Status>,
     times: &EventTimes,
+    history: &History,
 ) -> Result<(), Failure> {
     let mut summary = ended.summary.clone();
     // An anchor holds 1 MiB. The newest changes are retained.
@@ -116,6 +142,7 @@ pub(super) async fn write_end(
     let text = summary_into_json_within(summary, SUMMARY_BYTES_MAX);
     // No master resumes a job that has ended.
     let mut data = Data::from([(SUMMARY.into(), text), (RECORD.into(), String::new())]);
+    data.extend(packed(history, HISTORY_BYTES_MAX_AT_END));
     data.extend(status.map(|status| (STATUS.into(), status_json(status, times))));
     writer.write_within(&data, END_TIMEOUT).await.map_err(not_written)
 }
@@ -127,6 +154,11 @@ pub(super) fn not_written(error: WriteError) -> Failure {
     }
 }
 
+/// Shares of the anchor, before and after the persisted job is removed from it.
+const HISTORY_BYTES_MAX: usize = 12 << 10;
+const HISTORY_BYTES_MAX_AT_END: usize = 128 << 10;
+/// Minimum time between two writes of the history.
+const HISTORY_INTERVAL: Duration = Duration::from_secs(30);
 const END_TIMEOUT: Duration = Duration::from_secs(60);
 /// Number of event lines in a status.
 const LINES_MAX: usize = 20;

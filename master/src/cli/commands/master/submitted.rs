@@ -6,8 +6,9 @@ use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::cli::process::{EXIT_FAILED, Failure, code_of_state};
+use crate::dashboard::{History, StoredHistory};
 use crate::job::{DatasetFingerprint, PersistedJob};
-use crate::kube::anchor::{Anchor, INCARNATION, RECORD, SUMMARY};
+use crate::kube::anchor::{Anchor, HISTORY, INCARNATION, RECORD, SUMMARY};
 use crate::kube::objects::{TASK, Task, WORKER_POD};
 use crate::kube::{file_list, persisted_job};
 
@@ -24,6 +25,8 @@ pub(super) struct Submitted {
     pub(super) record: Option<PersistedJob>,
     /// Age of the job.
     pub(super) age: Duration,
+    /// The history that former masters have written.
+    pub(super) history: History,
     /// Exit code of the master that has ended the job.
     pub(super) ended: Option<u8>,
 }
@@ -37,20 +40,12 @@ impl Submitted {
                 "the anchor's {key} can't be read: {error}; submit the job again"
             ))
         };
-        let need = |key: &str| data.get(key).ok_or_else(|| malformed(key, &"it is missing"));
-        let task: Task = serde_json::from_str(need(TASK)?).map_err(|e| malformed(TASK, &e))?;
-        task.job.check().map_err(|e| malformed(TASK, &e))?;
-        let template =
-            serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
-        let before: u64 = match data.get(INCARNATION) {
-            Some(text) => text.parse().map_err(|e| malformed(INCARNATION, &e))?,
-            None => 0,
-        };
         let ended = data.get(SUMMARY).map(|text| {
             let summary: Option<serde_json::Value> = serde_json::from_str(text).ok();
             summary.as_ref().and_then(|s| s["state"].as_str()).map_or(EXIT_FAILED, code_of_state)
         });
         // Checked before any write: an unreadable record is left for a master that can read it.
+        // And before the task, which another release may have written in another format, too.
         let unreadable = |error| {
             Failure::failed(format!(
                 "the anchor's {RECORD} can't be read: {error}; nothing was changed, and the \
@@ -60,12 +55,24 @@ impl Submitted {
         let record = data.get(RECORD).filter(|_| ended.is_none());
         let record =
             record.map(|text| persisted_job::read(text).map_err(unreadable)).transpose()?;
+        let need = |key: &str| data.get(key).ok_or_else(|| malformed(key, &"it is missing"));
+        let task: Task = serde_json::from_str(need(TASK)?).map_err(|e| malformed(TASK, &e))?;
+        task.job.check().map_err(|e| malformed(TASK, &e))?;
+        let template =
+            serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
+        let before: u64 = match data.get(INCARNATION) {
+            Some(text) => text.parse().map_err(|e| malformed(INCARNATION, &e))?,
+            None => 0,
+        };
         let incarnation = before.saturating_add(1);
         let meta = anchor.metadata;
         let born = meta.creation_timestamp.as_ref().map(|t| SystemTime::from(t.0));
         // The clock of the API server may be ahead.
         let age = born.and_then(|born| born.elapsed().ok()).unwrap_or_default();
-        Ok(Self { anchor: seen, task, template, meta, incarnation, record, age, ended })
+        // The history is for the user alone; one that can't be read begins anew.
+        let history = data.get(HISTORY).and_then(|text| StoredHistory::unpack(text).ok());
+        let history = history.unwrap_or_default().history.resumed();
+        Ok(Self { history, anchor: seen, task, template, meta, incarnation, record, age, ended })
     }
 
     /// Adds the data set's list of files, which is stored apart, to the persisted job. Returns the

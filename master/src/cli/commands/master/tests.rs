@@ -17,4 +17,9 @@ fn each_request_is_passed_on_once() {
     let asked = DesiredState { checkpoint: Some(7), ..four };
     assert_eq!(changes(four, asked), [UserCommand::Checkpoint]);
     assert_eq!(changes(asked, asked), []);
+    let [suspended, resumed] =
+        [true, false].map(|suspend| DesiredState { suspend: Some(suspend), ..four });
+    assert_eq!(changes(four, suspended), [UserCommand::Suspend]);
+    assert_eq!(changes(suspended, suspended), []);
+    assert_eq!(changes(suspended, resumed), [UserCommand::Resume]);
 }

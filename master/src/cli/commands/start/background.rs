@@ -65,6 +65,7 @@ fn run_again(job_dir: &Path, is_quiet: bool, mut added: Vec<OsString>) -> Result
     print(&format!(
         "the job in {} runs in the background; its master is process {pid}\n\
          \x20 elasticdl status {job} --watch   shows it until it ends\n\
+         \x20 elasticdl dashboard {job}   prints the link of its page\n\
          \x20 elasticdl stop {job}   stops it at the end of its step\n",
         job_dir.display()
     ))
@@ -73,13 +74,18 @@ fn run_again(job_dir: &Path, is_quiet: bool, mut added: Vec<OsString>) -> Result
 /// Gives this process a session of its own if it was started in the background, so that it survives
 /// its terminal.
 pub(super) fn leave_terminal() -> Result<(), Failure> {
-    let starter = std::env::var(DETACHED).ok().and_then(|pid| pid.parse().ok());
-    // The variable alone is not enough: child processes inherit it.
-    let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
-    if starter.is_some() && starter == parent {
+    if is_background() {
         rustix::process::setsid().map_err(|e| cannot("leave the terminal's session")(e.into()))?;
     }
     Ok(())
+}
+
+/// Whether this process was started in the background.
+pub(super) fn is_background() -> bool {
+    let starter = std::env::var(DETACHED).ok().and_then(|pid| pid.parse().ok());
+    // The variable alone is not enough: child processes inherit it.
+    let parent = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
+    starter.is_some() && starter == parent
 }
 
 /// The arguments for the master: `given` without --detach, and `added`, before the program.

@@ -3,21 +3,22 @@
 use std::path::{Path, PathBuf};
 
 use super::request::{StartRequest, default_name};
+use crate::certificates::{Certificates, YEARS};
 use crate::cli::args::ClusterOptions;
 use crate::cli::backend::{self, FollowOutput};
 use crate::cli::process::{Failure, new_runtime, print, print_line, print_warning};
-use crate::kube::certificates::Certificates;
-use crate::kube::client::Cluster;
+use crate::kube::client::{API_SERVER_PORTS, Cluster};
+use crate::kube::gang::{GangOptions, GangScheduler};
 use crate::kube::objects::{self, Credentials, Objects, Request, Task};
-use crate::kube::options::{Mounted, PodOptions, parse_pod_template};
+use crate::kube::options::{Mounted, PodOptions, RunAs, parse_pod_template};
 use crate::kube::priority_tiers::{PriorityTiers, TierChoice};
-use crate::kube::submit;
+use crate::kube::{schedulers, submit};
 use crate::token::Token;
 
 /// Submits a job and follows it. Returns the exit code.
 pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
     let runtime = new_runtime()?;
-    let pods = pod_options(&asked.cluster, image)?;
+    let mut pods = pod_options(&asked.cluster, image)?;
     let target = &asked.cluster.target;
     if asked.job.dry_run {
         let namespace = match &target.namespace {
@@ -34,7 +35,14 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
     }
     runtime.block_on(async {
         let cluster = Cluster::connect(&target.choice()).await?;
-        let request = request(asked, pods, cluster.namespace.clone())?;
+        pods.api_server_ports = cluster.api_server_ports();
+        if asked.cluster.run_as_user.is_none() && cluster.assigns_user_ids().await {
+            pods.run_as = RunAs::Cluster;
+        }
+        let mut request = request(asked, pods, cluster.namespace.clone())?;
+        if let Some(gang) = &mut request.task.gang {
+            schedulers::detect(&cluster, gang).await?;
+        }
         let objects =
             Objects::new(&request, draw(&request)?).map_err(|e| Failure::usage(e.to_string()))?;
         let job = &request.task.job;
@@ -44,22 +52,35 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
                  too; --checkpoint-dir enables them",
             );
         }
-        submit::submit(&cluster, &request, objects).await?;
+        if let Some(why) = submit::submit(&cluster, &request, objects).await? {
+            print_warning(&format!("the master waits: {why}"));
+        }
         let name = &request.task.job.name;
         let namespace = &cluster.namespace;
         if asked.job.detach {
             return print(&format!(
                 "job {name} is submitted; show its status with \
-                 `elasticdl status {name} --namespace {namespace}`\n"
+                 `elasticdl status {name} --namespace {namespace}`\n{}\n",
+                credentials_limit()
             ));
         }
         let quiet = asked.output.quiet;
         if !quiet {
             print_line(&format!("job {name} is submitted to the namespace {namespace}"));
+            print_line(&credentials_limit());
         }
-        let output = FollowOutput { quiet, summary: asked.output.summary.clone() };
+        let console = asked.output.console();
+        let output = FollowOutput { console, summary: asked.output.summary.clone() };
         backend::follow(&cluster, name, output).await
     })
+}
+
+/// What users have to know of the credentials of a job that runs for long.
+fn credentials_limit() -> String {
+    format!(
+        "its token and certificates are valid for {YEARS} years and are not renewed while it runs; \
+         another submission (with --resume-from) has new ones"
+    )
 }
 
 fn draw(request: &Request) -> Result<Credentials, Failure> {
@@ -87,30 +108,96 @@ fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<
             "the program's name is empty; give its path in the image after `--`",
         ));
     }
+    let (soft, hard) = (asked.job.lifecycle.deadline, asked.cluster.active_deadline);
+    if let (Some(soft), Some(hard)) = (soft, hard)
+        && soft >= hard
+    {
+        return Err(Failure::usage(format!(
+            "--deadline {} s must be shorter than --active-deadline {} s, at which the cluster \
+             ends the pods of the job without its last checkpoint",
+            soft.as_secs_f64(),
+            hard.as_secs()
+        )));
+    }
     let priority_tiers = match &pods.priority_tiers {
         TierChoice::Auto => Some(PriorityTiers::shipped()),
         TierChoice::Off => None,
         TierChoice::These(tiers) => Some(tiers.clone()),
     };
+    let weight = asked.cluster.weight;
+    if weight.is_some() && priority_tiers.is_none() {
+        return Err(Failure::usage(
+            "--weight: the job has no priority tiers; leave out --priority-class and \
+             --priority-tiers off, or name the tiers with --priority-tiers",
+        ));
+    }
+    let weight = weight.unwrap_or_default();
+    let priority_tiers = priority_tiers.map(|tiers| PriorityTiers { weight, ..tiers });
+    let priority_class = core_class(&pods, priority_tiers.as_ref());
     let mounts: Vec<&str> = pods.volumes.iter().map(|v| v.mount.mount_path.as_str()).collect();
+    let mut job =
+        asked.spec(name, |option, path| path_in_volume(&asked.cluster, &mounts, option, path))?;
+    let core_pods = job.min_workers / job.workers_per_pod;
+    let gang = gang(&asked.cluster, core_pods, &pods, priority_class)?;
+    job.policies.starts_core_together = gang.is_some();
     let task = Task {
-        job: asked
-            .spec(name, |option, path| path_in_volume(&asked.cluster, &mounts, option, path))?,
+        job,
         master_timeout: asked.workers.master_timeout,
         priority_tiers,
-        metrics_port: metrics_port(asked.output.metrics_port)?,
+        metrics_port: metrics_port(asked.output.metrics_port, &pods)?,
+        serve_metrics: !pods.metrics_from.is_empty(),
         tensorboard_dir: tensorboard_dir(asked.output.tensorboard_dir.as_deref(), &pods)?,
+        gang,
     };
     Ok(Request { namespace, task, program, pods })
 }
 
-fn metrics_port(wanted: Option<u16>) -> Result<u16, Failure> {
+/// How the pods are placed together, as the options say.
+fn gang(
+    options: &ClusterOptions,
+    core_pods: u32,
+    pods: &PodOptions,
+    priority_class: Option<String>,
+) -> Result<Option<GangOptions>, Failure> {
+    let queue = options.queue.clone();
+    let scheduler = options.scheduler.gang_scheduler();
+    match (scheduler, &queue) {
+        (Some(GangScheduler::Kueue), None) => {
+            return Err(Failure::usage(
+                "--scheduler kueue: --queue is missing; it names a LocalQueue of the namespace",
+            ));
+        }
+        (scheduler, Some(queue)) if !scheduler.is_some_and(GangScheduler::has_queues) => {
+            let name = scheduler.map_or("default", GangScheduler::name);
+            return Err(Failure::usage(format!(
+                "--queue {queue}: --scheduler {name} has no queues; volcano and kueue have"
+            )));
+        }
+        _ => {}
+    }
+    Ok(scheduler.map(|scheduler| {
+        let resources = &pods.worker_resources;
+        GangOptions::new(scheduler, queue, core_pods, resources, priority_class)
+    }))
+}
+
+/// Priority class of the core's pods.
+fn core_class(pods: &PodOptions, tiers: Option<&PriorityTiers>) -> Option<String> {
+    tiers.map(|tiers| tiers.core.clone()).or_else(|| pods.worker_priority_class.clone())
+}
+
+fn metrics_port(wanted: Option<u16>, pods: &PodOptions) -> Result<u16, Failure> {
     match wanted {
         Some(0) => {
             Err(Failure::usage("--metrics-port 0: in a cluster it must be a port from 1 to 65535"))
         }
         Some(port) if i32::from(port) == objects::PORT => Err(Failure::usage(format!(
             "--metrics-port {port} is the port on which workers reach the master; choose another"
+        ))),
+        Some(port) if pods.metrics_from.is_empty() => Err(Failure::usage(format!(
+            "--metrics-port {port}: in a cluster, metrics are served to the peers that \
+             --metrics-from names, for example `--metrics-from monitoring` (a namespace) or \
+             `--metrics-from any`"
         ))),
         wanted => Ok(wanted.unwrap_or(objects::METRICS_PORT)),
     }
@@ -147,6 +234,7 @@ fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Fail
         image_pull_policy: options.image_pull_policy.clone(),
         image_pull_secrets: options.image_pull_secret.clone(),
         service_account: options.service_account.clone(),
+        worker_service_account: options.worker_service_account.clone(),
         master_resources: options.master_resources.clone(),
         worker_resources: options.worker_resources.clone(),
         priority_class: options.priority_class.clone(),
@@ -157,15 +245,25 @@ fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Fail
         priority_tiers: options.priority_tiers.clone().unwrap_or(usual),
         scheduler_name: options.scheduler_name.clone(),
         env: options.env.clone(),
+        env_from_secret: options.env_from_secret.clone(),
         node_selector: options.node_selector.clone().unwrap_or_default(),
         tolerations: options.tolerations.clone().map(|t| t.0).unwrap_or_default(),
         labels: options.labels.clone().unwrap_or_default(),
         annotations: options.annotations.clone().unwrap_or_default(),
+        run_as: options.run_as_user.unwrap_or_default(),
+        network_policy: !options.no_network_policy,
+        metrics_from: options.metrics_from.clone(),
+        egress_to: options.egress_to.clone().map(|to| to.0),
+        api_server_ports: API_SERVER_PORTS.into(),
+        per_job_role: options.per_job_role,
         volumes: options.volume.iter().flat_map(|v| v.0.clone()).collect(),
-        ttl_s: options.ttl.map(|ttl| i32::try_from(ttl.as_secs()).expect("it is a year at most")),
+        ttl_s: options
+            .ttl_after_finished
+            .map(|ttl| i32::try_from(ttl.as_secs()).expect("it is a year at most")),
         active_deadline_s: options
             .active_deadline
             .map(|d| i64::try_from(d.as_secs()).expect("a year at most")),
+        placement: options.placement.map(Into::into),
         worker_pod_template: template,
     })
 }

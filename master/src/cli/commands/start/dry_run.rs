@@ -64,7 +64,15 @@ fn describe_work(spec: &JobSpec) -> Vec<(&'static str, String)> {
             });
             rows.push(("checkpoints", checkpoints.unwrap_or_else(|| "none".into())));
             rows.extend(spec.resume_from.iter().map(|from| ("resume from", from.clone())));
-            rows.extend(spec.validation.iter().map(|v| ("validation", v.data.clone())));
+            rows.extend(spec.validation.iter().map(|validation| {
+                let text = match validation.split {
+                    Some(split) => format!("{} % of the data", f64::from(split.get()) / 10.0),
+                    None => validation.data.clone(),
+                };
+                ("validation", text)
+            }));
+            let best = spec.validation.iter().filter_map(|spec| spec.export_best.clone());
+            rows.extend(best.map(|path| ("best model", path)));
             rows.extend(export.iter().map(|export| ("export", export.clone())));
         }
     }

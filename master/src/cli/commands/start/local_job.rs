@@ -3,7 +3,7 @@
 //! **Invariant:** when [`LocalJob::new`] fails, nothing has been written or started.
 
 use std::ffi::{OsStr, OsString};
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,7 +11,8 @@ use std::time::Duration;
 use rustix::fs::Access;
 
 use super::request::{StartRequest, WorkOptions, default_name};
-use crate::cli::process::Failure;
+use crate::cli::args::DashboardPort;
+use crate::cli::process::{Console, Failure};
 use crate::job::JobSpec;
 use crate::jobdir;
 
@@ -26,9 +27,11 @@ pub(super) struct LocalJob {
     pub(super) listen: IpAddr,
     pub(super) summary: Option<PathBuf>,
     pub(super) metrics: Option<SocketAddr>,
+    /// Where the dashboard is served, if it is.
+    pub(super) dashboard: Option<SocketAddr>,
     pub(super) tensorboard_dir: Option<PathBuf>,
     pub(super) master_timeout: Duration,
-    pub(super) quiet: bool,
+    pub(super) console: Console,
     work: WorkOptions,
 }
 
@@ -69,11 +72,16 @@ impl LocalJob {
             args,
             job_dir,
             listen: job.listen,
+            console: output.console(),
             summary: output.summary,
             metrics: output.metrics_port.map(|port| SocketAddr::new(job.listen, port)),
+            dashboard: output
+                .dashboard_port
+                .unwrap_or(DashboardPort::Port(0))
+                .port()
+                .map(|port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port)),
             tensorboard_dir: output.tensorboard_dir,
             master_timeout: workers.master_timeout,
-            quiet: output.quiet,
             work,
         })
     }
@@ -98,7 +106,7 @@ fn absolute_path(option: &str, path: &str) -> Result<String, Failure> {
 }
 
 /// Resolves `program` as a shell does.
-fn find_program(program: &OsStr) -> Result<PathBuf, Failure> {
+pub(crate) fn find_program(program: &OsStr) -> Result<PathBuf, Failure> {
     let path = Path::new(program);
     if path.as_os_str().is_empty() {
         return Err(Failure::usage("the program's name is empty; give its path after `--`"));
@@ -171,7 +179,9 @@ mod tests {
             max_steps: None,
             batch: Batch::Global(NonZeroU64::new(64).unwrap()),
             records_per_shard: None,
-            shuffle: true,
+            shuffle: Default::default(),
+            micro_batch: None,
+            deterministic: false,
             seed: 0,
             max_worker_restarts: 3,
             worker_timeout: Some(Duration::from_millis(800)),
@@ -182,15 +192,18 @@ mod tests {
             work: Work::Train { export: None },
             wire_dtype: WireDtype::F32,
             channels: 1,
+            link_encryption: Default::default(),
             on_nonfinite: OnNonfinite::Fail,
+            bad_records_max: 0,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
+            policies: Default::default(),
         };
         assert_eq!(job.spec, expected);
         assert_eq!(job.master_timeout, Duration::from_secs(30));
         assert_eq!(
-            (job.args, job.quiet, job.summary),
-            (vec!["a".into(), "--b".into()], false, None)
+            (job.args, job.console, job.summary),
+            (vec!["a".into(), "--b".into()], Console::default(), None)
         );
         assert!(job.program.is_absolute() && job.program.ends_with("true"), "{:?}", job.program);
         assert!(job.job_dir.ends_with("elasticdl/j") || job.job_dir.ends_with(".elasticdl/j"));
@@ -226,5 +239,16 @@ mod tests {
     fn the_master_listens_on_the_loopback_interface_by_default() {
         assert_eq!(local_job("--local").unwrap().listen.to_string(), "127.0.0.1");
         assert_eq!(local_job("--local --listen ::1").unwrap().listen.to_string(), "::1");
+    }
+
+    #[test]
+    fn the_dashboard_is_served_on_the_loopback_interface_whatever_the_master_listens_on() {
+        let dashboard = |options: &str| local_job(options).map(|job| job.dashboard);
+        let port = |port: u16| Ok(Some(SocketAddr::from(([127, 0, 0, 1], port))));
+        assert_eq!(dashboard("--local --listen 192.0.2.7"), port(0));
+        assert_eq!(dashboard("--local --dashboard-port 8080"), port(8080));
+        assert_eq!(dashboard("--local --dashboard-port none"), Ok(None));
+        let error = dashboard("--local --dashboard-port 65536").unwrap_err();
+        assert!(error.contains("0 (a free one) to 65535, or none"), "{error}");
     }
 }

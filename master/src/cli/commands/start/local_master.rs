@@ -1,7 +1,7 @@
 //! Runs the master of a local job in this process, to the end of the job.
 
 use std::fs::File;
-use std::io::{self, Write as _, stdout};
+use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
@@ -13,18 +13,20 @@ use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 
 use super::local_job::LocalJob;
+use super::page::{self, LocalPage};
 use super::request::StartRequest;
 use super::signals::{Signals, Stop, StopEscalation};
 use crate::cli::process::{
-    EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, new_runtime, print_error, print_warning,
+    Console, EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, new_runtime, print_warning,
 };
-use crate::cli::render::{Paths, summary_to_json, summary_to_table, warnings};
+use crate::cli::render::{Paths, print_job_error, print_summary, summary_to_json, warnings};
 use crate::event_loop::{JobResult, Master};
-use crate::job::{Outcome, Time};
+use crate::job::{Batch, JobSpec, Outcome, Time};
 use crate::jobdir::{self, AbandonedJob, JobDir, JobStart, directory_of};
-use crate::listener::ServerConfig;
+use crate::listener::{Identity, ServerConfig};
 use crate::local::{Launcher, ProgramCopy};
 use crate::metrics;
+use crate::mlflow::{self, Tracking};
 use crate::progress::Progress;
 use crate::tensorboard::{self, EventFile};
 
@@ -33,12 +35,12 @@ pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
     let mut job = LocalJob::new(request)?;
     let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
     job.keep_checkpoints_in(dir.path());
-    let quiet = job.quiet;
-    run(JobSource::New(Box::new(job)), &dir, quiet)
+    let console = job.console;
+    run(JobSource::New(Box::new(job)), &dir, console)
 }
 
 /// Resumes the job whose master has died. Returns the exit code.
-pub(super) fn resume(job: &Path, quiet: bool) -> Result<u8, Failure> {
+pub(super) fn resume(job: &Path, console: Console) -> Result<u8, Failure> {
     let (dir, abandoned) =
         JobDir::resume(&directory_of(job)).map_err(|e| Failure::usage(e.to_string()))?;
     // Relative paths in the job's options and in its program's arguments keep their meaning.
@@ -49,14 +51,14 @@ pub(super) fn resume(job: &Path, quiet: bool) -> Result<u8, Failure> {
             Path::new(folder).display()
         ))
     })?;
-    run(JobSource::Resumed(Box::new(abandoned)), &dir, quiet)
+    run(JobSource::Resumed(Box::new(abandoned)), &dir, console)
 }
 
-fn run(source: JobSource, dir: &JobDir, quiet: bool) -> Result<u8, Failure> {
+fn run(source: JobSource, dir: &JobDir, console: Console) -> Result<u8, Failure> {
     log_to_file(dir)?;
     let wanted = source.summary();
     let runtime = new_runtime()?;
-    let (ended, stop) = runtime.block_on(lead(source, dir, quiet))?;
+    let (ended, stop) = runtime.block_on(lead(source, dir, console))?;
     // Drops what background tasks hold, before the report is written.
     drop(runtime);
     let written = write_summaries(wanted.as_deref(), dir, &ended);
@@ -64,17 +66,14 @@ fn run(source: JobSource, dir: &JobDir, quiet: bool) -> Result<u8, Failure> {
         // No worker is started from here on. The copy need not exist.
         let _ = std::fs::remove_file(dir.program_path());
     }
-    if !quiet {
-        let (logs, summary) = (dir.logs(), wanted.unwrap_or_else(|| dir.summary_path()));
-        let table =
-            summary_to_table(&ended.summary, Paths { logs: Some(&logs), summary: Some(&summary) });
-        // Standard output may be closed.
-        let _ = stdout().write_all(table.as_bytes());
-    }
+    let (logs, summary) = (dir.logs(), wanted.unwrap_or_else(|| dir.summary_path()));
+    let paths = Paths { logs: Some(&logs), summary: Some(&summary) };
+    print_summary(console, &ended.summary, paths);
     if let Some(error) = &ended.summary.error {
         // With --quiet the table, which names the folder of the logs, is not printed.
-        let with_logs = quiet && ended.outcome == Outcome::Failed;
-        print_error(&if with_logs { add_logs(error, &dir.logs()) } else { error.clone() });
+        let with_logs = console.quiet && ended.outcome == Outcome::Failed;
+        let error = if with_logs { add_logs(error, &logs) } else { error.clone() };
+        print_job_error(console, ended.summary.wall_s, &error);
     }
     warnings(&ended.summary).iter().for_each(|warning| print_warning(warning));
     written?;
@@ -82,6 +81,8 @@ fn run(source: JobSource, dir: &JobDir, quiet: bool) -> Result<u8, Failure> {
         Outcome::Completed => EXIT_OK,
         Outcome::Failed => EXIT_FAILED,
         Outcome::InvalidInput => EXIT_USAGE,
+        // A policy of the user's stopped it.
+        Outcome::Stopped if ended.summary.stop_reason.is_some() => EXIT_OK,
         Outcome::Stopped => stop.unwrap_or(Stop::Interrupted).exit_code(),
     })
 }
@@ -90,17 +91,21 @@ fn run(source: JobSource, dir: &JobDir, quiet: bool) -> Result<u8, Failure> {
 async fn lead(
     source: JobSource,
     dir: &JobDir,
-    quiet: bool,
+    console: Console,
 ) -> Result<(JobResult, Option<Stop>), Failure> {
     let listener = source.listen().await?;
     let address = listener.local_addr().map_err(cannot("learn the listener's address"))?;
     let scraped = source.listen_for_scrapes().await?;
     let metrics = scraped.as_ref().and_then(|listener| listener.local_addr().ok());
-    dir.publish(address).map_err(|e| Failure::failed(e.to_string()))?;
+    let browsed = source.listen_for_browsers().await?;
+    let dashboard = browsed.as_ref().and_then(|listener| listener.local_addr().ok());
+    // Commands that find the address find the certificate.
+    let identity = source.identity(dir)?;
+    dir.publish(address, dashboard).map_err(|e| Failure::failed(e.to_string()))?;
     let mut signals = Signals::new().map_err(cannot("handle signals"))?;
     let (publish, published) = watch::channel(None);
-    let progress =
-        if quiet { Progress::quiet() } else { Progress::on_stderr() }.publishing(publish);
+    let progress = console.progress().map_or_else(Progress::quiet, Progress::on_stderr);
+    let progress = progress.publishing(publish);
     if let Some(address) = metrics {
         let text = format!("metrics at http://{address}/metrics");
         info!("{text}");
@@ -109,11 +114,17 @@ async fn lead(
     let events = source.event_file()?;
     if let Some(listener) = scraped {
         // The task ends with the runtime.
-        tokio::spawn(metrics::serve(listener, published.clone(), Arc::new(|| true)));
+        tokio::spawn(metrics::serve(listener, Some(published.clone()), Arc::new(|| true)));
     }
+    let spec = source.spec().clone();
+    let (page, mut requested) = LocalPage::start(browsed, &spec, dir, published.clone())?;
+    page.announce(dashboard, console, &progress);
+    let tracked = source.tracking(&progress);
+    let tracked = tracked.map(|run| tokio::spawn(mlflow::follow(run, published.clone())));
     let events = events.map(|events| tokio::spawn(tensorboard::follow(events, published)));
-    let server_config = ServerConfig { listener, token: dir.token().clone(), identity: None };
-    let master = source.into_master(dir, (address, metrics), server_config, progress)?;
+    let server_config = ServerConfig { listener, token: dir.token().clone(), identity };
+    let addresses = Addresses { workers: address, metrics, dashboard };
+    let master = source.into_master(dir, addresses, server_config, progress)?;
     let (commands, received) = mpsc::channel(COMMANDS_MAX);
     let run = master.run(received);
     tokio::pin!(run);
@@ -126,13 +137,24 @@ async fn lead(
                 // still queued.
                 let _ = commands.try_send(escalation.command(stop));
             }
+            Some(request) = requested.recv() => {
+                page::handle(request, &spec, &mut escalation, &commands);
+            }
         }
     };
-    if let Some(events) = events {
-        // Writes the last point.
-        let _ = events.await;
+    for last_point in [events, tracked].into_iter().flatten() {
+        let _ = last_point.await;
     }
+    page.end().await;
     Ok((ended, escalation.first))
+}
+
+/// Where a master listens.
+#[derive(Clone, Copy)]
+struct Addresses {
+    workers: SocketAddr,
+    metrics: Option<SocketAddr>,
+    dashboard: Option<SocketAddr>,
 }
 
 enum JobSource {
@@ -163,6 +185,18 @@ impl JobSource {
         }
     }
 
+    /// Identity with which the master serves TLS: that of the job's earlier masters, or a new one
+    /// if it listens on the network.
+    fn identity(&self, dir: &JobDir) -> Result<Option<Identity>, Failure> {
+        if let Self::New(job) = self
+            && !job.listen.is_loopback()
+        {
+            let made = dir.create_certificates(&job.spec.name);
+            made.map_err(|error| Failure::failed(error.to_string()))?;
+        }
+        dir.identity().map_err(|error| Failure::failed(error.to_string()))
+    }
+
     /// Listens where metrics are served. A job that is resumed continues without them.
     async fn listen_for_scrapes(&self) -> Result<Option<TcpListener>, Failure> {
         let address = match self {
@@ -183,6 +217,39 @@ impl JobSource {
         }
     }
 
+    /// Listens where the dashboard is served. A job that is resumed takes a free port if its own is
+    /// taken. A job without a loopback interface has no dashboard.
+    async fn listen_for_browsers(&self) -> Result<Option<TcpListener>, Failure> {
+        let address = match self {
+            Self::New(job) => job.dashboard,
+            Self::Resumed(abandoned) => abandoned.start.dashboard,
+        };
+        let Some(address) = address else { return Ok(None) };
+        let listener = match (TcpListener::bind(address).await, self) {
+            (Err(_), Self::Resumed(_)) => TcpListener::bind((address.ip(), 0)).await,
+            (bound, _) => bound,
+        };
+        match listener {
+            Ok(listener) => Ok(Some(listener)),
+            Err(error) if address.port() == 0 => {
+                warn!(%error, %address, "the dashboard is not served");
+                Ok(None)
+            }
+            Err(e) => {
+                let wanted = "choose another --dashboard-port, or none";
+                let text = format!("can't serve the dashboard at {address}: {e}; {wanted}");
+                Err(Failure::usage(text))
+            }
+        }
+    }
+
+    fn spec(&self) -> &JobSpec {
+        match self {
+            Self::New(job) => &job.spec,
+            Self::Resumed(abandoned) => abandoned.record.spec(),
+        }
+    }
+
     fn event_file(&self) -> Result<Option<EventFile>, Failure> {
         let (folder, job) = match self {
             Self::New(job) => (job.tensorboard_dir.as_deref(), &job.spec.name),
@@ -200,16 +267,28 @@ impl JobSource {
         folder.map(create).transpose()
     }
 
-    /// Creates the master, which listens at the first of `addresses` and serves metrics at the
-    /// other.
+    /// The tracking server that the environment names. A job runs without one.
+    fn tracking(&self, progress: &Progress) -> Option<Tracking> {
+        match Tracking::read(|name| std::env::var(name).ok()) {
+            Ok(tracking) => Some(tracking?.with_parameters(parameters(self.spec()))),
+            Err(error) => {
+                let text = format!("the job is not tracked: {error}");
+                warn!("{text}");
+                progress.notice(Time::default(), text);
+                None
+            }
+        }
+    }
+
+    /// Creates the master, which listens at these `addresses`.
     fn into_master(
         self,
         dir: &JobDir,
-        addresses: (SocketAddr, Option<SocketAddr>),
+        addresses: Addresses,
         server_config: ServerConfig,
         progress: Progress,
     ) -> Result<Master, Failure> {
-        let launcher = |start: &JobStart| {
+        let launcher = |start: &JobStart, workers: u32| {
             Launcher::new(
                 start.program.clone().into(),
                 start.args.clone(),
@@ -217,16 +296,18 @@ impl JobSource {
                 start.master_timeout,
             )
             .with_copy(start.copy.clone())
+            .sharing_cores(workers)
         };
         let master = match self {
             Self::New(job) => {
                 let start = start_of(&job, dir, addresses);
                 let start = start.map_err(cannot("learn the current directory"))?;
                 dir.persist_start(&start).map_err(|e| Failure::failed(e.to_string()))?;
-                Master::new(job.spec, server_config, launcher(&start), progress)
+                let launcher = launcher(&start, job.spec.num_workers);
+                Master::new(job.spec, server_config, launcher, progress)
             }
             Self::Resumed(abandoned) => {
-                let launcher = launcher(&abandoned.start);
+                let launcher = launcher(&abandoned.start, abandoned.record.spec().num_workers);
                 // A clock that was set back only makes the job's age too small.
                 let age =
                     SystemTime::now().duration_since(abandoned.start.began).unwrap_or_default();
@@ -238,12 +319,23 @@ impl JobSource {
     }
 }
 
+/// The options by which users compare runs.
+fn parameters(spec: &JobSpec) -> Vec<(&'static str, String)> {
+    let (batch, records) = match spec.batch {
+        Batch::Global(records) => ("global-batch-size", records),
+        Batch::PerWorker(records) => ("minibatch-size", records),
+    };
+    vec![
+        ("training-data", spec.training_data.clone()),
+        ("num-epochs", spec.epochs.to_string()),
+        (batch, records.to_string()),
+        ("num-workers", spec.num_workers.to_string()),
+        ("seed", spec.seed.to_string()),
+    ]
+}
+
 /// What a later master needs to resume the job (see `--resume`).
-fn start_of(
-    job: &LocalJob,
-    dir: &JobDir,
-    (address, metrics): (SocketAddr, Option<SocketAddr>),
-) -> io::Result<JobStart> {
+fn start_of(job: &LocalJob, dir: &JobDir, addresses: Addresses) -> io::Result<JobStart> {
     let folder = std::env::current_dir()?;
     Ok(JobStart {
         program: job.program.clone().into(),
@@ -251,8 +343,9 @@ fn start_of(
         summary: job.summary.as_ref().map(|path| folder.join(path).into()),
         tensorboard_dir: job.tensorboard_dir.as_ref().map(|path| folder.join(path).into()),
         folder: folder.into(),
-        address,
-        metrics,
+        address: addresses.workers,
+        metrics: addresses.metrics,
+        dashboard: addresses.dashboard,
         master_timeout: job.master_timeout,
         began: SystemTime::now(),
         copy: ProgramCopy::make(&job.program, dir.program_path()),

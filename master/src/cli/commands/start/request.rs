@@ -9,7 +9,10 @@ use crate::cli::args::{
     TrainingOptions, TuningOptions, WorkerOptions,
 };
 use crate::cli::process::Failure;
-use crate::job::{self, Batch, JobSpec, MAX_WORKERS_PER_POD, OnNonfinite, WireDtype, Work};
+use crate::job::{
+    self, Batch, JobSpec, LinkEncryption, MAX_WORKERS_PER_POD, OnNonfinite, Shuffle, SuccessPolicy,
+    WireDtype, Work,
+};
 use crate::limits::WORKERS_MAX;
 
 /// The options of a job, from the command that starts it. Each value has been validated when it was
@@ -50,6 +53,7 @@ impl StartRequest {
                 training_data: data.data.clone(),
                 batch: batch(None, data.minibatch_size),
                 records_per_shard: data.records_per_shard.and_then(NonZeroU64::new),
+                bad_records_max: data.bad_records.bad_records,
                 work: work.clone(),
                 ..self.common_spec(name)?
             },
@@ -57,30 +61,36 @@ impl StartRequest {
                 let (checkpoints, resume_from) =
                     options.checkpoints.spec(self.job.local, absolute)?;
                 let data = &options.data;
+                let location = training_data(data.training_data.as_deref(), &self.program)?;
                 JobSpec {
-                    training_data: data
-                        .training_data
-                        .clone()
-                        .expect("clap asks for it where nothing is resumed"),
+                    training_data: location.clone(),
                     epochs: data.num_epochs,
                     max_steps: data.max_steps,
                     batch: batch(data.global_batch_size, data.minibatch_size),
-                    records_per_shard: tuning.records_per_shard.and_then(NonZeroU64::new),
-                    shuffle: !data.no_shuffle,
+                    shuffle: data.shuffle(),
+                    micro_batch: data.micro_batch.and_then(NonZeroU64::new),
+                    deterministic: data.deterministic,
                     seed: data.seed,
                     checkpoints,
                     resume_from,
-                    validation: options.validation.spec()?,
+                    validation: options.validation.spec(&location)?,
                     work: Work::Train { export: options.export.clone() },
                     wire_dtype: tuning.wire_dtype.into(),
                     channels: tuning.channels,
+                    link_encryption: tuning.link_encryption.into(),
+                    bad_records_max: data.bad_records.bad_records,
                     on_nonfinite: options.resilience.on_nonfinite.into(),
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
+                    policies: self
+                        .job
+                        .lifecycle
+                        .policies(options.resilience.success_policy.into())?,
                     ..self.common_spec(name)?
                 }
             }
         };
         spec.check().map_err(|e| Failure::usage(e.to_string()))?;
+        spec.check_deterministic().map_err(|e| Failure::usage(format!("--deterministic: {e}")))?;
         Ok(spec)
     }
 
@@ -104,7 +114,9 @@ impl StartRequest {
             max_steps: None,
             batch: Batch::Global(GLOBAL_BATCH_DEFAULT),
             records_per_shard: None,
-            shuffle: false,
+            shuffle: Shuffle::NONE,
+            micro_batch: None,
+            deterministic: false,
             seed: 0,
             max_worker_restarts: self.workers.max_worker_restarts,
             worker_timeout: Some(self.workers.worker_timeout),
@@ -115,9 +127,12 @@ impl StartRequest {
             work: Work::Train { export: None },
             wire_dtype: WireDtype::F32,
             channels: 1,
+            link_encryption: LinkEncryption::Auto,
             on_nonfinite: OnNonfinite::Fail,
+            bad_records_max: 0,
             restart_without_checkpoint: false,
             grace_period: self.workers.grace_period,
+            policies: self.job.lifecycle.policies(SuccessPolicy::All)?,
         })
     }
 }
@@ -219,6 +234,31 @@ const MAX_WORKERS_DEFAULT_MIN: u32 = 8;
 const MAX_WORKERS_FACTOR: u32 = 2;
 const NUM_WORKERS_DEFAULT: u32 = 2;
 
+/// The location of the training data. A Python program's sampler says how many records there are,
+/// so it needs none.
+fn training_data(given: Option<&str>, program: &[OsString]) -> Result<String, Failure> {
+    match given {
+        Some(given) => Ok(given.to_owned()),
+        None if is_python(program) => Ok(DATA_OF_PROGRAM.into()),
+        None => Err(Failure::usage(
+            "--training-data is missing: name a file, a folder or a URI (only a Python program \
+             needs none)",
+        )),
+    }
+}
+
+/// Whether a program is a Python interpreter or script.
+fn is_python(program: &[OsString]) -> bool {
+    let Some(program) = program.first().map(Path::new) else { return false };
+    let name = program.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let version = name.strip_prefix("python");
+    version.is_some_and(|version| version.chars().all(|c| c.is_ascii_digit() || c == '.'))
+        || name.ends_with(".py")
+}
+
+/// Stands for data that the program finds by itself.
+const DATA_OF_PROGRAM: &str = "(data of the program)";
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -226,7 +266,7 @@ mod tests {
     use super::*;
     use crate::cli::args::parse_job_name;
     use crate::cli::commands::parse_start;
-    use crate::job::CheckpointEvery;
+    use crate::job::{CheckpointEvery, Policies, ShuffleMode};
 
     /// Specification of a job of this machine.
     fn spec(options: &str) -> JobSpec {
@@ -276,19 +316,68 @@ mod tests {
     }
 
     #[test]
+    fn only_a_python_program_needs_no_training_data() {
+        let of = |program: &str| {
+            parse_start(&format!("train --local -- {program}"))
+                .unwrap()
+                .spec("j".into(), |_, path| Ok(path.into()))
+                .map(|spec| spec.training_data)
+                .map_err(|error| error.text)
+        };
+        for program in ["python train.py", "/usr/bin/python3.11 -u train.py", "./train.py"] {
+            assert_eq!(of(program).as_deref(), Ok("(data of the program)"), "{program}");
+        }
+        for program in ["./model", "pythonic", "python3-config", "model train.py"] {
+            assert!(of(program).unwrap_err().contains("--training-data is missing"), "{program}");
+        }
+    }
+
+    #[test]
     fn options_reach_the_spec() {
         assert_eq!(spec("--num-workers 7").max_workers, 14);
         assert_eq!(spec("--num-workers 600").max_workers, 1024);
         assert_eq!(spec("--num-workers 3 --max-workers 3").max_workers, 3);
         let per_worker = Batch::PerWorker(NonZeroU64::new(5).unwrap());
         assert_eq!(spec("--minibatch-size 5").batch, per_worker);
-        assert_eq!(spec("--records-per-shard 9").records_per_shard, NonZeroU64::new(9));
+        assert_eq!(spec("--records-per-shard 9").records_per_shard, None, "without effect");
         assert_eq!(spec("--wire-dtype bf16").wire_dtype, WireDtype::Bf16);
+        assert_eq!(spec("").link_encryption, LinkEncryption::Auto);
+        assert_eq!(spec("--link-encryption off").link_encryption, LinkEncryption::Off);
+        assert_eq!(
+            spec("--link-encryption on").worker_options().link_encryption,
+            LinkEncryption::On
+        );
+        let micro_batch = |options: &str| spec(options).worker_options().micro_batch;
+        assert_eq!(micro_batch(""), None);
+        assert_eq!(micro_batch("--micro-batch 5"), NonZeroU64::new(5));
+        assert_eq!(micro_batch("--deterministic"), NonZeroU64::new(4));
+        assert_eq!(micro_batch("--deterministic --micro-batch 5"), NonZeroU64::new(5));
+        assert!(spec("--deterministic").worker_options().deterministic);
         assert_eq!(spec("--channels 16").channels, 16);
         assert_eq!(spec("--streams 16").channels, 16);
-        assert!(!spec("--no-shuffle").shuffle);
-        assert!(spec("--no-shuffle --shuffle").shuffle);
+        let mode = |options: &str| spec(options).shuffle.mode;
+        assert_eq!(mode(""), ShuffleMode::Auto);
+        assert_eq!(mode("--no-shuffle"), ShuffleMode::None);
+        assert_eq!(mode("--no-shuffle --shuffle"), ShuffleMode::Auto);
+        assert_eq!(mode("--shuffle none"), ShuffleMode::None);
+        assert_eq!(mode("--shuffle record"), ShuffleMode::Record);
+        let block = spec("--shuffle=block --shuffle-buffer 100").shuffle;
+        assert_eq!((block.mode, block.buffer), (ShuffleMode::Block, NonZeroU64::new(100)));
         assert_eq!(spec("--master-timeout 2min").master_timeout, Duration::from_secs(120));
+        assert_eq!(spec("").policies, Policies::default());
+        let policies = spec(
+            "--on-exit 3-9=restart --on-exit 42=stop --deadline 2h --suspend --success-policy \
+             lowest-rank",
+        )
+        .policies;
+        let expected = Policies {
+            on_exit: vec!["3-9=restart".parse().unwrap(), "42=stop".parse().unwrap()],
+            deadline: Some(Duration::from_secs(7200)),
+            success: SuccessPolicy::LowestRank,
+            starts_suspended: true,
+            starts_core_together: false,
+        };
+        assert_eq!(policies, expected);
     }
 
     #[test]

@@ -62,15 +62,20 @@ impl Source {
         checkout.unwrap_or_else(|_| Self(Kind::Version(env!("CARGO_PKG_VERSION").into())))
     }
 
-    /// The crate's dependency on the worker library, in TOML.
-    pub(super) fn dependency(&self) -> String {
-        match &self.0 {
-            Kind::Git { url, revision: None } => format!("{{ git = \"{url}\" }}"),
+    /// The crate's dependency on the worker library with these features, in TOML.
+    pub(super) fn dependency(&self, features: &[&str]) -> String {
+        let whence = match &self.0 {
+            Kind::Git { url, revision: None } => format!("git = \"{url}\""),
             Kind::Git { url, revision: Some(revision) } => {
-                format!("{{ git = \"{url}\", rev = \"{revision}\" }}")
+                format!("git = \"{url}\", rev = \"{revision}\"")
             }
-            Kind::Path { root, .. } => format!("{{ path = \"{root}/worker\" }}"),
-            Kind::Version(version) => format!("\"{version}\""),
+            Kind::Path { root, .. } => format!("path = \"{root}/worker\""),
+            Kind::Version(version) if features.is_empty() => return format!("\"{version}\""),
+            Kind::Version(version) => format!("version = \"{version}\""),
+        };
+        match features {
+            [] => format!("{{ {whence} }}"),
+            _ => format!("{{ {whence}, features = {features:?} }}"),
         }
     }
 
@@ -85,6 +90,18 @@ impl Source {
             lines.push_str(&format!("COPY --from={CONTEXT} {member} {root}/{member}\n"));
         }
         lines
+    }
+
+    /// Requirement of `pip install` for the Python package.
+    pub(super) fn package(&self) -> String {
+        match &self.0 {
+            Kind::Git { url, revision } => {
+                let revision = revision.as_ref().map(|r| format!("@{r}")).unwrap_or_default();
+                format!("elasticdl @ git+{url}{revision}#subdirectory=worker/python")
+            }
+            Kind::Path { root, .. } => format!("{root}/worker/python"),
+            Kind::Version(version) => format!("elasticdl=={version}"),
+        }
     }
 
     /// Arguments of `cargo install` in the Dockerfile, for the `elasticdl` command.
@@ -152,7 +169,7 @@ mod tests {
         for (text, dependency, command) in table {
             let source = Source::parse(text).unwrap();
             assert_eq!(
-                (source.dependency().as_str(), source.command().as_str()),
+                (source.dependency(&[]).as_str(), source.command().as_str()),
                 (dependency, command)
             );
             assert_eq!(context(&source.copies()), (text == root).then_some(root));

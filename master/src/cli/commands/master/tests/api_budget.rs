@@ -35,15 +35,16 @@ async fn calls_without_changes() -> BTreeMap<String, usize> {
         master: "10.0.0.1:7070".into(),
         min_workers: 1,
         priority_tiers: None,
+        gang: None,
     };
     let mut pods =
         Pods::new(&cluster, pod_factory, lease.guard(), EventRecorder::start(&cluster, &meta));
     let anchor = Anchor::new(&cluster, "j");
     let mut followed = anchor.watch();
     let (publish, published) = watch::channel(None);
-    let times = RefCell::default();
+    let (times, history) = (RefCell::default(), RefCell::default());
     let writer = AnchorWriter::begin(&anchor, &anchor.read().await.unwrap(), 1).await.unwrap();
-    let writing = publish_status(&writer, published, Duration::ZERO, &times);
+    let writing = publish_status(&writer, published, Duration::ZERO, &times, &history);
     tokio::pin!(writing);
     for launch in 1..=3 {
         pods.start(LaunchId(launch), launch as u32 - 1);

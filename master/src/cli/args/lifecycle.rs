@@ -1,0 +1,53 @@
+//! Options that say how a job reacts to ends of its workers, and when it ends itself.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use super::values;
+use crate::cli::process::Failure;
+use crate::job::{ExitRule, Policies, SuccessPolicy};
+
+/// Lifecycle options of any job.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Lifecycle")]
+pub(crate) struct LifecycleOptions {
+    /// What follows when a worker exits with CODE, or with a code of FIRST-LAST; can be repeated.
+    ///
+    /// restart: the worker is replaced, which is not counted as a failure. ignore: it is not
+    /// replaced, and one worker less is wanted, unless fewer than --min-workers would remain. stop:
+    /// the job stops at the end of its step with its newest state, as by `elasticdl stop`. fail:
+    /// the job fails. CODE is from 0 to 255; a worker that is killed by signal N has the code
+    /// 128 + N. The codes of the worker library (0, 1, 2, 70, 143) have a fixed meaning. The rules
+    /// do not apply to workers that the master, the cluster or the user has ended.
+    #[arg(long, value_name = "CODE=ACTION")]
+    pub(crate) on_exit: Vec<ExitRule>,
+
+    /// Stop the job when it is this old, at least 1s; its newest state is kept. [default: no limit]
+    ///
+    /// The job stops at the end of its step, writes its last checkpoint and exports its model; the
+    /// summary says `stopped` and names the deadline, and the exit code is 0. The time while it is
+    /// suspended counts. (--active-deadline lets the cluster end the pods without that.)
+    #[arg(long, value_name = "DURATION", value_parser = values::parse_timeout)]
+    pub(crate) deadline: Option<Duration>,
+
+    /// Start the job suspended: no worker is started before `elasticdl resume`.
+    #[arg(long)]
+    pub(crate) suspend: bool,
+}
+
+impl LifecycleOptions {
+    /// The policies of a job with this success policy.
+    pub(crate) fn policies(&self, success: SuccessPolicy) -> Result<Policies, Failure> {
+        let Self { on_exit, deadline, suspend } = self;
+        let policies = Policies {
+            on_exit: on_exit.clone(),
+            deadline: *deadline,
+            success,
+            starts_suspended: *suspend,
+            starts_core_together: false,
+        };
+        policies.check().map_err(|error| Failure::usage(format!("--on-exit: {error}")))?;
+        Ok(policies)
+    }
+}

@@ -1,0 +1,59 @@
+//! `elasticdl convert`: writes the model of a checkpoint as a safetensors file.
+
+use std::ffi::OsString;
+use std::process::Command;
+
+use clap::Args;
+
+use super::start::find_program;
+use crate::cli::args::parse_uri;
+use crate::cli::process::{EXIT_OK, Failure, cannot};
+
+/// Arguments of `elasticdl convert`.
+#[derive(Args, Debug)]
+#[command(after_long_help = AFTER_HELP)]
+pub(crate) struct ConvertArgs {
+    /// The checkpoint: its folder, a path or s3://, gs://, az://.
+    #[arg(value_name = "CHECKPOINT", value_parser = parse_uri)]
+    pub(crate) checkpoint: String,
+
+    /// The file: a path or s3://, gs://, az://. An existing file is replaced.
+    #[arg(value_name = "FILE", value_parser = parse_uri)]
+    pub(crate) file: String,
+
+    /// The training program and its arguments. Without a `/` the program is looked up in $PATH.
+    #[arg(last = true, required = true, value_names = ["PROGRAM", "ARGS"])]
+    pub(crate) program: Vec<OsString>,
+}
+
+/// Asks the program to convert the checkpoint. Returns the exit code.
+pub(super) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
+    let (program, words) = args.program.split_first().expect("clap asks for one");
+    let program = find_program(program)?;
+    let status = Command::new(&program)
+        .args(words)
+        .env("ELASTICDL_CONVERT_FROM", &args.checkpoint)
+        .env("ELASTICDL_CONVERT_TO", &args.file)
+        .status()
+        .map_err(cannot(&format!("run {}", program.display())))?;
+    if status.success() {
+        return Ok(EXIT_OK);
+    }
+    // The program has printed why.
+    Err(Failure::failed(format!("{} was not written: {} ended with {status}", args.file, {
+        program.display()
+    })))
+}
+
+const AFTER_HELP: &str = "\
+A checkpoint has the parameters without the names and shapes of their tensors, which PROGRAM knows:
+it is run once, without a job, and reads and writes the files.
+
+Example:
+  elasticdl convert checkpoints/step-000000000400-0123abcd-g1 mnist.safetensors \\
+      -- ./target/release/mnist
+
+Exit codes:
+  0  the file is written
+  1  it is not; the error of PROGRAM is printed
+  2  invalid command line";

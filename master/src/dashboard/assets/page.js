@@ -1,0 +1,273 @@
+// The page of a job: asks the master for the job's state every second, or shows the state that a
+// report contains.
+"use strict";
+
+(() => {
+  const KINDS = [
+    ["compute_us", "blue", "compute"],
+    ["input_us", "orange", "input"],
+    ["network_us", "teal", "network"],
+    ["recovery_us", "red", "recovery"],
+    ["checkpoint_us", "purple", "checkpoint"],
+  ];
+  const POLL_MS = 250;
+  const RETRY_MS = 2000;
+  let key = "";
+  let isFirst = true;
+  let limits = null;
+
+  function figures(status, summary, history, ageS) {
+    const value = history.goodput.value;
+    const eta = status.eta_s === null ? "–" : text.duration(status.eta_s);
+    const epoch = Math.min(status.epoch + 1, Math.max(status.epochs, 1));
+    const members = status.workers.filter((worker) => worker.rank !== null).length;
+    const size = summary ? `${summary.workers.peak} at most`
+      : `${members} of ${status.workers_desired}`;
+    const speed = summary ? summary.throughput.records_per_s : status.records_per_s;
+    const shown = [
+      ["Step", text.number(status.step)],
+      ["Epoch", `${epoch} of ${status.epochs}`],
+      ["Done", text.percent(status.progress)],
+      summary ? ["Time", text.duration(summary.wall_s)] : ["Time left", eta],
+      ["Goodput", value === null ? "–" : text.percent(value)],
+      ["Records/s", text.number(Math.round(speed))],
+      ["Loss", text.number(summary ? summary.loss.last : status.loss)],
+      ["Workers", size],
+      ["Generation", text.number(status.generation)],
+      ["Age", text.duration(ageS)],
+    ];
+    if (status.checkpoints) {
+      const newest = status.checkpoints.newest;
+      shown.push(["Checkpoint", newest ? `step ${text.number(newest.step)}` : "none yet"]);
+    }
+    if (status.steps_skipped > 0) {
+      shown.push(["Steps skipped", text.number(status.steps_skipped)]);
+    }
+    if (status.allreduce_transport) shown.push(["All-reduce", status.allreduce_transport]);
+    const list = dom.id("figures");
+    if (list.children.length !== shown.length) {
+      list.replaceChildren(...shown.map(() =>
+        dom.make("div", {}, dom.make("dt"), dom.make("dd"))));
+    }
+    shown.forEach(([name, shownValue], index) => {
+      const [term, description] = list.children[index].children;
+      dom.text(term, name);
+      dom.text(description, shownValue);
+      description.dataset.name = name;
+    });
+  }
+
+  /** A bar of parts: `[amount, colour, name]`. */
+  function bar(element, parts, label) {
+    const whole = parts.reduce((sum, [amount]) => sum + amount, 0);
+    const spans = parts.filter(([amount]) => amount > 0).map(([amount, colour, name]) => {
+      const span = dom.make("span", { class: `c-${colour}`, title: name });
+      span.style.width = `${(amount / whole) * 100}%`;
+      return span;
+    });
+    element.replaceChildren(...spans);
+    element.setAttribute("aria-label", label);
+    return element;
+  }
+
+  function ledger(status, summary) {
+    const counted = summary ? summary.records.counted : status.records_counted;
+    const expected = summary ? summary.records.expected : status.records_expected;
+    const repeated = summary ? summary.records.repeated : status.records_repeated;
+    const missing = Math.max(expected - counted, 0);
+    const isEnded = summary !== null;
+    const leased = status.workers.reduce((sum, one) => sum + (one.leased_records ?? 0), 0);
+    const rest = Math.max(missing - leased, 0);
+    const name = isEnded ? "missing" : "to do";
+    const box = dom.id("ledger");
+    Object.assign(box.dataset, { counted, expected, missing, repeated });
+    bar(box, [[counted - Math.min(repeated, counted), "green", "counted"],
+      [Math.min(repeated, counted), "red", "repeated"], [leased, "blue", "leased"],
+      [rest, isEnded ? "red" : "pale", name]],
+      `${text.number(counted)} of ${text.number(expected)} records counted, ` +
+      `${text.number(missing)} ${name}, ${text.number(repeated)} repeated`);
+    const entries = [["grey", "expected", expected], ["green", "counted", counted],
+      [isEnded ? "red" : "pale", name, missing], ["red", "repeated", repeated]];
+    if (leased > 0) entries.push(["blue", "leased", leased]);
+    dom.id("ledger-legend").replaceChildren(...entries.map(([colour, label, amount]) =>
+      dom.legendEntry(colour, "", label, text.number(amount))));
+  }
+
+  function times(history) {
+    const lives = Object.entries(history.workers)
+      .filter(([, life]) => KINDS.some(([kind]) => life.times[kind] > 0))
+      .sort(([a, one], [b, other]) =>
+        (one.ended_s !== null) - (other.ended_s !== null) || a - b);
+    const sum = (kind) => lives.reduce((all, [, life]) => all + (life.times[kind] ?? 0), 0);
+    const totals = KINDS.map(([kind, colour, name]) => [sum(kind), colour, name])
+      .filter(([amount], index) => amount > 0 || index < 4);
+    const whole = totals.reduce((all, [amount]) => all + amount, 0);
+    dom.id("time-legend").replaceChildren(...totals.map(([amount, colour, name]) =>
+      dom.legendEntry(colour, "", name, text.percent(whole ? amount / whole : NaN))));
+    const row = (name, of) => {
+      const parts = KINDS.map(([kind, colour, label]) => [of(kind) ?? 0, colour, label]);
+      const all = parts.reduce((sumOfParts, [amount]) => sumOfParts + amount, 0);
+      const share = ([amount, , label]) => `${label} ${text.percent(all ? amount / all : 0)}`;
+      const label = parts.filter(([amount]) => amount > 0).map(share).join(", ");
+      const box = bar(dom.make("div", { class: "bar", role: "img", title: label }), parts, label);
+      return [name, text.duration(all / 1e6), box];
+    };
+    dom.table(dom.id("times"), ["worker", "time", "share"], [
+      row("all", sum),
+      ...lives.slice(0, 100).map(([id, life]) =>
+        row(life.ended_s === null ? id : `${id} (ended)`, (kind) => life.times[kind])),
+    ]);
+  }
+
+  function workers(status) {
+    const slow = status.workers.filter((worker) => worker.straggler);
+    dom.text(dom.id("stragglers"), slow.length === 0 ? "No worker is a straggler."
+      : slow.map((worker) => `Worker ${worker.worker} is a straggler, limited by ` +
+        `${worker.limited_by ?? "an unknown cause"}.`).join(" "));
+    const ms = (us) => text.milliseconds(us / 1000);
+    const away = new Map(status.workers_disconnected.map((one) => [one.worker, one]));
+    const rows = status.workers.map((worker) => [
+      `${worker.worker}${worker.node ? ` on ${worker.node}` : ""}`,
+      worker.rank === null ? "–" : worker.rank,
+      worker.straggler ? dom.make("span", { class: "straggler" }, `${worker.state}, straggler`)
+        : worker.state,
+      worker.share === null ? "–" : text.percent(worker.share),
+      ms(worker.compute_us), ms(worker.input_us), worker.limited_by ?? "–",
+    ]);
+    for (const worker of status.workers) away.delete(worker.worker);
+    for (const one of away.values()) {
+      rows.push([`${one.worker}`, one.rank ?? "–",
+        `disconnected for ${text.duration(one.disconnected_s)}`, "–", "–", "–", "–"]);
+    }
+    for (const one of status.workers_pending) {
+      const why = one.reason ? `${one.state}: ${one.reason}` : one.state;
+      rows.push([`${one.launch}`, "–", why, "–", "–", "–", "–"]);
+    }
+    dom.table(dom.id("workers"),
+      ["worker", "rank", "state", "share", "compute", "input", "limited by"], rows);
+  }
+
+  function events(history) {
+    const newest = history.events[history.events.length - 1];
+    const id = `${history.events.length} ${newest ? newest.at_s + newest.text : ""}`;
+    dom.fill(dom.id("events"), id, () => [...history.events].reverse().map((event) =>
+      dom.make("li", {}, dom.make("time", {}, text.duration(event.at_s)), event.text)));
+  }
+
+  function show(page) {
+    const { status, summary, history } = page;
+    const state = summary ? summary.state : status.state;
+    const ageS = summary ? summary.wall_s : page.at_s;
+    dom.text(dom.id("job"), status.job);
+    dom.text(dom.id("state"), state);
+    dom.id("state").dataset.state = state;
+    document.title = `${status.job}: ${state}`;
+    dom.id("progress").value = status.progress;
+    const error = summary && summary.error;
+    dom.id("error").hidden = !error;
+    dom.text(dom.id("error"), error || "");
+    figures(status, summary, history, ageS);
+    charts.show(history);
+    timeline.show(history, ageS, page.live);
+    times(history);
+    workers(status);
+    ledger(status, summary);
+    events(history);
+    limits = page.scale;
+    dom.id("controls").hidden = !(page.live && limits);
+    const input = dom.id("num-workers");
+    if (limits && input.value === "") {
+      Object.assign(input, { min: limits.min, max: limits.max, step: limits.step });
+      input.value = status.workers_desired;
+    }
+    document.body.dataset.shown = `${page.version}`;
+  }
+
+  function connection(message, isTrouble) {
+    dom.text(dom.id("connection"), message);
+    dom.id("connection").classList.toggle("trouble", isTrouble);
+  }
+
+  async function request(path, body) {
+    const headers = { authorization: `Bearer ${key}` };
+    if (body === undefined) return fetch(path, { headers, cache: "no-store" });
+    headers["content-type"] = "application/json";
+    return fetch(path, { method: "POST", headers, body: JSON.stringify(body) });
+  }
+
+  async function post(path, body, done) {
+    const answer = dom.id("answer");
+    let message = "The master does not answer.";
+    let isDone = false;
+    try {
+      const response = await request(path, body);
+      isDone = response.ok;
+      message = isDone ? done : await response.text();
+    } catch { /* The message says so. */ }
+    dom.text(answer, message);
+    answer.classList.toggle("trouble", !isDone);
+  }
+
+  async function poll() {
+    let wait = POLL_MS;
+    try {
+      // The master answers the later requests after a second, or when the job has ended.
+      const response = await request(isFirst ? "api/job" : "api/job?wait");
+      if (response.status === 401 || response.status === 403) {
+        connection("This link does not open this job. `elasticdl dashboard JOB` prints the one " +
+          "that does.", true);
+        return;
+      }
+      if (response.ok) {
+        const page = await response.json();
+        isFirst = false;
+        show(page);
+        connection(page.live ? "Live" : "The job has ended.", false);
+        if (!page.live) return;
+      } else {
+        connection(await response.text(), response.status !== 503);
+        wait = RETRY_MS;
+      }
+    } catch {
+      connection("The master does not answer; trying again. After the job's end " +
+        "`elasticdl report JOB --html FILE` writes this page.", true);
+      wait = RETRY_MS;
+    }
+    setTimeout(poll, wait);
+  }
+
+  function start() {
+    const report = dom.id("report");
+    if (report) {
+      show(JSON.parse(report.textContent));
+      connection("Report of a job that has ended", false);
+      return;
+    }
+    // The key is in the fragment, which no browser sends or logs, and leaves the address bar.
+    const given = location.hash.slice(1);
+    key = given || sessionStorage.getItem("key") || "";
+    if (given) {
+      sessionStorage.setItem("key", given);
+      history.replaceState(null, "", location.pathname);
+    }
+    if (!key) {
+      connection("The address has no key. `elasticdl dashboard JOB` prints the whole link.", true);
+      return;
+    }
+    dom.id("scale").addEventListener("submit", (event) => {
+      event.preventDefault();
+      const workersWanted = Number(dom.id("num-workers").value);
+      post("api/scale", { num_workers: workersWanted },
+        `The job is scaled to ${text.count(workersWanted, "worker", "workers")}.`);
+    });
+    dom.id("stop").addEventListener("click", () => dom.id("confirm").showModal());
+    dom.id("confirm").addEventListener("close", () => {
+      if (dom.id("confirm").returnValue !== "stop") return;
+      dom.id("confirm").returnValue = "";
+      post("api/stop", {}, "The job stops at the end of its step.");
+    });
+    poll();
+  }
+
+  start();
+})();

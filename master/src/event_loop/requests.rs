@@ -1,0 +1,47 @@
+//! What users request of a running job, whether by a command or by a signal.
+
+use super::Master;
+use crate::job::Event;
+
+impl Master {
+    /// Requests a checkpoint from the group. Returns the newest committed step.
+    pub(super) fn checkpoint(&mut self) -> Result<u64, String> {
+        if self.spec.checkpoints.is_none() {
+            return Err(
+                "this job writes no checkpoints: it was started without --checkpoint-dir".into()
+            );
+        }
+        if self.job.is_suspended() {
+            return Err("this job is suspended: its state is in its newest checkpoint".into());
+        }
+        self.job.handle(self.now(), Event::Checkpoint);
+        Ok(self.job.step())
+    }
+
+    /// Changes the desired number of workers. Returns the previous number.
+    pub(super) fn scale(&mut self, num_workers: u32) -> Result<u32, String> {
+        self.spec.check_scale(num_workers)?;
+        let now = self.now();
+        let was = self.job.status(now).workers_desired;
+        self.job.handle(now, Event::Scale { num_workers });
+        Ok(was)
+    }
+
+    /// Suspends or resumes the job. Returns whether that was so already.
+    pub(super) fn set_suspended(&mut self, suspend: bool) -> Result<bool, String> {
+        let unchanged = self.job.is_suspended() == suspend;
+        match self.job.obstacle_to_suspension() {
+            Some(why) if suspend && !unchanged => return Err(why.into()),
+            _ => {}
+        }
+        self.job.handle(self.now(), if suspend { Event::Suspend } else { Event::Resume });
+        Ok(unchanged)
+    }
+
+    /// Shows why a request was refused.
+    pub(super) fn notice_refusal(&self, done: Result<(), String>) {
+        if let Err(reason) = done {
+            self.progress.notice(self.now(), reason);
+        }
+    }
+}

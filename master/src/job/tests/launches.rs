@@ -1,0 +1,80 @@
+//! Launches that do not become workers, and their replacements.
+
+use elasticdl_proto::WorkerId;
+
+use super::super::*;
+use super::directed::{actions, at, connect, deliver, launch, launch_at, started};
+use crate::job::testing::spec;
+
+#[test]
+fn a_launch_without_a_hello_for_a_minute_is_killed_and_counted() {
+    let mut job = Job::new(spec());
+    job.handle_timeout(at(60_000));
+    assert_eq!(actions(&mut job), [launch(1), Action::Kill { launch: LaunchId(1) }]);
+    job.handle(at(60_001), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
+    assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![launch_at(2, 0)], 1));
+}
+
+#[test]
+fn the_second_failures_replacement_waits_250_ms() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(10), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Code(1) });
+    assert!(actions(&mut job).contains(&launch_at(4, 1)));
+    job.handle(at(20), Event::ProcessEnded { launch: LaunchId(4), exit: Exit::Signal(11) });
+    assert_eq!(actions(&mut job), []);
+    job.handle_timeout(at(270));
+    assert_eq!(actions(&mut job), [launch_at(5, 1)]);
+}
+
+#[test]
+fn a_model_of_another_size_is_refused() {
+    let mut job = started(spec(), &[20]);
+    job.handle(at(1), Event::ProcessEnded { launch: LaunchId(3), exit: Exit::Signal(9) });
+    connect(&mut job, 4);
+    actions(&mut job);
+    deliver(&mut job, 4, WorkerMessage::Ready { parameters: 11 });
+    let sent = actions(&mut job);
+    assert!(matches!(
+        &sent[0],
+        Action::Send { message: MasterMessage::Shutdown(why), .. } if why.contains("11 parameters")
+    ));
+    assert_eq!(
+        (&sent[1], job.lifecycle.failures()),
+        (&Action::Disconnect { worker: WorkerId(4) }, 1)
+    );
+}
+
+#[test]
+fn an_unscheduled_launch_is_not_silent() {
+    let mut job = Job::new(spec());
+    assert_eq!(actions(&mut job), [launch(1)]);
+    job.handle(
+        at(0),
+        Event::LaunchWaits { launch: LaunchId(1), wait: Wait::Capacity("no room".into()) },
+    );
+    assert_eq!(job.status(at(0)).events, ["launch 1 waits: no room"]);
+    job.handle_timeout(at(3_600_000));
+    assert_eq!(actions(&mut job), []);
+    // From the moment that it runs, the usual time limit applies.
+    job.handle(at(3_600_000), Event::LaunchRuns { launch: LaunchId(1) });
+    job.handle(at(3_630_000), Event::LaunchRuns { launch: LaunchId(1) });
+    job.handle_timeout(at(3_659_999));
+    assert_eq!(actions(&mut job), []);
+    job.handle_timeout(at(3_660_000));
+    assert!(actions(&mut job).contains(&Action::Kill { launch: LaunchId(1) }));
+}
+
+#[test]
+fn a_reclaimed_launch_is_replaced_and_not_counted() {
+    let mut job = started(spec(), &[20]);
+    for round in 0..10 {
+        let launch = LaunchId(if round == 0 { 1 } else { 3 + round });
+        job.handle(
+            at(100),
+            Event::ProcessEnded { launch, exit: Exit::Reclaimed("preempted".into()) },
+        );
+        let next = launch_at(4 + round, 0);
+        assert!(actions(&mut job).contains(&next), "round {round}");
+    }
+    assert_eq!(&*job.status(at(100)).state, "running");
+}

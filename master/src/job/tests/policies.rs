@@ -1,0 +1,175 @@
+//! Exit codes with a meaning, deadlines, and who has to report the end.
+
+use std::time::Duration;
+
+use super::super::*;
+use super::directed::{actions, at, committed, deliver, finished, launch_at, send, started};
+use crate::job::testing::spec;
+
+/// A started job of three workers with this rule.
+fn with_rule(rule: &str, min_workers: u32) -> Job {
+    let policies = Policies { on_exit: vec![rule.parse().unwrap()], ..Policies::default() };
+    started(JobSpec { min_workers, policies, ..spec() }, &[20])
+}
+
+fn exit(job: &mut Job, launch: u64, exit: Exit) {
+    job.handle(at(10), Event::ProcessEnded { launch: LaunchId(launch), exit });
+}
+
+fn last_event(job: &Job) -> String {
+    job.status(at(10)).events.iter().rfind(|line| line.contains("--on-exit")).unwrap().clone()
+}
+
+#[test]
+fn a_worker_whose_code_means_restart_is_replaced_and_not_counted() {
+    let mut job = with_rule("42-44=restart", 1);
+    exit(&mut job, 2, Exit::Code(43));
+    assert!(actions(&mut job).contains(&launch_at(4, 1)));
+    assert_eq!(job.lifecycle.failures(), 0);
+    assert!(last_event(&job).contains("worker 2 exited with code 43, and is replaced"));
+    // Replacements are delayed as after failures.
+    exit(&mut job, 4, Exit::Code(42));
+    assert_eq!(actions(&mut job), []);
+    job.handle_timeout(at(260));
+    assert_eq!(actions(&mut job), [launch_at(5, 1)]);
+    // Another code is a failure.
+    exit(&mut job, 5, Exit::Code(45));
+    assert_eq!(job.lifecycle.failures(), 1);
+}
+
+#[test]
+fn a_worker_whose_code_means_ignore_is_missed_down_to_the_minimum() {
+    let mut job = with_rule("42=ignore", 2);
+    exit(&mut job, 3, Exit::Code(42));
+    let launches = |actions: Vec<Action>| {
+        actions.into_iter().filter(|a| matches!(a, Action::Launch { .. })).count()
+    };
+    assert_eq!((launches(actions(&mut job)), job.status(at(10)).workers_desired), (0, 2));
+    assert!(last_event(&job).contains("is not replaced (--on-exit 42=ignore): 2 workers"));
+    // The next master wants no more, either.
+    let mut next = Job::restore(job.to_persisted(), at(20)).unwrap();
+    assert_eq!((launches(actions(&mut next)), next.status(at(20)).workers_desired), (0, 2));
+    exit(&mut job, 2, Exit::Code(42));
+    assert_eq!((launches(actions(&mut job)), job.status(at(10)).workers_desired), (1, 2));
+    assert!(last_event(&job).contains("because --min-workers remain"));
+    assert_eq!(job.lifecycle.failures(), 0);
+}
+
+#[test]
+fn a_worker_whose_code_means_fail_fails_the_job_with_its_last_output() {
+    let mut job = with_rule("42=fail", 1);
+    let lines = "Error: no more licences".to_owned();
+    job.handle(at(10), Event::LaunchPrinted { launch: LaunchId(2), lines });
+    exit(&mut job, 2, Exit::Code(42));
+    let error = job.summary(at(10)).error.unwrap();
+    for part in ["worker 2 exited with code 42", "--on-exit 42=fail", "no more licences"] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+    assert_eq!(job.outcome(), Some(Outcome::Failed));
+}
+
+#[test]
+fn a_worker_whose_code_means_stop_stops_the_job_in_order() {
+    let mut job = with_rule("42=stop", 1);
+    deliver(&mut job, 1, committed(1, 2, &[(0, 8)]));
+    exit(&mut job, 3, Exit::Code(42));
+    let sent = actions(&mut job);
+    for worker in [1, 2] {
+        assert!(sent.contains(&send(worker, MasterMessage::Drain)), "{worker}: {sent:?}");
+    }
+    assert_eq!(&*job.status(at(10)).state, "stopping");
+    let reason = job.summary(at(10)).stop_reason.unwrap();
+    assert!(reason.contains("worker 3 exited with code 42, which stops the job"), "{reason}");
+    // The reason outlives this master.
+    let next = Job::restore(job.to_persisted(), at(20)).unwrap();
+    assert_eq!(next.summary(at(20)).stop_reason, Some(reason));
+}
+
+#[test]
+fn rules_do_not_apply_to_ends_that_the_master_has_caused() {
+    let mut job = with_rule("137=fail", 1);
+    job.handle(at(0), Event::Scale { num_workers: 2 });
+    exit(&mut job, 3, Exit::Signal(9));
+    assert_eq!(job.outcome(), None, "it was released");
+    let mut job = Job::new(JobSpec {
+        policies: Policies { on_exit: vec!["137=fail".parse().unwrap()], ..Policies::default() },
+        ..spec()
+    });
+    // It says no hello, and is killed.
+    job.handle_timeout(at(60_000));
+    exit(&mut job, 1, Exit::Signal(9));
+    assert_eq!((job.outcome(), job.lifecycle.failures()), (None, 1));
+    // The master has not killed this one.
+    exit(&mut job, 2, Exit::Signal(9));
+    assert_eq!(job.outcome(), Some(Outcome::Failed));
+}
+
+fn with_deadline() -> JobSpec {
+    let deadline = Some(Duration::from_secs(60));
+    JobSpec { policies: Policies { deadline, ..Policies::default() }, ..spec() }
+}
+
+#[test]
+fn a_job_stops_at_its_deadline_whichever_master_it_has() {
+    let mut job = started(with_deadline(), &[20]);
+    job.handle_timeout(at(59_999));
+    assert_eq!(&*job.status(at(59_999)).state, "running");
+    let mut next = Job::restore(job.to_persisted(), at(59_999)).unwrap();
+    job.handle_timeout(at(60_000));
+    let sent = actions(&mut job);
+    for worker in 1..=3 {
+        assert!(sent.contains(&send(worker, MasterMessage::Drain)), "{worker}: {sent:?}");
+    }
+    let reason = Some("the deadline of 60 s has passed".to_owned());
+    for worker in 1..=3 {
+        let WorkerMessage::Finished(mut word) = finished(1, 2, 9) else { unreachable!() };
+        word.ledger = LedgerReport::default();
+        deliver(&mut job, worker, WorkerMessage::Finished(word));
+    }
+    let summary = job.summary(at(60_010));
+    assert_eq!((job.outcome(), summary.stop_reason), (Some(Outcome::Stopped), reason.clone()));
+    next.handle_timeout(at(60_000));
+    assert_eq!(&*next.status(at(60_000)).state, "stopping");
+    assert_eq!(next.summary(at(60_000)).stop_reason, reason);
+}
+
+#[test]
+fn a_deadline_after_the_end_changes_nothing() {
+    let mut job = started(with_deadline(), &[20]);
+    job.handle(at(10), Event::Stop);
+    assert_eq!(job.summary(at(10)).stop_reason, None);
+    job.handle_timeout(at(60_000));
+    assert_eq!(job.summary(at(60_000)).stop_reason, None);
+}
+
+#[test]
+fn by_default_every_member_has_to_report_the_end_and_else_the_lowest_rank() {
+    for (success, ends) in [(SuccessPolicy::All, false), (SuccessPolicy::LowestRank, true)] {
+        let policies = Policies { success, ..Policies::default() };
+        let mut job = started(JobSpec { policies, ..spec() }, &[20]);
+        deliver(&mut job, 2, finished(1, 10, 9));
+        assert_eq!(job.outcome(), None);
+        deliver(&mut job, 1, finished(1, 10, 9));
+        assert_eq!(job.outcome(), ends.then_some(Outcome::Completed), "{success:?}");
+    }
+}
+
+/// The state of a member that has reported is compared, even if it need not report.
+#[test]
+fn a_replica_mismatch_fails_a_job_whose_lowest_rank_suffices() {
+    let policies = Policies { success: SuccessPolicy::LowestRank, ..Policies::default() };
+    let mut job = started(JobSpec { policies, ..spec() }, &[20]);
+    deliver(&mut job, 2, finished(1, 10, 8));
+    deliver(&mut job, 1, finished(1, 10, 9));
+    assert_eq!(job.outcome(), Some(Outcome::Failed));
+}
+
+#[test]
+fn a_lowest_rank_that_suspends_or_fails_does_not_complete_the_job() {
+    let policies = Policies { success: SuccessPolicy::LowestRank, ..Policies::default() };
+    let mut job = started(JobSpec { policies, ..spec() }, &[20]);
+    let WorkerMessage::Finished(mut word) = finished(1, 3, 9) else { unreachable!() };
+    word.suspended = true;
+    deliver(&mut job, 1, WorkerMessage::Finished(word));
+    assert_eq!(job.outcome(), None);
+}

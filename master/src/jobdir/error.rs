@@ -1,0 +1,71 @@
+//! Errors of the directory of a job.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::files::quoted;
+
+/// Why a directory can't be used for a job.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JobDirError {
+    /// Its master has died, but workers of it still train. Resume the job, or stop its workers.
+    #[error(
+        "the master of the job in {} has died, but {workers} {} of it still {}; \
+         resume the job by\n    \
+         elasticdl train --resume {3}\nor stop it by\n    elasticdl stop {3}",
+        path.display(),
+        if *workers == 1 { "worker" } else { "workers" },
+        if *workers == 1 { "trains" } else { "train" },
+        quoted(path)
+    )]
+    Abandoned {
+        /// The directory.
+        path: PathBuf,
+        /// Number of running workers.
+        workers: usize,
+    },
+    /// It can't be created. Choose another, or make its parent writable.
+    #[error(
+        "can't create the job directory {}: {source}; choose another with --job-dir",
+        path.display()
+    )]
+    Create {
+        /// The directory.
+        path: PathBuf,
+        /// Error of the operating system.
+        source: io::Error,
+    },
+    /// It contains files that are not a job's. Choose another.
+    #[error(
+        "{} is not a job's directory, and not empty: it contains {}; give --job-dir \
+         an empty folder, a job's, or one that does not exist yet, for example {}",
+        path.display(), found.display(), path.join("job").display()
+    )]
+    Foreign {
+        /// The directory.
+        path: PathBuf,
+        /// One of these files.
+        found: PathBuf,
+    },
+    /// A master runs in it. Wait for it, stop it, or choose another name or directory.
+    #[error(
+        "a job is already running in {}{}; \
+         stop it first, or choose another --job-name or --job-dir",
+        path.display(), pid.map(|pid| format!(" (master process {pid})")).unwrap_or_default()
+    )]
+    Running {
+        /// The directory.
+        path: PathBuf,
+        /// Process id of the master, if it has published it.
+        pid: Option<u32>,
+    },
+    /// A file in it can't be written.
+    #[error("can't write {}: {source}; choose another directory with --job-dir", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Error of the operating system.
+        source: io::Error,
+    },
+}

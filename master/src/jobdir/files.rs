@@ -1,0 +1,93 @@
+//! Names of the files of a job, and how they are written.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+
+/// Atomically replaces `path` with `bytes`, readable by its owner only. A reader, also after a
+/// crash, sees either the old file or the new one.
+///
+/// # Errors
+/// An error of the operating system; the old file is unchanged.
+pub fn write_atomically(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_and_rename(path, bytes, File::sync_all)
+}
+
+/// Like [`write_atomically`], but a crash of the machine may lose the new file or its content.
+pub(super) fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_and_rename(path, bytes, |_| Ok(()))
+}
+
+fn write_and_rename(
+    path: &Path,
+    bytes: &[u8],
+    sync: impl Fn(&File) -> io::Result<()>,
+) -> io::Result<()> {
+    let temporary = temporary_beside(path)?;
+    let written = create_new(&temporary).and_then(|mut file| {
+        file.write_all(bytes)?;
+        sync(&file)
+    });
+    written.and_then(|()| fs::rename(&temporary, path)).inspect_err(|_| {
+        // The file may not have been created at all.
+        let _ = fs::remove_file(&temporary);
+    })
+}
+
+/// Checks that [`write_atomically`] would succeed for `path` now. Leaves no file behind.
+///
+/// # Errors
+/// Why it would fail.
+pub fn check_writable(path: &Path) -> io::Result<()> {
+    if path.is_dir() {
+        return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a directory"));
+    }
+    let temporary = temporary_beside(path)?;
+    create_new(&temporary)?;
+    fs::remove_file(&temporary)
+}
+
+fn create_new(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
+}
+
+/// Returns a random name in the same directory, so that a rename is atomic. Process ids are not
+/// unique where several containers share a folder.
+fn temporary_beside(path: &Path) -> io::Result<PathBuf> {
+    let name = path
+        .file_name()
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path names no file"))?;
+    let mut hidden = OsString::from(".");
+    hidden.push(name);
+    let mut random = [0; 8];
+    getrandom::fill(&mut random).map_err(io::Error::other)?;
+    hidden.push(format!(".{:016x}.tmp", u64::from_ne_bytes(random)));
+    Ok(path.with_file_name(hidden))
+}
+
+/// Quotes a path for a shell, if necessary.
+pub(crate) fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
+    if text.chars().all(plain) { text } else { format!("'{}'", text.replace('\'', "'\\''")) }
+}
+
+pub(super) const CA: &str = "ca.crt";
+pub(super) const CERTIFICATE: &str = "master.crt";
+pub(super) const KEY: &str = "master.key";
+/// Folder of the checkpoints of a job without another location for them.
+pub(crate) const CHECKPOINTS: &str = "checkpoints";
+pub(super) const FILES: &str = "files.zst";
+pub(super) const HISTORY: &str = "history.json";
+pub(super) const JOB: &str = "job.json";
+pub(super) const LOCK: &str = "lock";
+pub(super) const LOGS: &str = "logs";
+pub(super) const MASTER: &str = "master.json";
+pub(super) const MASTER_LOG: &str = "master.log";
+pub(super) const PROCESSES: &str = "processes";
+pub(super) const PROGRAM: &str = "program";
+pub(super) const RECORD: &str = "record.json";
+pub(super) const SUMMARY: &str = "summary.json";
+pub(super) const TOKEN: &str = "token";

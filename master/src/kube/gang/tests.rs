@@ -1,0 +1,252 @@
+//! The objects of each scheduler, literally, and checked against schemas where there are some.
+
+use k8s_openapi::api::core::v1::Pod;
+use serde_json::{Value, json};
+
+use super::*;
+use crate::kube::options::parse_resources;
+
+fn options(scheduler: GangScheduler) -> GangOptions {
+    let resources = parse_resources("cpu=500m,memory=1.5Gi,nvidia.com/gpu=1,limits.cpu=2").unwrap();
+    let queue = scheduler.has_queues().then(|| "team".to_owned());
+    GangOptions::new(scheduler, queue, 4, &resources, Some("elasticdl-core".into()))
+}
+
+fn anchor() -> ObjectMeta {
+    serde_json::from_value(json!({"name": "mnist", "uid": "anchor", "namespace": "ml"})).unwrap()
+}
+
+/// Labels, annotations and the group of a pod that is marked.
+fn marked(scheduler: GangScheduler, gang: Option<&str>, is_core: bool) -> Value {
+    let mut pod = Pod::default();
+    options(scheduler).mark_template(&mut pod.metadata);
+    options(scheduler).mark(&mut pod, gang, is_core);
+    let json = options(scheduler).pod_to_json(&pod);
+    let part = |pointer: &str| json.pointer(pointer).cloned().unwrap_or(Value::Null);
+    json!([
+        part("/metadata/labels"),
+        part("/metadata/annotations"),
+        part("/spec/schedulingGroup/podGroupName"),
+    ])
+}
+
+#[test]
+fn core_pods_of_each_scheduler_are_members_of_a_gang() {
+    let gang = Some("mnist-g1");
+    let table = [
+        (
+            GangScheduler::Coscheduling,
+            json!([
+                {"elasticdl/gang": "mnist-g1", "scheduling.x-k8s.io/pod-group": "mnist-g1"},
+                null,
+                null
+            ]),
+        ),
+        (
+            GangScheduler::Kueue,
+            json!([
+                {
+                    "elasticdl/gang": "mnist-g1",
+                    "kueue.x-k8s.io/queue-name": "team",
+                    "kueue.x-k8s.io/pod-group-name": "mnist-g1"
+                },
+                {"kueue.x-k8s.io/pod-group-total-count": "4"},
+                null
+            ]),
+        ),
+        (GangScheduler::Native, json!([{"elasticdl/gang": "mnist-g1"}, null, "mnist-g1"])),
+        (
+            GangScheduler::Volcano,
+            json!([
+                {"elasticdl/gang": "mnist-g1"},
+                {"scheduling.k8s.io/group-name": "mnist-g1", "volcano.sh/preemptable": "false"},
+                null
+            ]),
+        ),
+    ];
+    for (scheduler, expected) in table {
+        assert_eq!(marked(scheduler, gang, true), expected, "{scheduler:?}");
+    }
+}
+
+#[test]
+fn further_pods_are_single_and_preemptable() {
+    for scheduler in [GangScheduler::Coscheduling, GangScheduler::Native] {
+        assert!(!options(scheduler).has_gang(false));
+        assert_eq!(marked(scheduler, None, false), json!([{}, null, null]), "{scheduler:?}");
+    }
+    assert!(!options(GangScheduler::Kueue).has_gang(false));
+    let queued = json!([{"kueue.x-k8s.io/queue-name": "team"}, null, null]);
+    assert_eq!(marked(GangScheduler::Kueue, None, false), queued);
+    // Volcano evicts members of a group above its minimum only.
+    assert!(options(GangScheduler::Volcano).has_gang(false));
+    let group = json!({
+        "scheduling.k8s.io/group-name": "mnist-g1", "volcano.sh/preemptable": "true"
+    });
+    let expected = json!([{"elasticdl/gang": "mnist-g1"}, group, null]);
+    assert_eq!(marked(GangScheduler::Volcano, Some("mnist-g1"), false), expected);
+}
+
+#[test]
+fn a_core_of_one_pod_is_no_gang_except_where_the_group_has_the_queue() {
+    for (scheduler, expected) in [
+        (GangScheduler::Coscheduling, false),
+        (GangScheduler::Kueue, false),
+        (GangScheduler::Native, false),
+        (GangScheduler::Volcano, true),
+    ] {
+        let options = GangOptions { core_pods: 1, ..options(scheduler) };
+        assert_eq!(options.has_gang(true), expected, "{scheduler:?}");
+    }
+}
+
+#[test]
+fn pod_groups_have_the_size_the_resources_and_the_queue_of_the_core() {
+    let spec = |scheduler| {
+        options(scheduler).pod_group("mnist-g1", &anchor()).map(|group| group["spec"].clone())
+    };
+    let resources = json!({"cpu": "2000m", "memory": "6Gi", "nvidia.com/gpu": "4"});
+    assert_eq!(spec(GangScheduler::Kueue), None, "Kueue makes Workloads of pods by itself");
+    let coscheduling = json!({"minMember": 4, "minResources": resources});
+    assert_eq!(spec(GangScheduler::Coscheduling), Some(coscheduling));
+    let volcano = json!({
+        "minMember": 4, "minResources": resources, "queue": "team",
+        "priorityClassName": "elasticdl-core"
+    });
+    assert_eq!(spec(GangScheduler::Volcano), Some(volcano));
+    let native = json!({
+        "schedulingPolicy": {"gang": {"minCount": 4}}, "priorityClassName": "elasticdl-core"
+    });
+    assert_eq!(spec(GangScheduler::Native), Some(native));
+    // The first version has no priority.
+    let first = GangOptions { version: "v1alpha2".into(), ..options(GangScheduler::Native) };
+    let first = first.pod_group("mnist-g1", &anchor()).unwrap();
+    assert_eq!(first["apiVersion"], "scheduling.k8s.io/v1alpha2");
+    assert_eq!(first["spec"], json!({"schedulingPolicy": {"gang": {"minCount": 4}}}));
+}
+
+#[test]
+fn a_pod_group_goes_with_its_job() {
+    let group = options(GangScheduler::Volcano).pod_group("mnist-g1", &anchor()).unwrap();
+    assert_eq!(group["apiVersion"], "scheduling.volcano.sh/v1beta1");
+    assert_eq!(
+        (&group["kind"], &group["metadata"]["name"]),
+        (&"PodGroup".into(), &"mnist-g1".into())
+    );
+    let owner = &group["metadata"]["ownerReferences"][0];
+    assert_eq!((&owner["kind"], &owner["uid"]), (&"ConfigMap".into(), &"anchor".into()));
+    assert_eq!(group["metadata"]["namespace"], "ml");
+}
+
+#[test]
+fn the_name_of_a_gang_is_a_label_of_any_job() {
+    assert_eq!(gang_name("mnist", LaunchId(17)), "mnist-g17");
+    assert!(gang_name(&"a".repeat(40), LaunchId(u64::MAX)).len() <= 63);
+}
+
+#[test]
+fn quantities_are_multiplied_exactly() {
+    for (quantity, count, product) in [
+        ("1", 4, "4"),
+        ("500m", 4, "2000m"),
+        ("1.5Gi", 4, "6Gi"),
+        ("0.25", 3, "0.75"),
+        ("2.50", 3, "7.5"),
+        ("1e3", 2, "2e3"),
+        ("340282366920938463463374607431768211455", 2, "340282366920938463463374607431768211455"),
+    ] {
+        assert_eq!(times(quantity, count), product, "{quantity} times {count}");
+    }
+}
+
+#[test]
+fn masters_may_create_and_delete_pod_groups_of_their_scheduler_only() {
+    let rule = |scheduler: GangScheduler| scheduler.master_rule();
+    assert_eq!(rule(GangScheduler::Kueue), None);
+    let expected = ("scheduling.volcano.sh", "podgroups", &["create", "delete"][..]);
+    assert_eq!(rule(GangScheduler::Volcano), Some(expected));
+}
+
+/// With `ELASTICDL_CRDS`, a folder of the schedulers' CustomResourceDefinitions (YAML files): their
+/// PodGroups are valid, and have no field that the server would drop.
+#[test]
+fn pod_groups_fit_the_schemas_of_their_definitions() {
+    let Some(folder) = std::env::var_os("ELASTICDL_CRDS") else { return };
+    let mut checked = 0;
+    for file in std::fs::read_dir(folder).unwrap() {
+        let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
+        for definition in serde_saphyr::from_multiple::<Value>(&text).unwrap() {
+            for scheduler in [GangScheduler::Coscheduling, GangScheduler::Volcano] {
+                let group = options(scheduler).pod_group("mnist-g1", &anchor()).unwrap();
+                if let Some(schema) = schema_of(&definition, group["apiVersion"].as_str().unwrap())
+                {
+                    assert_eq!(first_misfit(schema, &group, "PodGroup"), None, "{scheduler:?}");
+                    checked += 1;
+                }
+            }
+        }
+    }
+    assert!(checked > 0, "no definition of PodGroups is in the folder");
+}
+
+/// The schema of PodGroups of this version, if it is defined there.
+fn schema_of<'a>(definition: &'a Value, api_version: &str) -> Option<&'a Value> {
+    let spec = &definition["spec"];
+    let (group, version) = api_version.split_once('/')?;
+    if spec["group"] != group || spec["names"]["plural"] != POD_GROUPS {
+        return None;
+    }
+    let versions = spec["versions"].as_array()?;
+    versions.iter().find(|v| v["name"] == version)?.pointer("/schema/openAPIV3Schema")
+}
+
+/// What of a value does not fit a structural schema. Unknown fields don't fit.
+fn first_misfit(schema: &Value, value: &Value, path: &str) -> Option<String> {
+    let is_open = schema["x-kubernetes-int-or-string"] == true;
+    let fits = match schema["type"].as_str() {
+        _ if is_open => value.is_string() || value.is_i64() || value.is_u64(),
+        Some("object") => value.is_object(),
+        Some("array") => value.is_array(),
+        Some("string") => value.is_string(),
+        Some("integer") => value.is_i64() || value.is_u64(),
+        Some("boolean") => value.is_boolean(),
+        other => return Some(format!("{path}: the schema has the type {other:?}")),
+    };
+    if !fits {
+        return Some(format!("{path} is {value}"));
+    }
+    if value.as_i64().zip(schema["minimum"].as_i64()).is_some_and(|(value, least)| value < least) {
+        return Some(format!("{path} is {value}, too low"));
+    }
+    let fields = value.as_object().into_iter().flatten();
+    fields.into_iter().find_map(|(key, value)| {
+        let path = format!("{path}.{key}");
+        // The schema of metadata is built in.
+        let is_built_in = path == "PodGroup.metadata";
+        match (schema["properties"].get(key), schema.get("additionalProperties")) {
+            _ if is_built_in => None,
+            (Some(schema), _) | (None, Some(schema)) => first_misfit(schema, value, &path),
+            (None, None) => Some(format!("{path} is no field")),
+        }
+    })
+}
+
+#[test]
+fn the_check_of_schemas_finds_misfits() {
+    let schema = json!({"type": "object", "properties": {
+        "minMember": {"type": "integer", "minimum": 1},
+        "minResources": {
+            "type": "object", "additionalProperties": {"x-kubernetes-int-or-string": true}
+        },
+    }});
+    let misfit = |value: Value| first_misfit(&schema, &value, "spec");
+    assert_eq!(misfit(json!({"minMember": 4, "minResources": {"cpu": "4", "gpu": 4}})), None);
+    for (value, expected) in [
+        (json!({"minMembers": 4}), "spec.minMembers is no field"),
+        (json!({"minMember": "4"}), "spec.minMember is \"4\""),
+        (json!({"minMember": 0}), "spec.minMember is 0, too low"),
+        (json!({"minResources": {"cpu": true}}), "spec.minResources.cpu is true"),
+    ] {
+        assert_eq!(misfit(value).as_deref(), Some(expected));
+    }
+}

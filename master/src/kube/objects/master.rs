@@ -1,0 +1,95 @@
+//! The Job that runs the master.
+
+use k8s_openapi::api::batch::v1::{Job, JobSpec as BatchJobSpec};
+use k8s_openapi::api::core::v1::{Container, ContainerPort, PodSpec, PodTemplateSpec};
+
+use super::access;
+use super::metadata::metadata;
+use super::names::{
+    BACKOFF_LIMIT, CERTIFICATE, CONTROL, ELASTICDL, KEY, MASTER_GRACE, METRICS, PORT, TOKEN,
+    master_name,
+};
+use super::parts::{self, add_volumes};
+use super::request::Request;
+
+/// Builds the Job.
+pub(super) fn job(request: &Request) -> Job {
+    let name = &request.task.job.name;
+    let pods = &request.pods;
+    let port = |name: &str, container_port| ContainerPort {
+        container_port,
+        name: Some(name.into()),
+        ..ContainerPort::default()
+    };
+    let (mut mounts, mut volumes) =
+        (parts::mounts(), parts::volumes(name, &[TOKEN, CERTIFICATE, KEY], pods.run_as, TMP_SIZE));
+    if request.task.tensorboard_dir.is_some() {
+        add_volumes(pods, &mut volumes, &mut mounts);
+    }
+    let container = Container {
+        name: "master".into(),
+        image: Some(pods.master_image.clone()),
+        image_pull_policy: pods.image_pull_policy.clone(),
+        command: Some(vec![ELASTICDL.into()]),
+        args: Some(
+            ["master", "--job-name", name, "--pod", "$(POD_NAME)/$(POD_UID)"]
+                .map(Into::into)
+                .into(),
+        ),
+        env: Some(vec![
+            parts::field("POD_NAME", "metadata.name"),
+            parts::field("POD_UID", "metadata.uid"),
+        ]),
+        ports: Some(vec![port(CONTROL, PORT), port(METRICS, request.task.metrics_port.into())]),
+        liveness_probe: Some(parts::liveness(METRICS)),
+        readiness_probe: Some(parts::readiness(METRICS)),
+        resources: Some(parts::requirements(&pods.master_resources)),
+        security_context: Some(parts::locked_down()),
+        // Commands that follow the job then show the last lines of its log.
+        termination_message_policy: Some("FallbackToLogsOnError".into()),
+        volume_mounts: Some(mounts),
+        ..Container::default()
+    };
+    let spec = PodSpec {
+        containers: vec![container],
+        priority_class_name: pods.priority_class.clone(),
+        service_account_name: Some(access::account_name(request)),
+        automount_service_account_token: Some(true),
+        tolerations: Some(parts::master_tolerations(&pods.tolerations)),
+        volumes: Some(volumes),
+        // Short: a preempting pod has to wait for it.
+        ..parts::pod_spec(pods, MASTER_GRACE)
+    };
+    let mut template = metadata(request, "", "master");
+    template.name = None;
+    template.namespace = None;
+    parts::refuse_sidecars(&mut template);
+    if request.task.serve_metrics {
+        // Prometheus installations without the operator discover pods by these annotations.
+        let scrape = [
+            ("prometheus.io/path", "/metrics".into()),
+            ("prometheus.io/port", request.task.metrics_port.to_string()),
+            ("prometheus.io/scrape", "true".into()),
+        ];
+        let annotations = template.annotations.get_or_insert_default();
+        for (key, value) in scrape {
+            annotations.entry(key.into()).or_insert(value);
+        }
+    }
+    Job {
+        metadata: metadata(request, &master_name(name), "master"),
+        spec: Some(BatchJobSpec {
+            active_deadline_seconds: pods.active_deadline_s,
+            backoff_limit: Some(BACKOFF_LIMIT),
+            completions: Some(1),
+            parallelism: Some(0),
+            ttl_seconds_after_finished: pods.ttl_s,
+            template: PodTemplateSpec { metadata: Some(template), spec: Some(spec) },
+            ..BatchJobSpec::default()
+        }),
+        ..Job::default()
+    }
+}
+
+/// Size of the master's writable volume, in which it stores nothing.
+const TMP_SIZE: &str = "64Mi";

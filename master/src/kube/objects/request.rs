@@ -1,0 +1,60 @@
+//! What a user requests.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::names::METRICS_PORT;
+use crate::job::JobSpec;
+use crate::kube::gang::GangOptions;
+use crate::kube::options::PodOptions;
+use crate::kube::priority_tiers::PriorityTiers;
+
+/// A job to be run in a cluster.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Namespace of its objects.
+    pub namespace: String,
+    /// What to train.
+    pub task: Task,
+    /// The training program and its arguments.
+    pub program: Vec<String>,
+    /// Options of its pods.
+    pub pods: PodOptions,
+}
+
+/// The master's input, stored in the anchor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Task {
+    /// Specification of the job.
+    pub job: JobSpec,
+    /// Workers end by themselves when their master has been silent for this long.
+    pub master_timeout: Duration,
+    /// The workers' priority classes by slot.
+    #[serde(default, rename = "ladder")]
+    pub priority_tiers: Option<PriorityTiers>,
+    /// Port on which the master serves metrics.
+    #[serde(default = "metrics_port_default")]
+    pub metrics_port: u16,
+    /// Whether the master serves metrics at all.
+    #[serde(default = "metrics_served_default")]
+    pub serve_metrics: bool,
+    /// Folder in which the master writes events for TensorBoard. It is in a volume of the workers,
+    /// which the master then mounts, too.
+    #[serde(default)]
+    pub tensorboard_dir: Option<PathBuf>,
+    /// How the pods of the workers are placed together. `None`: each by itself.
+    #[serde(default)]
+    pub gang: Option<GangOptions>,
+}
+
+/// Default for tasks that were submitted before the port could be chosen.
+fn metrics_port_default() -> u16 {
+    METRICS_PORT
+}
+
+/// Default for tasks that were submitted when metrics were always served.
+fn metrics_served_default() -> bool {
+    true
+}

@@ -1,0 +1,74 @@
+//! What worker pods are made from.
+
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+use crate::job::LaunchId;
+use crate::kube::gang::GangOptions;
+use crate::kube::objects;
+use crate::kube::priority_tiers::PriorityTiers;
+
+/// Everything that a worker pod is made from, except its launch and slot.
+#[derive(Clone, Debug)]
+pub(crate) struct PodFactory {
+    /// Template that all worker pods share.
+    pub(crate) template: Pod,
+    /// Metadata of their owner.
+    pub(crate) anchor: ObjectMeta,
+    /// Address of the master, `host:port`.
+    pub(crate) master: String,
+    /// Minimum number of workers: the job's core.
+    pub(crate) min_workers: u32,
+    /// Priority classes by slot. `None`: all pods have the template's class.
+    pub(crate) priority_tiers: Option<PriorityTiers>,
+    /// How pods are placed together. `None`: each pod by itself.
+    pub(crate) gang: Option<GangOptions>,
+}
+
+impl PodFactory {
+    /// Builds the pod of a launch, as a member of this gang, if any.
+    pub(super) fn pod(&self, launch: LaunchId, slot: u32, gang: Option<&str>) -> Pod {
+        let mut pod = objects::worker_pod(&self.template, launch, slot, &self.anchor, &self.master);
+        if let Some(class) = self.class(slot) {
+            pod.spec.get_or_insert_default().priority_class_name = Some(class);
+        }
+        if let Some(options) = &self.gang {
+            options.mark(&mut pod, gang, slot < self.min_workers);
+        }
+        pod
+    }
+
+    /// Name of the pod of a launch.
+    pub(super) fn name(&self, launch: LaunchId) -> String {
+        objects::worker_name(self.anchor.name.as_deref().unwrap_or_default(), launch)
+    }
+
+    /// Uid of the pods' owner.
+    pub(super) fn owner(&self) -> &str {
+        self.anchor.uid.as_deref().unwrap_or_default()
+    }
+
+    /// Priority class that the tiers assign to a slot.
+    pub(super) fn class(&self, slot: u32) -> Option<String> {
+        let tiers = self.priority_tiers.as_ref()?;
+        Some(tiers.class(slot, self.min_workers).into())
+    }
+
+    /// Removes a class that the cluster does not have from the tiers. Returns what workers have
+    /// instead; `None` if the class is not in the tiers any more.
+    pub(super) fn remove_class(&mut self, missing: &str) -> Option<String> {
+        let tiers = self.priority_tiers.as_ref()?;
+        if tiers.core != missing && tiers.tiers.iter().all(|tier| tier != missing) {
+            return None;
+        }
+        let shorter = tiers.without(missing);
+        let instead = match &shorter {
+            Some(PriorityTiers { core, tiers, .. }) => {
+                format!("workers have {core} or {}", tiers.join(", "))
+            }
+            None => "workers have no class by slot".into(),
+        };
+        self.priority_tiers = shorter;
+        Some(instead)
+    }
+}

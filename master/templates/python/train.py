@@ -1,0 +1,34 @@
+"""Trains the model: alone with `python train.py`, or as each worker of a job; see README.md."""
+
+import argparse
+
+import elasticdl.torch as et
+import torch
+from torch.utils.data import DataLoader
+
+from model import Line, Points
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="data/points.csv", help="CSV file with columns x and y")
+    parser.add_argument("--learning-rate", type=float, default=0.1)
+    options = parser.parse_args()
+
+    torch.manual_seed(0)
+    net = Line()
+    points = Points(options.data)
+    job = et.join()
+    model = job.model(net)
+    opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=options.learning_rate, momentum=0.9))
+    # Each batch is a part of a step; a job's --global-batch-size says how large a step is.
+    for x, y in DataLoader(points, batch_sampler=job.sampler(len(points), micro_batch=10)):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        opt.step(loss)
+        opt.zero_grad()
+    print(f"y = {net.line.weight.item():.2f} x + {net.line.bias.item():.2f}")
+
+
+if __name__ == "__main__":
+    main()

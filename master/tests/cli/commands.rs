@@ -1,0 +1,115 @@
+//! Commands that need no job: completions, manual pages, files of options, the doctor, conversion.
+
+use std::fs;
+
+use crate::Home;
+
+#[test]
+fn completions_and_manual_pages_know_every_command() {
+    let home = Home::new();
+    for shell in ["bash", "fish", "zsh"] {
+        let output = home.run(&["completions", shell]);
+        assert_eq!(output.code, Some(0), "{}", output.stderr);
+        for word in ["doctor", "num-workers", "completions"] {
+            assert!(output.stdout.contains(word), "no {word} for {shell}");
+        }
+    }
+    home.run(&["completions", "cmd"]).assert_refused(&["'cmd'", "bash, "]);
+    assert_eq!(home.run(&["man", "pages/man1"]).code, Some(0));
+    let page = |name: &str| fs::read_to_string(home.path("pages/man1").join(name)).unwrap();
+    assert!(page("elasticdl.1").contains("elasticdl\\-train(1)"));
+    assert!(page("elasticdl-train.1").contains("\\-\\-num\\-workers"));
+    let file = home.path("file");
+    fs::write(&file, "").unwrap();
+    let output = home.run(&["man", "file/pages"]);
+    assert_eq!(output.code, Some(1), "{}", output.stderr);
+    assert!(output.stderr.starts_with("error: can't create the folder file/pages"));
+}
+
+#[test]
+fn a_job_starts_from_the_file_that_it_has_printed() {
+    let home = Home::new();
+    let options = ["--training-data", "d", "--num-workers", "3", "--job-name", "mnist"];
+    let printed = home.run(
+        &[
+            &["train", "--local", "--print-config"],
+            &options[..],
+            &["--", "/bin/sh", "-c", "exit 3"],
+        ]
+        .concat(),
+    );
+    assert_eq!(printed.code, Some(0), "{}", printed.stderr);
+    fs::write(home.path("job.toml"), &printed.stdout).unwrap();
+    let plan = home.run(&["train", "--config", "job.toml", "--dry-run", "--seed", "7"]);
+    assert_eq!(plan.code, Some(0), "{}", plan.stderr);
+    for part in ["job mnist ", "/bin/sh -c 'exit 3'", "  workers       3 "] {
+        assert!(plan.stdout.contains(part), "no {part:?} in {}", plan.stdout);
+    }
+    fs::write(home.path("wrong.toml"), "num-worker = 3\n").unwrap();
+    home.run(&["train", "--config", "wrong.toml"])
+        .assert_refused(&["--config wrong.toml: `num-worker`", "`num-workers`"]);
+    fs::write(home.path("wrong.toml"), "num-workers = 0\nlocal = true\n").unwrap();
+    let refused = home.run(&["train", "--config", "wrong.toml", "--", "a"]);
+    assert_eq!(refused.code, Some(2));
+    let first = "the key `num-workers` is in wrong.toml:\nerror: invalid value '0' for";
+    assert!(refused.stderr.starts_with(first), "{}", refused.stderr);
+}
+
+#[test]
+fn a_job_in_the_background_may_come_from_a_file() {
+    let home = Home::new();
+    let job = "local = true\ndetach = true\ntraining-data = \"d\"\njob-name = \"mnist\"\n\
+               program = [\"/bin/sh\", \"-c\", \"exec sleep 100\"]\n";
+    fs::write(home.path("job.toml"), job).unwrap();
+    let started = home.run(&["train", "--config", "job.toml"]);
+    assert_eq!(started.code, Some(0), "{}", started.stderr);
+    assert!(started.stdout.contains("runs in the background"), "{}", started.stdout);
+    assert_eq!(home.run(&["stop", "mnist"]).code, Some(0));
+    let followed = home.run(&["status", "mnist", "--watch"]);
+    assert!(followed.stdout.contains("stopped after"), "{}", followed.stdout);
+}
+
+#[test]
+fn the_doctor_checks_this_machine() {
+    let home = Home::new();
+    let output = home.run(&["doctor", "--local", "--storage", "models"]);
+    assert_eq!(output.code, Some(0), "{}{}", output.stdout, output.stderr);
+    let subjects = ["processes", "shared memory", "network", "open files", "GPUs", "job folder"];
+    for subject in subjects.iter().chain(&["storage"]) {
+        assert!(output.stdout.contains(&format!(" {subject} ")), "no {subject}: {}", output.stdout);
+    }
+    assert_eq!(home.entries(), [""; 0], "nothing is left");
+    let output = home.run(&["doctor", "--local", "--storage", "/proc/models"]);
+    assert_eq!(output.code, Some(1), "{}", output.stdout);
+    let lines: Vec<&str> = output.stdout.lines().collect();
+    let [.., problem, remedy] = &lines[..] else { panic!("{}", output.stdout) };
+    assert!(problem.starts_with("problem  storage "), "{problem}");
+    assert!(remedy.contains("to do: make /proc/models writable"), "{remedy}");
+}
+
+#[test]
+fn the_doctor_reports_a_kubeconfig_that_is_wrong() {
+    let home = Home::new();
+    fs::write(home.path("config"), "clusters: 3\n").unwrap();
+    let mut doctor = home.command(&["doctor", "-n", "ml"]);
+    doctor.env("KUBECONFIG", home.path("config")).env_remove("KUBERNETES_SERVICE_HOST");
+    let output = doctor.output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("\nproblem  cluster ") && text.contains("to do: correct"), "{text}");
+}
+
+#[test]
+fn a_conversion_reports_what_its_program_does() {
+    let home = Home::new();
+    let convert = |program: &[&str]| {
+        home.run(&[&["convert", "c/step-1", "m.safetensors", "--"], program].concat())
+    };
+    convert(&["absent"]).assert_refused(&["the program `absent`", "$PATH"]);
+    let asked = "test $ELASTICDL_CONVERT_FROM-$ELASTICDL_CONVERT_TO = c/step-1-m.safetensors";
+    assert_eq!(convert(&["/bin/sh", "-c", asked]).code, Some(0));
+    let failed = convert(&["/bin/sh", "-c", "echo no >&2; exit 1"]);
+    assert_eq!(failed.code, Some(1));
+    let expected = "no\nerror: m.safetensors was not written: /bin/sh ended with exit status: 1\n";
+    assert_eq!(failed.stderr, expected);
+}

@@ -1,0 +1,73 @@
+//! What commands print of jobs: JSON lines, and the list.
+
+use std::fs;
+use std::time::{Duration, SystemTime};
+
+use elasticdl_master::jobdir::JobDir;
+use serde_json::{Value, json};
+
+use crate::{Home, job};
+
+fn read(line: &str) -> Value {
+    serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {line}"))
+}
+
+#[test]
+fn every_line_of_a_json_log_is_an_object() {
+    let home = Home::new();
+    let options = ["--max-worker-restarts", "0", "--log-format", "json"];
+    let output = home.run(&job(&options, r"printf '\033[31moh no\n' >&2; exit 3"));
+    assert_eq!(output.code, Some(1), "{}{}", output.stdout, output.stderr);
+    let lines: Vec<Value> = output.stderr.lines().map(read).collect();
+    let (last, before) = lines.split_last().unwrap();
+    assert!(before.iter().all(|line| line["kind"] == "event" && line["text"].is_string()));
+    assert_eq!(last["kind"], "error");
+    assert!(last["text"].as_str().unwrap().ends_with("its log ends with:\n    oh no"), "{last}");
+    assert_eq!(output.stdout.lines().count(), 1, "{}", output.stdout);
+    let summary = read(&output.stdout);
+    assert_eq!((&summary["state"], &summary["error"]), (&json!("failed"), &last["text"]));
+}
+
+#[test]
+fn the_error_of_a_job_is_printed_once_below_its_summary() {
+    let home = Home::new();
+    let output = home.run(&job(&["--max-worker-restarts", "0"], "exit 3"));
+    assert!(!output.stdout.contains("exited with code 3"), "{}", output.stdout);
+    let errors = output.stderr.lines().filter(|line| line.starts_with("error: "));
+    assert_eq!(errors.count(), 1, "{}", output.stderr);
+}
+
+#[test]
+fn the_list_has_running_jobs_and_the_newest_ended_ones() {
+    let home = Home::new();
+    let create = |name: &str| JobDir::create(&home.path("state/elasticdl").join(name)).unwrap();
+    for number in 0..12_u64 {
+        let ended = create(&format!("ended-{number:02}"));
+        let summary = json!({"state": "completed", "records": {"expected": 8, "counted": 6}});
+        fs::write(ended.summary_path(), summary.to_string()).unwrap();
+        // Files that are written within one tick of the clock would be equally old.
+        let token = fs::File::options().append(true).open(ended.token_path()).unwrap();
+        token.set_modified(SystemTime::now() - Duration::from_secs(60 - number)).unwrap();
+    }
+    // The master of this job has published an address and does not answer there.
+    let running = create("running");
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    running.publish(closed, None).unwrap();
+    let list = |options: &[&str]| {
+        let output = home.run(&[&["list", "--local"], options].concat());
+        assert_eq!(output.code, Some(0), "{}", output.stderr);
+        output.stdout
+    };
+    let table = list(&[]);
+    let lines: Vec<&str> = table.lines().collect();
+    assert_eq!(lines.len(), 1 + 11 + 1, "{table}");
+    assert!(lines[0].ends_with("PROGRESS  WORKERS  AGE"), "{table}");
+    assert!(lines[1].starts_with("(this machine)  running   running "), "{table}");
+    let newest = "(this machine)  ended-11  completed  75.0 %    -        ";
+    assert!(lines[2].starts_with(newest) && lines[2].ends_with(" s"), "{table}");
+    assert_eq!(lines[12], "2 older jobs that have ended are not shown: elasticdl list --all");
+    assert_eq!(list(&["--all"]).lines().count(), 1 + 13);
+    let json = read(&list(&["--json"]));
+    assert_eq!(json.as_array().unwrap().len(), 11);
+    assert_eq!((&json[1]["job"], &json[1]["has_ended"]), (&json!("ended-11"), &json!(true)));
+}

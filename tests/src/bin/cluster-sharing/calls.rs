@@ -1,0 +1,78 @@
+//! How many API calls the masters make, by the API server's audit log.
+
+use std::collections::BTreeMap;
+
+use elasticdl_tests::cluster::{ApiServer, Call, calls};
+use k8s_openapi::jiff::Timestamp;
+
+/// API calls of the masters of a namespace.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Calls {
+    pub(crate) count: usize,
+    /// Per second, from the first one to the last one.
+    pub(crate) per_s: f64,
+    /// Per second, in the ten seconds with the most calls.
+    pub(crate) per_s_10: f64,
+    /// Calls in the second with the most calls.
+    pub(crate) peak: usize,
+    /// Calls by verb and kind of the object.
+    pub(crate) kinds: BTreeMap<String, usize>,
+}
+
+/// The calls so far of the masters of a namespace.
+pub(crate) fn of(namespace: &str) -> Calls {
+    let all = calls(&ApiServer::new().audit());
+    count(&all.into_iter().filter(|call| call.home == namespace).collect::<Vec<_>>())
+}
+
+fn count(calls: &[Call]) -> Calls {
+    let time = |call: &Call| call.at.parse::<Timestamp>().ok().map(Timestamp::as_millisecond);
+    let mut times: Vec<i64> = calls.iter().filter_map(time).collect();
+    times.sort_unstable();
+    let (Some(first), Some(last)) = (times.first(), times.last()) else { return Calls::default() };
+    let seconds = (last - first) as f64 / 1000.0;
+    let mut kinds: BTreeMap<String, usize> = BTreeMap::new();
+    for call in calls {
+        *kinds.entry(format!("{} {}", call.verb, call.resource)).or_default() += 1;
+    }
+    Calls {
+        count: times.len(),
+        per_s: times.len() as f64 / seconds.max(1.0),
+        per_s_10: most_within(&times, 10_000) as f64 / 10.0,
+        peak: most_within(&times, 1000),
+        kinds,
+    }
+}
+
+/// The most of these times, in order, that lie within so many milliseconds.
+fn most_within(times: &[i64], ms: i64) -> usize {
+    let within =
+        |(begin, &first): (usize, &i64)| times[begin..].partition_point(|&time| time < first + ms);
+    times.iter().enumerate().map(within).max().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_busiest_time_may_begin_at_any_call() {
+        assert_eq!(most_within(&[0, 900, 1000, 1100, 1800, 5000], 1000), 4);
+        assert_eq!(most_within(&[], 1000), 0);
+    }
+
+    #[test]
+    fn calls_are_counted_per_second_and_by_kind() {
+        let call = |second: u32, verb: &str| Call {
+            home: "n".into(),
+            verb: verb.into(),
+            resource: "pods".into(),
+            namespace: "n".into(),
+            allowed: true,
+            at: format!("2026-01-01T00:00:{second:02}.500000Z"),
+        };
+        let counted = count(&[call(0, "create"), call(0, "list"), call(20, "create")]);
+        let kinds = [("create pods".to_owned(), 2), ("list pods".to_owned(), 1)].into();
+        assert_eq!(counted, Calls { count: 3, per_s: 0.15, per_s_10: 0.2, peak: 2, kinds });
+    }
+}

@@ -1,0 +1,152 @@
+//! A model whose sums are never exact: an embedding of a number, and a layer with dropout.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Parser;
+use elasticdl::readers::FixedRecords;
+use elasticdl::{AdamW, Gradients, Loss, Metrics, Model, Optimizer, UserError};
+use elasticdl_tests::{counting_reader, numbers};
+
+/// Learns a function of the record's number.
+#[derive(Debug, Parser)]
+pub(crate) struct Mlp {
+    /// Records in the data set.
+    #[arg(long)]
+    records: u64,
+    /// Time to compute the gradient of a record, in addition to the computation.
+    #[arg(long)]
+    micros_per_record: u64,
+    /// Parameters, if more than the model uses.
+    #[arg(long)]
+    parameters: usize,
+    /// Take no additional time once this file exists.
+    #[arg(long)]
+    hurry_when: PathBuf,
+}
+
+impl Mlp {
+    /// Sleeps for as long as `records` are to take, and longer in one worker if that is asked for.
+    fn delay(&self, records: usize) {
+        let variable = |name| std::env::var(name).ok();
+        let slow = variable("DETERMINISM_SLOW").and_then(|factor| factor.parse().ok());
+        let is_slow = variable("ELASTICDL_LAUNCH").is_some_and(|launch| launch == "2");
+        let factor = slow.filter(|_| is_slow).unwrap_or(1);
+        if self.micros_per_record > 0 && !self.hurry_when.exists() {
+            std::thread::sleep(Duration::from_micros(
+                self.micros_per_record * records as u64 * factor,
+            ));
+        }
+    }
+
+    /// Adds the gradient of one record's loss. Returns the loss. `dropout`: seed of the units that
+    /// are left out; `None` for none.
+    fn learn(
+        parameters: &[f32],
+        record: u64,
+        dropout: Option<u64>,
+        mut gradient: Option<&mut [f32]>,
+    ) -> f64 {
+        let row = mix(record) as usize % ROWS * WIDTH;
+        let input = &parameters[row..row + WIDTH];
+        let layer = &parameters[ROWS * WIDTH..][..UNITS * WIDTH + UNITS];
+        let (weights, outputs) = layer.split_at(UNITS * WIDTH);
+        let is_kept =
+            |unit: usize| dropout.is_none_or(|seed| !mix(seed ^ unit as u64).is_multiple_of(10));
+        let mut hidden = [0.0; UNITS];
+        for (unit, hidden) in hidden.iter_mut().enumerate().filter(|(unit, _)| is_kept(*unit)) {
+            let weights = &weights[unit * WIDTH..][..WIDTH];
+            let sum: f32 = input.iter().zip(weights).map(|(x, w)| x * w).sum();
+            *hidden = sum.tanh();
+        }
+        let prediction: f32 = hidden.iter().zip(outputs).map(|(h, w)| h * w).sum();
+        let error = prediction - (record as f32 * 0.37).sin();
+        if let Some(gradient) = &mut gradient {
+            for unit in 0..UNITS {
+                let slope = error * outputs[unit] * (1.0 - hidden[unit] * hidden[unit]);
+                gradient[ROWS * WIDTH + UNITS * WIDTH + unit] += error * hidden[unit];
+                if !is_kept(unit) {
+                    continue;
+                }
+                for i in 0..WIDTH {
+                    let weight = unit * WIDTH + i;
+                    gradient[ROWS * WIDTH + weight] += slope * input[i];
+                    gradient[row + i] += slope * weights[weight];
+                }
+            }
+        }
+        f64::from(error * error) / 2.0
+    }
+}
+
+impl Model for Mlp {
+    type Reader = FixedRecords;
+    type Batch = Vec<u64>;
+
+    fn reader(&self) -> FixedRecords {
+        counting_reader()
+    }
+
+    fn parameter_count(&self) -> usize {
+        USED.max(self.parameters)
+    }
+
+    fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
+        parameters.fill(0.0);
+        for (i, parameter) in parameters[..USED].iter_mut().enumerate() {
+            *parameter = (mix(seed ^ mix(i as u64)) % 20_001) as f32 / 40_000.0 - 0.25;
+        }
+        Ok(())
+    }
+
+    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
+        numbers(records)
+    }
+
+    fn gradients(
+        &mut self,
+        parameters: &[f32],
+        batch: Vec<u64>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
+        self.delay(batch.len());
+        let mut loss = 0.0;
+        for (index, record) in batch.iter().enumerate() {
+            let dropout = Some(gradients.record_key(index));
+            loss += Self::learn(parameters, *record, dropout, Some(gradients.sum()));
+        }
+        Ok(Loss::Sum(loss))
+    }
+
+    fn optimizer(&self) -> Optimizer {
+        AdamW::new(3e-3).into()
+    }
+
+    fn evaluate(
+        &mut self,
+        parameters: &[f32],
+        batch: Vec<u64>,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        let losses = batch.iter().map(|record| Self::learn(parameters, *record, None, None));
+        metrics.add_sum("loss", losses.sum());
+        Ok(())
+    }
+}
+
+/// Mixes the bits of a number (SplitMix64).
+fn mix(number: u64) -> u64 {
+    let mut x = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// Rows of the embedding.
+const ROWS: usize = 1024;
+/// Width of a row.
+const WIDTH: usize = 16;
+/// Units of the layer.
+const UNITS: usize = 128;
+/// Parameters that the model uses.
+const USED: usize = ROWS * WIDTH + UNITS * WIDTH + UNITS;

@@ -1,0 +1,285 @@
+//! Jobs that must end with the same parameters, bit for bit, whatever happens to their workers.
+
+use std::time::Duration;
+
+use elasticdl_proto::{ThroughputSummary, WorkerId};
+use rand::SeedableRng;
+use rand::rngs::ChaCha8Rng;
+use rustix::process::Signal;
+
+use crate::{
+    Command, Ended, FaultRates, JobFixture, Network, Programs, Running, S3, each_once, send,
+};
+
+/// A job, and what happens to it.
+#[derive(Clone, Copy, Debug)]
+pub struct DeterminismCase {
+    /// What is different from the other cases.
+    pub name: &'static str,
+    run: fn(&Setup) -> Option<Ended>,
+}
+
+/// How the jobs of all cases are alike.
+#[derive(Debug)]
+struct Setup {
+    programs: Programs,
+    is_deterministic: bool,
+}
+
+impl DeterminismCase {
+    /// The cases of a number of workers that nothing happens to.
+    pub const UNDISTURBED: &[Self] = &[
+        Self { name: "1 worker", run: |setup| Some(setup.undisturbed(1, &[])) },
+        Self { name: "2 workers", run: |setup| Some(setup.undisturbed(2, &[])) },
+        Self { name: "3 workers", run: |setup| Some(setup.undisturbed(3, &[])) },
+        Self { name: "7 workers", run: |setup| Some(setup.undisturbed(7, &[])) },
+        Self { name: "8 workers", run: |setup| Some(setup.undisturbed(8, &[])) },
+    ];
+
+    /// The cases in which workers or the master come, go and fail.
+    pub const DISTURBED: &[Self] = &[
+        Self { name: "workers killed", run: |setup| Some(setup.kills()) },
+        Self { name: "1 worker, 4 join", run: |setup| Some(setup.joins()) },
+        Self { name: "5 workers, 3 leave", run: |setup| Some(setup.leaves()) },
+        Self { name: "a worker stopped, evicted and replaced", run: |setup| Some(setup.stops()) },
+        Self { name: "the master killed and replaced", run: |setup| Some(setup.another_master()) },
+        Self { name: "stopped at 3 workers, resumed at 5", run: |setup| Some(setup.resumed()) },
+        Self { name: "a slow worker", run: |setup| Some(setup.slow_worker()) },
+        Self {
+            name: "data in a store that is unavailable",
+            run: |setup| Some(setup.unavailable_storage()),
+        },
+    ];
+
+    /// Cases whose model is evaluated after each step: one worker, and seven of which one after the
+    /// other is killed.
+    pub const CURVES: &[Self] = &[
+        Self { name: "1 worker, evaluated", run: |setup| Some(setup.evaluated(1, 0)) },
+        Self { name: "7 workers, evaluated and killed", run: |setup| Some(setup.evaluated(7, 5)) },
+    ];
+
+    /// The cases of transports; they need root and iproute2.
+    pub const TRANSPORTS: &[Self] = &[
+        Self { name: "TCP", run: |setup| setup.on_hosts(3, 3, &[]) },
+        Self { name: "TCP, 4 channels", run: |setup| setup.on_hosts(3, 3, &[("channels", "4")]) },
+        Self { name: "two hosts of two workers", run: |setup| setup.on_hosts(4, 2, &[]) },
+    ];
+
+    /// Throughput of a job of two workers whose model has this many parameters and computes next
+    /// to nothing. `rate`: the workers are on hosts that send at this rate; otherwise they share
+    /// memory. `None` if this machine has no network namespaces.
+    ///
+    /// # Panics
+    /// The job fails.
+    #[must_use]
+    pub fn throughput(
+        programs: Programs,
+        is_deterministic: bool,
+        parameters: u64,
+        rate: Option<&str>,
+    ) -> Option<ThroughputSummary> {
+        let setup = Setup { programs, is_deterministic };
+        let fixture = JobFixture {
+            parameters,
+            records: 2 * COST_STEPS,
+            epochs: 1,
+            global_batch_size: 2,
+            ..setup.fixture(2, 0)
+        };
+        let ended = match rate {
+            None => setup.command(&fixture).option("checkpoint-dir", "none").run(),
+            Some(rate) => {
+                let network = Network::new(3)?;
+                network.limit_rate(rate);
+                setup.start_on_hosts(&network, 2, fixture, &[("checkpoint-dir", "none")]).wait()
+            }
+        };
+        ended.assert_outcome(0, "completed");
+        Some(ended.summary().throughput)
+    }
+
+    /// Runs the case. `None` if this machine can't.
+    ///
+    /// # Panics
+    /// The job fails, or nothing has happened to it.
+    #[must_use]
+    pub fn run(&self, programs: Programs, is_deterministic: bool) -> Option<Ended> {
+        let ended = (self.run)(&Setup { programs, is_deterministic })?;
+        ended.assert_outcome(0, "completed");
+        let expected = each_once(RECORDS * EPOCHS);
+        assert_eq!(ended.summary().records, expected, "{}: {}", self.name, ended.output);
+        Some(ended)
+    }
+}
+
+impl Setup {
+    fn fixture(&self, workers: u32, micros_per_record: u64) -> JobFixture {
+        JobFixture {
+            records: RECORDS,
+            epochs: EPOCHS,
+            micros_per_record,
+            worker_timeout: Some("30s"),
+            ..JobFixture::new(self.programs, workers)
+        }
+    }
+
+    fn command(&self, fixture: &JobFixture) -> Command {
+        let command = fixture.command(SEED);
+        if self.is_deterministic { command.flag("deterministic") } else { command }
+    }
+
+    /// Starts a job that lasts until it is hurried.
+    fn start(&self, fixture: JobFixture) -> Running {
+        let mut job = self.command(&fixture).start().keeping(fixture.folder);
+        job.wait_for_first_steps();
+        job
+    }
+
+    fn undisturbed(&self, workers: u32, options: &[(&str, &str)]) -> Ended {
+        let fixture = self.fixture(workers, 0);
+        let command = self.command(&fixture);
+        options.iter().fold(command, |command, (name, value)| command.option(name, *value)).run()
+    }
+
+    fn kills(&self) -> Ended {
+        let mut job = self.start(self.fixture(3, LONG));
+        let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+        for _ in 0..3 {
+            let (worker, pid) = job.any_worker(&mut rng).expect("workers are there");
+            send(pid, Signal::KILL);
+            job.wait_for_members_without(3, &[worker]);
+            job.wait_for_next_step();
+        }
+        job.hurry();
+        let ended = job.wait();
+        assert!(ended.summary().workers.restarts >= 3, "{:?}", ended.summary().workers);
+        ended
+    }
+
+    fn evaluated(&self, workers: u32, kills: u32) -> Ended {
+        let fixture = self.fixture(workers, if kills > 0 { LONG } else { 0 });
+        let command = self.command(&fixture).option("validation-data", fixture.data());
+        let mut job = command.option("evaluate-every", "1").start().keeping(fixture.folder);
+        let mut rng = ChaCha8Rng::seed_from_u64(SEED);
+        for _ in 0..kills {
+            job.wait_for_work_of(workers as usize);
+            let (worker, pid) = job.any_worker(&mut rng).expect("workers are there");
+            send(pid, Signal::KILL);
+            job.wait_for_members_without(workers as usize, &[worker]);
+        }
+        job.hurry();
+        job.wait()
+    }
+
+    fn joins(&self) -> Ended {
+        let mut job = self.start(self.fixture(1, LONG));
+        job.scale(5);
+        job.wait_for_work_of(5);
+        job.wait_for_next_step();
+        job.hurry();
+        job.wait()
+    }
+
+    fn leaves(&self) -> Ended {
+        let mut job = self.start(self.fixture(5, LONG));
+        job.wait_for_work_of(5);
+        job.scale(2);
+        job.wait_for_work_of(2);
+        job.wait_for_next_step();
+        job.hurry();
+        job.wait()
+    }
+
+    fn stops(&self) -> Ended {
+        let fixture = JobFixture { worker_timeout: Some("1s"), ..self.fixture(3, LONG) };
+        let mut job = self.start(fixture);
+        let members = job.wait_for_members(3);
+        let members: Vec<(WorkerId, u32)> = members.members().map(|m| (m.worker, m.pid)).collect();
+        let (worker, pid) = members[1];
+        send(pid, Signal::STOP);
+        job.wait_for_members_without(3, &[worker]);
+        job.hurry();
+        job.wait()
+    }
+
+    fn another_master(&self) -> Ended {
+        let mut job = self.start(self.fixture(3, LONG));
+        job.wait_for_work_of(3);
+        job.kill_master();
+        std::thread::sleep(Duration::from_millis(500));
+        job.resume();
+        job.wait_for_return_of(3);
+        job.hurry();
+        job.wait()
+    }
+
+    fn resumed(&self) -> Ended {
+        let fixture = self.fixture(3, LONG);
+        let dir = fixture.folder.path().join("checkpoints");
+        let mut job = self.command(&fixture).option("checkpoint-dir", &dir).start();
+        job.wait_for_first_steps();
+        job.signal(Signal::TERM);
+        let stopped = job.wait();
+        stopped.assert_outcome(143, "stopped");
+        let other = self.fixture(5, 0);
+        self.command(&other).option("resume-from", dir).run()
+    }
+
+    /// The shares of a worker that needs four times as long get smaller.
+    fn slow_worker(&self) -> Ended {
+        let fixture = self.fixture(3, 300);
+        self.command(&fixture).started_by(["env", "DETERMINISM_SLOW=4"]).run()
+    }
+
+    /// Workers give back micro-batches that they cannot read, and read them later.
+    fn unavailable_storage(&self) -> Ended {
+        let store = S3::start(FaultRates::default(), SEED);
+        let data = JobFixture { store: Some(store.clone()), files: 100, ..self.fixture(3, 1000) };
+        let command = self.command(&data).option("shuffle", "record");
+        let mut job = command.option("checkpoint-dir", "none").start().keeping(data.folder);
+        job.wait_for_first_steps();
+        while job.is_running() {
+            store.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
+            std::thread::sleep(Duration::from_millis(400));
+            store.set_fault_rates(FaultRates::default());
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let ended = job.wait();
+        assert!(ended.output.contains("waits for storage"), "{}", ended.output);
+        ended
+    }
+
+    /// The nth launch is on host `n % hosts`.
+    fn on_hosts(&self, workers: u32, hosts: u8, options: &[(&str, &str)]) -> Option<Ended> {
+        let network = Network::new(hosts + 1)?;
+        let fixture = self.fixture(workers, 0);
+        Some(self.start_on_hosts(&network, hosts, fixture, options).wait())
+    }
+
+    fn start_on_hosts(
+        &self,
+        network: &Network,
+        hosts: u8,
+        fixture: JobFixture,
+        options: &[(&str, &str)],
+    ) -> Running {
+        const MASTER: u8 = 0;
+        let fixture = JobFixture { script: Some(network.on_host_of_launch(hosts)), ..fixture };
+        let command = self.command(&fixture).started_by(network.on(MASTER));
+        let command = command.option("listen", network.address(MASTER));
+        let command =
+            options.iter().fold(command, |command, (name, value)| command.option(name, *value));
+        command.start().keeping(fixture.folder)
+    }
+}
+
+/// Steps of a job whose speed is measured.
+const COST_STEPS: u64 = 300;
+/// Records of the data.
+const RECORDS: u64 = 1200;
+/// Passes over it.
+const EPOCHS: u64 = 2;
+/// Seed of the jobs.
+const SEED: u64 = 7;
+/// Time per record, in microseconds, of a job that outlives what happens to it.
+const LONG: u64 = 20_000;

@@ -1,0 +1,25 @@
+//! The storage of checkpoints, and the writes to it.
+
+use std::collections::BTreeMap;
+
+use elasticdl::session::header::StateRecord;
+
+/// Step, and the generation that wrote it.
+pub(crate) type Key = (u64, u64);
+
+/// The shared storage of checkpoints; it outlives all processes.
+#[derive(Debug, Default)]
+pub(crate) struct CheckpointStore {
+    /// Parts of unfinished checkpoints, by rank.
+    pub(crate) parts: BTreeMap<Key, BTreeMap<usize, Vec<u8>>>,
+    pub(crate) complete: BTreeMap<Key, (StateRecord, Vec<u8>)>,
+    /// Whether writes are refused at the moment.
+    pub(crate) is_unavailable: bool,
+}
+
+/// One write of a worker's checkpoint thread.
+#[derive(Debug)]
+pub(crate) enum CheckpointWork {
+    Manifest { key: Key, record: StateRecord, world_size: usize },
+    Part { key: Key, rank: usize, bytes: Vec<u8> },
+}

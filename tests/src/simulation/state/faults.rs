@@ -1,0 +1,221 @@
+//! The plan of faults: which are injected, at which moments, and what undoes them.
+
+use std::collections::VecDeque;
+
+use elasticdl_master::job::JobSpec;
+
+use super::network::Host;
+use crate::simulation::clock::{Micros, SimRng};
+
+/// All faults of a run.
+#[derive(Debug)]
+pub(crate) struct FaultPlan {
+    pub(crate) faults: VecDeque<Fault>,
+    /// Number of temporary faults that have not healed yet.
+    pub(crate) unhealed: u32,
+    /// Time since which no fault is active; no other one follows.
+    pub(crate) healed_since: Option<Micros>,
+    /// Whether the user has stopped the job.
+    pub(crate) stopped: bool,
+    /// Whether a process or a link has failed unasked: other links may break from now on.
+    pub(crate) links_may_break: bool,
+    /// Whether all faults of the run hit the control plane only: the master, its streams, its
+    /// persisted snapshots, the storage.
+    pub(crate) is_control_only: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Fault {
+    /// Number of events to skip.
+    pub(crate) after: u64,
+    pub(crate) moment: Option<Moment>,
+    /// Number of events to wait for the moment.
+    pub(crate) wait_max: u64,
+    pub(crate) kind: FaultKind,
+    pub(crate) target: Target,
+}
+
+/// Critical moments.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Moment {
+    /// A rank builds its links.
+    Connecting,
+    /// A joiner fetches the state.
+    Fetching,
+    /// A rank holds the final state.
+    Finishing,
+    /// Some members have committed a step that others have not.
+    HalfCommitted,
+    /// A result or a state is being broadcast.
+    Repairing,
+    /// A rank waits for the other ranks' headers in a new group.
+    Syncing,
+    /// A group waits for records.
+    IdleRound,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum FaultKind {
+    /// Links over which joiners fetch the state break, some of them again and again. No links of a
+    /// member break, and no worker may be lost.
+    BreakFetches,
+    Crash,
+    CrashAll,
+    CrashAllButOne,
+    CrashMaster,
+    CrashTwo,
+    CutFromAll,
+    CutFromMaster,
+    CutFromPeer,
+    CutMasterFromAll,
+    Fail,
+    FailPersisting,
+    LoseAllStreams,
+    LoseLink,
+    LoseStream,
+    Pause,
+    PauseMaster,
+    Scale,
+    Slow,
+    Stop,
+    StoreUnavailable,
+    /// The user suspends the job, and resumes it later.
+    Suspend,
+    Terminate,
+}
+
+/// The process that a fault hits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Target {
+    Any,
+    /// A member with the highest step.
+    Ahead,
+    /// The lowest rank of the newest generation.
+    FirstRank,
+    /// A member that serves the state to a joiner.
+    Donor,
+    /// The process that the moment was found at.
+    AtMoment,
+    /// The process that was started last.
+    Newest,
+}
+
+/// The end of a temporary fault.
+#[derive(Clone, Debug)]
+pub(crate) enum Undo {
+    Continue(usize),
+    ContinueMaster,
+    Persist,
+    Mend(Vec<(Host, Host)>),
+    RestartMaster,
+    /// The user resumes the suspended job.
+    Resume,
+    SpeedUp(Host),
+    StoreAvailable,
+}
+
+impl FaultPlan {
+    pub(crate) fn draw(rng: &mut SimRng, spec: &JobSpec) -> Self {
+        let most = [0, 1, 2, 3, 4, 6, 8, 12][rng.below(8) as usize];
+        let mut faults: VecDeque<Fault> = (0..most).map(|_| Fault::draw(rng, spec)).collect();
+        // From a generator of their own, so that the other draws of a seed stay as they are.
+        let mut rng = SimRng::new(spec.seed.rotate_left(48));
+        let is_control_only = rng.chance(1, 6);
+        for fault in faults.iter_mut().filter(|_| is_control_only) {
+            fault.kind = rng.pick(&CONTROL_PLANE_FAULTS).unwrap_or(fault.kind);
+        }
+        for fault in &mut faults {
+            if rng.chance(1, 10) {
+                (fault.kind, fault.moment) = (FaultKind::BreakFetches, Some(Moment::Fetching));
+            }
+        }
+        let may_suspend = spec.checkpoints.is_some() && !is_control_only;
+        for fault in faults.iter_mut().filter(|_| may_suspend) {
+            if rng.chance(1, 12) {
+                fault.kind = FaultKind::Suspend;
+            }
+        }
+        Self {
+            is_control_only: is_control_only && !faults.is_empty(),
+            faults,
+            unhealed: 0,
+            healed_since: None,
+            stopped: false,
+            links_may_break: false,
+        }
+    }
+}
+
+impl Fault {
+    pub(crate) fn draw(rng: &mut SimRng, spec: &JobSpec) -> Self {
+        use FaultKind::{
+            Crash, CrashAll, CrashAllButOne, CrashMaster, CrashTwo, CutFromAll, CutFromMaster,
+            CutFromPeer, CutMasterFromAll, Fail, LoseAllStreams, LoseLink, LoseStream, Pause,
+            PauseMaster, Scale, Slow, Stop, Terminate,
+        };
+        let kind = match rng.below(100) {
+            0..20 => Crash,
+            20..28 => CrashMaster,
+            28..33 => CrashTwo,
+            33..36 => CrashAllButOne,
+            36..38 => CrashAll,
+            38..42 => Fail,
+            42..52 => Terminate,
+            52..62 => Pause,
+            62..65 => PauseMaster,
+            65..70 => LoseLink,
+            70..72 => LoseAllStreams,
+            72..74 => LoseStream,
+            74..78 => CutFromMaster,
+            78..80 => CutMasterFromAll,
+            80..85 => CutFromPeer,
+            85..88 => CutFromAll,
+            88..93 => Slow,
+            93..99 => Scale,
+            _ => Stop,
+        };
+        let moments = [
+            Moment::Connecting,
+            Moment::Fetching,
+            Moment::Fetching,
+            Moment::Finishing,
+            Moment::HalfCommitted,
+            Moment::HalfCommitted,
+            Moment::Repairing,
+            Moment::Syncing,
+            Moment::IdleRound,
+        ];
+        let targets = [
+            Target::Any,
+            Target::Any,
+            Target::Ahead,
+            Target::FirstRank,
+            Target::Donor,
+            Target::AtMoment,
+            Target::AtMoment,
+            Target::Newest,
+        ];
+        // Short spans are as likely as long ones; a larger group has more events per step.
+        let scale = 1 << rng.below(8);
+        Self {
+            after: 1 + rng.below(scale * u64::from(spec.num_workers)),
+            moment: if rng.chance(3, 5) { rng.pick(&moments) } else { None },
+            wait_max: 400,
+            kind,
+            target: rng.pick(&targets).unwrap_or(Target::Any),
+        }
+    }
+}
+
+/// Faults of the control plane: the master, its connections to the workers, and storage. No worker
+/// may be lost by them.
+pub(crate) const CONTROL_PLANE_FAULTS: [FaultKind; 8] = [
+    FaultKind::CrashMaster,
+    FaultKind::CutFromMaster,
+    FaultKind::CutMasterFromAll,
+    FaultKind::FailPersisting,
+    FaultKind::LoseAllStreams,
+    FaultKind::LoseStream,
+    FaultKind::PauseMaster,
+    FaultKind::StoreUnavailable,
+];

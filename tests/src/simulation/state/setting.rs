@@ -1,0 +1,114 @@
+//! The parameters of a run.
+
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, JobSpec};
+
+use super::nccl::Gpus;
+use crate::job_spec;
+use crate::simulation::clock::{Micros, SimRng};
+
+/// The parameters of a run, which are drawn from its seed before it begins.
+#[derive(Clone, Debug)]
+pub(crate) struct Setting {
+    pub(crate) spec: JobSpec,
+    /// Number of records of each file.
+    pub(crate) files: Vec<u64>,
+    /// Number of parameters of a segment on the ring.
+    pub(crate) segment_len: usize,
+    /// Maximum time to describe a data set or to build a model.
+    pub(crate) build_us: Micros,
+    /// Mean time to compute the gradient of a record.
+    pub(crate) record_us: Micros,
+    /// Maximum time from the master's order to the end of the process.
+    pub(crate) kill_us: Micros,
+    /// Whether the snapshot that the next master finds may be older than the last actions of this
+    /// one.
+    pub(crate) may_restore_stale: bool,
+    /// `None`: workers compute on CPUs.
+    pub(crate) gpus: Option<Gpus>,
+    /// Number of zones that processes run in, in turn; 1: they do not know any.
+    pub(crate) zones: usize,
+}
+
+impl Setting {
+    pub(crate) fn draw(rng: &mut SimRng, seed: u64) -> Self {
+        let max_workers = [1, 2, 2, 3, 3, 3, 4, 4, 5][rng.below(9) as usize];
+        let num_workers = rng.between(1.max(max_workers / 2), max_workers);
+        let min_workers = if rng.chance(2, 3) { 1 } else { rng.between(1, num_workers) };
+        let files: Vec<u64> = (0..rng.between(1, 2)).map(|_| rng.between(3, 36)).collect();
+        let some = |n: u64| NonZeroU64::new(n).expect("drawn from 1 on");
+        let batch = if rng.chance(3, 4) {
+            Batch::Global(some(rng.between(1, files.iter().sum::<u64>().min(8))))
+        } else {
+            Batch::PerWorker(some(rng.between(1, 3)))
+        };
+        let timeout_ms = rng.chance(7, 8).then(|| rng.between(2, 8) * 100);
+        // From a generator of their own, so that the other draws of a seed stay as they are.
+        let per_pod = workers_per_pod(&mut SimRng::new(seed.rotate_left(16)));
+        let pods_max = if per_pod > 1 { 3 } else { u64::MAX };
+        let number = |pods: u64| (pods.min(pods_max) * per_pod) as u32;
+        let spec = JobSpec {
+            min_workers: number(min_workers),
+            max_workers: number(max_workers),
+            workers_per_pod: per_pod as u32,
+            epochs: rng.between(1, 3) as u32,
+            max_steps: rng.chance(1, 8).then(|| rng.between(1, 12)),
+            seed,
+            // A worker that ends by itself, because it is cut off from the master, counts as a
+            // failure.
+            max_worker_restarts: 1000,
+            worker_timeout: timeout_ms.map(Duration::from_millis),
+            // From a generator of their own, so that the other draws of a seed stay as they are.
+            checkpoints: checkpoints(&mut SimRng::new(!seed)),
+            micro_batch: NonZeroU64::new(SimRng::new(seed.rotate_left(32)).below(4)),
+            ..job_spec("simulated", "numbers", number(num_workers), batch)
+        };
+        Self {
+            spec,
+            files,
+            segment_len: if rng.chance(1, 6) {
+                rng.between(2, 6) as usize
+            } else {
+                usize::MAX >> 1
+            },
+            build_us: if rng.chance(1, 4) { 50_000 } else { 5_000 },
+            record_us: rng.between(10, 800),
+            kill_us: if rng.chance(1, 3) { 1_000_000 } else { 5_000 },
+            may_restore_stale: rng.chance(1, 2),
+            gpus: Gpus::draw(&mut SimRng::new(seed.rotate_left(32))),
+            zones: 1 + SimRng::new(seed.rotate_left(8)).below(3) as usize,
+        }
+    }
+
+    /// Number of records of one epoch.
+    pub(crate) fn records(&self) -> u64 {
+        self.files.iter().sum()
+    }
+
+    /// Number of parameters of the model: one for each record of each epoch.
+    pub(crate) fn parameters(&self) -> usize {
+        (self.records() * u64::from(self.spec.epochs)) as usize
+    }
+}
+
+fn checkpoints(rng: &mut SimRng) -> Option<CheckpointSpec> {
+    let steps = NonZeroU64::new(rng.between(1, 8)).expect("drawn from 1 on");
+    let every = if rng.chance(3, 4) {
+        CheckpointEvery::Steps(steps)
+    } else {
+        CheckpointEvery::Time(Duration::from_millis(steps.get()))
+    };
+    rng.chance(1, 2).then(|| CheckpointSpec {
+        dir: "vault".into(),
+        every,
+        keep: 1,
+        exclusive: false,
+    })
+}
+
+/// Draws the number of workers per pod.
+fn workers_per_pod(rng: &mut SimRng) -> u64 {
+    if rng.chance(1, 5) { rng.between(2, 3) } else { 1 }
+}

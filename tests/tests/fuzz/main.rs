@@ -1,0 +1,18 @@
+//! Bounded runs of the fuzz targets: valid inputs with random changes, from fixed seeds.
+//!
+//! | module | inputs |
+//! |---|---|
+//! | `documents` | status and summary of a job, as JSON; the list of a data set's files |
+//! | `files` | files that users hand in: CSV, IDX, JSON, Parquet, safetensors, manifests of checkpoints |
+//! | `network` | frames and state transfers of other ranks; handshakes |
+//!
+//! `tests/corpus/TARGET` has the valid inputs of a target, and inputs that it must refuse
+//! (`refused-…`). An input that once caused a defect is added there. `ELASTICDL_FUZZ_INPUTS=100`
+//! runs a hundred times as many changed inputs.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod documents;
+mod files;
+mod harness;
+mod network;

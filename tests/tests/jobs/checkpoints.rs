@@ -1,0 +1,261 @@
+//! Jobs whose workers are all lost resume from a checkpoint, and new jobs start from checkpoints of
+//! others: every record is in the final model exactly once, which the counting model proves.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use elasticdl_proto::CheckpointsSummary;
+use elasticdl_tests::{Command, Ended, FaultRates, JobFixture, Running, S3, send};
+use rand::rngs::ChaCha8Rng;
+use rand::{RngExt, SeedableRng};
+use rustix::process::Signal;
+
+use crate::PROGRAMS;
+
+const EVERY: u64 = 15;
+/// Steps that may be made while a checkpoint is written: its parts, the reports of them, the
+/// manifest, and the report of it.
+const ON_THE_WAY: u64 = 25;
+
+/// `ELASTICDL_CHAOS_SEEDS=20` runs 20 seeds.
+fn seeds(usual: u64) -> std::ops::Range<u64> {
+    let wanted = std::env::var("ELASTICDL_CHAOS_SEEDS").ok().map(|text| text.parse().unwrap());
+    0..wanted.unwrap_or(usual)
+}
+
+fn checkpointed(fixture: &JobFixture, seed: u64, dir: &str) -> Command {
+    fixture
+        .command(seed)
+        .option("checkpoint-dir", dir)
+        .option("checkpoint-every", EVERY.to_string())
+}
+
+/// Kills all workers or a single one after each pause, until the job ends.
+fn kill_repeatedly(job: &mut Running, seed: u64, pause_ms: std::ops::Range<u64>) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    job.wait_for_first_steps();
+    for fault in 0.. {
+        std::thread::sleep(Duration::from_millis(rng.random_range(pause_ms.clone())));
+        if !job.is_running() {
+            break;
+        }
+        // The number of kills is limited, or the job would never end on a busy machine.
+        if rng.random_ratio(2, 3) && fault < 12 {
+            job.signal_workers(Signal::KILL)
+        } else {
+            job.any_worker(&mut rng).into_iter().for_each(|(_, pid)| send(pid, Signal::KILL));
+        }
+    }
+}
+
+fn checkpoints(ended: &Ended) -> &CheckpointsSummary {
+    ended.summary().checkpoints.as_ref().unwrap()
+}
+
+/// Number of checkpoints that a group began with; asserts that no more steps were repeated than
+/// allowed.
+fn restored(ended: &Ended, context: &str) -> usize {
+    let restored = &checkpoints(ended).restored;
+    let may_be = restored.iter().all(|one| one.lost_steps <= EVERY + ON_THE_WAY);
+    assert!(may_be, "{context}: {restored:?}");
+    restored.len()
+}
+
+#[test]
+fn each_record_is_in_the_model_once_after_repeated_losses_of_all_workers() {
+    let mut total = 0;
+    for seed in seeds(4) {
+        // Every other job has a model of 4 MiB, so that many workers are hit while they write.
+        let fixture = JobFixture::new(PROGRAMS, 3);
+        let fixture = if seed % 2 == 1 { fixture.large() } else { fixture };
+        let dir = fixture.folder.path().join("checkpoints");
+        let mut job = checkpointed(&fixture, seed, dir.to_str().unwrap()).start();
+        kill_repeatedly(&mut job, seed, 100..1500);
+        let ended = job.wait();
+        ended.assert_exact(&format!("seed {seed}"));
+        total += restored(&ended, &format!("seed {seed}"));
+        assert_eq!(checkpoints(&ended).damaged, 0, "seed {seed}");
+    }
+    assert!(total > 0, "no group began with a checkpoint");
+}
+
+#[test]
+fn the_same_holds_for_checkpoints_in_a_bucket_whose_server_fails_and_delays() {
+    let mut total = 0;
+    for seed in seeds(2) {
+        let server = S3::start(
+            FaultRates { errors: 10, cuts: 6, delay_ms: 20, ..FaultRates::default() },
+            seed,
+        );
+        let fixture = JobFixture { micros_per_record: 600, ..JobFixture::new(PROGRAMS, 3) };
+        let starter = [vec!["env".to_owned()], server.environment()].concat();
+        let mut job = checkpointed(&fixture, seed, "s3://bucket/a folder/of jobs")
+            .started_by(starter)
+            .start();
+        kill_repeatedly(&mut job, seed, 400..2500);
+        server.set_fault_rates(FaultRates::default());
+        let ended = job.wait();
+        ended.assert_exact(&format!("seed {seed}"));
+        total += checkpoints(&ended).restored.len();
+        assert!(server.requests_hit() > 0, "no fault was injected");
+        // The final state is retained, and two before it; the removal of older ones may have failed
+        // under the fault rates.
+        let manifests =
+            server.names().into_iter().filter(|name| name.ends_with("manifest.json")).count();
+        assert!((1..=5).contains(&manifests), "{:?}", server.names());
+    }
+    assert!(total > 0, "no group began with a checkpoint");
+}
+
+/// A job that has been stopped in its first epoch: the folder of its checkpoints, and its step.
+fn stopped(fixture: &JobFixture) -> (PathBuf, u64) {
+    let dir = fixture.folder.path().join("checkpoints");
+    let mut job =
+        checkpointed(fixture, 1, dir.to_str().unwrap()).option("checkpoint-keep", "9").start();
+    job.wait_for("some checkpoints", |status| {
+        status.checkpoints.as_ref().is_some_and(|checkpoints| checkpoints.saved > 1)
+    });
+    job.signal(Signal::TERM);
+    let ended = job.wait();
+    ended.assert_outcome(143, "stopped");
+    let step = ended.summary().steps;
+    let newest = checkpoints(&ended).newest.as_ref().map(|saved| saved.step);
+    assert_eq!(newest, Some(step), "the final state is kept");
+    (dir, step)
+}
+
+#[test]
+fn a_stopped_job_is_resumed_by_another_one_with_other_workers_and_batch() {
+    let fixture = JobFixture { micros_per_record: 200, ..JobFixture::new(PROGRAMS, 3) };
+    let (dir, step) = stopped(&fixture);
+    for (workers, batch) in [(1, 96), (5, 30)] {
+        let other = JobFixture {
+            global_batch_size: batch,
+            micros_per_record: 20,
+            ..JobFixture::new(PROGRAMS, workers)
+        };
+        let ended = other.command(1).option("resume-from", dir.to_str().unwrap()).run();
+        ended.assert_exact(&format!("{workers} workers"));
+        let restored: Vec<u64> = checkpoints(&ended).restored.iter().map(|one| one.step).collect();
+        assert_eq!(restored, [step]);
+    }
+}
+
+#[test]
+fn one_checkpoint_is_a_model_to_evaluate() {
+    let fixture = JobFixture { micros_per_record: 200, ..JobFixture::new(PROGRAMS, 3) };
+    let (dir, step) = stopped(&fixture);
+    let evaluate = |model: &str| {
+        let program = [PROGRAMS.counting, "--records", "6000"];
+        Command::new(PROGRAMS.elasticdl, fixture.folder.path().join("inference"), program)
+            .verb("evaluate")
+            .option("model", model)
+            .option("data", fixture.data())
+            .option("num-workers", "2")
+            .run()
+    };
+    let ended = evaluate(dir.to_str().unwrap());
+    assert_eq!(ended.code, Some(2), "{}", ended.output);
+    let (_, newest) = ended.output.split_once("the furthest is ").unwrap();
+    let ended = evaluate(newest.split_whitespace().next().unwrap());
+    assert_eq!(ended.code, Some(0), "{}", ended.output);
+    // 48 records a step.
+    let seen = (step as f64 * 48.0 / 6000.0).min(1.0);
+    assert_eq!(ended.summary().metrics.as_ref().unwrap()["seen"], Some(seen));
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_the_previous_one_is_used() {
+    let fixture = JobFixture { micros_per_record: 200, ..JobFixture::new(PROGRAMS, 2) };
+    let (dir, step) = stopped(&fixture);
+    let mut names: Vec<String> = std::fs::read_dir(&dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    let newest = names.last().unwrap();
+    let shard = dir.join(newest).join("shard-00001-of-00002.safetensors");
+    let mut bytes = std::fs::read(&shard).unwrap();
+    let at = bytes.len() / 2;
+    bytes[at] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let quick = JobFixture { micros_per_record: 20, ..JobFixture::new(PROGRAMS, 2) };
+    let ended = quick.command(1).option("resume-from", dir.to_str().unwrap()).run();
+    ended.assert_exact("a flipped bit");
+    let known = checkpoints(&ended);
+    assert!(known.damaged == 1 && known.restored[0].step < step, "{known:?}");
+    assert!(ended.output.contains(&format!("checkpoint {newest} is damaged")), "{}", ended.output);
+}
+
+#[test]
+fn a_job_that_cannot_resume_from_a_checkpoint_reports_why() {
+    let fixture = JobFixture { micros_per_record: 200, ..JobFixture::new(PROGRAMS, 2) };
+    let (dir, _) = stopped(&fixture);
+    let dir = dir.to_str().unwrap();
+    let refused = |fixture: &JobFixture, options: &[(&str, &str)], why: &str| {
+        let command =
+            options.iter().fold(fixture.command(1), |c, (name, value)| c.option(name, *value));
+        let ended = command.run();
+        ended.assert_outcome(2, "refused");
+        assert!(ended.output.contains(why), "{}", ended.output);
+    };
+    let quick = JobFixture { micros_per_record: 20, ..JobFixture::new(PROGRAMS, 2) };
+    refused(&quick, &[("resume-from", dir), ("max-steps", "1")], "raise it");
+    // Another order has other records at the positions that the ledger holds.
+    let another = [("resume-from", dir), ("shuffle", "none")];
+    refused(&quick, &another, "this job's are in that of --shuffle none");
+    refused(&quick, &[("checkpoint-dir", dir)], "--resume-from");
+    refused(&quick, &[("resume-from", "/nowhere/to/be/found")], "no whole checkpoint");
+    let larger = JobFixture { parameters: 7000, ..quick };
+    refused(&larger, &[("resume-from", dir)], "6000 parameters, and this one has 7000");
+}
+
+#[test]
+fn a_checkpoint_is_written_on_request() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let dir = fixture.folder.path().join("checkpoints");
+    let mut job =
+        fixture.command(1).option("checkpoint-dir", &dir).option("checkpoint-every", "1h").start();
+    let at = job.wait_for_first_steps().step;
+    let path = job.checkpoint();
+    assert!(PathBuf::from(&path).join("manifest.json").is_file(), "{path}");
+    let newest = job.status().checkpoints.unwrap().newest.unwrap();
+    assert!(newest.step > at, "{newest:?}");
+    job.signal(Signal::TERM);
+    assert_eq!(checkpoints(&job.wait()).saved, 2);
+}
+
+#[test]
+fn a_checkpoint_folder_that_cannot_be_written_to_is_refused_before_training() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    // A file has the name of the folder.
+    let dir = fixture.folder.path().join("checkpoints");
+    std::fs::write(&dir, "in the way").unwrap();
+    let ended = checkpointed(&fixture, 1, dir.to_str().unwrap()).run();
+    ended.assert_outcome(2, "refused");
+    assert!(ended.output.contains("--checkpoint-dir"), "{}", ended.output);
+}
+
+#[test]
+fn training_continues_when_checkpoints_can_no_longer_be_written_and_the_job_reports_it() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let dir = fixture.folder.path().join("checkpoints");
+    let mut job = checkpointed(&fixture, 1, dir.to_str().unwrap())
+        .option("summary", fixture.folder.path().join("s"))
+        .start();
+    job.wait_for_first_steps();
+    // The folder is moved away, and a file put in its place.
+    while std::fs::rename(&dir, fixture.folder.path().join("away")).is_err() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::fs::write(&dir, "in the way").unwrap();
+    let ended = job.wait();
+    ended.assert_exact("nothing can be written");
+    assert!(
+        ended.output.contains("warning: the last checkpoint could not be written"),
+        "{}",
+        ended.output
+    );
+    let known = checkpoints(&ended);
+    assert!(known.failed > 2 && known.error.is_some(), "{known:?}");
+}

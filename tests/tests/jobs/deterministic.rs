@@ -1,0 +1,57 @@
+//! `--deterministic`: the same parameters, bit for bit, whatever happens to the workers.
+
+use std::sync::OnceLock;
+
+use elasticdl_tests::{DeterminismCase, Programs};
+
+const PROGRAMS: Programs = Programs {
+    elasticdl: env!("CARGO_BIN_EXE_determinism"),
+    counting: env!("CARGO_BIN_EXE_determinism"),
+};
+
+fn digest(case: &DeterminismCase, is_deterministic: bool) -> Option<String> {
+    let ended = case.run(PROGRAMS, is_deterministic)?;
+    Some(ended.summary().digest.clone().expect("a completed job has a digest"))
+}
+
+/// The digest of one worker to which nothing happens.
+fn expected() -> &'static String {
+    static DIGEST: OnceLock<String> = OnceLock::new();
+    DIGEST.get_or_init(|| digest(&DeterminismCase::UNDISTURBED[0], true).unwrap())
+}
+
+fn assert_same(cases: &[DeterminismCase]) {
+    for case in cases {
+        // `None`: the network of this case can't be made, which was reported.
+        if let Some(digest) = digest(case, true) {
+            assert_eq!(digest, *expected(), "{}", case.name);
+        }
+    }
+}
+
+#[test]
+fn any_number_of_workers_trains_the_same_bits() {
+    assert_same(&DeterminismCase::UNDISTURBED[1..]);
+}
+
+#[test]
+fn workers_and_masters_that_come_and_go_train_the_same_bits() {
+    assert_same(&DeterminismCase::DISTURBED[..4]);
+}
+
+#[test]
+fn another_master_a_checkpoint_other_shares_and_late_data_train_the_same_bits() {
+    assert_same(&DeterminismCase::DISTURBED[4..]);
+}
+
+#[test]
+fn any_transport_trains_the_same_bits() {
+    assert_same(DeterminismCase::TRANSPORTS);
+}
+
+/// Otherwise the tests above would prove nothing.
+#[test]
+fn without_the_option_the_bits_depend_on_the_number_of_workers() {
+    let [one, _, three, ..] = DeterminismCase::UNDISTURBED else { panic!("there are three") };
+    assert_ne!(digest(one, false), digest(three, false));
+}

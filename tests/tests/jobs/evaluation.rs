@@ -1,0 +1,153 @@
+//! Jobs that evaluate their model during training: each record of the validation data is evaluated
+//! once, whichever workers are lost; the checkpoint of the best model is retained; early stopping
+//! ends the training of a model that does not improve.
+
+use std::time::Duration;
+
+use elasticdl_proto::{BestEvaluation, Summary};
+use elasticdl_tests::{Command, JobFixture, each_once, exported_counts, send};
+use rand::rngs::ChaCha8Rng;
+use rand::{RngExt, SeedableRng};
+use rustix::process::Signal;
+
+use crate::PROGRAMS;
+
+const RECORDS: u64 = 6000;
+const BATCH: u64 = 48;
+/// Steps per epoch.
+const EPOCH: u64 = RECORDS / BATCH;
+
+/// A job that is evaluated on its training data.
+fn evaluated(fixture: &JobFixture, seed: u64, every: u64) -> Command {
+    fixture
+        .command(seed)
+        .option("validation-data", fixture.data())
+        .option("evaluate-every", every.to_string())
+}
+
+/// Step of each evaluation, and the fraction of the records that had been absorbed by then.
+fn seen(summary: &Summary) -> Vec<(u64, f64)> {
+    let all = summary.evaluations.as_ref().unwrap().all.iter();
+    all.map(|e| {
+        assert_eq!((e.records, e.metrics["loss"]), (RECORDS, Some(1.0)), "{e:?}");
+        (e.step, e.metrics["seen"].unwrap())
+    })
+    .collect()
+}
+
+#[test]
+fn each_record_is_evaluated_once_whichever_worker_is_killed() {
+    for seed in 0..3 {
+        let fixture = JobFixture::new(PROGRAMS, 3);
+        let dir = fixture.folder.path().join("checkpoints");
+        let command = evaluated(&fixture, seed, 10).option("checkpoint-dir", dir);
+        let mut job = command.option("checkpoint-every", "15").start();
+        job.wait_for_first_steps();
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        for fault in 0.. {
+            std::thread::sleep(Duration::from_millis(rng.random_range(100..800)));
+            if !job.is_running() {
+                break;
+            }
+            if fault == 3 {
+                job.signal_workers(Signal::KILL)
+            } else {
+                job.any_worker(&mut rng).into_iter().for_each(|(_, pid)| send(pid, Signal::KILL))
+            }
+        }
+        let ended = job.wait();
+        ended.assert_exact(&format!("seed {seed}"));
+        // For evaluations of the first epoch the absorbed fraction is known. The report of one may
+        // be lost with the lowest rank.
+        let seen = seen(ended.summary());
+        assert!(seen.len() > 12 && seen.last() == Some(&(2 * EPOCH, 1.0)), "seed {seed}: {seen:?}");
+        for (step, seen) in seen {
+            let expected = (step * BATCH).min(RECORDS) as f64 / RECORDS as f64;
+            assert_eq!((step % 10, seen), (0, expected), "seed {seed}: step {step}");
+        }
+    }
+}
+
+#[test]
+fn the_best_model_is_retained_after_later_ones() {
+    let fixture = JobFixture { micros_per_record: 50, ..JobFixture::new(PROGRAMS, 2) };
+    let dir = fixture.folder.path().join("checkpoints");
+    let model = fixture.path("best.safetensors");
+    let ended = evaluated(&fixture, 1, 20)
+        .option("best-metric", "seen:max")
+        .option("export-best", &model)
+        .option("checkpoint-dir", &dir)
+        .option("checkpoint-every", "15")
+        .option("checkpoint-keep", "1")
+        .run();
+    ended.assert_exact("the best of all");
+    // The first one after an epoch; no later one is better.
+    let export = model.to_str().map(str::to_owned);
+    let best = BestEvaluation { step: 140, metric: "seen".into(), value: 1.0, export };
+    assert_eq!(ended.summary().evaluations.as_ref().unwrap().best, Some(best));
+    let mut steps: Vec<u64> = std::fs::read_dir(&dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap()[5..17].parse().unwrap())
+        .collect();
+    steps.sort_unstable();
+    assert_eq!(steps, [140, 2 * EPOCH]);
+    let counted: f32 = exported_counts(&model).iter().sum();
+    assert_eq!(counted as u64, 140 * BATCH);
+    let shown = "best at step 140: seen 1.0000";
+    assert!(ended.output.contains(shown), "{}", ended.output);
+}
+
+#[test]
+fn the_best_model_is_exported_although_the_worker_that_exports_it_is_killed() {
+    let fixture = JobFixture { micros_per_record: 50, ..JobFixture::new(PROGRAMS, 3) };
+    let model = fixture.path("best.safetensors");
+    let mut job = evaluated(&fixture, 2, 1)
+        .option("best-metric", "seen:max")
+        .option("export-best", &model)
+        .start();
+    job.wait_for_first_steps();
+    for _ in 0..5 {
+        let step = job.wait_for_members(3).step;
+        // The lowest rank, most of whose time is spent with evaluations and exports.
+        send(job.members()[0].1, Signal::KILL);
+        job.wait_for("the next steps", |status| status.step > step + 5);
+    }
+    let ended = job.wait();
+    ended.assert_exact("the exporting worker is killed");
+    let best = ended.summary().evaluations.as_ref().unwrap().best.clone().unwrap();
+    assert_eq!((best.step, best.value), (EPOCH, 1.0));
+    let counted: f32 = exported_counts(&model).iter().sum();
+    assert_eq!(counted as u64, EPOCH * BATCH);
+}
+
+#[test]
+fn early_stopping_ends_the_training_of_a_model_that_does_not_improve() {
+    let fixture = JobFixture { micros_per_record: 50, ..JobFixture::new(PROGRAMS, 2) };
+    let ended = evaluated(&fixture, 1, 10).option("early-stopping", "2").run();
+    ended.assert_outcome(0, "completed");
+    let summary = ended.summary();
+    assert!(summary.evaluations.as_ref().unwrap().stopped_early, "{}", ended.output);
+    assert_eq!((summary.steps, summary.records), (30, each_once(30 * BATCH)));
+}
+
+#[test]
+fn validation_data_that_cannot_be_used_is_named() {
+    let fixture = JobFixture { micros_per_record: 50, ..JobFixture::new(PROGRAMS, 2) };
+    let ended = evaluated(&fixture, 1, 10).option("best-metric", "accuracy").run();
+    let why = "no metric `accuracy`; the model's evaluate() gives: loss, seen";
+    assert!(ended.code == Some(1) && ended.output.contains(why), "{}", ended.output);
+    let ended = fixture.command(1).option("validation-data", "/nowhere/at/all").run();
+    assert!(ended.code == Some(1) && ended.output.contains("/nowhere/at/all"), "{}", ended.output);
+}
+
+#[test]
+fn records_of_a_validation_split_are_evaluated_and_not_trained() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let command = fixture.command(4).option("validation-split", "0.1");
+    let ended = command.option("evaluate-every", "40").run();
+    let summary = ended.summary();
+    assert_eq!(summary.records, each_once(fixture.epochs * RECORDS * 9 / 10));
+    for evaluation in &summary.evaluations.as_ref().unwrap().all {
+        assert_eq!((evaluation.records, evaluation.metrics["seen"]), (RECORDS / 10, Some(0.0)));
+    }
+}

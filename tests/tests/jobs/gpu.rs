@@ -1,0 +1,147 @@
+//! Jobs whose workers compute on GPUs. The GPUs are fakes: libraries with the interfaces of CUDA
+//! and NCCL that compute on the host.
+//!
+//! The model's parameters count records, so the final parameters are the proof, whichever device
+//! holds them.
+
+use std::ffi::OsString;
+
+use elasticdl_proto::Status;
+use elasticdl_tests::{Command, JobFixture, exported_counts, send};
+use rustix::process::Signal;
+
+use crate::PROGRAMS;
+
+fn fixture(num_workers: u32) -> JobFixture {
+    JobFixture {
+        gpu: Some(elasticdl_stand_ins::folder()),
+        ..JobFixture::new(PROGRAMS, num_workers)
+    }
+}
+
+fn with(name: &'static str, value: impl Into<OsString>, fixture: JobFixture) -> JobFixture {
+    JobFixture { variables: vec![(name, value.into())], ..fixture }
+}
+
+/// The transports of all-reduce that the summary of an undisturbed job reports.
+fn allreduce_transport(fixture: &JobFixture) -> String {
+    let ended = fixture.command(0).run();
+    ended.assert_exact("undisturbed");
+    ended.summary().allreduce_transport.clone().unwrap_or_default()
+}
+
+#[test]
+fn records_are_counted_exactly_once_on_gpus_under_kills_and_joins() {
+    for seed in 0..3 {
+        fixture(3).survives_kills(seed, 500..1500);
+    }
+}
+
+#[test]
+fn a_group_switches_to_nccl_once_all_ranks_have_it_and_again_after_a_loss() {
+    let mut job = fixture(3).start(1);
+    let is_on_nccl = |status: &Status| {
+        status.allreduce_transport.as_ref().is_some_and(|what| what.starts_with("NCCL 2.28"))
+    };
+    job.wait_for("NCCL", is_on_nccl);
+    let (_, pid) = job.workers().into_iter().next_back().unwrap();
+    send(pid, Signal::KILL);
+    job.wait_for("a group without it, and one with another", |status| status.memberships.len() > 2);
+    job.wait_for("NCCL in the new group", is_on_nccl);
+    job.wait().assert_exact("after a kill on NCCL");
+}
+
+#[test]
+fn without_nccl_or_on_a_shared_gpu_a_group_stays_on_the_host_ring_and_reports_why() {
+    let what = allreduce_transport(&with("ELASTICDL_NCCL", "off", fixture(2)));
+    assert!(
+        what.contains("by way of the hosts' memory") && what.contains("ELASTICDL_NCCL is off"),
+        "{what}"
+    );
+    let what = allreduce_transport(&with("ELASTICDL_NCCL", "/nowhere/libnccl.so", fixture(2)));
+    assert!(what.contains("/nowhere/libnccl.so can't be loaded"), "{what}");
+    let what = allreduce_transport(&with(
+        "ELASTICDL_NCCL",
+        elasticdl_stand_ins::nccl_with("old"),
+        fixture(2),
+    ));
+    assert!(what.contains("too old"), "{what}");
+    let what = allreduce_transport(&with("STAND_IN_DEVICES", "1", fixture(2)));
+    assert!(what.contains("ranks 0 and 1 share a GPU"), "{what}");
+}
+
+#[test]
+fn when_nccl_fails_repeatedly_the_job_continues_without_it() {
+    let what = allreduce_transport(&with(
+        "ELASTICDL_NCCL",
+        elasticdl_stand_ins::nccl_with("init_fails"),
+        fixture(2),
+    ));
+    assert!(what.contains("NCCL failed"), "{what}");
+    let what = allreduce_transport(&with(
+        "ELASTICDL_NCCL",
+        elasticdl_stand_ins::nccl_with("init_hangs"),
+        fixture(2),
+    ));
+    assert!(what.contains("NCCL is being built"), "{what}");
+    for fault in ["op_fails", "async_error"] {
+        let what = allreduce_transport(&with(
+            "ELASTICDL_NCCL",
+            elasticdl_stand_ins::nccl_with(fault),
+            fixture(2),
+        ));
+        assert!(what.contains("NCCL is given up, it failed in 3 generations"), "{fault}: {what}");
+    }
+}
+
+#[test]
+fn a_worker_without_a_gpu_is_refused_by_a_group_on_gpus() {
+    let fixture = fixture(2);
+    let program = format!(
+        "[ $ELASTICDL_INDEX = 1 ] || gpu=--gpu; \
+         exec {} --records 6000 --micros-per-record 400 $gpu",
+        PROGRAMS.counting
+    );
+    let ended = Command::new(PROGRAMS.elasticdl, fixture.path("job"), ["/bin/sh", "-c", &program])
+        .option("training-data", fixture.data())
+        .option("num-workers", "2")
+        .option("max-worker-restarts", "0")
+        .started_by([
+            "env".to_owned(),
+            format!("LD_LIBRARY_PATH={}", elasticdl_stand_ins::folder().display()),
+        ])
+        .run();
+    let error = ended.summary().error.as_ref().unwrap();
+    assert!(
+        error.contains("all must compute on the same kind of device"),
+        "{error}\n{}",
+        ended.output
+    );
+}
+
+#[test]
+fn a_state_on_gpus_is_evaluated_checkpointed_restored_and_exported() {
+    let fixture = fixture(3);
+    let model = fixture.path("model.safetensors");
+    let mut job = fixture
+        .command(5)
+        .option("validation-data", fixture.data())
+        .option("evaluate-every", "50")
+        .option("checkpoint-dir", fixture.path("checkpoints"))
+        .option("checkpoint-every", "20")
+        .option("export", &model)
+        .start();
+    job.wait_for("a checkpoint", |status| {
+        status.checkpoints.as_ref().is_some_and(|checkpoints| checkpoints.saved > 1)
+    });
+    job.signal_workers(Signal::KILL);
+    let ended = job.wait();
+    ended.assert_exact("after the loss of all");
+    let checkpoints = ended.summary().checkpoints.as_ref().unwrap();
+    assert!(!checkpoints.restored.is_empty() && checkpoints.damaged == 0, "{checkpoints:?}");
+    let evaluations = &ended.summary().evaluations.as_ref().unwrap().all;
+    let at_50 = evaluations.iter().find(|one| one.step == 50).unwrap();
+    // 50 steps of 48 of 6000 records.
+    assert_eq!(at_50.metrics["seen"], Some(0.4), "{at_50:?}");
+    assert_eq!(exported_counts(&model), [2.0; 6000]);
+}

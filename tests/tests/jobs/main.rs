@@ -1,0 +1,39 @@
+//! Jobs as real processes, under faults of every kind: `cargo test -p elasticdl-tests --test jobs
+//! chaos::` runs the tests of one module.
+//!
+//! One executable, so that little is linked, and so that the tests, most of which wait, run beside
+//! each other.
+
+#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+
+mod chaos;
+mod checkpoints;
+mod dashboard;
+mod deterministic;
+mod encryption;
+mod endings;
+mod evaluation;
+mod export;
+mod gpu;
+mod gpu_drill;
+mod inference;
+mod lifecycle;
+mod master;
+mod metrics;
+mod partition;
+mod pods;
+mod refusals;
+mod regroup;
+mod status;
+mod stops;
+mod storage;
+mod tls;
+mod trouble;
+
+use elasticdl_tests::Programs;
+
+/// The programs under test.
+const PROGRAMS: Programs = Programs {
+    elasticdl: env!("CARGO_BIN_EXE_elasticdl-under-test"),
+    counting: env!("CARGO_BIN_EXE_counting"),
+};

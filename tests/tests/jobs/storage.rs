@@ -1,0 +1,217 @@
+//! Jobs whose storage becomes unavailable for a while wait for it, and lose nothing; jobs whose
+//! data is changed during training end.
+//!
+//! All with the options that jobs have by default.
+
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::time::{Duration, Instant};
+
+use elasticdl_proto::Status;
+use elasticdl_tests::{Command, Ended, FaultRates, S3, counting_data, send};
+use rustix::process::Signal;
+use tempfile::TempDir;
+
+use crate::PROGRAMS;
+
+const RECORDS: u64 = 6000;
+
+/// A store with the data in many objects, so that workers always have some to read, and a job of
+/// three workers on it.
+fn job(folder: &TempDir, server: &S3) -> Command {
+    job_on("s3://bucket/data", folder, server)
+}
+
+/// The data in a store and in `folder`, and a job of three workers on `training_data`.
+fn job_on(training_data: impl Into<OsString>, folder: &TempDir, server: &S3) -> Command {
+    let data = folder.path().join("data");
+    counting_data(&data, RECORDS, 300).unwrap();
+    for entry in std::fs::read_dir(&data).unwrap().map(Result::unwrap) {
+        let name = entry.file_name().into_string().unwrap();
+        server.put(&format!("bucket/data/{name}"), std::fs::read(entry.path()).unwrap());
+    }
+    let program = [PROGRAMS.counting, "--records", "6000", "--micros-per-record", "2500"];
+    Command::new(PROGRAMS.elasticdl, folder.path().join("job"), program)
+        .option("training-data", training_data)
+        .option("num-epochs", "1")
+        .option("num-workers", "3")
+        .option("global-batch-size", "48")
+        .started_by([vec!["env".to_owned()], server.environment()].concat())
+}
+
+fn become_unavailable(server: &S3, for_how_long: Duration) {
+    server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
+    std::thread::sleep(for_how_long);
+    server.set_fault_rates(FaultRates::default());
+}
+
+fn times(ended: &Ended, words: &str) -> usize {
+    ended.output.matches(words).count()
+}
+
+#[test]
+fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_and_no_record() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = S3::start(FaultRates::default(), 1);
+    let job = job(&folder, &server)
+        .option("checkpoint-dir", "s3://bucket/checkpoints")
+        .option("checkpoint-every", "20");
+    let mut job = job.start();
+    let working = job.wait_for_work_of(3);
+    let (generation, before) = (working.generation, working.step);
+    become_unavailable(&server, Duration::from_secs(6));
+    job.wait_for("steps after six seconds", |status| status.step > before + 20);
+    let before = job.status().step;
+    become_unavailable(&server, Duration::from_secs(20));
+    let status = job.status();
+    assert_eq!(status.members().count(), 3, "{status:?}");
+    assert!(status.step >= before, "{status:?}");
+    let ended = job.wait();
+    ended.assert_exactly_once("20 s", RECORDS, 1);
+    ended.assert_undisturbed(generation);
+    let summary = ended.summary();
+    assert_eq!(summary.checkpoints.as_ref().unwrap().failed, 0, "{summary:?}");
+    assert!(summary.throughput.storage_wait_s > 10.0, "{summary:?}");
+    // One event for each outage, not one per worker and request.
+    assert_eq!(times(&ended, "waits for storage: s3://bucket/"), 2, "{}", ended.output);
+    assert_eq!(times(&ended, "storage answers again"), 2, "{}", ended.output);
+}
+
+#[test]
+fn a_group_that_waits_for_storage_from_its_start_on_still_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = S3::start(FaultRates { unavailable: true, ..FaultRates::default() }, 1);
+    let mut job = job(&folder, &server).start();
+    std::thread::sleep(Duration::from_secs(2));
+    server.set_fault_rates(FaultRates::default());
+    job.wait_for_first_steps();
+    server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
+    // Until the prefetched data is used up.
+    std::thread::sleep(Duration::from_secs(3));
+    let (worker, pid) = job.members()[1];
+    send(pid, Signal::KILL);
+    let killed = Instant::now();
+    job.wait_for_members_without(3, &[worker]);
+    assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
+    server.set_fault_rates(FaultRates::default());
+    let ended = job.wait();
+    ended.assert_exactly_once("a kill amid an outage", RECORDS, 1);
+    assert_eq!(ended.summary().workers.restarts, 1, "{:?}", ended.summary());
+    assert!(ended.summary().throughput.storage_wait_s > 0.0, "{:?}", ended.summary());
+}
+
+#[test]
+fn workers_that_wait_for_validation_data_are_neither_lost_nor_counted_as_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = S3::start(FaultRates::default(), 1);
+    let mut job = job_on(folder.path().join("data"), &folder, &server)
+        .option("validation-data", "s3://bucket/data")
+        .option("evaluate-every", "60")
+        .option("max-worker-restarts", "0")
+        .start();
+    let generation = job.wait_for_work_of(3).generation;
+    server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
+    job.wait_for("the first evaluation", |status| status.step == 60);
+    std::thread::sleep(Duration::from_secs(20));
+    let status = job.status();
+    let disconnected = status.workers_disconnected.len();
+    assert_eq!((status.step, status.generation, disconnected), (60, generation, 0), "{status:?}");
+    assert_eq!(status.members().count(), 3, "{status:?}");
+    // A member that is lost meanwhile takes no other one with it.
+    let (worker, pid) = job.members()[1];
+    send(pid, Signal::KILL);
+    std::thread::sleep(Duration::from_secs(5));
+    server.set_fault_rates(FaultRates::default());
+    job.wait_for_members_without(3, &[worker]);
+    let ended = job.wait();
+    ended.assert_exactly_once("an outage in an evaluation", RECORDS, 1);
+    assert_eq!(ended.summary().workers.restarts, 1, "{:?}", ended.summary());
+    assert!(ended.summary().throughput.storage_wait_s > 0.0, "{:?}", ended.summary());
+}
+
+#[test]
+fn workers_that_wait_for_their_checkpoint_are_neither_lost_nor_counted_as_failed() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = S3::start(FaultRates::default(), 1);
+    let mut job = job_on(folder.path().join("data"), &folder, &server)
+        .option("checkpoint-dir", "s3://bucket/checkpoints")
+        .option("checkpoint-every", "10")
+        .option("max-worker-restarts", "0")
+        .start();
+    job.wait_for("a checkpoint", |status| {
+        status.checkpoints.as_ref().is_some_and(|kept| kept.saved > 0)
+    });
+    let former = job.status().generation;
+    server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
+    job.members().into_iter().for_each(|(_, pid)| send(pid, Signal::KILL));
+    let three = |status: &Status| status.generation > former && status.members().count() == 3;
+    job.wait_for("the next group", three);
+    let generation = job.status().generation;
+    std::thread::sleep(Duration::from_secs(20));
+    let status = job.status();
+    let disconnected = status.workers_disconnected.len();
+    assert_eq!((status.generation, disconnected), (generation, 0), "{status:?}");
+    server.set_fault_rates(FaultRates::default());
+    let ended = job.wait();
+    ended.assert_exactly_once("an outage at the start", RECORDS, 1);
+    let summary = ended.summary();
+    assert_eq!((summary.workers.restarts, summary.state_lost), (3, None), "{summary:?}");
+    assert!(ended.summary().throughput.storage_wait_s > 0.0, "{:?}", ended.summary());
+}
+
+fn table(rows: usize) -> String {
+    let mut text = "x,y,name\n".to_owned();
+    for row in 0..rows {
+        writeln!(text, "{row},0.5,row {row} and some more").unwrap();
+    }
+    text
+}
+
+#[test]
+fn a_table_in_a_store_is_read_with_few_requests() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = S3::start(FaultRates::default(), 1);
+    let bytes = table(60_000).into_bytes();
+    let blocks = bytes.len() as u64 / (256 << 10) + 1;
+    server.put("bucket/table.csv", bytes);
+    let program = [env!("CARGO_BIN_EXE_reading"), "csv"];
+    let ended = Command::new(PROGRAMS.elasticdl, folder.path().join("job"), program)
+        .option("training-data", "s3://bucket")
+        .option("num-workers", "2")
+        .option("global-batch-size", "256")
+        .started_by([vec!["env".to_owned()], server.environment()].concat())
+        .run();
+    assert_eq!(ended.code, Some(0), "{}", ended.output);
+    let requests = server.requests();
+    let of = |method: &str| requests.get(method).copied().unwrap_or(0);
+    // The worker that lists the table knows its version.
+    assert!(of("HEAD") <= 1, "{requests:?}");
+    assert!(of("GET") <= 2 * blocks.div_ceil(4) + 4, "{requests:?} for {blocks} blocks");
+}
+
+#[test]
+fn one_line_appended_to_a_table_ends_the_job_which_names_it() {
+    use std::io::Write as _;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("table.csv");
+    std::fs::write(&path, table(40_000)).unwrap();
+    let program = [env!("CARGO_BIN_EXE_reading"), "csv", "300"];
+    let mut job = Command::new(PROGRAMS.elasticdl, folder.path().join("job"), program)
+        .option("training-data", &path)
+        .option("num-epochs", "1")
+        .option("num-workers", "2")
+        .option("global-batch-size", "64")
+        .start();
+    job.wait_for_first_steps();
+    let mut file = std::fs::OpenOptions::new().append(true).open(&path).unwrap();
+    file.write_all(b"1,2,appended\n").unwrap();
+    let ended = job.wait();
+    ended.assert_outcome(1, "failed");
+    let summary = ended.summary();
+    let (path, error) = (path.to_str().unwrap(), summary.error.as_ref().unwrap());
+    assert!(
+        error.contains(path) && error.contains("it has changed since the job started"),
+        "{error}"
+    );
+    assert!(summary.workers.restarts == 0 && summary.steps > 3, "{summary:?}");
+}

@@ -1,0 +1,18 @@
+"""Counts records under kills, with elasticdl."""
+
+import sys
+
+import torch
+
+import elasticdl.torch as et
+from workload import Counts
+
+records, path = int(sys.argv[1]), sys.argv[2]
+job = et.join()
+net = job.model(Counts(records))
+opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=1.0), reduction="sum")
+for indices in job.sampler(records, micro_batch=8):
+    loss = net(torch.tensor(indices))
+    loss.backward()
+    opt.step(loss.detach() / len(indices))
+net.write(path)

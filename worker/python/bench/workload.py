@@ -1,0 +1,87 @@
+"""Models, data and timing, which the programs of the comparison share."""
+
+import os
+import sys
+import time
+
+import torch
+
+RECORDS_PER_STEP = 64
+
+
+class Timer:
+    """Prints the rate of the steps after the first ones."""
+
+    def __init__(self):
+        self.count = 0
+        self.started = None
+
+    def step(self):
+        self.count += 1
+        if self.count == WARM_UP:
+            self.started = time.perf_counter()
+
+    def print_rate(self):
+        rate = (self.count - WARM_UP) / (time.perf_counter() - self.started)
+        print(f"rate {rate:.3f}", flush=True)
+
+
+def build():
+    """The module, the data set and the number of steps that the arguments name."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    name, steps = sys.argv[1], int(sys.argv[2])
+    if name == "mlp":
+        # 10.0 million parameters.
+        layers = [torch.nn.Linear(1024, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 2880)]
+        net = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(2880, 703))
+        shape, classes = (1024,), 703
+    else:
+        # 0.1 million parameters.
+        net = torch.nn.Sequential(
+            *(torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)),
+            *(torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)),
+            *(torch.nn.Flatten(), torch.nn.Linear(32 * 49, 64), torch.nn.ReLU()),
+            torch.nn.Linear(64, 10),
+        )
+        shape, classes = (1, 28, 28), 10
+    x = torch.randn(256, *shape)
+    return net, Repeated(x, torch.randint(classes, (256,)), steps * RECORDS_PER_STEP)
+
+
+class Repeated(torch.utils.data.Dataset):
+    """A data set of any length from a few tensors."""
+
+    def __init__(self, x, y, length):
+        self.x, self.y, self.length = x, y, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return self.x[index % len(self.x)], self.y[index % len(self.y)]
+
+
+class Counts(torch.nn.Module):
+    """A model that counts its records: record ``i`` adds 1 to parameter ``i``."""
+
+    def __init__(self, records):
+        super().__init__()
+        self.counts = torch.nn.Parameter(torch.zeros(records))
+
+    def forward(self, indices):
+        # What computing a record takes.
+        time.sleep(len(indices) * MILLISECONDS_PER_RECORD / 1000)
+        return -self.counts[indices].sum()
+
+    def write(self, path):
+        """Writes how many records were lost and repeated."""
+        values = self.counts.detach().round()
+        lost, repeated = int((values == 0).sum()), int((values - 1).clamp(min=0).sum())
+        with open(f"{path}.{os.getpid()}", "w") as file:
+            file.write(f"{lost} {repeated} {time.time()}")
+        os.replace(f"{path}.{os.getpid()}", path)
+
+
+WARM_UP = 5
+MILLISECONDS_PER_RECORD = 2.0

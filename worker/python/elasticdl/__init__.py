@@ -1,0 +1,15 @@
+"""Elastic synchronous data-parallel training.
+
+``elasticdl train --local -- python train.py`` starts several processes of a program; in each of
+them :func:`join` returns a :class:`Job`. The processes train one model. Any of them may be killed
+or added at any time, and every record counts exactly once. ``python train.py`` alone trains in a
+group of one.
+
+This module needs nothing but Python. For PyTorch, use :mod:`elasticdl.torch`.
+"""
+
+from ._data import GroupSampler, RankSampler, sampler
+from ._elasticdl import Ring
+from ._job import Job, Record, Sampler, join
+
+__all__ = ["GroupSampler", "Job", "RankSampler", "Record", "Ring", "Sampler", "join", "sampler"]

@@ -1,0 +1,133 @@
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from ._elasticdl import Ring as Ring
+
+def join() -> Job: ...
+def sampler(
+    length: int,
+    *,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    seed: int | None = None,
+    shuffle: bool | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> GroupSampler | RankSampler: ...
+
+class Job:
+    @property
+    def generation(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def records(self) -> int: ...
+    @property
+    def micro_batch(self) -> list[Record]: ...
+    @property
+    def seed(self) -> int: ...
+    def seed_for(
+        self,
+        *,
+        record: int | None = None,
+        step: int | None = None,
+        epoch: int | None = None,
+        stream: int = 0,
+    ) -> int: ...
+    @property
+    def parameters(self) -> memoryview[float]: ...
+    @property
+    def gradient(self) -> memoryview[float]: ...
+    @property
+    def state(self) -> Any: ...
+    def model(
+        self,
+        parameters: int,
+        *,
+        state: int = 0,
+        initialize: Callable[[int], Any] | None = None,
+        update: Callable[[int, int], Any] | None = None,
+        name: str = "parameters",
+    ) -> None: ...
+    def sampler(
+        self,
+        length: int,
+        *,
+        micro_batch: int = 32,
+        global_batch: int | None = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        seed: int | None = None,
+        shuffle: bool | None = None,
+    ) -> Sampler: ...
+    def commit(
+        self, loss: float = 0.0, *, reduction: Literal["mean", "sum"] = "mean"
+    ) -> bool: ...
+
+class Record(int):
+    epoch: int
+    def seed_for(self, stream: int = 0) -> int: ...
+
+class Sampler(Iterator[list[Record]]):
+    length: int
+    micro_batch: int
+    def __iter__(self) -> Sampler: ...
+    def __next__(self) -> list[Record]: ...
+
+class RankSampler(Iterator[list[Record]]):
+    length: int
+    micro_batch: int | None
+    global_batch: int
+    seed: int | None
+    rank: int
+    world_size: int
+    epochs: int
+    max_steps: int | None
+    step: int
+    records: int
+    def __init__(
+        self,
+        length: int,
+        *,
+        micro_batch: int | None = None,
+        global_batch: int | None = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        seed: int | None = None,
+        shuffle: bool | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None: ...
+    def __iter__(self) -> RankSampler: ...
+    def __next__(self) -> list[Record]: ...
+    def commit(self) -> bool: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+class GroupSampler(Iterator[list[Record]]):
+    length: int
+    micro_batch: int
+    seed: int | None
+    @property
+    def generation(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def records(self) -> int: ...
+    def __iter__(self) -> GroupSampler: ...
+    def __next__(self) -> list[Record]: ...
+    def commit(self) -> bool: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

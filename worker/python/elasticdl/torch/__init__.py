@@ -1,0 +1,23 @@
+"""PyTorch models on elasticdl.
+
+::
+
+    import elasticdl.torch as et
+
+    job = et.join()
+    model = job.model(net)
+    opt = job.optimizer(torch.optim.AdamW(net.parameters(), lr=3e-4))
+    data = DataLoader(ds, batch_sampler=job.sampler(len(ds), micro_batch=32, global_batch=512))
+    for x, y in data:
+        loss = criterion(model(x), y)
+        loss.backward()
+        opt.step(loss)
+        opt.zero_grad()
+"""
+
+from ._job import Job, Optimizer, join
+from ._random import Dropout
+from ._scaler import Scaler
+from ._weights import load
+
+__all__ = ["Dropout", "Job", "Optimizer", "Scaler", "join", "load"]

@@ -1,0 +1,177 @@
+"""The way of gradients from a backward pass to the trainer.
+
+The trainer's gradient of a step is one flat array, to which each micro-batch adds::
+
+    buffers | frozen parameters | parameters, in the order of the module
+                                                  <-- bucket 1 --><-- bucket 0 -->
+
+A backward pass visits the parameters from the last to the first. As soon as it has accumulated a
+parameter's gradient, a hook moves it here. In the last micro-batch of a step, the elements behind
+the first parameter that is still missing are declared complete, and the trainer sums whole buckets
+of them over all workers while the backward pass continues.
+"""
+
+import collections
+import ctypes
+import functools
+
+import torch
+
+from ._scaler import OVERFLOW
+
+
+class Gradients:
+    """Moves gradients of the parameters to the trainer. One micro-batch after the other."""
+
+    def __init__(self, core, parameters, start, *, is_mean, bucket_len, scaler=None):
+        """``start``: offset of the first parameter. ``bucket_len``: ``None`` without overlap."""
+        self._core = core
+        self._parameters = parameters
+        self._starts = [start]
+        for parameter in parameters:
+            self._starts.append(self._starts[-1] + parameter.numel())
+        self._is_mean = is_mean
+        self._scaler = scaler
+        self._bucket_len = bucket_len
+        self._flats = collections.OrderedDict()
+        if bucket_len is not None:
+            for index, parameter in enumerate(parameters):
+                hook = functools.partial(self._on_accumulated, index)
+                parameter.register_post_accumulate_grad_hook(hook)
+        self._forget()
+
+    @property
+    def total(self):
+        """Number of elements of the flat array."""
+        return self._starts[-1]
+
+    def flat(self, address):
+        """The flat array of the trainer at an address; it must not be used after its call."""
+        return self._at(address)[0]
+
+    def deliver(self, buffers):
+        """Completes the gradient of the micro-batch. ``buffers``: the first elements' part."""
+        batch = self._begin()
+        with torch.no_grad():
+            for index, parameter in enumerate(self._parameters):
+                taken, gradient = self._taken[index], parameter.grad
+                if taken is not None:
+                    if gradient is not taken[0] or gradient._version != taken[1]:
+                        raise RuntimeError(_CHANGED)
+                elif batch.address and gradient is not None:
+                    self._move(batch, index, gradient)
+                elif batch.address and not batch.before:
+                    self._at(batch.address)[1][index].zero_()
+                parameter.grad = None
+            if batch.address:
+                flat = self.flat(batch.address)
+                if not batch.before:
+                    flat[: self._starts[0]] = 0.0
+                # The values of the last micro-batch, for all records of this worker.
+                torch.mul(buffers, batch.before + batch.records, out=flat[: len(buffers)])
+                if self._overflows:
+                    flat[0] = OVERFLOW
+        self._forget()
+
+    def clear(self):
+        """Forgets the gradients of a backward pass that is not delivered."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _forget(self):
+        self._batch = None
+        self._overflows = False
+        # Of each parameter, its gradient and the gradient's version when it was moved.
+        self._taken = [None] * len(self._parameters)
+        # Number of parameters before those that are complete.
+        self._left = len(self._parameters)
+        self._buckets = 0
+
+    def _begin(self):
+        if self._batch is None:
+            self._batch = _Batch(*self._core.counted())
+        return self._batch
+
+    def _on_accumulated(self, index, parameter):
+        """Called in a backward pass."""
+        batch = self._begin()
+        if not batch.address:
+            # Nothing that a discarded micro-batch, or code outside of the loop, computes is used.
+            self._batch = None
+            return
+        if self._taken[index] is not None:
+            raise RuntimeError(_TWICE)
+        gradient = parameter.grad
+        with torch.no_grad():
+            self._move(batch, index, gradient)
+        self._taken[index] = (gradient, gradient._version)
+        if batch.is_overlapped and index == self._left - 1:
+            self._announce()
+
+    def _move(self, batch, index, gradient):
+        view = self._at(batch.address)[1][index]
+        scale = batch.records if self._is_mean else 1
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self._scaler is not None:
+            scale /= self._scaler.get_scale()
+            if not gradient.isfinite().all():
+                self._overflows = True
+                if not batch.before:
+                    view.zero_()
+                return
+        if batch.before:
+            view.add_(gradient, alpha=scale)
+        else:
+            torch.mul(gradient, scale, out=view)
+
+    def _announce(self):
+        while self._left and self._taken[self._left - 1] is not None:
+            self._left -= 1
+        start = self._starts[self._left]
+        buckets = (self.total - start) // self._bucket_len
+        if buckets > self._buckets:
+            self._buckets = buckets
+            self._core.complete_from(start)
+
+    def _at(self, address):
+        """The flat array at an address, and its views as the parameters.
+
+        The trainer uses a few arrays in turn.
+        """
+        found = self._flats.get(address)
+        if found is None:
+            memory = (ctypes.c_float * self.total).from_address(address)
+            flat = torch.frombuffer(memory, dtype=torch.float32)
+            ends = zip(self._parameters, self._starts, self._starts[1:], strict=False)
+            views = [flat[start:end].view(p.shape) for p, start, end in ends]
+            found = self._flats[address] = flat, views
+            if len(self._flats) > _ARRAYS_MAX:
+                self._flats.popitem(last=False)
+        return found
+
+
+class _Batch:
+    """How a micro-batch counts, as ``counted()`` of the core says."""
+
+    __slots__ = ("address", "before", "is_overlapped", "records")
+
+    def __init__(self, address, records, before, is_overlapped):
+        self.address, self.records = address, records
+        self.before, self.is_overlapped = before, is_overlapped
+
+
+_HOW = (
+    "with overlap=False in job.optimizer(), gradients are taken by step(), and not during the "
+    "backward pass"
+)
+_TWICE = (
+    "a parameter got a gradient a second time in one micro-batch, and the first may have been "
+    f"summed over all workers: call backward() once for each micro-batch; {_HOW}"
+)
+_CHANGED = (
+    "a gradient was changed or cleared between backward() and step(), and the workers sum it as it "
+    f"was; to clip a step's gradient use clip_norm of job.optimizer(); {_HOW}"
+)
+# The trainer has three, and with --deterministic one for each micro-batch of a step.
+_ARRAYS_MAX = 64

@@ -1,0 +1,199 @@
+"""The state of an optimizer and of other objects, in flat memory.
+
+Optimizers make their state lazily, in the first step. Its names, shapes and types are found by a
+step of a copy of the optimizer. The layout is the same on every worker:
+
+    tensors and numbers | flag of each entry | length | JSON of settings and objects
+
+Memory of zeros is the state before the first step: no entry exists yet.
+"""
+
+import base64
+import collections
+import copy
+import json
+
+import torch
+
+
+class State:
+    """The layout, and the objects whose state it holds."""
+
+    def __init__(self, optimizer, objects):
+        self._optimizer = optimizer
+        self._objects = objects
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if optimizer.state:
+            raise ValueError(
+                "the optimizer has a state already; start with a new one (a job resumes from its "
+                "own checkpoints)"
+            )
+        self._entries = []
+        at = 0
+        for index, name, value in _entries(optimizer):
+            at = -(-at // _ALIGNMENT) * _ALIGNMENT
+            self._entries.append(_Entry(index, name, value, at))
+            at += self._entries[-1].bytes
+        self._flags = -(-at // _ALIGNMENT) * _ALIGNMENT
+        self._text = -(-(self._flags + 4 * len(self._entries)) // _ALIGNMENT) * _ALIGNMENT
+        self._text_max = 2 * len(self._encoded()) + _TEXT_SPARE
+        self.floats = -(-(self._text + _ALIGNMENT + self._text_max) // 4)
+
+    def bind(self, floats):
+        """Uses this memory, of at least ``floats`` zeros."""
+        self._bytes = floats.view(torch.uint8)
+        flags = self._bytes[self._flags : self._flags + 4 * len(self._entries)]
+        self._flag = flags.view(torch.int32)
+        self._length = self._bytes[self._text : self._text + 8].view(torch.int64)
+        for entry in self._entries:
+            entry.bind(self._bytes)
+
+    def save(self):
+        """Moves the optimizer's state to the memory, where it stays, and copies the rest."""
+        for index, entry in enumerate(self._entries):
+            state = self._optimizer.state.get(self._parameters[entry.index], {})
+            self._flag[index] = entry.save(state)
+        text = self._encoded()
+        if len(text) > self._text_max:
+            raise RuntimeError(
+                f"the settings of the optimizer and the objects of job.state() take {len(text)} "
+                f"bytes; when training began they took so few that {self._text_max} are reserved"
+            )
+        self._length[0] = len(text)
+        start = self._text + _ALIGNMENT
+        self._bytes[start : start + len(text)] = torch.frombuffer(
+            bytearray(text), dtype=torch.uint8
+        )
+
+    def load(self):
+        """Takes the state over from the memory."""
+        self._optimizer.state.clear()
+        for flag, entry in zip(self._flag.tolist(), self._entries):
+            if flag:
+                state = self._optimizer.state[self._parameters[entry.index]]
+                state[entry.name] = entry.load(flag)
+        length = int(self._length[0])
+        if not 0 <= length <= self._text_max:
+            raise RuntimeError("the group's state is of another program; all must be the same")
+        if length:
+            start = self._text + _ALIGNMENT
+            text = bytes(self._bytes[start : start + length].tolist())
+            groups, objects = json.loads(text)
+            for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+                group.update(_decode(values))
+            for name, value in self._objects.items():
+                value.load_state_dict(_decode(objects[name]))
+
+    def _encoded(self):
+        groups = []
+        for group in self._optimizer.param_groups:
+            settings = {name: value for name, value in group.items() if name != "params"}
+            groups.append(_encode(settings, "the optimizer"))
+        objects = {
+            name: _encode(value.state_dict(), f"job.state({name!r})")
+            for name, value in self._objects.items()
+        }
+        return json.dumps([groups, objects], separators=(",", ":")).encode()
+
+
+class _Entry:
+    """One value of the state of one parameter."""
+
+    def __init__(self, index, name, value, at):
+        self.index, self.name, self.at = index, name, at
+        self.is_tensor = torch.is_tensor(value)
+        self.kind = value.dtype if self.is_tensor else type(value)
+        self.shape = value.shape if self.is_tensor else ()
+        if not self.is_tensor and self.kind not in (int, float, bool, type(None)):
+            raise TypeError(f"the optimizer's state {name!r} is a {self.kind.__name__}")
+        if self.is_tensor and (value.is_sparse or value.device.type != "cpu"):
+            raise ValueError(f"the optimizer's state {name!r} must be dense and on the CPU")
+        self.bytes = value.numel() * value.element_size() if self.is_tensor else 8
+
+    def bind(self, whole):
+        kind = self.kind if self.is_tensor else torch.float64
+        self.view = whole[self.at : self.at + self.bytes].view(kind).view(self.shape)
+
+    def save(self, state):
+        if self.name not in state:
+            return _ABSENT
+        value = state[self.name]
+        if value is None:
+            return _NONE
+        if not self.is_tensor:
+            self.view.fill_(value)
+        elif value.data_ptr() != self.view.data_ptr() or self.view.numel() == 0:
+            if value.shape != self.shape or value.dtype != self.kind:
+                raise RuntimeError(f"the optimizer's state {self.name!r} changes its shape or type")
+            self.view.copy_(value)
+            state[self.name] = self.view
+        return _PRESENT
+
+    def load(self, flag):
+        if flag == _NONE:
+            return None
+        return self.view if self.is_tensor else self.kind(self.view.item())
+
+
+def _entries(optimizer):
+    """Index of the parameter, name and an example of each value of an optimizer's state."""
+    twin = copy.deepcopy(optimizer)
+    parameters = [p for group in twin.param_groups for p in group["params"]]
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    try:
+        twin.step()
+    except TypeError as error:
+        kind = type(optimizer).__name__
+        raise ValueError(f"{kind} is not supported: its step() needs a closure") from error
+    for index, parameter in enumerate(parameters):
+        for name, value in twin.state.get(parameter, {}).items():
+            yield index, name, value
+
+
+def _encode(value, what):
+    """JSON of a value, with tags for what JSON does not have."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if torch.is_tensor(value):
+        dense = value.detach().cpu().contiguous()
+        data = bytes(dense.reshape(-1).view(torch.uint8).tolist()) if dense.numel() else b""
+        name = str(dense.dtype).removeprefix("torch.")
+        return {"tensor": [name, list(dense.shape), base64.b64encode(data).decode()]}
+    for tag, kind in _MAPPINGS.items():
+        if type(value) is kind:
+            return {tag: [[_encode(k, what), _encode(v, what)] for k, v in value.items()]}
+    for tag, kind in _SEQUENCES.items():
+        if type(value) is kind:
+            return {tag: [_encode(element, what) for element in value]}
+    raise TypeError(
+        f"{what} has a {type(value).__name__} in its state, which can't be sent to other workers; "
+        "numbers, strings, tensors, lists and dicts can"
+    )
+
+
+def _decode(value):
+    if not isinstance(value, dict):
+        return value
+    ((tag, content),) = value.items()
+    if tag == "tensor":
+        name, shape, text = content
+        kind, data = getattr(torch, name), bytearray(base64.b64decode(text))
+        if not data:
+            return torch.empty(shape, dtype=kind)
+        return torch.frombuffer(data, dtype=kind).view(shape)
+    if tag in _MAPPINGS:
+        return _MAPPINGS[tag]({_decode(k): _decode(v) for k, v in content})
+    return _SEQUENCES[tag](_decode(element) for element in content)
+
+
+_MAPPINGS = {
+    "dict": dict,
+    "ordered": collections.OrderedDict,
+    "counter": collections.Counter,
+}
+_SEQUENCES = {"list": list, "tuple": tuple}
+_ABSENT, _PRESENT, _NONE = 0, 1, 2
+_ALIGNMENT = 16
+_TEXT_SPARE = 4096

@@ -1,0 +1,315 @@
+"""The backend ``elasticdl`` of ``torch.distributed``: collectives on the CPU.
+
+::
+
+    torch.distributed.init_process_group("elasticdl")
+
+finds this module where the package is installed; elsewhere, import it first. The links between the
+ranks are authenticated by a secret that rank 0 puts into the store of the process group; whoever
+can read the store can join. A group whose rank is lost ends: its operations raise an error on all
+ranks.
+
+Operations run one after the other, in a thread of the native code, which holds Python's lock only
+to report a result. It has all_reduce, broadcast, all_gather, reduce_scatter, reduce, gather and barrier. Sums of f32,
+f16 and bf16 pass through the ring and are f32 on the way; other types and operations are gathered
+on every rank and reduced there, as reduce_scatter sums everything on every rank.
+"""
+
+import atexit
+import ctypes
+import functools
+import os
+import secrets
+import socket
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as _Backend
+from torch._C._distributed_c10d import ReduceOp
+
+from .. import _elasticdl
+
+
+def register():
+    """Makes the backend known to ``torch.distributed``."""
+    if "elasticdl" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("elasticdl", ElasticBackend, devices=["cpu"])
+
+
+class ElasticBackend(_Backend):
+    """One rank of a process group. Operations run one after the other, in a thread of their own."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self._limit = timeout.total_seconds()
+        self._ring = _elasticdl.Ring(_address_towards(store))
+        store.set(f"elasticdl/address/{rank}", self._ring.address)
+        if rank == 0:
+            store.set("elasticdl/secret", secrets.token_hex(32))
+        names = [f"elasticdl/address/{rank}" for rank in range(size)]
+        store.wait([*names, "elasticdl/secret"], timeout)
+        self._ring.connect(
+            name="torch.distributed",
+            secret=store.get("elasticdl/secret"),
+            rank=rank,
+            addresses=[store.get(name).decode() for name in names],
+            timeout=self._limit,
+        )
+        # Where the program does not destroy the group.
+        atexit.register(self._ring.close)
+
+    def getBackendName(self):
+        """Name of the backend."""
+        return "elasticdl"
+
+    # ---- operations ----
+
+    def allreduce(self, tensors, opts):
+        """Reduces each tensor over all ranks, in place."""
+        if _kind(opts.reduceOp) == ReduceOp.SUM and len(tensors) == 1 and _is_plain(tensors[0]):
+            begin = functools.partial(self._ring.begin_all_reduce, _memory(tensors[0], "f"))
+            return self._submit(opts, tensors, begin)
+        return self._call(opts, tensors, lambda: self._reduce_all(tensors, opts.reduceOp))
+
+    def allreduce_coalesced(self, tensors, opts):
+        """As :meth:`allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors, opts):
+        """Reduces each tensor over all ranks to that of the root."""
+
+        def act():
+            results = [tensor.clone() for tensor in tensors]
+            self._reduce_all(results, opts.reduceOp)
+            if self.rank() == opts.rootRank:
+                _copy_all(tensors, results)
+
+        return self._call(opts, tensors, act)
+
+    def broadcast(self, tensors, opts):
+        """Replaces each tensor by that of the root."""
+        if len(tensors) == 1 and _is_plain(tensors[0]):
+            memory = _memory(tensors[0])
+            begin = functools.partial(self._ring.begin_broadcast, opts.rootRank, memory)
+            return self._submit(opts, tensors, begin)
+
+        def act():
+            for tensor in tensors:
+                _check(tensor)
+                flat = tensor.contiguous()
+                self._ring.broadcast(opts.rootRank, _memory(flat))
+                if flat is not tensor:
+                    tensor.copy_(flat)
+
+        return self._call(opts, tensors, act)
+
+    def allgather(self, outputs, inputs, opts):
+        """Gathers each input of all ranks into a list of outputs."""
+
+        def act():
+            for into, tensor in zip(outputs, inputs, strict=True):
+                _copy_all(into, self._gathered(tensor))
+
+        return self._call(opts, outputs, act)
+
+    def all_gather_single(self, output, input, opts):
+        """Gathers the inputs of all ranks into one output."""
+
+        def act():
+            parts = output.view(self.size(), -1)
+            _copy_all(parts, [part.view(-1) for part in self._gathered(input)])
+
+        return self._call(opts, [output], act)
+
+    def gather(self, outputs, inputs, opts):
+        """Gathers each input of all ranks into a list of outputs on the root."""
+
+        def act():
+            for at, tensor in enumerate(inputs):
+                parts = self._gathered(tensor)
+                if self.rank() == opts.rootRank:
+                    _copy_all(outputs[at], parts)
+
+        return self._call(opts, outputs, act)
+
+    def reduce_scatter(self, outputs, inputs, opts):
+        """Reduces lists of inputs over all ranks, and returns the element of this rank."""
+
+        def act():
+            for output, tensors in zip(outputs, inputs, strict=True):
+                flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+                self._reduce_all([flat], opts.reduceOp)
+                start = sum(tensor.numel() for tensor in tensors[: self.rank()])
+                output.copy_(flat[start : start + output.numel()].view(output.shape))
+
+        return self._call(opts, outputs, act)
+
+    def reduce_scatter_single(self, output, input, opts):
+        """Reduces the inputs over all ranks, and returns the part of this rank."""
+
+        def act():
+            flat = input.reshape(-1).clone()
+            self._reduce_all([flat], opts.reduceOp)
+            start = self.rank() * output.numel()
+            output.copy_(flat[start : start + output.numel()].view(output.shape))
+
+        return self._call(opts, [output], act)
+
+    def barrier(self, opts):
+        """Waits for all ranks."""
+        return self._submit(opts, [], self._ring.begin_barrier)
+
+    # Their names in earlier releases.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+
+    # ---- the end ----
+
+    def abort(self):
+        """Ends the group: its operations fail on all ranks."""
+        self._ring.abort()
+
+    def shutdown(self):
+        """Ends this rank's part of the group, after the operations that have begun."""
+        self._ring.shut_down()
+        atexit.unregister(self._ring.close)
+
+    # ---- details ----
+
+    def _submit(self, opts, tensors, begin):
+        """Begins an operation. The tensors live until it is done."""
+        future = torch.futures.Future()
+        limit = opts.timeout.total_seconds()
+        begin(
+            limit if limit > 0 else self._limit,
+            lambda error: future.set_result(tensors if error is None else error),
+        )
+        # Only an error that a callback raises reaches users in C++, such as DDP's reducer.
+        return _Work(future.then(_raise_or_return))
+
+    def _call(self, opts, tensors, act):
+        return self._submit(opts, tensors, functools.partial(self._ring.begin_call, act))
+
+    def _reduce_all(self, tensors, operation):
+        for tensor in tensors:
+            _check(tensor)
+            self._reduce(tensor, operation)
+
+    def _reduce(self, tensor, operation):
+        kind = _kind(operation)
+        if kind == ReduceOp.PREMUL_SUM:
+            tensor.mul_(operation.factor)
+            kind = ReduceOp.SUM
+        if kind in (ReduceOp.SUM, ReduceOp.AVG) and tensor.dtype in _RING_TYPES:
+            flat = tensor.contiguous().float()
+            self._ring.all_reduce(_memory(flat, "f"))
+            if kind == ReduceOp.AVG:
+                flat.div_(self.size())
+            if flat is not tensor:
+                tensor.copy_(flat)
+            return
+        if kind == ReduceOp.AVG:
+            reduced = functools.reduce(torch.add, self._gathered(tensor))
+            if not tensor.dtype.is_floating_point:
+                raise ValueError(f"AVG is not defined for {tensor.dtype}")
+            tensor.copy_(reduced / self.size())
+            return
+        if kind not in _LOCALLY:
+            raise ValueError(f"the backend elasticdl has no reduction {kind}")
+        tensor.copy_(functools.reduce(_LOCALLY[kind], self._gathered(tensor)))
+
+    def _gathered(self, tensor):
+        """The tensors of all ranks, which have one shape."""
+        _check(tensor)
+        blocks = self._ring.all_gather(_memory(tensor.contiguous()))
+        if not tensor.numel():
+            return [tensor.clone() for _ in blocks]
+        return [
+            torch.frombuffer(bytearray(block), dtype=tensor.dtype).view(tensor.shape)
+            for block in blocks
+        ]
+
+
+class _Work(dist._Work):
+    """An operation that runs, or has run. Unlike PyTorch's own for futures, it reports errors."""
+
+    def __init__(self, future):
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout=None):
+        del timeout
+        self._future.wait()
+        return True
+
+    def get_future(self):
+        return self._future
+
+
+def _raise_or_return(future):
+    result = future.wait()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _kind(operation):
+    return getattr(operation, "op", operation)
+
+
+def _check(tensor):
+    if tensor.device.type != "cpu" or tensor.is_sparse:
+        raise ValueError(
+            f"the backend elasticdl takes dense tensors on the CPU, not {tensor.layout} on "
+            f"{tensor.device}"
+        )
+
+
+def _is_plain(tensor):
+    """Whether the native code can use the memory of the tensor as f32."""
+    return (
+        tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+    )
+
+
+def _memory(tensor, kind="B"):
+    """The memory of a contiguous tensor, which must live for as long, as bytes or as f32."""
+    element = ctypes.c_float if kind == "f" else ctypes.c_ubyte
+    count = tensor.numel() * tensor.element_size() // ctypes.sizeof(element)
+    # Unlike DLPack, this takes no time that shows.
+    return (element * count).from_address(tensor.data_ptr() or ctypes.addressof(_NOTHING))
+
+
+def _copy_all(into, tensors):
+    for output, tensor in zip(into, tensors, strict=True):
+        output.copy_(tensor)
+
+
+def _address_towards(store):
+    """Address of this host on the route to the host of the store."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Connecting a datagram socket sends nothing; it makes the kernel choose a route.
+        probe.connect(address)
+        return probe.getsockname()[0]
+
+
+_RING_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LOCALLY = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_NOTHING = (ctypes.c_float * 1)()
+
+register()

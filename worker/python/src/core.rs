@@ -1,0 +1,343 @@
+//! A worker, as Python sees it.
+
+use std::num::NonZeroU64;
+use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::time::Duration;
+
+use elasticdl::NamedTensor;
+use elasticdl::external::{
+    AloneOptions, Counted, Driver, Ended, Event, JobOptions, NextBatch, ProgramMemory, Shape,
+    StateMemory, Watch, Worker, WorkerError,
+};
+use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyValueError};
+use pyo3::prelude::*;
+
+use crate::floats::Floats;
+
+/// A worker of a job, or one that trains alone.
+#[pyclass(frozen, module = "elasticdl._elasticdl")]
+#[derive(Debug)]
+pub(crate) struct Core {
+    stage: Mutex<Stage>,
+    options: Options,
+    is_alone: bool,
+    id: u64,
+}
+
+#[derive(Debug)]
+enum Stage {
+    Ended,
+    Joined(Box<Worker>),
+    Training(Box<Training>),
+}
+
+#[derive(Debug)]
+struct Training {
+    driver: Driver,
+    /// Gradient of one micro-batch, and in an update that of the step; `None` if the program itself
+    /// adds to the trainer's.
+    gradient: Option<Box<dyn ProgramMemory>>,
+    callbacks: [Py<PyAny>; 3],
+}
+
+/// Options of the job: epochs, records per step, records per step and worker, seed, whether records
+/// are shuffled, whether sums must not depend on the workers.
+type Options = (u32, Option<u64>, Option<u64>, u64, bool, bool);
+
+/// The micro-batch that was drawn first: the address of the step's gradient, or 0 if the
+/// micro-batch will be discarded; number of records, number of records in that gradient; whether
+/// its parts are summed as soon as they are complete.
+type CountedTuple = (usize, usize, u64, bool);
+
+/// Progress of the group: a tuple of generation, rank, world size, step, epoch, records.
+type ProgressTuple = (u64, usize, usize, u64, u32, u64);
+
+#[pymethods]
+impl Core {
+    /// Joins the job that launched this process; None if none has.
+    #[staticmethod]
+    fn join(py: Python<'_>) -> PyResult<Option<Self>> {
+        let worker = py.detach(Worker::join).map_err(error_of)?;
+        Ok(worker.map(|worker| Self::new(worker, false)))
+    }
+
+    /// A worker without a master.
+    #[staticmethod]
+    fn alone(
+        py: Python<'_>,
+        epochs: u32,
+        max_steps: Option<u64>,
+        global_batch: u64,
+        seed: u64,
+        shuffles: bool,
+    ) -> PyResult<Self> {
+        let global_batch = NonZeroU64::new(global_batch)
+            .ok_or_else(|| PyValueError::new_err("global_batch is 0; it must be positive"))?;
+        let options = AloneOptions { epochs, max_steps, global_batch, seed, shuffles };
+        let worker = py.detach(|| Worker::alone(options)).map_err(error_of)?;
+        Ok(Self::new(worker, true))
+    }
+
+    #[getter]
+    fn options(&self) -> Options {
+        self.options
+    }
+
+    #[getter]
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    #[getter]
+    fn is_alone(&self) -> bool {
+        self.is_alone
+    }
+
+    /// Declares the model. Returns the memory of parameters, gradient and state, and a view of the
+    /// progress. The trainer starts at the first `wait`. `callbacks`: initialize(seed),
+    /// update(step, records, loads, address of the sum), load(). `is_direct`: the program adds
+    /// gradients to the trainer's itself, and the memory of the gradient is empty.
+    #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
+    #[pyo3(signature = (
+        *, records, tensors, slots, micro_batch, absorbed, bucket_len, is_direct, callbacks
+    ))]
+    fn start(
+        &self,
+        py: Python<'_>,
+        records: u64,
+        tensors: Vec<(String, Vec<usize>)>,
+        slots: usize,
+        micro_batch: usize,
+        absorbed: u64,
+        bucket_len: Option<usize>,
+        is_direct: bool,
+        callbacks: [Py<PyAny>; 3],
+    ) -> PyResult<(Floats, Floats, Floats, Progress)> {
+        let mut stage = self.stage()?;
+        let tensors: Vec<_> =
+            tensors.into_iter().map(|(name, shape)| NamedTensor::new(name, shape)).collect();
+        let parameters = tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
+        let shape = Shape { records, tensors, parameters, slots, bucket_len, absorbed };
+        let gradients = if is_direct { 0 } else { parameters };
+        let worker = match std::mem::replace(&mut *stage, Stage::Ended) {
+            Stage::Joined(worker) => *worker,
+            other => {
+                *stage = other;
+                return Err(PyRuntimeError::new_err("a job trains one model, once"));
+            }
+        };
+        let [parameters, gradient, state] =
+            py.detach(|| [parameters, gradients, parameters * slots].map(Floats::new));
+        let memory =
+            StateMemory { parameters: parameters.for_trainer(), slots: state.for_trainer() };
+        let driver = Driver::new(worker, shape, Some(memory), micro_batch);
+        let watch = driver.watch();
+        let own = (!is_direct).then(|| gradient.for_trainer());
+        *stage = Stage::Training(Box::new(Training { driver, gradient: own, callbacks }));
+        Ok((parameters, gradient, state, Progress { watch }))
+    }
+
+    /// Waits until the trainer requests a gradient, and updates parameters meanwhile. Returns
+    /// whether it does; if not, the job is complete.
+    fn wait(&self, py: Python<'_>) -> PyResult<bool> {
+        loop {
+            let event = {
+                let mut stage = self.stage()?;
+                let Stage::Training(training) = &mut *stage else {
+                    return Err(PyRuntimeError::new_err("training has not begun"));
+                };
+                let driver = &mut training.driver;
+                if driver.is_requested() {
+                    return Ok(true);
+                }
+                py.detach(|| driver.wait(SIGNAL_INTERVAL))
+            };
+            py.check_signals()?;
+            match event {
+                None => {}
+                Some(Event::Ended(Ended::Complete)) => return Ok(false),
+                Some(Event::Ended(Ended::Failed(error))) => {
+                    return Err(PyRuntimeError::new_err(error));
+                }
+                Some(Event::Ended(Ended::Left(code))) => {
+                    return Err(PySystemExit::new_err(i32::from(code)));
+                }
+                Some(Event::Gradient { loads }) => {
+                    if loads {
+                        self.callback(py, 2)?.call0(py)?;
+                    }
+                    return Ok(true);
+                }
+                Some(Event::Initialize { seed }) => {
+                    self.callback(py, 0)?.call1(py, (seed,))?;
+                    self.training(|training| training.driver.done())?;
+                }
+                Some(Event::Update { step, records, loads }) => {
+                    let address = self.training(Training::begin_update)?;
+                    self.callback(py, 1)?.call1(py, (step, records, loads, address))?;
+                    self.training(Training::end_update)?;
+                }
+            }
+        }
+    }
+
+    /// The next micro-batch: its epoch, and indices of records. None if there is none now; without
+    /// indices: call `wait` first.
+    fn next_batch(&self, py: Python<'_>) -> PyResult<Option<(u32, Vec<u64>)>> {
+        let batch = self.training(|training| {
+            let driver = &mut training.driver;
+            py.detach(|| driver.next_batch())
+        })?;
+        Ok(match batch {
+            NextBatch::Batch(records) => {
+                // A micro-batch lies in one step, and a step in one epoch.
+                let epoch = records.first().map_or(0, |record| record.epoch);
+                Some((epoch, records.iter().map(|record| record.number).collect()))
+            }
+            NextBatch::Ended | NextBatch::Later => None,
+            NextBatch::Wait => Some((0, Vec::new())),
+        })
+    }
+
+    /// How the micro-batch that was drawn first counts.
+    fn counted(&self) -> PyResult<CountedTuple> {
+        self.training(|Training { driver, .. }| match driver.counted() {
+            Some(Counted { records, before, is_overlapped, .. }) => {
+                let address = driver
+                    .gradient()
+                    .map_or(0, |gradient| gradient.as_mut_ptr().expose_provenance());
+                (address, records, before, is_overlapped)
+            }
+            None => (0, 0, 0, false),
+        })
+    }
+
+    /// Lets the trainer sum the gradient's elements from `start` on.
+    fn complete_from(&self, start: usize) -> PyResult<()> {
+        self.training(|training| training.driver.complete_from(start))
+    }
+
+    /// Delivers the gradient of the micro-batch that was drawn first. Returns whether it counts.
+    fn deliver(&self, py: Python<'_>, loss: f64, is_mean: bool) -> PyResult<bool> {
+        self.training(|training| {
+            py.detach(|| {
+                training.add_gradient(is_mean);
+                training.driver.deliver(loss)
+            })
+            .map_err(error_of)
+        })?
+    }
+
+    /// Reports an error of the program, and ends this worker.
+    fn fail(&self, py: Python<'_>, error: String) -> PyResult<()> {
+        let mut stage = self.stage()?;
+        match std::mem::replace(&mut *stage, Stage::Ended) {
+            Stage::Ended => {}
+            Stage::Joined(worker) => py.detach(|| worker.fail(error)),
+            Stage::Training(mut training) => {
+                py.detach(|| training.driver.fail(error, FAIL_TIMEOUT));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Core {
+    fn new(worker: Worker, is_alone: bool) -> Self {
+        let options = worker.options();
+        let JobOptions { epochs, global_batch, per_worker, seed, shuffles, is_deterministic } =
+            options;
+        let options = (epochs, global_batch, per_worker, seed, shuffles, is_deterministic);
+        let id = worker.id();
+        Self { stage: Mutex::new(Stage::Joined(Box::new(worker))), options, is_alone, id }
+    }
+
+    fn stage(&self) -> PyResult<MutexGuard<'_, Stage>> {
+        // Waiting for another thread would hold Python's lock, which that thread needs.
+        match self.stage.try_lock() {
+            Ok(stage) => Ok(stage),
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(PyRuntimeError::new_err(
+                "this job is in use by another thread; use a job in one thread",
+            )),
+        }
+    }
+
+    fn training<T>(&self, act: impl FnOnce(&mut Training) -> T) -> PyResult<T> {
+        match &mut *self.stage()? {
+            Stage::Training(training) => Ok(act(training)),
+            Stage::Ended => Err(PyRuntimeError::new_err("this job has ended")),
+            Stage::Joined(_) => Err(PyRuntimeError::new_err("training has not begun")),
+        }
+    }
+
+    fn callback(&self, py: Python<'_>, which: usize) -> PyResult<Py<PyAny>> {
+        self.training(|training| training.callbacks[which].clone_ref(py))
+    }
+}
+
+impl Training {
+    /// Adds the program's gradient of a micro-batch to the trainer's, and clears it.
+    fn add_gradient(&mut self, is_mean: bool) {
+        let Self { driver, gradient: Some(own), .. } = self else { return };
+        let own = own.floats_mut();
+        if let (Some(counted), Some(gradient)) = (driver.counted(), driver.gradient()) {
+            let scale = if is_mean { counted.records as f32 } else { 1.0 };
+            let pairs = gradient.iter_mut().zip(own.iter());
+            if counted.before == 0 {
+                pairs.for_each(|(sum, own)| *sum = scale * own);
+            } else {
+                pairs.for_each(|(sum, own)| *sum += scale * own);
+            }
+        }
+        own.fill(0.0);
+    }
+
+    /// Shows the sum to the program. Returns its address.
+    fn begin_update(&mut self) -> usize {
+        let Some(sum) = self.driver.sum() else { return 0 };
+        if let Some(own) = &mut self.gradient {
+            own.floats_mut().copy_from_slice(sum);
+        }
+        sum.as_ptr().expose_provenance()
+    }
+
+    fn end_update(&mut self) {
+        if let Some(own) = &mut self.gradient {
+            own.floats_mut().fill(0.0);
+        }
+        self.driver.done();
+    }
+}
+
+/// The progress of a worker's group.
+#[pyclass(frozen, module = "elasticdl._elasticdl")]
+#[derive(Debug)]
+pub(crate) struct Progress {
+    watch: Watch,
+}
+
+#[pymethods]
+impl Progress {
+    /// Generation, rank, world size, step, epoch, records.
+    fn get(&self) -> ProgressTuple {
+        let known = self.watch.progress();
+        let group = (known.generation, known.rank, known.world_size);
+        (group.0, group.1, group.2, known.step, known.epoch, known.records)
+    }
+}
+
+fn error_of(error: WorkerError) -> PyErr {
+    match error {
+        // As a Rust program ends that no master answers.
+        WorkerError::NoMaster(_) => PySystemExit::new_err(EXIT_MASTER_LOST),
+        error => PyRuntimeError::new_err(error.to_string()),
+    }
+}
+
+/// Interval at which signals of Python are handled during a wait.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
+/// Time for which a failed program waits until the master knows.
+const FAIL_TIMEOUT: Duration = Duration::from_secs(5);
+/// See `elasticdl::run`.
+const EXIT_MASTER_LOST: i32 = 70;

@@ -1,0 +1,33 @@
+//! The extension module of the Python package `elasticdl`.
+//!
+//! **Invariant:** it translates between Python and [`elasticdl::external`], and decides nothing.
+
+mod borrowed;
+mod core;
+mod data;
+mod floats;
+mod operations;
+mod ring;
+
+use pyo3::prelude::*;
+
+/// The extension module of `elasticdl`.
+#[pymodule]
+fn _elasticdl(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<core::Core>()?;
+    module.add_class::<data::Share>()?;
+    module.add_class::<floats::Floats>()?;
+    module.add_class::<ring::Ring>()?;
+    module.add_function(wrap_pyfunction!(data::seeds_of_records, module)?)?;
+    module.add_function(wrap_pyfunction!(data::seed_of_step, module)?)?;
+    module.add_function(wrap_pyfunction!(die_with_parent, module)?)?;
+    Ok(())
+}
+
+/// Makes the kernel kill this process when the thread that forked it ends: a process that a worker
+/// forked holds copies of its connections, and would keep them open.
+#[pyfunction]
+fn die_with_parent() -> PyResult<()> {
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+        .map_err(|error| pyo3::exceptions::PyOSError::new_err(error.to_string()))
+}

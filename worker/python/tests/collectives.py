@@ -1,0 +1,133 @@
+"""One rank of a group that checks every collective of the backend."""
+
+import datetime
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+import elasticdl
+import elasticdl.torch.distributed  # noqa: F401
+
+dist.init_process_group("elasticdl", timeout=datetime.timedelta(seconds=20))
+rank, size = dist.get_rank(), dist.get_world_size()
+assert dist.get_backend() == "elasticdl"
+
+
+def each(dtype, shape=(3, 5)):
+    """The tensors of all ranks."""
+    parts = [torch.arange(1, 16).view(shape) % (r + 2) + r for r in range(size)]
+    return [part.to(dtype) for part in parts]
+
+
+def check(found, expected):
+    assert found.dtype == expected.dtype and torch.equal(found, expected), (found, expected)
+
+
+for dtype in torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8:
+    parts = each(dtype)
+    whole = torch.stack(parts)
+    for op, expected in (
+        (dist.ReduceOp.SUM, whole.sum(0).to(dtype)),
+        (dist.ReduceOp.MAX, whole.amax(0)),
+        (dist.ReduceOp.MIN, whole.amin(0)),
+        (dist.ReduceOp.PRODUCT, whole.prod(0).to(dtype)),
+    ):
+        mine = parts[rank].clone()
+        dist.all_reduce(mine, op=op)
+        check(mine, expected)
+    mine = parts[rank].clone()
+    dist.broadcast(mine, size - 1)
+    check(mine, parts[-1])
+    into = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(into, parts[rank])
+    for found, expected in zip(into, parts):
+        check(found, expected)
+    flat = torch.empty(size * 15, dtype=dtype)
+    dist.all_gather_into_tensor(flat, parts[rank].view(-1))
+    check(flat, whole.view(-1))
+    mine = parts[rank].clone()
+    dist.reduce(mine, 1)
+    check(mine, whole.sum(0).to(dtype) if rank == 1 else parts[rank])
+    into = into if rank == 0 else None
+    dist.gather(parts[rank], into, 0)
+    for found, expected in zip(into or [], parts):
+        check(found, expected)
+    rows = [part.repeat(size, 1) for part in parts]
+    out = torch.empty(15, dtype=dtype)
+    dist.reduce_scatter(out, list(rows[rank].view(size, 15)))
+    check(out, whole.sum(0).to(dtype).view(-1))
+    out = torch.empty(3, 5, dtype=dtype)
+    dist.reduce_scatter_tensor(out, rows[rank])
+    check(out, whole.sum(0).to(dtype))
+
+mean = torch.full((4,), float(rank))
+dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+check(mean, torch.full((4,), (size - 1) / 2))
+strided = torch.zeros(4, 6)[:, ::2]
+strided += rank
+work = dist.all_reduce(strided, async_op=True)
+work.wait()
+assert work.get_future().done()
+check(strided.contiguous(), torch.full((4, 3), float(sum(range(size)))))
+empty = torch.empty(0)
+dist.all_reduce(empty)
+# Without torch.distributed, and by DLPack.
+ring = elasticdl.Ring("127.0.0.1")
+addresses = [None] * size
+dist.all_gather_object(addresses, ring.address)
+ring.connect(name="own", secret=b"secret", rank=rank, addresses=addresses, timeout=20.0)
+matrix = torch.full((3, 2), float(rank))
+ring.all_reduce(matrix)
+check(matrix, torch.full((3, 2), float(sum(range(size)))))
+numbers = torch.full((5,), rank)
+ring.broadcast(1, numbers)
+check(numbers, torch.full((5,), 1))
+for wrong, expected in (
+    (matrix.double(), "sums are of arrays of f32"),
+    (matrix.t(), "the tensor is not contiguous"),
+):
+    try:
+        ring.all_reduce(wrong)
+    except (BufferError, ValueError) as error:
+        assert expected in str(error), error
+    else:
+        raise AssertionError(expected)
+objects = [None] * size
+dist.all_gather_object(objects, {"rank": rank})
+assert objects == [{"rank": r} for r in range(size)]
+shared = [rank]
+dist.broadcast_object_list(shared, 0)
+assert shared == [0]
+dist.barrier()
+
+pair = dist.new_group([0, 1])
+if rank < 2:
+    both = torch.ones(3)
+    dist.all_reduce(both, group=pair)
+    check(both, torch.full((3,), 2.0))
+for wrong, expected in (
+    (lambda: dist.all_reduce(torch.ones(3).to_sparse()), "dense tensors on the CPU"),
+    (lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), op=dist.ReduceOp.AVG), "AVG is not"),
+):
+    try:
+        wrong()
+    except (RuntimeError, ValueError) as error:
+        assert expected in str(error), error
+    else:
+        raise AssertionError(expected)
+
+if os.environ.get("KILL") == str(rank):
+    os.kill(os.getpid(), signal.SIGKILL)
+if "KILL" in os.environ:
+    try:
+        for _ in range(3):
+            dist.all_reduce(torch.ones(100))
+    except RuntimeError as error:
+        print("lost:", error)
+    else:
+        raise AssertionError("a rank was killed, and the others notice nothing")
+    os._exit(0)
+print("passed", rank)
+dist.destroy_process_group()

@@ -1,0 +1,275 @@
+"""Tests of the module without PyTorch.
+
+``.ci/python`` runs them; ``python3 -m unittest discover worker/python/tests`` does, too, where the
+package is installed.
+"""
+
+import array
+import concurrent.futures
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unittest
+
+try:
+    import elasticdl
+except ImportError as error:
+    raise unittest.SkipTest(f"{error}: install the package, with `pip install worker/python`")
+
+from jobs import HERE, RunningJob, needs_elasticdl
+
+
+def alone(program, timeout=60):
+    """Runs a program that joins without a launcher. Returns its process."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ELASTICDL_")}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+        check=False,
+    )
+
+
+COUNT = """
+import collections, elasticdl
+job = elasticdl.join()
+def update(step, records):
+    for i, value in enumerate(job.gradient):
+        job.parameters[i] += value
+    job.state[0] += records
+job.model({records}, state=1, update=update)
+orders, order = [], []
+for indices in job.sampler({records}, micro_batch={micro}, global_batch={batch}, epochs=3{more}):
+    assert 0 < len(indices) <= {micro}
+    order += indices
+    for index in indices:
+        job.gradient[index] += 1.0
+    job.commit(0.5, reduction="sum")
+print(set(job.parameters), job.state[0], job.records, job.epoch, job.world_size)
+n = {records}
+print(*[sorted(order[i * n:(i + 1) * n]) == list(range(n)) for i in range(3)])
+print(order[:n] == list(range(n)), order[:n] == order[n:2 * n])
+"""
+
+
+class Alone(unittest.TestCase):
+    """A group of one, without a master."""
+
+    def test_every_record_counts_once_per_epoch(self):
+        for records, micro, batch in (100, 7, 21), (10, 32, 32), (97, 5, 13), (3, 1, 2):
+            text = COUNT.format(records=records, micro=micro, batch=batch, more="")
+            ended = alone(text)
+            lines = ended.stdout.splitlines()
+            self.assertEqual(
+                lines[:2],
+                [f"{{3.0}} {3.0 * records} {3 * records} 3 1", "True True True"],
+                ended.stderr,
+            )
+            if records > 10:
+                self.assertEqual(lines[2], "False False", "shuffled, and anew in each epoch")
+
+    def test_order_without_shuffle(self):
+        text = COUNT.format(records=50, micro=7, batch=21, more=", shuffle=False")
+        self.assertEqual(alone(text).stdout.splitlines()[2], "True True")
+
+    def test_max_steps(self):
+        text = COUNT.format(records=50, micro=5, batch=10, more=", max_steps=4")
+        ended = alone(text)
+        self.assertIn(" 40.0 40 0 1\n", ended.stdout, ended.stderr)
+
+    def test_errors_say_what_is_right(self):
+        join = "import elasticdl; job = elasticdl.join(); "
+        for program, expected in (
+            (join + "elasticdl.join()", "call join() once"),
+            (join + "job.sampler(0)", "length is 0; it must be at least 1"),
+            (join + "job.sampler(10, micro_batch=True)", "micro_batch is True; it must be an int"),
+            (join + "job.sampler(10, global_batch=-1)", "global_batch is -1; it must be at least"),
+            (join + "next(job.sampler(10))", "call job.model() before"),
+            (join + "job.gradient", "there is no memory before the first"),
+            (join + "job.model(3); job.commit()", "draw one from the sampler"),
+            (
+                join + "job.model(3); next(job.sampler(9)); job.commit(); job.commit()",
+                "there is no micro-batch to deliver",
+            ),
+            (
+                join + "job.model(3); s = job.sampler(9); next(s); job.model(3)",
+                "model() must be called before the first",
+            ),
+            (
+                join
+                + "job.model(3, update=lambda s, r: 1 / 0); next(job.sampler(9)); job.commit()",
+                "ZeroDivisionError",
+            ),
+        ):
+            ended = alone(program)
+            self.assertIn(expected, ended.stderr)
+            self.assertEqual(ended.returncode, 1, program)
+
+    def test_an_interrupt_ends_a_wait(self):
+        program = (
+            "import elasticdl, signal, os, threading, time\n"
+            "job = elasticdl.join()\n"
+            "def update(step, records):\n"
+            "    os.kill(os.getpid(), signal.SIGINT)\n"
+            "    time.sleep(20)\n"
+            "job.model(3, update=update)\n"
+            "next(job.sampler(9)); job.commit()\n"
+        )
+        begun = time.monotonic()
+        ended = alone(program)
+        self.assertIn("KeyboardInterrupt", ended.stderr)
+        self.assertLess(time.monotonic() - begun, 15)
+
+
+class RingTest(unittest.TestCase):
+    """A group of ranks that are threads of one process."""
+
+    def connected(self, size):
+        rings = [elasticdl.Ring("127.0.0.1") for _ in range(size)]
+        addresses = [ring.address for ring in rings]
+
+        def connect(rank, ring):
+            options = {"name": "test", "secret": b"secret", "timeout": 20.0}
+            ring.connect(rank=rank, addresses=addresses, **options)
+
+        self.on_each(rings, connect)
+        return rings
+
+    @staticmethod
+    def on_each(rings, act):
+        with concurrent.futures.ThreadPoolExecutor(len(rings)) as pool:
+            return list(pool.map(act, range(len(rings)), rings))
+
+    def test_ranks_get_sums_blocks_and_broadcasts_of_buffers(self):
+        rings = self.connected(3)
+
+        def act(rank, ring):
+            values = array.array("f", [rank, 1.0, -0.5] * 20000)
+            ring.all_reduce(values)
+            gathered = ring.all_gather(bytearray([rank] * 3))
+            text = bytearray([rank] * 5)
+            ring.broadcast(1, text)
+            return values[:3].tolist(), gathered, text
+
+        expected = [3.0, 3.0, -1.5], [b"\0\0\0", b"\1\1\1", b"\2\2\2"], b"\1\1\1\1\1"
+        self.assertEqual(self.on_each(rings, act), [expected] * 3)
+
+    def test_operations_that_were_begun_end_in_order(self):
+        rings = self.connected(2)
+
+        def act(rank, ring):
+            values, order, ended = array.array("f", [1.0] * 1000), [], threading.Event()
+            for _ in range(2):
+                ring.begin_all_reduce(values, 20.0, order.append)
+            ring.begin_broadcast(0, values, 20.0, lambda error: order.append((error, "sent")))
+            ring.begin_call(lambda: 1 / 0, 20.0, lambda error: order.append(str(error)))
+            ring.begin_barrier(20.0, lambda error: ended.set())
+            self.assertTrue(ended.wait(20))
+            ring.shut_down()
+            with self.assertRaisesRegex(RuntimeError, "was shut down"):
+                ring.begin_barrier(1.0, print)
+            return values[0], order
+
+        expected = 4.0, [None, None, (None, "sent"), "division by zero"]
+        self.assertEqual(self.on_each(rings, act), [expected] * 2)
+
+    def test_an_operation_that_takes_too_long_ends_the_group(self):
+        rings = self.connected(2)
+        ended, errors = threading.Event(), []
+        done = lambda error: (errors.append(str(error)), ended.set())
+        rings[0].begin_barrier(0.2, done)
+        self.assertTrue(ended.wait(20))
+        self.assertEqual(errors, ["no result after 0.2 s"])
+
+    def test_memory_that_has_no_sum_is_refused(self):
+        (ring,) = self.connected(1)
+        for memory, error, expected in (
+            (array.array("d", [1.0]), ValueError, "sums are of arrays of f32"),
+            (bytearray(8), ValueError, "sums are of arrays of f32"),
+            (b"1234", BufferError, "not writable"),
+            ([1.0], TypeError, "a list has neither the buffer protocol nor __dlpack__()"),
+        ):
+            with self.assertRaisesRegex(error, expected.replace("(", r"\(").replace(")", r"\)")):
+                ring.all_reduce(memory)
+
+
+@needs_elasticdl
+class Jobs(unittest.TestCase):
+    """Jobs with a master."""
+
+    RECORDS, EPOCHS = 3000, 2
+
+    def job(self, **options):
+        program = [HERE / "count.py", self.RECORDS, 1500, "{job}/counts"]
+        return RunningJob(program, epochs=self.EPOCHS, **options)
+
+    def check(self, job, context):
+        code = job.wait()
+        self.assertEqual(code, 0, f"{context}\n{job.text()}")
+        records = job.summary()["records"]
+        expected = self.RECORDS * self.EPOCHS
+        self.assertEqual(
+            [records[key] for key in ("expected", "counted", "missing", "repeated")],
+            [expected, expected, 0, 0],
+            context,
+        )
+        counts = set((job.path / "counts").read_text().splitlines())
+        self.assertEqual(counts, {f"{self.EPOCHS:.1f} {self.EPOCHS:.1f}"}, context)
+
+    def test_records_count_once_under_kills(self):
+        for seed in range(int(os.environ.get("ELASTICDL_PYTHON_SCHEDULES", "2"))):
+            with self.subTest(seed=seed), self.job() as job:
+                signals = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)
+                kills = job.survive(seed, (0.5, 2.0), signals)
+                self.check(job, f"seed {seed}, {kills} kills")
+                self.assertGreater(kills, 1, f"seed {seed}: too fast to be disturbed")
+
+    def test_workers_join_and_leave(self):
+        with self.job(workers=1) as job:
+            job.wait_for_steps()
+            self.assertEqual(job.command("scale", "--num-workers", "3").returncode, 0)
+            members = lambda status: [w for w in status["workers"] if w.get("rank") is not None]
+            job.wait_for("three members", lambda status: len(members(status)) == 3)
+            self.assertEqual(job.command("scale", "--num-workers", "1").returncode, 0)
+            self.check(job, "scaled")
+
+    def test_an_exception_reaches_the_summary_with_its_traceback(self):
+        with tempfile.TemporaryDirectory() as folder:
+            program = pathlib.Path(folder) / "program.py"
+            program.write_text(
+                "import elasticdl\n"
+                "job = elasticdl.join()\n"
+                "job.model(10)\n"
+                "for indices in job.sampler(10):\n"
+                "    raise ValueError(f'no loss for {len(indices)}')\n"
+            )
+            options = ["--max-worker-restarts", "0"]
+            with RunningJob([program], workers=1, batch=5, options=options) as job:
+                self.assertEqual(job.wait(), 1, job.text())
+                text = str(job.summary())
+                self.assertIn("ValueError: no loss for", text)
+                self.assertIn("program.py", text)
+
+    def test_options_that_differ_from_the_job_are_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            program = pathlib.Path(folder) / "program.py"
+            program.write_text(
+                "import elasticdl\n"
+                "job = elasticdl.join()\n"
+                "job.model(10)\n"
+                "job.sampler(10, global_batch=7)\n"
+            )
+            with RunningJob([program], workers=1, options=["--max-worker-restarts", "0"]) as job:
+                self.assertEqual(job.wait(), 1, job.text())
+                self.assertIn("--global-batch-size 48; make them equal", job.text())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,68 @@
+"""Tests of the backend of ``torch.distributed``, with PyTorch."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import unittest
+
+if importlib.util.find_spec("torch") is None:
+    raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
+
+from jobs import HERE
+
+
+def run_ranks(size, *program, **variables):
+    """Runs a program as each rank of a group. Returns exit codes, outputs and errors."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(size):
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            **variables,
+        }
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, *map(str, program)]
+        ranks.append(subprocess.Popen(command, env=environment, **pipes))
+    try:
+        ended = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, *texts) for rank, texts in zip(ranks, ended)]
+
+
+class Backend(unittest.TestCase):
+    """Groups of processes."""
+
+    def test_every_collective_gives_the_defined_result(self):
+        for size in 2, 3:
+            for rank, (code, output, error) in enumerate(run_ranks(size, HERE / "collectives.py")):
+                self.assertEqual((code, output), (0, f"passed {rank}\n"), error)
+
+    def test_a_lost_rank_ends_the_operations_of_the_others(self):
+        ended = run_ranks(3, HERE / "collectives.py", KILL="1")
+        self.assertEqual([code for code, *_ in ended], [0, -9, 0], ended)
+        for _, output, _ in ended[::2]:
+            self.assertTrue(output.startswith("lost: "), output)
+
+    def test_ddp_trains_as_with_gloo(self):
+        for size in 1, 2, 3:
+            values = {}
+            for backend in "gloo", "elasticdl":
+                ended = run_ranks(size, HERE / "ddp.py", backend)
+                self.assertEqual({code for code, *_ in ended}, {0}, ended)
+                values[backend] = [float(value) for value in ended[0][1].split()]
+            worst = max(abs(a - b) for a, b in zip(*values.values(), strict=True))
+            self.assertLess(worst, 1e-6, f"{size} ranks")
+
+
+if __name__ == "__main__":
+    unittest.main()

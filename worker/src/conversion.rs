@@ -1,0 +1,55 @@
+//! Conversion of a checkpoint to a safetensors file, as `elasticdl convert` asks for it.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use crate::environment::{EXIT_DONE, EXIT_FAILED};
+use crate::failure::call_user;
+use crate::model::Model;
+use crate::{trained_model, weights};
+
+/// A conversion that the environment of this process asks for.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Conversion {
+    from: String,
+    to: String,
+}
+
+impl Conversion {
+    /// Reads `ELASTICDL_CONVERT_FROM` and `ELASTICDL_CONVERT_TO`; `None` unless both are set.
+    pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Option<Self> {
+        let from = variable("ELASTICDL_CONVERT_FROM")?;
+        Some(Self { from, to: variable("ELASTICDL_CONVERT_TO")? })
+    }
+
+    /// Converts, and logs an error.
+    pub(crate) fn run<M: Model>(&self, model: &mut M) -> ExitCode {
+        match self.convert(model) {
+            Ok(()) => {
+                tracing::info!(from = self.from, to = self.to, "the model is written");
+                ExitCode::from(EXIT_DONE)
+            }
+            Err(error) => {
+                tracing::error!(error, "the model is not written");
+                ExitCode::from(EXIT_FAILED)
+            }
+        }
+    }
+
+    fn convert<M: Model>(&self, model: &mut M) -> Result<(), String> {
+        trained_model::check(&self.from)?;
+        weights::check_writable(&self.to).map_err(|error| error.to_string())?;
+        let count = call_user("parameter_count()", || Ok(model.parameter_count()))?;
+        if count == 0 {
+            let why = call_user("initialize()", || model.initialize(0, &mut [])).err();
+            return Err(
+                why.unwrap_or_else(|| "parameter_count() is 0; a model has at least one".into())
+            );
+        }
+        let layout = call_user("tensors()", || Ok(model.tensors()))?;
+        weights::check(&layout, count).map_err(|error| error.to_string())?;
+        let mut parameters = vec![0.0; count];
+        trained_model::load(&self.from, &layout, &mut parameters)?;
+        weights::save(&self.to, &layout, &Arc::new(parameters)).map_err(|error| error.to_string())
+    }
+}

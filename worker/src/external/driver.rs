@@ -1,0 +1,347 @@
+//! The side of the program's thread.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::lent::{Lent, LentMut};
+use super::micro_batches::MicroBatches;
+use super::model::{Call, ExternalModel, GroupProgress, Record, Reply, Shape, Shared};
+use super::worker::{Worker, WorkerError};
+use crate::state_buffer::StateMemory;
+
+/// Drives a trainer from the program's thread.
+#[derive(Debug)]
+pub struct Driver {
+    calls: Receiver<Call>,
+    replies: Sender<Result<Reply, String>>,
+    /// From a call until the reply.
+    held: Option<Held>,
+    shared: Arc<Shared>,
+    batches: MicroBatches,
+    trainer: Trainer,
+}
+
+/// What a call lends.
+#[derive(Debug)]
+enum Held {
+    Gradient { gradient: LentMut, before: u64, is_overlapped: bool, loss_sum: f64 },
+    Initialize { parameters: LentMut },
+    Update { sum: Lent, parameters: LentMut, state: LentMut },
+}
+
+/// The trainer's thread.
+#[derive(Debug)]
+enum Trainer {
+    Ended(Ended),
+    Running(JoinHandle<Ended>),
+    /// It starts at the first wait: until then, the program writes its initial values.
+    Waiting(Box<(Worker, ExternalModel)>),
+}
+
+/// The progress of a worker's group.
+#[derive(Clone, Debug)]
+pub struct Watch {
+    shared: Arc<Shared>,
+}
+
+impl Watch {
+    /// What the group has trained.
+    pub fn progress(&self) -> GroupProgress {
+        self.shared.progress().clone()
+    }
+}
+
+/// What the program has to do, or knows, next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The worker has ended.
+    Ended(Ended),
+    /// Add gradients to [`Driver::gradient`], each followed by [`Driver::deliver`]. `loads`: the
+    /// parameters are new.
+    Gradient { loads: bool },
+    /// Write the initial [parameters](Driver::parameters), then [`Driver::done`].
+    Initialize { seed: u64 },
+    /// Change [`Driver::parameters`] and [`Driver::state`] by [`Driver::sum`], a sum over `records`
+    /// records, then [`Driver::done`]. `loads`: parameters and state are new.
+    Update { step: u64, records: u64, loads: bool },
+}
+
+/// How a worker has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// The job's work is done.
+    Complete,
+    /// This worker or the job has failed.
+    Failed(String),
+    /// The job continues without this worker, whose process ends with this exit code.
+    Left(u8),
+}
+
+/// Answer to a request for a micro-batch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NextBatch {
+    /// The records of a micro-batch.
+    Batch(Vec<Record>),
+    /// There are no more.
+    Ended,
+    /// None now, but some later: draw again after a micro-batch was delivered.
+    Later,
+    /// None before the next event: [`Driver::wait`].
+    Wait,
+}
+
+/// How a micro-batch counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counted {
+    /// Number of its records.
+    pub records: usize,
+    /// Number of records whose gradient [`Driver::gradient`] has; if there are none, its elements
+    /// have any values, and the gradient of this micro-batch takes their place.
+    pub before: u64,
+    /// Whether it is the last one of this rank in the step.
+    pub is_last: bool,
+    /// Whether the parts that [`Driver::complete_from`] declares complete are summed meanwhile.
+    pub is_overlapped: bool,
+}
+
+impl Driver {
+    /// A trainer, which starts at the first [wait](Self::wait). `memory`: where the program wants
+    /// its state to be. `micro_batch`: maximum number of records of a micro-batch.
+    pub fn new(
+        worker: Worker,
+        shape: Shape,
+        memory: Option<StateMemory>,
+        micro_batch: usize,
+    ) -> Self {
+        let (to_program, calls) = channel();
+        let (replies, from_program) = channel();
+        let shared = Arc::new(Shared::default());
+        let model = ExternalModel {
+            shape,
+            memory,
+            calls: to_program,
+            replies: from_program,
+            shared: Arc::clone(&shared),
+            has_computed: false,
+            is_loaded: false,
+            step_records: 0,
+        };
+        Self {
+            calls,
+            replies,
+            held: None,
+            shared,
+            batches: MicroBatches::new(micro_batch.max(1), worker.options().is_deterministic),
+            trainer: Trainer::Waiting(Box::new((worker, model))),
+        }
+    }
+
+    /// A view of the group's progress, for any thread.
+    pub fn watch(&self) -> Watch {
+        Watch { shared: Arc::clone(&self.shared) }
+    }
+
+    /// The parameters, `[parameters]`: while they are initialized or updated.
+    pub fn parameters(&mut self) -> Option<&mut [f32]> {
+        match &mut self.held {
+            Some(Held::Initialize { parameters } | Held::Update { parameters, .. }) => {
+                Some(parameters.slice())
+            }
+            Some(Held::Gradient { .. }) | None => None,
+        }
+    }
+
+    /// The program's state, `[slots · parameters]`, initially zero: while it is updated.
+    pub fn state(&mut self) -> Option<&mut [f32]> {
+        match &mut self.held {
+            Some(Held::Update { state, .. }) => Some(state.slice()),
+            _ => None,
+        }
+    }
+
+    /// The sum to update by, `[parameters]`.
+    pub fn sum(&self) -> Option<&[f32]> {
+        match &self.held {
+            Some(Held::Update { sum, .. }) => Some(sum.slice()),
+            _ => None,
+        }
+    }
+
+    /// This rank's gradient of the step, a sum over records, `[parameters]`, without the elements
+    /// that are complete: while it is requested.
+    pub fn gradient(&mut self) -> Option<&mut [f32]> {
+        match &mut self.held {
+            Some(Held::Gradient { gradient, .. }) => Some(gradient.slice()),
+            _ => None,
+        }
+    }
+
+    /// How the micro-batch that was drawn first counts; `None` if it will be discarded.
+    pub fn counted(&self) -> Option<Counted> {
+        let Some(Held::Gradient { before, is_overlapped, .. }) = &self.held else { return None };
+        let (records, is_last) = self.batches.counted()?;
+        let is_overlapped = is_last && *is_overlapped;
+        Some(Counted { records, before: *before, is_last, is_overlapped })
+    }
+
+    /// Declares the elements of the gradient from `start` on complete, if it is summed meanwhile:
+    /// in the last micro-batch of a step, with buckets and other workers.
+    pub fn complete_from(&mut self, start: usize) {
+        if self.counted().is_some_and(|counted| counted.is_overlapped)
+            && let Some(Held::Gradient { gradient, .. }) = &mut self.held
+        {
+            gradient.truncate(start);
+            let _ = self.replies.send(Ok(Reply::CompleteFrom(start)));
+        }
+    }
+
+    /// Waits for the next event, for at most `timeout`.
+    pub fn wait(&mut self, timeout: Duration) -> Option<Event> {
+        if let Err(ended) = self.start() {
+            return Some(Event::Ended(ended));
+        }
+        let call = match self.calls.recv_timeout(timeout) {
+            Ok(call) => call,
+            Err(RecvTimeoutError::Timeout) => return None,
+            Err(RecvTimeoutError::Disconnected) => return Some(Event::Ended(self.join())),
+        };
+        let (held, event) = match call {
+            Call::Gradient { records, before, gradient, is_overlapped, loads } => {
+                self.batches.request(records);
+                let held = Held::Gradient { gradient, before, is_overlapped, loss_sum: 0.0 };
+                (held, Event::Gradient { loads })
+            }
+            Call::Initialize { seed, parameters } => {
+                (Held::Initialize { parameters }, Event::Initialize { seed })
+            }
+            Call::Update { step, records, sum, parameters, state, loads } => {
+                (Held::Update { sum, parameters, state }, Event::Update { step, records, loads })
+            }
+        };
+        self.held = Some(held);
+        Some(event)
+    }
+
+    /// The next micro-batch. A program that draws several before it delivers the first gets
+    /// repetitions of the last where the trainer has nothing for it.
+    pub fn next_batch(&mut self) -> NextBatch {
+        if matches!(self.trainer, Trainer::Ended(_)) {
+            return NextBatch::Ended;
+        }
+        if self.batches.drawn() == 0 && self.batches.is_complete() {
+            return NextBatch::Wait;
+        }
+        let deadline = Instant::now() + READ_AHEAD_WAIT;
+        loop {
+            if let Some(batch) = self.batches.draw(&self.shared.ahead()) {
+                return NextBatch::Batch(batch);
+            }
+            if self.batches.drawn() > 1 {
+                return NextBatch::Later;
+            }
+            if Instant::now() >= deadline {
+                // The loader would end if it had nothing in flight.
+                return self.batches.repeat().map_or(NextBatch::Wait, NextBatch::Batch);
+            }
+            std::thread::sleep(READ_AHEAD_POLL);
+        }
+    }
+
+    /// Delivers the gradient of the micro-batch that was drawn first, which is in
+    /// [`gradient`](Self::gradient). `loss`: mean over its records. Returns whether the micro-batch
+    /// counts. If not, its records are drawn again.
+    ///
+    /// # Errors
+    /// No micro-batch was drawn.
+    pub fn deliver(&mut self, loss: f64) -> Result<bool, WorkerError> {
+        let counted = self.counted();
+        if !self.batches.deliver(counted.is_some()) {
+            let error = "there is no micro-batch to deliver: each needs its own draw";
+            return Err(WorkerError::Failed(error.into()));
+        }
+        let (Some(counted), Some(Held::Gradient { before, loss_sum, .. })) =
+            (counted, &mut self.held)
+        else {
+            return Ok(false);
+        };
+        *before += counted.records as u64;
+        *loss_sum += loss * counted.records as f64;
+        if counted.is_last {
+            let loss_sum = *loss_sum;
+            self.reply(Ok(Reply::Gradient { loss_sum }));
+        }
+        Ok(true)
+    }
+
+    /// Whether the trainer waits for a micro-batch.
+    pub fn is_requested(&self) -> bool {
+        matches!(self.held, Some(Held::Gradient { .. }))
+    }
+
+    /// The parameters are initialized or updated.
+    pub fn done(&mut self) {
+        self.reply(Ok(Reply::Done));
+    }
+
+    /// The program has failed. Waits until the master knows, for at most `timeout`.
+    pub fn fail(&mut self, error: String, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        while !matches!(self.trainer, Trainer::Ended(_)) {
+            self.reply(Err(error.clone()));
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || self.wait(left).is_none() {
+                break;
+            }
+        }
+    }
+
+    fn reply(&mut self, reply: Result<Reply, String>) {
+        if self.held.take().is_some() {
+            // A trainer that has ended is noticed by the next wait.
+            let _ = self.replies.send(reply);
+        }
+    }
+
+    /// Starts the trainer's thread, once. `Err`: it has ended.
+    fn start(&mut self) -> Result<(), Ended> {
+        let not_now = Trainer::Ended(Ended::Failed("the trainer does not start".into()));
+        match std::mem::replace(&mut self.trainer, not_now) {
+            Trainer::Waiting(parts) => {
+                let (worker, model) = *parts;
+                let shared = Arc::clone(&self.shared);
+                let run = move || worker.train(model, || shared.progress().finished.clone());
+                let started = std::thread::Builder::new().name("trainer".into()).spawn(run);
+                self.trainer = match started {
+                    Ok(thread) => Trainer::Running(thread),
+                    Err(error) => {
+                        Trainer::Ended(Ended::Failed(format!("no thread for the trainer: {error}")))
+                    }
+                };
+            }
+            other => self.trainer = other,
+        }
+        match &self.trainer {
+            Trainer::Ended(ended) => Err(ended.clone()),
+            Trainer::Running(_) | Trainer::Waiting(_) => Ok(()),
+        }
+    }
+
+    /// Waits for the end of the trainer's thread.
+    fn join(&mut self) -> Ended {
+        let panicked = Ended::Failed("the trainer's thread panicked".into());
+        let ended = match std::mem::replace(&mut self.trainer, Trainer::Ended(panicked.clone())) {
+            Trainer::Ended(ended) => ended,
+            Trainer::Running(thread) => thread.join().unwrap_or(panicked),
+            Trainer::Waiting(_) => panicked,
+        };
+        self.trainer = Trainer::Ended(ended.clone());
+        ended
+    }
+}
+
+/// Time for which a draw waits for records that are read ahead, if the program has one micro-batch
+/// in flight.
+const READ_AHEAD_WAIT: Duration = Duration::from_millis(20);
+const READ_AHEAD_POLL: Duration = Duration::from_millis(1);

@@ -1,0 +1,250 @@
+//! Division of records into micro-batches, ahead of the trainer's requests.
+//!
+//! A loader with worker processes draws micro-batches before their step begins. They are cut where
+//! the steps are expected to end: a step takes as many records of this worker as the last ones did,
+//! and no records of two epochs. If a request differs, because the group has changed or the epoch
+//! ends, then the micro-batches that do not fit are discarded, and their records are drawn again.
+//!
+//! **Invariant:** a micro-batch counts only if its records are the next ones of the request, so
+//! that a step contains each of its records exactly once.
+
+use std::collections::VecDeque;
+
+use super::model::Record;
+
+/// Micro-batches that were drawn, and the records that the trainer waits for.
+#[derive(Debug)]
+pub(super) struct MicroBatches {
+    /// Maximum number of records of a micro-batch.
+    len_max: usize,
+    /// Whether a request is always cut in the same way: a micro-batch that could be longer does not
+    /// count.
+    is_strict: bool,
+    /// Micro-batches that were drawn and not delivered, in order.
+    drawn: VecDeque<Vec<Record>>,
+    /// Records of the request that were not delivered, in order.
+    requested: VecDeque<Record>,
+    /// Numbers of records of the last two requests.
+    quotas: [usize; 2],
+}
+
+impl MicroBatches {
+    pub(super) fn new(len_max: usize, is_strict: bool) -> Self {
+        let (drawn, requested) = (VecDeque::new(), VecDeque::new());
+        Self { len_max, is_strict, drawn, requested, quotas: [0; 2] }
+    }
+
+    /// The trainer waits for the gradient of `records`.
+    pub(super) fn request(&mut self, records: Vec<Record>) {
+        self.quotas = [records.len(), self.quotas[0]];
+        self.requested = records.into();
+    }
+
+    /// Whether the gradient of all requested records was delivered.
+    pub(super) fn is_complete(&self) -> bool {
+        self.requested.is_empty()
+    }
+
+    /// Number of micro-batches that were drawn and not delivered.
+    pub(super) fn drawn(&self) -> usize {
+        self.drawn.len()
+    }
+
+    /// Draws the next micro-batch. `ahead`: records that the trainer will request later, in order.
+    pub(super) fn draw(&mut self, ahead: &VecDeque<Record>) -> Option<Vec<Record>> {
+        let stream = Stream { requested: &self.requested, ahead };
+        let quota = self.quotas[0].max(self.quotas[1]).max(1);
+        let mut at = 0;
+        let mut end = stream.step_end(at, quota);
+        for batch in &self.drawn {
+            if at == end {
+                end = stream.step_end(at, quota);
+            }
+            let fits = at + batch.len() <= end
+                && batch.iter().enumerate().all(|(i, record)| stream.at(at + i) == Some(*record));
+            at += if fits { batch.len() } else { 0 };
+        }
+        if at == end {
+            end = stream.step_end(at, quota);
+        }
+        let batch: Vec<Record> =
+            (at..end.min(at + self.len_max)).filter_map(|at| stream.at(at)).collect();
+        (!batch.is_empty()).then(|| self.draw_this(batch))
+    }
+
+    /// Draws the last micro-batch again. It will be discarded.
+    pub(super) fn repeat(&mut self) -> Option<Vec<Record>> {
+        let last = self.drawn.back()?.clone();
+        Some(self.draw_this(last))
+    }
+
+    fn draw_this(&mut self, batch: Vec<Record>) -> Vec<Record> {
+        self.drawn.push_back(batch.clone());
+        batch
+    }
+
+    /// Number of records of the micro-batch that was drawn first, and whether it is the last one of
+    /// the request; `None` if it does not count.
+    pub(super) fn counted(&self) -> Option<(usize, bool)> {
+        let batch = self.drawn.front()?;
+        let left = self.requested.len();
+        let counts = left >= batch.len()
+            && (!self.is_strict || batch.len() == left.min(self.len_max))
+            && self.requested.iter().zip(batch).all(|(requested, record)| requested == record);
+        counts.then_some((batch.len(), left == batch.len()))
+    }
+
+    /// Takes the micro-batch that was drawn first, if there is one. If it `counts`, the records of
+    /// the request that it has are delivered.
+    pub(super) fn deliver(&mut self, counts: bool) -> bool {
+        let Some(batch) = self.drawn.pop_front() else { return false };
+        if counts {
+            self.requested.drain(..batch.len());
+        }
+        true
+    }
+}
+
+/// The requested records, followed by those of later requests.
+struct Stream<'a> {
+    requested: &'a VecDeque<Record>,
+    ahead: &'a VecDeque<Record>,
+}
+
+impl Stream<'_> {
+    fn at(&self, at: usize) -> Option<Record> {
+        match at.checked_sub(self.requested.len()) {
+            None => self.requested.get(at).copied(),
+            Some(at) => self.ahead.get(at).copied(),
+        }
+    }
+
+    /// End of the step that begins with record `start`.
+    fn step_end(&self, start: usize, quota: usize) -> usize {
+        if start < self.requested.len() {
+            return self.requested.len();
+        }
+        let Some(first) = self.at(start) else { return start };
+        let is_of_step = |at: &usize| self.at(*at).is_some_and(|r| r.epoch == first.epoch);
+        (start..start + quota).take_while(is_of_step).count() + start
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn records(epoch: u32, numbers: std::ops::Range<u64>) -> Vec<Record> {
+        numbers.map(|number| Record { epoch, number }).collect()
+    }
+
+    /// Micro-batches of up to 4, and a request of records 0 to 9.
+    fn requested() -> MicroBatches {
+        let mut batches = MicroBatches::new(4, false);
+        batches.request(records(0, 0..10));
+        batches
+    }
+
+    /// Delivers the micro-batch that was drawn first. Returns its records, and whether they count.
+    fn deliver(batches: &mut MicroBatches) -> Option<(Vec<Record>, bool)> {
+        let batch = batches.drawn.front().cloned();
+        let counts = batches.counted().is_some();
+        assert_eq!(batches.deliver(counts), batch.is_some());
+        batch.map(|batch| (batch, counts))
+    }
+
+    #[track_caller]
+    fn draws(batches: &mut MicroBatches, ahead: &[Record], expected: &[Vec<Record>]) {
+        let ahead = ahead.to_vec().into();
+        for expected in expected {
+            assert_eq!(batches.draw(&ahead).as_ref(), Some(expected));
+        }
+        assert_eq!(batches.draw(&ahead), None);
+    }
+
+    #[test]
+    fn micro_batches_end_where_steps_are_expected_to_end() {
+        let mut batches = requested();
+        let ahead = [records(0, 10..25), records(1, 0..5)].concat();
+        let expected = [
+            records(0, 0..4),
+            records(0, 4..8),
+            records(0, 8..10),
+            records(0, 10..14),
+            records(0, 14..18),
+            records(0, 18..20),
+            records(0, 20..24),
+            records(0, 24..25),
+            records(1, 0..4),
+            records(1, 4..5),
+        ];
+        draws(&mut batches, &ahead, &expected);
+        for expected in &expected[..3] {
+            assert!(!batches.is_complete());
+            assert_eq!(deliver(&mut batches), Some((expected.clone(), true)));
+        }
+        assert!(batches.is_complete());
+        batches.request(records(0, 10..20));
+        for expected in &expected[3..6] {
+            assert_eq!(deliver(&mut batches), Some((expected.clone(), true)));
+        }
+    }
+
+    #[test]
+    fn what_a_changed_request_does_not_fit_is_discarded_and_drawn_again() {
+        let mut batches = requested();
+        let ahead = records(0, 10..20);
+        let first = [0..4, 4..8, 8..10, 10..14, 14..18, 18..20].map(|range| records(0, range));
+        draws(&mut batches, &ahead, &first);
+        (0..3).for_each(|_| assert!(deliver(&mut batches).unwrap().1));
+        // The group is larger now: this worker's share is 5.
+        batches.request(records(0, 10..15));
+        let expected = [records(0, 14..15), records(0, 15..19), records(0, 19..20)];
+        draws(&mut batches, &records(0, 15..20), &expected);
+        let delivered: Vec<_> = (0..6).map(|_| deliver(&mut batches).unwrap()).collect();
+        assert_eq!(delivered[0], (records(0, 10..14), true));
+        assert_eq!(delivered[1], (records(0, 14..18), false));
+        assert_eq!(delivered[2], (records(0, 18..20), false));
+        assert_eq!(delivered[3], (records(0, 14..15), true));
+        assert!(batches.is_complete());
+        assert_eq!(delivered[4], (records(0, 15..19), false), "no request yet");
+    }
+
+    #[test]
+    fn a_repeated_micro_batch_never_counts() {
+        let mut batches = MicroBatches::new(4, false);
+        batches.request(records(0, 0..3));
+        draws(&mut batches, &[], &[records(0, 0..3)]);
+        assert_eq!(batches.repeat(), Some(records(0, 0..3)));
+        assert_eq!(deliver(&mut batches), Some((records(0, 0..3), true)));
+        assert_eq!(deliver(&mut batches), Some((records(0, 0..3), false)));
+        assert_eq!((deliver(&mut batches), batches.repeat()), (None, None));
+    }
+
+    #[test]
+    fn records_of_another_epoch_are_other_records() {
+        let mut batches = requested();
+        draws(&mut batches, &[], &[records(0, 0..4), records(0, 4..8), records(0, 8..10)]);
+        batches.request(records(1, 0..10));
+        assert_eq!(deliver(&mut batches), Some((records(0, 0..4), false)));
+    }
+
+    #[test]
+    fn in_a_strict_cut_a_short_micro_batch_does_not_count() {
+        for is_strict in [false, true] {
+            let mut batches = MicroBatches::new(4, is_strict);
+            batches.request(records(0, 0..3));
+            let ahead = [records(0, 0..3), records(0, 3..6)];
+            draws(&mut batches, &records(0, 3..6), &ahead);
+            assert_eq!(batches.counted(), Some((3, true)));
+            assert!(deliver(&mut batches).unwrap().1);
+            // Three were expected, and there are five.
+            batches.request(records(0, 3..8));
+            assert_eq!(batches.counted(), (!is_strict).then_some((3, false)));
+            assert_eq!(deliver(&mut batches), Some((records(0, 3..6), !is_strict)));
+            let next = if is_strict { 3..7 } else { 6..8 };
+            assert_eq!(batches.draw(&VecDeque::new()), Some(records(0, next)));
+            assert_eq!(batches.counted(), Some(if is_strict { (4, false) } else { (2, true) }));
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! Workers whose model is code in another language, which runs on a thread of its own.
+//!
+//! ```text
+//!  trainer's thread                                 program's thread
+//!    ExternalModel ── Call ───────────────────────►   Driver
+//!       initialize / gradient / update                initial values, micro-batches, optimizer
+//!                  ◄──── complete from … ── Reply ──
+//!    session ── records of the next steps ──────────►   MicroBatches
+//! ```
+//!
+//! The shipped trainer runs unchanged. Each call of its model lends memory, and waits until the
+//! program's thread has replied. So both refer to the same parameters, optimizer state and
+//! gradient, and nothing is copied. While the program computes the rest of a step's gradient, the
+//! trainer sums the parts that the program has declared complete: see `crate::buckets`.
+//!
+//! **Invariant:** the program decides nothing: records, their order, steps and the end are the
+//! session's.
+
+mod driver;
+mod lent;
+mod micro_batches;
+mod model;
+mod ring;
+mod seed;
+mod share;
+mod worker;
+
+pub use self::driver::{Counted, Driver, Ended, Event, NextBatch, Watch};
+pub use self::model::{GroupProgress, Record, Shape};
+pub use self::ring::{ProgramRing, RingMembers};
+pub use self::seed::{Keyed, seed_of};
+pub use self::share::{Share, StepShare};
+pub use self::worker::{AloneOptions, JobOptions, Worker, WorkerError};
+pub use crate::state_buffer::{ProgramMemory, StateMemory, zeros};
+
+#[cfg(test)]
+mod tests;

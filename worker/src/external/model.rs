@@ -1,0 +1,283 @@
+//! The model that passes each of the trainer's calls to the program's thread.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::lent::{Lent, LentMut};
+use crate::buckets::Gradients;
+use crate::metrics::{Loss, UserError};
+use crate::model::{Model, NamedTensor, Progress};
+use crate::reader::{Access, DataError, Dataset, File, Reader};
+use crate::state_buffer::StateMemory;
+use crate::update::Update;
+
+/// The size of a program's model and data.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Number of records.
+    pub records: u64,
+    /// Names and shapes of the tensors that make up the parameters.
+    pub tensors: Vec<NamedTensor>,
+    /// Number of parameters.
+    pub parameters: usize,
+    /// Number of `f32`s of state per parameter.
+    pub slots: usize,
+    /// Number of elements of a bucket of the gradient, if it is summed in buckets.
+    pub bucket_len: Option<usize>,
+    /// Number of records that the program's initial state has absorbed: the first ones of the
+    /// order, over all epochs.
+    pub absorbed: u64,
+}
+
+/// A record of the data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Epoch.
+    pub epoch: u32,
+    /// Number, from 0.
+    pub number: u64,
+}
+
+/// What a worker knows of its group and of what it has trained.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GroupProgress {
+    /// Generation of the group; 0 before the first.
+    pub generation: u64,
+    /// Index of this worker.
+    pub rank: usize,
+    /// Number of workers.
+    pub world_size: usize,
+    /// Number of committed steps.
+    pub step: u64,
+    /// Epoch of the next step.
+    pub epoch: u32,
+    /// Number of records that the state has absorbed, those of an initial state included.
+    pub records: u64,
+    /// Whether the work is over, and the error that ended it.
+    pub finished: Option<Option<String>>,
+}
+
+/// What the trainer asks of the program.
+#[derive(Debug)]
+pub(super) enum Call {
+    /// To add the gradient of these records, in micro-batches, to `gradient`, which already has
+    /// that of `before` records; if there are none, its elements have any values. Its parts are
+    /// summed as they are complete, if it `is_overlapped`. `loads`: the parameters are new.
+    Gradient {
+        records: Vec<Record>,
+        before: u64,
+        gradient: LentMut,
+        is_overlapped: bool,
+        loads: bool,
+    },
+    /// The initial parameters.
+    Initialize { seed: u64, parameters: LentMut },
+    /// The update by the gradient, a sum over this many records. `loads`: parameters and state are
+    /// new.
+    Update { step: u64, records: u64, sum: Lent, parameters: LentMut, state: LentMut, loads: bool },
+}
+
+/// What the program replies.
+#[derive(Debug)]
+pub(super) enum Reply {
+    /// The gradient from this element on is complete. The call continues.
+    CompleteFrom(usize),
+    /// The call is done.
+    Done,
+    /// The gradient of all records is there; the sum of their loss.
+    Gradient { loss_sum: f64 },
+}
+
+/// What both threads see at any time.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    ahead: Mutex<VecDeque<Record>>,
+    progress: Mutex<GroupProgress>,
+}
+
+impl Shared {
+    /// Records that the trainer will request after those that it has requested, in order.
+    pub(super) fn ahead(&self) -> MutexGuard<'_, VecDeque<Record>> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn progress(&self) -> MutexGuard<'_, GroupProgress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A model whose code runs on the program's thread.
+#[derive(Debug)]
+pub(super) struct ExternalModel {
+    pub(super) shape: Shape,
+    pub(super) memory: Option<StateMemory>,
+    pub(super) calls: Sender<Call>,
+    pub(super) replies: Receiver<Result<Reply, String>>,
+    pub(super) shared: Arc<Shared>,
+    /// Whether this worker has computed a gradient. From then on its state changes by updates
+    /// alone; before, it may be replaced at any time.
+    pub(super) has_computed: bool,
+    /// Whether the program has the state that this worker had at its first gradient.
+    pub(super) is_loaded: bool,
+    /// Number of records that this worker's gradient of the step contains.
+    pub(super) step_records: u64,
+}
+
+impl ExternalModel {
+    fn send(&self, call: Call) -> Result<(), UserError> {
+        Ok(self.calls.send(call).map_err(|_| ENDED)?)
+    }
+
+    /// Waits for the program's reply.
+    fn receive(&self) -> Result<Reply, UserError> {
+        Ok(self.replies.recv().map_err(|_| ENDED)??)
+    }
+}
+
+impl Model for ExternalModel {
+    type Reader = Numbers;
+    type Batch = Vec<Record>;
+
+    fn reader(&self) -> Numbers {
+        Numbers { records: self.shape.records, epoch: 0 }
+    }
+
+    fn parameter_count(&self) -> usize {
+        self.shape.parameters
+    }
+
+    fn tensors(&self) -> Vec<NamedTensor> {
+        self.shape.tensors.clone()
+    }
+
+    fn slots(&self) -> usize {
+        self.shape.slots
+    }
+
+    fn bucket_len(&self) -> Option<usize> {
+        self.shape.bucket_len
+    }
+
+    fn take_state_memory(&mut self) -> Option<StateMemory> {
+        self.memory.take()
+    }
+
+    fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
+        self.send(Call::Initialize { seed, parameters: LentMut::new(parameters) })?;
+        self.receive().map(drop)
+    }
+
+    fn feed(&mut self, records: Vec<Record>) -> Result<Vec<Record>, UserError> {
+        Ok(records)
+    }
+
+    fn absorbed(&self) -> u64 {
+        self.shape.absorbed
+    }
+
+    fn upcoming(&mut self, records: &mut dyn Iterator<Item = (u32, u64)>) {
+        *self.shared.ahead() = records.map(|(epoch, number)| Record { epoch, number }).collect();
+    }
+
+    fn begin_gradient(&mut self) -> bool {
+        self.step_records = 0;
+        true
+    }
+
+    fn gradients(
+        &mut self,
+        _parameters: &[f32],
+        records: Vec<Record>,
+        gradients: &mut Gradients<'_>,
+    ) -> Result<Loss, UserError> {
+        let loads = !std::mem::replace(&mut self.has_computed, true);
+        let before = self.step_records;
+        self.step_records += records.len() as u64;
+        let is_overlapped = gradients.is_overlapped();
+        let gradient = LentMut::new(gradients.sum());
+        self.send(Call::Gradient { records, before, gradient, is_overlapped, loads })?;
+        loop {
+            match self.receive()? {
+                Reply::CompleteFrom(start) => gradients.complete_from(start),
+                Reply::Done => return Err("the program has replied without a gradient".into()),
+                Reply::Gradient { loss_sum } => return Ok(Loss::Sum(loss_sum)),
+            }
+        }
+    }
+
+    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        let Update { step, records, sum, parameters, slots } = update;
+        let loads = !self.has_computed || !self.is_loaded;
+        self.is_loaded = self.has_computed;
+        let (parameters, state) = (LentMut::new(parameters), LentMut::new(slots));
+        let sum = Lent::new(sum);
+        self.send(Call::Update { step, records, sum, parameters, state, loads })?;
+        self.receive().map(drop)
+    }
+
+    /// The program's optimizer does not report one.
+    fn learning_rate(&self, _step: u64) -> Option<f64> {
+        None
+    }
+
+    fn observe(&mut self, event: Progress<'_>) {
+        let mut known = self.shared.progress();
+        match event {
+            Progress::Committed { step, epoch, records }
+            | Progress::Resumed { step, epoch, records } => {
+                (known.step, known.epoch, known.records) = (step, epoch, records);
+            }
+            Progress::Finished { error } => known.finished = Some(error.map(str::to_owned)),
+            Progress::Grouped { generation, rank, world_size } => {
+                (known.generation, known.rank, known.world_size) = (generation, rank, world_size);
+            }
+        }
+    }
+}
+
+/// A reader whose records are their own numbers. The program loads their data, any of them as well
+/// as the next one.
+#[derive(Debug)]
+pub(super) struct Numbers {
+    records: u64,
+    epoch: u32,
+}
+
+impl Reader for Numbers {
+    type Record = Record;
+
+    fn describe(&mut self, _source: &str) -> Result<Dataset, DataError> {
+        if self.records == 0 {
+            return Err(DataError::Other("the sampler's length is 0; it must be positive".into()));
+        }
+        Ok(Dataset::new(vec![File::new(NAME, self.records)]))
+    }
+
+    fn access(&self, _dataset: &Dataset) -> Access {
+        Access::Record
+    }
+
+    fn begin_epoch(&mut self, epoch: u32) {
+        self.epoch = epoch;
+    }
+
+    fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Record>, DataError> {
+        if file.records != self.records {
+            let (expected, found) = (file.records, self.records);
+            let error = format!(
+                "this program's sampler has {found} records, and that of the worker that described \
+                 the data has {expected}; all programs of a job must have the same data"
+            );
+            return Err(DataError::Other(error.into()));
+        }
+        Ok(range.map(|number| Record { epoch: self.epoch, number }).collect())
+    }
+}
+
+/// Error of a call that no program answers.
+const ENDED: &str = "the program has ended";
+
+/// Name of the only file of a program's data set.
+const NAME: &str = "records of the program";

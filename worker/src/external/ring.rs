@@ -1,0 +1,207 @@
+//! Collective operations for a program that forms groups of its own.
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use elasticdl_collective::{
+    BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator as _, Endpoint, Fence,
+    GroupSpec, HostGroup, Member, Secret,
+};
+
+use super::worker::WorkerError;
+
+/// One rank of a group of programs.
+#[derive(Debug)]
+pub struct ProgramRing {
+    state: Mutex<State>,
+    fence: Fence,
+}
+
+/// The members of a group of programs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RingMembers {
+    /// Name of the group; links between groups of different names are refused.
+    pub name: String,
+    /// Known to all members and to no other program.
+    pub secret: Vec<u8>,
+    /// Rank of this program.
+    pub rank: usize,
+    /// Addresses at which the members listen, by rank.
+    pub addresses: Vec<SocketAddr>,
+}
+
+#[derive(Debug)]
+struct State {
+    group: HostGroup,
+    /// Result of an all-reduce, whose input must not change.
+    sum: Vec<f32>,
+    /// Accepts the links of the group.
+    _endpoint: Endpoint,
+}
+
+impl ProgramRing {
+    /// Connects the group, within `timeout`. `listener`: at this rank's address.
+    ///
+    /// # Errors
+    /// The members are invalid, or one of them can't be reached.
+    pub fn connect(
+        listener: TcpListener,
+        members: RingMembers,
+        timeout: Duration,
+    ) -> Result<Self, WorkerError> {
+        let RingMembers { name, secret, rank, addresses } = members;
+        let endpoint = Endpoint::from_listener(listener, &name, rank as u64, Secret::new(secret))
+            .map_err(failed)?;
+        let members = addresses.into_iter().zip(0..).map(|(address, id)| Member { id, address });
+        let spec = GroupSpec { generation: 1, members: members.collect() };
+        let group = endpoint.connect(&spec, timeout).map_err(failed)?;
+        let fence = endpoint.fence();
+        let state = State { group, sum: Vec::new(), _endpoint: endpoint };
+        Ok(Self { state: Mutex::new(state), fence })
+    }
+
+    /// Replaces `values` by their sum over all ranks.
+    ///
+    /// # Errors
+    /// The links broke. `values` are then as before.
+    pub fn all_reduce(&self, values: &mut [f32]) -> Result<(), WorkerError> {
+        let State { group, sum, .. } = &mut *self.state();
+        if sum.len() < values.len() {
+            sum.resize(values.len(), 0.0);
+        }
+        let sum = &mut sum[..values.len()];
+        group.all_reduce(&[], values, sum).map_err(failed)?;
+        values.copy_from_slice(sum);
+        Ok(())
+    }
+
+    /// The bytes of every rank, which has as many as this one, in rank order.
+    ///
+    /// # Errors
+    /// The links broke.
+    pub fn all_gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, WorkerError> {
+        let group = &mut self.state().group;
+        let mut gathered = vec![Vec::with_capacity(bytes.len()); group.world_size()];
+        // An empty block is gathered, too: it is how ranks wait for each other.
+        let parts = bytes.chunks(BLOCK_BYTES_MAX).chain(bytes.is_empty().then_some(bytes));
+        for part in parts {
+            for (all, more) in gathered.iter_mut().zip(group.all_gather(part).map_err(failed)?) {
+                all.extend(more);
+            }
+        }
+        Ok(gathered)
+    }
+
+    /// Replaces `bytes` by those of `root`, which has as many.
+    ///
+    /// # Errors
+    /// The links broke, or the root has another number of bytes.
+    pub fn broadcast(&self, root: usize, bytes: &mut [u8]) -> Result<(), WorkerError> {
+        let group = &mut self.state().group;
+        let is_root = group.rank() == root;
+        for part in bytes.chunks_mut(BROADCAST_BYTES_MAX) {
+            let mut sent = if is_root { part.to_vec() } else { Vec::new() };
+            group.broadcast_bytes(root, &mut sent).map_err(failed)?;
+            if sent.len() != part.len() {
+                let (expected, found) = (part.len(), sent.len());
+                let error = format!("rank {root} broadcasts {found} bytes, expected {expected}");
+                return Err(WorkerError::Failed(error));
+            }
+            part.copy_from_slice(&sent);
+        }
+        Ok(())
+    }
+
+    /// Ends the group: operations fail on every rank.
+    pub fn abort(&self) {
+        self.fence.abort_before(u64::MAX);
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The error with its causes.
+fn failed(error: CollectiveError) -> WorkerError {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(&error);
+    while let Some(error) = cause {
+        text.push_str(&format!(": {error}"));
+        cause = error.source();
+    }
+    WorkerError::Failed(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+    use std::sync::Barrier;
+    use std::thread;
+
+    use super::*;
+
+    /// Runs `act` as each rank of a group of three.
+    fn as_group<T: Send>(act: impl Fn(&ProgramRing, usize) -> T + Sync) -> Vec<T> {
+        let listeners = [(); 3].map(|()| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap());
+        let addresses: Vec<SocketAddr> =
+            listeners.iter().map(|listener| listener.local_addr().unwrap()).collect();
+        // No rank acts before all are connected, or closes its links before all have acted.
+        let barrier = Barrier::new(3);
+        thread::scope(|scope| {
+            let run = |(rank, listener)| {
+                let (addresses, act, barrier) = (addresses.clone(), &act, &barrier);
+                scope.spawn(move || {
+                    let (name, secret) = ("test".into(), b"secret".to_vec());
+                    let members = RingMembers { name, secret, rank, addresses };
+                    let limit = Duration::from_secs(20);
+                    let ring = ProgramRing::connect(listener, members, limit).unwrap();
+                    barrier.wait();
+                    let result = act(&ring, rank);
+                    barrier.wait();
+                    result
+                })
+            };
+            let threads: Vec<_> = (0..).zip(listeners).map(run).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn all_ranks_get_sums_gathered_blocks_and_broadcasts() {
+        let all = as_group(|ring, rank| {
+            let mut values = [rank as f32, 1.0, -0.5];
+            ring.all_reduce(&mut values).unwrap();
+            let gathered = ring.all_gather(&[rank as u8; 2]).unwrap();
+            assert_eq!(ring.all_gather(&[]).unwrap(), [[0; 0]; 3]);
+            let mut bytes = [rank as u8; 3];
+            ring.broadcast(1, &mut bytes).unwrap();
+            (values, gathered, bytes)
+        });
+        let expected = ([3.0, 3.0, -1.5], vec![vec![0; 2], vec![1; 2], vec![2; 2]], [1; 3]);
+        assert_eq!(all, vec![expected; 3]);
+    }
+
+    #[test]
+    fn an_abort_ends_the_operations_of_all_ranks() {
+        let all = as_group(|ring, rank| {
+            if rank == 0 {
+                ring.abort();
+            }
+            let mut values = vec![1.0; 1000];
+            let error = ring.all_reduce(&mut values).unwrap_err();
+            assert_eq!(values, vec![1.0; 1000]);
+            error.to_string()
+        });
+        assert!(all.iter().all(|error| !error.is_empty()), "{all:?}");
+    }
+
+    #[test]
+    fn a_broadcast_of_another_length_is_refused() {
+        let all = as_group(|ring, rank| ring.broadcast(0, &mut vec![0; 3 + rank / 2]));
+        assert!(all[0].is_ok() && all[1].is_ok());
+        let error = WorkerError::Failed("rank 0 broadcasts 3 bytes, expected 4".into());
+        assert_eq!(all[2], Err(error));
+    }
+}

@@ -1,0 +1,189 @@
+//! Whole trainings of a worker that is alone, driven by a program that counts records, and one step
+//! of two workers.
+
+use std::collections::VecDeque;
+use std::num::NonZeroU64;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::Duration;
+
+use elasticdl_collective::LocalRank;
+
+use super::model::{Call, ExternalModel, Reply};
+use super::*;
+use crate::buckets::{self, RecordKeys};
+use crate::metrics::Loss;
+use crate::model::{Model, NamedTensor};
+
+const RECORDS: usize = 100;
+const EPOCHS: u32 = 3;
+
+/// A program whose parameter `i` counts record `i`, and which keeps up to `in_flight` micro-batches
+/// drawn. Returns the final counts, the number of discarded micro-batches, and how it ended.
+fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
+    let shape = Shape {
+        records: RECORDS as u64,
+        tensors: vec![NamedTensor::new("counts", [RECORDS])],
+        parameters: RECORDS,
+        slots: 1,
+        bucket_len: Some(RECORDS / 3),
+        absorbed: 0,
+    };
+    let mut driver = Driver::new(alone(), shape, None, 5);
+    let mut queue = VecDeque::new();
+    let (mut last, mut discarded) = (Vec::new(), 0);
+    let ended = loop {
+        let event = driver.wait(Duration::from_secs(20)).expect("the trainer answers");
+        match event {
+            Event::Ended(ended) => break ended,
+            Event::Initialize { seed } => {
+                assert_eq!(seed, 7);
+                driver.parameters().unwrap().fill(1.0);
+                driver.done();
+            }
+            Event::Update { step, loads, .. } => {
+                let sum = driver.sum().unwrap().to_vec();
+                let parameters = driver.parameters().unwrap();
+                for (parameter, sum) in parameters.iter_mut().zip(&sum) {
+                    *parameter += sum;
+                }
+                last = parameters.to_vec();
+                let state = driver.state().unwrap();
+                state[0] += 1.0;
+                assert_eq!(state[0], (step + 1) as f32, "loads: {loads}");
+                driver.done();
+            }
+            Event::Gradient { .. } => {
+                // A discarded micro-batch leaves the request open.
+                while driver.is_requested() {
+                    while queue.len() < in_flight
+                        && let NextBatch::Batch(batch) = driver.next_batch()
+                    {
+                        queue.push_back(batch);
+                    }
+                    let batch: Vec<Record> = queue.pop_front().expect("one is in flight");
+                    assert!(batch.len() <= 5);
+                    if batch.iter().any(|record| Some(record.number) == fail_at) {
+                        driver.fail("record refused".into(), Duration::from_secs(20));
+                        break;
+                    }
+                    if let Some(Counted { records, before, is_overlapped, .. }) = driver.counted() {
+                        assert_eq!((records, is_overlapped), (batch.len(), false), "alone");
+                        let gradient = driver.gradient().unwrap();
+                        if before == 0 {
+                            gradient.fill(0.0);
+                        }
+                        batch.iter().for_each(|record| gradient[record.number as usize] += 1.0);
+                        let absorbed: f32 = gradient.iter().sum();
+                        assert_eq!(absorbed, (before + records as u64) as f32);
+                        driver.complete_from(RECORDS / 2);
+                        assert_eq!(driver.gradient().unwrap().len(), RECORDS);
+                    }
+                    discarded += usize::from(!driver.deliver(0.25).unwrap());
+                }
+            }
+        }
+    };
+    (last, discarded, ended)
+}
+
+fn alone() -> Worker {
+    let options = AloneOptions {
+        epochs: EPOCHS,
+        max_steps: None,
+        global_batch: NonZeroU64::new(16).unwrap(),
+        seed: 7,
+        shuffles: true,
+    };
+    Worker::alone(options).unwrap()
+}
+
+#[test]
+fn every_record_counts_once_per_epoch_whatever_is_drawn_ahead() {
+    for in_flight in [1, 2, 8] {
+        let (counts, discarded, ended) = train(in_flight, None);
+        assert_eq!(ended, Ended::Complete);
+        assert_eq!(counts, [1.0 + EPOCHS as f32; RECORDS], "{in_flight} in flight");
+        assert!(in_flight > 1 || discarded == 0, "{discarded} discarded");
+    }
+}
+
+#[test]
+fn an_error_of_the_program_ends_the_worker_with_its_text() {
+    let (_, _, ended) = train(1, Some(42));
+    let Ended::Failed(error) = ended else { panic!("{ended:?}") };
+    assert!(error.contains("record refused"), "{error}");
+}
+
+#[test]
+fn parts_of_a_gradient_are_summed_while_the_program_computes_the_rest() {
+    let all: Vec<Vec<f32>> = thread::scope(|scope| {
+        let ranks = LocalRank::group(2, 1).into_iter();
+        let ranks: Vec<_> = ranks.map(|ring| scope.spawn(move || overlapped(ring))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    assert_eq!(all, vec![[vec![4.0; 6], vec![2.0; 4]].concat(); 2]);
+}
+
+/// One rank's part of a step whose gradient has ten elements: twos, then ones. Returns the sums.
+fn overlapped(mut ring: LocalRank) -> Vec<f32> {
+    let ((calls, from_trainer), (to_trainer, replies)) = (channel(), channel());
+    let program = thread::spawn(move || {
+        let Ok(Call::Gradient { mut gradient, before, is_overlapped, .. }) = from_trainer.recv()
+        else {
+            panic!("expected the call of a gradient")
+        };
+        assert_eq!((before, is_overlapped), (3, true));
+        gradient.slice()[6..].fill(1.0);
+        gradient.truncate(6);
+        to_trainer.send(Ok(Reply::CompleteFrom(6))).unwrap();
+        gradient.slice().fill(2.0);
+        to_trainer.send(Ok(Reply::Gradient { loss_sum: 0.5 })).unwrap();
+    });
+    let shape = Shape {
+        records: 10,
+        tensors: vec![NamedTensor::new("sums", [10])],
+        parameters: 10,
+        slots: 0,
+        bucket_len: Some(4),
+        absorbed: 0,
+    };
+    let mut model = ExternalModel {
+        shape,
+        memory: None,
+        calls,
+        replies,
+        shared: Arc::default(),
+        has_computed: false,
+        is_loaded: false,
+        step_records: 3,
+    };
+    let (mut gradient, mut sums) = (vec![f32::NAN; 10], vec![f32::NAN; 10]);
+    let buffers = (&mut gradient[..], &mut sums[..]);
+    let batch = (2, RecordKeys::default());
+    let (loss, summed) = buckets::overlap(&mut ring, buffers, batch, 4, |gradients| {
+        let records = [0, 1].map(|number| Record { epoch: 0, number }).to_vec();
+        model.gradients(&[], records, gradients).unwrap()
+    });
+    program.join().unwrap();
+    assert_eq!((loss, summed.unwrap(), model.step_records), (Loss::Sum(0.5), 1, 5));
+    buckets::sum_rest(&mut ring, &[], &gradient, &mut sums, (4, 1)).unwrap();
+    sums
+}
+
+#[test]
+fn a_data_set_without_records_is_refused() {
+    let shape = Shape {
+        records: 0,
+        tensors: vec![NamedTensor::new("counts", [1])],
+        parameters: 1,
+        slots: 0,
+        bucket_len: None,
+        absorbed: 0,
+    };
+    let mut driver = Driver::new(alone(), shape, None, 5);
+    let event = driver.wait(Duration::from_secs(20));
+    let Some(Event::Ended(Ended::Failed(error))) = event else { panic!("{event:?}") };
+    assert!(error.contains("the sampler's length is 0"), "{error}");
+}

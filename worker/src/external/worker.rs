@@ -1,0 +1,224 @@
+//! A worker that has joined a job, or that trains alone.
+
+use std::net::{Ipv4Addr, TcpListener};
+use std::num::NonZeroU64;
+use std::time::Duration;
+
+use elasticdl_proto::{
+    Batch, LinkEncryption, Shuffle, ShuffleMode, Welcome, WireDtype, Work, WorkerId, WorkerOptions,
+};
+
+use super::driver::Ended;
+use super::model::ExternalModel;
+use crate::control::Control;
+use crate::environment::{EXIT_DONE, EXIT_MASTER_LOST, Environment};
+use crate::failure::Failure;
+use crate::run::{self, End};
+use crate::session::Exit;
+use crate::supervisor::{self, Supervisor};
+
+/// A worker, before it trains.
+#[derive(Debug)]
+pub struct Worker {
+    environment: Environment,
+    listener: TcpListener,
+    control: Control,
+    is_alone: bool,
+}
+
+/// Options of the job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct JobOptions {
+    /// Passes over the data.
+    pub epochs: u32,
+    /// Number of records of a step over all workers; `None` if each worker has `per_worker`.
+    pub global_batch: Option<u64>,
+    /// Number of records of a step on each worker.
+    pub per_worker: Option<u64>,
+    /// Seed of all random choices.
+    pub seed: u64,
+    /// Whether records are shuffled.
+    pub shuffles: bool,
+    /// Whether sums must not depend on the workers.
+    pub is_deterministic: bool,
+}
+
+/// Options of a worker that trains alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AloneOptions {
+    /// Passes over the data.
+    pub epochs: u32,
+    /// Number of steps after which training ends.
+    pub max_steps: Option<u64>,
+    /// Number of records of a step.
+    pub global_batch: NonZeroU64,
+    /// Seed of all random choices.
+    pub seed: u64,
+    /// Whether records are shuffled.
+    pub shuffles: bool,
+}
+
+/// Why there is no worker.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WorkerError {
+    /// The environment, the job or the program is at fault; the text says which.
+    #[error("{0}")]
+    Failed(String),
+    /// No master answered, or it refused this worker.
+    #[error("{0}")]
+    NoMaster(String),
+}
+
+impl Worker {
+    /// Joins the job that launched this process; `None` if none has.
+    ///
+    /// # Errors
+    /// The environment is invalid, no master answers, or the job asks for what such a worker can't
+    /// do.
+    pub fn join() -> Result<Option<Self>, WorkerError> {
+        let variable = |name: &str| std::env::var(name).ok();
+        if variable("ELASTICDL_MASTER").is_none() {
+            return Ok(None);
+        }
+        run::log("info,object_store=warn");
+        if Supervisor::read(variable).map_err(WorkerError::Failed)?.is_some() {
+            let error = "this job has several workers in a pod, which a Python program can't be; \
+                         start it with one worker per pod";
+            return Err(WorkerError::Failed(error.into()));
+        }
+        supervisor::die_with_supervisor(variable).map_err(WorkerError::Failed)?;
+        let environment = Environment::read(variable).map_err(WorkerError::Failed)?;
+        let (listener, control) = run::join(&environment)?;
+        let options = &control.welcome.options;
+        let refused = if options.validation.is_some() {
+            Some("--validation-data: a Python program evaluates its model itself")
+        } else {
+            (!options.work.trains()).then_some(NO_INFERENCE)
+        };
+        if let Some(refused) = refused {
+            control.outbox.send(Failure::fatal(refused.into()).to_message());
+            control.close();
+            return Err(WorkerError::Failed(refused.into()));
+        }
+        Ok(Some(Self { environment, listener, control, is_alone: false }))
+    }
+
+    /// Reports that the program has failed before it could train.
+    pub fn fail(self, error: String) {
+        let failure = Failure { error, ranges: Vec::new(), fatal: false };
+        self.control.outbox.send(failure.to_message());
+        self.control.close();
+    }
+
+    /// A worker without a master, which trains in a group of one.
+    ///
+    /// # Errors
+    /// The system refuses a socket, a thread or random numbers.
+    pub fn alone(options: AloneOptions) -> Result<Self, WorkerError> {
+        run::log("warn");
+        let failed = |error: std::io::Error| WorkerError::Failed(error.to_string());
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let environment = Environment {
+            master: String::new(),
+            job: "alone".into(),
+            launch: 0,
+            // No other worker can know it.
+            token: crate::paths::random_digits(),
+            tls: None,
+            master_timeout: Duration::ZERO,
+            location: Default::default(),
+        };
+        let control = Control::alone(welcome(options), address).map_err(WorkerError::Failed)?;
+        Ok(Self { environment, listener, control, is_alone: true })
+    }
+
+    /// Options of the job.
+    pub fn options(&self) -> JobOptions {
+        let options = &self.control.welcome.options;
+        let (global_batch, per_worker) = match options.batch {
+            Batch::Global(records) => (Some(records.get()), None),
+            Batch::PerWorker(records) => (None, Some(records.get())),
+        };
+        let shuffles = options.shuffle.mode != ShuffleMode::None;
+        let (epochs, seed) = (options.epochs, options.seed);
+        let is_deterministic = options.deterministic;
+        JobOptions { epochs, global_batch, per_worker, seed, shuffles, is_deterministic }
+    }
+
+    /// Id of the worker in the job.
+    pub fn id(&self) -> u64 {
+        self.control.welcome.worker.0
+    }
+
+    /// Trains `model`. `finished`: how the work of its group ended, once it has.
+    pub(super) fn train(
+        self,
+        model: ExternalModel,
+        finished: impl Fn() -> Option<Option<String>>,
+    ) -> Ended {
+        let Self { environment, listener, control, is_alone } = self;
+        let exit = run::train_and_close(model, &environment, listener, control);
+        match (exit, finished()) {
+            (Err(End::Failed(error) | End::NoMaster(error)), _) => Ended::Failed(error),
+            (Ok(Exit::Shutdown(_)), Some(None)) => Ended::Complete,
+            (Ok(Exit::Shutdown(_)), Some(Some(error))) => Ended::Failed(error),
+            (Ok(Exit::Shutdown(reason)), None) if is_alone => Ended::Failed(reason),
+            (Ok(Exit::Shutdown(reason)), None) => {
+                tracing::info!(reason, "shut down");
+                Ended::Left(EXIT_DONE)
+            }
+            (Ok(Exit::Left), _) => {
+                tracing::info!("left; the group continues without this worker");
+                Ended::Left(EXIT_DONE)
+            }
+            (Ok(Exit::Outdated), _) => {
+                tracing::warn!("this worker's state is older than the group can repair; it ends");
+                Ended::Left(EXIT_MASTER_LOST as u8)
+            }
+        }
+    }
+}
+
+impl From<End> for WorkerError {
+    fn from(end: End) -> Self {
+        match end {
+            End::Failed(error) => Self::Failed(error),
+            End::NoMaster(error) => Self::NoMaster(error),
+        }
+    }
+}
+
+/// Answer to `elasticdl evaluate` and `elasticdl predict`.
+const NO_INFERENCE: &str = "elasticdl evaluate and predict run models in Rust; a Python program \
+                            loads the file of --export with elasticdl.torch.load(net, path) and \
+                            evaluates the model itself, as evaluate.py does, which `elasticdl zoo \
+                            init --python` writes";
+
+fn welcome(options: AloneOptions) -> Welcome {
+    let AloneOptions { epochs, max_steps, global_batch, seed, shuffles } = options;
+    let options = WorkerOptions {
+        training_data: String::new(),
+        epochs,
+        max_steps,
+        batch: Batch::Global(global_batch),
+        seed,
+        shuffle: if shuffles { Shuffle::default() } else { Shuffle::NONE },
+        micro_batch: None,
+        deterministic: false,
+        heartbeat: None,
+        worker_timeout: None,
+        leave_timeout: None,
+        checkpoints: None,
+        resume_from: None,
+        validation: None,
+        work: Work::default(),
+        wire_dtype: WireDtype::F32,
+        channels: 1,
+        skips_nonfinite: false,
+        bad_records_max: 0,
+        link_encryption: LinkEncryption::Off,
+    };
+    Welcome { worker: WorkerId(1), incarnation: 0, options }
+}

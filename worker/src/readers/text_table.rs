@@ -1,0 +1,239 @@
+//! Tables in text files, one row after the other.
+//!
+//! Each worker scans a file once and indexes where every 16th row begins. Later reads seek to the
+//! nearest indexed row. Rows that are left out are not numbered, so a scan then converts each row.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+use super::columns::Columns;
+use super::files;
+use super::packed::{PACKED_BYTES_MAX, TextFile};
+use super::row::Row;
+use super::skipped::SkippedLog;
+use crate::reader::{Access, DataError, Dataset, File};
+
+/// A format of text that consists of rows.
+pub(super) trait Format {
+    /// What is wrong with a data set without rows.
+    fn no_row(&self) -> &'static str;
+
+    /// Extensions of its files.
+    fn extensions(&self) -> Vec<String>;
+
+    /// Opens a text: its rows, from the first one on.
+    fn open<'a>(
+        &'a self,
+        text: &'a TextFile,
+        columns: &'a Columns,
+    ) -> Result<Box<dyn Rows + 'a>, DataError>;
+}
+
+/// The rows of an open text.
+pub(super) trait Rows {
+    /// Positions the text at a row that begins at `byte`.
+    fn seek(&mut self, byte: u64) -> Result<(), DataError>;
+
+    /// Reads the next row. Returns the byte at which it begins, or `None` at the end.
+    fn advance(&mut self) -> Result<Option<u64>, DataError>;
+
+    /// Why the row that was read has another shape than its table.
+    fn check(&self) -> Result<(), String>;
+
+    /// Converts the row that was read; `None` if it is left out for a null.
+    fn row(&self) -> Result<Option<Row>, String>;
+}
+
+/// The files of a data set that were opened.
+#[derive(Clone, Debug)]
+pub(super) struct TextTables {
+    /// Limit of the memory for compressed files.
+    pub(super) packed_bytes_max: u64,
+    indices: BTreeMap<String, Index>,
+}
+
+/// Where the rows of a file begin.
+#[derive(Clone, Debug)]
+struct Index {
+    text: TextFile,
+    /// Length of the file.
+    bytes: u64,
+    rows: u64,
+    /// First bytes of rows 0, `STRIDE`, 2·`STRIDE`, …
+    starts: Vec<u64>,
+}
+
+impl Default for TextTables {
+    fn default() -> Self {
+        Self { packed_bytes_max: PACKED_BYTES_MAX, indices: BTreeMap::new() }
+    }
+}
+
+impl TextTables {
+    pub(super) fn describe(
+        &mut self,
+        format: &impl Format,
+        columns: &Columns,
+        source: &str,
+    ) -> Result<Dataset, DataError> {
+        let mut dataset = Dataset::default();
+        let mut log = SkippedLog::new(columns.bad_records_max());
+        for path in files::list(source, &format.extensions())? {
+            let index = self.scan(format, columns, &path, Some(&mut log))?;
+            let text = files::text(&path)?;
+            if index.rows > 0 {
+                let version = Some(files::version(&[&path])?);
+                dataset.files.push(File { path: text.clone(), records: index.rows, version });
+            }
+            self.indices.insert(text, index);
+        }
+        dataset.skipped = log.into_skipped();
+        files::not_empty(source, dataset, format.no_row())
+    }
+
+    pub(super) fn read_ahead(&self, file: &File, range: Range<u64>) {
+        let Some(index) = self.indices.get(&file.path) else { return };
+        if index.text.is_compressed() {
+            return;
+        }
+        let at =
+            |row: u64| index.starts.get((row / STRIDE) as usize).copied().unwrap_or(index.bytes);
+        let (start, end) = (at(range.start), at(range.end + STRIDE));
+        files::read_ahead(Path::new(&file.path), start, end.saturating_sub(start));
+    }
+
+    /// Reads these runs of rows, in ascending order.
+    pub(super) fn read(
+        &mut self,
+        format: &impl Format,
+        columns: &Columns,
+        file: &File,
+        runs: impl Iterator<Item = Range<u64>>,
+    ) -> Result<Vec<Row>, DataError> {
+        self.index(format, columns, file)?;
+        let index = &self.indices[&file.path];
+        let path = index.text.path();
+        let fewer = |rows: u64| changed(path, &format!("{rows} rows where {} were", file.records));
+        let (mut rows, mut at, mut records) = (None, 0, Vec::new());
+        for run in runs.filter(|run| !run.is_empty()) {
+            if run.end > index.rows {
+                return Err(fewer(index.rows));
+            }
+            let is_open = rows.is_some();
+            let rows = match &mut rows {
+                Some(open) => open,
+                None => rows.insert(format.open(&index.text, columns)?),
+            };
+            // Within a stride, skipping rows is cheaper than seeking.
+            if !is_open || run.start < at || run.start / STRIDE > at / STRIDE {
+                at = run.start / STRIDE * STRIDE;
+                rows.seek(index.starts[(at / STRIDE) as usize])?;
+            }
+            while at < run.end {
+                let Some(byte) = rows.advance()? else { return Err(fewer(at)) };
+                // Rows that are left out have no number.
+                let is_wanted = at >= run.start;
+                if is_wanted || columns.skips() {
+                    match rows.row() {
+                        Ok(Some(row)) if is_wanted => records.push(row),
+                        Ok(Some(_)) => {}
+                        Ok(None) => continue,
+                        Err(_) if columns.bad_records_max() > 0 => continue,
+                        Err(reason) => return Err(index.text.error_at(byte, reason)),
+                    }
+                }
+                at += 1;
+            }
+        }
+        Ok(records)
+    }
+
+    /// Indexes the file, unless it is indexed, and checks that it is still the same.
+    fn index(
+        &mut self,
+        format: &impl Format,
+        columns: &Columns,
+        file: &File,
+    ) -> Result<(), DataError> {
+        let path = Path::new(&file.path);
+        files::check(file, &[path])?;
+        if !self.indices.contains_key(&file.path) {
+            let index = self.scan(format, columns, path, None)?;
+            self.indices.insert(file.path.clone(), index);
+        }
+        let index = &self.indices[&file.path];
+        let bytes = files::length(path)?;
+        if bytes != index.bytes {
+            return Err(changed(path, &format!("{bytes} bytes where {} were", index.bytes)));
+        }
+        Ok(())
+    }
+
+    /// Scans and indexes a file. With a `log`, each row is validated, and what is left out is
+    /// recorded.
+    fn scan(
+        &self,
+        format: &impl Format,
+        columns: &Columns,
+        path: &Path,
+        mut log: Option<&mut SkippedLog>,
+    ) -> Result<Index, DataError> {
+        let bytes = files::length(path)?;
+        let held: u64 = self.indices.values().map(|index| index.text.held_bytes()).sum();
+        let text = TextFile::open(path, self.packed_bytes_max.saturating_sub(held))?;
+        let mut index = Index { text: text.clone(), bytes, rows: 0, starts: Vec::new() };
+        let mut rows = format.open(&text, columns)?;
+        while let Some(byte) = rows.advance()? {
+            let is_kept = if log.is_some() || columns.skips() {
+                rows.row().map(|row| row.is_some())
+            } else {
+                rows.check().map(|()| true)
+            };
+            match (is_kept, &mut log) {
+                (Ok(true), _) => {
+                    if index.rows.is_multiple_of(STRIDE) {
+                        index.starts.push(byte);
+                    }
+                    index.rows += 1;
+                }
+                (Ok(false), Some(log)) => log.skip_null(|| text.error_at(byte, NULL.into())),
+                (Err(reason), Some(log)) => log.skip_bad(|| text.error_at(byte, reason))?,
+                (Ok(false), None) => {}
+                (Err(_), None) if columns.bad_records_max() > 0 => {}
+                (Err(reason), None) => return Err(text.error_at(byte, reason)),
+            }
+        }
+        Ok(index)
+    }
+}
+
+/// How the rows of a data set are read well.
+pub(super) fn access(dataset: &Dataset) -> Access {
+    let is_compressed = |file: &File| PACKED.iter().any(|extension| file.path.ends_with(extension));
+    if files::is_remote(dataset) || dataset.files.iter().any(is_compressed) {
+        Access::Block { records: BLOCK_ROWS }
+    } else {
+        Access::Record
+    }
+}
+
+/// `extension`, and those of its compressed files.
+pub(super) fn with_packed(extension: &str) -> Vec<String> {
+    let packed = PACKED.iter().map(|packed| format!("{extension}{packed}"));
+    std::iter::once(extension.to_owned()).chain(packed).collect()
+}
+
+fn changed(path: &Path, found: &str) -> DataError {
+    files::malformed(path, &format!("{found}: has it changed?"))
+}
+
+/// Number of rows between two indexed positions: the maximum that a read skips.
+const STRIDE: u64 = 16;
+/// Rows of a block of an object; a request is for about a quarter of a megabyte.
+const BLOCK_ROWS: u64 = 2048;
+/// Extensions of compressed files.
+const PACKED: [&str; 2] = [".gz", ".zst"];
+/// Limit of the bytes of a row.
+pub(super) const ROW_BYTES_MAX: u64 = 16 << 20;
+const NULL: &str = "left out for a null";

@@ -1,0 +1,206 @@
+//! How a group ends before its work is done: all ranks stop at one step, decided from their
+//! headers.
+
+use elasticdl_proto::{Failure, Finished, LedgerReport, WorkerMessage};
+
+use super::outcome::is_withheld;
+use super::phase::{Group, Phase};
+use super::{FinalState, Session};
+use crate::session::halt::{Ending, Halt, explain};
+use crate::session::header::StepHeader;
+
+impl Session {
+    /// This rank cannot continue, and no other worker could: the job ends with the newest state
+    /// retained. The headers of the next round tell all ranks. The first reason stays.
+    pub fn halt(&mut self, halt: Halt) {
+        self.halt.get_or_insert(halt);
+    }
+
+    /// Takes in the headers of all ranks for a step that no rank applies. Ends the round. If this
+    /// rank alone has just [halted](Self::halt), an idle round exchanges the new headers first.
+    pub(super) fn withhold(&mut self, headers: &[StepHeader]) {
+        self.flush_progress();
+        if is_withheld(headers) {
+            self.handle_checkpoint_headers(headers);
+            return self.end_round(headers, None);
+        }
+        if let Phase::Round { assigned, computed, .. } = &mut self.phase {
+            (*assigned, *computed) = (None, false);
+        }
+    }
+
+    /// Reports the final state of this rank's group, and how the group has ended.
+    pub fn finish(&mut self, last: FinalState) {
+        let (Phase::Finished { group, reported, ending }, Some(state)) =
+            (&mut self.phase, &self.state)
+        else {
+            return;
+        };
+        let broken = (!last.parameters_are_finite).then(|| broken_parameters(state.step));
+        let error = match (&*ending, broken) {
+            (Ending::Failed(error), None) => Some(error.clone()),
+            (Ending::Failed(error), Some(broken)) => Some(format!("{error}; {broken}")),
+            (Ending::Done | Ending::Suspended, broken) => broken,
+        };
+        let ranges = self.halt.as_ref().map(|halt| halt.ranges.clone()).unwrap_or_default();
+        let is_suspended = *ending == Ending::Suspended;
+        *reported = true;
+        let finished = Finished {
+            generation: group.generation,
+            step: state.step,
+            digest: last.digest,
+            ledger: LedgerReport::from(&state.ledger),
+            records_trained: state.records_trained,
+            stopped_early: self.stops_early(),
+            summary: last.summary,
+            failure: error.map(|error| Failure { error, ranges }),
+            suspended: is_suspended,
+            steps_skipped: state.steps_skipped,
+            exported: last.is_exported,
+        };
+        self.reports.push_back(WorkerMessage::Finished(finished));
+    }
+
+    /// How the group's work has ended; `None` while it continues.
+    pub fn ended(&self) -> Option<&Ending> {
+        match &self.phase {
+            Phase::Finished { ending, .. } => Some(ending),
+            _ => None,
+        }
+    }
+
+    /// How the group's work ends with these headers; `None` if it continues.
+    pub(super) fn ending(&self, group: &Group, headers: &[StepHeader]) -> Option<Ending> {
+        let halts: Vec<Option<&Halt>> = headers.iter().map(|header| header.halt.as_ref()).collect();
+        if let Some(error) = explain(self.step(), &group.members, &halts) {
+            return Some(Ending::Failed(error));
+        }
+        if self.at_end() || headers.iter().any(|h| h.stop) {
+            Some(Ending::Done)
+        } else if headers.iter().any(|h| h.suspend) {
+            Some(Ending::Suspended)
+        } else {
+            None
+        }
+    }
+}
+
+fn broken_parameters(step: u64) -> String {
+    format!(
+        "the parameters after step {step} hold a NaN or an infinity, so they are neither \
+         exported nor in any checkpoint; lower the learning rate, or clip the gradient"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU64;
+    use std::time::Duration;
+
+    use elasticdl_proto::{CheckpointEvery, MasterMessage, RecordRange};
+
+    use super::super::{JobPlan, Task};
+    use super::*;
+    use crate::session::checkpoint::{self, Written};
+    use crate::session::halt::Reason;
+    use crate::session::tests::pair::Pair;
+
+    #[test]
+    fn a_step_that_is_not_finite_is_not_committed_and_ends_all_ranks_with_one_text() {
+        let mut pair = Pair::new(JobPlan::of_one_epoch(100, 4));
+        pair.exchange_headers();
+        let headers = pair.compute();
+        for (session, own_is_finite) in pair.0.iter_mut().zip([true, false]) {
+            session.summed(headers.clone(), false).unwrap();
+            assert_eq!(session.poll(), Task::InspectGradient);
+            session.inspected(own_is_finite, <[RecordRange]>::to_vec);
+        }
+        pair.exchange_headers();
+        let [Some(Ending::Failed(text)), Some(Ending::Failed(same))] = pair.endings() else {
+            panic!("{:?}", pair.endings())
+        };
+        assert_eq!(text, same);
+        assert!(
+            text.contains("step 1 is not finite")
+                && text.contains("rank 1 (worker 2) with records 2..4"),
+            "{text}"
+        );
+        for session in &mut pair.0 {
+            assert_eq!((session.step(), session.state().unwrap().ledger.counted()), (0, 0));
+            assert!(matches!(session.poll(), Task::Finish { .. }), "{session:?}");
+        }
+    }
+
+    #[test]
+    fn an_error_of_one_rank_ends_the_job_at_the_step_whose_header_reports_it() {
+        let mut pair = Pair::new(JobPlan::of_one_epoch(100, 4));
+        pair.exchange_headers();
+        pair.compute();
+        pair.0[1]
+            .halt(Halt { reason: Reason::Error("a.csv has changed".into()), ranges: Vec::new() });
+        let headers = pair.headers();
+        pair.0.iter_mut().for_each(|session| session.summed(headers.clone(), true).unwrap());
+        let expected = Some(Ending::Failed("rank 1 (worker 2): a.csv has changed".into()));
+        assert_eq!(pair.endings(), [expected.clone(), expected]);
+    }
+
+    #[test]
+    fn a_rank_that_has_halted_ends_the_next_group_too() {
+        let mut pair = Pair::new(JobPlan::of_one_epoch(100, 4));
+        pair.exchange_headers();
+        let headers = pair.compute();
+        // The links break before the second rank has received the whole sum.
+        pair.0[0].summed(headers, false).unwrap();
+        pair.0[0].inspected(true, <[RecordRange]>::to_vec);
+        pair.0.iter_mut().for_each(|session| session.broken(None, "reset".into()));
+        pair.regroup(2);
+        pair.exchange_headers();
+        assert!(matches!(pair.endings(), [Some(Ending::Failed(_)), Some(Ending::Failed(_))]));
+    }
+
+    #[test]
+    fn a_skipped_step_and_its_records_are_counted() {
+        let skips = JobPlan { skips_nonfinite: true, ..JobPlan::of_one_epoch(100, 4) };
+        let mut pair = Pair::new(skips);
+        pair.exchange_headers();
+        let headers = pair.compute();
+        for session in &mut pair.0 {
+            session.summed(headers.clone(), false).unwrap();
+            assert_eq!(session.poll(), Task::Update { records: 4, is_applied: false });
+            session.updated(Duration::ZERO);
+            let state = session.state().unwrap();
+            assert_eq!((state.step, state.steps_skipped, state.records_trained), (1, 1, 4));
+            assert_eq!((state.ledger.counted(), state.ledger.repeated()), (4, 0));
+        }
+        // The count is part of the state that is sent and stored.
+        assert_eq!(pair.0[0].state().unwrap().record().steps_skipped, 1);
+    }
+
+    #[test]
+    fn a_group_writes_a_checkpoint_of_its_last_step_before_it_is_suspended() {
+        let every = Some(CheckpointEvery::Steps(NonZeroU64::new(1000).unwrap()));
+        let mut pair = Pair::new(JobPlan { checkpoints: every, ..JobPlan::of_one_epoch(100, 4) });
+        pair.exchange_headers();
+        pair.0[1].handle(MasterMessage::Suspend);
+        let headers = pair.compute();
+        for session in &mut pair.0 {
+            session.summed(headers.clone(), true).unwrap();
+            session.updated(Duration::ZERO);
+        }
+        assert_eq!(pair.endings(), [None, None], "its checkpoint is not written yet");
+        for session in &mut pair.0 {
+            let Some(checkpoint::Task::Write { step: 1, .. }) = session.poll_checkpoint() else {
+                panic!("no part is to be written")
+            };
+            session.wrote_part(1, Ok(Written { bytes: 1, digest: 1 }));
+        }
+        pair.exchange_headers();
+        assert!(matches!(
+            pair.0[0].poll_checkpoint(),
+            Some(checkpoint::Task::Commit { step: 1, .. })
+        ));
+        pair.0[0].committed_checkpoint(1, true);
+        pair.exchange_headers();
+        assert_eq!(pair.endings(), [Some(Ending::Suspended), Some(Ending::Suspended)]);
+    }
+}

@@ -1,0 +1,130 @@
+//! Headers that ranks exchange, with the gradient or alone.
+
+use elasticdl_proto::RecordRange;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::session::checkpoint::CheckpointHeader;
+use crate::session::evaluation::Evaluation;
+use crate::session::halt::Halt;
+use crate::session::transport_switch::{NcclBuild, TransportHeader};
+
+/// Header of one rank for one round. All ranks receive all headers, so all make the same decisions.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepHeader {
+    /// Number of steps committed before this round.
+    pub step: u64,
+    /// Records in this rank's gradient.
+    pub ranges: Vec<RecordRange>,
+    /// Sum of the loss over these records.
+    pub loss_sum: f64,
+    /// Time spent in the model's code, in microseconds.
+    pub compute_us: u64,
+    /// Time spent waiting for these records to be read, in microseconds.
+    pub input_us: u64,
+    /// Time that this rank needed per record lately, in nanoseconds; 0: not known yet.
+    pub cost: u64,
+    /// Number of its upcoming records that this rank can read now; `None`: all.
+    pub readable: Option<u64>,
+    /// Newest generation that the master has published to this rank.
+    pub newest_generation: u64,
+    /// Whether the master wants the job to stop.
+    pub stop: bool,
+    /// Whether the master wants the group to end here; another group resumes from its checkpoint.
+    pub suspend: bool,
+    /// Why this rank cannot continue. If set, no rank applies this step and the job ends with the
+    /// current state.
+    pub halt: Option<Halt>,
+    /// Digest of a part of the state after `step` steps. Each step covers another part.
+    pub digest: u64,
+    pub checkpoint: CheckpointHeader,
+    /// Evaluation results that this rank knows.
+    pub evaluation: Evaluation,
+    /// State of this rank's NCCL communicator.
+    pub nccl: NcclBuild,
+}
+
+impl StepHeader {
+    /// Number of records in this rank's gradient.
+    pub fn records(&self) -> u64 {
+        self.ranges.iter().map(RecordRange::len).sum()
+    }
+}
+
+/// Header of one rank for a new group.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SyncHeader {
+    /// The rank's state, if it has one.
+    pub state: Option<StateHeader>,
+    /// The kind of device that the rank computes on.
+    pub transport: TransportHeader,
+}
+
+/// Description of the state of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StateHeader {
+    /// Number of committed steps.
+    pub step: u64,
+    /// Digest of the record and of the part of the tensors that this step covers.
+    pub digest: u64,
+    /// Whether the rank still has the reduced gradient of its last step.
+    pub has_result: bool,
+    /// Whether the rank has trained in a group. A joiner that has only fetched its state has not.
+    pub was_in_group: bool,
+}
+
+/// The part of the training state that is not tensors, in the form that is sent to other ranks and
+/// stored in checkpoints.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StateRecord {
+    pub step: u64,
+    pub records_trained: u64,
+    pub epochs_complete: u32,
+    pub ranges: Vec<RecordRange>,
+    pub repeated: u64,
+    #[serde(default)]
+    pub evaluation: Evaluation,
+    /// Number of steps, out of `step`, whose records were absorbed without an update.
+    #[serde(default)]
+    pub steps_skipped: u64,
+}
+
+impl StateRecord {
+    /// The state of a group that starts anew.
+    pub fn initial() -> Self {
+        Self {
+            step: 0,
+            records_trained: 0,
+            epochs_complete: 0,
+            ranges: Vec::new(),
+            repeated: 0,
+            evaluation: Evaluation::default(),
+            steps_skipped: 0,
+        }
+    }
+
+    /// The state of a group that has absorbed the first `records` records of an order with
+    /// `per_epoch` records in each epoch.
+    pub fn after(records: u64, per_epoch: u64) -> Self {
+        let epochs = u32::try_from(records / per_epoch.max(1)).unwrap_or(u32::MAX);
+        let rest = RecordRange { epoch: epochs, start: 0, end: records % per_epoch.max(1) };
+        Self {
+            records_trained: records,
+            epochs_complete: epochs,
+            ranges: if rest.is_empty() { Vec::new() } else { vec![rest] },
+            ..Self::initial()
+        }
+    }
+}
+
+/// Serializes a header.
+pub fn encode<T: Serialize>(header: &T) -> Vec<u8> {
+    postcard::to_stdvec(header).expect("every header can be encoded")
+}
+
+/// Deserializes the header of another rank; `None` for invalid bytes.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((header, [])) => Some(header),
+        _ => None,
+    }
+}

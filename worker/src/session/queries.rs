@@ -1,0 +1,55 @@
+//! What others may ask of a session.
+
+use elasticdl_proto::Generation;
+
+use super::phase::Phase;
+use super::{Session, State};
+use crate::session::header::StepHeader;
+
+impl Session {
+    /// Number of committed steps; 0 without state.
+    pub fn step(&self) -> u64 {
+        self.state.as_ref().map_or(0, |s| s.step)
+    }
+
+    pub fn state(&self) -> Option<&State> {
+        self.state.as_ref()
+    }
+
+    /// Headers of the last commit, for ranks that are one step behind.
+    pub fn last_headers(&self) -> Option<&[StepHeader]> {
+        self.last_headers.as_deref()
+    }
+
+    /// Generation and rank of this worker, if it has links.
+    pub fn group_rank(&self) -> Option<(Generation, usize)> {
+        match &self.phase {
+            Phase::Detached | Phase::Ended(_) | Phase::Fetching | Phase::Joining(_) => None,
+            Phase::Evaluating { group, .. }
+            | Phase::Finished { group, .. }
+            | Phase::Repairing(group, _)
+            | Phase::Round { group, .. }
+            | Phase::Syncing(group) => Some((group.generation, group.rank)),
+        }
+    }
+
+    /// Generation of the group in whose round this worker is, between two tasks: its state can be
+    /// copied.
+    pub fn in_round(&self) -> Option<Generation> {
+        match &self.phase {
+            Phase::Round { group, .. } => Some(group.generation),
+            _ => None,
+        }
+    }
+
+    /// The state that this worker may send to joining workers: all ranks of its generation have
+    /// reported that they hold its step.
+    pub fn confirmed(&self) -> Option<(Generation, &State)> {
+        self.in_round().zip(self.state.as_ref()).filter(|_| self.confirmed)
+    }
+
+    /// Whether this worker makes no further steps.
+    pub fn is_finished(&self) -> bool {
+        matches!(self.phase, Phase::Finished { .. } | Phase::Ended(_))
+    }
+}

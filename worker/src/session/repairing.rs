@@ -1,0 +1,153 @@
+//! The transfers that bring the ranks of a new group to one state, one task after the other.
+
+use super::phase::{Group, Phase, Repairing};
+use super::{Broadcast, InvalidData, Session, Task};
+use crate::session::header::{self, StateRecord};
+use crate::session::repair::Repair;
+
+impl Session {
+    /// What the root of a [`Broadcast`] of bytes sends.
+    pub fn broadcast_bytes(&self, what: Broadcast) -> Vec<u8> {
+        match (what, &self.last_headers, &self.state) {
+            (Broadcast::ResultHeaders, Some(headers), _) => header::encode(headers),
+            (Broadcast::StateRecord, _, Some(state)) => header::encode(&state.record()),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The bytes of the current [`Broadcast`] have arrived at this rank, or left it.
+    ///
+    /// # Errors
+    /// The root sent bytes that are no headers or no record.
+    pub fn bytes_broadcast(&mut self, bytes: &[u8]) -> Result<(), InvalidData> {
+        let Phase::Repairing(_, repairing) = &mut self.phase else { return Ok(()) };
+        match repairing.left.pop_front() {
+            Some(Task::Broadcast { what: Broadcast::ResultHeaders, .. }) => {
+                let headers = header::decode(bytes).ok_or(InvalidData("a step's headers"))?;
+                repairing.headers = Some(headers);
+            }
+            Some(Task::Broadcast { what: Broadcast::StateRecord, .. }) => {
+                let record = header::decode(bytes).ok_or(InvalidData("a state"))?;
+                repairing.record = Some(record);
+            }
+            task => unreachable!("{task:?} is not a broadcast of bytes"),
+        }
+        Ok(())
+    }
+
+    /// The tensors of the current [`Broadcast`] have arrived at this rank, or left it.
+    /// `sum_is_finite`: whether the received result is.
+    ///
+    /// # Errors
+    /// The state's ledger is inconsistent.
+    pub fn tensors_broadcast(&mut self, sum_is_finite: bool) -> Result<(), InvalidData> {
+        let Phase::Repairing(_, repairing) = &mut self.phase else { return Ok(()) };
+        let Repairing { left, applies, installs, headers, record } = repairing;
+        match left.pop_front() {
+            Some(Task::Broadcast { what: Broadcast::Result { .. }, .. }) => {
+                if *applies && let Some(headers) = headers.take() {
+                    self.apply(headers, sum_is_finite, None);
+                }
+            }
+            Some(Task::Broadcast { what: Broadcast::State, .. }) => {
+                if *installs && let Some(record) = record.take() {
+                    let headers = headers.take();
+                    if !self.install(record, headers) {
+                        return Err(InvalidData("a ledger"));
+                    }
+                }
+            }
+            task => unreachable!("{task:?} is not a broadcast of tensors"),
+        }
+        Ok(())
+    }
+
+    /// This rank has started to build its NCCL communicator.
+    pub fn nccl_started(&mut self) {
+        self.end_task(&Task::BuildNccl);
+    }
+
+    /// This rank has created the initial state.
+    pub fn begin(&mut self) {
+        self.begin_after(0);
+    }
+
+    /// This rank has created an initial state that has absorbed the first `records` records.
+    pub fn begin_after(&mut self, records: u64) {
+        let is_installed = self.install(StateRecord::after(records, self.job.records), None);
+        debug_assert!(is_installed, "the initial ledger is a prefix of the order");
+        self.end_task(&Task::CreateState);
+    }
+
+    pub(super) fn end_task(&mut self, task: &Task) {
+        if let Phase::Repairing(_, repairing) = &mut self.phase
+            && repairing.left.front() == Some(task)
+        {
+            repairing.left.pop_front();
+        }
+    }
+
+    pub(super) fn begin_repair(&mut self, group: Group, plan: &Repair) {
+        let repairing = Repairing::new(plan, group.rank, self.nccl_obstacle().is_none());
+        self.phase = Phase::Repairing(group, repairing);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMessage};
+
+    use super::super::{Exit, JobPlan};
+    use super::*;
+    use crate::session::header::{StateHeader, SyncHeader};
+    use crate::session::tests::pair::Pair;
+
+    #[test]
+    fn the_lowest_rank_reports_each_group_that_has_formed() {
+        let mut pair = Pair::new(JobPlan::of_one_epoch(100, 4));
+        pair.0.iter_mut().for_each(|session| session.broken(None, "reset".into()));
+        pair.regroup(2);
+        let formed = pair.0.each_mut().map(|session| {
+            std::iter::from_fn(|| session.poll_report())
+                .filter_map(|report| match report {
+                    WorkerMessage::Formed { generation, .. } => Some(generation),
+                    _ => None,
+                })
+                .collect::<Vec<_>>()
+        });
+        assert_eq!(formed, [vec![Generation(1), Generation(2)], vec![]]);
+    }
+
+    /// The second worker of a pair that has committed one step and meets, in the next group, a rank
+    /// at `step` with the reduced gradient of its last step.
+    fn meets(step: u64) -> Session {
+        let mut pair = Pair::new(JobPlan::of_one_epoch(100, 4));
+        pair.exchange_headers();
+        let headers = pair.compute();
+        let [_, mut session] = pair.0;
+        session.summed(headers, true).unwrap();
+        assert!(matches!(session.poll(), Task::Update { is_applied: true, .. }));
+        session.updated(Duration::ZERO);
+        session.broken(None, "reset".into());
+        let members = [1, 2].map(|id| (WorkerId(id), ([127, 0, 0, 1], id as u16).into())).to_vec();
+        let membership = Membership { generation: Generation(2), members, abort: true };
+        session.handle(MasterMessage::Membership(membership));
+        session.connected();
+        let state = StateHeader { step, digest: 1, has_result: true, was_in_group: true };
+        let other = SyncHeader { state: Some(state), transport: Default::default() };
+        session.synced(&[other, session.sync_header(0)]).unwrap();
+        session
+    }
+
+    #[test]
+    fn a_rank_that_is_more_than_one_step_behind_was_cut_off_and_ends() {
+        let mut one_behind = meets(2);
+        let what = Broadcast::ResultHeaders;
+        assert_eq!(one_behind.poll(), Task::Broadcast { root: 0, what });
+        let mut cut_off = meets(3);
+        assert_eq!(cut_off.poll(), Task::Exit(Exit::Outdated));
+        assert_eq!(cut_off.step(), 0, "its state is dropped: others have gone on without it");
+    }
+}

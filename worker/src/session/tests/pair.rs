@@ -1,0 +1,73 @@
+//! Two sessions whose operations a test carries out by hand.
+
+use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId};
+
+use crate::session::halt::Ending;
+use crate::session::header::StepHeader;
+use crate::session::{Broadcast, Computed, JobPlan, Session, Task};
+
+/// A group of workers 1 and 2.
+pub(crate) struct Pair(pub(crate) [Session; 2]);
+
+impl Pair {
+    pub(crate) fn new(plan: JobPlan) -> Self {
+        let mut pair = Self([1, 2].map(|id| Session::new(WorkerId(id), plan.clone())));
+        pair.regroup(1);
+        pair
+    }
+
+    /// Both workers form a group of a new generation, and hold the same state.
+    pub(crate) fn regroup(&mut self, generation: u64) {
+        let members = [1, 2].map(|id| (WorkerId(id), ([127, 0, 0, 1], id as u16).into())).to_vec();
+        let generation = Generation(generation);
+        for session in &mut self.0 {
+            let membership = Membership { generation, members: members.clone(), abort: true };
+            session.handle(MasterMessage::Membership(membership));
+            session.connected();
+        }
+        let headers = self.0.each_ref().map(|session| session.sync_header(0));
+        self.0.iter_mut().for_each(|session| session.synced(&headers).unwrap());
+        if self.0[0].poll() == Task::CreateState {
+            self.0[0].begin();
+            let record = self.0[0].broadcast_bytes(Broadcast::StateRecord);
+            for session in &mut self.0 {
+                let what = Broadcast::StateRecord;
+                assert_eq!(session.poll(), Task::Broadcast { root: 0, what });
+                session.bytes_broadcast(&record).unwrap();
+                let what = Broadcast::State;
+                assert_eq!(session.poll(), Task::Broadcast { root: 0, what });
+                session.tensors_broadcast(true).unwrap();
+            }
+        }
+        for session in &mut self.0 {
+            assert_eq!(session.poll(), Task::EndRepair);
+            session.repaired();
+        }
+    }
+
+    pub(crate) fn headers(&self) -> Vec<StepHeader> {
+        self.0.iter().map(|session| session.header(0)).collect()
+    }
+
+    pub(crate) fn exchange_headers(&mut self) {
+        let headers = self.headers();
+        for session in &mut self.0 {
+            assert!(matches!(session.poll(), Task::ExchangeHeaders { .. }), "{session:?}");
+            session.headers_exchanged(&headers).unwrap();
+        }
+    }
+
+    /// Both workers compute. Returns the headers of their step.
+    pub(crate) fn compute(&mut self) -> Vec<StepHeader> {
+        for session in &mut self.0 {
+            assert!(matches!(session.poll(), Task::Compute { is_first: true, .. }), "{session:?}");
+            session.computed(Computed { loss_sum: 1.0, compute_us: 1, input_us: 0 });
+            assert_eq!(session.poll(), Task::Step { is_empty: false });
+        }
+        self.headers()
+    }
+
+    pub(crate) fn endings(&self) -> [Option<Ending>; 2] {
+        self.0.each_ref().map(|session| session.ended().cloned())
+    }
+}

@@ -1,0 +1,207 @@
+//! Input, tasks and reports of a session.
+
+use std::net::SocketAddr;
+use std::ops::Range;
+
+use elasticdl_proto::{CheckpointEvery, Ledger, Membership, RecordRange, WorkerId};
+
+use crate::session::evaluation::{self, Evaluation};
+use crate::session::header::StateRecord;
+use crate::session::plan::StepSize;
+use crate::session::repair::StateMismatch;
+use crate::session::transport_switch::DeviceMismatch;
+
+/// Parameters of a job that a worker needs.
+#[derive(Clone, Debug)]
+pub struct JobPlan {
+    /// Number of records of one epoch.
+    pub records: u64,
+    pub epochs: u32,
+    pub max_steps: Option<u64>,
+    pub size: StepSize,
+    /// Interval between checkpoints; `None` if the job writes none.
+    pub checkpoints: Option<CheckpointEvery>,
+    pub evaluation: Option<evaluation::Plan>,
+    /// Whether a step whose gradient is not finite is skipped. If not, it ends the job.
+    pub skips_nonfinite: bool,
+}
+
+#[cfg(test)]
+impl JobPlan {
+    /// One epoch of `records` records in steps of `batch`.
+    pub(crate) fn of_one_epoch(records: u64, batch: u64) -> Self {
+        let batch = std::num::NonZeroU64::new(batch).expect("a batch holds records");
+        Self {
+            records,
+            epochs: 1,
+            max_steps: None,
+            size: StepSize { batch: elasticdl_proto::Batch::Global(batch), micro_batch: 1 },
+            checkpoints: None,
+            evaluation: None,
+            skips_nonfinite: false,
+        }
+    }
+}
+
+/// The next task of the worker. Each variant names the call that reports its result.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Task {
+    /// Start to build the group's NCCL communicator, a collective operation:
+    /// `Session::nccl_started`.
+    BuildNccl,
+    /// Take part in a broadcast from rank `root`: `Session::bytes_broadcast` or
+    /// `Session::tensors_broadcast`.
+    Broadcast { root: usize, what: Broadcast },
+    /// Compute the gradient of these records, and add it to the pending one unless it `is_first`:
+    /// `Session::computed`.
+    Compute { ranges: Vec<RecordRange>, is_first: bool },
+    /// Build the links of this membership: `Session::connected` or `Session::broken`.
+    Connect(Membership),
+    /// Create the state of a new group, the initial one or that of a checkpoint: `Session::begin`
+    /// or `Session::restore`.
+    CreateState,
+    /// All ranks are at one state. Prepare for rounds: `Session::repaired`.
+    EndRepair,
+    /// Evaluate these blocks of the validation data and exchange the scores: `Session::evaluated`.
+    Evaluate(Range<u64>),
+    /// End this process.
+    Exit(Exit),
+    /// Receive the next message from this donor, over the open link to it or a new one:
+    /// `Session::install` and `Session::fetched` for a state, `Session::result_fetched` for a
+    /// step's result, `Session::caught_up`, `Session::fetch_ended`; or `Session::fetch_broke`.
+    Fetch(WorkerId, SocketAddr),
+    /// The group's work is over: `Session::finish`. If the state `is_published`, this worker
+    /// exports and describes it.
+    Finish { is_published: bool },
+    /// Examine this worker's own gradient, because the sum is not finite: `Session::inspected`.
+    InspectGradient,
+    /// All-reduce the pending gradient, or zeros if it `is_empty`, together with
+    /// `Session::header`: `Session::summed`.
+    Step { is_empty: bool },
+    /// Exchange `Session::sync_header`: `Session::synced`.
+    Synchronize,
+    /// Exchange `Session::header` without a gradient (idle round): `Session::headers_exchanged`.
+    /// If it `pauses`, the last round was idle, too: wait a little for a message of the master.
+    ExchangeHeaders { pauses: bool },
+    /// Apply the reduced gradient of this many records, if it `is_applied`, and retain it:
+    /// `Session::updated`.
+    Update { records: u64, is_applied: bool },
+    /// Wait for a message from the master.
+    Wait,
+}
+
+impl Task {
+    /// The records that the task computes.
+    pub fn records(&self) -> &[RecordRange] {
+        match self {
+            Self::Compute { ranges, .. } => ranges,
+            _ => &[],
+        }
+    }
+}
+
+/// What a rank has computed in one [`Task::Compute`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Computed {
+    /// Sum of the loss over the records.
+    pub loss_sum: f64,
+    /// Time in the model's code, in microseconds.
+    pub compute_us: u64,
+    /// Time spent waiting for the records to be read, in microseconds.
+    pub input_us: u64,
+}
+
+/// What the root of a repair sends to all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Broadcast {
+    /// Bytes: the headers of the root's last step.
+    ResultHeaders,
+    /// The retained reduced gradient of that step. If it `is_kept`, the receiving rank retains it.
+    Result { is_kept: bool },
+    /// Bytes: the record of the root's state.
+    StateRecord,
+    /// The parameters and the optimizer state.
+    State,
+}
+
+impl Broadcast {
+    /// Whether tensors are sent, and not bytes.
+    pub fn is_of_tensors(self) -> bool {
+        matches!(self, Self::Result { .. } | Self::State)
+    }
+}
+
+/// A peer that has the job's token sent invalid data: the ranks run different programs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a peer sent {0} that can't be read; do all workers run the same program?")]
+pub struct InvalidData(pub &'static str);
+
+/// The final state of a worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FinalState {
+    /// Digest of the parameters, the optimizer state and the ledger.
+    pub digest: u64,
+    pub parameters_are_finite: bool,
+    /// The model's description of the state.
+    pub summary: Option<String>,
+    pub is_exported: bool,
+}
+
+/// Why a worker cannot be part of its new group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GroupMismatch {
+    State(StateMismatch),
+    Device(DeviceMismatch),
+}
+
+impl From<StateMismatch> for GroupMismatch {
+    fn from(mismatch: StateMismatch) -> Self {
+        Self::State(mismatch)
+    }
+}
+
+impl From<DeviceMismatch> for GroupMismatch {
+    fn from(mismatch: DeviceMismatch) -> Self {
+        Self::Device(mismatch)
+    }
+}
+
+/// Why a worker ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// The group continues without this worker, at its own or the user's request.
+    Left,
+    /// The worker's state is older than any repair reaches.
+    Outdated,
+    /// The master shut the worker down, for this reason.
+    Shutdown(String),
+}
+
+/// The part of the training state that is not tensors.
+#[derive(Clone, Debug, PartialEq)]
+pub struct State {
+    /// Number of committed steps.
+    pub step: u64,
+    /// Records that the parameters have absorbed.
+    pub ledger: Ledger,
+    /// Records that went into the steps, by the steps' own counts.
+    pub records_trained: u64,
+    pub evaluation: Evaluation,
+    /// Steps whose records were absorbed without an update.
+    pub steps_skipped: u64,
+}
+
+impl State {
+    /// The form in which the state is sent and stored.
+    pub fn record(&self) -> StateRecord {
+        StateRecord {
+            step: self.step,
+            records_trained: self.records_trained,
+            epochs_complete: self.ledger.epoch(),
+            ranges: self.ledger.ranges().collect(),
+            repeated: self.ledger.repeated(),
+            evaluation: self.evaluation,
+            steps_skipped: self.steps_skipped,
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Where the trainer writes checkpoints, and from where a job starts.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use elasticdl_collective::Secret;
+use elasticdl_proto::WorkerOptions;
+
+use crate::checkpoint::{CheckpointWriter, JobFingerprint, Locations, RestoreError, check};
+use crate::failure::{Failure, call_user};
+use crate::model::Model;
+use crate::order::OrderName;
+use crate::ordered_reader::order_of;
+use crate::reader::Dataset;
+use crate::storage::Storage;
+
+/// Locations of checkpoints, and their writer.
+#[derive(Debug)]
+pub(crate) struct Checkpointing {
+    pub(super) locations: Locations,
+    pub(super) fingerprint: Arc<JobFingerprint>,
+    /// `None` if the job writes none.
+    pub(super) writer: Option<CheckpointWriter>,
+}
+
+impl Checkpointing {
+    /// Checks that a new job could start from the configured checkpoint.
+    ///
+    /// # Errors
+    /// The fault and the remedy.
+    pub(crate) fn check<M: Model>(
+        options: &WorkerOptions,
+        (job, secret): (&str, &Secret),
+        dataset: &Dataset,
+        model: &M,
+    ) -> Result<(), String> {
+        if options.checkpoints.is_none() && options.resume_from.is_none() {
+            return Ok(());
+        }
+        let parameters = call_user("parameter_count()", || Ok(model.parameter_count()))?;
+        let size = (parameters, parameters * call_user("slots()", || Ok(model.slots()))?);
+        let reader = call_user("reader()", || Ok(model.reader()))?;
+        let order = order_of(&reader, options, dataset)?.name();
+        let (locations, fingerprint) =
+            look(options, (job, secret), (dataset.clone(), order), size).map_err(|f| f.error)?;
+        check(&locations, &fingerprint).map_err(|error| match error {
+            RestoreError::Refused(error) | RestoreError::Storage(error) => error,
+        })?;
+        // Finds a location without write access before there is work to lose.
+        let Some(own) = &locations.own else { return Ok(()) };
+        own.write(PROBE, vec![Bytes::from_static(b"a test of write access")])
+            .map_err(|error| format!("--checkpoint-dir can't be written to: {error}"))?;
+        if let Err(error) = own.remove(PROBE) {
+            tracing::warn!(%error, "checkpoints can be written, but not removed");
+        }
+        Ok(())
+    }
+
+    /// Opens the locations that the job's `options` name, for the worker of the job with this name
+    /// and secret. `parameters` and `slots`: lengths of the model's parameters and optimizer state,
+    /// in floats.
+    pub(crate) fn new(
+        options: &WorkerOptions,
+        (job, secret): (&str, &Secret),
+        data: (Dataset, OrderName),
+        (parameters, slots): (usize, usize),
+    ) -> Result<Self, Failure> {
+        let (locations, fingerprint) = look(options, (job, secret), data, (parameters, slots))?;
+        let fingerprint = Arc::new(fingerprint);
+        let writer = match (&locations.own, &options.checkpoints) {
+            (Some(own), Some(kept)) => {
+                let writer = CheckpointWriter::new(
+                    own.clone(),
+                    Arc::clone(&fingerprint),
+                    (kept.keep as usize, kept.exclusive),
+                );
+                Some(writer.map_err(|error| {
+                    Failure::fatal(format!("no thread for checkpoints: {error}"))
+                })?)
+            }
+            _ => None,
+        };
+        Ok(Self { locations, fingerprint, writer })
+    }
+
+    /// A group of `world_size` has formed.
+    pub(super) fn prepare(&mut self, world_size: usize) {
+        if let Some(writer) = &mut self.writer {
+            writer.prepare(world_size);
+        }
+    }
+}
+
+/// Opens the possible locations of checkpoints, and builds the fingerprint that they must match.
+fn look(
+    options: &WorkerOptions,
+    (job, secret): (&str, &Secret),
+    (dataset, order): (Dataset, OrderName),
+    (parameters, slots): (usize, usize),
+) -> Result<(Locations, JobFingerprint), Failure> {
+    let open = |option: &str, address: &str| {
+        Storage::open(address).map_err(|error| Failure::fatal(format!("{option} {error}")))
+    };
+    let own =
+        options.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
+    let from = options.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
+    let fingerprint = JobFingerprint {
+        job: job.to_owned(),
+        run: format!("{:08x}", secret.fingerprint("checkpoints")),
+        parameters,
+        slots,
+        dataset,
+        training_data: options.training_data.clone(),
+        epochs: options.epochs,
+        max_steps: options.max_steps,
+        batch: options.batch,
+        seed: options.seed,
+        order,
+    };
+    let exclusive = options.checkpoints.as_ref().is_some_and(|kept| kept.exclusive);
+    Ok((Locations { own, from, exclusive }, fingerprint))
+}
+
+/// Name of the file that tests write access. It is not a valid name of a checkpoint.
+const PROBE: &str = "probe";

@@ -1,0 +1,119 @@
+//! Computes the gradient of this rank's part of a step.
+
+use std::mem;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use elasticdl_proto::RecordRange;
+
+use super::Trainer;
+use super::device::device_of;
+use super::parts::Parts;
+use crate::buckets::{Gradients, RecordKeys};
+use crate::exact_sum::ExactSum;
+use crate::failure::{Failure, call_user};
+use crate::model::Model;
+use crate::ordered_reader::ReadError;
+use crate::prefetch::Taken;
+use crate::reader::Reader;
+use crate::session::Computed;
+use crate::session::halt::{Halt, Reason};
+use crate::tensors::{HostState, Tensors};
+
+impl<M: Model> Trainer<'_, M> {
+    pub(super) fn compute(
+        &mut self,
+        ranges: &[RecordRange],
+        is_first: bool,
+    ) -> Result<(), Failure> {
+        let mut is_set = !is_first || !self.model.begin_gradient();
+        if is_first && is_set {
+            self.tensors.clear_gradient()?;
+        }
+        let order = Arc::clone(&self.order);
+        let fail = |error| Failure { error, ranges: order.ranges(ranges), fatal: false };
+        let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
+        let (mut loss_sum, mut busy, mut input) = (0.0, Duration::ZERO, Duration::ZERO);
+        let (mut records, mut parts) = (Vec::new(), Parts::default());
+        let mut unread = Vec::new();
+        for (i, range) in ranges.iter().enumerate() {
+            let started = Instant::now();
+            // Without its records, the job ends.
+            let Some(taken) = self.take(*range)? else { return Ok(()) };
+            input += started.elapsed();
+            parts.push(*range, taken.records.len() as u64);
+            records.extend(taken.records);
+            if let Some(rest) = taken.rest {
+                // Storage does not answer: the step consists of the records that have been read.
+                unread.push(rest);
+                unread.extend(&ranges[i + 1..]);
+            }
+            let ends = i + 1 == ranges.len() || !unread.is_empty();
+            while records.len() >= most || (ends && !records.is_empty()) {
+                let rest = records.split_off(records.len().min(most));
+                let batch = mem::replace(&mut records, rest);
+                let parts = parts.split_off(batch.len() as u64);
+                let started = Instant::now();
+                let is_last = ends && records.is_empty();
+                let (loss, took) = match is_last.then(|| self.model.bucket_len()).flatten() {
+                    Some(bucket) => self.last_gradients(batch, &parts, bucket).map_err(fail)?,
+                    None => (self.gradients(batch, &parts).map_err(fail)?, started.elapsed()),
+                };
+                is_set = true;
+                loss_sum += loss;
+                busy += took;
+            }
+            if !unread.is_empty() {
+                break;
+            }
+        }
+        if !is_set {
+            self.tensors.clear_gradient()?;
+        }
+        self.session.computed(Computed {
+            loss_sum,
+            compute_us: busy.as_micros() as u64,
+            input_us: input.as_micros() as u64,
+        });
+        self.session.not_read(&unread);
+        Ok(())
+    }
+
+    /// Takes records of the step; `None` if the job ends because they cannot be read.
+    pub(super) fn take(
+        &mut self,
+        range: RecordRange,
+    ) -> Result<Option<Taken<<M::Reader as Reader>::Record>>, Failure> {
+        match self.prefetch.take(range) {
+            Ok(taken) => Ok(Some(taken)),
+            Err(ReadError { text, records, ends_job: true }) => {
+                self.session.halt(Halt { reason: Reason::Error(text), ranges: records });
+                Ok(None)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Adds the gradient of the records at these positions.
+    pub(super) fn gradients(
+        &mut self,
+        records: Vec<<M::Reader as Reader>::Record>,
+        positions: &[RecordRange],
+    ) -> Result<f64, String> {
+        let (model, tensors, count) = (&mut self.model, &mut self.tensors, records.len());
+        let keys = RecordKeys::new(self.seed, positions);
+        let batch = call_user("feed()", || model.feed(records))?;
+        // All ranks see a non-finite loss in this rank's header.
+        let loss = call_user("gradients()", || match tensors {
+            Tensors::Device(state) => {
+                let (parameters, mut gradient) = state.gradient(count);
+                device_of(model)?.gradients(parameters, batch, &mut gradient)
+            }
+            Tensors::Host(HostState { parameters, gradient, .. }) => {
+                let gradient = self.exact.as_mut().and_then(ExactSum::last).unwrap_or(gradient);
+                model.gradients(parameters, batch, &mut Gradients::of(gradient, count, keys))
+            }
+        })?;
+        Ok(loss.sum_over(count))
+    }
+}

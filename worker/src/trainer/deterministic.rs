@@ -1,0 +1,105 @@
+//! Steps whose sum does not depend on the ranks: gradients per micro-batch, summed exactly.
+
+use std::time::{Duration, Instant};
+
+use elasticdl_collective::Communicator as _;
+use elasticdl_proto::RecordRange;
+
+use super::Trainer;
+use super::stopped::{Stopped, ring};
+use crate::exact_sum;
+use crate::failure::Failure;
+use crate::model::Model;
+use crate::session::{Computed, InvalidData};
+use crate::tensors::Tensors;
+
+impl<M: Model> Trainer<'_, M> {
+    /// Computes the gradient of each micro-batch of `ranges` by itself. A micro-batch that cannot
+    /// be read completely is not computed.
+    pub(super) fn compute_micro_batches(
+        &mut self,
+        ranges: &[RecordRange],
+        is_first: bool,
+    ) -> Result<(), Failure> {
+        if let (true, Some(exact)) = (is_first, &mut self.exact) {
+            exact.clear();
+        }
+        let micro_batches = self.session.micro_batches(ranges);
+        let (mut loss_sum, mut busy, mut input) = (0.0, Duration::ZERO, Duration::ZERO);
+        let mut unread = Vec::new();
+        for (i, micro_batch) in micro_batches.iter().enumerate() {
+            let started = Instant::now();
+            let Some(taken) = self.take(*micro_batch)? else { return Ok(()) };
+            input += started.elapsed();
+            if taken.rest.is_some() {
+                // The last one first: each is then the end of what is pending.
+                unread.extend(micro_batches[i..].iter().rev());
+                break;
+            }
+            let started = Instant::now();
+            loss_sum += self.micro_batch(*micro_batch, taken.records)?;
+            busy += started.elapsed();
+        }
+        self.session.computed(Computed {
+            loss_sum,
+            compute_us: busy.as_micros() as u64,
+            input_us: input.as_micros() as u64,
+        });
+        self.session.not_read(&unread);
+        Ok(())
+    }
+
+    /// Adds the gradient of a micro-batch, in as many calls of the model as its memory asks for.
+    /// Returns the sum of its loss.
+    fn micro_batch(
+        &mut self,
+        range: RecordRange,
+        mut records: Vec<Record<M>>,
+    ) -> Result<f64, Failure> {
+        let Some(exact) = &mut self.exact else { return Ok(0.0) };
+        exact.add();
+        // The micro-batch's own gradient is zero.
+        self.model.begin_gradient();
+        let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
+        let (mut loss_sum, mut start) = (0.0, range.start);
+        while !records.is_empty() {
+            let rest = records.split_off(records.len().min(most));
+            let end = start + records.len() as u64;
+            let part = RecordRange { start, end, ..range };
+            let loss = self.gradients(std::mem::replace(&mut records, rest), &[part]);
+            loss_sum += loss.map_err(|error| Failure {
+                error,
+                ranges: self.order.ranges(&[range]),
+                fatal: false,
+            })?;
+            start = end;
+        }
+        if let Some(exact) = &mut self.exact {
+            exact.complete_last();
+        }
+        Ok(loss_sum)
+    }
+
+    /// Writes the sum of this rank's micro-batches to its gradient, rounded as all ranks agree.
+    pub(super) fn sum_micro_batches(&mut self, is_empty: bool) -> Result<(), Stopped> {
+        let Some(exact) = &mut self.exact else { return Ok(()) };
+        if is_empty {
+            exact.clear();
+        }
+        let mut exponents = exact.exponents().to_vec();
+        let ring = ring(&mut self.ring)?;
+        if ring.host().world_size() > 1 {
+            let all = ring.host_mut().all_gather(&exponents).map_err(Stopped::Broken)?;
+            if all.iter().any(|others| others.len() != exponents.len()) {
+                return Err(InvalidData("the exponents of a gradient").into());
+            }
+            all.iter().for_each(|others| exact_sum::raise(&mut exponents, others));
+        }
+        if let Tensors::Host(state) = &mut self.tensors {
+            exact.sum(&exponents, &mut state.gradient);
+        }
+        Ok(())
+    }
+}
+
+type Record<M> = <<M as Model>::Reader as crate::reader::Reader>::Record;

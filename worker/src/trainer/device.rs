@@ -1,0 +1,24 @@
+//! The GPU of the model, and whether the worker uses NCCL.
+
+use elasticdl_collective::device::NcclPolicy;
+
+use crate::device::DeviceModel;
+use crate::metrics::UserError;
+use crate::model::Model;
+
+/// NCCL where it is found, unless `ELASTICDL_NCCL` is `off` or names a library file.
+pub(super) fn nccl_policy() -> NcclPolicy {
+    match std::env::var_os("ELASTICDL_NCCL") {
+        None => NcclPolicy::auto(),
+        Some(value) if value == "off" => NcclPolicy::Off("ELASTICDL_NCCL is off".into()),
+        Some(file) => NcclPolicy::from_file(std::path::Path::new(&file)),
+    }
+}
+
+/// The model on the GPU that its `as_device_model()` returned at the start.
+pub(super) fn device_of<M: Model>(
+    model: &mut M,
+) -> Result<&mut dyn DeviceModel<Batch = M::Batch>, UserError> {
+    let changed = "as_device_model() returned a model before and returns none now";
+    model.as_device_model().ok_or_else(|| changed.into())
+}

@@ -1,0 +1,38 @@
+//! What is read ahead, and what can be read.
+
+use elasticdl_proto::RecordRange;
+
+use super::Trainer;
+use crate::failure::Failure;
+use crate::model::Model;
+use crate::ordered_reader::ReadError;
+use crate::session::Task;
+use crate::session::halt::{Halt, Reason};
+use crate::session::header;
+
+impl<M: Model> Trainer<'_, M> {
+    /// Announces the records of the next steps, if they have changed, after those of `task`.
+    pub(super) fn look_ahead(&mut self, task: &Task) {
+        if let Some(upcoming) = self.session.take_upcoming() {
+            self.prefetch.replace(task.records(), upcoming);
+            let records = |range: &RecordRange| {
+                let epoch = range.epoch;
+                self.order.records(*range).into_iter().map(move |record| (epoch, record))
+            };
+            self.model.upcoming(&mut upcoming.iter().flat_map(records));
+        }
+    }
+
+    /// Header of this rank for the round.
+    pub(super) fn header(&mut self) -> Result<Vec<u8>, Failure> {
+        match self.prefetch.readable(self.session.upcoming().iter().copied()) {
+            Ok(readable) => self.session.limit_readable(readable),
+            Err(ReadError { text, records, ends_job: true }) => {
+                self.session.halt(Halt { reason: Reason::Error(text), ranges: records });
+            }
+            Err(error) => return Err(error.into()),
+        }
+        let digest = self.tensors.window_digest(self.session.step())?;
+        Ok(header::encode(&self.session.header(digest)))
+    }
+}

@@ -1,0 +1,67 @@
+//! Why a task of the trainer was not completed.
+
+use elasticdl_collective::CollectiveError;
+
+use crate::failure::Failure;
+use crate::ring::Ring;
+use crate::session::header;
+use crate::session::repair::StateMismatch;
+use crate::session::transport_switch::DeviceMismatch;
+use crate::session::{GroupMismatch, InvalidData};
+
+/// Why a task was not completed.
+#[derive(Debug)]
+pub(super) enum Stopped {
+    /// The links broke; a new group will form.
+    Broken(CollectiveError),
+    /// This worker, or the job, cannot continue.
+    Failed(Failure),
+}
+
+impl<E: Into<Failure>> From<E> for Stopped {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+pub(super) fn ring(ring: &mut Option<Ring>) -> Result<&mut Ring, Stopped> {
+    ring.as_mut().ok_or(Stopped::Broken(CollectiveError::Aborted { generation: 0 }))
+}
+
+pub(super) fn decode_all<T: serde::de::DeserializeOwned>(
+    headers: Vec<Vec<u8>>,
+) -> Result<Vec<T>, Stopped> {
+    headers
+        .iter()
+        .map(|bytes| header::decode(bytes).ok_or_else(|| InvalidData("a header").into()))
+        .collect()
+}
+
+impl From<InvalidData> for Failure {
+    fn from(error: InvalidData) -> Self {
+        Self { error: error.to_string(), ranges: Vec::new(), fatal: false }
+    }
+}
+
+pub(super) fn group_mismatch(mismatch: &GroupMismatch) -> Failure {
+    match mismatch {
+        GroupMismatch::State(differing) => state_mismatch(differing),
+        GroupMismatch::Device(DeviceMismatch { first_has_gpu }) => {
+            let (here, there) =
+                if *first_has_gpu { ("the CPU", "a GPU") } else { ("a GPU", "the CPU") };
+            let error = format!(
+                "this worker computes on {here} and the group on {there}; \
+                 all must compute on the same kind of device"
+            );
+            Failure { error, ranges: Vec::new(), fatal: false }
+        }
+    }
+}
+
+pub(super) fn state_mismatch(mismatch: &StateMismatch) -> Failure {
+    let StateMismatch { step, ranks, from } = mismatch;
+    Failure::fatal(format!(
+        "replicas differ at step {step}: ranks {ranks:?} do not hold the same state as rank \
+         {from}; the model's methods must depend on their arguments alone"
+    ))
+}
