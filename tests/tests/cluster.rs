@@ -78,9 +78,8 @@ fn pods_of_two_workers_train_each_record_once_and_end_together() {
     assert_eq!(job.launches(), [1, 3, 5, 7]);
     // The next master finds the workers of both pods from the pods.
     let before = namespace.incarnation("count");
-    let master = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
-    let master = master.iter().find_map(|pod| Namespace::process_inside(pod, "elasticdl")).unwrap();
-    send(master, Signal::KILL);
+    let master = job.wait_for("a master", || namespace.leader("count"));
+    send(Namespace::process_inside(&master, "elasticdl").unwrap(), Signal::KILL);
     job.wait_for("another master", || (namespace.incarnation("count") > before).then_some(()));
     let after = job.wait_for_pods(4, 2);
     let uids = |pods: &[Value]| pods.iter().map(|pod| uid(pod).to_owned()).collect::<BTreeSet<_>>();
@@ -106,11 +105,6 @@ fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
     let job = Job::start(&namespace, "count", &options, 4000);
     let uids = |pods: &[Value]| pods.iter().map(|pod| uid(pod).to_owned()).collect::<BTreeSet<_>>();
     let workers = uids(&job.wait_for_group(3));
-    let master = || {
-        let pods = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
-        let there = |pod: &Value| pod["metadata"]["deletionTimestamp"].is_null();
-        pods.into_iter().find(|pod| there(pod) && pod["status"]["phase"] == "Running")
-    };
     let end = |how: &str, pod: &Value| match how {
         "deleted" => namespace.delete_pod(name(pod), &["--wait=false"]),
         "force-deleted" => {
@@ -120,11 +114,12 @@ fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
     };
     for how in ["deleted", "killed", "force-deleted"] {
         let (last, before) = (namespace.incarnation("count"), job.status());
-        let old = job.wait_for("a master", master);
+        // Not the next master, which waits beside it.
+        let old = job.wait_for("a master", || namespace.leader("count"));
         end(how, &old);
         job.wait_for(&format!("a master after one that was {how}"), || {
-            let is_another = master().is_some_and(|new| uid(&new) != uid(&old));
-            (is_another && namespace.incarnation("count") > last).then_some(())
+            let new = namespace.leader("count").filter(|new| uid(new) != uid(&old));
+            new.filter(|_| namespace.incarnation("count") > last)
         });
         assert_eq!(uids(&job.wait_for_group(3)), workers, "{how}: workers were restarted");
         let status = job.status();

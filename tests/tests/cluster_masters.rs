@@ -23,9 +23,9 @@ fn uids(pods: &[Value]) -> BTreeSet<String> {
     pods.iter().map(|pod| uid(pod).to_owned()).collect()
 }
 
-/// Process id of the leading master.
-fn master_process(namespace: &Namespace, job: &str) -> u32 {
-    Namespace::process_inside(&namespace.leader(job).unwrap(), "elasticdl").unwrap()
+/// Process id of the master in a pod.
+fn process_of(master: &Value) -> u32 {
+    Namespace::process_inside(master, "elasticdl").unwrap()
 }
 
 /// The job's group, for a comparison: its pods and its generation.
@@ -40,7 +40,7 @@ fn a_master_that_is_cut_off_reset_or_stopped_costs_no_worker() {
     let options = ["--num-workers", "3", "--num-epochs", "60", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let before = group(&job);
-    let pid = master_process(&namespace, "count");
+    let pid = process_of(&job.wait_for("a master", || namespace.leader("count")));
     let iptables = |verb: &str, rule: &str| {
         let words =
             ["nsenter", "--net", "--target", &pid.to_string(), "iptables", verb].map(String::from);
@@ -96,7 +96,7 @@ fn a_master_that_is_killed_repeatedly_is_followed_by_its_standby() {
     let workers = uids(&job.wait_for_group(2));
     // The first one is replaced by the Job.
     let first = job.wait_for("a master", || namespace.leader("count"));
-    send(master_process(&namespace, "count"), Signal::KILL);
+    send(process_of(&first), Signal::KILL);
     let mut leader = job.wait_for("another master", || {
         namespace.leader("count").filter(|new| uid(new) != uid(&first))
     });
@@ -108,7 +108,7 @@ fn a_master_that_is_killed_repeatedly_is_followed_by_its_standby() {
             (!masters.is_empty()).then(|| uids(&masters))
         });
         let since = Instant::now();
-        send(master_process(&namespace, "count"), Signal::KILL);
+        send(process_of(&leader), Signal::KILL);
         let next = job.wait_for("the next master", || {
             namespace.leader("count").filter(|new| uid(new) != uid(&leader))
         });
@@ -155,7 +155,8 @@ fn a_job_whose_masters_have_all_failed_is_reported_as_failed() {
         patch,
     ];
     must(kubectl().args(words));
-    send(master_process(&namespace, "count"), Signal::KILL);
+    let master = job.wait_for("a master", || namespace.leader("count"));
+    send(process_of(&master), Signal::KILL);
     let (code, output) = job.wait();
     assert_eq!(code, Some(1), "{output}");
     assert!(output.contains("BackoffLimitExceeded"), "{output}");

@@ -246,7 +246,7 @@ fn a_job_at_rest_makes_few_api_calls() {
         "{} calls in a minute: {asked:#?}",
         asked.len()
     );
-    let master = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master").remove(0);
+    let master = job.wait_for("its master", || namespace.leader("count"));
     let pid = Namespace::process_inside(&master, "elasticdl").unwrap();
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
