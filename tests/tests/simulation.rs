@@ -8,7 +8,8 @@ use elasticdl_tests::simulation::{Coverage, Many, run_many, run_traced};
 
 #[test]
 fn every_record_is_counted_once_under_every_fault_plan() {
-    let Many { coverage, failures } = run_many(0..10_000, NonZero::new(2).unwrap(), 1, None);
+    let Many { coverage, failures } =
+        run_many(0..10_000, NonZero::new(2).unwrap(), 1, None, |_, _| ());
     if let Some(failure) = failures.first() {
         panic!("{failure}");
     }

@@ -37,7 +37,7 @@ struct Arguments {
     threads: Option<NonZero<usize>>,
 }
 
-#[expect(clippy::print_stdout, reason = "it is a program")]
+#[expect(clippy::print_stdout, clippy::print_stderr, reason = "it is a program")]
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     if let (true, Some(seed)) = (arguments.trace, arguments.seed) {
@@ -55,7 +55,10 @@ fn main() -> ExitCode {
     // A core's panic is reported with its seed; the output of the panic hook is not needed.
     std::panic::set_hook(Box::new(|_| {}));
     let started = Instant::now();
-    let Many { coverage, failures } = run_many(seeds, threads, arguments.failures, time);
+    let report = |begun, failed| {
+        eprintln!("{begun} seeds, {failed} failed, {:.1} s", started.elapsed().as_secs_f64());
+    };
+    let Many { coverage, failures } = run_many(seeds, threads, arguments.failures, time, report);
     failures.iter().for_each(|failure| println!("{failure}\n"));
     println!("{coverage:#?}");
     let (runs, seconds) = (coverage.runs + failures.len() as u64, started.elapsed().as_secs_f64());

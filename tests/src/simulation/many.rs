@@ -19,6 +19,7 @@ pub struct Many {
 }
 
 /// Runs `seeds` on `threads` threads, until `failures_max` failures are found or `time` has passed.
+/// `report` gets the number of seeds that have begun, once in 10,000, and the failures until then.
 ///
 /// # Panics
 /// If the simulation itself panics outside a run.
@@ -27,6 +28,7 @@ pub fn run_many(
     threads: NonZero<usize>,
     failures_max: usize,
     time: Option<Duration>,
+    report: impl Fn(u64, usize) + Sync,
 ) -> Many {
     let deadline = time.and_then(|time| Instant::now().checked_add(time));
     let next = AtomicU64::new(seeds.start);
@@ -38,6 +40,10 @@ pub fn run_many(
             let is_late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
             if seed >= seeds.end || is_late {
                 return coverage;
+            }
+            let begun = seed - seeds.start;
+            if begun > 0 && begun.is_multiple_of(REPORT_SEEDS) {
+                report(begun, found.lock().expect("nothing panics under this lock").len());
             }
             match run(seed) {
                 Ok(one) => coverage.add(&one),
@@ -62,3 +68,5 @@ pub fn run_many(
     failures.sort_by_key(|failure| failure.seed);
     Many { coverage, failures }
 }
+
+const REPORT_SEEDS: u64 = 10_000;

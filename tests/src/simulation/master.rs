@@ -273,6 +273,7 @@ impl World {
                 Action::Launch { launch, slot } => self.launch(launch, slot),
                 Action::Refuse { connection, reason } => {
                     trace!(self, "master: refuses connection {}: {reason}", connection.0);
+                    self.check_refusal(connection.0 as LinkId, &reason);
                     self.master.peers.remove(&(connection.0 as LinkId));
                     self.send(connection.0 as LinkId, MASTER, Packet::Refused);
                     self.shut(connection.0 as LinkId, MASTER);

@@ -34,8 +34,9 @@
 //!
 //! **Authority.** Generations grow by one. Joins and orderly leaves break no links. A worker that
 //! no fault has hit is never evicted. A group whose members and links are intact is never aborted,
-//! whatever happens to the master and to its streams. No worker outlives the job. A failure counts
-//! only where the user's code has ended a process, or a process has never reached its master.
+//! whatever happens to the master and to its streams, and none of its members is refused when it
+//! reconnects. No worker outlives the job. A failure counts only where the user's code has ended a
+//! process, or a process has never reached its master.
 
 mod steps;
 
@@ -47,6 +48,7 @@ use elasticdl_master::job::{
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::clock::Micros;
+use super::state::network::{LinkId, MASTER};
 use super::state::oracle::Final;
 use super::state::process::{EXIT_MASTER_LOST, EXIT_TERMINATED, Process};
 use super::world::World;
@@ -197,6 +199,21 @@ impl World {
         let goes = lost_contact && !(is_member && self.is_unharmed(newest));
         if !is_degraded && !goes {
             self.violate(format!("worker {worker} is evicted without a reason"));
+        }
+    }
+
+    /// The master refuses a connection. That of a member is a loss, unless the member holds the
+    /// final state, is about to be killed, was told to end, or its group is not intact.
+    pub(super) fn check_refusal(&mut self, link: LinkId, reason: &str) {
+        let Some(p) = self.net.link(link).peer(MASTER).checked_sub(1) else { return };
+        let newest = self.oracle.newest.as_ref();
+        let Some(worker) = self.processes[p].worker else { return };
+        let is_member = newest.is_some_and(|m| m.rank_of(worker).is_some());
+        let is_over = self.oracle.shut_down.contains(&p)
+            || self.oracle.lost.contains(&worker)
+            || self.oracle.has_finished(p);
+        if is_member && !is_over && self.is_unharmed(newest) {
+            self.violate(format!("worker {worker}, a member, is refused: {reason}"));
         }
     }
 
