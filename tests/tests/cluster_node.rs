@@ -11,8 +11,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{
-    ApiServer, ChildOutput, Job, Namespace, Node, PriorityClass, RECORDS, calls, kubectl, must,
-    name, uid,
+    ApiServer, ChildOutput, Job, Namespace, Node, PriorityClass, RECORDS, SecondNode, calls,
+    kubectl, must, name, uid,
 };
 use elasticdl_tests::{assert_exactly_once, counting_data};
 use serde_json::Value;
@@ -92,6 +92,41 @@ fn drained_workers_come_back_with_the_node() {
     );
     assert!(job.step() > step, "training began anew");
     job.assert_completes(25);
+}
+
+#[test]
+fn a_master_whose_node_is_lost_is_replaced_while_its_workers_train() {
+    let Some((namespace, _guard)) = namespace("lost-node") else { return };
+    let first = Node::only();
+    let second = SecondNode::add();
+    // The master goes to the second node, and its workers to the first one.
+    let cordoned = first.cordon();
+    let options = ["--num-workers", "3", "--num-epochs", "60", "--max-worker-restarts", "0"];
+    let job = Job::start(&namespace, "count", &options, 4000);
+    let old = job.wait_for("a master", || namespace.leader("count"));
+    assert_eq!(old["spec"]["nodeName"], "node-1");
+    let second_cordoned = second.node().cordon();
+    drop(cordoned);
+    let workers = job.wait_for_group(3);
+    assert!(workers.iter().all(|pod| pod["spec"]["nodeName"] != "node-1"), "{workers:?}");
+    let before = job.status();
+    let since = Instant::now();
+    second.lose();
+    let new = job.wait_for("another master", || {
+        namespace.leader("count").filter(|new| uid(new) != uid(&old))
+    });
+    println!("a master leads {:?} after the node of the one before was lost", since.elapsed());
+    assert_ne!(new["spec"]["nodeName"], "node-1");
+    let after = job.wait_for_group(3);
+    assert_eq!(uids(&after), uids(&workers), "workers were restarted");
+    let status = job.status();
+    assert!(status.step > before.step, "training began anew: {status:?}");
+    assert_eq!(status.generation, before.generation, "{:?}", status.memberships);
+    // A pod on a lost node is not gone until the node is.
+    drop(second_cordoned);
+    drop(second);
+    namespace.delete_pod(name(&old), &["--grace-period=0", "--force", "--ignore-not-found"]);
+    job.assert_completes(60);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A namespace of a real cluster, jobs in it, and faults of its node and its API server.
+//! A namespace of a real cluster, jobs in it, and faults of its nodes and its API server.
 
 mod api_server;
 mod audit;
@@ -9,6 +9,7 @@ mod namespace;
 mod network_policy;
 mod node;
 mod pod_watch;
+mod second_node;
 
 pub use api_server::{ApiServer, Stopped};
 pub use audit::{Call, calls};
@@ -19,3 +20,4 @@ pub use namespace::Namespace;
 pub use network_policy::{Peer, allows};
 pub use node::{Cordoned, Node, PriorityClass};
 pub use pod_watch::{PodWatch, since_midnight, time_of_line};
+pub use second_node::SecondNode;

@@ -1,10 +1,10 @@
-//! The node of a cluster of one node.
+//! Nodes of a cluster.
 
 use serde_json::Value;
 
 use super::kubectl::{kubectl, must};
 
-/// The cluster's node.
+/// A node.
 #[derive(Debug)]
 pub struct Node {
     name: String,
@@ -20,6 +20,10 @@ impl Node {
         let nodes = items(&["get", "nodes"]);
         assert_eq!(nodes.len(), 1, "these tests need a cluster with one node");
         Self { name: super::name(&nodes[0]).to_owned() }
+    }
+
+    pub(super) fn named(name: &str) -> Self {
+        Self { name: name.into() }
     }
 
     /// Cordons the node: no new pods are scheduled on it for as long as the guard lives.
