@@ -211,7 +211,8 @@ impl World {
         let is_member = newest.is_some_and(|m| m.rank_of(worker).is_some());
         let is_over = self.oracle.shut_down.contains(&p)
             || self.oracle.lost.contains(&worker)
-            || self.oracle.has_finished(p);
+            || self.oracle.has_finished(p)
+            || newest.is_some_and(|m| self.oracle.suspended == Some(m.generation));
         if is_member && !is_over && self.is_unharmed(newest) {
             self.violate(format!("worker {worker}, a member, is refused: {reason}"));
         }
