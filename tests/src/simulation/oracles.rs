@@ -196,7 +196,11 @@ impl World {
         // be replaced.
         let newest = self.oracle.newest.as_ref();
         let is_member = newest.is_some_and(|m| m.rank_of(worker).is_some());
-        let goes = lost_contact && !(is_member && self.is_unharmed(newest));
+        // It may also wait for its checkpoint, which only itself could tell.
+        let patience =
+            self.setting.spec.worker_timeout.unwrap_or_default().as_micros() as Micros / 2;
+        let has_stalled = self.oracle.committed_at + patience <= self.clock.now();
+        let goes = lost_contact && (!is_member || has_stalled || !self.is_unharmed(newest));
         if !is_degraded && !goes {
             self.violate(format!("worker {worker} is evicted without a reason"));
         }

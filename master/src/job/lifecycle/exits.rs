@@ -57,9 +57,10 @@ impl Job {
     /// Counts the end of a pod, and whether it is a failure. Returns the reason, and whether the
     /// master has killed the pod because it did not respond.
     fn account_for(&mut self, now: Time, name: &str, ended: &[Launch], exit: &Exit) -> (End, bool) {
-        // A worker that never reached its master was not searching for it again.
-        let has_lost_way =
-            *exit == Exit::Code(EXIT_MASTER_LOST) && ended.iter().all(|l| !l.has_registered());
+        // A worker that never reached its master was not searching for it again. One that a master
+        // has refused takes the other workers of its pod along.
+        let is_lost = |l: &Launch| !l.has_registered() && !l.is_excused();
+        let has_lost_way = *exit == Exit::Code(EXIT_MASTER_LOST) && ended.iter().all(is_lost);
         let is_own_fault = is_own_fault(exit) || has_lost_way;
         // A node that ends a worker for exceeding a limit may send SIGTERM first, upon which the
         // worker leaves in order.

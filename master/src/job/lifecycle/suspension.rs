@@ -70,7 +70,9 @@ impl Job {
 
     /// Releases the workers that the state does not depend on, and asks the group to end.
     pub(crate) fn advance_suspension(&mut self, now: Time) {
-        let keeps_state = self.spec.work.trains() && self.may_hold_state();
+        // The report that a group has formed may be on its way, or lost.
+        let has_members = self.workers.members().next().is_some();
+        let keeps_state = self.spec.work.trains() && (has_members || self.may_hold_state());
         let launches: Vec<LaunchId> = self.workers.launches().map(|(id, _)| id).collect();
         for launch in launches {
             self.withdraw(now, launch, keeps_state);

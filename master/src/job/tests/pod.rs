@@ -9,6 +9,8 @@ use super::directed::{
     actions, address, at, connect, deliver, finished, formed, launch_at, lose, membership, send,
     started,
 };
+use super::takeover::reconnect_with;
+use crate::job::lifecycle::restart::EXIT_MASTER_LOST;
 use crate::job::testing::{dataset, spec};
 
 /// A job of two pods, and of three at most.
@@ -299,6 +301,20 @@ fn a_successor_adopts_no_half_pod() {
     assert_eq!(actions(&mut job), [kill(1), launch_at(3, 0)]);
     reconnect(&mut job, 1010, 2, &[1, 2]);
     assert!(matches!(actions(&mut job)[..], [Action::Refuse { .. }]));
+}
+
+/// The master died before it had stored that the workers had connected.
+#[test]
+fn a_pod_that_ends_because_a_worker_was_refused_is_no_failure() {
+    let mut record = started(JobSpec { num_workers: 2, ..pods() }, &[20]).to_persisted();
+    record.membership = None;
+    record.launches.iter_mut().for_each(|launch| launch.worker = None);
+    let mut job = Job::restore(record, at(1000)).unwrap();
+    actions(&mut job);
+    reconnect_with(&mut job, 1010, 1, None);
+    assert!(actions(&mut job).iter().any(|a| matches!(a, Action::Refuse { .. })));
+    ended(&mut job, 1020, 1, Exit::Code(EXIT_MASTER_LOST));
+    assert_eq!(job.to_persisted().failures, 0);
 }
 
 #[test]

@@ -135,6 +135,24 @@ fn workers_without_the_state_are_released_at_once() {
     assert!(sent.contains(&Action::Kill { launch: LaunchId(2) }), "{sent:?}");
 }
 
+/// The report of the lowest rank may be on its way, and its members may have made steps.
+#[test]
+fn a_group_that_has_not_reported_that_it_has_formed_ends_with_a_checkpoint_too() {
+    let mut job = Job::new(with_checkpoints(1));
+    connect(&mut job, 1);
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    deliver(&mut job, 1, WorkerMessage::Ready { parameters: 10 });
+    actions(&mut job);
+    job.handle(at(0), Event::Suspend);
+    job.handle(at(0), Event::Resume);
+    job.handle(at(0), Event::Suspend);
+    let sent = actions(&mut job);
+    assert_eq!((asked_to_suspend(&sent), released(&sent)), (vec![], vec![]));
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    let sent = actions(&mut job);
+    assert_eq!((asked_to_suspend(&sent), released(&sent)), (vec![1], vec![]));
+}
+
 #[test]
 fn a_group_that_loses_a_member_forms_again_below_the_minimum_and_is_asked_again() {
     let mut job = started(JobSpec { min_workers: 3, ..with_checkpoints(3) }, &[20]);

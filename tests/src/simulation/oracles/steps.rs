@@ -80,7 +80,9 @@ impl World {
             "{}: commits step {step} in generation {generation}, {after:016x}",
             self.name(p)
         );
+        let now = self.clock.now();
         let oracle = &mut self.oracle;
+        oracle.committed_at = now;
         oracle.coverage.commits += 1;
         let newer = oracle
             .histories
@@ -176,7 +178,8 @@ impl World {
                  {carrier:?} has it"
             ))
         } else if history.is_some_and(|history| {
-            history.base != base || (history.lineage != lineage && history.came_from != lineage)
+            let origin = |lineage| oracle.origin(lineage, base.0);
+            history.base != base || origin(history.lineage) != origin(lineage)
         }) {
             Some(format!("generation {generation} begins with two states"))
         } else {
@@ -184,6 +187,7 @@ impl World {
         };
         if goes_back {
             oracle.lineages += 1;
+            oracle.parents.insert(oracle.lineages, (lineage, base.0));
             oracle.coverage.gone_back += 1;
         }
         let of = if goes_back { oracle.lineages } else { lineage };
@@ -191,14 +195,8 @@ impl World {
         let members =
             membership.map(|m| m.members.iter().map(|(id, _)| *id).collect()).unwrap_or_default();
         let formed_at = self.clock.now();
-        let history = GenerationHistory {
-            lineage: of,
-            came_from: lineage,
-            formed_at,
-            members,
-            base,
-            commits: BTreeMap::new(),
-        };
+        let history =
+            GenerationHistory { lineage: of, formed_at, members, base, commits: BTreeMap::new() };
         let history = oracle.histories.entry(generation.0).or_insert(history);
         self.processes[p].trainer.model.lineage = history.lineage;
         wrong.into_iter().for_each(|wrong| self.violate(wrong));

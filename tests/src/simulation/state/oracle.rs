@@ -20,6 +20,8 @@ pub(crate) struct Oracle {
     /// Generations that agreed on a state, at least on one rank.
     pub(crate) histories: BTreeMap<u64, GenerationHistory>,
     pub(crate) lineages: u64,
+    /// For each lineage that began with an older state of another one: that one, and the step.
+    pub(crate) parents: BTreeMap<u64, (u64, u64)>,
     /// Digests of stable steps, by lineage and step.
     pub(crate) stable: BTreeMap<(u64, u64), u64>,
     pub(crate) processes: BTreeMap<WorkerId, usize>,
@@ -34,6 +36,8 @@ pub(crate) struct Oracle {
     /// published none since. It awaits members that the snapshot does not name for 3 s only.
     pub(crate) is_master_stale: bool,
     pub(crate) finals: BTreeMap<(usize, Generation), Final>,
+    /// When a rank committed a step last.
+    pub(crate) committed_at: Micros,
     /// The last messages of workers.
     pub(crate) recent_messages: VecDeque<(WorkerId, WorkerMessage)>,
     /// Processes that got a shutdown message.
@@ -49,8 +53,6 @@ pub(crate) struct Oracle {
 #[derive(Debug)]
 pub(crate) struct GenerationHistory {
     pub(crate) lineage: u64,
-    /// The previous lineage, where this generation begins one with an older state.
-    pub(crate) came_from: u64,
     pub(crate) formed_at: Micros,
     pub(crate) members: Vec<WorkerId>,
     /// Step and digest of the state that the generation began with.
@@ -81,6 +83,7 @@ impl Oracle {
             generation: Generation::default(),
             histories: BTreeMap::new(),
             lineages: 0,
+            parents: BTreeMap::new(),
             stable: BTreeMap::new(),
             processes: BTreeMap::new(),
             gone: BTreeSet::new(),
@@ -88,6 +91,7 @@ impl Oracle {
             suspended: None,
             is_master_stale: false,
             finals: BTreeMap::new(),
+            committed_at: 0,
             recent_messages: VecDeque::new(),
             shut_down: BTreeSet::new(),
             shutdown_sent: None,
@@ -146,6 +150,12 @@ impl Oracle {
         history.is_some_and(|history| {
             history.base == (step, digest) || history.commits.get(&step) == Some(&digest)
         })
+    }
+
+    /// The oldest lineage that has the same state of `step` as `lineage`.
+    pub(crate) fn origin(&self, lineage: u64, step: u64) -> u64 {
+        let parent = self.parents.get(&lineage).filter(|(_, until)| step <= *until);
+        parent.map_or(lineage, |&(parent, _)| self.origin(parent, step))
     }
 
     pub(crate) fn begin_lineage(&mut self) -> u64 {
