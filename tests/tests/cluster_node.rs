@@ -103,11 +103,14 @@ fn a_master_whose_node_is_lost_is_replaced_while_its_workers_train() {
     let cordoned = first.cordon();
     let options = ["--num-workers", "3", "--num-epochs", "60", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
-    let old = job.wait_for("a master", || namespace.leader("count"));
-    assert_eq!(old["spec"]["nodeName"], "node-1");
+    job.wait_for("the master's pod is on the second node", || {
+        let masters = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
+        masters.iter().any(|pod| pod["spec"]["nodeName"] == "node-1").then_some(())
+    });
     let second_cordoned = second.node().cordon();
     drop(cordoned);
     let workers = job.wait_for_group(3);
+    let old = job.wait_for("a master", || namespace.leader("count"));
     assert!(workers.iter().all(|pod| pod["spec"]["nodeName"] != "node-1"), "{workers:?}");
     let before = job.status();
     let since = Instant::now();
