@@ -11,6 +11,7 @@ mod files;
 mod ids;
 mod job;
 mod ledger;
+mod members;
 mod membership;
 mod message;
 mod ranges;
@@ -24,6 +25,7 @@ pub use job::{
     ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
 pub use ledger::Ledger;
+pub use members::Members;
 pub use membership::{Hello, Location, Membership, Phases, Resume, Stall};
 pub use message::{
     CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,

@@ -6,7 +6,7 @@
 /// Most epochs of a job.
 pub const EPOCHS_MAX: u32 = 1 << 20;
 /// Most workers of a job.
-pub const WORKERS_MAX: u32 = 1024;
+pub const WORKERS_MAX: u32 = 16_384;
 /// Most parallel connections between neighbours in the ring.
 pub const CHANNELS_MAX: u8 = 16;
 /// Most records of a step.

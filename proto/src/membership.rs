@@ -6,14 +6,15 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{Generation, LaunchId, WorkerId};
+use crate::members::Members;
 
 /// The members of a generation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Membership {
     /// The generation.
     pub generation: Generation,
-    /// Members in ring order, with the addresses at which peers reach them.
-    pub members: Vec<(WorkerId, SocketAddr)>,
+    /// The members.
+    pub members: Members,
     /// A member of an earlier generation is lost: members abort the step at once. Otherwise they
     /// switch together at a step boundary.
     pub abort: bool,

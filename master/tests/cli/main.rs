@@ -82,9 +82,12 @@ const GOOD: [&str; 3] = ["--local", "--training-data", "d"];
 #[test]
 fn an_invalid_option_is_refused_with_its_name_and_valid_values() {
     let table: &[(&[&str], &[&str])] = &[
-        (&["--num-workers", "0"], &["--num-workers", "from 1 to 1024"]),
-        (&["--num-workers", "many"], &["--num-workers", "'many'", "from 1 to 1024"]),
-        (&["--num-workers", "2000", "--max-workers", "2000"], &["--num-workers", "from 1 to 1024"]),
+        (&["--num-workers", "0"], &["--num-workers", "from 1 to 16384"]),
+        (&["--num-workers", "many"], &["--num-workers", "'many'", "from 1 to 16384"]),
+        (
+            &["--num-workers", "20000", "--max-workers", "20000"],
+            &["--num-workers", "from 1 to 16384"],
+        ),
         (&["--min-workers", "3"], &["--min-workers 3", "--num-workers 2"]),
         (&["--num-workers", "5", "--max-workers", "4"], &["--num-workers 5", "--max-workers 4"]),
         (&["--num-epochs", "0"], &["--num-epochs", "from 1"]),

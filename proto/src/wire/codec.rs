@@ -10,9 +10,11 @@ use tonic::codec::{DecodeBuf, Decoder, EncodeBuf, Encoder};
 
 use super::requests::{
     CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
-    StatusRequest, SuspendReply, SuspendRequest,
+    SharedMessage, StatusRequest, SuspendReply, SuspendRequest,
 };
 use super::{decode, encode, v1};
+use crate::members::Members;
+use crate::message::MasterMessage;
 use crate::status::Status;
 
 /// The codec of a method that sends `E` and receives `D`.
@@ -33,47 +35,62 @@ impl<E, D> fmt::Debug for Codec<E, D> {
 impl<E: Wire, D: Wire> tonic::codec::Codec for Codec<E, D> {
     type Encode = E;
     type Decode = D;
-    type Encoder = Self;
-    type Decoder = Self;
+    type Encoder = Sender<E>;
+    type Decoder = Receiver<D>;
 
-    fn encoder(&mut self) -> Self {
-        Self::default()
+    fn encoder(&mut self) -> Sender<E> {
+        Sender(E::Sent::default())
     }
 
-    fn decoder(&mut self) -> Self {
-        Self::default()
+    fn decoder(&mut self) -> Receiver<D> {
+        Receiver(D::Received::default())
     }
 }
 
-impl<E: Wire, D> Encoder for Codec<E, D> {
+/// Encodes the messages of one stream.
+#[derive(Debug)]
+pub struct Sender<E: Wire>(E::Sent);
+
+impl<E: Wire> Encoder for Sender<E> {
     type Item = E;
     type Error = Error;
 
     fn encode(&mut self, item: E, buf: &mut EncodeBuf<'_>) -> Result<(), Error> {
-        item.encode(buf);
+        item.encode(&mut self.0, buf);
         Ok(())
     }
 }
 
-impl<E, D: Wire> Decoder for Codec<E, D> {
+/// Decodes the messages of one stream.
+#[derive(Debug)]
+pub struct Receiver<D: Wire>(D::Received);
+
+impl<D: Wire> Decoder for Receiver<D> {
     type Item = D;
     type Error = Error;
 
     fn decode(&mut self, buf: &mut DecodeBuf<'_>) -> Result<Option<D>, Error> {
-        D::decode(buf).map(Some)
+        D::decode(&mut self.0, buf).map(Some)
     }
 }
 
 /// A message of the service.
 pub trait Wire: Send + Sized + 'static {
-    /// Appends the encoded message to `buf`, which grows as needed.
-    fn encode(self, buf: &mut impl BufMut);
+    /// What later messages of a stream refer to, on the side that sends it.
+    type Sent: Default + fmt::Debug + Send + 'static;
+    /// The same, on the side that receives it.
+    type Received: Default + fmt::Debug + Send + 'static;
 
-    /// Decodes a message from all bytes of `buf`.
+    /// Appends the encoded message to `buf`, which grows as needed. `sent`: of the messages before
+    /// it on its stream.
+    fn encode(self, sent: &mut Self::Sent, buf: &mut impl BufMut);
+
+    /// Decodes a message from all bytes of `buf`. `received`: of the messages before it on its
+    /// stream.
     ///
     /// # Errors
     /// The bytes are not a message of the schema.
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error>;
+    fn decode(received: &mut Self::Received, buf: &mut impl Buf) -> Result<Self, Error>;
 }
 
 fn read<M: Message + Default>(buf: &mut impl Buf) -> Result<M, Error> {
@@ -85,44 +102,70 @@ fn put(message: &impl Message, buf: &mut impl BufMut) {
 }
 
 impl Wire for JoinRequest {
-    fn encode(self, buf: &mut impl BufMut) {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
         put(&encode::join_request(self), buf);
     }
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
         read::<v1::WorkerMessage>(buf).map(decode::join_request)
     }
 }
 
 impl Wire for JoinResponse {
-    fn encode(self, buf: &mut impl BufMut) {
+    /// The newest membership.
+    type Sent = Option<SharedMessage>;
+    /// The members of the newest membership.
+    type Received = Members;
+
+    fn encode(self, sent: &mut Option<SharedMessage>, buf: &mut impl BufMut) {
         match self {
             Self::Invalid(_) => {}
-            Self::Message(message) => buf.put_slice(message.encoded()),
+            Self::Message(message) => {
+                let change = sent.as_ref().and_then(|before| message.encoded_after(before));
+                buf.put_slice(change.unwrap_or_else(|| message.encoded()));
+                if matches!(message.get(), MasterMessage::Membership(_)) {
+                    *sent = Some(message);
+                }
+            }
             Self::Welcome(welcome) => put(&encode::welcome(*welcome), buf),
         }
     }
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
-        read::<v1::MasterMessage>(buf).map(decode::join_response)
+    fn decode(received: &mut Members, buf: &mut impl Buf) -> Result<Self, Error> {
+        let response = decode::join_response(received, read::<v1::MasterMessage>(buf)?);
+        if let Self::Message(message) = &response
+            && let MasterMessage::Membership(membership) = message.get()
+        {
+            *received = membership.members.clone();
+        }
+        Ok(response)
     }
 }
 
 impl Wire for StatusRequest {
-    fn encode(self, _: &mut impl BufMut) {}
+    type Sent = ();
+    type Received = ();
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+    fn encode(self, _sent: &mut (), _: &mut impl BufMut) {}
+
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
         read::<v1::StatusRequest>(buf).map(|_| Self)
     }
 }
 
 impl Wire for Status {
-    fn encode(self, buf: &mut impl BufMut) {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
         let json = serde_json::to_string(&self).expect("a status's keys are strings");
         put(&v1::StatusReply { json }, buf);
     }
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
         let v1::StatusReply { json } = read(buf)?;
         serde_json::from_str(&json)
             .map_err(|error| Error::internal(format!("the master's status can't be read: {error}")))
@@ -130,59 +173,77 @@ impl Wire for Status {
 }
 
 impl Wire for ScaleRequest {
-    fn encode(self, buf: &mut impl BufMut) {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
         put(&v1::ScaleRequest { num_workers: self.num_workers }, buf);
     }
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
         read::<v1::ScaleRequest>(buf).map(|request| Self { num_workers: request.num_workers })
     }
 }
 
 impl Wire for ScaleReply {
-    fn encode(self, buf: &mut impl BufMut) {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
         put(&v1::ScaleReply { was: self.was }, buf);
     }
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
         read::<v1::ScaleReply>(buf).map(|reply| Self { was: reply.was })
     }
 }
 
 impl Wire for CheckpointRequest {
-    fn encode(self, _: &mut impl BufMut) {}
+    type Sent = ();
+    type Received = ();
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+    fn encode(self, _sent: &mut (), _: &mut impl BufMut) {}
+
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
         read::<v1::CheckpointRequest>(buf).map(|_| Self)
     }
 }
 
 impl Wire for CheckpointReply {
-    fn encode(self, buf: &mut impl BufMut) {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
         put(&v1::CheckpointReply { step: self.step }, buf);
     }
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
         read::<v1::CheckpointReply>(buf).map(|reply| Self { step: reply.step })
     }
 }
 
 impl Wire for SuspendRequest {
-    fn encode(self, buf: &mut impl BufMut) {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
         put(&v1::SuspendRequest { suspend: self.suspend }, buf);
     }
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
         read::<v1::SuspendRequest>(buf).map(|request| Self { suspend: request.suspend })
     }
 }
 
 impl Wire for SuspendReply {
-    fn encode(self, buf: &mut impl BufMut) {
+    type Sent = ();
+    type Received = ();
+
+    fn encode(self, _sent: &mut (), buf: &mut impl BufMut) {
         put(&v1::SuspendReply { unchanged: self.unchanged }, buf);
     }
 
-    fn decode(buf: &mut impl Buf) -> Result<Self, Error> {
+    fn decode(_received: &mut (), buf: &mut impl Buf) -> Result<Self, Error> {
         read::<v1::SuspendReply>(buf).map(|reply| Self { unchanged: reply.unchanged })
     }
 }

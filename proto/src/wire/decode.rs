@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
+use super::difference::Difference;
 use super::requests::{JoinRequest, JoinResponse};
 use super::v1::{self, master_message, worker_message};
 use crate::files::{FileLimits, FileList, ListedFile};
@@ -22,6 +23,7 @@ use crate::limits::{
     PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX, PLACE_BYTES_MAX, SKIPPED_LISTED_MAX,
     SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX,
 };
+use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
     CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
@@ -291,18 +293,21 @@ fn stall(stall: v1::Stall) -> Checked<Stall> {
 
 // ---- master to worker ----
 
-pub(super) fn join_response(message: v1::MasterMessage) -> JoinResponse {
+/// `before`: the members of the membership before, on the same stream.
+pub(super) fn join_response(before: &Members, message: v1::MasterMessage) -> JoinResponse {
     let decoded = match message.kind {
         None => Err("a message must have a kind that this worker knows".into()),
         Some(master_message::Kind::Welcome(sent)) => {
             welcome(sent).map(|welcome| JoinResponse::Welcome(Box::new(welcome)))
         }
-        Some(kind) => master_message(kind).map(|message| JoinResponse::Message(message.into())),
+        Some(kind) => {
+            master_message(before, kind).map(|message| JoinResponse::Message(message.into()))
+        }
     };
     decoded.unwrap_or_else(JoinResponse::Invalid)
 }
 
-fn master_message(kind: master_message::Kind) -> Checked<MasterMessage> {
+fn master_message(before: &Members, kind: master_message::Kind) -> Checked<MasterMessage> {
     use master_message::Kind;
     Ok(match kind {
         Kind::Describe(_) => MasterMessage::Describe,
@@ -319,6 +324,9 @@ fn master_message(kind: master_message::Kind) -> Checked<MasterMessage> {
         Kind::Lease(lease) => MasterMessage::Lease(ranges("lease.ranges", lease.ranges)?),
         Kind::Membership(published) => {
             MasterMessage::Membership(membership("membership", &published)?)
+        }
+        Kind::MembershipChange(change) => {
+            MasterMessage::Membership(membership_after(before, change)?)
         }
         Kind::Prepare(v1::Prepare { dataset }) => {
             MasterMessage::Prepare(file_list(dataset.ok_or("prepare.dataset: must be there")?)?)
@@ -461,15 +469,38 @@ fn checkpoints(options: v1::CheckpointOptions) -> Checked<CheckpointSpec> {
 // ---- both ----
 
 fn membership(name: &str, membership: &v1::Membership) -> Checked<Membership> {
-    let number = within(&format!("{name}.generation"), membership.generation, 1, STEPS_MAX)?;
-    let name = format!("{name}.members");
-    let members = members(&name, &membership.members)?;
-    within(&name, members.len() as u64, 1, WORKERS_MAX.into())?;
+    let v1::Membership { generation, members: sent, abort } = membership;
+    let members = members(&format!("{name}.members"), sent)?;
+    checked_membership(name, *generation, members, *abort)
+}
+
+/// The membership that follows one with the members `before`.
+fn membership_after(before: &Members, change: v1::MembershipChange) -> Checked<Membership> {
+    const NAME: &str = "membership_change";
+    let v1::MembershipChange { generation, abort, left, joined } = change;
+    let joined = joined.into_iter().map(|v1::membership_change::Joined { rank, member }| {
+        let member = member.ok_or_else(|| format!("{NAME}.joined.member: must be there"))?;
+        let address = peer_address(&format!("{NAME}.joined.member.address"), &member.address)?;
+        Ok((rank, (WorkerId(member.worker), address)))
+    });
+    let difference = Difference { left, joined: joined.collect::<Checked<_>>()? };
+    let members = difference.apply(before).map_err(|error| format!("{NAME}.{error}"))?;
+    checked_membership(NAME, generation, members, abort)
+}
+
+fn checked_membership(
+    name: &str,
+    generation: u64,
+    members: Vec<(WorkerId, SocketAddr)>,
+    abort: bool,
+) -> Checked<Membership> {
+    let generation = within(&format!("{name}.generation"), generation, 1, STEPS_MAX)?;
+    within(&format!("{name}.members"), members.len() as u64, 1, WORKERS_MAX.into())?;
     let distinct: BTreeSet<WorkerId> = members.iter().map(|(id, _)| *id).collect();
     if distinct.len() < members.len() {
-        return Err(format!("{name}: must name each worker once"));
+        return Err(format!("{name}.members: must name each worker once"));
     }
-    Ok(Membership { generation: Generation(number), members, abort: membership.abort })
+    Ok(Membership { generation: Generation(generation), members: members.into(), abort })
 }
 
 fn members(name: &str, members: &[v1::Member]) -> Checked<Vec<(WorkerId, SocketAddr)>> {

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use super::difference::Difference;
 use super::requests::JoinRequest;
 use super::v1::{self, master_message, worker_message};
 use crate::files::FileList;
@@ -303,6 +304,20 @@ fn membership(membership: &Membership) -> v1::Membership {
     let Membership { generation, members, abort } = membership;
     let members = members.iter().map(member).collect();
     v1::Membership { generation: generation.0, members, abort: *abort }
+}
+
+pub(super) fn membership_change(
+    after: &Membership,
+    Difference { left, joined }: Difference,
+) -> v1::MasterMessage {
+    let joined = joined.iter().map(|(rank, new)| v1::membership_change::Joined {
+        rank: *rank,
+        member: Some(member(new)),
+    });
+    let Membership { generation, abort, .. } = after;
+    let (generation, abort, joined) = (generation.0, *abort, joined.collect());
+    let change = v1::MembershipChange { generation, abort, left, joined };
+    v1::MasterMessage { kind: Some(master_message::Kind::MembershipChange(change)) }
 }
 
 fn member((worker, address): &(WorkerId, SocketAddr)) -> v1::Member {

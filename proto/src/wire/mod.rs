@@ -10,10 +10,11 @@
 
 mod codec;
 mod decode;
+mod difference;
 mod encode;
 mod requests;
 
-pub use codec::{Codec, Wire};
+pub use codec::{Codec, Receiver, Sender, Wire};
 pub use requests::{
     CheckpointReply, CheckpointRequest, JoinRequest, JoinResponse, ScaleReply, ScaleRequest,
     SharedMessage, StatusRequest, SuspendReply, SuspendRequest,

@@ -1,10 +1,12 @@
 //! The messages of the gRPC service.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
 use prost::Message as _;
 
+use super::difference::Difference;
 use super::encode;
 use crate::job::Welcome;
 use crate::membership::Hello;
@@ -35,14 +37,19 @@ pub enum JoinResponse {
 }
 
 /// A message to workers. Clones share it, and it is encoded once, for however many workers: a
-/// membership of a thousand members is long.
+/// membership of a thousand members is long. To workers that have the one before, its difference is
+/// sent.
 #[derive(Clone, Debug)]
 pub struct SharedMessage(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
     message: MasterMessage,
+    /// Different from those of all other messages of the process.
+    id: u64,
     encoded: OnceLock<Bytes>,
+    /// The difference to the membership of this id, if it has one.
+    encoded_after: OnceLock<(u64, Option<Bytes>)>,
 }
 
 impl SharedMessage {
@@ -62,11 +69,28 @@ impl SharedMessage {
         let message = || encode::master_message(&self.0.message).encode_to_vec().into();
         self.0.encoded.get_or_init(message)
     }
+
+    /// The encoded difference to another membership. It is made for one other, which most workers
+    /// have; `None` for any other, for a message that is no membership, and where the members have
+    /// too little in common.
+    pub(super) fn encoded_after(&self, before: &Self) -> Option<&Bytes> {
+        let difference = || {
+            let MasterMessage::Membership(before) = before.get() else { return None };
+            let MasterMessage::Membership(after) = self.get() else { return None };
+            let difference = Difference::between(&before.members, &after.members)?;
+            Some(encode::membership_change(after, difference).encode_to_vec().into())
+        };
+        let (id, encoded) = self.0.encoded_after.get_or_init(|| (before.0.id, difference()));
+        encoded.as_ref().filter(|_| *id == before.0.id)
+    }
 }
 
 impl From<MasterMessage> for SharedMessage {
     fn from(message: MasterMessage) -> Self {
-        Self(Arc::new(Shared { message, encoded: OnceLock::new() }))
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let (encoded, encoded_after) = (OnceLock::new(), OnceLock::new());
+        Self(Arc::new(Shared { message, id, encoded, encoded_after }))
     }
 }
 

@@ -1,17 +1,19 @@
 //! Tests of the conversions between the schema and the types of this crate.
 
+use std::net::SocketAddr;
 use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use super::v1::worker_message::Kind;
-use super::{JoinRequest, JoinResponse, decode, encode, v1};
+use super::{JoinRequest, JoinResponse, SharedMessage, Wire as _, decode, encode, v1};
 use crate::files::FileList;
 use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::job::{
     Batch, CheckpointEvery, CheckpointSpec, Format, ValidationSpec, Welcome, WireDtype, Work,
     WorkerOptions,
 };
-use crate::limits::{DATASET_RECORDS_MAX, ERROR_BYTES_MAX, PATH_BYTES_MAX, STEPS_MAX};
+use crate::limits::{DATASET_RECORDS_MAX, ERROR_BYTES_MAX, PATH_BYTES_MAX, STEPS_MAX, WORKERS_MAX};
+use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
     CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
@@ -86,8 +88,8 @@ fn convert(kind: Kind) -> Result<WorkerMessage, String> {
 /// What the other side receives.
 fn received<M: super::codec::Wire>(message: M) -> M {
     let mut bytes = Vec::new();
-    message.encode(&mut bytes);
-    M::decode(&mut &bytes[..]).unwrap()
+    message.encode(&mut M::Sent::default(), &mut bytes);
+    M::decode(&mut M::Received::default(), &mut &bytes[..]).unwrap()
 }
 
 fn membership() -> Membership {
@@ -95,7 +97,7 @@ fn membership() -> Membership {
         (WorkerId(2), "127.0.0.1:2".parse().unwrap()),
         (WorkerId(1), "[::1]:1".parse().unwrap()),
     ];
-    Membership { generation: Generation(3), members, abort: true }
+    Membership { generation: Generation(3), members: members.into(), abort: true }
 }
 
 #[test]
@@ -219,7 +221,7 @@ fn every_message_of_a_master_keeps_every_field() {
     let messages = [
         MasterMessage::Describe,
         MasterMessage::Drain,
-        MasterMessage::Fetch(membership().members),
+        MasterMessage::Fetch(membership().members.to_vec()),
         MasterMessage::Joiners(vec![WorkerId(4), WorkerId(5)]),
         MasterMessage::KeepCheckpoint,
         MasterMessage::Lease(vec![RecordRange { epoch: 1, start: 2, end: 5 }]),
@@ -341,7 +343,10 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         ),
         (Kind::Committed(v1::Committed { records: u64::MAX, ..commit() }), "committed.records"),
         (
-            Kind::Committed(v1::Committed { compute_us: vec![0; 2000], ..commit() }),
+            Kind::Committed(v1::Committed {
+                compute_us: vec![0; WORKERS_MAX as usize + 1],
+                ..commit()
+            }),
             "committed.compute_us",
         ),
         (Kind::Committed(v1::Committed { times: Some(endless), ..commit() }), "times.reduce_us"),
@@ -432,7 +437,7 @@ fn a_hello_or_welcome_out_of_bounds_is_refused_by_name() {
         };
         change(sent.options.as_mut().unwrap());
         let kind = Some(v1::master_message::Kind::Welcome(sent));
-        match decode::join_response(v1::MasterMessage { kind }) {
+        match decode::join_response(&Members::default(), v1::MasterMessage { kind }) {
             JoinResponse::Invalid(reason) => reason,
             other => panic!("{other:?}"),
         }
@@ -525,4 +530,35 @@ fn a_long_list_of_files_is_sent_packed_and_a_short_one_unpacked() {
         panic!("the list was accepted")
     };
     assert!(error.contains("the list of the data set's files can't be used"), "{error}");
+}
+
+#[test]
+fn a_membership_is_sent_as_its_difference_to_the_one_before_on_the_stream() {
+    let of = |generation: u64, ids: std::ops::Range<u64>| {
+        let address = |id| SocketAddr::from(([10, 0, 0, 1], 1000 + id as u16));
+        let members = ids.map(|id| (WorkerId(id), address(id))).collect();
+        let membership = Membership { generation: Generation(generation), members, abort: true };
+        SharedMessage::from(MasterMessage::Membership(membership))
+    };
+    let messages = [of(1, 0..100), of(2, 1..100), of(3, 1..101), of(4, 60..140)];
+    let (mut sent, mut received) = (None, Members::default());
+    let mut sizes = Vec::new();
+    for message in &messages {
+        let (mut bytes, shared) = (Vec::new(), JoinResponse::Message(message.clone()));
+        shared.clone().encode(&mut sent, &mut bytes);
+        sizes.push(bytes.len());
+        assert_eq!(JoinResponse::decode(&mut received, &mut &bytes[..]).unwrap(), shared);
+    }
+    // The last two have too little in common.
+    assert!(sizes[0] > 1500 && sizes[1] < 20 && sizes[2] < 50 && sizes[3] > 1000, "{sizes:?}");
+    // A stream on which the one before was not sent gets all members.
+    let (mut bytes, shared) = (Vec::new(), JoinResponse::Message(messages[2].clone()));
+    shared.clone().encode(&mut Some(messages[0].clone()), &mut bytes);
+    assert!(bytes.len() > 1500, "{}", bytes.len());
+    // A difference to members that the worker does not have is an error that says so.
+    let mut bytes = Vec::new();
+    let shared = JoinResponse::Message(messages[1].clone());
+    shared.encode(&mut Some(messages[0].clone()), &mut bytes);
+    let decoded = JoinResponse::decode(&mut Members::default(), &mut &bytes[..]).unwrap();
+    assert!(matches!(&decoded, JoinResponse::Invalid(why) if why.contains("left")), "{decoded:?}");
 }

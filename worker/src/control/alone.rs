@@ -51,7 +51,7 @@ impl LoneMaster {
             WorkerMessage::Finished(_) => MasterMessage::Shutdown("the job is completed".into()),
             WorkerMessage::Ready { .. } => MasterMessage::Membership(Membership {
                 generation: Generation(1),
-                members: vec![(self.worker, self.address)],
+                members: vec![(self.worker, self.address)].into(),
                 abort: false,
             }),
             // The group has one worker, and it knows.

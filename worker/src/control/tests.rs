@@ -189,7 +189,7 @@ impl Fixture {
 }
 
 fn membership(generation: u64) -> Membership {
-    let members = vec![(WorkerId(7), "127.0.0.1:9".parse().unwrap())];
+    let members = vec![(WorkerId(7), "127.0.0.1:9".parse().unwrap())].into();
     Membership { generation: Generation(generation), members, abort: false }
 }
 

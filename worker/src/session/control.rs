@@ -149,7 +149,7 @@ pub(crate) mod tests {
     use std::num::NonZeroU64;
 
     use elasticdl_proto::{
-        Batch, Generation, Membership, WireDtype, Work, WorkerId, WorkerOptions,
+        Batch, Generation, Members, Membership, WireDtype, Work, WorkerId, WorkerOptions,
     };
 
     use super::*;
@@ -190,7 +190,7 @@ pub(crate) mod tests {
 
     fn membership(generation: u64, abort: bool) -> MasterMessage {
         let generation = Generation(generation);
-        MasterMessage::Membership(Membership { generation, members: Vec::new(), abort })
+        MasterMessage::Membership(Membership { generation, members: Members::default(), abort })
     }
 
     #[test]

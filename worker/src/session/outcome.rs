@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     fn membership(generation: u64, abort: bool) -> MasterMessage {
-        let members = vec![(WorkerId(1), ([127, 0, 0, 1], 1).into())];
+        let members = vec![(WorkerId(1), ([127, 0, 0, 1], 1).into())].into();
         let generation = Generation(generation);
         MasterMessage::Membership(Membership { generation, members, abort })
     }

@@ -81,7 +81,7 @@ mod tests {
     fn single_member() -> Session {
         let me = WorkerId(1);
         let mut session = Session::new(me, JobPlan::of_one_epoch(10, 2));
-        let members = vec![(me, "127.0.0.1:1".parse().unwrap())];
+        let members = vec![(me, "127.0.0.1:1".parse().unwrap())].into();
         let membership = Membership { generation: Generation(1), members, abort: false };
         session.handle(MasterMessage::Membership(membership));
         session.connected();

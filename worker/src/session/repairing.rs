@@ -131,8 +131,9 @@ mod tests {
         assert!(matches!(session.poll(), Task::Update { is_applied: true, .. }));
         session.updated(Duration::ZERO);
         session.broken(None, "reset".into());
-        let members = [1, 2].map(|id| (WorkerId(id), ([127, 0, 0, 1], id as u16).into())).to_vec();
-        let membership = Membership { generation: Generation(2), members, abort: true };
+        let members = [1, 2].map(|id| (WorkerId(id), ([127, 0, 0, 1], id as u16).into()));
+        let membership =
+            Membership { generation: Generation(2), members: members.to_vec().into(), abort: true };
         session.handle(MasterMessage::Membership(membership));
         session.connected();
         let state = StateHeader { step, digest: 1, has_result: true, was_in_group: true };

@@ -291,7 +291,7 @@ fn joiners_wait_while_a_switch_is_in_flight_and_a_loss_takes_them_along() {
 
 #[test]
 fn a_joiner_receives_donors_and_joins_only_after_it_has_fetched() {
-    let donors = |ids: &[u64]| MasterMessage::Fetch(membership(0, ids, false).members);
+    let donors = |ids: &[u64]| MasterMessage::Fetch(membership(0, ids, false).members.to_vec());
     let mut job = started(JobSpec { num_workers: 3, max_workers: 6, ..spec() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 4 });
     connect(&mut job, 4);

@@ -116,7 +116,7 @@ fn a_worker_that_reconnects_after_the_group_has_formed_also_holds_its_state() {
     job.handle(at(1030), Event::Scale { num_workers: 3 });
     connect(&mut job, 3);
     deliver(&mut job, 3, WorkerMessage::Ready { parameters: 10 });
-    let donors = MasterMessage::Fetch(membership(0, &[2, 1], false).members);
+    let donors = MasterMessage::Fetch(membership(0, &[2, 1], false).members.to_vec());
     assert!(actions(&mut job).contains(&send(3, donors)));
 }
 
@@ -395,7 +395,12 @@ fn an_inconsistent_persisted_job_is_refused() {
         |r| r.generation = Generation(0),
         |r| r.launches_made = 1,
         |r| r.launches[1].launch = LaunchId(1),
-        |r| r.membership.as_mut().unwrap().members[1].0 = WorkerId(1),
+        |r| {
+            let membership = r.membership.as_mut().unwrap();
+            let mut members = membership.members.to_vec();
+            members[1].0 = WorkerId(1);
+            membership.members = members.into();
+        },
     ];
     for (i, wrong) in wrongs.into_iter().enumerate() {
         let mut record = good.clone();

@@ -5,10 +5,10 @@ use std::num::NonZeroU64;
 use std::time::{Duration, Instant};
 
 use elasticdl_master::job::{
-    Action, Batch, ConnectionId, Event, Job, JobSpec, LaunchId, MasterMessage, Time, Work,
+    Action, Batch, ConnectionId, Event, Exit, Job, JobSpec, LaunchId, MasterMessage, Time, Work,
     WorkerMessage,
 };
-use elasticdl_proto::{FileList, RecordRange, WorkerId};
+use elasticdl_proto::{FileList, Generation, LedgerReport, RecordRange, WorkerId};
 use elasticdl_tests::job_spec;
 
 use crate::Fault;
@@ -52,6 +52,42 @@ pub(crate) fn worker_bytes() -> Result<u64, Fault> {
     let after = resident_bytes(std::process::id())?;
     assert_eq!(job.status(Time::default()).workers.len(), WORKERS as usize);
     Ok(after.saturating_sub(before) / u64::from(WORKERS - 1))
+}
+
+/// Milliseconds from the message of a worker that leaves until the membership without it is handed
+/// out for all others, in a group of so many workers: for each of `changes` changes.
+pub(crate) fn change_ms(workers: u32, changes: u32) -> Vec<f64> {
+    let mut job = Job::new(JobSpec { min_workers: 1, ..spec(workers) });
+    connect(&mut job, 1);
+    send(&mut job, 1, WorkerMessage::Described(Ok(dataset(1 << 10))));
+    (2..=u64::from(workers)).for_each(|worker| connect(&mut job, worker));
+    drain(&mut job);
+    for worker in 1..=u64::from(workers) {
+        send(&mut job, worker, WorkerMessage::Ready { parameters: 10 });
+    }
+    drain(&mut job);
+    let mut times = Vec::new();
+    for (generation, worker) in (1..=u64::from(changes)).zip((2..=u64::from(workers)).rev()) {
+        let ledger = LedgerReport::default();
+        let generation = Generation(generation);
+        send(&mut job, 1, WorkerMessage::Formed { generation, step: 0, ledger });
+        drain(&mut job);
+        let start = Instant::now();
+        send(&mut job, worker, WorkerMessage::Leaving);
+        let mut told = 0;
+        while let Some(action) = job.poll_action() {
+            told += u64::from(matches!(
+                action,
+                Action::Send { message: MasterMessage::Membership(_), .. }
+            ));
+        }
+        times.push(start.elapsed().as_secs_f64() * 1000.0);
+        assert!(told >= worker - 1, "{told} of {worker} workers receive the new membership");
+        let (worker, launch) = (WorkerId(worker), LaunchId(worker));
+        job.handle(NOW, Event::Disconnected { worker });
+        job.handle(NOW, Event::ProcessEnded { launch, exit: Exit::Code(0) });
+    }
+    times
 }
 
 /// An evaluate job whose workers are ready.

@@ -1,5 +1,6 @@
 //! The capacity of a master: shards of an evaluate job per second, the time in which a thousand
-//! workers of a training job receive a new membership, and the memory per worker.
+//! workers of a training job receive a new membership, the time that the pure core takes for one
+//! among ten thousand, and the memory per worker.
 //!
 //! `cargo run --release -p elasticdl-tests --bin capacity` measures the pure core in this process,
 //! and then real masters (`elasticdl evaluate --local` and `elasticdl train --local`, which this
@@ -16,6 +17,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl_master::limits::WORKERS_MAX;
+use elasticdl_tests::{Curve, Plot};
 use serde_json::json;
 
 /// Why there is no result.
@@ -40,6 +42,9 @@ struct Arguments {
     /// Also write the result to this file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Also plot the time of a change in the core over the number of workers (SVG)
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -64,6 +69,23 @@ fn measure(arguments: &Arguments) -> Result<(), Fault> {
     print(&format!(
         "core: {core:.0} shards/s (target 100000), {core_worker_bytes} bytes per worker of 10000"
     ));
+    let changes_ms: Vec<(u32, f64)> = CORE_WORKERS
+        .map(|workers| (workers, median(core::change_ms(workers, CORE_CHANGES))))
+        .to_vec();
+    for (workers, ms) in &changes_ms {
+        print(&format!("core: {ms:.3} ms p50 for a change of membership among {workers} workers"));
+    }
+    if let Some(path) = &arguments.plot {
+        let points = changes_ms.iter().map(|(workers, ms)| (f64::from(*workers), *ms)).collect();
+        let curve = Curve { points, color: "#1f77b4", width: 2.0, dashes: None };
+        let plot = Plot {
+            title: "milliseconds of the core until all others are told that a worker leaves".into(),
+            end: "10000 workers".into(),
+            decimals: 1,
+            curves: vec![curve],
+        };
+        std::fs::write(path, plot.to_svg())?;
+    }
     let wire::Measured { shards_per_s, mut published_ms, worker_bytes } =
         wire::measure(wire::Load { workers, shards, operations, changes })?;
     published_ms.sort_by(f64::total_cmp);
@@ -83,6 +105,7 @@ fn measure(arguments: &Arguments) -> Result<(), Fault> {
         "core_shards_per_s": core,
         "core_worker_bytes": core_worker_bytes,
         "grpc_shards_per_s": shards_per_s,
+        "core_change_ms": changes_ms,
         "membership_told_ms": {"p50": p50, "max": max, "changes": published_ms.len()},
         "master_worker_bytes": worker_bytes,
     });
@@ -92,6 +115,15 @@ fn measure(arguments: &Arguments) -> Result<(), Fault> {
     }
     Ok(())
 }
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Sizes of the group for which the core is measured.
+const CORE_WORKERS: [u32; 5] = [100, 300, 1000, 3000, 10_000];
+const CORE_CHANGES: u32 = 25;
 
 #[expect(clippy::print_stdout, reason = "the benchmark's result")]
 fn print(text: &str) {

@@ -21,7 +21,8 @@ impl Pair {
         let members = [1, 2].map(|id| (WorkerId(id), ([127, 0, 0, 1], id as u16).into())).to_vec();
         let generation = Generation(generation);
         for session in &mut self.0 {
-            let membership = Membership { generation, members: members.clone(), abort: true };
+            let membership =
+                Membership { generation, members: members.clone().into(), abort: true };
             session.handle(MasterMessage::Membership(membership));
             session.connected();
         }

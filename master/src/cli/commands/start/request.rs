@@ -335,7 +335,7 @@ mod tests {
     #[test]
     fn options_reach_the_spec() {
         assert_eq!(spec("--num-workers 7").max_workers, 14);
-        assert_eq!(spec("--num-workers 600").max_workers, 1024);
+        assert_eq!(spec("--num-workers 16000").max_workers, 16_384);
         assert_eq!(spec("--num-workers 3 --max-workers 3").max_workers, 3);
         let per_worker = Batch::PerWorker(NonZeroU64::new(5).unwrap());
         assert_eq!(spec("--minibatch-size 5").batch, per_worker);
