@@ -45,8 +45,13 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// The command that submits a job.
-    pub(crate) fn submission(self, namespace: &Namespace, job: &str) -> Command {
+    /// The command that submits a job, with a weight if it has one.
+    pub(crate) fn submission(
+        self,
+        namespace: &Namespace,
+        job: &str,
+        weight: Option<f64>,
+    ) -> Command {
         let Self { cpus, least, most } = self;
         let (least, most) = (least.to_string(), most.to_string());
         let cpus = format!("cpu={cpus},memory=1Gi");
@@ -56,8 +61,11 @@ impl Shape {
             .args(["--image", "none", "--training-data", "none", "--minibatch-size", &batch])
             .args(["--num-workers", &most, "--min-workers", &least, "--max-workers", &most])
             .args(["--worker-resources", &cpus, "--master-resources", "cpu=100m,memory=64Mi"])
-            .args(["--grace-period", "10s", "--worker-timeout", "60s"])
-            .args(["--", "none"]);
+            .args(["--grace-period", "10s", "--worker-timeout", "60s"]);
+        if let Some(weight) = weight {
+            command.args(["--weight", &weight.to_string()]);
+        }
+        command.args(["--", "none"]);
         command
     }
 }
@@ -180,7 +188,8 @@ impl Case<'_> {
                     let submitted = Instant::now();
                     (
                         submitted,
-                        scope.spawn(move || must(&mut shape.submission(&self.namespace, job))),
+                        scope
+                            .spawn(move || must(&mut shape.submission(&self.namespace, job, None))),
                     )
                 })
                 .collect();

@@ -2,7 +2,8 @@
 //!
 //! Case 1: 20 jobs with workers of 5 CPUs, elastic from 2 to 60, are submitted in sequence to a
 //! cluster of 133 nodes. Case 2: the same beside a service, whose demand falls from 400 pods of
-//! 3 CPUs to 100 and returns. `--two-jobs` runs ElasticDL's experiment with two jobs in its place.
+//! 3 CPUs to 100 and returns. `--two-jobs` runs ElasticDL's experiment with two jobs in its place,
+//! `--mixed` jobs of different weights and sizes.
 //!
 //! ```text
 //!   kube-apiserver, kube-scheduler, controllers      real: `cluster/up --control-plane-only`
@@ -25,6 +26,7 @@ mod group;
 mod job;
 mod kubelet;
 mod masters;
+mod mixed;
 mod nodes;
 mod observed;
 mod service;
@@ -77,6 +79,10 @@ struct Options {
     /// a cluster with CPUs for one and a half
     #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, conflicts_with = "cases")]
     two_jobs: Option<Duration>,
+    /// In place of the cases: jobs of different weights and sizes of workers, one of which ends,
+    /// and a namespace with a quota
+    #[arg(long, conflicts_with_all = ["cases", "two_jobs"])]
+    mixed: bool,
     /// Write plots (SVG) to this folder
     #[arg(long, value_name = "FOLDER")]
     plot: Option<PathBuf>,
@@ -89,6 +95,10 @@ struct Options {
 }
 
 impl Options {
+    fn has_cases(&self) -> bool {
+        self.two_jobs.is_none() && !self.mixed
+    }
+
     /// Pods of the service: at first and at last, and in between.
     fn demand(&self) -> (usize, usize) {
         let scaled = |pods: u32| (pods * self.nodes / NODES) as usize;
@@ -183,7 +193,10 @@ fn run(options: &Options, cluster: &Cluster) -> Result<(), Fault> {
     if let Some(alone) = options.two_jobs {
         result.insert("two_jobs".into(), two_jobs::run(cluster, alone)?);
     }
-    for &number in options.cases.iter().filter(|_| options.two_jobs.is_none()) {
+    if options.mixed {
+        result.insert("mixed".into(), mixed::run(cluster)?);
+    }
+    for &number in options.cases.iter().filter(|_| options.has_cases()) {
         let figures = cluster.run(options, number)?;
         figures.print(number);
         if let Some(folder) = &options.plot {
@@ -211,7 +224,7 @@ fn introduce(options: &Options, machines: Nodes) {
         machines.cpus(),
         machines.cpus_taken(),
     ));
-    if options.two_jobs.is_none() {
+    if options.has_cases() {
         print(&format!(
             "{jobs} jobs of {MIN_WORKERS} to {max_workers} workers of {WORKER_CPUS} CPUs, one \
              every {} s; {} workers fit",

@@ -52,11 +52,11 @@ fn pair(cluster: &Cluster, name: &str, least: u32) -> Result<Times, Fault> {
     let names = ["first", "second"].map(|which| format!("{name}-{which}"));
     let jobs = names.clone().map(|job| cluster.nodes.job(&job));
     let begin = Instant::now();
-    must(&mut shape.submission(&namespace, &names[0]));
+    must(&mut shape.submission(&namespace, &names[0], None));
     let committed = |job: usize| jobs[job].totals().committed;
     wait_until(|| committed(0) > 0)?;
     let second = Instant::now();
-    must(&mut shape.submission(&namespace, &names[1]));
+    must(&mut shape.submission(&namespace, &names[1], None));
     wait_until(|| committed(1) > 0)?;
     let second_waits = second.elapsed().as_secs_f64();
     wait_until(|| (0..2).all(|job| committed(job) == jobs[job].records))?;
