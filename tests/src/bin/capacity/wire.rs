@@ -9,7 +9,8 @@ use elasticdl_master::jobdir;
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
 use elasticdl_proto::{
-    FileList, Generation, Hello, LaunchId, LedgerReport, ListedFile, MasterMessage, WorkerMessage,
+    FileList, Generation, Hello, LaunchId, LedgerReport, ListedFile, MasterMessage, WorkerId,
+    WorkerMessage,
 };
 use tokio::sync::mpsc;
 use tokio_stream::StreamExt as _;
@@ -33,7 +34,7 @@ pub(crate) struct Load {
 #[derive(Debug)]
 pub(crate) struct Measured {
     pub(crate) shards_per_s: f64,
-    /// For each change: time from the end of one worker's stream until the last of the other
+    /// For each change: time from the message of a worker that leaves until the last of the other
     /// workers has received the membership without it.
     pub(crate) published_ms: Vec<f64>,
     /// Growth of the master's resident memory from the first connected worker to the last, per
@@ -127,9 +128,10 @@ async fn publish(job: &mut Connected, changes: u32) -> Result<(Vec<f64>, u64), F
             .ok_or("too few workers are left")?;
         let gone = workers.swap_remove(at);
         let started = Instant::now();
-        gone.end();
+        gone.send(WorkerMessage::Leaving)?;
         let last_received = group.gather(received, workers.len()).await?;
         published_ms.push(last_received.duration_since(started).as_secs_f64() * 1000.0);
+        gone.end();
         group.form(workers)?;
     }
     Ok((published_ms, worker_bytes))
@@ -175,11 +177,15 @@ impl Group {
         let mut count_received = 0;
         let wanted = self.generation + 1;
         loop {
-            let (_, message, at) =
+            let (worker, message, at) =
                 tokio::time::timeout(TIMEOUT, received.recv()).await?.ok_or("all streams ended")?;
             let MasterMessage::Membership(membership) = message else {
                 continue;
             };
+            // The worker that leaves receives it too.
+            if membership.rank_of(WorkerId(worker)).is_none() {
+                continue;
+            }
             if membership.generation.0 != wanted || membership.members.len() != count {
                 return Err(format!(
                     "generation {} of {} members",
