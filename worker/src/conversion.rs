@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::environment::{EXIT_DONE, EXIT_FAILED};
 use crate::failure::call_user;
-use crate::model::Model;
+use crate::model::{Model, NamedTensor};
 use crate::{trained_model, weights};
 
 /// A conversion that the environment of this process asks for.
@@ -37,8 +37,6 @@ impl Conversion {
     }
 
     fn convert<M: Model>(&self, model: &mut M) -> Result<(), String> {
-        trained_model::check(&self.from)?;
-        weights::check_writable(&self.to).map_err(|error| error.to_string())?;
         let count = call_user("parameter_count()", || Ok(model.parameter_count()))?;
         if count == 0 {
             let why = call_user("initialize()", || model.initialize(0, &mut [])).err();
@@ -47,9 +45,16 @@ impl Conversion {
             );
         }
         let layout = call_user("tensors()", || Ok(model.tensors()))?;
-        weights::check(&layout, count).map_err(|error| error.to_string())?;
+        self.write(&layout, count)
+    }
+
+    /// Converts the parameters of a model with these tensors.
+    pub(crate) fn write(&self, layout: &[NamedTensor], count: usize) -> Result<(), String> {
+        trained_model::check(&self.from)?;
+        weights::check_writable(&self.to).map_err(|error| error.to_string())?;
+        weights::check(layout, count).map_err(|error| error.to_string())?;
         let mut parameters = vec![0.0; count];
-        trained_model::load(&self.from, &layout, &mut parameters)?;
-        weights::save(&self.to, &layout, &Arc::new(parameters)).map_err(|error| error.to_string())
+        trained_model::load(&self.from, layout, &mut parameters)?;
+        weights::save(&self.to, layout, &Arc::new(parameters)).map_err(|error| error.to_string())
     }
 }

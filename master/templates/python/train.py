@@ -17,9 +17,19 @@ def main():
 
     torch.manual_seed(0)
     net = Line()
-    points = Points(options.data)
     job = et.join()
     model = job.model(net)
+    # With `elasticdl evaluate` and `elasticdl predict`, the data is that of their --data.
+    points = Points(job.data or options.data)
+
+    @job.evaluator(Points(job.validation_data) if job.validation_data else points)
+    def evaluate(x, y):
+        return {"loss": torch.nn.functional.mse_loss(model(x), y)}
+
+    @job.predictor(points)
+    def predict(x, y):
+        return {"x": x[:, 0], "predicted": model(x)[:, 0]}
+
     opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=options.learning_rate, momentum=0.9))
     # Each batch is a part of a step; a job's --global-batch-size says how large a step is.
     for x, y in DataLoader(points, batch_sampler=job.sampler(len(points), micro_batch=10)):

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from ._elasticdl import Ring as Ring
@@ -30,6 +30,12 @@ class Job:
     def epoch(self) -> int: ...
     @property
     def records(self) -> int: ...
+    @property
+    def work(self) -> Literal["evaluate", "predict", "train"]: ...
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def validation_data(self) -> str | None: ...
     @property
     def micro_batch(self) -> list[Record]: ...
     @property
@@ -68,6 +74,21 @@ class Job:
         seed: int | None = None,
         shuffle: bool | None = None,
     ) -> Sampler: ...
+    def evaluator(
+        self,
+        length: int,
+        function: Callable[[list[int]], Mapping[str, Any]] | None = None,
+        *,
+        micro_batch: int = 64,
+    ) -> Any: ...
+    def predictor(
+        self,
+        length: int,
+        function: Callable[[list[int]], Mapping[str, Any]] | None = None,
+        *,
+        micro_batch: int = 64,
+    ) -> Any: ...
+    def run(self) -> None: ...
     def commit(
         self, loss: float = 0.0, *, reduction: Literal["mean", "sum"] = "mean"
     ) -> bool: ...

@@ -9,6 +9,7 @@ import threading
 import traceback
 
 from . import _elasticdl
+from ._inference import Evaluator, Predictor
 
 
 def join():
@@ -35,6 +36,8 @@ class Job:
         self._progress = None
         self._model = None
         self._sampler = None
+        self._evaluator = None
+        self._predictor = None
         self._memory = None
         self._drawn = collections.deque()
         self._absorbed = 0
@@ -71,6 +74,21 @@ class Job:
     def records(self):
         """Number of records that the committed steps contain."""
         return self._known()[5]
+
+    @property
+    def work(self):
+        """What the job does: "train", "evaluate" or "predict"."""
+        return "train" if self._core is None else self._core.work
+
+    @property
+    def data(self):
+        """Value of ``--training-data`` or ``--data``; None if there is none."""
+        return None if self._core is None else self._core.data
+
+    @property
+    def validation_data(self):
+        """Value of ``--validation-data``; None if there is none."""
+        return None if self._core is None else self._core.validation_data
 
     @property
     def micro_batch(self):
@@ -187,6 +205,48 @@ class Job:
         self._sampler = Sampler(self, length, micro_batch)
         return self._sampler
 
+    def evaluator(self, length, function=None, *, micro_batch=64):
+        """Says how the model is evaluated, on a data set of ``length`` records.
+
+        ``function(indices)`` returns the metrics of at most ``micro_batch`` records, by name: each
+        the mean over the records, or one value per record. It is called with ``elasticdl
+        evaluate``, and in training with ``--validation-data``; the results are means over all
+        records. It reads :attr:`parameters`. Without ``function``, returns a decorator for it.
+        """
+        evaluator = Evaluator(length, micro_batch, lambda function, indices: function(indices))
+        return self._declare("evaluator", evaluator, function)
+
+    def predictor(self, length, function=None, *, micro_batch=64):
+        """Says how the model makes predictions, for a data set of ``length`` records.
+
+        ``function(indices)`` returns columns by name, each with one number or text per record. It
+        is called with ``elasticdl predict``, which writes them. Otherwise as :meth:`evaluator`.
+        """
+        predictor = Predictor(length, micro_batch, lambda function, indices: function(indices))
+        return self._declare("predictor", predictor, function)
+
+    def _declare(self, what, declared, function):
+        self._not_begun(f"{what}()")
+        _check_count("length", declared.length, 1)
+        _check_count("micro_batch", declared.micro_batch, 1)
+        if getattr(self, f"_{what}") is not None:
+            raise RuntimeError(f"a job has one {what}; call job.{what}() once")
+        setattr(self, f"_{what}", declared)
+        return declared if function is None else declared(function)
+
+    def run(self):
+        """Evaluates or predicts, for a program that has no loop over a sampler. Does not return.
+
+        A job that trains has no use for it.
+        """
+        if self.work == "train":
+            raise RuntimeError(
+                "job.run() is for elasticdl evaluate and elasticdl predict; to train, loop over "
+                "job.sampler()"
+            )
+        self._begin()
+        self._wait()
+
     # ---- memory ----
 
     @property
@@ -254,16 +314,21 @@ class Job:
         self._launch(tensors, slots, callbacks, is_direct=False)
 
     def _launch(self, tensors, slots, callbacks, *, is_direct, bucket_len=None):
-        sampler = self._sampler
+        sampler, evaluator, predictor = self._sampler, self._evaluator, self._predictor
         *memory, self._progress = self._core.start(
-            records=sampler.length,
+            records=0 if sampler is None else sampler.length,
             tensors=tensors,
             slots=slots,
-            micro_batch=sampler.micro_batch,
+            micro_batch=1 if sampler is None else sampler.micro_batch,
             absorbed=self._absorbed,
             bucket_len=bucket_len,
             is_direct=is_direct,
-            callbacks=callbacks,
+            evaluation=None if evaluator is None else evaluator.data,
+            prediction=None if predictor is None else predictor.data,
+            callbacks=(
+                *callbacks,
+                *(None if each is None else each.run for each in (evaluator, predictor)),
+            ),
         )
         self._memory = memory
 

@@ -1,15 +1,15 @@
 //! A worker, as Python sees it.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
-use elasticdl::NamedTensor;
 use elasticdl::external::{
-    AloneOptions, Counted, Driver, Ended, Event, JobOptions, NextBatch, ProgramMemory, Shape,
-    StateMemory, Watch, Worker, WorkerError,
+    AloneOptions, Counted, Driver, Ended, Event, Inference, JobOptions, NextBatch, ProgramMemory,
+    Record, Shape, StateMemory, Watch, Worker, WorkerError,
 };
-use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyValueError};
+use elasticdl::{NamedTensor, Predictions};
+use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::floats::Floats;
@@ -20,6 +20,9 @@ use crate::floats::Floats;
 pub(crate) struct Core {
     stage: Mutex<Stage>,
     options: Options,
+    work: &'static str,
+    data: Option<String>,
+    validation_data: Option<String>,
     is_alone: bool,
     id: u64,
 }
@@ -37,8 +40,14 @@ struct Training {
     /// Gradient of one micro-batch, and in an update that of the step; `None` if the program itself
     /// adds to the trainer's.
     gradient: Option<Box<dyn ProgramMemory>>,
-    callbacks: [Py<PyAny>; 3],
+    callbacks: [Py<PyAny>; 5],
 }
+
+/// Number of records, and maximum number of records of a call.
+type InferenceTuple = (u64, usize);
+
+/// A column of predictions: its name, its type and its values.
+type ColumnTuple<'py> = (String, String, Bound<'py, PyAny>);
 
 /// Options of the job: epochs, records per step, records per step and worker, seed, whether records
 /// are shuffled, whether sums must not depend on the workers.
@@ -83,6 +92,24 @@ impl Core {
         self.options
     }
 
+    /// What the job does: "evaluate", "predict" or "train".
+    #[getter]
+    fn work(&self) -> &'static str {
+        self.work
+    }
+
+    /// Value of `--training-data` or `--data`.
+    #[getter]
+    fn data(&self) -> Option<&str> {
+        self.data.as_deref()
+    }
+
+    /// Value of `--validation-data`.
+    #[getter]
+    fn validation_data(&self) -> Option<&str> {
+        self.validation_data.as_deref()
+    }
+
     #[getter]
     fn id(&self) -> u64 {
         self.id
@@ -95,11 +122,13 @@ impl Core {
 
     /// Declares the model. Returns the memory of parameters, gradient and state, and a view of the
     /// progress. The trainer starts at the first `wait`. `callbacks`: initialize(seed),
-    /// update(step, records, loads, address of the sum), load(). `is_direct`: the program adds
-    /// gradients to the trainer's itself, and the memory of the gradient is empty.
+    /// update(step, records, loads, address of the sum), load(), evaluate(records),
+    /// predict(records). `is_direct`: the program adds gradients to the trainer's itself, and the
+    /// memory of the gradient is empty.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
-        *, records, tensors, slots, micro_batch, absorbed, bucket_len, is_direct, callbacks
+        *, records, tensors, slots, micro_batch, absorbed, bucket_len, is_direct, evaluation,
+        prediction, callbacks
     ))]
     fn start(
         &self,
@@ -111,13 +140,36 @@ impl Core {
         absorbed: u64,
         bucket_len: Option<usize>,
         is_direct: bool,
-        callbacks: [Py<PyAny>; 3],
+        evaluation: Option<InferenceTuple>,
+        prediction: Option<InferenceTuple>,
+        callbacks: [Py<PyAny>; 5],
     ) -> PyResult<(Floats, Floats, Floats, Progress)> {
         let mut stage = self.stage()?;
         let tensors: Vec<_> =
             tensors.into_iter().map(|(name, shape)| NamedTensor::new(name, shape)).collect();
         let parameters = tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
-        let shape = Shape { records, tensors, parameters, slots, bucket_len, absorbed };
+        let [evaluation, prediction] = [evaluation, prediction].map(|data| {
+            let (records, batch) = data?;
+            Some(Inference { records, batch: NonZeroUsize::new(batch)? })
+        });
+        let shape = Shape {
+            records,
+            tensors,
+            parameters,
+            slots,
+            bucket_len,
+            absorbed,
+            evaluation,
+            prediction,
+        };
+        if let Some(converted) = py.detach(|| shape.convert()) {
+            *stage = Stage::Ended;
+            // The command prints the error as that of the program.
+            return Err(converted.err().map_or_else(
+                || PySystemExit::new_err(0),
+                |error| PySystemExit::new_err(format!("the checkpoint was not converted: {error}")),
+            ));
+        }
         let gradients = if is_direct { 0 } else { parameters };
         let worker = match std::mem::replace(&mut *stage, Stage::Ended) {
             Stage::Joined(worker) => *worker,
@@ -161,6 +213,15 @@ impl Core {
                 }
                 Some(Event::Ended(Ended::Left(code))) => {
                     return Err(PySystemExit::new_err(i32::from(code)));
+                }
+                Some(Event::Evaluate { records }) => {
+                    let means = self.apply(py, 3, records)?.extract::<Vec<(String, f64)>>(py)?;
+                    self.training(|training| training.driver.evaluated(means))?;
+                }
+                Some(Event::Predict { records }) => {
+                    let columns = self.apply(py, 4, records)?;
+                    let rows = rows_of(columns.extract::<Vec<ColumnTuple<'_>>>(py)?)?;
+                    self.training(|training| training.driver.predicted(rows))?;
                 }
                 Some(Event::Gradient { loads }) => {
                     if loads {
@@ -248,8 +309,11 @@ impl Core {
         let JobOptions { epochs, global_batch, per_worker, seed, shuffles, is_deterministic } =
             options;
         let options = (epochs, global_batch, per_worker, seed, shuffles, is_deterministic);
-        let id = worker.id();
-        Self { stage: Mutex::new(Stage::Joined(Box::new(worker))), options, is_alone, id }
+        let (id, work) = (worker.id(), worker.work());
+        let data = Some(worker.data()).filter(|data| !data.is_empty()).map(str::to_owned);
+        let validation_data = worker.validation_data().map(str::to_owned);
+        let stage = Mutex::new(Stage::Joined(Box::new(worker)));
+        Self { stage, options, work, data, validation_data, is_alone, id }
     }
 
     fn stage(&self) -> PyResult<MutexGuard<'_, Stage>> {
@@ -269,6 +333,13 @@ impl Core {
             Stage::Ended => Err(PyRuntimeError::new_err("this job has ended")),
             Stage::Joined(_) => Err(PyRuntimeError::new_err("training has not begun")),
         }
+    }
+
+    /// Calls a function that applies the model to records, with the buffers of the group's state.
+    fn apply(&self, py: Python<'_>, which: usize, records: Vec<Record>) -> PyResult<Py<PyAny>> {
+        self.callback(py, 2)?.call0(py)?;
+        let records: Vec<u64> = records.into_iter().map(|record| record.number).collect();
+        self.callback(py, which)?.call1(py, (records,))
     }
 
     fn callback(&self, py: Python<'_>, which: usize) -> PyResult<Py<PyAny>> {
@@ -325,6 +396,19 @@ impl Progress {
         let group = (known.generation, known.rank, known.world_size);
         (group.0, group.1, group.2, known.step, known.epoch, known.records)
     }
+}
+
+fn rows_of(columns: Vec<ColumnTuple<'_>>) -> PyResult<Predictions> {
+    let mut rows = Predictions::new();
+    for (name, kind, values) in columns {
+        rows = match kind.as_str() {
+            "f32" => rows.f32(&name, values.extract()?),
+            "i64" => rows.i64(&name, values.extract()?),
+            "text" => rows.text(&name, values.extract()?),
+            other => return Err(PyTypeError::new_err(format!("columns can't be {other}"))),
+        };
+    }
+    Ok(rows)
 }
 
 fn error_of(error: WorkerError) -> PyErr {

@@ -1,4 +1,4 @@
-"""A PyTorch program for a job with --deterministic. Its micro-batches are smaller than the job's."""
+"""A PyTorch program for a job with --deterministic, with micro-batches below the job's."""
 
 import sys
 import time

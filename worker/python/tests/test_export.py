@@ -127,6 +127,14 @@ class Jobs(unittest.TestCase):
             self.assertEqual(ended.returncode, 0, ended.stderr)
             self.assertLess(float(ended.stdout.split()[1]), 0.002)
             self.assertEqual(len(predictions.read_text().splitlines()), 401)
+            words = [ELASTICDL, "evaluate", "--local", "--model", model, *points]
+            words += ["--summary", path / "summary.json", "--", sys.executable, path / "train.py"]
+            applied = subprocess.run(words, **CAPTURED, cwd=folder)
+            self.assertEqual(applied.returncode, 0, applied.stderr)
+            summary = json.loads((path / "summary.json").read_text())
+            self.assertAlmostEqual(
+                summary["metrics"]["loss"], float(ended.stdout.split()[1]), places=5
+            )
             ended = self.run_alone(path, "train.py", *points)
             self.assertIn("y = ", ended.stdout, ended.stderr)
             # Nothing is overwritten.
@@ -140,20 +148,27 @@ class Jobs(unittest.TestCase):
         command = [sys.executable, path / program, *arguments]
         return subprocess.run(command, **CAPTURED, env=environment)
 
-    def test_evaluate_says_what_a_python_program_does_instead(self):
+    def test_the_model_of_a_checkpoint_becomes_a_file_with_the_names_of_the_state_dict(self):
+        program = [sys.executable, HERE / "export.py"]
         with tempfile.TemporaryDirectory() as folder:
-            model = pathlib.Path(folder) / "model.safetensors"
-            model.write_bytes(safetensors({"parameters": torch.zeros(3)}))
-            data = pathlib.Path(folder) / "data.csv"
-            data.write_text("x\n1\n")
-            command = [ELASTICDL, "evaluate", "--local", "--model", model, "--data", data]
-            ended = subprocess.run(
-                [*command, "--job-dir", f"{folder}/job", "--", sys.executable, HERE / "count.py"]
-                + ["3", "0", "x"],
-                **CAPTURED,
-            )
+            exported, converted = f"{folder}/exported", f"{folder}/converted"
+            options = ["--export", exported, "--checkpoint-dir", f"{folder}/checkpoints"]
+            with RunningJob(
+                [HERE / "export.py", "{job}/saved"], workers=2, batch=12, options=options
+            ) as job:
+                self.assertEqual(job.wait(), 0, job.text())
+            checkpoint = max(pathlib.Path(folder, "checkpoints").glob("step-*"))
+            command = [ELASTICDL, "convert", checkpoint, converted, "--", *program, "unused"]
+            ended = subprocess.run(command, **CAPTURED)
+            self.assertEqual(ended.returncode, 0, ended.stderr)
+            expected, found = read(exported), read(converted)
+            self.assertEqual(list(found), list(expected))
+            for name, value in expected.items():
+                self.assertTrue(torch.equal(found[name], value), name)
+            command[2] = f"{folder}/none"
+            ended = subprocess.run(command, **CAPTURED)
             self.assertNotEqual(ended.returncode, 0)
-            self.assertIn("elasticdl.torch.load(net, path)", ended.stdout + ended.stderr)
+            self.assertIn("the checkpoint was not converted", ended.stderr)
 
 
 if __name__ == "__main__":

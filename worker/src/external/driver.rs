@@ -9,6 +9,7 @@ use super::lent::{Lent, LentMut};
 use super::micro_batches::MicroBatches;
 use super::model::{Call, ExternalModel, GroupProgress, Record, Reply, Shape, Shared};
 use super::worker::{Worker, WorkerError};
+use crate::predictions::Predictions;
 use crate::state_buffer::StateMemory;
 
 /// Drives a trainer from the program's thread.
@@ -26,8 +27,10 @@ pub struct Driver {
 /// What a call lends.
 #[derive(Debug)]
 enum Held {
+    Evaluate,
     Gradient { gradient: LentMut, before: u64, is_overlapped: bool, loss_sum: f64 },
     Initialize { parameters: LentMut },
+    Predict,
     Update { sum: Lent, parameters: LentMut, state: LentMut },
 }
 
@@ -58,11 +61,16 @@ impl Watch {
 pub enum Event {
     /// The worker has ended.
     Ended(Ended),
+    /// Compute the metrics of these records, then [`Driver::evaluated`]. The parameters are in the
+    /// program's memory.
+    Evaluate { records: Vec<Record> },
     /// Add gradients to [`Driver::gradient`], each followed by [`Driver::deliver`]. `loads`: the
     /// parameters are new.
     Gradient { loads: bool },
     /// Write the initial [parameters](Driver::parameters), then [`Driver::done`].
     Initialize { seed: u64 },
+    /// Make predictions for these records, then [`Driver::predicted`]; as for `Evaluate`.
+    Predict { records: Vec<Record> },
     /// Change [`Driver::parameters`] and [`Driver::state`] by [`Driver::sum`], a sum over `records`
     /// records, then [`Driver::done`]. `loads`: parameters and state are new.
     Update { step: u64, records: u64, loads: bool },
@@ -127,6 +135,7 @@ impl Driver {
             has_computed: false,
             is_loaded: false,
             step_records: 0,
+            is_shown: false,
         };
         Self {
             calls,
@@ -149,7 +158,7 @@ impl Driver {
             Some(Held::Initialize { parameters } | Held::Update { parameters, .. }) => {
                 Some(parameters.slice())
             }
-            Some(Held::Gradient { .. }) | None => None,
+            Some(Held::Evaluate | Held::Gradient { .. } | Held::Predict) | None => None,
         }
     }
 
@@ -208,6 +217,7 @@ impl Driver {
             Err(RecvTimeoutError::Disconnected) => return Some(Event::Ended(self.join())),
         };
         let (held, event) = match call {
+            Call::Evaluate { records } => (Held::Evaluate, Event::Evaluate { records }),
             Call::Gradient { records, before, gradient, is_overlapped, loads } => {
                 self.batches.request(records);
                 let held = Held::Gradient { gradient, before, is_overlapped, loss_sum: 0.0 };
@@ -216,6 +226,7 @@ impl Driver {
             Call::Initialize { seed, parameters } => {
                 (Held::Initialize { parameters }, Event::Initialize { seed })
             }
+            Call::Predict { records } => (Held::Predict, Event::Predict { records }),
             Call::Update { step, records, sum, parameters, state, loads } => {
                 (Held::Update { sum, parameters, state }, Event::Update { step, records, loads })
             }
@@ -283,6 +294,16 @@ impl Driver {
     /// The parameters are initialized or updated.
     pub fn done(&mut self) {
         self.reply(Ok(Reply::Done));
+    }
+
+    /// The metrics of the records to evaluate, each a mean over them.
+    pub fn evaluated(&mut self, means: Vec<(String, f64)>) {
+        self.reply(Ok(Reply::Metrics(means)));
+    }
+
+    /// The predictions, one row for each record.
+    pub fn predicted(&mut self, rows: Predictions) {
+        self.reply(Ok(Reply::Predictions(rows)));
     }
 
     /// The program has failed. Waits until the master knows, for at most `timeout`.

@@ -13,6 +13,9 @@
 //! gradient, and nothing is copied. While the program computes the rest of a step's gradient, the
 //! trainer sums the parts that the program has declared complete: see `crate::buckets`.
 //!
+//! Where a model is evaluated or predicts, its parameters are in the program's memory, too: those of
+//! a file are copied there once.
+//!
 //! **Invariant:** the program decides nothing: records, their order, steps and the end are the
 //! session's.
 
@@ -26,7 +29,7 @@ mod share;
 mod worker;
 
 pub use self::driver::{Counted, Driver, Ended, Event, NextBatch, Watch};
-pub use self::model::{GroupProgress, Record, Shape};
+pub use self::model::{GroupProgress, Inference, Record, Shape};
 pub use self::ring::{ProgramRing, RingMembers};
 pub use self::seed::{Keyed, seed_of};
 pub use self::share::{Share, StepShare};

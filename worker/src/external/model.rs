@@ -1,22 +1,27 @@
 //! The model that passes each of the trainer's calls to the program's thread.
 
 use std::collections::VecDeque;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::lent::{Lent, LentMut};
 use crate::buckets::Gradients;
-use crate::metrics::{Loss, UserError};
+use crate::conversion::Conversion;
+use crate::metrics::{Loss, Metrics, UserError};
 use crate::model::{Model, NamedTensor, Progress};
-use crate::reader::{Access, DataError, Dataset, File, Reader};
+use crate::predictions::Predictions;
+use crate::reader::{
+    Access, DataError, Dataset, File, Purpose, ReadOptions, Reader, refuse_bad_records,
+};
 use crate::state_buffer::StateMemory;
 use crate::update::Update;
 
 /// The size of a program's model and data.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Shape {
-    /// Number of records.
+    /// Number of records of the training data.
     pub records: u64,
     /// Names and shapes of the tensors that make up the parameters.
     pub tensors: Vec<NamedTensor>,
@@ -29,6 +34,27 @@ pub struct Shape {
     /// Number of records that the program's initial state has absorbed: the first ones of the
     /// order, over all epochs.
     pub absorbed: u64,
+    /// What the program evaluates; `None` if it does not say how.
+    pub evaluation: Option<Inference>,
+    /// What the program makes predictions for; `None` if it does not say how.
+    pub prediction: Option<Inference>,
+}
+
+impl Shape {
+    /// Does what `elasticdl convert` asks this process for; `None` if it does not.
+    pub fn convert(&self) -> Option<Result<(), String>> {
+        let conversion = Conversion::read(|name| std::env::var(name).ok())?;
+        Some(conversion.write(&self.tensors, self.parameters))
+    }
+}
+
+/// Data to which a program applies its model without training it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inference {
+    /// Number of records.
+    pub records: u64,
+    /// Maximum number of records of a call.
+    pub batch: NonZeroUsize,
 }
 
 /// A record of the data.
@@ -62,6 +88,8 @@ pub struct GroupProgress {
 /// What the trainer asks of the program.
 #[derive(Debug)]
 pub(super) enum Call {
+    /// The metrics of these records.
+    Evaluate { records: Vec<Record> },
     /// To add the gradient of these records, in micro-batches, to `gradient`, which already has
     /// that of `before` records; if there are none, its elements have any values. Its parts are
     /// summed as they are complete, if it `is_overlapped`. `loads`: the parameters are new.
@@ -74,6 +102,8 @@ pub(super) enum Call {
     },
     /// The initial parameters.
     Initialize { seed: u64, parameters: LentMut },
+    /// Predictions for these records.
+    Predict { records: Vec<Record> },
     /// The update by the gradient, a sum over this many records. `loads`: parameters and state are
     /// new.
     Update { step: u64, records: u64, sum: Lent, parameters: LentMut, state: LentMut, loads: bool },
@@ -88,6 +118,10 @@ pub(super) enum Reply {
     Done,
     /// The gradient of all records is there; the sum of their loss.
     Gradient { loss_sum: f64 },
+    /// The metrics, each a mean over the records.
+    Metrics(Vec<(String, f64)>),
+    /// One row for each record.
+    Predictions(Predictions),
 }
 
 /// What both threads see at any time.
@@ -112,6 +146,7 @@ impl Shared {
 #[derive(Debug)]
 pub(super) struct ExternalModel {
     pub(super) shape: Shape,
+    /// The memory of the program, until the trainer takes it.
     pub(super) memory: Option<StateMemory>,
     pub(super) calls: Sender<Call>,
     pub(super) replies: Receiver<Result<Reply, String>>,
@@ -123,9 +158,21 @@ pub(super) struct ExternalModel {
     pub(super) is_loaded: bool,
     /// Number of records that this worker's gradient of the step contains.
     pub(super) step_records: u64,
+    /// Whether the program's memory has the parameters of a model that is not trained.
+    pub(super) is_shown: bool,
 }
 
 impl ExternalModel {
+    /// Copies the parameters to the program's memory, unless the trainer keeps them there.
+    fn show(&mut self, parameters: &[f32]) {
+        if let Some(memory) = &mut self.memory
+            && !self.is_shown
+        {
+            memory.parameters.floats_mut().copy_from_slice(parameters);
+            self.is_shown = true;
+        }
+    }
+
     fn send(&self, call: Call) -> Result<(), UserError> {
         Ok(self.calls.send(call).map_err(|_| ENDED)?)
     }
@@ -141,7 +188,10 @@ impl Model for ExternalModel {
     type Batch = Vec<Record>;
 
     fn reader(&self) -> Numbers {
-        Numbers { records: self.shape.records, epoch: 0 }
+        let Shape { records, evaluation, prediction, .. } = self.shape;
+        let [evaluation, prediction] = [evaluation, prediction].map(|data| Some(data?.records));
+        let data = [Some(records), evaluation, prediction];
+        Numbers { data, purpose: Purpose::Train, epoch: 0 }
     }
 
     fn parameter_count(&self) -> usize {
@@ -201,8 +251,10 @@ impl Model for ExternalModel {
         loop {
             match self.receive()? {
                 Reply::CompleteFrom(start) => gradients.complete_from(start),
-                Reply::Done => return Err("the program has replied without a gradient".into()),
                 Reply::Gradient { loss_sum } => return Ok(Loss::Sum(loss_sum)),
+                Reply::Done | Reply::Metrics(_) | Reply::Predictions(_) => {
+                    return Err("the program has replied without a gradient".into());
+                }
             }
         }
     }
@@ -215,6 +267,42 @@ impl Model for ExternalModel {
         let sum = Lent::new(sum);
         self.send(Call::Update { step, records, sum, parameters, state, loads })?;
         self.receive().map(drop)
+    }
+
+    fn evaluate(
+        &mut self,
+        parameters: &[f32],
+        records: Vec<Record>,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        self.show(parameters);
+        for part in records.chunks(batch_of(self.shape.evaluation)) {
+            self.send(Call::Evaluate { records: part.to_vec() })?;
+            let Reply::Metrics(means) = self.receive()? else {
+                return Err("the program has replied without metrics".into());
+            };
+            for (name, mean) in means {
+                metrics.add_sum(&name, mean * part.len() as f64);
+            }
+        }
+        Ok(())
+    }
+
+    fn predict(
+        &mut self,
+        parameters: &[f32],
+        records: Vec<Record>,
+    ) -> Result<Predictions, UserError> {
+        self.show(parameters);
+        let mut all = Predictions::new();
+        for part in records.chunks(batch_of(self.shape.prediction)) {
+            self.send(Call::Predict { records: part.to_vec() })?;
+            let Reply::Predictions(rows) = self.receive()? else {
+                return Err("the program has replied without predictions".into());
+            };
+            all.append(rows)?;
+        }
+        Ok(all)
     }
 
     /// The program's optimizer does not report one.
@@ -241,18 +329,41 @@ impl Model for ExternalModel {
 /// as the next one.
 #[derive(Debug)]
 pub(super) struct Numbers {
-    records: u64,
+    /// Numbers of records for training, evaluation and prediction, where the program has them.
+    data: [Option<u64>; 3],
+    purpose: Purpose,
     epoch: u32,
+}
+
+impl Numbers {
+    fn records(&self) -> Result<u64, DataError> {
+        let [training, evaluation, prediction] = self.data;
+        let (records, owner, missing) = match self.purpose {
+            Purpose::Evaluate => (evaluation, "evaluator", NO_EVALUATOR),
+            Purpose::Predict => (prediction, "predictor", NO_PREDICTOR),
+            Purpose::Train => (training, "sampler", "this program has no sampler"),
+        };
+        match records {
+            None => Err(DataError::Other(missing.into())),
+            Some(0) => {
+                let error = format!("the {owner}'s length is 0; it must be positive");
+                Err(DataError::Other(error.into()))
+            }
+            Some(records) => Ok(records),
+        }
+    }
 }
 
 impl Reader for Numbers {
     type Record = Record;
 
+    fn configure(&mut self, options: ReadOptions) -> Result<(), DataError> {
+        self.purpose = options.purpose;
+        refuse_bad_records(options)
+    }
+
     fn describe(&mut self, _source: &str) -> Result<Dataset, DataError> {
-        if self.records == 0 {
-            return Err(DataError::Other("the sampler's length is 0; it must be positive".into()));
-        }
-        Ok(Dataset::new(vec![File::new(NAME, self.records)]))
+        Ok(Dataset::new(vec![File::new(NAME, self.records()?)]))
     }
 
     fn access(&self, _dataset: &Dataset) -> Access {
@@ -264,10 +375,10 @@ impl Reader for Numbers {
     }
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Record>, DataError> {
-        if file.records != self.records {
-            let (expected, found) = (file.records, self.records);
+        let (expected, found) = (file.records, self.records()?);
+        if found != expected {
             let error = format!(
-                "this program's sampler has {found} records, and that of the worker that described \
+                "this program's data has {found} records, and that of the worker that described \
                  the data has {expected}; all programs of a job must have the same data"
             );
             return Err(DataError::Other(error.into()));
@@ -276,6 +387,15 @@ impl Reader for Numbers {
     }
 }
 
+/// Number of records of a call.
+fn batch_of(data: Option<Inference>) -> usize {
+    data.map_or(usize::MAX, |data| data.batch.get())
+}
+
+const NO_EVALUATOR: &str = "this program does not say how its model is evaluated: declare it with \
+                            job.evaluator(data, function)";
+const NO_PREDICTOR: &str = "this program does not say how its model predicts: declare it with \
+                            job.predictor(data, function)";
 /// Error of a call that no program answers.
 const ENDED: &str = "the program has ended";
 

@@ -1,8 +1,8 @@
 //! Whole trainings of a worker that is alone, driven by a program that counts records, and one step
 //! of two workers.
 
-use std::collections::VecDeque;
-use std::num::NonZeroU64;
+use std::collections::{BTreeMap, VecDeque};
+use std::num::{NonZeroU64, NonZeroUsize};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::thread;
@@ -13,8 +13,9 @@ use elasticdl_collective::LocalRank;
 use super::model::{Call, ExternalModel, Reply};
 use super::*;
 use crate::buckets::{self, RecordKeys};
-use crate::metrics::Loss;
+use crate::metrics::{Loss, Metrics};
 use crate::model::{Model, NamedTensor};
+use crate::predictions::Predictions;
 
 const RECORDS: usize = 100;
 const EPOCHS: u32 = 3;
@@ -28,7 +29,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
         parameters: RECORDS,
         slots: 1,
         bucket_len: Some(RECORDS / 3),
-        absorbed: 0,
+        ..Shape::default()
     };
     let mut driver = Driver::new(alone(), shape, None, 5);
     let mut queue = VecDeque::new();
@@ -147,7 +148,7 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
         parameters: 10,
         slots: 0,
         bucket_len: Some(4),
-        absorbed: 0,
+        ..Shape::default()
     };
     let mut model = ExternalModel {
         shape,
@@ -158,6 +159,7 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
         has_computed: false,
         is_loaded: false,
         step_records: 3,
+        is_shown: false,
     };
     let (mut gradient, mut sums) = (vec![f32::NAN; 10], vec![f32::NAN; 10]);
     let buffers = (&mut gradient[..], &mut sums[..]);
@@ -173,6 +175,47 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
 }
 
 #[test]
+fn metrics_are_means_over_the_records_of_all_calls() {
+    let ((calls, from_trainer), (to_trainer, replies)) = (channel(), channel());
+    let program = thread::spawn(move || {
+        let mut lens = Vec::new();
+        while let Ok(Call::Evaluate { records } | Call::Predict { records }) = from_trainer.recv() {
+            lens.push(records.len());
+            let numbers: Vec<i64> = records.iter().map(|r| r.number.cast_signed()).collect();
+            let reply = match lens.len() {
+                ..=3 => Reply::Metrics(vec![("first".into(), numbers[0] as f64)]),
+                _ => Reply::Predictions(Predictions::new().i64("number", numbers)),
+            };
+            to_trainer.send(Ok(reply)).unwrap();
+        }
+        lens
+    });
+    let [three, two] = [3, 2].map(|batch| NonZeroUsize::new(batch).unwrap());
+    let data = |batch| Some(Inference { records: 7, batch });
+    let (evaluation, prediction) = (data(three), data(two));
+    let shape = Shape { parameters: 2, evaluation, prediction, ..Shape::default() };
+    let mut model = ExternalModel {
+        shape,
+        memory: None,
+        calls,
+        replies,
+        shared: Arc::default(),
+        has_computed: false,
+        is_loaded: false,
+        step_records: 0,
+        is_shown: false,
+    };
+    let records: Vec<Record> = (0..7).map(|number| Record { epoch: 0, number }).collect();
+    let mut sums = BTreeMap::new();
+    model.evaluate(&[0.0; 2], records.clone(), &mut Metrics::new(&mut sums, 7)).unwrap();
+    assert_eq!(sums, BTreeMap::from([("first".to_owned(), 3.0 * 3.0 + 6.0)]));
+    let rows = model.predict(&[0.0; 2], records).unwrap();
+    assert_eq!(rows, Predictions::new().i64("number", (0..7).collect()));
+    drop(model);
+    assert_eq!(program.join().unwrap(), [3, 3, 1, 2, 2, 2, 1]);
+}
+
+#[test]
 fn a_data_set_without_records_is_refused() {
     let shape = Shape {
         records: 0,
@@ -180,7 +223,7 @@ fn a_data_set_without_records_is_refused() {
         parameters: 1,
         slots: 0,
         bucket_len: None,
-        absorbed: 0,
+        ..Shape::default()
     };
     let mut driver = Driver::new(alone(), shape, None, 5);
     let event = driver.wait(Duration::from_secs(20));

@@ -91,15 +91,10 @@ impl Worker {
         let environment = Environment::read(variable).map_err(WorkerError::Failed)?;
         let (listener, control) = run::join(&environment)?;
         let options = &control.welcome.options;
-        let refused = if options.validation.is_some() {
-            Some("--validation-data: a Python program evaluates its model itself")
-        } else {
-            (!options.work.trains()).then_some(NO_INFERENCE)
-        };
-        if let Some(refused) = refused {
-            control.outbox.send(Failure::fatal(refused.into()).to_message());
+        if options.validation.as_ref().is_some_and(|spec| spec.split.is_some()) {
+            control.outbox.send(Failure::fatal(NO_SPLIT.into()).to_message());
             control.close();
-            return Err(WorkerError::Failed(refused.into()));
+            return Err(WorkerError::Failed(NO_SPLIT.into()));
         }
         Ok(Some(Self { environment, listener, control, is_alone: false }))
     }
@@ -147,6 +142,25 @@ impl Worker {
         JobOptions { epochs, global_batch, per_worker, seed, shuffles, is_deterministic }
     }
 
+    /// What the job does: "evaluate", "predict" or "train".
+    pub fn work(&self) -> &'static str {
+        match &self.control.welcome.options.work {
+            Work::Evaluate { .. } => "evaluate",
+            Work::Predict { .. } => "predict",
+            Work::Train { .. } => "train",
+        }
+    }
+
+    /// Value of `--training-data` or `--data`; empty if there is none.
+    pub fn data(&self) -> &str {
+        &self.control.welcome.options.training_data
+    }
+
+    /// Value of `--validation-data`.
+    pub fn validation_data(&self) -> Option<&str> {
+        Some(&self.control.welcome.options.validation.as_ref()?.data)
+    }
+
     /// Id of the worker in the job.
     pub fn id(&self) -> u64 {
         self.control.welcome.worker.0
@@ -190,11 +204,9 @@ impl From<End> for WorkerError {
     }
 }
 
-/// Answer to `elasticdl evaluate` and `elasticdl predict`.
-const NO_INFERENCE: &str = "elasticdl evaluate and predict run models in Rust; a Python program \
-                            loads the file of --export with elasticdl.torch.load(net, path) and \
-                            evaluates the model itself, as evaluate.py does, which `elasticdl zoo \
-                            init --python` writes";
+/// Answer to `--validation-split`.
+const NO_SPLIT: &str = "--validation-split: a Python program divides its data itself; start it \
+                        with --validation-data, and give that data to job.evaluator()";
 
 fn welcome(options: AloneOptions) -> Welcome {
     let AloneOptions { epochs, max_steps, global_batch, seed, shuffles } = options;

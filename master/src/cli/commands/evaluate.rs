@@ -34,8 +34,8 @@ Example:
 The result is the mean of each metric over all records: `metrics` in the summary. It is
 bit-identical for any number of workers, also if workers are killed.
 
-A PyTorch model is evaluated by a program of its own, which loads the file of --export with
-elasticdl.torch.load(net, path): `elasticdl zoo init --python` writes one.
+A PyTorch program says how its model is evaluated with job.evaluator(data, function); the program
+that `elasticdl zoo init --python` writes does.
 
 Exit codes: those of `elasticdl train`.";
 

@@ -64,7 +64,7 @@ Example:
 There is exactly one row for each record. The files, sorted by name, hold the rows in the order of
 the records.
 
-A PyTorch model predicts in a program of its own, which loads the file of --export with
-elasticdl.torch.load(net, path): `elasticdl zoo init --python` writes one.
+A PyTorch program says how its model predicts with job.predictor(data, function); the program that
+`elasticdl zoo init --python` writes does.
 
 Exit codes: those of `elasticdl train`.";

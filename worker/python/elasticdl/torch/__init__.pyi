@@ -1,5 +1,5 @@
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,6 +24,22 @@ class Job(elasticdl.Job):
         overlap: bool = True,
     ) -> Optimizer: ...
     def scaler(self, scaler: torch.amp.GradScaler) -> Scaler: ...
+    def evaluator(  # type: ignore[override]
+        self,
+        dataset: torch.utils.data.Dataset[Any],
+        function: Callable[..., Mapping[str, Any]] | None = None,
+        *,
+        micro_batch: int = 64,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Any: ...
+    def predictor(  # type: ignore[override]
+        self,
+        dataset: torch.utils.data.Dataset[Any],
+        function: Callable[..., Mapping[str, Any]] | None = None,
+        *,
+        micro_batch: int = 64,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Any: ...
     def generator(
         self,
         *,

@@ -3,7 +3,9 @@
 import torch
 
 from .. import _job
+from .._inference import Evaluator, Predictor
 from ._gradients import Gradients
+from ._inference import Applied, caller, set_buffers
 from ._random import number_modules
 from ._scaler import Scaler, overflows
 from ._state import State
@@ -81,6 +83,30 @@ class Job(_job.Job):
         self._scaler = mine if mine.is_enabled() else None
         return mine
 
+    def evaluator(self, dataset, function=None, *, micro_batch=64, collate=None):
+        """Says how the module is evaluated, on a map-style data set.
+
+        ``function`` gets a micro-batch of at most ``micro_batch`` elements, as a ``DataLoader``
+        gives it to its loop: ``function(x, y)`` for a data set of pairs. It returns metrics by
+        name: each the mean over the micro-batch, or a tensor with one value per record. It is
+        called with ``elasticdl evaluate``, and in training with ``--validation-data``, in
+        evaluation mode and without gradients; the results are means over all records. ``collate``:
+        makes a micro-batch of a list of elements. Default: as a ``DataLoader`` does. Without
+        ``function``, returns a decorator for it.
+        """
+        evaluator = Evaluator(len(dataset), micro_batch, caller(self, dataset, collate))
+        return self._declare("evaluator", evaluator, function)
+
+    def predictor(self, dataset, function=None, *, micro_batch=64, collate=None):
+        """Says how the module makes predictions, for a map-style data set.
+
+        ``function`` returns columns by name: tensors of one dimension, or lists of numbers or text,
+        with one element per record. It is called with ``elasticdl predict``, which writes them.
+        Otherwise as :meth:`evaluator`.
+        """
+        predictor = Predictor(len(dataset), micro_batch, caller(self, dataset, collate))
+        return self._declare("predictor", predictor, function)
+
     def generator(self, *, record=None, step=None, epoch=None, stream=0, device="cpu"):
         """Returns a ``torch.Generator`` that belongs to a record or a step; see ``seed_for()``."""
         seed = self.seed_for(record=record, step=step, epoch=epoch, stream=stream)
@@ -111,9 +137,14 @@ class Job(_job.Job):
     def _begin(self):
         if self._memory is not None:
             return
-        for name in ("model", "optimizer"):
-            if getattr(self, {"model": "_net", "optimizer": "_optimizer"}[name]) is None:
-                raise RuntimeError(f"call job.{name}() before the first micro-batch is drawn")
+        if self._net is None:
+            raise RuntimeError("call job.model() before the first micro-batch is drawn")
+        if self.work != "train":
+            trainable, frozen, buffers = _tensors(self._net)
+            Applied(self, buffers + frozen + trainable, buffers).begin()
+            return
+        if self._optimizer is None:
+            raise RuntimeError("call job.optimizer() before the first micro-batch is drawn")
         self._optimizer._begin()
 
 
@@ -176,14 +207,15 @@ class Optimizer:
         if not counts and self._buffers:
             # The micro-batch does not count, so neither does what it did to the buffers.
             self._accepted = before
-            self._set_buffers(before)
+            set_buffers(self._buffers, before)
         return committed
 
     # ---- the flat memory ----
 
     def _begin(self):
         job = self._job
-        self._trainable, self._frozen, self._buffers = _tensors(job._net, self._inner)
+        _check_owner(job._net, self._inner)
+        self._trainable, self._frozen, self._buffers = _tensors(job._net)
         order = self._buffers + self._frozen + self._trainable
         tensors = [(name, list(tensor.shape)) for name, tensor in order]
         total = sum(tensor.numel() for _, tensor in order)
@@ -233,14 +265,6 @@ class Optimizer:
         parts = [buffer.detach().reshape(-1).float() for _, buffer in self._buffers]
         return torch.cat(parts) if parts else torch.empty(0)
 
-    def _set_buffers(self, values):
-        at = 0
-        with torch.no_grad():
-            for _, buffer in self._buffers:
-                part = values[at : at + buffer.numel()].view(buffer.shape)
-                buffer.copy_(part if buffer.is_floating_point() else part.round())
-                at += buffer.numel()
-
     # ---- what the trainer asks for ----
 
     def _initialize(self, seed):
@@ -249,7 +273,7 @@ class Optimizer:
     def _load_buffers(self):
         if self._buffers:
             self._accepted = self._values[: self._buffer_len].clone()
-            self._set_buffers(self._accepted)
+            set_buffers(self._buffers, self._accepted)
 
     @torch.no_grad()
     def _update(self, step, records, loads, address):
@@ -286,10 +310,8 @@ class Optimizer:
             self._inner.step()
 
 
-def _tensors(net, optimizer):
-    """Trained parameters, other parameters and buffers of a module, with their names."""
-    named = list(net.named_parameters())
-    known = {id(parameter) for _, parameter in named}
+def _check_owner(net, optimizer):
+    known = {id(parameter) for parameter in net.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
@@ -297,6 +319,11 @@ def _tensors(net, optimizer):
                     "the optimizer has a parameter that the module of job.model() does not have; "
                     "declare one module that contains all parameters"
                 )
+
+
+def _tensors(net):
+    """Trained parameters, other parameters and buffers of a module, with their names."""
+    named = list(net.named_parameters())
     trainable = [entry for entry in named if entry[1].requires_grad]
     frozen = [entry for entry in named if not entry[1].requires_grad]
     if not trainable:
@@ -321,8 +348,8 @@ def _check_module(net):
 
 
 _NO_MEANS = (
-    "--deterministic: the module changes a buffer, as BatchNorm does, and the mean over the workers "
-    "depends on their number; use a module without, such as GroupNorm"
+    "--deterministic: the module changes a buffer, as BatchNorm does, and the mean over the "
+    "workers depends on their number; use a module without, such as GroupNorm"
 )
 _NO_SCALER = (
     "a GradScaler changes its scale with each micro-batch of one worker, and all workers must take "

@@ -59,7 +59,7 @@ class Scaler:
         self._scale, self._growth_tracker = state["scale"], state["growth_tracker"]
 
     def commit(self, overflows):
-        """Adapts the scale to a committed step. ``overflows``: whether a gradient was not finite."""
+        """Adapts the scale to a step. ``overflows``: whether a gradient was not finite."""
         if overflows:
             self._scale *= self._backoff_factor
             self._growth_tracker = 0

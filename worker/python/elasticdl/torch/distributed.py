@@ -10,9 +10,9 @@ can read the store can join. A group whose rank is lost ends: its operations rai
 ranks.
 
 Operations run one after the other, in a thread of the native code, which holds Python's lock only
-to report a result. It has all_reduce, broadcast, all_gather, reduce_scatter, reduce, gather and barrier. Sums of f32,
-f16 and bf16 pass through the ring and are f32 on the way; other types and operations are gathered
-on every rank and reduced there, as reduce_scatter sums everything on every rank.
+to report a result: all_reduce, broadcast, all_gather, reduce_scatter, reduce, gather and barrier.
+Sums of f32, f16 and bf16 pass through the ring and are f32 on the way; other types and operations
+are gathered on every rank and reduced there, as reduce_scatter sums everything on every rank.
 """
 
 import atexit
