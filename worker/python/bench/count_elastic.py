@@ -5,7 +5,7 @@ import sys
 import torch
 
 import elasticdl.torch as et
-from workload import Counts
+from workload import Counts, log_step
 
 records, path = int(sys.argv[1]), sys.argv[2]
 job = et.join()
@@ -14,5 +14,6 @@ opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=1.0), reduction="sum")
 for indices in job.sampler(records, micro_batch=8):
     loss = net(torch.tensor(indices))
     loss.backward()
-    opt.step(loss.detach() / len(indices))
+    if opt.step(loss.detach() / len(indices)):
+        log_step(path, job.step, job.world_size)
 net.write(path)

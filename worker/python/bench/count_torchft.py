@@ -14,9 +14,10 @@ import torch
 from torch.distributed import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-from workload import Counts
+from workload import Counts, log_step
 
-records, path, batch, replica, size = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6])
+records, path, batch = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+replica, size, first = map(int, sys.argv[4:7])
 net = Counts(records)
 inner = torch.optim.SGD(net.parameters(), lr=1.0)
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -31,7 +32,7 @@ manager = Manager(
     world_size=1,
     store_addr="127.0.0.1",
     store_port=store.port,
-    lighthouse_addr=sys.argv[6],
+    lighthouse_addr=sys.argv[7],
     replica_id=f"replica-{replica}",
     hostname="127.0.0.1",
 )
@@ -41,7 +42,7 @@ order = torch.randperm(records, generator=torch.Generator().manual_seed(0))
 share = batch // size
 # No replica begins before all replicas have started; those that restart need not wait.
 pathlib.Path(f"{path}.{replica}").touch()
-while not all(os.path.exists(f"{path}.{each}") for each in range(size)):
+while not all(os.path.exists(f"{path}.{each}") for each in range(first)):
     time.sleep(0.02)
 while True:
     opt.zero_grad()
@@ -53,6 +54,8 @@ while True:
     # The gradient is a mean over the replicas that take part.
     (model(indices) * manager.num_participants()).backward()
     opt.step()
+    if manager.current_step() > step:
+        log_step(path, step + 1, manager.num_participants())
 if manager.participating_rank() == 0:
     net.write(path)
 # Its threads would wait.

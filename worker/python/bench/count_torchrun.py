@@ -1,5 +1,6 @@
 """Counts records under kills, with torchrun and a checkpoint every few steps."""
 
+import datetime
 import os
 import sys
 
@@ -8,10 +9,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
-from workload import Counts
+from workload import Counts, log_step
 
 records, path, batch, every = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
 size = dist.get_world_size()
 net, start = Counts(records), 0
 if os.path.exists(path + ".checkpoint"):
@@ -27,6 +28,7 @@ for step in range(start, -(-len(order) // share)):
     model(indices).backward()
     opt.step()
     opt.zero_grad()
+    log_step(path, step + 1, size)
     if (step + 1) % every == 0 and dist.get_rank() == 0:
         state = {"model": net.state_dict(), "step": step + 1}
         torch.save(state, path + ".new")

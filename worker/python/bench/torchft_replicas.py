@@ -1,6 +1,7 @@
 """Runs replicas of a program of torchft, and a new one in place of each that is killed.
 
-Arguments: number of replicas, program, its arguments.
+Arguments: number of replicas, number of those that start at once, program, its arguments. Each
+SIGUSR1 starts one more.
 """
 
 import ctypes
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 
-count, program, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+count, first, program, arguments = *map(int, sys.argv[1:3]), sys.argv[3], sys.argv[4:]
 
 
 def end_with_parent():
@@ -29,7 +30,7 @@ with socket.socket() as probe:
 lighthouse = start(
     *(sys.executable, str(pathlib.Path(__file__).with_name("torchft_lighthouse.py"))),
     # While a replica restarts, the others continue.
-    *("--min_replicas", str(max(count - 1, 1)), "--bind", f"127.0.0.1:{port}"),
+    *("--min_replicas", str(max(first - 1, 1)), "--bind", f"127.0.0.1:{port}"),
     *("--join_timeout_ms", "10000", "--quorum_tick_ms", "50", "--heartbeat_timeout_ms", "1000"),
 )
 time.sleep(1)
@@ -37,10 +38,12 @@ time.sleep(1)
 
 def replica(index):
     address = f"http://127.0.0.1:{port}"
-    return start(sys.executable, program, *arguments, str(index), str(count), address)
+    numbers = map(str, (index, count, first))
+    return start(sys.executable, program, *arguments, *numbers, address)
 
 
-replicas = [replica(index) for index in range(count)]
+replicas = [replica(index) for index in range(first)]
+signal.signal(signal.SIGUSR1, lambda *_: replicas.append(replica(len(replicas))))
 # The first one that ends has counted everything; the others end with this process.
 while not any(each.poll() == 0 for each in replicas):
     time.sleep(0.02)

@@ -62,6 +62,12 @@ class Repeated(torch.utils.data.Dataset):
         return self.x[index % len(self.x)], self.y[index % len(self.y)]
 
 
+def log_step(path, step, workers):
+    """Notes that a step, from 1, was committed by a group of this size."""
+    with open(f"{path}.steps", "a") as file:
+        file.write(f"{time.monotonic():.6f} {step} {workers}\n")
+
+
 class Counts(torch.nn.Module):
     """A model that counts its records: record ``i`` adds 1 to parameter ``i``."""
 

@@ -1,0 +1,103 @@
+"""How a program is started with elasticdl, torchrun and torchft."""
+
+import os
+import pathlib
+import signal
+import socket
+import sys
+
+from workload import RECORDS_PER_STEP
+
+HERE = pathlib.Path(__file__).parent
+ELASTICDL = os.environ["ELASTICDL"]
+
+
+def elastic(count, program, *options):
+    """The command of a job on this machine."""
+    return [
+        *(ELASTICDL, "train", "--local", "--num-workers", str(count), *options),
+        *("--global-batch-size", str(RECORDS_PER_STEP)),
+        *("--", sys.executable, HERE / program[0], *program[1:]),
+    ]
+
+
+def torchrun(count, program, *options):
+    """The command of a group of a fixed size on this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port()), *options),
+        *(HERE / program[0], *program[1:]),
+    ]
+
+
+def free_port():
+    """A port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Elastic:
+    """A job of elasticdl."""
+
+    program = "count_elastic.py"
+
+    def __init__(self, count, first, arguments, folder):
+        self.count, self.first, self.arguments = count, first, arguments
+        self.folder = f"{folder}/job"
+
+    def commands(self):
+        options = ["--max-workers", str(self.count), "--job-dir", self.folder]
+        return [elastic(self.first, [self.program, *self.arguments], *options)]
+
+    def join(self, _):
+        return [ELASTICDL, "scale", self.folder, "--num-workers", str(self.count)]
+
+
+class Torchrun:
+    """An agent of torchrun for each worker, as on one node each, and a checkpoint every 10 steps.
+
+    An operation of gloo that takes 10 s is an error, which ends a hang.
+    """
+
+    program = "count_torchrun.py"
+
+    def __init__(self, count, first, arguments, folder):
+        del folder
+        self.first = first
+        self.command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
+            *("--nnodes", f"1:{count}", "--rdzv-backend", "c10d", "--rdzv-id", "count"),
+            *("--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--max-restarts", "1000"),
+            # When the first workers are there, a rendezvous waits for more for as long.
+            *("--rdzv-conf", "last_call_timeout=2"),
+            *(HERE / self.program, *arguments, str(RECORDS_PER_STEP), "10"),
+        ]
+
+    def commands(self):
+        return [self.command] * self.first
+
+    def join(self, _):
+        return self.command
+
+
+class Torchft:
+    """A replica group of torchft for each worker, with the heartbeat timeout at 1 s."""
+
+    program = "count_torchft.py"
+
+    def __init__(self, count, first, arguments, folder):
+        del folder
+        self.command = [
+            *(sys.executable, HERE / "torchft_replicas.py", str(count), str(first)),
+            *(HERE / self.program, *arguments, str(RECORDS_PER_STEP)),
+        ]
+
+    def commands(self):
+        return [self.command]
+
+    def join(self, pid):
+        os.kill(pid, signal.SIGUSR1)
+
+
+SYSTEMS = {"elasticdl": Elastic, "torchrun": Torchrun, "torchft": Torchft}
