@@ -135,7 +135,8 @@ fn kill_one(status: &Value) {
     }
 }
 
-/// Builds the command and the example in release mode. Returns the folder of the programs.
+/// Builds the command and the example as this program was built, by `cargo quickstart` in release
+/// mode. Returns the folder of the programs.
 fn build() -> Result<PathBuf, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     // Builds the whole workspace, like the build of this program, so that no dependency is built
@@ -143,9 +144,10 @@ fn build() -> Result<PathBuf, String> {
     let workspace =
         Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or_else(|| Path::new("."));
     let mut command = Command::new(cargo);
-    command
-        .args(["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"])
-        .current_dir(workspace);
+    // Without optimization, the targets of the tests: they have the features of the tests.
+    let debug: &[&str] = &["build", "--workspace", "--lib", "--bins", "--examples"];
+    let release: &[&str] = &["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"];
+    command.args(if cfg!(debug_assertions) { debug } else { release }).current_dir(workspace);
     // Cargo sets these variables for the programs that it runs. Build scripts would treat them as
     // changes, and much would be built again.
     for (name, _) in std::env::vars_os() {
