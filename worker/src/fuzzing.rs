@@ -8,11 +8,21 @@ use std::path::Path;
 
 use crate::model::NamedTensor;
 use crate::reader::{ReadOptions, Reader};
-use crate::readers::{CsvRows, IdxImages, JsonRows, ParquetRows};
+use crate::readers::{
+    ArrowRows, CsvRows, IdxImages, ImageFolder, JsonRows, ParquetRows, WebDataset,
+};
 use crate::{checkpoint, weights};
 
-/// Reads a table with the columns `x`, `n` and `name`. Returns whether it was read. `folder` is an
-/// existing folder for the file, as in the other targets.
+/// Reads a table with the columns `x`, `n`, `kind`, a text, and `v`, a list of two numbers, and
+/// leaves out the rows with nulls. Returns whether it was read. `folder` is an existing folder for
+/// the file, as in the other targets.
+#[must_use]
+pub fn arrow(folder: &Path, data: &[u8]) -> bool {
+    let table = write(folder, "table.arrow", data);
+    read_all(ArrowRows::new().f32("x").i64("n").text("kind").f32_list("v", 2).skip_nulls(), &table)
+}
+
+/// Reads a table with the columns `x`, `n` and `name`. Returns whether it was read.
 #[must_use]
 pub fn csv(folder: &Path, data: &[u8]) -> bool {
     let table = write(folder, "table.csv", data);
@@ -25,6 +35,15 @@ pub fn idx(folder: &Path, data: &[u8]) -> bool {
     write(folder, "train-images-idx3-ubyte", data);
     write(folder, "train-labels-idx1-ubyte", b"\0\0\x08\x01\0\0\0\x0a0123456789");
     read_all(IdxImages::new(2, 2), &folder.display().to_string())
+}
+
+/// Reads an image of 2 by 3 pixels, height by width. Returns whether it was read.
+#[must_use]
+pub fn image(folder: &Path, data: &[u8]) -> bool {
+    let classes = folder.join("a");
+    fs::create_dir_all(&classes).expect("the caller passes a folder that can be written to");
+    write(&classes, "1.png", data);
+    read_all(ImageFolder::new([2, 3, 3], ["a"]), &folder.display().to_string())
 }
 
 /// Reads lines of JSON with the keys `x`, `n`, `name` and `v`, a list of two numbers, with as many
@@ -67,6 +86,14 @@ pub fn safetensors(folder: &Path, data: &[u8]) -> bool {
     let file = write(folder, "model.safetensors", data);
     let tensors = [NamedTensor::new("a", [2, 2]), NamedTensor::new("b", [2])];
     weights::load(&file, &tensors, &mut [0.0; 6]).is_ok()
+}
+
+/// Reads samples with a class of ten, a text and an image of 2 by 3 pixels. Returns whether they
+/// were read.
+#[must_use]
+pub fn web_dataset(folder: &Path, data: &[u8]) -> bool {
+    let tar = write(folder, "samples.tar", data);
+    read_all(WebDataset::new().class("cls", 10).text("txt").image("png", [2, 3, 3]), &tar)
 }
 
 /// Describes the data, and reads the first and the last records of each file.

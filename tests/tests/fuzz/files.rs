@@ -7,6 +7,11 @@ use elasticdl::fuzzing;
 use crate::harness::Target;
 
 #[test]
+fn any_arrow_file_is_read_or_refused() {
+    run(Target { name: "arrow", inputs: 3000, head: usize::MAX }, fuzzing::arrow);
+}
+
+#[test]
 fn any_csv_table_is_read_or_refused() {
     run(Target { name: "csv", inputs: 3000, head: 60 }, fuzzing::csv);
 }
@@ -14,6 +19,11 @@ fn any_csv_table_is_read_or_refused() {
 #[test]
 fn any_idx_file_is_read_or_refused() {
     run(Target { name: "idx", inputs: 3000, head: 20 }, fuzzing::idx);
+}
+
+#[test]
+fn any_image_is_read_or_refused() {
+    run(Target { name: "image", inputs: 3000, head: usize::MAX }, fuzzing::image);
 }
 
 #[test]
@@ -39,6 +49,11 @@ fn any_parquet_file_is_read_or_refused() {
 #[test]
 fn any_safetensors_file_is_loaded_or_refused() {
     run(Target { name: "safetensors", inputs: 3000, head: 150 }, fuzzing::safetensors);
+}
+
+#[test]
+fn any_tar_file_is_read_or_refused() {
+    run(Target { name: "web_dataset", inputs: 3000, head: 1100 }, fuzzing::web_dataset);
 }
 
 fn run(target: Target, accepts: fn(&Path, &[u8]) -> bool) {

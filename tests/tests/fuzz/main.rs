@@ -3,7 +3,7 @@
 //! | module | inputs |
 //! |---|---|
 //! | `documents` | status and summary of a job, as JSON; the list of a data set's files |
-//! | `files` | files that users hand in: CSV, IDX, JSON, Parquet, safetensors, manifests of checkpoints |
+//! | `files` | files that users hand in: tables, images, tar files, safetensors, manifests of checkpoints |
 //! | `network` | frames and state transfers of other ranks; handshakes |
 //!
 //! `tests/corpus/TARGET` has the valid inputs of a target, and inputs that it must refuse

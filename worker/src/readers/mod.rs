@@ -7,29 +7,42 @@
 //! Requests to storage that does not answer are retried. A file that changes while a job reads it
 //! is an error that ends the job.
 
+mod arrow;
 mod binary;
 mod blocks;
 mod columns;
 mod csv;
 mod files;
 mod idx;
+mod images;
 mod json;
 mod kept;
 mod packed;
 mod parquet;
+mod parts;
 mod remote;
 mod row;
 mod skipped;
 mod text;
 mod text_table;
 mod versions;
+mod web_dataset;
 
+pub use arrow::ArrowRows;
+#[cfg(test)]
+use arrow::tests::table as arrow_table;
 pub use binary::FixedRecords;
 pub use csv::CsvRows;
 pub use idx::{IdxImages, LabeledImage};
+#[cfg(test)]
+use images::tests::png as png_image;
+pub use images::{ClassImage, ImageFolder};
 pub use json::JsonRows;
 pub use parquet::ParquetRows;
 #[cfg(test)]
 use parquet::tests::table as parquet_table;
 pub use row::{Row, Value};
 pub use text::TextWindows;
+pub use web_dataset::WebDataset;
+#[cfg(test)]
+use web_dataset::tests::tar as tar_file;

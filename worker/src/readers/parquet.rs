@@ -14,6 +14,7 @@ use bytes::Bytes;
 use super::columns::{Columns, column_methods, list_method};
 use super::files::{self, Source};
 use super::kept::Kept;
+use super::parts::{self, BLOCK_ROWS, CheckedRow, Parts};
 use super::row::Row;
 use super::skipped::SkippedLog;
 use crate::reader::{Access, DataError, Dataset, File, ReadOptions, Reader};
@@ -63,9 +64,6 @@ struct Cursor {
     /// For each requested value, its columns.
     columns: Vec<Vec<ColumnValues>>,
 }
-
-/// A row, `None` if it is left out for a null, or why it is invalid.
-type CheckedRow = Result<Option<Row>, String>;
 
 impl ParquetRows {
     /// Creates a reader without columns; add the required ones.
@@ -190,44 +188,36 @@ impl ParquetRows {
             values.push((requested, columns.iter().map(ColumnValues::name).collect(), read));
         }
         cursor.at += count as u64;
-        Ok((0..count as u64).map(|i| values::row(&self.columns, &mut values, at + i)).collect())
+        Ok((0..count as u64).map(|i| parts::row(&self.columns, &mut values, at + i)).collect())
+    }
+}
+
+impl Parts for ParquetRows {
+    const NAME: &'static str = "row group";
+
+    fn columns(&self) -> &Columns {
+        &self.columns
     }
 
-    /// The rows of a row group that are not left out. With a `log`, records the others.
-    fn find_kept(
-        &mut self,
-        file: &str,
-        rows: u64,
-        mut log: Option<&mut SkippedLog>,
-    ) -> Result<Kept, DataError> {
-        let (path, group) = row_group(file)?;
-        let mut kept = Kept::default();
-        let mut start = 0;
-        while start < rows {
-            let end = rows.min(start + BLOCK_ROWS);
-            for row in self.read_rows(file, start..end)? {
-                let place = |reason: &str| malformed(path, Some(group), reason);
-                match (&row, &mut log) {
-                    (Ok(None), Some(log)) => {
-                        let row = kept.rows();
-                        log.skip_null(|| place(&format!("row {row}: left out for a null")));
-                    }
-                    (Err(reason), Some(log)) => log.skip_bad(|| place(reason))?,
-                    _ => {}
-                }
-                kept.push(matches!(row, Ok(Some(_))));
-            }
-            start = end;
-        }
-        Ok(kept)
+    fn rows(&mut self, part: &str) -> Result<u64, DataError> {
+        let (path, group) = row_group(part)?;
+        let file = self.file(path)?;
+        let rows = file.metadata().row_groups().get(group).map_or(0, |group| group.num_rows());
+        u64::try_from(rows).map_err(|_| malformed(path, Some(group), "a negative number of rows"))
+    }
+
+    fn read_rows(&mut self, part: &str, range: Range<u64>) -> Result<Vec<CheckedRow>, DataError> {
+        Self::read_rows(self, part, range)
+    }
+
+    fn kept(&mut self) -> &mut BTreeMap<String, Kept> {
+        &mut self.kept
     }
 }
 
 /// The path and the number of a row group that is a file of the data set.
 fn row_group(file: &str) -> Result<(&Path, usize), DataError> {
-    let named = file.rsplit_once('#').and_then(|(path, group)| Some((path, group.parse().ok()?)));
-    named
-        .map(|(path, group)| (Path::new(path), group))
+    parts::part(file)
         .ok_or_else(|| malformed(Path::new(file), None, "the path names no row group, as `FILE#0`"))
 }
 
@@ -249,8 +239,6 @@ impl Reader for ParquetRows {
             let text = files::text(&path)?;
             let version = Some(files::version(&[&path])?);
             for (group, metadata) in file.metadata().row_groups().iter().enumerate() {
-                let mut records = u64::try_from(metadata.num_rows())
-                    .map_err(|_| malformed(&path, Some(group), "a negative number of rows"))?;
                 for (requested, fields) in self.columns.iter().zip(&fields) {
                     let refuses_nulls = self.columns.refuses_nulls(requested);
                     for &field in fields {
@@ -262,11 +250,7 @@ impl Reader for ParquetRows {
                     }
                 }
                 let name = format!("{text}#{group}");
-                if self.columns.skips() {
-                    let kept = self.find_kept(&name, records, Some(&mut log))?;
-                    records = kept.count();
-                    self.kept.insert(name.clone(), kept);
-                }
+                let records = parts::describe(self, &name, &mut log)?;
                 if records > 0 {
                     dataset.files.push(File { path: name, records, version });
                 }
@@ -302,36 +286,11 @@ impl Reader for ParquetRows {
     }
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
-        let (path, group) = row_group(&file.path)?;
+        let (path, _) = row_group(&file.path)?;
         files::check(file, &[path])?;
-        if !self.columns.skips() {
-            let row = |row: CheckedRow| match row {
-                Ok(row) => Ok(row.expect("no row is left out")),
-                Err(reason) => Err(malformed(path, Some(group), &reason)),
-            };
-            return self.read_rows(&file.path, range)?.into_iter().map(row).collect();
-        }
-        if !self.kept.contains_key(&file.path) {
-            let open = self.file(path)?;
-            let rows = open.metadata().row_groups().get(group).map_or(0, |g| g.num_rows().max(0));
-            let kept = self.find_kept(&file.path, rows as u64, None)?;
-            self.kept.insert(file.path.clone(), kept);
-        }
-        let kept = &self.kept[&file.path];
-        if range.end > kept.count() {
-            let reason = format!("{} rows where more should be: has it changed?", kept.count());
-            return Err(malformed(path, Some(group), &reason));
-        }
-        if range.is_empty() {
-            return Ok(Vec::new());
-        }
-        let rows = kept.row(range.start)..kept.row(range.end - 1) + 1;
-        Ok(self.read_rows(&file.path, rows)?.into_iter().filter_map(|row| row.ok()?).collect())
+        parts::read(self, &file.path, range)
     }
 }
-
-/// Rows of a block that is read at once.
-const BLOCK_ROWS: u64 = 4096;
 
 /// Converts an error of the parquet crate. An error of the file's source is returned unchanged.
 fn failed(path: &Path, group: Option<usize>, what: &str, error: ParquetError) -> DataError {
@@ -352,10 +311,7 @@ fn failed(path: &Path, group: Option<usize>, what: &str, error: ParquetError) ->
 }
 
 fn malformed(path: &Path, group: Option<usize>, reason: &str) -> DataError {
-    match group {
-        Some(group) => files::malformed(path, &format!("row group {group}: {reason}")),
-        None => files::malformed(path, reason),
-    }
+    parts::malformed::<ParquetRows>(path, group, reason)
 }
 
 /// Access of the parquet crate to a file or object.

@@ -244,7 +244,10 @@ mod tests {
 
     use super::*;
     use crate::reader::Reader;
-    use crate::readers::{CsvRows, FixedRecords, IdxImages, ParquetRows, TextWindows};
+    use crate::readers::{
+        ArrowRows, CsvRows, FixedRecords, IdxImages, ImageFolder, ParquetRows, TextWindows,
+        WebDataset,
+    };
 
     /// Provides `files` at `s3://bucket`.
     fn mount(bucket: &str, files: &[(&str, &[u8])]) {
@@ -273,10 +276,17 @@ mod tests {
     #[test]
     fn every_reader_reads_from_a_store_what_it_reads_from_a_folder() {
         let parquet = crate::readers::parquet_table(&[0..20, 20..31]);
-        let files: [(&str, &[u8]); 7] = [
+        let arrow = crate::readers::arrow_table(&[0..20, 20..31]);
+        let png = crate::readers::png_image(4);
+        let tar = crate::readers::tar_file(&[("1.png", &png), ("1.cls", b"3"), ("2.cls", b"4")]);
+        let files: [(&str, &[u8]); 11] = [
             ("a/x.csv", b"n,y\n1,0.5\n2,1.5\n3,2\n4,8\n"),
             ("a-b/y.csv", b"y,n\n0.25,7\n"),
+            ("a/t.arrow", &arrow),
             ("a/t.parquet", &parquet),
+            ("a/s.tar", &tar),
+            ("p/cat/1.png", &png),
+            ("p/dog/b/1.png", &png),
             ("a/w.bin", b"aabbccdd"),
             ("a/.hidden.bin", b"zz"),
             (
@@ -303,7 +313,13 @@ mod tests {
         }
         let local = folder.path().to_str().unwrap();
         same(|| CsvRows::new().f32("y").i64("n"), local, 2);
+        same(|| ArrowRows::new().f32("x").text("kind"), local, 2);
         same(|| ParquetRows::new().f32("price").text("city"), local, 2);
+        same(|| WebDataset::new().class("cls", 10), local, 1);
+        let images = |root: &str| {
+            read_all(ImageFolder::new([2, 3, 3], ["cat", "dog"]), &format!("{root}/p"))
+        };
+        assert_eq!(images("s3://every"), images(local));
         same(|| FixedRecords::new(2).extensions(&["bin"]), local, 1);
         same(|| TextWindows::new(3).extensions(&["csv"]), local, 2);
         let pair = |root: &str| read_all(IdxImages::new(1, 2), &format!("{root}/i"));

@@ -49,6 +49,17 @@ impl Row {
         number
     }
 
+    /// Returns the bytes of value `index`: the pixels of an image, or the content of a member.
+    ///
+    /// # Panics
+    /// If the value was not requested as an image or as bytes.
+    pub fn bytes(&self, index: usize) -> &[u8] {
+        let Value::Bytes(bytes) = &self.values[index] else {
+            panic!("value {index} was not requested as an image or as bytes")
+        };
+        bytes
+    }
+
     /// Returns the class in requested column `index`.
     ///
     /// # Panics
@@ -76,6 +87,8 @@ impl Row {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Value {
+    /// The pixels of an image, or the content of a file.
+    Bytes(Vec<u8>),
     /// A class: an integer from 0 to the number of classes less one.
     Class(usize),
     /// A finite number.

@@ -1,7 +1,5 @@
 //! Decodes the values of columns of a row group.
 
-use std::vec::IntoIter;
-
 use ::parquet::basic::{Compression, ConvertedType, Type as Physical};
 use ::parquet::column::reader::{ColumnReader, ColumnReaderImpl};
 use ::parquet::data_type::{ByteArray, DataType};
@@ -10,8 +8,9 @@ use ::parquet::file::metadata::ColumnChunkMetaData;
 use ::parquet::file::statistics::Statistics;
 use ::parquet::schema::types::{ColumnDescPtr, ColumnDescriptor};
 
-use super::super::columns::{Column, Columns, Found, Kind, Source, number_as_class};
-use super::super::row::{Row, Value};
+use super::super::columns::{Columns, Kind, number_as_class};
+use super::super::parts::{Cell, Content, finite};
+use super::super::row::Value;
 
 /// Reader of a column of a row group.
 pub(super) struct ColumnValues {
@@ -22,20 +21,6 @@ pub(super) struct ColumnValues {
     is_list: bool,
     /// What its integers mean.
     meant: ConvertedType,
-}
-
-/// A requested value, the names of its columns, and what they hold in consecutive rows.
-pub(super) type Values<'a> = (&'a Column, Vec<String>, Vec<IntoIter<Cell>>);
-
-/// What a column holds in a row.
-pub(super) type Cell = Result<Content, String>;
-
-#[derive(Debug)]
-pub(super) enum Content {
-    /// The elements of a list, `None` for a null.
-    List(Vec<Option<f32>>),
-    Null,
-    Value(Value),
 }
 
 /// For each requested value, the numbers of its columns. A list is requested by its own name, and
@@ -122,49 +107,6 @@ pub(super) fn check_chunk(chunk: &ColumnChunkMetaData, refuses_nulls: bool) -> R
     }
 }
 
-/// The next row of these values, whose number is `number`; `None` if it is left out for a null.
-pub(super) fn row(
-    columns: &Columns,
-    values: &mut [Values<'_>],
-    number: u64,
-) -> Result<Option<Row>, String> {
-    let at = |name: &str, reason: &str| format!("column {name:?}, row {number}: {reason}");
-    // All values are taken, so that the next row begins at the same place in each column.
-    let cells: Vec<Vec<Cell>> = values
-        .iter_mut()
-        .map(|(_, _, cells)| cells.iter_mut().filter_map(Iterator::next).collect())
-        .collect();
-    let found = values.iter().zip(cells).map(|((column, names, _), cells)| -> Found {
-        let mut cells = cells
-            .into_iter()
-            .zip(names)
-            .map(|(cell, name)| (name, cell.map_err(|reason| at(name, &reason))));
-        if !matches!(column.source, Source::One(_)) {
-            let number = |(_, cell): (_, Result<Content, String>)| match cell? {
-                Content::Value(Value::F32(number)) => Ok(Some(number)),
-                _ => Ok(None),
-            };
-            return columns.numbers(column, cells.map(number), |i| at(&names[i], NULL));
-        }
-        let Some((name, cell)) = cells.next() else { return Ok(None) };
-        match (cell?, column.kind) {
-            (Content::Null, _) => Ok(None),
-            (Content::Value(value), _) => Ok(Some(value)),
-            (Content::List(list), Kind::F32List(len)) if list.len() != len => {
-                let found = list.len();
-                Err(at(name, &format!("a list of {found} where one of {len} should be")))
-            }
-            (Content::List(list), _) => {
-                columns.numbers(column, list.into_iter().map(Ok), |_| at(name, NULL))
-            }
-        }
-    });
-    columns.row(found, |column| match &column.source {
-        Source::One(name) => at(name, NULL),
-        Source::Several(_) | Source::Others(_) => at("", NULL),
-    })
-}
-
 impl ColumnValues {
     pub(super) fn new(name: String, reader: ColumnReader, column: &ColumnDescriptor) -> Self {
         let (defined, is_list) = (column.max_def_level(), column.max_rep_level() > 0);
@@ -227,13 +169,6 @@ impl ColumnValues {
             )),
         }
     }
-}
-
-fn finite(number: f64, found: f32) -> Result<Value, String> {
-    if !found.is_finite() {
-        return Err(format!("{number} where a finite f32 should be"));
-    }
-    Ok(Value::F32(found))
 }
 
 fn text(bytes: &ByteArray) -> Result<Value, String> {
@@ -309,5 +244,3 @@ fn lists(
     }
     rows
 }
-
-const NULL: &str = "a null where a value should be";
