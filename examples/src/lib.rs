@@ -1,5 +1,6 @@
 //! Code that the example models share.
 
+pub mod charlm;
 pub mod mnist;
 pub mod plain;
 pub mod tabular;

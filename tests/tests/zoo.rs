@@ -78,7 +78,7 @@ fn a_new_crate_passes_its_tests_and_trains() {
 /// examples' library.
 #[test]
 fn templates_are_the_examples() {
-    for (example, module) in [("mnist", "network"), ("tabular", "machine")] {
+    for (example, module) in [("charlm", "network"), ("mnist", "network"), ("tabular", "machine")] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model");
         let made = init(&path, &["--template", example]);
@@ -109,7 +109,11 @@ fn templates_are_the_examples() {
     let folder = tempfile::tempdir().unwrap();
     let refused = init(folder.path(), &["--template", "resnet"]);
     assert_eq!(refused.status.code(), Some(2));
-    assert!(text(&refused).contains("linear, mnist, python, tabular"), "{}", text(&refused));
+    assert!(
+        text(&refused).contains("charlm, linear, mnist, python, tabular"),
+        "{}",
+        text(&refused)
+    );
 }
 
 #[test]

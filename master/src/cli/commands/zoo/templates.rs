@@ -9,6 +9,8 @@ use super::source::Source;
 /// A model to start from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Template {
+    /// A transformer that predicts the next character of text files, with candle.
+    Charlm,
     /// A line through the points of a CSV file: the smallest model.
     Linear,
     /// A convolutional network for images in MNIST's format, with candle.
@@ -26,6 +28,7 @@ impl Template {
     /// The files of a model `name` that depends on `source`.
     pub(super) fn files(self, name: &str, source: &Source) -> Files {
         let (features, dependencies, files): (&[&str], _, Files) = match self {
+            Self::Charlm => (&["candle"], "", charlm()),
             Self::Linear => (&[], "", linear()),
             Self::Mnist => (&["candle"], "", mnist()),
             Self::Python => (&[], "", python()),
@@ -50,6 +53,14 @@ fn of_a_crate() -> Files {
         ("Cargo.toml", include_str!("../../../../templates/crate/Cargo.toml.template").into()),
         ("Dockerfile", include_str!("../../../../templates/crate/Dockerfile").into()),
         (".dockerignore", include_str!("../../../../templates/crate/dockerignore").into()),
+    ]
+}
+
+fn charlm() -> Files {
+    vec![
+        ("src/main.rs", include_str!("../../../../templates/charlm/main.rs").into()),
+        ("src/network.rs", include_str!("../../../../templates/charlm/network.rs").into()),
+        ("README.md", include_str!("../../../../templates/charlm/README.md").into()),
     ]
 }
 

@@ -1,0 +1,64 @@
+use elasticdl::{Gradients, Model, Reader, Update};
+
+use super::*;
+
+fn model() -> Candle<CharLm> {
+    let options = ["charlm", "--context", "24", "--width", "32", "--layers", "1"];
+    Candle::new(CharLm::try_parse_from(options).unwrap())
+}
+
+/// The loss of a batch, in nats per byte.
+fn loss(model: &mut Candle<CharLm>, parameters: &[f32], windows: Vec<Vec<u8>>) -> f64 {
+    let (count, mut sum) = (windows.len(), vec![0.0; parameters.len()]);
+    let batch = model.feed(windows).unwrap();
+    let loss = model.gradients(parameters, batch, &mut Gradients::new(&mut sum, count)).unwrap();
+    loss.sum_over(count) / count as f64
+}
+
+#[test]
+fn the_model_learns_the_english_of_the_licence() {
+    let licence = format!("{}/../LICENSE", env!("CARGO_MANIFEST_DIR"));
+    let mut reader = TextWindows::new(24);
+    let dataset = reader.describe(&licence).unwrap();
+    let mut windows = reader.read(&dataset.files[0], 0..dataset.files[0].records).unwrap();
+    // The last tenth is not trained.
+    let unseen = windows.split_off(windows.len() / 10 * 9);
+    let mut model = model();
+    let count = model.parameter_count();
+    let (mut parameters, mut slots) = (vec![0.0; count], vec![0.0; model.slots() * count]);
+    model.initialize(1, &mut parameters).unwrap();
+    let before = loss(&mut model, &parameters, unseen.clone());
+    for step in 0..150 {
+        let start = step as usize * 32 % (windows.len() - 32);
+        let batch = model.feed(windows[start..start + 32].to_vec()).unwrap();
+        let mut sum = vec![0.0; count];
+        model.gradients(&parameters, batch, &mut Gradients::new(&mut sum, 32)).unwrap();
+        model.update(Update::new(step, 32, &sum, &mut parameters, &mut slots)).unwrap();
+    }
+    let after = loss(&mut model, &parameters, unseen);
+    // All bytes are equally likely at first; a model of single bytes has about 3.1 nats.
+    assert!(
+        (before - 256_f64.ln()).abs() < 0.3 && after < 2.7,
+        "{before} to {after} nats per byte"
+    );
+}
+
+#[test]
+fn no_logit_depends_on_a_later_byte() {
+    let network = Transformer::build((6, 8, 2), &mut Parameters::on(Device::Cpu)).unwrap();
+    let logits = |text: &[u8; 6]| {
+        let bytes = text.iter().map(|byte| u32::from(*byte));
+        let windows = Tensor::from_iter(bytes, &Device::Cpu).unwrap().reshape((1, 6)).unwrap();
+        network.logits(&windows).unwrap().to_vec2::<f32>().unwrap()
+    };
+    let (before, after) = (logits(b"abcdef"), logits(b"abcdXf"));
+    assert_eq!(before[..4], after[..4]);
+}
+
+#[test]
+fn widths_that_the_heads_cannot_share_are_refused() {
+    assert_eq!(parse_width("64"), Ok(64));
+    for wrong in ["0", "7", "4098", "wide"] {
+        assert!(parse_width(wrong).unwrap_err().contains("multiple of 2"), "{wrong}");
+    }
+}
