@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use crate::job::Snapshot;
+use crate::job::{Batch, JobSpec, Snapshot};
 use crate::scalars::{Point, Scalars};
 
 use client::Client;
@@ -109,11 +109,28 @@ impl Tracking {
         let status = match state {
             "completed" => "FINISHED",
             "stopped" => "KILLED",
-            _ => "FAILED",
+            "failed" | "refused" => "FAILED",
+            // The next master continues the run.
+            _ => return Ok(()),
         };
         let update = json!({"run_id": run, "status": status, "end_time": now_ms()});
         self.client.post("runs/update", &update).await.map(drop)
     }
+}
+
+/// The options by which users compare runs.
+pub(crate) fn parameters(spec: &JobSpec) -> Vec<(&'static str, String)> {
+    let (batch, records) = match spec.batch {
+        Batch::Global(records) => ("global-batch-size", records),
+        Batch::PerWorker(records) => ("minibatch-size", records),
+    };
+    vec![
+        ("training-data", spec.training_data.clone()),
+        ("num-epochs", spec.epochs.to_string()),
+        (batch, records.to_string()),
+        ("num-workers", spec.num_workers.to_string()),
+        ("seed", spec.seed.to_string()),
+    ]
 }
 
 /// Sends the scalars of a job to the server until the job ends, and then the job's state.

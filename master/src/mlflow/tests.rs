@@ -178,6 +178,14 @@ async fn the_next_master_of_a_job_continues_its_run() {
 }
 
 #[tokio::test]
+async fn a_master_that_hands_its_job_over_does_not_end_the_run() {
+    let server = Server::start(true).await;
+    follow_all(server.tracking(&[]), vec![snapshot(3, "running")]).await;
+    assert_eq!(server.bodies("runs/log-batch").len(), 1);
+    assert_eq!(server.bodies("runs/update"), [json!(null); 0]);
+}
+
+#[tokio::test]
 async fn a_server_that_is_away_delays_the_end_of_a_job_by_nothing() {
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
     let uri = format!("http://{closed}");

@@ -1,5 +1,6 @@
 //! `elasticdl master`: runs the master of a job in its pod.
 
+mod exporters;
 mod http;
 mod leader;
 mod publish;

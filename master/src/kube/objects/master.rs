@@ -26,6 +26,9 @@ pub(super) fn job(request: &Request) -> Job {
     if request.task.tensorboard_dir.is_some() {
         add_volumes(pods, &mut volumes, &mut mounts);
     }
+    let mut env = parts::tracking_environment(pods);
+    env.push(parts::field("POD_NAME", "metadata.name"));
+    env.push(parts::field("POD_UID", "metadata.uid"));
     let container = Container {
         name: "master".into(),
         image: Some(pods.master_image.clone()),
@@ -36,10 +39,7 @@ pub(super) fn job(request: &Request) -> Job {
                 .map(Into::into)
                 .into(),
         ),
-        env: Some(vec![
-            parts::field("POD_NAME", "metadata.name"),
-            parts::field("POD_UID", "metadata.uid"),
-        ]),
+        env: Some(env),
         ports: Some(vec![port(CONTROL, PORT), port(METRICS, request.task.metrics_port.into())]),
         liveness_probe: Some(parts::liveness(METRICS)),
         readiness_probe: Some(parts::readiness(METRICS)),

@@ -256,6 +256,14 @@ pub(super) fn secret_environment(all: &[SecretEnv]) -> (Vec<EnvVar>, Vec<EnvFrom
     (all.iter().filter_map(of_key).collect(), all.iter().filter_map(whole).collect())
 }
 
+/// Variables of the workers that the master gets too: those of MLflow, to whose server it sends the
+/// job's metrics.
+pub(super) fn tracking_environment(pods: &PodOptions) -> Vec<EnvVar> {
+    let plain = pods.env.iter().map(|(name, value)| variable(name, value));
+    let (secret, _) = secret_environment(&pods.env_from_secret);
+    plain.chain(secret).filter(|variable| variable.name.starts_with("MLFLOW_")).collect()
+}
+
 /// Numbers of threads: the requested CPUs, not the node's. Several workers of a pod divide them.
 pub(super) fn threads(workers_per_pod: u32) -> Vec<EnvVar> {
     let names: &[&str] = if workers_per_pod > 1 { &["ELASTICDL_CPUS"] } else { &THREADS };

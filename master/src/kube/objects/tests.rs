@@ -165,6 +165,24 @@ fn variables_from_secrets_are_references_in_the_worker_alone() {
 }
 
 #[test]
+fn the_master_gets_the_variables_of_mlflow_and_no_others() {
+    let mut request = request();
+    let uri = ("MLFLOW_TRACKING_URI".to_owned(), "http://mlflow:5000".to_owned());
+    request.pods.env.push(uri);
+    request.pods.env_from_secret = ["bucket", "TOKEN=hub:token", "MLFLOW_TRACKING_TOKEN=hub:flow"]
+        .map(|text| parse_env_from_secret(text).unwrap())
+        .into();
+    let job = serde_json::to_value(objects(&request).job).unwrap();
+    let container = &job["spec"]["template"]["spec"]["containers"][0];
+    let secret = json!({"secretKeyRef": {"name": "hub", "key": "flow"}});
+    let env = container["env"].as_array().unwrap();
+    assert_eq!(env.len(), 4, "{env:?}");
+    assert_eq!(env[0], json!({"name": "MLFLOW_TRACKING_URI", "value": "http://mlflow:5000"}));
+    assert_eq!(env[1], json!({"name": "MLFLOW_TRACKING_TOKEN", "valueFrom": secret}));
+    assert_eq!(container["envFrom"], Value::Null);
+}
+
+#[test]
 fn credentials_in_plain_text_are_refused_wherever_they_are_written() {
     let password = "hunter2";
     let token = format!("ghp_{}", "Z9".repeat(18));

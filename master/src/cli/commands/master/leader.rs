@@ -1,6 +1,7 @@
 //! The master of a job while it holds the leader Lease.
 
 use std::cell::RefCell;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
@@ -9,6 +10,7 @@ use tokio::time::Instant;
 use tracing::{info, warn};
 
 use super::MasterArgs;
+use super::exporters::Exporters;
 use super::http::{HttpServer, listen};
 use super::publish::{not_written, publish, write_end};
 use super::submitted::Submitted;
@@ -19,14 +21,15 @@ use crate::kube::anchor::{Anchor, AnchorEvent, AnchorWriter, Data, DesiredState,
 use crate::kube::client::Cluster;
 use crate::kube::events::EventRecorder;
 use crate::kube::leader_lease::LeaseGuard;
-use crate::kube::objects::PORT;
+use crate::kube::objects::{PORT, Task};
 use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::requests::UserRequest;
 use crate::kube::{submit, succession};
 use crate::listener::{Identity, ServerConfig};
+use crate::mlflow::{self, Tracking};
 use crate::progress::{LogFormat, Progress};
-use crate::tensorboard::{self, EventFile};
+use crate::tensorboard::EventFile;
 use crate::token::Token;
 
 /// Parts that a master needs while it holds the Lease.
@@ -84,6 +87,7 @@ impl Leader<'_> {
         let recorder = EventRecorder::start(self.cluster, &submitted.meta);
         let left = self.remaining_pods(&submitted).await?;
         let Submitted { task, template, meta, record, age, history, .. } = submitted;
+        let exporters = self.export(&task)?;
         let pod_factory = PodFactory {
             template,
             anchor: meta,
@@ -104,14 +108,6 @@ impl Leader<'_> {
         let _ = send_persisted.send(record_writer.watch());
         let config = ServerConfig { listener, token, identity: Some(identity) };
         let progress = Progress::on_stderr(LogFormat::Text).publishing(http.publish.clone());
-        let events = match &task.tensorboard_dir {
-            Some(folder) => {
-                let what = format!("write events for TensorBoard to {}", folder.display());
-                let events = EventFile::create(folder, &args.job_name).map_err(cannot(&what))?;
-                Some(tokio::spawn(tensorboard::follow(events, http.publish.subscribe())))
-            }
-            None => None,
-        };
         let master = match record {
             None => Master::with_pods(task.job, config, pods, record_writer, term, progress)
                 .map_err(cannot("start the server"))?,
@@ -123,11 +119,24 @@ impl Leader<'_> {
         };
         info!(job = args.job_name, incarnation, "master listens");
         let code = self.conduct(master, &writer, age, history).await;
-        if let Some(events) = events {
-            // Writes the last point.
-            let _ = events.await;
-        }
+        let last = http.publish.borrow().clone();
+        exporters.finish(last).await;
         code
+    }
+
+    /// Starts the exporters that the job's options and this pod's environment name.
+    fn export(&self, task: &Task) -> Result<Exporters, Failure> {
+        let create = |folder: &PathBuf| {
+            let what = format!("write events for TensorBoard to {}", folder.display());
+            EventFile::create(folder, &self.args.job_name).map_err(cannot(&what))
+        };
+        let events = task.tensorboard_dir.as_ref().map(create).transpose()?;
+        let tracking = Tracking::read(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
+            warn!(%error, "the job is not tracked");
+            None
+        });
+        let tracking = tracking.map(|run| run.with_parameters(mlflow::parameters(&task.job)));
+        Ok(Exporters::start(events, tracking, self.http.publish.subscribe()))
     }
 
     /// Reads the token and the TLS identity from their files.

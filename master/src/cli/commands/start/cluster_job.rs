@@ -13,6 +13,7 @@ use crate::kube::objects::{self, Credentials, Objects, Request, Task};
 use crate::kube::options::{Mounted, PodOptions, RunAs, parse_pod_template};
 use crate::kube::priority_tiers::{PriorityTiers, TierChoice};
 use crate::kube::{schedulers, submit};
+use crate::mlflow::Tracking;
 use crate::token::Token;
 
 /// Submits a job and follows it. Returns the exit code.
@@ -140,6 +141,7 @@ fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<
     let core_pods = job.min_workers / job.workers_per_pod;
     let gang = gang(&asked.cluster, core_pods, &pods, priority_class)?;
     job.policies.starts_core_together = gang.is_some();
+    check_tracking(&pods)?;
     let task = Task {
         job,
         master_timeout: asked.workers.master_timeout,
@@ -201,6 +203,15 @@ fn metrics_port(wanted: Option<u16>, pods: &PodOptions) -> Result<u16, Failure> 
         ))),
         wanted => Ok(wanted.unwrap_or(objects::METRICS_PORT)),
     }
+}
+
+/// Checks what the master will find in its environment. Values from Secrets are not known here.
+fn check_tracking(pods: &PodOptions) -> Result<(), Failure> {
+    let variable = |wanted: &str| {
+        let (_, value) = pods.env.iter().find(|(name, _)| name == wanted)?;
+        Some(value.clone())
+    };
+    Tracking::read(variable).map(drop).map_err(|error| Failure::usage(format!("--env: {error}")))
 }
 
 /// Checks that the folder lies in a volume: the file system of the master ends with its pod.

@@ -21,7 +21,7 @@ use crate::cli::process::{
 };
 use crate::cli::render::{Paths, print_job_error, print_summary, summary_to_json, warnings};
 use crate::event_loop::{JobResult, Master};
-use crate::job::{Batch, JobSpec, Outcome, Time};
+use crate::job::{JobSpec, Outcome, Time};
 use crate::jobdir::{self, AbandonedJob, JobDir, JobStart, directory_of};
 use crate::listener::{Identity, ServerConfig};
 use crate::local::{Launcher, ProgramCopy};
@@ -270,7 +270,7 @@ impl JobSource {
     /// The tracking server that the environment names. A job runs without one.
     fn tracking(&self, progress: &Progress) -> Option<Tracking> {
         match Tracking::read(|name| std::env::var(name).ok()) {
-            Ok(tracking) => Some(tracking?.with_parameters(parameters(self.spec()))),
+            Ok(tracking) => Some(tracking?.with_parameters(mlflow::parameters(self.spec()))),
             Err(error) => {
                 let text = format!("the job is not tracked: {error}");
                 warn!("{text}");
@@ -317,21 +317,6 @@ impl JobSource {
         let master = master.map_err(cannot("start the master"))?;
         Ok(master.with_persisted_job_file(dir.persisted_job_file()))
     }
-}
-
-/// The options by which users compare runs.
-fn parameters(spec: &JobSpec) -> Vec<(&'static str, String)> {
-    let (batch, records) = match spec.batch {
-        Batch::Global(records) => ("global-batch-size", records),
-        Batch::PerWorker(records) => ("minibatch-size", records),
-    };
-    vec![
-        ("training-data", spec.training_data.clone()),
-        ("num-epochs", spec.epochs.to_string()),
-        (batch, records.to_string()),
-        ("num-workers", spec.num_workers.to_string()),
-        ("seed", spec.seed.to_string()),
-    ]
 }
 
 /// What a later master needs to resume the job (see `--resume`).
