@@ -37,6 +37,33 @@ fn the_error_of_a_job_is_printed_once_below_its_summary() {
     assert_eq!(errors.count(), 1, "{}", output.stderr);
 }
 
+/// What a command prints on a terminal.
+fn on_terminal(home: &Home, no_color: Option<&str>) -> String {
+    let program = home.command(&[]).get_program().to_str().unwrap().to_owned();
+    let mut command = std::process::Command::new("script");
+    // A terminal for the refusal of an unknown option.
+    command.args(["-qec", &format!("{program} train --unknown"), "/dev/null"]);
+    command.env("TERM", "xterm").env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE");
+    if let Some(value) = no_color {
+        command.env("NO_COLOR", value);
+    }
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// By the rules of no-color.org, an empty value has no effect.
+#[test]
+fn no_color_removes_all_colours_of_a_terminal() {
+    let home = Home::new();
+    let escape = '\u{1b}';
+    for (no_color, is_coloured) in [(None, true), (Some(""), true), (Some("1"), false)] {
+        let printed = on_terminal(&home, no_color);
+        assert!(printed.contains("--unknown"), "{printed}");
+        assert_eq!(printed.contains(escape), is_coloured, "NO_COLOR={no_color:?}: {printed:?}");
+    }
+}
+
 #[test]
 fn the_list_has_running_jobs_and_the_newest_ended_ones() {
     let home = Home::new();

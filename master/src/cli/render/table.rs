@@ -10,12 +10,15 @@ use super::summary::{MEMBERSHIP_COLUMNS, membership};
 use crate::job::format_metrics;
 use crate::progress::{format_duration, format_learning_rate, format_rate, one_line};
 
-/// The status as a table.
+/// The status as a table of 80 columns, beyond which only a single long word reaches.
 pub(crate) fn to_table(status: &Status) -> String {
     let mut text = String::new();
     let mut row = |name: &str, value: &str| {
-        writeln!(text, "{}", format!("{name:<12} {value}").trim_end())
-            .expect("a string takes any text");
+        for (index, line) in wrap(value).into_iter().enumerate() {
+            let name = if index == 0 { name } else { "" };
+            writeln!(text, "{}", format!("{name:<12} {line}").trim_end())
+                .expect("a string takes any text");
+        }
     };
     row("job", &status.job);
     row("state", &format!("{} ({:.1} %)", status.state, status.progress * 100.0));
@@ -40,14 +43,18 @@ pub(crate) fn to_table(status: &Status) -> String {
     row("generation", &status.generation.to_string());
     row("workers", &format!("{} desired", status.workers_desired));
     let in_pods = status.workers.iter().any(|worker| worker.pod.is_some());
+    let has_leases = has_leases(&status.workers);
     if !status.workers.is_empty() {
         let process = if in_pods { "" } else { PROCESS_COLUMN };
-        let pod = if in_pods { "  pod" } else { "" };
-        let leased = if has_leases(&status.workers) { LEASED_COLUMN } else { "" };
-        row("", &format!("worker  {process}{WORKER_COLUMNS}{leased}{pod}"));
+        let of_job = if has_leases { LEASED_COLUMN } else { SHARE_COLUMNS };
+        row("", &format!("worker{process}{WORKER_COLUMNS}{of_job}"));
     }
     for worker in &status.workers {
-        row("", &worker_row(worker, in_pods));
+        row("", &worker_row(worker, in_pods, has_leases));
+        if let Some(pod) = &worker.pod {
+            let node = worker.node.as_deref().map(|node| format!(" on {node}"));
+            row("", &format!("        {pod}{}", node.unwrap_or_default()));
+        }
     }
     for (index, worker) in status.workers_disconnected.iter().enumerate() {
         row(if index == 0 { "disconnected" } else { "" }, &disconnected_row(worker));
@@ -101,28 +108,45 @@ fn disconnected_row(worker: &DisconnectedStatus) -> String {
     format!("worker {worker}{rank} for {disconnected_s:.1} s")
 }
 
-/// One worker as a row. In a cluster the row has the pod instead of the process id, which is the
-/// same in all pods.
-fn worker_row(worker: &WorkerStatus, in_pods: bool) -> String {
+/// One worker as a row. In a cluster the row lacks the process id, which is the same in all pods.
+fn worker_row(worker: &WorkerStatus, in_pods: bool, has_leases: bool) -> String {
     let or_dash =
         |number: Option<u64>| number.map_or_else(|| "-".into(), |number| number.to_string());
-    let process = if in_pods { String::new() } else { format!("{:>8}  ", worker.pid) };
-    let node = worker.node.as_deref().map(|node| format!(" on {node}")).unwrap_or_default();
-    let pod = worker.pod.as_deref().map(|pod| format!("  {pod}{node}")).unwrap_or_default();
-    let share = worker.share.map_or_else(|| "-".into(), |part| format!("{:.0} %", part * 100.0));
-    let leased = worker.leased_records.map(|records| format!("  {records:>14}"));
+    let process = if in_pods { String::new() } else { format!(" {:>7}", worker.pid) };
+    let state = if worker.straggler { "straggler" } else { &worker.state };
+    let of_job = if has_leases {
+        format!("{:>14}", or_dash(worker.leased_records))
+    } else {
+        let share = worker.share.map(|part| format!("{:.0} %", part * 100.0));
+        let limit = worker.limited_by.as_deref().unwrap_or("-");
+        format!("{:>5}  {limit}", share.unwrap_or_else(|| "-".into()))
+    };
     format!(
-        "{:>6}  {process}{:>4}  {:<10}  {:>8}  {:>8.1}  {:>5}  {:<7}{}{pod}{}",
+        "{:>6}{process}  {:>4}  {state:<10}  {:>8}  {:>7.1}  {of_job}",
         worker.worker,
         or_dash(worker.rank.map(u64::from)),
-        worker.state,
         or_dash(worker.step),
         worker.compute_us as f64 / 1000.0,
-        share,
-        worker.limited_by.as_deref().unwrap_or("-"),
-        leased.unwrap_or_default(),
-        if worker.straggler { "  straggler" } else { "" }
     )
+}
+
+/// The lines of a value that fit into a table of 80 columns. Those after the first are indented.
+fn wrap(value: &str) -> Vec<String> {
+    let (mut lines, mut rest) = (Vec::new(), value.trim_end().to_owned());
+    loop {
+        let indent = rest.len() - rest.trim_start().len();
+        let end = rest.char_indices().nth(VALUE_COLUMNS).map(|(at, _)| at);
+        let Some(end) = end else { break };
+        // The last gap up to the end, else the first one after it.
+        let gap = if rest[end..].starts_with(' ') { Some(end) } else { rest[..end].rfind(' ') };
+        let gap = gap.filter(|gap| *gap > indent);
+        let Some(gap) = gap.or_else(|| rest[end..].find(' ').map(|gap| end + gap)) else { break };
+        let after = format!("  {}", rest[gap..].trim_start());
+        rest.truncate(gap);
+        lines.push(std::mem::replace(&mut rest, after));
+    }
+    lines.push(rest);
+    lines
 }
 
 /// Whether records are leased to workers, as in an inference job.
@@ -131,9 +155,12 @@ fn has_leases(workers: &[WorkerStatus]) -> bool {
 }
 
 const MEMBERSHIPS_SHOWN: usize = 5;
-const PROCESS_COLUMN: &str = "     pid  ";
-const WORKER_COLUMNS: &str = "rank  state           step   ms/step  share  limit  ";
-const LEASED_COLUMN: &str = "  records leased";
+const PROCESS_COLUMN: &str = "     pid";
+const WORKER_COLUMNS: &str = "  rank  state           step  ms/step  ";
+const SHARE_COLUMNS: &str = "share  limit";
+const LEASED_COLUMN: &str = "records leased";
+/// Columns of a value: 80 less those of the row's name.
+const VALUE_COLUMNS: usize = 67;
 
 #[cfg(test)]
 pub(crate) mod tests {
@@ -257,9 +284,9 @@ speed        20.0 k records/s, 64 s left
 all-reduce   TCP
 generation   2
 workers      2 desired
-             worker       pid  rank  state           step   ms/step  share  limit
-                  1        71     0  training          10       1.5   50 %  compute  straggler
-                  2        72     -  training           -       1.5      -  -
+             worker     pid  rank  state           step  ms/step  share  limit
+                  1      71     0  straggler         10      1.5   50 %  compute
+                  2      72     -  training           -      1.5      -  -
 disconnected worker 9 (rank 1) for 12.3 s
 pending      worker 3 unschedulable: 0/1 nodes are available
 tiers        elasticdl-core 2/2, elasticdl-tier-1 0/1
@@ -267,11 +294,61 @@ evaluated    step 9: accuracy 0.7500, loss 0.5000
 checkpoints  step 9 in s3://b/c; the last one failed: disk full
 memberships  generation  cause  workers     at step     gap ms
                       1  lost         2           9          -
-                      2  lost         2           9        3.0  (detect 0.1, abort 0.2, agree 0.3, \
-connect 0.4, state 0.5, first step 1.5)
+                      2  lost         2           9        3.0  (detect 0.1,
+               abort 0.2, agree 0.3, connect 0.4, state 0.5, first step 1.5)
 events       generation 2: 1 worker
 ";
         assert_eq!(to_table(&reply()), expected);
+    }
+
+    #[test]
+    fn a_job_of_100_workers_fits_into_80_columns() {
+        let (small, mut workers) = (reply(), Vec::new());
+        for number in 0..100_u32 {
+            workers.push(WorkerStatus {
+                worker: WorkerId(1000 + u64::from(number)),
+                pid: 4_194_304 - number,
+                rank: Some(number),
+                step: Some(12_345_678),
+                compute_us: 12_345_600,
+                share: Some(1.0),
+                limited_by: Some(["compute", "input", "network"][number as usize % 3].into()),
+                straggler: number == 7,
+                ..small.workers[0].clone()
+            });
+        }
+        let gang = "0/100 nodes are available: 40 Insufficient nvidia.com/gpu, 60 node(s) had \
+                    untolerated taint {dedicated: serving}";
+        let pending =
+            LaunchStatus { reason: Some(gang.into()), ..small.workers_pending[0].clone() };
+        let tier = |i| PriorityTierStatus {
+            class: format!("elasticdl-tier-{i}"),
+            launches: 9,
+            workers: 9,
+        };
+        let local = Status {
+            workers,
+            workers_pending: vec![pending],
+            priority_tiers: (1..=10).map(tier).collect(),
+            events: vec![format!("generation 7: worker 1007 lost; {gang}")],
+            ..small
+        };
+        let mut cluster = local.clone();
+        for worker in &mut cluster.workers {
+            worker.pod = Some(format!("recommendations-nightly-worker-{}", worker.worker));
+            worker.node = Some("ip-10-0-113-27.eu-central-1.compute.internal".into());
+        }
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        for status in [&local, &cluster] {
+            let table = to_table(status);
+            let wide: Vec<&str> = table.lines().filter(|line| line.chars().count() > 80).collect();
+            assert_eq!(wide, [""; 0]);
+            assert_eq!(table.matches("straggler").count(), 1);
+            // What is wrapped is whole.
+            assert!(words(&table).windows(words(gang).len()).any(|part| part == words(gang)));
+        }
+        let one = "x".repeat(100);
+        assert_eq!(wrap(&format!("a {one} b")), ["a", &format!("  {one}"), "  b"]);
     }
 
     #[test]
@@ -283,8 +360,8 @@ events       generation 2: 1 worker
         status.workers[0].state = "evaluating".into();
         let table = to_table(&status);
         let expected = "\
-             worker       pid  rank  state           step   ms/step  share  limit    records leased
-                  1        71     0  evaluating        10       1.5   50 %  compute              64  straggler
+             worker     pid  rank  state           step  ms/step  records leased
+                  1      71     0  straggler         10      1.5              64
 ";
         assert!(table.contains("\nshards       5 to do, 3 leased, 2 done\n"), "{table}");
         assert!(table.contains(expected), "{table}");
@@ -297,9 +374,10 @@ events       generation 2: 1 worker
         status.workers[0].node = Some("node-7".into());
         let table = to_table(&status);
         let expected = "\
-             worker  rank  state           step   ms/step  share  limit    pod
-                  1     0  training          10       1.5   50 %  compute  mnist-w-1 on node-7  straggler
-                  2     -  training           -       1.5      -  -
+             worker  rank  state           step  ms/step  share  limit
+                  1     0  straggler         10      1.5   50 %  compute
+                     mnist-w-1 on node-7
+                  2     -  training           -      1.5      -  -
 ";
         assert!(table.contains(expected), "{table}");
     }
