@@ -38,6 +38,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
         let event = driver.wait(Duration::from_secs(20)).expect("the trainer answers");
         match event {
             Event::Ended(ended) => break ended,
+            Event::Evaluate { .. } | Event::Predict { .. } => panic!("it only trains: {event:?}"),
             Event::Initialize { seed } => {
                 assert_eq!(seed, 7);
                 driver.parameters().unwrap().fill(1.0);
