@@ -292,6 +292,9 @@ pub enum WireDtype {
 /// until the step is summed.
 const MICRO_BATCHES_DEFAULT: u64 = 16;
 
+/// The training data of a job whose program finds its data by itself.
+pub const DATA_OF_PROGRAM: &str = "(data of the program)";
+
 #[cfg(test)]
 mod tests {
     use super::*;

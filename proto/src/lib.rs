@@ -21,8 +21,8 @@ mod summary;
 pub use files::{FileLimits, FileList, FileListError, Files, ListedFile};
 pub use ids::{Generation, LaunchId, WorkerId};
 pub use job::{
-    Batch, CheckpointEvery, CheckpointSpec, Deterministic, Format, LinkEncryption, Shuffle,
-    ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
+    Batch, CheckpointEvery, CheckpointSpec, DATA_OF_PROGRAM, Deterministic, Format, LinkEncryption,
+    Shuffle, ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
 };
 pub use ledger::Ledger;
 pub use members::Members;

@@ -13,8 +13,8 @@
 //! gradient, and nothing is copied. While the program computes the rest of a step's gradient, the
 //! trainer sums the parts that the program has declared complete: see `crate::buckets`.
 //!
-//! Where a model is evaluated or predicts, its parameters are in the program's memory, too: those of
-//! a file are copied there once.
+//! Where a model is evaluated or predicts, its parameters are in the program's memory, too: those
+//! of a file are copied there once.
 //!
 //! **Invariant:** the program decides nothing: records, their order, steps and the end are the
 //! session's.

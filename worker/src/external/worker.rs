@@ -5,7 +5,8 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use elasticdl_proto::{
-    Batch, LinkEncryption, Shuffle, ShuffleMode, Welcome, WireDtype, Work, WorkerId, WorkerOptions,
+    Batch, DATA_OF_PROGRAM, LinkEncryption, Shuffle, ShuffleMode, Welcome, WireDtype, Work,
+    WorkerId, WorkerOptions,
 };
 
 use super::driver::Ended;
@@ -153,7 +154,8 @@ impl Worker {
 
     /// Value of `--training-data` or `--data`; empty if there is none.
     pub fn data(&self) -> &str {
-        &self.control.welcome.options.training_data
+        let data = &self.control.welcome.options.training_data;
+        if data == DATA_OF_PROGRAM { "" } else { data }
     }
 
     /// Value of `--validation-data`.

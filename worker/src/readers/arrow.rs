@@ -21,9 +21,9 @@ mod values;
 /// Reads rows of Arrow IPC files, also known as Feather version 2, and of Arrow streams.
 ///
 /// Name the required columns, with their types, in the order in which they should appear in the
-/// [`Row`]; other columns are not read. A field of a struct is named by its path, `a.b`. In folders,
-/// files that end in `.arrow`, `.arrows`, `.feather` and `.ipc` are read. Buffers may be compressed
-/// with LZ4 or zstd.
+/// [`Row`]; other columns are not read. A field of a struct is named by its path, `a.b`. In
+/// folders, files that end in `.arrow`, `.arrows`, `.feather` and `.ipc` are read. Buffers may be
+/// compressed with LZ4 or zstd.
 ///
 /// Each record batch is a file of the data set, named `table.arrow#0`, and is held in memory while
 /// it is read: write batches of some thousand rows. Schemas are validated before training starts,

@@ -20,6 +20,7 @@ mod kept;
 mod packed;
 mod parquet;
 mod parts;
+mod pixels;
 mod remote;
 mod row;
 mod skipped;

@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::files;
-use super::images::pixels::Shape;
 use super::kept::Kept;
+use super::pixels::Shape;
 use super::row::{Row, Value};
 use super::skipped::SkippedLog;
 use crate::reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Reader};
@@ -19,9 +19,9 @@ mod samples;
 /// what follows the first dot of the file's name, `0001.jpg` and `0001.cls`, are a sample.
 ///
 /// Name the required members by what follows that dot, in the order in which they should appear in
-/// the [`Row`]; alternatives are separated by semicolons, `jpg;jpeg;png`. Other members are ignored.
-/// In folders, files that end in `.tar` are read. Compressed tar files are refused, as records are
-/// read in any order.
+/// the [`Row`]; alternatives are separated by semicolons, `jpg;jpeg;png`. Other members are
+/// ignored. In folders, files that end in `.tar` are read. Compressed tar files are refused, as
+/// records are read in any order.
 ///
 /// Each worker reads the headers of a file's members once. Before training starts, all samples are
 /// checked for the required members, and the first sample of each file is decoded; other members
@@ -74,9 +74,9 @@ impl WebDataset {
         Self::default()
     }
 
-    /// Adds a PNG or JPEG image of the shape `[height, width, channels]`, with 1 channel (gray) or 3
-    /// (red, green, blue). [`Row::bytes`] returns its pixels, row by row. An image of another size
-    /// is refused.
+    /// Adds a PNG or JPEG image of the shape `[height, width, channels]`, with 1 channel (gray) or
+    /// 3 (red, green, blue). [`Row::bytes`] returns its pixels, row by row. An image of another
+    /// size is refused.
     ///
     /// # Panics
     /// If a size is 0, or the number of channels is neither 1 nor 3.

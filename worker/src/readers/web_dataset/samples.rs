@@ -66,7 +66,7 @@ pub(super) fn find(
             }
         }
     }
-    // Members that nobody has requested do not make a sample.
+    // Members that were not requested do not make a sample.
     samples.retain(|sample| sample.parts.iter().any(Option::is_some) || requested.is_empty());
     Ok(samples)
 }

@@ -4,6 +4,8 @@ use std::ffi::OsString;
 use std::num::NonZeroU64;
 use std::path::Path;
 
+use elasticdl_proto::DATA_OF_PROGRAM;
+
 use crate::cli::args::{
     ClusterOptions, InferenceData, InferenceOptions, JOB_NAME_LEN_MAX, JobOptions, OutputOptions,
     TrainingOptions, TuningOptions, WorkerOptions,
@@ -255,9 +257,6 @@ fn is_python(program: &[OsString]) -> bool {
     version.is_some_and(|version| version.chars().all(|c| c.is_ascii_digit() || c == '.'))
         || name.ends_with(".py")
 }
-
-/// Stands for data that the program finds by itself.
-const DATA_OF_PROGRAM: &str = "(data of the program)";
 
 #[cfg(test)]
 mod tests {

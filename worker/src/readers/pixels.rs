@@ -10,7 +10,7 @@ use zune_png::PngDecoder;
 
 /// The shape of a decoded image.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::readers) struct Shape {
+pub(super) struct Shape {
     height: usize,
     width: usize,
     channels: usize,
@@ -21,7 +21,7 @@ impl Shape {
     ///
     /// # Panics
     /// If a size is not from 1 to 65,535, or the number of channels is neither 1 nor 3.
-    pub(in crate::readers) fn new([height, width, channels]: [usize; 3]) -> Self {
+    pub(super) fn new([height, width, channels]: [usize; 3]) -> Self {
         for size in [height, width] {
             assert!((1..=SIZE_MAX).contains(&size), "{size} where 1 to {SIZE_MAX} should be");
         }
@@ -30,7 +30,7 @@ impl Shape {
     }
 
     /// The pixels of an image, `[height · width · channels]`, or why it has none of this shape.
-    pub(in crate::readers) fn decode(self, bytes: &[u8]) -> Result<Vec<u8>, String> {
+    pub(super) fn decode(self, bytes: &[u8]) -> Result<Vec<u8>, String> {
         // Whatever is cut off or damaged is an error, not a gray area.
         let options = DecoderOptions::default()
             .set_strict_mode(true)
