@@ -553,7 +553,7 @@ fn a_membership_is_sent_as_its_difference_to_the_one_before_on_the_stream() {
     assert!(sizes[0] > 1500 && sizes[1] < 20 && sizes[2] < 50 && sizes[3] > 1000, "{sizes:?}");
     // A stream on which the one before was not sent gets all members.
     let (mut bytes, shared) = (Vec::new(), JoinResponse::Message(messages[2].clone()));
-    shared.clone().encode(&mut Some(messages[0].clone()), &mut bytes);
+    shared.encode(&mut Some(messages[0].clone()), &mut bytes);
     assert!(bytes.len() > 1500, "{}", bytes.len());
     // A difference to members that the worker does not have is an error that says so.
     let mut bytes = Vec::new();

@@ -17,7 +17,8 @@ use crate::reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Read
 /// The folders below the source are named as the classes are; an image in no such folder is
 /// refused, unless predictions are made, which need no class. Images are records in the order of
 /// their paths. Gray images become colour images, and the other way around, as the number of
-/// channels requests; transparency is ignored. Images are not scaled: one of another size is refused.
+/// channels requests; transparency is ignored. Images are not scaled: one of another size is
+/// refused.
 ///
 /// The first image of each class is decoded before training starts, and each image when it is read.
 /// With `--bad-records skip` all images are decoded before training starts, and each worker decodes

@@ -199,7 +199,7 @@ impl WebDataset {
             let mut parts = self.members.iter().zip(&sample.parts);
             parts.any(|(member, part)| part.is_none() && self.missing(member).is_none())
         };
-        let first = samples.iter().find(lacks).or(samples.first());
+        let first = samples.iter().find(lacks).or_else(|| samples.first());
         first.map_or(Ok(()), |sample| self.read_sample(path, sample).map(drop))
     }
 }

@@ -1,3 +1,5 @@
+#![allow(clippy::single_range_in_vec_init, reason = "a table of one batch is one range")]
+
 use std::sync::Arc;
 
 use arrow_array::builder::{ListBuilder, PrimitiveBuilder, StringDictionaryBuilder};

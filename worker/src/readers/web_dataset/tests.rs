@@ -81,7 +81,8 @@ fn what_does_not_fit_is_an_error_with_file_sample_and_member() {
         let (_folder, path) = written("a.tar", bytes);
         reader().describe(&path).unwrap_err().to_string().replace(&path, "")
     };
-    let (image, text): ((&str, &[u8]), (&str, &[u8])) = (("1.png", &png(1)), ("1.txt", b"one"));
+    let png = png(1);
+    let (image, text) = (("1.png", &*png), ("1.txt", &b"one"[..]));
     assert_eq!(refusal(&tar(&[image, text])), ": sample \"1\", \"cls\": the sample lacks it");
     assert_eq!(
         refusal(&tar(&[image, text, ("1.cls", b"10")])),
