@@ -61,6 +61,27 @@ for dtype in torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.
     out = torch.empty(3, 5, dtype=dtype)
     dist.reduce_scatter_tensor(out, rows[rank])
     check(out, whole.sum(0).to(dtype))
+    mine = torch.empty(3, 5, dtype=dtype)
+    dist.scatter(mine, parts if rank == size - 1 else None, size - 1)
+    check(mine, parts[rank])
+    # Rank r gives rank to `to + 1` rows of r.
+    given = torch.full((size * (size + 1) // 2, 2), rank, dtype=dtype)
+    taken = torch.empty(size * (rank + 1), 2, dtype=dtype)
+    dist.all_to_all_single(taken, given, [rank + 1] * size, list(range(1, size + 1)))
+    check(taken, torch.arange(size).repeat_interleave(rank + 1)[:, None].expand(-1, 2).to(dtype))
+    taken = [torch.empty(3, 5, dtype=dtype) for _ in range(size)]
+    dist.all_to_all(taken, [parts[rank] + to for to in range(size)])
+    for found, part in zip(taken, parts):
+        check(found, part + rank)
+    # Around the ring, twice with one tag; the receives are begun first.
+    taken = [torch.empty(5, 3, dtype=dtype).t() for _ in range(2)]
+    before, after = (rank - 1) % size, (rank + 1) % size
+    receives = [dist.irecv(part, before, tag=7) for part in taken]
+    for add in range(2):
+        dist.send(parts[rank] + add, after, tag=7)
+    for add, (receive, found) in enumerate(zip(receives, taken)):
+        receive.wait()
+        check(found, parts[before] + add)
 
 mean = torch.full((4,), float(rank))
 dist.all_reduce(mean, op=dist.ReduceOp.AVG)
@@ -110,6 +131,7 @@ if rank < 2:
 for wrong, expected in (
     (lambda: dist.all_reduce(torch.ones(3).to_sparse()), "dense tensors on the CPU"),
     (lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), op=dist.ReduceOp.AVG), "AVG is not"),
+    (lambda: dist.recv(torch.ones(3)), "does not support recvAnysource"),
 ):
     try:
         wrong()

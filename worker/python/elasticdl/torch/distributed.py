@@ -10,9 +10,11 @@ can read the store can join. A group whose rank is lost ends: its operations rai
 ranks.
 
 Operations run one after the other, in a thread of the native code, which holds Python's lock only
-to report a result: all_reduce, broadcast, all_gather, reduce_scatter, reduce, gather and barrier.
-Sums of f32, f16 and bf16 pass through the ring and are f32 on the way; other types and operations
-are gathered on every rank and reduced there, as reduce_scatter sums everything on every rank.
+to report a result: all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, reduce, gather,
+scatter and barrier. Sums of f32, f16 and bf16 pass through the ring and are f32 on the way; other
+types and operations are gathered on every rank and reduced there, as reduce_scatter sums everything
+on every rank, and all_to_all and scatter pass everything to every rank. send and recv go through
+the store; PyTorch gives a backend in Python no way to tell who sent what ``recv(src=None)`` got.
 """
 
 import atexit
@@ -28,6 +30,7 @@ from torch._C._distributed_c10d import Backend as _Backend
 from torch._C._distributed_c10d import ReduceOp
 
 from .. import _elasticdl
+from ._point_to_point import PointToPoint
 
 
 def register():
@@ -55,6 +58,7 @@ class ElasticBackend(_Backend):
             addresses=[store.get(name).decode() for name in names],
             timeout=self._limit,
         )
+        self._point_to_point = PointToPoint(store, rank)
         # Where the program does not destroy the group.
         atexit.register(self._ring.close)
 
@@ -112,6 +116,15 @@ class ElasticBackend(_Backend):
 
         return self._call(opts, outputs, act)
 
+    def allgather_coalesced(self, outputs, inputs, opts):
+        """Gathers several inputs of all ranks into a list of outputs for each rank."""
+
+        def act():
+            for at, tensor in enumerate(inputs):
+                _copy_all([of_rank[at] for of_rank in outputs], self._gathered(tensor))
+
+        return self._call(opts, outputs, act)
+
     def all_gather_single(self, output, input, opts):
         """Gathers the inputs of all ranks into one output."""
 
@@ -131,6 +144,40 @@ class ElasticBackend(_Backend):
                     _copy_all(outputs[at], parts)
 
         return self._call(opts, outputs, act)
+
+    def scatter(self, outputs, inputs, opts):
+        """Replaces each output by the element for this rank of a list of inputs on the root."""
+
+        def act():
+            for at, output in enumerate(outputs):
+                if self.rank() == opts.rootRank:
+                    for tensor in inputs[at]:
+                        _check(tensor)
+                    parts = torch.stack([tensor.detach() for tensor in inputs[at]]).contiguous()
+                else:
+                    parts = output.new_empty((self.size(), *output.shape))
+                _check(output)
+                self._ring.broadcast(opts.rootRank, _memory(parts))
+                output.copy_(parts[self.rank()])
+
+        return self._call(opts, outputs, act)
+
+    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts):
+        """Gives each rank its rows of the input: equal parts, or ``input_sizes`` rows."""
+
+        def act():
+            ranks = self.size()
+            rows = output_sizes or [len(output) // ranks] * ranks
+            given = input_sizes or [len(input) // ranks] * ranks
+            into = output.split(list(rows)) if len(output) else [output] * ranks
+            from_ = input.split(list(given)) if len(input) else [input] * ranks
+            self._exchange(into, from_)
+
+        return self._call(opts, [output], act)
+
+    def alltoall(self, outputs, inputs, opts):
+        """Gives each rank its element of the inputs."""
+        return self._call(opts, outputs, lambda: self._exchange(outputs, inputs))
 
     def reduce_scatter(self, outputs, inputs, opts):
         """Reduces lists of inputs over all ranks, and returns the element of this rank."""
@@ -159,18 +206,37 @@ class ElasticBackend(_Backend):
         """Waits for all ranks."""
         return self._submit(opts, [], self._ring.begin_barrier)
 
+    def send(self, tensors, to, tag):
+        """Sends one tensor to a rank, by way of the store."""
+        (tensor,) = tensors
+        _check(tensor)
+        self._point_to_point.send(tensor, to, tag)
+        future = torch.futures.Future()
+        future.set_result(tensors)
+        return _Work(future)
+
+    def recv(self, tensors, source, tag):
+        """Replaces one tensor by that which a rank sends."""
+        (tensor,) = tensors
+        _check(tensor)
+        future = self._point_to_point.receive(tensor, source, tag, self._limit)
+        return _Work(future.then(_raise_or_return))
+
     # Their names in earlier releases.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     # ---- the end ----
 
     def abort(self):
         """Ends the group: its operations fail on all ranks."""
+        self._point_to_point.end()
         self._ring.abort()
 
     def shutdown(self):
         """Ends this rank's part of the group, after the operations that have begun."""
+        self._point_to_point.end()
         self._ring.shut_down()
         atexit.unregister(self._ring.close)
 
@@ -217,6 +283,24 @@ class ElasticBackend(_Backend):
         if kind not in _LOCALLY:
             raise ValueError(f"the backend elasticdl has no reduction {kind}")
         tensor.copy_(functools.reduce(_LOCALLY[kind], self._gathered(tensor)))
+
+    def _exchange(self, outputs, inputs):
+        """Gives each rank its element of the inputs. Each rank sends all ranks all of its."""
+        for source in range(self.size()):
+            mine = source == self.rank()
+            sizes = torch.tensor([tensor.numel() for tensor in inputs])
+            self._ring.broadcast(source, _memory(sizes))
+            if mine:
+                for tensor in inputs:
+                    _check(tensor)
+                flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
+            else:
+                flat = outputs[source].new_empty(int(sizes.sum()))
+            if flat.numel():
+                self._ring.broadcast(source, _memory(flat))
+            start = int(sizes[: self.rank()].sum())
+            part = flat[start : start + int(sizes[self.rank()])]
+            outputs[source].copy_(part.view(outputs[source].shape))
 
     def _gathered(self, tensor):
         """The tensors of all ranks, which have one shape."""
