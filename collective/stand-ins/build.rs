@@ -30,13 +30,14 @@ fn compile(name: &str, library: &Path, options: &[&str]) -> io::Result<()> {
 }
 
 /// Faults of the fake NCCL, each selected by the library's file name.
-const FAULTS: [&str; 8] = [
+const FAULTS: [&str; 9] = [
     "abort_blocks",
     "async_error",
     "init_blocks",
     "init_fails",
     "init_hangs",
     "init_refused",
+    "no_host_memory",
     "old",
     "op_fails",
 ];

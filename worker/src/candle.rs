@@ -155,7 +155,7 @@ pub trait CandleModel: 'static {
         batch: Self::Batch,
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
-        let (_, sum) = summed(self.loss(network, batch)?, metrics.records())?;
+        let sum = Summed::of(self.loss(network, batch)?, metrics.records())?.value()?;
         metrics.add_sum("loss", sum);
         Ok(())
     }
@@ -266,12 +266,12 @@ impl<M: CandleModel> Model for Candle<M> {
         if gradients.is_overlapped() {
             let mut cuts = Cuts::some();
             let loss = self.model.loss_in_parts(network, batch, &mut cuts)?;
-            let (loss, sum) = summed(loss, gradients.records())?;
-            self.uses.backward(&self.parameters, &loss, cuts, gradients)?;
-            return Ok(Loss::Sum(sum));
+            let loss = Summed::of(loss, gradients.records())?;
+            self.uses.backward(&self.parameters, &loss.sum, cuts, gradients)?;
+            return Ok(Loss::Sum(loss.value()?));
         }
-        let (loss, sum) = summed(self.model.loss(network, batch)?, gradients.records())?;
-        let found = loss.backward()?;
+        let loss = Summed::of(self.model.loss(network, batch)?, gradients.records())?;
+        let found = loss.sum.backward()?;
         for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
         {
             // A parameter that does not affect the loss has no gradient.
@@ -279,7 +279,7 @@ impl<M: CandleModel> Model for Candle<M> {
                 add(gradient, &mut gradients.sum()[declared.range.clone()])?;
             }
         }
-        Ok(Loss::Sum(sum))
+        Ok(Loss::Sum(loss.value()?))
     }
 
     fn bucket_len(&self) -> Option<usize> {
@@ -438,22 +438,39 @@ impl Init {
     }
 }
 
-/// The sum of a loss over `records` records, which must be a single `f32`, and its value.
-fn summed(loss: Loss<Tensor>, records: usize) -> Result<(Tensor, f64), UserError> {
-    let (loss, factor) = match loss {
-        Loss::Mean(mean) => (mean, records),
-        Loss::Sum(sum) => (sum, 1),
-    };
-    if loss.elem_count() != 1 || loss.dtype() != DType::F32 {
-        let (shape, dtype) = (loss.dims(), loss.dtype().as_str());
-        return Err(format!(
-            "the loss must be a single f32, but has the shape {shape:?} of {dtype}"
-        )
-        .into());
+/// The sum of a loss over records.
+struct Summed {
+    /// The sum.
+    sum: Tensor,
+    /// The loss that the model returned, a single f32.
+    loss: Tensor,
+    /// Number of such losses in the sum.
+    factor: usize,
+}
+
+impl Summed {
+    /// The sum of a loss over `records` records. The loss must be a single f32.
+    fn of(loss: Loss<Tensor>, records: usize) -> Result<Self, UserError> {
+        let (loss, factor) = match loss {
+            Loss::Mean(mean) => (mean, records),
+            Loss::Sum(sum) => (sum, 1),
+        };
+        if loss.elem_count() != 1 || loss.dtype() != DType::F32 {
+            let (shape, dtype) = (loss.dims(), loss.dtype().as_str());
+            return Err(format!(
+                "the loss must be a single f32, but has the shape {shape:?} of {dtype}"
+            )
+            .into());
+        }
+        let sum = if factor == 1 { loss.clone() } else { (&loss * factor as f64)? };
+        Ok(Self { sum, loss, factor })
     }
-    let value = f64::from(loss.flatten_all()?.get(0)?.to_scalar::<f32>()?);
-    let sum = if factor == 1 { loss } else { (loss * factor as f64)? };
-    Ok((sum, value * factor as f64))
+
+    /// Its value. Waits for a GPU, and so comes after all work that does not need it.
+    fn value(&self) -> Result<f64, UserError> {
+        let value = f64::from(self.loss.flatten_all()?.get(0)?.to_scalar::<f32>()?);
+        Ok(value * self.factor as f64)
+    }
 }
 
 fn built<N>(network: &Result<N, String>) -> Result<&N, UserError> {

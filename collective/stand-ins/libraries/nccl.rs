@@ -12,7 +12,7 @@
 //! the process. With STAND_IN_CHECKS_EXIT=1, so does an exit with a communicator that is not
 //! released.
 //!
-//! The library's file name, `libnccl.FAULT.so`, selects a fault: see [`fault`].
+//! The library's file name, `libnccl.FAULT.so`, selects a fault: see `faults.rs`.
 
 #![allow(non_snake_case, reason = "the library's names")]
 
@@ -27,29 +27,9 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 use std::{process, ptr, slice};
 
-/// Fault of a library with this file name:
-///
-/// `abort_blocks`: an abort never returns. `async_error`: the second operation reports a remote
-/// error and never completes. `init_blocks`: the call that begins the initialization never returns.
-/// `init_fails`: the initialization ends with an error. `init_refused`: the call that begins the
-/// initialization returns an error, and a communicator that has to be aborted; the library counts
-/// these.  `init_hangs`: the initialization never
-/// ends. `old`: the version is 2.17.8. `op_fails`: the second operation is refused.
-fn fault() -> &'static str {
-    static FAULT: OnceLock<String> = OnceLock::new();
-    FAULT.get_or_init(|| {
-        let mut info =
-            Info { file: ptr::null(), base: ptr::null(), name: ptr::null(), at: ptr::null() };
-        let found = unsafe { dladdr(ncclGetVersion as *const c_void, &mut info) };
-        assert!(found != 0 && !info.file.is_null(), "a library knows its file");
-        let path = unsafe { CStr::from_ptr(info.file) }.to_str().unwrap().to_owned();
-        let name = path.rsplit('/').next().unwrap().to_owned();
-        name.strip_prefix("libnccl.")
-            .and_then(|rest| rest.strip_suffix(".so"))
-            .unwrap_or("")
-            .to_owned()
-    })
-}
+mod faults;
+
+use faults::fault;
 
 struct Communicator {
     /// NCCL's asynchronous error state.
@@ -166,7 +146,12 @@ impl Head {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
-    unsafe { *version = if fault() == "old" { 21_708 } else { 22_809 } };
+    let found = match fault() {
+        "old" => 21_708,
+        "no_host_memory" => 22_602,
+        _ => 22_809,
+    };
+    unsafe { *version = found };
     SUCCESS
 }
 
@@ -237,6 +222,9 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     let thread = thread::spawn(move || {
         if fault() == "init_hangs" || is_refused {
             return wait_for(&stop);
+        }
+        if fault() == "no_host_memory" {
+            return seen.store(UNHANDLED_CUDA_ERROR, Ordering::SeqCst);
         }
         if fault() == "init_fails" || join(&id.0, rank, world, &stop, &own).is_err() {
             return seen.store(SYSTEM_ERROR, Ordering::SeqCst);
@@ -570,23 +558,15 @@ unsafe fn bytes_at<'a>(address: u64, bytes: usize) -> &'a mut [u8] {
     unsafe { slice::from_raw_parts_mut(ptr::with_exposed_provenance_mut(address as usize), bytes) }
 }
 
-#[repr(C)]
-struct Info {
-    file: *const c_char,
-    base: *const c_void,
-    name: *const c_char,
-    at: *const c_void,
-}
-
 unsafe extern "C" {
     fn atexit(handler: extern "C" fn()) -> c_int;
-    fn dladdr(address: *const c_void, info: *mut Info) -> c_int;
     fn dlopen(path: *const c_char, flags: c_int) -> *mut c_void;
     fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
 const RTLD_NOW: c_int = 2;
 const SUCCESS: c_int = 0;
+const UNHANDLED_CUDA_ERROR: c_int = 1;
 const SYSTEM_ERROR: c_int = 2;
 const INVALID_ARGUMENT: c_int = 4;
 const REMOTE_ERROR: c_int = 6;

@@ -101,6 +101,14 @@ fn a_failed_initialization_is_reported() {
 }
 
 #[test]
+fn an_error_that_a_setting_of_containers_prevents_names_it() {
+    let mut group = group(2);
+    let states = begin(&mut group, &nccl("no_host_memory"));
+    let setting = "this version may need NCCL_CUMEM_HOST_ENABLE=0 in its environment (result 1)";
+    assert!(failed(&states, setting), "{states:?}");
+}
+
+#[test]
 fn a_communicator_that_is_returned_with_an_error_is_released() {
     let mut group = group(2);
     let states = begin(&mut group, &nccl("init_refused"));

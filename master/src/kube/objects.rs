@@ -265,8 +265,9 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     let (program, args) = request.program.split_first().expect("a request has a program");
     let mut env = parts::worker_environment(&request.task);
     let is_free = |variable: &str| !pods.env.iter().any(|(name, _)| name == variable);
-    let threads = parts::threads(request.task.job.workers_per_pod);
-    env.extend(threads.into_iter().filter(|variable| is_free(&variable.name)));
+    let workers_per_pod = request.task.job.workers_per_pod;
+    let defaults = parts::default_environment(workers_per_pod, &pods.worker_resources);
+    env.extend(defaults.into_iter().filter(|variable| is_free(&variable.name)));
     env.extend(pods.env.iter().map(|(name, value)| parts::variable(name, value)));
     let (from_keys, from_secrets) = parts::secret_environment(&pods.env_from_secret);
     env.extend(from_keys);
@@ -274,7 +275,7 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     let tmp = parts::tmp_size(&pods.worker_resources);
     let mut volumes = parts::volumes(name, &[TOKEN, CA], pods.run_as, tmp);
     add_volumes(pods, &mut volumes, &mut mounts);
-    if request.task.job.workers_per_pod > 1 {
+    if workers_per_pod > 1 {
         parts::shared_memory(&pods.worker_resources, &mut volumes, &mut mounts);
     }
     let container = Container {

@@ -4,7 +4,7 @@
 use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::{CudaStorage, InplaceOp1, Layout, Storage};
 
-use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, built, summed};
+use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, Summed, built};
 use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel};
 use crate::metrics::{Loss, Metrics, UserError};
 
@@ -23,8 +23,8 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
     ) -> Result<Loss, UserError> {
         let network = built(&self.network)?;
         self.parameters.copy(parameters)?;
-        let (loss, sum) = summed(self.model.loss(network, batch)?, gradients.records())?;
-        let found = loss.backward()?;
+        let loss = Summed::of(self.model.loss(network, batch)?, gradients.records())?;
+        let found = loss.sum.backward()?;
         for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
         {
             // A parameter that does not affect the loss has no gradient.
@@ -44,7 +44,7 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
                 }
             }
         }
-        Ok(Loss::Sum(sum))
+        Ok(Loss::Sum(loss.value()?))
     }
 
     fn evaluate(

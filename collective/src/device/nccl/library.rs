@@ -1,9 +1,11 @@
 //! Binding of the functions of `libnccl` that this crate uses.
 #![allow(unsafe_code, reason = "calls into a C library that is loaded at run time")]
 
+use std::env;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::ptr;
 use std::sync::Arc;
@@ -281,6 +283,15 @@ impl Library {
     }
 
     fn reason(&self, code: c_int) -> String {
+        let text = self.text(code);
+        let is_affected = HOST_ALLOCATIONS.contains(&self.version);
+        if code != UNHANDLED_CUDA_ERROR || !is_affected || env::var_os(HOST_SETTING).is_some() {
+            return text;
+        }
+        format!("{text}; in a container, this version may need {HOST_SETTING}=0 in its environment")
+    }
+
+    fn text(&self, code: c_int) -> String {
         // SAFETY: the library returns a static string or null.
         let text = unsafe { (self.calls.get_error_string)(code) };
         if text.is_null() {
@@ -406,10 +417,15 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// keep a communicator's jobs in memory of the thread that called last, so that this thread has to
 /// outlive the communicator.
 const VERSION_MIN: i32 = 21_900;
+/// Versions that allocate host memory in a way that containers without the capability SYS_NICE do
+/// not allow, with drivers of CUDA 12.6 and newer. Later ones notice that.
+const HOST_ALLOCATIONS: RangeInclusive<i32> = 22_400..=22_604;
+const HOST_SETTING: &str = "NCCL_CUMEM_HOST_ENABLE";
 const CONFIG_VERSION: c_uint = 21_800;
 const CONFIG_MAGIC: c_uint = 0xcafe_beef;
 const UNDEFINED: c_int = c_int::MIN;
 const UNIQUE_ID_BYTES: usize = 128;
 const SUCCESS: c_int = 0;
+const UNHANDLED_CUDA_ERROR: c_int = 1;
 const IN_PROGRESS: c_int = 7;
 const SUM: c_int = 0;

@@ -264,10 +264,16 @@ pub(super) fn tracking_environment(pods: &PodOptions) -> Vec<EnvVar> {
     plain.chain(secret).filter(|variable| variable.name.starts_with("MLFLOW_")).collect()
 }
 
-/// Numbers of threads: the requested CPUs, not the node's. Several workers of a pod divide them.
-pub(super) fn threads(workers_per_pod: u32) -> Vec<EnvVar> {
+/// Variables that the user may set otherwise. Numbers of threads: the requested CPUs, not the
+/// node's; several workers of a pod divide them. With a GPU, the folder of the kernels that the
+/// CUDA driver compiles: its own default, in the home folder, can't be written to.
+pub(super) fn default_environment(workers_per_pod: u32, resources: &Resources) -> Vec<EnvVar> {
     let names: &[&str] = if workers_per_pod > 1 { &["ELASTICDL_CPUS"] } else { &THREADS };
-    names.iter().map(|name| requested_cpus(name)).collect()
+    let mut env: Vec<EnvVar> = names.iter().map(|name| requested_cpus(name)).collect();
+    if resources.keys().any(|resource| resource.starts_with("nvidia.com/")) {
+        env.push(variable("CUDA_CACHE_PATH", "/tmp/cuda"));
+    }
+    env
 }
 
 fn requested_cpus(name: &str) -> EnvVar {

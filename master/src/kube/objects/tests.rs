@@ -386,6 +386,7 @@ fn several_workers_of_a_pod_share_cpus_and_memory() {
     assert_eq!(variable(&pod, "ELASTICDL_LAUNCH").unwrap()["value"], "5");
     assert_eq!(variable(&pod, "ELASTICDL_CPUS").unwrap()["valueFrom"], cpus);
     assert_eq!(variable(&pod, "RAYON_NUM_THREADS"), None);
+    assert_eq!(variable(&pod, "CUDA_CACHE_PATH").unwrap()["value"], "/tmp/cuda");
     for threads in ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"] {
         assert_eq!(variable(&one, threads).unwrap()["valueFrom"], cpus);
     }
