@@ -79,6 +79,9 @@ fn the_doctor_checks_this_machine() {
         assert!(output.stdout.contains(&format!(" {subject} ")), "no {subject}: {}", output.stdout);
     }
     assert_eq!(home.entries(), [""; 0], "nothing is left");
+    let output = home.run(&["doctor", "--local", "--storage", "s3://models/a"]);
+    assert_eq!(output.code, Some(2));
+    assert!(output.stderr.contains("a job checks s3:// addresses"), "{}", output.stderr);
     let output = home.run(&["doctor", "--local", "--storage", "/proc/models"]);
     assert_eq!(output.code, Some(1), "{}", output.stdout);
     let lines: Vec<&str> = output.stdout.lines().collect();

@@ -20,12 +20,24 @@ pub(crate) struct DoctorArgs {
     #[arg(long, conflicts_with_all = ["namespace", "context"])]
     pub(crate) local: bool,
 
-    /// Also check that files can be written to this folder of this machine.
-    #[arg(long, value_name = "DIR")]
+    /// Also check that files can be written to this folder of this machine. Buckets are checked by
+    /// the workers of a job, with their credentials, before training begins.
+    #[arg(long, value_name = "DIR", value_parser = parse_folder)]
     pub(crate) storage: Vec<std::path::PathBuf>,
 
     #[command(flatten)]
     pub(crate) target: ClusterTarget,
+}
+
+fn parse_folder(text: &str) -> Result<std::path::PathBuf, String> {
+    match text.split_once("://") {
+        Some((scheme, _)) if scheme != "file" => Err(format!(
+            "it is not a folder of this machine; a job checks {scheme}:// addresses with the \
+             credentials of its workers, before training begins"
+        )),
+        Some((_, path)) => Ok(path.into()),
+        None => Ok(text.into()),
+    }
 }
 
 /// Checks this machine, and the cluster if one is configured. Returns the exit code.
