@@ -31,9 +31,10 @@ pub struct Call {
 /// It can't be read.
 #[must_use]
 pub fn calls(log: &Path) -> Vec<Call> {
-    let text = fs::read_to_string(log).unwrap_or_else(|e| panic!("{}: {e}", log.display()));
+    let bytes = fs::read(log).unwrap_or_else(|e| panic!("{}: {e}", log.display()));
+    // The last line may be incomplete, and end within a character.
+    let text = String::from_utf8_lossy(&bytes);
     let mut calls = BTreeMap::new();
-    // The last line may be incomplete.
     for event in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         if let Some(call) = call(&event) {
             // A watch has two lines: its start and its end.
