@@ -2,8 +2,11 @@
 
 import argparse
 import difflib
+import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from faults import print_goodput, print_pauses
 from systems import HERE, elastic, torchrun
@@ -76,14 +79,15 @@ def print_rates(options):
 
 
 def rate_of(command):
-    """The rate that a worker prints. All workers take the same steps."""
-    options = {"capture_output": True, "text": True, "check": False, "cwd": HERE}
-    ended = subprocess.run(command, timeout=DEADLINE, **options)
-    text = ended.stdout + ended.stderr
-    rates = [line.split("rate ")[1] for line in text.splitlines() if "rate " in line]
-    if ended.returncode or not rates:
-        raise SystemExit(f"{command} failed:\n{text[-3000:]}")
-    return float(rates[0].split()[0])
+    """The rate that the programs write to a file. All take the same steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rate")
+        options = {"capture_output": True, "text": True, "check": False, "cwd": HERE}
+        options["env"] = {**os.environ, "RATE_FILE": str(path)}
+        ended = subprocess.run(command, timeout=DEADLINE, **options)
+        if ended.returncode or not path.exists():
+            raise SystemExit(f"{command} failed:\n{(ended.stdout + ended.stderr)[-3000:]}")
+        return float(path.read_text().split()[0])
 
 
 def median(values):

@@ -23,5 +23,7 @@ for x, y in loader:
     opt.step()
     opt.zero_grad()
     timer.step()
-timer.print_rate()
+timer.write_rate()
+# Where a rank ends much earlier than another, gloo may abort the process.
+dist.barrier()
 dist.destroy_process_group()

@@ -18,4 +18,4 @@ for x, y in loader:
     opt.step(loss)
     opt.zero_grad()
     timer.step()
-timer.print_rate()
+timer.write_rate()

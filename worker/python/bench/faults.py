@@ -137,7 +137,8 @@ class Run:
                 after = [at for at in times if at > began]
                 ends = [before, *after]
                 longest = max((b - a for a, b in zip(ends, after)), default=None)
-                pauses.append(longest)
+                # Without the whole group, the event has not been dealt with.
+                pauses.append(longest if whole else None)
                 if stopped is not None:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(stopped, signal.SIGKILL)

@@ -16,4 +16,4 @@ for x, y in loader:
     opt.step()
     opt.zero_grad()
     timer.step()
-timer.print_rate()
+timer.write_rate()

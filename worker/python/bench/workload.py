@@ -10,7 +10,7 @@ RECORDS_PER_STEP = 64
 
 
 class Timer:
-    """Prints the rate of the steps after the first ones."""
+    """Measures the rate of the steps after the first ones."""
 
     def __init__(self):
         self.count = 0
@@ -21,9 +21,11 @@ class Timer:
         if self.count == WARM_UP:
             self.started = time.perf_counter()
 
-    def print_rate(self):
+    def write_rate(self):
+        """Adds the rate to the file that RATE_FILE names."""
         rate = (self.count - WARM_UP) / (time.perf_counter() - self.started)
-        print(f"rate {rate:.3f}", flush=True)
+        with open(os.environ["RATE_FILE"], "a") as file:
+            file.write(f"{rate:.3f}\n")
 
 
 def build():
