@@ -286,13 +286,13 @@ class ElasticBackend(_Backend):
 
     def _exchange(self, outputs, inputs):
         """Gives each rank its element of the inputs. Each rank sends all ranks all of its."""
+        for tensor in (*outputs, *inputs):
+            _check(tensor)
         for source in range(self.size()):
             mine = source == self.rank()
             sizes = torch.tensor([tensor.numel() for tensor in inputs])
             self._ring.broadcast(source, _memory(sizes))
             if mine:
-                for tensor in inputs:
-                    _check(tensor)
                 flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
             else:
                 flat = outputs[source].new_empty(int(sizes.sum()))
