@@ -45,7 +45,8 @@ impl Default for Timeouts {
 impl PartitionedJob {
     /// `None` if this machine can't make network namespaces.
     fn start(num_workers: u32, timeouts: Timeouts) -> Option<Self> {
-        Self::start_with(num_workers, timeouts, "800")
+        // Half a minute, which no test needs.
+        Self::start_with(num_workers, timeouts, "8000")
     }
 
     /// As [`Self::start`], with this time per record, until the job is to end.
