@@ -10,6 +10,8 @@ import unittest
 if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
 
+import torch
+
 from jobs import HERE
 
 
@@ -62,6 +64,21 @@ class Backend(unittest.TestCase):
                 values[backend] = [float(value) for value in ended[0][1].split()]
             worst = max(abs(a - b) for a, b in zip(*values.values(), strict=True))
             self.assertLess(worst, 1e-6, f"{size} ranks")
+
+    def test_a_process_group_is_formed_anew_after_a_loss_and_with_a_newcomer(self):
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        command = [sys.executable, HERE / "regroup.py"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        members = [
+            subprocess.Popen([*command, name, str(store.port)], **pipes) for name in "abcd"
+        ]
+        try:
+            ended = [member.communicate(timeout=240) for member in members]
+        finally:
+            for member in members:
+                member.kill()
+        self.assertEqual([member.returncode for member in members], [0, -9, 0, 0], ended)
+        self.assertEqual([out for out, _ in ended], ["passed a\n", "", "passed c\n", "passed d\n"])
 
 
 if __name__ == "__main__":

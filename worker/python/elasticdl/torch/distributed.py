@@ -15,21 +15,22 @@ scatter and barrier. Sums of f32, f16 and bf16 pass through the ring and are f32
 types and operations are gathered on every rank and reduced there, as reduce_scatter sums everything
 on every rank, and all_to_all and scatter pass everything to every rank. send and recv go through
 the store; PyTorch gives a backend in Python no way to tell who sent what ``recv(src=None)`` got.
+
+:class:`ElasticProcessGroup` is a process group that is formed again and again, by PyTorch's
+interface for reconfiguration.
 """
 
 import atexit
-import ctypes
-import functools
+import hashlib
 import os
 import secrets
 import socket
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as _Backend
-from torch._C._distributed_c10d import ReduceOp
 
 from .. import _elasticdl
+from ._collectives import Collectives, done_work
 from ._point_to_point import PointToPoint
 
 
@@ -39,11 +40,11 @@ def register():
         dist.Backend.register_backend("elasticdl", ElasticBackend, devices=["cpu"])
 
 
-class ElasticBackend(_Backend):
-    """One rank of a process group. Operations run one after the other, in a thread of their own."""
+class ElasticBackend(Collectives, _Backend):
+    """One rank of a process group of a fixed size."""
 
     def __init__(self, store, rank, size, timeout):
-        super().__init__(rank, size)
+        _Backend.__init__(self, rank, size)
         self._limit = timeout.total_seconds()
         self._ring = _elasticdl.Ring(_address_towards(store))
         store.set(f"elasticdl/address/{rank}", self._ring.address)
@@ -66,169 +67,6 @@ class ElasticBackend(_Backend):
         """Name of the backend."""
         return "elasticdl"
 
-    # ---- operations ----
-
-    def allreduce(self, tensors, opts):
-        """Reduces each tensor over all ranks, in place."""
-        if _kind(opts.reduceOp) == ReduceOp.SUM and len(tensors) == 1 and _is_plain(tensors[0]):
-            begin = functools.partial(self._ring.begin_all_reduce, _memory(tensors[0], "f"))
-            return self._submit(opts, tensors, begin)
-        return self._call(opts, tensors, lambda: self._reduce_all(tensors, opts.reduceOp))
-
-    def allreduce_coalesced(self, tensors, opts):
-        """As :meth:`allreduce`."""
-        return self.allreduce(tensors, opts)
-
-    def reduce(self, tensors, opts):
-        """Reduces each tensor over all ranks to that of the root."""
-
-        def act():
-            results = [tensor.clone() for tensor in tensors]
-            self._reduce_all(results, opts.reduceOp)
-            if self.rank() == opts.rootRank:
-                _copy_all(tensors, results)
-
-        return self._call(opts, tensors, act)
-
-    def broadcast(self, tensors, opts):
-        """Replaces each tensor by that of the root."""
-        if len(tensors) == 1 and _is_plain(tensors[0]):
-            memory = _memory(tensors[0])
-            begin = functools.partial(self._ring.begin_broadcast, opts.rootRank, memory)
-            return self._submit(opts, tensors, begin)
-
-        def act():
-            for tensor in tensors:
-                _check(tensor)
-                flat = tensor.contiguous()
-                self._ring.broadcast(opts.rootRank, _memory(flat))
-                if flat is not tensor:
-                    tensor.copy_(flat)
-
-        return self._call(opts, tensors, act)
-
-    def allgather(self, outputs, inputs, opts):
-        """Gathers each input of all ranks into a list of outputs."""
-
-        def act():
-            for into, tensor in zip(outputs, inputs, strict=True):
-                _copy_all(into, self._gathered(tensor))
-
-        return self._call(opts, outputs, act)
-
-    def allgather_coalesced(self, outputs, inputs, opts):
-        """Gathers several inputs of all ranks into a list of outputs for each rank."""
-
-        def act():
-            for at, tensor in enumerate(inputs):
-                _copy_all([of_rank[at] for of_rank in outputs], self._gathered(tensor))
-
-        return self._call(opts, outputs, act)
-
-    def all_gather_single(self, output, input, opts):
-        """Gathers the inputs of all ranks into one output."""
-
-        def act():
-            parts = output.view(self.size(), -1)
-            _copy_all(parts, [part.view(-1) for part in self._gathered(input)])
-
-        return self._call(opts, [output], act)
-
-    def gather(self, outputs, inputs, opts):
-        """Gathers each input of all ranks into a list of outputs on the root."""
-
-        def act():
-            for at, tensor in enumerate(inputs):
-                parts = self._gathered(tensor)
-                if self.rank() == opts.rootRank:
-                    _copy_all(outputs[at], parts)
-
-        return self._call(opts, outputs, act)
-
-    def scatter(self, outputs, inputs, opts):
-        """Replaces each output by the element for this rank of a list of inputs on the root."""
-
-        def act():
-            for at, output in enumerate(outputs):
-                if self.rank() == opts.rootRank:
-                    for tensor in inputs[at]:
-                        _check(tensor)
-                    parts = torch.stack([tensor.detach() for tensor in inputs[at]]).contiguous()
-                else:
-                    parts = output.new_empty((self.size(), *output.shape))
-                _check(output)
-                self._ring.broadcast(opts.rootRank, _memory(parts))
-                output.copy_(parts[self.rank()])
-
-        return self._call(opts, outputs, act)
-
-    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts):
-        """Gives each rank its rows of the input: equal parts, or ``input_sizes`` rows."""
-
-        def act():
-            ranks = self.size()
-            rows = output_sizes or [len(output) // ranks] * ranks
-            given = input_sizes or [len(input) // ranks] * ranks
-            into = output.split(list(rows)) if len(output) else [output] * ranks
-            from_ = input.split(list(given)) if len(input) else [input] * ranks
-            self._exchange(into, from_)
-
-        return self._call(opts, [output], act)
-
-    def alltoall(self, outputs, inputs, opts):
-        """Gives each rank its element of the inputs."""
-        return self._call(opts, outputs, lambda: self._exchange(outputs, inputs))
-
-    def reduce_scatter(self, outputs, inputs, opts):
-        """Reduces lists of inputs over all ranks, and returns the element of this rank."""
-
-        def act():
-            for output, tensors in zip(outputs, inputs, strict=True):
-                flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-                self._reduce_all([flat], opts.reduceOp)
-                start = sum(tensor.numel() for tensor in tensors[: self.rank()])
-                output.copy_(flat[start : start + output.numel()].view(output.shape))
-
-        return self._call(opts, outputs, act)
-
-    def reduce_scatter_single(self, output, input, opts):
-        """Reduces the inputs over all ranks, and returns the part of this rank."""
-
-        def act():
-            flat = input.reshape(-1).clone()
-            self._reduce_all([flat], opts.reduceOp)
-            start = self.rank() * output.numel()
-            output.copy_(flat[start : start + output.numel()].view(output.shape))
-
-        return self._call(opts, [output], act)
-
-    def barrier(self, opts):
-        """Waits for all ranks."""
-        return self._submit(opts, [], self._ring.begin_barrier)
-
-    def send(self, tensors, to, tag):
-        """Sends one tensor to a rank, by way of the store."""
-        (tensor,) = tensors
-        _check(tensor)
-        self._point_to_point.send(tensor, to, tag)
-        future = torch.futures.Future()
-        future.set_result(tensors)
-        return _Work(future)
-
-    def recv(self, tensors, source, tag):
-        """Replaces one tensor by that which a rank sends."""
-        (tensor,) = tensors
-        _check(tensor)
-        future = self._point_to_point.receive(tensor, source, tag, self._limit)
-        return _Work(future.then(_raise_or_return))
-
-    # Their names in earlier releases.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-
-    # ---- the end ----
-
     def abort(self):
         """Ends the group: its operations fail on all ranks."""
         self._point_to_point.end()
@@ -240,136 +78,130 @@ class ElasticBackend(_Backend):
         self._ring.shut_down()
         atexit.unregister(self._ring.close)
 
-    # ---- details ----
 
-    def _submit(self, opts, tensors, begin):
-        """Begins an operation. The tensors live until it is done."""
-        future = torch.futures.Future()
-        limit = opts.timeout.total_seconds()
-        begin(
-            limit if limit > 0 else self._limit,
-            lambda error: future.set_result(tensors if error is None else error),
-        )
-        # Only an error that a callback raises reaches users in C++, such as DDP's reducer.
-        return _Work(future.then(_raise_or_return))
+class ElasticProcessGroup(Collectives, dist.ProcessGroup):
+    """A process group whose members change: survivors of a loss, and newcomers, form it anew.
 
-    def _call(self, opts, tensors, act):
-        return self._submit(opts, tensors, functools.partial(self._ring.begin_call, act))
+    ::
 
-    def _reduce_all(self, tensors, operation):
-        for tensor in tensors:
-            _check(tensor)
-            self._reduce(tensor, operation)
+        group = ElasticProcessGroup("10.0.0.7")
+        options = ReconfigureOptions()                     # from torch._C._distributed_c10d
+        options.uuid = 1                                   # another one each time
+        options.handles = exchange(group.get_reconfigure_handle())
+        group.reconfigure(options).wait()
 
-    def _reduce(self, tensor, operation):
-        kind = _kind(operation)
-        if kind == ReduceOp.PREMUL_SUM:
-            tensor.mul_(operation.factor)
-            kind = ReduceOp.SUM
-        if kind in (ReduceOp.SUM, ReduceOp.AVG) and tensor.dtype in _RING_TYPES:
-            flat = tensor.contiguous().float()
-            self._ring.all_reduce(_memory(flat, "f"))
-            if kind == ReduceOp.AVG:
-                flat.div_(self.size())
-            if flat is not tensor:
-                tensor.copy_(flat)
-            return
-        if kind == ReduceOp.AVG:
-            reduced = functools.reduce(torch.add, self._gathered(tensor))
-            if not tensor.dtype.is_floating_point:
-                raise ValueError(f"AVG is not defined for {tensor.dtype}")
-            tensor.copy_(reduced / self.size())
-            return
-        if kind not in _LOCALLY:
-            raise ValueError(f"the backend elasticdl has no reduction {kind}")
-        tensor.copy_(functools.reduce(_LOCALLY[kind], self._gathered(tensor)))
+    Handles are exchanged by the program, by means of its own; whoever has those of all members can
+    join. A list of them determines the ranks; a set leaves them to the group. Before the first
+    ``reconfigure()``, rank and size are -1. An operation that fails ends the group, on all ranks;
+    tensors are then as before. The group can be passed to DDP; there are no send and recv.
+    """
 
-    def _exchange(self, outputs, inputs):
-        """Gives each rank its element of the inputs. Each rank sends all ranks all of its."""
-        for tensor in (*outputs, *inputs):
-            _check(tensor)
-        for source in range(self.size()):
-            mine = source == self.rank()
-            sizes = torch.tensor([tensor.numel() for tensor in inputs])
-            self._ring.broadcast(source, _memory(sizes))
-            if mine:
-                flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            else:
-                flat = outputs[source].new_empty(int(sizes.sum()))
-            if flat.numel():
-                self._ring.broadcast(source, _memory(flat))
-            start = int(sizes[: self.rank()].sum())
-            part = flat[start : start + int(sizes[self.rank()])]
-            outputs[source].copy_(part.view(outputs[source].shape))
+    def __init__(self, address=None, timeout=dist.default_pg_timeout):
+        """``address``: this host's, on the network between the members. Default: that on the route
+        to ``MASTER_ADDR``. ``timeout``: of operations, as a ``datetime.timedelta``."""
+        dist.ProcessGroup.__init__(self, -1, -1)
+        self._address = address or _address_towards(None)
+        self._limit = timeout.total_seconds()
+        self._members = -1, -1
+        self._ring = _NoRing()
+        self._next = None
+        self._uuids = set()
+        self._point_to_point = _NoPointToPoint()
+        atexit.register(self._end)
 
-    def _gathered(self, tensor):
-        """The tensors of all ranks, which have one shape."""
-        _check(tensor)
-        blocks = self._ring.all_gather(_memory(tensor.contiguous()))
-        if not tensor.numel():
-            return [tensor.clone() for _ in blocks]
-        return [
-            torch.frombuffer(bytearray(block), dtype=tensor.dtype).view(tensor.shape)
-            for block in blocks
-        ]
+    def getBackendName(self):
+        """Name of the backend."""
+        return "elasticdl"
 
+    def getRank(self):
+        """Rank of this process; -1 before the first ``reconfigure()``."""
+        return self._members[0]
 
-class _Work(dist._Work):
-    """An operation that runs, or has run. Unlike PyTorch's own for futures, it reports errors."""
+    def getSize(self):
+        """Number of members; -1 before the first ``reconfigure()``."""
+        return self._members[1]
 
-    def __init__(self, future):
-        super().__init__()
-        self._future = future
-
-    def wait(self, timeout=None):
-        del timeout
-        self._future.wait()
+    @property
+    def supports_reconfigure(self):
+        """True."""
         return True
 
-    def get_future(self):
-        return self._future
+    def get_reconfigure_handle(self):
+        """What the members of the next group have to know of this one: its address, and a secret.
 
+        It is the same until ``reconfigure()`` uses it.
+        """
+        if self._next is None:
+            ring = _elasticdl.Ring(self._address)
+            self._next = ring, f"{ring.address}/{secrets.token_hex(16)}"
+        return self._next[1]
 
-def _raise_or_return(future):
-    result = future.wait()
-    if isinstance(result, Exception):
-        raise result
-    return result
+    def reconfigure(self, opts):
+        """Ends the group, and forms another one with those whose handles are given.
 
+        ``opts.uuid``: a number that this group has not had. Returns a work object that is done.
 
-def _kind(operation):
-    return getattr(operation, "op", operation)
-
-
-def _check(tensor):
-    if tensor.device.type != "cpu" or tensor.is_sparse:
-        raise ValueError(
-            f"the backend elasticdl takes dense tensors on the CPU, not {tensor.layout} on "
-            f"{tensor.device}"
+        Raises ValueError if the handles lack this member's or are invalid, RuntimeError if not all
+        members come within the timeout; the group may then be reconfigured again, with new handles.
+        """
+        handles = opts.handles
+        handles = list(handles) if isinstance(handles, list) else sorted(handles)
+        own = self.get_reconfigure_handle()
+        if own not in handles:
+            raise ValueError("the handles lack that of this member, of get_reconfigure_handle()")
+        if len(set(handles)) < len(handles):
+            raise ValueError("a handle is given twice")
+        if opts.uuid in self._uuids:
+            raise ValueError(f"this group has had the uuid {opts.uuid}; each time needs another")
+        addresses = [handle.split("/")[0] for handle in handles]
+        self._uuids.add(opts.uuid)
+        self._end()
+        ring, self._next = self._next[0], None
+        rank, limit = handles.index(own), opts.timeout
+        name = f"torch.distributed/{opts.uuid}"
+        ring.connect(
+            name=name,
+            secret=hashlib.sha256("\n".join([name, *sorted(handles)]).encode()).digest(),
+            rank=rank,
+            addresses=addresses,
+            timeout=self._limit if limit is None else limit.total_seconds(),
         )
+        self._ring, self._members = ring, (rank, len(handles))
+        return done_work([])
+
+    def set_timeout(self, timeout):
+        """Sets the timeout of operations."""
+        self._limit = timeout.total_seconds()
+
+    def abort(self):
+        """Ends the group: its operations fail on all ranks. It may be reconfigured."""
+        self._ring.abort()
+
+    def shutdown(self):
+        """Ends this rank's part of the group, after the operations that have begun."""
+        self._ring.shut_down()
+        atexit.unregister(self._end)
+
+    def _end(self):
+        self._ring.close()
+        self._ring, self._members = _NoRing(), (-1, -1)
 
 
-def _is_plain(tensor):
-    """Whether the native code can use the memory of the tensor as f32."""
-    return (
-        tensor.dtype == torch.float32
-        and tensor.device.type == "cpu"
-        and tensor.layout == torch.strided
-        and tensor.is_contiguous()
-    )
+class _NoRing:
+    """In place of a ring, before the first."""
+
+    def close(self):
+        pass
+
+    abort = shut_down = close
+
+    def __getattr__(self, name):
+        raise RuntimeError("the process group has no members: call reconfigure()")
 
 
-def _memory(tensor, kind="B"):
-    """The memory of a contiguous tensor, which must live for as long, as bytes or as f32."""
-    element = ctypes.c_float if kind == "f" else ctypes.c_ubyte
-    count = tensor.numel() * tensor.element_size() // ctypes.sizeof(element)
-    # Unlike DLPack, this takes no time that shows.
-    return (element * count).from_address(tensor.data_ptr() or ctypes.addressof(_NOTHING))
-
-
-def _copy_all(into, tensors):
-    for output, tensor in zip(into, tensors, strict=True):
-        output.copy_(tensor)
+class _NoPointToPoint:
+    def __getattr__(self, name):
+        raise NotImplementedError("an ElasticProcessGroup has no send and recv")
 
 
 def _address_towards(store):
@@ -383,17 +215,5 @@ def _address_towards(store):
         probe.connect(address)
         return probe.getsockname()[0]
 
-
-_RING_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LOCALLY = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
-_NOTHING = (ctypes.c_float * 1)()
 
 register()

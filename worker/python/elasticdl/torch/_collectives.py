@@ -1,0 +1,326 @@
+"""The collective operations of :mod:`elasticdl.torch.distributed`."""
+
+import ctypes
+import functools
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ReduceOp
+
+
+class Collectives:
+    """Operations on the ring of a rank, one after the other, in a thread of their own.
+
+    A class that has them has the attributes ``_ring``, ``_limit`` (seconds) and
+    ``_point_to_point``, and the methods ``rank()`` and ``size()``.
+    """
+
+    # ---- operations ----
+
+    def allreduce(self, tensors, opts):
+        """Reduces each tensor over all ranks, in place."""
+        if _kind(opts.reduceOp) == ReduceOp.SUM and len(tensors) == 1 and _is_plain(tensors[0]):
+            begin = functools.partial(self._ring.begin_all_reduce, _memory(tensors[0], "f"))
+            return self._submit(opts, tensors, begin)
+        return self._call(opts, tensors, lambda: self._reduce_all(tensors, opts.reduceOp))
+
+    def allreduce_coalesced(self, tensors, opts):
+        """As :meth:`allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors, opts):
+        """Reduces each tensor over all ranks to that of the root."""
+
+        def act():
+            results = [tensor.clone() for tensor in tensors]
+            self._reduce_all(results, opts.reduceOp)
+            if self.rank() == opts.rootRank:
+                _copy_all(tensors, results)
+
+        return self._call(opts, tensors, act)
+
+    def broadcast(self, tensors, opts):
+        """Replaces each tensor by that of the root."""
+        if len(tensors) == 1 and _is_plain(tensors[0]):
+            memory = _memory(tensors[0])
+            begin = functools.partial(self._ring.begin_broadcast, opts.rootRank, memory)
+            return self._submit(opts, tensors, begin)
+
+        def act():
+            for tensor in tensors:
+                _check(tensor)
+                flat = tensor.contiguous()
+                self._ring.broadcast(opts.rootRank, _memory(flat))
+                if flat is not tensor:
+                    tensor.copy_(flat)
+
+        return self._call(opts, tensors, act)
+
+    def allgather(self, outputs, inputs, opts):
+        """Gathers each input of all ranks into a list of outputs."""
+
+        def act():
+            for into, tensor in zip(outputs, inputs, strict=True):
+                _copy_all(into, self._gathered(tensor))
+
+        return self._call(opts, outputs, act)
+
+    def allgather_coalesced(self, outputs, inputs, opts):
+        """Gathers several inputs of all ranks into a list of outputs for each rank."""
+
+        def act():
+            for at, tensor in enumerate(inputs):
+                _copy_all([of_rank[at] for of_rank in outputs], self._gathered(tensor))
+
+        return self._call(opts, outputs, act)
+
+    def all_gather_single(self, output, input, opts):
+        """Gathers the inputs of all ranks into one output."""
+
+        def act():
+            parts = output.view(self.size(), -1)
+            _copy_all(parts, [part.view(-1) for part in self._gathered(input)])
+
+        return self._call(opts, [output], act)
+
+    def gather(self, outputs, inputs, opts):
+        """Gathers each input of all ranks into a list of outputs on the root."""
+
+        def act():
+            for at, tensor in enumerate(inputs):
+                parts = self._gathered(tensor)
+                if self.rank() == opts.rootRank:
+                    _copy_all(outputs[at], parts)
+
+        return self._call(opts, outputs, act)
+
+    def scatter(self, outputs, inputs, opts):
+        """Replaces each output by the element for this rank of a list of inputs on the root."""
+
+        def act():
+            for at, output in enumerate(outputs):
+                if self.rank() == opts.rootRank:
+                    for tensor in inputs[at]:
+                        _check(tensor)
+                    parts = torch.stack([tensor.detach() for tensor in inputs[at]]).contiguous()
+                else:
+                    parts = output.new_empty((self.size(), *output.shape))
+                _check(output)
+                self._ring.broadcast(opts.rootRank, _memory(parts))
+                output.copy_(parts[self.rank()])
+
+        return self._call(opts, outputs, act)
+
+    def all_to_all_single(self, output, input, output_sizes, input_sizes, opts):
+        """Gives each rank its rows of the input: equal parts, or ``input_sizes`` rows."""
+
+        def act():
+            ranks = self.size()
+            rows = output_sizes or [len(output) // ranks] * ranks
+            given = input_sizes or [len(input) // ranks] * ranks
+            into = output.split(list(rows)) if len(output) else [output] * ranks
+            from_ = input.split(list(given)) if len(input) else [input] * ranks
+            self._exchange(into, from_)
+
+        return self._call(opts, [output], act)
+
+    def alltoall(self, outputs, inputs, opts):
+        """Gives each rank its element of the inputs."""
+        return self._call(opts, outputs, lambda: self._exchange(outputs, inputs))
+
+    def reduce_scatter(self, outputs, inputs, opts):
+        """Reduces lists of inputs over all ranks, and returns the element of this rank."""
+
+        def act():
+            for output, tensors in zip(outputs, inputs, strict=True):
+                flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+                self._reduce_all([flat], opts.reduceOp)
+                start = sum(tensor.numel() for tensor in tensors[: self.rank()])
+                output.copy_(flat[start : start + output.numel()].view(output.shape))
+
+        return self._call(opts, outputs, act)
+
+    def reduce_scatter_single(self, output, input, opts):
+        """Reduces the inputs over all ranks, and returns the part of this rank."""
+
+        def act():
+            flat = input.reshape(-1).clone()
+            self._reduce_all([flat], opts.reduceOp)
+            start = self.rank() * output.numel()
+            output.copy_(flat[start : start + output.numel()].view(output.shape))
+
+        return self._call(opts, [output], act)
+
+    def barrier(self, opts):
+        """Waits for all ranks."""
+        return self._submit(opts, [], self._ring.begin_barrier)
+
+    def send(self, tensors, to, tag):
+        """Sends one tensor to a rank, by way of the store."""
+        (tensor,) = tensors
+        _check(tensor)
+        self._point_to_point.send(tensor, to, tag)
+        return done_work(tensors)
+
+    def recv(self, tensors, source, tag):
+        """Replaces one tensor by that which a rank sends."""
+        (tensor,) = tensors
+        _check(tensor)
+        future = self._point_to_point.receive(tensor, source, tag, self._limit)
+        return _Work(future.then(_raise_or_return))
+
+    # Their names in earlier releases.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+    # ---- details ----
+
+    def _submit(self, opts, tensors, begin):
+        """Begins an operation. The tensors live until it is done."""
+        future = torch.futures.Future()
+        limit = opts.timeout.total_seconds()
+        begin(
+            limit if limit > 0 else self._limit,
+            lambda error: future.set_result(tensors if error is None else error),
+        )
+        # Only an error that a callback raises reaches users in C++, such as DDP's reducer.
+        return _Work(future.then(_raise_or_return))
+
+    def _call(self, opts, tensors, act):
+        return self._submit(opts, tensors, functools.partial(self._ring.begin_call, act))
+
+    def _reduce_all(self, tensors, operation):
+        for tensor in tensors:
+            _check(tensor)
+            self._reduce(tensor, operation)
+
+    def _reduce(self, tensor, operation):
+        kind = _kind(operation)
+        if kind == ReduceOp.PREMUL_SUM:
+            tensor.mul_(operation.factor)
+            kind = ReduceOp.SUM
+        if kind in (ReduceOp.SUM, ReduceOp.AVG) and tensor.dtype in _RING_TYPES:
+            flat = tensor.contiguous().float()
+            self._ring.all_reduce(_memory(flat, "f"))
+            if kind == ReduceOp.AVG:
+                flat.div_(self.size())
+            if flat is not tensor:
+                tensor.copy_(flat)
+            return
+        if kind == ReduceOp.AVG:
+            reduced = functools.reduce(torch.add, self._gathered(tensor))
+            if not tensor.dtype.is_floating_point:
+                raise ValueError(f"AVG is not defined for {tensor.dtype}")
+            tensor.copy_(reduced / self.size())
+            return
+        if kind not in _LOCALLY:
+            raise ValueError(f"the backend elasticdl has no reduction {kind}")
+        tensor.copy_(functools.reduce(_LOCALLY[kind], self._gathered(tensor)))
+
+    def _exchange(self, outputs, inputs):
+        """Gives each rank its element of the inputs. Each rank sends all ranks all of its."""
+        for tensor in (*outputs, *inputs):
+            _check(tensor)
+        for source in range(self.size()):
+            mine = source == self.rank()
+            sizes = torch.tensor([tensor.numel() for tensor in inputs])
+            self._ring.broadcast(source, _memory(sizes))
+            if mine:
+                flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
+            else:
+                flat = outputs[source].new_empty(int(sizes.sum()))
+            if flat.numel():
+                self._ring.broadcast(source, _memory(flat))
+            start = int(sizes[: self.rank()].sum())
+            part = flat[start : start + int(sizes[self.rank()])]
+            outputs[source].copy_(part.view(outputs[source].shape))
+
+    def _gathered(self, tensor):
+        """The tensors of all ranks, which have one shape."""
+        _check(tensor)
+        blocks = self._ring.all_gather(_memory(tensor.contiguous()))
+        if not tensor.numel():
+            return [tensor.clone() for _ in blocks]
+        return [
+            torch.frombuffer(bytearray(block), dtype=tensor.dtype).view(tensor.shape)
+            for block in blocks
+        ]
+
+
+class _Work(dist._Work):
+    """An operation that runs, or has run. Unlike PyTorch's own for futures, it reports errors."""
+
+    def __init__(self, future):
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout=None):
+        del timeout
+        self._future.wait()
+        return True
+
+    def get_future(self):
+        return self._future
+
+
+def done_work(result):
+    """An operation that is done."""
+    future = torch.futures.Future()
+    future.set_result(result)
+    return _Work(future)
+
+
+def _raise_or_return(future):
+    result = future.wait()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _kind(operation):
+    return getattr(operation, "op", operation)
+
+
+def _check(tensor):
+    if tensor.device.type != "cpu" or tensor.is_sparse:
+        raise ValueError(
+            f"the backend elasticdl takes dense tensors on the CPU, not {tensor.layout} on "
+            f"{tensor.device}"
+        )
+
+
+def _is_plain(tensor):
+    """Whether the native code can use the memory of the tensor as f32."""
+    return (
+        tensor.dtype == torch.float32
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+    )
+
+
+def _memory(tensor, kind="B"):
+    """The memory of a contiguous tensor, which must live for as long, as bytes or as f32."""
+    element = ctypes.c_float if kind == "f" else ctypes.c_ubyte
+    count = tensor.numel() * tensor.element_size() // ctypes.sizeof(element)
+    # Unlike DLPack, this takes no time that shows.
+    return (element * count).from_address(tensor.data_ptr() or ctypes.addressof(_NOTHING))
+
+
+def _copy_all(into, tensors):
+    for output, tensor in zip(into, tensors, strict=True):
+        output.copy_(tensor)
+
+
+_RING_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LOCALLY = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_NOTHING = (ctypes.c_float * 1)()
