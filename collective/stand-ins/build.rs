@@ -30,8 +30,9 @@ fn compile(name: &str, library: &Path, options: &[&str]) -> io::Result<()> {
 }
 
 /// Faults of the fake NCCL, each selected by the library's file name.
-const FAULTS: [&str; 9] = [
+const FAULTS: [&str; 10] = [
     "abort_blocks",
+    "abort_lasts",
     "async_error",
     "init_blocks",
     "init_fails",

@@ -219,7 +219,7 @@ pub(crate) fn sum_rest(
 }
 
 /// All buckets of a gradient, in the order in which they are summed.
-fn ranges(len: usize, bucket: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn ranges(len: usize, bucket: usize) -> impl Iterator<Item = Range<usize>> {
     let mut end = Some(len);
     std::iter::from_fn(move || {
         let range = last_bucket(end?, bucket).unwrap_or(0)..end?;
@@ -229,7 +229,7 @@ fn ranges(len: usize, bucket: usize) -> impl Iterator<Item = Range<usize>> {
 }
 
 /// Start of the last bucket of the first `len` elements; `None` if it is the only one.
-fn last_bucket(len: usize, bucket: usize) -> Option<usize> {
+pub(crate) fn last_bucket(len: usize, bucket: usize) -> Option<usize> {
     len.checked_sub(bucket.max(1)).filter(|at| *at > 0)
 }
 

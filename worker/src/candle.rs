@@ -192,6 +192,9 @@ pub struct Candle<M: CandleModel> {
     /// The GPU of the variables, if they are on one.
     #[cfg(feature = "cuda")]
     gpu: Option<crate::device::Device>,
+    /// The version of the flat parameters that the variables have.
+    #[cfg(feature = "cuda")]
+    copied: Option<u64>,
 }
 
 impl<M: CandleModel> Candle<M> {
@@ -216,12 +219,36 @@ impl<M: CandleModel> Candle<M> {
             uses: Uses::default(),
             #[cfg(feature = "cuda")]
             gpu,
+            #[cfg(feature = "cuda")]
+            copied: None,
         }
     }
 
     /// The parameters' tensors, in the order in which they lie in the flat slice.
     pub fn declared(&self) -> &[Declared] {
         &self.parameters.declared
+    }
+
+    /// Computes the loss of a batch with this number of records, and adds its gradient.
+    fn accumulate(
+        &mut self,
+        batch: M::Batch,
+        (records, is_overlapped): (usize, bool),
+        gradients: &mut impl Accumulate,
+    ) -> Result<Loss, UserError> {
+        let network = built(&self.network)?;
+        let loss = if is_overlapped {
+            let mut cuts = Cuts::some();
+            let loss = Summed::of(self.model.loss_in_parts(network, batch, &mut cuts)?, records)?;
+            self.uses.backward(&self.parameters, &loss.sum, cuts, gradients)?;
+            loss
+        } else {
+            let loss = Summed::of(self.model.loss(network, batch)?, records)?;
+            add_all(&self.parameters, &loss.sum.backward()?, gradients, |_| {})?;
+            loss
+        };
+        // Read when the backward pass is enqueued: on a GPU, this waits for it.
+        Ok(Loss::Sum(loss.value()?))
     }
 }
 
@@ -261,25 +288,8 @@ impl<M: CandleModel> Model for Candle<M> {
         batch: M::Batch,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
-        let network = built(&self.network)?;
         self.parameters.set(parameters)?;
-        if gradients.is_overlapped() {
-            let mut cuts = Cuts::some();
-            let loss = self.model.loss_in_parts(network, batch, &mut cuts)?;
-            let loss = Summed::of(loss, gradients.records())?;
-            self.uses.backward(&self.parameters, &loss.sum, cuts, gradients)?;
-            return Ok(Loss::Sum(loss.value()?));
-        }
-        let loss = Summed::of(self.model.loss(network, batch)?, gradients.records())?;
-        let found = loss.sum.backward()?;
-        for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
-        {
-            // A parameter that does not affect the loss has no gradient.
-            if let Some(gradient) = found.get(variable) {
-                add(gradient, &mut gradients.sum()[declared.range.clone()])?;
-            }
-        }
-        Ok(Loss::Sum(loss.value()?))
+        self.accumulate(batch, (gradients.records(), gradients.is_overlapped()), gradients)
     }
 
     fn bucket_len(&self) -> Option<usize> {
@@ -529,7 +539,7 @@ pub mod ops;
 mod place;
 
 pub use self::cuts::Cuts;
-use self::cuts::Uses;
+use self::cuts::{Accumulate, Uses, add_all};
 pub use self::place::{ParsePlaceError, Place};
 
 #[cfg(test)]

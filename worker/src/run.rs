@@ -226,9 +226,8 @@ fn train<M: Model>(
         Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
     });
     let tensors = match gpu.map_err(Failure::fatal)? {
-        Some(gpu) => {
-            DeviceState::new(&gpu, parameters, slots).map(|state| Tensors::Device(Box::new(state)))
-        }
+        Some(gpu) => DeviceState::new(&gpu, (parameters, slots), options.wire_dtype)
+            .map(|state| Tensors::Device(Box::new(state))),
         None => Ok(Tensors::Host(match model.take_state_memory() {
             Some(memory) => HostState::in_memory(memory),
             None => HostState::new(parameters, slots),

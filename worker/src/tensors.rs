@@ -126,7 +126,7 @@ impl Tensors {
 
     /// All-reduces the gradient into `reduced` and gathers the headers of all ranks along with it.
     /// `buckets`: length of a bucket, and number of buckets that are reduced already, for a model
-    /// on the host that uses buckets.
+    /// that uses buckets.
     pub(crate) fn sum(
         &mut self,
         ring: &mut Ring,
@@ -139,7 +139,7 @@ impl Tensors {
         let is_alone = ring.host().world_size() == 1;
         match self {
             Self::Device(state) if is_alone => state.take_gradient_as_sum(),
-            Self::Device(state) => return state.sum(ring, header, path),
+            Self::Device(state) => return state.sum(ring, header, path, buckets),
             Self::Host(state) if is_alone => {
                 std::mem::swap(&mut state.gradient, &mut state.reduced)
             }
@@ -233,6 +233,15 @@ impl Tensors {
         digest.update(&self.window_digest(state.step)?.to_le_bytes());
         update_with_progress(&mut digest, state);
         Ok(digest.digest())
+    }
+
+    /// Begins to compute what [`window_digest`](Self::window_digest) will return, on a GPU: it then
+    /// does not wait for the work of the step, which does not change the state.
+    pub(crate) fn begin_window_digest(&mut self, step: u64) -> Result<(), DeviceError> {
+        match self {
+            Self::Device(state) => state.begin_window_digests(step),
+            Self::Host(_) => Ok(()),
+        }
     }
 
     /// Digest of the step's window of the state. The windows of `WINDOWS` consecutive steps cover

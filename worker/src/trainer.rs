@@ -33,6 +33,8 @@ use crate::tensors::Tensors;
 
 /// Training of one worker, from its first membership to its end.
 pub(crate) struct Trainer<'a, M: Model> {
+    /// Dropped before the tensors, which its operations may still use.
+    ring: Option<Ring>,
     model: M,
     seed: u64,
     session: Session,
@@ -46,7 +48,6 @@ pub(crate) struct Trainer<'a, M: Model> {
     prefetch: Prefetch<<M::Reader as Reader>::Record>,
     exports: Exports,
     endpoint: Endpoint,
-    ring: Option<Ring>,
     /// Whether this worker would use NCCL.
     nccl: NcclPolicy,
     /// The all-reduce transport that was reported to the master last.
@@ -392,6 +393,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.session.note_learning_rate(self.model.learning_rate(step));
         self.session.updated(self.started.elapsed());
         if let Some(state) = self.session.state() {
+            self.tensors.begin_window_digest(state.step)?;
             let (epoch, records) = (state.ledger.epoch(), state.records_trained);
             self.model.observe(Progress::Committed { step: state.step, epoch, records });
         }

@@ -18,7 +18,11 @@ pub struct Device {
 #[derive(Debug)]
 struct Inner {
     stream: Arc<CudaStream>,
+    /// Stream of operations that run beside the work on `stream`.
+    side_stream: Arc<CudaStream>,
     uuid: [u8; 16],
+    /// Position on the host's PCI buses: domain, bus and device.
+    pci: [i32; 3],
     /// Staging memory, kept across groups: page-locked memory is slow to allocate.
     staging: Mutex<Staging>,
 }
@@ -34,6 +38,9 @@ impl Device {
         match CudaContext::device_count() {
             Ok(count) => Ok(usize::try_from(count).unwrap_or(0)),
             Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(0),
+            Err(DriverError(sys::CUresult::CUDA_ERROR_STUB_LIBRARY)) => {
+                Err(DeviceError::StubLibrary)
+            }
             Err(source) => Err(DeviceError::Cuda { action: "initialize", source }),
         }
     }
@@ -74,8 +81,13 @@ impl Device {
         keep_freed_memory(context);
         let uuid = context.uuid().map_err(DeviceError::cuda("read the GPU's UUID"))?;
         let uuid = uuid.bytes.map(|byte| byte as u8);
+        let pci = PCI_POSITION.map(|attribute| context.attribute(attribute));
+        let read = DeviceError::cuda("read the GPU's PCI position");
+        let [domain, bus, place] = pci;
+        let pci = domain.and_then(|domain| Ok([domain, bus?, place?])).map_err(read)?;
         let staging = Mutex::new(Staging::new(context)?);
-        Ok(Self { inner: Arc::new(Inner { stream, uuid, staging }) })
+        let side_stream = context.new_stream().map_err(DeviceError::cuda("create a stream"))?;
+        Ok(Self { inner: Arc::new(Inner { stream, side_stream, uuid, pci, staging }) })
     }
 
     /// Stream on which all work on this device's buffers is enqueued.
@@ -84,10 +96,19 @@ impl Device {
         &self.inner.stream
     }
 
+    pub(crate) fn side_stream(&self) -> &Arc<CudaStream> {
+        &self.inner.side_stream
+    }
+
     /// UUID of the GPU. Two ranks with the same UUID share a GPU.
     #[must_use]
     pub fn uuid(&self) -> [u8; 16] {
         self.inner.uuid
+    }
+
+    /// Position of the GPU on its host's PCI buses. Instances of one GPU (MIG) share it.
+    pub(crate) fn pci(&self) -> [i32; 3] {
+        self.inner.pci
     }
 
     pub(crate) fn staging(&self) -> MutexGuard<'_, Staging> {
@@ -147,6 +168,12 @@ fn check_symbols(name: &str, library: &libloading::Library) -> Result<(), Device
     }
 }
 
+const PCI_POSITION: [sys::CUdevice_attribute; 3] = [
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID,
+    sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID,
+];
+
 /// Handle of the calling thread's default stream; 0 and 1 are the legacy default stream.
 const PER_THREAD_STREAM: usize = 2;
 
@@ -154,7 +181,7 @@ const PER_THREAD_STREAM: usize = 2;
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
 /// Driver functions that this crate calls through cudarc, which panics if one is missing.
-const SYMBOLS: [&str; 32] = [
+const SYMBOLS: [&str; 34] = [
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
@@ -178,6 +205,8 @@ const SYMBOLS: [&str; 32] = [
     "cuMemFreeAsync",
     "cuMemFreeHost",
     "cuMemHostAlloc",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
     "cuMemPoolSetAttribute",
     "cuMemcpyDtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::{DevicePtr, DevicePtrMut};
 use rustix::event::{PollFd, PollFlags};
 
-use super::{Device, Element};
+use super::{Device, DeviceError, Element};
 use crate::device::nccl::{
     Buffers, Call, CallKind, CommInit, Library, NcclCommunicator, NcclState, Timeouts,
 };
@@ -15,9 +15,11 @@ use crate::net::spin_wait::SpinWait;
 use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator, EncryptedLinks, HostGroup};
 
 mod nccl_offer;
+mod overlap;
 mod staged;
 
 use nccl_offer::NcclOffer;
+pub use overlap::Overlap;
 
 /// Group whose ranks have one GPU each: the operations of [`Communicator`] on host memory, and the
 /// operations below on device memory.
@@ -31,6 +33,8 @@ pub struct DeviceGroup {
     nccl: Nccl,
     host: HostGroup,
     device: Device,
+    /// Whether sums are in progress that [`overlap`](Self::overlap) has begun.
+    is_summing: bool,
 }
 
 /// Data path of an operation on device memory; identical on all ranks.
@@ -75,7 +79,12 @@ impl DeviceGroup {
     /// Wraps the host group of a generation. Operations use the host path until NCCL is ready.
     #[must_use]
     pub fn new(host: HostGroup, device: Device) -> Self {
-        Self { nccl: Nccl::Absent("NCCL was not requested".to_owned()), host, device }
+        Self {
+            nccl: Nccl::Absent("NCCL was not requested".to_owned()),
+            host,
+            device,
+            is_summing: false,
+        }
     }
 
     /// Device of this rank.
@@ -100,14 +109,13 @@ impl DeviceGroup {
     /// # Errors
     /// [`CollectiveError`] of the host group. It is not an error that NCCL cannot be used.
     pub fn begin_nccl(&mut self, policy: &NcclPolicy) -> Result<(), CollectiveError> {
+        self.end_overlap();
         self.nccl = Nccl::Absent("the ranks are agreeing on NCCL".to_owned());
         let offer = match self.host.encrypted_links() {
             EncryptedLinks::All | EncryptedLinks::BetweenHosts => {
                 NcclOffer::Off(UNENCRYPTED.to_owned())
             }
-            EncryptedLinks::None | EncryptedLinks::NotNeeded => {
-                NcclOffer::of(policy, self.device.uuid())
-            }
+            EncryptedLinks::None | EncryptedLinks::NotNeeded => NcclOffer::of(policy, &self.device),
         };
         let offers = self.host.gather_alongside(&offer.encode())?;
         let offers: Vec<_> = offers.iter().map(|bytes| NcclOffer::decode(bytes)).collect();
@@ -167,7 +175,7 @@ impl DeviceGroup {
     ///
     /// # Errors
     /// [`CollectiveError`]; `dst` then holds unspecified values. [`CollectiveError::Device`] with
-    /// [`DeviceError::Abandoned`](super::DeviceError::Abandoned): NCCL still occupies the device's
+    /// [`DeviceError::Abandoned`]: NCCL still occupies the device's
     /// stream, so the process has to end.
     pub fn all_reduce_device<T: Element>(
         &mut self,
@@ -187,7 +195,7 @@ impl DeviceGroup {
         let ((src, _read), (dst, _written)) =
             (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
         let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
-        self.run_nccl(header, Call { kind: CallKind::AllReduce, buffers })
+        self.run_nccl(header, len, Call { kind: CallKind::AllReduce, buffers, beside: None })
     }
 
     /// Replaces `buf` on every rank with that of rank `root`.
@@ -214,7 +222,8 @@ impl DeviceGroup {
         let len = buf.len();
         let (both, _written) = buf.device_ptr_mut(&stream);
         let buffers = Buffers { src: both, dst: both, len, dtype: T::DTYPE };
-        self.run_nccl(&[], Call { kind: CallKind::Broadcast { root }, buffers }).map(drop)
+        self.run_nccl(&[], len, Call { kind: CallKind::Broadcast { root }, buffers, beside: None })
+            .map(drop)
     }
 
     /// Gathers every rank's `src`, in rank order, in every rank's `dst`.
@@ -240,37 +249,69 @@ impl DeviceGroup {
         let ((src, _read), (dst, _written)) =
             (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
         let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
-        self.run_nccl(&[], Call { kind: CallKind::AllGather, buffers }).map(drop)
+        self.run_nccl(&[], len, Call { kind: CallKind::AllGather, buffers, beside: None }).map(drop)
     }
 
-    /// Runs one operation over NCCL. The NCCL thread moves the elements while this thread gathers
-    /// the headers over the host links and then monitors these links: a closed link is the signal
-    /// that a peer has ended.
-    fn run_nccl(&mut self, header: &[u8], call: Call) -> Result<Vec<Vec<u8>>, CollectiveError> {
+    /// Runs one operation over NCCL.
+    fn run_nccl(
+        &mut self,
+        header: &[u8],
+        len: usize,
+        call: Call,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.ready_communicator()?.call(call);
+        self.finish_nccl(header, len, 1)
+    }
+
+    fn ready_communicator(&self) -> Result<&NcclCommunicator, CollectiveError> {
         let Nccl::Begun(communicator) = &self.nccl else {
             return Err(CollectiveError::Invalid("this group has no NCCL communicator".to_owned()));
         };
-        if communicator.state() != NcclState::Ready {
-            return Err(CollectiveError::Invalid("NCCL is not ready".to_owned()));
+        match communicator.state() {
+            NcclState::Ready => Ok(communicator),
+            // It failed since the last operation.
+            NcclState::Failed(reason) => {
+                let source = DeviceError::Nccl { action: "make progress", code: 0, reason };
+                Err(CollectiveError::Device { source })
+            }
+            NcclState::Absent(_) | NcclState::Building => {
+                Err(CollectiveError::Invalid("NCCL is not ready".to_owned()))
+            }
         }
-        communicator.call(call);
-        let gathered = self.host.gather_alongside(&framed(header, call.buffers.len));
-        let gathered =
-            gathered.and_then(|gathered| unframed(&self.host, gathered, call.buffers.len));
+    }
+
+    /// Waits for the results of the last `calls` operations, on a buffer of `len` elements. The
+    /// NCCL thread moves the elements while this thread gathers the headers over the host links and
+    /// then monitors these links: a closed link is the signal that a peer has ended.
+    fn finish_nccl(
+        &mut self,
+        header: &[u8],
+        len: usize,
+        calls: usize,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        let Nccl::Begun(communicator) = &self.nccl else {
+            return Err(CollectiveError::Invalid("this group has no NCCL communicator".to_owned()));
+        };
+        let gathered = self.host.gather_alongside(&framed(header, len));
+        let gathered = gathered.and_then(|gathered| unframed(&self.host, gathered, len));
         let done = gathered.and_then(|headers| {
-            wait_for_nccl(&self.host, communicator, call.buffers.len)?;
+            for _ in 0..calls {
+                wait_for_nccl(&self.host, communicator)?;
+            }
             Ok(headers)
         });
         done.map_err(|error| self.stop_nccl(error))
     }
 
-    /// Ends the group after a failed operation over NCCL. Returns `Abandoned` if the work on the
-    /// device's stream does not end.
+    /// Ends the group after a failed operation over NCCL, and waits until the operation has left
+    /// the device's stream. NCCL releases the communicator in the background. Returns `Abandoned`
+    /// if the work on the stream does not end.
     fn stop_nccl(&mut self, error: CollectiveError) -> CollectiveError {
         self.host.fail();
+        self.is_summing = false;
         let Nccl::Begun(communicator) = &self.nccl else { return error };
         communicator.abort(&error.to_string());
-        match communicator.wait_until_ended() {
+        match communicator.wait_until_clear() {
             Ok(()) => error,
             Err(source) => {
                 // Releasing the device would wait for the work that hangs; the end of the process
@@ -282,12 +323,8 @@ impl DeviceGroup {
     }
 }
 
-fn wait_for_nccl(
-    host: &HostGroup,
-    communicator: &NcclCommunicator,
-    len: usize,
-) -> Result<(), CollectiveError> {
-    let mut spin_wait = SpinWait::for_bytes(len * size_of::<f32>());
+fn wait_for_nccl(host: &HostGroup, communicator: &NcclCommunicator) -> Result<(), CollectiveError> {
+    let mut spin_wait = SpinWait::for_nccl();
     let mut lost_neighbour: Option<(Instant, CollectiveError)> = None;
     loop {
         if let Some(result) = communicator.result() {
@@ -341,7 +378,7 @@ impl Default for NcclOptions {
     fn default() -> Self {
         Self {
             init_timeout: Duration::from_secs(60),
-            abort_timeout: Duration::from_secs(5),
+            abort_timeout: Duration::from_secs(30),
             on_shared_gpus: false,
         }
     }
@@ -387,6 +424,7 @@ impl Drop for DeviceGroup {
     /// ranks, which are still in NCCL's last all-reduce and would take a closed link for a lost
     /// peer.
     fn drop(&mut self) {
+        self.end_overlap();
         if self.nccl_state() == NcclState::Ready && self.host.check_alive().is_ok() {
             let links = self.host.shared_links();
             let hold = move || linger(&links);

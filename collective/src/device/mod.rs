@@ -6,6 +6,9 @@
 //!       block k+1        block k         block k−1      headers: HostGroup; link loss aborts NCCL
 //! ```
 //!
+//! Over NCCL, complete [parts](DeviceGroup::overlap) of a buffer are summed on a stream of their
+//! own while the rest is computed.
+//!
 //! A [`Device`] is one GPU with the CUDA stream on which its owner computes. A [`DeviceGroup`] is a
 //! [`HostGroup`](crate::HostGroup) with a device at each rank. All-reduce, broadcast and all-gather
 //! on device memory use the host path from the first step on. They use NCCL once a communicator has
@@ -17,7 +20,7 @@
 //! **Invariant:** as on the host, inputs are never written to, all ranks get the same bits, and a
 //! failed operation ends the group.
 //!
-//! **Invariant:** an operation that has returned leaves nothing on the caller's stream that could
+//! **Invariant:** an operation that has returned leaves nothing on the device's stream that could
 //! hang. If that cannot be guaranteed ([`DeviceError::Abandoned`]), the process has to end.
 
 #[cfg(any(test, feature = "testing"))]
@@ -30,6 +33,6 @@ mod staging;
 
 pub use element::{Dtype, Element};
 pub use gpu::Device;
-pub use group::{DeviceGroup, HEADER_BYTES_MAX, NcclOptions, NcclPolicy, Path};
+pub use group::{DeviceGroup, HEADER_BYTES_MAX, NcclOptions, NcclPolicy, Overlap, Path};
 
 pub use crate::error::DeviceError;

@@ -70,6 +70,12 @@ pub enum DeviceError {
         /// Error message of NCCL.
         reason: String,
     },
+    /// The library that was found is the CUDA toolkit's, for linking, and not the driver's.
+    #[error(
+        "libcuda.so is the CUDA toolkit's, for linking alone; remove the toolkit's folder `stubs` \
+         from LD_LIBRARY_PATH"
+    )]
+    StubLibrary,
     /// The version of the NCCL library is not supported. The caller continues without it.
     #[error("NCCL {found} is too old; the oldest supported version is 2.19")]
     NcclVersion {

@@ -32,6 +32,11 @@ impl SpinWait {
         Self::new(SPIN_TIME_IN_SHARED_MEMORY_MAX)
     }
 
+    /// Policy of the wait for an operation of NCCL, at any length.
+    pub(crate) fn for_nccl() -> Self {
+        Self::new(SPIN_TIME_WITH_NCCL_MAX)
+    }
+
     /// Policy without a limit: never blocks.
     #[cfg(test)]
     pub(crate) fn unlimited() -> Self {
@@ -86,6 +91,10 @@ const SPIN_TIME_MAX: Duration = Duration::from_micros(20);
 /// 10.2 ms with 20 µs, 11.0 with 100, 9.6 with 500; 1 MiB at eight ranks 1.66, 1.67, 1.59 and 1.12
 /// ms.
 const SPIN_TIME_IN_SHARED_MEMORY_MAX: Duration = Duration::from_micros(200);
+
+/// Spin time during an operation of NCCL: 1 MiB within a host takes tens of microseconds, about as
+/// long as a wake-up. Of longer operations, a wake-up is a small part.
+const SPIN_TIME_WITH_NCCL_MAX: Duration = Duration::from_micros(500);
 
 /// Largest operation over TCP that spins. 1 MiB at two ranks took 422 µs without spinning and 372
 /// µs with it; 16 MiB was not faster with it, and took almost twice as long on a machine that other

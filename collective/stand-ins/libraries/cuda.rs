@@ -107,9 +107,10 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
 pub unsafe extern "C" fn cuDeviceGetAttribute(
     value: *mut c_int,
     attribute: c_int,
-    _device: c_int,
+    device: c_int,
 ) -> c_int {
     let of = match attribute {
+        PCI_BUS_ID => device,
         MULTIPROCESSORS => 4,
         CAPABILITY_MAJOR => 9,
         THREADS_PER_BLOCK_MAX => 1024,
@@ -332,6 +333,23 @@ pub unsafe extern "C" fn cuMemFreeHost(memory: *mut c_void) -> c_int {
 }
 
 #[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostRegister_v2(
+    memory: *mut c_void,
+    bytes: usize,
+    _flags: c_uint,
+) -> c_int {
+    let is_new = queues().locked.insert(memory.expose_provenance(), bytes).is_none();
+    assert!(is_new, "the memory is locked already");
+    SUCCESS
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemHostUnregister(memory: *mut c_void) -> c_int {
+    let removed = queues().locked.remove(&memory.addr());
+    if removed.is_some() { SUCCESS } else { INVALID_VALUE }
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     dst: u64,
     src: *const c_void,
@@ -502,6 +520,7 @@ const INVALID_CONTEXT: c_int = 201;
 const NOT_FOUND: c_int = 500;
 const NOT_READY: c_int = 600;
 const MULTIPROCESSORS: c_int = 16;
+const PCI_BUS_ID: c_int = 33;
 const CAPABILITY_MAJOR: c_int = 75;
 const THREADS_PER_BLOCK_MAX: c_int = 1;
 const MEMORY_POOLS: c_int = 115;

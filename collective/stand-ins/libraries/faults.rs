@@ -6,8 +6,9 @@ use std::sync::OnceLock;
 
 /// Fault of a library with this file name:
 ///
-/// `abort_blocks`: an abort never returns. `async_error`: the second operation reports a remote
-/// error and never completes. `init_blocks`: the call that begins the initialization never returns.
+/// `abort_blocks`: an abort does nothing and never returns. `abort_lasts`: an abort ends the
+/// operations, and never returns. `async_error`: the second operation reports a remote error and
+/// never completes. `init_blocks`: the call that begins the initialization never returns.
 /// `init_fails`: the initialization ends with an error. `init_refused`: the call that begins the
 /// initialization returns an error, and a communicator that has to be aborted; the library counts
 /// these. `init_hangs`: the initialization never ends. `no_host_memory`: the version is 2.26.2, and

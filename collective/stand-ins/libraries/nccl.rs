@@ -293,6 +293,9 @@ pub unsafe extern "C" fn ncclCommAbort(communicator: *mut c_void) -> c_int {
         let _ = link.shutdown(Shutdown::Both);
     }
     communicator.thread.take().unwrap().join().unwrap();
+    while fault() == "abort_lasts" {
+        thread::park();
+    }
     // Longer than a process takes to end.
     thread::sleep(Duration::from_millis(5));
     UNRELEASED.fetch_sub(1, Ordering::SeqCst);

@@ -73,6 +73,16 @@ pub unsafe extern "C" fn nvrtcGetPTX(program: *mut c_void, image: *mut c_char) -
 }
 
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvrtcGetCUBINSize(program: *mut c_void, size: *mut usize) -> c_int {
+    unsafe { nvrtcGetPTXSize(program, size) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvrtcGetCUBIN(program: *mut c_void, image: *mut c_char) -> c_int {
+    unsafe { nvrtcGetPTX(program, image) }
+}
+
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvrtcGetProgramLogSize(program: *mut c_void, size: *mut usize) -> c_int {
     unsafe { *size = (*program.cast::<Program>()).log.as_bytes_with_nul().len() };
     SUCCESS

@@ -4,6 +4,7 @@
 
 #![allow(unsafe_code, reason = "loads the libraries that this crate compiles")]
 
+use std::ffi::c_void;
 use std::mem;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -61,6 +62,44 @@ pub fn release_threshold() -> u64 {
         let threshold: extern "C" fn() -> u64 =
             *library.get(b"fakeReleaseThreshold").expect("the fake driver exports it");
         threshold()
+    }
+}
+
+/// Work on a stream of the fake driver that ends when this is dropped.
+#[derive(Debug)]
+pub struct Hold {
+    stream: *mut c_void,
+    ticket: u64,
+}
+
+impl Hold {
+    /// Enqueues the work.
+    ///
+    /// # Panics
+    /// As for [`load`].
+    #[must_use]
+    pub fn on(stream: *mut c_void) -> Self {
+        load();
+        // SAFETY: this crate compiles the library, which exports this function.
+        let ticket = unsafe {
+            let library = libloading::Library::new("libcuda.so").expect("the library was loaded");
+            let reserve: extern "C" fn(*mut c_void) -> u64 =
+                *library.get(b"fakeStreamReserve").expect("the fake driver exports it");
+            reserve(stream)
+        };
+        Self { stream, ticket }
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        unsafe {
+            let library = libloading::Library::new("libcuda.so").expect("the library was loaded");
+            let complete: extern "C" fn(*mut c_void, u64) =
+                *library.get(b"fakeStreamComplete").expect("the fake driver exports it");
+            complete(self.stream, self.ticket);
+        }
     }
 }
 

@@ -1,13 +1,13 @@
 //! Faults of NCCL: the host path keeps working.
 
 use std::path::Path as File;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use elasticdl_collective::device::{DeviceError, NcclPolicy, Path};
 use elasticdl_collective::nccl::{Library, NcclState, abandoned};
 use elasticdl_collective::{CollectiveError, Communicator};
 
-use crate::group::{Gpu, group, nccl, on_all};
+use crate::group::{Gpu, WATCHDOG, group, nccl, on_all};
 
 /// An all-reduce of ones.
 fn sum(gpu: &mut Gpu, len: usize, path: Path) -> Result<Vec<f32>, CollectiveError> {
@@ -135,7 +135,7 @@ fn an_error_in_an_operation_ends_the_group_and_keeps_the_source() {
             let again = sum(gpu, 1000, Path::Host).unwrap_err();
             assert!(matches!(again, CollectiveError::Aborted { generation: 1 }), "{again:?}");
             assert!(matches!(gpu.ring.nccl_state(), NcclState::Failed(_)));
-            assert!(gpu.ring.nccl_abort_time().is_some());
+            gpu.wait_for_release();
         });
     }
 }
@@ -152,14 +152,31 @@ fn a_rank_lost_during_an_nccl_all_reduce_ends_it_on_all_ranks() {
     // Rank 0 sends its header and then fails; two of the other ranks are its neighbours.
     let ends = on_all(&mut group, |gpu| {
         let end = sum(gpu, 100_000, Path::Nccl).unwrap_err();
-        (end, gpu.ring.nccl_abort_time().is_some())
+        gpu.wait_for_release();
+        end
     });
-    assert!(ends.iter().all(|(_, aborted)| *aborted), "{ends:?}");
-    assert!(matches!(ends[0].0, CollectiveError::Device { .. }), "{ends:?}");
+    assert!(matches!(ends[0], CollectiveError::Device { .. }), "{ends:?}");
     assert!(
-        ends[1..].iter().all(|(end, _)| matches!(end, CollectiveError::PeerLost { .. })),
+        ends[1..].iter().all(|end| matches!(end, CollectiveError::PeerLost { .. })),
         "{ends:?}"
     );
+}
+
+#[test]
+fn a_group_goes_on_while_nccl_releases_its_communicator() {
+    let mut group = group(3);
+    let (lasts, breaks) = (nccl("abort_lasts"), nccl("async_error"));
+    let ends = on_all(&mut group, |gpu| {
+        gpu.ring.begin_nccl(if gpu.ring.rank() == 0 { &breaks } else { &lasts }).unwrap();
+        assert_eq!(gpu.wait_for_nccl(), NcclState::Ready);
+        sum(gpu, 1000, Path::Nccl).unwrap();
+        // The check of the source in `sum` needs the stream.
+        (sum(gpu, 1000, Path::Nccl).unwrap_err(), gpu.ring.nccl_abort_time())
+    });
+    for (end, abort_time) in &ends[1..] {
+        assert!(matches!(end, CollectiveError::PeerLost { .. }), "{ends:?}");
+        assert_eq!(*abort_time, None, "the abort has returned");
+    }
 }
 
 #[test]
@@ -169,6 +186,7 @@ fn an_abort_that_does_not_return_is_reported_as_abandoned() {
     let before = abandoned();
     let mut absent_rank = group.pop().unwrap();
     let mut waiting_rank = group.pop().unwrap();
+    let (stream, begun) = (waiting_rank.ring.device().stream().clone(), Instant::now());
     std::thread::scope(|scope| {
         let waits = scope.spawn(|| {
             let (src, mut dst) =
@@ -178,6 +196,9 @@ fn an_abort_that_does_not_return_is_reported_as_abandoned() {
             std::mem::forget((src, dst));
             result.unwrap_err()
         });
+        while stream.record_event(None).unwrap().is_complete() {
+            assert!(begun.elapsed() < WATCHDOG, "the all-reduce does not begin");
+        }
         // The other rank sends its header, and never starts the all-reduce.
         absent_rank.ring.all_gather(&[]).unwrap_err();
         let error = waits.join().unwrap();

@@ -61,7 +61,7 @@ pub(crate) fn nccl(fault: &str) -> NcclPolicy {
     };
     let options = NcclOptions {
         init_timeout: Duration::from_secs(if fault.starts_with("init_") { 1 } else { 60 }),
-        abort_timeout: Duration::from_secs(if fault == "abort_blocks" { 1 } else { 60 }),
+        abort_timeout: Duration::from_secs(if fault.starts_with("abort_") { 1 } else { 60 }),
         ..NcclOptions::default()
     };
     NcclPolicy::On(open(&file), options)
@@ -83,6 +83,15 @@ impl Gpu {
                 }
                 state => return state,
             }
+        }
+    }
+
+    /// Waits until NCCL has released the communicator.
+    pub(crate) fn wait_for_release(&self) {
+        let begun = Instant::now();
+        while self.ring.nccl_abort_time().is_none() {
+            assert!(begun.elapsed() < WATCHDOG, "the abort hangs");
+            thread::sleep(Duration::from_millis(1));
         }
     }
 

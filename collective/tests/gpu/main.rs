@@ -5,6 +5,7 @@
 mod faults;
 mod group;
 mod operations;
+mod overlap;
 #[macro_use]
 #[path = "../suite/mod.rs"]
 mod suite;

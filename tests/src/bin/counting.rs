@@ -245,10 +245,21 @@ impl DeviceModel for Counting {
         batch: Vec<u64>,
         gradients: &mut DeviceGradients<'_>,
     ) -> Result<Loss, UserError> {
+        let parts = if gradients.is_overlapped() { 4 } else { 1 };
+        let part_len = self.parameter_count().div_ceil(parts);
         let mut counts = vec![0.0; self.parameter_count()];
-        self.count(&batch, &mut counts)?;
-        let counts = gradients.sum().stream().clone_htod(&counts)?;
-        gradients.add_sum(0..counts.len(), &counts.as_view())?;
+        for part in (0..parts).rev() {
+            let end = self.parameter_count().min((part + 1) * part_len);
+            let part = end.min(part * part_len)..end;
+            let records = batch.iter().copied().filter(|record| part.contains(&(*record as usize)));
+            self.count(&records.collect::<Vec<_>>(), &mut counts)?;
+            if !part.is_empty() {
+                let counts =
+                    DeviceModel::device(self).stream().clone_htod(&counts[part.clone()])?;
+                gradients.add_sum(part.clone(), &counts.as_view())?;
+            }
+            gradients.complete_from(part.start);
+        }
         Ok(Loss::Sum(batch.len() as f64))
     }
 

@@ -38,11 +38,29 @@ fn records_are_counted_exactly_once_on_gpus_under_kills_and_joins() {
 }
 
 #[test]
+fn records_are_counted_exactly_once_in_buckets_that_nccl_sums_early() {
+    for (seed, wire_dtype) in [(0, "f32"), (1, "bf16")] {
+        let fixture = JobFixture { bucket: Some(1000), micros_per_record: 1500, ..fixture(3) };
+        let mut job = fixture.command(seed).option("wire-dtype", wire_dtype).start();
+        for _ in 0..2 {
+            job.wait_for("NCCL", is_on_nccl);
+            let generation = job.status().generation;
+            let (_, pid) = job.workers().into_iter().next().unwrap();
+            send(pid, Signal::KILL);
+            job.wait_for("a group without it", |status| status.generation > generation);
+        }
+        job.wait_for("NCCL", is_on_nccl);
+        job.wait().assert_exact(wire_dtype);
+    }
+}
+
+fn is_on_nccl(status: &Status) -> bool {
+    status.allreduce_transport.as_ref().is_some_and(|what| what.starts_with("NCCL 2.28"))
+}
+
+#[test]
 fn a_group_switches_to_nccl_once_all_ranks_have_it_and_again_after_a_loss() {
     let mut job = fixture(3).start(1);
-    let is_on_nccl = |status: &Status| {
-        status.allreduce_transport.as_ref().is_some_and(|what| what.starts_with("NCCL 2.28"))
-    };
     job.wait_for("NCCL", is_on_nccl);
     let (_, pid) = job.workers().into_iter().next_back().unwrap();
     send(pid, Signal::KILL);

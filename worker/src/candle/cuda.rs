@@ -1,10 +1,13 @@
 //! candle's variables on a GPU, next to the flat slices there. Copies of parameters and sums of
 //! gradients stay on the GPU.
 
-use candle_core::cuda_backend::cudarc::driver::CudaView;
-use candle_core::{CudaStorage, InplaceOp1, Layout, Storage};
+use std::ops::Range;
 
-use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, Summed, built};
+use candle_core::cuda_backend::cudarc::driver::CudaView;
+use candle_core::{CudaStorage, InplaceOp1, Layout, Storage, Tensor};
+
+use super::cuts::Accumulate;
+use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, built};
 use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel};
 use crate::metrics::{Loss, Metrics, UserError};
 
@@ -21,30 +24,12 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
         batch: M::Batch,
         gradients: &mut DeviceGradients<'_>,
     ) -> Result<Loss, UserError> {
-        let network = built(&self.network)?;
-        self.parameters.copy(parameters)?;
-        let loss = Summed::of(self.model.loss(network, batch)?, gradients.records())?;
-        let found = loss.sum.backward()?;
-        for (declared, variable) in self.parameters.declared.iter().zip(&self.parameters.variables)
-        {
-            // A parameter that does not affect the loss has no gradient.
-            let Some(gradient) = found.get(variable) else { continue };
-            let gradient = gradient.contiguous()?;
-            let (storage, layout) = gradient.storage_and_layout();
-            match (&*storage, layout.contiguous_offsets()) {
-                (Storage::Cuda(storage), Some((start, end))) => {
-                    let values = storage.as_cuda_slice::<f32>()?.slice(start..end);
-                    gradients.add_sum(declared.range.clone(), &values)?;
-                }
-                _ => {
-                    return Err(
-                        "a parameter's gradient must be a contiguous tensor of f32 on its device"
-                            .into(),
-                    );
-                }
-            }
+        let version = gradients.parameters_version();
+        if self.copied != Some(version) {
+            self.parameters.copy(parameters)?;
+            self.copied = Some(version);
         }
-        Ok(Loss::Sum(loss.value()?))
+        self.accumulate(batch, (gradients.records(), gradients.is_overlapped()), gradients)
     }
 
     fn evaluate(
@@ -54,8 +39,31 @@ impl<M: CandleModel> DeviceModel for Candle<M> {
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
         let network = built(&self.network)?;
+        self.copied = None;
         self.parameters.copy(parameters)?;
         self.model.evaluate(network, batch, metrics)
+    }
+}
+
+impl Accumulate for DeviceGradients<'_> {
+    fn open_len(&mut self) -> usize {
+        self.sum().len()
+    }
+
+    fn add(&mut self, range: Range<usize>, gradient: &Tensor) -> Result<(), UserError> {
+        let gradient = gradient.contiguous()?;
+        let (storage, layout) = gradient.storage_and_layout();
+        let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
+        else {
+            return Err(
+                "a parameter's gradient must be a contiguous tensor of f32 on its device".into()
+            );
+        };
+        Ok(self.add_sum(range, &storage.as_cuda_slice::<f32>()?.slice(start..end))?)
+    }
+
+    fn complete_from(&mut self, start: usize) {
+        DeviceGradients::complete_from(self, start);
     }
 }
 

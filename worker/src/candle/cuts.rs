@@ -6,11 +6,13 @@
 //!            copy (state') after it
 //! ```
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 use candle_core::Var;
 use candle_core::backprop::GradStore;
 
-use super::{Parameters, add};
+use super::Parameters;
 use crate::buckets::Gradients;
 use crate::metrics::UserError;
 
@@ -62,7 +64,7 @@ impl Uses {
         parameters: &Parameters,
         loss: &Tensor,
         cuts: Cuts,
-        gradients: &mut Gradients<'_>,
+        gradients: &mut impl Accumulate,
     ) -> Result<(), UserError> {
         let mut cuts = cuts.made.unwrap_or_default();
         let known = self.cuts == cuts.len() && !self.first.is_empty();
@@ -98,24 +100,51 @@ impl Uses {
     }
 }
 
-/// Adds the gradients of all parameters in `found`, and reports the parameters' indices.
-fn add_all(
+/// The flat gradient, on the host or on a GPU.
+pub(super) trait Accumulate {
+    /// Number of elements that may still be written.
+    fn open_len(&mut self) -> usize;
+
+    /// Adds the gradient of a parameter to the elements of its range.
+    fn add(&mut self, range: Range<usize>, gradient: &Tensor) -> Result<(), UserError>;
+
+    /// See [`Gradients::complete_from`].
+    fn complete_from(&mut self, start: usize);
+}
+
+impl Accumulate for Gradients<'_> {
+    fn open_len(&mut self) -> usize {
+        self.sum().len()
+    }
+
+    fn add(&mut self, range: Range<usize>, gradient: &Tensor) -> Result<(), UserError> {
+        Ok(super::add(gradient, &mut self.sum()[range])?)
+    }
+
+    fn complete_from(&mut self, start: usize) {
+        Gradients::complete_from(self, start);
+    }
+}
+
+/// Adds the gradients of all parameters in `found`, and reports the parameters' indices. A
+/// parameter that does not affect the loss has no gradient.
+pub(super) fn add_all(
     parameters: &Parameters,
     found: &GradStore,
-    gradients: &mut Gradients<'_>,
+    gradients: &mut impl Accumulate,
     mut on_found: impl FnMut(usize),
 ) -> Result<(), UserError> {
     for (index, (declared, variable)) in
         parameters.declared.iter().zip(&parameters.variables).enumerate()
     {
         let Some(gradient) = found.get(variable) else { continue };
-        let Some(place) = gradients.sum().get_mut(declared.range.clone()) else {
+        if declared.range.end > gradients.open_len() {
             let name = &declared.name;
             return Err(
                 format!("{name:?} is used before a cut, but was not in the previous pass").into()
             );
-        };
-        add(gradient, place)?;
+        }
+        gradients.add(declared.range.clone(), gradient)?;
         on_found(index);
     }
     Ok(())

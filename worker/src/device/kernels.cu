@@ -107,6 +107,31 @@ KERNEL(add, Add) {
     EACH(i, a.len) a.sum[i] = a.sum[i] + a.values[i];
 }
 
+// ---- bfloat16, the upper half of a float ----
+
+typedef struct {
+    const void *values;
+    void *converted;
+    u64 len;
+} Convert;
+
+// Rounds to the nearest, ties to even. NaNs stay NaNs.
+KERNEL(to_bf16, Convert) {
+    const u32 *values = (const u32 *)a.values;
+    EACH(i, a.len) {
+        const u32 bits = values[i];
+        const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        const int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        ((unsigned short *)a.converted)[i] =
+            (unsigned short)(is_nan ? (bits >> 16) | 0x40u : rounded);
+    }
+}
+
+KERNEL(from_bf16, Convert) {
+    const unsigned short *values = (const unsigned short *)a.values;
+    EACH(i, a.len) ((u32 *)a.converted)[i] = (u32)values[i] << 16;
+}
+
 // ---- NaNs and infinities ----
 
 // A reduction to one partial result per thread.

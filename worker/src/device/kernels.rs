@@ -8,12 +8,13 @@
 use std::sync::Arc;
 
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr,
-    DevicePtrMut, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+    CudaContext, CudaEvent, CudaFunction, CudaSlice, CudaStream, CudaView, CudaViewMut, DevicePtr,
+    DevicePtrMut, DeviceRepr, DriverError, LaunchConfig, PinnedHostSlice, PushKernelArg,
 };
-use cudarc::nvrtc::{CompileError, CompileOptions, compile_ptx_with_opts};
 use elasticdl_collective::device::{Device, DeviceError};
+use half::bf16;
 
+use super::compiler::compile;
 use super::cuda;
 use crate::optimizer::{AdamWStep, Arithmetic, Optimizer, SgdStep};
 
@@ -31,6 +32,10 @@ pub(crate) struct Kernels {
     second_pass: CudaSlice<u64>,
     sums: CudaSlice<u64>,
     scale: CudaSlice<f32>,
+    /// Digests on the host.
+    digests: PinnedHostSlice<u64>,
+    /// The end of the last copy of digests. cudarc records none, since events are not tracked.
+    copied: CudaEvent,
 }
 
 #[derive(Debug)]
@@ -40,11 +45,13 @@ struct Functions {
     clip_scale: CudaFunction,
     digests: CudaFunction,
     double_sums: CudaFunction,
+    from_bf16: CudaFunction,
     nonfinite: CudaFunction,
     sgd: CudaFunction,
     sgd_momentum: CudaFunction,
     sgd_nesterov: CudaFunction,
     square_sums: CudaFunction,
+    to_bf16: CudaFunction,
     word_sums: CudaFunction,
 }
 
@@ -81,6 +88,15 @@ struct Add {
 /// Mirrors the struct in `kernels.cu`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
+struct Convert {
+    values: u64,
+    converted: u64,
+    len: u64,
+}
+
+/// Mirrors the struct in `kernels.cu`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
 struct Fold {
     values: u64,
     partials: u64,
@@ -104,6 +120,8 @@ unsafe impl DeviceRepr for Step {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Add {}
 // SAFETY: as above.
+unsafe impl DeviceRepr for Convert {}
+// SAFETY: as above.
 unsafe impl DeviceRepr for Fold {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for Clip {}
@@ -117,7 +135,14 @@ impl Kernels {
         let stream = device.stream().clone();
         let functions = Functions::load(stream.context())?;
         let no_memory = |error: DriverError| format!("not enough GPU memory: {error}");
+        // SAFETY: the memory is initialized next. Not write-combined: the host reads it.
+        let digests = unsafe { stream.context().alloc_pinned_with_flags(2, 0) };
+        let mut digests: PinnedHostSlice<u64> = digests.map_err(no_memory)?;
+        digests.as_mut_slice().map_err(no_memory)?.fill(0);
+        let copied = stream.context().new_event(None);
         Ok(Self {
+            copied: copied.map_err(|error| format!("cannot create a CUDA event: {error}"))?,
+            digests,
             partials: stream.alloc_zeros(THREADS_MAX).map_err(no_memory)?,
             second_pass: stream.alloc_zeros(SECOND_PASS_THREADS).map_err(no_memory)?,
             sums: stream.alloc_zeros(2).map_err(no_memory)?,
@@ -194,14 +219,48 @@ impl Kernels {
         unsafe { launch(&self.stream, &self.functions.add, threads(len), &add) }
     }
 
-    /// Digests of two slices; each changes with any element. `starts`: positions of the slices'
-    /// first elements in their tensors. Synchronizes with the stream.
-    pub(crate) fn digests(
+    /// Rounds `values` to bf16, in `rounded`, which has the same length.
+    pub(crate) fn round_to_bf16(
+        &self,
+        values: &CudaView<'_, f32>,
+        rounded: &mut CudaViewMut<'_, bf16>,
+    ) -> Result<(), DeviceError> {
+        self.convert(&self.functions.to_bf16, values, rounded)
+    }
+
+    /// Converts `values` to f32, in `wide`, which has the same length.
+    pub(crate) fn widen_bf16(
+        &self,
+        values: &CudaView<'_, bf16>,
+        wide: &mut CudaViewMut<'_, f32>,
+    ) -> Result<(), DeviceError> {
+        self.convert(&self.functions.from_bf16, values, wide)
+    }
+
+    fn convert<T, U>(
+        &self,
+        function: &CudaFunction,
+        values: &CudaView<'_, T>,
+        converted: &mut CudaViewMut<'_, U>,
+    ) -> Result<(), DeviceError> {
+        assert_eq!(values.len(), converted.len(), "one result per value");
+        let len = values.len();
+        let (values, _values) = values.device_ptr(&self.stream);
+        let (converted, _converted) = converted.device_ptr_mut(&self.stream);
+        let convert = Convert { values, converted, len: len as u64 };
+        // SAFETY: both have the length `len`, of the types of the function, and stay borrowed until
+        // their last use is enqueued on the stream.
+        unsafe { launch(&self.stream, function, threads(len), &convert) }
+    }
+
+    /// Enqueues the computation of the digests of two slices; each changes with any element.
+    /// `starts`: positions of the slices' first elements in their tensors.
+    pub(crate) fn begin_digests(
         &mut self,
         slices: [CudaView<'_, f32>; 2],
         starts: [usize; 2],
-    ) -> Result<[u64; 2], DeviceError> {
-        let Self { stream, functions, partials, second_pass, sums, .. } = self;
+    ) -> Result<(), DeviceError> {
+        let Self { stream, functions, partials, second_pass, sums, digests, copied, .. } = self;
         for (turn, (slice, start)) in slices.iter().zip(starts).enumerate() {
             let all = threads(slice.len());
             fold(
@@ -227,10 +286,15 @@ impl Kernels {
                 1,
             )?;
         }
-        let mut found = [0; 2];
-        stream.memcpy_dtoh(sums, &mut found[..]).map_err(cuda("copy a digest to the host"))?;
-        stream.synchronize().map_err(cuda("synchronize"))?;
-        Ok(found)
+        let enqueued = stream.memcpy_dtoh(sums, digests).and_then(|()| copied.record(stream));
+        enqueued.map_err(cuda("copy a digest to the host"))
+    }
+
+    /// The digests that were begun last. Waits for them, and not for work enqueued after them.
+    pub(crate) fn end_digests(&self) -> Result<[u64; 2], DeviceError> {
+        let found = self.copied.synchronize().and_then(|()| self.digests.as_slice());
+        let found = found.map_err(cuda("copy a digest to the host"))?;
+        Ok([found[0], found[1]])
     }
 
     /// Whether no element is NaN or infinite. Synchronizes with the stream.
@@ -300,26 +364,22 @@ impl Kernels {
     }
 }
 
+impl Drop for Kernels {
+    /// The memory of the digests is freed next.
+    fn drop(&mut self) {
+        if let Err(error) = self.copied.synchronize() {
+            tracing::debug!(%error, "a copy of digests did not end");
+        }
+    }
+}
+
 impl Functions {
     fn load(context: &Arc<CudaContext>) -> Result<Self, String> {
-        find_compiler()?;
-        // Compiles for the oldest architecture that the compiler supports; the driver translates
-        // the result for the actual GPU.
-        let options = CompileOptions {
-            fmad: Some(false),
-            name: Some("kernels.cu".into()),
-            ..Default::default()
-        };
-        let compiled = compile_ptx_with_opts(SOURCE, options).map_err(|error| match error {
-            CompileError::CompileError { log, .. } => {
-                format!("NVRTC could not compile elasticdl's kernels: {}", log.to_string_lossy())
-            }
-            other => format!("NVRTC failed: {other}"),
-        })?;
+        let compiled = compile(context, SOURCE, "kernels.cu")?;
         let module = context.load_module(compiled).map_err(|error| {
             format!(
                 "the GPU's driver rejects the code that NVRTC compiled ({error}); NVRTC must not \
-                 be newer than the driver"
+                 be of a newer major version than the driver's CUDA"
             )
         })?;
         let load = |name: &str| {
@@ -333,11 +393,13 @@ impl Functions {
             clip_scale: load("clip_scale")?,
             digests: load("digests")?,
             double_sums: load("double_sums")?,
+            from_bf16: load("from_bf16")?,
             nonfinite: load("nonfinite")?,
             sgd: load("sgd")?,
             sgd_momentum: load("sgd_momentum")?,
             sgd_nesterov: load("sgd_nesterov")?,
             square_sums: load("square_sums")?,
+            to_bf16: load("to_bf16")?,
             word_sums: load("word_sums")?,
         })
     }
@@ -409,32 +471,7 @@ fn threads(len: usize) -> usize {
     len.div_ceil(ELEMENTS_MIN).next_multiple_of(BLOCK).clamp(BLOCK, THREADS_MAX)
 }
 
-/// Checks that NVRTC is installed: cudarc panics if the library is missing.
-fn find_compiler() -> Result<(), String> {
-    let mut reason = String::new();
-    for name in COMPILER_NAMES {
-        // SAFETY: a library with this name is NVIDIA's compiler, whose initialization is safe.
-        match unsafe { libloading::Library::new(name) } {
-            Ok(library) => {
-                // Not unloaded: cudarc loads it too, and keeps pointers into it.
-                std::mem::forget(library);
-                return Ok(());
-            }
-            Err(error) => reason = error.to_string(),
-        }
-    }
-    let names = COMPILER_NAMES.join(", ");
-    Err(format!(
-        "NVRTC, which compiles the optimizer for the GPU, is not installed ({names}: {reason}); it \
-         is part of the CUDA toolkit, and of the PyPI package nvidia-cuda-nvrtc"
-    ))
-}
-
 const SOURCE: &str = include_str!("kernels.cu");
-
-/// Names of the library, in the order in which cudarc tries them.
-const COMPILER_NAMES: [&str; 4] =
-    ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11"];
 
 /// Threads per block.
 const BLOCK: usize = 256;

@@ -8,20 +8,27 @@
 //! CUDA is loaded at run time, so a program that is built with this also runs on machines without a
 //! GPU.
 
+use std::fmt;
 use std::ops::Range;
 
-use cudarc::driver::{CudaView, DriverError};
+use cudarc::driver::{CudaView, CudaViewMut, DriverError};
+use elasticdl_collective::device::Overlap;
+use half::bf16;
 
 pub use cudarc;
 pub use cudarc::driver::CudaSlice;
 pub use elasticdl_collective::device::{Device, DeviceError};
 
+use crate::buckets::last_bucket;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Optimizer;
 
+mod compiler;
+mod host_copies;
 mod kernels;
 mod state;
 
+pub use compiler::compile;
 pub(crate) use kernels::Kernels;
 pub(crate) use state::DeviceState;
 
@@ -90,9 +97,16 @@ pub trait DeviceModel {
 /// Like [`Gradients`](crate::Gradients), on the GPU: the **sum** over the step's records.
 #[derive(Debug)]
 pub struct DeviceGradients<'a> {
-    sum: &'a mut CudaSlice<f32>,
+    sum: Accumulator<'a>,
     records: usize,
     kernels: &'a Kernels,
+    version: u64,
+}
+
+#[derive(Debug)]
+enum Accumulator<'a> {
+    Overlapped(&'a mut (dyn Overlapped + 'a)),
+    Whole(&'a mut CudaSlice<f32>),
 }
 
 impl DeviceGradients<'_> {
@@ -101,10 +115,20 @@ impl DeviceGradients<'_> {
         self.records
     }
 
-    /// The sum over records, to which the model adds: `[parameter_count()]`. It already contains
-    /// the gradients of the step's earlier micro-batches.
-    pub fn sum(&mut self) -> &mut CudaSlice<f32> {
-        self.sum
+    /// A number that changes whenever the parameters may have changed. A model that copies them
+    /// need not do so for each micro-batch.
+    pub fn parameters_version(&self) -> u64 {
+        self.version
+    }
+
+    /// The sum over records, to which the model adds: `[parameter_count()]`, without the elements
+    /// that are [complete](Self::complete_from) and being summed. It already contains the gradients
+    /// of the step's earlier micro-batches.
+    pub fn sum(&mut self) -> CudaViewMut<'_, f32> {
+        match &mut self.sum {
+            Accumulator::Overlapped(gradient) => gradient.rest(),
+            Accumulator::Whole(sum) => sum.as_view_mut(),
+        }
     }
 
     /// Adds `values`, a part of the gradient of the batch's summed loss, to the elements of
@@ -114,13 +138,88 @@ impl DeviceGradients<'_> {
     /// [`DeviceError::Cuda`].
     ///
     /// # Panics
-    /// If the lengths differ, or `range` is out of bounds.
+    /// If the lengths differ, or `range` is not within [`sum`](Self::sum).
     pub fn add_sum(
         &mut self,
         range: Range<usize>,
         values: &CudaView<'_, f32>,
     ) -> Result<(), DeviceError> {
-        self.kernels.add(values, &mut self.sum.slice_mut(range))
+        let kernels = self.kernels;
+        kernels.add(values, &mut self.sum().slice_mut(range))
+    }
+
+    /// Whether completed parts are summed over NCCL while the rest is computed: in the last
+    /// micro-batch of a step, with [buckets](crate::Model::bucket_len) and other workers.
+    pub fn is_overlapped(&self) -> bool {
+        matches!(self.sum, Accumulator::Overlapped(_))
+    }
+
+    /// Declares the elements from `start` on complete: they are computed by work that is enqueued
+    /// already, and the model adds nothing more to them in this batch. Without
+    /// [overlap](Self::is_overlapped), this has no effect.
+    pub fn complete_from(&mut self, start: usize) {
+        if let Accumulator::Overlapped(gradient) = &mut self.sum {
+            gradient.complete_from(start);
+        }
+    }
+}
+
+/// An [`Overlap`] without its lifetime, which a mutable reference can't shorten.
+trait Overlapped: fmt::Debug {
+    fn rest(&mut self) -> CudaViewMut<'_, f32>;
+    fn complete_from(&mut self, start: usize);
+}
+
+/// A gradient that is computed from its end to its start, while its completed buckets are summed.
+#[derive(Debug)]
+struct Buckets<'a, 'b> {
+    overlap: &'a mut Overlap<'b, f32>,
+    bucket_len: usize,
+}
+
+impl Overlapped for Buckets<'_, '_> {
+    fn rest(&mut self) -> CudaViewMut<'_, f32> {
+        self.overlap.rest()
+    }
+
+    fn complete_from(&mut self, start: usize) {
+        let mut rest = self.overlap.rest_len();
+        while let Some(at) = last_bucket(rest, self.bucket_len).filter(|at| *at >= start) {
+            self.overlap.sum_from(at);
+            rest = at;
+        }
+    }
+}
+
+/// Like [`Buckets`], rounded to bf16 on the wire.
+#[derive(Debug)]
+struct RoundedBuckets<'a, 'b> {
+    gradient: &'a mut CudaSlice<f32>,
+    kernels: &'a Kernels,
+    /// That of the rounded gradient.
+    overlap: &'a mut Overlap<'b, bf16>,
+    bucket_len: usize,
+    /// An error ends the sums.
+    rounding: &'a mut Result<(), DeviceError>,
+}
+
+impl Overlapped for RoundedBuckets<'_, '_> {
+    fn rest(&mut self) -> CudaViewMut<'_, f32> {
+        self.gradient.slice_mut(..self.overlap.rest_len())
+    }
+
+    fn complete_from(&mut self, start: usize) {
+        let mut rest = self.overlap.rest_len();
+        while let Some(at) = last_bucket(rest, self.bucket_len).filter(|at| *at >= start) {
+            let (values, mut open) = (self.gradient.slice(at..rest), self.overlap.rest());
+            let rounded = self.kernels.round_to_bf16(&values, &mut open.slice_mut(at..rest));
+            if let Err(error) = rounded {
+                *self.rounding = Err(error);
+                return;
+            }
+            self.overlap.sum_from(at);
+            rest = at;
+        }
     }
 }
 

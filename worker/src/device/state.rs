@@ -1,12 +1,22 @@
 //! The large buffers of a worker in GPU memory.
+#![allow(unsafe_code, reason = "sums are in progress between two calls")]
 
-use std::sync::Arc;
+use std::iter;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::CudaStream;
 use elasticdl_collective::CollectiveError;
-use elasticdl_collective::device::Path;
+use elasticdl_collective::device::{DeviceGroup, Overlap, Path};
+use elasticdl_proto::WireDtype;
+use half::bf16;
 
-use super::{CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate, Kernels, cuda};
+use super::host_copies::HostCopies;
+use super::{
+    Accumulator, Buckets, CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate, Kernels,
+    RoundedBuckets, cuda,
+};
+use crate::buckets;
 use crate::ring::Ring;
 use crate::tensor::{Tensor, window};
 
@@ -22,6 +32,13 @@ pub(crate) struct DeviceState {
     gradient: CudaSlice<f32>,
     retained: CudaSlice<f32>,
     reduced: CudaSlice<f32>,
+    /// Gradient and sum as they are on NCCL's wire; `None` if they are f32 there.
+    wire: Option<[CudaSlice<bf16>; 2]>,
+    /// Number of changes of the parameters and of the optimizer state.
+    version: u64,
+    /// Step and version whose window digests were begun last.
+    digests_of: Option<(u64, u64)>,
+    copies: Mutex<HostCopies>,
 }
 
 impl DeviceState {
@@ -29,20 +46,37 @@ impl DeviceState {
     ///
     /// # Errors
     /// A message that explains what is missing on this machine, and what the user should do.
-    pub(crate) fn new(device: &Device, parameters: usize, slots: usize) -> Result<Self, String> {
+    pub(crate) fn new(
+        device: &Device,
+        (parameters, slots): (usize, usize),
+        wire: WireDtype,
+    ) -> Result<Self, String> {
         let kernels = Kernels::new(device)?;
         let zeros = |len: usize| {
             let floats = device.stream().alloc_zeros::<f32>(len.max(1));
             floats.map_err(|error| format!("not enough GPU memory for {len} more floats: {error}"))
         };
+        let halves = || {
+            let halves = device.stream().alloc_zeros::<bf16>(parameters);
+            halves.map_err(|error| format!("not enough GPU memory for {parameters} bf16: {error}"))
+        };
+        let wire = match wire {
+            WireDtype::Bf16 => Some([halves()?, halves()?]),
+            // Sums over records exceed the range of f16.
+            WireDtype::F16 | WireDtype::F32 => None,
+        };
         Ok(Self {
             kernels,
+            wire,
             slots_len: parameters * slots,
             parameters: zeros(parameters)?,
             slots: zeros(parameters * slots)?,
             gradient: zeros(parameters)?,
             retained: zeros(parameters)?,
             reduced: zeros(parameters)?,
+            version: 0,
+            digests_of: None,
+            copies: Mutex::new(HostCopies::new(device.stream())),
             device: device.clone(),
         })
     }
@@ -62,11 +96,47 @@ impl DeviceState {
 
     /// The parameters, and the gradient's accumulator for a batch of `records` records.
     pub(crate) fn gradient(&mut self, records: usize) -> (&CudaSlice<f32>, DeviceGradients<'_>) {
-        let Self { parameters, gradient: sum, kernels, .. } = self;
-        (parameters, DeviceGradients { sum, records, kernels })
+        let Self { parameters, gradient, kernels, version, .. } = self;
+        let sum = Accumulator::Whole(gradient);
+        (parameters, DeviceGradients { sum, records, kernels, version: *version })
+    }
+
+    /// Calls `compute` with the parameters and the gradient's accumulator for the last `records`
+    /// records of a step. Buckets of `bucket_len` elements that it declares complete are summed
+    /// over all ranks meanwhile. Returns its result and the number of these buckets.
+    pub(crate) fn overlap<T>(
+        &mut self,
+        ring: &mut DeviceGroup,
+        records: usize,
+        bucket_len: usize,
+        compute: impl FnOnce(&CudaSlice<f32>, &mut DeviceGradients<'_>) -> T,
+    ) -> (T, Result<usize, CollectiveError>) {
+        let Self { parameters, gradient, reduced, wire, kernels, version, .. } = self;
+        let (kernels, version) = (&*kernels, *version);
+        let Some([rounded, sum]) = wire else {
+            let compute = |overlap: &mut Overlap<'_, f32>| {
+                let mut buckets = Buckets { overlap, bucket_len };
+                let sum = Accumulator::Overlapped(&mut buckets);
+                compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
+            };
+            // SAFETY: the step sums the rest next, or the group is dropped first. The trainer drops
+            // its group before these buffers.
+            return unsafe { ring.overlap(gradient, reduced, compute) };
+        };
+        let mut rounding = Ok(());
+        let compute = |overlap: &mut Overlap<'_, bf16>| {
+            let rounding = &mut rounding;
+            let mut buckets = RoundedBuckets { gradient, kernels, overlap, bucket_len, rounding };
+            let sum = Accumulator::Overlapped(&mut buckets);
+            compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
+        };
+        // SAFETY: as above.
+        let (computed, summed) = unsafe { ring.overlap(rounded, sum, compute) };
+        (computed, rounding.map_err(|source| CollectiveError::Device { source }).and(summed))
     }
 
     pub(crate) fn update(&mut self, step: u64, records: u64) -> DeviceUpdate<'_> {
+        self.version += 1;
         let Self { kernels, parameters, slots, reduced: sum, .. } = self;
         DeviceUpdate { step, records, sum, parameters, slots, kernels }
     }
@@ -83,15 +153,7 @@ impl DeviceState {
             Tensor::Reduced => (&self.reduced, self.reduced.len()),
             Tensor::Slots => (&self.slots, self.slots_len),
         };
-        let mut floats = vec![0.0; len];
-        if len > 0 {
-            let stream = self.stream();
-            stream
-                .memcpy_dtoh(&slice.slice(..len), &mut floats)
-                .map_err(cuda("copy to the host"))?;
-            stream.synchronize().map_err(cuda("copy to the host"))?;
-        }
-        Ok(Arc::new(floats))
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner).copy(&slice.slice(..len))
     }
 
     /// Overwrites a tensor with values of the host.
@@ -120,14 +182,37 @@ impl DeviceState {
         stream.synchronize().map_err(cuda("copy from the host"))
     }
 
-    /// See [`Tensors::sum`](crate::tensors::Tensors::sum).
+    /// See [`Tensors::sum`](crate::tensors::Tensors::sum). Over NCCL, the gradient is summed in
+    /// buckets if there are any.
     pub(crate) fn sum(
         &mut self,
         ring: &mut Ring,
         header: &[u8],
         path: Path,
+        buckets: Option<(usize, usize)>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        ring.device()?.all_reduce_device(header, &self.gradient, &mut self.reduced, path)
+        let Self { gradient, reduced, wire, kernels, .. } = self;
+        let ring = ring.device()?;
+        let rest = |(bucket_len, summed)| -> Vec<Range<usize>> {
+            buckets::ranges(gradient.len(), bucket_len).skip(summed).collect()
+        };
+        match (path, buckets.map(rest), wire) {
+            (Path::Nccl, rest, Some([rounded, sum])) => {
+                let source = |source| CollectiveError::Device { source };
+                let rest = rest.unwrap_or_else(|| iter::once(0..gradient.len()).collect());
+                let end = rest.first().map_or(0, |first| first.end);
+                kernels
+                    .round_to_bf16(&gradient.slice(..end), &mut rounded.slice_mut(..end))
+                    .map_err(source)?;
+                let headers = ring.sum_rest(header, rounded, sum, &rest)?;
+                kernels.widen_bf16(&sum.as_view(), &mut reduced.as_view_mut()).map_err(source)?;
+                Ok(headers)
+            }
+            (Path::Nccl, Some(rest), None) => ring.sum_rest(header, gradient, reduced, &rest),
+            (Path::Host | Path::Nccl, ..) => {
+                ring.all_reduce_device(header, gradient, reduced, path)
+            }
+        }
     }
 
     /// Uses the gradient as the sum, in a group of one.
@@ -163,15 +248,31 @@ impl DeviceState {
         std::mem::swap(&mut self.reduced, &mut self.retained);
     }
 
-    /// Digests of the step's windows of the parameters and of the optimizer state.
-    pub(crate) fn window_digests(&mut self, step: u64) -> Result<[u64; 2], DeviceError> {
+    /// Enqueues the computation of the digests of the step's windows of the parameters and of the
+    /// optimizer state.
+    pub(crate) fn begin_window_digests(&mut self, step: u64) -> Result<(), DeviceError> {
         let windows = [window(step, self.parameters.len()), window(step, self.slots_len)];
         let starts = [windows[0].start, windows[1].start];
         let [parameters, slots] = windows;
-        self.kernels.digests([self.parameters.slice(parameters), self.slots.slice(slots)], starts)
+        let slices = [self.parameters.slice(parameters), self.slots.slice(slots)];
+        self.kernels.begin_digests(slices, starts)?;
+        self.digests_of = Some((step, self.version));
+        Ok(())
+    }
+
+    /// Digests of the step's windows. Once they were begun, this does not wait for work enqueued
+    /// since.
+    pub(crate) fn window_digests(&mut self, step: u64) -> Result<[u64; 2], DeviceError> {
+        if self.digests_of != Some((step, self.version)) {
+            self.begin_window_digests(step)?;
+        }
+        self.kernels.end_digests()
     }
 
     fn slice(&mut self, tensor: Tensor) -> &mut CudaSlice<f32> {
+        if matches!(tensor, Tensor::Parameters | Tensor::Slots) {
+            self.version += 1;
+        }
         match tensor {
             Tensor::Retained => &mut self.retained,
             Tensor::Parameters => &mut self.parameters,

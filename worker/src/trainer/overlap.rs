@@ -6,11 +6,13 @@ use elasticdl_collective::Communicator as _;
 use elasticdl_proto::RecordRange;
 
 use super::Trainer;
+use super::device::device_of;
 use crate::buckets::{self, RecordKeys};
 use crate::failure::call_user;
 use crate::model::Model;
 use crate::reader::Reader;
 use crate::ring::Ring;
+use crate::session::transport_switch::Transport;
 use crate::tensors::{HostState, Tensors};
 
 impl<M: Model> Trainer<'_, M> {
@@ -24,24 +26,33 @@ impl<M: Model> Trainer<'_, M> {
         bucket_len: usize,
     ) -> Result<(f64, Duration), String> {
         let started = Instant::now();
-        let (Tensors::Host(state), Some(Ring::Host(ring))) = (&mut self.tensors, &mut self.ring)
-        else {
-            return Ok((self.gradients(records, positions)?, started.elapsed()));
-        };
-        if ring.world_size() == 1 {
-            return Ok((self.gradients(records, positions)?, started.elapsed()));
-        }
+        let has_peers = self.ring.as_ref().is_some_and(|ring| ring.host().world_size() > 1);
+        let is_over_nccl = self.session.transport() == Transport::Nccl;
         let (model, count) = (&mut self.model, records.len());
-        let batch = call_user("feed()", || model.feed(records))?;
-        let HostState { parameters, gradient, reduced, .. } = state;
-        let buffers = (&mut gradient[..], &mut reduced[..]);
-        let batch_of = (count, RecordKeys::new(self.seed, positions));
-        let (computed, summed) =
-            buckets::overlap(ring, buffers, batch_of, bucket_len, |gradients| {
-                let loss =
-                    call_user("gradients()", || model.gradients(parameters, batch, gradients));
-                (loss, started.elapsed())
-            });
+        let (computed, summed) = match (&mut self.tensors, &mut self.ring) {
+            (Tensors::Host(state), Some(Ring::Host(ring))) if has_peers => {
+                let batch = call_user("feed()", || model.feed(records))?;
+                let HostState { parameters, gradient, reduced, .. } = state;
+                let buffers = (&mut gradient[..], &mut reduced[..]);
+                let batch_of = (count, RecordKeys::new(self.seed, positions));
+                buckets::overlap(ring, buffers, batch_of, bucket_len, |gradients| {
+                    let loss =
+                        call_user("gradients()", || model.gradients(parameters, batch, gradients));
+                    (loss, started.elapsed())
+                })
+            }
+            // The host path copies a gradient when it is complete.
+            (Tensors::Device(state), Some(Ring::Device(ring))) if has_peers && is_over_nccl => {
+                let batch = call_user("feed()", || model.feed(records))?;
+                state.overlap(ring, count, bucket_len, |parameters, gradients| {
+                    let loss = call_user("gradients()", || {
+                        device_of(model)?.gradients(parameters, batch, gradients)
+                    });
+                    (loss, started.elapsed())
+                })
+            }
+            _ => return Ok((self.gradients(records, positions)?, started.elapsed())),
+        };
         self.summed = summed;
         let (loss, took) = computed;
         Ok((loss?.sum_over(count), took))

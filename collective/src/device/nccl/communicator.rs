@@ -4,10 +4,11 @@
     reason = "calls into a C library; this module decides which thread uses the handle"
 )]
 
+use std::cell::Cell;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -58,12 +59,25 @@ pub(crate) struct Timeouts {
     pub(crate) abort: Duration,
 }
 
-/// One operation. The buffers stay valid until its result has arrived, or until the communicator
-/// has ended.
-#[derive(Clone, Copy, Debug)]
+/// One operation. The buffers stay valid until it is complete, or until the communicator has left
+/// the stream.
+#[derive(Debug)]
 pub(crate) struct Call {
     pub(crate) kind: CallKind,
     pub(crate) buffers: Buffers,
+    /// `None`: it runs on the communicator's stream, and its result arrives when it is complete.
+    pub(crate) beside: Option<Beside>,
+}
+
+/// An operation that runs beside the work on the communicator's stream.
+#[derive(Debug)]
+pub(crate) struct Beside {
+    /// Stream of the operation.
+    pub(crate) stream: Arc<CudaStream>,
+    /// Event that it follows.
+    pub(crate) after: CudaEvent,
+    /// Whether the result arrives when it is complete; otherwise when it is on the stream.
+    pub(crate) waits: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -100,7 +114,13 @@ impl NcclCommunicator {
             finished: Notifier::new()?,
             abort: AtomicBool::new(false),
             abort_nanos: AtomicU64::new(0),
-            status: Mutex::new(Status { phase: Phase::Building, handle: None, in_call: true }),
+            marked: OnceLock::new(),
+            status: Mutex::new(Status {
+                phase: Phase::Building,
+                handle: None,
+                in_call: true,
+                on_stream: OnStream::Nothing,
+            }),
             changed: Condvar::new(),
         });
         let (calls, to_do) = mpsc::channel();
@@ -111,7 +131,8 @@ impl NcclCommunicator {
             drop(unreleased);
         };
         thread::Builder::new().name("nccl-watchdog".to_owned()).spawn(watch)?;
-        let caller = Caller { shared: shared.clone(), init, to_do, done };
+        let last_took = Cell::new(Duration::ZERO);
+        let caller = Caller { shared: shared.clone(), init, to_do, done, last_took };
         let spawned = thread::Builder::new().name("nccl".to_owned()).spawn(move || caller.run());
         if let Err(error) = spawned {
             shared.lock().in_call = false;
@@ -130,14 +151,14 @@ impl NcclCommunicator {
         }
     }
 
-    /// Starts an operation. One operation at a time.
+    /// Starts an operation. Operations run in their order.
     pub(crate) fn call(&self, call: Call) {
         // A thread that has ended has recorded the reason in the state.
         let _ = self.calls.send(call);
     }
 
-    /// Returns the result of the operation, once it is complete. Returns an error repeatedly if the
-    /// communicator has ended otherwise.
+    /// Returns the result of the first operation whose result was not returned, once it is there.
+    /// Returns an error repeatedly if the communicator has ended otherwise.
     pub(crate) fn result(&self) -> Option<Result<(), DeviceError>> {
         self.shared.finished.clear();
         match self.results.try_recv() {
@@ -163,22 +184,30 @@ impl NcclCommunicator {
         self.shared.end(reason);
     }
 
-    /// Waits until NCCL has released the communicator, after an abort was requested.
+    /// Waits until no operation occupies the stream, after an abort was requested. NCCL may still
+    /// be releasing the communicator, which takes far longer than the end of its kernels.
     ///
     /// # Errors
     /// [`DeviceError::Abandoned`].
-    pub(crate) fn wait_until_ended(&self) -> Result<(), DeviceError> {
+    pub(crate) fn wait_until_clear(&self) -> Result<(), DeviceError> {
         let waited = self.shared.timeouts.abort;
         let until = Instant::now() + waited;
         let mut status = self.shared.lock();
-        while !matches!(status.phase, Phase::Ended(_)) {
+        loop {
+            let is_clear = match status.on_stream {
+                OnStream::Marked => self.shared.is_marked_complete(),
+                OnStream::Nothing => true,
+                OnStream::Unmarked => false,
+            };
+            if is_clear || matches!(status.phase, Phase::Ended(_)) {
+                return Ok(());
+            }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(DeviceError::Abandoned { waited });
             }
-            status = self.shared.wait(status, Some(left));
+            status = self.shared.wait(status, Some(left.min(POLL_INTERVAL)));
         }
-        Ok(())
     }
 
     /// Duration of the abort, once it has returned.
@@ -213,6 +242,8 @@ struct Shared {
     abort: AtomicBool,
     /// Duration of the abort in nanoseconds; 0 until it has returned.
     abort_nanos: AtomicU64,
+    /// Event that marks the end of operations, once there is a communicator.
+    marked: OnceLock<CudaEvent>,
     status: Mutex<Status>,
     changed: Condvar,
 }
@@ -224,6 +255,17 @@ struct Status {
     phase: Phase,
     handle: Option<Handle>,
     in_call: bool,
+    on_stream: OnStream,
+}
+
+/// What of this communicator may be on a stream.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum OnStream {
+    /// Operations, whose end the event marks.
+    Marked,
+    Nothing,
+    /// Operations. The last one is not known to be followed by the event.
+    Unmarked,
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -329,6 +371,18 @@ impl Shared {
             status = self.wait(status, None);
         }
     }
+
+    fn set_on_stream(&self, on_stream: OnStream) {
+        self.lock().on_stream = on_stream;
+        self.changed.notify_all();
+    }
+
+    /// Whether the work before the event is complete. If that can't be known, the release of the
+    /// communicator is waited for.
+    fn is_marked_complete(&self) -> bool {
+        let Some(event) = self.marked.get() else { return false };
+        self.context.bind_to_thread().is_ok() && event.try_is_complete().is_ok_and(|done| done)
+    }
 }
 
 /// Why the calling thread stops.
@@ -350,6 +404,8 @@ struct Caller {
     init: CommInit,
     to_do: Receiver<Call>,
     done: Sender<Result<(), DeviceError>>,
+    /// Duration of the last operation.
+    last_took: Cell<Duration>,
 }
 
 impl Caller {
@@ -363,7 +419,7 @@ impl Caller {
 
     fn serve(self) {
         let event = match self.build() {
-            Ok(event) => event,
+            Ok(event) => self.shared.marked.get_or_init(|| event),
             Err(stop) => return self.stop(stop),
         };
         let mut status = self.shared.lock();
@@ -380,7 +436,7 @@ impl Caller {
             "NCCL communicator created"
         );
         for call in &self.to_do {
-            let result = match self.perform(call, &event) {
+            let result = match self.perform(&call, event) {
                 Ok(()) => Ok(()),
                 Err(Stop::Aborted) => return,
                 Err(Stop::Failed(error)) => Err(error),
@@ -424,13 +480,23 @@ impl Caller {
         let (handle, call_status) = begun?;
         status.handle = Some(handle);
         drop(status);
-        self.wait_until_done("create a communicator", call_status, &BackOff::new())?;
+        let back_off = BackOff::new(SPIN_TIME_MIN);
+        self.wait_until_done("create a communicator", call_status, &back_off)?;
         prepared.map_err(|source| DeviceError::Cuda { action: "create an event", source }.into())
     }
 
-    fn perform(&self, call: Call, event: &CudaEvent) -> Result<(), Stop> {
-        let Call { kind, buffers } = call;
-        let stream = &self.init.stream;
+    /// Executes an operation, and records the event after it.
+    fn perform(&self, call: &Call, event: &CudaEvent) -> Result<(), Stop> {
+        let Call { kind, buffers, beside } = call;
+        let (kind, buffers) = (*kind, *buffers);
+        self.shared.set_on_stream(OnStream::Unmarked);
+        let (stream, waits) = match beside {
+            None => (&self.init.stream, true),
+            Some(Beside { stream, after, waits }) => {
+                stream.wait(after).map_err(DeviceError::cuda("order two streams"))?;
+                (stream, *waits)
+            }
+        };
         let raw = stream.cu_stream().cast();
         let (action, call_status) = match kind {
             CallKind::AllGather => (
@@ -456,22 +522,34 @@ impl Caller {
                 })?,
             ),
         };
-        let back_off = BackOff::new();
+        let back_off = BackOff::new(self.spin_time());
         self.wait_until_done(action, call_status, &back_off)?;
         event.record(stream).map_err(DeviceError::cuda("record an event"))?;
+        self.shared.set_on_stream(OnStream::Marked);
+        if !waits {
+            return Ok(());
+        }
         while !event.try_is_complete().map_err(DeviceError::cuda("complete an NCCL operation"))? {
             self.poll(action)?;
             back_off.wait();
         }
+        self.shared.set_on_stream(OnStream::Nothing);
+        self.last_took.set(back_off.begun.elapsed());
         // An error reported together with completion counts as well.
         self.poll(action).map(drop)
+    }
+
+    /// How long the next operation is polled without a pause: as long as the last one took, and a
+    /// half. A pause delays the end of an operation by up to a tenth of a millisecond.
+    fn spin_time(&self) -> Duration {
+        (self.last_took.get() * 3 / 2).clamp(SPIN_TIME_MIN, SPIN_TIME_MAX)
     }
 
     /// Finalizes the communicator: outstanding data reaches the peers.
     fn finalize(&self) -> Result<(), Stop> {
         // SAFETY: this thread may use the handle, see `call`.
         let mut call_status = self.call(|nccl, handle| unsafe { nccl.finalize(handle) })?;
-        let (begun, back_off) = (Instant::now(), BackOff::new());
+        let (begun, back_off) = (Instant::now(), BackOff::new(SPIN_TIME_MIN));
         while call_status == CallStatus::InProgress && begun.elapsed() < self.shared.timeouts.abort
         {
             back_off.wait();
@@ -526,15 +604,16 @@ impl Caller {
 /// Back-off between two polls: yields at first, then sleeps, so that other threads get the core.
 struct BackOff {
     begun: Instant,
+    spin_time: Duration,
 }
 
 impl BackOff {
-    fn new() -> Self {
-        Self { begun: Instant::now() }
+    fn new(spin_time: Duration) -> Self {
+        Self { begun: Instant::now(), spin_time }
     }
 
     fn wait(&self) {
-        if self.begun.elapsed() < SPIN_TIME_MAX {
+        if self.begun.elapsed() < self.spin_time {
             thread::yield_now();
         } else {
             thread::sleep(POLL_INTERVAL);
@@ -552,6 +631,8 @@ fn aborts() -> MutexGuard<'static, Vec<(usize, Instant)>> {
 /// limit hangs.
 const CALL_TIME_MAX: Duration = Duration::from_millis(100);
 
-/// Time before the back-off sleeps: about the duration of a large operation.
-const SPIN_TIME_MAX: Duration = Duration::from_millis(1);
+/// Time before the back-off sleeps, at least and at most: from a small operation's duration to that
+/// of a large one within a host. Over a network, a pause is a small part of it.
+const SPIN_TIME_MIN: Duration = Duration::from_millis(1);
+const SPIN_TIME_MAX: Duration = Duration::from_millis(10);
 const POLL_INTERVAL: Duration = Duration::from_micros(50);

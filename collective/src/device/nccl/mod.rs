@@ -23,7 +23,7 @@ mod library;
 pub(crate) mod raw;
 mod release;
 
-pub(crate) use communicator::{Call, CallKind, CommInit, NcclCommunicator, Timeouts};
+pub(crate) use communicator::{Beside, Call, CallKind, CommInit, NcclCommunicator, Timeouts};
 pub use communicator::{NcclState, abandoned};
 pub(crate) use library::Buffers;
 pub use library::{Library, UniqueId};

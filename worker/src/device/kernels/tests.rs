@@ -279,17 +279,28 @@ fn kernels_on_a_device_compute_the_same() {
             assert!((found - expected).abs() < 1e-6, "{optimizer:?}: {found} is not {expected}");
         }
     }
+    let wide = [&numbers(LEN, 3)[..], &[f32::MAX, f32::NEG_INFINITY, f32::NAN, 1e-41]].concat();
+    let values = stream.clone_htod(&wide).unwrap();
+    let mut rounded = stream.alloc_zeros::<bf16>(wide.len()).unwrap();
+    let mut back = stream.alloc_zeros::<f32>(wide.len()).unwrap();
+    kernels.round_to_bf16(&values.as_view(), &mut rounded.as_view_mut()).unwrap();
+    kernels.widen_bf16(&rounded.as_view(), &mut back.as_view_mut()).unwrap();
+    let expected: Vec<f32> = wide.iter().map(|value| bf16::from_f32(*value).to_f32()).collect();
+    assert_eq!(bits(&stream.clone_dtoh(&back).unwrap()), bits(&expected));
     let host = Host::compile();
     let (first, second) = (numbers(LEN, 1), numbers(300, 2));
     let slices = [stream.clone_htod(&first).unwrap(), stream.clone_htod(&second).unwrap()];
-    let found = kernels.digests([slices[0].as_view(), slices[1].as_view()], [0, 77]).unwrap();
-    assert_eq!(found, [host.digest(&first, 0), host.digest(&second, 77)]);
+    kernels.begin_digests([slices[0].as_view(), slices[1].as_view()], [0, 77]).unwrap();
+    // Work that does not end, as a backward pass before its end.
+    let held = elasticdl_stand_ins::Hold::on(stream.cu_stream().cast());
+    assert_eq!(kernels.end_digests().unwrap(), [host.digest(&first, 0), host.digest(&second, 77)]);
+    drop(held);
     for bad in [None, Some(f32::NAN), Some(f32::NEG_INFINITY)] {
         let mut values = first.clone();
         *values.last_mut().unwrap() = bad.unwrap_or(f32::MAX);
         let slice = stream.clone_htod(&values).unwrap();
         assert_eq!(kernels.is_finite(&slice).unwrap(), bad.is_none(), "{bad:?}");
     }
-    let nothing = kernels.digests([slices[0].slice(..0), slices[1].slice(5..)], [0, 5]).unwrap();
-    assert_eq!(nothing, [0, host.digest(&second[5..], 5)]);
+    kernels.begin_digests([slices[0].slice(..0), slices[1].slice(5..)], [0, 5]).unwrap();
+    assert_eq!(kernels.end_digests().unwrap(), [0, host.digest(&second[5..], 5)]);
 }

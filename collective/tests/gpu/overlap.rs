@@ -1,0 +1,165 @@
+//! Sums of parts of a buffer, while the rest is computed.
+
+#![allow(unsafe_code, reason = "sums are in progress after a return")]
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use elasticdl_collective::device::{Device, Overlap};
+use elasticdl_collective::nccl::NcclState;
+use elasticdl_collective::{CollectiveError, Communicator};
+
+use crate::group::{Gpu, WATCHDOG, group, nccl, on_all};
+
+const PARTS: [Range<usize>; 3] = [600..1000, 200..600, 0..200];
+const LEN: usize = 1000;
+
+fn group_on_nccl(world: usize, faults: &[&str]) -> Vec<Gpu> {
+    let mut group = group(world);
+    on_all(&mut group, |gpu| {
+        let fault = faults.get(gpu.ring.rank()).copied().unwrap_or("");
+        gpu.ring.begin_nccl(&nccl(fault)).unwrap();
+        assert_eq!(gpu.wait_for_nccl(), NcclState::Ready);
+    });
+    group
+}
+
+/// Writes a part of the buffer on the device's stream.
+fn compute(device: &Device, overlap: &mut Overlap<'_, f32>, part: &Range<usize>, value: f32) {
+    let values = device.stream().clone_htod(&vec![value; part.len()]).unwrap();
+    let mut rest = overlap.rest();
+    device.stream().memcpy_dtod(&values, &mut rest.slice_mut(part.clone())).unwrap();
+}
+
+/// A step in which a rank begins the sums of its first `early` parts while it computes.
+fn step(gpu: &mut Gpu, early: usize) -> Result<(Vec<f32>, Vec<Vec<u8>>), CollectiveError> {
+    let rank = gpu.ring.rank();
+    let device = gpu.ring.device().clone();
+    let (mut src, mut dst) = (gpu.put(&[f32::NAN; LEN])?, gpu.put(&[f32::NAN; LEN])?);
+    let fill = |overlap: &mut Overlap<'_, f32>| {
+        for (at, part) in PARTS.iter().enumerate() {
+            compute(&device, overlap, part, (10 * at + rank) as f32);
+            if at < early {
+                overlap.sum_from(part.start);
+                assert_eq!(overlap.rest_len(), part.start);
+            }
+        }
+    };
+    // SAFETY: on success, `sum_rest` is next; otherwise, the group has ended.
+    let ((), begun) = unsafe { gpu.ring.overlap(&mut src, &mut dst, fill) };
+    let begun = begun?;
+    assert_eq!(begun, early);
+    let headers = gpu.ring.sum_rest(&[rank as u8], &src, &mut dst, &PARTS[begun..])?;
+    let kept = gpu.get(&src, LEN);
+    for (at, part) in PARTS.iter().enumerate() {
+        let all = kept[part.clone()].iter().all(|value| *value == (10 * at + rank) as f32);
+        assert!(all, "the source has changed");
+    }
+    Ok((gpu.get(&dst, LEN), headers))
+}
+
+#[test]
+fn ranks_that_begin_different_parts_early_get_the_same_sums() {
+    let mut group = group_on_nccl(3, &[]);
+    for turn in 0..4 {
+        // The last part is never summed early.
+        let all = on_all(&mut group, |gpu| step(gpu, (turn + gpu.ring.rank()) % 3).unwrap());
+        for (sums, headers) in all {
+            assert_eq!(headers, [[0], [1], [2]]);
+            for (at, part) in PARTS.iter().enumerate() {
+                assert_eq!(sums[part.clone()], vec![(30 * at + 3) as f32; part.len()]);
+            }
+        }
+        // Other operations work between such steps.
+        let sums = on_all(&mut group, |gpu| {
+            let (src, mut dst) = (gpu.put(&[1.0_f32]).unwrap(), gpu.put(&[0.0_f32]).unwrap());
+            let path = elasticdl_collective::device::Path::Nccl;
+            gpu.ring.all_reduce_device(&[], &src, &mut dst, path).unwrap();
+            gpu.get(&dst, 1)
+        });
+        assert_eq!(sums, vec![vec![3.0]; 3]);
+    }
+}
+
+#[test]
+fn a_part_is_summed_while_the_rest_is_computed() {
+    let mut group = group_on_nccl(2, &[]);
+    on_all(&mut group, |gpu| {
+        let device = gpu.ring.device().clone();
+        let (mut src, mut dst) =
+            (gpu.put(&[0.0_f32; LEN]).unwrap(), gpu.put(&[0.0_f32; LEN]).unwrap());
+        let fill = |overlap: &mut Overlap<'_, f32>| {
+            compute(&device, overlap, &PARTS[0], 2.0);
+            overlap.sum_from(PARTS[0].start);
+            // Work that does not end, as the rest of a backward pass.
+            elasticdl_stand_ins::Hold::on(device.stream().cu_stream().cast())
+        };
+        // SAFETY: the only use of `dst` before `sum_rest` is this test's.
+        let (held, begun) = unsafe { gpu.ring.overlap(&mut src, &mut dst, fill) };
+        assert_eq!(begun.unwrap(), 1);
+        let other = device.stream().context().new_stream().unwrap();
+        let begun = Instant::now();
+        while other.clone_dtoh(&dst.slice(PARTS[0].clone())).unwrap() != vec![4.0; 400] {
+            assert!(begun.elapsed() < WATCHDOG, "the part is not summed before the rest");
+        }
+        drop(held);
+        gpu.ring.sum_rest(&[], &src, &mut dst, &PARTS[1..]).unwrap();
+        assert_eq!(gpu.get(&dst, LEN)[..600], [0.0; 600]);
+    });
+}
+
+#[test]
+fn a_fault_during_the_computation_ends_the_step_and_keeps_the_gradient() {
+    // The second operation of rank 0 fails. Neither its links nor the others' tell before the step.
+    let mut group = group_on_nccl(3, &["op_fails"]);
+    let ends = on_all(&mut group, |gpu| {
+        let end = step(gpu, 2).unwrap_err();
+        gpu.wait_for_release();
+        end
+    });
+    assert!(matches!(ends[0], CollectiveError::Device { .. }), "{ends:?}");
+    for end in &ends[1..] {
+        assert!(matches!(end, CollectiveError::PeerLost { .. }), "{ends:?}");
+    }
+}
+
+#[test]
+fn the_stream_is_usable_while_a_sum_hangs_and_a_dropped_group_has_ended_it() {
+    let mut group = group_on_nccl(2, &[]);
+    let begin = |gpu: &mut Gpu| {
+        let device = gpu.ring.device().clone();
+        let mut buffers = (gpu.put(&[0.0_f32; LEN]).unwrap(), gpu.put(&[0.0_f32; LEN]).unwrap());
+        let fill = |overlap: &mut Overlap<'_, f32>| {
+            compute(&device, overlap, &PARTS[0], 2.0);
+            overlap.sum_from(PARTS[0].start);
+        };
+        // SAFETY: the group is dropped before the buffers.
+        let ((), begun) = unsafe { gpu.ring.overlap(&mut buffers.0, &mut buffers.1, fill) };
+        (begun, buffers)
+    };
+    let mut late = group.pop().unwrap();
+    let mut early = group.pop().unwrap();
+    let (begun, (src, dst)) = begin(&mut early);
+    assert_eq!(begun.unwrap(), 1);
+    assert_eq!(early.get(&src, LEN)[600..], [2.0; 400]);
+    let stream = early.ring.device().stream().clone();
+    drop(early);
+    // The other rank begins the sum now. It must not reach memory that may be in other use.
+    let (_, buffers) = begin(&mut late);
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(stream.clone_dtoh(&dst).unwrap(), [0.0; LEN]);
+    drop(late);
+    drop(buffers);
+}
+
+#[test]
+fn parts_that_do_not_cover_the_rest_are_refused() {
+    let mut group = group_on_nccl(1, &[]);
+    let gpu = &mut group[0];
+    let (src, mut dst) = (gpu.put(&[0.0_f32; LEN]).unwrap(), gpu.put(&[0.0_f32; LEN]).unwrap());
+    for parts in [&[][..], &[1..3], &[0..1001], &[3..5, 0..2], &[0..2, 2..5]] {
+        let error = gpu.ring.sum_rest(&[], &src, &mut dst, parts).unwrap_err();
+        assert!(matches!(error, CollectiveError::Invalid(_)), "{parts:?}: {error:?}");
+    }
+    assert_eq!(gpu.ring.sum_rest(b"h", &src, &mut dst, &[0..LEN]).unwrap(), [b"h"]);
+}
