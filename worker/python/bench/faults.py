@@ -209,7 +209,7 @@ def descends(pid, parents):
 # waited for.
 LIMIT = 60.0
 START_LIMIT = 120.0
-PATIENCE = 30.0
+PATIENCE = 60.0
 # Number of steps after which a group has settled.
 SETTLED = 10
 
