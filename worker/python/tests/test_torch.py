@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import unittest
 
@@ -15,6 +17,7 @@ from jobs import HERE, RunningJob, needs_elasticdl
 
 PARITY = """
 import sys
+import tempfile
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -282,6 +285,24 @@ class Jobs(unittest.TestCase):
 
     def test_records_count_once_with_prefetching_workers(self):
         self.disturbed(100, 2)
+
+    def test_means_are_those_of_the_plain_loop_alone_and_in_a_group(self):
+        with tempfile.TemporaryDirectory() as folder:
+            plain = pathlib.Path(folder) / "plain"
+            run = [sys.executable, HERE / "means.py", "0", plain]
+            self.assertEqual(subprocess.run(run, check=False).returncode, 0)
+            expected = [float(value) for value in plain.read_text().split()]
+        program = [HERE / "means.py", 6000, "{job}/values"]
+        # Trains alone, as a group, and alone again until the replacement comes.
+        options = ["--shuffle", "none"]
+        with RunningJob(program, workers=1, batch=48, epochs=2, options=options) as job:
+            job.wait_for_steps()
+            self.assertEqual(job.command("scale", "--num-workers", "2").returncode, 0)
+            kills = job.survive_some(7, 1)
+            self.assertEqual((job.wait(), kills), (0, 1), job.text())
+            for line in (job.path / "values").read_text().splitlines():
+                worst = max(abs(float(a) - b) for a, b in zip(line.split(), expected, strict=True))
+                self.assertLess(worst, 1e-5, job.text())
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class Gradients:
         self._scaler = scaler
         self._bucket_len = bucket_len
         self._flats = collections.OrderedDict()
+        self._own = None
         if bucket_len is not None:
             for index, parameter in enumerate(parameters):
                 hook = functools.partial(self._on_accumulated, index)
@@ -49,9 +50,17 @@ class Gradients:
         """The flat array of the trainer at an address; it must not be used after its call."""
         return self._at(address)[0]
 
+    def means(self, address):
+        """The gradients of the parameters if those of one micro-batch are all of a step's: if the
+        sum at this address is the array that it was moved to, since only a worker that trains
+        alone uses it as the sum. Otherwise None. They are given once."""
+        own, self._own = self._own, None
+        return own[1] if own is not None and own[0] == address else None
+
     def deliver(self, buffers):
         """Completes the gradient of the micro-batch. ``buffers``: the first elements' part."""
         batch = self._begin()
+        own = []
         with torch.no_grad():
             for index, parameter in enumerate(self._parameters):
                 taken, gradient = self._taken[index], parameter.grad
@@ -62,6 +71,7 @@ class Gradients:
                     self._move(batch, index, gradient)
                 elif batch.address and not batch.before:
                     self._at(batch.address)[1][index].zero_()
+                own.append(gradient)
                 parameter.grad = None
             if batch.address:
                 flat = self.flat(batch.address)
@@ -71,6 +81,9 @@ class Gradients:
                 torch.mul(buffers, batch.before + batch.records, out=flat[: len(buffers)])
                 if self._overflows:
                     flat[0] = OVERFLOW
+        is_plain = self._is_mean and self._scaler is None and batch.address and not batch.before
+        if is_plain and all(gradient is not None and not gradient.is_sparse for gradient in own):
+            self._own = batch.address, own
         self._forget()
 
     def clear(self):
@@ -89,6 +102,7 @@ class Gradients:
 
     def _begin(self):
         if self._batch is None:
+            self._own = None
             self._batch = _Batch(*self._core.counted())
         return self._batch
 

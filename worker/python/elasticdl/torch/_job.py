@@ -281,12 +281,14 @@ class Optimizer:
             self._state.load()
         # The sum stays as it is: other workers may still need it.
         sums = self._gradients.flat(address)
+        # The sum of a strict job is rounded.
+        means = None if self._job._core.options[5] else self._gradients.means(address)
         scaler = self._job._scaler
         left_out = scaler is not None and overflows(sums)
         if left_out:
             self._load_buffers()
         else:
-            self._apply(sums, records)
+            self._apply(sums, records, means)
         if scaler is not None:
             scaler.commit(left_out)
         with torch.enable_grad():
@@ -295,14 +297,16 @@ class Optimizer:
         self._state.save()
         self._gradients.clear()
 
-    def _apply(self, sums, records):
-        divisor = records if self._reduction == "mean" else 1
-        torch.div(sums[-len(self._mean) :], divisor, out=self._mean)
+    def _apply(self, sums, records, means):
+        if means is None:
+            divisor = records if self._reduction == "mean" else 1
+            torch.div(sums[-len(self._mean) :], divisor, out=self._mean)
+            means = [view for _, view in self._views]
         if self._buffers:
             self._values[: self._buffer_len] += sums[: self._buffer_len] / records
             self._load_buffers()
-        for parameter, view in self._views:
-            parameter.grad = view
+        for (parameter, _), mean in zip(self._views, means, strict=True):
+            parameter.grad = mean
         if self._clip_norm is not None:
             parameters = [parameter for parameter, _ in self._views]
             torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
