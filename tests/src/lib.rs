@@ -9,6 +9,7 @@ mod figures;
 mod job;
 mod job_fixture;
 mod network;
+mod page;
 mod plot;
 mod proxy;
 mod s3;
@@ -24,6 +25,7 @@ pub use job::{
 };
 pub use job_fixture::{JobFixture, Programs};
 pub use network::{Capture, Network, Observed};
+pub use page::Page;
 pub use plot::{Curve, Plot};
 pub use proxy::Proxy;
 pub use s3::{FaultRates, S3};

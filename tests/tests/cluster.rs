@@ -8,8 +8,8 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
-use elasticdl_tests::cluster::{Job, Namespace, must, name, text, uid};
-use elasticdl_tests::send;
+use elasticdl_tests::cluster::{ChildOutput, Job, Namespace, must, name, text, uid};
+use elasticdl_tests::{Browser, Page, send};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -45,6 +45,56 @@ fn pods_that_are_deleted_and_killed_cost_no_record() {
     job.wait_for_report("WorkerDeleted", "count-w-");
     // No worker failed by itself, so no failure counts.
     job.assert_completes(25);
+}
+
+#[test]
+fn the_page_of_a_job_shows_it_scales_it_and_stops_it() {
+    let Some(namespace) = namespace("page") else { return };
+    let options = ["--num-workers", "2", "--max-workers", "3", "--num-epochs", "1000"];
+    let mut job = Job::start(&namespace, "count", &options, 4000);
+    let pods = job.wait_for_group(2);
+    let served = ChildOutput::start(namespace.elasticdl("dashboard", ["count"]));
+    let page = job.wait_for("a link", || {
+        let text = served.text();
+        text.lines().find(|line| line.starts_with("http://127.0.0.1:")).map(Page::at)
+    });
+    let (own, key) = (page.address.as_str(), page.key.as_str());
+    let refused = [
+        page.ask("GET /api/job", (own, ""), "").0,
+        page.ask("POST /api/stop", (own, &"0".repeat(32)), "{}").0,
+        page.ask("GET /", ("rebound.example", key), "").0,
+        page.post("/api/scale", r#"{"num_workers":4}"#),
+    ];
+    assert_eq!(refused, [401, 403, 403, 400]);
+    namespace.delete_pod(name(&pods[0]), &["--wait=false"]);
+    let _ = job.wait_for_others(2, &pods[..1]);
+    // The history of a job is in its anchor, from where this command has it.
+    job.wait_for("the end of the worker in the history", || {
+        let end = page.job()["history"]["workers"]["1"]["end"].clone();
+        (end != Value::Null).then(|| assert_eq!(end, "terminated"))
+    });
+    let seen = page.job();
+    assert_eq!(seen["status"]["state"], "running", "{seen}");
+    assert!(seen["history"]["goodput"]["value"].as_f64() > Some(0.0), "{seen}");
+    if let Some(browser) = Browser::find("a browser shows a job in a cluster") {
+        let shown = browser.dump(&page.link);
+        assert!(shown.contains("data-state=\"running\"") && shown.contains("count"), "{shown}");
+        assert!(shown.contains("data-worker=\"1\""), "{shown}");
+    }
+    assert_eq!(page.post("/api/scale", r#"{"num_workers":3}"#), 200);
+    let _ = job.wait_for_group(3);
+    assert_eq!(page.post("/api/stop", "{}"), 200);
+    let (code, output) = job.wait();
+    assert_eq!(code, Some(0), "{output}");
+    let (code, text_of_page) = served.wait();
+    assert!(code == Some(0) && text_of_page.contains("elasticdl report"), "{text_of_page}");
+    let html = tempfile::NamedTempFile::new().unwrap();
+    let path = html.path().to_str().unwrap();
+    let report = namespace.elasticdl("report", ["count", "--html", path]).output().unwrap();
+    assert!(report.status.success(), "{}", text(&report));
+    let report = std::fs::read_to_string(path).unwrap();
+    assert!(report.contains("\"state\":\"stopped\"") && !report.contains(key), "{report}");
+    job.assert_deletes();
 }
 
 #[test]

@@ -1,12 +1,10 @@
 //! The dashboard of real jobs: who may use it, what a browser shows, and the report.
 
-use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command as Process;
 
 use elasticdl_proto::{Cause, WorkerId};
-use elasticdl_tests::{Browser, JobFixture, Running, send};
+use elasticdl_tests::{Browser, JobFixture, Page, Running, send};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -14,48 +12,11 @@ use crate::PROGRAMS;
 
 const RECORDS: u64 = 3000;
 
-/// The page of a running job.
-struct Page {
-    link: String,
-    address: String,
-    key: String,
-}
-
-impl Page {
-    /// As `elasticdl dashboard` prints it.
-    fn of(job_dir: &Path) -> Self {
-        let output =
-            Process::new(PROGRAMS.elasticdl).arg("dashboard").arg(job_dir).output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        let link = String::from_utf8(output.stdout).unwrap().trim().to_owned();
-        let (address, key) = link.strip_prefix("http://").unwrap().split_once("/#").unwrap();
-        let (address, key) = (address.to_owned(), key.to_owned());
-        Self { link, address, key }
-    }
-
-    /// Sends a request for `host` with this key; returns the status code and the body.
-    fn ask(&self, request: &str, (host, key): (&str, &str), body: &str) -> (u16, String) {
-        let mut stream = TcpStream::connect(&self.address).unwrap();
-        let authorization =
-            if key.is_empty() { String::new() } else { format!("authorization: Bearer {key}\r\n") };
-        let len = body.len();
-        let request = format!(
-            "{request} HTTP/1.1\r\nhost: {host}\r\n{authorization}content-type: \
-             application/json\r\ncontent-length: {len}\r\n\r\n{body}"
-        );
-        stream.write_all(request.as_bytes()).unwrap();
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer).unwrap();
-        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
-    }
-
-    /// The job as the page sees it.
-    fn job(&self) -> Value {
-        let (code, body) = self.ask("GET /api/job", (&self.address, &self.key), "");
-        assert_eq!(code, 200, "{body}");
-        serde_json::from_str(&body).unwrap()
-    }
+/// The page of the job in this directory, as `elasticdl dashboard` prints it.
+fn page_of(job_dir: &Path) -> Page {
+    let output = Process::new(PROGRAMS.elasticdl).arg("dashboard").arg(job_dir).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Page::at(String::from_utf8(output.stdout).unwrap().trim())
 }
 
 /// A job of three workers that trains until it is stopped, and its directory.
@@ -88,7 +49,7 @@ fn kill_a_worker(job: &mut Running) -> WorkerId {
 fn the_page_is_for_those_with_the_key_on_this_machine() {
     let (_fixture, mut job, job_dir) = start();
     let victim = kill_a_worker(&mut job);
-    let page = Page::of(&job_dir);
+    let page = page_of(&job_dir);
     let (own, key) = (page.address.as_str(), page.key.as_str());
     let scale =
         |host: &str, key: &str, body: &str| page.ask("POST /api/scale", (host, key), body).0;
@@ -125,13 +86,13 @@ fn the_page_is_for_those_with_the_key_on_this_machine() {
 #[test]
 fn the_next_master_continues_page_and_history() {
     let (_fixture, mut job, job_dir) = start();
-    let page = Page::of(&job_dir);
+    let page = page_of(&job_dir);
     job.wait_for("a stored history", |_| job_dir.join("history.json").is_file());
     let before = page.job();
     job.kill_master();
     job.resume();
     job.wait_for_return_of(3);
-    assert_eq!(Page::of(&job_dir).link, page.link);
+    assert_eq!(page_of(&job_dir).link, page.link);
     let after = page.job();
     for pointer in ["/history/workers/1/launched_s", "/history/curves/points/0/step"] {
         assert_eq!(after.pointer(pointer), before.pointer(pointer), "{pointer}");
@@ -190,7 +151,7 @@ fn a_browser_shows_a_job_whose_worker_was_killed_and_its_report() {
     let Some(browser) = Browser::find("a browser shows a job") else { return };
     let (fixture, mut job, job_dir) = start();
     let victim = kill_a_worker(&mut job);
-    let page = browser.dump(&Page::of(&job_dir).link);
+    let page = browser.dump(&page_of(&job_dir).link);
     assert_eq!(text_of(&page, "id=\"connection\""), "Live", "{page}");
     assert_eq!(text_of(&page, "id=\"job\""), "counted");
     let state = &tags(&page, "id=\"state\"")[..];
@@ -205,7 +166,7 @@ fn a_browser_shows_a_job_whose_worker_was_killed_and_its_report() {
     assert!(ledger.contains(&format!("data-expected=\"{expected}\"")), "{ledger}");
     assert!(ledger.contains("data-repeated=\"0\""), "{ledger}");
     assert!(!ledger.contains("data-counted=\"0\""), "{ledger}");
-    let wrong = browser.dump(&Page::of(&job_dir).link.replace('#', "#0"));
+    let wrong = browser.dump(&page_of(&job_dir).link.replace('#', "#0"));
     assert!(text_of(&wrong, "id=\"connection\"").contains("does not open this job"), "{wrong}");
     assert!(!wrong.contains("counted"), "{wrong}");
 
