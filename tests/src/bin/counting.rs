@@ -287,7 +287,7 @@ impl DeviceModel for Counting {
 }
 
 #[expect(clippy::print_stderr, reason = "it is a program")]
-fn main() -> ExitCode {
+pub(crate) fn main() -> ExitCode {
     let mut model = Counting::parse();
     if model.gpu {
         match device::open() {

@@ -7,7 +7,7 @@
 use std::ffi::OsString;
 
 use elasticdl_proto::Status;
-use elasticdl_tests::{Command, JobFixture, exported_counts, send};
+use elasticdl_tests::{Command, JobFixture, each_once, exported_counts, send};
 use rustix::process::Signal;
 
 use crate::PROGRAMS;
@@ -21,6 +21,12 @@ fn fixture(num_workers: u32) -> JobFixture {
 
 fn with(name: &'static str, value: impl Into<OsString>, fixture: JobFixture) -> JobFixture {
     JobFixture { variables: vec![(name, value.into())], ..fixture }
+}
+
+/// Prefix of a command that finds the fake libraries.
+fn with_libraries() -> [String; 2] {
+    let folder = elasticdl_stand_ins::folder();
+    ["env".to_owned(), format!("LD_LIBRARY_PATH={}", folder.display())]
 }
 
 /// The transports of all-reduce that the summary of an undisturbed job reports.
@@ -124,10 +130,7 @@ fn a_worker_without_a_gpu_is_refused_by_a_group_on_gpus() {
         .option("training-data", fixture.data())
         .option("num-workers", "2")
         .option("max-worker-restarts", "0")
-        .started_by([
-            "env".to_owned(),
-            format!("LD_LIBRARY_PATH={}", elasticdl_stand_ins::folder().display()),
-        ])
+        .started_by(with_libraries())
         .run();
     let error = ended.summary().error.as_ref().unwrap();
     assert!(
@@ -162,4 +165,39 @@ fn a_state_on_gpus_is_evaluated_checkpointed_restored_and_exported() {
     // 50 steps of 48 of 6000 records.
     assert_eq!(at_50.metrics["seen"], Some(0.4), "{at_50:?}");
     assert_eq!(exported_counts(&model), [2.0; 6000]);
+}
+
+#[test]
+fn a_model_with_kernels_of_its_own_learns_on_two_gpus() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = |part| format!("{}/../examples/data/digits/{part}", env!("CARGO_MANIFEST_DIR"));
+    let program = [env!("CARGO_BIN_EXE_gpu_mlp-under-test")];
+    let ended = Command::new(PROGRAMS.elasticdl, folder.path().join("job"), program)
+        .option("training-data", data("train"))
+        .option("validation-data", data("test"))
+        .option("num-epochs", "6")
+        .option("num-workers", "2")
+        .option("global-batch-size", "50")
+        .started_by(with_libraries())
+        .run();
+    ended.assert_outcome(0, "completed");
+    let summary = ended.summary();
+    assert_eq!(summary.records, each_once(6 * 1500), "{}", ended.output);
+    let (first, last) = (summary.loss.first.unwrap(), summary.loss.last.unwrap());
+    assert!(last < first / 3.0, "the loss was {first}, and is {last}");
+    let evaluations = &summary.evaluations.as_ref().unwrap().all;
+    let accuracy = evaluations.last().unwrap().metrics["accuracy"].unwrap();
+    assert!(accuracy > 0.85, "{evaluations:?}");
+}
+
+#[test]
+fn a_model_that_needs_a_gpu_says_so_where_there_is_none() {
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_gpu_mlp-under-test"))
+        .env("LD_LIBRARY_PATH", elasticdl_stand_ins::folder())
+        .env("STAND_IN_DEVICES", "0")
+        .output()
+        .unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.starts_with("gpu_mlp trains on a GPU: there is no GPU 0"), "{error}");
 }

@@ -1,39 +1,60 @@
-//! The drill of the GPU ring, on fake GPUs: all phases run and report their figures.
+//! The drill of the GPU path, on fake GPUs: all phases run and report their figures.
 
-use std::fs;
+use std::ffi::OsStr;
+use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
+use std::{env, fs, iter};
 
 use serde_json::Value;
 
-fn drill(arguments: &[&str]) -> (bool, String, Value) {
+/// Runs the drill with further arguments and environment variables.
+fn drill(arguments: &[&str], variables: &[(&str, &OsStr)]) -> (bool, String, Value) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("figures.json");
     let output = Command::new(env!("CARGO_BIN_EXE_gpu_drill"))
         .arg("--stand-in")
         .arg(elasticdl_stand_ins::folder())
         .args(["--bytes-max", "16384", "--bytes-lost", "1048576", "--effort-ms", "1"])
-        .arg("--json")
+        .args(["--python", "/nowhere/python", "--json"])
         .arg(&file)
         .args(arguments)
+        .envs(variables.iter().copied())
         .output()
         .unwrap();
     let figures = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
     (output.status.success(), String::from_utf8(output.stdout).unwrap(), figures)
 }
 
+/// A folder with an `nvidia-smi` that lists all processes of the drill, with 300 MiB on each of two
+/// GPUs.
+fn fake_nvidia_smi() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("nvidia-smi");
+    let script = "#!/bin/sh\n\
+                  for p in /proc/[0-9]*; do\n\
+                  read -r name 2> /dev/null < $p/comm && [ \"$name\" = gpu_drill ] || continue\n\
+                  echo \"${p#/proc/}, 300\"; echo \"${p#/proc/}, 300\"\n\
+                  done\n\
+                  echo '1, [N/A]'\n";
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    folder
+}
+
 #[test]
 fn the_drill_completes_and_reports_its_figures() {
-    let (_, table, all) = drill(&[]);
-    let failures = all["failures"].as_object().unwrap();
-    assert!(failures.keys().eq(["step"]), "{failures:?}\n{table}");
-    assert!(
-        failures["step"].as_str().unwrap().starts_with("left out: name bytelm"),
-        "{failures:?}"
-    );
+    let programs = fake_nvidia_smi();
+    let path = env::var_os("PATH").unwrap();
+    let folders = iter::once(programs.path().to_owned()).chain(env::split_paths(&path));
+    let path = env::join_paths(folders).unwrap();
+    let (success, table, all) = drill(&[], &[("PATH", &path)]);
+    assert!(success && all["failures"].as_object().unwrap().is_empty(), "{table}");
+    let left_out = all["left_out"].as_object().unwrap();
+    assert!(left_out.keys().eq(["baseline", "step"]), "{left_out:?}\n{table}");
     let figures = all["figures"].as_array().unwrap();
-    for phase in
-        ["machine", "init", "nccl", "staged", "kill", "kill-host", "stop", "abandon", "exit"]
-    {
+    let ran = "machine kernels job init abort-init kill kill-host stop abandon exit memory nccl \
+               staged";
+    for phase in ran.split(' ') {
         assert!(
             figures.iter().any(|figure| figure["phase"] == phase),
             "{phase}: no figure\n{table}"
@@ -46,11 +67,48 @@ fn the_drill_completes_and_reports_its_figures() {
             "{figure} is not in the table:\n{table}"
         );
     }
+    let value = |what: &str| {
+        let found = figures.iter().find(|figure| figure["what"].as_str().unwrap().contains(what));
+        found.unwrap_or_else(|| panic!("{what}: no figure\n{table}"))["value"].as_f64().unwrap()
+    };
+    assert_eq!(value("adamw: of 4099 parameters, other bits"), 0.0);
+    assert_eq!([value("records counted"), value("records repeated")], [120_000.0, 0.0]);
+    assert_eq!(value("processes that ended well"), 50.0);
+    assert_eq!(value("group 6: used by rank 1"), 600.0);
+    let notes = all["notes"].as_array().unwrap();
+    let is_nccl = |note: &Value| note["text"].as_str().unwrap().contains("summed over NCCL");
+    assert!(notes.iter().any(|note| note["phase"] == "job" && is_nccl(note)), "{notes:?}");
+}
+
+#[test]
+fn what_one_gpu_does_not_show_is_said() {
+    let only_one = [("STAND_IN_DEVICES", "1".as_ref())];
+    let (success, table, all) = drill(&["--only", "job,memory"], &only_one);
+    assert!(success, "{table}");
+    let notes = all["notes"].as_array().unwrap();
+    let says = |phase: &str, text: &str| {
+        let is_it =
+            |note: &&Value| note["phase"] == phase && note["text"].as_str().unwrap().contains(text);
+        assert!(notes.iter().any(|note| is_it(&note)), "{phase}: {text}: {notes:?}");
+    };
+    says("job", "ranks 0 and 1 share a GPU");
+    says("job", "needs a GPU for each worker");
+    says("memory", "no figures of processes: nvidia-smi");
 }
 
 #[test]
 fn phases_without_time_are_reported_as_left_out() {
-    let (success, table, all) = drill(&["--seconds", "0"]);
+    let (success, table, all) = drill(&["--seconds", "0"], &[]);
     assert!(!success && all["figures"].as_array().unwrap().is_empty(), "{table}");
     assert_eq!(all["failures"]["kill"], "left out: the time is up");
+}
+
+#[test]
+fn a_phase_that_fails_does_not_end_the_drill() {
+    let no_gpu = [("STAND_IN_DEVICES", "0".as_ref())];
+    let (success, table, all) = drill(&["--only", "machine,kernels,job,memory"], &no_gpu);
+    let failures = all["failures"].as_object().unwrap();
+    assert!(!success && failures.keys().eq(["job", "kernels", "machine", "memory"]), "{table}");
+    let error = all["failures"]["memory"].as_str().unwrap();
+    assert!(error.contains("there is no GPU 0"), "{error}");
 }

@@ -1,26 +1,41 @@
-//! Measures the GPU ring on this machine, in at most ten minutes: `cargo run --release -p
-//! elasticdl-tests --bin gpu_drill -- --json FILE`.
+//! Checks and measures the GPU path on this machine, in at most nine minutes: `cargo run --release
+//! -p elasticdl-tests --bin gpu_drill -- --json FILE`. `.bench/gpu-bundle` packs it for a machine
+//! without Rust.
 //!
-//! The ranks are processes of this program. They have a GPU each if there are enough, and share the
-//! first one otherwise: then NCCL is configured as if they were on different hosts, and uses
-//! sockets. A phase that fails is reported, and the others run.
+//! The ranks of most phases are processes of this program. They have a GPU each if there are
+//! enough, and share the first one otherwise: then NCCL is configured as if they were on different
+//! hosts, and uses sockets. The phases with jobs start this program as the `elasticdl` command, and
+//! as a worker, so that it needs no other. A phase that fails is reported, and the others run; so
+//! is one that this machine can't run, with the reason.
 
+use std::any::Any;
 use std::collections::BTreeMap;
+use std::env;
+use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::path::PathBuf;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use elasticdl_tests::print;
+use elasticdl_tests::{Command, print};
 use serde_json::{Value, json};
 
+mod abort_init;
+mod baseline;
+#[path = "../counting.rs"]
+mod counting;
+mod job;
+mod kernels;
+mod memory;
+mod model;
 mod phases;
 mod rank;
 mod ranks;
 mod step;
 
-/// Measures the ring of GPUs, and prints a table
+/// Checks and measures the GPU path, and prints a table
 #[derive(Clone, Debug, Parser)]
 struct Arguments {
     /// Also write all figures to this file
@@ -37,7 +52,7 @@ struct Arguments {
     #[arg(long, default_value_t = 400 << 20)]
     bytes_lost: usize,
     /// Seconds after which remaining phases are left out
-    #[arg(long, default_value_t = 570)]
+    #[arg(long, default_value_t = 540)]
     seconds: u64,
     /// The example of that name, built with `--features cuda`, to compare steps with a plain loop
     /// of candle
@@ -50,6 +65,12 @@ struct Arguments {
         allow_hyphen_values = true
     )]
     bytelm_arguments: String,
+    /// A Python with PyTorch, for the baseline
+    #[arg(long, value_name = "FILE", default_value = "python3")]
+    python: PathBuf,
+    /// Sum over gloo on the CPU in the baseline, to try it without GPUs
+    #[arg(long, hide = true)]
+    baseline_on_cpu: bool,
     /// Milliseconds that each sum is repeated for
     #[arg(long, default_value_t = 1500)]
     effort_ms: u64,
@@ -62,6 +83,9 @@ struct Arguments {
     /// Index of the rank's GPU
     #[arg(long, hide = true, default_value_t = 0)]
     ordinal: usize,
+    /// The rank's NCCL, in place of the system's
+    #[arg(long, hide = true)]
+    nccl: Option<PathBuf>,
 }
 
 /// A measured figure.
@@ -84,17 +108,30 @@ struct Drill {
     figures: Vec<Figure>,
     /// Errors that ended a phase, by phase.
     failures: BTreeMap<&'static str, String>,
+    /// Reasons for which this machine can't run a phase, by phase.
+    left_out: BTreeMap<&'static str, String>,
+    /// What a phase does not show on this machine, or what it ran on, with the phase.
+    notes: Vec<(&'static str, String)>,
 }
 
 type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
 
+/// Why this machine can't run a phase.
+#[derive(Debug)]
+struct LeftOut(String);
+
 fn main() -> ExitCode {
-    if std::env::args().nth(1).is_some_and(|word| word == "train") {
+    if env::var_os("ELASTICDL_MASTER").is_some() {
+        // As a worker: only the counting model has to know the number of records.
+        let counts = env::args_os().any(|word| word == "--records");
+        return if counts { counting::main() } else { model::run() };
+    }
+    if is_command() {
         return elasticdl_master::cli::main();
     }
     let arguments = Arguments::parse();
     if let Some(me) = arguments.rank {
-        return rank::serve(me, arguments.ordinal);
+        return rank::serve(me, &arguments);
     }
     let mut drill = Drill {
         arguments,
@@ -103,35 +140,59 @@ fn main() -> ExitCode {
         begun: Instant::now(),
         figures: Vec::new(),
         failures: BTreeMap::new(),
+        left_out: BTreeMap::new(),
+        notes: Vec::new(),
     };
     // A machine without a GPU is reported by each phase.
     if let Ok(ranks) = ranks::Ranks::start(&drill, 1, false) {
         drill.devices = ranks.devices();
     }
-    for (name, phase) in phases::ALL {
-        if !drill.arguments.only.is_empty() && !drill.arguments.only.iter().any(|only| only == name)
-        {
-            continue;
-        }
-        if drill.left().is_zero() {
-            drill.failures.insert(name, "left out: the time is up".to_owned());
-            continue;
-        }
-        let had = drill.figures.len();
-        if let Err(error) = phase(&mut drill) {
-            drill.failures.insert(name, error.to_string());
-        }
-        for figure in &drill.figures[had..] {
-            print(&figure.line());
-        }
-        if let Some(failure) = drill.failures.get(name) {
-            print(&format!("{name:<10}  FAILED: {failure}"));
+    for phase in phases::ALL {
+        let only = &drill.arguments.only;
+        if only.is_empty() || only.iter().any(|only| only == phase.name) {
+            drill.run(&phase);
         }
     }
     drill.end()
 }
 
+/// Whether this program is called as the `elasticdl` command: by that name, or with a subcommand.
+/// The drill itself has options only.
+fn is_command() -> bool {
+    let mut words = env::args_os();
+    let is_named =
+        words.next().is_some_and(|name| Path::new(&name).file_name() == Some("elasticdl".as_ref()));
+    is_named || words.next().is_some_and(|word| !word.as_encoded_bytes().starts_with(b"-"))
+}
+
 impl Drill {
+    /// Runs a phase, and prints its figures and what became of it.
+    fn run(&mut self, phase: &phases::Phase) {
+        let name = phase.name;
+        if self.left().is_zero() {
+            let reason = "left out: the time is up";
+            print(&format!("{name:<10}  {reason}"));
+            self.failures.insert(name, reason.to_owned());
+            return;
+        }
+        print(&format!("{name:<10}  {}", phase.shows));
+        let had = self.figures.len();
+        // The tests' support for jobs panics where a job does not do what is waited for.
+        let ended = catch_unwind(AssertUnwindSafe(|| (phase.run)(self)));
+        let ended = ended.unwrap_or_else(|panic| Err(panic_message(&*panic).into()));
+        for figure in &self.figures[had..] {
+            print(&figure.line());
+        }
+        let Err(error) = ended else { return };
+        if let Some(LeftOut(reason)) = error.downcast_ref() {
+            print(&format!("{name:<10}  left out: {reason}"));
+            self.left_out.insert(name, reason.clone());
+        } else {
+            print(&format!("{name:<10}  FAILED: {error}"));
+            self.failures.insert(name, error.to_string());
+        }
+    }
+
     fn add(
         &mut self,
         phase: &'static str,
@@ -140,6 +201,15 @@ impl Drill {
         unit: &'static str,
     ) {
         self.figures.push(Figure { phase, what: what.into(), value, unit });
+    }
+
+    /// Says, once, what a phase does not show on this machine, or what it ran on.
+    fn note(&mut self, phase: &'static str, text: impl Into<String>) {
+        let note = (phase, text.into());
+        if !self.notes.contains(&note) {
+            print(&format!("{phase:<10}  note: {}", note.1));
+            self.notes.push(note);
+        }
     }
 
     /// Number of repetitions of an operation that takes `once` seconds.
@@ -161,15 +231,42 @@ impl Drill {
         Duration::from_secs(self.arguments.seconds).saturating_sub(self.begun.elapsed())
     }
 
+    /// `LD_LIBRARY_PATH` of processes that use a GPU, if it differs from that of this one.
+    fn library_path(&self) -> Fallible<Option<OsString>> {
+        let Some(folder) = &self.arguments.stand_in else { return Ok(None) };
+        let mut folders = vec![folder.clone()];
+        folders.extend(env::var_os(LIBRARY_PATH).iter().flat_map(env::split_paths));
+        Ok(Some(env::join_paths(folders)?))
+    }
+
+    /// A local job, in `folder`, of workers that run `program`.
+    fn job<A: AsRef<OsStr>>(&self, folder: &Path, program: &[A]) -> Fallible<Command> {
+        let program = program.iter().map(|word| word.as_ref().to_owned());
+        let command = Command::new(env::current_exe()?, folder, program);
+        let Some(path) = self.library_path()? else { return Ok(command) };
+        let mut variable = OsString::from(format!("{LIBRARY_PATH}="));
+        variable.push(path);
+        Ok(command.started_by([OsString::from("env"), variable]))
+    }
+
     fn end(self) -> ExitCode {
         print(&format!(
-            "done in {:.0} s, {} phases failed",
+            "done in {:.0} s, {} phases failed, {} left out",
             self.begun.elapsed().as_secs_f64(),
-            self.failures.len()
+            self.failures.len(),
+            self.left_out.len()
         ));
         if let Some(path) = &self.arguments.json {
             let figures: Vec<_> = self.figures.iter().map(Figure::value).collect();
-            let all = json!({ "figures": figures, "failures": self.failures });
+            let notes = self.notes.iter();
+            let notes: Vec<_> =
+                notes.map(|(phase, text)| json!({ "phase": phase, "text": text })).collect();
+            let all = json!({
+                "figures": figures,
+                "failures": self.failures,
+                "left_out": self.left_out,
+                "notes": notes,
+            });
             if let Err(error) = fs::write(path, format!("{all:#}\n")) {
                 print(&format!("{}: {error}", path.display()));
                 return ExitCode::FAILURE;
@@ -188,3 +285,18 @@ impl Figure {
         json!({ "phase": self.phase, "what": self.what, "value": self.value, "unit": self.unit })
     }
 }
+
+impl std::fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for LeftOut {}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic").to_owned()
+}
+
+const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";

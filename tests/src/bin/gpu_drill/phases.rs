@@ -6,23 +6,49 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use crate::abort_init::abort_init;
+use crate::baseline::baseline;
+use crate::job::job;
+use crate::kernels::kernels;
+use crate::memory::memory;
 use crate::ranks::Ranks;
+use crate::step::step;
 use crate::{Drill, Fallible};
 
-type Phase = fn(&mut Drill) -> Fallible<()>;
+/// A phase of the drill.
+pub(crate) struct Phase {
+    pub(crate) name: &'static str,
+    /// What it shows, printed before its figures.
+    pub(crate) shows: &'static str,
+    pub(crate) run: fn(&mut Drill) -> Fallible<()>,
+}
 
-pub(crate) const ALL: [(&str, Phase); 10] = [
-    ("machine", machine),
-    ("init", init),
-    ("nccl", nccl),
-    ("staged", staged),
-    ("kill", kill),
-    ("kill-host", kill_on_the_host),
-    ("stop", stop),
-    ("abandon", abandon),
-    ("exit", exit),
-    ("step", crate::step::step),
+/// Those that check come first, and those that measure get the time that is left.
+pub(crate) const ALL: [Phase; 15] = [
+    phase("machine", "the machine, and the rates of its copies", machine),
+    phase("kernels", "this machine's NVRTC and driver compute what the CPU does", kernels),
+    phase("job", "records count exactly once while workers on GPUs are killed", job),
+    phase("init", "the time to communicators of NCCL", init),
+    phase("abort-init", "a rank that never comes to NCCL's initialization", abort_init),
+    phase("kill", "a rank is killed in a sum over NCCL", kill),
+    phase("kill-host", "a rank is killed in a sum over the host's ring", kill_on_the_host),
+    phase("stop", "a rank is stopped in a sum over NCCL, and evicted after a second", stop),
+    phase("abandon", "an abort of NCCL beyond its deadline is reported", abandon),
+    phase("exit", "processes that end right after NCCL was finalized end well", exit),
+    phase("memory", "GPU memory after one group with NCCL, and after several", memory),
+    phase("nccl", "sums over NCCL, beside NCCL without this layer", nccl),
+    phase("baseline", "sums of PyTorch on the same GPUs", baseline),
+    phase("staged", "sums over the host's ring, of ranks that share a GPU", staged),
+    phase("step", "steps of a job of one worker, beside a plain loop of candle", step),
 ];
+
+const fn phase(
+    name: &'static str,
+    shows: &'static str,
+    run: fn(&mut Drill) -> Fallible<()>,
+) -> Phase {
+    Phase { name, shows, run }
+}
 
 /// Properties of the machine, and its copy rates as upper bounds.
 fn machine(drill: &mut Drill) -> Fallible<()> {
@@ -70,12 +96,19 @@ fn init(drill: &mut Drill) -> Fallible<()> {
 
 /// This layer compared with NCCL alone, in one run.
 fn nccl(drill: &mut Drill) -> Fallible<()> {
+    if drill.devices < 2 {
+        let text = "one GPU: two ranks share it in turns and use sockets, so their figures say \
+                    nothing about NVLink; those of one rank are a copy within the GPU";
+        drill.note("nccl", text);
+    }
     for world in worlds(drill) {
         let mut ranks = Ranks::start(drill, world, false)?;
         ranks.connect(1)?;
         ranks.all(&begin())?;
         ranks.all(&json!({ "do": "bare" }))?;
-        for bytes in sizes(drill.arguments.bytes_max) {
+        // Over sockets, more would take minutes.
+        let limit = if world > drill.devices { 256 << 20 } else { usize::MAX };
+        for bytes in sizes(drill.arguments.bytes_max.min(limit)) {
             drill.check_time()?;
             let command = |n: u64| json!({ "do": "beside", "bytes": bytes, "iterations": n });
             let once = slowest(&ranks.all(&command(2))?, "s")?;
@@ -142,6 +175,11 @@ fn stop(drill: &mut Drill) -> Fallible<()> {
 }
 
 fn lose(drill: &mut Drill, phase: &'static str, path: &str, signal: Signal) -> Fallible<()> {
+    if path == "nccl" && drill.devices < 3 {
+        let text = "ranks share a GPU and use sockets: aborts over NVLink and InfiniBand are not \
+                    shown here";
+        drill.note(phase, text);
+    }
     let bytes = drill.arguments.bytes_lost;
     let mut ranks = Ranks::start(drill, 3, false)?;
     ranks.connect(1)?;
@@ -175,19 +213,16 @@ fn lose(drill: &mut Drill, phase: &'static str, path: &str, signal: Signal) -> F
     let since = |answers: &[Value]| {
         Ok::<_, Box<dyn std::error::Error>>((slowest(answers, "at")? - lost as f64) / 1e6)
     };
-    drill.add(
-        phase,
-        format!("{}: to the error on all, NCCL aborted", size(bytes)),
-        since(&ends)?,
-        "ms",
-    );
-    drill.add(phase, "of which ncclCommAbort", slowest(&ends, "abort_ms")?, "ms");
+    drill.add(phase, format!("{}: to the error on all", size(bytes)), since(&ends)?, "ms");
     ranks.connect(2)?;
     let stepped = ranks.all(&host_step)?;
     drill.add(phase, "to the next step, over the host's ring", since(&stepped)?, "ms");
     drill.add(phase, "of which that step", slowest(&stepped, "s")? * 1e3, "ms");
     ranks.all(&json!({ "do": "intact" }))?;
     if path == "nccl" {
+        // A job would not wait for it.
+        let released = since(&ranks.all(&json!({ "do": "released" }))?)?;
+        drill.add(phase, "to NCCL's release of the communicator, meanwhile", released, "ms");
         let ready = ranks.all(&begin())?;
         drill.add(phase, "to NCCL's return", since(&ready)?, "ms");
         ranks.all(&json!({ "do": "sum", "bytes": bytes, "iterations": 1, "path": "nccl" }))?;
@@ -215,8 +250,8 @@ fn abandon(drill: &mut Drill) -> Fallible<()> {
     Ok(())
 }
 
-/// Processes that end right after an operation over NCCL: none fails in the destructors of CUDA or
-/// NCCL.
+/// Processes that end right after an operation over NCCL, as a worker does: the communicator is
+/// finalized, and `main` returns. None fails in the destructors of CUDA or NCCL.
 fn exit(drill: &mut Drill) -> Fallible<()> {
     const PROCESSES: usize = 2;
     let bytes = drill.arguments.bytes_max.min(1 << 20);
@@ -235,7 +270,7 @@ fn exit(drill: &mut Drill) -> Fallible<()> {
 }
 
 /// The command to build a communicator and wait for it.
-fn begin() -> Value {
+pub(crate) fn begin() -> Value {
     json!({ "do": "nccl", "init_ms": INIT_MS, "abort_ms": 5000 })
 }
 
@@ -245,20 +280,20 @@ fn worlds(drill: &Drill) -> [usize; 2] {
 }
 
 /// Buffer sizes from 4 KiB to `most`, each four times the one before.
-fn sizes(most: usize) -> impl Iterator<Item = usize> {
+pub(crate) fn sizes(most: usize) -> impl Iterator<Item = usize> {
     std::iter::successors(Some(4096), |bytes| Some(bytes * 4))
         .take_while(move |bytes| *bytes <= most)
 }
 
-fn slowest(answers: &[Value], name: &str) -> Fallible<f64> {
+pub(crate) fn slowest(answers: &[Value], name: &str) -> Fallible<f64> {
     answers.iter().try_fold(0.0_f64, |most, answer| Ok(most.max(number(&answer[name])?)))
 }
 
-fn number(value: &Value) -> Fallible<f64> {
+pub(crate) fn number(value: &Value) -> Fallible<f64> {
     value.as_f64().ok_or_else(|| format!("a rank answered {value} instead of a number").into())
 }
 
-fn size(bytes: usize) -> String {
+pub(crate) fn size(bytes: usize) -> String {
     match bytes {
         0..0x10_0000 => format!("{} KiB", bytes >> 10),
         0x10_0000..0x4000_0000 => format!("{} MiB", bytes >> 20),
@@ -267,9 +302,10 @@ fn size(bytes: usize) -> String {
 }
 
 /// Groups of processes that end.
-const EXITS: usize = 10;
+const EXITS: usize = 25;
 
-const INIT_MS: u64 = 60_000;
+/// Limit of an initialization of NCCL that is expected to succeed.
+pub(crate) const INIT_MS: u64 = 60_000;
 
 /// Time after which a silent worker is detected.
 const SILENCE: Duration = Duration::from_secs(1);

@@ -5,7 +5,7 @@ use std::io::{BufRead, Write, stdin, stdout};
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::ExitCode;
 use std::sync::mpsc;
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaSlice;
@@ -16,8 +16,8 @@ use elasticdl_collective::{Communicator, Endpoint, Fence, GroupSpec, Member, Sec
 use elasticdl_tests::quantile;
 use serde_json::{Value, json};
 
-use crate::Fallible;
 use crate::ranks::now;
+use crate::{Arguments, Fallible};
 
 /// The state of a rank between two commands.
 struct Rank {
@@ -27,11 +27,13 @@ struct Rank {
     ring: Option<DeviceGroup>,
     bare: Option<RawCommunicator>,
     buffers: Option<(CudaSlice<f32>, CudaSlice<f32>)>,
+    /// Waits for NCCL's release since the end of a group whose communicator was aborted.
+    released: Option<JoinHandle<Option<Value>>>,
 }
 
 /// Executes commands until standard input ends.
-pub(crate) fn serve(rank_index: u64, ordinal: usize) -> ExitCode {
-    let mut rank = match Rank::open(rank_index, ordinal) {
+pub(crate) fn serve(rank_index: u64, arguments: &Arguments) -> ExitCode {
+    let mut rank = match Rank::open(rank_index, arguments) {
         Ok(rank) => rank,
         Err(error) => {
             print_answer(&json!({ "error": describe(&*error) }));
@@ -73,18 +75,22 @@ fn listen(fence: &Fence, read: &mpsc::Sender<Value>) {
 }
 
 impl Rank {
-    fn open(rank_index: u64, ordinal: usize) -> Fallible<Self> {
-        let device = Device::open(ordinal)?;
+    fn open(rank_index: u64, arguments: &Arguments) -> Fallible<Self> {
+        let device = Device::open(arguments.ordinal)?;
         let secret = Secret::new("gpu_drill");
         let endpoint =
             Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "gpu_drill", rank_index, secret)?;
         Ok(Self {
             endpoint,
             device,
-            policy: NcclPolicy::auto(),
+            policy: match &arguments.nccl {
+                None => NcclPolicy::auto(),
+                Some(file) => NcclPolicy::from_file(file),
+            },
             ring: None,
             bare: None,
             buffers: None,
+            released: None,
         })
     }
 
@@ -95,7 +101,11 @@ impl Rank {
         match command["do"].as_str().unwrap_or("") {
             "machine" => self.machine(bytes),
             "connect" => self.connect(command),
-            "nccl" => self.begin(number("init_ms"), number("abort_ms")),
+            "begin" => self.begin(number("init_ms"), number("abort_ms")).map(|()| json!({})),
+            "settle" => self.settle(),
+            "released" => self.released(),
+            "nccl" => self.build(number("init_ms"), number("abort_ms")),
+            "memory" => self.memory(),
             "bare" => self.make_bare(),
             "sum" => self.sum(bytes, number("iterations"), path),
             "beside" => self.beside(bytes, number("iterations")),
@@ -121,7 +131,7 @@ impl Rank {
     }
 
     fn connect(&mut self, command: &Value) -> Fallible<Value> {
-        (self.ring, self.bare) = (None, None);
+        self.leave();
         let member = |pair: &Value| {
             let (id, address) = (pair[0].as_u64()?, pair[1].as_str()?.parse().ok()?);
             Some(Member { id, address })
@@ -137,8 +147,23 @@ impl Rank {
         Ok(json!({}))
     }
 
-    /// Builds an NCCL communicator as a group does, and reports the time.
-    fn begin(&mut self, init_ms: u64, abort_ms: u64) -> Fallible<Value> {
+    /// Ends the group.
+    fn leave(&mut self) {
+        self.bare = None;
+        let Some(ring) = self.ring.take() else { return };
+        let is_aborted = matches!(ring.nccl_state(), NcclState::Building | NcclState::Failed(_));
+        let begun = Instant::now();
+        drop(ring);
+        if is_aborted {
+            self.released = Some(thread::spawn(move || {
+                let is_released = wait_for_release(RELEASE_TIME_MAX);
+                is_released.then(|| json!({ "s": begun.elapsed().as_secs_f64(), "at": now() }))
+            }));
+        }
+    }
+
+    /// Begins to build an NCCL communicator, as a group does.
+    fn begin(&mut self, init_ms: u64, abort_ms: u64) -> Fallible<()> {
         let options = NcclOptions {
             init_timeout: Duration::from_millis(init_ms),
             abort_timeout: Duration::from_millis(abort_ms),
@@ -147,9 +172,14 @@ impl Rank {
         if let NcclPolicy::On(_, current) = &mut self.policy {
             *current = options;
         }
-        let ring = self.ring.as_mut().ok_or("no group")?;
+        Ok(self.ring.as_mut().ok_or("no group")?.begin_nccl(&self.policy)?)
+    }
+
+    /// Builds an NCCL communicator, and reports the time.
+    fn build(&mut self, init_ms: u64, abort_ms: u64) -> Fallible<Value> {
         let begun = Instant::now();
-        ring.begin_nccl(&self.policy)?;
+        self.begin(init_ms, abort_ms)?;
+        let ring = self.ring.as_ref().ok_or("no group")?;
         loop {
             match ring.nccl_state() {
                 NcclState::Building => thread::sleep(Duration::from_millis(1)),
@@ -159,6 +189,38 @@ impl Rank {
                 NcclState::Absent(reason) | NcclState::Failed(reason) => return Err(reason.into()),
             }
         }
+    }
+
+    /// Waits until an initialization has failed and NCCL has released its communicator, and reports
+    /// why it failed and how long the release took.
+    fn settle(&self) -> Fallible<Value> {
+        let ring = self.ring.as_ref().ok_or("no group")?;
+        let until = Instant::now() + RELEASE_TIME_MAX;
+        while Instant::now() < until {
+            match (ring.nccl_state(), ring.nccl_abort_time()) {
+                (NcclState::Failed(reason), Some(took)) => {
+                    let abort_ms = took.as_secs_f64() * 1e3;
+                    return Ok(json!({ "state": reason, "abort_ms": abort_ms }));
+                }
+                (NcclState::Absent(reason), _) => return Err(reason.into()),
+                (NcclState::Ready, _) => return Err("NCCL is ready without all ranks".into()),
+                _ => thread::sleep(Duration::from_millis(1)),
+            }
+        }
+        Err("NCCL has not released a communicator that was aborted".into())
+    }
+
+    /// Reports the time from the end of the last group to NCCL's release, and when that was.
+    fn released(&mut self) -> Fallible<Value> {
+        let Some(waits) = self.released.take() else { return Ok(json!({ "s": 0.0, "at": 0 })) };
+        let released = waits.join().map_err(|_| "the thread that waits for NCCL has panicked")?;
+        released.ok_or_else(|| "NCCL has not released its communicator".into())
+    }
+
+    /// The memory of this rank's GPU that is in use, by all processes.
+    fn memory(&self) -> Fallible<Value> {
+        let (free, total) = self.device.stream().context().mem_get_info()?;
+        Ok(json!({ "pid": std::process::id(), "used": total - free }))
     }
 
     /// Builds a second communicator without the layers above NCCL.
@@ -252,9 +314,7 @@ impl Rank {
                 Ok(_) => print_answer(&json!({ "turn": now() })),
                 Err(error) => {
                     let at = now();
-                    let abort_ms =
-                        ring.nccl_abort_time().map_or(0.0, |took| took.as_secs_f64() * 1e3);
-                    return Ok(json!({ "lost": describe(&error), "at": at, "abort_ms": abort_ms }));
+                    return Ok(json!({ "lost": describe(&error), "at": at }));
                 }
             }
         }
@@ -303,3 +363,5 @@ fn print_answer(answer: &Value) {
     let _ = writeln!(output, "{answer}");
     let _ = output.flush();
 }
+
+const RELEASE_TIME_MAX: Duration = Duration::from_secs(30);

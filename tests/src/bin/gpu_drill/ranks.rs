@@ -11,7 +11,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 
-use crate::{Drill, Fallible};
+use crate::{Drill, Fallible, LIBRARY_PATH};
 
 /// A group of processes. Those that are still running when this is dropped are killed.
 pub(crate) struct Ranks {
@@ -30,24 +30,52 @@ struct Rank {
     address: String,
 }
 
+/// How the processes of a group start.
+#[derive(Clone, Copy, Default)]
+struct Setup {
+    /// All on the first GPU.
+    shared: bool,
+    /// The initialization of NCCL fails at once on the last rank.
+    without_nccl_of_last: bool,
+}
+
 impl Ranks {
     /// Starts the processes. `shared`: all on the first GPU; otherwise on a GPU each, as far as
     /// there are enough.
     pub(crate) fn start(drill: &Drill, world: usize, shared: bool) -> Fallible<Self> {
+        Self::spawn(drill, world, Setup { shared, ..Setup::default() })
+    }
+
+    /// Starts processes of which the last one never comes to the initialization of NCCL, although
+    /// it has agreed to it.
+    pub(crate) fn start_without_nccl_of_last(drill: &Drill, world: usize) -> Fallible<Self> {
+        Self::spawn(drill, world, Setup { without_nccl_of_last: true, ..Setup::default() })
+    }
+
+    fn spawn(drill: &Drill, world: usize, setup: Setup) -> Fallible<Self> {
+        let shared = setup.shared;
         let timeout = ANSWER_TIMEOUT.min(drill.left());
         let mut ranks = Self { ranks: Vec::new(), timeout, devices: 0 };
         for id in 0..world as u64 {
             let ordinal = if shared { 0 } else { id as usize % drill.devices.max(1) };
             let mut command = Command::new(env::current_exe()?);
             command.args(["--rank", &id.to_string(), "--ordinal", &ordinal.to_string()]);
-            if let Some(folder) = &drill.arguments.stand_in {
-                let mut paths = vec![folder.clone()];
-                paths.extend(env::var_os("LD_LIBRARY_PATH").iter().flat_map(env::split_paths));
-                command.env("LD_LIBRARY_PATH", env::join_paths(paths)?);
-                command.env("STAND_IN_CHECKS_EXIT", "1");
+            if let Some(path) = drill.library_path()? {
+                command.env(LIBRARY_PATH, path).env("STAND_IN_CHECKS_EXIT", "1");
             }
             if shared || world > drill.devices {
                 command.env("NCCL_HOSTID", format!("drill-{id}")).envs(ONE_GPU);
+            }
+            if setup.without_nccl_of_last && id as usize + 1 == world {
+                match &drill.arguments.stand_in {
+                    Some(folder) => {
+                        command.arg("--nccl").arg(folder.join("libnccl.init_fails.so"));
+                    }
+                    // NCCL finds no network interface of this name.
+                    None => {
+                        command.env("NCCL_SOCKET_IFNAME", "=absent");
+                    }
+                }
             }
             // NCCL writes to standard output by default, which carries the answers.
             for (name, value) in [("NCCL_DEBUG", "WARN"), ("NCCL_DEBUG_FILE", "/dev/stderr")] {

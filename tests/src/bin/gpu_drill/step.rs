@@ -9,12 +9,13 @@ use elasticdl_proto::Summary;
 use elasticdl_tests::quantile;
 use serde_json::Value;
 
-use crate::{Drill, Fallible};
+use crate::{Drill, Fallible, LeftOut};
 
 /// The median times of a step of both, measured in turn.
 pub(crate) fn step(drill: &mut Drill) -> Fallible<()> {
     let Some(model) = &drill.arguments.bytelm else {
-        return Err("left out: name bytelm, built with `--features cuda`, by --bytelm".into());
+        let reason = "name bytelm, built with `--features cuda`, by --bytelm";
+        return Err(LeftOut(reason.to_owned()).into());
     };
     let folder = tempfile::tempdir()?;
     let text = folder.path().join("text");
