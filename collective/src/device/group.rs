@@ -16,6 +16,7 @@ use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator, EncryptedLinks, Host
 
 mod nccl_offer;
 mod overlap;
+mod place;
 mod staged;
 
 use nccl_offer::NcclOffer;

@@ -58,7 +58,7 @@ struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: the program exists, and nobody else uses it.
+        // SAFETY: the program exists, and is used no more.
         let _ = unsafe { result::destroy_program(self.0) };
     }
 }

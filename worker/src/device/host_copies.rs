@@ -5,8 +5,9 @@
 use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, CudaView, sys};
+use elasticdl_collective::device::DeviceError;
 
-use super::{DeviceError, cuda};
+use super::error::cuda;
 
 /// Copies that are in use, and a few that are not: the next copy of the same length takes their
 /// memory, which is page-locked. Fresh memory is allocated page by page while the group waits, and
@@ -43,7 +44,7 @@ impl HostCopies {
             Some(at) => self.copies.swap_remove(at),
             None => HostCopy::new(&self.stream, len),
         };
-        let floats = Arc::get_mut(&mut copy.floats).expect("nobody else uses it");
+        let floats = Arc::get_mut(&mut copy.floats).expect("it is in no other use");
         self.stream.memcpy_dtoh(part, floats).map_err(cuda("copy to the host"))?;
         self.stream.synchronize().map_err(cuda("copy to the host"))?;
         let floats = Arc::clone(&copy.floats);

@@ -15,7 +15,7 @@ use elasticdl_collective::device::{Device, DeviceError};
 use half::bf16;
 
 use super::compiler::compile;
-use super::cuda;
+use super::error::cuda;
 use crate::optimizer::{AdamWStep, Arithmetic, Optimizer, SgdStep};
 
 /// The kernels, compiled for one device, and their scratch memory.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   as_device_model ──▶ DeviceModel   gradients ──▶ all-reduce ──▶ update by `kernels.cu`
-//!                                                   host ring, or NCCL; all on one CUDA stream
+//!                                                   host ring, or NCCL
 //! ```
 //!
 //! CUDA is loaded at run time, so a program that is built with this also runs on machines without a
@@ -11,7 +11,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use cudarc::driver::{CudaView, CudaViewMut, DriverError};
+use cudarc::driver::{CudaView, CudaViewMut};
 use elasticdl_collective::device::Overlap;
 use half::bf16;
 
@@ -24,6 +24,7 @@ use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Optimizer;
 
 mod compiler;
+mod error;
 mod host_copies;
 mod kernels;
 mod state;
@@ -251,9 +252,4 @@ impl DeviceUpdate<'_> {
         let Self { step, records, sum, parameters, slots, kernels } = self;
         kernels.apply(optimizer, (step, records), sum, (parameters, slots))
     }
-}
-
-/// Converts the error of a driver call; for `map_err`.
-fn cuda(action: &'static str) -> impl FnOnce(DriverError) -> DeviceError {
-    move |source| DeviceError::Cuda { action, source }
 }

@@ -11,10 +11,11 @@ use elasticdl_collective::device::{DeviceGroup, Overlap, Path};
 use elasticdl_proto::WireDtype;
 use half::bf16;
 
+use super::error::cuda;
 use super::host_copies::HostCopies;
 use super::{
     Accumulator, Buckets, CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate, Kernels,
-    RoundedBuckets, cuda,
+    RoundedBuckets,
 };
 use crate::buckets;
 use crate::ring::Ring;

@@ -5,8 +5,8 @@
 //! side stream                          └▶ sum part 0 ─────┴▶ sum part 1 ──▶ …
 //! ```
 //!
-//! **Invariant:** the device's stream never waits for the side stream, whose work hangs if a rank is
-//! lost. What uses the sums waits on the host, where links are watched.
+//! **Invariant:** the device's stream never waits for the side stream, whose work hangs if a rank
+//! is lost. What uses the sums waits on the host, where links are watched.
 #![allow(unsafe_code, reason = "sums are in progress after a return")]
 
 use std::ops::Range;

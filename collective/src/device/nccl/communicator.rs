@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 
+use super::back_off::{BackOff, POLL_INTERVAL, SPIN_TIME_MAX, SPIN_TIME_MIN};
 use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
-use super::release::Unreleased;
+use super::release::{self, Unreleased};
 use crate::device::DeviceError;
 use crate::net::notifier::Notifier;
 
@@ -85,15 +86,6 @@ pub(crate) enum CallKind {
     AllGather,
     AllReduce,
     Broadcast { root: usize },
-}
-
-/// Returns the number of communicators of this process that NCCL did not release in time. If there
-/// are any, the process should end when it can: they occupy threads and device memory, and may
-/// occupy more.
-#[must_use]
-pub fn abandoned() -> usize {
-    let now = Instant::now();
-    aborts().iter().filter(|(_, deadline)| *deadline <= now).count()
 }
 
 impl NcclCommunicator {
@@ -304,7 +296,7 @@ impl Shared {
             return;
         }
         status.phase = Phase::Ending(reason.to_owned());
-        aborts().push((self.key(), Instant::now() + self.timeouts.abort));
+        release::abort_begun(self.key(), self.timeouts.abort);
         self.changed.notify_all();
     }
 
@@ -356,7 +348,7 @@ impl Shared {
         }
         let nanos = u64::try_from(asked.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.abort_nanos.store(nanos.max(1), Ordering::Release);
-        aborts().retain(|(key, _)| *key != self.key());
+        release::abort_ended(self.key());
         let mut status = self.lock();
         if let Phase::Ending(reason) = &status.phase {
             status.phase = Phase::Ended(reason.clone());
@@ -601,38 +593,6 @@ impl Caller {
     }
 }
 
-/// Back-off between two polls: yields at first, then sleeps, so that other threads get the core.
-struct BackOff {
-    begun: Instant,
-    spin_time: Duration,
-}
-
-impl BackOff {
-    fn new(spin_time: Duration) -> Self {
-        Self { begun: Instant::now(), spin_time }
-    }
-
-    fn wait(&self) {
-        if self.begun.elapsed() < self.spin_time {
-            thread::yield_now();
-        } else {
-            thread::sleep(POLL_INTERVAL);
-        }
-    }
-}
-
-/// Aborts that have not returned, with their deadlines.
-fn aborts() -> MutexGuard<'static, Vec<(usize, Instant)>> {
-    static ABORTS: Mutex<Vec<(usize, Instant)>> = Mutex::new(Vec::new());
-    ABORTS.lock().expect("nothing under this lock panics")
-}
-
 /// Limit of one call. Calls of a non-blocking communicator return at once; one that exceeds the
 /// limit hangs.
 const CALL_TIME_MAX: Duration = Duration::from_millis(100);
-
-/// Time before the back-off sleeps, at least and at most: from a small operation's duration to that
-/// of a large one within a host. Over a network, a pause is a small part of it.
-const SPIN_TIME_MIN: Duration = Duration::from_millis(1);
-const SPIN_TIME_MAX: Duration = Duration::from_millis(10);
-const POLL_INTERVAL: Duration = Duration::from_micros(50);

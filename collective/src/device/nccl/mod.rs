@@ -17,14 +17,15 @@
 //! **Invariant:** a communicator is released in one way only, `ncclCommAbort`, after it has been
 //! finalized if it still works: `ncclCommDestroy` may wait for peers that are gone.
 
+mod back_off;
 mod communicator;
 mod library;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod raw;
 mod release;
 
+pub use communicator::NcclState;
 pub(crate) use communicator::{Beside, Call, CallKind, CommInit, NcclCommunicator, Timeouts};
-pub use communicator::{NcclState, abandoned};
 pub(crate) use library::Buffers;
 pub use library::{Library, UniqueId};
-pub use release::{exit_at_once, wait_for_release};
+pub use release::{abandoned, exit_at_once, wait_for_release};

@@ -3,7 +3,7 @@
 
 use std::ffi::c_int;
 use std::sync::{Condvar, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A communicator that NCCL has not released. Counts itself.
 #[derive(Debug)]
@@ -21,6 +21,25 @@ impl Drop for Unreleased {
         *count() -= 1;
         RELEASED.notify_all();
     }
+}
+
+/// Returns the number of communicators of this process that NCCL did not release in time. If there
+/// are any, the process should end when it can: they occupy threads and device memory, and may
+/// occupy more.
+#[must_use]
+pub fn abandoned() -> usize {
+    let now = Instant::now();
+    aborts().iter().filter(|(_, deadline)| *deadline <= now).count()
+}
+
+/// Notes an abort, and how long it may take.
+pub(super) fn abort_begun(key: usize, limit: Duration) {
+    aborts().push((key, Instant::now() + limit));
+}
+
+/// Notes that an abort has returned.
+pub(super) fn abort_ended(key: usize) {
+    aborts().retain(|(other, _)| *other != key);
 }
 
 /// Waits until NCCL has released all communicators of this process. Returns whether it has, within
@@ -45,6 +64,12 @@ pub fn exit_at_once(code: i32) -> ! {
 
 fn count() -> MutexGuard<'static, usize> {
     COUNT.lock().expect("nothing under this lock panics")
+}
+
+/// Aborts that have not returned, with their deadlines.
+fn aborts() -> MutexGuard<'static, Vec<(usize, Instant)>> {
+    static ABORTS: Mutex<Vec<(usize, Instant)>> = Mutex::new(Vec::new());
+    ABORTS.lock().expect("nothing under this lock panics")
 }
 
 static COUNT: Mutex<usize> = Mutex::new(0);
