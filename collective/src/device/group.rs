@@ -176,8 +176,7 @@ impl DeviceGroup {
     ///
     /// # Errors
     /// [`CollectiveError`]; `dst` then holds unspecified values. [`CollectiveError::Device`] with
-    /// [`DeviceError::Abandoned`]: NCCL still occupies the device's
-    /// stream, so the process has to end.
+    /// [`DeviceError::Abandoned`]: NCCL still occupies the stream, so the process has to end.
     pub fn all_reduce_device<T: Element>(
         &mut self,
         header: &[u8],
@@ -188,6 +187,10 @@ impl DeviceGroup {
         self.host.check_alive()?;
         check_header(header)?;
         check_len(src.len(), dst.len(), "an all-reduce")?;
+        if self.is_summing {
+            let reason = "sums of parts are in progress, which `sum_rest` ends";
+            return Err(CollectiveError::Invalid(reason.to_owned()));
+        }
         if path == Path::Host {
             return self.sum_staged(header, src, dst);
         }

@@ -5,7 +5,7 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::device::{Device, Overlap};
+use elasticdl_collective::device::{Device, Overlap, Path};
 use elasticdl_collective::nccl::NcclState;
 use elasticdl_collective::{CollectiveError, Communicator};
 
@@ -73,8 +73,7 @@ fn ranks_that_begin_different_parts_early_get_the_same_sums() {
         // Other operations work between such steps.
         let sums = on_all(&mut group, |gpu| {
             let (src, mut dst) = (gpu.put(&[1.0_f32]).unwrap(), gpu.put(&[0.0_f32]).unwrap());
-            let path = elasticdl_collective::device::Path::Nccl;
-            gpu.ring.all_reduce_device(&[], &src, &mut dst, path).unwrap();
+            gpu.ring.all_reduce_device(&[], &src, &mut dst, Path::Nccl).unwrap();
             gpu.get(&dst, 1)
         });
         assert_eq!(sums, vec![vec![3.0]; 3]);
@@ -168,4 +167,23 @@ fn parts_that_do_not_cover_the_rest_are_refused() {
         assert!(matches!(error, CollectiveError::Invalid(_)), "{parts:?}: {error:?}");
     }
     assert_eq!(gpu.ring.sum_rest(b"h", &src, &mut dst, &PARTS).unwrap(), [b"h"]);
+}
+
+#[test]
+fn another_sum_is_refused_while_parts_are_summed() {
+    let mut group = group_on_nccl(1, &[]);
+    let gpu = &mut group[0];
+    let (mut src, mut dst) = (gpu.put(&[1.0_f32; LEN]).unwrap(), gpu.put(&[0.0_f32; LEN]).unwrap());
+    let mut other = gpu.put(&[0.0_f32; LEN]).unwrap();
+    let fill = |overlap: &mut Overlap<'_, f32>| overlap.sum_from(PARTS[0].start);
+    // SAFETY: `sum_rest` follows before the next use of `dst`.
+    let ((), begun) = unsafe { gpu.ring.overlap(&mut src, &mut dst, fill) };
+    assert_eq!(begun.unwrap(), 1);
+    for path in [Path::Host, Path::Nccl] {
+        let refused = gpu.ring.all_reduce_device(&[], &src, &mut other, path).unwrap_err();
+        assert!(matches!(refused, CollectiveError::Invalid(_)), "{refused:?}");
+    }
+    gpu.ring.sum_rest(&[], &src, &mut dst, &PARTS[1..]).unwrap();
+    assert_eq!(gpu.get(&dst, LEN), [1.0; LEN]);
+    gpu.ring.all_reduce_device(&[], &src, &mut other, Path::Host).unwrap();
 }
