@@ -135,9 +135,13 @@ fn kill_one(status: &Value) {
     }
 }
 
-/// Builds the command and the example as this program was built, by `cargo quickstart` in release
-/// mode. Returns the folder of the programs.
+/// Builds the command and the example as this program was built, by `cargo quickstart` with the
+/// profile `quickstart`. Returns the folder of the programs.
 fn build() -> Result<PathBuf, String> {
+    let this = std::env::current_exe().map_err(|error| error.to_string())?;
+    let folder = this.parent().map(Path::to_path_buf).unwrap_or_default();
+    // Cargo names the folder after the profile.
+    let profile = folder.file_name().unwrap_or_else(|| "quickstart".as_ref());
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     // Builds the whole workspace, like the build of this program, so that no dependency is built
     // again with other features.
@@ -146,8 +150,12 @@ fn build() -> Result<PathBuf, String> {
     let mut command = Command::new(cargo);
     // Without optimization, the targets of the tests: they have the features of the tests.
     let debug: &[&str] = &["build", "--workspace", "--lib", "--bins", "--examples"];
-    let release: &[&str] = &["build", "--release", "--bin", "elasticdl", "--bin", "bytelm"];
-    command.args(if cfg!(debug_assertions) { debug } else { release }).current_dir(workspace);
+    let optimized: &[&str] = &["build", "--bin", "elasticdl", "--bin", "bytelm", "--profile"];
+    match cfg!(debug_assertions) {
+        true => command.args(debug),
+        false => command.args(optimized).arg(profile),
+    };
+    command.current_dir(workspace);
     // Cargo sets these variables for the programs that it runs. Build scripts would treat them as
     // changes, and much would be built again.
     for (name, _) in std::env::vars_os() {
@@ -162,8 +170,7 @@ fn build() -> Result<PathBuf, String> {
     if !status.success() {
         return Err("the build failed".into());
     }
-    let this = std::env::current_exe().map_err(|error| error.to_string())?;
-    Ok(this.parent().map(Path::to_path_buf).unwrap_or_default())
+    Ok(folder)
 }
 
 /// Text that exists on every machine that has just built this program: the sources of the
