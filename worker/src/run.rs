@@ -223,11 +223,13 @@ fn train<M: Model>(
     let prefetch = Prefetch::new(reader, ahead)
         .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
     let gpu = call_user("as_device_model()", || {
-        Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
+        Ok(model.as_device_model().map(|on_gpu| (on_gpu.device().clone(), on_gpu.take_memory())))
     });
     let tensors = match gpu.map_err(Failure::fatal)? {
-        Some(gpu) => DeviceState::new(&gpu, (parameters, slots), options.wire_dtype)
-            .map(|state| Tensors::Device(Box::new(state))),
+        Some((gpu, memory)) => {
+            DeviceState::new(&gpu, (parameters, slots), options.wire_dtype, memory)
+                .map(|state| Tensors::Device(Box::new(state)))
+        }
         None => Ok(Tensors::Host(match model.take_state_memory() {
             Some(memory) => HostState::in_memory(memory),
             None => HostState::new(parameters, slots),

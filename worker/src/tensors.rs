@@ -138,7 +138,9 @@ impl Tensors {
         // buffers are swapped.
         let is_alone = ring.host().world_size() == 1;
         match self {
-            Self::Device(state) if is_alone => state.take_gradient_as_sum(),
+            Self::Device(state) if is_alone => {
+                state.take_gradient_as_sum().map_err(|source| CollectiveError::Device { source })?
+            }
             Self::Device(state) => return state.sum(ring, header, path, buckets),
             Self::Host(state) if is_alone => {
                 std::mem::swap(&mut state.gradient, &mut state.reduced)
@@ -201,11 +203,14 @@ impl Tensors {
     }
 
     /// Retains the sum in `reduced`, which the last commit applied, and frees `reduced` for the
-    /// next step.
-    pub(crate) fn retain_reduced(&mut self) {
+    /// next step. `is_alone`: in a group of one.
+    pub(crate) fn retain_reduced(&mut self, is_alone: bool) -> Result<(), DeviceError> {
         match self {
-            Self::Device(state) => state.retain_reduced(),
-            Self::Host(state) => state.retain_reduced(),
+            Self::Device(state) => state.retain_reduced(is_alone),
+            Self::Host(state) => {
+                state.retain_reduced();
+                Ok(())
+            }
         }
     }
 

@@ -316,7 +316,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 self.tensors.broadcast(ring, root, sum).map_err(Stopped::Broken)?;
                 let is_finite = is_root || self.tensors.sum_is_finite()?;
                 if is_kept {
-                    self.tensors.retain_reduced();
+                    self.tensors.retain_reduced(false)?;
                 }
                 self.session.tensors_broadcast(is_finite)?;
             }
@@ -386,7 +386,8 @@ impl<'a, M: Model> Trainer<'a, M> {
         } else if records > 0 {
             tracing::warn!(step = step + 1, "the gradient is not finite; the step is skipped");
         }
-        tensors.retain_reduced();
+        let is_alone = self.ring.as_ref().is_none_or(|ring| ring.host().world_size() == 1);
+        tensors.retain_reduced(is_alone)?;
         // The commit may end this group.
         let generation = self.session.group_rank().map(|(generation, _)| generation);
         let is_round = self.session.in_round().is_some();

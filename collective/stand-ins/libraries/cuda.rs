@@ -294,6 +294,7 @@ pub unsafe extern "C" fn cuMemAlloc_v2(memory: *mut u64, bytes: usize) -> c_int 
     if bytes == 0 {
         return INVALID_VALUE;
     }
+    ALLOCATED.set(ALLOCATED.get() + bytes as u64);
     let made = unsafe { aligned_alloc(256, bytes.next_multiple_of(256)) };
     // Makes reads of uninitialized memory visible.
     unsafe { ptr::write_bytes(made.cast::<u8>(), 0xa5, bytes) };
@@ -464,7 +465,14 @@ pub extern "C" fn fakeBytesCopied() -> u64 {
     COPIED.get()
 }
 
+/// Number of bytes that this thread has allocated on devices.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakeBytesAllocated() -> u64 {
+    ALLOCATED.get()
+}
+
 thread_local! {
+    static ALLOCATED: Cell<u64> = const { Cell::new(0) };
     static COPIED: Cell<u64> = const { Cell::new(0) };
 }
 

@@ -39,14 +39,16 @@ pub fn load() {
 /// As for [`load`].
 #[must_use]
 pub fn bytes_copied() -> u64 {
-    load();
-    // SAFETY: this crate compiles the library, which exports this function.
-    unsafe {
-        let library = libloading::Library::new("libcuda.so").expect("the library was just loaded");
-        let copied: extern "C" fn() -> u64 =
-            *library.get(b"fakeBytesCopied").expect("the fake driver exports it");
-        copied()
-    }
+    count(b"fakeBytesCopied")
+}
+
+/// Number of bytes that this thread has allocated on fake devices.
+///
+/// # Panics
+/// As for [`load`].
+#[must_use]
+pub fn bytes_allocated() -> u64 {
+    count(b"fakeBytesAllocated")
 }
 
 /// Number of bytes that the fake driver's pools keep when memory is freed.
@@ -55,13 +57,16 @@ pub fn bytes_copied() -> u64 {
 /// As for [`load`].
 #[must_use]
 pub fn release_threshold() -> u64 {
+    count(b"fakeReleaseThreshold")
+}
+
+fn count(name: &[u8]) -> u64 {
     load();
-    // SAFETY: this crate compiles the library, which exports this function.
+    // SAFETY: this crate compiles the library, which exports functions of this type.
     unsafe {
         let library = libloading::Library::new("libcuda.so").expect("the library was just loaded");
-        let threshold: extern "C" fn() -> u64 =
-            *library.get(b"fakeReleaseThreshold").expect("the fake driver exports it");
-        threshold()
+        let count: extern "C" fn() -> u64 = *library.get(name).expect("the fake driver exports it");
+        count()
     }
 }
 

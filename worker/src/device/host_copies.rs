@@ -18,8 +18,9 @@ pub(super) struct HostCopies {
     copies: Vec<HostCopy>,
 }
 
+/// Memory of one copy.
 #[derive(Debug)]
-struct HostCopy {
+pub(super) struct HostCopy {
     floats: Arc<Vec<f32>>,
     stream: Arc<CudaStream>,
     is_locked: bool,
@@ -32,30 +33,37 @@ impl HostCopies {
 
     /// Copies a part of a tensor to the host.
     pub(super) fn copy(&mut self, part: &CudaView<'_, f32>) -> Result<Arc<Vec<f32>>, DeviceError> {
-        let len = part.len();
-        if len == 0 {
+        if part.is_empty() {
             return Ok(Arc::default());
         }
-        let is_free = |copy: &mut HostCopy| {
-            copy.floats.len() == len && Arc::get_mut(&mut copy.floats).is_some()
-        };
-        let found = self.copies.iter_mut().position(is_free);
-        let mut copy = match found {
+        let mut copy = self.take(part.len());
+        self.stream.memcpy_dtoh(part, copy.floats_mut()).map_err(cuda("copy to the host"))?;
+        self.stream.synchronize().map_err(cuda("copy to the host"))?;
+        let floats = copy.shared();
+        self.give_back(copy);
+        Ok(floats)
+    }
+
+    /// Memory for a copy of this length, which nothing else uses.
+    pub(super) fn take(&mut self, len: usize) -> HostCopy {
+        let found =
+            self.copies.iter_mut().position(|copy| copy.floats.len() == len && copy.is_free());
+        match found {
             Some(at) => self.copies.swap_remove(at),
             None => HostCopy::new(&self.stream, len),
-        };
-        let floats = Arc::get_mut(&mut copy.floats).expect("it is in no other use");
-        self.stream.memcpy_dtoh(part, floats).map_err(cuda("copy to the host"))?;
-        self.stream.synchronize().map_err(cuda("copy to the host"))?;
-        let floats = Arc::clone(&copy.floats);
+        }
+    }
+
+    /// Takes memory back. What has been [shared](HostCopy::shared) stays as it is until its users
+    /// have dropped it.
+    pub(super) fn give_back(&mut self, copy: HostCopy) {
         self.copies.push(copy);
         let mut free = 0;
         self.copies.retain_mut(|copy| {
-            let is_used = Arc::get_mut(&mut copy.floats).is_none();
-            free += usize::from(!is_used);
-            is_used || free <= FREE_MAX
+            let is_free = copy.is_free();
+            free += usize::from(is_free);
+            !is_free || free <= FREE_MAX
         });
-        Ok(floats)
     }
 }
 
@@ -71,6 +79,20 @@ impl HostCopy {
         });
         // Without, for example within a limit of locked memory, the copy is slower.
         Self { floats: Arc::new(floats), stream: Arc::clone(stream), is_locked: locked.is_ok() }
+    }
+
+    /// The memory of a copy that is not shared.
+    pub(super) fn floats_mut(&mut self) -> &mut [f32] {
+        Arc::get_mut(&mut self.floats).expect("memory that was taken is in no other use")
+    }
+
+    /// The values.
+    pub(super) fn shared(&self) -> Arc<Vec<f32>> {
+        Arc::clone(&self.floats)
+    }
+
+    fn is_free(&mut self) -> bool {
+        Arc::get_mut(&mut self.floats).is_some()
     }
 }
 

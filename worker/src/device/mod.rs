@@ -11,7 +11,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use cudarc::driver::{CudaView, CudaViewMut};
+use cudarc::driver::{CudaStream, CudaView, CudaViewMut};
 use elasticdl_collective::device::Overlap;
 use half::bf16;
 
@@ -23,14 +23,18 @@ use crate::buckets::last_bucket;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Optimizer;
 
+mod buffer;
 mod compiler;
 mod error;
 mod host_copies;
 mod kernels;
+mod retained;
 mod state;
 
+pub use buffer::{Addresses, DeviceMemory};
 pub use compiler::compile;
 pub(crate) use kernels::Kernels;
+use retained::RetainedSum;
 pub(crate) use state::DeviceState;
 
 /// Opens the GPU of this worker. Workers on one machine that see the same GPUs are assigned them
@@ -92,6 +96,12 @@ pub trait DeviceModel {
     /// See the method of `Model`.
     fn update(&mut self, update: DeviceUpdate<'_>, optimizer: &Optimizer) -> Result<(), UserError> {
         Ok(update.apply(optimizer)?)
+    }
+
+    /// See `Model::take_state_memory`.
+    #[doc(hidden)]
+    fn take_memory(&mut self) -> Option<DeviceMemory> {
+        None
     }
 }
 
@@ -176,6 +186,11 @@ trait Overlapped: fmt::Debug {
 struct Buckets<'a, 'b> {
     overlap: &'a mut Overlap<'b, f32>,
     bucket_len: usize,
+    /// Sum of the last step, in the buffer that the buckets' sums are written to.
+    retained: &'a mut RetainedSum,
+    stream: &'a CudaStream,
+    /// An error ends the sums.
+    failed: &'a mut Result<(), DeviceError>,
 }
 
 impl Overlapped for Buckets<'_, '_> {
@@ -186,6 +201,10 @@ impl Overlapped for Buckets<'_, '_> {
     fn complete_from(&mut self, start: usize) {
         let mut rest = self.overlap.rest_len();
         while let Some(at) = last_bucket(rest, self.bucket_len).filter(|at| *at >= start) {
+            if let Err(error) = self.retained.release(self.stream) {
+                *self.failed = Err(error);
+                return;
+            }
             self.overlap.sum_from(at);
             rest = at;
         }
@@ -201,7 +220,7 @@ struct RoundedBuckets<'a, 'b> {
     overlap: &'a mut Overlap<'b, bf16>,
     bucket_len: usize,
     /// An error ends the sums.
-    rounding: &'a mut Result<(), DeviceError>,
+    failed: &'a mut Result<(), DeviceError>,
 }
 
 impl Overlapped for RoundedBuckets<'_, '_> {
@@ -215,7 +234,7 @@ impl Overlapped for RoundedBuckets<'_, '_> {
             let (values, mut open) = (self.gradient.slice(at..rest), self.overlap.rest());
             let rounded = self.kernels.round_to_bf16(&values, &mut open.slice_mut(at..rest));
             if let Err(error) = rounded {
-                *self.rounding = Err(error);
+                *self.failed = Err(error);
                 return;
             }
             self.overlap.sum_from(at);

@@ -11,8 +11,10 @@ use elasticdl_collective::device::{DeviceGroup, Overlap, Path};
 use elasticdl_proto::WireDtype;
 use half::bf16;
 
+use super::buffer::{Buffer, DeviceMemory};
 use super::error::cuda;
 use super::host_copies::HostCopies;
+use super::retained::RetainedSum;
 use super::{
     Accumulator, Buckets, CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate, Kernels,
     RoundedBuckets,
@@ -28,11 +30,13 @@ pub(crate) struct DeviceState {
     kernels: Kernels,
     /// Number of floats of the optimizer state. At least one is allocated.
     slots_len: usize,
-    parameters: CudaSlice<f32>,
-    slots: CudaSlice<f32>,
-    gradient: CudaSlice<f32>,
-    retained: CudaSlice<f32>,
-    reduced: CudaSlice<f32>,
+    parameters: Buffer,
+    slots: Buffer,
+    gradient: Buffer,
+    /// Destination of the next sum; until then, the last one.
+    reduced: Buffer,
+    /// Dropped after the buffers, which are freed in the order of the device's stream.
+    retained: RetainedSum,
     /// Gradient and sum as they are on NCCL's wire; `None` if they are f32 there.
     wire: Option<[CudaSlice<bf16>; 2]>,
     /// Number of changes of the parameters and of the optimizer state.
@@ -43,7 +47,7 @@ pub(crate) struct DeviceState {
 }
 
 impl DeviceState {
-    /// Allocates the buffers, filled with zeros.
+    /// Allocates the buffers, filled with zeros, if the model does not lend `memory`.
     ///
     /// # Errors
     /// A message that explains what is missing on this machine, and what the user should do.
@@ -51,11 +55,20 @@ impl DeviceState {
         device: &Device,
         (parameters, slots): (usize, usize),
         wire: WireDtype,
+        memory: Option<DeviceMemory>,
     ) -> Result<Self, String> {
         let kernels = Kernels::new(device)?;
         let zeros = |len: usize| {
-            let floats = device.stream().alloc_zeros::<f32>(len.max(1));
+            let floats = device.stream().alloc_zeros::<f32>(len.max(1)).map(Buffer::own);
             floats.map_err(|error| format!("not enough GPU memory for {len} more floats: {error}"))
+        };
+        let slots_len = parameters * slots;
+        let (values, slots, [gradient, reduced]) = match memory {
+            Some(memory) => memory.buffers(parameters, slots_len),
+            None => {
+                let gradients = [zeros(parameters)?, zeros(parameters)?];
+                (zeros(parameters)?, zeros(slots_len)?, gradients)
+            }
         };
         let halves = || {
             let halves = device.stream().alloc_zeros::<bf16>(parameters);
@@ -69,12 +82,12 @@ impl DeviceState {
         Ok(Self {
             kernels,
             wire,
-            slots_len: parameters * slots,
-            parameters: zeros(parameters)?,
-            slots: zeros(parameters * slots)?,
-            gradient: zeros(parameters)?,
-            retained: zeros(parameters)?,
-            reduced: zeros(parameters)?,
+            slots_len,
+            parameters: values,
+            slots,
+            gradient,
+            reduced,
+            retained: RetainedSum::new(device.stream()).map_err(|error| error.to_string())?,
             version: 0,
             digests_of: None,
             copies: Mutex::new(HostCopies::new(device.stream())),
@@ -112,28 +125,35 @@ impl DeviceState {
         bucket_len: usize,
         compute: impl FnOnce(&CudaSlice<f32>, &mut DeviceGradients<'_>) -> T,
     ) -> (T, Result<usize, CollectiveError>) {
-        let Self { parameters, gradient, reduced, wire, kernels, version, .. } = self;
+        let Self {
+            device, parameters, gradient, reduced, retained, wire, kernels, version, ..
+        } = self;
         let (kernels, version) = (&*kernels, *version);
-        let Some([rounded, sum]) = wire else {
-            let compute = |overlap: &mut Overlap<'_, f32>| {
-                let mut buckets = Buckets { overlap, bucket_len };
-                let sum = Accumulator::Overlapped(&mut buckets);
-                compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
-            };
-            // SAFETY: the step sums the rest next, or the group is dropped first. The trainer drops
-            // its group before these buffers.
-            return unsafe { ring.overlap(gradient, reduced, compute) };
+        let mut enqueued = Ok(());
+        let failed = &mut enqueued;
+        // SAFETY of both: the step sums the rest next, or the group is dropped first. The trainer
+        // drops its group before these buffers.
+        let (computed, summed) = match wire {
+            None => {
+                let compute = |overlap: &mut Overlap<'_, f32>| {
+                    let stream = device.stream();
+                    let mut buckets = Buckets { overlap, bucket_len, retained, stream, failed };
+                    let sum = Accumulator::Overlapped(&mut buckets);
+                    compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
+                };
+                unsafe { ring.overlap(&mut **gradient, &mut **reduced, compute) }
+            }
+            Some([rounded, sum]) => {
+                let compute = |overlap: &mut Overlap<'_, bf16>| {
+                    let mut buckets =
+                        RoundedBuckets { gradient, kernels, overlap, bucket_len, failed };
+                    let sum = Accumulator::Overlapped(&mut buckets);
+                    compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
+                };
+                unsafe { ring.overlap(rounded, sum, compute) }
+            }
         };
-        let mut rounding = Ok(());
-        let compute = |overlap: &mut Overlap<'_, bf16>| {
-            let rounding = &mut rounding;
-            let mut buckets = RoundedBuckets { gradient, kernels, overlap, bucket_len, rounding };
-            let sum = Accumulator::Overlapped(&mut buckets);
-            compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
-        };
-        // SAFETY: as above.
-        let (computed, summed) = unsafe { ring.overlap(rounded, sum, compute) };
-        (computed, rounding.map_err(|source| CollectiveError::Device { source }).and(summed))
+        (computed, enqueued.map_err(|source| CollectiveError::Device { source }).and(summed))
     }
 
     pub(crate) fn update(&mut self, step: u64, records: u64) -> DeviceUpdate<'_> {
@@ -143,13 +163,16 @@ impl DeviceState {
     }
 
     pub(crate) fn clear_gradient(&mut self) -> Result<(), DeviceError> {
-        self.device.stream().memset_zeros(&mut self.gradient).map_err(cuda("clear a gradient"))
+        self.device.stream().memset_zeros(&mut *self.gradient).map_err(cuda("clear a gradient"))
     }
 
     /// Copies a tensor to the host.
     pub(crate) fn to_host(&self, tensor: Tensor) -> Result<Arc<Vec<f32>>, DeviceError> {
         let (slice, len) = match tensor {
-            Tensor::Retained => (&self.retained, self.retained.len()),
+            Tensor::Retained => match self.retained.copy()? {
+                Some(copy) => return Ok(copy),
+                None => (&self.reduced, self.reduced.len()),
+            },
             Tensor::Parameters => (&self.parameters, self.parameters.len()),
             Tensor::Reduced => (&self.reduced, self.reduced.len()),
             Tensor::Slots => (&self.slots, self.slots_len),
@@ -160,7 +183,7 @@ impl DeviceState {
     /// Overwrites a tensor with values of the host.
     pub(crate) fn load(&mut self, tensor: Tensor, floats: &[f32]) -> Result<(), DeviceError> {
         let stream = self.stream().clone();
-        let slice = self.slice(tensor);
+        let slice = self.slice(tensor)?;
         if !floats.is_empty() {
             stream.memcpy_htod(floats, slice).map_err(cuda("copy from the host"))?;
             // The caller may drop `floats` after the return.
@@ -177,7 +200,7 @@ impl DeviceState {
         floats: &[f32],
     ) -> Result<(), DeviceError> {
         let stream = self.stream().clone();
-        let mut part = self.slice(tensor).slice_mut(at..at + floats.len());
+        let mut part = self.slice(tensor)?.slice_mut(at..at + floats.len());
         stream.memcpy_htod(floats, &mut part).map_err(cuda("copy from the host"))?;
         // The caller may drop `floats` after the return.
         stream.synchronize().map_err(cuda("copy from the host"))
@@ -192,7 +215,9 @@ impl DeviceState {
         path: Path,
         buckets: Option<(usize, usize)>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.release_reduced().map_err(|source| CollectiveError::Device { source })?;
         let Self { gradient, reduced, wire, kernels, .. } = self;
+        let (gradient, reduced) = (&**gradient, &mut **reduced);
         let ring = ring.device()?;
         let rest = |(bucket_len, summed)| -> Vec<Range<usize>> {
             buckets::ranges(gradient.len(), bucket_len).skip(summed).collect()
@@ -217,8 +242,10 @@ impl DeviceState {
     }
 
     /// Uses the gradient as the sum, in a group of one.
-    pub(crate) fn take_gradient_as_sum(&mut self) {
+    pub(crate) fn take_gradient_as_sum(&mut self) -> Result<(), DeviceError> {
+        self.release_reduced()?;
         std::mem::swap(&mut self.gradient, &mut self.reduced);
+        Ok(())
     }
 
     pub(crate) fn broadcast(
@@ -230,7 +257,16 @@ impl DeviceState {
         if tensor == Tensor::Slots && self.slots_len == 0 {
             return Ok(());
         }
-        ring.device()?.broadcast_device(root, self.slice(tensor), Path::Host)
+        let failed = |source| CollectiveError::Device { source };
+        if tensor == Tensor::Retained {
+            // The rank whose sum is retained is the root.
+            if let Some(copy) = self.retained.copy().map_err(failed)? {
+                self.load(Tensor::Reduced, &copy).map_err(failed)?;
+            }
+            return ring.device()?.broadcast_device(root, &mut *self.reduced, Path::Host);
+        }
+        let slice = self.slice(tensor).map_err(failed)?;
+        ring.device()?.broadcast_device(root, slice, Path::Host)
     }
 
     pub(crate) fn sum_is_finite(&mut self) -> Result<bool, DeviceError> {
@@ -245,8 +281,16 @@ impl DeviceState {
         self.kernels.is_finite(&self.parameters)
     }
 
-    pub(crate) fn retain_reduced(&mut self) {
-        std::mem::swap(&mut self.reduced, &mut self.retained);
+    /// See [`Tensors::retain_reduced`](crate::tensors::Tensors::retain_reduced). A group of one
+    /// needs no copy: nothing overwrites the sum before the next step is certain.
+    pub(crate) fn retain_reduced(&mut self, is_alone: bool) -> Result<(), DeviceError> {
+        let copies = self.copies.get_mut().unwrap_or_else(PoisonError::into_inner);
+        self.retained.retain(&self.reduced, self.device.stream(), !is_alone, copies)
+    }
+
+    /// Orders work that is enqueued from now on after a copy of the retained sum to the host.
+    fn release_reduced(&mut self) -> Result<(), DeviceError> {
+        self.retained.release(self.device.stream())
     }
 
     /// Enqueues the computation of the digests of the step's windows of the parameters and of the
@@ -270,19 +314,23 @@ impl DeviceState {
         self.kernels.end_digests()
     }
 
-    fn slice(&mut self, tensor: Tensor) -> &mut CudaSlice<f32> {
-        if matches!(tensor, Tensor::Parameters | Tensor::Slots) {
-            self.version += 1;
-        }
+    /// A tensor that is written. The retained sum is not.
+    fn slice(&mut self, tensor: Tensor) -> Result<&mut CudaSlice<f32>, DeviceError> {
         match tensor {
-            Tensor::Retained => &mut self.retained,
-            Tensor::Parameters => &mut self.parameters,
-            Tensor::Reduced => &mut self.reduced,
-            Tensor::Slots => &mut self.slots,
+            Tensor::Parameters | Tensor::Slots => self.version += 1,
+            Tensor::Reduced | Tensor::Retained => self.release_reduced()?,
         }
+        Ok(match tensor {
+            Tensor::Parameters => &mut self.parameters,
+            Tensor::Reduced | Tensor::Retained => &mut self.reduced,
+            Tensor::Slots => &mut self.slots,
+        })
     }
 
     fn stream(&self) -> &Arc<CudaStream> {
         self.device.stream()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,11 +6,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::lent::{Lent, LentMut};
+use super::memory::Memory;
 use super::micro_batches::MicroBatches;
 use super::model::{Call, ExternalModel, GroupProgress, Record, Reply, Shape, Shared};
 use super::worker::{Worker, WorkerError};
 use crate::predictions::Predictions;
-use crate::state_buffer::StateMemory;
 
 /// Drives a trainer from the program's thread.
 #[derive(Debug)]
@@ -115,20 +115,15 @@ pub struct Counted {
 }
 
 impl Driver {
-    /// A trainer, which starts at the first [wait](Self::wait). `memory`: where the program wants
-    /// its state to be. `micro_batch`: maximum number of records of a micro-batch.
-    pub fn new(
-        worker: Worker,
-        shape: Shape,
-        memory: Option<StateMemory>,
-        micro_batch: usize,
-    ) -> Self {
+    /// A trainer, which starts at the first [wait](Self::wait). `micro_batch`: maximum number of
+    /// records of a micro-batch.
+    pub fn new(worker: Worker, shape: Shape, memory: Memory, micro_batch: usize) -> Self {
         let (to_program, calls) = channel();
         let (replies, from_program) = channel();
         let shared = Arc::new(Shared::default());
         let model = ExternalModel {
             shape,
-            memory,
+            memory: memory.into(),
             calls: to_program,
             replies: from_program,
             shared: Arc::clone(&shared),
@@ -152,11 +147,12 @@ impl Driver {
         Watch { shared: Arc::clone(&self.shared) }
     }
 
-    /// The parameters, `[parameters]`: while they are initialized or updated.
+    /// The parameters, `[parameters]`: while they are initialized or updated. This and the slices
+    /// below are `None` where they are on a GPU; initial values are written on the host.
     pub fn parameters(&mut self) -> Option<&mut [f32]> {
         match &mut self.held {
             Some(Held::Initialize { parameters } | Held::Update { parameters, .. }) => {
-                Some(parameters.slice())
+                parameters.slice()
             }
             Some(Held::Evaluate | Held::Gradient { .. } | Held::Predict) | None => None,
         }
@@ -165,7 +161,7 @@ impl Driver {
     /// The program's state, `[slots · parameters]`, initially zero: while it is updated.
     pub fn state(&mut self) -> Option<&mut [f32]> {
         match &mut self.held {
-            Some(Held::Update { state, .. }) => Some(state.slice()),
+            Some(Held::Update { state, .. }) => state.slice(),
             _ => None,
         }
     }
@@ -173,7 +169,7 @@ impl Driver {
     /// The sum to update by, `[parameters]`.
     pub fn sum(&self) -> Option<&[f32]> {
         match &self.held {
-            Some(Held::Update { sum, .. }) => Some(sum.slice()),
+            Some(Held::Update { sum, .. }) => sum.slice(),
             _ => None,
         }
     }
@@ -182,8 +178,20 @@ impl Driver {
     /// that are complete: while it is requested.
     pub fn gradient(&mut self) -> Option<&mut [f32]> {
         match &mut self.held {
-            Some(Held::Gradient { gradient, .. }) => Some(gradient.slice()),
+            Some(Held::Gradient { gradient, .. }) => gradient.slice(),
             _ => None,
+        }
+    }
+
+    /// Address of what [`parameters`](Self::parameters), [`gradient`](Self::gradient) or
+    /// [`sum`](Self::sum) returns while they are initialized, requested and updated: on the GPU,
+    /// for a program with [`DeviceMemory`](crate::device::DeviceMemory).
+    pub fn address(&self) -> Option<usize> {
+        match &self.held {
+            Some(Held::Gradient { gradient, .. }) => Some(gradient.address()),
+            Some(Held::Initialize { parameters }) => Some(parameters.address()),
+            Some(Held::Update { sum, .. }) => Some(sum.address()),
+            Some(Held::Evaluate | Held::Predict) | None => None,
         }
     }
 

@@ -8,18 +8,26 @@
 //! gradient that the program has declared complete, which shortens the loan.
 #![allow(unsafe_code, reason = "a loan between two threads")]
 
-/// A slice that the program may read.
+/// Memory that the program may read.
 #[derive(Debug)]
 pub(super) struct Lent {
-    start: *const f32,
+    place: Place,
     len: usize,
 }
 
-/// A slice that the program may write.
+/// Memory that the program may write.
 #[derive(Debug)]
 pub(super) struct LentMut {
-    start: *mut f32,
+    place: Place,
     len: usize,
+}
+
+/// Where the memory is.
+#[derive(Clone, Copy, Debug)]
+enum Place {
+    /// On a GPU: the program enqueues its work on the stream of the trainer's device.
+    Device(u64),
+    Host(*mut f32),
 }
 
 // SAFETY: the slices that the addresses come from can be used by other threads.
@@ -29,28 +37,63 @@ unsafe impl Send for LentMut {}
 
 impl Lent {
     pub(super) fn new(slice: &[f32]) -> Self {
-        Self { start: slice.as_ptr(), len: slice.len() }
+        Self { place: Place::Host(slice.as_ptr().cast_mut()), len: slice.len() }
     }
 
-    pub(super) fn slice(&self) -> &[f32] {
-        // SAFETY: the invariant above: the lender's slice lives, and is not written.
-        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    pub(super) fn on_device(address: u64, len: usize) -> Self {
+        Self { place: Place::Device(address), len }
+    }
+
+    /// The elements; `None` if they are on a GPU.
+    pub(super) fn slice(&self) -> Option<&[f32]> {
+        match self.place {
+            Place::Device(_) => None,
+            // SAFETY: the invariant above: the lender's slice lives, and is not written.
+            Place::Host(start) => Some(unsafe { std::slice::from_raw_parts(start, self.len) }),
+        }
+    }
+
+    pub(super) fn address(&self) -> usize {
+        self.place.address()
     }
 }
 
 impl LentMut {
     pub(super) fn new(slice: &mut [f32]) -> Self {
-        Self { start: slice.as_mut_ptr(), len: slice.len() }
+        Self { place: Place::Host(slice.as_mut_ptr()), len: slice.len() }
     }
 
-    pub(super) fn slice(&mut self) -> &mut [f32] {
-        // SAFETY: the invariant above: the lender's slice lives, and the lender does not use these
-        // elements of it.
-        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+    pub(super) fn on_device(address: u64, len: usize) -> Self {
+        Self { place: Place::Device(address), len }
+    }
+
+    /// The elements; `None` if they are on a GPU.
+    pub(super) fn slice(&mut self) -> Option<&mut [f32]> {
+        match self.place {
+            Place::Device(_) => None,
+            Place::Host(start) => {
+                // SAFETY: the invariant above: the lender's slice lives, and the lender does not
+                // use these elements of it.
+                Some(unsafe { std::slice::from_raw_parts_mut(start, self.len) })
+            }
+        }
+    }
+
+    pub(super) fn address(&self) -> usize {
+        self.place.address()
     }
 
     /// Ends the loan of the elements from `len` on.
     pub(super) fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
+    }
+}
+
+impl Place {
+    fn address(self) -> usize {
+        match self {
+            Self::Device(address) => address as usize,
+            Self::Host(start) => start.expose_provenance(),
+        }
     }
 }

@@ -13,14 +13,19 @@
 //! gradient, and nothing is copied. While the program computes the rest of a step's gradient, the
 //! trainer sums the parts that the program has declared complete: see `crate::buckets`.
 //!
+//! On a GPU, a call lends addresses. The program enqueues its work on the stream of the trainer's
+//! device, so that the work of both runs in the order of the calls.
+//!
 //! Where a model is evaluated or predicts, its parameters are in the program's memory, too: those
 //! of a file are copied there once.
 //!
 //! **Invariant:** the program decides nothing: records, their order, steps and the end are the
 //! session's.
 
+mod device;
 mod driver;
 mod lent;
+mod memory;
 mod micro_batches;
 mod model;
 mod ring;
@@ -29,6 +34,7 @@ mod share;
 mod worker;
 
 pub use self::driver::{Counted, Driver, Ended, Event, NextBatch, Watch};
+pub use self::memory::Memory;
 pub use self::model::{GroupProgress, Inference, Record, Shape};
 pub use self::ring::{ProgramRing, RingMembers};
 pub use self::seed::{Keyed, seed_of};

@@ -7,8 +7,10 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::lent::{Lent, LentMut};
+use super::memory::Taken;
 use crate::buckets::Gradients;
 use crate::conversion::Conversion;
+use crate::device::DeviceModel;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::model::{Model, NamedTensor, Progress};
 use crate::predictions::Predictions;
@@ -146,8 +148,7 @@ impl Shared {
 #[derive(Debug)]
 pub(super) struct ExternalModel {
     pub(super) shape: Shape,
-    /// The memory of the program, until the trainer takes it.
-    pub(super) memory: Option<StateMemory>,
+    pub(super) memory: Taken,
     pub(super) calls: Sender<Call>,
     pub(super) replies: Receiver<Result<Reply, String>>,
     pub(super) shared: Arc<Shared>,
@@ -165,12 +166,68 @@ pub(super) struct ExternalModel {
 impl ExternalModel {
     /// Copies the parameters to the program's memory, unless the trainer keeps them there.
     fn show(&mut self, parameters: &[f32]) {
-        if let Some(memory) = &mut self.memory
+        if let Some(memory) = &mut self.memory.host
             && !self.is_shown
         {
             memory.parameters.floats_mut().copy_from_slice(parameters);
             self.is_shown = true;
         }
+    }
+
+    /// Lets the program add the gradient of these records. `complete` is called as parts of it are.
+    pub(super) fn compute(
+        &mut self,
+        records: Vec<Record>,
+        gradient: LentMut,
+        is_overlapped: bool,
+        mut complete: impl FnMut(usize),
+    ) -> Result<Loss, UserError> {
+        let loads = !std::mem::replace(&mut self.has_computed, true);
+        let before = self.step_records;
+        self.step_records += records.len() as u64;
+        self.send(Call::Gradient { records, before, gradient, is_overlapped, loads })?;
+        loop {
+            match self.receive()? {
+                Reply::CompleteFrom(start) => complete(start),
+                Reply::Gradient { loss_sum } => return Ok(Loss::Sum(loss_sum)),
+                Reply::Done | Reply::Metrics(_) | Reply::Predictions(_) => {
+                    return Err("the program has replied without a gradient".into());
+                }
+            }
+        }
+    }
+
+    /// Lets the program change parameters and state by the sum of a step: its number, and its
+    /// number of records.
+    pub(super) fn change(
+        &mut self,
+        (step, records): (u64, u64),
+        sum: Lent,
+        parameters: LentMut,
+        state: LentMut,
+    ) -> Result<(), UserError> {
+        let loads = !self.has_computed || !self.is_loaded;
+        self.is_loaded = self.has_computed;
+        self.send(Call::Update { step, records, sum, parameters, state, loads })?;
+        self.receive().map(drop)
+    }
+
+    /// Lets the program evaluate the records.
+    pub(super) fn measure(
+        &self,
+        records: &[Record],
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        for part in records.chunks(batch_of(self.shape.evaluation)) {
+            self.send(Call::Evaluate { records: part.to_vec() })?;
+            let Reply::Metrics(means) = self.receive()? else {
+                return Err("the program has replied without metrics".into());
+            };
+            for (name, mean) in means {
+                metrics.add_sum(&name, mean * part.len() as f64);
+            }
+        }
+        Ok(())
     }
 
     fn send(&self, call: Call) -> Result<(), UserError> {
@@ -211,7 +268,11 @@ impl Model for ExternalModel {
     }
 
     fn take_state_memory(&mut self) -> Option<StateMemory> {
-        self.memory.take()
+        self.memory.host.take()
+    }
+
+    fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Vec<Record>>> {
+        self.memory.device.is_some().then_some(self as _)
     }
 
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
@@ -242,31 +303,15 @@ impl Model for ExternalModel {
         records: Vec<Record>,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
-        let loads = !std::mem::replace(&mut self.has_computed, true);
-        let before = self.step_records;
-        self.step_records += records.len() as u64;
         let is_overlapped = gradients.is_overlapped();
         let gradient = LentMut::new(gradients.sum());
-        self.send(Call::Gradient { records, before, gradient, is_overlapped, loads })?;
-        loop {
-            match self.receive()? {
-                Reply::CompleteFrom(start) => gradients.complete_from(start),
-                Reply::Gradient { loss_sum } => return Ok(Loss::Sum(loss_sum)),
-                Reply::Done | Reply::Metrics(_) | Reply::Predictions(_) => {
-                    return Err("the program has replied without a gradient".into());
-                }
-            }
-        }
+        self.compute(records, gradient, is_overlapped, |start| gradients.complete_from(start))
     }
 
     fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
         let Update { step, records, sum, parameters, slots } = update;
-        let loads = !self.has_computed || !self.is_loaded;
-        self.is_loaded = self.has_computed;
         let (parameters, state) = (LentMut::new(parameters), LentMut::new(slots));
-        let sum = Lent::new(sum);
-        self.send(Call::Update { step, records, sum, parameters, state, loads })?;
-        self.receive().map(drop)
+        self.change((step, records), Lent::new(sum), parameters, state)
     }
 
     fn evaluate(
@@ -276,16 +321,7 @@ impl Model for ExternalModel {
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
         self.show(parameters);
-        for part in records.chunks(batch_of(self.shape.evaluation)) {
-            self.send(Call::Evaluate { records: part.to_vec() })?;
-            let Reply::Metrics(means) = self.receive()? else {
-                return Err("the program has replied without metrics".into());
-            };
-            for (name, mean) in means {
-                metrics.add_sum(&name, mean * part.len() as f64);
-            }
-        }
-        Ok(())
+        self.measure(&records, metrics)
     }
 
     fn predict(

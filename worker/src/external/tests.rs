@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use elasticdl_collective::LocalRank;
 
+use super::memory::Taken;
 use super::model::{Call, ExternalModel, Reply};
 use super::*;
 use crate::buckets::{self, RecordKeys};
@@ -31,7 +32,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
         bucket_len: Some(RECORDS / 3),
         ..Shape::default()
     };
-    let mut driver = Driver::new(alone(), shape, None, 5);
+    let mut driver = Driver::new(alone(), shape, Memory::Trainer, 5);
     let mut queue = VecDeque::new();
     let (mut last, mut discarded) = (Vec::new(), 0);
     let ended = loop {
@@ -137,10 +138,10 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
             panic!("expected the call of a gradient")
         };
         assert_eq!((before, is_overlapped), (3, true));
-        gradient.slice()[6..].fill(1.0);
+        gradient.slice().unwrap()[6..].fill(1.0);
         gradient.truncate(6);
         to_trainer.send(Ok(Reply::CompleteFrom(6))).unwrap();
-        gradient.slice().fill(2.0);
+        gradient.slice().unwrap().fill(2.0);
         to_trainer.send(Ok(Reply::Gradient { loss_sum: 0.5 })).unwrap();
     });
     let shape = Shape {
@@ -153,7 +154,7 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
     };
     let mut model = ExternalModel {
         shape,
-        memory: None,
+        memory: Taken::default(),
         calls,
         replies,
         shared: Arc::default(),
@@ -197,7 +198,7 @@ fn metrics_are_means_over_the_records_of_all_calls() {
     let shape = Shape { parameters: 2, evaluation, prediction, ..Shape::default() };
     let mut model = ExternalModel {
         shape,
-        memory: None,
+        memory: Taken::default(),
         calls,
         replies,
         shared: Arc::default(),
@@ -226,7 +227,7 @@ fn a_data_set_without_records_is_refused() {
         bucket_len: None,
         ..Shape::default()
     };
-    let mut driver = Driver::new(alone(), shape, None, 5);
+    let mut driver = Driver::new(alone(), shape, Memory::Trainer, 5);
     let event = driver.wait(Duration::from_secs(20));
     let Some(Event::Ended(Ended::Failed(error))) = event else { panic!("{event:?}") };
     assert!(error.contains("the sampler's length is 0"), "{error}");

@@ -1,0 +1,62 @@
+//! The GPU side of a program's model.
+
+use cudarc::driver::{DevicePtr as _, DevicePtrMut as _};
+
+use super::lent::{Lent, LentMut};
+use super::model::{ExternalModel, Record};
+use crate::device::{CudaSlice, Device, DeviceGradients, DeviceMemory, DeviceModel, DeviceUpdate};
+use crate::metrics::{Loss, Metrics, UserError};
+use crate::optimizer::Optimizer;
+
+impl DeviceModel for ExternalModel {
+    type Batch = Vec<Record>;
+
+    fn device(&self) -> &Device {
+        self.memory.device.as_ref().expect("called only if there is a GPU")
+    }
+
+    fn gradients(
+        &mut self,
+        _parameters: &CudaSlice<f32>,
+        records: Vec<Record>,
+        gradients: &mut DeviceGradients<'_>,
+    ) -> Result<Loss, UserError> {
+        let is_overlapped = gradients.is_overlapped();
+        let gradient = {
+            let stream = self.device().stream();
+            let mut sum = gradients.sum();
+            let len = sum.len();
+            let (address, _written) = sum.device_ptr_mut(stream);
+            LentMut::on_device(address, len)
+        };
+        self.compute(records, gradient, is_overlapped, |start| gradients.complete_from(start))
+    }
+
+    fn evaluate(
+        &mut self,
+        _parameters: &CudaSlice<f32>,
+        records: Vec<Record>,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        self.measure(&records, metrics)
+    }
+
+    fn update(
+        &mut self,
+        update: DeviceUpdate<'_>,
+        _optimizer: &Optimizer,
+    ) -> Result<(), UserError> {
+        let DeviceUpdate { step, records, sum, parameters, slots, .. } = update;
+        let stream = self.device().stream().clone();
+        let lent = |slice: &mut CudaSlice<f32>| {
+            let len = slice.len();
+            LentMut::on_device(slice.device_ptr_mut(&stream).0, len)
+        };
+        let sum = Lent::on_device(sum.device_ptr(&stream).0, sum.len());
+        self.change((step, records), sum, lent(parameters), lent(slots))
+    }
+
+    fn take_memory(&mut self) -> Option<DeviceMemory> {
+        self.memory.on_device.take()
+    }
+}

@@ -1,0 +1,36 @@
+//! Where the state of a program's model is.
+
+use crate::device::{Device, DeviceMemory};
+use crate::state_buffer::StateMemory;
+
+/// Where a program wants its parameters and optimizer state to be.
+#[derive(Debug)]
+pub enum Memory {
+    /// In memory of the program on its GPU, with its gradients.
+    Device(DeviceMemory),
+    /// In memory of the program on the host.
+    Host(StateMemory),
+    /// Wherever the trainer keeps them on the host.
+    Trainer,
+}
+
+/// The memory, which the trainer takes when it starts, and the GPU, which stays.
+#[derive(Debug, Default)]
+pub(super) struct Taken {
+    pub(super) host: Option<StateMemory>,
+    pub(super) on_device: Option<DeviceMemory>,
+    pub(super) device: Option<Device>,
+}
+
+impl From<Memory> for Taken {
+    fn from(memory: Memory) -> Self {
+        match memory {
+            Memory::Device(memory) => {
+                let device = Some(memory.device().clone());
+                Self { host: None, on_device: Some(memory), device }
+            }
+            Memory::Host(memory) => Self { host: Some(memory), ..Self::default() },
+            Memory::Trainer => Self::default(),
+        }
+    }
+}
