@@ -310,10 +310,10 @@ class Job:
             del loads, address
             update(step, records)
 
-        callbacks = (initialize, run_update, lambda: None)
+        callbacks = (lambda seed, address: initialize(seed), run_update, lambda: None)
         self._launch(tensors, slots, callbacks, is_direct=False)
 
-    def _launch(self, tensors, slots, callbacks, *, is_direct, bucket_len=None):
+    def _launch(self, tensors, slots, callbacks, *, is_direct, bucket_len=None, on_gpu=None):
         sampler, evaluator, predictor = self._sampler, self._evaluator, self._predictor
         *memory, self._progress = self._core.start(
             records=0 if sampler is None else sampler.length,
@@ -323,6 +323,7 @@ class Job:
             absorbed=self._absorbed,
             bucket_len=bucket_len,
             is_direct=is_direct,
+            on_gpu=on_gpu,
             evaluation=None if evaluator is None else evaluator.data,
             prediction=None if predictor is None else predictor.data,
             callbacks=(

@@ -5,14 +5,15 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use elasticdl::external::{
-    AloneOptions, Counted, Driver, Ended, Event, Inference, JobOptions, NextBatch, ProgramMemory,
-    Record, Shape, StateMemory, Watch, Worker, WorkerError,
+    AloneOptions, Counted, Driver, Ended, Event, Inference, JobOptions, Memory, NextBatch,
+    ProgramMemory, Record, Shape, StateMemory, Watch, Worker, WorkerError,
 };
 use elasticdl::{NamedTensor, Predictions};
 use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::floats::Floats;
+use crate::gpu::{AddressTuple, Gpu};
 
 /// A worker of a job, or one that trains alone.
 #[pyclass(frozen, module = "elasticdl._elasticdl")]
@@ -55,8 +56,8 @@ type Options = (u32, Option<u64>, Option<u64>, u64, bool, bool);
 
 /// The micro-batch that was drawn first: the address of the step's gradient, or 0 if the
 /// micro-batch will be discarded; number of records, number of records in that gradient; whether
-/// its parts are summed as soon as they are complete.
-type CountedTuple = (usize, usize, u64, bool);
+/// its parts are summed as soon as they are complete; whether it is the last one of the step.
+type CountedTuple = (usize, usize, u64, bool, bool);
 
 /// Progress of the group: a tuple of generation, rank, world size, step, epoch, records.
 type ProgressTuple = (u64, usize, usize, u64, u32, u64);
@@ -121,14 +122,15 @@ impl Core {
     }
 
     /// Declares the model. Returns the memory of parameters, gradient and state, and a view of the
-    /// progress. The trainer starts at the first `wait`. `callbacks`: initialize(seed),
-    /// update(step, records, loads, address of the sum), load(), evaluate(records),
-    /// predict(records). `is_direct`: the program adds gradients to the trainer's itself, and the
-    /// memory of the gradient is empty.
+    /// progress. The trainer starts at the first `wait`. `callbacks`: initialize(seed, address of
+    /// the parameters on the host), update(step, records, loads, address of the sum), load(),
+    /// evaluate(records), predict(records). `is_direct`: the program adds gradients to the
+    /// trainer's itself, and the memory of the gradient is empty. `on_gpu`: a GPU, addresses there,
+    /// and the owner of their memory; the memory on the host is then empty.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
-        *, records, tensors, slots, micro_batch, absorbed, bucket_len, is_direct, evaluation,
-        prediction, callbacks
+        *, records, tensors, slots, micro_batch, absorbed, bucket_len, is_direct, on_gpu,
+        evaluation, prediction, callbacks
     ))]
     fn start(
         &self,
@@ -140,6 +142,7 @@ impl Core {
         absorbed: u64,
         bucket_len: Option<usize>,
         is_direct: bool,
+        on_gpu: Option<(Py<Gpu>, AddressTuple, Py<PyAny>)>,
         evaluation: Option<InferenceTuple>,
         prediction: Option<InferenceTuple>,
         callbacks: [Py<PyAny>; 5],
@@ -178,11 +181,19 @@ impl Core {
                 return Err(PyRuntimeError::new_err("a job trains one model, once"));
             }
         };
-        let [parameters, gradient, state] =
-            py.detach(|| [parameters, gradients, parameters * slots].map(Floats::new));
-        let memory =
-            StateMemory { parameters: parameters.for_trainer(), slots: state.for_trainer() };
-        let driver = Driver::new(worker, shape, Some(memory), micro_batch);
+        let lengths = match on_gpu {
+            Some(_) => [0; 3],
+            None => [parameters, gradients, parameters * slots],
+        };
+        let [parameters, gradient, state] = py.detach(|| lengths.map(Floats::new));
+        let memory = match on_gpu {
+            Some((gpu, addresses, owner)) => Memory::Device(gpu.get().memory(addresses, owner)),
+            None => {
+                let (parameters, slots) = (parameters.for_trainer(), state.for_trainer());
+                Memory::Host(StateMemory { parameters, slots })
+            }
+        };
+        let driver = Driver::new(worker, shape, memory, micro_batch);
         let watch = driver.watch();
         let own = (!is_direct).then(|| gradient.for_trainer());
         *stage = Stage::Training(Box::new(Training { driver, gradient: own, callbacks }));
@@ -230,7 +241,8 @@ impl Core {
                     return Ok(true);
                 }
                 Some(Event::Initialize { seed }) => {
-                    self.callback(py, 0)?.call1(py, (seed,))?;
+                    let address = self.training(|training| training.driver.address())?;
+                    self.callback(py, 0)?.call1(py, (seed, address.unwrap_or(0)))?;
                     self.training(|training| training.driver.done())?;
                 }
                 Some(Event::Update { step, records, loads }) => {
@@ -263,13 +275,10 @@ impl Core {
     /// How the micro-batch that was drawn first counts.
     fn counted(&self) -> PyResult<CountedTuple> {
         self.training(|Training { driver, .. }| match driver.counted() {
-            Some(Counted { records, before, is_overlapped, .. }) => {
-                let address = driver
-                    .gradient()
-                    .map_or(0, |gradient| gradient.as_mut_ptr().expose_provenance());
-                (address, records, before, is_overlapped)
+            Some(Counted { records, before, is_overlapped, is_last }) => {
+                (driver.address().unwrap_or(0), records, before, is_overlapped, is_last)
             }
-            None => (0, 0, 0, false),
+            None => (0, 0, 0, false, false),
         })
     }
 
@@ -366,11 +375,10 @@ impl Training {
 
     /// Shows the sum to the program. Returns its address.
     fn begin_update(&mut self) -> usize {
-        let Some(sum) = self.driver.sum() else { return 0 };
-        if let Some(own) = &mut self.gradient {
+        if let (Some(own), Some(sum)) = (&mut self.gradient, self.driver.sum()) {
             own.floats_mut().copy_from_slice(sum);
         }
-        sum.as_ptr().expose_provenance()
+        self.driver.address().unwrap_or(0)
     }
 
     fn end_update(&mut self) {

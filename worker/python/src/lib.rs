@@ -6,6 +6,7 @@ mod borrowed;
 mod core;
 mod data;
 mod floats;
+mod gpu;
 mod operations;
 mod ring;
 
@@ -17,9 +18,11 @@ fn _elasticdl(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<core::Core>()?;
     module.add_class::<data::Share>()?;
     module.add_class::<floats::Floats>()?;
+    module.add_class::<gpu::Gpu>()?;
     module.add_class::<ring::Ring>()?;
     module.add_function(wrap_pyfunction!(data::seeds_of_records, module)?)?;
     module.add_function(wrap_pyfunction!(data::seed_of_step, module)?)?;
+    module.add_function(wrap_pyfunction!(gpu::gpu_ordinal, module)?)?;
     module.add_function(wrap_pyfunction!(die_with_parent, module)?)?;
     Ok(())
 }

@@ -146,6 +146,24 @@ assert torch.equal(third[0][0], initial) and not torch.equal(third[0][1], initia
         )
         self.refused("_, _, opt, scaler = setup(True)\nscaler.unscale_(opt)", "use clip_norm")
 
+    def test_an_overflow_of_an_early_micro_batch_counts_with_buffers_too(self):
+        self.check(
+            """
+net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
+job = et.join()
+job.model(net)
+opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.5))
+scaler = job.scaler(torch.amp.GradScaler("cpu", init_scale=1024.0))
+before = parameters(net)
+for indices in job.sampler(24, micro_batch=3, global_batch=9, shuffle=False, max_steps=1):
+    loss = loss_of(net, indices)
+    (scaler.scale(loss) * float("inf" if 1 in indices else 1)).backward()
+    scaler.step(opt, loss)
+assert job.step == 1 and scaler.get_scale() == 512.0, scaler.get_scale()
+assert torch.equal(parameters(net), before)
+"""
+        )
+
 
 @needs_elasticdl
 class Jobs(unittest.TestCase):

@@ -198,6 +198,7 @@ class StateTest(unittest.TestCase):
 
     def test_state_that_is_made_lazily_is_restored_in_another_process(self):
         import torch
+        from elasticdl.torch._place import OnHost
         from elasticdl.torch._state import State
 
         def setup():
@@ -205,7 +206,7 @@ class StateTest(unittest.TestCase):
             net = torch.nn.Linear(3, 2)
             optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
             schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.5)
-            state = State(optimizer, {"schedule": schedule})
+            state = State(optimizer, {"schedule": schedule}, OnHost())
             memory = torch.zeros(state.floats)
             state.bind(memory)
             return net, optimizer, schedule, state, memory
@@ -234,6 +235,7 @@ class StateTest(unittest.TestCase):
 
     def test_objects_that_cannot_be_sent_are_refused(self):
         import torch
+        from elasticdl.torch._place import OnHost
         from elasticdl.torch._state import State, _decode, _encode
 
         class Odd:
@@ -242,7 +244,7 @@ class StateTest(unittest.TestCase):
 
         net = torch.nn.Linear(3, 2)
         with self.assertRaisesRegex(TypeError, r"job.state\('odd'\) has a object"):
-            State(torch.optim.SGD(net.parameters()), {"odd": Odd()})
+            State(torch.optim.SGD(net.parameters()), {"odd": Odd()}, OnHost())
         value = {"a": (1, [2.5, None]), 3: torch.arange(4), "e": torch.empty(0, 2)}
         again = _decode(__import__("json").loads(__import__("json").dumps(_encode(value, "it"))))
         self.assertEqual(again["a"], value["a"])

@@ -12,7 +12,6 @@ of them over all workers while the backward pass continues.
 """
 
 import collections
-import ctypes
 import functools
 
 import torch
@@ -23,9 +22,10 @@ from ._scaler import OVERFLOW
 class Gradients:
     """Moves gradients of the parameters to the trainer. One micro-batch after the other."""
 
-    def __init__(self, core, parameters, start, *, is_mean, bucket_len, scaler=None):
+    def __init__(self, core, place, parameters, start, *, is_mean, bucket_len, scaler=None):
         """``start``: offset of the first parameter. ``bucket_len``: ``None`` without overlap."""
         self._core = core
+        self._place = place
         self._parameters = parameters
         self._starts = [start]
         for parameter in parameters:
@@ -34,7 +34,13 @@ class Gradients:
         self._scaler = scaler
         self._bucket_len = bucket_len
         self._flats = collections.OrderedDict()
+        for address, flat in place.flats().items():
+            self._flats[address] = self._viewed(flat)
         self._own = None
+        # Whether a gradient of the step was not finite.
+        self._overflows = torch.zeros((), dtype=torch.bool, device=place.device)
+        # Sum of the loss over the micro-batches of the step that are on the GPU.
+        self._loss_sum = 0.0
         if bucket_len is not None:
             for index, parameter in enumerate(parameters):
                 hook = functools.partial(self._on_accumulated, index)
@@ -57,8 +63,9 @@ class Gradients:
         own, self._own = self._own, None
         return own[1] if own is not None and own[0] == address else None
 
-    def deliver(self, buffers):
-        """Completes the gradient of the micro-batch. ``buffers``: the first elements' part."""
+    def deliver(self, buffers, loss):
+        """Completes the gradient of the micro-batch. ``buffers``: the first elements' part. Returns
+        the loss to report."""
         batch = self._begin()
         own = []
         with torch.no_grad():
@@ -79,12 +86,29 @@ class Gradients:
                     flat[: self._starts[0]] = 0.0
                 # The values of the last micro-batch, for all records of this worker.
                 torch.mul(buffers, batch.before + batch.records, out=flat[: len(buffers)])
-                if self._overflows:
-                    flat[0] = OVERFLOW
+                if self._scaler is not None:
+                    flat[0] = torch.where(self._overflows, OVERFLOW, flat[0])
         is_plain = self._is_mean and self._scaler is None and batch.address and not batch.before
         if is_plain and all(gradient is not None and not gradient.is_sparse for gradient in own):
             self._own = batch.address, own
+        loss = self._reported(batch, loss)
         self._forget()
+        return loss
+
+    def _reported(self, batch, loss):
+        """The loss to report with a micro-batch. That of a GPU is read once per step: to read it is
+        to wait for the GPU."""
+        if not torch.is_tensor(loss):
+            return float(loss)
+        if loss.device.type == "cpu":
+            return float(loss.detach())
+        if not batch.address:
+            return 0.0
+        self._loss_sum = self._loss_sum + loss.detach().double() * batch.records
+        if not batch.is_last:
+            return 0.0
+        total, self._loss_sum = self._loss_sum, 0.0
+        return float(total) / batch.records
 
     def clear(self):
         """Forgets the gradients of a backward pass that is not delivered."""
@@ -93,7 +117,6 @@ class Gradients:
 
     def _forget(self):
         self._batch = None
-        self._overflows = False
         # Of each parameter, its gradient and the gradient's version when it was moved.
         self._taken = [None] * len(self._parameters)
         # Number of parameters before those that are complete.
@@ -104,6 +127,8 @@ class Gradients:
         if self._batch is None:
             self._own = None
             self._batch = _Batch(*self._core.counted())
+            if not self._batch.before:
+                self._overflows.zero_()
         return self._batch
 
     def _on_accumulated(self, index, parameter):
@@ -129,11 +154,9 @@ class Gradients:
             gradient = gradient.to_dense()
         if self._scaler is not None:
             scale /= self._scaler.get_scale()
-            if not gradient.isfinite().all():
-                self._overflows = True
-                if not batch.before:
-                    view.zero_()
-                return
+            finite = gradient.isfinite()
+            self._overflows.logical_or_(~finite.all())
+            gradient = torch.where(finite, gradient, 0.0)
         if batch.before:
             view.add_(gradient, alpha=scale)
         else:
@@ -155,24 +178,25 @@ class Gradients:
         """
         found = self._flats.get(address)
         if found is None:
-            memory = (ctypes.c_float * self.total).from_address(address)
-            flat = torch.frombuffer(memory, dtype=torch.float32)
-            ends = zip(self._parameters, self._starts, self._starts[1:], strict=False)
-            views = [flat[start:end].view(p.shape) for p, start, end in ends]
-            found = self._flats[address] = flat, views
+            flat = self._place.flat(address, self.total)
+            found = self._flats[address] = self._viewed(flat)
             if len(self._flats) > _ARRAYS_MAX:
                 self._flats.popitem(last=False)
         return found
+
+    def _viewed(self, flat):
+        ends = zip(self._parameters, self._starts, self._starts[1:], strict=False)
+        return flat, [flat[start:end].view(p.shape) for p, start, end in ends]
 
 
 class _Batch:
     """How a micro-batch counts, as ``counted()`` of the core says."""
 
-    __slots__ = ("address", "before", "is_overlapped", "records")
+    __slots__ = ("address", "before", "is_last", "is_overlapped", "records")
 
-    def __init__(self, address, records, before, is_overlapped):
-        self.address, self.records = address, records
-        self.before, self.is_overlapped = before, is_overlapped
+    def __init__(self, address, records, before, is_overlapped, is_last):
+        self.address, self.records, self.before = address, records, before
+        self.is_overlapped, self.is_last = is_overlapped, is_last
 
 
 _HOW = (

@@ -40,23 +40,32 @@ class Applied:
         self._buffers = buffers
 
     def begin(self):
-        """Moves the parameters to the memory that the model's values are copied to."""
+        """Moves the parameters to the memory that the model's values are copied to, on the CPU."""
         job = self._job
         tensors = [(name, list(tensor.shape)) for name, tensor in self._order]
-        callbacks = (lambda seed: None, lambda *_: None, self._load)
+        callbacks = (lambda *_: None, lambda *_: None, self._load)
         job._launch(tensors, 0, callbacks, is_direct=True)
         self._values = torch.frombuffer(job._memory[0], dtype=torch.float32)
+        self._elsewhere = []
         at = 0
         with torch.no_grad():
             for _, tensor in self._order:
                 value = self._values[at : at + tensor.numel()].view(tensor.shape)
                 if isinstance(tensor, torch.nn.Parameter):
-                    value.copy_(tensor)
-                    tensor.data = value
+                    if tensor.device.type == "cpu":
+                        value.copy_(tensor)
+                        tensor.data = value
+                    else:
+                        self._elsewhere.append((tensor, value))
                 at += tensor.numel()
 
+    @torch.no_grad()
     def _load(self):
         set_buffers(self._buffers, self._values)
+        # The values are the same for the whole job.
+        for tensor, value in self._elsewhere:
+            tensor.copy_(value)
+        self._elsewhere.clear()
 
 
 def set_buffers(buffers, values):

@@ -2,10 +2,11 @@
 
 import torch
 
-from .. import _job
+from .. import _elasticdl, _job
 from .._inference import Evaluator, Predictor
 from ._gradients import Gradients
 from ._inference import Applied, caller, set_buffers
+from ._place import at_address, is_known, place_of
 from ._random import number_modules
 from ._scaler import Scaler, overflows
 from ._state import State
@@ -20,7 +21,7 @@ def join():
 
 
 class Job(_job.Job):
-    """A job that trains one ``torch.nn.Module`` on the CPU."""
+    """A job that trains one ``torch.nn.Module``, on the CPU or on a GPU."""
 
     def __init__(self, core):
         super().__init__(core)
@@ -30,11 +31,23 @@ class Job(_job.Job):
         self._hooks = []
         self._scaler = None
 
+    @property
+    def device(self):
+        """The CUDA device of this worker; the CPU where there is none. Workers of one machine take
+        its GPUs in turn."""
+        if torch.cuda.is_available():
+            return torch.device("cuda", _elasticdl.gpu_ordinal())
+        return torch.device("cpu")
+
     def model(self, net):
         """Declares the module to train, and returns it.
 
         Its parameters and buffers come from the group when training begins: on one worker they are
-        the module's own. Parameters are f32 tensors on the CPU. A buffer becomes, with each step,
+        the module's own. Parameters are f32 tensors, on the CPU or all on one CUDA device, such as
+        :attr:`device`; all workers of a job are on CPUs, or all on GPUs. On a GPU, the first draw
+        makes another stream the current one of this thread, on which all work with the module is to
+        be enqueued; at its end, PyTorch's allocator holds the parameters and two gradients beside
+        the optimizer's state. A buffer becomes, with each step,
         the mean over all workers, weighted by their records.
         """
         self._not_begun("model()")
@@ -187,7 +200,6 @@ class Optimizer:
         """
         if callable(loss):
             raise TypeError("step() takes the loss; closures, as of LBFGS, are not supported")
-        value = 0.0 if loss is None else float(loss.detach() if torch.is_tensor(loss) else loss)
         job = self._job
         if not job._drawn:
             raise RuntimeError("there is no micro-batch to deliver: draw one from the sampler")
@@ -201,7 +213,7 @@ class Optimizer:
         change = now - self._values[: self._buffer_len]
         if job._core.options[5] and change.any():
             raise RuntimeError(_NO_MEANS)
-        self._gradients.deliver(change)
+        value = self._gradients.deliver(change, 0.0 if loss is None else loss)
         before, self._accepted = self._accepted, now
         counts, committed = job._commit(value, self._reduction)
         if not counts and self._buffers:
@@ -220,16 +232,20 @@ class Optimizer:
         tensors = [(name, list(tensor.shape)) for name, tensor in order]
         total = sum(tensor.numel() for _, tensor in order)
         self._buffer_len = sum(tensor.numel() for _, tensor in self._buffers)
-        self._state = State(self._inner, job._objects)
+        self._place = place_of(job._net)
+        self._state = State(self._inner, job._objects, self._place)
+        slots = -(-self._state.floats // total)
+        self._place.allocate(total, slots)
         job._launch(
             tensors,
-            -(-self._state.floats // total),
+            slots,
             (self._initialize, self._update, self._load_buffers),
             is_direct=True,
             bucket_len=self._bucket_len,
+            on_gpu=self._place.on_gpu,
         )
-        self._values = _tensor(job._memory[0])
-        self._state.bind(_tensor(job._memory[2]))
+        self._values, state = self._place.bind(job._memory)
+        self._state.bind(state)
         self._bind()
 
     def _bind(self):
@@ -249,6 +265,7 @@ class Optimizer:
         is_mean = self._reduction == "mean"
         self._gradients = Gradients(
             self._job._core,
+            self._place,
             parameters,
             start,
             is_mean=is_mean,
@@ -256,19 +273,23 @@ class Optimizer:
             scaler=self._job._scaler,
         )
         # The gradient of a step, for the optimizer.
-        self._mean = torch.empty(at - start)
+        self._mean = torch.empty(at - start, device=self._place.device)
         sizes = [parameter.numel() for parameter in parameters]
         parts = zip(parameters, self._mean.split(sizes), strict=True)
         self._views = [(parameter, part.view(parameter.shape)) for parameter, part in parts]
 
     def _flat_buffers(self):
         parts = [buffer.detach().reshape(-1).float() for _, buffer in self._buffers]
-        return torch.cat(parts) if parts else torch.empty(0)
+        return torch.cat(parts) if parts else torch.empty(0, device=self._place.device)
 
     # ---- what the trainer asks for ----
 
-    def _initialize(self, seed):
-        """The parameters are in the flat memory since the beginning."""
+    def _initialize(self, seed, address):
+        """The parameters are in the flat memory since the beginning; those on a GPU are copied to
+        the host."""
+        del seed
+        if self._place.on_gpu is not None:
+            at_address(address, len(self._values)).copy_(self._values)
 
     def _load_buffers(self):
         if self._buffers:
@@ -338,14 +359,20 @@ def _tensors(net):
 
 def _check_module(net):
     for name, parameter in net.named_parameters():
-        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+        if parameter.dtype != torch.float32 or not is_known(parameter.device):
             raise ValueError(
                 f"{name} is {parameter.dtype} on {parameter.device}; parameters must be "
-                "torch.float32 on the CPU"
+                "torch.float32 on the CPU or on a CUDA device"
             )
+    devices = {value.device for value in (*net.parameters(), *net.buffers())}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the module is on several devices, {', '.join(sorted(map(str, devices)))}; move it to "
+            "one, such as job.device"
+        )
     for name, buffer in net.named_buffers():
-        if buffer.device.type != "cpu" or buffer.is_complex():
-            raise ValueError(f"the buffer {name} must be of real numbers on the CPU")
+        if buffer.is_complex():
+            raise ValueError(f"the buffer {name} must be of real numbers")
         exact = buffer.numel() == 0 or bool((buffer.float().to(buffer.dtype) == buffer).all())
         if not buffer.is_floating_point() and not exact:
             raise ValueError(f"the buffer {name} has integers that f32 can't represent")
@@ -359,10 +386,6 @@ _NO_SCALER = (
     "a GradScaler changes its scale with each micro-batch of one worker, and all workers must take "
     "the same step; use the one that job.scaler(scaler) returns"
 )
-
-
-def _tensor(floats):
-    return torch.frombuffer(floats, dtype=torch.float32) if len(floats) else torch.empty(0)
 
 
 # Number of elements of a bucket: 4 MiB.

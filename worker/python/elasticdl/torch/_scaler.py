@@ -71,10 +71,10 @@ class Scaler:
 
 
 # A worker whose gradient is not finite contributes this number as the first element, and leaves the
-# parameters at fault out: the sum is finite, and no other gradient is as large.
-OVERFLOW = 2.0**120
+# elements at fault out: the sum over all workers is finite, and no other gradient is as large.
+OVERFLOW = 2.0**100
 
 
 def overflows(total):
     """Whether a worker's gradient was not finite, by the sum over all workers."""
-    return abs(float(total[0])) > 2.0**100
+    return abs(float(total[0])) > 2.0**99

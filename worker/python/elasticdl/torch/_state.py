@@ -3,9 +3,11 @@
 Optimizers make their state lazily, in the first step. Its names, shapes and types are found by a
 step of a copy of the optimizer. The layout is the same on every worker:
 
-    tensors and numbers | flag of each entry | length | JSON of settings and objects
+    tensors on the module's device | others, numbers | flag of each entry | length | JSON
+                                   |--------------------- on the host -------------------
 
-Memory of zeros is the state before the first step: no entry exists yet.
+The JSON is of settings and objects. Memory of zeros is the state before the first step: no entry
+exists yet.
 """
 
 import base64
@@ -19,9 +21,10 @@ import torch
 class State:
     """The layout, and the objects whose state it holds."""
 
-    def __init__(self, optimizer, objects):
+    def __init__(self, optimizer, objects, place):
         self._optimizer = optimizer
         self._objects = objects
+        self._place = place
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if optimizer.state:
             raise ValueError(
@@ -30,26 +33,39 @@ class State:
             )
         self._entries = []
         at = 0
-        for index, name, value in _entries(optimizer):
-            at = -(-at // _ALIGNMENT) * _ALIGNMENT
-            self._entries.append(_Entry(index, name, value, at))
-            at += self._entries[-1].bytes
-        self._flags = -(-at // _ALIGNMENT) * _ALIGNMENT
+        entries = [_Entry(place.device, *entry) for entry in _entries(optimizer)]
+        for is_on_host in (False, True):
+            if is_on_host:
+                self._host_at = at
+            for entry in entries:
+                if entry.is_on_host == is_on_host:
+                    entry.at = at
+                    self._entries.append(entry)
+                    at = -(-(at + entry.bytes) // _ALIGNMENT) * _ALIGNMENT
+        self._flags = at
         self._text = -(-(self._flags + 4 * len(self._entries)) // _ALIGNMENT) * _ALIGNMENT
         self._text_max = 2 * len(self._encoded()) + _TEXT_SPARE
         self.floats = -(-(self._text + _ALIGNMENT + self._text_max) // 4)
 
     def bind(self, floats):
-        """Uses this memory, of at least ``floats`` zeros."""
-        self._bytes = floats.view(torch.uint8)
-        flags = self._bytes[self._flags : self._flags + 4 * len(self._entries)]
-        self._flag = flags.view(torch.int32)
-        self._length = self._bytes[self._text : self._text + 8].view(torch.int64)
+        """Uses this memory of the place, of at least ``floats`` zeros."""
+        whole = floats.view(torch.uint8)
+        self._mirror = self._place.mirror(whole[self._host_at : 4 * self.floats])
+        self._bytes = self._mirror.host
+        flags = self._flags - self._host_at
+        self._flag = self._bytes[flags : flags + 4 * len(self._entries)].view(torch.int32)
+        text = self._text - self._host_at
+        self._length = self._bytes[text : text + 8].view(torch.int64)
+        self._text_at = text + _ALIGNMENT
         for entry in self._entries:
-            entry.bind(self._bytes)
+            if entry.is_on_host:
+                entry.bind(self._bytes, entry.at - self._host_at)
+            else:
+                entry.bind(whole, entry.at)
 
     def save(self):
         """Moves the optimizer's state to the memory, where it stays, and copies the rest."""
+        self._mirror.begin()
         for index, entry in enumerate(self._entries):
             state = self._optimizer.state.get(self._parameters[entry.index], {})
             self._flag[index] = entry.save(state)
@@ -60,13 +76,14 @@ class State:
                 f"bytes; when training began they took so few that {self._text_max} are reserved"
             )
         self._length[0] = len(text)
-        start = self._text + _ALIGNMENT
-        self._bytes[start : start + len(text)] = torch.frombuffer(
+        self._bytes[self._text_at : self._text_at + len(text)] = torch.frombuffer(
             bytearray(text), dtype=torch.uint8
         )
+        self._mirror.push()
 
     def load(self):
         """Takes the state over from the memory."""
+        self._mirror.pull()
         self._optimizer.state.clear()
         for flag, entry in zip(self._flag.tolist(), self._entries):
             if flag:
@@ -76,11 +93,11 @@ class State:
         if not 0 <= length <= self._text_max:
             raise RuntimeError("the group's state is of another program; all must be the same")
         if length:
-            start = self._text + _ALIGNMENT
-            text = bytes(self._bytes[start : start + length].tolist())
+            text = bytes(self._bytes[self._text_at : self._text_at + length].tolist())
             groups, objects = json.loads(text)
             for group, values in zip(self._optimizer.param_groups, groups, strict=True):
-                group.update(_decode(values))
+                for name, value in _decode(values).items():
+                    group[name] = _as(value, group.get(name))
             for name, value in self._objects.items():
                 value.load_state_dict(_decode(objects[name]))
 
@@ -99,20 +116,23 @@ class State:
 class _Entry:
     """One value of the state of one parameter."""
 
-    def __init__(self, index, name, value, at):
-        self.index, self.name, self.at = index, name, at
+    def __init__(self, device, index, name, value):
+        self.index, self.name = index, name
         self.is_tensor = torch.is_tensor(value)
         self.kind = value.dtype if self.is_tensor else type(value)
         self.shape = value.shape if self.is_tensor else ()
         if not self.is_tensor and self.kind not in (int, float, bool, type(None)):
             raise TypeError(f"the optimizer's state {name!r} is a {self.kind.__name__}")
-        if self.is_tensor and (value.is_sparse or value.device.type != "cpu"):
-            raise ValueError(f"the optimizer's state {name!r} must be dense and on the CPU")
+        if self.is_tensor and (value.is_sparse or value.device not in (device, _HOST)):
+            raise ValueError(
+                f"the optimizer's state {name!r} must be dense, and on the CPU or on {device}"
+            )
+        self.is_on_host = not self.is_tensor or value.device == _HOST
         self.bytes = value.numel() * value.element_size() if self.is_tensor else 8
 
-    def bind(self, whole):
+    def bind(self, memory, at):
         kind = self.kind if self.is_tensor else torch.float64
-        self.view = whole[self.at : self.at + self.bytes].view(kind).view(self.shape)
+        self.view = memory[at : at + self.bytes].view(kind).view(self.shape)
 
     def save(self, state):
         if self.name not in state:
@@ -152,6 +172,13 @@ def _entries(optimizer):
             yield index, name, value
 
 
+def _as(value, old):
+    """A value of a setting, on the device of the old one."""
+    if torch.is_tensor(value) and torch.is_tensor(old):
+        return value.to(old.device)
+    return value
+
+
 def _encode(value, what):
     """JSON of a value, with tags for what JSON does not have."""
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -188,6 +215,7 @@ def _decode(value):
     return _SEQUENCES[tag](_decode(element) for element in content)
 
 
+_HOST = torch.device("cpu")
 _MAPPINGS = {
     "dict": dict,
     "ordered": collections.OrderedDict,

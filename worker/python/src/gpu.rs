@@ -1,0 +1,52 @@
+//! The GPU of a worker, as Python sees it.
+
+use elasticdl::device::{self, Addresses, Device, DeviceMemory};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+/// A GPU, and the CUDA stream on which the trainer works.
+#[pyclass(frozen, module = "elasticdl._elasticdl")]
+#[derive(Debug)]
+pub(crate) struct Gpu {
+    device: Device,
+}
+
+/// Addresses on the GPU: of the parameters, of the optimizer state, and of two gradients.
+pub(crate) type AddressTuple = (u64, u64, u64, u64);
+
+#[pymethods]
+impl Gpu {
+    /// Opens a GPU by its index among the visible ones.
+    #[new]
+    fn new(py: Python<'_>, ordinal: usize) -> PyResult<Self> {
+        let device = py.detach(|| Device::open(ordinal));
+        device
+            .map(|device| Self { device })
+            .map_err(|error| PyRuntimeError::new_err(format!("GPU {ordinal}: {error}")))
+    }
+
+    /// Handle of the stream. The program enqueues its work there.
+    #[getter]
+    fn stream(&self) -> usize {
+        self.device.stream().cu_stream().expose_provenance()
+    }
+}
+
+impl Gpu {
+    /// Memory of the program for a trainer on this GPU. `owner` keeps it, and is never freed: a
+    /// process trains one model.
+    #[expect(unsafe_code, reason = "memory of PyTorch is known by its address")]
+    pub(crate) fn memory(&self, addresses: AddressTuple, owner: Py<PyAny>) -> DeviceMemory {
+        let (parameters, slots, first, second) = addresses;
+        std::mem::forget(owner);
+        let addresses = Addresses { parameters, slots, gradients: [first, second] };
+        // SAFETY: the package allocates tensors of these lengths, which `owner` keeps for good.
+        unsafe { DeviceMemory::new(self.device.clone(), addresses) }
+    }
+}
+
+/// Index, among the visible ones, of the GPU that this worker is assigned.
+#[pyfunction]
+pub(crate) fn gpu_ordinal() -> PyResult<usize> {
+    device::ordinal().map_err(|error| PyRuntimeError::new_err(error.to_string()))
+}

@@ -1,0 +1,97 @@
+"""Runs a program as if its tensors were in the memory of a GPU: ``on_fake_gpu.py PROGRAM ARG...``.
+
+The CUDA driver, NVRTC and NCCL are the fakes of ``collective/stand-ins``, whose GPUs have memory of
+the host. They are the trainer's side, which runs as it does on a GPU. PyTorch for the CPU is the
+program's side: where it would enqueue work on the trainer's stream, it waits for the stream first.
+What only a GPU shows is PyTorch's own work on that stream.
+"""
+
+import ctypes
+import runpy
+import sys
+import types
+
+import torch
+
+from elasticdl import _elasticdl, _job
+from elasticdl.torch import _job as _torch_job
+from elasticdl.torch import _place, _state
+
+
+class FakeGpu(_place.OnGpu):
+    """A place whose memory PyTorch takes for that of the host."""
+
+    def __init__(self, device):
+        self.device = device
+        self._gpu = _elasticdl.Gpu(_elasticdl.gpu_ordinal())
+        Synchronized.stream = self._gpu.stream
+
+    def mirror(self, memory):
+        return FakeMirror(memory)
+
+
+class FakeMirror(_place.PinnedMirror):
+    def __init__(self, memory):
+        self._memory = memory
+        self.host = torch.zeros(len(memory), dtype=memory.dtype)
+        self._copied = self
+
+    def synchronize(self):
+        synchronize()
+
+    def record(self):
+        pass
+
+
+class Synchronized:
+    """A worker, for a program that works with memory of the trainer at once."""
+
+    stream = 0
+
+    def __init__(self, core):
+        self._core = core
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    def start(self, *, callbacks, **arguments):
+        callbacks = tuple(None if each is None else self.after(each) for each in callbacks)
+        return self._core.start(callbacks=callbacks, **arguments)
+
+    def counted(self):
+        synchronize()
+        return self._core.counted()
+
+    @staticmethod
+    def after(callback):
+        def call(*arguments):
+            synchronize()
+            return callback(*arguments)
+
+        return call
+
+    @staticmethod
+    def join():
+        core = _elasticdl.Core.join()
+        return None if core is None else Synchronized(core)
+
+    @staticmethod
+    def alone(*arguments):
+        return Synchronized(_elasticdl.Core.alone(*arguments))
+
+
+def synchronize():
+    if Synchronized.stream:
+        code = driver.cuStreamSynchronize(ctypes.c_void_p(Synchronized.stream))
+        assert code == 0, code
+
+
+driver = ctypes.CDLL("libcuda.so")
+assert driver.fakeBytesCopied, "this is not the fake driver"
+_torch_job.place_of = lambda net: FakeGpu(next(net.parameters()).device)
+# So that tensors of the CPU are on the module's device, and numbers alone are on the host.
+_state._HOST = torch.device("meta")
+names = {name: getattr(_elasticdl, name) for name in dir(_elasticdl)}
+_job._elasticdl = types.SimpleNamespace(**{**names, "Core": Synchronized})
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")

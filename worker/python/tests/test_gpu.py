@@ -1,0 +1,80 @@
+"""Whole jobs of PyTorch programs whose memory is on fake GPUs; see ``on_fake_gpu.py``."""
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import unittest
+
+if importlib.util.find_spec("torch") is None:
+    raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
+
+import torch
+from jobs import HERE, RunningJob, needs_elasticdl
+
+STAND_INS = os.environ.get("ELASTICDL_STAND_INS")
+FAKE = HERE / "on_fake_gpu.py"
+RECORDS = 1500
+
+
+@needs_elasticdl
+@unittest.skipUnless(STAND_INS, "set ELASTICDL_STAND_INS to their folder, as .ci/python does")
+class Gpu(unittest.TestCase):
+    """Jobs that count records, and what they need of PyTorch."""
+
+    def test_the_compiler_and_nccl_of_pytorch_are_found_by_their_names(self):
+        program = (
+            "import ctypes, torch\nfor name in 'libnvrtc.so.13', 'libnccl.so.2':\n"
+            "    ctypes.CDLL(name)\n"
+        )
+        if not torch.version.cuda or not torch.version.cuda.startswith("13."):
+            self.skipTest("this PyTorch has no CUDA 13")
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        self.assertEqual(ended.returncode, 0, ended.stderr)
+
+    def job(self, program, *arguments, variables=(), **options):
+        # PyTorch has loaded the real NCCL.
+        nccl = f"{STAND_INS}/libnccl.so.2"
+        defaults = {"LD_LIBRARY_PATH": STAND_INS, "ELASTICDL_NCCL": nccl, "OMP_NUM_THREADS": "1"}
+        variables = {**defaults, **dict(variables)}
+        program = [FAKE, HERE / program, RECORDS, *arguments]
+        return RunningJob(program, epochs=2, variables=variables, **options)
+
+    def check_exact(self, job, expected=2.0):
+        self.assertEqual(job.wait(), 0, job.text())
+        lines = (job.path / "counts").read_text().splitlines()
+        self.assertTrue(lines)
+        for line in lines:
+            self.assertTrue(all(float(n) == expected for n in line.split()[:2]), line)
+        return job.summary()
+
+    def wait_for_nccl(self, job):
+        """Waits for a group of several workers whose gradients go over NCCL."""
+
+        def is_there(status):
+            members = [w for w in status["workers"] if w.get("rank") is not None]
+            return len(members) > 1 and "NCCL 2" in (status.get("allreduce_transport") or "")
+
+        return job.wait_for("several workers on NCCL", is_there)["generation"]
+
+    def test_records_are_counted_once_under_kills_and_over_nccl(self):
+        for seed, (program, option) in enumerate(
+            (("count_torch.py", 0), ("count_overlap.py", True))
+        ):
+            with self.subTest(program), self.job(program, 8000, "{job}/counts", option) as job:
+                rng = random.Random(seed)
+                for _ in range(2):
+                    generation = self.wait_for_nccl(job)
+                    self.assertTrue(job.kill_any(rng), job.text())
+                    job.wait_for("another group", lambda s: s["generation"] > generation)
+                self.wait_for_nccl(job)
+                self.check_exact(job)
+
+    def test_a_worker_alone_and_a_group_without_nccl_count_once(self):
+        for workers, variables in ((1, {}), (2, {"ELASTICDL_NCCL": "off"})):
+            with self.subTest(workers=workers), self.job(
+                "count_torch.py", 100, "{job}/counts", 0, workers=workers, variables=variables
+            ) as job:
+                summary = self.check_exact(job)
+                self.assertNotIn("NCCL 2", summary["allreduce_transport"])
