@@ -2,7 +2,7 @@
 
 use elasticdl_proto::Location;
 
-use crate::job::{Exit, Wait};
+use crate::job::{Exit, ReclaimCause, Wait};
 
 /// A change of state of a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub(crate) enum BackendEvent {
     /// The launch is scheduled and its program runs.
     Running,
     /// The launch is being removed for this reason, and its program still runs.
-    Terminating(String),
+    Terminating(ReclaimCause, String),
     /// The launch waits to run.
     Waiting(Wait),
 }

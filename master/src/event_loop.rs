@@ -315,7 +315,9 @@ impl Master {
                         BackendEvent::Explained(explanation) => {
                             Event::LaunchExplained { launch, explanation }
                         }
-                        BackendEvent::Terminating(reason) => Event::LaunchLeaves { launch, reason },
+                        BackendEvent::Terminating(cause, reason) => {
+                            Event::LaunchLeaves { launch, cause, reason }
+                        }
                         BackendEvent::Created(class) => Event::LaunchMade { launch, class },
                         BackendEvent::Located(location) => {
                             Event::LaunchLocated { launch, location }

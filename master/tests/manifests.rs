@@ -53,7 +53,7 @@ fn all_options_reach_the_objects() {
     let folder = tempfile::tempdir().unwrap();
     let template = folder.path().join("pod.yaml");
     std::fs::write(&template, "runtimeClassName: nvidia\n").unwrap();
-    let table: [(&[&str], &str); 42] = [
+    let table: [(&[&str], &str); 43] = [
         (&["--workers-per-pod", "3"], "\"workers_per_pod\": 3"),
         (&["--worker-resources", "nvidia.com/gpu=4"], "\"workers_per_pod\": 4"),
         (&["--service-account", "trainer"], "serviceAccountName: trainer"),
@@ -85,6 +85,7 @@ fn all_options_reach_the_objects() {
         (&["--ttl-after-finished", "1h"], "ttlSecondsAfterFinished: 3600"),
         (&["--ttl", "2h"], "ttlSecondsAfterFinished: 7200"),
         (&["--on-exit", "42=stop"], "\"action\": \"stop\""),
+        (&["--on-exit", "preempted=ignore"], "\"event\": \"preempted\""),
         (&["--suspend"], "\"starts_suspended\": true"),
         (&["--deadline", "90s"], "\"deadline\": {"),
         (&["--success-policy", "lowest-rank"], "\"success\": \"lowest-rank\""),
@@ -169,7 +170,7 @@ fn options_that_no_cluster_accepts_are_refused_by_name() {
         let (success, _, error) = dry_run(options);
         assert!(!success && error.contains(expected), "{options:?}: {error}");
     }
-    let table: [(&[&str], &str); 28] = [
+    let table: [(&[&str], &str); 29] = [
         (&["--worker-resources", "cpu=fast"], "--worker-resources"),
         (&["--env", "DB_PASSWORD=hunter2"], "--env-from-secret NAME:DB_PASSWORD"),
         (&["--env-from-secret", "A=bucket"], "needs the key"),
@@ -186,6 +187,7 @@ fn options_that_no_cluster_accepts_are_refused_by_name() {
         (&["--ttl-after-finished", "soon"], "--ttl-after-finished"),
         (&["--deadline", "2h", "--active-deadline", "2h"], "shorter than --active-deadline"),
         (&["--on-exit", "70=ignore"], "70 is an exit code of the worker library"),
+        (&["--on-exit", "oom=stop"], "one of the events deleted, evicted, node-lost, not-started"),
         (&["--local"], "--local"),
         (&["--worker-pod-template", "/absent.yaml"], "/absent.yaml"),
         (&["--metrics-port", "9100"], "--metrics-from any"),

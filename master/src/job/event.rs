@@ -65,7 +65,9 @@ pub enum Event {
     LaunchLeaves {
         /// The launch.
         launch: LaunchId,
-        /// Why the launch is terminated.
+        /// Why the launch is terminated, for decisions.
+        cause: ReclaimCause,
+        /// Why the launch is terminated, for the user.
         reason: String,
     },
     /// The pod or process of a launch has been created.
@@ -149,7 +151,36 @@ pub enum Exit {
     /// The process was killed by this signal.
     Signal(i32),
     /// The cluster reclaimed the process (preemption, eviction, loss of its node).
-    Reclaimed(String),
+    Reclaimed {
+        /// Cause, for decisions.
+        cause: ReclaimCause,
+        /// The cluster's message, for the user.
+        detail: String,
+    },
     /// Unknown: the process ended while no master watched it.
     Unknown,
+}
+
+/// Why a process was reclaimed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReclaimCause {
+    /// A user or a controller deleted its pod and gave no reason, or its pod does not exist.
+    Deleted,
+    /// Its node was drained or tainted, or was short of a resource; or its queue withdrew it.
+    Evicted,
+    /// Its node does not exist any more, or has not reported how it ended.
+    NodeLost,
+    /// Its node did not admit it, or could not start it in time.
+    NotStarted,
+    /// A pod or workload of higher priority needed its capacity.
+    Preempted,
+    /// The master itself has withdrawn it.
+    Unwanted,
+}
+
+impl Exit {
+    /// A process that was reclaimed.
+    pub(crate) fn reclaimed(cause: ReclaimCause, detail: impl Into<String>) -> Self {
+        Self::Reclaimed { cause, detail: detail.into() }
+    }
 }

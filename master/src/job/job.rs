@@ -86,7 +86,9 @@ impl Job {
                 let name = self.workers.name(launch, true);
                 self.log_event(format!("{name} was {}", clip(&explanation)));
             }
-            Event::LaunchLeaves { launch, reason } => self.on_launch_leaves(now, launch, &reason),
+            Event::LaunchLeaves { launch, cause, reason } => {
+                self.on_launch_leaves(now, launch, cause, &reason);
+            }
             Event::LaunchLocated { launch, location } => {
                 self.workers.pod_mut(launch).for_each(|l| l.locate(&location));
             }

@@ -90,13 +90,13 @@ pub use elasticdl_proto::{
 };
 pub use event::{
     CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, LaunchId,
-    LedgerReport, Phases, Resume, Stall, StepTimes, Wait, WorkerMessage,
+    LedgerReport, Phases, ReclaimCause, Resume, Stall, StepTimes, Wait, WorkerMessage,
 };
 pub use job::Job;
 pub use lifecycle::persisted::{DatasetFingerprint, PersistedJob};
 #[cfg(test)]
 pub(crate) use lifecycle::restart::is_own_fault;
-pub use policies::{ExitAction, ExitRule, Policies, SuccessPolicy};
+pub use policies::{ExitAction, ExitCondition, ExitEvent, ExitRule, Policies, SuccessPolicy};
 pub use reporting::counters::{Counters, End, Histogram, Recoveries};
 pub use reporting::lifetimes::{WorkerLifetime, WorkerTimes};
 pub(crate) use reporting::text::format_metrics;

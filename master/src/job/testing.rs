@@ -13,6 +13,7 @@ use super::group::generation::Group;
 use super::job::Job;
 use super::lifecycle::state::Phase;
 use super::spec::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
+use super::workers::slot_use::SlotUse;
 use super::workers::state::{Disconnected, Launch, LaunchState};
 use super::workers::table::WorkerTable;
 
@@ -79,7 +80,8 @@ pub(crate) fn largest() -> Job {
             joined: Some(Generation(u64::MAX / 4)),
             ..Disconnected::default()
         };
-        let launch = Launch::restored(i, LaunchState::Disconnected(disconnected), false, false);
+        let launch =
+            Launch::restored(i, LaunchState::Disconnected(disconnected), SlotUse::Kept, false);
         job.workers.restore(LaunchId(id(i)), launch);
     }
     let members = (0..WORKERS).map(|i| (WorkerId(id(i)), address(i))).collect();

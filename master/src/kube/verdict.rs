@@ -38,7 +38,7 @@ use k8s_openapi::api::core::v1::{
 };
 
 use super::gang::gang_of;
-use crate::job::Exit;
+use crate::job::{Exit, ReclaimCause};
 
 /// State of a pod, as its object shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -153,7 +153,22 @@ pub(super) fn exit_of(end: End) -> Exit {
             "{}; --worker-resources sets what a worker may use",
             end.detail
         )),
-        _ => Exit::Reclaimed(end.detail),
+        cause => Exit::reclaimed(reclaim_cause(cause), end.detail),
+    }
+}
+
+/// The cause of a pod's end that is not its program's, for the job.
+pub(super) fn reclaim_cause(cause: Cause) -> ReclaimCause {
+    match cause {
+        Cause::Drained | Cause::Evicted | Cause::Reclaimed => ReclaimCause::Evicted,
+        Cause::Lost => ReclaimCause::NodeLost,
+        Cause::Preempted => ReclaimCause::Preempted,
+        Cause::Refused => ReclaimCause::NotStarted,
+        Cause::Deleted
+        | Cause::Exited(_)
+        | Cause::OutOfMemory
+        | Cause::OverLimit
+        | Cause::Signalled(_) => ReclaimCause::Deleted,
     }
 }
 

@@ -12,15 +12,24 @@ use crate::job::{ExitRule, Policies, SuccessPolicy};
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Lifecycle")]
 pub(crate) struct LifecycleOptions {
-    /// What follows when a worker exits with CODE, or with a code of FIRST-LAST; can be repeated.
+    /// What follows when a worker exits with CODE, or with a code of FIRST-LAST, or when EVENT ends
+    /// it; can be repeated.
     ///
     /// restart: the worker is replaced, which is not counted as a failure. ignore: it is not
     /// replaced, and one worker less is wanted, unless fewer than --min-workers would remain. stop:
     /// the job stops at the end of its step with its newest state, as by `elasticdl stop`. fail:
     /// the job fails. CODE is from 0 to 255; a worker that is killed by signal N has the code
-    /// 128 + N. The codes of the worker library (0, 1, 2, 70, 143) have a fixed meaning. The rules
-    /// do not apply to workers that the master, the cluster or the user has ended.
-    #[arg(long, value_name = "CODE=ACTION")]
+    /// 128 + N. The codes of the worker library (0, 1, 2, 70, 143) have a fixed meaning.
+    ///
+    /// EVENT is preempted (a pod or workload of higher priority needed the capacity), evicted (the
+    /// node was drained or tainted or short of a resource, or a queue withdrew the pod), node-lost
+    /// (the cluster reports that the node is gone or silent), deleted (a user or controller deleted
+    /// the pod), over-limit (the worker exceeded its limit of memory or disk space), not-started
+    /// (its image or program could not be started, or its node refused it), or unresponsive (the
+    /// master evicted it because it did not respond; this is how most lost nodes show first).
+    ///
+    /// No rule applies to workers that are released, for example by `elasticdl scale`.
+    #[arg(long, value_name = "CODE|EVENT=ACTION")]
     pub(crate) on_exit: Vec<ExitRule>,
 
     /// Stop the job when it is this old, at least 1s; its newest state is kept. [default: no limit]

@@ -142,7 +142,7 @@ impl Job {
             }
             self.forget_disconnected(launch);
             self.release_rest_of_pod(now, launch);
-            self.kill(launch);
+            self.kill_unresponsive(launch);
         }
         self.reconcile(now);
     }

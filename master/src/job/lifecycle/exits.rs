@@ -1,4 +1,5 @@
-//! Ends of processes: which are failures, and what follows.
+//! Ends of processes: which are failures, and what follows. A pod that the cluster reclaims is
+//! replaced while it still runs, so the user's rule for that applies when its termination begins.
 
 use std::time::Duration;
 
@@ -8,12 +9,13 @@ use super::removal::ZOMBIE_GRACE;
 use super::restart::{EXIT_MASTER_LOST, TooMany, describe, is_own_fault};
 use super::state::Phase;
 use crate::job::action::Outcome;
-use crate::job::event::{Exit, LaunchId};
+use crate::job::event::{Exit, LaunchId, ReclaimCause};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::policies::{ExitAction, ExitRule};
+use crate::job::policies::{ExitAction, ExitEvent, ExitRule};
 use crate::job::reporting::counters::End;
 use crate::job::reporting::lifetimes::WorkerEnd;
+use crate::job::reporting::text::clip;
 use crate::job::time::Time;
 use crate::job::workers::state::Launch;
 use crate::job::workers::table::worker_of;
@@ -76,11 +78,11 @@ impl Job {
         };
         self.reporting.count_end(reason);
         let end = describe(exit);
-        // The user's rules are about ends that no other process has caused.
-        let is_spontaneous = !is_excused && !is_counted && !ended.iter().any(Launch::is_killed);
-        let rule = self.spec.policies.rule_for(exit).filter(|_| is_spontaneous);
-        if let Some(rule) = rule {
+        if let Some(rule) = self.rule_for_end(ended, exit, is_excused) {
+            let is_unresponsive = ended.iter().any(Launch::is_unresponsive);
+            let end = if is_unresponsive { "did not respond, and has ended" } else { &end };
             self.apply_rule(now, &format!("{name} {end}"), rule);
+            self.retire_surplus(now);
             self.reporting.explain_error(ended.iter().find_map(Launch::printed));
         } else if is_excused || is_counted {
             self.log_event(format!("{name} has ended ({end})"));
@@ -91,6 +93,50 @@ impl Job {
             self.log_event(format!("{name} {end}, which is not counted as its failure"));
         }
         (reason, reason == End::Killed && ended.iter().any(Launch::is_killed))
+    }
+
+    /// The user's rule for the end of a pod. Rules are about ends that the master has not caused,
+    /// and one of them is applied to a pod.
+    fn rule_for_end(&self, ended: &[Launch], exit: &Exit, is_excused: bool) -> Option<ExitRule> {
+        let policies = &self.spec.policies;
+        let is_own = |l: &Launch| l.is_counted() || l.is_killed() || l.is_retired();
+        if self.lifecycle.is_suspended || ended.iter().any(Launch::is_ruled) {
+            None
+        } else if ended.iter().any(Launch::is_unresponsive) {
+            policies.rule_for_event(ExitEvent::Unresponsive)
+        } else if ended.iter().any(is_own) {
+            None
+        } else {
+            // A worker whose pod is reclaimed leaves in order.
+            let is_reclaimed = matches!(exit, Exit::Reclaimed { .. });
+            policies.rule_for(exit).filter(|_| is_reclaimed || !is_excused)
+        }
+    }
+
+    /// Does what the user wants for a pod that is being reclaimed. Returns whether there is a rule
+    /// for that.
+    pub(crate) fn apply_rule_for_leaving(
+        &mut self,
+        now: Time,
+        launch: LaunchId,
+        cause: ReclaimCause,
+        reason: &str,
+    ) -> bool {
+        let is_own = |l: &Launch| l.is_killed() || l.is_retired() || l.is_ruled();
+        let applies = self.lifecycle.is_active() && !self.lifecycle.is_suspended;
+        if !applies || self.workers.any_of_pod(launch, is_own) {
+            return false;
+        }
+        // The scheduler may explain a deletion before the pod has ended.
+        let event = ExitEvent::of(cause).filter(|&event| event != ExitEvent::Deleted);
+        let rule = event.and_then(|event| self.spec.policies.rule_for_event(event));
+        let Some(rule) = rule else { return false };
+        self.workers.pod_mut(launch).for_each(Launch::note_ruled);
+        self.out.mark_dirty();
+        let has_worker = self.workers.any_of_pod(launch, Launch::has_registered);
+        let name = self.workers.name(launch, has_worker);
+        self.apply_rule(now, &format!("{name} is taken away ({})", clip(reason)), rule);
+        true
     }
 
     /// Does what the user wants for the end of a pod, which `what` describes.
@@ -118,8 +164,10 @@ impl Job {
                     _ => "",
                 };
                 self.log_event(format!("{what}, and is replaced (--on-exit {rule}){why}"));
-                let start = self.lifecycle.restarts.back_off(now);
-                self.out.set_timer(start, Timer::Relaunch);
+                if rule.condition.is_own_fault() {
+                    let start = self.lifecycle.restarts.back_off(now);
+                    self.out.set_timer(start, Timer::Relaunch);
+                }
             }
         }
     }

@@ -12,12 +12,13 @@ use elasticdl_proto::WorkerId;
 
 use super::exits::HELLO_WAIT;
 use crate::job::action::Action;
-use crate::job::event::{LaunchId, Wait};
+use crate::job::event::{LaunchId, ReclaimCause, Wait};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::reporting::text::clip;
 use crate::job::time::Time;
-use crate::job::workers::state::{Launch, Scheduling};
+use crate::job::workers::scheduling::Scheduling;
+use crate::job::workers::state::Launch;
 use crate::job::workers::table::worker_of;
 
 impl Job {
@@ -163,14 +164,36 @@ impl Job {
         }
     }
 
-    /// Handles the termination of a launch from outside: its replacement may start.
-    pub(crate) fn on_launch_leaves(&mut self, now: Time, launch: LaunchId, reason: &str) {
-        if !self.workers.any_of_pod(launch, |l| !l.is_killed() && l.stays()) {
+    /// Handles the termination of a launch from outside: its replacement may start, unless the user
+    /// wants something else.
+    pub(crate) fn on_launch_leaves(
+        &mut self,
+        now: Time,
+        launch: LaunchId,
+        cause: ReclaimCause,
+        reason: &str,
+    ) {
+        let is_ruled = self.apply_rule_for_leaving(now, launch, cause, reason);
+        if is_ruled && !self.lifecycle.is_active() {
             return;
         }
-        let has_worker = self.workers.any_of_pod(launch, Launch::has_registered);
-        let name = self.workers.name(launch, has_worker);
-        self.log_event(format!("{name} is taken away: {}", clip(reason)));
+        if self.workers.any_of_pod(launch, |l| !l.is_killed() && l.stays()) {
+            self.let_leave(now, launch, (!is_ruled).then_some(reason));
+        }
+        if is_ruled {
+            self.retire_surplus(now);
+            self.reconcile(now);
+        }
+    }
+
+    /// Lets a launch end whose process is being terminated. `reason` is for the user, who may know
+    /// it already.
+    fn let_leave(&mut self, now: Time, launch: LaunchId, reason: Option<&str>) {
+        if let Some(reason) = reason {
+            let has_worker = self.workers.any_of_pod(launch, Launch::has_registered);
+            let name = self.workers.name(launch, has_worker);
+            self.log_event(format!("{name} is taken away: {}", clip(reason)));
+        }
         let pod = self.workers.pod(launch).into_iter().map(worker_of);
         let heard: Vec<WorkerId> = pod.filter(|&id| self.workers.is_connected(id)).collect();
         if !heard.is_empty() {
@@ -198,11 +221,19 @@ impl Job {
         let initial = &mut self.lifecycle.initial_launches_left;
         *initial = (*initial + num_workers.saturating_sub(before))
             .saturating_sub(before.saturating_sub(num_workers));
-        for launch in self.workers.surplus(num_workers) {
-            self.retire_slot(now, launch);
-        }
+        self.retire_surplus(now);
         self.launch_missing(now);
         self.reconcile(now);
+    }
+
+    /// Releases the pods that are more than wanted.
+    pub(crate) fn retire_surplus(&mut self, now: Time) {
+        if !self.lifecycle.is_running() {
+            return;
+        }
+        for launch in self.workers.surplus(self.lifecycle.wanted) {
+            self.retire_slot(now, launch);
+        }
     }
 
     /// Releases a pod that is not replaced (scale down).

@@ -118,6 +118,9 @@ pub(crate) struct PersistedLaunch {
     pub(crate) retired: bool,
     /// Whether it was forgotten: it is refused if it connects.
     pub(crate) gone: bool,
+    /// Whether a rule of the user for its end is applied.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) ruled: bool,
     /// Whether its pod was observed; it may have become a worker since the last write.
     #[serde(skip)]
     pub(crate) found: bool,
@@ -218,6 +221,7 @@ impl PersistedJob {
                 leaving: false,
                 retired: false,
                 gone: false,
+                ruled: false,
                 found: true,
             });
         }
@@ -345,6 +349,7 @@ impl PersistedLaunch {
             leaving: l.is_leaving(),
             retired: l.is_retired(),
             gone: l.is_killed() || l.is_forgotten(),
+            ruled: l.is_ruled(),
             found: false,
         }
     }

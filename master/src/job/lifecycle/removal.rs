@@ -126,7 +126,7 @@ impl Job {
             self.group.note_hung();
         }
         self.group.clear_suspicion();
-        self.kill(launch_of(worker));
+        self.kill_unresponsive(launch_of(worker));
     }
 
     /// Evicts a worker that sent an invalid message. This is a failure.
@@ -226,6 +226,14 @@ impl Job {
         self.workers.pod_mut(launch).for_each(|l| l.kill());
         self.out.mark_dirty();
         self.out.push(Action::Kill { launch: first });
+    }
+
+    /// Kills a pod of which a worker does not respond.
+    pub(crate) fn kill_unresponsive(&mut self, launch: LaunchId) {
+        if let Some(l) = self.workers.get_launch_mut(launch).filter(|l| !l.is_killed()) {
+            l.note_unresponsive();
+        }
+        self.kill(launch);
     }
 
     /// Kills a released launch that has not ended in time.

@@ -137,7 +137,7 @@ pub(crate) fn is_own_fault(exit: &Exit) -> bool {
         Exit::Code(EXIT_MASTER_LOST | EXIT_TERMINATED) => false,
         Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
         Exit::Signal(signal) => !matches!(signal, &SIGHUP | &SIGINT | &SIGKILL | &SIGTERM),
-        Exit::Reclaimed(_) | Exit::Unknown => false,
+        Exit::Reclaimed { .. } | Exit::Unknown => false,
     }
 }
 
@@ -154,8 +154,8 @@ pub(crate) fn describe(exit: &Exit) -> String {
         Exit::OverLimit(what) => {
             format!("went over a limit: {}", clip(what))
         }
-        Exit::Reclaimed(what) => {
-            format!("was taken away: {}", clip(what))
+        Exit::Reclaimed { detail, .. } => {
+            format!("was taken away: {}", clip(detail))
         }
         Exit::Signal(signal) => match NAMES.iter().find(|(number, _)| number == signal) {
             Some((_, name)) => format!("killed by {name}"),
@@ -206,6 +206,7 @@ const NAMES: [(i32, &str); 9] = [
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::job::event::ReclaimCause;
 
     #[test]
     fn only_what_a_process_does_itself_is_its_fault() {
@@ -217,7 +218,7 @@ mod tests {
             (Exit::Code(143), false),
             (Exit::NotStarted("no such file".into()), true),
             (Exit::OverLimit("memory".into()), true),
-            (Exit::Reclaimed("preempted".into()), false),
+            (Exit::reclaimed(ReclaimCause::Preempted, "preempted"), false),
             (Exit::Signal(1), false),
             (Exit::Signal(2), false),
             (Exit::Signal(4), true),

@@ -39,6 +39,7 @@ use crate::job::outbox::Timer;
 use crate::job::reporting::history::JobHistory;
 use crate::job::time::Time;
 use crate::job::workers::pod::PodId;
+use crate::job::workers::slot_use::SlotUse;
 use crate::job::workers::state::{Disconnected, Launch, LaunchState};
 use crate::job::workers::table::{launch_of, worker_of};
 
@@ -118,7 +119,8 @@ impl Job {
                 None if l.found && !is_gone => LaunchState::Unconfirmed(disconnected),
                 None => LaunchState::Starting,
             };
-            let launch = Launch::restored(l.slot, state, l.leaving || is_gone, l.retired);
+            let slot_use = SlotUse::restored(l.leaving || is_gone, l.retired);
+            let launch = Launch::restored(l.slot, state, slot_use, l.ruled);
             self.workers.restore(l.launch, launch);
         }
         for (l, is_gone) in launches.iter().zip(is_gone) {

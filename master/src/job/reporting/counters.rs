@@ -167,7 +167,7 @@ impl End {
             Exit::OverLimit(_) => Self::OverLimit,
             Exit::Signal(_) if is_own_fault => Self::Crashed,
             Exit::Signal(_) => Self::Killed,
-            Exit::Reclaimed(_) => Self::Reclaimed,
+            Exit::Reclaimed { .. } => Self::Reclaimed,
             Exit::Unknown => Self::Unknown,
         }
     }

@@ -20,7 +20,8 @@ use crate::job::lifecycle::shutdown;
 use crate::job::lifecycle::state::Phase;
 use crate::job::spec::Work;
 use crate::job::time::Time;
-use crate::job::workers::state::{Launch, Scheduling, Stage, Worker};
+use crate::job::workers::scheduling::Scheduling;
+use crate::job::workers::state::{Launch, Stage, Worker};
 use crate::job::workers::straggler::{self, LastStep};
 use crate::job::workers::table::worker_of;
 

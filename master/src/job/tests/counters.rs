@@ -94,7 +94,7 @@ fn exits_are_counted_by_reason() {
     let expected = [(End::Crashed, 1), (End::Failed, 1), (End::Killed, 1)];
     assert_eq!(counters(&job).ends, BTreeMap::from(expected));
     assert_eq!(counters(&job).restarts, job.summary(at(5)).workers.restarts);
-    end(&mut job, 4, Exit::Reclaimed("preempted".into()));
+    end(&mut job, 4, Exit::reclaimed(ReclaimCause::Preempted, "preempted"));
     assert_eq!(counters(&job).ends[&End::Reclaimed], 1);
     // The exits of workers after the end of the job are not classified.
     job.handle(at(6), Event::Stop);

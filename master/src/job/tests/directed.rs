@@ -112,6 +112,12 @@ pub(super) fn lose(job: &mut Job, ms: u64, i: u64) {
 }
 
 /// The pending actions of the job, without log events.
+/// The cluster terminates the pod of `launch`, which still runs, at 1 ms.
+pub(super) fn leaves(job: &mut Job, launch: u64, cause: ReclaimCause) {
+    let (launch, reason) = (LaunchId(launch), format!("{cause:?} by the cluster"));
+    job.handle(at(1), Event::LaunchLeaves { launch, cause, reason });
+}
+
 pub(super) fn actions(job: &mut Job) -> Vec<Action> {
     let all = std::iter::from_fn(|| job.poll_action());
     all.filter(|a| !matches!(a, Action::Log(_))).collect()
@@ -393,7 +399,8 @@ fn a_worker_that_exceeds_a_limit_is_counted_even_if_it_was_told_to_end_and_left(
         job.lifecycle.failures()
     };
     assert_eq!(told(Exit::OverLimit("Evicted: its volume is full".into())), 1);
-    for exit in [Exit::Code(0), Exit::Code(143), Exit::Signal(9), Exit::Reclaimed("drain".into())] {
+    let drained = Exit::reclaimed(ReclaimCause::Evicted, "drained");
+    for exit in [Exit::Code(0), Exit::Code(143), Exit::Signal(9), drained] {
         assert_eq!(told(exit.clone()), 0, "{exit:?}");
     }
 }

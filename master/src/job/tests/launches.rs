@@ -69,10 +69,8 @@ fn a_reclaimed_launch_is_replaced_and_not_counted() {
     let mut job = started(spec(), &[20]);
     for round in 0..10 {
         let launch = LaunchId(if round == 0 { 1 } else { 3 + round });
-        job.handle(
-            at(100),
-            Event::ProcessEnded { launch, exit: Exit::Reclaimed("preempted".into()) },
-        );
+        let exit = Exit::reclaimed(ReclaimCause::Preempted, "preempted");
+        job.handle(at(100), Event::ProcessEnded { launch, exit });
         let next = launch_at(4 + round, 0);
         assert!(actions(&mut job).contains(&next), "round {round}");
     }

@@ -4,7 +4,8 @@ use elasticdl_proto::WorkerId;
 
 use super::super::*;
 use super::directed::{
-    actions, at, connect, deliver, launch, launch_at, membership, memberships, send, started,
+    actions, at, connect, deliver, launch, launch_at, leaves, membership, memberships, send,
+    started,
 };
 use crate::job::testing::{dataset, spec};
 
@@ -29,7 +30,7 @@ fn scheduled(job: &mut Job, ms: u64, launch: u64) {
 }
 
 fn ended(job: &mut Job, ms: u64, launch: u64) {
-    let exit = Exit::Reclaimed("it is not wanted any more".into());
+    let exit = Exit::reclaimed(ReclaimCause::Unwanted, "it is not wanted any more");
     job.handle(at(ms), Event::ProcessEnded { launch: LaunchId(launch), exit });
 }
 
@@ -151,7 +152,7 @@ fn a_scale_down_withdraws_pending_launches_first_and_then_the_highest_slots() {
 #[test]
 fn a_reclaimed_worker_leaves_at_a_step_boundary_and_its_slot_is_filled_at_once() {
     let mut job = started(JobSpec { max_workers: 4, ..spec() }, &[20]);
-    job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(2), reason: "preempted".into() });
+    leaves(&mut job, 2, ReclaimCause::Preempted);
     let next = membership(2, &[1, 3], false);
     let done = actions(&mut job);
     assert!(done.contains(&launch_at(4, 1)), "{done:?}");
@@ -167,7 +168,7 @@ fn a_reclaimed_worker_leaves_at_a_step_boundary_and_its_slot_is_filled_at_once()
 fn a_launch_reclaimed_before_its_hello_is_replaced_and_refused() {
     let mut job = Job::new(spec());
     assert_eq!(actions(&mut job), [launch(1)]);
-    job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(1), reason: "drained".into() });
+    leaves(&mut job, 1, ReclaimCause::Evicted);
     assert_eq!(actions(&mut job), [launch_at(2, 0)]);
     connect(&mut job, 1);
     assert!(matches!(actions(&mut job)[..], [Action::Refuse { .. }]));

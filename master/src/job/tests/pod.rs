@@ -6,8 +6,8 @@ use elasticdl_proto::WorkerId;
 
 use super::super::*;
 use super::directed::{
-    actions, address, at, connect, deliver, finished, formed, launch_at, lose, membership, send,
-    started,
+    actions, address, at, connect, deliver, finished, formed, launch_at, leaves, lose, membership,
+    send, started,
 };
 use super::takeover::reconnect_with;
 use crate::job::lifecycle::restart::EXIT_MASTER_LOST;
@@ -136,7 +136,7 @@ fn a_pod_that_lost_a_worker_has_three_seconds_to_end_by_itself() {
 #[test]
 fn a_pod_that_ends_without_notice_loses_all_its_workers_at_once() {
     let mut job = started(pods(), &[20]);
-    ended(&mut job, 1, 3, Exit::Reclaimed("its node is gone".into()));
+    ended(&mut job, 1, 3, Exit::reclaimed(ReclaimCause::NodeLost, "its node is gone"));
     let expected =
         [vec![launch_at(5, 2)], broadcast_membership(&[1, 2], &membership(2, &[1, 2], true))]
             .concat();
@@ -157,7 +157,7 @@ fn a_leaving_worker_releases_its_pod_and_its_slots_are_filled_at_once() {
     assert_eq!(actions(&mut job), expected);
     // The worker also receives SIGTERM; its `Leaving` has no further effect.
     deliver(&mut job, 3, WorkerMessage::Leaving);
-    job.handle(at(1), Event::LaunchLeaves { launch: LaunchId(3), reason: "preempted".into() });
+    leaves(&mut job, 3, ReclaimCause::Preempted);
     assert_eq!(actions(&mut job), []);
     ended(&mut job, 2, 3, Exit::Code(143));
     assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![], 0));
@@ -196,9 +196,9 @@ fn an_unschedulable_pod_counts_as_one_probe() {
         job.handle(at(1), Event::LaunchWaits { launch: LaunchId(launch), wait });
     }
     assert_eq!(actions(&mut job), [kill(9), kill(11)]);
-    [9, 11]
-        .iter()
-        .for_each(|&launch| ended(&mut job, 2, launch, Exit::Reclaimed("withdrawn".into())));
+    [9, 11].iter().for_each(|&launch| {
+        ended(&mut job, 2, launch, Exit::reclaimed(ReclaimCause::Unwanted, "withdrawn"))
+    });
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(3), wait: Wait::Start(None) });
     job.handle(at(3), Event::LaunchWaits { launch: LaunchId(5), wait: Wait::Start(None) });
     assert_eq!((actions(&mut job), job.lifecycle.failures()), (vec![launch_at(13, 8)], 0));
@@ -286,7 +286,7 @@ fn a_successor_adopts_whole_pods_and_reuses_no_id() {
     let admitted = done.iter().filter(|a| matches!(a, Action::Admit { .. })).count();
     let launched: Vec<_> = done.iter().filter(|a| matches!(a, Action::Launch { .. })).collect();
     assert_eq!((admitted, launched), (4, vec![]));
-    ended(&mut job, 1020, 5, Exit::Reclaimed("drained".into()));
+    ended(&mut job, 1020, 5, Exit::reclaimed(ReclaimCause::Evicted, "drained"));
     assert!(actions(&mut job).contains(&launch_at(made + 1, 2)));
 }
 

@@ -1,15 +1,19 @@
-//! Exit codes with a meaning, deadlines, and who has to report the end.
+//! Exit codes and events with a meaning, deadlines, and who has to report the end.
 
 use std::time::Duration;
 
+use elasticdl_proto::WorkerId;
+
 use super::super::*;
-use super::directed::{actions, at, committed, deliver, finished, launch_at, send, started};
+use super::directed::{
+    actions, at, committed, deliver, finished, launch_at, leaves, membership, send, started,
+};
 use crate::job::testing::spec;
 
-/// A started job of three workers with this rule.
+/// A started job of three workers with this rule, which may have a replacement beside them.
 fn with_rule(rule: &str, min_workers: u32) -> Job {
     let policies = Policies { on_exit: vec![rule.parse().unwrap()], ..Policies::default() };
-    started(JobSpec { min_workers, policies, ..spec() }, &[20])
+    started(JobSpec { min_workers, max_workers: 4, policies, ..spec() }, &[20])
 }
 
 fn exit(job: &mut Job, launch: u64, exit: Exit) {
@@ -172,4 +176,143 @@ fn a_lowest_rank_that_suspends_or_fails_does_not_complete_the_job() {
     word.suspended = true;
     deliver(&mut job, 1, WorkerMessage::Finished(word));
     assert_eq!(job.outcome(), None);
+}
+
+fn launched(job: &mut Job) -> usize {
+    actions(job).iter().filter(|a| matches!(a, Action::Launch { .. })).count()
+}
+
+#[test]
+fn a_preempted_worker_is_replaced_at_once_with_a_rule_or_without() {
+    for rule in ["preempted=restart", "evicted=fail", "42=fail"] {
+        let mut job = with_rule(rule, 1);
+        for worker in [1, 2] {
+            leaves(&mut job, worker, ReclaimCause::Preempted);
+            assert_eq!(launched(&mut job), 1, "{rule}");
+            exit(&mut job, worker, Exit::reclaimed(ReclaimCause::Preempted, "preempted"));
+            assert_eq!(launched(&mut job), 0, "{rule}");
+        }
+        assert_eq!((launched(&mut job), job.lifecycle.failures()), (0, 0), "{rule}");
+        assert_eq!(&*job.status(at(10)).state, "running", "{rule}");
+    }
+}
+
+#[test]
+fn a_preempted_worker_that_is_ignored_leaves_in_order_and_is_missed_down_to_the_minimum() {
+    let mut job = with_rule("preempted=ignore", 1);
+    leaves(&mut job, 3, ReclaimCause::Preempted);
+    let sent = actions(&mut job);
+    let next = MasterMessage::Membership(membership(2, &[1, 2], false));
+    assert!(sent.contains(&send(1, next)), "{sent:?}");
+    assert!(!sent.iter().any(|a| matches!(a, Action::Launch { .. })), "{sent:?}");
+    assert!(last_event(&job).contains("worker 3 is taken away (Preempted by the cluster), and is"));
+    // The rule is applied once, whichever master sees the end.
+    let mut next = Job::restore(job.to_persisted(), at(10)).unwrap();
+    for job in [&mut job, &mut next] {
+        leaves(job, 3, ReclaimCause::Preempted);
+        exit(job, 3, Exit::reclaimed(ReclaimCause::Preempted, "preempted"));
+        assert_eq!((launched(job), job.status(at(10)).workers_desired), (0, 2));
+        leaves(job, 2, ReclaimCause::Preempted);
+        assert_eq!((launched(job), job.status(at(10)).workers_desired), (0, 1));
+        leaves(job, 1, ReclaimCause::Preempted);
+        assert_eq!((launched(job), job.status(at(10)).workers_desired), (1, 1));
+        assert!(last_event(job).contains("because --min-workers remain"));
+    }
+}
+
+/// The worker's SIGTERM may be known before the reason for it.
+#[test]
+fn the_replacement_of_a_worker_that_is_to_be_ignored_is_withdrawn() {
+    for by_end in [false, true] {
+        let mut job = with_rule("preempted=ignore", 1);
+        deliver(&mut job, 3, WorkerMessage::Leaving);
+        assert!(actions(&mut job).contains(&launch_at(4, 2)));
+        match by_end {
+            false => leaves(&mut job, 3, ReclaimCause::Preempted),
+            true => exit(&mut job, 3, Exit::reclaimed(ReclaimCause::Preempted, "preempted")),
+        }
+        assert!(actions(&mut job).contains(&Action::Kill { launch: LaunchId(4) }), "{by_end}");
+        assert_eq!(job.status(at(10)).workers_desired, 2);
+    }
+}
+
+#[test]
+fn a_rule_for_an_event_fails_or_stops_the_job() {
+    for cause in [ReclaimCause::Evicted, ReclaimCause::NodeLost, ReclaimCause::Preempted] {
+        let event = serde_json::to_value(ExitEvent::of(cause).unwrap()).unwrap();
+        let event = event.as_str().unwrap();
+        let mut job = with_rule(&format!("{event}=fail"), 1);
+        leaves(&mut job, 2, cause);
+        let error = job.summary(at(10)).error.unwrap();
+        assert!(error.contains(&format!("--on-exit {event}=fail")), "{error}");
+        let mut job = with_rule(&format!("{event}=stop"), 1);
+        leaves(&mut job, 2, cause);
+        let sent = actions(&mut job);
+        assert!(sent.contains(&send(1, MasterMessage::Drain)), "{sent:?}");
+        let reason = job.summary(at(10)).stop_reason.unwrap();
+        assert!(reason.contains(&format!("--on-exit {event}=stop")), "{reason}");
+        // Without notice.
+        let mut job = with_rule(&format!("{event}=fail"), 1);
+        exit(&mut job, 2, Exit::reclaimed(cause, "gone"));
+        assert_eq!(job.outcome(), Some(Outcome::Failed));
+    }
+}
+
+/// A scheduler may explain a deletion after it.
+#[test]
+fn a_rule_for_deletions_waits_for_the_end_of_the_pod() {
+    let both = |exit_cause| {
+        let rules = ["deleted=fail", "preempted=stop"].map(|rule| rule.parse().unwrap());
+        let policies = Policies { on_exit: rules.into(), ..Policies::default() };
+        let mut job = started(JobSpec { policies, ..spec() }, &[20]);
+        leaves(&mut job, 2, ReclaimCause::Deleted);
+        assert_eq!(&*job.status(at(10)).state, "running");
+        exit(&mut job, 2, Exit::reclaimed(exit_cause, "deleted"));
+        job.status(at(10)).state.to_string()
+    };
+    assert_eq!(both(ReclaimCause::Deleted), "ending");
+    assert_eq!(both(ReclaimCause::Preempted), "stopping");
+}
+
+#[test]
+fn a_worker_over_its_limit_or_without_an_image_follows_its_rule_and_is_not_counted() {
+    for (rule, end) in [
+        ("over-limit=restart", Exit::OverLimit("memory".into())),
+        ("not-started=restart", Exit::NotStarted("no such image".into())),
+        ("not-started=restart", Exit::reclaimed(ReclaimCause::NotStarted, "OutOfcpu")),
+    ] {
+        let mut job = with_rule(rule, 1);
+        exit(&mut job, 2, end.clone());
+        assert_eq!((launched(&mut job), job.lifecycle.failures()), (1, 0), "{end:?}");
+        assert!(last_event(&job).contains(rule), "{end:?}");
+        let mut job = with_rule(&rule.replace("restart", "fail"), 1);
+        exit(&mut job, 2, end);
+        assert_eq!(job.outcome(), Some(Outcome::Failed));
+    }
+}
+
+#[test]
+fn an_evicted_worker_that_did_not_respond_follows_its_rule() {
+    let mut job = with_rule("unresponsive=stop", 1);
+    job.evict(at(10), WorkerId(2), "was silent for 1000 ms");
+    assert_eq!(job.summary(at(10)).stop_reason, None);
+    exit(&mut job, 2, Exit::reclaimed(ReclaimCause::Unwanted, "it is not wanted any more"));
+    let reason = job.summary(at(10)).stop_reason.expect("the rule is applied");
+    assert!(reason.contains("worker 2 did not respond"), "{reason}");
+}
+
+#[test]
+fn rules_for_events_do_not_apply_to_workers_that_the_master_releases() {
+    for rule in ["preempted=fail", "deleted=fail", "node-lost=fail"] {
+        let mut job = with_rule(rule, 1);
+        job.handle(at(0), Event::Scale { num_workers: 2 });
+        for cause in [ReclaimCause::Preempted, ReclaimCause::NodeLost] {
+            leaves(&mut job, 3, cause);
+        }
+        exit(&mut job, 3, Exit::reclaimed(ReclaimCause::Deleted, "deleted"));
+        assert_eq!(job.outcome(), None, "{rule}");
+        // The master has withdrawn its pod.
+        exit(&mut job, 2, Exit::reclaimed(ReclaimCause::Unwanted, "it is not wanted any more"));
+        assert_eq!(job.outcome(), None, "{rule}");
+    }
 }

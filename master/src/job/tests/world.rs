@@ -495,7 +495,7 @@ impl World {
             Exit::Code(143) => false,
             Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
             Exit::Signal(signal) => ![1, 2, 9, 15].contains(&signal),
-            Exit::Reclaimed(_) | Exit::Unknown => false,
+            Exit::Reclaimed { .. } | Exit::Unknown => false,
         };
         let alive = self.job.lifecycle.is_running();
         self.counted += u32::from(own && !excused && !retired && alive);

@@ -19,6 +19,8 @@ use std::time::Duration;
 use elasticdl_proto::{Committed, Generation, Location};
 
 use super::heartbeat::{Stalled, is_fresh};
+use super::scheduling::Scheduling;
+use super::slot_use::SlotUse;
 use super::straggler::StepPace;
 use crate::job::event::Stall;
 use crate::job::time::Time;
@@ -32,6 +34,10 @@ pub(crate) struct Launch {
     slot_use: SlotUse,
     accounting: ExitAccounting,
     is_killed: bool,
+    /// Whether it was evicted because it did not respond.
+    is_unresponsive: bool,
+    /// Whether a rule of the user for its end is applied already.
+    is_ruled: bool,
     scheduling: Scheduling,
     /// What it waits for, if known.
     waits_for: Option<String>,
@@ -60,21 +66,6 @@ pub(crate) enum LaunchState {
     Forgotten,
 }
 
-/// How a launch uses its slot.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum SlotUse {
-    /// It keeps its slot: no replacement starts there.
-    #[default]
-    Kept,
-    /// It leaves in order, so its replacement may start while it still runs.
-    Leaving,
-    /// It leaves because of a scale down, so nothing replaces it.
-    Retired {
-        /// Whether it also is leaving.
-        leaving: bool,
-    },
-}
-
 /// Whether the exit of a process counts as a failure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum ExitAccounting {
@@ -85,20 +76,6 @@ enum ExitAccounting {
     /// Its exit code decides.
     #[default]
     Undecided,
-}
-
-/// Whether a launch has been scheduled.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Scheduling {
-    /// Not known yet.
-    #[default]
-    Pending,
-    /// A queue holds it back.
-    Queued,
-    /// It runs, or is about to.
-    Scheduled,
-    /// No node has enough capacity for it.
-    Unschedulable,
 }
 
 /// A disconnected worker that may reconnect.
@@ -184,13 +161,6 @@ enum ModelState {
     Held,
 }
 
-impl Scheduling {
-    /// Whether it waits for capacity.
-    pub(crate) fn is_held(self) -> bool {
-        matches!(self, Self::Queued | Self::Unschedulable)
-    }
-}
-
 impl Launch {
     /// A launch that has just been made.
     pub(super) fn new(slot: u32) -> Self {
@@ -201,15 +171,10 @@ impl Launch {
     pub(crate) fn restored(
         slot: u32,
         state: LaunchState,
-        is_leaving: bool,
-        is_retired: bool,
+        slot_use: SlotUse,
+        is_ruled: bool,
     ) -> Self {
-        let slot_use = match (is_retired, is_leaving) {
-            (true, leaving) => SlotUse::Retired { leaving },
-            (false, true) => SlotUse::Leaving,
-            (false, false) => SlotUse::Kept,
-        };
-        Self { slot_use, state, ..Self::new(slot) }
+        Self { slot_use, state, is_ruled, ..Self::new(slot) }
     }
 
     pub(crate) fn slot(&self) -> u32 {
@@ -275,7 +240,7 @@ impl Launch {
     }
 
     pub(crate) fn is_leaving(&self) -> bool {
-        matches!(self.slot_use, SlotUse::Leaving | SlotUse::Retired { leaving: true })
+        self.slot_use.is_leaving()
     }
 
     pub(crate) fn is_retired(&self) -> bool {
@@ -288,19 +253,34 @@ impl Launch {
 
     /// It leaves in order: its replacement may start.
     pub(crate) fn leave(&mut self) {
-        self.slot_use = match self.slot_use {
-            SlotUse::Kept | SlotUse::Leaving => SlotUse::Leaving,
-            SlotUse::Retired { .. } => SlotUse::Retired { leaving: true },
-        };
+        self.slot_use = self.slot_use.leave();
     }
 
     /// Nothing replaces it.
     pub(crate) fn retire(&mut self) {
-        self.slot_use = SlotUse::Retired { leaving: self.is_leaving() };
+        self.slot_use = self.slot_use.retire();
     }
 
     pub(crate) fn kill(&mut self) {
         self.is_killed = true;
+    }
+
+    pub(crate) fn is_unresponsive(&self) -> bool {
+        self.is_unresponsive
+    }
+
+    /// It is evicted because it did not respond.
+    pub(crate) fn note_unresponsive(&mut self) {
+        self.is_unresponsive = true;
+    }
+
+    pub(crate) fn is_ruled(&self) -> bool {
+        self.is_ruled
+    }
+
+    /// A rule of the user for its end is applied: no other one is.
+    pub(crate) fn note_ruled(&mut self) {
+        self.is_ruled = true;
     }
 
     /// Its exit is no failure.

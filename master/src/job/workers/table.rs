@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use super::state::{Disconnected, Launch, LaunchState, Scheduling, Stage, Worker};
+use super::scheduling::Scheduling;
+use super::state::{Disconnected, Launch, LaunchState, Stage, Worker};
 use crate::job::event::LaunchId;
 use crate::job::time::Time;
 

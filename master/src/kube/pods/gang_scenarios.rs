@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::tests::{container, next, running, until};
 use super::*;
-use crate::job::{Exit, Wait};
+use crate::job::{Exit, ReclaimCause, Wait};
 use crate::kube::gang::{GangOptions, GangScheduler};
 use crate::kube::testing::FakeServer;
 
@@ -162,13 +162,13 @@ async fn kueue_admits_the_core_and_takes_single_pods_from_the_others() {
     // The surplus pod is a workload by itself: its eviction is announced, and no failure.
     kueue.evict("j-w-3");
     let reason = "WorkloadEvicted: Preempted to accommodate a workload (UID: 7)";
-    let terminating = BackendEvent::Terminating(reason.into());
+    let terminating = BackendEvent::Terminating(ReclaimCause::Preempted, reason.into());
     expect(&mut pods, 3, |event| *event == terminating).await;
     let mut ended = container("Failed", json!({"terminated": {"exitCode": 0}}));
     ended["conditions"] = fake.state().pod("j-w-3")["status"]["conditions"].clone();
     fake.set_status("j-w-3", ended);
     let exit = expect(&mut pods, 3, |event| matches!(event, BackendEvent::Ended(_))).await;
-    assert_eq!(exit, BackendEvent::Ended(Exit::Reclaimed(reason.into())));
+    assert_eq!(exit, BackendEvent::Ended(Exit::reclaimed(ReclaimCause::Preempted, reason)));
 }
 
 #[tokio::test(start_paused = true)]

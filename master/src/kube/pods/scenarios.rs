@@ -9,7 +9,7 @@ use super::tests::{
 };
 use super::*;
 use crate::job::testing::spec;
-use crate::job::{Action, Event as JobEvent, Exit, Job, JobSpec, Time, Wait};
+use crate::job::{Action, Event as JobEvent, Exit, Job, JobSpec, ReclaimCause, Time, Wait};
 use crate::kube::leader_lease::{Holder, LeaderLease};
 use crate::kube::priority_tiers::PriorityTiers;
 use crate::kube::testing::FakeServer;
@@ -17,11 +17,11 @@ use crate::kube::testing::FakeServer;
 const DELETED: &str = "its pod is being deleted";
 
 fn terminating() -> (LaunchId, BackendEvent) {
-    (ONE, BackendEvent::Terminating(DELETED.into()))
+    (ONE, BackendEvent::Terminating(ReclaimCause::Deleted, DELETED.into()))
 }
 
-fn reclaimed(message: &str) -> (LaunchId, BackendEvent) {
-    ended(Exit::Reclaimed(message.into()))
+fn reclaimed(cause: ReclaimCause, message: &str) -> (LaunchId, BackendEvent) {
+    ended(Exit::reclaimed(cause, message))
 }
 
 async fn is_quiet(pods: &mut Pods, time: Duration) -> bool {
@@ -46,7 +46,7 @@ async fn a_running_pod_that_is_deleted_terminates_and_ends_with_its_object() {
     assert_eq!(next(&mut pods).await, terminating());
     assert!(is_quiet(&mut pods, Duration::from_secs(9)).await);
     fake.remove("j-w-1");
-    assert_eq!(next(&mut pods).await, reclaimed(DELETED));
+    assert_eq!(next(&mut pods).await, reclaimed(ReclaimCause::Deleted, DELETED));
     assert!(is_quiet(&mut pods, Duration::from_secs(60)).await);
 }
 
@@ -57,7 +57,7 @@ async fn a_pod_that_is_deleted_has_ended_when_its_container_has() {
     assert_eq!(next(&mut pods).await, terminating());
     // With another client's finalizer the object may stay for long.
     fake.set_status("j-w-1", exited(0));
-    assert_eq!(next(&mut pods).await, reclaimed(DELETED));
+    assert_eq!(next(&mut pods).await, reclaimed(ReclaimCause::Deleted, DELETED));
 }
 
 /// The kubelet of newer servers sends SIGTERM before it reports an eviction.
@@ -107,7 +107,7 @@ async fn an_unresponsive_node_is_given_a_little_more_than_the_grace_period() {
     tokio::time::sleep(Duration::from_secs(20)).await;
     fake.set_status("j-w-1", running());
     let message = format!("it was to end in 10 s, and its node does not answer: {DELETED}");
-    assert_eq!(next(&mut pods).await, reclaimed(&message));
+    assert_eq!(next(&mut pods).await, reclaimed(ReclaimCause::NodeLost, &message));
     let waited = start.elapsed();
     assert!(waited >= Duration::from_secs(25) && waited <= Duration::from_secs(27), "{waited:?}");
 }
@@ -125,7 +125,8 @@ async fn the_events_of_an_older_scheduler_are_read_once_per_deletion() {
     let explained = BackendEvent::Explained("preempted by ns/high on node n".into());
     assert_eq!(next(&mut pods).await, (ONE, explained));
     fake.remove("j-w-1");
-    assert_eq!(next(&mut pods).await, reclaimed("preempted by ns/high on node n"));
+    let preempted = reclaimed(ReclaimCause::Preempted, "preempted by ns/high on node n");
+    assert_eq!(next(&mut pods).await, preempted);
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert_eq!(fake.state().count("LIST events"), 1);
     let recorded = fake.state().all("events");

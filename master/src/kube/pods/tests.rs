@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::super::testing::FakeServer;
 use super::tracker::{END_WAIT, STUCK_MAX};
 use super::*;
-use crate::job::{Exit, Wait};
+use crate::job::{Exit, ReclaimCause, Wait};
 use crate::kube::priority_tiers::PriorityTiers;
 
 pub(super) const ONE: LaunchId = LaunchId(1);
@@ -157,7 +157,10 @@ async fn events_that_a_watch_has_missed_are_found_by_the_next_list() {
     fake.remove("j-w-1");
     fake.forget();
     fake.state().refuses_watches = false;
-    assert_eq!(next(&mut pods).await, ended(Exit::Reclaimed("its pod is gone".into())));
+    assert_eq!(
+        next(&mut pods).await,
+        ended(Exit::reclaimed(ReclaimCause::Deleted, "its pod is gone"))
+    );
     assert!(fake.state().count("LIST pods") >= 2);
 }
 
@@ -174,7 +177,10 @@ async fn a_pod_that_was_removed_between_two_lists_has_ended() {
     fake.remove("j-w-1");
     fake.forget();
     fake.state().refuses_watches = false;
-    assert_eq!(next(&mut pods).await, ended(Exit::Reclaimed("its pod is gone".into())));
+    assert_eq!(
+        next(&mut pods).await,
+        ended(Exit::reclaimed(ReclaimCause::Deleted, "its pod is gone"))
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -182,7 +188,10 @@ async fn a_killed_launch_that_keeps_running_is_deleted_after_a_moment() {
     let (fake, mut pods) = started().await;
     let before = Instant::now();
     pods.kill(ONE);
-    assert_eq!(next(&mut pods).await, ended(Exit::Reclaimed("it is not wanted any more".into())));
+    assert_eq!(
+        next(&mut pods).await,
+        ended(Exit::reclaimed(ReclaimCause::Unwanted, "it is not wanted any more"))
+    );
     assert_eq!(before.elapsed(), END_WAIT);
     until(|| fake.state().deleted == ["j-w-1"]).await;
 }
@@ -223,7 +232,10 @@ async fn a_killed_launch_without_a_node_is_deleted_at_once() {
     until(|| fake.state().names() == ["j-w-1"]).await;
     let before = Instant::now();
     pods.kill(ONE);
-    assert_eq!(next(&mut pods).await, ended(Exit::Reclaimed("it is not wanted any more".into())));
+    assert_eq!(
+        next(&mut pods).await,
+        ended(Exit::reclaimed(ReclaimCause::Unwanted, "it is not wanted any more"))
+    );
     assert!(before.elapsed() < END_WAIT / 2);
 }
 
@@ -244,7 +256,7 @@ async fn pods_of_an_earlier_master_are_adopted_in_their_present_state() {
     pods.adopt(LaunchId(3), None);
     assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Running));
     assert_eq!(next(&mut pods).await, (LaunchId(2), BackendEvent::Waiting(Wait::Scheduling(None))));
-    let deleted = Exit::Reclaimed("its pod is gone".into());
+    let deleted = Exit::reclaimed(ReclaimCause::Deleted, "its pod is gone");
     assert_eq!(next(&mut pods).await, (LaunchId(3), BackendEvent::Ended(deleted)));
     fake.set_status("j-w-1", exited(3));
     assert_eq!(next(&mut pods).await, ended(Exit::Code(3)));
@@ -308,7 +320,10 @@ async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_with_back_off
             let wait = BackendEvent::Waiting(Wait::Start(Some(why.into())));
             while next(&mut pods).await != (LaunchId(launch), wait.clone()) {}
             let before = Instant::now();
-            let exit = Exit::Reclaimed(format!("it could not start in {seconds} s: {why}"));
+            let exit = Exit::reclaimed(
+                ReclaimCause::NotStarted,
+                format!("it could not start in {seconds} s: {why}"),
+            );
             assert_eq!(next(&mut pods).await, (LaunchId(launch), BackendEvent::Ended(exit)));
             let waited = before.elapsed();
             let expected = Duration::from_secs(seconds);

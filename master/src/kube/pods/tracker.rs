@@ -34,11 +34,12 @@ use self::gangs::{Gangs, Placement};
 use super::calls::CreateOutcome;
 use super::factory::PodFactory;
 use crate::backend_event::BackendEvent;
-use crate::job::{Exit, LaunchId, Wait};
+use crate::job::{Exit, LaunchId, ReclaimCause, Wait};
 use crate::kube::events;
 use crate::kube::objects::{self, LAUNCH_LABEL};
 use crate::kube::verdict::{
-    Cause, End, Termination, Verdict, classify, exit_of, has_running_sidecar, vanished,
+    Cause, End, Termination, Verdict, classify, exit_of, has_running_sidecar, reclaim_cause,
+    vanished,
 };
 
 /// The launches of a job, and the state of their pods.
@@ -399,15 +400,15 @@ impl PodTracker {
     }
 
     fn on_terminating(&mut self, launch: LaunchId, pod: &Pod, termination: Termination) {
-        let message = termination.end.detail.clone();
-        let is_unexplained = termination.end.cause == Cause::Deleted;
+        let End { cause, detail } = termination.end.clone();
+        let is_unexplained = cause == Cause::Deleted;
         let Some(launched) = self.launches.get_mut(&launch) else { return };
         let since = launched.terminating.as_ref().map(|(since, _)| *since);
         launched.terminating = Some((since.unwrap_or(self.now), termination));
         if since.is_none() && is_unexplained {
             self.note_unexplained(launch, pod);
         }
-        self.report(launch, BackendEvent::Terminating(message));
+        self.report(launch, BackendEvent::Terminating(reclaim_cause(cause), detail));
     }
 
     /// Handles the end of a launch as its pod reports it.
@@ -506,7 +507,7 @@ impl PodTracker {
         if let Some(pod) = self.pod_of(launch) {
             self.delete(pod);
         }
-        self.ended(launch, Exit::Reclaimed(why.into()));
+        self.ended(launch, Exit::reclaimed(ReclaimCause::Unwanted, why));
     }
 
     /// Retains an ended pod for its logs, and deletes the oldest retained one if there are too

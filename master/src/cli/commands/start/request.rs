@@ -365,12 +365,12 @@ mod tests {
         assert_eq!(spec("--master-timeout 2min").master_timeout, Duration::from_secs(120));
         assert_eq!(spec("").policies, Policies::default());
         let policies = spec(
-            "--on-exit 3-9=restart --on-exit 42=stop --deadline 2h --suspend --success-policy \
-             lowest-rank",
+            "--on-exit 3-9=restart --on-exit preempted=stop --deadline 2h --suspend \
+             --success-policy lowest-rank",
         )
         .policies;
         let expected = Policies {
-            on_exit: vec!["3-9=restart".parse().unwrap(), "42=stop".parse().unwrap()],
+            on_exit: vec!["3-9=restart".parse().unwrap(), "preempted=stop".parse().unwrap()],
             deadline: Some(Duration::from_secs(7200)),
             success: SuccessPolicy::LowestRank,
             starts_suspended: true,

@@ -63,8 +63,8 @@ fn report(event: BackendEvent) -> PodAction {
     PodAction::Report(ONE, event)
 }
 
-fn reclaimed(why: &str) -> PodAction {
-    report(BackendEvent::Ended(Exit::Reclaimed(why.into())))
+fn reclaimed(cause: ReclaimCause, why: &str) -> PodAction {
+    report(BackendEvent::Ended(Exit::reclaimed(cause, why)))
 }
 
 /// Hands an event in, and returns the actions.
@@ -119,7 +119,10 @@ fn a_launch_ends_once_and_by_its_own_pod() {
 fn the_pod_of_a_launch_that_ended_meanwhile_is_deleted() {
     let mut tracker = started();
     let actions = handle(&mut tracker, 1, PodEvent::Kill(ONE));
-    assert_eq!(actions, [PodAction::CancelCreation(ONE), reclaimed(NOT_WANTED)]);
+    assert_eq!(
+        actions,
+        [PodAction::CancelCreation(ONE), reclaimed(ReclaimCause::Unwanted, NOT_WANTED)]
+    );
     let outcome = CreateOutcome::Created(pod("a", json!({})));
     let actions = handle(&mut tracker, 2, PodEvent::Created(ONE, outcome));
     assert_eq!(actions, [PodAction::Delete(a())]);
@@ -132,7 +135,10 @@ fn a_pod_may_be_missing_from_a_list_that_is_older_than_its_creation() {
     assert_eq!(handle(&mut tracker, 3, none(1)), []);
     let there = BTreeSet::from(["a".to_owned()]);
     assert_eq!(handle(&mut tracker, 3, PodEvent::Listed(Duration::from_secs(2), there)), []);
-    assert_eq!(handle(&mut tracker, 3, none(2)).last(), Some(&reclaimed("its pod is gone")));
+    assert_eq!(
+        handle(&mut tracker, 3, none(2)).last(),
+        Some(&reclaimed(ReclaimCause::Deleted, "its pod is gone"))
+    );
 }
 
 #[test]
@@ -145,7 +151,7 @@ fn a_running_pod_is_given_two_seconds_to_end_by_itself_before_it_is_killed() {
     assert_eq!(tracker.poll_timeout(), Some(due));
     assert_eq!(handle(&mut tracker, 11, PodEvent::Tick), []);
     let actions = handle(&mut tracker, due.as_secs(), PodEvent::Tick);
-    assert_eq!(actions, [PodAction::Delete(a()), reclaimed(NOT_WANTED)]);
+    assert_eq!(actions, [PodAction::Delete(a()), reclaimed(ReclaimCause::Unwanted, NOT_WANTED)]);
     assert_eq!(tracker.poll_timeout(), None);
 }
 
@@ -167,7 +173,7 @@ fn a_creation_that_waits_is_reported_until_it_is_answered() {
 fn a_node_that_does_not_end_a_pod_in_time_is_given_up() {
     let mut tracker = run();
     let actions = handle(&mut tracker, 5, PodEvent::Applied(terminating(running())));
-    assert!(matches!(actions[..], [PodAction::Report(ONE, BackendEvent::Terminating(_))]));
+    assert!(matches!(actions[..], [PodAction::Report(ONE, BackendEvent::Terminating(..))]));
     let due = 5 + 10 + GRACE_SLACK.as_secs();
     // Its reason is asked for once.
     let asked = handle(&mut tracker, due - 1, PodEvent::Tick);
@@ -176,14 +182,14 @@ fn a_node_that_does_not_end_a_pod_in_time_is_given_up() {
     let actions = handle(&mut tracker, due, PodEvent::Tick);
     let [PodAction::RecordEvent(_, _), ended] = &actions[..] else { panic!("{actions:?}") };
     let why = "it was to end in 10 s, and its node does not answer: its pod is being deleted";
-    assert_eq!(*ended, reclaimed(why));
+    assert_eq!(*ended, reclaimed(ReclaimCause::NodeLost, why));
 }
 
 #[test]
 fn deletions_are_investigated_together_and_their_reasons_reported_after_the_end() {
     let mut tracker = run();
     let actions = handle(&mut tracker, 5, PodEvent::Deleted(pod("a", running())));
-    assert_eq!(actions, [reclaimed("its pod is gone")]);
+    assert_eq!(actions, [reclaimed(ReclaimCause::Deleted, "its pod is gone")]);
     let at = 5 + EVENT_DELAY.as_secs();
     assert_eq!(handle(&mut tracker, at - 1, PodEvent::Tick), []);
     let mut actions = handle(&mut tracker, at, PodEvent::Tick);

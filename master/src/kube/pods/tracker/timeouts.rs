@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::Pod;
 use super::{
     ActiveLaunch, END_WAIT, NOT_WANTED, PodAction, PodRef, PodTracker, UnexplainedDeletion,
 };
-use crate::job::{Exit, LaunchId};
+use crate::job::{Exit, LaunchId, ReclaimCause};
 use crate::kube::events;
 use crate::kube::verdict::{Cause, End, may_be_explained};
 
@@ -70,7 +70,8 @@ impl PodTracker {
                 self.delete(pod);
             }
             let exit = if self.has_run {
-                Exit::Reclaimed(format!("it could not start in {} s: {why}", limit.as_secs()))
+                let detail = format!("it could not start in {} s: {why}", limit.as_secs());
+                Exit::reclaimed(ReclaimCause::NotStarted, detail)
             } else {
                 Exit::NotStarted(why)
             };
@@ -97,7 +98,7 @@ impl PodTracker {
                 termination.end.detail
             );
             self.record_event(Cause::Lost, &self.factory.name(launch), &message);
-            self.ended(launch, Exit::Reclaimed(message));
+            self.ended(launch, Exit::reclaimed(ReclaimCause::NodeLost, message));
         }
     }
 
