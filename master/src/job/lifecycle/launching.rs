@@ -2,9 +2,11 @@
 //!
 //! Local processes always start. Pods may be unschedulable. Then a few of them, the capacity
 //! probes, stay pending: when one is scheduled, another is created, so a job grows as capacity
-//! becomes available, and the cluster is never flooded with unschedulable pods. Core workers, those
-//! of the first `min_workers` slots, are always created. A pod that waits in a queue is treated as
-//! an unschedulable one.
+//! becomes available, and the cluster is never flooded with unschedulable pods. A job that does not
+//! know yet whether its pods are schedulable doubles: at most as many pods are pending as were
+//! scheduled at once before, or as many as the probes. Core workers, those of the first
+//! `min_workers` slots, are always created. A pod that waits in a queue is treated as an
+//! unschedulable one.
 
 use std::time::Duration;
 
@@ -34,6 +36,9 @@ impl Job {
             None if self.spec.policies.starts_core_together => self.spec.min_workers,
             None => 1,
         };
+        if let Some(most) = &mut self.lifecycle.scheduled_most {
+            *most = self.workers.scheduled().max(*most);
+        }
         let vacancies = self.workers.vacancies(wanted, self.spec.max_workers);
         for _ in self.lifecycle.restarts.waiting(now)..vacancies {
             let slot = self.workers.free_slot();
@@ -62,7 +67,13 @@ impl Job {
         let waits = |l: &Launch| l.stays() && l.scheduling().is_held();
         let is_tight = self.lifecycle.unschedulable_until.is_some_and(|until| now < until)
             || self.workers.launches().any(|(_, l)| waits(l));
-        slot < core || !is_tight || self.workers.unscheduled(core).len() < self.capacity_probes()
+        let probes = self.capacity_probes();
+        let pending_max = match self.lifecycle.scheduled_most {
+            _ if is_tight => probes,
+            Some(most) => most.max(probes),
+            None => return true,
+        };
+        slot < core || self.workers.unscheduled(core).len() < pending_max
     }
 
     /// How many pods beyond the core may be pending at once.
@@ -82,6 +93,7 @@ impl Job {
             Wait::Queue(reason) => (Scheduling::Queued, Some(reason)),
             Wait::Start(reason) => (Scheduling::Scheduled, reason),
         };
+        self.lifecycle.scheduled_most.get_or_insert_default();
         let is_news = self.workers.any_of_pod(launch, |l| l.waits_for() != reason.as_deref());
         // A pending pod can't have become a worker.
         let was_awaited = self.workers.any_of_pod(launch, |l| l.disconnected().is_some());
@@ -149,19 +161,16 @@ impl Job {
     }
 
     pub(crate) fn on_launch_runs(&mut self, now: Time, launch: LaunchId) {
-        let mut is_awaited = false;
         for launch in self.workers.pod(launch) {
             let l = self.workers.get_launch_mut(launch);
             let Some(l) = l.filter(|l| !l.has_registered() && !l.is_killed()) else { continue };
             l.schedule(Scheduling::Scheduled, None);
-            is_awaited = true;
             if !self.out.has_timer(Timer::Hello(launch)) && !self.lifecycle.is_ending() {
                 self.out.set_timer(now + HELLO_WAIT, Timer::Hello(launch));
             }
         }
-        if is_awaited {
-            self.launch_missing(now);
-        }
+        // Its worker may have connected before its start became known.
+        self.launch_missing(now);
     }
 
     /// Handles the termination of a launch from outside: its replacement may start, unless the user

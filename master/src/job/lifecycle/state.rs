@@ -23,6 +23,8 @@ pub(crate) struct Lifecycle {
     join_window_until: Option<Time>,
     /// Until then new launches are assumed to be unschedulable.
     pub(super) unschedulable_until: Option<Time>,
+    /// The most pods that were scheduled at once; `None` until a launch has waited for a scheduler.
+    pub(super) scheduled_most: Option<usize>,
     /// Whether the user has suspended the job.
     pub(super) is_suspended: bool,
     /// The generation that was asked to end with a checkpoint.
@@ -63,6 +65,7 @@ impl Lifecycle {
             takeover: None,
             join_window_until: None,
             unschedulable_until: None,
+            scheduled_most: None,
             is_suspended: spec.policies.starts_suspended,
             suspended_generation: None,
             stop_reason: None,

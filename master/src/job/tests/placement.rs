@@ -133,6 +133,32 @@ fn all_missing_launches_are_requested_at_once_if_none_is_unschedulable() {
 }
 
 #[test]
+fn a_job_that_waits_for_a_scheduler_doubles_until_it_has_all_its_pods() {
+    let spec = JobSpec { num_workers: 60, min_workers: 2, max_workers: 60, ..spec() };
+    let mut job = Job::new(spec);
+    let wait = Wait::Scheduling(None);
+    job.handle(at(1), Event::LaunchWaits { launch: LaunchId(1), wait });
+    connect(&mut job, 1);
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
+    // Two core workers and six probes; then as many as are scheduled, so twice as many in all.
+    let mut rounds = Vec::new();
+    loop {
+        let launched = done(&mut job).len();
+        if launched == 0 {
+            break;
+        }
+        rounds.push(launched);
+        let first = 2 + job.workers.scheduled() as u64 - 1;
+        (first..first + launched as u64 - u64::from(rounds.len() == 1))
+            .for_each(|launch| scheduled(&mut job, 10, launch));
+    }
+    assert_eq!(rounds, [8, 8, 16, 28]);
+    // A job that has had so many pods may request as many at once.
+    (1..=50).for_each(|launch| ended(&mut job, 20, launch));
+    assert_eq!(done(&mut job).len(), 50);
+}
+
+#[test]
 fn a_scale_down_withdraws_pending_launches_first_and_then_the_highest_slots() {
     let mut job = started(JobSpec { num_workers: 4, max_workers: 5, ..spec() }, &[20]);
     job.handle(at(1), Event::Scale { num_workers: 5 });

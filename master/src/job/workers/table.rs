@@ -121,6 +121,13 @@ impl WorkerTable {
         unscheduled.into_iter().map(|(_, id)| id).collect()
     }
 
+    /// Number of pods that keep their slots and are scheduled.
+    pub(crate) fn scheduled(&self) -> usize {
+        let is_scheduled =
+            |l: &Launch| l.has_registered() || l.scheduling() == Scheduling::Scheduled;
+        self.staying().filter(|&id| self.any_of_pod(id, is_scheduled)).count()
+    }
+
     /// Number of pods that may be added so that `wanted` workers stay and at most `max` processes
     /// run.
     pub(crate) fn vacancies(&self, wanted: u32, max: u32) -> usize {

@@ -234,20 +234,25 @@ impl Case<'_> {
         samples
     }
 
-    /// Stops all jobs. Returns the records that were trained and that the jobs' summaries lack.
+    /// Stops all jobs, a few at a time, as each stop and each look at a summary is a process of this
+    /// machine. Returns the records that were trained and that the jobs' summaries lack.
     fn stop_all(&self) -> Result<u64, Fault> {
-        std::thread::scope(|scope| {
-            let stops: Vec<_> =
-                self.jobs.iter().map(|job| scope.spawn(move || self.stop(job))).collect();
-            stops.into_iter().try_fold(0, |lost, stop| {
-                Ok::<_, Fault>(lost + stop.join().map_err(|_| "a job could not be stopped")?)
-            })
-        })
+        let mut lost = 0;
+        for jobs in self.jobs.chunks(STOPS_AT_ONCE) {
+            lost += std::thread::scope(|scope| {
+                let stops: Vec<_> =
+                    jobs.iter().map(|job| scope.spawn(move || self.stop(job))).collect();
+                stops.into_iter().try_fold(0, |lost, stop| {
+                    Ok::<_, Fault>(lost + stop.join().map_err(|_| "a job could not be stopped")?)
+                })
+            })?;
+        }
+        Ok(lost)
     }
 
     fn stop(&self, job: &str) -> u64 {
         let totals = || self.cluster.nodes.job(job).totals();
-        let _ = self.namespace.elasticdl("stop", [job]).output();
+        let stopped = self.namespace.elasticdl("stop", [job]).output();
         let deadline = Instant::now() + END_TIMEOUT;
         let summary = loop {
             match self.namespace.summary(job) {
@@ -256,6 +261,10 @@ impl Case<'_> {
                 None => std::thread::sleep(POLL),
             }
         };
+        if summary.is_none() {
+            let output = stopped.map(|output| String::from_utf8_lossy(&output.stderr).into_owned());
+            print(&format!("{job}: no summary after {END_TIMEOUT:?}; stop: {output:?}"));
+        }
         let counted = summary.as_ref().map_or(0, |summary| summary.records.counted);
         if let Some(error) = summary.and_then(|summary| summary.error) {
             print(&format!("{job}: {error}"));
@@ -272,4 +281,5 @@ const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 const POLL: Duration = Duration::from_millis(500);
 const SCALE_POLL: Duration = Duration::from_millis(20);
 const SCALE_TIMEOUT: Duration = Duration::from_secs(180);
+const STOPS_AT_ONCE: usize = 8;
 const END_TIMEOUT: Duration = Duration::from_secs(120);
