@@ -234,8 +234,8 @@ impl Case<'_> {
         samples
     }
 
-    /// Stops all jobs, a few at a time, as each stop and each look at a summary is a process of this
-    /// machine. Returns the records that were trained and that the jobs' summaries lack.
+    /// Stops all jobs, a few at a time, as each stop and each look at a summary is a process of
+    /// this machine. Returns the records that were trained and that the jobs' summaries lack.
     fn stop_all(&self) -> Result<u64, Fault> {
         let mut lost = 0;
         for jobs in self.jobs.chunks(STOPS_AT_ONCE) {
