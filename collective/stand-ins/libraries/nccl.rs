@@ -389,6 +389,10 @@ fn join(
     hello.extend_from_slice(&(world as u32).to_le_bytes());
     (&link).write_all(&hello)?;
     own.set(link.try_clone()?).unwrap();
+    // An abort before this found no link to shut down.
+    if abort.load(Ordering::SeqCst) {
+        return Ok(());
+    }
     // As with NCCL, a peer that dies during the initialization is waited for.
     if (&link).read_exact(&mut [0]).is_err() {
         wait_for(abort);

@@ -231,23 +231,29 @@ fn lose(drill: &mut Drill, phase: &'static str, path: &str, signal: Signal) -> F
 }
 
 /// An abort with a deadline of zero is given up: the rank reports that its process has to end, so
-/// that it can be replaced.
+/// that it can be replaced. An abort that completes before the deadline is looked at is repeated.
 fn abandon(drill: &mut Drill) -> Fallible<()> {
-    let mut ranks = Ranks::start(drill, 2, false)?;
-    ranks.connect(1)?;
-    ranks.all(&json!({ "do": "nccl", "init_ms": INIT_MS, "abort_ms": 0 }))?;
-    ranks.send(
-        0,
-        &json!({ "do": "until_lost", "bytes": drill.arguments.bytes_lost, "path": "nccl" }),
-    )?;
-    ranks.send(1, &json!({ "do": "stay_away" }))?;
-    let answers = [ranks.answer(0)?, ranks.answer(1)?];
-    let lost = answers[0]["lost"].as_str().unwrap_or("");
-    if !lost.contains("this process can't use its GPU any more") {
-        return Err(format!("unexpected error: {lost}").into());
+    for _ in 0..ABANDON_ATTEMPTS {
+        drill.check_time()?;
+        let mut ranks = Ranks::start(drill, 2, false)?;
+        ranks.connect(1)?;
+        ranks.all(&json!({ "do": "nccl", "init_ms": INIT_MS, "abort_ms": 0 }))?;
+        // Rank 1 does not take part, so that the operation of rank 0 stays on the stream.
+        let bytes = drill.arguments.bytes_lost;
+        ranks.send(0, &json!({ "do": "until_lost", "bytes": bytes, "path": "nccl" }))?;
+        thread::sleep(SILENCE);
+        ranks.send(0, &json!({ "over": 1 }))?;
+        let answer = ranks.answer(0)?;
+        let lost = answer["lost"].as_str().unwrap_or("");
+        if lost.contains("this process can't use its GPU any more") {
+            drill.add("abandon", "an abort beyond its deadline is reported", 1.0, "");
+            return Ok(());
+        }
+        if !lost.contains("aborted") {
+            return Err(format!("unexpected error: {lost}").into());
+        }
     }
-    drill.add("abandon", "an abort beyond its deadline is reported", 1.0, "");
-    Ok(())
+    Err(format!("{ABANDON_ATTEMPTS} aborts with a deadline of zero were all in time").into())
 }
 
 /// Processes that end right after an operation over NCCL, as a worker does: the communicator is
@@ -303,6 +309,9 @@ pub(crate) fn size(bytes: usize) -> String {
 
 /// Groups of processes that end.
 const EXITS: usize = 25;
+
+/// Aborts with a deadline of zero, until one is reported as abandoned.
+const ABANDON_ATTEMPTS: usize = 10;
 
 /// Limit of an initialization of NCCL that is expected to succeed.
 pub(crate) const INIT_MS: u64 = 60_000;

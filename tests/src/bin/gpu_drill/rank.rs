@@ -112,7 +112,6 @@ impl Rank {
             "host" => self.host(bytes, number("iterations")),
             "until_lost" => self.until_lost(bytes, path),
             "intact" => self.intact(),
-            "stay_away" => self.stay_away(),
             other => Err(format!("unknown command {other}").into()),
         }
     }
@@ -327,13 +326,6 @@ impl Rank {
         self.device.stream().synchronize()?;
         let changed = source.iter().any(|element| *element != 1.0);
         if changed { Err("a source has changed".into()) } else { Ok(json!({})) }
-    }
-
-    /// Joins the group, and does not take part in its operation.
-    fn stay_away(&mut self) -> Fallible<Value> {
-        let ring = self.ring.as_mut().ok_or("no group")?;
-        let error = ring.all_gather(&[]).err().ok_or("the others came")?;
-        Ok(json!({ "lost": describe(&error) }))
     }
 }
 
