@@ -37,8 +37,8 @@ fn add_gradients(
 /// The logits, `[windows · length][256]`, of a network with random parameters.
 fn logits(windows: &[&[u8]]) -> Vec<Vec<f32>> {
     let model = ByteModel::new(Arguments::parse_from(SMALL));
-    let mut parameters = Parameters::on(Device::Cpu);
-    let mut network = model.build(&mut parameters).unwrap();
+    let zeros = VarBuilder::zeros(DType::F32, &Device::Cpu);
+    let mut network = model.build(zeros).unwrap();
     let mut random = ChaCha8Rng::seed_from_u64(3);
     let mut draw = |tensor: &mut Tensor| {
         let numbers =

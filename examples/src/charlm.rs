@@ -1,10 +1,9 @@
 //! A transformer that predicts the next byte of a text: blocks of causal attention and a
 //! feed-forward network, each after a normalization.
 
-use elasticdl::UserError;
 use elasticdl::candle::ops::{causal_softmax, rms_norm};
-use elasticdl::candle::{Init, Parameters};
 use elasticdl::candle_core::{self, D, Tensor};
+use elasticdl::candle_nn::{Init, VarBuilder};
 
 /// Number of values of a byte.
 pub const BYTES: usize = 256;
@@ -42,16 +41,16 @@ pub fn parse_width(text: &str) -> Result<usize, String> {
 }
 
 impl Transformer {
-    /// Declares the tensors of a network for windows of up to `context` bytes.
+    /// Builds a network for windows of up to `context` bytes.
     ///
     /// # Errors
     /// The tensors can't be allocated.
     pub fn build(
         (context, width, layers): (usize, usize, usize),
-        parameters: &mut Parameters,
-    ) -> Result<Self, UserError> {
-        let mut matrix = |name: &str, inputs: usize, outputs: usize, std: f64| {
-            parameters.declare(name, (inputs, outputs), Init::Normal { std })
+        parameters: &VarBuilder<'_>,
+    ) -> candle_core::Result<Self> {
+        let matrix = |name: &str, inputs: usize, outputs: usize, stdev: f64| {
+            parameters.get_with_hints((inputs, outputs), name, Init::Randn { mean: 0.0, stdev })
         };
         let (usual, small) = (1.0 / (width as f64).sqrt(), 0.5 / (width as f64).sqrt());
         let embedding = matrix("embedding", BYTES, width, 0.5)?;

@@ -1,5 +1,8 @@
 use elasticdl::{Gradients, Model, Reader, Update};
 
+use elasticdl::candle_core;
+use elasticdl::candle_nn::VarMap;
+
 use super::*;
 
 fn model() -> Candle<CharLm> {
@@ -45,7 +48,8 @@ fn the_model_learns_the_english_of_the_licence() {
 
 #[test]
 fn no_logit_depends_on_a_later_byte() {
-    let network = Transformer::build((6, 8, 2), &mut Parameters::on(Device::Cpu)).unwrap();
+    let parameters = VarBuilder::from_varmap(&VarMap::new(), candle_core::DType::F32, &Device::Cpu);
+    let network = Transformer::build((6, 8, 2), &parameters).unwrap();
     let logits = |text: &[u8; 6]| {
         let bytes = text.iter().map(|byte| u32::from(*byte));
         let windows = Tensor::from_iter(bytes, &Device::Cpu).unwrap().reshape((1, 6)).unwrap();

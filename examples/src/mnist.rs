@@ -1,21 +1,18 @@
 //! A convolutional network: two convolutions, each followed by a rectifier and by the maximum of 2
 //! by 2 pixels, and a linear layer.
 
-use elasticdl::UserError;
-use elasticdl::candle::{Init, Parameters};
-use elasticdl::candle_core::{self, Tensor};
+use elasticdl::candle_core::{self, Module as _, Tensor};
+use elasticdl::candle_nn::{Conv2d, Conv2dConfig, Linear, VarBuilder, conv2d, linear};
 
 /// Channels after each convolution.
 const CHANNELS: [usize; 2] = [8, 16];
 const DIGITS: usize = 10;
 
-/// The network's tensors.
+/// The network's layers.
 #[derive(Clone, Debug)]
 pub struct Classifier {
-    /// Kernels, `[channels, channels before, 3, 3]`, and offsets, `[1, channels, 1, 1]`.
-    convolutions: [(Tensor, Tensor); 2],
-    /// `[pixels · channels, 10]`
-    head: Tensor,
+    convolutions: [Conv2d; 2],
+    head: Linear,
 }
 
 /// Parses the number of rows and columns of an image.
@@ -28,25 +25,18 @@ pub fn parse_size(text: &str) -> Result<u32, String> {
 }
 
 impl Classifier {
-    /// Declares the tensors of a network for images of `size` by `size` pixels.
+    /// Builds a network for images of `size` by `size` pixels.
     ///
     /// # Errors
     /// The tensors can't be allocated.
-    pub fn build(size: usize, parameters: &mut Parameters) -> Result<Self, UserError> {
-        // He et al., Delving Deep into Rectifiers, 2015.
-        let init = |inputs: usize| Init::Normal { std: (2.0 / inputs as f64).sqrt() };
-        let mut convolution = |name: &str, before: usize, after: usize| {
-            let kernel = (after, before, 3, 3);
-            let kernel = parameters.declare(&format!("{name}.weight"), kernel, init(before * 9))?;
-            let offsets = (1, after, 1, 1);
-            let offsets =
-                parameters.declare(&format!("{name}.bias"), offsets, Init::Constant(0.0))?;
-            Ok::<_, UserError>((kernel, offsets))
-        };
+    pub fn build(size: usize, parameters: &VarBuilder<'_>) -> candle_core::Result<Self> {
         let [first, second] = CHANNELS;
-        let convolutions = [convolution("conv1", 1, first)?, convolution("conv2", first, second)?];
-        let inputs = second * (size / 4).pow(2);
-        let head = parameters.declare("head", (inputs, DIGITS), init(inputs))?;
+        let config = Conv2dConfig { padding: 1, ..Conv2dConfig::default() };
+        let convolutions = [
+            conv2d(1, first, 3, config, parameters.pp("conv1"))?,
+            conv2d(first, second, 3, config, parameters.pp("conv2"))?,
+        ];
+        let head = linear(second * (size / 4).pow(2), DIGITS, parameters.pp("head"))?;
         Ok(Self { convolutions, head })
     }
 
@@ -56,10 +46,9 @@ impl Classifier {
     /// The images are of another size.
     pub fn logits(&self, images: &Tensor) -> candle_core::Result<Tensor> {
         let mut state = images.clone();
-        for (kernel, offsets) in &self.convolutions {
-            let convolved = state.conv2d(kernel, 1, 1, 1, 1)?.broadcast_add(offsets)?;
-            state = convolved.relu()?.max_pool2d(2)?;
+        for convolution in &self.convolutions {
+            state = convolution.forward(&state)?.relu()?.max_pool2d(2)?;
         }
-        state.flatten_from(1)?.matmul(&self.head)
+        self.head.forward(&state.flatten_from(1)?)
     }
 }

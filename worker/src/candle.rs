@@ -1,8 +1,9 @@
 //! Adapter for models written with candle.
 //!
-//! [`CandleModel`] declares parameters by name and shape and defines a loss. [`Candle`] makes a
-//! [`Model`] of it: the flat parameters are copied into candle's variables before each loss, and
-//! candle's gradients are added to the flat gradient after it.
+//! A [`CandleModel`] builds a network from candle's [`VarBuilder`], as any module of candle-nn or
+//! candle-transformers does, and defines a loss. [`Candle`] makes a [`Model`] of it: the flat
+//! parameters are copied into candle's variables before each loss, and candle's gradients are added
+//! to the flat gradient after it.
 //!
 //! A model on another [device](CandleModel::device) than the CPU has its variables there. On a GPU,
 //! the flat slices are there as well.
@@ -10,13 +11,8 @@
 //! Each process uses `RAYON_NUM_THREADS` threads (environment variable). Unless it is set, a worker
 //! gets its share of the machine's cores, and in a cluster the CPUs that it requests.
 
-use std::collections::BTreeSet;
-use std::f64::consts::TAU;
-use std::ops::Range;
-
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Shape, Tensor, Var};
-use rand::rngs::ChaCha8Rng;
-use rand::{Rng, SeedableRng};
+use candle_core::{CpuStorage, DType, Device, Tensor};
+use candle_nn::VarBuilder;
 
 use crate::buckets::Gradients;
 use crate::metrics::{Loss, Metrics, UserError};
@@ -28,48 +24,46 @@ use crate::reader::Reader;
 /// A model written with candle.
 ///
 /// ```
-/// use elasticdl::candle_core::{Device, Tensor};
-/// use elasticdl::{Loss, UserError};
-/// use elasticdl::candle::{CandleModel, Init, Parameters};
+/// use elasticdl::candle::CandleModel;
+/// use elasticdl::candle_core::{Device, Module, Tensor};
+/// use elasticdl::candle_nn::{Linear, VarBuilder, linear, loss};
 /// use elasticdl::readers::{CsvRows, Row};
+/// use elasticdl::{Loss, UserError};
 ///
 /// /// y = x·slope + intercept
 /// struct Line;
 ///
 /// impl CandleModel for Line {
 ///     type Reader = CsvRows;
-///     type Network = (Tensor, Tensor);
+///     type Network = Linear;
 ///     type Batch = (Tensor, Tensor);
 ///
 ///     fn reader(&self) -> CsvRows {
 ///         CsvRows::new().f32("x").f32("y")
 ///     }
 ///
-///     fn build(&self, parameters: &mut Parameters) -> Result<Self::Network, UserError> {
-///         let slope = parameters.declare("slope", (), Init::Normal { std: 1.0 })?;
-///         let intercept = parameters.declare("intercept", (), Init::Constant(0.0))?;
-///         Ok((slope, intercept))
+///     fn build(&self, parameters: VarBuilder<'static>) -> Result<Linear, UserError> {
+///         Ok(linear(1, 1, parameters)?)
 ///     }
 ///
 ///     fn feed(&mut self, rows: Vec<Row>) -> Result<Self::Batch, UserError> {
 ///         let column = |i| Tensor::from_iter(rows.iter().map(|row| row.f32(i)), &Device::Cpu);
-///         Ok((column(0)?, column(1)?))
+///         Ok((column(0)?.unsqueeze(1)?, column(1)?.unsqueeze(1)?))
 ///     }
 ///
 ///     fn loss(
 ///         &mut self,
-///         (slope, intercept): &Self::Network,
+///         line: &Linear,
 ///         (x, y): Self::Batch,
 ///     ) -> Result<Loss<Tensor>, UserError> {
-///         let residual = (x.broadcast_mul(slope)?.broadcast_add(intercept)? - y)?;
-///         Ok(Loss::Mean(residual.sqr()?.mean_all()?))
+///         Ok(Loss::Mean(loss::mse(&line.forward(&x)?, &y)?))
 ///     }
 /// }
 /// ```
 pub trait CandleModel: 'static {
     /// Reads the training data.
     type Reader: Reader;
-    /// The parameters' tensors, as the loss uses them.
+    /// The modules or tensors that the loss uses.
     type Network;
     /// Result of [`feed`](Self::feed).
     type Batch;
@@ -77,14 +71,15 @@ pub trait CandleModel: 'static {
     /// Creates the reader of the training data.
     fn reader(&self) -> Self::Reader;
 
-    /// Declares the parameters, always in the same order, and returns their tensors.
+    /// Builds the network. The tensors that it asks `parameters` for, always in the same order, are
+    /// the parameters of the job.
     ///
-    /// Called once, when the worker starts. The tensors are candle variables: keep them and use
-    /// them in the loss. Their values change at each step.
+    /// Called once, when the worker starts. Keep the tensors and use them in the loss: their values
+    /// are set later, and change at each step. They are f32; a module may convert them.
     ///
     /// # Errors
     /// An error ends the job.
-    fn build(&self, parameters: &mut Parameters) -> Result<Self::Network, UserError>;
+    fn build(&self, parameters: VarBuilder<'static>) -> Result<Self::Network, UserError>;
 
     /// The device of the parameters and of the batches that `feed` makes. Default: the CPU.
     ///
@@ -133,6 +128,13 @@ pub trait CandleModel: 'static {
     /// uses them.
     fn bucket_len(&self) -> Option<usize> {
         None
+    }
+
+    /// Whether some parameters have no influence on the loss of some batches. Default: no; a
+    /// parameter without a gradient in the first batch is then an error, because a function without
+    /// a backward pass cuts the gradients of all that lies before it, and says nothing.
+    fn has_unused_parameters(&self) -> bool {
+        false
     }
 
     /// The optimizer. Default: AdamW with a learning rate of 0.001.
@@ -189,6 +191,8 @@ pub struct Candle<M: CandleModel> {
     /// Or why it could not be built; the first method that can fail returns this error.
     network: Result<M::Network, String>,
     uses: Uses,
+    /// Whether a gradient has reached all parameters that need one.
+    is_checked: bool,
     /// The GPU of the variables, if they are on one.
     #[cfg(feature = "cuda")]
     gpu: Option<crate::device::Device>,
@@ -202,7 +206,6 @@ impl<M: CandleModel> Candle<M> {
     /// returned by the methods of [`Model`], and ends the job.
     pub fn new(mut model: M) -> Self {
         let device = model.device();
-        let mut parameters = Parameters::on(device.as_ref().unwrap_or(&Device::Cpu).clone());
         #[cfg(feature = "cuda")]
         let gpu = device.and_then(|device| Ok((cuda::gpu_of(&device)?, device)));
         #[cfg(feature = "cuda")]
@@ -210,13 +213,17 @@ impl<M: CandleModel> Candle<M> {
             Ok((gpu, device)) => (gpu, Ok(device)),
             Err(error) => (None, Err(error)),
         };
-        let network = device.and_then(|_| model.build(&mut parameters));
+        let (parameters, network) = match device {
+            Ok(device) => Parameters::of(&device, |parameters| model.build(parameters)),
+            Err(error) => (Parameters::default(), Err(error)),
+        };
         let network = network.map_err(|error| format!("building the network: {error}"));
         Self {
             model,
             parameters,
             network,
             uses: Uses::default(),
+            is_checked: false,
             #[cfg(feature = "cuda")]
             gpu,
             #[cfg(feature = "cuda")]
@@ -237,18 +244,42 @@ impl<M: CandleModel> Candle<M> {
         gradients: &mut impl Accumulate,
     ) -> Result<Loss, UserError> {
         let network = built(&self.network)?;
+        let mut reached = vec![false; self.parameters.declared.len()];
         let loss = if is_overlapped {
             let mut cuts = Cuts::some();
             let loss = Summed::of(self.model.loss_in_parts(network, batch, &mut cuts)?, records)?;
             self.uses.backward(&self.parameters, &loss.sum, cuts, gradients)?;
+            reached = self.uses.reached();
             loss
         } else {
             let loss = Summed::of(self.model.loss(network, batch)?, records)?;
-            add_all(&self.parameters, &loss.sum.backward()?, gradients, |_| {})?;
+            let found = loss.sum.backward()?;
+            add_all(&self.parameters, &found, gradients, |index| reached[index] = true)?;
             loss
         };
+        if !self.is_checked {
+            self.check(&reached)?;
+        }
         // Read when the backward pass is enqueued: on a GPU, this waits for it.
         Ok(Loss::Sum(loss.value()?))
+    }
+
+    /// Checks that gradients have `reached` all parameters in the first batch.
+    fn check(&mut self, reached: &[bool]) -> Result<(), UserError> {
+        let missed = self.parameters.declared.iter().zip(reached).filter(|(_, reached)| !**reached);
+        let missed: Vec<&str> = missed.map(|(declared, _)| declared.name.as_str()).collect();
+        if missed.is_empty() || self.model.has_unused_parameters() {
+            self.is_checked = true;
+            return Ok(());
+        }
+        let (count, first) = (missed.len(), missed[..missed.len().min(5)].join(", "));
+        Err(format!(
+            "the loss has no gradient for {count} parameters ({first}): a function without a \
+             backward pass lies between them and the loss, such as candle_nn::ops::layer_norm, \
+             rms_norm and softmax_last_dim (use layer_norm_slow, rms_norm_slow and softmax), or \
+             the loss does not use them (implement has_unused_parameters)"
+        )
+        .into())
     }
 }
 
@@ -272,7 +303,7 @@ impl<M: CandleModel> Model for Candle<M> {
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
         built(&self.network)?;
         for (stream, declared) in (0..).zip(&self.parameters.declared) {
-            declared.init.draw(seed, stream, &mut parameters[declared.range.clone()]);
+            declared.draw(seed, stream, &mut parameters[declared.range.clone()]);
         }
         Ok(())
     }
@@ -333,121 +364,6 @@ impl<M: CandleModel> Model for Candle<M> {
     }
 }
 
-/// Collects the declarations of a model's parameters.
-#[derive(Debug)]
-pub struct Parameters {
-    device: Device,
-    declared: Vec<Declared>,
-    variables: Vec<Var>,
-    names: BTreeSet<String>,
-    len: usize,
-}
-
-impl Parameters {
-    /// Creates an empty collection, whose parameters will be on `device`.
-    pub fn on(device: Device) -> Self {
-        Self { device, declared: Vec::new(), variables: Vec::new(), names: BTreeSet::new(), len: 0 }
-    }
-
-    /// Declares an `f32` parameter tensor on the model's [device](CandleModel::device) and returns
-    /// it. Its values are set later.
-    ///
-    /// # Errors
-    /// If the name is not unique, or an error of candle.
-    pub fn declare(
-        &mut self,
-        name: &str,
-        shape: impl Into<Shape>,
-        init: Init,
-    ) -> Result<Tensor, UserError> {
-        if !self.names.insert(name.to_owned()) {
-            return Err(format!("two parameters named {name:?}: each needs a unique name").into());
-        }
-        let variable = Var::zeros(shape, DType::F32, &self.device)?;
-        let range = self.len..self.len + variable.elem_count();
-        self.len = range.end;
-        let declared =
-            Declared { name: name.to_owned(), shape: variable.dims().to_vec(), init, range };
-        self.declared.push(declared);
-        self.variables.push(variable.clone());
-        Ok(variable.into_inner())
-    }
-
-    /// Copies `values`, `[parameter_count()]`, into the variables.
-    fn set(&self, values: &[f32]) -> Result<(), UserError> {
-        if values.len() != self.len {
-            let (given, declared) = (values.len(), self.len);
-            return Err(format!("got {given} parameters, but {declared} were declared").into());
-        }
-        for (declared, variable) in self.declared.iter().zip(&self.variables) {
-            variable.inplace_op1(&Overwrite(&values[declared.range.clone()]))?;
-        }
-        Ok(())
-    }
-}
-
-/// A declared parameter tensor.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Declared {
-    /// Name, unique within the model.
-    pub name: String,
-    /// Shape; the elements are in row-major order.
-    pub shape: Vec<usize>,
-    /// Distribution of the initial values.
-    pub init: Init,
-    /// Range in the flat slice of all parameters.
-    pub range: Range<usize>,
-}
-
-/// Initial values of a parameter.
-///
-/// The drawn values depend only on the job's seed, the index of the parameter in the order of
-/// declaration, and its size.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub enum Init {
-    /// One constant.
-    Constant(f32),
-    /// Normal distribution with mean 0.
-    Normal {
-        /// Standard deviation.
-        std: f64,
-    },
-    /// Uniform distribution with mean 0.
-    Uniform {
-        /// Values are at least `-bound` and below `bound`.
-        bound: f64,
-    },
-}
-
-impl Init {
-    fn draw(&self, seed: u64, stream: u64, values: &mut [f32]) {
-        let mut random = ChaCha8Rng::seed_from_u64(seed);
-        // One random stream per tensor, so its values do not depend on the sizes of earlier
-        // tensors.
-        random.set_stream(stream);
-        let mut uniform = || (random.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
-        match *self {
-            Self::Constant(value) => values.fill(value),
-            Self::Normal { std } => {
-                // Box & Muller, A Note on the Generation of Random Normal Deviates (1958); ln of
-                // (0, 1], not of 0.
-                for pair in values.chunks_mut(2) {
-                    let radius = std * (-2.0 * (1.0 - uniform()).ln()).sqrt();
-                    let (sin, cos) = (TAU * uniform()).sin_cos();
-                    for (value, part) in pair.iter_mut().zip([cos, sin]) {
-                        *value = (radius * part) as f32;
-                    }
-                }
-            }
-            Self::Uniform { bound } => {
-                values.fill_with(|| (bound * (2.0 * uniform() - 1.0)) as f32)
-            }
-        }
-    }
-}
-
 /// The sum of a loss over records.
 struct Summed {
     /// The sum.
@@ -487,34 +403,6 @@ fn built<N>(network: &Result<N, String>) -> Result<&N, UserError> {
     network.as_ref().map_err(|error| error.clone().into())
 }
 
-/// Overwrites a variable's values in place.
-struct Overwrite<'a>(&'a [f32]);
-
-impl InplaceOp1 for Overwrite<'_> {
-    fn name(&self) -> &'static str {
-        "overwrite"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        match (storage, layout.contiguous_offsets()) {
-            (CpuStorage::F32(values), Some((start, end))) => {
-                values[start..end].copy_from_slice(self.0)
-            }
-            _ => candle_core::bail!("a parameter must be a contiguous tensor of f32"),
-        }
-        Ok(())
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cuda_fwd(
-        &self,
-        storage: &mut candle_core::CudaStorage,
-        layout: &Layout,
-    ) -> candle_core::Result<()> {
-        cuda::overwrite(storage, layout, self.0)
-    }
-}
-
 /// Adds a gradient to its range of the flat gradient.
 fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
     let gradient = gradient.contiguous()?;
@@ -536,10 +424,13 @@ fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
 mod cuda;
 mod cuts;
 pub mod ops;
+mod parameters;
 mod place;
 
 pub use self::cuts::Cuts;
 use self::cuts::{Accumulate, Uses, add_all};
+pub use self::parameters::Declared;
+use self::parameters::Parameters;
 pub use self::place::{ParsePlaceError, Place};
 
 #[cfg(test)]

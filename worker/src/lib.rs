@@ -72,6 +72,8 @@ mod weights;
 pub use buckets::Gradients;
 #[cfg(feature = "candle")]
 pub use candle_core;
+#[cfg(feature = "candle")]
+pub use candle_nn;
 pub use metrics::{Loss, Metrics, UserError};
 #[doc(hidden)]
 pub use model::Progress;

@@ -12,8 +12,9 @@ use std::time::Instant;
 
 use clap::Parser;
 use elasticdl::candle::ops::{causal_softmax, cross_entropy, rms_norm};
-use elasticdl::candle::{Candle, CandleModel, Cuts, Init, Parameters, Place};
-use elasticdl::candle_core::{D, Device, Tensor, Var};
+use elasticdl::candle::{Candle, CandleModel, Cuts, Place};
+use elasticdl::candle_core::{D, DType, Device, Tensor, Var};
+use elasticdl::candle_nn::{Init, VarBuilder, VarMap};
 use elasticdl::readers::TextWindows;
 use elasticdl::{AdamW, Loss, Model, Optimizer, Schedule, UserError};
 use elasticdl_examples::plain;
@@ -150,34 +151,22 @@ impl CandleModel for ByteModel {
             .limit_bytes(self.arguments.limit_bytes.unwrap_or(u64::MAX))
     }
 
-    fn build(&self, parameters: &mut Parameters) -> Result<Network, UserError> {
+    fn build(&self, parameters: VarBuilder<'static>) -> Result<Network, UserError> {
         let Arguments { context, width, layers, heads, tail, .. } = self.arguments;
         if width % heads > 0 {
             return Err(format!("--width {width} is not a multiple of --heads {heads}").into());
         }
         let width = width as usize;
-        // Declared in the order in which the loss uses them, so that the gradient is completed from
-        // its end.
+        let drawn = |name: &str, shape: (usize, usize), stdev: f64| {
+            parameters.get_with_hints(shape, name, Init::Randn { mean: 0.0, stdev })
+        };
+        // In the order in which the loss uses them, so that the gradient is completed from its end.
         let embeddings = (0..tail)
-            .map(|i| {
-                parameters.declare(
-                    &format!("embedding.{i}"),
-                    (256, width),
-                    Init::Normal { std: 0.5 },
-                )
-            })
+            .map(|i| drawn(&format!("embedding.{i}"), (256, width), 0.5))
             .collect::<Result<_, _>>()?;
-        let positions = parameters.declare(
-            "positions",
-            (context as usize, width),
-            Init::Normal { std: 0.02 },
-        )?;
-        let mut matrix = |name: String, inputs: usize, outputs: usize, gain: f64| {
-            parameters.declare(
-                &name,
-                (inputs, outputs),
-                Init::Normal { std: gain / (inputs as f64).sqrt() },
-            )
+        let positions = drawn("positions", (context as usize, width), 0.02)?;
+        let matrix = |name: String, inputs: usize, outputs: usize, gain: f64| {
+            drawn(&name, (inputs, outputs), gain / (inputs as f64).sqrt())
         };
         let mut blocks = Vec::new();
         // A block's contribution starts small, so that the sum over blocks has about the norm of
@@ -384,7 +373,7 @@ fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
     drawn.initialize(0, &mut values)?;
     let mut model = ByteModel::new(arguments);
     let device = model.device()?;
-    let network = model.build(&mut Parameters::on(device.clone()))?;
+    let network = model.build(VarBuilder::from_varmap(&VarMap::new(), DType::F32, &device))?;
     let variables = network.variables();
     for (variable, declared) in variables.iter().zip(drawn.declared()) {
         let values = Tensor::from_slice(

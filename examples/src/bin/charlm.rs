@@ -4,8 +4,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::candle::ops::cross_entropy;
-use elasticdl::candle::{Candle, CandleModel, Parameters, Place};
+use elasticdl::candle::{Candle, CandleModel, Place};
 use elasticdl::candle_core::{Device, Tensor};
+use elasticdl::candle_nn::VarBuilder;
 use elasticdl::readers::TextWindows;
 use elasticdl::{AdamW, Loss, Optimizer, Schedule, UserError};
 use elasticdl_examples::charlm::{Transformer, parse_width};
@@ -48,9 +49,9 @@ impl CandleModel for CharLm {
         Ok(self.device.clone())
     }
 
-    fn build(&self, parameters: &mut Parameters) -> Result<Transformer, UserError> {
+    fn build(&self, parameters: VarBuilder<'static>) -> Result<Transformer, UserError> {
         let sizes = (self.context.into(), self.width, self.layers.into());
-        Transformer::build(sizes, parameters)
+        Ok(Transformer::build(sizes, &parameters)?)
     }
 
     fn feed(&mut self, windows: Vec<Vec<u8>>) -> Result<Self::Batch, UserError> {

@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use elasticdl::candle::ops::cross_entropy;
-use elasticdl::candle::{Candle, CandleModel, Parameters, Place};
+use elasticdl::candle::{Candle, CandleModel, Place};
 use elasticdl::candle_core::{D, DType, Device, Tensor};
+use elasticdl::candle_nn::{VarBuilder, loss};
 use elasticdl::readers::{IdxImages, LabeledImage};
 use elasticdl::{AdamW, Loss, Metrics, Optimizer, Predictions, UserError};
 
@@ -45,8 +45,8 @@ impl CandleModel for Mnist {
         Ok(self.device.clone())
     }
 
-    fn build(&self, parameters: &mut Parameters) -> Result<Classifier, UserError> {
-        Classifier::build(self.size as usize, parameters)
+    fn build(&self, parameters: VarBuilder<'static>) -> Result<Classifier, UserError> {
+        Ok(Classifier::build(self.size as usize, &parameters)?)
     }
 
     fn feed(&mut self, images: Vec<LabeledImage>) -> Result<Self::Batch, UserError> {
@@ -62,7 +62,7 @@ impl CandleModel for Mnist {
         network: &Classifier,
         (pixels, digits): Self::Batch,
     ) -> Result<Loss<Tensor>, UserError> {
-        Ok(Loss::Sum(cross_entropy(&network.logits(&pixels)?, &digits)?.sum_all()?))
+        Ok(Loss::Mean(loss::cross_entropy(&network.logits(&pixels)?, &digits)?))
     }
 
     fn evaluate(
@@ -74,8 +74,8 @@ impl CandleModel for Mnist {
         let logits = network.logits(&pixels)?;
         let right = logits.argmax(D::Minus1)?.eq(&digits)?.to_dtype(DType::F32)?.sum_all()?;
         metrics.add_sum("accuracy", right.to_scalar::<f32>()?.into());
-        let loss = cross_entropy(&logits, &digits)?.sum_all()?;
-        metrics.add_sum("loss", loss.to_scalar::<f32>()?.into());
+        let loss = loss::cross_entropy(&logits, &digits)?;
+        metrics.add_mean("loss", loss.to_scalar::<f32>()?.into());
         Ok(())
     }
 

@@ -88,6 +88,11 @@ impl Uses {
         Ok(())
     }
 
+    /// Which parameters had a gradient in the last pass.
+    pub(super) fn reached(&self) -> Vec<bool> {
+        self.first.iter().map(|&part| part != usize::MAX).collect()
+    }
+
     /// Element from which on the gradient is complete after segment `part`: the end of the last
     /// parameter that an earlier segment uses.
     pub(super) fn complete_from(&self, parameters: &Parameters, part: usize) -> usize {

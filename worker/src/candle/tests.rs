@@ -1,3 +1,8 @@
+use std::ops::Range;
+
+use candle_core::Module as _;
+use candle_nn::Init;
+
 use super::*;
 use crate::readers::FixedRecords;
 
@@ -16,12 +21,18 @@ impl CandleModel for TwoLayers {
         FixedRecords::new(4)
     }
 
-    fn build(&self, parameters: &mut Parameters) -> Result<[Tensor; 3], UserError> {
-        let first = parameters.declare("first", (3, 5), Init::Normal { std: 0.5 })?;
-        parameters.declare("unused", 7, Init::Constant(2.0))?;
-        let second = parameters.declare("second", (1, 5), Init::Uniform { bound: 0.5 })?;
-        let shift = parameters.declare("shift", (), Init::Constant(0.25))?;
+    fn build(&self, parameters: VarBuilder<'static>) -> Result<[Tensor; 3], UserError> {
+        let normal = Init::Randn { mean: 0.0, stdev: 0.5 };
+        let first = parameters.get_with_hints((3, 5), "first", normal)?;
+        parameters.get_with_hints(7, "unused", Init::Const(2.0))?;
+        let uniform = Init::Uniform { lo: -0.5, up: 0.5 };
+        let second = parameters.get_with_hints((1, 5), "second", uniform)?;
+        let shift = parameters.get_with_hints((), "shift", Init::Const(0.25))?;
         Ok([first, second, shift])
+    }
+
+    fn has_unused_parameters(&self) -> bool {
+        true
     }
 
     fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<(Tensor, Tensor), UserError> {
@@ -236,7 +247,8 @@ fn the_initial_parameters_depend_only_on_the_seed() {
 fn drawn_values_have_the_moments_of_their_distribution() {
     let moments = |init: Init| {
         let mut values = vec![0.0; 100_001];
-        init.draw(3, 0, &mut values);
+        let shape = vec![values.len()];
+        Declared { name: "drawn".into(), shape, init, range: 0..0 }.draw(3, 0, &mut values);
         let mean_of = |power: i32| {
             let sum: f64 = values.iter().map(|&value| f64::from(value).powi(power)).sum();
             sum / values.len() as f64
@@ -245,8 +257,11 @@ fn drawn_values_have_the_moments_of_their_distribution() {
     };
     // Moments of a normal distribution: 0, σ², 3σ⁴. Of a uniform distribution: 0, b²/3, b⁴/5.
     for (init, expected) in [
-        (Init::Normal { std: 2.0 }, [0.0, 4.0, 48.0]),
-        (Init::Uniform { bound: 3.0 }, [0.0, 3.0, 81.0 / 5.0]),
+        (Init::Randn { mean: 0.0, stdev: 2.0 }, [0.0, 4.0, 48.0]),
+        (Init::Uniform { lo: -3.0, up: 3.0 }, [0.0, 3.0, 81.0 / 5.0]),
+        // A fan of 1, and a gain of √2.
+        (candle_nn::init::DEFAULT_KAIMING_NORMAL, [0.0, 2.0, 12.0]),
+        (candle_nn::init::DEFAULT_KAIMING_UNIFORM, [0.0, 2.0, 36.0 / 5.0]),
     ] {
         let found = moments(init);
         assert!(found[0].abs() < 0.02, "{init:?}: mean {}", found[0]);
@@ -259,7 +274,108 @@ fn drawn_values_have_the_moments_of_their_distribution() {
     }
 }
 
-/// A model that declares a name twice, or whose loss is not one number.
+#[test]
+fn modules_of_candle_nn_train_with_a_loss_alone_and_share_tensors_by_name() {
+    let build = |parameters: VarBuilder<'static>| {
+        let encode = candle_nn::linear(3, 4, parameters.pp("encode"))?;
+        let norm = candle_nn::layer_norm(4, 1e-5, parameters.pp("norm"))?;
+        let same = candle_nn::linear(3, 4, parameters.pp("encode"))?;
+        Ok((encode, norm, same))
+    };
+    let (parameters, network) = Parameters::of(&Device::Cpu, build);
+    let (encode, norm, same) = network.unwrap();
+    let found: Vec<_> =
+        parameters.declared.iter().map(|d| (d.name.as_str(), d.range.clone())).collect();
+    let expected = [
+        ("encode.weight", 0..12),
+        ("encode.bias", 12..16),
+        ("norm.weight", 16..20),
+        ("norm.bias", 20..24),
+    ];
+    assert_eq!(found, expected);
+    let values: Vec<f32> = (0..24).map(|i| i as f32 / 8.0 - 1.0).collect();
+    parameters.set(&values).unwrap();
+    let input = Tensor::new(&[[0.5f32, -1.0, 2.0]], &Device::Cpu).unwrap();
+    let [both, once] = [&same, &encode].map(|second| {
+        let outputs = (encode.forward(&input).unwrap() + second.forward(&input).unwrap()).unwrap();
+        norm.forward(&outputs).unwrap().to_vec2::<f32>().unwrap()
+    });
+    assert_eq!(both, once);
+}
+
+#[test]
+fn parameters_that_workers_could_not_agree_on_are_refused() {
+    let error = |build: fn(VarBuilder<'static>) -> candle_core::Result<Tensor>| {
+        let (parameters, built) = Parameters::of(&Device::Cpu, |p| Ok(build(p)?));
+        assert!(built.is_err() || parameters.len == 0);
+        built.unwrap_err().to_string()
+    };
+    let half = error(|p| p.to_dtype(DType::F16).get(2, "a"));
+    assert!(half.contains("parameter a: F16; parameters are f32"), "{half}");
+    let statistics = error(|p| p.pp("bn").get(2, "running_mean"));
+    assert!(statistics.contains("use a layer or group normalization"), "{statistics}");
+    let unknown = error(|p| p.get_unchecked("a"));
+    assert!(unknown.contains("needs a shape"), "{unknown}");
+    let (_, kept) = Parameters::of(&Device::Cpu, Ok);
+    let late = kept.unwrap().get(2, "late").unwrap_err().to_string();
+    assert!(late.contains("before build() returns"), "{late}");
+}
+
+/// A layer, a normalization and a sum. The fast normalization of candle-nn has no backward pass.
+struct Normalized {
+    is_fast: bool,
+}
+
+impl CandleModel for Normalized {
+    type Reader = FixedRecords;
+    type Network = (candle_nn::Linear, candle_nn::LayerNorm);
+    type Batch = Tensor;
+
+    fn reader(&self) -> FixedRecords {
+        FixedRecords::new(3)
+    }
+
+    fn build(&self, parameters: VarBuilder<'static>) -> Result<Self::Network, UserError> {
+        let layer = candle_nn::linear(3, 4, parameters.pp("layer"))?;
+        Ok((layer, candle_nn::layer_norm(4, 1e-5, parameters.pp("norm"))?))
+    }
+
+    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Tensor, UserError> {
+        let numbers = records.iter().flatten().map(|&byte| f32::from(byte));
+        Ok(Tensor::from_iter(numbers, &Device::Cpu)?.reshape((records.len(), 3))?)
+    }
+
+    fn loss(
+        &mut self,
+        (layer, norm): &Self::Network,
+        batch: Tensor,
+    ) -> Result<Loss<Tensor>, UserError> {
+        let state = layer.forward(&batch)?;
+        let (weight, bias) = (norm.weight(), norm.bias().expect("it has one"));
+        let normal = match self.is_fast {
+            true => norm.forward(&state)?,
+            false => candle_nn::ops::layer_norm_slow(&state, weight, bias, 1e-5)?,
+        };
+        Ok(Loss::Mean(normal.sqr()?.mean_all()?))
+    }
+}
+
+#[test]
+fn a_function_without_a_backward_pass_is_named_and_not_trained_around() {
+    let result = |is_fast| {
+        let mut model = Candle::new(Normalized { is_fast });
+        let mut parameters = vec![0.0; model.parameter_count()];
+        model.initialize(1, &mut parameters).unwrap();
+        let batch = model.feed(vec![vec![1, 2, 3], vec![9, 5, 7]]).unwrap();
+        let mut sum = vec![0.0; parameters.len()];
+        model.gradients(&parameters, batch, &mut Gradients::new(&mut sum, 2)).map(|_| sum)
+    };
+    let error = result(true).unwrap_err().to_string();
+    assert!(error.contains("for 4 parameters (layer.weight, layer.bias, norm."), "{error}");
+    assert!(result(false).unwrap()[..16].iter().any(|&gradient| gradient != 0.0));
+}
+
+/// A model that gives a name to two shapes, or whose loss is not one number.
 struct Wrong {
     names: [&'static str; 2],
 }
@@ -273,9 +389,9 @@ impl CandleModel for Wrong {
         FixedRecords::new(1)
     }
 
-    fn build(&self, parameters: &mut Parameters) -> Result<Tensor, UserError> {
-        let first = parameters.declare(self.names[0], 2, Init::Constant(0.0))?;
-        parameters.declare(self.names[1], 2, Init::Constant(0.0))?;
+    fn build(&self, parameters: VarBuilder<'static>) -> Result<Tensor, UserError> {
+        let first = parameters.get(2, self.names[0])?;
+        parameters.get((1, 2), self.names[1])?;
         Ok(first)
     }
 
@@ -291,7 +407,7 @@ impl CandleModel for Wrong {
 #[test]
 fn a_network_that_cannot_be_built_is_an_error_of_each_call_that_can_fail() {
     let mut model = Candle::new(Wrong { names: ["a", "a"] });
-    let expected = "building the network: two parameters named \"a\": each needs a unique name";
+    let expected = "building the network: two parameters named a, of the shapes [2] and [1, 2]";
     assert_eq!(model.initialize(1, &mut [0.0; 2]).unwrap_err().to_string(), expected);
     assert_eq!(model.feed(vec![]).unwrap_err().to_string(), expected);
     let sum = &mut Gradients::new(&mut [], 1);
@@ -306,5 +422,5 @@ fn a_loss_that_is_not_one_number_is_an_error() {
     let error = model.gradients(&[0.0; 4], (), sum).unwrap_err().to_string();
     assert_eq!(error, "the loss must be a single f32, but has the shape [2] of f32");
     let error = model.gradients(&[0.0; 3], (), sum).unwrap_err().to_string();
-    assert_eq!(error, "got 3 parameters, but 4 were declared");
+    assert_eq!(error, "got 3 parameters, but the network has 4");
 }
