@@ -7,6 +7,8 @@ use crate::job::{Exit, ReclaimCause, Wait};
 /// A change of state of a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BackendEvent {
+    /// The launch has not joined the job yet, and uses the processor or does I/O.
+    Busy,
     /// The launch was requested, with this priority class.
     Created(Option<String>),
     /// The launch ended.

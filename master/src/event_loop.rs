@@ -311,6 +311,7 @@ impl Master {
                 Some(event) = self.events.recv() => self.on_server_event(event),
                 (launch, event) = self.backend.next() => {
                     self.job.handle(self.now(), match event {
+                        BackendEvent::Busy => Event::LaunchIsBusy { launch },
                         BackendEvent::Ended(exit) => Event::ProcessEnded { launch, exit },
                         BackendEvent::Explained(explanation) => {
                             Event::LaunchExplained { launch, explanation }
@@ -443,7 +444,7 @@ impl Master {
                 }
                 Action::End(outcome) => return Some(outcome),
                 Action::Kill { launch } => self.backend.kill(launch),
-                Action::Launch { launch, slot } => self.backend.start(launch, slot),
+                Action::Launch { launch, slot, .. } => self.backend.start(launch, slot),
                 Action::Refuse { connection, reason } => {
                     warn!(connection = connection.0, reason, "worker refused");
                     if let Some(peer) = self.peers.remove(&connection) {
@@ -526,7 +527,7 @@ impl Master {
                     );
                     return self.doubt_lease(incarnation);
                 }
-                self.backend.on_hello();
+                self.backend.on_hello(launch);
                 self.peers.insert(connection, Peer { outbox, worker: None });
                 if location != Location::default() {
                     self.job.handle(now, Event::LaunchLocated { launch, location });

@@ -8,11 +8,14 @@
 //! for another master for a while, and a successor takes over their processes, which are not its
 //! children.
 
+mod activity;
 mod identity;
 mod log;
+mod oom;
 mod program;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::convert::Infallible;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
@@ -33,7 +36,9 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tracing::{info, warn};
 
+use self::activity::Activity;
 pub use self::identity::ProcessIdentity;
+use self::oom::OomKills;
 pub use self::program::ProgramCopy;
 use self::program::ProgramSource;
 use crate::backend_event::BackendEvent;
@@ -102,6 +107,13 @@ impl Launcher {
         Self { threads: share_of(cores, workers), ..self }
     }
 
+    /// The program and its first argument, which for Python is the script.
+    fn command_line(&self) -> String {
+        let program = self.program.file_name().unwrap_or(self.program.as_os_str());
+        let words = std::iter::once(program).chain(self.args.first().map(OsString::as_os_str));
+        words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+    }
+
     fn source(&self) -> ProgramSource<'_> {
         self.copy.as_ref().map_or(ProgramSource::Original, |copy| copy.source(&self.program))
     }
@@ -142,17 +154,23 @@ impl Launcher {
 #[derive(Debug)]
 pub(crate) struct Processes {
     launcher: Arc<Launcher>,
-    /// Dropping a sender kills its process.
-    running: BTreeMap<LaunchId, oneshot::Sender<()>>,
+    running: BTreeMap<LaunchId, Running>,
     tasks: JoinSet<ProcessExit>,
     flags: Arc<SharedFlags>,
-    /// The first launch that was killed before any launch sent a hello.
-    first_silent: Option<LaunchId>,
     notices: (mpsc::UnboundedSender<Notice>, mpsc::UnboundedReceiver<Notice>),
     ready: VecDeque<Notice>,
 }
 
 type Notice = (LaunchId, BackendEvent);
+
+/// A process that has not ended.
+#[derive(Debug)]
+struct Running {
+    /// Dropping it kills the process.
+    _kill: oneshot::Sender<()>,
+    /// Whether it has sent its hello.
+    has_joined: Arc<AtomicBool>,
+}
 
 /// State that all supervising tasks share.
 #[derive(Debug, Default)]
@@ -161,6 +179,8 @@ struct SharedFlags {
     hello_received: AtomicBool,
     /// A notice about the replacement of the program's file has been sent.
     change_reported: AtomicBool,
+    /// Kills for lack of memory, as far as they are attributed to a process.
+    oom_kills: OomKills,
 }
 
 /// The end of a process.
@@ -179,7 +199,6 @@ impl Processes {
             running: BTreeMap::new(),
             tasks: JoinSet::new(),
             flags: Arc::default(),
-            first_silent: None,
             notices: mpsc::unbounded_channel(),
             ready: VecDeque::new(),
         }
@@ -188,43 +207,42 @@ impl Processes {
     /// Starts `launch` in the slot `index` of the job. Never fails here: a process that can't be
     /// started ends at once with [`Exit::NotStarted`].
     pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
-        let (kill, killed) = oneshot::channel();
-        self.running.insert(launch, kill);
-        if let Some(first_silent) = self.first_silent {
-            let program = self.launcher.program.display();
-            let exit = Exit::NotStarted(format!(
-                "launch {} of {program} never contacted the master: is it an elasticdl program, \
-                 one that calls elasticdl::run()?",
-                first_silent.0
-            ));
-            self.tasks.spawn(async move { ProcessExit { launch, exit, output_tail: None } });
-            return;
-        }
+        let (killed, has_joined) = self.track(launch);
         let (launcher, flags) = (Arc::clone(&self.launcher), Arc::clone(&self.flags));
         let notices = self.notices.0.clone();
         self.tasks.spawn(async move {
             // Yields to queued messages to workers first, because a fork takes milliseconds.
             tokio::task::yield_now().await;
-            let notify = |text: String| {
+            let notify = |event: BackendEvent| {
                 // The receiver may have been dropped.
-                let _ = notices.send((launch, BackendEvent::Explained(text)));
+                let _ = notices.send((launch, event));
             };
-            supervise(&launcher, (launch, index), &flags, notify, killed).await
+            supervise(&launcher, (launch, index), (&flags, &has_joined), notify, killed).await
         });
     }
 
+    /// Adds a running launch.
+    fn track(&mut self, launch: LaunchId) -> (oneshot::Receiver<()>, Arc<AtomicBool>) {
+        let (kill, killed) = oneshot::channel();
+        let has_joined = Arc::new(AtomicBool::new(false));
+        let running = Running { _kill: kill, has_joined: Arc::clone(&has_joined) };
+        self.running.insert(launch, running);
+        (killed, has_joined)
+    }
+
     /// Records that a launch has sent its hello.
-    pub(crate) fn on_hello(&mut self) {
+    pub(crate) fn on_hello(&self, launch: LaunchId) {
         self.flags.hello_received.store(true, Ordering::Relaxed);
-        self.first_silent = None;
+        if let Some(running) = self.running.get(&launch) {
+            running.has_joined.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Takes over a process that a former master started, if it still runs; its end is reported
     /// like that of any other process.
     pub(crate) fn adopt(&mut self, launch: LaunchId, started: Option<ProcessIdentity>) {
-        let (kill, killed) = oneshot::channel();
-        self.running.insert(launch, kill);
-        self.on_hello();
+        let (killed, _) = self.track(launch);
+        self.on_hello(launch);
         self.tasks.spawn(async move {
             if let Some(started) = started {
                 supervise_adopted(launch, started, killed).await;
@@ -235,12 +253,7 @@ impl Processes {
 
     /// Kills the process group of `launch`; [`Processes::next`] reports the end.
     pub(crate) fn kill(&mut self, launch: LaunchId) {
-        // Before the first hello there is only one launch, and the job kills it for its silence.
-        if self.running.remove(&launch).is_some()
-            && !self.flags.hello_received.load(Ordering::Relaxed)
-        {
-            self.first_silent.get_or_insert(launch);
-        }
+        self.running.remove(&launch);
     }
 
     /// Waits for the next event of a process; for ever while none runs. Cancel safe.
@@ -281,8 +294,8 @@ impl Processes {
 async fn supervise(
     launcher: &Launcher,
     (launch, index): (LaunchId, u32),
-    flags: &SharedFlags,
-    notify: impl Fn(String),
+    (flags, has_joined): (&SharedFlags, &AtomicBool),
+    notify: impl Fn(BackendEvent),
     killed: oneshot::Receiver<()>,
 ) -> ProcessExit {
     let program = launcher.program.display();
@@ -292,7 +305,8 @@ async fn supervise(
         ProgramSource::Replaced => Some("another program than the first launch"),
     };
     if let Some(from) = from.filter(|_| !flags.change_reported.swap(true, Ordering::Relaxed)) {
-        notify(format!("started from {from}, as {program} has changed since the job began"));
+        let text = format!("started from {from}, as {program} has changed since the job began");
+        notify(BackendEvent::Explained(text));
     }
     let mut process = match launcher.spawn(launch, index) {
         Ok(child) => ChildGroup(child),
@@ -312,24 +326,14 @@ async fn supervise(
         warn!(launch = launch.0, %error,
             "can't note the process: another master would not find it");
     }
-    let hint = async {
-        tokio::time::sleep(HELLO_HINT).await;
-        if !flags.hello_received.load(Ordering::Relaxed) {
-            notify(format!(
-                "started {} s ago and has not contacted the master; is {program} an elasticdl \
-                 program, one that calls elasticdl::run()?",
-                HELLO_HINT.as_secs()
-            ));
-        }
-        std::future::pending::<()>().await;
-    };
+    let start = watch_start(launcher, group, (flags, has_joined), &notify);
     let ended = tokio::select! {
         ended = process.0.wait() => ended,
         _ = killed => {
             process.kill_group();
             process.0.wait().await
         }
-        () = hint => unreachable!("it never ends"),
+        never = start => match never {},
     };
     // Its children do not outlive it. The system does not reuse a group's id while the group has a
     // member.
@@ -342,10 +346,44 @@ async fn supervise(
         Err(error) => Exit::NotStarted(format!("its end was not seen: {error}")),
     };
     info!(launch = launch.0, ?exit, "worker process ended");
+    if matches!(exit, Exit::Signal(_)) && flags.oom_kills.take_one() {
+        notify(BackendEvent::Explained("killed by the system, as memory ran out".into()));
+    }
     let output_tail = matches!(exit, Exit::Code(_) | Exit::Signal(_))
         .then(|| log::last_lines(&jobdir::worker_log(&launcher.logs, launch)))
         .flatten();
     ProcessExit { launch, exit, output_tail }
+}
+
+/// Reports that a process that has not joined the job is busy. After a while it reminds the user of
+/// what a program has to do.
+async fn watch_start(
+    launcher: &Launcher,
+    group: Option<Pid>,
+    (flags, has_joined): (&SharedFlags, &AtomicBool),
+    notify: &impl Fn(BackendEvent),
+) -> Infallible {
+    let began = tokio::time::Instant::now();
+    let (mut known, mut is_told) = (Activity::default(), false);
+    while let Some(group) = group.filter(|_| !has_joined.load(Ordering::Relaxed)) {
+        tokio::time::sleep(ACTIVITY_INTERVAL).await;
+        let now = Activity::of_group(group);
+        if now.is_busy_since(&known) {
+            notify(BackendEvent::Busy);
+        }
+        known = now;
+        let is_due = !is_told && began.elapsed() >= HELLO_HINT;
+        if is_due && !flags.hello_received.load(Ordering::Relaxed) {
+            is_told = true;
+            notify(BackendEvent::Explained(format!(
+                "started {} s ago and has not joined the job yet: {} must call elasticdl::run() \
+                 (Rust) or elasticdl.torch.join() (Python)",
+                HELLO_HINT.as_secs(),
+                launcher.command_line()
+            )));
+        }
+    }
+    std::future::pending().await
 }
 
 /// Waits for the end of a process that is not a child; kills it when `killed` resolves.
@@ -459,8 +497,11 @@ fn exit_of(status: ExitStatus) -> Exit {
 }
 
 const END_TIMEOUT: Duration = Duration::from_secs(5);
-/// A program that calls `run()` first sends its hello well before this time.
-const HELLO_HINT: Duration = Duration::from_secs(5);
+/// A program that calls `run()` first sends its hello well before this time. Imports may take
+/// longer.
+const HELLO_HINT: Duration = Duration::from_secs(15);
+/// How often a process that has not joined is looked at.
+const ACTIVITY_INTERVAL: Duration = Duration::from_secs(2);
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
 #[cfg(test)]

@@ -48,11 +48,11 @@ impl WorkerBackend {
     }
 
     /// Records that a launch has sent its hello.
-    pub(crate) fn on_hello(&mut self) {
+    pub(crate) fn on_hello(&self, launch: LaunchId) {
         match self {
             // The state of the pod tells whether its program runs.
             Self::Pods(_) => {}
-            Self::Processes(processes) => processes.on_hello(),
+            Self::Processes(processes) => processes.on_hello(launch),
         }
     }
 

@@ -159,6 +159,8 @@ fn spec() -> JobSpec {
         seed: 0,
         max_worker_restarts: 0,
         worker_timeout: None,
+        step_timeout: None,
+        start_timeout: Duration::from_secs(60),
         master_timeout: Duration::from_secs(30),
         checkpoints: None,
         resume_from: None,

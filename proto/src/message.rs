@@ -145,6 +145,8 @@ pub enum MasterMessage {
     Membership(Membership),
     /// Build the model for this data set.
     Prepare(FileList),
+    /// Write the stacks of all threads to the log: this worker hangs, and will be evicted.
+    ReportStacks,
     /// End; the reason.
     Shutdown(String),
     /// All members leave: finish the step, write a checkpoint, then end together. Another group

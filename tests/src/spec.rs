@@ -25,6 +25,8 @@ pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> 
         seed: 0,
         max_worker_restarts: 0,
         worker_timeout: None,
+        step_timeout: None,
+        start_timeout: Duration::from_secs(60),
         master_timeout: Duration::from_secs(30),
         checkpoints: None,
         resume_from: None,

@@ -148,6 +148,8 @@ impl Session {
             MasterMessage::Suspend => self.suspend = true,
             // Handled where state requests arrive.
             MasterMessage::Joiners(_) => {}
+            // Handled by the control thread, as this one hangs.
+            MasterMessage::ReportStacks => {}
             // Only shards of evaluation and prediction are leased.
             MasterMessage::Lease(_) => {}
             // Answered before there is a session.

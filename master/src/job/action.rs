@@ -37,6 +37,8 @@ pub enum Action {
         /// The lowest free slot. Low slots matter most: those below `min_workers` are the core
         /// workers.
         slot: u32,
+        /// The node on which a worker has failed a short while ago: another one is better.
+        avoid: Option<String>,
     },
     /// Refuse a stream that belongs to no worker.
     Refuse {

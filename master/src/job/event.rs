@@ -91,6 +91,11 @@ pub enum Event {
         /// Where it runs.
         location: Location,
     },
+    /// A launch that has not joined yet uses the processor or does I/O.
+    LaunchIsBusy {
+        /// The launch.
+        launch: LaunchId,
+    },
     /// A launch runs: its hello is expected within the hello timeout.
     LaunchRuns {
         /// The launch.

@@ -85,7 +85,11 @@ impl Job {
             Event::LaunchExplained { launch, explanation } => {
                 let name = self.workers.name(launch, true);
                 self.log_event(format!("{name} was {}", clip(&explanation)));
+                if let Some(launch) = self.workers.get_launch_mut(launch) {
+                    launch.set_explanation(clip(&explanation));
+                }
             }
+            Event::LaunchIsBusy { launch } => self.on_launch_is_busy(now, launch),
             Event::LaunchLeaves { launch, cause, reason } => {
                 self.on_launch_leaves(now, launch, cause, &reason);
             }
@@ -128,7 +132,10 @@ impl Job {
             WorkerMessage::Committed(report) => self.on_committed(now, worker, &report),
             WorkerMessage::RecordsSkipped(skipped) => self.on_records_skipped(worker, skipped),
             WorkerMessage::Described(outcome) => self.on_described(now, worker, outcome),
-            WorkerMessage::Evaluated(report) => self.on_evaluated(report),
+            WorkerMessage::Evaluated(report) => {
+                self.note_evaluation(now);
+                self.on_evaluated(report);
+            }
             WorkerMessage::ShardDone { range, metrics } => {
                 self.on_shard_done(now, worker, range, metrics);
             }
@@ -181,6 +188,7 @@ impl Job {
                 Timer::Deadline => self.on_deadline_due(now),
                 Timer::End => self.end_now(),
                 Timer::Hello(launch) => self.on_hello_due(now, launch),
+                Timer::Hung(worker) => self.on_hung_due(now, worker),
                 Timer::Kill(launch) => self.on_kill_due(launch),
                 Timer::Leave(worker) => self.on_leave_due(now, worker),
                 Timer::Relaunch => self.launch_missing(now),

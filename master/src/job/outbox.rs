@@ -24,6 +24,7 @@ pub(super) enum Timer {
     Deadline,
     End,
     Hello(LaunchId),
+    Hung(WorkerId),
     Kill(LaunchId),
     Leave(WorkerId),
     Relaunch,

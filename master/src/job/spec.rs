@@ -54,6 +54,13 @@ pub struct JobSpec {
     /// A worker that is stopped for less than this is never evicted; one that is stopped for a
     /// sixth longer always is. `None` disables evictions.
     pub worker_timeout: Option<Duration>,
+    /// A member that computes for longer than this while the group waits for it is evicted. `None`:
+    /// a limit that is learned from the job's own steps.
+    #[serde(default)]
+    pub step_timeout: Option<Duration>,
+    /// How long a worker may take from its start until it joins the job.
+    #[serde(default = "start_timeout")]
+    pub start_timeout: Duration,
     /// How long a worker without a master continues to train and searches for one before it ends.
     #[serde(default = "master_timeout")]
     pub master_timeout: Duration,
@@ -306,6 +313,12 @@ fn one<T: From<u8>>() -> T {
 
 /// How long workers that were told to end may take, unless the user says otherwise.
 const GRACE_PERIOD_DEFAULT: Duration = Duration::from_secs(30);
+const START_TIMEOUT_DEFAULT: Duration = Duration::from_secs(600);
+/// The default of `--start-timeout`: imports from a cold network disk take minutes.
+fn start_timeout() -> Duration {
+    START_TIMEOUT_DEFAULT
+}
+
 /// The default of `--master-timeout`.
 fn master_timeout() -> Duration {
     Duration::from_secs(30)

@@ -36,6 +36,8 @@ pub(crate) fn spec() -> JobSpec {
         seed: 7,
         max_worker_restarts: 3,
         worker_timeout: None,
+        step_timeout: None,
+        start_timeout: Duration::from_secs(60),
         master_timeout: Duration::from_secs(30),
         checkpoints: None,
         resume_from: None,

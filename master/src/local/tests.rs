@@ -126,23 +126,24 @@ async fn the_last_output_of_a_process_is_reported_before_its_end() {
 }
 
 #[tokio::test]
-async fn a_program_that_never_sends_a_hello_is_reported_soon_and_started_once() {
+async fn a_program_that_never_sends_a_hello_is_reported_soon_and_started_again() {
     let shell = Shell::new();
     let mut processes = shell.start("exec sleep 100000");
     tokio::time::pause();
     let (launch, BackendEvent::Explained(text)) = processes.next().await else { panic!() };
     assert!(
-        launch == LAUNCH && text.contains("has not contacted the master; is /bin/sh"),
+        launch == LAUNCH && text.contains("has not joined the job yet: sh -c must call"),
         "{text}"
     );
     processes.kill(LAUNCH);
     assert_eq!(next_ended(&mut processes).await, (LAUNCH, Exit::Signal(9)));
     processes.start(LaunchId(5), 3);
-    let (LaunchId(5), Exit::NotStarted(why)) = next_ended(&mut processes).await else { panic!() };
-    assert!(why.contains("launch 4 of /bin/sh never contacted the master"), "{why}");
+    let (LaunchId(5), BackendEvent::Explained(_)) = processes.next().await else { panic!() };
+    processes.kill(LaunchId(5));
+    assert_eq!(next_ended(&mut processes).await, (LaunchId(5), Exit::Signal(9)));
     // A process that is killed after its hello is started again.
     let mut processes = shell.start("exec sleep 100000");
-    processes.on_hello();
+    processes.on_hello(LAUNCH);
     processes.kill(LAUNCH);
     next_ended(&mut processes).await;
     processes.start(LAUNCH, 3);

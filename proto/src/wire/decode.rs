@@ -331,6 +331,7 @@ fn master_message(before: &Members, kind: master_message::Kind) -> Checked<Maste
         Kind::Prepare(v1::Prepare { dataset }) => {
             MasterMessage::Prepare(file_list(dataset.ok_or("prepare.dataset: must be there")?)?)
         }
+        Kind::ReportStacks(_) => MasterMessage::ReportStacks,
         Kind::Shutdown(shutdown) => MasterMessage::Shutdown(shutdown.reason),
         Kind::Welcome(_) => return Err("`welcome` comes first, and once".into()),
     })

@@ -197,6 +197,7 @@ pub(super) fn master_message(message: &MasterMessage) -> v1::MasterMessage {
         MasterMessage::Lease(leased) => Kind::Lease(v1::Lease { ranges: ranges(leased) }),
         MasterMessage::Membership(published) => Kind::Membership(membership(published)),
         MasterMessage::Prepare(list) => Kind::Prepare(v1::Prepare { dataset: Some(dataset(list)) }),
+        MasterMessage::ReportStacks => Kind::ReportStacks(v1::ReportStacks {}),
         MasterMessage::Shutdown(reason) => Kind::Shutdown(v1::Shutdown { reason: reason.clone() }),
         MasterMessage::Suspend => Kind::Drain(v1::Drain { suspend: true }),
     };

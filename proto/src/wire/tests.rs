@@ -227,6 +227,7 @@ fn every_message_of_a_master_keeps_every_field() {
         MasterMessage::Lease(vec![RecordRange { epoch: 1, start: 2, end: 5 }]),
         MasterMessage::Membership(membership()),
         MasterMessage::Prepare(FileList::pack([("a", 3), ("b", 0)])),
+        MasterMessage::ReportStacks,
         MasterMessage::Shutdown("the end".into()),
         MasterMessage::Suspend,
     ];

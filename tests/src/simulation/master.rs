@@ -270,7 +270,7 @@ impl World {
                     self.master.outcome = Some(outcome);
                 }
                 Action::Kill { launch } => self.kill(launch),
-                Action::Launch { launch, slot } => self.launch(launch, slot),
+                Action::Launch { launch, slot, .. } => self.launch(launch, slot),
                 Action::Refuse { connection, reason } => {
                     trace!(self, "master: refuses connection {}: {reason}", connection.0);
                     self.check_refusal(connection.0 as LinkId, &reason);

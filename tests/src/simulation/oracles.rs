@@ -84,6 +84,7 @@ impl World {
             | MasterMessage::Joiners(_)
             | MasterMessage::KeepCheckpoint
             | MasterMessage::Prepare(_)
+            | MasterMessage::ReportStacks
             | MasterMessage::Suspend => {}
         }
         // A message that was held back until a snapshot was durable may be for a worker that has

@@ -23,8 +23,9 @@ pub(crate) struct WorkerOptions {
 
     /// Number of worker failures, without progress between them, after which the job fails.
     ///
-    /// A worker that crashes or exits with an error is replaced and counts as a failure. A worker
-    /// that is killed from outside is replaced and does not count.
+    /// A worker that crashes, hangs or exits with an error is replaced and counts as a failure. A
+    /// worker that is killed from outside is replaced and does not count; the job fails after 20
+    /// kills, or this number if it is larger, without progress between them.
     #[arg(long, value_name = "N", default_value = "3")]
     pub(crate) max_worker_restarts: u32,
 
@@ -37,6 +38,25 @@ pub(crate) struct WorkerOptions {
     #[arg(long, value_name = "DURATION", default_value = "800ms",
           value_parser = values::parse_worker_timeout)]
     pub(crate) worker_timeout: Duration,
+
+    /// Evict a worker that computes for longer than this within a step while the others wait for it.
+    /// [default: 20 times the longest usual step, at least 10min]
+    ///
+    /// Such a worker hangs: a deadlock in its program or its data loader, a GPU that does not
+    /// answer. It writes the stacks of its threads to its log, counts as a failure and is replaced.
+    /// A worker that trains alone is evicted as well. Raise this for programs that do something
+    /// else for a long time between two steps. Evaluations by the job, waits for storage and the
+    /// writing of the final state have no such limit.
+    #[arg(long, value_name = "DURATION", value_parser = values::parse_timeout)]
+    pub(crate) step_timeout: Option<Duration>,
+
+    /// How long a worker may take from its start until it joins the job, while it does nothing.
+    ///
+    /// A local worker that uses the processor or does I/O, such as imports from a slow disk, may
+    /// take longer. In a cluster the time runs from the start of its container.
+    #[arg(long, value_name = "DURATION", default_value = "10min",
+          value_parser = values::parse_timeout)]
+    pub(crate) start_timeout: Duration,
 
     /// How long workers continue without a master before they exit, e.g. `30s` or `2min`; at least
     /// 1s. [default: 30s; with --image 15min]

@@ -45,6 +45,8 @@ pub(crate) struct Group {
     /// Reports of broken links that no known loss explains.
     pub(super) broken: Option<Broken>,
     pub(super) suspicions: Suspicions,
+    /// When the group last formed, committed a step or evaluated its model.
+    progressed: Time,
     /// How often members were at an end of a link that lost data.
     pub(super) blame: Blame,
 }
@@ -218,6 +220,16 @@ impl Group {
 
     pub(crate) fn note_restored(&mut self) {
         self.is_restored = true;
+    }
+
+    /// When the group last made progress: it formed, committed a step or evaluated its model.
+    pub(crate) fn progressed(&self) -> Time {
+        self.progressed
+    }
+
+    /// Notes that the group makes progress, or that this master could not see whether it does.
+    pub(crate) fn note_progress(&mut self, now: Time) {
+        self.progressed = self.progressed.max(now);
     }
 
     // ---- losses ----

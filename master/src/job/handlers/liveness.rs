@@ -22,7 +22,8 @@
 //!
 //! **Stalls.** A network that drops the packets between two workers breaks no link and stops no
 //! heartbeat: both workers reach the master, and the whole ring waits. See
-//! [`stall`](crate::job::group::stall).
+//! [`stall`](crate::job::group::stall). A member that never finishes its part of a step stops no
+//! heartbeat either: see [`hung`](super::hung).
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -70,6 +71,7 @@ impl Job {
         let was_cut_off = self.workers.was_cut_off(now, timeout);
         if was_cut_off || now.since(at) > check_interval(timeout) {
             self.workers.connected_mut().for_each(|(_, w)| w.excuse_silence(now));
+            self.group.note_progress(now);
         }
         let lost: Vec<(WorkerId, Duration)> = self
             .workers
@@ -84,6 +86,7 @@ impl Job {
             self.evict(now, worker, &format!("was silent for {} ms", silence.as_millis()));
         }
         self.check_for_stalls(now, timeout);
+        self.check_for_hung(now);
         self.watch_heartbeats(now);
         self.reconcile(now);
     }
@@ -146,7 +149,7 @@ impl Job {
     }
 
     /// The longest usual compute time of a step among the members.
-    fn longest_step(&self) -> Duration {
+    pub(super) fn longest_step(&self) -> Duration {
         let here = self.workers.members().filter_map(|(_, w)| w.pace().usual_us());
         let disconnected = self.workers.disconnected().filter_map(|(_, d)| d.last_known?.usual_us);
         Duration::from_micros(here.chain(disconnected).max().unwrap_or_default())

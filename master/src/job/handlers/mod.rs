@@ -1,5 +1,6 @@
 //! Handlers of events that span the workers, the group and the data: one file for each concern.
 
+mod hung;
 mod inference;
 mod links;
 mod liveness;

@@ -29,7 +29,11 @@ impl Job {
         if step == 0 && self.begins_anew(now) {
             return;
         }
+        if step == 0 {
+            self.lifecycle.begin(now);
+        }
         self.data.set_step(step);
+        self.group.note_progress(now);
         if self.group.form() && !self.lifecycle.had_formed() {
             self.reporting.form(now, step, self.data.counted());
         }
@@ -57,6 +61,7 @@ impl Job {
         let complete = cache.ledger().epoch();
         self.data.set_step(report.step);
         self.group.note_commit();
+        self.group.note_progress(now);
         self.reporting.commit(now, report.step - known, report);
         let done = EpochsDone { before, complete, all: self.spec.epochs };
         let epochs_line = self.reporting.epochs.commit(now, report, done);
@@ -133,10 +138,10 @@ impl Job {
         let error = clip(error);
         self.out.mark_dirty();
         self.note_failed_shards(worker, error, ranges);
-        if fatal {
-            let error = format!("worker {worker}: {error}");
+        if fatal && let Some(error) = self.confirm_fatal(worker, error) {
             return self.end(now, Outcome::Failed, Some(error));
         }
+        self.avoid_node_of(now, worker);
         self.count_exit(worker);
         // A failed worker ends by itself.
         self.forget_with_pod(now, worker, FAILED_GRACE);

@@ -1,12 +1,10 @@
 //! Ends of processes: which are failures, and what follows. A pod that the cluster reclaims is
 //! replaced while it still runs, so the user's rule for that applies when its termination begins.
 
-use std::time::Duration;
-
 use elasticdl_proto::{RecordRange, WorkerId};
 
 use super::removal::ZOMBIE_GRACE;
-use super::restart::{EXIT_MASTER_LOST, TooMany, describe, is_own_fault};
+use super::restart::{EXIT_MASTER_LOST, TooMany, describe, is_kill, is_own_fault};
 use super::state::Phase;
 use crate::job::action::Outcome;
 use crate::job::event::{Exit, LaunchId, ReclaimCause};
@@ -43,7 +41,7 @@ impl Job {
         };
         let (end, is_unresponsive) = match is_ending {
             true => (End::Terminated, false),
-            false => self.account_for(now, &name, &ended, exit),
+            false => self.account_for(now, (first, &name), &ended, exit),
         };
         let text = describe(exit);
         let end = WorkerEnd { end, is_unresponsive, text: &text };
@@ -58,7 +56,13 @@ impl Job {
 
     /// Counts the end of a pod, and whether it is a failure. Returns the reason, and whether the
     /// master has killed the pod because it did not respond.
-    fn account_for(&mut self, now: Time, name: &str, ended: &[Launch], exit: &Exit) -> (End, bool) {
+    fn account_for(
+        &mut self,
+        now: Time,
+        (launch, name): (LaunchId, &str),
+        ended: &[Launch],
+        exit: &Exit,
+    ) -> (End, bool) {
         // A worker that never reached its master was not searching for it again. One that a master
         // has refused takes the other workers of its pod along.
         let is_lost = |l: &Launch| !l.has_registered() && !l.is_excused();
@@ -87,12 +91,67 @@ impl Job {
         } else if is_excused || is_counted {
             self.log_event(format!("{name} has ended ({end})"));
         } else if is_own_fault {
-            self.count_failure(now, &format!("{name} {end}"), &[]);
+            if let Some(node) = ended.first().map(|l| &l.location().node) {
+                self.lifecycle.avoid_node(now, node);
+            }
+            let never_joined = !ended.iter().any(Launch::has_registered);
+            self.account_for_own_fault(now, &format!("{name} {end}"), never_joined, exit);
             self.reporting.explain_error(ended.iter().find_map(Launch::printed));
+        } else if is_kill(exit) && !ended.iter().any(Launch::is_killed) {
+            let why = ended.iter().find_map(Launch::explanation);
+            let why = why.map(|why| format!(" ({why})")).unwrap_or_default();
+            self.count_kill(now, launch, &format!("{name} {end}{why}"));
         } else {
             self.log_event(format!("{name} {end}, which is not counted as its failure"));
         }
         (reason, reason == End::Killed && ended.iter().any(Launch::is_killed))
+    }
+
+    fn account_for_own_fault(&mut self, now: Time, what: &str, never_joined: bool, exit: &Exit) {
+        let is_exit = matches!(exit, Exit::Code(code) if *code != EXIT_MASTER_LOST);
+        if !never_joined || !is_exit {
+            return self.count_failure(now, what, &[]);
+        }
+        // A program that ends in peace without joining does so every time.
+        if *exit == Exit::Code(0) && self.data.files().is_none() && self.lifecycle.is_running() {
+            let error = format!("{what} and never joined the job: {MUST_JOIN}");
+            self.reporting.note_failure(&error);
+            return self.end(now, Outcome::Failed, Some(error));
+        }
+        self.count_failure(now, &format!("{what} and never joined the job"), &[]);
+    }
+
+    /// Counts a kill from outside; fails the job if there are too many without progress.
+    fn count_kill(&mut self, now: Time, launch: LaunchId, what: &str) {
+        if !self.lifecycle.is_running() {
+            return self.log_event(format!("{what}, which is not counted as its failure"));
+        }
+        let (progress, newest) = (self.work_done(), LaunchId(self.workers.launches_made()));
+        let error = match self.lifecycle.restarts.count_kill(now, progress, launch, newest) {
+            Ok(start) => {
+                let kills = self.lifecycle.restarts.budget().kills_since_progress;
+                let how_often = match kills {
+                    0 | 1 => String::new(),
+                    kills => format!(" ({kills} kills without progress)"),
+                };
+                self.log_event(format!("{what}, which is not counted as its failure{how_often}"));
+                return self.out.set_timer(start, Timer::Relaunch);
+            }
+            Err(_) => {
+                let kills = self.lifecycle.restarts.budget().kills_since_progress;
+                format!(
+                    "{what}; this is kill {kills} of workers since the job made progress: \
+                     something on the machine ends them, or they run out of memory"
+                )
+            }
+        };
+        self.reporting.note_failure(&error);
+        self.end(now, Outcome::Failed, Some(error));
+    }
+
+    /// What the budget of failures is measured by: steps, or records of an inference job.
+    pub(crate) fn work_done(&self) -> u64 {
+        if self.spec.work.trains() { self.data.step() } else { self.data.counted() }
     }
 
     /// The user's rule for the end of a pod. Rules are about ends that the master has not caused,
@@ -172,13 +231,32 @@ impl Job {
         }
     }
 
+    /// Expects a launch to join the job within the start timeout.
+    pub(crate) fn await_hello(&mut self, now: Time, launch: LaunchId) {
+        self.out.set_timer(now + self.spec.start_timeout, Timer::Hello(launch));
+    }
+
+    /// A launch has used the processor or done I/O: its start may take longer.
+    pub(crate) fn on_launch_is_busy(&mut self, now: Time, launch: LaunchId) {
+        let joins = self.workers.get_launch(launch).is_some_and(|l| !l.has_registered());
+        if joins && self.out.has_timer(Timer::Hello(launch)) {
+            self.out.cancel_timer(Timer::Hello(launch));
+            self.await_hello(now, launch);
+        }
+    }
+
     pub(crate) fn on_hello_due(&mut self, now: Time, launch: LaunchId) {
         let l = self.workers.get_launch_mut(launch);
         let Some(silent) = l.filter(|l| !l.has_registered() && !l.is_killed()) else { return };
         silent.count_exit();
         self.release_rest_of_pod(now, launch);
         self.kill(launch);
-        let what = format!("launch {} sent no message for {} s", launch.0, HELLO_WAIT.as_secs());
+        let what = format!(
+            "launch {} has not joined the job for {} s (--start-timeout): {MUST_JOIN}",
+            launch.0,
+            self.spec.start_timeout.as_secs()
+        );
+        self.avoid_node_of(now, worker_of(launch));
         self.count_failure(now, &what, &[]);
         self.reconcile(now);
     }
@@ -195,8 +273,7 @@ impl Job {
         self.out.mark_dirty();
         self.reporting.note_failure(what);
         let max = self.spec.max_worker_restarts;
-        let progress = if self.spec.work.trains() { self.data.step() } else { self.data.counted() };
-        let error = match self.lifecycle.restarts.count(now, progress, ranges) {
+        let error = match self.lifecycle.restarts.count(now, self.work_done(), ranges) {
             Ok(start) => {
                 let counted = self.lifecycle.restarts.budget().since_progress;
                 self.log_event(format!(
@@ -204,7 +281,7 @@ impl Job {
                 ));
                 return self.out.set_timer(start, Timer::Relaunch);
             }
-            Err(TooMany::Failures(counted)) => format!(
+            Err(TooMany::Failures(counted) | TooMany::Kills(counted)) => format!(
                 "{what}; this is failure {counted} of workers since the job made progress, and \
                  at most {max} are allowed (--max-worker-restarts)"
             ),
@@ -217,5 +294,5 @@ impl Job {
     }
 }
 
-/// How long a launch may take from its start to its hello.
-pub(crate) const HELLO_WAIT: Duration = Duration::from_secs(60);
+/// What a program of a worker has to do.
+const MUST_JOIN: &str = "it must call elasticdl::run() (Rust) or elasticdl.torch.join() (Python)";

@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use super::exits::HELLO_WAIT;
 use crate::job::action::Action;
 use crate::job::event::{LaunchId, ReclaimCause, Wait};
 use crate::job::job::Job;
@@ -47,10 +46,11 @@ impl Job {
             }
             let launch = self.workers.launch(slot);
             for launch in self.workers.pod(launch) {
-                self.out.set_timer(now + HELLO_WAIT, Timer::Hello(launch));
+                self.await_hello(now, launch);
                 self.reporting.lifetimes.launch(now, worker_of(launch));
             }
-            self.out.push(Action::Launch { launch, slot });
+            let avoid = self.lifecycle.avoided_node(now).map(str::to_owned);
+            self.out.push(Action::Launch { launch, slot, avoid });
             self.out.mark_dirty();
             self.reserve_id_block();
             let initial = &mut self.lifecycle.initial_launches_left;
@@ -166,7 +166,7 @@ impl Job {
             let Some(l) = l.filter(|l| !l.has_registered() && !l.is_killed()) else { continue };
             l.schedule(Scheduling::Scheduled, None);
             if !self.out.has_timer(Timer::Hello(launch)) && !self.lifecycle.is_ending() {
-                self.out.set_timer(now + HELLO_WAIT, Timer::Hello(launch));
+                self.await_hello(now, launch);
             }
         }
         // Its worker may have connected before its start became known.

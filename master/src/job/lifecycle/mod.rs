@@ -3,6 +3,7 @@
 
 pub(crate) mod disconnected;
 mod exits;
+mod fatal_reports;
 mod launching;
 pub(crate) mod persisted;
 pub(crate) mod removal;

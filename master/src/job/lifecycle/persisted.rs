@@ -54,7 +54,9 @@ pub struct PersistedJob {
     pub(crate) failures: u32,
     #[serde(default)]
     pub(crate) failures_since_progress: u32,
-    /// The job's highest progress at its last failure.
+    #[serde(default)]
+    pub(crate) kills_since_progress: u32,
+    /// The job's highest progress at its last failure or kill.
     #[serde(default)]
     pub(crate) progress_at_failure: u64,
     pub(crate) launches_made: u64,
@@ -296,6 +298,7 @@ impl Job {
             initial_launches_left: lifecycle.initial_launches_left,
             failures: budget.counted,
             failures_since_progress: budget.since_progress,
+            kills_since_progress: budget.kills_since_progress,
             progress_at_failure: budget.progress,
             launches_made: workers.launches_made(),
             launches_reserved: lifecycle.reserved.launches,

@@ -1,11 +1,15 @@
 //! Restarts: which exits count as failures, and when a replacement may start.
 //!
-//! A process that was ended from outside is replaced at once, without a limit. An exit caused by
-//! the user's code is a *failure*. Failures use up a budget of `max_worker_restarts`, which is
+//! A process that was ended from outside is replaced, as long as the job makes progress. An exit
+//! caused by the user's code is a *failure*. Failures use up a budget of `max_worker_restarts`, which is
 //! refilled when the job makes progress: when the group commits a step that no group of this job
 //! had reached before. So occasional failures, even over a month or on one bad node, never end a
 //! job that makes progress; failures without progress do. Records on which the user's code fails
 //! repeatedly end the job even if it makes progress.
+//!
+//! *Kills* without progress are counted apart, with a larger budget: a program that the kernel ends
+//! for lack of memory would be restarted for ever. Workers that are killed together count as one
+//! kill.
 //!
 //! Each replacement waits longer than the previous one (exponential back-off), until no worker has
 //! failed for some time.
@@ -14,7 +18,7 @@ use std::time::Duration;
 
 use elasticdl_proto::RecordRange;
 
-use crate::job::event::Exit;
+use crate::job::event::{Exit, LaunchId};
 use crate::job::reporting::text::clip;
 use crate::job::time::Time;
 
@@ -30,6 +34,8 @@ pub(crate) struct Restarts {
     /// Consecutive failures, none of them long after the previous one.
     in_a_row: u32,
     last: Option<Time>,
+    /// The newest launch at the last counted kill.
+    newest_at_kill: LaunchId,
 }
 
 /// The part that outlives a master.
@@ -39,7 +45,9 @@ pub(crate) struct Budget {
     pub(crate) counted: u32,
     /// Failures since the last progress.
     pub(crate) since_progress: u32,
-    /// Highest progress at the last failure: steps, or records of an inference job.
+    /// Kills from outside since the last progress.
+    pub(crate) kills_since_progress: u32,
+    /// Highest progress at the last failure or kill: steps, or records of an inference job.
     pub(crate) progress: u64,
 }
 
@@ -48,13 +56,23 @@ pub(crate) struct Budget {
 pub(crate) enum TooMany {
     /// Number of failures without progress.
     Failures(u32),
+    /// Number of kills without progress.
+    Kills(u32),
     /// Number of workers that failed on the same record.
     OnRecord(u32),
 }
 
 impl Restarts {
     pub(crate) fn new(max: u32, budget: Budget) -> Self {
-        Self { max, budget, waiting: Vec::new(), failed_on: Vec::new(), in_a_row: 0, last: None }
+        Self {
+            max,
+            budget,
+            waiting: Vec::new(),
+            failed_on: Vec::new(),
+            in_a_row: 0,
+            last: None,
+            newest_at_kill: LaunchId(0),
+        }
     }
 
     /// Counts a failure at `progress`. Returns when the replacement may start.
@@ -69,9 +87,7 @@ impl Restarts {
     ) -> Result<Time, TooMany> {
         let Self { max, budget, .. } = self;
         budget.counted = budget.counted.saturating_add(1);
-        if progress > budget.progress {
-            (budget.progress, budget.since_progress) = (progress, 0);
-        }
+        budget.note_progress(progress);
         budget.since_progress = budget.since_progress.saturating_add(1);
         if budget.since_progress > *max {
             return Err(TooMany::Failures(budget.since_progress));
@@ -83,15 +99,46 @@ impl Restarts {
         Ok(self.back_off(now))
     }
 
+    /// Counts a kill of `launch` from outside at `progress`; `newest` is the newest launch. Returns
+    /// when the replacement may start.
+    ///
+    /// # Errors
+    /// The job has failed.
+    pub(crate) fn count_kill(
+        &mut self,
+        now: Time,
+        progress: u64,
+        launch: LaunchId,
+        newest: LaunchId,
+    ) -> Result<Time, TooMany> {
+        self.budget.note_progress(progress);
+        let kills = &mut self.budget.kills_since_progress;
+        // A launch that ran when the last kill was counted may have been killed together with that.
+        if launch > self.newest_at_kill {
+            self.newest_at_kill = newest;
+            *kills = kills.saturating_add(1);
+        }
+        if *kills > self.max.max(KILLS_MAX) {
+            return Err(TooMany::Kills(*kills));
+        }
+        let start = now + delay(*kills);
+        self.wait_until(now, start);
+        Ok(start)
+    }
+
+    fn wait_until(&mut self, now: Time, start: Time) {
+        if start > now {
+            self.waiting.push(start);
+        }
+    }
+
     /// Delays a replacement, longer than the one before. Returns when it may start.
     pub(crate) fn back_off(&mut self, now: Time) -> Time {
         let is_in_a_row = self.last.is_some_and(|last| now.0.saturating_sub(last.0) < CALM);
         self.in_a_row = if is_in_a_row { self.in_a_row.saturating_add(1) } else { 1 };
         self.last = Some(now);
         let start = now + delay(self.in_a_row);
-        if start > now {
-            self.waiting.push(start);
-        }
+        self.wait_until(now, start);
         start
     }
 
@@ -131,12 +178,25 @@ impl Restarts {
     }
 }
 
+impl Budget {
+    fn note_progress(&mut self, progress: u64) {
+        if progress > self.progress {
+            (self.progress, self.since_progress, self.kills_since_progress) = (progress, 0, 0);
+        }
+    }
+}
+
+/// Whether a process was ended from outside by a signal.
+pub(crate) fn is_kill(exit: &Exit) -> bool {
+    matches!(exit, Exit::Signal(SIGHUP | SIGINT | SIGKILL | SIGTERM))
+}
+
 /// Whether an unexpected exit was caused by the user's code or its resource use.
 pub(crate) fn is_own_fault(exit: &Exit) -> bool {
     match exit {
         Exit::Code(EXIT_MASTER_LOST | EXIT_TERMINATED) => false,
         Exit::Code(_) | Exit::NotStarted(_) | Exit::OverLimit(_) => true,
-        Exit::Signal(signal) => !matches!(signal, &SIGHUP | &SIGINT | &SIGKILL | &SIGTERM),
+        Exit::Signal(_) => !is_kill(exit),
         Exit::Reclaimed { .. } | Exit::Unknown => false,
     }
 }
@@ -180,6 +240,8 @@ const EXIT_TERMINATED: i32 = 143;
 
 /// A failure this long after the previous one starts a new sequence.
 const CALM: Duration = Duration::from_secs(300);
+/// Kills without progress after which the job fails, unless more failures are allowed.
+const KILLS_MAX: u32 = 20;
 /// Failures whose records are compared.
 const FAILURES_KEPT: usize = 64;
 
@@ -257,6 +319,25 @@ mod tests {
     }
 
     #[test]
+    fn kills_without_progress_wait_longer_each_time_and_end_the_job() {
+        let mut restarts = Restarts::new(3, Budget::default());
+        let mut kill = |progress, launch| {
+            let newest = LaunchId(launch + 1);
+            let start = restarts.count_kill(at(0), progress, LaunchId(launch), newest);
+            start.map(|start| start.0.as_millis())
+        };
+        // Two workers are killed together; then their replacements, the last of them too early.
+        assert_eq!([kill(0, 1), kill(0, 2)], [Ok(0), Ok(0)]);
+        assert_eq!([kill(0, 3), kill(0, 5), kill(0, 7)], [Ok(250), Ok(500), Ok(1000)]);
+        // Progress refills the budget.
+        assert_eq!([kill(9, 9), kill(9, 11)], [Ok(0), Ok(250)]);
+        for launch in (13..49).step_by(2) {
+            assert!(kill(9, launch).is_ok(), "{launch}");
+        }
+        assert_eq!(kill(9, 49), Err(TooMany::Kills(21)));
+    }
+
+    #[test]
     fn a_failure_after_a_calm_time_is_replaced_at_once() {
         let mut restarts = Restarts::new(9, Budget::default());
         assert_eq!(restarts.count(at(0), 0, &[]), Ok(at(0)));
@@ -274,7 +355,10 @@ mod tests {
         assert!(restarts.count(at(200), 5, &[]).is_ok());
         let mut next = Restarts::new(2, restarts.budget());
         assert_eq!(next.count(at(201), 100, &[]), Err(TooMany::Failures(3)));
-        assert_eq!(next.budget(), Budget { counted: 102, since_progress: 3, progress: 100 });
+        assert_eq!(
+            next.budget(),
+            Budget { counted: 102, since_progress: 3, progress: 100, kills_since_progress: 0 }
+        );
     }
 
     #[test]

@@ -1,7 +1,10 @@
 //! The phase of a job, what the user wants, and what a master waits for.
 
+use std::time::Duration;
+
 use elasticdl_proto::{Generation, WorkerId};
 
+use super::fatal_reports::FatalReports;
 use super::restart::{Budget, Restarts};
 use super::takeover_state::Takeover;
 use crate::job::action::Outcome;
@@ -17,6 +20,13 @@ pub(crate) struct Lifecycle {
     /// Launches left that fill a slot for the first time; every further launch is a restart.
     pub(super) initial_launches_left: u32,
     pub(super) restarts: Restarts,
+    pub(super) fatal_reports: FatalReports,
+    /// The node of the last failure, and until when it is avoided.
+    avoided: Option<(String, Time)>,
+    /// The longest evaluation of the group so far.
+    pub(crate) longest_evaluation: Duration,
+    /// When a group last began without a state, if this master knows it.
+    pub(super) began: Option<Time>,
     /// Set while a previous master's group is being taken over.
     pub(super) takeover: Option<Takeover>,
     /// End of the join window: how long a group without a state waits for further workers.
@@ -62,6 +72,10 @@ impl Lifecycle {
             wanted: spec.num_workers,
             initial_launches_left: spec.num_workers,
             restarts: Restarts::new(spec.max_worker_restarts, Budget::default()),
+            fatal_reports: FatalReports::default(),
+            avoided: None,
+            longest_evaluation: Duration::ZERO,
+            began: None,
             takeover: None,
             join_window_until: None,
             unschedulable_until: None,
@@ -128,6 +142,24 @@ impl Lifecycle {
         self.phase = phase;
     }
 
+    /// Notes a failure on `node`, if its name is known: other nodes are better for a while.
+    pub(crate) fn avoid_node(&mut self, now: Time, node: &str) {
+        if !node.is_empty() {
+            self.avoided = Some((node.to_owned(), now + AVOID_NODE_FOR));
+        }
+    }
+
+    /// The node on which a worker has failed a short while ago.
+    pub(crate) fn avoided_node(&self, now: Time) -> Option<&str> {
+        let (node, until) = self.avoided.as_ref()?;
+        (now < *until).then_some(node)
+    }
+
+    /// Notes that a group begins without a state.
+    pub(crate) fn begin(&mut self, now: Time) {
+        self.began = Some(now);
+    }
+
     /// Failures of workers so far.
     #[cfg(test)]
     pub(crate) fn failures(&self) -> u32 {
@@ -176,3 +208,6 @@ impl Lifecycle {
         self.join_window_until = None;
     }
 }
+
+/// How long a node is avoided after a failure. Longer than the pauses between replacements.
+const AVOID_NODE_FOR: Duration = Duration::from_secs(300);

@@ -5,11 +5,19 @@
 //!  no worker holds the state ──no checkpoint can exist──► failed, or (if allowed) restarted
 //!          └──► new workers ──from a checkpoint──► on
 //!                           └─from step 0──► failed, or (if allowed) on
+//!
+//!  It is allowed by --restart-without-checkpoint, and until the first checkpoint is due: the
+//!  beginning counts as a checkpoint.
+//!
 //!  all members leave ──► checkpoint requested ──replacements take over──► on
 //!                              └──none starting, or half the grace──► suspended with a checkpoint
 //! ```
 //!
 //! **Invariant:** every lost state is counted and logged.
+
+use std::time::Duration;
+
+use elasticdl_proto::CheckpointEvery;
 
 use crate::job::action::{MasterMessage, Outcome};
 use crate::job::job::Job;
@@ -27,7 +35,7 @@ impl Job {
             && spec.work.trains()
             && self.data.step() > 0
             && self.reporting.has_formed()
-            && !(may_begin || spec.restart_without_checkpoint || self.may_hold_state());
+            && !(may_begin || self.may_begin_again() || self.may_hold_state());
         if is_lost {
             self.on_state_lost(now, self.data.step());
         }
@@ -44,7 +52,32 @@ impl Job {
             return false;
         }
         self.on_state_lost(now, self.data.step());
-        !self.spec.restart_without_checkpoint
+        !self.lifecycle.is_active()
+    }
+
+    /// Whether training may begin again from nothing, if the state is lost.
+    fn may_begin_again(&self) -> bool {
+        self.spec.restart_without_checkpoint || self.is_before_first_checkpoint()
+    }
+
+    /// Whether the first checkpoint was not due yet, or may still be being written, when the group
+    /// made its last step. A job without checkpoints is treated as one with the default interval.
+    fn is_before_first_checkpoint(&self) -> bool {
+        if self.reporting.has_checkpoint() {
+            return false;
+        }
+        match self.spec.checkpoints.as_ref().map(|kept| kept.every) {
+            Some(CheckpointEvery::Steps(steps)) => self.data.step() <= steps.get() * 2,
+            Some(CheckpointEvery::Time(interval)) => self.trained() <= interval * 2,
+            None => self.trained() <= INTERVAL_WITHOUT_CHECKPOINTS,
+        }
+    }
+
+    /// The time from the beginning of the training to the last step.
+    fn trained(&self) -> Duration {
+        let began =
+            self.lifecycle.began.or_else(|| self.reporting.formed_first()).unwrap_or_default();
+        self.reporting.reported_last().since(began)
     }
 
     fn on_state_lost(&mut self, now: Time, step: u64) {
@@ -58,8 +91,12 @@ impl Job {
             "all workers are lost{cause}, and with them the state of step {step}, of which there \
              is no checkpoint"
         );
-        if self.spec.restart_without_checkpoint {
-            return self.log_event(format!("{what}; training starts again from nothing"));
+        if self.may_begin_again() {
+            let why = match self.spec.restart_without_checkpoint {
+                true => "",
+                false => ", as it had only just begun",
+            };
+            return self.log_event(format!("{what}; training begins again from nothing{why}"));
         }
         let wanted = match self.spec.checkpoints {
             Some(_) => "keep them more often with --checkpoint-every",
@@ -153,3 +190,6 @@ impl Job {
         self.launch_missing(now);
     }
 }
+
+/// The default of `--checkpoint-every`.
+const INTERVAL_WITHOUT_CHECKPOINTS: Duration = Duration::from_secs(300);

@@ -25,7 +25,6 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use elasticdl_proto::{Generation, WorkerId};
 
-use super::exits::HELLO_WAIT;
 use super::persisted::{PersistedJob, PersistedLaunch, PersistedShutdown};
 use super::removal::RELEASE_WAIT;
 use super::restart::{Budget, Restarts};
@@ -62,6 +61,7 @@ impl Job {
         let budget = Budget {
             counted: record.failures,
             since_progress: record.failures_since_progress,
+            kills_since_progress: record.kills_since_progress,
             progress: record.progress_at_failure,
         };
         job.lifecycle.restarts = Restarts::new(job.spec.max_worker_restarts, budget);
@@ -126,7 +126,7 @@ impl Job {
         for (l, is_gone) in launches.iter().zip(is_gone) {
             match l.worker {
                 _ if is_gone => self.kill(l.launch),
-                None => self.out.set_timer(now + HELLO_WAIT, Timer::Hello(l.launch)),
+                None => self.await_hello(now, l.launch),
                 Some(_) if l.leaving => {
                     self.out.set_timer(now + RELEASE_WAIT, Timer::Kill(l.launch));
                 }
@@ -166,6 +166,7 @@ impl Job {
         if self.spec.work.trains() && (has_group || self.workers.has_disconnected()) {
             self.lifecycle.takeover = Some(Takeover::new(was_formed));
         }
+        self.group.note_progress(now);
         self.watch_reconnections(now);
         self.launch_missing(now);
         self.reconcile(now);

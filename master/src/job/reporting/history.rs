@@ -1,6 +1,7 @@
 //! The history of a job, for its status and its summary.
 //!
-//! **Invariant:** nothing here grows without limit, and nothing here decides anything.
+//! **Invariant:** nothing here grows without limit, and nothing here decides anything. What it
+//! knows of the beginning and of checkpoints is evidence for others.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
@@ -140,6 +141,26 @@ impl JobHistory {
     /// Whether a group has ever formed.
     pub(crate) fn has_formed(&self) -> bool {
         self.totals.formed_first.is_some()
+    }
+
+    /// When the first group formed.
+    pub(crate) fn formed_first(&self) -> Option<Time> {
+        self.totals.formed_first
+    }
+
+    /// Step of the last evaluation; 0 before the first.
+    pub(crate) fn last_evaluated(&self) -> u64 {
+        self.evaluations.all.last().map_or(0, |evaluated| evaluated.step)
+    }
+
+    /// Whether a worker waits for storage that does not answer.
+    pub(crate) fn waits_for_storage(&self) -> bool {
+        !self.storage_waits.waiting.is_empty()
+    }
+
+    /// When the group last reported commits.
+    pub(crate) fn reported_last(&self) -> Time {
+        self.totals.reported_last
     }
 
     /// Notes that the state contains `total` skipped steps. Returns a log line for the 1st, 2nd,

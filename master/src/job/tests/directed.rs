@@ -148,7 +148,7 @@ pub(super) fn launch(i: u64) -> Action {
 }
 
 pub(super) fn launch_at(i: u64, slot: u32) -> Action {
-    Action::Launch { launch: LaunchId(i), slot }
+    Action::Launch { launch: LaunchId(i), slot, avoid: None }
 }
 
 #[test]
@@ -443,8 +443,12 @@ fn one_failure_too_many_fails_the_job_with_the_users_error() {
 }
 
 #[test]
-fn a_fatal_failure_ends_the_job_at_once() {
-    let mut job = started(spec(), &[20]);
+fn a_fatal_failure_at_the_start_ends_the_job_at_once() {
+    let mut job = Job::new(spec());
+    connect(&mut job, 1);
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    (2..=3).for_each(|i| connect(&mut job, i));
+    actions(&mut job);
     let error = "x".repeat(10_000);
     deliver(&mut job, 2, WorkerMessage::Failed { error, ranges: Vec::new(), fatal: true });
     let sent = actions(&mut job);
@@ -545,8 +549,8 @@ fn a_job_that_is_stopped_at_once_has_ended_whatever_state_it_was_in() {
     // A job that waits for the exits of its workers keeps its outcome.
     let mut job = started(spec(), &[21]);
     let fatal = WorkerMessage::Failed { error: "e".into(), ranges: vec![], fatal: true };
-    deliver(&mut job, 1, fatal);
+    [1, 2].into_iter().for_each(|worker| deliver(&mut job, worker, fatal.clone()));
     actions(&mut job);
     job.handle(at(200), Event::StopNow);
-    assert_eq!(actions(&mut job), end(Outcome::Failed));
+    assert_eq!(actions(&mut job), end(Outcome::Failed)[1..]);
 }

@@ -8,7 +8,7 @@ use rand::RngExt;
 use super::super::*;
 use super::ops::Fault;
 use super::partitions::WORKER_TIMEOUT;
-use super::world::World;
+use super::world::{World, index};
 use crate::job::testing::spec;
 
 /// Applies one letter of the reduced alphabet: an event of the oldest or the youngest worker, or of
@@ -188,7 +188,12 @@ fn random_fault(world: &mut World, max_workers: u32) {
         0..12 => {
             Fault::Exit(victim, Exit::Signal(signals[world.rng.random_range(0..signals.len())]))
         }
-        12..15 => Fault::Exit(victim, Exit::Code(world.rng.random_range(0..2))),
+        12..15 => {
+            let code: i32 = world.rng.random_range(0..2);
+            // A program that exits with 0 and has never joined ends the job.
+            let has_joined = world.processes[index(victim)].worker.is_some();
+            Fault::Exit(victim, Exit::Code(if has_joined { code } else { 1 }))
+        }
         15..21 => Fault::Leave(victim),
         21..23 => Fault::Fail(victim),
         23..27 => Fault::Freeze(victim),

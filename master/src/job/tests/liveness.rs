@@ -5,7 +5,7 @@ use std::time::Duration;
 use elasticdl_proto::{DisconnectedStatus, RankStep, WorkerId};
 
 use super::super::*;
-use super::directed::{actions, at, connect, started};
+use super::directed::{actions, at, connect, launch_at, started};
 use crate::job::testing::spec;
 
 /// A started job with a worker timeout of one second; heartbeats are checked every 50 ms.
@@ -73,7 +73,7 @@ fn a_silent_worker_is_evicted_killed_and_replaced() {
     let record = job.summary(at(1150)).memberships.pop().unwrap();
     assert_eq!((record.cause, record.lost), (Cause::Hung, vec![WorkerId(2)]));
     job.handle(at(1200), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Signal(9) });
-    assert!(actions(&mut job).contains(&Action::Launch { launch: LaunchId(4), slot: 1 }));
+    assert!(actions(&mut job).contains(&launch_at(4, 1)));
 }
 
 #[test]

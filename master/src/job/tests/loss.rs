@@ -6,7 +6,8 @@ use super::super::*;
 use super::directed::{actions, at, committed, connect, deliver, finished, formed, started};
 use crate::job::testing::spec;
 
-/// A job with a single worker, which is also its minimum.
+/// A job with a single worker, which is also its minimum. Its first checkpoint is due before any
+/// state of these tests is lost.
 fn alone(checkpoints: bool) -> JobSpec {
     let every = CheckpointEvery::Time(std::time::Duration::from_secs(60));
     let kept = CheckpointSpec { dir: "/c".into(), every, keep: 3, exclusive: false };
@@ -19,13 +20,20 @@ fn alone(checkpoints: bool) -> JobSpec {
     }
 }
 
+/// The group commits three steps when the first checkpoint should long have been written.
+fn trains_late(job: &mut Job) {
+    let (worker, message) = (WorkerId(1), committed(1, 3, &[(0, 12)]));
+    job.handle(at(3_600_000), Event::Message { worker, message });
+}
+
 fn lose(job: &mut Job, worker: u64) {
     job.handle(at(0), Event::Disconnected { worker: WorkerId(worker) });
     job.handle(at(0), Event::ProcessEnded { launch: LaunchId(worker), exit: Exit::Signal(9) });
 }
 
-/// A new worker joins and forms the next group at `step`.
+/// A new worker joins, after its back-off, and forms the next group at `step`.
 fn replaced(job: &mut Job, worker: u64, generation: u64, step: u64) {
+    job.handle_timeout(at(1000));
     connect(job, worker);
     deliver(job, worker, WorkerMessage::Ready { parameters: 10 });
     deliver(job, worker, formed(generation, step, &[]));
@@ -40,7 +48,7 @@ fn ends(job: &mut Job) -> Option<String> {
 #[test]
 fn a_state_without_any_checkpoint_is_lost_with_its_last_worker_at_once() {
     let mut job = started(alone(false), &[20]);
-    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    trains_late(&mut job);
     lose(&mut job, 1);
     let error = ends(&mut job).unwrap();
     assert!(
@@ -58,7 +66,7 @@ fn a_state_without_any_checkpoint_is_lost_with_its_last_worker_at_once() {
 fn with_checkpoints_the_next_group_reports_whether_one_existed() {
     for (restored, step, lost) in [(true, 2, false), (true, 0, false), (false, 0, true)] {
         let mut job = started(alone(true), &[20]);
-        deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+        trains_late(&mut job);
         lose(&mut job, 1);
         assert_eq!(ends(&mut job), None);
         connect(&mut job, 2);
@@ -78,7 +86,7 @@ fn with_restart_without_checkpoint_training_starts_again_and_each_loss_is_counte
     for checkpoints in [false, true] {
         let mut job =
             started(JobSpec { restart_without_checkpoint: true, ..alone(checkpoints) }, &[20]);
-        deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+        trains_late(&mut job);
         lose(&mut job, 1);
         replaced(&mut job, 2, 2, 0);
         deliver(&mut job, 2, committed(2, 1, &[(0, 4)]));
@@ -96,7 +104,7 @@ fn with_restart_without_checkpoint_training_starts_again_and_each_loss_is_counte
 #[test]
 fn a_joiner_that_has_fetched_the_state_may_provide_it() {
     let mut job = started(JobSpec { max_workers: 2, ..alone(false) }, &[20]);
-    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    trains_late(&mut job);
     job.handle(at(0), Event::Scale { num_workers: 2 });
     connect(&mut job, 2);
     deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });

@@ -384,7 +384,9 @@ impl World {
                 p.up.push_back(WorkerMessage::Described(Ok(dataset(&[records]))))
             }
             MasterMessage::Drain => p.drained = true,
-            MasterMessage::Joiners(_) | MasterMessage::KeepCheckpoint => {}
+            MasterMessage::Joiners(_)
+            | MasterMessage::KeepCheckpoint
+            | MasterMessage::ReportStacks => {}
             MasterMessage::Lease(_) => panic!("a group needs no leases"),
             MasterMessage::Suspend => panic!("there is no place for checkpoints"),
             MasterMessage::Fetch(donors) => {

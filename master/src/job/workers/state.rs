@@ -45,6 +45,8 @@ pub(crate) struct Launch {
     class: Option<String>,
     /// Last lines of its output, once it has ended.
     printed: Option<String>,
+    /// What removed it, once that is known.
+    explanation: Option<String>,
     /// Where it runs.
     location: Location,
 }
@@ -350,6 +352,15 @@ impl Launch {
     /// Last lines of its output, once it has ended.
     pub(crate) fn printed(&self) -> Option<&str> {
         self.printed.as_deref()
+    }
+
+    /// What removed it, once that is known.
+    pub(crate) fn explanation(&self) -> Option<&str> {
+        self.explanation.as_deref()
+    }
+
+    pub(crate) fn set_explanation(&mut self, explanation: &str) {
+        self.explanation = Some(explanation.to_owned());
     }
 
     pub(crate) fn set_printed(&mut self, lines: String) {

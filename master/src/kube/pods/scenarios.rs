@@ -372,7 +372,7 @@ async fn pods_of_several_workers_are_created_and_replaced_as_one() {
     let act = |job: &mut Job, pods: &Pods| {
         while let Some(action) = job.poll_action() {
             match action {
-                Action::Launch { launch, slot } => pods.start(launch, slot),
+                Action::Launch { launch, slot, .. } => pods.start(launch, slot),
                 Action::Kill { launch } => pods.kill(launch),
                 _ => {}
             }

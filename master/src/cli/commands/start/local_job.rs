@@ -185,6 +185,8 @@ mod tests {
             seed: 0,
             max_worker_restarts: 3,
             worker_timeout: Some(Duration::from_millis(800)),
+            step_timeout: None,
+            start_timeout: Duration::from_secs(600),
             master_timeout: Duration::from_secs(30),
             checkpoints: None,
             resume_from: None,

@@ -122,6 +122,8 @@ impl StartRequest {
             seed: 0,
             max_worker_restarts: self.workers.max_worker_restarts,
             worker_timeout: Some(self.workers.worker_timeout),
+            step_timeout: self.workers.step_timeout,
+            start_timeout: self.workers.start_timeout,
             master_timeout: self.workers.master_timeout,
             checkpoints: None,
             resume_from: None,

@@ -1,0 +1,136 @@
+//! Hung members: the trainer thread of a member does not return, although its control thread sends
+//! heartbeats.
+//!
+//! A member computes for as long as it needs, and the others wait for it. What is too long follows
+//! from the job itself: `--step-timeout`, or by default many times the longest usual step. Then
+//! the worker writes the stacks of its threads to its log, and is evicted. That is a failure: code
+//! that hangs at the same step each time ends the job.
+//!
+//! ```text
+//!  all others wait ──limit──► ReportStacks ──STACKS_WAIT──► evicted, counted, replaced
+//! ```
+//!
+//! A group in which nobody waits and nothing is committed hangs as well. Its last member goes
+//! first, so that the others, if they hold the state, can show that they live.
+//!
+//! **Invariant:** a group that evaluates, starts from a checkpoint, waits for storage, or writes
+//! its final state is not judged by the length of its steps.
+
+use std::time::Duration;
+
+use elasticdl_proto::WorkerId;
+
+use crate::job::action::MasterMessage;
+use crate::job::job::Job;
+use crate::job::outbox::Timer;
+use crate::job::time::Time;
+
+impl Job {
+    /// Asks hung members for their stacks; they are evicted soon after.
+    pub(crate) fn check_for_hung(&mut self, now: Time) {
+        for worker in self.hung_members(now) {
+            if !self.out.has_timer(Timer::Hung(worker)) {
+                self.send(worker, MasterMessage::ReportStacks);
+                self.out.set_timer(now + STACKS_WAIT, Timer::Hung(worker));
+            }
+        }
+    }
+
+    /// Evicts a member that was asked for its stacks, if it still hangs.
+    pub(crate) fn on_hung_due(&mut self, now: Time, worker: WorkerId) {
+        if !self.hung_members(now).contains(&worker) {
+            return;
+        }
+        let seconds = now.since(self.group.progressed()).as_secs();
+        let why = format!(
+            "has not finished its part of a step for {seconds} s (--step-timeout); the stacks of \
+             its threads are in its log"
+        );
+        self.avoid_node_of(now, worker);
+        self.count_exit(worker);
+        self.evict(now, worker, &why);
+        self.count_failure(now, &format!("worker {worker} {why}"), &[]);
+        self.reconcile(now);
+    }
+
+    /// Notes that the group has evaluated its model.
+    pub(crate) fn note_evaluation(&mut self, now: Time) {
+        let took = now.since(self.group.progressed());
+        self.lifecycle.longest_evaluation = self.lifecycle.longest_evaluation.max(took);
+        self.group.note_progress(now);
+    }
+
+    /// The members that compute for longer than the limit while nothing else happens.
+    fn hung_members(&self, now: Time) -> Vec<WorkerId> {
+        let is_judged = self.lifecycle.is_running()
+            && self.spec.work.trains()
+            && !self.lifecycle.is_taking_over()
+            && !self.workers.has_disconnected_members()
+            && !(self.group.is_broken() || self.group.awaits_explanation())
+            && self.group.finishing_since().is_none()
+            && !self.is_at_end()
+            && !self.reporting.waits_for_storage();
+        let Some(heartbeat) = self.spec.heartbeat().filter(|_| is_judged) else {
+            return Vec::new();
+        };
+        let (limit, mut others_wait, mut computing) = (self.step_limit(), false, Vec::new());
+        for id in self.taking_part() {
+            let Some(w) = self.workers.get(id) else { continue };
+            match w.stalled() {
+                // Silent members are judged by the heartbeat check.
+                _ if !w.is_heard(now, heartbeat) => return Vec::new(),
+                None => computing.push(id),
+                Some(stalled)
+                    if stalled.is_long(now, limit, heartbeat)
+                        && self.group.is_stall_of(stalled.stall()) =>
+                {
+                    others_wait = true;
+                }
+                Some(_) => return Vec::new(),
+            }
+        }
+        if others_wait {
+            computing
+        } else if now.since(self.group.progressed()) > limit {
+            computing.pop().into_iter().collect()
+        } else {
+            Vec::new()
+        }
+    }
+
+    /// How long a member may compute while the others wait.
+    fn step_limit(&self) -> Duration {
+        let longest = self.longest_step();
+        let learned =
+            if longest.is_zero() { LIMIT_UNKNOWN } else { (longest * USUAL_TIMES).max(LIMIT_MIN) };
+        let limit = self.spec.step_timeout.unwrap_or(learned);
+        let creates_state = !self.group.is_formed() && !self.group.carries_state();
+        if creates_state || self.is_evaluating() {
+            limit.max(LIMIT_UNKNOWN).max(self.lifecycle.longest_evaluation * USUAL_TIMES)
+        } else {
+            limit
+        }
+    }
+
+    /// Whether an evaluation is due at this step.
+    fn is_evaluating(&self) -> bool {
+        let Some(every) = self.spec.validation.as_ref().and_then(|v| v.every) else { return false };
+        let (step, last) = (self.data.step(), self.reporting.last_evaluated());
+        every > 0 && step / every > last / every
+    }
+
+    /// Whether the group has made its last step: it evaluates, exports and writes a checkpoint.
+    fn is_at_end(&self) -> bool {
+        self.spec.max_steps.is_some_and(|max| self.data.step() >= max)
+            || self.data.counted() >= self.data.expected()
+    }
+}
+
+/// How long a hung member may take to write the stacks of its threads.
+const STACKS_WAIT: Duration = Duration::from_secs(2);
+/// The least limit that is learned: users' code compiles, loads and prints in a step.
+const LIMIT_MIN: Duration = Duration::from_secs(600);
+/// The limit while no step, or no evaluation, has shown how long it takes.
+const LIMIT_UNKNOWN: Duration = Duration::from_secs(3600);
+/// A step this many times as long as usual hangs.
+const USUAL_TIMES: u32 = 20;

@@ -1,0 +1,152 @@
+//! Members whose trainer thread does not return.
+
+use std::time::Duration;
+
+use elasticdl_proto::{Evaluated, WorkerId};
+
+use super::super::*;
+use super::directed::{actions, at, committed, started};
+use crate::job::testing::spec;
+
+fn job(workers: u32, step_timeout: Option<u64>) -> Job {
+    let spec = JobSpec {
+        num_workers: workers,
+        worker_timeout: Some(Duration::from_secs(1)),
+        step_timeout: step_timeout.map(Duration::from_secs),
+        ..spec()
+    };
+    started(spec, &[40])
+}
+
+fn deliver(job: &mut Job, ms: u64, worker: u64, message: WorkerMessage) {
+    job.handle(at(ms), Event::Message { worker: WorkerId(worker), message });
+}
+
+/// Passes the seconds from `from` to `until`. All `workers` send heartbeats; those of `waiting` have
+/// waited since the second that is given.
+fn pass(job: &mut Job, (from, until): (u64, u64), workers: &[u64], waiting: &[(u64, u64)]) {
+    for ms in (from * 1000..until * 1000).step_by(50) {
+        for &worker in workers {
+            let since = waiting.iter().find(|w| w.0 == worker).map(|w| w.1 * 1000);
+            let stall = since.map(|since| Stall {
+                generation: job.group.generation(),
+                operation: 5,
+                received: 0,
+                sent: 0,
+                waits_for_next: false,
+                since: Duration::from_millis(ms.saturating_sub(since)),
+            });
+            deliver(job, ms, worker, WorkerMessage::Heartbeat(stall));
+        }
+        job.handle_timeout(at(ms));
+    }
+}
+
+/// The workers that were asked for their stacks, and those that were killed.
+fn asked_and_killed(job: &mut Job) -> (Vec<u64>, Vec<u64>) {
+    let (mut asked, mut killed) = (Vec::new(), Vec::new());
+    for action in actions(job) {
+        match action {
+            Action::Send { worker, message: MasterMessage::ReportStacks } => asked.push(worker.0),
+            Action::Kill { launch } => killed.push(launch.0),
+            _ => {}
+        }
+    }
+    (asked, killed)
+}
+
+#[test]
+fn a_member_for_which_all_others_wait_too_long_reports_its_stacks_and_is_evicted() {
+    let mut job = job(3, Some(30));
+    pass(&mut job, (0, 30), &[1, 2, 3], &[(1, 0), (3, 0)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    pass(&mut job, (30, 31), &[1, 2, 3], &[(1, 0), (3, 0)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![2], vec![]));
+    pass(&mut job, (31, 33), &[1, 2, 3], &[(1, 0), (3, 0)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![2]));
+    // A hang is a failure of the program.
+    assert_eq!(job.lifecycle.failures(), 1);
+    job.handle(at(33_000), Event::ProcessEnded { launch: LaunchId(2), exit: Exit::Signal(9) });
+    assert_eq!(job.lifecycle.failures(), 1);
+    let launched = |a: &Action| matches!(a, Action::Launch { .. });
+    assert!(actions(&mut job).iter().any(launched));
+}
+
+#[test]
+fn a_member_that_finishes_its_part_meanwhile_stays() {
+    let mut job = job(3, Some(30));
+    pass(&mut job, (0, 31), &[1, 2, 3], &[(1, 0), (3, 0)]);
+    assert_eq!(asked_and_killed(&mut job).0, [2]);
+    deliver(&mut job, 31_000, 1, committed(1, 1, &[(0, 4)]));
+    pass(&mut job, (31, 40), &[1, 2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+}
+
+#[test]
+fn a_worker_that_trains_alone_is_evicted_as_well() {
+    let mut job = job(1, Some(30));
+    deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
+    pass(&mut job, (0, 29), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    pass(&mut job, (29, 34), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![1], vec![1]));
+}
+
+#[test]
+fn the_default_is_learned_from_the_job_and_not_below_ten_minutes() {
+    let mut job = job(1, None);
+    pass(&mut job, (0, 3590), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job).0, [0; 0], "no step is known yet");
+    for (step, compute_us) in (1..=3).map(|step| (step, 60_000_000)) {
+        let WorkerMessage::Committed(mut report) =
+            committed(1, step, &[(4 * (step - 1), 4 * step)])
+        else {
+            unreachable!()
+        };
+        report.ranks[0].compute_us = compute_us;
+        deliver(&mut job, 3_590_000, 1, WorkerMessage::Committed(report));
+    }
+    // 20 times a minute.
+    pass(&mut job, (3590, 4790), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job).0, [0; 0]);
+    pass(&mut job, (4790, 4792), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job).0, [1]);
+}
+
+#[test]
+fn an_evaluation_is_not_a_step() {
+    let validation = ValidationSpec {
+        data: "v".into(),
+        every: Some(1),
+        metric: "loss".into(),
+        highest: false,
+        patience: None,
+        split: None,
+        export_best: None,
+    };
+    let spec = JobSpec {
+        num_workers: 1,
+        worker_timeout: Some(Duration::from_secs(1)),
+        step_timeout: Some(Duration::from_secs(30)),
+        validation: Some(validation),
+        ..spec()
+    };
+    let mut job = started(spec, &[40]);
+    deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
+    pass(&mut job, (0, 600), &[1], &[]);
+    let evaluated = Evaluated { step: 1, records: 4, metrics: Default::default() };
+    deliver(&mut job, 600_000, 1, WorkerMessage::Evaluated(evaluated));
+    assert_eq!(asked_and_killed(&mut job).0, [0; 0]);
+    pass(&mut job, (600, 632), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job).0, [1]);
+}
+
+#[test]
+fn a_worker_that_waits_for_storage_does_not_hang() {
+    let mut job = job(1, Some(30));
+    let wait =
+        WorkerMessage::StorageWait { storage: Some("s3".into()), waited: Duration::from_secs(1) };
+    deliver(&mut job, 0, 1, wait);
+    pass(&mut job, (0, 100), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job).0, [0; 0]);
+}

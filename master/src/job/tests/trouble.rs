@@ -1,0 +1,245 @@
+//! Trouble of one worker stays its own: fatal reports, kills without progress, programs that never
+//! join, and states that are lost at the beginning.
+
+use std::time::Duration;
+
+use elasticdl_proto::{Location, WorkerId};
+
+use super::super::*;
+use super::directed::{actions, at, committed, connect, deliver, formed, launch_at, started};
+use crate::job::testing::spec;
+
+fn fatal(error: &str) -> WorkerMessage {
+    WorkerMessage::Failed { error: error.into(), ranges: Vec::new(), fatal: true }
+}
+
+fn locate(job: &mut Job, launch: u64, node: &str) {
+    let location = Location { node: node.into(), ..Location::default() };
+    job.handle(at(0), Event::LaunchLocated { launch: LaunchId(launch), location });
+}
+
+fn ended(job: &mut Job, launch: u64, exit: Exit) {
+    job.handle(at(0), Event::ProcessEnded { launch: LaunchId(launch), exit });
+}
+
+fn error(job: &Job) -> Option<String> {
+    job.summary(at(0)).error
+}
+
+/// Launch `i` joins, on `node`, and reports a fatal failure before it is a member.
+fn fails(job: &mut Job, i: u64, node: &str, why: &str) {
+    connect(job, i);
+    locate(job, i, node);
+    deliver(job, i, fatal(why));
+    ended(job, i, Exit::Code(1));
+}
+
+#[test]
+fn a_fatal_failure_ends_a_job_only_before_its_first_group_has_formed() {
+    let mut job = Job::new(spec());
+    connect(&mut job, 1);
+    deliver(&mut job, 1, fatal("no such method"));
+    assert_eq!(error(&job).as_deref(), Some("worker 1: no such method"));
+
+    let mut job = started(spec(), &[20]);
+    deliver(&mut job, 3, fatal("no descriptor"));
+    ended(&mut job, 3, Exit::Code(1));
+    assert_eq!((error(&job), job.lifecycle.failures()), (None, 1));
+    assert!(actions(&mut job).contains(&launch_at(4, 2)), "it is replaced");
+}
+
+#[test]
+fn a_fatal_failure_is_confirmed_by_another_host_and_not_by_the_same_one() {
+    for (second, ends) in [("b", false), ("c", true)] {
+        let mut job = started(spec(), &[20]);
+        [(1, "a"), (2, "a"), (3, "b")].into_iter().for_each(|(i, node)| locate(&mut job, i, node));
+        ended(&mut job, 3, Exit::Signal(9));
+        fails(&mut job, 4, "b", "no reader");
+        fails(&mut job, 5, second, "no reader");
+        assert_eq!(error(&job).is_some(), ends, "{second}: {:?}", error(&job));
+    }
+}
+
+#[test]
+fn on_the_only_host_a_second_launch_confirms_unless_the_job_makes_progress() {
+    for (progress, why, ends) in
+        [(false, "no reader", true), (true, "no reader", false), (false, "no model", false)]
+    {
+        let mut job = started(spec(), &[20]);
+        ended(&mut job, 3, Exit::Signal(9));
+        fails(&mut job, 4, "", "no reader");
+        deliver(&mut job, 1, formed(2, 0, &[]));
+        if progress {
+            deliver(&mut job, 1, committed(2, 1, &[(0, 4)]));
+        }
+        fails(&mut job, 5, "", why);
+        assert_eq!(error(&job).is_some(), ends, "{progress} {why}: {:?}", error(&job));
+    }
+}
+
+#[test]
+fn a_group_whose_members_all_fail_alike_ends_the_job() {
+    let mut job = started(spec(), &[20]);
+    [(1, "a"), (2, "b"), (3, "b")].into_iter().for_each(|(i, node)| locate(&mut job, i, node));
+    for worker in [2, 3] {
+        deliver(&mut job, worker, fatal("the data has changed"));
+        assert_eq!(error(&job), None);
+    }
+    deliver(&mut job, 1, fatal("the data has changed"));
+    let error = error(&job).unwrap();
+    assert_eq!(error, "worker 1: the data has changed (as worker 2 before)");
+}
+
+#[test]
+fn replacements_avoid_the_node_of_a_failure_for_a_while() {
+    let mut job = started(spec(), &[20]);
+    locate(&mut job, 3, "b");
+    ended(&mut job, 3, Exit::Code(1));
+    let launches = |job: &mut Job| -> Vec<(u64, Option<String>)> {
+        let launched = actions(job).into_iter().filter_map(|action| match action {
+            Action::Launch { launch, avoid, .. } => Some((launch.0, avoid)),
+            _ => None,
+        });
+        launched.collect()
+    };
+    assert_eq!(launches(&mut job), [(4, Some("b".into()))]);
+    let later = at(300_000);
+    job.handle(later, Event::ProcessEnded { launch: LaunchId(4), exit: Exit::Signal(9) });
+    assert_eq!(launches(&mut job), [(5, None)]);
+}
+
+#[test]
+fn kills_without_progress_end_the_job_and_say_that_memory_ran_out() {
+    let mut job = started(spec(), &[20]);
+    let mut ms = 0;
+    let mut kill = |job: &mut Job, launch: u64| {
+        ms += 6000;
+        let explanation = "killed by the system, as memory ran out".to_owned();
+        let launch = LaunchId(launch);
+        job.handle(at(ms), Event::LaunchExplained { launch, explanation });
+        job.handle(at(ms), Event::ProcessEnded { launch, exit: Exit::Signal(9) });
+        job.handle_timeout(at(ms + 5000));
+    };
+    (3..23).for_each(|launch| kill(&mut job, launch));
+    assert_eq!((error(&job), job.lifecycle.failures()), (None, 0));
+    // The successor of the master knows how often that was.
+    assert_eq!(job.to_persisted().kills_since_progress, 20);
+    kill(&mut job, 23);
+    let error = error(&job).unwrap();
+    assert!(error.contains("kill 21 of workers") && error.contains("memory ran out"), "{error}");
+}
+
+#[test]
+fn kills_of_a_job_that_makes_progress_are_replaced_at_once_for_ever() {
+    let mut job = started(spec(), &[400]);
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    ended(&mut job, 3, Exit::Signal(9));
+    deliver(&mut job, 1, formed(2, 1, &[(0, 4)]));
+    for step in 2..=50 {
+        deliver(&mut job, 1, committed(2, step, &[(4 * (step - 1), 4 * step)]));
+        ended(&mut job, step + 2, Exit::Signal(9));
+        assert!(actions(&mut job).contains(&launch_at(step + 3, 2)), "step {step}");
+    }
+    assert_eq!((error(&job), job.to_persisted().kills_since_progress), (None, 1));
+}
+
+#[test]
+fn a_program_that_ends_without_joining_is_told_what_to_do_and_started_once() {
+    let mut job = Job::new(spec());
+    ended(&mut job, 1, Exit::Code(0));
+    let error_of_0 = error(&job).unwrap();
+    assert!(
+        error_of_0.contains("launch 1 exited with code 0 and never joined the job")
+            && error_of_0.contains("elasticdl.torch.join()"),
+        "{error_of_0}"
+    );
+    // Another code may be an error that a retry avoids.
+    let mut job = Job::new(spec());
+    ended(&mut job, 1, Exit::Code(1));
+    assert_eq!((error(&job), job.lifecycle.failures()), (None, 1));
+    // Once the program has joined, a launch that does not is trouble of its own.
+    let mut job = started(spec(), &[20]);
+    ended(&mut job, 3, Exit::Signal(9));
+    ended(&mut job, 4, Exit::Code(0));
+    assert_eq!((error(&job), job.lifecycle.failures()), (None, 1));
+}
+
+#[test]
+fn a_busy_launch_may_take_longer_to_join() {
+    let mut job = Job::new(spec());
+    actions(&mut job);
+    for second in (0..3600).step_by(50) {
+        job.handle_timeout(at(second * 1000));
+        job.handle(at(second * 1000), Event::LaunchIsBusy { launch: LaunchId(1) });
+    }
+    assert_eq!(actions(&mut job), []);
+    // Silence counts from the last activity.
+    job.handle_timeout(at(3_609_999));
+    assert_eq!(actions(&mut job), []);
+    job.handle_timeout(at(3_610_000));
+    assert_eq!(actions(&mut job), [Action::Kill { launch: LaunchId(1) }]);
+}
+
+/// A job of one worker that has trained `step` steps by `ms`, all of whose workers are lost then.
+fn lost(every: Option<CheckpointEvery>, step: u64, ms: u64) -> Job {
+    let kept = |every| CheckpointSpec { dir: "/c".into(), every, keep: 3, exclusive: false };
+    let mut job = started(
+        JobSpec {
+            num_workers: 1,
+            max_workers: 1,
+            restart_without_checkpoint: false,
+            checkpoints: every.map(kept),
+            ..spec()
+        },
+        &[40],
+    );
+    let message = committed(1, step, &[(0, 4)]);
+    job.handle(at(ms), Event::Message { worker: WorkerId(1), message });
+    ended(&mut job, 1, Exit::Signal(9));
+    connect(&mut job, 2);
+    deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
+    deliver(&mut job, 2, formed(2, 0, &[]));
+    job
+}
+
+#[test]
+fn a_state_that_is_lost_before_its_first_checkpoint_was_due_is_made_again() {
+    let time = Some(CheckpointEvery::Time(Duration::from_secs(60)));
+    let steps = Some(CheckpointEvery::Steps(10.try_into().unwrap()));
+    for (every, step, ms, is_made_again) in [
+        (time, 900, 3000, true),
+        // The first checkpoint may still be being written.
+        (time, 900, 120_000, true),
+        (time, 900, 120_001, false),
+        (steps, 20, 900_000, true),
+        (steps, 21, 1, false),
+        (None, 900, 300_000, true),
+        (None, 900, 300_001, false),
+    ] {
+        let job = lost(every, step, ms);
+        let error = error(&job);
+        assert_eq!(error.is_none(), is_made_again, "{every:?} {step} {ms}: {error:?}");
+        // Either way it is said.
+        let lost = job.summary(at(0)).state_lost;
+        assert_eq!(lost, Some(StateLoss { count: 1, at_step: step }));
+        let told = job.status(at(0)).events.iter().any(|line| line.contains("only just begun"));
+        assert_eq!(told, is_made_again);
+    }
+}
+
+#[test]
+fn a_job_that_has_a_checkpoint_does_not_begin_again() {
+    let every = CheckpointEvery::Time(Duration::from_secs(60));
+    let kept = CheckpointSpec { dir: "/c".into(), every, keep: 3, exclusive: false };
+    let alone = JobSpec { num_workers: 1, max_workers: 1, checkpoints: Some(kept), ..spec() };
+    let spec = JobSpec { restart_without_checkpoint: false, ..alone };
+    let mut job = started(spec, &[40]);
+    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    let saved = CheckpointNews::Saved { step: 2, name: "step".into(), bytes: 1 };
+    deliver(&mut job, 1, WorkerMessage::Checkpoint(saved));
+    ended(&mut job, 1, Exit::Signal(9));
+    connect(&mut job, 2);
+    deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
+    deliver(&mut job, 2, formed(2, 0, &[]));
+    assert!(error(&job).is_some(), "its checkpoint has gone");
+}
