@@ -95,6 +95,12 @@ pub struct SkippedRecords {
     pub nulls: u64,
     /// The first few of them: file, place and reason.
     pub first: Vec<String>,
+    /// Number of files in the folders of the data that are not read, for their names.
+    #[serde(default)]
+    pub files: u64,
+    /// The first of these files; empty without one.
+    #[serde(default)]
+    pub first_file: String,
 }
 
 /// Numbers of workers of a job.
@@ -409,6 +415,8 @@ pub(crate) mod tests {
                 bad: 2,
                 nulls: 1,
                 first: vec!["a.csv line 3: 1 column".into()],
+                files: 3,
+                first_file: "_SUCCESS".into(),
             }),
             steps_skipped: 4,
             state_lost: Some(StateLoss { count: 1, at_step: 8 }),
@@ -458,7 +466,8 @@ pub(crate) mod tests {
                 "worker": 3, "epoch": 1, "file": "part-000.bin", "start": 20, "end": 30,
                 "error": "a bad record",
             }],
-            "records_skipped": {"bad": 2, "nulls": 1, "first": ["a.csv line 3: 1 column"]},
+            "records_skipped": {"bad": 2, "nulls": 1, "first": ["a.csv line 3: 1 column"],
+                "files": 3, "first_file": "_SUCCESS"},
             "steps_skipped": 4, "state_lost": {"count": 1, "at_step": 8},
             "error": "too many failures",
             "stop_reason": "the deadline of 60 s has passed", "model_summary": "3 3 5760",

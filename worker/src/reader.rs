@@ -33,6 +33,10 @@ pub struct Skipped {
     pub nulls: u64,
     /// The first few of them: file, place and reason.
     pub first: Vec<String>,
+    /// Number of files in the folders of the data that are no part of it, for their names.
+    pub files: u64,
+    /// The first of these files.
+    pub first_file: Option<String>,
 }
 
 /// What records are read for, and what happens to those that cannot be read.
@@ -196,6 +200,15 @@ pub enum DataError {
         /// Path of the file.
         path: PathBuf,
         /// What has changed.
+        reason: String,
+    },
+    /// This worker finds other records in the data than the worker that described it. Another
+    /// worker continues.
+    #[error("{path}: {reason}", path = path.display())]
+    Differs {
+        /// Path of the file.
+        path: PathBuf,
+        /// What differs.
         reason: String,
     },
     /// A file's content is invalid.

@@ -348,9 +348,10 @@ pub(crate) fn purpose_of(work: &Work) -> Purpose {
 
 /// Tells the master which records the data set does not contain.
 fn report_skipped(skipped: &Skipped, control: &Control) {
-    let Skipped { bad, nulls, first } = skipped.clone();
-    if bad + nulls > 0 {
-        let skipped = SkippedRecords { bad, nulls, first };
+    let Skipped { bad, nulls, first, files, first_file } = skipped.clone();
+    if bad + nulls + files > 0 {
+        let first_file = first_file.unwrap_or_default();
+        let skipped = SkippedRecords { bad, nulls, first, files, first_file };
         control.outbox.send(WorkerMessage::RecordsSkipped(skipped));
     }
 }

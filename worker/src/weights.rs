@@ -53,14 +53,26 @@ pub(crate) fn check_writable(address: &str) -> Result<(), WeightsError> {
 }
 
 /// Writes a file next to `address`, and removes it. Its name is random, so it conflicts with no
-/// other file.
+/// other file, and begins with a dot, so that no reader takes it for data.
 ///
 /// # Errors
-/// An error of the storage.
+/// An error of the storage, for `address`.
 pub(crate) fn probe(address: &str) -> Result<(), StorageError> {
-    let probe = Storage::open(&format!("{address}.probe-{}", paths::random_digits()))?;
-    probe.write("", vec![Bytes::from_static(b"checks that this location is writable")])?;
-    probe.remove("")
+    let folder = address.rfind('/').map_or("", |slash| &address[..=slash]);
+    let probe = format!("{folder}.probe-{}", paths::random_digits());
+    let written = Storage::open(&probe).and_then(|probe| {
+        probe.write("", vec![Bytes::from_static(b"checks that this location is writable")])?;
+        probe.remove("")
+    });
+    written.map_err(|error| error.renamed(address))?;
+    // The name may be longer than the file system permits.
+    if Storage::is_remote(address) {
+        return Ok(());
+    }
+    match Storage::open(address)?.version("") {
+        Ok(_) | Err(StorageError::NotFound { .. }) => Ok(()),
+        Err(error) => Err(error),
+    }
 }
 
 /// Writes `parameters` to `address` atomically and without copying them.

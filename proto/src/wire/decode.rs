@@ -87,10 +87,12 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
         Kind::Checkpoint(news) => WorkerMessage::Checkpoint(checkpoint_news(news)?),
         Kind::Committed(report) => WorkerMessage::Committed(committed(report)?),
         Kind::RecordsSkipped(skipped) => {
-            let v1::RecordsSkipped { bad, nulls, first } = skipped;
+            let v1::RecordsSkipped { bad, nulls, first, files, first_file } = skipped;
             let clipped = |text| clip(text, SKIPPED_TEXT_BYTES_MAX);
             let first = first.into_iter().take(SKIPPED_LISTED_MAX).map(clipped).collect();
-            WorkerMessage::RecordsSkipped(SkippedRecords { bad, nulls, first })
+            let first_file = clipped(first_file);
+            let skipped = SkippedRecords { bad, nulls, first, files, first_file };
+            WorkerMessage::RecordsSkipped(skipped)
         }
         Kind::Described(described) => WorkerMessage::Described(description(described)?),
         Kind::Done(done) => shard_done(done)?,

@@ -60,8 +60,8 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
         }
         WorkerMessage::Committed(report) => Kind::Committed(committed(report)),
         WorkerMessage::RecordsSkipped(skipped) => {
-            let SkippedRecords { bad, nulls, first } = skipped;
-            Kind::RecordsSkipped(v1::RecordsSkipped { bad, nulls, first })
+            let SkippedRecords { bad, nulls, first, files, first_file } = skipped;
+            Kind::RecordsSkipped(v1::RecordsSkipped { bad, nulls, first, files, first_file })
         }
         WorkerMessage::Described(described) => {
             use v1::described::Outcome;

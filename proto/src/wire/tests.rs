@@ -155,6 +155,8 @@ fn every_message_of_a_worker_keeps_every_field() {
             bad: 2,
             nulls: 1,
             first: vec!["a line 3: no".into()],
+            files: 3,
+            first_file: "_SUCCESS".into(),
         }),
         WorkerMessage::Evaluated(Evaluated {
             step: 9,

@@ -181,20 +181,22 @@ impl Reader for ArrowRows {
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let mut dataset = Dataset::default();
         let mut log = SkippedLog::new(self.columns.bad_records_max());
-        for path in files::list(source, &EXTENSIONS.map(str::to_owned))? {
-            let file = self.file(&path)?;
-            self.leaves(&path, &file)?;
-            let text = files::text(&path)?;
-            let version = Some(files::version(&[&path])?);
+        let listed = files::list_tables(source, &EXTENSIONS.map(str::to_owned))?;
+        for path in &listed.paths {
+            let file = self.file(path)?;
+            self.leaves(path, &file)?;
+            let text = files::text(path)?;
+            let version = files::version(&[path])?;
             for index in 0..file.batches().len() {
                 let name = format!("{text}#{index}");
-                let records = parts::describe(self, &name, &mut log)?;
-                if records > 0 {
-                    dataset.files.push(File { path: name, records, version });
+                let part = parts::describe(self, name, version, &mut log)?;
+                if part.records > 0 {
+                    dataset.files.push(part);
                 }
             }
         }
         dataset.skipped = log.into_skipped();
+        listed.note_others(&mut dataset.skipped);
         files::not_empty(source, dataset, "no row in any record batch")
     }
 
@@ -212,8 +214,8 @@ impl Reader for ArrowRows {
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
         let (path, _) = batch(&file.path)?;
-        files::check(file, &[path])?;
-        parts::read(self, &file.path, range)
+        files::check_table(file, &[path], self.columns.skips())?;
+        parts::read(self, file, range)
     }
 }
 

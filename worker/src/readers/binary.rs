@@ -38,21 +38,23 @@ impl Reader for FixedRecords {
 
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let mut dataset = Dataset::default();
-        for path in files::list(source, &self.extensions)? {
-            let length = files::length(&path)?;
+        let listed = files::list(source, &self.extensions)?;
+        for path in &listed.paths {
+            let length = files::length(path)?;
             let (records, rest) = (length / self.bytes, length % self.bytes);
             if rest > 0 {
                 let reason = format!(
                     "{length} bytes is not a multiple of the record size, {}; remainder: {rest}",
                     self.bytes
                 );
-                return Err(files::malformed(&path, &reason));
+                return Err(files::malformed(path, &reason));
             }
             if records > 0 {
-                let version = Some(files::version(&[&path])?);
-                dataset.files.push(File { path: files::text(&path)?, records, version });
+                let version = Some(files::version(&[path])?);
+                dataset.files.push(File { path: files::text(path)?, records, version });
             }
         }
+        listed.note_others(&mut dataset.skipped);
         files::not_empty(source, dataset, &format!("no record of {} bytes", self.bytes))
     }
 

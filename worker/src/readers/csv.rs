@@ -136,8 +136,8 @@ impl Format for Dialect {
         text: &'a TextFile,
         columns: &'a Columns,
     ) -> Result<Box<dyn Rows + 'a>, DataError> {
-        let budget = Arc::new(AtomicU64::new(ROW_BYTES_MAX));
-        let source = Bounded { source: text.read()?, budget: Arc::clone(&budget) };
+        let limits = Arc::new(Limits::default());
+        let source = Bounded { source: text.read()?, at: 0, limits: Arc::clone(&limits) };
         let mut rows = ReaderBuilder::new()
             // A wrong number of columns is reported by this reader.
             .flexible(true)
@@ -151,9 +151,12 @@ impl Format for Dialect {
         } else {
             header.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect()
         };
+        if !names.is_empty() && limits.is_cut(rows.position().byte()) {
+            return Err(text.error_at(0, UNCLOSED.into()));
+        }
         let fields = fields(columns, &names).map_err(|reason| text.error_at(0, reason))?;
         let record = ByteRecord::new();
-        Ok(Box::new(CsvFile { dialect: self, text, columns, rows, budget, record, names, fields }))
+        Ok(Box::new(CsvFile { dialect: self, text, columns, rows, limits, record, names, fields }))
     }
 }
 
@@ -172,8 +175,7 @@ struct CsvFile<'a> {
     text: &'a TextFile,
     columns: &'a Columns,
     rows: ::csv::Reader<Bounded>,
-    /// Number of bytes that may still be read for the next row.
-    budget: Arc<AtomicU64>,
+    limits: Arc<Limits>,
     /// The row that was read last.
     record: ByteRecord,
     names: Vec<String>,
@@ -189,7 +191,7 @@ impl Rows for CsvFile<'_> {
     }
 
     fn advance(&mut self) -> Result<Option<u64>, DataError> {
-        self.budget.store(ROW_BYTES_MAX, Ordering::Relaxed);
+        self.limits.budget.store(ROW_BYTES_MAX, Ordering::Relaxed);
         let begins = self.rows.position().byte();
         let read = self.rows.read_byte_record(&mut self.record).map_err(|error| match error.kind() {
             ::csv::ErrorKind::Io(source) if source.kind() == std::io::ErrorKind::FileTooLarge => {
@@ -202,6 +204,9 @@ impl Rows for CsvFile<'_> {
             _ => csv_error(self.text.path(), error),
         })?;
         let start = || self.record.position().expect("a record that was read has a position");
+        if read && self.limits.is_cut(self.rows.position().byte()) {
+            return Err(self.text.error_at(start().byte(), UNCLOSED.into()));
+        }
         Ok(read.then(|| start().byte()))
     }
 
@@ -275,28 +280,70 @@ const BUFFER_BYTES: usize = 64 << 10;
 
 /// A text that returns at most `budget` bytes, which bounds the size of one record: a stray quote
 /// makes one record of the rest of the file.
+///
+/// Two line feeds follow the text. The first one ends the last row, and the second one is part of a
+/// row only if a quote of that row is still open.
 struct Bounded {
     source: Box<dyn files::Source>,
-    budget: Arc<AtomicU64>,
+    at: u64,
+    limits: Arc<Limits>,
+}
+
+/// What is known of a text while its rows are read.
+struct Limits {
+    /// Number of bytes that may still be read for the next row.
+    budget: AtomicU64,
+    /// Length of the text, once its end was reached.
+    end: AtomicU64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { budget: AtomicU64::new(ROW_BYTES_MAX), end: AtomicU64::new(UNKNOWN) }
+    }
+}
+
+impl Limits {
+    /// Whether the row that ends at `byte` reaches beyond the end of the text.
+    fn is_cut(&self, byte: u64) -> bool {
+        let end = self.end.load(Ordering::Relaxed);
+        end != UNKNOWN && byte > end + 1
+    }
 }
 
 impl Read for Bounded {
     fn read(&mut self, buf: &mut [u8]) -> std::io::Result<usize> {
-        let budget = self.budget.load(Ordering::Relaxed);
+        let budget = self.limits.budget.load(Ordering::Relaxed);
         if budget == 0 {
             return Err(std::io::ErrorKind::FileTooLarge.into());
         }
-        let bytes = self.source.read(buf)?;
-        self.budget.store(budget.saturating_sub(bytes as u64), Ordering::Relaxed);
+        let mut bytes = match self.limits.end.load(Ordering::Relaxed) {
+            end if self.at >= end => 0,
+            _ => self.source.read(buf)?,
+        };
+        if bytes == 0 && !buf.is_empty() {
+            let end = self.limits.end.fetch_min(self.at, Ordering::Relaxed).min(self.at);
+            if self.at < end + LINE_FEEDS {
+                buf[0] = b'\n';
+                bytes = 1;
+            }
+        }
+        self.at += bytes as u64;
+        self.limits.budget.store(budget.saturating_sub(bytes as u64), Ordering::Relaxed);
         Ok(bytes)
     }
 }
 
 impl Seek for Bounded {
     fn seek(&mut self, to: SeekFrom) -> std::io::Result<u64> {
-        self.source.seek(to)
+        self.at = self.source.seek(to)?;
+        Ok(self.at)
     }
 }
+
+const UNKNOWN: u64 = u64::MAX;
+const LINE_FEEDS: u64 = 2;
+const UNCLOSED: &str = "a quote opens in this row and is not closed before the end of the file";
 
 fn csv_error(path: &Path, error: ::csv::Error) -> DataError {
     match error.into_kind() {

@@ -1,33 +1,113 @@
 //! Finds files and reads parts of them, in folders and in object stores: a path that begins with a
 //! scheme such as `s3://` names an object.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use super::blocks::BLOCK_BYTES;
+use super::kept::Kept;
 use super::{remote, versions};
-use crate::reader::{Access, DataError, Dataset, File};
+use crate::reader::{Access, DataError, Dataset, File, Skipped};
 use crate::storage::{Storage, Version, with_retries};
 
-/// The files of `source`, in the order of their paths: `source` itself, whatever its extension, or
-/// the files below it with one of `extensions` (without the dot; none: all files).
-pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, DataError> {
+/// The files of a source.
+#[derive(Debug)]
+pub(super) struct Listed {
+    /// In the order of their paths.
+    pub(super) paths: Vec<PathBuf>,
+    /// Number of other files in the folder, apart from those whose names begin with a dot.
+    others: u64,
+    /// The first of the other files.
+    first_other: Option<PathBuf>,
+}
+
+impl Listed {
+    fn of_one(path: PathBuf) -> Self {
+        Self { paths: vec![path], others: 0, first_other: None }
+    }
+
+    /// Adds what the folder holds and the data set does not.
+    pub(super) fn note_others(&self, skipped: &mut Skipped) {
+        skipped.files += self.others;
+        if let (None, Some(first)) = (&skipped.first_file, &self.first_other) {
+            skipped.first_file = Some(printable(&first.to_string_lossy()));
+        }
+    }
+}
+
+/// The files of `source`: `source` itself, whatever its extension, or the files below it with one
+/// of `extensions` (without the dot; none: all files).
+pub(super) fn list(source: &str, extensions: &[String]) -> Result<Listed, DataError> {
     let root = PathBuf::from(source.strip_prefix("file://").unwrap_or(source));
-    if let Some(object) = remote::object(&root)? {
-        let mut found = object.list()?;
-        let is_file = found == [root.clone()];
-        found.retain(|path| is_file || has_extension(path, extensions));
-        return sorted(root, found, extensions);
+    let mut unusable = Vec::new();
+    let Some(found) = find(source, &root, &mut unusable)? else {
+        return Ok(Listed::of_one(root));
+    };
+    let (mut paths, mut others): (Vec<_>, Vec<_>) =
+        found.into_iter().partition(|path| has_extension(path, extensions));
+    if paths.is_empty() {
+        let reason = match extensions {
+            [] => "no files in this folder".to_owned(),
+            _ => format!("no files ending in .{} in this folder", extensions.join(" or .")),
+        };
+        return Err(DataError::Empty { path: root, reason });
+    }
+    others.extend(unusable.into_iter().map(PathBuf::from));
+    paths.sort();
+    Ok(Listed { paths, others: others.len() as u64, first_other: others.into_iter().min() })
+}
+
+/// As [`list`], for tables: names that begin with `_` are left out of folders, as the tools that
+/// write such files do, and a file beside its compressed copy is refused.
+pub(super) fn list_tables(source: &str, extensions: &[String]) -> Result<Listed, DataError> {
+    let mut listed = list(source, extensions)?;
+    let root = Path::new(source.strip_prefix("file://").unwrap_or(source));
+    let is_internal = |path: &PathBuf| {
+        let within = path.strip_prefix(root).unwrap_or(path);
+        within.components().any(|part| part.as_os_str().as_encoded_bytes().starts_with(b"_"))
+    };
+    let (internal, paths): (Vec<_>, Vec<_>) = listed.paths.into_iter().partition(is_internal);
+    if paths.is_empty() {
+        let reason = "only files whose names begin with _, which are no data".to_owned();
+        return Err(DataError::Empty { path: root.to_owned(), reason });
+    }
+    listed.others += internal.len() as u64;
+    listed.first_other = internal.into_iter().chain(listed.first_other).min();
+    listed.paths = paths;
+    let mut plain = BTreeMap::new();
+    for path in &listed.paths {
+        let name = path.to_string_lossy().to_lowercase();
+        let name = PACKED.iter().find_map(|packed| name.strip_suffix(packed)).unwrap_or(&name);
+        if let Some(other) = plain.insert(name.to_owned(), path) {
+            let reason = format!("it is beside {}: remove the copy", other.display());
+            return Err(malformed(path, &reason));
+        }
+    }
+    Ok(listed)
+}
+
+/// The files below `root`, apart from those whose names begin with a dot; `None`, if it is a file
+/// itself. Adds the keys that cannot be used to `unusable`.
+fn find(
+    source: &str,
+    root: &Path,
+    unusable: &mut Vec<String>,
+) -> Result<Option<Vec<PathBuf>>, DataError> {
+    if let Some(object) = remote::object(root)? {
+        let (found, keys) = object.list()?;
+        unusable.extend(keys);
+        return Ok((found != [root]).then_some(found));
     }
     let kind =
-        with_retries(source, || fs::metadata(&root)).map_err(|source| io_error(&root, source))?;
+        with_retries(source, || fs::metadata(root)).map_err(|source| io_error(root, source))?;
     if !kind.is_dir() {
-        return Ok(vec![root]);
+        return Ok(None);
     }
     let mut found = Vec::new();
-    let mut folders = vec![root.clone()];
+    let mut folders = vec![root.to_owned()];
     while let Some(folder) = folders.pop() {
         let entries = with_retries(&folder.to_string_lossy(), || fs::read_dir(&folder));
         for entry in entries.map_err(|source| io_error(&folder, source))? {
@@ -40,28 +120,12 @@ pub(super) fn list(source: &str, extensions: &[String]) -> Result<Vec<PathBuf>, 
             // A link to a folder could point to a parent folder, and the search would not end.
             if kind.is_dir() {
                 folders.push(path);
-            } else if (kind.is_file() || path.is_file()) && has_extension(&path, extensions) {
+            } else if kind.is_file() || path.is_file() {
                 found.push(path);
             }
         }
     }
-    sorted(root, found, extensions)
-}
-
-fn sorted(
-    root: PathBuf,
-    mut found: Vec<PathBuf>,
-    extensions: &[String],
-) -> Result<Vec<PathBuf>, DataError> {
-    if found.is_empty() {
-        let reason = match extensions {
-            [] => "no files in this folder".to_owned(),
-            _ => format!("no files ending in .{} in this folder", extensions.join(" or .")),
-        };
-        return Err(DataError::Empty { path: root, reason });
-    }
-    found.sort();
-    Ok(found)
+    Ok(Some(found))
 }
 
 /// Returns `dataset`, or an error if it has no records.
@@ -86,7 +150,7 @@ pub(super) fn text(path: &Path) -> Result<String, DataError> {
 pub(super) fn is_folder(source: &str) -> Result<bool, DataError> {
     let path = Path::new(source);
     match remote::object(path)? {
-        Some(object) => Ok(object.list()?.iter().any(|found| found != path)),
+        Some(object) => Ok(object.list()?.0.iter().any(|found| found != path)),
         None => Ok(path.is_dir()),
     }
 }
@@ -100,13 +164,38 @@ pub(super) fn version(paths: &[&Path]) -> Result<u32, DataError> {
 
 /// Checks that `file`, which consists of the files at `paths`, is the version that was described.
 pub(super) fn check(file: &File, paths: &[&Path]) -> Result<(), DataError> {
+    check_table(file, paths, false)
+}
+
+/// As [`check`]. `skips`: whether records may be left out; [`check_left_out`] compares those.
+pub(super) fn check_table(file: &File, paths: &[&Path], skips: bool) -> Result<(), DataError> {
     let Some(described) = file.version else { return Ok(()) };
-    if version(paths)? == described {
+    let found = version(paths)?;
+    if found == described || (skips && versions::is_of_same_file(described, found)) {
         return Ok(());
     }
     let first = paths.first().expect("a file of a data set consists of at least one file");
     let found = versions::known(first).unwrap_or(Version { bytes: 0, tag: String::new() });
     Err(versions::described_otherwise(first, &found))
+}
+
+/// The version of a file of which the records that `kept` names are left out.
+pub(super) fn version_without(version: u32, kept: &Kept) -> u32 {
+    versions::with_left_out(version, kept.digest())
+}
+
+/// Checks that the records that are left out of `file` are those of its description.
+pub(super) fn check_left_out(file: &File, path: &Path, kept: &Kept) -> Result<(), DataError> {
+    let found = |version| version_without(version, kept) == version;
+    if file.version.is_none_or(found) {
+        return Ok(());
+    }
+    let (left_out, rows) = (kept.rows() - kept.count(), kept.rows());
+    let reason = format!(
+        "this worker leaves {left_out} of {rows} records out, and not the same ones as the worker \
+         that described the data; is it another build, or was the file read while it was written?"
+    );
+    Err(DataError::Differs { path: path.to_owned(), reason })
 }
 
 fn digest(path: &Path) -> Result<u32, DataError> {
@@ -289,10 +378,15 @@ pub(super) fn malformed(path: &Path, reason: &str) -> DataError {
 
 const SHOWN_MAX: usize = 300;
 
+/// Extensions of compressed text files.
+pub(super) const PACKED: [&str; 2] = [".gz", ".zst"];
+
+/// Whether the file has one of these extensions, in whatever case.
 fn has_extension(path: &Path, extensions: &[String]) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_lowercase();
     let has = |wanted: &String| {
-        name.strip_suffix(wanted.as_str()).is_some_and(|stem| stem.len() > 1 && stem.ends_with('.'))
+        name.strip_suffix(&wanted.to_lowercase())
+            .is_some_and(|stem| stem.len() > 1 && stem.ends_with('.'))
     };
     extensions.is_empty() || extensions.iter().any(has)
 }
@@ -315,6 +409,7 @@ mod tests {
         let extensions: Vec<String> = extensions.iter().map(|&e| e.to_owned()).collect();
         let found = list(folder.path().to_str().unwrap(), &extensions).unwrap();
         found
+            .paths
             .iter()
             .map(|path| path.strip_prefix(folder.path()).unwrap().to_str().unwrap().to_owned())
             .collect()
@@ -327,6 +422,28 @@ mod tests {
         assert_eq!(names(&folder, &[]), ["a/b/c.md", "a/z.rs", "b.rs", "c", "x.rst"]);
         assert_eq!(names(&folder, &["rs"]), ["a/z.rs", "b.rs"]);
         assert_eq!(names(&folder, &["rs", "md"]), ["a/b/c.md", "a/z.rs", "b.rs"]);
+    }
+
+    #[test]
+    fn files_that_writers_of_tables_leave_are_no_tables_and_are_counted() {
+        let files =
+            ["part-0.csv", "B.CSV", "_SUCCESS", "_temporary/0/a.csv", "d.txt", ".crc/a.csv"];
+        let folder = folder(&files);
+        let source = folder.path().to_str().unwrap();
+        let extensions = ["csv", "csv.gz"].map(str::to_owned);
+        let listed = list_tables(source, &extensions).unwrap();
+        assert_eq!(listed.paths, ["B.CSV", "part-0.csv"].map(|name| folder.path().join(name)));
+        let mut skipped = Skipped::default();
+        listed.note_others(&mut skipped);
+        assert_eq!(skipped.files, 3);
+        assert!(skipped.first_file.unwrap().ends_with("/_SUCCESS"));
+        // A file that is named is read, and other readers know no such names.
+        let named = folder.path().join("_temporary/0/a.csv");
+        assert_eq!(list_tables(named.to_str().unwrap(), &extensions).unwrap().paths, [named]);
+        assert_eq!(list(source, &extensions).unwrap().paths.len(), 3);
+        fs::write(folder.path().join("part-0.csv.gz"), "").unwrap();
+        let error = list_tables(source, &extensions).unwrap_err().to_string();
+        assert!(error.ends_with("/part-0.csv: remove the copy"), "{error}");
     }
 
     #[cfg(unix)]

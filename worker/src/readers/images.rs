@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3Default;
 
-use super::files;
+use super::files::{self, Listed};
 use super::kept::Kept;
 use super::pixels::Shape;
 use super::skipped::SkippedLog;
+use super::versions;
 use crate::reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Reader};
 
 /// Reads PNG and JPEG images of one size, in a folder for each class: `cat/1.png`, `dog/a/7.jpg`.
@@ -78,20 +79,21 @@ impl ImageFolder {
     }
 
     /// Lists the images of a source.
-    fn list(&self, source: &str) -> Result<Images, DataError> {
+    fn list(&self, source: &str) -> Result<(Images, Listed), DataError> {
         let root = PathBuf::from(source);
         let (mut all, mut digest) = (Vec::new(), Xxh3Default::new());
-        for path in files::list(source, &EXTENSIONS.map(str::to_owned))? {
+        let listed = files::list(source, &EXTENSIONS.map(str::to_owned))?;
+        for path in &listed.paths {
             // It is empty for a source that is an image itself.
-            let within = path.strip_prefix(&root).unwrap_or(&path);
-            let class = self.class(&path, within)?;
+            let within = path.strip_prefix(&root).unwrap_or(path);
+            let class = self.class(path, within)?;
             let within = files::text(within)?;
             digest.update(within.as_bytes());
             digest.update(&[0]);
-            digest.update(&files::length(&path)?.to_le_bytes());
+            digest.update(&files::length(path)?.to_le_bytes());
             all.push((within.into_boxed_str(), class));
         }
-        Ok(Images { root, all, version: digest.digest() as u32, kept: None })
+        Ok((Images { root, all, version: digest.digest() as u32, kept: None }, listed))
     }
 
     /// The class of an image, from its path within the source.
@@ -119,16 +121,23 @@ impl ImageFolder {
     /// The images of a source that was described.
     fn images(&mut self, file: &File) -> Result<&Images, DataError> {
         if !self.sources.contains_key(&file.path) {
-            let mut images = self.list(&file.path)?;
+            let (mut images, _) = self.list(&file.path)?;
             if self.options.bad_records_max > 0 {
                 images.kept = Some(self.find_kept(&images, None)?);
             }
             self.sources.insert(file.path.clone(), images);
         }
         let images = &self.sources[&file.path];
-        if file.version.is_some_and(|version| version != images.version) {
+        let is_same = |version| match &images.kept {
+            Some(_) => versions::is_of_same_file(version, images.version),
+            None => version == images.version,
+        };
+        if !file.version.is_none_or(is_same) {
             let reason = format!("its {} images differ from the description", images.all.len());
             return Err(DataError::Changed { path: images.root.clone(), reason });
+        }
+        if let Some(kept) = &images.kept {
+            files::check_left_out(file, &images.root, kept)?;
         }
         Ok(images)
     }
@@ -190,7 +199,7 @@ impl Reader for ImageFolder {
     /// Describes the source as one file.
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let source = source.strip_prefix("file://").unwrap_or(source);
-        let mut images = self.list(source)?;
+        let (mut images, others) = self.list(source)?;
         let mut log = SkippedLog::new(self.options.bad_records_max);
         if self.options.bad_records_max > 0 {
             images.kept = Some(self.find_kept(&images, Some(&mut log))?);
@@ -201,14 +210,14 @@ impl Reader for ImageFolder {
                 }
             }
         }
-        let file = File {
-            path: source.to_owned(),
-            records: images.count(),
-            version: Some(images.version),
-        };
+        let kept = images.kept.as_ref();
+        let version = kept.map_or(images.version, |k| files::version_without(images.version, k));
+        let file =
+            File { path: source.to_owned(), records: images.count(), version: Some(version) };
         self.sources.insert(source.to_owned(), images);
         let mut dataset = Dataset::new(vec![file]);
         dataset.skipped = log.into_skipped();
+        others.note_others(&mut dataset.skipped);
         files::not_empty(source, dataset, "no image")
     }
 
@@ -237,7 +246,7 @@ impl Reader for ImageFolder {
     }
 }
 
-const EXTENSIONS: [&str; 6] = ["jpeg", "jpg", "png", "JPEG", "JPG", "PNG"];
+const EXTENSIONS: [&str; 3] = ["jpeg", "jpg", "png"];
 
 #[cfg(test)]
 pub(super) mod tests;

@@ -233,11 +233,12 @@ impl Reader for ParquetRows {
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let mut dataset = Dataset::default();
         let mut log = SkippedLog::new(self.columns.bad_records_max());
-        for path in files::list(source, &["parquet".to_owned()])? {
-            let file = self.file(&path)?;
-            let fields = self.fields(&path, file.metadata())?;
-            let text = files::text(&path)?;
-            let version = Some(files::version(&[&path])?);
+        let listed = files::list_tables(source, &["parquet".to_owned()])?;
+        for path in &listed.paths {
+            let file = self.file(path)?;
+            let fields = self.fields(path, file.metadata())?;
+            let text = files::text(path)?;
+            let version = files::version(&[path])?;
             for (group, metadata) in file.metadata().row_groups().iter().enumerate() {
                 for (requested, fields) in self.columns.iter().zip(&fields) {
                     let refuses_nulls = self.columns.refuses_nulls(requested);
@@ -245,18 +246,19 @@ impl Reader for ParquetRows {
                         let chunk = metadata.column(field);
                         values::check_chunk(chunk, refuses_nulls).map_err(|reason| {
                             let name = chunk.column_path().string();
-                            malformed(&path, Some(group), &format!("column {name:?} {reason}"))
+                            malformed(path, Some(group), &format!("column {name:?} {reason}"))
                         })?;
                     }
                 }
                 let name = format!("{text}#{group}");
-                let records = parts::describe(self, &name, &mut log)?;
-                if records > 0 {
-                    dataset.files.push(File { path: name, records, version });
+                let part = parts::describe(self, name, version, &mut log)?;
+                if part.records > 0 {
+                    dataset.files.push(part);
                 }
             }
         }
         dataset.skipped = log.into_skipped();
+        listed.note_others(&mut dataset.skipped);
         files::not_empty(source, dataset, "no row in any row group")
     }
 
@@ -287,8 +289,8 @@ impl Reader for ParquetRows {
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
         let (path, _) = row_group(&file.path)?;
-        files::check(file, &[path])?;
-        parts::read(self, &file.path, range)
+        files::check_table(file, &[path], self.columns.skips())?;
+        parts::read(self, file, range)
     }
 }
 

@@ -10,7 +10,7 @@ use super::files;
 use super::kept::Kept;
 use super::row::{Row, Value};
 use super::skipped::SkippedLog;
-use crate::reader::DataError;
+use crate::reader::{DataError, File};
 
 /// A row, `None` if it is left out for a null, or why it is invalid.
 pub(super) type CheckedRow = Result<Option<Row>, String>;
@@ -60,28 +60,31 @@ pub(super) fn malformed<P: Parts>(path: &Path, part: Option<usize>, reason: &str
     }
 }
 
-/// Finds the rows of a part that are not left out, and records the others. Returns the number of
-/// rows that are records.
+/// The part of this name as a file of the data set. Records which of its rows are left out.
+/// `version`: of the file that holds it.
 pub(super) fn describe<P: Parts>(
     parts: &mut P,
-    file: &str,
+    name: String,
+    version: u32,
     log: &mut SkippedLog,
-) -> Result<u64, DataError> {
+) -> Result<File, DataError> {
     if !parts.columns().skips() {
-        return parts.rows(file);
+        let records = parts.rows(&name)?;
+        return Ok(File { path: name, records, version: Some(version) });
     }
-    let kept = find_kept(parts, file, Some(log))?;
-    let records = kept.count();
-    parts.kept().insert(file.to_owned(), kept);
-    Ok(records)
+    let kept = find_kept(parts, &name, Some(log))?;
+    let (records, version) = (kept.count(), Some(files::version_without(version, &kept)));
+    parts.kept().insert(name.clone(), kept);
+    Ok(File { path: name, records, version })
 }
 
 /// Reads records `range` of a part.
 pub(super) fn read<P: Parts>(
     parts: &mut P,
-    file: &str,
+    described: &File,
     range: Range<u64>,
 ) -> Result<Vec<Row>, DataError> {
+    let file = &*described.path;
     let wrong = |reason: &str| match part(file) {
         Some((path, part)) => malformed::<P>(path, Some(part), reason),
         None => files::malformed(Path::new(file), reason),
@@ -98,6 +101,8 @@ pub(super) fn read<P: Parts>(
         parts.kept().insert(file.to_owned(), kept);
     }
     let kept = &parts.kept()[file];
+    let path = part(file).map_or_else(|| Path::new(file), |(path, _)| path);
+    files::check_left_out(described, path, kept)?;
     if range.end > kept.count() {
         let reason = format!("{} rows where more should be: has it changed?", kept.count());
         return Err(wrong(&reason));

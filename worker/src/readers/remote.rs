@@ -38,8 +38,8 @@ pub(super) fn object(path: &Path) -> Result<Option<Object>, StorageError> {
 
 impl Object {
     /// The addresses of the objects below this one, or this address alone, if it is an object
-    /// itself.
-    pub(super) fn list(&self) -> Result<Vec<PathBuf>, DataError> {
+    /// itself. Names that begin with a dot are left out. Also returns keys that cannot be used.
+    pub(super) fn list(&self) -> Result<(Vec<PathBuf>, Vec<String>), DataError> {
         let address = self.address.to_string_lossy();
         let has_path = address
             .split_once("://")
@@ -47,23 +47,24 @@ impl Object {
         // The root of a store is not an object, whatever the store replies.
         if has_path {
             match self.version() {
-                Ok(_) => return Ok(vec![self.address.clone()]),
+                Ok(_) => return Ok((vec![self.address.clone()], Vec::new())),
                 // Stores have no folders: there may be objects below a missing one.
                 Err(DataError::Storage(StorageError::NotFound { .. })) => {}
                 Err(error) => return Err(error),
             }
         }
-        let is_hidden = |path: &str| path.split('/').any(|part| part.starts_with('.'));
-        let found =
-            self.storage.list_versions("")?.into_iter().filter(|(path, _)| !is_hidden(path));
+        let listing = self.storage.list_versions("")?;
         let root = address.trim_end_matches('/');
         let mut addresses = Vec::new();
-        for (path, version) in found {
+        for (path, version) in listing.files {
+            if path.split('/').any(|part| part.starts_with('.')) {
+                continue;
+            }
             let address = PathBuf::from(format!("{root}/{path}"));
             versions::compare(&address, &version)?;
             addresses.push(address);
         }
-        Ok(addresses)
+        Ok((addresses, listing.left_out))
     }
 
     /// Version of the object; requested once.
@@ -222,6 +223,7 @@ fn storage(address: &str) -> Result<Storage, StorageError> {
     let (scheme, rest) = address.split_once("://").expect("a remote address has a scheme");
     let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
     let root = format!("{scheme}://{host}");
+    Storage::check_key(address)?;
     let mut stores =
         STORES.get_or_init(Default::default).lock().unwrap_or_else(PoisonError::into_inner);
     let store = match stores.get(&root) {
@@ -325,7 +327,10 @@ mod tests {
         let pair = |root: &str| read_all(IdxImages::new(1, 2), &format!("{root}/i"));
         assert_eq!(pair("s3://every").1, pair(local).1);
         let one = |root: &str| read_all(FixedRecords::new(2), &format!("{root}/a/w.bin")).1;
-        assert_eq!((one("s3://every"), one("s3://every/").len()), (one(local), 4));
+        assert_eq!(one("s3://every"), one(local));
+        // It is another key.
+        let error = FixedRecords::new(2).describe("s3://every//a/w.bin").unwrap_err().to_string();
+        assert!(error.contains("an empty component"), "{error}");
     }
 
     #[test]
@@ -414,8 +419,8 @@ mod tests {
         let found = object_in(root).list().unwrap();
         assert_eq!(
             found,
-            [PathBuf::from("s3://bucket/data/a.csv"), "s3://bucket/data/x/b.csv".into()]
+            (vec!["s3://bucket/data/a.csv".into(), "s3://bucket/data/x/b.csv".into()], vec![])
         );
-        assert_eq!(object.list().unwrap(), std::slice::from_ref(&object.address));
+        assert_eq!(object.list().unwrap(), (vec![object.address], vec![]));
     }
 }

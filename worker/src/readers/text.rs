@@ -49,16 +49,18 @@ impl Reader for TextWindows {
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let mut dataset = Dataset::default();
         let mut rest = self.limit;
-        for path in files::list(source, &self.extensions)? {
-            let used = files::length(&path)?.min(rest);
+        let listed = files::list(source, &self.extensions)?;
+        for path in &listed.paths {
+            let used = files::length(path)?.min(rest);
             rest -= used;
             let records = used.saturating_sub(1) / self.context;
             if records > 0 {
-                let version = Some(files::version(&[&path])?);
-                dataset.files.push(File { path: files::text(&path)?, records, version });
+                let version = Some(files::version(&[path])?);
+                dataset.files.push(File { path: files::text(path)?, records, version });
             }
         }
         let reason = format!("no text as long as a window, {} bytes", self.context + 1);
+        listed.note_others(&mut dataset.skipped);
         files::not_empty(source, dataset, &reason)
     }
 

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use super::columns::Columns;
 use super::files;
+use super::kept::Kept;
 use super::packed::{PACKED_BYTES_MAX, TextFile};
 use super::row::Row;
 use super::skipped::SkippedLog;
@@ -59,7 +60,8 @@ struct Index {
     text: TextFile,
     /// Length of the file.
     bytes: u64,
-    rows: u64,
+    /// The rows that are records.
+    kept: Kept,
     /// First bytes of rows 0, `STRIDE`, 2·`STRIDE`, …
     starts: Vec<u64>,
 }
@@ -79,16 +81,23 @@ impl TextTables {
     ) -> Result<Dataset, DataError> {
         let mut dataset = Dataset::default();
         let mut log = SkippedLog::new(columns.bad_records_max());
-        for path in files::list(source, &format.extensions())? {
-            let index = self.scan(format, columns, &path, Some(&mut log))?;
-            let text = files::text(&path)?;
-            if index.rows > 0 {
-                let version = Some(files::version(&[&path])?);
-                dataset.files.push(File { path: text.clone(), records: index.rows, version });
+        let listed = files::list_tables(source, &format.extensions())?;
+        for path in &listed.paths {
+            let index = self.scan(format, columns, path, Some(&mut log))?;
+            let text = files::text(path)?;
+            let records = index.kept.count();
+            if records > 0 {
+                let mut version = files::version(&[path])?;
+                if columns.skips() {
+                    version = files::version_without(version, &index.kept);
+                }
+                let version = Some(version);
+                dataset.files.push(File { path: text.clone(), records, version });
             }
             self.indices.insert(text, index);
         }
         dataset.skipped = log.into_skipped();
+        listed.note_others(&mut dataset.skipped);
         files::not_empty(source, dataset, format.no_row())
     }
 
@@ -117,8 +126,8 @@ impl TextTables {
         let fewer = |rows: u64| changed(path, &format!("{rows} rows where {} were", file.records));
         let (mut rows, mut at, mut records) = (None, 0, Vec::new());
         for run in runs.filter(|run| !run.is_empty()) {
-            if run.end > index.rows {
-                return Err(fewer(index.rows));
+            if run.end > index.kept.count() {
+                return Err(fewer(index.kept.count()));
             }
             let is_open = rows.is_some();
             let rows = match &mut rows {
@@ -157,12 +166,15 @@ impl TextTables {
         file: &File,
     ) -> Result<(), DataError> {
         let path = Path::new(&file.path);
-        files::check(file, &[path])?;
+        files::check_table(file, &[path], columns.skips())?;
         if !self.indices.contains_key(&file.path) {
             let index = self.scan(format, columns, path, None)?;
             self.indices.insert(file.path.clone(), index);
         }
         let index = &self.indices[&file.path];
+        if columns.skips() {
+            files::check_left_out(file, path, &index.kept)?;
+        }
         let bytes = files::length(path)?;
         if bytes != index.bytes {
             return Err(changed(path, &format!("{bytes} bytes where {} were", index.bytes)));
@@ -182,7 +194,8 @@ impl TextTables {
         let bytes = files::length(path)?;
         let held: u64 = self.indices.values().map(|index| index.text.held_bytes()).sum();
         let text = TextFile::open(path, self.packed_bytes_max.saturating_sub(held))?;
-        let mut index = Index { text: text.clone(), bytes, rows: 0, starts: Vec::new() };
+        let mut index =
+            Index { text: text.clone(), bytes, kept: Kept::default(), starts: Vec::new() };
         let mut rows = format.open(&text, columns)?;
         while let Some(byte) = rows.advance()? {
             let is_kept = if log.is_some() || columns.skips() {
@@ -190,13 +203,12 @@ impl TextTables {
             } else {
                 rows.check().map(|()| true)
             };
+            if is_kept == Ok(true) && index.kept.count().is_multiple_of(STRIDE) {
+                index.starts.push(byte);
+            }
+            index.kept.push(is_kept == Ok(true));
             match (is_kept, &mut log) {
-                (Ok(true), _) => {
-                    if index.rows.is_multiple_of(STRIDE) {
-                        index.starts.push(byte);
-                    }
-                    index.rows += 1;
-                }
+                (Ok(true), _) => {}
                 (Ok(false), Some(log)) => log.skip_null(|| text.error_at(byte, NULL.into())),
                 (Err(reason), Some(log)) => log.skip_bad(|| text.error_at(byte, reason))?,
                 (Ok(false), None) => {}
@@ -210,7 +222,10 @@ impl TextTables {
 
 /// How the rows of a data set are read well.
 pub(super) fn access(dataset: &Dataset) -> Access {
-    let is_compressed = |file: &File| PACKED.iter().any(|extension| file.path.ends_with(extension));
+    let is_compressed = |file: &File| {
+        let path = file.path.to_lowercase();
+        files::PACKED.iter().any(|extension| path.ends_with(extension))
+    };
     if files::is_remote(dataset) || dataset.files.iter().any(is_compressed) {
         Access::Block { records: BLOCK_ROWS }
     } else {
@@ -220,7 +235,7 @@ pub(super) fn access(dataset: &Dataset) -> Access {
 
 /// `extension`, and those of its compressed files.
 pub(super) fn with_packed(extension: &str) -> Vec<String> {
-    let packed = PACKED.iter().map(|packed| format!("{extension}{packed}"));
+    let packed = files::PACKED.iter().map(|packed| format!("{extension}{packed}"));
     std::iter::once(extension.to_owned()).chain(packed).collect()
 }
 
@@ -232,8 +247,6 @@ fn changed(path: &Path, found: &str) -> DataError {
 const STRIDE: u64 = 16;
 /// Rows of a block of an object; a request is for about a quarter of a megabyte.
 const BLOCK_ROWS: u64 = 2048;
-/// Extensions of compressed files.
-const PACKED: [&str; 2] = [".gz", ".zst"];
 /// Limit of the bytes of a row.
 pub(super) const ROW_BYTES_MAX: u64 = 16 << 20;
 const NULL: &str = "left out for a null";

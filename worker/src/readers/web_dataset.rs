@@ -249,21 +249,27 @@ impl Reader for WebDataset {
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let mut dataset = Dataset::default();
         let mut log = SkippedLog::new(self.options.bad_records_max);
-        for path in files::list(source, &["tar".to_owned()])? {
-            let mut tar = Tar { samples: self.find_samples(&path)?, kept: None };
+        let listed = files::list(source, &["tar".to_owned()])?;
+        for path in &listed.paths {
+            let mut tar = Tar { samples: self.find_samples(path)?, kept: None };
             if self.options.bad_records_max > 0 {
-                tar.kept = Some(self.find_kept(&path, &tar.samples, Some(&mut log))?);
+                tar.kept = Some(self.find_kept(path, &tar.samples, Some(&mut log))?);
             } else {
-                self.check(&path, &tar.samples)?;
+                self.check(path, &tar.samples)?;
             }
-            let text = files::text(&path)?;
+            let text = files::text(path)?;
             if tar.count() > 0 {
-                let version = Some(files::version(&[&path])?);
-                dataset.files.push(File { path: text.clone(), records: tar.count(), version });
+                let mut version = files::version(&[path])?;
+                if let Some(kept) = &tar.kept {
+                    version = files::version_without(version, kept);
+                }
+                let (path, version) = (text.clone(), Some(version));
+                dataset.files.push(File { path, records: tar.count(), version });
             }
             self.tars.insert(text, tar);
         }
         dataset.skipped = log.into_skipped();
+        listed.note_others(&mut dataset.skipped);
         files::not_empty(source, dataset, "no sample in any tar file")
     }
 
@@ -287,9 +293,12 @@ impl Reader for WebDataset {
 
     fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Row>, DataError> {
         let path = Path::new(&file.path);
-        files::check(file, &[path])?;
+        files::check_table(file, &[path], self.options.bad_records_max > 0)?;
         self.tar(path, &file.path)?;
         let tar = &self.tars[&file.path];
+        if let Some(kept) = &tar.kept {
+            files::check_left_out(file, path, kept)?;
+        }
         let read = |record: u64| match tar.sample(record) {
             Some(sample) => self.read_sample(path, sample),
             None => {

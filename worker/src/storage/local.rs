@@ -1,48 +1,136 @@
-//! Local files, written atomically like objects in a store.
+//! Files of this machine, written atomically like objects in a store.
 
-use std::hash::{BuildHasher as _, RandomState};
-use std::io::Write as _;
-use std::sync::Arc;
+use std::ffi::OsStr;
+use std::fs;
+use std::io::{self, Write as _};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
-use object_store::ObjectStore;
-use object_store::local::LocalFileSystem;
-use object_store::path::Path;
 
-/// The local file systems as a store.
-pub(super) fn store() -> Arc<dyn ObjectStore> {
-    // Empty folders stay: another process may be about to write into them.
-    Arc::new(LocalFileSystem::new().with_fsync(true))
+use super::{Listing, Version};
+use crate::paths;
+
+/// Reads bytes `range` of a file; fewer if it ends before, and at least one.
+pub(super) fn read_range(path: &Path, range: &Range<u64>) -> io::Result<Bytes> {
+    let file = fs::File::open(path)?;
+    let bytes = file.metadata()?.len();
+    let end = range.end.min(bytes);
+    if range.start >= end {
+        let text = format!("no bytes from {} to {}: it has {bytes}", range.start, range.end);
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    }
+    let mut read = vec![0; (end - range.start) as usize];
+    file.read_exact_at(&mut read, range.start)?;
+    Ok(read.into())
 }
 
-/// Writes a local file as its store would, but sequentially in this thread: parts that several
-/// threads write reach the disk out of order.
-pub(super) fn write(at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
-    let failed = |source: std::io::Error| object_store::Error::Generic {
-        store: "LocalFileSystem",
-        source: Box::new(source),
+/// Version of a file.
+pub(super) fn version(path: &Path) -> io::Result<Version> {
+    let metadata = fs::metadata(path)?;
+    if metadata.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    Ok(of(&metadata))
+}
+
+/// Lists the files below a folder. Links to folders are not followed, and what is removed meanwhile
+/// is not listed.
+pub(super) fn list(root: &Path) -> io::Result<Listing> {
+    let mut listing = Listing::default();
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        let entries = match fs::read_dir(&folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            // The root may be a file, below which nothing is.
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => continue,
+            entries => entries?,
+        };
+        for entry in entries {
+            let path = entry?.path();
+            let within = path.strip_prefix(root).unwrap_or(&path);
+            let metadata = match fs::symlink_metadata(&path) {
+                Ok(found) if found.is_dir() => {
+                    folders.push(path);
+                    continue;
+                }
+                Ok(found) if found.is_symlink() => fs::metadata(&path),
+                other => other,
+            };
+            match (metadata, within.to_str()) {
+                (Ok(found), Some(within)) if found.is_file() && !is_staged(&path) => {
+                    listing.files.push((within.to_owned(), of(&found)));
+                }
+                (Ok(_), Some(_)) => {}
+                (Ok(_), None) => listing.left_out.push(within.display().to_string()),
+                (Err(error), _) if error.kind() == io::ErrorKind::NotFound => {}
+                (Err(error), _) => return Err(error),
+            }
+        }
+    }
+    listing.files.sort_by(|a, b| a.0.cmp(&b.0));
+    Ok(listing)
+}
+
+/// The names of the folders in `root` that begin with `prefix`. None, if there is no such root.
+pub(super) fn folders(root: &Path, prefix: &str) -> io::Result<Vec<String>> {
+    let entries = match fs::read_dir(root) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
     };
-    let path = LocalFileSystem::new().path_to_filesystem(at)?;
-    let folder = path.parent().unwrap_or_else(|| std::path::Path::new("/"));
-    std::fs::create_dir_all(folder).map_err(failed)?;
-    // Listings skip names with this ending. It is random, as writers on other machines may have the
-    // same process id.
-    let mut staged = path.clone().into_os_string();
-    staged.push(format!("#{}", RandomState::new().hash_one(std::process::id())));
-    let written = std::fs::OpenOptions::new().write(true).create_new(true).open(&staged).and_then(
-        |mut file| {
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry?;
+        if let Ok(name) = entry.file_name().into_string()
+            && name.starts_with(prefix)
+            && entry.path().is_dir()
+        {
+            names.push(name);
+        }
+    }
+    Ok(names)
+}
+
+/// Writes a file sequentially in this thread: parts that several threads write reach the disk out
+/// of order.
+pub(super) fn write(path: &Path, parts: &[Bytes]) -> io::Result<()> {
+    let folder = path.parent().unwrap_or_else(|| Path::new("/"));
+    fs::create_dir_all(folder)?;
+    let staged = staged(folder);
+    let written =
+        fs::OpenOptions::new().write(true).create_new(true).open(&staged).and_then(|mut file| {
             parts.iter().try_for_each(|part| file.write_all(part))?;
             file.sync_all()?;
-            std::fs::rename(&staged, &path)
-        },
-    );
+            fs::rename(&staged, path)
+        });
     if written.is_err() {
-        drop(std::fs::remove_file(&staged));
+        drop(fs::remove_file(&staged));
     }
     // Syncs the directory entries too, of the file and of a folder that was just created, where the
     // system allows it.
     for folder in folder.ancestors().take(2) {
-        drop(std::fs::File::open(folder).and_then(|folder| folder.sync_all()));
+        drop(fs::File::open(folder).and_then(|folder| folder.sync_all()));
     }
-    written.map_err(failed)
+    written
 }
+
+/// A temporary file in `folder`, which no listing shows. Its name is random, as writers on other
+/// machines may have the same process id, and does not depend on that of the file, which may be as
+/// long as the file system allows.
+fn staged(folder: &Path) -> PathBuf {
+    folder.join(format!("{STAGED}{}", paths::random_digits()))
+}
+
+fn is_staged(path: &Path) -> bool {
+    let name = path.file_name().and_then(OsStr::to_str);
+    let digits = name.and_then(|name| name.strip_prefix(STAGED));
+    digits.is_some_and(|d| d.len() == 16 && d.bytes().all(|digit| digit.is_ascii_hexdigit()))
+}
+
+fn of(metadata: &fs::Metadata) -> Version {
+    let tag = format!("{}-{}.{:09}", metadata.ino(), metadata.mtime(), metadata.mtime_nsec());
+    Version { bytes: metadata.len(), tag }
+}
+
+const STAGED: &str = ".#";

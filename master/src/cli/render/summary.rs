@@ -131,8 +131,12 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     }
     write_memberships(out, &summary.memberships);
     if let Some(skipped) = &summary.records_skipped {
-        let counts = format!("{} bad, {} with nulls", skipped.bad, skipped.nulls);
-        row(out, "left out", &counts);
+        let mut counts = format!("{} bad, {} with nulls", skipped.bad, skipped.nulls);
+        if skipped.files > 0 {
+            let (files, first) = (skipped.files, &skipped.first_file);
+            counts += &format!("; other files in the folder: {files}, the first: {first}");
+        }
+        row(out, "left out", &one_line(&counts));
         for text in &skipped.first {
             line(out, &format!("    {}", one_line(text)));
         }
@@ -438,7 +442,7 @@ job mnist: completed after 1.50 s
     #[test]
     fn records_that_were_left_out_are_listed() {
         let first = vec!["a.csv line 3: column \"y\" is \"\x1b\"".into()];
-        let skipped = SkippedRecords { bad: 7, nulls: 2, first };
+        let skipped = SkippedRecords { bad: 7, nulls: 2, first, ..SkippedRecords::default() };
         let out =
             to_table(&Summary { records_skipped: Some(skipped), ..summary() }, Paths::default());
         assert!(out.contains("\n  left out      7 bad, 2 with nulls\n    a.csv line 3: "), "{out}");

@@ -109,9 +109,17 @@ impl Job {
         if skipped.nulls > 0 {
             parts.push(format!("{} with nulls", counted(skipped.nulls, "record")));
         }
-        let first = skipped.first.first().map(|first| format!(", the first: {first}"));
-        let line = format!("skipped {}{}", parts.join(" and "), first.unwrap_or_default());
-        self.log_event(line);
+        if !parts.is_empty() {
+            let first = skipped.first.first().map(|first| format!(", the first: {first}"));
+            let line = format!("skipped {}{}", parts.join(" and "), first.unwrap_or_default());
+            self.log_event(line);
+        }
+        if skipped.files > 0 {
+            let (files, first) = (counted(skipped.files, "file"), &skipped.first_file);
+            self.log_event(format!(
+                "{files} in the folder of the data left out, the first: {first}"
+            ));
+        }
         self.reporting.note_skipped(skipped);
     }
 

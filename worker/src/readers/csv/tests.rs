@@ -162,6 +162,30 @@ fn a_stray_quote_does_not_read_the_rest_of_the_file_into_memory() {
 }
 
 #[test]
+fn a_quote_that_is_not_closed_is_an_error_in_the_line_of_its_row() {
+    let refused = " line 3: a quote opens in this row and is not closed before the end of the file";
+    let rows = numbered(2..900);
+    let cut = format!("y,name,n\n1,a,1\n2,\"b,2\n{rows}");
+    for text in [&*cut, cut.trim_end(), "y,name,n\n\n1,\"a\n", "y,name,n\n1,a,1\n2,b,\"2\n\n\n"] {
+        assert_eq!(refusal(text), refused, "{text:?}");
+    }
+    assert_eq!(refusal("y,\"name,n\n1,a,1\n"), refused.replace("line 3", "line 1"));
+    // It ends the description, however many bad records may be skipped.
+    let mut reader = columns();
+    reader.configure(ReadOptions { bad_records_max: 1000, ..ReadOptions::default() }).unwrap();
+    let packed = table(gzip(&cut));
+    let error = reader.describe(&packed.path).unwrap_err().to_string();
+    assert_eq!(error, format!("{}{refused}", packed.path));
+    // Line breaks at the end, within quotes that are closed or after them, are good.
+    for end in ["\"b\n\"", "\"b\n\"\n", "\"b\n\n\"\r\n", "b", "b\n\n\n", "\"\"", "\"\"\"\"\n"] {
+        let table = table(format!("y,n,name\n1,1,a\n2,2,{end}"));
+        let dataset = columns().describe(&table.path).unwrap();
+        assert_eq!(dataset.files[0].records, 2, "{end:?}");
+        assert_eq!(columns().read(&dataset.files[0], 1..2).unwrap()[0].i64(2), 2);
+    }
+}
+
+#[test]
 fn binary_content_is_escaped_in_errors() {
     let gz = [&[0x1f, 0x8b, 8, 0][..], &[0x1b; 1000]].concat();
     let message = refusal(gz);
