@@ -137,7 +137,7 @@ fn a_failed_job_starts_no_more_masters_and_its_logs_are_those_of_its_failure() {
     let masters = namespace.get("pods", "elasticdl/job=count,elasticdl/role=master");
     assert_eq!(masters.len(), 1, "{masters:?}");
     let log = namespace.master_log("count");
-    assert!(log.contains("worker pod created") && log.contains("the job is failed"), "{log}");
+    assert!(log.contains("worker pod created") && log.contains("the job failed"), "{log}");
     job.assert_deletes();
 }
 

@@ -67,7 +67,9 @@ impl Model for Line {
     }
 
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
-        Ok(Some(format!("y = {:.2}·x + {:.2}", parameters[0], parameters[1])))
+        let (slope, intercept) = (parameters[0], parameters[1]);
+        let sign = if intercept < 0.0 { '-' } else { '+' };
+        Ok(Some(format!("y = {slope:.2}·x {sign} {:.2}", intercept.abs())))
     }
 }
 

@@ -37,7 +37,8 @@ def main():
         loss.backward()
         opt.step(loss)
         opt.zero_grad()
-    print(f"y = {net.line.weight.item():.2f} x + {net.line.bias.item():.2f}")
+    weight, bias = net.line.weight.item(), net.line.bias.item()
+    print(f"y = {weight:.2f} x {'-' if bias < 0 else '+'} {abs(bias):.2f}")
 
 
 if __name__ == "__main__":

@@ -300,11 +300,10 @@ fn a_job_whose_program_fails_reports_why_and_writes_its_summary() {
         output.stdout
     );
     // The error contains the last output of the program.
-    let expected = "exited with code 3; this is failure 1 of workers since the job made progress, \
-                    and at most 0 are allowed (--max-worker-restarts); its log ends with:\n    \
-                    oh no\n";
+    let expected = "exited with code 3; giving up after 1 failure without progress \
+                    (--max-worker-restarts 0); its log ends with:\n    oh no\n";
     assert!(
-        output.stderr.contains("\nerror: launch ") && output.stderr.ends_with(expected),
+        output.stderr.contains("\nerror: worker ") && output.stderr.ends_with(expected),
         "{}",
         output.stderr
     );

@@ -200,12 +200,12 @@ fn a_job_that_cannot_resume_from_a_checkpoint_reports_why() {
         assert!(ended.output.contains(why), "{}", ended.output);
     };
     let quick = JobFixture { micros_per_record: 20, ..JobFixture::new(PROGRAMS, 2) };
-    refused(&quick, &[("resume-from", dir), ("max-steps", "1")], "raise it");
+    refused(&quick, &[("resume-from", dir), ("max-steps", "1")], "must be larger");
     // Another order has other records at the positions that the ledger holds.
     let another = [("resume-from", dir), ("shuffle", "none")];
     refused(&quick, &another, "this job's are in that of --shuffle none");
     refused(&quick, &[("checkpoint-dir", dir)], "--resume-from");
-    refused(&quick, &[("resume-from", "/nowhere/to/be/found")], "no whole checkpoint");
+    refused(&quick, &[("resume-from", "/nowhere/to/be/found")], "no complete checkpoint");
     let larger = JobFixture { parameters: 7000, ..quick };
     refused(&larger, &[("resume-from", dir)], "6000 parameters, and this one has 7000");
 }

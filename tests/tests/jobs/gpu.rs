@@ -114,7 +114,7 @@ fn when_nccl_fails_repeatedly_the_job_continues_without_it() {
             elasticdl_stand_ins::nccl_with(fault),
             fixture(2),
         ));
-        assert!(what.contains("NCCL is given up, it failed in 3 generations"), "{fault}: {what}");
+        assert!(what.contains("NCCL is off, it failed in 3 generations"), "{fault}: {what}");
     }
 }
 

@@ -279,7 +279,7 @@ async fn a_pod_that_fails_counts_once_and_too_many_fail_the_job() {
     let error = ended.summary.error.unwrap();
     assert_eq!(ended.outcome, Outcome::Failed, "{error}");
     assert!(
-        error.contains("exited with code 9") && error.contains("this is failure 2 of workers"),
+        error.contains("exited with code 9") && error.contains("giving up after 2 failures"),
         "{error}"
     );
 }

@@ -102,7 +102,7 @@ fn search(
             return Ok(Some(Restored { state, name, same_run: false }));
         }
     }
-    Err(RestoreError::Refused(format!("there is no whole checkpoint in {from}")))
+    Err(RestoreError::Refused(format!("no complete checkpoint in {from}")))
 }
 
 /// Checkpoints in a folder.

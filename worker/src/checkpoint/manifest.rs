@@ -214,14 +214,18 @@ impl Manifest {
         let files = &fingerprint.dataset.files;
         if self.files.len() != files.len() {
             let (had, has) = (self.files.len(), files.len());
-            return Err(format!("its data set has {had} files, and this one has {has}"));
+            let files = counted(had as u64, "file");
+            return Err(format!("its data set has {files}, and this one has {has}"));
         }
         match self.files.iter().zip(files).find(|pair| !same(*pair)) {
             None => self.check_order(fingerprint.order),
             Some((a, b)) => Err(format!(
-                "its data set has {} with {} records where this one has {} with {}; both must use \
-                 the same data",
-                a.path, a.records, b.path, b.records
+                "its data set has {} with {} where this one has {} with {}; both must use the same \
+                 data",
+                a.path,
+                counted(a.records, "record"),
+                b.path,
+                b.records
             )),
         }
     }
@@ -256,18 +260,28 @@ impl Manifest {
             .max(*epochs_complete);
         if reached > fingerprint.epochs || *epochs_complete == fingerprint.epochs {
             return Err(format!(
-                "it has trained {epochs_complete} epochs and reaches into epoch {reached}; \
-                 --num-epochs {} leaves nothing to train, raise it",
-                fingerprint.epochs
+                "it has already trained {}; --num-epochs {} must be at least {}",
+                if reached > *epochs_complete {
+                    format!("into epoch {reached}")
+                } else {
+                    counted(u64::from(*epochs_complete), "epoch")
+                },
+                fingerprint.epochs,
+                reached.max(epochs_complete.saturating_add(1)),
             ));
         }
         match fingerprint.max_steps.filter(|max| step >= max) {
             None => Ok(()),
             Some(max) => Err(format!(
-                "it is at step {step}; --max-steps {max} leaves nothing to train, raise it"
+                "it is already at step {step}; --max-steps {max} must be larger than that"
             )),
         }
     }
+}
+
+/// A number with its noun.
+fn counted(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 /// Range of the state's `total` floats that `rank` writes: start and end.

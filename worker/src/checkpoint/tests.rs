@@ -275,7 +275,7 @@ fn a_new_job_resumes_only_from_what_it_is_given() {
     let (_empty, nowhere) = folder();
     let (refused, _) = begin(&new, None, Some(&nowhere));
     assert!(
-        matches!(&refused, Err(RestoreError::Refused(why)) if why.contains("no whole checkpoint"))
+        matches!(&refused, Err(RestoreError::Refused(why)) if why.contains("no complete checkpoint"))
     );
     assert_eq!(check(&new, &nowhere), begin(&new, None, Some(&nowhere)).0.map(drop));
     let other = JobFingerprint { parameters: 11, ..new };

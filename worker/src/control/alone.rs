@@ -48,7 +48,7 @@ impl LoneMaster {
         Some(match message {
             WorkerMessage::Described(Ok(list)) => MasterMessage::Prepare(list),
             WorkerMessage::Described(Err(error)) => MasterMessage::Shutdown(error),
-            WorkerMessage::Finished(_) => MasterMessage::Shutdown("the job is completed".into()),
+            WorkerMessage::Finished(_) => MasterMessage::Shutdown("the job completed".into()),
             WorkerMessage::Ready { .. } => MasterMessage::Membership(Membership {
                 generation: Generation(1),
                 members: vec![(self.worker, self.address)].into(),

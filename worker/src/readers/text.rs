@@ -59,7 +59,7 @@ impl Reader for TextWindows {
                 dataset.files.push(File { path: files::text(path)?, records, version });
             }
         }
-        let reason = format!("no text as long as a window, {} bytes", self.context + 1);
+        let reason = format!("no file is long enough: a record needs {} bytes", self.context + 1);
         listed.note_others(&mut dataset.skipped);
         files::not_empty(source, dataset, &reason)
     }
@@ -157,7 +157,10 @@ mod tests {
         let folder = folder(&[("a", "abc")]);
         let source = folder.path().to_str().unwrap();
         let error = TextWindows::new(3).describe(source).unwrap_err();
-        assert_eq!(error.to_string(), format!("{source}: no text as long as a window, 4 bytes"));
+        assert_eq!(
+            error.to_string(),
+            format!("{source}: no file is long enough: a record needs 4 bytes")
+        );
         assert!(matches!(
             TextWindows::new(2).limit_bytes(0).describe(source),
             Err(DataError::Empty { .. })

@@ -79,7 +79,7 @@ fn describe_transport(
     policy: &NcclPolicy,
 ) -> String {
     if ring.host().world_size() == 1 {
-        return "nothing, there is one worker".into();
+        return "none: one worker".into();
     }
     let host = match ring.host() {
         ring if ring.shares_memory() => "shared memory",
@@ -99,7 +99,7 @@ fn describe_transport(
             return format!("NCCL {}.{}.{}", version / 10_000, version / 100 % 100, version % 100);
         }
         (.., Some(NcclObstacle::GivenUp(times)), _) => {
-            format!("NCCL is given up, it failed in {times} generations")
+            format!("NCCL is off, it failed in {times} generations")
         }
         (.., NcclState::Failed(reason)) => format!("NCCL failed: {reason}"),
         (.., NcclState::Absent(reason)) => format!("no NCCL: {reason}"),

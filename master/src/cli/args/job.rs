@@ -43,7 +43,7 @@ pub(crate) struct JobOptions {
     #[arg(long = "config", value_name = "FILE")]
     pub(crate) _config: Option<PathBuf>,
 
-    /// Print the options that are given, as a file for --config, and start nothing.
+    /// Print the given options as a --config file, and exit.
     #[arg(long = "print-config", id = PRINT_CONFIG)]
     pub(crate) _print_config: bool,
 

@@ -12,7 +12,7 @@ use crate::job::{ExitRule, Policies, SuccessPolicy};
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Lifecycle")]
 pub(crate) struct LifecycleOptions {
-    /// What follows when a worker exits with CODE, or with a code of FIRST-LAST, or when EVENT ends
+    /// What to do when a worker exits with CODE, or with a code of FIRST-LAST, or when EVENT ends
     /// it; can be repeated.
     ///
     /// restart: the worker is replaced, which is not counted as a failure. ignore: it is not
@@ -32,7 +32,7 @@ pub(crate) struct LifecycleOptions {
     #[arg(long, value_name = "CODE|EVENT=ACTION")]
     pub(crate) on_exit: Vec<ExitRule>,
 
-    /// Stop the job when it is this old, at least 1s; its newest state is kept. [default: no limit]
+    /// Stop the job after this time, at least 1s; its newest state is kept. [default: no limit]
     ///
     /// The job stops at the end of its step, writes its last checkpoint and exports its model; the
     /// summary says `stopped` and names the deadline, and the exit code is 0. The time while it is

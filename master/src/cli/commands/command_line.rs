@@ -59,12 +59,12 @@ pub(crate) enum Command {
     ///
     /// The page shows progress, curves, memberships, workers, where time went, and events, and can
     /// scale and stop the job. The master of a local job serves it on 127.0.0.1. The link contains
-    /// a key: those who have it see and command the job.
+    /// a key: anyone with the link can watch and control the job.
     Dashboard(DashboardArgs),
     /// Delete a job: its objects and pods in a cluster, or the files that it has written to its
     /// directory.
     Delete(DeleteArgs),
-    /// Check whether jobs can run on this machine and in the cluster, and say how to mend what is
+    /// Check whether jobs can run on this machine and in the cluster, and how to fix what is
     /// missing.
     Doctor(DoctorArgs),
     /// Evaluate a model: compute the means of its metrics over a data set.

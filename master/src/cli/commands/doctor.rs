@@ -1,4 +1,4 @@
-//! `elasticdl doctor`: checks whether jobs can run here, and says how to mend what is missing.
+//! `elasticdl doctor`: checks whether jobs can run here, and says how to fix what is missing.
 
 mod finding;
 mod machine;

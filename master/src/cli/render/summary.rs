@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use crate::job::{
-    CheckpointsSummary, EvaluationsSummary, MembershipChange, StateLoss, Summary, format_metrics,
+    CheckpointsSummary, EvaluationsSummary, MembershipChange, StateLoss, Summary, counted,
+    format_metrics,
 };
 use crate::progress::{format_rate, one_line};
 
@@ -77,7 +78,11 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         row(out, "stopped by", &one_line(reason));
     }
     let records = &summary.records;
-    row(out, "steps", &format!("{} ({} epochs complete)", summary.steps, summary.epochs));
+    row(
+        out,
+        "steps",
+        &format!("{} ({} complete)", summary.steps, counted(summary.epochs.into(), "epoch")),
+    );
     row(
         out,
         "records",
@@ -113,8 +118,8 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         row(out, "storage", &waited);
     }
     let workers = &summary.workers;
-    let counts =
-        format!("peak {}, final {}, {} restarts", workers.peak, workers.last, workers.restarts);
+    let restarts = counted(workers.restarts.into(), "restart");
+    let counts = format!("peak {}, final {}, {restarts}", workers.peak, workers.last);
     row(out, "workers", &counts);
     if let Some(digest) = &summary.digest {
         row(out, "digest", digest);
@@ -386,7 +391,7 @@ job mnist: completed after 1.50 s
   records       20 expected, 20 counted, 0 missing, 0 repeated
   loss          2.0000 -> 0.5000
   throughput    250 records/s, 66.6 steps/s, all-reduce 2.2 ms
-  workers       peak 2, final 2, 1 restarts
+  workers       peak 2, final 2, 1 restart
   digest        00ff00ff00ff00ff
   evaluations   step 90: loss 0.7500; best at step 40: loss 0.5000; stopped early
   best model    /best.safetensors

@@ -7,6 +7,7 @@ use std::num::NonZeroU64;
 use std::ops::Range;
 
 use super::dataset::Dataset;
+use crate::job::reporting::text::counted;
 
 /// The shards of a data set.
 #[derive(Clone, Debug)]
@@ -91,11 +92,6 @@ impl Shards {
         let most_counted = counted(most, "record");
         if least == most { most_counted } else { format!("up to {most_counted}") }
     }
-}
-
-/// `1 record`, `8 records`.
-pub(crate) fn counted(count: u64, what: &str) -> String {
-    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Default size: a shard is cheap to repeat, and a file of its predictions not too small.

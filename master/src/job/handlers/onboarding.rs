@@ -8,11 +8,10 @@ use elasticdl_proto::{FileList, SkippedRecords, WorkerId};
 use crate::job::action::{Action, MasterMessage, Outcome};
 use crate::job::data::dataset::Dataset;
 use crate::job::data::shard_leases::ShardLeases;
-use crate::job::data::shards::counted;
 use crate::job::event::{ConnectionId, LaunchId, Resume};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::reporting::text::clip;
+use crate::job::reporting::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::state::Stage;
 

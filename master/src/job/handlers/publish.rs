@@ -127,8 +127,11 @@ impl Job {
         let keeps_state = members.iter().any(|(_, w)| w.holds_state());
         let carries_state = members.iter().any(|(_, w)| w.has_state());
         self.lifecycle.note_published();
-        let from =
-            if self.spec.checkpoints.is_some() { "from the newest checkpoint" } else { "again" };
+        let from = if self.spec.checkpoints.is_some() {
+            "from the newest checkpoint"
+        } else {
+            "from step 0"
+        };
         self.log_recovery();
         self.log_event(describe(&record, keeps_state, from));
         self.reporting.publish(record, begun.survivors.into_iter().collect());
@@ -221,11 +224,13 @@ fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String 
         (true, _) => {
             format!("generation {generation}: {parts}; {workers} continue at step {at_step}")
         }
-        (false, _) => {
+        (false, 1) => {
             format!(
-                "generation {generation}: {parts}; no worker holds the state, {workers} to \
-                 start {from}"
+                "generation {generation}: {parts}; the state is lost; {workers} restarts {from}"
             )
+        }
+        (false, _) => {
+            format!("generation {generation}: {parts}; the state is lost; {workers} restart {from}")
         }
     }
 }

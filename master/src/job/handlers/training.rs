@@ -91,7 +91,12 @@ impl Job {
     ) {
         let what = clip(what);
         if self.group.is_reporter(worker, generation) && self.reporting.note_transport(what) {
-            self.log_event(format!("generation {generation}: gradients are summed over {what}"));
+            let how = if self.group.members().len() == 1 {
+                "one worker, no all-reduce".into()
+            } else {
+                format!("all-reduce through {what}")
+            };
+            self.log_event(format!("generation {generation}: {how}"));
         }
     }
 

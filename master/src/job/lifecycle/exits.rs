@@ -13,7 +13,7 @@ use crate::job::outbox::Timer;
 use crate::job::policies::{ExitAction, ExitEvent, ExitRule};
 use crate::job::reporting::counters::End;
 use crate::job::reporting::lifetimes::WorkerEnd;
-use crate::job::reporting::text::clip;
+use crate::job::reporting::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::state::Launch;
 use crate::job::workers::table::worker_of;
@@ -89,7 +89,7 @@ impl Job {
             self.retire_surplus(now);
             self.reporting.explain_error(ended.iter().find_map(Launch::printed));
         } else if is_excused || is_counted {
-            self.log_event(format!("{name} has ended ({end})"));
+            self.log_event(format!("{name} ended ({end})"));
         } else if is_own_fault {
             if let Some(node) = ended.first().map(|l| &l.location().node) {
                 self.lifecycle.avoid_node(now, node);
@@ -102,7 +102,7 @@ impl Job {
             let why = why.map(|why| format!(" ({why})")).unwrap_or_default();
             self.count_kill(now, launch, &format!("{name} {end}{why}"));
         } else {
-            self.log_event(format!("{name} {end}, which is not counted as its failure"));
+            self.log_event(format!("{name} {end} (not counted as a failure)"));
         }
         (reason, reason == End::Killed && ended.iter().any(Launch::is_killed))
     }
@@ -194,7 +194,11 @@ impl Job {
         self.out.mark_dirty();
         let has_worker = self.workers.any_of_pod(launch, Launch::has_registered);
         let name = self.workers.name(launch, has_worker);
-        self.apply_rule(now, &format!("{name} is taken away ({})", clip(reason)), rule);
+        self.apply_rule(
+            now,
+            &format!("{name} is being removed by the cluster ({})", clip(reason)),
+            rule,
+        );
         true
     }
 
@@ -213,7 +217,8 @@ impl Job {
             }
             ExitAction::Ignore if fewer >= self.spec.min_workers => {
                 self.log_event(format!(
-                    "{what}, and is not replaced (--on-exit {rule}): {fewer} workers are wanted"
+                    "{what}, and is not replaced (--on-exit {rule}); {} remain",
+                    counted(fewer.into(), "worker")
                 ));
                 self.lifecycle.wanted = fewer;
             }
@@ -252,7 +257,7 @@ impl Job {
         self.release_rest_of_pod(now, launch);
         self.kill(launch);
         let what = format!(
-            "launch {} has not joined the job for {} s (--start-timeout): {MUST_JOIN}",
+            "worker {} has not joined the job for {} s (--start-timeout): {MUST_JOIN}",
             launch.0,
             self.spec.start_timeout.as_secs()
         );
@@ -281,13 +286,13 @@ impl Job {
                 ));
                 return self.out.set_timer(start, Timer::Relaunch);
             }
-            Err(TooMany::Failures(counted) | TooMany::Kills(counted)) => format!(
-                "{what}; this is failure {counted} of workers since the job made progress, and \
-                 at most {max} are allowed (--max-worker-restarts)"
+            Err(TooMany::Failures(failures) | TooMany::Kills(failures)) => format!(
+                "{what}; giving up after {} without progress (--max-worker-restarts {max})",
+                counted(failures.into(), "failure")
             ),
-            Err(TooMany::OnRecord(counted)) => format!(
-                "{what}; {counted} workers have failed on the same record, and at most {max} may \
-                 (--max-worker-restarts)"
+            Err(TooMany::OnRecord(failures)) => format!(
+                "{what}; giving up after {} on the same record (--max-worker-restarts {max})",
+                counted(failures.into(), "failure")
             ),
         };
         self.end(now, Outcome::Failed, Some(error));

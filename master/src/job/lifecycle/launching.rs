@@ -16,7 +16,7 @@ use crate::job::action::Action;
 use crate::job::event::{LaunchId, ReclaimCause, Wait};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::reporting::text::clip;
+use crate::job::reporting::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::scheduling::Scheduling;
 use crate::job::workers::state::Launch;
@@ -201,7 +201,7 @@ impl Job {
         if let Some(reason) = reason {
             let has_worker = self.workers.any_of_pod(launch, Launch::has_registered);
             let name = self.workers.name(launch, has_worker);
-            self.log_event(format!("{name} is taken away: {}", clip(reason)));
+            self.log_event(format!("{name} is being removed by the cluster: {}", clip(reason)));
         }
         let pod = self.workers.pod(launch).into_iter().map(worker_of);
         let heard: Vec<WorkerId> = pod.filter(|&id| self.workers.is_connected(id)).collect();
@@ -224,7 +224,10 @@ impl Job {
         {
             return;
         }
-        self.log_event(format!("{num_workers} workers are wanted in place of {before}"));
+        self.log_event(format!(
+            "scaling from {} to {num_workers}",
+            counted(before.into(), "worker")
+        ));
         self.lifecycle.wanted = num_workers;
         self.out.mark_dirty();
         let initial = &mut self.lifecycle.initial_launches_left;
@@ -250,7 +253,7 @@ impl Job {
         self.workers.pod_mut(launch).for_each(|l| l.retire());
         if self.workers.is_heard(launch) {
             // A member leaves at a step boundary, with the next membership.
-            self.release_pod(now, launch, "fewer workers are wanted");
+            self.release_pod(now, launch, "the job is scaled down");
         } else if !self.workers.any_of_pod(launch, |l| l.disconnected().is_some()) {
             // A disconnected worker leaves when it reconnects.
             self.kill(launch);

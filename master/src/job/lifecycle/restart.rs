@@ -212,16 +212,16 @@ pub(crate) fn describe(exit: &Exit) -> String {
             format!("could not be started: {}", clip(error))
         }
         Exit::OverLimit(what) => {
-            format!("went over a limit: {}", clip(what))
+            format!("exceeded a limit: {}", clip(what))
         }
         Exit::Reclaimed { detail, .. } => {
-            format!("was taken away: {}", clip(detail))
+            format!("was removed by the cluster: {}", clip(detail))
         }
         Exit::Signal(signal) => match NAMES.iter().find(|(number, _)| number == signal) {
             Some((_, name)) => format!("killed by {name}"),
             None => format!("killed by signal {signal}"),
         },
-        Exit::Unknown => "ended for an unknown reason".into(),
+        Exit::Unknown => "ended, reason unknown".into(),
     }
 }
 

@@ -165,8 +165,8 @@ impl Job {
         self.log_recovery();
         let state = name(outcome);
         let line = match &error {
-            Some(error) => format!("the job is {state}: {error}"),
-            None => format!("the job is {state} at step {}", self.data.step()),
+            Some(error) => format!("the job {state}: {error}"),
+            None => format!("the job {state} at step {}", self.data.step()),
         };
         self.log_event(line);
         self.reporting.set_error(error);
@@ -174,7 +174,7 @@ impl Job {
         self.out.mark_dirty_urgent();
         self.out.clear_timers();
         for worker in self.workers.select(|_: &Worker| true) {
-            self.send(worker, MasterMessage::Shutdown(format!("the job is {state}")));
+            self.send(worker, MasterMessage::Shutdown(format!("the job {state}")));
         }
         let silent: Vec<LaunchId> =
             self.workers.pods().filter(|&pod| !self.workers.is_heard(pod)).collect();
@@ -197,7 +197,7 @@ impl Job {
         self.lifecycle.phase = Phase::Ending(Outcome::Stopped);
         self.log_recovery();
         self.out.mark_dirty_urgent();
-        self.log_event(format!("the job is {} at step {step}", name(Outcome::Stopped)));
+        self.log_event(format!("the job {} at step {step}", name(Outcome::Stopped)));
         self.end_now();
     }
 

@@ -96,14 +96,14 @@ impl Job {
                 true => "",
                 false => ", as it had only just begun",
             };
-            return self.log_event(format!("{what}; training begins again from nothing{why}"));
+            return self.log_event(format!("{what}; training restarts from step 0{why}"));
         }
         let wanted = match self.spec.checkpoints {
-            Some(_) => "keep them more often with --checkpoint-every",
-            None => "keep some with --checkpoint-dir",
+            Some(_) => "write them more often with --checkpoint-every",
+            None => "write some with --checkpoint-dir",
         };
         let error = format!(
-            "{what}; {wanted}, or let the job start again from nothing with \
+            "{what}; {wanted}, or let the job restart from step 0 with \
              --restart-without-checkpoint"
         );
         self.end(now, Outcome::Failed, Some(error));
@@ -132,7 +132,7 @@ impl Job {
             return;
         }
         if self.reporting.want_checkpoint() {
-            self.log_event("all workers that hold the state leave: a checkpoint is written".into());
+            self.log_event("all workers with the state are leaving: writing a checkpoint".into());
         }
         self.request_checkpoint();
         let may_replace = |l: &Launch| l.stays() && !l.scheduling().is_held();
@@ -164,7 +164,8 @@ impl Job {
     /// Ends the group at its next step boundary, with a checkpoint.
     fn suspend(&mut self) {
         self.log_event(
-            "no worker takes over the state in time: the group ends with a checkpoint".into(),
+            "no other worker took over the state in time: the group writes a checkpoint and ends"
+                .into(),
         );
         self.end_group_with_checkpoint();
     }
@@ -181,8 +182,8 @@ impl Job {
     pub(crate) fn release_suspended(&mut self, now: Time, step: u64) {
         self.data.set_step(step);
         self.log_event(match self.lifecycle.is_suspended {
-            true => format!("the job is suspended at step {step}; its state is in a checkpoint"),
-            false => format!("the group has ended at step {step}, for all of its members leave"),
+            true => format!("the job suspended at step {step}; its state is in a checkpoint"),
+            false => format!("the group ended at step {step}: all of its workers left"),
         });
         for id in self.group.members().to_vec() {
             self.release(now, id, "it leaves, and the state is in a checkpoint");

@@ -75,9 +75,9 @@ impl EpochLines {
         let loss = std::mem::take(&mut self.done).mean();
         let loss = if loss.is_finite() { format!(", mean loss {loss:.4}") } else { String::new() };
         let epochs = if complete - first > 1 {
-            format!("epochs {} to {complete} of {all} are complete", first + 1)
+            format!("epochs {} to {complete} of {all} completed", first + 1)
         } else {
-            format!("epoch {complete} of {all} is complete")
+            format!("epoch {complete} of {all} completed")
         };
         Some(format!("{epochs} at step {}{loss}", report.step))
     }
@@ -132,13 +132,13 @@ mod tests {
     #[test]
     fn many_epochs_take_few_lines_that_cover_all_of_them() {
         let all = lines(2000, 100);
-        assert_eq!(all[0], "epochs 1 to 2 of 2000 are complete at step 2, mean loss 1.5000");
-        assert_eq!(all[9], "epochs 19 to 20 of 2000 are complete at step 20, mean loss 19.5000");
+        assert_eq!(all[0], "epochs 1 to 2 of 2000 completed at step 2, mean loss 1.5000");
+        assert_eq!(all[9], "epochs 19 to 20 of 2000 completed at step 20, mean loss 19.5000");
         // 5 s later: 50 reports of two epochs each.
-        assert_eq!(all[10], "epochs 21 to 120 of 2000 are complete at step 120, mean loss 70.5000");
+        assert_eq!(all[10], "epochs 21 to 120 of 2000 completed at step 120, mean loss 70.5000");
         assert_eq!(
             all.last().unwrap(),
-            "epochs 1921 to 2000 of 2000 are complete at step 2000, mean loss 1960.5000"
+            "epochs 1921 to 2000 of 2000 completed at step 2000, mean loss 1960.5000"
         );
         assert_eq!(all.len(), 30);
         assert_eq!(lines(100, 5000).len(), 50, "slow epochs have a line each");
@@ -161,10 +161,10 @@ mod tests {
         assert_eq!(commit(&[(0, 6, 7)], f64::NAN, 0, 0), None);
         // The rest of the first epoch and a part of the second.
         let line = commit(&[(0, 7, 10), (1, 0, 3)], 30.0, 0, 1).unwrap();
-        assert_eq!(line, "epoch 1 of 3 is complete at step 9, mean loss 3.0000");
+        assert_eq!(line, "epoch 1 of 3 completed at step 9, mean loss 3.0000");
         let line = commit(&[(1, 3, 10)], 5.0, 1, 2).unwrap();
-        assert_eq!(line, "epoch 2 of 3 is complete at step 9, mean loss 2.0000");
+        assert_eq!(line, "epoch 2 of 3 completed at step 9, mean loss 2.0000");
         let line = commit(&[(2, 0, 10)], f64::INFINITY, 2, 3).unwrap();
-        assert_eq!(line, "epoch 3 of 3 is complete at step 9");
+        assert_eq!(line, "epoch 3 of 3 completed at step 9");
     }
 }

@@ -17,7 +17,7 @@ impl Job {
         if !self.lifecycle.is_running() || self.spec.checkpoints.is_none() {
             return;
         }
-        self.log_event("a checkpoint is asked for".into());
+        self.log_event("checkpoint requested".into());
         self.reporting.want_checkpoint();
         self.request_checkpoint();
     }
@@ -50,7 +50,8 @@ impl Job {
                 let lost_steps = step.saturating_sub(from);
                 let again = match lost_steps {
                     0 => String::new(),
-                    steps => format!("; {steps} steps are made again"),
+                    1 => "; 1 step is repeated".into(),
+                    steps => format!("; {steps} steps are repeated"),
                 };
                 self.group.note_restored();
                 let line =

@@ -20,6 +20,11 @@ pub(crate) fn name_all(workers: &[WorkerId]) -> String {
     }
 }
 
+/// `1 record`, `8 records`.
+pub(crate) fn counted(count: u64, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
 /// Formats means for a log line.
 pub(crate) fn format_metrics(metrics: &BTreeMap<String, Option<f64>>) -> String {
     let format_metrics = |(name, mean): (&String, &Option<f64>)| match mean {

@@ -108,7 +108,7 @@ fn a_leaving_or_surplus_worker_is_released_at_once() {
     };
     assert!(actions(&mut job).contains(&bye(1)));
     job.handle(at(1), Event::Scale { num_workers: 1 });
-    let reason = MasterMessage::Shutdown("fewer workers are wanted".into());
+    let reason = MasterMessage::Shutdown("the job is scaled down".into());
     assert_eq!(actions(&mut job), [send(3, reason)]);
 }
 

@@ -52,7 +52,7 @@ fn an_unscheduled_launch_is_not_silent() {
         at(0),
         Event::LaunchWaits { launch: LaunchId(1), wait: Wait::Capacity("no room".into()) },
     );
-    assert_eq!(job.status(at(0)).events, ["launch 1 waits: no room"]);
+    assert_eq!(job.status(at(0)).events, ["worker 1 waits: no room"]);
     job.handle_timeout(at(3_600_000));
     assert_eq!(actions(&mut job), []);
     // From the moment that it runs, the usual time limit applies.

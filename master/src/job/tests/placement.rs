@@ -255,7 +255,7 @@ fn a_job_whose_core_waits_in_a_queue_is_queued() {
     queued(&mut job, 0, 1);
     let status = job.status(at(0));
     assert_eq!((&*status.state, &*status.workers_pending[0].state), ("queued", "queued"));
-    assert_eq!(status.events, ["launch 1 waits: Kueue has not admitted it yet"]);
+    assert_eq!(status.events, ["worker 1 waits: Kueue has not admitted it yet"]);
     // It may wait for long.
     job.handle_timeout(at(3_600_000));
     assert!(!done(&mut job).contains(&kill(1)));

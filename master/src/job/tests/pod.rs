@@ -174,7 +174,7 @@ fn a_scale_down_retires_whole_pods_from_the_highest_slot_down() {
     job.handle(at(2), Event::Scale { num_workers: 4 });
     assert_eq!(
         actions(&mut job),
-        [send(5, MasterMessage::Shutdown("fewer workers are wanted".into()))]
+        [send(5, MasterMessage::Shutdown("the job is scaled down".into()))]
     );
     job.handle(at(3), Event::Scale { num_workers: 2 });
     assert_eq!(

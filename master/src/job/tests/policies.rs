@@ -49,7 +49,7 @@ fn a_worker_whose_code_means_ignore_is_missed_down_to_the_minimum() {
         actions.into_iter().filter(|a| matches!(a, Action::Launch { .. })).count()
     };
     assert_eq!((launches(actions(&mut job)), job.status(at(10)).workers_desired), (0, 2));
-    assert!(last_event(&job).contains("is not replaced (--on-exit 42=ignore): 2 workers"));
+    assert!(last_event(&job).contains("is not replaced (--on-exit 42=ignore); 2 workers"));
     // The next master wants no more, either.
     let mut next = Job::restore(job.to_persisted(), at(20)).unwrap();
     assert_eq!((launches(actions(&mut next)), next.status(at(20)).workers_desired), (0, 2));
@@ -205,7 +205,11 @@ fn a_preempted_worker_that_is_ignored_leaves_in_order_and_is_missed_down_to_the_
     let next = MasterMessage::Membership(membership(2, &[1, 2], false));
     assert!(sent.contains(&send(1, next)), "{sent:?}");
     assert!(!sent.iter().any(|a| matches!(a, Action::Launch { .. })), "{sent:?}");
-    assert!(last_event(&job).contains("worker 3 is taken away (Preempted by the cluster), and is"));
+    assert!(
+        last_event(&job).contains(
+            "worker 3 is being removed by the cluster (Preempted by the cluster), and is"
+        )
+    );
     // The rule is applied once, whichever master sees the end.
     let mut next = Job::restore(job.to_persisted(), at(10)).unwrap();
     for job in [&mut job, &mut next] {

@@ -162,7 +162,7 @@ fn the_all_reduce_transport_comes_from_the_lowest_rank_and_its_changes_are_logge
         let status = job.status(at(1));
         (
             status.allreduce_transport,
-            status.events.iter().filter(|line| line.contains("summed over")).count(),
+            status.events.iter().filter(|line| line.contains("all-reduce")).count(),
         )
     };
     assert_eq!(told(&job), (Some("TCP".into()), 1));

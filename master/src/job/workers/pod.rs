@@ -88,9 +88,9 @@ impl WorkerTable {
         let PodId { first: LaunchId(first), last: LaunchId(last) } = self.pod_of(launch);
         match (first == last, has_worker) {
             (true, true) => format!("worker {first}"),
-            (true, false) => format!("launch {first}"),
+            (true, false) => format!("worker {first}"),
             (false, true) => format!("the pod of workers {first} to {last}"),
-            (false, false) => format!("the pod of launches {first} to {last}"),
+            (false, false) => format!("the pod of workers {first} to {last}"),
         }
     }
 }
