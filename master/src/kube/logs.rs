@@ -43,7 +43,7 @@ pub async fn copy(
             let launch = task.map_or(launch, |task| first_of_pod(launch, task.job.workers_per_pod));
             let selector =
                 format!("{},{LAUNCH_LABEL}={}", objects::worker_selector(&uid), launch.0);
-            (selector, format!("a pod of the launch {}", launch.0))
+            (selector, format!("a pod of worker {}", launch.0))
         }
     };
     let pods: Api<Pod> = cluster.api();

@@ -124,7 +124,7 @@ impl Job {
     /// Counts a kill from outside; fails the job if there are too many without progress.
     fn count_kill(&mut self, now: Time, launch: LaunchId, what: &str) {
         if !self.lifecycle.is_running() {
-            return self.log_event(format!("{what}, which is not counted as its failure"));
+            return self.log_event(format!("{what} (not counted as a failure)"));
         }
         let (progress, newest) = (self.work_done(), LaunchId(self.workers.launches_made()));
         let error = match self.lifecycle.restarts.count_kill(now, progress, launch, newest) {
@@ -134,7 +134,7 @@ impl Job {
                     0 | 1 => String::new(),
                     kills => format!(" ({kills} kills without progress)"),
                 };
-                self.log_event(format!("{what}, which is not counted as its failure{how_often}"));
+                self.log_event(format!("{what} (not counted as a failure){how_often}"));
                 return self.out.set_timer(start, Timer::Relaunch);
             }
             Err(_) => {

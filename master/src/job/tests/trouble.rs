@@ -149,7 +149,7 @@ fn a_program_that_ends_without_joining_is_told_what_to_do_and_started_once() {
     ended(&mut job, 1, Exit::Code(0));
     let error_of_0 = error(&job).unwrap();
     assert!(
-        error_of_0.contains("launch 1 exited with code 0 and never joined the job")
+        error_of_0.contains("worker 1 exited with code 0 and never joined the job")
             && error_of_0.contains("elasticdl.torch.join()"),
         "{error_of_0}"
     );
