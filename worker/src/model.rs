@@ -38,7 +38,8 @@ pub trait Model: 'static {
 
     /// Writes the initial parameters, `[parameter_count()]`, drawn from `seed`.
     ///
-    /// Called on one worker. The others receive its result.
+    /// Called on one worker, whose result the others receive, and before that on the worker that
+    /// tries the evaluation, if there is one.
     ///
     /// # Errors
     /// An error ends the job.
@@ -186,6 +187,11 @@ pub trait Model: 'static {
     fn take_state_memory(&mut self) -> Option<StateMemory> {
         None
     }
+
+    /// The next call of [`evaluate`](Self::evaluate) tries it, with the initial parameters, before
+    /// training.
+    #[doc(hidden)]
+    fn is_checked(&mut self) {}
 
     /// Number of records that the initial state has absorbed: the first ones of the order.
     #[doc(hidden)]

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use elasticdl_collective::{Endpoint, Secret, nccl};
 use elasticdl_proto::{
-    Deterministic, LinkEncryption, MasterMessage, SkippedRecords, ValidationSpec, WireDtype, Work,
+    Deterministic, LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work,
     WorkerMessage, WorkerOptions,
 };
 
@@ -21,11 +21,9 @@ use crate::failure::{Failure, call_user};
 use crate::inference;
 use crate::messages::ControlEvent;
 use crate::model::Model;
-use crate::order::Order;
 use crate::ordered_reader::{OrderedReader, order_of};
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Purpose, Reader as _, Skipped};
-use crate::session::evaluation;
 use crate::session::plan::StepSize;
 use crate::session::{Exit, JobPlan, Session};
 use crate::split::open_reader;
@@ -170,7 +168,7 @@ fn train<M: Model>(
     let _ = control.fence.set(endpoint.fence());
     let _ = control.progress.set(endpoint.progress());
     let _ = control.joiners.set(endpoint.joiners());
-    let prepared = match prepare(&model, control, (&environment.job, &secret))? {
+    let prepared = match prepare(&mut model, control, (&environment.job, &secret))? {
         Ok(dataset) => dataset,
         Err(exit) => return Ok(exit),
     };
@@ -197,7 +195,7 @@ fn train<M: Model>(
         }
     };
     call_user("optimizer()", || Ok(model.optimizer().check()?)).map_err(Failure::fatal)?;
-    let validation = options.validation.as_ref().map(|spec| validate(&model, options, spec));
+    let validation = options.validation.as_ref().map(|spec| Validation::open(&model, options, spec));
     let validation = validation.transpose();
     let validation = validation.map_err(Failure::fatal)?;
     let plan = JobPlan {
@@ -276,7 +274,7 @@ fn exact_sum(options: &WorkerOptions, tensors: &Tensors) -> Result<Option<ExactS
 
 /// Answers the master until the data set is known.
 fn prepare<M: Model>(
-    model: &M,
+    model: &mut M,
     control: &Control,
     whose: (&str, &Secret),
 ) -> Result<Result<Dataset, Exit>, Failure> {
@@ -293,6 +291,7 @@ fn prepare<M: Model>(
                     report_skipped(&dataset.skipped, control);
                     check_places(options)?;
                     Checkpointing::check(options, whose, &dataset, model)?;
+                    check_evaluation(model, options)?;
                     dataset::pack(dataset)
                 });
                 control.outbox.send(WorkerMessage::Described(described));
@@ -316,25 +315,12 @@ fn prepare<M: Model>(
     }
 }
 
-/// Describes the validation data. Each worker does so itself.
-fn validate<M: Model>(
-    model: &M,
-    options: &WorkerOptions,
-    spec: &ValidationSpec,
-) -> Result<Validation<M::Reader>, String> {
-    call_user("reading the validation data", || {
-        let mut reader = open_reader(model, options, Purpose::Evaluate)?;
-        let dataset = reader.describe(&spec.data)?;
-        let plan = evaluation::Plan {
-            records: dataset.files.iter().map(|file| file.records).sum(),
-            every: spec.every,
-            metric: spec.metric.clone(),
-            highest: spec.highest,
-            patience: spec.patience,
-        };
-        let order = Arc::new(Order::of_data(&dataset));
-        Ok(Validation { plan, reader: OrderedReader::new(reader, dataset, order) })
-    })
+/// Finds errors of the evaluation before training.
+fn check_evaluation<M: Model>(model: &mut M, options: &WorkerOptions) -> Result<(), String> {
+    match &options.validation {
+        Some(spec) => Validation::open(&*model, options, spec)?.check(model, options.seed),
+        None => Ok(()),
+    }
 }
 
 /// What the records of a job are read for.

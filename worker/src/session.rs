@@ -31,6 +31,7 @@ use elasticdl_proto::{
     WorkerMessage,
 };
 
+use self::outcome::is_withheld;
 use self::phase::{Fetch, Group, Outcome, Pending, Phase};
 pub use self::types::{
     Broadcast, Computed, Exit, FinalState, GroupMismatch, InvalidData, JobPlan, State, Task,
@@ -483,7 +484,15 @@ impl Session {
     fn end_round(&mut self, headers: &[StepHeader], committed: Option<Duration>) {
         let Phase::Round { group, .. } = &self.phase else { return };
         let group = group.clone();
-        if self.is_to_be_evaluated() {
+        let of_checkpoint = checkpoint_headers(headers);
+        let checkpoint = if self.checkpoints.are_enabled() {
+            final_checkpoint(&of_checkpoint, self.step())
+        } else {
+            FinalCheckpoint::Nothing
+        };
+        // An evaluation of the final state can end the processes: the state is stored before.
+        let is_safe = !self.at_end() || checkpoint == FinalCheckpoint::Nothing;
+        if is_safe && self.is_to_be_evaluated() && !is_withheld(headers) {
             // An evaluation may take long, and the next report would follow it.
             self.flush_progress();
             self.phase = Phase::Evaluating { group, headers: headers.to_vec(), committed };
@@ -492,16 +501,9 @@ impl Session {
         let seen = headers.iter().map(|h| h.newest_generation).min().unwrap_or(0);
         let ending = self.ending(&group, headers);
         let ends = ending.is_some();
-        let of_checkpoint = checkpoint_headers(headers);
-        let last = if ends && self.checkpoints.are_enabled() {
-            final_checkpoint(&of_checkpoint, self.step())
-        } else {
-            FinalCheckpoint::Nothing
-        };
-        let best = self.is_best()
-            && self.checkpoints.are_enabled()
-            && final_checkpoint(&of_checkpoint, self.step()) != FinalCheckpoint::Nothing;
-        let is_free = final_checkpoint(&of_checkpoint, self.step()) == FinalCheckpoint::Begin;
+        let last = if ends { checkpoint } else { FinalCheckpoint::Nothing };
+        let best = self.is_best() && checkpoint != FinalCheckpoint::Nothing;
+        let is_free = checkpoint == FinalCheckpoint::Begin;
         if last == FinalCheckpoint::Begin
             || (best && is_free)
             || (committed.is_some() && checkpoint::begins(&of_checkpoint))

@@ -46,6 +46,9 @@ struct Counting {
     /// Returns an error at this record.
     #[arg(long)]
     fail_at: Option<u64>,
+    /// Panics when it evaluates a record that has been absorbed.
+    #[arg(long)]
+    panic_in_evaluation: bool,
     /// At this step, add a value of this process to its parameters: a model that is not
     /// deterministic.
     #[arg(long)]
@@ -202,6 +205,7 @@ impl Model for Counting {
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
         let seen = batch.iter().filter(|record| parameters[**record as usize] > 0.0).count();
+        assert!(seen == 0 || !self.panic_in_evaluation, "a mistake in the evaluation");
         metrics.add_sum("seen", seen as f64);
         metrics.add_sum("loss", batch.len() as f64);
         if self.inference_micros.is_some() {

@@ -133,11 +133,49 @@ fn early_stopping_ends_the_training_of_a_model_that_does_not_improve() {
 #[test]
 fn validation_data_that_cannot_be_used_is_named() {
     let fixture = JobFixture { micros_per_record: 50, ..JobFixture::new(PROGRAMS, 2) };
-    let ended = evaluated(&fixture, 1, 10).option("best-metric", "accuracy").run();
-    let why = "no metric `accuracy`; the model's evaluate() gives: loss, seen";
-    assert!(ended.code == Some(1) && ended.output.contains(why), "{}", ended.output);
     let ended = fixture.command(1).option("validation-data", "/nowhere/at/all").run();
-    assert!(ended.code == Some(1) && ended.output.contains("/nowhere/at/all"), "{}", ended.output);
+    ended.assert_outcome(2, "refused");
+    assert!(ended.output.contains("/nowhere/at/all"), "{}", ended.output);
+}
+
+#[test]
+fn a_mistake_of_the_evaluation_is_refused_before_the_first_step() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let ended = fixture
+        .command(1)
+        .option("validation-split", "0.1")
+        .option("best-metric", "accuracy:max")
+        .run();
+    ended.assert_outcome(2, "refused");
+    let why = "there is no metric `accuracy`; the model's evaluate() gives: loss, seen; \
+               --best-metric names one of them";
+    assert!(ended.output.contains(why), "{}", ended.output);
+    assert_eq!((ended.summary().steps, ended.summary().workers.peak), (0, 0));
+}
+
+#[test]
+fn a_panic_in_the_last_evaluation_costs_neither_checkpoint_nor_export() {
+    let options = ["--panic-in-evaluation"].as_slice();
+    let fixture = JobFixture {
+        micros_per_record: 20,
+        program_options: options,
+        ..JobFixture::new(PROGRAMS, 2)
+    };
+    let (dir, model) = (fixture.path("checkpoints"), fixture.path("last.safetensors"));
+    let ended = fixture
+        .command(1)
+        .option("validation-data", fixture.data())
+        .option("checkpoint-dir", &dir)
+        .option("export", &model)
+        .run();
+    ended.assert_outcome(1, "failed");
+    let summary = ended.summary();
+    let error = summary.error.as_ref().unwrap();
+    assert!(error.contains("evaluate() panicked: a mistake in the evaluation"), "{error}");
+    assert_eq!((summary.steps, summary.records), (2 * EPOCH, each_once(2 * RECORDS)));
+    let newest = summary.checkpoints.as_ref().unwrap().newest.as_ref().unwrap();
+    assert_eq!((newest.step, &summary.state_lost), (2 * EPOCH, &None));
+    assert_eq!(exported_counts(&model).iter().sum::<f32>() as u64, 2 * RECORDS);
 }
 
 #[test]

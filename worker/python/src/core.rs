@@ -430,6 +430,6 @@ fn error_of(error: WorkerError) -> PyErr {
 /// Interval at which signals of Python are handled during a wait.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// Time for which a failed program waits until the master knows.
-const FAIL_TIMEOUT: Duration = Duration::from_secs(5);
+const FAIL_TIMEOUT: Duration = Duration::from_secs(30);
 /// See `elasticdl::run`.
 const EXIT_MASTER_LOST: i32 = 70;

@@ -288,6 +288,11 @@ impl Model for ExternalModel {
         self.shape.absorbed
     }
 
+    fn is_checked(&mut self) {
+        // The program's memory has its initial parameters.
+        self.is_shown = true;
+    }
+
     fn upcoming(&mut self, records: &mut dyn Iterator<Item = (u32, u64)>) {
         *self.shared.ahead() = records.map(|(epoch, number)| Record { epoch, number }).collect();
     }

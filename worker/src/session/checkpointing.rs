@@ -9,22 +9,33 @@ use super::phase::Phase;
 use super::{Session, Task, checkpoint_headers};
 use crate::session::checkpoint::{self, Written};
 use crate::session::evaluation::{Evaluation, Plan, Scores};
+use crate::session::halt::{Halt, Reason};
 use crate::session::header::{StateRecord, StepHeader};
 
 impl Session {
-    /// Takes in the scores of all ranks for an evaluation.
-    ///
-    /// # Errors
-    /// The scores are inconsistent; the job cannot continue.
-    pub fn evaluated(&mut self, scores: &[Scores]) -> Result<(), String> {
+    /// Takes in the scores of all ranks for an evaluation. If a rank could not evaluate, or the
+    /// scores do not fit together, the job ends with the current state: the next headers say why.
+    pub fn evaluated(&mut self, scores: &[Scores]) {
         let (Phase::Evaluating { group, headers, committed }, Some(plan), Some(state)) =
             (&self.phase, &self.job.evaluation, &mut self.state)
         else {
-            return Ok(());
+            return;
         };
-        let means = plan.combine(scores)?;
-        plan.note(&mut state.evaluation, state.step, &means);
         let (group, headers, committed) = (group.clone(), headers.clone(), *committed);
+        let has_failed = scores.iter().any(|rank| rank.failed);
+        let combined = if has_failed { Err(None) } else { plan.combine(scores).map_err(Some) };
+        let means = match combined {
+            Ok(means) => means,
+            Err(error) => {
+                // All ranks find the same, and one says it.
+                if let Some(error) = error.filter(|_| group.rank == 0) {
+                    self.halt(Halt { reason: Reason::Error(error), ranges: Vec::new() });
+                }
+                self.phase = Phase::Round { group, assigned: None, computed: false };
+                return;
+            }
+        };
+        plan.note(&mut state.evaluation, state.step, &means);
         if group.rank == 0 {
             // A mean that is not finite shows the user that the model diverges.
             let metrics = means
@@ -36,7 +47,6 @@ impl Session {
         }
         self.phase = Phase::Round { group, assigned: None, computed: false };
         self.end_round(&headers, committed);
-        Ok(())
     }
 
     /// Next task of a checkpoint. To be polled before the state changes: a checkpoint holds the
@@ -101,5 +111,99 @@ impl Session {
         if let Phase::Round { group, .. } = &self.phase {
             self.checkpoints.handle_headers(&group.members, &checkpoint_headers(headers));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::num::NonZeroU64;
+
+    use elasticdl_proto::CheckpointEvery;
+
+    use super::super::JobPlan;
+    use super::*;
+    use crate::session::checkpoint::Task as Checkpoint;
+    use crate::session::halt::Ending;
+    use crate::session::tests::pair::Pair;
+
+    /// A pair that has committed the only step of its job, which is to be evaluated.
+    fn pair(checkpoints: Option<CheckpointEvery>) -> Pair {
+        let evaluation = Plan {
+            records: 300,
+            every: None,
+            metric: "loss".into(),
+            highest: false,
+            patience: None,
+        };
+        let plan =
+            JobPlan { checkpoints, evaluation: Some(evaluation), ..JobPlan::of_one_epoch(4, 4) };
+        let mut pair = Pair::new(plan);
+        pair.exchange_headers();
+        let headers = pair.compute();
+        for session in &mut pair.0 {
+            session.summed(headers.clone(), true).unwrap();
+            session.updated(Duration::ZERO);
+        }
+        pair
+    }
+
+    fn scores(first_block: u64, metric: &str) -> Scores {
+        let blocks = vec![BTreeMap::from([(metric.to_owned(), 1.0)])];
+        Scores { records: 300, first_block, blocks, failed: false }
+    }
+
+    fn evaluate(pair: &mut Pair, scores: &[Scores]) {
+        for session in &mut pair.0 {
+            assert!(matches!(session.poll(), Task::Evaluate(_)), "{session:?}");
+            session.evaluated(scores);
+        }
+    }
+
+    #[test]
+    fn an_evaluation_that_fails_ends_all_ranks_with_their_state() {
+        let mut pair = pair(None);
+        pair.0[1].halt(Halt { reason: Reason::Error("it is wrong".into()), ranges: Vec::new() });
+        let failed = Scores { failed: true, ..Scores::default() };
+        evaluate(&mut pair, &[scores(0, "loss"), failed]);
+        pair.exchange_headers();
+        let expected = Some(Ending::Failed("rank 1 (worker 2): it is wrong".into()));
+        assert_eq!(pair.endings(), [expected.clone(), expected]);
+        for session in &mut pair.0 {
+            assert!(matches!(session.poll(), Task::Finish { .. }), "{session:?}");
+            assert_eq!(session.step(), 1);
+        }
+    }
+
+    #[test]
+    fn scores_without_the_metric_end_all_ranks_with_one_text() {
+        let mut pair = pair(None);
+        evaluate(&mut pair, &[scores(0, "mae"), scores(1, "mae")]);
+        pair.exchange_headers();
+        let [Some(Ending::Failed(text)), Some(Ending::Failed(same))] = pair.endings() else {
+            panic!("{:?}", pair.endings())
+        };
+        let expected = "rank 0 (worker 1): there is no metric `loss`; the model's evaluate() gives: \
+                        mae; --best-metric names one of them";
+        assert_eq!((text.as_str(), same), (expected, text.clone()));
+    }
+
+    #[test]
+    fn the_last_evaluation_begins_when_its_checkpoint_is_complete() {
+        let mut pair = pair(Some(CheckpointEvery::Steps(NonZeroU64::new(1000).unwrap())));
+        for session in &mut pair.0 {
+            let Some(Checkpoint::Write { step: 1, .. }) = session.poll_checkpoint() else {
+                panic!("no part is to be written")
+            };
+            session.wrote_part(1, Ok(Written { bytes: 1, digest: 1 }));
+        }
+        pair.exchange_headers();
+        assert!(matches!(pair.0[0].poll_checkpoint(), Some(Checkpoint::Commit { step: 1, .. })));
+        assert!(matches!(pair.0[0].poll(), Task::ExchangeHeaders { .. }), "{:?}", pair.0[0]);
+        pair.0[0].committed_checkpoint(1, true);
+        pair.exchange_headers();
+        evaluate(&mut pair, &[scores(0, "loss"), scores(1, "loss")]);
+        assert_eq!(pair.endings(), [Some(Ending::Done), Some(Ending::Done)]);
+        assert!(pair.0.iter_mut().all(|session| session.poll_checkpoint().is_none()));
     }
 }

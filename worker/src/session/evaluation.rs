@@ -46,6 +46,8 @@ pub struct Scores {
     pub records: u64,
     pub first_block: u64,
     pub blocks: Vec<BTreeMap<String, f64>>,
+    /// Whether this rank's evaluation failed. Its next header says why.
+    pub failed: bool,
 }
 
 impl Plan {
@@ -104,14 +106,27 @@ impl Plan {
                 *sums.entry(name.clone()).or_default() += sum;
             }
         }
-        if !sums.contains_key(&self.metric) {
-            let known = sums.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-            return Err(format!(
-                "there is no metric `{}`; the model's evaluate() gives: {known}",
-                self.metric
-            ));
-        }
+        self.check_metric(&sums)?;
         Ok(sums.into_iter().map(|(name, sum)| (name, sum / self.records as f64)).collect())
+    }
+}
+
+impl Plan {
+    /// Checks that the model gives the metric that decides. `sums`: its metrics.
+    ///
+    /// # Errors
+    /// It does not; the text names those that it gives.
+    pub fn check_metric(&self, sums: &BTreeMap<String, f64>) -> Result<(), String> {
+        if sums.contains_key(&self.metric) {
+            return Ok(());
+        }
+        let known: Vec<&str> = sums.keys().map(String::as_str).collect();
+        let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+        Err(format!(
+            "there is no metric `{}`; the model's evaluate() gives: {known}; \
+             --best-metric names one of them",
+            self.metric
+        ))
     }
 }
 
@@ -179,7 +194,8 @@ mod tests {
             let scores = |rank| {
                 let share = plan.share(rank, world_size);
                 let first_block = share.start;
-                Scores { records: 1000, first_block, blocks: share.map(score).collect() }
+                let blocks = share.map(score).collect();
+                Scores { records: 1000, first_block, blocks, failed: false }
             };
             plan.combine(&(0..world_size).map(scores).collect::<Vec<_>>()).unwrap()["loss"]
                 .to_bits()
@@ -192,9 +208,10 @@ mod tests {
     #[test]
     fn an_error_names_ranks_with_other_data_and_missing_metrics() {
         let plan = plan();
-        let one = Scores { records: 1000, first_block: 0, blocks: vec![means(1.0); 4] };
+        let blocks = vec![means(1.0); 4];
+        let one = Scores { records: 1000, first_block: 0, blocks, failed: false };
         assert_eq!(plan.combine(std::slice::from_ref(&one)), Ok(means(4.0 / 1000.0)));
-        let other = Scores { records: 999, first_block: 4, blocks: Vec::new() };
+        let other = Scores { records: 999, first_block: 4, ..Scores::default() };
         assert!(plan.combine(&[one.clone(), other]).unwrap_err().contains("rank 1"));
         let accuracy = Plan { metric: "accuracy".into(), ..plan };
         assert!(accuracy.combine(&[one]).unwrap_err().contains("gives: loss"));

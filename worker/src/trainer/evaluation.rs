@@ -7,39 +7,46 @@ use std::ops::Range;
 use super::Trainer;
 use super::device::device_of;
 use super::stopped::{Stopped, decode_all, ring};
-use crate::failure::{Failure, call_user, causes};
+use crate::failure::{Failure, call_user};
 use crate::metrics::Metrics;
 use crate::model::Model;
 use crate::ordered_reader::ReadError;
 use crate::session::evaluation::Scores;
+use crate::session::halt::{Halt, Reason};
 use crate::session::header;
 use crate::tensors::Tensors;
 
 impl<M: Model> Trainer<'_, M> {
-    /// Evaluates these blocks and exchanges the scores with the other ranks.
+    /// Evaluates these blocks and exchanges the scores with the other ranks. If the model or the
+    /// data is at fault, the group ends with its state.
     pub(super) fn evaluate(&mut self, blocks: Range<u64>) -> Result<(), Stopped> {
-        let failed = |error: ReadError| Failure {
-            error: error.text,
-            ranges: Vec::new(),
-            fatal: error.ends_job,
+        let mine = match self.scores(blocks) {
+            Ok(scores) => scores,
+            Err(Unscored::Halts(error)) => {
+                tracing::error!(error, "the evaluation failed; the job ends");
+                self.session.halt(Halt { reason: Reason::Error(error), ranges: Vec::new() });
+                Scores { failed: true, ..Scores::default() }
+            }
+            Err(Unscored::Fails(failure)) => return Err(Stopped::Failed(failure)),
         };
-        let mine =
-            header::encode(&self.scores(blocks).map_err(|error| Stopped::Failed(failed(error)))?);
         let ring = ring(&mut self.ring)?.host_mut();
-        let scores: Vec<Scores> = decode_all(ring.all_gather(&mine).map_err(Stopped::Broken)?)?;
-        self.session.evaluated(&scores).map_err(|error| Stopped::Failed(Failure::fatal(error)))?;
+        let all = ring.all_gather(&header::encode(&mine)).map_err(Stopped::Broken)?;
+        let scores: Vec<Scores> = decode_all(all)?;
+        self.session.evaluated(&scores);
+        if scores.iter().any(|scores| scores.failed) {
+            return Ok(());
+        }
         self.export_best().map_err(Stopped::Failed)
     }
 
-    fn scores(&mut self, blocks: Range<u64>) -> Result<Scores, ReadError> {
+    fn scores(&mut self, blocks: Range<u64>) -> Result<Scores, Unscored> {
         let Self { model, tensors, validation, .. } = self;
-        let validation =
-            validation.as_mut().ok_or_else(|| "there is no validation data".to_owned())?;
+        let Some(validation) = validation else { return Ok(Scores::default()) };
         let most = model.max_micro_batch().unwrap_or(usize::MAX).max(1);
         // A model with non-finite parameters is never the best one, whatever its scores.
-        let is_finite = tensors.parameters_are_finite().map_err(|error| causes(&error))?;
+        let is_finite = tensors.parameters_are_finite().map_err(Failure::from)?;
         let records = validation.plan.records;
-        let mut scores = Scores { records, first_block: blocks.start, blocks: Vec::new() };
+        let mut scores = Scores { records, first_block: blocks.start, ..Scores::default() };
         for block in blocks {
             let mut rest = validation.read(validation.plan.block(block))?;
             let mut sums = BTreeMap::new();
@@ -61,5 +68,31 @@ impl<M: Model> Trainer<'_, M> {
             scores.blocks.push(sums);
         }
         Ok(scores)
+    }
+}
+
+/// Why a rank has no scores.
+enum Unscored {
+    /// This worker cannot evaluate; another one may.
+    Fails(Failure),
+    /// Every worker would find the same.
+    Halts(String),
+}
+
+impl From<Failure> for Unscored {
+    fn from(failure: Failure) -> Self {
+        Self::Fails(failure)
+    }
+}
+
+impl From<ReadError> for Unscored {
+    fn from(error: ReadError) -> Self {
+        if error.ends_job { Self::Halts(error.text) } else { Self::Fails(error.into()) }
+    }
+}
+
+impl From<String> for Unscored {
+    fn from(error: String) -> Self {
+        Self::Halts(error)
     }
 }
