@@ -58,6 +58,8 @@ pub struct Master {
     last_write: LastWrite,
     backend: WorkerBackend,
     progress: Progress,
+    /// Whether the tracking server takes the metrics: an error, or none.
+    tracked: Option<mpsc::Receiver<Option<String>>>,
     server: Server,
     events: mpsc::Receiver<ServerEvent>,
     /// Streams that this side has not closed.
@@ -183,6 +185,12 @@ impl Master {
         Self { job_store: JobStore::File(file), ..self }
     }
 
+    /// Learns from `tracked` whether the tracking server takes the metrics.
+    #[must_use]
+    pub(crate) fn with_tracking(self, tracked: mpsc::Receiver<Option<String>>) -> Self {
+        Self { tracked: Some(tracked), ..self }
+    }
+
     fn with(
         job: Job,
         spec: JobSpec,
@@ -285,6 +293,7 @@ impl Master {
             last_write: LastWrite { revision: 0, step: 0, at: Instant::now() },
             backend,
             progress,
+            tracked: None,
             server,
             events,
             peers: BTreeMap::new(),
@@ -351,6 +360,9 @@ impl Master {
                         self.job.handle(self.now(), Event::Stop);
                     }
                 },
+                Some(error) = next_of(&mut self.tracked) => {
+                    self.job.handle(self.now(), Event::Tracked { error });
+                }
                 event = self.job_store.changed() => if let Some(event) = event {
                     self.job.handle(self.now(), event);
                 },
@@ -558,6 +570,14 @@ impl Master {
     fn doubt_lease(&mut self, incarnation: u64) {
         self.incarnation = incarnation;
         self.is_lease_doubted = self.lease_guard.is_some();
+    }
+}
+
+/// The next message; waits for ever if there is no channel.
+async fn next_of<T>(received: &mut Option<mpsc::Receiver<T>>) -> Option<T> {
+    match received {
+        Some(received) => received.recv().await,
+        None => std::future::pending().await,
     }
 }
 

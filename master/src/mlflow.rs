@@ -2,15 +2,17 @@
 //!
 //! A job is a run. The master of a job that is resumed finds the run by the job's id.
 //!
-//! **Invariant:** no error of the server affects the job; the first one is logged.
+//! **Invariant:** no error of the server affects the job, which says it once. **Invariant:** every
+//! evaluation is sent; of the points of curves, the oldest are left out while the server is away.
 
 mod client;
 
+use std::collections::VecDeque;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use elasticdl_proto::Status;
 use serde_json::{Value, json};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tracing::{info, warn};
 
@@ -26,7 +28,7 @@ pub struct Tracking {
     client: Client,
     experiment: String,
     /// Parameters of the run: the options of the job that users compare.
-    parameters: Vec<(&'static str, String)>,
+    parameters: Vec<(String, String)>,
 }
 
 impl Tracking {
@@ -45,7 +47,7 @@ impl Tracking {
 
     /// Adds parameters of the run.
     #[must_use]
-    pub fn with_parameters(self, parameters: Vec<(&'static str, String)>) -> Self {
+    pub fn with_parameters(self, parameters: Vec<(String, String)>) -> Self {
         Self { parameters, ..self }
     }
 
@@ -81,33 +83,31 @@ impl Tracking {
         });
         let created = self.client.post("runs/create", &run).await?;
         let id = client::text(&created, "/run/info/run_id")?;
-        let pair = |(key, value): &(&str, String)| json!({"key": key, "value": value});
+        let pair = |(key, value): &(String, String)| json!({"key": key, "value": value});
         let parameters: Vec<Value> = self.parameters.iter().map(pair).collect();
         self.client.post("runs/log-batch", &json!({"run_id": id, "params": parameters})).await?;
         info!(run = id, experiment = self.experiment, "the job is tracked by MLflow");
         Ok(id)
     }
 
-    async fn log(&self, run: &str, points: &[Point]) -> Result<(), TrackingError> {
-        let timestamp = now_ms();
-        let metrics: Vec<Value> = points
-            .iter()
-            .flat_map(|point| point.values.iter().map(|value| (point.step, value)))
-            .filter(|(_, (_, value))| value.is_finite())
-            .map(|(step, (key, value))| {
-                json!({"key": key, "value": value, "timestamp": timestamp, "step": step})
-            })
-            .collect();
-        if metrics.is_empty() {
-            return Ok(());
+    /// Sends the values, and removes those that the server has.
+    async fn log(&self, run: &str, queue: &mut Queue) -> Result<(), TrackingError> {
+        while !queue.values.is_empty() {
+            let sent = queue.values.len().min(VALUES_MAX);
+            let metrics: Vec<&Value> =
+                queue.values.iter().take(sent).map(|(_, value)| value).collect();
+            let batch = json!({"run_id": run, "metrics": metrics});
+            self.client.post("runs/log-batch", &batch).await?;
+            queue.values.drain(..sent);
         }
-        let batch = json!({"run_id": run, "metrics": metrics});
-        self.client.post("runs/log-batch", &batch).await.map(drop)
+        Ok(())
     }
 
-    async fn end(&self, run: &str, state: &str) -> Result<(), TrackingError> {
-        let status = match state {
+    async fn end(&self, run: &str, status: &Status) -> Result<(), TrackingError> {
+        let status = match &*status.state {
             "completed" => "FINISHED",
+            // By its deadline or another policy, so as the user wants it.
+            "stopped" if status.stop_reason.is_some() => "FINISHED",
             "stopped" => "KILLED",
             "failed" | "refused" => "FAILED",
             // The next master continues the run.
@@ -118,45 +118,108 @@ impl Tracking {
     }
 }
 
-/// The options by which users compare runs.
-pub(crate) fn parameters(spec: &JobSpec) -> Vec<(&'static str, String)> {
+/// Values that wait for the server.
+#[derive(Debug, Default)]
+struct Queue {
+    /// Whether it is of an evaluation, and the value, with the time at which it became known: a
+    /// value that is sent twice is the same.
+    values: VecDeque<(bool, Value)>,
+}
+
+impl Queue {
+    fn extend(&mut self, points: Vec<Point>) {
+        let timestamp = now_ms();
+        for Point { step, values, is_evaluation } in points {
+            for (key, value) in values.into_iter().filter(|(_, value)| value.is_finite()) {
+                let value =
+                    json!({"key": key, "value": value, "timestamp": timestamp, "step": step});
+                self.values.push_back((is_evaluation, value));
+            }
+        }
+        for (of_evaluations, most) in [(false, CURVE_VALUES_MAX), (true, EVALUATION_VALUES_MAX)] {
+            let all = self.values.iter().filter(|(is, _)| *is == of_evaluations).count();
+            let mut surplus = all.saturating_sub(most);
+            self.values.retain(|(is, _)| {
+                let goes = *is == of_evaluations && surplus > 0;
+                surplus -= usize::from(goes);
+                !goes
+            });
+        }
+    }
+}
+
+/// The options by which users compare runs, and the arguments of the program.
+pub(crate) fn parameters<'a>(
+    spec: &JobSpec,
+    args: impl IntoIterator<Item = &'a str>,
+) -> Vec<(String, String)> {
     let (batch, records) = match spec.batch {
         Batch::Global(records) => ("global-batch-size", records),
         Batch::PerWorker(records) => ("minibatch-size", records),
     };
-    vec![
+    let mut all: Vec<(String, String)> = [
         ("training-data", spec.training_data.clone()),
         ("num-epochs", spec.epochs.to_string()),
         (batch, records.to_string()),
         ("num-workers", spec.num_workers.to_string()),
         ("seed", spec.seed.to_string()),
     ]
+    .map(|(key, value)| (key.to_owned(), value))
+    .into();
+    let mut args = args.into_iter().peekable();
+    while let Some(arg) = args.next() {
+        let Some(option) = arg.strip_prefix("--").filter(|name| !name.is_empty()) else { continue };
+        let (name, value) = match option.split_once('=') {
+            Some((name, value)) => (name, value),
+            None => (option, args.next_if(|next| !next.starts_with("--")).unwrap_or("true")),
+        };
+        let allowed = |c: char| c.is_ascii_alphanumeric() || "_-. /".contains(c);
+        let mut name: String = name.chars().filter(|c| allowed(*c)).collect();
+        if all.iter().any(|(known, _)| *known == name) {
+            name = format!("program/{name}");
+        }
+        let is_new = all.iter().all(|(known, _)| *known != name);
+        if is_new && !name.is_empty() && all.len() < PARAMETERS_MAX {
+            all.push((name, value.chars().take(PARAMETER_CHARS_MAX).collect()));
+        }
+    }
+    all
 }
 
-/// Sends the scalars of a job to the server until the job ends, and then the job's state.
-pub(crate) async fn follow(tracking: Tracking, mut known: watch::Receiver<Option<Snapshot>>) {
-    let (mut run, mut has_warned) = (None, false);
+/// Sends the scalars of a job to the server until the job ends, and then the job's state. `news`
+/// gets each failure, and the first success after it. Returns why the server does not have all.
+pub(crate) async fn follow(
+    tracking: Tracking,
+    mut known: watch::Receiver<Option<Snapshot>>,
+    news: mpsc::Sender<Option<String>>,
+) -> Option<String> {
+    let (mut run, mut trouble) = (None, None);
     let mut scalars = Scalars::default();
-    let mut points = Vec::new();
+    let mut queue = Queue::default();
+    // A wrong address is found at the beginning.
+    let mut is_open = known.changed().await.is_ok();
     loop {
-        let is_open = wait(&mut known).await;
         let snapshot = known.borrow_and_update().clone();
         if let Some(snapshot) = &snapshot {
-            points.extend(scalars.next(snapshot));
-            let surplus = points.len().saturating_sub(POINTS_MAX);
-            points.drain(..surplus);
-            let sent = send(&tracking, &mut run, &mut points, &snapshot.status, !is_open);
+            queue.extend(scalars.next(snapshot));
+            let sent = send(&tracking, &mut run, &mut queue, &snapshot.status, !is_open);
             let limit = if is_open { SEND_TIMEOUT } else { END_TIMEOUT };
             let sent = tokio::time::timeout(limit, sent).await;
-            if let Err(error) = sent.unwrap_or(Err(TrackingError::Slow))
-                && !std::mem::replace(&mut has_warned, true)
-            {
-                warn!(%error, "MLflow does not take the job's metrics; they are sent later");
+            let error = sent.unwrap_or(Err(TrackingError::Slow)).err();
+            let error = error.map(|error| format!("{}: {error}", tracking.client.address()));
+            if error.is_some() != trouble.is_some() {
+                match &error {
+                    Some(error) => warn!(error, "MLflow does not take the job's metrics"),
+                    None => info!("MLflow takes the job's metrics again"),
+                }
+                let _ = news.try_send(error.clone());
             }
+            trouble = error;
         }
         if !is_open {
-            return;
+            return trouble;
         }
+        is_open = wait(&mut known).await;
     }
 }
 
@@ -174,7 +237,7 @@ async fn wait(known: &mut watch::Receiver<Option<Snapshot>>) -> bool {
 async fn send(
     tracking: &Tracking,
     run: &mut Option<String>,
-    points: &mut Vec<Point>,
+    queue: &mut Queue,
     status: &Status,
     has_ended: bool,
 ) -> Result<(), TrackingError> {
@@ -182,9 +245,8 @@ async fn send(
         Some(id) => id.clone(),
         None => run.insert(tracking.run(status).await?).clone(),
     };
-    tracking.log(&id, points).await?;
-    points.clear();
-    if has_ended { tracking.end(&id, &status.state).await } else { Ok(()) }
+    tracking.log(&id, queue).await?;
+    if has_ended { tracking.end(&id, status).await } else { Ok(()) }
 }
 
 fn now_ms() -> u64 {
@@ -196,8 +258,13 @@ fn now_ms() -> u64 {
 const EXPERIMENT: &str = "elasticdl";
 /// Time that the end of a job may be delayed by a server that does not answer.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
-/// Points that wait for a server; a batch has at most 1000 values.
-const POINTS_MAX: usize = 100;
+/// A server takes at most 1000 values at once, and 100 parameters of at least 500 characters.
+const VALUES_MAX: usize = 999;
+const PARAMETERS_MAX: usize = 100;
+const PARAMETER_CHARS_MAX: usize = 500;
+/// Values that wait for a server: of curves, and of evaluations.
+const CURVE_VALUES_MAX: usize = 600;
+const EVALUATION_VALUES_MAX: usize = 100_000;
 const SEND_INTERVAL: Duration = Duration::from_secs(5);
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// Tag with the id that all masters of a job share.

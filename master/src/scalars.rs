@@ -1,5 +1,7 @@
 //! What a job exports to trackers of experiments: scalars over steps.
 
+use elasticdl_proto::Status;
+
 use crate::job::{Snapshot, StepTimes};
 
 /// The points of one job, from one snapshot to the next.
@@ -9,8 +11,8 @@ pub(crate) struct Scalars {
     step: Option<u64>,
     /// Step times at the newest point.
     times: StepTimes,
-    /// Step of the newest evaluation.
-    evaluated: Option<u64>,
+    /// Number of the newest evaluation.
+    evaluated: u64,
 }
 
 /// Values of one step, by name.
@@ -18,22 +20,24 @@ pub(crate) struct Scalars {
 pub(crate) struct Point {
     pub(crate) step: u64,
     pub(crate) values: Vec<(String, f64)>,
+    /// Whether it is an evaluation, of which none may be left out.
+    pub(crate) is_evaluation: bool,
 }
 
 impl Scalars {
-    /// The points that a snapshot adds: one for its evaluation and one for its step, unless they
-    /// are known.
+    /// The points that a snapshot adds: one for each new evaluation, and one for its step, if it is
+    /// another one.
     pub(crate) fn next(&mut self, snapshot: &Snapshot) -> Vec<Point> {
         let status = &snapshot.status;
         let mut points = Vec::new();
-        if let Some(evaluated) =
-            status.evaluated.as_ref().filter(|e| self.evaluated != Some(e.step))
-        {
-            self.evaluated = Some(evaluated.step);
+        let known = snapshot.evaluations.partition_point(|(number, _)| *number <= self.evaluated);
+        for (number, evaluated) in &snapshot.evaluations[known..] {
+            self.evaluated = *number;
             let means = evaluated.metrics.iter();
             let means =
                 means.filter_map(|(name, mean)| Some((format!("validation/{name}"), (*mean)?)));
-            points.push(Point { step: evaluated.step, values: means.collect() });
+            let (step, values) = (evaluated.step, means.collect());
+            points.push(Point { step, values, is_evaluation: true });
         }
         if status.step == 0 || self.step == Some(status.step) {
             return points;
@@ -49,12 +53,22 @@ impl Scalars {
             ("loss", status.loss),
             ("learning_rate", status.learning_rate),
             ("records_per_s", Some(status.records_per_s)),
-            ("workers", Some(status.members().count() as f64)),
+            ("workers", workers(status)),
             ("step_ms", mean_ms(times.step_us, before.step_us)),
             ("all_reduce_ms", mean_ms(times.reduce_us, before.reduce_us)),
         ];
         let values = values.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-        points.push(Point { step: status.step, values: values.collect() });
+        let (step, values) = (status.step, values.collect());
+        points.push(Point { step, values, is_evaluation: false });
         points
+    }
+}
+
+/// Number of workers; between two groups, and at the end of the job, that of the last group.
+fn workers(status: &Status) -> Option<f64> {
+    let last = status.memberships.last().map(|change| f64::from(change.world_size));
+    match status.members().count() {
+        0 => last,
+        members => Some(members as f64),
     }
 }

@@ -49,7 +49,7 @@ impl EventFile {
         Ok(Self { file, path, scalars: Scalars::default() })
     }
 
-    /// Appends a point for the snapshot's step and one for its evaluation, unless the file already
+    /// Appends a point for the snapshot's step and one for each evaluation, unless the file already
     /// has them.
     ///
     /// # Errors
@@ -59,7 +59,7 @@ impl EventFile {
         points.into_iter().try_for_each(|point| self.write(now, point))
     }
 
-    fn write(&mut self, now: SystemTime, Point { step, values }: Point) -> io::Result<()> {
+    fn write(&mut self, now: SystemTime, Point { step, values, .. }: Point) -> io::Result<()> {
         let value = |(tag, value): (String, f64)| Value { tag, simple_value: Some(value as f32) };
         let summary = ScalarValues { value: values.into_iter().map(value).collect() };
         let step = i64::try_from(step).unwrap_or(i64::MAX);
@@ -212,7 +212,8 @@ mod tests {
         file.add(at(3), &snapshot).unwrap();
         snapshot.status.step = 7;
         let metrics = [("accuracy".into(), Some(0.75)), ("loss".into(), None)].into();
-        snapshot.status.evaluated = Some(Evaluated { step: 5, records: 10, metrics });
+        snapshot.evaluations =
+            std::sync::Arc::new(vec![(1, Evaluated { step: 5, records: 10, metrics })]);
         snapshot.status.loss = Some(0.5);
         snapshot.status.learning_rate = Some(0.25);
         snapshot.counters.times = StepTimes { steps: 4, step_us: 8000, reduce_us: 2000 };
@@ -233,7 +234,7 @@ mod tests {
             scalars.iter().map(|&(tag, value)| (tag.into(), value)).collect()
         };
         assert_eq!((third.step, third.wall_time), (3, 2.0));
-        assert_eq!(scalars(third), tagged(&[("records_per_s", 12.0), ("workers", 0.0)]));
+        assert_eq!(scalars(third), tagged(&[("records_per_s", 12.0)]));
         assert_eq!((fifth.step, fifth.wall_time), (5, 4.0));
         assert_eq!(scalars(fifth), tagged(&[("validation/accuracy", 0.75)]));
         assert_eq!((seventh.step, seventh.wall_time), (7, 4.0));
@@ -241,7 +242,6 @@ mod tests {
             ("loss", 0.5),
             ("learning_rate", 0.25),
             ("records_per_s", 12.0),
-            ("workers", 0.0),
             ("step_ms", 2.0),
             ("all_reduce_ms", 0.5),
         ];

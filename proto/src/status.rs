@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::message::Evaluated;
-use crate::summary::{CheckpointsSummary, MembershipChange};
+use crate::summary::{BestEvaluation, CheckpointsSummary, MembershipChange};
 
 /// The status of a job. The names of its fields are a public format; aliases are the names of
 /// earlier versions.
@@ -45,8 +45,8 @@ pub struct Status {
     /// Learning rate of the last step; `None` before it, and if the model reports none.
     #[serde(default)]
     pub learning_rate: Option<f64>,
-    /// Seconds until the end of the data or of `--max-steps` at the present speed; `None` while the
-    /// job does not advance.
+    /// Seconds until the end of the data, of `--max-steps` or of `--deadline` at the present speed;
+    /// `None` while the job does not advance.
     #[serde(default)]
     pub eta_s: Option<f64>,
     /// Committed steps whose gradients were skipped because they were not finite; their records
@@ -55,6 +55,10 @@ pub struct Status {
     pub steps_skipped: u64,
     /// Shards of an inference job; `None` until the data set is known, and for a training job.
     pub shards: Option<ShardCounts>,
+    /// Why the job is being stopped or was stopped, unless a user does it: its deadline, or the exit
+    /// of a worker.
+    #[serde(default)]
+    pub stop_reason: Option<String>,
     /// Number of workers that the user wants.
     #[serde(alias = "workers_wanted")]
     pub workers_desired: u32,
@@ -74,9 +78,12 @@ pub struct Status {
     /// The transport of the all-reduce, as text; `None` before the first step.
     #[serde(default, alias = "sums_over")]
     pub allreduce_transport: Option<String>,
-    /// The newest evaluation.
+    /// The newest evaluation; of an evaluate job, its result.
     #[serde(default)]
     pub evaluated: Option<Evaluated>,
+    /// The best evaluation of a training job by the selected metric.
+    #[serde(default)]
+    pub evaluated_best: Option<BestEvaluation>,
     /// Checkpoints; `None` if the job neither writes nor restores any.
     #[serde(default)]
     pub checkpoints: Option<CheckpointsSummary>,
@@ -291,6 +298,7 @@ pub(crate) mod tests {
             eta_s: Some(64.0),
             steps_skipped: 4,
             shards: Some(ShardCounts { todo: 5, leased: 3, done: 2 }),
+            stop_reason: Some("the deadline has passed".into()),
             workers_desired: 2,
             workers: vec![worker],
             workers_disconnected: vec![DisconnectedStatus {
@@ -309,6 +317,12 @@ pub(crate) mod tests {
                 step: 9,
                 records: 50,
                 metrics: [("accuracy".into(), Some(0.75))].into(),
+            }),
+            evaluated_best: Some(BestEvaluation {
+                step: 8,
+                metric: "accuracy".into(),
+                value: 0.875,
+                export: Some("/b".into()),
             }),
             checkpoints: Some(checkpoints()),
             memberships: vec![membership()],
@@ -372,6 +386,9 @@ pub(crate) mod tests {
             "events": ["generation 2: 1 worker"], "events_emitted": 7, "events_at_s": [1.5],
         });
         // One invocation of the macro has a limit.
+        expected["evaluated_best"] =
+            json!({"step": 8, "metric": "accuracy", "value": 0.875, "export": "/b"});
+        expected["stop_reason"] = json!("the deadline has passed");
         expected["learning_rate"] = json!(0.125);
         expected["eta_s"] = json!(64.0);
         assert_eq!(json, expected);
@@ -404,8 +421,10 @@ pub(crate) mod tests {
             "learning_rate",
             "eta_s",
             "shards",
+            "stop_reason",
             "allreduce_transport",
             "evaluated",
+            "evaluated_best",
             "checkpoints",
         ];
         assert!(unknown.iter().all(|key| json[key].is_null()), "{json}");

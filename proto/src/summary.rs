@@ -68,6 +68,9 @@ pub struct Summary {
     pub output: Option<String>,
     /// Path of the final model, if its export was requested and has succeeded.
     pub export: Option<String>,
+    /// Why the tracking server does not have all metrics of the job.
+    #[serde(default)]
+    pub tracking_error: Option<String>,
     /// Digest of the final parameters, optimizer state and ledger: 16 hexadecimal digits.
     pub digest: Option<String>,
 }
@@ -75,13 +78,16 @@ pub struct Summary {
 /// Records over all epochs, by the group's ledger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordsSummary {
-    /// Records of all epochs; for a job that `max_steps` or the user ended earlier, the records
-    /// that its steps counted.
+    /// Records of all epochs, or of `max_steps`; of a job that stopped early, the records that its
+    /// steps counted.
     pub expected: u64,
     /// Distinct records in the final ledger.
     pub counted: u64,
-    /// `expected` less `counted`.
+    /// `expected` less `counted` and `not_trained`.
     pub missing: u64,
+    /// Of a job that was stopped: records that it did not come to.
+    #[serde(default)]
+    pub not_trained: u64,
     /// Records absorbed more than once.
     pub repeated: u64,
 }
@@ -377,7 +383,13 @@ pub(crate) mod tests {
             steps: 10,
             epochs: 3,
             wall_s: 2.5,
-            records: RecordsSummary { expected: 1920, counted: 1910, missing: 10, repeated: 1 },
+            records: RecordsSummary {
+                expected: 1920,
+                counted: 1910,
+                missing: 4,
+                not_trained: 6,
+                repeated: 1,
+            },
             workers: WorkersSummary { peak: 4, last: 2, restarts: 3 },
             memberships: vec![membership()],
             loss: LossSummary { first: Some(1.5), last: Some(0.25) },
@@ -426,6 +438,7 @@ pub(crate) mod tests {
             metrics: Some([("loss".into(), Some(0.5))].into()),
             output: Some("/out".into()),
             export: Some("/model".into()),
+            tracking_error: Some("refused".into()),
             digest: Some("0123456789abcdef".into()),
         }
     }
@@ -437,7 +450,9 @@ pub(crate) mod tests {
         let expected = json!({
             "job": "mnist", "run_id": "00000000-0000-0000-0000-000000000007",
             "state": "completed", "steps": 10, "epochs": 3, "wall_s": 2.5,
-            "records": {"expected": 1920, "counted": 1910, "missing": 10, "repeated": 1},
+            "records": {
+                "expected": 1920, "counted": 1910, "missing": 4, "not_trained": 6, "repeated": 1,
+            },
             "workers": {"peak": 4, "final": 2, "restarts": 3},
             "memberships": [{
                 "generation": 2, "cause": "lost", "world_size": 2, "at_step": 9, "gap_ms": 3.0,
@@ -472,7 +487,8 @@ pub(crate) mod tests {
             "error": "too many failures",
             "stop_reason": "the deadline of 60 s has passed", "model_summary": "3 3 5760",
             "metrics": {"loss": 0.5},
-            "output": "/out", "export": "/model", "digest": "0123456789abcdef",
+            "output": "/out", "export": "/model", "tracking_error": "refused",
+            "digest": "0123456789abcdef",
         });
         assert_eq!(json, expected);
         let read: Summary = serde_json::from_value(json).unwrap();

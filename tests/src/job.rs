@@ -524,7 +524,14 @@ pub fn assert_exactly_once(summary: &Summary, context: &str, records: u64, epoch
 /// What a summary reports if each of `records` was counted once.
 #[must_use]
 pub fn each_once(records: u64) -> RecordsSummary {
-    RecordsSummary { expected: records, counted: records, missing: 0, repeated: 0 }
+    RecordsSummary { expected: records, counted: records, ..RecordsSummary::default() }
+}
+
+/// What a summary reports of a stopped job if each of `counted` records was counted once.
+#[must_use]
+pub fn once_of(expected: u64, counted: u64) -> RecordsSummary {
+    let not_trained = expected - counted;
+    RecordsSummary { expected, counted, not_trained, ..RecordsSummary::default() }
 }
 
 /// The summary in a job's directory; `None` if there is none.

@@ -21,7 +21,7 @@ pub use data::{counting_data, counting_reader, counts_summary, exported_counts, 
 pub use determinism::DeterminismCase;
 pub use figures::{print, quantile, run_benchmark};
 pub use job::{
-    Command, Ended, Running, assert_exactly_once, each_once, is_alive, read_summary, send,
+    Command, Ended, Running, assert_exactly_once, each_once, is_alive, once_of, read_summary, send,
 };
 pub use job_fixture::{JobFixture, Programs};
 pub use network::{Capture, Network, Observed};

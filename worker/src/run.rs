@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use elasticdl_collective::{Endpoint, Secret, nccl};
 use elasticdl_proto::{
-    Deterministic, LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work,
-    WorkerMessage, WorkerOptions,
+    Deterministic, LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work, WorkerMessage,
+    WorkerOptions,
 };
 
 use crate::control::{Control, dataset};
@@ -195,7 +195,8 @@ fn train<M: Model>(
         }
     };
     call_user("optimizer()", || Ok(model.optimizer().check()?)).map_err(Failure::fatal)?;
-    let validation = options.validation.as_ref().map(|spec| Validation::open(&model, options, spec));
+    let validation =
+        options.validation.as_ref().map(|spec| Validation::open(&model, options, spec));
     let validation = validation.transpose();
     let validation = validation.map_err(Failure::fatal)?;
     let plan = JobPlan {

@@ -126,6 +126,11 @@ pub enum Event {
     Stop,
     /// The user ends the job at once, whatever its workers do.
     StopNow,
+    /// Whether the tracking server takes the job's metrics, and if not, why.
+    Tracked {
+        /// The server's address or answer, and the remedy.
+        error: Option<String>,
+    },
     /// The user suspends the job: its workers end, with their state in a checkpoint, and none is
     /// started until [`Event::Resume`].
     Suspend,

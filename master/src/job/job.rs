@@ -113,6 +113,7 @@ impl Job {
             Event::Stop => self.on_stop_requested(now),
             Event::StopNow => self.on_stop_now(),
             Event::Suspend => self.on_suspend(now),
+            Event::Tracked { error } => self.on_tracked(error),
         }
     }
 

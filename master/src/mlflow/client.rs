@@ -102,6 +102,11 @@ impl Client {
         Ok(Some(Self { http, api, credentials }))
     }
 
+    /// The server's address.
+    pub(super) fn address(&self) -> &str {
+        self.api.trim_end_matches("/api/2.0/mlflow/")
+    }
+
     pub(super) async fn get(
         &self,
         path: &str,

@@ -115,7 +115,7 @@ async fn follow_all(tracking: Tracking, snapshots: Vec<Snapshot>) {
         publish.send_replace(Some(snapshot));
     }
     drop(publish);
-    follow(tracking, known).await;
+    let _ = follow(tracking, known, mpsc::channel(1).0).await;
 }
 
 #[tokio::test]
@@ -125,10 +125,10 @@ async fn a_job_is_a_run_with_parameters_metrics_and_its_end() {
         ("MLFLOW_EXPERIMENT_NAME", "digits & more"),
         ("MLFLOW_TRACKING_TOKEN", "secret"),
     ]);
-    let tracking = tracking.with_parameters(vec![("seed", "7".into())]);
+    let tracking = tracking.with_parameters(vec![("seed".into(), "7".into())]);
     let mut last = snapshot(9, "completed");
     let metrics = [("accuracy".into(), Some(0.75)), ("loss".into(), None)].into();
-    last.status.evaluated = Some(Evaluated { step: 8, records: 10, metrics });
+    last.evaluations = Arc::new(vec![(1, Evaluated { step: 8, records: 10, metrics })]);
     follow_all(tracking, vec![last]).await;
     let api = |path: &str| format!("POST /api/2.0/mlflow/{path}");
     let expected = [
@@ -155,7 +155,6 @@ async fn a_job_is_a_run_with_parameters_metrics_and_its_end() {
         (json!("validation/accuracy"), json!(0.75), json!(8)),
         (json!("loss"), json!(0.5), json!(9)),
         (json!("learning_rate"), json!(0.125), json!(9)),
-        (json!("workers"), json!(0.0), json!(9)),
     ];
     assert_eq!(metrics, expected, "values that are not finite are left out");
     let update = server.bodies("runs/update").remove(0);
@@ -193,6 +192,69 @@ async fn a_server_that_is_away_delays_the_end_of_a_job_by_nothing() {
     let error = tracking.run(&snapshot(1, "running").status).await.unwrap_err().to_string();
     assert!(error.starts_with("experiments/get-by-name: ") && error.contains("refused"), "{error}");
     follow_all(tracking, vec![snapshot(3, "failed")]).await;
+}
+
+#[tokio::test]
+async fn each_evaluation_is_sent_once_and_in_requests_of_less_than_a_thousand_values() {
+    let server = Server::start(true).await;
+    let (publish, known) = watch::channel(None);
+    let following = tokio::spawn(follow(server.tracking(&[]), known, mpsc::channel(1).0));
+    let evaluated = |number: u64| {
+        let metrics = (0..11).map(|i| (format!("m{i}"), Some(number as f64))).collect();
+        (number, Evaluated { step: number * 10, records: 5, metrics })
+    };
+    // Some of them between two samples.
+    for evaluations in [1, 2, 40, 85, 200] {
+        let mut snapshot = snapshot(10 * evaluations, "running");
+        snapshot.evaluations = Arc::new((1..=evaluations).map(evaluated).collect());
+        publish.send_replace(Some(snapshot));
+        tokio::task::yield_now().await;
+    }
+    drop(publish);
+    assert_eq!(following.await.unwrap(), None);
+    let batches = server.bodies("runs/log-batch");
+    let sizes: Vec<usize> =
+        batches.iter().map(|batch| batch["metrics"].as_array().unwrap().len()).collect();
+    assert!(sizes.iter().all(|size| *size < 1000) && sizes.len() > 2, "{sizes:?}");
+    let metrics = batches.iter().flat_map(|batch| batch["metrics"].as_array().unwrap());
+    let of_first = metrics.filter(|metric| metric["key"] == "validation/m0");
+    let steps: Vec<u64> = of_first.map(|metric| metric["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, (1..=200).map(|number| number * 10).collect::<Vec<u64>>());
+}
+
+#[tokio::test]
+async fn a_wrong_address_is_reported_once_at_the_beginning_and_at_the_end() {
+    let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    let uri = format!("http://{closed}");
+    let tracking = read_variables(&[("MLFLOW_TRACKING_URI", &uri)]).unwrap().unwrap();
+    let (publish, known) = watch::channel(None);
+    let (news, mut received) = mpsc::channel(4);
+    let following = tokio::spawn(follow(tracking, known, news));
+    publish.send_replace(Some(snapshot(1, "running")));
+    let error = received.recv().await.unwrap().unwrap();
+    assert!(error.starts_with(&uri) && error.contains("refused"), "{error}");
+    drop(publish);
+    assert_eq!(following.await.unwrap(), Some(error));
+    assert_eq!(received.recv().await, None, "it was said");
+}
+
+#[tokio::test]
+async fn a_job_that_its_deadline_stopped_is_finished() {
+    let server = Server::start(true).await;
+    let mut last = snapshot(3, "stopped");
+    last.status.stop_reason = Some("the deadline of 4 s has passed".into());
+    follow_all(server.tracking(&[]), vec![last]).await;
+    assert_eq!(server.bodies("runs/update")[0]["status"], "FINISHED");
+}
+
+#[test]
+fn arguments_of_the_program_are_parameters() {
+    let args = ["data.bin", "--width", "32", "--rate=0.5", "--verbose", "--seed", "9", "--", "x"];
+    let all = parameters(&spec(), args);
+    let of_program: Vec<(&str, &str)> =
+        all[5..].iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+    let expected = [("width", "32"), ("rate", "0.5"), ("verbose", "true"), ("program/seed", "9")];
+    assert_eq!(of_program, expected);
 }
 
 #[test]

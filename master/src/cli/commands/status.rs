@@ -58,17 +58,18 @@ JSON (keys are stable; null for values that do not apply or are not known yet):
                         records absorbed by the parameters; records of all epochs; records
                         absorbed more than once
   records_per_s, loss   over the last seconds; mean per record, smoothed
-  learning_rate, eta_s  of the last step; seconds to the end of the data or of --max-steps at the
-                        present speed
+  learning_rate, eta_s  of the last step; seconds to the end of the data, of --max-steps or of
+                        --deadline at the present speed
   shards                {todo, leased, done} of an evaluate or predict job; otherwise null
   workers_desired       number of workers to keep running
   workers[]             {worker, pid, rank, state, step, compute_us, share, input_us, limited_by,
                         straggler, leased_records}; compute_us: time in the model's code in the
                         last reported step; share: its part of that step's records; input_us: wait
                         for them to be read; limited_by: what took longest: compute, input, network
-                        (the wait for others, and the transfer); straggler: the median of the last 7
-                        such times, for an equal part of the records, is over 1.5 times the members'
-                        median and over 5 ms more; leased_records: of an evaluate or predict job; in a
+                        (the wait for others, and the transfer), others (that wait, in shared
+                        memory); straggler: for 10 s, the median of the last 7 such times, for an
+                        equal part of the records, is over 1.5 times the members' median and over
+                        5 ms more; leased_records: of an evaluate or predict job; in a
                         cluster also {pod, node}
   workers_disconnected[]
                         {worker, rank, disconnected_s} of workers without contact to the master that
@@ -78,7 +79,10 @@ JSON (keys are stable; null for values that do not apply or are not known yet):
                         requested, queued, unschedulable, starting
   priority_tiers[]      {class, launches, workers}: workers started and connected per priority class
   allreduce_transport   transport of the gradient all-reduce, as text
-  evaluated             {step, records, metrics: {name: mean}} of the newest evaluation; or null
+  evaluated             {step, records, metrics: {name: mean}} of the newest evaluation, or of an
+                        evaluate job that has all records; or null
+  evaluated_best        {step, metric, value, export} of the best evaluation; or null
+  stop_reason           why the job stops, unless a user stops it; or null
   checkpoints           {dir, newest: {step, name, bytes}, saved, failed, error}; null if the job
                         writes none; error: why the last one failed
   memberships[]         the last 20 changes, as in the summary: {generation, cause, world_size,

@@ -83,14 +83,16 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         "steps",
         &format!("{} ({} complete)", summary.steps, counted(summary.epochs.into(), "epoch")),
     );
-    row(
-        out,
-        "records",
-        &format!(
-            "{} expected, {} counted, {} missing, {} repeated",
-            records.expected, records.counted, records.missing, records.repeated
-        ),
+    let mut counts = format!(
+        "{} expected, {} counted, {} missing, {} repeated",
+        records.expected, records.counted, records.missing, records.repeated
     );
+    if records.not_trained > 0 {
+        // Jobs without groups do not train.
+        let what = if summary.memberships.is_empty() { "left over" } else { "not trained" };
+        counts += &format!(", {} {what}", records.not_trained);
+    }
+    row(out, "records", &counts);
     if summary.steps_skipped > 0 {
         let skipped = summary.steps_skipped;
         row(
@@ -176,6 +178,9 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     if let Some(path) = &summary.export {
         row(out, "exported to", &one_line(path));
     }
+    if let Some(error) = &summary.tracking_error {
+        row(out, "not tracked", &one_line(error));
+    }
     for (name, path) in [("logs", paths.logs), ("summary", paths.summary)] {
         if let Some(path) = path {
             row(out, name, &path.display().to_string());
@@ -202,7 +207,10 @@ pub(crate) fn warnings(summary: &Summary) -> Vec<String> {
             summary.steps_skipped
         )
     });
-    [lost, failed, skipped].into_iter().flatten().collect()
+    let untracked = summary.tracking_error.as_ref();
+    let untracked = untracked
+        .map(|error| format!("MLflow does not have all metrics of the job: {}", one_line(error)));
+    [lost, failed, skipped, untracked].into_iter().flatten().collect()
 }
 
 fn state_lost(lost: &StateLoss) -> String {
@@ -324,7 +332,7 @@ mod tests {
             steps: 100,
             epochs: 2,
             wall_s: 1.5,
-            records: RecordsSummary { expected: 20, counted: 20, missing: 0, repeated: 0 },
+            records: RecordsSummary { expected: 20, counted: 20, ..RecordsSummary::default() },
             workers: WorkersSummary { peak: 2, last: 2, restarts: 1 },
             memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
             loss: LossSummary { first: Some(2.0), last: Some(0.5) },
@@ -377,6 +385,7 @@ mod tests {
             metrics: Some([("accuracy".into(), Some(0.875)), ("norm".into(), None)].into()),
             output: Some("/out".into()),
             export: Some("/m.safetensors".into()),
+            tracking_error: None,
             digest: Some("00ff00ff00ff00ff".into()),
         }
     }

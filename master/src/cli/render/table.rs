@@ -234,6 +234,8 @@ pub(crate) mod tests {
             eta_s: Some(64.0),
             records_per_s: 20_000.0,
             steps_skipped: 0,
+            stop_reason: None,
+            evaluated_best: None,
             workers_desired: 2,
             workers: vec![worker(1, Some(0)), worker(2, None)],
             events: vec!["generation 2: 1 worker".into()],

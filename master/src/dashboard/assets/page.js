@@ -16,7 +16,7 @@
   let isFirst = true;
   let limits = null;
 
-  function figures(status, summary, history, ageS) {
+  function figures(status, summary, history, ageS, isEnded) {
     const value = history.goodput.value;
     const eta = status.eta_s === null ? "–" : text.duration(status.eta_s);
     const epoch = Math.min(status.epoch + 1, Math.max(status.epochs, 1));
@@ -24,21 +24,40 @@
     const size = summary ? `${summary.workers.peak} at most`
       : `${members} of ${status.workers_desired}`;
     const speed = summary ? summary.throughput.records_per_s : status.records_per_s;
+    // A job that evaluates or predicts has shards and no group.
+    const trains = status.shards === null;
+    const best = status.evaluated_best;
     const shown = [
-      ["Step", text.number(status.step)],
-      ["Epoch", `${epoch} of ${status.epochs}`],
+      [trains ? "Step" : "Shards done", text.number(status.step)],
+      ...(trains ? [["Epoch", `${epoch} of ${status.epochs}`]] : []),
       ["Done", text.percent(status.progress)],
-      summary ? ["Time", text.duration(summary.wall_s)] : ["Time left", eta],
-      ["Goodput", value === null ? "–" : text.percent(value)],
+      ...(isEnded ? [] : [["Time left", eta]]),
+      [isEnded ? "Time" : "Age", text.duration(ageS)],
+      ...(trains && value !== null ? [["Goodput", text.percent(value)]] : []),
       ["Records/s", text.number(Math.round(speed))],
-      ["Loss", text.number(summary ? summary.loss.last : status.loss)],
+      ...(trains ? [["Loss", text.number(summary ? summary.loss.last : status.loss)]] : []),
       ["Workers", size],
-      ["Generation", text.number(status.generation)],
-      ["Age", text.duration(ageS)],
+      ...(trains ? [["Generation", text.number(status.generation)]] : []),
     ];
+    if (best) {
+      shown.push([`Best ${best.metric}`,
+        `${text.number(best.value)} at step ${text.number(best.step)}`]);
+    }
+    if (!trains && status.evaluated) {
+      for (const [name, mean] of Object.entries(status.evaluated.metrics)) {
+        shown.push([name, mean === null ? "not finite" : text.number(mean)]);
+      }
+    }
     if (status.checkpoints) {
       const newest = status.checkpoints.newest;
-      shown.push(["Checkpoint", newest ? `step ${text.number(newest.step)}` : "none yet"]);
+      const what = newest && best && newest.step === best.step ? " (the best)" : "";
+      shown.push(["Newest checkpoint",
+        newest ? `step ${text.number(newest.step)}${what}` : isEnded ? "none" : "none yet"]);
+    }
+    if (history.began_s) {
+      const date = (ageOf) => new Date((history.began_s + ageOf) * 1000).toLocaleString();
+      shown.push(["Started", date(0)]);
+      if (isEnded) shown.push(["Ended", date(ageS)]);
     }
     if (status.steps_skipped > 0) {
       shown.push(["Steps skipped", text.number(status.steps_skipped)]);
@@ -55,6 +74,14 @@
       dom.text(description, shownValue);
       description.dataset.name = name;
     });
+  }
+
+  /** The options of the job and its program. */
+  function options(history) {
+    const all = history.options ?? [];
+    dom.id("options-section").hidden = all.length === 0;
+    dom.fill(dom.id("options"), JSON.stringify(all), () => all.map(([name, value]) =>
+      dom.make("div", {}, dom.make("dt", {}, name), dom.make("dd", {}, value))));
   }
 
   /** A bar of parts: `[amount, colour, name]`. */
@@ -74,8 +101,9 @@
     const counted = summary ? summary.records.counted : status.records_counted;
     const expected = summary ? summary.records.expected : status.records_expected;
     const repeated = summary ? summary.records.repeated : status.records_repeated;
-    const missing = Math.max(expected - counted, 0);
     const isEnded = summary !== null;
+    const notTrained = summary ? summary.records.not_trained ?? 0 : 0;
+    const missing = Math.max(expected - counted - notTrained, 0);
     const leased = status.workers.reduce((sum, one) => sum + (one.leased_records ?? 0), 0);
     const rest = Math.max(missing - leased, 0);
     const name = isEnded ? "missing" : "to do";
@@ -83,11 +111,13 @@
     Object.assign(box.dataset, { counted, expected, missing, repeated });
     bar(box, [[counted - Math.min(repeated, counted), "green", "counted"],
       [Math.min(repeated, counted), "red", "repeated"], [leased, "blue", "leased"],
-      [rest, isEnded ? "red" : "pale", name]],
+      [rest, isEnded ? "red" : "pale", name], [notTrained, "pale", "not trained"]],
       `${text.number(counted)} of ${text.number(expected)} records counted, ` +
-      `${text.number(missing)} ${name}, ${text.number(repeated)} repeated`);
-    const entries = [["grey", "expected", expected], ["green", "counted", counted],
+      `${text.number(missing)} ${name}, ${text.number(repeated)} repeated` +
+      (notTrained > 0 ? `, ${text.number(notTrained)} not trained` : ""));
+    const entries = [["none", "expected", expected], ["green", "counted", counted],
       [isEnded ? "red" : "pale", name, missing], ["red", "repeated", repeated]];
+    if (notTrained > 0) entries.push(["pale", "not trained", notTrained]);
     if (leased > 0) entries.push(["blue", "leased", leased]);
     dom.id("ledger-legend").replaceChildren(...entries.map(([colour, label, amount]) =>
       dom.legendEntry(colour, "", label, text.number(amount))));
@@ -166,8 +196,18 @@
     const error = summary && summary.error;
     dom.id("error").hidden = !error;
     dom.text(dom.id("error"), error || "");
-    figures(status, summary, history, ageS);
-    charts.show(history);
+    figures(status, summary, history, ageS, !page.live);
+    options(history);
+    charts.show(history, !page.live);
+    // What a job without groups, or without workers, does not have.
+    const isEmpty = { curves: history.curves.points.length === 0,
+      memberships: history.memberships.length === 0 && Object.keys(history.workers).length === 0,
+      times: Object.values(history.workers).every((life) =>
+        KINDS.every(([kind]) => !(life.times[kind] > 0))),
+      workers: !page.live };
+    Object.entries(isEmpty).forEach(([name, hidden]) => {
+      dom.id(`${name}-section`).hidden = hidden;
+    });
     timeline.show(history, ageS, page.live);
     times(history);
     workers(status);

@@ -16,7 +16,7 @@ const timeline = (() => {
     killed: ["orange", "×", "killed"],
     limit_exceeded: ["red", "!", "exceeded a limit"],
     start_failed: ["red", "!", "did not start"],
-    terminated: ["grey", "■", "left in order"],
+    terminated: ["grey", "■", "was asked to end"],
     unknown: ["grey", "?", "unknown"],
     unresponsive: ["purple", "~", "unresponsive, killed by the master"],
   };

@@ -98,6 +98,9 @@ impl Job {
         }
         if self.data.counted() == self.data.expected() {
             self.out.mark_dirty_urgent();
+            if let Some(result) = self.evaluated() {
+                self.reporting.note_evaluated(result);
+            }
             return self.reconcile_inference(now);
         }
         self.lease_shards(worker);

@@ -4,10 +4,11 @@
 //! knows of the beginning and of checkpoints is evidence for others.
 
 use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use elasticdl_proto::{
-    Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, Generation, LossSummary,
+    Cause, CheckpointsSummary, Evaluated, EvaluationsSummary, FailedShard, Generation, LossSummary,
     MembershipChange, SkippedRecords, StateLoss, ThroughputSummary, WorkerId,
 };
 use serde::{Deserialize, Serialize};
@@ -50,6 +51,10 @@ pub(crate) struct JobHistory {
     pub(crate) lifetimes: Lifetimes,
     pub(super) storage_waits: StorageWaits,
     pub(super) evaluations: EvaluationsSummary,
+    /// Evaluations since this master started, numbered from 1; the newest.
+    pub(super) evaluated: Arc<Vec<(u64, Evaluated)>>,
+    /// Why the tracking server does not have all metrics.
+    pub(super) tracking_error: Option<String>,
     /// Description of the last counted worker failure.
     last_failure: Option<String>,
     /// Whether the user has requested a checkpoint that has not been written yet.
@@ -469,8 +474,27 @@ impl JobHistory {
         }
     }
 
+    /// Notes an evaluation for exporters.
+    pub(crate) fn note_evaluated(&mut self, report: Evaluated) {
+        let known = Arc::make_mut(&mut self.evaluated);
+        let number = known.last().map_or(0, |(number, _)| *number) + 1;
+        known.push((number, report));
+        let surplus = known.len().saturating_sub(EVALUATED_MAX);
+        known.drain(..surplus);
+    }
+
+    /// Notes whether the tracking server takes the metrics. Returns the log line that is due.
+    pub(crate) fn note_tracking(&mut self, error: Option<String>) -> Option<String> {
+        let before = std::mem::replace(&mut self.tracking_error, error);
+        match (before, &self.tracking_error) {
+            (None, Some(error)) => Some(format!("MLflow does not get the job's metrics: {error}")),
+            (Some(_), None) => Some("MLflow gets the job's metrics again".into()),
+            _ => None,
+        }
+    }
+
     #[cfg(test)]
-    pub(crate) fn set_evaluations(&mut self, all: Vec<elasticdl_proto::Evaluated>) {
+    pub(crate) fn set_evaluations(&mut self, all: Vec<Evaluated>) {
         self.evaluations.all = all;
     }
 
@@ -558,6 +582,8 @@ const MEMBERSHIPS_RECORDED_BYTES_MAX: usize = 96 << 10;
 const EVALUATIONS_RECORDED_BYTES_MAX: usize = 96 << 10;
 const FAILED_RECORDED_BYTES_MAX: usize = 64 << 10;
 const FAILED_SHARDS_MAX: usize = 100;
+/// More than an exporter can miss between two snapshots.
+const EVALUATED_MAX: usize = 1000;
 const LOSS_SMOOTHING: f64 = 0.2;
 const SAMPLE_EVERY: Duration = Duration::from_millis(100);
 const RATE_WINDOW: Duration = Duration::from_secs(5);

@@ -85,7 +85,7 @@ impl Job {
         let Evaluated { step, records, metrics } = &report;
         let line =
             format!("step {step} evaluated on {records} records: {}", format_metrics(metrics));
-        known.all.push(report);
+        known.all.push(report.clone());
         let is_better =
             |value: f64, best: f64| if spec.highest { value > best } else { value < best };
         let mut best: Option<BestEvaluation> =
@@ -105,8 +105,15 @@ impl Job {
         known.best = best;
         let surplus = known.all.len().saturating_sub(EVALUATIONS_MAX);
         known.all.drain(..surplus);
+        self.reporting.note_evaluated(report);
         self.out.mark_dirty();
         self.log_event(line);
+    }
+
+    /// Whether the tracking server takes the job's metrics.
+    pub(crate) fn on_tracked(&mut self, error: Option<String>) {
+        let line = self.reporting.note_tracking(error.map(|error| clip(&error).to_owned()));
+        line.into_iter().for_each(|line| self.log_event(line));
     }
 
     // ---- storage ----

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use elasticdl_proto::{
-    CheckpointsSummary, DisconnectedStatus, EvaluationsSummary, Generation, LaunchStatus, Ledger,
-    PriorityTierStatus, RecordsSummary, Status, Summary, WorkerId, WorkerStatus, WorkersSummary,
+    CheckpointsSummary, DisconnectedStatus, Evaluated, EvaluationsSummary, Generation,
+    LaunchStatus, Ledger, PriorityTierStatus, RecordsSummary, Status, Summary, WorkerId,
+    WorkerStatus, WorkersSummary,
 };
 
 use super::counters::Counters;
@@ -18,7 +19,7 @@ use crate::job::event::LaunchId;
 use crate::job::job::Job;
 use crate::job::lifecycle::shutdown;
 use crate::job::lifecycle::state::Phase;
-use crate::job::spec::Work;
+use crate::job::spec::{Batch, Work};
 use crate::job::time::Time;
 use crate::job::workers::scheduling::Scheduling;
 use crate::job::workers::state::{Launch, Stage, Worker};
@@ -34,6 +35,8 @@ pub struct Snapshot {
     pub status: Status,
     /// Counters since this master started.
     pub counters: Counters,
+    /// Evaluations since this master started, numbered from 1; the newest 1000.
+    pub evaluations: Arc<Vec<(u64, Evaluated)>>,
     /// Lifetimes of workers since this master started.
     pub lifetimes: Arc<BTreeMap<WorkerId, WorkerLifetime>>,
 }
@@ -48,6 +51,7 @@ impl Job {
             at: now,
             status: self.status(now),
             counters: self.reporting.counters.clone(),
+            evaluations: Arc::clone(&self.reporting.evaluated),
             lifetimes: self.reporting.lifetimes.share(),
         }
     }
@@ -75,6 +79,7 @@ impl Job {
             learning_rate: self.reporting.learning_rate,
             eta_s: self.eta_s(now),
             records_per_s: self.reporting.records_per_s(now),
+            stop_reason: self.lifecycle.stop_reason().map(str::to_owned),
             workers_desired: self.lifecycle.wanted(),
             shards: self.data.shards().map(ShardLeases::counts),
             memberships: self.reporting.memberships_last(),
@@ -84,7 +89,8 @@ impl Job {
             priority_tiers: self.priority_tiers(),
             allreduce_transport: self.reporting.allreduce_transport.clone(),
             steps_skipped: self.reporting.totals.steps_skipped,
-            evaluated: self.reporting.evaluations.all.last().cloned(),
+            evaluated: self.evaluated(),
+            evaluated_best: self.reporting.evaluations.best.clone(),
             checkpoints: self.checkpoints().filter(|known| known.dir.is_some()),
             events_at_s: Vec::new(),
             events: self.reporting.events(),
@@ -233,7 +239,8 @@ impl Job {
         records.max(steps).min(1.0)
     }
 
-    /// Seconds until the end of the data, or of `--max-steps`, at the present speed.
+    /// Seconds until the end of the data, of `--max-steps`, or of `--deadline`, at the present
+    /// speed.
     fn eta_s(&self, now: Time) -> Option<f64> {
         let rate = self.reporting.records_per_s(now);
         if self.state() != "running" || rate <= 0.0 {
@@ -245,7 +252,10 @@ impl Job {
             let records_per_step = counted as f64 / step as f64;
             max.saturating_sub(step) as f64 * records_per_step
         });
-        Some(of_steps.map_or(records, |most| most.min(records)) / rate)
+        let left = of_steps.map_or(records, |most| most.min(records)) / rate;
+        let deadline = self.spec.policies.deadline;
+        let deadline = deadline.map(|deadline| deadline.saturating_sub(now.0).as_secs_f64());
+        Some(deadline.map_or(left, |deadline| left.min(deadline)))
     }
 
     // ---- summary ----
@@ -291,6 +301,7 @@ impl Job {
                 Work::Evaluate { .. } | Work::Train { .. } => None,
             },
             export: self.exported(),
+            tracking_error: self.reporting.tracking_error.clone(),
             digest: self.reporting.final_report().map(|word| format!("{:016x}", word.digest)),
         }
     }
@@ -301,21 +312,49 @@ impl Job {
             return RecordsSummary::default();
         };
         let (whole, counted) = (cache.expected(), cache.ledger().counted());
-        let stopped = self.lifecycle.outcome() == Some(Outcome::Stopped);
-        let expected = match self.reporting.final_report() {
-            _ if counted == whole => whole,
-            Some(word)
-                if stopped
-                    || word.stopped_early
-                    || self.spec.max_steps.is_some_and(|max| word.step >= max) =>
-            {
-                word.records_trained
+        let word = self.reporting.final_report();
+        let reaches = |max: u64| word.is_some_and(|word| word.step >= max);
+        // What the options asked for, and what of it the group came to.
+        let (expected, trained) = match word {
+            _ if counted == whole => (whole, whole),
+            Some(word) if word.stopped_early || self.spec.max_steps.is_some_and(reaches) => {
+                (word.records_trained, word.records_trained)
             }
-            None if stopped => counted,
-            _ => whole,
+            _ if self.lifecycle.outcome() == Some(Outcome::Stopped) => {
+                let trained = word.map_or(counted, |word| word.records_trained);
+                (self.records_asked_for(cache).max(trained), trained)
+            }
+            _ => (whole, whole),
         };
-        let missing = expected.saturating_sub(counted);
-        RecordsSummary { expected, counted, missing, repeated: cache.ledger().repeated() }
+        RecordsSummary {
+            expected,
+            counted,
+            missing: trained.saturating_sub(counted),
+            not_trained: expected - trained,
+            repeated: cache.ledger().repeated(),
+        }
+    }
+
+    /// Records of all epochs, or of `--max-steps`.
+    fn records_asked_for(&self, cache: &LedgerCache) -> u64 {
+        let whole = cache.expected();
+        let Some(max) = self.spec.max_steps else { return whole };
+        let of_steps = match self.spec.batch {
+            // The last step of an epoch may have fewer records.
+            Batch::Global(batch) => {
+                let per_epoch = cache.ledger().records_per_epoch();
+                let steps = per_epoch.div_ceil(batch.get()).max(1);
+                let rest = (max % steps).saturating_mul(batch.get());
+                (max / steps).saturating_mul(per_epoch).saturating_add(rest)
+            }
+            // As many per step as so far.
+            Batch::PerWorker(_) => {
+                let steps = u128::from(self.data.step().max(1));
+                let records = u128::from(max) * u128::from(cache.ledger().counted()) / steps;
+                u64::try_from(records).unwrap_or(u64::MAX)
+            }
+        };
+        whole.min(of_steps)
     }
 
     /// The lowest rank exports before it sends its final report.
@@ -335,6 +374,20 @@ impl Job {
         let dir = self.spec.checkpoints.as_ref().map(|spec| spec.dir.clone());
         let known = dir.is_some() || self.spec.resume_from.is_some();
         known.then(|| CheckpointsSummary { dir, ..self.reporting.totals.checkpoints.clone() })
+    }
+
+    /// The newest evaluation, or the result of an evaluate job.
+    pub(crate) fn evaluated(&self) -> Option<Evaluated> {
+        match self.spec.work {
+            Work::Evaluate { .. } => {
+                let (step, records) = (self.data.step(), self.data.expected());
+                let metrics = self.data.results().means(records)?;
+                Some(Evaluated { step, records, metrics })
+            }
+            Work::Predict { .. } | Work::Train { .. } => {
+                self.reporting.evaluations.all.last().cloned()
+            }
+        }
     }
 
     /// The evaluations, if there is validation data.

@@ -474,7 +474,7 @@ fn a_job_is_done_when_every_member_holds_the_same_final_state() {
     }
     assert_eq!(actions(&mut job).last(), Some(&Action::End(Outcome::Completed)));
     let summary = job.summary(at(9));
-    let records = RecordsSummary { expected: 40, counted: 40, missing: 0, repeated: 0 };
+    let records = RecordsSummary { expected: 40, counted: 40, ..RecordsSummary::default() };
     assert_eq!((summary.records, summary.steps, summary.epochs), (records, 10, 2));
     assert_eq!(
         (summary.digest.as_deref(), summary.model_summary.as_deref()),
@@ -520,6 +520,33 @@ fn a_stopped_job_drains_its_members_and_ends_within_10_s() {
     end.push(Action::End(Outcome::Stopped));
     assert_eq!(actions(&mut job), end);
     assert_eq!(job.poll_timeout(), None);
+}
+
+/// The first member has trained 8 records in two steps when the job is stopped.
+fn stopped(spec: JobSpec) -> Summary {
+    let mut job = started(spec, &[20]);
+    job.handle(at(100), Event::Stop);
+    let WorkerMessage::Finished(word) = finished(1, 2, 7) else { unreachable!() };
+    let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
+    let ledger = LedgerReport { epochs_complete: 0, ranges, ..word.ledger.clone() };
+    for i in 1..=3 {
+        let word = Finished { records_trained: 8, ledger: ledger.clone(), ..word.clone() };
+        deliver(&mut job, i, WorkerMessage::Finished(word));
+    }
+    job.handle_timeout(at(10_100));
+    job.summary(at(10_100))
+}
+
+#[test]
+fn the_rest_of_a_stopped_job_is_not_trained_and_is_expected() {
+    let summary = stopped(spec());
+    let records =
+        RecordsSummary { expected: 40, counted: 8, missing: 0, not_trained: 32, repeated: 0 };
+    assert_eq!((&*summary.state, summary.records), ("stopped", records));
+    // The last step of an epoch has 2 records.
+    let batch = Batch::Global(std::num::NonZeroU64::new(6).unwrap());
+    let asked = JobSpec { max_steps: Some(5), batch, ..spec() };
+    assert_eq!(stopped(asked).records, RecordsSummary { expected: 26, not_trained: 18, ..records });
 }
 
 #[test]

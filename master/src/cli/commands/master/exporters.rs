@@ -1,6 +1,6 @@
 //! What a master in a cluster sends elsewhere: events for TensorBoard, metrics for MLflow.
 
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 use crate::job::Snapshot;
@@ -20,12 +20,16 @@ impl Exporters {
     /// Starts those that are configured.
     pub(super) fn start(
         events: Option<EventFile>,
-        tracking: Option<Tracking>,
+        tracking: Option<(Tracking, mpsc::Sender<Option<String>>)>,
         mut published: watch::Receiver<Option<Snapshot>>,
     ) -> Self {
         let known = watch::Sender::new(None);
         let events = events.map(|file| tokio::spawn(tensorboard::follow(file, known.subscribe())));
-        let tracked = tracking.map(|run| tokio::spawn(mlflow::follow(run, known.subscribe())));
+        let tracked = tracking.map(|(run, news)| {
+            let following = mlflow::follow(run, known.subscribe(), news);
+            // What is missing at the end is in the master's log.
+            tokio::spawn(async { drop(following.await) })
+        });
         let forward = known.clone();
         let forwarding = tokio::spawn(async move {
             while published.changed().await.is_ok() {

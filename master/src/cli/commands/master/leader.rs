@@ -87,7 +87,9 @@ impl Leader<'_> {
         let recorder = EventRecorder::start(self.cluster, &submitted.meta);
         let left = self.remaining_pods(&submitted).await?;
         let Submitted { task, template, meta, record, age, history, .. } = submitted;
-        let exporters = self.export(&task)?;
+        let (news, tracked) = mpsc::channel(NEWS_MAX);
+        let args_of_program = args_of(&template);
+        let exporters = self.export(&task, &args_of_program, news)?;
         let pod_factory = PodFactory {
             template,
             anchor: meta,
@@ -117,6 +119,7 @@ impl Leader<'_> {
                     .map_err(|why| Failure::failed(format!("the job's record is invalid: {why}")))?
             }
         };
+        let master = master.with_tracking(tracked);
         info!(job = args.job_name, incarnation, "master listens");
         let code = self.conduct(master, &writer, age, history).await;
         let last = http.publish.borrow().clone();
@@ -125,7 +128,12 @@ impl Leader<'_> {
     }
 
     /// Starts the exporters that the job's options and this pod's environment name.
-    fn export(&self, task: &Task) -> Result<Exporters, Failure> {
+    fn export(
+        &self,
+        task: &Task,
+        args: &[String],
+        news: mpsc::Sender<Option<String>>,
+    ) -> Result<Exporters, Failure> {
         let create = |folder: &PathBuf| {
             let what = format!("write events for TensorBoard to {}", folder.display());
             EventFile::create(folder, &self.args.job_name).map_err(cannot(&what))
@@ -133,9 +141,11 @@ impl Leader<'_> {
         let events = task.tensorboard_dir.as_ref().map(create).transpose()?;
         let tracking = Tracking::read(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
             warn!(%error, "the job is not tracked");
+            let _ = news.try_send(Some(error.to_string()));
             None
         });
-        let tracking = tracking.map(|run| run.with_parameters(mlflow::parameters(&task.job)));
+        let parameters = mlflow::parameters(&task.job, args.iter().map(String::as_str));
+        let tracking = tracking.map(|run| (run.with_parameters(parameters), news));
         Ok(Exporters::start(events, tracking, self.http.publish.subscribe()))
     }
 
@@ -260,6 +270,13 @@ impl Leader<'_> {
     }
 }
 
+/// The program of the workers with its arguments.
+fn args_of(template: &Pod) -> Vec<String> {
+    let container = template.spec.as_ref().and_then(|spec| spec.containers.first());
+    let parts = container.map(|container| [container.command.clone(), container.args.clone()]);
+    parts.into_iter().flatten().flatten().flatten().collect()
+}
+
 /// Commands to the master that follow from a change of the desired state.
 pub(super) fn changes(before: DesiredState, now: DesiredState) -> Vec<UserCommand> {
     let scale =
@@ -276,3 +293,4 @@ pub(super) fn changes(before: DesiredState, now: DesiredState) -> Vec<UserComman
 }
 
 const COMMANDS_MAX: usize = 4;
+const NEWS_MAX: usize = 16;

@@ -119,17 +119,19 @@ async fn lead(
     let spec = source.spec().clone();
     let (page, mut requested) = LocalPage::start(browsed, &spec, dir, published.clone())?;
     page.announce(dashboard, console, &progress);
-    let tracked = source.tracking(&progress);
-    let tracked = tracked.map(|run| tokio::spawn(mlflow::follow(run, published.clone())));
+    let (news, tracked) = mpsc::channel(NEWS_MAX);
+    let tracking = source.tracking(&news);
+    let tracking = tracking.map(|run| tokio::spawn(mlflow::follow(run, published.clone(), news)));
     let events = events.map(|events| tokio::spawn(tensorboard::follow(events, published)));
     let server_config = ServerConfig { listener, token: dir.token().clone(), identity };
     let addresses = Addresses { workers: address, metrics, dashboard };
     let master = source.into_master(dir, addresses, server_config, progress)?;
+    let master = master.with_tracking(tracked);
     let (commands, received) = mpsc::channel(COMMANDS_MAX);
     let run = master.run(received);
     tokio::pin!(run);
     let mut escalation = StopEscalation::default();
-    let ended = loop {
+    let mut ended = loop {
         tokio::select! {
             ended = &mut run => break ended,
             stop = signals.next() => {
@@ -142,8 +144,11 @@ async fn lead(
             }
         }
     };
-    for last_point in [events, tracked].into_iter().flatten() {
-        let _ = last_point.await;
+    if let Some(events) = events {
+        let _ = events.await;
+    }
+    if let Some(tracking) = tracking {
+        ended.summary.tracking_error = tracking.await.unwrap_or_default();
     }
     page.end().await;
     Ok((ended, escalation.first))
@@ -267,14 +272,21 @@ impl JobSource {
         folder.map(create).transpose()
     }
 
-    /// The tracking server that the environment names. A job runs without one.
-    fn tracking(&self, progress: &Progress) -> Option<Tracking> {
+    /// The tracking server that the environment names. A job runs without one; `news` gets why.
+    fn tracking(&self, news: &mpsc::Sender<Option<String>>) -> Option<Tracking> {
+        let args = match self {
+            Self::New(job) => &job.args,
+            Self::Resumed(abandoned) => &abandoned.start.args,
+        };
         match Tracking::read(|name| std::env::var(name).ok()) {
-            Ok(tracking) => Some(tracking?.with_parameters(mlflow::parameters(self.spec()))),
+            Ok(tracking) => {
+                let args: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
+                let args = args.iter().map(|arg| &**arg);
+                Some(tracking?.with_parameters(mlflow::parameters(self.spec(), args)))
+            }
             Err(error) => {
-                let text = format!("the job is not tracked: {error}");
-                warn!("{text}");
-                progress.notice(Time::default(), text);
+                warn!(%error, "the job is not tracked");
+                let _ = news.try_send(Some(error.to_string()));
                 None
             }
         }
@@ -390,3 +402,4 @@ fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Re
 const BIND_ATTEMPTS: u32 = 20;
 const BIND_PAUSE: Duration = Duration::from_millis(100);
 const COMMANDS_MAX: usize = 4;
+const NEWS_MAX: usize = 16;
