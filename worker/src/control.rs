@@ -143,9 +143,8 @@ impl MasterConnector {
         }
     }
 
-    async fn open(&self, hello: Hello) -> Result<(Link, Welcome), NotOpened> {
+    async fn open(&self, master: &str, hello: Hello) -> Result<(Link, Welcome), NotOpened> {
         let environment = &self.environment;
-        let master = &environment.master;
         let text = |what: &str, error: &dyn std::fmt::Display| {
             format!("master at {master}: {what}: {error}")
         };
@@ -159,8 +158,8 @@ impl MasterConnector {
             }
             _ => no_answer("no welcome", &causes_of(&status)),
         };
-        let endpoint =
-            endpoint(environment).map_err(|error| refused("can't be dialed", &causes(&error)))?;
+        let endpoint = endpoint(master, environment)
+            .map_err(|error| refused("can't be dialed", &causes(&error)))?;
         let channel =
             endpoint.connect().await.map_err(|error| no_answer("no answer", &causes(&error)))?;
         let mut client: MasterClient<Channel> =
@@ -188,10 +187,13 @@ impl MasterConnector {
 
     /// Retries, with back-off, until a stream is open. `Err`: why a master refused this worker.
     async fn search(&self, hello: Hello, mut pause: Duration) -> Result<(Link, Welcome), String> {
+        let mut attempt = 0;
         loop {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(RETRY_MAX);
-            match self.open(hello.clone()).await {
+            let master = self.environment.master_in_attempt(attempt);
+            attempt += 1;
+            match self.open(&master, hello.clone()).await {
                 Ok(opened) => return Ok(opened),
                 Err(NotOpened::NoAnswer(reason)) => tracing::debug!(reason, "no master yet"),
                 Err(NotOpened::Refused(reason)) => return Err(reason),
@@ -202,7 +204,7 @@ impl MasterConnector {
     /// Opens the first stream, with retries: in a cluster, the route to a new master may take a
     /// moment.
     async fn open_first(&self, hello: Hello) -> Result<(Link, Welcome), String> {
-        let why = match self.open(hello.clone()).await {
+        let why = match self.open(&self.environment.master, hello.clone()).await {
             Ok(opened) => return Ok(opened),
             Err(NotOpened::Refused(reason)) => return Err(reason),
             Err(NotOpened::NoAnswer(reason)) => reason,
@@ -300,6 +302,9 @@ impl Stream {
     ) -> Option<Link> {
         tracing::warn!(why, "lost the master");
         self.state.handle_stream_end();
+        if self.state.is_leaving() {
+            self.want_checkpoint();
+        }
         let deadline = tokio::time::Instant::now() + self.connector.environment.master_timeout;
         let mut search = Box::pin(self.search(RETRY_FIRST));
         let reason = loop {
@@ -326,7 +331,7 @@ impl Stream {
                 }
                 // The messages have no receiver meanwhile.
                 message = from_trainer.recv() => drop(self.state.forward(message?)),
-                _ = sigterm.recv() => drop(self.leave()),
+                _ = sigterm.recv() => self.leave_without_master(),
             }
         };
         tracing::error!(reason, "this worker ends");
@@ -349,6 +354,18 @@ impl Stream {
             leave_in_time(self.leave_timeout);
         }
         self.state.terminate()
+    }
+
+    /// Handles SIGTERM while there is no master. If all workers get it, nobody can start
+    /// replacements that take the state over, so a checkpoint is written.
+    fn leave_without_master(&mut self) {
+        drop(self.leave());
+        self.want_checkpoint();
+    }
+
+    fn want_checkpoint(&self) {
+        let wanted = ControlEvent::Message(MasterMessage::KeepCheckpoint, Instant::now());
+        let _ = self.to_trainer.send(wanted);
     }
 
     fn handle(&mut self, response: JoinResponse) {
@@ -390,8 +407,8 @@ fn stall_of(stall: elasticdl_collective::Stall) -> Stall {
 }
 
 /// The master's endpoint.
-fn endpoint(environment: &Environment) -> Result<Endpoint, tonic::transport::Error> {
-    let Environment { master, master_timeout, .. } = environment;
+fn endpoint(master: &str, environment: &Environment) -> Result<Endpoint, tonic::transport::Error> {
+    let Environment { master_timeout, .. } = environment;
     let scheme = if environment.tls.is_some() { "https" } else { "http" };
     let endpoint = Endpoint::from_shared(format!("{scheme}://{master}"))?
         .tcp_nodelay(true)

@@ -1,6 +1,7 @@
 //! Environment variables that a launcher passes to a worker process.
 
-use std::path::Path;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use elasticdl_proto::Location;
@@ -13,6 +14,8 @@ use rustls::pki_types::{CertificateDer, ServerName};
 pub(crate) struct Environment {
     /// Address of the master, `host:port`.
     pub(crate) master: String,
+    /// File with another address of the master, `IP:PORT`, which its launcher keeps up to date.
+    pub(crate) master_file: Option<PathBuf>,
     pub(crate) job: String,
     pub(crate) launch: u64,
     /// The job's secret, in hexadecimal.
@@ -68,7 +71,7 @@ impl Tls {
 impl std::fmt::Debug for Environment {
     /// Omits the token.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { master, job, launch, token: _, tls: _, master_timeout, location: _ } = self;
+        let Self { master, job, launch, master_timeout, .. } = self;
         write!(
             f,
             "Environment {{ {job} launch {launch}, master {master}, timeout {master_timeout:?} }}"
@@ -89,6 +92,7 @@ impl Environment {
         let token = read(&need("ELASTICDL_TOKEN_FILE")?)?;
         Ok(Self {
             master: need("ELASTICDL_MASTER")?,
+            master_file: variable("ELASTICDL_MASTER_FILE").map(PathBuf::from),
             job: need("ELASTICDL_JOB")?,
             launch: number("ELASTICDL_LAUNCH")?,
             token: token.trim().to_string(),
@@ -100,6 +104,15 @@ impl Environment {
                 node: variable("ELASTICDL_NODE_NAME").unwrap_or_default(),
             },
         })
+    }
+
+    /// Address to dial in an attempt (from 0) to reach the master: the address given at the start
+    /// or, in every second attempt, that of the file, if it has one.
+    pub(crate) fn master_in_attempt(&self, attempt: u64) -> String {
+        let other = self.master_file.as_deref().filter(|_| !attempt.is_multiple_of(2));
+        let other = other.and_then(|file| std::fs::read_to_string(file).ok());
+        let other = other.and_then(|text| text.trim().parse::<SocketAddr>().ok());
+        other.map_or_else(|| self.master.clone(), |address| address.to_string())
     }
 
     /// Time after SIGTERM for which a worker waits until the group releases it, unless its master
@@ -169,6 +182,24 @@ mod tests {
     fn a_missing_variable_is_named() {
         let missing = Environment::read(|_| None).unwrap_err();
         assert_eq!(missing, "ELASTICDL_TOKEN_FILE is not set");
+    }
+
+    #[test]
+    fn every_second_attempt_dials_the_address_of_the_file_as_it_is_then() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().to_str().unwrap();
+        let environment = read_with(&[("ELASTICDL_MASTER_FILE", path)]).unwrap();
+        let dialed = || [0, 1, 2, 3].map(|attempt| environment.master_in_attempt(attempt));
+        let given = "127.0.0.1:9";
+        assert_eq!(dialed(), [given; 4], "the file is empty");
+        std::fs::write(&file, "10.0.0.7:7070\n").unwrap();
+        assert_eq!(dialed(), [given, "10.0.0.7:7070", given, "10.0.0.7:7070"]);
+        std::fs::write(&file, "[fd00::7]:7070").unwrap();
+        assert_eq!(environment.master_in_attempt(1), "[fd00::7]:7070");
+        std::fs::write(&file, "no address").unwrap();
+        assert_eq!(dialed(), [given; 4]);
+        let without = read_with(&[]).unwrap();
+        assert_eq!(without.master_in_attempt(1), given);
     }
 
     #[test]

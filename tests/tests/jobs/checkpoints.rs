@@ -2,10 +2,10 @@
 //! others: every record is in the final model exactly once, which the counting model proves.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use elasticdl_proto::CheckpointsSummary;
-use elasticdl_tests::{Command, Ended, FaultRates, JobFixture, Running, S3, send};
+use elasticdl_tests::{Command, Ended, FaultRates, JobFixture, Running, S3, is_alive, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
@@ -258,4 +258,30 @@ fn training_continues_when_checkpoints_can_no_longer_be_written_and_the_job_repo
     );
     let known = checkpoints(&ended);
     assert!(known.failed > 2 && known.error.is_some(), "{known:?}");
+}
+
+#[test]
+fn workers_that_are_told_to_end_while_there_is_no_master_write_a_checkpoint() {
+    let fixture = JobFixture {
+        micros_per_record: 800,
+        restart_without_checkpoint: false,
+        ..JobFixture::new(PROGRAMS, 3)
+    };
+    // None is due by itself.
+    let command = fixture.command(1).option("checkpoint-dir", fixture.path("checkpoints"));
+    let mut job = command.option("checkpoint-every", "1000000").start();
+    job.wait_for_work_of(3);
+    let pids: Vec<u32> = job.workers().into_values().collect();
+    job.kill_master();
+    pids.iter().for_each(|pid| send(*pid, Signal::TERM));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while pids.iter().any(|pid| is_alive(*pid)) {
+        assert!(Instant::now() < deadline, "workers {pids:?} are still there");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    job.resume();
+    let ended = job.wait();
+    ended.assert_exact("told to end without a master");
+    assert_eq!(restored(&ended, "told to end without a master"), 1);
+    assert_eq!(ended.summary().state_lost, None);
 }

@@ -126,6 +126,7 @@ impl Fixture {
         listener.set_nonblocking(true).unwrap();
         let environment = Environment {
             master: listener.local_addr().unwrap().to_string(),
+            master_file: None,
             job: "job".into(),
             launch: 3,
             token: "token".into(),
@@ -252,7 +253,7 @@ fn a_refusal_ends_the_search_for_a_master_and_silence_does_not() {
     let environment = Environment { master: gone.to_string(), ..connector.environment };
     let connector = MasterConnector { environment, ..connector };
     assert!(matches!(
-        runtime.block_on(connector.open(first_hello(&connector))),
+        runtime.block_on(connector.open(&connector.environment.master, first_hello(&connector))),
         Err(NotOpened::NoAnswer(_))
     ));
 }
@@ -278,7 +279,9 @@ fn over_tls_a_master_is_authenticated_by_ca_and_name_only() {
         let tls = tls.map(|(ca, name)| Tls { ca: ca.into(), name: name.into() });
         let environment = Environment { tls, ..fixture.environment.clone() };
         let connector = connector(environment);
-        match runtime.block_on(connector.open(first_hello(&connector))) {
+        match runtime
+            .block_on(connector.open(&connector.environment.master, first_hello(&connector)))
+        {
             Ok(_) => Ok(()),
             // Another host may answer at this address later: the search continues.
             Err(NotOpened::NoAnswer(why)) => Err(why),
@@ -299,7 +302,8 @@ fn over_tls_a_master_is_authenticated_by_ca_and_name_only() {
     let tls = Some(Tls { ca, name: "master".into() });
     let environment = Environment { tls, ..without_tls.environment };
     let connector = connector(environment);
-    let opened = runtime.block_on(connector.open(first_hello(&connector)));
+    let opened =
+        runtime.block_on(connector.open(&connector.environment.master, first_hello(&connector)));
     assert!(matches!(opened, Err(NotOpened::NoAnswer(_))));
     // No message has reached another master.
     assert!(fixture.received.try_recv().is_err() && without_tls.received.try_recv().is_err());

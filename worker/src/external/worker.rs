@@ -118,6 +118,7 @@ impl Worker {
         let address = listener.local_addr().map_err(failed)?;
         let environment = Environment {
             master: String::new(),
+            master_file: None,
             job: "alone".into(),
             launch: 0,
             // No other worker can know it.
