@@ -1,8 +1,9 @@
 //! Accepts connections and limits those that have not authenticated yet.
 //!
-//! **Invariant:** at most [`UNAUTHENTICATED_MAX`] connections are open without authentication, at
-//! most [`UNAUTHENTICATED_PER_ADDRESS_MAX`] of them from one address, and each for at most
-//! [`AUTHENTICATION_TIMEOUT`]. So a peer that can reach the port but has no token can neither
+//! **Invariant:** at most [`UNAUTHENTICATED_MAX`] connections are open without authentication, each
+//! for at most [`AUTHENTICATION_TIMEOUT`], and when all are taken, the address that has the most
+//! loses its oldest. No limit holds for one address before that: behind a network that masquerades
+//! pods, all workers of a node have one, and return at once to a new master. So a peer that can reach the port but has no token can neither
 //! exhaust the master's file descriptors nor lock out other addresses. The TLS handshake counts
 //! towards these limits.
 
@@ -31,8 +32,7 @@ pub(super) fn accept(
 ) -> ReceiverStream<io::Result<Connection>> {
     let (connections, incoming) = mpsc::channel(1);
     tokio::spawn(async move {
-        let limits =
-            Limits { total: UNAUTHENTICATED_MAX, per_address: UNAUTHENTICATED_PER_ADDRESS_MAX };
+        let limits = Limits { total: UNAUTHENTICATED_MAX, per_address: UNAUTHENTICATED_MAX };
         let unauthenticated = ConnectionLimit::new(limits);
         loop {
             let accepted = tokio::select! {
@@ -210,6 +210,4 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Back-off after a failed bind.
 const REOPEN_PAUSE: Duration = Duration::from_millis(500);
 /// Largest number of connections that have not authenticated.
-const UNAUTHENTICATED_MAX: usize = 256;
-/// Largest number of them from one address: as many as a pod can have workers.
-pub(super) const UNAUTHENTICATED_PER_ADDRESS_MAX: usize = 64;
+pub(super) const UNAUTHENTICATED_MAX: usize = 256;
