@@ -76,9 +76,18 @@ pub(crate) fn has_credential_form(text: &str) -> bool {
     let is_token = |word: &str| {
         TOKENS.iter().any(|&(start, len)| {
             let random = word.strip_prefix(start).unwrap_or_default();
-            word.len() >= len
-                && random.contains(|c: char| c.is_ascii_digit())
-                && random.contains(|c: char| c.is_ascii_uppercase())
+            let is_mixed = random.contains(|c: char| c.is_ascii_digit())
+                && random.contains(|c: char| c.is_ascii_uppercase());
+            // Not every key has a digit. A name that begins with these letters has lower case ones,
+            // or is divided into words.
+            let is_whole = match start {
+                "AKIA" | "ASIA" => !random.contains(|c: char| c.is_ascii_lowercase()),
+                "ghp_" | "gho_" | "ghs_" | "ghu_" | "glpat-" | "hf_" | "npm_" => {
+                    random.chars().all(|c| c.is_ascii_alphanumeric())
+                }
+                _ => false,
+            };
+            word.len() >= len && (is_mixed || !random.is_empty() && is_whole)
         })
     };
     if words.any(is_token) {
@@ -116,7 +125,7 @@ const RANDOM_LEN_MIN: usize = 16;
 /// Last words in the names of variables that name a credential that is stored elsewhere.
 const REFERENCE_WORDS: [&str; 2] = ["ARN", "NAME"];
 /// Words in the names of variables with any secret value.
-const SECRET_WORDS: [&str; 10] = [
+const SECRET_WORDS: [&str; 11] = [
     "ACCESSKEY",
     "APIKEY",
     "CREDENTIAL",
@@ -125,6 +134,7 @@ const SECRET_WORDS: [&str; 10] = [
     "PASSWD",
     "PASSWORD",
     "PRIVATEKEY",
+    "PW",
     "SECRET",
     "SECRETS",
 ];
@@ -187,6 +197,7 @@ mod tests {
             ("AWS_SECRET_ACCESS_KEY", "/JalrXUtnFEMI1K7MDENGbPxRfiCYz"),
             ("AWS_SESSION_TOKEN", random),
             ("DB_PASSWORD", "hunter2"),
+            ("MY_PW", "hunter2"),
             ("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567"),
             ("azure_storage_account_key", random),
             ("MY-SECRET", "x"),
@@ -217,6 +228,8 @@ mod tests {
         let of = |start: &str, len: usize| format!("{start}{}", "Z9".repeat(len));
         for value in [
             of("AKIA", 8),
+            format!("AKIA{}", "IOSFODNN".repeat(2)),
+            format!("ghp_{}", "abc".repeat(12)),
             of("ghp_", 18),
             of("hf_", 17),
             of("sk-", 24),
@@ -234,6 +247,8 @@ mod tests {
             "https://host:8080/a@b:c",
             "https://user@host/",
             "sk-learn",
+            "AKIA-is-the-start-of-the-id-of-a-key",
+            "hf_the_name_of_a_cache_of_the_hub",
             "/data/hf_hub",
             "eyJhbGciOi",
             "a.b.c",
