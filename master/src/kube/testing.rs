@@ -27,6 +27,15 @@ pub(crate) struct FakeServer {
     changed: Notify,
 }
 
+/// How watches end at once.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum EndedWatches {
+    /// Without an event.
+    Empty,
+    /// With the event that the version has expired.
+    Expired,
+}
+
 #[derive(Default)]
 pub(crate) struct State {
     version: u64,
@@ -44,6 +53,8 @@ pub(crate) struct State {
     pub(crate) lost: u32,
     /// Whether watches are refused.
     pub(crate) refuses_watches: bool,
+    /// How watches end as soon as they are opened, if they do.
+    pub(crate) ends_watches: Option<EndedWatches>,
     /// Whether watches are opened, but neither yield events nor end.
     pub(crate) black_hole: bool,
     /// Whether no call is answered.
@@ -328,6 +339,14 @@ impl FakeServer {
             loop {
                 let changed = self.changed.notified();
                 let mut open = true;
+                match self.state().ends_watches {
+                    Some(EndedWatches::Empty) => return,
+                    Some(EndedWatches::Expired) => {
+                        send(&json!({"type": "ERROR", "object": status(410, "expired")}));
+                        return;
+                    }
+                    None => {}
+                }
                 if self.state().black_hole {
                     return sender.closed().await;
                 }

@@ -2,8 +2,10 @@
 //!
 //! The watcher lists the objects, then watches from the list's resource version on, with bookmarks.
 //! When the server no longer has that version (410), it lists again and reports the differences, by
-//! uid. It retries any other failure with exponential back-off. A watch without events or bookmarks
-//! for long is considered dead, and a periodic list finds whatever was missed.
+//! uid. It retries any other failure with exponential back-off, and so does it open a watch again
+//! that ended soon and brought nothing: a proxy that ends or refuses watches must not turn each job
+//! into a flood of requests. A watch without events or bookmarks for long is considered dead, and a
+//! periodic list finds whatever was missed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -57,8 +59,14 @@ where
     #[must_use]
     pub fn start(api: Api<K>, selection: Selection) -> Self {
         let (sender, changes) = mpsc::channel(CHANGES_MAX);
-        let mut watcher =
-            Watcher { api, selection, cache: ObjectCache::default(), sender, failures: 0 };
+        let mut watcher = Watcher {
+            api,
+            selection,
+            cache: ObjectCache::default(),
+            sender,
+            failures: 0,
+            due: None,
+        };
         // The task ends when the receiver is dropped.
         let task = tokio::spawn(async move { while watcher.round().await.is_ok() {} });
         Self { changes, task }
@@ -87,6 +95,8 @@ struct Watcher<K> {
     sender: mpsc::Sender<Change<K>>,
     /// Number of consecutive failures.
     failures: u32,
+    /// When the next list may be requested.
+    due: Option<Instant>,
 }
 
 /// The receiver was dropped: the task ends.
@@ -98,7 +108,11 @@ where
 {
     /// Lists, then watches until the next list is due.
     async fn round(&mut self) -> Result<(), ReceiverDropped> {
+        if let Some(due) = self.due {
+            tokio::time::sleep_until(due).await;
+        }
         let requested_at = Instant::now();
+        self.due = Some(requested_at + REQUEST_INTERVAL);
         let params = ListParams {
             field_selector: self.selection.fields.clone(),
             label_selector: self.selection.labels.clone(),
@@ -110,7 +124,6 @@ where
             Ok(Err(error)) => return self.failed(&error).await,
             Err(_) => return self.wait("the list took too long").await,
         };
-        self.failures = 0;
         for change in self.cache.replace(list) {
             self.send(change).await?;
         }
@@ -131,20 +144,25 @@ where
         let opened = timeout(LIST_TIMEOUT, self.api.watch(&params, &self.cache.version)).await;
         let mut stream = match opened {
             Ok(Ok(stream)) => Box::pin(stream),
-            Ok(Err(error)) if is_code(&error, 410) => return Ok(false),
+            Ok(Err(error)) if is_code(&error, 410) => {
+                return self.wait("the version has expired").await.map(|()| false);
+            }
             Ok(Err(error)) => return self.failed(&error).await.map(|()| true),
             Err(_) => return self.wait("the watch took too long to open").await.map(|()| true),
         };
-        let mut last_event = Instant::now();
-        loop {
+        let opened_at = Instant::now();
+        let mut last_event = None;
+        let may_continue = loop {
             match timeout(IDLE, stream.next()).await {
                 Ok(Some(Ok(event))) => match self.cache.apply(event) {
                     EventOutcome::Change(change) => {
-                        (self.failures, last_event) = (0, Instant::now());
+                        (self.failures, last_event) = (0, Some(Instant::now()));
                         self.send(change).await?;
                     }
-                    EventOutcome::Ignored => (self.failures, last_event) = (0, Instant::now()),
-                    EventOutcome::Expired => return Ok(false),
+                    EventOutcome::Ignored => {
+                        (self.failures, last_event) = (0, Some(Instant::now()));
+                    }
+                    EventOutcome::Expired => break false,
                     EventOutcome::Error(error) => {
                         self.wait(&error).await?;
                         return Ok(false);
@@ -153,14 +171,22 @@ where
                 // Servers end watches from time to time. A watch that did not receive even a
                 // bookmark for long started from a version that the server does not have: the
                 // server's data is older than what this client has seen.
-                Ok(None) => return Ok(last_event.elapsed() < SILENCE_MAX),
+                Ok(None) => break last_event.unwrap_or(opened_at).elapsed() < SILENCE_MAX,
                 Ok(Some(Err(error))) => {
                     debug!(%error, "a watch broke");
                     return self.wait("a watch broke").await.map(|()| true);
                 }
-                Err(_) => return Ok(false),
+                Err(_) => break false,
             }
+        };
+        if opened_at.elapsed() >= WATCH_MIN {
+            self.failures = 0;
+        } else if last_event.is_none() {
+            self.wait("a watch ended at once and brought nothing").await?;
+        } else {
+            tokio::time::sleep_until(opened_at + REQUEST_INTERVAL).await;
         }
+        Ok(may_continue)
     }
 
     async fn failed(&mut self, error: &kube::Error) -> Result<(), ReceiverDropped> {
@@ -296,9 +322,13 @@ const IDLE: Duration = Duration::from_secs(300);
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);
 const PAUSE_FIRST: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(30);
+/// Minimum time between two lists, and between two watches that end at once.
+const REQUEST_INTERVAL: Duration = Duration::from_secs(1);
 const RELIST: Duration = Duration::from_secs(300);
 /// Time within which a watch receives at least a bookmark.
 const SILENCE_MAX: Duration = Duration::from_secs(120);
+/// Time after which the end of a watch that brought nothing is no failure.
+const WATCH_MIN: Duration = Duration::from_secs(30);
 /// Duration of a watch that is requested of the server.
 const WATCH_S: u32 = 240;
 
@@ -307,6 +337,7 @@ mod tests {
     use k8s_openapi::api::core::v1::Pod;
     use serde_json::json;
 
+    use super::super::testing::{EndedWatches, FakeServer};
     use super::*;
 
     fn pod(uid: &str, version: &str) -> Pod {
@@ -397,6 +428,25 @@ mod tests {
             let pause = backoff(failures);
             let most = Duration::from_millis(most);
             assert!(pause >= most / 2 && pause <= most, "{failures}: {pause:?}");
+        }
+    }
+
+    /// A proxy before the API server ends each watch at once, or answers that its version has
+    /// expired.
+    #[tokio::test(start_paused = true)]
+    async fn watches_that_end_at_once_are_opened_again_with_a_growing_pause() {
+        for (ended, limit) in [(EndedWatches::Empty, 12), (EndedWatches::Expired, 24)] {
+            let (fake, cluster) = FakeServer::start();
+            fake.state().ends_watches = Some(ended);
+            let watch: Watch<Pod> = Watch::start(cluster.api(), Selection::default());
+            tokio::time::sleep(Duration::from_secs(25)).await;
+            let calls = fake.state().calls.len();
+            assert!((6..=limit).contains(&calls), "{ended:?}: {calls} calls");
+            // A change is reported once the server can be watched again.
+            fake.state().ends_watches = None;
+            fake.put("pods", "p", json!({"metadata": {"name": "p", "uid": "p"}}));
+            let mut watch = watch;
+            while !matches!(watch.next().await, Change::Applied(_)) {}
         }
     }
 }
