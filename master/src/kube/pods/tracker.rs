@@ -20,6 +20,7 @@
 //! later is deleted. The last 16 ended pods are retained.
 
 mod gangs;
+mod silent_nodes;
 mod timeouts;
 
 #[cfg(test)]
@@ -58,6 +59,8 @@ pub(super) struct PodTracker {
     has_run: bool,
     /// Number of consecutive pods that were unable to start.
     stuck: u32,
+    /// Nodes that new pods avoid, and until when.
+    avoided_nodes: BTreeMap<String, Duration>,
     now: Duration,
     actions: VecDeque<PodAction>,
 }
@@ -149,8 +152,11 @@ struct ActiveLaunch {
     reported: Option<BackendEvent>,
     /// When it is killed, unless it has ended by then.
     kill_at: Option<Duration>,
-    /// Whether the place of its node was asked for.
+    /// Its node, once it has one. Its place is asked for at the first run.
+    node: Option<String>,
     is_located: bool,
+    /// Since when its node has not acknowledged it.
+    unanswered_since: Option<Duration>,
 }
 
 impl PodTracker {
@@ -164,6 +170,7 @@ impl PodTracker {
             unexplained: Vec::new(),
             has_run: false,
             stuck: 0,
+            avoided_nodes: BTreeMap::new(),
             now: Duration::ZERO,
             actions: VecDeque::new(),
         }
@@ -246,7 +253,8 @@ impl PodTracker {
         };
         launched.is_creating = true;
         launched.class = self.factory.class(slot);
-        let pod = self.factory.pod(launch, slot, gang.as_deref());
+        let mut pod = self.factory.pod(launch, slot, gang.as_deref());
+        self.prefer_other_nodes(&mut pod);
         self.act(PodAction::Create(launch, Box::new(pod)));
     }
 
@@ -343,6 +351,9 @@ impl PodTracker {
             }
             _ => launched.stuck = None,
         }
+        if verdict != Verdict::Starting {
+            launched.unanswered_since = None;
+        }
         match verdict {
             Verdict::Created => self.report(launch, BackendEvent::Waiting(Wait::Scheduling(None))),
             Verdict::CannotStart(why) => {
@@ -355,7 +366,7 @@ impl PodTracker {
                 let event = BackendEvent::Waiting(Wait::Capacity(why));
                 self.on_held(launch, pod, "Unschedulable", event);
             }
-            Verdict::Starting => self.report(launch, BackendEvent::Waiting(Wait::Start(None))),
+            Verdict::Starting => self.on_starting(launch, pod),
             Verdict::Terminating(termination) => self.on_terminating(launch, pod, termination),
             Verdict::Running => {
                 self.note_run();
@@ -382,6 +393,7 @@ impl PodTracker {
         if let (Some(node), Some(launched)) = (node, self.launches.get_mut(&launch))
             && !std::mem::replace(&mut launched.is_located, true)
         {
+            launched.node = Some(node.clone());
             self.act(PodAction::Locate(launch, node));
         }
     }
@@ -487,6 +499,9 @@ impl PodTracker {
     /// moment: most pods are killed because their program has ended, which the cluster reports a
     /// little later (as it reports late that they run), and their exit is worth knowing.
     fn kill_soon(&mut self, launch: LaunchId) {
+        if self.launches.get(&launch).is_some_and(|l| l.reported == Some(BackendEvent::Running)) {
+            self.avoid_node_of(launch);
+        }
         let is_waiting = |l: &ActiveLaunch| {
             matches!(
                 l.reported,

@@ -324,3 +324,73 @@ fn the_place_of_a_node_is_asked_for_once_per_launch() {
     assert_eq!(actions, [PodAction::NoteRun, locate, report(BackendEvent::Running)]);
     assert_eq!(handle(&mut tracker, 3, PodEvent::Applied(on_node)), []);
 }
+
+fn on_node(status: Value) -> Box<Pod> {
+    let mut pod = pod("a", status);
+    pod.spec.get_or_insert_default().node_name = Some("n1".into());
+    pod
+}
+
+fn started_at(tracker: &mut PodTracker, now: Duration, launch: LaunchId) -> Value {
+    tracker.handle(now, PodEvent::Start(launch, 0));
+    let pods = std::iter::from_fn(|| tracker.poll_action()).find_map(|action| match action {
+        PodAction::Create(_, pod) => Some(pod),
+        _ => None,
+    });
+    let affinity = pods.unwrap().spec.unwrap().affinity;
+    serde_json::to_value(affinity).unwrap()
+}
+
+#[test]
+fn a_pod_that_its_node_does_not_acknowledge_is_replaced_elsewhere() {
+    let mut tracker = tracker_with(None);
+    let at = Duration::from_secs;
+    assert_eq!(started_at(&mut tracker, at(0), ONE), Value::Null);
+    tracker.handle(at(1), PodEvent::Applied(on_node(json!({"phase": "Pending"}))));
+    let wait = "node n1 has not acknowledged it yet".to_owned();
+    let wait = BackendEvent::Waiting(Wait::Start(Some(wait)));
+    assert_eq!(tracker.poll_action(), Some(PodAction::Report(ONE, wait)));
+    tracker.handle(at(30), PodEvent::Tick);
+    assert_eq!(tracker.poll_action(), None);
+    tracker.handle(at(31), PodEvent::Tick);
+    let actions: Vec<_> = std::iter::from_fn(|| tracker.poll_action()).collect();
+    assert!(actions.contains(&PodAction::Delete(a())), "{actions:?}");
+    let ended = |action: &PodAction| {
+        matches!(
+            action,
+            PodAction::Report(_, BackendEvent::Ended(Exit::Reclaimed { cause, .. }))
+                if *cause == ReclaimCause::NodeLost
+        )
+    };
+    assert!(actions.iter().any(ended), "{actions:?}");
+    let affinity = started_at(&mut tracker, at(31), LaunchId(2));
+    let other = &affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"][0];
+    let expected = json!({"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["n1"]});
+    assert_eq!(other["preference"]["matchExpressions"][0], expected);
+    // The cluster has noticed by then.
+    assert_eq!(started_at(&mut tracker, at(120), LaunchId(3)), Value::Null);
+}
+
+#[test]
+fn a_pod_that_pulls_its_image_for_long_is_not_given_up() {
+    let mut tracker = tracker_with(None);
+    let at = Duration::from_secs;
+    started_at(&mut tracker, at(0), ONE);
+    let pulling = json!({"phase": "Pending", "startTime": "2024-05-01T10:00:00Z"});
+    tracker.handle(at(1), PodEvent::Applied(on_node(pulling)));
+    let wait = "node n1 pulls its image or prepares its volumes".to_owned();
+    let wait = BackendEvent::Waiting(Wait::Start(Some(wait)));
+    assert_eq!(tracker.poll_action(), Some(PodAction::Report(ONE, wait)));
+    tracker.handle(at(600), PodEvent::Tick);
+    assert_eq!(tracker.poll_action(), None);
+}
+
+#[test]
+fn a_replacement_prefers_other_nodes_than_that_of_a_worker_which_was_given_up() {
+    let mut tracker = tracker_with(None);
+    let at = Duration::from_secs;
+    started_at(&mut tracker, at(0), ONE);
+    tracker.handle(at(1), PodEvent::Applied(on_node(running())));
+    tracker.handle(at(50), PodEvent::Kill(ONE));
+    assert_ne!(started_at(&mut tracker, at(50), LaunchId(2)), Value::Null);
+}

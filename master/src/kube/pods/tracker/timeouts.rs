@@ -16,6 +16,7 @@ impl PodTracker {
         self.kill_due();
         self.evict_stuck();
         self.evict_unresponsive();
+        self.evict_unanswered();
         self.end_unexplained();
         self.investigate_deletions();
     }
@@ -129,7 +130,7 @@ impl PodTracker {
         }
     }
 
-    fn launches_that(&self, is_due: impl Fn(&ActiveLaunch) -> bool) -> Vec<LaunchId> {
+    pub(super) fn launches_that(&self, is_due: impl Fn(&ActiveLaunch) -> bool) -> Vec<LaunchId> {
         self.launches.iter().filter(|(_, l)| is_due(l)).map(|(&launch, _)| launch).collect()
     }
 }
