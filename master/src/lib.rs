@@ -43,4 +43,3 @@ mod service;
 pub mod tensorboard;
 pub mod token;
 mod worker_backend;
-mod worker_output;

@@ -5,7 +5,7 @@ use std::io::{self, Write as _, stderr, stdout};
 
 use tokio::runtime::{Builder, Runtime};
 
-use crate::job::Outcome;
+use crate::job::Summary;
 use crate::kube::client::ClusterError;
 use crate::progress::LogFormat;
 
@@ -21,6 +21,11 @@ impl Failure {
     /// A failure because of invalid input; nothing was started.
     pub(crate) fn usage(text: impl Into<String>) -> Self {
         Self { code: EXIT_USAGE, text: text.into() }
+    }
+
+    /// A failure of a master that finds the objects of its job missing or damaged.
+    pub(crate) fn damaged(text: impl Into<String>) -> Self {
+        Self { code: EXIT_DAMAGED, text: text.into() }
     }
 
     /// A failure with input that may be valid.
@@ -47,8 +52,6 @@ pub(crate) struct Console {
     /// Errors only.
     pub(crate) quiet: bool,
     pub(crate) format: LogFormat,
-    /// Also what workers print.
-    pub(crate) tee: bool,
 }
 
 impl Console {
@@ -58,19 +61,14 @@ impl Console {
     }
 }
 
-/// Exit code of a master whose job ended with `outcome`. A job that the user has stopped is
-/// complete for the cluster.
-pub(crate) fn code_of(outcome: Outcome) -> u8 {
-    match outcome {
-        Outcome::Completed | Outcome::Stopped => EXIT_OK,
-        Outcome::Failed => EXIT_FAILED,
-        Outcome::InvalidInput => EXIT_USAGE,
-    }
-}
-
-/// Exit code for the state of an ended job, like [`code_of`].
-pub(crate) fn code_of_state(state: &str) -> u8 {
-    match state {
+/// Exit code of the master of an ended job. A job that the user has stopped is complete for the
+/// cluster, unless its state is lost.
+pub(crate) fn code_of_summary(summary: &Summary) -> u8 {
+    match &*summary.state {
+        // A stop that could not wait for the group.
+        "stopped" if summary.state_lost.is_some_and(|lost| lost.at_step == summary.steps) => {
+            EXIT_FAILED
+        }
         "completed" | "stopped" => EXIT_OK,
         "refused" => EXIT_USAGE,
         _ => EXIT_FAILED,
@@ -125,6 +123,10 @@ pub(crate) fn print_warning(text: &str) {
 pub(crate) const EXIT_FAILED: u8 = 1;
 /// Another master holds the leader Lease of the job.
 pub(crate) const EXIT_FENCED: u8 = 3;
+/// Exit code of a master whose token the API server refuses; its Job starts one with another token.
+pub(crate) const EXIT_UNAUTHORIZED: u8 = 4;
+/// Exit code of a master that finds the objects of its job missing or damaged.
+pub(crate) const EXIT_DAMAGED: u8 = 5;
 pub(crate) const EXIT_INTERRUPTED: u8 = 130;
 pub(crate) const EXIT_OK: u8 = 0;
 pub(crate) const EXIT_TERMINATED: u8 = 143;

@@ -195,7 +195,7 @@ impl Job {
                 Timer::Relaunch => self.launch_missing(now),
                 Timer::Reconnect => self.on_reconnect_due(now),
                 Timer::HeartbeatCheck => self.on_heartbeat_check(now, at),
-                Timer::Stop => self.on_stop_due(),
+                Timer::Stop => self.on_stop_due(now),
                 Timer::Suspend => self.on_suspend_due(),
                 Timer::Window => self.reconcile(now),
             }

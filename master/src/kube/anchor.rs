@@ -6,10 +6,10 @@
 //! | key | written by | holds |
 //! |---|---|---|
 //! | `task`, `worker-pod` | the user, at submission | what to train, and the worker pod template |
-//! | `num-workers`, `stop`, `checkpoint` | the user, later | requested changes |
+//! | `num-workers`, `stop`, `suspend`, `checkpoint` | the user, later | requested changes |
 //! | `requested-by` | the user, with each of them | who requested it: see `requests` |
 //! | `incarnation` | each master, at its start | number of masters so far: the fencing token |
-//! | `status` | the master | status of the job, as in `elasticdl status --json` |
+//! | `status`, `status-at` | the master | status of the job, as in `elasticdl status --json`; when it was written |
 //! | `record` | the master | the persisted job, for the next master: see `persisted_job` |
 //! | `history` | the master, now and then | curves and lifetimes of workers, for the dashboard |
 //! | `files` | the master, once | the data set's list of files, or its location: see `file_list` |
@@ -45,6 +45,7 @@ use tracing::warn;
 
 use super::client::{Cluster, ClusterError, is_code};
 use super::objects;
+use super::retry::retry;
 use super::watch::{Change, Selection, Watch, backoff};
 
 /// Keys and values of an anchor.
@@ -69,12 +70,16 @@ impl Anchor {
     /// # Errors
     /// There is no such job, or [`ClusterError`].
     pub async fn read(&self) -> Result<ConfigMap, ClusterError> {
-        match self.api().get(&self.job).await {
-            Ok(anchor) if is_anchor(&anchor) => Ok(anchor),
-            Ok(_) => Err(self.absent()),
-            Err(error) if is_code(&error, 404) => Err(self.absent()),
-            Err(error) => Err(self.cluster.explain("read the job's anchor", error)),
-        }
+        let doing = "read the job's anchor";
+        retry(doing, || async {
+            match self.api().get(&self.job).await {
+                Ok(anchor) if is_anchor(&anchor) => Ok(anchor),
+                Ok(_) => Err(self.absent()),
+                Err(error) if is_code(&error, 404) => Err(self.absent()),
+                Err(error) => Err(self.cluster.explain(doing, error)),
+            }
+        })
+        .await
     }
 
     /// Sets some keys. The other keys keep their values.
@@ -82,30 +87,15 @@ impl Anchor {
     /// # Errors
     /// There is no such job, or [`ClusterError`].
     pub async fn write(&self, data: &Data) -> Result<(), ClusterError> {
-        let patch = Patch::Merge(json!({"data": data}));
-        match self.api().patch(&self.job, &PatchParams::default(), &patch).await {
-            Ok(_) => Ok(()),
-            Err(error) if is_code(&error, 404) => Err(self.absent()),
-            Err(error) => Err(self.cluster.explain("write to the job's anchor", error)),
-        }
-    }
-
-    /// Repeats [`Anchor::write`] while the server is unreachable, for at most `limit`.
-    ///
-    /// # Errors
-    /// The last error.
-    pub async fn write_within(&self, data: &Data, limit: Duration) -> Result<(), ClusterError> {
-        let start = Instant::now();
-        let mut failures = 0;
-        loop {
-            match self.write(data).await {
-                Err(ClusterError::Unreachable { .. }) if start.elapsed() < limit => {
-                    tokio::time::sleep(backoff(failures)).await;
-                    failures += 1;
-                }
-                outcome => return outcome,
+        let (doing, patch) = ("write to the job's anchor", Patch::Merge(json!({"data": data})));
+        retry(doing, || async {
+            match self.api().patch(&self.job, &PatchParams::default(), &patch).await {
+                Ok(_) => Ok(()),
+                Err(error) if is_code(&error, 404) => Err(self.absent()),
+                Err(error) => Err(self.cluster.explain(doing, error)),
             }
-        }
+        })
+        .await
     }
 
     /// Watches the anchor: yields its data now and after each change.
@@ -161,6 +151,7 @@ impl AnchorWriter {
         let writer = Self { anchor: anchor.clone(), meta: seen.metadata.clone(), incarnation };
         let before = seen.data.as_ref().and_then(|data| data.get(INCARNATION)).cloned();
         let mut version = seen.metadata.resource_version.clone().unwrap_or_default();
+        let mut failures = 0;
         loop {
             let operations = json!([
                 {"op": "test", "path": "/metadata/resourceVersion", "value": version},
@@ -179,7 +170,15 @@ impl AnchorWriter {
                 found if found != before => return Err(WriteError::Fenced),
                 // The user, or a status write, changed the anchor concurrently.
                 _ if version_now != version => version = version_now,
-                _ => return Err(writer.explain(error)),
+                _ => match writer.explain(error) {
+                    WriteError::Retryable(ClusterError::Unreachable { .. })
+                        if failures < BEGIN_FAILURES_MAX =>
+                    {
+                        tokio::time::sleep(backoff(failures)).await;
+                        failures += 1;
+                    }
+                    error => return Err(error),
+                },
             }
         }
     }
@@ -211,6 +210,20 @@ impl AnchorWriter {
         } else {
             Err(WriteError::Fenced)
         }
+    }
+
+    /// Writes this master's incarnation again, which somebody has edited. Only for a master that
+    /// holds the Lease.
+    ///
+    /// # Errors
+    /// [`WriteError`].
+    pub(super) async fn restore_incarnation(&self) -> Result<(), WriteError> {
+        let operation = json!([{
+            "op": "add",
+            "path": format!("/data/{INCARNATION}"),
+            "value": self.incarnation.to_string(),
+        }]);
+        self.patch(&operation).await.map_err(|error| self.explain(error))
     }
 
     /// Repeats [`AnchorWriter::write`] while the server is unreachable, for at most `limit`.
@@ -301,10 +314,9 @@ impl Anchor {
 pub async fn list_all(cluster: &Cluster) -> Result<Vec<ConfigMap>, ClusterError> {
     let api: Api<ConfigMap> = cluster.api();
     let params = ListParams::default().labels(&objects::anchors_selector());
-    api.list(&params)
-        .await
-        .map(|list| list.items)
-        .map_err(|error| cluster.explain("list jobs", error))
+    let list =
+        async || api.list(&params).await.map_err(|error| cluster.explain("list jobs", error));
+    Ok(retry("list jobs", list).await?.items)
 }
 
 /// A running watch of an anchor.
@@ -347,12 +359,21 @@ impl AnchorWatch {
 pub struct DesiredState {
     /// Desired number of workers.
     pub num_workers: Option<u32>,
-    /// Whether the job is to stop.
-    pub stop: bool,
+    /// Whether, and when, the job is to stop.
+    pub stop: Option<StopRequest>,
     /// Number of the last checkpoint request. A new number requests a checkpoint.
     pub checkpoint: Option<u64>,
     /// Whether the job is to be suspended, or resumed.
     pub suspend: Option<bool>,
+}
+
+/// When a job is to stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum StopRequest {
+    /// At the end of its step.
+    AtStep,
+    /// Without waiting for its workers.
+    AtOnce,
 }
 
 impl DesiredState {
@@ -366,7 +387,11 @@ impl DesiredState {
             }
             number
         });
-        let stop = data.get(STOP).is_some_and(|text| text.trim() == "true");
+        let stop = data.get(STOP).and_then(|text| match text.trim() {
+            "true" => Some(StopRequest::AtStep),
+            STOP_AT_ONCE => Some(StopRequest::AtOnce),
+            _ => None,
+        });
         let checkpoint = data.get(CHECKPOINT).and_then(|text| text.trim().parse().ok());
         let suspend = data.get(SUSPEND).and_then(|text| text.trim().parse().ok());
         Self { num_workers, stop, checkpoint, suspend }
@@ -416,13 +441,19 @@ pub const NUM_WORKERS: &str = "num-workers";
 pub const RECORD: &str = "record";
 /// Key of the job's status.
 pub const STATUS: &str = "status";
+/// Key of the time at which the status was written, in ms since 1970.
+pub const STATUS_AT: &str = "status-at";
 /// Key of the request to stop.
 pub const STOP: &str = "stop";
+/// Value of [`STOP`] that does not wait for the job's workers.
+pub const STOP_AT_ONCE: &str = "force";
 /// Key of the request to suspend the job, `true`, or to resume it, `false`.
 pub const SUSPEND: &str = "suspend";
 /// Key of the job's summary.
 pub const SUMMARY: &str = "summary";
 
+/// Number of attempts to begin an incarnation after the first: they take about a minute.
+const BEGIN_FAILURES_MAX: u32 = 8;
 /// Key of the content of a part.
 const PART: &str = "part";
 /// Time between two writes when events have occurred.
@@ -448,11 +479,13 @@ mod tests {
         ]));
         let expected = DesiredState {
             num_workers: Some(4),
-            stop: true,
+            stop: Some(StopRequest::AtStep),
             checkpoint: Some(7),
             suspend: Some(false),
         };
         assert_eq!(all, expected);
+        let forced = DesiredState::read(&data(&[("stop", "force")]));
+        assert_eq!(forced.stop, Some(StopRequest::AtOnce));
         for nonsense in [
             data(&[]),
             data(&[("num-workers", "many"), ("stop", "perhaps")]),

@@ -164,6 +164,10 @@ impl Cluster {
                     namespace: self.namespace.clone(),
                 }
             }
+            kube::Error::Api(status) if PASSING.contains(&status.code) => {
+                let message = format!("{} (HTTP status {})", status.message, status.code);
+                ClusterError::Unreachable { doing: doing.into(), message }
+            }
             kube::Error::Api(status) => {
                 ClusterError::Refused { doing: doing.into(), message: status.message }
             }
@@ -239,7 +243,8 @@ pub enum ClusterError {
         /// The server's message.
         message: String,
     },
-    /// There is no answer. Try again.
+    /// There is no answer, or one that says that the server, or what is behind it, can't answer for
+    /// now. Try again.
     #[error("can't {doing}: no answer from the API server: {message}")]
     Unreachable {
         /// Operation that failed.
@@ -279,6 +284,8 @@ fn innermost(error: &dyn std::error::Error) -> String {
     error.to_string()
 }
 
+/// Status codes by which a server, or a proxy before it, says that it can't answer for now.
+const PASSING: [u16; 6] = [408, 429, 500, 502, 503, 504];
 /// Media type of a JSON patch.
 const JSON_PATCH: &str = "application/json-patch+json";
 /// Ports of API servers: that of the Service, and the default of the program.

@@ -237,7 +237,15 @@ const MESSAGE_MAX: usize = 1000;
 const REFILL: Duration = Duration::from_secs(15);
 const REPORTS_MAX: usize = 256;
 /// Reasons of type `Normal`: a job uses whatever capacity is free, so these are expected.
-const NORMAL_REASONS: [&str; 3] = ["Queued", "QuotaExceeded", "Unschedulable"];
+const NORMAL_REASONS: [&str; 7] = [
+    "JobCompleted",
+    "JobStopped",
+    "JobSuspended",
+    "MembershipChanged",
+    "Queued",
+    "QuotaExceeded",
+    "Unschedulable",
+];
 
 #[cfg(test)]
 mod tests {

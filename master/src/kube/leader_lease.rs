@@ -68,6 +68,7 @@ impl std::str::FromStr for Holder {
 #[derive(Debug)]
 pub(crate) struct LeaderLease {
     state: watch::Receiver<LeaseState>,
+    transitions: u64,
     release: oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
@@ -78,12 +79,23 @@ pub(crate) struct LeaseGuard {
     state: watch::Receiver<LeaseState>,
 }
 
+/// Why a master has to end although its job goes on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum LeaseLoss {
+    /// The master with this identity holds the Lease.
+    Fenced(String),
+    /// The server has not accepted this pod's token for [`UNAUTHORIZED_MAX`]. The server's message.
+    Unauthorized(String),
+}
+
 #[derive(Clone, Debug)]
 enum LeaseState {
     /// Another master, with this identity, holds or has held the Lease.
     Fenced(String),
     /// The Lease is valid until this time, unless it is renewed.
     Held(Instant),
+    /// The server does not accept this pod's token, and says this.
+    Unauthorized(String),
 }
 
 impl LeaderLease {
@@ -106,9 +118,10 @@ impl LeaderLease {
         let leadership = client.acquire(cluster, identity).await?;
         let (publish_state, state) =
             watch::channel(LeaseState::Held(client.start + leadership.until()));
+        let transitions = u64::try_from(leadership.transitions).unwrap_or_default();
         let (release, released) = oneshot::channel();
         let task = tokio::spawn(client.keep_renewing(leadership, publish_state, released));
-        Ok(Self { state, release, task })
+        Ok(Self { state, transitions, release, task })
     }
 
     /// Returns a guard of the Lease.
@@ -116,11 +129,17 @@ impl LeaderLease {
         LeaseGuard { state: self.state.clone() }
     }
 
-    /// Waits until another master holds the Lease, and returns its identity. Cancel-safe.
-    pub(crate) async fn lost(&mut self) -> String {
-        let state = self.state.wait_for(|state| matches!(state, LeaseState::Fenced(_))).await;
+    /// How often the Lease has changed hands.
+    pub(crate) fn transitions(&self) -> u64 {
+        self.transitions
+    }
+
+    /// Waits until this master can't hold the Lease any more. Cancel-safe.
+    pub(crate) async fn lost(&mut self) -> LeaseLoss {
+        let state = self.state.wait_for(|state| !matches!(state, LeaseState::Held(_))).await;
         match state.as_deref() {
-            Ok(LeaseState::Fenced(holder)) => holder.clone(),
+            Ok(LeaseState::Fenced(holder)) => LeaseLoss::Fenced(holder.clone()),
+            Ok(LeaseState::Unauthorized(why)) => LeaseLoss::Unauthorized(why.clone()),
             // Only a panic ends the task while `self` exists.
             _ => std::future::pending().await,
         }
@@ -180,7 +199,7 @@ impl LeaseGuard {
     pub(crate) async fn renewed(&mut self) {
         let until = |state: &LeaseState| match state {
             LeaseState::Held(until) => Some(*until),
-            LeaseState::Fenced(_) => None,
+            LeaseState::Fenced(_) | LeaseState::Unauthorized(_) => None,
         };
         let known = until(&self.state.borrow_and_update());
         loop {
@@ -227,6 +246,15 @@ enum WriteOutcome {
     Conflict,
     Failed(kube::Error),
     TimedOut,
+}
+
+/// Outcome of an attempt to renew the Lease.
+enum Renewal {
+    /// The master with this identity holds it.
+    Fenced(String),
+    Renewed,
+    /// It may be possible later.
+    Unanswered,
 }
 
 impl LeaseClient {
@@ -294,6 +322,7 @@ impl LeaseClient {
         publish_state: watch::Sender<LeaseState>,
         mut released: oneshot::Receiver<()>,
     ) {
+        let mut unauthorized_since = None;
         loop {
             tokio::select! {
                 biased;
@@ -302,9 +331,20 @@ impl LeaseClient {
             }
             // A release does not cancel a renewal: the version that the server has accepted must
             // be known.
-            if let Err(holder) = self.renew(&mut leadership).await {
-                publish_state.send_replace(LeaseState::Fenced(holder));
-                return;
+            match self.renew(&mut leadership).await {
+                Ok(Renewal::Fenced(holder)) => {
+                    publish_state.send_replace(LeaseState::Fenced(holder));
+                    return;
+                }
+                Ok(Renewal::Renewed) => unauthorized_since = None,
+                Ok(Renewal::Unanswered) => {}
+                Err(why) => {
+                    let since = *unauthorized_since.get_or_insert_with(Instant::now);
+                    if since.elapsed() >= UNAUTHORIZED_MAX {
+                        publish_state.send_replace(LeaseState::Unauthorized(why));
+                        return;
+                    }
+                }
             }
             publish_state.send_replace(LeaseState::Held(self.start + leadership.until()));
         }
@@ -312,8 +352,9 @@ impl LeaseClient {
         self.write("", leadership.transitions, Some(leadership.version)).await;
     }
 
-    /// Renews the Lease. `Err`: the identity of another master that holds it.
-    async fn renew(&self, leadership: &mut Leadership) -> Result<(), String> {
+    /// Tries to renew the Lease. `Err`: the server does not accept this pod's token; its message.
+    async fn renew(&self, leadership: &mut Leadership) -> Result<Renewal, String> {
+        let mut unauthorized = None;
         let mut version = Some(leadership.version.clone());
         // A second attempt if only the version was wrong.
         for _ in 0..2 {
@@ -321,11 +362,14 @@ impl LeaseClient {
             match self.write(&leadership.identity, leadership.transitions, version).await {
                 WriteOutcome::Accepted(snapshot) => {
                     leadership.on_renewed(sent, snapshot.version);
-                    return Ok(());
+                    return Ok(Renewal::Renewed);
                 }
                 WriteOutcome::Conflict => {}
                 WriteOutcome::Failed(error) => {
                     warn!(%error, "the job's Lease can't be renewed");
+                    if is_code(&error, 401) {
+                        unauthorized = Some(error.to_string());
+                    }
                     break;
                 }
                 WriteOutcome::TimedOut => {
@@ -339,12 +383,12 @@ impl LeaseClient {
             };
             version = match leadership.on_changed(found.map(read)) {
                 LeaderAction::Create => None,
-                LeaderAction::Fenced(holder) => return Err(holder),
+                LeaderAction::Fenced(holder) => return Ok(Renewal::Fenced(holder)),
                 LeaderAction::Renew => Some(leadership.version.clone()),
             };
         }
         leadership.on_failed(self.start.elapsed());
-        Ok(())
+        unauthorized.map_or(Ok(Renewal::Unanswered), Err)
     }
 
     /// Writes the Lease. `version`: only if it is still this version; `None`: only if there is none
@@ -425,6 +469,9 @@ fn read(object: Object) -> LeaseSnapshot {
     }
 }
 
+/// Time for which the server may refuse this pod's token. A pod gets a valid one only at its start,
+/// or after most of an hour; what may pass sooner is a rotation of the server's keys.
+const UNAUTHORIZED_MAX: Duration = Duration::from_secs(60);
 /// Timeout of a call; short compared with the validity of a Lease.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 

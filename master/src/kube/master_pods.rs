@@ -120,6 +120,15 @@ pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
     };
     known.uids.extend(found.metadata.uid.clone());
     let failed = succession::failure_of(&found);
+    if found.spec.as_ref().is_some_and(|spec| spec.suspend == Some(true)) {
+        let obstacle = Some(format!(
+            "the Job {} is suspended, so that no master runs; its workers go on alone for up to \
+             --master-timeout: kubectl patch job {0} -p '{{\"spec\":{{\"suspend\":false}}}}' lets \
+             it go on (`elasticdl suspend {job}` suspends a job with its workers)",
+            objects::master_name(job)
+        ));
+        return MasterHealth { failed, obstacle };
+    }
     let pods: Api<Pod> = cluster.api();
     let list = pods.list(&ListParams::default().labels(&objects::master_selector(job))).await;
     let mut obstacle = None;

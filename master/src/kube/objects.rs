@@ -274,6 +274,7 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     let mut mounts = parts::mounts();
     let tmp = parts::tmp_size(&pods.worker_resources);
     let mut volumes = parts::volumes(name, &[TOKEN, CA], pods.run_as, tmp);
+    parts::master_address(name, &mut volumes, &mut mounts);
     add_volumes(pods, &mut volumes, &mut mounts);
     if workers_per_pod > 1 {
         parts::shared_memory(&pods.worker_resources, &mut volumes, &mut mounts);
@@ -316,7 +317,6 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     Ok(Pod { metadata, spec: Some(spec), status: None })
 }
 
-/// Adds the user's volumes.
 /// Bytes of the keys `task` and `worker-pod` together: what the anchor's other keys leave of 1 MiB.
 const REQUEST_BYTES_MAX: usize = 240 << 10;
 

@@ -254,10 +254,8 @@ impl WriterTask {
                         break;
                     }
                     Some(Err(WriteError::Fenced)) => {
-                        warn!(
-                            "another master leads the job: this one's state is no longer written"
-                        );
-                        return std::future::pending().await;
+                        self.restore_incarnation().await;
+                        continue;
                     }
                     Some(Err(WriteError::Refused(why))) => {
                         self.refuse(why);
@@ -301,6 +299,20 @@ impl WriterTask {
                 message: "it took too long".into(),
             }))
         }))
+    }
+
+    /// The anchor has another incarnation than this master's. If no other master leads, somebody
+    /// has edited it. Does not return if another master leads: this one's state is not written.
+    async fn restore_incarnation(&mut self) {
+        warn!("the job's anchor has another master's incarnation: nothing is written for now");
+        // Another master can begin only after it has got the Lease.
+        self.guard.renewed().await;
+        if let Some(Ok(())) = self.guard.during(self.writer.restore_incarnation()).await {
+            let what = "somebody has edited the incarnation in the job's ConfigMap; its master, \
+                        which holds the Lease, has written it again";
+            warn!(what);
+            self.recorder.record("IncarnationRestored", what.into());
+        }
     }
 
     fn refuse(&self, why: String) {

@@ -43,6 +43,7 @@ use super::client::{Cluster, ClusterError};
 use super::events::{self, EventRecorder};
 use super::leader_lease::LeaseGuard;
 use super::objects;
+use super::retry::retry;
 use super::watch::{Change, Selection, Watch};
 use crate::backend_event::BackendEvent;
 use crate::job::LaunchId;
@@ -146,8 +147,9 @@ impl Pods {
 pub(crate) async fn list(cluster: &Cluster, anchor_uid: &str) -> Result<Vec<Pod>, ClusterError> {
     let api: Api<Pod> = cluster.api();
     let params = ListParams::default().labels(&objects::worker_selector(anchor_uid));
-    let listed = api.list(&params).await;
-    Ok(listed.map_err(|error| cluster.explain("list the job's workers", error))?.items)
+    let doing = "list the job's workers";
+    let read = async || api.list(&params).await.map_err(|error| cluster.explain(doing, error));
+    Ok(retry(doing, read).await?.items)
 }
 
 impl Drop for Pods {

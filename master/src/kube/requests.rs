@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::anchor::{CHECKPOINT, Data, NUM_WORKERS, STOP, SUSPEND};
+use super::anchor::{CHECKPOINT, Data, NUM_WORKERS, STOP, STOP_AT_ONCE, SUSPEND};
 use super::client::{Cluster, is_code};
 
 /// A request of a user, as the anchor holds it.
@@ -116,6 +116,9 @@ impl UserRequest {
         let value: String = value.chars().take(VALUE_LEN_MAX).collect();
         match key.as_str() {
             NUM_WORKERS => ("ScaleRequested", format!("{user} requests {value} workers")),
+            STOP if value == STOP_AT_ONCE => {
+                ("StopRequested", format!("{user} requests that the job stops at once"))
+            }
             STOP => ("StopRequested", format!("{user} requests that the job stops")),
             SUSPEND if value == "false" => {
                 ("ResumeRequested", format!("{user} requests that the job resumes"))

@@ -21,6 +21,7 @@ use super::master_pods::{self, Creation};
 use super::objects::{self, Access, Objects, Request};
 use super::options::PodOptions;
 use super::priority_tiers::{MASTER_CLASS, TierChoice};
+use super::retry::{retry, say};
 
 /// Permissions that the master needs in its namespace, as in manifests/rbac.yaml: API group,
 /// resource, verbs.
@@ -192,23 +193,29 @@ pub async fn delete(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
     let absent =
         || ClusterError::NoSuchJob { job: name.into(), namespace: cluster.namespace.clone() };
     let master = objects::master_name(name);
-    let job =
-        jobs.get_opt(&master).await.map_err(|e| cluster.explain(doing, e))?.ok_or_else(absent)?;
-    let ours = job.metadata.labels.iter().flatten().any(|(k, v)| k == "elasticdl/job" && v == name);
-    if !ours {
-        return Err(absent());
-    }
     let anchors: Api<ConfigMap> = cluster.api();
-    let anchor = anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e))?;
+    let read = async || jobs.get_opt(&master).await.map_err(|e| cluster.explain(doing, e));
+    let job = retry(doing, read).await?.map(|job| job.metadata);
+    let read = async || anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e));
+    let anchor = retry(doing, read).await?.map(|anchor| anchor.metadata);
+    let is_ours = |meta: &ObjectMeta| {
+        meta.labels.iter().flatten().any(|(k, v)| k == "elasticdl/job" && v == name)
+    };
     let params =
-        DeleteParams { preconditions: this_very(&job.metadata), ..DeleteParams::background() };
-    match jobs.delete(&master, &params).await {
-        Ok(_) => {}
+        |meta| DeleteParams { preconditions: this_very(meta), ..DeleteParams::background() };
+    let deleted = match (job.filter(is_ours), anchor.as_ref().filter(|meta| is_ours(meta))) {
+        (Some(job), _) => jobs.delete(&master, &params(&job)).await.map(drop),
+        // Somebody has deleted the Job and left what it owns.
+        (None, Some(anchor)) => anchors.delete(name, &params(anchor)).await.map(drop),
+        (None, None) => return Err(absent()),
+    };
+    match deleted {
+        Ok(()) => {}
         // Another client deleted it first.
         Err(error) if is_code(&error, 404) || is_code(&error, 409) => {}
         Err(error) => return Err(cluster.explain(doing, error)),
     }
-    let uid = anchor.and_then(|anchor| anchor.metadata.uid).unwrap_or_default();
+    let uid = anchor.and_then(|anchor| anchor.uid).unwrap_or_default();
     wait_until_gone(cluster, name, &uid).await
 }
 
@@ -219,7 +226,9 @@ async fn wait_until_gone(
 ) -> Result<(), ClusterError> {
     let pods: Api<Pod> = cluster.api();
     let anchors: Api<ConfigMap> = cluster.api();
-    let deadline = Instant::now() + GONE_TIMEOUT;
+    let start = Instant::now();
+    let deadline = start + GONE_TIMEOUT;
+    let mut was_said = false;
     loop {
         let doing = "list what is left of the job";
         let anchor = anchors.get_opt(name).await.map_err(|e| cluster.explain(doing, e))?;
@@ -228,14 +237,19 @@ async fn wait_until_gone(
         for selector in [objects::master_selector(name), objects::worker_selector(anchor_uid)] {
             let list = pods.list(&ListParams::default().labels(&selector)).await;
             let list = list.map_err(|e| cluster.explain(doing, e))?;
-            left.extend(
-                list.items
-                    .into_iter()
-                    .filter_map(|pod| Some(format!("pod {}", pod.metadata.name?))),
-            );
+            left.extend(list.items.iter().filter_map(name_and_node));
         }
         if left.is_empty() {
             return Ok(());
+        }
+        if !was_said && start.elapsed() >= SAID_AFTER {
+            was_said = true;
+            say(&format!(
+                "waiting up to {} s for what is left of the job (a pod of a node that does not \
+                 answer stays until its node does, or is removed): {}",
+                GONE_TIMEOUT.as_secs(),
+                left.join(", ")
+            ));
         }
         if Instant::now() >= deadline {
             let message =
@@ -247,6 +261,12 @@ async fn wait_until_gone(
         }
         tokio::time::sleep(GONE_INTERVAL).await;
     }
+}
+
+fn name_and_node(pod: &Pod) -> Option<String> {
+    let name = pod.metadata.name.as_ref()?;
+    let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_ref());
+    Some(node.map_or_else(|| format!("pod {name}"), |node| format!("pod {name} on node {node}")))
 }
 
 /// Checks, as far as the user's permissions allow, that the master will have its permissions.
@@ -371,10 +391,9 @@ fn review(
 pub async fn service_address(cluster: &Cluster, job: &str) -> Result<String, ClusterError> {
     let services: Api<Service> = cluster.api();
     let doing = "find the job's service";
-    let service = services
-        .get(&objects::master_name(job))
-        .await
-        .map_err(|error| cluster.explain(doing, error))?;
+    let name = objects::master_name(job);
+    let read = async || services.get(&name).await.map_err(|error| cluster.explain(doing, error));
+    let service = retry(doing, read).await?;
     let ip =
         service.spec.and_then(|spec| spec.cluster_ip).filter(|ip| !ip.is_empty() && ip != "None");
     let ip = ip.ok_or_else(|| ClusterError::Refused {
@@ -401,5 +420,7 @@ fn this_very(meta: &ObjectMeta) -> Option<Preconditions> {
 /// The Job controller usually creates the pod within a second.
 const MASTER_WAIT: Duration = Duration::from_secs(5);
 const GONE_INTERVAL: Duration = Duration::from_millis(200);
+/// Time after which the user is told what is waited for.
+const SAID_AFTER: Duration = Duration::from_secs(5);
 /// Kubelets take up to 90 s to report that a pod which has ended by itself is deleted.
 const GONE_TIMEOUT: Duration = Duration::from_secs(180);

@@ -221,6 +221,20 @@ pub(crate) async fn stop_replacements(cluster: &Cluster, name: &str, led: bool) 
     }
 }
 
+/// Fails the Job of a job whose anchor was deleted, and all objects of the job with it: no master
+/// can start without them. A Job that is deleted too is left alone.
+pub(crate) async fn fail_without_anchor(cluster: &Cluster, name: &str) {
+    let jobs: Api<Job> = cluster.api();
+    let job = jobs.get_opt(&objects::master_name(name)).await;
+    if matches!(&job, Ok(Some(job)) if job.metadata.deletion_timestamp.is_none()) {
+        warn!(
+            "the job's ConfigMap was deleted without its Job: the Job fails; delete it with \
+             `elasticdl delete {name}`"
+        );
+        stop_replacements(cluster, name, true).await;
+    }
+}
+
 async fn try_stop_replacements(
     cluster: &Cluster,
     name: &str,

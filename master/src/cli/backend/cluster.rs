@@ -5,24 +5,26 @@ mod page;
 
 use std::time::{Duration, SystemTime};
 
-use elasticdl_proto::Status;
+use elasticdl_proto::{DisconnectedStatus, Status};
 use tokio::runtime::Runtime;
 
 pub(crate) use self::follow::{FollowOutput, follow};
 use super::checkpoint_wait::CheckpointWait;
-use super::handle::{JobHandle, JobLog, WatchOptions, describe_suspension};
+use super::handle::{JobHandle, WatchOptions, describe_suspension};
 use crate::cli::process::{Failure, new_runtime};
-use crate::cli::render::{JobEnd, Paths, summary_to_table};
+use crate::cli::render::{Paths, summary_to_table};
 use crate::dashboard::{StoredHistory, report_of};
 use crate::job::LaunchId;
 use crate::kube::anchor::{
-    Anchor, CHECKPOINT, Data, DesiredState, HISTORY, NUM_WORKERS, STATUS, STOP, SUMMARY, SUSPEND,
+    Anchor, CHECKPOINT, Data, DesiredState, HISTORY, NUM_WORKERS, STATUS, STOP, STOP_AT_ONCE,
+    SUMMARY, SUSPEND,
 };
 use crate::kube::client::{Cluster, ClusterChoice};
 use crate::kube::logs::LogSource;
 use crate::kube::objects::{TASK, Task};
 use crate::kube::requests::{DELETE, REQUESTED_BY, UserRequest};
-use crate::kube::{logs, master_pods, objects, pods, submit};
+use crate::kube::silence::Masters;
+use crate::kube::{logs, master_pods, objects, pods, route, submit};
 
 /// A job in a cluster.
 pub(super) struct ClusterHandle {
@@ -68,6 +70,21 @@ impl ClusterHandle {
         }
     }
 
+    /// Says in a status from `data` that no master keeps it up to date, if that is so.
+    async fn note_silence(&self, data: &Data, status: &mut Status) {
+        if data.contains_key(SUMMARY) {
+            return;
+        }
+        let masters = Masters::read(&self.cluster, Some(&self.name)).await;
+        if let Some(silence) = masters.silence(&self.cluster, &self.name, data).await {
+            status.state = NO_MASTER.into();
+            status.events.push(format!(
+                "{silence}; what is shown was known then; workers go on without a master for up to \
+                 --master-timeout"
+            ));
+        }
+    }
+
     /// Error message for a job whose Job has failed before a master recorded its end.
     fn job_failed(&self, why: &str) -> String {
         let (name, namespace) = (&self.name, &self.cluster.namespace);
@@ -76,21 +93,6 @@ impl ClusterHandle {
              `elasticdl delete {name} --namespace {namespace}` removes it",
             objects::master_name(name)
         )
-    }
-
-    /// What prints the logs of all workers in a cluster.
-    fn logs_by_kubectl(&self, follow: bool) -> Failure {
-        let uid = self.runtime.block_on(self.anchor.read()).map(|anchor| anchor.metadata.uid);
-        match uid {
-            Err(error) => error.into(),
-            Ok(uid) => Failure::usage(format!(
-                "in a cluster --all is done by: kubectl logs --namespace {} --selector {} --prefix \
-                 --max-log-requests 100{}",
-                self.cluster.namespace,
-                objects::worker_selector(&uid.unwrap_or_default()),
-                if follow { " --follow" } else { " --tail -1" }
-            )),
-        }
     }
 
     /// The status in `data`. Without one the error says what keeps the master from reporting one.
@@ -115,15 +117,6 @@ impl JobHandle for ClusterHandle {
         Ok(Some(summary_to_table(&summary, Paths::default())))
     }
 
-    fn ended_json(&self) -> Result<Option<String>, Failure> {
-        let data = self.data()?;
-        let Some(json) = data.get(SUMMARY) else { return Ok(None) };
-        let end = JobEnd::parse(json.as_bytes(), known_status(&data)).map_err(|e| {
-            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
-        })?;
-        Ok(Some(end.to_json()))
-    }
-
     /// Returns the status that the master has written last.
     fn status(&self) -> Result<Status, Failure> {
         let anchor = self.runtime.block_on(self.anchor.read())?;
@@ -134,6 +127,15 @@ impl JobHandle for ClusterHandle {
         let mut status = self.reported(&data, failed.clone().or(health.obstacle))?;
         if let Some(why) = failed {
             status.state = "failed".into();
+            status.events.push(why);
+        } else {
+            self.runtime.block_on(self.note_silence(&data, &mut status));
+        }
+        let is_away = |worker: &DisconnectedStatus| worker.disconnected_s >= AWAY_S;
+        if status.state != NO_MASTER
+            && status.workers_disconnected.iter().any(is_away)
+            && let Some(why) = self.runtime.block_on(route::obstacle(&self.cluster, &self.name))
+        {
             status.events.push(why);
         }
         let per_pod = task(&data).map_or(1, |task| task.job.workers_per_pod);
@@ -230,10 +232,22 @@ impl JobHandle for ClusterHandle {
         Ok(describe_suspension(&self.name, suspend, unchanged))
     }
 
-    fn stop(&self) -> Result<String, Failure> {
-        self.check_running(&self.data()?)?;
-        self.runtime.block_on(self.request(STOP, "true".into()))?;
-        Ok(format!("{} stops at the end of its step", self.name))
+    fn stop(&self, force: bool) -> Result<String, Failure> {
+        let data = self.data()?;
+        self.check_running(&data)?;
+        let value = if force { STOP_AT_ONCE } else { "true" };
+        self.runtime.block_on(self.request(STOP, value.into()))?;
+        let name = &self.name;
+        let away = known_status(&data).map_or(0, |status| status.workers_disconnected.len());
+        Ok(match (force, away) {
+            (true, _) => format!("{name} is ended at once"),
+            (false, 0) => format!("{name} stops at the end of its step"),
+            (false, away) => format!(
+                "{name} stops when its {away} disconnected workers have returned to the master, \
+                 for which it waits up to --master-timeout; `elasticdl stop {name} --force` ends it \
+                 without them, and what they trained since the last checkpoint is lost"
+            ),
+        })
     }
 
     fn delete(&self) -> Result<String, Failure> {
@@ -255,15 +269,11 @@ impl JobHandle for ClusterHandle {
 
     fn logs(
         &self,
-        log: JobLog,
+        launch: Option<LaunchId>,
         follow: bool,
         write: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Result<(), Failure> {
-        let source = match log {
-            JobLog::Master => LogSource::Master,
-            JobLog::Worker(launch) => LogSource::Worker(launch),
-            JobLog::Workers => return Err(self.logs_by_kubectl(follow)),
-        };
+        let source = launch.map_or(LogSource::Master, LogSource::Worker);
         let copied = logs::copy(&self.cluster, &self.anchor, &self.name, source, follow, write);
         Ok(self.runtime.block_on(copied)?)
     }
@@ -282,6 +292,10 @@ fn task(data: &Data) -> Option<Task> {
     serde_json::from_str(data.get(TASK)?).ok()
 }
 
+/// State of a job that no master leads.
+const NO_MASTER: &str = "no master";
+/// Time without contact after which the status says why it may be.
+const AWAY_S: f64 = 15.0;
 /// Interval between reads of the anchor while a checkpoint is awaited.
 const CHECKPOINT_POLL: Duration = Duration::from_secs(1);
 /// Time for the master to record the request to delete its job.

@@ -15,9 +15,6 @@ pub(crate) trait JobHandle {
     /// The summary of the job as a table, if the job has ended.
     fn ended(&self) -> Result<Option<String>, Failure>;
 
-    /// The last status of the job and its summary as JSON, if the job has ended.
-    fn ended_json(&self) -> Result<Option<String>, Failure>;
-
     /// Shows the job until it ends. Returns the exit code.
     fn watch(&self, options: &WatchOptions) -> Result<u8, Failure>;
 
@@ -37,31 +34,21 @@ pub(crate) trait JobHandle {
     /// Suspends or resumes the job. Returns what was done, as text.
     fn set_suspended(&self, suspend: bool) -> Result<String, Failure>;
 
-    /// Stops the job at the end of its step. Returns what was done, as text.
-    fn stop(&self) -> Result<String, Failure>;
+    /// Stops the job at the end of its step; with `force` without waiting for its workers. Returns
+    /// what was done, as text.
+    fn stop(&self, force: bool) -> Result<String, Failure>;
 
     /// Deletes the job. Returns what was done, as text.
     fn delete(&self) -> Result<String, Failure>;
 
-    /// Passes a log to `write` until it returns false; with `follow`, until the writer of the log
-    /// ends.
+    /// Passes the log of the worker of `launch`, or of the master, to `write` until it returns
+    /// false; with `follow`, until the writer of the log ends.
     fn logs(
         &self,
-        log: JobLog,
+        launch: Option<LaunchId>,
         follow: bool,
         write: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Result<(), Failure>;
-}
-
-/// A log of a job.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum JobLog {
-    /// That of its master.
-    Master,
-    /// That of a worker.
-    Worker(LaunchId),
-    /// Those of all workers, with their numbers.
-    Workers,
 }
 
 /// How [`JobHandle::watch`] shows a job.

@@ -16,6 +16,7 @@ use crate::jobdir::{self, LookupError};
 use crate::kube::anchor::{self, STATUS, SUMMARY};
 use crate::kube::client::{Cluster, ClusterChoice};
 use crate::kube::master_pods::{self, MasterHealth};
+use crate::kube::silence::{Masters, Silence};
 use crate::progress::one_line;
 
 /// The jobs of a namespace.
@@ -24,16 +25,20 @@ pub(crate) fn cluster_jobs(choice: &ClusterChoice) -> Result<Vec<JobRow>, Failur
         let cluster = Cluster::connect(choice).await?;
         let anchors = anchor::list_all(&cluster).await?;
         let failed = master_pods::failed_jobs(&cluster).await;
+        let masters = Masters::read(&cluster, None).await;
         let mut rows = Vec::new();
         for anchor in anchors {
-            let has_status = anchor.data.as_ref().is_some_and(|data| data.contains_key(STATUS));
             let name = anchor.metadata.name.clone().unwrap_or_default();
-            let health = if has_status {
-                MasterHealth { failed: failed.get(&name).cloned(), obstacle: None }
-            } else {
-                master_pods::inspect(&cluster, &name).await
-            };
-            rows.extend(cluster_row(&cluster.namespace, anchor, health));
+            let (mut health, mut silence) = (MasterHealth::default(), None);
+            health.failed = failed.get(&name).cloned();
+            match &anchor.data {
+                Some(data) if data.contains_key(SUMMARY) => {}
+                Some(data) if data.contains_key(STATUS) => {
+                    silence = masters.silence(&cluster, &name, data).await;
+                }
+                _ => health = master_pods::inspect(&cluster, &name).await,
+            }
+            rows.extend(cluster_row(&cluster.namespace, anchor, health, silence));
         }
         Ok(rows)
     })
@@ -81,7 +86,12 @@ fn local_row(path: PathBuf) -> Option<JobRow> {
     }
 }
 
-fn cluster_row(namespace: &str, anchor: ConfigMap, health: MasterHealth) -> Option<JobRow> {
+fn cluster_row(
+    namespace: &str,
+    anchor: ConfigMap,
+    health: MasterHealth,
+    silence: Option<Silence>,
+) -> Option<JobRow> {
     let data = anchor.data.unwrap_or_default();
     let created = anchor.metadata.creation_timestamp.map(|time| SystemTime::from(time.0));
     let is_over = data.contains_key(SUMMARY);
@@ -105,7 +115,15 @@ fn cluster_row(namespace: &str, anchor: ConfigMap, health: MasterHealth) -> Opti
         Some(status) if failed => {
             JobRow { state: FAILED.into(), workers: None, ..with_status(row, status) }
         }
-        Some(status) => with_status(row, status),
+        Some(status) => {
+            let row = with_status(row, status);
+            match silence {
+                Some(silence) => {
+                    JobRow { state: one_line(&silence.to_string()), workers: None, ..row }
+                }
+                None => row,
+            }
+        }
         None => row,
     })
 }

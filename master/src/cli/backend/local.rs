@@ -5,8 +5,8 @@ mod report;
 mod watch;
 
 use std::fs;
-use std::io::{Read as _, Seek as _};
-use std::path::{Path, PathBuf};
+use std::io::Read as _;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use elasticdl_proto::wire::{CheckpointRequest, ScaleRequest, SuspendRequest};
@@ -14,12 +14,12 @@ use elasticdl_proto::{Status, Summary};
 
 use self::connection::{Connection, to_failure};
 use super::checkpoint_wait::CheckpointWait;
-use super::handle::{JobHandle, JobLog, WatchOptions, describe_suspension};
+use super::handle::{JobHandle, WatchOptions, describe_suspension};
 use crate::cli::process::{Failure, new_runtime, print};
-use crate::cli::render::{JobEnd, Paths, summary_to_table};
-use crate::dashboard::{DashboardKey, StoredHistory};
+use crate::cli::render::{Paths, summary_to_table};
+use crate::dashboard::DashboardKey;
+use crate::job::LaunchId;
 use crate::jobdir::{self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted};
-use crate::worker_output::WorkerOutput;
 
 /// A job of this machine.
 pub(super) struct LocalHandle {
@@ -33,22 +33,6 @@ impl LocalHandle {
 
     async fn connect(&self) -> Result<Connection, Failure> {
         Connection::open(&self.root).await.map_err(|error| error.to_failure(&self.root))
-    }
-
-    /// Passes the lines of all workers to `write`.
-    fn copy_all_logs(&self, folder: PathBuf, follow: bool, write: &mut dyn FnMut(&[u8]) -> bool) {
-        let mut output = WorkerOutput::all(folder);
-        loop {
-            let is_running = follow && jobdir::look_up(&self.root).is_ok();
-            let mut is_wanted = true;
-            output.poll(!is_running, &mut |worker, line| {
-                is_wanted = is_wanted && write(format!("[worker {worker}] {line}\n").as_bytes());
-            });
-            if !is_wanted || !is_running {
-                return;
-            }
-            std::thread::sleep(LOG_POLL);
-        }
     }
 
     fn refused(&self, status: tonic::Status) -> Failure {
@@ -79,14 +63,6 @@ impl JobHandle for LocalHandle {
         let logs = self.root.join("logs");
         let paths = Paths { logs: Some(&logs), summary: Some(&path) };
         Ok(Some(summary_to_table(&summary, paths)))
-    }
-
-    fn ended_json(&self) -> Result<Option<String>, Failure> {
-        let Err(LookupError::NotRunning { summary: Some(path), .. }) = jobdir::look_up(&self.root)
-        else {
-            return Ok(None);
-        };
-        JobEnd::read(&path, stored_status(&self.root)).map(|end| Some(end.to_json()))
     }
 
     fn watch(&self, options: &WatchOptions) -> Result<u8, Failure> {
@@ -157,13 +133,20 @@ impl JobHandle for LocalHandle {
         ))
     }
 
-    fn stop(&self) -> Result<String, Failure> {
+    fn stop(&self, force: bool) -> Result<String, Failure> {
         let target = jobdir::stop(&self.root).map_err(|error| match error {
             StopError::Lookup(LookupError::NotRunning { .. }) => Failure::failed(error.to_string()),
             StopError::Lookup(error) => Failure::usage(error.to_string()),
             error => Failure::failed(error.to_string()),
         })?;
         let root = self.root.display();
+        if force && matches!(target, StopTarget::Master) {
+            // A second signal ends the job at once; two in quick succession count as one. The
+            // master may have ended after the first.
+            std::thread::sleep(SECOND_SIGNAL_AFTER);
+            drop(jobdir::stop(&self.root));
+            return Ok(format!("the job in {root} is ended at once"));
+        }
         Ok(match target {
             StopTarget::Master => format!("the job in {root} stops at the end of its step"),
             StopTarget::Workers(workers) => format!(
@@ -196,7 +179,7 @@ impl JobHandle for LocalHandle {
 
     fn logs(
         &self,
-        log: JobLog,
+        launch: Option<LaunchId>,
         follow: bool,
         write: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Result<(), Failure> {
@@ -204,13 +187,9 @@ impl JobHandle for LocalHandle {
             return Err(Failure::usage(error.to_string()));
         }
         let folder = self.root.join("logs");
-        let path = match log {
-            JobLog::Worker(launch) => jobdir::worker_log(&folder, launch),
-            JobLog::Master => folder.join("master.log"),
-            JobLog::Workers => {
-                self.copy_all_logs(folder, follow, write);
-                return Ok(());
-            }
+        let path = match launch {
+            Some(launch) => jobdir::worker_log(&folder, launch),
+            None => folder.join("master.log"),
         };
         let failed =
             |e: std::io::Error| Failure::usage(format!("can't read {}: {e}", path.display()));
@@ -219,10 +198,6 @@ impl JobHandle for LocalHandle {
         loop {
             let is_running = follow && jobdir::look_up(&self.root).is_ok();
             bytes.clear();
-            if file.metadata().map_err(failed)?.len() < file.stream_position().map_err(failed)? {
-                // The log was moved away, and begins anew.
-                file.rewind().map_err(failed)?;
-            }
             file.read_to_end(&mut bytes).map_err(failed)?;
             if !write(&bytes) || !is_running {
                 return Ok(());
@@ -232,13 +207,9 @@ impl JobHandle for LocalHandle {
     }
 }
 
-/// The last status that the master of the job in `root` has stored, if this release can read it.
-fn stored_status(root: &Path) -> Option<Status> {
-    let stored = StoredHistory::read(&jobdir::history_path(root));
-    stored.ok().flatten().map(|stored| stored.status)
-}
-
 /// Interval between status requests while a checkpoint is awaited.
 const CHECKPOINT_POLL: Duration = Duration::from_millis(50);
+/// Pause between the two signals that end a job at once.
+const SECOND_SIGNAL_AFTER: Duration = Duration::from_secs(3);
 /// Interval between reads of a log that is followed.
 const LOG_POLL: Duration = Duration::from_millis(200);

@@ -1,8 +1,10 @@
 //! `elasticdl master`: runs the master of a job in its pod.
 
+mod damage;
 mod exporters;
 mod http;
 mod leader;
+mod news;
 mod publish;
 mod submitted;
 #[cfg(test)]
@@ -21,10 +23,12 @@ use tracing::{info, warn};
 use self::http::HttpServer;
 use self::leader::Leader;
 use crate::cli::args::parse_job_name;
-use crate::cli::process::{EXIT_FENCED, EXIT_TERMINATED, Failure, cannot, new_runtime};
+use crate::cli::process::{
+    EXIT_FENCED, EXIT_TERMINATED, EXIT_UNAUTHORIZED, Failure, cannot, new_runtime,
+};
 use crate::kube::anchor::Anchor;
 use crate::kube::client::{Cluster, ClusterChoice};
-use crate::kube::leader_lease::{Holder, LeaderLease};
+use crate::kube::leader_lease::{Holder, LeaderLease, LeaseLoss};
 use crate::kube::objects::{CERTIFICATE_FILE, KEY_FILE, TOKEN_FILE};
 use crate::kube::persisted_job::PersistedWatch;
 use crate::kube::succession::{self, NextMaster};
@@ -78,17 +82,27 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
     let give_up = Notify::new();
     let leader =
         Leader { args, cluster: &cluster, anchor: &anchor, http: &http, give_up: &give_up };
-    let leading = leader.run(lease.guard(), send_persisted);
+    let leading = leader.run(lease.guard(), lease.transitions(), send_persisted);
     tokio::pin!(leading);
     let standby = succession::keep_standby(&cluster, &meta, &args.pod, lease.guard());
     let code = tokio::select! {
         code = &mut leading => code,
         never = standby => match never {},
-        holder = lease.lost() => {
-            // The workers belong to the other master now: none is deleted.
-            warn!(holder, "another master holds the job's lease; this one ends");
-            return Ok(EXIT_FENCED);
-        }
+        // The workers belong to the next master: none is deleted.
+        loss = lease.lost() => return Ok(match loss {
+            LeaseLoss::Fenced(holder) => {
+                warn!(holder, "another master holds the job's lease; this one ends");
+                EXIT_FENCED
+            }
+            LeaseLoss::Unauthorized(why) => {
+                warn!(
+                    why,
+                    "the API server does not accept this pod's token any more (was the service \
+                     account made again?): this master ends, and the Job starts one with a new token"
+                );
+                EXIT_UNAUTHORIZED
+            }
+        }),
         _ = terminate.recv() => {
             // The pod is deleted. Workers continue and reconnect to the job's next master.
             info!("SIGTERM: handing the job over to its next master");

@@ -15,12 +15,17 @@ pub(crate) struct StopArgs {
     #[arg(value_name = "JOB")]
     pub(crate) job: PathBuf,
 
+    /// Don't wait for the end of the step, or for workers that have lost the master: what was
+    /// trained since the last checkpoint is lost.
+    #[arg(long)]
+    pub(crate) force: bool,
+
     #[command(flatten)]
     pub(crate) target: ClusterTarget,
 }
 
 /// Stops a job. Returns the exit code.
 pub(super) fn stop(args: &StopArgs) -> Result<u8, Failure> {
-    let done = backend::find(&args.job, &args.target.choice())?.stop()?;
+    let done = backend::find(&args.job, &args.target.choice())?.stop(args.force)?;
     print(&format!("{done}\n"))
 }

@@ -88,7 +88,7 @@ pub struct PersistedJob {
     /// Results of an inference job's shards.
     #[serde(default)]
     pub(crate) results: ShardResults,
-    /// Steps committed when it was written; not kept up to date.
+    /// Steps committed when it was written; it is not written for each step.
     pub(crate) step: u64,
     /// Number of masters that the job has had, including the writer.
     #[serde(default)]
@@ -149,6 +149,11 @@ impl PersistedJob {
     #[must_use]
     pub fn step(&self) -> u64 {
         self.step
+    }
+
+    /// Notes a step that the previous master has published since the last write.
+    pub fn note_step(&mut self, step: u64) {
+        self.step = self.step.max(step);
     }
 
     /// Fingerprint of the job's list of files; `None` before it is known.

@@ -6,6 +6,9 @@
 //!    finished, failed, refused ──► Ending ──all processes ended, or 2 s──┘
 //! ```
 //!
+//! Disconnected members hold the state, and are not known to be lost: a job that stops waits for
+//! them as a running one does, until they return or are evicted.
+//!
 //! `StopNow` leads from each of these states to the last one.
 
 use std::time::Duration;
@@ -59,6 +62,7 @@ impl Job {
         self.lifecycle.phase = Phase::Stopping;
         self.out.mark_dirty_urgent();
         self.log_event(format!("{why}: the job stops at the end of the step"));
+        self.log_stop_awaits_members();
         self.out.set_timer(now + self.stop_wait(), Timer::Stop);
         // A disconnected worker is asked to drain when it reconnects.
         let here = self.workers.launches().filter(|(_, l)| l.disconnected().is_none());
@@ -79,6 +83,18 @@ impl Job {
         self.reconcile(now);
     }
 
+    /// Says that a stop waits for disconnected members, and for how long.
+    pub(super) fn log_stop_awaits_members(&mut self) {
+        let awaited = self.workers.disconnected_members().count();
+        if self.awaits_members() && awaited > 0 {
+            self.log_event(format!(
+                "the stop waits for {awaited} disconnected workers, which hold the state, for up \
+                 to {} s; `elasticdl stop --force` ends the job without them",
+                self.spec.master_timeout.as_secs()
+            ));
+        }
+    }
+
     /// Ends the job without waiting for its group or for the exits of its workers.
     pub(crate) fn on_stop_now(&mut self) {
         if self.lifecycle.is_active() {
@@ -93,8 +109,13 @@ impl Job {
         if self.spec.checkpoints.is_some() { STOP_WITH_CHECKPOINT_WAIT } else { STOP_WAIT }
     }
 
-    pub(crate) fn on_stop_due(&mut self) {
-        if self.lifecycle.is_stopping() {
+    pub(crate) fn on_stop_due(&mut self, now: Time) {
+        if !self.lifecycle.is_stopping() {
+            return;
+        }
+        if self.awaits_members() {
+            self.out.set_timer(now + self.stop_wait(), Timer::Stop);
+        } else {
             self.log_event(format!(
                 "the group has not finished within {} s",
                 self.stop_wait().as_secs()

@@ -90,6 +90,9 @@ impl Job {
         }
         job.watch_deadline();
         job.await_members(now, record.formed);
+        if record.stopping {
+            job.log_stop_awaits_members();
+        }
         Ok(job)
     }
 

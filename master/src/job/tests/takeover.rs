@@ -409,3 +409,54 @@ fn an_inconsistent_persisted_job_is_refused() {
     }
     assert!(Job::restore(good, at(0)).is_ok());
 }
+
+/// A job of two workers whose next master finds none of them, is told step 650 by the former
+/// master's status, and is asked to stop.
+fn stopped_without_members() -> Job {
+    let mut record = started(spec_of(2), &[20]).to_persisted();
+    record.note_step(650);
+    record.note_step(3);
+    let mut job = Job::restore(record, at(1000)).unwrap();
+    job.handle(at(2000), Event::Stop);
+    actions(&mut job);
+    for ms in (3..=28).map(|s| s * 1000) {
+        job.handle_timeout(at(ms));
+    }
+    job
+}
+
+#[test]
+fn a_stop_waits_for_members_that_have_not_returned() {
+    let mut job = stopped_without_members();
+    assert_eq!(actions(&mut job), []);
+    assert_eq!(&*job.status(at(28_000)).state, "stopping");
+    for i in 1..=2 {
+        reconnect(&mut job, 28_000, i, 1);
+        deliver(&mut job, i, returned(700));
+    }
+    let drain = |i| send(i, MasterMessage::Drain);
+    assert_eq!(actions(&mut job), [admit(1), drain(1), admit(2), drain(2)]);
+    for i in 1..=2 {
+        deliver(&mut job, i, finished(1, 700, 5));
+    }
+    let summary = job.summary(at(28_000));
+    assert_eq!((summary.steps, summary.records.missing, summary.state_lost), (700, 0, None));
+}
+
+#[test]
+fn a_stop_that_loses_the_members_tells_which_state_is_lost() {
+    // By time, and at the user's request.
+    for is_forced in [false, true] {
+        let mut job = stopped_without_members();
+        if is_forced {
+            job.handle(at(28_000), Event::StopNow);
+        } else {
+            (29..=60).for_each(|s| job.handle_timeout(at(s * 1000)));
+        }
+        let summary = job.summary(at(60_000));
+        assert_eq!(job.outcome(), Some(Outcome::Stopped));
+        assert_eq!(summary.state_lost, Some(StateLoss { count: 1, at_step: 650 }));
+        let records = &summary.records;
+        assert_eq!((records.expected, records.counted, records.not_trained), (40, 0, 40));
+    }
+}

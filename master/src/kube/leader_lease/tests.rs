@@ -117,7 +117,7 @@ async fn the_lease_of_a_master_that_has_ended_is_taken_at_once() {
 async fn a_master_that_has_lost_its_lease_is_fenced_and_writes_nothing() {
     let (fake, _, mut lease) = held().await;
     take(&fake, "two/x");
-    assert_eq!(lease.lost().await, "two/x");
+    assert_eq!(lease.lost().await, LeaseLoss::Fenced("two/x".into()));
     let puts = fake.state().count("PUT leases");
     let mut guard = lease.guard();
     assert!(is_pending(guard.during(async {})).await);
@@ -131,7 +131,7 @@ async fn a_master_that_has_lost_its_lease_is_fenced_and_writes_nothing() {
 async fn a_master_that_slept_while_another_held_and_released_the_lease_is_fenced() {
     let (fake, _, mut lease) = held().await;
     take(&fake, "");
-    assert_eq!(lease.lost().await, "another, which has ended");
+    assert_eq!(lease.lost().await, LeaseLoss::Fenced("another, which has ended".into()));
 }
 
 #[tokio::test(start_paused = true)]
@@ -186,4 +186,18 @@ fn an_identity_is_parsed_as_it_is_formatted() {
     for bad in ["", "one", "/x", "one/", "a/b/c"] {
         assert!(bad.parse::<Holder>().is_err(), "{bad}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_master_whose_token_is_refused_for_a_minute_ends_and_not_before() {
+    let (fake, _, mut lease) = held().await;
+    fake.state().throttles.extend([("PUT leases", 401, 0); 5]);
+    tokio::time::sleep(Duration::from_secs(600)).await;
+    assert!(is_pending(lease.lost()).await);
+    assert!(fake.state().throttles.is_empty());
+    fake.state().throttles.extend([("PUT leases", 401, 0); 1000]);
+    let since = Instant::now();
+    assert!(matches!(lease.lost().await, LeaseLoss::Unauthorized(_)));
+    assert!((60..90).contains(&since.elapsed().as_secs()), "{:?}", since.elapsed());
+    assert!(!lease.guard().is_valid());
 }

@@ -6,8 +6,8 @@ use k8s_openapi::api::core::v1::{Container, ContainerPort, PodSpec, PodTemplateS
 use super::access;
 use super::metadata::metadata;
 use super::names::{
-    BACKOFF_LIMIT, CERTIFICATE, CONTROL, ELASTICDL, KEY, MASTER_GRACE, METRICS, PORT, TOKEN,
-    master_name,
+    BACKOFF_LIMIT, CERTIFICATE, CONTROL, ELASTICDL, KEY, MASTER_GRACE, METRICS, POD_IP, PORT,
+    TOKEN, master_name,
 };
 use super::parts::{self, add_volumes};
 use super::request::Request;
@@ -27,6 +27,7 @@ pub(super) fn job(request: &Request) -> Job {
         add_volumes(pods, &mut volumes, &mut mounts);
     }
     let mut env = parts::tracking_environment(pods);
+    env.push(parts::field(POD_IP, "status.podIP"));
     env.push(parts::field("POD_NAME", "metadata.name"));
     env.push(parts::field("POD_UID", "metadata.uid"));
     let container = Container {
@@ -55,7 +56,6 @@ pub(super) fn job(request: &Request) -> Job {
         priority_class_name: pods.priority_class.clone(),
         service_account_name: Some(access::account_name(request)),
         automount_service_account_token: Some(true),
-        tolerations: Some(parts::master_tolerations(&pods.tolerations)),
         volumes: Some(volumes),
         // Short: a preempting pod has to wait for it.
         ..parts::pod_spec(pods, MASTER_GRACE)

@@ -17,6 +17,12 @@ pub fn master_name(job: &str) -> String {
     format!("{job}-master")
 }
 
+/// Returns the name of the ConfigMap with the address of a job's master.
+#[must_use]
+pub fn address_name(job: &str) -> String {
+    format!("{job}-master-address")
+}
+
 /// Selector of the pods of a job's master.
 #[must_use]
 pub fn master_selector(job: &str) -> String {
@@ -39,10 +45,16 @@ pub fn anchors_selector() -> String {
 pub const PORT: i32 = 7070;
 /// Default port of the master's metrics.
 pub const METRICS_PORT: u16 = 7071;
+/// Variable of the master's pod with its address.
+pub const POD_IP: &str = "POD_IP";
 /// Path of the token in pods.
 pub const TOKEN_FILE: &str = "/etc/elasticdl/token";
 /// Path of the CA certificate in worker pods.
 pub const CA_FILE: &str = "/etc/elasticdl/ca.crt";
+/// Folder of worker pods with the master's [`ADDRESS`].
+pub(super) const ADDRESS_FOLDER: &str = "/etc/elasticdl-master";
+/// Key of the ConfigMap with the address of the master's pod, `IP:PORT`.
+pub const ADDRESS: &str = "address";
 /// Path of the master's certificate in its pod.
 pub const CERTIFICATE_FILE: &str = "/etc/elasticdl/tls.crt";
 /// Path of the master's private key in its pod.
@@ -63,8 +75,8 @@ pub(super) const ANCHOR_LABEL: &str = "elasticdl/anchor";
 /// until the node is deleted (`podReplacementPolicy` must be `Failed` then), and pods that the
 /// policy ignores still double the Job's back-off.
 pub(super) const BACKOFF_LIMIT: i32 = 6;
-/// Seconds that a master stays bound to a node that does not answer, before the cluster deletes its
-/// pod and the Job creates another.
+/// Seconds that a pod stays bound to a node that does not answer, before the cluster deletes it. For
+/// a master, the Job then creates another.
 ///
 /// Workers survive the loss of the master's node with their state, because the following times add
 /// up to less than the 15 min (`--master-timeout`) after which workers without a master end: 40 to
@@ -78,8 +90,10 @@ pub(super) const MASTER_GRACE: Duration = Duration::from_secs(10);
 /// Name of the port for workers: gRPC within TLS.
 pub(super) const CONTROL: &str = "tls-grpc";
 pub(super) const METRICS: &str = "metrics";
-pub(super) const JOB_LABEL: &str = "elasticdl/job";
-pub(super) const ROLE_LABEL: &str = "elasticdl/role";
+/// Label of all objects of a job: its name.
+pub const JOB_LABEL: &str = "elasticdl/job";
+/// Label of all objects of a job: what they are for.
+pub const ROLE_LABEL: &str = "elasticdl/role";
 pub(super) const TOKEN: &str = "token";
 pub(super) const CA: &str = "ca.crt";
 pub(super) const CERTIFICATE: &str = "tls.crt";

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
-    Affinity, Capabilities, EmptyDirVolumeSource, EnvFromSource, EnvVar, EnvVarSource,
-    HTTPGetAction, KeyToPath, LocalObjectReference, ObjectFieldSelector, PodAffinity,
+    Affinity, Capabilities, ConfigMapVolumeSource, EmptyDirVolumeSource, EnvFromSource, EnvVar,
+    EnvVarSource, HTTPGetAction, KeyToPath, LocalObjectReference, ObjectFieldSelector, PodAffinity,
     PodAffinityTerm, PodSecurityContext, PodSpec, Probe, ResourceFieldSelector,
     ResourceRequirements, SeccompProfile, SecretEnvSource, SecretKeySelector, SecretVolumeSource,
     SecurityContext, Toleration, TopologySpreadConstraint, Volume, VolumeMount,
@@ -15,7 +15,10 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
-use super::names::{CA_FILE, JOB_LABEL, LOST_NODE_S, ROLE_LABEL, TOKEN_FILE, WORKER, master_name};
+use super::names::{
+    ADDRESS, ADDRESS_FOLDER, CA_FILE, JOB_LABEL, LOST_NODE_S, ROLE_LABEL, TOKEN_FILE, WORKER,
+    address_name, master_name,
+};
 use super::request::Task;
 use crate::kube::options::{LIMITS, Placement, PodOptions, Resources, RunAs, SecretEnv};
 
@@ -50,14 +53,14 @@ pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
         termination_grace_period_seconds: Some(
             i64::try_from(grace.as_secs().max(1)).unwrap_or(i64::MAX),
         ),
-        tolerations: Some(pods.tolerations.clone()).filter(|t| !t.is_empty()),
+        tolerations: Some(tolerations(&pods.tolerations)),
         ..PodSpec::default()
     }
 }
 
 /// Adds tolerations for nodes that don't answer to the user's own, unless these name the same
-/// taints.
-pub(super) fn master_tolerations(own: &[Toleration]) -> Vec<Toleration> {
+/// taints. Without them a cluster leaves pods on such nodes for five minutes.
+pub(super) fn tolerations(own: &[Toleration]) -> Vec<Toleration> {
     let lost =
         ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"].map(|key| Toleration {
             key: Some(key.into()),
@@ -149,6 +152,24 @@ pub(super) fn mounts() -> Vec<VolumeMount> {
     ]
 }
 
+/// Mounts the address of the master's pod, which each master writes. Workers that find no master at
+/// its Service dial this address: it depends on the kubelet alone, not on the cluster's controllers
+/// and proxies, which may be out of date after an outage of the API server.
+pub(super) fn master_address(job: &str, volumes: &mut Vec<Volume>, mounts: &mut Vec<VolumeMount>) {
+    let address = ConfigMapVolumeSource {
+        name: address_name(job),
+        optional: Some(true),
+        ..ConfigMapVolumeSource::default()
+    };
+    volumes.push(Volume { name: "master".into(), config_map: Some(address), ..Volume::default() });
+    mounts.push(VolumeMount {
+        name: "master".into(),
+        mount_path: ADDRESS_FOLDER.into(),
+        read_only: Some(true),
+        ..VolumeMount::default()
+    });
+}
+
 /// Size of the writable volume of a worker: what it may use of its node's disk.
 pub(super) fn tmp_size(resources: &Resources) -> &str {
     let amount = |name: &str| resources.get(name).map(String::as_str);
@@ -221,6 +242,7 @@ pub(super) fn worker_environment(task: &Task) -> Vec<EnvVar> {
     let mut env = vec![
         variable("ELASTICDL_CA_FILE", CA_FILE),
         variable("ELASTICDL_JOB", &task.job.name),
+        variable("ELASTICDL_MASTER_FILE", &format!("{ADDRESS_FOLDER}/{ADDRESS}")),
         variable("ELASTICDL_MASTER_NAME", &master_name(&task.job.name)),
         variable("ELASTICDL_MASTER_TIMEOUT_MS", &task.master_timeout.as_millis().to_string()),
         variable("ELASTICDL_TOKEN_FILE", TOKEN_FILE),

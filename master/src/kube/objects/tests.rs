@@ -176,7 +176,7 @@ fn the_master_gets_the_variables_of_mlflow_and_no_others() {
     let container = &job["spec"]["template"]["spec"]["containers"][0];
     let secret = json!({"secretKeyRef": {"name": "hub", "key": "flow"}});
     let env = container["env"].as_array().unwrap();
-    assert_eq!(env.len(), 4, "{env:?}");
+    assert_eq!(env.len(), 5, "{env:?}");
     assert_eq!(env[0], json!({"name": "MLFLOW_TRACKING_URI", "value": "http://mlflow:5000"}));
     assert_eq!(env[1], json!({"name": "MLFLOW_TRACKING_TOKEN", "valueFrom": secret}));
     assert_eq!(container["envFrom"], Value::Null);
@@ -441,7 +441,7 @@ fn the_service_routes_only_to_a_ready_master() {
 }
 
 #[test]
-fn a_master_is_evicted_from_a_lost_node_within_seconds_unless_the_user_overrides_it() {
+fn pods_are_evicted_from_a_lost_node_within_seconds_unless_the_user_overrides_it() {
     let tolerations = |own: &str| {
         let mut request = request();
         if !own.is_empty() {
@@ -456,8 +456,9 @@ fn a_master_is_evicted_from_a_lost_node_within_seconds_unless_the_user_overrides
     assert_eq!(tolerations(""), [(not_ready.clone(), Some(20)), (unreachable.clone(), Some(20))]);
     let own = tolerations(&format!("gpu,{not_ready}"));
     assert_eq!(own, [("gpu".into(), None), (not_ready, None), (unreachable, Some(20))]);
-    // The job itself replaces silent workers.
-    assert_eq!(worker(&request(), 1, 0)["spec"]["tolerations"], Value::Null);
+    // The job itself replaces silent workers, but not those that never started there.
+    let of_worker = &worker(&request(), 1, 0)["spec"]["tolerations"];
+    assert_eq!(of_worker[0]["tolerationSeconds"], 20);
 }
 
 #[test]

@@ -234,3 +234,31 @@ fn a_job_of_this_format_is_read_and_others_are_refused_with_what_to_do() {
             && read("{\"version\": 3, \"packed\": \"AAAA\"}").is_err()
     );
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_holder_of_the_lease_writes_its_incarnation_again_and_another_master_does_not() {
+    for edited in [json!(null), json!("abc"), json!("77")] {
+        let (fake, anchor) = start();
+        let (guard, renew) = LeaseGuard::for_test();
+        let lifetime = Duration::from_secs(200 * 365 * 24 * 3600);
+        let begun = begin(&anchor).await;
+        let recorder = EventRecorder::disabled();
+        let mut writer = PersistedJobWriter::new(begun, guard, recorder, None);
+        let mut object = fake.state().object("configmaps", "job").unwrap();
+        match &edited {
+            serde_json::Value::Null => {
+                drop(object["data"].as_object_mut().unwrap().remove(INCARNATION))
+            }
+            text => object["data"][INCARNATION] = text.clone(),
+        }
+        fake.put("configmaps", "job", object);
+        writer.submit(1, 1, job_with_seed(7));
+        // Until the Lease is renewed, another master may have begun.
+        let waiting = timeout(Duration::from_secs(60), writer.changed()).await;
+        assert!(waiting.is_err() && seed(&fake).is_none(), "{edited}");
+        renew(lifetime);
+        persisted(&mut writer, 1).await;
+        assert_eq!(seed(&fake), Some(7), "{edited}");
+        assert_eq!(anchor_key(&fake, INCARNATION).as_deref(), Some("1"), "{edited}");
+    }
+}

@@ -7,7 +7,9 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 
-use crate::cli::process::{Console, EXIT_INTERRUPTED, Failure, cannot, code_of_state, print_line};
+use crate::cli::process::{
+    Console, EXIT_INTERRUPTED, Failure, cannot, code_of_summary, print_line,
+};
 use crate::cli::render::{Paths, Printer, print_job_error, print_summary};
 use crate::job::Summary;
 use crate::jobdir;
@@ -146,7 +148,7 @@ fn end(output: &FollowOutput, text: &str) -> Result<u8, Failure> {
     if let Some(error) = &summary.error {
         print_job_error(output.console, summary.wall_s, error);
     }
-    Ok(code_of_state(&summary.state))
+    Ok(code_of_summary(&summary))
 }
 
 /// Start failure of the master.

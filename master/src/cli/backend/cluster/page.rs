@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use super::{ClusterHandle, known_status, stored_history, task};
 use crate::cli::process::{EXIT_INTERRUPTED, EXIT_OK, Failure, cannot, print, print_line};
 use crate::dashboard::{PageCommand, RemotePage, ScaleLimits};
-use crate::job::JobSpec;
+use crate::job::{JobSpec, Status};
 use crate::kube::anchor::{AnchorEvent, Data, NUM_WORKERS, STOP, SUMMARY};
 
 /// Serves the page of a job at `port` until the job ends or the user ends the command. Returns the
@@ -33,7 +33,7 @@ pub(super) async fn serve(job: &ClusterHandle, port: u16) -> Result<u8, Failure>
     })?;
     let page =
         RemotePage::open(listener, ScaleLimits::from(&spec)).map_err(cannot("serve the page"))?;
-    show(&page, age, &data);
+    show(&page, age, &data, known_status(&data));
     print(&format!("{}\n", page.link))?;
     print_line("The page is served until the job ends, or until Ctrl-C; the job continues.");
     tokio::select! {
@@ -59,8 +59,17 @@ async fn follow(
 ) -> Result<(), Failure> {
     let begun = Instant::now();
     let mut watched = job.anchor.watch();
+    let mut latest = Data::new();
+    // Without a master the anchor does not change.
+    let mut checks = tokio::time::interval(SILENCE_CHECK);
     loop {
         tokio::select! {
+            _ = checks.tick() => {
+                if let Some(mut status) = known_status(&latest) {
+                    job.note_silence(&latest, &mut status).await;
+                    show(&page, age + begun.elapsed(), &latest, Some(status));
+                }
+            }
             event = watched.next() => match event {
                 AnchorEvent::Forbidden(message) => {
                     return Err(Failure::failed(format!("can't follow the job: {message}")));
@@ -69,11 +78,12 @@ async fn follow(
                     return Err(Failure::failed(format!("the job {} has been deleted", job.name)));
                 }
                 AnchorEvent::Data(data) => {
-                    show(&page, age + begun.elapsed(), &data);
+                    show(&page, age + begun.elapsed(), &data, known_status(&data));
                     if data.contains_key(SUMMARY) {
                         page.end().await;
                         return Ok(());
                     }
+                    latest = data;
                 }
             },
             Some(request) = page.requests.recv() => {
@@ -85,9 +95,9 @@ async fn follow(
     }
 }
 
-/// Shows what the anchor holds, if its master has reported a status.
-fn show(page: &RemotePage, age: Duration, data: &Data) {
-    if let Some(status) = known_status(data) {
+/// Shows what the anchor holds, and `status`, if its master has reported one.
+fn show(page: &RemotePage, age: Duration, data: &Data, status: Option<Status>) {
+    if let Some(status) = status {
         let history = stored_history(data).unwrap_or_default().history;
         page.show(age.as_secs_f64(), status, history);
     }
@@ -113,6 +123,9 @@ fn age_of(anchor: &ConfigMap) -> Duration {
     let born = anchor.metadata.creation_timestamp.as_ref().map(|time| SystemTime::from(time.0));
     born.and_then(|born| born.elapsed().ok()).unwrap_or_default()
 }
+
+/// Interval at which the page checks whether the job has a master.
+const SILENCE_CHECK: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
 mod tests {

@@ -1,31 +1,39 @@
 //! The master of a job while it holds the leader Lease.
 
 use std::cell::RefCell;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::MasterArgs;
 use super::exporters::Exporters;
 use super::http::{HttpServer, listen};
+use super::news::News;
 use super::publish::{not_written, publish, write_end};
 use super::submitted::Submitted;
-use crate::cli::process::{EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot, code_of};
+use super::{MasterArgs, damage};
+use crate::cli::process::{
+    EXIT_DAMAGED, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot, code_of_summary,
+};
 use crate::dashboard::History;
 use crate::event_loop::{Master, MasterTerm, UserCommand};
-use crate::kube::anchor::{Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, MASTER, RECORD};
-use crate::kube::client::Cluster;
+use crate::job::Snapshot;
+use crate::kube::anchor::{
+    Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, MASTER, RECORD, StopRequest,
+};
+use crate::kube::client::{Cluster, ClusterError};
 use crate::kube::events::EventRecorder;
 use crate::kube::leader_lease::LeaseGuard;
-use crate::kube::objects::{PORT, Task};
+use crate::kube::objects::{POD_IP, PORT, Task};
 use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::requests::UserRequest;
-use crate::kube::{submit, succession};
+use crate::kube::{master_address, submit, succession};
 use crate::listener::{Identity, ServerConfig};
 use crate::mlflow::{self, Tracking};
 use crate::progress::{LogFormat, Progress};
@@ -47,10 +55,11 @@ impl Leader<'_> {
     pub(super) async fn run(
         &self,
         lease_guard: LeaseGuard,
+        transitions: u64,
         send_persisted: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         // The Lease is held, so the last write of the previous master is visible.
-        let submitted = Submitted::read(self.anchor.read().await?);
+        let submitted = Submitted::read(self.anchor.read().await?, transitions);
         let (code, led) = match submitted {
             Ok(Submitted { ended: Some(code), .. }) => {
                 info!("the job has ended before; this master has nothing to do");
@@ -67,6 +76,9 @@ impl Leader<'_> {
         if has_failed {
             succession::stop_replacements(self.cluster, &self.args.job_name, led).await;
         }
+        if let Err(Failure { code: EXIT_DAMAGED, text }) = &code {
+            damage::count(self.cluster, self.anchor, &self.args.job_name, text).await;
+        }
         code
     }
 
@@ -81,11 +93,17 @@ impl Leader<'_> {
         let (token, identity) = self.credentials()?;
         let stored = submitted.load_file_list(self.anchor, &args.job_name).await?;
         let writer = self.begin(&submitted).await?;
-        let address = submit::service_address(self.cluster, &args.job_name).await?;
+        let address = submit::service_address(self.cluster, &args.job_name).await;
+        let address = address.map_err(|error| match error {
+            ClusterError::Refused { .. } => Failure::damaged(error.to_string()),
+            error => error.into(),
+        })?;
         let listener =
             listen(PORT as u16).await.map_err(cannot(&format!("listen on port {PORT}")))?;
+        let mut tasks = self.write_address(&submitted, &lease_guard);
         let recorder = EventRecorder::start(self.cluster, &submitted.meta);
         let left = self.remaining_pods(&submitted).await?;
+        damage::forget(submitted.anchor.data.as_ref(), &writer).await;
         let Submitted { task, template, meta, record, age, history, .. } = submitted;
         let (news, tracked) = mpsc::channel(NEWS_MAX);
         let args_of_program = args_of(&template);
@@ -103,7 +121,7 @@ impl Leader<'_> {
             pods.has_trained();
         }
         let record_writer =
-            PersistedJobWriter::new(writer.clone(), lease_guard.clone(), recorder, stored);
+            PersistedJobWriter::new(writer.clone(), lease_guard.clone(), recorder.clone(), stored);
         let _ = http.lead.set(lease_guard.clone());
         let term = MasterTerm { incarnation, lease_guard };
         // The receiver may have been dropped.
@@ -121,6 +139,7 @@ impl Leader<'_> {
         };
         let master = master.with_tracking(tracked);
         info!(job = args.job_name, incarnation, "master listens");
+        tasks.spawn(tell(http.publish.subscribe(), recorder, incarnation > 1));
         let code = self.conduct(master, &writer, age, history).await;
         let last = http.publish.borrow().clone();
         exporters.finish(last).await;
@@ -147,6 +166,18 @@ impl Leader<'_> {
         let parameters = mlflow::parameters(&task.job, args.iter().map(String::as_str));
         let tracking = tracking.map(|run| (run.with_parameters(parameters), news));
         Ok(Exporters::start(events, tracking, self.http.publish.subscribe()))
+    }
+
+    /// Writes the address of this pod for the workers, in a task that ends with the returned set.
+    fn write_address(&self, submitted: &Submitted, guard: &LeaseGuard) -> JoinSet<()> {
+        let mut tasks = JoinSet::new();
+        if let Some(address) = own_address(|name| std::env::var(name).ok()) {
+            let (cluster, meta) = (self.cluster.clone(), submitted.meta.clone());
+            let guard = guard.clone();
+            tasks
+                .spawn(async move { master_address::write(&cluster, &meta, address, guard).await });
+        }
+        tasks
     }
 
     /// Reads the token and the TLS identity from their files.
@@ -181,7 +212,7 @@ impl Leader<'_> {
         let uid = submitted.meta.uid.as_deref().unwrap_or_default();
         let left = pods::list(self.cluster, uid).await?;
         if submitted.record.is_none() && !left.is_empty() {
-            return Err(Failure::failed(format!(
+            return Err(Failure::damaged(format!(
                 "the anchor's {RECORD} is missing, but the job has {} pods, so it is not a new job \
                  and its progress is unknown; delete it and submit it again (with --resume-from, \
                  if it has written checkpoints)",
@@ -238,6 +269,7 @@ impl Leader<'_> {
                     }
                     AnchorEvent::Deleted => {
                         info!("the job has been deleted");
+                        succession::fail_without_anchor(self.cluster, &self.args.job_name).await;
                         return Ok(EXIT_TERMINATED);
                     }
                     AnchorEvent::Data(data) => {
@@ -266,7 +298,7 @@ impl Leader<'_> {
         times
             .note(age + start.elapsed(), status.as_ref().map_or(0, |status| status.events_emitted));
         write_end(writer, &ended, status, &times, &history).await?;
-        Ok(code_of(ended.outcome))
+        Ok(code_of_summary(&ended.summary))
     }
 }
 
@@ -275,6 +307,33 @@ fn args_of(template: &Pod) -> Vec<String> {
     let container = template.spec.as_ref().and_then(|spec| spec.containers.first());
     let parts = container.map(|container| [container.command.clone(), container.args.clone()]);
     parts.into_iter().flatten().flatten().flatten().collect()
+}
+
+/// Records Events of what is new in the published statuses.
+async fn tell(
+    mut published: watch::Receiver<Option<Snapshot>>,
+    recorder: EventRecorder,
+    is_resumed: bool,
+) {
+    // What a former master has told is not told again.
+    let mut news = None;
+    loop {
+        if let Some(Snapshot { status, .. }) = &*published.borrow_and_update() {
+            let news = news.get_or_insert_with(|| match is_resumed {
+                true => News::known(status),
+                false => News::default(),
+            });
+            news.record(status, &recorder);
+        }
+        if published.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Address of this pod, if it was created with the variable.
+fn own_address(variable: impl Fn(&str) -> Option<String>) -> Option<SocketAddr> {
+    Some(SocketAddr::new(variable(POD_IP)?.parse().ok()?, PORT as u16))
 }
 
 /// Commands to the master that follow from a change of the desired state.
@@ -286,7 +345,11 @@ pub(super) fn changes(before: DesiredState, now: DesiredState) -> Vec<UserComman
         true => UserCommand::Suspend,
         false => UserCommand::Resume,
     });
-    let stop = (now.stop && !before.stop).then_some(UserCommand::Stop);
+    let stop = now.stop.filter(|_| now.stop > before.stop);
+    let stop = stop.map(|stop| match stop {
+        StopRequest::AtStep => UserCommand::Stop,
+        StopRequest::AtOnce => UserCommand::Kill,
+    });
     let asked = now.checkpoint.is_some() && now.checkpoint != before.checkpoint;
     let checkpoint = asked.then_some(UserCommand::Checkpoint);
     scale.into_iter().chain(checkpoint).chain(suspend).chain(stop).collect()

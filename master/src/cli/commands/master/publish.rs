@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash as _, Hasher as _};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -16,7 +16,7 @@ use crate::dashboard::{self, History};
 use crate::event_loop::JobResult;
 use crate::job::{Snapshot, Status};
 use crate::kube::anchor::{
-    AnchorWriter, Data, HISTORY, RECORD, STATUS, SUMMARY, WriteError, WriteThrottle,
+    AnchorWriter, Data, HISTORY, RECORD, STATUS, STATUS_AT, SUMMARY, WriteError, WriteThrottle,
 };
 
 /// Writes the status of a job of this age to the anchor at throttled intervals, until the job ends.
@@ -53,7 +53,10 @@ pub(super) async fn publish(
             }
             continue;
         }
-        let mut data = Data::from([(STATUS.into(), status_json(status, &times.borrow()))]);
+        let mut data = Data::from([
+            (STATUS.into(), status_json(status, &times.borrow())),
+            (STATUS_AT.into(), now_ms().to_string()),
+        ]);
         // In the same call as the status.
         if history_written.is_none_or(|at| at.elapsed() >= HISTORY_INTERVAL) {
             history_written = Some(Instant::now());
@@ -70,6 +73,10 @@ pub(super) async fn publish(
 fn status_json(mut status: Status, times: &EventTimes) -> String {
     status.events_at_s = times.of_last(status.events.len());
     status.into_json_within(STATUS_BYTES_MAX)
+}
+
+fn now_ms() -> u128 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis()
 }
 
 /// The history as an entry of the anchor.

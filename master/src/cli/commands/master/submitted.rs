@@ -5,10 +5,11 @@ use std::time::{Duration, SystemTime};
 use k8s_openapi::api::core::v1::{ConfigMap, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-use crate::cli::process::{EXIT_FAILED, Failure, code_of_state};
+use crate::cli::process::{EXIT_FAILED, Failure, code_of_summary};
 use crate::dashboard::{History, StoredHistory};
-use crate::job::{DatasetFingerprint, PersistedJob};
-use crate::kube::anchor::{Anchor, HISTORY, INCARNATION, RECORD, SUMMARY};
+use crate::job::{DatasetFingerprint, PersistedJob, Status};
+use crate::kube::anchor::{Anchor, HISTORY, INCARNATION, RECORD, STATUS, SUMMARY};
+use crate::kube::file_list::LoadError;
 use crate::kube::objects::{TASK, Task, WORKER_POD};
 use crate::kube::{file_list, persisted_job};
 
@@ -32,7 +33,8 @@ pub(super) struct Submitted {
 }
 
 impl Submitted {
-    pub(super) fn read(anchor: ConfigMap) -> Result<Self, Failure> {
+    /// `transitions`: how often the leader Lease has changed hands.
+    pub(super) fn read(anchor: ConfigMap, transitions: u64) -> Result<Self, Failure> {
         let seen = anchor.clone();
         let data = anchor.data.unwrap_or_default();
         let malformed = |key: &str, error: &dyn std::fmt::Display| {
@@ -41,30 +43,30 @@ impl Submitted {
             ))
         };
         let ended = data.get(SUMMARY).map(|text| {
-            let summary: Option<serde_json::Value> = serde_json::from_str(text).ok();
-            summary.as_ref().and_then(|s| s["state"].as_str()).map_or(EXIT_FAILED, code_of_state)
+            serde_json::from_str(text).map_or(EXIT_FAILED, |summary| code_of_summary(&summary))
         });
         // Checked before any write: an unreadable record is left for a master that can read it.
         // And before the task, which another release may have written in another format, too.
         let unreadable = |error| {
-            Failure::failed(format!(
+            Failure::damaged(format!(
                 "the anchor's {RECORD} can't be read: {error}; nothing was changed, and the \
                  workers continue for up to --master-timeout"
             ))
         };
         let record = data.get(RECORD).filter(|_| ended.is_none());
-        let record =
+        let mut record =
             record.map(|text| persisted_job::read(text).map_err(unreadable)).transpose()?;
+        // The status is written more often than the record.
+        let published = data.get(STATUS).and_then(|text| serde_json::from_str::<Status>(text).ok());
+        if let (Some(record), Some(status)) = (&mut record, published) {
+            record.note_step(status.step);
+        }
         let need = |key: &str| data.get(key).ok_or_else(|| malformed(key, &"it is missing"));
         let task: Task = serde_json::from_str(need(TASK)?).map_err(|e| malformed(TASK, &e))?;
         task.job.check().map_err(|e| malformed(TASK, &e))?;
         let template =
             serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
-        let before: u64 = match data.get(INCARNATION) {
-            Some(text) => text.parse().map_err(|e| malformed(INCARNATION, &e))?,
-            None => 0,
-        };
-        let incarnation = before.saturating_add(1);
+        let incarnation = next_incarnation(data.get(INCARNATION), transitions);
         let meta = anchor.metadata;
         let born = meta.creation_timestamp.as_ref().map(|t| SystemTime::from(t.0));
         // The clock of the API server may be ahead.
@@ -87,9 +89,20 @@ impl Submitted {
             let uid = self.anchor.metadata.uid.as_deref().unwrap_or_default();
             let keys = self.anchor.data.as_ref().expect("it has been read");
             let list = file_list::load(anchor, (job, uid), keys, stored).await;
-            let list = list.map_err(|error| Failure::failed(error.to_string()))?;
-            record.attach_file_list(list).map_err(Failure::failed)?;
+            let list = list.map_err(|error| match error {
+                LoadError::Cluster(error) => error.into(),
+                error @ LoadError::Damaged(_) => Failure::damaged(error.to_string()),
+            })?;
+            record.attach_file_list(list).map_err(Failure::damaged)?;
         }
         Ok(stored)
     }
+}
+
+/// The incarnation after the one in the anchor. Workers accept no master with a lower number than
+/// they know, so if somebody has removed or edited it, that of the Lease counts, which has changed
+/// hands at least as often.
+pub(super) fn next_incarnation(before: Option<&String>, transitions: u64) -> u64 {
+    let before = before.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+    transitions.max(before).saturating_add(1)
 }
