@@ -28,6 +28,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
+use std::time::SystemTime;
 
 use elasticdl_proto::Status;
 use tokio::net::TcpListener;
@@ -52,6 +53,14 @@ pub(crate) struct Served {
     pub(crate) requests: mpsc::Sender<PageRequest>,
 }
 
+/// What the page says of a job's start.
+#[derive(Debug)]
+pub(crate) struct JobOptions {
+    pub(crate) began: SystemTime,
+    /// Options of the job and of its program, with their values.
+    pub(crate) options: Vec<(String, String)>,
+}
+
 /// A running recorder, and the server of the page, if there is one.
 #[derive(Debug)]
 pub(crate) struct Dashboard(oneshot::Receiver<()>);
@@ -64,6 +73,7 @@ impl Dashboard {
     /// The system starts no thread.
     pub(crate) fn start(
         known: watch::Receiver<Option<Snapshot>>,
+        job: JobOptions,
         file: PathBuf,
         served: Option<Served>,
     ) -> io::Result<Self> {
@@ -85,7 +95,7 @@ impl Dashboard {
                     let site = server::Site { board: Arc::clone(&board), key, requests };
                     tokio::spawn(server::serve(listener, Arc::new(site)))
                 });
-                recorder::record(known, &board, file).await;
+                recorder::record(known, &board, job, file).await;
                 if site.is_some() {
                     board.await_readers().await;
                 }

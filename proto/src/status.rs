@@ -190,13 +190,14 @@ pub struct WorkerStatus {
     /// Microseconds of waiting for its records to be read in that step.
     #[serde(default)]
     pub input_us: u64,
-    /// What most of the step's time went to: `compute`, `input`, or `network` for the wait for
-    /// other workers and the transfer; `None` without a report.
+    /// What most of the step's time went to: `compute`, `input`, `network` for the wait for other
+    /// workers and the transfer, or `others` for that wait alone, where workers share memory;
+    /// `None` without a report.
     #[serde(default)]
     pub limited_by: Option<Cow<'static, str>>,
-    /// Whether it is a straggler: the median of its last 7 reported steps, each as if its records
-    /// had been an equal part of the step, is over 1.5 times the members' median, and over 5 ms
-    /// more.
+    /// Whether it is a straggler: for 10 s, the median of its last 7 reported steps, each as if its
+    /// records had been an equal part of the step, has been over 1.5 times the members' median, and
+    /// over 5 ms more.
     pub straggler: bool,
     /// Records of the shards that are leased to it; `None` in a training job.
     pub leased_records: Option<u64>,

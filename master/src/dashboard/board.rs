@@ -7,6 +7,7 @@ use elasticdl_proto::Status;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::JobOptions;
 use super::history::History;
 use super::page::Page;
 use super::request::ScaleLimits;
@@ -46,6 +47,11 @@ impl Board {
     /// Continues the history of a former master.
     pub(super) fn resume(&self, history: History) {
         self.lock().history = history.resumed();
+    }
+
+    /// Adds when the job began, and its options.
+    pub(super) fn describe(&self, JobOptions { began, options }: JobOptions) {
+        self.lock().history.of_job(began, options);
     }
 
     /// Adds a snapshot.

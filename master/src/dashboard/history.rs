@@ -12,6 +12,7 @@ mod goodput;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use elasticdl_proto::{Evaluated, MembershipChange, Status, WorkerId};
 use serde::{Deserialize, Serialize};
@@ -25,6 +26,12 @@ use crate::job::{Snapshot, WorkerLifetime};
 /// the page.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct History {
+    /// Options of the job and of its program.
+    #[serde(default)]
+    pub(crate) options: Vec<(String, String)>,
+    /// When the job began, in seconds since the Unix epoch.
+    #[serde(default)]
+    pub(crate) began_s: Option<f64>,
     pub(crate) curves: Curves,
     pub(crate) evaluations: Vec<EvaluationAt>,
     pub(crate) memberships: VecDeque<MembershipAt>,
@@ -77,6 +84,13 @@ impl History {
         let mut resumed = Self { earlier, known: None, events_seen: 0, ..self };
         resumed.goodput.resume();
         resumed
+    }
+
+    /// Adds when the job began, and its options.
+    pub(crate) fn of_job(&mut self, began: SystemTime, options: Vec<(String, String)>) {
+        let since = began.duration_since(UNIX_EPOCH).ok();
+        self.began_s = since.map(|since| rounded(since.as_secs_f64()));
+        self.options = options;
     }
 
     /// A history of which only the membership changes are known, without their times.

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::history::History;
 use super::request::ScaleLimits;
+use crate::job::format_metrics;
 
 /// What the page shows. The names of its fields are read by the page's scripts.
 #[derive(Debug, Serialize)]
@@ -67,9 +68,37 @@ pub(super) fn report(page: &Page<'_>) -> String {
     let mut head = format!("<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}\">\n");
     head.extend(styles.iter().map(|text| format!("<style>{text}</style>\n")));
     let data = escaped(&page.to_json());
-    let mut body = format!("<script type=\"application/json\" id=\"report\">{data}</script>\n");
+    let mut body = page.summary.map(without_scripts).unwrap_or_default();
+    body += &format!("<script type=\"application/json\" id=\"report\">{data}</script>\n");
     body.extend(scripts.iter().map(|text| format!("<script>{text}</script>\n")));
-    with_assets(&head, &body)
+    with_assets(&head, &body).replace("Connecting to the master …", "Report of a job")
+}
+
+/// The main numbers of a job, for readers that run no scripts.
+fn without_scripts(summary: &Summary) -> String {
+    let number = |value: Option<f64>| value.map(|value| value.to_string());
+    let best = summary.evaluations.as_ref().and_then(|known| known.best.as_ref());
+    let best = best.map(|best| format!("{} {} at step {}", best.metric, best.value, best.step));
+    let records = &summary.records;
+    let records = format!("{} of {} counted", records.counted, records.expected);
+    let metrics = summary.metrics.as_ref();
+    let metrics = metrics.map(|metrics| format_metrics(metrics));
+    let rows = [
+        ("job", Some(summary.job.clone())),
+        ("state", Some(summary.state.to_string())),
+        ("error", summary.error.clone()),
+        ("seconds", Some(format!("{:.1}", summary.wall_s))),
+        ("steps", Some(summary.steps.to_string())),
+        ("records", Some(records)),
+        ("last loss", number(summary.loss.last)),
+        ("best evaluation", best),
+        ("metrics", metrics),
+    ];
+    let cell = |text: &str| text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    let rows = rows.into_iter().filter_map(|(name, value)| {
+        Some(format!("<tr><th>{name}</th><td>{}</td></tr>", cell(&value?)))
+    });
+    format!("<noscript><table>{}</table></noscript>\n", rows.collect::<String>())
 }
 
 /// The page with these elements in its head and at the end of its body.

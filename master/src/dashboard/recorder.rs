@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::warn;
 
+use super::JobOptions;
 use super::board::Board;
 use super::stored::{self, StoredHistory};
 use crate::job::Snapshot;
@@ -20,12 +21,14 @@ use crate::jobdir::write_atomically;
 pub(super) async fn record(
     mut known: watch::Receiver<Option<Snapshot>>,
     board: &Board,
+    job: JobOptions,
     file: PathBuf,
 ) {
     match StoredHistory::read(&file) {
         Ok(stored) => stored.into_iter().for_each(|stored| board.resume(stored.history)),
         Err(error) => warn!(%error, path = %file.display(), "the history of the job begins anew"),
     }
+    board.describe(job);
     let (mut stored_at, mut has_failed) = (Instant::now(), false);
     loop {
         // The last snapshot is seen before the end.
@@ -58,6 +61,8 @@ const STORE_INTERVAL: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
+    use std::time::UNIX_EPOCH;
+
     use super::*;
     use crate::job::testing::spec;
     use crate::job::{Job, Time};
@@ -76,7 +81,9 @@ mod tests {
         for (seconds, step) in [(1, 5), (9, 7)] {
             let (publish, known) = watch::channel(None);
             let board = Board::new(None);
-            let recording = record(known, &board, file.clone());
+            let options = vec![("seed".into(), "7".into())];
+            let job = JobOptions { began: UNIX_EPOCH + Duration::from_secs(100), options };
+            let recording = record(known, &board, job, file.clone());
             let seen = || board.with(|page| page.status.step);
             let publishing = async move {
                 publish.send_replace(Some(snapshot(seconds, step)));
@@ -89,7 +96,7 @@ mod tests {
             assert_eq!(board.with(|page| page.live), Some(false));
         }
         let StoredHistory { status, history } = StoredHistory::read(&file).unwrap().unwrap();
-        assert_eq!(status.step, 8);
+        assert_eq!((status.step, history.began_s, history.options.len()), (8, Some(100.0), 1));
         let points: Vec<_> = history.curves.points.iter().map(|p| (p.at_s, p.step)).collect();
         assert_eq!(points, [(1.0, 5), (2.0, 6), (9.0, 7), (10.0, 8)]);
     }

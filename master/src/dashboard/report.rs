@@ -1,6 +1,6 @@
 //! The page of a job that has ended, from what it has stored.
 
-use elasticdl_proto::{Status, Summary};
+use elasticdl_proto::{RecordsSummary, Status, Summary};
 
 use super::history::History;
 use super::page::{self, Page};
@@ -18,7 +18,11 @@ pub(crate) fn report_of(mut summary: Summary, stored: Option<StoredHistory>) -> 
         job: summary.job.clone(),
         run_id: summary.run_id.clone(),
         state: summary.state.clone(),
-        progress: if summary.state == "completed" { 1.0 } else { last.progress },
+        progress: match summary.records {
+            _ if summary.state == "completed" => 1.0,
+            RecordsSummary { expected: 0, .. } => last.progress,
+            RecordsSummary { expected, counted, .. } => counted as f64 / expected as f64,
+        },
         generation,
         step: summary.steps,
         epoch: summary.epochs,

@@ -158,8 +158,8 @@ impl Job {
             WorkerMessage::AllreduceTransport { generation, what } => {
                 self.on_allreduce_transport(worker, generation, &what);
             }
-            WorkerMessage::Resumed { generation, step, phases } => {
-                self.on_resumed(now, worker, generation, step, phases);
+            WorkerMessage::Resumed { generation, phases, .. } => {
+                self.on_resumed(now, worker, generation, phases);
             }
         }
     }

@@ -4,6 +4,7 @@ use elasticdl_proto::Status;
 use serde::Serialize;
 
 use super::text::{format_duration, format_learning_rate, format_rate, one_line};
+use crate::job::format_value;
 
 /// The values of one line of progress. The names of its fields are a public format.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -79,7 +80,7 @@ impl ProgressLine {
             (self.state != "running").then(|| (0, one_line(&self.state))),
             (self.epochs > 1).then(|| (4, format!("epoch {}/{}", self.epoch, self.epochs))),
             Some((0, format!("step {}", self.step))),
-            self.loss.map(|loss| (1, format!("loss {loss:.4}"))),
+            self.loss.map(|loss| (1, format!("loss {}", format_value(loss)))),
             self.learning_rate.map(|rate| (3, format!("lr {}", format_learning_rate(rate)))),
             Some((5, format!("{rate} records/s"))),
             Some((6, workers)),

@@ -3,7 +3,7 @@
 use std::io::{Write as _, stdout};
 use std::time::{Duration, SystemTime};
 
-use super::summary::{Paths, to_json_line, to_table};
+use super::summary::{Paths, metrics, to_json_line, to_table};
 use crate::cli::process::{Console, print_error, print_line};
 use crate::job::{Summary, Time};
 use crate::progress::{LogFormat, json_error};
@@ -12,7 +12,8 @@ use crate::progress::{LogFormat, json_error};
 /// [`print_job_error`] prints it.
 pub(crate) fn print_summary(console: Console, summary: &Summary, paths: Paths<'_>) {
     let text = match console.progress() {
-        None => return,
+        // What an evaluation was asked for, and nothing else.
+        None => metrics(summary).map(|text| text + "\n").collect(),
         Some(LogFormat::Json) => to_json_line(summary),
         Some(LogFormat::Text) => to_table(&Summary { error: None, ..summary.clone() }, paths),
     };

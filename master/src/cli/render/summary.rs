@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use crate::job::{
-    CheckpointsSummary, EvaluationsSummary, MembershipChange, StateLoss, Summary, counted,
-    format_metrics,
+    BestEvaluation, CheckpointsSummary, EvaluationsSummary, MembershipChange, StateLoss, Summary,
+    counted, format_metrics, format_value,
 };
 use crate::progress::{format_rate, one_line};
 
@@ -102,7 +102,7 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         );
     }
     if let (Some(first), Some(last)) = (summary.loss.first, summary.loss.last) {
-        row(out, "loss", &format!("{first:.4} -> {last:.4}"));
+        row(out, "loss", &format!("{} -> {}", format_value(first), format_value(last)));
     }
     let rate = &summary.throughput;
     row(
@@ -165,11 +165,10 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
             line(out, &format!("    {}", one_line(words)));
         }
     }
-    if let Some(metrics) = &summary.metrics {
+    if summary.metrics.is_some() {
         row(out, "metrics", "");
-        for (name, mean) in metrics {
-            let mean = mean.map_or_else(|| "not finite".into(), |mean| mean.to_string());
-            line(out, &format!("    {} {mean}", one_line(name)));
+        for text in metrics(summary) {
+            line(out, &format!("    {text}"));
         }
     }
     if let Some(path) = &summary.output {
@@ -187,6 +186,14 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         }
     }
     text
+}
+
+/// The metrics of an evaluated model, one a line.
+pub(crate) fn metrics(summary: &Summary) -> impl Iterator<Item = String> + '_ {
+    summary.metrics.iter().flatten().map(|(name, mean)| {
+        let mean = mean.map_or_else(|| "not finite".into(), |mean| mean.to_string());
+        format!("{} {mean}", one_line(name))
+    })
 }
 
 /// Warnings that are also printed with `--quiet`.
@@ -227,14 +234,14 @@ fn evaluations(known: &EvaluationsSummary) -> String {
         .last()
         .map(|e| format!("step {}: {}", e.step, one_line(&format_metrics(&e.metrics))));
     let mut parts = vec![last.unwrap_or_else(|| "none".into())];
-    parts.extend(
-        known
-            .best
-            .as_ref()
-            .map(|b| format!("best at step {}: {} {:.4}", b.step, one_line(&b.metric), b.value)),
-    );
+    parts.extend(known.best.as_ref().map(|b| format!("best at step {}", best_value(b))));
     parts.extend(known.stopped_early.then(|| "stopped early".into()));
     parts.join("; ")
+}
+
+/// The step and the value of the best evaluation.
+pub(super) fn best_value(best: &BestEvaluation) -> String {
+    format!("{}: {} {}", best.step, one_line(&best.metric), format_value(best.value))
 }
 
 fn checkpoints(known: &CheckpointsSummary) -> String {
@@ -301,8 +308,8 @@ mod tests {
 
     use super::*;
     use crate::job::{
-        BestEvaluation, Cause, Evaluated, FailedShard, LossSummary, RecordsSummary,
-        RestoredCheckpoint, SavedCheckpoint, ThroughputSummary, WorkersSummary,
+        Cause, Evaluated, FailedShard, LossSummary, RecordsSummary, RestoredCheckpoint,
+        SavedCheckpoint, ThroughputSummary, WorkersSummary,
     };
 
     fn change(generation: u64, cause: Cause, gap_ms: Option<f64>) -> MembershipChange {

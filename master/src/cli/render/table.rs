@@ -6,8 +6,8 @@ use elasticdl_proto::{
     CheckpointsSummary, DisconnectedStatus, Evaluated, ShardCounts, Status, WorkerStatus,
 };
 
-use super::summary::{MEMBERSHIP_COLUMNS, membership};
-use crate::job::format_metrics;
+use super::summary::{MEMBERSHIP_COLUMNS, best_value, membership};
+use crate::job::{format_metrics, format_value};
 use crate::progress::{format_duration, format_learning_rate, format_rate, one_line};
 
 /// The status as a table of 80 columns, beyond which only a single long word reaches.
@@ -32,7 +32,7 @@ pub(crate) fn to_table(status: &Status) -> String {
     if let Some(loss) = status.loss {
         let rate = status.learning_rate.map(format_learning_rate);
         let rate = rate.map(|rate| format!(", learning rate {rate}")).unwrap_or_default();
-        row("loss", &format!("{loss:.4}{rate}"));
+        row("loss", &format!("{}{rate}", format_value(loss)));
     }
     let left = status.eta_s.map(format_duration);
     let left = left.map(|left| format!(", {left} left")).unwrap_or_default();
@@ -74,6 +74,9 @@ pub(crate) fn to_table(status: &Status) -> String {
     }
     if let Some(Evaluated { step, metrics, .. }) = &status.evaluated {
         row("evaluated", &format!("step {step}: {}", one_line(&format_metrics(metrics))));
+    }
+    if let Some(best) = &status.evaluated_best {
+        row("best", &format!("step {}", best_value(best)));
     }
     if let Some(known) = &status.checkpoints {
         row("checkpoints", &checkpoints_row(known));

@@ -10,6 +10,7 @@ use serde::Deserialize;
 
 use super::table::to_table;
 use crate::cli::process::{Failure, print};
+use crate::job::format_value;
 use crate::progress::{format_rate, one_line};
 
 /// Fields of the summary that are printed at the end of a job.
@@ -192,7 +193,8 @@ fn lines(status: &Status, reported: Option<&Reported>, now: &Reported) -> String
     });
     if has_moved {
         let members = status.members().count();
-        let loss = status.loss.map(|loss| format!(" · loss {loss:.4}")).unwrap_or_default();
+        let loss =
+            status.loss.map(|loss| format!(" · loss {}", format_value(loss))).unwrap_or_default();
         let named: Vec<String> =
             now.stragglers.iter().take(STRAGGLERS_NAMED).map(u64::to_string).collect();
         let slow = if named.is_empty() {

@@ -28,7 +28,7 @@ const charts = (() => {
       ticks: { stroke: colour("line"), width: 1 },
       font: "11px system-ui, sans-serif",
       size: side === 2 ? 28 : 58,
-      space: side === 2 ? 80 : 30,
+      space: side === 2 ? 60 : 30,
       incrs: { workers: COUNTS, x: AGES }[scale],
       values: (_, splits) => splits.map(format),
     });

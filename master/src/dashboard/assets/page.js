@@ -14,6 +14,8 @@
   const RETRY_MS = 2000;
   let key = "";
   let isFirst = true;
+  /** Workers that share memory wait for each other; nothing is transferred. */
+  let network = "network";
   let limits = null;
 
   function figures(status, summary, history, ageS, isEnded) {
@@ -129,13 +131,15 @@
       .sort(([a, one], [b, other]) =>
         (one.ended_s !== null) - (other.ended_s !== null) || a - b);
     const sum = (kind) => lives.reduce((all, [, life]) => all + (life.times[kind] ?? 0), 0);
-    const totals = KINDS.map(([kind, colour, name]) => [sum(kind), colour, name])
+    const kinds = KINDS.map(([kind, colour, name]) =>
+      [kind, colour, name === "network" ? network : name]);
+    const totals = kinds.map(([kind, colour, name]) => [sum(kind), colour, name])
       .filter(([amount], index) => amount > 0 || index < 4);
     const whole = totals.reduce((all, [amount]) => all + amount, 0);
     dom.id("time-legend").replaceChildren(...totals.map(([amount, colour, name]) =>
       dom.legendEntry(colour, "", name, text.percent(whole ? amount / whole : NaN))));
     const row = (name, of) => {
-      const parts = KINDS.map(([kind, colour, label]) => [of(kind) ?? 0, colour, label]);
+      const parts = kinds.map(([kind, colour, label]) => [of(kind) ?? 0, colour, label]);
       const all = parts.reduce((sumOfParts, [amount]) => sumOfParts + amount, 0);
       const share = ([amount, , label]) => `${label} ${text.percent(all ? amount / all : 0)}`;
       const label = parts.filter(([amount]) => amount > 0).map(share).join(", ");
@@ -188,6 +192,7 @@
     const { status, summary, history } = page;
     const state = summary ? summary.state : status.state;
     const ageS = summary ? summary.wall_s : page.at_s;
+    network = status.allreduce_transport === "shared memory" ? "waiting for others" : "network";
     dom.text(dom.id("job"), status.job);
     dom.text(dom.id("state"), state);
     dom.id("state").dataset.state = state;

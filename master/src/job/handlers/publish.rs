@@ -201,8 +201,7 @@ impl Job {
 
 /// The log line of a membership change.
 fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String {
-    let MembershipChange { generation, world_size, at_step, lost, left, joined, cause, .. } =
-        record;
+    let MembershipChange { generation, world_size, lost, left, joined, cause, .. } = record;
     let workers = if *world_size == 1 { "1 worker" } else { &format!("{world_size} workers") };
     if *cause == Cause::Start {
         return format!("generation {generation}: {workers} start");
@@ -219,10 +218,10 @@ fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String 
     let parts = parts.join(", ");
     match (keeps_state, *world_size) {
         (true, 1) => {
-            format!("generation {generation}: {parts}; {workers} continues at step {at_step}")
+            format!("generation {generation}: {parts}; {workers} continues")
         }
         (true, _) => {
-            format!("generation {generation}: {parts}; {workers} continue at step {at_step}")
+            format!("generation {generation}: {parts}; {workers} continue")
         }
         (false, 1) => {
             format!(

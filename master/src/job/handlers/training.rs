@@ -9,6 +9,7 @@ use crate::job::lifecycle::removal::FAILED_GRACE;
 use crate::job::reporting::epochs::EpochsDone;
 use crate::job::reporting::text::clip;
 use crate::job::time::Time;
+use crate::job::workers::straggler::straggler_limit_us;
 
 impl Job {
     pub(crate) fn on_formed(
@@ -70,6 +71,9 @@ impl Job {
                 w.note_steps(report, rank);
             }
         }
+        let usual = self.workers.members().filter_map(|(_, w)| w.pace().usual_even_us()).collect();
+        let limit_us = straggler_limit_us(usual).unwrap_or(u64::MAX);
+        self.workers.connected_mut().for_each(|(_, w)| w.compare_pace(now, limit_us));
         self.reporting.lifetimes.commit(self.group.members(), report);
         if let Some(line) = self.reporting.skip(report.steps_skipped) {
             self.log_event(line);
@@ -105,7 +109,6 @@ impl Job {
         now: Time,
         worker: WorkerId,
         generation: Generation,
-        step: u64,
         phases: Phases,
     ) {
         let w = self.workers.get(worker).filter(|w| w.is_member());
@@ -114,7 +117,7 @@ impl Job {
         }
         self.out.mark_dirty();
         self.reporting.lifetimes.recover(worker, phases.gap_us());
-        if self.reporting.resume(now, worker, generation, step, phases) {
+        if self.reporting.resume(now, worker, generation, phases) {
             self.log_recovery();
         }
     }

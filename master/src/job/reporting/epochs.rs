@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use super::text::format_value;
 use crate::job::event::Committed;
 use crate::job::time::Time;
 
@@ -73,7 +74,8 @@ impl EpochLines {
         self.lines += 1;
         (self.last, self.first) = (Some(now), None);
         let loss = std::mem::take(&mut self.done).mean();
-        let loss = if loss.is_finite() { format!(", mean loss {loss:.4}") } else { String::new() };
+        let loss = loss.is_finite().then(|| format!(", mean loss {}", format_value(loss)));
+        let loss = loss.unwrap_or_default();
         let epochs = if complete - first > 1 {
             format!("epochs {} to {complete} of {all} completed", first + 1)
         } else {

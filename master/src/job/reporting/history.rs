@@ -69,8 +69,8 @@ struct Change {
     generation: Generation,
     /// Survivors that have not reported their first step.
     waiting: BTreeSet<WorkerId>,
-    /// Time of the first report, and the step that it reported.
-    resumed: Option<(Time, u64)>,
+    /// Time of the first report.
+    resumed: Option<Time>,
 }
 
 /// The part of the history that outlives a master.
@@ -239,7 +239,6 @@ impl JobHistory {
         now: Time,
         worker: WorkerId,
         generation: Generation,
-        step: u64,
         phases: Phases,
     ) -> bool {
         let newest_first = self.memberships.iter_mut().rev();
@@ -261,7 +260,7 @@ impl JobHistory {
             }
             return false;
         };
-        change.resumed.get_or_insert((now, step));
+        change.resumed.get_or_insert(now);
         change.waiting.remove(&worker);
         change.waiting.is_empty()
     }
@@ -270,15 +269,14 @@ impl JobHistory {
     /// reports no pause.
     pub(crate) fn is_late(&self, now: Time) -> bool {
         let resumed = self.change.as_ref().and_then(|change| change.resumed);
-        resumed.is_some_and(|(at, _)| now.since(at) >= RESUME_WAIT)
+        resumed.is_some_and(|at| now.since(at) >= RESUME_WAIT)
     }
 
     /// The log line about the newest change's pause; given once, and only if a member has reported.
     pub(crate) fn recovery_line(&mut self) -> Option<String> {
         self.change.as_ref()?.resumed?;
         self.count_change();
-        let Change { generation, resumed, .. } = self.change.take()?;
-        let (_, step) = resumed?;
+        let Change { generation, .. } = self.change.take()?;
         let record = self.memberships.back().filter(|r| r.generation == generation)?;
         let phases: Vec<String> = record
             .phases()
@@ -286,9 +284,10 @@ impl JobHistory {
             .filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}")))
             .collect();
         Some(format!(
-            "generation {generation} ({}): step {step} committed, {:.1} ms after the last one \
+            "generation {generation} ({}): continued at step {}, {:.1} ms after the last step \
              before the change ({})",
             record.cause.name(),
+            record.at_step,
             record.gap_ms?,
             phases.join(", ")
         ))

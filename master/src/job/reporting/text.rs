@@ -28,11 +28,29 @@ pub(crate) fn counted(count: u64, what: &str) -> String {
 /// Formats means for a log line.
 pub(crate) fn format_metrics(metrics: &BTreeMap<String, Option<f64>>) -> String {
     let format_metrics = |(name, mean): (&String, &Option<f64>)| match mean {
-        Some(mean) => format!("{name} {mean:.4}"),
+        Some(mean) => format!("{name} {}", format_value(*mean)),
         None => format!("{name} not finite"),
     };
     metrics.iter().map(format_metrics).collect::<Vec<_>>().join(", ")
 }
 
+/// Formats a loss or another mean: four decimals, or in scientific form if it is huge.
+pub(crate) fn format_value(value: f64) -> String {
+    if value.abs() < HUGE { format!("{value:.4}") } else { format!("{value:.4e}") }
+}
+
+const HUGE: f64 = 1e6;
 const TEXT_BYTES_MAX: usize = 4096;
 const NAMED_MAX: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_huge_value_is_in_scientific_form() {
+        let values = [0.5, -12.0, 999_999.0, 2.293_797_7e31, -1e6, f64::NAN];
+        let texts = ["0.5000", "-12.0000", "999999.0000", "2.2938e31", "-1.0000e6", "NaN"];
+        assert_eq!(values.map(format_value), texts);
+    }
+}

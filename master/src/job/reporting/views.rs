@@ -23,7 +23,7 @@ use crate::job::spec::{Batch, Work};
 use crate::job::time::Time;
 use crate::job::workers::scheduling::Scheduling;
 use crate::job::workers::state::{Launch, Stage, Worker};
-use crate::job::workers::straggler::{self, LastStep};
+use crate::job::workers::straggler::LastStep;
 use crate::job::workers::table::worker_of;
 
 /// Status and counters of a job.
@@ -60,9 +60,7 @@ impl Job {
     #[must_use]
     pub fn status(&self, now: Time) -> Status {
         let ledger = self.data.cache().map(LedgerCache::ledger);
-        let usual = self.workers.members().filter_map(|(_, w)| w.pace().usual_even_us()).collect();
-        let limit_us = straggler::straggler_limit_us(usual).unwrap_or(u64::MAX);
-        let status = |(id, w): (WorkerId, &Worker)| self.worker_status(now, id, w, limit_us);
+        let status = |(id, w): (WorkerId, &Worker)| self.worker_status(now, id, w);
         let workers = self.workers.connected().map(status).collect();
         Status {
             job: self.spec.name.clone(),
@@ -127,13 +125,7 @@ impl Job {
         self.workers.launches().any(|(_, l)| l.stays() && is_queued(l))
     }
 
-    fn worker_status(
-        &self,
-        now: Time,
-        id: WorkerId,
-        worker: &Worker,
-        limit_us: u64,
-    ) -> WorkerStatus {
+    fn worker_status(&self, now: Time, id: WorkerId, worker: &Worker) -> WorkerStatus {
         let state = match worker.stage() {
             _ if worker.is_released() => "ending",
             _ if self.is_silent(now, worker) => "disconnected",
@@ -163,9 +155,20 @@ impl Job {
             compute_us: last.map_or(0, |last| last.rank.compute_us),
             share: last.map(LastStep::share),
             input_us: last.map_or(0, |last| last.rank.input_us),
-            limited_by: last.map(|last| last.limited_by().into()),
-            straggler: is_member && worker.pace().usual_even_us().is_some_and(|us| us > limit_us),
+            limited_by: last.map(|last| self.limit_of(last).into()),
+            straggler: is_member && worker.pace().is_straggler(now),
             leased_records: self.data.shards().map(|shards| shards.records_leased_to(id)),
+        }
+    }
+
+    /// What most of the step's time went to. In shared memory nothing is transferred, so the rest of
+    /// the time is the wait for others.
+    fn limit_of(&self, last: &LastStep) -> &'static str {
+        match last.limited_by() {
+            "network" if self.reporting.allreduce_transport.as_deref() == Some("shared memory") => {
+                "others"
+            }
+            limit => limit,
         }
     }
 

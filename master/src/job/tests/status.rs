@@ -16,24 +16,28 @@ fn report(step: u64, compute_us: &[u64]) -> WorkerMessage {
 
 const NO_STRAGGLERS: [u64; 0] = [];
 
-fn stragglers(job: &Job) -> Vec<u64> {
-    job.status(at(0)).workers.iter().filter(|w| w.straggler).map(|w| w.worker.0).collect()
+fn stragglers(job: &Job, ms: u64) -> Vec<u64> {
+    job.status(at(ms)).workers.iter().filter(|w| w.straggler).map(|w| w.worker.0).collect()
 }
 
 #[test]
 fn a_repeatedly_slow_worker_is_a_straggler_and_stays_a_member() {
     let mut job = started(spec(), &[20]);
     let mut step = 0;
+    // A step takes 5 s.
     let mut steps = |job: &mut Job, count: u64, compute_us: &[u64]| {
         for _ in 0..count {
             step += 1;
-            deliver(job, 1, report(step, compute_us));
+            let message = report(step, compute_us);
+            job.handle(at(5000 * step), Event::Message { worker: WorkerId(1), message });
         }
-        stragglers(job)
+        stragglers(job, 5000 * step)
     };
     assert_eq!(steps(&mut job, 2, &[20_000, 20_000, 80_000]), NO_STRAGGLERS);
+    // It is slow since the third step; after 10 s it is said.
+    assert_eq!(steps(&mut job, 2, &[20_000, 20_000, 80_000]), NO_STRAGGLERS);
     assert_eq!(steps(&mut job, 2, &[20_000, 20_000, 80_000]), [3]);
-    assert_eq!(steps(&mut job, 4, &[20_000, 20_000, 20_000]), NO_STRAGGLERS);
+    assert_eq!(steps(&mut job, 7, &[20_000, 20_000, 20_000]), NO_STRAGGLERS);
     // A single slow step has no effect.
     for _ in 0..5 {
         assert_eq!(steps(&mut job, 1, &[20_000, 90_000, 20_000]), NO_STRAGGLERS);
@@ -86,8 +90,8 @@ fn the_pause_of_a_change_is_logged_in_one_line_when_all_survivors_have_resumed()
     deliver(&mut job, 1, resumed(2, 1, 100));
     assert_eq!(recoveries(&mut job), [""; 0]);
     deliver(&mut job, 2, resumed(2, 1, 1100));
-    let line = "generation 2 (lost): step 1 committed, 3.1 ms after the last one before the change \
-                (detect 1.1, abort 0.2, agree 0.3, connect 0.4, state 0.5, first step 0.6)";
+    let line = "generation 2 (lost): continued at step 0, 3.1 ms after the last step before the \
+                change (detect 1.1, abort 0.2, agree 0.3, connect 0.4, state 0.5, first step 0.6)";
     assert_eq!(recoveries(&mut job), [line]);
     deliver(&mut job, 2, resumed(2, 1, 1100));
     deliver(&mut job, 1, committed(2, 2, &[]));

@@ -547,6 +547,11 @@ impl Worker {
         self.pace.note(report, rank);
     }
 
+    /// Compares its pace with the members' limit.
+    pub(crate) fn compare_pace(&mut self, now: Time, limit_us: u64) {
+        self.pace.compare(now, limit_us);
+    }
+
     /// Time of its last message.
     pub(crate) fn heard(&self) -> Time {
         self.heard

@@ -5,9 +5,13 @@
 //! its work counts.
 //!
 //! **Invariant:** one slow step marks no worker. Medians of the last reported steps are compared,
-//! so most of these must be slow.
+//! so most of these must be slow, and for a while.
+
+use std::time::Duration;
 
 use elasticdl_proto::{Committed, RankStep};
+
+use crate::job::time::Time;
 
 /// What a worker did in its last reported steps.
 #[derive(Debug, Default)]
@@ -20,6 +24,8 @@ pub(crate) struct StepPace {
     recent_even_us: [u64; STEPS],
     /// Number of noted steps.
     noted: usize,
+    /// Since when it has been slower than the limit.
+    slow_since: Option<Time>,
 }
 
 /// A worker's part of a step.
@@ -68,6 +74,17 @@ impl StepPace {
         self.last.as_ref()
     }
 
+    /// Compares the worker with the members' limit.
+    pub(crate) fn compare(&mut self, now: Time, limit_us: u64) {
+        let is_slow = self.usual_even_us().is_some_and(|us| us > limit_us);
+        self.slow_since = if is_slow { self.slow_since.or(Some(now)) } else { None };
+    }
+
+    /// Whether the worker is a straggler.
+    pub(crate) fn is_straggler(&self, now: Time) -> bool {
+        self.slow_since.is_some_and(|since| now.since(since) >= PATIENCE)
+    }
+
     /// Median compute time, once there are enough steps.
     pub(crate) fn usual_us(&self) -> Option<u64> {
         self.median(self.recent_us)
@@ -102,6 +119,8 @@ fn median(values: &mut [u64]) -> Option<u64> {
 const STEPS: usize = 7;
 /// Minimum number of steps for a median.
 const STEPS_MIN: usize = 3;
+/// How long a worker must have been slow: busy machines slow down each worker now and then.
+const PATIENCE: Duration = Duration::from_secs(10);
 const MARGIN_US: u64 = 5000;
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
@@ -104,10 +104,12 @@ impl Leader<'_> {
         let recorder = EventRecorder::start(self.cluster, &submitted.meta);
         let left = self.remaining_pods(&submitted).await?;
         damage::forget(submitted.anchor.data.as_ref(), &writer).await;
-        let Submitted { task, template, meta, record, age, history, .. } = submitted;
+        let Submitted { task, template, meta, record, age, mut history, .. } = submitted;
         let (news, tracked) = mpsc::channel(NEWS_MAX);
         let args_of_program = args_of(&template);
-        let exporters = self.export(&task, &args_of_program, news)?;
+        let options = mlflow::parameters(&task.job, args_of_program.iter().map(String::as_str));
+        history.of_job(SystemTime::now() - age, options.clone());
+        let exporters = self.export(&task, options, news)?;
         let pod_factory = PodFactory {
             template,
             anchor: meta,
@@ -150,7 +152,7 @@ impl Leader<'_> {
     fn export(
         &self,
         task: &Task,
-        args: &[String],
+        parameters: Vec<(String, String)>,
         news: mpsc::Sender<Option<String>>,
     ) -> Result<Exporters, Failure> {
         let create = |folder: &PathBuf| {
@@ -163,7 +165,6 @@ impl Leader<'_> {
             let _ = news.try_send(Some(error.to_string()));
             None
         });
-        let parameters = mlflow::parameters(&task.job, args.iter().map(String::as_str));
         let tracking = tracking.map(|run| (run.with_parameters(parameters), news));
         Ok(Exporters::start(events, tracking, self.http.publish.subscribe()))
     }

@@ -20,6 +20,7 @@ use crate::cli::process::{
     Console, EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, new_runtime, print_warning,
 };
 use crate::cli::render::{Paths, print_job_error, print_summary, summary_to_json, warnings};
+use crate::dashboard::JobOptions;
 use crate::event_loop::{JobResult, Master};
 use crate::job::{JobSpec, Outcome, Time};
 use crate::jobdir::{self, AbandonedJob, JobDir, JobStart, directory_of};
@@ -117,7 +118,8 @@ async fn lead(
         tokio::spawn(metrics::serve(listener, Some(published.clone()), Arc::new(|| true)));
     }
     let spec = source.spec().clone();
-    let (page, mut requested) = LocalPage::start(browsed, &spec, dir, published.clone())?;
+    let (page, mut requested) =
+        LocalPage::start(browsed, &spec, dir, source.options(), published.clone())?;
     page.announce(dashboard, console, &progress);
     let (news, tracked) = mpsc::channel(NEWS_MAX);
     let tracking = source.tracking(&news);
@@ -272,18 +274,33 @@ impl JobSource {
         folder.map(create).transpose()
     }
 
-    /// The tracking server that the environment names. A job runs without one; `news` gets why.
-    fn tracking(&self, news: &mpsc::Sender<Option<String>>) -> Option<Tracking> {
+    /// What the page says of the job's start.
+    fn options(&self) -> JobOptions {
+        let (began, program) = match self {
+            Self::New(job) => (SystemTime::now(), job.program.clone().into_os_string()),
+            Self::Resumed(abandoned) => {
+                (abandoned.start.began, abandoned.start.program.clone().into())
+            }
+        };
+        let program = ("program".to_owned(), program.to_string_lossy().into_owned());
+        let options = std::iter::once(program).chain(self.parameters()).collect();
+        JobOptions { began, options }
+    }
+
+    /// Options of the job, and arguments of its program, by which users compare jobs.
+    fn parameters(&self) -> Vec<(String, String)> {
         let args = match self {
             Self::New(job) => &job.args,
             Self::Resumed(abandoned) => &abandoned.start.args,
         };
+        let args: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
+        mlflow::parameters(self.spec(), args.iter().map(|arg| &**arg))
+    }
+
+    /// The tracking server that the environment names. A job runs without one; `news` gets why.
+    fn tracking(&self, news: &mpsc::Sender<Option<String>>) -> Option<Tracking> {
         match Tracking::read(|name| std::env::var(name).ok()) {
-            Ok(tracking) => {
-                let args: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
-                let args = args.iter().map(|arg| &**arg);
-                Some(tracking?.with_parameters(mlflow::parameters(self.spec(), args)))
-            }
+            Ok(tracking) => Some(tracking?.with_parameters(self.parameters())),
             Err(error) => {
                 warn!(%error, "the job is not tracked");
                 let _ = news.try_send(Some(error.to_string()));

@@ -9,7 +9,9 @@ use tracing::info;
 
 use super::signals::{Stop, StopEscalation};
 use crate::cli::process::{Console, Failure, cannot};
-use crate::dashboard::{Dashboard, DashboardKey, PageCommand, PageRequest, ScaleLimits, Served};
+use crate::dashboard::{
+    Dashboard, DashboardKey, JobOptions, PageCommand, PageRequest, ScaleLimits, Served,
+};
 use crate::event_loop::UserCommand;
 use crate::job::{JobSpec, Snapshot, Time};
 use crate::jobdir::JobDir;
@@ -28,6 +30,7 @@ impl LocalPage {
         listener: Option<TcpListener>,
         spec: &JobSpec,
         dir: &JobDir,
+        job: JobOptions,
         known: watch::Receiver<Option<Snapshot>>,
     ) -> Result<(Self, mpsc::Receiver<PageRequest>), Failure> {
         let key = DashboardKey::of(dir.token());
@@ -38,7 +41,7 @@ impl LocalPage {
             scale: ScaleLimits::from(spec),
             requests,
         });
-        let dashboard = Dashboard::start(known, dir.history_path(), served)
+        let dashboard = Dashboard::start(known, job, dir.history_path(), served)
             .map_err(cannot("start the dashboard"))?;
         Ok((Self { dashboard, key }, requested))
     }
