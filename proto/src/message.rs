@@ -63,7 +63,7 @@ pub enum WorkerMessage {
         error: String,
         /// Records that the worker was processing.
         ranges: Vec<RecordRange>,
-        /// Every other worker would fail in the same way.
+        /// Every other worker would fail in the same way, as far as this one can tell.
         fatal: bool,
     },
     /// The group has evaluated its model (from its lowest rank).

@@ -29,6 +29,7 @@ use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
 use crate::failure::causes;
 use crate::messages::{ControlEvent, Outbox};
 use crate::session::control::{ControlState, WelcomeError};
+use crate::stacks;
 
 /// The open stream, as the trainer uses it.
 #[derive(Debug)]
@@ -380,6 +381,11 @@ impl Stream {
                 return;
             }
         };
+        if message == MasterMessage::ReportStacks {
+            // The heartbeats go on meanwhile. Without a thread there are no stacks.
+            let _ = std::thread::Builder::new().name("stacks".into()).spawn(stacks::log_all);
+            return;
+        }
         // A joiner must not wait until the trainer, which may be in a long step, hears of it.
         if let (MasterMessage::Joiners(named), Some(joiners)) = (&message, self.joiners.get()) {
             return joiners.name(named.iter().map(|id| id.0));

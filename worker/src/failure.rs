@@ -15,13 +15,19 @@ pub(crate) struct Failure {
     pub(crate) error: String,
     /// Records that it was processing, numbered through the data set.
     pub(crate) ranges: Vec<RecordRange>,
-    /// Whether any other worker would fail in the same way.
+    /// Whether any other worker would fail in the same way, as far as this one can tell: it ends the
+    /// job only at its start, or when a worker on another host confirms it.
     pub(crate) fatal: bool,
 }
 
 impl Failure {
     pub(crate) fn fatal(error: String) -> Self {
         Self { error, ranges: Vec::new(), fatal: true }
+    }
+
+    /// A failure of this process or its host: another worker would most likely not meet it.
+    pub(crate) fn local(error: String) -> Self {
+        Self { error, ranges: Vec::new(), fatal: false }
     }
 
     /// The report to the master.

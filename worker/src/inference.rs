@@ -55,7 +55,7 @@ pub(crate) fn work<M: Model>(
     let order = Arc::new(Order::of_data(&dataset));
     let reader = OrderedReader::new(reader, dataset, order);
     let prefetch = Prefetch::new(reader, batch.saturating_mul(BATCHES_AHEAD))
-        .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
+        .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;
     control.outbox.send(WorkerMessage::Ready { parameters: parameters.len() as u64 });
     let shards = VecDeque::new();
     let mut work = Inference { model, parameters, purpose, batch, prefetch, shards, control };

@@ -59,6 +59,7 @@ mod session;
 pub mod session;
 mod setting_error;
 mod split;
+mod stacks;
 mod state_buffer;
 pub mod storage;
 mod supervisor;

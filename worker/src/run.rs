@@ -160,7 +160,7 @@ fn train<M: Model>(
                 .with_link_encryption(link_encryption(options.link_encryption))
                 .with_channels(options.channels)
         })
-        .map_err(|error| Failure::fatal(error.to_string()))?;
+        .map_err(|error| Failure::local(error.to_string()))?;
     let endpoint = match options.worker_timeout {
         Some(limit) => endpoint.with_dial_limit(limit),
         None => endpoint,
@@ -220,7 +220,7 @@ fn train<M: Model>(
     let ahead = options.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
     let reader = OrderedReader::new(reader, prepared, Arc::clone(&order));
     let prefetch = Prefetch::new(reader, ahead)
-        .map_err(|error| Failure::fatal(format!("no thread for the reader: {error}")))?;
+        .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;
     let gpu = call_user("as_device_model()", || {
         Ok(model.as_device_model().map(|on_gpu| (on_gpu.device().clone(), on_gpu.take_memory())))
     });
@@ -234,7 +234,7 @@ fn train<M: Model>(
             None => HostState::new(parameters, slots),
         })),
     };
-    let tensors = tensors.map_err(|error| Failure { error, ranges: Vec::new(), fatal: false })?;
+    let tensors = tensors.map_err(Failure::local)?;
     let is_on_gpu = matches!(tensors, Tensors::Device(_));
     let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
     let mut session = Session::new(worker, plan).on_gpu(is_on_gpu);

@@ -59,6 +59,9 @@ struct Counting {
     /// End the process at this record, without a report.
     #[arg(long)]
     exit_at: Option<u64>,
+    /// Never return from the gradient of this record, in one worker of the job.
+    #[arg(long)]
+    hang_at: Option<u64>,
     /// Hold parameters and gradients on a GPU.
     #[arg(long)]
     gpu: bool,
@@ -84,6 +87,12 @@ impl Counting {
     /// Whether delays have been ended.
     fn is_hurried(&self) -> bool {
         self.hurry_when.as_ref().is_some_and(|file| file.exists())
+    }
+
+    /// Whether no other process of the job has hung: there is no file that says so.
+    fn is_first_to_hang(&self) -> bool {
+        let file = self.hurry_when.as_ref().map(|file| file.with_extension("hung"));
+        file.is_some_and(|file| std::fs::File::create_new(file).is_ok())
     }
 
     /// Takes the configured time, and fails at the configured records.
@@ -117,6 +126,11 @@ impl Counting {
             }
             if self.exit_at == Some(*record) {
                 std::process::exit(9);
+            }
+            if self.hang_at == Some(*record) && self.is_first_to_hang() {
+                loop {
+                    std::thread::park();
+                }
             }
             counts[*record as usize] += if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
         }

@@ -20,6 +20,7 @@ mod inference;
 mod lifecycle;
 mod master;
 mod metrics;
+mod own_trouble;
 mod partition;
 mod pods;
 mod refusals;

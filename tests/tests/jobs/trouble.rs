@@ -1,5 +1,5 @@
-//! Values that are not finite are never applied, written to a checkpoint or exported; a state is
-//! never lost silently, and not at all if all workers get SIGTERM.
+//! Values that are not finite are never applied, written to a checkpoint or exported; a state is not
+//! lost if all workers get SIGTERM.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -72,21 +72,6 @@ fn pair(micros_per_record: u64) -> JobFixture {
         restart_without_checkpoint: false,
         ..JobFixture::new(PROGRAMS, 2)
     }
-}
-
-#[test]
-fn a_lost_state_fails_the_job_and_is_reported_first() {
-    let fixture = pair(400);
-    let command = fixture.command(0).option("max-workers", "2");
-    let mut job = command.option("checkpoint-dir", "none").start();
-    job.wait_for("some steps", |status| status.step > 30);
-    job.signal_workers(Signal::KILL);
-    let ended = job.wait();
-    ended.assert_outcome(1, "failed");
-    let lost = ended.summary().state_lost.unwrap();
-    assert!(lost.count == 1 && lost.at_step > 0, "{lost:?}");
-    assert!(ended.output.starts_with("STATE LOST at step "), "{}", ended.output);
-    assert!(ended.output.contains("--restart-without-checkpoint"), "{}", ended.output);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import faulthandler
 import os
 import signal
 import sys
@@ -23,9 +24,20 @@ def join():
 def _join(kind):
     if _process.job is not None:
         raise RuntimeError("this process has joined its job already; call join() once")
+    _register_stacks()
     job = kind(_elasticdl.Core.join())
     _process.enter(job)
     return job
+
+
+def _register_stacks():
+    """Lets a worker that hangs write the stacks of its threads to its log."""
+    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL and sys.__stderr__ is not None:
+        try:
+            faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
+        except (OSError, ValueError, AttributeError):
+            # Standard error is closed: there is no log.
+            pass
 
 
 class Job:

@@ -51,7 +51,8 @@ impl Session {
         }
     }
 
-    pub(super) fn flush_progress(&mut self) {
+    /// Reports the commits so far.
+    pub fn flush_progress(&mut self) {
         if self.progress.records > 0 {
             let progress = std::mem::take(&mut self.progress);
             self.reports.push_back(WorkerMessage::Committed(progress));

@@ -75,7 +75,7 @@ impl Checkpointing {
                     (kept.keep as usize, kept.exclusive),
                 );
                 Some(writer.map_err(|error| {
-                    Failure::fatal(format!("no thread for checkpoints: {error}"))
+                    Failure::local(format!("no thread for checkpoints: {error}"))
                 })?)
             }
             _ => None,
@@ -99,7 +99,7 @@ fn look(
     (parameters, slots): (usize, usize),
 ) -> Result<(Locations, JobFingerprint), Failure> {
     let open = |option: &str, address: &str| {
-        Storage::open(address).map_err(|error| Failure::fatal(format!("{option} {error}")))
+        Storage::open(address).map_err(|error| Failure::local(format!("{option} {error}")))
     };
     let own =
         options.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;

@@ -20,6 +20,9 @@ impl<M: Model> Trainer<'_, M> {
     /// Evaluates these blocks and exchanges the scores with the other ranks. If the model or the
     /// data is at fault, the group ends with its state.
     pub(super) fn evaluate(&mut self, blocks: Range<u64>) -> Result<(), Stopped> {
+        // The master knows from the step that this is an evaluation, which may take long.
+        self.session.flush_progress();
+        self.send_reports();
         let mine = match self.scores(blocks) {
             Ok(scores) => scores,
             Err(Unscored::Halts(error)) => {

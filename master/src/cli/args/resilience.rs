@@ -22,7 +22,10 @@ pub(crate) struct ResilienceOptions {
     /// state.
     ///
     /// Without this option the job fails in that case and reports the lost steps. If there are
-    /// checkpoints, training resumes from the newest one, with or without this option.
+    /// checkpoints, training resumes from the newest one, with or without this option. Until the
+    /// first checkpoint is due, training begins again in any case: no more than one interval of
+    /// --checkpoint-every is repeated. For a job without checkpoints this holds for its first five
+    /// minutes.
     #[arg(long)]
     pub(crate) restart_without_checkpoint: bool,
 

@@ -68,7 +68,9 @@ impl Job {
         }
         match self.spec.checkpoints.as_ref().map(|kept| kept.every) {
             Some(CheckpointEvery::Steps(steps)) => self.data.step() <= steps.get() * 2,
-            Some(CheckpointEvery::Time(interval)) => self.trained() <= interval * 2,
+            Some(CheckpointEvery::Time(interval)) => {
+                self.trained() <= interval + interval.min(FIRST_CHECKPOINT)
+            }
             None => self.trained() <= INTERVAL_WITHOUT_CHECKPOINTS,
         }
     }
@@ -192,5 +194,7 @@ impl Job {
     }
 }
 
+/// The first checkpoint is due after this time, if the interval is longer.
+const FIRST_CHECKPOINT: Duration = Duration::from_secs(30);
 /// The default of `--checkpoint-every`.
 const INTERVAL_WITHOUT_CHECKPOINTS: Duration = Duration::from_secs(300);

@@ -209,8 +209,8 @@ fn a_state_that_is_lost_before_its_first_checkpoint_was_due_is_made_again() {
     for (every, step, ms, is_made_again) in [
         (time, 900, 3000, true),
         // The first checkpoint may still be being written.
-        (time, 900, 120_000, true),
-        (time, 900, 120_001, false),
+        (time, 900, 90_000, true),
+        (time, 900, 90_001, false),
         (steps, 20, 900_000, true),
         (steps, 21, 1, false),
         (None, 900, 300_000, true),

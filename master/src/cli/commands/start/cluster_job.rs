@@ -102,7 +102,7 @@ fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<
     })?;
     let name = match &asked.job.job_name {
         Some(name) => name.clone(),
-        None => default_name(Path::new(program.first().map_or("", String::as_str)))?,
+        None => default_name(&asked.program)?,
     };
     if program.first().is_none_or(String::is_empty) {
         return Err(Failure::usage(

@@ -60,7 +60,7 @@ impl LocalJob {
         }
         let name = match &request.job.job_name {
             Some(name) => name.clone(),
-            None => default_name(&program)?,
+            None => default_name(&request.program)?,
         };
         let spec = request.spec(name, absolute_path)?;
         let args = program_args.to_vec();

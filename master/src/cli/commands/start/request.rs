@@ -215,8 +215,13 @@ fn batch(global: Option<u64>, per_worker: Option<u64>) -> Batch {
     }
 }
 
-/// Default name of a job: the program's name without invalid characters, and random digits.
-pub(super) fn default_name(program: &Path) -> Result<String, Failure> {
+/// Default name of a job: the program's name, or that of the script that Python runs, without
+/// invalid characters, and random digits.
+pub(super) fn default_name(words: &[OsString]) -> Result<String, Failure> {
+    let is_script = |word: &&OsString| Path::new(word).extension().is_some_and(|e| e == "py");
+    let script = words.get(1..).filter(|_| is_python(words)).unwrap_or_default();
+    let program = script.iter().find(is_script).or(words.first());
+    let program = program.map_or(Path::new(""), Path::new);
     let stem = program.file_stem().unwrap_or_default().to_string_lossy().to_lowercase();
     let fit: String =
         stem.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
@@ -416,10 +421,14 @@ mod tests {
     fn the_default_name_is_valid_for_any_program() {
         for program in ["quickstart", "My_Model.v2.bin", "7up", "ünïcode", "---", &"x".repeat(200)]
         {
-            let name = default_name(Path::new(program)).unwrap();
+            let name = default_name(&[program.into()]).unwrap();
             assert_eq!(parse_job_name(&name).as_ref(), Ok(&name), "{program}");
         }
-        let name = default_name(Path::new("/bin/My_Model.bin")).unwrap();
+        let python = ["/usr/bin/python3", "-u", "/src/t.py", "other.py"].map(OsString::from);
+        assert!(default_name(&python).unwrap().starts_with("t-"));
+        let module = ["python3", "-m", "t"].map(OsString::from);
+        assert!(default_name(&module).unwrap().starts_with("python3-"));
+        let name = default_name(&["/bin/My_Model.bin".into()]).unwrap();
         assert!(name.starts_with("my-model-") && name.len() == "my-model-".len() + 6, "{name}");
     }
 }

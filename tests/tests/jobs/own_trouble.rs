@@ -1,0 +1,61 @@
+//! Trouble of one worker, its program or its host stays its own: the other workers train on.
+
+use elasticdl_proto::Cause;
+use elasticdl_tests::JobFixture;
+use rustix::process::Signal;
+
+use crate::PROGRAMS;
+
+#[test]
+fn a_worker_whose_trainer_hangs_logs_its_stacks_and_is_replaced() {
+    let fixture =
+        JobFixture { program_options: &["--hang-at", "3000"], ..JobFixture::new(PROGRAMS, 2) };
+    let ended = fixture.command(0).option("step-timeout", "2s").run();
+    ended.assert_exact("a hang");
+    assert!(ended.causes().contains(&Cause::Hung), "{:?}", ended.memberships());
+    let files = std::fs::read_dir(fixture.path("job/logs")).unwrap();
+    let logs = files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap());
+    let told = |log: &String| log.contains("this worker hangs") && log.contains("Counting");
+    assert_eq!(logs.filter(told).count(), 1);
+}
+
+#[test]
+fn replacements_without_file_descriptors_are_replaced_until_one_has_some() {
+    let limited = "case $ELASTICDL_LAUNCH in 3|4) ulimit -n 12;; esac; exec \"$@\"";
+    let fixture = JobFixture { script: Some(limited.into()), ..JobFixture::new(PROGRAMS, 2) };
+    let mut job = fixture.start(1);
+    let (_, pid) = job.members()[1];
+    elasticdl_tests::send(pid, Signal::KILL);
+    job.wait_for("a worker with descriptors", |status| {
+        status.workers.iter().any(|worker| worker.worker.0 >= 5)
+    });
+    let ended = job.wait();
+    ended.assert_exact("two launches without descriptors");
+    let summary = ended.summary();
+    assert!(summary.state_lost.is_none() && summary.workers.restarts >= 3, "{summary:?}");
+}
+
+#[test]
+fn workers_that_are_all_killed_at_the_beginning_begin_again() {
+    let fixture = JobFixture {
+        restart_without_checkpoint: false,
+        worker_timeout: None,
+        ..JobFixture::new(PROGRAMS, 2)
+    };
+    let mut job = fixture.command(0).option("max-workers", "2").start();
+    job.wait_for("some steps", |status| status.step > 10);
+    job.signal_workers(Signal::KILL);
+    let ended = job.wait();
+    ended.assert_exact("all killed at the beginning");
+    let lost = ended.summary().state_lost.unwrap();
+    assert!(lost.count == 1 && lost.at_step > 0, "{lost:?}");
+}
+
+#[test]
+fn a_program_that_ends_without_joining_is_told_at_once() {
+    let fixture = JobFixture { script: Some("exit 0".into()), ..JobFixture::new(PROGRAMS, 2) };
+    let ended = fixture.command(0).run();
+    ended.assert_outcome(1, "failed");
+    let error = ended.summary().error.as_ref().unwrap();
+    assert!(error.contains("exited with code 0 and never joined the job"), "{error}");
+}
