@@ -6,7 +6,7 @@
 //!       master.json             address of the running master; removed at its end
 //!       ca.crt, master.crt, master.key   for TLS, if the master listens on the network
 //!       logs/master.log         log of the masters
-//!       logs/worker-<launch>.log   output of one worker
+//!       logs/worker-<number>.log   output of one worker; .log.1: what it had when it was long
 //!       job.json, record.json, files.zst, processes   the persisted job: see `persisted_job`
 //!       program                 copy of the training program, made at the job's start
 //!       checkpoints/            the job's checkpoints, unless another location was chosen

@@ -43,3 +43,4 @@ mod service;
 pub mod tensorboard;
 pub mod token;
 mod worker_backend;
+mod worker_output;

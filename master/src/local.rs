@@ -17,10 +17,8 @@ mod program;
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
 use std::ffi::OsString;
-use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
@@ -119,13 +117,7 @@ impl Launcher {
     }
 
     fn spawn(&self, launch: LaunchId, index: u32) -> io::Result<Child> {
-        // The output of a program may be confidential.
-        let log = File::options()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(jobdir::worker_log(&self.logs, launch))?;
+        let log = log::create(&jobdir::worker_log(&self.logs, launch))?;
         let mut command = match self.source() {
             ProgramSource::Copy(copy) => Command::new(copy),
             ProgramSource::Replaced | ProgramSource::Original => Command::new(&self.program),
@@ -140,6 +132,10 @@ impl Launcher {
             .stdout(log.try_clone()?)
             .stderr(log)
             .process_group(0);
+        // What a program in Python prints reaches its log at once.
+        if std::env::var_os(UNBUFFERED).is_none() {
+            command.env(UNBUFFERED, "1");
+        }
         // More threads than cores would make the ranks wait for each other.
         for variable in THREADS {
             if std::env::var_os(variable).is_none() {
@@ -327,6 +323,7 @@ async fn supervise(
             "can't note the process: another master would not find it");
     }
     let start = watch_start(launcher, group, (flags, has_joined), &notify);
+    let log_path = jobdir::worker_log(&launcher.logs, launch);
     let ended = tokio::select! {
         ended = process.0.wait() => ended,
         _ = killed => {
@@ -334,6 +331,7 @@ async fn supervise(
             process.0.wait().await
         }
         never = start => match never {},
+        never = log::keep_short(&log_path) => match never {},
     };
     // Its children do not outlive it. The system does not reuse a group's id while the group has a
     // member.
@@ -350,7 +348,7 @@ async fn supervise(
         notify(BackendEvent::Explained("killed by the system, as memory ran out".into()));
     }
     let output_tail = matches!(exit, Exit::Code(_) | Exit::Signal(_))
-        .then(|| log::last_lines(&jobdir::worker_log(&launcher.logs, launch)))
+        .then(|| log::last_lines(&log_path))
         .flatten();
     ProcessExit { launch, exit, output_tail }
 }
@@ -502,6 +500,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(5);
 const HELLO_HINT: Duration = Duration::from_secs(15);
 /// How often a process that has not joined is looked at.
 const ACTIVITY_INTERVAL: Duration = Duration::from_secs(2);
+const UNBUFFERED: &str = "PYTHONUNBUFFERED";
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
 #[cfg(test)]

@@ -7,10 +7,11 @@
 //! can't print in time are dropped. Notices are also in the master's log.
 
 mod line;
+mod terminal;
 mod text;
 
-use std::io::{IsTerminal as _, Write as _, stderr};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::io::{Write as _, stderr};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
@@ -19,8 +20,10 @@ use serde_json::json;
 use tokio::sync::watch;
 
 use crate::job::{Snapshot, Time};
+use crate::worker_output::WorkerOutput;
 
 pub(crate) use line::ProgressLine;
+pub(crate) use terminal::can_redraw;
 pub(crate) use text::{format_duration, format_learning_rate, format_rate, one_line};
 
 /// Form of the lines on standard error.
@@ -47,17 +50,22 @@ impl Progress {
         Self { printer: None, publisher: None }
     }
 
-    /// Prints to standard error: as text, a bar, drawn at once, if it is a terminal, and plain
-    /// lines otherwise.
+    /// Prints to standard error: as text, a bar, drawn at once, if it is a terminal that can move
+    /// its cursor, and plain lines otherwise.
     #[must_use]
     pub fn on_stderr(format: LogFormat) -> Self {
+        Self::on_stderr_with(format, None)
+    }
+
+    /// Like [`Progress::on_stderr`], and also prints what workers print.
+    pub(crate) fn on_stderr_with(format: LogFormat, output: Option<WorkerOutput>) -> Self {
         let (lines, received) = sync_channel(LINES_MAX);
         let printer = match format {
             LogFormat::Json => Printer::Lines { format, last: None },
-            LogFormat::Text if stderr().is_terminal() => Printer::Bar(new_bar()),
+            LogFormat::Text if can_redraw(&stderr()) => Printer::Bar(new_bar()),
             LogFormat::Text => Printer::Lines { format, last: None },
         };
-        let thread = std::thread::spawn(move || print(&received, printer));
+        let thread = std::thread::spawn(move || print(&received, printer, output));
         Self { printer: Some((lines, thread)), publisher: None }
     }
 
@@ -101,6 +109,7 @@ impl Progress {
     }
 }
 
+#[derive(PartialEq)]
 enum PrinterMessage {
     Notice(Time, String),
     Progress(Time, ProgressLine),
@@ -115,8 +124,34 @@ enum Printer {
     },
 }
 
-fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer) {
-    while let Ok(line) = lines.recv() {
+impl Printer {
+    fn show_output(&self, worker: u64, text: &str) {
+        let line = format!("[worker {worker}] {text}");
+        match self {
+            Self::Bar(bar) => bar.println(line),
+            Self::Lines { format: LogFormat::Text, .. } => write_line(&line),
+            Self::Lines { format: LogFormat::Json, .. } => {
+                write_line(&json_output(SystemTime::now(), worker, text));
+            }
+        }
+    }
+}
+
+fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer, mut output: Option<WorkerOutput>) {
+    loop {
+        let received = match &output {
+            Some(_) => lines.recv_timeout(OUTPUT_INTERVAL),
+            None => lines.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        };
+        let has_ended = received == Err(RecvTimeoutError::Disconnected);
+        if let Some(output) = &mut output {
+            output.poll(has_ended, &mut |worker, text| printer.show_output(worker, text));
+        }
+        let line = match received {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => break,
+        };
         match (line, &mut printer) {
             (PrinterMessage::Notice(now, text), Printer::Bar(bar)) => {
                 bar.println(format_notice(now, &text))
@@ -184,6 +219,15 @@ fn json_notice(time: SystemTime, now: Time, text: &str) -> String {
     json_line(time, now, "event", json!({ "text": text }))
 }
 
+/// A line that a worker has printed as a JSON object in one line.
+fn json_output(time: SystemTime, worker: u64, text: &str) -> String {
+    let line = json!({
+        "time": humantime::format_rfc3339_millis(time).to_string(),
+        "kind": "output", "worker": worker, "text": text,
+    });
+    line.to_string()
+}
+
 /// A job's error as a JSON object in one line.
 pub(crate) fn json_error(time: SystemTime, now: Time, text: &str) -> String {
     json_line(time, now, "error", json!({ "text": text }))
@@ -216,6 +260,8 @@ const BAR_PARTS: u64 = 1000;
 /// Columns that the bar and the percentage take.
 const BAR_WIDTH: usize = 18;
 const LINES_MAX: usize = 256;
+/// Interval between looks at what workers print.
+const OUTPUT_INTERVAL: Duration = Duration::from_millis(200);
 const PLAIN_INTERVAL: Duration = Duration::from_secs(5);
 /// Columns of a line of progress that goes to a file or a pipe.
 const PLAIN_WIDTH: usize = 100;

@@ -52,6 +52,8 @@ pub(crate) struct Console {
     /// Errors only.
     pub(crate) quiet: bool,
     pub(crate) format: LogFormat,
+    /// Also what workers print.
+    pub(crate) tee: bool,
 }
 
 impl Console {

@@ -57,8 +57,9 @@ pub(super) fn stale_files(root: &Path) -> io::Result<Vec<PathBuf>> {
 /// Returns the logs of jobs in the folder at `path`; none if there is no such folder.
 pub(super) fn job_logs(path: &Path) -> io::Result<Vec<PathBuf>> {
     let is_log = |name: &OsString| {
-        let launch =
-            name.to_str().and_then(|name| name.strip_prefix("worker-")?.strip_suffix(".log"));
+        let launch = name.to_str().and_then(|name| {
+            name.strip_suffix(".1").unwrap_or(name).strip_prefix("worker-")?.strip_suffix(".log")
+        });
         name == MASTER_LOG || launch.is_some_and(is_number)
     };
     Ok(names_or_none(path)?.into_iter().filter(is_log).map(|name| path.join(name)).collect())

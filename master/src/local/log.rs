@@ -1,16 +1,24 @@
-//! The last lines of a worker's log.
+//! The log of a worker: its size, and its last lines.
 
-use std::fs::File;
+use std::convert::Infallible;
+use std::fs::{self, File};
 use std::io::{self, Read as _, Seek as _, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
+use std::time::Duration;
+
+use crate::worker_output::plain;
 
 /// The last lines of the log at `path` without control characters; `None` if it has none.
 pub(super) fn last_lines(path: &Path) -> Option<String> {
     // An unreadable log must not prevent the report of the process's end.
     let bytes = read_end(path).ok()?;
     let text = String::from_utf8_lossy(&bytes);
-    let printed: Vec<String> =
-        text.lines().map(plain).filter(|line| !line.trim().is_empty()).collect();
+    let printed: Vec<String> = text
+        .lines()
+        .map(|line| plain(line, LINE_BYTES_MAX))
+        .filter(|line| !line.trim().is_empty())
+        .collect();
     let last = printed[printed.len().saturating_sub(LINES_MAX)..].join("\n");
     (!last.is_empty()).then_some(last)
 }
@@ -24,37 +32,54 @@ fn read_end(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// `line` without escape sequences and other control characters, truncated.
-fn plain(line: &str) -> String {
-    let mut text = String::new();
-    let mut rest = line.chars();
-    while let Some(c) = rest.next() {
-        match c {
-            // An escape sequence such as `ESC [ 31 m` ends with a letter.
-            '\u{1b}' => drop(rest.by_ref().find(char::is_ascii_alphabetic)),
-            '\t' => text.push(' '),
-            c if c.is_control() => {}
-            c => text.push(c),
-        }
-        if text.len() >= LINE_BYTES_MAX {
-            text.push('…');
-            break;
-        }
+/// Opens an empty log at `path`. Each write goes to its end, also after it was moved away.
+pub(super) fn create(path: &Path) -> io::Result<File> {
+    // The output of a program may be confidential.
+    File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    File::options().append(true).open(path)
+}
+
+/// Moves what the log at `path` has to `path` with `.1` at its end, whenever the log has become
+/// long: a program that prints without end does not fill the disk.
+pub(super) async fn keep_short(path: &Path) -> Infallible {
+    loop {
+        tokio::time::sleep(LENGTH_INTERVAL).await;
+        let path = path.to_owned();
+        // The thread does not panic, and a log that can't be moved is looked at again.
+        let _ = tokio::task::spawn_blocking(move || shorten(&path, LOG_BYTES_MAX)).await;
     }
-    text.trim_end().to_owned()
+}
+
+/// The process goes on with the same file, so its content is copied.
+fn shorten(path: &Path, bytes_max: u64) -> io::Result<()> {
+    if path.metadata()?.len() < bytes_max {
+        return Ok(());
+    }
+    let mut earlier = path.as_os_str().to_owned();
+    earlier.push(".1");
+    // On a full disk the content is lost.
+    let copied = fs::copy(path, earlier);
+    File::options().write(true).open(path)?.set_len(0)?;
+    copied.map(drop)
 }
 
 const BYTES_MAX: u64 = 4096;
 const LINES_MAX: usize = 8;
 const LINE_BYTES_MAX: usize = 160;
+/// Interval between looks at the length of a log.
+const LENGTH_INTERVAL: Duration = Duration::from_secs(2);
+/// Length at which a log is moved away. The help of `--job-dir` has it.
+const LOG_BYTES_MAX: u64 = 32 << 20;
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
     use super::*;
 
     fn of(text: &[u8]) -> Option<String> {
         let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(&file, text).unwrap();
+        fs::write(&file, text).unwrap();
         last_lines(file.path())
     }
 
@@ -70,5 +95,21 @@ mod tests {
         assert_eq!((told.lines().count(), told.lines().last()), (LINES_MAX, Some("line 999")));
         let long = of("ü".repeat(5000).as_bytes()).unwrap();
         assert!(long.len() <= LINE_BYTES_MAX + 4 && long.ends_with('…'), "{long}");
+    }
+    #[test]
+    fn a_long_log_is_moved_away_and_its_writer_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("worker-1.log");
+        let mut log = create(&path).unwrap();
+        let read = |name: &str| fs::read_to_string(folder.path().join(name)).unwrap_or_default();
+        log.write_all(b"one\n").unwrap();
+        shorten(&path, 5).unwrap();
+        log.write_all(b"two\n").unwrap();
+        shorten(&path, 5).unwrap();
+        log.write_all(b"three\n").unwrap();
+        assert_eq!(
+            (read("worker-1.log"), read("worker-1.log.1")),
+            ("three\n".into(), "one\ntwo\n".into())
+        );
     }
 }

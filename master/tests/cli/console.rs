@@ -65,6 +65,37 @@ fn no_color_removes_all_colours_of_a_terminal() {
 }
 
 #[test]
+fn what_programs_print_is_on_the_console_and_in_the_logs_with_their_workers() {
+    let home = Home::new();
+    let options = ["--tee", "--num-workers", "1", "--max-worker-restarts", "0"];
+    let output = home.run(&job(&options, "echo from the program; exit 3"));
+    let printed = |text: &str| text.lines().any(|line| line == "[worker 1] from the program");
+    assert!(printed(&output.stderr), "{}", output.stderr);
+    let logs = home.run(&["logs", "./job", "--all"]);
+    assert!(logs.code == Some(0) && printed(&logs.stdout), "{}{}", logs.stdout, logs.stderr);
+    // The state of the job is still there for a program.
+    let status = home.run(&["status", "./job", "--json"]);
+    let json = read(&status.stdout);
+    assert_eq!((status.code, &json["has_ended"]), (Some(0), &json!(true)));
+    assert_eq!((&json["state"], &json["summary"]["state"]), (&json!("failed"), &json!("failed")));
+}
+
+#[test]
+fn a_terminal_that_only_shows_text_gets_lines() {
+    let home = Home::new();
+    let program = home.command(&[]).get_program().to_str().unwrap().to_owned();
+    let options = "--local --training-data d --job-dir job --max-worker-restarts 0";
+    let mut command = std::process::Command::new("script");
+    let line = format!("{program} train {options} -- /bin/sh -c 'exit 3'");
+    command.args(["-qec", &line, "/dev/null"]).env("TERM", "dumb");
+    command.current_dir(home.path("."));
+    let output = command.output().unwrap();
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(printed.contains(" s  the job failed: worker 1 exited with code 3"), "{printed}");
+    assert!(!printed.contains('\u{1b}'), "{printed:?}");
+}
+
+#[test]
 fn the_list_has_running_jobs_and_the_newest_ended_ones() {
     let home = Home::new();
     let create = |name: &str| JobDir::create(&home.path("state/elasticdl").join(name)).unwrap();

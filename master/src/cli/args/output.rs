@@ -49,6 +49,15 @@ pub(crate) struct OutputOptions {
     #[arg(long, value_name = "FORMAT", value_enum, default_value = "text")]
     pub(crate) log_format: LogFormatArg,
 
+    /// Also print what PROGRAM prints, each line with its worker, as `[worker 2] …`, on standard
+    /// error.
+    ///
+    /// Without it the output is in the logs of the workers only: `elasticdl logs NAME --worker 2`.
+    /// Of a program that prints a lot, a part is shown. With `--log-format json` the lines have the
+    /// kind `output` and the key `worker`.
+    #[arg(long, conflicts_with_all = ["quiet", "detach", "image"])]
+    pub(crate) tee: bool,
+
     /// Print errors only.
     #[arg(long, short)]
     pub(crate) quiet: bool,
@@ -96,6 +105,6 @@ impl OutputOptions {
             LogFormatArg::Json => LogFormat::Json,
             LogFormatArg::Text => LogFormat::Text,
         };
-        Console { quiet: self.quiet, format }
+        Console { quiet: self.quiet, format, tee: self.tee }
     }
 }

@@ -10,9 +10,9 @@ use tokio::runtime::Runtime;
 
 pub(crate) use self::follow::{FollowOutput, follow};
 use super::checkpoint_wait::CheckpointWait;
-use super::handle::{JobHandle, WatchOptions, describe_suspension};
+use super::handle::{JobHandle, JobLog, WatchOptions, describe_suspension};
 use crate::cli::process::{Failure, new_runtime};
-use crate::cli::render::{Paths, summary_to_table};
+use crate::cli::render::{JobEnd, Paths, summary_to_table};
 use crate::dashboard::{StoredHistory, report_of};
 use crate::job::LaunchId;
 use crate::kube::anchor::{
@@ -95,6 +95,21 @@ impl ClusterHandle {
         )
     }
 
+    /// What prints the logs of all workers in a cluster.
+    fn logs_by_kubectl(&self, follow: bool) -> Failure {
+        let uid = self.runtime.block_on(self.anchor.read()).map(|anchor| anchor.metadata.uid);
+        match uid {
+            Err(error) => error.into(),
+            Ok(uid) => Failure::usage(format!(
+                "in a cluster --all is done by: kubectl logs --namespace {} --selector {} --prefix \
+                 --max-log-requests 100{}",
+                self.cluster.namespace,
+                objects::worker_selector(&uid.unwrap_or_default()),
+                if follow { " --follow" } else { " --tail -1" }
+            )),
+        }
+    }
+
     /// The status in `data`. Without one the error says what keeps the master from reporting one.
     fn reported(&self, data: &Data, obstacle: Option<String>) -> Result<Status, Failure> {
         let text = data.get(STATUS).ok_or_else(|| {
@@ -115,6 +130,15 @@ impl JobHandle for ClusterHandle {
             Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
         })?;
         Ok(Some(summary_to_table(&summary, Paths::default())))
+    }
+
+    fn ended_json(&self) -> Result<Option<String>, Failure> {
+        let data = self.data()?;
+        let Some(json) = data.get(SUMMARY) else { return Ok(None) };
+        let end = JobEnd::parse(json.as_bytes(), known_status(&data)).map_err(|e| {
+            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
+        })?;
+        Ok(Some(end.to_json()))
     }
 
     /// Returns the status that the master has written last.
@@ -269,11 +293,15 @@ impl JobHandle for ClusterHandle {
 
     fn logs(
         &self,
-        launch: Option<LaunchId>,
+        log: JobLog,
         follow: bool,
         write: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Result<(), Failure> {
-        let source = launch.map_or(LogSource::Master, LogSource::Worker);
+        let source = match log {
+            JobLog::Master => LogSource::Master,
+            JobLog::Worker(launch) => LogSource::Worker(launch),
+            JobLog::Workers => return Err(self.logs_by_kubectl(follow)),
+        };
         let copied = logs::copy(&self.cluster, &self.anchor, &self.name, source, follow, write);
         Ok(self.runtime.block_on(copied)?)
     }

@@ -15,6 +15,9 @@ pub(crate) trait JobHandle {
     /// The summary of the job as a table, if the job has ended.
     fn ended(&self) -> Result<Option<String>, Failure>;
 
+    /// The last status of the job and its summary as JSON, if the job has ended.
+    fn ended_json(&self) -> Result<Option<String>, Failure>;
+
     /// Shows the job until it ends. Returns the exit code.
     fn watch(&self, options: &WatchOptions) -> Result<u8, Failure>;
 
@@ -41,14 +44,25 @@ pub(crate) trait JobHandle {
     /// Deletes the job. Returns what was done, as text.
     fn delete(&self) -> Result<String, Failure>;
 
-    /// Passes the log of the worker of `launch`, or of the master, to `write` until it returns
-    /// false; with `follow`, until the writer of the log ends.
+    /// Passes a log to `write` until it returns false; with `follow`, until the writer of the log
+    /// ends.
     fn logs(
         &self,
-        launch: Option<LaunchId>,
+        log: JobLog,
         follow: bool,
         write: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Result<(), Failure>;
+}
+
+/// A log of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum JobLog {
+    /// That of its master.
+    Master,
+    /// That of a worker.
+    Worker(LaunchId),
+    /// Those of all workers, with their numbers.
+    Workers,
 }
 
 /// How [`JobHandle::watch`] shows a job.

@@ -5,8 +5,8 @@ mod report;
 mod watch;
 
 use std::fs;
-use std::io::Read as _;
-use std::path::PathBuf;
+use std::io::{Read as _, Seek as _};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use elasticdl_proto::wire::{CheckpointRequest, ScaleRequest, SuspendRequest};
@@ -14,12 +14,12 @@ use elasticdl_proto::{Status, Summary};
 
 use self::connection::{Connection, to_failure};
 use super::checkpoint_wait::CheckpointWait;
-use super::handle::{JobHandle, WatchOptions, describe_suspension};
+use super::handle::{JobHandle, JobLog, WatchOptions, describe_suspension};
 use crate::cli::process::{Failure, new_runtime, print};
-use crate::cli::render::{Paths, summary_to_table};
-use crate::dashboard::DashboardKey;
-use crate::job::LaunchId;
+use crate::cli::render::{JobEnd, Paths, summary_to_table};
+use crate::dashboard::{DashboardKey, StoredHistory};
 use crate::jobdir::{self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted};
+use crate::worker_output::WorkerOutput;
 
 /// A job of this machine.
 pub(super) struct LocalHandle {
@@ -33,6 +33,22 @@ impl LocalHandle {
 
     async fn connect(&self) -> Result<Connection, Failure> {
         Connection::open(&self.root).await.map_err(|error| error.to_failure(&self.root))
+    }
+
+    /// Passes the lines of all workers to `write`.
+    fn copy_all_logs(&self, folder: PathBuf, follow: bool, write: &mut dyn FnMut(&[u8]) -> bool) {
+        let mut output = WorkerOutput::all(folder);
+        loop {
+            let is_running = follow && jobdir::look_up(&self.root).is_ok();
+            let mut is_wanted = true;
+            output.poll(!is_running, &mut |worker, line| {
+                is_wanted = is_wanted && write(format!("[worker {worker}] {line}\n").as_bytes());
+            });
+            if !is_wanted || !is_running {
+                return;
+            }
+            std::thread::sleep(LOG_POLL);
+        }
     }
 
     fn refused(&self, status: tonic::Status) -> Failure {
@@ -63,6 +79,14 @@ impl JobHandle for LocalHandle {
         let logs = self.root.join("logs");
         let paths = Paths { logs: Some(&logs), summary: Some(&path) };
         Ok(Some(summary_to_table(&summary, paths)))
+    }
+
+    fn ended_json(&self) -> Result<Option<String>, Failure> {
+        let Err(LookupError::NotRunning { summary: Some(path), .. }) = jobdir::look_up(&self.root)
+        else {
+            return Ok(None);
+        };
+        JobEnd::read(&path, stored_status(&self.root)).map(|end| Some(end.to_json()))
     }
 
     fn watch(&self, options: &WatchOptions) -> Result<u8, Failure> {
@@ -179,7 +203,7 @@ impl JobHandle for LocalHandle {
 
     fn logs(
         &self,
-        launch: Option<LaunchId>,
+        log: JobLog,
         follow: bool,
         write: &mut dyn FnMut(&[u8]) -> bool,
     ) -> Result<(), Failure> {
@@ -187,9 +211,13 @@ impl JobHandle for LocalHandle {
             return Err(Failure::usage(error.to_string()));
         }
         let folder = self.root.join("logs");
-        let path = match launch {
-            Some(launch) => jobdir::worker_log(&folder, launch),
-            None => folder.join("master.log"),
+        let path = match log {
+            JobLog::Worker(launch) => jobdir::worker_log(&folder, launch),
+            JobLog::Master => folder.join("master.log"),
+            JobLog::Workers => {
+                self.copy_all_logs(folder, follow, write);
+                return Ok(());
+            }
         };
         let failed =
             |e: std::io::Error| Failure::usage(format!("can't read {}: {e}", path.display()));
@@ -198,6 +226,10 @@ impl JobHandle for LocalHandle {
         loop {
             let is_running = follow && jobdir::look_up(&self.root).is_ok();
             bytes.clear();
+            if file.metadata().map_err(failed)?.len() < file.stream_position().map_err(failed)? {
+                // The log was moved away, and begins anew.
+                file.rewind().map_err(failed)?;
+            }
             file.read_to_end(&mut bytes).map_err(failed)?;
             if !write(&bytes) || !is_running {
                 return Ok(());
@@ -205,6 +237,12 @@ impl JobHandle for LocalHandle {
             std::thread::sleep(LOG_POLL);
         }
     }
+}
+
+/// The last status that the master of the job in `root` has stored, if this release can read it.
+fn stored_status(root: &Path) -> Option<Status> {
+    let stored = StoredHistory::read(&jobdir::history_path(root));
+    stored.ok().flatten().map(|stored| stored.status)
 }
 
 /// Interval between status requests while a checkpoint is awaited.

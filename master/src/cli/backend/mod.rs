@@ -8,6 +8,6 @@ mod local;
 mod lookup;
 
 pub(super) use cluster::{FollowOutput, follow};
-pub(super) use handle::WatchOptions;
+pub(super) use handle::{JobLog, WatchOptions};
 pub(super) use list::{cluster_jobs, local_jobs};
 pub(super) use lookup::find;

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use crate::cli::args::ClusterTarget;
-use crate::cli::backend;
+use crate::cli::backend::{self, JobLog};
 use crate::cli::process::{EXIT_OK, Failure};
 use crate::job::LaunchId;
 
@@ -17,9 +17,15 @@ pub(crate) struct LogsArgs {
     #[arg(value_name = "JOB")]
     pub(crate) job: PathBuf,
 
-    /// Print the log of the worker of this launch. [default: the master]
-    #[arg(long, value_name = "LAUNCH")]
-    pub(crate) launch: Option<u64>,
+    /// Print the log of this worker: what PROGRAM printed there. [default: the master]
+    ///
+    /// `elasticdl status` and the events of a job have the numbers.
+    #[arg(long, alias = "launch", value_name = "N")]
+    pub(crate) worker: Option<u64>,
+
+    /// Print the logs of all workers, each line with its worker, as `[worker 2] …`.
+    #[arg(long, conflicts_with = "worker")]
+    pub(crate) all: bool,
 
     /// Continue to print lines as they are written.
     #[arg(long, short)]
@@ -33,5 +39,10 @@ pub(crate) struct LogsArgs {
 pub(super) fn logs(args: &LogsArgs) -> Result<u8, Failure> {
     let job = backend::find(&args.job, &args.target.choice())?;
     let mut write = |bytes: &[u8]| stdout().write_all(bytes).is_ok();
-    job.logs(args.launch.map(LaunchId), args.follow, &mut write).map(|()| EXIT_OK)
+    let log = match args.worker {
+        Some(worker) => JobLog::Worker(LaunchId(worker)),
+        None if args.all => JobLog::Workers,
+        None => JobLog::Master,
+    };
+    job.logs(log, args.follow, &mut write).map(|()| EXIT_OK)
 }

@@ -9,7 +9,7 @@ use clap::Args;
 use crate::cli::args::{ClusterTarget, parse_interval, parse_timeout};
 use crate::cli::backend::{self, WatchOptions};
 use crate::cli::process::{Failure, print};
-use crate::cli::render::to_table;
+use crate::cli::render::{status_to_json, to_table};
 
 /// Arguments of `elasticdl status`.
 #[derive(Args, Debug)]
@@ -51,7 +51,8 @@ JSON (keys are stable; null for values that do not apply or are not known yet):
   job, state            state: queued (by a scheduler with queues), starting, resuming (after the
                         master died), waiting (too few workers), running, suspending, suspended,
                         stopping, ending; in a cluster also `no master`: nobody keeps the status up
-                        to date, and the last event says since when and why; with --watch at last: completed, failed, refused, stopped
+                        to date, and the last event says since when and why; of a job that has
+                        ended: completed, failed, refused, stopped
   progress              0 to 1
   generation, step      the newest membership; steps committed
   epoch, epochs         the first epoch that is not complete, from 0; number of epochs
@@ -90,12 +91,13 @@ JSON (keys are stable; null for values that do not apply or are not known yet):
                         at_step, lost, left, joined, gap_ms, detect_ms, abort_ms, agree_ms,
                         connect_ms, state_ms, first_step_ms}
   events[]              the last 20 event lines; events_emitted: number of all event lines
+  has_ended, summary    whether the job is over; then its summary (as in DIR/summary.json), else null
   events_at_s[]         in a cluster: age of the job at each event, in seconds
 
 Exit codes:
   0    the status was printed, or the summary of a job that has ended; with --watch: the job has
        ended, in whatever state
-  1    the job is not running (with --json also if it has ended), or no master has appeared in time
+  1    no master answers, or none has appeared in time
   2    invalid command line, or no such job";
 
 /// Prints a job's status. Returns the exit code.
@@ -105,9 +107,9 @@ pub(super) fn status(args: &StatusArgs) -> Result<u8, Failure> {
     if args.watch {
         return job.watch(&WatchOptions { interval, master_timeout, json });
     }
-    if !json && let Some(summary) = job.ended()? {
-        return print(&summary);
+    if let Some(end) = if json { job.ended_json()? } else { job.ended()? } {
+        return print(&end);
     }
     let status = job.status()?;
-    print(&if json { status.to_pretty_json() } else { to_table(&status) })
+    print(&if json { status_to_json(&status) } else { to_table(&status) })
 }

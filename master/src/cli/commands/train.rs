@@ -34,8 +34,8 @@ pub(crate) struct TrainArgs {
     /// Resume a job whose master died: the job's name, or the path of its directory (with a `/`).
     ///
     /// The workers have continued to train for up to --master-timeout. They keep their state and
-    /// are not restarted. The job keeps its options; only --quiet, --log-format
-    /// and --detach can be given.
+    /// are not restarted. The job keeps its options; only --quiet, --log-format,
+    /// --tee and --detach can be given.
     #[arg(long, value_name = "JOB")]
     pub(crate) resume: Option<PathBuf>,
 
@@ -75,7 +75,7 @@ impl From<TrainArgs> for StartRequest {
 /// Makes an option conflict with `--resume`: the job keeps the options that it was started with.
 fn not_with_resume(arg: Arg) -> Arg {
     match arg.get_id().as_str() {
-        "resume" | "local" | "detach" | "log_format" | "quiet" => arg,
+        "resume" | "local" | "detach" | "log_format" | "quiet" | "tee" => arg,
         _ => arg.conflicts_with("resume"),
     }
 }

@@ -18,4 +18,4 @@ pub(crate) use summary::{
     to_table as summary_to_table, warnings,
 };
 pub(crate) use table::to_table;
-pub(crate) use watch::{Display, JobEnd};
+pub(crate) use watch::{Display, JobEnd, status_to_json};

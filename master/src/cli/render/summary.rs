@@ -120,7 +120,7 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         row(out, "storage", &waited);
     }
     let workers = &summary.workers;
-    let restarts = counted(workers.restarts.into(), "restart");
+    let restarts = counted(workers.restarts, "restart");
     let counts = format!("peak {}, final {}, {restarts}", workers.peak, workers.last);
     row(out, "workers", &counts);
     if let Some(digest) = &summary.digest {

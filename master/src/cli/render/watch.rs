@@ -1,17 +1,18 @@
 //! What `elasticdl status --watch` shows of a job of this machine.
 
 use std::fs;
-use std::io::{IsTerminal as _, stdout};
+use std::io::stdout;
 use std::path::{Path, PathBuf};
 
 use elasticdl_proto::Status;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use super::table::to_table;
 use crate::cli::process::{Failure, print};
 use crate::job::format_value;
-use crate::progress::{format_rate, one_line};
+use crate::progress::{can_redraw, format_rate, one_line};
 
 /// Fields of the summary that are printed at the end of a job.
 #[derive(Debug, Deserialize)]
@@ -25,6 +26,40 @@ pub(crate) struct JobEnd {
     error: Option<String>,
     #[serde(skip)]
     path: PathBuf,
+    /// The whole summary.
+    #[serde(skip)]
+    summary: Value,
+    /// The last status that the master has stored.
+    #[serde(skip)]
+    last: Option<Status>,
+}
+
+/// What `elasticdl status --json` prints: the status, and the summary of a job that has ended.
+#[derive(Serialize)]
+struct StatusDocument<'a> {
+    #[serde(flatten)]
+    status: &'a Status,
+    has_ended: bool,
+    summary: Option<&'a Value>,
+}
+
+impl<'a> StatusDocument<'a> {
+    fn running(status: &'a Status) -> Self {
+        Self { status, has_ended: false, summary: None }
+    }
+
+    fn to_line(&self) -> String {
+        serde_json::to_string(self).expect("its keys are strings") + "\n"
+    }
+
+    fn to_pretty(&self) -> String {
+        serde_json::to_string_pretty(self).expect("its keys are strings") + "\n"
+    }
+}
+
+/// The status of a running job as indented JSON.
+pub(crate) fn status_to_json(status: &Status) -> String {
+    StatusDocument::running(status).to_pretty()
 }
 
 #[derive(Debug, Deserialize)]
@@ -34,7 +69,8 @@ struct JobEndRecords {
 }
 
 impl JobEnd {
-    pub(crate) fn read(path: &Path) -> Result<Self, Failure> {
+    /// Reads the summary at `path` of a job whose last status is known or not.
+    pub(crate) fn read(path: &Path, last: Option<Status>) -> Result<Self, Failure> {
         let unreadable = |e: &dyn std::fmt::Display| {
             Failure::failed(format!(
                 "the job has ended, but its summary {} can't be read: {e}",
@@ -42,8 +78,24 @@ impl JobEnd {
             ))
         };
         let bytes = fs::read(path).map_err(|e| unreadable(&e))?;
-        let ending: Self = serde_json::from_slice(&bytes).map_err(|e| unreadable(&e))?;
+        let ending = Self::parse(&bytes, last).map_err(|e| unreadable(&e))?;
         Ok(Self { path: path.into(), ..ending })
+    }
+
+    /// The end of a job with this summary.
+    pub(crate) fn parse(summary: &[u8], last: Option<Status>) -> serde_json::Result<Self> {
+        let ending: Self = serde_json::from_slice(summary)?;
+        Ok(Self { summary: serde_json::from_slice(summary)?, last, ..ending })
+    }
+
+    /// The final status and the summary as indented JSON.
+    pub(crate) fn to_json(&self) -> String {
+        let status = self.to_status(None);
+        self.document(&status).to_pretty()
+    }
+
+    fn document<'a>(&'a self, status: &'a Status) -> StatusDocument<'a> {
+        StatusDocument { status, has_ended: true, summary: Some(&self.summary) }
     }
 
     /// The end of the job in one line.
@@ -62,9 +114,9 @@ impl JobEnd {
         )
     }
 
-    /// The final status, based on the `last` one.
+    /// The final status, based on the `last` one that was seen, or else stored.
     fn to_status(&self, last: Option<Status>) -> Status {
-        let last = last.unwrap_or_default();
+        let last = last.or_else(|| self.last.clone()).unwrap_or_default();
         Status {
             job: self.job.clone(),
             state: self.state.clone().into(),
@@ -106,7 +158,7 @@ impl Display {
         if json {
             return Self::Json { last: None };
         }
-        if !stdout().is_terminal() {
+        if !can_redraw(&stdout()) {
             return Self::Lines { reported: None };
         }
         let style = ProgressStyle::with_template("{msg}").expect("the template is valid");
@@ -118,7 +170,7 @@ impl Display {
     pub(crate) fn show(&mut self, status: Status) -> Result<(), Failure> {
         match self {
             Self::Json { last } => {
-                print(&status.to_json_line())?;
+                print(&StatusDocument::running(&status).to_line())?;
                 *last = Some(Box::new(status));
             }
             Self::Lines { reported } => {
@@ -151,7 +203,9 @@ impl Display {
 
     pub(crate) fn end(self, ending: &JobEnd) -> Result<(), Failure> {
         let text = match self {
-            Self::Json { last } => ending.to_status(last.map(|last| *last)).to_json_line(),
+            Self::Json { last } => {
+                ending.document(&ending.to_status(last.map(|last| *last))).to_line()
+            }
             Self::Lines { .. } => ending.describe() + "\n",
             Self::Table { bar, .. } => {
                 bar.abandon();
@@ -258,6 +312,8 @@ mod tests {
             records: JobEndRecords { expected: 1920, counted: 1920 },
             error: None,
             path: "/j/summary.json".into(),
+            summary: Value::Null,
+            last: None,
         };
         let expected = "job mnist: completed after 1.25 s, 30 steps, 1920 of 1920 records; \
                         the summary is in /j/summary.json";
@@ -270,5 +326,23 @@ mod tests {
         );
         let unseen = ending.to_status(None);
         assert_eq!((&*unseen.state, unseen.records_expected), ("completed", 1920));
+    }
+
+    #[test]
+    fn the_json_of_an_ended_job_has_the_keys_of_a_running_one_and_its_summary() {
+        let keys = |json: &str| {
+            let read: serde_json::Map<String, Value> = serde_json::from_str(json).unwrap();
+            (read.keys().cloned().collect::<Vec<_>>(), read)
+        };
+        let summary = br#"{"job": "mnist", "state": "stopped", "steps": 7, "epochs": 0,
+            "wall_s": 1.5, "records": {"expected": 9, "counted": 7}, "digest": "d"}"#;
+        let ended = JobEnd::parse(summary, Some(reply())).unwrap();
+        let ((all, end), (running, now)) =
+            (keys(&ended.to_json()), keys(&status_to_json(&reply())));
+        assert_eq!(all, running);
+        assert_eq!((&end["has_ended"], &now["has_ended"]), (&true.into(), &false.into()));
+        assert_eq!((&end["state"], &end["step"]), (&"stopped".into(), &7.into()));
+        assert_eq!((&end["run_id"], &end["summary"]["digest"]), (&now["run_id"], &"d".into()));
+        assert_eq!(now["summary"], Value::Null);
     }
 }

@@ -24,7 +24,7 @@ pub(super) async fn watch(root: &Path, options: &WatchOptions) -> Result<u8, Fai
     loop {
         match query(root, &mut connection).await {
             StatusQuery::Ended(path) => {
-                display.end(&JobEnd::read(&path)?)?;
+                display.end(&JobEnd::read(&path, super::stored_status(root))?)?;
                 return Ok(EXIT_OK);
             }
             StatusQuery::Failed(failure) => return Err(failure),

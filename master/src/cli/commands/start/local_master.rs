@@ -30,6 +30,7 @@ use crate::metrics;
 use crate::mlflow::{self, Tracking};
 use crate::progress::Progress;
 use crate::tensorboard::{self, EventFile};
+use crate::worker_output::WorkerOutput;
 
 /// Runs a new job. Returns the exit code.
 pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
@@ -105,7 +106,11 @@ async fn lead(
     dir.publish(address, dashboard).map_err(|e| Failure::failed(e.to_string()))?;
     let mut signals = Signals::new().map_err(cannot("handle signals"))?;
     let (publish, published) = watch::channel(None);
-    let progress = console.progress().map_or_else(Progress::quiet, Progress::on_stderr);
+    let output = console.tee.then(|| WorkerOutput::from_now(dir.logs()));
+    let progress = match console.progress() {
+        Some(format) => Progress::on_stderr_with(format, output),
+        None => Progress::quiet(),
+    };
     let progress = progress.publishing(publish);
     if let Some(address) = metrics {
         let text = format!("metrics at http://{address}/metrics");
