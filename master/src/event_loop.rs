@@ -421,11 +421,10 @@ impl Master {
     fn show(&mut self) {
         let snapshot = self.job.snapshot(self.now());
         let status = &snapshot.status;
-        // The persisted step may lag behind the job's step, but by `PERSISTED_STEP_AGE_MAX` at
-        // most.
-        let is_behind = status.step != self.last_write.step
-            && self.last_write.at.elapsed() >= PERSISTED_STEP_AGE_MAX;
-        if is_behind && self.job_store.saves_steps() {
+        // The persisted step lags behind the job's by `PERSISTED_STEP_AGE_MAX` at most.
+        let is_behind = self.job_store.saves_steps() && status.step != self.last_write.step;
+        let is_old = self.last_write.at.elapsed() >= PERSISTED_STEP_AGE_MAX;
+        if is_old && (is_behind || self.job_store.has_failed()) {
             self.last_write.revision = 0;
         }
         self.progress.show(self.now(), snapshot);
@@ -435,7 +434,8 @@ impl Master {
     fn persist(&mut self) {
         let revision = self.job.version();
         if revision != self.last_write.revision {
-            self.job_store.save(&self.job);
+            let news = self.job_store.save(&self.job);
+            news.into_iter().for_each(|text| self.progress.notice(self.now(), text));
             let step = self.job.step();
             self.last_write = LastWrite { revision, step, at: Instant::now() };
         }

@@ -17,15 +17,22 @@ pub(crate) enum JobStore {
 }
 
 impl JobStore {
-    /// Persists what a successor must know about the actions that follow.
-    pub(crate) fn save(&mut self, job: &Job) {
+    /// Persists what a successor must know about the actions that follow. Returns what the user
+    /// should know about it.
+    pub(crate) fn save(&mut self, job: &Job) -> Option<String> {
         match self {
             Self::Anchor(keeper) => {
-                keeper.submit(job.version(), job.durable_before(), job.to_persisted())
+                keeper.submit(job.version(), job.durable_before(), job.to_persisted());
+                None
             }
             Self::File(file) => file.write(&job.to_persisted()),
-            Self::Nothing => {}
+            Self::Nothing => None,
         }
+    }
+
+    /// Whether the newest write has failed and is to be tried again.
+    pub(crate) fn has_failed(&self) -> bool {
+        matches!(self, Self::File(file) if file.has_failed())
     }
 
     /// Whether a new step alone is worth a write. Not in a cluster, where each write is a call to

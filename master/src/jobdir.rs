@@ -7,11 +7,13 @@
 //!       ca.crt, master.crt, master.key   for TLS, if the master listens on the network
 //!       logs/master.log         log of the masters
 //!       logs/worker-<number>.log   output of one worker; .log.1: what it had when it was long
-//!       job.json, record.json, files.zst, processes   the persisted job: see `persisted_job`
+//!       job.json, record.json, record.spare, files.zst, processes   the persisted job: see
+//!                               `persisted_job`
 //!       program                 copy of the training program, made at the job's start
 //!       checkpoints/            the job's checkpoints, unless another location was chosen
 //!       history.json            curves and lifetimes of workers, for the dashboard and the report
 //!       summary.json            result of the job
+//!       best.safetensors, model.safetensors   models that could not be exported to their places
 //! ```
 //!
 //! **Invariant:** only the process that holds the lock writes here. Files are written atomically.
@@ -19,6 +21,7 @@
 mod certificates;
 mod contents;
 mod deletion;
+mod earlier;
 mod error;
 mod files;
 mod lock;
@@ -26,6 +29,7 @@ mod lookup;
 mod notes;
 mod persisted_job;
 mod processes;
+mod record_file;
 
 use std::fs::{self, File};
 use std::net::SocketAddr;
@@ -35,6 +39,7 @@ use std::path::{Path, PathBuf};
 pub use self::certificates::MASTER_DNS_NAME;
 pub(crate) use self::certificates::ca_path;
 pub use self::deletion::{DeleteError, delete};
+pub use self::earlier::{EarlierJob, earlier_job, has_begun};
 pub use self::error::JobDirError;
 pub(crate) use self::files::{CHECKPOINTS, quoted};
 use self::files::{HISTORY, LOGS, MASTER, MASTER_LOG, PROGRAM, SUMMARY, TOKEN};
@@ -46,7 +51,7 @@ pub use self::persisted_job::{
     AbandonedJob, JobStart, PersistedJobFile, ResumeError, is_abandoned,
 };
 use self::processes::refuse_if_workers_live;
-pub use self::processes::{StopError, StopTarget, is_running, stop};
+pub use self::processes::{StopError, StopTarget, count_workers, is_running, stop};
 use crate::job::LaunchId;
 use crate::local::ProcessIdentity;
 pub use crate::persisted_format::OtherFormat;

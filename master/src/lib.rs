@@ -34,6 +34,7 @@ pub mod kube;
 pub mod limits;
 pub mod listener;
 pub mod local;
+mod log_output;
 pub mod metrics;
 pub mod mlflow;
 mod persisted_format;

@@ -74,6 +74,7 @@ impl Launcher {
         master_timeout: Duration,
     ) -> Self {
         let mut env = vec![
+            ("ELASTICDL_JOB_DIR".into(), dir.path().into()),
             ("ELASTICDL_TOKEN_FILE".into(), dir.token_path().into()),
             ("ELASTICDL_MASTER_TIMEOUT_MS".into(), master_timeout.as_millis().to_string().into()),
         ];
@@ -117,7 +118,11 @@ impl Launcher {
     }
 
     fn spawn(&self, launch: LaunchId, index: u32) -> io::Result<Child> {
-        let log = log::create(&jobdir::worker_log(&self.logs, launch))?;
+        let log = log::create(&jobdir::worker_log(&self.logs, launch)).or_else(|error| {
+            // A full disk: a worker without a log trains as well.
+            warn!(launch = launch.0, %error, "the worker's output is not kept");
+            std::fs::File::options().write(true).open("/dev/null")
+        })?;
         let mut command = match self.source() {
             ProgramSource::Copy(copy) => Command::new(copy),
             ProgramSource::Replaced | ProgramSource::Original => Command::new(&self.program),

@@ -13,7 +13,7 @@ mod text;
 use std::io::{Write as _, stderr};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
@@ -94,10 +94,18 @@ impl Progress {
         self.send(PrinterMessage::Notice(now, text));
     }
 
-    /// Prints the remaining notices and clears the bar.
+    /// Prints the remaining notices and clears the bar, unless nobody reads them.
     pub fn end(self) {
         if let Some((lines, thread)) = self.printer {
             drop(lines);
+            let deadline = Instant::now() + END_PATIENCE;
+            while !thread.is_finished() {
+                // The job's summary is still to be written.
+                if Instant::now() >= deadline {
+                    return;
+                }
+                std::thread::sleep(END_POLL);
+            }
             thread.join().expect("the printing thread doesn't panic");
         }
     }
@@ -259,6 +267,9 @@ fn write_line(line: &str) {
 const BAR_PARTS: u64 = 1000;
 /// Columns that the bar and the percentage take.
 const BAR_WIDTH: usize = 18;
+/// How long a reader of standard error is awaited at the end.
+const END_PATIENCE: Duration = Duration::from_secs(5);
+const END_POLL: Duration = Duration::from_millis(5);
 const LINES_MAX: usize = 256;
 /// Interval between looks at what workers print.
 const OUTPUT_INTERVAL: Duration = Duration::from_millis(200);

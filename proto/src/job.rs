@@ -208,6 +208,13 @@ pub enum Work {
     },
 }
 
+/// Where a job that fails writes its model: beside `export`, which may hold the model of an earlier,
+/// good job.
+#[must_use]
+pub fn failed_export(export: &str) -> String {
+    format!("{export}.failed")
+}
+
 impl Work {
     /// Whether workers form a group, and take steps together.
     #[must_use]

@@ -22,7 +22,7 @@ pub use files::{FileLimits, FileList, FileListError, Files, ListedFile};
 pub use ids::{Generation, LaunchId, WorkerId};
 pub use job::{
     Batch, CheckpointEvery, CheckpointSpec, DATA_OF_PROGRAM, Deterministic, Format, LinkEncryption,
-    Shuffle, ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions,
+    Shuffle, ShuffleMode, ValidationSpec, Welcome, WireDtype, Work, WorkerOptions, failed_export,
 };
 pub use ledger::Ledger;
 pub use members::Members;

@@ -41,6 +41,13 @@ pub enum WorkerMessage {
         /// Whether the suspect answered no dial; otherwise an established link ended.
         unreachable: bool,
     },
+    /// The best model so far was exported, or could not be (from the group's lowest rank).
+    BestExport {
+        /// Steps that it contains.
+        step: u64,
+        /// The store's error.
+        error: Option<String>,
+    },
     /// What became of a checkpoint.
     Checkpoint(CheckpointNews),
     /// The group has committed more (from its lowest rank).

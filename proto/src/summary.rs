@@ -252,6 +252,9 @@ pub struct EvaluationsSummary {
     pub best: Option<BestEvaluation>,
     /// Whether training stopped early because evaluations did not improve.
     pub stopped_early: bool,
+    /// Why the best model could not be exported, if its newest export failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub export_error: Option<String>,
 }
 
 /// The best evaluation.
@@ -413,6 +416,7 @@ pub(crate) mod tests {
                     export: Some("/best".into()),
                 }),
                 stopped_early: true,
+                export_error: None,
             }),
             checkpoints: Some(checkpoints()),
             failed_shards: vec![FailedShard {

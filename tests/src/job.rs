@@ -80,7 +80,7 @@ impl Command {
     pub fn start(self) -> Running {
         let starter = [self.starter, vec![self.elasticdl.into()]].concat();
         let child = command(&starter)
-            .args([self.verb, "--local", "--job-dir"])
+            .args([self.verb, "--local", "--replace", "--job-dir"])
             .arg(&self.job_dir)
             .args(&self.options)
             .arg("--")

@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use elasticdl_collective::nccl::exit_at_once;
 use elasticdl_collective::{Fence, Joiners, Progress};
 use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
 use elasticdl_proto::wire::master_client::MasterClient;
@@ -336,7 +337,8 @@ impl Stream {
             }
         };
         tracing::error!(reason, "this worker ends");
-        std::process::exit(EXIT_MASTER_LOST);
+        // Destructors of a C++ library would run beside its threads.
+        exit_at_once(EXIT_MASTER_LOST);
     }
 
     /// Searches for a master, as the worker that this one is now.
@@ -442,7 +444,7 @@ fn leave_in_time(timeout: Duration) {
     tokio::spawn(async move {
         tokio::time::sleep(timeout).await;
         tracing::warn!("the group did not release this worker in time");
-        std::process::exit(EXIT_TERMINATED);
+        exit_at_once(EXIT_TERMINATED);
     });
 }
 

@@ -27,6 +27,8 @@ pub(crate) struct Environment {
     pub(crate) master_timeout: Duration,
     /// Where this process runs.
     pub(crate) location: Location,
+    /// The job's directory on this machine, in a local job.
+    pub(crate) job_dir: Option<String>,
 }
 
 /// Requirements on the certificate that a master presents over TLS.
@@ -103,6 +105,7 @@ impl Environment {
                 rack: variable("ELASTICDL_RACK").unwrap_or_default(),
                 node: variable("ELASTICDL_NODE_NAME").unwrap_or_default(),
             },
+            job_dir: variable("ELASTICDL_JOB_DIR"),
         })
     }
 

@@ -28,6 +28,7 @@ pub mod device;
 mod donor;
 mod environment;
 mod exact_sum;
+mod exports;
 #[doc(hidden)]
 pub mod external;
 mod failure;
@@ -37,6 +38,7 @@ pub mod fuzzing;
 mod gap;
 pub mod guide;
 mod inference;
+mod log_output;
 mod messages;
 mod metrics;
 mod model;

@@ -2,23 +2,27 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::num::NonZeroU64;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use elasticdl_collective::{Endpoint, Secret, nccl};
 use elasticdl_proto::{
     Deterministic, LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work, WorkerMessage,
     WorkerOptions,
 };
+use rustix::process::{Resource, getrlimit, setrlimit};
 
 use crate::control::{Control, dataset};
 use crate::conversion::Conversion;
 use crate::device::DeviceState;
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::exact_sum::ExactSum;
+use crate::exports::{ExportPlaces, Exports};
 use crate::failure::{Failure, call_user};
 use crate::inference;
+use crate::log_output::log;
 use crate::messages::ControlEvent;
 use crate::model::Model;
 use crate::ordered_reader::{OrderedReader, order_of};
@@ -30,7 +34,7 @@ use crate::split::open_reader;
 use crate::supervisor::{self, Supervisor};
 use crate::tensors::{HostState, Tensors};
 use crate::trained_model;
-use crate::trainer::{Checkpointing, Exports, Trainer, TrainerParts, Validation};
+use crate::trainer::{Checkpointing, Trainer, TrainerParts, Validation};
 use crate::weights;
 
 /// Runs this process as a worker of the job that launched it and trains `model`. It is the whole
@@ -92,18 +96,6 @@ pub fn run<M: Model>(mut model: M) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// Sets up logging to the standard error stream. `filter`: unless `ELASTICDL_LOG` is set.
-pub(crate) fn log(filter: &str) {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("ELASTICDL_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(filter));
-    // A program that has set up its own logging keeps it.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(false)
-        .try_init();
-}
-
 /// How long a worker that ends waits for NCCL.
 const NCCL_RELEASE_TIME: Duration = Duration::from_secs(5);
 
@@ -120,7 +112,8 @@ fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
 
 /// Joins the job that launched this process.
 pub(crate) fn join(environment: &Environment) -> Result<(TcpListener, Control), End> {
-    let address = address_towards(&environment.master).map_err(End::NoMaster)?;
+    raise_open_files();
+    let address = route(&environment.master, environment.master_timeout).map_err(End::NoMaster)?;
     let listener = TcpListener::bind((address, 0))
         .map_err(|error| End::Failed(format!("{address}: {error}")))?;
     let address: SocketAddr =
@@ -237,6 +230,11 @@ fn train<M: Model>(
     let tensors = tensors.map_err(Failure::local)?;
     let is_on_gpu = matches!(tensors, Tensors::Device(_));
     let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
+    let places = ExportPlaces {
+        last: export.clone(),
+        best: export_best(options).cloned(),
+        fallback: environment.job_dir.clone().map(PathBuf::from),
+    };
     let mut session = Session::new(worker, plan).on_gpu(is_on_gpu);
     session.ready(parameters as u64);
     let trainer = Trainer::new(TrainerParts {
@@ -247,7 +245,7 @@ fn train<M: Model>(
         exact,
         order,
         prefetch,
-        exports: Exports { last: export.clone(), best: export_best(options).cloned(), layout },
+        exports: Exports::new(places, layout),
         endpoint,
         dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
         checkpoints,
@@ -384,6 +382,29 @@ fn check_places(options: &WorkerOptions) -> Result<(), String> {
     }
 }
 
+/// Lets this process open as many files as the system allows: it has links to many workers.
+fn raise_open_files() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // The limit stays as it is if the system refuses.
+    let _ = setrlimit(Resource::Nofile, limit);
+}
+
+/// Like [`address_towards`], with retries: in the first moments of a pod it may have no route, and
+/// the master no name.
+fn route(master: &str, limit: Duration) -> Result<IpAddr, String> {
+    let deadline = Instant::now() + limit;
+    loop {
+        match address_towards(master) {
+            Err(error) if Instant::now() < deadline => {
+                tracing::debug!(error, "no route to the master yet");
+                std::thread::sleep(ROUTE_PAUSE);
+            }
+            found => return found,
+        }
+    }
+}
+
 /// Address of this host on the route to the master, at which peers reach this worker.
 fn address_towards(master: &str) -> Result<IpAddr, String> {
     use std::net::{ToSocketAddrs, UdpSocket};
@@ -416,6 +437,9 @@ fn usage(reason: &str) {
 /// Lower bound of the timeout for the dial of a donor: a lost first packet is sent again after a
 /// second.
 const DIAL_LIMIT: Duration = Duration::from_secs(2);
+
+/// Pause between two looks for a route to the master.
+const ROUTE_PAUSE: Duration = Duration::from_millis(200);
 
 /// The reader keeps about two steps of a rank's share ready, for a group of this size.
 const READ_AHEAD_WORLD: usize = 2;

@@ -18,10 +18,11 @@ use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMes
 
 use crate::donor::{Donor, TRANSFER_IDLE_TIMEOUT};
 use crate::exact_sum::ExactSum;
+use crate::exports::Exports;
 use crate::failure::{Failure, call_user};
 use crate::gap::GapTimer;
 use crate::messages::{ControlEvent, Outbox};
-use crate::model::{Model, NamedTensor, Progress};
+use crate::model::{Model, Progress};
 use crate::order::Order;
 use crate::prefetch::Prefetch;
 use crate::reader::Reader;
@@ -89,16 +90,6 @@ pub(crate) struct TrainerParts<'a, M: Model> {
     pub(crate) validation: Option<Validation<M::Reader>>,
     pub(crate) inbox: &'a Receiver<ControlEvent>,
     pub(crate) outbox: Outbox,
-}
-
-/// Where models are written.
-#[derive(Debug)]
-pub(crate) struct Exports {
-    /// The model at the end of the job.
-    pub(crate) last: Option<String>,
-    /// The best model so far.
-    pub(crate) best: Option<String>,
-    pub(crate) layout: Vec<NamedTensor>,
 }
 
 impl<'a, M: Model> Trainer<'a, M> {

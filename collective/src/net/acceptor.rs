@@ -73,8 +73,11 @@ impl Acceptor {
             ];
             fds.extend(pending.0.iter().map(|handshake| PollFd::new(handshake, PollFlags::IN)));
             if let Err(error) = socket::poll_until(&mut fds, wake_at) {
-                warn!(%error, "no longer accepting peers");
-                return;
+                // The kernel is short of memory: without its acceptor, this worker could join no
+                // later group.
+                warn!(%error, "cannot wait for peers");
+                std::thread::sleep(ACCEPT_PAUSE);
+                continue;
             }
             let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
             if ready[0] {

@@ -60,6 +60,10 @@ fn run(quickstart: &Quickstart) -> Result<ExitStatus, String> {
         ("--num-workers", WORKERS.to_string().into()),
         ("--global-batch-size", BATCH.to_string().into()),
     ];
+    if given(&quickstart.options, "--job-dir").is_none() {
+        // The job of an earlier quickstart.
+        command.arg("--replace");
+    }
     let mut known = Options { elasticdl, job_dir: PathBuf::new(), num_workers: WORKERS };
     for (name, value) in &defaults {
         let given = given(&quickstart.options, name);

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::io::{self, Write as _, stderr, stdout};
 
+use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::job::Summary;
@@ -77,6 +78,15 @@ pub(crate) fn code_of_summary(summary: &Summary) -> u8 {
     }
 }
 
+/// Lets this process, and those that it starts, open as many files as the system allows: a master has
+/// a connection for each worker.
+pub(crate) fn raise_open_files() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // The limit stays as it is if the system refuses.
+    let _ = setrlimit(Resource::Nofile, limit);
+}
+
 /// Creates a runtime for this thread.
 pub(crate) fn new_runtime() -> Result<Runtime, Failure> {
     Builder::new_current_thread()
@@ -129,6 +139,8 @@ pub(crate) const EXIT_FENCED: u8 = 3;
 pub(crate) const EXIT_UNAUTHORIZED: u8 = 4;
 /// Exit code of a master that finds the objects of its job missing or damaged.
 pub(crate) const EXIT_DAMAGED: u8 = 5;
+/// The terminal was closed.
+pub(crate) const EXIT_HUNG_UP: u8 = 129;
 pub(crate) const EXIT_INTERRUPTED: u8 = 130;
 pub(crate) const EXIT_OK: u8 = 0;
 pub(crate) const EXIT_TERMINATED: u8 = 143;

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use super::error::JobDirError;
 use super::files::{
-    CA, CERTIFICATE, CHECKPOINTS, FILES, HISTORY, JOB, KEY, LOCK, LOGS, MASTER, MASTER_LOG,
-    PROCESSES, PROGRAM, RECORD, SUMMARY, TOKEN,
+    CA, CERTIFICATE, CHECKPOINTS, EXPORTS, FILES, HISTORY, JOB, KEY, LOCK, LOGS, MASTER,
+    MASTER_LOG, PROCESSES, PROGRAM, RECORD, SPARE, SUMMARY, TOKEN,
 };
 
 /// Checks that a job may use `root`: that it does not exist, is empty, or is a job's directory.
@@ -105,10 +105,12 @@ fn names_or_none(folder: &Path) -> io::Result<Vec<OsString>> {
 
 /// All files that a job writes at the top of its directory. A file that is not listed here is never
 /// removed.
-const JOB_FILES: [&str; 13] = [
+const JOB_FILES: [&str; 16] = [
     CA,
     CERTIFICATE,
     KEY,
+    EXPORTS[0],
+    EXPORTS[1],
     FILES,
     HISTORY,
     JOB,
@@ -117,6 +119,7 @@ const JOB_FILES: [&str; 13] = [
     PROCESSES,
     PROGRAM,
     RECORD,
+    SPARE,
     SUMMARY,
     TOKEN,
 ];

@@ -86,8 +86,12 @@ pub(super) const LOCK: &str = "lock";
 pub(super) const LOGS: &str = "logs";
 pub(super) const MASTER: &str = "master.json";
 pub(super) const MASTER_LOG: &str = "master.log";
+/// Models that their own places did not take.
+pub(super) const EXPORTS: [&str; 2] = ["best.safetensors", "model.safetensors"];
 pub(super) const PROCESSES: &str = "processes";
 pub(super) const PROGRAM: &str = "program";
 pub(super) const RECORD: &str = "record.json";
+/// The record before the newest one; see `record_file`.
+pub(super) const SPARE: &str = "record.spare";
 pub(super) const SUMMARY: &str = "summary.json";
 pub(super) const TOKEN: &str = "token";

@@ -2,16 +2,17 @@
 //!
 //! ```text
 //!  job.json      how the job was started: written once
-//!  record.json   state of the job's core: replaced at each change, before any message about it
+//!  record.json, record.spare   state of the job's core: replaced at each change, before any message
+//!                about it; see `record_file`
 //!  files.zst     the list of the data set's files, compressed: written once
 //!  processes     one line per started process: launch, process id, start time
 //! ```
 //!
-//! **Invariant:** record.json is never older than what a worker has been sent: if it can't be
-//! replaced, it is removed.
+//! **Invariant:** record.json is never older than what a worker has been sent, or is known to be. A
+//! master that takes over from an older one uses no id that may have been used since.
 //!
-//! Writes are not synced to disk. If they are lost, the whole machine has crashed, and the workers
-//! are lost too; if only the master dies, the operating system still writes them.
+//! The other files are not synced to disk. If they are lost, the whole machine has crashed, and the
+//! workers are lost too; if only the master dies, the operating system still writes them.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -28,9 +29,10 @@ use tracing::error;
 use super::JobDir;
 use super::contents::is_job_dir;
 use super::error::JobDirError;
-use super::files::{FILES, JOB, PROCESSES, RECORD, SUMMARY, TOKEN, replace};
+use super::files::{FILES, JOB, PROCESSES, RECORD, SPARE, SUMMARY, TOKEN, replace};
 use super::lock::take_lock;
 use super::notes::read_notes;
+use super::record_file::{RecordFile, is_stale};
 use crate::job::{DatasetFingerprint, LaunchId, PersistedJob};
 use crate::local::{ProcessIdentity, ProgramCopy};
 use crate::persisted_format::{Head, OtherFormat, RELEASE, VERSION};
@@ -81,29 +83,39 @@ pub struct AbandonedJob {
 /// The file with the state of the job's core.
 #[derive(Debug)]
 pub struct PersistedJobFile {
-    path: PathBuf,
+    root: PathBuf,
+    record: RecordFile,
     /// The list of files that is stored next to it.
     stored: Option<DatasetFingerprint>,
     failed: bool,
 }
 
 impl PersistedJobFile {
-    /// Replaces the persisted state. A failure is logged: the job continues, but can't be resumed.
-    pub(crate) fn write(&mut self, job: &PersistedJob) {
+    /// Replaces the persisted state. The job continues if that fails. Returns what the user should
+    /// know: the first failure, and the first success after it.
+    pub(crate) fn write(&mut self, job: &PersistedJob) -> Option<String> {
         let json = serde_json::to_vec(&Record { version: VERSION, release: RELEASE, content: job })
             .expect("the keys of a job are strings");
-        let written = self.write_list(job).and_then(|()| replace(&self.path, &json));
-        let Err(failure) = written else {
-            self.failed = false;
-            return;
-        };
-        // The old state would lead to a reuse of generations.
-        let removed = fs::remove_file(&self.path);
-        if !std::mem::replace(&mut self.failed, true) {
-            let path = self.path.display();
-            let removed = removed.is_ok();
-            error!(%path, error = %failure, removed, "can't persist the job; it can't be resumed");
+        let written = self.write_list(job).and_then(|()| self.record.write(&json));
+        let had_failed = std::mem::replace(&mut self.failed, written.is_err());
+        let root = self.root.display();
+        match written {
+            Err(error) if !had_failed => {
+                error!(%root, %error, "can't persist the job");
+                Some(format!(
+                    "can't write the job's record in {root}: {error}; training goes on, and the \
+                     write is tried again. A master that resumed the job now would know an older \
+                     state of it"
+                ))
+            }
+            Ok(()) if had_failed => Some("the job's record is written again".into()),
+            Ok(()) | Err(_) => None,
         }
+    }
+
+    /// Whether the newest write has failed.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failed
     }
 }
 
@@ -113,7 +125,7 @@ impl PersistedJobFile {
         if let Some(list) = job.file_list()
             && self.stored != Some(DatasetFingerprint::of(list))
         {
-            replace(&self.path.with_file_name(FILES), list.packed())?;
+            replace(&self.root.join(FILES), list.packed())?;
             self.stored = Some(DatasetFingerprint::of(list));
         }
         Ok(())
@@ -135,7 +147,8 @@ impl JobDir {
     /// Returns the file with the state of the job's core.
     #[must_use]
     pub fn persisted_job_file(&self) -> PersistedJobFile {
-        PersistedJobFile { path: self.root.join(RECORD), stored: None, failed: false }
+        let record = RecordFile::new(self.root.join(RECORD), self.root.join(SPARE));
+        PersistedJobFile { root: self.root.clone(), record, stored: None, failed: false }
     }
 
     /// Path of the file in which started processes are noted.
@@ -165,7 +178,7 @@ impl JobDir {
             return Err(ResumeError::Ended { path: root, summary });
         }
         let start = read_start(&root)?;
-        let mut record = read_record(&root)?;
+        let mut record = read_newest_record(&root)?;
         if record.data().is_some() {
             let list = read_list(&root)?;
             let unreadable = |reason| ResumeError::Unreadable { path: root.join(FILES), reason };
@@ -175,6 +188,10 @@ impl JobDir {
             |name, reason: String| ResumeError::Unreadable { path: root.join(name), reason };
         let processes =
             read_notes(&root).map_err(|error| unreadable(PROCESSES, error.to_string()))?;
+        if is_stale(&root.join(SPARE)) {
+            let newest = processes.keys().next_back().copied().unwrap_or(LaunchId(0));
+            record.skip_used_ids(newest);
+        }
         let token =
             fs::read_to_string(root.join(TOKEN)).map_err(|e| unreadable(TOKEN, e.to_string()))?;
         let token =
@@ -202,13 +219,22 @@ fn read_list(root: &Path) -> Result<FileList, ResumeError> {
     list.map_err(|reason| ResumeError::Unreadable { path, reason })
 }
 
-/// Reads the persisted state.
-fn read_record(root: &Path) -> Result<PersistedJob, ResumeError> {
+/// Reads the persisted state. If it was lost with the machine's power, the one before it serves: no
+/// worker has survived.
+fn read_newest_record(root: &Path) -> Result<PersistedJob, ResumeError> {
+    read_record(root, RECORD).or_else(|error| match error {
+        ResumeError::Unreadable { .. } => read_record(root, SPARE).map_err(|_| error),
+        error => Err(error),
+    })
+}
+
+/// Reads the persisted state from the file `name`.
+fn read_record(root: &Path, name: &str) -> Result<PersistedJob, ResumeError> {
     #[derive(Deserialize)]
     struct Content<T> {
         content: T,
     }
-    let (path, text) = read_text(root, RECORD)?;
+    let (path, text) = read_text(root, name)?;
     let unreadable = |error: serde_json::Error| ResumeError::Unreadable {
         path: path.clone(),
         reason: error.to_string(),
@@ -496,18 +522,53 @@ mod tests {
     }
 
     #[test]
-    fn a_persisted_job_that_cannot_be_replaced_is_removed() {
+    fn a_state_that_cannot_be_written_is_said_once_and_once_when_it_can() {
         let scratch = tempfile::tempdir().unwrap();
         let dir = persisted(scratch.path());
         let mut file = dir.persisted_job_file();
-        // A folder that is not empty can't be replaced, even by root.
-        fs::remove_file(&file.path).unwrap();
-        fs::create_dir_all(file.path.join("in the way")).unwrap();
-        file.write(&Job::new(spec()).to_persisted());
-        assert!(file.failed);
-        fs::remove_dir_all(&file.path).unwrap();
-        file.write(&Job::new(spec()).to_persisted());
-        assert!(!file.failed && file.path.is_file());
+        let job = Job::new(spec()).to_persisted();
+        assert_eq!((file.write(&job), file.has_failed()), (None, false));
+        let moved = scratch.path().with_extension("moved");
+        fs::rename(scratch.path(), &moved).unwrap();
+        let said = [(); 2].map(|()| file.write(&job));
+        assert!(said[0].as_ref().is_some_and(|text| text.contains("No such file")), "{said:?}");
+        assert!(said[1].is_none() && file.has_failed(), "{said:?}");
+        fs::rename(&moved, scratch.path()).unwrap();
+        let said = [(); 2].map(|()| file.write(&job));
+        assert_eq!(said, [Some("the job's record is written again".into()), None]);
+    }
+
+    #[test]
+    fn a_record_that_was_torn_by_a_loss_of_power_is_replaced_by_the_one_before() {
+        let scratch = tempfile::tempdir().unwrap();
+        let dir = persisted(scratch.path());
+        let record = Job::new(spec()).to_persisted();
+        dir.persisted_job_file().write(&record);
+        drop(dir);
+        let whole = fs::read(scratch.path().join(RECORD)).unwrap();
+        fs::write(scratch.path().join(SPARE), &whole).unwrap();
+        fs::write(scratch.path().join(RECORD), vec![0; whole.len()]).unwrap();
+        let (dir, abandoned) = JobDir::resume(scratch.path()).unwrap();
+        assert_eq!(abandoned.record, record);
+        drop(dir);
+        fs::write(scratch.path().join(SPARE), "").unwrap();
+        let error = JobDir::resume(scratch.path()).unwrap_err().to_string();
+        assert!(error.contains(RECORD), "{error}");
+    }
+
+    #[test]
+    fn no_id_is_used_again_by_a_master_that_resumes_from_a_stale_record() {
+        let scratch = tempfile::tempdir().unwrap();
+        let dir = persisted(scratch.path());
+        for launch in 1..=40 {
+            let process = ProcessIdentity { pid: 70, start_ticks: launch };
+            note_process(&dir.processes_path(), LaunchId(launch), process).unwrap();
+        }
+        drop(dir);
+        let used = || JobDir::resume(scratch.path()).unwrap().1.record.launches_made;
+        assert!(used() < 40);
+        fs::write(scratch.path().join(SPARE), "!").unwrap();
+        assert_eq!(used(), 40);
     }
 
     #[test]

@@ -71,10 +71,16 @@ pub fn stop(root: &Path) -> Result<StopTarget, StopError> {
 
 /// Refuses to change a job whose master has died while its workers still train.
 pub(super) fn refuse_if_workers_live(root: &Path) -> Result<(), JobDirError> {
-    match living_workers(root).len() {
+    match count_workers(root) {
         0 => Ok(()),
         workers => Err(JobDirError::Abandoned { path: root.into(), workers }),
     }
+}
+
+/// Number of running workers of the job in `root`.
+#[must_use]
+pub fn count_workers(root: &Path) -> usize {
+    living_workers(root).len()
 }
 
 /// Returns the processes that a master in `root` has started and that still run.

@@ -66,8 +66,12 @@ impl ProgramCopy {
         }
         if fs::hard_link(&program, &path).is_err() {
             // The file is on another file system or belongs to another user.
-            fs::copy(&program, &path)?;
-            fs::set_permissions(&path, fs::Permissions::from_mode(0o700))?;
+            let copied = fs::copy(&program, &path)
+                .and_then(|_| fs::set_permissions(&path, fs::Permissions::from_mode(0o700)));
+            copied.inspect_err(|_| {
+                // A part of it would fill the disk, which may be full.
+                let _ = fs::remove_file(&path);
+            })?;
         }
         // A file system may be mounted without permission to execute.
         let usable =

@@ -2,6 +2,7 @@
 //! that record `i` was absorbed. So the model itself proves that records are counted exactly once,
 //! whatever happens to its workers.
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -75,10 +76,10 @@ struct Counting {
 
 impl Counting {
     /// Line with a timestamp, in the log of a pod.
-    #[expect(clippy::print_stderr, reason = "it is a program")]
     fn log_once(&mut self, logged: fn(&mut Self) -> &mut bool, what: &str) {
         if self.hurry_when.is_some() && !std::mem::replace(logged(self), true) {
-            eprintln!("{what}");
+            // Standard error may be a full disk.
+            let _ = writeln!(std::io::stderr(), "{what}");
         }
     }
 }

@@ -276,6 +276,7 @@ impl World {
             parameters_are_finite: true,
             summary: is_published.then(|| "counted".into()),
             is_exported: false,
+            export_error: None,
         });
         trace!(self, "{}: holds the final state", self.name(p));
         match generation {

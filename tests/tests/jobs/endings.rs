@@ -114,6 +114,8 @@ fn ctrl_c_twice_ends_at_once() {
     pids.iter().for_each(|pid| send(*pid, Signal::STOP));
     job.signal(Signal::INT);
     job.wait_for("the first", |status| status.state == "stopping");
+    // Signals within 2 s are one request.
+    std::thread::sleep(Duration::from_secs(2));
     job.signal(Signal::INT);
     job.wait().assert_outcome(130, "stopped");
     assert_all_end(&pids, Duration::from_secs(5));

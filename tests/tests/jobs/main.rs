@@ -10,6 +10,7 @@ mod chaos;
 mod checkpoints;
 mod dashboard;
 mod deterministic;
+mod disk;
 mod encryption;
 mod endings;
 mod evaluation;

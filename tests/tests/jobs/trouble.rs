@@ -47,7 +47,8 @@ fn a_nan_in_the_last_gradient_ends_the_job_before_it_is_applied() {
     let holds_it = |shard: &FailedShard| shard.start < 300 && shard.end == 300;
     assert!(summary.failed_shards.iter().any(holds_it), "{:?}", summary.failed_shards);
     // The state before that step is exported, and written to a checkpoint.
-    let model = exported_counts(&export);
+    let model = exported_counts(&export.with_added_extension("failed"));
+    assert!(!export.exists());
     assert!(model.iter().all(|count| [0.0, 1.0].contains(count)), "{model:?}");
     assert_eq!(model.iter().sum::<f32>(), summary.records.counted as f32);
     let newest = summary.checkpoints.as_ref().and_then(|all| all.newest.as_ref());

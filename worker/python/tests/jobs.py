@@ -28,7 +28,7 @@ class RunningJob:
         self.directory = self.path / "job"
         command = [
             ELASTICDL,
-            *("train", "--local", "--job-dir", str(self.directory)),
+            *("train", "--local", "--replace", "--job-dir", str(self.directory)),
             *("--num-workers", str(workers), "--max-workers", str(2 * workers + 2)),
             *("--global-batch-size", str(batch), "--num-epochs", str(epochs)),
             *("--worker-timeout", "20s", "--restart-without-checkpoint"),

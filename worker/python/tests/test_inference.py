@@ -24,7 +24,7 @@ class Applied:
 
     def __init__(self, verb, folder, model, *options, program=(), workers=2):
         self.directory = pathlib.Path(tempfile.mkdtemp(dir=folder)) / "job"
-        command = [ELASTICDL, verb, "--local", "--job-dir", self.directory, "--model", model]
+        command = [ELASTICDL, verb, "--local", "--replace", "--job-dir", self.directory, "--model", model]
         command += ["--data", "test.csv", "--num-workers", str(workers)]
         command += ["--records-per-shard", "40", "--minibatch-size", "16", *options]
         self.process = subprocess.Popen(

@@ -96,13 +96,33 @@ fn search(
         }
     }
     let Some(from) = &locations.from else { return Ok(None) };
-    for (name, folder) in newest_first(from, damaged)? {
+    let mut reasons = Vec::new();
+    let mut damaged = |name: &str, reason: &str| {
+        reasons.push(format!("{name}: {reason}"));
+        damaged(name, reason);
+    };
+    for (name, folder) in newest_first(from, &mut damaged)? {
         let loaded = take(&folder, true);
-        if let Some(state) = accept(loaded, &name, damaged)? {
+        if let Some(state) = accept(loaded, &name, &mut damaged)? {
             return Ok(Some(Restored { state, name, same_run: false }));
         }
     }
-    Err(RestoreError::Refused(format!("no complete checkpoint in {from}")))
+    Err(RestoreError::Refused(no_checkpoint(from, &reasons)))
+}
+
+/// Says that a job can't begin with a checkpoint in `from`. `reasons`: why those that are there are
+/// damaged.
+fn no_checkpoint(from: &Storage, reasons: &[String]) -> String {
+    let address = from.address();
+    if !address.contains("://") && !Path::new(address).exists() {
+        return format!("no complete checkpoint in {from}: there is no such folder");
+    }
+    let more = match reasons.len() {
+        0 | 1 => String::new(),
+        len => format!("; {} more are damaged", len - 1),
+    };
+    let first = reasons.first().map(|reason| format!(": {reason}{more}")).unwrap_or_default();
+    format!("no complete checkpoint in {from}{first}")
 }
 
 /// Checkpoints in a folder.

@@ -125,6 +125,7 @@ impl Fixture {
         let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         listener.set_nonblocking(true).unwrap();
         let environment = Environment {
+            job_dir: None,
             master: listener.local_addr().unwrap().to_string(),
             master_file: None,
             job: "job".into(),

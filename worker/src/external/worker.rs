@@ -14,6 +14,7 @@ use super::model::ExternalModel;
 use crate::control::Control;
 use crate::environment::{EXIT_DONE, EXIT_MASTER_LOST, Environment};
 use crate::failure::Failure;
+use crate::log_output::log;
 use crate::run::{self, End};
 use crate::session::Exit;
 use crate::supervisor::{self, Supervisor};
@@ -82,7 +83,7 @@ impl Worker {
         if variable("ELASTICDL_MASTER").is_none() {
             return Ok(None);
         }
-        run::log("info,object_store=warn");
+        log("info,object_store=warn");
         if Supervisor::read(variable).map_err(WorkerError::Failed)?.is_some() {
             let error = "this job has several workers in a pod, which a Python program can't be; \
                          start it with one worker per pod";
@@ -112,7 +113,7 @@ impl Worker {
     /// # Errors
     /// The system refuses a socket, a thread or random numbers.
     pub fn alone(options: AloneOptions) -> Result<Self, WorkerError> {
-        run::log("warn");
+        log("warn");
         let failed = |error: std::io::Error| WorkerError::Failed(error.to_string());
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
@@ -126,6 +127,7 @@ impl Worker {
             tls: None,
             master_timeout: Duration::ZERO,
             location: Default::default(),
+            job_dir: None,
         };
         let control = Control::alone(welcome(options), address).map_err(WorkerError::Failed)?;
         Ok(Self { environment, listener, control, is_alone: true })

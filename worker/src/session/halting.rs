@@ -37,11 +37,13 @@ impl Session {
             return;
         };
         let broken = (!last.parameters_are_finite).then(|| broken_parameters(state.step));
-        let error = match (&*ending, broken) {
-            (Ending::Failed(error), None) => Some(error.clone()),
-            (Ending::Failed(error), Some(broken)) => Some(format!("{error}; {broken}")),
-            (Ending::Done | Ending::Suspended, broken) => broken,
+        let ended = match &*ending {
+            Ending::Failed(error) => Some(error.clone()),
+            Ending::Done | Ending::Suspended => None,
         };
+        let errors: Vec<String> =
+            [ended, broken, last.export_error].into_iter().flatten().collect();
+        let error = (!errors.is_empty()).then(|| errors.join("; "));
         let ranges = self.halt.as_ref().map(|halt| halt.ranges.clone()).unwrap_or_default();
         let is_suspended = *ending == Ending::Suspended;
         *reported = true;

@@ -181,6 +181,7 @@ mod tests {
             parameters_are_finite: true,
             summary: None,
             is_exported: false,
+            export_error: None,
         });
         assert_eq!(session.poll(), Task::Wait);
         session.reconnected();

@@ -313,6 +313,7 @@ impl World {
                     parameters_are_finite: true,
                     summary: None,
                     is_exported: false,
+                    export_error: None,
                 });
             }
             task @ (Task::BuildNccl | Task::InspectGradient) => {

@@ -145,6 +145,8 @@ pub struct FinalState {
     /// The model's description of the state.
     pub summary: Option<String>,
     pub is_exported: bool,
+    /// Why the model is not where it should be.
+    pub export_error: Option<String>,
 }
 
 /// Why a worker cannot be part of its new group.

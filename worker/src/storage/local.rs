@@ -96,6 +96,7 @@ pub(super) fn folders(root: &Path, prefix: &str) -> io::Result<Vec<String>> {
 /// of order.
 pub(super) fn write(path: &Path, parts: &[Bytes]) -> io::Result<()> {
     let folder = path.parent().unwrap_or_else(|| Path::new("/"));
+    let is_new = !folder.exists();
     fs::create_dir_all(folder)?;
     let staged = staged(folder);
     let written =
@@ -106,6 +107,10 @@ pub(super) fn write(path: &Path, parts: &[Bytes]) -> io::Result<()> {
         });
     if written.is_err() {
         drop(fs::remove_file(&staged));
+        if is_new {
+            // It stays if another rank has written into it.
+            drop(fs::remove_dir(folder));
+        }
     }
     // Syncs the directory entries too, of the file and of a folder that was just created, where the
     // system allows it.

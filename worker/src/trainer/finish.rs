@@ -1,15 +1,16 @@
 //! End of a job on the trainer: the finding of a gradient that is not finite, and the final state.
 
 use elasticdl_collective::Communicator as _;
+use elasticdl_proto::WorkerMessage;
 
 use super::Trainer;
 use super::stopped::{Stopped, ring};
+use crate::exports::Exports;
 use crate::failure::{Failure, call_user};
 use crate::model::{Model, Progress};
 use crate::session::FinalState;
 use crate::session::halt::Ending;
 use crate::tensor::Tensor;
-use crate::weights;
 
 impl<M: Model> Trainer<'_, M> {
     /// The sum of a step's gradients is not finite, and such steps end the job.
@@ -27,14 +28,19 @@ impl<M: Model> Trainer<'_, M> {
     /// Hands the final state of a group to the session, which reports it. If it `is_published`,
     /// this worker exports the model and describes it.
     pub(super) fn finish(&mut self, is_published: bool) -> Result<(), Failure> {
-        let Some(state) = self.session.state() else { return Ok(()) };
+        let Some(step) = self.session.state().map(|state| state.step) else { return Ok(()) };
         let parameters_are_finite = self.tensors.parameters_are_finite()?;
+        if is_published {
+            self.tell_best(Exports::save_best_at_end);
+        }
         // The model is exported before the report that ends the job: a rank that fails to report is
-        // replaced, and the next lowest rank exports.
-        let export = self.exports.last.as_deref();
-        let export = export.filter(|_| is_published && parameters_are_finite);
-        if let Some(address) = export {
-            self.export(address, state.step)?;
+        // replaced, and the next lowest rank exports. Its last checkpoint is written already. A
+        // group that has made no step has nothing to export.
+        let mut exported = None;
+        if is_published && parameters_are_finite && step > 0 && self.exports.has_last() {
+            let has_failed = matches!(self.session.ended(), Some(Ending::Failed(_)));
+            let parameters = self.tensors.to_host(Tensor::Parameters)?;
+            exported = Some(self.exports.save_last(step, has_failed, &parameters));
         }
         let model = &mut self.model;
         let mut summary = None;
@@ -42,11 +48,13 @@ impl<M: Model> Trainer<'_, M> {
             let parameters = self.tensors.to_host(Tensor::Parameters)?;
             summary = call_user("summary()", || model.summary(&parameters)).unwrap_or_else(Some);
         }
+        let state = self.session.state().expect("it was there above");
         let last = FinalState {
             digest: self.tensors.digest(state)?,
             parameters_are_finite,
             summary,
-            is_exported: export.is_some(),
+            is_exported: exported == Some(Ok(())),
+            export_error: exported.and_then(Result::err),
         };
         match self.session.ended() {
             Some(Ending::Done) => self.model.observe(Progress::Finished { error: None }),
@@ -59,24 +67,32 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// The lowest rank exports the model if it is the best so far. The next step needs that rank,
-    /// so if it is lost meanwhile, the next group is still at this step and exports the model
-    /// again.
-    pub(super) fn export_best(&self) -> Result<(), Failure> {
+    /// The lowest rank exports the model if it is the best so far, or an earlier one that could not
+    /// be written. The next step needs that rank, so if it is lost meanwhile, the next group is
+    /// still at this step and exports the model again.
+    pub(super) fn export_best(&mut self) -> Result<(), Failure> {
         let is_lowest = self.session.group_rank().is_some_and(|(_, rank)| rank == 0);
-        match self.exports.best.as_deref() {
-            Some(address) if is_lowest && self.session.is_best() => {
-                self.export(address, self.session.step())
-            }
-            _ => Ok(()),
+        if !is_lowest || !self.exports.has_best() {
+            return Ok(());
         }
+        if self.session.is_best() {
+            let parameters = self.tensors.to_host(Tensor::Parameters)?;
+            self.exports.take_best(self.session.step(), parameters);
+        }
+        self.tell_best(Exports::save_best);
+        Ok(())
     }
 
-    fn export(&self, address: &str, step: u64) -> Result<(), Failure> {
-        let parameters = self.tensors.to_host(Tensor::Parameters)?;
-        weights::save(address, &self.exports.layout, &parameters)
-            .map_err(|error| Failure::fatal(format!("the model was not exported: {error}")))?;
-        tracing::info!(address, step, "the model is exported");
-        Ok(())
+    /// Tells the master what became of the best model.
+    fn tell_best(&mut self, save: impl FnOnce(&mut Exports) -> Option<(u64, Result<(), String>)>) {
+        if let Some((step, saved)) = save(&mut self.exports) {
+            let error = saved.err();
+            if let Some(error) = &error {
+                tracing::warn!(step, error, "the best model is not exported");
+            }
+            // The evaluation comes first.
+            self.send_reports();
+            self.outbox.send(WorkerMessage::BestExport { step, error });
+        }
     }
 }

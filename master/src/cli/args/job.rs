@@ -21,7 +21,7 @@ pub(crate) struct JobOptions {
     /// The image contains PROGRAM and, unless --master-image is given, the `elasticdl` command,
     /// both in its $PATH.
     #[arg(long, value_name = "IMG", value_parser = options::parse_image,
-          conflicts_with_all = ["local", "job_dir", "listen", "dashboard_port"])]
+          conflicts_with_all = ["local", "job_dir", "listen", "dashboard_port", "replace"])]
     pub(crate) image: Option<String>,
 
     /// Start the job and return; with --local the master continues in the background.
@@ -58,11 +58,19 @@ pub(crate) struct JobOptions {
     ///
     /// It is created if it does not exist. The default follows $XDG_STATE_HOME; without it and
     /// without $HOME it is ./.elasticdl/NAME. An existing directory must be empty or belong to an
-    /// earlier job, whose files are replaced. A worker's log that has 32 MiB becomes worker-N.log.1,
-    /// and a new one begins. One job at a time can run in a directory. `elasticdl
-    /// delete` removes the files that jobs have written, and nothing else.
+    /// earlier job. A worker's log that has 32 MiB becomes worker-N.log.1, and a new one begins. One
+    /// job at a time can run in a directory. `elasticdl delete` removes the files that jobs have
+    /// written, and nothing else.
     #[arg(long, value_name = "DIR")]
     pub(crate) job_dir: Option<PathBuf>,
+
+    /// Replace the earlier job of this name, or in this directory.
+    ///
+    /// Without it, a name or directory is refused whose job has trained something, unless
+    /// --resume-from names its checkpoints. The earlier job's summary, logs and history are removed
+    /// at the start, and its checkpoints when this job has written one.
+    #[arg(long)]
+    pub(crate) replace: bool,
 
     /// Address of this machine on which the master listens, for workers and for the other commands.
     ///

@@ -29,8 +29,8 @@ pub(crate) struct TrainingOptions {
     /// Write the final model to this safetensors file: a path or s3://, gs://, az://.
     ///
     /// A worker writes it, so in a cluster a path must lie in a --volume. The file appears complete
-    /// or not at all, and also when the job is stopped early. Write access is checked before
-    /// training starts.
+    /// or not at all, and also when the job is stopped early. A job that fails writes URI.failed
+    /// instead, if it has made a step. Write access is checked before training starts.
     #[arg(long, value_name = "URI", value_parser = values::parse_uri,
           help_heading = "Output")]
     pub(crate) export: Option<String>,

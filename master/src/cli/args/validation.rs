@@ -50,7 +50,8 @@ pub(crate) struct ValidationOptions {
     /// Write the best model so far to this safetensors file: a path or s3://, gs://, az://.
     ///
     /// The lowest rank writes it after each evaluation that has a new best value; training waits
-    /// meanwhile. As for --export, the file appears complete or not at all.
+    /// meanwhile. As for --export, the file appears complete or not at all. If it can't be written,
+    /// training goes on, and each evaluation tries again.
     #[arg(long, value_name = "URI", value_parser = values::parse_uri,
           requires = "validation")]
     pub(crate) export_best: Option<String>,

@@ -101,6 +101,16 @@ impl JobHandle for LocalHandle {
             )),
             error => Failure::usage(error.to_string()),
         })?;
+        if !jobdir::is_running(&self.root) {
+            return Err(Failure::failed(format!(
+                "the job in {} has no page now: its master (process {}) is gone; `elasticdl report \
+                 {} --html FILE` writes what it has left, and `elasticdl train --resume {2}` goes \
+                 on with the job",
+                self.root.display(),
+                endpoint.pid,
+                quoted(&self.root)
+            )));
+        }
         let address = endpoint.dashboard.ok_or_else(|| {
             Failure::failed(format!(
                 "the job in {} was started with --dashboard-port none",
@@ -183,8 +193,13 @@ impl JobHandle for LocalHandle {
     fn delete(&self) -> Result<String, Failure> {
         let left = jobdir::delete(&self.root).map_err(|error| match error {
             DeleteError::Lookup(error) => Failure::usage(error.to_string()),
-            DeleteError::InUse(error @ JobDirError::Running { .. }) => {
-                Failure::failed(format!("{error}, or run `elasticdl stop {}`", quoted(&self.root)))
+            DeleteError::InUse(JobDirError::Running { path, pid }) => {
+                let process = pid.map(|pid| format!(" (master process {pid})")).unwrap_or_default();
+                Failure::failed(format!(
+                    "the job in {} is running{process}; first stop it: elasticdl stop {}",
+                    path.display(),
+                    quoted(&self.root)
+                ))
             }
             error => Failure::failed(error.to_string()),
         })?;

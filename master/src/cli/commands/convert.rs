@@ -1,7 +1,10 @@
 //! `elasticdl convert`: writes the model of a checkpoint as a safetensors file.
 
 use std::ffi::OsString;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::process::Command;
+use std::time::SystemTime;
 
 use clap::Args;
 
@@ -30,6 +33,7 @@ pub(crate) struct ConvertArgs {
 pub(super) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
     let (program, words) = args.program.split_first().expect("clap asks for one");
     let program = find_program(program)?;
+    let before = version(&args.file);
     let status = Command::new(&program)
         .args(words)
         .env("ELASTICDL_CONVERT_FROM", &args.checkpoint)
@@ -37,12 +41,34 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
         .status()
         .map_err(cannot(&format!("run {}", program.display())))?;
     if status.success() {
-        return Ok(EXIT_OK);
+        return match appeared(&args.file, before) {
+            true => Ok(EXIT_OK),
+            false => Err(Failure::failed(format!(
+                "{} was not written: {} ended without an error; is it an elasticdl program, one \
+                 that calls elasticdl::run() or elasticdl.torch.join()?",
+                args.file,
+                program.display()
+            ))),
+        };
     }
     // The program has printed why.
     Err(Failure::failed(format!("{} was not written: {} ended with {status}", args.file, {
         program.display()
     })))
+}
+
+/// Whether the file at this address has been written since it had the version `before`. Of an object
+/// in a store nothing is known.
+fn appeared(address: &str, before: Option<Version>) -> bool {
+    address.contains("://") || version(address).is_some_and(|now| Some(now) != before)
+}
+
+/// Inode, length and time of the last change of the file at this address, if there is one.
+type Version = (u64, u64, SystemTime);
+
+fn version(address: &str) -> Option<Version> {
+    let found = fs::metadata(address).ok()?;
+    Some((found.ino(), found.len(), found.modified().ok()?))
 }
 
 const AFTER_HELP: &str = "\
@@ -57,3 +83,24 @@ Exit codes:
   0  the file is written
   1  it is not; the error of PROGRAM is printed
   2  invalid command line";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_writes_nothing_has_not_converted() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("m.safetensors");
+        let address = file.to_str().unwrap();
+        assert!(!appeared(address, version(address)));
+        fs::write(&file, "old").unwrap();
+        let old = version(address);
+        assert!(appeared(address, None) && !appeared(address, old));
+        // As the worker library writes it.
+        fs::write(folder.path().join("staged"), "new").unwrap();
+        fs::rename(folder.path().join("staged"), &file).unwrap();
+        assert!(appeared(address, old));
+        assert!(appeared("s3://bucket/m", None));
+    }
+}

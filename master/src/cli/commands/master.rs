@@ -24,7 +24,7 @@ use self::http::HttpServer;
 use self::leader::Leader;
 use crate::cli::args::parse_job_name;
 use crate::cli::process::{
-    EXIT_FENCED, EXIT_TERMINATED, EXIT_UNAUTHORIZED, Failure, cannot, new_runtime,
+    EXIT_FENCED, EXIT_TERMINATED, EXIT_UNAUTHORIZED, Failure, cannot, new_runtime, raise_open_files,
 };
 use crate::kube::anchor::Anchor;
 use crate::kube::client::{Cluster, ClusterChoice};
@@ -32,6 +32,7 @@ use crate::kube::leader_lease::{Holder, LeaderLease, LeaseLoss};
 use crate::kube::objects::{CERTIFICATE_FILE, KEY_FILE, TOKEN_FILE};
 use crate::kube::persisted_job::PersistedWatch;
 use crate::kube::succession::{self, NextMaster};
+use crate::log_output::LogOutput;
 
 /// Arguments of `elasticdl master`.
 #[derive(Args, Debug)]
@@ -59,10 +60,16 @@ pub(crate) struct MasterArgs {
 
 /// Runs the master of a job to the end of the job. Returns the exit code.
 pub(super) fn master(args: &MasterArgs) -> Result<u8, Failure> {
-    let logging =
-        tracing_subscriber::fmt().with_ansi(false).with_writer(std::io::stderr).try_init();
+    // The subscriber would report a failed write by `eprintln!`, which panics if standard error
+    // fails.
+    let logging = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(|| LogOutput)
+        .log_internal_errors(false)
+        .try_init();
     // A test in this process may have set another subscriber.
     drop(logging);
+    raise_open_files();
     new_runtime()?.block_on(run(args))
 }
 

@@ -107,12 +107,15 @@ Examples:
           --training-data /data/mnist --num-workers 4 -- mnist
 
 Stopping:
-  With --local, Ctrl-C (or SIGTERM) stops the job at the end of the step; a second one stops it at
-  once. In a cluster, Ctrl-C ends only this command; `elasticdl stop` stops the job.
+  With --local, Ctrl-C, SIGTERM, or the end of the terminal (SIGHUP) stops the job at the end of the
+  step, with its last checkpoint. Ctrl-C again after 2 s, or SIGTERM again after --grace-period, stops
+  it at once. With --detach the job survives the terminal. In a cluster, Ctrl-C ends only this
+  command; `elasticdl stop` stops the job.
 
 Exit codes:
   0    the job completed: it reached the end of its data or --max-steps
   1    the job failed
   2    invalid command line or data; nothing was trained
+  129  stopped by SIGHUP
   130  stopped by Ctrl-C; in a cluster: the command ended and the job continues
   143  stopped by SIGTERM";

@@ -68,7 +68,7 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     let mut text = String::new();
     let out = &mut text;
     if let Some(lost) = &summary.state_lost {
-        line(out, &state_lost(lost));
+        line(out, &state_lost(lost, summary));
     }
     line(out, &format!("job {}: {} after {:.2} s", summary.job, summary.state, summary.wall_s));
     if let Some(error) = &summary.error {
@@ -198,7 +198,7 @@ pub(crate) fn metrics(summary: &Summary) -> impl Iterator<Item = String> + '_ {
 
 /// Warnings that are also printed with `--quiet`.
 pub(crate) fn warnings(summary: &Summary) -> Vec<String> {
-    let lost = summary.state_lost.as_ref().map(state_lost);
+    let lost = summary.state_lost.as_ref().map(|lost| state_lost(lost, summary));
     let failed = summary.checkpoints.as_ref().and_then(|known| {
         let error = known.error.as_ref()?;
         let newest = known
@@ -217,15 +217,17 @@ pub(crate) fn warnings(summary: &Summary) -> Vec<String> {
     let untracked = summary.tracking_error.as_ref();
     let untracked = untracked
         .map(|error| format!("MLflow does not have all metrics of the job: {}", one_line(error)));
-    [lost, failed, skipped, untracked].into_iter().flatten().collect()
+    let best = summary.evaluations.as_ref().and_then(|known| known.export_error.as_deref());
+    let best = best.map(|error| format!("the best model was not exported: {}", one_line(error)));
+    [lost, failed, best, skipped, untracked].into_iter().flatten().collect()
 }
 
-fn state_lost(lost: &StateLoss) -> String {
+fn state_lost(lost: &StateLoss, summary: &Summary) -> String {
     let StateLoss { count, at_step } = lost;
+    let was_stopped = summary.state == "stopped" && *at_step == summary.steps;
+    let why = if was_stopped { "the job was ended at once" } else { "all workers were lost" };
     let times = if *count > 1 { format!(" ({count} times; the last time)") } else { String::new() };
-    format!(
-        "STATE LOST{times} at step {at_step}: all workers were lost, and there was no checkpoint"
-    )
+    format!("STATE LOST{times} at step {at_step}: {why}, and there was no checkpoint")
 }
 
 fn evaluations(known: &EvaluationsSummary) -> String {
@@ -363,6 +365,7 @@ mod tests {
                     export: Some("/best.safetensors".into()),
                 }),
                 stopped_early: true,
+                export_error: None,
             }),
             checkpoints: Some(CheckpointsSummary {
                 newest: Some(SavedCheckpoint { step: 100, name: "step-100".into(), bytes: 4 }),

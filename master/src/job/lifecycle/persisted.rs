@@ -234,10 +234,15 @@ impl PersistedJob {
         }
         let strays = strays.into_iter().map(|(&launch, _)| launch);
         let strays = strays.filter(|launch| pods.contains_key(launch)).collect();
-        // Ids that the previous master may have used since.
-        self.launches_made = self.launches_made.max(self.launches_reserved);
-        self.generation = self.generation.max(self.generations_reserved);
+        self.skip_used_ids(LaunchId(0));
         strays
+    }
+
+    /// Prepares a take-over from a version that is older than the job: no id is used again that the
+    /// previous master may have used since, or that a launch up to `noted` has.
+    pub fn skip_used_ids(&mut self, noted: LaunchId) {
+        self.launches_made = self.launches_made.max(self.launches_reserved).max(noted.0);
+        self.generation = self.generation.max(self.generations_reserved);
     }
 
     /// The first launches of pods, or processes, that may still run.

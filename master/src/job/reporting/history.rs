@@ -128,17 +128,13 @@ impl JobHistory {
         let newest = self.memberships.iter().rev().take(MEMBERSHIPS_RECORDED_MAX);
         let mut memberships = first_within(newest, MEMBERSHIPS_RECORDED_BYTES_MAX);
         memberships.reverse();
-        let EvaluationsSummary { all, best, stopped_early } = &self.evaluations;
-        let mut all = first_within(all.iter().rev(), EVALUATIONS_RECORDED_BYTES_MAX);
+        let mut all =
+            first_within(self.evaluations.all.iter().rev(), EVALUATIONS_RECORDED_BYTES_MAX);
         all.reverse();
         PersistedHistory {
             memberships,
             failed_shards: first_within(self.failed_shards.iter(), FAILED_RECORDED_BYTES_MAX),
-            evaluations: EvaluationsSummary {
-                all,
-                best: best.clone(),
-                stopped_early: *stopped_early,
-            },
+            evaluations: EvaluationsSummary { all, ..self.evaluations.clone() },
             totals: self.totals.clone(),
         }
     }

@@ -43,8 +43,11 @@ impl Job {
             CheckpointNews::Failed { step, error } => {
                 known.failed += 1;
                 let error = clip(&error).to_owned();
-                known.error = Some(error.clone());
-                Some(format!("worker {worker} can't write the checkpoint of step {step}: {error}"))
+                // Each worker and each attempt has the same to say.
+                let is_known = known.error.replace(error.clone()).is_some();
+                (!is_known).then(|| {
+                    format!("worker {worker} can't write the checkpoint of step {step}: {error}")
+                })
             }
             CheckpointNews::Restored { step: from, name } => {
                 let lost_steps = step.saturating_sub(from);
@@ -61,12 +64,13 @@ impl Job {
                 known.restored.drain(..surplus);
                 Some(line)
             }
-            // Shown in the status only: there may be very many.
+            // Shown in the status only, unless others have failed: there may be very many.
             CheckpointNews::Saved { step, name, bytes } => {
                 known.saved += 1;
-                known.error = None;
                 known.newest = Some(SavedCheckpoint { step, name, bytes });
-                None
+                let failed_before = known.error.take().is_some();
+                failed_before
+                    .then(|| format!("checkpoints are written again: that of step {step} is"))
             }
         };
         // Success or failure: the next one is written on schedule.
@@ -108,6 +112,24 @@ impl Job {
         self.reporting.note_evaluated(report);
         self.out.mark_dirty();
         self.log_event(line);
+    }
+
+    /// The best model was exported, or could not be.
+    pub(crate) fn on_best_export(&mut self, step: u64, error: Option<String>) {
+        let known = &mut self.reporting.evaluations.export_error;
+        let line = match (&*known, &error) {
+            // Each evaluation tries again.
+            (Some(_), Some(_)) | (None, None) => None,
+            (None, Some(error)) => Some(format!(
+                "the best model, of step {step}, is not exported: {}; training goes on, and the \
+                 next evaluation tries again",
+                clip(error)
+            )),
+            (Some(_), None) => Some(format!("the best model, of step {step}, is exported")),
+        };
+        *known = error.map(|error| clip(&error).to_owned());
+        self.out.mark_dirty();
+        line.into_iter().for_each(|line| self.log_event(line));
     }
 
     /// Whether the tracking server takes the job's metrics.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use elasticdl_proto::{
     CheckpointsSummary, DisconnectedStatus, Evaluated, EvaluationsSummary, Generation,
     LaunchStatus, Ledger, PriorityTierStatus, RecordsSummary, Status, Summary, WorkerId,
-    WorkerStatus, WorkersSummary,
+    WorkerStatus, WorkersSummary, failed_export,
 };
 
 use super::counters::Counters;
@@ -362,8 +362,10 @@ impl Job {
 
     /// The lowest rank exports before it sends its final report.
     fn exported(&self) -> Option<String> {
-        let Work::Train { export } = &self.spec.work else { return None };
-        export.clone().filter(|_| self.reporting.final_report().is_some_and(|word| word.exported))
+        let Work::Train { export: Some(export) } = &self.spec.work else { return None };
+        let report = self.reporting.final_report().filter(|report| report.exported)?;
+        let has_failed = report.failure.is_some();
+        Some(if has_failed { failed_export(export) } else { export.clone() })
     }
 
     /// The summary text of the lowest rank's model.
@@ -395,9 +397,12 @@ impl Job {
 
     /// The evaluations, if there is validation data.
     pub(crate) fn evaluations(&self) -> Option<EvaluationsSummary> {
-        self.spec.validation.as_ref().map(|_| EvaluationsSummary {
-            stopped_early: self.reporting.final_report().is_some_and(|word| word.stopped_early),
-            ..self.reporting.evaluations.clone()
-        })
+        self.spec.validation.as_ref()?;
+        let mut known = self.reporting.evaluations.clone();
+        known.stopped_early = self.reporting.final_report().is_some_and(|word| word.stopped_early);
+        if let (Some(best), Some(_)) = (&mut known.best, &known.export_error) {
+            best.export = None;
+        }
+        Some(known)
     }
 }

@@ -100,3 +100,24 @@ fn records_of_another_jobs_checkpoint_do_not_count_towards_the_speed() {
     let ThroughputSummary { records_per_s, steps_per_s, .. } = job.summary(at(2000)).throughput;
     assert_eq!((records_per_s, steps_per_s), (2.0, 0.5));
 }
+
+/// Each worker and each attempt has the same to say about a full disk.
+#[test]
+fn checkpoints_that_cannot_be_written_are_said_once_and_once_when_they_can() {
+    let mut job = started(kept(), &[20]);
+    let failed = |step| CheckpointNews::Failed { step, error: "disk full".into() };
+    let said = |job: &Job| {
+        let events = job.status(at(0)).events;
+        events.into_iter().filter(|event| event.contains("checkpoint")).collect::<Vec<_>>()
+    };
+    for step in 1..4 {
+        news(&mut job, failed(step));
+    }
+    assert_eq!(said(&job), ["worker 1 can't write the checkpoint of step 1: disk full"]);
+    for step in 4..6 {
+        news(&mut job, saved(step));
+    }
+    assert_eq!(said(&job)[1..], ["checkpoints are written again: that of step 4 is"]);
+    news(&mut job, failed(6));
+    assert_eq!(said(&job).len(), 3);
+}

@@ -57,6 +57,37 @@ fn the_best_evaluation_is_remembered_and_repeated_steps_are_evaluated_again() {
     assert_eq!(started(spec(), &[20]).summary(at(0)).evaluations, None);
 }
 
+/// A full disk, for example.
+#[test]
+fn a_best_model_that_is_not_exported_is_said_once_and_once_when_it_is() {
+    let mut job = started(judged(), &[20]);
+    let said = |job: &Job| {
+        let is_of_export = |event: &&String| event.contains("exported");
+        job.status(at(0)).events.iter().filter(is_of_export).count()
+    };
+    let export = |job: &mut Job, step: u64, error: Option<&str>| {
+        evaluated(job, step, Some(1.0 / step as f64));
+        let error = error.map(str::to_owned);
+        deliver(job, 1, WorkerMessage::BestExport { step, error });
+    };
+    for step in [10, 20] {
+        export(&mut job, step, Some("/best: No space left on device"));
+        let known = job.summary(at(0)).evaluations.unwrap();
+        assert_eq!(known.best.unwrap().export, None);
+        assert!(known.export_error.unwrap().contains("No space"));
+        assert_eq!(said(&job), 1);
+    }
+    for step in [30, 40] {
+        export(&mut job, step, None);
+        let known = job.summary(at(0)).evaluations.unwrap();
+        assert_eq!(
+            (known.best.unwrap().export.as_deref(), known.export_error),
+            (Some("/best"), None)
+        );
+        assert_eq!(said(&job), 2);
+    }
+}
+
 #[test]
 fn a_job_that_stops_early_is_complete_and_expects_no_more_than_it_trained() {
     let mut job = started(JobSpec { num_workers: 1, max_workers: 1, ..judged() }, &[20]);

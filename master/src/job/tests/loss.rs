@@ -135,7 +135,7 @@ fn a_group_that_reports_a_failure_fails_the_job_with_its_error_and_records() {
     let summary = job.summary(at(0));
     assert_eq!(
         (summary.steps, summary.steps_skipped, summary.export.as_deref()),
-        (4, 2, Some("/m"))
+        (4, 2, Some("/m.failed"))
     );
     let failed: Vec<_> = summary.failed_shards.iter().map(|s| (s.worker, s.start, s.end)).collect();
     assert_eq!(failed, [(WorkerId(2), 4, 6)]);

@@ -88,6 +88,16 @@ impl OpenError {
                 Failure::failed(error.to_string())
             }
             Self::Lookup(error) => Failure::usage(error.to_string()),
+            Self::NoAnswer(endpoint)
+                if jobdir::is_abandoned(root) && jobdir::count_workers(root) == 0 =>
+            {
+                Failure::failed(format!(
+                    "the job in {} does not run: its master (process {}) and its workers are \
+                     gone; it goes on from its newest checkpoint by: elasticdl train --resume {0}",
+                    root.display(),
+                    endpoint.pid
+                ))
+            }
             Self::NoAnswer(endpoint) if jobdir::is_abandoned(root) => Failure::failed(format!(
                 "the master of the job in {} (process {}) is gone; its workers continue for a \
                  while and wait for the next one, which is started by: \

@@ -19,6 +19,7 @@ pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
     let is_quiet = request.output.quiet;
     let is_named = (request.job.job_name.is_some(), request.job.job_dir.is_some());
     let job = LocalJob::new(request)?;
+    job.refuse_to_replace()?;
     JobDir::check(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
     // Passes a random name, and the directory that follows from it, on to the master, so that they
     // are those that this process prints.
@@ -119,7 +120,7 @@ fn refusal(master: &mut Child, code: Option<i32>) -> Failure {
 }
 
 /// Name by which commands find the job in this directory.
-fn name_of(job_dir: &Path) -> String {
+pub(super) fn name_of(job_dir: &Path) -> String {
     if let Some(name) = job_dir.file_name().filter(|name| directory_of(Path::new(name)) == job_dir)
     {
         return name.display().to_string();

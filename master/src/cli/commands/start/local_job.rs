@@ -10,11 +10,12 @@ use std::time::Duration;
 
 use rustix::fs::Access;
 
+use super::background::name_of;
 use super::request::{StartRequest, WorkOptions, default_name};
 use crate::cli::args::DashboardPort;
 use crate::cli::process::{Console, Failure};
 use crate::job::JobSpec;
-use crate::jobdir;
+use crate::jobdir::{self, EarlierJob, earlier_job, quoted};
 
 /// A validated job of this machine.
 #[derive(Debug)]
@@ -32,6 +33,8 @@ pub(super) struct LocalJob {
     pub(super) tensorboard_dir: Option<PathBuf>,
     pub(super) master_timeout: Duration,
     pub(super) console: Console,
+    /// Whether it may replace an earlier job in its directory.
+    replace: bool,
     work: WorkOptions,
 }
 
@@ -82,8 +85,24 @@ impl LocalJob {
                 .map(|port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port)),
             tensorboard_dir: output.tensorboard_dir,
             master_timeout: workers.master_timeout,
+            replace: job.replace,
             work,
         })
+    }
+
+    /// Refuses to replace what an earlier job has trained, unless the user asks for it, or goes on
+    /// with its checkpoints.
+    pub(super) fn refuse_to_replace(&self) -> Result<(), Failure> {
+        let own = std::path::absolute(&self.job_dir).unwrap_or_else(|_| self.job_dir.clone());
+        let continues =
+            self.spec.resume_from.as_ref().is_some_and(|from| Path::new(from).starts_with(own));
+        if self.replace || continues {
+            return Ok(());
+        }
+        match earlier_job(&self.job_dir) {
+            Some(earlier) => Err(Failure::usage(explain(&earlier, &self.job_dir))),
+            None => Ok(()),
+        }
     }
 
     /// Makes a training job write checkpoints to its own directory, `job_dir`, unless the user has
@@ -93,6 +112,30 @@ impl LocalJob {
             self.spec.checkpoints = options.checkpoints.in_job_dir(job_dir);
         }
     }
+}
+
+/// Why an earlier job is in the way, and the ways out.
+fn explain(earlier: &EarlierJob, job_dir: &Path) -> String {
+    let job = name_of(job_dir);
+    let state = earlier.state.as_deref();
+    let ended = match state {
+        Some(state) => format!("a job that is {state}, at step {}", earlier.steps),
+        None => "a job whose master has died".into(),
+    };
+    let mut ways = Vec::new();
+    if state.is_none() {
+        ways.push(format!("elasticdl train --resume {job}   goes on with it"));
+    }
+    if let Some(folder) = &earlier.checkpoints {
+        ways.push(format!("--resume-from {}   begins with its newest checkpoint", quoted(folder)));
+    }
+    ways.push(format!("elasticdl delete {job}   deletes it"));
+    ways.push("--replace   replaces it".into());
+    format!(
+        "{} holds {ended}; choose another --job-name or --job-dir, or:\n  {}",
+        job_dir.display(),
+        ways.join("\n  ")
+    )
 }
 
 /// Resolves a path of a local job against the current directory.
@@ -235,6 +278,33 @@ mod tests {
             error.contains("--checkpoint-every") && error.contains("--checkpoint-dir"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_job_that_has_trained_something_is_replaced_only_if_the_user_asks_for_it() {
+        let scratch = tempfile::tempdir().unwrap();
+        let root = scratch.path().join("mnist");
+        let refused = |options: &str| {
+            let line = format!("--local --job-dir {} {options}", root.display());
+            local_job(&line).unwrap().refuse_to_replace().err().map(|failure| failure.text)
+        };
+        assert_eq!(refused(""), None);
+        drop(jobdir::JobDir::create(&root).unwrap());
+        assert_eq!(refused(""), None, "it has trained nothing");
+        let checkpoints = root.join("checkpoints");
+        let checkpoint = checkpoints.join("step-000000000200-0123abcd-g1");
+        std::fs::create_dir_all(&checkpoint).unwrap();
+        std::fs::write(checkpoint.join("manifest.json"), "{}").unwrap();
+        assert!(refused("").unwrap().contains("train --resume "));
+        let summary = r#"{"state": "completed", "steps": 200}"#;
+        std::fs::write(root.join("summary.json"), summary).unwrap();
+        let text = refused("").unwrap();
+        for way in ["at step 200", "--resume-from ", "elasticdl delete ", "--replace"] {
+            assert!(text.contains(way), "{way:?} is not in: {text}");
+        }
+        assert_eq!(refused("--replace"), None);
+        assert_eq!(refused(&format!("--resume-from {}", checkpoints.display())), None);
+        assert!(refused("--resume-from /elsewhere").is_some());
     }
 
     #[test]

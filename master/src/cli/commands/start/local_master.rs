@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
@@ -18,12 +18,13 @@ use super::request::StartRequest;
 use super::signals::{Signals, Stop, StopEscalation};
 use crate::cli::process::{
     Console, EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, new_runtime, print_warning,
+    raise_open_files,
 };
 use crate::cli::render::{Paths, print_job_error, print_summary, summary_to_json, warnings};
 use crate::dashboard::JobOptions;
 use crate::event_loop::{JobResult, Master};
 use crate::job::{JobSpec, Outcome, Time};
-use crate::jobdir::{self, AbandonedJob, JobDir, JobStart, directory_of};
+use crate::jobdir::{self, AbandonedJob, JobDir, JobDirError, JobStart, directory_of};
 use crate::listener::{Identity, ServerConfig};
 use crate::local::{Launcher, ProgramCopy};
 use crate::metrics;
@@ -35,10 +36,18 @@ use crate::worker_output::WorkerOutput;
 /// Runs a new job. Returns the exit code.
 pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
     let mut job = LocalJob::new(request)?;
+    job.refuse_to_replace()?;
+    let is_new = !job.job_dir.exists();
     let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
     job.keep_checkpoints_in(dir.path());
-    let console = job.console;
-    run(JobSource::New(Box::new(job)), &dir, console)
+    let (console, root) = (job.console, dir.path().to_path_buf());
+    let ended = run(JobSource::New(Box::new(job)), &dir, console);
+    if ended.is_err() && is_new && !jobdir::has_begun(&root) {
+        // Nothing of a job that was refused stays, and `elasticdl list` does not show it.
+        drop(dir);
+        let _ = jobdir::delete(&root);
+    }
+    ended
 }
 
 /// Resumes the job whose master has died. Returns the exit code.
@@ -58,16 +67,15 @@ pub(super) fn resume(job: &Path, console: Console) -> Result<u8, Failure> {
 
 fn run(source: JobSource, dir: &JobDir, console: Console) -> Result<u8, Failure> {
     log_to_file(dir)?;
+    raise_open_files();
     let wanted = source.summary();
     let runtime = new_runtime()?;
     let (ended, stop) = runtime.block_on(lead(source, dir, console))?;
     // Drops what background tasks hold, before the report is written.
     drop(runtime);
+    // No worker is started from here on. The copy need not exist, and leaves room for the summary.
+    let _ = std::fs::remove_file(dir.program_path());
     let written = write_summaries(wanted.as_deref(), dir, &ended);
-    if written.is_ok() {
-        // No worker is started from here on. The copy need not exist.
-        let _ = std::fs::remove_file(dir.program_path());
-    }
     let (logs, summary) = (dir.logs(), wanted.unwrap_or_else(|| dir.summary_path()));
     let paths = Paths { logs: Some(&logs), summary: Some(&summary) };
     print_summary(console, &ended.summary, paths);
@@ -137,14 +145,16 @@ async fn lead(
     let (commands, received) = mpsc::channel(COMMANDS_MAX);
     let run = master.run(received);
     tokio::pin!(run);
-    let mut escalation = StopEscalation::default();
+    let mut escalation = StopEscalation::new(spec.grace_period);
     let mut ended = loop {
         tokio::select! {
             ended = &mut run => break ended,
             stop = signals.next() => {
                 // The channel is full only if earlier signals, which already request the end, are
                 // still queued.
-                let _ = commands.try_send(escalation.command(stop));
+                if let Some(command) = escalation.command(Instant::now(), stop) {
+                    let _ = commands.try_send(command);
+                }
             }
             Some(request) = requested.recv() => {
                 page::handle(request, &spec, &mut escalation, &commands);
@@ -158,7 +168,7 @@ async fn lead(
         ended.summary.tracking_error = tracking.await.unwrap_or_default();
     }
     page.end().await;
-    Ok((ended, escalation.first))
+    Ok((ended, escalation.first()))
 }
 
 /// Where a master listens.
@@ -336,7 +346,7 @@ impl JobSource {
             Self::New(job) => {
                 let start = start_of(&job, dir, addresses);
                 let start = start.map_err(cannot("learn the current directory"))?;
-                dir.persist_start(&start).map_err(|e| Failure::failed(e.to_string()))?;
+                let start = persist(start, dir)?;
                 let launcher = launcher(&start, job.spec.num_workers);
                 Master::new(job.spec, server_config, launcher, progress)
             }
@@ -371,6 +381,21 @@ fn start_of(job: &LocalJob, dir: &JobDir, addresses: Addresses) -> io::Result<Jo
     })
 }
 
+/// Persists how the job is started. Where the disk is too full for that, without a copy of the
+/// program.
+fn persist(start: JobStart, dir: &JobDir) -> Result<JobStart, Failure> {
+    let failed = |error: JobDirError| Failure::failed(error.to_string());
+    match dir.persist_start(&start) {
+        Ok(()) => return Ok(start),
+        Err(error) if start.copy.is_none() => return Err(failed(error)),
+        Err(_) => {}
+    }
+    let _ = std::fs::remove_file(dir.program_path());
+    let start = JobStart { copy: None, ..start };
+    dir.persist_start(&start).map_err(failed)?;
+    Ok(start)
+}
+
 /// Binds the address of the previous master. A worker that reconnects may hold this port as the
 /// local end of its own connection attempt for a moment; it is free again when the attempt has
 /// failed.
@@ -397,8 +422,13 @@ fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
         .mode(0o600)
         .open(&path)
         .map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
-    let logging =
-        tracing_subscriber::fmt().with_ansi(false).with_writer(Mutex::new(file)).try_init();
+    // A line that does not fit on the disk is lost. The subscriber would report that by
+    // `eprintln!`, which panics if nobody reads standard error either.
+    let logging = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(Mutex::new(file))
+        .log_internal_errors(false)
+        .try_init();
     // A test in this process may have set another subscriber.
     if let Err(error) = logging {
         warn!(%error, "the master's log is not written");

@@ -2,6 +2,7 @@
 
 use std::io::{IsTerminal as _, stderr};
 use std::net::SocketAddr;
+use std::time::Instant;
 
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
@@ -79,8 +80,8 @@ pub(super) fn handle(
             spec.check_scale(num_workers).map(|()| Some(UserCommand::Scale(num_workers)))
         }
         // A second request does not kill the job, as a second signal does.
-        PageCommand::Stop if escalation.first.is_some() => Ok(None),
-        PageCommand::Stop => Ok(Some(escalation.command(Stop::Terminated))),
+        PageCommand::Stop if escalation.first().is_some() => Ok(None),
+        PageCommand::Stop => Ok(escalation.command(Instant::now(), Stop::Terminated)),
     };
     let answer = command.and_then(|command| {
         let busy = |_| "the master is busy; try again".to_owned();
@@ -94,6 +95,8 @@ const REQUESTS_MAX: usize = 4;
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use tokio::sync::oneshot;
 
     use super::*;
@@ -101,7 +104,7 @@ mod tests {
 
     #[test]
     fn requests_are_checked_and_a_second_stop_kills_nothing() {
-        let (spec, mut escalation) = (spec(), StopEscalation::default());
+        let (spec, mut escalation) = (spec(), StopEscalation::new(Duration::from_secs(30)));
         let (commands, mut received) = mpsc::channel(4);
         let mut request = |command| {
             let (reply, mut answer) = oneshot::channel();
@@ -114,6 +117,6 @@ mod tests {
         assert_eq!([PageCommand::Stop; 2].map(&mut request), [Ok(()), Ok(())]);
         let commands: Vec<_> = std::iter::from_fn(|| received.try_recv().ok()).collect();
         assert_eq!(commands, [UserCommand::Scale(spec.max_workers), UserCommand::Stop]);
-        assert_eq!(escalation.first.map(Stop::exit_code), Some(143));
+        assert_eq!(escalation.first().map(Stop::exit_code), Some(143));
     }
 }
