@@ -244,12 +244,9 @@ impl ClusterTarget {
     }
 }
 
-/// Makes the options for a cluster conflict with `--local`, and leaves them out of the short help.
+/// Makes the options for a cluster conflict with `--local`.
 fn not_with_local(arg: Arg) -> Arg {
-    match arg.get_help_heading() {
-        Some(HEADING) => arg.conflicts_with("local").hide_short_help(true),
-        _ => arg,
-    }
+    if arg.get_help_heading() == Some(HEADING) { arg.conflicts_with("local") } else { arg }
 }
 
 /// Output format of `--dry-run`.

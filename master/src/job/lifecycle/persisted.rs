@@ -369,7 +369,7 @@ impl PersistedLaunch {
 }
 
 /// Ids that may be used before the next write.
-const ID_BLOCK: u64 = 16;
+pub(super) const ID_BLOCK: u64 = 16;
 
 /// A final report without its ledger, which has been compared with those of the other members.
 fn short_report(word: &Finished) -> Finished {

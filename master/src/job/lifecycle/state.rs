@@ -5,6 +5,7 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::fatal_reports::FatalReports;
+use super::persisted::ID_BLOCK;
 use super::restart::{Budget, Restarts};
 use super::takeover_state::Takeover;
 use crate::job::action::Outcome;
@@ -59,7 +60,7 @@ pub(crate) enum Phase {
 
 /// No later launch, and no later generation, has been made. See
 /// [`Job::reserve_id_block`](crate::job::Job).
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct ReservedIds {
     pub(super) launches: u64,
     pub(super) generations: Generation,
@@ -84,7 +85,9 @@ impl Lifecycle {
             suspended_generation: None,
             stop_reason: None,
             masters: 1,
-            reserved: ReservedIds::default(),
+            // As if the first generation were published: a master whose record is older than the first
+            // group must not use that group's generation again.
+            reserved: ReservedIds { launches: 0, generations: Generation(1 + ID_BLOCK) },
         }
     }
 
