@@ -32,6 +32,13 @@ fn every_record_is_counted_once_under_every_fault_plan() {
         coverage.nccl_steps > 20_000 && coverage.nccl_failures > 200 && coverage.nccl_given_up > 50,
         "{coverage:#?}"
     );
+    assert!(
+        coverage.masters_replaced > 200
+            && coverage.published_by_replaced > 20
+            && coverage.resumed_outdated > 2,
+        "{coverage:#?}"
+    );
+    assert!(coverage.hung > 100 && coverage.bad_starts > 40, "{coverage:#?}");
     assert!(coverage.pods_failed > 500 && coverage.suspensions > 500, "{coverage:#?}");
     assert!(
         coverage.fenced > 1000 && coverage.stopped > 20 && coverage.masters_crashed > 500,

@@ -26,7 +26,6 @@ use crate::log_output::log;
 use crate::messages::ControlEvent;
 use crate::model::Model;
 use crate::ordered_reader::{OrderedReader, order_of};
-use crate::outputs;
 use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Purpose, Reader as _, Skipped};
 use crate::session::plan::StepSize;
@@ -284,17 +283,12 @@ fn prepare<M: Model>(
                 let options = &control.welcome.options;
                 let source = &options.training_data;
                 let purpose = purpose_of(&options.work);
-                let described = outputs::check(options).and_then(|()| {
-                    call_user("reading the data set", || {
-                        let mut reader = open_reader(model, options, purpose)?;
-                        let dataset = reader.describe(source)?;
-                        Ok((reader, dataset))
-                    })
+                let described = call_user("reading the data set", || {
+                    Ok(open_reader(model, options, purpose)?.describe(source)?)
                 });
-                let described = described.and_then(|(mut reader, dataset)| {
+                let described = described.and_then(|dataset| {
                     report_skipped(&dataset.skipped, control);
                     check_places(options)?;
-                    inference::try_first(model, &options.work, &mut reader, &dataset)?;
                     Checkpointing::check(options, whose, &dataset, model)?;
                     check_evaluation(model, options)?;
                     dataset::pack(dataset)

@@ -16,7 +16,7 @@ use super::state::fetch::FETCH_PAUSE_US;
 use super::state::network::{Host, MASTER};
 use super::state::operation::Collective;
 use super::state::ring::Ring;
-use super::state::trainer::Doing;
+use super::state::trainer::{Busy, Doing};
 use super::trace::trace;
 use super::world::World;
 
@@ -54,6 +54,7 @@ impl World {
                 _ => false,
             };
             match moment {
+                Moment::Computing => self.computes(p),
                 Moment::Connecting => matches!(trainer.doing, Doing::Connecting),
                 Moment::Fetching => self.is_joining(p),
                 Moment::Finishing => self.oracle.has_finished(p),
@@ -162,13 +163,15 @@ impl World {
                 let exit = if self.rng.chance(1, 2) { Exit::Code(1) } else { Exit::Signal(11) };
                 self.die(p, exit, false);
             }
-            // A local master goes on without its file. If it then dies, too, its successor may not
-            // know its newest processes, which end after `--master-timeout`.
-            FaultKind::FailPersisting if self.setting.may_restore_stale => {
+            FaultKind::FailPersisting => {
                 self.master.persists = false;
                 self.heal_later(Undo::Persist);
+                // The successor of a local master finds an older record, and no list of pods.
+                if !self.setting.may_restore_stale && self.rng.chance(1, 2) {
+                    self.master.dies_after = Some(self.rng.below(24));
+                }
             }
-            FaultKind::FailPersisting => {}
+            FaultKind::Hang => self.hang(p),
             FaultKind::LoseAllStreams => {
                 (0..self.processes.len()).for_each(|q| self.lose_one_of(q, true))
             }
@@ -185,6 +188,7 @@ impl World {
                 (0..self.processes.len()).for_each(|q| self.lose_contact(q));
                 self.heal_much_later(Undo::ContinueMaster);
             }
+            FaultKind::ReplaceMaster => self.replace_master(p),
             FaultKind::Scale => {
                 let (min, max) = (self.setting.spec.min_workers, self.setting.spec.max_workers);
                 let per_pod = self.setting.spec.workers_per_pod;
@@ -220,7 +224,34 @@ impl World {
         }
     }
 
-    fn crash(&mut self, p: usize) {
+    /// Ends hung processes, as a user would: a master that takes over awaits their steps for ever.
+    pub(super) fn end_hung(&mut self) {
+        for p in 0..self.processes.len() {
+            if self.processes[p].trainer.is_hung {
+                self.clock.after(HUNG_US, Event::Die { p, signal: 9 });
+            }
+        }
+    }
+
+    fn computes(&self, p: usize) -> bool {
+        let trainer = &self.processes[p].trainer;
+        matches!(trainer.doing, Doing::Busy(Busy::Computing { .. })) && !trainer.is_hung
+    }
+
+    /// The trainer thread of `p` hangs, if it computes.
+    fn hang(&mut self, p: usize) {
+        let is_taking_over = self.master.job.status(self.time()).state == "resuming";
+        if !self.computes(p) || !self.master.is_alive || is_taking_over {
+            return;
+        }
+        trace!(self, "{}: hangs", self.name(p));
+        self.processes[p].trainer.is_hung = true;
+        self.processes[p].is_degraded = true;
+        self.oracle.failures_max += 1;
+        self.oracle.coverage.hung += 1;
+    }
+
+    pub(super) fn crash(&mut self, p: usize) {
         let lossy = self.rng.chance(1, 3);
         for q in self.processes_hit_with(p) {
             self.die(q, Exit::Signal(9), lossy);
@@ -251,7 +282,7 @@ impl World {
 
     /// Messages between `p` and the master are late or lost from now on; a keep-alive ping detects
     /// it.
-    fn lose_contact(&mut self, p: usize) {
+    pub(super) fn lose_contact(&mut self, p: usize) {
         self.processes[p].lost_contact = true;
         if let Some(link) = self.processes[p].stream {
             self.clock.after(KEEP_ALIVE_US, Event::KeepAlive { p, link });
@@ -311,7 +342,7 @@ impl World {
     }
 
     /// Heals the fault after a span around the worker timeout, on both sides of it.
-    fn heal_later(&mut self, undo: Undo) {
+    pub(super) fn heal_later(&mut self, undo: Undo) {
         let timeout = self.setting.spec.worker_timeout.map_or(400_000, |t| t.as_micros() as Micros);
         let most = [timeout / 20, timeout / 2, timeout, timeout * 2, timeout * 4]
             [self.rng.below(5) as usize];
@@ -323,7 +354,7 @@ impl World {
 
     /// As [`Self::heal_later`], or long after: when streams have ended, but before workers give up
     /// on the master.
-    fn heal_much_later(&mut self, undo: Undo) {
+    pub(super) fn heal_much_later(&mut self, undo: Undo) {
         if self.rng.chance(2, 3) {
             return self.heal_later(undo);
         }
@@ -343,6 +374,7 @@ impl World {
         match undo {
             Undo::Continue(p) => self.resume(p),
             Undo::ContinueMaster => self.on_master_continued(),
+            Undo::EndFormerMaster => self.end_former_master(),
             Undo::Persist => {
                 self.master.persists = true;
                 self.master_acts();
@@ -358,6 +390,9 @@ impl World {
 
 /// Duration of most transfers to joiners.
 const TRANSFER_US: Micros = 4000;
+
+/// How long a hung process lives after a take-over.
+const HUNG_US: Micros = 5_000_000;
 
 /// Time without an answer to its pings after which a worker closes its stream.
 const KEEP_ALIVE_US: Micros = 10_000_000;

@@ -13,6 +13,7 @@ use super::state::master::Master;
 use super::state::network::{LinkId, MASTER};
 use super::state::packet::Packet;
 use super::state::process::{Process, address_of};
+use super::state::setting::{HOSTS, Setting};
 use super::trace::trace;
 use super::world::World;
 
@@ -22,6 +23,9 @@ impl World {
     }
 
     pub(super) fn on_master_input(&mut self, link: LinkId) {
+        if self.former_master.as_ref().is_some_and(|former| former.streams.contains(&link)) {
+            return self.as_former_master(|world| world.on_master_input(link));
+        }
         if !self.master.is_alive {
             return self.shut(link, MASTER);
         }
@@ -37,17 +41,17 @@ impl World {
         self.wake_master();
     }
 
-    fn wake_master(&mut self) {
+    pub(super) fn wake_master(&mut self) {
         if !std::mem::replace(&mut self.master.woken, true) {
             let delay = self.thread_delay();
-            self.clock.after(delay, Event::Master);
+            self.clock.after(delay, self.master.event());
         }
     }
 
     pub(super) fn on_reaped(&mut self, p: usize) {
         let Some(exit) = self.end_of_pod(p) else { return };
         let process = &self.processes[self.pod(p).start];
-        if !self.master.is_alive {
+        if !self.master.is_alive || process.is_unknown {
             return;
         }
         // A process that another master started is not a child of this one: its exit is unknown.
@@ -62,6 +66,7 @@ impl World {
         if std::mem::take(&mut self.master.deferred) {
             self.clock.after(1, Event::Master);
         }
+        self.wake_former_master();
     }
 
     /// Runs the master's task until it is idle. Inputs that are ready are taken in random order, as
@@ -95,7 +100,9 @@ impl World {
                 _ => self.master.job.handle_timeout(now),
             }
             self.master_acts();
-            self.check_fencing();
+            if !self.master.is_replaced {
+                self.check_fencing();
+            }
         }
         if !self.master.is_alive {
             return;
@@ -104,7 +111,7 @@ impl World {
         if self.master.due != due {
             self.master.due = due;
             if let Some(at) = due {
-                self.clock.at(at, Event::Master);
+                self.clock.at(at, self.master.event());
             }
         }
     }
@@ -127,7 +134,7 @@ impl World {
         master.inputs.clear();
         master.ended.clear();
         master.commands.clear();
-        for link in self.net.links_of(MASTER) {
+        for link in self.streams_of_leader() {
             if self.rng.chance(1, 4) {
                 self.lose_in_flight(link, MASTER);
             }
@@ -141,16 +148,23 @@ impl World {
 
     /// Another master resumes from a persisted snapshot.
     pub(super) fn restart_master(&mut self) {
-        let (_, mut record) = self.found_record();
+        let (version, mut record) = self.found_record();
         let mut orphans = Vec::new();
+        let is_outdated = version != self.master.job.version();
         if self.setting.may_restore_stale {
             let per_pod = self.setting.spec.workers_per_pod as usize;
             let pods = (0..self.processes.len()).step_by(per_pod).filter(|&p| self.pod_lives(p));
             let first = |p: usize| (self.processes[p].launch, self.processes[p].index);
             orphans = record.observe_pods(&pods.map(first).collect());
+        } else if is_outdated {
+            // Started processes are noted in a file of their own.
+            let noted = self.processes.iter().map(|process| process.launch).max();
+            record.skip_used_ids(noted.unwrap_or(LaunchId(0)));
         }
         let launches: Vec<LaunchId> = record.launches().collect();
+        self.note_resumed(is_outdated, &launches);
         trace!(self, "master: another one resumes the job");
+        self.master.incarnation += 1;
         match Job::restore(record, self.time()) {
             Ok(job) => self.master.job = job,
             Err(wrong) => {
@@ -174,6 +188,7 @@ impl World {
         for launch in orphans {
             self.kill(launch);
         }
+        self.end_hung();
         self.master_acts();
         self.wake_master();
     }
@@ -196,7 +211,8 @@ impl World {
         let Master { job, records, persists, .. } = &mut self.master;
         let newest = records.back().map_or(0, |(revision, _)| *revision);
         if !*persists {
-            return job.durable_before() <= newest;
+            // A local master goes on without its file.
+            return !self.setting.may_restore_stale || job.durable_before() <= newest;
         }
         if newest != job.version() {
             records.push_back((job.version(), job.to_persisted()));
@@ -214,13 +230,15 @@ impl World {
         let Some(packet) = self.net.take(link, MASTER) else { return };
         let now = self.time();
         match packet {
-            Packet::Hello(launch, resume) => {
+            Packet::Hello(launch, resume, incarnation) => {
+                if incarnation > self.master.incarnation {
+                    return self.on_newer_incarnation(link);
+                }
                 self.master.peers.insert(link, None);
                 let Some(p) = self.process_of(launch) else { return };
                 let (connection, pid) = (ConnectionId(link as u64), 1000 + p as u32);
-                if self.setting.zones > 1 {
-                    let zone = (p % self.setting.zones).to_string();
-                    let location = Location { zone, ..Location::default() };
+                let location = self.location(p);
+                if location != Location::default() {
                     self.master.job.handle(now, JobEvent::LaunchLocated { launch, location });
                 }
                 let event =
@@ -229,7 +247,9 @@ impl World {
             }
             Packet::Up(message) => {
                 if let Some(&Some(worker)) = self.master.peers.get(&link) {
-                    self.oracle.on_worker_message(worker, &message);
+                    if !self.master.is_replaced {
+                        self.oracle.on_worker_message(worker, &message);
+                    }
                     self.master.job.handle(now, JobEvent::Message { worker, message });
                 }
             }
@@ -238,7 +258,9 @@ impl World {
                     self.shut(link, MASTER);
                     if let Some(worker) = worker {
                         self.master.workers.remove(&worker);
-                        self.oracle.on_stream_end(worker);
+                        if !self.master.is_replaced {
+                            self.oracle.on_stream_end(worker);
+                        }
                         self.master.job.handle(now, JobEvent::Disconnected { worker });
                     }
                 }
@@ -267,18 +289,24 @@ impl World {
                 Action::Disconnect { worker } => self.disconnect(worker),
                 Action::End(outcome) => {
                     trace!(self, "master: the job has ended: {outcome:?}");
+                    self.check_leads("ends the job");
                     self.master.outcome = Some(outcome);
                 }
                 Action::Kill { launch } => self.kill(launch),
-                Action::Launch { launch, slot, .. } => self.launch(launch, slot),
+                Action::Launch { launch, slot, avoid } => self.launch(launch, slot, avoid),
                 Action::Refuse { connection, reason } => {
-                    trace!(self, "master: refuses connection {}: {reason}", connection.0);
+                    trace!(
+                        self,
+                        "{}: refuses connection {}: {reason}",
+                        self.master.name(),
+                        connection.0
+                    );
                     self.check_refusal(connection.0 as LinkId, &reason);
                     self.master.peers.remove(&(connection.0 as LinkId));
                     self.send(connection.0 as LinkId, MASTER, Packet::Refused);
                     self.shut(connection.0 as LinkId, MASTER);
                 }
-                Action::Log(line) => trace!(self, "master: {line}"),
+                Action::Log(line) => trace!(self, "{}: {line}", self.master.name()),
                 Action::Send { worker, message } => {
                     self.check_message(worker, &message);
                     if let Some(&link) = self.master.workers.get(&worker) {
@@ -292,7 +320,9 @@ impl World {
     fn admit(&mut self, link: LinkId, worker: WorkerId) {
         if let Some(p) = self.net.link(link).peer(MASTER).checked_sub(1) {
             // A master with a stale snapshot takes the worker back; the worker has done no harm.
-            if self.oracle.on_admitted(worker, p) && !self.setting.may_restore_stale {
+            if self.master.is_replaced {
+                self.follow_former_master(p, worker);
+            } else if self.oracle.on_admitted(worker, p) && !self.oracle.may_be_outdated {
                 self.violate(format!("worker {worker} was lost, and is admitted"));
             }
         }
@@ -303,28 +333,48 @@ impl World {
                 self.master.peers.remove(&dead);
                 self.shut(dead, MASTER);
             }
-            self.send(link, MASTER, Packet::Welcome(worker));
+            self.send(link, MASTER, Packet::Welcome(worker, self.master.incarnation));
         }
     }
 
     fn disconnect(&mut self, worker: WorkerId) {
-        self.check_eviction(worker);
-        self.oracle.on_gone(worker);
+        if !self.master.is_replaced {
+            self.check_eviction(worker);
+            self.oracle.on_gone(worker);
+        }
         if let Some(link) = self.master.workers.remove(&worker) {
             self.master.peers.remove(&link);
             self.shut(link, MASTER);
         }
     }
 
-    fn launch(&mut self, launch: LaunchId, index: u32) {
+    fn launch(&mut self, launch: LaunchId, index: u32, avoid: Option<String>) {
+        if self.master.is_replaced {
+            return;
+        }
         trace!(self, "master: starts launch {}", launch.0);
         for i in 0..self.setting.spec.workers_per_pod {
             let p = self.processes.len();
             let launch = LaunchId(launch.0 + u64::from(i));
+            let pod = p / self.setting.spec.workers_per_pod as usize;
+            let host = [pod % HOSTS, (pod + 1) % HOSTS]
+                .into_iter()
+                .find(|host| avoid.as_deref() != Some(&host.to_string()));
             self.processes.push(Process::new(launch, index + i, &self.setting));
+            self.processes[p].host = host.unwrap_or_default();
+            if self.setting.bad_host.is_some() {
+                self.command(JobEvent::LaunchLocated { launch, location: self.location(p) });
+            }
             let delay = self.rng.between(500, 20_000);
             self.clock.after(delay, Event::Start { p });
         }
+    }
+
+    fn location(&self, p: usize) -> Location {
+        let Setting { zones, bad_host, .. } = self.setting;
+        let zone = if zones > 1 { (p % zones).to_string() } else { String::new() };
+        let node = bad_host.map(|_| self.processes[p].host.to_string()).unwrap_or_default();
+        Location { zone, node, ..Location::default() }
     }
 
     fn kill(&mut self, launch: LaunchId) {
@@ -332,7 +382,8 @@ impl World {
         let pod = self.pod(p);
         self.processes[pod.clone()].iter_mut().for_each(|process| process.is_kill_requested = true);
         for p in pod.clone() {
-            if let Some(worker) = self.processes[p].worker
+            if !self.master.is_replaced
+                && let Some(worker) = self.processes[p].worker
                 && self.oracle.on_killed(worker)
             {
                 // A disconnected worker is evicted.
@@ -345,7 +396,7 @@ impl World {
         } else {
             self.rng.between(50, 2000)
         };
-        trace!(self, "master: kills {} in {delay} us", self.name(p));
+        trace!(self, "{}: kills {} in {delay} us", self.master.name(), self.name(p));
         pod.for_each(|p| self.clock.after(delay, Event::Die { p, signal: 9 }));
     }
 }

@@ -30,6 +30,7 @@ mod clock;
 mod donor;
 mod faults;
 mod fetch;
+mod former_master;
 mod many;
 mod master;
 mod model;

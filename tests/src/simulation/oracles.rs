@@ -69,6 +69,9 @@ impl World {
 
     pub(super) fn check_message(&mut self, worker: WorkerId, message: &MasterMessage) {
         self.oracle.shutdown_sent = None;
+        if self.master.is_replaced {
+            return self.check_message_of_replaced(message);
+        }
         match message {
             MasterMessage::Lease(ranges) => {
                 self.violate(format!("{ranges:?} are leased to worker {worker}, which trains"));
@@ -97,6 +100,7 @@ impl World {
     }
 
     fn check_membership(&mut self, membership: &Membership) {
+        self.check_unique(membership);
         let last = self.oracle.newest.as_ref();
         if last == Some(membership) {
             return;
@@ -104,7 +108,7 @@ impl World {
         if self.oracle.published.contains(membership) {
             // No worker that is left has received any later membership.
             self.oracle.newest = Some(membership.clone());
-            if !self.setting.may_restore_stale {
+            if !self.oracle.may_be_outdated {
                 self.violate(format!(
                     "generation {} is published a second time",
                     membership.generation
@@ -169,14 +173,31 @@ impl World {
         has_formed && group.is_some_and(|m| m.members.iter().all(|(id, _)| is_well(id)))
     }
 
+    /// A master has resumed the job with these `launches`, possibly from an outdated snapshot. Local
+    /// processes that it does not know are refused, and end.
+    pub(super) fn note_resumed(&mut self, is_outdated: bool, launches: &[LaunchId]) {
+        self.oracle.may_be_outdated |= is_outdated || self.setting.may_restore_stale;
+        if !is_outdated || self.setting.may_restore_stale {
+            return;
+        }
+        self.oracle.coverage.resumed_outdated += 1;
+        self.fault_plan.links_may_break = true;
+        for p in 0..self.processes.len() {
+            if !launches.contains(&self.processes[self.pod(p).start].launch) {
+                self.processes[p].is_unknown = true;
+                self.processes[p].is_degraded = true;
+            }
+        }
+    }
+
     /// A master with a stale snapshot resumes with an older group, if no worker that reconnects
-    /// knows a newer one.
+    /// knows a newer one, which may be one of a master that was replaced.
     fn note_restored_generation(&mut self) {
         let generation = self.master.job.status(self.time()).generation;
-        let is_older = |m: &Membership| m.generation > generation;
-        if self.setting.may_restore_stale && self.oracle.newest.as_ref().is_some_and(is_older) {
-            let older = self.oracle.published.iter().find(|m| m.generation == generation);
-            self.oracle.newest = older.cloned();
+        let is_other = |m: &Membership| m.generation != generation;
+        if self.oracle.may_be_outdated && self.oracle.newest.as_ref().is_some_and(is_other) {
+            let resumed = self.oracle.published.iter().find(|m| m.generation == generation);
+            self.oracle.newest = resumed.cloned();
         }
     }
 
@@ -202,7 +223,9 @@ impl World {
             self.setting.spec.worker_timeout.unwrap_or_default().as_micros() as Micros / 2;
         let has_stalled = self.oracle.committed_at + patience <= self.clock.now();
         let goes = lost_contact && (!is_member || has_stalled || !self.is_unharmed(newest));
-        if !is_degraded && !goes {
+        // Where nobody waits, the master can't tell which member hangs.
+        let hangs = self.processes.iter().any(|q| q.is_alive() && q.trainer.is_hung);
+        if !is_degraded && !goes && !hangs {
             self.violate(format!("worker {worker} is evicted without a reason"));
         }
     }
@@ -211,6 +234,10 @@ impl World {
     /// final state, is about to be killed, was told to end, or its group is not intact.
     pub(super) fn check_refusal(&mut self, link: LinkId, reason: &str) {
         let Some(p) = self.net.link(link).peer(MASTER).checked_sub(1) else { return };
+        if self.master.is_replaced {
+            self.processes[p].is_degraded = true;
+            return;
+        }
         let newest = self.oracle.newest.as_ref();
         let Some(worker) = self.processes[p].worker else { return };
         let is_member = newest.is_some_and(|m| m.rank_of(worker).is_some());
@@ -335,7 +362,7 @@ impl World {
         self.check_failures()?;
         self.note_restored_generation();
         let orphans = (0..self.processes.len())
-            .find(|&p| self.processes[p].is_alive() && !self.processes[p].is_kill_requested);
+            .find(|&p| self.processes[p].is_alive() && self.processes[p].is_wanted());
         if let Some(p) = orphans {
             return Err(format!("the job has ended, and {} lives", self.name(p)));
         }

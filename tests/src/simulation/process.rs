@@ -7,7 +7,7 @@ use super::clock::Micros;
 use super::state::event::Event;
 use super::state::network::{LinkId, MASTER};
 use super::state::packet::Packet;
-use super::state::process::{Control, EXIT_MASTER_LOST, EXIT_TERMINATED, TrainerInput};
+use super::state::process::{Control, EXIT_MASTER_LOST, EXIT_TERMINATED, Process, TrainerInput};
 use super::trace::trace;
 use super::world::World;
 
@@ -15,13 +15,17 @@ impl World {
     // ---- lifetime ----
 
     pub(super) fn on_start(&mut self, p: usize) {
+        if self.setting.bad_host == Some(self.processes[p].host) {
+            self.oracle.coverage.bad_starts += 1;
+            return self.die(p, Exit::Code(1), false);
+        }
         let launch = self.processes[p].launch;
-        let link = self.net.open(p + 1, MASTER, true);
+        let link = self.dial_master(p);
         let process = &mut self.processes[p];
         process.stream = Some(link);
         process.control = Control::Handshaking;
         process.endpoint.open = true;
-        self.send(link, p + 1, Packet::Hello(launch, None));
+        self.send(link, p + 1, Packet::Hello(launch, None, 0));
     }
 
     /// Ends the process. Its kernel ends its links after what was sent; `lossy`: and drops what is
@@ -103,7 +107,7 @@ impl World {
             && let Some(packet) = self.net.take(stream, p + 1)
         {
             match packet {
-                Packet::Welcome(worker) => self.on_welcome(p, worker),
+                Packet::Welcome(worker, incarnation) => self.on_welcome(p, worker, incarnation),
                 Packet::Down(message) => self.on_message(p, message),
                 Packet::End => self.on_stream_end(p, false),
                 Packet::Refused => self.on_stream_end(p, true),
@@ -145,12 +149,18 @@ impl World {
         }
     }
 
-    fn on_welcome(&mut self, p: usize, worker: WorkerId) {
+    fn on_welcome(&mut self, p: usize, worker: WorkerId, incarnation: u64) {
         let options = self.setting.spec.worker_options();
-        let welcome = Welcome { worker, incarnation: 0, options };
+        let welcome = Welcome { worker, incarnation, options };
         let process = &mut self.processes[p];
+        let newest = process.control_state.incarnation();
         process.control = Control::Open;
-        match process.control_state.handle_welcome(&welcome) {
+        let accepted = process.control_state.handle_welcome(&welcome);
+        match accepted {
+            Ok(_) if incarnation < newest => {
+                let what = format!("follows master {incarnation} after master {newest}");
+                return self.violate(format!("{} {what}", self.name(p)));
+            }
             Ok(false) => process.worker = Some(worker),
             Ok(true) => {
                 process.inbox.push_back(TrainerInput::Reconnected);
@@ -216,19 +226,21 @@ impl World {
         if self.processes[p].control_state.is_over() || !self.reaches_master(p) {
             return self.search(p, since, pause);
         }
-        let link = self.net.open(p + 1, MASTER, true);
+        let link = self.dial_master(p);
         let process = &mut self.processes[p];
         process.stream = Some(link);
         process.control = Control::Reconnecting { since, pause };
-        let (launch, identity) = (process.launch, process.control_state.identity().cloned());
-        self.send(link, p + 1, Packet::Hello(launch, identity));
+        let Process { launch, control_state, .. } = process;
+        let hello =
+            Packet::Hello(*launch, control_state.identity().cloned(), control_state.incarnation());
+        self.send(link, p + 1, hello);
     }
 
     /// A ping on the stream has not been answered within the keep-alive timeout.
     pub(super) fn on_keep_alive(&mut self, p: usize, link: LinkId) {
         let process = &self.processes[p];
         let is_open = matches!(process.control, Control::Open | Control::Reconnecting { .. });
-        let is_unreachable = self.master.paused || self.net.is_cut(MASTER, p + 1);
+        let is_unreachable = self.hangs(link) || self.net.is_cut(MASTER, p + 1);
         if process.stream == Some(link) && is_open && is_unreachable {
             self.shut(link, p + 1);
             self.on_stream_end(p, false);

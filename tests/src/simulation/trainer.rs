@@ -65,7 +65,7 @@ impl World {
 
     pub(super) fn on_trainer(&mut self, p: usize, ticket: u32) {
         let trainer = &mut self.processes[p].trainer;
-        if trainer.ticket != ticket {
+        if trainer.ticket != ticket || trainer.is_hung {
             return;
         }
         trainer.ticket += 1;

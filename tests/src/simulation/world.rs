@@ -7,7 +7,7 @@ use super::state::checkpoints::CheckpointStore;
 use super::state::coverage::Coverage;
 use super::state::event::Event;
 use super::state::faults::FaultPlan;
-use super::state::master::Master;
+use super::state::master::{FormerMaster, Master};
 use super::state::nccl::Communicators;
 use super::state::network::{MASTER, Network};
 use super::state::oracle::Oracle;
@@ -23,6 +23,7 @@ pub(super) struct World {
     pub(super) setting: Setting,
     pub(super) net: Network,
     pub(super) master: Master,
+    pub(super) former_master: Option<Box<FormerMaster>>,
     /// In the order of their starts, including those that have ended.
     pub(super) processes: Vec<Process>,
     pub(super) fault_plan: FaultPlan,
@@ -39,11 +40,12 @@ impl World {
         let mut rng = SimRng::new(seed);
         let setting = Setting::draw(&mut rng, seed);
         let latency = rng.between(10, 150);
-        let fault_plan = FaultPlan::draw(&mut rng, &setting.spec);
+        let fault_plan = FaultPlan::draw(&mut rng, &setting);
         Self {
             clock: Clock::new(),
             net: Network::new(latency),
             master: Master::new(setting.spec.clone()),
+            former_master: None,
             processes: Vec::new(),
             fault_plan,
             checkpoint_store: CheckpointStore::default(),
@@ -122,6 +124,7 @@ impl World {
             Event::CloseDue { p } => self.on_close_due(p),
             Event::Control { p } => self.on_control(p),
             Event::Die { p, signal } => self.die(p, Exit::Signal(signal), false),
+            Event::FormerMaster => self.on_former_master(),
             Event::InjectFault => {}
             Event::Heal(undo) => self.undo(undo),
             Event::KeepAlive { p, link } => self.on_keep_alive(p, link),

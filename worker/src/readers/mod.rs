@@ -27,7 +27,6 @@ mod pixels;
 mod remote;
 mod row;
 mod skipped;
-mod sources;
 mod text;
 mod text_table;
 mod versions;
@@ -37,7 +36,6 @@ pub use arrow::ArrowRows;
 #[cfg(test)]
 use arrow::tests::table as arrow_table;
 pub use binary::FixedRecords;
-pub use columns::Classes;
 pub use csv::CsvRows;
 pub use idx::{IdxImages, LabeledImage};
 #[cfg(test)]
@@ -48,7 +46,6 @@ pub use parquet::ParquetRows;
 #[cfg(test)]
 use parquet::tests::table as parquet_table;
 pub use row::{Row, Value};
-pub(crate) use sources::{folder_of, sources};
 pub use text::TextWindows;
 pub use web_dataset::WebDataset;
 #[cfg(test)]

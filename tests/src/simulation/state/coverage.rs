@@ -40,6 +40,16 @@ pub struct Coverage {
     pub gone_back: u64,
     /// Masters that were killed.
     pub masters_crashed: u64,
+    /// Workers whose trainer thread hung.
+    pub hung: u64,
+    /// Starts that failed on a bad host.
+    pub bad_starts: u64,
+    /// Masters of local jobs that resumed from a record which could not be kept up to date.
+    pub resumed_outdated: u64,
+    /// Masters that were replaced while they lived.
+    pub masters_replaced: u64,
+    /// Memberships that a replaced master has published.
+    pub published_by_replaced: u64,
     /// Workers that the master has evicted.
     pub evicted: u64,
     /// Workers that reconnected to a master after their stream had ended.
@@ -86,6 +96,11 @@ impl Coverage {
         self.restored += other.restored;
         self.gone_back += other.gone_back;
         self.masters_crashed += other.masters_crashed;
+        self.hung += other.hung;
+        self.bad_starts += other.bad_starts;
+        self.resumed_outdated += other.resumed_outdated;
+        self.masters_replaced += other.masters_replaced;
+        self.published_by_replaced += other.published_by_replaced;
         self.evicted += other.evicted;
         self.returned += other.returned;
         self.control_only_runs += other.control_only_runs;

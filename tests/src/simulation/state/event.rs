@@ -23,6 +23,8 @@ pub(crate) enum Event {
     Control { p: usize },
     /// A signal kills the process.
     Die { p: usize, signal: i32 },
+    /// As `Master`, for the one that has been replaced.
+    FormerMaster,
     /// The fault plan is polled.
     InjectFault,
     /// A ping on the stream `link` should have been answered by now.
@@ -70,7 +72,7 @@ impl Event {
             | Self::Trainer { p, .. } => Some(p),
             Self::Arrive { .. } | Self::BreakFetch { .. } | Self::Die { .. } => None,
             Self::InjectFault => None,
-            Self::Heal(_) | Self::Master | Self::Reap { .. } => None,
+            Self::FormerMaster | Self::Heal(_) | Self::Master | Self::Reap { .. } => None,
         }
     }
 }

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use elasticdl_master::job::JobSpec;
 
 use super::network::Host;
+use super::setting::Setting;
 use crate::simulation::clock::{Micros, SimRng};
 
 /// All faults of a run.
@@ -38,6 +39,8 @@ pub(crate) struct Fault {
 /// Critical moments.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Moment {
+    /// A rank computes.
+    Computing,
     /// A rank builds its links.
     Connecting,
     /// A joiner fetches the state.
@@ -70,11 +73,15 @@ pub(crate) enum FaultKind {
     CutMasterFromAll,
     Fail,
     FailPersisting,
+    /// A trainer thread hangs in a step; the worker's heartbeats go on.
+    Hang,
     LoseAllStreams,
     LoseLink,
     LoseStream,
     Pause,
     PauseMaster,
+    /// Another master takes the job over, and the former one does not know it for a while.
+    ReplaceMaster,
     Scale,
     Slow,
     Stop,
@@ -105,6 +112,8 @@ pub(crate) enum Target {
 pub(crate) enum Undo {
     Continue(usize),
     ContinueMaster,
+    /// The former master learns that another one leads.
+    EndFormerMaster,
     Persist,
     Mend(Vec<(Host, Host)>),
     RestartMaster,
@@ -115,12 +124,13 @@ pub(crate) enum Undo {
 }
 
 impl FaultPlan {
-    pub(crate) fn draw(rng: &mut SimRng, spec: &JobSpec) -> Self {
+    pub(crate) fn draw(rng: &mut SimRng, setting: &Setting) -> Self {
+        let spec = &setting.spec;
         let most = [0, 1, 2, 3, 4, 6, 8, 12][rng.below(8) as usize];
         let mut faults: VecDeque<Fault> = (0..most).map(|_| Fault::draw(rng, spec)).collect();
         // From a generator of their own, so that the other draws of a seed stay as they are.
         let mut rng = SimRng::new(spec.seed.rotate_left(48));
-        let is_control_only = rng.chance(1, 6);
+        let is_control_only = rng.chance(1, 6) && setting.bad_host.is_none();
         for fault in faults.iter_mut().filter(|_| is_control_only) {
             fault.kind = rng.pick(&CONTROL_PLANE_FAULTS).unwrap_or(fault.kind);
         }
@@ -133,6 +143,21 @@ impl FaultPlan {
         for fault in faults.iter_mut().filter(|_| may_suspend) {
             if rng.chance(1, 12) {
                 fault.kind = FaultKind::Suspend;
+            }
+        }
+        let may_hang = spec.step_timeout.is_some() && spec.worker_timeout.is_some();
+        for fault in faults.iter_mut().filter(|_| !is_control_only) {
+            if rng.chance(1, 15) {
+                fault.kind = FaultKind::ReplaceMaster;
+            }
+            if may_hang && rng.chance(1, 10) {
+                (fault.kind, fault.moment) = (FaultKind::Hang, Some(Moment::Computing));
+                fault.target = Target::AtMoment;
+            }
+            // No failures but those of the bad host.
+            if setting.bad_host.is_some() {
+                let kinds = [FaultKind::Crash, FaultKind::Scale, FaultKind::Terminate];
+                fault.kind = rng.pick(&kinds).unwrap_or(fault.kind);
             }
         }
         Self {

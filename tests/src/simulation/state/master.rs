@@ -1,6 +1,6 @@
 //! The master's process.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use elasticdl_master::job::{
     Event as JobEvent, Exit, Job, JobSpec, LaunchId, Outcome, PersistedJob,
@@ -14,6 +14,10 @@ use crate::simulation::clock::Micros;
 #[derive(Debug)]
 pub(crate) struct Master {
     pub(crate) job: Job,
+    /// Its number among the job's masters, from 1: the fencing token.
+    pub(crate) incarnation: u64,
+    /// Whether another master leads the job, and this one does not know it.
+    pub(crate) is_replaced: bool,
     /// Streams that are open on the master's side, each with its worker once that is admitted.
     pub(crate) peers: BTreeMap<LinkId, Option<WorkerId>>,
     pub(crate) workers: BTreeMap<WorkerId, LinkId>,
@@ -44,6 +48,8 @@ impl Master {
     pub(crate) fn new(spec: JobSpec) -> Self {
         let job = Job::new(spec);
         Self {
+            incarnation: 1,
+            is_replaced: false,
             records: [(job.version(), job.to_persisted())].into(),
             job,
             is_alive: true,
@@ -62,4 +68,12 @@ impl Master {
             outcome: None,
         }
     }
+}
+
+/// A master that has been replaced, and acts until it learns that.
+#[derive(Debug)]
+pub(crate) struct FormerMaster {
+    pub(crate) master: Master,
+    /// The streams that reach it, not the leader.
+    pub(crate) streams: BTreeSet<LinkId>,
 }

@@ -35,6 +35,8 @@ pub(crate) struct Oracle {
     /// Whether the master has resumed from a snapshot that lacks the newest generation, and has
     /// published none since. It awaits members that the snapshot does not name for 3 s only.
     pub(crate) is_master_stale: bool,
+    /// Whether a master may have resumed from a snapshot that its predecessor had outdated.
+    pub(crate) may_be_outdated: bool,
     pub(crate) finals: BTreeMap<(usize, Generation), Final>,
     /// When a rank committed a step last.
     pub(crate) committed_at: Micros,
@@ -90,6 +92,7 @@ impl Oracle {
             lost: BTreeSet::new(),
             suspended: None,
             is_master_stale: false,
+            may_be_outdated: false,
             finals: BTreeMap::new(),
             committed_at: 0,
             recent_messages: VecDeque::new(),

@@ -52,11 +52,13 @@ pub(crate) enum StateMessage {
 /// links between workers, `End` on both.
 #[derive(Debug)]
 pub(crate) enum Packet {
-    Hello(LaunchId, Option<Resume>),
+    /// With the highest incarnation of a master that has welcomed the worker.
+    Hello(LaunchId, Option<Resume>, u64),
     Refused,
     Up(WorkerMessage),
     Down(MasterMessage),
-    Welcome(WorkerId),
+    /// With the master's incarnation.
+    Welcome(WorkerId, u64),
     Dial,
     Accepted,
     /// Without a generation: from a joiner that requests the state, or what it lacks after

@@ -20,6 +20,8 @@ pub(crate) struct Process {
     pub(crate) launch: LaunchId,
     /// The slot that it was started for.
     pub(crate) index: u32,
+    /// The host that its pod is placed on; it counts only where one of them is bad.
+    pub(crate) host: usize,
     pub(crate) worker: Option<WorkerId>,
     /// Exit status, once it has ended.
     pub(crate) exit: Option<Exit>,
@@ -36,6 +38,8 @@ pub(crate) struct Process {
     pub(crate) broke_in: Generation,
     /// Whether an earlier master than the current one has started it.
     pub(crate) is_adopted: bool,
+    /// Whether the current master does not know it: its record is older than the process.
+    pub(crate) is_unknown: bool,
     /// Whether the master has ordered its kill.
     pub(crate) is_kill_requested: bool,
     pub(crate) control: Control,
@@ -81,6 +85,7 @@ impl Process {
         Self {
             launch,
             index,
+            host: 0,
             worker: None,
             exit: None,
             pod_failure: None,
@@ -90,6 +95,7 @@ impl Process {
             lost_contact: false,
             broke_in: Generation::default(),
             is_adopted: false,
+            is_unknown: false,
             is_kill_requested: false,
             control: Control::Starting,
             woken: false,
@@ -104,6 +110,11 @@ impl Process {
 
     pub(crate) fn is_alive(&self) -> bool {
         self.exit.is_none()
+    }
+
+    /// Whether the master knows the process, and has not ordered its kill.
+    pub(crate) fn is_wanted(&self) -> bool {
+        !self.is_kill_requested && !self.is_unknown
     }
 }
 

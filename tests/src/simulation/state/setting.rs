@@ -26,6 +26,8 @@ pub(crate) struct Setting {
     /// Whether the snapshot that the next master finds may be older than the last actions of this
     /// one.
     pub(crate) may_restore_stale: bool,
+    /// A host of the cluster's [`HOSTS`] on which each start fails.
+    pub(crate) bad_host: Option<usize>,
     /// `None`: workers compute on CPUs.
     pub(crate) gpus: Option<Gpus>,
     /// Number of zones that processes run in, in turn; 1: they do not know any.
@@ -60,12 +62,13 @@ impl Setting {
             // failure.
             max_worker_restarts: 1000,
             worker_timeout: timeout_ms.map(Duration::from_millis),
+            step_timeout: step_timeout(&mut SimRng::new(seed.rotate_left(24))),
             // From a generator of their own, so that the other draws of a seed stay as they are.
             checkpoints: checkpoints(&mut SimRng::new(!seed)),
             micro_batch: NonZeroU64::new(SimRng::new(seed.rotate_left(32)).below(4)),
             ..job_spec("simulated", "numbers", number(num_workers), batch)
         };
-        Self {
+        let mut setting = Self {
             spec,
             files,
             segment_len: if rng.chance(1, 6) {
@@ -77,9 +80,16 @@ impl Setting {
             record_us: rng.between(10, 800),
             kill_us: if rng.chance(1, 3) { 1_000_000 } else { 5_000 },
             may_restore_stale: rng.chance(1, 2),
+            bad_host: None,
             gpus: Gpus::draw(&mut SimRng::new(seed.rotate_left(32))),
             zones: 1 + SimRng::new(seed.rotate_left(8)).below(3) as usize,
+        };
+        if setting.may_restore_stale
+            && let Some(host) = bad_host(&mut SimRng::new(seed.rotate_left(40)))
+        {
+            (setting.bad_host, setting.spec.max_worker_restarts) = (Some(host), 3);
         }
+        setting
     }
 
     /// Number of records of one epoch.
@@ -108,7 +118,19 @@ fn checkpoints(rng: &mut SimRng) -> Option<CheckpointSpec> {
     })
 }
 
+/// Draws the time after which a hung worker is evicted.
+fn step_timeout(rng: &mut SimRng) -> Option<Duration> {
+    rng.chance(1, 4).then(|| Duration::from_secs(rng.between(2, 4)))
+}
+
+fn bad_host(rng: &mut SimRng) -> Option<usize> {
+    rng.chance(1, 30).then(|| rng.below(HOSTS as u64) as usize)
+}
+
 /// Draws the number of workers per pod.
 fn workers_per_pod(rng: &mut SimRng) -> u64 {
     if rng.chance(1, 5) { rng.between(2, 3) } else { 1 }
 }
+
+/// Number of hosts that pods are placed on in turn.
+pub(crate) const HOSTS: usize = 3;

@@ -16,6 +16,8 @@ use crate::simulation::model::Model;
 #[derive(Debug)]
 pub(crate) struct Trainer {
     pub(crate) doing: Doing,
+    /// Whether the trainer thread never returns from what it does.
+    pub(crate) is_hung: bool,
     /// Ticket of the wake-up that counts; wake-ups with older tickets are ignored.
     pub(crate) ticket: u32,
     pub(crate) woken: bool,
@@ -74,6 +76,7 @@ impl Trainer {
     pub(crate) fn new(setting: &Setting) -> Self {
         Self {
             doing: Doing::Nothing,
+            is_hung: false,
             ticket: 0,
             woken: false,
             session: None,
