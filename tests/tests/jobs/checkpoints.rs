@@ -269,6 +269,7 @@ fn workers_that_are_told_to_end_while_there_is_no_master_write_a_checkpoint() {
     };
     // None is due by itself.
     let command = fixture.command(1).option("checkpoint-dir", fixture.path("checkpoints"));
+    let command = command.option("grace-period", "8s");
     let mut job = command.option("checkpoint-every", "1000000").start();
     job.wait_for_work_of(3);
     let pids: Vec<u32> = job.workers().into_values().collect();
