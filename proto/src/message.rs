@@ -64,6 +64,13 @@ pub enum WorkerMessage {
         /// Sums by metric; empty for predictions.
         metrics: BTreeMap<String, f64>,
     },
+    /// Replicas of the group's state differ, and this worker gives up its own; the worker ends.
+    Diverged {
+        /// Which workers, since when, and what speaks for which cause.
+        error: String,
+        /// Whether most replicas are equal. If not, no state of the group can be trusted.
+        has_majority: bool,
+    },
     /// The user's code failed; the worker ends.
     Failed {
         /// The user's error.

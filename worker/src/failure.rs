@@ -8,6 +8,7 @@ use elasticdl_proto::{RecordRange, WorkerMessage};
 
 use crate::metrics::UserError;
 use crate::ordered_reader::ReadError;
+use crate::session::replicas::Verdict;
 
 /// Why this worker cannot continue. The text appears in the job's summary.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,34 +19,49 @@ pub(crate) struct Failure {
     /// Whether any other worker would fail in the same way, as far as this one can tell: it ends the
     /// job only at its start, or when a worker on another host confirms it.
     pub(crate) fatal: bool,
+    /// Set if this worker gives up its state because replicas differ.
+    pub(crate) verdict: Option<Verdict>,
 }
 
 impl Failure {
     pub(crate) fn fatal(error: String) -> Self {
-        Self { error, ranges: Vec::new(), fatal: true }
+        Self { fatal: true, ..Self::local(error) }
     }
 
     /// A failure of this process or its host: another worker would most likely not meet it.
     pub(crate) fn local(error: String) -> Self {
-        Self { error, ranges: Vec::new(), fatal: false }
+        Self::on_records(error, Vec::new())
+    }
+
+    /// A failure of this worker while it processed these records.
+    pub(crate) fn on_records(error: String, ranges: Vec<RecordRange>) -> Self {
+        Self { error, ranges, fatal: false, verdict: None }
+    }
+
+    /// Replicas differ, and this worker gives up its state.
+    pub(crate) fn diverged(error: String, verdict: Verdict) -> Self {
+        Self { verdict: Some(verdict), ..Self::local(error) }
     }
 
     /// The report to the master.
     pub(crate) fn to_message(&self) -> WorkerMessage {
-        let Self { error, ranges, fatal } = self.clone();
-        WorkerMessage::Failed { error, ranges, fatal }
+        let Self { error, ranges, fatal, verdict } = self.clone();
+        match verdict {
+            Some(Verdict { has_majority, .. }) => WorkerMessage::Diverged { error, has_majority },
+            None => WorkerMessage::Failed { error, ranges, fatal },
+        }
     }
 }
 
 impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Self {
-        Self { error: causes(&error), ranges: Vec::new(), fatal: false }
+        Self::local(causes(&error))
     }
 }
 
 impl From<ReadError> for Failure {
     fn from(ReadError { text, records, ends_job }: ReadError) -> Self {
-        Self { error: text, ranges: records, fatal: ends_job }
+        Self { fatal: ends_job, ..Self::on_records(text, records) }
     }
 }
 

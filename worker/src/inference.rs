@@ -213,7 +213,7 @@ impl<M: Model> Inference<'_, M> {
 }
 
 fn fail(error: String, range: RecordRange) -> Failure {
-    Failure { error, ranges: vec![range], fatal: false }
+    Failure::on_records(error, vec![range])
 }
 
 /// Number of batches that the reader reads ahead.

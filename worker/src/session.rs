@@ -42,13 +42,15 @@ use crate::session::checkpoint::{
 use crate::session::halt::{Ending, Halt};
 use crate::session::header::{StateHeader, StateRecord, StepHeader, SyncHeader};
 use crate::session::pace::Pace;
-use crate::session::repair::{Repair, StateMismatch, without_mismatched_devices};
+use crate::session::repair::{Repair, Unequal, without_mismatched_devices};
+use crate::session::replicas::{Found, Origin, StateMismatch, compare_rounds};
 use crate::session::transport_switch::TransportSwitch;
 
 /// State machine of one worker in a job.
 #[derive(Clone, Debug)]
 pub struct Session {
     me: WorkerId,
+    origin: Origin,
     job: JobPlan,
     state: Option<State>,
     /// Headers of the last commit, as long as its reduced gradient is retained.
@@ -102,6 +104,7 @@ impl Session {
     pub fn new(me: WorkerId, job: JobPlan) -> Self {
         Self {
             me,
+            origin: Origin::default(),
             checkpoints: Checkpoints::new(me, job.checkpoints),
             job,
             state: None,
@@ -132,6 +135,11 @@ impl Session {
             committed_at: None,
             reports: VecDeque::new(),
         }
+    }
+
+    /// Sets where this worker runs, and what.
+    pub fn of(self, origin: Origin) -> Self {
+        Self { origin, ..self }
     }
 
     // ---- messages of the master ----
@@ -271,7 +279,7 @@ impl Session {
             has_result: self.last_headers.is_some(),
             was_in_group: self.was_in_group,
         });
-        SyncHeader { state, transport: self.transport.header() }
+        SyncHeader { state, transport: self.transport.header(), origin: self.origin.clone() }
     }
 
     // ---- results of tasks ----
@@ -283,7 +291,8 @@ impl Session {
                 membership.rank_of(self.me).expect("only memberships with this worker are joined");
             let members: Vec<WorkerId> = membership.members.iter().map(|(id, _)| *id).collect();
             self.transport.regrouped(&members);
-            let group = Group { generation: membership.generation, members, rank };
+            let group =
+                Group { generation: membership.generation, members, rank, origins: Vec::new() };
             self.phase = Phase::Syncing(group);
         }
     }
@@ -326,12 +335,16 @@ impl Session {
     /// Takes in the headers of all ranks of a new group.
     ///
     /// # Errors
-    /// Replicas at the same step differ and the job cannot continue, or this worker's device does
-    /// not match the group's.
+    /// Replicas at the same step differ, or this worker's device does not match the group's.
     pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), GroupMismatch> {
         if let Phase::Syncing(group) = &self.phase {
+            let mut group = group.clone();
+            group.origins = headers.iter().map(|header| header.origin.clone()).collect();
             self.transport.synced(&headers.iter().map(|h| h.transport).collect::<Vec<_>>())?;
-            let plan = Repair::plan(&without_mismatched_devices(headers))?;
+            let plan = Repair::plan(&without_mismatched_devices(headers)).map_err(|unequal| {
+                let Unequal { step, verdict } = unequal;
+                group.mismatch(step, Found::AtSync, verdict)
+            })?;
             let receives =
                 plan.state.as_ref().is_some_and(|(_, receivers)| receivers.contains(&group.rank));
             // Survivors of a failure differ by at most one step, so this rank was cut off. The
@@ -339,7 +352,7 @@ impl Session {
             if receives && self.state.is_some() && self.was_in_group {
                 self.phase = Phase::Ended(Exit::Outdated);
             } else {
-                self.begin_repair(group.clone(), &plan);
+                self.begin_repair(group, &plan);
             }
             if receives {
                 // The broadcast overwrites the parameters. If it fails midway, this rank has no
@@ -407,7 +420,7 @@ impl Session {
     /// Takes in the headers of all ranks from a round without a step.
     ///
     /// # Errors
-    /// See [`Session::check`].
+    /// Replicas differ; see [`StateMismatch`].
     pub fn headers_exchanged(&mut self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
         self.check(headers)?;
         self.transport.handle_builds(headers.iter().map(|h| h.nccl));
@@ -421,24 +434,20 @@ impl Session {
         Ok(())
     }
 
+    // ---- private ----
+
     /// Compares the headers of all ranks in a round: they must be at the same step with the same
     /// state.
     ///
     /// # Errors
-    /// The ranks that differ from the lowest one; the job cannot continue.
-    pub fn check(&self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
-        let differs = |h: &StepHeader| {
-            (h.step, h.digest) != (headers[0].step, headers[0].digest) || h.step != self.step()
-        };
-        let ranks: Vec<usize> = (0..headers.len()).filter(|&r| differs(&headers[r])).collect();
-        if ranks.is_empty() {
-            Ok(())
-        } else {
-            Err(StateMismatch { step: self.step(), ranks, from: 0 })
+    /// Which ranks must fail. This rank fails, or leaves the links: [`Session::broken`].
+    fn check(&self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
+        let Phase::Round { group, .. } = &self.phase else { return Ok(()) };
+        match compare_rounds(headers, self.step()) {
+            Some((verdict, found)) => Err(group.mismatch(self.step(), found, verdict)),
+            None => Ok(()),
         }
     }
-
-    // ---- private ----
 
     fn join_latest(&mut self) {
         if matches!(self.phase, Phase::Ended(_)) {
@@ -547,6 +556,7 @@ mod reading;
 mod reconnect;
 pub mod repair;
 mod repairing;
+pub mod replicas;
 mod reports;
 mod transport;
 pub mod transport_switch;

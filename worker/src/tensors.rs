@@ -216,19 +216,16 @@ impl Tensors {
 
     /// Digest of the parameters, the optimizer state and the ledger.
     pub(crate) fn digest(&self, state: &State) -> Result<u64, DeviceError> {
-        let mut digest = Xxh3Default::new();
         match self {
             Self::Device(_) => {
-                digest.update(bytemuck::cast_slice(self.to_host(Tensor::Parameters)?.as_slice()));
-                digest.update(bytemuck::cast_slice(self.to_host(Tensor::Slots)?.as_slice()));
+                let parameters = self.to_host(Tensor::Parameters)?;
+                let slots = self.to_host(Tensor::Slots)?;
+                Ok(digest_of((parameters.as_slice(), slots.as_slice()), state))
             }
             Self::Host(HostState { parameters, slots, .. }) => {
-                digest.update(bytemuck::cast_slice(parameters));
-                digest.update(bytemuck::cast_slice(slots));
+                Ok(digest_of((parameters, slots), state))
             }
         }
-        update_with_progress(&mut digest, state);
-        Ok(digest.digest())
     }
 
     /// Like [`Tensors::digest`], but covers only the step's window of the tensors, as the whole
@@ -317,6 +314,15 @@ pub(crate) fn is_finite(values: &[f32]) -> bool {
     values
         .chunks(FINITE_BLOCK)
         .all(|block| block.iter().fold(0, |bad, value| bad | is_bad(value)) == 0)
+}
+
+/// Digest of the parameters, the optimizer state and the ledger. One pass over memory.
+pub(crate) fn digest_of((parameters, slots): (&[f32], &[f32]), state: &State) -> u64 {
+    let mut digest = Xxh3Default::new();
+    digest.update(bytemuck::cast_slice(parameters));
+    digest.update(bytemuck::cast_slice(slots));
+    update_with_progress(&mut digest, state);
+    digest.digest()
 }
 
 fn update_with_progress(digest: &mut Xxh3Default, state: &State) {

@@ -166,6 +166,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                     }
                 },
                 Err(Stopped::Failed(failure)) => return Err(failure),
+                Err(Stopped::Left(why)) => self.leave_links(why),
             }
             self.poll_checkpoint_writer()?;
         }
@@ -289,7 +290,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         let mine = header::encode(&self.session.sync_header(digest));
         let ring = ring(&mut self.ring)?;
         let headers = decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
-        self.session.synced(&headers).map_err(|mismatch| Stopped::Failed(group_mismatch(&mismatch)))
+        self.session.synced(&headers).map_err(|mismatch| group_mismatch(&mismatch))
     }
 
     fn broadcast(&mut self, root: usize, what: Broadcast) -> Result<(), Stopped> {
@@ -355,9 +356,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         self.report_transport(path);
         let headers = decode_all(headers)?;
         let is_finite = self.tensors.sum_is_finite()?;
-        self.session
-            .summed(headers, is_finite)
-            .map_err(|mismatch| Stopped::Failed(state_mismatch(&mismatch)))
+        self.session.summed(headers, is_finite).map_err(|mismatch| state_mismatch(&mismatch))
     }
 
     /// Applies the step's reduced gradient, which is in `reduced`, and retains it.
@@ -371,9 +370,7 @@ impl<'a, M: Model> Trainer<'a, M> {
                 }
                 Tensors::Host(state) => model.update(state.update(step, records)),
             })
-            .map_err(|error| {
-                Stopped::Failed(Failure { error, ranges: Vec::new(), fatal: false })
-            })?;
+            .map_err(|error| Stopped::Failed(Failure::local(error)))?;
         } else if records > 0 {
             tracing::warn!(step = step + 1, "the gradient is not finite; the step is skipped");
         }
@@ -427,7 +424,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         let ring = ring(&mut self.ring)?;
         let headers: Vec<StepHeader> =
             decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
-        self.session.headers_exchanged(&headers).map_err(|m| Stopped::Failed(state_mismatch(&m)))
+        self.session.headers_exchanged(&headers).map_err(|mismatch| state_mismatch(&mismatch))
     }
 
     fn on_broken(&mut self, error: &CollectiveError) {
@@ -441,6 +438,15 @@ impl<'a, M: Model> Trainer<'a, M> {
             }
             _ => self.session.broken(error.member().map(WorkerId), error.to_string()),
         }
+    }
+
+    /// Leaves the links of a group whose other ranks fail. This worker keeps its state.
+    fn leave_links(&mut self, why: String) {
+        tracing::warn!(why, "replicas differ; this one is kept");
+        self.gap.on_trouble(Instant::now());
+        self.ring = None;
+        self.gap.on_stopped(Instant::now());
+        self.session.broken(None, why);
     }
 
     fn send_reports(&mut self) {

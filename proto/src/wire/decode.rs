@@ -99,6 +99,9 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             WorkerMessage::RecordsSkipped(skipped)
         }
         Kind::Described(described) => WorkerMessage::Described(description(described)?),
+        Kind::Diverged(v1::Diverged { error, has_majority }) => {
+            WorkerMessage::Diverged { error: clip(error, ERROR_BYTES_MAX), has_majority }
+        }
         Kind::Done(done) => shard_done(done)?,
         Kind::Evaluated(report) => WorkerMessage::Evaluated(evaluated(report)?),
         Kind::Failed(failed) => WorkerMessage::Failed {

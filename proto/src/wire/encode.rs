@@ -71,6 +71,9 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             };
             Kind::Described(v1::Described { outcome: Some(outcome) })
         }
+        WorkerMessage::Diverged { error, has_majority } => {
+            Kind::Diverged(v1::Diverged { error, has_majority })
+        }
         WorkerMessage::Evaluated(report) => Kind::Evaluated(evaluated(report)),
         WorkerMessage::Failed { error, ranges: found, fatal } => {
             Kind::Failed(v1::Failed { error, ranges: ranges(&found), fatal })

@@ -165,6 +165,7 @@ fn every_message_of_a_worker_keeps_every_field() {
             records: 5,
             metrics: [("loss".into(), Some(0.5)), ("nan".into(), None)].into(),
         }),
+        WorkerMessage::Diverged { error: "replicas differ".into(), has_majority: true },
         WorkerMessage::Failed { error: "bad".into(), ranges: ranges.clone(), fatal: true },
         WorkerMessage::Finished(Finished {
             generation,

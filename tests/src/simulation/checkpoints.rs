@@ -4,6 +4,8 @@
 //! **Oracle:** a checkpoint that a manifest completes is a state that its group has committed, and
 //! its ledger counts the same records as its parameters.
 
+use std::time::Duration;
+
 use elasticdl::session::Session;
 use elasticdl::session::checkpoint::{Task, Written};
 
@@ -47,6 +49,10 @@ impl World {
                     let at = |rank: usize| all.len() * rank / world_size;
                     let bytes = all[at(rank)..at(rank + 1)].to_vec();
                     trainer.part_written = Some((generation.0, record));
+                    let whole = trainer.model.digest();
+                    if let Some(session) = &mut trainer.session {
+                        session.copied_for_checkpoint(Duration::ZERO, whole);
+                    }
                     CheckpointWork::Part { key: (step, generation.0), rank, bytes }
                 }
             };

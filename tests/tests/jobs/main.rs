@@ -26,6 +26,7 @@ mod partition;
 mod pods;
 mod refusals;
 mod regroup;
+mod replicas;
 mod status;
 mod stops;
 mod storage;

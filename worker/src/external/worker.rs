@@ -103,7 +103,7 @@ impl Worker {
 
     /// Reports that the program has failed before it could train.
     pub fn fail(self, error: String) {
-        let failure = Failure { error, ranges: Vec::new(), fatal: false };
+        let failure = Failure::local(error);
         self.control.outbox.send(failure.to_message());
         self.control.close();
     }

@@ -30,6 +30,8 @@ pub struct CheckpointHeader {
     pub busy: bool,
     /// Step of the checkpoint that the rank takes part in, and the state of its part.
     pub at: Option<(u64, Part)>,
+    /// Digest of the rank's whole state at that step, once it is known.
+    pub digest: Option<u64>,
     /// Step of the newest complete checkpoint.
     pub complete: Option<u64>,
     /// Step of the newest checkpoint that could not be written.
@@ -38,6 +40,13 @@ pub struct CheckpointHeader {
     pub interval_base: u64,
     /// Time for which the rank's training has stopped to copy its state, in microseconds.
     pub copy_us: u64,
+}
+
+impl CheckpointHeader {
+    /// Step of the checkpoint that the rank takes part in, and the digest of its whole state there.
+    pub fn whole(&self) -> Option<(u64, u64)> {
+        self.at.map(|(step, _)| step).zip(self.digest)
+    }
 }
 
 /// State of a rank's part of a checkpoint.
@@ -84,8 +93,18 @@ struct Current {
     /// Workers that began it, in the order of their ranks at that time.
     members: Vec<WorkerId>,
     parts: Vec<Option<Written>>,
+    /// Digests of the members' whole states, as far as they are known.
+    digests: Vec<Option<u64>>,
     mine: Part,
+    my_digest: Option<u64>,
     committing: bool,
+}
+
+impl Current {
+    /// Whether all members held the same state.
+    fn is_verified(&self) -> bool {
+        self.digests.iter().all(|digest| digest.is_some() && *digest == self.digests[0])
+    }
 }
 
 /// One rank's knowledge of the job's checkpoints.
@@ -150,6 +169,7 @@ impl Checkpoints {
             due: self.current.is_none() && (self.requested || self.overdue || far),
             busy: self.busy,
             at: self.current.as_ref().map(|current| (current.step, current.mine)),
+            digest: self.current.as_ref().and_then(|current| current.my_digest),
             complete: self.complete,
             failed: self.failed,
             interval_base: self.interval_base,
@@ -157,8 +177,12 @@ impl Checkpoints {
         }
     }
 
-    /// Notes that training has stopped for this time, to copy the state.
-    pub fn copied(&mut self, took: Duration) {
+    /// Notes that training has stopped for this time, to copy the state and to compute the
+    /// `digest` of the whole state.
+    pub fn copied(&mut self, took: Duration, digest: u64) {
+        if let Some(current) = &mut self.current {
+            current.my_digest = Some(digest);
+        }
         let took_us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
         self.copy_us = self.copy_us.saturating_add(took_us);
     }
@@ -174,7 +198,12 @@ impl Checkpoints {
             return self.settle();
         }
         for (rank, (member, part)) in current.members.iter().zip(&mut current.parts).enumerate() {
-            let at = members.iter().position(|m| m == member).and_then(|rank| headers[rank].at);
+            let header = members.iter().position(|m| m == member).map(|rank| headers[rank]);
+            let whole = header.and_then(CheckpointHeader::whole);
+            if let Some((_, digest)) = whole.filter(|(step, _)| *step == current.step) {
+                current.digests[rank] = Some(digest);
+            }
+            let at = header.and_then(|header| header.at);
             match at.filter(|(step, _)| *step == current.step) {
                 Some((step, Part::Failed)) => {
                     self.failed = Some(step);
@@ -190,7 +219,8 @@ impl Checkpoints {
             }
         }
         let parts: Option<Vec<Written>> = current.parts.iter().copied().collect();
-        if let Some(parts) = parts.filter(|_| !current.committing) {
+        // Each part is of one rank's state, so a checkpoint of states that differ is none.
+        if let Some(parts) = parts.filter(|_| !current.committing && current.is_verified()) {
             current.committing = true;
             if current.members[0] == self.me {
                 self.busy = true;
@@ -214,7 +244,9 @@ impl Checkpoints {
             begun: now,
             members: members.to_vec(),
             parts: vec![None; members.len()],
+            digests: vec![None; members.len()],
             mine: Part::Writing,
+            my_digest: None,
             committing: false,
         });
         self.tasks.push_back(Task::Write { step, generation, rank, world_size: members.len() });
@@ -298,279 +330,4 @@ fn is_in_progress(headers: &[&CheckpointHeader]) -> bool {
 pub const FIRST_AFTER: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
-mod tests {
-    use std::num::NonZeroU64;
-
-    use super::*;
-
-    fn steps(steps: u64) -> CheckpointEvery {
-        CheckpointEvery::Steps(NonZeroU64::new(steps).unwrap())
-    }
-
-    const PART: Written = Written { bytes: 8, digest: 3 };
-
-    /// Some ranks of one job that exchange headers. The test decides when their parts are written.
-    struct Ranks {
-        ranks: Vec<(WorkerId, Checkpoints)>,
-        step: u64,
-        begun: Vec<u64>,
-    }
-
-    impl Ranks {
-        fn new(count: u64, every: CheckpointEvery) -> Self {
-            let rank = |id| (WorkerId(id), Checkpoints::new(WorkerId(id), Some(every)));
-            Self { ranks: (1..=count).map(rank).collect(), step: 0, begun: Vec::new() }
-        }
-
-        fn members(&self) -> Vec<WorkerId> {
-            self.ranks.iter().map(|(id, _)| *id).collect()
-        }
-
-        /// All ranks make a step that takes one second.
-        fn step(&mut self) {
-            let headers: Vec<CheckpointHeader> =
-                self.ranks.iter().map(|(_, c)| c.header(self.step + 1)).collect();
-            let headers: Vec<&CheckpointHeader> = headers.iter().collect();
-            self.step += 1;
-            let (members, step, now) = (self.members(), self.step, Duration::from_secs(self.step));
-            for (_, checkpoints) in &mut self.ranks {
-                checkpoints.tick(now);
-                checkpoints.handle_headers(&members, &headers);
-                if begins(&headers) {
-                    checkpoints.begin(step, Generation(1), &members, now);
-                }
-            }
-            self.begun.extend(begins(&headers).then_some(step));
-        }
-
-        /// Executes the next task of this rank. Returns whether there was one.
-        fn work(&mut self, rank: usize, succeeds: bool) -> bool {
-            let checkpoints = &mut self.ranks[rank].1;
-            let task = checkpoints.poll();
-            match &task {
-                Some(Task::Write { step, .. }) => {
-                    checkpoints.wrote(*step, succeeds.then_some(PART).ok_or(()))
-                }
-                Some(Task::Commit { step, parts }) => {
-                    assert!(rank == 0 && parts.iter().all(|part| *part == PART));
-                    checkpoints.committed(*step, succeeds);
-                }
-                None => {}
-            }
-            task.is_some()
-        }
-
-        /// Steps to `step` and executes all tasks at once.
-        fn step_to(&mut self, step: u64) {
-            while self.step < step {
-                self.step();
-                (0..self.ranks.len()).for_each(|rank| while self.work(rank, true) {});
-            }
-        }
-
-        fn complete(&self) -> Vec<Option<u64>> {
-            self.ranks.iter().map(|(_, c)| c.complete).collect()
-        }
-    }
-
-    #[test]
-    fn a_checkpoint_begins_every_n_steps_and_is_complete_with_all_parts_and_the_manifest() {
-        let mut ranks = Ranks::new(3, steps(10));
-        ranks.step_to(10);
-        assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]));
-        // One step in which all ranks report their parts as written, one in which the first rank
-        // reports the checkpoint as complete.
-        ranks.step_to(11);
-        assert_eq!(ranks.complete(), [Some(10), None, None]);
-        ranks.step_to(12);
-        assert_eq!(ranks.complete(), [Some(10); 3]);
-        ranks.step_to(40);
-        assert_eq!(ranks.begun, [10, 20, 30, 40]);
-    }
-
-    #[test]
-    fn the_next_checkpoint_begins_only_and_at_once_after_the_one_in_progress() {
-        let mut ranks = Ranks::new(2, steps(10));
-        ranks.step_to(9);
-        while ranks.step < 25 {
-            ranks.step();
-            ranks.work(0, true);
-        }
-        assert_eq!(ranks.begun, [10]);
-        ranks.step_to(30);
-        assert_eq!(ranks.begun, [10, 29]);
-    }
-
-    #[test]
-    fn the_interval_is_counted_from_the_start_of_the_previous_checkpoint() {
-        let mut ranks = Ranks::new(2, CheckpointEvery::Time(Duration::from_secs(10)));
-        ranks.step_to(40);
-        // A checkpoint that becomes due at the end of a step begins at the end of the next one.
-        assert_eq!(ranks.begun, [12, 23, 34]);
-    }
-
-    #[test]
-    fn the_first_checkpoint_of_a_long_interval_comes_early() {
-        let mut ranks = Ranks::new(2, CheckpointEvery::Time(Duration::from_secs(100)));
-        ranks.step_to(250);
-        assert_eq!(ranks.begun, [32, 133, 234]);
-    }
-
-    #[test]
-    fn a_requested_checkpoint_begins_at_the_next_step_and_once() {
-        let mut ranks = Ranks::new(2, steps(1000));
-        ranks.step_to(3);
-        ranks.ranks[1].1.request();
-        ranks.ranks[0].1.request();
-        ranks.step_to(20);
-        assert_eq!((&*ranks.begun, ranks.complete()), (&[4][..], vec![Some(4); 2]));
-    }
-
-    #[test]
-    fn a_lost_member_ends_the_checkpoint_and_the_next_begins_at_once() {
-        let mut ranks = Ranks::new(3, steps(10));
-        ranks.step_to(9);
-        ranks.step();
-        assert!(ranks.work(0, true) && ranks.work(2, true));
-        ranks.ranks.remove(1);
-        let members = ranks.members();
-        ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
-        ranks.step_to(12);
-        assert_eq!(ranks.begun, [10, 11]);
-        ranks.step_to(14);
-        assert_eq!(ranks.complete(), [Some(11); 2]);
-    }
-
-    #[test]
-    fn a_worker_that_joins_meanwhile_takes_no_part_and_delays_nothing() {
-        let mut ranks = Ranks::new(2, steps(10));
-        ranks.step_to(9);
-        ranks.step();
-        ranks.ranks.push((WorkerId(9), Checkpoints::new(WorkerId(9), Some(steps(10)))));
-        let members = ranks.members();
-        ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
-        ranks.step();
-        ranks.step();
-        assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]));
-        ranks.step_to(16);
-        assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![Some(10); 3]));
-        ranks.step_to(20);
-        assert_eq!(ranks.begun, [10, 20]);
-    }
-
-    #[test]
-    fn no_rank_waits_for_one_that_never_began_the_checkpoint() {
-        // One rank was one step behind when its links broke, and reached the step by a repair.
-        let mut ranks = Ranks::new(2, steps(10));
-        ranks.step_to(9);
-        ranks.step();
-        ranks.ranks[1].1.current = None;
-        ranks.ranks[1].1.tasks.clear();
-        ranks.ranks[1].1.busy = false;
-        ranks.step_to(14);
-        assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 12][..], vec![Some(12); 2]));
-    }
-
-    #[test]
-    fn all_ranks_learn_of_a_failed_checkpoint_and_retry_after_an_interval() {
-        for failing in [0, 1] {
-            let mut ranks = Ranks::new(2, steps(10));
-            ranks.step_to(9);
-            ranks.step();
-            (0..2).for_each(|rank| assert!(ranks.work(rank, rank != failing)));
-            ranks.step_to(30);
-            assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 20, 30][..], vec![Some(20); 2]));
-        }
-        // Likewise for the manifest.
-        let mut ranks = Ranks::new(1, steps(10));
-        ranks.step_to(9);
-        ranks.step();
-        ranks.work(0, true);
-        ranks.step();
-        ranks.work(0, false);
-        ranks.step_to(21);
-        assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 20][..], vec![Some(20)]));
-    }
-
-    #[test]
-    fn losing_the_first_rank_loses_the_manifest_and_losing_another_does_not() {
-        for (lost, complete) in [(0, 12), (1, 10)] {
-            let mut ranks = Ranks::new(3, steps(10));
-            ranks.step_to(9);
-            ranks.step();
-            (0..3).for_each(|rank| assert!(ranks.work(rank, true)));
-            // All ranks learn that all parts are written.
-            ranks.step();
-            ranks.ranks.remove(lost);
-            let members = ranks.members();
-            ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
-            ranks.step_to(14);
-            assert_eq!(ranks.complete(), [Some(complete); 2]);
-        }
-    }
-
-    #[test]
-    fn a_checkpoint_abandoned_by_the_first_rank_is_abandoned_by_all() {
-        // Only one rank has learned that all parts are written when a member is lost.
-        let mut ranks = Ranks::new(4, steps(10));
-        ranks.step_to(9);
-        ranks.step();
-        (0..4).for_each(|rank| assert!(ranks.work(rank, true)));
-        let headers: Vec<CheckpointHeader> =
-            ranks.ranks.iter().map(|(_, c)| c.header(11)).collect();
-        let members = ranks.members();
-        ranks.ranks[3].1.handle_headers(&members, &headers.iter().collect::<Vec<_>>());
-        ranks.ranks.remove(1);
-        let members = ranks.members();
-        ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
-        assert!(ranks.ranks[2].1.current.is_some());
-        ranks.step_to(15);
-        assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 12][..], vec![Some(12); 3]));
-    }
-
-    #[test]
-    fn the_final_state_is_written_once_at_the_end() {
-        let header = |busy, complete, failed| CheckpointHeader {
-            busy,
-            complete,
-            failed,
-            ..CheckpointHeader::default()
-        };
-        let table = [
-            (header(false, None, None), FinalCheckpoint::Begin),
-            (header(false, Some(8), Some(7)), FinalCheckpoint::Begin),
-            (header(true, Some(8), None), FinalCheckpoint::Wait),
-            (header(false, Some(9), None), FinalCheckpoint::Nothing),
-            (header(false, None, Some(9)), FinalCheckpoint::Nothing),
-        ];
-        for (other, expected) in table {
-            assert_eq!(
-                final_checkpoint(&[&CheckpointHeader::default(), &other], 9),
-                expected,
-                "{other:?}"
-            );
-        }
-        assert_eq!(
-            final_checkpoint(&[&CheckpointHeader::default()], 0),
-            FinalCheckpoint::Nothing,
-            "there is no state to write"
-        );
-    }
-
-    #[test]
-    fn a_resumed_job_counts_its_interval_from_its_checkpoint() {
-        let mut ranks = Ranks::new(2, steps(10));
-        ranks.step = 25;
-        ranks.ranks[0].1.restored(25, true);
-        // The first round of a new group is an idle one.
-        let headers: Vec<CheckpointHeader> =
-            ranks.ranks.iter().map(|(_, c)| c.header(26)).collect();
-        let members = ranks.members();
-        ranks
-            .ranks
-            .iter_mut()
-            .for_each(|(_, c)| c.handle_headers(&members, &headers.iter().collect::<Vec<_>>()));
-        ranks.step_to(36);
-        assert_eq!(ranks.begun, [35]);
-    }
-}
+mod tests;

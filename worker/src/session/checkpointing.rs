@@ -72,9 +72,10 @@ impl Session {
         self.checkpoints.wrote(step, part);
     }
 
-    /// Training has stopped for this time, to copy the state for a checkpoint.
-    pub fn copied_for_checkpoint(&mut self, took: Duration) {
-        self.checkpoints.copied(took);
+    /// Training has stopped for this time, to copy the state for a checkpoint. `digest`: of the
+    /// whole state, which all ranks must agree on.
+    pub fn copied_for_checkpoint(&mut self, took: Duration, digest: u64) {
+        self.checkpoints.copied(took, digest);
     }
 
     /// The manifest of the checkpoint of `step` is written, or could not be.

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::session::checkpoint::CheckpointHeader;
 use crate::session::evaluation::Evaluation;
 use crate::session::halt::Halt;
+use crate::session::replicas::Origin;
 use crate::session::transport_switch::{NcclBuild, TransportHeader};
 
 /// Header of one rank for one round. All ranks receive all headers, so all make the same decisions.
@@ -51,12 +52,14 @@ impl StepHeader {
 }
 
 /// Header of one rank for a new group.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SyncHeader {
     /// The rank's state, if it has one.
     pub state: Option<StateHeader>,
     /// The kind of device that the rank computes on.
     pub transport: TransportHeader,
+    /// Where the rank runs, and what.
+    pub origin: Origin,
 }
 
 /// Description of the state of a rank.

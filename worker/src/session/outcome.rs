@@ -11,14 +11,14 @@ use super::phase::{Apply, Outcome, Phase};
 use super::{Session, plan};
 use crate::session::halt::{Halt, Reason};
 use crate::session::header::StepHeader;
-use crate::session::repair::StateMismatch;
+use crate::session::replicas::StateMismatch;
 
 impl Session {
     /// Takes in the headers of all ranks from a step and whether the reduced gradient is finite.
     /// All ranks have the same bits, so all decide alike.
     ///
     /// # Errors
-    /// See [`Session::check`].
+    /// Replicas differ; see [`StateMismatch`].
     pub fn summed(
         &mut self,
         headers: Vec<StepHeader>,

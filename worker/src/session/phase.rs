@@ -10,6 +10,7 @@ use super::types::{Broadcast, Exit, Task};
 use crate::session::halt::Ending;
 use crate::session::header::{StateRecord, StepHeader};
 use crate::session::repair::Repair;
+use crate::session::replicas::{Found, Origin, StateMismatch, Verdict};
 
 /// Where a worker stands between its start and its end.
 #[derive(Clone, Debug, PartialEq)]
@@ -46,6 +47,17 @@ pub(super) struct Group {
     pub(super) generation: Generation,
     pub(super) members: Vec<WorkerId>,
     pub(super) rank: usize,
+    /// Where the ranks run, once they have told.
+    pub(super) origins: Vec<Origin>,
+}
+
+impl Group {
+    /// What this rank reports if replicas differ after `step` steps.
+    pub(super) fn mismatch(&self, step: u64, found: Found, verdict: Verdict) -> StateMismatch {
+        let origin = |rank| self.origins.get(rank).cloned().unwrap_or_default();
+        let members = self.members.iter().enumerate().map(|(rank, &id)| (id, origin(rank)));
+        StateMismatch { step, found, verdict, rank: self.rank, members: members.collect() }
+    }
 }
 
 /// A gradient of this worker that no known step has absorbed.

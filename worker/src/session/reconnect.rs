@@ -85,7 +85,7 @@ mod tests {
         let membership = Membership { generation: Generation(1), members, abort: false };
         session.handle(MasterMessage::Membership(membership));
         session.connected();
-        session.synced(&[SyncHeader { state: None, transport: Default::default() }]).unwrap();
+        session.synced(&[SyncHeader::default()]).unwrap();
         session.begin();
         session.bytes_broadcast(&session.broadcast_bytes(Broadcast::StateRecord)).unwrap();
         session.tensors_broadcast(true).unwrap();

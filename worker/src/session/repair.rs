@@ -10,6 +10,7 @@
 //! counts and the joiner receives their state.
 
 use crate::session::header::{StateHeader, SyncHeader};
+use crate::session::replicas::{Replica, Verdict, compare};
 
 /// Transfers between the ranks of a new group before its first step.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,20 +23,22 @@ pub struct Repair {
     pub state: Option<(usize, Vec<usize>)>,
 }
 
-/// Ranks at the same step hold different states: a defect, or a model that is not deterministic.
+/// Ranks at the highest step hold different states.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StateMismatch {
+pub struct Unequal {
+    /// That step.
     pub step: u64,
-    /// Ranks that differ from `from`.
-    pub ranks: Vec<usize>,
-    /// The lowest rank at this step.
-    pub from: usize,
+    pub verdict: Verdict,
 }
 
 impl Repair {
     /// Derives the plan from the headers of all ranks, in rank order. The result is the same on
     /// every rank.
-    pub fn plan(headers: &[SyncHeader]) -> Result<Self, StateMismatch> {
+    ///
+    /// # Errors
+    /// Replicas differ, and some ranks must fail. A joiner's copy has no vote: it stems from
+    /// another rank.
+    pub fn plan(headers: &[SyncHeader]) -> Result<Self, Unequal> {
         let mut states: Vec<Option<StateHeader>> = headers.iter().map(|h| h.state).collect();
         drop_unsupported(&mut states);
         let Some(step) = states.iter().flatten().map(|s| s.step).max() else {
@@ -46,11 +49,12 @@ impl Repair {
             (0..states.len()).filter(|&r| states[r].is_some_and(|s| s.step == wanted)).collect()
         };
         let tops = at(step);
-        let digest = |rank: usize| states[rank].map(|s| s.digest);
-        let differing: Vec<usize> =
-            tops.iter().copied().filter(|&r| digest(r) != digest(tops[0])).collect();
-        if !differing.is_empty() {
-            return Err(StateMismatch { step, ranks: differing, from: tops[0] });
+        let replica = |state: &Option<StateHeader>| match state {
+            Some(s) if s.step == step => Replica::State { digest: s.digest, votes: s.was_in_group },
+            other => Replica::Other { has_state: other.is_some() },
+        };
+        if let Some(verdict) = compare(&states.iter().map(replica).collect::<Vec<_>>()) {
+            return Err(Unequal { step, verdict });
         }
         let donor = tops.iter().copied().find(|&r| states[r].is_some_and(|s| s.has_result));
         let behind = step.checked_sub(1).map(at).unwrap_or_default();
@@ -82,10 +86,7 @@ pub(super) fn without_mismatched_devices(headers: &[SyncHeader]) -> Vec<SyncHead
     let first = headers.first().is_some_and(|header| header.transport.gpu);
     let fits = |header: &&SyncHeader| header.transport.gpu == first;
     let state = |header| Some(header).filter(fits).and_then(|header| header.state);
-    headers
-        .iter()
-        .map(|header| SyncHeader { state: state(header), transport: header.transport })
-        .collect()
+    headers.iter().map(|header| SyncHeader { state: state(header), ..header.clone() }).collect()
 }
 
 #[cfg(test)]
@@ -100,12 +101,12 @@ mod tests {
             has_result,
             was_in_group: true,
         });
-        SyncHeader { state, transport: Default::default() }
+        SyncHeader { state, ..SyncHeader::default() }
     }
 
     fn joiner(step: u64, digest: u64, has_result: bool) -> SyncHeader {
         let state = Some(StateHeader { step, digest, has_result, was_in_group: false });
-        SyncHeader { state, transport: Default::default() }
+        SyncHeader { state, ..SyncHeader::default() }
     }
 
     #[test]
@@ -161,10 +162,18 @@ mod tests {
     }
 
     #[test]
-    fn different_states_at_one_step_are_named() {
-        let headers = [header(None), header(Some((3, 9, true))), header(Some((3, 8, true)))];
-        let plan = Repair::plan(&headers);
-        assert_eq!(plan, Err(StateMismatch { step: 3, ranks: vec![2], from: 1 }));
+    fn of_states_that_differ_at_the_highest_step_the_minority_fails() {
+        let failing = |headers: &[SyncHeader]| {
+            let Unequal { step, verdict } = Repair::plan(headers).unwrap_err();
+            (step, verdict.failing, verdict.has_majority)
+        };
+        let state = |step, digest| header(Some((step, digest, true)));
+        let two = [header(None), state(3, 9), state(3, 8), state(2, 1)];
+        assert_eq!(failing(&two), (3, vec![1, 2, 3], false));
+        let three = [state(3, 9), state(2, 1), state(3, 8), state(3, 9)];
+        assert_eq!(failing(&three), (3, vec![2], true));
+        let copies = [joiner(3, 8, false), state(3, 9), joiner(3, 8, true)];
+        assert_eq!(failing(&copies), (3, vec![0, 2], true));
     }
 
     #[test]
@@ -172,6 +181,7 @@ mod tests {
         let header = |digest, gpu| SyncHeader {
             state: Some(StateHeader { step: 3, digest, has_result: true, was_in_group: true }),
             transport: TransportHeader { gpu, failures: 0 },
+            ..SyncHeader::default()
         };
         let headers = [header(1, true), header(2, false), header(1, true)];
         let found: Vec<_> = without_mismatched_devices(&headers)

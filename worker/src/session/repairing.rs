@@ -137,7 +137,7 @@ mod tests {
         session.handle(MasterMessage::Membership(membership));
         session.connected();
         let state = StateHeader { step, digest: 1, has_result: true, was_in_group: true };
-        let other = SyncHeader { state: Some(state), transport: Default::default() };
+        let other = SyncHeader { state: Some(state), ..SyncHeader::default() };
         session.synced(&[other, session.sync_header(0)]).unwrap();
         session
     }

@@ -109,6 +109,9 @@ struct World {
     joins: u32,
     leaves: u32,
     highest_step: u64,
+    /// Bit flips to come, and so far.
+    flips: u32,
+    flipped: u32,
     /// Whether storage fails at times: ranks then cannot read their records.
     storage_fails: bool,
     /// Reports of the lowest ranks, by step.
@@ -145,6 +148,8 @@ impl World {
             leaving: Vec::new(),
             crashes,
             highest_step: 0,
+            flips: 0,
+            flipped: 0,
             storage_fails: false,
             evaluations: BTreeMap::new(),
         };
@@ -419,6 +424,10 @@ impl World {
                         self.switch();
                     }
                 }
+                3 if self.flips > 0 && self.may_flip(index) => {
+                    self.flips -= 1;
+                    self.flip(index);
+                }
                 _ => self.advance(index),
             }
         }
@@ -427,6 +436,23 @@ impl World {
             "seed {}: the run does not end: members {:?} of {}: {nodes:#?}",
             self.seed, self.members, self.generation
         );
+    }
+
+    /// Whether this node is one of three or more members whose states are equal, and further steps
+    /// compare them.
+    fn may_flip(&self, index: usize) -> bool {
+        let of_group = |n: &&Node| n.session.in_round() == Some(self.generation);
+        let states: Vec<&Absorbed> =
+            self.nodes.iter().filter(of_group).map(|node| &node.parameters).collect();
+        let ledger = self.nodes[index].session.state().map(|state| &state.ledger);
+        let is_early = ledger.is_some_and(|ledger| ledger.remaining(self.epochs - 1) > RECORDS / 2);
+        let equal = |states: &[&Absorbed]| states.windows(2).all(|pair| pair[0] == pair[1]);
+        self.formed
+            && of_group(&&self.nodes[index])
+            && states.len() >= 3
+            && states.len() == self.members.len()
+            && is_early
+            && equal(&states)
     }
 
     fn check(&self) {
@@ -509,6 +535,33 @@ fn every_record_is_absorbed_exactly_once_while_storage_fails_at_times() {
         world.storage_fails = true;
         world.run();
     }
+}
+
+#[test]
+fn a_flipped_bit_in_one_of_three_replicas_is_in_no_final_state() {
+    let mut flipped = 0;
+    for seed in 0..400 {
+        let mut world = World::new(seed);
+        (world.crashes, world.leaves, world.flips) = (0, 0, 1);
+        world.joins += 2;
+        world.run();
+        flipped += world.flipped;
+        let is_wrong = |node: &Node| node.parameters.iter().any(RecordRange::is_empty);
+        assert!(!world.nodes.iter().any(is_wrong), "seed {seed}");
+    }
+    assert!(flipped > 50, "{flipped}");
+}
+
+#[test]
+fn replicas_that_differ_amid_crashes_and_joins_end_at_one_state() {
+    let mut flipped = 0;
+    for seed in 0..400 {
+        let mut world = World::new(seed);
+        world.flips = 3;
+        world.run();
+        flipped += world.flipped;
+    }
+    assert!(flipped > 50, "{flipped}");
 }
 
 #[test]

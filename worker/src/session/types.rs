@@ -8,7 +8,7 @@ use elasticdl_proto::{CheckpointEvery, Ledger, Membership, RecordRange, WorkerId
 use crate::session::evaluation::{self, Evaluation};
 use crate::session::header::StateRecord;
 use crate::session::plan::StepSize;
-use crate::session::repair::StateMismatch;
+use crate::session::replicas::StateMismatch;
 use crate::session::transport_switch::DeviceMismatch;
 
 /// Parameters of a job that a worker needs.

@@ -13,6 +13,7 @@ use crate::failure::{Failure, call_user};
 use crate::model::Model;
 use crate::session::checkpoint::Task;
 use crate::tensor::Tensor;
+use crate::tensors::digest_of;
 
 impl<M: Model> Trainer<'_, M> {
     /// Executes the session's checkpoint tasks. To be called before the state changes again.
@@ -47,7 +48,9 @@ impl<M: Model> Trainer<'_, M> {
                     let slots = self.tensors.to_host(Tensor::Slots)?;
                     let shard = (rank, world_size);
                     writer.write((step, generation), shard, state.record(), (&parameters, &slots));
-                    self.session.copied_for_checkpoint(begun.elapsed());
+                    // A copy of one rank's memory proves nothing about the others'.
+                    let digest = digest_of((&parameters, &slots), state);
+                    self.session.copied_for_checkpoint(begun.elapsed(), digest);
                 }
             }
         }
@@ -70,9 +73,7 @@ impl<M: Model> Trainer<'_, M> {
                 restore(locations, fingerprint, (&mut *parameters, &mut *slots), &mut damaged)
                     .map_err(|error| match error {
                         RestoreError::Refused(error) => Failure::fatal(error),
-                        RestoreError::Storage(error) => {
-                            Failure { error, ranges: Vec::new(), fatal: false }
-                        }
+                        RestoreError::Storage(error) => Failure::local(error),
                     })?;
             if restored.is_none() {
                 slots.fill(0.0);

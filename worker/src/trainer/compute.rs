@@ -31,7 +31,7 @@ impl<M: Model> Trainer<'_, M> {
             self.tensors.clear_gradient()?;
         }
         let order = Arc::clone(&self.order);
-        let fail = |error| Failure { error, ranges: order.ranges(ranges), fatal: false };
+        let fail = |error| Failure::on_records(error, order.ranges(ranges));
         let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
         let (mut loss_sum, mut busy, mut input) = (0.0, Duration::ZERO, Duration::ZERO);
         let (mut records, mut parts) = (Vec::new(), Parts::default());

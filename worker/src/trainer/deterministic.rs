@@ -67,11 +67,8 @@ impl<M: Model> Trainer<'_, M> {
             let end = start + records.len() as u64;
             let part = RecordRange { start, end, ..range };
             let loss = self.gradients(std::mem::replace(&mut records, rest), &[part]);
-            loss_sum += loss.map_err(|error| Failure {
-                error,
-                ranges: self.order.ranges(&[range]),
-                fatal: false,
-            })?;
+            loss_sum +=
+                loss.map_err(|error| Failure::on_records(error, self.order.ranges(&[range])))?;
             start = end;
         }
         if let Some(exact) = &mut self.exact {

@@ -5,7 +5,7 @@ use elasticdl_collective::CollectiveError;
 use crate::failure::Failure;
 use crate::ring::Ring;
 use crate::session::header;
-use crate::session::repair::StateMismatch;
+use crate::session::replicas::StateMismatch;
 use crate::session::transport_switch::DeviceMismatch;
 use crate::session::{GroupMismatch, InvalidData};
 
@@ -16,6 +16,8 @@ pub(super) enum Stopped {
     Broken(CollectiveError),
     /// This worker, or the job, cannot continue.
     Failed(Failure),
+    /// Replicas differ, and this one is that of the majority; a new group will form.
+    Left(String),
 }
 
 impl<E: Into<Failure>> From<E> for Stopped {
@@ -39,11 +41,11 @@ pub(super) fn decode_all<T: serde::de::DeserializeOwned>(
 
 impl From<InvalidData> for Failure {
     fn from(error: InvalidData) -> Self {
-        Self { error: error.to_string(), ranges: Vec::new(), fatal: false }
+        Self::of_worker(error.to_string())
     }
 }
 
-pub(super) fn group_mismatch(mismatch: &GroupMismatch) -> Failure {
+pub(super) fn group_mismatch(mismatch: &GroupMismatch) -> Stopped {
     match mismatch {
         GroupMismatch::State(differing) => state_mismatch(differing),
         GroupMismatch::Device(DeviceMismatch { first_has_gpu }) => {
@@ -53,15 +55,15 @@ pub(super) fn group_mismatch(mismatch: &GroupMismatch) -> Failure {
                 "this worker computes on {here} and the group on {there}; \
                  all must compute on the same kind of device"
             );
-            Failure { error, ranges: Vec::new(), fatal: false }
+            Stopped::Failed(Failure::local(error))
         }
     }
 }
 
-pub(super) fn state_mismatch(mismatch: &StateMismatch) -> Failure {
-    let StateMismatch { step, ranks, from } = mismatch;
-    Failure::fatal(format!(
-        "replicas differ at step {step}: ranks {ranks:?} do not hold the same state as rank \
-         {from}; the model's methods must depend on their arguments alone"
-    ))
+pub(super) fn state_mismatch(mismatch: &StateMismatch) -> Stopped {
+    let text = mismatch.to_string();
+    match mismatch.is_failing() {
+        true => Stopped::Failed(Failure::diverged(text, mismatch.verdict.clone())),
+        false => Stopped::Left(text),
+    }
 }

@@ -6,4 +6,5 @@ mod links;
 mod liveness;
 mod onboarding;
 mod publish;
+mod replicas;
 mod training;

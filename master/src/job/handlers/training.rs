@@ -26,6 +26,7 @@ impl Job {
         let Some(ledger) = self.check_ledger(now, worker, report) else { return };
         self.out.mark_dirty();
         self.workers.hold_state();
+        self.lifecycle.close_divergence();
         self.data.replace_ledger(ledger);
         if step == 0 && self.begins_anew(now) {
             return;

@@ -45,6 +45,16 @@ pub(crate) struct Lifecycle {
     /// See [`Job::masters`](crate::job::Job::masters).
     pub(super) masters: u64,
     pub(super) reserved: ReservedIds,
+    divergence: Divergence,
+}
+
+/// Replicas of the group's state that differed.
+#[derive(Clone, Copy, Debug, Default)]
+struct Divergence {
+    /// Whether no group has formed since.
+    is_open: bool,
+    /// The job's step when replicas differed last.
+    step: Option<u64>,
 }
 
 /// The phase of a job.
@@ -88,6 +98,7 @@ impl Lifecycle {
             // As if the first generation were published: a master whose record is older than the first
             // group must not use that group's generation again.
             reserved: ReservedIds { launches: 0, generations: Generation(1 + ID_BLOCK) },
+            divergence: Divergence::default(),
         }
     }
 
@@ -177,6 +188,22 @@ impl Lifecycle {
     /// Whether the generation that is being taken over had formed already.
     pub(crate) fn had_formed(&self) -> bool {
         self.takeover.as_ref().is_some_and(|takeover| takeover.was_formed)
+    }
+
+    /// Notes that replicas differ at this step of the job. Returns `None` if that is known: several
+    /// workers report it. Otherwise, whether it has happened before without progress since.
+    pub(crate) fn note_divergence(&mut self, step: u64) -> Option<bool> {
+        if std::mem::replace(&mut self.divergence.is_open, true) {
+            return None;
+        }
+        let before = self.divergence.step;
+        self.divergence.step = before.max(Some(step));
+        Some(before.is_some_and(|before| step <= before))
+    }
+
+    /// Notes that a group has formed: its replicas are equal.
+    pub(crate) fn close_divergence(&mut self) {
+        self.divergence.is_open = false;
     }
 
     /// Expects no report from a worker that has gone.

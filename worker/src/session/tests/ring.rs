@@ -116,21 +116,55 @@ impl World {
                 if listed.is_empty() {
                     assert!(self.storage_fails, "seed {seed}: a step of no records");
                 }
-                node.session.summed(headers, true).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+                let outcome = node.session.summed(headers, true);
+                self.settle(index, outcome);
             }
             Operation::Synchronize => {
                 let headers: Vec<SyncHeader> = all
                     .iter()
                     .map(|e| decode(&e.as_ref().expect("complete").bytes).expect("a header"))
                     .collect();
-                node.session.synced(&headers).unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+                let outcome = node.session.synced(&headers).map_err(|mismatch| match mismatch {
+                    GroupMismatch::State(mismatch) => mismatch,
+                    GroupMismatch::Device(_) => panic!("seed {seed}: {mismatch:?}"),
+                });
+                self.settle(index, outcome);
             }
             Operation::ExchangeHeaders => {
                 let headers = headers();
-                node.session
-                    .headers_exchanged(&headers)
-                    .unwrap_or_else(|m| panic!("seed {seed}: {m:?}"));
+                let outcome = node.session.headers_exchanged(&headers);
+                self.settle(index, outcome);
             }
         }
+    }
+
+    /// Does what a rank does when replicas differ.
+    fn settle(&mut self, index: usize, outcome: Result<(), StateMismatch>) {
+        let Err(mismatch) = outcome else { return };
+        assert!(self.flipped > 0, "seed {}: {mismatch:?}", self.seed);
+        // Scores of a state that was wrong.
+        self.evaluations.clear();
+        if !mismatch.is_failing() {
+            return self.nodes[index].session.broken(None, mismatch.to_string());
+        }
+        let is_distrusted = !mismatch.verdict.has_majority;
+        let has_state = |node: &Node| node.session.state().is_some();
+        let failing = self.nodes[index].id;
+        let mut lost = vec![failing];
+        lost.extend(self.nodes.iter().filter(|n| is_distrusted && has_state(n)).map(|n| n.id));
+        for id in lost {
+            if let Some(index) = self.nodes.iter().position(|node| node.id == id) {
+                self.crash(index);
+                self.joins += 1;
+            }
+        }
+    }
+
+    /// A bit of this node's parameters flips: an empty range changes their fingerprint alone.
+    pub(super) fn flip(&mut self, index: usize) {
+        self.flipped += 1;
+        let flipped = u64::from(self.flipped);
+        let bit = RecordRange { epoch: u32::MAX, start: flipped, end: flipped };
+        self.nodes[index].parameters.push(bit);
     }
 }

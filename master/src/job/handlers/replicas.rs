@@ -1,0 +1,64 @@
+//! Workers that give up their state because replicas differ.
+//!
+//! The ranks decide that themselves, from headers that they share: the minority fails, or all do,
+//! if no majority is equal. Then no state of the group is trusted, and the next group starts from
+//! the newest checkpoint.
+//!
+//! **Invariant:** however many workers give up their states at once, that is one failure. Failures
+//! without progress end the job.
+
+use elasticdl_proto::WorkerId;
+
+use crate::job::event::LaunchId;
+use crate::job::job::Job;
+use crate::job::lifecycle::removal::FAILED_GRACE;
+use crate::job::reporting::text::clip;
+use crate::job::time::Time;
+use crate::job::workers::state::{Stage, Worker};
+
+impl Job {
+    pub(crate) fn on_diverged(
+        &mut self,
+        now: Time,
+        worker: WorkerId,
+        error: &str,
+        has_majority: bool,
+    ) {
+        self.out.mark_dirty();
+        self.count_exit(worker);
+        // A failed worker ends by itself.
+        self.forget_with_pod(now, worker, FAILED_GRACE);
+        match self.lifecycle.note_divergence(self.data.step()) {
+            Some(again) => {
+                let again = if again { AGAIN } else { "" };
+                let what = format!("worker {worker} failed: {}{again}", clip(error));
+                self.count_failure(now, &what, &[]);
+            }
+            None => self.log_event(format!("worker {worker} gives up its state, too")),
+        }
+        if !has_majority && self.lifecycle.is_running() {
+            self.distrust_states(now);
+        }
+        self.reconcile(now);
+    }
+
+    /// Replaces all workers that have the group's state, or a copy: some may not have learned that
+    /// it cannot be trusted.
+    fn distrust_states(&mut self, now: Time) {
+        let has_state = |w: &Worker| w.has_state() || w.stage() == Stage::Fetching;
+        for id in self.workers.select(|w| has_state(w) && !w.is_released()) {
+            self.release(now, id, "replicas differ, and its state may be wrong");
+        }
+        let disconnected = self.workers.disconnected().filter(|(_, d)| d.holds_state);
+        let disconnected: Vec<LaunchId> = disconnected.map(|(launch, _)| launch).collect();
+        for launch in disconnected {
+            self.forget_disconnected(launch);
+            self.kill(launch);
+        }
+        self.launch_missing(now);
+    }
+}
+
+/// What a difference shows that follows another one without progress.
+const AGAIN: &str = "; replicas have differed before, without progress since, so the model is not \
+                     deterministic: its methods must depend on their arguments alone";

@@ -1,0 +1,38 @@
+//! Replicas that differ: what differs is replaced, and no checkpoint of it becomes complete.
+
+use elasticdl_tests::JobFixture;
+
+use crate::PROGRAMS;
+
+/// The program drifts in launch 2 alone, as if a bit of its memory had flipped. Only the window of
+/// step 64 would show it.
+const ONE_DRIFTS: &str =
+    "if [ \"$ELASTICDL_LAUNCH\" = 2 ]; then set -- \"$@\" --drift-at 5; fi; exec \"$@\"";
+
+#[test]
+fn a_replica_that_differs_is_replaced_before_its_state_is_in_a_checkpoint() {
+    let script = Some(ONE_DRIFTS.into());
+    let fixture = JobFixture { epochs: 10, script, ..JobFixture::new(PROGRAMS, 3) };
+    let checkpoints = fixture.path("checkpoints");
+    let command = fixture.command(0).option("checkpoint-dir", checkpoints);
+    let ended = command.option("checkpoint-every", "10").run();
+    ended.assert_exactly_once("one of three replicas differs", fixture.records, 10);
+    let summary = ended.summary();
+    assert_eq!(summary.workers.restarts, 1, "{}", ended.output);
+    assert!(summary.state_lost.is_none(), "{}", ended.output);
+    let cause = "the whole state at step 10: worker 2 on ";
+    assert!(ended.output.contains(cause), "{}", ended.output);
+    assert!(ended.output.contains("one replica alone differs"), "{}", ended.output);
+}
+
+#[test]
+fn a_model_that_is_not_deterministic_ends_the_job_and_is_called_so() {
+    let program_options = &["--drift-at", "5"];
+    let fixture = JobFixture { epochs: 10, program_options, ..JobFixture::new(PROGRAMS, 2) };
+    let ended = fixture.command(0).run();
+    ended.assert_outcome(1, "failed");
+    let error = ended.summary().error.as_ref().unwrap();
+    for part in ["replicas differ by", "is not deterministic", "--max-worker-restarts"] {
+        assert!(error.contains(part), "{error}");
+    }
+}

@@ -1,0 +1,305 @@
+use std::num::NonZeroU64;
+
+use super::*;
+
+fn steps(steps: u64) -> CheckpointEvery {
+    CheckpointEvery::Steps(NonZeroU64::new(steps).unwrap())
+}
+
+const PART: Written = Written { bytes: 8, digest: 3 };
+
+/// Some ranks of one job that exchange headers. The test decides when their parts are written.
+struct Ranks {
+    ranks: Vec<(WorkerId, Checkpoints)>,
+    step: u64,
+    begun: Vec<u64>,
+    /// A rank whose state differs.
+    differing: Option<usize>,
+}
+
+impl Ranks {
+    fn new(count: u64, every: CheckpointEvery) -> Self {
+        let rank = |id| (WorkerId(id), Checkpoints::new(WorkerId(id), Some(every)));
+        Self { ranks: (1..=count).map(rank).collect(), step: 0, begun: Vec::new(), differing: None }
+    }
+
+    fn members(&self) -> Vec<WorkerId> {
+        self.ranks.iter().map(|(id, _)| *id).collect()
+    }
+
+    /// All ranks make a step that takes one second.
+    fn step(&mut self) {
+        let headers: Vec<CheckpointHeader> =
+            self.ranks.iter().map(|(_, c)| c.header(self.step + 1)).collect();
+        let headers: Vec<&CheckpointHeader> = headers.iter().collect();
+        self.step += 1;
+        let (members, step, now) = (self.members(), self.step, Duration::from_secs(self.step));
+        for (_, checkpoints) in &mut self.ranks {
+            checkpoints.tick(now);
+            checkpoints.handle_headers(&members, &headers);
+            if begins(&headers) {
+                checkpoints.begin(step, Generation(1), &members, now);
+            }
+        }
+        self.begun.extend(begins(&headers).then_some(step));
+    }
+
+    /// Executes the next task of this rank. Returns whether there was one.
+    fn work(&mut self, rank: usize, succeeds: bool) -> bool {
+        let digest = u64::from(self.differing == Some(rank));
+        let checkpoints = &mut self.ranks[rank].1;
+        let task = checkpoints.poll();
+        match &task {
+            Some(Task::Write { step, .. }) => {
+                checkpoints.copied(Duration::ZERO, digest);
+                checkpoints.wrote(*step, succeeds.then_some(PART).ok_or(()))
+            }
+            Some(Task::Commit { step, parts }) => {
+                assert!(rank == 0 && parts.iter().all(|part| *part == PART));
+                checkpoints.committed(*step, succeeds);
+            }
+            None => {}
+        }
+        task.is_some()
+    }
+
+    /// Steps to `step` and executes all tasks at once.
+    fn step_to(&mut self, step: u64) {
+        while self.step < step {
+            self.step();
+            (0..self.ranks.len()).for_each(|rank| while self.work(rank, true) {});
+        }
+    }
+
+    fn complete(&self) -> Vec<Option<u64>> {
+        self.ranks.iter().map(|(_, c)| c.complete).collect()
+    }
+}
+
+#[test]
+fn a_checkpoint_begins_every_n_steps_and_is_complete_with_all_parts_and_the_manifest() {
+    let mut ranks = Ranks::new(3, steps(10));
+    ranks.step_to(10);
+    assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]));
+    // One step in which all ranks report their parts as written, one in which the first rank
+    // reports the checkpoint as complete.
+    ranks.step_to(11);
+    assert_eq!(ranks.complete(), [Some(10), None, None]);
+    ranks.step_to(12);
+    assert_eq!(ranks.complete(), [Some(10); 3]);
+    ranks.step_to(40);
+    assert_eq!(ranks.begun, [10, 20, 30, 40]);
+}
+
+#[test]
+fn the_next_checkpoint_begins_only_and_at_once_after_the_one_in_progress() {
+    let mut ranks = Ranks::new(2, steps(10));
+    ranks.step_to(9);
+    while ranks.step < 25 {
+        ranks.step();
+        ranks.work(0, true);
+    }
+    assert_eq!(ranks.begun, [10]);
+    ranks.step_to(30);
+    assert_eq!(ranks.begun, [10, 29]);
+}
+
+#[test]
+fn the_interval_is_counted_from_the_start_of_the_previous_checkpoint() {
+    let mut ranks = Ranks::new(2, CheckpointEvery::Time(Duration::from_secs(10)));
+    ranks.step_to(40);
+    // A checkpoint that becomes due at the end of a step begins at the end of the next one.
+    assert_eq!(ranks.begun, [12, 23, 34]);
+}
+
+#[test]
+fn the_first_checkpoint_of_a_long_interval_comes_early() {
+    let mut ranks = Ranks::new(2, CheckpointEvery::Time(Duration::from_secs(100)));
+    ranks.step_to(250);
+    assert_eq!(ranks.begun, [32, 133, 234]);
+}
+
+#[test]
+fn a_requested_checkpoint_begins_at_the_next_step_and_once() {
+    let mut ranks = Ranks::new(2, steps(1000));
+    ranks.step_to(3);
+    ranks.ranks[1].1.request();
+    ranks.ranks[0].1.request();
+    ranks.step_to(20);
+    assert_eq!((&*ranks.begun, ranks.complete()), (&[4][..], vec![Some(4); 2]));
+}
+
+#[test]
+fn a_lost_member_ends_the_checkpoint_and_the_next_begins_at_once() {
+    let mut ranks = Ranks::new(3, steps(10));
+    ranks.step_to(9);
+    ranks.step();
+    assert!(ranks.work(0, true) && ranks.work(2, true));
+    ranks.ranks.remove(1);
+    let members = ranks.members();
+    ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
+    ranks.step_to(12);
+    assert_eq!(ranks.begun, [10, 11]);
+    ranks.step_to(14);
+    assert_eq!(ranks.complete(), [Some(11); 2]);
+}
+
+#[test]
+fn a_worker_that_joins_meanwhile_takes_no_part_and_delays_nothing() {
+    let mut ranks = Ranks::new(2, steps(10));
+    ranks.step_to(9);
+    ranks.step();
+    ranks.ranks.push((WorkerId(9), Checkpoints::new(WorkerId(9), Some(steps(10)))));
+    let members = ranks.members();
+    ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
+    ranks.step();
+    ranks.step();
+    assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]));
+    ranks.step_to(16);
+    assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![Some(10); 3]));
+    ranks.step_to(20);
+    assert_eq!(ranks.begun, [10, 20]);
+}
+
+#[test]
+fn no_rank_waits_for_one_that_never_began_the_checkpoint() {
+    // One rank was one step behind when its links broke, and reached the step by a repair.
+    let mut ranks = Ranks::new(2, steps(10));
+    ranks.step_to(9);
+    ranks.step();
+    ranks.ranks[1].1.current = None;
+    ranks.ranks[1].1.tasks.clear();
+    ranks.ranks[1].1.busy = false;
+    ranks.step_to(14);
+    assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 12][..], vec![Some(12); 2]));
+}
+
+#[test]
+fn all_ranks_learn_of_a_failed_checkpoint_and_retry_after_an_interval() {
+    for failing in [0, 1] {
+        let mut ranks = Ranks::new(2, steps(10));
+        ranks.step_to(9);
+        ranks.step();
+        (0..2).for_each(|rank| assert!(ranks.work(rank, rank != failing)));
+        ranks.step_to(30);
+        assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 20, 30][..], vec![Some(20); 2]));
+    }
+    // Likewise for the manifest.
+    let mut ranks = Ranks::new(1, steps(10));
+    ranks.step_to(9);
+    ranks.step();
+    ranks.work(0, true);
+    ranks.step();
+    ranks.work(0, false);
+    ranks.step_to(21);
+    assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 20][..], vec![Some(20)]));
+}
+
+#[test]
+fn losing_the_first_rank_loses_the_manifest_and_losing_another_does_not() {
+    for (lost, complete) in [(0, 12), (1, 10)] {
+        let mut ranks = Ranks::new(3, steps(10));
+        ranks.step_to(9);
+        ranks.step();
+        (0..3).for_each(|rank| assert!(ranks.work(rank, true)));
+        // All ranks learn that all parts are written.
+        ranks.step();
+        ranks.ranks.remove(lost);
+        let members = ranks.members();
+        ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
+        ranks.step_to(14);
+        assert_eq!(ranks.complete(), [Some(complete); 2]);
+    }
+}
+
+#[test]
+fn a_checkpoint_abandoned_by_the_first_rank_is_abandoned_by_all() {
+    // Only one rank has learned that all parts are written when a member is lost.
+    let mut ranks = Ranks::new(4, steps(10));
+    ranks.step_to(9);
+    ranks.step();
+    (0..4).for_each(|rank| assert!(ranks.work(rank, true)));
+    let headers: Vec<CheckpointHeader> = ranks.ranks.iter().map(|(_, c)| c.header(11)).collect();
+    let members = ranks.members();
+    ranks.ranks[3].1.handle_headers(&members, &headers.iter().collect::<Vec<_>>());
+    ranks.ranks.remove(1);
+    let members = ranks.members();
+    ranks.ranks.iter_mut().for_each(|(_, c)| c.regrouped(&members));
+    assert!(ranks.ranks[2].1.current.is_some());
+    ranks.step_to(15);
+    assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 12][..], vec![Some(12); 3]));
+}
+
+#[test]
+fn the_final_state_is_written_once_at_the_end() {
+    let header = |busy, complete, failed| CheckpointHeader {
+        busy,
+        complete,
+        failed,
+        ..CheckpointHeader::default()
+    };
+    let table = [
+        (header(false, None, None), FinalCheckpoint::Begin),
+        (header(false, Some(8), Some(7)), FinalCheckpoint::Begin),
+        (header(true, Some(8), None), FinalCheckpoint::Wait),
+        (header(false, Some(9), None), FinalCheckpoint::Nothing),
+        (header(false, None, Some(9)), FinalCheckpoint::Nothing),
+    ];
+    for (other, expected) in table {
+        assert_eq!(
+            final_checkpoint(&[&CheckpointHeader::default(), &other], 9),
+            expected,
+            "{other:?}"
+        );
+    }
+    assert_eq!(
+        final_checkpoint(&[&CheckpointHeader::default()], 0),
+        FinalCheckpoint::Nothing,
+        "there is no state to write"
+    );
+}
+
+#[test]
+fn a_resumed_job_counts_its_interval_from_its_checkpoint() {
+    let mut ranks = Ranks::new(2, steps(10));
+    ranks.step = 25;
+    ranks.ranks[0].1.restored(25, true);
+    // The first round of a new group is an idle one.
+    let headers: Vec<CheckpointHeader> = ranks.ranks.iter().map(|(_, c)| c.header(26)).collect();
+    let members = ranks.members();
+    ranks
+        .ranks
+        .iter_mut()
+        .for_each(|(_, c)| c.handle_headers(&members, &headers.iter().collect::<Vec<_>>()));
+    ranks.step_to(36);
+    assert_eq!(ranks.begun, [35]);
+}
+
+#[test]
+fn a_checkpoint_of_states_that_differ_never_becomes_complete() {
+    for differing in 0..3 {
+        let mut ranks = Ranks::new(3, steps(10));
+        ranks.differing = Some(differing);
+        ranks.step_to(30);
+        assert_eq!((&*ranks.begun, ranks.complete()), (&[10][..], vec![None; 3]), "{differing}");
+    }
+}
+
+#[test]
+fn no_manifest_is_written_before_all_digests_are_known() {
+    let mut ranks = Ranks::new(2, steps(10));
+    ranks.step_to(9);
+    ranks.step();
+    // The parts are written, and a rank has not told the digest of its state.
+    for (_, checkpoints) in &mut ranks.ranks {
+        assert!(matches!(checkpoints.poll(), Some(Task::Write { step: 10, .. })));
+        checkpoints.wrote(10, Ok(PART));
+    }
+    ranks.ranks[0].1.copied(Duration::ZERO, 0);
+    ranks.step();
+    ranks.step();
+    assert_eq!(ranks.ranks[0].1.poll(), None);
+    ranks.ranks[1].1.copied(Duration::ZERO, 0);
+    ranks.step();
+    assert!(matches!(ranks.ranks[0].1.poll(), Some(Task::Commit { step: 10, .. })));
+}
