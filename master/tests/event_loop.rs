@@ -170,6 +170,7 @@ fn spec() -> JobSpec {
         channels: 1,
         link_encryption: Default::default(),
         on_nonfinite: OnNonfinite::Fail,
+        allow_mixed_builds: false,
         bad_records_max: 0,
         restart_without_checkpoint: false,
         policies: Default::default(),

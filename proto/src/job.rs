@@ -64,6 +64,8 @@ pub struct WorkerOptions {
     pub channels: u8,
     /// Whether a step whose gradient is not finite is skipped. Otherwise it ends the job.
     pub skips_nonfinite: bool,
+    /// Whether workers of different builds may train together.
+    pub allows_mixed_builds: bool,
     /// Which links between workers are encrypted.
     pub link_encryption: LinkEncryption,
     /// Number of bad records that the reader skips; 0 if the first one ends the job.

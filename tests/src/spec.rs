@@ -36,6 +36,7 @@ pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> 
         channels: 1,
         link_encryption: Default::default(),
         on_nonfinite: OnNonfinite::Fail,
+        allow_mixed_builds: false,
         bad_records_max: 0,
         restart_without_checkpoint: true,
         grace_period: Duration::from_secs(30),

@@ -89,12 +89,25 @@ impl ExactSum {
         for (index, (sum, &exponent)) in blocks {
             // A block stays in the L1 cache.
             sum.fill(0.0);
+            if exponent > self.exponent_max() {
+                // A partial sum may overflow, which would depend on the order. So the sum is
+                // infinite, by the ranks that have such elements.
+                if self.exponents[index] > self.exponent_max() {
+                    sum.fill(f32::INFINITY);
+                }
+                continue;
+            }
             let start = index * BLOCK_LEN;
             for gradient in &self.gradients {
                 let block = &gradient[start..start + sum.len()];
                 self.add_rounded(block, exponent.into(), sum);
             }
         }
+    }
+
+    /// The largest biased exponent with which no partial sum overflows.
+    fn exponent_max(&self) -> u8 {
+        EXPONENT_MAX - (MANTISSA_BITS - self.bits) as u8
     }
 
     /// `exponent`: the biased exponent of the largest element that any rank has in this block.
@@ -136,6 +149,9 @@ const BITS_MAX: u32 = MANTISSA_BITS - 2;
 const FRACTION_BITS: u32 = 23;
 
 const SIGN: u32 = 1 << 31;
+
+/// Biased exponent of the largest f32, less one, because elements may be rounded up.
+const EXPONENT_MAX: u8 = 253;
 
 /// Exponent of the smallest positive f32: all are multiples of it.
 const SUBNORMAL: i32 = -149;
@@ -230,6 +246,26 @@ mod tests {
             assert!(!sum[3].is_finite());
             assert_eq!(sum[LEN - 1], 2.0);
         }
+    }
+
+    #[test]
+    fn sums_that_may_overflow_are_infinite_in_any_order() {
+        let gradient = |value| vec![value; LEN];
+        let (huge, negative) = (gradient(2_f32.powi(127)), gradient(-2_f32.powi(127)));
+        let zero = gradient(0.0);
+        let of =
+            |gradients: [&Vec<f32>; 4]| sum_over(&gradients.map(|gradient| rank(&[gradient], 4)));
+        for order in [[&huge, &huge, &negative, &zero], [&huge, &negative, &huge, &zero]] {
+            assert_eq!(of(order), gradient(f32::INFINITY));
+        }
+        // The rank of the zeros is not at fault.
+        let zeros = rank(&[&zero], 4);
+        let mut part = gradient(1.0);
+        zeros.sum(&[254, 254], &mut part);
+        assert_eq!(part, zero);
+        let largest = 2_f32.powi(124);
+        let large = gradient(largest);
+        assert_eq!(of([&large, &large, &large, &zero]), gradient(3.0 * largest));
     }
 
     #[test]

@@ -48,6 +48,7 @@ mod ordered_reader;
 mod paths;
 mod predictions;
 mod prefetch;
+mod program;
 mod reader;
 pub mod readers;
 mod ring;

@@ -27,6 +27,7 @@ use crate::messages::ControlEvent;
 use crate::model::Model;
 use crate::ordered_reader::{OrderedReader, order_of};
 use crate::prefetch::Prefetch;
+use crate::program;
 use crate::reader::{Dataset, Purpose, Reader as _, Skipped};
 use crate::session::plan::StepSize;
 use crate::session::{Exit, JobPlan, Session};
@@ -203,6 +204,7 @@ fn train<M: Model>(
         checkpoints: options.checkpoints.as_ref().map(|kept| kept.every),
         evaluation: validation.as_ref().map(|validation| validation.plan.clone()),
         skips_nonfinite: options.skips_nonfinite,
+        allows_mixed_builds: options.allows_mixed_builds,
     };
     let (job, size) = (environment.job.as_str(), (parameters, parameters * slots));
     let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
@@ -235,7 +237,9 @@ fn train<M: Model>(
         best: export_best(options).cloned(),
         fallback: environment.job_dir.clone().map(PathBuf::from),
     };
-    let mut session = Session::new(worker, plan).on_gpu(is_on_gpu);
+    let optimizer = call_user("optimizer()", || Ok(model.optimizer())).map_err(Failure::fatal)?;
+    let origin = program::origin(&environment.location.node, &layout, &optimizer);
+    let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
     session.ready(parameters as u64);
     let trainer = Trainer::new(TrainerParts {
         model,

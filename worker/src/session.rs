@@ -41,9 +41,10 @@ use crate::session::checkpoint::{
 };
 use crate::session::halt::{Ending, Halt};
 use crate::session::header::{StateHeader, StateRecord, StepHeader, SyncHeader};
+use crate::session::origin::{Origin, without_other_programs};
 use crate::session::pace::Pace;
 use crate::session::repair::{Repair, Unequal, without_mismatched_devices};
-use crate::session::replicas::{Found, Origin, StateMismatch, compare_rounds};
+use crate::session::replicas::{Found, StateMismatch, compare_rounds};
 use crate::session::transport_switch::TransportSwitch;
 
 /// State machine of one worker in a job.
@@ -335,13 +336,18 @@ impl Session {
     /// Takes in the headers of all ranks of a new group.
     ///
     /// # Errors
-    /// Replicas at the same step differ, or this worker's device does not match the group's.
+    /// Replicas at the same step differ, or this worker's device or program is not the group's.
     pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), GroupMismatch> {
         if let Phase::Syncing(group) = &self.phase {
             let mut group = group.clone();
             group.origins = headers.iter().map(|header| header.origin.clone()).collect();
             self.transport.synced(&headers.iter().map(|h| h.transport).collect::<Vec<_>>())?;
-            let plan = Repair::plan(&without_mismatched_devices(headers)).map_err(|unequal| {
+            let mut counted = without_mismatched_devices(headers);
+            if !self.job.allows_mixed_builds {
+                origin::check(headers, &self.origin)?;
+                counted = without_other_programs(&counted);
+            }
+            let plan = Repair::plan(&counted).map_err(|unequal| {
                 let Unequal { step, verdict } = unequal;
                 group.mismatch(step, Found::AtSync, verdict)
             })?;
@@ -547,6 +553,7 @@ mod fetch;
 pub mod halt;
 mod halting;
 pub mod header;
+pub mod origin;
 mod outcome;
 mod pace;
 mod phase;

@@ -86,6 +86,9 @@ pub struct JobSpec {
     /// How a step whose gradient is not finite is handled.
     #[serde(default)]
     pub on_nonfinite: OnNonfinite,
+    /// Whether workers of different builds may train together.
+    #[serde(default)]
+    pub allow_mixed_builds: bool,
     /// Whether the job restarts from step 0 when all workers are lost with a state of which there
     /// is no checkpoint. Otherwise it fails.
     #[serde(default)]
@@ -158,6 +161,7 @@ impl JobSpec {
             wire_dtype: self.wire_dtype,
             channels: self.channels,
             skips_nonfinite: self.on_nonfinite == OnNonfinite::Skip,
+            allows_mixed_builds: self.allow_mixed_builds,
             link_encryption: self.link_encryption,
             bad_records_max: self.bad_records_max,
         }

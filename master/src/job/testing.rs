@@ -47,6 +47,7 @@ pub(crate) fn spec() -> JobSpec {
         channels: 1,
         link_encryption: Default::default(),
         on_nonfinite: OnNonfinite::default(),
+        allow_mixed_builds: false,
         bad_records_max: 0,
         restart_without_checkpoint: true,
         // A leaving worker is released after 10 s.

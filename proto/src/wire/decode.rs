@@ -399,6 +399,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         wire_dtype,
         channels: channels as u8,
         skips_nonfinite: options.skip_nonfinite,
+        allows_mixed_builds: options.allow_mixed_builds,
         link_encryption,
     })
 }

@@ -249,6 +249,7 @@ fn options(options: WorkerOptions) -> v1::Options {
         wire_dtype: wire_dtype.into(),
         channels: options.channels.into(),
         skip_nonfinite: options.skips_nonfinite,
+        allow_mixed_builds: options.allows_mixed_builds,
         leave_timeout_ms: options.leave_timeout.map(millis),
         link_encryption: link_encryption.into(),
         work: Some(work(options.work, options.validation)),

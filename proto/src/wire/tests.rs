@@ -274,6 +274,7 @@ fn options() -> WorkerOptions {
         wire_dtype: WireDtype::F16,
         channels: 4,
         skips_nonfinite: true,
+        allows_mixed_builds: true,
         link_encryption: crate::LinkEncryption::On,
         bad_records_max: 6,
         shuffle: crate::Shuffle { mode: crate::ShuffleMode::Block, buffer: NonZeroU64::new(9) },

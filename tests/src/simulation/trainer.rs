@@ -159,6 +159,7 @@ impl World {
             // Evaluations are covered by the session's own tests.
             evaluation: None,
             skips_nonfinite: false,
+            allows_mixed_builds: false,
         };
         let process = &mut self.processes[p];
         let Some(worker) = process.worker else { return };

@@ -1,6 +1,7 @@
 //! Replicas that differ: what differs is replaced, and no checkpoint of it becomes complete.
 
-use elasticdl_tests::JobFixture;
+use elasticdl_tests::{JobFixture, send};
+use rustix::process::Signal;
 
 use crate::PROGRAMS;
 
@@ -35,4 +36,28 @@ fn a_model_that_is_not_deterministic_ends_the_job_and_is_called_so() {
     for part in ["replicas differ by", "is not deterministic", "--max-worker-restarts"] {
         assert!(error.contains(part), "{error}");
     }
+}
+
+/// Launch 3 runs another executable.
+const ANOTHER_BUILD: &str = "if [ \"$ELASTICDL_LAUNCH\" = 3 ]; then
+    other=\"$TMPDIR/other-build\"; cp \"$1\" \"$other\"; echo >> \"$other\"; shift
+    exec \"$other\" \"$@\"
+fi
+exec \"$@\"";
+
+#[test]
+fn a_replacement_of_another_build_takes_no_part_and_the_job_completes() {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let variables = vec![("TMPDIR", fixture.folder.path().into())];
+    let fixture =
+        JobFixture { epochs: 10, script: Some(ANOTHER_BUILD.into()), variables, ..fixture };
+    let records = fixture.records;
+    let mut job = fixture.start(0);
+    job.wait_for_first_steps();
+    send(job.members()[1].1, Signal::KILL);
+    let ended = job.wait();
+    ended.assert_exactly_once("one replacement is of another build", records, 10);
+    assert!(ended.output.contains("worker 3 failed: this worker on "), "{}", ended.output);
+    assert!(ended.output.contains("it differs in its executable;"), "{}", ended.output);
+    assert_eq!(ended.summary().workers.restarts, 2, "{}", ended.output);
 }

@@ -1,5 +1,7 @@
 //! Finds the newest complete checkpoint and loads the state from it.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use xxhash_rust::xxh3::Xxh3Default;
@@ -76,8 +78,12 @@ fn search(
 ) -> Result<Option<Restored>, RestoreError> {
     if let Some(own) = &locations.own {
         let names = names(own)?;
+        let mut ours: Vec<&Name> =
+            names.iter().filter(|name| name.run == fingerprint.run).collect();
+        // A later generation may have begun at an earlier step.
+        ours.sort_by_key(|name| Reverse((name.generation, name.step)));
         let mut found = false;
-        for name in names.iter().rev().filter(|name| name.run == fingerprint.run) {
+        for name in ours {
             found = true;
             let folder = own.join(&name.to_string());
             let loaded = take(&folder, false);
@@ -200,9 +206,9 @@ fn names(folder: &Storage) -> Result<Vec<Name>, RestoreError> {
         .collect())
 }
 
-/// The checkpoint that `from` is, or the checkpoints in it, newest first by the time of writing: if
-/// they belong to several jobs, or to a job that was rolled back, the one with the most steps need
-/// not be the newest.
+/// The checkpoint that `from` is, or the checkpoints in it, newest first. Within a run, later
+/// generations wrote later checkpoints, and later steps of one generation. Runs are ordered by the
+/// time at which their newest checkpoint was written.
 fn newest_first(
     from: &Storage,
     damaged: &mut dyn FnMut(&str, &str),
@@ -219,14 +225,39 @@ fn newest_first(
     for name in names(from)? {
         let folder = from.join(&name.to_string());
         match manifest(&folder) {
-            Ok(manifest) => found.push((manifest.written_at, name, folder)),
+            Ok(manifest) => found.push((manifest.written_at, name)),
             Err(LoadError::Damaged(reason)) => damaged(&name.to_string(), &reason),
             Err(LoadError::Refused(reason)) => return Err(RestoreError::Refused(reason)),
             Err(LoadError::Storage(error)) => return Err(unavailable(error)),
         }
     }
-    found.sort_by(|a, b| (b.0, &b.1).cmp(&(a.0, &a.1)));
-    Ok(found.into_iter().map(|(_, name, folder)| (name.to_string(), folder)).collect())
+    let (found, is_disordered) = order_newest_first(found);
+    if let (true, Some(newest)) = (is_disordered, found.first()) {
+        tracing::warn!(
+            %from,
+            %newest,
+            "the clocks of the workers that wrote these checkpoints disagree with the order of \
+             their generations and steps; the order counts"
+        );
+    }
+    let folder = |name: Name| (name.to_string(), from.join(&name.to_string()));
+    Ok(found.into_iter().map(folder).collect())
+}
+
+/// Orders checkpoints, each with its time of writing, newest first. Also returns whether the times
+/// within a run disagree with that order.
+fn order_newest_first(found: Vec<(u64, Name)>) -> (Vec<Name>, bool) {
+    let mut runs: BTreeMap<String, Vec<(u64, Name)>> = BTreeMap::new();
+    for (written_at, name) in found {
+        runs.entry(name.run.clone()).or_default().push((written_at, name));
+    }
+    let mut runs: Vec<_> = runs.into_values().collect();
+    for run in &mut runs {
+        run.sort_by_key(|(_, name)| Reverse((name.generation, name.step)));
+    }
+    let is_disordered = runs.iter().any(|run| run.windows(2).any(|pair| pair[0].0 < pair[1].0));
+    runs.sort_by_key(|run| Reverse(run.first().map(|(written_at, name)| (*written_at, name.step))));
+    (runs.into_iter().flatten().map(|(_, name)| name).collect(), is_disordered)
 }
 
 #[derive(Debug)]
@@ -342,3 +373,21 @@ fn read_shard(folder: &Storage, shard: &Shard, floats: [&mut [f32]; 2]) -> Resul
 
 /// Bytes of a shard that are in memory in addition to the state.
 const PIECE_BYTES: u64 = 32 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checkpoints_of_a_run_are_ordered_by_generation_and_step_and_runs_by_their_newest() {
+        let name = |run: &str, generation, step| Name { run: run.into(), generation, step };
+        // The clock of `a` was set back by two hours after step 40; `b` was rolled back to step 10.
+        let a = [(9000, name("a", 1, 40)), (2000, name("a", 1, 80)), (2100, name("a", 2, 200))];
+        let b = [(2500, name("b", 1, 90)), (2600, name("b", 2, 20))];
+        let (ordered, is_disordered) = order_newest_first([&a[..], &b[..]].concat());
+        let expected = [&b[1], &b[0], &a[2], &a[1], &a[0]].map(|(_, name)| name.clone());
+        assert_eq!((&*ordered, is_disordered), (&expected[..], true));
+        assert!(!order_newest_first(b.to_vec()).1);
+        assert_eq!(order_newest_first(Vec::new()), (Vec::new(), false));
+    }
+}

@@ -234,6 +234,7 @@ fn welcome(options: AloneOptions) -> Welcome {
         wire_dtype: WireDtype::F32,
         channels: 1,
         skips_nonfinite: false,
+        allows_mixed_builds: false,
         bad_records_max: 0,
         link_encryption: LinkEncryption::Off,
     };

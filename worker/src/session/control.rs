@@ -174,6 +174,7 @@ pub(crate) mod tests {
             wire_dtype: WireDtype::F32,
             channels: 1,
             skips_nonfinite: false,
+            allows_mixed_builds: false,
             bad_records_max: 0,
             link_encryption: Default::default(),
         };

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use crate::session::checkpoint::CheckpointHeader;
 use crate::session::evaluation::Evaluation;
 use crate::session::halt::Halt;
-use crate::session::replicas::Origin;
+use crate::session::origin::Origin;
 use crate::session::transport_switch::{NcclBuild, TransportHeader};
 
 /// Header of one rank for one round. All ranks receive all headers, so all make the same decisions.

@@ -9,8 +9,9 @@ use elasticdl_proto::{Generation, Membership, RecordRange, WorkerId};
 use super::types::{Broadcast, Exit, Task};
 use crate::session::halt::Ending;
 use crate::session::header::{StateRecord, StepHeader};
+use crate::session::origin::Origin;
 use crate::session::repair::Repair;
-use crate::session::replicas::{Found, Origin, StateMismatch, Verdict};
+use crate::session::replicas::{Found, StateMismatch, Verdict};
 
 /// Where a worker stands between its start and its end.
 #[derive(Clone, Debug, PartialEq)]

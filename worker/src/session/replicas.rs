@@ -16,18 +16,9 @@
 use std::fmt;
 
 use elasticdl_proto::WorkerId;
-use serde::{Deserialize, Serialize};
 
 use crate::session::header::StepHeader;
-
-/// Where a replica runs, and what.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Origin {
-    /// Name of the host.
-    pub host: String,
-    /// Digest of the program; 0 if it is not known.
-    pub program: u64,
-}
+use crate::session::origin::{Origin, Program};
 
 /// Which ranks give up their state, because replicas differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -143,13 +134,13 @@ impl StateMismatch {
 
     /// What speaks for which cause.
     fn cause(&self) -> String {
-        let programs: Vec<u64> = self.members.iter().map(|(_, origin)| origin.program).collect();
-        let known: Vec<u64> = programs.iter().copied().filter(|&program| program != 0).collect();
-        if known.windows(2).any(|pair| pair[0] != pair[1]) {
-            let first = |program| programs.iter().position(|&other| other == program);
-            let other = known.iter().find(|&&program| program != known[0]);
-            let pair: Vec<usize> =
-                [Some(&known[0]), other].into_iter().flatten().filter_map(|&p| first(p)).collect();
+        let programs: Vec<&Program> =
+            self.members.iter().map(|(_, origin)| &origin.program).collect();
+        let known: Vec<&Program> =
+            programs.iter().copied().filter(|&program| *program != Program::default()).collect();
+        if let Some(other) = known.iter().find(|&&program| program != known[0]) {
+            let first = |program: &Program| programs.iter().position(|&other| other == program);
+            let pair: Vec<usize> = [known[0], other].into_iter().filter_map(first).collect();
             return format!(
                 "their programs differ (those of {}), which speaks for another build",
                 self.names(&pair)
@@ -258,6 +249,7 @@ mod tests {
 
     fn mismatch(programs: &[u64], failing: &[usize], has_majority: bool) -> StateMismatch {
         let member = |(i, &program): (usize, &u64)| {
+            let program = Program { executable: program, ..Program::default() };
             (WorkerId(i as u64 + 1), Origin { host: format!("node-{i}"), program })
         };
         StateMismatch {

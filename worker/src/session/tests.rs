@@ -176,6 +176,7 @@ impl World {
                 patience: None,
             }),
             skips_nonfinite: false,
+            allows_mixed_builds: false,
         };
         self.nodes.push(Node {
             id,

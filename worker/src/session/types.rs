@@ -7,6 +7,7 @@ use elasticdl_proto::{CheckpointEvery, Ledger, Membership, RecordRange, WorkerId
 
 use crate::session::evaluation::{self, Evaluation};
 use crate::session::header::StateRecord;
+use crate::session::origin::ProgramMismatch;
 use crate::session::plan::StepSize;
 use crate::session::replicas::StateMismatch;
 use crate::session::transport_switch::DeviceMismatch;
@@ -24,6 +25,8 @@ pub struct JobPlan {
     pub evaluation: Option<evaluation::Plan>,
     /// Whether a step whose gradient is not finite is skipped. If not, it ends the job.
     pub skips_nonfinite: bool,
+    /// Whether workers of different builds may train together.
+    pub allows_mixed_builds: bool,
 }
 
 #[cfg(test)]
@@ -39,6 +42,7 @@ impl JobPlan {
             checkpoints: None,
             evaluation: None,
             skips_nonfinite: false,
+            allows_mixed_builds: false,
         }
     }
 }
@@ -154,6 +158,13 @@ pub struct FinalState {
 pub enum GroupMismatch {
     State(StateMismatch),
     Device(DeviceMismatch),
+    Program(ProgramMismatch),
+}
+
+impl From<ProgramMismatch> for GroupMismatch {
+    fn from(mismatch: ProgramMismatch) -> Self {
+        Self::Program(mismatch)
+    }
 }
 
 impl From<StateMismatch> for GroupMismatch {

@@ -47,6 +47,7 @@ impl From<InvalidData> for Failure {
 
 pub(super) fn group_mismatch(mismatch: &GroupMismatch) -> Stopped {
     match mismatch {
+        GroupMismatch::Program(other) => Stopped::Failed(Failure::of_worker(other.to_string())),
         GroupMismatch::State(differing) => state_mismatch(differing),
         GroupMismatch::Device(DeviceMismatch { first_has_gpu }) => {
             let (here, there) =

@@ -29,6 +29,15 @@ pub(crate) struct ResilienceOptions {
     #[arg(long)]
     pub(crate) restart_without_checkpoint: bool,
 
+    /// Let workers of different builds train together.
+    ///
+    /// Without this option a worker takes no part if its executable, its Python sources, its
+    /// version of elasticdl, its tensors or its optimizer settings differ from those of the group:
+    /// a replacement of an image tag that has moved, for example. That is a failure of that worker.
+    /// Use it if machines of different architectures need different executables.
+    #[arg(long)]
+    pub(crate) allow_mixed_builds: bool,
+
     /// Which members of the group have to report the final state before the job is complete.
     ///
     /// all: every member, and their states are compared. lowest-rank: the member of rank 0, which

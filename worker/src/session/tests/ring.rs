@@ -126,7 +126,9 @@ impl World {
                     .collect();
                 let outcome = node.session.synced(&headers).map_err(|mismatch| match mismatch {
                     GroupMismatch::State(mismatch) => mismatch,
-                    GroupMismatch::Device(_) => panic!("seed {seed}: {mismatch:?}"),
+                    GroupMismatch::Device(_) | GroupMismatch::Program(_) => {
+                        panic!("seed {seed}: {mismatch:?}")
+                    }
                 });
                 self.settle(index, outcome);
             }

@@ -239,6 +239,7 @@ mod tests {
             channels: 1,
             link_encryption: Default::default(),
             on_nonfinite: OnNonfinite::Fail,
+            allow_mixed_builds: false,
             bad_records_max: 0,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),

@@ -82,6 +82,7 @@ impl StartRequest {
                     link_encryption: tuning.link_encryption.into(),
                     bad_records_max: data.bad_records.bad_records,
                     on_nonfinite: options.resilience.on_nonfinite.into(),
+                    allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
                     policies: self
                         .job
@@ -133,6 +134,7 @@ impl StartRequest {
             channels: 1,
             link_encryption: LinkEncryption::Auto,
             on_nonfinite: OnNonfinite::Fail,
+            allow_mixed_builds: false,
             bad_records_max: 0,
             restart_without_checkpoint: false,
             grace_period: self.workers.grace_period,
