@@ -26,18 +26,6 @@ fn a_replica_that_differs_is_replaced_before_its_state_is_in_a_checkpoint() {
     assert!(ended.output.contains("one replica alone differs"), "{}", ended.output);
 }
 
-#[test]
-fn a_model_that_is_not_deterministic_ends_the_job_and_is_called_so() {
-    let program_options = &["--drift-at", "5"];
-    let fixture = JobFixture { epochs: 10, program_options, ..JobFixture::new(PROGRAMS, 2) };
-    let ended = fixture.command(0).run();
-    ended.assert_outcome(1, "failed");
-    let error = ended.summary().error.as_ref().unwrap();
-    for part in ["replicas differ by", "is not deterministic", "--max-worker-restarts"] {
-        assert!(error.contains(part), "{error}");
-    }
-}
-
 /// Launch 3 runs another executable.
 const ANOTHER_BUILD: &str = "if [ \"$ELASTICDL_LAUNCH\" = 3 ]; then
     other=\"$TMPDIR/other-build\"; cp \"$1\" \"$other\"; echo >> \"$other\"; shift

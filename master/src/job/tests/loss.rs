@@ -231,3 +231,30 @@ fn with_pending_replacements_the_group_waits_for_half_of_the_grace_period() {
     job.handle_timeout(at(5000));
     assert_eq!(messages_to(&mut job, &MasterMessage::Suspend), [0; 0]);
 }
+
+fn diverged(has_majority: bool) -> WorkerMessage {
+    WorkerMessage::Diverged { error: "replicas differ".into(), has_majority }
+}
+
+#[test]
+fn replicas_that_differ_are_one_failure_however_many_give_up_their_states() {
+    let mut job = started(JobSpec { max_worker_restarts: 1, ..spec() }, &[20]);
+    deliver(&mut job, 2, diverged(true));
+    deliver(&mut job, 3, diverged(true));
+    assert_eq!(job.lifecycle.failures(), 1);
+    // The majority stays.
+    assert!(job.workers.is_connected(WorkerId(1)) && job.lifecycle.is_running());
+}
+
+#[test]
+fn without_a_majority_no_state_is_trusted_and_repeated_differences_end_the_job() {
+    let mut job = started(JobSpec { max_worker_restarts: 1, ..spec() }, &[20]);
+    deliver(&mut job, 2, diverged(false));
+    // Workers 1 and 3 have not learned of it.
+    let holders = job.workers.select(|w| w.has_state() && !w.is_released());
+    assert_eq!((holders, job.lifecycle.failures()), (Vec::new(), 1));
+    job.lifecycle.close_divergence();
+    deliver(&mut job, 3, diverged(false));
+    let error = job.summary(at(1)).error.unwrap();
+    assert!(error.contains("is not deterministic"), "{error}");
+}
