@@ -41,13 +41,13 @@ pub(super) fn decode_all<T: serde::de::DeserializeOwned>(
 
 impl From<InvalidData> for Failure {
     fn from(error: InvalidData) -> Self {
-        Self::of_worker(error.to_string())
+        Self::local(error.to_string())
     }
 }
 
 pub(super) fn group_mismatch(mismatch: &GroupMismatch) -> Stopped {
     match mismatch {
-        GroupMismatch::Program(other) => Stopped::Failed(Failure::of_worker(other.to_string())),
+        GroupMismatch::Program(other) => Stopped::Failed(Failure::local(other.to_string())),
         GroupMismatch::State(differing) => state_mismatch(differing),
         GroupMismatch::Device(DeviceMismatch { first_has_gpu }) => {
             let (here, there) =
