@@ -109,7 +109,8 @@ fn a_conversion_reports_what_its_program_does() {
         home.run(&[&["convert", "c/step-1", "m.safetensors", "--"], program].concat())
     };
     convert(&["absent"]).assert_refused(&["the program `absent`", "$PATH"]);
-    let asked = "test $ELASTICDL_CONVERT_FROM-$ELASTICDL_CONVERT_TO = c/step-1-m.safetensors";
+    let asked = "test $ELASTICDL_CONVERT_FROM-$ELASTICDL_CONVERT_TO = c/step-1-m.safetensors && \
+                 echo model > m.safetensors";
     assert_eq!(convert(&["/bin/sh", "-c", asked]).code, Some(0));
     let failed = convert(&["/bin/sh", "-c", "echo no >&2; exit 1"]);
     assert_eq!(failed.code, Some(1));
