@@ -77,6 +77,8 @@ pub(super) fn list(root: &Path) -> io::Result<Listing> {
 pub(super) fn folders(root: &Path, prefix: &str) -> io::Result<Vec<String>> {
     let entries = match fs::read_dir(root) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        // The root may be a file, as an exported model is.
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => return Ok(Vec::new()),
         entries => entries?,
     };
     let mut names = Vec::new();
