@@ -16,8 +16,8 @@ pub(crate) struct Failure {
     pub(crate) error: String,
     /// Records that it was processing, numbered through the data set.
     pub(crate) ranges: Vec<RecordRange>,
-    /// Whether any other worker would fail in the same way, as far as this one can tell: it ends the
-    /// job only at its start, or when a worker on another host confirms it.
+    /// Whether any other worker would fail in the same way, as far as this one can tell: it ends
+    /// the job only at its start, or when a worker on another host confirms it.
     pub(crate) fatal: bool,
     /// Set if this worker gives up its state because replicas differ.
     pub(crate) verdict: Option<Verdict>,

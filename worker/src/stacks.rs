@@ -4,8 +4,8 @@
 //! run the handler in time, because it sleeps in the kernel, the kernel says where. Python's
 //! `faulthandler`, which the package registers for another signal, writes the frames of Python.
 //!
-//! **Invariant:** this runs only in a process that is about to be killed. A handler that waits for a
-//! lock of the thread that it interrupts, such as the allocator's, costs nothing more.
+//! **Invariant:** this runs only in a process that is about to be killed. A handler that waits for
+//! a lock of the thread that it interrupts, such as the allocator's, costs nothing more.
 
 #![allow(unsafe_code, reason = "installs a signal handler, and signals single threads")]
 

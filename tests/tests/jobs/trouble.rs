@@ -1,5 +1,5 @@
-//! Values that are not finite are never applied, written to a checkpoint or exported; a state is not
-//! lost if all workers get SIGTERM.
+//! Values that are not finite are never applied, written to a checkpoint or exported; a state is
+//! not lost if all workers get SIGTERM.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;

@@ -39,7 +39,7 @@ pub(crate) struct WorkerOptions {
           value_parser = values::parse_worker_timeout)]
     pub(crate) worker_timeout: Duration,
 
-    /// Evict a worker that computes for longer than this within a step while the others wait for it.
+    /// Evict a worker that computes for longer than this in a step while the others wait for it.
     /// [default: 20 times the longest usual step, at least 10min]
     ///
     /// Such a worker hangs: a deadlock in its program or its data loader, a GPU that does not

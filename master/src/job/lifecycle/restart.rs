@@ -1,9 +1,9 @@
 //! Restarts: which exits count as failures, and when a replacement may start.
 //!
 //! A process that was ended from outside is replaced, as long as the job makes progress. An exit
-//! caused by the user's code is a *failure*. Failures use up a budget of `max_worker_restarts`, which is
-//! refilled when the job makes progress: when the group commits a step that no group of this job
-//! had reached before. So occasional failures, even over a month or on one bad node, never end a
+//! caused by the user's code is a *failure*. Failures use up a budget of `max_worker_restarts`,
+//! which is refilled when the job makes progress: when the group commits a step that no group of
+//! this job had reached before. So occasional failures, even over a month or on one bad node, never end a
 //! job that makes progress; failures without progress do. Records on which the user's code fails
 //! repeatedly end the job even if it makes progress.
 //!

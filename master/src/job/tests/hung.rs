@@ -22,8 +22,8 @@ fn deliver(job: &mut Job, ms: u64, worker: u64, message: WorkerMessage) {
     job.handle(at(ms), Event::Message { worker: WorkerId(worker), message });
 }
 
-/// Passes the seconds from `from` to `until`. All `workers` send heartbeats; those of `waiting` have
-/// waited since the second that is given.
+/// Passes the seconds from `from` to `until`. All `workers` send heartbeats; those of `waiting`
+/// have waited since the second that is given.
 fn pass(job: &mut Job, (from, until): (u64, u64), workers: &[u64], waiting: &[(u64, u64)]) {
     for ms in (from * 1000..until * 1000).step_by(50) {
         for &worker in workers {
