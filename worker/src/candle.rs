@@ -23,14 +23,14 @@ use crate::reader::Reader;
 
 /// A model written with candle.
 ///
-/// ```
-/// use elasticdl::candle::CandleModel;
+/// ```no_run
+/// use elasticdl::candle::{Candle, CandleModel};
 /// use elasticdl::candle_core::{Device, Module, Tensor};
 /// use elasticdl::candle_nn::{Linear, VarBuilder, linear, loss};
 /// use elasticdl::readers::{CsvRows, Row};
 /// use elasticdl::{Loss, UserError};
 ///
-/// /// y = x·slope + intercept
+/// /// Fits `y = slope · x + intercept` to the rows of CSV files.
 /// struct Line;
 ///
 /// impl CandleModel for Line {
@@ -41,23 +41,24 @@ use crate::reader::Reader;
 ///     fn reader(&self) -> CsvRows {
 ///         CsvRows::new().f32("x").f32("y")
 ///     }
-///
 ///     fn build(&self, parameters: VarBuilder<'static>) -> Result<Linear, UserError> {
 ///         Ok(linear(1, 1, parameters)?)
 ///     }
-///
-///     fn feed(&mut self, rows: Vec<Row>) -> Result<Self::Batch, UserError> {
+///     fn feed(&mut self, rows: Vec<Row>) -> Result<(Tensor, Tensor), UserError> {
 ///         let column = |i| Tensor::from_iter(rows.iter().map(|row| row.f32(i)), &Device::Cpu);
 ///         Ok((column(0)?.unsqueeze(1)?, column(1)?.unsqueeze(1)?))
 ///     }
-///
 ///     fn loss(
 ///         &mut self,
 ///         line: &Linear,
-///         (x, y): Self::Batch,
+///         (x, y): (Tensor, Tensor),
 ///     ) -> Result<Loss<Tensor>, UserError> {
 ///         Ok(Loss::Mean(loss::mse(&line.forward(&x)?, &y)?))
 ///     }
+/// }
+///
+/// fn main() -> std::process::ExitCode {
+///     elasticdl::run(Candle::new(Line))
 /// }
 /// ```
 pub trait CandleModel: 'static {
