@@ -241,10 +241,7 @@ fn the_readme_is_short_and_shows_the_model_of_the_candle_adapter() {
     let example = adapter.split("/// ```no_run\n").nth(1).unwrap().split("/// ```").next().unwrap();
     let example: Vec<&str> =
         example.lines().map(|line| line.strip_prefix("/// ").unwrap_or_default()).collect();
-    assert!(
-        model == example.join("\n"),
-        "copy the model of worker/src/candle.rs into README.md"
-    );
+    assert!(model == example.join("\n"), "copy the model of worker/src/candle.rs into README.md");
     assert!(model.lines().count() <= 48, "the first model has {} lines", model.lines().count());
     let lines = readme.lines().count();
     assert!(
