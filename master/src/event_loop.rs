@@ -456,7 +456,7 @@ impl Master {
                 }
                 Action::End(outcome) => return Some(outcome),
                 Action::Kill { launch } => self.backend.kill(launch),
-                Action::Launch { launch, slot, .. } => self.backend.start(launch, slot),
+                Action::Launch { launch, slot, avoid } => self.backend.start(launch, slot, avoid),
                 Action::Refuse { connection, reason } => {
                     warn!(connection = connection.0, reason, "worker refused");
                     if let Some(peer) = self.peers.remove(&connection) {

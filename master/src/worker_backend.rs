@@ -14,10 +14,16 @@ pub(crate) enum WorkerBackend {
 
 impl WorkerBackend {
     /// Starts `launch` in the slot `index` of the job. Never fails here: a launch that can't be
-    /// started ends at once with [`Exit::NotStarted`].
-    pub(crate) fn start(&mut self, launch: LaunchId, index: u32) {
+    /// started ends at once with [`Exit::NotStarted`]. `avoid`: the node of a failure, to which
+    /// other nodes are preferred.
+    pub(crate) fn start(&mut self, launch: LaunchId, index: u32, avoid: Option<String>) {
         match self {
-            Self::Pods(pods) => pods.start(launch, index),
+            Self::Pods(pods) => {
+                if let Some(node) = avoid {
+                    pods.avoid(node);
+                }
+                pods.start(launch, index);
+            }
             Self::Processes(processes) => processes.start(launch, index),
         }
     }

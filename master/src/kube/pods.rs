@@ -98,6 +98,11 @@ impl Pods {
         self.send(PodEvent::Start(launch, slot));
     }
 
+    /// Makes the pods of the next launches prefer other nodes than this one.
+    pub(crate) fn avoid(&self, node: String) {
+        self.send(PodEvent::Avoid(node));
+    }
+
     /// Adopts a launch of an earlier master. Its end is reported as that of any other launch.
     pub(crate) fn adopt(&self, launch: LaunchId, pod: Option<Pod>) {
         if let Some(pod) = &pod {

@@ -70,6 +70,8 @@ pub(super) struct PodTracker {
 pub(super) enum PodEvent {
     /// A launch of an earlier master and its pod, if the pod exists.
     Adopt(LaunchId, Option<Box<Pod>>),
+    /// A worker has failed on this node.
+    Avoid(String),
     /// A pod is new, or has changed.
     Applied(Box<Pod>),
     Created(LaunchId, CreateOutcome),
@@ -181,6 +183,7 @@ impl PodTracker {
         self.now = now;
         match event {
             PodEvent::Adopt(launch, pod) => self.on_adopt(launch, pod.as_deref()),
+            PodEvent::Avoid(node) => self.avoid(node),
             PodEvent::Applied(pod) => {
                 self.on_applied(&pod);
                 self.observe_gang_pod(&pod, false);

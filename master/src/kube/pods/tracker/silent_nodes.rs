@@ -39,8 +39,13 @@ impl PodTracker {
     /// Makes new pods prefer other nodes than that of a launch.
     pub(super) fn avoid_node_of(&mut self, launch: LaunchId) {
         if let Some(node) = self.launches.get(&launch).and_then(|launched| launched.node.clone()) {
-            self.avoided_nodes.insert(node, self.now + AVOIDED_FOR);
+            self.avoid(node);
         }
+    }
+
+    /// Makes new pods prefer other nodes than `node`.
+    pub(super) fn avoid(&mut self, node: String) {
+        self.avoided_nodes.insert(node, self.now + AVOIDED_FOR);
     }
 
     /// Gives up the launches whose nodes have not acknowledged them in time.

@@ -394,3 +394,12 @@ fn a_replacement_prefers_other_nodes_than_that_of_a_worker_which_was_given_up() 
     tracker.handle(at(50), PodEvent::Kill(ONE));
     assert_ne!(started_at(&mut tracker, at(50), LaunchId(2)), Value::Null);
 }
+
+#[test]
+fn pods_prefer_other_nodes_than_that_of_a_failure_for_a_while() {
+    let mut tracker = tracker_with(None);
+    let at = Duration::from_secs;
+    tracker.handle(at(0), PodEvent::Avoid("node-1".into()));
+    assert_ne!(started_at(&mut tracker, at(1), ONE), Value::Null);
+    assert_eq!(started_at(&mut tracker, at(61), LaunchId(2)), Value::Null);
+}
