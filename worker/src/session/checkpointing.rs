@@ -196,6 +196,7 @@ mod tests {
             let Some(Checkpoint::Write { step: 1, .. }) = session.poll_checkpoint() else {
                 panic!("no part is to be written")
             };
+            session.copied_for_checkpoint(Duration::ZERO, 0);
             session.wrote_part(1, Ok(Written { bytes: 1, digest: 1 }));
         }
         pair.exchange_headers();
