@@ -37,7 +37,7 @@ fn script() -> Option<PathBuf> {
 /// Digest of a script and of the other Python files of its folder, and below it.
 fn digest_of_sources(script: &Path) -> u64 {
     let mut files = vec![script.to_owned()];
-    let mut folders = vec![script.parent().unwrap_or(Path::new("")).to_owned()];
+    let mut folders: Vec<PathBuf> = script.parent().map(Path::to_owned).into_iter().collect();
     while let Some(folder) = folders.pop() {
         let folder = if folder.as_os_str().is_empty() { PathBuf::from(".") } else { folder };
         for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {

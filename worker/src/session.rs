@@ -349,7 +349,7 @@ impl Session {
             }
             let plan = Repair::plan(&counted).map_err(|unequal| {
                 let Unequal { step, verdict } = unequal;
-                group.mismatch(step, Found::AtSync, verdict)
+                group.mismatch(step, Found::Sync, verdict)
             })?;
             let receives =
                 plan.state.as_ref().is_some_and(|(_, receivers)| receivers.contains(&group.rank));

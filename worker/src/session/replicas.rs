@@ -72,11 +72,11 @@ pub(super) fn compare_rounds(headers: &[StepHeader], step: u64) -> Option<(Verdi
     let window = |h: &StepHeader| Replica::State { digest: (h.step, h.digest), votes: true };
     let windows: Vec<_> = headers.iter().map(window).collect();
     if let Some(verdict) = compare(&windows) {
-        return Some((verdict, Found::AtStep));
+        return Some((verdict, Found::Step));
     }
     if headers.iter().any(|h| h.step != step) {
         let failing = (0..headers.len()).collect();
-        return Some((Verdict { failing, has_majority: false }, Found::AtStep));
+        return Some((Verdict { failing, has_majority: false }, Found::Step));
     }
     let wholes = || headers.iter().filter_map(|h| h.checkpoint.whole());
     let newest = wholes().map(|(step, _)| step).max()?;
@@ -85,18 +85,18 @@ pub(super) fn compare_rounds(headers: &[StepHeader], step: u64) -> Option<(Verdi
         _ => Replica::Other { has_state: true },
     };
     let verdict = compare(&headers.iter().map(whole).collect::<Vec<_>>())?;
-    Some((verdict, Found::AtCheckpoint(newest)))
+    Some((verdict, Found::Checkpoint(newest)))
 }
 
 /// How replicas were found to differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
     /// By the whole state at the checkpoint of this step.
-    AtCheckpoint(u64),
+    Checkpoint(u64),
     /// By the part of the state that is compared at each step.
-    AtStep,
+    Step,
     /// When a group formed.
-    AtSync,
+    Sync,
 }
 
 /// Ranks of one group hold different states. The step is not applied, and the links are to be left.
@@ -174,9 +174,9 @@ impl fmt::Display for StateMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Verdict { failing, has_majority } = &self.verdict;
         let found = match self.found {
-            Found::AtCheckpoint(step) => format!("the digests of the whole state at step {step}"),
-            Found::AtStep => format!("the digests of a part of the state at step {}", self.step),
-            Found::AtSync => format!("the digests at step {}, as a group formed", self.step),
+            Found::Checkpoint(step) => format!("the digests of the whole state at step {step}"),
+            Found::Step => format!("the digests of a part of the state at step {}", self.step),
+            Found::Sync => format!("the digests at step {}, as a group formed", self.step),
         };
         let names = self.names(failing);
         if *has_majority {
@@ -254,7 +254,7 @@ mod tests {
         };
         StateMismatch {
             step: 152,
-            found: Found::AtStep,
+            found: Found::Step,
             verdict: Verdict { failing: failing.to_vec(), has_majority },
             rank: 0,
             members: programs.iter().enumerate().map(member).collect(),
