@@ -1,10 +1,11 @@
 //! What identifies the program of this process.
 
 use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hasher as _};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::model::NamedTensor;
 use crate::optimizer::Optimizer;
@@ -68,13 +69,16 @@ fn digest_of_sources(script: &Path) -> u64 {
     xxh3_64(&encode(&digests))
 }
 
+/// The standard library's hash is fast in a program that is built without optimization, too, where
+/// an executable of 130 MB would delay each start by seconds. It may differ between releases of
+/// Rust: then the executables differ anyway.
 fn digest_of_file(path: &Path) -> Option<u64> {
     let mut file = File::open(path).ok()?;
-    let (mut digest, mut buffer) = (Xxh3Default::new(), vec![0; BUFFER_BYTES]);
+    let (mut digest, mut buffer) = (DefaultHasher::new(), vec![0; BUFFER_BYTES]);
     loop {
         match file.read(&mut buffer).ok()? {
-            0 => return Some(digest.digest()),
-            bytes => digest.update(&buffer[..bytes]),
+            0 => return Some(digest.finish()),
+            bytes => digest.write(&buffer[..bytes]),
         }
     }
 }

@@ -60,6 +60,7 @@ mod tests {
             (options("train"), options("evaluate"), options("predict"));
         let rejected: Vec<&str> = train.difference(&evaluate).map(String::as_str).collect();
         let expected = [
+            "allow-mixed-builds",
             "best-metric",
             "channels",
             "checkpoint-dir",
