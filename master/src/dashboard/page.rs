@@ -82,7 +82,7 @@ fn without_scripts(summary: &Summary) -> String {
     let records = &summary.records;
     let records = format!("{} of {} counted", records.counted, records.expected);
     let metrics = summary.metrics.as_ref();
-    let metrics = metrics.map(|metrics| format_metrics(metrics));
+    let metrics = metrics.map(format_metrics);
     let rows = [
         ("job", Some(summary.job.clone())),
         ("state", Some(summary.state.to_string())),

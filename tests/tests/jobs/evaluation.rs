@@ -175,6 +175,8 @@ fn a_panic_in_the_last_evaluation_costs_neither_checkpoint_nor_export() {
     assert_eq!((summary.steps, summary.records), (2 * EPOCH, each_once(2 * RECORDS)));
     let newest = summary.checkpoints.as_ref().unwrap().newest.as_ref().unwrap();
     assert_eq!((newest.step, &summary.state_lost), (2 * EPOCH, &None));
+    // A failed job does not write over a model that it did not write itself.
+    let model = fixture.path("last.safetensors.failed");
     assert_eq!(exported_counts(&model).iter().sum::<f32>() as u64, 2 * RECORDS);
 }
 

@@ -294,7 +294,7 @@ impl JobSource {
         let (began, program) = match self {
             Self::New(job) => (SystemTime::now(), job.program.clone().into_os_string()),
             Self::Resumed(abandoned) => {
-                (abandoned.start.began, abandoned.start.program.clone().into())
+                (abandoned.start.began, abandoned.start.program.clone())
             }
         };
         let program = ("program".to_owned(), program.to_string_lossy().into_owned());
