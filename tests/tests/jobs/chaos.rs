@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use elasticdl_proto::{Cause, WorkerStatus};
-use elasticdl_tests::{JobFixture, Running, send};
+use elasticdl_tests::{JobFixture, KILLS_MAX, Running, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
@@ -84,8 +84,13 @@ fn records_are_counted_exactly_once_under_mixed_schedules() {
             "{num_workers} workers, large: {is_large}, buckets: {bucket:?}; to run it again: \
              ELASTICDL_CHAOS_SEED={seed} cargo test -p elasticdl-tests --test jobs mixed\n"
         );
+        let mut kills = 0;
         while job.is_running() {
             let fault = Fault::draw(&mut rng);
+            kills += u32::from(matches!(fault, Fault::Kill));
+            if kills > KILLS_MAX {
+                break;
+            }
             trace += &format!("{:6} ms {fault:?}\n", started.elapsed().as_millis());
             fault.apply(&job, &mut rng);
             // Some faults come in bursts, so that one hits the regroup that an earlier one has
