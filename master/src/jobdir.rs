@@ -26,6 +26,7 @@ mod error;
 mod files;
 mod lock;
 mod lookup;
+mod names;
 mod notes;
 mod persisted_job;
 mod processes;
@@ -201,8 +202,21 @@ pub fn directory_of(job: &Path) -> PathBuf {
     if job.as_os_str().as_encoded_bytes().contains(&b'/') || job == Path::new(".") {
         job.into()
     } else {
-        default_root().join(job)
+        names::resolve(&default_root(), job)
     }
+}
+
+/// Makes `name` the name of the job in `root`, which may be anywhere, for commands.
+///
+/// # Errors
+/// For the user, why commands don't find the job by this name.
+pub(crate) fn register(name: &str, root: &Path) -> Result<(), String> {
+    names::register(&default_root(), name, root)
+}
+
+/// Removes the name at `link`, a path in the default root, if its job is gone.
+pub(crate) fn forget_deleted(link: &Path) {
+    names::forget_deleted(link);
 }
 
 /// Returns the path of the history of the job in `root`.

@@ -103,10 +103,11 @@ pub(crate) fn cannot(what: &str) -> impl Fn(io::Error) -> Failure {
 /// Prints an answer. Returns the exit code.
 pub(crate) fn print(text: &str) -> Result<u8, Failure> {
     let mut out = stdout();
-    out.write_all(text.as_bytes())
-        .and_then(|()| out.flush())
-        .map_err(cannot("write the answer"))?;
-    Ok(EXIT_OK)
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        // The reader has what it wanted, as `head` does.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(EXIT_OK),
+        written => written.map(|()| EXIT_OK).map_err(cannot("write the answer")),
+    }
 }
 
 /// Prints text to standard error, which may be closed. Control characters, which may come from a

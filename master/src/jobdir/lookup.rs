@@ -34,7 +34,13 @@ pub struct Endpoint {
 /// [`LookupError`].
 pub fn look_up(root: &Path) -> Result<(Endpoint, Token), LookupError> {
     if !contents::is_job_dir(root) {
-        return Err(LookupError::NoSuchJob { path: root.into() });
+        return Err(match fs::read_dir(root) {
+            // The directory of another user.
+            Err(source) if source.kind() == io::ErrorKind::PermissionDenied => {
+                LookupError::Unreadable { path: root.into(), source }
+            }
+            _ => LookupError::NoSuchJob { path: root.into() },
+        });
     }
     let read = |name| {
         let path = root.join(name);

@@ -536,6 +536,8 @@ fn the_help_names_each_option_within_100_columns() {
     for part in options {
         assert!(help.stdout.contains(part), "no {part:?} in {}", help.stdout);
     }
+    let short = home.run(&["train", "-h"]).stdout;
+    assert!(!short.contains("--volume") && short.ends_with("elasticdl train --help\n"), "{short}");
     let widest = help.stdout.lines().map(|line| line.chars().count()).max();
     assert!(widest <= Some(100), "{widest:?} columns");
     for command in ["train", "status", "scale"] {

@@ -244,9 +244,12 @@ impl ClusterTarget {
     }
 }
 
-/// Makes the options for a cluster conflict with `--local`.
+/// Makes the options for a cluster conflict with `--local`, and leaves them out of the short help.
 fn not_with_local(arg: Arg) -> Arg {
-    if arg.get_help_heading() == Some(HEADING) { arg.conflicts_with("local") } else { arg }
+    match arg.get_help_heading() {
+        Some(HEADING) => arg.conflicts_with("local").hide_short_help(true),
+        _ => arg,
+    }
 }
 
 /// Output format of `--dry-run`.

@@ -124,15 +124,21 @@ impl Options<'_> {
         let names = self.command.get_arguments().filter(|arg| !arg.is_hide_set());
         let names = names.filter_map(|arg| arg.get_long()).chain([PROGRAM]);
         let names = names.filter(|name| !NOT_IN_FILE.contains(name));
-        let likeness = |name: &str| (strsim::jaro_winkler(name, key) * 1e6) as u64;
-        let nearest = names.max_by_key(|name| likeness(name)).unwrap_or_default();
+        let likeness = |name: &str| strsim::jaro_winkler(name, key);
+        let nearest = names.max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+        let nearest = nearest.filter(|name| likeness(name) >= LIKENESS_MIN);
+        let meant =
+            nearest.map(|name| format!("; is `{name}` meant?")).unwrap_or_else(|| ".".into());
         let command = self.command.get_name();
         format!(
-            "`{key}` is not a key; is `{nearest}` meant? The keys are `{PROGRAM}` and the long \
-             options of `elasticdl {command} --help`"
+            "`{key}` is not a key{meant} The keys are `{PROGRAM}` and the long options of \
+             `elasticdl {command} --help`"
         )
     }
 }
+
+/// Likeness from which on another key is likely to be meant.
+const LIKENESS_MIN: f64 = 0.8;
 
 /// The options that `matches` of `command` has from the command line, as the text of a file.
 pub(crate) fn to_file(command: &Command, matches: &ArgMatches) -> Result<String, Failure> {

@@ -68,7 +68,10 @@ fn local_row(path: PathBuf) -> Option<JobRow> {
             // It has ended, or its master is stopped.
             Err(_) => JobRow { state: "running".into(), ..row },
         }),
-        Err(LookupError::NoSuchJob { .. }) => None,
+        Err(LookupError::NoSuchJob { .. }) => {
+            jobdir::forget_deleted(&path);
+            None
+        }
         Err(LookupError::NotRunning { summary: Some(summary), .. }) => {
             // Another release may have written it.
             let summary = fs::read(summary).unwrap_or_default();

@@ -25,4 +25,6 @@ const AFTER_HELP: &str = "\
 Where the script belongs:
   bash  elasticdl completions bash > ~/.local/share/bash-completion/completions/elasticdl
   fish  elasticdl completions fish > ~/.config/fish/completions/elasticdl.fish
-  zsh   elasticdl completions zsh > DIR/_elasticdl, where DIR is a folder of $fpath";
+  zsh   elasticdl completions zsh > DIR/_elasticdl, where DIR is a folder of $fpath
+
+`elasticdl man ~/.local/share/man/man1` writes the manual pages: `man elasticdl-train`.";

@@ -9,7 +9,11 @@ use crate::job::Work;
 
 /// Arguments of `elasticdl evaluate`.
 #[derive(Args, Debug)]
-#[command(override_usage = USAGE, after_long_help = AFTER_HELP)]
+#[command(
+    override_usage = USAGE,
+    after_help = "Cluster options, details and examples: elasticdl evaluate --help",
+    after_long_help = AFTER_HELP
+)]
 pub(crate) struct EvaluateArgs {
     #[command(flatten)]
     pub(crate) inference: InferenceOptions,

@@ -9,7 +9,11 @@ use crate::job::{Format, Work};
 
 /// Arguments of `elasticdl predict`.
 #[derive(Args, Debug)]
-#[command(override_usage = USAGE, after_long_help = AFTER_HELP)]
+#[command(
+    override_usage = USAGE,
+    after_help = "Cluster options, details and examples: elasticdl predict --help",
+    after_long_help = AFTER_HELP
+)]
 pub(crate) struct PredictArgs {
     #[command(flatten)]
     pub(crate) inference: InferenceOptions,

@@ -16,7 +16,7 @@ pub(crate) struct ScaleArgs {
     pub(crate) job: PathBuf,
 
     /// Number of workers to keep running, between the job's --min-workers and --max-workers.
-    #[arg(long, value_name = "N", value_parser = parse_workers)]
+    #[arg(long, value_name = "N", value_parser = parse_workers, allow_negative_numbers = true)]
     pub(crate) num_workers: u32,
 
     #[command(flatten)]

@@ -19,6 +19,7 @@ use crate::cli::process::Failure;
         elasticdl train --image <IMG> --training-data <URI> [OPTIONS] \
         -- <PROGRAM> [ARGS]...\n       \
         elasticdl train --resume <JOB>",
+    after_help = "Cluster options, details and examples: elasticdl train --help",
     after_long_help = AFTER_HELP,
     mut_args(not_with_resume)
 )]

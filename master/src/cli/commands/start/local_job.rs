@@ -3,7 +3,10 @@
 //! **Invariant:** when [`LocalJob::new`] fails, nothing has been written or started.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Read as _;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -192,8 +195,38 @@ fn executable(path: &Path) -> Result<(), String> {
     // The mode bits first: for root, `access` may succeed for any file.
     let executable = metadata.permissions().mode() & 0o111 != 0
         && rustix::fs::access(path, Access::EXEC_OK).is_ok();
-    if executable { Ok(()) } else { Err("it is not executable; `chmod +x` it".into()) }
+    if executable { check_format(path) } else { Err("it is not executable; `chmod +x` it".into()) }
 }
+
+/// Checks what the system looks at before it runs a file: whether it is a binary, or names an
+/// interpreter that exists.
+fn check_format(path: &Path) -> Result<(), String> {
+    let mut head = Vec::new();
+    // A file that may be run and not be read is a binary.
+    let Ok(file) = File::open(path) else { return Ok(()) };
+    file.take(FORMAT_BYTES).read_to_end(&mut head).map_err(|e| e.to_string())?;
+    let Some(line) = head.strip_prefix(b"#!") else {
+        return match head.contains(&0) {
+            true => Ok(()),
+            false => Err("it is text without a first line such as `#!/bin/sh`".into()),
+        };
+    };
+    let line = line.split(|&byte| byte == b'\n').next().unwrap_or_default();
+    let mut words = line.split(|byte| b" \t\r".contains(byte)).filter(|word| !word.is_empty());
+    let interpreter = Path::new(OsStr::from_bytes(words.next().unwrap_or_default()));
+    if line.ends_with(b"\r") {
+        return Err(
+            "its first line ends with a carriage return; save it with Unix line ends".into()
+        );
+    }
+    match interpreter.is_file() {
+        true => Ok(()),
+        false => Err(format!("its interpreter {} does not exist", interpreter.display())),
+    }
+}
+
+/// Bytes of a file that the system looks at.
+const FORMAT_BYTES: u64 = 256;
 
 #[cfg(test)]
 mod tests {
@@ -306,6 +339,29 @@ mod tests {
         assert_eq!(refused("--replace"), None);
         assert_eq!(refused(&format!("--resume-from {}", checkpoints.display())), None);
         assert!(refused("--resume-from /elsewhere").is_some());
+    }
+
+    #[test]
+    fn a_script_that_cannot_be_run_is_refused_before_the_job_starts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train.sh");
+        let checked = |text: &[u8]| {
+            std::fs::write(&path, text).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+            find_program(path.as_os_str()).map(drop).map_err(|failure| failure.text)
+        };
+        for good in [&b"#!/bin/sh\nexit"[..], b"#! /usr/bin/env python3\n", b"\x7fELF\x02\0\0"] {
+            assert_eq!(checked(good), Ok(()));
+        }
+        for (bad, why) in [
+            (&b"#!/opt/none/python -u\n"[..], "its interpreter /opt/none/python does not exist"),
+            (b"#!/bin/sh\r\nexit\r\n", "carriage return"),
+            (b"echo hello\n", "#!/bin/sh"),
+            (b"", "#!/bin/sh"),
+        ] {
+            let refused = checked(bad).unwrap_err();
+            assert!(refused.contains(why), "{refused}");
+        }
     }
 
     #[test]

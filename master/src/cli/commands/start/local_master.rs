@@ -120,6 +120,10 @@ async fn lead(
         None => Progress::quiet(),
     };
     let progress = progress.publishing(publish);
+    for text in source.notices(dir) {
+        info!("{text}");
+        progress.notice(Time::default(), text);
+    }
     if let Some(address) = metrics {
         let text = format!("metrics at http://{address}/metrics");
         info!("{text}");
@@ -205,6 +209,18 @@ impl JobSource {
                 bind_again(address).await.map_err(cannot(&listen))
             }
         }
+    }
+
+    /// What the user should know before the job starts. Makes the job known by its name.
+    fn notices(&self, dir: &JobDir) -> Vec<String> {
+        let Self::New(job) = self else { return Vec::new() };
+        let unnamed = jobdir::register(&job.spec.name, dir.path()).err();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let workers = job.spec.num_workers as usize;
+        let crowded = (workers > cores.saturating_mul(CROWD)).then(|| {
+            format!("{workers} workers share {cores} cores: fewer workers are likely to be faster")
+        });
+        unnamed.into_iter().chain(crowded).collect()
     }
 
     /// Identity with which the master serves TLS: that of the job's earlier masters, or a new one
@@ -442,6 +458,8 @@ fn add_logs(error: &str, logs: &Path) -> String {
     format!("{error}{separator}(logs: {})", logs.display())
 }
 
+/// Workers per core from which on the user is told that they are many.
+const CROWD: usize = 4;
 fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Result<(), Failure> {
     let json = summary_to_json(&ended.summary);
     for path in std::iter::once(&*dir.summary_path()).chain(wanted) {
