@@ -81,8 +81,7 @@ fn without_scripts(summary: &Summary) -> String {
     let best = best.map(|best| format!("{} {} at step {}", best.metric, best.value, best.step));
     let records = &summary.records;
     let records = format!("{} of {} counted", records.counted, records.expected);
-    let metrics = summary.metrics.as_ref();
-    let metrics = metrics.map(format_metrics);
+    let metrics = summary.metrics.as_ref().map(format_metrics);
     let rows = [
         ("job", Some(summary.job.clone())),
         ("state", Some(summary.state.to_string())),

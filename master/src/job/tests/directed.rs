@@ -528,7 +528,7 @@ fn stopped(spec: JobSpec) -> Summary {
     job.handle(at(100), Event::Stop);
     let WorkerMessage::Finished(word) = finished(1, 2, 7) else { unreachable!() };
     let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
-    let ledger = LedgerReport { epochs_complete: 0, ranges, ..word.ledger.clone() };
+    let ledger = LedgerReport { epochs_complete: 0, ranges, ..word.ledger };
     for i in 1..=3 {
         let word = Finished { records_trained: 8, ledger: ledger.clone(), ..word.clone() };
         deliver(&mut job, i, WorkerMessage::Finished(word));

@@ -309,9 +309,7 @@ impl JobSource {
     fn options(&self) -> JobOptions {
         let (began, program) = match self {
             Self::New(job) => (SystemTime::now(), job.program.clone().into_os_string()),
-            Self::Resumed(abandoned) => {
-                (abandoned.start.began, abandoned.start.program.clone())
-            }
+            Self::Resumed(abandoned) => (abandoned.start.began, abandoned.start.program.clone()),
         };
         let program = ("program".to_owned(), program.to_string_lossy().into_owned());
         let options = std::iter::once(program).chain(self.parameters()).collect();
