@@ -10,7 +10,7 @@ mod client;
 use std::collections::VecDeque;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use elasticdl_proto::Status;
+use elasticdl_proto::{Status, shown_sources};
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
@@ -158,7 +158,7 @@ pub(crate) fn parameters<'a>(
         Batch::PerWorker(records) => ("minibatch-size", records),
     };
     let mut all: Vec<(String, String)> = [
-        ("training-data", spec.training_data.clone()),
+        ("training-data", shown_sources(&spec.training_data)),
         ("num-epochs", spec.epochs.to_string()),
         (batch, records.to_string()),
         ("num-workers", spec.num_workers.to_string()),

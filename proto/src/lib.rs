@@ -15,6 +15,7 @@ mod members;
 mod membership;
 mod message;
 mod ranges;
+mod sources;
 mod status;
 mod summary;
 
@@ -32,6 +33,7 @@ pub use message::{
     StepTimes, WorkerMessage,
 };
 pub use ranges::{RangeSet, RecordRange};
+pub use sources::{join_sources, shown_sources, split_sources};
 pub use status::{
     DisconnectedStatus, LaunchStatus, PriorityTierStatus, ShardCounts, Status, WorkerStatus,
 };

@@ -45,6 +45,7 @@ mod model;
 mod optimizer;
 mod order;
 mod ordered_reader;
+mod outputs;
 mod paths;
 mod predictions;
 mod prefetch;

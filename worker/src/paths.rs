@@ -31,6 +31,16 @@ pub(crate) fn absolute(path: &str) -> io::Result<PathBuf> {
     Ok(clean)
 }
 
+/// `path` as an absolute path without links, as far as it exists. `None`, if it is no path.
+pub(crate) fn resolved(path: &str) -> Option<PathBuf> {
+    let whole = absolute(path).ok()?;
+    let (exists, rest) = whole.ancestors().find_map(|ancestor| {
+        let rest = whole.strip_prefix(ancestor).expect("it begins with its ancestors");
+        Some((ancestor.canonicalize().ok()?, rest))
+    })?;
+    Some(exists.join(rest).components().collect())
+}
+
 /// Whether `address` names a folder although a file is expected: an existing folder of this
 /// machine, or any address whose last component ends with `/` or is missing.
 pub(crate) fn names_folder(address: &str) -> bool {

@@ -39,6 +39,17 @@ pub struct Skipped {
     pub first_file: Option<String>,
 }
 
+impl Skipped {
+    /// Adds what another part of the data leaves out.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.bad += other.bad;
+        self.nulls += other.nulls;
+        self.files += other.files;
+        self.first.extend(other.first);
+        self.first_file = self.first_file.take().or(other.first_file);
+    }
+}
+
 /// What records are read for, and what happens to those that cannot be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

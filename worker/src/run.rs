@@ -26,6 +26,7 @@ use crate::log_output::log;
 use crate::messages::ControlEvent;
 use crate::model::Model;
 use crate::ordered_reader::{OrderedReader, order_of};
+use crate::outputs;
 use crate::prefetch::Prefetch;
 use crate::program;
 use crate::reader::{Dataset, Purpose, Reader as _, Skipped};
@@ -287,8 +288,10 @@ fn prepare<M: Model>(
                 let options = &control.welcome.options;
                 let source = &options.training_data;
                 let purpose = purpose_of(&options.work);
-                let described = call_user("reading the data set", || {
-                    Ok(open_reader(model, options, purpose)?.describe(source)?)
+                let described = outputs::check(options).and_then(|()| {
+                    call_user("reading the data set", || {
+                        Ok(open_reader(model, options, purpose)?.describe(source)?)
+                    })
                 });
                 let described = described.and_then(|dataset| {
                     report_skipped(&dataset.skipped, control);

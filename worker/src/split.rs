@@ -4,6 +4,7 @@
 //! that the seed, the file's name and the number of the stratum determine chooses the same number
 //! of records. So the choice takes no memory, and data that is sorted is divided evenly.
 
+use std::collections::BTreeSet;
 use std::num::NonZeroU16;
 use std::ops::Range;
 
@@ -13,6 +14,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use crate::model::Model;
 use crate::order::permuted;
 use crate::reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Reader};
+use crate::readers;
 
 /// The reader of `model`, for records that are used for `purpose`.
 pub(crate) fn open_reader<M: Model>(
@@ -63,7 +65,7 @@ impl<D: Reader> Reader for PartReader<D> {
     type Record = D::Record;
 
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
-        let mut dataset = self.reader.describe(source)?;
+        let mut dataset = describe_sources(&mut self.reader, source)?;
         let Some((split, part)) = self.split else { return Ok(dataset) };
         for file in &mut dataset.files {
             file.records = split.count(part, file);
@@ -124,6 +126,36 @@ impl<D: Reader> Reader for PartReader<D> {
         let mut wanted = wanted.into_iter().peekable();
         let mut is_wanted = |record: &u64| wanted.next_if(|wanted| wanted == record).is_some();
         Ok((first..).zip(read).filter(|(at, _)| is_wanted(at)).map(|(_, record)| record).collect())
+    }
+}
+
+/// Describes the data of all sources that `text` names, in their order.
+fn describe_sources<D: Reader>(reader: &mut D, text: &str) -> Result<Dataset, DataError> {
+    let sources = readers::sources(text)?;
+    if let [source] = &sources[..] {
+        return reader.describe(source);
+    }
+    let (mut all, mut empty) = (Dataset::default(), None);
+    for source in &sources {
+        let Dataset { files, skipped } = match reader.describe(source) {
+            // As in a folder, some files may be empty.
+            Err(error @ DataError::Empty { .. }) => {
+                empty.get_or_insert(error);
+                continue;
+            }
+            described => described?,
+        };
+        all.files.extend(files);
+        all.skipped.add(skipped);
+    }
+    let mut paths = BTreeSet::new();
+    if let Some(twice) = all.files.iter().find(|file| !paths.insert(&file.path)) {
+        let reason = "it is named twice, by two locations of data".to_owned();
+        return Err(DataError::Malformed { path: (&*twice.path).into(), line: None, reason });
+    }
+    match empty {
+        Some(error) if all.files.is_empty() => Err(error),
+        _ => Ok(all),
     }
 }
 

@@ -91,7 +91,7 @@ pub(super) fn list_tables(source: &str, extensions: &[String]) -> Result<Listed,
 
 /// The files below `root`, apart from those whose names begin with a dot; `None`, if it is a file
 /// itself. Adds the keys that cannot be used to `unusable`.
-fn find(
+pub(super) fn find(
     source: &str,
     root: &Path,
     unusable: &mut Vec<String>,

@@ -27,6 +27,7 @@ mod pixels;
 mod remote;
 mod row;
 mod skipped;
+mod sources;
 mod text;
 mod text_table;
 mod versions;
@@ -46,6 +47,7 @@ pub use parquet::ParquetRows;
 #[cfg(test)]
 use parquet::tests::table as parquet_table;
 pub use row::{Row, Value};
+pub(crate) use sources::{folder_of, sources};
 pub use text::TextWindows;
 pub use web_dataset::WebDataset;
 #[cfg(test)]

@@ -12,9 +12,10 @@ use crate::job::{LinkEncryption, Shuffle, ShuffleMode, WireDtype};
 #[command(next_help_heading = HEADING)]
 pub(crate) struct TrainingData {
     /// Training data, as PROGRAM's reader understands it: usually a file, a folder or a URI. A
-    /// Python program needs none.
+    /// Python program needs none. May be given several times, and as a pattern in quotes:
+    /// 'data/2026-*.csv'.
     #[arg(long, value_name = "URI")]
-    pub(crate) training_data: Option<String>,
+    pub(crate) training_data: Vec<String>,
 
     /// Number of passes over the data.
     #[arg(long, value_name = "N", default_value = "1", value_parser = values::parse_epochs)]
@@ -137,9 +138,10 @@ pub(crate) struct BadRecordsOption {
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub(crate) struct InferenceData {
-    /// Data, as PROGRAM's reader understands it: usually a file, a folder or a URI.
-    #[arg(long, value_name = "URI")]
-    pub(crate) data: String,
+    /// Data, as PROGRAM's reader understands it: usually a file, a folder or a URI. May be given
+    /// several times, and as a pattern in quotes: 'data/2026-*.csv'.
+    #[arg(long, value_name = "URI", required = true)]
+    pub(crate) data: Vec<String>,
 
     /// Records per batch, unless the model asks for fewer. [default: 64]
     #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch)]

@@ -24,7 +24,7 @@ pub(crate) use lifecycle::LifecycleOptions;
 pub(crate) use output::{DashboardPort, OutputOptions};
 pub(crate) use resilience::ResilienceOptions;
 pub(crate) use training::TrainingOptions;
-pub(crate) use validation::ValidationOptions;
+pub(crate) use validation::{ValidationOptions, sources};
 pub(crate) use values::{
     JOB_NAME_LEN_MAX, parse_interval, parse_job_name, parse_timeout, parse_uri, parse_workers,
 };

@@ -13,12 +13,12 @@ use crate::job::ValidationSpec;
 #[command(next_help_heading = "Evaluation")]
 #[command(group(ArgGroup::new("validation").args(["validation_data", "validation_split"])))]
 pub(crate) struct ValidationOptions {
-    /// Validation data, read like --training-data by the same reader.
+    /// Validation data, read like --training-data by the same reader; may be given several times.
     ///
     /// Training pauses during an evaluation. The data is split over all workers; each record is
     /// evaluated once, and the result is bit-identical for any number of workers.
     #[arg(long, value_name = "URI")]
-    pub(crate) validation_data: Option<String>,
+    pub(crate) validation_data: Vec<String>,
 
     /// Use this fraction of the training data as validation data, for example 0.1, and train the
     /// rest.
@@ -68,19 +68,25 @@ impl ValidationOptions {
     /// What is evaluated, in a job that trains `training_data`.
     pub(crate) fn spec(&self, training_data: &str) -> Result<Option<ValidationSpec>, Failure> {
         let split = self.validation_split;
-        let data = self.validation_data.clone().or_else(|| split.map(|_| training_data.to_owned()));
-        let Some(data) = data else { return Ok(None) };
-        if data.is_empty() {
-            return Err(Failure::usage(
-                "--validation-data is empty; it must be a file or a folder",
-            ));
-        }
+        let data = match (&self.validation_data[..], split) {
+            ([], None) => return Ok(None),
+            ([], Some(_)) => training_data.to_owned(),
+            (given, _) => sources("--validation-data", given)?,
+        };
         let lowest_loss = Metric { name: "loss".into(), highest: false };
         let Metric { name: metric, highest } = self.best_metric.clone().unwrap_or(lowest_loss);
         let (every, patience) = (self.evaluate_every, self.early_stopping);
         let export_best = self.export_best.clone();
         Ok(Some(ValidationSpec { data, every, metric, highest, patience, split, export_best }))
     }
+}
+
+/// One text for the values of `option`, an option for data that may be given several times.
+pub(crate) fn sources(option: &str, given: &[String]) -> Result<String, Failure> {
+    if given.iter().any(String::is_empty) {
+        return Err(Failure::usage(format!("{option} is empty; it must be a file or a folder")));
+    }
+    Ok(elasticdl_proto::join_sources(given))
 }
 
 /// Parses a fraction, as thousandths.

@@ -5,6 +5,7 @@ mod cluster_job;
 mod dry_run;
 mod local_job;
 mod local_master;
+mod outputs;
 mod page;
 mod request;
 mod signals;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use elasticdl_proto::{FileList, RecordRange};
+use elasticdl_proto::{FileList, RecordRange, shown_sources};
 
 use crate::job::spec::{Batch, JobSpec};
 
@@ -86,7 +86,7 @@ impl Dataset {
 
 /// Checks whether the job can run on these files.
 fn check(list: &FileList, spec: &JobSpec) -> Result<(), String> {
-    let data = &spec.training_data;
+    let data = &shown_sources(&spec.training_data);
     if list.is_empty() {
         return Err(format!("{data:?} holds no files; name a file, or a folder with at least one"));
     }

@@ -1,5 +1,7 @@
 //! `elasticdl train --local --dry-run`: prints the job that would be started.
 
+use elasticdl_proto::shown_sources;
+
 use super::local_job::LocalJob;
 use super::request::StartRequest;
 use crate::cli::process::{Failure, print};
@@ -20,7 +22,7 @@ fn describe(job: &LocalJob) -> String {
     let spec = &job.spec;
     let words = job.args.iter().map(|word| quoted(word.as_ref()));
     let program = std::iter::once(quoted(&job.program)).chain(words).collect::<Vec<_>>().join(" ");
-    let mut rows = vec![("program", program), ("data", spec.training_data.clone())];
+    let mut rows = vec![("program", program), ("data", shown_sources(&spec.training_data))];
     let workers = format!(
         "{} (`elasticdl scale` accepts {} to {})",
         spec.num_workers, spec.min_workers, spec.max_workers

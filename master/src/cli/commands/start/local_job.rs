@@ -72,7 +72,7 @@ impl LocalJob {
         let args = program_args.to_vec();
         let StartRequest { job, work, workers, output, .. } = request;
         let job_dir = job.job_dir.unwrap_or_else(|| jobdir::default_root().join(&spec.name));
-        Ok(Self {
+        let local = Self {
             spec,
             program,
             args,
@@ -90,7 +90,9 @@ impl LocalJob {
             master_timeout: workers.master_timeout,
             replace: job.replace,
             work,
-        })
+        };
+        local.check_outputs()?;
+        Ok(local)
     }
 
     /// Refuses to replace what an earlier job has trained, unless the user asks for it, or goes on

@@ -8,7 +8,7 @@ use elasticdl_proto::DATA_OF_PROGRAM;
 
 use crate::cli::args::{
     ClusterOptions, InferenceData, InferenceOptions, JOB_NAME_LEN_MAX, JobOptions, OutputOptions,
-    TrainingOptions, TuningOptions, WorkerOptions,
+    TrainingOptions, TuningOptions, WorkerOptions, sources,
 };
 use crate::cli::process::Failure;
 use crate::job::{
@@ -52,7 +52,7 @@ impl StartRequest {
     ) -> Result<JobSpec, Failure> {
         let spec = match &self.work {
             WorkOptions::Inference(data, work) => JobSpec {
-                training_data: data.data.clone(),
+                training_data: sources("--data", &data.data)?,
                 batch: batch(None, data.minibatch_size),
                 records_per_shard: data.records_per_shard.and_then(NonZeroU64::new),
                 bad_records_max: data.bad_records.bad_records,
@@ -63,7 +63,7 @@ impl StartRequest {
                 let (checkpoints, resume_from) =
                     options.checkpoints.spec(self.job.local, absolute)?;
                 let data = &options.data;
-                let location = training_data(data.training_data.as_deref(), &self.program)?;
+                let location = training_data(&data.training_data, &self.program)?;
                 JobSpec {
                     training_data: location.clone(),
                     epochs: data.num_epochs,
@@ -247,11 +247,11 @@ const NUM_WORKERS_DEFAULT: u32 = 2;
 
 /// The location of the training data. A Python program's sampler says how many records there are,
 /// so it needs none.
-fn training_data(given: Option<&str>, program: &[OsString]) -> Result<String, Failure> {
+fn training_data(given: &[String], program: &[OsString]) -> Result<String, Failure> {
     match given {
-        Some(given) => Ok(given.to_owned()),
-        None if is_python(program) => Ok(DATA_OF_PROGRAM.into()),
-        None => Err(Failure::usage(
+        [] if is_python(program) => Ok(DATA_OF_PROGRAM.into()),
+        [_, ..] => sources("--training-data", given),
+        [] => Err(Failure::usage(
             "--training-data is missing: name a file, a folder or a URI (only a Python program \
              needs none)",
         )),
