@@ -28,7 +28,8 @@ use crate::prefetch::Prefetch;
 use crate::reader::{Dataset, Reader};
 use crate::run::purpose_of;
 use crate::session::Exit;
-use crate::split::open_reader;
+use crate::split::{PartReader, open_reader};
+use crate::trained_model;
 
 /// Processes the shards of `dataset` that the master leases to this worker, until the master ends
 /// it.
@@ -163,12 +164,13 @@ impl<M: Model> Inference<'_, M> {
                 records.extend(taken.records);
                 rest = taken.rest;
             }
+            let applied = (&mut self.model, &*self.parameters);
             match &self.purpose {
                 Purpose::Evaluate => {
-                    self.evaluate(records, &mut sums).map_err(|error| fail(error, part))?;
+                    evaluate(applied, records, &mut sums).map_err(|error| fail(error, part))?;
                 }
                 Purpose::Predict { .. } => {
-                    let found = self.predict(records).map_err(|error| fail(error, part))?;
+                    let found = predict(applied, records).map_err(|error| fail(error, part))?;
                     predictions.append(found).map_err(|error| fail(error.to_string(), part))?;
                 }
             }
@@ -180,35 +182,63 @@ impl<M: Model> Inference<'_, M> {
         }
         Ok(Ok(sums))
     }
+}
 
-    fn evaluate(
-        &mut self,
-        records: Vec<<M::Reader as Reader>::Record>,
-        sums: &mut Sums,
-    ) -> Result<(), String> {
-        let (model, parameters) = (&mut self.model, self.parameters.as_slice());
-        let mut metrics = Metrics::new(sums, records.len());
-        let batch = call_user("feed()", || model.feed(records))?;
-        call_user("evaluate()", || model.evaluate(parameters, batch, &mut metrics))?;
-        match sums.iter().find(|(_, sum)| !sum.is_finite()) {
-            Some((name, sum)) => Err(format!("evaluate() gave {sum} for {name:?}")),
-            None => Ok(()),
-        }
+/// Adds the metrics of a batch to `sums`.
+fn evaluate<M: Model>(
+    (model, parameters): (&mut M, &[f32]),
+    records: Vec<<M::Reader as Reader>::Record>,
+    sums: &mut Sums,
+) -> Result<(), String> {
+    let mut metrics = Metrics::new(sums, records.len());
+    let batch = call_user("feed()", || model.feed(records))?;
+    call_user("evaluate()", || model.evaluate(parameters, batch, &mut metrics))?;
+    match sums.iter().find(|(_, sum)| !sum.is_finite()) {
+        Some((name, sum)) => Err(format!("evaluate() gave {sum} for {name:?}")),
+        None => Ok(()),
     }
+}
 
-    fn predict(
-        &mut self,
-        records: Vec<<M::Reader as Reader>::Record>,
-    ) -> Result<Predictions, String> {
-        let (model, parameters, count) =
-            (&mut self.model, self.parameters.as_slice(), records.len());
-        let batch = call_user("feed()", || model.feed(records))?;
-        let predictions = call_user("predict()", || model.predict(parameters, batch))?;
-        match predictions.rows() {
-            Ok(rows) if rows == count => Ok(predictions),
-            Ok(rows) => Err(format!("predict() gave {rows} rows for {count} records")),
-            Err(reason) => Err(format!("predict(): {reason}")),
-        }
+/// The predictions for a batch, one row for each record.
+fn predict<M: Model>(
+    (model, parameters): (&mut M, &[f32]),
+    records: Vec<<M::Reader as Reader>::Record>,
+) -> Result<Predictions, String> {
+    let count = records.len();
+    let batch = call_user("feed()", || model.feed(records))?;
+    let predictions = call_user("predict()", || model.predict(parameters, batch))?;
+    match predictions.rows() {
+        Ok(rows) if rows == count => Ok(predictions),
+        Ok(rows) => Err(format!("predict() gave {rows} rows for {count} records")),
+        Err(reason) => Err(format!("predict(): {reason}")),
+    }
+}
+
+/// Applies the job's model to the first record of the data, as the job will to all: what is wrong
+/// with the model, or with the method that the job calls, is found before the work.
+///
+/// # Errors
+/// The model cannot be loaded or applied.
+pub(crate) fn try_first<M: Model>(
+    model: &mut M,
+    work: &Work,
+    reader: &mut PartReader<M::Reader>,
+    dataset: &Dataset,
+) -> Result<(), String> {
+    let (Work::Evaluate { model: weights } | Work::Predict { model: weights, .. }) = work else {
+        return Ok(());
+    };
+    let Some(file) = dataset.files.iter().find(|file| file.records > 0) else { return Ok(()) };
+    let count = call_user("parameter_count()", || Ok(model.parameter_count()))?;
+    let layout = call_user("tensors()", || Ok(model.tensors()))?;
+    let mut parameters = vec![0.0; count];
+    trained_model::load(weights, &layout, &mut parameters)
+        .map_err(|error| format!("the model was not loaded: {error}"))?;
+    let first = call_user("reading the first record", || Ok(reader.read(file, 0..1)?))?;
+    match work {
+        Work::Evaluate { .. } => evaluate((model, &parameters), first, &mut Sums::new()),
+        Work::Predict { .. } => predict((model, &parameters), first).map(drop),
+        Work::Train { .. } => Ok(()),
     }
 }
 

@@ -290,12 +290,15 @@ fn prepare<M: Model>(
                 let purpose = purpose_of(&options.work);
                 let described = outputs::check(options).and_then(|()| {
                     call_user("reading the data set", || {
-                        Ok(open_reader(model, options, purpose)?.describe(source)?)
+                        let mut reader = open_reader(model, options, purpose)?;
+                        let dataset = reader.describe(source)?;
+                        Ok((reader, dataset))
                     })
                 });
-                let described = described.and_then(|dataset| {
+                let described = described.and_then(|(mut reader, dataset)| {
                     report_skipped(&dataset.skipped, control);
                     check_places(options)?;
+                    inference::try_first(model, &options.work, &mut reader, &dataset)?;
                     Checkpointing::check(options, whose, &dataset, model)?;
                     check_evaluation(model, options)?;
                     dataset::pack(dataset)

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Gradients, Loss, Model, Optimizer, Sgd, UserError};
+use elasticdl::{Gradients, Loss, Model, Optimizer, Predictions, Sgd, UserError};
 
 fn main() -> ExitCode {
     elasticdl::run(Linear::parse())
@@ -34,7 +34,7 @@ impl Model for Linear {
 
     fn reader(&self) -> CsvRows {
         let reader = self.columns.iter().fold(CsvRows::new(), |reader, column| reader.f32(column));
-        reader.f32(&self.target)
+        reader.f32(&self.target).label()
     }
 
     // Parameters are one flat slice, in an order that you choose: here the weights, then the bias.
@@ -69,6 +69,15 @@ impl Model for Linear {
             sum[bias] += 2.0 * error;
         }
         Ok(Loss::Sum(loss))
+    }
+
+    // One value for each row, which `elasticdl predict` writes.
+    fn predict(&mut self, parameters: &[f32], rows: Vec<Row>) -> Result<Predictions, UserError> {
+        let bias = self.columns.len();
+        let predict = |row: &Row| {
+            (0..bias).map(|i| parameters[i] * row.f32(i)).sum::<f32>() + parameters[bias]
+        };
+        Ok(Predictions::new().f32(&self.target, rows.iter().map(predict).collect()))
     }
 
     fn optimizer(&self) -> Optimizer {

@@ -5,10 +5,10 @@ use std::process::ExitCode;
 use clap::Parser;
 use elasticdl::candle::ops::cross_entropy;
 use elasticdl::candle::{Candle, CandleModel, Place};
-use elasticdl::candle_core::{Device, Tensor};
+use elasticdl::candle_core::{D, Device, Tensor};
 use elasticdl::candle_nn::VarBuilder;
 use elasticdl::readers::TextWindows;
-use elasticdl::{AdamW, Loss, Optimizer, Schedule, UserError};
+use elasticdl::{AdamW, Loss, Optimizer, Predictions, Schedule, UserError};
 
 use self::network::{Transformer, parse_width};
 
@@ -31,7 +31,7 @@ struct CharLm {
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     layers: u16,
     /// Device: cpu, cuda, or auto, which is a GPU if there is one
-    #[arg(long, default_value = "cpu")]
+    #[arg(long = "device", default_value = "cpu")]
     place: Place,
     #[arg(skip = Device::Cpu)]
     device: Device,
@@ -73,6 +73,19 @@ impl CandleModel for CharLm {
         (windows, next): Self::Batch,
     ) -> Result<Loss<Tensor>, UserError> {
         Ok(Loss::Mean(cross_entropy(&network.logits(&windows)?, &next)?.mean_all()?))
+    }
+
+    // The character that follows each window.
+    fn predict(
+        &mut self,
+        network: &Transformer,
+        (windows, _): Self::Batch,
+    ) -> Result<Predictions, UserError> {
+        let (count, length) = windows.dims2()?;
+        let bytes = network.logits(&windows)?.argmax(D::Minus1)?.reshape((count, length))?;
+        let last: Vec<u32> = bytes.narrow(1, length - 1, 1)?.flatten_all()?.to_vec1()?;
+        let text = |byte: u32| char::from_u32(byte).unwrap_or('?').to_string();
+        Ok(Predictions::new().text("next", last.into_iter().map(text).collect()))
     }
 
     fn optimizer(&self) -> Optimizer {

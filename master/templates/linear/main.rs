@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Gradients, Loss, Model, Optimizer, Sgd, UserError};
+use elasticdl::{Gradients, Loss, Model, Optimizer, Predictions, Sgd, UserError};
 
 fn main() -> ExitCode {
     elasticdl::run(Line::parse())
@@ -26,7 +26,7 @@ impl Model for Line {
     type Batch = Vec<Row>;
 
     fn reader(&self) -> CsvRows {
-        CsvRows::new().f32("x").f32("y")
+        CsvRows::new().f32("x").f32("y").label()
     }
 
     /// Number of parameters. They are one flat slice: here the weight, then the bias.
@@ -60,6 +60,12 @@ impl Model for Line {
             sum[1] += 2.0 * error;
         }
         Ok(Loss::Sum(loss))
+    }
+
+    /// One value for each row, which `elasticdl predict` writes.
+    fn predict(&mut self, parameters: &[f32], rows: Vec<Row>) -> Result<Predictions, UserError> {
+        let y = rows.iter().map(|row| parameters[0] * row.f32(0) + parameters[1]).collect();
+        Ok(Predictions::new().f32("y", y))
     }
 
     fn optimizer(&self) -> Optimizer {

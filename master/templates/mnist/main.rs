@@ -24,7 +24,7 @@ struct Mnist {
     #[arg(long, default_value_t = 28, value_parser = parse_size)]
     size: u32,
     /// Device: cpu, cuda, or auto, which is a GPU if there is one
-    #[arg(long, default_value = "cpu")]
+    #[arg(long = "device", default_value = "cpu")]
     place: Place,
     #[arg(skip = Device::Cpu)]
     device: Device,

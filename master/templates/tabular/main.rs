@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Adam, Gradients, Loss, Metrics, Model, Optimizer, UserError};
+use elasticdl::{Adam, Gradients, Loss, Metrics, Model, Optimizer, Predictions, UserError};
 
 use self::machine::{Machine, feature, parse_buckets};
 
@@ -82,6 +82,17 @@ impl Model for Tabular {
             metrics.add_sum("accuracy", f64::from(u8::from(is_right)));
         }
         Ok(())
+    }
+
+    fn predict(
+        &mut self,
+        parameters: &[f32],
+        batch: Self::Batch,
+    ) -> Result<Predictions, UserError> {
+        let machine = Machine::new(self.buckets, parameters);
+        let probability = |features: &[usize]| 1.0 / (1.0 + (-machine.score(features)).exp());
+        let all = batch.iter().map(|(features, _)| probability(features)).collect();
+        Ok(Predictions::new().f32("probability", all))
     }
 
     fn optimizer(&self) -> Optimizer {

@@ -18,9 +18,45 @@ pub(super) struct Columns {
 pub(super) struct Column {
     pub(super) source: Source,
     pub(super) kind: Kind,
+    /// The classes of a column of texts that name them.
+    names: Option<Vec<String>>,
     /// Substitute for a null; for several numbers, of each.
     fill: Option<Value>,
     is_label: bool,
+}
+
+/// The classes of a column: their number, or their names in order.
+#[derive(Clone, Debug)]
+pub struct Classes(Named);
+
+#[derive(Clone, Debug)]
+enum Named {
+    Names(Vec<String>),
+    Numbers(usize),
+}
+
+impl From<usize> for Classes {
+    fn from(count: usize) -> Self {
+        Self(Named::Numbers(count))
+    }
+}
+
+impl From<Vec<String>> for Classes {
+    fn from(names: Vec<String>) -> Self {
+        Self(Named::Names(names))
+    }
+}
+
+impl<const N: usize> From<[&str; N]> for Classes {
+    fn from(names: [&str; N]) -> Self {
+        Self::from(&names[..])
+    }
+}
+
+impl From<&[&str]> for Classes {
+    fn from(names: &[&str]) -> Self {
+        Self(Named::Names(names.iter().map(|&name| name.to_owned()).collect()))
+    }
 }
 
 /// Where a value comes from.
@@ -49,12 +85,25 @@ pub(super) type Found = Result<Option<Value>, String>;
 
 impl Columns {
     pub(super) fn add(&mut self, source: Source, kind: Kind) {
-        self.all.push(Column { source, kind, fill: None, is_label: false });
+        self.all.push(Column { source, kind, names: None, fill: None, is_label: false });
     }
 
     pub(super) fn add_one(&mut self, name: &str, kind: Kind) {
         assert!(kind != Kind::Class(0), "column {name:?}: there is at least one class");
         self.add(Source::One(name.to_owned()), kind);
+    }
+
+    pub(super) fn add_class(&mut self, name: &str, classes: Classes) {
+        let names = match classes.0 {
+            Named::Numbers(count) => return self.add_one(name, Kind::Class(count)),
+            Named::Names(names) => names,
+        };
+        assert!(!names.is_empty(), "column {name:?}: there is at least one class");
+        for (i, class) in names.iter().enumerate() {
+            assert!(!names[..i].contains(class), "column {name:?}: {class:?} appears twice");
+        }
+        self.add_one(name, Kind::Text);
+        self.all.last_mut().expect("it was just added").names = Some(names);
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &Column> {
@@ -65,6 +114,11 @@ impl Columns {
     pub(super) fn fill(&mut self, value: Value) {
         let column = self.all.last_mut().expect("fill() follows the column that it is for");
         let value = match (column.kind, value) {
+            (_, Value::Text(text)) if column.names.is_some() => {
+                let class = column.class(Value::Text(text));
+                let class = class.unwrap_or_else(|reason| panic!("fill(): {reason}"));
+                class.expect("fill() is not empty")
+            }
             (Kind::Class(classes), Value::I64(class)) => {
                 number_as_class(class, classes).unwrap_or_else(|reason| panic!("fill(): {reason}"))
             }
@@ -132,7 +186,11 @@ impl Columns {
     ) -> Result<Option<Row>, String> {
         let mut row = Vec::with_capacity(self.all.len());
         for (column, value) in self.all.iter().zip(values) {
-            let value = match (value?, column.kind) {
+            let value = match value? {
+                Some(value) => column.class(value)?,
+                None => None,
+            };
+            let value = match (value, column.kind) {
                 (Some(value), _) => Some(value),
                 (None, Kind::F32List(len)) => match self.substitute(column, || null(column))? {
                     Some(Value::F32(fill)) => Some(Value::F32s(vec![fill; len])),
@@ -217,9 +275,27 @@ impl Columns {
 }
 
 impl Column {
+    /// The class that a text names, where texts name classes; `None` for an empty text.
+    fn class(&self, value: Value) -> Found {
+        let (Some(names), Value::Text(text)) = (&self.names, &value) else {
+            return Ok(Some(value));
+        };
+        let text = text.trim();
+        match names.iter().position(|name| name == text) {
+            Some(class) => Ok(Some(Value::Class(class))),
+            None if text.is_empty() => Ok(None),
+            None => {
+                let name = if let Source::One(name) = &self.source { name } else { "" };
+                let (text, names) = (printable(text), printable(&names.join(", ")));
+                Err(format!("column {name:?} is \"{text}\" where one of {names} should be"))
+            }
+        }
+    }
+
     /// The value of a label that the data lacks.
     fn zero(&self) -> Value {
         match (&self.source, self.kind) {
+            _ if self.names.is_some() => Value::Class(0),
             (Source::Several(names), _) => Value::F32s(vec![0.0; names.len()]),
             (Source::Others(count), _) => Value::F32s(vec![0.0; *count]),
             (Source::One(_), Kind::Class(_)) => Value::Class(0),
@@ -285,12 +361,14 @@ macro_rules! column_methods {
             self
         }
 
-        /// Adds a column of classes: integers from 0 to `classes` less one. Others are refused.
+        /// Adds a column of classes: integers from 0 to `classes` less one, or texts, which
+        /// `classes` lists: `class("kind", ["cat", "dog"])`. Others are refused. False and true are
+        /// 0 and 1, and 1.0 is 1, as pandas writes a column with nulls.
         ///
         /// # Panics
-        /// If `classes` is 0.
-        pub fn class(mut self, name: &str, classes: usize) -> Self {
-            self.columns.add_one(name, $crate::readers::columns::Kind::Class(classes));
+        /// If there is no class, or a name appears twice.
+        pub fn class(mut self, name: &str, classes: impl Into<$crate::readers::Classes>) -> Self {
+            self.columns.add_class(name, classes.into());
             self
         }
 
@@ -304,7 +382,8 @@ macro_rules! column_methods {
         /// or a list, in place of each null. Without it, a null is an error.
         ///
         /// # Panics
-        /// If there is no column yet, or `value` is not of its type. Classes are `i64`.
+        /// If there is no column yet, or `value` is not of its type. Classes are `i64`, or texts
+        /// where they have names.
         pub fn fill(mut self, value: impl Into<$crate::readers::Value>) -> Self {
             self.columns.fill(value.into());
             self

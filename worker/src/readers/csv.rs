@@ -262,14 +262,28 @@ impl CsvFile<'_> {
         }
         let value = match kind {
             Kind::Class(classes) => {
-                trimmed.parse().ok().and_then(|number| number_as_class(number, classes).ok())
+                integer(trimmed).and_then(|number| number_as_class(number, classes).ok())
             }
             Kind::F32 => trimmed.parse().ok().filter(|n: &f32| n.is_finite()).map(Value::F32),
-            Kind::I64 => trimmed.parse().ok().map(Value::I64),
+            Kind::I64 => integer(trimmed).map(Value::I64),
             Kind::F32List(_) | Kind::Text => None,
         };
         value.map(Some).ok_or_else(|| invalid(name, text, kind))
     }
+}
+
+/// The integer in a field. False and true are 0 and 1. A column of integers with nulls is written
+/// with decimals by some tools.
+fn integer(text: &str) -> Option<i64> {
+    if let Ok(number) = text.parse() {
+        return Some(number);
+    }
+    if let Some(number) = ["false", "true"].iter().position(|word| word.eq_ignore_ascii_case(text))
+    {
+        return i64::try_from(number).ok();
+    }
+    let number = text.strip_suffix('0').map(|rest| rest.trim_end_matches('0'));
+    number.and_then(|rest| rest.strip_suffix('.')).and_then(|whole| whole.parse().ok())
 }
 
 fn invalid(name: &str, text: &str, kind: Kind) -> String {

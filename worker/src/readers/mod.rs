@@ -37,6 +37,7 @@ pub use arrow::ArrowRows;
 #[cfg(test)]
 use arrow::tests::table as arrow_table;
 pub use binary::FixedRecords;
+pub use columns::Classes;
 pub use csv::CsvRows;
 pub use idx::{IdxImages, LabeledImage};
 #[cfg(test)]

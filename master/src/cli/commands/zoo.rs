@@ -4,6 +4,7 @@
 //! and `push` call an installed container tool. There is no state outside the crate: `build` reads
 //! the Dockerfile.
 
+mod samples;
 mod source;
 mod templates;
 mod tool;
@@ -139,12 +140,12 @@ fn init(args: &InitArgs) -> Result<u8, Failure> {
             existing.join(", ")
         )));
     }
-    for (file, text) in files {
+    for (file, content) in files {
         let path = args.path.join(file);
         let folder = path.parent().unwrap_or(&args.path);
         fs::create_dir_all(folder).map_err(|error| failed("can't make the folder", &error))?;
         // `create_new` also protects files that appear after the check above.
-        let made = fs::File::create_new(&path).and_then(|mut made| made.write_all(text.as_bytes()));
+        let made = fs::File::create_new(&path).and_then(|mut made| made.write_all(&content));
         made.map_err(|error| failed(&format!("can't write {file}"), &error))?;
     }
     let _ = writeln!(

@@ -329,6 +329,43 @@ fn nulls_are_filled_or_their_rows_left_out() {
 }
 
 #[test]
+fn integers_and_truth_values_are_read_as_pandas_writes_them() {
+    let table = table("n,y\n1.0,True\n-20.00,False\n3,true\n0.0,FALSE\n10,1.0\n");
+    let mut rows = CsvRows::new().i64("n").class("y", 2);
+    let dataset = rows.describe(&table.path).unwrap();
+    let read = rows.read(&dataset.files[0], 0..5).unwrap();
+    let found: Vec<_> = read.iter().map(|row| (row.i64(0), row.class(1))).collect();
+    assert_eq!(found, [(1, 1), (-20, 0), (3, 1), (0, 0), (10, 1)]);
+    for bad in ["1.5", "1.", ".0", "1e3", "nan", "yes", "10.0.0", "99999999999999999999.0", "--1.0"]
+    {
+        let error = refusal(format!("y,name,n\n1,a,{bad}\n"));
+        assert!(error.ends_with("where an integer should be"), "{bad}: {error}");
+    }
+}
+
+#[test]
+fn classes_are_named() {
+    let table = table("kind,x\ndog,1\n cat ,2\n,3\n");
+    let reader = || CsvRows::new().class("kind", ["cat", "dog"]);
+    let classes = |mut rows: CsvRows| {
+        let dataset = rows.describe(&table.path)?;
+        let file = &dataset.files[0];
+        let read = rows.read(file, 0..file.records)?;
+        Ok::<_, DataError>(read.iter().map(|row| row.class(0)).collect::<Vec<_>>())
+    };
+    assert_eq!(classes(reader().skip_nulls()).unwrap(), [1, 0]);
+    assert_eq!(classes(reader().fill("dog")).unwrap(), [1, 0, 1]);
+    let mut predicting = reader().label();
+    let options = ReadOptions { purpose: Purpose::Predict, ..ReadOptions::default() };
+    predicting.configure(options).unwrap();
+    assert_eq!(classes(predicting).unwrap(), [1, 0, 0]);
+    assert!(classes(reader()).is_err(), "a null");
+    let error = classes(CsvRows::new().class("kind", ["cat", "bird"])).unwrap_err().to_string();
+    let expected = " line 2: column \"kind\" is \"dog\" where one of cat, bird should be";
+    assert_eq!(error, format!("{}{expected}", table.path));
+}
+
+#[test]
 fn bad_rows_are_left_out_up_to_a_limit() {
     let mut text = "y,name,n\n".to_owned();
     for row in 0..100 {

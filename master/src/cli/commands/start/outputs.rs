@@ -71,7 +71,7 @@ mod tests {
         let validation = ValidationSpec {
             data: at("test"),
             every: None,
-            metric: None,
+            metric: "loss".into(),
             highest: false,
             patience: None,
             split: None,

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use clap::ValueEnum;
 
+use super::samples;
 use super::source::Source;
 
 /// A model to start from.
@@ -25,8 +26,8 @@ pub(crate) enum Template {
 type Files = Vec<(&'static str, String)>;
 
 impl Template {
-    /// The files of a model `name` that depends on `source`.
-    pub(super) fn files(self, name: &str, source: &Source) -> Files {
+    /// The files of a model `name` that depends on `source`: paths and contents.
+    pub(super) fn files(self, name: &str, source: &Source) -> Vec<(&'static str, Vec<u8>)> {
         let (features, dependencies, files): (&[&str], _, Files) = match self {
             Self::Charlm => (&["candle"], "", charlm()),
             Self::Linear => (&[], "", linear()),
@@ -44,7 +45,23 @@ impl Template {
                 .replace("{{command}}", &source.command())
         };
         let files = files.into_iter().chain(common);
-        files.map(|(path, text)| (path, fill(text))).collect()
+        let files = files.map(|(path, text)| (path, fill(text).into_bytes()));
+        files.chain(self.images()).collect()
+    }
+
+    /// The sample data that is no text.
+    fn images(self) -> Vec<(&'static str, Vec<u8>)> {
+        if self != Self::Mnist {
+            return Vec::new();
+        }
+        let (train, labels) = samples::digits(0..1000);
+        let (test, test_labels) = samples::digits(1000..1200);
+        vec![
+            ("data/train-images-idx3-ubyte", train),
+            ("data/train-labels-idx1-ubyte", labels),
+            ("data/t10k-images-idx3-ubyte", test),
+            ("data/t10k-labels-idx1-ubyte", test_labels),
+        ]
     }
 }
 
@@ -53,6 +70,7 @@ fn of_a_crate() -> Files {
         ("Cargo.toml", include_str!("../../../../templates/crate/Cargo.toml.template").into()),
         ("Dockerfile", include_str!("../../../../templates/crate/Dockerfile").into()),
         (".dockerignore", include_str!("../../../../templates/crate/dockerignore").into()),
+        (".gitignore", include_str!("../../../../templates/crate/gitignore").into()),
     ]
 }
 
@@ -60,6 +78,7 @@ fn charlm() -> Files {
     vec![
         ("src/main.rs", include_str!("../../../../templates/charlm/main.rs").into()),
         ("src/network.rs", include_str!("../../../../templates/charlm/network.rs").into()),
+        ("data/sentences.txt", samples::sentences()),
         ("README.md", include_str!("../../../../templates/charlm/README.md").into()),
     ]
 }
@@ -88,6 +107,7 @@ fn python() -> Files {
         ("data/points.csv", points()),
         ("Dockerfile", include_str!("../../../../templates/python/Dockerfile").into()),
         (".dockerignore", include_str!("../../../../templates/python/dockerignore").into()),
+        (".gitignore", include_str!("../../../../templates/python/gitignore").into()),
         ("README.md", include_str!("../../../../templates/python/README.md").into()),
     ]
 }
@@ -141,7 +161,8 @@ mod tests {
             sources.iter().flat_map(|s| Template::value_variants().iter().map(move |t| (s, t)))
         {
             let source = Source::parse(source).unwrap();
-            for (file, text) in template.files("my-model", &source) {
+            for (file, bytes) in template.files("my-model", &source) {
+                let text = String::from_utf8_lossy(&bytes);
                 assert!(
                     !text.contains("{{") && !text.contains("}}"),
                     "{template:?} {file}: {text}"
@@ -156,7 +177,8 @@ mod tests {
             let source = Source::parse(source).unwrap();
             let cargo = |template: Template| {
                 let files = template.files("m", &source);
-                files.into_iter().find(|(path, _)| *path == "Cargo.toml").unwrap().1
+                let found = files.into_iter().find(|(path, _)| *path == "Cargo.toml").unwrap();
+                String::from_utf8(found.1).unwrap()
             };
             let mnist = cargo(Template::Mnist);
             assert!(mnist.contains("features = [\"candle\"] }\n"), "{mnist}");
