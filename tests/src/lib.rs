@@ -23,7 +23,7 @@ pub use figures::{print, quantile, run_benchmark};
 pub use job::{
     Command, Ended, Running, assert_exactly_once, each_once, is_alive, once_of, read_summary, send,
 };
-pub use job_fixture::{JobFixture, Programs};
+pub use job_fixture::{JobFixture, KILLS_MAX, Programs};
 pub use network::{Capture, Network, Observed};
 pub use page::Page;
 pub use plot::{Curve, Plot};
