@@ -117,3 +117,18 @@ fn a_conversion_reports_what_its_program_does() {
     let expected = "no\nerror: m.safetensors was not written: /bin/sh ended with exit status: 1\n";
     assert_eq!(failed.stderr, expected);
 }
+
+#[test]
+fn a_directory_that_is_not_utf8_is_refused_and_not_made() {
+    use std::os::unix::ffi::OsStrExt as _;
+    let home = Home::new();
+    let mut command = home.command(&["train", "--local", "--training-data", ".", "--job-dir"]);
+    let output = command
+        .arg(std::ffi::OsStr::from_bytes(b"job\xff"))
+        .args(["--", "/bin/true"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && text.contains("is not UTF-8; choose"), "{text}");
+    assert!(home.entries().is_empty(), "{:?}", home.entries());
+}

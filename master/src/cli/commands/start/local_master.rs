@@ -37,12 +37,17 @@ use crate::worker_output::WorkerOutput;
 pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
     let mut job = LocalJob::new(request)?;
     job.refuse_to_replace()?;
+    if job.job_dir.to_str().is_none() {
+        let dir = job.job_dir.display();
+        let text = format!("the job's directory, {dir}, is not UTF-8; choose another --job-dir");
+        return Err(Failure::usage(text));
+    }
     let is_new = !job.job_dir.exists();
     let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
     job.keep_checkpoints_in(dir.path());
-    let (console, root) = (job.console, dir.path().to_path_buf());
-    let ended = run(JobSource::New(Box::new(job)), &dir, console);
-    if ended.is_err() && is_new && !jobdir::has_begun(&root) {
+    let (console, root, mut has_run) = (job.console, dir.path().to_path_buf(), false);
+    let ended = run(JobSource::New(Box::new(job)), &dir, console, &mut has_run);
+    if ended.is_err() && is_new && !has_run && !jobdir::has_begun(&root) {
         // Nothing of a job that was refused stays, and `elasticdl list` does not show it.
         drop(dir);
         let _ = jobdir::delete(&root);
@@ -62,15 +67,22 @@ pub(super) fn resume(job: &Path, console: Console) -> Result<u8, Failure> {
             Path::new(folder).display()
         ))
     })?;
-    run(JobSource::Resumed(Box::new(abandoned)), &dir, console)
+    run(JobSource::Resumed(Box::new(abandoned)), &dir, console, &mut false)
 }
 
-fn run(source: JobSource, dir: &JobDir, console: Console) -> Result<u8, Failure> {
+/// `has_run`: set when the job has ended, whatever can't be written after it.
+fn run(
+    source: JobSource,
+    dir: &JobDir,
+    console: Console,
+    has_run: &mut bool,
+) -> Result<u8, Failure> {
     log_to_file(dir)?;
     raise_open_files();
     let wanted = source.summary();
     let runtime = new_runtime()?;
     let (ended, stop) = runtime.block_on(lead(source, dir, console))?;
+    *has_run = true;
     // Drops what background tasks hold, before the report is written.
     drop(runtime);
     // No worker is started from here on. The copy need not exist, and leaves room for the summary.

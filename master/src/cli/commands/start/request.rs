@@ -1,6 +1,6 @@
 //! A job to start, and its specification.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::num::NonZeroU64;
 use std::path::Path;
 
@@ -223,7 +223,7 @@ pub(super) fn default_name(words: &[OsString]) -> Result<String, Failure> {
     let is_script = |word: &&OsString| Path::new(word).extension().is_some_and(|e| e == "py");
     let script = words.get(1..).filter(|_| is_python(words)).unwrap_or_default();
     let program = script.iter().find(is_script).or_else(|| words.first());
-    let program = Path::new(program.map_or(OsStr::new(""), OsString::as_os_str));
+    let program = program.map_or_else(|| Path::new(""), Path::new);
     let stem = program.file_stem().unwrap_or_default().to_string_lossy().to_lowercase();
     let fit: String =
         stem.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
