@@ -122,7 +122,8 @@ fn a_conversion_reports_what_its_program_does() {
 fn a_directory_that_is_not_utf8_is_refused_and_not_made() {
     use std::os::unix::ffi::OsStrExt as _;
     let home = Home::new();
-    let mut command = home.command(&["train", "--local", "--training-data", ".", "--job-dir"]);
+    let data = ["--training-data", "/etc/hostname"];
+    let mut command = home.command(&["train", "--local", data[0], data[1], "--job-dir"]);
     let output = command
         .arg(std::ffi::OsStr::from_bytes(b"job\xff"))
         .args(["--", "/bin/true"])
