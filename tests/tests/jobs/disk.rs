@@ -162,7 +162,8 @@ fn a_failed_job_leaves_the_model_of_a_good_one() {
 #[test]
 fn two_signals_of_one_request_and_a_closed_terminal_leave_a_checkpoint() {
     for (signals, code) in [(&[Signal::TERM; 2][..], 143), (&[Signal::HUP], 129)] {
-        let fixture = JobFixture::new(PROGRAMS, 2);
+        // It lasts until it is stopped, also on a busy machine.
+        let fixture = JobFixture { epochs: 100, ..JobFixture::new(PROGRAMS, 2) };
         let mut job = fixture.command(0).start();
         job.wait_for_first_steps();
         for signal in signals {
