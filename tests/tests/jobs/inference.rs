@@ -300,7 +300,7 @@ fn unusable_input_is_refused_before_any_work() {
     refusal(evaluate().option("export", "m"), 2, "unexpected argument '--export'");
     refusal(
         fixture.command("evaluate", &["--parameters", "9000"]),
-        1,
+        2,
         "of shape [5000] where the model has F32 of shape [9000]",
     );
     write_out(&fixture.path("out"));
