@@ -22,7 +22,7 @@ pub(crate) fn note_process(
 }
 
 /// Reads the processes that were noted in the directory `root` since the machine was started: start
-/// times count from then, so after a reboot a stranger may have the same.
+/// times count from then, so after a reboot another process may have the same.
 pub(super) fn read_notes(root: &Path) -> io::Result<BTreeMap<LaunchId, ProcessIdentity>> {
     match fs::read_to_string(root.join(PROCESSES)) {
         Ok(notes) => {

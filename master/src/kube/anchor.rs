@@ -212,7 +212,7 @@ impl AnchorWriter {
         }
     }
 
-    /// Writes this master's incarnation again, which somebody has edited. Only for a master that
+    /// Writes this master's incarnation again, which a user has edited. Only for a master that
     /// holds the Lease.
     ///
     /// # Errors

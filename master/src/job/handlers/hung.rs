@@ -10,7 +10,7 @@
 //!  all others wait ──limit──► ReportStacks ──STACKS_WAIT──► evicted, counted, replaced
 //! ```
 //!
-//! A group in which nobody waits and nothing is committed hangs as well. Its last member goes
+//! A group in which no member waits and nothing is committed hangs as well. Its last member goes
 //! first, so that the others, if they hold the state, can show that they live.
 //!
 //! **Invariant:** a group that evaluates, starts from a checkpoint, waits for storage, or writes

@@ -2,7 +2,7 @@
 //!
 //! A user may have deleted an object and may restore it, so several masters try. If each of them
 //! finds the same, the Job fails: otherwise it would create masters for ever, at longer and longer
-//! intervals, and nobody would be told. The workers are left alone: they train on, and end by
+//! intervals, and no user would learn of it. The workers are left alone: they train on, and end by
 //! themselves, or with a checkpoint when their pods are deleted.
 
 use std::time::Duration;

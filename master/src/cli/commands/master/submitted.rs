@@ -100,7 +100,7 @@ impl Submitted {
 }
 
 /// The incarnation after the one in the anchor. Workers accept no master with a lower number than
-/// they know, so if somebody has removed or edited it, that of the Lease counts, which has changed
+/// they know, so if a user has removed or edited it, that of the Lease counts, which has changed
 /// hands at least as often.
 pub(super) fn next_incarnation(before: Option<&String>, transitions: u64) -> u64 {
     let before = before.and_then(|text| text.trim().parse().ok()).unwrap_or(0);

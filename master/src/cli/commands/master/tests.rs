@@ -6,7 +6,7 @@ use crate::event_loop::UserCommand;
 use crate::kube::anchor::{DesiredState, StopRequest};
 
 #[test]
-fn an_incarnation_that_somebody_has_edited_never_falls_below_that_of_the_lease() {
+fn an_incarnation_that_a_user_has_edited_never_falls_below_that_of_the_lease() {
     let next = |text: Option<&str>, transitions| {
         next_incarnation(text.map(str::to_owned).as_ref(), transitions)
     };

@@ -449,7 +449,7 @@ fn log_to_file(dir: &JobDir) -> Result<(), Failure> {
         .open(&path)
         .map_err(|e| Failure::usage(format!("can't write {}: {e}", path.display())))?;
     // A line that does not fit on the disk is lost. The subscriber would report that by
-    // `eprintln!`, which panics if nobody reads standard error either.
+    // `eprintln!`, which panics if no process reads standard error either.
     let logging = tracing_subscriber::fmt()
         .with_ansi(false)
         .with_writer(Mutex::new(file))
