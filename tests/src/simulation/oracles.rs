@@ -185,8 +185,9 @@ impl World {
         for p in 0..self.processes.len() {
             if !launches.contains(&self.processes[self.pod(p).start].launch) {
                 self.processes[p].is_unknown = true;
-                self.processes[p].is_degraded = true;
             }
+            // The record may name the launch, and lack that it has joined: it is refused as well.
+            self.processes[p].is_degraded = true;
         }
     }
 
