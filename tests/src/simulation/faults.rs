@@ -15,6 +15,7 @@ use super::state::faults::{CONTROL_PLANE_FAULTS, Fault, FaultKind, Moment, Targe
 use super::state::fetch::FETCH_PAUSE_US;
 use super::state::network::{Host, MASTER};
 use super::state::operation::Collective;
+use super::state::process::Control;
 use super::state::ring::Ring;
 use super::state::trainer::{Busy, Doing};
 use super::trace::trace;
@@ -238,10 +239,16 @@ impl World {
         matches!(trainer.doing, Doing::Busy(Busy::Computing { .. })) && !trainer.is_hung
     }
 
-    /// The trainer thread of `p` hangs, if it computes.
+    /// The trainer thread of `p` hangs, if it computes. While the master does not know that the
+    /// group has formed, it takes a hang for a slow beginning, for up to an hour.
     fn hang(&mut self, p: usize) {
-        let is_taking_over = self.master.job.status(self.time()).state == "resuming";
-        if !self.computes(p) || !self.master.is_alive || is_taking_over {
+        let status = self.master.job.status(self.time());
+        let committed_in = self.processes[p].trainer.committed_in;
+        let is_known = status.step > 0
+            && status.state != "resuming"
+            && committed_in == Some(self.oracle.newest_generation())
+            && self.processes.iter().all(|q| !q.is_alive() || q.control == Control::Open);
+        if !self.computes(p) || !self.master.is_alive || !is_known {
             return;
         }
         trace!(self, "{}: hangs", self.name(p));

@@ -196,7 +196,7 @@ impl World {
     fn note_restored_generation(&mut self) {
         let generation = self.master.job.status(self.time()).generation;
         let is_other = |m: &Membership| m.generation != generation;
-        if self.oracle.may_be_outdated && self.oracle.newest.as_ref().is_some_and(is_other) {
+        if self.oracle.may_be_outdated && self.oracle.newest.as_ref().is_none_or(is_other) {
             let resumed = self.oracle.published.iter().find(|m| m.generation == generation);
             self.oracle.newest = resumed.cloned();
         }
@@ -237,6 +237,8 @@ impl World {
         let Some(p) = self.net.link(link).peer(MASTER).checked_sub(1) else { return };
         if self.master.is_replaced {
             self.processes[p].is_degraded = true;
+            // The leader may not know that it has joined.
+            self.oracle.failures_max += 1;
             return;
         }
         let newest = self.oracle.newest.as_ref();

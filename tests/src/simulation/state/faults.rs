@@ -150,7 +150,7 @@ impl FaultPlan {
             if rng.chance(1, 15) {
                 fault.kind = FaultKind::ReplaceMaster;
             }
-            if may_hang && rng.chance(1, 10) {
+            if may_hang && rng.chance(1, 6) {
                 (fault.kind, fault.moment) = (FaultKind::Hang, Some(Moment::Computing));
                 fault.target = Target::AtMoment;
             }
