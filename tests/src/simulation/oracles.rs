@@ -173,8 +173,8 @@ impl World {
         has_formed && group.is_some_and(|m| m.members.iter().all(|(id, _)| is_well(id)))
     }
 
-    /// A master has resumed the job with these `launches`, possibly from an outdated snapshot. Local
-    /// processes that it does not know are refused, and end.
+    /// A master has resumed the job with these `launches`, possibly from an outdated snapshot.
+    /// Local processes that it does not know are refused, and end.
     pub(super) fn note_resumed(&mut self, is_outdated: bool, launches: &[LaunchId]) {
         self.oracle.may_be_outdated |= is_outdated || self.setting.may_restore_stale;
         if !is_outdated || self.setting.may_restore_stale {

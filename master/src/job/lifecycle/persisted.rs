@@ -24,6 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use elasticdl_proto::{FileList, Generation, WorkerId};
 use serde::{Deserialize, Serialize};
 
+use super::state::ID_BLOCK;
 use crate::job::action::{Membership, Outcome};
 use crate::job::data::ledger_cache::LedgerCache;
 use crate::job::data::results::ShardResults;
@@ -367,9 +368,6 @@ impl PersistedLaunch {
         }
     }
 }
-
-/// Ids that may be used before the next write.
-pub(super) const ID_BLOCK: u64 = 16;
 
 /// A final report without its ledger, which has been compared with those of the other members.
 fn short_report(word: &Finished) -> Finished {

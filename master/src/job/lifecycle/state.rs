@@ -5,7 +5,6 @@ use std::time::Duration;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::fatal_reports::FatalReports;
-use super::persisted::ID_BLOCK;
 use super::restart::{Budget, Restarts};
 use super::takeover_state::Takeover;
 use crate::job::action::Outcome;
@@ -95,8 +94,8 @@ impl Lifecycle {
             suspended_generation: None,
             stop_reason: None,
             masters: 1,
-            // As if the first generation were published: a master whose record is older than the first
-            // group must not use that group's generation again.
+            // As if the first generation were published: a master whose record is older than the
+            // first group must not use that group's generation again.
             reserved: ReservedIds { launches: 0, generations: Generation(1 + ID_BLOCK) },
             divergence: Divergence::default(),
         }
@@ -239,5 +238,7 @@ impl Lifecycle {
     }
 }
 
+/// Ids that may be used before the next write.
+pub(super) const ID_BLOCK: u64 = 16;
 /// How long a node is avoided after a failure. Longer than the pauses between replacements.
 const AVOID_NODE_FOR: Duration = Duration::from_secs(300);
