@@ -28,7 +28,6 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
-use std::time::SystemTime;
 
 use elasticdl_proto::Status;
 use tokio::net::TcpListener;
@@ -36,7 +35,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::warn;
 
 use self::board::Board;
-pub(crate) use self::history::History;
+pub(crate) use self::history::{History, JobOptions};
 pub(crate) use self::key::DashboardKey;
 pub(crate) use self::report::report_of;
 pub(crate) use self::request::{PageCommand, PageRequest, ScaleLimits};
@@ -51,14 +50,6 @@ pub(crate) struct Served {
     pub(crate) key: DashboardKey,
     pub(crate) scale: ScaleLimits,
     pub(crate) requests: mpsc::Sender<PageRequest>,
-}
-
-/// What the page says of a job's start.
-#[derive(Debug)]
-pub(crate) struct JobOptions {
-    pub(crate) began: SystemTime,
-    /// Options of the job and of its program, with their values.
-    pub(crate) options: Vec<(String, String)>,
 }
 
 /// A running recorder, and the server of the page, if there is one.

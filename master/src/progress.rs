@@ -94,7 +94,7 @@ impl Progress {
         self.send(PrinterMessage::Notice(now, text));
     }
 
-    /// Prints the remaining notices and clears the bar, unless nobody reads them.
+    /// Prints the remaining notices and clears the bar, unless they have no reader.
     pub fn end(self) {
         if let Some((lines, thread)) = self.printer {
             drop(lines);

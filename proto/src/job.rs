@@ -210,8 +210,8 @@ pub enum Work {
     },
 }
 
-/// Where a job that fails writes its model: beside `export`, which may hold the model of an earlier,
-/// good job.
+/// Where a job that fails writes its model: beside `export`, which may hold the model of an
+/// earlier, good job.
 #[must_use]
 pub fn failed_export(export: &str) -> String {
     format!("{export}.failed")

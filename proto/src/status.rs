@@ -55,8 +55,8 @@ pub struct Status {
     pub steps_skipped: u64,
     /// Shards of an inference job; `None` until the data set is known, and for a training job.
     pub shards: Option<ShardCounts>,
-    /// Why the job is being stopped or was stopped, unless a user does it: its deadline, or the exit
-    /// of a worker.
+    /// Why the job is being stopped or was stopped, unless a user does it: its deadline, or the
+    /// exit of a worker.
     #[serde(default)]
     pub stop_reason: Option<String>,
     /// Number of workers that the user wants.

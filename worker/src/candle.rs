@@ -404,23 +404,6 @@ fn built<N>(network: &Result<N, String>) -> Result<&N, UserError> {
     network.as_ref().map_err(|error| error.clone().into())
 }
 
-/// Adds a gradient to its range of the flat gradient.
-fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
-    let gradient = gradient.contiguous()?;
-    let (storage, layout) = gradient.storage_and_layout();
-    match (&*storage, layout.contiguous_offsets()) {
-        (candle_core::Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) => {
-            for (sum, &value) in sum.iter_mut().zip(&values[start..end]) {
-                *sum += value;
-            }
-        }
-        _ => candle_core::bail!(
-            "a parameter's gradient must be a contiguous tensor of f32 on the CPU"
-        ),
-    }
-    Ok(())
-}
-
 #[cfg(feature = "cuda")]
 mod cuda;
 mod cuts;

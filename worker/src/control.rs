@@ -359,8 +359,8 @@ impl Stream {
         self.state.terminate()
     }
 
-    /// Handles SIGTERM while there is no master. If all workers get it, nobody can start
-    /// replacements that take the state over, so a checkpoint is written.
+    /// Handles SIGTERM while there is no master. If all workers get it, no process can
+    /// start replacements that take the state over, so a checkpoint is written.
     fn leave_without_master(&mut self) {
         drop(self.leave());
         self.want_checkpoint();

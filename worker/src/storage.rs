@@ -131,15 +131,15 @@ impl Storage {
     /// Whether `address` is in an object store, not a path on this machine.
     #[must_use]
     pub(crate) fn is_remote(address: &str) -> bool {
-        address::scheme(address).is_some_and(|(scheme, _)| scheme != "file")
+        keys::scheme(address).is_some_and(|(scheme, _)| scheme != "file")
     }
 
     /// Checks the key of an object's address.
     pub(crate) fn check_key(address: &str) -> Result<(), StorageError> {
-        let rest = address::scheme(address).map_or(address, |(_, rest)| rest);
+        let rest = keys::scheme(address).map_or(address, |(_, rest)| rest);
         let key = rest.split_once('/').map_or("", |(_, key)| key);
         let wrong = |reason| StorageError::Address { address: address.to_owned(), reason };
-        address::parse_key(key).map(drop).map_err(wrong)
+        keys::parse_key(key).map(drop).map_err(wrong)
     }
 
     /// Address, as it was given.
@@ -245,7 +245,7 @@ impl Storage {
             Place::Local(root) => return self.list_local_folders(root, prefix),
             Place::Store(store, root) => (store, root),
         };
-        let first = address::below(root, prefix);
+        let first = keys::below(root, prefix);
         // Stores list in lexicographical order.
         let listed = || {
             let all = store.list_with_offset(Some(root), &first);
@@ -399,7 +399,7 @@ impl Place {
                 let parts = path.split('/').filter(|part| !part.is_empty());
                 Self::Local(parts.fold(root.clone(), |at, part| at.join(part)))
             }
-            Self::Store(store, root) => Self::Store(Arc::clone(store), address::below(root, path)),
+            Self::Store(store, root) => Self::Store(Arc::clone(store), keys::below(root, path)),
         }
     }
 }
@@ -487,6 +487,7 @@ const PARTS_AT_ONCE: usize = 4;
 mod address;
 mod aws;
 mod errors;
+mod keys;
 mod listings;
 mod local;
 mod retry;

@@ -78,8 +78,8 @@ pub(crate) fn code_of_summary(summary: &Summary) -> u8 {
     }
 }
 
-/// Lets this process, and those that it starts, open as many files as the system allows: a master has
-/// a connection for each worker.
+/// Lets this process, and those that it starts, open as many files as the system allows: a master
+/// has a connection for each worker.
 pub(crate) fn raise_open_files() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;

@@ -7,8 +7,7 @@ use elasticdl_proto::Status;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::JobOptions;
-use super::history::History;
+use super::history::{History, JobOptions};
 use super::page::Page;
 use super::request::ScaleLimits;
 use crate::job::Snapshot;
@@ -50,8 +49,8 @@ impl Board {
     }
 
     /// Adds when the job began, and its options.
-    pub(super) fn describe(&self, JobOptions { began, options }: JobOptions) {
-        self.lock().history.of_job(began, options);
+    pub(super) fn describe(&self, job: JobOptions) {
+        self.lock().history.of_job(job);
     }
 
     /// Adds a snapshot.

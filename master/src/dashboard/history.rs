@@ -12,7 +12,7 @@ mod goodput;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use elasticdl_proto::{Evaluated, MembershipChange, Status, WorkerId};
 use serde::{Deserialize, Serialize};
@@ -77,6 +77,15 @@ pub(crate) struct EventAt {
     pub(crate) text: String,
 }
 
+/// What the page says of a job's start.
+#[derive(Debug)]
+pub(crate) struct JobOptions {
+    /// Since the Unix epoch.
+    pub(crate) began: Duration,
+    /// Options of the job and of its program, with their values.
+    pub(crate) options: Vec<(String, String)>,
+}
+
 impl History {
     /// The history that a former master has stored, for its successor to continue.
     pub(crate) fn resumed(self) -> Self {
@@ -87,9 +96,8 @@ impl History {
     }
 
     /// Adds when the job began, and its options.
-    pub(crate) fn of_job(&mut self, began: SystemTime, options: Vec<(String, String)>) {
-        let since = began.duration_since(UNIX_EPOCH).ok();
-        self.began_s = since.map(|since| rounded(since.as_secs_f64()));
+    pub(crate) fn of_job(&mut self, JobOptions { began, options }: JobOptions) {
+        self.began_s = Some(rounded(began.as_secs_f64()));
         self.options = options;
     }
 

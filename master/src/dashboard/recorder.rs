@@ -10,8 +10,8 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::warn;
 
-use super::JobOptions;
 use super::board::Board;
+use super::history::JobOptions;
 use super::stored::{self, StoredHistory};
 use crate::job::Snapshot;
 use crate::jobdir::write_atomically;
@@ -61,7 +61,6 @@ const STORE_INTERVAL: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests {
-    use std::time::UNIX_EPOCH;
 
     use super::*;
     use crate::job::testing::spec;
@@ -82,7 +81,7 @@ mod tests {
             let (publish, known) = watch::channel(None);
             let board = Board::new(None);
             let options = vec![("seed".into(), "7".into())];
-            let job = JobOptions { began: UNIX_EPOCH + Duration::from_secs(100), options };
+            let job = JobOptions { began: Duration::from_secs(100), options };
             let recording = record(known, &board, job, file.clone());
             let seen = || board.with(|page| page.status.step);
             let publishing = async move {

@@ -11,8 +11,8 @@ use super::group::links::Suspicion;
 use super::lifecycle::state::Lifecycle;
 use super::outbox::{Outbox, Timer};
 use super::reporting::history::JobHistory;
-use super::reporting::text::clip;
 use super::spec::JobSpec;
+use super::text::clip;
 use super::time::Time;
 use super::workers::table::WorkerTable;
 

@@ -78,6 +78,7 @@ mod spec;
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
+pub(crate) mod text;
 mod time;
 mod workers;
 
@@ -99,12 +100,12 @@ pub(crate) use lifecycle::restart::is_own_fault;
 pub use policies::{ExitAction, ExitCondition, ExitEvent, ExitRule, Policies, SuccessPolicy};
 pub use reporting::counters::{Counters, End, Histogram, Recoveries};
 pub use reporting::lifetimes::{WorkerLifetime, WorkerTimes};
-pub(crate) use reporting::text::{counted, format_metrics, format_value};
 pub use reporting::views::Snapshot;
 pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, LinkEncryption, OnNonfinite, Shuffle,
     ShuffleMode, SpecError, ValidationSpec, WireDtype, Work,
 };
 pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
+pub(crate) use text::{counted, format_metrics, format_value};
 pub use time::Time;
 pub(crate) use workers::pod::PodId;

@@ -5,9 +5,10 @@
 //!  record.spare   the content before it: as many blocks, which are overwritten next
 //! ```
 //!
-//! A write overwrites the spare, which takes no room of the disk, and exchanges the two names. After
-//! a crash of the process, `record.json` is whole and the newest. A thread syncs it to the disk; the
-//! spare is overwritten when that is done. So after a loss of power, one of the two is whole.
+//! A write overwrites the spare, which takes no room of the disk, and exchanges the two names.
+//! After a crash of the process, `record.json` is whole and the newest. A thread syncs it to the
+//! disk; the spare is overwritten when that is done. So after a loss of power, one of the two is
+//! whole.
 //!
 //! Where a file system can't exchange names, or the thread is still busy, the file is replaced by a
 //! new one.

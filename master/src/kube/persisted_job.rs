@@ -301,8 +301,8 @@ impl WriterTask {
         }))
     }
 
-    /// The anchor has another incarnation than this master's. If no other master leads, somebody
-    /// has edited it. Does not return if another master leads: this one's state is not written.
+    /// The anchor has another incarnation than this master's. If no other master leads, a user has
+    /// edited it. Does not return if another master leads: this one's state is not written.
     async fn restore_incarnation(&mut self) {
         warn!("the job's anchor has another master's incarnation: nothing is written for now");
         // Another master can begin only after it has got the Lease.

@@ -59,7 +59,7 @@ pub(super) fn say(text: &str) {
     if tracing::dispatcher::has_been_set() {
         warn!("{text}");
     } else {
-        // Without a standard error there is nobody to tell.
+        // Without a standard error the text has no reader.
         drop(writeln!(std::io::stderr(), "{text}"));
     }
 }

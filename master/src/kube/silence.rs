@@ -1,9 +1,10 @@
-//! Jobs whose status nobody keeps up to date, because no master leads them.
+//! Jobs whose status is not kept up to date, because no master leads them.
 //!
 //! The status of a job in its anchor says what its last master knew. While a master leads, its pod
 //! is ready and it renews the job's Lease. So a job without a ready master, whose Lease was not
-//! renewed for longer than a take-over takes, has no master, whatever its status says. The pod alone
-//! is not sufficient, since a take-over takes a moment, nor is the Lease, since clocks differ.
+//! renewed for longer than a take-over takes, has no master, whatever its status says. The pod
+//! alone is not sufficient, since a take-over takes a moment, nor is the Lease, since clocks
+//! differ.
 
 use std::time::{Duration, SystemTime};
 

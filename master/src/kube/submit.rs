@@ -205,7 +205,7 @@ pub async fn delete(cluster: &Cluster, name: &str) -> Result<(), ClusterError> {
         |meta| DeleteParams { preconditions: this_very(meta), ..DeleteParams::background() };
     let deleted = match (job.filter(is_ours), anchor.as_ref().filter(|meta| is_ours(meta))) {
         (Some(job), _) => jobs.delete(&master, &params(&job)).await.map(drop),
-        // Somebody has deleted the Job and left what it owns.
+        // A user has deleted the Job and left what it owns.
         (None, Some(anchor)) => anchors.delete(name, &params(anchor)).await.map(drop),
         (None, None) => return Err(absent()),
     };

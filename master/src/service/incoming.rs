@@ -3,9 +3,9 @@
 //! **Invariant:** at most [`UNAUTHENTICATED_MAX`] connections are open without authentication, each
 //! for at most [`AUTHENTICATION_TIMEOUT`], and when all are taken, the address that has the most
 //! loses its oldest. No limit holds for one address before that: behind a network that masquerades
-//! pods, all workers of a node have one, and return at once to a new master. So a peer that can reach the port but has no token can neither
-//! exhaust the master's file descriptors nor lock out other addresses. The TLS handshake counts
-//! towards these limits.
+//! pods, all workers of a node have one, and return at once to a new master. So a peer that can
+//! reach the port but has no token can neither exhaust the master's file descriptors nor lock out
+//! other addresses. The TLS handshake counts towards these limits.
 
 use std::io;
 use std::pin::Pin;

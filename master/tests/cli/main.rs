@@ -301,7 +301,8 @@ fn a_job_whose_program_fails_reports_why_and_writes_its_summary() {
     );
     // The error contains the last output of the program.
     let expected = "exited with code 3 and never joined the job; giving up after 1 \
-                    failure without progress (--max-worker-restarts 0); its log ends with:\n    oh no\n";
+                    failure without progress (--max-worker-restarts 0); its log ends with:\n    \
+                    oh no\n";
     assert!(
         output.stderr.contains("\nerror: worker ") && output.stderr.ends_with(expected),
         "{}",

@@ -224,7 +224,7 @@ impl World {
             self.setting.spec.worker_timeout.unwrap_or_default().as_micros() as Micros / 2;
         let has_stalled = self.oracle.committed_at + patience <= self.clock.now();
         let goes = lost_contact && (!is_member || has_stalled || !self.is_unharmed(newest));
-        // Where nobody waits, the master can't tell which member hangs.
+        // Where no worker waits, the master can't tell which member hangs.
         let hangs = self.processes.iter().any(|q| q.is_alive() && q.trainer.is_hung);
         if !is_degraded && !goes && !hangs {
             self.violate(format!("worker {worker} is evicted without a reason"));

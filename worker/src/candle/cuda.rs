@@ -7,6 +7,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaView;
 use candle_core::{CudaStorage, InplaceOp1, Layout, Storage, Tensor};
 
 use super::cuts::Accumulate;
+use super::parameters::Parameters;
 use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, built};
 use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel};
 use crate::metrics::{Loss, Metrics, UserError};
@@ -67,7 +68,7 @@ impl Accumulate for DeviceGradients<'_> {
     }
 }
 
-impl super::Parameters {
+impl Parameters {
     /// Like `set`, from the GPU.
     fn copy(&self, values: &CudaSlice<f32>) -> candle_core::Result<()> {
         for (declared, variable) in self.declared.iter().zip(&self.variables) {
@@ -96,19 +97,6 @@ impl InplaceOp1 for Copy<'_> {
         let device = storage.device.clone();
         device.memcpy_dtod(&self.0, &mut storage.as_cuda_slice_mut::<f32>()?.slice_mut(start..end))
     }
-}
-
-/// Overwrites a variable's values with values of the host.
-pub(super) fn overwrite(
-    storage: &mut CudaStorage,
-    layout: &Layout,
-    values: &[f32],
-) -> candle_core::Result<()> {
-    let Some((start, end)) = layout.contiguous_offsets() else {
-        candle_core::bail!("a parameter must be a contiguous tensor of f32")
-    };
-    let device = storage.device.clone();
-    device.memcpy_htod(values, &mut storage.as_cuda_slice_mut::<f32>()?.slice_mut(start..end))
 }
 
 /// Converts candle's device to this crate's: the same GPU and the same CUDA stream. `None`: the

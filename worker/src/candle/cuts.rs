@@ -12,7 +12,7 @@ use candle_core::Tensor;
 use candle_core::Var;
 use candle_core::backprop::GradStore;
 
-use super::Parameters;
+use super::parameters::Parameters;
 use crate::buckets::Gradients;
 use crate::metrics::UserError;
 
@@ -123,7 +123,7 @@ impl Accumulate for Gradients<'_> {
     }
 
     fn add(&mut self, range: Range<usize>, gradient: &Tensor) -> Result<(), UserError> {
-        Ok(super::add(gradient, &mut self.sum()[range])?)
+        Ok(add(gradient, &mut self.sum()[range])?)
     }
 
     fn complete_from(&mut self, start: usize) {
@@ -151,6 +151,23 @@ pub(super) fn add_all(
         }
         gradients.add(declared.range.clone(), gradient)?;
         on_found(index);
+    }
+    Ok(())
+}
+
+/// Adds a gradient to its range of the flat gradient.
+fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
+    let gradient = gradient.contiguous()?;
+    let (storage, layout) = gradient.storage_and_layout();
+    match (&*storage, layout.contiguous_offsets()) {
+        (candle_core::Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) => {
+            for (sum, &value) in sum.iter_mut().zip(&values[start..end]) {
+                *sum += value;
+            }
+        }
+        _ => candle_core::bail!(
+            "a parameter's gradient must be a contiguous tensor of f32 on the CPU"
+        ),
     }
     Ok(())
 }

@@ -211,6 +211,10 @@ impl InplaceOp1 for Overwrite<'_> {
         storage: &mut candle_core::CudaStorage,
         layout: &Layout,
     ) -> candle_core::Result<()> {
-        super::cuda::overwrite(storage, layout, self.0)
+        let Some((start, end)) = layout.contiguous_offsets() else {
+            bail!("a parameter must be a contiguous tensor of f32")
+        };
+        let device = storage.device.clone();
+        device.memcpy_htod(self.0, &mut storage.as_cuda_slice_mut::<f32>()?.slice_mut(start..end))
     }
 }

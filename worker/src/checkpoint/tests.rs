@@ -274,9 +274,8 @@ fn a_new_job_resumes_only_from_what_it_is_given() {
     assert_eq!(check(&new, &storage), Ok(()));
     let (_empty, nowhere) = folder();
     let (refused, _) = begin(&new, None, Some(&nowhere));
-    assert!(
-        matches!(&refused, Err(RestoreError::Refused(why)) if why.contains("no complete checkpoint"))
-    );
+    let Err(RestoreError::Refused(why)) = &refused else { panic!("{refused:?}") };
+    assert!(why.contains("no complete checkpoint"), "{why}");
     assert_eq!(check(&new, &nowhere), begin(&new, None, Some(&nowhere)).0.map(drop));
     let other = JobFingerprint { parameters: 11, ..new };
     assert_eq!(check(&other, &one), begin(&other, None, Some(&one)).0.map(drop));

@@ -4,11 +4,11 @@
 //! A source is a file, or a folder that is searched recursively: files are taken in the order of
 //! their paths; names that begin with a dot and links to folders are skipped. Readers of tables
 //! also skip names that begin with `_`, which Spark and Hive give to files that are no data, and
-//! refuse a folder with `a.csv` beside `a.csv.gz`. Extensions may be in upper case. The job's events
-//! and its summary count the files of a folder that are no data. Either
-//! may be in an object store: `s3://`, `gs://` and `az://`, with the settings of
-//! [`storage`](crate::storage). Requests to storage that does not answer are retried. A file that
-//! changes while a job reads it is an error that ends the job.
+//! refuse a folder with `a.csv` beside `a.csv.gz`. Extensions may be in upper case. The job's
+//! events and its summary count the files of a folder that are no data. Either may be in an object
+//! store: `s3://`, `gs://` and `az://`, with the settings of [`storage`](crate::storage). Requests
+//! to storage that does not answer are retried. A file that changes while a job reads it is an
+//! error that ends the job.
 
 mod arrow;
 mod binary;

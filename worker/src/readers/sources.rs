@@ -1,8 +1,8 @@
 //! The locations that `--training-data` names: several, and patterns.
 //!
 //! `*` stands for any characters of a name, `?` for one. A name that exists, or that fits nothing,
-//! is taken as it is: files and keys with these characters can be named, and readers of programs may
-//! give them another meaning.
+//! is taken as it is: files and keys with these characters can be named, and readers of programs
+//! may give them another meaning.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

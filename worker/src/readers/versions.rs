@@ -9,14 +9,15 @@
 //! | | version within a worker | digest across workers |
 //! |---|---|---|
 //! | an object | length and ETag (or time of modification) | of both |
-//! | a file | length and time of modification | of its length and of 17 blocks of 4 KiB, evenly spaced, the last one at its end |
+//! | a file | length and time of modification | of its length and of 17 blocks of 4 KiB, evenly
+//! spaced, the last one at its end |
 //!
 //! The digest of a file is equal for copies of the file on several machines. Files of up to 68 KiB
 //! are covered whole. In larger ones, a difference of single bytes between the blocks is not
 //! noticed.
 //!
-//! Where records are left out, half of the digest is that of the records that are: each worker finds
-//! them itself, and one that finds others would number all later records otherwise.
+//! Where records are left out, half of the digest is that of the records that are: each worker
+//! finds them itself, and one that finds others would number all later records otherwise.
 
 use std::collections::BTreeMap;
 use std::fs;

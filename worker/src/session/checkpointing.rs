@@ -184,8 +184,8 @@ mod tests {
         let [Some(Ending::Failed(text)), Some(Ending::Failed(same))] = pair.endings() else {
             panic!("{:?}", pair.endings())
         };
-        let expected = "rank 0 (worker 1): there is no metric `loss`; the model's evaluate() gives: \
-                        mae; --best-metric names one of them";
+        let expected = "rank 0 (worker 1): there is no metric `loss`; the model's evaluate() \
+                        gives: mae; --best-metric names one of them";
         assert_eq!((text.as_str(), same), (expected, text.clone()));
     }
 

@@ -217,8 +217,9 @@ mod tests {
     fn what_users_meet_is_a_sentence_without_markup() {
         let answer = |code: &str| {
             format!(
-                "Server returned non-2xx status code: 403 Forbidden: <?xml version=\"1.0\"?>\n<Error>\
-                 <Code>{code}</Code><Message>Some &quot;text&quot;.</Message><HostId>1</HostId></Error>"
+                "Server returned non-2xx status code: 403 Forbidden: <?xml version=\"1.0\"?>\n\
+                 <Error><Code>{code}</Code><Message>Some &quot;text&quot;.</Message>\
+                 <HostId>1</HostId></Error>"
             )
         };
         let of = |code: &str| generic(answer(code));

@@ -12,7 +12,7 @@ use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService, ReqwestConnector,
 };
 
-use super::address::parse_key;
+use super::keys::parse_key;
 
 /// Connects to stores.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ impl HttpService for Usable {
             return Ok(HttpResponse::from_parts(head, body.into()));
         };
         let (kept, left_out) = usable(text);
-        // Outside of `noting_left_out` nobody asks for them.
+        // Outside of `noting_left_out` no caller asks for them.
         let _ = LEFT_OUT.try_with(|all| all.borrow_mut().extend(left_out));
         Ok(HttpResponse::from_parts(head, kept.into()))
     }

@@ -58,9 +58,9 @@ pub(crate) struct JobOptions {
     ///
     /// It is created if it does not exist. The default follows $XDG_STATE_HOME; without it and
     /// without $HOME it is ./.elasticdl/NAME. An existing directory must be empty or belong to an
-    /// earlier job. A worker's log that has 32 MiB becomes worker-N.log.1, and a new one begins. One
-    /// job at a time can run in a directory. `elasticdl delete` removes the files that jobs have
-    /// written, and nothing else.
+    /// earlier job. A worker's log that has 32 MiB becomes worker-N.log.1, and a new one begins.
+    /// One job at a time can run in a directory. `elasticdl delete` removes the files that jobs
+    /// have written, and nothing else.
     #[arg(long, value_name = "DIR")]
     pub(crate) job_dir: Option<PathBuf>,
 

@@ -268,8 +268,8 @@ impl JobHandle for ClusterHandle {
             (false, 0) => format!("{name} stops at the end of its step"),
             (false, away) => format!(
                 "{name} stops when its {away} disconnected workers have returned to the master, \
-                 for which it waits up to --master-timeout; `elasticdl stop {name} --force` ends it \
-                 without them, and what they trained since the last checkpoint is lost"
+                 for which it waits up to --master-timeout; `elasticdl stop {name} --force` ends \
+                 it without them, and what they trained since the last checkpoint is lost"
             ),
         })
     }

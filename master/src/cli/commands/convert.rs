@@ -57,8 +57,8 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
     })))
 }
 
-/// Whether the file at this address has been written since it had the version `before`. Of an object
-/// in a store nothing is known.
+/// Whether the file at this address has been written since it had the version `before`. Of an
+/// object in a store nothing is known.
 fn appeared(address: &str, before: Option<Version>) -> bool {
     address.contains("://") || version(address).is_some_and(|now| Some(now) != before)
 }

@@ -105,7 +105,8 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
                 warn!(
                     why,
                     "the API server does not accept this pod's token any more (was the service \
-                     account made again?): this master ends, and the Job starts one with a new token"
+                     account made again?): this master ends, and the Job starts one with a new \
+                     token"
                 );
                 EXIT_UNAUTHORIZED
             }

@@ -7,7 +7,7 @@ use std::num::NonZeroU64;
 use std::ops::Range;
 
 use super::dataset::Dataset;
-use crate::job::reporting::text::counted;
+use crate::job::text::counted;
 
 /// The shards of a data set.
 #[derive(Clone, Debug)]

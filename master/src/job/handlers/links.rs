@@ -9,7 +9,7 @@ use crate::job::group::links::{Broken, Suspicion};
 use crate::job::group::stall::Suspect;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::reporting::text::clip;
+use crate::job::text::clip;
 use crate::job::time::Time;
 
 impl Job {

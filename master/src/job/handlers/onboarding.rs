@@ -11,7 +11,7 @@ use crate::job::data::shard_leases::ShardLeases;
 use crate::job::event::{ConnectionId, LaunchId, Resume};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::reporting::text::{clip, counted};
+use crate::job::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::state::Stage;
 

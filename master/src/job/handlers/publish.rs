@@ -13,7 +13,7 @@ use crate::job::group::topology::arrange;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::policies::SuccessPolicy;
-use crate::job::reporting::text::name_all;
+use crate::job::text::name_all;
 use crate::job::time::Time;
 use crate::job::workers::state::{Launch, Stage};
 use crate::job::workers::table::{WorkerTable, launch_of};

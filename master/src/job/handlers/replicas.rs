@@ -12,7 +12,7 @@ use elasticdl_proto::WorkerId;
 use crate::job::event::LaunchId;
 use crate::job::job::Job;
 use crate::job::lifecycle::removal::FAILED_GRACE;
-use crate::job::reporting::text::clip;
+use crate::job::text::clip;
 use crate::job::time::Time;
 use crate::job::workers::state::{Stage, Worker};
 

@@ -7,7 +7,7 @@ use crate::job::event::{Committed, Finished, LedgerReport, Phases};
 use crate::job::job::Job;
 use crate::job::lifecycle::removal::FAILED_GRACE;
 use crate::job::reporting::epochs::EpochsDone;
-use crate::job::reporting::text::clip;
+use crate::job::text::clip;
 use crate::job::time::Time;
 use crate::job::workers::straggler::straggler_limit_us;
 

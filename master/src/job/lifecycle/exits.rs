@@ -13,7 +13,7 @@ use crate::job::outbox::Timer;
 use crate::job::policies::{ExitAction, ExitEvent, ExitRule};
 use crate::job::reporting::counters::End;
 use crate::job::reporting::lifetimes::WorkerEnd;
-use crate::job::reporting::text::{clip, counted};
+use crate::job::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::state::Launch;
 use crate::job::workers::table::worker_of;

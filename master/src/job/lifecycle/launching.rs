@@ -16,7 +16,7 @@ use crate::job::action::Action;
 use crate::job::event::{LaunchId, ReclaimCause, Wait};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::reporting::text::{clip, counted};
+use crate::job::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::scheduling::Scheduling;
 use crate::job::workers::state::Launch;

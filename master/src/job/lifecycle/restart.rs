@@ -3,9 +3,9 @@
 //! A process that was ended from outside is replaced, as long as the job makes progress. An exit
 //! caused by the user's code is a *failure*. Failures use up a budget of `max_worker_restarts`,
 //! which is refilled when the job makes progress: when the group commits a step that no group of
-//! this job had reached before. So occasional failures, even over a month or on one bad node, never end a
-//! job that makes progress; failures without progress do. Records on which the user's code fails
-//! repeatedly end the job even if it makes progress.
+//! this job had reached before. So occasional failures, even over a month or on one bad node, never
+//! end a job that makes progress; failures without progress do. Records on which the user's code
+//! fails repeatedly end the job even if it makes progress.
 //!
 //! *Kills* without progress are counted apart, with a larger budget: a program that the kernel ends
 //! for lack of memory would be restarted for ever. Workers that are killed together count as one
@@ -19,7 +19,7 @@ use std::time::Duration;
 use elasticdl_proto::RecordRange;
 
 use crate::job::event::{Exit, LaunchId};
-use crate::job::reporting::text::clip;
+use crate::job::text::clip;
 use crate::job::time::Time;
 
 /// Failures so far, and delayed replacements.

@@ -20,7 +20,7 @@ use crate::job::action::{Action, MasterMessage, Outcome};
 use crate::job::event::{Finished, LaunchId};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::reporting::text::clip;
+use crate::job::text::clip;
 use crate::job::time::Time;
 use crate::job::workers::state::Worker;
 use crate::job::workers::table::worker_of;

@@ -5,8 +5,8 @@
 
 use std::time::Duration;
 
-use super::text::format_value;
 use crate::job::event::Committed;
+use crate::job::text::format_value;
 use crate::job::time::Time;
 
 /// The complete epochs of a job, from one report to the next.

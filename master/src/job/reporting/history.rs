@@ -17,8 +17,8 @@ use super::counters::{Counters, End};
 use super::epochs::EpochLines;
 use super::lifetimes::Lifetimes;
 use super::storage_waits::StorageWaits;
-use super::text::clip;
 use crate::job::event::{Committed, Finished, Phases};
+use crate::job::text::clip;
 use crate::job::time::Time;
 
 /// The history of a job.

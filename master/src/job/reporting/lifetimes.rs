@@ -12,7 +12,7 @@ use elasticdl_proto::{Committed, WorkerId};
 use serde::{Deserialize, Serialize};
 
 use super::counters::End;
-use super::text::clip;
+use crate::job::text::clip;
 use crate::job::time::Time;
 
 /// The lifetime of a worker. Times are seconds of the job's age.

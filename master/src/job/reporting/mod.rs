@@ -6,5 +6,4 @@ pub(crate) mod history;
 pub(crate) mod lifetimes;
 mod news;
 mod storage_waits;
-pub(crate) mod text;
 pub(crate) mod views;

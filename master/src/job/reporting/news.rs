@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use elasticdl_proto::{BestEvaluation, RestoredCheckpoint, SavedCheckpoint, WorkerId};
 
-use super::text::{clip, format_metrics};
 use crate::job::action::MasterMessage;
 use crate::job::event::{CheckpointNews, Evaluated};
 use crate::job::job::Job;
+use crate::job::text::{clip, format_metrics};
 
 impl Job {
     // ---- checkpoints ----

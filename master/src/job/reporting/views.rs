@@ -11,7 +11,6 @@ use elasticdl_proto::{
 
 use super::counters::Counters;
 use super::lifetimes::WorkerLifetime;
-use super::text::clip;
 use crate::job::action::Outcome;
 use crate::job::data::ledger_cache::LedgerCache;
 use crate::job::data::shard_leases::ShardLeases;
@@ -20,6 +19,7 @@ use crate::job::job::Job;
 use crate::job::lifecycle::shutdown;
 use crate::job::lifecycle::state::Phase;
 use crate::job::spec::{Batch, Work};
+use crate::job::text::clip;
 use crate::job::time::Time;
 use crate::job::workers::scheduling::Scheduling;
 use crate::job::workers::state::{Launch, Stage, Worker};
@@ -161,8 +161,8 @@ impl Job {
         }
     }
 
-    /// What most of the step's time went to. In shared memory nothing is transferred, so the rest of
-    /// the time is the wait for others.
+    /// What most of the step's time went to. In shared memory nothing is transferred, so the rest
+    /// of the time is the wait for others.
     fn limit_of(&self, last: &LastStep) -> &'static str {
         match last.limited_by() {
             "network" if self.reporting.allreduce_transport.as_deref() == Some("shared memory") => {

@@ -75,8 +75,8 @@ pub(super) const ANCHOR_LABEL: &str = "elasticdl/anchor";
 /// until the node is deleted (`podReplacementPolicy` must be `Failed` then), and pods that the
 /// policy ignores still double the Job's back-off.
 pub(super) const BACKOFF_LIMIT: i32 = 6;
-/// Seconds that a pod stays bound to a node that does not answer, before the cluster deletes it. For
-/// a master, the Job then creates another.
+/// Seconds that a pod stays bound to a node that does not answer, before the cluster deletes it.
+/// For a master, the Job then creates another.
 ///
 /// Workers survive the loss of the master's node with their state, because the following times add
 /// up to less than the 15 min (`--master-timeout`) after which workers without a master end: 40 to

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use k8s_openapi::api::core::v1::Pod;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
@@ -20,7 +20,7 @@ use super::{MasterArgs, damage};
 use crate::cli::process::{
     EXIT_DAMAGED, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot, code_of_summary,
 };
-use crate::dashboard::History;
+use crate::dashboard::{History, JobOptions};
 use crate::event_loop::{Master, MasterTerm, UserCommand};
 use crate::job::Snapshot;
 use crate::kube::anchor::{
@@ -108,7 +108,9 @@ impl Leader<'_> {
         let (news, tracked) = mpsc::channel(NEWS_MAX);
         let args_of_program = args_of(&template);
         let options = mlflow::parameters(&task.job, args_of_program.iter().map(String::as_str));
-        history.of_job(SystemTime::now() - age, options.clone());
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let began = now.saturating_sub(age);
+        history.of_job(JobOptions { began, options: options.clone() });
         let exporters = self.export(&task, options, news)?;
         let pod_factory = PodFactory {
             template,

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
@@ -325,7 +325,7 @@ impl JobSource {
         };
         let program = ("program".to_owned(), program.to_string_lossy().into_owned());
         let options = std::iter::once(program).chain(self.parameters()).collect();
-        JobOptions { began, options }
+        JobOptions { began: began.duration_since(UNIX_EPOCH).unwrap_or_default(), options }
     }
 
     /// Options of the job, and arguments of its program, by which users compare jobs.
