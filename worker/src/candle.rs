@@ -11,7 +11,7 @@
 //! Each process uses `RAYON_NUM_THREADS` threads (environment variable). Unless it is set, a worker
 //! gets its share of the machine's cores, and in a cluster the CPUs that it requests.
 
-use candle_core::{CpuStorage, DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::buckets::Gradients;

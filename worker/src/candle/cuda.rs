@@ -4,11 +4,13 @@
 use std::ops::Range;
 
 use candle_core::cuda_backend::cudarc::driver::CudaView;
-use candle_core::{CudaStorage, InplaceOp1, Layout, Storage, Tensor};
+use candle_core::{
+    CpuStorage, CudaStorage, Device as CandleDevice, InplaceOp1, Layout, Storage, Tensor,
+};
 
 use super::cuts::Accumulate;
 use super::parameters::Parameters;
-use super::{Candle, CandleModel, CpuStorage, Device as CandleDevice, built};
+use super::{Candle, CandleModel, built};
 use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel};
 use crate::metrics::{Loss, Metrics, UserError};
 

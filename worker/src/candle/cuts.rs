@@ -8,9 +8,9 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
 use candle_core::Var;
 use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, Storage, Tensor};
 
 use super::parameters::Parameters;
 use crate::buckets::Gradients;
@@ -160,7 +160,7 @@ fn add(gradient: &Tensor, sum: &mut [f32]) -> candle_core::Result<()> {
     let gradient = gradient.contiguous()?;
     let (storage, layout) = gradient.storage_and_layout();
     match (&*storage, layout.contiguous_offsets()) {
-        (candle_core::Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) => {
+        (Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) => {
             for (sum, &value) in sum.iter_mut().zip(&values[start..end]) {
                 *sum += value;
             }
