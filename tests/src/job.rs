@@ -90,7 +90,13 @@ impl Command {
             .stderr(Stdio::piped())
             .spawn()
             .expect("the command under test starts");
-        Running { child: Some(child), starter, job_dir: self.job_dir, folder: None }
+        Running {
+            child: Some(child),
+            starter,
+            job_dir: self.job_dir,
+            folder: None,
+            highest_step: 0,
+        }
     }
 
     /// Starts the job and waits for its end.
@@ -109,6 +115,8 @@ pub struct Running {
     job_dir: PathBuf,
     /// Temporary folder that is removed after the job.
     folder: Option<TempDir>,
+    /// The highest step that [`Running::makes_progress`] has seen.
+    highest_step: u64,
 }
 
 /// The result of a job that has ended.
@@ -269,6 +277,15 @@ impl Running {
     pub fn wait_for_next_step(&mut self) {
         let step = self.status().step;
         self.wait_for("the next step", |status| status.step > step);
+    }
+
+    /// Whether the job has made a step since the last call that it had not made before. A job that
+    /// is killed again and again without progress fails, and a slow machine makes none for a while.
+    pub fn makes_progress(&mut self) -> bool {
+        let step = self.try_status().map_or(0, |status| status.step);
+        let is_new = step > self.highest_step;
+        self.highest_step = self.highest_step.max(step);
+        is_new
     }
 
     /// Process ids of the job's workers, by worker; none while no master answers.

@@ -107,6 +107,12 @@ impl JobFixture {
         Self { parameters: 1 << 20, global_batch_size: 300, ..self }
     }
 
+    /// A job that lasts until [`Running::hurry`], also on a slow machine.
+    #[must_use]
+    pub fn lasting(self) -> Self {
+        Self { micros_per_record: 4 * self.micros_per_record, ..self }
+    }
+
     /// A path in the fixture's folder.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {

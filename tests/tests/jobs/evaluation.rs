@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use elasticdl_proto::{BestEvaluation, Summary};
-use elasticdl_tests::{Command, JobFixture, each_once, exported_counts, send};
+use elasticdl_tests::{Command, JobFixture, KILLS_MAX, each_once, exported_counts, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
@@ -44,16 +44,18 @@ fn each_record_is_evaluated_once_whichever_worker_is_killed() {
         let mut job = command.option("checkpoint-every", "15").start();
         job.wait_for_first_steps();
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        for fault in 0.. {
+        let mut faults = 0;
+        while job.is_running() {
             std::thread::sleep(Duration::from_millis(rng.random_range(100..800)));
-            if !job.is_running() {
-                break;
+            if faults == KILLS_MAX || !job.makes_progress() {
+                continue;
             }
-            if fault == 3 {
+            if faults == 3 {
                 job.signal_workers(Signal::KILL)
             } else {
                 job.any_worker(&mut rng).into_iter().for_each(|(_, pid)| send(pid, Signal::KILL))
             }
+            faults += 1;
         }
         let ended = job.wait();
         ended.assert_exact(&format!("seed {seed}"));

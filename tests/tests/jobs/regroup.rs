@@ -16,7 +16,7 @@ fn a_second_loss_while_the_group_repairs_the_first_one_costs_no_record() {
     let mut overlaps = 0;
     for seed in 0..5 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let fixture = JobFixture::new(PROGRAMS, 5);
+        let fixture = JobFixture::new(PROGRAMS, 5).lasting();
         let mut job = if seed % 2 == 0 { fixture.large() } else { fixture }.start(seed);
         let mut delays = Vec::new();
         for _ in 0..2 {
@@ -32,6 +32,7 @@ fn a_second_loss_while_the_group_repairs_the_first_one_costs_no_record() {
             let gone = [members[first].0, members[second].0];
             job.wait_for_members_without(5, &gone);
         }
+        job.hurry();
         let ended = job.wait();
         ended.assert_exact(&format!("seed {seed}, second kills after {delays:?}"));
         overlaps += overlapping_losses(ended.memberships());
@@ -137,13 +138,14 @@ fn fetching(status: &Status) -> Option<WorkerId> {
 
 #[test]
 fn survivors_of_two_kills_at_once_continue_from_their_state() {
-    let mut job = JobFixture::new(PROGRAMS, 4).start(1);
+    let mut job = JobFixture::new(PROGRAMS, 4).lasting().start(1);
     let mut victims = job.members();
     victims.truncate(2);
     victims.iter().for_each(|(_, pid)| send(*pid, Signal::KILL));
     job.wait_for("replacements", |status| {
         status.members().filter(|member| member.worker.0 > 4).count() == 2
     });
+    job.hurry();
     let ended = job.wait();
     ended.assert_exact("two kills");
     let mut lost = ended.lost();
@@ -157,7 +159,7 @@ fn survivors_of_two_kills_at_once_continue_from_their_state() {
 #[test]
 fn the_last_member_of_a_group_continues_alone_and_others_join_it() {
     for survivor in [0, 2, 3] {
-        let mut job = JobFixture::new(PROGRAMS, 4).start(survivor);
+        let mut job = JobFixture::new(PROGRAMS, 4).lasting().start(survivor);
         let members = job.members();
         let (kept, _) = members[survivor as usize];
         for (_, pid) in members.iter().filter(|(id, _)| *id != kept) {
@@ -167,6 +169,7 @@ fn the_last_member_of_a_group_continues_alone_and_others_join_it() {
             status.members().count() == 4
                 && status.members().all(|m| m.worker == kept || m.worker.0 > 4)
         });
+        job.hurry();
         let ended = job.wait();
         ended.assert_exact(&format!("all but worker {kept} killed"));
         assert_steps_never_decrease(ended.memberships());
@@ -183,7 +186,7 @@ fn assert_steps_never_decrease(memberships: &[MembershipChange]) {
 fn records_of_workers_that_join_during_kills_are_counted_exactly_once() {
     for seed in 0..3 {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut job = JobFixture::new(PROGRAMS, 2).large().start(seed);
+        let mut job = JobFixture::new(PROGRAMS, 2).large().lasting().start(seed);
         for size in 3..=5 {
             job.scale(size);
             std::thread::sleep(Duration::from_millis(rng.random_range(0..60)));
@@ -192,6 +195,7 @@ fn records_of_workers_that_join_during_kills_are_counted_exactly_once() {
             }
             job.wait_for_members(size as usize);
         }
+        job.hurry();
         job.wait().assert_exact(&format!("seed {seed}, joins under fire"));
     }
 }

@@ -24,8 +24,9 @@ pub(crate) struct WorkerOptions {
     /// Number of worker failures, without progress between them, after which the job fails.
     ///
     /// A worker that crashes, hangs or exits with an error is replaced and counts as a failure. A
-    /// worker that is killed from outside is replaced and does not count; the job fails after 20
-    /// kills, or this number if it is larger, without progress between them.
+    /// worker that is killed from outside is replaced and does not count, but the pauses before
+    /// replacements grow to 30 s while the job makes no progress, and it fails after 20 of them, or
+    /// this number if it is larger: after at least six minutes.
     #[arg(long, value_name = "N", default_value = "3")]
     pub(crate) max_worker_restarts: u32,
 

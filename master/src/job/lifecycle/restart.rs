@@ -7,9 +7,10 @@
 //! end a job that makes progress; failures without progress do. Records on which the user's code
 //! fails repeatedly end the job even if it makes progress.
 //!
-//! *Kills* without progress are counted apart, with a larger budget: a program that the kernel ends
-//! for lack of memory would be restarted for ever. Workers that are killed together count as one
-//! kill.
+//! *Kills* without progress are counted apart, with a larger budget and a longer back-off: a program
+//! that the kernel ends for lack of memory would be restarted for ever. A kill counts once per
+//! back-off, and only of a launch that was started after it, so the count measures how long the job
+//! has been without progress: some minutes of kills, however many, end no job.
 //!
 //! Each replacement waits longer than the previous one (exponential back-off), until no worker has
 //! failed for some time.
@@ -36,6 +37,8 @@ pub(crate) struct Restarts {
     last: Option<Time>,
     /// The newest launch at the last counted kill.
     newest_at_kill: LaunchId,
+    /// When the replacement for the last counted kill may start.
+    replaced_at: Time,
 }
 
 /// The part that outlives a master.
@@ -63,7 +66,8 @@ pub(crate) enum TooMany {
 }
 
 impl Restarts {
-    pub(crate) fn new(max: u32, budget: Budget) -> Self {
+    /// Failures of a job of which this master knows `budget` at `now`.
+    pub(crate) fn new(now: Time, max: u32, budget: Budget) -> Self {
         Self {
             max,
             budget,
@@ -72,6 +76,7 @@ impl Restarts {
             in_a_row: 0,
             last: None,
             newest_at_kill: LaunchId(0),
+            replaced_at: now + delay(budget.kills_since_progress, KILL_DELAY_MAX),
         }
     }
 
@@ -113,15 +118,17 @@ impl Restarts {
     ) -> Result<Time, TooMany> {
         self.budget.note_progress(progress);
         let kills = &mut self.budget.kills_since_progress;
-        // A launch that ran when the last kill was counted may have been killed together with that.
-        if launch > self.newest_at_kill {
-            self.newest_at_kill = newest;
+        // Other kills belong to the same trouble: launches that ran beside the killed one, and those
+        // that were started before its replacement.
+        if *kills == 0 || (launch > self.newest_at_kill && now >= self.replaced_at) {
             *kills = kills.saturating_add(1);
+            self.newest_at_kill = newest;
+            self.replaced_at = now + delay(*kills, KILL_DELAY_MAX);
         }
         if *kills > self.max.max(KILLS_MAX) {
             return Err(TooMany::Kills(*kills));
         }
-        let start = now + delay(*kills);
+        let start = self.replaced_at.max(now);
         self.wait_until(now, start);
         Ok(start)
     }
@@ -137,7 +144,7 @@ impl Restarts {
         let is_in_a_row = self.last.is_some_and(|last| now.0.saturating_sub(last.0) < CALM);
         self.in_a_row = if is_in_a_row { self.in_a_row.saturating_add(1) } else { 1 };
         self.last = Some(now);
-        let start = now + delay(self.in_a_row);
+        let start = now + delay(self.in_a_row, DELAY_MAX);
         self.wait_until(now, start);
         start
     }
@@ -226,10 +233,10 @@ pub(crate) fn describe(exit: &Exit) -> String {
 }
 
 /// Delay of the replacement for the `counted`th consecutive failure (from 1).
-fn delay(counted: u32) -> Duration {
+fn delay(counted: u32, longest: Duration) -> Duration {
     match counted {
         0 | 1 => Duration::ZERO,
-        n => DELAY_FIRST.saturating_mul(1 << (n - 2).min(16)).min(DELAY_MAX),
+        n => DELAY_FIRST.saturating_mul(1 << (n - 2).min(16)).min(longest),
     }
 }
 
@@ -240,13 +247,15 @@ const EXIT_TERMINATED: i32 = 143;
 
 /// A failure this long after the previous one starts a new sequence.
 const CALM: Duration = Duration::from_secs(300);
-/// Kills without progress after which the job fails, unless more failures are allowed.
+/// Counted kills without progress after which the job fails, unless more failures are allowed. With
+/// their back-off they take at least six minutes.
 const KILLS_MAX: u32 = 20;
 /// Failures whose records are compared.
 const FAILURES_KEPT: usize = 64;
 
 const DELAY_FIRST: Duration = Duration::from_millis(250);
 const DELAY_MAX: Duration = Duration::from_secs(5);
+const KILL_DELAY_MAX: Duration = Duration::from_secs(30);
 
 const SIGHUP: i32 = 1;
 const SIGINT: i32 = 2;
@@ -304,7 +313,7 @@ mod tests {
 
     #[test]
     fn replacements_wait_twice_as_long_each_time_and_never_over_5_s() {
-        let mut restarts = Restarts::new(40, Budget::default());
+        let mut restarts = Restarts::new(at(0), 40, Budget::default());
         let now = at(100);
         let mut delays = Vec::new();
         for _ in 0..40 {
@@ -318,28 +327,56 @@ mod tests {
         assert_eq!(restarts.count(now, 0, &[]), Err(TooMany::Failures(41)));
     }
 
+    /// Kills launches one after the other, each some milliseconds after it was started, until the
+    /// job fails or `until`. Returns the time, in seconds, and the pauses before the launches.
+    fn kill_each_launch(run_ms: u64, until: Time) -> (u64, Vec<u128>, Result<(), TooMany>) {
+        let mut restarts = Restarts::new(at(0), 3, Budget::default());
+        let (mut now, mut pauses) = (Time::default(), Vec::new());
+        for launch in (1..).map(LaunchId) {
+            now = now + Duration::from_millis(run_ms);
+            match restarts.count_kill(now, 0, launch, launch) {
+                Err(error) => return (now.0.as_secs(), pauses, Err(error)),
+                Ok(start) => pauses.push(start.since(now).as_millis()),
+            }
+            now = now + Duration::from_millis(*pauses.last().unwrap() as u64);
+            if now >= until {
+                break;
+            }
+        }
+        (now.0.as_secs(), pauses, Ok(()))
+    }
+
     #[test]
     fn kills_without_progress_wait_longer_each_time_and_end_the_job() {
-        let mut restarts = Restarts::new(3, Budget::default());
-        let mut kill = |progress, launch| {
-            let newest = LaunchId(launch + 1);
-            let start = restarts.count_kill(at(0), progress, LaunchId(launch), newest);
-            start.map(|start| start.0.as_millis())
+        let (ended, pauses, failed) = kill_each_launch(300, at(3600));
+        assert_eq!((ended, failed), (398, Err(TooMany::Kills(21))));
+        assert_eq!(pauses[..9], [0, 250, 500, 1000, 2000, 4000, 8000, 16000, 30000]);
+        assert!(pauses[9..].iter().all(|&ms| ms == 30000));
+    }
+
+    #[test]
+    fn kills_of_a_storm_count_once_per_back_off() {
+        let mut restarts = Restarts::new(at(0), 3, Budget::default());
+        let mut launch = 0;
+        let mut kill = |ms, progress| {
+            launch += 1;
+            let now = Time(Duration::from_millis(ms));
+            // Two more launches run beside it.
+            restarts.count_kill(now, progress, LaunchId(launch), LaunchId(launch + 2)).unwrap();
+            restarts.budget().kills_since_progress
         };
-        // Two workers are killed together; then their replacements, the last of them too early.
-        assert_eq!([kill(0, 1), kill(0, 2)], [Ok(0), Ok(0)]);
-        assert_eq!([kill(0, 3), kill(0, 5), kill(0, 7)], [Ok(250), Ok(500), Ok(1000)]);
+        // Two workers are killed together, and one that was started before.
+        assert_eq!([kill(0, 0), kill(0, 0), kill(9000, 0)], [1, 1, 1]);
+        // Ten kills per second for a minute.
+        let counts: Vec<u32> = (90..690).map(|i| kill(100 * i, 0)).collect();
+        assert_eq!((counts[0], counts[599]), (2, 9));
         // Progress refills the budget.
-        assert_eq!([kill(9, 9), kill(9, 11)], [Ok(0), Ok(250)]);
-        for launch in (13..49).step_by(2) {
-            assert!(kill(9, launch).is_ok(), "{launch}");
-        }
-        assert_eq!(kill(9, 49), Err(TooMany::Kills(21)));
+        assert_eq!(kill(69_000, 1), 1);
     }
 
     #[test]
     fn a_failure_after_a_calm_time_is_replaced_at_once() {
-        let mut restarts = Restarts::new(9, Budget::default());
+        let mut restarts = Restarts::new(at(0), 9, Budget::default());
         assert_eq!(restarts.count(at(0), 0, &[]), Ok(at(0)));
         assert!(restarts.count(at(299), 0, &[]).unwrap() > at(299));
         assert_eq!(restarts.count(at(599), 0, &[]), Ok(at(599)));
@@ -347,13 +384,13 @@ mod tests {
 
     #[test]
     fn progress_refills_the_budget_and_steps_that_are_made_again_do_not() {
-        let mut restarts = Restarts::new(2, Budget::default());
+        let mut restarts = Restarts::new(at(0), 2, Budget::default());
         for step in 1..=100 {
             assert!(restarts.count(at(step), step, &[]).is_ok(), "{step}");
         }
         // The state was lost: steps up to 100 have been made before.
         assert!(restarts.count(at(200), 5, &[]).is_ok());
-        let mut next = Restarts::new(2, restarts.budget());
+        let mut next = Restarts::new(at(201), 2, restarts.budget());
         assert_eq!(next.count(at(201), 100, &[]), Err(TooMany::Failures(3)));
         assert_eq!(
             next.budget(),
@@ -364,7 +401,7 @@ mod tests {
     #[test]
     fn a_record_on_which_every_worker_fails_ends_the_job_though_it_makes_progress() {
         let records = |start, end| RecordRange { epoch: 0, start, end };
-        let mut restarts = Restarts::new(2, Budget::default());
+        let mut restarts = Restarts::new(at(0), 2, Budget::default());
         assert!(restarts.count(at(0), 1, &[records(0, 10)]).is_ok());
         assert!(restarts.count(at(1), 2, &[records(10, 20)]).is_ok());
         assert!(restarts.count(at(2), 3, &[records(30, 40), records(8, 9)]).is_ok());

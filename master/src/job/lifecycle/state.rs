@@ -81,7 +81,7 @@ impl Lifecycle {
             phase: Phase::Running,
             wanted: spec.num_workers,
             initial_launches_left: spec.num_workers,
-            restarts: Restarts::new(spec.max_worker_restarts, Budget::default()),
+            restarts: Restarts::new(Time::default(), spec.max_worker_restarts, Budget::default()),
             fatal_reports: FatalReports::default(),
             avoided: None,
             longest_evaluation: Duration::ZERO,

@@ -64,7 +64,7 @@ impl Job {
             kills_since_progress: record.kills_since_progress,
             progress: record.progress_at_failure,
         };
-        job.lifecycle.restarts = Restarts::new(job.spec.max_worker_restarts, budget);
+        job.lifecycle.restarts = Restarts::new(now, job.spec.max_worker_restarts, budget);
         job.lifecycle.is_suspended = record.suspended;
         job.lifecycle.stop_reason = record.stop_reason;
         job.reporting = JobHistory::restore(record.history);

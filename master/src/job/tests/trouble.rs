@@ -113,12 +113,12 @@ fn kills_without_progress_end_the_job_and_say_that_memory_ran_out() {
     let mut job = started(spec(), &[20]);
     let mut ms = 0;
     let mut kill = |job: &mut Job, launch: u64| {
-        ms += 6000;
+        ms += 31_000;
         let explanation = "killed by the system, as memory ran out".to_owned();
         let launch = LaunchId(launch);
         job.handle(at(ms), Event::LaunchExplained { launch, explanation });
         job.handle(at(ms), Event::ProcessEnded { launch, exit: Exit::Signal(9) });
-        job.handle_timeout(at(ms + 5000));
+        job.handle_timeout(at(ms + 30_000));
     };
     (3..23).for_each(|launch| kill(&mut job, launch));
     assert_eq!((error(&job), job.lifecycle.failures()), (None, 0));
@@ -126,7 +126,10 @@ fn kills_without_progress_end_the_job_and_say_that_memory_ran_out() {
     assert_eq!(job.to_persisted().kills_since_progress, 20);
     kill(&mut job, 23);
     let error = error(&job).unwrap();
-    assert!(error.contains("kill 21 of workers") && error.contains("memory ran out"), "{error}");
+    assert!(
+        error.contains("workers were killed 21 times") && error.contains("memory ran out"),
+        "{error}"
+    );
 }
 
 #[test]
