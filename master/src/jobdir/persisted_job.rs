@@ -190,7 +190,7 @@ impl JobDir {
             read_notes(&root).map_err(|error| unreadable(PROCESSES, error.to_string()))?;
         if is_stale(&root.join(SPARE)) {
             let newest = processes.keys().next_back().copied().unwrap_or(LaunchId(0));
-            record.skip_used_ids(newest);
+            record.note_outdated(newest);
         }
         let token =
             fs::read_to_string(root.join(TOKEN)).map_err(|e| unreadable(TOKEN, e.to_string()))?;

@@ -159,7 +159,7 @@ impl World {
         } else if is_outdated {
             // Started processes are noted in a file of their own.
             let noted = self.processes.iter().map(|process| process.launch).max();
-            record.skip_used_ids(noted.unwrap_or(LaunchId(0)));
+            record.note_outdated(noted.unwrap_or(LaunchId(0)));
         }
         let launches: Vec<LaunchId> = record.launches().collect();
         self.note_resumed(is_outdated, &launches);

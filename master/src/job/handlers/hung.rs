@@ -13,6 +13,10 @@
 //! A group in which no member waits and nothing is committed hangs as well. Its last member goes
 //! first, so that the others, if they hold the state, can show that they live.
 //!
+//! A master that takes the job over knows from heartbeats alone what the members do, until they
+//! have reported their steps, which a hung member never does. If all others wait, it is evicted as
+//! at any other time. If nobody waits, the only member may export its last state: it gets longer.
+//!
 //! **Invariant:** a group that evaluates, starts from a checkpoint, waits for storage, or writes
 //! its final state is not judged by the length of its steps.
 
@@ -64,7 +68,6 @@ impl Job {
     fn hung_members(&self, now: Time) -> Vec<WorkerId> {
         let is_judged = self.lifecycle.is_running()
             && self.spec.work.trains()
-            && !self.lifecycle.is_taking_over()
             && !self.workers.has_disconnected_members()
             && !(self.group.is_broken() || self.group.awaits_explanation())
             && self.group.finishing_since().is_none()
@@ -91,7 +94,7 @@ impl Job {
         }
         if others_wait {
             computing
-        } else if now.since(self.group.progressed()) > limit {
+        } else if now.since(self.group.progressed()) > self.limit_without_waits(limit) {
             computing.pop().into_iter().collect()
         } else {
             Vec::new()
@@ -104,7 +107,8 @@ impl Job {
         let learned =
             if longest.is_zero() { LIMIT_UNKNOWN } else { (longest * USUAL_TIMES).max(LIMIT_MIN) };
         let limit = self.spec.step_timeout.unwrap_or(learned);
-        let creates_state = !self.group.is_formed() && !self.group.carries_state();
+        let holds_state = self.workers.members().any(|(_, w)| w.holds_state());
+        let creates_state = !(holds_state || self.group.is_formed() || self.group.carries_state());
         if creates_state || self.is_evaluating() {
             limit.max(LIMIT_UNKNOWN).max(self.lifecycle.longest_evaluation * USUAL_TIMES)
         } else {
@@ -112,11 +116,21 @@ impl Job {
         }
     }
 
-    /// Whether an evaluation is due at this step.
+    /// How long nothing may be committed although no member waits.
+    fn limit_without_waits(&self, limit: Duration) -> Duration {
+        match self.lifecycle.is_taking_over() {
+            true => limit.max(LIMIT_UNKNOWN.min(limit.saturating_mul(USUAL_TIMES))),
+            false => limit,
+        }
+    }
+
+    /// Whether an evaluation is due at this step, or may be: during a take-over the group may be
+    /// further than this master knows.
     fn is_evaluating(&self) -> bool {
-        let Some(every) = self.spec.validation.as_ref().and_then(|v| v.every) else { return false };
+        let Some(validation) = &self.spec.validation else { return false };
         let (step, last) = (self.data.step(), self.reporting.last_evaluated());
-        every > 0 && step / every > last / every
+        let is_due = |every| every > 0 && step / every > last / every;
+        self.lifecycle.is_taking_over() || validation.every.is_some_and(is_due)
     }
 
     /// Whether the group has made its last step: it evaluates, exports and writes a checkpoint.

@@ -235,13 +235,19 @@ impl PersistedJob {
         }
         let strays = strays.into_iter().map(|(&launch, _)| launch);
         let strays = strays.filter(|launch| pods.contains_key(launch)).collect();
-        self.skip_used_ids(LaunchId(0));
+        self.raise_ids(LaunchId(0));
         strays
     }
 
-    /// Prepares a take-over from a version that is older than the job: no id is used again that the
-    /// previous master may have used since, or that a launch up to `noted` has.
-    pub fn skip_used_ids(&mut self, noted: LaunchId) {
+    /// Prepares a take-over, on this machine, from a version that is older than the job: a launch may
+    /// have joined since, and no id is used again that the previous master may have used since, or
+    /// that a launch up to `noted` has.
+    pub fn note_outdated(&mut self, noted: LaunchId) {
+        self.launches.iter_mut().for_each(|l| l.found = true);
+        self.raise_ids(noted);
+    }
+
+    fn raise_ids(&mut self, noted: LaunchId) {
         self.launches_made = self.launches_made.max(self.launches_reserved).max(noted.0);
         self.generation = self.generation.max(self.generations_reserved);
     }

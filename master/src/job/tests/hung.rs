@@ -5,7 +5,8 @@ use std::time::Duration;
 use elasticdl_proto::{Evaluated, WorkerId};
 
 use super::super::*;
-use super::directed::{actions, at, committed, started};
+use super::directed::{actions, at, committed, formed, started};
+use super::takeover::{reconnect, returned};
 use crate::job::testing::spec;
 
 fn job(workers: u32, step_timeout: Option<u64>) -> Job {
@@ -16,6 +17,18 @@ fn job(workers: u32, step_timeout: Option<u64>) -> Job {
         ..spec()
     };
     started(spec, &[40])
+}
+
+fn validation(every: Option<u64>) -> ValidationSpec {
+    ValidationSpec {
+        data: "v".into(),
+        every,
+        metric: "loss".into(),
+        highest: false,
+        patience: None,
+        split: None,
+        export_best: None,
+    }
 }
 
 fn deliver(job: &mut Job, ms: u64, worker: u64, message: WorkerMessage) {
@@ -115,15 +128,7 @@ fn the_default_is_learned_from_the_job_and_not_below_ten_minutes() {
 
 #[test]
 fn an_evaluation_is_not_a_step() {
-    let validation = ValidationSpec {
-        data: "v".into(),
-        every: Some(1),
-        metric: "loss".into(),
-        highest: false,
-        patience: None,
-        split: None,
-        export_best: None,
-    };
+    let validation = validation(Some(1));
     let spec = JobSpec {
         num_workers: 1,
         worker_timeout: Some(Duration::from_secs(1)),
@@ -149,4 +154,50 @@ fn a_worker_that_waits_for_storage_does_not_hang() {
     deliver(&mut job, 0, 1, wait);
     pass(&mut job, (0, 100), &[1], &[]);
     assert_eq!(asked_and_killed(&mut job).0, [0; 0]);
+}
+
+/// The job of a master that takes over at second 1, once its members have returned.
+fn taken_over(job: &Job, members: &[u64]) -> Job {
+    let mut next = Job::restore(job.to_persisted(), at(1000)).unwrap();
+    members.iter().for_each(|&i| reconnect(&mut next, 1000, i, 1));
+    next
+}
+
+#[test]
+fn a_member_that_hangs_during_a_take_over_is_evicted_by_the_next_master() {
+    let mut job = taken_over(&job(3, Some(30)), &[1, 2, 3]);
+    // Those that wait in a step can't report it.
+    pass(&mut job, (1, 31), &[1, 2, 3], &[(2, 1), (3, 1)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    pass(&mut job, (31, 34), &[1, 2, 3], &[(2, 1), (3, 1)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![1], vec![1]));
+    [2, 3].into_iter().for_each(|i| deliver(&mut job, 34_000, i, returned(7)));
+    let next = job.group.generation().0;
+    deliver(&mut job, 34_000, 2, formed(next, 7, &[(0, 28)]));
+    assert_eq!((&*job.status(at(34_000)).state, job.step()), ("running", 7));
+}
+
+#[test]
+fn an_only_member_that_does_not_report_to_the_next_master_gets_longer() {
+    let mut job = taken_over(&job(1, Some(30)), &[1]);
+    pass(&mut job, (1, 600), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    pass(&mut job, (600, 605), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![1], vec![1]));
+}
+
+#[test]
+fn the_next_master_does_not_take_an_evaluation_or_a_beginning_for_a_step() {
+    let waiting = [(1, 1), (3, 1)];
+    let mut evaluates = job(3, Some(30));
+    evaluates.spec.validation = Some(validation(None));
+    let mut begins = job(3, Some(30)).to_persisted();
+    begins.formed = false;
+    begins.launches.iter_mut().for_each(|l| l.holds_state = false);
+    let begins = Job::restore(begins, at(0)).unwrap();
+    for former in [evaluates, begins] {
+        let mut job = taken_over(&former, &[1, 2, 3]);
+        pass(&mut job, (1, 600), &[1, 2, 3], &waiting);
+        assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    }
 }

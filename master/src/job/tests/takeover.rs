@@ -304,6 +304,19 @@ fn a_membership_reported_after_this_masters_own_is_refused_and_its_generation_is
 }
 
 #[test]
+fn a_worker_that_has_joined_since_the_outdated_record_of_a_local_master_stays() {
+    let mut record = started(spec_of(2), &[20]).to_persisted();
+    (record.launches[1].worker, record.launches[1].joined) = (None, None);
+    record.membership = Some(membership(1, &[1], true));
+    record.note_outdated(LaunchId(2));
+    let mut job = Job::restore(record, at(1000)).unwrap();
+    let second = membership(2, &[1, 2], false);
+    reconnect_with(&mut job, 1010, 2, Some(second.clone()));
+    reconnect_with(&mut job, 1010, 1, Some(second));
+    assert_eq!(actions(&mut job), [admit(2), admit(1)]);
+}
+
+#[test]
 fn a_launch_missing_in_the_persisted_job_is_adopted_or_removed() {
     let old = started(spec_of(2), &[20]);
     let mut record = old.to_persisted();
