@@ -38,7 +38,14 @@ fn every_record_is_counted_once_under_every_fault_plan() {
             && coverage.resumed_outdated > 2,
         "{coverage:#?}"
     );
-    assert!(coverage.hung > 20 && coverage.bad_starts > 40, "{coverage:#?}");
+    assert!(coverage.hung > 200 && coverage.bad_starts > 40, "{coverage:#?}");
+    assert!(
+        coverage.diverged > 60
+            && coverage.void < coverage.flipped / 10
+            && coverage.other_builds > 10
+            && coverage.storms > 50,
+        "{coverage:#?}"
+    );
     assert!(coverage.pods_failed > 500 && coverage.suspensions > 500, "{coverage:#?}");
     assert!(
         coverage.fenced > 1000 && coverage.stopped > 20 && coverage.masters_crashed > 500,

@@ -84,7 +84,8 @@ impl World {
                 let parameters: Vec<u8> = parts.into_values().flatten().collect();
                 let counted = parameters.iter().map(|&n| u64::from(n)).sum::<u64>();
                 trace!(self, "{}: the checkpoint of step {} is complete", self.name(p), key.0);
-                let is_committed = self.oracle.has_committed(key.1, key.0, digest(&parameters));
+                let is_committed =
+                    self.oracle.has_committed(key.1, key.0, digest(parameters.iter()));
                 if !whole || !is_committed || counted != record.records_trained {
                     self.violate(format!(
                         "the checkpoint {key:?} holds no committed state: {parameters:?}"

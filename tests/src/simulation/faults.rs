@@ -7,7 +7,7 @@
 
 use std::mem;
 
-use elasticdl_master::job::{Event as JobEvent, Exit};
+use elasticdl_master::job::{Event as JobEvent, Exit, PersistedJob};
 
 use super::clock::Micros;
 use super::state::event::Event;
@@ -15,7 +15,6 @@ use super::state::faults::{CONTROL_PLANE_FAULTS, Fault, FaultKind, Moment, Targe
 use super::state::fetch::FETCH_PAUSE_US;
 use super::state::network::{Host, MASTER};
 use super::state::operation::Collective;
-use super::state::process::Control;
 use super::state::ring::Ring;
 use super::state::trainer::{Busy, Doing};
 use super::trace::trace;
@@ -60,6 +59,7 @@ impl World {
                 Moment::Fetching => self.is_joining(p),
                 Moment::Finishing => self.oracle.has_finished(p),
                 Moment::HalfCommitted => self.is_ahead(p),
+                Moment::Replicated => self.computes(p) && self.may_flip(p),
                 Moment::Repairing => operates(&|what| {
                     !matches!(
                         what,
@@ -172,6 +172,7 @@ impl World {
                     self.master.dies_after = Some(self.rng.below(24));
                 }
             }
+            FaultKind::Flip => self.flip(p),
             FaultKind::Hang => self.hang(p),
             FaultKind::LoseAllStreams => {
                 (0..self.processes.len()).for_each(|q| self.lose_one_of(q, true))
@@ -212,6 +213,15 @@ impl World {
                 self.checkpoint_store.is_unavailable = true;
                 self.heal_later(Undo::StoreAvailable);
             }
+            FaultKind::Storm if self.oracle.coverage.storms > 0 => {}
+            FaultKind::Storm => {
+                self.oracle.coverage.storms += 1;
+                self.fault_plan.storms = true;
+                (0..self.processes.len()).for_each(|q| self.crash(q));
+                self.fault_plan.unhealed += 1;
+                let span = self.rng.between(STORM_US / 4, STORM_US);
+                self.clock.after(span, Event::Heal(Undo::EndStorm));
+            }
             FaultKind::Suspend => {
                 self.oracle.coverage.suspensions += 1;
                 self.command(JobEvent::Suspend);
@@ -225,30 +235,16 @@ impl World {
         }
     }
 
-    /// Ends hung processes, as a user would: a master that takes over awaits their steps for ever.
-    pub(super) fn end_hung(&mut self) {
-        for p in 0..self.processes.len() {
-            if self.processes[p].trainer.is_hung {
-                self.clock.after(HUNG_US, Event::Die { p, signal: 9 });
-            }
-        }
-    }
-
     fn computes(&self, p: usize) -> bool {
         let trainer = &self.processes[p].trainer;
         matches!(trainer.doing, Doing::Busy(Busy::Computing { .. })) && !trainer.is_hung
     }
 
-    /// The trainer thread of `p` hangs, if it computes. While the master does not know that the
-    /// group has formed, it takes a hang for a slow beginning, for up to an hour.
+    /// The trainer thread of `p` hangs, if it computes. A master that does not know that `p` holds
+    /// a state takes a hang for a slow beginning, for up to an hour.
     fn hang(&mut self, p: usize) {
-        let status = self.master.job.status(self.time());
-        let committed_in = self.processes[p].trainer.committed_in;
-        let is_known = status.step > 0
-            && status.state != "resuming"
-            && committed_in == Some(self.oracle.newest_generation())
-            && self.processes.iter().all(|q| !q.is_alive() || q.control == Control::Open);
-        if !self.computes(p) || !self.master.is_alive || !is_known {
+        let record = self.master.job.to_persisted();
+        if !self.computes(p) || !self.master.is_alive || !self.is_holder(&record, p) {
             return;
         }
         trace!(self, "{}: hangs", self.name(p));
@@ -256,6 +252,23 @@ impl World {
         self.processes[p].is_degraded = true;
         self.oracle.failures_max += 1;
         self.oracle.coverage.hung += 1;
+    }
+
+    /// Ends hung processes of which the next master does not know that they hold a state, as a user
+    /// would.
+    pub(super) fn end_hung(&mut self, record: &PersistedJob) {
+        for p in 0..self.processes.len() {
+            if self.processes[p].trainer.is_hung && !self.is_holder(record, p) {
+                self.clock.after(HUNG_US, Event::Die { p, signal: 9 });
+            }
+        }
+    }
+
+    fn is_holder(&self, record: &PersistedJob, p: usize) -> bool {
+        let record = serde_json::to_value(record).unwrap_or_default();
+        let launch = self.processes[p].launch.0;
+        let mut launches = record["launches"].as_array().into_iter().flatten();
+        launches.any(|l| l["launch"] == launch && l["holds_state"] == true)
     }
 
     pub(super) fn crash(&mut self, p: usize) {
@@ -382,6 +395,7 @@ impl World {
             Undo::Continue(p) => self.resume(p),
             Undo::ContinueMaster => self.on_master_continued(),
             Undo::EndFormerMaster => self.end_former_master(),
+            Undo::EndStorm => self.fault_plan.storms = false,
             Undo::Persist => {
                 self.master.persists = true;
                 self.master_acts();
@@ -398,8 +412,10 @@ impl World {
 /// Duration of most transfers to joiners.
 const TRANSFER_US: Micros = 4000;
 
-/// How long a hung process lives after a take-over.
+/// How long a hung process lives that the next master does not know to hold a state.
 const HUNG_US: Micros = 5_000_000;
+
+const STORM_US: Micros = 60_000_000;
 
 /// Time without an answer to its pings after which a worker closes its stream.
 const KEEP_ALIVE_US: Micros = 10_000_000;

@@ -161,6 +161,7 @@ impl World {
         session.fetch_advanced();
         if incoming.is_complete() {
             trainer.model.lineage = incoming.lineage;
+            self.oracle.is_void |= trainer.model.is_wrong();
             let is_consistent = session.install(incoming.record.clone(), None);
             session.fetched(incoming.generation);
             let (generation, step) = (incoming.generation, incoming.record.step);

@@ -165,6 +165,7 @@ impl World {
         self.note_resumed(is_outdated, &launches);
         trace!(self, "master: another one resumes the job");
         self.master.incarnation += 1;
+        self.end_hung(&record);
         match Job::restore(record, self.time()) {
             Ok(job) => self.master.job = job,
             Err(wrong) => {
@@ -188,7 +189,6 @@ impl World {
         for launch in orphans {
             self.kill(launch);
         }
-        self.end_hung();
         self.master_acts();
         self.wake_master();
     }

@@ -42,6 +42,7 @@ mod pods;
 mod process;
 mod reading;
 mod repair;
+mod replicas;
 mod ring;
 mod state;
 mod trace;

@@ -29,7 +29,23 @@ impl Model {
     }
 
     pub(super) fn digest(&self) -> u64 {
-        digest(&self.parameters)
+        digest(self.parameters.iter())
+    }
+
+    /// Digest of the part of the parameters that is compared at `step`.
+    pub(super) fn window_digest(&self, step: u64) -> u64 {
+        let first = (step % WINDOWS as u64) as usize;
+        digest(self.parameters.iter().skip(first).step_by(WINDOWS))
+    }
+
+    /// Flips a bit of a parameter.
+    pub(super) fn flip(&mut self, parameter: usize) {
+        self.parameters[parameter] ^= FLIPPED;
+    }
+
+    /// Whether a bit has flipped in these parameters.
+    pub(super) fn is_wrong(&self) -> bool {
+        self.parameters.iter().any(|&n| n >= FLIPPED)
     }
 
     /// Computes the gradient of these records: adds 1 for each of them.
@@ -61,8 +77,12 @@ pub(super) fn count(counts: &mut [u8], ranges: &[RecordRange], records: u64) {
     }
 }
 
-pub(super) fn digest(counts: &[u8]) -> u64 {
+pub(super) fn digest<'a>(counts: impl Iterator<Item = &'a u8>) -> u64 {
     counts
-        .iter()
         .fold(0xcbf2_9ce4_8422_2325, |hash, &n| (hash ^ u64::from(n)).wrapping_mul(0x100_0000_01b3))
 }
+
+/// Number of steps within which each parameter is compared.
+const WINDOWS: usize = 4;
+/// No count is as high.
+const FLIPPED: u8 = 0x40;

@@ -60,7 +60,7 @@ impl World {
             Collective::Broadcast { root, .. } => Schedule::broadcast(seat, root, extent(0), true),
             Collective::NcclId => Schedule::broadcast(seat, 0, extent(0), true),
         };
-        let digest = session.state().map_or(0, |_| trainer.model.digest());
+        let digest = session.state().map_or(0, |s| trainer.model.window_digest(s.step));
         let (note, body) = match what {
             Collective::Step | Collective::IdleRound => {
                 (Some(Note::Step(Box::new(session.header(digest)))), Vec::new())
@@ -74,6 +74,9 @@ impl World {
         };
         let mut notes = vec![None; seat.world];
         notes[seat.rank] = note.map(Rc::new);
+        if seat.world == 1 {
+            self.check_copy(p);
+        }
         let trainer = &mut self.processes[p].trainer;
         if seat.world == 1 && what == Collective::Step {
             trainer.model.reduced.copy_from_slice(&trainer.model.gradient);

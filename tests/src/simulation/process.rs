@@ -19,6 +19,10 @@ impl World {
             self.oracle.coverage.bad_starts += 1;
             return self.die(p, Exit::Code(1), false);
         }
+        if self.fault_plan.storms {
+            let delay = self.rng.between(1, 2_000_000);
+            self.clock.after(delay, Event::Die { p, signal: 9 });
+        }
         let launch = self.processes[p].launch;
         let link = self.dial_master(p);
         let process = &mut self.processes[p];

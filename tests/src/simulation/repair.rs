@@ -80,7 +80,9 @@ impl World {
                 session.tensors_broadcast(true)
             }
             Broadcast::State => {
-                if !is_root {
+                if is_root {
+                    self.oracle.is_void |= model.is_wrong();
+                } else {
                     differs = had_state && model.parameters != body;
                     model.parameters = body;
                 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use elasticdl::session::halt::Ending;
 use elasticdl::session::header::{StepHeader, SyncHeader};
 use elasticdl::session::plan::StepSize;
-use elasticdl::session::{Computed, Exit, FinalState, JobPlan, Session, Task};
+use elasticdl::session::{Computed, Exit, FinalState, GroupMismatch, JobPlan, Session, Task};
 use elasticdl_master::job::{MasterMessage, Phases, WorkerMessage};
 use elasticdl_proto::{FileList, RecordRange, WorkerId};
 
@@ -161,10 +161,10 @@ impl World {
             skips_nonfinite: false,
             allows_mixed_builds: false,
         };
+        let (on_gpu, origin) = (self.setting.gpus.is_some(), self.origin(p));
         let process = &mut self.processes[p];
         let Some(worker) = process.worker else { return };
-        let on_gpu = self.setting.gpus.is_some();
-        let mut session = Session::new(worker, plan).on_gpu(on_gpu);
+        let mut session = Session::new(worker, plan).on_gpu(on_gpu).of(origin);
         session.ready(self.setting.parameters() as u64);
         process.trainer.session = Some(session);
         trace!(self, "worker {worker}: is ready");
@@ -235,7 +235,7 @@ impl World {
         }
     }
 
-    fn queue_for_master(&mut self, p: usize, message: WorkerMessage) {
+    pub(super) fn queue_for_master(&mut self, p: usize, message: WorkerMessage) {
         self.processes[p].outbox.push_back(message);
         self.wake_control(p);
     }
@@ -290,17 +290,25 @@ impl World {
 
     fn end_trainer(&mut self, p: usize, exit: &Exit) {
         trace!(self, "{}: is done, {exit:?}", self.name(p));
+        self.check_exit(p, exit);
+        self.stop_trainer(
+            p,
+            match exit {
+                Exit::Left | Exit::Shutdown(_) => 0,
+                Exit::Outdated => 70,
+            },
+        );
+    }
+
+    /// The trainer ends, and with it its process, with this code.
+    pub(super) fn stop_trainer(&mut self, p: usize, code: i32) {
         self.leave_ring(p);
         self.drop_source(p);
         self.end_transfers(p);
         self.close_endpoint(p);
         let trainer = &mut self.processes[p].trainer;
         trainer.doing = Doing::Nothing;
-        trainer.ended = Some(match exit {
-            Exit::Left | Exit::Shutdown(_) => 0,
-            Exit::Outdated => 70,
-        });
-        self.check_exit(p, exit);
+        trainer.ended = Some(code);
         self.wake_control(p);
     }
 
@@ -317,7 +325,7 @@ impl World {
                 self.note_nccl_round(p, &headers);
                 let session = self.processes[p].trainer.session.as_mut();
                 if let Some(Err(mismatch)) = session.map(|s| s.headers_exchanged(&headers)) {
-                    return self.violate(format!("{}: {mismatch:?}", self.name(p)));
+                    return self.differs(p, &mismatch);
                 }
                 self.turn_later(p);
             }
@@ -331,7 +339,7 @@ impl World {
         self.note_nccl_round(p, &headers);
         let session = self.processes[p].trainer.session.as_mut();
         if let Some(Err(mismatch)) = session.map(|s| s.summed(headers, true)) {
-            return self.violate(format!("{}: {mismatch:?}", self.name(p)));
+            return self.differs(p, &mismatch);
         }
         self.turn_later(p);
     }
@@ -378,8 +386,13 @@ impl World {
         self.note_nccl_met(p, states.clone().map(|(_, failures)| failures));
         let headers: Vec<SyncHeader> = states.map(|(header, _)| header.clone()).collect();
         let session = self.processes[p].trainer.session.as_mut();
-        if let Some(Err(mismatch)) = session.map(|s| s.synced(&headers)) {
-            return self.violate(format!("{}: {mismatch:?}", self.name(p)));
+        match session.map(|s| s.synced(&headers)) {
+            Some(Err(GroupMismatch::Program(other))) => return self.is_other(p, other.to_string()),
+            Some(Err(GroupMismatch::State(mismatch))) => return self.differs(p, &mismatch),
+            Some(Err(mismatch)) => {
+                return self.violate(format!("{}: {mismatch:?}", self.name(p)));
+            }
+            Some(Ok(())) | None => {}
         }
         self.turn_later(p);
     }

@@ -71,7 +71,11 @@ impl World {
         generation: Generation,
         before: u64,
     ) {
+        self.check_program(p);
         let process = &self.processes[p];
+        if process.trainer.model.is_wrong() {
+            return;
+        }
         let (Some(worker), Some(state)) = (process.worker, process.trainer.state()) else { return };
         let (step, after, lineage) =
             (state.step, process.trainer.model.digest(), process.trainer.model.lineage);
@@ -140,7 +144,11 @@ impl World {
 
     /// Checks the state that `p` begins a generation with, after the repair.
     pub(in crate::simulation) fn check_repaired(&mut self, p: usize, generation: Generation) {
+        self.check_program(p);
         let process = &self.processes[p];
+        if process.trainer.model.is_wrong() {
+            return;
+        }
         let (Some(worker), Some(state)) = (process.worker, process.trainer.state()) else {
             return self.violate(format!("{} is repaired, and has no state", self.name(p)));
         };

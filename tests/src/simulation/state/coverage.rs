@@ -42,6 +42,16 @@ pub struct Coverage {
     pub masters_crashed: u64,
     /// Workers whose trainer thread hung.
     pub hung: u64,
+    /// Bits that flipped in the state of a worker.
+    pub flipped: u64,
+    /// Workers that gave up their state because replicas differed.
+    pub diverged: u64,
+    /// Runs that ended early, as a wrong state was the only one, or was copied.
+    pub void: u64,
+    /// Workers of another build that were refused by their group.
+    pub other_builds: u64,
+    /// Storms of kills.
+    pub storms: u64,
     /// Starts that failed on a bad host.
     pub bad_starts: u64,
     /// Masters of local jobs that resumed from a record which could not be kept up to date.
@@ -97,6 +107,11 @@ impl Coverage {
         self.gone_back += other.gone_back;
         self.masters_crashed += other.masters_crashed;
         self.hung += other.hung;
+        self.flipped += other.flipped;
+        self.diverged += other.diverged;
+        self.void += other.void;
+        self.other_builds += other.other_builds;
+        self.storms += other.storms;
         self.bad_starts += other.bad_starts;
         self.resumed_outdated += other.resumed_outdated;
         self.masters_replaced += other.masters_replaced;

@@ -18,6 +18,8 @@ pub(crate) struct FaultPlan {
     pub(crate) healed_since: Option<Micros>,
     /// Whether the user has stopped the job.
     pub(crate) stopped: bool,
+    /// Whether each process that is started is killed.
+    pub(crate) storms: bool,
     /// Whether a process or a link has failed unasked: other links may break from now on.
     pub(crate) links_may_break: bool,
     /// Whether all faults of the run hit the control plane only: the master, its streams, its
@@ -49,6 +51,8 @@ pub(crate) enum Moment {
     Finishing,
     /// Some members have committed a step that others have not.
     HalfCommitted,
+    /// A rank computes whose state others have as well, and no other fault is active.
+    Replicated,
     /// A result or a state is being broadcast.
     Repairing,
     /// A rank waits for the other ranks' headers in a new group.
@@ -73,6 +77,8 @@ pub(crate) enum FaultKind {
     CutMasterFromAll,
     Fail,
     FailPersisting,
+    /// A bit of a worker's parameters flips.
+    Flip,
     /// A trainer thread hangs in a step; the worker's heartbeats go on.
     Hang,
     LoseAllStreams,
@@ -86,6 +92,8 @@ pub(crate) enum FaultKind {
     Slow,
     Stop,
     StoreUnavailable,
+    /// All processes are killed, and for a while each one that is started.
+    Storm,
     /// The user suspends the job, and resumes it later.
     Suspend,
     Terminate,
@@ -114,6 +122,7 @@ pub(crate) enum Undo {
     ContinueMaster,
     /// The former master learns that another one leads.
     EndFormerMaster,
+    EndStorm,
     Persist,
     Mend(Vec<(Host, Host)>),
     RestartMaster,
@@ -160,14 +169,36 @@ impl FaultPlan {
                 fault.kind = rng.pick(&kinds).unwrap_or(fault.kind);
             }
         }
+        draw_rare(&mut faults, setting, &mut SimRng::new(spec.seed.rotate_left(52)));
         Self {
             is_control_only: is_control_only && !faults.is_empty(),
             faults,
             unhealed: 0,
             healed_since: None,
             stopped: false,
+            storms: false,
             links_may_break: false,
         }
+    }
+}
+
+/// Draws the faults of rare worlds.
+fn draw_rare(faults: &mut VecDeque<Fault>, setting: &Setting, rng: &mut SimRng) {
+    for fault in faults.iter_mut() {
+        if setting.other_build.is_some() {
+            // The other workers must be able to outvote the one of another build.
+            fault.kind = rng.pick(&CONTROL_PLANE_FAULTS).unwrap_or(fault.kind);
+        } else if setting.has_storm {
+            // No failures.
+            let kinds = [FaultKind::Crash, FaultKind::Scale, FaultKind::Storm];
+            fault.kind = rng.pick(&kinds).unwrap_or(fault.kind);
+        }
+    }
+    // A bit flips where no other fault leaves the worker alone with its state.
+    if !setting.has_storm && setting.bad_host.is_none() && rng.chance(1, 20) {
+        let kind = FaultKind::Flip;
+        let (moment, target) = (Some(Moment::Replicated), Target::AtMoment);
+        faults.push_back(Fault { after: 1, moment, wait_max: 20_000, kind, target });
     }
 }
 

@@ -48,6 +48,8 @@ pub(crate) struct Oracle {
     pub(crate) shutdown_sent: Option<(WorkerId, String)>,
     /// Ends of processes that may count as failures.
     pub(crate) failures_max: u64,
+    /// Whether no rank can tell any more which state is right.
+    pub(crate) is_void: bool,
     pub(crate) coverage: Coverage,
 }
 
@@ -99,6 +101,7 @@ impl Oracle {
             shut_down: BTreeSet::new(),
             shutdown_sent: None,
             failures_max: 0,
+            is_void: false,
             coverage: Coverage { runs: 1, ..Coverage::default() },
         }
     }

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, JobSpec};
+use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, JobSpec, LaunchId};
 
 use super::nccl::Gpus;
 use crate::job_spec;
@@ -28,6 +28,10 @@ pub(crate) struct Setting {
     pub(crate) may_restore_stale: bool,
     /// A host of the cluster's [`HOSTS`] on which each start fails.
     pub(crate) bad_host: Option<usize>,
+    /// A launch that runs another build of the program.
+    pub(crate) other_build: Option<LaunchId>,
+    /// Whether a storm of kills hits the job, which allows few failures.
+    pub(crate) has_storm: bool,
     /// `None`: workers compute on CPUs.
     pub(crate) gpus: Option<Gpus>,
     /// Number of zones that processes run in, in turn; 1: they do not know any.
@@ -81,6 +85,8 @@ impl Setting {
             kill_us: if rng.chance(1, 3) { 1_000_000 } else { 5_000 },
             may_restore_stale: rng.chance(1, 2),
             bad_host: None,
+            other_build: None,
+            has_storm: false,
             gpus: Gpus::draw(&mut SimRng::new(seed.rotate_left(32))),
             zones: 1 + SimRng::new(seed.rotate_left(8)).below(3) as usize,
         };
@@ -89,7 +95,22 @@ impl Setting {
         {
             (setting.bad_host, setting.spec.max_worker_restarts) = (Some(host), 3);
         }
+        setting.draw_rare_worlds(&mut SimRng::new(seed.rotate_left(20)));
         setting
+    }
+
+    /// Draws worlds that exclude most faults.
+    fn draw_rare_worlds(&mut self, rng: &mut SimRng) {
+        let JobSpec { num_workers, workers_per_pod, .. } = self.spec;
+        if self.bad_host.is_some() {
+            return;
+        }
+        if rng.chance(1, 40) && num_workers > 2 && workers_per_pod == 1 {
+            // The first ranks may only be those of the first launches.
+            (self.other_build, self.zones) = (Some(LaunchId(rng.between(3, 5))), 1);
+        } else if rng.chance(1, 40) {
+            (self.has_storm, self.spec.max_worker_restarts) = (true, 3);
+        }
     }
 
     /// Number of records of one epoch.
