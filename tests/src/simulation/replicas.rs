@@ -6,8 +6,8 @@
 //! **Oracle:** no checkpoint is complete with that bit, and no job ends with it. Where most ranks
 //! agree, only a rank with that bit gives up its state. A worker of another build commits no step.
 //!
-//! What no rank can tell is not judged: a wrong state that is the only one, or that is copied before
-//! it is compared.
+//! What no rank can tell is not judged: a wrong state that is the only one, or that is copied
+//! before it is compared.
 
 use elasticdl::session::origin::{Origin, Program};
 use elasticdl::session::replicas::StateMismatch;
@@ -46,7 +46,7 @@ impl World {
         self.oracle.coverage.flipped += 1;
     }
 
-    /// The only member of a group has nobody to compare its state with.
+    /// The only member of a group has no other state to compare its own with.
     pub(super) fn check_copy(&mut self, p: usize) {
         if self.oracle.coverage.flipped > 0 {
             self.oracle.is_void |= self.processes[p].trainer.model.is_wrong();

@@ -15,7 +15,7 @@
 //!
 //! A master that takes the job over knows from heartbeats alone what the members do, until they
 //! have reported their steps, which a hung member never does. If all others wait, it is evicted as
-//! at any other time. If nobody waits, the only member may export its last state: it gets longer.
+//! at any other time. If no member waits, the only one may export its last state: it gets longer.
 //!
 //! **Invariant:** a group that evaluates, starts from a checkpoint, waits for storage, or writes
 //! its final state is not judged by the length of its steps.

@@ -140,8 +140,9 @@ impl Job {
             Err(_) => {
                 let kills = self.lifecycle.restarts.budget().kills_since_progress;
                 format!(
-                    "{what}; workers were killed {kills} times, after ever longer pauses, since the job \
-                     made progress: something on the machine ends them, or they run out of memory"
+                    "{what}; workers were killed {kills} times, after ever longer pauses, since \
+                     the job made progress: something on the machine ends them, or they run out \
+                     of memory"
                 )
             }
         };

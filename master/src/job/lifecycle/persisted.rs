@@ -239,9 +239,9 @@ impl PersistedJob {
         strays
     }
 
-    /// Prepares a take-over, on this machine, from a version that is older than the job: a launch may
-    /// have joined since, and no id is used again that the previous master may have used since, or
-    /// that a launch up to `noted` has.
+    /// Prepares a take-over, on this machine, from a version that is older than the job: a launch
+    /// may have joined since, and no id is used again that the previous master may have used since,
+    /// or that a launch up to `noted` has.
     pub fn note_outdated(&mut self, noted: LaunchId) {
         self.launches.iter_mut().for_each(|l| l.found = true);
         self.raise_ids(noted);

@@ -7,10 +7,10 @@
 //! end a job that makes progress; failures without progress do. Records on which the user's code
 //! fails repeatedly end the job even if it makes progress.
 //!
-//! *Kills* without progress are counted apart, with a larger budget and a longer back-off: a program
-//! that the kernel ends for lack of memory would be restarted for ever. A kill counts once per
-//! back-off, and only of a launch that was started after it, so the count measures how long the job
-//! has been without progress: some minutes of kills, however many, end no job.
+//! *Kills* without progress are counted apart, with a larger budget and a longer back-off: a
+//! program that the kernel ends for lack of memory would be restarted for ever. A kill counts once
+//! per back-off, and only of a launch that was started after it, so the count measures how long the
+//! job has been without progress: some minutes of kills, however many, end no job.
 //!
 //! Each replacement waits longer than the previous one (exponential back-off), until no worker has
 //! failed for some time.
@@ -118,8 +118,8 @@ impl Restarts {
     ) -> Result<Time, TooMany> {
         self.budget.note_progress(progress);
         let kills = &mut self.budget.kills_since_progress;
-        // Other kills belong to the same trouble: launches that ran beside the killed one, and those
-        // that were started before its replacement.
+        // Other kills belong to the same trouble: those of launches that ran beside the killed one,
+        // or were started before its replacement.
         if *kills == 0 || (launch > self.newest_at_kill && now >= self.replaced_at) {
             *kills = kills.saturating_add(1);
             self.newest_at_kill = newest;
