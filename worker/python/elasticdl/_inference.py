@@ -83,8 +83,8 @@ def _mean(name, value, records):
         values = [values]
     elif len(values) != records:
         raise ValueError(
-            f"the metric {name} has {len(values)} values for {records} records; it must be their "
-            "mean, or one value per record"
+            f"the metric {name} has {len(values)} values for {records} record"
+            f"{'' if records == 1 else 's'}; it must be their mean, or one value per record"
         )
     return sum(float(each) for each in values) / len(values)
 

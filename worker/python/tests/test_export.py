@@ -108,8 +108,9 @@ class Jobs(unittest.TestCase):
             subprocess.run([ELASTICDL, "zoo", "init", "--python", path], check=True)
             files = [file for file in path.rglob("*") if file.is_file()]
             names = {str(file.relative_to(path)) for file in files}
+            texts = {".dockerignore", "Dockerfile", "README.md"}
             programs = {"evaluate.py", "model.py", "train.py", "data/points.csv"}
-            self.assertEqual(names, {".dockerignore", "Dockerfile", "README.md", *programs})
+            self.assertEqual(names, {".gitignore", *texts, *programs})
             points = ["--data", path / "data/points.csv"]
             model = path / "my-line.safetensors"
             # As the project's README says.

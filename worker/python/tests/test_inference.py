@@ -118,7 +118,7 @@ class Inference(unittest.TestCase):
         for wrong, said in (
             ("missing", "declare it with job.evaluator(data, function)"),
             ("list", "the evaluator returned a list; it must return a dict"),
-            ("length", "the metric loss has 6 values for 7 records"),
+            ("length", "the metric loss has 0 values for 1 record; it must be"),
             ("raises", "ValueError: label refused"),
         ):
             job = Applied("evaluate", self.folder, self.model, program=[wrong], workers=1)
