@@ -24,6 +24,7 @@ pub mod candle;
 mod checkpoint;
 mod control;
 mod conversion;
+mod descriptors;
 pub mod device;
 mod donor;
 mod environment;

@@ -12,10 +12,10 @@ use elasticdl_proto::{
     Deterministic, LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work, WorkerMessage,
     WorkerOptions,
 };
-use rustix::process::{Resource, getrlimit, setrlimit};
 
 use crate::control::{Control, dataset};
 use crate::conversion::Conversion;
+use crate::descriptors;
 use crate::device::DeviceState;
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::exact_sum::ExactSum;
@@ -114,7 +114,7 @@ fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
 
 /// Joins the job that launched this process.
 pub(crate) fn join(environment: &Environment) -> Result<(TcpListener, Control), End> {
-    raise_open_files();
+    descriptors::raise_limit();
     let address = route(&environment.master, environment.master_timeout).map_err(End::NoMaster)?;
     let listener = TcpListener::bind((address, 0))
         .map_err(|error| End::Failed(format!("{address}: {error}")))?;
@@ -147,6 +147,9 @@ fn train<M: Model>(
     control: &Control,
 ) -> Result<Exit, Failure> {
     let (worker, options) = (control.welcome.worker, &control.welcome.options);
+    if matches!(options.work, Work::Train { .. }) {
+        descriptors::check(options.channels).map_err(Failure::local)?;
+    }
     let secret = Secret::new(environment.token.as_bytes());
     let endpoint = Endpoint::from_listener(listener, &environment.job, worker.0, secret.clone())
         .and_then(|endpoint| {
@@ -390,14 +393,6 @@ fn check_places(options: &WorkerOptions) -> Result<(), String> {
             inference::check_output(output).map_err(|error| format!("--predictions: {error}"))
         }
     }
-}
-
-/// Lets this process open as many files as the system allows: it has links to many workers.
-fn raise_open_files() {
-    let mut limit = getrlimit(Resource::Nofile);
-    limit.current = limit.maximum;
-    // The limit stays as it is if the system refuses.
-    let _ = setrlimit(Resource::Nofile, limit);
 }
 
 /// Like [`address_towards`], with retries: in the first moments of a pod it may have no route, and

@@ -21,18 +21,30 @@ fn a_worker_whose_trainer_hangs_logs_its_stacks_and_is_replaced() {
 
 #[test]
 fn replacements_without_file_descriptors_are_replaced_until_one_has_some() {
-    let limited = "case $ELASTICDL_LAUNCH in 3|4) ulimit -n 12;; esac; exec \"$@\"";
-    let fixture = JobFixture { script: Some(limited.into()), ..JobFixture::new(PROGRAMS, 2) };
+    let limited = "case $ELASTICDL_LAUNCH in 3) ulimit -n 12;; 4) ulimit -n 15;; esac; exec \"$@\"";
+    let fixture = JobFixture {
+        script: Some(limited.into()),
+        // A minute, unless it is hurried.
+        micros_per_record: 8000,
+        ..JobFixture::new(PROGRAMS, 2)
+    };
     let mut job = fixture.start(1);
     let (_, pid) = job.members()[1];
     elasticdl_tests::send(pid, Signal::KILL);
     job.wait_for("a worker with descriptors", |status| {
         status.workers.iter().any(|worker| worker.worker.0 >= 5)
     });
+    job.hurry();
     let ended = job.wait();
     ended.assert_exact("two launches without descriptors");
     let summary = ended.summary();
     assert!(summary.state_lost.is_none() && summary.workers.restarts >= 3, "{summary:?}");
+    for limit in ["may open 12 files", "may open 15 files"] {
+        assert!(ended.output.contains(limit), "{limit}: {}", ended.output);
+    }
+    // Neither has been a member.
+    let sizes: Vec<u32> = ended.memberships().iter().map(|change| change.world_size).collect();
+    assert_eq!(sizes, [2, 1, 2]);
 }
 
 #[test]

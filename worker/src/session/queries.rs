@@ -16,6 +16,11 @@ impl Session {
         self.state.as_ref()
     }
 
+    /// Whether this worker has been in a group that trained, and may hold its only state.
+    pub fn has_trained(&self) -> bool {
+        self.was_in_group
+    }
+
     /// Headers of the last commit, for ranks that are one step behind.
     pub fn last_headers(&self) -> Option<&[StepHeader]> {
         self.last_headers.as_deref()

@@ -7,6 +7,7 @@ use elasticdl_proto::WorkerMessage;
 
 use super::Trainer;
 use super::stopped::{Stopped, ring};
+use crate::descriptors;
 use crate::failure::Failure;
 use crate::model::Model;
 use crate::ring::Ring;
@@ -52,7 +53,7 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
-    /// Separates failures of links and of NCCL from other failures of the GPU. The host ring can
+    /// Separates failures of links and of NCCL from other failures of the GPU and of this process. The host ring can
     /// replace NCCL, but without a GPU this worker cannot continue.
     pub(super) fn classify(&mut self, error: CollectiveError) -> Result<CollectiveError, Failure> {
         match error {
@@ -66,6 +67,13 @@ impl<M: Model> Trainer<'_, M> {
                 Ok(error)
             }
             CollectiveError::Device { source } => Err(source.into()),
+            // Links that other workers can build, and this one can't. A state would be lost, so a
+            // worker that has one tries again.
+            CollectiveError::Io { source, .. }
+                if !self.session.has_trained() && descriptors::is_out_of_descriptors(&source) =>
+            {
+                Err(Failure::local(format!("this process can't open a link: {source}")))
+            }
             error => Ok(error),
         }
     }
