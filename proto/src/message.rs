@@ -191,6 +191,9 @@ pub enum CheckpointNews {
         step: u64,
         /// Its folder.
         name: String,
+        /// What differs between the program that wrote it and the group's, as a list for a
+        /// sentence; empty if nothing does, or if that is meant.
+        differences: String,
     },
     /// The checkpoint is complete.
     Saved {

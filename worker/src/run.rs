@@ -209,13 +209,21 @@ fn train<M: Model>(
         evaluation: validation.as_ref().map(|validation| validation.plan.clone()),
         skips_nonfinite: options.skips_nonfinite,
         allows_mixed_builds: options.allows_mixed_builds,
+        exports_best: export_best(options).is_some(),
     };
     let (job, size) = (environment.job.as_str(), (parameters, parameters * slots));
     let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
     let reader = reader.map_err(Failure::fatal)?;
     let order = order_of(&reader, options, &prepared).map_err(Failure::fatal)?;
-    let checkpoints =
-        Checkpointing::new(options, (job, &secret), (prepared.clone(), order.name()), size)?;
+    let optimizer = call_user("optimizer()", || Ok(model.optimizer())).map_err(Failure::fatal)?;
+    let origin = program::origin(&environment.location.node, &layout, &optimizer);
+    let checkpoints = Checkpointing::new(
+        options,
+        (job, &secret),
+        (prepared.clone(), order.name()),
+        size,
+        (origin.program.clone(), plan.evaluation.as_ref()),
+    )?;
     let ahead = options.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
     let reader = OrderedReader::new(reader, prepared, Arc::clone(&order));
     let prefetch = Prefetch::new(reader, ahead)
@@ -241,8 +249,6 @@ fn train<M: Model>(
         best: export_best(options).cloned(),
         fallback: environment.job_dir.clone().map(PathBuf::from),
     };
-    let optimizer = call_user("optimizer()", || Ok(model.optimizer())).map_err(Failure::fatal)?;
-    let origin = program::origin(&environment.location.node, &layout, &optimizer);
     let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
     session.ready(parameters as u64);
     let trainer = Trainer::new(TrainerParts {

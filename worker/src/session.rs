@@ -44,7 +44,7 @@ use crate::session::header::{StateHeader, StateRecord, StepHeader, SyncHeader};
 use crate::session::origin::{Origin, without_other_programs};
 use crate::session::pace::Pace;
 use crate::session::repair::{Repair, Unequal, without_mismatched_devices};
-use crate::session::replicas::{Found, StateMismatch, compare_rounds};
+use crate::session::replicas::{Found, StateMismatch};
 use crate::session::transport_switch::TransportSwitch;
 
 /// State machine of one worker in a job.
@@ -74,6 +74,8 @@ pub struct Session {
     outcome: Option<Outcome>,
     /// Whether the headers of all ranks have confirmed that all hold the current step.
     confirmed: bool,
+    /// Step at which the whole states of this group's ranks were last found equal.
+    verified: Option<u64>,
     /// Whether the last task was an idle round.
     is_idle: bool,
     /// Number of parameters, once this worker is ready.
@@ -120,6 +122,7 @@ impl Session {
             phase: Phase::Detached,
             outcome: None,
             confirmed: false,
+            verified: None,
             is_idle: false,
             parameters: None,
             latest: None,
@@ -237,6 +240,7 @@ impl Session {
             Phase::Repairing(_, repairing) => repairing.task(),
             Phase::Syncing(_) => Task::Synchronize,
             Phase::Round { assigned: None, .. } => Task::ExchangeHeaders { pauses: self.is_idle },
+            Phase::Verifying { .. } => Task::ExchangeHeaders { pauses: false },
             Phase::Round { assigned: Some(ranges), computed, .. } => {
                 let is_first = self.pending.ranges.is_empty();
                 if *computed || ranges.is_empty() {
@@ -250,7 +254,8 @@ impl Session {
         }
     }
 
-    /// Header of this rank for the round. `digest`: of the part of the state that this step covers.
+    /// Header of this rank for the round. `digest`: of the part of the state that this step covers,
+    /// or of the whole state if this session [is verifying](Self::is_verifying).
     pub fn header(&self, digest: u64) -> StepHeader {
         StepHeader {
             step: self.step(),
@@ -316,7 +321,8 @@ impl Session {
             | Phase::Finished { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
-            | Phase::Syncing(group) => group.generation,
+            | Phase::Syncing(group)
+            | Phase::Verifying { group, .. } => group.generation,
         };
         self.phase = Phase::Detached;
         self.outcome = None;
@@ -401,6 +407,7 @@ impl Session {
         let group = group.clone();
         self.was_in_group = true;
         self.confirmed = false;
+        self.verified = None;
         self.is_idle = false;
         self.settle_pending();
         if let (0, Some(state)) = (group.rank, &self.state) {
@@ -415,12 +422,9 @@ impl Session {
         self.checkpoints.regrouped(&group.members);
         self.look_ahead(&group, &[]);
         // The ranks learn each other's pending records only after the repair, so the first round is
-        // an idle one. The same holds for whether the final state is checkpointed and evaluated.
-        if self.at_end() && !self.checkpoints.are_enabled() && self.job.evaluation.is_none() {
-            self.end(group, Ending::Done);
-        } else {
-            self.phase = Phase::Round { group, assigned: None, computed: false };
-        }
+        // an idle one. The same holds for whether the final state is checkpointed, evaluated and
+        // equal.
+        self.phase = Phase::Round { group, assigned: None, computed: false };
     }
 
     /// Takes in the headers of all ranks from a round without a step.
@@ -429,6 +433,7 @@ impl Session {
     /// Replicas differ; see [`StateMismatch`].
     pub fn headers_exchanged(&mut self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
         self.check(headers)?;
+        let committed = self.end_verification();
         self.transport.handle_builds(headers.iter().map(|h| h.nccl));
         self.flush_progress();
         self.handle_checkpoint_headers(headers);
@@ -436,24 +441,11 @@ impl Session {
         // When no rank can read, each one looks again.
         self.has_unread &= matches!(self.phase, Phase::Round { assigned: Some(_), .. });
         self.is_idle = true;
-        self.end_round(headers, None);
+        self.end_round(headers, committed);
         Ok(())
     }
 
     // ---- private ----
-
-    /// Compares the headers of all ranks in a round: they must be at the same step with the same
-    /// state.
-    ///
-    /// # Errors
-    /// Which ranks must fail. This rank fails, or leaves the links: [`Session::broken`].
-    fn check(&self, headers: &[StepHeader]) -> Result<(), StateMismatch> {
-        let Phase::Round { group, .. } = &self.phase else { return Ok(()) };
-        match compare_rounds(headers, self.step()) {
-            Some((verdict, found)) => Err(group.mismatch(self.step(), found, verdict)),
-            None => Ok(()),
-        }
-    }
 
     fn join_latest(&mut self) {
         if matches!(self.phase, Phase::Ended(_)) {
@@ -517,6 +509,11 @@ impl Session {
         let ending = self.ending(&group, headers);
         let ends = ending.is_some();
         let last = if ends { checkpoint } else { FinalCheckpoint::Nothing };
+        if self.is_to_be_verified(ending.as_ref().filter(|_| last == FinalCheckpoint::Nothing)) {
+            self.flush_progress();
+            self.phase = Phase::Verifying { group, committed };
+            return;
+        }
         let best = self.is_best() && checkpoint != FinalCheckpoint::Nothing;
         let is_free = checkpoint == FinalCheckpoint::Begin;
         if last == FinalCheckpoint::Begin
@@ -568,6 +565,7 @@ mod reports;
 mod transport;
 pub mod transport_switch;
 mod types;
+mod verification;
 
 #[cfg(test)]
 mod tests;

@@ -420,11 +420,12 @@ impl<'a, M: Model> Trainer<'a, M> {
             }
         }
         self.path();
-        let mine = self.header()?;
+        let (mine, verifies) = (self.header()?, self.session.is_verifying());
         let ring = ring(&mut self.ring)?;
         let headers: Vec<StepHeader> =
             decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
-        self.session.headers_exchanged(&headers).map_err(|mismatch| state_mismatch(&mismatch))
+        self.session.headers_exchanged(&headers).map_err(|mismatch| state_mismatch(&mismatch))?;
+        if verifies { self.export_best().map_err(Stopped::Failed) } else { Ok(()) }
     }
 
     fn on_broken(&mut self, error: &CollectiveError) {

@@ -153,9 +153,11 @@ fn checkpoint_news(news: v1::CheckpointNews) -> Checked<CheckpointNews> {
             step: step(news.step)?,
             error: clip(news.error, ERROR_BYTES_MAX),
         },
-        Kind::Restored(news) => {
-            CheckpointNews::Restored { step: step(news.step)?, name: name(news.name) }
-        }
+        Kind::Restored(news) => CheckpointNews::Restored {
+            step: step(news.step)?,
+            name: name(news.name),
+            differences: clip(news.differences, ERROR_BYTES_MAX),
+        },
         Kind::Saved(news) => CheckpointNews::Saved {
             step: step(news.step)?,
             name: name(news.name),

@@ -116,8 +116,8 @@ fn checkpoint_news(news: CheckpointNews) -> v1::checkpoint_news::Kind {
         CheckpointNews::Failed { step, error } => {
             Kind::Failed(v1::CheckpointFailed { step, error })
         }
-        CheckpointNews::Restored { step, name } => {
-            Kind::Restored(v1::CheckpointRestored { step, name })
+        CheckpointNews::Restored { step, name, differences } => {
+            Kind::Restored(v1::CheckpointRestored { step, name, differences })
         }
         CheckpointNews::Saved { step, name, bytes } => {
             Kind::Saved(v1::CheckpointSaved { step, name, bytes })

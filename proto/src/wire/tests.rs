@@ -135,7 +135,11 @@ fn every_message_of_a_worker_keeps_every_field() {
         WorkerMessage::CaughtUp { step: 9 },
         WorkerMessage::Checkpoint(CheckpointNews::Damaged { name: name(), reason: "torn".into() }),
         WorkerMessage::Checkpoint(CheckpointNews::Failed { step: 9, error: "full".into() }),
-        WorkerMessage::Checkpoint(CheckpointNews::Restored { step: 9, name: name() }),
+        WorkerMessage::Checkpoint(CheckpointNews::Restored {
+            step: 9,
+            name: name(),
+            differences: "executable".into(),
+        }),
         WorkerMessage::Checkpoint(CheckpointNews::Saved { step: 9, name: name(), bytes: 7 }),
         WorkerMessage::Committed(Committed {
             generation,
@@ -487,8 +491,11 @@ fn checkpoint_reports_are_checked_and_truncated() {
     };
     assert_eq!(name, format!("{}…", "x".repeat(256)));
     assert!(converted(None).is_err());
-    let restored =
-        |step| converted(Some(News::Restored(v1::CheckpointRestored { step, name: "n".into() })));
+    let restored = |step| {
+        // Workers of older releases tell no differences.
+        let news = v1::CheckpointRestored { step, name: "n".into(), differences: String::new() };
+        converted(Some(News::Restored(news)))
+    };
     assert!(restored(STEPS_MAX).is_ok() && restored(STEPS_MAX + 1).is_err());
 }
 

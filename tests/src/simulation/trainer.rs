@@ -160,6 +160,7 @@ impl World {
             evaluation: None,
             skips_nonfinite: false,
             allows_mixed_builds: false,
+            exports_best: false,
         };
         let (on_gpu, origin) = (self.setting.gpus.is_some(), self.origin(p));
         let process = &mut self.processes[p];

@@ -1,6 +1,6 @@
 //! Replicas that differ: what differs is replaced, and no checkpoint of it becomes complete.
 
-use elasticdl_tests::{JobFixture, send};
+use elasticdl_tests::{JobFixture, exported_counts, send};
 use rustix::process::Signal;
 
 use crate::PROGRAMS;
@@ -24,6 +24,19 @@ fn a_replica_that_differs_is_replaced_before_its_state_is_in_a_checkpoint() {
     let cause = "the whole state at step 10: worker 2 on ";
     assert!(ended.output.contains(cause), "{}", ended.output);
     assert!(ended.output.contains("one replica alone differs"), "{}", ended.output);
+}
+
+/// No checkpoint, no window and no evaluation shows the difference: only the end does.
+#[test]
+fn a_replica_that_differs_at_the_very_end_is_replaced_before_the_model_is_exported() {
+    let script = Some(ONE_DRIFTS.into());
+    let fixture = JobFixture { records: 1440, epochs: 1, script, ..JobFixture::new(PROGRAMS, 3) };
+    let export = fixture.path("model.safetensors");
+    let ended = fixture.command(0).option("export", &export).run();
+    ended.assert_exactly_once("one of three replicas differs at the end", fixture.records, 1);
+    let cause = "the whole state at step 30: worker 2 on ";
+    assert!(ended.output.contains(cause), "{}", ended.output);
+    assert!(exported_counts(&export).iter().all(|&count| count == 1.0));
 }
 
 /// Launch 3 runs another executable.

@@ -49,5 +49,7 @@ fn fingerprint() -> JobFingerprint {
         batch: Batch::Global(NonZeroU64::MIN),
         seed: 7,
         order: OrderName { mode: ShuffleMode::Record, seed: 7, block: 0, buffer: 0 },
+        best_metric: None,
+        program: None,
     }
 }

@@ -31,6 +31,8 @@ pub(crate) struct Restored {
     pub(crate) name: String,
     /// Whether this run wrote the checkpoint.
     pub(crate) same_run: bool,
+    /// What differs between the program that wrote it and this one.
+    pub(crate) differences: Vec<&'static str>,
 }
 
 /// Reason that no state could be loaded.
@@ -64,18 +66,23 @@ pub(crate) fn check(
     locations: &Locations,
     fingerprint: &JobFingerprint,
 ) -> Result<(), RestoreError> {
-    let mut take = |folder: &Storage, is_new_job| {
-        Ok(compatible_manifest(folder, fingerprint, is_new_job)?.state)
-    };
+    let mut take =
+        |folder: &Storage, is_new_job| compatible_manifest(folder, fingerprint, is_new_job);
     search(locations, fingerprint, &mut take, &mut |_, _| {}).map(drop)
 }
 
 fn search(
     locations: &Locations,
     fingerprint: &JobFingerprint,
-    take: &mut dyn FnMut(&Storage, bool) -> Result<StateRecord, LoadError>,
+    take: &mut dyn FnMut(&Storage, bool) -> Result<Manifest, LoadError>,
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Option<Restored>, RestoreError> {
+    let restored = |manifest: &Manifest, name: String, same_run| Restored {
+        state: manifest.state_for(fingerprint, same_run),
+        name,
+        same_run,
+        differences: manifest.differences(fingerprint),
+    };
     if let Some(own) = &locations.own {
         let names = names(own)?;
         let mut ours: Vec<&Name> =
@@ -87,8 +94,8 @@ fn search(
             found = true;
             let folder = own.join(&name.to_string());
             let loaded = take(&folder, false);
-            if let Some(state) = accept(loaded, &name.to_string(), damaged)? {
-                return Ok(Some(Restored { state, name: name.to_string(), same_run: true }));
+            if let Some(manifest) = accept(loaded, &name.to_string(), damaged)? {
+                return Ok(Some(restored(&manifest, name.to_string(), true)));
             }
         }
         if let Some(other) =
@@ -109,8 +116,8 @@ fn search(
     };
     for (name, folder) in newest_first(from, &mut damaged)? {
         let loaded = take(&folder, true);
-        if let Some(state) = accept(loaded, &name, &mut damaged)? {
-            return Ok(Some(Restored { state, name, same_run: false }));
+        if let Some(manifest) = accept(loaded, &name, &mut damaged)? {
+            return Ok(Some(restored(&manifest, name, false)));
         }
     }
     Err(RestoreError::Refused(no_checkpoint(from, &reasons)))
@@ -267,14 +274,14 @@ pub(super) enum LoadError {
     Storage(StorageError),
 }
 
-/// Evaluates a load attempt: a state, or `None` if the next checkpoint is to be tried.
+/// Evaluates a load attempt: a manifest, or `None` if the next checkpoint is to be tried.
 fn accept(
-    loaded: Result<StateRecord, LoadError>,
+    loaded: Result<Manifest, LoadError>,
     name: &str,
     damaged: &mut dyn FnMut(&str, &str),
-) -> Result<Option<StateRecord>, RestoreError> {
+) -> Result<Option<Manifest>, RestoreError> {
     match loaded {
-        Ok(state) => Ok(Some(state)),
+        Ok(manifest) => Ok(Some(manifest)),
         Err(LoadError::Damaged(reason)) => {
             damaged(name, &reason);
             Ok(None)
@@ -314,7 +321,7 @@ pub(super) fn load(
     fingerprint: &JobFingerprint,
     (parameters, slots): (&mut [f32], &mut [f32]),
     is_new_job: bool,
-) -> Result<StateRecord, LoadError> {
+) -> Result<Manifest, LoadError> {
     let manifest = compatible_manifest(folder, fingerprint, is_new_job)?;
     for shard in &manifest.shards {
         let (parameter_range, slot_range) = shard.split(parameters.len());
@@ -324,7 +331,7 @@ pub(super) fn load(
     if !(is_finite(parameters) && is_finite(slots)) {
         return Err(LoadError::Damaged("it contains a NaN or an infinity".into()));
     }
-    Ok(manifest.state)
+    Ok(manifest)
 }
 
 /// Checks that a shard is as long as the manifest declares.

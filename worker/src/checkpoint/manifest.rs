@@ -10,7 +10,9 @@ use xxhash_rust::xxh3::xxh3_128;
 use crate::order::OrderName;
 use crate::reader::Dataset;
 use crate::session::checkpoint::Written;
+use crate::session::evaluation::Plan;
 use crate::session::header::StateRecord;
+use crate::session::origin::Program;
 
 /// Identity of a job and its settings that checkpoints depend on.
 #[derive(Clone, Debug)]
@@ -29,6 +31,26 @@ pub(crate) struct JobFingerprint {
     pub(crate) seed: u64,
     /// The order that the positions in the ledger refer to.
     pub(crate) order: OrderName,
+    /// What decides which model is best; `None` if nothing is evaluated.
+    pub(crate) best_metric: Option<BestMetric>,
+    /// The program of this process; `None` if it is not known yet.
+    pub(crate) program: Option<Program>,
+}
+
+/// What decides which model is best. Values of other metrics or other records do not compare.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct BestMetric {
+    pub(crate) name: String,
+    /// Whether the highest value is best, instead of the lowest.
+    pub(crate) highest: bool,
+    /// Number of records of the validation data.
+    pub(crate) records: u64,
+}
+
+impl From<&Plan> for BestMetric {
+    fn from(plan: &Plan) -> Self {
+        Self { name: plan.metric.clone(), highest: plan.highest, records: plan.records }
+    }
 }
 
 /// A checkpoint's manifest. Its field names are a public format.
@@ -46,6 +68,9 @@ pub(super) struct Manifest {
     /// Number of floats of the optimizer state.
     pub(super) slots: u64,
     pub(super) options: Options,
+    /// The program that wrote the checkpoint; absent in checkpoints of older releases.
+    #[serde(default)]
+    pub(super) program: Option<Program>,
     pub(super) files: Vec<DataFile>,
     pub(super) shards: Vec<Shard>,
 }
@@ -63,6 +88,9 @@ pub(super) struct Options {
     /// ledgers hold records.
     #[serde(default)]
     pub(super) order: Option<OrderName>,
+    /// What the best evaluation in the state is about; absent in checkpoints of older releases.
+    #[serde(default)]
+    pub(super) best_metric: Option<BestMetric>,
 }
 
 /// A file of the data set whose records the ledger counts.
@@ -132,9 +160,31 @@ impl Manifest {
                 minibatch_size: per_worker,
                 seed: fingerprint.seed,
                 order: Some(fingerprint.order),
+                best_metric: fingerprint.best_metric.clone(),
             },
+            program: fingerprint.program.clone(),
             files: fingerprint.dataset.files.iter().map(file).collect(),
             shards: parts.iter().enumerate().map(shard).collect(),
+        }
+    }
+
+    /// The state for a job of this fingerprint, which is that of the `same_run` or of another job.
+    /// The best value of another metric, or of other validation data, says nothing about this job.
+    pub(super) fn state_for(&self, fingerprint: &JobFingerprint, same_run: bool) -> StateRecord {
+        let mut state = self.state.clone();
+        let compares = self.options.best_metric.is_some()
+            && self.options.best_metric == fingerprint.best_metric;
+        if !(same_run || compares) {
+            state.evaluation.best = None;
+        }
+        state
+    }
+
+    /// Names what differs between the program that wrote the checkpoint and this one.
+    pub(super) fn differences(&self, fingerprint: &JobFingerprint) -> Vec<&'static str> {
+        match (&self.program, &fingerprint.program) {
+            (Some(wrote), Some(reads)) => wrote.differences(reads),
+            _ => Vec::new(),
         }
     }
 
@@ -324,6 +374,8 @@ pub(super) mod tests {
             batch: Batch::Global(NonZeroU64::new(4).unwrap()),
             seed: 7,
             order: order(7),
+            best_metric: None,
+            program: None,
         }
     }
 
@@ -358,6 +410,46 @@ pub(super) mod tests {
         let json: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
         assert_eq!(json["shards"][1]["start"], 10);
         assert_eq!(json["digest"].as_str().map(str::len), Some(32));
+    }
+
+    #[test]
+    fn a_manifest_names_the_program_that_wrote_it_and_those_of_older_releases_are_read() {
+        let program = |optimizer| {
+            let version = "1.0".into();
+            Some(Program { executable: 1, optimizer, version, ..Program::default() })
+        };
+        let of = |program| JobFingerprint { program, ..fingerprint() };
+        let wrote = Manifest::new(&of(program(2)), state_at(30), &[], 1);
+        assert_eq!(wrote.differences(&of(program(2))), [""; 0]);
+        assert_eq!(wrote.differences(&of(program(3))), ["optimizer settings"]);
+        let mut json = serde_json::to_value(manifest()).unwrap();
+        json.as_object_mut().unwrap().remove("program").unwrap();
+        json["options"].as_object_mut().unwrap().remove("best_metric").unwrap();
+        let older: Manifest = serde_json::from_value(json).unwrap();
+        assert_eq!(older, manifest());
+        assert_eq!(older.differences(&of(program(3))), [""; 0]);
+    }
+
+    #[test]
+    fn the_best_value_is_kept_if_the_other_job_measures_the_same() {
+        let metric = |name: &str, records| {
+            let name = name.into();
+            Some(BestMetric { name, highest: false, records })
+        };
+        let of = |best_metric| JobFingerprint { best_metric, ..fingerprint() };
+        let best = Some((20, 0.5));
+        let mut state = state_at(30);
+        state.evaluation.best = best;
+        let kept = |wrote: &Manifest, reads, same_run| {
+            wrote.state_for(&of(reads), same_run).evaluation.best == best
+        };
+        let wrote = Manifest::new(&of(metric("loss", 600)), state.clone(), &[], 1);
+        assert!(kept(&wrote, metric("loss", 600), false));
+        assert!(!kept(&wrote, metric("loss", 700), false));
+        assert!(!kept(&wrote, metric("accuracy", 600), false) && !kept(&wrote, None, false));
+        let older = Manifest::new(&of(None), state, &[], 1);
+        assert!(!kept(&older, None, false) && !kept(&older, metric("loss", 600), false));
+        assert!(kept(&older, metric("loss", 600), true));
     }
 
     #[test]

@@ -27,7 +27,7 @@ pub(crate) use fuzzing::fuzz_manifest;
 pub(crate) use load::{
     CheckpointLookup, Locations, RestoreError, check, inspect, load_parameters, restore,
 };
-pub(crate) use manifest::JobFingerprint;
+pub(crate) use manifest::{BestMetric, JobFingerprint};
 pub(crate) use writer::{CheckpointWriter, Completion};
 
 #[cfg(test)]

@@ -111,7 +111,7 @@ fn a_state_is_restored_whatever_the_number_of_ranks_that_wrote_it() {
         let mut ranks = Ranks::new(&storage, fingerprint(), world_size, 3);
         let name = ranks.write(30).unwrap();
         assert_eq!(name, "step-000000000030-7f3a9c21-g1");
-        let expected = Restored { state: state_at(30), name, same_run: true };
+        let expected = Restored { state: state_at(30), name, same_run: true, differences: vec![] };
         assert_eq!(begin(&fingerprint(), Some(&storage), None), (Ok(Some(expected)), Vec::new()));
         assert_eq!(storage.list("").unwrap().len(), world_size + 1);
         // The parameters alone, for a model with any optimizer.
@@ -262,7 +262,8 @@ fn a_new_job_resumes_only_from_what_it_is_given() {
     assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(30));
     let one = storage.join(&names[0]);
     let outcome = begin(&new, Some(&storage), Some(&one));
-    let expected = Restored { state: state_at(28), name: names[0].clone(), same_run: false };
+    let name = names[0].clone();
+    let expected = Restored { state: state_at(28), name, same_run: false, differences: vec![] };
     assert_eq!(outcome, (Ok(Some(expected)), Vec::new()));
     // Its own checkpoints take precedence, even over later steps of others.
     Ranks::new(&storage, new.clone(), 1, 9).write(29).unwrap();

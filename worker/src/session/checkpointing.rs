@@ -59,8 +59,11 @@ impl Session {
     /// `ours`: whether the checkpoint belongs to this job.
     pub fn restore(&mut self, mut record: StateRecord, ours: bool) -> bool {
         if !ours {
-            // The best value of another job may stem from other data and another metric.
-            record.evaluation = Evaluation { at: record.evaluation.at, ..Evaluation::default() };
+            // The last state of another job is stored before it is evaluated. If that is its best
+            // model, no worse one of this job may take its place.
+            let known = &mut record.evaluation;
+            known.is_due = self.job.exports_best && known.at < record.step;
+            known.stale = 0;
         }
         self.checkpoints.restored(record.step, ours);
         self.end_task(&Task::CreateState);
@@ -168,6 +171,7 @@ mod tests {
         let failed = Scores { failed: true, ..Scores::default() };
         evaluate(&mut pair, &[scores(0, "loss"), failed]);
         pair.exchange_headers();
+        pair.verify();
         let expected = Some(Ending::Failed("rank 1 (worker 2): it is wrong".into()));
         assert_eq!(pair.endings(), [expected.clone(), expected]);
         for session in &mut pair.0 {
@@ -181,6 +185,7 @@ mod tests {
         let mut pair = pair(None);
         evaluate(&mut pair, &[scores(0, "mae"), scores(1, "mae")]);
         pair.exchange_headers();
+        pair.verify();
         let [Some(Ending::Failed(text)), Some(Ending::Failed(same))] = pair.endings() else {
             panic!("{:?}", pair.endings())
         };
@@ -205,6 +210,7 @@ mod tests {
         pair.0[0].committed_checkpoint(1, true);
         pair.exchange_headers();
         evaluate(&mut pair, &[scores(0, "loss"), scores(1, "loss")]);
+        pair.verify();
         assert_eq!(pair.endings(), [Some(Ending::Done), Some(Ending::Done)]);
         assert!(pair.0.iter_mut().all(|session| session.poll_checkpoint().is_none()));
     }

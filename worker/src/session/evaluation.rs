@@ -37,6 +37,10 @@ pub struct Evaluation {
     pub best: Option<(u64, f64)>,
     /// Number of evaluations since the best one.
     pub stale: u32,
+    /// Whether the state is to be evaluated before the next step: it was restored from a checkpoint
+    /// of another job, whose last evaluation it may lack.
+    #[serde(default)]
+    pub is_due: bool,
 }
 
 /// Scores of one rank for consecutive blocks: sums over their records, by metric.
@@ -54,7 +58,7 @@ impl Plan {
     /// Whether to evaluate the state of `step`. `ends`: whether it is the last one.
     pub fn is_due(&self, known: &Evaluation, step: u64, ends: bool) -> bool {
         let passed = self.every.is_some_and(|every| step / every > known.at / every);
-        step > known.at && (passed || ends)
+        step > known.at && (passed || ends || known.is_due)
     }
 
     /// Whether the patience is exhausted.
@@ -64,7 +68,7 @@ impl Plan {
 
     /// Takes in the means of `step`.
     pub fn note(&self, known: &mut Evaluation, step: u64, means: &BTreeMap<String, f64>) {
-        known.at = step;
+        (known.at, known.is_due) = (step, false);
         known.stale = known.stale.saturating_add(1);
         let Some(&value) = means.get(&self.metric) else { return };
         let is_better = |best: f64| if self.highest { value > best } else { value < best };
@@ -179,7 +183,7 @@ mod tests {
             );
         }
         plan.note(&mut known, 50, &means(1.0));
-        assert_eq!(known, Evaluation { at: 50, best: Some((50, 1.0)), stale: 0 });
+        assert_eq!(known, Evaluation { at: 50, best: Some((50, 1.0)), stale: 0, is_due: false });
         let highest = Plan { highest: true, ..plan };
         highest.note(&mut known, 60, &means(1.5));
         assert_eq!(known.best, Some((60, 1.5)));

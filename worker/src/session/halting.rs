@@ -118,6 +118,7 @@ mod tests {
             session.inspected(own_is_finite, <[RecordRange]>::to_vec);
         }
         pair.exchange_headers();
+        pair.verify();
         let [Some(Ending::Failed(text)), Some(Ending::Failed(same))] = pair.endings() else {
             panic!("{:?}", pair.endings())
         };
@@ -142,6 +143,7 @@ mod tests {
             .halt(Halt { reason: Reason::Error("a.csv has changed".into()), ranges: Vec::new() });
         let headers = pair.headers();
         pair.0.iter_mut().for_each(|session| session.summed(headers.clone(), true).unwrap());
+        pair.verify();
         let expected = Some(Ending::Failed("rank 1 (worker 2): a.csv has changed".into()));
         assert_eq!(pair.endings(), [expected.clone(), expected]);
     }
@@ -157,6 +159,7 @@ mod tests {
         pair.0.iter_mut().for_each(|session| session.broken(None, "reset".into()));
         pair.regroup(2);
         pair.exchange_headers();
+        pair.verify();
         assert!(matches!(pair.endings(), [Some(Ending::Failed(_)), Some(Ending::Failed(_))]));
     }
 

@@ -35,7 +35,8 @@ pub struct StepHeader {
     /// Why this rank cannot continue. If set, no rank applies this step and the job ends with the
     /// current state.
     pub halt: Option<Halt>,
-    /// Digest of a part of the state after `step` steps. Each step covers another part.
+    /// Digest of a part of the state after `step` steps: each step covers another part. Of the
+    /// whole state, before a model of it is exported.
     pub digest: u64,
     pub checkpoint: CheckpointHeader,
     /// Evaluation results that this rank knows.

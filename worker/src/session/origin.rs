@@ -35,7 +35,7 @@ pub struct Program {
 
 impl Program {
     /// Names the parts in which the programs differ.
-    fn differences(&self, other: &Self) -> Vec<&'static str> {
+    pub fn differences(&self, other: &Self) -> Vec<&'static str> {
         let parts = [
             (self.executable != other.executable, "executable"),
             (self.sources != other.sources, "Python sources"),

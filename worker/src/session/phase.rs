@@ -40,6 +40,11 @@ pub(super) enum Phase {
         computed: bool,
     },
     Syncing(Group),
+    /// The state that is to be exported is compared as a whole, in an idle round.
+    Verifying {
+        group: Group,
+        committed: Option<Duration>,
+    },
 }
 
 /// The group that this worker is in, and its place there.

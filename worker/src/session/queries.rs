@@ -34,7 +34,8 @@ impl Session {
             | Phase::Finished { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
-            | Phase::Syncing(group) => Some((group.generation, group.rank)),
+            | Phase::Syncing(group)
+            | Phase::Verifying { group, .. } => Some((group.generation, group.rank)),
         }
     }
 

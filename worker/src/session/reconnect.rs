@@ -20,7 +20,9 @@ impl Session {
                 self.report_caught_up_again();
             }
             Phase::Finished { reported, .. } => *reported = false,
-            Phase::Evaluating { group, .. } | Phase::Round { group, .. } => {
+            Phase::Evaluating { group, .. }
+            | Phase::Round { group, .. }
+            | Phase::Verifying { group, .. } => {
                 let (generation, rank) = (group.generation, group.rank);
                 if let (0, Some(State { step, ledger, .. })) = (rank, &self.state) {
                     let (step, ledger) = (*step, LedgerReport::from(ledger));

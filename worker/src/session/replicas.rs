@@ -8,8 +8,9 @@
 //!                                                   the next group starts from the newest checkpoint
 //! ```
 //!
-//! Digests are compared at each step (a window of the state), at each checkpoint (the whole state)
-//! and when a group forms. The step at which replicas differ is not applied.
+//! Digests are compared at each step (a window of the state), when a group forms, and as digests of
+//! the whole state at each checkpoint and before the best or the last model is exported. The step at
+//! which replicas differ is not applied.
 //!
 //! **Invariant:** the verdict depends on the headers alone, so all ranks derive the same one.
 
@@ -85,18 +86,18 @@ pub(super) fn compare_rounds(headers: &[StepHeader], step: u64) -> Option<(Verdi
         _ => Replica::Other { has_state: true },
     };
     let verdict = compare(&headers.iter().map(whole).collect::<Vec<_>>())?;
-    Some((verdict, Found::Checkpoint(newest)))
+    Some((verdict, Found::Whole(newest)))
 }
 
 /// How replicas were found to differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// By the whole state at the checkpoint of this step.
-    Checkpoint(u64),
     /// By the part of the state that is compared at each step.
     Step,
     /// When a group formed.
     Sync,
+    /// By the whole state at this step.
+    Whole(u64),
 }
 
 /// Ranks of one group hold different states. The step is not applied, and the links are to be left.
@@ -174,9 +175,9 @@ impl fmt::Display for StateMismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Verdict { failing, has_majority } = &self.verdict;
         let found = match self.found {
-            Found::Checkpoint(step) => format!("the digests of the whole state at step {step}"),
             Found::Step => format!("the digests of a part of the state at step {}", self.step),
             Found::Sync => format!("the digests at step {}, as a group formed", self.step),
+            Found::Whole(step) => format!("the digests of the whole state at step {step}"),
         };
         let names = self.names(failing);
         if *has_majority {

@@ -177,6 +177,7 @@ impl World {
             }),
             skips_nonfinite: false,
             allows_mixed_builds: false,
+            exports_best: self.seed.is_multiple_of(2),
         };
         self.nodes.push(Node {
             id,
@@ -439,20 +440,16 @@ impl World {
         );
     }
 
-    /// Whether this node is one of three or more members whose states are equal, and further steps
-    /// compare them.
+    /// Whether this node is one of three or more members whose states are equal.
     fn may_flip(&self, index: usize) -> bool {
         let of_group = |n: &&Node| n.session.in_round() == Some(self.generation);
         let states: Vec<&Absorbed> =
             self.nodes.iter().filter(of_group).map(|node| &node.parameters).collect();
-        let ledger = self.nodes[index].session.state().map(|state| &state.ledger);
-        let is_early = ledger.is_some_and(|ledger| ledger.remaining(self.epochs - 1) > RECORDS / 2);
         let equal = |states: &[&Absorbed]| states.windows(2).all(|pair| pair[0] == pair[1]);
         self.formed
             && of_group(&&self.nodes[index])
             && states.len() >= 3
             && states.len() == self.members.len()
-            && is_early
             && equal(&states)
     }
 

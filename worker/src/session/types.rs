@@ -27,6 +27,8 @@ pub struct JobPlan {
     pub skips_nonfinite: bool,
     /// Whether workers of different builds may train together.
     pub allows_mixed_builds: bool,
+    /// Whether the best model is exported, so that its state is compared between all ranks first.
+    pub exports_best: bool,
 }
 
 #[cfg(test)]
@@ -43,6 +45,7 @@ impl JobPlan {
             evaluation: None,
             skips_nonfinite: false,
             allows_mixed_builds: false,
+            exports_best: false,
         }
     }
 }

@@ -6,12 +6,16 @@ use bytes::Bytes;
 use elasticdl_collective::Secret;
 use elasticdl_proto::WorkerOptions;
 
-use crate::checkpoint::{CheckpointWriter, JobFingerprint, Locations, RestoreError, check};
+use crate::checkpoint::{
+    BestMetric, CheckpointWriter, JobFingerprint, Locations, RestoreError, check,
+};
 use crate::failure::{Failure, call_user};
 use crate::model::Model;
 use crate::order::OrderName;
 use crate::ordered_reader::order_of;
 use crate::reader::Dataset;
+use crate::session::evaluation::Plan;
+use crate::session::origin::Program;
 use crate::storage::Storage;
 
 /// Locations of checkpoints, and their writer.
@@ -21,6 +25,8 @@ pub(crate) struct Checkpointing {
     pub(super) fingerprint: Arc<JobFingerprint>,
     /// `None` if the job writes none.
     pub(super) writer: Option<CheckpointWriter>,
+    /// Whether a checkpoint of another build is as good as one of this build.
+    pub(super) allows_mixed_builds: bool,
 }
 
 impl Checkpointing {
@@ -64,9 +70,11 @@ impl Checkpointing {
         (job, secret): (&str, &Secret),
         data: (Dataset, OrderName),
         (parameters, slots): (usize, usize),
+        (program, evaluation): (Program, Option<&Plan>),
     ) -> Result<Self, Failure> {
         let (locations, fingerprint) = look(options, (job, secret), data, (parameters, slots))?;
-        let fingerprint = Arc::new(fingerprint);
+        let (program, best_metric) = (Some(program), evaluation.map(BestMetric::from));
+        let fingerprint = Arc::new(JobFingerprint { program, best_metric, ..fingerprint });
         let writer = match (&locations.own, &options.checkpoints) {
             (Some(own), Some(kept)) => {
                 let writer = CheckpointWriter::new(
@@ -80,7 +88,8 @@ impl Checkpointing {
             }
             _ => None,
         };
-        Ok(Self { locations, fingerprint, writer })
+        let allows_mixed_builds = options.allows_mixed_builds;
+        Ok(Self { locations, fingerprint, writer, allows_mixed_builds })
     }
 
     /// A group of `world_size` has formed.
@@ -91,7 +100,8 @@ impl Checkpointing {
     }
 }
 
-/// Opens the possible locations of checkpoints, and builds the fingerprint that they must match.
+/// Opens the possible locations of checkpoints, and builds the fingerprint that they must match,
+/// without what a checkpoint need not match.
 fn look(
     options: &WorkerOptions,
     (job, secret): (&str, &Secret),
@@ -116,6 +126,8 @@ fn look(
         batch: options.batch,
         seed: options.seed,
         order,
+        best_metric: None,
+        program: None,
     };
     let exclusive = options.checkpoints.as_ref().is_some_and(|kept| kept.exclusive);
     Ok((Locations { own, from, exclusive }, fingerprint))

@@ -66,7 +66,7 @@ impl<M: Model> Trainer<'_, M> {
             let (name, reason) = (name.to_owned(), reason.to_owned());
             outbox.send(WorkerMessage::Checkpoint(CheckpointNews::Damaged { name, reason }));
         };
-        let Checkpointing { locations, fingerprint, .. } = checkpoints;
+        let Checkpointing { locations, fingerprint, allows_mixed_builds, .. } = checkpoints;
         let seed = self.seed;
         let restored = tensors.fill_state(|parameters, slots| {
             let restored =
@@ -88,11 +88,14 @@ impl<M: Model> Trainer<'_, M> {
                 let error = format!("{} holds an inconsistent ledger", restored.name);
                 return Err(Stopped::Failed(Failure::fatal(error)));
             }
-            tracing::info!(step, name = restored.name, "the group starts from a checkpoint");
-            outbox.send(WorkerMessage::Checkpoint(CheckpointNews::Restored {
-                step,
-                name: restored.name,
-            }));
+            let mut differences = restored.differences;
+            if *allows_mixed_builds {
+                differences.clear();
+            }
+            let (name, differences) = (restored.name, differences.join(" and its "));
+            tracing::info!(step, name, differences, "the group starts from a checkpoint");
+            let news = CheckpointNews::Restored { step, name, differences };
+            outbox.send(WorkerMessage::Checkpoint(news));
             return Ok(());
         }
         let absorbed = call_user("absorbed()", || Ok(model.absorbed())).map_err(Failure::fatal)?;

@@ -32,7 +32,10 @@ impl<M: Model> Trainer<'_, M> {
             }
             Err(error) => return Err(error.into()),
         }
-        let digest = self.tensors.window_digest(self.session.step())?;
+        let digest = match self.session.state().filter(|_| self.session.is_verifying()) {
+            Some(state) => self.tensors.digest(state)?,
+            None => self.tensors.window_digest(self.session.step())?,
+        };
         Ok(header::encode(&self.session.header(digest)))
     }
 }

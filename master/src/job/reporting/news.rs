@@ -49,7 +49,7 @@ impl Job {
                     format!("worker {worker} can't write the checkpoint of step {step}: {error}")
                 })
             }
-            CheckpointNews::Restored { step: from, name } => {
+            CheckpointNews::Restored { step: from, name, differences } => {
                 let lost_steps = step.saturating_sub(from);
                 let again = match lost_steps {
                     0 => String::new(),
@@ -57,8 +57,15 @@ impl Job {
                     steps => format!("; {steps} steps are repeated"),
                 };
                 self.group.note_restored();
-                let line =
+                let mut line =
                     format!("the group begins at step {from}, from checkpoint {name}{again}");
+                if !differences.is_empty() {
+                    line += &format!(
+                        "; another build wrote it, which differs in its {} from the one that goes \
+                         on (--allow-mixed-builds: that is meant)",
+                        clip(&differences)
+                    );
+                }
                 known.restored.push(RestoredCheckpoint { step: from, name, lost_steps });
                 let surplus = known.restored.len().saturating_sub(RESTORED_MAX);
                 known.restored.drain(..surplus);

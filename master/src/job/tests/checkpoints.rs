@@ -56,7 +56,8 @@ fn checkpoint_results_are_kept_for_status_summary_and_the_next_master() {
     assert_eq!(job.status(at(0)).checkpoints.unwrap().error.as_deref(), Some("disk full"));
     news(&mut job, saved(2));
     news(&mut job, CheckpointNews::Damaged { name: "step-2".into(), reason: "torn".into() });
-    let restored = |step| CheckpointNews::Restored { step, name: "step-1".into() };
+    let restored =
+        |step| CheckpointNews::Restored { step, name: "step-1".into(), differences: String::new() };
     (0..200).for_each(|_| news(&mut job, restored(0)));
     news(&mut job, restored(1));
     let known = job.summary(at(0)).checkpoints.unwrap();
@@ -71,6 +72,20 @@ fn checkpoint_results_are_kept_for_status_summary_and_the_next_master() {
 }
 
 #[test]
+fn a_checkpoint_of_another_build_is_told_with_what_differs() {
+    let mut job = started(kept(), &[20]);
+    let mut restored = |differences: &str| {
+        let (name, differences) = ("step-1".into(), differences.into());
+        news(&mut job, CheckpointNews::Restored { step: 1, name, differences });
+        job.status(at(0)).events.last().cloned().unwrap_or_default()
+    };
+    let event = restored("executable and its optimizer settings");
+    let expected = "another build wrote it, which differs in its executable and its optimizer";
+    assert!(event.contains(expected), "{event}");
+    assert!(!restored("").contains("build"));
+}
+
+#[test]
 fn the_ledger_of_a_group_that_starts_from_a_checkpoint_is_adopted() {
     let mut job = started(JobSpec { num_workers: 1, max_workers: 1, ..kept() }, &[20]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
@@ -78,7 +93,10 @@ fn the_ledger_of_a_group_that_starts_from_a_checkpoint_is_adopted() {
     job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
     connect(&mut job, 2);
     deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
-    news(&mut job, CheckpointNews::Restored { step: 1, name: "step-1".into() });
+    news(
+        &mut job,
+        CheckpointNews::Restored { step: 1, name: "step-1".into(), differences: String::new() },
+    );
     deliver(&mut job, 2, formed(2, 1, &[(0, 4)]));
     let status = job.status(at(0));
     assert_eq!((status.step, status.records_counted), (1, 4));

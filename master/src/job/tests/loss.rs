@@ -72,7 +72,8 @@ fn with_checkpoints_the_next_group_reports_whether_one_existed() {
         connect(&mut job, 2);
         deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
         if restored {
-            let news = CheckpointNews::Restored { step, name: "step".into() };
+            let news =
+                CheckpointNews::Restored { step, name: "step".into(), differences: String::new() };
             deliver(&mut job, 2, WorkerMessage::Checkpoint(news));
         }
         deliver(&mut job, 2, formed(2, step, &[]));
@@ -195,7 +196,8 @@ fn a_group_whose_members_all_leave_without_replacements_is_suspended_at_once() {
     [3, 4]
         .into_iter()
         .for_each(|worker| deliver(&mut job, worker, WorkerMessage::Ready { parameters: 10 }));
-    let news = CheckpointNews::Restored { step: 3, name: "step".into() };
+    let news =
+        CheckpointNews::Restored { step: 3, name: "step".into(), differences: String::new() };
     deliver(&mut job, 3, WorkerMessage::Checkpoint(news));
     deliver(&mut job, 3, formed(3, 3, &[(0, 12)]));
     let summary = job.summary(at(0));

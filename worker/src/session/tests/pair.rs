@@ -58,6 +58,12 @@ impl Pair {
         }
     }
 
+    /// Both workers compare their whole states, which are equal.
+    pub(crate) fn verify(&mut self) {
+        assert!(self.0.iter().all(Session::is_verifying), "{:?}", self.0);
+        self.exchange_headers();
+    }
+
     /// Both workers compute. Returns the headers of their step.
     pub(crate) fn compute(&mut self) -> Vec<StepHeader> {
         for session in &mut self.0 {
