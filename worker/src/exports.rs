@@ -1,14 +1,18 @@
 //! Exports of a training job: the model at its end, and the best one of its evaluations.
 //!
-//! **Invariants:** an export that fails does not end training. A job that fails does not replace a
-//! file that a good job has written: its model lies beside it, under another name.
+//! **Invariants:** an export that fails does not end training. At the end of a job it is repeated
+//! for some time, with the model in the job's directory meanwhile. A job that fails does not replace
+//! a file that a good job has written: its model lies beside it, under another name.
 
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use elasticdl_proto::failed_export;
 
 use crate::model::NamedTensor;
+use crate::storage::with_patience;
 use crate::weights::{self, WeightsError};
 
 /// Where a job exports models, and the best one as long as it is not written.
@@ -17,7 +21,11 @@ pub(crate) struct Exports {
     places: ExportPlaces,
     layout: Vec<NamedTensor>,
     unsaved_best: Option<(u64, Arc<Vec<f32>>)>,
+    sleep: Sleep,
 }
+
+/// Sleeps for the given time.
+type Sleep = fn(&ExportPlaces, Duration);
 
 /// Addresses of exported models.
 #[derive(Clone, Debug, Default)]
@@ -32,7 +40,7 @@ pub(crate) struct ExportPlaces {
 
 impl Exports {
     pub(crate) fn new(places: ExportPlaces, layout: Vec<NamedTensor>) -> Self {
-        Self { places, layout, unsaved_best: None }
+        Self { places, layout, unsaved_best: None, sleep: |_, pause| std::thread::sleep(pause) }
     }
 
     /// Whether the model at the end of the job is exported.
@@ -45,7 +53,8 @@ impl Exports {
         self.places.best.is_some()
     }
 
-    /// Exports the model of `step` at the end of the job, which `has_failed` or not.
+    /// Exports the model of `step` at the end of the job, which `has_failed` or not. Repeats a
+    /// failed attempt for the time of `patience`.
     ///
     /// # Errors
     /// Why it is not at its place, and where it is.
@@ -54,13 +63,12 @@ impl Exports {
         step: u64,
         has_failed: bool,
         parameters: &Arc<Vec<f32>>,
+        patience: Duration,
     ) -> Result<(), String> {
         let Some(last) = &self.places.last else { return Ok(()) };
         let address = if has_failed { failed_export(last) } else { last.clone() };
-        self.save(&address, step, parameters).map_err(|error| {
-            let elsewhere = self.save_elsewhere(LAST, parameters);
-            format!("the model of step {step} was not exported: {error}{elsewhere}")
-        })
+        self.save_patiently((&address, LAST), step, parameters, patience)
+            .map_err(|error| format!("the model of step {step} was not exported: {error}"))
     }
 
     /// Takes the model of `step`, which is the best so far. [`Exports::save_best`] writes it.
@@ -80,14 +88,18 @@ impl Exports {
         Some((step, saved.map_err(|error| error.to_string())))
     }
 
-    /// Like [`Exports::save_best`], at the end of the job.
-    pub(crate) fn save_best_at_end(&mut self) -> Option<(u64, Result<(), String>)> {
-        let (step, saved) = self.save_best()?;
-        let saved = saved.map_err(|error| {
-            let unsaved = self.unsaved_best.as_ref();
-            let elsewhere = unsaved.map(|(_, parameters)| self.save_elsewhere(BEST, parameters));
-            error + &elsewhere.unwrap_or_default()
-        });
+    /// Like [`Exports::save_best`], at the end of the job: a failed attempt is repeated for the time
+    /// of `patience`.
+    pub(crate) fn save_best_at_end(
+        &mut self,
+        patience: Duration,
+    ) -> Option<(u64, Result<(), String>)> {
+        let best = self.places.best.as_ref()?;
+        let (step, parameters) = self.unsaved_best.take()?;
+        let saved = self.save_patiently((best, BEST), step, &parameters, patience);
+        if saved.is_err() {
+            self.unsaved_best = Some((step, parameters));
+        }
         Some((step, saved))
     }
 
@@ -102,15 +114,52 @@ impl Exports {
         Ok(())
     }
 
-    /// Writes the model to the file `name` of the fallback. Returns where it is, as the end of a
-    /// sentence.
-    fn save_elsewhere(&self, name: &str, parameters: &Arc<Vec<f32>>) -> String {
-        let path = self.places.fallback.as_deref().map(|folder| folder.join(name));
-        let Some(path) = path.as_deref().and_then(Path::to_str) else { return String::new() };
-        match weights::save(path, &self.layout, parameters) {
-            Ok(()) => format!("; it is in {path}"),
-            Err(error) => format!("; nor was it written to the job's directory: {error}"),
+    /// Exports the model to `address`, and repeats that for the time of `patience`. Meanwhile, and
+    /// if it fails, the model is in the file `name` of the fallback.
+    fn save_patiently(
+        &self,
+        (address, name): (&str, &str),
+        step: u64,
+        parameters: &Arc<Vec<f32>>,
+        patience: Duration,
+    ) -> Result<(), String> {
+        let save = || self.save(address, step, parameters);
+        let Err(error) = save() else { return Ok(()) };
+        // Whatever ends this process during the wait, the model is there.
+        let mut kept = self.save_elsewhere(name, parameters);
+        let sleep = |pause| (self.sleep)(&self.places, pause);
+        let saved = with_patience(address, patience, error, save, sleep);
+        match (saved, &kept) {
+            (Ok(()), Some(Ok(path))) => drop(fs::remove_file(path)),
+            (Ok(()), _) => {}
+            (Err(error), _) => {
+                if matches!(kept, Some(Err(_))) {
+                    kept = self.save_elsewhere(name, parameters);
+                }
+                return Err(error.to_string() + &where_kept(kept));
+            }
         }
+        Ok(())
+    }
+
+    /// Writes the model to the file `name` of the fallback, if there is one. Returns where it is.
+    fn save_elsewhere(
+        &self,
+        name: &str,
+        parameters: &Arc<Vec<f32>>,
+    ) -> Option<Result<String, WeightsError>> {
+        let path = self.places.fallback.as_deref()?.join(name).to_str()?.to_owned();
+        let saved = weights::save(&path, &self.layout, parameters);
+        Some(saved.map(|()| path))
+    }
+}
+
+/// Says where a model is that its place did not take, as the end of a sentence.
+fn where_kept(kept: Option<Result<String, WeightsError>>) -> String {
+    match kept {
+        Some(Ok(path)) => format!("; it is in {path}"),
+        Some(Err(error)) => format!("; nor was it written to the job's directory: {error}"),
+        None => String::new(),
     }
 }
 
@@ -165,8 +214,8 @@ mod tests {
     fn a_failed_job_exports_beside_the_model_of_a_good_one() {
         let target = Target::new();
         let exports = target.exports();
-        exports.save_last(9, false, &model(1.0)).unwrap();
-        exports.save_last(4, true, &model(2.0)).unwrap();
+        exports.save_last(9, false, &model(1.0), Duration::ZERO).unwrap();
+        exports.save_last(4, true, &model(2.0), Duration::ZERO).unwrap();
         assert_eq!((target.value("out/last"), target.value("out/last.failed")), (1.0, 2.0));
     }
 
@@ -174,11 +223,35 @@ mod tests {
     fn a_model_that_its_place_does_not_take_is_in_the_jobs_directory() {
         let target = Target::new();
         fs::write(target.path("out"), "no folder").unwrap();
-        let error = target.exports().save_last(9, false, &model(1.0)).unwrap_err();
+        let exports = Exports { sleep: |_, _| (), ..target.exports() };
+        let patience = Duration::from_secs(60);
+        let error = exports.save_last(9, false, &model(1.0), patience).unwrap_err();
         let path = target.path("job/model.safetensors");
         assert!(error.ends_with(&format!("; it is in {}", path.display())), "{error}");
         assert!(error.contains("out/last"), "{error}");
         assert_eq!(target.value("job/model.safetensors"), 1.0);
+    }
+
+    #[test]
+    fn an_export_at_the_end_is_repeated_until_its_place_takes_it() {
+        let target = Target::new();
+        fs::write(target.path("out"), "no folder").unwrap();
+        // Frees the place during the first pause, in which the model is in the job's directory.
+        let sleep: Sleep = |places, _| {
+            let fallback = places.fallback.as_ref().unwrap();
+            assert_eq!(fs::read_dir(fallback).unwrap().count(), 1);
+            fs::remove_file(fallback.with_file_name("out")).unwrap();
+        };
+        let mut exports = Exports { sleep, ..target.exports() };
+        let patience = Duration::from_secs(1);
+        exports.save_last(9, false, &model(1.0), patience).unwrap();
+        assert_eq!(target.value("out/last"), 1.0);
+        fs::remove_dir_all(target.path("out")).unwrap();
+        fs::write(target.path("out"), "no folder").unwrap();
+        exports.take_best(3, model(3.0));
+        assert_eq!(exports.save_best_at_end(patience), Some((3, Ok(()))));
+        assert_eq!((target.value("out/best"), exports.save_best()), (3.0, None));
+        assert_eq!(fs::read_dir(target.path("job")).unwrap().count(), 0);
     }
 
     #[test]
@@ -191,7 +264,7 @@ mod tests {
         assert!(matches!(exports.save_best(), Some((3, Err(_)))));
         // A later evaluation has not found a better one.
         assert!(matches!(exports.save_best(), Some((3, Err(_)))));
-        let Some((3, Err(error))) = exports.save_best_at_end() else { panic!() };
+        let Some((3, Err(error))) = exports.save_best_at_end(Duration::ZERO) else { panic!() };
         assert!(error.contains("job/best.safetensors"), "{error}");
         assert_eq!(target.value("job/best.safetensors"), 3.0);
         fs::remove_file(target.path("out")).unwrap();

@@ -27,7 +27,9 @@ use object_store::{
 };
 use tokio::runtime::Runtime;
 
-pub(crate) use self::retry::{Transient, WaitStatus, set_wait_flag, wait_status, with_retries};
+pub(crate) use self::retry::{
+    Transient, WaitStatus, set_wait_flag, wait_status, with_patience, with_retries,
+};
 
 /// A folder of files. Paths given to its methods are relative to it and use `/` as the separator;
 /// the empty path is the folder, or the file, itself.

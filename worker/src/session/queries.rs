@@ -54,6 +54,11 @@ impl Session {
         self.in_round().zip(self.state.as_ref()).filter(|_| self.confirmed)
     }
 
+    /// Whether the master wants the job to stop.
+    pub fn is_stopping(&self) -> bool {
+        self.stop
+    }
+
     /// Whether this worker makes no further steps.
     pub fn is_finished(&self) -> bool {
         matches!(self.phase, Phase::Finished { .. } | Phase::Ended(_))

@@ -8,6 +8,7 @@
 //! retried.
 
 use std::cell::RefCell;
+use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,7 +23,7 @@ pub(crate) struct WaitStatus {
 }
 
 /// Classifies the error of a failed request.
-pub(crate) trait Transient: std::fmt::Display {
+pub(crate) trait Transient: Display {
     /// Whether the same request may succeed later.
     fn is_transient(&self) -> bool;
 }
@@ -36,7 +37,7 @@ pub(crate) fn with_retries<T, E: Transient>(
     // Fast path: almost all requests succeed, and these do not read the clock.
     match request() {
         Err(error) if error.is_transient() => {
-            let waiter = Waiter::begin(&WAITS, address, &error);
+            let waiter = Waiter::begin(&WAITS, address, &error, RETRY_LIMIT);
             let began = Instant::now();
             let pause = |pause: Duration| {
                 std::thread::sleep(pause);
@@ -48,6 +49,37 @@ pub(crate) fn with_retries<T, E: Transient>(
         }
         done => done,
     }
+}
+
+/// Repeats a request whose `error` need not be transient, such as that of a full disk, because its
+/// result is worth a wait of `limit`. `sleep` sleeps for the given time.
+pub(crate) fn with_patience<T, E: Display>(
+    address: &str,
+    limit: Duration,
+    mut error: E,
+    mut request: impl FnMut() -> Result<T, E>,
+    sleep: impl Fn(Duration),
+) -> Result<T, E> {
+    if limit.is_zero() {
+        return Err(error);
+    }
+    let waiter = Waiter::begin(&WAITS, address, &error, limit);
+    let (mut length, mut waited) = (PAUSE_MIN, Duration::ZERO);
+    while waited < limit {
+        sleep(length);
+        waited += length;
+        length = (length * 2).min(PAUSE_MAX);
+        match request() {
+            Ok(done) => {
+                waiter.end(true);
+                return Ok(done);
+            }
+            Err(other) => error = other,
+        }
+        waiter.note(&error);
+    }
+    waiter.end(false);
+    Err(error)
 }
 
 /// Retries `request` after pauses. `pause` sleeps for the given time and returns the time since the
@@ -123,13 +155,13 @@ struct Waiter<'a> {
 }
 
 impl<'a> Waiter<'a> {
-    fn begin(waits: &'a Waits, address: &'a str, error: &impl Transient) -> Self {
+    fn begin(waits: &'a Waits, address: &'a str, error: &impl Display, limit: Duration) -> Self {
         let waiter = Self { waits, address };
         let mut state = waits.lock();
         state.threads += 1;
         if state.since.is_none() {
             state.since = Some(Instant::now());
-            let limit_s = RETRY_LIMIT.as_secs();
+            let limit_s = limit.as_secs();
             tracing::warn!(address, %error, limit_s, "storage does not answer; retrying");
         }
         drop(state);
@@ -138,7 +170,7 @@ impl<'a> Waiter<'a> {
         waiter
     }
 
-    fn note(&self, error: &impl Transient) {
+    fn note(&self, error: &impl Display) {
         self.waits.lock().storage = match error.to_string() {
             text if text.contains(self.address) => text,
             text => format!("{}: {text}", self.address),
@@ -182,7 +214,7 @@ mod tests {
     #[derive(Clone, Debug, PartialEq)]
     struct Failed(&'static str, bool);
 
-    impl std::fmt::Display for Failed {
+    impl Display for Failed {
         fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
             f.write_str(self.0)
         }
@@ -243,8 +275,8 @@ mod tests {
     #[test]
     fn several_waiting_threads_count_as_one_outage() {
         let waits = Waits::new();
-        let first = Waiter::begin(&waits, "s3://b/x", &UNREACHABLE);
-        let second = Waiter::begin(&waits, "s3://b/y", &UNREACHABLE);
+        let first = Waiter::begin(&waits, "s3://b/x", &UNREACHABLE, RETRY_LIMIT);
+        let second = Waiter::begin(&waits, "s3://b/y", &UNREACHABLE, RETRY_LIMIT);
         let now = Instant::now() + Duration::from_secs(10);
         let status = waits.waiting(now);
         assert_eq!(status.storage.as_deref(), Some("s3://b/y: connection refused"));
@@ -261,7 +293,7 @@ mod tests {
     fn a_waiting_thread_sets_its_flag() {
         let (waits, flag) = (Waits::new(), Arc::new(AtomicBool::new(false)));
         set_wait_flag(Arc::clone(&flag));
-        let waiter = Waiter::begin(&waits, "s3://b/x", &UNREACHABLE);
+        let waiter = Waiter::begin(&waits, "s3://b/x", &UNREACHABLE, RETRY_LIMIT);
         assert!(flag.load(Ordering::Acquire));
         waiter.end(false);
         assert!(!flag.load(Ordering::Acquire));

@@ -1,5 +1,7 @@
 //! End of a job on the trainer: the finding of a gradient that is not finite, and the final state.
 
+use std::time::Duration;
+
 use elasticdl_collective::Communicator as _;
 use elasticdl_proto::WorkerMessage;
 
@@ -30,8 +32,9 @@ impl<M: Model> Trainer<'_, M> {
     pub(super) fn finish(&mut self, is_published: bool) -> Result<(), Failure> {
         let Some(step) = self.session.state().map(|state| state.step) else { return Ok(()) };
         let parameters_are_finite = self.tensors.parameters_are_finite()?;
+        let patience = if self.session.is_stopping() { PATIENCE_OF_STOP } else { PATIENCE_OF_END };
         if is_published {
-            self.tell_best(Exports::save_best_at_end);
+            self.tell_best(|exports| exports.save_best_at_end(patience));
         }
         // The model is exported before the report that ends the job: a rank that fails to report is
         // replaced, and the next lowest rank exports. Its last checkpoint is written already. A
@@ -40,7 +43,7 @@ impl<M: Model> Trainer<'_, M> {
         if is_published && parameters_are_finite && step > 0 && self.exports.has_last() {
             let has_failed = matches!(self.session.ended(), Some(Ending::Failed(_)));
             let parameters = self.tensors.to_host(Tensor::Parameters)?;
-            exported = Some(self.exports.save_last(step, has_failed, &parameters));
+            exported = Some(self.exports.save_last(step, has_failed, &parameters, patience));
         }
         let model = &mut self.model;
         let mut summary = None;
@@ -96,3 +99,8 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 }
+
+/// How long an export at the end of a job is repeated: enough to free a full disk by hand.
+const PATIENCE_OF_END: Duration = Duration::from_secs(60);
+/// As [`PATIENCE_OF_END`], for a job that is stopped: its master waits for 10 s.
+const PATIENCE_OF_STOP: Duration = Duration::from_secs(3);
