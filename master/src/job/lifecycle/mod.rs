@@ -5,6 +5,7 @@ pub(crate) mod disconnected;
 mod exits;
 mod fatal_reports;
 mod launching;
+mod left_out;
 pub(crate) mod persisted;
 pub(crate) mod removal;
 pub(crate) mod restart;

@@ -159,6 +159,7 @@ impl Job {
         if missing == 0 || at_max {
             self.end(now, Outcome::Completed, None);
         } else if self.lifecycle.is_stopping() {
+            self.log_unevaluated(step);
             self.end(now, Outcome::Stopped, None);
         } else {
             let error = format!("the group ended at step {step} without {missing} records");
@@ -215,6 +216,7 @@ impl Job {
         if self.spec.work.trains() && step > 0 && !self.reporting.has_checkpoint() {
             self.note_state_lost(step);
         }
+        self.log_unexported();
         self.lifecycle.phase = Phase::Ending(Outcome::Stopped);
         self.log_recovery();
         self.out.mark_dirty_urgent();

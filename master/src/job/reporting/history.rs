@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use elasticdl_proto::{
     Cause, CheckpointsSummary, Evaluated, EvaluationsSummary, FailedShard, Generation, LossSummary,
-    MembershipChange, SkippedRecords, StateLoss, ThroughputSummary, WorkerId,
+    MembershipChange, SavedCheckpoint, SkippedRecords, StateLoss, ThroughputSummary, WorkerId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -371,7 +371,12 @@ impl JobHistory {
 
     /// Whether there is a complete checkpoint.
     pub(crate) fn has_checkpoint(&self) -> bool {
-        self.totals.checkpoints.newest.is_some()
+        self.newest_checkpoint().is_some()
+    }
+
+    /// The newest complete checkpoint.
+    pub(crate) fn newest_checkpoint(&self) -> Option<&SavedCheckpoint> {
+        self.totals.checkpoints.newest.as_ref()
     }
 
     /// Notes that a checkpoint is requested. Returns whether none was.

@@ -89,6 +89,30 @@ fn a_best_model_that_is_not_exported_is_said_once_and_once_when_it_is() {
 }
 
 #[test]
+fn a_stop_tells_that_the_last_model_is_not_evaluated() {
+    let stopped = |evaluations: &[u64]| {
+        let mut job = started(judged(), &[20]);
+        evaluations.iter().for_each(|&step| evaluated(&mut job, step, Some(1.0)));
+        job.handle(at(0), Event::Stop);
+        for worker in 1..=3 {
+            let WorkerMessage::Finished(mut word) = finished(1, 20, 9) else { unreachable!() };
+            word.ledger = LedgerReport::default();
+            deliver(&mut job, worker, WorkerMessage::Finished(word));
+        }
+        assert_eq!(job.outcome(), Some(Outcome::Stopped));
+        let events = job.status(at(0)).events;
+        events.into_iter().filter(|event| event.contains("not evaluated")).collect::<Vec<_>>()
+    };
+    assert_eq!(stopped(&[10, 20]), [""; 0]);
+    let told = |evaluations: &[u64], text: &str| {
+        let events = stopped(evaluations);
+        assert!(events.len() == 1 && events[0].contains(text), "{events:?}");
+    };
+    told(&[], "step 20, at the stop, is not evaluated: none was evaluated before, so /best is not");
+    told(&[10], "the last evaluation was that of step 10, and /best is as it was then");
+}
+
+#[test]
 fn a_job_that_stops_early_is_complete_and_expects_no_more_than_it_trained() {
     let mut job = started(JobSpec { num_workers: 1, max_workers: 1, ..judged() }, &[20]);
     let WorkerMessage::Finished(word) = finished(1, 3, 7) else { panic!() };

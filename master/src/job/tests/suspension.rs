@@ -69,6 +69,8 @@ fn suspended() -> Job {
     let mut job = started(with_checkpoints(2), &[20]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
     job.handle(at(0), Event::Suspend);
+    let news = CheckpointNews::Saved { step: 3, name: "step-3".into(), bytes: 1 };
+    deliver(&mut job, 1, WorkerMessage::Checkpoint(news));
     [1, 2].into_iter().for_each(|worker| end_with_checkpoint(&mut job, worker, 1, 3));
     [1, 2].into_iter().for_each(|worker| end_process(&mut job, worker));
     actions(&mut job);
@@ -247,6 +249,18 @@ fn a_suspended_job_stops_at_once() {
     let mut job = suspended();
     job.handle(at(0), Event::Stop);
     assert_eq!(actions(&mut job), [Action::End(Outcome::Stopped)]);
+}
+
+#[test]
+fn a_suspended_job_that_is_stopped_tells_how_its_model_is_exported() {
+    let mut job = suspended();
+    job.spec.work = Work::Train { export: Some("/m".into()) };
+    job.handle(at(0), Event::Stop);
+    let events = job.status(at(0)).events;
+    let told = |event: &String| {
+        event.contains("/m is not written") && event.contains("elasticdl convert /c/step")
+    };
+    assert!(events.iter().any(told), "{events:?}");
 }
 
 #[test]
