@@ -1,8 +1,8 @@
 //! Exports of a training job: the model at its end, and the best one of its evaluations.
 //!
 //! **Invariants:** an export that fails does not end training. At the end of a job it is repeated
-//! for some time, with the model in the job's directory meanwhile. A job that fails does not replace
-//! a file that a good job has written: its model lies beside it, under another name.
+//! for some time, with the model in the job's directory meanwhile. A job that fails does not
+//! replace a file that a good job has written: its model lies beside it, under another name.
 
 use std::fs;
 use std::path::PathBuf;
@@ -88,8 +88,8 @@ impl Exports {
         Some((step, saved.map_err(|error| error.to_string())))
     }
 
-    /// Like [`Exports::save_best`], at the end of the job: a failed attempt is repeated for the time
-    /// of `patience`.
+    /// Like [`Exports::save_best`], at the end of the job: a failed attempt is repeated for the
+    /// time of `patience`.
     pub(crate) fn save_best_at_end(
         &mut self,
         patience: Duration,

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Digests are compared at each step (a window of the state), when a group forms, and as digests of
-//! the whole state at each checkpoint and before the best or the last model is exported. The step at
-//! which replicas differ is not applied.
+//! the whole state at each checkpoint and before the best or the last model is exported. The step
+//! at which replicas differ is not applied.
 //!
 //! **Invariant:** the verdict depends on the headers alone, so all ranks derive the same one.
 

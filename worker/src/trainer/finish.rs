@@ -70,9 +70,9 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// The lowest rank exports the model if it is the best so far and all ranks hold the same state,
-    /// or an earlier one that could not be written. The next step needs that rank, so if it is lost
-    /// meanwhile, the next group is still at this step and exports the model again.
+    /// The lowest rank exports the model if it is the best so far and all ranks hold the same
+    /// state, or an earlier one that could not be written. The next step needs that rank, so if it
+    /// is lost meanwhile, the next group is still at this step and exports the model again.
     pub(super) fn export_best(&mut self) -> Result<(), Failure> {
         let is_lowest = self.session.group_rank().is_some_and(|(_, rank)| rank == 0);
         if !is_lowest || !self.exports.has_best() {

@@ -53,8 +53,8 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
-    /// Separates failures of links and of NCCL from other failures of the GPU and of this process. The host ring can
-    /// replace NCCL, but without a GPU this worker cannot continue.
+    /// Separates failures of links and of NCCL from other failures of the GPU and of this process.
+    /// The host ring can replace NCCL, but without a GPU this worker cannot continue.
     pub(super) fn classify(&mut self, error: CollectiveError) -> Result<CollectiveError, Failure> {
         match error {
             CollectiveError::Device { source: DeviceError::Nccl { .. } } => {
