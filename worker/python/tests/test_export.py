@@ -120,7 +120,7 @@ class Jobs(unittest.TestCase):
             ) as job:
                 self.assertEqual(job.wait(), 0, job.text())
                 logs = "".join(file.read_text() for file in (job.directory / "logs").iterdir())
-                self.assertRegex(logs, r"y = (1\.99|2\.0[01]) x \+ -0\.(49|5[01])\n")
+                self.assertRegex(logs, r"y = (1\.99|2\.0[01]) x - 0\.(49|5[01])\n")
             predictions = path / "predictions.csv"
             ended = self.run_alone(
                 path, "evaluate.py", model, *points, "--predictions", predictions
