@@ -42,12 +42,15 @@ impl Listed {
 /// of `extensions` (without the dot; none: all files).
 pub(super) fn list(source: &str, extensions: &[String]) -> Result<Listed, DataError> {
     let root = PathBuf::from(source.strip_prefix("file://").unwrap_or(source));
-    let mut unusable = Vec::new();
-    let Some(found) = find(source, &root, &mut unusable)? else {
+    let Some(found) = find(source, &root)? else {
         return Ok(Listed::of_one(root));
     };
+    // Whether it was to be data, nobody knows but the user.
+    if let Some(link) = found.dangling.iter().filter(|path| has_extension(path, extensions)).min() {
+        return Err(malformed(link, DANGLING));
+    }
     let (mut paths, mut others): (Vec<_>, Vec<_>) =
-        found.into_iter().partition(|path| has_extension(path, extensions));
+        found.files.into_iter().partition(|path| has_extension(path, extensions));
     if paths.is_empty() {
         let reason = match extensions {
             [] => "no files in this folder".to_owned(),
@@ -55,7 +58,7 @@ pub(super) fn list(source: &str, extensions: &[String]) -> Result<Listed, DataEr
         };
         return Err(DataError::Empty { path: root, reason });
     }
-    others.extend(unusable.into_iter().map(PathBuf::from));
+    others.extend(found.unusable.into_iter().chain(found.dangling));
     paths.sort();
     Ok(Listed { paths, others: others.len() as u64, first_other: others.into_iter().min() })
 }
@@ -89,24 +92,34 @@ pub(super) fn list_tables(source: &str, extensions: &[String]) -> Result<Listed,
     Ok(listed)
 }
 
-/// The files below `root`, apart from those whose names begin with a dot; `None`, if it is a file
-/// itself. Adds the keys that cannot be used to `unusable`.
-pub(super) fn find(
-    source: &str,
-    root: &Path,
-    unusable: &mut Vec<String>,
-) -> Result<Option<Vec<PathBuf>>, DataError> {
+/// The entries of a folder or prefix, apart from those whose names begin with a dot.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    pub(super) files: Vec<PathBuf>,
+    /// Links whose targets do not exist.
+    pub(super) dangling: Vec<PathBuf>,
+    /// Keys that cannot be used; named pipes, sockets and devices.
+    unusable: Vec<PathBuf>,
+}
+
+/// The entries below `root`; `None`, if it is a file itself.
+pub(super) fn find(source: &str, root: &Path) -> Result<Option<Found>, DataError> {
     if let Some(object) = remote::object(root)? {
-        let (found, keys) = object.list()?;
-        unusable.extend(keys);
-        return Ok((found != [root]).then_some(found));
+        let (files, keys) = object.list()?;
+        let unusable = keys.into_iter().map(PathBuf::from).collect();
+        return Ok((files != [root]).then_some(Found { files, unusable, dangling: Vec::new() }));
     }
-    let kind =
-        with_retries(source, || fs::metadata(root)).map_err(|source| io_error(root, source))?;
-    if !kind.is_dir() {
+    let kind = with_retries(source, || fs::metadata(root)).map_err(|error| {
+        if is_dangling(root) { malformed(root, DANGLING) } else { io_error(root, error) }
+    })?;
+    if kind.is_file() {
         return Ok(None);
     }
-    let mut found = Vec::new();
+    if !kind.is_dir() {
+        // Opening a pipe would wait for its writer.
+        return Err(malformed(root, NO_FILE));
+    }
+    let mut found = Found::default();
     let mut folders = vec![root.to_owned()];
     while let Some(folder) = folders.pop() {
         let entries = with_retries(&folder.to_string_lossy(), || fs::read_dir(&folder));
@@ -121,11 +134,20 @@ pub(super) fn find(
             if kind.is_dir() {
                 folders.push(path);
             } else if kind.is_file() || path.is_file() {
-                found.push(path);
+                found.files.push(path);
+            } else if kind.is_symlink() && is_dangling(&path) {
+                found.dangling.push(path);
+            } else if !path.is_dir() {
+                found.unusable.push(path);
             }
         }
     }
     Ok(Some(found))
+}
+
+/// Whether `path` is a link whose target does not exist.
+fn is_dangling(path: &Path) -> bool {
+    path.is_symlink() && matches!(path.try_exists(), Ok(false))
 }
 
 /// Returns `dataset`, or an error if it has no records.
@@ -170,7 +192,11 @@ pub(super) fn check(file: &File, paths: &[&Path]) -> Result<(), DataError> {
 /// As [`check`]. `skips`: whether records may be left out; [`check_left_out`] compares those.
 pub(super) fn check_table(file: &File, paths: &[&Path], skips: bool) -> Result<(), DataError> {
     let Some(described) = file.version else { return Ok(()) };
-    let found = version(paths)?;
+    let found = version(paths).map_err(|error| match error {
+        // A process that has found none of the data may lack a mount, which others have.
+        DataError::Io { path, source } if versions::has_found_any() => missing(&path, source),
+        error => error,
+    })?;
     if found == described || (skips && versions::is_of_same_file(described, found)) {
         return Ok(());
     }
@@ -233,7 +259,10 @@ pub(super) fn length(path: &Path) -> Result<u64, DataError> {
 /// Reads the metadata of a local file, which must be the known version.
 fn stat(path: &Path) -> Result<(fs::Metadata, Version), DataError> {
     let metadata = with_retries(&path.to_string_lossy(), || fs::metadata(path));
-    let metadata = metadata.map_err(|source| io_error(path, source))?;
+    let metadata = metadata.map_err(|source| match versions::known(path) {
+        Some(_) => missing(path, source),
+        None => io_error(path, source),
+    })?;
     let version = versions::of_file(&metadata);
     versions::compare(path, &version)?;
     Ok((metadata, version))
@@ -363,6 +392,16 @@ pub(super) fn io_error(path: &Path, source: io::Error) -> DataError {
     }
 }
 
+/// The error for a file that was there before, and cannot be opened.
+fn missing(path: &Path, source: io::Error) -> DataError {
+    match source.kind() {
+        io::ErrorKind::NotADirectory | io::ErrorKind::NotFound => {
+            DataError::Changed { path: path.to_owned(), reason: "it was deleted or moved".into() }
+        }
+        _ => io_error(path, source),
+    }
+}
+
 /// Text from a file, escaped and truncated for an error message.
 pub(super) fn printable(text: &str) -> String {
     let mut shown: String = text.escape_debug().take(SHOWN_MAX).collect();
@@ -377,13 +416,17 @@ pub(super) fn malformed(path: &Path, reason: &str) -> DataError {
 }
 
 const SHOWN_MAX: usize = 300;
+const DANGLING: &str = "a link to a file that does not exist: restore the file, or remove the link";
+const NO_FILE: &str = "a pipe, socket or device: data must be a file or a folder, as it is read more \
+                       than once; write it to a file first";
 
 /// Extensions of compressed text files.
 pub(super) const PACKED: [&str; 2] = [".gz", ".zst"];
 
 /// Whether the file has one of these extensions, in whatever case.
 fn has_extension(path: &Path, extensions: &[String]) -> bool {
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_lowercase();
+    // A name that is not UTF-8 is refused later, with what it should be.
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
     let has = |wanted: &String| {
         name.strip_suffix(&wanted.to_lowercase())
             .is_some_and(|stem| stem.len() > 1 && stem.ends_with('.'))
@@ -393,7 +436,15 @@ fn has_extension(path: &Path, extensions: &[String]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+    use std::os::unix::fs::symlink;
+
     use super::*;
+
+    fn strings(words: &[&str]) -> Vec<String> {
+        words.iter().map(|&word| word.to_owned()).collect()
+    }
 
     fn folder(files: &[&str]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
@@ -406,8 +457,7 @@ mod tests {
     }
 
     fn names(folder: &tempfile::TempDir, extensions: &[&str]) -> Vec<String> {
-        let extensions: Vec<String> = extensions.iter().map(|&e| e.to_owned()).collect();
-        let found = list(folder.path().to_str().unwrap(), &extensions).unwrap();
+        let found = list(folder.path().to_str().unwrap(), &strings(extensions)).unwrap();
         found
             .paths
             .iter()
@@ -450,10 +500,34 @@ mod tests {
     #[test]
     fn links_to_files_are_read_and_links_to_folders_are_not_followed() {
         let folder = folder(&["a/b.txt"]);
-        std::os::unix::fs::symlink(folder.path(), folder.path().join("a/up")).unwrap();
-        std::os::unix::fs::symlink(folder.path().join("a/b.txt"), folder.path().join("link.txt"))
-            .unwrap();
+        symlink(folder.path(), folder.path().join("a/up")).unwrap();
+        symlink(folder.path().join("a/b.txt"), folder.path().join("link.txt")).unwrap();
         assert_eq!(names(&folder, &[]), ["a/b.txt", "link.txt"]);
+    }
+
+    #[test]
+    fn what_would_be_data_and_cannot_be_read_is_refused_and_the_rest_is_counted() {
+        let refused = |name: &OsStr, extensions: &[&str]| {
+            let folder = folder(&["a.csv"]);
+            symlink("nowhere", folder.path().join(name)).unwrap();
+            list(folder.path().to_str().unwrap(), &strings(extensions)).map_err(|e| e.to_string())
+        };
+        for extensions in [&["csv"][..], &[]] {
+            let error = refused(OsStr::new("b.csv"), extensions).unwrap_err();
+            assert!(error.ends_with(&format!("b.csv: {DANGLING}")), "{error}");
+        }
+        let listed = refused(OsStr::new("b.txt"), &["csv"]).unwrap();
+        assert_eq!((listed.paths.len(), listed.others), (1, 1));
+        let folder = folder(&["a.csv"]);
+        fs::write(folder.path().join(OsStr::from_bytes(b"b\xff.csv")), "").unwrap();
+        let pipe = folder.path().join("c.csv");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, 0o600.into()).unwrap();
+        let listed = list(folder.path().to_str().unwrap(), &strings(&["csv"])).unwrap();
+        assert_eq!((listed.paths.len(), listed.others), (2, 1), "the pipe is no data");
+        let error = text(&listed.paths[1]).unwrap_err().to_string();
+        assert!(error.ends_with("the path is not UTF-8: rename it"), "{error}");
+        let error = list(pipe.to_str().unwrap(), &[]).unwrap_err().to_string();
+        assert!(error.ends_with(NO_FILE), "{error}");
     }
 
     #[test]

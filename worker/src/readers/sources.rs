@@ -66,14 +66,20 @@ fn matches(folder: &str, pattern: &str) -> Result<Vec<String>, DataError> {
     let wanted: Vec<&str> = wanted.split('/').collect();
     let (mut found, base) = (BTreeSet::new(), root.to_string_lossy().into_owned());
     let base = base.trim_end_matches('/');
-    for path in files::find(folder, &root, &mut Vec::new())?.unwrap_or_default() {
-        let path = files::text(&path)?;
+    let all = files::find(folder, &root)?.unwrap_or_default();
+    // The reader refuses a link to a file that does not exist.
+    for found_path in all.files.iter().chain(&all.dangling) {
+        let path = found_path.to_string_lossy();
         let within = path.strip_prefix(base).unwrap_or(&path).trim_start_matches('/');
         let parts: Vec<&str> = within.split('/').take(wanted.len()).collect();
         let is_fit = parts.len() == wanted.len()
             && parts.iter().zip(&wanted).all(|(name, wanted)| fits(name, wanted));
         if is_fit {
-            found.insert(format!("{base}/{}", parts.join("/")));
+            let fitting = format!("{base}/{}", parts.join("/"));
+            if fitting.contains(char::REPLACEMENT_CHARACTER) {
+                files::text(found_path)?;
+            }
+            found.insert(fitting);
         }
     }
     Ok(found.into_iter().collect())

@@ -3,8 +3,8 @@
 //! The worker that describes a data set computes a digest of each file's version. The digests are
 //! part of the description that all workers receive, including workers that join later. After its
 //! first access to a file, each worker compares all later accesses with the version that it found
-//! first. A file that has changed cannot be trained on: records that were counted may no longer
-//! exist.
+//! first. A file that has changed, or is missing, cannot be trained on: records that were counted may
+//! no longer exist.
 //!
 //! | | version within a worker | digest across workers |
 //! |---|---|---|
@@ -60,6 +60,11 @@ pub(super) fn compare(path: &Path, found: &Version) -> Result<(), DataError> {
 /// The known version of a file; `None` before the first access.
 pub(super) fn known(path: &Path) -> Option<Version> {
     lock().get(path).map(|known| known.version.clone())
+}
+
+/// Whether this process has accessed any file of the data.
+pub(super) fn has_found_any() -> bool {
+    !lock().is_empty()
 }
 
 /// Version of a local file.
@@ -147,6 +152,8 @@ const BLOCK_BYTES: u64 = 4096;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::reader::Reader as _;
+    use crate::readers::FixedRecords;
 
     fn version(bytes: u64, tag: &str) -> Version {
         Version { bytes, tag: tag.into() }
@@ -168,6 +175,24 @@ mod tests {
             refused(version(7, "\"y\x1b\"")),
             format!("s3://versions/a.csv: version y\\u{{1b}} where x was; {end}")
         );
+    }
+
+    #[test]
+    fn a_file_that_was_removed_has_changed_whether_this_process_has_read_it_or_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut records = FixedRecords::new(1);
+        for name in ["a", "b"] {
+            fs::write(folder.path().join(name), b"12").unwrap();
+        }
+        let dataset = records.describe(folder.path().to_str().unwrap()).unwrap();
+        lock().remove(Path::new(&dataset.files[1].path));
+        for file in &dataset.files {
+            fs::remove_file(&file.path).unwrap();
+            let error = records.read(file, 0..1).unwrap_err();
+            assert!(error.ends_job(), "{error}");
+            let end = "it was deleted or moved; it has changed since the job started";
+            assert_eq!(error.to_string(), format!("{}: {end}", file.path));
+        }
     }
 
     #[test]
