@@ -208,7 +208,7 @@ async fn a_job_runs_from_its_first_launch_to_its_summary() {
         ranks: vec![RankStep { records: 1, compute_us: 10, ..RankStep::default() }],
         times: StepTimes::default(),
         steps_skipped: 0,
-        learning_rate: None,
+        ..Committed::default()
     };
     worker.send(WorkerMessage::Committed(committed)).await;
     let ledger = LedgerReport { epochs_complete: 1, ..LedgerReport::default() };

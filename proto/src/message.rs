@@ -227,6 +227,13 @@ pub struct Committed {
     pub steps_skipped: u64,
     /// Learning rate of the last of these steps; `None` if the model has none.
     pub learning_rate: Option<f64>,
+    /// Mean loss of the first of these steps whose loss is finite; `None` if no loss is, or from a
+    /// worker of an older release.
+    pub first_loss: Option<f64>,
+    /// Mean loss of the last of these steps whose loss is finite; `None` as above.
+    pub last_loss: Option<f64>,
+    /// Step at which the newest of the epochs that these steps completed was complete, if any was.
+    pub epoch_step: Option<u64>,
 }
 
 /// What a rank did in a step.

@@ -31,7 +31,7 @@ pub struct Summary {
     /// Every generation, in order. Limited to the newest 10,000, and to those that name 100,000
     /// workers together.
     pub memberships: Vec<MembershipChange>,
-    /// Mean loss per record.
+    /// Mean loss per record, in training of the first and of the last step.
     pub loss: LossSummary,
     /// From the first group's start to the last report.
     pub throughput: ThroughputSummary,

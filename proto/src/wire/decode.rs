@@ -193,6 +193,12 @@ fn committed(report: v1::Committed) -> Checked<Committed> {
         steps_skipped: within("committed.steps_skipped", report.steps_skipped, 0, STEPS_MAX)?,
         // Like the loss, a rate of the user's own schedule may not be finite.
         learning_rate: report.learning_rate.filter(|rate| rate.is_finite()),
+        first_loss: report.first_loss.filter(|loss| loss.is_finite()),
+        last_loss: report.last_loss.filter(|loss| loss.is_finite()),
+        epoch_step: match report.epoch_step {
+            Some(step) => Some(within("committed.epoch_step", step, 0, report.step)?),
+            None => None,
+        },
     })
 }
 

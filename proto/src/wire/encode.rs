@@ -141,6 +141,9 @@ fn committed(report: Committed) -> v1::Committed {
         times: Some(v1::StepTimes { steps, step_us, reduce_us }),
         steps_skipped: report.steps_skipped,
         learning_rate: report.learning_rate,
+        first_loss: report.first_loss,
+        last_loss: report.last_loss,
+        epoch_step: report.epoch_step,
     }
 }
 

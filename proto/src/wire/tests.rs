@@ -58,6 +58,9 @@ fn commit() -> v1::Committed {
         times: Some(v1::StepTimes { steps: 2, step_us: 900, reduce_us: 300 }),
         steps_skipped: 1,
         learning_rate: Some(0.5),
+        first_loss: Some(0.75),
+        last_loss: Some(0.25),
+        epoch_step: Some(8),
     }
 }
 
@@ -154,6 +157,9 @@ fn every_message_of_a_worker_keeps_every_field() {
             times: StepTimes { steps: 2, step_us: 900, reduce_us: 300 },
             steps_skipped: 1,
             learning_rate: Some(0.5),
+            first_loss: Some(0.75),
+            last_loss: Some(0.25),
+            epoch_step: Some(8),
         }),
         WorkerMessage::Described(Ok(FileList::pack([("a", 3), ("b", 0)]))),
         WorkerMessage::Described(Err("no such file".into())),
@@ -353,6 +359,10 @@ fn a_field_out_of_bounds_is_refused_by_name() {
             "committed.generation",
         ),
         (Kind::Committed(v1::Committed { records: u64::MAX, ..commit() }), "committed.records"),
+        (
+            Kind::Committed(v1::Committed { epoch_step: Some(10), ..commit() }),
+            "committed.epoch_step",
+        ),
         (
             Kind::Committed(v1::Committed {
                 compute_us: vec![0; WORKERS_MAX as usize + 1],

@@ -109,9 +109,11 @@ impl Session {
     fn commit(&mut self, headers: Vec<StepHeader>, now: Duration, is_finite: bool) {
         let state = self.state.as_mut().expect("a rank without state has no step to commit");
         let records: u64 = headers.iter().map(StepHeader::records).sum();
+        let epoch = state.ledger.epoch();
         for range in headers.iter().flat_map(|h| &h.ranges) {
             state.ledger.absorb(*range);
         }
+        let completes_epoch = state.ledger.epoch() > epoch;
         state.step += 1;
         state.steps_skipped += u64::from(!is_finite);
         state.records_trained += records;
@@ -127,6 +129,9 @@ impl Session {
             let records = pending.ranges.iter().map(RecordRange::len).sum();
             self.pace.note(records, pending.compute_us);
             if group.rank == 0 {
+                if completes_epoch {
+                    self.progress.epoch_step = Some(self.progress.step);
+                }
                 self.note_progress(group.generation, &headers, now);
             }
             self.checkpoints.tick(now);

@@ -158,6 +158,27 @@ mod tests {
     }
 
     #[test]
+    fn a_report_of_several_steps_names_the_losses_of_the_first_and_last_and_the_epochs_end() {
+        let mut session = single_member();
+        session.headers_exchanged(&[session.header(0)]).unwrap();
+        for (at, loss_sum) in [(1000, 9.0), (1010, 8.0), (1020, 6.0), (1030, 4.0), (1040, 2.0)] {
+            session.poll();
+            session.computed(Computed { loss_sum, ..Computed::default() });
+            commit(&mut session, Duration::from_millis(at));
+        }
+        session.flush_progress();
+        let exact = |report| match report {
+            WorkerMessage::Committed(report) => {
+                Some((report.step, report.first_loss, report.last_loss, report.epoch_step))
+            }
+            _ => None,
+        };
+        let reported: Vec<_> = reports(&mut session).into_iter().filter_map(exact).collect();
+        let rest = (5, Some(4.0), Some(1.0), Some(5));
+        assert_eq!(reported, [(1, Some(4.5), Some(4.5), None), rest]);
+    }
+
+    #[test]
     fn a_member_without_links_reports_again_that_they_broke() {
         let mut session = single_member();
         session.broken(None, "reset".into());

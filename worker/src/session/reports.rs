@@ -32,8 +32,15 @@ impl Session {
     ) {
         self.progress.generation = generation;
         self.progress.ranges.extend(headers.iter().flat_map(|h| &h.ranges));
-        self.progress.loss_sum += headers.iter().map(|h| h.loss_sum).sum::<f64>();
-        self.progress.records += headers.iter().map(StepHeader::records).sum::<u64>();
+        let loss_sum = headers.iter().map(|h| h.loss_sum).sum::<f64>();
+        let records = headers.iter().map(StepHeader::records).sum::<u64>();
+        self.progress.loss_sum += loss_sum;
+        self.progress.records += records;
+        let loss = loss_sum / records as f64;
+        if loss.is_finite() {
+            self.progress.first_loss.get_or_insert(loss);
+            self.progress.last_loss = Some(loss);
+        }
         let step_of = |h: &StepHeader| RankStep {
             records: h.records(),
             compute_us: h.compute_us,

@@ -29,6 +29,8 @@ pub(crate) struct EpochLines {
     last: Option<Time>,
     /// The first complete epoch that no line covers, from 0.
     first: Option<u32>,
+    /// Step at which the newest of these epochs was complete.
+    step: u64,
     /// Loss of the complete epochs that no line covers.
     done: LossSum,
     /// Loss of the epoch that is not complete.
@@ -62,6 +64,8 @@ impl EpochLines {
             self.done.add(self.open.mean(), self.open.records);
             self.open = LossSum::default();
             self.first.get_or_insert(before);
+            // A report covers the steps of a tenth of a second, and may reach into the next epoch.
+            self.step = report.epoch_step.unwrap_or(report.step);
         }
         self.open.add(mean, records(&|epoch| epoch >= complete));
         let first = self.first?;
@@ -81,7 +85,7 @@ impl EpochLines {
         } else {
             format!("epoch {complete} of {all} completed")
         };
-        Some(format!("{epochs} at step {}{loss}", report.step))
+        Some(format!("{epochs} at step {}{loss}", self.step))
     }
 }
 
@@ -144,6 +148,23 @@ mod tests {
         );
         assert_eq!(all.len(), 30);
         assert_eq!(lines(100, 5000).len(), 50, "slow epochs have a line each");
+    }
+
+    #[test]
+    fn an_epoch_is_complete_at_its_own_step_whatever_the_report_covers() {
+        let ranges =
+            [(0, 0, 8), (1, 0, 2)].map(|(epoch, start, end)| RecordRange { epoch, start, end });
+        let report = Committed {
+            step: 9,
+            epoch_step: Some(7),
+            ranges: ranges.into(),
+            loss_sum: 10.0,
+            records: 10,
+            ..Committed::default()
+        };
+        let done = EpochsDone { before: 0, complete: 1, all: 3 };
+        let line = EpochLines::default().commit(Time::default(), &report, done).unwrap();
+        assert_eq!(line, "epoch 1 of 3 completed at step 7, mean loss 1.0000");
     }
 
     #[test]

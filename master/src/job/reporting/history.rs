@@ -303,7 +303,14 @@ impl JobHistory {
 
     /// Notes a commit of `steps` new steps.
     pub(crate) fn commit(&mut self, now: Time, steps: u64, report: &Committed) {
+        let is_first = self.totals.loss.first.is_none();
         self.note_loss(report.records, report.loss_sum);
+        if let (Some(first), Some(last)) = (report.first_loss, report.last_loss) {
+            // Those of single steps compare between jobs; that of a report depends on the time.
+            let loss = &mut self.totals.loss;
+            loss.first = if is_first { Some(first) } else { loss.first };
+            loss.last = Some(last);
+        }
         self.learning_rate = report.learning_rate;
         self.count(now, report.records);
         self.counters.commit(steps, report);

@@ -65,6 +65,7 @@ pub(super) fn committed(generation: u64, step: u64, ranges: &[(u64, u64)]) -> Wo
         times: StepTimes { steps: 1, step_us: 3000, reduce_us: 1000 },
         steps_skipped: 0,
         learning_rate: Some(0.5),
+        ..Committed::default()
     })
 }
 

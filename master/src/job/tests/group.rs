@@ -65,7 +65,7 @@ impl World {
                 ranks,
                 times,
                 steps_skipped,
-                learning_rate: None,
+                ..Committed::default()
             };
             p.up.push_back(WorkerMessage::Committed(report));
         }

@@ -176,7 +176,7 @@ fn a_member_that_computes_for_long_does_not_count_as_stopped() {
             ranks,
             times: StepTimes::default(),
             steps_skipped: 0,
-            learning_rate: None,
+            ..Committed::default()
         };
         job.handle(
             at(0),

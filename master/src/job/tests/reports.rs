@@ -130,6 +130,20 @@ fn a_summary_has_the_first_loss_and_the_records_counted() {
 }
 
 #[test]
+fn a_summary_has_the_losses_of_the_first_and_last_step_whatever_the_reports_cover() {
+    let mut job = started(spec(), &[20]);
+    for (step, first, last) in [(3, 8.0, 6.0), (5, 5.0, 3.0)] {
+        let WorkerMessage::Committed(report) = committed(1, step, &[(step, step + 2)]) else {
+            panic!()
+        };
+        let report = Committed { first_loss: Some(first), last_loss: Some(last), ..report };
+        deliver(&mut job, 1, WorkerMessage::Committed(report));
+    }
+    let loss = job.summary(at(1000)).loss;
+    assert_eq!((loss.first, loss.last), (Some(8.0), Some(3.0)));
+}
+
+#[test]
 fn a_status_shows_every_worker_and_the_last_lines() {
     let mut job = started(spec(), &[20]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 10)]));
