@@ -14,10 +14,13 @@
 //!       history.json            curves and lifetimes of workers, for the dashboard and the report
 //!       summary.json            result of the job
 //!       best.safetensors, model.safetensors   models that could not be exported to their places
+//!       earlier/                the files of the job that this one replaces, until it has started
+//!       refused/                the files of the newest job that could not start
 //! ```
 //!
 //! **Invariant:** only the process that holds the lock writes here. Files are written atomically.
 
+mod aside;
 mod certificates;
 mod contents;
 mod deletion;
@@ -68,8 +71,8 @@ pub struct JobDir {
 }
 
 impl JobDir {
-    /// Makes `root` the directory of a new run: takes its lock, removes the files of an earlier
-    /// run, and generates a token.
+    /// Makes `root` the directory of a new run: takes its lock, and generates a token. The files of
+    /// an earlier run are removed, or set aside if it has trained anything.
     ///
     /// # Errors
     /// [`JobDirError`]; then no file was removed, and none was written to a directory that is not a
@@ -88,8 +91,14 @@ impl JobDir {
             .mode(0o700)
             .create(&logs)
             .map_err(|e| write(&logs, e))?;
-        for stale in contents::stale_files(&root).map_err(|e| write(&root, e))? {
-            fs::remove_file(&stale).map_err(|e| write(&stale, e))?;
+        // A job that was killed at its start has left it so.
+        aside::restore(&root).map_err(|e| write(&root, e))?;
+        if earlier_job(&root).is_some() {
+            aside::set_aside(&root).map_err(|e| write(&root, e))?;
+        } else {
+            for stale in contents::stale_files(&root).map_err(|e| write(&root, e))? {
+                fs::remove_file(&stale).map_err(|e| write(&stale, e))?;
+            }
         }
         let token_path = root.join(TOKEN);
         let token = Token::random().map_err(|e| write(&token_path, e))?;

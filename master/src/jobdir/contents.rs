@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use super::error::JobDirError;
 use super::files::{
-    CA, CERTIFICATE, CHECKPOINTS, EXPORTS, FILES, HISTORY, JOB, KEY, LOCK, LOGS, MASTER,
-    MASTER_LOG, PROCESSES, PROGRAM, RECORD, SPARE, SUMMARY, TOKEN,
+    CA, CERTIFICATE, CHECKPOINTS, EARLIER, EXPORTS, FILES, HISTORY, JOB, KEY, LOCK, LOGS, MASTER,
+    MASTER_LOG, MOVING, PROCESSES, PROGRAM, RECORD, REFUSED, SPARE, SUMMARY, TOKEN,
 };
 
 /// Checks that a job may use `root`: that it does not exist, is empty, or is a job's directory.
@@ -79,7 +79,7 @@ fn is_number(text: &str) -> bool {
 }
 
 fn is_known(name: &OsStr) -> bool {
-    is_job_file(name) || name == LOGS || name == CHECKPOINTS
+    is_job_file(name) || [LOGS, CHECKPOINTS, EARLIER, MOVING, REFUSED].iter().any(|n| name == *n)
 }
 
 /// Returns whether it is a file of a job, or a temporary file for an atomic replacement of one.

@@ -5,9 +5,10 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::aside;
 use super::contents::{is_job_dir, is_job_file, job_checkpoints, job_logs, names};
 use super::error::JobDirError;
-use super::files::{CHECKPOINTS, LOCK, LOGS};
+use super::files::{CHECKPOINTS, EARLIER, LOCK, LOGS, MOVING, REFUSED};
 use super::lock::take_lock;
 use super::lookup::LookupError;
 use super::processes::refuse_if_workers_live;
@@ -37,6 +38,9 @@ pub fn delete(root: &Path) -> Result<Vec<PathBuf>, DeleteError> {
     let checkpoints = root.join(CHECKPOINTS);
     for checkpoint in job_checkpoints(&checkpoints).map_err(|e| failed(&checkpoints, e))? {
         fs::remove_dir_all(&checkpoint).map_err(|e| failed(&checkpoint, e))?;
+    }
+    for folder in [EARLIER, MOVING, REFUSED].map(|name| root.join(name)) {
+        aside::remove(&folder).map_err(|e| failed(&folder, e))?;
     }
     for folder in [logs, checkpoints] {
         // The folder stays if it contains other files.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::contents::{is_job_dir, job_checkpoints};
-use super::files::{CHECKPOINTS, RECORD, SUMMARY};
+use super::files::{CHECKPOINTS, EARLIER, RECORD, SUMMARY};
 
 /// The result of an earlier job.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,7 +29,9 @@ pub fn earlier_job(root: &Path) -> Option<EarlierJob> {
     let checkpoints = job_checkpoints(&folder).unwrap_or_default();
     let has_whole = checkpoints.iter().any(|path| path.join("manifest.json").is_file());
     // Another release may have written the summary.
-    let summary = fs::read(root.join(SUMMARY)).ok();
+    // It is set aside while a job that was to replace it has not started.
+    let read = |folder: &Path| fs::read(folder.join(SUMMARY)).ok();
+    let summary = read(&root.join(EARLIER)).or_else(|| read(root));
     let summary: Option<Value> = summary.map(|s| serde_json::from_slice(&s).unwrap_or_default());
     let steps = summary.as_ref().and_then(|summary| summary["steps"].as_u64()).unwrap_or_default();
     let state = summary.map(|summary| summary["state"].as_str().unwrap_or("ended").to_owned());

@@ -79,6 +79,9 @@ pub(super) const CERTIFICATE: &str = "master.crt";
 pub(super) const KEY: &str = "master.key";
 /// Folder of the checkpoints of a job without another location for them.
 pub(crate) const CHECKPOINTS: &str = "checkpoints";
+/// Folder of the files of the job that a new one replaces, and while they are moved.
+pub(super) const EARLIER: &str = "earlier";
+pub(super) const MOVING: &str = ".earlier";
 pub(super) const FILES: &str = "files.zst";
 pub(super) const HISTORY: &str = "history.json";
 pub(super) const JOB: &str = "job.json";
@@ -93,5 +96,7 @@ pub(super) const PROGRAM: &str = "program";
 pub(super) const RECORD: &str = "record.json";
 /// The record before the newest one; see `record_file`.
 pub(super) const SPARE: &str = "record.spare";
+/// Folder of the files of the newest job that could not start.
+pub(super) const REFUSED: &str = "refused";
 pub(super) const SUMMARY: &str = "summary.json";
 pub(super) const TOKEN: &str = "token";

@@ -27,6 +27,7 @@ use serde::{Deserialize, Serialize};
 use tracing::error;
 
 use super::JobDir;
+use super::aside;
 use super::contents::is_job_dir;
 use super::error::JobDirError;
 use super::files::{FILES, JOB, PROCESSES, RECORD, SPARE, SUMMARY, TOKEN, replace};
@@ -127,6 +128,9 @@ impl PersistedJobFile {
         {
             replace(&self.root.join(FILES), list.packed())?;
             self.stored = Some(DatasetFingerprint::of(list));
+            // The first worker has checked the data and the options. What can't be removed now is
+            // removed at the end.
+            let _ = aside::forget(&self.root);
         }
         Ok(())
     }

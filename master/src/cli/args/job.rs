@@ -68,7 +68,9 @@ pub(crate) struct JobOptions {
     ///
     /// Without it, a name or directory is refused whose job has trained something, unless
     /// --resume-from names its checkpoints. The earlier job's summary, logs and history are removed
-    /// at the start, and its checkpoints when this job has written one.
+    /// when a worker of this job has checked its data, and its checkpoints when this job has written
+    /// one. A job that ends before leaves the earlier one as it was, and its own files in the folder
+    /// `refused`.
     #[arg(long)]
     pub(crate) replace: bool,
 

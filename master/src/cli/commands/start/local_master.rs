@@ -47,6 +47,9 @@ pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
     job.keep_checkpoints_in(dir.path());
     let (console, root, mut has_run) = (job.console, dir.path().to_path_buf(), false);
     let ended = run(JobSource::New(Box::new(job)), &dir, console, &mut has_run);
+    if ended.is_err() && !has_run {
+        dir.restore_earlier();
+    }
     if ended.is_err() && is_new && !has_run && !jobdir::has_begun(&root) {
         // Nothing of a job that was refused stays, and `elasticdl list` does not show it.
         drop(dir);
@@ -88,7 +91,18 @@ fn run(
     // No worker is started from here on. The copy need not exist, and leaves room for the summary.
     let _ = std::fs::remove_file(dir.program_path());
     let written = write_summaries(wanted.as_deref(), dir, &ended);
-    let (logs, summary) = (dir.logs(), wanted.unwrap_or_else(|| dir.summary_path()));
+    let has_trained = ended.summary.steps > 0 || ended.summary.records.counted > 0;
+    let refused = if has_trained {
+        dir.forget_earlier();
+        None
+    } else {
+        dir.restore_earlier()
+    };
+    let (logs, own) = match &refused {
+        Some(folder) => (folder.join("logs"), folder.join("summary.json")),
+        None => (dir.logs(), dir.summary_path()),
+    };
+    let summary = wanted.unwrap_or(own);
     let paths = Paths { logs: Some(&logs), summary: Some(&summary) };
     print_summary(console, &ended.summary, paths);
     if let Some(error) = &ended.summary.error {
@@ -98,6 +112,14 @@ fn run(
         print_job_error(console, ended.summary.wall_s, &error);
     }
     warnings(&ended.summary).iter().for_each(|warning| print_warning(warning));
+    if let Some(folder) = refused {
+        print_warning(&format!(
+            "this job did not start, and the earlier job in {} is as it was; the files of this one \
+             are in {}",
+            dir.path().display(),
+            folder.display()
+        ));
+    }
     written?;
     Ok(match ended.outcome {
         Outcome::Completed => EXIT_OK,
