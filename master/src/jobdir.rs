@@ -40,6 +40,8 @@ use std::net::SocketAddr;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
+use tracing::warn;
+
 pub use self::certificates::MASTER_DNS_NAME;
 pub(crate) use self::certificates::ca_path;
 pub use self::deletion::{DeleteError, delete};
@@ -165,6 +167,22 @@ impl JobDir {
     #[must_use]
     pub fn history_path(&self) -> PathBuf {
         history_path(&self.root)
+    }
+
+    /// Removes the files of the job that this one replaces, at the end of one that has started.
+    pub(crate) fn forget_earlier(&self) {
+        if let Err(error) = aside::forget(&self.root) {
+            warn!(%error, "the files of the earlier job are not removed");
+        }
+    }
+
+    /// Ends a job that could not start: the directory is that of the earlier job again. Returns the
+    /// folder with the files of this one; `None` if it replaces no job, or has started.
+    pub(crate) fn restore_earlier(&self) -> Option<PathBuf> {
+        aside::restore(&self.root).unwrap_or_else(|error| {
+            warn!(%error, "the files of the earlier job are not moved back");
+            None
+        })
     }
 
     /// Publishes the address of the master, and that of its dashboard, to commands, until the

@@ -14,29 +14,8 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 
-use tracing::warn;
-
-use super::JobDir;
 use super::contents::stale_files;
 use super::files::{EARLIER, LOGS, MASTER, MOVING, REFUSED};
-
-impl JobDir {
-    /// Removes the files of the earlier job, at the end of one that has started.
-    pub(crate) fn forget_earlier(&self) {
-        if let Err(error) = forget(&self.root) {
-            warn!(%error, "the files of the earlier job stay in {EARLIER}");
-        }
-    }
-
-    /// Ends a job that could not start: the directory is that of the earlier job again. Returns the
-    /// folder with the files of this one; `None` if it replaces no job, or has started.
-    pub(crate) fn restore_earlier(&self) -> Option<PathBuf> {
-        restore(&self.root).unwrap_or_else(|error| {
-            warn!(%error, "the files of the earlier job stay in {EARLIER}");
-            None
-        })
-    }
-}
 
 /// Moves the files of the job in `root` aside.
 pub(super) fn set_aside(root: &Path) -> io::Result<()> {
@@ -95,7 +74,7 @@ mod tests {
     use super::*;
     use crate::job::Job;
     use crate::job::testing::{largest, spec};
-    use crate::jobdir::{delete, earlier_job};
+    use crate::jobdir::{JobDir, delete, earlier_job};
 
     const SUMMARY: &str = r#"{"state": "completed", "steps": 200}"#;
 

@@ -195,10 +195,7 @@ fn committed(report: v1::Committed) -> Checked<Committed> {
         learning_rate: report.learning_rate.filter(|rate| rate.is_finite()),
         first_loss: report.first_loss.filter(|loss| loss.is_finite()),
         last_loss: report.last_loss.filter(|loss| loss.is_finite()),
-        epoch_step: match report.epoch_step {
-            Some(step) => Some(within("committed.epoch_step", step, 0, report.step)?),
-            None => None,
-        },
+        epoch_step: report.epoch_step.filter(|&step| step <= report.step),
     })
 }
 

@@ -360,10 +360,6 @@ fn a_field_out_of_bounds_is_refused_by_name() {
         ),
         (Kind::Committed(v1::Committed { records: u64::MAX, ..commit() }), "committed.records"),
         (
-            Kind::Committed(v1::Committed { epoch_step: Some(10), ..commit() }),
-            "committed.epoch_step",
-        ),
-        (
             Kind::Committed(v1::Committed {
                 compute_us: vec![0; WORKERS_MAX as usize + 1],
                 ..commit()

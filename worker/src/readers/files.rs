@@ -45,7 +45,7 @@ pub(super) fn list(source: &str, extensions: &[String]) -> Result<Listed, DataEr
     let Some(found) = find(source, &root)? else {
         return Ok(Listed::of_one(root));
     };
-    // Whether it was to be data, nobody knows but the user.
+    // Without it, the job would train on less data than the user has.
     if let Some(link) = found.dangling.iter().filter(|path| has_extension(path, extensions)).min() {
         return Err(malformed(link, DANGLING));
     }
@@ -417,8 +417,8 @@ pub(super) fn malformed(path: &Path, reason: &str) -> DataError {
 
 const SHOWN_MAX: usize = 300;
 const DANGLING: &str = "a link to a file that does not exist: restore the file, or remove the link";
-const NO_FILE: &str = "a pipe, socket or device: data must be a file or a folder, as it is read more \
-                       than once; write it to a file first";
+const NO_FILE: &str = "a pipe, socket or device: data must be a file or a folder, as it is read \
+                       more than once; write it to a file first";
 
 /// Extensions of compressed text files.
 pub(super) const PACKED: [&str; 2] = [".gz", ".zst"];

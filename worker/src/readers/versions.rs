@@ -3,8 +3,8 @@
 //! The worker that describes a data set computes a digest of each file's version. The digests are
 //! part of the description that all workers receive, including workers that join later. After its
 //! first access to a file, each worker compares all later accesses with the version that it found
-//! first. A file that has changed, or is missing, cannot be trained on: records that were counted may
-//! no longer exist.
+//! first. A file that has changed, or is missing, cannot be trained on: records that were counted
+//! may no longer exist.
 //!
 //! | | version within a worker | digest across workers |
 //! |---|---|---|
