@@ -67,8 +67,8 @@ pub(crate) struct JobOptions {
     /// Replace the earlier job of this name, or in this directory.
     ///
     /// Without it, a name or directory is refused whose job has trained something, unless
-    /// --resume-from names its checkpoints. The earlier job's summary, logs and history are
-    /// removed when a worker of this job has checked its data, and its checkpoints when this job has
+    /// --resume-from names its checkpoints. The earlier job's summary, logs and history are removed
+    /// when a worker of this job has checked its data, and its checkpoints when this job has
     /// written one. A job that ends before leaves the earlier one as it was, and its own files in
     /// the folder `refused`.
     #[arg(long)]
