@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
+use super::commits::committed;
 use super::difference::Difference;
 use super::requests::{JoinRequest, JoinResponse};
 use super::v1::{self, master_message, worker_message};
@@ -26,14 +27,13 @@ use crate::limits::{
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
-    StepTimes, WorkerMessage,
+    CheckpointNews, Evaluated, Failure, Finished, LedgerReport, MasterMessage, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::summary::SkippedRecords;
 
 /// The decoded part of a message, or why the message is invalid.
-type Checked<T> = Result<T, String>;
+pub(super) type Checked<T> = Result<T, String>;
 
 pub(super) fn join_request(message: v1::WorkerMessage) -> JoinRequest {
     let decoded = match message.kind {
@@ -163,47 +163,6 @@ fn checkpoint_news(news: v1::CheckpointNews) -> Checked<CheckpointNews> {
             name: name(news.name),
             bytes: news.bytes,
         },
-    })
-}
-
-fn committed(report: v1::Committed) -> Checked<Committed> {
-    let ranks = report.compute_us.len() as u64;
-    within("committed.compute_us (ranks)", ranks, 0, u64::from(WORKERS_MAX))?;
-    // Workers of older releases send none of these.
-    let [input_us, records, checkpoint_us] =
-        [&report.input_us, &report.rank_records, &report.checkpoint_us]
-            .map(|known| known.iter().copied().chain(std::iter::repeat(0)));
-    let ranks = report.compute_us.iter().zip(input_us).zip(records).zip(checkpoint_us);
-    let rank_step = |(((&compute_us, input_us), records), checkpoint_us)| {
-        let compute_us = within("committed.compute_us", compute_us, 0, PHASE_US_MAX)?;
-        let input_us = within("committed.input_us", input_us, 0, PHASE_US_MAX)?;
-        let records = within("committed.rank_records", records, 0, DATASET_RECORDS_MAX)?;
-        let checkpoint_us = within("committed.checkpoint_us", checkpoint_us, 0, PHASE_US_MAX)?;
-        Ok(RankStep { records, compute_us, input_us, checkpoint_us })
-    };
-    Ok(Committed {
-        generation: generation("committed.generation", report.generation)?,
-        step: within("committed.step", report.step, 0, STEPS_MAX)?,
-        ranges: ranges("committed.ranges", report.ranges)?,
-        // A value that is not finite is valid: it shows the user that the model diverges.
-        loss_sum: report.loss_sum,
-        records: within("committed.records", report.records, 0, DATASET_RECORDS_MAX)?,
-        ranks: ranks.map(rank_step).collect::<Checked<Vec<RankStep>>>()?,
-        times: step_times(report.times.unwrap_or_default())?,
-        steps_skipped: within("committed.steps_skipped", report.steps_skipped, 0, STEPS_MAX)?,
-        // Like the loss, a rate of the user's own schedule may not be finite.
-        learning_rate: report.learning_rate.filter(|rate| rate.is_finite()),
-        first_loss: report.first_loss.filter(|loss| loss.is_finite()),
-        last_loss: report.last_loss.filter(|loss| loss.is_finite()),
-        epoch_step: report.epoch_step.filter(|&step| step <= report.step),
-    })
-}
-
-fn step_times(times: v1::StepTimes) -> Checked<StepTimes> {
-    Ok(StepTimes {
-        steps: within("times.steps", times.steps, 0, STEPS_MAX)?,
-        step_us: within("times.step_us", times.step_us, 0, PHASE_US_MAX)?,
-        reduce_us: within("times.reduce_us", times.reduce_us, 0, PHASE_US_MAX)?,
     })
 }
 
@@ -557,7 +516,7 @@ fn file_list(dataset: v1::Dataset) -> Checked<FileList> {
     Ok(FileList::pack(dataset.files.into_iter().map(listed)))
 }
 
-fn ranges(name: &str, ranges: Vec<v1::Range>) -> Checked<Vec<RecordRange>> {
+pub(super) fn ranges(name: &str, ranges: Vec<v1::Range>) -> Checked<Vec<RecordRange>> {
     ranges.into_iter().map(|range| record_range(name, range)).collect()
 }
 
@@ -574,7 +533,7 @@ fn epoch(name: &str, epoch: u32) -> Checked<u32> {
     within_u32(name, epoch, EPOCHS_MAX - 1)
 }
 
-fn generation(name: &str, generation: u64) -> Checked<Generation> {
+pub(super) fn generation(name: &str, generation: u64) -> Checked<Generation> {
     within(name, generation, 1, u64::MAX - 1).map(Generation)
 }
 
@@ -585,7 +544,7 @@ fn within_u32(name: &str, value: u32, max: u32) -> Checked<u32> {
     Ok(value)
 }
 
-fn within(name: &str, value: u64, min: u64, max: u64) -> Checked<u64> {
+pub(super) fn within(name: &str, value: u64, min: u64, max: u64) -> Checked<u64> {
     if !(min..=max).contains(&value) {
         return Err(format!("{name}: {value} is not between {min} and {max}"));
     }

@@ -9,6 +9,7 @@
 //! would be invalid in every state.
 
 mod codec;
+mod commits;
 mod decode;
 mod difference;
 mod encode;

@@ -1,0 +1,47 @@
+//! Decodes reports of commits.
+
+use super::decode::{Checked, generation, ranges, within};
+use super::v1;
+use crate::limits::{DATASET_RECORDS_MAX, PHASE_US_MAX, STEPS_MAX, WORKERS_MAX};
+use crate::message::{Committed, RankStep, StepTimes};
+
+pub(super) fn committed(report: v1::Committed) -> Checked<Committed> {
+    let ranks = report.compute_us.len() as u64;
+    within("committed.compute_us (ranks)", ranks, 0, u64::from(WORKERS_MAX))?;
+    // Workers of older releases send none of these.
+    let [input_us, records, checkpoint_us] =
+        [&report.input_us, &report.rank_records, &report.checkpoint_us]
+            .map(|known| known.iter().copied().chain(std::iter::repeat(0)));
+    let ranks = report.compute_us.iter().zip(input_us).zip(records).zip(checkpoint_us);
+    let rank_step = |(((&compute_us, input_us), records), checkpoint_us)| {
+        let compute_us = within("committed.compute_us", compute_us, 0, PHASE_US_MAX)?;
+        let input_us = within("committed.input_us", input_us, 0, PHASE_US_MAX)?;
+        let records = within("committed.rank_records", records, 0, DATASET_RECORDS_MAX)?;
+        let checkpoint_us = within("committed.checkpoint_us", checkpoint_us, 0, PHASE_US_MAX)?;
+        Ok(RankStep { records, compute_us, input_us, checkpoint_us })
+    };
+    Ok(Committed {
+        generation: generation("committed.generation", report.generation)?,
+        step: within("committed.step", report.step, 0, STEPS_MAX)?,
+        ranges: ranges("committed.ranges", report.ranges)?,
+        // A value that is not finite is valid: it shows the user that the model diverges.
+        loss_sum: report.loss_sum,
+        records: within("committed.records", report.records, 0, DATASET_RECORDS_MAX)?,
+        ranks: ranks.map(rank_step).collect::<Checked<Vec<RankStep>>>()?,
+        times: step_times(report.times.unwrap_or_default())?,
+        steps_skipped: within("committed.steps_skipped", report.steps_skipped, 0, STEPS_MAX)?,
+        // Like the loss, a rate of the user's own schedule may not be finite.
+        learning_rate: report.learning_rate.filter(|rate| rate.is_finite()),
+        first_loss: report.first_loss.filter(|loss| loss.is_finite()),
+        last_loss: report.last_loss.filter(|loss| loss.is_finite()),
+        epoch_step: report.epoch_step.filter(|&step| step <= report.step),
+    })
+}
+
+fn step_times(times: v1::StepTimes) -> Checked<StepTimes> {
+    Ok(StepTimes {
+        steps: within("times.steps", times.steps, 0, STEPS_MAX)?,
+        step_us: within("times.step_us", times.step_us, 0, PHASE_US_MAX)?,
+        reduce_us: within("times.reduce_us", times.reduce_us, 0, PHASE_US_MAX)?,
+    })
+}
