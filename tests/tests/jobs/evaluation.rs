@@ -99,6 +99,34 @@ fn the_best_model_is_retained_after_later_ones() {
     assert!(ended.output.contains(shown), "{}", ended.output);
 }
 
+/// The only worker of the second job runs another executable.
+const ANOTHER_BUILD: &str =
+    "other=\"$TMPDIR/other-build\"; cp \"$1\" \"$other\"; echo >> \"$other\"
+shift; exec \"$other\" \"$@\"";
+
+#[test]
+fn a_job_that_resumes_keeps_the_best_model_of_the_other_one_and_tells_another_build() {
+    let fixture = JobFixture { micros_per_record: 20, ..JobFixture::new(PROGRAMS, 1) };
+    let (dir, model) = (fixture.path("checkpoints"), fixture.path("best.safetensors"));
+    // The loss is the same for every model, so the first one stays the best.
+    let with_best = |fixture: &JobFixture| evaluated(fixture, 0, 20).option("export-best", &model);
+    let stops = with_best(&fixture).option("checkpoint-dir", &dir).option("max-steps", "50");
+    stops.run().assert_outcome(0, "completed");
+    let best = exported_counts(&model);
+    assert_eq!(best.iter().sum::<f32>() as u64, 20 * BATCH);
+    let variables = vec![("TMPDIR", fixture.folder.path().into())];
+    let script = Some(ANOTHER_BUILD.into());
+    let other =
+        JobFixture { script, variables, micros_per_record: 20, ..JobFixture::new(PROGRAMS, 1) };
+    let ended = with_best(&other).option("resume-from", &dir).run();
+    ended.assert_exact("another build resumes");
+    let evaluations = ended.summary().evaluations.as_ref().unwrap();
+    assert!(evaluations.all.len() > 5, "{evaluations:?}");
+    assert_eq!(exported_counts(&model), best);
+    let expected = "another build wrote it, which differs in its executable from";
+    assert!(ended.output.contains(expected), "{}", ended.output);
+}
+
 #[test]
 fn the_best_model_is_exported_although_the_worker_that_exports_it_is_killed() {
     let fixture = JobFixture { micros_per_record: 50, ..JobFixture::new(PROGRAMS, 3) };

@@ -123,7 +123,7 @@ mod tests {
     use std::collections::BTreeMap;
     use std::num::NonZeroU64;
 
-    use elasticdl_proto::CheckpointEvery;
+    use elasticdl_proto::{CheckpointEvery, WorkerId};
 
     use super::super::JobPlan;
     use super::*;
@@ -213,5 +213,34 @@ mod tests {
         pair.verify();
         assert_eq!(pair.endings(), [Some(Ending::Done), Some(Ending::Done)]);
         assert!(pair.0.iter_mut().all(|session| session.poll_checkpoint().is_none()));
+    }
+
+    #[test]
+    fn a_state_that_another_job_has_not_evaluated_is_evaluated_if_the_best_model_is_exported() {
+        let evaluation = Plan {
+            records: 300,
+            every: None,
+            metric: "loss".into(),
+            highest: false,
+            patience: Some(2),
+        };
+        let best = Some((4, 0.5));
+        let is_due = |exports_best, at, ours| {
+            let plan = JobPlan {
+                evaluation: Some(evaluation.clone()),
+                exports_best,
+                ..JobPlan::of_one_epoch(100, 4)
+            };
+            let mut session = Session::new(WorkerId(1), plan);
+            let evaluation = Evaluation { at, best, stale: 2, is_due: false };
+            let record = StateRecord { step: 8, evaluation, ..StateRecord::after(32, 100) };
+            assert!(session.restore(record, ours));
+            assert_eq!(session.evaluation().best, best);
+            // Its patience begins anew.
+            assert_eq!(session.stops_early(), ours);
+            !ours && session.is_to_be_evaluated()
+        };
+        assert!(is_due(true, 4, false));
+        assert!(!is_due(true, 8, false) && !is_due(false, 4, false) && !is_due(true, 4, true));
     }
 }
