@@ -23,7 +23,8 @@ pub(crate) struct WorkerOptions {
 
     /// Number of worker failures, without progress between them, after which the job fails.
     ///
-    /// A worker that crashes, hangs or exits with an error is replaced and counts as a failure. A
+    /// A worker that crashes, hangs or exits with an error is replaced and counts as a failure.
+    /// Failures of one slot alone, or on one node, end no job whose other workers can train. A
     /// worker that is killed from outside is replaced and does not count, but the pauses before
     /// replacements grow to 30 s while the job makes no progress, and it fails after 20 of them, or
     /// this number if it is larger: after at least six minutes.

@@ -28,6 +28,7 @@ use crate::job::action::MasterMessage;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
+use crate::job::workers::table::launch_of;
 
 impl Job {
     /// Asks hung members for their stacks; they are evicted soon after.
@@ -50,10 +51,11 @@ impl Job {
             "has not finished its part of a step for {seconds} s (--step-timeout); the stacks of \
              its threads are in its log"
         );
+        let place = self.place_of(launch_of(worker));
         self.avoid_node_of(now, worker);
         self.count_exit(worker);
         self.evict(now, worker, &why);
-        self.count_failure(now, &format!("worker {worker} {why}"), &[]);
+        self.count_failure(now, place, &format!("worker {worker} {why}"), &[]);
         self.reconcile(now);
     }
 

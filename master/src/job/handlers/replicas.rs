@@ -32,7 +32,8 @@ impl Job {
             Some(again) => {
                 let again = if again { AGAIN } else { "" };
                 let what = format!("worker {worker} failed: {}{again}", clip(error));
-                self.count_failure(now, &what, &[]);
+                // Another worker may be the one at fault.
+                self.count_failure(now, None, &what, &[]);
             }
             None => self.log_event(format!("worker {worker} gives up its state, too")),
         }

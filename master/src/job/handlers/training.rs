@@ -10,6 +10,7 @@ use crate::job::reporting::epochs::EpochsDone;
 use crate::job::text::clip;
 use crate::job::time::Time;
 use crate::job::workers::straggler::straggler_limit_us;
+use crate::job::workers::table::launch_of;
 
 impl Job {
     pub(crate) fn on_formed(
@@ -150,11 +151,12 @@ impl Job {
         if fatal && let Some(error) = self.confirm_fatal(worker, error) {
             return self.end(now, Outcome::Failed, Some(error));
         }
+        let place = self.place_of(launch_of(worker));
         self.avoid_node_of(now, worker);
         self.count_exit(worker);
         // A failed worker ends by itself.
         self.forget_with_pod(now, worker, FAILED_GRACE);
-        self.count_failure(now, &format!("worker {worker} failed: {error}"), ranges);
+        self.count_failure(now, place, &format!("worker {worker} failed: {error}"), ranges);
         self.reconcile(now);
     }
 

@@ -3,6 +3,7 @@
 
 use elasticdl_proto::{RecordRange, WorkerId};
 
+use super::failed_slots::FailedSlots;
 use super::removal::ZOMBIE_GRACE;
 use super::restart::{EXIT_MASTER_LOST, TooMany, describe, is_kill, is_own_fault};
 use super::state::Phase;
@@ -95,7 +96,8 @@ impl Job {
                 self.lifecycle.avoid_node(now, node);
             }
             let never_joined = !ended.iter().any(Launch::has_registered);
-            self.account_for_own_fault(now, &format!("{name} {end}"), never_joined, exit);
+            let place = ended.first().map(FailedSlots::place);
+            self.account_for_own_fault(now, place, &format!("{name} {end}"), never_joined, exit);
             self.reporting.explain_error(ended.iter().find_map(Launch::printed));
         } else if is_kill(exit) && !ended.iter().any(Launch::is_killed) {
             let why = ended.iter().find_map(Launch::explanation);
@@ -107,10 +109,17 @@ impl Job {
         (reason, reason == End::Killed && ended.iter().any(Launch::is_killed))
     }
 
-    fn account_for_own_fault(&mut self, now: Time, what: &str, never_joined: bool, exit: &Exit) {
+    fn account_for_own_fault(
+        &mut self,
+        now: Time,
+        place: Option<(u32, String)>,
+        what: &str,
+        never_joined: bool,
+        exit: &Exit,
+    ) {
         let is_exit = matches!(exit, Exit::Code(code) if *code != EXIT_MASTER_LOST);
         if !never_joined || !is_exit {
-            return self.count_failure(now, what, &[]);
+            return self.count_failure(now, place, what, &[]);
         }
         // A program that ends in peace without joining does so every time.
         if *exit == Exit::Code(0) && self.data.files().is_none() && self.lifecycle.is_running() {
@@ -118,7 +127,7 @@ impl Job {
             self.reporting.note_failure(&error);
             return self.end(now, Outcome::Failed, Some(error));
         }
-        self.count_failure(now, &format!("{what} and never joined the job"), &[]);
+        self.count_failure(now, place, &format!("{what} and never joined the job"), &[]);
     }
 
     /// Counts a kill from outside; fails the job if there are too many without progress.
@@ -263,13 +272,24 @@ impl Job {
             self.spec.start_timeout.as_secs()
         );
         self.avoid_node_of(now, worker_of(launch));
-        self.count_failure(now, &what, &[]);
+        self.count_failure(now, self.place_of(launch), &what, &[]);
         self.reconcile(now);
     }
 
-    /// Counts a failure, with the records that were processed if known; fails the job if it exceeds
-    /// the budget.
-    pub(crate) fn count_failure(&mut self, now: Time, what: &str, ranges: &[RecordRange]) {
+    /// The slot and the node of a launch.
+    pub(crate) fn place_of(&self, launch: LaunchId) -> Option<(u32, String)> {
+        self.workers.get_launch(launch).map(FailedSlots::place)
+    }
+
+    /// Counts a failure at `place`, with the records that were processed if known; fails the job if
+    /// it exceeds the budget, unless the trouble is local.
+    pub(crate) fn count_failure(
+        &mut self,
+        now: Time,
+        place: Option<(u32, String)>,
+        what: &str,
+        ranges: &[RecordRange],
+    ) {
         match self.lifecycle.phase {
             Phase::Running => {}
             // No replacement is started.
@@ -279,12 +299,22 @@ impl Job {
         self.out.mark_dirty();
         self.reporting.note_failure(what);
         let max = self.spec.max_worker_restarts;
-        let error = match self.lifecycle.restarts.count(now, self.work_done(), ranges) {
+        let result = self.lifecycle.restarts.count(now, self.work_done(), ranges);
+        let since_progress = self.lifecycle.restarts.budget().since_progress;
+        self.lifecycle.note_failed_slot(place, since_progress);
+        let error = match result {
             Ok(start) => {
-                let counted = self.lifecycle.restarts.budget().since_progress;
                 self.log_event(format!(
-                    "{what} (failure {counted} of at most {max} without progress)"
+                    "{what} (failure {since_progress} of at most {max} without progress)"
                 ));
+                return self.out.set_timer(start, Timer::Relaunch);
+            }
+            Err(TooMany::Failures(_)) if max > 0 && self.can_train_without_failed() => {
+                self.log_event(format!(
+                    "{what} (failure {since_progress} without progress, all in one slot or on one node; \
+                     the other workers can train without it)"
+                ));
+                let start = self.lifecycle.restarts.wait_long(now);
                 return self.out.set_timer(start, Timer::Relaunch);
             }
             Err(TooMany::Failures(failures) | TooMany::Kills(failures)) => format!(

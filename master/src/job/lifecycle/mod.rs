@@ -3,6 +3,7 @@
 
 pub(crate) mod disconnected;
 mod exits;
+mod failed_slots;
 mod fatal_reports;
 mod launching;
 mod left_out;

@@ -138,7 +138,8 @@ impl Job {
         self.send(worker, MasterMessage::Shutdown(reason.to_owned()));
         self.out.push(Action::Disconnect { worker });
         self.forget_with_pod(now, worker, ZOMBIE_GRACE);
-        self.count_failure(now, &format!("worker {worker} is evicted: {reason}"), &[]);
+        let what = format!("worker {worker} is evicted: {reason}");
+        self.count_failure(now, self.place_of(launch_of(worker)), &what, &[]);
         self.reconcile(now);
     }
 

@@ -76,7 +76,7 @@ impl Restarts {
             in_a_row: 0,
             last: None,
             newest_at_kill: LaunchId(0),
-            replaced_at: now + delay(budget.kills_since_progress, KILL_DELAY_MAX),
+            replaced_at: now + delay(budget.kills_since_progress, LONG_DELAY),
         }
     }
 
@@ -123,7 +123,7 @@ impl Restarts {
         if *kills == 0 || (launch > self.newest_at_kill && now >= self.replaced_at) {
             *kills = kills.saturating_add(1);
             self.newest_at_kill = newest;
-            self.replaced_at = now + delay(*kills, KILL_DELAY_MAX);
+            self.replaced_at = now + delay(*kills, LONG_DELAY);
         }
         if *kills > self.max.max(KILLS_MAX) {
             return Err(TooMany::Kills(*kills));
@@ -131,6 +131,13 @@ impl Restarts {
         let start = self.replaced_at.max(now);
         self.wait_until(now, start);
         Ok(start)
+    }
+
+    /// Delays a replacement that has failed often. Returns when it may start.
+    pub(crate) fn wait_long(&mut self, now: Time) -> Time {
+        let start = now + LONG_DELAY;
+        self.wait_until(now, start);
+        start
     }
 
     fn wait_until(&mut self, now: Time, start: Time) {
@@ -255,7 +262,7 @@ const FAILURES_KEPT: usize = 64;
 
 const DELAY_FIRST: Duration = Duration::from_millis(250);
 const DELAY_MAX: Duration = Duration::from_secs(5);
-const KILL_DELAY_MAX: Duration = Duration::from_secs(30);
+const LONG_DELAY: Duration = Duration::from_secs(30);
 
 const SIGHUP: i32 = 1;
 const SIGINT: i32 = 2;

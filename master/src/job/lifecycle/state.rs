@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use elasticdl_proto::{Generation, WorkerId};
 
+use super::failed_slots::FailedSlots;
 use super::fatal_reports::FatalReports;
 use super::restart::{Budget, Restarts};
 use super::takeover_state::Takeover;
@@ -21,6 +22,7 @@ pub(crate) struct Lifecycle {
     pub(super) initial_launches_left: u32,
     pub(super) restarts: Restarts,
     pub(super) fatal_reports: FatalReports,
+    pub(super) failed_slots: FailedSlots,
     /// The node of the last failure, and until when it is avoided.
     avoided: Option<(String, Time)>,
     /// The longest evaluation of the group so far.
@@ -83,6 +85,7 @@ impl Lifecycle {
             initial_launches_left: spec.num_workers,
             restarts: Restarts::new(Time::default(), spec.max_worker_restarts, Budget::default()),
             fatal_reports: FatalReports::default(),
+            failed_slots: FailedSlots::default(),
             avoided: None,
             longest_evaluation: Duration::ZERO,
             began: None,

@@ -7,7 +7,7 @@ use elasticdl_proto::{Location, WorkerId};
 
 use super::super::*;
 use super::directed::{actions, at, committed, connect, deliver, formed, launch_at, started};
-use crate::job::testing::spec;
+use crate::job::testing::{dataset, spec};
 
 fn fatal(error: &str) -> WorkerMessage {
     WorkerMessage::Failed { error: error.into(), ranges: Vec::new(), fatal: true }
@@ -144,6 +144,68 @@ fn kills_of_a_job_that_makes_progress_are_replaced_at_once_for_ever() {
         assert!(actions(&mut job).contains(&launch_at(step + 3, 2)), "step {step}");
     }
     assert_eq!((error(&job), job.to_persisted().kills_since_progress), (None, 1));
+}
+
+/// Fails launches, each in the slot of the one before, until the job ends; at most ten.
+fn fail_in_turn(job: &mut Job, first: u64, next: u64) -> Option<String> {
+    for (i, launch) in [first].into_iter().chain(next..).take(10).enumerate() {
+        let now = i as u64 * 60_000;
+        let exit = Exit::Code(1);
+        job.handle(at(now), Event::ProcessEnded { launch: LaunchId(launch), exit });
+        job.handle_timeout(at(now + 29_999));
+        let is_replaced = actions(job).contains(&launch_at(next + i as u64, 2));
+        assert!(i < 3 || !is_replaced, "the pauses grow: {launch}");
+        job.handle_timeout(at(now + 30_000));
+        if let Some(error) = error(job) {
+            return Some(error);
+        }
+    }
+    None
+}
+
+#[test]
+fn failures_in_one_slot_end_no_job_that_can_train_without_it() {
+    for (min_workers, ends) in [(2, false), (3, true)] {
+        let spec = JobSpec { min_workers, ..spec() };
+        let mut job = started(spec, &[20]);
+        let error = fail_in_turn(&mut job, 3, 4);
+        assert_eq!(error.is_some(), ends, "{error:?}");
+    }
+    // A failure in another slot shows that the trouble is not local.
+    let mut job = started(spec(), &[20]);
+    assert_eq!(fail_in_turn(&mut job, 3, 4), None);
+    ended(&mut job, 2, Exit::Code(1));
+    let error = error(&job).unwrap();
+    assert!(error.contains("giving up after 11 failures without progress"), "{error}");
+}
+
+#[test]
+fn failures_before_the_first_group_end_no_job_whose_other_workers_wait() {
+    let mut job = Job::new(spec());
+    connect(&mut job, 1);
+    deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[20]))));
+    connect(&mut job, 2);
+    assert_eq!(fail_in_turn(&mut job, 3, 4), None);
+    // The only worker so far that fails at each start ends the job.
+    let mut job = Job::new(spec());
+    let error = fail_in_turn(&mut job, 1, 2).unwrap();
+    assert!(error.contains("giving up after 4 failures without progress"), "{error}");
+}
+
+#[test]
+fn failures_on_one_node_are_local() {
+    for (other, ends) in [("b", false), ("c", true)] {
+        let mut job = started(JobSpec { min_workers: 1, ..spec() }, &[20]);
+        [(1, "a"), (2, other), (3, "b")].into_iter().for_each(|(i, n)| locate(&mut job, i, n));
+        ended(&mut job, 2, Exit::Code(1));
+        ended(&mut job, 3, Exit::Code(1));
+        for launch in 4..6 {
+            locate(&mut job, launch, "b");
+            ended(&mut job, launch, Exit::Code(1));
+            job.handle_timeout(at(300_000));
+        }
+        assert_eq!(error(&job).is_some(), ends, "{other}: {:?}", error(&job));
+    }
 }
 
 #[test]
