@@ -301,7 +301,7 @@ impl Job {
         let max = self.spec.max_worker_restarts;
         let result = self.lifecycle.restarts.count(now, self.work_done(), ranges);
         let since_progress = self.lifecycle.restarts.budget().since_progress;
-        self.lifecycle.note_failed_slot(place, since_progress);
+        self.lifecycle.failed_slots.note(place, since_progress);
         let error = match result {
             Ok(start) => {
                 self.log_event(format!(
@@ -311,8 +311,8 @@ impl Job {
             }
             Err(TooMany::Failures(_)) if max > 0 && self.can_train_without_failed() => {
                 self.log_event(format!(
-                    "{what} (failure {since_progress} without progress, all in one slot or on one node; \
-                     the other workers can train without it)"
+                    "{what} (failure {since_progress} without progress, all in one slot or on one \
+                     node; the other workers can train without it)"
                 ));
                 let start = self.lifecycle.restarts.wait_long(now);
                 return self.out.set_timer(start, Timer::Relaunch);
@@ -327,6 +327,17 @@ impl Job {
             ),
         };
         self.end(now, Outcome::Failed, Some(error));
+    }
+
+    /// Whether all failures without progress are the trouble of one slot or node, and enough
+    /// workers of other slots run or start.
+    fn can_train_without_failed(&self) -> bool {
+        let failed = &self.lifecycle.failed_slots;
+        let is_other = |l: &Launch| {
+            l.stays() && !l.is_killed() && !l.is_counted() && !failed.contains(l.slot())
+        };
+        let others = self.workers.launches().filter(|(_, l)| is_other(l)).count();
+        failed.are_local() && others >= self.spec.min_workers as usize
     }
 }
 
