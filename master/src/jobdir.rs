@@ -44,10 +44,11 @@ use tracing::warn;
 
 pub use self::certificates::MASTER_DNS_NAME;
 pub(crate) use self::certificates::ca_path;
+pub(crate) use self::contents::is_own_file;
 pub use self::deletion::{DeleteError, delete};
 pub use self::earlier::{EarlierJob, earlier_job, has_begun};
 pub use self::error::JobDirError;
-pub(crate) use self::files::{CHECKPOINTS, quoted};
+pub(crate) use self::files::{CHECKPOINTS, quoted, write_output};
 use self::files::{HISTORY, LOGS, MASTER, MASTER_LOG, PROGRAM, SUMMARY, TOKEN};
 pub use self::files::{check_writable, write_atomically};
 use self::lock::{running, take_lock};
@@ -358,6 +359,42 @@ mod tests {
         assert!(write_atomically(&folder, b"three").is_err());
         assert!(write_atomically(&scratch.path().join("absent/file"), b"three").is_err());
         assert_eq!(names(scratch.path()), ["folder", "summary.json"]);
+    }
+
+    #[test]
+    fn an_output_to_a_device_or_a_pipe_is_written_to_it_and_does_not_replace_it() {
+        let scratch = scratch();
+        let pipe = scratch.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, 0o600.into()).unwrap();
+        check_writable(&pipe).unwrap();
+        assert!(write_output(&pipe, b"x").is_err(), "it has no reader");
+        let reader = std::thread::spawn({
+            let pipe = pipe.clone();
+            move || fs::read_to_string(pipe).unwrap()
+        });
+        // Until the reader has opened it.
+        while write_output(&pipe, b"summary").is_err() {
+            std::thread::yield_now();
+        }
+        assert_eq!(reader.join().unwrap(), "summary");
+        assert_eq!(names(scratch.path()), ["pipe"]);
+        let null = Path::new("/dev/null");
+        check_writable(null).unwrap();
+        write_output(null, b"x").unwrap();
+        assert!(!null.is_file());
+        write_output(&scratch.path().join("file"), b"x").unwrap();
+        assert_eq!(names(scratch.path()), ["file", "pipe"]);
+    }
+
+    #[test]
+    fn a_directory_within_that_of_another_job_is_refused() {
+        let scratch = scratch();
+        let outer = JobDir::create(&scratch.path().join("job")).unwrap();
+        for inner in ["inner", "logs/../a/b", "checkpoints"] {
+            let error = JobDir::create(&outer.path().join(inner)).unwrap_err();
+            assert!(matches!(error, JobDirError::Nested { .. }), "{error}");
+        }
+        assert!(JobDir::create(&scratch.path().join("other")).is_ok());
     }
 
     #[test]

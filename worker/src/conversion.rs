@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::environment::{EXIT_DONE, EXIT_FAILED};
 use crate::failure::call_user;
 use crate::model::{Model, NamedTensor};
-use crate::{trained_model, weights};
+use crate::{outputs, trained_model, weights};
 
 /// A conversion that the environment of this process asks for.
 #[derive(Debug, PartialEq, Eq)]
@@ -51,7 +51,7 @@ impl Conversion {
     /// Converts the parameters of a model with these tensors.
     pub(crate) fn write(&self, layout: &[NamedTensor], count: usize) -> Result<(), String> {
         trained_model::check(&self.from)?;
-        weights::check_writable(&self.to).map_err(|error| error.to_string())?;
+        outputs::check_file(&self.to)?;
         weights::check(layout, count).map_err(|error| error.to_string())?;
         let mut parameters = vec![0.0; count];
         trained_model::load(&self.from, layout, &mut parameters)?;

@@ -1,13 +1,15 @@
 //! Checks that a job writes nothing into the data that it reads: the next job would read it as
-//! data, and this one would find that its data has changed.
+//! data, and this one would find that its data has changed. Nor may one output replace another.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use elasticdl_proto::{Work, WorkerOptions, split_sources};
 
+use crate::checkpoint;
 use crate::paths;
 use crate::readers::folder_of;
 use crate::storage::Storage;
+use crate::weights;
 
 /// Checks the outputs of a job against its data.
 ///
@@ -45,35 +47,126 @@ pub(crate) fn check(options: &WorkerOptions) -> Result<(), String> {
             }
         }
     }
+    check_apart(&[("--export", export), ("--export-best", best)], checkpoints)
+}
+
+/// Checks that each of `files` has a place of its own, and is not around the folder of checkpoints.
+fn check_apart(files: &[(&str, Option<&str>)], checkpoints: Option<&str>) -> Result<(), String> {
+    let mut given = files.iter().filter_map(|(option, file)| Some((option, (*file)?)));
+    while let Some((option, file)) = given.next() {
+        if let Some((other, _)) = given.clone().find(|(_, other)| is_same(file, other)) {
+            return Err(format!("{option} {file}: it is the file of {other}, too; {APART}"));
+        }
+        if checkpoints.is_some_and(|folder| within(file, folder).is_some()) {
+            return Err(format!("{option} {file}: it is the --checkpoint-dir, too; {APART}"));
+        }
+    }
     Ok(())
 }
 
+fn is_same(one: &str, other: &str) -> bool {
+    within(one, other).is_some_and(|rest| rest.as_os_str().is_empty())
+}
+
+const APART: &str = "give each output a place of its own";
+
 /// Whether `output` is the file or folder `data`, or would be found by a reader of it.
 fn holds(data: &str, output: &str) -> bool {
-    let within = match (Storage::is_remote(data), Storage::is_remote(output)) {
-        (true, true) => {
-            let (data, output) = (data.trim_end_matches('/'), output.trim_end_matches('/'));
-            let rest = output.strip_prefix(data);
-            rest.filter(|rest| rest.is_empty() || rest.starts_with('/')).map(PathBuf::from)
-        }
-        (false, false) => {
-            let plain = |path: &str| paths::resolved(path.strip_prefix("file://").unwrap_or(path));
-            let (Some(data), Some(output)) = (plain(data), plain(output)) else { return false };
-            // What is no path is data for a reader of its own.
-            let exists = data.exists();
-            output.strip_prefix(&data).ok().filter(|_| exists).map(PathBuf::from)
-        }
-        _ => None,
-    };
+    // What is no path is data for a reader of its own.
+    let is_data = Storage::is_remote(data) || local(data).exists();
+    let within = within(data, output).filter(|_| is_data);
     // Readers leave names out that begin with a dot.
     within.is_some_and(|path| {
         !path.components().any(|part| part.as_os_str().as_encoded_bytes().starts_with(b"."))
     })
 }
 
+/// The path of `inner` within `outer`, two addresses, or an empty path, if they are the same.
+/// `None`, if it is elsewhere.
+fn within(outer: &str, inner: &str) -> Option<PathBuf> {
+    match (Storage::is_remote(outer), Storage::is_remote(inner)) {
+        (true, true) => {
+            let (outer, inner) = (outer.trim_end_matches('/'), inner.trim_end_matches('/'));
+            let rest = inner.strip_prefix(outer)?;
+            (rest.is_empty() || rest.starts_with('/')).then(|| PathBuf::from(rest))
+        }
+        (false, false) => {
+            let plain = |path: &str| paths::resolved(path.strip_prefix("file://").unwrap_or(path));
+            plain(inner)?.strip_prefix(plain(outer)?).ok().map(PathBuf::from)
+        }
+        _ => None,
+    }
+}
+
+/// Checks that a file can be written at `address`, and replaces nothing but a file of its own kind.
+///
+/// # Errors
+/// What is wrong, and what would be right.
+pub(crate) fn check_file(address: &str) -> Result<(), String> {
+    if paths::names_device(address) {
+        return Err(format!(
+            "{address} is a device, pipe or socket, which the file would replace; name a file"
+        ));
+    }
+    let path = match Storage::is_remote(address) {
+        true => Some(PathBuf::from(address)),
+        false => paths::resolved(address.strip_prefix("file://").unwrap_or(address)),
+    };
+    let folder = path.as_deref().and_then(Path::parent).and_then(Path::to_str);
+    let folder = folder.and_then(|folder| Storage::open(folder).ok());
+    if folder.is_some_and(|folder| checkpoint::is_checkpoint(&folder).unwrap_or(false)) {
+        return Err(format!(
+            "{address} is within a checkpoint, with which it would be removed; name a file \
+             elsewhere"
+        ));
+    }
+    weights::check_writable(address).map_err(|error| error.to_string())
+}
+
+fn local(path: &str) -> &Path {
+    Path::new(path.strip_prefix("file://").unwrap_or(path))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_within_a_checkpoint_and_one_in_place_of_a_device_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = folder.path().join("step-000000000007-0123abcd-g1");
+        std::fs::create_dir(&checkpoint).unwrap();
+        std::fs::write(checkpoint.join("manifest.json"), "{}").unwrap();
+        for name in ["manifest.json", "m.safetensors"] {
+            let error = check_file(checkpoint.join(name).to_str().unwrap()).unwrap_err();
+            assert!(error.contains("is within a checkpoint"), "{error}");
+        }
+        assert_eq!(check_file(folder.path().join("m").to_str().unwrap()), Ok(()));
+        let error = check_file("/dev/null").unwrap_err();
+        assert!(error.contains("is a device"), "{error}");
+    }
+
+    #[test]
+    fn an_output_that_would_replace_another_is_refused_with_both_options() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |path: &str| folder.path().join(path).to_str().unwrap().to_owned();
+        let check = |export: &str, best: &str, checkpoints: Option<&str>| {
+            check_apart(&[("--export", Some(export)), ("--export-best", Some(best))], checkpoints)
+        };
+        assert_eq!(check(&at("m"), &at("best"), Some(&at("ck"))), Ok(()));
+        assert_eq!(check("s3://b/m", "s3://b/m2", Some("s3://b/ck")), Ok(()));
+        for (one, other) in [(at("m"), at("./x/../m")), ("s3://b/m".into(), "s3://b/m".into())] {
+            let error = check(&one, &other, None).unwrap_err();
+            assert_eq!(
+                error,
+                format!("--export {one}: it is the file of --export-best, too; {APART}")
+            );
+        }
+        for checkpoints in ["m", "m/ck"] {
+            let error = check(&at("m"), &at("best"), Some(&at(checkpoints))).unwrap_err();
+            assert!(error.contains("it is the --checkpoint-dir"), "{error}");
+        }
+    }
 
     #[test]
     fn an_output_within_the_data_is_recognized_however_it_is_written() {

@@ -41,6 +41,15 @@ pub(crate) fn resolved(path: &str) -> Option<PathBuf> {
     Some(exists.join(rest).components().collect())
 }
 
+/// Whether `address` is something that no file may replace: a device, a pipe or a socket of this
+/// machine.
+pub(crate) fn names_device(address: &str) -> bool {
+    let path = Path::new(address.strip_prefix("file://").unwrap_or(address));
+    path.metadata().is_ok_and(|found| !found.is_file() && !found.is_dir())
+        || ["/dev", "/proc", "/sys"].iter().any(|system| path.starts_with(system))
+            && !path.starts_with("/dev/shm")
+}
+
 /// Whether `address` names a folder although a file is expected: an existing folder of this
 /// machine, or any address whose last component ends with `/` or is missing.
 pub(crate) fn names_folder(address: &str) -> bool {
@@ -92,6 +101,20 @@ mod tests {
             here.canonicalize().unwrap().parent().unwrap().join("x")
         );
         assert_eq!(absolute("x").unwrap(), here.join("x"));
+    }
+
+    #[test]
+    fn devices_and_pipes_are_recognized() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        rustix::fs::mkfifoat(rustix::fs::CWD, at("pipe"), 0o600.into()).unwrap();
+        std::os::unix::fs::symlink("/dev/null", at("link")).unwrap();
+        for name in ["pipe", "link"] {
+            assert!(names_device(at(name).to_str().unwrap()), "{name}");
+        }
+        assert!(names_device("/dev/null") && names_device("file:///dev/stdout"));
+        assert!(!names_device("/dev/shm/m") && !names_device(at("new").to_str().unwrap()));
+        assert!(!names_device("s3://b/m") && !names_device(at("").to_str().unwrap()));
     }
 
     #[test]

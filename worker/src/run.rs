@@ -384,11 +384,11 @@ fn export_best(options: &WorkerOptions) -> Option<&String> {
 /// Finds errors before the work that would otherwise fail after it.
 fn check_places(options: &WorkerOptions) -> Result<(), String> {
     if let Some(best) = export_best(options) {
-        weights::check_writable(best).map_err(|error| format!("--export-best: {error}"))?;
+        outputs::check_file(best).map_err(|error| format!("--export-best: {error}"))?;
     }
     match &options.work {
         Work::Train { export: Some(export) } => {
-            weights::check_writable(export).map_err(|error| format!("--export: {error}"))
+            outputs::check_file(export).map_err(|error| format!("--export: {error}"))
         }
         Work::Train { export: None } => Ok(()),
         Work::Evaluate { model } => {

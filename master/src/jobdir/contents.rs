@@ -18,8 +18,13 @@ use super::files::{
 /// Writes nothing.
 ///
 /// # Errors
-/// [`JobDirError::Foreign`], or [`JobDirError::Create`] if it can't be read.
+/// [`JobDirError::Foreign`], [`JobDirError::Nested`], or [`JobDirError::Create`] if it can't be
+/// read.
 pub(super) fn check_usable(root: &Path) -> Result<(), JobDirError> {
+    let whole = std::path::absolute(root).unwrap_or_else(|_| root.to_owned());
+    if let Some(outer) = whole.ancestors().skip(1).find(|folder| is_job_dir(folder)) {
+        return Err(JobDirError::Nested { path: root.into(), outer: outer.into() });
+    }
     let entries = match names(root) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         entries => entries.map_err(|source| JobDirError::Create { path: root.into(), source })?,
@@ -90,6 +95,11 @@ pub(super) fn is_job_file(name: &OsStr) -> bool {
     };
     let staged = name.to_str().and_then(staged);
     JOB_FILES.iter().any(|file| name == *file || staged.as_deref() == Some(file))
+}
+
+/// Whether it is the name of a file that a job keeps in its directory for itself.
+pub(crate) fn is_own_file(name: &OsStr) -> bool {
+    is_job_file(name) && !EXPORTS.iter().any(|export| name == *export)
 }
 
 pub(super) fn names(folder: &Path) -> io::Result<Vec<OsString>> {

@@ -48,6 +48,17 @@ pub enum JobDirError {
         /// One of these files.
         found: PathBuf,
     },
+    /// It is within the directory of another job. Choose another.
+    #[error(
+        "{} is within the directory of another job, {}; choose another --job-dir",
+        path.display(), outer.display()
+    )]
+    Nested {
+        /// The directory.
+        path: PathBuf,
+        /// Directory of the other job.
+        outer: PathBuf,
+    },
     /// A master runs in it. Wait for it, stop it, or choose another name or directory.
     #[error(
         "a job is already running in {}{}; \

@@ -3,8 +3,10 @@
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{Access, OFlags};
 
 /// Atomically replaces `path` with `bytes`, readable by its owner only. A reader, also after a
 /// crash, sees either the old file or the new one.
@@ -36,11 +38,42 @@ fn write_and_rename(
     })
 }
 
-/// Checks that [`write_atomically`] would succeed for `path` now. Leaves no file behind.
+/// Writes an output to a path that a user gives: as [`write_atomically`], but a device or a pipe is
+/// written to, not replaced.
+///
+/// # Errors
+/// An error of the operating system; a file is unchanged.
+pub(crate) fn write_output(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    if !is_device(path) {
+        return write_atomically(path, bytes);
+    }
+    // Opening a pipe without a reader would wait for ever.
+    let flags = OFlags::NONBLOCK.bits() as i32;
+    let mut device = OpenOptions::new().append(true).custom_flags(flags).open(path)?;
+    rustix::fs::fcntl_setfl(&device, OFlags::APPEND)?;
+    device.write_all(bytes)
+}
+
+/// Whether `path` is something that no file may replace.
+fn is_device(path: &Path) -> bool {
+    path.metadata().is_ok_and(|found| !found.is_file() && !found.is_dir())
+        || (["/dev", "/proc"].iter().any(|system| path.starts_with(system))
+            && !path.starts_with("/dev/shm"))
+}
+
+/// Checks that [`write_output`] would succeed for `path` now. Leaves no file behind.
 ///
 /// # Errors
 /// Why it would fail.
 pub fn check_writable(path: &Path) -> io::Result<()> {
+    if is_device(path) {
+        let kind = path.metadata()?.file_type();
+        if kind.is_block_device() || kind.is_socket() {
+            let text = "it is a disk or a socket; name a file";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        return Ok(rustix::fs::access(path, Access::WRITE_OK)?);
+    }
     if path.is_dir() {
         return Err(io::Error::new(io::ErrorKind::IsADirectory, "it is a directory"));
     }

@@ -195,7 +195,7 @@ fn read_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), LoadE
 }
 
 /// Whether `folder` is a checkpoint itself.
-fn is_checkpoint(folder: &Storage) -> Result<bool, StorageError> {
+pub(crate) fn is_checkpoint(folder: &Storage) -> Result<bool, StorageError> {
     match folder.bytes(MANIFEST) {
         Ok(_) => Ok(true),
         Err(StorageError::NotFound { .. }) => Ok(false),

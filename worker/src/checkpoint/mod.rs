@@ -25,7 +25,8 @@ mod writer;
 #[cfg(feature = "simulation")]
 pub(crate) use fuzzing::fuzz_manifest;
 pub(crate) use load::{
-    CheckpointLookup, Locations, RestoreError, check, inspect, load_parameters, restore,
+    CheckpointLookup, Locations, RestoreError, check, inspect, is_checkpoint, load_parameters,
+    restore,
 };
 pub(crate) use manifest::{BestMetric, JobFingerprint};
 pub(crate) use writer::{CheckpointWriter, Completion};

@@ -11,7 +11,7 @@ use crate::progress::LogFormat;
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Output")]
 pub(crate) struct OutputOptions {
-    /// Also write the summary (JSON) to this file. [default: only DIR/summary.json]
+    /// Also write the summary (JSON) to this file, device or pipe. [default: only DIR/summary.json]
     #[arg(long, value_name = "FILE")]
     pub(crate) summary: Option<PathBuf>,
 

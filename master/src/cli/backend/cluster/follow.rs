@@ -142,7 +142,7 @@ fn end(output: &FollowOutput, text: &str) -> Result<u8, Failure> {
     })?;
     print_summary(output.console, &summary, Paths::default());
     if let Some(path) = &output.summary {
-        jobdir::write_atomically(path, text.as_bytes())
+        jobdir::write_output(path, text.as_bytes())
             .map_err(cannot(&format!("write the summary {}", path.display())))?;
     }
     if let Some(error) = &summary.error {

@@ -495,7 +495,7 @@ const CROWD: usize = 4;
 fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Result<(), Failure> {
     let json = summary_to_json(&ended.summary);
     for path in std::iter::once(&*dir.summary_path()).chain(wanted) {
-        jobdir::write_atomically(path, &json)
+        jobdir::write_output(path, &json)
             .map_err(cannot(&format!("write the summary {}", path.display())))?;
     }
     Ok(())

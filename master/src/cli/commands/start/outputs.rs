@@ -1,5 +1,6 @@
-//! Checks that a job of this machine writes none of its own files into the data that it reads. The
-//! worker that describes the data checks the outputs of the program.
+//! Checks that a job of this machine writes none of its own files into the data that it reads, nor
+//! over other files of the job. The worker that describes the data checks the outputs of the
+//! program.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +8,8 @@ use elasticdl_proto::split_sources;
 
 use super::local_job::LocalJob;
 use crate::cli::process::Failure;
-use crate::job::JobSpec;
+use crate::job::{JobSpec, Work};
+use crate::jobdir::is_own_file;
 
 impl LocalJob {
     /// Checks the job's directory, its summary and its events for TensorBoard.
@@ -27,8 +29,74 @@ impl LocalJob {
                 )));
             }
         }
-        Ok(())
+        match overwritten(&self.spec, self.summary.as_deref(), &self.job_dir) {
+            Some(text) => Err(Failure::usage(text)),
+            None => Ok(()),
+        }
     }
+}
+
+/// Why an output would replace another file of the job.
+fn overwritten(spec: &JobSpec, summary: Option<&Path>, job_dir: &Path) -> Option<String> {
+    let local = |address: &str| {
+        let is_local = address.starts_with("file://") || !address.contains("://");
+        is_local.then(|| PathBuf::from(address.strip_prefix("file://").unwrap_or(address)))
+    };
+    let (export, model) = match &spec.work {
+        Work::Evaluate { model } | Work::Predict { model, .. } => (None, local(model)),
+        Work::Train { export } => (export.as_deref().and_then(local), None),
+    };
+    let best = spec.validation.as_ref().and_then(|validation| validation.export_best.as_deref());
+    let best = best.and_then(local);
+    let same = |path: &Path| match (resolved(path), summary.and_then(resolved)) {
+        (Some(one), Some(other)) => one == other,
+        _ => false,
+    };
+    let others = [("--export", &export), ("--export-best", &best), ("--model", &model)];
+    if let (Some(summary), Some((option, _))) =
+        (summary, others.iter().find(|(_, file)| file.as_ref().is_some_and(|file| same(file))))
+    {
+        return Some(format!(
+            "--summary {}: it is the file of {option}, too; give each a file of its own",
+            summary.display()
+        ));
+    }
+    let own = |file: &Path| {
+        let file = resolved(file)?;
+        let name = file.file_name()?;
+        let is_own = file.parent() == resolved(job_dir).as_deref() && is_own_file(name);
+        is_own.then(|| name.to_string_lossy().into_owned())
+    };
+    let files = [
+        ("--summary", summary),
+        ("--export", export.as_deref()),
+        ("--export-best", best.as_deref()),
+    ];
+    for (option, file) in files {
+        let Some(file) = file else { continue };
+        if let Some(name) = own(file).filter(|name| option != "--summary" || name != "summary.json")
+        {
+            return Some(format!(
+                "{option} {}: the job keeps its own file {name} there; choose another name",
+                file.display()
+            ));
+        }
+        let folder = file.parent().unwrap_or_else(|| Path::new(""));
+        if option == "--summary" && folder.join("manifest.json").is_file() && is_checkpoint(folder)
+        {
+            return Some(format!(
+                "{option} {}: it is within a checkpoint, with which it would be removed; choose \
+                 a place outside of it",
+                file.display()
+            ));
+        }
+    }
+    None
+}
+
+fn is_checkpoint(folder: &Path) -> bool {
+    let name = folder.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| name.starts_with("step-"))
 }
 
 /// The data of a job within which `output` lies, if it lies within any.
@@ -59,6 +127,31 @@ fn resolved(path: &Path) -> Option<PathBuf> {
 mod tests {
     use super::*;
     use crate::job::{JobSpec, ValidationSpec};
+
+    #[test]
+    fn a_summary_that_would_replace_a_model_or_a_file_of_the_job_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let text = |name: &str| at(name).to_str().unwrap().to_owned();
+        let job_dir = at("job");
+        let found = |work: Work, summary: &str| {
+            let spec = JobSpec { work, ..crate::job::testing::spec() };
+            overwritten(&spec, Some(&at(summary)), &job_dir).unwrap_or_default()
+        };
+        let train = |export: &str| Work::Train { export: Some(text(export)) };
+        let evaluate = |model: &str| Work::Evaluate { model: text(model) };
+        assert_eq!(found(train("m"), "s.json"), "");
+        assert_eq!(found(train("job/model.safetensors"), "job/summary.json"), "");
+        assert!(found(train("m"), "./m").contains("it is the file of --export, too"));
+        assert!(found(evaluate("m"), "m").contains("it is the file of --model, too"));
+        assert!(found(train("m"), "job/record.json").contains("its own file record.json"));
+        assert!(found(train("job/summary.json"), "s").contains("--export "));
+        let checkpoint = at("step-000000000007-0123abcd-g1");
+        std::fs::create_dir(&checkpoint).unwrap();
+        std::fs::write(checkpoint.join("manifest.json"), "{}").unwrap();
+        let within = "step-000000000007-0123abcd-g1/manifest.json";
+        assert!(found(train("m"), within).contains("within a checkpoint"));
+    }
 
     #[test]
     fn outputs_within_the_training_or_validation_data_are_recognized() {
