@@ -220,9 +220,9 @@ impl Cause {
 /// Mean loss per record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LossSummary {
-    /// Of the first report.
+    /// Of the first step.
     pub first: Option<f64>,
-    /// Of the last report.
+    /// Of the last step.
     pub last: Option<f64>,
 }
 

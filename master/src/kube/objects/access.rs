@@ -4,7 +4,7 @@ use k8s_openapi::api::core::v1::ServiceAccount;
 use k8s_openapi::api::rbac::v1::{PolicyRule, Role, RoleBinding, RoleRef, Subject};
 
 use super::metadata::metadata;
-use super::names::master_name;
+use super::names::{address_name, master_name};
 use super::request::Request;
 
 /// The service account of a job's master, and its rights.
@@ -30,7 +30,7 @@ impl Access {
         let account = ServiceAccount { metadata: metadata.clone(), ..ServiceAccount::default() };
         let mut rules = rules(job);
         let gang = request.task.gang.as_ref().and_then(|gang| gang.scheduler.master_rule());
-        rules.extend(gang.map(|(group, resource, verbs)| rule(group, resource, verbs, None)));
+        rules.extend(gang.map(|(group, resource, verbs)| rule(group, resource, verbs, &[])));
         let role = Role { metadata: metadata.clone(), rules: Some(rules) };
         let binding = RoleBinding {
             metadata,
@@ -60,25 +60,29 @@ pub(super) fn account_name(request: &Request) -> String {
 /// of a long file list are not, and creations can't be limited to names.
 fn rules(job: &str) -> Vec<PolicyRule> {
     let master = master_name(job);
+    let address = address_name(job);
     let leases = "coordination.k8s.io";
     vec![
-        rule("", "configmaps", &["get", "create"], None),
-        rule("", "configmaps", &["list", "watch", "patch"], Some(job)),
-        rule("", "events", &["create", "list", "patch"], None),
-        rule("", "pods", &["get", "list", "watch", "create", "delete"], None),
-        rule("", "services", &["get"], Some(&master)),
-        rule("batch", "jobs", &["get", "patch"], Some(&master)),
-        rule(leases, "leases", &["create"], None),
-        rule(leases, "leases", &["get", "update"], Some(job)),
+        rule("", "configmaps", &["get", "create"], &[]),
+        rule("", "configmaps", &["list", "watch"], &[job]),
+        rule("", "configmaps", &["patch"], &[job, &address]),
+        rule("", "events", &["create", "list", "patch"], &[]),
+        rule("", "pods", &["get", "list", "watch", "create", "delete"], &[]),
+        rule("", "services", &["get"], &[&master]),
+        rule("batch", "jobs", &["get", "patch"], &[&master]),
+        rule(leases, "leases", &["create"], &[]),
+        rule(leases, "leases", &["get", "update"], &[job]),
     ]
 }
 
-fn rule(group: &str, resource: &str, verbs: &[&str], name: Option<&str>) -> PolicyRule {
+/// A rule for the objects with these names, or for all.
+fn rule(group: &str, resource: &str, verbs: &[&str], names: &[&str]) -> PolicyRule {
+    let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect::<Vec<_>>();
     PolicyRule {
         api_groups: Some(vec![group.into()]),
         resources: Some(vec![resource.into()]),
-        resource_names: name.map(|name| vec![name.into()]),
-        verbs: verbs.iter().map(|&verb| verb.into()).collect(),
+        resource_names: (!names.is_empty()).then(|| owned(names)),
+        verbs: owned(verbs),
         non_resource_urls: None,
     }
 }

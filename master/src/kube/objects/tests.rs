@@ -238,7 +238,7 @@ fn a_masters_own_role_has_the_masters_rights_on_its_own_objects_where_names_are_
     let of = |resource: &str, verb: &str| rights[&(resource.to_owned(), verb.to_owned())].clone();
     // Other jobs' state, leadership and lives.
     for (resource, verb, names) in [
-        ("configmaps", "patch", "mnist"),
+        ("configmaps", "patch", "mnist,mnist-master-address"),
         ("configmaps", "list", "mnist"),
         ("leases", "update", "mnist"),
         ("jobs", "patch", "mnist-master"),
