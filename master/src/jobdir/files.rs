@@ -61,7 +61,7 @@ fn is_device(path: &Path) -> bool {
             && !path.starts_with("/dev/shm"))
 }
 
-/// Checks that [`write_output`] would succeed for `path` now. Leaves no file behind.
+/// Checks that `write_output` would succeed for `path` now. Leaves no file behind.
 ///
 /// # Errors
 /// Why it would fail.
