@@ -48,8 +48,8 @@ impl Job {
         }
         let seconds = now.since(self.group.progressed()).as_secs();
         let why = format!(
-            "has not finished its part of a step for {seconds} s (--step-timeout); the stacks of \
-             its threads are in its log"
+            "has not finished its part of a step for {seconds} s (--step-timeout; the stacks of \
+             its threads are in its log)"
         );
         let place = self.place_of(launch_of(worker));
         self.avoid_node_of(now, worker);
