@@ -2,7 +2,7 @@
 //! a model that is to be exported is compared as a whole.
 //!
 //! ```text
-//!   best evaluation, or the job's end ─► idle round with digests of the whole state ─► export, report
+//!   best evaluation, or the job's end ─► idle round: digests of whole states ─► export, report
 //! ```
 
 use std::time::Duration;
