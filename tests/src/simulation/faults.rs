@@ -240,11 +240,17 @@ impl World {
         matches!(trainer.doing, Doing::Busy(Busy::Computing { .. })) && !trainer.is_hung
     }
 
-    /// The trainer thread of `p` hangs, if it computes. A master that does not know that `p` holds
-    /// a state takes a hang for a slow beginning, for up to an hour.
+    /// The trainer thread of `p` hangs, if it computes or waits for its neighbours. A master that
+    /// does not know that `p` holds a state takes a hang for a slow beginning, for up to an hour;
+    /// after the last step it takes it for an export.
     fn hang(&mut self, p: usize) {
         let record = self.master.job.to_persisted();
-        if !self.computes(p) || !self.master.is_alive || !self.is_holder(&record, p) {
+        let trainer = &self.processes[p].trainer;
+        let is_at_end =
+            trainer.state().is_none_or(|s| s.ledger.epoch() == self.setting.spec.epochs);
+        let waits = trainer.waiting.is_some() && !trainer.is_hung && !is_at_end;
+        let may_hang = self.computes(p) || waits;
+        if !may_hang || !self.master.is_alive || !self.is_holder(&record, p) {
             return;
         }
         trace!(self, "{}: hangs", self.name(p));

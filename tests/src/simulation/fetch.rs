@@ -161,14 +161,15 @@ impl World {
         session.fetch_advanced();
         if incoming.is_complete() {
             trainer.model.lineage = incoming.lineage;
-            self.oracle.is_void |= trainer.model.is_wrong();
+            let is_wrong = trainer.model.is_wrong();
+            self.oracle.is_void |= is_wrong;
             let is_consistent = session.install(incoming.record.clone(), None);
             session.fetched(incoming.generation);
             let (generation, step) = (incoming.generation, incoming.record.step);
             let is_committed =
                 self.oracle.has_committed(generation.0, step, trainer.model.digest());
             self.oracle.coverage.fetched += 1;
-            if !is_consistent || !is_committed {
+            if !is_consistent || !(is_committed || is_wrong) {
                 let what = format!("has fetched a state of step {step}");
                 return self.violate(format!("{}: {what} that no rank has", self.name(p)));
             }

@@ -17,6 +17,9 @@
 //! have reported their steps, which a hung member never does. If all others wait, it is evicted as
 //! at any other time. If no member waits, the only one may export its last state: it gets longer.
 //!
+//! A job that stops loses its state if its group does not finish in time, so it gives a hung member
+//! half of that time if others wait for it, and begins to wait anew when the member is gone.
+//!
 //! **Invariant:** a group that evaluates, starts from a checkpoint, waits for storage, or writes
 //! its final state is not judged by the length of its steps.
 
@@ -56,6 +59,7 @@ impl Job {
         self.count_exit(worker);
         self.evict(now, worker, &why);
         self.count_failure(now, place, &format!("worker {worker} {why}"), &[]);
+        self.restart_stop_wait(now);
         self.reconcile(now);
     }
 
@@ -68,12 +72,11 @@ impl Job {
 
     /// The members that compute for longer than the limit while nothing else happens.
     fn hung_members(&self, now: Time) -> Vec<WorkerId> {
-        let is_judged = self.lifecycle.is_running()
+        let is_judged = self.lifecycle.is_active()
             && self.spec.work.trains()
             && !self.workers.has_disconnected_members()
             && !(self.group.is_broken() || self.group.awaits_explanation())
             && self.group.finishing_since().is_none()
-            && !self.is_at_end()
             && !self.reporting.waits_for_storage();
         let Some(heartbeat) = self.spec.heartbeat().filter(|_| is_judged) else {
             return Vec::new();
@@ -84,19 +87,20 @@ impl Job {
             match w.stalled() {
                 // Silent members are judged by the heartbeat check.
                 _ if !w.is_heard(now, heartbeat) => return Vec::new(),
+                // It evaluates, exports or writes a checkpoint.
+                None if self.is_at_end() => return Vec::new(),
                 None => computing.push(id),
-                Some(stalled)
-                    if stalled.is_long(now, limit, heartbeat)
-                        && self.group.is_stall_of(stalled.stall()) =>
-                {
-                    others_wait = true;
-                }
+                // It has not come back from the links of an earlier generation.
+                Some(stalled) if !self.group.is_stall_of(stalled.stall()) => computing.push(id),
+                Some(stalled) if stalled.is_long(now, limit, heartbeat) => others_wait = true,
                 Some(_) => return Vec::new(),
             }
         }
         if others_wait {
             computing
-        } else if now.since(self.group.progressed()) > self.limit_without_waits(limit) {
+        } else if self.lifecycle.is_running()
+            && now.since(self.group.progressed()) > self.limit_without_waits(limit)
+        {
             computing.pop().into_iter().collect()
         } else {
             Vec::new()
@@ -109,6 +113,10 @@ impl Job {
         let learned =
             if longest.is_zero() { LIMIT_UNKNOWN } else { (longest * USUAL_TIMES).max(LIMIT_MIN) };
         let limit = self.spec.step_timeout.unwrap_or(learned);
+        if self.lifecycle.is_stopping() {
+            // The state is lost at the end of the stop's wait.
+            return limit.min((self.stop_wait() / 2).max(longest * 2));
+        }
         let holds_state = self.workers.members().any(|(_, w)| w.holds_state());
         let creates_state = !(holds_state || self.group.is_formed() || self.group.carries_state());
         if creates_state || self.is_evaluating() {

@@ -23,7 +23,8 @@
 //! **Stalls.** A network that drops the packets between two workers breaks no link and stops no
 //! heartbeat: both workers reach the master, and the whole ring waits. See
 //! [`stall`](crate::job::group::stall). A member that never finishes its part of a step stops no
-//! heartbeat either: see [`hung`](super::hung).
+//! heartbeat either: see [`hung`](super::hung). If its thread stands still inside the ring, its
+//! heartbeats go on reporting a wait, at links that the others have left.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -31,7 +32,6 @@ use std::time::Duration;
 use elasticdl_proto::WorkerId;
 
 use crate::job::event::Stall;
-use crate::job::group::stall::Suspect;
 use crate::job::job::Job;
 use crate::job::lifecycle::disconnected::RECONNECT_SLACK;
 use crate::job::outbox::Timer;
@@ -100,27 +100,38 @@ impl Job {
         if is_broken || self.workers.has_disconnected_members() {
             return;
         }
-        let Some(links) = self.stalling_links(now, timeout) else { return };
+        let Some(Stuck { waiting, behind }) = self.stuck(now, timeout) else { return };
         self.reporting.count_stall();
-        self.log_event(format!(
-            "generation {}: all members have waited for each other for {} ms",
-            self.group.generation(),
-            timeout.as_millis()
-        ));
-        self.evict_for(now, links);
+        let generation = self.group.generation();
+        let ms = timeout.as_millis();
+        if behind.is_empty() {
+            self.log_event(format!(
+                "generation {generation}: all members have waited for each other for {ms} ms"
+            ));
+            return self.evict_for(now, self.group.stalling_links(&waiting));
+        }
+        for worker in behind {
+            let why = format!("has not left the links before generation {generation} for {ms} ms");
+            self.evict(now, worker, &why);
+        }
     }
 
-    /// The links that stall the group; `None` while it may still make progress.
-    fn stalling_links(&self, now: Time, timeout: Duration) -> Option<Vec<Suspect>> {
+    /// The members that wait, if no member computes; `None` while the group may still make
+    /// progress.
+    fn stuck(&self, now: Time, timeout: Duration) -> Option<Stuck> {
         let heartbeat = self.spec.heartbeat()?;
-        let mut waiting: BTreeMap<WorkerId, Stall> = BTreeMap::new();
+        let mut stuck = Stuck::default();
         for id in self.taking_part().filter(|&id| !self.group.has_finished(id)) {
             let stalled = self.workers.get(id)?.stalled()?;
-            let is_stuck =
-                stalled.is_long(now, timeout, heartbeat) && self.group.is_stall_of(stalled.stall());
-            is_stuck.then(|| waiting.insert(id, *stalled.stall()))?;
+            if !stalled.is_long(now, timeout, heartbeat) {
+                return None;
+            } else if self.group.is_stall_of(stalled.stall()) {
+                stuck.waiting.insert(id, *stalled.stall());
+            } else {
+                stuck.behind.push(id);
+            }
         }
-        (!waiting.is_empty()).then(|| self.group.stalling_links(&waiting))
+        (!stuck.waiting.is_empty()).then_some(stuck)
     }
 
     /// Whether all members that are heard are stalled: they wait for those that are not, or their
@@ -182,6 +193,15 @@ impl Job {
         };
         (silence > limit).then_some(silence)
     }
+}
+
+/// Members that wait, when none computes.
+#[derive(Default)]
+struct Stuck {
+    waiting: BTreeMap<WorkerId, Stall>,
+    /// Those that still wait at links that were aborted while the others waited: their trainer
+    /// threads do not run.
+    behind: Vec<WorkerId>,
 }
 
 /// The interval between heartbeat checks, and so the maximum delay of an eviction.

@@ -100,6 +100,10 @@ impl Job {
         let ranks: BTreeMap<WorkerId, u32> = change.members.iter().copied().zip(0..).collect();
         let excluded = workers.assign_ranks(|id| ranks.get(&id).copied());
         let begun = group.begin(change, &excluded);
+        if abort {
+            // Its members repair their state, and begin the step again.
+            group.note_progress(now);
+        }
         for &id in group.members() {
             let w = workers.get_mut(id).expect("only live workers are chosen");
             w.join(group.generation());

@@ -109,6 +109,14 @@ impl Job {
         if self.spec.checkpoints.is_some() { STOP_WITH_CHECKPOINT_WAIT } else { STOP_WAIT }
     }
 
+    /// Gives a group that has lost a member while the job stops its whole time again.
+    pub(crate) fn restart_stop_wait(&mut self, now: Time) {
+        if self.lifecycle.is_stopping() {
+            self.out.cancel_timer(Timer::Stop);
+            self.out.set_timer(now + self.stop_wait(), Timer::Stop);
+        }
+    }
+
     pub(crate) fn on_stop_due(&mut self, now: Time) {
         if !self.lifecycle.is_stopping() {
             return;

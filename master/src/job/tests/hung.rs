@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::{Evaluated, WorkerId};
+use elasticdl_proto::{Evaluated, Generation, WorkerId};
 
 use super::super::*;
 use super::directed::{actions, at, committed, formed, started};
@@ -83,6 +83,9 @@ fn a_member_for_which_all_others_wait_too_long_reports_its_stacks_and_is_evicted
     assert_eq!(job.lifecycle.failures(), 1);
     let launched = |a: &Action| matches!(a, Action::Launch { .. });
     assert!(actions(&mut job).iter().any(launched));
+    // The repair of the others' state takes a while.
+    pass(&mut job, (33, 62), &[1, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
 }
 
 #[test]
@@ -154,6 +157,53 @@ fn a_worker_that_waits_for_storage_does_not_hang() {
     deliver(&mut job, 0, 1, wait);
     pass(&mut job, (0, 100), &[1], &[]);
     assert_eq!(asked_and_killed(&mut job).0, [0; 0]);
+}
+
+#[test]
+fn a_stop_evicts_a_member_for_which_all_others_wait_before_it_gives_up() {
+    let mut job = job(3, None);
+    deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
+    job.handle(at(0), Event::Stop);
+    let waiting = [(1, 0), (3, 0)];
+    pass(&mut job, (0, 5), &[1, 2, 3], &waiting);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    pass(&mut job, (5, 9), &[1, 2, 3], &waiting);
+    assert_eq!(asked_and_killed(&mut job), (vec![2], vec![2]));
+    // The others have the whole time to finish.
+    pass(&mut job, (9, 16), &[1, 3], &[]);
+    assert!(job.lifecycle.is_stopping());
+    pass(&mut job, (16, 20), &[1, 3], &[]);
+    assert!(!job.lifecycle.is_active());
+}
+
+#[test]
+fn a_stop_does_not_evict_the_only_member_before_its_time() {
+    let mut job = job(1, None);
+    deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
+    job.handle(at(0), Event::Stop);
+    pass(&mut job, (0, 9), &[1], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+}
+
+#[test]
+fn an_only_member_that_stands_still_at_links_of_an_earlier_generation_is_evicted() {
+    let mut job = job(2, Some(30));
+    job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
+    actions(&mut job);
+    assert_eq!(job.group.members(), [WorkerId(2)]);
+    for ms in (0..34_000).step_by(50) {
+        let stall = Stall {
+            generation: Generation(1),
+            operation: 5,
+            received: 0,
+            sent: 0,
+            waits_for_next: false,
+            since: Duration::from_millis(ms),
+        };
+        deliver(&mut job, ms, 2, WorkerMessage::Heartbeat(Some(stall)));
+        job.handle_timeout(at(ms));
+    }
+    assert_eq!(asked_and_killed(&mut job), (vec![2], vec![2]));
 }
 
 /// The job of a master that takes over at second 1, once its members have returned.

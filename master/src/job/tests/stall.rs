@@ -310,3 +310,17 @@ fn a_stall_of_a_former_generation_is_ignored() {
     pass(&mut job, 100, 2000, &[(1, place), (2, place), (3, place), (4, place)]);
     assert_eq!(outcome(&mut job), NO_EVICTION);
 }
+
+#[test]
+fn a_member_that_stays_at_links_which_the_others_have_left_is_evicted() {
+    let mut job = watched();
+    // The links of all members are renewed, because no end of them is at fault.
+    pass(&mut job, 0, 1500, &[1, 2, 3, 4].map(|id| (id, Some((1, 5, 8, 8)))));
+    assert_eq!(outcome(&mut job), (vec![], Some((vec![1, 2, 3, 4], true))));
+    // Worker 3 goes on reporting the old wait. It has computed nothing since.
+    let beats = [1, 2, 3, 4].map(|id| (id, Some((if id == 3 { 1 } else { 2 }, 0, 0, 0))));
+    pass(&mut job, 1600, 2500, &beats);
+    assert_eq!(outcome(&mut job), NO_EVICTION);
+    pass(&mut job, 2500, 4000, &beats);
+    assert_eq!(outcome(&mut job).0, [3]);
+}

@@ -160,7 +160,11 @@ impl FaultPlan {
                 fault.kind = FaultKind::ReplaceMaster;
             }
             if may_hang && rng.chance(1, 6) {
-                (fault.kind, fault.moment) = (FaultKind::Hang, Some(Moment::Computing));
+                let moments = [Moment::Computing, Moment::Computing, Moment::Connecting];
+                let rare = [Moment::Syncing, Moment::Repairing, Moment::IdleRound];
+                let is_rare = rng.chance(1, 4);
+                let moment = rng.pick(if is_rare { &rare } else { &moments });
+                (fault.kind, fault.moment) = (FaultKind::Hang, moment);
                 fault.target = Target::AtMoment;
             }
             // No failures but those of the bad host.
