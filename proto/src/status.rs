@@ -8,8 +8,7 @@ use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::message::Evaluated;
 use crate::summary::{BestEvaluation, CheckpointsSummary, MembershipChange};
 
-/// The status of a job. The names of its fields are a public format; aliases are the names of
-/// earlier versions.
+/// The status of a job. The names of its fields are a public format.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
     /// The job's name.
@@ -60,7 +59,6 @@ pub struct Status {
     #[serde(default)]
     pub stop_reason: Option<String>,
     /// Number of workers that the user wants.
-    #[serde(alias = "workers_wanted")]
     pub workers_desired: u32,
     /// The connected workers, by id.
     pub workers: Vec<WorkerStatus>,
@@ -69,14 +67,14 @@ pub struct Status {
     #[serde(default)]
     pub workers_disconnected: Vec<DisconnectedStatus>,
     /// Launches whose worker has not connected yet, by id.
-    #[serde(default, alias = "waiting")]
+    #[serde(default)]
     pub workers_pending: Vec<LaunchStatus>,
     /// Distribution of the launches over priority classes, beginning with the class of the first
     /// `min_workers` workers; empty without priority classes.
-    #[serde(default, alias = "rungs")]
+    #[serde(default)]
     pub priority_tiers: Vec<PriorityTierStatus>,
     /// The transport of the all-reduce, as text; `None` before the first step.
-    #[serde(default, alias = "sums_over")]
+    #[serde(default)]
     pub allreduce_transport: Option<String>,
     /// The newest evaluation; of an evaluate job, its result.
     #[serde(default)]
@@ -92,7 +90,7 @@ pub struct Status {
     /// The newest events, oldest first; at most 20 lines.
     pub events: Vec<String>,
     /// Number of events emitted so far; `events` has the newest.
-    #[serde(default, alias = "events_said")]
+    #[serde(default)]
     pub events_emitted: u64,
     /// In a cluster: age of the job at each of `events`, in seconds.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -227,12 +225,10 @@ pub struct LaunchStatus {
     /// The launch, whose worker will have its number.
     pub launch: LaunchId,
     /// Its slot among the job's workers, from 0.
-    #[serde(alias = "index")]
     pub slot: u32,
     /// `requested`, `queued`, `unschedulable` or `starting`.
     pub state: Cow<'static, str>,
     /// What it waits for, if known.
-    #[serde(alias = "waits_for")]
     pub reason: Option<String>,
 }
 

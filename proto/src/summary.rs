@@ -36,7 +36,6 @@ pub struct Summary {
     /// From the first group's start to the last report.
     pub throughput: ThroughputSummary,
     /// What gradients were summed over, in words, at the end.
-    #[serde(alias = "sums_over")]
     pub allreduce_transport: Option<String>,
     /// Evaluations, if there is validation data.
     pub evaluations: Option<EvaluationsSummary>,

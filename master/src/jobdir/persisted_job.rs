@@ -244,12 +244,7 @@ fn read_record(root: &Path, name: &str) -> Result<PersistedJob, ResumeError> {
         reason: error.to_string(),
     };
     let head: Head = serde_json::from_slice(&text).map_err(unreadable)?;
-    let content = || {
-        let content: Content<serde_json::Value> = serde_json::from_slice(&text).ok()?;
-        Some(content.content)
-    };
-    head.check(content)
-        .map_err(|format| ResumeError::OtherFormat { path: path.clone(), format })?;
+    head.check().map_err(|format| ResumeError::OtherFormat { path: path.clone(), format })?;
     let Content { content } = serde_json::from_slice(&text).map_err(unreadable)?;
     Ok(content)
 }
@@ -506,9 +501,7 @@ mod tests {
         let path = scratch.path().join(RECORD);
         let mut old: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
         old["version"] = 2.into();
-        old.as_object_mut().unwrap().remove("release");
-        old["content"]["spec"]["shuffle"] = true.into();
-        old["content"]["spec"]["checkpoints"] = serde_json::json!({"dir": "/kept"});
+        old["content"]["spec"] = true.into();
         fs::write(&path, old.to_string()).unwrap();
         let contents = || {
             let files = fs::read_dir(scratch.path()).unwrap().map(|file| file.unwrap().path());
@@ -519,7 +512,7 @@ mod tests {
         let error = JobDir::resume(scratch.path()).unwrap_err();
         assert!(matches!(error, ResumeError::OtherFormat { .. }), "{error}");
         let error = error.to_string();
-        for part in ["older release of elasticdl (format 2)", "finish it with", "\"/kept\""] {
+        for part in ["the job is of format 2", "finish it with"] {
             assert!(error.contains(part), "{part:?} is not in: {error}");
         }
         assert_eq!(contents(), before);

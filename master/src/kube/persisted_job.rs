@@ -162,13 +162,12 @@ pub(crate) fn read(text: &str) -> Result<PersistedJob, String> {
     }
     let wrong = |error: serde_json::Error| error.to_string();
     let Stored { head, packed } = serde_json::from_str(text).map_err(wrong)?;
+    head.check().map_err(|format| format.to_string())?;
     let plain = match packed {
-        None => Ok(text.to_owned()),
-        Some(packed) => unpack(&packed),
+        None => text.to_owned(),
+        Some(packed) => unpack(&packed)?,
     };
-    let job = || serde_json::from_str(plain.as_ref().ok()?).ok();
-    head.check(job).map_err(|format| format.to_string())?;
-    serde_json::from_str(&plain?).map_err(wrong)
+    serde_json::from_str(&plain).map_err(wrong)
 }
 
 fn unpack(packed: &str) -> Result<String, String> {
