@@ -16,7 +16,7 @@ fn manifest(name: &str) -> PathBuf {
 fn dry_run(options: &[&str]) -> (bool, String, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_elasticdl"))
         .args(["train", "--image", "elasticdl/quickstart:1", "--job-name", "example"])
-        .args(["--namespace", "elasticdl", "--training-data", "/data", "--dry-run", "-o", "yaml"])
+        .args(["--namespace", "elasticdl", "--training-data", "/data", "--dry-run"])
         .args(options)
         .args(["--", "quickstart", "--hidden", "64"])
         .output()
@@ -53,7 +53,7 @@ fn all_options_reach_the_objects() {
     let folder = tempfile::tempdir().unwrap();
     let template = folder.path().join("pod.yaml");
     std::fs::write(&template, "runtimeClassName: nvidia\n").unwrap();
-    let table: [(&[&str], &str); 43] = [
+    let table: [(&[&str], &str); 41] = [
         (&["--workers-per-pod", "3"], "\"workers_per_pod\": 3"),
         (&["--worker-resources", "nvidia.com/gpu=4"], "\"workers_per_pod\": 4"),
         (&["--service-account", "trainer"], "serviceAccountName: trainer"),
@@ -76,14 +76,12 @@ fn all_options_reach_the_objects() {
         (&["--scheduler", "volcano"], "\"schedulerName\": \"volcano\""),
         (&["--scheduler", "volcano", "--queue", "team"], "\"queue\": \"team\""),
         (&["--scheduler", "native"], "\"starts_core_together\": true"),
-        (&["--scheduler", "coscheduling"], "\"scheduler\": \"coscheduling\""),
         (&["--scheduler", "kueue", "--queue", "team"], "\"kueue.x-k8s.io/queue-name\": \"team\""),
         (&["--scheduler", "volcano", "--per-job-role"], "- podgroups"),
         (&["--placement", "pack"], "\"podAffinity\": {"),
         (&["--placement", "spread"], "\"whenUnsatisfiable\": \"ScheduleAnyway\""),
         (&["--annotations", "note=x"], "note: x"),
         (&["--ttl-after-finished", "1h"], "ttlSecondsAfterFinished: 3600"),
-        (&["--ttl", "2h"], "ttlSecondsAfterFinished: 7200"),
         (&["--on-exit", "42=stop"], "\"action\": \"stop\""),
         (&["--on-exit", "preempted=ignore"], "\"event\": \"preempted\""),
         (&["--suspend"], "\"starts_suspended\": true"),
@@ -121,8 +119,7 @@ fn all_options_reach_the_objects() {
 
 #[test]
 fn other_work_than_training_reaches_the_task() {
-    let folder =
-        ["--model", "s3://bucket/m", "--data", "/d", "--image", "i:1", "--dry-run", "-o", "yaml"];
+    let folder = ["--model", "s3://bucket/m", "--data", "/d", "--image", "i:1", "--dry-run"];
     let table: [(&str, &[&str], &str); 3] = [
         ("evaluate", &[], "\"Evaluate\": {"),
         ("evaluate", &[], "\"model\": \"s3://bucket/m\""),
@@ -182,7 +179,7 @@ fn options_that_no_cluster_accepts_are_refused_by_name() {
         (&["--run-as-user", "0"], "do not run as root"),
         (&["--scheduler", "slurm"], "volcano"),
         (&["--scheduler", "kueue"], "--queue is missing"),
-        (&["--queue", "team"], "--scheduler default has no queues"),
+        (&["--queue", "team"], "--queue team: without --scheduler there are no queues"),
         (&["--scheduler", "native", "--queue", "team"], "--scheduler native has no queues"),
         (&["--ttl-after-finished", "soon"], "--ttl-after-finished"),
         (&["--deadline", "2h", "--active-deadline", "2h"], "shorter than --active-deadline"),
@@ -231,7 +228,7 @@ fn the_role_has_the_rights_that_the_master_needs_and_no_more() {
 
 #[test]
 fn each_scheduler_has_a_role_with_the_rights_that_its_groups_need_and_no_more() {
-    let schedulers = [GangScheduler::Coscheduling, GangScheduler::Native, GangScheduler::Volcano];
+    let schedulers = [GangScheduler::Native, GangScheduler::Volcano];
     for scheduler in schedulers {
         let path = manifest(&format!("schedulers/{}.yaml", scheduler.name()));
         let text = std::fs::read_to_string(path).unwrap();

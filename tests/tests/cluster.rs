@@ -135,7 +135,7 @@ fn pods_of_two_workers_train_each_record_once_and_end_together() {
     let uids = |pods: &[Value]| pods.iter().map(|pod| uid(pod).to_owned()).collect::<BTreeSet<_>>();
     assert_eq!(uids(&after), uids(&pods));
     // Worker 8 prints into its pod's log, which is named after worker 7.
-    let log = namespace.elasticdl("logs", ["count", "--launch", "8"]).output().unwrap();
+    let log = namespace.elasticdl("logs", ["count", "--worker", "8"]).output().unwrap();
     assert!(text(&log).contains("worker=8") && text(&log).contains("worker=7"), "{}", text(&log));
     let half = namespace.elasticdl("scale", ["count", "--num-workers", "3"]).output().unwrap();
     assert_eq!(half.status.code(), Some(2), "{}", text(&half));

@@ -80,7 +80,7 @@ metadata: {{name: trainer}}
         ("the master's command line", command(master)),
         ("a worker's command line", command(worker)),
         ("the master's log", logs(&[])),
-        ("a worker's log", logs(&["--launch", "1"])),
+        ("a worker's log", logs(&["--worker", "1"])),
         ("the status", text(&namespace.elasticdl("status", ["count"]).output().unwrap())),
     ];
     for (place, content) in places {

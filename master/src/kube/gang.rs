@@ -9,7 +9,6 @@
 //! | Volcano | `minMember` of a PodGroup, not preemptable | members of the same PodGroup above `minMember`, preemptable |
 //! | Kueue | a pod group, which is one Workload | a Workload each, so that preemption takes single pods |
 //! | Kubernetes (`native`) | a PodGroup of `scheduling.k8s.io` | no group |
-//! | coscheduling plugin | a PodGroup of `scheduling.x-k8s.io` | no group |
 //!
 //! A gang has a name of its own, which no later gang gets: a group whose pods have all ended is
 //! over for its scheduler.
@@ -50,8 +49,6 @@ pub struct GangOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum GangScheduler {
-    /// The coscheduling plugin of scheduler-plugins.
-    Coscheduling,
     /// Kueue admits pods; the cluster's scheduler places them.
     Kueue,
     /// The scheduler of Kubernetes, from 1.36 on.
@@ -74,7 +71,6 @@ impl GangScheduler {
     #[must_use]
     pub fn group_api(self) -> Option<GroupApi> {
         let (group, versions): (_, &[&str]) = match self {
-            Self::Coscheduling => ("scheduling.x-k8s.io", &["v1alpha1"]),
             Self::Kueue => return None,
             Self::Native => ("scheduling.k8s.io", &["v1beta1", "v1alpha3", "v1alpha2"]),
             Self::Volcano => ("scheduling.volcano.sh", &["v1beta1"]),
@@ -92,7 +88,6 @@ impl GangScheduler {
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Self::Coscheduling => "coscheduling",
             Self::Kueue => "kueue",
             Self::Native => "native",
             Self::Volcano => "volcano",
@@ -169,9 +164,6 @@ impl GangOptions {
             label(GANG_LABEL, gang);
         }
         match (self.scheduler, gang) {
-            (GangScheduler::Coscheduling, Some(gang)) => {
-                label("scheduling.x-k8s.io/pod-group", gang);
-            }
             (GangScheduler::Kueue, Some(gang)) => {
                 label("kueue.x-k8s.io/pod-group-name", gang);
                 let count = self.core_pods.to_string();
@@ -197,9 +189,6 @@ impl GangOptions {
         let mut spec = match self.scheduler {
             GangScheduler::Kueue => return None,
             GangScheduler::Native => json!({"schedulingPolicy": {"gang": {"minCount": core}}}),
-            GangScheduler::Coscheduling => {
-                json!({"minMember": core, "minResources": self.core_resources})
-            }
             GangScheduler::Volcano => {
                 let mut spec = json!({"minMember": core, "minResources": self.core_resources});
                 if let Some(queue) = &self.queue {

@@ -46,7 +46,7 @@ async fn check_queue(cluster: &Cluster, gang: &GangOptions) -> Result<(), Cluste
         GangScheduler::Volcano => {
             ("Queue", format!("/apis/scheduling.volcano.sh/{}/queues/{queue}", gang.version))
         }
-        GangScheduler::Coscheduling | GangScheduler::Native => return Ok(()),
+        GangScheduler::Native => return Ok(()),
     };
     match cluster.get(&path).await {
         Err(error) if is_code(&error, 404) => Err(ClusterError::Missing {

@@ -107,7 +107,6 @@ fn an_invalid_option_is_refused_with_its_name_and_valid_values() {
             &["--deterministic", "--global-batch-size", "4096", "--micro-batch", "1"],
             &["--deterministic", "--micro-batch 4 or more"],
         ),
-        (&["--records-per-shard", "0"], &["--records-per-shard", "from 1"]),
         (&["--seed", "-1"], &["-1"]),
         (&["--max-worker-restarts", "x"], &["--max-worker-restarts", "'x'"]),
         (&["--master-timeout", "soon"], &["--master-timeout", "30s"]),
@@ -389,7 +388,7 @@ fn options_of_a_cluster_are_refused_without_one() {
         &["--env", "A=b"],
         &["--namespace", "n"],
         &["--service-account", "s"],
-        &["--ttl", "1h"],
+        &["--ttl-after-finished", "1h"],
         &["--volume", "claim_name=c,mount_path=/data"],
     ];
     for option in table {
@@ -519,7 +518,6 @@ fn the_help_names_each_option_within_100_columns() {
         "--global-batch-size",
         "--minibatch-size",
         "--shuffle",
-        "--no-shuffle",
         "--shuffle-buffer",
         "--seed",
         "--summary",

@@ -98,11 +98,7 @@ fn text(value: &Value) -> String {
 }
 
 /// Manifests with rights that some jobs use, and that masters do without otherwise.
-const OPTIONAL: [&str; 4] = [
-    "schedulers/coscheduling.yaml",
-    "schedulers/native.yaml",
-    "schedulers/volcano.yaml",
-    "topology/nodes.yaml",
-];
+const OPTIONAL: [&str; 3] =
+    ["schedulers/native.yaml", "schedulers/volcano.yaml", "topology/nodes.yaml"];
 /// Rights that no test can make a master use: resource, verb, and when it is used.
 const RARE: [(&str, &str, &str); 1] = [("pods", "get", "a create whose answer was lost")];

@@ -142,8 +142,9 @@ fn a_failed_job_leaves_the_model_of_a_good_one() {
         ..JobFixture::new(PROGRAMS, 2)
     };
     let (model, beside) = (good.path("m.safetensors"), good.path("m.safetensors.failed"));
-    let train =
-        |fixture: &JobFixture| fixture.command(0).option("export", &model).flag("no-shuffle").run();
+    let train = |fixture: &JobFixture| {
+        fixture.command(0).option("export", &model).option("shuffle", "none").run()
+    };
     assert_eq!(train(&good).code, Some(0));
     let fail = |fixture: &JobFixture, beside: Option<&Path>| {
         let ended = train(fixture);

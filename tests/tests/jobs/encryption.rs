@@ -47,7 +47,7 @@ fn observe(option: Option<&str>) -> Option<(Observed, String, Ended)> {
         Command::new(elasticdl, folder.path().join("job"), program.into_iter().chain(options))
             .started_by(network.on(MASTER))
             .option("listen", network.address(MASTER))
-            .flag("no-shuffle")
+            .option("shuffle", "none")
             .option("training-data", folder.path().join("data"))
             .option("num-epochs", EPOCHS.to_string())
             .option("num-workers", WORKERS.to_string())

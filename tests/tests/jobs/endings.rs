@@ -66,11 +66,12 @@ fn max_steps_is_exact() {
 fn every_way_of_splitting_the_data_counts_every_record_once() {
     let split = |num_workers, program_options, seed, shuffle: &str| {
         let fixture = JobFixture { epochs: 2, program_options, ..fixture(num_workers) };
-        // This option of older releases is accepted and has no effect.
-        let command = fixture.command(seed).option("records-per-shard", "7");
         let context = format!("{num_workers} workers, --shuffle {shuffle}");
-        let command = command.option("shuffle", shuffle);
-        command.run().assert_exactly_once(&context, RECORDS, 2);
+        fixture
+            .command(seed)
+            .option("shuffle", shuffle)
+            .run()
+            .assert_exactly_once(&context, RECORDS, 2);
     };
     split(2, &["--micro-batch", "4"], 0, "record");
     split(3, &[], 0, "block");

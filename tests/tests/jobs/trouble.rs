@@ -27,7 +27,7 @@ fn diverging() -> (JobFixture, Command, PathBuf) {
         ..JobFixture::new(PROGRAMS, 2)
     };
     let export = fixture.path("model.safetensors");
-    let command = fixture.command(0).option("export", &export).flag("no-shuffle");
+    let command = fixture.command(0).option("export", &export).option("shuffle", "none");
     (fixture, command, export)
 }
 

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::PossibleValuesParser;
-use clap::{Arg, Args, ValueEnum};
+use clap::{Arg, Args};
 use k8s_openapi::api::core::v1::Toleration;
 
-use super::values;
+use super::values::{self, Choices};
 use crate::kube::client::ClusterChoice;
 use crate::kube::gang::GangScheduler;
 use crate::kube::options::{
@@ -21,7 +21,7 @@ use crate::kube::priority_tiers;
 #[command(next_help_heading = HEADING, mut_args(not_with_local))]
 pub(crate) struct ClusterOptions {
     /// Image of the master, with the `elasticdl` command. [default: --image]
-    #[arg(long, value_name = "IMG", value_parser = options::parse_image, requires = "image")]
+    #[arg(long, value_name = "IMG", value_parser = options::parse_image)]
     pub(crate) master_image: Option<String>,
 
     #[command(flatten)]
@@ -29,49 +29,48 @@ pub(crate) struct ClusterOptions {
 
     /// Service account of the master; see manifests/rbac.yaml.
     #[arg(long, value_name = "NAME", default_value = "elasticdl",
-          value_parser = options::parse_object_name,
-          requires = "image")]
+          value_parser = options::parse_object_name)]
     pub(crate) service_account: String,
 
     /// Service account of the workers, as an identity for storage (workload identity). [default:
     /// that of the namespace]
     ///
     /// Its token for the API server is not mounted into the workers.
-    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) worker_service_account: Option<String>,
 
     /// Give the master a service account of its own with rights on its own objects, in place of
     /// --service-account; needs the rights in manifests/rbac-per-job.yaml.
-    #[arg(long, requires = "image", conflicts_with = "service_account")]
+    #[arg(long, conflicts_with = "service_account")]
     pub(crate) per_job_role: bool,
 
     /// Submit the job without network policies. [default: only the workers of the job connect to
     /// its pods]
-    #[arg(long, requires = "image", conflicts_with = "egress_to")]
+    #[arg(long, conflicts_with = "egress_to")]
     pub(crate) no_network_policy: bool,
 
     /// Serve metrics of the master to these peers: namespaces, addresses (10.0.0.0/8) or `any`,
     /// separated by commas. [default: metrics are not served]
     #[arg(long, value_name = "PEERS", value_parser = options::parse_metrics_source,
-          value_delimiter = ',', requires = "image")]
+          value_delimiter = ',')]
     pub(crate) metrics_from: Vec<MetricsSource>,
 
     /// Limit connections from the pods: workers connect to each other, to the master and to these
     /// addresses, as CIDR[:PORT],CIDR[:PORT], or `none`; the master to the API server. [default: no
     /// limit]
-    #[arg(long, value_name = "LIST", value_parser = parse_destinations, requires = "image")]
+    #[arg(long, value_name = "LIST", value_parser = parse_destinations)]
     pub(crate) egress_to: Option<Destinations>,
 
     /// Resource requests of the master, as name=amount,name=amount.
     #[arg(long, value_name = "LIST", default_value = "cpu=100m,memory=128Mi",
-          value_parser = options::parse_resources, requires = "image")]
+          value_parser = options::parse_resources)]
     pub(crate) master_resources: Resources,
 
     /// Resource requests of each worker pod, e.g. cpu=2,memory=4Gi,nvidia.com/gpu=1.
     ///
     /// Memory and devices are also limits; CPU is not limited.
     #[arg(long, value_name = "LIST", default_value = "cpu=1,memory=1Gi",
-          value_parser = options::parse_resources, requires = "image")]
+          value_parser = options::parse_resources)]
     pub(crate) worker_resources: Resources,
 
     /// Workers per pod, each a process and a rank of its own. [default: the pod's nvidia.com/gpu,
@@ -80,56 +79,54 @@ pub(crate) struct ClusterOptions {
     /// They share the resources of the pod, and are started, stopped and replaced together. The
     /// numbers of workers must be multiples of it.
     #[arg(long, value_name = "K", value_parser = values::parse_workers_per_pod,
-          requires = "image",
-          conflicts_with = "local")]
+)]
     pub(crate) workers_per_pod: Option<u32>,
 
     /// Set an environment variable of the workers; can be repeated. Credentials are refused: see
     /// --env-from-secret.
-    #[arg(long, value_name = "NAME=VALUE", value_parser = options::parse_env, requires = "image")]
+    #[arg(long, value_name = "NAME=VALUE", value_parser = options::parse_env)]
     pub(crate) env: Vec<Pair>,
 
     /// Set environment variables of the workers from a Secret of the namespace; can be repeated.
     ///
     /// NAME: every key of the Secret. NAME:KEY: this key. VARIABLE=NAME:KEY: this key under
     /// another name.
-    #[arg(long, value_name = "[VARIABLE=]NAME[:KEY]", requires = "image",
+    #[arg(long, value_name = "[VARIABLE=]NAME[:KEY]",
           value_parser = options::parse_env_from_secret)]
     pub(crate) env_from_secret: Vec<SecretEnv>,
 
     /// Pull policy of the images. [default: Always for the tag `latest`, else IfNotPresent]
-    #[arg(long, value_name = "POLICY", requires = "image",
+    #[arg(long, value_name = "POLICY",
           value_parser = PossibleValuesParser::new(["Always", "IfNotPresent", "Never"]))]
     pub(crate) image_pull_policy: Option<String>,
 
     /// Secret to pull the images with; can be repeated.
-    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) image_pull_secret: Vec<String>,
 
     /// User and group id of the pods, or `cluster` to leave both to the cluster. [default: 65532;
     /// in namespaces of OpenShift `cluster`]
-    #[arg(long, value_name = "UID", value_parser = options::parse_run_as, requires = "image")]
+    #[arg(long, value_name = "UID", value_parser = options::parse_run_as)]
     pub(crate) run_as_user: Option<RunAs>,
 
     /// Labels that nodes must have, as key=value,key=value.
     ///
     /// An image of one processor architecture needs kubernetes.io/arch=ARCH in a cluster that has
     /// several. All workers of a job need the same. [default: kubernetes.io/os=linux]
-    #[arg(long, value_name = "LABELS", value_parser = options::parse_node_selector,
-          requires = "image")]
+    #[arg(long, value_name = "LABELS", value_parser = options::parse_node_selector)]
     pub(crate) node_selector: Option<Labels>,
 
     /// Node taints to tolerate, as key=value:effect,key:effect,key; for NoExecute with seconds:
     /// key:NoExecute:60.
-    #[arg(long, value_name = "TAINTS", value_parser = parse_tolerations, requires = "image")]
+    #[arg(long, value_name = "TAINTS", value_parser = parse_tolerations)]
     pub(crate) tolerations: Option<Tolerations>,
 
     /// Priority class of the master, and of the workers unless --worker-priority-class is given.
-    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) priority_class: Option<String>,
 
     /// Priority class of the workers. [default: --priority-class]
-    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) worker_priority_class: Option<String>,
 
     /// Priority classes of the workers by slot: auto, off, or CORE,TIER,TIER,… from high to low.
@@ -138,8 +135,8 @@ pub(crate) struct ClusterOptions {
     /// the job has, so that jobs share a cluster fairly. auto: the classes of
     /// manifests/priorityclasses.yaml, as far as the cluster has them. [default: off with
     /// --priority-class or --worker-priority-class, else auto]
-    #[arg(long, alias = "priority-ladder", value_name = "CLASSES",
-          value_parser = priority_tiers::parse, requires = "image",
+    #[arg(long, value_name = "CLASSES",
+          value_parser = priority_tiers::parse,
           conflicts_with = "worker_priority_class")]
     pub(crate) priority_tiers: Option<priority_tiers::TierChoice>,
 
@@ -149,27 +146,27 @@ pub(crate) struct ClusterOptions {
     /// Where jobs compete, one of weight 2 gets twice as many workers as one of weight 1. For jobs
     /// whose workers request different amounts, the weight evens out the amounts: 1 for workers of
     /// 5 CPUs and 0.5 for those of 10.
-    #[arg(long, value_name = "W", value_parser = priority_tiers::parse_weight, requires = "image",
+    #[arg(long, value_name = "W", value_parser = priority_tiers::parse_weight,
           conflicts_with = "worker_priority_class")]
     pub(crate) weight: Option<priority_tiers::Weight>,
 
-    /// Place the first --min-workers workers together, and queue them: volcano, kueue, native (the
-    /// PodGroups of Kubernetes 1.36 and later) or coscheduling (of scheduler-plugins).
+    /// Place the first --min-workers workers together, and queue them: volcano, kueue or native
+    /// (the PodGroups of Kubernetes 1.36 and later). [default: each pod by itself]
     ///
     /// Further workers are placed, preempted and replaced one by one. While the job waits for its
-    /// turn, its state is `queued`. The master's pod is not queued. volcano, native and
-    /// coscheduling need the rights in manifests/schedulers.
-    #[arg(long, value_name = "NAME", value_enum, default_value = "default", requires = "image")]
-    pub(crate) scheduler: SchedulerArg,
+    /// turn, its state is `queued`. The master's pod is not queued. volcano and native need
+    /// the rights in manifests/schedulers.
+    #[arg(long, value_name = "NAME", value_parser = values::choice(SCHEDULERS))]
+    pub(crate) scheduler: Option<GangScheduler>,
 
     /// Queue of the workers: a queue of Volcano, or a LocalQueue of Kueue. [default for volcano:
     /// its default queue]
-    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) queue: Option<String>,
 
     /// Scheduler of the pods. [default: the default scheduler of the cluster; volcano for the
     /// workers with --scheduler volcano]
-    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name, requires = "image")]
+    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) scheduler_name: Option<String>,
 
     /// Prefer nodes and zones for the workers: pack puts them near each other, spread apart.
@@ -177,45 +174,40 @@ pub(crate) struct ClusterOptions {
     ///
     /// It is a preference, which keeps no worker from running. The ring of workers follows zones,
     /// racks and nodes in any case.
-    #[arg(long, value_name = "HOW", value_enum, requires = "image")]
-    pub(crate) placement: Option<PlacementArg>,
+    #[arg(long, value_name = "HOW", value_parser = values::choice(PLACEMENTS))]
+    pub(crate) placement: Option<Placement>,
 
     /// Labels of all objects of the job, as key=value,key=value.
-    #[arg(long, value_name = "LABELS", value_parser = options::parse_labels, requires = "image")]
+    #[arg(long, value_name = "LABELS", value_parser = options::parse_labels)]
     pub(crate) labels: Option<Labels>,
 
     /// Annotations of all objects of the job, as key=value,key=value.
-    #[arg(long, value_name = "LIST", value_parser = options::parse_annotations, requires = "image")]
+    #[arg(long, value_name = "LIST", value_parser = options::parse_annotations)]
     pub(crate) annotations: Option<Labels>,
 
     /// Delete the job with all of its objects this long after its end (Kubernetes 1.21 or later).
     /// [default: keep it]
-    #[arg(long, alias = "ttl", value_name = "DURATION", value_parser = options::parse_seconds,
-          requires = "image")]
+    #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds)]
     pub(crate) ttl_after_finished: Option<Duration>,
 
     /// Let the cluster terminate the job when it has run for this long. [default: no limit]
     ///
     /// What was trained since the last checkpoint is lost, and there is no summary; --deadline
     /// keeps both, and must be shorter if it is given, too.
-    #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds, requires = "image")]
+    #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds)]
     pub(crate) active_deadline: Option<Duration>,
 
     /// Volumes of the workers, as claim_name=C,mount_path=/P;host_path=/H,mount_path=/Q.
     ///
     /// Each has either claim_name or host_path (optionally with type), and optionally sub_path and
     /// read_only=true.
-    #[arg(long, value_name = "VOLUMES", value_parser = parse_volumes, requires = "image")]
+    #[arg(long, value_name = "VOLUMES", value_parser = parse_volumes)]
     pub(crate) volume: Vec<Volumes>,
 
     /// YAML file with a partial pod spec that is merged into the worker pods; the container of the
     /// worker is named `worker`.
-    #[arg(long, value_name = "FILE", requires = "image")]
+    #[arg(long, value_name = "FILE")]
     pub(crate) worker_pod_template: Option<PathBuf>,
-
-    /// Format of --dry-run in a cluster.
-    #[arg(long, short, value_name = "FORMAT", default_value = "yaml", requires = "dry_run")]
-    pub(crate) output: Format,
 }
 
 /// Selects a cluster and a namespace.
@@ -244,64 +236,12 @@ impl ClusterTarget {
     }
 }
 
-/// Makes the options for a cluster conflict with `--local`, and leaves them out of the short help.
+/// Makes the options for a cluster need `--image`, conflict with `--local`, and hides them in the
+/// short help.
 fn not_with_local(arg: Arg) -> Arg {
     match arg.get_help_heading() {
-        Some(HEADING) => arg.conflicts_with("local").hide_short_help(true),
+        Some(HEADING) => arg.requires("image").conflicts_with("local").hide_short_help(true),
         _ => arg,
-    }
-}
-
-/// Output format of `--dry-run`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Format {
-    /// One document per object.
-    Yaml,
-}
-
-/// A value of `--scheduler`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum SchedulerArg {
-    /// Each pod by itself.
-    Default,
-    /// PodGroups of the coscheduling plugin.
-    Coscheduling,
-    /// Queues of Kueue.
-    Kueue,
-    /// PodGroups of Kubernetes.
-    Native,
-    /// PodGroups and queues of Volcano.
-    Volcano,
-}
-
-impl SchedulerArg {
-    /// The scheduler that places pods together, if any does.
-    pub(crate) fn gang_scheduler(self) -> Option<GangScheduler> {
-        Some(match self {
-            Self::Default => return None,
-            Self::Coscheduling => GangScheduler::Coscheduling,
-            Self::Kueue => GangScheduler::Kueue,
-            Self::Native => GangScheduler::Native,
-            Self::Volcano => GangScheduler::Volcano,
-        })
-    }
-}
-
-/// A value of `--placement`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum PlacementArg {
-    /// Near each other.
-    Pack,
-    /// Apart.
-    Spread,
-}
-
-impl From<PlacementArg> for Placement {
-    fn from(arg: PlacementArg) -> Self {
-        match arg {
-            PlacementArg::Pack => Self::Pack,
-            PlacementArg::Spread => Self::Spread,
-        }
     }
 }
 
@@ -333,3 +273,12 @@ fn parse_volumes(text: &str) -> Result<Volumes, String> {
 }
 
 const HEADING: &str = "Cluster";
+/// Values of `--placement`.
+const PLACEMENTS: Choices<Placement> =
+    &[("pack", Placement::Pack, "Near each other"), ("spread", Placement::Spread, "Apart")];
+/// Values of `--scheduler`.
+const SCHEDULERS: Choices<GangScheduler> = &[
+    ("kueue", GangScheduler::Kueue, "Queues of Kueue"),
+    ("native", GangScheduler::Native, "PodGroups of Kubernetes"),
+    ("volcano", GangScheduler::Volcano, "PodGroups and queues of Volcano"),
+];

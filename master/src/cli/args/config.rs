@@ -104,7 +104,7 @@ impl Options<'_> {
         Ok(())
     }
 
-    /// Whether the command line has an option, by any of its names.
+    /// Whether the command line has an option.
     fn is_given(&self, arg: &Arg) -> bool {
         let is_long = |name: &str| {
             self.own.iter().filter_map(|word| word.to_str()?.strip_prefix("--")).any(|word| {
@@ -115,9 +115,7 @@ impl Options<'_> {
             let mut shorts = self.own.iter().filter_map(|word| word.to_str()?.strip_prefix('-'));
             shorts.any(|word| word.starts_with(name))
         };
-        let aliases = arg.get_all_aliases().unwrap_or_default();
-        arg.get_long().into_iter().chain(aliases).any(is_long)
-            || arg.get_short().is_some_and(is_short)
+        arg.get_long().is_some_and(is_long) || arg.get_short().is_some_and(is_short)
     }
 
     fn unknown(&self, key: &str) -> String {
@@ -202,10 +200,7 @@ fn read_table(path: &Path) -> Result<Table, Failure> {
 }
 
 fn option<'a>(command: &'a Command, name: &str) -> Option<&'a Arg> {
-    let is = |arg: &&Arg| {
-        arg.get_long() == Some(name) || arg.get_all_aliases().is_some_and(|all| all.contains(&name))
-    };
-    command.get_arguments().find(is)
+    command.get_arguments().find(|arg| arg.get_long() == Some(name))
 }
 
 /// A value as the text of an argument.
@@ -302,8 +297,8 @@ mod tests {
         );
         assert_eq!(arguments.all, expected);
         let text = "channels = 2\nquiet = true\nenv = ['A=1', 'B=2']";
-        let arguments = read("elasticdl train --config FILE --streams 3 -q", text).unwrap().all;
-        assert_eq!(arguments, words("elasticdl train --env=A=1 --env=B=2 --streams 3 -q"));
+        let arguments = read("elasticdl train --config FILE --channels 3 -q", text).unwrap().all;
+        assert_eq!(arguments, words("elasticdl train --env=A=1 --env=B=2 --channels 3 -q"));
         for line in ["elasticdl status --config j", "elasticdl train --local -- a --config j"] {
             assert_eq!(read(line, JOB).unwrap().all, words(line), "{line}");
         }

@@ -2,9 +2,9 @@
 
 use std::num::NonZeroU64;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
-use super::values;
+use super::values::{self, Choices};
 use crate::job::{LinkEncryption, Shuffle, ShuffleMode, WireDtype};
 
 /// Options for training data and steps.
@@ -52,13 +52,8 @@ pub(crate) struct TrainingData {
 
     /// What is shuffled in each epoch. The order depends on the seed and the epoch alone, not on
     /// the workers.
-    #[arg(long, value_name = "WHAT", value_enum, default_value = "auto", num_args = 0..=1,
-          default_missing_value = "auto", require_equals = false, overrides_with = "no_shuffle")]
-    pub(crate) shuffle: ShuffleArg,
-
-    /// Train in the order of the data: the same as --shuffle none.
-    #[arg(long, overrides_with = "shuffle")]
-    pub(crate) no_shuffle: bool,
+    #[arg(long, value_name = "WHAT", default_value = "auto", value_parser = values::choice(SHUFFLES))]
+    pub(crate) shuffle: ShuffleMode,
 
     /// Where blocks are shuffled: least number of records that are mixed at a time. A worker reads
     /// all blocks that its records lie in, and keeps up to two of these buffers. [default: 8192]
@@ -77,26 +72,21 @@ pub(crate) struct TrainingData {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Advanced")]
 pub(crate) struct TuningOptions {
-    /// Accepted for older scripts, without effect: the workers of a group divide the records of
-    /// each step among themselves.
-    #[arg(long = "records-per-shard", value_name = "RECORDS", value_parser = values::parse_shard,
-          hide = true)]
-    pub(crate) _records_per_shard: Option<u64>,
-
     /// Data type of gradients on the wire: bf16 and f16 halve the traffic, for slow networks.
     ///
     /// Sums are computed in f32 and rounded each time they leave a worker: over N workers an
     /// element is off by at most N/256 of the largest partial sum with bf16, and N/2048 with f16,
     /// which is infinite above 65504. All workers get bit-identical results.
-    #[arg(long, value_name = "DTYPE", value_enum, default_value = "f32")]
-    pub(crate) wire_dtype: WireDtypeArg,
+    #[arg(long, value_name = "DTYPE", default_value = "f32",
+          value_parser = values::choice(WIRE_DTYPES))]
+    pub(crate) wire_dtype: WireDtype,
 
     /// Number of connections between two neighbours in the ring, 1 to 16.
     ///
     /// More than one helps in networks that limit the bandwidth of each connection, or that lose
     /// packets. A gradient of at least 256 KiB per connection is split over them. Workers that
     /// share memory do not use them.
-    #[arg(long, alias = "streams", value_name = "N", default_value_t = 1,
+    #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u8).range(1..=16))]
     pub(crate) channels: u8,
 
@@ -107,8 +97,9 @@ pub(crate) struct TuningOptions {
     /// those within a host as well. off: none, so an attacker who reads or modifies the network's
     /// traffic reads or modifies the model. NCCL does not encrypt: GPUs of several hosts use it
     /// only with off.
-    #[arg(long, value_name = "WHICH", value_enum, default_value = "auto")]
-    pub(crate) link_encryption: LinkEncryptionArg,
+    #[arg(long, value_name = "WHICH", default_value = "auto",
+          value_parser = values::choice(LINK_ENCRYPTIONS))]
+    pub(crate) link_encryption: LinkEncryption,
 }
 
 /// Parses the number of bad records that are skipped.
@@ -128,7 +119,7 @@ pub(crate) struct BadRecordsOption {
     /// What happens to a record that cannot be read: `fail`, or `skip:N`.
     ///
     /// fail: the job ends with an error that names the file and the line. skip:N: up to N such
-    /// records are left out of the data set; one more ends the job. The summary has their number
+    /// records are skipped; one more ends the job. The summary has their number
     /// and the first few of them. Readers of tables skip records, others do not.
     #[arg(long, value_name = "WHAT", default_value = "fail", value_parser = parse_bad_records)]
     pub(crate) bad_records: u64,
@@ -156,75 +147,32 @@ pub(crate) struct InferenceData {
     pub(crate) bad_records: BadRecordsOption,
 }
 
-/// A value of `--shuffle`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum ShuffleArg {
-    /// Records if the program's reader reads single records well, and blocks otherwise.
-    Auto,
-    /// Blocks of records, and the records within each few consecutive blocks.
-    Block,
-    /// Nothing.
-    None,
-    /// All records.
-    Record,
-}
-
 impl TrainingData {
     pub(crate) fn shuffle(&self) -> Shuffle {
-        let mode = match self.shuffle {
-            _ if self.no_shuffle => ShuffleMode::None,
-            ShuffleArg::Auto => ShuffleMode::Auto,
-            ShuffleArg::Block => ShuffleMode::Block,
-            ShuffleArg::None => ShuffleMode::None,
-            ShuffleArg::Record => ShuffleMode::Record,
-        };
-        Shuffle { mode, buffer: self.shuffle_buffer.and_then(NonZeroU64::new) }
-    }
-}
-
-/// A value of `--wire-dtype`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum WireDtypeArg {
-    /// Rounded to 8 bits of precision.
-    Bf16,
-    /// Rounded to 11 bits of precision, up to 65504.
-    F16,
-    /// As they are.
-    F32,
-}
-
-/// A value of `--link-encryption`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum LinkEncryptionArg {
-    /// Those between hosts.
-    Auto,
-    /// None of them.
-    Off,
-    /// All of them.
-    On,
-}
-
-impl From<LinkEncryptionArg> for LinkEncryption {
-    fn from(arg: LinkEncryptionArg) -> Self {
-        match arg {
-            LinkEncryptionArg::Auto => Self::Auto,
-            LinkEncryptionArg::Off => Self::Off,
-            LinkEncryptionArg::On => Self::On,
-        }
-    }
-}
-
-impl From<WireDtypeArg> for WireDtype {
-    fn from(arg: WireDtypeArg) -> Self {
-        match arg {
-            WireDtypeArg::Bf16 => Self::Bf16,
-            WireDtypeArg::F16 => Self::F16,
-            WireDtypeArg::F32 => Self::F32,
-        }
+        Shuffle { mode: self.shuffle, buffer: self.shuffle_buffer.and_then(NonZeroU64::new) }
     }
 }
 
 const HEADING: &str = "Data and steps";
+/// Values of `--link-encryption`.
+const LINK_ENCRYPTIONS: Choices<LinkEncryption> = &[
+    ("auto", LinkEncryption::Auto, "Those between hosts"),
+    ("off", LinkEncryption::Off, "No connection"),
+    ("on", LinkEncryption::On, "All connections"),
+];
+/// Values of `--shuffle`.
+const SHUFFLES: Choices<ShuffleMode> = &[
+    ("auto", ShuffleMode::Auto, "`record` if the reader reads single records well, else `block`"),
+    ("block", ShuffleMode::Block, "Blocks, and the records within each few consecutive blocks"),
+    ("none", ShuffleMode::None, "Nothing: the order of the data"),
+    ("record", ShuffleMode::Record, "All records"),
+];
+/// Values of `--wire-dtype`.
+const WIRE_DTYPES: Choices<WireDtype> = &[
+    ("bf16", WireDtype::Bf16, "Rounded to 8 bits of precision"),
+    ("f16", WireDtype::F16, "Rounded to 11 bits of precision, up to 65504"),
+    ("f32", WireDtype::F32, "Not rounded"),
+];
 
 #[cfg(test)]
 mod tests {

@@ -2,8 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
+use super::values::{self, Choices};
 use crate::cli::process::Console;
 use crate::progress::LogFormat;
 
@@ -46,8 +47,9 @@ pub(crate) struct OutputOptions {
     /// json: on standard error a line for each event, for the progress every 5 seconds, and for the
     /// job's error, with the keys `time`, `elapsed_s`, `kind` (event, progress, error) and `text`
     /// or the values of the progress; on standard output the summary.
-    #[arg(long, value_name = "FORMAT", value_enum, default_value = "text")]
-    pub(crate) log_format: LogFormatArg,
+    #[arg(long, value_name = "FORMAT", default_value = "text",
+          value_parser = values::choice(LOG_FORMATS))]
+    pub(crate) log_format: LogFormat,
 
     /// Also print what PROGRAM prints, each line with its worker, as `[worker 2] …`, on standard
     /// error.
@@ -90,21 +92,13 @@ fn parse_dashboard_port(text: &str) -> Result<DashboardPort, String> {
     }
 }
 
-/// A value of `--log-format`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum LogFormatArg {
-    /// One JSON object per line.
-    Json,
-    /// Text, with a progress bar on a terminal.
-    Text,
-}
-
 impl OutputOptions {
     pub(crate) fn console(&self) -> Console {
-        let format = match self.log_format {
-            LogFormatArg::Json => LogFormat::Json,
-            LogFormatArg::Text => LogFormat::Text,
-        };
-        Console { quiet: self.quiet, format, tee: self.tee }
+        Console { quiet: self.quiet, format: self.log_format, tee: self.tee }
     }
 }
+/// Values of `--log-format`.
+const LOG_FORMATS: Choices<LogFormat> = &[
+    ("json", LogFormat::Json, "One JSON object per line"),
+    ("text", LogFormat::Text, "Text, with a progress bar on a terminal"),
+];

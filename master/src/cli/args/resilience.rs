@@ -1,7 +1,8 @@
 //! Options for the handling of faults.
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
+use super::values::{self, Choices};
 use crate::job::{OnNonfinite, SuccessPolicy};
 
 /// Fault tolerance options of `elasticdl train`.
@@ -15,8 +16,9 @@ pub(crate) struct ResilienceOptions {
     /// step, the workers and their records. The state before the step is checkpointed and exported.
     /// skip: the step is skipped, and its records count as trained; the summary counts skipped
     /// steps. Checkpoints and exported models never contain a NaN or an infinity.
-    #[arg(long, value_name = "WHAT", value_enum, default_value = "fail")]
-    pub(crate) on_nonfinite: OnNonfiniteArg,
+    #[arg(long, value_name = "WHAT", default_value = "fail",
+          value_parser = values::choice(ON_NONFINITE))]
+    pub(crate) on_nonfinite: OnNonfinite,
 
     /// Restart training from step 0 when all workers are lost and there is no checkpoint of their
     /// state.
@@ -43,42 +45,18 @@ pub(crate) struct ResilienceOptions {
     /// all: every member, and their states are compared. lowest-rank: the member of rank 0, which
     /// exports the model and writes the last checkpoint; a member that hangs or crashes at the very
     /// end, for example in the program's own code after training, does not matter then.
-    #[arg(long, value_name = "WHO", value_enum, default_value = "all")]
-    pub(crate) success_policy: SuccessPolicyArg,
+    #[arg(long, value_name = "WHO", default_value = "all",
+          value_parser = values::choice(SUCCESS_POLICIES))]
+    pub(crate) success_policy: SuccessPolicy,
 }
 
-/// A value of `--success-policy`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum SuccessPolicyArg {
-    /// Every member.
-    All,
-    /// The member of rank 0.
-    LowestRank,
-}
-
-impl From<SuccessPolicyArg> for SuccessPolicy {
-    fn from(arg: SuccessPolicyArg) -> Self {
-        match arg {
-            SuccessPolicyArg::All => Self::All,
-            SuccessPolicyArg::LowestRank => Self::LowestRank,
-        }
-    }
-}
-
-/// A value of `--on-nonfinite`.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum OnNonfiniteArg {
-    /// The job fails before the step is applied, with the state before it kept.
-    Fail,
-    /// Its records count as trained, and the parameters stay as they are.
-    Skip,
-}
-
-impl From<OnNonfiniteArg> for OnNonfinite {
-    fn from(arg: OnNonfiniteArg) -> Self {
-        match arg {
-            OnNonfiniteArg::Fail => Self::Fail,
-            OnNonfiniteArg::Skip => Self::Skip,
-        }
-    }
-}
+/// Values of `--on-nonfinite`.
+const ON_NONFINITE: Choices<OnNonfinite> = &[
+    ("fail", OnNonfinite::Fail, "The job fails before the step is applied"),
+    ("skip", OnNonfinite::Skip, "The step is skipped, and its records count as trained"),
+];
+/// Values of `--success-policy`.
+const SUCCESS_POLICIES: Choices<SuccessPolicy> = &[
+    ("all", SuccessPolicy::All, "Every member"),
+    ("lowest-rank", SuccessPolicy::LowestRank, "The member of rank 0"),
+];

@@ -4,10 +4,27 @@ use std::net::IpAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+
 use crate::job::MAX_WORKERS_PER_POD;
 use crate::limits::{
     BATCH_RECORDS_MAX, EPOCHS_MAX, PATH_BYTES_MAX, SHARD_RECORDS_MAX, STEPS_MAX, WORKERS_MAX,
 };
+
+/// The values of an option: as a user writes it, what it stands for, and its help.
+pub(crate) type Choices<T> = &'static [(&'static str, T, &'static str)];
+
+/// A parser of one of `choices`.
+pub(crate) fn choice<T>(choices: Choices<T>) -> impl TypedValueParser<Value = T>
+where
+    T: Copy + Send + Sync + 'static,
+{
+    let values = choices.iter().map(|(name, _, help)| PossibleValue::new(*name).help(*help));
+    PossibleValuesParser::new(values).try_map(|given| {
+        let chosen = choices.iter().find(|(name, ..)| *name == given);
+        chosen.map(|(_, value, _)| *value).ok_or("it is none of the possible values")
+    })
+}
 
 /// Parses a job name. Names are parts of file names and of names of Kubernetes objects, which have
 /// the strictest rules.

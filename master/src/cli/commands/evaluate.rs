@@ -80,7 +80,6 @@ mod tests {
             "max-steps",
             "micro-batch",
             "min-workers",
-            "no-shuffle",
             "num-epochs",
             "on-nonfinite",
             "restart-without-checkpoint",

@@ -20,7 +20,7 @@ pub(crate) struct LogsArgs {
     /// Print the log of this worker: what PROGRAM printed there. [default: the master]
     ///
     /// `elasticdl status` and the events of a job have the numbers.
-    #[arg(long, alias = "launch", value_name = "N")]
+    #[arg(long, value_name = "N")]
     pub(crate) worker: Option<u64>,
 
     /// Print the logs of all workers, each line with its worker, as `[worker 2] …`.

@@ -35,14 +35,6 @@ fn core_pods_of_each_scheduler_are_members_of_a_gang() {
     let gang = Some("mnist-g1");
     let table = [
         (
-            GangScheduler::Coscheduling,
-            json!([
-                {"elasticdl/gang": "mnist-g1", "scheduling.x-k8s.io/pod-group": "mnist-g1"},
-                null,
-                null
-            ]),
-        ),
-        (
             GangScheduler::Kueue,
             json!([
                 {
@@ -71,10 +63,8 @@ fn core_pods_of_each_scheduler_are_members_of_a_gang() {
 
 #[test]
 fn further_pods_are_single_and_preemptable() {
-    for scheduler in [GangScheduler::Coscheduling, GangScheduler::Native] {
-        assert!(!options(scheduler).has_gang(false));
-        assert_eq!(marked(scheduler, None, false), json!([{}, null, null]), "{scheduler:?}");
-    }
+    assert!(!options(GangScheduler::Native).has_gang(false));
+    assert_eq!(marked(GangScheduler::Native, None, false), json!([{}, null, null]));
     assert!(!options(GangScheduler::Kueue).has_gang(false));
     let queued = json!([{"kueue.x-k8s.io/queue-name": "team"}, null, null]);
     assert_eq!(marked(GangScheduler::Kueue, None, false), queued);
@@ -90,7 +80,6 @@ fn further_pods_are_single_and_preemptable() {
 #[test]
 fn a_core_of_one_pod_is_no_gang_except_where_the_group_has_the_queue() {
     for (scheduler, expected) in [
-        (GangScheduler::Coscheduling, false),
         (GangScheduler::Kueue, false),
         (GangScheduler::Native, false),
         (GangScheduler::Volcano, true),
@@ -107,8 +96,6 @@ fn pod_groups_have_the_size_the_resources_and_the_queue_of_the_core() {
     };
     let resources = json!({"cpu": "2000m", "memory": "6Gi", "nvidia.com/gpu": "4"});
     assert_eq!(spec(GangScheduler::Kueue), None, "Kueue makes Workloads of pods by itself");
-    let coscheduling = json!({"minMember": 4, "minResources": resources});
-    assert_eq!(spec(GangScheduler::Coscheduling), Some(coscheduling));
     let volcano = json!({
         "minMember": 4, "minResources": resources, "queue": "team",
         "priorityClassName": "elasticdl-core"
@@ -176,13 +163,10 @@ fn pod_groups_fit_the_schemas_of_their_definitions() {
     for file in std::fs::read_dir(folder).unwrap() {
         let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
         for definition in serde_saphyr::from_multiple::<Value>(&text).unwrap() {
-            for scheduler in [GangScheduler::Coscheduling, GangScheduler::Volcano] {
-                let group = options(scheduler).pod_group("mnist-g1", &anchor()).unwrap();
-                if let Some(schema) = schema_of(&definition, group["apiVersion"].as_str().unwrap())
-                {
-                    assert_eq!(first_misfit(schema, &group, "PodGroup"), None, "{scheduler:?}");
-                    checked += 1;
-                }
+            let group = options(GangScheduler::Volcano).pod_group("mnist-g1", &anchor()).unwrap();
+            if let Some(schema) = schema_of(&definition, group["apiVersion"].as_str().unwrap()) {
+                assert_eq!(first_misfit(schema, &group, "PodGroup"), None);
+                checked += 1;
             }
         }
     }

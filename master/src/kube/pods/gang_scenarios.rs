@@ -55,7 +55,6 @@ async fn a_group_is_created_once_before_its_pods_and_deleted_after_them() {
     for (scheduler, group) in [
         (GangScheduler::Volcano, "scheduling.volcano.sh/v1beta1"),
         (GangScheduler::Native, "scheduling.k8s.io/v1beta1"),
-        (GangScheduler::Coscheduling, "scheduling.x-k8s.io/v1alpha1"),
     ] {
         let (fake, _) = FakeServer::start();
         let pods = pods_with(&fake, scheduler);

@@ -24,13 +24,8 @@ async fn the_newest_served_version_is_taken() {
         detect(&cluster, &mut gang).await.unwrap();
         assert_eq!(gang.version, version);
     }
-    for (scheduler, served) in [
-        (GangScheduler::Coscheduling, "scheduling.x-k8s.io/v1alpha1"),
-        (GangScheduler::Volcano, "scheduling.volcano.sh/v1beta1"),
-    ] {
-        serve(&fake, served);
-        detect(&cluster, &mut options(scheduler, None)).await.unwrap();
-    }
+    serve(&fake, "scheduling.volcano.sh/v1beta1");
+    detect(&cluster, &mut options(GangScheduler::Volcano, None)).await.unwrap();
 }
 
 #[tokio::test]
@@ -42,7 +37,6 @@ async fn a_scheduler_that_the_cluster_does_not_have_is_named() {
     for (scheduler, parts) in [
         (GangScheduler::Native, ["--scheduler native", "Kubernetes 1.36"]),
         (GangScheduler::Volcano, ["podgroups of scheduling.volcano.sh (v1beta1)", "install it"]),
-        (GangScheduler::Coscheduling, ["scheduling.x-k8s.io (v1alpha1)", "install it"]),
         (GangScheduler::Kueue, ["the API group kueue.x-k8s.io", "install it"]),
     ] {
         let error = detect(&cluster, &mut options(scheduler, None)).await.unwrap_err().to_string();

@@ -162,7 +162,7 @@ fn gang(
     priority_class: Option<String>,
 ) -> Result<Option<GangOptions>, Failure> {
     let queue = options.queue.clone();
-    let scheduler = options.scheduler.gang_scheduler();
+    let scheduler = options.scheduler;
     match (scheduler, &queue) {
         (Some(GangScheduler::Kueue), None) => {
             return Err(Failure::usage(
@@ -170,9 +170,12 @@ fn gang(
             ));
         }
         (scheduler, Some(queue)) if !scheduler.is_some_and(GangScheduler::has_queues) => {
-            let name = scheduler.map_or("default", GangScheduler::name);
+            let name = scheduler.map(GangScheduler::name);
+            let name = name.map_or("without --scheduler there are".into(), |name| {
+                format!("--scheduler {name} has")
+            });
             return Err(Failure::usage(format!(
-                "--queue {queue}: --scheduler {name} has no queues; volcano and kueue have"
+                "--queue {queue}: {name} no queues; volcano and kueue have"
             )));
         }
         _ => {}
@@ -274,7 +277,7 @@ fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Fail
         active_deadline_s: options
             .active_deadline
             .map(|d| i64::try_from(d.as_secs()).expect("a year at most")),
-        placement: options.placement.map(Into::into),
+        placement: options.placement,
         worker_pod_template: template,
     })
 }

@@ -77,17 +77,14 @@ impl StartRequest {
                     resume_from,
                     validation: options.validation.spec(&location)?,
                     work: Work::Train { export: options.export.clone() },
-                    wire_dtype: tuning.wire_dtype.into(),
+                    wire_dtype: tuning.wire_dtype,
                     channels: tuning.channels,
-                    link_encryption: tuning.link_encryption.into(),
+                    link_encryption: tuning.link_encryption,
                     bad_records_max: data.bad_records.bad_records,
-                    on_nonfinite: options.resilience.on_nonfinite.into(),
+                    on_nonfinite: options.resilience.on_nonfinite,
                     allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
-                    policies: self
-                        .job
-                        .lifecycle
-                        .policies(options.resilience.success_policy.into())?,
+                    policies: self.job.lifecycle.policies(options.resilience.success_policy)?,
                     ..self.common_spec(name)?
                 }
             }
@@ -347,7 +344,6 @@ mod tests {
         assert_eq!(spec("--num-workers 3 --max-workers 3").max_workers, 3);
         let per_worker = Batch::PerWorker(NonZeroU64::new(5).unwrap());
         assert_eq!(spec("--minibatch-size 5").batch, per_worker);
-        assert_eq!(spec("--records-per-shard 9").records_per_shard, None, "without effect");
         assert_eq!(spec("--wire-dtype bf16").wire_dtype, WireDtype::Bf16);
         assert_eq!(spec("").link_encryption, LinkEncryption::Auto);
         assert_eq!(spec("--link-encryption off").link_encryption, LinkEncryption::Off);
@@ -362,11 +358,8 @@ mod tests {
         assert_eq!(micro_batch("--deterministic --micro-batch 5"), NonZeroU64::new(5));
         assert!(spec("--deterministic").worker_options().deterministic);
         assert_eq!(spec("--channels 16").channels, 16);
-        assert_eq!(spec("--streams 16").channels, 16);
         let mode = |options: &str| spec(options).shuffle.mode;
         assert_eq!(mode(""), ShuffleMode::Auto);
-        assert_eq!(mode("--no-shuffle"), ShuffleMode::None);
-        assert_eq!(mode("--no-shuffle --shuffle"), ShuffleMode::Auto);
         assert_eq!(mode("--shuffle none"), ShuffleMode::None);
         assert_eq!(mode("--shuffle record"), ShuffleMode::Record);
         let block = spec("--shuffle=block --shuffle-buffer 100").shuffle;

@@ -110,7 +110,7 @@ fn in_gang(launch: u64, gang: &str) -> (u64, Option<String>) {
 
 #[test]
 fn the_core_is_a_gang_and_further_pods_are_members_for_volcano_alone() {
-    for scheduler in [GangScheduler::Coscheduling, GangScheduler::Kueue, GangScheduler::Native] {
+    for scheduler in [GangScheduler::Kueue, GangScheduler::Native] {
         let created = Fixture::new(scheduler).start(&[(1, 0), (2, 1), (3, 2)]);
         let expected = [in_gang(1, "j-g1"), in_gang(2, "j-g1"), (3, None)];
         assert_eq!(created, expected, "{scheduler:?}");
@@ -121,7 +121,7 @@ fn the_core_is_a_gang_and_further_pods_are_members_for_volcano_alone() {
 
 #[test]
 fn a_replacement_joins_the_gang_and_a_gang_without_pods_is_over() {
-    for scheduler in [GangScheduler::Coscheduling, GangScheduler::Native, GangScheduler::Volcano] {
+    for scheduler in [GangScheduler::Native, GangScheduler::Volcano] {
         let mut job = Fixture::new(scheduler);
         job.start(&[(1, 0), (2, 1)]);
         assert_eq!(over(&job.end(1, Some("j-g1"), "Failed")), [""; 0], "{scheduler:?}");
