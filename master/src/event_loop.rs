@@ -169,7 +169,7 @@ impl Master {
         let job = Job::restore(record, Time(age)).map_err(|reason| {
             io::Error::new(
                 io::ErrorKind::InvalidData,
-                format!("the job's record can't be true: {reason}"),
+                format!("the persisted job can't be true: {reason}"),
             )
         })?;
         let mut master = Self::with(job, spec, age, server_config, launcher, progress)?;

@@ -21,8 +21,8 @@ impl JobStore {
     /// should know about it.
     pub(crate) fn save(&mut self, job: &Job) -> Option<String> {
         match self {
-            Self::Anchor(keeper) => {
-                keeper.submit(job.version(), job.durable_before(), job.to_persisted());
+            Self::Anchor(writer) => {
+                writer.submit(job.version(), job.durable_before(), job.to_persisted());
                 None
             }
             Self::File(file) => file.write(&job.to_persisted()),
@@ -44,7 +44,7 @@ impl JobStore {
     /// Whether the job's actions may be performed: everything up to the job's barrier is durable.
     pub(crate) fn allows_actions(&self, job: &Job) -> bool {
         match self {
-            Self::Anchor(keeper) => keeper.persisted() >= job.durable_before(),
+            Self::Anchor(writer) => writer.persisted() >= job.durable_before(),
             Self::File(_) | Self::Nothing => true,
         }
     }
@@ -53,7 +53,7 @@ impl JobStore {
     /// Cancel safe.
     pub(crate) async fn changed(&mut self) -> Option<Event> {
         match self {
-            Self::Anchor(keeper) => keeper.changed().await.map(|trouble| match trouble {
+            Self::Anchor(writer) => writer.changed().await.map(|trouble| match trouble {
                 PersistError::Refused(reason) => Event::PersistRefused { reason },
                 PersistError::Retrying(reason) => Event::PersistDelayed { reason },
             }),

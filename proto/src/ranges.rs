@@ -58,14 +58,6 @@ pub struct RangeSet {
 }
 
 impl RangeSet {
-    /// The set of all records of `range`.
-    #[must_use]
-    pub fn from_range(range: Range<u64>) -> Self {
-        let mut set = Self::default();
-        set.insert(range);
-        set
-    }
-
     /// Inserts `range`. Returns the number of its records that were already in the set.
     pub fn insert(&mut self, range: Range<u64>) -> u64 {
         if range.start >= range.end {

@@ -206,14 +206,6 @@ impl Cause {
             Self::Hung => "hung",
         }
     }
-
-    /// The one of that name.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Start, Self::Join, Self::Leave, Self::Lost, Self::Hung]
-            .into_iter()
-            .find(|c| c.name() == name)
-    }
 }
 
 /// Mean loss per record.

@@ -232,7 +232,7 @@ impl History {
         }
         // The oldest workers that have ended, then the oldest of all.
         for must_have_ended in [true, false] {
-            let surplus = self.workers.len().saturating_sub(WORKERS_MAX);
+            let surplus = self.workers.len().saturating_sub(LIFETIMES_MAX);
             let may_go = |lifetime: &WorkerLifetime| !must_have_ended || lifetime.ended_s.is_some();
             let oldest = self.workers.iter().filter(|(_, lifetime)| may_go(lifetime));
             let oldest: Vec<WorkerId> = oldest.map(|(id, _)| *id).take(surplus).collect();
@@ -256,7 +256,7 @@ const EVENTS_MAX: usize = 200;
 const MEMBERSHIPS_MAX: usize = 500;
 /// Number of workers that the membership changes name together.
 const NAMED_MAX: usize = 10_000;
-const WORKERS_MAX: usize = 500;
+const LIFETIMES_MAX: usize = 500;
 
 #[cfg(test)]
 mod tests;

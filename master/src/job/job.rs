@@ -72,11 +72,11 @@ impl Job {
         match event {
             Event::Checkpoint => self.on_checkpoint_requested(),
             Event::PersistRefused { reason } => {
-                let error = format!("the job's record can't be stored: {}", clip(&reason));
+                let error = format!("the persisted job can't be stored: {}", clip(&reason));
                 self.end(now, Outcome::Failed, Some(error));
             }
             Event::PersistDelayed { reason } => {
-                self.log_event(format!("the job's record is not stored yet: {}", clip(&reason)));
+                self.log_event(format!("the persisted job is not stored yet: {}", clip(&reason)));
             }
             Event::Connected { connection, launch, address, pid, resume } => {
                 self.on_connected(now, connection, launch, address, pid, resume);

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_proto::limits::CHANNELS_MAX;
+use elasticdl_proto::limits::{CHANNELS_MAX, WORKERS_MAX};
 pub use elasticdl_proto::{
     Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, Shuffle, ShuffleMode,
     ValidationSpec, WireDtype, Work,
@@ -220,8 +220,8 @@ impl JobSpec {
         if self.min_workers == 0 {
             return one_of("min_workers", "0".into(), "at least 1");
         }
-        if self.max_workers > MAX_WORKERS {
-            return one_of("max_workers", self.max_workers.to_string(), "at most 65536");
+        if self.max_workers > WORKERS_MAX {
+            return one_of("max_workers", self.max_workers.to_string(), "at most 16384");
         }
         if !(self.min_workers..=self.max_workers).contains(&self.num_workers) {
             return one_of(
@@ -334,7 +334,5 @@ const PLACE_SHOWN_MAX: usize = 60;
 
 /// Time for a worker's final messages, and for the system to end it.
 const LEAVE_MARGIN: Duration = Duration::from_secs(2);
-/// Larger rings have not been considered.
-const MAX_WORKERS: u32 = 65_536;
 /// No machine has more GPUs.
 pub(crate) const MAX_WORKERS_PER_POD: u32 = 64;

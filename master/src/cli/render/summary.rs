@@ -143,7 +143,7 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
             let (files, first) = (skipped.files, &skipped.first_file);
             counts += &format!("; other files in the folder: {files}, the first: {first}");
         }
-        row(out, "left out", &one_line(&counts));
+        row(out, "skipped", &one_line(&counts));
         for text in &skipped.first {
             line(out, &format!("    {}", one_line(text)));
         }
@@ -464,12 +464,12 @@ job mnist: completed after 1.50 s
     }
 
     #[test]
-    fn records_that_were_left_out_are_listed() {
+    fn skipped_records_are_listed() {
         let first = vec!["a.csv line 3: column \"y\" is \"\x1b\"".into()];
         let skipped = SkippedRecords { bad: 7, nulls: 2, first, ..SkippedRecords::default() };
         let out =
             to_table(&Summary { records_skipped: Some(skipped), ..summary() }, Paths::default());
-        assert!(out.contains("\n  left out      7 bad, 2 with nulls\n    a.csv line 3: "), "{out}");
+        assert!(out.contains("\n  skipped       7 bad, 2 with nulls\n    a.csv line 3: "), "{out}");
         assert!(!out.contains('\x1b'), "{out}");
     }
 

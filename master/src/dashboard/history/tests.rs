@@ -110,7 +110,7 @@ fn a_history_is_bounded_and_keeps_what_is_new() {
     let steps: Vec<u64> = history.evaluations.iter().map(|e| e.evaluated.step).collect();
     assert_eq!((steps[0], *steps.last().unwrap()), (1, 3000), "{steps:?}");
     assert!(steps.is_sorted_by(|a, b| a < b));
-    assert_eq!(history.workers.len(), WORKERS_MAX);
+    assert_eq!(history.workers.len(), LIFETIMES_MAX);
     let alive = history.workers.values().filter(|lifetime| lifetime.ended_s.is_none()).count();
     assert_eq!(alive, 100, "workers that live are kept");
     let json = serde_json::to_string(&history).unwrap();

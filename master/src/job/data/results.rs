@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use elasticdl_proto::RecordRange;
+use elasticdl_proto::limits::METRICS_MAX;
 use serde::{Deserialize, Serialize};
 
 use crate::job::time::Time;
@@ -99,6 +100,5 @@ const LATER_KEPT_BYTES_MAX: usize = 96 << 10;
 /// Persisted bytes of a shard's result without its sums, and of a sum without its name.
 const RESULT_BYTES: usize = 48;
 const SUM_BYTES: usize = 32;
-const METRICS_MAX: usize = 1024;
 /// Interval of writes, which is also the work that the loss of a master repeats.
 const WRITE_EVERY: Duration = Duration::from_secs(10);

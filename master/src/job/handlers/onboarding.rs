@@ -116,7 +116,7 @@ impl Job {
         if skipped.files > 0 {
             let (files, first) = (counted(skipped.files, "file"), &skipped.first_file);
             self.log_event(format!(
-                "{files} in the folder of the data left out, the first: {first}"
+                "skipped {files} in the folder of the data, the first: {first}"
             ));
         }
         self.reporting.note_skipped(skipped);

@@ -169,7 +169,7 @@ fn a_metric_missing_in_a_shard_counts_as_0_and_too_many_metrics_fail_the_job() {
     ask(&mut job, 1, 4);
     leased(&mut job);
     for start in 0..3 {
-        let metrics = (0..400).map(|i| (format!("{start}-{i}"), 1.0)).collect();
+        let metrics = (0..40).map(|i| (format!("{start}-{i}"), 1.0)).collect();
         deliver(
             &mut job,
             1,
@@ -177,7 +177,7 @@ fn a_metric_missing_in_a_shard_counts_as_0_and_too_many_metrics_fail_the_job() {
         );
     }
     let error = job.summary(at(0)).error.unwrap();
-    assert_eq!(error, "worker 1: with epoch 0 records 8..12 there are more than 1024 metrics");
+    assert_eq!(error, "worker 1: with epoch 0 records 8..12 there are more than 100 metrics");
 }
 
 #[test]

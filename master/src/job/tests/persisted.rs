@@ -131,12 +131,12 @@ fn a_refused_write_of_the_persisted_job_fails_the_job_with_the_reason() {
     job.handle(at(5), Event::PersistDelayed { reason: "no answer".into() });
     assert_eq!(
         job.status(at(5)).events.last().unwrap(),
-        "the job's record is not stored yet: no answer"
+        "the persisted job is not stored yet: no answer"
     );
     assert_eq!(&*job.status(at(5)).state, "running");
     job.handle(at(6), Event::PersistRefused { reason: "it takes 2000 KiB".into() });
     let summary = job.summary(at(6));
-    assert_eq!(summary.error.unwrap(), "the job's record can't be stored: it takes 2000 KiB");
+    assert_eq!(summary.error.unwrap(), "the persisted job can't be stored: it takes 2000 KiB");
     assert_eq!(&*job.status(at(6)).state, "ending");
 }
 
