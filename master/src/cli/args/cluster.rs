@@ -78,8 +78,7 @@ pub(crate) struct ClusterOptions {
     ///
     /// They share the resources of the pod, and are started, stopped and replaced together. The
     /// numbers of workers must be multiples of it.
-    #[arg(long, value_name = "K", value_parser = values::parse_workers_per_pod,
-)]
+    #[arg(long, value_name = "K", value_parser = values::parse_workers_per_pod)]
     pub(crate) workers_per_pod: Option<u32>,
 
     /// Set an environment variable of the workers; can be repeated. Credentials are refused: see
@@ -135,8 +134,7 @@ pub(crate) struct ClusterOptions {
     /// the job has, so that jobs share a cluster fairly. auto: the classes of
     /// manifests/priorityclasses.yaml, as far as the cluster has them. [default: off with
     /// --priority-class or --worker-priority-class, else auto]
-    #[arg(long, value_name = "CLASSES",
-          value_parser = priority_tiers::parse,
+    #[arg(long, value_name = "CLASSES", value_parser = priority_tiers::parse,
           conflicts_with = "worker_priority_class")]
     pub(crate) priority_tiers: Option<priority_tiers::TierChoice>,
 

@@ -52,7 +52,8 @@ pub(crate) struct TrainingData {
 
     /// What is shuffled in each epoch. The order depends on the seed and the epoch alone, not on
     /// the workers.
-    #[arg(long, value_name = "WHAT", default_value = "auto", value_parser = values::choice(SHUFFLES))]
+    #[arg(long, value_name = "WHAT", default_value = "auto",
+          value_parser = values::choice(SHUFFLES))]
     pub(crate) shuffle: ShuffleMode,
 
     /// Where blocks are shuffled: least number of records that are mixed at a time. A worker reads

@@ -170,12 +170,12 @@ fn gang(
             ));
         }
         (scheduler, Some(queue)) if !scheduler.is_some_and(GangScheduler::has_queues) => {
-            let name = scheduler.map(GangScheduler::name);
-            let name = name.map_or("without --scheduler there are".into(), |name| {
-                format!("--scheduler {name} has")
-            });
+            let subject = match scheduler {
+                Some(scheduler) => format!("--scheduler {} has", scheduler.name()),
+                None => "without --scheduler there are".into(),
+            };
             return Err(Failure::usage(format!(
-                "--queue {queue}: {name} no queues; volcano and kueue have"
+                "--queue {queue}: {subject} no queues; volcano and kueue have"
             )));
         }
         _ => {}
