@@ -94,3 +94,7 @@ impl CandleModel for CharLm {
             .schedule(Schedule::constant().warmup(20))
     }
 }
+
+#[cfg(test)]
+#[path = "../../../examples/src/charlm_tests.rs"]
+mod tests;

@@ -6,12 +6,12 @@ use elasticdl::candle_core::{self, D, Tensor};
 use elasticdl::candle_nn::{Init, VarBuilder};
 
 /// Number of values of a byte.
-pub const BYTES: usize = 256;
+pub(crate) const BYTES: usize = 256;
 const HEADS: usize = 2;
 
 /// The network's tensors.
 #[derive(Clone, Debug)]
-pub struct Transformer {
+pub(crate) struct Transformer {
     /// `[256, width]`
     embedding: Tensor,
     /// `[context, width]`
@@ -35,7 +35,7 @@ struct Block {
 ///
 /// # Errors
 /// It is out of range, or not a multiple of the number of heads.
-pub fn parse_width(text: &str) -> Result<usize, String> {
+pub(crate) fn parse_width(text: &str) -> Result<usize, String> {
     let width = text.parse().ok().filter(|w| (HEADS..=4096).contains(w) && w % HEADS == 0);
     width.ok_or_else(|| format!("it must be a multiple of {HEADS} from {HEADS} to 4096"))
 }
@@ -45,7 +45,7 @@ impl Transformer {
     ///
     /// # Errors
     /// The tensors can't be allocated.
-    pub fn build(
+    pub(crate) fn build(
         (context, width, layers): (usize, usize, usize),
         parameters: &VarBuilder<'_>,
     ) -> candle_core::Result<Self> {
@@ -72,7 +72,7 @@ impl Transformer {
     ///
     /// # Errors
     /// The windows are longer than the context.
-    pub fn logits(&self, windows: &Tensor) -> candle_core::Result<Tensor> {
+    pub(crate) fn logits(&self, windows: &Tensor) -> candle_core::Result<Tensor> {
         let (count, length) = windows.dims2()?;
         let width = self.embedding.dim(1)?;
         let bytes = self.embedding.index_select(&windows.flatten_all()?, 0)?;

@@ -92,3 +92,7 @@ impl CandleModel for Mnist {
         AdamW::new(0.005).into()
     }
 }
+
+#[cfg(test)]
+#[path = "../../../examples/src/mnist_tests.rs"]
+mod tests;

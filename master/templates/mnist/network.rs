@@ -10,7 +10,7 @@ const DIGITS: usize = 10;
 
 /// The network's layers.
 #[derive(Clone, Debug)]
-pub struct Classifier {
+pub(crate) struct Classifier {
     convolutions: [Conv2d; 2],
     head: Linear,
 }
@@ -19,7 +19,7 @@ pub struct Classifier {
 ///
 /// # Errors
 /// It is out of range, or not divided twice by 2.
-pub fn parse_size(text: &str) -> Result<u32, String> {
+pub(crate) fn parse_size(text: &str) -> Result<u32, String> {
     let size = text.parse().ok().filter(|size| (4..=512).contains(size) && size % 4 == 0);
     size.ok_or_else(|| "it must be a multiple of 4 from 4 to 512".to_owned())
 }
@@ -29,7 +29,7 @@ impl Classifier {
     ///
     /// # Errors
     /// The tensors can't be allocated.
-    pub fn build(size: usize, parameters: &VarBuilder<'_>) -> candle_core::Result<Self> {
+    pub(crate) fn build(size: usize, parameters: &VarBuilder<'_>) -> candle_core::Result<Self> {
         let [first, second] = CHANNELS;
         let config = Conv2dConfig { padding: 1, ..Conv2dConfig::default() };
         let convolutions = [
@@ -44,7 +44,7 @@ impl Classifier {
     ///
     /// # Errors
     /// The images are of another size.
-    pub fn logits(&self, images: &Tensor) -> candle_core::Result<Tensor> {
+    pub(crate) fn logits(&self, images: &Tensor) -> candle_core::Result<Tensor> {
         let mut state = images.clone();
         for convolution in &self.convolutions {
             state = convolution.forward(&state)?.relu()?.max_pool2d(2)?;

@@ -99,3 +99,7 @@ impl Model for Tabular {
         Adam::new(0.02).into()
     }
 }
+
+#[cfg(test)]
+#[path = "../../../examples/src/tabular_tests.rs"]
+mod tests;

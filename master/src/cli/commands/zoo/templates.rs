@@ -36,7 +36,9 @@ impl Template {
             Self::Tabular => (&[], RAND, tabular()),
         };
         let common = if self == Self::Python { Files::new() } else { of_a_crate() };
-        let fill = |text: String| {
+        let fill = |mut text: String| {
+            // The tests of the templates are those of the examples.
+            text.truncate(text.find("\n#[cfg(test)]\n").unwrap_or(text.len()));
             text.replace("{{name}}", name)
                 .replace("{{dependency}}", &source.dependency(features))
                 .replace("{{dependencies}}", dependencies)
