@@ -352,7 +352,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         let summed = mem::replace(&mut self.summed, Ok(0)).map_err(Stopped::Broken)?;
         let buckets = self.model.bucket_len().map(|bucket| (bucket, summed));
         let headers = self.tensors.sum(ring, &mine, path, buckets).map_err(Stopped::Broken)?;
-        self.session.reduced(started.elapsed());
+        self.session.reports.reduced(started.elapsed());
         self.report_transport(path);
         let headers = decode_all(headers)?;
         let is_finite = self.tensors.sum_is_finite()?;
@@ -379,7 +379,7 @@ impl<'a, M: Model> Trainer<'a, M> {
         // The commit may end this group.
         let generation = self.session.group_rank().map(|(generation, _)| generation);
         let is_round = self.session.in_round().is_some();
-        self.session.note_learning_rate(self.model.learning_rate(step));
+        self.session.reports.note_learning_rate(self.model.learning_rate(step));
         self.session.updated(self.started.elapsed());
         if let Some(state) = self.session.state() {
             self.tensors.begin_window_digest(state.step)?;
@@ -451,7 +451,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     fn send_reports(&mut self) {
-        while let Some(report) = self.session.poll_report() {
+        while let Some(report) = self.session.reports.poll() {
             self.outbox.send(report);
         }
     }

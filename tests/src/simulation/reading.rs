@@ -29,8 +29,8 @@ impl World {
     pub(super) fn limit_readable(&mut self, p: usize) {
         let Some(session) = &mut self.processes[p].trainer.session else { return };
         let is_away = self.checkpoint_store.is_unavailable;
-        let readable = is_away.then(|| self.rng.below(records(session.upcoming()) + 1));
-        session.limit_readable(readable);
+        let readable = is_away.then(|| self.rng.below(records(session.assignment.upcoming()) + 1));
+        session.assignment.limit_readable(readable);
     }
 }
 

@@ -74,7 +74,7 @@ impl World {
             Doing::Busy(Busy::Building(dataset)) => self.built(p, &dataset),
             Doing::Busy(Busy::Computing { compute_us }) => {
                 if let Some(session) = &mut self.processes[p].trainer.session {
-                    session.computed(Computed { compute_us, ..Default::default() });
+                    session.assignment.computed(Computed { compute_us, ..Default::default() });
                 }
                 self.turn_later(p);
             }
@@ -230,7 +230,7 @@ impl World {
 
     fn report(&mut self, p: usize) {
         while let Some(report) =
-            self.processes[p].trainer.session.as_mut().and_then(Session::poll_report)
+            self.processes[p].trainer.session.as_mut().and_then(|session| session.reports.poll())
         {
             self.queue_for_master(p, report);
         }
@@ -260,7 +260,7 @@ impl World {
         }
         model.see(&read, records);
         if let Some(session) = &mut self.processes[p].trainer.session {
-            session.not_read(&unread);
+            session.assignment.not_read(&unread);
         }
         let mean = self.setting.record_us * read.iter().map(RecordRange::len).sum::<u64>();
         let late = if self.rng.chance(1, 100) { 40 } else { 1 };

@@ -15,7 +15,8 @@ use super::phase::{Fetch, Phase};
 impl Session {
     /// Fetches the state from one of `donors` while they train. Replaces an earlier list.
     pub(super) fn handle_fetch(&mut self, donors: Vec<(WorkerId, SocketAddr)>) {
-        let may_fetch = matches!(self.phase, Phase::Detached | Phase::Fetching) && !self.was_member;
+        let may_fetch =
+            matches!(self.phase, Phase::Detached | Phase::Fetching) && !self.memberships.was_member;
         if !may_fetch || donors.is_empty() {
             return;
         }
@@ -48,13 +49,13 @@ impl Session {
         if self.phase == Phase::Fetching && self.fetch.generation.is_some() && !self.fetch.reported
         {
             self.fetch.reported = true;
-            self.reports.push_back(WorkerMessage::CaughtUp { step: self.step() });
+            self.reports.push(WorkerMessage::CaughtUp { step: self.step() });
         }
     }
 
     pub(super) fn report_caught_up_again(&mut self) {
-        if self.fetch.reported && !self.was_member {
-            self.reports.push_back(WorkerMessage::CaughtUp { step: self.step() });
+        if self.fetch.reported && !self.memberships.was_member {
+            self.reports.push(WorkerMessage::CaughtUp { step: self.step() });
         }
     }
 
@@ -64,7 +65,7 @@ impl Session {
             return;
         }
         self.fetch.ended = Some(generation);
-        if self.latest.as_ref().is_some_and(|latest| latest.generation >= generation) {
+        if self.memberships.latest.as_ref().is_some_and(|latest| latest.generation >= generation) {
             self.leave_fetch();
         } else {
             // The master's message has not arrived yet.
@@ -77,7 +78,7 @@ impl Session {
     pub fn fetch_interrupted(&mut self) -> bool {
         // A group that waits for this worker must not wait for a transfer.
         let resumes = self.phase == Phase::Fetching
-            && self.latest.is_none()
+            && self.memberships.latest.is_none()
             && self.fetch.interruptions < INTERRUPTIONS_MAX;
         if resumes {
             self.fetch.interrupted = true;
@@ -108,7 +109,7 @@ impl Session {
         if self.phase != Phase::Fetching {
             return;
         }
-        if self.latest.is_some() {
+        if self.memberships.latest.is_some() {
             // Some member has the state. If this worker's is not known to belong to the same
             // history, it is replaced in the repair.
             self.fetch.broken = true;
@@ -130,7 +131,7 @@ impl Session {
 
     /// A membership arrived while the state was being fetched.
     pub(super) fn leave_fetch(&mut self) {
-        let Some(latest) = &self.latest else { return };
+        let Some(latest) = &self.memberships.latest else { return };
         let Fetch { generation, ended, broken, interrupted, .. } = self.fetch;
         let (donor, _) = self.fetch.donor();
         let donor_joins_too =
@@ -155,7 +156,7 @@ impl Session {
     fn join_without_state(&mut self) {
         if !self.fetch.reported {
             self.fetch.reported = true;
-            self.reports.push_back(WorkerMessage::CaughtUp { step: 0 });
+            self.reports.push(WorkerMessage::CaughtUp { step: 0 });
         }
         self.phase = Phase::Detached;
     }
@@ -163,8 +164,8 @@ impl Session {
     /// Drops the fetched state.
     fn forget_state(&mut self) {
         self.state = None;
-        self.last_headers = None;
-        self.outcome = None;
+        self.step.last_headers = None;
+        self.step.outcome = None;
         self.fetch.generation = None;
     }
 }
@@ -265,8 +266,8 @@ mod tests {
         let mut session = joiner();
         session.caught_up();
         session.caught_up();
-        assert_eq!(session.poll_report(), Some(WorkerMessage::CaughtUp { step: 4 }));
-        assert_eq!(session.poll_report(), None);
+        assert_eq!(session.reports.poll(), Some(WorkerMessage::CaughtUp { step: 4 }));
+        assert_eq!(session.reports.poll(), None);
     }
 
     #[test]
@@ -354,11 +355,11 @@ mod tests {
         let mut session = joiner();
         for _ in 1..FETCHES_LOST_MAX {
             session.fetch_broke();
-            assert_eq!(session.poll_report(), None);
+            assert_eq!(session.reports.poll(), None);
             session.fetched(Generation(1));
         }
         session.fetch_broke();
-        assert_eq!(session.poll_report(), Some(WorkerMessage::CaughtUp { step: 0 }));
+        assert_eq!(session.reports.poll(), Some(WorkerMessage::CaughtUp { step: 0 }));
         assert_eq!(session.poll(), Task::Wait);
     }
 }

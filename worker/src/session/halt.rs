@@ -42,6 +42,17 @@ pub enum Ending {
     Suspended,
 }
 
+/// Why this rank wants its group to end; its headers tell the others.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Requests {
+    /// The master stops the job.
+    pub(super) stop: bool,
+    /// The master suspends the job.
+    pub(super) suspend: bool,
+    /// This rank cannot continue. It is never reset: every group that this rank joins ends.
+    pub(super) halt: Option<Halt>,
+}
+
 /// Combines the findings of all ranks, `halts` in rank order, into one text. `step`: number of
 /// committed steps. `None` if no rank halts.
 pub fn explain(step: u64, members: &[WorkerId], halts: &[Option<&Halt>]) -> Option<String> {

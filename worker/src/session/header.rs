@@ -10,7 +10,7 @@ use crate::session::origin::Origin;
 use crate::session::transport_switch::{NcclBuild, TransportHeader};
 
 /// Header of one rank for one round. All ranks receive all headers, so all make the same decisions.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepHeader {
     /// Number of steps committed before this round.
     pub step: u64,

@@ -32,10 +32,10 @@ impl Session {
             // Some records could not be read: the next round computes them.
             return self.headers_exchanged(&headers);
         } else if !is_finite && !self.job.skips_nonfinite {
-            self.outcome = Some(Outcome::Nonfinite(headers));
+            self.step.outcome = Some(Outcome::Nonfinite(headers));
         } else {
-            self.confirmed = true;
-            self.outcome = Some(Outcome::Apply(Apply { headers, is_finite, fetched: None }));
+            self.step.is_confirmed = true;
+            self.step.outcome = Some(Outcome::Apply(Apply { headers, is_finite, fetched: None }));
         }
         Ok(())
     }
@@ -47,7 +47,7 @@ impl Session {
         gradient_is_finite: bool,
         records: impl FnOnce(&[RecordRange]) -> Vec<RecordRange>,
     ) {
-        let Some(Outcome::Nonfinite(headers)) = self.outcome.take() else { return };
+        let Some(Outcome::Nonfinite(headers)) = self.step.outcome.take() else { return };
         let rank = self.group_rank().map_or(0, |(_, rank)| rank);
         let mine = &headers[rank];
         let is_at_fault = headers.len() == 1 || !mine.loss_sum.is_finite() || !gradient_is_finite;
@@ -60,7 +60,7 @@ impl Session {
     /// The step is applied: the ledger absorbs its records. Ends the round, or continues a repair
     /// or a fetch. `now` paces the reports to the master.
     pub fn updated(&mut self, now: Duration) {
-        let Some(Outcome::Apply(Apply { headers, is_finite, fetched })) = self.outcome.take()
+        let Some(Outcome::Apply(Apply { headers, is_finite, fetched })) = self.step.outcome.take()
         else {
             return;
         };
@@ -94,7 +94,7 @@ impl Session {
         fetched: Option<Generation>,
     ) {
         let is_finite = is_finite(&headers, sum_is_finite);
-        self.outcome = Some(Outcome::Apply(Apply { headers, is_finite, fetched }));
+        self.step.outcome = Some(Outcome::Apply(Apply { headers, is_finite, fetched }));
     }
 
     /// Whether the headers' records are those of one step.
@@ -117,29 +117,26 @@ impl Session {
         state.step += 1;
         state.steps_skipped += u64::from(!is_finite);
         state.records_trained += records;
-        self.confirmed = false;
-        self.is_idle = false;
-        self.has_unread = false;
-        self.progress.step = state.step;
-        self.progress.steps_skipped = state.steps_skipped;
+        self.step.is_confirmed = false;
+        self.step.is_idle = false;
+        self.assignment.read_again();
+        self.reports.note_step(state);
         if let Phase::Round { group, .. } = &self.phase {
             // In a round every rank's gradient is part of the step. In a repair the ledger decides
             // (see `repaired`).
-            let pending = std::mem::take(&mut self.pending);
-            let records = pending.ranges.iter().map(RecordRange::len).sum();
-            self.pace.note(records, pending.compute_us);
+            self.assignment.commit();
             if group.rank == 0 {
                 if completes_epoch {
-                    self.progress.epoch_step = Some(self.progress.step);
+                    self.reports.note_epoch();
                 }
-                self.note_progress(group.generation, &headers, now);
+                self.reports.note_progress(group.generation, &headers, now);
             }
             self.checkpoints.tick(now);
             self.transport.handle_builds(headers.iter().map(|h| h.nccl));
             self.handle_checkpoint_headers(&headers);
             self.end_round(&headers, Some(now));
         }
-        self.last_headers = Some(headers);
+        self.step.last_headers = Some(headers);
     }
 }
 
@@ -191,7 +188,7 @@ mod tests {
         session.repaired();
         session.headers_exchanged(&[session.header(0)]).unwrap();
         assert!(matches!(session.poll(), Task::Compute { .. }));
-        session.computed(Computed { loss_sum: 1.0, compute_us: 1, input_us: 0 });
+        session.assignment.computed(Computed { loss_sum: 1.0, compute_us: 1, input_us: 0 });
         session
     }
 
@@ -230,11 +227,11 @@ mod tests {
         };
         let plan = JobPlan { evaluation: Some(evaluation), ..JobPlan::of_one_epoch(100, 4) };
         let mut session = summed_step(plan);
-        while session.poll_report().is_some() {}
+        while session.reports.poll().is_some() {}
         // So soon after the last report that a step without an evaluation is not yet reported.
         session.updated(Duration::ZERO);
         assert!(matches!(session.poll(), Task::Evaluate(_)), "{session:?}");
-        let Some(WorkerMessage::Committed(progress)) = session.poll_report() else {
+        let Some(WorkerMessage::Committed(progress)) = session.reports.poll() else {
             panic!("{session:?}")
         };
         assert_eq!((progress.step, progress.records), (1, 4));
@@ -248,7 +245,7 @@ mod tests {
         session.updated(Duration::ZERO);
         assert_eq!(at(&session), None);
         assert!(matches!(session.poll(), Task::Compute { .. }));
-        session.computed(Computed { loss_sum: 1.0, compute_us: 1, input_us: 0 });
+        session.assignment.computed(Computed { loss_sum: 1.0, compute_us: 1, input_us: 0 });
         session.summed(vec![session.header(0)], true).unwrap();
         assert_eq!(at(&session), Some(1));
         session.broken(None, "reset".into());

@@ -75,6 +75,28 @@ pub(super) struct Pending {
     pub(super) input_us: u64,
 }
 
+/// The step that this worker is in, or was in last.
+#[derive(Clone, Debug, Default)]
+pub(super) struct StepPart {
+    /// Headers of the last commit, as long as its reduced gradient is retained.
+    pub(super) last_headers: Option<Vec<StepHeader>>,
+    /// What follows from the sum that this worker has received; `None` between two steps.
+    pub(super) outcome: Option<Outcome>,
+    /// Whether the headers of all ranks have confirmed that all hold the current step.
+    pub(super) is_confirmed: bool,
+    /// Step at which the whole states of this group's ranks were last found equal.
+    pub(super) verified: Option<u64>,
+    /// Whether the last task was an idle round.
+    pub(super) is_idle: bool,
+}
+
+impl StepPart {
+    /// A new group holds one state. What follows from it is not known yet.
+    pub(super) fn regrouped(&mut self) {
+        (self.is_confirmed, self.verified, self.is_idle) = (false, None, false);
+    }
+}
+
 /// What follows from the reduced gradient that this worker has received.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Outcome {

@@ -1,9 +1,9 @@
 //! What others may ask of a session.
 
-use elasticdl_proto::Generation;
+use elasticdl_proto::{Generation, RecordRange};
 
 use super::phase::Phase;
-use super::{Session, State};
+use super::{Session, State, plan};
 use crate::session::header::StepHeader;
 
 impl Session {
@@ -18,12 +18,18 @@ impl Session {
 
     /// Whether this worker has been in a group that trained, and may hold its only state.
     pub fn has_trained(&self) -> bool {
-        self.was_in_group
+        self.memberships.was_in_group
+    }
+
+    /// The micro-batches that these records of the step consist of.
+    pub fn micro_batches(&self, ranges: &[RecordRange]) -> Vec<RecordRange> {
+        let Some(state) = &self.state else { return ranges.to_vec() };
+        plan::micro_batches(&state.ledger, self.job.size, ranges)
     }
 
     /// Headers of the last commit, for ranks that are one step behind.
     pub fn last_headers(&self) -> Option<&[StepHeader]> {
-        self.last_headers.as_deref()
+        self.step.last_headers.as_deref()
     }
 
     /// Generation and rank of this worker, if it has links.
@@ -51,12 +57,12 @@ impl Session {
     /// The state that this worker may send to joining workers: all ranks of its generation have
     /// reported that they hold its step.
     pub fn confirmed(&self) -> Option<(Generation, &State)> {
-        self.in_round().zip(self.state.as_ref()).filter(|_| self.confirmed)
+        self.in_round().zip(self.state.as_ref()).filter(|_| self.step.is_confirmed)
     }
 
     /// Whether the master wants the job to stop.
     pub fn is_stopping(&self) -> bool {
-        self.stop
+        self.requests.stop
     }
 
     /// Whether this worker makes no further steps.

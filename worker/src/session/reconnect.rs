@@ -12,8 +12,8 @@ impl Session {
     pub fn reconnected(&mut self) {
         self.reports.clear();
         // A state that was only fetched may be dropped, and this worker is in none of its steps.
-        let step = if self.was_in_group { self.step() } else { 0 };
-        self.reports.push_back(WorkerMessage::Reconnected { step });
+        let step = if self.memberships.was_in_group { self.step() } else { 0 };
+        self.reports.push(WorkerMessage::Reconnected { step });
         match &mut self.phase {
             Phase::Detached => {
                 self.report_broken_again();
@@ -28,28 +28,29 @@ impl Session {
                     let (step, ledger) = (*step, LedgerReport::from(ledger));
                     // This ledger already contains the progress gathered for the next report; the
                     // master counts each record once.
-                    self.reports.push_back(WorkerMessage::Formed { generation, step, ledger });
+                    self.reports.push(WorkerMessage::Formed { generation, step, ledger });
                 }
             }
             Phase::Fetching => self.report_caught_up_again(),
             // These phases report their outcome when they complete.
             Phase::Ended(_) | Phase::Joining(_) | Phase::Repairing(..) | Phase::Syncing(_) => {}
         }
-        if let (Some(parameters), false) = (self.parameters, self.was_member) {
+        if let (Some(parameters), false) = (self.parameters, self.memberships.was_member) {
             // The earlier report may not have reached a master.
-            self.reports.push_back(WorkerMessage::Ready { parameters });
+            self.reports.push(WorkerMessage::Ready { parameters });
         }
     }
 
     /// A member without links waits for a new generation, and the master may not know that.
     fn report_broken_again(&mut self) {
         let latest = self
+            .memberships
             .latest
             .as_ref()
-            .filter(|latest| self.was_member && latest.rank_of(self.me).is_some());
+            .filter(|latest| self.memberships.was_member && latest.rank_of(self.me).is_some());
         if let Some(generation) = latest.map(|latest| latest.generation) {
             let error = "links broke before this master took over".into();
-            self.reports.push_back(WorkerMessage::Broken {
+            self.reports.push(WorkerMessage::Broken {
                 generation,
                 suspect: None,
                 error,
@@ -76,7 +77,7 @@ mod tests {
     }
 
     fn reports(session: &mut Session) -> Vec<WorkerMessage> {
-        std::iter::from_fn(|| session.poll_report()).collect()
+        std::iter::from_fn(|| session.reports.poll()).collect()
     }
 
     /// The only member of generation 1, at step 0.
@@ -98,7 +99,7 @@ mod tests {
 
     fn compute(session: &mut Session, range: RecordRange) {
         assert_eq!(session.poll(), Task::Compute { ranges: vec![range], is_first: true });
-        session.computed(Computed::default());
+        session.assignment.computed(Computed::default());
     }
 
     fn commit(session: &mut Session, now: Duration) {
@@ -131,7 +132,7 @@ mod tests {
         session.reconnected();
         assert_eq!(reports(&mut session), [returned, formed(1, records(0, 2))]);
         commit(&mut session, Duration::from_secs(9));
-        let Some(WorkerMessage::Committed(progress)) = session.poll_report() else {
+        let Some(WorkerMessage::Committed(progress)) = session.reports.poll() else {
             panic!("no progress")
         };
         assert_eq!((progress.step, progress.ranges), (2, vec![records(2, 4)]));
@@ -143,8 +144,8 @@ mod tests {
         session.headers_exchanged(&[session.header(0)]).unwrap();
         for at in [1000, 1700, 3000] {
             session.poll();
-            session.computed(Computed::default());
-            session.reduced(Duration::from_millis(2));
+            session.assignment.computed(Computed::default());
+            session.reports.reduced(Duration::from_millis(2));
             commit(&mut session, Duration::from_millis(at));
         }
         let times = |report| match report {
@@ -163,10 +164,10 @@ mod tests {
         session.headers_exchanged(&[session.header(0)]).unwrap();
         for (at, loss_sum) in [(1000, 9.0), (1010, 8.0), (1020, 6.0), (1030, 4.0), (1040, 2.0)] {
             session.poll();
-            session.computed(Computed { loss_sum, ..Computed::default() });
+            session.assignment.computed(Computed { loss_sum, ..Computed::default() });
             commit(&mut session, Duration::from_millis(at));
         }
-        session.flush_progress();
+        session.reports.flush();
         let exact = |report| match report {
             WorkerMessage::Committed(report) => {
                 Some((report.step, report.first_loss, report.last_loss, report.epoch_step))

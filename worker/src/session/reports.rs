@@ -1,15 +1,42 @@
 //! Reports to the master about the group's commits.
 
+use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticdl_proto::{Generation, RankStep, WorkerMessage};
+use elasticdl_proto::{Committed, Generation, RankStep, WorkerMessage};
 
-use super::Session;
+use super::State;
 use crate::session::header::StepHeader;
 
-impl Session {
-    pub fn poll_report(&mut self) -> Option<WorkerMessage> {
-        self.reports.pop_front()
+/// Messages to the master, and the commits since the last report of them.
+#[derive(Clone, Debug, Default)]
+pub struct Reports {
+    queue: VecDeque<WorkerMessage>,
+    progress: Committed,
+    reported_at: Duration,
+    /// Time of the last commit in this group.
+    committed_at: Option<Duration>,
+}
+
+impl Reports {
+    /// The next message to the master.
+    pub fn poll(&mut self) -> Option<WorkerMessage> {
+        self.queue.pop_front()
+    }
+
+    pub(super) fn push(&mut self, message: WorkerMessage) {
+        self.queue.push_back(message);
+    }
+
+    /// Forgets the messages that a master may not have received.
+    pub(super) fn clear(&mut self) {
+        self.queue.clear();
+    }
+
+    /// A new group has begun: its first step has no one before it.
+    pub(super) fn regrouped(&mut self) {
+        self.progress = Committed::default();
+        self.committed_at = None;
     }
 
     /// Duration of the all-reduce of the step that is committed next.
@@ -24,6 +51,18 @@ impl Session {
         self.progress.learning_rate = rate;
     }
 
+    /// Notes the number of the step that has led to `state`.
+    pub(super) fn note_step(&mut self, state: &State) {
+        self.progress.step = state.step;
+        self.progress.steps_skipped = state.steps_skipped;
+    }
+
+    /// Notes that the last step has completed an epoch.
+    pub(super) fn note_epoch(&mut self) {
+        self.progress.epoch_step = Some(self.progress.step);
+    }
+
+    /// Notes what the ranks did in the last step, and reports it if the last report is old.
     pub(super) fn note_progress(
         &mut self,
         generation: Generation,
@@ -54,15 +93,15 @@ impl Session {
         }
         if now.saturating_sub(self.reported_at) >= REPORT_INTERVAL {
             self.reported_at = now;
-            self.flush_progress();
+            self.flush();
         }
     }
 
     /// Reports the commits so far.
-    pub fn flush_progress(&mut self) {
+    pub fn flush(&mut self) {
         if self.progress.records > 0 {
             let progress = std::mem::take(&mut self.progress);
-            self.reports.push_back(WorkerMessage::Committed(progress));
+            self.queue.push_back(WorkerMessage::Committed(progress));
         }
     }
 }

@@ -9,14 +9,17 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::num::NonZeroU64;
 use std::rc::Rc;
+use std::time::Duration;
 
-use elasticdl_proto::{Batch, Evaluated, Generation, RangeSet};
+use elasticdl_proto::{
+    Batch, Evaluated, Generation, Ledger, LedgerReport, Membership, RangeSet, RecordRange,
+};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
 use super::*;
 use crate::session::evaluation::{self, Scores};
-use crate::session::header::{decode, encode};
+use crate::session::header::{StateRecord, decode, encode};
 use crate::session::plan::StepSize;
 
 mod joiners;
@@ -253,7 +256,7 @@ impl World {
         let Some(node) = self.nodes.get_mut(index) else { return };
         let id = node.id;
         let reports: Vec<WorkerMessage> =
-            std::iter::from_fn(|| node.session.poll_report()).collect();
+            std::iter::from_fn(|| node.session.reports.poll()).collect();
         for report in reports {
             self.handle_report(id, report);
         }
@@ -281,8 +284,8 @@ impl World {
                 node.gradient.extend(&read);
                 // Ranks differ in speed, and change it.
                 let compute_us = records * self.rng.random_range(1..1000) * index as u64;
-                node.session.computed(Computed { compute_us, ..Default::default() });
-                node.session.not_read(&unread);
+                node.session.assignment.computed(Computed { compute_us, ..Default::default() });
+                node.session.assignment.not_read(&unread);
             }
             Task::Connect(membership) => {
                 self.end_streams(index, &membership);
@@ -368,9 +371,9 @@ impl World {
     /// Storage fails for some ranks, which have read some records before.
     fn limit_readable(&mut self, index: usize) {
         let session = &mut self.nodes[index].session;
-        let upcoming: u64 = session.upcoming().iter().map(RecordRange::len).sum();
+        let upcoming: u64 = session.assignment.upcoming().iter().map(RecordRange::len).sum();
         let fails = self.storage_fails && self.rng.random_bool(0.3);
-        session.limit_readable(fails.then(|| self.rng.random_range(0..=upcoming)));
+        session.assignment.limit_readable(fails.then(|| self.rng.random_range(0..=upcoming)));
     }
 
     /// The records of a step depend on its number alone, or follow those of the step before.

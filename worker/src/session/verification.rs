@@ -27,7 +27,7 @@ impl Session {
             | Phase::Round { group, .. } => group.members.len() == 1,
             _ => false,
         };
-        is_alone || self.verified == Some(self.step())
+        is_alone || self.step.verified == Some(self.step())
     }
 
     /// Compares the headers of all ranks in a round: they must be at the same step with the same
@@ -53,7 +53,7 @@ impl Session {
     pub(super) fn end_verification(&mut self) -> Option<Duration> {
         let Phase::Verifying { group, committed } = &self.phase else { return None };
         let (group, committed) = (group.clone(), *committed);
-        self.verified = Some(self.step());
+        self.step.verified = Some(self.step());
         self.phase = Phase::Round { group, assigned: None, computed: false };
         committed
     }

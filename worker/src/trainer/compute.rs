@@ -70,12 +70,12 @@ impl<M: Model> Trainer<'_, M> {
         if !is_set {
             self.tensors.clear_gradient()?;
         }
-        self.session.computed(Computed {
+        self.session.assignment.computed(Computed {
             loss_sum,
             compute_us: busy.as_micros() as u64,
             input_us: input.as_micros() as u64,
         });
-        self.session.not_read(&unread);
+        self.session.assignment.not_read(&unread);
         Ok(())
     }
 

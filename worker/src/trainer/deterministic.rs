@@ -40,12 +40,12 @@ impl<M: Model> Trainer<'_, M> {
             loss_sum += self.micro_batch(*micro_batch, taken.records)?;
             busy += started.elapsed();
         }
-        self.session.computed(Computed {
+        self.session.assignment.computed(Computed {
             loss_sum,
             compute_us: busy.as_micros() as u64,
             input_us: input.as_micros() as u64,
         });
-        self.session.not_read(&unread);
+        self.session.assignment.not_read(&unread);
         Ok(())
     }
 

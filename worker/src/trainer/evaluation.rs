@@ -21,7 +21,7 @@ impl<M: Model> Trainer<'_, M> {
     /// data is at fault, the group ends with its state.
     pub(super) fn evaluate(&mut self, blocks: Range<u64>) -> Result<(), Stopped> {
         // The master knows from the step that this is an evaluation, which may take long.
-        self.session.flush_progress();
+        self.session.reports.flush();
         self.send_reports();
         let mine = match self.scores(blocks) {
             Ok(scores) => scores,

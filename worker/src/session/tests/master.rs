@@ -6,7 +6,7 @@ impl World {
     /// Members whose group has reached one state.
     pub(super) fn donors(&self) -> Vec<(WorkerId, SocketAddr)> {
         let holds_state = |id: &&WorkerId| {
-            self.nodes.iter().any(|n| n.id == **id && n.session.was_in_group)
+            self.nodes.iter().any(|n| n.id == **id && n.session.memberships.was_in_group)
                 && self.members.contains(id)
         };
         self.members.iter().filter(holds_state).map(|id| (*id, address())).collect()

@@ -1,14 +1,105 @@
 //! The transfers that bring the ranks of a new group to one state, one task after the other.
 
+use elasticdl_proto::{Ledger, LedgerReport, WorkerMessage};
+
 use super::phase::{Group, Phase, Repairing};
-use super::{Broadcast, InvalidData, Session, Task};
-use crate::session::header::{self, StateRecord};
-use crate::session::repair::Repair;
+use super::{Broadcast, Exit, GroupMismatch, InvalidData, Session, State, Task};
+use crate::session::header::{self, StateRecord, StepHeader, SyncHeader};
+use crate::session::origin::{self, without_other_programs};
+use crate::session::repair::{Repair, Unequal, without_mismatched_devices};
+use crate::session::replicas::Found;
 
 impl Session {
+    /// Takes in the headers of all ranks of a new group.
+    ///
+    /// # Errors
+    /// Replicas at the same step differ, or this worker's device or program is not the group's.
+    pub fn synced(&mut self, headers: &[SyncHeader]) -> Result<(), GroupMismatch> {
+        if let Phase::Syncing(group) = &self.phase {
+            let mut group = group.clone();
+            group.origins = headers.iter().map(|header| header.origin.clone()).collect();
+            self.transport.synced(&headers.iter().map(|h| h.transport).collect::<Vec<_>>())?;
+            let mut counted = without_mismatched_devices(headers);
+            if !self.job.allows_mixed_builds {
+                origin::check(headers, &self.origin)?;
+                counted = without_other_programs(&counted);
+            }
+            let plan = Repair::plan(&counted).map_err(|unequal| {
+                let Unequal { step, verdict } = unequal;
+                group.mismatch(step, Found::Sync, verdict)
+            })?;
+            let receives =
+                plan.state.as_ref().is_some_and(|(_, receivers)| receivers.contains(&group.rank));
+            // Survivors of a failure differ by at most one step, so this rank was cut off. The
+            // process ends, and a new worker starts without state.
+            if receives && self.state.is_some() && self.memberships.was_in_group {
+                self.phase = Phase::Ended(Exit::Outdated);
+            } else {
+                self.begin_repair(group, &plan);
+            }
+            if receives {
+                // The broadcast overwrites the parameters. If it fails midway, this rank has no
+                // state.
+                self.state = None;
+                self.step.last_headers = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// This rank has received the state of another rank. `last_headers`: headers of the last step,
+    /// if this rank also has that step's reduced gradient. Returns `false` for an inconsistent
+    /// record.
+    ///
+    /// For a state that is fetched or restored; a broadcast one is installed by
+    /// [`tensors_broadcast`](Self::tensors_broadcast).
+    pub fn install(&mut self, record: StateRecord, last_headers: Option<Vec<StepHeader>>) -> bool {
+        let StateRecord {
+            step,
+            records_trained,
+            epochs_complete,
+            ranges,
+            repeated,
+            evaluation,
+            steps_skipped,
+        } = record;
+        let Ok(ledger) = Ledger::from_parts(self.job.records, epochs_complete, ranges, repeated)
+        else {
+            return false;
+        };
+        self.state = Some(State { step, ledger, records_trained, evaluation, steps_skipped });
+        self.step.last_headers = last_headers;
+        true
+    }
+
+    /// All ranks hold the same state, and this rank is prepared for rounds.
+    pub fn repaired(&mut self) {
+        let Phase::Repairing(group, _) = &self.phase else { return };
+        let group = group.clone();
+        self.memberships.was_in_group = true;
+        self.step.regrouped();
+        self.reports.regrouped();
+        self.checkpoints.regrouped(&group.members);
+        if let Some(state) = &self.state {
+            self.assignment.settle(&state.ledger);
+            self.assignment.look_ahead((&self.job, state), &group, &[]);
+            if group.rank == 0 {
+                self.reports.push(WorkerMessage::Formed {
+                    generation: group.generation,
+                    step: state.step,
+                    ledger: LedgerReport::from(&state.ledger),
+                });
+            }
+        }
+        // The ranks learn each other's pending records only after the repair, so the first round is
+        // an idle one. The same holds for whether the final state is checkpointed, evaluated and
+        // equal.
+        self.phase = Phase::Round { group, assigned: None, computed: false };
+    }
+
     /// What the root of a [`Broadcast`] of bytes sends.
     pub fn broadcast_bytes(&self, what: Broadcast) -> Vec<u8> {
-        match (what, &self.last_headers, &self.state) {
+        match (what, &self.step.last_headers, &self.state) {
             (Broadcast::ResultHeaders, Some(headers), _) => header::encode(headers),
             (Broadcast::StateRecord, _, Some(state)) => header::encode(&state.record()),
             _ => Vec::new(),
@@ -110,7 +201,7 @@ mod tests {
         pair.0.iter_mut().for_each(|session| session.broken(None, "reset".into()));
         pair.regroup(2);
         let formed = pair.0.each_mut().map(|session| {
-            std::iter::from_fn(|| session.poll_report())
+            std::iter::from_fn(|| session.reports.poll())
                 .filter_map(|report| match report {
                     WorkerMessage::Formed { generation, .. } => Some(generation),
                     _ => None,

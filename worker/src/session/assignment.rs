@@ -2,14 +2,33 @@
 //! it offers the group the records that are already read, and stays in the ring even if there are
 //! none.
 
-use elasticdl_proto::RecordRange;
+use elasticdl_proto::{Ledger, RecordRange};
 
 use super::phase::{Group, Pending};
-use super::{Computed, Session, plan};
+use super::{Computed, JobPlan, State, plan};
 use crate::session::header::StepHeader;
+use crate::session::pace::Pace;
 use crate::session::plan::{Contribution, Plan};
 
-impl Session {
+/// What this rank computes, has computed for the step, and reads ahead.
+#[derive(Clone, Debug, Default)]
+pub struct Assignment {
+    /// Records that this rank will compute next, and that are to be read ahead.
+    upcoming: Vec<RecordRange>,
+    /// Whether they have changed since they were [taken](Self::take_upcoming).
+    upcoming_changed: bool,
+    /// Number of upcoming records that can be read now; `None`: all of them.
+    readable: Option<u64>,
+    /// Whether this rank could not read records that it should have computed for this step.
+    has_unread: bool,
+    pub(super) pending: Pending,
+    /// Speed of this rank.
+    pace: Pace,
+    /// Times per record of the group's ranks, from the last headers.
+    costs: Vec<u64>,
+}
+
+impl Assignment {
     /// Records that this rank will compute next, in this order, if nothing happens to its group.
     pub fn upcoming(&self) -> &[RecordRange] {
         &self.upcoming
@@ -50,20 +69,44 @@ impl Session {
         self.has_unread = !unread.is_empty();
     }
 
-    /// The micro-batches that these records of the step consist of.
-    pub fn micro_batches(&self, ranges: &[RecordRange]) -> Vec<RecordRange> {
-        let Some(state) = &self.state else { return ranges.to_vec() };
-        plan::micro_batches(&state.ledger, self.job.size, ranges)
+    /// Adds what this rank has computed and can read to its header.
+    pub(super) fn write(&self, header: &mut StepHeader) {
+        header.ranges.clone_from(&self.pending.ranges);
+        header.loss_sum = self.pending.loss_sum;
+        header.compute_us = self.pending.compute_us;
+        header.input_us = self.pending.input_us;
+        header.cost = self.pace.cost();
+        header.readable = if self.has_unread { Some(0) } else { self.readable };
+    }
+
+    /// Takes the gradient that a step of this round has absorbed.
+    pub(super) fn commit(&mut self) {
+        let pending = std::mem::take(&mut self.pending);
+        let records = pending.ranges.iter().map(RecordRange::len).sum();
+        self.pace.note(records, pending.compute_us);
+    }
+
+    /// Discards the pending gradient if the ledger has absorbed it.
+    pub(super) fn settle(&mut self, ledger: &Ledger) {
+        // A commit absorbs a rank's whole contribution.
+        if self.pending.ranges.iter().any(|range| ledger.absorbed_of(*range) > 0) {
+            self.pending = Pending::default();
+        }
+    }
+
+    /// Another attempt to read begins.
+    pub(super) fn read_again(&mut self) {
+        self.has_unread = false;
     }
 
     /// Records that this rank computes for the next step; `None` if the group waits for records
     /// that cannot be read yet. Drops the pending gradient if it is not part of that step.
     pub(super) fn plan(
         &mut self,
+        (job, state): (&JobPlan, &State),
         group: &Group,
         headers: &[StepHeader],
     ) -> Option<Vec<RecordRange>> {
-        let state = self.state.as_ref()?;
         // After a commit nothing is pending; after an idle round the headers' ranges are.
         let committed = headers.iter().all(|h| h.step < state.step);
         let ranks: Vec<Contribution> = headers
@@ -74,7 +117,7 @@ impl Session {
                 cost: h.cost,
             })
             .collect();
-        let plan = Plan::new(&state.ledger, self.job.size, &ranks);
+        let plan = Plan::new(&state.ledger, job.size, &ranks);
         self.costs = headers.iter().map(|h| h.cost).collect();
         if !plan.keeps[group.rank] {
             self.pending = Pending::default();
@@ -83,14 +126,18 @@ impl Session {
         let kept = kept.flat_map(|(rank, _)| &rank.pending);
         let assigned = plan.assigned.iter().flatten().flatten();
         let step: Vec<RecordRange> = kept.chain(assigned).copied().collect();
-        self.look_ahead(group, if plan.assigned.is_some() { &step } else { &[] });
+        self.look_ahead((job, state), group, if plan.assigned.is_some() { &step } else { &[] });
         plan.assigned.map(|mut assigned| assigned.swap_remove(group.rank))
     }
 
     /// Finds out which records this rank of `group` will compute after `step`, the records of the
     /// step that is being computed.
-    pub(super) fn look_ahead(&mut self, group: &Group, step: &[RecordRange]) {
-        let Some(state) = &self.state else { return };
+    pub(super) fn look_ahead(
+        &mut self,
+        (job, state): (&JobPlan, &State),
+        group: &Group,
+        step: &[RecordRange],
+    ) {
         let mut ledger = state.ledger.clone();
         for range in step {
             ledger.absorb(*range);
@@ -98,7 +145,7 @@ impl Session {
         // A new group has not exchanged times yet.
         self.costs.resize(group.members.len(), 0);
         let ranks = (group.rank, self.costs.as_slice());
-        let upcoming = plan::upcoming(&ledger, self.job.epochs, self.job.size, ranks, STEPS_AHEAD);
+        let upcoming = plan::upcoming(&ledger, job.epochs, job.size, ranks, STEPS_AHEAD);
         self.upcoming_changed |= self.upcoming != upcoming;
         self.upcoming = upcoming;
     }

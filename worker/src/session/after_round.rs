@@ -1,13 +1,16 @@
-//! Checkpoints and evaluations of a session. Both happen at the end of a step and are decided from
+//! What follows a round: an evaluation, a checkpoint, the next step, or the end. It is decided from
 //! the headers of all ranks.
 
 use std::time::Duration;
 
 use elasticdl_proto::{Evaluated, WorkerMessage};
 
+use super::outcome::is_withheld;
 use super::phase::Phase;
-use super::{Session, Task, checkpoint_headers};
-use crate::session::checkpoint::{self, Written};
+use super::{Session, Task};
+use crate::session::checkpoint::{
+    self, CheckpointHeader, FinalCheckpoint, Written, final_checkpoint,
+};
 use crate::session::evaluation::{Evaluation, Plan, Scores};
 use crate::session::halt::{Halt, Reason};
 use crate::session::header::{StateRecord, StepHeader};
@@ -43,10 +46,69 @@ impl Session {
                 .map(|(name, mean)| (name, mean.is_finite().then_some(mean)))
                 .collect();
             let (step, records) = (state.step, plan.records);
-            self.reports.push_back(WorkerMessage::Evaluated(Evaluated { step, records, metrics }));
+            self.reports.push(WorkerMessage::Evaluated(Evaluated { step, records, metrics }));
         }
         self.phase = Phase::Round { group, assigned: None, computed: false };
         self.end_round(&headers, committed);
+    }
+
+    pub(super) fn at_end(&self) -> bool {
+        self.state.as_ref().is_some_and(|s| {
+            s.ledger.epoch() >= self.job.epochs
+                || self.job.max_steps.is_some_and(|max| s.step >= max)
+        }) || self.stops_early()
+    }
+
+    /// Decides what follows a round. `committed`: time of the commit, if this round made a step.
+    pub(super) fn end_round(&mut self, headers: &[StepHeader], committed: Option<Duration>) {
+        let Phase::Round { group, .. } = &self.phase else { return };
+        let group = group.clone();
+        let of_checkpoint = checkpoint_headers(headers);
+        let checkpoint = if self.checkpoints.are_enabled() {
+            final_checkpoint(&of_checkpoint, self.step())
+        } else {
+            FinalCheckpoint::Nothing
+        };
+        // An evaluation of the final state can end the processes: the state is stored before.
+        let is_safe = !self.at_end() || checkpoint == FinalCheckpoint::Nothing;
+        if is_safe && self.is_to_be_evaluated() && !is_withheld(headers) {
+            // An evaluation may take long, and the next report would follow it.
+            self.reports.flush();
+            self.phase = Phase::Evaluating { group, headers: headers.to_vec(), committed };
+            return;
+        }
+        let seen = headers.iter().map(|h| h.newest_generation).min().unwrap_or(0);
+        let ending = self.ending(&group, headers);
+        let ends = ending.is_some();
+        let last = if ends { checkpoint } else { FinalCheckpoint::Nothing };
+        if self.is_to_be_verified(ending.as_ref().filter(|_| last == FinalCheckpoint::Nothing)) {
+            self.reports.flush();
+            self.phase = Phase::Verifying { group, committed };
+            return;
+        }
+        let best = self.is_best() && checkpoint != FinalCheckpoint::Nothing;
+        let is_free = checkpoint == FinalCheckpoint::Begin;
+        if last == FinalCheckpoint::Begin
+            || (best && is_free)
+            || (committed.is_some() && checkpoint::begins(&of_checkpoint))
+        {
+            let (step, generation) = (self.step(), group.generation);
+            self.checkpoints.begin(step, generation, &group.members, committed.unwrap_or_default());
+        }
+        if let (Some(ending), FinalCheckpoint::Nothing) = (ending, last) {
+            self.reports.flush();
+            self.end(group, ending);
+        } else if seen > group.generation.0 {
+            self.reports.flush();
+            self.join_latest();
+        } else {
+            // Saving the best model is worth the wait: no later step would have it.
+            let waits = ends || (best && !is_free);
+            let state = self.state.as_ref().filter(|_| !waits);
+            let assigned =
+                state.and_then(|state| self.assignment.plan((&self.job, state), &group, headers));
+            self.phase = Phase::Round { group, assigned, computed: false };
+        }
     }
 
     /// Next task of a checkpoint. To be polled before the state changes: a checkpoint holds the
@@ -116,6 +178,10 @@ impl Session {
             self.checkpoints.handle_headers(&group.members, &checkpoint_headers(headers));
         }
     }
+}
+
+fn checkpoint_headers(headers: &[StepHeader]) -> Vec<&CheckpointHeader> {
+    headers.iter().map(|header| &header.checkpoint).collect()
 }
 
 #[cfg(test)]

@@ -13,19 +13,33 @@ impl Session {
     /// This rank cannot continue, and no other worker could: the job ends with the newest state
     /// retained. The headers of the next round tell all ranks. The first reason stays.
     pub fn halt(&mut self, halt: Halt) {
-        self.halt.get_or_insert(halt);
+        self.requests.halt.get_or_insert(halt);
     }
 
     /// Takes in the headers of all ranks for a step that no rank applies. Ends the round. If this
     /// rank alone has just [halted](Self::halt), an idle round exchanges the new headers first.
     pub(super) fn withhold(&mut self, headers: &[StepHeader]) {
-        self.flush_progress();
+        self.reports.flush();
         if is_withheld(headers) {
             self.handle_checkpoint_headers(headers);
             return self.end_round(headers, None);
         }
         if let Phase::Round { assigned, computed, .. } = &mut self.phase {
             (*assigned, *computed) = (None, false);
+        }
+    }
+
+    /// Ends the job for `group`. No rank starts another round, so a newer group need not wait for
+    /// one.
+    pub(super) fn end(&mut self, group: Group, ending: Ending) {
+        let newer = self
+            .memberships
+            .latest
+            .as_ref()
+            .is_some_and(|latest| latest.generation > group.generation);
+        self.phase = Phase::Finished { group, reported: false, ending };
+        if newer {
+            self.join_latest();
         }
     }
 
@@ -44,7 +58,8 @@ impl Session {
         let errors: Vec<String> =
             [ended, broken, last.export_error].into_iter().flatten().collect();
         let error = (!errors.is_empty()).then(|| errors.join("; "));
-        let ranges = self.halt.as_ref().map(|halt| halt.ranges.clone()).unwrap_or_default();
+        let ranges =
+            self.requests.halt.as_ref().map(|halt| halt.ranges.clone()).unwrap_or_default();
         let is_suspended = *ending == Ending::Suspended;
         *reported = true;
         let finished = Finished {
@@ -60,7 +75,7 @@ impl Session {
             steps_skipped: state.steps_skipped,
             exported: last.is_exported,
         };
-        self.reports.push_back(WorkerMessage::Finished(finished));
+        self.reports.push(WorkerMessage::Finished(finished));
     }
 
     /// How the group's work has ended; `None` while it continues.

@@ -1,0 +1,127 @@
+//! Which group this worker joins, and the links between its members.
+
+use elasticdl_proto::{Membership, WorkerId, WorkerMessage};
+
+use super::phase::{Group, Phase};
+use super::{Exit, Session};
+use crate::session::transport_switch::{NcclBuild, NcclObstacle, Transport, TransportSwitch};
+
+impl Session {
+    pub(super) fn handle_membership(&mut self, membership: Membership) {
+        let abort = membership.abort;
+        if !self.memberships.receive(membership) {
+            return;
+        }
+        if self.step.outcome.is_some() {
+            self.memberships.deferred = Some(self.memberships.deferred.unwrap_or(false) || abort);
+        } else {
+            self.enter_latest(abort);
+        }
+    }
+
+    /// Handles the memberships that have arrived during the outcome of a step.
+    pub(super) fn handle_deferred(&mut self) {
+        if let Some(abort) = self.memberships.deferred.take() {
+            self.enter_latest(abort);
+        }
+    }
+
+    pub(super) fn enter_latest(&mut self, abort: bool) {
+        if self.phase == Phase::Fetching {
+            return self.leave_fetch();
+        }
+        // A switch without a loss waits for the end of the round, where all ranks switch together.
+        let in_round = !matches!(self.phase, Phase::Detached | Phase::Finished { .. });
+        if abort || !in_round {
+            self.join_latest();
+        }
+    }
+
+    /// The links of the membership are up.
+    pub fn connected(&mut self) {
+        if let Phase::Joining(membership) = &self.phase {
+            let rank =
+                membership.rank_of(self.me).expect("only memberships with this worker are joined");
+            let members: Vec<WorkerId> = membership.members.iter().map(|(id, _)| *id).collect();
+            self.transport.regrouped(&members);
+            let group =
+                Group { generation: membership.generation, members, rank, origins: Vec::new() };
+            self.phase = Phase::Syncing(group);
+        }
+    }
+
+    /// The links of the current generation broke, at the link to `suspect`.
+    pub fn broken(&mut self, suspect: Option<WorkerId>, error: String) {
+        self.leave_links(suspect, error, false);
+    }
+
+    /// The links of the current generation could not be built: `suspect` answered no dial.
+    pub fn unreachable_peer(&mut self, suspect: WorkerId, error: String) {
+        self.leave_links(Some(suspect), error, true);
+    }
+
+    fn leave_links(&mut self, suspect: Option<WorkerId>, error: String, unreachable: bool) {
+        let generation = match &self.phase {
+            Phase::Detached | Phase::Ended(_) | Phase::Fetching => return,
+            Phase::Joining(membership) => membership.generation,
+            Phase::Evaluating { group, .. }
+            | Phase::Finished { group, .. }
+            | Phase::Repairing(group, _)
+            | Phase::Round { group, .. }
+            | Phase::Syncing(group)
+            | Phase::Verifying { group, .. } => group.generation,
+        };
+        self.phase = Phase::Detached;
+        self.step.outcome = None;
+        self.memberships.deferred = None;
+        if self.memberships.latest.as_ref().is_some_and(|latest| latest.generation > generation) {
+            self.join_latest();
+        } else {
+            self.reports.push(WorkerMessage::Broken { generation, suspect, error, unreachable });
+        }
+    }
+
+    pub(super) fn join_latest(&mut self) {
+        if matches!(self.phase, Phase::Ended(_)) {
+            return;
+        }
+        let Some(latest) = &self.memberships.latest else { return };
+        let is_member = latest.rank_of(self.me).is_some();
+        self.phase = match (is_member, self.memberships.was_member) {
+            (true, _) => Phase::Joining(latest.clone()),
+            (false, true) => Phase::Ended(Exit::Left),
+            (false, false) => Phase::Detached,
+        };
+        self.memberships.was_member |= is_member;
+    }
+
+    // ---- the host ring or NCCL ----
+
+    /// Sets whether this worker computes on a GPU.
+    pub fn on_gpu(self, gpu: bool) -> Self {
+        Self { transport: TransportSwitch::new(gpu), ..self }
+    }
+
+    /// State of this worker's NCCL communicator in its generation.
+    pub fn set_nccl_build(&mut self, build: NcclBuild) {
+        self.transport.set_build(build);
+    }
+
+    /// NCCL failed during a step. The links are broken, too.
+    pub fn nccl_broke(&mut self) {
+        if let Phase::Round { group, .. } = &self.phase {
+            self.transport.broke(&group.members);
+        }
+    }
+
+    /// Transport of the next [`Task::Step`](super::Task::Step).
+    pub fn transport(&self) -> Transport {
+        self.transport.transport()
+    }
+
+    /// Why this group does not use NCCL. `None`: the ranks start to build it when they are at one
+    /// state.
+    pub fn nccl_obstacle(&self) -> Option<NcclObstacle> {
+        self.transport.obstacle()
+    }
+}

@@ -1,0 +1,33 @@
+//! What a worker knows of its memberships.
+
+use elasticdl_proto::Membership;
+
+/// What this worker knows of its memberships.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Memberships {
+    pub(super) latest: Option<Membership>,
+    /// A membership arrived during the outcome of a step, and whether one of them aborts.
+    pub(super) deferred: Option<bool>,
+    /// Whether this worker has been in a membership. A later one without it means that it must
+    /// leave.
+    pub(super) was_member: bool,
+    /// Whether this worker has been in a group that reached a common state.
+    pub(super) was_in_group: bool,
+}
+
+impl Memberships {
+    /// Takes in a membership. Returns whether it is news.
+    pub(super) fn receive(&mut self, membership: Membership) -> bool {
+        let is_news =
+            self.latest.as_ref().is_none_or(|latest| latest.generation < membership.generation);
+        if is_news {
+            self.latest = Some(membership);
+        }
+        is_news
+    }
+
+    /// Number of the newest generation; 0 before the first.
+    pub(super) fn newest_generation(&self) -> u64 {
+        self.latest.as_ref().map_or(0, |latest| latest.generation.0)
+    }
+}
