@@ -5,8 +5,7 @@ use std::fs;
 use super::root;
 
 #[test]
-fn each_planted_defect_changes_one_place_and_is_listed_with_the_check_that_finds_it() {
-    let readme = fs::read_to_string(root().join("tests/README.md")).unwrap();
+fn each_planted_defect_changes_one_place_and_names_the_check_that_finds_it() {
     let mut defects = 0;
     for path in fs::read_dir(root().join(".bench/planted")).unwrap().map(|e| e.unwrap().path()) {
         if path.extension().is_none_or(|extension| extension != "edit") {
@@ -19,10 +18,8 @@ fn each_planted_defect_changes_one_place_and_is_listed_with_the_check_that_finds
         let (what, area, check) = (head.next(), head.next(), head.next());
         let check = check.and_then(|line| line.strip_prefix("found by: ")).unwrap_or_default();
         let is_known = ["simulation", "test ", "jobs "].iter().any(|kind| check.starts_with(kind));
-        let area = area.and_then(|line| line.strip_prefix("area: "));
-        assert!(what.is_some() && area.is_some() && is_known, "{name}: its first three lines");
-        let row = format!("| `{name}` | {} | {} | `{check}` | ", area.unwrap(), what.unwrap());
-        assert!(readme.contains(&row), "{name}: tests/README.md lacks this row: {row}");
+        let has_area = area.is_some_and(|line| line.starts_with("area: "));
+        assert!(what.is_some() && has_area && is_known, "{name}: its first three lines");
         let mut edits = text.split("\n--- ").skip(1).peekable();
         assert!(edits.peek().is_some(), "{name}: no edits");
         for edit in edits {
