@@ -234,11 +234,10 @@ impl ClusterTarget {
     }
 }
 
-/// Makes the options for a cluster need `--image`, conflict with `--local`, and hides them in the
-/// short help.
+/// Makes the options for a cluster need `--image` and conflict with `--local`.
 fn not_with_local(arg: Arg) -> Arg {
     match arg.get_help_heading() {
-        Some(HEADING) => arg.requires("image").conflicts_with("local").hide_short_help(true),
+        Some(HEADING) => arg.requires("image").conflicts_with("local"),
         _ => arg,
     }
 }

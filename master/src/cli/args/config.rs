@@ -13,6 +13,7 @@ use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
+use super::removed::instead_of;
 use crate::cli::process::Failure;
 
 /// The arguments of a command, with those of its file of options.
@@ -119,6 +120,9 @@ impl Options<'_> {
     }
 
     fn unknown(&self, key: &str) -> String {
+        if let Some(instead) = instead_of(key) {
+            return format!("`{key}` was removed; {instead}");
+        }
         let names = self.command.get_arguments().filter(|arg| !arg.is_hide_set());
         let names = names.filter_map(|arg| arg.get_long()).chain([PROGRAM]);
         let names = names.filter(|name| !NOT_IN_FILE.contains(name));
@@ -130,7 +134,7 @@ impl Options<'_> {
         let command = self.command.get_name();
         format!(
             "`{key}` is not a key{meant} The keys are `{PROGRAM}` and the long options of \
-             `elasticdl {command} --help`"
+             `elasticdl {command} --help-all`"
         )
     }
 }
@@ -142,7 +146,7 @@ const LIKENESS_MIN: f64 = 0.8;
 pub(crate) fn to_file(command: &Command, matches: &ArgMatches) -> Result<String, Failure> {
     let mut text = format!(
         "# Options of `elasticdl {0}`; what is not here has the default of \
-         `elasticdl {0} --help`.\n# Use: elasticdl {0} --config FILE\n",
+         `elasticdl {0} --help-all`.\n# Use: elasticdl {0} --config FILE\n",
         command.get_name()
     );
     for arg in command.get_arguments() {
@@ -240,7 +244,7 @@ fn to_str(word: &OsStr) -> Result<&str, Failure> {
 
 const CONFIG: &str = "config";
 /// Options that select what the command does, not how the job runs.
-const NOT_IN_FILE: [&str; 5] = ["config", "help", "print-config", "resume", "version"];
+const NOT_IN_FILE: [&str; 6] = ["config", "help", "help-all", "print-config", "resume", "version"];
 const PROGRAM: &str = "program";
 
 #[cfg(test)]
@@ -309,6 +313,7 @@ mod tests {
         for (text, parts) in [
             ("num-worker = 4", &["`num-worker`", "`num-workers`"][..]),
             ("num_workers = 4", &["`num_workers`", "`num-workers`"]),
+            ("no-shuffle = true", &["`no-shuffle` was removed; use --shuffle none"]),
             ("programm = ['a']", &["`programm`", "`program`"]),
             ("resume = 'job'", &["`resume` is not a key"]),
             ("config = 'job'", &["`config` is not a key"]),

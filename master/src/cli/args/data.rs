@@ -11,8 +11,9 @@ use crate::job::{LinkEncryption, Shuffle, ShuffleMode, WireDtype};
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub(crate) struct TrainingData {
-    /// Training data, as PROGRAM's reader understands it: usually a file, a folder or a URI. A
-    /// Python program needs none. May be given several times, and as a pattern in quotes:
+    /// Training data, as PROGRAM's reader understands it: usually a file, a folder or a URI.
+    ///
+    /// A Python program needs none. May be given several times, and as a pattern in quotes:
     /// 'data/2026-*.csv'.
     #[arg(long, value_name = "URI")]
     pub(crate) training_data: Vec<String>,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::{LifecycleOptions, values};
+use super::{HelpOptions, LifecycleOptions, values};
 use crate::kube::options;
 
 /// Options for the job as a whole.
@@ -30,15 +30,16 @@ pub(crate) struct JobOptions {
     #[arg(long)]
     pub(crate) detach: bool,
 
-    /// Print what would be started, without starting it: in a cluster, the objects that would be
-    /// created.
+    /// Print what would be started, without starting it.
+    ///
+    /// In a cluster these are the objects that would be created.
     #[arg(long, conflicts_with = "detach")]
     pub(crate) dry_run: bool,
 
-    /// Read options from this TOML file: its keys are the long names of options, and `program` is
-    /// the list of PROGRAM and ARGS.
+    /// Read options from this TOML file.
     ///
-    /// An option that is also on the command line is taken from there. Relative paths are relative
+    /// Its keys are the long names of options, and `program` is the list of PROGRAM and ARGS. An
+    /// option that is also on the command line is taken from there. Relative paths are relative
     /// to the current directory. --print-config writes such a file.
     #[arg(long = "config", value_name = "FILE")]
     pub(crate) _config: Option<PathBuf>,
@@ -83,6 +84,9 @@ pub(crate) struct JobOptions {
     #[arg(long, value_name = "IP", default_value = "127.0.0.1",
           value_parser = values::parse_listen)]
     pub(crate) listen: IpAddr,
+
+    #[command(flatten)]
+    pub(crate) help: HelpOptions,
 
     #[command(flatten)]
     pub(crate) lifecycle: LifecycleOptions,

@@ -24,7 +24,7 @@ use super::stop::{self, StopArgs};
 use super::suspend::{self, SuspendArgs};
 use super::train::{self, TrainArgs};
 use super::zoo::{self, ZooArgs};
-use crate::cli::args::{Arguments, PRINT_CONFIG, to_config_file};
+use crate::cli::args::{Arguments, PRINT_CONFIG, removed, to_config_file};
 use crate::cli::process::{Failure, print, print_error, print_line};
 
 /// Elastic synchronous training: workers join and leave at any time, and every record counts
@@ -38,7 +38,7 @@ use crate::cli::process::{Failure, print, print_error, print_line};
     name = "elasticdl",
     version = env!("ELASTICDL_VERSION"),
     max_term_width = 100,
-    after_help = "See `elasticdl COMMAND --help` for options and examples."
+    after_help = "See `elasticdl COMMAND --help` for the options and examples of a command."
 )]
 pub(crate) struct Cli {
     /// The command.
@@ -141,7 +141,10 @@ fn run() -> Result<u8, Failure> {
             if let Some(origin) = arguments.origin(&error) {
                 print_line(&format!("{origin}:"));
             }
-            error.exit()
+            match removed(&error) {
+                Some(instead) => return Err(Failure::usage(instead)),
+                None => error.exit(),
+            }
         }
     };
     if let Some((name, matches)) = matches.subcommand().filter(|(_, job)| prints_config(job)) {

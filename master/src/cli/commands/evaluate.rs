@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::start::{self, StartRequest};
-use crate::cli::args::InferenceOptions;
+use crate::cli::args::{InferenceOptions, usual_in_short_help};
 use crate::cli::process::Failure;
 use crate::job::Work;
 
@@ -11,8 +11,10 @@ use crate::job::Work;
 #[derive(Args, Debug)]
 #[command(
     override_usage = USAGE,
-    after_help = "Cluster options, details and examples: elasticdl evaluate --help",
-    after_long_help = AFTER_HELP
+    after_help = "All options, details and examples: elasticdl evaluate --help-all",
+    after_long_help = AFTER_HELP,
+    disable_help_flag = true,
+    mut_args(usual_in_short_help)
 )]
 pub(crate) struct EvaluateArgs {
     #[command(flatten)]

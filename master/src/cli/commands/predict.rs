@@ -3,7 +3,7 @@
 use clap::{Args, ValueEnum};
 
 use super::start::{self, StartRequest};
-use crate::cli::args::{InferenceOptions, parse_uri};
+use crate::cli::args::{InferenceOptions, parse_uri, usual_in_short_help};
 use crate::cli::process::Failure;
 use crate::job::{Format, Work};
 
@@ -11,8 +11,10 @@ use crate::job::{Format, Work};
 #[derive(Args, Debug)]
 #[command(
     override_usage = USAGE,
-    after_help = "Cluster options, details and examples: elasticdl predict --help",
-    after_long_help = AFTER_HELP
+    after_help = "All options, details and examples: elasticdl predict --help-all",
+    after_long_help = AFTER_HELP,
+    disable_help_flag = true,
+    mut_args(usual_in_short_help)
 )]
 pub(crate) struct PredictArgs {
     #[command(flatten)]

@@ -8,6 +8,7 @@ use clap::{Arg, Args};
 use super::start::{self, StartRequest, WorkOptions};
 use crate::cli::args::{
     ClusterOptions, JobOptions, OutputOptions, TrainingOptions, TuningOptions, WorkerOptions,
+    usual_in_short_help,
 };
 use crate::cli::process::Failure;
 
@@ -19,9 +20,11 @@ use crate::cli::process::Failure;
         elasticdl train --image <IMG> --training-data <URI> [OPTIONS] \
         -- <PROGRAM> [ARGS]...\n       \
         elasticdl train --resume <JOB>",
-    after_help = "Cluster options, details and examples: elasticdl train --help",
+    after_help = "All options, details and examples: elasticdl train --help-all",
     after_long_help = AFTER_HELP,
-    mut_args(not_with_resume)
+    disable_help_flag = true,
+    mut_args(not_with_resume),
+    mut_args(usual_in_short_help)
 )]
 pub(crate) struct TrainArgs {
     /// The training program and its arguments. Without a `/` the program is looked up in $PATH; in
@@ -37,7 +40,7 @@ pub(crate) struct TrainArgs {
     /// The workers have continued to train for up to --master-timeout. They keep their state and
     /// are not restarted. The job keeps its options; only --quiet, --log-format,
     /// --tee and --detach can be given.
-    #[arg(long, value_name = "JOB")]
+    #[arg(long, value_name = "JOB", help_heading = "Job")]
     pub(crate) resume: Option<PathBuf>,
 
     #[command(flatten)]
