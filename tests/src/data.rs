@@ -35,6 +35,33 @@ pub fn numbers(records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
     records.into_iter().map(|bytes| Ok(u64::from_le_bytes(bytes.as_slice().try_into()?))).collect()
 }
 
+/// The part of an `impl Model` that the models over [`counting_data`] share: its records, and
+/// parameters that are zero at first.
+#[macro_export]
+macro_rules! read_counting_data {
+    () => {
+        type Reader = elasticdl::readers::FixedRecords;
+        type Batch = Vec<u64>;
+
+        fn reader(&self) -> Self::Reader {
+            $crate::counting_reader()
+        }
+
+        fn initialize(
+            &mut self,
+            _seed: u64,
+            parameters: &mut [f32],
+        ) -> Result<(), elasticdl::UserError> {
+            parameters.fill(0.0);
+            Ok(())
+        }
+
+        fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, elasticdl::UserError> {
+            $crate::numbers(records)
+        }
+    };
+}
+
 /// The parameters that a job of the counting model has exported to a file: the count of each
 /// record.
 ///

@@ -14,11 +14,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
-use elasticdl::readers::FixedRecords;
 use elasticdl::{AdamW, Gradients, Loss, Model, Optimizer, Update, UserError};
-use elasticdl_tests::{
-    Command, Running, counting_data, counting_reader, numbers, print, quantile, run_benchmark,
-};
+use elasticdl_tests::{Command, Running, counting_data, print, quantile, run_benchmark};
 use rustix::process::Signal;
 
 #[derive(Debug, Parser)]
@@ -52,24 +49,10 @@ struct Timed {
 }
 
 impl Model for Timed {
-    type Reader = FixedRecords;
-    type Batch = Vec<u64>;
-
-    fn reader(&self) -> FixedRecords {
-        counting_reader()
-    }
+    elasticdl_tests::read_counting_data!();
 
     fn parameter_count(&self) -> usize {
         self.parameters
-    }
-
-    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
-        parameters.fill(0.0);
-        Ok(())
-    }
-
-    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
-        numbers(records)
     }
 
     fn gradients(

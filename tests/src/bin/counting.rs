@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
-use elasticdl::readers::FixedRecords;
 use elasticdl::{Gradients, Loss, Metrics, Model, Optimizer, Predictions, Update, UserError};
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
-use elasticdl_tests::{counting_reader, counts_summary, numbers};
+use elasticdl_tests::counts_summary;
 
 /// Counts records.
 #[derive(Parser)]
@@ -144,24 +143,10 @@ impl Counting {
 }
 
 impl Model for Counting {
-    type Reader = FixedRecords;
-    type Batch = Vec<u64>;
-
-    fn reader(&self) -> FixedRecords {
-        counting_reader()
-    }
+    elasticdl_tests::read_counting_data!();
 
     fn parameter_count(&self) -> usize {
         self.parameters.max(self.records)
-    }
-
-    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
-        parameters.fill(0.0);
-        Ok(())
-    }
-
-    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
-        numbers(records)
     }
 
     fn gradients(

@@ -11,11 +11,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
-use elasticdl::readers::FixedRecords;
 use elasticdl::{Gradients, Loss, Model, Optimizer, Reader, Sgd, Update, UserError};
-use elasticdl_tests::{
-    Command, counting_data, counting_reader, numbers, print, quantile, run_benchmark,
-};
+use elasticdl_tests::{Command, counting_data, print, quantile, run_benchmark};
 
 #[derive(Parser)]
 struct Arguments {
@@ -40,24 +37,10 @@ struct Dense {
 }
 
 impl Model for Dense {
-    type Reader = FixedRecords;
-    type Batch = Vec<u64>;
-
-    fn reader(&self) -> FixedRecords {
-        counting_reader()
-    }
+    elasticdl_tests::read_counting_data!();
 
     fn parameter_count(&self) -> usize {
         self.parameters
-    }
-
-    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
-        parameters.fill(0.0);
-        Ok(())
-    }
-
-    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
-        numbers(records)
     }
 
     fn gradients(

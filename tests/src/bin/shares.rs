@@ -18,11 +18,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Parser;
-use elasticdl::readers::FixedRecords;
 use elasticdl::{Gradients, Loss, Model, UserError};
-use elasticdl_tests::{
-    Command, counting_data, counting_reader, numbers, print, quantile, run_benchmark,
-};
+use elasticdl_tests::{Command, counting_data, print, quantile, run_benchmark};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 #[derive(Parser)]
@@ -61,24 +58,10 @@ impl Delay {
 }
 
 impl Model for Delay {
-    type Reader = FixedRecords;
-    type Batch = Vec<u64>;
-
-    fn reader(&self) -> FixedRecords {
-        counting_reader()
-    }
+    elasticdl_tests::read_counting_data!();
 
     fn parameter_count(&self) -> usize {
         1000
-    }
-
-    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
-        parameters.fill(0.0);
-        Ok(())
-    }
-
-    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
-        numbers(records)
     }
 
     fn gradients(

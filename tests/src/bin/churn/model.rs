@@ -1,9 +1,8 @@
 //! The model that is trained: it counts records, and writes an event log of its work.
 
 use clap::Parser;
-use elasticdl::readers::FixedRecords;
 use elasticdl::{Gradients, Loss, Model, Update, UserError};
-use elasticdl_tests::{counting_reader, counts_summary, numbers};
+use elasticdl_tests::counts_summary;
 
 use crate::event_log::{Commit, Entry, Writer};
 
@@ -51,24 +50,10 @@ impl Counting {
 }
 
 impl Model for Counting {
-    type Reader = FixedRecords;
-    type Batch = Vec<u64>;
-
-    fn reader(&self) -> FixedRecords {
-        counting_reader()
-    }
+    elasticdl_tests::read_counting_data!();
 
     fn parameter_count(&self) -> usize {
         self.params
-    }
-
-    fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
-        parameters.fill(0.0);
-        Ok(())
-    }
-
-    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
-        numbers(records)
     }
 
     fn gradients(
