@@ -37,8 +37,8 @@ impl Template {
         };
         let common = if self == Self::Python { Files::new() } else { of_a_crate() };
         let fill = |mut text: String| {
-            // The tests of the templates are those of the examples.
-            text.truncate(text.find("\n#[cfg(test)]\n").unwrap_or(text.len()));
+            // A new crate has the tests in its files, but not those in files of the examples.
+            text.truncate(text.find("\n#[cfg(test)]\n#[path").unwrap_or(text.len()));
             text.replace("{{name}}", name)
                 .replace("{{dependency}}", &source.dependency(features))
                 .replace("{{dependencies}}", dependencies)
@@ -170,6 +170,18 @@ mod tests {
                     "{template:?} {file}: {text}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn a_new_crate_has_the_tests_in_its_files_and_none_of_the_examples() {
+        let source = Source::parse("0.1").unwrap();
+        for template in Template::value_variants() {
+            let files = template.files("m", &source);
+            let main = files.iter().find(|(path, _)| *path == "src/main.rs");
+            let main = main.map_or("", |(_, bytes)| std::str::from_utf8(bytes).unwrap());
+            assert!(!main.contains("#[path"), "{template:?}: {main}");
+            assert_eq!(main.contains("#[test]"), *template == Template::Linear, "{template:?}");
         }
     }
 
