@@ -76,6 +76,8 @@ impl World {
             return self.violate(format!("{}: {error}", self.name(p)));
         }
         self.oracle.coverage.other_builds += 1;
+        // The master may count the report before the process has ended.
+        self.oracle.failures_max += 1;
         self.fail(p, WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false });
     }
 
