@@ -355,7 +355,7 @@ impl Master {
                         self.notice_refusal(done.map(drop));
                     }
                     UserCommand::Stop => {
-                        let notice = "stopping; press Ctrl-C again to end at once";
+                        let notice = "stopping at the end of the step; Ctrl-C ends the job at once";
                         self.progress.notice(self.now(), notice.into());
                         self.job.handle(self.now(), Event::Stop);
                     }

@@ -24,7 +24,7 @@ impl Objects {
     fn new(name: &str, options: &[&str]) -> Self {
         let output = Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"))
             .args(["train", "--image", "i:1", "--job-name", name, "--namespace", "ml"])
-            .args(["--training-data", "/data", "--dry-run", "-o", "yaml"])
+            .args(["--training-data", "/data", "--dry-run"])
             .args(options)
             .args(["--", "program"])
             .output()

@@ -2,6 +2,7 @@
 
 use crate::checkpoint::{self, CheckpointLookup};
 use crate::model::NamedTensor;
+use crate::paths;
 use crate::storage::{Storage, StorageError};
 use crate::weights;
 
@@ -10,6 +11,12 @@ use crate::weights;
 /// # Errors
 /// A description of the content found instead, and the remedy.
 pub(crate) fn check(address: &str) -> Result<(), String> {
+    // Opening a pipe would wait for its writer, and each worker reads the whole model.
+    if paths::names_device(address) {
+        return Err(format!(
+            "--model {address}: a pipe, socket or device; name an exported file or a checkpoint"
+        ));
+    }
     match checkpoint_at(address)? {
         Some(_) => Ok(()),
         None => weights::check_exists(address).map_err(|error| error.to_string()),
@@ -67,5 +74,9 @@ mod tests {
         let error = load(&one, &[], &mut []).unwrap_err();
         assert!(error.contains("manifest.json: it has no digest"), "{error}");
         assert!(check(&format!("{address}/none")).is_err());
+        let pipe = folder.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, 0o600.into()).unwrap();
+        let error = check(pipe.to_str().unwrap()).unwrap_err();
+        assert!(error.contains("name an exported file or a checkpoint"), "{error}");
     }
 }

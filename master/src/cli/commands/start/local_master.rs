@@ -17,8 +17,8 @@ use super::page::{self, LocalPage};
 use super::request::StartRequest;
 use super::signals::{Signals, Stop, StopEscalation};
 use crate::cli::process::{
-    Console, EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, new_runtime, print_warning,
-    raise_open_files,
+    Console, EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, code_of_summary, new_runtime,
+    print_warning, raise_open_files,
 };
 use crate::cli::render::{Paths, print_job_error, print_summary, summary_to_json, warnings};
 use crate::dashboard::JobOptions;
@@ -127,7 +127,10 @@ fn run(
         Outcome::InvalidInput => EXIT_USAGE,
         // A policy of the user's stopped it.
         Outcome::Stopped if ended.summary.stop_reason.is_some() => EXIT_OK,
-        Outcome::Stopped => stop.unwrap_or(Stop::Interrupted).exit_code(),
+        Outcome::Stopped => match code_of_summary(&ended.summary) {
+            EXIT_OK => stop.unwrap_or(Stop::Interrupted).exit_code(),
+            lost => lost,
+        },
     })
 }
 
