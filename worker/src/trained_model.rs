@@ -14,7 +14,7 @@ pub(crate) fn check(address: &str) -> Result<(), String> {
     // Opening a pipe would wait for its writer, and each worker reads the whole model.
     if paths::names_device(address) {
         return Err(format!(
-            "--model {address}: a pipe, socket or device; name an exported file or a checkpoint"
+            "{address}: a pipe, socket or device; name an exported file or a checkpoint"
         ));
     }
     match checkpoint_at(address)? {
@@ -77,6 +77,7 @@ mod tests {
         let pipe = folder.path().join("pipe");
         rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, 0o600.into()).unwrap();
         let error = check(pipe.to_str().unwrap()).unwrap_err();
-        assert!(error.contains("name an exported file or a checkpoint"), "{error}");
+        let expected = "/pipe: a pipe, socket or device; name an exported file or a checkpoint";
+        assert!(error.starts_with('/') && error.ends_with(expected), "{error}");
     }
 }
