@@ -5,7 +5,7 @@
 //!
 //! [`Model::tensors`]: crate::Model::tensors
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -109,20 +109,20 @@ pub(crate) fn load(
 ) -> Result<(), WeightsError> {
     check(tensors, parameters.len())?;
     let bytes = Storage::open(address)?.read("")?;
-    let other = |reason: String| WeightsError::Mismatch { path: address.into(), reason };
+    let mismatch = |reason: String| WeightsError::Mismatch { path: address.into(), reason };
     let file = SafeTensors::deserialize(&bytes)
-        .map_err(|error| other(format!("not a safetensors file: {error}")))?;
+        .map_err(|error| mismatch(format!("not a safetensors file: {error}")))?;
     let mut rest = parameters;
     for NamedTensor { name, shape } in tensors {
         let tensor = file.tensor(name).map_err(|_| {
             let mut names = file.names();
             names.sort_unstable();
             let names = clip(&names.join(", "));
-            other(format!("no tensor {name:?}, which the model has; the file has {names}"))
+            mismatch(format!("no tensor {name:?}, which the model has; the file has {names}"))
         })?;
         if tensor.dtype() != Dtype::F32 || tensor.shape() != shape {
             let (dtype, found) = (tensor.dtype(), tensor.shape());
-            return Err(other(format!(
+            return Err(mismatch(format!(
                 "tensor {name:?} is {dtype:?} of shape {found:?} where the model has F32 of shape \
                  {shape:?}"
             )));
@@ -138,9 +138,9 @@ pub(crate) fn load(
 fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, WeightsError> {
     let mut end = 0usize;
     let mut infos = Vec::with_capacity(tensors.len());
-    let mut names = HashMap::new();
+    let mut names = HashSet::new();
     for NamedTensor { name, shape } in tensors {
-        if names.insert(name, ()).is_some() || name.is_empty() || name == "__metadata__" {
+        if !names.insert(name) || name.is_empty() || name == "__metadata__" {
             return Err(WeightsError::Layout(format!(
                 "{name:?}, which is not usable: each tensor needs a unique name"
             )));

@@ -159,6 +159,7 @@ impl DeviceGroup {
 
     /// Duration of the abort of this group's communicator, once it was aborted and the abort has
     /// returned.
+    #[cfg(feature = "testing")]
     #[must_use]
     pub fn nccl_abort_time(&self) -> Option<Duration> {
         match &self.nccl {
@@ -228,32 +229,6 @@ impl DeviceGroup {
         let buffers = Buffers { src: both, dst: both, len, dtype: T::DTYPE };
         self.run_nccl(&[], len, Call { kind: CallKind::Broadcast { root }, buffers, beside: None })
             .map(drop)
-    }
-
-    /// Gathers every rank's `src`, in rank order, in every rank's `dst`.
-    ///
-    /// `src`: `[len]`, the same length on every rank; `dst`: `[world_size · len]`; both on this
-    /// group's device.
-    ///
-    /// # Errors
-    /// As for [`all_reduce_device`](Self::all_reduce_device).
-    pub fn all_gather_device<T: Element>(
-        &mut self,
-        src: &impl DevicePtr<T>,
-        dst: &mut impl DevicePtrMut<T>,
-        path: Path,
-    ) -> Result<(), CollectiveError> {
-        self.host.check_alive()?;
-        check_len(src.len() * self.host.world_size(), dst.len(), "an all-gather")?;
-        if path == Path::Host {
-            return self.gather_staged(src, dst);
-        }
-        let stream = self.device.stream().clone();
-        let len = src.len();
-        let ((src, _read), (dst, _written)) =
-            (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
-        let buffers = Buffers { src, dst, len, dtype: T::DTYPE };
-        self.run_nccl(&[], len, Call { kind: CallKind::AllGather, buffers, beside: None }).map(drop)
     }
 
     /// Runs one operation over NCCL.

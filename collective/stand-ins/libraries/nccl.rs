@@ -138,10 +138,6 @@ impl Head {
     fn bytes(self) -> usize {
         self.len as usize * if self.dtype == FLOAT32 { 4 } else { 2 }
     }
-
-    fn result_bytes(self, world: usize) -> usize {
-        if self.kind == ALL_GATHER { self.bytes() * world } else { self.bytes() }
-    }
 }
 
 #[unsafe(no_mangle)]
@@ -235,7 +231,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
                 Job::Finalize => seen.store(SUCCESS, Ordering::SeqCst),
                 Job::Operation(operation) => {
                     seen.store(SUCCESS, Ordering::SeqCst);
-                    perform(&operation, own.get().unwrap(), world, &stop);
+                    perform(&operation, own.get().unwrap(), &stop);
                 }
             }
         }
@@ -320,19 +316,6 @@ pub unsafe extern "C" fn ncclAllReduce(
 }
 
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclAllGather(
-    src: u64,
-    dst: u64,
-    len: usize,
-    dtype: c_int,
-    communicator: *mut c_void,
-    stream: u64,
-) -> c_int {
-    let head = Head { kind: ALL_GATHER, dtype: dtype as u8, root: 0, len: len as u64 };
-    unsafe { enqueue(communicator, head, src, dst, stream) }
-}
-
-#[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclBroadcast(
     src: u64,
     dst: u64,
@@ -400,11 +383,11 @@ fn join(
     Ok(())
 }
 
-fn perform(operation: &Operation, mut link: &TcpStream, world: usize, abort: &AtomicBool) {
+fn perform(operation: &Operation, mut link: &TcpStream, abort: &AtomicBool) {
     let &Operation { head, src, dst, stream, ticket } = operation;
     unsafe { (streams().turn)(stream, ticket) };
     let part = unsafe { bytes_at(src, head.bytes()) };
-    let mut result = vec![0; head.result_bytes(world)];
+    let mut result = vec![0; head.bytes()];
     let done = link
         .write_all(&head.encode())
         .and_then(|()| link.write_all(part))
@@ -460,7 +443,6 @@ fn receive(link: &mut TcpStream) -> io::Result<(Head, Vec<u8>)> {
 
 fn compute(head: Head, parts: &[(Head, Vec<u8>)]) -> Vec<u8> {
     match head.kind {
-        ALL_GATHER => parts.iter().flat_map(|(_, part)| part.clone()).collect(),
         BROADCAST => parts[head.root as usize].1.clone(),
         _ => {
             let mut sums = vec![0.0_f32; head.len as usize];
@@ -581,6 +563,5 @@ const IN_PROGRESS: c_int = 7;
 const FLOAT16: u8 = 6;
 const FLOAT32: u8 = 7;
 const BFLOAT16: u8 = 9;
-const ALL_GATHER: u8 = 0;
-const ALL_REDUCE: u8 = 1;
-const BROADCAST: u8 = 2;
+const ALL_REDUCE: u8 = 0;
+const BROADCAST: u8 = 1;

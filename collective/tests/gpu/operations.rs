@@ -77,11 +77,6 @@ fn moves<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
         gpu.ring.broadcast_device(root, &mut buf.slice_mut(..len), path).unwrap();
         assert!(same(&gpu.get(&buf, len), &part(root, len)), "{path:?}, world {world}, len {len}");
     }
-    let src = written(gpu, &part::<T>(rank, len));
-    let mut dst = written(gpu, &part::<T>(9, world * len));
-    gpu.ring.all_gather_device(&src.slice(..len), &mut dst.slice_mut(..world * len), path).unwrap();
-    let all: Vec<_> = (0..world).flat_map(|rank| part::<T>(rank, len)).collect();
-    assert!(same(&gpu.get(&dst, world * len), &all), "{path:?}, world {world}, len {len}");
 }
 
 #[test]
@@ -99,7 +94,7 @@ fn sums_of_all_types_are_exact() {
 }
 
 #[test]
-fn broadcasts_and_all_gathers_of_all_types_copy_the_data() {
+fn broadcasts_of_all_types_copy_the_data() {
     everywhere(|gpu, path| {
         for len in [0, 1, 3, 20_011] {
             moves::<f32>(gpu, path, len);

@@ -89,51 +89,6 @@ impl DeviceGroup {
         })
     }
 
-    pub(super) fn gather_staged<T: Element>(
-        &mut self,
-        src: &impl DevicePtr<T>,
-        dst: &mut impl DevicePtrMut<T>,
-    ) -> Result<(), CollectiveError> {
-        let stream = self.device.stream().clone();
-        let blocks = Blocks::of::<T>(src.len());
-        let whole = blocks.len * blocks.element_bytes;
-        let ((from, _read), (to, _written)) =
-            (src.device_ptr(&stream), dst.device_ptr_mut(&stream));
-        self.with_staging(|host, staging| {
-            agree_on_len(host, blocks.len)?;
-            let mut copies = 0;
-            for turn in 0..blocks.count() {
-                blocks.start_copy_to_host(host, staging, turn, from)?;
-                let range = blocks.bytes(turn);
-                let input = staging.to_host.slot(turn, range.len(), || host.check_alive())?;
-                let all = host.gather_alongside(input)?;
-                for (rank, block) in all.iter().enumerate() {
-                    if block.len() != range.len() {
-                        let reason = format!(
-                            "expected a block of {} bytes, got {}",
-                            range.len(),
-                            block.len()
-                        );
-                        return Err(host.protocol_error(rank, reason));
-                    }
-                    if range.is_empty() {
-                        continue;
-                    }
-                    staging
-                        .to_device
-                        .slot(copies, block.len(), || host.check_alive())?
-                        .copy_from_slice(block);
-                    let to = to + (rank * whole + range.start) as u64;
-                    // SAFETY: the range is inside `dst`, which has space for all ranks and is
-                    // borrowed until the streams are joined.
-                    unsafe { staging.to_device.start_copy_to_device(copies, to, block.len()) }?;
-                    copies += 1;
-                }
-            }
-            Ok(())
-        })
-    }
-
     /// Runs `act` after the work on the device's stream, and orders later work on that stream after
     /// all copies, even if `act` fails.
     fn with_staging<T>(

@@ -83,7 +83,6 @@ pub(crate) struct Beside {
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum CallKind {
-    AllGather,
     AllReduce,
     Broadcast { root: usize },
 }
@@ -203,6 +202,7 @@ impl NcclCommunicator {
     }
 
     /// Duration of the abort, once it has returned.
+    #[cfg(feature = "testing")]
     pub(crate) fn abort_time(&self) -> Option<Duration> {
         match self.shared.abort_nanos.load(Ordering::Acquire) {
             0 => None,
@@ -491,18 +491,11 @@ impl Caller {
         };
         let raw = stream.cu_stream().cast();
         let (action, call_status) = match kind {
-            CallKind::AllGather => (
-                "all-gather",
-                self.call(|nccl, handle| {
-                    // SAFETY: this thread may use the handle, see `call`; the caller guarantees the
-                    // buffers.
-                    unsafe { nccl.all_gather(handle, buffers, raw) }
-                })?,
-            ),
             CallKind::AllReduce => (
                 "all-reduce",
                 self.call(|nccl, handle| {
-                    // SAFETY: as above.
+                    // SAFETY: this thread may use the handle, see `call`; the caller guarantees the
+                    // buffers.
                     unsafe { nccl.all_reduce(handle, buffers, raw) }
                 })?,
             ),

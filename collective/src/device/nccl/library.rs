@@ -200,31 +200,6 @@ impl Library {
         self.status("broadcast", code)
     }
 
-    /// Enqueues a copy of all ranks' `src`, in rank order, into `dst` on `stream`.
-    ///
-    /// # Safety
-    /// As for [`all_reduce`](Self::all_reduce); `dst` has space for the data of all ranks.
-    pub(crate) unsafe fn all_gather(
-        &self,
-        handle: Handle,
-        buffers: Buffers,
-        stream: *mut c_void,
-    ) -> Result<CallStatus, DeviceError> {
-        let Buffers { src, dst, len, dtype } = buffers;
-        // SAFETY: guaranteed by the caller.
-        let code = unsafe {
-            (self.calls.all_gather)(
-                address(src),
-                address(dst),
-                len,
-                code_of(dtype),
-                handle.0,
-                stream,
-            )
-        };
-        self.status("all-gather", code)
-    }
-
     /// Begins to finalize a communicator: outstanding operations complete, also for its peers.
     ///
     /// # Safety
@@ -360,8 +335,6 @@ macro_rules! calls {
 }
 
 calls! {
-    all_gather: "ncclAllGather"
-        = fn(*const c_void, *mut c_void, usize, c_int, *mut c_void, *mut c_void) -> c_int;
     all_reduce: "ncclAllReduce"
         = fn(*const c_void, *mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
     broadcast: "ncclBroadcast"
