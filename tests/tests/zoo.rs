@@ -31,13 +31,13 @@ fn init(path: &Path, options: &[&str]) -> Output {
 }
 
 /// Runs cargo in the crate, with the dependencies of this workspace: its versions, its target
-/// folder, its profile.
+/// folder, and no line tables, as its profile has it for dependencies: none is built again.
 fn cargo(crate_path: &Path, command: &str) -> Command {
     fs::copy(root().join("Cargo.lock"), crate_path.join("Cargo.lock")).unwrap();
     let target = Path::new(ELASTICDL).ancestors().nth(2).unwrap();
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args([command, "--offline"]).current_dir(crate_path);
-    cargo.env("CARGO_TARGET_DIR", target).env("CARGO_PROFILE_DEV_DEBUG", "line-tables-only");
+    cargo.env("CARGO_TARGET_DIR", target).env("CARGO_PROFILE_DEV_DEBUG", "0");
     cargo
 }
 
