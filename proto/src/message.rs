@@ -45,6 +45,9 @@ pub enum WorkerMessage {
     BestExport {
         /// Steps that it contains.
         step: u64,
+        /// Where the file is kept that was there before: no model of this job, and none that is
+        /// known to be worse.
+        kept: Option<String>,
         /// The store's error.
         error: Option<String>,
     },

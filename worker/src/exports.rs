@@ -2,7 +2,8 @@
 //!
 //! **Invariants:** an export that fails does not end training. At the end of a job it is repeated
 //! for some time, with the model in the job's directory meanwhile. A job that fails does not
-//! replace a file that a good job has written: its model lies beside it, under another name.
+//! replace a file that a good job has written: its model lies beside it, under another name. Nor
+//! does a job destroy a best model that is better than its own: that is kept as `NAME.previous`.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,9 +11,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticdl_proto::failed_export;
+use serde::{Deserialize, Serialize};
 
+use crate::checkpoint::BestMetric;
 use crate::model::NamedTensor;
-use crate::storage::with_patience;
+use crate::storage::{Storage, StorageError, with_patience};
 use crate::weights::{self, WeightsError};
 
 /// Where a job exports models, and the best one as long as it is not written.
@@ -20,7 +23,7 @@ use crate::weights::{self, WeightsError};
 pub(crate) struct Exports {
     places: ExportPlaces,
     layout: Vec<NamedTensor>,
-    unsaved_best: Option<(u64, Arc<Vec<f32>>)>,
+    unsaved_best: Option<(Best, Arc<Vec<f32>>)>,
     sleep: Sleep,
 }
 
@@ -32,10 +35,27 @@ type Sleep = fn(&ExportPlaces, Duration);
 pub(crate) struct ExportPlaces {
     /// The model at the end of the job.
     pub(crate) last: Option<String>,
-    /// The best model so far.
-    pub(crate) best: Option<String>,
+    /// The best model so far, and what decides that.
+    pub(crate) best: Option<(String, BestMetric)>,
     /// A folder of this machine that takes a model which its own place does not take.
     pub(crate) fallback: Option<PathBuf>,
+}
+
+/// What a job says of the best model that it exports, in a note in the file.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Best {
+    pub(crate) step: u64,
+    /// Mean of the metric over the validation data.
+    pub(crate) value: f64,
+    metric: BestMetric,
+}
+
+/// What became of the best model of `step`.
+#[derive(Debug, PartialEq)]
+pub(crate) struct SavedBest {
+    pub(crate) step: u64,
+    /// Where what was there before is kept, if that was no worse model; or the error of the store.
+    pub(crate) kept: Result<Option<String>, String>,
 }
 
 impl Exports {
@@ -67,51 +87,71 @@ impl Exports {
     ) -> Result<(), String> {
         let Some(last) = &self.places.last else { return Ok(()) };
         let address = if has_failed { failed_export(last) } else { last.clone() };
-        self.save_patiently((&address, LAST), step, parameters, patience)
+        self.save_patiently((&address, LAST), None, step, parameters, patience)
+            .map(drop)
             .map_err(|error| format!("the model of step {step} was not exported: {error}"))
     }
 
-    /// Takes the model of `step`, which is the best so far. [`Exports::save_best`] writes it.
-    pub(crate) fn take_best(&mut self, step: u64, parameters: Arc<Vec<f32>>) {
-        self.unsaved_best = Some((step, parameters));
+    /// Takes the model of `step`, which is the best so far by `value`. [`Exports::save_best`]
+    /// writes it.
+    pub(crate) fn take_best(&mut self, (step, value): (u64, f64), parameters: Arc<Vec<f32>>) {
+        if let Some((_, metric)) = &self.places.best {
+            self.unsaved_best = Some((Best { step, value, metric: metric.clone() }, parameters));
+        }
+    }
+
+    /// Whether the best model of an earlier job, of this step and value, is at the place of this
+    /// job's best one.
+    pub(crate) fn holds_best(&self, (step, value): (u64, f64)) -> bool {
+        self.places.best.as_ref().is_some_and(|(address, metric)| {
+            let best = Best { step, value, metric: metric.clone() };
+            matches!(Best::read(address), Ok(Some(found)) if found == best)
+        })
     }
 
     /// Exports the best model, if it is not written yet. A failure keeps it for the next call.
     /// `None`: nothing was to be written.
-    pub(crate) fn save_best(&mut self) -> Option<(u64, Result<(), String>)> {
-        let best = self.places.best.as_ref()?;
-        let (step, parameters) = self.unsaved_best.as_ref()?;
-        let (step, saved) = (*step, self.save(best, *step, parameters));
-        if saved.is_ok() {
+    pub(crate) fn save_best(&mut self) -> Option<SavedBest> {
+        let (address, _) = self.places.best.as_ref()?;
+        let (best, parameters) = self.unsaved_best.as_ref()?;
+        let step = best.step;
+        let kept = self.save(address, Some(best), step, parameters);
+        if kept.is_ok() {
             self.unsaved_best = None;
         }
-        Some((step, saved.map_err(|error| error.to_string())))
+        Some(SavedBest { step, kept: kept.map_err(|error| error.to_string()) })
     }
 
     /// Like [`Exports::save_best`], at the end of the job: a failed attempt is repeated for the
     /// time of `patience`.
-    pub(crate) fn save_best_at_end(
-        &mut self,
-        patience: Duration,
-    ) -> Option<(u64, Result<(), String>)> {
-        let best = self.places.best.as_ref()?;
-        let (step, parameters) = self.unsaved_best.take()?;
-        let saved = self.save_patiently((best, BEST), step, &parameters, patience);
-        if saved.is_err() {
-            self.unsaved_best = Some((step, parameters));
+    pub(crate) fn save_best_at_end(&mut self, patience: Duration) -> Option<SavedBest> {
+        let (address, _) = self.places.best.as_ref()?;
+        let (best, parameters) = self.unsaved_best.take()?;
+        let (step, file) = (best.step, (address.as_str(), BEST));
+        let kept = self.save_patiently(file, Some(&best), step, &parameters, patience);
+        if kept.is_err() {
+            self.unsaved_best = Some((best, parameters));
         }
-        Some((step, saved))
+        Some(SavedBest { step, kept })
     }
 
+    /// Returns where the file is kept that was there before, if it is. `best`: this is the best
+    /// model.
     fn save(
         &self,
         address: &str,
+        best: Option<&Best>,
         step: u64,
         parameters: &Arc<Vec<f32>>,
-    ) -> Result<(), WeightsError> {
-        weights::save(address, &self.layout, parameters)?;
-        tracing::info!(address, step, "the model is exported");
-        Ok(())
+    ) -> Result<Option<String>, WeightsError> {
+        let kept = best.is_some_and(|best| best.must_not_replace(address));
+        if kept {
+            Storage::open(address)?.copy_beside(PREVIOUS)?;
+        }
+        let note = best.map(|best| (NOTE, serde_json::to_string(best).expect("it has text keys")));
+        weights::save_noted(address, &self.layout, parameters, note)?;
+        tracing::info!(address, step, kept, "the model is exported");
+        Ok(kept.then(|| format!("{address}{PREVIOUS}")))
     }
 
     /// Exports the model to `address`, and repeats that for the time of `patience`. Meanwhile, and
@@ -119,27 +159,26 @@ impl Exports {
     fn save_patiently(
         &self,
         (address, name): (&str, &str),
+        best: Option<&Best>,
         step: u64,
         parameters: &Arc<Vec<f32>>,
         patience: Duration,
-    ) -> Result<(), String> {
-        let save = || self.save(address, step, parameters);
-        let Err(error) = save() else { return Ok(()) };
+    ) -> Result<Option<String>, String> {
+        let save = || self.save(address, best, step, parameters);
+        let error = match save() {
+            Ok(kept) => return Ok(kept),
+            Err(error) => error,
+        };
         // Whatever ends this process during the wait, the model is there.
-        let mut kept = self.save_elsewhere(name, parameters);
+        let mut elsewhere = self.save_elsewhere(name, parameters);
         let sleep = |pause| (self.sleep)(&self.places, pause);
         let saved = with_patience(address, patience, error, save, sleep);
-        match (saved, &kept) {
-            (Ok(()), Some(Ok(path))) => drop(fs::remove_file(path)),
-            (Ok(()), _) => {}
-            (Err(error), _) => {
-                if matches!(kept, Some(Err(_))) {
-                    kept = self.save_elsewhere(name, parameters);
-                }
-                return Err(error.to_string() + &where_kept(kept));
-            }
+        match (&saved, &elsewhere) {
+            (Ok(_), Some(Ok(path))) => drop(fs::remove_file(path)),
+            (Err(_), Some(Err(_))) => elsewhere = self.save_elsewhere(name, parameters),
+            _ => {}
         }
-        Ok(())
+        saved.map_err(|error| error.to_string() + &where_kept(elsewhere))
     }
 
     /// Writes the model to the file `name` of the fallback, if there is one. Returns where it is.
@@ -154,6 +193,40 @@ impl Exports {
     }
 }
 
+impl Best {
+    /// What the file at `address` says of itself; `None`: nothing.
+    fn read(address: &str) -> Result<Option<Self>, StorageError> {
+        let note = weights::note(address, NOTE)?;
+        Ok(note.and_then(|note| serde_json::from_str(&note).ok()))
+    }
+
+    /// Whether the file at `address` is to be kept when this model replaces it: it is no best
+    /// model, or one that does not compare, or a better one, which this job can't have written.
+    /// Of two better ones, the best is kept.
+    fn must_not_replace(&self, address: &str) -> bool {
+        match Self::read(address) {
+            Ok(Some(found)) => {
+                let previous = || Self::read(&format!("{address}{PREVIOUS}")).ok().flatten();
+                !self.is_as_good_as(&found)
+                    && !previous().is_some_and(|previous| previous.is_as_good_as(&found))
+            }
+            Ok(None) => true,
+            // A store that permits writing alone does not say what it has.
+            Err(StorageError::NotFound { .. }) => false,
+            Err(error) => {
+                tracing::warn!(%error, "what the best model replaces is not known");
+                false
+            }
+        }
+    }
+
+    fn is_as_good_as(&self, other: &Self) -> bool {
+        let Self { value, metric, .. } = self;
+        let is_better = if metric.highest { *value >= other.value } else { *value <= other.value };
+        *metric == other.metric && is_better
+    }
+}
+
 /// Says where a model is that its place did not take, as the end of a sentence.
 fn where_kept(kept: Option<Result<String, WeightsError>>) -> String {
     match kept {
@@ -163,6 +236,10 @@ fn where_kept(kept: Option<Result<String, WeightsError>>) -> String {
     }
 }
 
+/// Name of a [`Best`] in the notes of a file.
+const NOTE: &str = "elasticdl.best";
+/// Suffix of the name of a file that was not replaced.
+const PREVIOUS: &str = ".previous";
 const BEST: &str = "best.safetensors";
 const LAST: &str = "model.safetensors";
 
@@ -192,7 +269,7 @@ mod tests {
             let address = |name: &str| self.path(name).to_str().map(str::to_owned);
             let places = ExportPlaces {
                 last: address("out/last"),
-                best: address("out/best"),
+                best: address("out/best").map(|best| (best, metric("loss"))),
                 fallback: Some(self.path("job")),
             };
             Exports::new(places, vec![NamedTensor { name: "w".into(), shape: vec![1] }])
@@ -204,6 +281,10 @@ mod tests {
             weights::load(self.path(name).to_str().unwrap(), &layout, &mut value).unwrap();
             value[0]
         }
+    }
+
+    fn metric(name: &str) -> BestMetric {
+        BestMetric { name: name.into(), highest: false, records: 10 }
     }
 
     fn model(value: f32) -> Arc<Vec<f32>> {
@@ -248,8 +329,8 @@ mod tests {
         assert_eq!(target.value("out/last"), 1.0);
         fs::remove_dir_all(target.path("out")).unwrap();
         fs::write(target.path("out"), "no folder").unwrap();
-        exports.take_best(3, model(3.0));
-        assert_eq!(exports.save_best_at_end(patience), Some((3, Ok(()))));
+        exports.take_best((3, 0.5), model(3.0));
+        assert_eq!(exports.save_best_at_end(patience), Some(SavedBest { step: 3, kept: Ok(None) }));
         assert_eq!((target.value("out/best"), exports.save_best()), (3.0, None));
         assert_eq!(fs::read_dir(target.path("job")).unwrap().count(), 0);
     }
@@ -260,15 +341,61 @@ mod tests {
         let mut exports = target.exports();
         assert_eq!(exports.save_best(), None);
         fs::write(target.path("out"), "no folder").unwrap();
-        exports.take_best(3, model(3.0));
-        assert!(matches!(exports.save_best(), Some((3, Err(_)))));
+        exports.take_best((3, 0.5), model(3.0));
+        assert!(exports.save_best().unwrap().kept.is_err());
         // A later evaluation has not found a better one.
-        assert!(matches!(exports.save_best(), Some((3, Err(_)))));
-        let Some((3, Err(error))) = exports.save_best_at_end(Duration::ZERO) else { panic!() };
+        assert!(exports.save_best().unwrap().kept.is_err());
+        let error = exports.save_best_at_end(Duration::ZERO).unwrap().kept.unwrap_err();
         assert!(error.contains("job/best.safetensors"), "{error}");
         assert_eq!(target.value("job/best.safetensors"), 3.0);
         fs::remove_file(target.path("out")).unwrap();
-        assert_eq!(exports.save_best(), Some((3, Ok(()))));
+        assert_eq!(exports.save_best(), Some(SavedBest { step: 3, kept: Ok(None) }));
         assert_eq!((target.value("out/best"), exports.save_best()), (3.0, None));
+    }
+
+    #[test]
+    fn a_better_model_than_the_jobs_own_is_kept_beside_it() {
+        let target = Target::new();
+        let places = |name: &str| ExportPlaces {
+            best: target.path("best").to_str().map(|best| (best.to_owned(), metric(name))),
+            ..ExportPlaces::default()
+        };
+        let job = |name: &str| Exports { places: places(name), ..target.exports() };
+        // Saves models with these losses; their values are the losses.
+        let save = |exports: &mut Exports, losses: &[f32]| {
+            let mut kept = Vec::new();
+            for (step, &loss) in (1..).zip(losses) {
+                exports.take_best((step, loss.into()), model(loss));
+                kept.push(exports.save_best().unwrap().kept.unwrap().is_some());
+            }
+            let previous = target.path("best.previous");
+            (kept, target.value("best"), previous.exists().then(|| target.value("best.previous")))
+        };
+        assert_eq!(save(&mut job("loss"), &[3.0, 0.5, 0.2]), (vec![false; 3], 0.2, None));
+        // The first model of the next job is worse, and the file is the job's own from then on.
+        let second = save(&mut job("loss"), &[4.0, 1.0]);
+        assert_eq!(second, (vec![true, false], 1.0, Some(0.2)));
+        // The best of all stays.
+        assert_eq!(save(&mut job("loss"), &[2.0]), (vec![false], 2.0, Some(0.2)));
+        assert_eq!(save(&mut job("loss"), &[0.1]), (vec![false], 0.1, Some(0.2)));
+        assert_eq!(save(&mut job("mae"), &[0.3]), (vec![true], 0.3, Some(0.1)));
+        fs::write(target.path("best"), "no model").unwrap();
+        let mut last = job("mae");
+        last.take_best((1, 0.2), model(0.2));
+        assert!(last.save_best().unwrap().kept.unwrap().is_some());
+        assert_eq!(fs::read(target.path("best.previous")).unwrap(), b"no model");
+    }
+
+    #[test]
+    fn a_place_holds_the_best_model_of_an_earlier_job_or_does_not() {
+        let target = Target::new();
+        let mut exports = target.exports();
+        assert!(!exports.holds_best((3, 0.1)));
+        exports.take_best((3, 0.1), model(3.0));
+        assert!(exports.save_best().unwrap().kept.is_ok());
+        assert!(exports.holds_best((3, 0.1)) && !exports.holds_best((4, 0.1)));
+        exports.save_last(3, false, &model(3.0), Duration::ZERO).unwrap();
+        fs::rename(target.path("out/last"), target.path("out/best")).unwrap();
+        assert!(!exports.holds_best((3, 0.1)));
     }
 }

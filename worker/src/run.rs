@@ -13,6 +13,7 @@ use elasticdl_proto::{
     WorkerOptions,
 };
 
+use crate::checkpoint::BestMetric;
 use crate::control::{Control, dataset};
 use crate::conversion::Conversion;
 use crate::descriptors;
@@ -246,7 +247,7 @@ fn train<M: Model>(
     let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
     let places = ExportPlaces {
         last: export.clone(),
-        best: export_best(options).cloned(),
+        best: export_best(options).cloned().zip(plan.evaluation.as_ref().map(BestMetric::from)),
         fallback: environment.job_dir.clone().map(PathBuf::from),
     };
     let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);

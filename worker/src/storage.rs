@@ -310,6 +310,22 @@ impl Storage {
         }
     }
 
+    /// Copies this file to the address that has `suffix` after this one's. What is there is
+    /// replaced.
+    ///
+    /// # Errors
+    /// An error of the store.
+    pub(crate) fn copy_beside(&self, suffix: &str) -> Result<(), StorageError> {
+        match &self.place {
+            Place::Local(at) => self.local("", || local::copy_beside(at, suffix)),
+            Place::Store(store, at) => {
+                let to = format!("{at}{suffix}");
+                let to = Path::parse(&to).unwrap_or_else(|_| Path::from(to));
+                self.request("", || store.copy(at, &to))
+            }
+        }
+    }
+
     /// Removes a file. A missing file is not an error.
     ///
     /// # Errors

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
+use serde::Deserialize;
 
 use crate::model::NamedTensor;
 use crate::paths;
@@ -38,7 +39,7 @@ pub(crate) enum WeightsError {
 /// # Errors
 /// [`WeightsError::Layout`].
 pub(crate) fn check(tensors: &[NamedTensor], parameters: usize) -> Result<(), WeightsError> {
-    header(tensors, parameters).map(drop)
+    header(tensors, parameters, None).map(drop)
 }
 
 /// Checks that a file can be written at `address`, before training starts.
@@ -84,9 +85,45 @@ pub(crate) fn save(
     tensors: &[NamedTensor],
     parameters: &Arc<Vec<f32>>,
 ) -> Result<(), WeightsError> {
-    let header = header(tensors, parameters.len())?;
+    save_noted(address, tensors, parameters, None)
+}
+
+/// Like [`save`], with a `note`, a name and a text, which [`note`] reads.
+pub(crate) fn save_noted(
+    address: &str,
+    tensors: &[NamedTensor],
+    parameters: &Arc<Vec<f32>>,
+    note: Option<(&str, String)>,
+) -> Result<(), WeightsError> {
+    let header = header(tensors, parameters.len(), note)?;
     let values = Bytes::from_owner(Values(Arc::clone(parameters)));
     Ok(Storage::open(address)?.write("", vec![header.into(), values])?)
+}
+
+/// Reads the note of this `name` in the file at `address`. `None`: it has none, or is a file of
+/// another kind.
+///
+/// # Errors
+/// [`StorageError::NotFound`], or an error of the storage.
+pub(crate) fn note(address: &str, name: &str) -> Result<Option<String>, StorageError> {
+    #[derive(Deserialize)]
+    struct Header {
+        #[serde(rename = "__metadata__")]
+        notes: HashMap<String, String>,
+    }
+    let file = Storage::open(address)?;
+    let bytes = file.bytes("")?;
+    if bytes <= HEADER_START {
+        return Ok(None);
+    }
+    let start = file.read_range("", 0..HEADER_START)?;
+    let header = start[..].try_into().map_or(u64::MAX, u64::from_le_bytes);
+    if header > (bytes - HEADER_START).min(HEADER_MAX) {
+        return Ok(None);
+    }
+    let header = file.read_range("", HEADER_START..HEADER_START + header)?;
+    let header: Option<Header> = serde_json::from_slice(&header).ok();
+    Ok(header.and_then(|mut header| header.notes.remove(name)))
 }
 
 /// Checks that the file at `address` exists, before workers are started for it.
@@ -135,7 +172,11 @@ pub(crate) fn load(
 }
 
 /// The header of the file.
-fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, WeightsError> {
+fn header(
+    tensors: &[NamedTensor],
+    parameters: usize,
+    note: Option<(&str, String)>,
+) -> Result<Vec<u8>, WeightsError> {
     let mut end = 0usize;
     let mut infos = Vec::with_capacity(tensors.len());
     let mut names = HashSet::new();
@@ -162,9 +203,10 @@ fn header(tensors: &[NamedTensor], parameters: usize) -> Result<Vec<u8>, Weights
         )));
     }
     // PyTorch's loaders require this entry.
-    let format = HashMap::from([("format".into(), "pt".into())]);
+    let mut notes = HashMap::from([("format".into(), "pt".into())]);
+    notes.extend(note.map(|(name, text)| (name.to_owned(), text)));
     let metadata =
-        Metadata::new(Some(format), infos).map_err(|e| WeightsError::Layout(e.to_string()))?;
+        Metadata::new(Some(notes), infos).map_err(|e| WeightsError::Layout(e.to_string()))?;
     let mut json = serde_json::to_vec(&metadata).expect("names and numbers are JSON");
     // Aligns the values, for programs that map the file into memory.
     json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');
@@ -197,6 +239,10 @@ impl AsRef<[u8]> for Values {
 compile_error!("safetensors are little-endian");
 
 const ALIGNMENT: usize = 8;
+/// Bytes before the header, which hold its length.
+const HEADER_START: u64 = 8;
+/// Limit of the format.
+const HEADER_MAX: u64 = 100_000_000;
 const NAMES_LEN_MAX: usize = 500;
 
 #[cfg(test)]

@@ -129,7 +129,9 @@ impl Job {
                     suspect.map(|suspect| Suspicion { suspect, is_unreachable: unreachable });
                 self.on_broken(now, worker, generation, suspicion, &error);
             }
-            WorkerMessage::BestExport { step, error } => self.on_best_export(step, error),
+            WorkerMessage::BestExport { step, kept, error } => {
+                self.on_best_export(step, kept, error);
+            }
             WorkerMessage::Checkpoint(news) => self.on_checkpoint_news(worker, news),
             WorkerMessage::Committed(report) => self.on_committed(now, worker, &report),
             WorkerMessage::RecordsSkipped(skipped) => self.on_records_skipped(worker, skipped),

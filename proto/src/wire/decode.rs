@@ -75,8 +75,9 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             generation: generation("allreduce_transport.generation", report.generation)?,
             what: clip(report.what, ERROR_BYTES_MAX),
         },
-        Kind::BestExport(v1::BestExport { step, error }) => WorkerMessage::BestExport {
+        Kind::BestExport(v1::BestExport { step, error, kept }) => WorkerMessage::BestExport {
             step: within("best_export.step", step, 0, STEPS_MAX)?,
+            kept: kept.map(|kept| clip(kept, ERROR_BYTES_MAX)),
             error: error.map(|error| clip(error, ERROR_BYTES_MAX)),
         },
         Kind::Broken(broken) => WorkerMessage::Broken {

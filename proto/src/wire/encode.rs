@@ -86,8 +86,8 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
         WorkerMessage::Heartbeat(waits) => {
             Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall) })
         }
-        WorkerMessage::BestExport { step, error } => {
-            Kind::BestExport(v1::BestExport { step, error })
+        WorkerMessage::BestExport { step, kept, error } => {
+            Kind::BestExport(v1::BestExport { step, error, kept })
         }
         WorkerMessage::LeaseRequest { shards } => Kind::LeaseRequest(v1::LeaseRequest { shards }),
         WorkerMessage::Leaving => Kind::Leaving(v1::Leaving {}),

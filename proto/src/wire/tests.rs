@@ -127,8 +127,12 @@ fn every_message_of_a_worker_keeps_every_field() {
     let name = || "step-9".to_owned();
     let messages = [
         WorkerMessage::AllreduceTransport { generation, what: "TCP".into() },
-        WorkerMessage::BestExport { step: 9, error: None },
-        WorkerMessage::BestExport { step: 9, error: Some("No space left on device".into()) },
+        WorkerMessage::BestExport { step: 9, kept: Some("/best.previous".into()), error: None },
+        WorkerMessage::BestExport {
+            step: 9,
+            kept: None,
+            error: Some("No space left on device".into()),
+        },
         WorkerMessage::Broken {
             generation,
             suspect: Some(WorkerId(3)),

@@ -123,8 +123,26 @@ fn a_job_that_resumes_keeps_the_best_model_of_the_other_one_and_tells_another_bu
     let evaluations = ended.summary().evaluations.as_ref().unwrap();
     assert!(evaluations.all.len() > 5, "{evaluations:?}");
     assert!(exported_counts(&model) == best, "the best model is replaced");
+    let named = evaluations.best.clone().unwrap();
+    assert_eq!((named.step, named.export.as_deref()), (20, model.to_str()));
     let expected = "another build wrote it, which differs in its executable from";
     assert!(ended.output.contains(expected), "{}", ended.output);
+    // Where the file is not there, the best one of this job's own states is.
+    std::fs::rename(&model, fixture.path("moved")).unwrap();
+    let third = JobFixture { micros_per_record: 20, ..JobFixture::new(PROGRAMS, 1) };
+    let ended = with_best(&third).option("resume-from", &dir).run();
+    ended.assert_exact("a job without the best model of the one before");
+    let named = ended.summary().evaluations.as_ref().unwrap().best.clone().unwrap();
+    assert_eq!((named.step, named.export.as_deref()), (50, model.to_str()));
+    assert_eq!(exported_counts(&model).iter().sum::<f32>() as u64, 50 * BATCH);
+    // Nor is a model of an independent job lost, which has more steps.
+    let fourth = JobFixture { micros_per_record: 20, ..JobFixture::new(PROGRAMS, 1) };
+    let ended = with_best(&fourth).option("max-steps", "45").option("best-metric", "seen:max");
+    let ended = ended.run();
+    ended.assert_outcome(0, "completed");
+    let previous = fixture.path("best.safetensors.previous");
+    assert_eq!(exported_counts(&previous).iter().sum::<f32>() as u64, 50 * BATCH);
+    assert!(ended.output.contains("kept as"), "{}", ended.output);
 }
 
 #[test]

@@ -162,9 +162,14 @@ impl Session {
         self.job.evaluation.as_ref().is_some_and(due)
     }
 
+    /// Step and value of the current model, if it is the best so far.
+    pub fn best_now(&self) -> Option<(u64, f64)> {
+        self.evaluation().best.filter(|(step, _)| *step == self.step())
+    }
+
     /// Whether the current model is the best so far.
-    pub fn is_best(&self) -> bool {
-        self.evaluation().best.is_some_and(|(step, _)| step == self.step())
+    pub(super) fn is_best(&self) -> bool {
+        self.best_now().is_some()
     }
 
     pub(super) fn handle_checkpoint_headers(&mut self, headers: &[StepHeader]) {

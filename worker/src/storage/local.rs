@@ -26,6 +26,20 @@ pub(super) fn read_range(path: &Path, range: &Range<u64>) -> io::Result<Bytes> {
     Ok(read.into())
 }
 
+/// Makes the content of the file at `path` another file too, whose name has `suffix` at its end.
+pub(super) fn copy_beside(path: &Path, suffix: &str) -> io::Result<()> {
+    let mut to = path.as_os_str().to_owned();
+    to.push(suffix);
+    match fs::remove_file(&to) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    // Writing a file replaces it, so its content stays under the other name. Some file systems have
+    // no hard links.
+    let path = fs::canonicalize(path)?;
+    fs::hard_link(&path, &to).or_else(|_| fs::copy(path, &to).map(drop))
+}
+
 /// Version of a file.
 pub(super) fn version(path: &Path) -> io::Result<Version> {
     let metadata = fs::metadata(path)?;

@@ -3,7 +3,7 @@
 
 use std::time::Instant;
 
-use elasticdl_proto::{CheckpointNews, WorkerMessage};
+use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
 
 use super::Trainer;
 use super::checkpointing::Checkpointing;
@@ -12,6 +12,7 @@ use crate::checkpoint::{Completion, RestoreError, restore};
 use crate::failure::{Failure, call_user};
 use crate::model::Model;
 use crate::session::checkpoint::Task;
+use crate::session::evaluation::Evaluation;
 use crate::tensor::Tensor;
 use crate::tensors::digest_of;
 
@@ -60,7 +61,7 @@ impl<M: Model> Trainer<'_, M> {
     /// Creates the state of a group without one: from the newest complete checkpoint, or the
     /// initial one.
     pub(super) fn create_state(&mut self) -> Result<(), Stopped> {
-        let Self { model, tensors, checkpoints, outbox, session, .. } = self;
+        let Self { model, tensors, checkpoints, outbox, session, exports, .. } = self;
         let mut damaged = |name: &str, reason: &str| {
             tracing::warn!(name, reason, "a checkpoint does not match its digests");
             let (name, reason) = (name.to_owned(), reason.to_owned());
@@ -82,8 +83,23 @@ impl<M: Model> Trainer<'_, M> {
             }
             Ok::<_, Failure>(restored)
         })?;
-        if let Some(restored) = restored {
+        if let Some(mut restored) = restored {
             let step = restored.state.step;
+            if !restored.same_run && exports.has_best() {
+                let known = &mut restored.state.evaluation;
+                match (&checkpoints.fingerprint.best_metric, known.best) {
+                    (Some(metric), Some((step, value))) if exports.holds_best((step, value)) => {
+                        // This job goes on with it, as if it had evaluated it.
+                        let (metrics, records) =
+                            ([(metric.name.clone(), Some(value))].into(), metric.records);
+                        outbox.send(WorkerMessage::Evaluated(Evaluated { step, records, metrics }));
+                        let (kept, error) = (None, None);
+                        outbox.send(WorkerMessage::BestExport { step, kept, error });
+                    }
+                    // The file that the user asks for is that of the best state from here on.
+                    _ => *known = Evaluation::default(),
+                }
+            }
             if !session.restore(restored.state, restored.same_run) {
                 let error = format!("{} holds an inconsistent ledger", restored.name);
                 return Err(Stopped::Failed(Failure::fatal(error)));

@@ -7,7 +7,7 @@ use elasticdl_proto::WorkerMessage;
 
 use super::Trainer;
 use super::stopped::{Stopped, ring};
-use crate::exports::Exports;
+use crate::exports::{Exports, SavedBest};
 use crate::failure::{Failure, call_user};
 use crate::model::{Model, Progress};
 use crate::session::FinalState;
@@ -78,24 +78,24 @@ impl<M: Model> Trainer<'_, M> {
         if !is_lowest || !self.exports.has_best() {
             return Ok(());
         }
-        if self.session.is_best() && self.session.is_verified() {
+        if let Some(best) = self.session.best_now().filter(|_| self.session.is_verified()) {
             let parameters = self.tensors.to_host(Tensor::Parameters)?;
-            self.exports.take_best(self.session.step(), parameters);
+            self.exports.take_best(best, parameters);
         }
         self.tell_best(Exports::save_best);
         Ok(())
     }
 
     /// Tells the master what became of the best model.
-    fn tell_best(&mut self, save: impl FnOnce(&mut Exports) -> Option<(u64, Result<(), String>)>) {
-        if let Some((step, saved)) = save(&mut self.exports) {
-            let error = saved.err();
+    fn tell_best(&mut self, save: impl FnOnce(&mut Exports) -> Option<SavedBest>) {
+        if let Some(SavedBest { step, kept }) = save(&mut self.exports) {
+            let (kept, error) = kept.map_or_else(|error| (None, Some(error)), |kept| (kept, None));
             if let Some(error) = &error {
                 tracing::warn!(step, error, "the best model is not exported");
             }
             // The evaluation comes first.
             self.send_reports();
-            self.outbox.send(WorkerMessage::BestExport { step, error });
+            self.outbox.send(WorkerMessage::BestExport { step, kept, error });
         }
     }
 }

@@ -99,8 +99,8 @@ impl Job {
         known.all.push(report.clone());
         let is_better =
             |value: f64, best: f64| if spec.highest { value > best } else { value < best };
-        let mut best: Option<BestEvaluation> =
-            known.best.take().filter(|b| known.all.iter().all(|e| e.step > b.step));
+        let before = known.best.take();
+        let mut best = before.clone().filter(|b| known.all.iter().all(|e| e.step > b.step));
         for evaluated in &known.all {
             if let Some(&Some(value)) = evaluated.metrics.get(&spec.metric)
                 && best.as_ref().is_none_or(|best| is_better(value, best.value))
@@ -109,11 +109,18 @@ impl Job {
                     step: evaluated.step,
                     metric: spec.metric.clone(),
                     value,
-                    export: spec.export_best.clone(),
+                    export: None,
                 });
             }
         }
-        known.best = best;
+        let same = |best: &BestEvaluation, before: &BestEvaluation| {
+            best.step == before.step && best.value == before.value
+        };
+        match (best, before) {
+            // It is exported already.
+            (Some(best), Some(before)) if same(&best, &before) => known.best = Some(before),
+            (best, _) => known.best = best,
+        }
         let surplus = known.all.len().saturating_sub(EVALUATIONS_MAX);
         known.all.drain(..surplus);
         self.reporting.note_evaluated(report);
@@ -121,9 +128,29 @@ impl Job {
         self.log_event(line);
     }
 
-    /// The best model was exported, or could not be.
-    pub(crate) fn on_best_export(&mut self, step: u64, error: Option<String>) {
-        let known = &mut self.reporting.evaluations.export_error;
+    /// The best model was exported, and what was there before is `kept` elsewhere; or it could not
+    /// be.
+    pub(crate) fn on_best_export(
+        &mut self,
+        step: u64,
+        kept: Option<String>,
+        error: Option<String>,
+    ) {
+        let Some(export) = self.spec.validation.as_ref().and_then(|v| v.export_best.as_ref())
+        else {
+            return;
+        };
+        let kept = kept.map(|kept| {
+            let kept = clip(&kept);
+            format!("{export} held another model, which is kept as {kept}: it may be better")
+        });
+        let known = &mut self.reporting.evaluations;
+        if let (Some(best), None) = (&mut known.best, &error)
+            && best.step == step
+        {
+            best.export = Some(export.clone());
+        }
+        let known = &mut known.export_error;
         let line = match (&*known, &error) {
             // Each evaluation tries again.
             (Some(_), Some(_)) | (None, None) => None,
@@ -136,7 +163,7 @@ impl Job {
         };
         *known = error.map(|error| clip(&error).to_owned());
         self.out.mark_dirty();
-        line.into_iter().for_each(|line| self.log_event(line));
+        line.into_iter().chain(kept).for_each(|line| self.log_event(line));
     }
 
     /// Whether the tracking server takes the job's metrics.

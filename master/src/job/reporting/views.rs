@@ -400,9 +400,6 @@ impl Job {
         self.spec.validation.as_ref()?;
         let mut known = self.reporting.evaluations.clone();
         known.stopped_early = self.reporting.final_report().is_some_and(|word| word.stopped_early);
-        if let (Some(best), Some(_)) = (&mut known.best, &known.export_error) {
-            best.export = None;
-        }
         Some(known)
     }
 }

@@ -52,9 +52,35 @@ fn the_best_evaluation_is_remembered_and_repeated_steps_are_evaluated_again() {
     evaluated(&mut job, 20, Some(4.0));
     assert_eq!(known(&job), (vec![10, 20], Some(10)));
     assert_eq!(job.status(at(0)).evaluated.unwrap().step, 20);
-    let best = job.summary(at(0)).evaluations.unwrap().best.unwrap();
-    assert_eq!(best.export.as_deref(), Some("/best"));
     assert_eq!(started(spec(), &[20]).summary(at(0)).evaluations, None);
+}
+
+#[test]
+fn a_best_model_is_named_once_it_is_written_and_what_was_there_before_too() {
+    let mut job = started(judged(), &[20]);
+    let export = |job: &Job| job.summary(at(0)).evaluations.unwrap().best.unwrap().export;
+    let exported = |step: u64, kept: Option<&str>| WorkerMessage::BestExport {
+        step,
+        kept: kept.map(str::to_owned),
+        error: None,
+    };
+    evaluated(&mut job, 10, Some(3.0));
+    assert_eq!(export(&job), None);
+    deliver(&mut job, 1, exported(10, Some("/best.previous")));
+    evaluated(&mut job, 20, Some(4.0));
+    assert_eq!(export(&job).as_deref(), Some("/best"));
+    let events = job.status(at(0)).events;
+    assert!(events.iter().any(|event| event.contains("is kept as /best.previous")), "{events:?}");
+    evaluated(&mut job, 30, Some(1.0));
+    assert_eq!(export(&job), None);
+    // That of an earlier step says nothing about this one.
+    deliver(&mut job, 1, exported(10, None));
+    assert_eq!(export(&job), None);
+    deliver(&mut job, 1, exported(30, None));
+    assert_eq!(export(&job).as_deref(), Some("/best"));
+    // The group has restarted from a checkpoint of step 15.
+    evaluated(&mut job, 20, Some(4.0));
+    assert_eq!((known(&job).1, export(&job)), (Some(10), None));
 }
 
 /// A full disk, for example.
@@ -68,7 +94,7 @@ fn a_best_model_that_is_not_exported_is_said_once_and_once_when_it_is() {
     let export = |job: &mut Job, step: u64, error: Option<&str>| {
         evaluated(job, step, Some(1.0 / step as f64));
         let error = error.map(str::to_owned);
-        deliver(job, 1, WorkerMessage::BestExport { step, error });
+        deliver(job, 1, WorkerMessage::BestExport { step, kept: None, error });
     };
     for step in [10, 20] {
         export(&mut job, step, Some("/best: No space left on device"));
