@@ -86,6 +86,16 @@ pub(crate) struct MasterTerm {
     pub(crate) lease_guard: LeaseGuard,
 }
 
+/// What former masters of a job in a cluster have left.
+#[derive(Debug)]
+pub(crate) struct LeftJob {
+    pub(crate) record: PersistedJob,
+    /// The pods of its workers.
+    pub(crate) pods: Vec<Pod>,
+    /// Age of the job.
+    pub(crate) age: Duration,
+}
+
 /// A request of the user to a running job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UserCommand {
@@ -133,6 +143,32 @@ impl std::fmt::Debug for Peer {
     }
 }
 
+/// Restores a persisted job of this age.
+fn restore(record: PersistedJob, age: Duration) -> io::Result<Job> {
+    Job::restore(record, Time(age)).map_err(|reason| {
+        let text = format!("the persisted job can't be true: {reason}");
+        io::Error::new(io::ErrorKind::InvalidData, text)
+    })
+}
+
+/// Restores the job that former masters have left, with those of their pods that belong to it.
+fn adopt(left: LeftJob, pods: &Pods) -> io::Result<(Job, JobSpec, Duration)> {
+    let LeftJob { mut record, pods: left, age } = left;
+    let mut left: BTreeMap<LaunchId, Pod> =
+        left.into_iter().filter_map(|pod| Some((objects::launch_and_slot(&pod)?.0, pod))).collect();
+    let lives = |pod: &&Pod| !matches!(classify(pod), Verdict::Ended(_));
+    let there = left.values().filter(lives).filter_map(objects::launch_and_slot).collect();
+    let strays = record.observe_pods(&there);
+    let launches: Vec<LaunchId> = record.launches().collect();
+    let spec = record.spec().clone();
+    let job = restore(record, age)?;
+    for launch in launches {
+        pods.adopt(launch, left.remove(&launch));
+    }
+    strays.iter().filter_map(|launch| left.remove(launch)).for_each(|pod| pods.remove(pod));
+    Ok((job, spec, age))
+}
+
 impl Master {
     /// A master that serves with `server_config` and starts its workers with `launcher`. Must be
     /// called within a tokio runtime. No worker is started before [`Master::run`].
@@ -166,12 +202,7 @@ impl Master {
         let AbandonedJob { record, mut processes, .. } = abandoned;
         let launches: Vec<LaunchId> = record.launches().collect();
         let spec = record.spec().clone();
-        let job = Job::restore(record, Time(age)).map_err(|reason| {
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!("the persisted job can't be true: {reason}"),
-            )
-        })?;
+        let job = restore(record, age)?;
         let mut master = Self::with(job, spec, age, server_config, launcher, progress)?;
         for launch in launches {
             master.backend.adopt(launch, processes.remove(&launch));
@@ -208,65 +239,31 @@ impl Master {
     }
 
     /// A master whose workers are `pods`, and which persists what a successor needs with `writer`.
+    /// It leads a new job, or resumes the one that former masters have `left`.
     ///
     /// # Errors
-    /// The server can't be started.
+    /// The server can't be started, or the persisted job is inconsistent.
     pub(crate) fn with_pods(
         spec: JobSpec,
+        left: Option<LeftJob>,
         server_config: ServerConfig,
         pods: Pods,
         writer: PersistedJobWriter,
         term: MasterTerm,
         progress: Progress,
     ) -> io::Result<Self> {
-        let job = Job::new(spec.clone());
+        let (job, spec, age) = match left {
+            None => (Job::new(spec.clone()), spec, Duration::ZERO),
+            Some(left) => adopt(left, &pods)?,
+        };
         let backend = WorkerBackend::Pods(pods);
-        let master = Self::assemble(job, spec, Duration::ZERO, server_config, backend, progress)?;
-        Ok(master.in_cluster(writer, term))
-    }
-
-    fn in_cluster(self, writer: PersistedJobWriter, term: MasterTerm) -> Self {
-        let MasterTerm { incarnation, lease_guard } = term;
-        Self {
+        let master = Self::assemble(job, spec, age, server_config, backend, progress)?;
+        Ok(Self {
             job_store: JobStore::Anchor(writer),
-            incarnation,
-            lease_guard: Some(lease_guard),
-            ..self
-        }
-    }
-
-    /// As [`Master::with_pods`], but resumes a job whose master died, `age` after the job began.
-    /// The first argument holds the persisted job and the pods that the former master created.
-    ///
-    /// # Errors
-    /// The inconsistency in the persisted job, or why the server can't be started.
-    pub(crate) fn resume_with_pods(
-        (mut record, left): (PersistedJob, Vec<Pod>),
-        age: Duration,
-        server_config: ServerConfig,
-        pods: Pods,
-        writer: PersistedJobWriter,
-        term: MasterTerm,
-        progress: Progress,
-    ) -> Result<Self, String> {
-        let mut left: BTreeMap<LaunchId, Pod> = left
-            .into_iter()
-            .filter_map(|pod| Some((objects::launch_and_slot(&pod)?.0, pod)))
-            .collect();
-        let lives = |pod: &&Pod| !matches!(classify(pod), Verdict::Ended(_));
-        let there = left.values().filter(lives).filter_map(objects::launch_and_slot).collect();
-        let strays = record.observe_pods(&there);
-        let launches: Vec<LaunchId> = record.launches().collect();
-        let spec = record.spec().clone();
-        let job = Job::restore(record, Time(age))?;
-        for launch in launches {
-            pods.adopt(launch, left.remove(&launch));
-        }
-        strays.iter().filter_map(|launch| left.remove(launch)).for_each(|pod| pods.remove(pod));
-        let master =
-            Self::assemble(job, spec, age, server_config, WorkerBackend::Pods(pods), progress)
-                .map_err(|error| error.to_string())?;
-        Ok(master.in_cluster(writer, term))
+            incarnation: term.incarnation,
+            lease_guard: Some(term.lease_guard),
+            ..master
+        })
     }
 
     fn assemble(

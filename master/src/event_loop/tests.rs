@@ -55,9 +55,16 @@ impl MasterFixture {
         let (address, token) = (listener.local_addr().unwrap(), Token::random().unwrap());
         let server_config = ServerConfig { listener, token: token.clone(), identity: None };
         let term = MasterTerm { incarnation: 3, lease_guard };
-        let master =
-            Master::with_pods(spec(), server_config, pods, persisted_job, term, Progress::quiet())
-                .unwrap();
+        let master = Master::with_pods(
+            spec(),
+            None,
+            server_config,
+            pods,
+            persisted_job,
+            term,
+            Progress::quiet(),
+        )
+        .unwrap();
         let (commands, received) = mpsc::channel(1);
         tokio::spawn(master.run(received));
         Self { address, token, hold: Box::new(hold), _fake: fake, _commands: commands }

@@ -1,7 +1,6 @@
 //! `elasticdl master`: runs the master of a job in its pod.
 
 mod damage;
-mod exporters;
 mod http;
 mod leader;
 mod news;
@@ -17,7 +16,7 @@ use clap::Args;
 use k8s_openapi::api::core::v1::ConfigMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Notify, oneshot, watch};
 use tracing::{info, warn};
 
 use self::http::HttpServer;
@@ -80,7 +79,8 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
     let anchor = Anchor::new(&cluster, &args.job_name);
     let ConfigMap { metadata: meta, data, .. } = anchor.read().await?;
     // A master that waits for the Lease answers liveness probes too.
-    let http = HttpServer::serve(&data.unwrap_or_default()).await?;
+    let (publish, published) = watch::channel(None);
+    let http = HttpServer::serve(&data.unwrap_or_default(), published).await?;
     let mut lease = tokio::select! {
         lease = LeaderLease::acquire(&cluster, &meta, &args.pod) => lease?,
         _ = terminate.recv() => return Ok(EXIT_TERMINATED),
@@ -89,7 +89,7 @@ async fn run(args: &MasterArgs) -> Result<u8, Failure> {
     let give_up = Notify::new();
     let leader =
         Leader { args, cluster: &cluster, anchor: &anchor, http: &http, give_up: &give_up };
-    let leading = leader.run(lease.guard(), lease.transitions(), send_persisted);
+    let leading = leader.run(lease.guard(), lease.transitions(), publish, send_persisted);
     tokio::pin!(leading);
     let standby = succession::keep_standby(&cluster, &meta, &args.pod, lease.guard());
     let code = tokio::select! {

@@ -16,24 +16,27 @@ use crate::metrics;
 
 /// HTTP server of a master, for metrics and probes, from its start on.
 pub(super) struct HttpServer {
-    pub(super) publish: watch::Sender<Option<Snapshot>>,
+    pub(super) published: watch::Receiver<Option<Snapshot>>,
     /// Set when this master has become the leader.
     pub(super) lead: Arc<OnceLock<LeaseGuard>>,
 }
 
 impl HttpServer {
-    /// Serves on the port that the anchor names.
-    pub(super) async fn serve(anchor: &Data) -> Result<Self, Failure> {
+    /// Serves what is `published`, if the anchor says so, on the port that it names.
+    pub(super) async fn serve(
+        anchor: &Data,
+        published: watch::Receiver<Option<Snapshot>>,
+    ) -> Result<Self, Failure> {
         let task = anchor.get(TASK).and_then(|text| serde_json::from_str::<Task>(text).ok());
         // An unreadable task is an error of the leader.
         let (port, is_served) =
             task.map_or((METRICS_PORT, false), |task| (task.metrics_port, task.serve_metrics));
         let listener =
             listen(port).await.map_err(cannot(&format!("listen on port {port} for metrics")))?;
-        let http = Self { publish: watch::Sender::new(None), lead: Arc::default() };
+        let http = Self { published, lead: Arc::default() };
         let lead = Arc::clone(&http.lead);
         let ready: metrics::Ready = Arc::new(move || lead.get().is_some_and(LeaseGuard::is_valid));
-        let known = is_served.then(|| http.publish.subscribe());
+        let known = is_served.then(|| http.published.clone());
         tokio::spawn(metrics::serve(listener, known, ready));
         Ok(http)
     }

@@ -2,7 +2,6 @@
 
 use std::cell::RefCell;
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use k8s_openapi::api::core::v1::Pod;
@@ -11,17 +10,17 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{info, warn};
 
-use super::exporters::Exporters;
 use super::http::{HttpServer, listen};
 use super::news::News;
 use super::publish::{not_written, publish, write_end};
 use super::submitted::Submitted;
 use super::{MasterArgs, damage};
+use crate::cli::commands::exporters::Exporters;
 use crate::cli::process::{
     EXIT_DAMAGED, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot, code_of_summary,
 };
 use crate::dashboard::{History, JobOptions};
-use crate::event_loop::{Master, MasterTerm, UserCommand};
+use crate::event_loop::{LeftJob, Master, MasterTerm, UserCommand};
 use crate::job::Snapshot;
 use crate::kube::anchor::{
     Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, MASTER, RECORD, StopRequest,
@@ -29,15 +28,14 @@ use crate::kube::anchor::{
 use crate::kube::client::{Cluster, ClusterError};
 use crate::kube::events::EventRecorder;
 use crate::kube::leader_lease::LeaseGuard;
-use crate::kube::objects::{POD_IP, PORT, Task};
+use crate::kube::objects::{POD_IP, PORT};
 use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::requests::UserRequest;
 use crate::kube::{master_address, submit, succession};
 use crate::listener::{Identity, ServerConfig};
-use crate::mlflow::{self, Tracking};
+use crate::mlflow;
 use crate::progress::{LogFormat, Progress};
-use crate::tensorboard::EventFile;
 use crate::token::Token;
 
 /// Parts that a master needs while it holds the Lease.
@@ -56,6 +54,7 @@ impl Leader<'_> {
         &self,
         lease_guard: LeaseGuard,
         transitions: u64,
+        publish: watch::Sender<Option<Snapshot>>,
         send_persisted: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         // The Lease is held, so the last write of the previous master is visible.
@@ -65,7 +64,9 @@ impl Leader<'_> {
                 info!("the job has ended before; this master has nothing to do");
                 (Ok(code), false)
             }
-            Ok(submitted) => (self.lead(submitted, lease_guard, send_persisted).await, true),
+            Ok(submitted) => {
+                (self.lead(submitted, lease_guard, publish, send_persisted).await, true)
+            }
             Err(failure) => (Err(failure), true),
         };
         // An invalid specification stays invalid: it must not be retried either.
@@ -87,6 +88,7 @@ impl Leader<'_> {
         &self,
         mut submitted: Submitted,
         lease_guard: LeaseGuard,
+        publish: watch::Sender<Option<Snapshot>>,
         send_persisted: oneshot::Sender<PersistedWatch>,
     ) -> Result<u8, Failure> {
         let (args, http, incarnation) = (self.args, self.http, submitted.incarnation);
@@ -105,13 +107,17 @@ impl Leader<'_> {
         let left = self.remaining_pods(&submitted).await?;
         damage::forget(submitted.anchor.data.as_ref(), &writer).await;
         let Submitted { task, template, meta, record, age, mut history, .. } = submitted;
-        let (news, tracked) = mpsc::channel(NEWS_MAX);
         let args_of_program = args_of(&template);
         let options = mlflow::parameters(&task.job, args_of_program.iter().map(String::as_str));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let began = now.saturating_sub(age);
         history.of_job(JobOptions { began, options: options.clone() });
-        let exporters = self.export(&task, options, news)?;
+        let (exporters, tracked) = Exporters::start(
+            &args.job_name,
+            task.tensorboard_dir.as_deref(),
+            options,
+            &http.published,
+        )?;
         let pod_factory = PodFactory {
             template,
             anchor: meta,
@@ -131,44 +137,16 @@ impl Leader<'_> {
         // The receiver may have been dropped.
         let _ = send_persisted.send(record_writer.watch());
         let config = ServerConfig { listener, token, identity: Some(identity) };
-        let progress = Progress::on_stderr(LogFormat::Text).publishing(http.publish.clone());
-        let master = match record {
-            None => Master::with_pods(task.job, config, pods, record_writer, term, progress)
-                .map_err(cannot("start the server"))?,
-            Some(record) => {
-                let left = (record, left);
-                Master::resume_with_pods(left, age, config, pods, record_writer, term, progress)
-                    .map_err(|why| Failure::failed(format!("the job's record is invalid: {why}")))?
-            }
-        };
-        let master = master.with_tracking(tracked);
+        let progress = Progress::on_stderr(LogFormat::Text).publishing(publish);
+        let left = record.map(|record| LeftJob { record, pods: left, age });
+        let master = Master::with_pods(task.job, left, config, pods, record_writer, term, progress);
+        let master = master.map_err(cannot("start the master"))?.with_tracking(tracked);
         info!(job = args.job_name, incarnation, "master listens");
-        tasks.spawn(tell(http.publish.subscribe(), recorder, incarnation > 1));
+        tasks.spawn(tell(http.published.clone(), recorder, incarnation > 1));
         let code = self.conduct(master, &writer, age, history).await;
-        let last = http.publish.borrow().clone();
-        exporters.finish(last).await;
+        // What is missing at the tracking server is in this master's log.
+        let _ = exporters.finish(None).await;
         code
-    }
-
-    /// Starts the exporters that the job's options and this pod's environment name.
-    fn export(
-        &self,
-        task: &Task,
-        parameters: Vec<(String, String)>,
-        news: mpsc::Sender<Option<String>>,
-    ) -> Result<Exporters, Failure> {
-        let create = |folder: &PathBuf| {
-            let what = format!("write events for TensorBoard to {}", folder.display());
-            EventFile::create(folder, &self.args.job_name).map_err(cannot(&what))
-        };
-        let events = task.tensorboard_dir.as_ref().map(create).transpose()?;
-        let tracking = Tracking::read(|name| std::env::var(name).ok()).unwrap_or_else(|error| {
-            warn!(%error, "the job is not tracked");
-            let _ = news.try_send(Some(error.to_string()));
-            None
-        });
-        let tracking = tracking.map(|run| (run.with_parameters(parameters), news));
-        Ok(Exporters::start(events, tracking, self.http.publish.subscribe()))
     }
 
     /// Writes the address of this pod for the workers, in a task that ends with the returned set.
@@ -245,7 +223,7 @@ impl Leader<'_> {
         age: Duration,
         history: History,
     ) -> Result<u8, Failure> {
-        let mut published = self.http.publish.subscribe();
+        let mut published = self.http.published.clone();
         let start = Instant::now();
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
         let mut desired = DesiredState::default();
@@ -359,4 +337,3 @@ pub(super) fn changes(before: DesiredState, now: DesiredState) -> Vec<UserComman
 }
 
 const COMMANDS_MAX: usize = 4;
-const NEWS_MAX: usize = 16;

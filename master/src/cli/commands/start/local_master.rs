@@ -16,6 +16,7 @@ use super::local_job::LocalJob;
 use super::page::{self, LocalPage};
 use super::request::StartRequest;
 use super::signals::{Signals, Stop, StopEscalation};
+use crate::cli::commands::exporters::Exporters;
 use crate::cli::process::{
     Console, EXIT_FAILED, EXIT_OK, EXIT_USAGE, Failure, cannot, code_of_summary, new_runtime,
     print_warning, raise_open_files,
@@ -28,9 +29,8 @@ use crate::jobdir::{self, AbandonedJob, JobDir, JobDirError, JobStart, directory
 use crate::listener::{Identity, ServerConfig};
 use crate::local::{Launcher, ProgramCopy};
 use crate::metrics;
-use crate::mlflow::{self, Tracking};
+use crate::mlflow;
 use crate::progress::Progress;
-use crate::tensorboard::{self, EventFile};
 use crate::worker_output::WorkerOutput;
 
 /// Runs a new job. Returns the exit code.
@@ -46,7 +46,8 @@ pub(super) fn start(request: StartRequest) -> Result<u8, Failure> {
     let dir = JobDir::create(&job.job_dir).map_err(|e| Failure::usage(e.to_string()))?;
     job.keep_checkpoints_in(dir.path());
     let (console, root, mut has_run) = (job.console, dir.path().to_path_buf(), false);
-    let ended = run(JobSource::New(Box::new(job)), &dir, console, &mut has_run);
+    let wanted = job.summary.clone();
+    let ended = LocalStart::of(job).and_then(|job| run(job, wanted, &dir, console, &mut has_run));
     if ended.is_err() && !has_run {
         dir.restore_earlier();
     }
@@ -70,21 +71,28 @@ pub(super) fn resume(job: &Path, console: Console) -> Result<u8, Failure> {
             Path::new(folder).display()
         ))
     })?;
-    run(JobSource::Resumed(Box::new(abandoned)), &dir, console, &mut false)
+    let wanted = abandoned.start.summary.clone().map(PathBuf::from);
+    let job = LocalStart {
+        spec: abandoned.record.spec().clone(),
+        start: abandoned.start.clone(),
+        abandoned: Some(Box::new(abandoned)),
+    };
+    run(job, wanted, &dir, console, &mut false)
 }
 
-/// `has_run`: set when the job has ended, whatever can't be written after it.
+/// `wanted`: path of the additional summary. `has_run`: set when the job has ended, whatever can't
+/// be written after it.
 fn run(
-    source: JobSource,
+    job: LocalStart,
+    wanted: Option<PathBuf>,
     dir: &JobDir,
     console: Console,
     has_run: &mut bool,
 ) -> Result<u8, Failure> {
     log_to_file(dir)?;
     raise_open_files();
-    let wanted = source.summary();
     let runtime = new_runtime()?;
-    let (ended, stop) = runtime.block_on(lead(source, dir, console))?;
+    let (ended, stop) = runtime.block_on(lead(job, dir, console))?;
     *has_run = true;
     // Drops what background tasks hold, before the report is written.
     drop(runtime);
@@ -136,19 +144,15 @@ fn run(
 
 /// Leads the job to its end. Also returns the signal that stopped it.
 async fn lead(
-    source: JobSource,
+    mut job: LocalStart,
     dir: &JobDir,
     console: Console,
 ) -> Result<(JobResult, Option<Stop>), Failure> {
-    let listener = source.listen().await?;
-    let address = listener.local_addr().map_err(cannot("learn the listener's address"))?;
-    let scraped = source.listen_for_scrapes().await?;
-    let metrics = scraped.as_ref().and_then(|listener| listener.local_addr().ok());
-    let browsed = source.listen_for_browsers().await?;
-    let dashboard = browsed.as_ref().and_then(|listener| listener.local_addr().ok());
+    let Listeners { workers, metrics, dashboard } = job.listen().await?;
     // Commands that find the address find the certificate.
-    let identity = source.identity(dir)?;
-    dir.publish(address, dashboard).map_err(|e| Failure::failed(e.to_string()))?;
+    let identity = job.identity(dir)?;
+    let JobStart { address, metrics: scraped, dashboard: browsed, .. } = job.start;
+    dir.publish(address, browsed).map_err(|e| Failure::failed(e.to_string()))?;
     let mut signals = Signals::new().map_err(cannot("handle signals"))?;
     let (publish, published) = watch::channel(None);
     let output = console.tee.then(|| WorkerOutput::from_now(dir.logs()));
@@ -157,32 +161,22 @@ async fn lead(
         None => Progress::quiet(),
     };
     let progress = progress.publishing(publish);
-    for text in source.notices(dir) {
+    let scraped = scraped.map(|address| format!("metrics at http://{address}/metrics"));
+    for text in job.notices(dir).into_iter().chain(scraped) {
         info!("{text}");
         progress.notice(Time::default(), text);
     }
-    if let Some(address) = metrics {
-        let text = format!("metrics at http://{address}/metrics");
-        info!("{text}");
-        progress.notice(Time::default(), text);
-    }
-    let events = source.event_file()?;
-    if let Some(listener) = scraped {
+    let spec = job.spec.clone();
+    let events = job.start.tensorboard_dir.as_deref().map(Path::new);
+    let (exporters, tracked) = Exporters::start(&spec.name, events, job.parameters(), &published)?;
+    if let Some(listener) = metrics {
         // The task ends with the runtime.
         tokio::spawn(metrics::serve(listener, Some(published.clone()), Arc::new(|| true)));
     }
-    let spec = source.spec().clone();
-    let (page, mut requested) =
-        LocalPage::start(browsed, &spec, dir, source.options(), published.clone())?;
-    page.announce(dashboard, console, &progress);
-    let (news, tracked) = mpsc::channel(NEWS_MAX);
-    let tracking = source.tracking(&news);
-    let tracking = tracking.map(|run| tokio::spawn(mlflow::follow(run, published.clone(), news)));
-    let events = events.map(|events| tokio::spawn(tensorboard::follow(events, published)));
-    let server_config = ServerConfig { listener, token: dir.token().clone(), identity };
-    let addresses = Addresses { workers: address, metrics, dashboard };
-    let master = source.into_master(dir, addresses, server_config, progress)?;
-    let master = master.with_tracking(tracked);
+    let (page, mut requested) = LocalPage::start(dashboard, &spec, dir, job.options(), published)?;
+    page.announce(browsed, console, &progress);
+    let server_config = ServerConfig { listener: workers, token: dir.token().clone(), identity };
+    let master = job.into_master(dir, server_config, progress)?.with_tracking(tracked);
     let (commands, received) = mpsc::channel(COMMANDS_MAX);
     let run = master.run(received);
     tokio::pin!(run);
@@ -202,90 +196,81 @@ async fn lead(
             }
         }
     };
-    if let Some(events) = events {
-        let _ = events.await;
-    }
-    if let Some(tracking) = tracking {
-        ended.summary.tracking_error = tracking.await.unwrap_or_default();
-    }
+    ended.summary.tracking_error = exporters.finish(ended.summary.tracking_error).await;
     page.end().await;
     Ok((ended, escalation.first()))
 }
 
-/// Where a master listens.
-#[derive(Clone, Copy)]
-struct Addresses {
-    workers: SocketAddr,
-    metrics: Option<SocketAddr>,
-    dashboard: Option<SocketAddr>,
+/// A job that this process leads: a new one, or one whose master has died.
+struct LocalStart {
+    spec: JobSpec,
+    /// Its addresses are those that are wanted until [`LocalStart::listen`] has returned, which
+    /// sets the ports that were given.
+    start: JobStart,
+    abandoned: Option<Box<AbandonedJob>>,
 }
 
-enum JobSource {
-    New(Box<LocalJob>),
-    Resumed(Box<AbandonedJob>),
+struct Listeners {
+    workers: TcpListener,
+    metrics: Option<TcpListener>,
+    dashboard: Option<TcpListener>,
 }
 
-impl JobSource {
-    /// Path of the additional summary (`--summary`).
-    fn summary(&self) -> Option<PathBuf> {
-        match self {
-            Self::New(job) => job.summary.clone(),
-            Self::Resumed(abandoned) => abandoned.start.summary.clone().map(PathBuf::from),
-        }
+impl LocalStart {
+    /// The start of a new job.
+    fn of(job: LocalJob) -> Result<Self, Failure> {
+        let folder = std::env::current_dir().map_err(cannot("learn the current directory"))?;
+        let start = JobStart {
+            program: job.program.into(),
+            args: job.args,
+            summary: job.summary.map(|path| folder.join(path).into()),
+            tensorboard_dir: job.tensorboard_dir.map(|path| folder.join(path).into()),
+            folder: folder.into(),
+            address: SocketAddr::new(job.listen, 0),
+            metrics: job.metrics,
+            dashboard: job.dashboard,
+            master_timeout: job.master_timeout,
+            began: SystemTime::now(),
+            copy: None,
+        };
+        Ok(Self { spec: job.spec, start, abandoned: None })
     }
 
-    async fn listen(&self) -> Result<TcpListener, Failure> {
-        match self {
-            Self::New(job) => TcpListener::bind((job.listen, 0)).await.map_err(|e| {
+    fn is_new(&self) -> bool {
+        self.abandoned.is_none()
+    }
+
+    /// Listens at the addresses of the job.
+    async fn listen(&mut self) -> Result<Listeners, Failure> {
+        let address = self.start.address;
+        let workers = if self.is_new() {
+            TcpListener::bind(address).await.map_err(|e| {
                 let wanted = "it must be an address of this machine";
-                Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", job.listen))
-            }),
-            Self::Resumed(abandoned) => {
-                let address = abandoned.start.address;
-                let listen = format!("listen at {address}, where workers reconnect");
-                bind_again(address).await.map_err(cannot(&listen))
-            }
-        }
-    }
-
-    /// What the user should know before the job starts. Makes the job known by its name.
-    fn notices(&self, dir: &JobDir) -> Vec<String> {
-        let Self::New(job) = self else { return Vec::new() };
-        let unnamed = jobdir::register(&job.spec.name, dir.path()).err();
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let workers = job.spec.num_workers as usize;
-        let crowded = (workers > cores.saturating_mul(CROWD)).then(|| {
-            format!("{workers} workers share {cores} cores: fewer workers are likely to be faster")
-        });
-        unnamed.into_iter().chain(crowded).collect()
-    }
-
-    /// Identity with which the master serves TLS: that of the job's earlier masters, or a new one
-    /// if it listens on the network.
-    fn identity(&self, dir: &JobDir) -> Result<Option<Identity>, Failure> {
-        if let Self::New(job) = self
-            && !job.listen.is_loopback()
-        {
-            let made = dir.create_certificates(&job.spec.name);
-            made.map_err(|error| Failure::failed(error.to_string()))?;
-        }
-        dir.identity().map_err(|error| Failure::failed(error.to_string()))
+                Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", address.ip()))
+            })?
+        } else {
+            let listen = format!("listen at {address}, where workers reconnect");
+            bind_again(address).await.map_err(cannot(&listen))?
+        };
+        let (metrics, dashboard) =
+            (self.listen_for_scrapes().await?, self.listen_for_browsers().await?);
+        let at = |listener: &TcpListener| listener.local_addr();
+        self.start.address = at(&workers).map_err(cannot("learn the listener's address"))?;
+        self.start.metrics = metrics.as_ref().and_then(|listener| at(listener).ok());
+        self.start.dashboard = dashboard.as_ref().and_then(|listener| at(listener).ok());
+        Ok(Listeners { workers, metrics, dashboard })
     }
 
     /// Listens where metrics are served. A job that is resumed continues without them.
     async fn listen_for_scrapes(&self) -> Result<Option<TcpListener>, Failure> {
-        let address = match self {
-            Self::New(job) => job.metrics,
-            Self::Resumed(abandoned) => abandoned.start.metrics,
-        };
-        let Some(address) = address else { return Ok(None) };
-        match (TcpListener::bind(address).await, self) {
-            (Ok(listener), _) => Ok(Some(listener)),
-            (Err(e), Self::New(_)) => {
+        let Some(address) = self.start.metrics else { return Ok(None) };
+        match TcpListener::bind(address).await {
+            Ok(listener) => Ok(Some(listener)),
+            Err(e) if self.is_new() => {
                 let wanted = "choose another --metrics-port";
                 Err(Failure::usage(format!("can't serve metrics at {address}: {e}; {wanted}")))
             }
-            (Err(error), Self::Resumed(_)) => {
+            Err(error) => {
                 warn!(%error, %address, "metrics are not served");
                 Ok(None)
             }
@@ -295,14 +280,10 @@ impl JobSource {
     /// Listens where the dashboard is served. A job that is resumed takes a free port if its own is
     /// taken. A job without a loopback interface has no dashboard.
     async fn listen_for_browsers(&self) -> Result<Option<TcpListener>, Failure> {
-        let address = match self {
-            Self::New(job) => job.dashboard,
-            Self::Resumed(abandoned) => abandoned.start.dashboard,
-        };
-        let Some(address) = address else { return Ok(None) };
-        let listener = match (TcpListener::bind(address).await, self) {
-            (Err(_), Self::Resumed(_)) => TcpListener::bind((address.ip(), 0)).await,
-            (bound, _) => bound,
+        let Some(address) = self.start.dashboard else { return Ok(None) };
+        let listener = match TcpListener::bind(address).await {
+            Err(_) if !self.is_new() => TcpListener::bind((address.ip(), 0)).await,
+            bound => bound,
         };
         match listener {
             Ok(listener) => Ok(Some(listener)),
@@ -318,118 +299,72 @@ impl JobSource {
         }
     }
 
-    fn spec(&self) -> &JobSpec {
-        match self {
-            Self::New(job) => &job.spec,
-            Self::Resumed(abandoned) => abandoned.record.spec(),
+    /// What the user should know before the job starts. Makes the job known by its name.
+    fn notices(&self, dir: &JobDir) -> Vec<String> {
+        if !self.is_new() {
+            return Vec::new();
         }
+        let unnamed = jobdir::register(&self.spec.name, dir.path()).err();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let workers = self.spec.num_workers as usize;
+        let crowded = (workers > cores.saturating_mul(CROWD)).then(|| {
+            format!("{workers} workers share {cores} cores: fewer workers are likely to be faster")
+        });
+        unnamed.into_iter().chain(crowded).collect()
     }
 
-    fn event_file(&self) -> Result<Option<EventFile>, Failure> {
-        let (folder, job) = match self {
-            Self::New(job) => (job.tensorboard_dir.as_deref(), &job.spec.name),
-            Self::Resumed(abandoned) => (
-                abandoned.start.tensorboard_dir.as_deref().map(Path::new),
-                &abandoned.record.spec().name,
-            ),
-        };
-        let create = |folder: &Path| {
-            EventFile::create(folder, job).map_err(|e| {
-                let wanted = "give --tensorboard-dir a writable folder, or one that can be created";
-                Failure::usage(format!("can't write events to {}: {e}; {wanted}", folder.display()))
-            })
-        };
-        folder.map(create).transpose()
+    /// Identity with which the master serves TLS: that of the job's earlier masters, or a new one
+    /// if it listens on the network.
+    fn identity(&self, dir: &JobDir) -> Result<Option<Identity>, Failure> {
+        if self.is_new() && !self.start.address.ip().is_loopback() {
+            let made = dir.create_certificates(&self.spec.name);
+            made.map_err(|error| Failure::failed(error.to_string()))?;
+        }
+        dir.identity().map_err(|error| Failure::failed(error.to_string()))
     }
 
     /// What the page says of the job's start.
     fn options(&self) -> JobOptions {
-        let (began, program) = match self {
-            Self::New(job) => (SystemTime::now(), job.program.clone().into_os_string()),
-            Self::Resumed(abandoned) => (abandoned.start.began, abandoned.start.program.clone()),
-        };
-        let program = ("program".to_owned(), program.to_string_lossy().into_owned());
+        let program = self.start.program.to_string_lossy().into_owned();
+        let program = ("program".to_owned(), program);
         let options = std::iter::once(program).chain(self.parameters()).collect();
-        JobOptions { began: began.duration_since(UNIX_EPOCH).unwrap_or_default(), options }
+        let began = self.start.began.duration_since(UNIX_EPOCH).unwrap_or_default();
+        JobOptions { began, options }
     }
 
     /// Options of the job, and arguments of its program, by which users compare jobs.
     fn parameters(&self) -> Vec<(String, String)> {
-        let args = match self {
-            Self::New(job) => &job.args,
-            Self::Resumed(abandoned) => &abandoned.start.args,
-        };
-        let args: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
-        mlflow::parameters(self.spec(), args.iter().map(|arg| &**arg))
+        let args: Vec<_> = self.start.args.iter().map(|arg| arg.to_string_lossy()).collect();
+        mlflow::parameters(&self.spec, args.iter().map(|arg| &**arg))
     }
 
-    /// The tracking server that the environment names. A job runs without one; `news` gets why.
-    fn tracking(&self, news: &mpsc::Sender<Option<String>>) -> Option<Tracking> {
-        match Tracking::read(|name| std::env::var(name).ok()) {
-            Ok(tracking) => Some(tracking?.with_parameters(self.parameters())),
-            Err(error) => {
-                warn!(%error, "the job is not tracked");
-                let _ = news.try_send(Some(error.to_string()));
-                None
-            }
-        }
-    }
-
-    /// Creates the master, which listens at these `addresses`.
+    /// Creates the master.
     fn into_master(
         self,
         dir: &JobDir,
-        addresses: Addresses,
         server_config: ServerConfig,
         progress: Progress,
     ) -> Result<Master, Failure> {
-        let launcher = |start: &JobStart, workers: u32| {
-            Launcher::new(
-                start.program.clone().into(),
-                start.args.clone(),
-                dir,
-                start.master_timeout,
-            )
-            .with_copy(start.copy.clone())
-            .sharing_cores(workers)
-        };
-        let master = match self {
-            Self::New(job) => {
-                let start = start_of(&job, dir, addresses);
-                let start = start.map_err(cannot("learn the current directory"))?;
-                let start = persist(start, dir)?;
-                let launcher = launcher(&start, job.spec.num_workers);
-                Master::new(job.spec, server_config, launcher, progress)
-            }
-            Self::Resumed(abandoned) => {
-                let launcher = launcher(&abandoned.start, abandoned.record.spec().num_workers);
+        let Self { spec, mut start, abandoned } = self;
+        if abandoned.is_none() {
+            start.copy = ProgramCopy::make(Path::new(&start.program), dir.program_path());
+            start = persist(start, dir)?;
+        }
+        let JobStart { program, args, master_timeout, copy, began, .. } = start;
+        let launcher = Launcher::new(program.into(), args, dir, master_timeout)
+            .with_copy(copy)
+            .sharing_cores(spec.num_workers);
+        let master = match abandoned {
+            None => Master::new(spec, server_config, launcher, progress),
+            Some(abandoned) => {
                 // A clock that was set back only makes the job's age too small.
-                let age =
-                    SystemTime::now().duration_since(abandoned.start.began).unwrap_or_default();
+                let age = SystemTime::now().duration_since(began).unwrap_or_default();
                 Master::resume(*abandoned, age, server_config, launcher, progress)
             }
         };
         let master = master.map_err(cannot("start the master"))?;
         Ok(master.with_persisted_job_file(dir.persisted_job_file()))
     }
-}
-
-/// What a later master needs to resume the job (see `--resume`).
-fn start_of(job: &LocalJob, dir: &JobDir, addresses: Addresses) -> io::Result<JobStart> {
-    let folder = std::env::current_dir()?;
-    Ok(JobStart {
-        program: job.program.clone().into(),
-        args: job.args.clone(),
-        summary: job.summary.as_ref().map(|path| folder.join(path).into()),
-        tensorboard_dir: job.tensorboard_dir.as_ref().map(|path| folder.join(path).into()),
-        folder: folder.into(),
-        address: addresses.workers,
-        metrics: addresses.metrics,
-        dashboard: addresses.dashboard,
-        master_timeout: job.master_timeout,
-        began: SystemTime::now(),
-        copy: ProgramCopy::make(&job.program, dir.program_path()),
-    })
 }
 
 /// Persists how the job is started. Where the disk is too full for that, without a copy of the
@@ -507,4 +442,3 @@ fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Re
 const BIND_ATTEMPTS: u32 = 20;
 const BIND_PAUSE: Duration = Duration::from_millis(100);
 const COMMANDS_MAX: usize = 4;
-const NEWS_MAX: usize = 16;
