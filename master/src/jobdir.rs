@@ -32,7 +32,9 @@ mod lookup;
 mod names;
 mod notes;
 mod persisted_job;
+mod process_identity;
 mod processes;
+mod program_copy;
 mod record_file;
 
 use std::fs::{self, File};
@@ -57,10 +59,12 @@ pub(crate) use self::notes::note_process;
 pub use self::persisted_job::{
     AbandonedJob, JobStart, PersistedJobFile, ResumeError, is_abandoned,
 };
+pub use self::process_identity::ProcessIdentity;
 use self::processes::refuse_if_workers_live;
 pub use self::processes::{StopError, StopTarget, count_workers, is_running, stop};
+pub use self::program_copy::ProgramCopy;
+pub(crate) use self::program_copy::ProgramSource;
 use crate::job::LaunchId;
-use crate::local::ProcessIdentity;
 pub use crate::persisted_format::OtherFormat;
 use crate::token::Token;
 

@@ -9,10 +9,8 @@
 //! children.
 
 mod activity;
-mod identity;
 mod log;
 mod oom;
-mod program;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
@@ -35,13 +33,10 @@ use tokio::task::JoinSet;
 use tracing::{info, warn};
 
 use self::activity::Activity;
-pub use self::identity::ProcessIdentity;
 use self::oom::OomKills;
-pub use self::program::ProgramCopy;
-use self::program::ProgramSource;
 use crate::backend_event::BackendEvent;
 use crate::job::{Exit, LaunchId};
-use crate::jobdir::{self, JobDir};
+use crate::jobdir::{self, JobDir, ProcessIdentity, ProgramCopy, ProgramSource};
 
 /// How a job's worker processes are started.
 #[derive(Clone, Debug)]

@@ -2,8 +2,9 @@
 
 use crate::backend_event::BackendEvent;
 use crate::job::LaunchId;
+use crate::jobdir::ProcessIdentity;
 use crate::kube::pods::Pods;
-use crate::local::{ProcessIdentity, Processes};
+use crate::local::Processes;
 
 /// Starts, kills and watches the launches of a job.
 #[derive(Debug)]

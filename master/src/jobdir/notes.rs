@@ -6,8 +6,8 @@ use std::io::{self, Write as _};
 use std::path::Path;
 
 use super::files::PROCESSES;
+use super::process_identity::ProcessIdentity;
 use crate::job::LaunchId;
-use crate::local::ProcessIdentity;
 
 /// Notes in the file at `path` that `launch` runs.
 pub(crate) fn note_process(

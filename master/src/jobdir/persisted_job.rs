@@ -33,9 +33,10 @@ use super::error::JobDirError;
 use super::files::{FILES, JOB, PROCESSES, RECORD, SPARE, SUMMARY, TOKEN, replace};
 use super::lock::take_lock;
 use super::notes::read_notes;
+use super::process_identity::ProcessIdentity;
+use super::program_copy::ProgramCopy;
 use super::record_file::{RecordFile, is_stale};
 use crate::job::{DatasetFingerprint, LaunchId, PersistedJob};
-use crate::local::{ProcessIdentity, ProgramCopy};
 use crate::persisted_format::{Head, OtherFormat, RELEASE, VERSION};
 use crate::token::Token;
 

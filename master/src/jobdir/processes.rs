@@ -15,7 +15,7 @@ use super::files::{LOCK, SUMMARY};
 use super::lock::take_lock;
 use super::lookup::{LookupError, look_up};
 use super::notes::read_notes;
-use crate::local::ProcessIdentity;
+use super::process_identity::ProcessIdentity;
 
 /// The processes that were signalled to end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

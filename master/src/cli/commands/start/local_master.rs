@@ -25,9 +25,9 @@ use crate::cli::render::{Paths, print_job_error, print_summary, summary_to_json,
 use crate::dashboard::JobOptions;
 use crate::event_loop::{JobResult, Master};
 use crate::job::{JobSpec, Outcome, Time};
-use crate::jobdir::{self, AbandonedJob, JobDir, JobDirError, JobStart, directory_of};
+use crate::jobdir::{self, AbandonedJob, JobDir, JobDirError, JobStart, ProgramCopy, directory_of};
 use crate::listener::{Identity, ServerConfig};
-use crate::local::{Launcher, ProgramCopy};
+use crate::local::Launcher;
 use crate::metrics;
 use crate::mlflow;
 use crate::progress::Progress;

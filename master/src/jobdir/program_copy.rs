@@ -35,7 +35,7 @@ struct FileId {
 
 /// The file that a worker is started from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ProgramSource<'a> {
+pub(crate) enum ProgramSource<'a> {
     /// The file at the program's path was replaced; this path holds the original.
     Copy(&'a Path),
     /// The file at the program's path is unchanged.
@@ -84,7 +84,7 @@ impl ProgramCopy {
     }
 
     /// The file to start a worker of `program` from.
-    pub(super) fn source(&self, program: &Path) -> ProgramSource<'_> {
+    pub(crate) fn source(&self, program: &Path) -> ProgramSource<'_> {
         if FileId::of(program).is_ok_and(|now| now == self.original) {
             return ProgramSource::Original;
         }

@@ -36,7 +36,7 @@ impl ProcessIdentity {
 
     /// Returns whether the process, running or a zombie, still has its id. Then the process group
     /// with this id is its own.
-    pub(super) fn has_its_id(self) -> bool {
+    pub(crate) fn has_its_id(self) -> bool {
         Self::read(self.pid).is_some_and(|(_, found)| found == self)
     }
 
