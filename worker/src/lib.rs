@@ -53,7 +53,6 @@ mod prefetch;
 mod program;
 mod reader;
 pub mod readers;
-mod ring;
 mod run;
 mod schedule;
 #[cfg(not(feature = "simulation"))]

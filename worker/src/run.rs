@@ -18,10 +18,12 @@ use crate::control::{Control, dataset};
 use crate::conversion::Conversion;
 use crate::descriptors;
 use crate::device::DeviceState;
+use crate::donor::{Donor, TRANSFER_IDLE_TIMEOUT};
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::exact_sum::ExactSum;
 use crate::exports::{ExportPlaces, Exports};
 use crate::failure::{Failure, call_user};
+use crate::gap::GapTimer;
 use crate::inference;
 use crate::log_output::log;
 use crate::messages::ControlEvent;
@@ -37,7 +39,7 @@ use crate::split::open_reader;
 use crate::supervisor::{self, Supervisor};
 use crate::tensors::{HostState, Tensors};
 use crate::trained_model;
-use crate::trainer::{Checkpointing, Trainer, TrainerParts, Validation};
+use crate::trainer::{Checkpointing, Trainer, Validation, nccl_policy};
 use crate::weights;
 
 /// Runs this process as a worker of the job that launched it and trains `model`. It is the whole
@@ -234,16 +236,19 @@ fn train<M: Model>(
     });
     let tensors = match gpu.map_err(Failure::fatal)? {
         Some((gpu, memory)) => {
-            DeviceState::new(&gpu, (parameters, slots), options.wire_dtype, memory)
-                .map(|state| Tensors::Device(Box::new(state)))
+            let state = DeviceState::new(&gpu, (parameters, slots), options.wire_dtype, memory);
+            let state = Box::new(state.map_err(Failure::local)?);
+            Tensors::Device { group: None, state, nccl: nccl_policy() }
         }
-        None => Ok(Tensors::Host(match model.take_state_memory() {
-            Some(memory) => HostState::in_memory(memory),
-            None => HostState::new(parameters, slots),
-        })),
+        None => {
+            let state = match model.take_state_memory() {
+                Some(memory) => HostState::in_memory(memory),
+                None => HostState::new(parameters, slots),
+            };
+            Tensors::Host { group: None, state }
+        }
     };
-    let tensors = tensors.map_err(Failure::local)?;
-    let is_on_gpu = matches!(tensors, Tensors::Device(_));
+    let is_on_gpu = matches!(tensors, Tensors::Device { .. });
     let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
     let places = ExportPlaces {
         last: export.clone(),
@@ -252,22 +257,29 @@ fn train<M: Model>(
     };
     let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
     session.ready(parameters as u64);
-    let trainer = Trainer::new(TrainerParts {
+    let trainer = Trainer {
+        tensors,
         model,
         seed: options.seed,
         session,
-        tensors,
         exact,
+        summed: Ok(0),
         order,
         prefetch,
         exports: Exports::new(places, layout),
         endpoint,
-        dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
+        allreduce_transport: None,
+        donor: Donor::new(TRANSFER_IDLE_TIMEOUT),
         checkpoints,
         validation,
+        source: None,
+        incoming: None,
+        dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
         inbox: &control.inbox,
         outbox: control.outbox.clone(),
-    });
+        started: Instant::now(),
+        gap: GapTimer::default(),
+    };
     trainer.run()
 }
 
@@ -279,10 +291,12 @@ fn exact_sum(options: &WorkerOptions, tensors: &Tensors) -> Result<Option<ExactS
     let WorkerOptions { batch, micro_batch, wire_dtype, .. } = *options;
     let (_, micro_batches) = Deterministic { batch, micro_batch, wire_dtype }.check()?;
     match tensors {
-        Tensors::Host(state) => Ok(Some(ExactSum::new(state.gradient.len(), micro_batches))),
-        Tensors::Device(_) => Err("--deterministic: this model computes on a GPU, whose results \
+        Tensors::Host { state, .. } => Ok(Some(ExactSum::new(state.gradient.len(), micro_batches))),
+        Tensors::Device { .. } => {
+            Err("--deterministic: this model computes on a GPU, whose results \
                                    can differ from one run to the next; train it on CPUs"
-            .into()),
+                .into())
+        }
     }
 }
 

@@ -1,24 +1,33 @@
-//! The large buffers of a worker: parameters, optimizer state and gradients.
+//! The large buffers of a worker, which are parameters, optimizer state and gradients, and the
+//! group that sums them over its ranks.
 
 use std::sync::Arc;
 
-use elasticdl_collective::device::{DeviceError, Path};
-use elasticdl_collective::{CollectiveError, Communicator as _};
+use elasticdl_collective::device::{DeviceError, DeviceGroup, NcclPolicy, Path};
+use elasticdl_collective::{CollectiveError, Communicator as _, HostGroup};
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
 use crate::buckets;
 use crate::device::DeviceState;
-use crate::ring::Ring;
 use crate::session::State;
 use crate::state_buffer::{StateBuffer, StateMemory, writable, zeros};
 use crate::tensor::{Tensor, window};
 use crate::update::Update;
 
-/// The buffers, in the memory where the model computes.
+/// The buffers, in the memory where the model computes, and the group whose operations reach them.
 #[derive(Debug)]
 pub(crate) enum Tensors {
-    Device(Box<DeviceState>),
-    Host(HostState),
+    Device {
+        /// Dropped before the buffers, which its operations may still use.
+        group: Option<DeviceGroup>,
+        state: Box<DeviceState>,
+        /// Whether this worker would use NCCL.
+        nccl: NcclPolicy,
+    },
+    Host {
+        group: Option<HostGroup>,
+        state: HostState,
+    },
 }
 
 /// The buffers on the host. Each has one `f32` per parameter; `slots` has a multiple of that.
@@ -39,22 +48,51 @@ pub(crate) struct HostState {
 }
 
 impl Tensors {
+    /// The worker's group, while it has one.
+    pub(crate) fn group(&self) -> Option<&HostGroup> {
+        match self {
+            Self::Device { group, .. } => group.as_ref().map(DeviceGroup::host),
+            Self::Host { group, .. } => group.as_ref(),
+        }
+    }
+
+    /// The worker's group, for operations on host memory.
+    ///
+    /// # Errors
+    /// The worker has no group any more.
+    pub(crate) fn group_mut(&mut self) -> Result<&mut HostGroup, CollectiveError> {
+        match self {
+            Self::Device { group, .. } => Ok(member_of(group)?.host_mut()),
+            Self::Host { group, .. } => member_of(group),
+        }
+    }
+
+    /// Enters a group, or leaves the one that the worker is in.
+    pub(crate) fn set_group(&mut self, new: Option<HostGroup>) {
+        match self {
+            Self::Device { group, state, .. } => {
+                *group = new.map(|new| DeviceGroup::new(new, state.device().clone()));
+            }
+            Self::Host { group, .. } => *group = new,
+        }
+    }
+
     /// Number of floats of the parameters and of the optimizer state.
     pub(crate) fn sizes(&self) -> (usize, usize) {
         match self {
-            Self::Device(state) => state.sizes(),
-            Self::Host(state) => (state.parameters.len(), state.slots.len()),
+            Self::Device { state, .. } => state.sizes(),
+            Self::Host { state, .. } => (state.parameters.len(), state.slots.len()),
         }
     }
 
     /// The tensor on the host; a copy, if it is on a GPU.
     pub(crate) fn to_host(&self, tensor: Tensor) -> Result<Arc<Vec<f32>>, DeviceError> {
         Ok(match (self, tensor) {
-            (Self::Device(state), tensor) => state.to_host(tensor)?,
-            (Self::Host(state), Tensor::Retained) => Arc::clone(&state.retained),
-            (Self::Host(state), Tensor::Parameters) => state.parameters.snapshot(),
-            (Self::Host(state), Tensor::Reduced) => Arc::new(state.reduced.clone()),
-            (Self::Host(state), Tensor::Slots) => state.slots.snapshot(),
+            (Self::Device { state, .. }, tensor) => state.to_host(tensor)?,
+            (Self::Host { state, .. }, Tensor::Retained) => Arc::clone(&state.retained),
+            (Self::Host { state, .. }, Tensor::Parameters) => state.parameters.snapshot(),
+            (Self::Host { state, .. }, Tensor::Reduced) => Arc::new(state.reduced.clone()),
+            (Self::Host { state, .. }, Tensor::Slots) => state.slots.snapshot(),
         })
     }
 
@@ -65,14 +103,14 @@ impl Tensors {
     ) -> Result<T, E> {
         let (parameters, slots) = self.sizes();
         match self {
-            Self::Device(state) => {
+            Self::Device { state, .. } => {
                 let (mut parameters, mut slots) = (vec![0.0; parameters], vec![0.0; slots]);
                 let filled = fill(&mut parameters, &mut slots)?;
                 state.load(Tensor::Parameters, &parameters)?;
                 state.load(Tensor::Slots, &slots)?;
                 Ok(filled)
             }
-            Self::Host(state) => fill(state.parameters.writable(), state.slots.writable()),
+            Self::Host { state, .. } => fill(state.parameters.writable(), state.slots.writable()),
         }
     }
 
@@ -89,13 +127,15 @@ impl Tensors {
             Some(at) => (Tensor::Slots, at),
         };
         match (self, tensor) {
-            (Self::Device(state), tensor) => {
+            (Self::Device { state, .. }, tensor) => {
                 let mut floats = vec![0.0; len];
                 fill(&mut floats)?;
                 Ok(state.load_at(tensor, at, &floats)?)
             }
-            (Self::Host(state), Tensor::Slots) => fill(&mut state.slots.writable()[at..at + len]),
-            (Self::Host(state), _) => fill(&mut state.parameters.writable()[at..at + len]),
+            (Self::Host { state, .. }, Tensor::Slots) => {
+                fill(&mut state.slots.writable()[at..at + len])
+            }
+            (Self::Host { state, .. }, _) => fill(&mut state.parameters.writable()[at..at + len]),
         }
     }
 
@@ -105,19 +145,19 @@ impl Tensors {
         fill: impl FnOnce(&mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         match self {
-            Self::Device(state) => {
+            Self::Device { state, .. } => {
                 let mut reduced = vec![0.0; state.sizes().0];
                 fill(&mut reduced)?;
                 Ok(state.load(Tensor::Reduced, &reduced)?)
             }
-            Self::Host(state) => fill(&mut state.reduced),
+            Self::Host { state, .. } => fill(&mut state.reduced),
         }
     }
 
     pub(crate) fn clear_gradient(&mut self) -> Result<(), DeviceError> {
         match self {
-            Self::Device(state) => state.clear_gradient(),
-            Self::Host(state) => {
+            Self::Device { state, .. } => state.clear_gradient(),
+            Self::Host { state, .. } => {
                 state.gradient.fill(0.0);
                 Ok(())
             }
@@ -129,28 +169,28 @@ impl Tensors {
     /// that uses buckets.
     pub(crate) fn sum(
         &mut self,
-        ring: &mut Ring,
         header: &[u8],
         path: Path,
         buckets: Option<(usize, usize)>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         // A group of one: the local gradient is the sum, and no other rank needs it again, so the
         // buffers are swapped.
-        let is_alone = ring.host().world_size() == 1;
+        let is_alone = self.group_mut()?.world_size() == 1;
         match self {
-            Self::Device(state) if is_alone => {
+            Self::Device { state, .. } if is_alone => {
                 state.take_gradient_as_sum().map_err(|source| CollectiveError::Device { source })?
             }
-            Self::Device(state) => return state.sum(ring, header, path, buckets),
-            Self::Host(state) if is_alone => {
+            Self::Device { group, state, .. } => {
+                return state.sum(member_of(group)?, header, path, buckets);
+            }
+            Self::Host { state, .. } if is_alone => {
                 std::mem::swap(&mut state.gradient, &mut state.reduced)
             }
-            Self::Host(HostState { gradient, reduced, .. }) => {
+            Self::Host { group, state: HostState { gradient, reduced, .. } } => {
+                let group = member_of(group)?;
                 return match buckets {
-                    Some(buckets) => {
-                        buckets::sum_rest(ring.host_mut(), header, gradient, reduced, buckets)
-                    }
-                    None => ring.host_mut().all_reduce(header, gradient, reduced),
+                    Some(buckets) => buckets::sum_rest(group, header, gradient, reduced, buckets),
+                    None => group.all_reduce(header, gradient, reduced),
                 };
             }
         }
@@ -160,8 +200,8 @@ impl Tensors {
     /// Whether every element of the reduced gradient is finite.
     pub(crate) fn sum_is_finite(&mut self) -> Result<bool, DeviceError> {
         match self {
-            Self::Device(state) => state.sum_is_finite(),
-            Self::Host(state) => Ok(is_finite(&state.reduced)),
+            Self::Device { state, .. } => state.sum_is_finite(),
+            Self::Host { state, .. } => Ok(is_finite(&state.reduced)),
         }
     }
 
@@ -169,29 +209,26 @@ impl Tensors {
     /// sum in a group of one.
     pub(crate) fn gradient_is_finite(&mut self) -> Result<bool, DeviceError> {
         match self {
-            Self::Device(state) => state.gradient_is_finite(),
-            Self::Host(state) => Ok(is_finite(&state.gradient)),
+            Self::Device { state, .. } => state.gradient_is_finite(),
+            Self::Host { state, .. } => Ok(is_finite(&state.gradient)),
         }
     }
 
     /// Like [`sum_is_finite`](Self::sum_is_finite), for the parameters.
     pub(crate) fn parameters_are_finite(&mut self) -> Result<bool, DeviceError> {
         match self {
-            Self::Device(state) => state.parameters_are_finite(),
-            Self::Host(state) => Ok(is_finite(&state.parameters)),
+            Self::Device { state, .. } => state.parameters_are_finite(),
+            Self::Host { state, .. } => Ok(is_finite(&state.parameters)),
         }
     }
 
     /// Replaces the tensor on every rank with that of rank `root`.
-    pub(crate) fn broadcast(
-        &mut self,
-        ring: &mut Ring,
-        root: usize,
-        tensor: Tensor,
-    ) -> Result<(), CollectiveError> {
-        let state = match self {
-            Self::Device(state) => return state.broadcast(ring, root, tensor),
-            Self::Host(state) => state,
+    pub(crate) fn broadcast(&mut self, root: usize, tensor: Tensor) -> Result<(), CollectiveError> {
+        let (group, state) = match self {
+            Self::Device { group, state, .. } => {
+                return state.broadcast(member_of(group)?, root, tensor);
+            }
+            Self::Host { group, state } => (member_of(group)?, state),
         };
         let buffer = match tensor {
             Tensor::Retained => writable(&mut state.retained),
@@ -199,15 +236,15 @@ impl Tensors {
             Tensor::Reduced => &mut state.reduced,
             Tensor::Slots => state.slots.writable(),
         };
-        ring.host_mut().broadcast(root, buffer)
+        group.broadcast(root, buffer)
     }
 
     /// Retains the sum in `reduced`, which the last commit applied, and frees `reduced` for the
     /// next step. `is_alone`: in a group of one.
     pub(crate) fn retain_reduced(&mut self, is_alone: bool) -> Result<(), DeviceError> {
         match self {
-            Self::Device(state) => state.retain_reduced(is_alone),
-            Self::Host(state) => {
+            Self::Device { state, .. } => state.retain_reduced(is_alone),
+            Self::Host { state, .. } => {
                 state.retain_reduced();
                 Ok(())
             }
@@ -217,12 +254,12 @@ impl Tensors {
     /// Digest of the parameters, the optimizer state and the ledger.
     pub(crate) fn digest(&self, state: &State) -> Result<u64, DeviceError> {
         match self {
-            Self::Device(_) => {
+            Self::Device { .. } => {
                 let parameters = self.to_host(Tensor::Parameters)?;
                 let slots = self.to_host(Tensor::Slots)?;
                 Ok(digest_of((parameters.as_slice(), slots.as_slice()), state))
             }
-            Self::Host(HostState { parameters, slots, .. }) => {
+            Self::Host { state: HostState { parameters, slots, .. }, .. } => {
                 Ok(digest_of((parameters, slots), state))
             }
         }
@@ -241,8 +278,8 @@ impl Tensors {
     /// does not wait for the work of the step, which does not change the state.
     pub(crate) fn begin_window_digest(&mut self, step: u64) -> Result<(), DeviceError> {
         match self {
-            Self::Device(state) => state.begin_window_digests(step),
-            Self::Host(_) => Ok(()),
+            Self::Device { state, .. } => state.begin_window_digests(step),
+            Self::Host { .. } => Ok(()),
         }
     }
 
@@ -251,11 +288,11 @@ impl Tensors {
     /// GPU differs from that on the host.
     pub(crate) fn window_digest(&mut self, step: u64) -> Result<u64, DeviceError> {
         Ok(match self {
-            Self::Device(state) => {
+            Self::Device { state, .. } => {
                 let digests = state.window_digests(step)?;
                 xxh3_64_with_seed(bytemuck::cast_slice(&digests), step)
             }
-            Self::Host(state) => {
+            Self::Host { state, .. } => {
                 let digest = |tensor: &[f32]| {
                     let window = &tensor[window(step, tensor.len())];
                     xxh3_64_with_seed(bytemuck::cast_slice(window), step)
@@ -304,6 +341,11 @@ impl HostState {
         self.reduced =
             Arc::try_unwrap(old).unwrap_or_else(|old| elasticdl_collective::zeros(old.len()));
     }
+}
+
+/// The group of a worker that is in one.
+fn member_of<T>(group: &mut Option<T>) -> Result<&mut T, CollectiveError> {
+    group.as_mut().ok_or(CollectiveError::Aborted { generation: 0 })
 }
 
 /// Whether no value is NaN or infinite.
@@ -382,14 +424,15 @@ mod tests {
             evaluation: Default::default(),
             steps_skipped: 0,
         };
-        let mut whole = Tensors::Host(HostState::new(1000, 2));
+        let host = |state| Tensors::Host { group: None, state };
+        let mut whole = host(HostState::new(1000, 2));
         for at in [0, 1, 999, 1000, 2999] {
             let mut other = HostState::new(1000, 2);
             match at {
                 0..1000 => other.parameters.writable()[at] = f32::from_bits(1),
                 _ => other.slots.writable()[at - 1000] = f32::from_bits(1),
             }
-            let mut other = Tensors::Host(other);
+            let mut other = host(other);
             assert_ne!(whole.digest(&state).unwrap(), other.digest(&state).unwrap());
             let mut differ = |digest: &dyn Fn(&mut Tensors, u64) -> u64| {
                 (0..WINDOWS)

@@ -10,13 +10,12 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::device::{DeviceGroup, NcclPolicy};
 use elasticdl_collective::{
     CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver,
 };
 use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMessage};
 
-use crate::donor::{Donor, TRANSFER_IDLE_TIMEOUT};
+use crate::donor::Donor;
 use crate::exact_sum::ExactSum;
 use crate::exports::Exports;
 use crate::failure::{Failure, call_user};
@@ -26,7 +25,6 @@ use crate::model::{Model, Progress};
 use crate::order::Order;
 use crate::prefetch::Prefetch;
 use crate::reader::Reader;
-use crate::ring::Ring;
 use crate::session::header::{self, StepHeader};
 use crate::session::{Broadcast, Exit, Session, Task};
 use crate::tensor::Tensor;
@@ -34,113 +32,41 @@ use crate::tensors::Tensors;
 
 /// Training of one worker, from its first membership to its end.
 pub(crate) struct Trainer<'a, M: Model> {
-    /// Dropped before the tensors, which its operations may still use.
-    ring: Option<Ring>,
-    model: M,
-    seed: u64,
-    session: Session,
-    tensors: Tensors,
-    /// `None` if sums may depend on the ranks.
-    exact: Option<ExactSum>,
-    /// Number of the gradient's buckets that this group has summed during the computation, or the
-    /// error that stopped it.
-    summed: Result<usize, CollectiveError>,
-    order: Arc<Order>,
-    prefetch: Prefetch<<M::Reader as Reader>::Record>,
-    exports: Exports,
-    endpoint: Endpoint,
-    /// Whether this worker would use NCCL.
-    nccl: NcclPolicy,
-    /// The all-reduce transport that was reported to the master last.
-    allreduce_transport: Option<(Generation, String)>,
-    /// Joining workers that receive the state from this one.
-    donor: Donor,
-    checkpoints: Checkpointing,
-    /// `None` if nothing is evaluated.
-    validation: Option<Validation<M::Reader>>,
-    /// Link to the donor while this worker is joining.
-    source: Option<StateReceiver>,
-    /// Parts of the snapshot received so far, over this link and earlier ones.
-    incoming: Option<IncomingSnapshot>,
-    /// Timeout of the dial of a donor.
-    dial_limit: Duration,
-    inbox: &'a Receiver<ControlEvent>,
-    outbox: Outbox,
-    started: Instant,
-    gap: GapTimer,
-}
-
-/// Parts of a [`Trainer`].
-pub(crate) struct TrainerParts<'a, M: Model> {
+    /// Dropped before the model, whose memory it may use.
+    pub(crate) tensors: Tensors,
     pub(crate) model: M,
     pub(crate) seed: u64,
     pub(crate) session: Session,
-    pub(crate) tensors: Tensors,
     /// `None` if sums may depend on the ranks.
     pub(crate) exact: Option<ExactSum>,
+    /// Number of the gradient's buckets that this group has summed during the computation, or the
+    /// error that stopped it.
+    pub(crate) summed: Result<usize, CollectiveError>,
     /// The order that the positions of gradients and the ledger refer to.
     pub(crate) order: Arc<Order>,
     pub(crate) prefetch: Prefetch<<M::Reader as Reader>::Record>,
     pub(crate) exports: Exports,
     pub(crate) endpoint: Endpoint,
-    /// Timeout of the dial of a donor.
-    pub(crate) dial_limit: Duration,
+    /// The all-reduce transport that was reported to the master last.
+    pub(crate) allreduce_transport: Option<(Generation, String)>,
+    /// Joining workers that receive the state from this one.
+    pub(crate) donor: Donor,
     pub(crate) checkpoints: Checkpointing,
     /// `None` if nothing is evaluated.
     pub(crate) validation: Option<Validation<M::Reader>>,
+    /// Link to the donor while this worker is joining.
+    pub(crate) source: Option<StateReceiver>,
+    /// Parts of the snapshot received so far, over this link and earlier ones.
+    pub(crate) incoming: Option<IncomingSnapshot>,
+    /// Timeout of the dial of a donor.
+    pub(crate) dial_limit: Duration,
     pub(crate) inbox: &'a Receiver<ControlEvent>,
     pub(crate) outbox: Outbox,
+    pub(crate) started: Instant,
+    pub(crate) gap: GapTimer,
 }
 
-impl<'a, M: Model> Trainer<'a, M> {
-    pub(crate) fn new(parts: TrainerParts<'a, M>) -> Self {
-        let TrainerParts {
-            model,
-            seed,
-            session,
-            tensors,
-            exact,
-            order,
-            prefetch,
-            exports,
-            endpoint,
-            dial_limit,
-            checkpoints,
-            validation,
-            inbox,
-            outbox,
-        } = parts;
-        let nccl = match &tensors {
-            Tensors::Device(_) => nccl_policy(),
-            Tensors::Host(_) => NcclPolicy::Off("it computes on the CPU".into()),
-        };
-        Self {
-            model,
-            seed,
-            session,
-            tensors,
-            exact,
-            summed: Ok(0),
-            order,
-            prefetch,
-            exports,
-            endpoint,
-            ring: None,
-            nccl,
-            allreduce_transport: None,
-            donor: Donor::new(TRANSFER_IDLE_TIMEOUT),
-            checkpoints,
-            validation,
-            source: None,
-            incoming: None,
-            dial_limit,
-            inbox,
-            outbox,
-            started: Instant::now(),
-            gap: GapTimer::default(),
-        }
-    }
-
+impl<M: Model> Trainer<'_, M> {
     /// Trains until the master, the session or a failure ends it.
     pub(crate) fn run(mut self) -> Result<Exit, Failure> {
         loop {
@@ -226,7 +152,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     fn connect(&mut self, membership: &Membership) -> Result<(), Stopped> {
-        self.ring = None;
+        self.tensors.set_group(None);
         self.summed = Ok(0);
         self.source = None;
         self.incoming = None;
@@ -239,11 +165,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             .map(|(id, address)| Member { id: id.0, address: *address })
             .collect();
         let spec = GroupSpec { generation: membership.generation.0, members };
-        let ring = self.endpoint.connect(&spec, CONNECT_DEADLINE).map_err(Stopped::Broken)?;
-        self.ring = Some(match &self.tensors {
-            Tensors::Device(state) => Ring::Device(DeviceGroup::new(ring, state.device().clone())),
-            Tensors::Host(_) => Ring::Host(ring),
-        });
+        self.tensors.set_group(Some(self.endpoint.connect(&spec, CONNECT_DEADLINE)?));
         self.gap.on_connected(Instant::now());
         self.session.connected();
         tracing::info!(
@@ -288,24 +210,23 @@ impl<'a, M: Model> Trainer<'a, M> {
             None => 0,
         };
         let mine = header::encode(&self.session.sync_header(digest));
-        let ring = ring(&mut self.ring)?;
-        let headers = decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
+        let headers = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
         self.session.synced(&headers).map_err(|mismatch| group_mismatch(&mismatch))
     }
 
     fn broadcast(&mut self, root: usize, what: Broadcast) -> Result<(), Stopped> {
-        let ring = ring(&mut self.ring)?;
-        let is_root = ring.host().rank() == root;
+        let group = self.tensors.group_mut()?;
+        let is_root = group.rank() == root;
         match what {
             Broadcast::ResultHeaders | Broadcast::StateRecord => {
                 let mut bytes =
                     if is_root { self.session.broadcast_bytes(what) } else { Vec::new() };
-                ring.host_mut().broadcast_bytes(root, &mut bytes).map_err(Stopped::Broken)?;
+                group.broadcast_bytes(root, &mut bytes)?;
                 self.session.bytes_broadcast(&bytes)?;
             }
             Broadcast::Result { is_kept } => {
                 let sum = if is_root { Tensor::Retained } else { Tensor::Reduced };
-                self.tensors.broadcast(ring, root, sum).map_err(Stopped::Broken)?;
+                self.tensors.broadcast(root, sum)?;
                 let is_finite = is_root || self.tensors.sum_is_finite()?;
                 if is_kept {
                     self.tensors.retain_reduced(false)?;
@@ -314,7 +235,7 @@ impl<'a, M: Model> Trainer<'a, M> {
             }
             Broadcast::State => {
                 for tensor in [Tensor::Parameters, Tensor::Slots] {
-                    self.tensors.broadcast(ring, root, tensor).map_err(Stopped::Broken)?;
+                    self.tensors.broadcast(root, tensor)?;
                 }
                 self.session.tensors_broadcast(true)?;
             }
@@ -323,12 +244,14 @@ impl<'a, M: Model> Trainer<'a, M> {
     }
 
     fn end_repair(&mut self) -> Result<(), Stopped> {
-        self.checkpoints.prepare(ring(&mut self.ring)?.host().world_size());
+        self.checkpoints.prepare(self.tensors.group_mut()?.world_size());
         self.session.repaired();
         self.export_best()?;
         self.gap.on_repaired(Instant::now());
-        if let (Some((generation, rank)), Some(ring)) = (self.session.group_rank(), &self.ring) {
-            let (generation, world_size) = (generation.0, ring.host().world_size());
+        if let Some(((generation, rank), group)) =
+            self.session.group_rank().zip(self.tensors.group())
+        {
+            let (generation, world_size) = (generation.0, group.world_size());
             self.model.observe(Progress::Grouped { generation, rank, world_size });
         }
         if let Some(state) = self.session.state() {
@@ -348,10 +271,9 @@ impl<'a, M: Model> Trainer<'a, M> {
         } else if is_empty {
             self.tensors.clear_gradient()?;
         }
-        let ring = ring(&mut self.ring)?;
-        let summed = mem::replace(&mut self.summed, Ok(0)).map_err(Stopped::Broken)?;
+        let summed = mem::replace(&mut self.summed, Ok(0))?;
         let buckets = self.model.bucket_len().map(|bucket| (bucket, summed));
-        let headers = self.tensors.sum(ring, &mine, path, buckets).map_err(Stopped::Broken)?;
+        let headers = self.tensors.sum(&mine, path, buckets)?;
         self.session.reports.reduced(started.elapsed());
         self.report_transport(path);
         let headers = decode_all(headers)?;
@@ -364,17 +286,17 @@ impl<'a, M: Model> Trainer<'a, M> {
         let (model, tensors, step) = (&mut self.model, &mut self.tensors, self.session.step());
         if is_applied {
             call_user("update()", || match tensors {
-                Tensors::Device(state) => {
+                Tensors::Device { state, .. } => {
                     let optimizer = model.optimizer();
                     device_of(model)?.update(state.update(step, records), &optimizer)
                 }
-                Tensors::Host(state) => model.update(state.update(step, records)),
+                Tensors::Host { state, .. } => model.update(state.update(step, records)),
             })
-            .map_err(|error| Stopped::Failed(Failure::local(error)))?;
+            .map_err(Failure::local)?;
         } else if records > 0 {
             tracing::warn!(step = step + 1, "the gradient is not finite; the step is skipped");
         }
-        let is_alone = self.ring.as_ref().is_none_or(|ring| ring.host().world_size() == 1);
+        let is_alone = tensors.group().is_none_or(|group| group.world_size() == 1);
         tensors.retain_reduced(is_alone)?;
         // The commit may end this group.
         let generation = self.session.group_rank().map(|(generation, _)| generation);
@@ -421,16 +343,14 @@ impl<'a, M: Model> Trainer<'a, M> {
         }
         self.path();
         let (mine, verifies) = (self.header()?, self.session.is_verifying());
-        let ring = ring(&mut self.ring)?;
-        let headers: Vec<StepHeader> =
-            decode_all(ring.host_mut().all_gather(&mine).map_err(Stopped::Broken)?)?;
+        let headers: Vec<StepHeader> = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
         self.session.headers_exchanged(&headers).map_err(|mismatch| state_mismatch(&mismatch))?;
-        if verifies { self.export_best().map_err(Stopped::Failed) } else { Ok(()) }
+        if verifies { Ok(self.export_best()?) } else { Ok(()) }
     }
 
     fn on_broken(&mut self, error: &CollectiveError) {
         self.gap.on_trouble(Instant::now());
-        self.ring = None;
+        self.tensors.set_group(None);
         self.gap.on_stopped(Instant::now());
         tracing::info!(%error, "links broke");
         match error {
@@ -445,7 +365,7 @@ impl<'a, M: Model> Trainer<'a, M> {
     fn leave_links(&mut self, why: String) {
         tracing::warn!(why, "replicas differ; this one is kept");
         self.gap.on_trouble(Instant::now());
-        self.ring = None;
+        self.tensors.set_group(None);
         self.gap.on_stopped(Instant::now());
         self.session.broken(None, why);
     }
@@ -474,9 +394,10 @@ mod stopped;
 mod validation;
 
 pub(crate) use self::checkpointing::Checkpointing;
-use self::device::{device_of, nccl_policy};
+use self::device::device_of;
+pub(crate) use self::device::nccl_policy;
 use self::incoming::IncomingSnapshot;
-use self::stopped::{Stopped, decode_all, group_mismatch, ring, state_mismatch};
+use self::stopped::{Stopped, decode_all, group_mismatch, state_mismatch};
 pub(crate) use self::validation::Validation;
 
 /// The kernel and the acceptor thread build links, so a peer that is busy computing delays no rank;

@@ -22,8 +22,8 @@ mod staged;
 use nccl_offer::NcclOffer;
 pub use overlap::Overlap;
 
-/// Group whose ranks have one GPU each: the operations of [`Communicator`] on host memory, and the
-/// operations below on device memory.
+/// Group whose ranks have one GPU each: the operations of [`Communicator`] on host memory, by
+/// [`host_mut`](Self::host_mut), and the operations below on device memory.
 ///
 /// Every rank of the group has a `DeviceGroup`, and all ranks pass the same [`Path`] to an
 /// operation. Operations run after the work that is already on the [device's
@@ -98,6 +98,11 @@ impl DeviceGroup {
     #[must_use]
     pub fn host(&self) -> &HostGroup {
         &self.host
+    }
+
+    /// Host group underneath, for operations on host memory.
+    pub fn host_mut(&mut self) -> &mut HostGroup {
+        &mut self.host
     }
 
     /// Agrees with all ranks on whether the group gets an NCCL communicator, and begins to create
@@ -360,41 +365,6 @@ impl Default for NcclOptions {
             abort_timeout: Duration::from_secs(30),
             on_shared_gpus: false,
         }
-    }
-}
-
-impl Communicator for DeviceGroup {
-    fn rank(&self) -> usize {
-        self.host.rank()
-    }
-
-    fn world_size(&self) -> usize {
-        self.host.world_size()
-    }
-
-    fn generation(&self) -> u64 {
-        self.host.generation()
-    }
-
-    fn all_gather(&mut self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.host.all_gather(block)
-    }
-
-    fn all_reduce(
-        &mut self,
-        header: &[u8],
-        src: &[f32],
-        dst: &mut [f32],
-    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.host.all_reduce(header, src, dst)
-    }
-
-    fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
-        self.host.broadcast_bytes(root, bytes)
-    }
-
-    fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
-        self.host.broadcast(root, buf)
     }
 }
 

@@ -50,7 +50,7 @@ fn a_rank_without_nccl_keeps_all_ranks_on_the_host_path_with_the_reason() {
     let with = nccl("");
     let without = NcclPolicy::from_file(File::new("/nowhere/libnccl.so.2"));
     let states = on_all(&mut group, |gpu| {
-        gpu.ring.begin_nccl(if gpu.ring.rank() == 1 { &without } else { &with }).unwrap();
+        gpu.ring.begin_nccl(if gpu.ring.host().rank() == 1 { &without } else { &with }).unwrap();
         gpu.ring.nccl_state()
     });
     let NcclState::Absent(reason) = &states[0] else { panic!("{states:?}") };
@@ -145,7 +145,7 @@ fn a_rank_lost_during_an_nccl_all_reduce_ends_it_on_all_ranks() {
     let mut group = group(4);
     let (fine, breaks) = (nccl(""), nccl("async_error"));
     on_all(&mut group, |gpu| {
-        gpu.ring.begin_nccl(if gpu.ring.rank() == 0 { &breaks } else { &fine }).unwrap();
+        gpu.ring.begin_nccl(if gpu.ring.host().rank() == 0 { &breaks } else { &fine }).unwrap();
         assert_eq!(gpu.wait_for_nccl(), NcclState::Ready);
         assert_eq!(sum(gpu, 100_000, Path::Nccl).unwrap(), vec![4.0; 100_000]);
     });
@@ -167,7 +167,7 @@ fn a_group_goes_on_while_nccl_releases_its_communicator() {
     let mut group = group(3);
     let (lasts, breaks) = (nccl("abort_lasts"), nccl("async_error"));
     let ends = on_all(&mut group, |gpu| {
-        gpu.ring.begin_nccl(if gpu.ring.rank() == 0 { &breaks } else { &lasts }).unwrap();
+        gpu.ring.begin_nccl(if gpu.ring.host().rank() == 0 { &breaks } else { &lasts }).unwrap();
         assert_eq!(gpu.wait_for_nccl(), NcclState::Ready);
         sum(gpu, 1000, Path::Nccl).unwrap();
         // The check of the source in `sum` needs the stream.
@@ -200,7 +200,7 @@ fn an_abort_that_does_not_return_is_reported_as_abandoned() {
             assert!(begun.elapsed() < WATCHDOG, "the all-reduce does not begin");
         }
         // The other rank sends its header, and never starts the all-reduce.
-        absent_rank.ring.all_gather(&[]).unwrap_err();
+        absent_rank.ring.host_mut().all_gather(&[]).unwrap_err();
         let error = waits.join().unwrap();
         let waited = Duration::from_secs(1);
         let CollectiveError::Device { source: DeviceError::Abandoned { waited: limit } } = error

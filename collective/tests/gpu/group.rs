@@ -169,19 +169,19 @@ pub(crate) fn form(world: usize, path: Path) -> Group {
 
 impl Communicator for OnDevice {
     fn rank(&self) -> usize {
-        self.gpu.ring.rank()
+        self.gpu.ring.host().rank()
     }
 
     fn world_size(&self) -> usize {
-        self.gpu.ring.world_size()
+        self.gpu.ring.host().world_size()
     }
 
     fn generation(&self) -> u64 {
-        self.gpu.ring.generation()
+        self.gpu.ring.host().generation()
     }
 
     fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
-        self.gpu.ring.all_gather(mine)
+        self.gpu.ring.host_mut().all_gather(mine)
     }
 
     fn all_reduce(
@@ -202,7 +202,7 @@ impl Communicator for OnDevice {
     }
 
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
-        self.gpu.ring.broadcast_bytes(root, bytes)
+        self.gpu.ring.host_mut().broadcast_bytes(root, bytes)
     }
 
     fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {

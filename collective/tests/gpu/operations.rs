@@ -41,7 +41,7 @@ fn written<T: Element>(gpu: &Gpu, numbers: &[T]) -> CudaSlice<T> {
 }
 
 fn sums<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
-    let (rank, world) = (gpu.ring.rank(), gpu.ring.world_size());
+    let (rank, world) = (gpu.ring.host().rank(), gpu.ring.host().world_size());
     let mine = part::<T>(rank, len);
     let (src, mut dst) = (written(gpu, &mine), written(gpu, &part::<T>(9, len)));
     let header = vec![rank as u8; rank];
@@ -70,7 +70,7 @@ fn sums<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
 }
 
 fn moves<T: Element>(gpu: &mut Gpu, path: Path, len: usize) {
-    let (rank, world) = (gpu.ring.rank(), gpu.ring.world_size());
+    let (rank, world) = (gpu.ring.host().rank(), gpu.ring.host().world_size());
     let same = |a: &[T], b: &[T]| a.iter().zip(b).all(|(a, b)| a.widen() == b.widen());
     for root in 0..world {
         let mut buf = written(gpu, &part::<T>(rank, len));

@@ -17,7 +17,7 @@ const LEN: usize = 1000;
 fn group_on_nccl(world: usize, faults: &[&str]) -> Vec<Gpu> {
     let mut group = group(world);
     on_all(&mut group, |gpu| {
-        let fault = faults.get(gpu.ring.rank()).copied().unwrap_or("");
+        let fault = faults.get(gpu.ring.host().rank()).copied().unwrap_or("");
         gpu.ring.begin_nccl(&nccl(fault)).unwrap();
         assert_eq!(gpu.wait_for_nccl(), NcclState::Ready);
     });
@@ -33,7 +33,7 @@ fn compute(device: &Device, overlap: &mut Overlap<'_, f32>, part: &Range<usize>,
 
 /// A step in which a rank begins the sums of its first `early` parts while it computes.
 fn step(gpu: &mut Gpu, early: usize) -> Result<(Vec<f32>, Vec<Vec<u8>>), CollectiveError> {
-    let rank = gpu.ring.rank();
+    let rank = gpu.ring.host().rank();
     let device = gpu.ring.device().clone();
     let (mut src, mut dst) = (gpu.put(&[f32::NAN; LEN])?, gpu.put(&[f32::NAN; LEN])?);
     let fill = |overlap: &mut Overlap<'_, f32>| {
@@ -63,7 +63,7 @@ fn ranks_that_begin_different_parts_early_get_the_same_sums() {
     let mut group = group_on_nccl(3, &[]);
     for turn in 0..4 {
         // The last part is never summed early.
-        let all = on_all(&mut group, |gpu| step(gpu, (turn + gpu.ring.rank()) % 3).unwrap());
+        let all = on_all(&mut group, |gpu| step(gpu, (turn + gpu.ring.host().rank()) % 3).unwrap());
         for (sums, headers) in all {
             assert_eq!(headers, [[0], [1], [2]]);
             for (at, part) in PARTS.iter().enumerate() {

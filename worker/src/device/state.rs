@@ -20,7 +20,6 @@ use super::{
     RoundedBuckets,
 };
 use crate::buckets;
-use crate::ring::Ring;
 use crate::tensor::{Tensor, window};
 
 /// The buffers, like those of [`Tensors`](crate::tensors::Tensors).
@@ -210,7 +209,7 @@ impl DeviceState {
     /// buckets if there are any.
     pub(crate) fn sum(
         &mut self,
-        ring: &mut Ring,
+        ring: &mut DeviceGroup,
         header: &[u8],
         path: Path,
         buckets: Option<(usize, usize)>,
@@ -218,7 +217,6 @@ impl DeviceState {
         self.release_reduced().map_err(|source| CollectiveError::Device { source })?;
         let Self { gradient, reduced, wire, kernels, .. } = self;
         let (gradient, reduced) = (&**gradient, &mut **reduced);
-        let ring = ring.device()?;
         let rest = |(bucket_len, summed)| -> Vec<Range<usize>> {
             buckets::ranges(gradient.len(), bucket_len).skip(summed).collect()
         };
@@ -250,7 +248,7 @@ impl DeviceState {
 
     pub(crate) fn broadcast(
         &mut self,
-        ring: &mut Ring,
+        ring: &mut DeviceGroup,
         root: usize,
         tensor: Tensor,
     ) -> Result<(), CollectiveError> {
@@ -263,10 +261,10 @@ impl DeviceState {
             if let Some(copy) = self.retained.copy().map_err(failed)? {
                 self.load(Tensor::Reduced, &copy).map_err(failed)?;
             }
-            return ring.device()?.broadcast_device(root, &mut *self.reduced, Path::Host);
+            return ring.broadcast_device(root, &mut *self.reduced, Path::Host);
         }
         let slice = self.slice(tensor).map_err(failed)?;
-        ring.device()?.broadcast_device(root, slice, Path::Host)
+        ring.broadcast_device(root, slice, Path::Host)
     }
 
     pub(crate) fn sum_is_finite(&mut self) -> Result<bool, DeviceError> {

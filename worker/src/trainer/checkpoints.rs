@@ -102,7 +102,7 @@ impl<M: Model> Trainer<'_, M> {
             }
             if !session.restore(restored.state, restored.same_run) {
                 let error = format!("{} holds an inconsistent ledger", restored.name);
-                return Err(Stopped::Failed(Failure::fatal(error)));
+                return Err(Failure::fatal(error).into());
             }
             let mut differences = restored.differences;
             if *allows_mixed_builds {

@@ -105,11 +105,11 @@ impl<M: Model> Trainer<'_, M> {
         let batch = call_user("feed()", || model.feed(records))?;
         // All ranks see a non-finite loss in this rank's header.
         let loss = call_user("gradients()", || match tensors {
-            Tensors::Device(state) => {
+            Tensors::Device { state, .. } => {
                 let (parameters, mut gradient) = state.gradient(count);
                 device_of(model)?.gradients(parameters, batch, &mut gradient)
             }
-            Tensors::Host(HostState { parameters, gradient, .. }) => {
+            Tensors::Host { state: HostState { parameters, gradient, .. }, .. } => {
                 let gradient = self.exact.as_mut().and_then(ExactSum::last).unwrap_or(gradient);
                 model.gradients(parameters, batch, &mut Gradients::of(gradient, count, keys))
             }

@@ -6,7 +6,7 @@ use elasticdl_collective::Communicator as _;
 use elasticdl_proto::RecordRange;
 
 use super::Trainer;
-use super::stopped::{Stopped, ring};
+use super::stopped::Stopped;
 use crate::exact_sum;
 use crate::failure::Failure;
 use crate::model::Model;
@@ -84,15 +84,15 @@ impl<M: Model> Trainer<'_, M> {
             exact.clear();
         }
         let mut exponents = exact.exponents().to_vec();
-        let ring = ring(&mut self.ring)?;
-        if ring.host().world_size() > 1 {
-            let all = ring.host_mut().all_gather(&exponents).map_err(Stopped::Broken)?;
+        let group = self.tensors.group_mut()?;
+        if group.world_size() > 1 {
+            let all = group.all_gather(&exponents)?;
             if all.iter().any(|others| others.len() != exponents.len()) {
                 return Err(InvalidData("the exponents of a gradient").into());
             }
             all.iter().for_each(|others| exact_sum::raise(&mut exponents, others));
         }
-        if let Tensors::Host(state) = &mut self.tensors {
+        if let Tensors::Host { state, .. } = &mut self.tensors {
             exact.sum(&exponents, &mut state.gradient);
         }
         Ok(())

@@ -7,7 +7,7 @@ use crate::metrics::UserError;
 use crate::model::Model;
 
 /// NCCL where it is found, unless `ELASTICDL_NCCL` is `off` or names a library file.
-pub(super) fn nccl_policy() -> NcclPolicy {
+pub(crate) fn nccl_policy() -> NcclPolicy {
     match std::env::var_os("ELASTICDL_NCCL") {
         None => NcclPolicy::auto(),
         Some(value) if value == "off" => NcclPolicy::Off("ELASTICDL_NCCL is off".into()),

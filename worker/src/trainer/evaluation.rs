@@ -4,9 +4,11 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use elasticdl_collective::Communicator as _;
+
 use super::Trainer;
 use super::device::device_of;
-use super::stopped::{Stopped, decode_all, ring};
+use super::stopped::{Stopped, decode_all};
 use crate::failure::{Failure, call_user};
 use crate::metrics::Metrics;
 use crate::model::Model;
@@ -30,16 +32,15 @@ impl<M: Model> Trainer<'_, M> {
                 self.session.halt(Halt { reason: Reason::Error(error), ranges: Vec::new() });
                 Scores { failed: true, ..Scores::default() }
             }
-            Err(Unscored::Fails(failure)) => return Err(Stopped::Failed(failure)),
+            Err(Unscored::Fails(failure)) => return Err(failure.into()),
         };
-        let ring = ring(&mut self.ring)?.host_mut();
-        let all = ring.all_gather(&header::encode(&mine)).map_err(Stopped::Broken)?;
+        let all = self.tensors.group_mut()?.all_gather(&header::encode(&mine))?;
         let scores: Vec<Scores> = decode_all(all)?;
         self.session.evaluated(&scores);
         if scores.iter().any(|scores| scores.failed) {
             return Ok(());
         }
-        self.export_best().map_err(Stopped::Failed)
+        Ok(self.export_best()?)
     }
 
     fn scores(&mut self, blocks: Range<u64>) -> Result<Scores, Unscored> {
@@ -59,10 +60,12 @@ impl<M: Model> Trainer<'_, M> {
                 let mut metrics = Metrics::new(&mut sums, now.len());
                 let batch = call_user("feed()", || model.feed(now))?;
                 call_user("evaluate()", || match tensors {
-                    Tensors::Device(state) => {
+                    Tensors::Device { state, .. } => {
                         device_of(model)?.evaluate(state.parameters(), batch, &mut metrics)
                     }
-                    Tensors::Host(state) => model.evaluate(&state.parameters, batch, &mut metrics),
+                    Tensors::Host { state, .. } => {
+                        model.evaluate(&state.parameters, batch, &mut metrics)
+                    }
                 })?;
             }
             if !is_finite {

@@ -6,7 +6,7 @@ use elasticdl_collective::Communicator as _;
 use elasticdl_proto::WorkerMessage;
 
 use super::Trainer;
-use super::stopped::{Stopped, ring};
+use super::stopped::Stopped;
 use crate::exports::{Exports, SavedBest};
 use crate::failure::{Failure, call_user};
 use crate::model::{Model, Progress};
@@ -18,7 +18,7 @@ impl<M: Model> Trainer<'_, M> {
     /// The sum of a step's gradients is not finite, and such steps end the job.
     pub(super) fn inspect_gradient(&mut self) -> Result<(), Stopped> {
         // The only rank's gradient is the sum.
-        let is_alone = ring(&mut self.ring)?.host().world_size() == 1;
+        let is_alone = self.tensors.group_mut()?.world_size() == 1;
         let is_finite = !is_alone && self.tensors.gradient_is_finite()?;
         let step = self.session.step() + 1;
         tracing::error!(step, is_finite, "the step's gradient is not finite; the job ends");

@@ -6,26 +6,28 @@ use elasticdl_collective::{CollectiveError, Communicator as _, EncryptedLinks};
 use elasticdl_proto::WorkerMessage;
 
 use super::Trainer;
-use super::stopped::{Stopped, ring};
+use super::stopped::Stopped;
 use crate::descriptors;
 use crate::failure::Failure;
 use crate::model::Model;
-use crate::ring::Ring;
 use crate::session::transport_switch::{NcclBuild, NcclObstacle, Transport};
+use crate::tensors::Tensors;
 
 impl<M: Model> Trainer<'_, M> {
     /// Starts to build NCCL. A collective operation of the group.
     pub(super) fn build_nccl(&mut self) -> Result<(), Stopped> {
-        let ring = ring(&mut self.ring)?.device().map_err(Stopped::Broken)?;
-        ring.begin_nccl(&self.nccl).map_err(Stopped::Broken)?;
+        let Tensors::Device { group: Some(group), nccl, .. } = &mut self.tensors else {
+            return Err(CollectiveError::Invalid("this worker has no group of GPUs".into()).into());
+        };
+        group.begin_nccl(nccl)?;
         self.session.nccl_started();
         Ok(())
     }
 
     /// Passes the state of NCCL to the session, and returns the transport of the next step.
     pub(super) fn path(&mut self) -> Path {
-        if let Some(Ring::Device(ring)) = &self.ring {
-            self.session.set_nccl_build(match ring.nccl_state() {
+        if let Tensors::Device { group: Some(group), .. } = &self.tensors {
+            self.session.set_nccl_build(match group.nccl_state() {
                 NcclState::Absent(_) => NcclBuild::Absent,
                 NcclState::Building => NcclBuild::Building,
                 NcclState::Failed(_) => NcclBuild::Failed,
@@ -41,10 +43,9 @@ impl<M: Model> Trainer<'_, M> {
     /// Reports the transport of the step's all-reduce to the master: once per generation, because
     /// the master ignores a report about a generation that it has replaced, and when it changes.
     pub(super) fn report_transport(&mut self, path: Path) {
-        let (Some((generation, 0)), Some(ring)) = (self.session.group_rank(), &self.ring) else {
-            return;
-        };
-        let what = describe_transport(ring, path, self.session.nccl_obstacle(), &self.nccl);
+        let Some((generation, 0)) = self.session.group_rank() else { return };
+        let what = describe_transport(&self.tensors, path, self.session.nccl_obstacle());
+        let Some(what) = what else { return };
         let report = (generation, what);
         if self.allreduce_transport.as_ref() != Some(&report) {
             let (generation, what) = report.clone();
@@ -79,32 +80,33 @@ impl<M: Model> Trainer<'_, M> {
     }
 }
 
-/// Describes the transport of a step's all-reduce.
+/// Describes the transport of a step's all-reduce in the worker's group.
 fn describe_transport(
-    ring: &Ring,
+    tensors: &Tensors,
     path: Path,
     obstacle: Option<NcclObstacle>,
-    policy: &NcclPolicy,
-) -> String {
-    if ring.host().world_size() == 1 {
-        return "none: one worker".into();
+) -> Option<String> {
+    let group = tensors.group()?;
+    if group.world_size() == 1 {
+        return Some("none: one worker".into());
     }
-    let host = match ring.host() {
-        ring if ring.shares_memory() => "shared memory",
-        ring if ring.is_hierarchical() => "shared memory inside hosts and TCP between them",
+    let host = match group {
+        group if group.shares_memory() => "shared memory",
+        group if group.is_hierarchical() => "shared memory inside hosts and TCP between them",
         _ => "TCP",
     };
-    let host = match ring.host().encrypted_links() {
+    let host = match group.encrypted_links() {
         EncryptedLinks::All => format!("{host}, links encrypted"),
         EncryptedLinks::BetweenHosts => format!("{host}, links between hosts encrypted"),
         EncryptedLinks::None => format!("{host}, links not encrypted"),
         EncryptedLinks::NotNeeded => host.to_owned(),
     };
-    let Ring::Device(ring) = ring else { return host };
-    let why = match (path, policy, obstacle, ring.nccl_state()) {
+    let Tensors::Device { group: Some(group), nccl, .. } = tensors else { return Some(host) };
+    let why = match (path, nccl, obstacle, group.nccl_state()) {
         (Path::Nccl, NcclPolicy::On(library, _), ..) => {
             let version = library.version();
-            return format!("NCCL {}.{}.{}", version / 10_000, version / 100 % 100, version % 100);
+            let (major, minor) = (version / 10_000, version / 100 % 100);
+            return Some(format!("NCCL {major}.{minor}.{}", version % 100));
         }
         (.., Some(NcclObstacle::GivenUp(times)), _) => {
             format!("NCCL is off, it failed in {times} generations")
@@ -113,5 +115,5 @@ fn describe_transport(
         (.., NcclState::Absent(reason)) => format!("no NCCL: {reason}"),
         (.., NcclState::Building | NcclState::Ready) => "NCCL is being built".into(),
     };
-    format!("{host}, from GPUs by way of the hosts' memory; {why}")
+    Some(format!("{host}, from GPUs by way of the hosts' memory; {why}"))
 }

@@ -8,7 +8,7 @@ use crate::session::header::StateRecord;
 
 /// The received parts of a donor's snapshot.
 #[derive(Clone, Debug)]
-pub(super) struct IncomingSnapshot {
+pub(crate) struct IncomingSnapshot {
     pub(super) donor: WorkerId,
     /// The donor's generation when it sent the snapshot.
     pub(super) generation: Generation,

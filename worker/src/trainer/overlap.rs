@@ -11,7 +11,6 @@ use crate::buckets::{self, RecordKeys};
 use crate::failure::call_user;
 use crate::model::Model;
 use crate::reader::Reader;
-use crate::ring::Ring;
 use crate::session::transport_switch::Transport;
 use crate::tensors::{HostState, Tensors};
 
@@ -26,25 +25,25 @@ impl<M: Model> Trainer<'_, M> {
         bucket_len: usize,
     ) -> Result<(f64, Duration), String> {
         let started = Instant::now();
-        let has_peers = self.ring.as_ref().is_some_and(|ring| ring.host().world_size() > 1);
+        let has_peers = self.tensors.group().is_some_and(|group| group.world_size() > 1);
         let is_over_nccl = self.session.transport() == Transport::Nccl;
         let (model, count) = (&mut self.model, records.len());
-        let (computed, summed) = match (&mut self.tensors, &mut self.ring) {
-            (Tensors::Host(state), Some(Ring::Host(ring))) if has_peers => {
+        let (computed, summed) = match &mut self.tensors {
+            Tensors::Host { group: Some(group), state } if has_peers => {
                 let batch = call_user("feed()", || model.feed(records))?;
                 let HostState { parameters, gradient, reduced, .. } = state;
                 let buffers = (&mut gradient[..], &mut reduced[..]);
                 let batch_of = (count, RecordKeys::new(self.seed, positions));
-                buckets::overlap(ring, buffers, batch_of, bucket_len, |gradients| {
+                buckets::overlap(group, buffers, batch_of, bucket_len, |gradients| {
                     let loss =
                         call_user("gradients()", || model.gradients(parameters, batch, gradients));
                     (loss, started.elapsed())
                 })
             }
             // The host path copies a gradient when it is complete.
-            (Tensors::Device(state), Some(Ring::Device(ring))) if has_peers && is_over_nccl => {
+            Tensors::Device { group: Some(group), state, .. } if has_peers && is_over_nccl => {
                 let batch = call_user("feed()", || model.feed(records))?;
-                state.overlap(ring, count, bucket_len, |parameters, gradients| {
+                state.overlap(group, count, bucket_len, |parameters, gradients| {
                     let loss = call_user("gradients()", || {
                         device_of(model)?.gradients(parameters, batch, gradients)
                     });

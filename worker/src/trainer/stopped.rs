@@ -1,9 +1,9 @@
 //! Why a task of the trainer was not completed.
 
 use elasticdl_collective::CollectiveError;
+use elasticdl_collective::device::DeviceError;
 
 use crate::failure::Failure;
-use crate::ring::Ring;
 use crate::session::header;
 use crate::session::replicas::StateMismatch;
 use crate::session::transport_switch::DeviceMismatch;
@@ -20,14 +20,28 @@ pub(super) enum Stopped {
     Left(String),
 }
 
-impl<E: Into<Failure>> From<E> for Stopped {
-    fn from(error: E) -> Self {
+impl From<CollectiveError> for Stopped {
+    fn from(error: CollectiveError) -> Self {
+        Self::Broken(error)
+    }
+}
+
+impl From<DeviceError> for Stopped {
+    fn from(error: DeviceError) -> Self {
         Self::Failed(error.into())
     }
 }
 
-pub(super) fn ring(ring: &mut Option<Ring>) -> Result<&mut Ring, Stopped> {
-    ring.as_mut().ok_or(Stopped::Broken(CollectiveError::Aborted { generation: 0 }))
+impl From<Failure> for Stopped {
+    fn from(failure: Failure) -> Self {
+        Self::Failed(failure)
+    }
+}
+
+impl From<InvalidData> for Stopped {
+    fn from(error: InvalidData) -> Self {
+        Self::Failed(Failure::local(error.to_string()))
+    }
 }
 
 pub(super) fn decode_all<T: serde::de::DeserializeOwned>(
@@ -37,12 +51,6 @@ pub(super) fn decode_all<T: serde::de::DeserializeOwned>(
         .iter()
         .map(|bytes| header::decode(bytes).ok_or_else(|| InvalidData("a header").into()))
         .collect()
-}
-
-impl From<InvalidData> for Failure {
-    fn from(error: InvalidData) -> Self {
-        Self::local(error.to_string())
-    }
 }
 
 pub(super) fn group_mismatch(mismatch: &GroupMismatch) -> Stopped {

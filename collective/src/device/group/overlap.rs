@@ -104,7 +104,7 @@ impl DeviceGroup {
         if !self.is_summing {
             return;
         }
-        let error = CollectiveError::Aborted { generation: self.generation() };
+        let error = CollectiveError::Aborted { generation: self.host.generation() };
         if let CollectiveError::Device { source } = self.stop_nccl(error) {
             // Its operations could write to memory that others use.
             tracing::error!(%source, "this process ends");

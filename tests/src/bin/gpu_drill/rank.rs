@@ -228,12 +228,12 @@ impl Rank {
             return Err("no group, or no NCCL".into());
         };
         let mut id = Vec::new();
-        if ring.rank() == 0 {
+        if ring.host().rank() == 0 {
             id = library.unique_id()?.as_bytes().to_vec();
         }
-        ring.broadcast_bytes(0, &mut id)?;
+        ring.host_mut().broadcast_bytes(0, &mut id)?;
         let id = UniqueId::from_bytes(&id).ok_or("no unique id")?;
-        let place = (ring.rank(), ring.world_size());
+        let place = (ring.host().rank(), ring.host().world_size());
         self.bare = Some(RawCommunicator::new(library, &id, place, self.device.stream())?);
         Ok(json!({}))
     }
@@ -257,14 +257,14 @@ impl Rank {
         let (ring, (src, dst)) = ring.zip(buffers).ok_or("no group")?;
         let mut times = Vec::new();
         for _ in 0..iterations {
-            ring.all_gather(&[])?;
+            ring.host_mut().all_gather(&[])?;
             let begun = Instant::now();
             ring.all_reduce_device(&[], src, dst, path)?;
             self.device.stream().synchronize()?;
             times.push(begun.elapsed().as_secs_f64());
         }
         let at = now();
-        check(&self.device, dst, ring.world_size())?;
+        check(&self.device, dst, ring.host().world_size())?;
         Ok(json!({ "s": quantile(&mut times, 0.5), "at": at }))
     }
 
@@ -275,16 +275,16 @@ impl Rank {
         let ((ring, bare), (src, dst)) = all.ok_or("no group, or no NCCL")?;
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for _ in 0..iterations {
-            ring.all_gather(&[])?;
+            ring.host_mut().all_gather(&[])?;
             let begun = Instant::now();
             ring.all_reduce_device(&[], src, dst, Path::Nccl)?;
             ours.push(begun.elapsed().as_secs_f64());
-            ring.all_gather(&[])?;
+            ring.host_mut().all_gather(&[])?;
             let begun = Instant::now();
             bare.all_reduce(src, dst)?;
             theirs.push(begun.elapsed().as_secs_f64());
         }
-        check(&self.device, dst, ring.world_size())?;
+        check(&self.device, dst, ring.host().world_size())?;
         Ok(json!({ "s": quantile(&mut ours, 0.5), "bare_s": quantile(&mut theirs, 0.5) }))
     }
 
@@ -295,9 +295,9 @@ impl Rank {
         let mut dst = vec![0.0; src.len()];
         let mut times = Vec::new();
         for _ in 0..iterations {
-            ring.all_gather(&[])?;
+            ring.host_mut().all_gather(&[])?;
             let begun = Instant::now();
-            ring.all_reduce(&[], &src, &mut dst)?;
+            ring.host_mut().all_reduce(&[], &src, &mut dst)?;
             times.push(begun.elapsed().as_secs_f64());
         }
         Ok(json!({ "s": quantile(&mut times, 0.5) }))
