@@ -2,8 +2,10 @@ use std::io;
 use std::time::Duration;
 
 mod device;
+mod fetch;
 
 pub use device::DeviceError;
+pub use fetch::FetchError;
 
 /// Why a group could not be built, or why an operation stopped.
 ///

@@ -74,8 +74,8 @@ mod transfer;
 pub use algorithm::wire_dtype::WireDtype;
 pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator};
 pub use device::nccl;
-pub use error::CollectiveError;
-pub use group::endpoint::Endpoint;
+pub use error::{CollectiveError, FetchError};
+pub use group::endpoint::{Endpoint, EndpointOptions};
 pub use group::host_group::{EncryptedLinks, HostGroup, Transport};
 pub use group::local::{LocalFence, LocalRank};
 pub use group::spec::{GroupSpec, MEMBERS_MAX, Member};
@@ -85,6 +85,7 @@ pub use net::fence::Fence;
 pub use net::pending_requests::Joiners;
 pub use net::progress::{Progress, Stall};
 pub use net::secret::Secret;
+pub use net::socket::address_towards;
 pub use state::{
     NOTE_BYTES_MAX, Position, StateLink, StateMessageHeader, StateReceiver, StateRequest,
     StateSender,

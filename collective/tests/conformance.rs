@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use elasticdl_collective::testing::conformance::{Group, Rank};
 use elasticdl_collective::{
-    Communicator, EncryptedLinks, Endpoint, GroupSpec, HostGroup, LinkEncryption, LocalRank,
-    Member, Secret, Transport, WireDtype,
+    Communicator, EncryptedLinks, Endpoint, EndpointOptions, GroupSpec, HostGroup, LinkEncryption,
+    LocalRank, Member, Secret, Transport, WireDtype,
 };
 
 #[macro_use]
@@ -18,29 +18,30 @@ mod suite;
 
 conforms!(in_process, true, local);
 conforms!(shared_memory, true, |world| form(world, &|end| end));
-conforms!(tcp, true, |world| form(world, &|end| end.with_transport(Transport::Tcp)));
-conforms!(tcp_bf16, true, |world| form(world, &|end| end
-    .with_wire_dtype(WireDtype::Bf16)
-    .with_transport(Transport::Tcp)));
-conforms!(tcp_f16, true, |world| form(world, &|end| end
-    .with_wire_dtype(WireDtype::F16)
-    .with_transport(Transport::Tcp)));
-conforms!(tcp_channels, true, |world| form(world, &|end| channels(end)));
-conforms!(tcp_channels_bf16, true, |world| form(world, &|end| channels(end)
-    .with_wire_dtype(WireDtype::Bf16)));
+conforms!(tcp, true, |world| form(world, &|end| tcp(end)));
+conforms!(tcp_bf16, true, |world| form(world, &|end| typed(tcp(end), WireDtype::Bf16)));
+conforms!(tcp_f16, true, |world| form(world, &|end| typed(tcp(end), WireDtype::F16)));
+conforms!(tcp_channels, true, |world| form(world, &channels));
+conforms!(tcp_channels_bf16, true, |world| form(world, &|end| typed(
+    channels(end),
+    WireDtype::Bf16
+)));
 
-conforms!(tcp_encrypted, true, |world| form(world, &|end| encrypted(end)
-    .with_transport(Transport::Tcp)));
+conforms!(tcp_encrypted, true, |world| form(world, &|end| encrypted(tcp(end))));
 conforms!(tcp_channels_encrypted, true, |world| form(world, &|end| encrypted(channels(end))));
 
 // Loopback addresses simulate hosts: two whose ranks alternate, and three of different sizes.
 conforms!(hierarchy, true, |world| form_on(world, &|id| 1 + id % 2, &|end| end));
 conforms!(hierarchy_uneven, true, |world| form_on(world, &uneven, &|end| end));
-conforms!(hierarchy_bf16, true, |world| form_on(world, &uneven, &|end| end
-    .with_wire_dtype(WireDtype::Bf16)));
+conforms!(hierarchy_bf16, true, |world| form_on(world, &uneven, &|end| typed(
+    end,
+    WireDtype::Bf16
+)));
 conforms!(hierarchy_encrypted, true, |world| form_on(world, &uneven, &encrypted));
-conforms!(hierarchy_plain, true, |world| form_on(world, &uneven, &|end| end
-    .with_link_encryption(LinkEncryption::Off)));
+conforms!(hierarchy_plain, true, |world| form_on(world, &uneven, &|end| EndpointOptions {
+    link_encryption: LinkEncryption::Off,
+    ..end
+}));
 
 /// Guards the tests above: without shared memory they would all pass over TCP.
 #[test]
@@ -72,12 +73,20 @@ fn shared_memory_is_used_inside_hosts_in_every_operation() {
     }
 }
 
-fn encrypted(end: Endpoint) -> Endpoint {
-    end.with_link_encryption(LinkEncryption::On)
+fn encrypted(end: EndpointOptions) -> EndpointOptions {
+    EndpointOptions { link_encryption: LinkEncryption::On, ..end }
 }
 
-fn channels(end: Endpoint) -> Endpoint {
-    end.with_transport(Transport::Tcp).with_channels(3).unwrap()
+fn tcp(end: EndpointOptions) -> EndpointOptions {
+    EndpointOptions { transport: Transport::Tcp, ..end }
+}
+
+fn typed(end: EndpointOptions, wire_dtype: WireDtype) -> EndpointOptions {
+    EndpointOptions { wire_dtype, ..end }
+}
+
+fn channels(end: EndpointOptions) -> EndpointOptions {
+    EndpointOptions { channels: 3, ..tcp(end) }
 }
 
 fn uneven(id: u8) -> u8 {
@@ -96,12 +105,16 @@ fn local(world: usize) -> Group {
 type HostOf<'a> = &'a dyn Fn(u8) -> u8;
 
 /// Builds a group of endpoints of this process, over loopback, configured by `with`.
-fn form(world: usize, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
+fn form(world: usize, with: &dyn Fn(EndpointOptions) -> EndpointOptions) -> Group {
     form_on(world, &|_| 1, with)
 }
 
 /// Like `form`, with the loopback address of each endpoint chosen by `host`.
-fn form_on(world: usize, host: HostOf<'_>, with: &dyn Fn(Endpoint) -> Endpoint) -> Group {
+fn form_on(
+    world: usize,
+    host: HostOf<'_>,
+    with: &dyn Fn(EndpointOptions) -> EndpointOptions,
+) -> Group {
     let ranks = rings_on(world, host, with).into_iter().map(|(ring, end)| {
         // The endpoint stays open as long as the group may be aborted.
         Rank { communicator: Box::new(ring), abort: Arc::new(move || end.fence().abort_before(2)) }
@@ -112,12 +125,13 @@ fn form_on(world: usize, host: HostOf<'_>, with: &dyn Fn(Endpoint) -> Endpoint) 
 fn rings_on(
     world: usize,
     host: HostOf<'_>,
-    with: &dyn Fn(Endpoint) -> Endpoint,
+    with: &dyn Fn(EndpointOptions) -> EndpointOptions,
 ) -> Vec<(HostGroup, Endpoint)> {
     let ends: Vec<_> = (0..world as u8)
         .map(|id| {
             let (ip, secret) = (Ipv4Addr::new(127, 0, 0, host(id)).into(), Secret::new("secret"));
-            with(Endpoint::bind(ip, "job", id.into(), secret).expect("loopback has free ports"))
+            let options = with(EndpointOptions::new("job", id.into(), secret));
+            Endpoint::bind(ip, options).expect("loopback has free ports")
         })
         .collect();
     let members = (0..).zip(&ends).map(|(id, end)| Member { id, address: end.address() }).collect();

@@ -9,8 +9,8 @@ use std::thread;
 use std::time::Duration;
 
 use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, GroupSpec, HostGroup, Member, Secret, Transport,
-    WireDtype,
+    CollectiveError, Communicator, Endpoint, EndpointOptions, GroupSpec, HostGroup, Member, Secret,
+    Transport, WireDtype,
 };
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
@@ -91,8 +91,8 @@ fn sums_with_a_16_bit_wire_type_are_identical_everywhere_within_rounding_error()
 #[test]
 fn members_with_different_wire_types_get_a_protocol_error() {
     let bind = |id, wire| {
-        let end = Endpoint::bind(LOOPBACK, "job", id, Secret::new("secret")).unwrap();
-        (id, Arc::new(end.with_wire_dtype(wire).with_transport(Transport::Tcp)))
+        let options = EndpointOptions { wire_dtype: wire, ..options(id) };
+        (id, Arc::new(Endpoint::bind(LOOPBACK, options).unwrap()))
     };
     for len in [1, 100_000] {
         let mut rings = form(&[bind(100, WireDtype::F32), bind(101, WireDtype::Bf16)], 1);
@@ -315,7 +315,7 @@ fn an_invalid_group_is_refused() {
         assert!(matches!(connect(group), Err(CollectiveError::Invalid(_))));
     }
     assert!(matches!(
-        Endpoint::bind(LOOPBACK, "job", 1, Secret::new("")),
+        Endpoint::bind(LOOPBACK, EndpointOptions { secret: Secret::new(""), ..options(1) }),
         Err(CollectiveError::Invalid(_))
     ));
 }
@@ -344,8 +344,9 @@ fn unauthenticated_peers_neither_block_nor_join_a_group() {
 #[test]
 fn a_peer_with_another_secret_or_job_is_refused() {
     for (job, secret) in [("job", "wrong"), ("jobs", "secret")] {
-        let valid = Endpoint::bind(LOOPBACK, "job", 100, Secret::new("secret")).unwrap();
-        let other = Endpoint::bind(LOOPBACK, job, 101, Secret::new(secret)).unwrap();
+        let valid = Endpoint::bind(LOOPBACK, options(100)).unwrap();
+        let other = EndpointOptions::new(job, 101, Secret::new(secret));
+        let other = Endpoint::bind(LOOPBACK, other).unwrap();
         let peers = vec![(100, Arc::new(valid)), (101, Arc::new(other))];
         let group = spec(1, &peers);
         let errors = on_each(peers, move |(_, end)| end.connect(&group, WATCHDOG).map(drop));
@@ -447,12 +448,15 @@ fn endpoints(world: usize) -> Vec<Peer> {
 
 fn endpoints_with(world: usize, wire: WireDtype) -> Vec<Peer> {
     let bind = |id| {
-        Endpoint::bind(LOOPBACK, "job", id, Secret::new("secret")).expect("loopback has free ports")
+        let options = EndpointOptions { wire_dtype: wire, ..options(id) };
+        Endpoint::bind(LOOPBACK, options).expect("loopback has free ports")
     };
-    (100..)
-        .take(world)
-        .map(|id| (id, Arc::new(bind(id).with_wire_dtype(wire).with_transport(Transport::Tcp))))
-        .collect()
+    (100..).take(world).map(|id| (id, Arc::new(bind(id)))).collect()
+}
+
+fn options(id: u64) -> EndpointOptions {
+    let options = EndpointOptions::new("job", id, Secret::new("secret"));
+    EndpointOptions { transport: Transport::Tcp, ..options }
 }
 
 fn spec(generation: u64, peers: &[Peer]) -> GroupSpec {

@@ -6,15 +6,20 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::{
-    Endpoint, Member, Position, Secret, StateReceiver, StateRequest, StateSender,
+    Endpoint, EndpointOptions, FetchError, Member, Position, Secret, StateReceiver, StateRequest,
+    StateSender,
 };
 
 /// Limit that only a hang reaches.
 const WATCHDOG: Duration = Duration::from_secs(60);
 
 fn endpoint(id: u64) -> Endpoint {
-    Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", id, Secret::new("open sesame"))
-        .expect("loopback has free ports")
+    endpoint_with(id, "open sesame")
+}
+
+fn endpoint_with(id: u64, secret: &str) -> Endpoint {
+    let options = EndpointOptions::new("job", id, Secret::new(secret));
+    Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), options).expect("loopback has free ports")
 }
 
 fn request_state(
@@ -178,12 +183,10 @@ fn raising_the_fence_above_all_generations_ends_a_fetch() {
 #[test]
 fn a_joiner_without_the_secret_gets_nothing() {
     let donor = endpoint(1);
-    let unauthenticated =
-        Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 2, Secret::new("open barley"))
-            .unwrap();
+    let unauthenticated = endpoint_with(2, "open barley");
     donor.joiners().name([2]);
     let donor_member = Member { id: 1, address: donor.address() };
     let error = unauthenticated.fetch(donor_member, WATCHDOG, WATCHDOG, None).unwrap_err();
-    assert_eq!(error.member(), Some(1), "{error:?}");
+    assert!(matches!(error, FetchError::Lost { member: 1, .. }), "{error:?}");
     assert!(donor.next_state_request().is_none());
 }

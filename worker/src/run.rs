@@ -1,13 +1,13 @@
 //! Life cycle of a worker: hello, data set, model, training.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::{Endpoint, Secret, nccl};
+use elasticdl_collective::{Endpoint, EndpointOptions, Secret, address_towards, nccl};
 use elasticdl_proto::{
     Deterministic, LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work, WorkerMessage,
     WorkerOptions,
@@ -154,18 +154,15 @@ fn train<M: Model>(
         descriptors::check(options.channels).map_err(Failure::local)?;
     }
     let secret = Secret::new(environment.token.as_bytes());
-    let endpoint = Endpoint::from_listener(listener, &environment.job, worker.0, secret.clone())
-        .and_then(|endpoint| {
-            endpoint
-                .with_wire_dtype(wire_dtype(options.wire_dtype))
-                .with_link_encryption(link_encryption(options.link_encryption))
-                .with_channels(options.channels)
-        })
-        .map_err(|error| Failure::local(error.to_string()))?;
-    let endpoint = match options.worker_timeout {
-        Some(limit) => endpoint.with_dial_limit(limit),
-        None => endpoint,
+    let endpoint = EndpointOptions {
+        dial_limit: options.worker_timeout,
+        wire_dtype: wire_dtype(options.wire_dtype),
+        link_encryption: link_encryption(options.link_encryption),
+        channels: options.channels,
+        ..EndpointOptions::new(&environment.job, worker.0, secret.clone())
     };
+    let endpoint = Endpoint::from_listener(listener, endpoint)
+        .map_err(|error| Failure::local(error.to_string()))?;
     let _ = control.fence.set(endpoint.fence());
     let _ = control.progress.set(endpoint.progress());
     let _ = control.joiners.set(endpoint.joiners());
@@ -416,12 +413,12 @@ fn check_places(options: &WorkerOptions) -> Result<(), String> {
     }
 }
 
-/// Like [`address_towards`], with retries: in the first moments of a pod it may have no route, and
-/// the master no name.
+/// Like [`own_address`], with retries: in the first moments of a pod it may have no route, and the
+/// master no name.
 fn route(master: &str, limit: Duration) -> Result<IpAddr, String> {
     let deadline = Instant::now() + limit;
     loop {
-        match address_towards(master) {
+        match own_address(master) {
             Err(error) if Instant::now() < deadline => {
                 tracing::debug!(error, "no route to the master yet");
                 std::thread::sleep(ROUTE_PAUSE);
@@ -432,19 +429,11 @@ fn route(master: &str, limit: Duration) -> Result<IpAddr, String> {
 }
 
 /// Address of this host on the route to the master, at which peers reach this worker.
-fn address_towards(master: &str) -> Result<IpAddr, String> {
-    use std::net::{ToSocketAddrs, UdpSocket};
+fn own_address(master: &str) -> Result<IpAddr, String> {
     let failed = |error: std::io::Error| format!("master at {master}: {error}");
     let to = master.to_socket_addrs().map_err(failed)?.next();
     let to = to.ok_or_else(|| format!("master at {master}: the name has no address"))?;
-    // Connecting a datagram socket sends nothing; it makes the kernel choose a route.
-    let any: IpAddr = match to {
-        SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
-        SocketAddr::V6(_) => std::net::Ipv6Addr::UNSPECIFIED.into(),
-    };
-    let socket = UdpSocket::bind((any, 0)).map_err(failed)?;
-    socket.connect(to).map_err(failed)?;
-    Ok(socket.local_addr().map_err(failed)?.ip())
+    address_towards(to).map_err(failed)
 }
 
 #[expect(

@@ -1,6 +1,7 @@
 //! One attempt to build the rings of a generation: the rank dials its next members, and waits for
 //! the dials of its previous ones.
 
+use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -33,8 +34,18 @@ pub(super) struct Attempt<'a> {
     pub(super) until: Until,
 }
 
-/// What an attempt has come to; `None` where there is no attempt.
-type Of<A, T> = Option<(A, T)>;
+/// The rings of a rank in one generation.
+#[derive(Debug, Default)]
+pub(super) struct Rings {
+    /// `None` in a group of one.
+    pub(super) ring: Option<Links>,
+    /// `None` if no other rank is on this host, or all are.
+    pub(super) host_ring: Option<Links>,
+    /// `None` if this rank is not its host's leader, or all ranks are on one host.
+    pub(super) leaders: Option<Links>,
+    /// By the channels' numbers.
+    pub(super) channels: BTreeMap<u8, Links>,
+}
 
 /// Deadline of an attempt.
 #[derive(Clone, Copy)]
@@ -48,41 +59,45 @@ impl Attempt<'_> {
     /// Dials the next members of all rings, then waits for their answers, then for the previous
     /// members. A rank answers its previous member on the acceptor's thread, so no rank waits for
     /// another one to get further around the ring.
-    pub(super) fn run_all(
-        attempts: Vec<Option<Self>>,
-    ) -> Result<Vec<Option<Links>>, CollectiveError> {
+    pub(super) fn run_all(attempts: Vec<Self>) -> Result<Rings, CollectiveError> {
         let dial = |attempt: Self| attempt.dial_next().map(|dialled| (attempt, dialled));
-        let dialled: Result<Vec<_>, _> =
-            attempts.into_iter().map(|attempt| attempt.map(dial).transpose()).collect();
-        let linked: Vec<_> = Self::await_answers(dialled?)?;
-        let finish = |(attempt, next): (Self, _)| attempt.finish(next);
-        linked.into_iter().map(|linked| linked.map(finish).transpose()).collect()
+        let dialled: Result<Vec<_>, _> = attempts.into_iter().map(dial).collect();
+        let mut rings = Rings::default();
+        for (attempt, next) in Self::await_answers(dialled?)? {
+            let links = attempt.finish(next)?;
+            match attempt.purpose {
+                Purpose::Host => rings.host_ring = Some(links),
+                Purpose::Leaders => rings.leaders = Some(links),
+                Purpose::Ring => rings.ring = Some(links),
+                Purpose::Channel(number) => {
+                    rings.channels.insert(number, links);
+                }
+                Purpose::State => {}
+            }
+        }
+        Ok(rings)
     }
 
     /// Finishes the handshakes of all dialled links, in whatever order the answers arrive.
     fn await_answers(
-        dialled: Vec<Of<Self, DialledLink>>,
-    ) -> Result<Vec<Of<Self, Arc<Link>>>, CollectiveError> {
-        let mut links: Vec<Of<Self, Arc<Link>>> = dialled.iter().map(|_| None).collect();
-        let mut waiting: Vec<(usize, Self, DialledLink)> = (0..)
-            .zip(dialled)
-            .filter_map(|(index, dialled)| dialled.map(|(attempt, link)| (index, attempt, link)))
-            .collect();
+        mut waiting: Vec<(Self, DialledLink)>,
+    ) -> Result<Vec<(Self, Arc<Link>)>, CollectiveError> {
+        let mut links = Vec::with_capacity(waiting.len());
         loop {
             let mut unanswered = Vec::with_capacity(waiting.len());
-            for (index, attempt, dialled) in waiting {
+            for (attempt, dialled) in waiting {
                 match dialled.advance() {
                     Ok(Handshake::Complete(link)) => {
                         let link = Arc::new(link);
                         attempt.registration.register_link(&link);
-                        links[index] = Some((attempt, link));
+                        links.push((attempt, link));
                     }
-                    Ok(Handshake::Waiting(dialled)) => unanswered.push((index, attempt, dialled)),
+                    Ok(Handshake::Waiting(dialled)) => unanswered.push((attempt, dialled)),
                     Err(error) => return Err(attempt.refused(error)),
                 }
             }
             waiting = unanswered;
-            let Some((_, attempt, _)) = waiting.first() else { return Ok(links) };
+            let Some((attempt, _)) = waiting.first() else { return Ok(links) };
             attempt.begin_wait(true);
             let event = attempt.await_answer(&waiting);
             attempt.progress.end_wait();
@@ -91,9 +106,9 @@ impl Attempt<'_> {
     }
 
     /// Blocks until one of the links or the fence has an event.
-    fn await_answer(&self, waiting: &[(usize, Self, DialledLink)]) -> Result<(), CollectiveError> {
+    fn await_answer(&self, waiting: &[(Self, DialledLink)]) -> Result<(), CollectiveError> {
         let mut fds = vec![PollFd::new(self.registration.notifier(), PollFlags::IN)];
-        fds.extend(waiting.iter().map(|(_, _, link)| PollFd::new(link, PollFlags::IN)));
+        fds.extend(waiting.iter().map(|(_, link)| PollFd::new(link, PollFlags::IN)));
         let in_time = poll_until(&mut fds, self.until.at)
             .map_err(|source| CollectiveError::Io { action: "wait for a peer", source })?;
         self.registration.notifier().clear();

@@ -9,7 +9,6 @@ use rustix::event::{PollFd, PollFlags};
 use tracing::{debug, warn};
 
 use super::admission::DialKey;
-use super::encryption::SharedLinkEncryption;
 use super::fence::Fence;
 use super::handshake::{
     CONFIRMATION_BYTES, FIRST_BYTES, HandshakeError, Hello, JobDigest, Purpose, Responder,
@@ -19,7 +18,7 @@ use super::link::{Link, LinkKeys};
 use super::notifier::Notifier;
 use super::pending_requests::PendingRequests;
 use super::socket;
-use crate::Secret;
+use crate::{LinkEncryption, Secret};
 
 /// Acceptor: accepts connections, answers hellos, and hands authenticated dials to the fence. Runs
 /// on its own thread.
@@ -46,7 +45,7 @@ pub(crate) struct Identity {
     pub(crate) job: JobDigest,
     pub(crate) own_id: u64,
     pub(crate) secret: Secret,
-    pub(crate) link_encryption: SharedLinkEncryption,
+    pub(crate) link_encryption: LinkEncryption,
 }
 
 impl Acceptor {
@@ -196,7 +195,7 @@ impl Acceptor {
             Ok(responder)
         });
         let responder = checked.map_err(|error| error.to_string())?;
-        let requires = link_encryption.get().requires(socket).map_err(|error| error.to_string())?;
+        let requires = link_encryption.requires(socket).map_err(|error| error.to_string())?;
         if requires && !responder.hello().is_encrypted {
             return Err(HandshakeError::Unencrypted.to_string());
         }

@@ -60,9 +60,8 @@ impl DialledLink {
         request: LinkRequest,
     ) -> io::Result<Self> {
         let LinkRequest { purpose, generation, to, address, own_address } = request;
-        let choice = identity.link_encryption.get();
-        let is_encrypted = choice.applies(own_address.ip(), address.ip(), &socket)?;
-        let Identity { job, own_id: from, ref secret, .. } = *identity;
+        let Identity { job, own_id: from, ref secret, link_encryption } = *identity;
+        let is_encrypted = link_encryption.applies(own_address.ip(), address.ip(), &socket)?;
         let hello = Hello { purpose, job, generation, from, to, is_encrypted };
         let (initiator, first) = Initiator::new(&hello, secret);
         // The buffer of a new socket holds many hellos, so this is one write and cannot block.

@@ -2,11 +2,9 @@
 
 use std::io;
 use std::net::{IpAddr, TcpStream};
-use std::sync::atomic::{AtomicU8, Ordering};
 
 /// Which links are encrypted. The two sides of each link authenticate each other in any case.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-#[repr(u8)]
 pub enum LinkEncryption {
     /// Links between hosts. Members with one address are on one host, as for shared memory.
     #[default]
@@ -38,24 +36,6 @@ impl LinkEncryption {
     }
 }
 
-/// A choice that changes before the first link is dialled, and that the acceptor reads.
-#[derive(Debug, Default)]
-pub(crate) struct SharedLinkEncryption(AtomicU8);
-
-impl SharedLinkEncryption {
-    pub(crate) fn set(&self, choice: LinkEncryption) {
-        self.0.store(choice as u8, Ordering::Relaxed);
-    }
-
-    pub(crate) fn get(&self) -> LinkEncryption {
-        let stored = self.0.load(Ordering::Relaxed);
-        [LinkEncryption::Auto, LinkEncryption::Off, LinkEncryption::On]
-            .into_iter()
-            .find(|choice| *choice as u8 == stored)
-            .expect("only choices are stored")
-    }
-}
-
 /// Packets between two addresses of which both are this host's stay in its kernel.
 fn leaves_host(link: &TcpStream) -> io::Result<bool> {
     let peer = link.peer_addr()?.ip();
@@ -79,13 +59,13 @@ mod tests {
             (LinkEncryption::Off, [false, false]),
             (LinkEncryption::On, [true, true]),
         ];
-        let shared = SharedLinkEncryption::default();
-        assert_eq!(shared.get(), LinkEncryption::Auto);
         for (choice, expected) in table {
             assert_eq!([here, there].map(|peer| applies(choice, peer)), expected, "{choice:?}");
-            let (accepted, _) = (choice.requires(&link).unwrap(), shared.set(choice));
-            assert_eq!(accepted, choice == LinkEncryption::On, "{choice:?} within a host");
-            assert_eq!(shared.get(), choice);
+            assert_eq!(
+                choice.requires(&link).unwrap(),
+                choice == LinkEncryption::On,
+                "{choice:?} within a host"
+            );
         }
     }
 }

@@ -113,14 +113,20 @@ fn disable_pacing(socket: impl AsFd) {
 
 /// Whether `address` belongs to this host: then packets to it have that source address.
 fn is_same_host(address: SocketAddr) -> bool {
+    address_towards(address).is_ok_and(|own| own == address.ip())
+}
+
+/// Address of this host on the route to `peer`, at which the peer reaches it. Sends nothing.
+///
+/// # Errors
+/// There is no route to `peer`.
+pub fn address_towards(peer: SocketAddr) -> io::Result<IpAddr> {
     let any: IpAddr =
-        if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+        if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     // Connecting a datagram socket looks up the route without sending a packet.
-    let route = UdpSocket::bind((any, 0)).and_then(|socket| {
-        socket.connect(address)?;
-        socket.local_addr()
-    });
-    route.is_ok_and(|route| route.ip() == address.ip())
+    let socket = UdpSocket::bind((any, 0))?;
+    socket.connect(peer)?;
+    Ok(socket.local_addr()?.ip())
 }
 
 /// Polls until an event occurs (true) or `deadline` has passed (false).
@@ -137,10 +143,10 @@ pub(crate) fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> i
     }
 }
 
-/// Two segments: one is in flight while the other is reduced.
-const SAME_HOST_BUFFER_BYTES: usize = 512 << 10;
-
 fn timespec(duration: Duration) -> Timespec {
     let tv_sec = duration.as_secs().try_into().unwrap_or(i64::MAX);
     Timespec { tv_sec, tv_nsec: duration.subsec_nanos().into() }
 }
+
+/// Two segments: one is in flight while the other is reduced.
+const SAME_HOST_BUFFER_BYTES: usize = 512 << 10;

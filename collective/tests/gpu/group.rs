@@ -11,7 +11,7 @@ use elasticdl_collective::device::{Device, DeviceGroup, Element, NcclOptions, Nc
 use elasticdl_collective::nccl::{Library, NcclState};
 use elasticdl_collective::testing::conformance::{Group, Rank};
 use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, Fence, GroupSpec, Member, Secret,
+    CollectiveError, Communicator, Endpoint, EndpointOptions, Fence, GroupSpec, Member, Secret,
 };
 
 /// One rank: its group, and the endpoint, which outlives the group.
@@ -27,10 +27,8 @@ pub(crate) fn group(world: usize) -> Vec<Gpu> {
     let ends: Vec<_> = (0..world as u64)
         .map(|id| {
             let ip = IpAddr::V4(Ipv4Addr::LOCALHOST);
-            Arc::new(
-                Endpoint::bind(ip, "job", id, Secret::new("secret"))
-                    .expect("loopback has free ports"),
-            )
+            let options = EndpointOptions::new("job", id, Secret::new("secret"));
+            Arc::new(Endpoint::bind(ip, options).expect("loopback has free ports"))
         })
         .collect();
     regroup(&ends.iter().collect::<Vec<_>>(), 1)

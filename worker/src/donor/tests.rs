@@ -1,7 +1,9 @@
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Instant;
 
-use elasticdl_collective::{Endpoint, Member, Position, Secret, StateMessageHeader, StateReceiver};
+use elasticdl_collective::{
+    Endpoint, EndpointOptions, Member, Position, Secret, StateMessageHeader, StateReceiver,
+};
 use elasticdl_proto::RecordRange;
 
 use super::*;
@@ -28,10 +30,12 @@ fn record() -> StateRecord {
 }
 
 fn ends() -> [Endpoint; 2] {
-    [1, 2].map(|id| {
-        Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", id, Secret::new("open sesame"))
-            .expect("loopback has free ports")
-    })
+    [1, 2].map(end)
+}
+
+fn end(id: u64) -> Endpoint {
+    let options = EndpointOptions::new("job", id, Secret::new("open sesame"));
+    Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), options).expect("loopback has free ports")
 }
 
 /// Worker 2 requests the state from the donor, worker 1.
@@ -194,9 +198,7 @@ fn the_trainer_gets_its_buffers_back_and_joiners_of_one_step_share_a_snapshot() 
     let mut donor = Donor::new(WATCHDOG);
     let ends = ends();
     let mut source = visit(&mut donor, &ends, None);
-    let third =
-        Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "job", 3, Secret::new("open sesame"));
-    let mut other = visit(&mut donor, &[ends.into_iter().next().unwrap(), third.unwrap()], None);
+    let mut other = visit(&mut donor, &[ends.into_iter().next().unwrap(), end(3)], None);
     let parameters = Arc::new(vec![1.0; LEN]);
     // One snapshot is always allowed, however large it is.
     assert!(donor.wants_snapshot(GENERATION, 2, usize::MAX));

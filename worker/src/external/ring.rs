@@ -5,8 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use elasticdl_collective::{
-    BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator as _, Endpoint, Fence,
-    GroupSpec, HostGroup, Member, Secret,
+    BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator as _, Endpoint,
+    EndpointOptions, Fence, GroupSpec, HostGroup, Member, Secret,
 };
 
 use super::worker::WorkerError;
@@ -51,8 +51,8 @@ impl ProgramRing {
         timeout: Duration,
     ) -> Result<Self, WorkerError> {
         let RingMembers { name, secret, rank, addresses } = members;
-        let endpoint = Endpoint::from_listener(listener, &name, rank as u64, Secret::new(secret))
-            .map_err(failed)?;
+        let options = EndpointOptions::new(&name, rank as u64, Secret::new(secret));
+        let endpoint = Endpoint::from_listener(listener, options).map_err(failed)?;
         let members = addresses.into_iter().zip(0..).map(|(address, id)| Member { id, address });
         let spec = GroupSpec { generation: 1, members: members.collect() };
         let group = endpoint.connect(&spec, timeout).map_err(failed)?;

@@ -15,6 +15,7 @@ use crate::donor::{
     self, KIND_CAUGHT_UP, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, PartNote, StateNote,
     TRANSFER_IDLE_TIMEOUT,
 };
+use crate::failure::causes;
 use crate::model::Model;
 use crate::session::header::{self, StepHeader};
 
@@ -79,7 +80,7 @@ impl<M: Model> Trainer<'_, M> {
                 let member = Member { id: donor.0, address };
                 let position = incoming.as_ref().map(|incoming| incoming.position(session.step()));
                 let link = endpoint.fetch(member, self.dial_limit, TRANSFER_IDLE_TIMEOUT, position);
-                source.insert(link.map_err(|error| FetchError::Broken(error.to_string()))?)
+                source.insert(link.map_err(|error| FetchError::Broken(causes(&error)))?)
             }
         };
         let Some(head) = source.next(FETCH_WAIT).map_err(broke)? else { return Ok(()) };

@@ -5,7 +5,9 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 use std::{iter, thread};
 
-use elasticdl_collective::{Communicator, Endpoint, GroupSpec, HostGroup, Member, Secret, zeros};
+use elasticdl_collective::{
+    Communicator, Endpoint, EndpointOptions, GroupSpec, HostGroup, Member, Secret, zeros,
+};
 use rustix::process::{Signal, getpid, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
@@ -40,16 +42,15 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     let world = addresses.len();
     let members: Vec<Member> =
         (0..).zip(addresses).map(|(id, address)| Member { id, address }).collect();
-    let endpoint = Endpoint::from_listener(
-        listener,
-        "allreduce_bench",
-        rank as u64,
-        Secret::new("allreduce_bench"),
-    )?
-    .with_wire_dtype(arguments.wire.dtype())
-    .with_transport(arguments.transport.choice())
-    .with_link_encryption(arguments.link_encryption.choice())
-    .with_channels(arguments.channels)?;
+    let secret = Secret::new("allreduce_bench");
+    let options = EndpointOptions {
+        wire_dtype: arguments.wire.dtype(),
+        transport: arguments.transport.choice(),
+        link_encryption: arguments.link_encryption.choice(),
+        channels: arguments.channels,
+        ..EndpointOptions::new("allreduce_bench", rank as u64, secret)
+    };
+    let endpoint = Endpoint::from_listener(listener, options)?;
     let ring = connect_all(&endpoint, &GroupSpec { generation: 1, members: members.clone() })?;
     let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
     bench.warm_up()?;

@@ -41,7 +41,7 @@ fn a_dial_of_a_newer_generation_waits_until_that_group_is_built() {
 #[test]
 fn the_fence_ends_an_unanswered_dial() {
     let silent = Silent::new();
-    let end = endpoint(1).with_dial_limit(WATCHDOG);
+    let end = endpoint_of(EndpointOptions { dial_limit: Some(WATCHDOG), ..options(1) });
     let fence = end.fence();
     let members = vec![member(&end), Member { id: 2, address: silent.address }];
     let (done, result) = mpsc::channel();
@@ -57,7 +57,7 @@ fn the_fence_ends_an_unanswered_dial() {
 fn a_member_that_answers_no_dial_is_unreachable_long_before_the_deadline() {
     let silent = Silent::new();
     let limit = Duration::from_millis(200);
-    let end = endpoint(1).with_dial_limit(limit);
+    let end = endpoint_of(EndpointOptions { dial_limit: Some(limit), ..options(1) });
     let members = vec![member(&end), Member { id: 2, address: silent.address }];
     let outcome = end.connect(&GroupSpec { generation: 3, members }, WATCHDOG * 10).unwrap_err();
     let CollectiveError::Unreachable { rank: 1, member: 2, waited } = outcome else {
@@ -220,14 +220,13 @@ fn a_peer_without_the_secret_is_refused_by_the_dialling_side() {
         );
         assert!(error.to_string().contains("worker 2"), "{error}");
         let error = end.fetch(impostor, WATCHDOG, WATCHDOG, None).unwrap_err();
-        assert_eq!(error.member(), Some(2), "{error:?}");
-        assert!(matches!(error, CollectiveError::Unauthenticated { .. }), "{error:?}");
+        assert!(matches!(error, FetchError::Unauthenticated { member: 2 }), "{error:?}");
         // It has received nothing but the two hellos.
         for mut link in answering.join().unwrap() {
             assert_eq!(link.read(&mut [0]).unwrap(), 0);
         }
     }
-    let other = Endpoint::bind(LOOPBACK, "job", 2, Secret::new("guess")).unwrap();
+    let other = endpoint_of(EndpointOptions { secret: Secret::new("guess"), ..options(2) });
     let group = GroupSpec { generation: 6, members: vec![member(&end), member(&other)] };
     let error = end.connect(&group, WATCHDOG).unwrap_err();
     assert_eq!(error.member(), Some(2), "{error:?}");
@@ -254,12 +253,13 @@ fn an_answer_that_does_not_come_is_a_stall_at_the_next_member() {
     let error = end.connect(&group, limit).unwrap_err();
     assert!(matches!(error, CollectiveError::Deadline { member: 2, .. }), "{error:?}");
     let error = end.fetch(silent, limit, WATCHDOG, None).unwrap_err();
-    assert!(matches!(error, CollectiveError::Deadline { member: 2, .. }), "{error:?}");
+    assert!(matches!(error, FetchError::Deadline { member: 2, .. }), "{error:?}");
+    assert_eq!(error.to_string(), "worker 2 did not answer within 20ms");
 }
 
 #[test]
 fn a_link_that_is_not_encrypted_is_refused_where_encryption_is_required() {
-    let end = endpoint(2).with_link_encryption(LinkEncryption::On);
+    let end = endpoint_of(EndpointOptions { link_encryption: LinkEncryption::On, ..options(2) });
     assert_refused(&end, &Hello { is_encrypted: false, ..hello() }, &secret());
     assert_eq!(end.fence.pending_dial_count(), 0);
 }
@@ -302,7 +302,15 @@ impl Silent {
 }
 
 fn endpoint(own_id: u64) -> Endpoint {
-    Endpoint::bind(LOOPBACK, "job", own_id, secret()).unwrap()
+    endpoint_of(options(own_id))
+}
+
+fn endpoint_of(options: EndpointOptions) -> Endpoint {
+    Endpoint::bind(LOOPBACK, options).unwrap()
+}
+
+fn options(own_id: u64) -> EndpointOptions {
+    EndpointOptions::new("job", own_id, secret())
 }
 
 fn member(end: &Endpoint) -> Member {

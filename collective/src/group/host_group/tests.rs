@@ -12,7 +12,7 @@ use crate::net::frame::{FRAME_BYTES, Frame};
 use crate::net::link::{Link, LinkKeys};
 use crate::net::neighbours::Neighbour;
 use crate::net::socket::set_up;
-use crate::{Endpoint, Fence, GroupSpec, Member, Secret};
+use crate::{Endpoint, EndpointOptions, Fence, GroupSpec, Member, Secret};
 
 const GENERATION: u64 = 5;
 
@@ -248,8 +248,7 @@ fn an_invalid_announcement_is_a_protocol_error() {
 
 #[test]
 fn every_link_has_nodelay_at_both_ends() {
-    let bind =
-        |me| Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", me, Secret::new("secret")).unwrap();
+    let bind = |me| Endpoint::bind(Ipv4Addr::LOCALHOST.into(), options(me)).unwrap();
     let ends = [bind(1), bind(2)];
     let members =
         [(1, &ends[0]), (2, &ends[1])].map(|(id, end)| Member { id, address: end.address() });
@@ -345,10 +344,10 @@ fn an_operation_reports_its_wait_points_until_it_ends() {
 #[test]
 fn long_sums_use_all_channels_and_short_ones_the_first() {
     let ends = [0, 1].map(|id| {
-        let end =
-            Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", id, Secret::new("secret")).unwrap();
+        let options = EndpointOptions { transport: Transport::Tcp, channels: 3, ..options(id) };
+        let end = Endpoint::bind(Ipv4Addr::LOCALHOST.into(), options).unwrap();
         watch(end.fence());
-        end.with_transport(Transport::Tcp).with_channels(3).unwrap()
+        end
     });
     let members = (0..).zip(&ends).map(|(id, end)| Member { id, address: end.address() }).collect();
     let group = GroupSpec { generation: GENERATION, members };
@@ -378,11 +377,14 @@ fn long_sums_use_all_channels_and_short_ones_the_first() {
 #[test]
 fn an_invalid_number_of_channels_is_refused() {
     for channels in [0, 17, 255] {
-        let end =
-            Endpoint::bind(Ipv4Addr::LOCALHOST.into(), "job", 1, Secret::new("secret")).unwrap();
-        let error = end.with_channels(channels).unwrap_err().to_string();
+        let options = EndpointOptions { channels, ..options(1) };
+        let error = Endpoint::bind(Ipv4Addr::LOCALHOST.into(), options).unwrap_err().to_string();
         assert!(error.contains("1 to 16"), "{error}");
     }
+}
+
+fn options(id: u64) -> EndpointOptions {
+    EndpointOptions::new("job", id, Secret::new("secret"))
 }
 
 /// Rank 0 of a group of workers 10 and 11, and the peer's ends of its links.

@@ -12,7 +12,9 @@ use cudarc::driver::CudaSlice;
 use elasticdl_collective::device::{Device, DeviceGroup, NcclOptions, NcclPolicy, Path};
 use elasticdl_collective::nccl::{NcclState, UniqueId, exit_at_once, wait_for_release};
 use elasticdl_collective::testing::{CopyBandwidth, RawCommunicator};
-use elasticdl_collective::{Communicator, Endpoint, Fence, GroupSpec, Member, Secret};
+use elasticdl_collective::{
+    Communicator, Endpoint, EndpointOptions, Fence, GroupSpec, Member, Secret,
+};
 use elasticdl_tests::quantile;
 use serde_json::{Value, json};
 
@@ -77,9 +79,8 @@ fn listen(fence: &Fence, read: &mpsc::Sender<Value>) {
 impl Rank {
     fn open(rank_index: u64, arguments: &Arguments) -> Fallible<Self> {
         let device = Device::open(arguments.ordinal)?;
-        let secret = Secret::new("gpu_drill");
-        let endpoint =
-            Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), "gpu_drill", rank_index, secret)?;
+        let options = EndpointOptions::new("gpu_drill", rank_index, Secret::new("gpu_drill"));
+        let endpoint = Endpoint::bind(IpAddr::V4(Ipv4Addr::LOCALHOST), options)?;
         Ok(Self {
             endpoint,
             device,
