@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use elasticdl_proto::RecordRange;
 
@@ -69,19 +69,7 @@ impl<R: Send + 'static> Prefetch<R> {
         reader: OrderedReader<D>,
         ahead: u64,
     ) -> std::io::Result<Self> {
-        let state = State {
-            wanted: VecDeque::new(),
-            read: BTreeMap::new(),
-            records: 0,
-            reading: None,
-            urgent: None,
-            failed: None,
-            announced: VecDeque::new(),
-            closed: false,
-        };
-        let waits = Arc::new(AtomicBool::new(false));
-        let buffer =
-            Arc::new(ReadBuffer { state: Mutex::new(state), changed: Condvar::new(), waits });
+        let buffer = Arc::new(ReadBuffer::new(Arc::default()));
         let thread_buffer = Arc::clone(&buffer);
         thread::Builder::new()
             .name("reader".into())
@@ -126,7 +114,7 @@ impl<R: Send + 'static> Prefetch<R> {
         let mut records = Vec::new();
         let mut state = self.buffer.lock();
         let mut at = range.start;
-        let mut wait_left = STORAGE_WAIT_MAX;
+        let mut waited = Duration::ZERO;
         while at < range.end {
             if let Some((epoch, start)) = state.entry_at(range.epoch, at) {
                 let more = state.cut(epoch, start, at, range.end);
@@ -139,17 +127,19 @@ impl<R: Send + 'static> Prefetch<R> {
                 return Err(failed);
             }
             let rest = RecordRange { start: at, ..range };
-            if self.buffer.waits.load(Ordering::Acquire) {
-                let Some(less) = wait_left.checked_sub(POLL_INTERVAL) else {
-                    state.urgent = None;
-                    return Ok(Taken { records, rest: Some(rest) });
-                };
-                wait_left = less;
+            let is_outage = self.buffer.waits.load(Ordering::Acquire);
+            if is_outage && waited >= STORAGE_WAIT_MAX {
+                state.urgent = None;
+                return Ok(Taken { records, rest: Some(rest) });
             }
             state.urgent = Some(rest);
             self.buffer.changed.notify_all();
+            let begun = Instant::now();
             let woken = self.buffer.changed.wait_timeout(state, POLL_INTERVAL);
             state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            if is_outage {
+                waited += begun.elapsed();
+            }
         }
         state.urgent = None;
         Ok(Taken { records, rest: None })
@@ -194,6 +184,21 @@ impl<R> Drop for Prefetch<R> {
 }
 
 impl<R> ReadBuffer<R> {
+    /// `waits`: whether the reader thread waits for storage.
+    fn new(waits: Arc<AtomicBool>) -> Self {
+        let state = State {
+            wanted: VecDeque::new(),
+            read: BTreeMap::new(),
+            records: 0,
+            reading: None,
+            urgent: None,
+            failed: None,
+            announced: VecDeque::new(),
+            closed: false,
+        };
+        Self { state: Mutex::new(state), changed: Condvar::new(), waits }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State<R>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -480,29 +485,29 @@ mod tests {
     fn records_already_read_are_returned_during_an_outage_and_the_rest_after_it() {
         let (begins, begun) = std::sync::mpsc::channel();
         let (go_on, goes_on) = std::sync::mpsc::channel();
-        // The reader has to set the flag of a buffer that is created after it.
-        let mut prefetch = prefetch(None);
         let waits = Arc::new(AtomicBool::new(false));
         let reader = Blocking { begins, goes_on, waits: Some(Arc::clone(&waits)) };
-        let state = State {
-            wanted: VecDeque::new(),
-            read: BTreeMap::new(),
-            records: 0,
-            reading: None,
-            urgent: None,
-            failed: None,
-            announced: VecDeque::new(),
-            closed: false,
-        };
-        prefetch.buffer =
-            Arc::new(ReadBuffer { state: Mutex::new(state), changed: Condvar::new(), waits });
+        let prefetch = Prefetch { buffer: Arc::new(ReadBuffer::new(waits)) };
         let buffer = Arc::clone(&prefetch.buffer);
         thread::spawn(move || buffer.fill(in_order(reader), 16));
         prefetch.want(range(0, 12, 60));
         begun.recv().unwrap();
         let wanted = || [range(0, 12, 24), range(0, 24, 60)].into_iter();
         assert_eq!(prefetch.readable(wanted()), Ok(Some(8)));
-        let Taken { records: read, rest } = prefetch.take(range(0, 12, 24)).unwrap();
+        // What wakes the trainer early does not shorten its wait for storage.
+        let (asked, is_over) = (Instant::now(), AtomicBool::new(false));
+        let Taken { records: read, rest } = thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Acquire) {
+                    prefetch.buffer.changed.notify_all();
+                    thread::yield_now();
+                }
+            });
+            let taken = prefetch.take(range(0, 12, 24)).unwrap();
+            is_over.store(true, Ordering::Release);
+            taken
+        });
+        assert!(asked.elapsed() >= STORAGE_WAIT_MAX);
         assert_eq!((read, rest), (records("b", 2..10), Some(range(0, 20, 24))));
         assert_eq!(prefetch.readable(wanted().skip(1)), Ok(Some(0)));
         go_on.send(()).unwrap();

@@ -36,10 +36,7 @@ impl NcclOffer {
     pub(super) fn encode(&self) -> Vec<u8> {
         match self {
             Self::Off(reason) => {
-                let mut end = reason.len().min(REASON_BYTES_MAX);
-                while !reason.is_char_boundary(end) {
-                    end -= 1;
-                }
+                let end = reason.floor_char_boundary(REASON_BYTES_MAX);
                 [&[0], &reason.as_bytes()[..end]].concat()
             }
             Self::On { version, uuid, place, on_shared_gpus } => {
