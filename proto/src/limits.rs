@@ -1,4 +1,4 @@
-//! Upper bounds on everything that a job accepts from outside.
+//! Upper bounds on everything that a job accepts from outside, and the truncation of texts.
 //!
 //! Each bound is far above any sensible value, and small enough that no sum or product of bounded
 //! values overflows: the records of all epochs stay below 2^60.
@@ -48,3 +48,13 @@ pub const SUMMARY_BYTES_MAX: usize = 64 << 10;
 pub const PHASE_US_MAX: u64 = 1 << 50;
 /// Most bytes of one gRPC message.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
+
+/// Truncates `text` to at most `bytes_max` bytes at a character boundary, and marks the cut.
+#[must_use]
+pub fn clip(mut text: String, bytes_max: usize) -> String {
+    if text.len() > bytes_max {
+        text.truncate(text.floor_char_boundary(bytes_max));
+        text.push('…');
+    }
+    text
+}

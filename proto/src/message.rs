@@ -230,8 +230,7 @@ pub struct Committed {
     pub steps_skipped: u64,
     /// Learning rate of the last of these steps; `None` if the model has none.
     pub learning_rate: Option<f64>,
-    /// Mean loss of the first of these steps whose loss is finite; `None` if no loss is, or from a
-    /// worker of an older release.
+    /// Mean loss of the first of these steps whose loss is finite; `None` if no loss is.
     pub first_loss: Option<f64>,
     /// Mean loss of the last of these steps whose loss is finite; `None` as above.
     pub last_loss: Option<f64>,

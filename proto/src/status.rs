@@ -393,7 +393,7 @@ pub(crate) mod tests {
         assert_eq!(read, full_status());
     }
 
-    /// What does not apply or is not known yet is null. The keys of a cluster are left out.
+    /// What does not apply or is not known yet is null. The keys of a cluster are omitted.
     #[test]
     fn a_new_status_has_all_keys_but_those_of_a_cluster() {
         let worker = WorkerStatus {

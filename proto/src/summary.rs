@@ -91,12 +91,12 @@ pub struct RecordsSummary {
     pub repeated: u64,
 }
 
-/// Records that a reader has left out of the data set.
+/// Records that a reader has skipped.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SkippedRecords {
     /// Number of records that cannot be read.
     pub bad: u64,
-    /// Number of records that were left out for a null.
+    /// Number of records that were skipped for a null.
     pub nulls: u64,
     /// The first few of them: file, place and reason.
     pub first: Vec<String>,

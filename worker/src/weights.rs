@@ -9,6 +9,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use elasticdl_proto::limits::clip;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 use serde::Deserialize;
 
@@ -154,7 +155,7 @@ pub(crate) fn load(
         let tensor = file.tensor(name).map_err(|_| {
             let mut names = file.names();
             names.sort_unstable();
-            let names = clip(&names.join(", "));
+            let names = clip(names.join(", "), NAMES_BYTES_MAX);
             mismatch(format!("no tensor {name:?}, which the model has; the file has {names}"))
         })?;
         if tensor.dtype() != Dtype::F32 || tensor.shape() != shape {
@@ -218,13 +219,6 @@ fn within(address: &str) -> String {
     format!("{}/model.safetensors", address.trim_end_matches('/'))
 }
 
-fn clip(text: &str) -> String {
-    match text.char_indices().nth(NAMES_LEN_MAX) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
-}
-
 /// Shared parameters as bytes.
 struct Values(Arc<Vec<f32>>);
 
@@ -243,7 +237,7 @@ const ALIGNMENT: usize = 8;
 const HEADER_START: u64 = 8;
 /// Limit of the format.
 const HEADER_MAX: u64 = 100_000_000;
-const NAMES_LEN_MAX: usize = 500;
+const NAMES_BYTES_MAX: usize = 500;
 
 #[cfg(test)]
 mod tests {

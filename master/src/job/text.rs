@@ -6,8 +6,7 @@ use elasticdl_proto::WorkerId;
 
 /// `text`, truncated to a length that can be stored and shown.
 pub(crate) fn clip(text: &str) -> &str {
-    let len = (0..=TEXT_BYTES_MAX.min(text.len())).rev().find(|&i| text.is_char_boundary(i));
-    &text[..len.expect("0 is a boundary")]
+    &text[..text.floor_char_boundary(TEXT_BYTES_MAX)]
 }
 
 /// `worker 3` or `workers 1, 2 and 4`; a long list is truncated.

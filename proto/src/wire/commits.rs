@@ -8,12 +8,12 @@ use crate::message::{Committed, RankStep, StepTimes};
 pub(super) fn committed(report: v1::Committed) -> Checked<Committed> {
     let ranks = report.compute_us.len() as u64;
     within("committed.compute_us (ranks)", ranks, 0, u64::from(WORKERS_MAX))?;
-    // Workers of older releases send none of these.
-    let [input_us, records, checkpoint_us] =
-        [&report.input_us, &report.rank_records, &report.checkpoint_us]
-            .map(|known| known.iter().copied().chain(std::iter::repeat(0)));
-    let ranks = report.compute_us.iter().zip(input_us).zip(records).zip(checkpoint_us);
-    let rank_step = |(((&compute_us, input_us), records), checkpoint_us)| {
+    let others = [&report.input_us, &report.rank_records, &report.checkpoint_us];
+    if others.iter().any(|list| list.len() as u64 != ranks) {
+        return Err(format!("committed: a list does not have one element per rank, {ranks}"));
+    }
+    let ranks = report.compute_us.iter().zip(others[0]).zip(others[1]).zip(others[2]);
+    let rank_step = |(((&compute_us, &input_us), &records), &checkpoint_us)| {
         let compute_us = within("committed.compute_us", compute_us, 0, PHASE_US_MAX)?;
         let input_us = within("committed.input_us", input_us, 0, PHASE_US_MAX)?;
         let records = within("committed.rank_records", records, 0, DATASET_RECORDS_MAX)?;

@@ -22,7 +22,7 @@ use crate::limits::{
     BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
     DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX,
     PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX, PLACE_BYTES_MAX, SKIPPED_LISTED_MAX,
-    SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX,
+    SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX, clip,
 };
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
@@ -550,13 +550,4 @@ pub(super) fn within(name: &str, value: u64, min: u64, max: u64) -> Checked<u64>
         return Err(format!("{name}: {value} is not between {min} and {max}"));
     }
     Ok(value)
-}
-
-/// Truncates `text` to at most `bytes_max` bytes at a character boundary, and marks the cut.
-fn clip(mut text: String, bytes_max: usize) -> String {
-    if text.len() > bytes_max {
-        text.truncate(text.floor_char_boundary(bytes_max));
-        text.push('…');
-    }
-    text
 }

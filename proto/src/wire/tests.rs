@@ -370,6 +370,7 @@ fn a_field_out_of_bounds_is_refused_by_name() {
             }),
             "committed.compute_us",
         ),
+        (Kind::Committed(v1::Committed { input_us: vec![1], ..commit() }), "committed: a list"),
         (Kind::Committed(v1::Committed { times: Some(endless), ..commit() }), "times.reduce_us"),
         (Kind::Done(v1::Done::default()), "done.range"),
         (done(&[("", 1.0)]), "done.metrics: names"),
@@ -502,7 +503,6 @@ fn checkpoint_reports_are_checked_and_truncated() {
     assert_eq!(name, format!("{}…", "x".repeat(256)));
     assert!(converted(None).is_err());
     let restored = |step| {
-        // Workers of older releases tell no differences.
         let news = v1::CheckpointRestored { step, name: "n".into(), differences: String::new() };
         converted(Some(News::Restored(news)))
     };
