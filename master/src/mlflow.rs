@@ -3,7 +3,7 @@
 //! A job is a run. The master of a job that is resumed finds the run by the job's id.
 //!
 //! **Invariant:** no error of the server affects the job, which says it once. **Invariant:** every
-//! evaluation is sent; of the points of curves, the oldest are left out while the server is away.
+//! evaluation is sent; of the points of curves, the oldest are dropped while the server is away.
 
 mod client;
 

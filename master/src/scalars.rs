@@ -20,7 +20,7 @@ pub(crate) struct Scalars {
 pub(crate) struct Point {
     pub(crate) step: u64,
     pub(crate) values: Vec<(String, f64)>,
-    /// Whether it is an evaluation, of which none may be left out.
+    /// Whether it is an evaluation, of which none may be dropped.
     pub(crate) is_evaluation: bool,
 }
 

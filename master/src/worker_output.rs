@@ -1,7 +1,7 @@
 //! What the workers of a local job print, as lines: the logs of all workers, followed.
 //!
 //! **Invariant:** a program that prints without end costs bounded time and memory: of each log at
-//! most a given number of bytes is read at once, and the rest is left out with a line that says so.
+//! most a given number of bytes is read at once, and the rest is skipped with a line that says so.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -71,7 +71,7 @@ impl WorkerOutput {
 }
 
 impl Tail {
-    /// Reads what is new, at most `bytes_max` bytes. Returns the number of bytes that were left out
+    /// Reads what is new, at most `bytes_max` bytes. Returns the number of bytes that were skipped
     /// before them.
     fn read(&mut self, path: &Path, bytes_max: u64) -> io::Result<u64> {
         let len = fs::metadata(path)?.len();

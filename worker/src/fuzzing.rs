@@ -14,7 +14,7 @@ use crate::readers::{
 use crate::{checkpoint, weights};
 
 /// Reads a table with the columns `x`, `n`, `kind`, a text, and `v`, a list of two numbers, and
-/// leaves out the rows with nulls. Returns whether it was read. `folder` is an existing folder for
+/// skips the rows with nulls. Returns whether it was read. `folder` is an existing folder for
 /// the file, as in the other targets.
 #[must_use]
 pub fn arrow(folder: &Path, data: &[u8]) -> bool {
@@ -72,8 +72,8 @@ pub fn parquet(folder: &Path, data: &[u8]) -> bool {
     read_all(ParquetRows::new().text("city").f32("price").i64("rooms"), &table)
 }
 
-/// Reads a table with the columns `v`, lists of two numbers, and `small`, and leaves out the rows
-/// with nulls. Returns whether it was read.
+/// Reads a table with the columns `v`, lists of two numbers, and `small`, and skips the rows with
+/// nulls. Returns whether it was read.
 #[must_use]
 pub fn parquet_lists(folder: &Path, data: &[u8]) -> bool {
     let table = write(folder, "table.parquet", data);

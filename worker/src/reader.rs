@@ -23,13 +23,13 @@ impl Dataset {
     }
 }
 
-/// Records that a reader leaves out of the data set.
+/// Records that a reader skips: they are not in the data set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Skipped {
     /// Number of records that cannot be read.
     pub bad: u64,
-    /// Number of records that were left out for a null.
+    /// Number of records that were skipped for a null.
     pub nulls: u64,
     /// The first few of them: file, place and reason.
     pub first: Vec<String>,
@@ -40,7 +40,7 @@ pub struct Skipped {
 }
 
 impl Skipped {
-    /// Adds what another part of the data leaves out.
+    /// Adds the records skipped in another part of the data.
     pub(crate) fn add(&mut self, other: Self) {
         self.bad += other.bad;
         self.nulls += other.nulls;

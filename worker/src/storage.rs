@@ -9,7 +9,7 @@
 //!
 //! An address is not a URL: what follows the bucket is the key, character by character, without a
 //! query, a fragment or percent-encoding. Keys with an empty component, a component `.` or `..`, or
-//! a control character are refused, and left out of listings.
+//! a control character are refused, and excluded from listings.
 //!
 //! Calls block, so they must be made from threads that may block. Requests run on a small runtime
 //! of their own. Requests that fail with a transient error are retried (see `retry.rs`).

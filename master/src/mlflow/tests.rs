@@ -156,7 +156,7 @@ async fn a_job_is_a_run_with_parameters_metrics_and_its_end() {
         (json!("loss"), json!(0.5), json!(9)),
         (json!("learning_rate"), json!(0.125), json!(9)),
     ];
-    assert_eq!(metrics, expected, "values that are not finite are left out");
+    assert_eq!(metrics, expected, "values that are not finite are skipped");
     let update = server.bodies("runs/update").remove(0);
     assert_eq!((&update["run_id"], &update["status"]), (&json!("new"), &json!("FINISHED")));
     let seen = server.seen.lock().unwrap();

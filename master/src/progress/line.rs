@@ -48,7 +48,7 @@ impl ProgressLine {
         }
     }
 
-    /// The line as text of at most `width` characters: parts that do not fit are left out, the
+    /// The line as text of at most `width` characters: parts that do not fit are omitted, the
     /// least important ones first.
     pub(crate) fn to_text(&self, width: usize) -> String {
         if !self.has_begun {
@@ -65,7 +65,7 @@ impl ProgressLine {
         parts.into_iter().map(|(_, text)| text).collect::<Vec<_>>().join(SEPARATOR)
     }
 
-    /// The parts of the text, in order, each with its rank: a part with a higher rank is left out
+    /// The parts of the text, in order, each with its rank: a part with a higher rank is omitted
     /// first, a part with rank 0 never.
     fn parts(&self) -> Vec<(u8, String)> {
         let workers = match (self.workers, self.workers_desired) {

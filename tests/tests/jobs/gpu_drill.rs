@@ -100,7 +100,7 @@ fn what_one_gpu_does_not_show_is_said() {
 fn phases_without_time_are_reported_as_left_out() {
     let (success, table, all) = drill(&["--seconds", "0"], &[]);
     assert!(!success && all["figures"].as_array().unwrap().is_empty(), "{table}");
-    assert_eq!(all["failures"]["kill"], "left out: the time is up");
+    assert_eq!(all["failures"]["kill"], "skipped: the time is up");
 }
 
 #[test]

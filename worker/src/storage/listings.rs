@@ -2,7 +2,7 @@
 //!
 //! The client refuses a whole listing for one key with an empty component, `.` or `..`. So such
 //! entries are taken out of the stores' answers before the client parses them. Objects whose keys
-//! end with a slash stand for folders and are left out silently.
+//! end with a slash stand for folders and are excluded silently.
 
 use std::cell::RefCell;
 
@@ -49,7 +49,7 @@ impl HttpService for Usable {
     }
 }
 
-/// The result of `list`, and the keys that were left out of the listings that it requested.
+/// The result of `list`, and the keys that were excluded from the listings that it requested.
 pub(super) async fn noting_left_out<T, E>(
     list: impl Future<Output = Result<T, E>>,
 ) -> Result<(T, Vec<String>), E> {
@@ -122,7 +122,7 @@ fn unescape(xml: &str) -> String {
 }
 
 tokio::task_local! {
-    /// The keys that were left out of the listings of this task.
+    /// The keys that were excluded from the listings of this task.
     static LEFT_OUT: RefCell<Vec<String>>;
 }
 

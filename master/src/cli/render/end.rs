@@ -8,7 +8,7 @@ use crate::cli::process::{Console, print_error, print_line};
 use crate::job::{Summary, Time};
 use crate::progress::{LogFormat, json_error};
 
-/// Prints the summary to standard output, which may be closed. The error is left out, because
+/// Prints the summary to standard output, which may be closed. The error is omitted, because
 /// [`print_job_error`] prints it.
 pub(crate) fn print_summary(console: Console, summary: &Summary, paths: Paths<'_>) {
     let text = match console.progress() {

@@ -40,7 +40,7 @@ impl Mlp {
     }
 
     /// Adds the gradient of one record's loss. Returns the loss. `dropout`: seed of the units that
-    /// are left out; `None` for none.
+    /// are dropped; `None` for none.
     fn learn(
         parameters: &[f32],
         record: u64,

@@ -51,7 +51,7 @@ struct Arguments {
     /// The buffer of the phases in which a rank fails, in bytes
     #[arg(long, default_value_t = 400 << 20)]
     bytes_lost: usize,
-    /// Seconds after which remaining phases are left out
+    /// Seconds after which remaining phases are skipped
     #[arg(long, default_value_t = 540)]
     seconds: u64,
     /// The example of that name, built with `--features cuda`, to compare steps with a plain loop
@@ -170,7 +170,7 @@ impl Drill {
     fn run(&mut self, phase: &phases::Phase) {
         let name = phase.name;
         if self.left().is_zero() {
-            let reason = "left out: the time is up";
+            let reason = "skipped: the time is up";
             print(&format!("{name:<10}  {reason}"));
             self.failures.insert(name, reason.to_owned());
             return;
@@ -185,7 +185,7 @@ impl Drill {
         }
         let Err(error) = ended else { return };
         if let Some(LeftOut(reason)) = error.downcast_ref() {
-            print(&format!("{name:<10}  left out: {reason}"));
+            print(&format!("{name:<10}  skipped: {reason}"));
             self.left_out.insert(name, reason.clone());
         } else {
             print(&format!("{name:<10}  FAILED: {error}"));
@@ -219,11 +219,7 @@ impl Drill {
 
     /// Fails if the time is up: no further phase begins.
     fn check_time(&self) -> Fallible<()> {
-        if self.left().is_zero() {
-            Err("left out from here: the time is up".into())
-        } else {
-            Ok(())
-        }
+        if self.left().is_zero() { Err("skipped from here: the time is up".into()) } else { Ok(()) }
     }
 
     /// Time that is left of the whole drill.
@@ -251,7 +247,7 @@ impl Drill {
 
     fn end(self) -> ExitCode {
         print(&format!(
-            "done in {:.0} s, {} phases failed, {} left out",
+            "done in {:.0} s, {} phases failed, {} skipped",
             self.begun.elapsed().as_secs_f64(),
             self.failures.len(),
             self.left_out.len()
