@@ -1,3 +1,5 @@
+//! The collective operations that each kind of group implements, and their limits.
+
 use crate::CollectiveError;
 
 /// Handle of one rank to the group of one generation, with the collective operations of the group.

@@ -1,3 +1,5 @@
+//! The errors of groups and of their operations, and what the caller does after each.
+
 use std::io;
 use std::time::Duration;
 

@@ -1,3 +1,6 @@
+//! Measures how fast a GPU copies to, from and within its memory, for the figures of the
+//! benchmarks.
+
 #![allow(
     unsafe_code,
     reason = "page-locked memory is allocated uninitialized, and copies run concurrently"

@@ -1,3 +1,5 @@
+//! The element types of buffers in GPU memory, and their names in NCCL and on the host path.
+
 use cudarc::driver::{DeviceRepr, ValidAsZeroBits};
 use half::{bf16, f16};
 

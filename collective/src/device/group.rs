@@ -1,3 +1,6 @@
+//! A rank's group with a GPU at each rank: it chooses the path of an operation on device memory,
+//! and ends the group when NCCL fails.
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

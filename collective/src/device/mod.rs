@@ -10,9 +10,9 @@
 //! own while the rest is computed.
 //!
 //! A [`Device`] is one GPU with the CUDA stream on which its owner computes. A [`DeviceGroup`] is a
-//! [`HostGroup`](crate::HostGroup) with a device at each rank. All-reduce, broadcast and all-gather
-//! on device memory use the host path from the first step on. They use NCCL once a communicator has
-//! been [built](DeviceGroup::begin_nccl) in the background and all ranks have agreed to use it.
+//! [`HostGroup`](crate::HostGroup) with a device at each rank. All-reduce and broadcast on device
+//! memory use the host path from the first step on. They use NCCL once a communicator has been
+//! [built](DeviceGroup::begin_nccl) in the background and all ranks have agreed to use it.
 //!
 //! **Invariant:** neither building nor running this crate requires CUDA: libraries are looked up at
 //! run time, and a missing one is a [`DeviceError`].

@@ -1,3 +1,5 @@
+//! The errors of GPUs, of NCCL and of their libraries, and which of them end the process.
+
 use std::error::Error;
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! The front door of a worker: it accepts and dials the links of its groups, and of transfers of the
-//! state.
+//! The sockets of a worker: its listener, and the links of its groups and of state transfers,
+//! dialled or accepted.
 
 use std::io;
 use std::mem;
@@ -178,8 +178,8 @@ impl Endpoint {
 
     /// Builds the group of one generation: dials the next member and accepts the dial of the
     /// previous one, both within `deadline`, and the dial also within the [dial
-    /// limit](EndpointOptions::dial_limit). From then on dials of older generations are refused. Older
-    /// groups continue to work until they are dropped or the fence is raised.
+    /// limit](EndpointOptions::dial_limit). From then on dials of older generations are refused.
+    /// Older groups continue to work until they are dropped or the fence is raised.
     ///
     /// Success does not cover the other links of the ring; whether they exist shows in the first
     /// operation.

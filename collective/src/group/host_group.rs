@@ -1,3 +1,6 @@
+//! The operations of a rank on host memory: their order, their checks, and the choice of the
+//! transport.
+
 use std::iter;
 use std::mem;
 

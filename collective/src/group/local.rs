@@ -1,3 +1,5 @@
+//! A group of threads of one process, without sockets: the reference for tests of the other groups.
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 

@@ -1,3 +1,5 @@
+//! Who the members of a generation are, and at which addresses.
+
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 

@@ -1,3 +1,6 @@
+//! The thread that accepts connections of peers, so that a dial never waits for a worker that
+//! computes.
+
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};

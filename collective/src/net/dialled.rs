@@ -1,3 +1,5 @@
+//! The dialling side of a handshake: the connection until the acceptor has answered the hello.
+
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};

@@ -1,3 +1,5 @@
+//! Ends groups of older generations from any thread, and holds the dials that wait for a newer one.
+
 use std::collections::BTreeMap;
 use std::io;
 use std::net::Shutdown;

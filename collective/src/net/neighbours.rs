@@ -1,3 +1,5 @@
+//! The two neighbours of a rank in a ring, and what a fault of a link to one of them means.
+
 use std::io::{self, ErrorKind, IoSliceMut};
 use std::sync::Arc;
 

@@ -1,3 +1,5 @@
+//! Wakes a thread that polls, from another thread.
+
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::{EventfdFlags, eventfd};

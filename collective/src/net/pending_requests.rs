@@ -1,3 +1,5 @@
+//! Joiners that have dialled this worker for its state, until the trainer serves them.
+
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;

@@ -1,3 +1,6 @@
+//! Shows other threads where a rank waits for its peers, so that the master finds where a ring
+//! hangs.
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::time::{Duration, Instant};

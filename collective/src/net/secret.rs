@@ -1,3 +1,5 @@
+//! The job's secret, and the keys that are derived from it.
+
 use std::fmt;
 
 use hmac::{Hmac, KeyInit as _, Mac as _};

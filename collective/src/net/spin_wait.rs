@@ -1,3 +1,6 @@
+//! How long a rank polls before it sleeps, by the length of the operation and by how late it was
+//! woken before.
+
 use std::thread;
 use std::time::{Duration, Instant};
 

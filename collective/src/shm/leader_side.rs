@@ -1,3 +1,6 @@
+//! How a leader passes the sums of its host to the ring between hosts, and the totals back to its
+//! host.
+
 use std::ops::Range;
 
 use rustix::event::{PollFd, PollFlags};

@@ -1,3 +1,5 @@
+//! Notices the end of a rank on this host, which a wait in shared memory does not show.
+
 use std::io::ErrorKind;
 use std::time::Instant;
 

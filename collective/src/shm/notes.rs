@@ -1,3 +1,5 @@
+//! The notes that ranks attach to an all-reduce, as they are exchanged in shared memory.
+
 use crate::algorithm::hosts::Hosts;
 use crate::net::frame::to_wire;
 

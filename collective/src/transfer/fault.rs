@@ -1,3 +1,5 @@
+//! Why an operation over links or shared memory stopped, before the group gives it an error.
+
 use std::io;
 
 use crate::net::neighbours::LinkFault;

@@ -1,3 +1,6 @@
+//! What a ring between hosts asks of the ranks that share its memory, whose code is in a folder
+//! above.
+
 use rustix::event::PollFd;
 
 use super::LocalFault;

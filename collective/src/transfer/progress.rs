@@ -1,3 +1,5 @@
+//! Counts the bytes of one operation, and shows them while the operation waits.
+
 use crate::net::frame::OpTag;
 use crate::net::progress::{Progress, WaitPoint};
 

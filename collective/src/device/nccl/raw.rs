@@ -1,3 +1,5 @@
+//! NCCL called directly, to measure what the layers above it cost.
+
 #![allow(unsafe_code, reason = "calls into a C library, on one thread")]
 
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+//! Encrypted links: what arrives, what the wire shows, and which messages end the link.
+
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener};
 use std::time::{Duration, Instant};
