@@ -329,12 +329,12 @@ pub(super) fn number_as_class(number: i64, classes: usize) -> Result<Value, Stri
         .ok_or_else(|| format!("{number} where {} should be", Kind::Class(classes).wanted()))
 }
 
-/// The methods of a reader of tables that request columns. The reader has a field `columns`.
+/// The methods of a reader of tables that request columns, which it has in this field.
 macro_rules! column_methods {
-    () => {
+    ($($columns:ident).+) => {
         /// Adds a column of finite numbers.
         pub fn f32(mut self, name: &str) -> Self {
-            self.columns.add_one(name, $crate::readers::columns::Kind::F32);
+            self.$($columns).+.add_one(name, $crate::readers::columns::Kind::F32);
             self
         }
 
@@ -343,7 +343,7 @@ macro_rules! column_methods {
         pub fn f32s<N: Into<String>>(mut self, names: impl IntoIterator<Item = N>) -> Self {
             use $crate::readers::columns::{Kind, Source};
             let names = names.into_iter().map(Into::into).collect();
-            self.columns.add(Source::Several(names), Kind::F32);
+            self.$($columns).+.add(Source::Several(names), Kind::F32);
             self
         }
 
@@ -351,13 +351,13 @@ macro_rules! column_methods {
         /// of `count` finite numbers. A file with another number of such columns is refused.
         pub fn other_f32s(mut self, count: usize) -> Self {
             use $crate::readers::columns::{Kind, Source};
-            self.columns.add(Source::Others(count), Kind::F32);
+            self.$($columns).+.add(Source::Others(count), Kind::F32);
             self
         }
 
         /// Adds a column of integers.
         pub fn i64(mut self, name: &str) -> Self {
-            self.columns.add_one(name, $crate::readers::columns::Kind::I64);
+            self.$($columns).+.add_one(name, $crate::readers::columns::Kind::I64);
             self
         }
 
@@ -368,13 +368,13 @@ macro_rules! column_methods {
         /// # Panics
         /// If there is no class, or a name appears twice.
         pub fn class(mut self, name: &str, classes: impl Into<$crate::readers::Classes>) -> Self {
-            self.columns.add_class(name, classes.into());
+            self.$($columns).+.add_class(name, classes.into());
             self
         }
 
         /// Adds a column of text.
         pub fn text(mut self, name: &str) -> Self {
-            self.columns.add_one(name, $crate::readers::columns::Kind::Text);
+            self.$($columns).+.add_one(name, $crate::readers::columns::Kind::Text);
             self
         }
 
@@ -385,7 +385,7 @@ macro_rules! column_methods {
         /// If there is no column yet, or `value` is not of its type. Classes are `i64`, or texts
         /// where they have names.
         pub fn fill(mut self, value: impl Into<$crate::readers::Value>) -> Self {
-            self.columns.fill(value.into());
+            self.$($columns).+.fill(value.into());
             self
         }
 
@@ -395,14 +395,14 @@ macro_rules! column_methods {
         /// # Panics
         /// If there is no column yet.
         pub fn label(mut self) -> Self {
-            self.columns.label();
+            self.$($columns).+.label();
             self
         }
 
         /// Leaves out rows with a null in a column without [`fill`](Self::fill). The job's summary
         /// counts them. Without it, such a null is an error.
         pub fn skip_nulls(mut self) -> Self {
-            self.columns.skip_nulls();
+            self.$($columns).+.skip_nulls();
             self
         }
     };
@@ -410,11 +410,11 @@ macro_rules! column_methods {
 
 /// The method of a reader of tables that requests lists.
 macro_rules! list_method {
-    () => {
+    ($($columns:ident).+) => {
         /// Adds a column of lists of `len` finite numbers, which
         /// [`Row::f32s`](crate::readers::Row::f32s) returns. Lists of another length are refused.
         pub fn f32_list(mut self, name: &str, len: usize) -> Self {
-            self.columns.add_one(name, $crate::readers::columns::Kind::F32List(len));
+            self.$($columns).+.add_one(name, $crate::readers::columns::Kind::F32List(len));
             self
         }
     };

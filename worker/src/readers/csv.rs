@@ -63,7 +63,7 @@ impl CsvRows {
         Self::default()
     }
 
-    column_methods!();
+    column_methods!(columns);
 
     /// The first line is a row, too. The names of the columns are their numbers, from `0`.
     pub fn headerless(mut self) -> Self {

@@ -40,8 +40,8 @@ impl JsonRows {
         Self::default()
     }
 
-    column_methods!();
-    list_method!();
+    column_methods!(columns);
+    list_method!(columns);
 
     /// Limits the memory that a worker uses for compressed files, which it holds compressed.
     /// Default: 1 GiB for all files together. Data that exceeds it is refused.

@@ -30,6 +30,7 @@ mod skipped;
 mod sources;
 mod text;
 mod text_table;
+mod values;
 mod versions;
 mod web_dataset;
 

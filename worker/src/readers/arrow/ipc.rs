@@ -5,6 +5,8 @@
 //! is metadata, in a flatbuffer, and a body of buffers to which the metadata points. The decoder
 //! takes these places for granted, so they are checked first.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,6 +21,8 @@ use arrow_ipc::{
 use arrow_schema::{DataType, Schema};
 
 use super::super::files;
+use super::super::parts::{PartFile, Window, Windows, malformed};
+use super::super::values::{Leaf, leaves};
 use crate::reader::DataError;
 
 /// An open file.
@@ -26,24 +30,31 @@ use crate::reader::DataError;
 pub(super) struct IpcFile {
     path: PathBuf,
     schema: Arc<Schema>,
+    leaves: Vec<Leaf>,
     version: MetadataVersion,
     /// The dictionaries of columns of text, in their order.
     dictionaries: Vec<Block>,
     batches: Vec<Batch>,
+    /// Number of rows of each batch.
+    rows: Vec<u64>,
 }
 
 /// A record batch in a file.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Batch {
+struct Batch {
     block: Block,
     /// Number of dictionaries that precede it.
     dictionaries: usize,
-    pub(super) rows: u64,
 }
 
-impl IpcFile {
+impl PartFile for IpcFile {
+    const PART: &'static str = "batch";
+    const EXTENSIONS: &'static [&'static str] = &["arrow", "arrows", "feather", "ipc"];
+    /// The records of a few blocks are shuffled among each other, and batches are decoded whole.
+    const OPEN_MAX: usize = 4;
+
     /// Reads the schema of a file, and finds its messages.
-    pub(super) fn open(path: &Path) -> Result<Self, DataError> {
+    fn open(path: &Path) -> Result<Self, DataError> {
         let bytes = files::length(path)?;
         let head = files::read(path, 0, bytes.min(MAGIC.len() as u64))?;
         let file =
@@ -61,23 +72,58 @@ impl IpcFile {
         Ok(file)
     }
 
-    pub(super) fn schema(&self) -> &Schema {
-        &self.schema
+    fn leaves(&self) -> &[Leaf] {
+        &self.leaves
     }
 
-    pub(super) fn batches(&self) -> &[Batch] {
-        &self.batches
+    fn rows(&self) -> &[u64] {
+        &self.rows
     }
 
-    /// Reads some of the columns of a record batch.
-    pub(super) fn read(&self, index: usize, roots: &[usize]) -> Result<RecordBatch, DataError> {
-        let Some(batch) = self.batches.get(index) else {
-            let reason = format!("the file has {} batches: has it changed?", self.batches.len());
-            return Err(self.malformed(&reason));
-        };
-        let wrong = |reason: String| self.malformed(&format!("batch {index}: {reason}"));
-        let mut decoder = FileDecoder::new(Arc::clone(&self.schema), self.version)
-            .with_projection(roots.to_vec());
+    fn read(
+        self: Arc<Self>,
+        part: usize,
+        leaves: &[usize],
+        _from: u64,
+    ) -> Result<Windows, DataError> {
+        let leaves: Vec<&Leaf> = leaves.iter().map(|&leaf| &self.leaves[leaf]).collect();
+        let roots = BTreeSet::from_iter(leaves.iter().map(|leaf| leaf.root));
+        let batch = self.batch(part, Vec::from_iter(roots.iter().copied()))?;
+        let roots = BTreeMap::from_iter(roots.into_iter().zip(batch.columns()));
+        let columns = leaves.iter().map(|leaf| leaf.values(roots[&leaf.root])).collect();
+        let rows = 0..self.rows[part];
+        Ok(Box::new(std::iter::once(Ok(Window { rows, columns }))))
+    }
+
+    fn read_ahead(&self, part: usize, _leaves: &[usize], _rows: Range<u64>) {
+        let block = self.batches[part].block;
+        let bytes = block.bodyLength().saturating_add(block.metaDataLength().into());
+        files::read_ahead(&self.path, block.offset() as u64, bytes as u64);
+    }
+}
+
+impl IpcFile {
+    /// A file with this schema, whose messages are to be found.
+    fn new(
+        path: &Path,
+        schema: arrow_ipc::Schema<'_>,
+        version: MetadataVersion,
+    ) -> Result<Self, String> {
+        if schema.endianness() != Endianness::Little {
+            return Err("its numbers are big-endian; write it on another machine".into());
+        }
+        let schema = Arc::new(try_fb_to_schema(schema).map_err(|error| error.to_string())?);
+        let leaves = leaves(&schema);
+        let (dictionaries, batches, rows) = Default::default();
+        Ok(Self { path: path.into(), schema, leaves, version, dictionaries, batches, rows })
+    }
+
+    /// Decodes the columns of a record batch that are the fields `roots`.
+    fn batch(&self, part: usize, roots: Vec<usize>) -> Result<RecordBatch, DataError> {
+        let batch = &self.batches[part];
+        let wrong = |reason: String| malformed::<Self>(&self.path, part, &reason);
+        let mut decoder =
+            FileDecoder::new(Arc::clone(&self.schema), self.version).with_projection(roots);
         for block in &self.dictionaries[..batch.dictionaries] {
             let message = self.message(block)?;
             check_dictionary(&message, block).map_err(wrong)?;
@@ -89,16 +135,8 @@ impl IpcFile {
         let read = AssertUnwindSafe(|| decoder.read_record_batch(&batch.block, &message));
         let read = catch_unwind(read).map_err(|_| wrong("a buffer has another length".into()))?;
         match read.map_err(|error| wrong(error.to_string()))? {
-            Some(read) if read.num_rows() as u64 == batch.rows => Ok(read),
-            _ => Err(wrong(format!("not {} rows: has it changed?", batch.rows))),
-        }
-    }
-
-    /// Announces that a record batch will be read soon.
-    pub(super) fn read_ahead(&self, index: usize) {
-        if let Some(Batch { block, .. }) = self.batches.get(index) {
-            let bytes = block.bodyLength().saturating_add(block.metaDataLength().into());
-            files::read_ahead(&self.path, block.offset() as u64, bytes as u64);
+            Some(read) if read.num_rows() as u64 == self.rows[part] => Ok(read),
+            _ => Err(wrong(format!("not {} rows: has it changed?", self.rows[part]))),
         }
     }
 
@@ -112,13 +150,8 @@ impl IpcFile {
         let footer = files::read(path, start, length as u64)?;
         let footer = root_as_footer(&footer).map_err(|error| wrong(&error.to_string()))?;
         let schema = footer.schema().ok_or_else(|| wrong("it has no schema"))?;
-        let mut file = Self {
-            path: path.into(),
-            schema: schema_of(schema).map_err(|reason| wrong(&reason))?,
-            version: footer.version(),
-            dictionaries: Vec::new(),
-            batches: Vec::new(),
-        };
+        let file = Self::new(path, schema, footer.version());
+        let mut file = file.map_err(|reason| wrong(&reason))?;
         let check = |block: &Block| {
             let (at, metadata) = (block.offset(), block.metaDataLength());
             let ends =
@@ -136,7 +169,8 @@ impl IpcFile {
             let block = check(block)?;
             let metadata = files::read(path, block.offset() as u64, block.metaDataLength() as u64)?;
             let rows = rows(&metadata).map_err(|reason| wrong(&reason))?;
-            file.batches.push(Batch { block, dictionaries: file.dictionaries.len(), rows });
+            file.batches.push(Batch { block, dictionaries: file.dictionaries.len() });
+            file.rows.push(rows);
         }
         Ok(file)
     }
@@ -170,13 +204,8 @@ impl IpcFile {
             let block = Block::new(at as i64, metadata as i32, body as i64);
             match (&mut file, message.header_as_schema()) {
                 (None, Some(schema)) => {
-                    file = Some(Self {
-                        path: path.into(),
-                        schema: schema_of(schema).map_err(|reason| wrong(at, &reason))?,
-                        version: message.version(),
-                        dictionaries: Vec::new(),
-                        batches: Vec::new(),
-                    });
+                    let found = Self::new(path, schema, message.version());
+                    file = Some(found.map_err(|reason| wrong(at, &reason))?);
                 }
                 (None, None) => return Err(wrong(at, "no schema")),
                 (Some(_), Some(_)) => return Err(wrong(at, "a second schema")),
@@ -184,8 +213,8 @@ impl IpcFile {
                     if let Some(batch) = message.header_as_record_batch() {
                         let rows = u64::try_from(batch.length())
                             .map_err(|_| wrong(at, "a negative number of rows"))?;
-                        let dictionaries = file.dictionaries.len();
-                        file.batches.push(Batch { block, dictionaries, rows });
+                        file.batches.push(Batch { block, dictionaries: file.dictionaries.len() });
+                        file.rows.push(rows);
                     } else if message.header_as_dictionary_batch().is_some() {
                         file.dictionaries.push(block);
                     }
@@ -201,17 +230,6 @@ impl IpcFile {
         let bytes = block.bodyLength() as u64 + block.metaDataLength() as u64;
         Ok(files::read(&self.path, block.offset() as u64, bytes)?.into())
     }
-
-    fn malformed(&self, reason: &str) -> DataError {
-        files::malformed(&self.path, reason)
-    }
-}
-
-fn schema_of(schema: arrow_ipc::Schema<'_>) -> Result<Arc<Schema>, String> {
-    if schema.endianness() != Endianness::Little {
-        return Err("its numbers are big-endian; write it on another machine".into());
-    }
-    try_fb_to_schema(schema).map(Arc::new).map_err(|error| error.to_string())
 }
 
 /// The flatbuffer of a message: what follows its length.

@@ -1,20 +1,22 @@
 #![allow(clippy::single_range_in_vec_init, reason = "a table of one batch is one range")]
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use arrow_array::builder::{ListBuilder, PrimitiveBuilder, StringDictionaryBuilder};
 use arrow_array::types::{Float64Type, Int8Type, Int32Type};
 use arrow_array::{
-    ArrayRef, BooleanArray, Float32Array, Int16Array, Int32Array, RecordBatch, StringArray,
-    StructArray, UInt64Array,
+    Array as _, ArrayRef, BooleanArray, Float32Array, Int16Array, Int32Array, ListArray,
+    RecordBatch, StringArray, StructArray, UInt64Array,
 };
+use arrow_buffer::OffsetBuffer;
 use arrow_ipc::CompressionType;
 use arrow_ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use arrow_schema::{DataType, Field, Schema};
 
-use super::*;
-use crate::reader::Purpose;
-use crate::readers::Value;
+use super::ArrowRows;
+use crate::reader::{Purpose, ReadOptions, Reader};
+use crate::readers::{Row, Value};
 
 /// Row i of a table: x i/2, small i, n i (null if `is_null`), name "c<i mod 3>", kind the same as a
 /// dictionary, is_odd, v [i, i + 0.5], s.id i.
@@ -175,6 +177,26 @@ fn nulls_are_refused_filled_or_left_out() {
 }
 
 #[test]
+fn an_empty_list_counts_as_a_null_and_a_field_of_a_list_of_structs_is_a_list() {
+    let mut lists = ListBuilder::new(PrimitiveBuilder::<Float64Type>::new());
+    lists.append_value([Some(1.0), None]);
+    lists.append_value([]);
+    let numbers: ArrayRef = Arc::new(Float32Array::from(vec![1.0, 2.0, 3.0, 4.0]));
+    let field = Arc::new(Field::new("a", DataType::Float32, false));
+    let structs = StructArray::from(vec![(field, numbers)]);
+    let field = Arc::new(Field::new("item", structs.data_type().clone(), false));
+    let pairs = ListArray::new(field, OffsetBuffer::from_lengths([2, 2]), Arc::new(structs), None);
+    let columns: [(_, ArrayRef); 2] = [("v", Arc::new(lists.finish())), ("s", Arc::new(pairs))];
+    let batch = RecordBatch::try_from_iter(columns).unwrap();
+    let (_folder, path) = written("a.arrow", &file(&[batch], None));
+    let mut reader = ArrowRows::new().f32_list("v", 2).fill(-1.0).f32_list("s.a", 2);
+    let dataset = reader.describe(&path).unwrap();
+    let rows = reader.read(&dataset.files[0], 0..2).unwrap();
+    let found: Vec<_> = rows.iter().map(|row| (row.f32s(0), row.f32s(1))).collect();
+    assert_eq!(found, [(&[1.0, -1.0][..], &[1.0, 2.0][..]), (&[-1.0, -1.0], &[3.0, 4.0])]);
+}
+
+#[test]
 fn bad_rows_are_left_out_up_to_a_limit() {
     let (_folder, path) = written("a.arrow", &table(&[0..20]));
     let describe = |bad_records_max| {
@@ -202,7 +224,10 @@ fn columns_of_other_types_are_refused_before_training() {
         (ArrowRows::new().i64("x"), "column \"x\" is Float32, which cannot be read as i64"),
         (ArrowRows::new().text("n"), "column \"n\" is Int32, which cannot be read as text"),
         (ArrowRows::new().f32_list("x", 2), "column \"x\" is Float32, which is no list"),
-        (ArrowRows::new().f32("v"), "column \"v\" is List("),
+        (
+            ArrowRows::new().f32("v"),
+            "column \"v\" is a list of Float64, not one value for each row",
+        ),
     ];
     for (mut reader, expected) in table {
         let error = reader.describe(&path).unwrap_err().to_string();

@@ -1,14 +1,19 @@
 #![allow(clippy::single_range_in_vec_init, reason = "a table of one row group is one range")]
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use ::parquet::data_type::{
-    ByteArray, ByteArrayType, DataType, DoubleType, FloatType, Int32Type, Int64Type,
+    ByteArray, ByteArrayType, DataType, DoubleType, FixedLenByteArrayType, FloatType, Int32Type,
+    Int64Type,
 };
 use ::parquet::file::properties::WriterProperties;
 use ::parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use ::parquet::schema::parser::parse_message_type;
 
-use super::*;
-use crate::readers::Value;
+use super::ParquetRows;
+use crate::reader::{DataError, File, ReadOptions, Reader};
+use crate::readers::{Row, Value};
 
 const SCHEMA: &str = "message rows {
     required float area; optional int32 rooms; required binary city (UTF8); required double price;
@@ -173,14 +178,14 @@ fn columns_of_other_types_are_refused_before_training() {
             ParquetRows::new().f32("size"),
             "no column \"size\": the file has area, rooms, city, price, more.id,",
         ),
-        (ParquetRows::new().f32("rooms"), "column \"rooms\" is INT32, which cannot be read as f32"),
-        (ParquetRows::new().i64("area"), "column \"area\" is FLOAT, which cannot be read as i64"),
+        (ParquetRows::new().f32("rooms"), "column \"rooms\" is Int32, which cannot be read as f32"),
+        (ParquetRows::new().i64("area"), "column \"area\" is Float32, which cannot be read as i64"),
         (
             ParquetRows::new().text("price"),
-            "column \"price\" is DOUBLE, which cannot be read as text",
+            "column \"price\" is Float64, which cannot be read as text",
         ),
-        (ParquetRows::new().i64("list"), "column \"list\" is repeated"),
-        (ParquetRows::new().i64("cents"), "column \"cents\" is DECIMAL"),
+        (ParquetRows::new().i64("list"), "column \"list\" is a list of Int32"),
+        (ParquetRows::new().i64("cents"), "column \"cents\" is Decimal128(9, 2)"),
     ];
     for (mut reader, expected) in table {
         let error = reader.describe(&path).unwrap_err().to_string();
@@ -196,10 +201,8 @@ fn a_corrupted_file_is_an_error_that_names_it_and_never_a_panic() {
     let text = path.to_str().unwrap().to_owned();
     let dataset = reader().describe(&text).unwrap();
     let error = reader().read(&dataset.files[0], 30..41).unwrap_err().to_string();
-    assert!(
-        error.starts_with(&format!("{text}: row group 0: column \"city\", rows 30..41: 10 rows")),
-        "{error}"
-    );
+    let reason = "40 rows where more should be: has it changed?";
+    assert_eq!(error, format!("{text}: row group 0: {reason}"));
     let other = File::new(format!("{text}#7"), 1);
     let error = reader().read(&other, 0..1).unwrap_err().to_string();
     assert_eq!(error, format!("{text}: row group 7: the file has 1 row groups: has it changed?"));
@@ -310,7 +313,7 @@ fn lists_and_small_integers_are_numbers() {
     let reason = "row 0: a list of 2 where one of 3 should be";
     assert_eq!(error, format!("{path}: row group 0: column \"v.list.element\", {reason}"));
     let error = ParquetRows::new().f32_list("small", 2).describe(&path).unwrap_err().to_string();
-    assert!(error.contains("column \"small\" is no list"), "{error}");
+    assert!(error.contains("column \"small\" is Int8, which is no list"), "{error}");
 }
 
 #[test]
@@ -348,4 +351,102 @@ fn predictions_need_no_label() {
     predicting.configure(ReadOptions { purpose, ..ReadOptions::default() }).unwrap();
     let (rows, _) = read_lists(predicting, &path);
     assert_eq!((rows[1].class(0), rows[1].i64(1)), (0, (1 << 40) + 1));
+}
+
+const ANNOTATED: &str = "message rows {
+    required binary name (UTF8); required int32 day (DATE); required int64 at (TIMESTAMP_MILLIS);
+    required fixed_len_byte_array(2) half (FLOAT16);
+    repeated group pair { required float a; optional int32 b (INTEGER(16, true)); }
+}";
+
+/// Row i of three: a name, which is not UTF-8 for i = 1, day 20000 + i, time -i, half 1.5, and
+/// the pairs (i, 0) and (i + 0.5, null).
+fn annotated_table() -> Vec<u8> {
+    fn column<T: DataType>(
+        group: &mut SerializedRowGroupWriter<'_, &mut Vec<u8>>,
+        values: &[T::T],
+        levels: Option<&[i16]>,
+    ) {
+        let mut column = group.next_column().unwrap().unwrap();
+        let repeated = levels.map(|_| &[0, 1, 0, 1, 0, 1][..]);
+        column.typed::<T>().write_batch(values, levels, repeated).unwrap();
+        column.close().unwrap();
+    }
+    let schema = Arc::new(parse_message_type(ANNOTATED).unwrap());
+    let mut bytes = Vec::new();
+    let mut writer =
+        SerializedFileWriter::new(&mut bytes, schema, Arc::new(WriterProperties::new())).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let names = [&b"a"[..], b"\xff", b"c"].map(|name| ByteArray::from(name.to_vec()));
+    column::<ByteArrayType>(&mut group, &names, None);
+    column::<Int32Type>(&mut group, &[20000, 20001, 20002], None);
+    column::<Int64Type>(&mut group, &[0, -1, -2], None);
+    let half = ByteArray::from(half::f16::from_f32(1.5).to_le_bytes().to_vec());
+    column::<FixedLenByteArrayType>(&mut group, &vec![half.into(); 3], None);
+    column::<FloatType>(&mut group, &[0.0, 0.5, 1.0, 1.5, 2.0, 2.5], Some(&[1; 6]));
+    column::<Int32Type>(&mut group, &[0, 0, 0], Some(&[2, 1, 2, 1, 2, 1]));
+    group.close().unwrap();
+    writer.close().unwrap();
+    bytes
+}
+
+#[test]
+fn times_are_integers_and_a_field_of_repeated_groups_is_a_list() {
+    let folder = folder(&[("a.parquet", annotated_table())]);
+    let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
+    let reader = ParquetRows::new().i64("day").i64("at").f32("half").f32_list("pair.a", 2);
+    let (rows, _) = read_lists(reader.f32_list("pair.b", 2).fill(7.0), &path);
+    let expected = [20002.into(), (-2).into(), 1.5.into(), Value::F32s(vec![2.0, 2.5])];
+    assert_eq!(rows[2], Row::new([&expected[..], &[Value::F32s(vec![0.0, 7.0])]].concat()));
+    let error = ParquetRows::new().f32_list("pair", 2).describe(&path).unwrap_err().to_string();
+    assert!(
+        error.contains("more than one column \"pair\": the file has name, day, at, half, pair.a,")
+    );
+}
+
+#[test]
+fn a_text_that_is_not_utf8_is_an_error_of_its_row_alone() {
+    let folder = folder(&[("a.parquet", annotated_table())]);
+    let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
+    let mut reader = ParquetRows::new().text("name");
+    let file = reader.describe(&path).unwrap().files.remove(0);
+    let error = reader.read(&file, 0..3).unwrap_err().to_string();
+    let expected = "row group 0: column \"name\", row 1: bytes that are not UTF-8";
+    assert_eq!(error, format!("{path}: {expected}"));
+    assert_eq!(reader.read(&file, 2..3).unwrap()[0].text(0), "c");
+    let mut skipping = ParquetRows::new().text("name");
+    skipping.configure(ReadOptions { bad_records_max: 1, ..ReadOptions::default() }).unwrap();
+    let (rows, skipped) = read_lists(skipping, &path);
+    assert_eq!((rows.len(), skipped.bad), (2, 1));
+}
+
+#[test]
+fn a_file_that_changes_while_it_is_read_has_changed() {
+    let folder = folder(&[("a.parquet", table(&[0..9000]))]);
+    let path = folder.path().join("a.parquet");
+    let mut reader = reader();
+    let file = reader.describe(path.to_str().unwrap()).unwrap().files.remove(0);
+    let file = File { version: None, ..file };
+    reader.read(&file, 0..10).unwrap();
+    std::fs::write(&path, table(&[0..9001])).unwrap();
+    let error = reader.read(&file, 8000..8010).unwrap_err();
+    assert!(matches!(error, DataError::Changed { .. }), "{error:?}");
+}
+
+#[test]
+fn a_column_that_cannot_be_decoded_is_named() {
+    let whole = table(&[0..40]);
+    let folder = folder(&[("a.parquet", whole.clone())]);
+    let path = folder.path().join("a.parquet");
+    let file = reader().describe(path.to_str().unwrap()).unwrap().files.remove(0);
+    let file = File { version: None, ..file };
+    // The header of the first page, of the column `area`.
+    let mut broken = whole;
+    broken[4..20].fill(0xff);
+    let other = path.with_file_name("b.parquet");
+    std::fs::write(&other, broken).unwrap();
+    let file = File { path: format!("{}#0", other.display()), ..file };
+    let error = reader().read(&file, 0..40).unwrap_err().to_string();
+    let expected = format!("{}: row group 0: column \"area\", rows 0..40: ", other.display());
+    assert!(error.starts_with(&expected), "{error}");
 }
