@@ -169,7 +169,8 @@ impl Overlapped for Overlap<'_> {
 /// result and the number of summed buckets.
 pub(crate) fn overlap<T>(
     ring: &mut (impl Communicator + Send),
-    (gradient, sums): (&mut [f32], &mut [f32]),
+    gradient: &mut [f32],
+    sums: &mut [f32],
     (records, keys): (usize, RecordKeys),
     bucket_len: usize,
     compute: impl FnOnce(&mut Gradients<'_>) -> T,
@@ -198,16 +199,25 @@ fn sum_all(
     Ok(summed)
 }
 
-/// Sums all but the first `summed` buckets, the last one with the header. Returns the headers of
-/// all ranks.
+/// The buckets of a gradient, of which some are summed already.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SummedBuckets {
+    /// Length of a bucket.
+    pub(crate) len: usize,
+    /// Number of buckets that are summed.
+    pub(crate) summed: usize,
+}
+
+/// Sums all buckets that are not summed already, the last one with the header. Returns the headers
+/// of all ranks.
 pub(crate) fn sum_rest(
     ring: &mut (impl Communicator + ?Sized),
     header: &[u8],
     gradient: &[f32],
     sums: &mut [f32],
-    (bucket, summed): (usize, usize),
+    buckets: SummedBuckets,
 ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-    for range in ranges(gradient.len(), bucket).skip(summed) {
+    for range in ranges(gradient.len(), buckets.len).skip(buckets.summed) {
         let is_last = range.start == 0;
         let header = if is_last { header } else { &[] };
         let headers = ring.all_reduce(header, &gradient[range.clone()], &mut sums[range])?;
@@ -298,7 +308,7 @@ mod tests {
         let header = vec![rank.rank() as u8];
         let mut ring = Counting(rank, Vec::new());
         let (mut gradient, mut sums) = (vec![0.0; 10], vec![f32::NAN; 10]);
-        let ((), summed) = overlap(&mut ring, (&mut gradient, &mut sums), one(), 4, |gradients| {
+        let ((), summed) = overlap(&mut ring, &mut gradient, &mut sums, one(), 4, |gradients| {
             let mut end = 10;
             for &start in announced {
                 for at in start..end {
@@ -311,8 +321,14 @@ mod tests {
                 gradients.sum()[at] += at as f32;
             }
         });
-        let headers =
-            sum_rest(&mut ring, &header, &gradient, &mut sums, (4, summed.unwrap())).unwrap();
+        let headers = sum_rest(
+            &mut ring,
+            &header,
+            &gradient,
+            &mut sums,
+            SummedBuckets { len: 4, summed: summed.unwrap() },
+        )
+        .unwrap();
         (headers, sums, ring.1)
     }
 
@@ -370,7 +386,7 @@ mod tests {
         drop(group.pop());
         let (mut gradient, mut sums) = (vec![0.0; 10], vec![0.0; 10]);
         let ((), summed) =
-            overlap(&mut group[0], (&mut gradient, &mut sums), one(), 4, |gradients| {
+            overlap(&mut group[0], &mut gradient, &mut sums, one(), 4, |gradients| {
                 gradients.sum()[6..].fill(1.0);
                 gradients.complete_from(6);
                 gradients.sum().fill(2.0);

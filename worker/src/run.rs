@@ -37,9 +37,10 @@ use crate::session::plan::StepSize;
 use crate::session::{Exit, JobPlan, Session};
 use crate::split::open_reader;
 use crate::supervisor::{self, Supervisor};
+use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
 use crate::trained_model;
-use crate::trainer::{Checkpointing, Trainer, Validation, nccl_policy};
+use crate::trainer::{Checkpointing, JobKey, Trainer, Validation, nccl_policy};
 use crate::weights;
 
 /// Runs this process as a worker of the job that launched it and trains `model`. It is the whole
@@ -166,7 +167,8 @@ fn train<M: Model>(
     let _ = control.fence.set(endpoint.fence());
     let _ = control.progress.set(endpoint.progress());
     let _ = control.joiners.set(endpoint.joiners());
-    let prepared = match prepare(&mut model, control, (&environment.job, &secret))? {
+    let job = JobKey { name: &environment.job, secret: &secret };
+    let prepared = match prepare(&mut model, control, job)? {
         Ok(dataset) => dataset,
         Err(exit) => return Ok(exit),
     };
@@ -211,7 +213,7 @@ fn train<M: Model>(
         allows_mixed_builds: options.allows_mixed_builds,
         exports_best: export_best(options).is_some(),
     };
-    let (job, size) = (environment.job.as_str(), (parameters, parameters * slots));
+    let size = ModelSize { parameters, slots: parameters * slots };
     let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
     let reader = reader.map_err(Failure::fatal)?;
     let order = order_of(&reader, options, &prepared).map_err(Failure::fatal)?;
@@ -219,10 +221,12 @@ fn train<M: Model>(
     let origin = program::origin(&environment.location.node, &layout, &optimizer);
     let checkpoints = Checkpointing::new(
         options,
-        (job, &secret),
-        (prepared.clone(), order.name()),
+        job,
+        prepared.clone(),
+        order.name(),
         size,
-        (origin.program.clone(), plan.evaluation.as_ref()),
+        origin.program.clone(),
+        plan.evaluation.as_ref(),
     )?;
     let ahead = options.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
     let reader = OrderedReader::new(reader, prepared, Arc::clone(&order));
@@ -233,14 +237,14 @@ fn train<M: Model>(
     });
     let tensors = match gpu.map_err(Failure::fatal)? {
         Some((gpu, memory)) => {
-            let state = DeviceState::new(&gpu, (parameters, slots), options.wire_dtype, memory);
+            let state = DeviceState::new(&gpu, size, options.wire_dtype, memory);
             let state = Box::new(state.map_err(Failure::local)?);
             Tensors::Device { group: None, state, nccl: nccl_policy() }
         }
         None => {
             let state = match model.take_state_memory() {
                 Some(memory) => HostState::in_memory(memory),
-                None => HostState::new(parameters, slots),
+                None => HostState::new(size),
             };
             Tensors::Host { group: None, state }
         }
@@ -301,7 +305,7 @@ fn exact_sum(options: &WorkerOptions, tensors: &Tensors) -> Result<Option<ExactS
 fn prepare<M: Model>(
     model: &mut M,
     control: &Control,
-    whose: (&str, &Secret),
+    job: JobKey<'_>,
 ) -> Result<Result<Dataset, Exit>, Failure> {
     loop {
         match control.inbox.recv() {
@@ -320,7 +324,7 @@ fn prepare<M: Model>(
                     report_skipped(&dataset.skipped, control);
                     check_places(options)?;
                     inference::try_first(model, &options.work, &mut reader, &dataset)?;
-                    Checkpointing::check(options, whose, &dataset, model)?;
+                    Checkpointing::check(options, job, &dataset, model)?;
                     check_evaluation(model, options)?;
                     dataset::pack(dataset)
                 });

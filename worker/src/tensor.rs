@@ -1,4 +1,5 @@
-//! Identifiers of the large buffers of a worker, and the windows in which they are compared.
+//! Identifiers and sizes of the large buffers of a worker, and the windows in which they are
+//! compared.
 
 use std::ops::Range;
 
@@ -9,6 +10,20 @@ pub(crate) enum Tensor {
     Reduced,
     Retained,
     Slots,
+}
+
+/// Numbers of floats of a model's parameters and of its optimizer state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ModelSize {
+    pub(crate) parameters: usize,
+    pub(crate) slots: usize,
+}
+
+impl ModelSize {
+    /// Number of floats of the state.
+    pub(crate) fn total(self) -> usize {
+        self.parameters + self.slots
+    }
 }
 
 /// The step's window of a tensor of `len` elements.

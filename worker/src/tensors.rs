@@ -7,11 +7,11 @@ use elasticdl_collective::device::{DeviceError, DeviceGroup, NcclPolicy, Path};
 use elasticdl_collective::{CollectiveError, Communicator as _, HostGroup};
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
-use crate::buckets;
+use crate::buckets::{self, SummedBuckets};
 use crate::device::DeviceState;
 use crate::session::State;
 use crate::state_buffer::{StateBuffer, StateMemory, writable, zeros};
-use crate::tensor::{Tensor, window};
+use crate::tensor::{ModelSize, Tensor, window};
 use crate::update::Update;
 
 /// The buffers, in the memory where the model computes, and the group whose operations reach them.
@@ -77,11 +77,12 @@ impl Tensors {
         }
     }
 
-    /// Number of floats of the parameters and of the optimizer state.
-    pub(crate) fn sizes(&self) -> (usize, usize) {
+    pub(crate) fn size(&self) -> ModelSize {
         match self {
-            Self::Device { state, .. } => state.sizes(),
-            Self::Host { state, .. } => (state.parameters.len(), state.slots.len()),
+            Self::Device { state, .. } => state.size(),
+            Self::Host { state, .. } => {
+                ModelSize { parameters: state.parameters.len(), slots: state.slots.len() }
+            }
         }
     }
 
@@ -101,7 +102,7 @@ impl Tensors {
         &mut self,
         fill: impl FnOnce(&mut [f32], &mut [f32]) -> Result<T, E>,
     ) -> Result<T, E> {
-        let (parameters, slots) = self.sizes();
+        let ModelSize { parameters, slots } = self.size();
         match self {
             Self::Device { state, .. } => {
                 let (mut parameters, mut slots) = (vec![0.0; parameters], vec![0.0; slots]);
@@ -122,7 +123,7 @@ impl Tensors {
         len: usize,
         fill: impl FnOnce(&mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (tensor, at) = match from.checked_sub(self.sizes().0) {
+        let (tensor, at) = match from.checked_sub(self.size().parameters) {
             None => (Tensor::Parameters, from),
             Some(at) => (Tensor::Slots, at),
         };
@@ -146,7 +147,7 @@ impl Tensors {
     ) -> Result<(), E> {
         match self {
             Self::Device { state, .. } => {
-                let mut reduced = vec![0.0; state.sizes().0];
+                let mut reduced = vec![0.0; state.size().parameters];
                 fill(&mut reduced)?;
                 Ok(state.load(Tensor::Reduced, &reduced)?)
             }
@@ -165,13 +166,12 @@ impl Tensors {
     }
 
     /// All-reduces the gradient into `reduced` and gathers the headers of all ranks along with it.
-    /// `buckets`: length of a bucket, and number of buckets that are reduced already, for a model
-    /// that uses buckets.
+    /// `buckets`: for a model that uses buckets.
     pub(crate) fn sum(
         &mut self,
         header: &[u8],
         path: Path,
-        buckets: Option<(usize, usize)>,
+        buckets: Option<SummedBuckets>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         // A group of one: the local gradient is the sum, and no other rank needs it again, so the
         // buffers are swapped.
@@ -257,10 +257,10 @@ impl Tensors {
             Self::Device { .. } => {
                 let parameters = self.to_host(Tensor::Parameters)?;
                 let slots = self.to_host(Tensor::Slots)?;
-                Ok(digest_of((parameters.as_slice(), slots.as_slice()), state))
+                Ok(digest_of(&parameters, &slots, state))
             }
             Self::Host { state: HostState { parameters, slots, .. }, .. } => {
-                Ok(digest_of((parameters, slots), state))
+                Ok(digest_of(parameters, slots, state))
             }
         }
     }
@@ -306,8 +306,8 @@ impl Tensors {
 impl HostState {
     /// Touches all pages at once: a page that the system allocates on first use would delay the
     /// whole group in the first step.
-    pub(crate) fn new(parameters: usize, slots: usize) -> Self {
-        Self::of(StateBuffer::zeros(parameters), StateBuffer::zeros(parameters * slots))
+    pub(crate) fn new(size: ModelSize) -> Self {
+        Self::of(StateBuffer::zeros(size.parameters), StateBuffer::zeros(size.slots))
     }
 
     /// The state in memory of a program.
@@ -359,7 +359,7 @@ pub(crate) fn is_finite(values: &[f32]) -> bool {
 }
 
 /// Digest of the parameters, the optimizer state and the ledger. One pass over memory.
-pub(crate) fn digest_of((parameters, slots): (&[f32], &[f32]), state: &State) -> u64 {
+pub(crate) fn digest_of(parameters: &[f32], slots: &[f32], state: &State) -> u64 {
     let mut digest = Xxh3Default::new();
     digest.update(bytemuck::cast_slice(parameters));
     digest.update(bytemuck::cast_slice(slots));
@@ -425,9 +425,10 @@ mod tests {
             steps_skipped: 0,
         };
         let host = |state| Tensors::Host { group: None, state };
-        let mut whole = host(HostState::new(1000, 2));
+        let size = ModelSize { parameters: 1000, slots: 2000 };
+        let mut whole = host(HostState::new(size));
         for at in [0, 1, 999, 1000, 2999] {
-            let mut other = HostState::new(1000, 2);
+            let mut other = HostState::new(size);
             match at {
                 0..1000 => other.parameters.writable()[at] = f32::from_bits(1),
                 _ => other.slots.writable()[at - 1000] = f32::from_bits(1),

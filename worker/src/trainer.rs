@@ -15,6 +15,7 @@ use elasticdl_collective::{
 };
 use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMessage};
 
+use crate::buckets::SummedBuckets;
 use crate::donor::Donor;
 use crate::exact_sum::ExactSum;
 use crate::exports::Exports;
@@ -192,8 +193,8 @@ impl<M: Model> Trainer<'_, M> {
         else {
             return Ok(());
         };
-        let (parameters, slots) = self.tensors.sizes();
-        if self.donor.wants_snapshot(generation, state.step, parameters + slots) {
+        let floats = self.tensors.size().total();
+        if self.donor.wants_snapshot(generation, state.step, floats) {
             let parameters = self.tensors.to_host(Tensor::Parameters)?;
             let slots = self.tensors.to_host(Tensor::Slots)?;
             self.donor.prepare(generation, state.step, parameters, slots);
@@ -272,7 +273,7 @@ impl<M: Model> Trainer<'_, M> {
             self.tensors.clear_gradient()?;
         }
         let summed = mem::replace(&mut self.summed, Ok(0))?;
-        let buckets = self.model.bucket_len().map(|bucket| (bucket, summed));
+        let buckets = self.model.bucket_len().map(|len| SummedBuckets { len, summed });
         let headers = self.tensors.sum(&mine, path, buckets)?;
         self.session.reports.reduced(started.elapsed());
         self.report_transport(path);
@@ -393,7 +394,7 @@ mod reading;
 mod stopped;
 mod validation;
 
-pub(crate) use self::checkpointing::Checkpointing;
+pub(crate) use self::checkpointing::{Checkpointing, JobKey};
 use self::device::device_of;
 pub(crate) use self::device::nccl_policy;
 use self::incoming::IncomingSnapshot;

@@ -26,7 +26,7 @@ pub(crate) fn fuzz_manifest(folder: &Path, manifest: &[u8]) -> bool {
     // The digests of the shards match in no input.
     let _ = load_parameters(&storage, &mut [0.0; 6]);
     let job = fingerprint();
-    let _ = load::load(&storage, &job, (&mut [0.0; 6], &mut [0.0; 12]), true);
+    let _ = load::load(&storage, &job, &mut [0.0; 6], &mut [0.0; 12], true);
     let Ok(manifest) = Manifest::decode(&manifest) else { return false };
     let ranges = manifest.state.ranges.iter().copied();
     let ledger =

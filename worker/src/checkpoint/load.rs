@@ -51,11 +51,12 @@ pub(crate) enum RestoreError {
 pub(crate) fn restore(
     locations: &Locations,
     fingerprint: &JobFingerprint,
-    (parameters, slots): (&mut [f32], &mut [f32]),
+    parameters: &mut [f32],
+    slots: &mut [f32],
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Option<Restored>, RestoreError> {
     let mut take = |folder: &Storage, is_new_job| {
-        load(folder, fingerprint, (&mut *parameters, &mut *slots), is_new_job)
+        load(folder, fingerprint, &mut *parameters, &mut *slots, is_new_job)
     };
     search(locations, fingerprint, &mut take, damaged)
 }
@@ -319,7 +320,8 @@ fn compatible_manifest(
 pub(super) fn load(
     folder: &Storage,
     fingerprint: &JobFingerprint,
-    (parameters, slots): (&mut [f32], &mut [f32]),
+    parameters: &mut [f32],
+    slots: &mut [f32],
     is_new_job: bool,
 ) -> Result<Manifest, LoadError> {
     let manifest = compatible_manifest(folder, fingerprint, is_new_job)?;

@@ -134,7 +134,7 @@ impl Manifest {
         };
         let total = fingerprint.parameters + fingerprint.slots;
         let shard = |(rank, part): (usize, &Written)| {
-            let (start, end) = shard_bounds(total, rank, parts.len());
+            let Range { start, end } = shard_range(total, rank, parts.len());
             Shard {
                 file: super::name::shard(rank, parts.len()),
                 bytes: part.bytes,
@@ -334,10 +334,10 @@ fn counted(number: u64, noun: &str) -> String {
     format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
-/// Range of the state's `total` floats that `rank` writes: start and end.
-pub(super) fn shard_bounds(total: usize, rank: usize, world_size: usize) -> (usize, usize) {
+/// The floats of the state's `total` that `rank` writes.
+pub(super) fn shard_range(total: usize, rank: usize, world_size: usize) -> Range<usize> {
     let at = |rank: usize| (total as u128 * rank as u128 / world_size as u128) as usize;
-    (at(rank), at(rank + 1))
+    at(rank)..at(rank + 1)
 }
 
 pub(super) const FORMAT: &str = "elasticdl checkpoint 1";
@@ -530,7 +530,7 @@ pub(super) mod tests {
         for (total, world_size) in [(10, 3), (2, 5), (0, 2), (usize::MAX / 8, 7)] {
             let mut at = 0;
             for rank in 0..world_size {
-                let (start, end) = shard_bounds(total, rank, world_size);
+                let Range { start, end } = shard_range(total, rank, world_size);
                 assert!(start == at && end >= start);
                 at = end;
             }

@@ -20,6 +20,7 @@ mod fuzzing;
 mod load;
 mod manifest;
 mod name;
+mod retention;
 mod writer;
 
 #[cfg(feature = "simulation")]
@@ -29,7 +30,8 @@ pub(crate) use load::{
     restore,
 };
 pub(crate) use manifest::{BestMetric, JobFingerprint};
-pub(crate) use writer::{CheckpointWriter, Completion};
+pub(crate) use retention::Retention;
+pub(crate) use writer::{CheckpointWriter, Completion, OwnShard};
 
 #[cfg(test)]
 mod tests;

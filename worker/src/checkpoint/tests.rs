@@ -37,8 +37,9 @@ struct Ranks {
 impl Ranks {
     fn new(storage: &Storage, fingerprint: JobFingerprint, world_size: usize, keep: usize) -> Self {
         let fingerprint = Arc::new(fingerprint);
+        let retention = Retention { keep, exclusive: false };
         let writer = |_| {
-            CheckpointWriter::new(storage.clone(), Arc::clone(&fingerprint), (keep, false)).unwrap()
+            CheckpointWriter::new(storage.clone(), Arc::clone(&fingerprint), retention).unwrap()
         };
         Self { writers: (0..world_size).map(writer).collect(), fingerprint, generation: 1 }
     }
@@ -49,8 +50,9 @@ impl Ranks {
         let world_size = self.writers.len();
         for (rank, writer) in self.writers.iter_mut().enumerate() {
             writer.prepare(world_size);
-            let at = (step, Generation(self.generation));
-            writer.write(at, (rank, world_size), state_at(step), (&parameters, &slots));
+            let shard =
+                OwnShard { step, generation: Generation(self.generation), rank, world_size };
+            writer.write(shard, state_at(step), &parameters, &slots);
         }
         let mut parts: Vec<Written> = Vec::new();
         for writer in &mut self.writers {
@@ -86,7 +88,7 @@ fn begin(fingerprint: &JobFingerprint, own: Option<&Storage>, from: Option<&Stor
         (vec![f32::NAN; fingerprint.parameters], vec![f32::NAN; fingerprint.slots]);
     let mut damaged = Vec::new();
     let mut note = |name: &str, reason: &str| damaged.push((name.to_owned(), reason.to_owned()));
-    let restored = restore(&locations, fingerprint, (&mut parameters, &mut slots), &mut note);
+    let restored = restore(&locations, fingerprint, &mut parameters, &mut slots, &mut note);
     if let Ok(Some(restored)) = &restored {
         assert_eq!(restored.state, state_at(restored.state.step));
         assert!((parameters, slots) == state(fingerprint, restored.state.step));

@@ -8,6 +8,7 @@
 //! **Invariant:** the trainer waits only for the copy, into memory that is allocated already.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Instant, SystemTime};
@@ -16,8 +17,9 @@ use bytes::Bytes;
 use elasticdl_proto::Generation;
 use xxhash_rust::xxh3::Xxh3Default;
 
-use super::manifest::{JobFingerprint, Manifest, shard_bounds};
+use super::manifest::{JobFingerprint, Manifest, shard_range};
 use super::name::{self, MANIFEST, Name};
+use super::retention::Retention;
 use crate::session::checkpoint::Written;
 use crate::session::header::StateRecord;
 use crate::state_buffer::zeros;
@@ -35,6 +37,15 @@ pub(crate) struct CheckpointWriter {
     spare: Option<Vec<f32>>,
     /// The checkpoint that this rank is writing a shard of.
     current: Option<(Name, StateRecord)>,
+}
+
+/// The shard of a checkpoint that this rank writes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OwnShard {
+    pub(crate) step: u64,
+    pub(crate) generation: Generation,
+    pub(crate) rank: usize,
+    pub(crate) world_size: usize,
 }
 
 /// Result of a request.
@@ -60,20 +71,19 @@ enum Reply {
 }
 
 impl CheckpointWriter {
-    /// Starts the writer thread. `keep`: number of complete checkpoints of this run to retain.
-    /// `exclusive`: checkpoints of other runs are deleted.
+    /// Starts the writer thread.
     ///
     /// # Errors
     /// The thread cannot be created.
     pub(crate) fn new(
         storage: Storage,
         fingerprint: Arc<JobFingerprint>,
-        (keep, exclusive): (usize, bool),
+        retention: Retention,
     ) -> std::io::Result<Self> {
         let (requests, queue) = channel();
         let (replies_tx, replies) = channel();
         std::thread::Builder::new().name("checkpoint".into()).spawn(move || {
-            let thread = WriterThread { storage, keep, exclusive };
+            let thread = WriterThread { storage, retention };
             while let Ok(request) = queue.recv() {
                 // A trainer that has ended needs no reply.
                 thread.handle(request, &replies_tx);
@@ -102,14 +112,15 @@ impl CheckpointWriter {
     /// Copies this rank's shard of the state, and requests that it be written.
     pub(crate) fn write(
         &mut self,
-        (step, generation): (u64, Generation),
-        (rank, world_size): (usize, usize),
+        shard: OwnShard,
         state: StateRecord,
-        (parameters, slots): (&[f32], &[f32]),
+        parameters: &[f32],
+        slots: &[f32],
     ) {
+        let OwnShard { step, generation, rank, world_size } = shard;
         self.take_replies();
         let name = Name { step, generation: generation.0, run: self.fingerprint.run.clone() };
-        let (start, end) = shard_bounds(parameters.len() + slots.len(), rank, world_size);
+        let Range { start, end } = shard_range(parameters.len() + slots.len(), rank, world_size);
         let overlap = |tensor: &[f32], before: usize| {
             let at = |float: usize| float.saturating_sub(before).min(tensor.len());
             at(start)..at(end)
@@ -168,8 +179,7 @@ impl CheckpointWriter {
 /// State of the writer thread.
 struct WriterThread {
     storage: Storage,
-    keep: usize,
-    exclusive: bool,
+    retention: Retention,
 }
 
 impl WriterThread {
@@ -242,8 +252,7 @@ impl WriterThread {
     /// the next checkpoint.
     fn clear(&self, newest: &Name, best: Option<u64>) {
         let result = self.storage.list_folders(name::PREFIX).and_then(|files| {
-            let names =
-                name::to_remove(&Name::all(&files), newest, (self.keep, self.exclusive), best);
+            let names = self.retention.to_remove(&Name::all(&files), newest, best);
             names
                 .iter()
                 .try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))

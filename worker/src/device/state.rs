@@ -19,8 +19,8 @@ use super::{
     Accumulator, Buckets, CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate, Kernels,
     RoundedBuckets,
 };
-use crate::buckets;
-use crate::tensor::{Tensor, window};
+use crate::buckets::{self, SummedBuckets};
+use crate::tensor::{ModelSize, Tensor, window};
 
 /// The buffers, like those of [`Tensors`](crate::tensors::Tensors).
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl DeviceState {
     /// A message that explains what is missing on this machine, and what the user should do.
     pub(crate) fn new(
         device: &Device,
-        (parameters, slots): (usize, usize),
+        size: ModelSize,
         wire: WireDtype,
         memory: Option<DeviceMemory>,
     ) -> Result<Self, String> {
@@ -61,7 +61,7 @@ impl DeviceState {
             let floats = device.stream().alloc_zeros::<f32>(len.max(1)).map(Buffer::own);
             floats.map_err(|error| format!("not enough GPU memory for {len} more floats: {error}"))
         };
-        let slots_len = parameters * slots;
+        let ModelSize { parameters, slots: slots_len } = size;
         let (values, slots, [gradient, reduced]) = match memory {
             Some(memory) => memory.buffers(parameters, slots_len),
             None => {
@@ -94,9 +94,8 @@ impl DeviceState {
         })
     }
 
-    /// See [`Tensors::sizes`](crate::tensors::Tensors::sizes).
-    pub(crate) fn sizes(&self) -> (usize, usize) {
-        (self.parameters.len(), self.slots_len)
+    pub(crate) fn size(&self) -> ModelSize {
+        ModelSize { parameters: self.parameters.len(), slots: self.slots_len }
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -212,13 +211,13 @@ impl DeviceState {
         ring: &mut DeviceGroup,
         header: &[u8],
         path: Path,
-        buckets: Option<(usize, usize)>,
+        buckets: Option<SummedBuckets>,
     ) -> Result<Vec<Vec<u8>>, CollectiveError> {
         self.release_reduced().map_err(|source| CollectiveError::Device { source })?;
         let Self { gradient, reduced, wire, kernels, .. } = self;
         let (gradient, reduced) = (&**gradient, &mut **reduced);
-        let rest = |(bucket_len, summed)| -> Vec<Range<usize>> {
-            buckets::ranges(gradient.len(), bucket_len).skip(summed).collect()
+        let rest = |SummedBuckets { len, summed }| -> Vec<Range<usize>> {
+            buckets::ranges(gradient.len(), len).skip(summed).collect()
         };
         match (path, buckets.map(rest), wire) {
             (Path::Nccl, rest, Some([rounded, sum])) => {

@@ -13,7 +13,7 @@ use elasticdl_collective::LocalRank;
 use super::memory::Taken;
 use super::model::{Call, ExternalModel, Reply};
 use super::*;
-use crate::buckets::{self, RecordKeys};
+use crate::buckets::{self, RecordKeys, SummedBuckets};
 use crate::metrics::{Loss, Metrics};
 use crate::model::{Model, NamedTensor};
 use crate::predictions::Predictions;
@@ -164,15 +164,16 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
         is_shown: false,
     };
     let (mut gradient, mut sums) = (vec![f32::NAN; 10], vec![f32::NAN; 10]);
-    let buffers = (&mut gradient[..], &mut sums[..]);
     let batch = (2, RecordKeys::default());
-    let (loss, summed) = buckets::overlap(&mut ring, buffers, batch, 4, |gradients| {
-        let records = [0, 1].map(|number| Record { epoch: 0, number }).to_vec();
-        model.gradients(&[], records, gradients).unwrap()
-    });
+    let (loss, summed) =
+        buckets::overlap(&mut ring, &mut gradient, &mut sums, batch, 4, |gradients| {
+            let records = [0, 1].map(|number| Record { epoch: 0, number }).to_vec();
+            model.gradients(&[], records, gradients).unwrap()
+        });
     program.join().unwrap();
     assert_eq!((loss, summed.unwrap(), model.step_records), (Loss::Sum(0.5), 1, 5));
-    buckets::sum_rest(&mut ring, &[], &gradient, &mut sums, (4, 1)).unwrap();
+    buckets::sum_rest(&mut ring, &[], &gradient, &mut sums, SummedBuckets { len: 4, summed: 1 })
+        .unwrap();
     sums
 }
 

@@ -7,7 +7,7 @@ use elasticdl_collective::Secret;
 use elasticdl_proto::WorkerOptions;
 
 use crate::checkpoint::{
-    BestMetric, CheckpointWriter, JobFingerprint, Locations, RestoreError, check,
+    BestMetric, CheckpointWriter, JobFingerprint, Locations, RestoreError, Retention, check,
 };
 use crate::failure::{Failure, call_user};
 use crate::model::Model;
@@ -17,6 +17,7 @@ use crate::reader::Dataset;
 use crate::session::evaluation::Plan;
 use crate::session::origin::Program;
 use crate::storage::Storage;
+use crate::tensor::ModelSize;
 
 /// Locations of checkpoints, and their writer.
 #[derive(Debug)]
@@ -29,6 +30,13 @@ pub(crate) struct Checkpointing {
     pub(super) allows_mixed_builds: bool,
 }
 
+/// What tells the runs of jobs apart: a job that is started again has another secret.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct JobKey<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) secret: &'a Secret,
+}
+
 impl Checkpointing {
     /// Checks that a new job could start from the configured checkpoint.
     ///
@@ -36,7 +44,7 @@ impl Checkpointing {
     /// The fault and the remedy.
     pub(crate) fn check<M: Model>(
         options: &WorkerOptions,
-        (job, secret): (&str, &Secret),
+        job: JobKey<'_>,
         dataset: &Dataset,
         model: &M,
     ) -> Result<(), String> {
@@ -44,11 +52,12 @@ impl Checkpointing {
             return Ok(());
         }
         let parameters = call_user("parameter_count()", || Ok(model.parameter_count()))?;
-        let size = (parameters, parameters * call_user("slots()", || Ok(model.slots()))?);
+        let slots = parameters * call_user("slots()", || Ok(model.slots()))?;
+        let size = ModelSize { parameters, slots };
         let reader = call_user("reader()", || Ok(model.reader()))?;
         let order = order_of(&reader, options, dataset)?.name();
         let (locations, fingerprint) =
-            look(options, (job, secret), (dataset.clone(), order), size).map_err(|f| f.error)?;
+            look(options, job, dataset.clone(), order, size).map_err(|f| f.error)?;
         check(&locations, &fingerprint).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
         })?;
@@ -62,26 +71,24 @@ impl Checkpointing {
         Ok(())
     }
 
-    /// Opens the locations that the job's `options` name, for the worker of the job with this name
-    /// and secret. `parameters` and `slots`: lengths of the model's parameters and optimizer state,
-    /// in floats.
+    /// Opens the locations that the job's `options` name.
     pub(crate) fn new(
         options: &WorkerOptions,
-        (job, secret): (&str, &Secret),
-        data: (Dataset, OrderName),
-        (parameters, slots): (usize, usize),
-        (program, evaluation): (Program, Option<&Plan>),
+        job: JobKey<'_>,
+        dataset: Dataset,
+        order: OrderName,
+        size: ModelSize,
+        program: Program,
+        evaluation: Option<&Plan>,
     ) -> Result<Self, Failure> {
-        let (locations, fingerprint) = look(options, (job, secret), data, (parameters, slots))?;
+        let (locations, fingerprint) = look(options, job, dataset, order, size)?;
         let (program, best_metric) = (Some(program), evaluation.map(BestMetric::from));
         let fingerprint = Arc::new(JobFingerprint { program, best_metric, ..fingerprint });
         let writer = match (&locations.own, &options.checkpoints) {
             (Some(own), Some(kept)) => {
-                let writer = CheckpointWriter::new(
-                    own.clone(),
-                    Arc::clone(&fingerprint),
-                    (kept.keep as usize, kept.exclusive),
-                );
+                let retention = Retention { keep: kept.keep as usize, exclusive: kept.exclusive };
+                let writer =
+                    CheckpointWriter::new(own.clone(), Arc::clone(&fingerprint), retention);
                 Some(writer.map_err(|error| {
                     Failure::local(format!("no thread for checkpoints: {error}"))
                 })?)
@@ -104,9 +111,10 @@ impl Checkpointing {
 /// without what a checkpoint need not match.
 fn look(
     options: &WorkerOptions,
-    (job, secret): (&str, &Secret),
-    (dataset, order): (Dataset, OrderName),
-    (parameters, slots): (usize, usize),
+    job: JobKey<'_>,
+    dataset: Dataset,
+    order: OrderName,
+    size: ModelSize,
 ) -> Result<(Locations, JobFingerprint), Failure> {
     let open = |option: &str, address: &str| {
         Storage::open(address).map_err(|error| Failure::local(format!("{option} {error}")))
@@ -115,10 +123,10 @@ fn look(
         options.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
     let from = options.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
     let fingerprint = JobFingerprint {
-        job: job.to_owned(),
-        run: format!("{:08x}", secret.fingerprint("checkpoints")),
-        parameters,
-        slots,
+        job: job.name.to_owned(),
+        run: format!("{:08x}", job.secret.fingerprint("checkpoints")),
+        parameters: size.parameters,
+        slots: size.slots,
         dataset,
         training_data: options.training_data.clone(),
         epochs: options.epochs,

@@ -8,7 +8,7 @@ use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
 use super::Trainer;
 use super::checkpointing::Checkpointing;
 use super::stopped::Stopped;
-use crate::checkpoint::{Completion, RestoreError, restore};
+use crate::checkpoint::{Completion, OwnShard, RestoreError, restore};
 use crate::failure::{Failure, call_user};
 use crate::model::Model;
 use crate::session::checkpoint::Task;
@@ -47,10 +47,10 @@ impl<M: Model> Trainer<'_, M> {
                     let begun = Instant::now();
                     let parameters = self.tensors.to_host(Tensor::Parameters)?;
                     let slots = self.tensors.to_host(Tensor::Slots)?;
-                    let shard = (rank, world_size);
-                    writer.write((step, generation), shard, state.record(), (&parameters, &slots));
+                    let shard = OwnShard { step, generation, rank, world_size };
+                    writer.write(shard, state.record(), &parameters, &slots);
                     // A copy of one rank's memory proves nothing about the others'.
-                    let digest = digest_of((&parameters, &slots), state);
+                    let digest = digest_of(&parameters, &slots, state);
                     self.session.copied_for_checkpoint(begun.elapsed(), digest);
                 }
             }
@@ -70,12 +70,11 @@ impl<M: Model> Trainer<'_, M> {
         let Checkpointing { locations, fingerprint, allows_mixed_builds, .. } = checkpoints;
         let seed = self.seed;
         let restored = tensors.fill_state(|parameters, slots| {
-            let restored =
-                restore(locations, fingerprint, (&mut *parameters, &mut *slots), &mut damaged)
-                    .map_err(|error| match error {
-                        RestoreError::Refused(error) => Failure::fatal(error),
-                        RestoreError::Storage(error) => Failure::local(error),
-                    })?;
+            let restored = restore(locations, fingerprint, parameters, slots, &mut damaged)
+                .map_err(|error| match error {
+                    RestoreError::Refused(error) => Failure::fatal(error),
+                    RestoreError::Storage(error) => Failure::local(error),
+                })?;
             if restored.is_none() {
                 slots.fill(0.0);
                 call_user("initialize()", || model.initialize(seed, parameters))

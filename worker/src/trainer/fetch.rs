@@ -114,7 +114,7 @@ impl<M: Model> Trainer<'_, M> {
             return Ok(());
         }
         let incoming =
-            IncomingSnapshot::begin(donor, Generation(head.generation), note, self.tensors.sizes());
+            IncomingSnapshot::begin(donor, Generation(head.generation), note, self.tensors.size());
         self.incoming =
             Some(incoming.ok_or_else(|| nonsense("the middle of a snapshot without its start"))?);
         self.session.fetch_begins();
@@ -152,7 +152,7 @@ impl<M: Model> Trainer<'_, M> {
         let (source, _) = expect(source, incoming)?;
         let headers: Vec<StepHeader> =
             header::decode(&head.note).ok_or_else(|| nonsense("headers that can't be read"))?;
-        if head.floats != tensors.sizes().0 as u64 {
+        if head.floats != tensors.size().parameters as u64 {
             return Err(nonsense("a result of another size"));
         }
         tensors.fill_reduced(|sum| source.take(sum).map_err(broke))?;

@@ -5,6 +5,7 @@ use elasticdl_proto::{Generation, WorkerId};
 
 use crate::donor::{PART_FLOATS_MAX, PartNote, StateNote};
 use crate::session::header::StateRecord;
+use crate::tensor::ModelSize;
 
 /// The received parts of a donor's snapshot.
 #[derive(Clone, Debug)]
@@ -26,16 +27,15 @@ impl IncomingSnapshot {
         donor: WorkerId,
         generation: Generation,
         note: StateNote,
-        (parameters, slots): (usize, usize),
+        size: ModelSize,
     ) -> Option<Self> {
-        let (parameters, slots) = (parameters as u64, slots as u64);
         let begins = note.from == 0;
         begins.then_some(Self {
             donor,
             generation,
             record: note.record,
-            parameters,
-            floats: parameters + slots,
+            parameters: size.parameters as u64,
+            floats: size.total() as u64,
             received: 0,
         })
     }
@@ -99,7 +99,8 @@ mod tests {
     }
 
     fn begin(note: StateNote) -> Option<IncomingSnapshot> {
-        IncomingSnapshot::begin(WorkerId(1), Generation(2), note, (10, 20))
+        let size = ModelSize { parameters: 10, slots: 20 };
+        IncomingSnapshot::begin(WorkerId(1), Generation(2), note, size)
     }
 
     #[test]

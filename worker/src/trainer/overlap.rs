@@ -32,9 +32,8 @@ impl<M: Model> Trainer<'_, M> {
             Tensors::Host { group: Some(group), state } if has_peers => {
                 let batch = call_user("feed()", || model.feed(records))?;
                 let HostState { parameters, gradient, reduced, .. } = state;
-                let buffers = (&mut gradient[..], &mut reduced[..]);
                 let batch_of = (count, RecordKeys::new(self.seed, positions));
-                buckets::overlap(group, buffers, batch_of, bucket_len, |gradients| {
+                buckets::overlap(group, gradient, reduced, batch_of, bucket_len, |gradients| {
                     let loss =
                         call_user("gradients()", || model.gradients(parameters, batch, gradients));
                     (loss, started.elapsed())

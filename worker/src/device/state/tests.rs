@@ -14,7 +14,8 @@ fn state() -> DeviceState {
 fn state_of(parameters: usize) -> DeviceState {
     elasticdl_stand_ins::load();
     let device = Device::open(0).unwrap();
-    DeviceState::new(&device, (parameters, 2), WireDtype::F32, None).unwrap()
+    let size = ModelSize { parameters, slots: 2 * parameters };
+    DeviceState::new(&device, size, WireDtype::F32, None).unwrap()
 }
 
 /// Of a model that is large beside the kernels' own buffers.
