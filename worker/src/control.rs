@@ -17,7 +17,6 @@ use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
 use elasticdl_proto::{Generation, Hello, LaunchId, MasterMessage, Stall, Welcome, WorkerMessage};
-use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 use tokio_stream::StreamExt;
@@ -26,11 +25,12 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Code, Request, Streaming};
 
 use self::storage::StorageReporter;
-use crate::environment::{EXIT_MASTER_LOST, EXIT_TERMINATED, Environment};
+use crate::environment::{EXIT_MASTER_LOST, Environment};
 use crate::failure::causes;
 use crate::messages::{ControlEvent, Outbox};
 use crate::session::control::{ControlState, WelcomeError};
 use crate::stacks;
+use crate::termination::Termination;
 
 /// The open stream, as the trainer uses it.
 #[derive(Debug)]
@@ -66,7 +66,6 @@ impl Control {
             fence: Arc::clone(&fence),
             progress: Arc::clone(&progress),
             joiners: Arc::clone(&joiners),
-            leave_timeout: environment.leave_timeout(),
             storage: StorageReporter::default(),
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -97,8 +96,6 @@ struct Stream {
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
     joiners: Arc<OnceLock<Joiners>>,
-    /// Time in which the group must release this worker.
-    leave_timeout: Duration,
     /// Reports of waits for storage.
     storage: StorageReporter,
 }
@@ -225,7 +222,8 @@ impl Stream {
         tell_welcome: oneshot::Sender<Result<Welcome, String>>,
     ) {
         let opened = async {
-            let sigterm = signal(SignalKind::terminate()).map_err(|error| error.to_string())?;
+            let leave_timeout = self.connector.environment.leave_timeout();
+            let sigterm = Termination::new(leave_timeout).map_err(|error| error.to_string())?;
             let hello = self.connector.hello(&self.state);
             let (link, welcome) = self.connector.open_first(hello).await?;
             self.state.handle_welcome(&welcome).map_err(|error| error.to_string())?;
@@ -233,9 +231,11 @@ impl Stream {
         };
         let heartbeat;
         let (mut sigterm, mut link) = match opened.await {
-            Ok((sigterm, link, welcome)) => {
+            Ok((mut sigterm, link, welcome)) => {
                 heartbeat = welcome.options.heartbeat.unwrap_or(HEARTBEAT_NEVER);
-                self.leave_timeout = welcome.options.leave_timeout.unwrap_or(self.leave_timeout);
+                if let Some(timeout) = welcome.options.leave_timeout {
+                    sigterm.set_timeout(timeout);
+                }
                 let _ = tell_welcome.send(Ok(welcome));
                 (sigterm, link)
             }
@@ -279,8 +279,8 @@ impl Stream {
                         link.send(wait);
                     }
                 }
-                _ = sigterm.recv() => {
-                    if let Some(leaving) = self.leave() {
+                () = sigterm.received() => {
+                    if let Some(leaving) = self.state.terminate() {
                         link.send(leaving);
                     }
                 }
@@ -300,7 +300,7 @@ impl Stream {
         &mut self,
         why: &str,
         from_trainer: &mut mpsc::UnboundedReceiver<WorkerMessage>,
-        sigterm: &mut Signal,
+        sigterm: &mut Termination,
     ) -> Option<Link> {
         tracing::warn!(why, "lost the master");
         self.state.handle_stream_end();
@@ -333,7 +333,12 @@ impl Stream {
                 }
                 // The messages have no receiver meanwhile.
                 message = from_trainer.recv() => drop(self.state.forward(message?)),
-                _ = sigterm.recv() => self.leave_without_master(),
+                // If all workers get it, no process can start replacements that take the state
+                // over, so a checkpoint is written.
+                () = sigterm.received() => {
+                    drop(self.state.terminate());
+                    self.want_checkpoint();
+                }
             }
         };
         tracing::error!(reason, "this worker ends");
@@ -348,22 +353,6 @@ impl Stream {
     ) -> impl Future<Output = Result<(Link, Welcome), String>> + use<> {
         let (connector, hello) = (self.connector.clone(), self.connector.hello(&self.state));
         async move { connector.search(hello, pause).await }
-    }
-
-    /// Handles SIGTERM. Returns what is sent to the master.
-    fn leave(&mut self) -> Option<WorkerMessage> {
-        tracing::info!("SIGTERM: leaving at the next step boundary");
-        if !self.state.is_leaving() {
-            leave_in_time(self.leave_timeout);
-        }
-        self.state.terminate()
-    }
-
-    /// Handles SIGTERM while there is no master. If all workers get it, no process can
-    /// start replacements that take the state over, so a checkpoint is written.
-    fn leave_without_master(&mut self) {
-        drop(self.leave());
-        self.want_checkpoint();
     }
 
     fn want_checkpoint(&self) {
@@ -437,15 +426,6 @@ fn causes_of(status: &tonic::Status) -> String {
     let message = status.message();
     std::error::Error::source(status)
         .map_or_else(|| message.into(), |s| format!("{message}: {}", causes(s)))
-}
-
-/// Ends the process unless the group releases the worker by then.
-fn leave_in_time(timeout: Duration) {
-    tokio::spawn(async move {
-        tokio::time::sleep(timeout).await;
-        tracing::warn!("the group did not release this worker in time");
-        exit_at_once(EXIT_TERMINATED);
-    });
 }
 
 /// Interval for a master that requests no heartbeats: a day.

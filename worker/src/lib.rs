@@ -69,6 +69,7 @@ pub mod storage;
 mod supervisor;
 mod tensor;
 mod tensors;
+mod termination;
 mod trained_model;
 mod trainer;
 mod update;
