@@ -27,12 +27,15 @@ fn dry_run(options: &[&str]) -> (bool, String, String) {
 
 #[test]
 fn the_example_equals_the_output_of_a_dry_run() {
+    let template = manifest("example/pod.yaml");
+    let template = template.to_str().unwrap();
     let options = [
         ["--num-workers", "4"],
         ["--volume", "claim_name=data,mount_path=/data,read_only=true"],
         ["--worker-resources", "cpu=2,memory=4Gi"],
         ["--env", "LOG=debug"],
-        ["--labels", "team=vision"],
+        ["--worker-pod-template", template],
+        ["--master-pod-template", template],
     ];
     let (success, made, error) = dry_run(&options.concat());
     assert!(success, "{error}");
@@ -53,7 +56,8 @@ fn all_options_reach_the_objects() {
     let folder = tempfile::tempdir().unwrap();
     let template = folder.path().join("pod.yaml");
     std::fs::write(&template, "runtimeClassName: nvidia\n").unwrap();
-    let table: [(&[&str], &str); 41] = [
+    let template = template.to_str().unwrap();
+    let table: [(&[&str], &str); 30] = [
         (&["--workers-per-pod", "3"], "\"workers_per_pod\": 3"),
         (&["--worker-resources", "nvidia.com/gpu=4"], "\"workers_per_pod\": 4"),
         (&["--service-account", "trainer"], "serviceAccountName: trainer"),
@@ -64,30 +68,18 @@ fn all_options_reach_the_objects() {
         (&["--env-from-secret", "bucket"], "\"secretRef\": {"),
         (&["--env-from-secret", "K=bucket:key"], "\"secretKeyRef\": {"),
         (&["--worker-service-account", "id"], "\"serviceAccountName\": \"id\""),
-        (&["--image-pull-policy", "Never"], "imagePullPolicy: Never"),
         (&["--image-pull-secret", "regcred"], "name: regcred"),
-        (&["--node-selector", "disk=ssd"], "disk: ssd"),
-        (&["--tolerations", "spot:NoSchedule"], "key: spot"),
-        (&["--tolerations", "spot:NoExecute:61"], "tolerationSeconds: 61"),
-        (&["--run-as-user", "1234"], "runAsUser: 1234"),
-        (&["--priority-class", "high"], "priorityClassName: high"),
-        (&["--worker-priority-class", "low"], "\"priorityClassName\": \"low\""),
-        (&["--scheduler-name", "volcano"], "schedulerName: volcano"),
         (&["--scheduler", "volcano"], "\"schedulerName\": \"volcano\""),
         (&["--scheduler", "volcano", "--queue", "team"], "\"queue\": \"team\""),
         (&["--scheduler", "native"], "\"starts_core_together\": true"),
         (&["--scheduler", "kueue", "--queue", "team"], "\"kueue.x-k8s.io/queue-name\": \"team\""),
         (&["--scheduler", "volcano", "--per-job-role"], "- podgroups"),
-        (&["--placement", "pack"], "\"podAffinity\": {"),
-        (&["--placement", "spread"], "\"whenUnsatisfiable\": \"ScheduleAnyway\""),
-        (&["--annotations", "note=x"], "note: x"),
         (&["--ttl-after-finished", "1h"], "ttlSecondsAfterFinished: 3600"),
         (&["--on-exit", "42=stop"], "\"action\": \"stop\""),
         (&["--on-exit", "preempted=ignore"], "\"event\": \"preempted\""),
         (&["--suspend"], "\"starts_suspended\": true"),
         (&["--deadline", "90s"], "\"deadline\": {"),
         (&["--success-policy", "lowest-rank"], "\"success\": \"lowest-rank\""),
-        (&["--active-deadline", "2h"], "activeDeadlineSeconds: 7200"),
         (&["--metrics-port", "9100", "--metrics-from", "any"], "prometheus.io/port: \"9100\""),
         (&["--metrics-from", "monitoring,any"], "\"serve_metrics\": true"),
         (&["--metrics-from", "monitoring"], "kubernetes.io/metadata.name: monitoring"),
@@ -99,10 +91,8 @@ fn all_options_reach_the_objects() {
              name: token\n          readOnly: true\n        - mountPath: /tmp\n          \
              name: tmp\n        - mountPath: /runs",
         ),
-        (
-            &["--worker-pod-template", template.to_str().unwrap()],
-            "\"runtimeClassName\": \"nvidia\"",
-        ),
+        (&["--worker-pod-template", template], "\"runtimeClassName\": \"nvidia\""),
+        (&["--master-pod-template", template], "  runtimeClassName: nvidia"),
     ];
     let (_, without, _) = dry_run(&[]);
     assert!(without.contains("kind: NetworkPolicy"), "{without}");
@@ -115,6 +105,47 @@ fn all_options_reach_the_objects() {
             "{options:?}: {expected}\n{made}"
         );
     }
+}
+
+/// What `--dry-run` with this template says.
+fn dry_run_with(option: &str, template: &str, options: &[&str]) -> (bool, String, String) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), template).unwrap();
+    let path = file.path().to_str().unwrap();
+    let (success, made, error) = dry_run(&[&[option, path], options].concat());
+    (success, made, error.replace(path, "FILE"))
+}
+
+#[test]
+fn a_template_that_the_job_can_not_run_with_is_refused_with_its_file_and_field() {
+    let args = "containers: [{name: NAME, args: [x]}]";
+    let (worker, master) = (args.replace("NAME", "worker"), args.replace("NAME", "master"));
+    let class = "priorityClassName: low";
+    let table: [(&str, &str, &[&str], &str); 6] = [
+        ("--worker-pod-template", &worker, &[], "FILE: spec.containers[worker].args: PROGRAM"),
+        ("--master-pod-template", &master, &[], "FILE: spec.containers[master].args: elasticdl"),
+        ("--master-pod-template", "nodeNmae: n", &[], "FILE: spec.nodeNmae: pods have no such"),
+        ("--master-pod-template", "metadata: {name: n}", &[], "FILE: metadata.name: "),
+        ("--worker-pod-template", class, &["--priority-tiers", "auto"], "priorityClassName low"),
+        ("--worker-pod-template", class, &["--weight", "2"], "--weight: the job has no priority"),
+    ];
+    for (option, template, options, expected) in table {
+        let (success, _, error) = dry_run_with(option, template, options);
+        assert!(!success && error.contains(expected), "{option} {template}: {error}");
+    }
+}
+
+#[test]
+fn a_class_of_the_template_takes_the_place_of_priority_tiers() {
+    let class = "priorityClassName: low";
+    let (_, made, _) = dry_run_with("--worker-pod-template", class, &[]);
+    assert!(made.contains("\"priorityClassName\": \"low\"") && made.contains("\"ladder\": null"));
+    // The class of the master's pod leaves the workers' as they are.
+    let (_, made, _) = dry_run_with("--master-pod-template", class, &[]);
+    assert!(made.contains("  priorityClassName: low") && made.contains("\"ladder\": {"), "{made}");
+    let volcano = ["--scheduler", "volcano"];
+    let (_, made, error) = dry_run_with("--worker-pod-template", class, &volcano);
+    assert!(made.contains("\"priority_class\": \"low\""), "{made}{error}");
 }
 
 #[test]
@@ -167,26 +198,23 @@ fn options_that_no_cluster_accepts_are_refused_by_name() {
         let (success, _, error) = dry_run(options);
         assert!(!success && error.contains(expected), "{options:?}: {error}");
     }
-    let table: [(&[&str], &str); 29] = [
+    let table: [(&[&str], &str); 26] = [
         (&["--worker-resources", "cpu=fast"], "--worker-resources"),
         (&["--env", "DB_PASSWORD=hunter2"], "--env-from-secret NAME:DB_PASSWORD"),
         (&["--env-from-secret", "A=bucket"], "needs the key"),
         (&["--env", "ELASTICDL_JOB=x"], "set by elasticdl itself"),
         (&["--volume", "claim_name=c"], "mount_path is missing"),
-        (&["--image-pull-policy", "Sometimes"], "IfNotPresent"),
-        (&["--tolerations", "a:b"], "NoSchedule"),
-        (&["--labels", "a b=c"], "--labels"),
-        (&["--run-as-user", "0"], "do not run as root"),
+        (&["--node-selector", "disk=ssd"], "--node-selector was removed; write `nodeSelector: "),
         (&["--scheduler", "slurm"], "volcano"),
         (&["--scheduler", "kueue"], "--queue is missing"),
         (&["--queue", "team"], "--queue team: without --scheduler there are no queues"),
         (&["--scheduler", "native", "--queue", "team"], "--scheduler native has no queues"),
         (&["--ttl-after-finished", "soon"], "--ttl-after-finished"),
-        (&["--deadline", "2h", "--active-deadline", "2h"], "shorter than --active-deadline"),
         (&["--on-exit", "70=ignore"], "70 is an exit code of the worker library"),
         (&["--on-exit", "oom=stop"], "one of the events deleted, evicted, node-lost, not-started"),
         (&["--local"], "--local"),
-        (&["--worker-pod-template", "/absent.yaml"], "/absent.yaml"),
+        (&["--worker-pod-template", "/absent.yaml"], "--worker-pod-template /absent.yaml: "),
+        (&["--master-pod-template", "/absent.yaml"], "--master-pod-template /absent.yaml: "),
         (&["--metrics-port", "9100"], "--metrics-from any"),
         (&["--metrics-from", "10.0.0.0/40"], "CIDR"),
         (&["--egress-to", "10.0.0.1"], "CIDR"),

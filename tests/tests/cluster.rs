@@ -8,7 +8,7 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
-use elasticdl_tests::cluster::{ChildOutput, Job, Namespace, must, name, text, uid};
+use elasticdl_tests::cluster::{ChildOutput, Job, Namespace, must, name, pod_template, text, uid};
 use elasticdl_tests::{Browser, Page, send};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -262,12 +262,10 @@ fn a_missing_image_ends_the_command_with_its_name() {
     // The master's image exists, the workers' does not: the last --image counts.
     let image = namespace.image().to_owned();
     let options = ["--num-workers", "1", "--max-worker-restarts", "0", "--master-image", &image];
-    let mut job = Job::start(
-        &namespace,
-        "count",
-        &[&options[..], &["--image", "localhost/absent:1"]].concat(),
-        0,
-    );
+    let local = pod_template("containers: [{name: worker, imagePullPolicy: Never}]");
+    let local = local.path().display().to_string();
+    let absent = ["--image", "localhost/absent:1", "--worker-pod-template", &local];
+    let mut job = Job::start(&namespace, "count", &[&options[..], &absent].concat(), 0);
     let (code, output) = job.wait();
     assert_eq!(code, Some(1), "{output}");
     assert!(output.contains("localhost/absent:1"), "{output}");

@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use elasticdl_tests::cluster::{Job, Namespace, PriorityClass, kubectl, must, text};
+use elasticdl_tests::cluster::{Job, Namespace, PriorityClass, kubectl, must, pod_template, text};
 
 fn namespace(test: &str) -> Option<Namespace> {
     let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
@@ -117,8 +117,12 @@ webhooks:
 fn a_job_runs_under_a_user_id_that_no_image_knows_with_a_class_for_all_pods() {
     let Some(namespace) = namespace("user") else { return };
     let class = PriorityClass::new(format!("{}-all", namespace.name()), -30);
-    let options = ["--num-workers", "2", "--num-epochs", "25", "--run-as-user", "1000680000"];
-    let options = [&options[..], &["--priority-class", class.name()]].concat();
+    let user = "securityContext: {runAsUser: 1000680000}";
+    let template = pod_template(&format!("{user}\npriorityClassName: {}", class.name()));
+    let template = template.path().display().to_string();
+    let options = ["--num-workers", "2", "--num-epochs", "25"];
+    let templates = ["--worker-pod-template", &template, "--master-pod-template", &template];
+    let options = [&options[..], &templates].concat();
     let job = Job::start(&namespace, "count", &options, 3000);
     let _ = job.wait_for_group(2);
     let pods = namespace.get("pods", "elasticdl/job=count");

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use elasticdl_proto::Status;
 use elasticdl_tests::assert_exactly_once;
-use elasticdl_tests::cluster::{Job, Namespace, text, uid};
+use elasticdl_tests::cluster::{Job, Namespace, pod_template, text, uid};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt as _, SeedableRng as _};
 
@@ -24,13 +24,6 @@ fn events(namespace: &Namespace, job: &str) -> String {
     let output = namespace.elasticdl("status", [job, "--json"]).output().unwrap();
     let status: Status = serde_json::from_slice(&output.stdout).unwrap_or_default();
     status.events.join("\n")
-}
-
-/// A worker pod template in a file.
-fn template(text: &str) -> tempfile::NamedTempFile {
-    let file = tempfile::NamedTempFile::new().unwrap();
-    fs::write(file.path(), text).unwrap();
-    file
 }
 
 #[test]
@@ -99,7 +92,7 @@ fn workers_over_their_memory_limit_end_the_job_with_the_option_that_helps() {
 #[test]
 fn a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted() {
     let Some(namespace) = namespace("evicted") else { return };
-    let small = template("volumes: [{name: tmp, emptyDir: {sizeLimit: 1Mi}}]");
+    let small = pod_template("volumes: [{name: tmp, emptyDir: {sizeLimit: 1Mi}}]");
     let file = small.path().display().to_string();
     let options = [
         "--num-workers",
@@ -128,7 +121,7 @@ fn a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted() {
 fn a_missing_secret_is_named_and_ends_the_job() {
     let Some(namespace) = namespace("config") else { return };
     let environment = "env: [{name: KEY, valueFrom: {secretKeyRef: {name: absent, key: k}}}]";
-    let file = template(&format!("containers: [{{name: worker, {environment}}}]"));
+    let file = pod_template(&format!("containers: [{{name: worker, {environment}}}]"));
     let path = file.path().display().to_string();
     let options =
         ["--num-workers", "1", "--max-worker-restarts", "0", "--worker-pod-template", &path];

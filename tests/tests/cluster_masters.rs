@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use elasticdl_proto::Generation;
-use elasticdl_tests::cluster::{Job, Namespace, kubectl, must, name, text, uid};
+use elasticdl_tests::cluster::{Job, Namespace, kubectl, must, name, pod_template, text, uid};
 use elasticdl_tests::send;
 use rustix::process::Signal;
 use serde_json::Value;
@@ -205,7 +205,10 @@ fn the_job_waits_for_a_replacement_whose_image_is_missing() {
     let ctr = |args: &[&str]| drop(must(Command::new("ctr").args(ctr).args(args)));
     ctr(&["tag", namespace.image(), &image]);
     let options = ["--num-workers", "2", "--num-epochs", "60", "--max-worker-restarts", "0"];
-    let job = Job::start(&namespace, "count", &[&options[..], &["--image", &image]].concat(), 4000);
+    let local = pod_template("containers: [{name: worker, imagePullPolicy: Never}]");
+    let local = local.path().display().to_string();
+    let images = ["--image", &image, "--worker-pod-template", &local];
+    let job = Job::start(&namespace, "count", &[&options[..], &images].concat(), 4000);
     let pods = job.wait_for_group(2);
     ctr(&["rm", &image]);
     namespace.delete_pod(name(&pods[0]), &["--wait=false"]);

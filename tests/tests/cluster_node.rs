@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{
     ApiServer, ChildOutput, Job, Namespace, Node, PriorityClass, RECORDS, SecondNode, calls,
-    kubectl, must, name, uid,
+    kubectl, must, name, pod_template, uid,
 };
 use elasticdl_tests::{assert_exactly_once, counting_data};
 use serde_json::Value;
@@ -142,7 +142,9 @@ fn preempted_workers_come_back_when_the_service_is_deleted() {
     let cpu = (Node::only().free_cpu_millis() - 30) / 4;
     let resources = format!("cpu={cpu}m,memory=64Mi");
     let options = ["--num-workers", "4", "--num-epochs", "25", "--max-worker-restarts", "0"];
-    let placed = ["--worker-resources", &resources, "--worker-priority-class", low.name()];
+    let class = pod_template(&format!("priorityClassName: {}", low.name()));
+    let class = class.path().display().to_string();
+    let placed = ["--worker-resources", &resources, "--worker-pod-template", &class];
     let job = Job::start(&namespace, "count", &[&options[..], &placed].concat(), 4000);
     let pods = job.wait_for_group(4);
     namespace.apply(&service(high.name(), 2, cpu));
@@ -318,7 +320,7 @@ fn the_commands_of_the_readme_suffice_for_a_fresh_cluster() {
         words.strip_prefix("elasticdl train ").unwrap().split_once(" -- ").unwrap();
     assert_eq!(program.trim(), "mnist");
     let mut command = Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"));
-    command.arg("train").args(options.split_whitespace()).args(["--image-pull-policy", "Never"]);
+    command.arg("train").args(options.split_whitespace());
     command.args(["--", "counting", "--records", &RECORDS.to_string()]);
     let (code, output) = ChildOutput::start(command).wait();
     assert_eq!(code, Some(0), "{output}");

@@ -59,7 +59,7 @@ fn the_images_train_a_model_in_three_pods() {
             &volume,
         ];
         let mut command = namespace.elasticdl("train", options);
-        command.args(["--training-data", "/data", "--image-pull-policy", "Never"]);
+        command.args(["--training-data", "/data"]);
         command.args(["--num-workers", "3", "--num-epochs", "20", "--global-batch-size", "60"]);
         command.args(["--master-resources", "cpu=10m,memory=64Mi"]);
         command.args(["--worker-resources", "cpu=10m,memory=64Mi", "--", "linear"]);

@@ -265,7 +265,10 @@ pub(super) fn with_hint(message: &str) -> String {
     if message.contains("must specify limits.") {
         format!("{message}; --worker-resources and --master-resources take limits.cpu=N")
     } else if message.contains("security context constraint") {
-        format!("{message}; --run-as-user cluster leaves the user id to the cluster")
+        format!(
+            "{message}; `securityContext: {{runAsUser: null, runAsGroup: null, fsGroup: null}}` in \
+             --worker-pod-template and --master-pod-template leaves the ids to the cluster"
+        )
     } else {
         message.to_owned()
     }

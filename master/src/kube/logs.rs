@@ -60,7 +60,12 @@ pub async fn copy(
         doing: doing.clone(),
         message: "there is none (the last 16 that have ended are retained)".into(),
     })?;
-    let params = LogParams { follow, ..LogParams::default() };
+    // There may be sidecars.
+    let container = match source {
+        LogSource::Master => objects::MASTER,
+        LogSource::Worker(_) => objects::WORKER,
+    };
+    let params = LogParams { container: Some(container.into()), follow, ..LogParams::default() };
     let stream = pods.log_stream(&name, &params).await.map_err(|e| cluster.explain(&doing, e))?;
     let mut stream = std::pin::pin!(stream);
     let mut buffer = vec![0; 16 << 10];

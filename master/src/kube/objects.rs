@@ -40,9 +40,9 @@ use self::metadata::{anchor_owner, metadata, own_labels, owner};
 pub use self::names::*;
 use self::parts::add_volumes;
 pub use self::request::{Request, Task};
-pub use self::template::TemplateError;
 use crate::certificates::Certificates;
 use crate::job::LaunchId;
+use crate::kube::options::TemplateError;
 use crate::token::Token;
 
 /// Credentials that are generated for a job at its submission.
@@ -78,7 +78,7 @@ pub enum ObjectsError {
     /// A credential would be stored in plain text.
     #[error(transparent)]
     Credential(#[from] PlainCredential),
-    /// The worker pod template is invalid.
+    /// A pod template is invalid.
     #[error(transparent)]
     Template(#[from] TemplateError),
     /// The options do not fit into the job's ConfigMap.
@@ -103,7 +103,7 @@ impl Objects {
     /// [`ObjectsError`].
     pub fn new(request: &Request, credentials: Credentials) -> Result<Self, ObjectsError> {
         let name = &request.task.job.name;
-        let (worker, job) = (worker_template(request)?, master::job(request));
+        let (worker, job) = (worker_template(request)?, master::job(request)?);
         check_credentials(request, &worker, &job)?;
         let worker = serde_json::to_string_pretty(&worker).expect("a pod's keys are strings");
         let task = serde_json::to_string_pretty(&request.task).expect("a task's keys are strings");
@@ -239,7 +239,7 @@ pub fn launch_and_slot(pod: &Pod) -> Option<(LaunchId, u32)> {
     Some((LaunchId(labels.get(LAUNCH_LABEL)?.parse().ok()?), labels.get(SLOT_LABEL)?.parse().ok()?))
 }
 
-/// Refuses credentials in what users write: the task, the pods, labels and annotations.
+/// Refuses credentials in what users write: the task and the pods.
 fn check_credentials(request: &Request, worker: &Pod, job: &Job) -> Result<(), PlainCredential> {
     let value = |object: serde_json::Result<serde_json::Value>| object.expect("keys are strings");
     credentials::check("the task", &value(serde_json::to_value(&request.task)))?;
@@ -273,7 +273,7 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     env.extend(from_keys);
     let mut mounts = parts::mounts();
     let tmp = parts::tmp_size(&pods.worker_resources);
-    let mut volumes = parts::volumes(name, &[TOKEN, CA], pods.run_as, tmp);
+    let mut volumes = parts::volumes(name, &[TOKEN, CA], tmp);
     parts::master_address(name, &mut volumes, &mut mounts);
     add_volumes(pods, &mut volumes, &mut mounts);
     if workers_per_pod > 1 {
@@ -282,7 +282,6 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     let container = Container {
         name: WORKER.into(),
         image: Some(pods.image.clone()),
-        image_pull_policy: pods.image_pull_policy.clone(),
         command: Some(vec![program.clone()]),
         args: Some(args.to_vec()).filter(|args| !args.is_empty()),
         env: Some(env),
@@ -292,24 +291,21 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
         volume_mounts: Some(mounts),
         ..Container::default()
     };
+    let gang = request.task.gang.as_ref();
     let spec = PodSpec {
         containers: vec![container],
-        priority_class_name: pods.worker_priority_class.clone(),
         service_account_name: pods.worker_service_account.clone(),
         automount_service_account_token: Some(false),
+        scheduler_name: gang.and_then(|gang| gang.scheduler.scheduler_name()).map(String::from),
         volumes: Some(volumes),
         ..parts::pod_spec(pods, request.task.job.grace_period)
     };
-    let gang = request.task.gang.as_ref();
-    let scheduler = gang.and_then(|gang| gang.scheduler.scheduler_name()).map(String::from);
-    let mut spec = PodSpec { scheduler_name: spec.scheduler_name.clone().or(scheduler), ..spec };
-    parts::place(name, pods.placement, &mut spec);
-    let spec = match &pods.worker_pod_template {
-        Some(template) => template::merge(&spec, template)?,
-        None => spec,
-    };
-    let mut metadata = metadata(request, "", "worker");
+    let of_user = pods.worker_pod_template.as_ref();
+    let mut spec = template::merge(spec, of_user, WORKER)?;
+    parts::make_readable(&mut spec);
+    let mut metadata = metadata(request, "", WORKER);
     metadata.name = None;
+    template::mark(&mut metadata, of_user);
     parts::refuse_sidecars(&mut metadata);
     if let Some(gang) = gang {
         gang.mark_template(&mut metadata);

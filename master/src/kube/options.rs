@@ -3,20 +3,21 @@
 mod names;
 mod network;
 mod secrets;
+mod template;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
-    HostPathVolumeSource, PersistentVolumeClaimVolumeSource, Toleration, Volume, VolumeMount,
+    HostPathVolumeSource, PersistentVolumeClaimVolumeSource, Volume, VolumeMount,
 };
-use serde_json::Value;
 
-use self::names::check_variable;
+use self::names::{check_label_key, check_variable};
 pub use self::names::{parse_namespace, parse_object_name};
 pub use self::network::{Destination, MetricsSource, parse_destinations, parse_metrics_source};
 pub use self::secrets::{SecretEnv, parse_env_from_secret};
 pub(crate) use self::secrets::{has_credential_form, is_credential};
+pub use self::template::{PodTemplate, TemplateError};
 use super::priority_tiers;
 
 /// Options of a job's pods.
@@ -26,8 +27,6 @@ pub struct PodOptions {
     pub image: String,
     /// Image with the `elasticdl` command.
     pub master_image: String,
-    /// `Always`, `IfNotPresent` or `Never`. `None`: the server's default.
-    pub image_pull_policy: Option<String>,
     /// Names of the secrets with which images are pulled.
     pub image_pull_secrets: Vec<String>,
     /// Service account of the master.
@@ -38,30 +37,16 @@ pub struct PodOptions {
     pub master_resources: Resources,
     /// Resources that each worker requests.
     pub worker_resources: Resources,
-    /// The master's priority class.
-    pub priority_class: Option<String>,
-    /// The workers' priority class.
-    pub worker_priority_class: Option<String>,
     /// The workers' priority classes by slot.
     pub priority_tiers: priority_tiers::TierChoice,
-    /// A scheduler other than the cluster's own.
-    pub scheduler_name: Option<String>,
     /// Additional environment of the workers.
     pub env: Vec<Pair>,
     /// Additional environment of the workers, from Secrets.
     pub env_from_secret: Vec<SecretEnv>,
-    /// Labels that a node must have.
-    pub node_selector: BTreeMap<String, String>,
-    /// Tolerations of all pods.
-    pub tolerations: Vec<Toleration>,
-    /// Additional labels of all objects.
-    pub labels: BTreeMap<String, String>,
-    /// Additional annotations of all objects.
-    pub annotations: BTreeMap<String, String>,
     /// The workers' volumes.
     pub volumes: Vec<Mounted>,
-    /// User and group of the processes of its pods.
-    pub run_as: RunAs,
+    /// Whether the cluster assigns the user and group ids of pods.
+    pub cluster_assigns_ids: bool,
     /// Whether network policies limit the connections of its pods.
     pub network_policy: bool,
     /// Peers that may read the master's metrics. Without any, metrics are not served.
@@ -74,37 +59,10 @@ pub struct PodOptions {
     pub per_job_role: bool,
     /// Seconds from the job's end until its deletion.
     pub ttl_s: Option<i32>,
-    /// Seconds after which the job is terminated.
-    pub active_deadline_s: Option<i64>,
-    /// Whether workers are packed or spread over nodes and zones. `None`: the scheduler decides.
-    pub placement: Option<Placement>,
-    /// A partial pod spec that is merged into that of the workers.
-    pub worker_pod_template: Option<Value>,
-}
-
-/// User and group of the processes of a pod, and group of its volumes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RunAs {
-    /// The cluster or the image decides.
-    Cluster,
-    /// This id.
-    User(i64),
-}
-
-impl Default for RunAs {
-    /// An unprivileged user without a name.
-    fn default() -> Self {
-        Self::User(65532)
-    }
-}
-
-/// A preference for the nodes of a job's workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placement {
-    /// Near each other: on few nodes, in few zones.
-    Pack,
-    /// Apart: on many nodes, in many zones.
-    Spread,
+    /// A partial pod that is merged into the master's.
+    pub master_pod_template: Option<PodTemplate>,
+    /// A partial pod that is merged into those of the workers.
+    pub worker_pod_template: Option<PodTemplate>,
 }
 
 /// A name and its value.
@@ -157,110 +115,6 @@ pub fn parse_env(text: &str) -> Result<Pair, String> {
     Ok((name.into(), value.into()))
 }
 
-/// Parses `key=value,key=value` as labels.
-///
-/// # Errors
-/// A message that names the error, with an example of a valid value.
-pub fn parse_labels(text: &str) -> Result<BTreeMap<String, String>, String> {
-    let labels = parse_node_selector(text)?;
-    match labels.keys().find(|key| OWN_LABELS.iter().any(|own| key.starts_with(own))) {
-        Some(own) => Err(format!("label {own} is set by elasticdl itself")),
-        None => Ok(labels),
-    }
-}
-
-/// Parses `key=value,key=value` as labels of nodes.
-///
-/// # Errors
-/// A message that names the error, with an example of a valid value.
-pub fn parse_node_selector(text: &str) -> Result<BTreeMap<String, String>, String> {
-    let mut labels = BTreeMap::new();
-    for (key, value) in parse_pairs(text)? {
-        check_label_key(&key).map_err(|e| format!("label `{key}`: {e}"))?;
-        check_label_value(&value).map_err(|e| format!("label {key}: {e}"))?;
-        labels.insert(key, value);
-    }
-    Ok(labels)
-}
-
-/// Parses `key=value,key=value` as annotations.
-///
-/// # Errors
-/// A message that names the error, with an example of a valid value.
-pub fn parse_annotations(text: &str) -> Result<BTreeMap<String, String>, String> {
-    let mut annotations = BTreeMap::new();
-    for (key, value) in parse_pairs(text)? {
-        check_label_key(&key).map_err(|e| format!("annotation `{key}`: {e}"))?;
-        annotations.insert(key, value);
-    }
-    Ok(annotations)
-}
-
-/// Parses a user id, or `cluster`.
-///
-/// # Errors
-/// A message that describes a valid value.
-pub fn parse_run_as(text: &str) -> Result<RunAs, String> {
-    match text.parse() {
-        _ if text == "cluster" => Ok(RunAs::Cluster),
-        Ok(user) if (1..=i64::from(i32::MAX)).contains(&user) => Ok(RunAs::User(user)),
-        _ => {
-            Err("it must be a user id from 1 to 2147483647, or `cluster`; pods do not run as root"
-                .into())
-        }
-    }
-}
-
-/// Parses `key[=value][:effect[:seconds]]`; several are separated by commas.
-///
-/// # Errors
-/// A message that names the error, with an example of a valid value.
-pub fn parse_tolerations(text: &str) -> Result<Vec<Toleration>, String> {
-    let one = |part: &str| {
-        let (taint, rest) = match part.split_once(':') {
-            Some((taint, rest)) => (taint, Some(rest)),
-            None => (part, None),
-        };
-        let (effect, seconds) = match rest.and_then(|rest| rest.split_once(':')) {
-            Some((effect, seconds)) => (Some(effect), Some(seconds)),
-            None => (rest, None),
-        };
-        let seconds = match seconds.map(str::parse::<u32>) {
-            None => None,
-            Some(Ok(seconds)) if effect == Some("NoExecute") => Some(i64::from(seconds)),
-            Some(_) => {
-                return Err(format!(
-                    "`{part}`: seconds are a number and follow NoExecute, for example \
-                     `node.kubernetes.io/unreachable:NoExecute:60`"
-                ));
-            }
-        };
-        if let Some(effect) = effect
-            && !EFFECTS.contains(&effect)
-        {
-            return Err(format!(
-                "`{effect}` is no taint's effect; it must be one of {}",
-                EFFECTS.join(", ")
-            ));
-        }
-        let (key, value) = match taint.split_once('=') {
-            Some((key, value)) => (key, Some(value)),
-            None => (taint, None),
-        };
-        check_label_key(key).map_err(|e| {
-            format!("taint `{key}`: {e}; for example `nvidia.com/gpu=present:NoSchedule`")
-        })?;
-        Ok(Toleration {
-            key: Some(key.into()),
-            operator: Some(if value.is_some() { "Equal" } else { "Exists" }.into()),
-            value: value.map(Into::into),
-            effect: effect.map(Into::into),
-            toleration_seconds: seconds,
-        })
-    };
-    text.split(',').map(|part| one(part.trim())).collect()
-}
-
 /// Parses volumes in ElasticDL's grammar:
 /// `claim_name=c,mount_path=/data;host_path=/d,mount_path=/scratch`.
 ///
@@ -311,20 +165,6 @@ fn parse_volume(text: &str) -> Result<Mounted, String> {
     Ok(Mounted { volume, mount })
 }
 
-/// Parses the content of a YAML file as a partial pod spec.
-///
-/// # Errors
-/// A message that names the error and its position.
-pub fn parse_pod_template(text: &str) -> Result<Value, String> {
-    let mut value: Value =
-        serde_saphyr::from_str(text).map_err(|e| format!("it is not YAML: {e}"))?;
-    // A whole pod, or a pod template, is accepted for its spec.
-    if let Some(spec) = value.get_mut("spec") {
-        value = spec.take();
-    }
-    if value.is_object() { Ok(value) } else { Err("it must be a pod's spec: a mapping".into()) }
-}
-
 /// Checks the name of an image, as far as invalid names can be recognized.
 ///
 /// # Errors
@@ -364,35 +204,6 @@ fn parse_pairs(text: &str) -> Result<Vec<Pair>, String> {
         .collect()
 }
 
-/// Checks a key of a label, an annotation, a taint or a resource: a name, optionally with a domain
-/// and `/` before it.
-fn check_label_key(key: &str) -> Result<(), String> {
-    let (domain, name) = match key.split_once('/') {
-        Some((domain, name)) => (Some(domain), name),
-        None => (None, key),
-    };
-    if let Some(domain) = domain {
-        parse_object_name(domain).map_err(|e| format!("the part before `/`: {e}"))?;
-    }
-    if name.is_empty() {
-        return Err("it must not be empty".into());
-    }
-    check_label_value(name)
-}
-
-fn check_label_value(value: &str) -> Result<(), String> {
-    let inner = |c: char| c.is_ascii_alphanumeric();
-    let fit = |c: char| inner(c) || matches!(c, '-' | '_' | '.');
-    let ends = value.is_empty() || (value.starts_with(inner) && value.ends_with(inner));
-    if value.len() <= 63 && value.chars().all(fit) && ends {
-        return Ok(());
-    }
-    Err(format!(
-        "`{value}` must be at most 63 letters, digits, `-`, `_` and `.`, \
-         a letter or digit first and last"
-    ))
-}
-
 /// Returns whether the API server accepts the text as a quantity: a decimal number and a unit.
 fn is_quantity(text: &str) -> bool {
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -404,9 +215,6 @@ fn is_quantity(text: &str) -> bool {
         .contains(&unit)
 }
 
-const EFFECTS: [&str; 3] = ["NoExecute", "NoSchedule", "PreferNoSchedule"];
-/// Prefixes of the labels by which the job's own objects are selected.
-const OWN_LABELS: [&str; 2] = ["app.kubernetes.io/", "elasticdl/"];
 const VOLUME_KEYS: [&str; 6] =
     ["claim_name", "host_path", "mount_path", "read_only", "sub_path", "type"];
 
@@ -442,51 +250,6 @@ mod tests {
         assert_eq!(parse_env("A="), Ok(("A".into(), String::new())));
         for bad in ["A", "=b", "1A=b", "A B=c", "ELASTICDL_TOKEN_FILE=/x", "ä=b"] {
             assert!(parse_env(bad).is_err(), "{bad}");
-        }
-    }
-
-    #[test]
-    fn labels_are_checked_as_the_server_does() {
-        assert_eq!(parse_labels("a=b,example.com/c=").unwrap().len(), 2);
-        let long = format!("a={}", "x".repeat(64));
-        for bad in [
-            "a",
-            "a=-b",
-            "-a=b",
-            "a=b c",
-            "/a=b",
-            "a/=b",
-            "A b/c=d",
-            "elasticdl/job=x",
-            "app.kubernetes.io/name=x",
-            &long,
-        ] {
-            assert!(parse_labels(bad).is_err(), "{bad}");
-        }
-        assert!(parse_annotations("note=anything goes / here").is_ok());
-        assert!(parse_annotations("no te=x").is_err());
-    }
-
-    #[test]
-    fn tolerations_are_written_like_taints() {
-        let toleration =
-            |key: &str, operator: &str, value: Option<&str>, effect: Option<&str>| Toleration {
-                key: Some(key.into()),
-                operator: Some(operator.into()),
-                value: value.map(Into::into),
-                effect: effect.map(Into::into),
-                toleration_seconds: None,
-            };
-        let expected = [
-            toleration("spot", "Exists", None, None),
-            toleration("nvidia.com/gpu", "Equal", Some("present"), Some("NoSchedule")),
-        ];
-        assert_eq!(parse_tolerations("spot, nvidia.com/gpu=present:NoSchedule").unwrap(), expected);
-        let seconds = |text: &str| parse_tolerations(text).unwrap()[0].toleration_seconds;
-        assert_eq!(seconds("a:NoExecute:60"), Some(60));
-        assert_eq!(seconds("a=b:NoExecute"), None);
-        for bad in ["", "a:Sometimes", "a b", ",", "a=b:", "a:NoSchedule:60", "a:NoExecute:x"] {
-            assert!(parse_tolerations(bad).is_err(), "{bad}");
         }
     }
 
@@ -537,24 +300,5 @@ mod tests {
         assert!(parse_image("localhost:5000/a/b:1@sha256:00").is_ok());
         assert_eq!(parse_seconds("2min"), Ok(Duration::from_secs(120)));
         assert!(parse_seconds("1500ms").is_err() && parse_seconds("2years").is_err());
-    }
-
-    #[test]
-    fn pods_run_as_a_user_that_is_not_root() {
-        assert_eq!(parse_run_as("1000680000"), Ok(RunAs::User(1_000_680_000)));
-        assert_eq!(parse_run_as("cluster"), Ok(RunAs::Cluster));
-        for bad in ["0", "-1", "root", "", "2147483648"] {
-            assert!(parse_run_as(bad).is_err(), "{bad}");
-        }
-    }
-
-    #[test]
-    fn a_pod_template_is_a_spec_or_has_one() {
-        let spec = serde_json::json!({"nodeName": "node-1"});
-        assert_eq!(parse_pod_template("nodeName: node-1").unwrap(), spec);
-        assert_eq!(parse_pod_template("kind: Pod\nspec: {nodeName: node-1}").unwrap(), spec);
-        for bad in ["- a", "a: [", "", "text"] {
-            assert!(parse_pod_template(bad).is_err(), "{bad}");
-        }
     }
 }

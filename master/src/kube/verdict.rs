@@ -369,8 +369,9 @@ fn with_message(what: &str, message: Option<&str>) -> String {
     }
 }
 
-const SELECT_ARCHITECTURE: &str =
-    "--node-selector kubernetes.io/arch=ARCH selects the nodes that the image was built for";
+const SELECT_ARCHITECTURE: &str = "`nodeSelector: {kubernetes.io/arch: ARCH}` in \
+                                   --worker-pod-template FILE selects the nodes that the image \
+                                   was built for";
 const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
 /// Parts of messages about an image, or a program in it, of another processor architecture.

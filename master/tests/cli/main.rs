@@ -384,7 +384,7 @@ fn deleting_a_job_keeps_files_that_it_has_not_written() {
 fn options_of_a_cluster_are_refused_without_one() {
     let home = Home::new();
     let table: [&[&str]; 6] = [
-        &["--active-deadline", "1s"],
+        &["--master-pod-template", "f.yaml"],
         &["--env", "A=b"],
         &["--namespace", "n"],
         &["--service-account", "s"],

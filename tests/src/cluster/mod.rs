@@ -16,7 +16,7 @@ pub use audit::{Call, calls};
 pub use child_output::ChildOutput;
 pub use job::{FIRST_GRADIENT, FIRST_UPDATE, Job, RECORDS, name, uid};
 pub use kubectl::{kubectl, must, text};
-pub use namespace::Namespace;
+pub use namespace::{Namespace, pod_template};
 pub use network_policy::{Peer, allows};
 pub use node::{Cordoned, Node, PriorityClass};
 pub use pod_watch::{PodWatch, since_midnight, time_of_line};

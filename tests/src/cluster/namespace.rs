@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use elasticdl_proto::{Status, Summary};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use tempfile::TempDir;
+use tempfile::{NamedTempFile, TempDir};
 
 use super::kubectl::{apply, kubectl, must};
 
@@ -24,6 +24,17 @@ pub struct Namespace {
     /// Folder of this machine, which is the node, that its pods mount: files that end the delay per
     /// record.
     signs: TempDir,
+}
+
+/// A template of pods, in a file.
+///
+/// # Panics
+/// The file can't be written.
+#[must_use]
+pub fn pod_template(text: &str) -> NamedTempFile {
+    let file = NamedTempFile::new().expect("there is room for a file");
+    fs::write(file.path(), text).expect("there is room for a file");
+    file
 }
 
 impl Namespace {
@@ -156,7 +167,7 @@ impl Namespace {
         let signs =
             format!("host_path={},mount_path=/signs,read_only=true", self.signs.path().display());
         let mut command = self.elasticdl(command, ["--job-name", job]);
-        command.args([data, "/data", "--image-pull-policy", "Never", "--volume", &signs]);
+        command.args([data, "/data", "--volume", &signs]);
         // Small, so that many jobs fit on one small node, which may be busy otherwise for seconds.
         let defaults = [
             ("--image", self.image.as_str()),
@@ -237,7 +248,7 @@ impl Namespace {
                  "metadata": {{"name": "{pod}", "namespace": "{}"}}}}"#,
             self.name
         );
-        let file = tempfile::NamedTempFile::new().expect("there is room for a file");
+        let file = NamedTempFile::new().expect("there is room for a file");
         fs::write(file.path(), eviction).expect("there is room for a file");
         let path = format!("/api/v1/namespaces/{}/pods/{pod}/eviction", self.name);
         must(kubectl().args(["create", "--raw", &path, "-f"]).arg(file.path()));

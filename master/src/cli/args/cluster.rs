@@ -1,19 +1,14 @@
 //! Options for jobs in a cluster.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::PossibleValuesParser;
 use clap::{Arg, Args};
-use k8s_openapi::api::core::v1::Toleration;
 
 use super::values::{self, Choices};
 use crate::kube::client::ClusterChoice;
 use crate::kube::gang::GangScheduler;
-use crate::kube::options::{
-    self, Destination, MetricsSource, Mounted, Pair, Placement, Resources, RunAs, SecretEnv,
-};
+use crate::kube::options::{self, Destination, MetricsSource, Mounted, Pair, Resources, SecretEnv};
 use crate::kube::priority_tiers;
 
 /// Options for a job in a cluster.
@@ -94,48 +89,17 @@ pub(crate) struct ClusterOptions {
           value_parser = options::parse_env_from_secret)]
     pub(crate) env_from_secret: Vec<SecretEnv>,
 
-    /// Pull policy of the images. [default: Always for the tag `latest`, else IfNotPresent]
-    #[arg(long, value_name = "POLICY",
-          value_parser = PossibleValuesParser::new(["Always", "IfNotPresent", "Never"]))]
-    pub(crate) image_pull_policy: Option<String>,
-
     /// Secret to pull the images with; can be repeated.
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) image_pull_secret: Vec<String>,
-
-    /// User and group id of the pods, or `cluster` to leave both to the cluster. [default: 65532;
-    /// in namespaces of OpenShift `cluster`]
-    #[arg(long, value_name = "UID", value_parser = options::parse_run_as)]
-    pub(crate) run_as_user: Option<RunAs>,
-
-    /// Labels that nodes must have, as key=value,key=value.
-    ///
-    /// An image of one processor architecture needs kubernetes.io/arch=ARCH in a cluster that has
-    /// several. All workers of a job need the same. [default: kubernetes.io/os=linux]
-    #[arg(long, value_name = "LABELS", value_parser = options::parse_node_selector)]
-    pub(crate) node_selector: Option<Labels>,
-
-    /// Node taints to tolerate, as key=value:effect,key:effect,key; for NoExecute with seconds:
-    /// key:NoExecute:60.
-    #[arg(long, value_name = "TAINTS", value_parser = parse_tolerations)]
-    pub(crate) tolerations: Option<Tolerations>,
-
-    /// Priority class of the master, and of the workers unless --worker-priority-class is given.
-    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
-    pub(crate) priority_class: Option<String>,
-
-    /// Priority class of the workers. [default: --priority-class]
-    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
-    pub(crate) worker_priority_class: Option<String>,
 
     /// Priority classes of the workers by slot: auto, off, or CORE,TIER,TIER,… from high to low.
     ///
     /// The first --min-workers workers get CORE. Further workers get lower tiers the more workers
     /// the job has, so that jobs share a cluster fairly. auto: the classes of
     /// manifests/priorityclasses.yaml, as far as the cluster has them. [default: off with
-    /// --priority-class or --worker-priority-class, else auto]
-    #[arg(long, value_name = "CLASSES", value_parser = priority_tiers::parse,
-          conflicts_with = "worker_priority_class")]
+    /// priorityClassName in --worker-pod-template, else auto]
+    #[arg(long, value_name = "CLASSES", value_parser = priority_tiers::parse)]
     pub(crate) priority_tiers: Option<priority_tiers::TierChoice>,
 
     /// Share of the cluster relative to other jobs with priority tiers, from 0.1 to 10. [default:
@@ -144,8 +108,7 @@ pub(crate) struct ClusterOptions {
     /// Where jobs compete, one of weight 2 gets twice as many workers as one of weight 1. For jobs
     /// whose workers request different amounts, the weight evens out the amounts: 1 for workers of
     /// 5 CPUs and 0.5 for those of 10.
-    #[arg(long, value_name = "W", value_parser = priority_tiers::parse_weight,
-          conflicts_with = "worker_priority_class")]
+    #[arg(long, value_name = "W", value_parser = priority_tiers::parse_weight)]
     pub(crate) weight: Option<priority_tiers::Weight>,
 
     /// Place the first --min-workers workers together, and queue them: volcano, kueue or native
@@ -162,38 +125,10 @@ pub(crate) struct ClusterOptions {
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) queue: Option<String>,
 
-    /// Scheduler of the pods. [default: the default scheduler of the cluster; volcano for the
-    /// workers with --scheduler volcano]
-    #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
-    pub(crate) scheduler_name: Option<String>,
-
-    /// Prefer nodes and zones for the workers: pack puts them near each other, spread apart.
-    /// [default: the scheduler decides]
-    ///
-    /// It is a preference, which keeps no worker from running. The ring of workers follows zones,
-    /// racks and nodes in any case.
-    #[arg(long, value_name = "HOW", value_parser = values::choice(PLACEMENTS))]
-    pub(crate) placement: Option<Placement>,
-
-    /// Labels of all objects of the job, as key=value,key=value.
-    #[arg(long, value_name = "LABELS", value_parser = options::parse_labels)]
-    pub(crate) labels: Option<Labels>,
-
-    /// Annotations of all objects of the job, as key=value,key=value.
-    #[arg(long, value_name = "LIST", value_parser = options::parse_annotations)]
-    pub(crate) annotations: Option<Labels>,
-
     /// Delete the job with all of its objects this long after its end (Kubernetes 1.21 or later).
     /// [default: keep it]
     #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds)]
     pub(crate) ttl_after_finished: Option<Duration>,
-
-    /// Let the cluster terminate the job when it has run for this long. [default: no limit]
-    ///
-    /// What was trained since the last checkpoint is lost, and there is no summary; --deadline
-    /// keeps both, and must be shorter if it is given, too.
-    #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds)]
-    pub(crate) active_deadline: Option<Duration>,
 
     /// Volumes of the workers, as claim_name=C,mount_path=/P;host_path=/H,mount_path=/Q.
     ///
@@ -202,10 +137,18 @@ pub(crate) struct ClusterOptions {
     #[arg(long, value_name = "VOLUMES", value_parser = parse_volumes)]
     pub(crate) volume: Vec<Volumes>,
 
-    /// YAML file with a partial pod spec that is merged into the worker pods; the container of the
-    /// worker is named `worker`.
+    /// Merge a part of a pod, a YAML file, into the worker pods.
+    ///
+    /// The file has fields of a pod's spec (`nodeSelector`, `tolerations`, …), or `spec` and labels
+    /// and annotations in `metadata`. The container of the worker is named `worker`. Containers,
+    /// volumes and variables are merged by name, and a null removes a field. Fields that elasticdl
+    /// or another option sets are refused. manifests/README.md has examples.
     #[arg(long, value_name = "FILE")]
     pub(crate) worker_pod_template: Option<PathBuf>,
+
+    /// Merge such a file into the master's pod, whose container is `master`.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) master_pod_template: Option<PathBuf>,
 }
 
 /// Selects a cluster and a namespace.
@@ -242,18 +185,11 @@ fn not_with_local(arg: Arg) -> Arg {
     }
 }
 
-/// Keys and values.
-pub(crate) type Labels = BTreeMap<String, String>;
-
-/// Tolerations of one option value. A newtype, so that clap does not take it for a repeated option.
-#[derive(Clone, Debug)]
-pub(crate) struct Tolerations(pub(crate) Vec<Toleration>);
-
-/// Volumes of one option value; a newtype as [`Tolerations`] is.
+/// Volumes of one option value. A newtype, so that clap does not take it for a repeated option.
 #[derive(Clone, Debug)]
 pub(crate) struct Volumes(pub(crate) Vec<Mounted>);
 
-/// Destinations of one option value; a newtype as [`Tolerations`] is.
+/// Destinations of one option value; a newtype as [`Volumes`] is.
 #[derive(Clone, Debug)]
 pub(crate) struct Destinations(pub(crate) Vec<Destination>);
 
@@ -261,18 +197,11 @@ fn parse_destinations(text: &str) -> Result<Destinations, String> {
     options::parse_destinations(text).map(Destinations)
 }
 
-fn parse_tolerations(text: &str) -> Result<Tolerations, String> {
-    options::parse_tolerations(text).map(Tolerations)
-}
-
 fn parse_volumes(text: &str) -> Result<Volumes, String> {
     options::parse_volumes(text).map(Volumes)
 }
 
 const HEADING: &str = "Cluster";
-/// Values of `--placement`.
-const PLACEMENTS: Choices<Placement> =
-    &[("pack", Placement::Pack, "Near each other"), ("spread", Placement::Spread, "Apart")];
 /// Values of `--scheduler`.
 const SCHEDULERS: Choices<GangScheduler> = &[
     ("kueue", GangScheduler::Kueue, "Queues of Kueue"),

@@ -23,7 +23,7 @@ pub(crate) fn usual_in_short_help(arg: Arg) -> Arg {
 }
 
 /// Ids of the options that `--help` has.
-const USUAL: [&str; 35] = [
+const USUAL: [&str; 36] = [
     "checkpoint_dir",
     "checkpoint_every",
     "_config",
@@ -41,6 +41,7 @@ const USUAL: [&str; 35] = [
     "image",
     "job_name",
     "local",
+    "master_pod_template",
     "max_steps",
     "min_workers",
     "model",

@@ -36,7 +36,7 @@ pub(crate) struct LifecycleOptions {
     ///
     /// The job stops at the end of its step, writes its last checkpoint and exports its model; the
     /// summary says `stopped` and names the deadline, and the exit code is 0. The time while it is
-    /// suspended counts. (--active-deadline lets the cluster end the pods without that.)
+    /// suspended counts.
     #[arg(long, value_name = "DURATION", value_parser = values::parse_timeout)]
     pub(crate) deadline: Option<Duration>,
 

@@ -17,15 +17,33 @@ pub(crate) fn instead_of(name: &str) -> Option<&'static str> {
     REMOVED.iter().find(|(removed, _)| *removed == name).map(|(_, instead)| *instead)
 }
 
+/// What takes the place of an option that shaped all pods.
+macro_rules! in_templates {
+    ($field:literal) => {
+        concat!("write ", $field, " in --worker-pod-template FILE and --master-pod-template FILE")
+    };
+}
+
 /// Names of removed options, and what to do instead.
-const REMOVED: [(&str, &str); 7] = [
+const REMOVED: [(&str, &str); 18] = [
+    ("active-deadline", "use --deadline, which keeps what was trained"),
+    ("annotations", in_templates!("`metadata: {annotations: {KEY: VALUE}}`")),
+    ("image-pull-policy", in_templates!("`imagePullPolicy` of the containers")),
+    ("labels", in_templates!("`metadata: {labels: {KEY: VALUE}}`")),
     ("launch", "use --worker"),
     ("no-shuffle", "use --shuffle none"),
+    ("node-selector", in_templates!("`nodeSelector: {KEY: VALUE}`")),
     ("output", "leave it out: --dry-run prints YAML"),
+    ("placement", "write `affinity` or `topologySpreadConstraints` in --worker-pod-template FILE"),
+    ("priority-class", in_templates!("`priorityClassName: NAME`")),
     ("priority-ladder", "use --priority-tiers"),
     ("records-per-shard", "leave it out: it had no effect on training"),
+    ("run-as-user", in_templates!("`securityContext: {runAsUser: UID}`")),
+    ("scheduler-name", in_templates!("`schedulerName: NAME`")),
     ("streams", "use --channels"),
+    ("tolerations", in_templates!("`tolerations`")),
     ("ttl", "use --ttl-after-finished"),
+    ("worker-priority-class", "write `priorityClassName: NAME` in --worker-pod-template FILE"),
 ];
 
 #[cfg(test)]
@@ -46,6 +64,11 @@ mod tests {
             ("train --streams=4 -- a", "--streams was removed; use --channels"),
             ("train --image i --ttl 1h -- a", "--ttl was removed; use --ttl-after-finished"),
             ("logs j --launch 2", "--launch was removed; use --worker"),
+            (
+                "train --image i --run-as-user 1000 -- a",
+                "--run-as-user was removed; write `securityContext: {runAsUser: UID}` in \
+                 --worker-pod-template FILE and --master-pod-template FILE",
+            ),
         ] {
             assert_eq!(removed(&refused(&format!("elasticdl {line}"))).as_deref(), Some(error));
         }

@@ -6,14 +6,16 @@ use k8s_openapi::api::core::v1::{Container, ContainerPort, PodSpec, PodTemplateS
 use super::access;
 use super::metadata::metadata;
 use super::names::{
-    BACKOFF_LIMIT, CERTIFICATE, CONTROL, ELASTICDL, KEY, MASTER_GRACE, METRICS, POD_IP, PORT,
-    TOKEN, master_name,
+    BACKOFF_LIMIT, CERTIFICATE, CONTROL, ELASTICDL, KEY, MASTER, MASTER_GRACE, METRICS, POD_IP,
+    PORT, TOKEN, master_name,
 };
 use super::parts::{self, add_volumes};
 use super::request::Request;
+use super::template;
+use crate::kube::options::TemplateError;
 
 /// Builds the Job.
-pub(super) fn job(request: &Request) -> Job {
+pub(super) fn job(request: &Request) -> Result<Job, TemplateError> {
     let name = &request.task.job.name;
     let pods = &request.pods;
     let port = |name: &str, container_port| ContainerPort {
@@ -22,7 +24,7 @@ pub(super) fn job(request: &Request) -> Job {
         ..ContainerPort::default()
     };
     let (mut mounts, mut volumes) =
-        (parts::mounts(), parts::volumes(name, &[TOKEN, CERTIFICATE, KEY], pods.run_as, TMP_SIZE));
+        (parts::mounts(), parts::volumes(name, &[TOKEN, CERTIFICATE, KEY], TMP_SIZE));
     if request.task.tensorboard_dir.is_some() {
         add_volumes(pods, &mut volumes, &mut mounts);
     }
@@ -31,9 +33,8 @@ pub(super) fn job(request: &Request) -> Job {
     env.push(parts::field("POD_NAME", "metadata.name"));
     env.push(parts::field("POD_UID", "metadata.uid"));
     let container = Container {
-        name: "master".into(),
+        name: MASTER.into(),
         image: Some(pods.master_image.clone()),
-        image_pull_policy: pods.image_pull_policy.clone(),
         command: Some(vec![ELASTICDL.into()]),
         args: Some(
             ["master", "--job-name", name, "--pod", "$(POD_NAME)/$(POD_UID)"]
@@ -53,17 +54,20 @@ pub(super) fn job(request: &Request) -> Job {
     };
     let spec = PodSpec {
         containers: vec![container],
-        priority_class_name: pods.priority_class.clone(),
         service_account_name: Some(access::account_name(request)),
         automount_service_account_token: Some(true),
         volumes: Some(volumes),
         // Short: a preempting pod has to wait for it.
         ..parts::pod_spec(pods, MASTER_GRACE)
     };
-    let mut template = metadata(request, "", "master");
-    template.name = None;
-    template.namespace = None;
-    parts::refuse_sidecars(&mut template);
+    let of_user = pods.master_pod_template.as_ref();
+    let mut spec = template::merge(spec, of_user, MASTER)?;
+    parts::make_readable(&mut spec);
+    let mut meta = metadata(request, "", MASTER);
+    meta.name = None;
+    meta.namespace = None;
+    template::mark(&mut meta, of_user);
+    parts::refuse_sidecars(&mut meta);
     if request.task.serve_metrics {
         // Prometheus installations without the operator discover pods by these annotations.
         let scrape = [
@@ -71,24 +75,23 @@ pub(super) fn job(request: &Request) -> Job {
             ("prometheus.io/port", request.task.metrics_port.to_string()),
             ("prometheus.io/scrape", "true".into()),
         ];
-        let annotations = template.annotations.get_or_insert_default();
+        let annotations = meta.annotations.get_or_insert_default();
         for (key, value) in scrape {
             annotations.entry(key.into()).or_insert(value);
         }
     }
-    Job {
-        metadata: metadata(request, &master_name(name), "master"),
+    Ok(Job {
+        metadata: metadata(request, &master_name(name), MASTER),
         spec: Some(BatchJobSpec {
-            active_deadline_seconds: pods.active_deadline_s,
             backoff_limit: Some(BACKOFF_LIMIT),
             completions: Some(1),
             parallelism: Some(0),
             ttl_seconds_after_finished: pods.ttl_s,
-            template: PodTemplateSpec { metadata: Some(template), spec: Some(spec) },
+            template: PodTemplateSpec { metadata: Some(meta), spec: Some(spec) },
             ..BatchJobSpec::default()
         }),
         ..Job::default()
-    }
+    })
 }
 
 /// Size of the master's writable volume, in which it stores nothing.

@@ -8,13 +8,10 @@ use super::names::{ELASTICDL, JOB_LABEL, ROLE_LABEL};
 use super::request::Request;
 
 pub(super) fn metadata(request: &Request, name: &str, role: &str) -> ObjectMeta {
-    let mut labels = request.pods.labels.clone();
-    labels.extend(own_labels(&request.task.job.name, role));
     ObjectMeta {
         name: Some(name.into()),
         namespace: Some(request.namespace.clone()),
-        labels: Some(labels),
-        annotations: Some(request.pods.annotations.clone()).filter(|a| !a.is_empty()),
+        labels: Some(own_labels(&request.task.job.name, role)),
         ..ObjectMeta::default()
     }
 }

@@ -47,6 +47,8 @@ pub const PORT: i32 = 7070;
 pub const METRICS_PORT: u16 = 7071;
 /// Variable of the master's pod with its address.
 pub const POD_IP: &str = "POD_IP";
+/// Folder of pods with the token and the certificates.
+pub(super) const TOKEN_FOLDER: &str = "/etc/elasticdl";
 /// Path of the token in pods.
 pub const TOKEN_FILE: &str = "/etc/elasticdl/token";
 /// Path of the CA certificate in worker pods.
@@ -98,4 +100,7 @@ pub(super) const TOKEN: &str = "token";
 pub(super) const CA: &str = "ca.crt";
 pub(super) const CERTIFICATE: &str = "tls.crt";
 pub(super) const KEY: &str = "tls.key";
-pub(super) const WORKER: &str = "worker";
+/// Name of the container of the master.
+pub(crate) const MASTER: &str = "master";
+/// Name of the container of a worker.
+pub(crate) const WORKER: &str = "worker";

@@ -4,40 +4,32 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{
-    Affinity, Capabilities, ConfigMapVolumeSource, EmptyDirVolumeSource, EnvFromSource, EnvVar,
-    EnvVarSource, HTTPGetAction, KeyToPath, LocalObjectReference, ObjectFieldSelector, PodAffinity,
-    PodAffinityTerm, PodSecurityContext, PodSpec, Probe, ResourceFieldSelector,
-    ResourceRequirements, SeccompProfile, SecretEnvSource, SecretKeySelector, SecretVolumeSource,
-    SecurityContext, Toleration, TopologySpreadConstraint, Volume, VolumeMount,
-    WeightedPodAffinityTerm,
+    Capabilities, ConfigMapVolumeSource, EmptyDirVolumeSource, EnvFromSource, EnvVar, EnvVarSource,
+    HTTPGetAction, KeyToPath, LocalObjectReference, ObjectFieldSelector, PodSecurityContext,
+    PodSpec, Probe, ResourceFieldSelector, ResourceRequirements, SeccompProfile, SecretEnvSource,
+    SecretKeySelector, SecretVolumeSource, SecurityContext, Toleration, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 use super::names::{
-    ADDRESS, ADDRESS_FOLDER, CA_FILE, JOB_LABEL, LOST_NODE_S, ROLE_LABEL, TOKEN_FILE, WORKER,
-    address_name, master_name,
+    ADDRESS, ADDRESS_FOLDER, CA_FILE, LOST_NODE_S, TOKEN_FILE, TOKEN_FOLDER, address_name,
+    master_name,
 };
 use super::request::Task;
-use crate::kube::options::{LIMITS, Placement, PodOptions, Resources, RunAs, SecretEnv};
+use crate::kube::options::{LIMITS, PodOptions, Resources, SecretEnv};
 
 /// Builds a pod's spec without containers. `grace`: termination grace period.
 pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
     let secrets =
         pods.image_pull_secrets.iter().map(|name| LocalObjectReference { name: name.clone() });
-    let user = match pods.run_as {
-        RunAs::Cluster => None,
-        RunAs::User(user) => Some(user),
-    };
-    let mut node_selector = pods.node_selector.clone();
-    node_selector.entry("kubernetes.io/os".into()).or_insert_with(|| "linux".into());
+    let user = Some(USER).filter(|_| !pods.cluster_assigns_ids);
     PodSpec {
         enable_service_links: Some(false),
         image_pull_secrets: Some(secrets.collect()).filter(|s: &Vec<_>| !s.is_empty()),
-        node_selector: Some(node_selector),
+        node_selector: Some([("kubernetes.io/os".into(), "linux".into())].into()),
         restart_policy: Some("Never".into()),
-        scheduler_name: pods.scheduler_name.clone(),
         security_context: Some(PodSecurityContext {
             fs_group: user,
             fs_group_change_policy: user.map(|_| "OnRootMismatch".into()),
@@ -53,24 +45,33 @@ pub(super) fn pod_spec(pods: &PodOptions, grace: Duration) -> PodSpec {
         termination_grace_period_seconds: Some(
             i64::try_from(grace.as_secs().max(1)).unwrap_or(i64::MAX),
         ),
-        tolerations: Some(tolerations(&pods.tolerations)),
+        tolerations: Some(LOST_NODE.map(lost_node).into()),
         ..PodSpec::default()
     }
 }
 
-/// Adds tolerations for nodes that don't answer to the user's own, unless these name the same
-/// taints. Without them a cluster leaves pods on such nodes for five minutes.
-pub(super) fn tolerations(own: &[Toleration]) -> Vec<Toleration> {
-    let lost =
-        ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"].map(|key| Toleration {
-            key: Some(key.into()),
-            operator: Some("Exists".into()),
-            effect: Some("NoExecute".into()),
-            toleration_seconds: Some(LOST_NODE_S),
-            value: None,
-        });
-    let is_own = |toleration: &Toleration| own.iter().any(|other| other.key == toleration.key);
-    own.iter().cloned().chain(lost.into_iter().filter(|toleration| !is_own(toleration))).collect()
+/// A toleration for nodes that don't answer. Without it a cluster leaves pods on such nodes for
+/// five minutes.
+fn lost_node(taint: &str) -> Toleration {
+    Toleration {
+        key: Some(taint.into()),
+        operator: Some("Exists".into()),
+        effect: Some("NoExecute".into()),
+        toleration_seconds: Some(LOST_NODE_S),
+        value: None,
+    }
+}
+
+/// Lets any user read the files of the job's Secret if they have no group of the pod's user. No
+/// other user is in the pod.
+pub(super) fn make_readable(spec: &mut PodSpec) {
+    if spec.security_context.as_ref().is_some_and(|context| context.fs_group.is_some()) {
+        return;
+    }
+    let volumes = spec.volumes.iter_mut().flatten().filter(|volume| volume.name == "token");
+    for secret in volumes.filter_map(|volume| volume.secret.as_mut()) {
+        secret.default_mode = Some(ALL_READ);
+    }
 }
 
 /// Liveness probe: a master that does not answer for a minute is killed, so that another replaces
@@ -113,16 +114,11 @@ pub(super) fn locked_down() -> SecurityContext {
 
 /// Volumes with these keys of the secret, and a writable one of at most `tmp` bytes: the root file
 /// system is read-only.
-pub(super) fn volumes(job: &str, keys: &[&str], run_as: RunAs, tmp: &str) -> Vec<Volume> {
-    let mode = match run_as {
-        // The volume may have no group of the user's. No other user is in the pod.
-        RunAs::Cluster => ALL_READ,
-        RunAs::User(_) => OWNER_AND_GROUP_READ,
-    };
+pub(super) fn volumes(job: &str, keys: &[&str], tmp: &str) -> Vec<Volume> {
     let item = |key: &&str| KeyToPath { key: (*key).into(), path: (*key).into(), mode: None };
     let secret = SecretVolumeSource {
         secret_name: Some(job.into()),
-        default_mode: Some(mode),
+        default_mode: Some(OWNER_AND_GROUP_READ),
         items: Some(keys.iter().map(item).collect()),
         ..SecretVolumeSource::default()
     };
@@ -140,11 +136,10 @@ pub(super) fn volumes(job: &str, keys: &[&str], run_as: RunAs, tmp: &str) -> Vec
 }
 
 pub(super) fn mounts() -> Vec<VolumeMount> {
-    let folder = TOKEN_FILE.rsplit_once('/').map_or("/", |(folder, _)| folder);
     vec![
         VolumeMount {
             name: "token".into(),
-            mount_path: folder.into(),
+            mount_path: TOKEN_FOLDER.into(),
             read_only: Some(true),
             ..VolumeMount::default()
         },
@@ -176,7 +171,7 @@ pub(super) fn tmp_size(resources: &Resources) -> &str {
     amount("limits.ephemeral-storage").or_else(|| amount("ephemeral-storage")).unwrap_or(TMP_SIZE)
 }
 
-/// Keeps meshes from adding sidecars, unless the user's labels and annotations ask for them: the
+/// Keeps meshes from adding sidecars, unless the template's metadata asks for them: the
 /// job's connections are authenticated already, sidecars would slow down the ring, and those of
 /// older kinds outlive the pod's own container.
 pub(super) fn refuse_sidecars(metadata: &mut ObjectMeta) {
@@ -328,52 +323,6 @@ pub(super) fn variable(name: &str, value: &str) -> EnvVar {
     EnvVar { name: name.into(), value: Some(value.into()), value_from: None }
 }
 
-/// Sets a preference for the nodes of the workers of `job`. It never keeps a worker from running.
-pub(super) fn place(job: &str, placement: Option<Placement>, spec: &mut PodSpec) {
-    let labels = [(JOB_LABEL, job), (ROLE_LABEL, WORKER)];
-    let workers = LabelSelector {
-        match_labels: Some(labels.map(|(key, value)| (key.into(), value.into())).into()),
-        ..LabelSelector::default()
-    };
-    match placement {
-        None => {}
-        Some(Placement::Pack) => {
-            let near = |(topology, weight): (&str, i32)| WeightedPodAffinityTerm {
-                weight,
-                pod_affinity_term: PodAffinityTerm {
-                    label_selector: Some(workers.clone()),
-                    topology_key: topology.into(),
-                    ..PodAffinityTerm::default()
-                },
-            };
-            let terms = [(HOSTNAME, NODE_WEIGHT), (ZONE, ZONE_WEIGHT)].map(near).into();
-            let near = PodAffinity {
-                preferred_during_scheduling_ignored_during_execution: Some(terms),
-                ..PodAffinity::default()
-            };
-            spec.affinity = Some(Affinity { pod_affinity: Some(near), ..Affinity::default() });
-        }
-        Some(Placement::Spread) => {
-            let apart = |topology: &str| TopologySpreadConstraint {
-                label_selector: Some(workers.clone()),
-                max_skew: 1,
-                topology_key: topology.into(),
-                when_unsatisfiable: "ScheduleAnyway".into(),
-                ..TopologySpreadConstraint::default()
-            };
-            spec.topology_spread_constraints = Some([ZONE, HOSTNAME].map(apart).into());
-        }
-    }
-}
-
-/// Labels of nodes.
-const HOSTNAME: &str = "kubernetes.io/hostname";
-const ZONE: &str = "topology.kubernetes.io/zone";
-/// Preferences, up to 100. Workers of one node sum in shared memory or over its loopback; between
-/// zones, traffic is slow and has a price.
-const NODE_WEIGHT: i32 = 50;
-const ZONE_WEIGHT: i32 = 100;
-
 /// Adds the volumes that the user has asked for.
 pub(super) fn add_volumes(
     pods: &PodOptions,
@@ -392,6 +341,10 @@ pub(super) fn add_volumes(
 /// Variables with the number of threads of rayon, and of OpenMP and BLAS libraries.
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
+/// Keys of the taints of nodes that do not answer.
+const LOST_NODE: [&str; 2] = ["node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"];
+/// User and group of the pods: an unprivileged user without a name.
+const USER: i64 = 65532;
 const SHARED_MEMORY: &str = "/dev/shm";
 const ALL_READ: i32 = 0o444;
 /// Label, and annotation of older versions, that asks Istio for a sidecar.

@@ -1,57 +1,73 @@
-//! Merges the user's partial pod spec into the worker pod's.
+//! Merges the user's partial pod into the pod of the master or of a worker.
 //!
 //! Mappings are merged key by key. Lists whose entries have names (containers, volumes, variables,
-//! mounts by their path) are merged by name; any other list of the user replaces the default. A
-//! null removes the key.
+//! mounts by their path) are merged by name. Tolerations are added, and replace those of the same
+//! taint. Any other list of the user replaces the default. A null removes the key.
+//!
+//! **Invariant:** the fields of [`FIXED`] are as they would be without the template.
+
+use std::path::Path;
 
 use k8s_openapi::api::core::v1::PodSpec;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::{Map, Value};
 
-use super::names::WORKER;
+use super::names::{ADDRESS_FOLDER, MASTER, TOKEN_FOLDER, WORKER};
+use crate::kube::options::{PodTemplate, TemplateError};
 
-/// A template from which no worker pod can be made.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the worker pod template can't be used: {0}")]
-pub struct TemplateError(String);
+/// Adds the template's labels and annotations to a pod's.
+pub(super) fn mark(metadata: &mut ObjectMeta, template: Option<&PodTemplate>) {
+    if let Some(template) = template {
+        metadata.labels.get_or_insert_default().extend(template.labels.clone());
+        metadata.annotations.get_or_insert_default().extend(template.annotations.clone());
+    }
+}
 
-/// Returns `spec` with `template` merged into it.
-pub(super) fn merge(spec: &PodSpec, template: &Value) -> Result<PodSpec, TemplateError> {
-    let mut value = serde_json::to_value(spec).expect("a pod's keys are strings");
-    merge_value(&mut value, template);
-    let merged: PodSpec =
-        serde_json::from_value(value).map_err(|error| TemplateError(error.to_string()))?;
-    // Unknown fields are lost in the conversion to the types and back.
-    let through = serde_json::to_value(&merged).expect("a pod's keys are strings");
-    if let Some(path) = first_lost(template, &through, "spec") {
-        return Err(TemplateError(format!("{path} is no field of a pod's spec")));
-    }
-    if merged.restart_policy.as_deref() != Some("Never") {
-        return Err(TemplateError(
-            "restartPolicy must be Never: the master starts workers anew".into(),
-        ));
-    }
-    if merged.termination_grace_period_seconds != spec.termination_grace_period_seconds {
-        return Err(TemplateError(
-            "terminationGracePeriodSeconds is set by --grace-period, which workers know too".into(),
-        ));
-    }
-    if !merged.containers.iter().any(|c| c.name == WORKER) {
-        return Err(TemplateError(format!("there is no container with the name {WORKER}")));
-    }
-    let ours = merged.containers.iter().flat_map(|c| c.env.iter().flatten());
-    let written = |name: &str| {
-        let containers = template.get("containers").and_then(Value::as_array).into_iter().flatten();
-        containers.filter_map(|c| c.get("env")?.as_array()).flatten().any(|v| v["name"] == name)
-    };
-    for variable in ours.filter(|v| v.name.starts_with("ELASTICDL_")) {
-        if written(&variable.name) {
-            return Err(TemplateError(format!(
-                "the variable {} is set by elasticdl itself",
-                variable.name
-            )));
+/// Returns `spec` with the template merged into it. `own`: name of elasticdl's container in it.
+pub(super) fn merge(
+    spec: PodSpec,
+    template: Option<&PodTemplate>,
+    own: &str,
+) -> Result<PodSpec, TemplateError> {
+    let Some(template) = template else { return Ok(spec) };
+    let ours = serde_json::to_value(&spec).expect("a pod's keys are strings");
+    let mut merged = ours.clone();
+    merge_value(&mut merged, &template.spec);
+    let fixed = FIXED.iter().filter(|(pods, ..)| [ALL, own].contains(pods));
+    for (_, path, why) in fixed {
+        let path = path.replace(OWN, own);
+        if find(&merged, &path) != find(&ours, &path) {
+            return Err(template.refuse(&format!("spec.{path}"), *why));
         }
     }
-    Ok(merged)
+    let containers = merged["containers"].as_array().into_iter().flatten();
+    let mut names = containers.filter_map(|c| c["name"].as_str());
+    if let Some(name) = names.find(|name| own == MASTER && *name != own) {
+        let why = "the Job would wait for it when the master has ended; a sidecar of the master is \
+                   an entry of initContainers with `restartPolicy: Always`";
+        return Err(template.refuse(&format!("spec.containers[{name}]"), why));
+    }
+    let mounts = find(&template.spec, &format!("containers[{own}].volumeMounts"));
+    let paths = mounts.and_then(Value::as_array).into_iter().flatten();
+    for path in paths.filter_map(|mount| mount.get("mountPath")?.as_str()) {
+        if [TOKEN_FOLDER, ADDRESS_FOLDER].iter().any(|own| Path::new(path).starts_with(own)) {
+            let field = format!("spec.containers[{own}].volumeMounts[{path}]");
+            return Err(template.refuse(&field, FILES));
+        }
+    }
+    serde_json::from_value(merged).map_err(|error| template.refuse("spec", error.to_string()))
+}
+
+/// Returns the field with this path. An entry of a list is given by its name.
+fn find<'a>(spec: &'a Value, path: &str) -> Option<&'a Value> {
+    path.split('.').try_fold(spec, |value, step| {
+        let Some((list, name)) = step.strip_suffix(']').and_then(|step| step.split_once('['))
+        else {
+            return value.get(step);
+        };
+        let key = name_key(list)?;
+        value.get(list)?.as_array()?.iter().find(|entry| entry[key] == name)
+    })
 }
 
 fn merge_value(ours: &mut Value, theirs: &Value) {
@@ -69,6 +85,10 @@ fn merge_field(ours: &mut Map<String, Value>, key: &str, theirs: &Value) {
     match (ours.get_mut(key), theirs) {
         (_, Value::Null) => {
             ours.remove(key);
+        }
+        (Some(Value::Array(list)), Value::Array(theirs)) if key == "tolerations" => {
+            list.retain(|ours| theirs.iter().all(|theirs| theirs["key"] != ours["key"]));
+            list.extend_from_slice(theirs);
         }
         (Some(Value::Array(list)), Value::Array(theirs)) => match name_key(key) {
             Some(name) => theirs.iter().for_each(|entry| merge_entry(list, name, entry)),
@@ -100,31 +120,50 @@ fn name_key(list: &str) -> Option<&'static str> {
     }
 }
 
-/// Returns the path of the first key of `wanted` that is missing in `got`.
-fn first_lost(wanted: &Value, got: &Value, path: &str) -> Option<String> {
-    match (wanted, got) {
-        (Value::Object(wanted), _) => {
-            wanted.iter().filter(|(_, v)| !v.is_null()).find_map(|(key, value)| {
-                let path = format!("{path}.{key}");
-                match got.get(key) {
-                    // An empty list or mapping is equivalent to a missing one.
-                    None if value.as_array().is_some_and(Vec::is_empty) => None,
-                    None if value.as_object().is_some_and(Map::is_empty) => None,
-                    None => Some(path),
-                    Some(got) => first_lost(value, got, &path),
-                }
-            })
-        }
-        (Value::Array(wanted), Value::Array(got)) => {
-            wanted.iter().enumerate().find_map(|(index, value)| {
-                let path = format!("{path}[{index}]");
-                let same = |key: &str| {
-                    got.iter().find(|g| value.get(key).is_some() && g.get(key) == value.get(key))
-                };
-                let got = same("mountPath").or_else(|| same("name")).or_else(|| got.get(index));
-                got.map_or_else(|| Some(path.clone()), |got| first_lost(value, got, &path))
-            })
-        }
-        _ => None,
-    }
-}
+/// Fields that a template must not change: in which pods, the field, and what to do instead.
+const FIXED: [(&str, &str, &str); 33] = [
+    (ALL, "activeDeadlineSeconds", "--deadline ends a job"),
+    (ALL, "restartPolicy", "it must be Never: elasticdl replaces pods that have ended"),
+    (ALL, "volumes[token]", "elasticdl mounts the job's token and certificates from it"),
+    (ALL, "containers[OWN].name", "the container is elasticdl's own, and must stay"),
+    (ALL, "containers[OWN].volumeMounts[/etc/elasticdl]", FILES),
+    (ALL, "containers[OWN].restartPolicy", "elasticdl replaces pods that have ended"),
+    (MASTER, "automountServiceAccountToken", "the master needs its token for the API server"),
+    (MASTER, "serviceAccountName", ACCOUNT),
+    (MASTER, "serviceAccount", ACCOUNT),
+    (MASTER, "terminationGracePeriodSeconds", "a preempting pod waits for the master's end"),
+    (MASTER, "containers[OWN].image", "it is set by --master-image"),
+    (MASTER, "containers[OWN].command", COMMAND),
+    (MASTER, "containers[OWN].args", COMMAND),
+    (MASTER, "containers[OWN].env[POD_IP]", VARIABLE),
+    (MASTER, "containers[OWN].env[POD_NAME]", VARIABLE),
+    (MASTER, "containers[OWN].env[POD_UID]", VARIABLE),
+    (MASTER, "containers[OWN].ports", "the job's Service and the probes use them"),
+    (MASTER, "containers[OWN].livenessProbe", PROBE),
+    (MASTER, "containers[OWN].readinessProbe", PROBE),
+    (MASTER, "containers[OWN].startupProbe", PROBE),
+    (MASTER, "containers[OWN].resources.limits", "they are set by --master-resources"),
+    (MASTER, "containers[OWN].resources.requests", "they are set by --master-resources"),
+    (WORKER, "serviceAccountName", WORKER_ACCOUNT),
+    (WORKER, "serviceAccount", WORKER_ACCOUNT),
+    (WORKER, "terminationGracePeriodSeconds", "it is set by --grace-period, which workers know"),
+    (WORKER, "containers[OWN].volumeMounts[/etc/elasticdl-master]", FILES),
+    (WORKER, "containers[OWN].env[ELASTICDL_JOB]", VARIABLE),
+    (WORKER, "volumes[master]", "workers find the master's address in it"),
+    (WORKER, "containers[OWN].image", "it is set by --image"),
+    (WORKER, "containers[OWN].command", PROGRAM),
+    (WORKER, "containers[OWN].args", PROGRAM),
+    (WORKER, "containers[OWN].resources.limits", "they are set by --worker-resources"),
+    (WORKER, "containers[OWN].resources.requests", "they are set by --worker-resources"),
+];
+/// Stands for the pods of the master and of the workers.
+const ALL: &str = "";
+/// Stands for the name of elasticdl's container.
+const OWN: &str = "OWN";
+const ACCOUNT: &str = "it is set by --service-account or --per-job-role";
+const COMMAND: &str = "elasticdl sets the master's command and its arguments";
+const FILES: &str = "elasticdl mounts its own files there";
+const PROBE: &str = "elasticdl sets the master's probes, by which workers find it";
+const PROGRAM: &str = "PROGRAM and its arguments are given after `--`";
+const VARIABLE: &str = "the variable is set by elasticdl itself";
+const WORKER_ACCOUNT: &str = "it is set by --worker-service-account";

@@ -1,4 +1,5 @@
 mod clusters;
+mod templates;
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use super::*;
 use crate::job::testing::spec;
 use crate::job::{Batch, JobSpec};
 use crate::kube::options::{
-    PodOptions, RunAs, parse_env_from_secret, parse_resources, parse_volumes,
+    PodOptions, PodTemplate, parse_env_from_secret, parse_resources, parse_volumes,
 };
 
 fn request() -> Request {
@@ -29,7 +30,6 @@ fn request() -> Request {
         worker_resources: parse_resources("cpu=2,memory=1Gi,nvidia.com/gpu=1").unwrap(),
         env: vec![("A".into(), "b".into())],
         volumes: parse_volumes("claim_name=c,mount_path=/data").unwrap(),
-        labels: BTreeMap::from([("team".into(), "x".into())]),
         ..PodOptions::default()
     };
     Request {
@@ -68,6 +68,15 @@ fn anchor_meta() -> ObjectMeta {
         uid: Some("anchor-uid".into()),
         ..ObjectMeta::default()
     }
+}
+
+fn template_of(part: &Value) -> Option<PodTemplate> {
+    Some(PodTemplate::parse("--worker-pod-template t.yaml", &part.to_string()).unwrap())
+}
+
+/// The metadata and the spec of the master's pod.
+fn master(request: &Request) -> Value {
+    serde_json::to_value(objects(request).job.spec.unwrap().template).unwrap()
 }
 
 fn worker(request: &Request, launch: u64, slot: u32) -> Value {
@@ -198,12 +207,15 @@ fn credentials_in_plain_text_are_refused_wherever_they_are_written() {
     refused(&|r| r.pods.env.push(("DB_PASSWORD".into(), password.into())), "DB_PASSWORD");
     refused(&|r| r.program.push(format!("--hub={token}")), "containers[0].args[1]");
     refused(&|r| r.task.job.training_data.clone_from(&url), "task.job.training_data");
-    refused(&|r| drop(r.pods.annotations.insert("a".into(), token.clone())), "annotations.a");
-    let template = |containers| Some(json!({"containers": containers}));
-    let worker = json!([{"name": "worker", "env": variable}]);
-    refused(&|r| r.pods.worker_pod_template = template(worker.clone()), "DB_PASSWORD");
-    let sidecar = json!([{"name": "side", "image": "i", "env": variable}]);
-    refused(&|r| r.pods.worker_pod_template = template(sidecar.clone()), "DB_PASSWORD");
+    let annotation = json!({"metadata": {"annotations": {"a": token}}});
+    let worker = json!({"containers": [{"name": "worker", "env": variable}]});
+    let sidecar = json!({"containers": [{"name": "side", "image": "i", "env": variable}]});
+    refused(&|r| r.pods.master_pod_template = template_of(&annotation), "annotations.a");
+    for (part, place) in
+        [(annotation, "annotations.a"), (worker, "DB_PASSWORD"), (sidecar, "DB_PASSWORD")]
+    {
+        refused(&|r| r.pods.worker_pod_template = template_of(&part), place);
+    }
 }
 
 #[test]
@@ -321,8 +333,8 @@ fn a_worker_pods_environment_has_its_identity_and_master_and_nothing_that_change
     assert_eq!(pod["metadata"]["namespace"], "ml");
     let labels = &pod["metadata"]["labels"];
     assert_eq!(
-        (&labels["elasticdl/launch"], &labels["elasticdl/anchor"], &labels["team"]),
-        (&json!("7"), &json!("anchor-uid"), &json!("x"))
+        (&labels["elasticdl/launch"], &labels["elasticdl/anchor"]),
+        (&json!("7"), &json!("anchor-uid"))
     );
     let container = &pod["spec"]["containers"][0];
     assert_eq!(
@@ -441,27 +453,6 @@ fn the_service_routes_only_to_a_ready_master() {
 }
 
 #[test]
-fn pods_are_evicted_from_a_lost_node_within_seconds_unless_the_user_overrides_it() {
-    let tolerations = |own: &str| {
-        let mut request = request();
-        if !own.is_empty() {
-            request.pods.tolerations = crate::kube::options::parse_tolerations(own).unwrap();
-        }
-        let spec = objects(&request).job.spec.unwrap().template.spec.unwrap();
-        let all = spec.tolerations.unwrap_or_default().into_iter();
-        all.map(|t| (t.key.unwrap(), t.toleration_seconds)).collect::<Vec<_>>()
-    };
-    let [not_ready, unreachable] =
-        ["not-ready", "unreachable"].map(|name| format!("node.kubernetes.io/{name}"));
-    assert_eq!(tolerations(""), [(not_ready.clone(), Some(20)), (unreachable.clone(), Some(20))]);
-    let own = tolerations(&format!("gpu,{not_ready}"));
-    assert_eq!(own, [("gpu".into(), None), (not_ready, None), (unreachable, Some(20))]);
-    // The job itself replaces silent workers, but not those that never started there.
-    let of_worker = &worker(&request(), 1, 0)["spec"]["tolerations"];
-    assert_eq!(of_worker[0]["tolerationSeconds"], 20);
-}
-
-#[test]
 fn cpus_are_limited_only_where_the_user_sets_a_limit() {
     let mut request = request();
     request.pods.worker_resources = parse_resources("cpu=2,memory=1Gi,limits.cpu=4").unwrap();
@@ -478,72 +469,6 @@ fn a_task_round_trips_through_the_anchor() {
     let anchor = objects(&request).anchor;
     let task: Task = serde_json::from_str(&anchor.data.unwrap()[TASK]).unwrap();
     assert_eq!(task, request.task);
-}
-
-#[test]
-fn a_template_is_merged_by_name() {
-    let mut request = request();
-    request.pods.worker_pod_template = Some(json!({
-        "runtimeClassName": "nvidia",
-        "securityContext": {"runAsUser": 1000, "fsGroup": null},
-        "containers": [
-            {
-                "name": "worker", "workingDir": "/w",
-                "env": [{"name": "A", "value": "c"}, {"name": "B", "value": "d"}]
-            },
-            {"name": "side", "image": "side:1"}
-        ],
-        "volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory"}}]
-    }));
-    let spec = worker(&request, 1, 1)["spec"].clone();
-    assert_eq!(spec["runtimeClassName"], "nvidia");
-    assert_eq!(spec["securityContext"]["runAsUser"], 1000);
-    assert_eq!(spec["securityContext"]["fsGroup"], Value::Null);
-    assert_eq!(spec["securityContext"]["runAsNonRoot"], true);
-    let names: Vec<&str> = spec["containers"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|c| c["name"].as_str().unwrap())
-        .collect();
-    assert_eq!(names, ["worker", "side"]);
-    let worker = &spec["containers"][0];
-    assert_eq!((&worker["image"], &worker["workingDir"]), (&json!("train:1"), &json!("/w")));
-    let env = worker["env"].as_array().unwrap();
-    let values = |name: &str| {
-        env.iter().filter(|v| v["name"] == name).map(|v| v["value"].clone()).collect::<Vec<_>>()
-    };
-    assert_eq!((values("A"), values("B")), (vec![json!("c")], vec![json!("d")]));
-    assert_eq!(values("ELASTICDL_JOB"), [json!("mnist")]);
-    let tmp = spec["volumes"].as_array().unwrap().iter().find(|v| v["name"] == "tmp").unwrap();
-    assert_eq!(tmp["emptyDir"], json!({"medium": "Memory", "sizeLimit": "10Gi"}));
-}
-
-#[test]
-fn an_invalid_template_is_refused_with_the_path_of_the_error() {
-    let table = [
-        (json!({"nodeNmae": "n"}), "spec.nodeNmae is no field"),
-        (
-            json!({"containers": [{"name": "worker", "imagee": "x"}]}),
-            "spec.containers[0].imagee is no field",
-        ),
-        (json!({"restartPolicy": "Always"}), "restartPolicy must be Never"),
-        (json!({"containers": null}), "can't be used"),
-        (
-            json!({"containers": [
-                {"name": "worker", "env": [{"name": "ELASTICDL_JOB", "value": "x"}]}
-            ]}),
-            "ELASTICDL_JOB is set by elasticdl",
-        ),
-        (json!({"terminationGracePeriodSeconds": "ten"}), "can't be used"),
-        (json!({"terminationGracePeriodSeconds": 60}), "set by --grace-period"),
-    ];
-    for (template, expected) in table {
-        let mut request = request();
-        request.pods.worker_pod_template = Some(template.clone());
-        let error = Objects::new(&request, credentials()).unwrap_err().to_string();
-        assert!(error.contains(expected), "{template}: {error}");
-    }
 }
 
 #[test]

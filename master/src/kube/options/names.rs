@@ -1,4 +1,4 @@
-//! Names that users give: of objects, namespaces and environment variables.
+//! Names that users give: of objects, namespaces, labels and environment variables.
 
 /// Checks a name that other objects refer to.
 ///
@@ -44,4 +44,34 @@ pub(super) fn check_variable(name: &str) -> Result<(), String> {
     Ok(())
 }
 
-const RESERVED: &str = "ELASTICDL_";
+/// Checks a key of a label, an annotation, a taint or a resource: a name, optionally with a domain
+/// and `/` before it.
+pub(super) fn check_label_key(key: &str) -> Result<(), String> {
+    let (domain, name) = match key.split_once('/') {
+        Some((domain, name)) => (Some(domain), name),
+        None => (None, key),
+    };
+    if let Some(domain) = domain {
+        parse_object_name(domain).map_err(|e| format!("the part before `/`: {e}"))?;
+    }
+    if name.is_empty() {
+        return Err("it must not be empty".into());
+    }
+    check_label_value(name)
+}
+
+pub(super) fn check_label_value(value: &str) -> Result<(), String> {
+    let inner = |c: char| c.is_ascii_alphanumeric();
+    let fit = |c: char| inner(c) || matches!(c, '-' | '_' | '.');
+    let ends = value.is_empty() || (value.starts_with(inner) && value.ends_with(inner));
+    if value.len() <= 63 && value.chars().all(fit) && ends {
+        return Ok(());
+    }
+    Err(format!(
+        "`{value}` must be at most 63 letters, digits, `-`, `_` and `.`, \
+         a letter or digit first and last"
+    ))
+}
+
+/// Start of the names of variables that elasticdl sets.
+pub(super) const RESERVED: &str = "ELASTICDL_";

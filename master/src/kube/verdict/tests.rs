@@ -321,7 +321,10 @@ fn images_of_another_architecture_are_reported_with_the_option_that_selects_node
     for (reason, message) in messages {
         match classify(&pod(waiting(reason, message))) {
             Verdict::CannotStart(why) => {
-                assert!(why.contains(message) && why.contains("kubernetes.io/arch="), "{why}");
+                assert!(
+                    why.contains(message) && why.contains("nodeSelector: {kubernetes.io/arch"),
+                    "{why}"
+                );
             }
             other => panic!("{other:?}"),
         }

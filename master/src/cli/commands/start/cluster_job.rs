@@ -10,7 +10,7 @@ use crate::cli::process::{Failure, new_runtime, print, print_line, print_warning
 use crate::kube::client::{API_SERVER_PORTS, Cluster};
 use crate::kube::gang::{GangOptions, GangScheduler};
 use crate::kube::objects::{self, Credentials, Objects, Request, Task};
-use crate::kube::options::{Mounted, PodOptions, RunAs, parse_pod_template};
+use crate::kube::options::{Mounted, PodOptions, PodTemplate};
 use crate::kube::priority_tiers::{PriorityTiers, TierChoice};
 use crate::kube::{schedulers, submit};
 use crate::mlflow::Tracking;
@@ -37,9 +37,7 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
     runtime.block_on(async {
         let cluster = Cluster::connect(&target.choice()).await?;
         pods.api_server_ports = cluster.api_server_ports();
-        if asked.cluster.run_as_user.is_none() && cluster.assigns_user_ids().await {
-            pods.run_as = RunAs::Cluster;
-        }
+        pods.cluster_assigns_ids = cluster.assigns_user_ids().await;
         let mut request = request(asked, pods, cluster.namespace.clone())?;
         if let Some(gang) = &mut request.task.gang {
             schedulers::detect(&cluster, gang).await?;
@@ -109,31 +107,7 @@ fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<
             "the program's name is empty; give its path in the image after `--`",
         ));
     }
-    let (soft, hard) = (asked.job.lifecycle.deadline, asked.cluster.active_deadline);
-    if let (Some(soft), Some(hard)) = (soft, hard)
-        && soft >= hard
-    {
-        return Err(Failure::usage(format!(
-            "--deadline {} s must be shorter than --active-deadline {} s, at which the cluster \
-             ends the pods of the job without its last checkpoint",
-            soft.as_secs_f64(),
-            hard.as_secs()
-        )));
-    }
-    let priority_tiers = match &pods.priority_tiers {
-        TierChoice::Auto => Some(PriorityTiers::shipped()),
-        TierChoice::Off => None,
-        TierChoice::These(tiers) => Some(tiers.clone()),
-    };
-    let weight = asked.cluster.weight;
-    if weight.is_some() && priority_tiers.is_none() {
-        return Err(Failure::usage(
-            "--weight: the job has no priority tiers; leave out --priority-class and \
-             --priority-tiers off, or name the tiers with --priority-tiers",
-        ));
-    }
-    let weight = weight.unwrap_or_default();
-    let priority_tiers = priority_tiers.map(|tiers| PriorityTiers { weight, ..tiers });
+    let priority_tiers = priority_tiers(&asked.cluster, &pods)?;
     let priority_class = core_class(&pods, priority_tiers.as_ref());
     let mounts: Vec<&str> = pods.volumes.iter().map(|v| v.mount.mount_path.as_str()).collect();
     let mut job =
@@ -152,6 +126,37 @@ fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<
         gang,
     };
     Ok(Request { namespace, task, program, pods })
+}
+
+/// The workers' priority classes by slot, which a class in the template excludes.
+fn priority_tiers(
+    options: &ClusterOptions,
+    pods: &PodOptions,
+) -> Result<Option<PriorityTiers>, Failure> {
+    let tiers = match &pods.priority_tiers {
+        TierChoice::Auto => Some(PriorityTiers::shipped()),
+        TierChoice::Off => None,
+        TierChoice::These(tiers) => Some(tiers.clone()),
+    };
+    if let (Some(class), true) = (worker_class(pods), tiers.is_some()) {
+        return Err(Failure::usage(format!(
+            "--priority-tiers: --worker-pod-template has the priorityClassName {class} for all \
+             workers; remove one of them"
+        )));
+    }
+    if options.weight.is_some() && tiers.is_none() {
+        return Err(Failure::usage(
+            "--weight: the job has no priority tiers; leave out --priority-tiers off and the \
+             priorityClassName of --worker-pod-template, or name the tiers with --priority-tiers",
+        ));
+    }
+    let weight = options.weight.unwrap_or_default();
+    Ok(tiers.map(|tiers| PriorityTiers { weight, ..tiers }))
+}
+
+/// The priority class that all workers have.
+fn worker_class(pods: &PodOptions) -> Option<String> {
+    pods.worker_pod_template.as_ref()?.priority_class()
 }
 
 /// How the pods are placed together, as the options say.
@@ -188,7 +193,7 @@ fn gang(
 
 /// Priority class of the core's pods.
 fn core_class(pods: &PodOptions, tiers: Option<&PriorityTiers>) -> Option<String> {
-    tiers.map(|tiers| tiers.core.clone()).or_else(|| pods.worker_priority_class.clone())
+    tiers.map(|tiers| tiers.core.clone()).or_else(|| worker_class(pods))
 }
 
 fn metrics_port(wanted: Option<u16>, pods: &PodOptions) -> Result<u16, Failure> {
@@ -232,39 +237,21 @@ fn tensorboard_dir(wanted: Option<&Path>, pods: &PodOptions) -> Result<Option<Pa
 }
 
 fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Failure> {
-    let template = options.worker_pod_template.as_ref().map(|path| {
-        let text = std::fs::read_to_string(path).map_err(|e| e.to_string());
-        text.and_then(|text| parse_pod_template(&text))
-            .map_err(|e| Failure::usage(format!("--worker-pod-template {}: {e}", path.display())))
-    });
-    let template = template.transpose()?;
-    let classes = [&options.priority_class, &options.worker_priority_class];
-    let has_class = classes.iter().any(|class| class.is_some())
-        || template.as_ref().is_some_and(|spec| spec.get("priorityClassName").is_some());
+    let worker = pod_template("--worker-pod-template", options.worker_pod_template.as_ref())?;
+    let has_class = worker.as_ref().is_some_and(|worker| worker.priority_class().is_some());
     let usual = if has_class { TierChoice::Off } else { TierChoice::Auto };
     Ok(PodOptions {
         image: image.into(),
         master_image: options.master_image.clone().unwrap_or_else(|| image.into()),
-        image_pull_policy: options.image_pull_policy.clone(),
         image_pull_secrets: options.image_pull_secret.clone(),
         service_account: options.service_account.clone(),
         worker_service_account: options.worker_service_account.clone(),
         master_resources: options.master_resources.clone(),
         worker_resources: options.worker_resources.clone(),
-        priority_class: options.priority_class.clone(),
-        worker_priority_class: options
-            .worker_priority_class
-            .clone()
-            .or_else(|| options.priority_class.clone()),
         priority_tiers: options.priority_tiers.clone().unwrap_or(usual),
-        scheduler_name: options.scheduler_name.clone(),
         env: options.env.clone(),
         env_from_secret: options.env_from_secret.clone(),
-        node_selector: options.node_selector.clone().unwrap_or_default(),
-        tolerations: options.tolerations.clone().map(|t| t.0).unwrap_or_default(),
-        labels: options.labels.clone().unwrap_or_default(),
-        annotations: options.annotations.clone().unwrap_or_default(),
-        run_as: options.run_as_user.unwrap_or_default(),
+        cluster_assigns_ids: false,
         network_policy: !options.no_network_policy,
         metrics_from: options.metrics_from.clone(),
         egress_to: options.egress_to.clone().map(|to| to.0),
@@ -274,12 +261,21 @@ fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Fail
         ttl_s: options
             .ttl_after_finished
             .map(|ttl| i32::try_from(ttl.as_secs()).expect("it is a year at most")),
-        active_deadline_s: options
-            .active_deadline
-            .map(|d| i64::try_from(d.as_secs()).expect("a year at most")),
-        placement: options.placement,
-        worker_pod_template: template,
+        master_pod_template: pod_template(
+            "--master-pod-template",
+            options.master_pod_template.as_ref(),
+        )?,
+        worker_pod_template: worker,
     })
+}
+
+/// Reads the file that an option names.
+fn pod_template(option: &str, file: Option<&PathBuf>) -> Result<Option<PodTemplate>, Failure> {
+    let Some(file) = file else { return Ok(None) };
+    let origin = format!("{option} {}", file.display());
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| Failure::usage(format!("{origin}: {error}")))?;
+    PodTemplate::parse(&origin, &text).map(Some).map_err(|e| Failure::usage(e.to_string()))
 }
 
 /// Checks that a path of a job in a cluster lies in a volume of the workers.

@@ -10,51 +10,33 @@ fn pods(request: &Request) -> [Value; 2] {
 
 #[test]
 fn user_ids_are_left_to_clusters_that_assign_them() {
-    let ids = |run_as| {
+    let ids = |cluster_assigns_ids, context: &Value| {
         let mut request = request();
-        request.pods.run_as = run_as;
-        let pods = pods(&request);
-        pods.map(|spec| {
+        request.pods.cluster_assigns_ids = cluster_assigns_ids;
+        let part = template_of(&json!({"securityContext": context}));
+        request.pods.worker_pod_template.clone_from(&part);
+        request.pods.master_pod_template = part;
+        pods(&request).map(|spec| {
             let context = &spec["securityContext"];
             assert_eq!(context["runAsNonRoot"], true);
             let keys = ["runAsUser", "runAsGroup", "fsGroup"].map(|key| context[key].clone());
             (keys, spec["volumes"][0]["secret"]["defaultMode"].clone())
         })
     };
-    let of = |user: i64| [json!(user), json!(user), json!(user)];
-    for pod in ids(RunAs::default()) {
-        assert_eq!(pod, (of(65532), json!(0o440)));
+    let none = json!({});
+    for pod in ids(false, &none) {
+        assert_eq!(pod, ([json!(65532), json!(65532), json!(65532)], json!(0o440)));
     }
-    for pod in ids(RunAs::User(1_000_680_000)) {
-        assert_eq!(pod, (of(1_000_680_000), json!(0o440)));
+    for pod in ids(false, &json!({"runAsUser": 1000, "runAsGroup": 1000})) {
+        assert_eq!(pod, ([json!(1000), json!(1000), json!(65532)], json!(0o440)));
     }
-    // Any user can read the files, since the cluster may give the volume no group.
-    for pod in ids(RunAs::Cluster) {
-        assert_eq!(pod, ([Value::Null, Value::Null, Value::Null], json!(0o444)));
+    // Any user can read the files, since the volume may have no group of the user's.
+    let nulls = [Value::Null, Value::Null, Value::Null];
+    for pod in ids(true, &none) {
+        assert_eq!(pod, (nulls.clone(), json!(0o444)));
     }
-}
-
-#[test]
-fn pods_run_on_linux_and_where_the_user_says() {
-    let selectors = |chosen: &[(&str, &str)]| {
-        let mut request = request();
-        let chosen = chosen.iter().map(|&(key, value)| (key.into(), value.into()));
-        request.pods.node_selector = chosen.collect();
-        pods(&request).map(|spec| spec["nodeSelector"].clone())
-    };
-    let linux = json!({"kubernetes.io/os": "linux"});
-    assert_eq!(selectors(&[]), [linux.clone(), linux]);
-    let arm = json!({"kubernetes.io/os": "linux", "kubernetes.io/arch": "arm64"});
-    assert_eq!(selectors(&[("kubernetes.io/arch", "arm64")]), [arm.clone(), arm]);
-}
-
-#[test]
-fn all_pods_have_the_priority_class_of_the_users_choice() {
-    let mut request = request();
-    request.pods.priority_class = Some("high".into());
-    request.pods.worker_priority_class = Some("high".into());
-    for spec in pods(&request) {
-        assert_eq!(spec["priorityClassName"], "high");
+    for pod in ids(false, &json!({"runAsUser": null, "runAsGroup": null, "fsGroup": null})) {
+        assert_eq!(pod, (nulls.clone(), json!(0o444)));
     }
 }
 
@@ -80,7 +62,9 @@ fn meshes_are_told_the_protocols_and_add_no_sidecars_unless_asked() {
         assert_eq!(annotations["linkerd.io/inject"], "disabled");
     }
     let mut request = request();
-    request.pods.labels.insert("sidecar.istio.io/inject".into(), "true".into());
+    let part = template_of(&json!({"metadata": {"labels": {"sidecar.istio.io/inject": "true"}}}));
+    request.pods.worker_pod_template.clone_from(&part);
+    request.pods.master_pod_template = part;
     for metadata in metadata(&request) {
         assert_eq!(metadata["labels"]["sidecar.istio.io/inject"], "true");
         assert_eq!(metadata["annotations"]["sidecar.istio.io/inject"], Value::Null);
