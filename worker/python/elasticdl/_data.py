@@ -186,8 +186,7 @@ class GroupSampler:
         self._sampler = job.sampler(length, micro_batch=micro_batch, **options)
         self.length = length
         self.micro_batch = micro_batch
-        _, _, _, seed, shuffles, _ = core.options
-        self.seed = seed if shuffles else None
+        self.seed = core.options.seed if core.options.shuffles else None
 
     @property
     def generation(self):

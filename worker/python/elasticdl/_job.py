@@ -60,32 +60,32 @@ class Job:
     @property
     def generation(self):
         """Number of the group's membership; 0 before the first."""
-        return self._known()[0]
+        return self._known("generation")
 
     @property
     def rank(self):
         """Index of this worker in its group."""
-        return self._known()[1]
+        return self._known("rank")
 
     @property
     def world_size(self):
         """Number of workers in the group; 0 before the first group."""
-        return self._known()[2]
+        return self._known("world_size")
 
     @property
     def step(self):
         """Number of committed steps."""
-        return self._known()[3]
+        return self._known("step")
 
     @property
     def epoch(self):
         """Epoch of the next step, from 0."""
-        return self._known()[4]
+        return self._known("epoch")
 
     @property
     def records(self):
         """Number of records that the committed steps contain."""
-        return self._known()[5]
+        return self._known("records")
 
     @property
     def work(self):
@@ -116,7 +116,7 @@ class Job:
         """Seed of the job. Without a master it is known when the sampler is made."""
         if self._core is None:
             raise RuntimeError("call job.sampler() before the seed is used")
-        return self._core.options[3]
+        return self._core.options.seed
 
     def seed_for(self, *, record=None, step=None, epoch=None, stream=0):
         """Returns a seed for random numbers that belong to a record, or to a step.
@@ -138,8 +138,8 @@ class Job:
         _check_count("epoch", epoch, 0)
         return _elasticdl.seeds_of_records(self.seed, epoch, [record], stream)[0]
 
-    def _known(self):
-        return (0, 0, 0, 0, 0, 0) if self._progress is None else self._progress.get()
+    def _known(self, name):
+        return 0 if self._progress is None else getattr(self._progress, name)
 
     # ---- setting up ----
 
@@ -199,21 +199,23 @@ class Job:
                 epochs or 1, max_steps, global_batch or micro_batch, seed or 0, shuffle is not False
             )
         else:
-            of_job, batch, per_worker, of_order, shuffles, _ = self._core.options
-            _check_option("seed", seed, of_order, "--seed")
-            if shuffle not in (None, shuffles):
+            options = self._core.options
+            _check_option("seed", seed, options.seed, "--seed")
+            if shuffle not in (None, options.shuffles):
                 right = "record" if shuffle else "none"
                 raise ValueError(
                     f"shuffle is {shuffle}, but the job was not started so; start it with "
                     f"--shuffle {right}, or leave shuffle out"
                 )
-            _check_option("epochs", epochs, of_job, "--num-epochs")
-            if global_batch is not None and batch is None:
+            _check_option("epochs", epochs, options.epochs, "--num-epochs")
+            if global_batch is not None and options.global_batch is None:
                 raise ValueError(
                     f"global_batch is {global_batch}, but the job was started with "
-                    f"--minibatch-size {per_worker}; leave global_batch out"
+                    f"--minibatch-size {options.per_worker}; leave global_batch out"
                 )
-            _check_option("global_batch", global_batch, batch, "--global-batch-size")
+            _check_option(
+                "global_batch", global_batch, options.global_batch, "--global-batch-size"
+            )
         self._sampler = Sampler(self, length, micro_batch)
         return self._sampler
 

@@ -50,17 +50,22 @@ type InferenceTuple = (u64, usize);
 /// A column of predictions: its name, its type and its values.
 type ColumnTuple<'py> = (String, String, Bound<'py, PyAny>);
 
-/// Options of the job: epochs, records per step, records per step and worker, seed, whether records
-/// are shuffled, whether sums must not depend on the workers.
-type Options = (u32, Option<u64>, Option<u64>, u64, bool, bool);
+/// Options of the job, as [`JobOptions`].
+#[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Options {
+    epochs: u32,
+    global_batch: Option<u64>,
+    per_worker: Option<u64>,
+    seed: u64,
+    shuffles: bool,
+    is_deterministic: bool,
+}
 
 /// The micro-batch that was drawn first: the address of the step's gradient, or 0 if the
 /// micro-batch will be discarded; number of records, number of records in that gradient; whether
 /// its parts are summed as soon as they are complete; whether it is the last one of the step.
 type CountedTuple = (usize, usize, u64, bool, bool);
-
-/// Progress of the group: a tuple of generation, rank, world size, step, epoch, records.
-type ProgressTuple = (u64, usize, usize, u64, u32, u64);
 
 #[pymethods]
 impl Core {
@@ -317,7 +322,8 @@ impl Core {
         let options = worker.options();
         let JobOptions { epochs, global_batch, per_worker, seed, shuffles, is_deterministic } =
             options;
-        let options = (epochs, global_batch, per_worker, seed, shuffles, is_deterministic);
+        let options =
+            Options { epochs, global_batch, per_worker, seed, shuffles, is_deterministic };
         let (id, work) = (worker.id(), worker.work());
         let data = Some(worker.data()).filter(|data| !data.is_empty()).map(str::to_owned);
         let validation_data = worker.validation_data().map(str::to_owned);
@@ -398,11 +404,34 @@ pub(crate) struct Progress {
 
 #[pymethods]
 impl Progress {
-    /// Generation, rank, world size, step, epoch, records.
-    fn get(&self) -> ProgressTuple {
-        let known = self.watch.progress();
-        let group = (known.generation, known.rank, known.world_size);
-        (group.0, group.1, group.2, known.step, known.epoch, known.records)
+    #[getter]
+    fn generation(&self) -> u64 {
+        self.watch.progress().generation
+    }
+
+    #[getter]
+    fn rank(&self) -> usize {
+        self.watch.progress().rank
+    }
+
+    #[getter]
+    fn world_size(&self) -> usize {
+        self.watch.progress().world_size
+    }
+
+    #[getter]
+    fn step(&self) -> u64 {
+        self.watch.progress().step
+    }
+
+    #[getter]
+    fn epoch(&self) -> u32 {
+        self.watch.progress().epoch
+    }
+
+    #[getter]
+    fn records(&self) -> u64 {
+        self.watch.progress().records
     }
 }
 

@@ -211,7 +211,7 @@ class Optimizer:
                 )
         now = self._flat_buffers()
         change = now - self._values[: self._buffer_len]
-        if job._core.options[5] and change.any():
+        if job._core.options.is_deterministic and change.any():
             raise RuntimeError(_NO_MEANS)
         value = self._gradients.deliver(change, 0.0 if loss is None else loss)
         before, self._accepted = self._accepted, now
@@ -303,7 +303,8 @@ class Optimizer:
         # The sum stays as it is: other workers may still need it.
         sums = self._gradients.flat(address)
         # The sum of a strict job is rounded.
-        means = None if self._job._core.options[5] else self._gradients.means(address)
+        is_strict = self._job._core.options.is_deterministic
+        means = None if is_strict else self._gradients.means(address)
         scaler = self._job._scaler
         left_out = scaler is not None and overflows(sums)
         if left_out:
