@@ -207,7 +207,7 @@ fn train<M: Model>(
             batch: options.batch,
             micro_batch: options.micro_batch.map_or(1, NonZeroU64::get),
         },
-        checkpoints: options.checkpoints.as_ref().map(|kept| kept.every),
+        checkpoints: options.checkpoints.as_ref().map(|spec| spec.every),
         evaluation: validation.as_ref().map(|validation| validation.plan.clone()),
         skips_nonfinite: options.skips_nonfinite,
         allows_mixed_builds: options.allows_mixed_builds,

@@ -309,8 +309,9 @@ impl<M: Model> Trainer<'_, M> {
             let (epoch, records) = (state.ledger.epoch(), state.records_trained);
             self.model.observe(Progress::Committed { step: state.step, epoch, records });
         }
-        if let (Some(generation), Some(headers), true) =
-            (generation, self.session.last_headers(), self.donor.is_serving())
+        if let Some(generation) = generation
+            && let Some(headers) = self.session.last_headers()
+            && self.donor.is_serving()
         {
             let sum = self.tensors.to_host(Tensor::Retained)?;
             self.donor.committed(generation, step, headers, &sum);
@@ -318,7 +319,8 @@ impl<M: Model> Trainer<'_, M> {
         if let (Some(source), Some(incoming)) = (&self.source, &self.incoming) {
             source.report(incoming.position(self.session.step()));
         }
-        if let (Some(generation), true) = (generation, is_round)
+        if is_round
+            && let Some(generation) = generation
             && let Some(phases) = self.gap.on_commit(generation, Instant::now())
         {
             let step = self.session.step();

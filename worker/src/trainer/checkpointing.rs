@@ -57,7 +57,7 @@ impl Checkpointing {
         let reader = call_user("reader()", || Ok(model.reader()))?;
         let order = order_of(&reader, options, dataset)?.name();
         let (locations, fingerprint) =
-            look(options, job, dataset.clone(), order, size).map_err(|f| f.error)?;
+            locate(options, job, dataset.clone(), order, size).map_err(|f| f.error)?;
         check(&locations, &fingerprint).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
         })?;
@@ -81,12 +81,12 @@ impl Checkpointing {
         program: Program,
         evaluation: Option<&Plan>,
     ) -> Result<Self, Failure> {
-        let (locations, fingerprint) = look(options, job, dataset, order, size)?;
+        let (locations, fingerprint) = locate(options, job, dataset, order, size)?;
         let (program, best_metric) = (Some(program), evaluation.map(BestMetric::from));
         let fingerprint = Arc::new(JobFingerprint { program, best_metric, ..fingerprint });
         let writer = match (&locations.own, &options.checkpoints) {
-            (Some(own), Some(kept)) => {
-                let retention = Retention { keep: kept.keep as usize, exclusive: kept.exclusive };
+            (Some(own), Some(spec)) => {
+                let retention = Retention { keep: spec.keep as usize, exclusive: spec.exclusive };
                 let writer =
                     CheckpointWriter::new(own.clone(), Arc::clone(&fingerprint), retention);
                 Some(writer.map_err(|error| {
@@ -109,7 +109,7 @@ impl Checkpointing {
 
 /// Opens the possible locations of checkpoints, and builds the fingerprint that they must match,
 /// without what a checkpoint need not match.
-fn look(
+fn locate(
     options: &WorkerOptions,
     job: JobKey<'_>,
     dataset: Dataset,
@@ -120,7 +120,7 @@ fn look(
         Storage::open(address).map_err(|error| Failure::local(format!("{option} {error}")))
     };
     let own =
-        options.checkpoints.as_ref().map(|kept| open("--checkpoint-dir", &kept.dir)).transpose()?;
+        options.checkpoints.as_ref().map(|spec| open("--checkpoint-dir", &spec.dir)).transpose()?;
     let from = options.resume_from.as_ref().map(|from| open("--resume-from", from)).transpose()?;
     let fingerprint = JobFingerprint {
         job: job.name.to_owned(),
@@ -137,7 +137,7 @@ fn look(
         best_metric: None,
         program: None,
     };
-    let exclusive = options.checkpoints.as_ref().is_some_and(|kept| kept.exclusive);
+    let exclusive = options.checkpoints.as_ref().is_some_and(|spec| spec.exclusive);
     Ok((Locations { own, from, exclusive }, fingerprint))
 }
 
