@@ -243,7 +243,7 @@ impl<F: PartFile> PartTables<F> {
         if let Some(place) = self.open.iter().position(|open| open.name == name) {
             let reached = self.open.remove(place);
             let rows = &reached.window.rows;
-            if (rows.start..rows.end + BLOCK_ROWS).contains(&at) {
+            if (rows.start..rows.end + REACH_ROWS).contains(&at) {
                 return Ok(reached);
             }
         }
@@ -406,4 +406,6 @@ pub(super) use part_reader;
 
 /// Rows that are decoded at once.
 pub(super) const BLOCK_ROWS: u64 = 4096;
+/// Greatest distance to rows that are reached by decoding those before them, not by opening anew.
+const REACH_ROWS: u64 = 4 * BLOCK_ROWS;
 const NULL: &str = "a null where a value should be";

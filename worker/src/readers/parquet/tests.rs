@@ -143,6 +143,27 @@ fn row_groups_are_files_whose_rows_are_read_in_any_order() {
 }
 
 #[test]
+fn rows_of_a_large_row_group_are_read_wherever_the_last_read_ended() {
+    let folder = folder(&[("a.parquet", table(&[0..25_000]))]);
+    let mut reader = reader();
+    let dataset = reader.describe(folder.path().to_str().unwrap()).unwrap();
+    for range in [
+        // Across windows; in the same one, before and after; soon after; far after; far before.
+        4090..9000,
+        8500..8600,
+        8200..8300,
+        8300..8400,
+        14_000..14_010,
+        5..8,
+        24_990..25_000,
+        100..25_000,
+    ] {
+        let found = reader.read(&dataset.files[0], range.start as u64..range.end as u64).unwrap();
+        assert!(found == rows(range.clone()), "{range:?}");
+    }
+}
+
+#[test]
 fn an_invalid_value_is_an_error_with_its_file_row_group_column_and_row() {
     let folder = folder(&[("a.parquet", table_with(&[0..20, 20..90], |i| i == 35))]);
     let path = folder.path().join("a.parquet").to_str().unwrap().to_owned();
