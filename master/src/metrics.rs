@@ -117,6 +117,13 @@ impl Projection {
         if let Some(loss) = status.loss {
             page.gauge("loss", "Mean loss per record, smoothed over the last reports", loss)?;
         }
+        if !status.metrics.is_empty() {
+            let help = "Mean of each metric of the program, smoothed over the last reports";
+            page.gauges("training", help, |labels| {
+                let mut known = status.metrics.iter();
+                known.try_for_each(|(name, mean)| labels.set("metric", name, *mean))
+            })?;
+        }
         if let Some(rate) = status.learning_rate {
             page.gauge("learning_rate", "Learning rate of the last step", rate)?;
         }

@@ -312,8 +312,8 @@ mod tests {
         let expected = json!({
             "time": "1970-01-01T00:00:00.000Z", "elapsed_s": 1.5, "kind": "progress",
             "state": "running", "progress": 0.5, "epoch": 2, "epochs": 3, "step": 120,
-            "loss": 0.53, "learning_rate": 0.001, "records_per_s": 12_345.0, "eta_s": 3725.0,
-            "workers": 2, "workers_desired": 2, "generation": 3,
+            "loss": 0.53, "metrics": {}, "learning_rate": 0.001, "records_per_s": 12_345.0,
+            "eta_s": 3725.0, "workers": 2, "workers_desired": 2, "generation": 3,
         });
         assert_eq!(read(&json_progress(time, now, &line::tests::line())), expected);
     }

@@ -58,7 +58,8 @@ impl Scalars {
             ("all_reduce_ms", mean_ms(times.reduce_us, before.reduce_us)),
         ];
         let values = values.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
-        let (step, values) = (status.step, values.collect());
+        let metrics = status.metrics.iter().map(|(name, &mean)| (format!("training/{name}"), mean));
+        let (step, values) = (status.step, values.chain(metrics).collect());
         points.push(Point { step, values, is_evaluation: false });
         points
     }

@@ -222,6 +222,8 @@ pub struct Committed {
     pub loss_sum: f64,
     /// Records of these steps.
     pub records: u64,
+    /// Sums of the program's metrics over `records`.
+    pub metrics: BTreeMap<String, f64>,
     /// What each rank did in the last of these steps.
     pub ranks: Vec<RankStep>,
     /// Durations of these steps.

@@ -1,6 +1,7 @@
 //! The status of a running job, for the user and for programs.
 
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
@@ -41,6 +42,10 @@ pub struct Status {
     pub records_per_s: f64,
     /// Mean loss per record, smoothed over the last reports.
     pub loss: Option<f64>,
+    /// Metrics that the program reports during training, each a mean per record, smoothed as the
+    /// loss is.
+    #[serde(default)]
+    pub metrics: BTreeMap<String, f64>,
     /// Learning rate of the last step; `None` before it, and if the model reports none.
     #[serde(default)]
     pub learning_rate: Option<f64>,
@@ -291,6 +296,7 @@ pub(crate) mod tests {
             records_repeated: 1,
             records_per_s: 20_000.0,
             loss: Some(0.25),
+            metrics: [("accuracy".into(), 0.625)].into(),
             learning_rate: Some(0.125),
             eta_s: Some(64.0),
             steps_skipped: 4,
@@ -382,6 +388,7 @@ pub(crate) mod tests {
             }],
             "events": ["generation 2: 1 worker"], "events_emitted": 7, "events_at_s": [1.5],
         });
+        expected["metrics"] = json!({"accuracy": 0.625});
         // One invocation of the macro has a limit.
         expected["evaluated_best"] =
             json!({"step": 8, "metric": "accuracy", "value": 0.875, "export": "/b"});

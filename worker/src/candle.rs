@@ -101,7 +101,8 @@ pub trait CandleModel: 'static {
         records: Vec<<Self::Reader as Reader>::Record>,
     ) -> Result<Self::Batch, UserError>;
 
-    /// Computes the batch's loss: one `f32`, a mean over its records or their sum.
+    /// Computes the batch's loss: one `f32`, a mean over its records or their sum. Metrics of the
+    /// batch are reported with [`report_mean`](crate::report_mean).
     ///
     /// # Errors
     /// See [`Model::gradients`].

@@ -80,7 +80,7 @@ pub use buckets::Gradients;
 pub use candle_core;
 #[cfg(feature = "candle")]
 pub use candle_nn;
-pub use metrics::{Loss, Metrics, UserError};
+pub use metrics::{Loss, Metrics, UserError, report_mean, report_sum};
 #[doc(hidden)]
 pub use model::Progress;
 pub use model::{Model, NamedTensor};

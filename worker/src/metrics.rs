@@ -1,6 +1,9 @@
 //! What a model reports of a batch.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
+
+use elasticdl_proto::limits::{METRIC_NAME_BYTES_MAX, METRICS_MAX};
 
 /// Any error of the user's code. Its text is reported in the summary, with the worker and the
 /// records that it was processing.
@@ -57,5 +60,93 @@ impl<'a> Metrics<'a> {
             Some(before) => *before += sum,
             None => drop(self.sums.insert(name.to_owned(), sum)),
         }
+    }
+}
+
+/// Reports `mean`, a mean over the records of a batch, as the metric `name` of the training. To be
+/// called by [`Model::gradients`](crate::Model::gradients), or a loss, on its own thread; elsewhere
+/// it does nothing.
+///
+/// Users see the mean over all records of the steps since the last report, smoothed like the loss:
+/// in the status, the progress, TensorBoard, MLflow and the Prometheus metrics. So each batch
+/// reports the same metrics. At most 100, with names of 1 to 100 bytes; more end the job.
+pub fn report_mean(name: &str, mean: f64) {
+    report(name, |records| mean * records as f64);
+}
+
+/// Like [`report_mean`], with a `sum` over the records of the batch.
+pub fn report_sum(name: &str, sum: f64) {
+    report(name, |_| sum);
+}
+
+fn report(name: &str, sum: impl FnOnce(usize) -> f64) {
+    REPORTED.with_borrow_mut(|Reported { records, sums }| {
+        if let Some(records) = *records {
+            Metrics::new(sums, records).add_sum(name, sum(records));
+        }
+    });
+}
+
+/// Metrics of the gradient that this thread computes, in sums over its records.
+#[derive(Default)]
+struct Reported {
+    /// Number of records of the batch; `None` between two batches.
+    records: Option<usize>,
+    sums: BTreeMap<String, f64>,
+}
+
+thread_local! {
+    static REPORTED: RefCell<Reported> = RefCell::default();
+}
+
+/// Runs `compute`, which adds the gradient of a batch of `records` records.
+pub(crate) fn reporting<T>(records: usize, compute: impl FnOnce() -> T) -> T {
+    REPORTED.with_borrow_mut(|reported| reported.records = Some(records));
+    let result = compute();
+    REPORTED.with_borrow_mut(|reported| reported.records = None);
+    result
+}
+
+/// Takes what was reported since the last call.
+///
+/// # Errors
+/// The limit that it exceeds.
+pub(crate) fn take_reported() -> Result<BTreeMap<String, f64>, String> {
+    let sums = REPORTED.with_borrow_mut(std::mem::take).sums;
+    let is_wrong = |name: &&String| name.is_empty() || name.len() > METRIC_NAME_BYTES_MAX;
+    if let Some(name) = sums.keys().find(is_wrong) {
+        return Err(format!(
+            "gradients() reports a metric with a name of {} bytes; it must have 1 to \
+             {METRIC_NAME_BYTES_MAX}",
+            name.len()
+        ));
+    }
+    match sums.len() {
+        0..=METRICS_MAX => Ok(sums),
+        count => Err(format!("gradients() reports {count} metrics; at most {METRICS_MAX} are")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metrics_of_batches_add_up_and_wrong_ones_are_refused() {
+        report_mean("early", 1.0);
+        assert_eq!(reporting(4, || report_mean("accuracy", 0.5)), ());
+        reporting(2, || {
+            report_sum("accuracy", 1.0);
+            report_mean("norm", 3.0);
+        });
+        report_sum("late", 1.0);
+        let expected = [("accuracy".to_owned(), 3.0), ("norm".to_owned(), 6.0)];
+        assert_eq!(take_reported(), Ok(expected.into()));
+        assert_eq!(take_reported(), Ok(BTreeMap::new()));
+        let name = "x".repeat(101);
+        reporting(1, || report_mean(&name, 1.0));
+        assert!(take_reported().unwrap_err().contains("a name of 101 bytes"));
+        reporting(1, || (0..101).for_each(|i| report_mean(&i.to_string(), 1.0)));
+        assert!(take_reported().unwrap_err().contains("101 metrics"));
     }
 }

@@ -62,6 +62,7 @@ pub trait Model: 'static {
     /// `parameters`: `[parameter_count()]`. `gradients` already contains the gradients of the
     /// step's earlier micro-batches. If there are [buckets](Self::bucket_len), the parts that the
     /// model [completes](Gradients::complete_from) are all-reduced while it computes the rest.
+    /// [`report_mean`](crate::report_mean) reports metrics of the batch.
     ///
     /// # Errors
     /// An error is reported with the range of records, which another worker then processes.

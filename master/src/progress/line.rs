@@ -1,5 +1,7 @@
 //! One line that describes the state of a job, as text of a given width and as JSON.
 
+use std::collections::BTreeMap;
+
 use elasticdl_proto::Status;
 use serde::Serialize;
 
@@ -17,6 +19,8 @@ pub(crate) struct ProgressLine {
     epochs: u32,
     pub(crate) step: u64,
     loss: Option<f64>,
+    /// Metrics of the program.
+    metrics: BTreeMap<String, f64>,
     learning_rate: Option<f64>,
     records_per_s: f64,
     eta_s: Option<f64>,
@@ -38,6 +42,7 @@ impl ProgressLine {
             epochs: status.epochs,
             step: status.step,
             loss: status.loss,
+            metrics: status.metrics.clone(),
             learning_rate: status.learning_rate,
             records_per_s: status.records_per_s,
             eta_s: status.eta_s,
@@ -76,20 +81,24 @@ impl ProgressLine {
             (workers, desired) => format!("{workers} of {desired} workers"),
         };
         let rate = format_rate(self.records_per_s);
-        [
+        let metric = |(name, &mean): (&String, &f64)| {
+            (1, format!("{} {}", one_line(name), format_value(mean)))
+        };
+        let before = [
             (self.state != "running").then(|| (0, one_line(&self.state))),
             (self.epochs > 1).then(|| (4, format!("epoch {}/{}", self.epoch, self.epochs))),
             Some((0, format!("step {}", self.step))),
             self.loss.map(|loss| (1, format!("loss {}", format_value(loss)))),
+        ];
+        let after = [
             self.learning_rate.map(|rate| (3, format!("lr {}", format_learning_rate(rate)))),
             Some((5, format!("{rate} records/s"))),
             Some((6, workers)),
             self.eta_s.map(|seconds| (2, format!("{} left", format_duration(seconds)))),
             Some((7, format!("generation {}", self.generation))),
-        ]
-        .into_iter()
-        .flatten()
-        .collect()
+        ];
+        let metrics = self.metrics.iter().map(metric);
+        before.into_iter().flatten().chain(metrics).chain(after.into_iter().flatten()).collect()
     }
 }
 
@@ -112,6 +121,7 @@ pub(super) mod tests {
             epochs: 3,
             step: 120,
             loss: Some(0.53),
+            metrics: BTreeMap::new(),
             learning_rate: Some(0.001),
             records_per_s: 12_345.0,
             eta_s: Some(3725.0),
@@ -145,6 +155,9 @@ pub(super) mod tests {
         let text =
             "step 120 · loss 0.5300 · lr 0.001 · 12.3 k records/s · 2 workers · generation 3";
         assert_eq!(one_epoch.to_text(100), text);
+        let metrics = [("accuracy".into(), 0.9), ("norm".into(), 2.0)].into();
+        let more = ProgressLine { metrics, ..one_epoch.clone() };
+        assert_eq!(more.to_text(40), "step 120 · loss 0.5300 · accuracy 0.9000");
         let waiting = ProgressLine {
             state: "waiting".into(),
             workers: 1,

@@ -2,7 +2,10 @@
 
 use super::decode::{Checked, generation, ranges, within};
 use super::v1;
-use crate::limits::{DATASET_RECORDS_MAX, PHASE_US_MAX, STEPS_MAX, WORKERS_MAX};
+use crate::limits::{
+    DATASET_RECORDS_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX, PHASE_US_MAX, STEPS_MAX, WORKERS_MAX,
+    clip,
+};
 use crate::message::{Committed, RankStep, StepTimes};
 
 pub(super) fn committed(report: v1::Committed) -> Checked<Committed> {
@@ -27,6 +30,7 @@ pub(super) fn committed(report: v1::Committed) -> Checked<Committed> {
         // A value that is not finite is valid: it shows the user that the model diverges.
         loss_sum: report.loss_sum,
         records: within("committed.records", report.records, 0, DATASET_RECORDS_MAX)?,
+        metrics: report.metrics.into_iter().take(METRICS_MAX).map(name_clipped).collect(),
         ranks: ranks.map(rank_step).collect::<Checked<Vec<RankStep>>>()?,
         times: step_times(report.times.unwrap_or_default())?,
         steps_skipped: within("committed.steps_skipped", report.steps_skipped, 0, STEPS_MAX)?,
@@ -36,6 +40,10 @@ pub(super) fn committed(report: v1::Committed) -> Checked<Committed> {
         last_loss: report.last_loss.filter(|loss| loss.is_finite()),
         epoch_step: report.epoch_step.filter(|&step| step <= report.step),
     })
+}
+
+fn name_clipped((name, sum): (String, f64)) -> (String, f64) {
+    (clip(name, METRIC_NAME_BYTES_MAX), sum)
 }
 
 fn step_times(times: v1::StepTimes) -> Checked<StepTimes> {

@@ -134,6 +134,7 @@ fn committed(report: Committed) -> v1::Committed {
         ranges: ranges(&report.ranges),
         loss_sum: report.loss_sum,
         records: report.records,
+        metrics: report.metrics.into_iter().collect(),
         compute_us: of_ranks(|rank| rank.compute_us),
         input_us: of_ranks(|rank| rank.input_us),
         rank_records: of_ranks(|rank| rank.records),

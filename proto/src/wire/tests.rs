@@ -51,6 +51,7 @@ fn commit() -> v1::Committed {
         ranges: vec![range(0, 0, 8)],
         loss_sum: 2.5,
         records: 8,
+        metrics: [("accuracy".into(), 6.0)].into(),
         compute_us: vec![10, 20],
         input_us: vec![1, 2],
         rank_records: vec![5, 3],
@@ -154,6 +155,7 @@ fn every_message_of_a_worker_keeps_every_field() {
             ranges: ranges.clone(),
             loss_sum: 2.5,
             records: 8,
+            metrics: [("accuracy".into(), 6.0)].into(),
             ranks: vec![
                 RankStep { records: 5, compute_us: 10, input_us: 1, checkpoint_us: 7 },
                 RankStep { records: 3, compute_us: 20, input_us: 2, checkpoint_us: 8 },

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
-use elasticdl::{Gradients, Loss, Metrics, Model, Optimizer, Predictions, Update, UserError};
+use elasticdl::{
+    Gradients, Loss, Metrics, Model, Optimizer, Predictions, Update, UserError, report_sum,
+};
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::counts_summary;
 
@@ -155,6 +157,7 @@ impl Model for Counting {
         batch: Vec<u64>,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
+        report_sum("seen", batch.len() as f64);
         if !gradients.is_overlapped() {
             self.count(&batch, gradients.sum())?;
             return Ok(Loss::Sum(batch.len() as f64));
@@ -249,6 +252,7 @@ impl DeviceModel for Counting {
         batch: Vec<u64>,
         gradients: &mut DeviceGradients<'_>,
     ) -> Result<Loss, UserError> {
+        report_sum("seen", batch.len() as f64);
         let parts = if gradients.is_overlapped() { 4 } else { 1 };
         let part_len = self.parameter_count().div_ceil(parts);
         let mut counts = vec![0.0; self.parameter_count()];

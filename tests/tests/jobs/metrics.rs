@@ -56,6 +56,7 @@ fn a_job_exports_metrics_to_prometheus_and_tensorboard() {
         page["elasticdl_steps_total{}"] > 3.0 && page["elasticdl_records_total{}"] > 90.0,
         "{page:?}"
     );
+    assert_eq!(page["elasticdl_training{,metric=\"seen\"}"], 1.0);
     let times = ["elasticdl_step_seconds_total{}", "elasticdl_all_reduce_seconds_total{}"]
         .map(|name| page[name]);
     assert!(times[0] > times[1] && times[1] > 0.0, "{times:?}");
@@ -67,7 +68,8 @@ fn a_job_exports_metrics_to_prometheus_and_tensorboard() {
         .collect();
     let [file] = &files[..] else { panic!("one file: {files:?}") };
     let bytes = std::fs::read(file).unwrap();
-    for word in ["brain.Event:2", "loss", "records_per_s", "workers", "step_ms", "all_reduce_ms"] {
+    let words = ["brain.Event:2", "loss", "training/seen", "records_per_s", "workers", "step_ms"];
+    for word in words.into_iter().chain(["all_reduce_ms"]) {
         assert!(bytes.windows(word.len()).any(|part| part == word.as_bytes()), "{word}");
     }
 }

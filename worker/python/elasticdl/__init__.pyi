@@ -1,5 +1,5 @@
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 from ._elasticdl import Ring as Ring
 
@@ -89,6 +89,7 @@ class Job:
         micro_batch: int = 64,
     ) -> Any: ...
     def run(self) -> None: ...
+    def report(self, name: str, mean: SupportsFloat) -> None: ...
     def commit(
         self, loss: float = 0.0, *, reduction: Literal["mean", "sum"] = "mean"
     ) -> bool: ...

@@ -283,7 +283,15 @@ class Job:
             raise RuntimeError("there is no memory before the first micro-batch is drawn")
         return memoryview(self._memory[index]).cast("f")
 
-    # ---- training ----
+    def report(self, name, mean):
+        """Reports a metric of the micro-batch that is delivered next, a mean over its records.
+
+        Users see the mean over all records, smoothed like the loss: in the status, the progress,
+        TensorBoard, MLflow and the Prometheus metrics. Each micro-batch reports the same metrics.
+        """
+        self._core.report(name, float(mean))
+
+    def commit(self, loss=0.0, *, reduction="mean"):
 
     def commit(self, loss=0.0, *, reduction="mean"):
         """Delivers :attr:`gradient`, that of the micro-batch drawn first.

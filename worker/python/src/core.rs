@@ -292,6 +292,11 @@ impl Core {
         self.training(|training| training.driver.complete_from(start))
     }
 
+    /// Reports a metric of the micro-batch that is delivered next, a mean over its records.
+    fn report(&self, name: String, mean: f64) -> PyResult<()> {
+        self.training(|training| training.driver.report(name, mean))
+    }
+
     /// Delivers the gradient of the micro-batch that was drawn first. Returns whether it counts.
     fn deliver(&self, py: Python<'_>, loss: f64, is_mean: bool) -> PyResult<bool> {
         self.training(|training| {

@@ -26,6 +26,7 @@ for indices in job.sampler(records, micro_batch=7):
     for index in indices:
         gradient[index] += 1.0
     time.sleep(micros * len(indices) / 1e6)
+    job.report("seen", 2.0)
     job.commit(1.0, reduction="sum")
 
 with open(counts, "a") as file:

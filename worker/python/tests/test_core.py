@@ -237,6 +237,7 @@ class Jobs(unittest.TestCase):
             self.assertEqual(job.command("scale", "--num-workers", "3").returncode, 0)
             members = lambda status: [w for w in status["workers"] if w.get("rank") is not None]
             job.wait_for("three members", lambda status: len(members(status)) == 3)
+            job.wait_for("the metric", lambda status: status["metrics"] == {"seen": 2.0})
             self.assertEqual(job.command("scale", "--num-workers", "1").returncode, 0)
             self.check(job, "scaled")
 

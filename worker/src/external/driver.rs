@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::lent::{Lent, LentMut};
 use super::memory::Memory;
 use super::micro_batches::MicroBatches;
-use super::model::{Call, ExternalModel, GroupProgress, Record, Reply, Shape, Shared};
+use super::model::{Call, ExternalModel, GroupProgress, Record, Reply, Shape, Shared, Sums};
 use super::worker::{Worker, WorkerError};
 use crate::predictions::Predictions;
 
@@ -21,6 +21,8 @@ pub struct Driver {
     held: Option<Held>,
     shared: Arc<Shared>,
     batches: MicroBatches,
+    /// Metrics of the micro-batch that is delivered next, each a mean over its records.
+    means: Vec<(String, f64)>,
     trainer: Trainer,
 }
 
@@ -28,7 +30,7 @@ pub struct Driver {
 #[derive(Debug)]
 enum Held {
     Evaluate,
-    Gradient { gradient: LentMut, before: u64, is_overlapped: bool, loss_sum: f64 },
+    Gradient { gradient: LentMut, before: u64, is_overlapped: bool, sums: Sums },
     Initialize { parameters: LentMut },
     Predict,
     Update { sum: Lent, parameters: LentMut, state: LentMut },
@@ -138,6 +140,7 @@ impl Driver {
             held: None,
             shared,
             batches: MicroBatches::new(micro_batch.max(1), worker.options().is_deterministic),
+            means: Vec::new(),
             trainer: Trainer::Waiting(Box::new((worker, model))),
         }
     }
@@ -228,7 +231,8 @@ impl Driver {
             Call::Evaluate { records } => (Held::Evaluate, Event::Evaluate { records }),
             Call::Gradient { records, before, gradient, is_overlapped, loads } => {
                 self.batches.request(records);
-                let held = Held::Gradient { gradient, before, is_overlapped, loss_sum: 0.0 };
+                let sums = Sums::default();
+                let held = Held::Gradient { gradient, before, is_overlapped, sums };
                 (held, Event::Gradient { loads })
             }
             Call::Initialize { seed, parameters } => {
@@ -268,6 +272,11 @@ impl Driver {
         }
     }
 
+    /// Reports `mean`, a mean over the micro-batch that is delivered next, as the metric `name`.
+    pub fn report(&mut self, name: String, mean: f64) {
+        self.means.push((name, mean));
+    }
+
     /// Delivers the gradient of the micro-batch that was drawn first, which is in
     /// [`gradient`](Self::gradient). `loss`: mean over its records. Returns whether the micro-batch
     /// counts. If not, its records are drawn again.
@@ -276,20 +285,22 @@ impl Driver {
     /// No micro-batch was drawn.
     pub fn deliver(&mut self, loss: f64) -> Result<bool, WorkerError> {
         let counted = self.counted();
+        let means = std::mem::take(&mut self.means);
         if !self.batches.deliver(counted.is_some()) {
             let error = "there is no micro-batch to deliver: each needs its own draw";
             return Err(WorkerError::Failed(error.into()));
         }
-        let (Some(counted), Some(Held::Gradient { before, loss_sum, .. })) =
-            (counted, &mut self.held)
+        let (Some(counted), Some(Held::Gradient { before, sums, .. })) = (counted, &mut self.held)
         else {
             return Ok(false);
         };
         *before += counted.records as u64;
-        *loss_sum += loss * counted.records as f64;
+        let records = counted.records as f64;
+        sums.loss += loss * records;
+        sums.metrics.extend(means.into_iter().map(|(name, mean)| (name, mean * records)));
         if counted.is_last {
-            let loss_sum = *loss_sum;
-            self.reply(Ok(Reply::Gradient { loss_sum }));
+            let sums = std::mem::take(sums);
+            self.reply(Ok(Reply::Gradient(sums)));
         }
         Ok(true)
     }

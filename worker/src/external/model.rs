@@ -11,7 +11,7 @@ use super::memory::Taken;
 use crate::buckets::Gradients;
 use crate::conversion::Conversion;
 use crate::device::DeviceModel;
-use crate::metrics::{Loss, Metrics, UserError};
+use crate::metrics::{Loss, Metrics, UserError, report_sum};
 use crate::model::{Model, NamedTensor, Progress};
 use crate::predictions::Predictions;
 use crate::reader::{
@@ -118,12 +118,20 @@ pub(super) enum Reply {
     CompleteFrom(usize),
     /// The call is done.
     Done,
-    /// The gradient of all records is there; the sum of their loss.
-    Gradient { loss_sum: f64 },
+    /// The gradient of all records is there.
+    Gradient(Sums),
     /// The metrics, each a mean over the records.
     Metrics(Vec<(String, f64)>),
     /// One row for each record.
     Predictions(Predictions),
+}
+
+/// What a program reports with a gradient, in sums over its records.
+#[derive(Debug, Default)]
+pub(super) struct Sums {
+    pub(super) loss: f64,
+    /// By name, which may occur several times.
+    pub(super) metrics: Vec<(String, f64)>,
 }
 
 /// What both threads see at any time.
@@ -189,7 +197,10 @@ impl ExternalModel {
         loop {
             match self.receive()? {
                 Reply::CompleteFrom(start) => complete(start),
-                Reply::Gradient { loss_sum } => return Ok(Loss::Sum(loss_sum)),
+                Reply::Gradient(Sums { loss, metrics }) => {
+                    metrics.iter().for_each(|(name, sum)| report_sum(name, *sum));
+                    return Ok(Loss::Sum(loss));
+                }
                 Reply::Done | Reply::Metrics(_) | Reply::Predictions(_) => {
                     return Err("the program has replied without a gradient".into());
                 }

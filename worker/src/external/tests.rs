@@ -11,7 +11,7 @@ use std::time::Duration;
 use elasticdl_collective::LocalRank;
 
 use super::memory::Taken;
-use super::model::{Call, ExternalModel, Reply};
+use super::model::{Call, ExternalModel, Reply, Sums};
 use super::*;
 use crate::buckets::{self, RecordKeys, SummedBuckets};
 use crate::metrics::{Loss, Metrics};
@@ -142,7 +142,7 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
         gradient.truncate(6);
         to_trainer.send(Ok(Reply::CompleteFrom(6))).unwrap();
         gradient.slice().unwrap().fill(2.0);
-        to_trainer.send(Ok(Reply::Gradient { loss_sum: 0.5 })).unwrap();
+        to_trainer.send(Ok(Reply::Gradient(Sums { loss: 0.5, ..Sums::default() }))).unwrap();
     });
     let shape = Shape {
         records: 10,

@@ -6,7 +6,7 @@ use elasticdl_proto::{Ledger, RecordRange};
 
 use super::phase::{Group, Pending};
 use super::{Computed, JobPlan, State, plan};
-use crate::session::header::StepHeader;
+use crate::session::header::{StepHeader, add_sums};
 use crate::session::pace::Pace;
 use crate::session::plan::{Contribution, Plan};
 
@@ -49,6 +49,7 @@ impl Assignment {
     /// [`Task::Compute`](super::Task::Compute).
     pub fn computed(&mut self, computed: Computed) {
         self.pending.loss_sum += computed.loss_sum;
+        add_sums(&mut self.pending.metrics, &computed.metrics);
         self.pending.compute_us += computed.compute_us;
         self.pending.input_us += computed.input_us;
     }
@@ -73,6 +74,7 @@ impl Assignment {
     pub(super) fn write(&self, header: &mut StepHeader) {
         header.ranges.clone_from(&self.pending.ranges);
         header.loss_sum = self.pending.loss_sum;
+        header.metrics.clone_from(&self.pending.metrics);
         header.compute_us = self.pending.compute_us;
         header.input_us = self.pending.input_us;
         header.cost = self.pace.cost();

@@ -200,19 +200,8 @@ mod tests {
         StepHeader {
             step,
             ranges: vec![RecordRange { epoch: 0, start: 4 * step, end: 4 * step + 4 }],
-            loss_sum: 0.0,
-            compute_us: 0,
-            input_us: 0,
-            cost: 0,
-            readable: None,
             newest_generation: 1,
-            stop: false,
-            suspend: false,
-            halt: None,
-            digest: 0,
-            checkpoint: Default::default(),
-            evaluation: Default::default(),
-            nccl: Default::default(),
+            ..StepHeader::default()
         }
     }
 

@@ -1,5 +1,7 @@
 //! Headers that ranks exchange, with the gradient or alone.
 
+use std::collections::BTreeMap;
+
 use elasticdl_proto::RecordRange;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -18,6 +20,8 @@ pub struct StepHeader {
     pub ranges: Vec<RecordRange>,
     /// Sum of the loss over these records.
     pub loss_sum: f64,
+    /// Sums of the program's metrics over these records.
+    pub metrics: BTreeMap<String, f64>,
     /// Time spent in the model's code, in microseconds.
     pub compute_us: u64,
     /// Time spent waiting for these records to be read, in microseconds.
@@ -49,6 +53,16 @@ impl StepHeader {
     /// Number of records in this rank's gradient.
     pub fn records(&self) -> u64 {
         self.ranges.iter().map(RecordRange::len).sum()
+    }
+}
+
+/// Adds sums of metrics to others, by name.
+pub(super) fn add_sums(sums: &mut BTreeMap<String, f64>, more: &BTreeMap<String, f64>) {
+    for (name, sum) in more {
+        match sums.get_mut(name) {
+            Some(before) => *before += sum,
+            None => drop(sums.insert(name.clone(), *sum)),
+        }
     }
 }
 

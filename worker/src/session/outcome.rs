@@ -188,7 +188,11 @@ mod tests {
         session.repaired();
         session.headers_exchanged(&[session.header(0)]).unwrap();
         assert!(matches!(session.poll(), Task::Compute { .. }));
-        session.assignment.computed(Computed { loss_sum: 1.0, compute_us: 1, input_us: 0 });
+        session.assignment.computed(Computed {
+            loss_sum: 1.0,
+            compute_us: 1,
+            ..Computed::default()
+        });
         session
     }
 
@@ -245,7 +249,11 @@ mod tests {
         session.updated(Duration::ZERO);
         assert_eq!(at(&session), None);
         assert!(matches!(session.poll(), Task::Compute { .. }));
-        session.assignment.computed(Computed { loss_sum: 1.0, compute_us: 1, input_us: 0 });
+        session.assignment.computed(Computed {
+            loss_sum: 1.0,
+            compute_us: 1,
+            ..Computed::default()
+        });
         session.summed(vec![session.header(0)], true).unwrap();
         assert_eq!(at(&session), Some(1));
         session.broken(None, "reset".into());

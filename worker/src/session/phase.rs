@@ -1,6 +1,6 @@
 //! Where a session stands, and what it holds there.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -71,6 +71,7 @@ impl Group {
 pub(super) struct Pending {
     pub(super) ranges: Vec<RecordRange>,
     pub(super) loss_sum: f64,
+    pub(super) metrics: BTreeMap<String, f64>,
     pub(super) compute_us: u64,
     pub(super) input_us: u64,
 }

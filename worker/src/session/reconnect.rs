@@ -164,19 +164,21 @@ mod tests {
         session.headers_exchanged(&[session.header(0)]).unwrap();
         for (at, loss_sum) in [(1000, 9.0), (1010, 8.0), (1020, 6.0), (1030, 4.0), (1040, 2.0)] {
             session.poll();
-            session.assignment.computed(Computed { loss_sum, ..Computed::default() });
+            let metrics = [("norm".to_owned(), 10.0 * loss_sum)].into();
+            session.assignment.computed(Computed { loss_sum, metrics, ..Computed::default() });
             commit(&mut session, Duration::from_millis(at));
         }
         session.reports.flush();
         let exact = |report| match report {
             WorkerMessage::Committed(report) => {
-                Some((report.step, report.first_loss, report.last_loss, report.epoch_step))
+                let norm = report.metrics["norm"];
+                Some((report.step, report.first_loss, report.last_loss, report.epoch_step, norm))
             }
             _ => None,
         };
         let reported: Vec<_> = reports(&mut session).into_iter().filter_map(exact).collect();
-        let rest = (5, Some(4.0), Some(1.0), Some(5));
-        assert_eq!(reported, [(1, Some(4.5), Some(4.5), None), rest]);
+        let rest = (5, Some(4.0), Some(1.0), Some(5), 200.0);
+        assert_eq!(reported, [(1, Some(4.5), Some(4.5), None, 90.0), rest]);
     }
 
     #[test]

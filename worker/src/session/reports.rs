@@ -6,7 +6,7 @@ use std::time::Duration;
 use elasticdl_proto::{Committed, Generation, RankStep, WorkerMessage};
 
 use super::State;
-use crate::session::header::StepHeader;
+use crate::session::header::{StepHeader, add_sums};
 
 /// Messages to the master, and the commits since the last report of them.
 #[derive(Clone, Debug, Default)]
@@ -75,6 +75,7 @@ impl Reports {
         let records = headers.iter().map(StepHeader::records).sum::<u64>();
         self.progress.loss_sum += loss_sum;
         self.progress.records += records;
+        headers.iter().for_each(|header| add_sums(&mut self.progress.metrics, &header.metrics));
         let loss = loss_sum / records as f64;
         if loss.is_finite() {
             self.progress.first_loss.get_or_insert(loss);

@@ -1,5 +1,6 @@
 //! Input, tasks and reports of a session.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::ops::Range;
 
@@ -108,10 +109,12 @@ impl Task {
 }
 
 /// What a rank has computed in one [`Task::Compute`].
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Computed {
     /// Sum of the loss over the records.
     pub loss_sum: f64,
+    /// Sums of the program's metrics over the records.
+    pub metrics: BTreeMap<String, f64>,
     /// Time in the model's code, in microseconds.
     pub compute_us: u64,
     /// Time spent waiting for the records to be read, in microseconds.

@@ -12,6 +12,7 @@ use super::parts::Parts;
 use crate::buckets::{Gradients, RecordKeys};
 use crate::exact_sum::ExactSum;
 use crate::failure::{Failure, call_user};
+use crate::metrics;
 use crate::model::Model;
 use crate::ordered_reader::ReadError;
 use crate::prefetch::Taken;
@@ -70,8 +71,10 @@ impl<M: Model> Trainer<'_, M> {
         if !is_set {
             self.tensors.clear_gradient()?;
         }
+        let metrics = metrics::take_reported().map_err(Failure::fatal)?;
         self.session.assignment.computed(Computed {
             loss_sum,
+            metrics,
             compute_us: busy.as_micros() as u64,
             input_us: input.as_micros() as u64,
         });
@@ -104,7 +107,7 @@ impl<M: Model> Trainer<'_, M> {
         let keys = RecordKeys::new(self.seed, positions);
         let batch = call_user("feed()", || model.feed(records))?;
         // All ranks see a non-finite loss in this rank's header.
-        let loss = call_user("gradients()", || match tensors {
+        let compute = || match tensors {
             Tensors::Device { state, .. } => {
                 let (parameters, mut gradient) = state.gradient(count);
                 device_of(model)?.gradients(parameters, batch, &mut gradient)
@@ -113,7 +116,8 @@ impl<M: Model> Trainer<'_, M> {
                 let gradient = self.exact.as_mut().and_then(ExactSum::last).unwrap_or(gradient);
                 model.gradients(parameters, batch, &mut Gradients::of(gradient, count, keys))
             }
-        })?;
+        };
+        let loss = metrics::reporting(count, || call_user("gradients()", compute))?;
         Ok(loss.sum_over(count))
     }
 }

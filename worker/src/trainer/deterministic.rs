@@ -9,6 +9,7 @@ use super::Trainer;
 use super::stopped::Stopped;
 use crate::exact_sum;
 use crate::failure::Failure;
+use crate::metrics;
 use crate::model::Model;
 use crate::session::{Computed, InvalidData};
 use crate::tensors::Tensors;
@@ -40,8 +41,10 @@ impl<M: Model> Trainer<'_, M> {
             loss_sum += self.micro_batch(*micro_batch, taken.records)?;
             busy += started.elapsed();
         }
+        let metrics = metrics::take_reported().map_err(Failure::fatal)?;
         self.session.assignment.computed(Computed {
             loss_sum,
+            metrics,
             compute_us: busy.as_micros() as u64,
             input_us: input.as_micros() as u64,
         });

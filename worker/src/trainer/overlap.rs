@@ -9,6 +9,7 @@ use super::Trainer;
 use super::device::device_of;
 use crate::buckets::{self, RecordKeys};
 use crate::failure::call_user;
+use crate::metrics;
 use crate::model::Model;
 use crate::reader::Reader;
 use crate::session::transport_switch::Transport;
@@ -34,8 +35,8 @@ impl<M: Model> Trainer<'_, M> {
                 let HostState { parameters, gradient, reduced, .. } = state;
                 let batch_of = (count, RecordKeys::new(self.seed, positions));
                 buckets::overlap(group, gradient, reduced, batch_of, bucket_len, |gradients| {
-                    let loss =
-                        call_user("gradients()", || model.gradients(parameters, batch, gradients));
+                    let compute = || model.gradients(parameters, batch, gradients);
+                    let loss = metrics::reporting(count, || call_user("gradients()", compute));
                     (loss, started.elapsed())
                 })
             }
@@ -43,9 +44,8 @@ impl<M: Model> Trainer<'_, M> {
             Tensors::Device { group: Some(group), state, .. } if has_peers && is_over_nccl => {
                 let batch = call_user("feed()", || model.feed(records))?;
                 state.overlap(group, count, bucket_len, |parameters, gradients| {
-                    let loss = call_user("gradients()", || {
-                        device_of(model)?.gradients(parameters, batch, gradients)
-                    });
+                    let compute = || device_of(model)?.gradients(parameters, batch, gradients);
+                    let loss = metrics::reporting(count, || call_user("gradients()", compute));
                     (loss, started.elapsed())
                 })
             }

@@ -34,6 +34,9 @@ pub(crate) fn to_table(status: &Status) -> String {
         let rate = rate.map(|rate| format!(", learning rate {rate}")).unwrap_or_default();
         row("loss", &format!("{}{rate}", format_value(loss)));
     }
+    for (name, mean) in &status.metrics {
+        row("", &format!("{} {}", one_line(name), format_value(*mean)));
+    }
     let left = status.eta_s.map(format_duration);
     let left = left.map(|left| format!(", {left} left")).unwrap_or_default();
     row("speed", &format!("{} records/s{left}", format_rate(status.records_per_s)));
@@ -233,6 +236,7 @@ pub(crate) mod tests {
             records_expected: 1920,
             records_repeated: 0,
             loss: Some(0.25),
+            metrics: [("accuracy".into(), 0.5)].into(),
             learning_rate: Some(0.001),
             eta_s: Some(64.0),
             records_per_s: 20_000.0,
@@ -285,6 +289,7 @@ epoch        1 of 3
 step         10
 records      640 of 1920
 loss         0.2500, learning rate 0.001
+             accuracy 0.5000
 speed        20.0 k records/s, 64 s left
 all-reduce   TCP
 generation   2

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::counters::{Counters, End};
 use super::epochs::EpochLines;
 use super::lifetimes::Lifetimes;
+use super::smoothed::Smoothed;
 use super::storage_waits::StorageWaits;
 use crate::job::event::{Committed, Finished, Phases};
 use crate::job::text::clip;
@@ -33,7 +34,7 @@ pub(crate) struct JobHistory {
     change: Option<Change>,
     failed_shards: Vec<FailedShard>,
     pub(super) totals: Totals,
-    loss_smoothed: Option<f64>,
+    pub(super) smoothed: Smoothed,
     pub(super) learning_rate: Option<f64>,
     pub(crate) epochs: EpochLines,
     /// Records committed by the group's reports so far, at these times; the newest last.
@@ -311,6 +312,7 @@ impl JobHistory {
             loss.first = if is_first { Some(first) } else { loss.first };
             loss.last = Some(last);
         }
+        self.smoothed.note_metrics(report.records, &report.metrics);
         self.learning_rate = report.learning_rate;
         self.count(now, report.records);
         self.counters.commit(steps, report);
@@ -424,8 +426,7 @@ impl JobHistory {
         if records > 0 && loss.is_finite() {
             self.totals.loss.first.get_or_insert(loss);
             self.totals.loss.last = Some(loss);
-            let before = self.loss_smoothed.filter(|l| l.is_finite()).unwrap_or(loss);
-            self.loss_smoothed = Some(before + (loss - before) * LOSS_SMOOTHING);
+            self.smoothed.note_loss(loss);
         }
     }
 
@@ -457,10 +458,6 @@ impl JobHistory {
 
     pub(crate) fn loss(&self) -> LossSummary {
         self.totals.loss
-    }
-
-    pub(crate) fn loss_smoothed(&self) -> Option<f64> {
-        self.loss_smoothed
     }
 
     /// `counted` records and `steps` over the time from the first group's start to the last report.
@@ -591,6 +588,5 @@ const FAILED_RECORDED_BYTES_MAX: usize = 64 << 10;
 const FAILED_SHARDS_MAX: usize = 100;
 /// More than an exporter can miss between two snapshots.
 const EVALUATED_MAX: usize = 1000;
-const LOSS_SMOOTHING: f64 = 0.2;
 const SAMPLE_EVERY: Duration = Duration::from_millis(100);
 const RATE_WINDOW: Duration = Duration::from_secs(5);

@@ -5,5 +5,6 @@ pub(crate) mod epochs;
 pub(crate) mod history;
 pub(crate) mod lifetimes;
 mod news;
+mod smoothed;
 mod storage_waits;
 pub(crate) mod views;

@@ -144,6 +144,21 @@ fn a_summary_has_the_losses_of_the_first_and_last_step_whatever_the_reports_cove
 }
 
 #[test]
+fn metrics_of_the_program_are_means_that_are_smoothed_like_the_loss() {
+    let mut job = started(spec(), &[20]);
+    for (step, sum) in [(3, 1.0), (5, f64::NAN), (7, 2.0)] {
+        let WorkerMessage::Committed(report) = committed(1, step, &[(step, step + 2)]) else {
+            panic!()
+        };
+        let metrics = [("accuracy".to_owned(), sum)].into();
+        deliver(&mut job, 1, WorkerMessage::Committed(Committed { metrics, ..report }));
+    }
+    let shown = job.status(at(1000)).metrics["accuracy"];
+    assert!(0.5 < shown && shown < 1.0, "{shown}");
+    assert_eq!(job.status(at(1000)).metrics.len(), 1);
+}
+
+#[test]
 fn a_status_shows_every_worker_and_the_last_lines() {
     let mut job = started(spec(), &[20]);
     deliver(&mut job, 1, committed(1, 3, &[(0, 10)]));

@@ -68,7 +68,11 @@ impl Pair {
     pub(crate) fn compute(&mut self) -> Vec<StepHeader> {
         for session in &mut self.0 {
             assert!(matches!(session.poll(), Task::Compute { is_first: true, .. }), "{session:?}");
-            session.assignment.computed(Computed { loss_sum: 1.0, compute_us: 1, input_us: 0 });
+            session.assignment.computed(Computed {
+                loss_sum: 1.0,
+                compute_us: 1,
+                ..Computed::default()
+            });
             assert_eq!(session.poll(), Task::Step { is_empty: false });
         }
         self.headers()

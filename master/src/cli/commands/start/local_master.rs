@@ -133,9 +133,9 @@ fn run(
         Outcome::Completed => EXIT_OK,
         Outcome::Failed => EXIT_FAILED,
         Outcome::InvalidInput => EXIT_USAGE,
-        // A policy of the user's stopped it.
-        Outcome::Stopped if ended.summary.stop_reason.is_some() => EXIT_OK,
         Outcome::Stopped => match code_of_summary(&ended.summary) {
+            // A policy of the user's stopped it.
+            EXIT_OK if ended.summary.stop_reason.is_some() => EXIT_OK,
             EXIT_OK => stop.unwrap_or(Stop::Interrupted).exit_code(),
             lost => lost,
         },
