@@ -408,7 +408,6 @@ fn built<N>(network: &Result<N, String>) -> Result<&N, UserError> {
 #[cfg(feature = "cuda")]
 mod cuda;
 mod cuts;
-pub mod ops;
 mod parameters;
 mod place;
 

@@ -11,13 +11,17 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
-use elasticdl::candle::ops::{causal_softmax, cross_entropy, rms_norm};
 use elasticdl::candle::{Candle, CandleModel, Cuts, Place};
 use elasticdl::candle_core::{D, DType, Device, Tensor, Var};
 use elasticdl::candle_nn::{Init, VarBuilder, VarMap};
 use elasticdl::readers::TextWindows;
 use elasticdl::{AdamW, Loss, Model, Optimizer, Schedule, UserError};
 use elasticdl_examples::plain;
+
+use self::ops::{causal_softmax, cross_entropy, rms_norm};
+
+#[path = "../../../master/templates/charlm/ops.rs"]
+mod ops;
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};
 

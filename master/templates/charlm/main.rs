@@ -3,7 +3,6 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use elasticdl::candle::ops::cross_entropy;
 use elasticdl::candle::{Candle, CandleModel, Place};
 use elasticdl::candle_core::{D, Device, Tensor};
 use elasticdl::candle_nn::VarBuilder;
@@ -11,8 +10,10 @@ use elasticdl::readers::TextWindows;
 use elasticdl::{AdamW, Loss, Optimizer, Predictions, Schedule, UserError};
 
 use self::network::{Transformer, parse_width};
+use self::ops::cross_entropy;
 
 mod network;
+mod ops;
 
 fn main() -> ExitCode {
     elasticdl::run(Candle::new(CharLm::parse()))

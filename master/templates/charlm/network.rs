@@ -1,9 +1,10 @@
 //! A transformer that predicts the next byte of a text: blocks of causal attention and a
 //! feed-forward network, each after a normalization.
 
-use elasticdl::candle::ops::{causal_softmax, rms_norm};
 use elasticdl::candle_core::{self, D, Tensor};
 use elasticdl::candle_nn::{Init, VarBuilder};
+
+use crate::ops::{causal_softmax, rms_norm};
 
 /// Number of values of a byte.
 pub(crate) const BYTES: usize = 256;

@@ -299,7 +299,7 @@ impl<F: PartFile> PartTables<F> {
         let open = self.file(path)?;
         let rows = open.file.rows();
         let Some(&count) = rows.get(part) else {
-            let reason = format!("the file has {} {}s: has it changed?", rows.len(), F::PART);
+            let reason = format!("the file has {} of them: has it changed?", rows.len());
             return Err(malformed::<F>(path, part, &reason));
         };
         Ok((open, part, count))

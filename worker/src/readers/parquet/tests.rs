@@ -226,7 +226,7 @@ fn a_corrupted_file_is_an_error_that_names_it_and_never_a_panic() {
     assert_eq!(error, format!("{text}: row group 0: {reason}"));
     let other = File::new(format!("{text}#7"), 1);
     let error = reader().read(&other, 0..1).unwrap_err().to_string();
-    assert_eq!(error, format!("{text}: row group 7: the file has 1 row groups: has it changed?"));
+    assert_eq!(error, format!("{text}: row group 7: the file has 1 of them: has it changed?"));
     let error =
         reader().describe(folder.path().join("empty.parquet").to_str().unwrap()).unwrap_err();
     assert!(matches!(error, DataError::Empty { .. }), "{error}");

@@ -80,6 +80,7 @@ fn charlm() -> Files {
     vec![
         ("src/main.rs", include_str!("../../../../templates/charlm/main.rs").into()),
         ("src/network.rs", include_str!("../../../../templates/charlm/network.rs").into()),
+        ("src/ops.rs", include_str!("../../../../templates/charlm/ops.rs").into()),
         ("data/sentences.txt", samples::sentences()),
         ("README.md", include_str!("../../../../templates/charlm/README.md").into()),
     ]

@@ -4,11 +4,9 @@
 //! All operate on contiguous `f32` tensors, along the last dimension. Tensors on a GPU use candle's
 //! own operations.
 
-use candle_core::{
+use elasticdl::candle_core::{
     CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
 };
-
-mod composed;
 
 /// Causal attention weights: softmax over the first `i + 1` elements of row `i` of each square
 /// matrix, and 0 for the other elements.
@@ -17,7 +15,7 @@ mod composed;
 ///
 /// # Errors
 /// If `scores` does not have this shape.
-pub fn causal_softmax(scores: &Tensor) -> Result<Tensor> {
+pub(crate) fn causal_softmax(scores: &Tensor) -> Result<Tensor> {
     let dims = scores.dims();
     if dims.len() < 2 || dims[dims.len() - 1] != dims[dims.len() - 2] {
         bail!("causal_softmax: expected square matrices, got {dims:?}");
@@ -36,7 +34,7 @@ pub fn causal_softmax(scores: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// If an argument does not have this shape or type.
-pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+pub(crate) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     if logits.rank() != 2 || targets.dims() != [logits.dims()[0]] {
         bail!("cross_entropy: logits {:?} and targets {:?}", logits.dims(), targets.dims());
     }
@@ -54,7 +52,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 ///
 /// # Errors
 /// If `rows` does not have this shape.
-pub fn rms_norm(rows: &Tensor) -> Result<Tensor> {
+pub(crate) fn rms_norm(rows: &Tensor) -> Result<Tensor> {
     if rows.device().is_cpu() { rows.apply_op1(RmsNorm) } else { composed::rms_norm(rows) }
 }
 
@@ -289,108 +287,37 @@ fn part<'a, T>(values: &'a [T], layout: &Layout) -> Result<&'a [T]> {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use candle_core::{D, Device, Var};
+/// The operations of this file, composed of candle's, for devices without custom implementations.
+mod composed {
+    use elasticdl::candle_core::{D, DType, Result, Tensor};
 
-    use super::*;
-
-    fn numbers(shape: &[usize]) -> Var {
-        let len = shape.iter().product::<usize>();
-        let numbers: Vec<f32> =
-            (0..len).map(|i| ((i * i * 7 + i * 3) % 23) as f32 / 8.0 - 1.4).collect();
-        Var::from_vec(numbers, shape, &Device::Cpu).unwrap()
-    }
-
-    /// The result and the gradient of a weighted sum of it.
-    fn result_and_gradient(
-        variable: &Var,
-        op: impl Fn(&Tensor) -> Result<Tensor>,
-    ) -> [Vec<f32>; 2] {
-        let result = op(variable).unwrap();
-        let weights = numbers(result.dims());
-        // The weights differ from element to element, so that no gradient can be confused with
-        // another.
-        let weights =
-            (weights.as_tensor() * 0.7).unwrap().flatten_all().unwrap().cumsum(0).unwrap();
-        let weighted =
-            (&result * weights.reshape(result.shape()).unwrap()).unwrap().sum_all().unwrap();
-        let gradients = weighted.backward().unwrap();
-        [&result, gradients.get(variable).unwrap()]
-            .map(|t| t.flatten_all().unwrap().to_vec1().unwrap())
-    }
-
-    /// Checks that an operation equals `composed`, in its result and its gradient.
-    fn equal(
-        shape: &[usize],
-        op: impl Fn(&Tensor) -> Result<Tensor>,
-        composed: impl Fn(&Tensor) -> Result<Tensor>,
-    ) {
-        let variable = numbers(shape);
-        let found = result_and_gradient(&variable, op);
-        let expected = result_and_gradient(&variable, composed);
-        for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
-            assert!((found - expected).abs() < 1e-4, "{found} is not {expected}");
-        }
-    }
-
-    fn simple_softmax(x: &Tensor) -> Result<Tensor> {
-        let exponentials = x.exp()?;
+    pub(super) fn causal_softmax(scores: &Tensor) -> Result<Tensor> {
+        let n = scores.dim(D::Minus1)?;
+        let place = Tensor::arange(0u32, n as u32, scores.device())?;
+        let is_later = place.unsqueeze(0)?.broadcast_gt(&place.unsqueeze(1)?)?;
+        // Far below any score, so that the exponential of a masked score is 0.
+        let masked = scores.broadcast_add(&(is_later.to_dtype(DType::F32)? * -1e9)?)?;
+        let exponentials = subtract_max(&masked)?.exp()?;
         exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
     }
 
-    #[test]
-    fn causal_softmax_equals_a_masked_softmax() {
-        let n = 5;
-        let mask: Vec<f32> = (0..n * n).map(|i| if i % n > i / n { -1e9 } else { 0.0 }).collect();
-        let mask = Tensor::from_vec(mask, (n, n), &Device::Cpu).unwrap();
-        for op in [causal_softmax, composed::causal_softmax] {
-            equal(&[2, 3, n, n], op, |x| simple_softmax(&x.broadcast_add(&mask)?));
-        }
+    pub(super) fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let logits = subtract_max(logits)?;
+        let log_sum = logits.exp()?.sum_keepdim(D::Minus1)?.log()?;
+        (log_sum - logits.gather(&targets.unsqueeze(1)?, 1)?)?.squeeze(1)
     }
 
-    #[test]
-    fn cross_entropy_equals_the_negative_log_of_the_softmax() {
-        let targets = Tensor::new(&[2u32, 0, 8, 3], &Device::Cpu).unwrap();
-        let negative_log_softmax = |x: &Tensor| {
-            let chosen = simple_softmax(x)?.gather(&targets.unsqueeze(1)?, 1)?;
-            chosen.squeeze(1)?.log()?.neg()
-        };
-        for op in [cross_entropy, composed::cross_entropy] {
-            equal(&[4, 9], |x| op(x, &targets), negative_log_softmax);
-        }
+    pub(super) fn rms_norm(rows: &Tensor) -> Result<Tensor> {
+        let mean = rows.sqr()?.mean_keepdim(D::Minus1)?;
+        rows.broadcast_div(&(mean + 1e-6)?.sqrt()?)
     }
 
-    #[test]
-    fn rms_norm_equals_the_composed_operations() {
-        let by_mean_square = |x: &Tensor| {
-            let mean = x.sqr()?.mean_keepdim(D::Minus1)?;
-            x.broadcast_div(&(mean + 1e-6)?.sqrt()?)
-        };
-        for op in [rms_norm, composed::rms_norm] {
-            equal(&[3, 2, 19], op, by_mean_square);
-        }
-    }
-
-    #[test]
-    fn large_logits_stay_finite() {
-        let logits = Tensor::new(&[[1000.0f32, 0.0], [-1000.0, 0.0]], &Device::Cpu).unwrap();
-        let targets = Tensor::new(&[1u32, 1], &Device::Cpu).unwrap();
-        for op in [cross_entropy, composed::cross_entropy] {
-            assert_eq!(op(&logits, &targets).unwrap().to_vec1::<f32>().unwrap(), [1000.0, 0.0]);
-        }
-    }
-
-    #[test]
-    fn wrong_shapes_are_errors() {
-        let matrix = numbers(&[2, 3]);
-        let targets = Tensor::new(&[0u32, 3], &Device::Cpu).unwrap();
-        assert!(causal_softmax(&matrix).is_err());
-        assert!(cross_entropy(&matrix, &targets).is_err(), "a target beyond the last class");
-        assert!(
-            cross_entropy(&matrix, &targets.narrow(0, 0, 1).unwrap()).is_err(),
-            "too few targets"
-        );
-        assert!(rms_norm(&matrix.t().unwrap()).is_err(), "not contiguous");
+    /// Subtracts each row's maximum: exponentials stay finite, and their ratios do not change.
+    fn subtract_max(rows: &Tensor) -> Result<Tensor> {
+        rows.broadcast_sub(&rows.max_keepdim(D::Minus1)?.detach())
     }
 }
+
+#[cfg(test)]
+#[path = "../../../examples/src/ops_tests.rs"]
+mod tests;
