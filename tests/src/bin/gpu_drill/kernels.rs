@@ -90,6 +90,8 @@ fn pair(drill: &Drill, model: &[&str], options: &[(&str, &str)]) -> Fallible<End
         .job(&folder.path().join("job"), &program)?
         .option("training-data", &data)
         .option("num-workers", "2")
+        // No step is made by one worker alone.
+        .option("min-workers", "2")
         .option("global-batch-size", "30");
     for (name, value) in options {
         command = command.option(name, *value);
