@@ -138,7 +138,8 @@ fn a_backward_pass_in_segments_computes_the_same_gradient() {
         let batch = model.feed(records()).unwrap();
         let (found, summed) = crate::buckets::overlap(
             &mut ring,
-            (&mut gradient, &mut sums),
+            &mut gradient,
+            &mut sums,
             (6, Default::default()),
             4,
             |gradients| model.gradients(&parameters, batch, gradients).unwrap(),
