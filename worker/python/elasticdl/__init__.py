@@ -8,8 +8,8 @@ group of one.
 This module needs nothing but Python. For PyTorch, use :mod:`elasticdl.torch`.
 """
 
-from ._data import GroupSampler, RankSampler, sampler
+from ._data import sampler
 from ._elasticdl import Ring
 from ._job import Job, Record, Sampler, join
 
-__all__ = ["GroupSampler", "Job", "RankSampler", "Record", "Ring", "Sampler", "join", "sampler"]
+__all__ = ["Job", "Record", "Ring", "Sampler", "join", "sampler"]

@@ -15,7 +15,7 @@ def sampler(
     shuffle: bool | None = None,
     rank: int | None = None,
     world_size: int | None = None,
-) -> GroupSampler | RankSampler: ...
+) -> Sampler: ...
 
 class Job:
     @property
@@ -100,43 +100,7 @@ class Record(int):
 
 class Sampler(Iterator[list[Record]]):
     length: int
-    micro_batch: int
-    def __iter__(self) -> Sampler: ...
-    def __next__(self) -> list[Record]: ...
-
-class RankSampler(Iterator[list[Record]]):
-    length: int
     micro_batch: int | None
-    global_batch: int
-    seed: int | None
-    rank: int
-    world_size: int
-    epochs: int
-    max_steps: int | None
-    step: int
-    records: int
-    def __init__(
-        self,
-        length: int,
-        *,
-        micro_batch: int | None = None,
-        global_batch: int | None = None,
-        epochs: int | None = None,
-        max_steps: int | None = None,
-        seed: int | None = None,
-        shuffle: bool | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None: ...
-    def __iter__(self) -> RankSampler: ...
-    def __next__(self) -> list[Record]: ...
-    def commit(self) -> bool: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-class GroupSampler(Iterator[list[Record]]):
-    length: int
-    micro_batch: int
     seed: int | None
     @property
     def generation(self) -> int: ...
@@ -148,7 +112,7 @@ class GroupSampler(Iterator[list[Record]]):
     def step(self) -> int: ...
     @property
     def records(self) -> int: ...
-    def __iter__(self) -> GroupSampler: ...
+    def __iter__(self) -> Sampler: ...
     def __next__(self) -> list[Record]: ...
     def commit(self) -> bool: ...
     def state_dict(self) -> dict[str, Any]: ...

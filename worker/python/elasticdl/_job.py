@@ -216,7 +216,9 @@ class Job:
             _check_option(
                 "global_batch", global_batch, options.global_batch, "--global-batch-size"
             )
-        self._sampler = Sampler(self, length, micro_batch)
+        options = self._core.options
+        order = options.seed if options.shuffles else None
+        self._sampler = Sampler(_JobGroup(self), length, micro_batch, order)
         return self._sampler
 
     def evaluator(self, length, function=None, *, micro_batch=64):
@@ -283,6 +285,8 @@ class Job:
             raise RuntimeError("there is no memory before the first micro-batch is drawn")
         return memoryview(self._memory[index]).cast("f")
 
+    # ---- training ----
+
     def report(self, name, mean):
         """Reports a metric of the micro-batch that is delivered next, a mean over its records.
 
@@ -290,8 +294,6 @@ class Job:
         TensorBoard, MLflow and the Prometheus metrics. Each micro-batch reports the same metrics.
         """
         self._core.report(name, float(mean))
-
-    def commit(self, loss=0.0, *, reduction="mean"):
 
     def commit(self, loss=0.0, *, reduction="mean"):
         """Delivers :attr:`gradient`, that of the micro-batch drawn first.
@@ -388,19 +390,94 @@ class Sampler:
     """Yields lists of :class:`Record`: the micro-batches of this worker, until the job is complete.
 
     An iterator for one ``for`` loop over all epochs, or the ``batch_sampler`` of a PyTorch
-    ``DataLoader``, which may load ahead. Each micro-batch must be delivered once, in order. What
-    was drawn and not committed when this worker ends is trained by others.
+    ``DataLoader``, which may load ahead. Each micro-batch must be delivered once, in order: by the
+    step of the job, or by :meth:`commit`. What was drawn and not committed when this worker ends is
+    trained by others.
     """
 
-    def __init__(self, job, length, micro_batch):
-        self._job = job
+    def __init__(self, group, length, micro_batch, seed):
+        self._group = group
         self.length = length
         self.micro_batch = micro_batch
+        self.seed = seed
 
     def __iter__(self):
         return self
 
     def __next__(self):
+        return self._group.draw()
+
+    @property
+    def generation(self):
+        """Number of the group's membership; 0 before the first, and if its size is fixed."""
+        return self._group.generation
+
+    @property
+    def rank(self):
+        """Index of this worker in its group."""
+        return self._group.rank
+
+    @property
+    def world_size(self):
+        """Number of workers in the group; 0 before the first group."""
+        return self._group.world_size
+
+    @property
+    def step(self):
+        """Number of committed steps."""
+        return self._group.step
+
+    @property
+    def records(self):
+        """Number of committed records, over all epochs."""
+        return self._group.records
+
+    def commit(self):
+        """The gradient of the micro-batch drawn first was used. Returns whether its step is over.
+
+        For programs that reduce gradients by other means. In a job, waits until all workers have
+        committed the records of the step, or until the group needs more records of this worker for
+        it, because another one was lost. Otherwise the other ranks are assumed to be as far: call
+        it after the collective that sums gradients.
+        """
+        return self._group.commit()
+
+    def state_dict(self):
+        """What is committed, the same on all workers at a step's end."""
+        return {"format": 1, "length": self.length, "seed": self.seed, "records": self.records}
+
+    def load_state_dict(self, state):
+        """Continues after the committed records of a state of a group of any size.
+
+        To be called on every worker, before the first draw. A group that has begun already goes on
+        with its own records.
+        """
+        if not isinstance(state, dict) or state.get("format") != 1:
+            raise ValueError("the state is not one that state_dict() of a sampler has returned")
+        _check_count("the number of records of the state", state.get("records"), 0)
+        for name, value in ("length", self.length), ("seed", self.seed):
+            # At the end of an epoch, any order may follow.
+            if state.get(name) != value and (name == "length" or state["records"] % self.length):
+                raise ValueError(
+                    f"the state is of a sampler with {name} {state.get(name)!r}, and this one has "
+                    f"{value!r}; make them equal"
+                )
+        self._group.load(state["records"])
+
+
+class _JobGroup:
+    """The micro-batches of a worker of a job."""
+
+    def __init__(self, job):
+        self._job = job
+
+    generation = property(lambda self: self._job.generation)
+    rank = property(lambda self: self._job.rank)
+    world_size = property(lambda self: self._job.world_size)
+    step = property(lambda self: self._job.step)
+    records = property(lambda self: max(self._job.records, self._job._absorbed))
+
+    def draw(self):
         job = self._job
         job._begin()
         batch = job._core.next_batch()
@@ -413,6 +490,13 @@ class Sampler:
         records = [Record(index, epoch, job.seed) for index in indices]
         job._drawn.append(records)
         return list(records)
+
+    def commit(self):
+        return self._job.commit()
+
+    def load(self, records):
+        self._job._not_begun("load_state_dict()")
+        self._job._absorbed = records
 
 
 class _Process:

@@ -30,7 +30,7 @@ def environment():
 def samplers(world_size, **options):
     given = {"length": 103, "global_batch": 10, "epochs": 2, "seed": 3, **options}
     return [
-        elasticdl.RankSampler(**given, rank=rank, world_size=world_size)
+        elasticdl.sampler(**given, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
 
@@ -57,7 +57,7 @@ def take_all(ranks, steps=1 << 30):
     return taken
 
 
-class RankSamplerTest(unittest.TestCase):
+class FixedGroups(unittest.TestCase):
     """Groups of a fixed size, without a master."""
 
     def test_every_size_has_the_same_steps(self):
@@ -123,7 +123,7 @@ class RankSamplerTest(unittest.TestCase):
             (lambda: samplers(1)[0].commit(), "there is no micro-batch to commit"),
             (lambda: next(samplers(12)[0]), "has 10 records, too few for 12 ranks"),
             (
-                lambda: elasticdl.RankSampler(9, rank=2, world_size=2),
+                lambda: elasticdl.sampler(9, rank=2, world_size=2),
                 "rank is 2; it must be below world_size",
             ),
             (lambda: samplers(1)[0].load_state_dict({}), "is not one that state_dict()"),
