@@ -7,7 +7,6 @@ use elasticdl_collective::device::DeviceError;
 use elasticdl_proto::{RecordRange, WorkerMessage};
 
 use crate::metrics::UserError;
-use crate::ordered_reader::ReadError;
 use crate::session::replicas::Verdict;
 
 /// Why this worker cannot continue. The text appears in the job's summary.
@@ -56,12 +55,6 @@ impl Failure {
 impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Self {
         Self::local(causes(&error))
-    }
-}
-
-impl From<ReadError> for Failure {
-    fn from(ReadError { text, records, ends_job }: ReadError) -> Self {
-        Self { fatal: ends_job, ..Self::on_records(text, records) }
     }
 }
 

@@ -25,8 +25,7 @@ use crate::order::Order;
 use crate::ordered_reader::OrderedReader;
 use crate::predictions::Predictions;
 use crate::prefetch::Prefetch;
-use crate::reader::{Dataset, Reader};
-use crate::run::purpose_of;
+use crate::reader::{self, Dataset, Reader};
 use crate::session::Exit;
 use crate::split::{PartReader, open_reader};
 use crate::trained_model;
@@ -47,8 +46,9 @@ pub(crate) fn work<M: Model>(
         }
         Work::Evaluate { .. } | Work::Train { .. } => Purpose::Evaluate,
     };
-    let reading =
-        call_user("reader()", || Ok(open_reader(&model, options, purpose_of(&options.work))?));
+    let reading = call_user("reader()", || {
+        Ok(open_reader(&model, options, reader::Purpose::of(&options.work))?)
+    });
     let reader = reading.map_err(Failure::fatal)?;
     // The batch size does not depend on the number of workers.
     let most = model.max_micro_batch().map_or(u64::MAX, |most| most as u64).max(1);

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use elasticdl_proto::{RecordRange, WorkerOptions};
 
-use crate::failure::{call_user, panic_text};
+use crate::failure::{Failure, call_user, panic_text};
 use crate::order::Order;
 use crate::reader::{DataError, Dataset, File, Reader};
 use crate::split::PartReader;
@@ -45,6 +45,12 @@ pub(crate) struct ReadError {
     pub(crate) records: Vec<RecordRange>,
     /// See [`DataError::ends_job`].
     pub(crate) ends_job: bool,
+}
+
+impl From<ReadError> for Failure {
+    fn from(ReadError { text, records, ends_job }: ReadError) -> Self {
+        Self { fatal: ends_job, ..Self::on_records(text, records) }
+    }
 }
 
 impl<D: Reader> OrderedReader<D> {

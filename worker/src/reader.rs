@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
+use elasticdl_proto::Work;
+
 use crate::storage::StorageError;
 
 /// A data set: its files in order, with their record counts.
@@ -72,6 +74,17 @@ pub enum Purpose {
     /// A model is trained.
     #[default]
     Train,
+}
+
+impl Purpose {
+    /// What the records of a job are read for.
+    pub(crate) fn of(work: &Work) -> Self {
+        match work {
+            Work::Evaluate { .. } => Self::Evaluate,
+            Work::Predict { .. } => Self::Predict,
+            Work::Train { .. } => Self::Train,
+        }
+    }
 }
 
 /// One file of a data set.

@@ -312,7 +312,7 @@ fn prepare<M: Model>(
             Ok(ControlEvent::Message(MasterMessage::Describe, _)) => {
                 let options = &control.welcome.options;
                 let source = &options.training_data;
-                let purpose = purpose_of(&options.work);
+                let purpose = Purpose::of(&options.work);
                 let described = outputs::check(options).and_then(|()| {
                     call_user("reading the data set", || {
                         let mut reader = open_reader(model, options, purpose)?;
@@ -354,15 +354,6 @@ fn check_evaluation<M: Model>(model: &mut M, options: &WorkerOptions) -> Result<
     match &options.validation {
         Some(spec) => Validation::open(&*model, options, spec)?.check(model, options.seed),
         None => Ok(()),
-    }
-}
-
-/// What the records of a job are read for.
-pub(crate) fn purpose_of(work: &Work) -> Purpose {
-    match work {
-        Work::Evaluate { .. } => Purpose::Evaluate,
-        Work::Predict { .. } => Purpose::Predict,
-        Work::Train { .. } => Purpose::Train,
     }
 }
 
