@@ -1,6 +1,5 @@
 //! Options of a job's pods, with a parser for each that checks the value.
 
-mod names;
 mod network;
 mod secrets;
 mod template;
@@ -12,12 +11,12 @@ use k8s_openapi::api::core::v1::{
     HostPathVolumeSource, PersistentVolumeClaimVolumeSource, Volume, VolumeMount,
 };
 
-use self::names::{check_label_key, check_variable};
-pub use self::names::{parse_namespace, parse_object_name};
 pub use self::network::{Destination, MetricsSource, parse_destinations, parse_metrics_source};
 pub use self::secrets::{SecretEnv, parse_env_from_secret};
 pub(crate) use self::secrets::{has_credential_form, is_credential};
 pub use self::template::{PodTemplate, TemplateError};
+use super::names::{check_label_key, check_variable};
+pub use super::names::{parse_namespace, parse_object_name};
 use super::priority_tiers;
 
 /// Options of a job's pods.

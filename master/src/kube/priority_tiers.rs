@@ -111,7 +111,7 @@ pub fn parse(text: &str) -> Result<TierChoice, String> {
     let classes: Result<Vec<String>, String> = text
         .split(',')
         .map(|name| {
-            super::options::parse_object_name(name.trim())
+            super::names::parse_object_name(name.trim())
                 .map_err(|e| format!("`{name}`: {e}; {wanted}"))
         })
         .collect();

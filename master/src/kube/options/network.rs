@@ -30,9 +30,11 @@ pub fn parse_metrics_source(text: &str) -> Result<MetricsSource, String> {
     match text {
         "any" => Ok(MetricsSource::Any),
         text if text.contains(['/', ':']) => parse_cidr(text).map(MetricsSource::Cidr),
-        text => super::names::parse_namespace(text).map(MetricsSource::Namespace).map_err(|e| {
-            format!("{e}; for example `monitoring` (a namespace), `10.0.0.0/8` or `any`")
-        }),
+        text => {
+            crate::kube::names::parse_namespace(text).map(MetricsSource::Namespace).map_err(|e| {
+                format!("{e}; for example `monitoring` (a namespace), `10.0.0.0/8` or `any`")
+            })
+        }
     }
 }
 

@@ -28,7 +28,7 @@ pub fn parse_env_from_secret(text: &str) -> Result<SecretEnv, String> {
         Some((secret, key)) => (secret, Some(key)),
         None => (reference, None),
     };
-    let secret = super::names::parse_object_name(secret)
+    let secret = crate::kube::names::parse_object_name(secret)
         .map_err(|e| format!("the Secret `{secret}`: {e}; {example}"))?;
     let Some(key) = key else {
         return match variable {
@@ -43,7 +43,7 @@ pub fn parse_env_from_secret(text: &str) -> Result<SecretEnv, String> {
         ));
     }
     let variable = variable.unwrap_or(key);
-    super::names::check_variable(variable).map_err(|e| format!("{e}; {example}"))?;
+    crate::kube::names::check_variable(variable).map_err(|e| format!("{e}; {example}"))?;
     Ok(SecretEnv { secret, variable: Some((variable.into(), key.into())) })
 }
 

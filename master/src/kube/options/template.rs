@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use k8s_openapi::api::core::v1::PodSpec;
 use serde_json::{Value, json};
 
-use super::names::{RESERVED, check_label_key, check_label_value};
+use crate::kube::names::{RESERVED, check_label_key, check_label_value};
 
 /// A partial pod, which is merged into the pods of the master or of the workers.
 #[derive(Clone, Debug, PartialEq)]
