@@ -5,6 +5,7 @@
 //! replace a file that a good job has written: its model lies beside it, under another name. Nor
 //! does a job destroy a best model that is better than its own: that is kept as `NAME.previous`.
 
+use std::cell::RefCell;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::BestMetric;
 use crate::model::NamedTensor;
+use crate::paths;
 use crate::storage::{Storage, StorageError, with_patience};
 use crate::weights::{self, WeightsError};
 
@@ -24,6 +26,8 @@ pub(crate) struct Exports {
     places: ExportPlaces,
     layout: Vec<NamedTensor>,
     unsaved_best: Option<(Best, Arc<Vec<f32>>)>,
+    /// Where the file is kept that the best model replaces, until it has.
+    kept: RefCell<Option<String>>,
     sleep: Sleep,
 }
 
@@ -60,7 +64,8 @@ pub(crate) struct SavedBest {
 
 impl Exports {
     pub(crate) fn new(places: ExportPlaces, layout: Vec<NamedTensor>) -> Self {
-        Self { places, layout, unsaved_best: None, sleep: |_, pause| std::thread::sleep(pause) }
+        let sleep: Sleep = |_, pause| std::thread::sleep(pause);
+        Self { places, layout, unsaved_best: None, kept: RefCell::default(), sleep }
     }
 
     /// Whether the model at the end of the job is exported.
@@ -144,14 +149,14 @@ impl Exports {
         step: u64,
         parameters: &Arc<Vec<f32>>,
     ) -> Result<Option<String>, WeightsError> {
-        let kept = best.is_some_and(|best| best.must_not_replace(address));
-        if kept {
-            Storage::open(address)?.copy_beside(PREVIOUS)?;
+        let mut kept = self.kept.borrow_mut();
+        if let (Some(best), None) = (best, &*kept) {
+            *kept = best.keep_better(address)?;
         }
         let note = best.map(|best| (NOTE, serde_json::to_string(best).expect("it has text keys")));
         weights::save_noted(address, &self.layout, parameters, note)?;
-        tracing::info!(address, step, kept, "the model is exported");
-        Ok(kept.then(|| format!("{address}{PREVIOUS}")))
+        tracing::info!(address, step, "the model is exported");
+        Ok(kept.take().filter(|_| best.is_some()))
     }
 
     /// Exports the model to `address`, and repeats that for the time of `patience`. Meanwhile, and
@@ -200,24 +205,45 @@ impl Best {
         Ok(note.and_then(|note| serde_json::from_str(&note).ok()))
     }
 
-    /// Whether the file at `address` is to be kept when this model replaces it: it is no best
-    /// model, or one that does not compare, or a better one, which this job can't have written.
-    /// Of two better ones, the best is kept.
-    fn must_not_replace(&self, address: &str) -> bool {
-        match Self::read(address) {
-            Ok(Some(found)) => {
-                let previous = || Self::read(&format!("{address}{PREVIOUS}")).ok().flatten();
-                !self.is_as_good_as(&found)
-                    && !previous().is_some_and(|previous| previous.is_as_good_as(&found))
-            }
-            Ok(None) => true,
+    /// Keeps the file at `address` under another name, unless this model is as good: it is no best
+    /// model, or one that does not compare, or a better one, which this job can't have written. Of
+    /// models that compare, the best is kept; no other file is replaced. Returns the other name.
+    fn keep_better(&self, address: &str) -> Result<Option<String>, WeightsError> {
+        let found = match Self::read(address) {
+            Ok(found) => found,
+            Err(StorageError::NotFound { .. }) => return Ok(None),
             // A store that permits writing alone does not say what it has.
-            Err(StorageError::NotFound { .. }) => false,
             Err(error) => {
                 tracing::warn!(%error, "what the best model replaces is not known");
-                false
+                return Ok(None);
+            }
+        };
+        if found.as_ref().is_some_and(|found| self.is_as_good_as(found)) {
+            return Ok(None);
+        }
+        for number in 1..=PREVIOUS_MAX {
+            let suffix = match number {
+                1 => PREVIOUS.to_owned(),
+                _ => format!("{PREVIOUS}.{number}"),
+            };
+            let name = format!("{address}{suffix}");
+            if paths::is_same_file(address, &name) {
+                // A worker that did not come to the export has kept it.
+                return Ok(Some(name));
+            }
+            let is_free = match (Self::read(&name), &found) {
+                (Err(StorageError::NotFound { .. }), _) => !paths::is_taken(&name),
+                (Ok(Some(kept)), Some(found)) if kept.is_as_good_as(found) => return Ok(None),
+                (Ok(Some(kept)), Some(found)) => found.is_as_good_as(&kept),
+                (Ok(_) | Err(_), _) => false,
+            };
+            if is_free {
+                Storage::open(address)?.copy_beside(&suffix)?;
+                return Ok(Some(name));
             }
         }
+        let reason = format!("{PREVIOUS_MAX} files with names in {PREVIOUS} stand beside it");
+        Err(WeightsError::Mismatch { path: address.into(), reason })
     }
 
     fn is_as_good_as(&self, other: &Self) -> bool {
@@ -239,7 +265,8 @@ fn where_kept(kept: Option<Result<String, WeightsError>>) -> String {
 /// Name of a [`Best`] in the notes of a file.
 const NOTE: &str = "elasticdl.best";
 /// Suffix of the name of a file that was not replaced.
-const PREVIOUS: &str = ".previous";
+pub(crate) const PREVIOUS: &str = ".previous";
+const PREVIOUS_MAX: u32 = 100;
 const BEST: &str = "best.safetensors";
 const LAST: &str = "model.safetensors";
 
@@ -378,12 +405,29 @@ mod tests {
         // The best of all stays.
         assert_eq!(save(&mut job("loss"), &[2.0]), (vec![false], 2.0, Some(0.2)));
         assert_eq!(save(&mut job("loss"), &[0.1]), (vec![false], 0.1, Some(0.2)));
+        // The best of those that compare is kept, and nothing else gives way.
         assert_eq!(save(&mut job("mae"), &[0.3]), (vec![true], 0.3, Some(0.1)));
         fs::write(target.path("best"), "no model").unwrap();
-        let mut last = job("mae");
-        last.take_best((1, 0.2), model(0.2));
-        assert!(last.save_best().unwrap().kept.unwrap().is_some());
-        assert_eq!(fs::read(target.path("best.previous")).unwrap(), b"no model");
+        fs::create_dir(target.path("best.previous.2")).unwrap();
+        assert_eq!(save(&mut job("mae"), &[0.25]), (vec![true], 0.25, Some(0.1)));
+        assert_eq!(fs::read(target.path("best.previous.3")).unwrap(), b"no model");
+        assert_eq!(save(&mut job("loss"), &[9.0]), (vec![true], 9.0, Some(0.1)));
+        assert_eq!(target.value("best.previous.4"), 0.25);
+    }
+
+    #[test]
+    fn a_file_is_kept_once_however_often_its_replacement_is_tried() {
+        let target = Target::new();
+        fs::create_dir(target.path("out")).unwrap();
+        fs::write(target.path("out/best"), "another model").unwrap();
+        // As a worker that was killed before its export has left it.
+        fs::hard_link(target.path("out/best"), target.path("out/best.previous")).unwrap();
+        let mut exports = target.exports();
+        exports.take_best((1, 0.5), model(1.0));
+        let kept = exports.save_best().unwrap().kept.unwrap();
+        assert!(kept.unwrap().ends_with("out/best.previous"));
+        assert_eq!(fs::read(target.path("out/best.previous")).unwrap(), b"another model");
+        assert_eq!(fs::read_dir(target.path("out")).unwrap().count(), 2);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use elasticdl_proto::{Work, WorkerOptions, split_sources};
 
 use crate::checkpoint;
+use crate::exports::PREVIOUS;
 use crate::paths;
 use crate::readers::folder_of;
 use crate::storage::Storage;
@@ -47,15 +48,22 @@ pub(crate) fn check(options: &WorkerOptions) -> Result<(), String> {
             }
         }
     }
-    check_apart(&[("--export", export), ("--export-best", best)], checkpoints)
+    check_apart(&[("--export", export), (BEST, best)], checkpoints)
 }
 
 /// Checks that each of `files` has a place of its own, and is not around the folder of checkpoints.
 fn check_apart(files: &[(&str, Option<&str>)], checkpoints: Option<&str>) -> Result<(), String> {
+    let best = files.iter().find_map(|(option, file)| (*file).filter(|_| *option == BEST));
     let mut given = files.iter().filter_map(|(option, file)| Some((option, (*file)?)));
     while let Some((option, file)) = given.next() {
         if let Some((other, _)) = given.clone().find(|(_, other)| is_same(file, other)) {
             return Err(format!("{option} {file}: it is the file of {other}, too; {APART}"));
+        }
+        let keeps = |best: &&str| file.strip_prefix(*best).is_some_and(is_previous);
+        if best.as_ref().is_some_and(keeps) {
+            return Err(format!(
+                "{option} {file}: a file that --export-best replaces is kept there; {APART}"
+            ));
         }
         if checkpoints.is_some_and(|folder| within(file, folder).is_some()) {
             return Err(format!("{option} {file}: it is the --checkpoint-dir, too; {APART}"));
@@ -64,10 +72,16 @@ fn check_apart(files: &[(&str, Option<&str>)], checkpoints: Option<&str>) -> Res
     Ok(())
 }
 
+/// Whether this follows the name of a file that was kept (see `exports.rs`).
+fn is_previous(rest: &str) -> bool {
+    rest.strip_prefix(PREVIOUS).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
 fn is_same(one: &str, other: &str) -> bool {
     within(one, other).is_some_and(|rest| rest.as_os_str().is_empty())
 }
 
+const BEST: &str = "--export-best";
 const APART: &str = "give each output a place of its own";
 
 /// Whether `output` is the file or folder `data`, or would be found by a reader of it.
@@ -162,6 +176,11 @@ mod tests {
                 format!("--export {one}: it is the file of --export-best, too; {APART}")
             );
         }
+        for kept in ["best.previous", "best.previous.2"] {
+            let error = check(&at(kept), &at("best"), None).unwrap_err();
+            assert!(error.contains("a file that --export-best replaces is kept there"), "{error}");
+        }
+        assert_eq!(check(&at("best.previously"), &at("best"), None), Ok(()));
         for checkpoints in ["m", "m/ck"] {
             let error = check(&at("m"), &at("best"), Some(&at(checkpoints))).unwrap_err();
             assert!(error.contains("it is the --checkpoint-dir"), "{error}");

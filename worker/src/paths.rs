@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::hash::{BuildHasher as _, RandomState};
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Component, Path, PathBuf};
 
 /// `path` as an absolute path without `.` and `..` that leads to the same file.
@@ -48,6 +49,21 @@ pub(crate) fn names_device(address: &str) -> bool {
     path.metadata().is_ok_and(|found| !found.is_file() && !found.is_dir())
         || ["/dev", "/proc", "/sys"].iter().any(|system| path.starts_with(system))
             && !path.starts_with("/dev/shm")
+}
+
+/// Whether a name of this machine is in use, be it by a folder or a link.
+pub(crate) fn is_taken(address: &str) -> bool {
+    let path = address.strip_prefix("file://").unwrap_or(address);
+    !path.contains("://") && Path::new(path).symlink_metadata().is_ok()
+}
+
+/// Whether two names of this machine are of one file.
+pub(crate) fn is_same_file(one: &str, other: &str) -> bool {
+    let found = [one, other].map(|address| {
+        let path = Path::new(address.strip_prefix("file://").unwrap_or(address));
+        path.metadata().map(|found| (found.dev(), found.ino())).ok()
+    });
+    found[0].is_some() && found[0] == found[1]
 }
 
 /// Whether `address` names a folder although a file is expected: an existing folder of this

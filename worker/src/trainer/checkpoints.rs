@@ -84,19 +84,24 @@ impl<M: Model> Trainer<'_, M> {
         })?;
         if let Some(mut restored) = restored {
             let step = restored.state.step;
-            if !restored.same_run && exports.has_best() {
+            if !restored.same_run {
                 let known = &mut restored.state.evaluation;
-                match (&checkpoints.fingerprint.best_metric, known.best) {
-                    (Some(metric), Some((step, value))) if exports.holds_best((step, value)) => {
-                        // This job goes on with it, as if it had evaluated it.
-                        let (metrics, records) =
-                            ([(metric.name.clone(), Some(value))].into(), metric.records);
-                        outbox.send(WorkerMessage::Evaluated(Evaluated { step, records, metrics }));
+                let is_held = known.best.is_some_and(|best| exports.holds_best(best));
+                if exports.has_best() && !is_held {
+                    // The file that the user asks for is that of the best state from here on.
+                    *known = Evaluation::default();
+                }
+                if let (Some(metric), Some((step, value))) =
+                    (&checkpoints.fingerprint.best_metric, known.best)
+                {
+                    // This job goes on with it, as if it had evaluated it.
+                    let (records, name) = (metric.records, metric.name.clone());
+                    let metrics = [(name, Some(value))].into();
+                    outbox.send(WorkerMessage::Evaluated(Evaluated { step, records, metrics }));
+                    if is_held {
                         let (kept, error) = (None, None);
                         outbox.send(WorkerMessage::BestExport { step, kept, error });
                     }
-                    // The file that the user asks for is that of the best state from here on.
-                    _ => *known = Evaluation::default(),
                 }
             }
             if !session.restore(restored.state, restored.same_run) {

@@ -121,7 +121,7 @@ fn name_key(list: &str) -> Option<&'static str> {
 }
 
 /// Fields that a template must not change: in which pods, the field, and what to do instead.
-const FIXED: [(&str, &str, &str); 33] = [
+const FIXED: [(&str, &str, &str); 34] = [
     (ALL, "activeDeadlineSeconds", "--deadline ends a job"),
     (ALL, "restartPolicy", "it must be Never: elasticdl replaces pods that have ended"),
     (ALL, "volumes[token]", "elasticdl mounts the job's token and certificates from it"),
@@ -144,6 +144,7 @@ const FIXED: [(&str, &str, &str); 33] = [
     (MASTER, "containers[OWN].startupProbe", PROBE),
     (MASTER, "containers[OWN].resources.limits", "they are set by --master-resources"),
     (MASTER, "containers[OWN].resources.requests", "they are set by --master-resources"),
+    (WORKER, "automountServiceAccountToken", "workers have no token of the API server"),
     (WORKER, "serviceAccountName", WORKER_ACCOUNT),
     (WORKER, "serviceAccount", WORKER_ACCOUNT),
     (WORKER, "terminationGracePeriodSeconds", "it is set by --grace-period, which workers know"),

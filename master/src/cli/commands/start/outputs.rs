@@ -61,6 +61,17 @@ fn overwritten(spec: &JobSpec, summary: Option<&Path>, job_dir: &Path) -> Option
             summary.display()
         ));
     }
+    let kept = |best: &PathBuf| {
+        let (best, summary) = (resolved(best)?, resolved(summary?)?);
+        let rest = summary.to_str()?.strip_prefix(best.to_str()?)?;
+        Some(rest == ".previous" || rest.starts_with(".previous."))
+    };
+    if let (Some(summary), Some(true)) = (summary, best.as_ref().and_then(kept)) {
+        return Some(format!(
+            "--summary {}: a file that --export-best replaces is kept there; choose another place",
+            summary.display()
+        ));
+    }
     let own = |file: &Path| {
         let file = resolved(file)?;
         let name = file.file_name()?;

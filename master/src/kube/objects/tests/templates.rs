@@ -143,8 +143,10 @@ fn no_template_changes_what_the_job_needs() {
             (variable("POD_UID"), "spec.containers[master].env[POD_UID]"),
             (variable("POD_IP"), "spec.containers[master].env[POD_IP]"),
         ];
-        let workers =
-            [(json!({"volumes": [{"name": "master", "emptyDir": {}}]}), "volumes[master]")];
+        let workers = [
+            (json!({"automountServiceAccountToken": true}), "spec.automountServiceAccountToken"),
+            (json!({"volumes": [{"name": "master", "emptyDir": {}}]}), "volumes[master]"),
+        ];
         let own_rows = if own == MASTER { &masters[..] } else { &workers[..] };
         for (part, expected) in both.iter().chain(own_rows) {
             let error = refused(own, part);
