@@ -13,13 +13,13 @@
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
+use elasticdl_data::Predictions;
+use elasticdl_data::Reader;
 
 use crate::buckets::Gradients;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::model::{Model, NamedTensor};
 use crate::optimizer::{AdamW, Optimizer};
-use crate::predictions::Predictions;
-use crate::reader::Reader;
 
 /// A model written with candle.
 ///

@@ -11,13 +11,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use elasticdl_data::storage::{Storage, StorageError};
+use elasticdl_data::worker::with_patience;
 use elasticdl_proto::failed_export;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::BestMetric;
 use crate::model::NamedTensor;
 use crate::paths;
-use crate::storage::{Storage, StorageError, with_patience};
 use crate::weights::{self, WeightsError};
 
 /// Where a job exports models, and the best one as long as it is not written.

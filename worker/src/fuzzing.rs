@@ -6,11 +6,12 @@
 use std::fs;
 use std::path::Path;
 
-use crate::model::NamedTensor;
-use crate::reader::{ReadOptions, Reader};
-use crate::readers::{
+use elasticdl_data::readers::{
     ArrowRows, CsvRows, IdxImages, ImageFolder, JsonRows, ParquetRows, WebDataset,
 };
+use elasticdl_data::{ReadOptions, Reader};
+
+use crate::model::NamedTensor;
 use crate::{checkpoint, weights};
 
 /// Reads a table with the columns `x`, `n`, `kind`, a text, and `v`, a list of two numbers, and
@@ -53,7 +54,8 @@ pub fn json(folder: &Path, data: &[u8]) -> bool {
     let table = write(folder, "table.jsonl", data);
     let reader = || JsonRows::new().f32("x").i64("n").text("name").fill("").f32_list("v", 2);
     let mut skipping = reader().skip_nulls();
-    let options = ReadOptions { bad_records_max: u64::MAX, ..ReadOptions::default() };
+    let mut options = ReadOptions::default();
+    options.bad_records_max = u64::MAX;
     let _ = skipping.configure(options).map(|()| read_all(skipping, &table));
     read_all(reader(), &table)
 }

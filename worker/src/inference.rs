@@ -11,6 +11,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::TryRecvError;
 
+use elasticdl_data::Predictions;
+use elasticdl_data::{Dataset, Reader};
 use elasticdl_proto::{Format, MasterMessage, RecordRange, Work, WorkerMessage};
 
 use output::Output;
@@ -23,11 +25,9 @@ use crate::metrics::Metrics;
 use crate::model::Model;
 use crate::order::Order;
 use crate::ordered_reader::OrderedReader;
-use crate::predictions::Predictions;
 use crate::prefetch::Prefetch;
-use crate::reader::{self, Dataset, Reader};
 use crate::session::Exit;
-use crate::split::{PartReader, open_reader};
+use crate::split::{PartReader, open_reader, purpose_of};
 use crate::trained_model;
 
 /// Processes the shards of `dataset` that the master leases to this worker, until the master ends
@@ -46,9 +46,8 @@ pub(crate) fn work<M: Model>(
         }
         Work::Evaluate { .. } | Work::Train { .. } => Purpose::Evaluate,
     };
-    let reading = call_user("reader()", || {
-        Ok(open_reader(&model, options, reader::Purpose::of(&options.work))?)
-    });
+    let reading =
+        call_user("reader()", || Ok(open_reader(&model, options, purpose_of(&options.work))?));
     let reader = reading.map_err(Failure::fatal)?;
     // The batch size does not depend on the number of workers.
     let most = model.max_micro_batch().map_or(u64::MAX, |most| most as u64).max(1);

@@ -48,11 +48,8 @@ mod order;
 mod ordered_reader;
 mod outputs;
 mod paths;
-mod predictions;
 mod prefetch;
 mod program;
-mod reader;
-pub mod readers;
 mod run;
 mod schedule;
 #[cfg(not(feature = "simulation"))]
@@ -65,7 +62,6 @@ mod setting_error;
 mod split;
 mod stacks;
 mod state_buffer;
-pub mod storage;
 mod supervisor;
 mod tensor;
 mod tensors;
@@ -80,13 +76,16 @@ pub use buckets::Gradients;
 pub use candle_core;
 #[cfg(feature = "candle")]
 pub use candle_nn;
+#[doc(inline)]
+pub use elasticdl_data::{
+    Access, Column, DataError, Dataset, File, Predictions, PredictionsError, Purpose, ReadOptions,
+    Reader, Skipped, readers, storage,
+};
 pub use metrics::{Loss, Metrics, UserError, report_mean, report_sum};
 #[doc(hidden)]
 pub use model::Progress;
 pub use model::{Model, NamedTensor};
 pub use optimizer::{Adam, AdamW, Optimizer, Sgd};
-pub use predictions::{Column, Predictions, PredictionsError};
-pub use reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Reader, Skipped};
 pub use run::run;
 pub use schedule::Schedule;
 pub use setting_error::SettingError;

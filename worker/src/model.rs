@@ -1,11 +1,12 @@
 //! The trait that a user implements to train a model.
 
+use elasticdl_data::Predictions;
+use elasticdl_data::Reader;
+
 use crate::buckets::Gradients;
 use crate::device::DeviceModel;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::{Optimizer, Sgd};
-use crate::predictions::Predictions;
-use crate::reader::Reader;
 use crate::state_buffer::StateMemory;
 use crate::update::Update;
 

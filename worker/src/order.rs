@@ -19,11 +19,10 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use elasticdl_data::{Access, Dataset};
 use elasticdl_proto::{RecordRange, Shuffle, ShuffleMode};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
-
-use crate::reader::{Access, Dataset};
 
 /// The order of a data set's records in each epoch.
 #[derive(Debug)]
@@ -98,13 +97,11 @@ impl Order {
         let records = dataset.files.iter().map(|file| file.records).sum();
         let kind = match (shuffle.mode, access) {
             (ShuffleMode::None, _) | (ShuffleMode::Auto, Access::Ordered) => Kind::InOrder,
-            (ShuffleMode::Record, _) | (ShuffleMode::Auto, Access::Record) => Kind::Records,
-            (ShuffleMode::Block, Access::Ordered | Access::Record) => {
-                Kind::Blocks(Blocks::cut(dataset, BLOCK_RECORDS, shuffle))
-            }
             (ShuffleMode::Auto | ShuffleMode::Block, Access::Block { records }) => {
                 Kind::Blocks(Blocks::cut(dataset, records, shuffle))
             }
+            (ShuffleMode::Block, _) => Kind::Blocks(Blocks::cut(dataset, BLOCK_RECORDS, shuffle)),
+            (ShuffleMode::Auto | ShuffleMode::Record, _) => Kind::Records,
         };
         Self { seed, records, kind }
     }

@@ -13,11 +13,11 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use elasticdl_data::{DataError, Dataset, File, Reader};
 use elasticdl_proto::{RecordRange, WorkerOptions};
 
 use crate::failure::{Failure, call_user, panic_text};
 use crate::order::Order;
-use crate::reader::{DataError, Dataset, File, Reader};
 use crate::split::PartReader;
 
 /// A reader, and the order of the records that it reads.
@@ -289,8 +289,9 @@ mod tests {
 
     use elasticdl_proto::{Shuffle, ShuffleMode};
 
+    use elasticdl_data::Access;
+
     use super::*;
-    use crate::reader::Access;
 
     /// Records are their numbers; counts the records that it has read.
     #[derive(Debug, Default)]

@@ -3,13 +3,13 @@
 
 use std::path::{Path, PathBuf};
 
+use elasticdl_data::storage::Storage;
+use elasticdl_data::worker::folder_of;
 use elasticdl_proto::{Work, WorkerOptions, split_sources};
 
 use crate::checkpoint;
 use crate::exports::PREVIOUS;
 use crate::paths;
-use crate::readers::folder_of;
-use crate::storage::Storage;
 use crate::weights;
 
 /// Checks the outputs of a job against its data.

@@ -17,11 +17,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use elasticdl_data::Reader;
+use elasticdl_data::worker::set_wait_flag;
 use elasticdl_proto::RecordRange;
 
 use crate::ordered_reader::{OrderedReader, ReadError};
-use crate::reader::Reader;
-use crate::storage::set_wait_flag;
 
 /// Read-ahead of one worker.
 #[derive(Debug)]
@@ -328,9 +328,10 @@ const STORAGE_WAIT_MAX: Duration = Duration::from_secs(1);
 mod tests {
     use std::ops::Range;
 
+    use elasticdl_data::{DataError, Dataset, File};
+
     use super::*;
     use crate::order::Order;
-    use crate::reader::{DataError, Dataset, File};
 
     #[derive(Debug)]
     struct Numbers {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::{Endpoint, EndpointOptions, Secret, address_towards, nccl};
+use elasticdl_data::{Dataset, Purpose, Reader as _, Skipped};
 use elasticdl_proto::{
     Deterministic, LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work, WorkerMessage,
     WorkerOptions,
@@ -32,10 +33,9 @@ use crate::ordered_reader::{OrderedReader, order_of};
 use crate::outputs;
 use crate::prefetch::Prefetch;
 use crate::program;
-use crate::reader::{Dataset, Purpose, Reader as _, Skipped};
 use crate::session::plan::StepSize;
 use crate::session::{Exit, JobPlan, Session};
-use crate::split::open_reader;
+use crate::split::{open_reader, purpose_of};
 use crate::supervisor::{self, Supervisor};
 use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
@@ -312,7 +312,7 @@ fn prepare<M: Model>(
             Ok(ControlEvent::Message(MasterMessage::Describe, _)) => {
                 let options = &control.welcome.options;
                 let source = &options.training_data;
-                let purpose = Purpose::of(&options.work);
+                let purpose = purpose_of(&options.work);
                 let described = outputs::check(options).and_then(|()| {
                     call_user("reading the data set", || {
                         let mut reader = open_reader(model, options, purpose)?;
@@ -359,7 +359,7 @@ fn check_evaluation<M: Model>(model: &mut M, options: &WorkerOptions) -> Result<
 
 /// Tells the master which records the data set does not contain.
 fn report_skipped(skipped: &Skipped, control: &Control) {
-    let Skipped { bad, nulls, first, files, first_file } = skipped.clone();
+    let Skipped { bad, nulls, first, files, first_file, .. } = skipped.clone();
     if bad + nulls + files > 0 {
         let first_file = first_file.unwrap_or_default();
         let skipped = SkippedRecords { bad, nulls, first, files, first_file };

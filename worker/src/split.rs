@@ -4,17 +4,16 @@
 //! that the seed, the file's name and the number of the stratum determine chooses the same number
 //! of records. So the choice takes no memory, and data that is sorted is divided evenly.
 
-use std::collections::BTreeSet;
 use std::num::NonZeroU16;
 use std::ops::Range;
 
-use elasticdl_proto::WorkerOptions;
+use elasticdl_data::worker::describe_sources;
+use elasticdl_data::{Access, DataError, Dataset, File, Purpose, ReadOptions, Reader};
+use elasticdl_proto::{Work, WorkerOptions};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::model::Model;
 use crate::order::permuted;
-use crate::reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Reader};
-use crate::readers;
 
 /// The reader of `model`, for records that are used for `purpose`.
 pub(crate) fn open_reader<M: Model>(
@@ -23,14 +22,25 @@ pub(crate) fn open_reader<M: Model>(
     purpose: Purpose,
 ) -> Result<PartReader<M::Reader>, DataError> {
     let mut reader = model.reader();
-    reader.configure(ReadOptions { purpose, bad_records_max: options.bad_records_max })?;
+    let mut reading = ReadOptions::default();
+    (reading.purpose, reading.bad_records_max) = (purpose, options.bad_records_max);
+    reader.configure(reading)?;
     let thousandths = options.validation.as_ref().and_then(|spec| spec.split);
     let split = thousandths.map(|thousandths| Split::new(thousandths, options.seed));
     let part = match purpose {
         Purpose::Evaluate => Part::Validation,
-        Purpose::Predict | Purpose::Train => Part::Training,
+        _ => Part::Training,
     };
     Ok(PartReader { reader, split: split.map(|split| (split, part)) })
+}
+
+/// What the records of a job are read for.
+pub(crate) fn purpose_of(work: &Work) -> Purpose {
+    match work {
+        Work::Evaluate { .. } => Purpose::Evaluate,
+        Work::Predict { .. } => Purpose::Predict,
+        Work::Train { .. } => Purpose::Train,
+    }
 }
 
 /// A reader of all records, or of those of a part.
@@ -129,36 +139,6 @@ impl<D: Reader> Reader for PartReader<D> {
     }
 }
 
-/// Describes the data of all sources that `text` names, in their order.
-fn describe_sources<D: Reader>(reader: &mut D, text: &str) -> Result<Dataset, DataError> {
-    let sources = readers::sources(text)?;
-    if let [source] = &sources[..] {
-        return reader.describe(source);
-    }
-    let (mut all, mut empty) = (Dataset::default(), None);
-    for source in &sources {
-        let Dataset { files, skipped } = match reader.describe(source) {
-            // As in a folder, some files may be empty.
-            Err(error @ DataError::Empty { .. }) => {
-                empty.get_or_insert(error);
-                continue;
-            }
-            described => described?,
-        };
-        all.files.extend(files);
-        all.skipped.add(skipped);
-    }
-    let mut paths = BTreeSet::new();
-    if let Some(twice) = all.files.iter().find(|file| !paths.insert(&file.path)) {
-        let reason = "it is named twice, by two locations of data".to_owned();
-        return Err(DataError::Malformed { path: (&*twice.path).into(), line: None, reason });
-    }
-    match empty {
-        Some(error) if all.files.is_empty() => Err(error),
-        _ => Ok(all),
-    }
-}
-
 impl Split {
     fn new(thousandths: NonZeroU16, seed: u64) -> Self {
         let chosen = u64::from(thousandths.get());
@@ -220,7 +200,9 @@ impl Split {
     /// The file with all records up to the last one of `part`.
     fn whole(self, part: Part, file: &File) -> File {
         let last = file.records.checked_sub(1).map(|last| self.record(part, file, last) + 1);
-        File { records: last.unwrap_or(0), ..file.clone() }
+        let mut whole = file.clone();
+        whole.records = last.unwrap_or(0);
+        whole
     }
 }
 

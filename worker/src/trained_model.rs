@@ -1,9 +1,10 @@
 //! Location of a trained model: an exported file, or a checkpoint.
 
+use elasticdl_data::storage::{Storage, StorageError};
+
 use crate::checkpoint::{self, CheckpointLookup};
 use crate::model::NamedTensor;
 use crate::paths;
-use crate::storage::{Storage, StorageError};
 use crate::weights;
 
 /// Checks that there is a model, before any worker waits for it.

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use elasticdl_collective::{
     CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver,
 };
+use elasticdl_data::Reader;
 use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMessage};
 
 use crate::buckets::SummedBuckets;
@@ -25,7 +26,6 @@ use crate::messages::{ControlEvent, Outbox};
 use crate::model::{Model, Progress};
 use crate::order::Order;
 use crate::prefetch::Prefetch;
-use crate::reader::Reader;
 use crate::session::header::{self, StepHeader};
 use crate::session::{Broadcast, Exit, Session, Task};
 use crate::tensor::Tensor;

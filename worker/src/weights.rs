@@ -9,13 +9,15 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
+use elasticdl_data::storage::{Storage, StorageError};
 use elasticdl_proto::limits::clip;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 use serde::Deserialize;
 
 use crate::model::NamedTensor;
+use elasticdl_data::worker::random_digits;
+
 use crate::paths;
-use crate::storage::{Storage, StorageError};
 
 /// Why parameters could not be written or read. The text names the file and the tensor.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +63,7 @@ pub(crate) fn check_writable(address: &str) -> Result<(), WeightsError> {
 /// An error of the storage, for `address`.
 pub(crate) fn probe(address: &str) -> Result<(), StorageError> {
     let folder = address.rfind('/').map_or("", |slash| &address[..=slash]);
-    let probe = format!("{folder}.probe-{}", paths::random_digits());
+    let probe = format!("{folder}.probe-{}", random_digits());
     let written = Storage::open(&probe).and_then(|probe| {
         probe.write("", vec![Bytes::from_static(b"checks that this location is writable")])?;
         probe.remove("")
@@ -71,7 +73,7 @@ pub(crate) fn probe(address: &str) -> Result<(), StorageError> {
     if Storage::is_remote(address) {
         return Ok(());
     }
-    match Storage::open(address)?.version("") {
+    match Storage::open(address)?.bytes("") {
         Ok(_) | Err(StorageError::NotFound { .. }) => Ok(()),
         Err(error) => Err(error),
     }

@@ -2,9 +2,9 @@ use std::ops::Range;
 
 use candle_core::Module as _;
 use candle_nn::Init;
+use elasticdl_data::readers::FixedRecords;
 
 use super::*;
-use crate::readers::FixedRecords;
 
 /// A network of two layers with tanh between them, one unused parameter, and squared loss.
 #[derive(Default)]

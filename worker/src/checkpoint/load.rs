@@ -4,12 +4,12 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use elasticdl_data::storage::{Storage, StorageError};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use super::manifest::{JobFingerprint, Manifest, Shard};
 use super::name::{MANIFEST, Name, PREFIX};
 use crate::session::header::StateRecord;
-use crate::storage::{Storage, StorageError};
 use crate::tensors::is_finite;
 
 /// Storage locations of checkpoints.

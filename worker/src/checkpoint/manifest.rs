@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::path::Path;
 
+use elasticdl_data::Dataset;
 use elasticdl_proto::Batch;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::order::OrderName;
-use crate::reader::Dataset;
 use crate::session::checkpoint::Written;
 use crate::session::evaluation::Plan;
 use crate::session::header::StateRecord;
@@ -143,7 +143,7 @@ impl Manifest {
                 end: end as u64,
             }
         };
-        let file = |f: &crate::reader::File| DataFile { path: f.path.clone(), records: f.records };
+        let file = |f: &elasticdl_data::File| DataFile { path: f.path.clone(), records: f.records };
         Self {
             format: FORMAT.into(),
             job: fingerprint.job.clone(),
@@ -256,7 +256,7 @@ impl Manifest {
                 self.slots
             ));
         }
-        let same = |(a, b): (&DataFile, &crate::reader::File)| {
+        let same = |(a, b): (&DataFile, &elasticdl_data::File)| {
             // The folder may differ between machines; the order of the files may not.
             Path::new(&a.path).file_name() == Path::new(&b.path).file_name()
                 && a.records == b.records
@@ -357,8 +357,9 @@ pub(super) mod tests {
 
     use elasticdl_proto::{RecordRange, ShuffleMode};
 
+    use elasticdl_data::File;
+
     use super::*;
-    use crate::reader::File;
 
     pub(in super::super) fn fingerprint() -> JobFingerprint {
         let file = |path: &str, records| File::new(path, records);

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::storage::Found;
+use elasticdl_data::storage::Found;
 
 /// Name of a checkpoint's folder. The order is that in which a run writes checkpoints.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]

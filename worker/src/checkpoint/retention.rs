@@ -43,16 +43,17 @@ impl Retention {
 
 #[cfg(test)]
 mod tests {
+    use elasticdl_data::storage::Found;
+
     use super::super::name::{MANIFEST, shard};
     use super::*;
-    use crate::storage::Found;
 
     fn name(step: u64, generation: u64, run: &str) -> Name {
         Name { step, generation, run: run.into() }
     }
 
     fn file(path: String) -> Found {
-        Found { path, bytes: 1 }
+        Found::new(path, 1)
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 
+use elasticdl_data::storage::Storage;
 use elasticdl_proto::Generation;
 use futures::stream::BoxStream;
 use object_store::memory::InMemory;
@@ -18,7 +19,6 @@ use super::manifest::tests::{fingerprint, state_at};
 use super::name::Name;
 use super::*;
 use crate::session::checkpoint::Written;
-use crate::storage::Storage;
 
 /// Parameters and slots of step `step`.
 fn state(fingerprint: &JobFingerprint, step: u64) -> (Vec<f32>, Vec<f32>) {

@@ -14,6 +14,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Instant, SystemTime};
 
 use bytes::Bytes;
+use elasticdl_data::storage::Storage;
 use elasticdl_proto::Generation;
 use xxhash_rust::xxh3::Xxh3Default;
 
@@ -23,7 +24,6 @@ use super::retention::Retention;
 use crate::session::checkpoint::Written;
 use crate::session::header::StateRecord;
 use crate::state_buffer::zeros;
-use crate::storage::Storage;
 use crate::tensors::is_finite;
 
 /// The trainer's handle of the writer thread.

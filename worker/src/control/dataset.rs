@@ -1,9 +1,8 @@
 //! Between the data set of a reader and the list of files that travels.
 
+use elasticdl_data::{Dataset, File};
 use elasticdl_proto::limits::DATASET_PACKED_BYTES_MAX;
 use elasticdl_proto::{FileList, ListedFile};
-
-use crate::reader::{Dataset, File};
 
 /// Packs a data set, or returns why it can't be sent.
 pub(crate) fn pack(dataset: Dataset) -> Result<FileList, String> {
@@ -30,6 +29,10 @@ pub(crate) fn pack(dataset: Dataset) -> Result<FileList, String> {
 
 /// The data set of a list.
 pub(crate) fn unpack(list: &FileList) -> Dataset {
-    let file = |f: ListedFile| File { path: f.path, records: f.records, version: f.version };
+    let file = |listed: ListedFile| {
+        let mut file = File::new(listed.path, listed.records);
+        file.version = listed.version;
+        file
+    };
     Dataset::new(list.iter().map(file).collect())
 }

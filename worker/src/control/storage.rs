@@ -2,9 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use elasticdl_data::worker::{WaitStatus, wait_status};
 use elasticdl_proto::WorkerMessage;
-
-use crate::storage::{self, WaitStatus};
 
 /// State of the reports.
 #[derive(Debug, Default)]
@@ -22,7 +21,7 @@ struct Reported {
 impl StorageReporter {
     /// The report that is due now.
     pub(super) fn poll(&mut self) -> Option<WorkerMessage> {
-        self.next(storage::wait_status(), Instant::now())
+        self.next(wait_status(), Instant::now())
     }
 
     /// A new master knows of no report.

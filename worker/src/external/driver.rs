@@ -5,12 +5,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use elasticdl_data::Predictions;
+
 use super::lent::{Lent, LentMut};
 use super::memory::Memory;
 use super::micro_batches::MicroBatches;
 use super::model::{Call, ExternalModel, GroupProgress, Record, Reply, Shape, Shared, Sums};
 use super::worker::{Worker, WorkerError};
-use crate::predictions::Predictions;
 
 /// Drives a trainer from the program's thread.
 #[derive(Debug)]

@@ -6,6 +6,9 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use elasticdl_data::worker::refuse_bad_records;
+use elasticdl_data::{Access, DataError, Dataset, File, Predictions, Purpose, ReadOptions, Reader};
+
 use super::lent::{Lent, LentMut};
 use super::memory::Taken;
 use crate::buckets::Gradients;
@@ -13,10 +16,6 @@ use crate::conversion::Conversion;
 use crate::device::DeviceModel;
 use crate::metrics::{Loss, Metrics, UserError, report_sum};
 use crate::model::{Model, NamedTensor, Progress};
-use crate::predictions::Predictions;
-use crate::reader::{
-    Access, DataError, Dataset, File, Purpose, ReadOptions, Reader, refuse_bad_records,
-};
 use crate::state_buffer::StateMemory;
 use crate::update::Update;
 
@@ -393,7 +392,7 @@ impl Numbers {
         let (records, owner, missing) = match self.purpose {
             Purpose::Evaluate => (evaluation, "evaluator", NO_EVALUATOR),
             Purpose::Predict => (prediction, "predictor", NO_PREDICTOR),
-            Purpose::Train => (training, "sampler", "this program has no sampler"),
+            _ => (training, "sampler", "this program has no sampler"),
         };
         match records {
             None => Err(DataError::Other(missing.into())),

@@ -2,10 +2,10 @@
 
 use std::num::NonZeroU64;
 
+use elasticdl_data::{Access, Dataset, File};
 use elasticdl_proto::{Batch, Ledger, Shuffle};
 
 use crate::order::Order;
-use crate::reader::{Access, Dataset, File};
 use crate::session::header::StateRecord;
 use crate::session::plan::{self, StepSize};
 

@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use elasticdl_collective::LocalRank;
+use elasticdl_data::Predictions;
 
 use super::memory::Taken;
 use super::model::{Call, ExternalModel, Reply, Sums};
@@ -16,7 +17,6 @@ use super::*;
 use crate::buckets::{self, RecordKeys, SummedBuckets};
 use crate::metrics::{Loss, Metrics};
 use crate::model::{Model, NamedTensor};
-use crate::predictions::Predictions;
 
 const RECORDS: usize = 100;
 const EPOCHS: u32 = 3;

@@ -123,7 +123,7 @@ impl Worker {
             job: "alone".into(),
             launch: 0,
             // No other worker can know it.
-            token: crate::paths::random_digits(),
+            token: elasticdl_data::worker::random_digits(),
             tls: None,
             master_timeout: Duration::ZERO,
             location: Default::default(),

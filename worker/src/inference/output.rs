@@ -8,21 +8,13 @@
 use std::fs;
 use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use bytes::Bytes;
-use csv::WriterBuilder;
+use elasticdl_data::Predictions;
+use elasticdl_data::storage::Storage;
+use elasticdl_data::worker::{encode, random_digits};
 use elasticdl_proto::{Format, RecordRange};
-use parquet::basic::{Compression, ConvertedType, Repetition, Type as Physical};
-use parquet::data_type::{ByteArray, ByteArrayType, FloatType, Int64Type};
-use parquet::errors::ParquetError;
-use parquet::file::properties::WriterProperties;
-use parquet::file::writer::SerializedFileWriter;
-use parquet::schema::types::Type;
 
-use crate::paths;
-use crate::predictions::{Column, Predictions};
-use crate::storage::Storage;
 use crate::weights;
 
 /// Destination of the prediction files.
@@ -90,7 +82,7 @@ impl Output {
 /// renames it to `name`.
 fn replace(folder: &Path, name: &str, bytes: &[u8]) -> io::Result<()> {
     fs::create_dir_all(folder)?;
-    let own = folder.join(format!(".{name}.{}", paths::random_digits()));
+    let own = folder.join(format!(".{name}.{}", random_digits()));
     let mut file = fs::File::create_new(&own)?;
     file.write_all(bytes)?;
     file.sync_all()?;
@@ -121,93 +113,22 @@ pub(super) fn write_shard(
     predictions: &Predictions,
 ) -> Result<(), String> {
     let RecordRange { start, end, .. } = shard;
-    let (bytes, extension) = match format {
-        Format::Csv => (to_csv(predictions), "csv"),
-        Format::Jsonl => (to_jsonl(predictions), "jsonl"),
-        Format::Parquet => (to_parquet(predictions).map_err(|error| error.to_string())?, "parquet"),
+    let extension = match format {
+        Format::Csv => "csv",
+        Format::Jsonl => "jsonl",
+        Format::Parquet => "parquet",
     };
     // 13 digits: enough for the largest data set.
     let name = format!("part-{start:013}-{end:013}.{extension}");
-    output.write(&name, bytes)
-}
-
-fn to_csv(predictions: &Predictions) -> Vec<u8> {
-    let columns = predictions.columns();
-    let mut rows = WriterBuilder::new().from_writer(Vec::new());
-    let written = "a vector takes any row";
-    rows.write_record(columns.iter().map(|(name, _)| name)).expect(written);
-    for i in 0..columns.first().map_or(0, |(_, column)| column.len()) {
-        let value = |(_, column): &(String, Column)| match column {
-            Column::F32(values) => values[i].to_string(),
-            Column::I64(values) => values[i].to_string(),
-            Column::Text(values) => values[i].clone(),
-        };
-        rows.write_record(columns.iter().map(value)).expect(written);
-    }
-    rows.into_inner().expect(written)
-}
-
-/// Numbers that are not finite become `null`, as JSON cannot represent them.
-fn to_jsonl(predictions: &Predictions) -> Vec<u8> {
-    let columns = predictions.columns();
-    let names: Vec<String> =
-        columns.iter().map(|(name, _)| serde_json::json!(name).to_string()).collect();
-    let mut lines = String::new();
-    for i in 0..columns.first().map_or(0, |(_, column)| column.len()) {
-        for (k, ((_, column), name)) in columns.iter().zip(&names).enumerate() {
-            let value = match column {
-                Column::F32(values) if values[i].is_finite() => serde_json::to_string(&values[i]),
-                Column::F32(_) => Ok("null".into()),
-                Column::I64(values) => serde_json::to_string(&values[i]),
-                Column::Text(values) => serde_json::to_string(&values[i]),
-            };
-            lines.push(if k == 0 { '{' } else { ',' });
-            lines.push_str(&format!("{name}:{}", value.expect("numbers and text are JSON")));
-        }
-        lines.push_str("}\n");
-    }
-    lines.into_bytes()
-}
-
-fn to_parquet(predictions: &Predictions) -> Result<Vec<u8>, ParquetError> {
-    let field = |(name, column): &(String, Column)| {
-        let (physical, meant) = match column {
-            Column::F32(_) => (Physical::FLOAT, ConvertedType::NONE),
-            Column::I64(_) => (Physical::INT64, ConvertedType::NONE),
-            Column::Text(_) => (Physical::BYTE_ARRAY, ConvertedType::UTF8),
-        };
-        let field = Type::primitive_type_builder(name, physical)
-            .with_repetition(Repetition::REQUIRED)
-            .with_converted_type(meant);
-        field.build().map(Arc::new)
-    };
-    let fields = predictions.columns().iter().map(field).collect::<Result<_, _>>()?;
-    let schema = Arc::new(Type::group_type_builder("predictions").with_fields(fields).build()?);
-    let properties = WriterProperties::builder().set_compression(Compression::SNAPPY).build();
-    let mut file = SerializedFileWriter::new(Vec::new(), schema, Arc::new(properties))?;
-    let mut group = file.next_row_group()?;
-    for (_, column) in predictions.columns() {
-        let Some(mut writer) = group.next_column()? else { break };
-        match column {
-            Column::F32(values) => writer.typed::<FloatType>().write_batch(values, None, None)?,
-            Column::I64(values) => writer.typed::<Int64Type>().write_batch(values, None, None)?,
-            Column::Text(values) => {
-                let values: Vec<ByteArray> =
-                    values.iter().map(|text| text.as_str().into()).collect();
-                writer.typed::<ByteArrayType>().write_batch(&values, None, None)?
-            }
-        };
-        writer.close()?;
-    }
-    group.close()?;
-    file.into_inner()
+    output.write(&name, encode(format, predictions)?)
 }
 
 #[cfg(test)]
 mod tests {
+    use elasticdl_data::readers::{CsvRows, ParquetRows, Row};
+
     use super::*;
     use crate::Reader;
-    use crate::readers::{CsvRows, ParquetRows, Row};
 
     fn predictions() -> Predictions {
         Predictions::new()
@@ -259,8 +180,8 @@ mod tests {
             text.starts_with("{\"class, \\\"it\\\"\":-9223372036854775808,\"p\":0.1,"),
             "{text}"
         );
-        let nan = to_jsonl(&Predictions::new().f32("p", vec![f32::NAN]));
-        assert_eq!(nan, b"{\"p\":null}\n");
+        let nan = encode(Format::Jsonl, &Predictions::new().f32("p", vec![f32::NAN]));
+        assert_eq!(nan.unwrap(), b"{\"p\":null}\n");
     }
 
     #[test]

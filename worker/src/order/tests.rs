@@ -1,7 +1,8 @@
 use std::num::NonZeroU64;
 
+use elasticdl_data::File;
+
 use super::*;
-use crate::reader::File;
 
 fn dataset(files: &[u64]) -> Dataset {
     Dataset::new(files.iter().map(|&records| File::new("f", records)).collect())

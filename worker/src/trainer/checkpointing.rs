@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use elasticdl_collective::Secret;
+use elasticdl_data::Dataset;
+use elasticdl_data::storage::Storage;
 use elasticdl_proto::WorkerOptions;
 
 use crate::checkpoint::{
@@ -13,10 +15,8 @@ use crate::failure::{Failure, call_user};
 use crate::model::Model;
 use crate::order::OrderName;
 use crate::ordered_reader::order_of;
-use crate::reader::Dataset;
 use crate::session::evaluation::Plan;
 use crate::session::origin::Program;
-use crate::storage::Storage;
 use crate::tensor::ModelSize;
 
 /// Locations of checkpoints, and their writer.

@@ -4,6 +4,7 @@ use std::mem;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use elasticdl_data::Reader;
 use elasticdl_proto::RecordRange;
 
 use super::Trainer;
@@ -16,7 +17,6 @@ use crate::metrics;
 use crate::model::Model;
 use crate::ordered_reader::ReadError;
 use crate::prefetch::Taken;
-use crate::reader::Reader;
 use crate::session::Computed;
 use crate::session::halt::{Halt, Reason};
 use crate::tensors::{HostState, Tensors};

@@ -102,4 +102,4 @@ impl<M: Model> Trainer<'_, M> {
     }
 }
 
-type Record<M> = <<M as Model>::Reader as crate::reader::Reader>::Record;
+type Record<M> = <<M as Model>::Reader as elasticdl_data::Reader>::Record;

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::Communicator as _;
+use elasticdl_data::Reader;
 use elasticdl_proto::RecordRange;
 
 use super::Trainer;
@@ -11,7 +12,6 @@ use crate::buckets::{self, RecordKeys};
 use crate::failure::call_user;
 use crate::metrics;
 use crate::model::Model;
-use crate::reader::Reader;
 use crate::session::transport_switch::Transport;
 use crate::tensors::{HostState, Tensors};
 

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use elasticdl_data::{Purpose, Reader};
 use elasticdl_proto::{RecordRange, ValidationSpec, WorkerOptions};
 
 use crate::failure::call_user;
@@ -11,7 +12,6 @@ use crate::metrics::Metrics;
 use crate::model::Model;
 use crate::order::Order;
 use crate::ordered_reader::{OrderedReader, ReadError};
-use crate::reader::{Purpose, Reader};
 use crate::session::evaluation::Plan;
 use crate::split::open_reader;
 

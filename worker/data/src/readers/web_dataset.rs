@@ -29,6 +29,7 @@ mod samples;
 /// training starts, and each worker decodes them once to find those that are left out.
 ///
 /// ```
+/// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::WebDataset;
 ///
 /// let reader = WebDataset::new().image("jpg;png", [224, 224, 3]).class("cls", 1000).label();

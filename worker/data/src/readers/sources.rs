@@ -10,15 +10,48 @@ use std::path::{Path, PathBuf};
 use elasticdl_proto::split_sources;
 
 use super::{files, remote};
-use crate::reader::DataError;
+use crate::reader::{DataError, Dataset, Reader};
 use crate::storage::Storage;
+
+/// Describes the data of all locations that `text` names, in their order.
+///
+/// # Errors
+/// See [`Reader::describe`]; or a file is named twice.
+pub fn describe_sources<D: Reader>(reader: &mut D, text: &str) -> Result<Dataset, DataError> {
+    let sources = sources(text)?;
+    if let [source] = &sources[..] {
+        return reader.describe(source);
+    }
+    let (mut all, mut empty) = (Dataset::default(), None);
+    for source in &sources {
+        let Dataset { files, skipped } = match reader.describe(source) {
+            // As in a folder, some files may be empty.
+            Err(error @ DataError::Empty { .. }) => {
+                empty.get_or_insert(error);
+                continue;
+            }
+            described => described?,
+        };
+        all.files.extend(files);
+        all.skipped.add(skipped);
+    }
+    let mut paths = BTreeSet::new();
+    if let Some(twice) = all.files.iter().find(|file| !paths.insert(&file.path)) {
+        let reason = "it is named twice, by two locations of data".to_owned();
+        return Err(DataError::Malformed { path: (&*twice.path).into(), line: None, reason });
+    }
+    match empty {
+        Some(error) if all.files.is_empty() => Err(error),
+        _ => Ok(all),
+    }
+}
 
 /// The locations in `text`, in the order in which they are given, and those of a pattern in the
 /// order of their paths.
 ///
 /// # Errors
 /// Files or objects cannot be listed.
-pub(crate) fn sources(text: &str) -> Result<Vec<String>, DataError> {
+fn sources(text: &str) -> Result<Vec<String>, DataError> {
     let mut all = Vec::new();
     for source in split_sources(text) {
         let folder = folder_of(source);
@@ -33,7 +66,7 @@ pub(crate) fn sources(text: &str) -> Result<Vec<String>, DataError> {
 }
 
 /// The folder in which all that a pattern fits lies; a source that is no pattern itself.
-pub(crate) fn folder_of(source: &str) -> &str {
+pub fn folder_of(source: &str) -> &str {
     let Some(wildcard) = source.find(['*', '?']) else { return source };
     let bucket =
         if Storage::is_remote(source) { source.find("://").map(|at| at + 3) } else { None };
@@ -114,7 +147,6 @@ mod tests {
     use elasticdl_proto::join_sources;
 
     use super::*;
-    use crate::reader::Reader as _;
     use crate::readers::CsvRows;
 
     #[test]
@@ -180,7 +212,7 @@ mod tests {
         std::fs::write(at("b.csv"), "y\n").unwrap();
         std::fs::write(at("c.csv"), "y\n3\n").unwrap();
         let describe = |sources: &[String]| {
-            crate::split::PartReader::from(CsvRows::new().f32("y")).describe(&join_sources(sources))
+            describe_sources(&mut CsvRows::new().f32("y"), &join_sources(sources))
         };
         let found = describe(&[at("c.csv"), at("[ab].csv").replace("[ab]", "?")]);
         let error = found.unwrap_err().to_string();

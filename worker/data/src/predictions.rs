@@ -1,9 +1,14 @@
 //! Predictions of a model.
 
+mod files;
+
+pub use files::encode;
+
 /// Predictions for a batch of records: named columns, each with one value per record, in the
 /// records' order.
 ///
 /// ```
+/// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::Predictions;
 ///
 /// let predictions = Predictions::new()

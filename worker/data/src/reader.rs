@@ -3,8 +3,6 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use elasticdl_proto::Work;
-
 use crate::storage::StorageError;
 
 /// A data set: its files in order, with their record counts.
@@ -74,17 +72,6 @@ pub enum Purpose {
     /// A model is trained.
     #[default]
     Train,
-}
-
-impl Purpose {
-    /// What the records of a job are read for.
-    pub(crate) fn of(work: &Work) -> Self {
-        match work {
-            Work::Evaluate { .. } => Self::Evaluate,
-            Work::Predict { .. } => Self::Predict,
-            Work::Train { .. } => Self::Train,
-        }
-    }
 }
 
 /// One file of a data set.
@@ -189,7 +176,10 @@ pub enum Access {
 }
 
 /// The reply of a reader that cannot skip records.
-pub(crate) fn refuse_bad_records(options: ReadOptions) -> Result<(), DataError> {
+///
+/// # Errors
+/// Records are to be skipped.
+pub fn refuse_bad_records(options: ReadOptions) -> Result<(), DataError> {
     if options.bad_records_max == 0 {
         return Ok(());
     }

@@ -26,6 +26,7 @@ mod file;
 /// An empty list is a null.
 ///
 /// ```
+/// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::ParquetRows;
 ///
 /// let reader = ParquetRows::new().f32("area").i64("rooms").text("city").f32("price");

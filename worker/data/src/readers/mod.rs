@@ -27,7 +27,7 @@ mod pixels;
 mod remote;
 mod row;
 mod skipped;
-mod sources;
+pub(crate) mod sources;
 mod text;
 mod text_table;
 mod values;
@@ -49,7 +49,6 @@ pub use parquet::ParquetRows;
 #[cfg(test)]
 use parquet::tests::table as parquet_table;
 pub use row::{Row, Value};
-pub(crate) use sources::{folder_of, sources};
 pub use text::TextWindows;
 pub use web_dataset::WebDataset;
 #[cfg(test)]

@@ -24,6 +24,7 @@ use crate::reader::{Access, DataError, Dataset, File, ReadOptions, Reader};
 /// Files are validated, indexed and held as by [`CsvRows`](super::CsvRows).
 ///
 /// ```
+/// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::JsonRows;
 ///
 /// let reader = JsonRows::new().text("city").f32("size.area").f32_list("embedding", 384);

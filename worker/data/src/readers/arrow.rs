@@ -27,6 +27,7 @@ mod ipc;
 /// An empty list is a null.
 ///
 /// ```
+/// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::ArrowRows;
 ///
 /// let reader = ArrowRows::new().f32("area").i64("rooms").text("city").f32("price");

@@ -26,6 +26,7 @@ use crate::reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Read
 /// them once to find those that are left out. Files end in `.png`, `.jpg` or `.jpeg`.
 ///
 /// ```
+/// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::ImageFolder;
 ///
 /// let reader = ImageFolder::new([224, 224, 3], ["cat", "dog"]);

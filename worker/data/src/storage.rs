@@ -27,9 +27,7 @@ use object_store::{
 };
 use tokio::runtime::Runtime;
 
-pub(crate) use self::retry::{
-    Transient, WaitStatus, set_wait_flag, wait_status, with_patience, with_retries,
-};
+pub(crate) use self::retry::{Transient, with_retries};
 
 /// A folder of files. Paths given to its methods are relative to it and use `/` as the separator;
 /// the empty path is the folder, or the file, itself.
@@ -56,6 +54,14 @@ pub struct Found {
     pub path: String,
     /// Length of the file, in bytes.
     pub bytes: u64,
+}
+
+impl Found {
+    #[doc(hidden)]
+    #[must_use]
+    pub fn new(path: String, bytes: u64) -> Self {
+        Self { path, bytes }
+    }
 }
 
 /// The files below a folder.
@@ -121,18 +127,15 @@ impl Storage {
     }
 
     /// Files in `store` below `root`. `address`: name of this storage in errors.
-    #[cfg(test)]
-    pub(crate) fn within(
-        store: Arc<dyn ObjectStore>,
-        root: Path,
-        address: impl Into<String>,
-    ) -> Self {
+    #[doc(hidden)]
+    pub fn within(store: Arc<dyn ObjectStore>, root: Path, address: impl Into<String>) -> Self {
         Self { place: Place::Store(store, root), address: address.into() }
     }
 
     /// Whether `address` is in an object store, not a path on this machine.
     #[must_use]
-    pub(crate) fn is_remote(address: &str) -> bool {
+    #[doc(hidden)]
+    pub fn is_remote(address: &str) -> bool {
         keys::scheme(address).is_some_and(|(scheme, _)| scheme != "file")
     }
 
@@ -242,7 +245,8 @@ impl Storage {
     ///
     /// # Errors
     /// An error of the store.
-    pub(crate) fn list_folders(&self, prefix: &str) -> Result<Vec<Found>, StorageError> {
+    #[doc(hidden)]
+    pub fn list_folders(&self, prefix: &str) -> Result<Vec<Found>, StorageError> {
         let (store, root) = match &self.place {
             Place::Local(root) => return self.list_local_folders(root, prefix),
             Place::Store(store, root) => (store, root),
@@ -315,7 +319,8 @@ impl Storage {
     ///
     /// # Errors
     /// An error of the store.
-    pub(crate) fn copy_beside(&self, suffix: &str) -> Result<(), StorageError> {
+    #[doc(hidden)]
+    pub fn copy_beside(&self, suffix: &str) -> Result<(), StorageError> {
         match &self.place {
             Place::Local(at) => self.local("", || local::copy_beside(at, suffix)),
             Place::Store(store, at) => {
@@ -345,7 +350,8 @@ impl Storage {
     ///
     /// # Errors
     /// An error of the store; some files may have been removed.
-    pub(crate) fn remove_folder(&self, path: &str, first: &str) -> Result<(), StorageError> {
+    #[doc(hidden)]
+    pub fn remove_folder(&self, path: &str, first: &str) -> Result<(), StorageError> {
         self.remove(&format!("{path}/{first}"))?;
         for file in self.list(path)? {
             self.remove(&format!("{path}/{}", file.path))?;
@@ -455,7 +461,9 @@ impl Version {
 
 impl StorageError {
     /// The same error for another file, for which this one stood.
-    pub(crate) fn renamed(self, name: &str) -> Self {
+    #[doc(hidden)]
+    #[must_use]
+    pub fn renamed(self, name: &str) -> Self {
         match self {
             Self::Address { reason, .. } => Self::Address { address: name.into(), reason },
             Self::NotFound { .. } => Self::NotFound { path: name.into() },
@@ -508,6 +516,6 @@ mod errors;
 mod keys;
 mod listings;
 mod local;
-mod retry;
+pub(crate) mod retry;
 #[cfg(test)]
 mod tests;

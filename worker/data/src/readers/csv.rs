@@ -30,6 +30,7 @@ use crate::reader::{Access, DataError, Dataset, File, ReadOptions, Reader};
 /// A field that is empty, but for spaces, is a null, except in columns of text.
 ///
 /// ```
+/// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::CsvRows;
 ///
 /// let houses = CsvRows::new().f32("area").i64("rooms").fill(3).text("city").f32("price").label();

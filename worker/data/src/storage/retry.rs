@@ -15,11 +15,11 @@ use std::time::{Duration, Instant};
 
 /// Storage waits of this process, as reported to the master.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct WaitStatus {
+pub struct WaitStatus {
     /// The address of the failing request and its last error; `None` while all storage answers.
-    pub(crate) storage: Option<String>,
+    pub storage: Option<String>,
     /// Total time that the process has waited so far.
-    pub(crate) waited: Duration,
+    pub waited: Duration,
 }
 
 /// Classifies the error of a failed request.
@@ -53,7 +53,7 @@ pub(crate) fn with_retries<T, E: Transient>(
 
 /// Repeats a request whose `error` need not be transient, such as that of a full disk, because its
 /// result is worth a wait of `limit`. `sleep` sleeps for the given time.
-pub(crate) fn with_patience<T, E: Display>(
+pub fn with_patience<T, E: Display>(
     address: &str,
     limit: Duration,
     mut error: E,
@@ -104,12 +104,12 @@ fn retry_loop<T, E: Transient>(
 }
 
 /// Current storage waits of the process.
-pub(crate) fn wait_status() -> WaitStatus {
+pub fn wait_status() -> WaitStatus {
     WAITS.waiting(Instant::now())
 }
 
 /// Registers `flag`, which is set whenever the current thread waits for storage.
-pub(crate) fn set_wait_flag(flag: Arc<AtomicBool>) {
+pub fn set_wait_flag(flag: Arc<AtomicBool>) {
     FLAG.set(Some(flag));
 }
 
