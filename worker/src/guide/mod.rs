@@ -1,18 +1,17 @@
 //! The user's guide, in reading order.
 //!
-//! 1. [`tutorial`]: from nothing to a trained model.
+//! 1. [`tutorial`]: from an empty folder to a trained model.
 //! 2. [`model`]: the methods of [`Model`](crate::Model) and of candle models.
-//! 3. [`data`]: readers, object stores, what happens when storage is away.
+//! 3. [`data`]: readers, object stores, unavailable storage.
 //! 4. [`optimizer`]: optimizers, learning-rate schedules, clipping, the wire format of gradients.
-//! 5. [`determinism`]: the same records, and the same bits, at any number of workers.
-//! 6. [`checkpoints`]: what is saved, when, and how training resumes.
+//! 5. [`determinism`]: the same records, and the same bits, for any number of workers.
+//! 6. [`checkpoints`]: their options and contents, and how training resumes.
 //! 7. [`evaluation`]: validation data, the best model, early stopping.
 //! 8. [`export`]: the final model, for candle and PyTorch.
 //! 9. [`inference`]: `elasticdl evaluate` and `elasticdl predict`.
 //! 10. [`gpu`]: models on GPUs.
 //!
-//! Clusters are described in `manifests/README.md` of the repository, the command line in
-//! `master/README.md`.
+//! The repository's `manifests/README.md` describes clusters, `master/README.md` the command line.
 
 #[doc = include_str!("checkpoints.md")]
 pub mod checkpoints {}
