@@ -16,24 +16,24 @@ use crate::limits::STEPS_MAX;
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Checkpoints")]
 pub(crate) struct CheckpointOptions {
-    /// Folder for checkpoints: a path, or s3://, gs:// or az:// and a bucket; or `none`. [default:
+    /// Folder for checkpoints: a path, s3://, gs:// or az:// with a bucket, or `none`. [default:
     /// with --local, `checkpoints` in the job's directory]
     ///
-    /// A checkpoint is the whole state: parameters, optimizer state, and the ledger of the records
-    /// that they have absorbed. A worker writes it while training continues. When all workers are
-    /// lost, their replacements start from the newest complete checkpoint. All workers must see the
-    /// folder: in a cluster a path must lie in a --volume. Buckets are opened with the usual
-    /// variables (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT, GOOGLE_SERVICE_ACCOUNT,
-    /// AZURE_STORAGE_ACCOUNT_NAME, …; in a cluster see --env-from-secret and
-    /// --worker-service-account), S3 also with the profile AWS_PROFILE of ~/.aws. A checkpoint is
-    /// also written at the job's end, when the job is stopped, when all workers receive SIGTERM,
+    /// A checkpoint holds the whole state: parameters, optimizer state, and the ledger of the
+    /// records that they have absorbed. Workers write it while training continues. When all workers
+    /// are lost, their replacements start from the newest complete checkpoint. All workers must
+    /// have access to the folder: in a cluster a path must be in a --volume. Buckets are opened
+    /// with the usual variables (AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT,
+    /// GOOGLE_SERVICE_ACCOUNT, AZURE_STORAGE_ACCOUNT_NAME, …; in a cluster see --env-from-secret
+    /// and --worker-service-account), S3 also with the profile AWS_PROFILE of ~/.aws. A checkpoint
+    /// is also written at the job's end, when the job is stopped, when all workers receive SIGTERM,
     /// and by `elasticdl checkpoint`. Checkpoints in the job's directory are retained until the
-    /// next job in that directory has written one. A folder named `none` is given as ./none.
+    /// next job in that directory has written one. Write ./none for a folder named `none`.
     #[arg(long, value_name = "URI", value_parser = values::parse_uri)]
     pub(crate) checkpoint_dir: Option<String>,
 
-    /// Checkpoint interval: a number of steps, e.g. `200`, or a duration from 1s to 30days, e.g.
-    /// `2min`. [default: 5min]
+    /// Checkpoint interval: a number of steps (`200`) or a duration (`2min`), from 1s to 30days.
+    /// [default: 5min]
     ///
     /// With a duration, the first checkpoint of a job is written after at most 30 seconds.
     #[arg(long, value_name = "STEPS|DURATION", value_parser = parse_every)]
@@ -47,7 +47,7 @@ pub(crate) struct CheckpointOptions {
     ///
     /// The model and the data set must be those of the checkpoint. The number of workers, the batch
     /// size, the epochs, the steps and the arguments of PROGRAM (e.g. a learning rate) may differ.
-    /// Records that the checkpoint has absorbed are not trained again.
+    /// Records in the checkpoint's ledger are not trained again.
     #[arg(long, value_name = "URI", value_parser = values::parse_uri)]
     pub(crate) resume_from: Option<String>,
 }

@@ -27,14 +27,14 @@ pub(crate) struct ClusterOptions {
           value_parser = options::parse_object_name)]
     pub(crate) service_account: String,
 
-    /// Service account of the workers, as an identity for storage (workload identity). [default:
-    /// that of the namespace]
+    /// Service account of the workers, for access to storage (workload identity). [default: the
+    /// namespace's]
     ///
-    /// Its token for the API server is not mounted into the workers.
+    /// Its API server token is not mounted into the workers.
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) worker_service_account: Option<String>,
 
-    /// Give the master a service account of its own with rights on its own objects, in place of
+    /// Create a service account for the master with rights on its own objects, instead of using
     /// --service-account; needs the rights in manifests/rbac-per-job.yaml.
     #[arg(long, conflicts_with = "service_account")]
     pub(crate) per_job_role: bool,
@@ -44,15 +44,15 @@ pub(crate) struct ClusterOptions {
     #[arg(long, conflicts_with = "egress_to")]
     pub(crate) no_network_policy: bool,
 
-    /// Serve metrics of the master to these peers: namespaces, addresses (10.0.0.0/8) or `any`,
+    /// Serve the master's metrics to these peers: namespaces, addresses (10.0.0.0/8) or `any`,
     /// separated by commas. [default: metrics are not served]
     #[arg(long, value_name = "PEERS", value_parser = options::parse_metrics_source,
           value_delimiter = ',')]
     pub(crate) metrics_from: Vec<MetricsSource>,
 
-    /// Limit connections from the pods: workers connect to each other, to the master and to these
-    /// addresses, as CIDR[:PORT],CIDR[:PORT], or `none`; the master to the API server. [default: no
-    /// limit]
+    /// Limit connections from the pods: workers can connect to each other, to the master and to
+    /// these addresses, as CIDR[:PORT],CIDR[:PORT], or `none`; the master to the API server.
+    /// [default: no limit]
     #[arg(long, value_name = "LIST", value_parser = parse_destinations)]
     pub(crate) egress_to: Option<Destinations>,
 
@@ -68,36 +68,36 @@ pub(crate) struct ClusterOptions {
           value_parser = options::parse_resources)]
     pub(crate) worker_resources: Resources,
 
-    /// Workers per pod, each a process and a rank of its own. [default: the pod's nvidia.com/gpu,
-    /// else 1]
+    /// Workers per pod, each a separate process and rank. [default: the pod's nvidia.com/gpu, else
+    /// 1]
     ///
-    /// They share the resources of the pod, and are started, stopped and replaced together. The
-    /// numbers of workers must be multiples of it.
+    /// They share the resources of the pod, and are started, stopped and replaced together. All
+    /// numbers of workers must be multiples of K.
     #[arg(long, value_name = "K", value_parser = values::parse_workers_per_pod)]
     pub(crate) workers_per_pod: Option<u32>,
 
-    /// Set an environment variable of the workers; can be repeated. Credentials are refused: see
+    /// Set an environment variable of workers; can be repeated. Credentials are rejected: see
     /// --env-from-secret.
     #[arg(long, value_name = "NAME=VALUE", value_parser = options::parse_env)]
     pub(crate) env: Vec<Pair>,
 
     /// Set environment variables of the workers from a Secret of the namespace; can be repeated.
     ///
-    /// NAME: every key of the Secret. NAME:KEY: this key. VARIABLE=NAME:KEY: this key under
-    /// another name.
+    /// NAME: all keys of the Secret. NAME:KEY: this key. VARIABLE=NAME:KEY: this key under another
+    /// name.
     #[arg(long, value_name = "[VARIABLE=]NAME[:KEY]",
           value_parser = options::parse_env_from_secret)]
     pub(crate) env_from_secret: Vec<SecretEnv>,
 
-    /// Secret to pull the images with; can be repeated.
+    /// Secret for pulling the images; can be repeated.
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) image_pull_secret: Vec<String>,
 
     /// Priority classes of the workers by slot: auto, off, or CORE,TIER,TIER,… from high to low.
     ///
-    /// The first --min-workers workers get CORE. Further workers get lower tiers the more workers
-    /// the job has, so that jobs share a cluster fairly. auto: the classes of
-    /// manifests/priorityclasses.yaml, as far as the cluster has them. [default: off with
+    /// The first --min-workers workers get CORE. The more workers a job has, the lower are the
+    /// tiers of additional workers, so jobs share a cluster fairly. auto: the classes of
+    /// manifests/priorityclasses.yaml that exist in the cluster. [default: off with
     /// priorityClassName in --worker-pod-template, else auto]
     #[arg(long, value_name = "CLASSES", value_parser = priority_tiers::parse)]
     pub(crate) priority_tiers: Option<priority_tiers::TierChoice>,
@@ -105,48 +105,48 @@ pub(crate) struct ClusterOptions {
     /// Share of the cluster relative to other jobs with priority tiers, from 0.1 to 10. [default:
     /// 1]
     ///
-    /// Where jobs compete, one of weight 2 gets twice as many workers as one of weight 1. For jobs
-    /// whose workers request different amounts, the weight evens out the amounts: 1 for workers of
-    /// 5 CPUs and 0.5 for those of 10.
+    /// When jobs compete, a job of weight 2 gets twice as many workers as a job of weight 1. For
+    /// jobs whose workers request different amounts, weights can equalize the amounts: 1 for
+    /// workers of 5 CPUs and 0.5 for workers of 10.
     #[arg(long, value_name = "W", value_parser = priority_tiers::parse_weight)]
     pub(crate) weight: Option<priority_tiers::Weight>,
 
     /// Place the first --min-workers workers together, and queue them: volcano, kueue or native
-    /// (the PodGroups of Kubernetes 1.36 and later). [default: each pod by itself]
+    /// (the PodGroups of Kubernetes 1.36 and later). [default: each pod separately]
     ///
-    /// Further workers are placed, preempted and replaced one by one. While the job waits for its
-    /// turn, its state is `queued`. The master's pod is not queued. volcano and native need
-    /// the rights in manifests/schedulers.
+    /// Additional workers are placed, preempted and replaced one by one. While the job waits in the
+    /// queue, its state is `queued`. The master's pod is not queued. volcano and native need the
+    /// rights in manifests/schedulers.
     #[arg(long, value_name = "NAME", value_parser = values::choice(SCHEDULERS))]
     pub(crate) scheduler: Option<GangScheduler>,
 
-    /// Queue of the workers: a queue of Volcano, or a LocalQueue of Kueue. [default for volcano:
-    /// its default queue]
+    /// Queue of the workers: a Volcano queue or a Kueue LocalQueue. [default for volcano: its
+    /// default queue]
     #[arg(long, value_name = "NAME", value_parser = options::parse_object_name)]
     pub(crate) queue: Option<String>,
 
-    /// Delete the job with all of its objects this long after its end (Kubernetes 1.21 or later).
-    /// [default: keep it]
+    /// Delete the job and all of its objects this long after its end (Kubernetes 1.21 or later).
+    /// [default: keep them]
     #[arg(long, value_name = "DURATION", value_parser = options::parse_seconds)]
     pub(crate) ttl_after_finished: Option<Duration>,
 
     /// Volumes of the workers, as claim_name=C,mount_path=/P;host_path=/H,mount_path=/Q.
     ///
-    /// Each has either claim_name or host_path (optionally with type), and optionally sub_path and
-    /// read_only=true.
+    /// Each volume has either claim_name or host_path (with an optional type), and optionally
+    /// sub_path and read_only=true.
     #[arg(long, value_name = "VOLUMES", value_parser = parse_volumes)]
     pub(crate) volume: Vec<Volumes>,
 
-    /// Merge a part of a pod, a YAML file, into the worker pods.
+    /// Merge a partial pod, a YAML file, into the worker pods.
     ///
     /// The file has fields of a pod's spec (`nodeSelector`, `tolerations`, …), or `spec` and labels
-    /// and annotations in `metadata`. The container of the worker is named `worker`. Containers,
-    /// volumes and variables are merged by name, and a null removes a field. Fields that elasticdl
-    /// or another option sets are refused. manifests/README.md has examples.
+    /// and annotations in `metadata`. The worker's container is named `worker`. Containers, volumes
+    /// and variables are merged by name, and null removes a field. Fields that elasticdl or another
+    /// option sets are rejected. manifests/README.md has examples.
     #[arg(long, value_name = "FILE")]
     pub(crate) worker_pod_template: Option<PathBuf>,
 
-    /// Merge such a file into the master's pod, whose container is `master`.
+    /// Merge such a file into the master's pod; its container is `master`.
     #[arg(long, value_name = "FILE")]
     pub(crate) master_pod_template: Option<PathBuf>,
 }

@@ -13,7 +13,7 @@ use crate::job::{LinkEncryption, Shuffle, ShuffleMode, WireDtype};
 pub(crate) struct TrainingData {
     /// Training data, as PROGRAM's reader understands it: usually a file, a folder or a URI.
     ///
-    /// A Python program needs none. May be given several times, and as a pattern in quotes:
+    /// A Python program needs none. Can be repeated, and can be a quoted pattern:
     /// 'data/2026-*.csv'.
     #[arg(long, value_name = "URI")]
     pub(crate) training_data: Vec<String>,
@@ -35,34 +35,34 @@ pub(crate) struct TrainingData {
     #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch)]
     pub(crate) minibatch_size: Option<u64>,
 
-    /// Records of a micro-batch: a step consists of micro-batches, each of which one worker
-    /// computes. Faster workers compute more of them. [default: single records, which are split
-    /// evenly over equal workers; a sixteenth of the step with --deterministic]
+    /// Records per micro-batch: a step consists of micro-batches, each computed by one worker.
+    /// Faster workers compute more of them. [default: single records, split evenly over equal
+    /// workers; a sixteenth of the step with --deterministic]
     #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch)]
     pub(crate) micro_batch: Option<u64>,
 
-    /// The same parameters, bit for bit, whatever the number of workers is and whatever fails.
+    /// Compute bit-identical parameters for any number of workers and under any failure.
     ///
-    /// The gradients of a step's micro-batches are summed exactly, so that the sum does not depend
-    /// on the workers that computed them. A worker keeps the gradient of each of its micro-batches
+    /// The gradients of a step's micro-batches are summed exactly, so the sum does not depend on
+    /// the workers that computed them. A worker keeps the gradient of each of its micro-batches
     /// until the step is summed. The digest of the final parameters and optimizer state is in the
-    /// summary. Needs --global-batch-size and CPUs; the model's results must depend on the
-    /// arguments of its methods alone.
+    /// summary. Needs --global-batch-size and CPUs; the model's results must depend only on the
+    /// arguments of its methods.
     #[arg(long)]
     pub(crate) deterministic: bool,
 
-    /// What is shuffled in each epoch. The order depends on the seed and the epoch alone, not on
-    /// the workers.
+    /// What to shuffle in each epoch. The order depends only on the seed and the epoch, not on the
+    /// workers.
     #[arg(long, value_name = "WHAT", default_value = "auto",
           value_parser = values::choice(SHUFFLES))]
     pub(crate) shuffle: ShuffleMode,
 
-    /// Where blocks are shuffled: least number of records that are mixed at a time. A worker reads
-    /// all blocks that its records lie in, and keeps up to two of these buffers. [default: 8192]
+    /// For shuffled blocks: minimum number of records that are mixed at a time. A worker reads all
+    /// blocks that contain its records, and keeps up to two of these buffers. [default: 8192]
     #[arg(long, value_name = "RECORDS", value_parser = values::parse_shard)]
     pub(crate) shuffle_buffer: Option<u64>,
 
-    /// Seed of everything random: the order of records and the initial parameters.
+    /// Seed of all random choices: order of records and initial parameters.
     #[arg(long, value_name = "N", default_value = "0")]
     pub(crate) seed: u64,
 
@@ -74,10 +74,10 @@ pub(crate) struct TrainingData {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Advanced")]
 pub(crate) struct TuningOptions {
-    /// Data type of gradients on the wire: bf16 and f16 halve the traffic, for slow networks.
+    /// Data type of gradients on the network: bf16 and f16 halve the traffic, for slow networks.
     ///
     /// Sums are computed in f32 and rounded each time they leave a worker: over N workers an
-    /// element is off by at most N/256 of the largest partial sum with bf16, and N/2048 with f16,
+    /// element differs by at most N/256 of the largest partial sum with bf16, and N/2048 with f16,
     /// which is infinite above 65504. All workers get bit-identical results.
     #[arg(long, value_name = "DTYPE", default_value = "f32",
           value_parser = values::choice(WIRE_DTYPES))]
@@ -85,19 +85,19 @@ pub(crate) struct TuningOptions {
 
     /// Number of connections between two neighbours in the ring, 1 to 16.
     ///
-    /// More than one helps in networks that limit the bandwidth of each connection, or that lose
-    /// packets. A gradient of at least 256 KiB per connection is split over them. Workers that
-    /// share memory do not use them.
+    /// More than one helps in networks that limit the bandwidth of each connection or lose packets.
+    /// A gradient of at least 256 KiB per connection is split over them. Workers that share memory
+    /// do not use them.
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u8).range(1..=16))]
     pub(crate) channels: u8,
 
-    /// Which connections between workers are encrypted.
+    /// Which connections between workers to encrypt.
     ///
     /// The two ends of every connection prove to each other that they know the job's secret. auto:
     /// connections between hosts are also encrypted, with AES-256-GCM and new keys for each. on:
-    /// those within a host as well. off: none, so an attacker who reads or modifies the network's
-    /// traffic reads or modifies the model. NCCL does not encrypt: GPUs of several hosts use it
+    /// connections within a host as well. off: none, so an attacker who can read or modify network
+    /// traffic can read or modify the model. NCCL does not encrypt: GPUs of several hosts use it
     /// only with off.
     #[arg(long, value_name = "WHICH", default_value = "auto",
           value_parser = values::choice(LINK_ENCRYPTIONS))]
@@ -114,15 +114,15 @@ fn parse_bad_records(text: &str) -> Result<u64, String> {
     records.ok_or_else(|| "it must be `fail`, or `skip:` and a number, e.g. `skip:100`".to_owned())
 }
 
-/// What happens to records that cannot be read.
+/// Treatment of unreadable records.
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub(crate) struct BadRecordsOption {
-    /// What happens to a record that cannot be read: `fail`, or `skip:N`.
+    /// What to do with an unreadable record: `fail`, or `skip:N`.
     ///
     /// fail: the job ends with an error that names the file and the line. skip:N: up to N such
-    /// records are skipped; one more ends the job. The summary has their number
-    /// and the first few of them. Readers of tables skip records, others do not.
+    /// records are skipped; one more ends the job. The summary has their number and the first few
+    /// of them. Only some readers, such as those of tables, can skip records.
     #[arg(long, value_name = "WHAT", default_value = "fail", value_parser = parse_bad_records)]
     pub(crate) bad_records: u64,
 }
@@ -131,17 +131,17 @@ pub(crate) struct BadRecordsOption {
 #[derive(Args, Debug)]
 #[command(next_help_heading = HEADING)]
 pub(crate) struct InferenceData {
-    /// Data, as PROGRAM's reader understands it: usually a file, a folder or a URI. May be given
-    /// several times, and as a pattern in quotes: 'data/2026-*.csv'.
+    /// Data, as PROGRAM's reader understands it: usually a file, a folder or a URI. Can be
+    /// repeated, and can be a quoted pattern: 'data/2026-*.csv'.
     #[arg(long, value_name = "URI", required = true)]
     pub(crate) data: Vec<String>,
 
-    /// Records per batch, unless the model asks for fewer. [default: 64]
+    /// Records per batch, unless the model requires fewer. [default: 64]
     #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch)]
     pub(crate) minibatch_size: Option<u64>,
 
-    /// Records per shard, the unit in which data is leased and results are reported. [default:
-    /// 4096, more for billions of records]
+    /// Records per shard, the unit of leases and results. [default: 4096, more for billions of
+    /// records]
     #[arg(long, value_name = "RECORDS", value_parser = values::parse_shard)]
     pub(crate) records_per_shard: Option<u64>,
 
@@ -164,7 +164,7 @@ const LINK_ENCRYPTIONS: Choices<LinkEncryption> = &[
 ];
 /// Values of `--shuffle`.
 const SHUFFLES: Choices<ShuffleMode> = &[
-    ("auto", ShuffleMode::Auto, "`record` if the reader reads single records well, else `block`"),
+    ("auto", ShuffleMode::Auto, "`record` if the reader is fast at single records, else `block`"),
     ("block", ShuffleMode::Block, "Blocks, and the records within each few consecutive blocks"),
     ("none", ShuffleMode::None, "Nothing: the order of the data"),
     ("record", ShuffleMode::Record, "All records"),

@@ -14,7 +14,7 @@ pub(crate) struct InferenceOptions {
     #[arg(last = true, required = true, value_names = ["PROGRAM", "ARGS"])]
     pub(crate) program: Vec<OsString>,
 
-    /// Model: a safetensors file that `elasticdl train --export` has written, or the folder of one
+    /// Model: a safetensors file written by `elasticdl train --export`, or the folder of one
     /// checkpoint; a path or s3://, gs://, az://.
     #[arg(long, value_name = "URI", value_parser = values::parse_uri, help_heading = "Model")]
     pub(crate) model: String,

@@ -1,4 +1,4 @@
-//! Options that say where a job runs and how it is named.
+//! Options for where a job runs and how it is named.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use crate::kube::options;
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Job")]
 pub(crate) struct JobOptions {
-    /// Run the master and the workers as processes of this machine, without a cluster.
+    /// Run the master and the workers as processes on this machine, without a cluster.
     #[arg(long)]
     pub(crate) local: bool,
 
@@ -32,15 +32,15 @@ pub(crate) struct JobOptions {
 
     /// Print what would be started, without starting it.
     ///
-    /// In a cluster these are the objects that would be created.
+    /// In a cluster this prints the objects that would be created.
     #[arg(long, conflicts_with = "detach")]
     pub(crate) dry_run: bool,
 
     /// Read options from this TOML file.
     ///
-    /// Its keys are the long names of options, and `program` is the list of PROGRAM and ARGS. An
-    /// option that is also on the command line is taken from there. Relative paths are relative
-    /// to the current directory. --print-config writes such a file.
+    /// Its keys are the long option names, and `program` is the list of PROGRAM and ARGS. Options
+    /// on the command line take precedence. Relative paths are relative to the current directory.
+    /// --print-config prints such a file.
     #[arg(long = "config", value_name = "FILE")]
     pub(crate) _config: Option<PathBuf>,
 
@@ -51,7 +51,7 @@ pub(crate) struct JobOptions {
     /// Name of the job: lower-case letters, digits and `-`, at most 40 characters. [default:
     /// PROGRAM's name and 6 random digits]
     ///
-    /// `elasticdl status`, `scale` and the other commands take this name.
+    /// `elasticdl status`, `scale` and other commands accept this name.
     #[arg(long, value_name = "NAME", value_parser = values::parse_job_name)]
     pub(crate) job_name: Option<String>,
 
@@ -59,28 +59,28 @@ pub(crate) struct JobOptions {
     ///
     /// It is created if it does not exist. The default follows $XDG_STATE_HOME; without it and
     /// without $HOME it is ./.elasticdl/NAME. An existing directory must be empty or belong to an
-    /// earlier job. A worker's log that has 32 MiB becomes worker-N.log.1, and a new one begins.
-    /// One job at a time can run in a directory. `elasticdl delete` removes the files that jobs
-    /// have written, and nothing else.
+    /// earlier job. A worker's log that reaches 32 MiB is renamed to worker-N.log.1. Only one job
+    /// at a time can run in a directory. `elasticdl delete` removes only files that jobs have
+    /// written.
     #[arg(long, value_name = "DIR")]
     pub(crate) job_dir: Option<PathBuf>,
 
     /// Replace the earlier job of this name, or in this directory.
     ///
-    /// Without it, a name or directory is refused whose job has trained something, unless
-    /// --resume-from names its checkpoints. The earlier job's summary, logs and history are removed
-    /// when a worker of this job has checked its data, and its checkpoints when this job has
-    /// written one. A job that ends before leaves the earlier one as it was, and its own files in
-    /// the folder `refused`.
+    /// Without this option, the name or directory of a job that has trained anything is rejected,
+    /// unless --resume-from names its checkpoints. The earlier job's summary, logs and history are
+    /// removed once a worker of this job has checked its data, and its checkpoints once this job
+    /// has written one. A job that ends before that leaves the earlier one unchanged, and puts its
+    /// own files into the folder `refused`.
     #[arg(long)]
     pub(crate) replace: bool,
 
-    /// Address of this machine on which the master listens, for workers and for the other commands.
+    /// Address of this machine on which the master listens, for workers and for other commands.
     ///
     /// Workers that PROGRAM starts elsewhere (in a container, in a network namespace) must be able
-    /// to reach it. Each of them takes part with its own address on the route to the master. The
-    /// port is chosen by the system. On an address that is not loopback, the master serves TLS,
-    /// with a certificate from the job's directory.
+    /// to reach it. Each of them uses its own address on the route to the master. The system
+    /// chooses the port. On an address that is not loopback, the master uses TLS, with a
+    /// certificate from the job's directory.
     #[arg(long, value_name = "IP", default_value = "127.0.0.1",
           value_parser = values::parse_listen)]
     pub(crate) listen: IpAddr,

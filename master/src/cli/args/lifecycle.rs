@@ -1,4 +1,4 @@
-//! Options that say how a job reacts to ends of its workers, and when it ends itself.
+//! Options for how a job reacts when its workers end, and when the job itself ends.
 
 use std::time::Duration;
 
@@ -12,35 +12,35 @@ use crate::job::{ExitRule, Policies, SuccessPolicy};
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Lifecycle")]
 pub(crate) struct LifecycleOptions {
-    /// What to do when a worker exits with CODE, or with a code of FIRST-LAST, or when EVENT ends
-    /// it; can be repeated.
+    /// Action when a worker exits with CODE, or with a code in FIRST-LAST, or when EVENT ends it;
+    /// can be repeated.
     ///
-    /// restart: the worker is replaced, which is not counted as a failure. ignore: it is not
-    /// replaced, and one worker less is wanted, unless fewer than --min-workers would remain. stop:
-    /// the job stops at the end of its step with its newest state, as by `elasticdl stop`. fail:
-    /// the job fails. CODE is from 0 to 255; a worker that is killed by signal N has the code
-    /// 128 + N. The codes of the worker library (0, 1, 2, 70, 143) have a fixed meaning.
+    /// restart: the worker is replaced, without counting as a failure. ignore: it is not replaced,
+    /// and the job continues with one worker less, unless fewer than --min-workers would remain.
+    /// stop: the job stops at the end of its step with its newest state, as with `elasticdl stop`.
+    /// fail: the job fails. CODE is from 0 to 255; a worker killed by signal N has the code 128 +
+    /// N. The codes of the worker library (0, 1, 2, 70, 143) have a fixed meaning.
     ///
     /// EVENT is preempted (a pod or workload of higher priority needed the capacity), evicted (the
-    /// node was drained or tainted or short of a resource, or a queue withdrew the pod), node-lost
-    /// (the cluster reports that the node is gone or silent), deleted (a user or controller deleted
-    /// the pod), over-limit (the worker exceeded its limit of memory or disk space), not-started
-    /// (its image or program could not be started, or its node refused it), or unresponsive (the
-    /// master evicted it because it did not respond; this is how most lost nodes show first).
+    /// node was drained, tainted or short of a resource, or a queue evicted the pod), node-lost
+    /// (the cluster reports that the node is gone or not responding), deleted (a user or controller
+    /// deleted the pod), over-limit (the worker exceeded its memory or disk limit), not-started
+    /// (its image or program could not be started, or its node rejected it), or unresponsive (the
+    /// master evicted it because it did not respond; most lost nodes are detected this way first).
     ///
-    /// No rule applies to workers that are released, for example by `elasticdl scale`.
+    /// Rules do not apply to released workers, for example after `elasticdl scale`.
     #[arg(long, value_name = "CODE|EVENT=ACTION")]
     pub(crate) on_exit: Vec<ExitRule>,
 
     /// Stop the job after this time, at least 1s; its newest state is kept. [default: no limit]
     ///
     /// The job stops at the end of its step, writes its last checkpoint and exports its model; the
-    /// summary says `stopped` and names the deadline, and the exit code is 0. The time while it is
-    /// suspended counts.
+    /// summary has the state `stopped` and names the deadline, and the exit code is 0. Time during
+    /// which the job is suspended counts.
     #[arg(long, value_name = "DURATION", value_parser = values::parse_timeout)]
     pub(crate) deadline: Option<Duration>,
 
-    /// Start the job suspended: no worker is started before `elasticdl resume`.
+    /// Start the job suspended: no worker starts before `elasticdl resume`.
     #[arg(long)]
     pub(crate) suspend: bool,
 }

@@ -16,51 +16,51 @@ pub(crate) struct OutputOptions {
     #[arg(long, value_name = "FILE")]
     pub(crate) summary: Option<PathBuf>,
 
-    /// Serve Prometheus metrics on this port, at /metrics; 0 chooses a free port. [default: with
+    /// Serve Prometheus metrics on this port, at /metrics; 0 selects a free port. [default: with
     /// --metrics-from 7071, else none]
     ///
-    /// With --local the address is that of --listen. In a cluster --metrics-from says who may read
-    /// them; the master's pod and Service name the port `metrics`, and the pod has the usual
+    /// With --local the address is that of --listen. In a cluster --metrics-from defines who may
+    /// read them; the master's pod and Service name the port `metrics`, and the pod has the usual
     /// prometheus.io annotations.
     #[arg(long, value_name = "PORT")]
     pub(crate) metrics_port: Option<u16>,
 
-    /// Serve the job's dashboard, a page for the browser, on this port of 127.0.0.1, or `none`.
-    /// [default: a free port]
+    /// Serve the job's dashboard, a web page, on this port of 127.0.0.1, or `none`. [default: a
+    /// free port]
     ///
     /// The link, with the key that opens the page, is printed at the start if standard error is a
-    /// terminal, and by `elasticdl dashboard`. From another machine the page is reached through a
-    /// tunnel (`ssh -L`). For a job in a cluster `elasticdl dashboard` serves it.
+    /// terminal, and by `elasticdl dashboard`. From another machine, open the page through a tunnel
+    /// (`ssh -L`). For a job in a cluster, `elasticdl dashboard` serves it.
     #[arg(long, value_name = "PORT", value_parser = parse_dashboard_port)]
     pub(crate) dashboard_port: Option<DashboardPort>,
 
     /// Write loss, learning rate, throughput and number of workers for TensorBoard to a subfolder
-    /// of this folder that has the job's name, at most once per second.
+    /// of this folder with the job's name, at most once per second.
     ///
-    /// Jobs can share the folder: each is a run of its own. In a cluster the folder must lie in a
+    /// Jobs can share the folder: each is a separate run. In a cluster the folder must be in a
     /// --volume.
     #[arg(long, value_name = "DIR")]
     pub(crate) tensorboard_dir: Option<PathBuf>,
 
-    /// Form of what this command prints: text, or one JSON object per line.
+    /// Output format of this command: text, or one JSON object per line.
     ///
-    /// json: on standard error a line for each event, for the progress every 5 seconds, and for the
-    /// job's error, with the keys `time`, `elapsed_s`, `kind` (event, progress, error) and `text`
-    /// or the values of the progress; on standard output the summary.
+    /// json: standard error has a line for each event, for the progress every 5 seconds, and for
+    /// the job's error, with the keys `time`, `elapsed_s`, `kind` (event, progress, error) and
+    /// `text` or the progress values; standard output has the summary.
     #[arg(long, value_name = "FORMAT", default_value = "text",
           value_parser = values::choice(LOG_FORMATS))]
     pub(crate) log_format: LogFormat,
 
-    /// Also print what PROGRAM prints, each line with its worker, as `[worker 2] …`, on standard
-    /// error.
+    /// Also print PROGRAM's output on standard error, with the worker on each line
+    /// (`[worker 2] …`).
     ///
-    /// Without it the output is in the logs of the workers only: `elasticdl logs NAME --worker 2`.
-    /// Of a program that prints a lot, a part is shown. With `--log-format json` the lines have the
-    /// kind `output` and the key `worker`.
+    /// Without this option the output is only in the workers' logs:
+    /// `elasticdl logs NAME --worker 2`. If a program prints a lot, only a part is shown. With
+    /// `--log-format json` the lines have the kind `output` and the key `worker`.
     #[arg(long, conflicts_with_all = ["quiet", "detach", "image"])]
     pub(crate) tee: bool,
 
-    /// Print errors only.
+    /// Print only errors.
     #[arg(long, short)]
     pub(crate) quiet: bool,
 }

@@ -1,4 +1,4 @@
-//! Options that were removed, and what takes their place.
+//! Options that were removed, and their replacements.
 
 use clap::error::{ContextKind, ErrorKind};
 

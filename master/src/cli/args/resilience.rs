@@ -9,7 +9,7 @@ use crate::job::{OnNonfinite, SuccessPolicy};
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Fault tolerance")]
 pub(crate) struct ResilienceOptions {
-    /// Action when the gradient or loss of a step, summed over all workers, contains a NaN or an
+    /// Action if the gradient or loss of a step, summed over all workers, contains a NaN or an
     /// infinity.
     ///
     /// fail: the job ends before the step is applied, with exit code 1 and an error that names the
@@ -20,31 +20,30 @@ pub(crate) struct ResilienceOptions {
           value_parser = values::choice(ON_NONFINITE))]
     pub(crate) on_nonfinite: OnNonfinite,
 
-    /// Restart training from step 0 when all workers are lost and there is no checkpoint of their
+    /// Restart training from step 0 if all workers are lost and there is no checkpoint of their
     /// state.
     ///
     /// Without this option the job fails in that case and reports the lost steps. If there are
-    /// checkpoints, training resumes from the newest one, with or without this option. Until the
-    /// first checkpoint is due, training begins again in any case: no more than one interval of
-    /// --checkpoint-every is repeated. For a job without checkpoints this holds for its first five
-    /// minutes.
+    /// checkpoints, training always resumes from the newest one. Until the first checkpoint is due,
+    /// training always starts again: no more than one interval of --checkpoint-every is repeated.
+    /// For a job without checkpoints this applies to the first five minutes.
     #[arg(long)]
     pub(crate) restart_without_checkpoint: bool,
 
     /// Let workers of different builds train together.
     ///
-    /// Without this option a worker takes no part if its executable, its Python sources, its
-    /// version of elasticdl, its tensors or its optimizer settings differ from those of the group:
-    /// a replacement of an image tag that has moved, for example. That is a failure of that worker.
-    /// Use it if machines of different architectures need different executables.
+    /// Without this option a worker is excluded if its executable, its Python sources, its version
+    /// of elasticdl, its tensors or its optimizer settings differ from those of the group, for
+    /// example because an image tag has moved. This counts as a failure of the worker. Use this
+    /// option if machines of different architectures need different executables.
     #[arg(long)]
     pub(crate) allow_mixed_builds: bool,
 
-    /// Which members of the group have to report the final state before the job is complete.
+    /// Which members of the group must report the final state before the job is complete.
     ///
     /// all: every member, and their states are compared. lowest-rank: the member of rank 0, which
     /// exports the model and writes the last checkpoint; a member that hangs or crashes at the very
-    /// end, for example in the program's own code after training, does not matter then.
+    /// end, for example in the program's own code after training, then has no effect.
     #[arg(long, value_name = "WHO", default_value = "all",
           value_parser = values::choice(SUCCESS_POLICIES))]
     pub(crate) success_policy: SuccessPolicy,

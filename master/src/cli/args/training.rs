@@ -1,4 +1,4 @@
-//! The options that only training has.
+//! Options for training only.
 
 use clap::Args;
 
@@ -10,7 +10,7 @@ pub(crate) struct TrainingOptions {
     #[command(flatten)]
     pub(crate) data: TrainingData,
 
-    /// Least number of workers to train with; with fewer, training pauses. [default: 1]
+    /// Minimum number of workers; with fewer, training pauses. [default: 1]
     ///
     /// With several workers per pod, the default is the workers of one pod.
     #[arg(long, value_name = "N", value_parser = values::parse_workers,
@@ -28,9 +28,9 @@ pub(crate) struct TrainingOptions {
 
     /// Write the final model to this safetensors file: a path or s3://, gs://, az://.
     ///
-    /// A worker writes it, so in a cluster a path must lie in a --volume. The file appears complete
-    /// or not at all, and also when the job is stopped early. A job that fails writes URI.failed
-    /// instead, if it has made a step. Write access is checked before training starts.
+    /// A worker writes it atomically, also when the job is stopped early, so in a cluster a path
+    /// must be in a --volume. A job that fails after its first step writes URI.failed instead.
+    /// Write access is checked before training starts.
     #[arg(long, value_name = "URI", value_parser = values::parse_uri,
           help_heading = "Output")]
     pub(crate) export: Option<String>,

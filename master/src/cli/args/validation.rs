@@ -13,22 +13,22 @@ use crate::job::ValidationSpec;
 #[command(next_help_heading = "Evaluation")]
 #[command(group(ArgGroup::new("validation").args(["validation_data", "validation_split"])))]
 pub(crate) struct ValidationOptions {
-    /// Validation data, read like --training-data by the same reader; may be given several times.
+    /// Validation data, read like --training-data by the same reader; can be repeated.
     ///
     /// Training pauses during an evaluation. The data is split over all workers; each record is
     /// evaluated once, and the result is bit-identical for any number of workers.
     #[arg(long, value_name = "URI")]
     pub(crate) validation_data: Vec<String>,
 
-    /// Use this fraction of the training data as validation data, for example 0.1, and train the
+    /// Use this fraction of the training data, for example 0.1, as validation data, and train the
     /// rest.
     ///
-    /// Records are chosen one by one with --seed, evenly over each file.
+    /// Records are chosen individually with --seed, evenly over each file.
     #[arg(long, value_name = "FRACTION", value_parser = parse_split,
           conflicts_with = "validation_data")]
     pub(crate) validation_split: Option<NonZeroU16>,
 
-    /// Evaluate after every this many steps, and at the end. [default: only at the end]
+    /// Evaluate every this many steps, and at the end. [default: only at the end]
     #[arg(long, value_name = "STEPS", value_parser = values::parse_steps,
           requires = "validation")]
     pub(crate) evaluate_every: Option<u64>,
@@ -36,8 +36,8 @@ pub(crate) struct ValidationOptions {
     /// Metric that selects the best model: the lowest value, or with `:max` the highest. [default:
     /// loss]
     ///
-    /// The checkpoint of the best model is retained in addition to --checkpoint-keep others (with
-    /// --checkpoint-dir).
+    /// With --checkpoint-dir, the checkpoint of the best model is retained in addition to
+    /// --checkpoint-keep others.
     #[arg(long, value_name = "NAME[:max]", value_parser = parse_metric,
           requires = "validation")]
     pub(crate) best_metric: Option<Metric>,
@@ -49,9 +49,9 @@ pub(crate) struct ValidationOptions {
 
     /// Write the best model so far to this safetensors file: a path or s3://, gs://, az://.
     ///
-    /// The lowest rank writes it after each evaluation that has a new best value; training waits
-    /// meanwhile. As for --export, the file appears complete or not at all. If it can't be written,
-    /// training goes on, and each evaluation tries again.
+    /// The lowest rank writes it after each evaluation with a new best value; training waits
+    /// meanwhile. As with --export, the file is written atomically. If it can't be written,
+    /// training continues, and each evaluation tries again.
     #[arg(long, value_name = "URI", value_parser = values::parse_uri,
           requires = "validation")]
     pub(crate) export_best: Option<String>,

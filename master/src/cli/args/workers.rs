@@ -17,15 +17,15 @@ pub(crate) struct WorkerOptions {
     #[arg(long, value_name = "N", value_parser = values::parse_workers)]
     pub(crate) num_workers: Option<u32>,
 
-    /// Largest number that `elasticdl scale` accepts. [default: twice --num-workers, at least 8]
+    /// Maximum number that `elasticdl scale` accepts. [default: twice --num-workers, at least 8]
     #[arg(long, value_name = "N", value_parser = values::parse_workers)]
     pub(crate) max_workers: Option<u32>,
 
-    /// Number of worker failures, without progress between them, after which the job fails.
+    /// Number of worker failures without progress between them after which the job fails.
     ///
     /// A worker that crashes, hangs or exits with an error is replaced and counts as a failure.
-    /// Failures of one slot alone, or on one node, end no job whose other workers can train. A
-    /// worker that is killed from outside is replaced and does not count, but the pauses before
+    /// Failures in only one slot, or on one node, do not end a job whose other workers can train. A
+    /// worker that is killed externally is replaced and does not count, but the pauses before
     /// replacements grow to 30 s while the job makes no progress, and it fails after 20 of them, or
     /// this number if it is larger: after at least six minutes.
     #[arg(long, value_name = "N", default_value = "3")]
@@ -35,38 +35,38 @@ pub(crate) struct WorkerOptions {
     /// for it; at least 100ms.
     ///
     /// With the default, the worker is evicted and replaced within a second. A worker whose model
-    /// computes for a long time still sends heartbeats. A worker that only the master cannot reach
+    /// computes for a long time still sends heartbeats. A worker that has lost only the master
     /// continues to train.
     #[arg(long, value_name = "DURATION", default_value = "800ms",
           value_parser = values::parse_worker_timeout)]
     pub(crate) worker_timeout: Duration,
 
-    /// Evict a worker that computes for longer than this in a step while the others wait for it.
+    /// Evict a worker that computes longer than this in a step while the others wait for it.
     /// [default: 20 times the longest usual step, at least 10min]
     ///
     /// Such a worker hangs: a deadlock in its program or its data loader, a GPU that does not
-    /// answer. It writes the stacks of its threads to its log, counts as a failure and is replaced.
-    /// A worker that trains alone is evicted as well. Raise this for programs that do something
-    /// else for a long time between two steps. Evaluations by the job, waits for storage and the
-    /// writing of the final state have no such limit.
+    /// respond. It writes the stacks of its threads to its log, counts as a failure and is
+    /// replaced. A worker that trains alone is also evicted. Raise this limit for programs that do
+    /// something else for a long time between two steps. It does not apply to evaluations by the
+    /// job, waits for storage and writing the final state.
     #[arg(long, value_name = "DURATION", value_parser = values::parse_timeout)]
     pub(crate) step_timeout: Option<Duration>,
 
-    /// How long a worker may take from its start until it joins the job, while it does nothing.
+    /// Time limit for an idle worker from its start until it joins the job.
     ///
     /// A local worker that uses the processor or does I/O, such as imports from a slow disk, may
-    /// take longer. In a cluster the time runs from the start of its container.
+    /// take longer. In a cluster the time counts from the start of the container.
     #[arg(long, value_name = "DURATION", default_value = "10min",
           value_parser = values::parse_timeout)]
     pub(crate) start_timeout: Duration,
 
-    /// How long workers continue without a master before they exit, e.g. `30s` or `2min`; at least
-    /// 1s. [default: 30s; with --image 15min]
+    /// Time for which workers continue without a master before they exit, e.g. `30s`; at least 1s.
+    /// [default: 30s; with --image 15min]
     ///
-    /// Until then they train on, and search for the next master (see --resume). In a cluster the
-    /// next master starts as soon as its pod is scheduled and its predecessor is known to have
-    /// ended. The default with --image is longer than a cluster takes to replace the master of a
-    /// lost node.
+    /// Until then they continue to train and look for the next master (see --resume). In a cluster
+    /// the next master starts when its pod is scheduled and its predecessor is known to have ended.
+    /// The default with --image is longer than a cluster takes to replace the master of a lost
+    /// node.
     #[arg(long, value_name = "DURATION", default_value = "30s", hide_default_value = true,
           default_value_if("image", ArgPredicate::IsPresent, "15min"),
           value_parser = values::parse_timeout)]
@@ -78,7 +78,7 @@ pub(crate) struct WorkerOptions {
     /// On SIGTERM a worker leaves the group at the next step boundary, or as soon as another worker
     /// has the state. If all workers that hold the state receive SIGTERM, as on a spot notice, they
     /// write a checkpoint first, if checkpoints are enabled. The grace period must therefore be
-    /// longer than a step and the writing of a checkpoint.
+    /// longer than a step plus writing a checkpoint.
     #[arg(long, value_name = "DURATION", default_value = "30s",
           value_parser = values::parse_timeout)]
     pub(crate) grace_period: Duration,
