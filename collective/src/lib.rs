@@ -15,19 +15,19 @@
 //! order in which a rank of the ring sends and receives is a pure [schedule](crate#layout), which
 //! tests simulate without sockets.
 //!
-//! **Invariant:** the sum of an all-reduce has the same bits on all ranks, and a rank that gets it
-//! has the contribution of every rank in it.
+//! **Invariant:** the sum of an all-reduce has the same bits on all ranks and contains the
+//! contribution of every rank.
 //!
-//! **Invariant:** inputs are never written to. A failed step can be retried with the same
-//! contribution, in the next group.
+//! **Invariant:** inputs are never written to, so a failed step can be retried with the same
+//! contribution in the next group.
 //!
-//! **Invariant:** a link belongs to one generation. A dial of an older generation is refused by the
-//! acceptor, before any frame is read.
+//! **Invariant:** a link belongs to one generation. The acceptor rejects a dial of an older
+//! generation before it reads any frame.
 //!
-//! **Invariant:** both sides of a link have proven to each other that they know the job's secret,
-//! in a handshake that a recorded one can't replace, before anything is sent on it. Links between
-//! hosts are [encrypted](LinkEncryption). No field is used before its sender is authenticated, and
-//! no data from the network causes a panic or allocates memory beyond the limits documented here.
+//! **Invariant:** before anything is sent on a link, both sides prove to each other that they know
+//! the job's secret, in a handshake that can't be replayed. Links between hosts are
+//! [encrypted](LinkEncryption). No field is used before its sender is authenticated, and no data
+//! from the network causes a panic or allocates memory beyond the limits documented here.
 //!
 //! **Invariant:** this crate knows nothing about Kubernetes, gRPC, shards or models, and decides
 //! nothing about membership. Its clocks bound the wait for a link, never the duration of an

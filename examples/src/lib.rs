@@ -1,3 +1,3 @@
-//! Code that the example models share.
+//! Code shared by the example models.
 
 pub mod plain;

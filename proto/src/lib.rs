@@ -1,4 +1,4 @@
-//! What a master and its workers say to each other: ids, record ranges, the ledger, messages, the
+//! The protocol between a master and its workers: ids, record ranges, the ledger, messages, the
 //! gRPC service.
 //!
 //! **Invariant:** this crate does no I/O and makes no decisions. The generated types of the schema

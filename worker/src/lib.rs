@@ -1,11 +1,11 @@
 //! Elastic synchronous data-parallel training: the library that a training program links.
 //!
 //! Implement [`Model`] and pass it to [`run`]; that is a complete training program. The [`guide`]
-//! leads from an empty folder to a trained model and begins with the [tutorial](guide::tutorial).
+//! leads from an empty folder to a trained model, beginning with the [tutorial](guide::tutorial).
 //!
 //! # Inside
 //!
-//! [`run`] connects four parts, each in a module of its own:
+//! [`run`] connects four parts, each in its own module:
 //!
 //! ```text
 //!   control ── gRPC, one thread ──► inbox ──► trainer ──► session   decides, does no IO (pure)
@@ -14,7 +14,7 @@
 //! ```
 //!
 //! **Invariants:** This crate knows nothing about processes or pods, nor about how it was launched
-//! beyond its environment variables. Messages to and from the master are the types of
+//! beyond its environment variables. Messages to and from the master are types of
 //! `elasticdl-proto`. All decisions are made in `session` (with the control stream's state and the
 //! data types of both), which does no IO and reads no clock.
 

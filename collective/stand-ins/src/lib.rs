@@ -1,4 +1,4 @@
-//! Fake CUDA driver, NVRTC and NCCL libraries, on host memory, for tests without a GPU.
+//! Fake CUDA driver, NVRTC and NCCL libraries in host memory, for tests without a GPU.
 //!
 //! Their sources are in `libraries/`; `build.rs` compiles them.
 
