@@ -51,25 +51,24 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Write a checkpoint of a running job now, wait for it, and print its location.
     Checkpoint(CheckpointArgs),
-    /// Print a script that completes the commands and options of `elasticdl` in a shell.
+    /// Print a shell completion script for `elasticdl`.
     Completions(CompletionsArgs),
     /// Write the model of a checkpoint as a safetensors file.
     Convert(ConvertArgs),
-    /// Open the dashboard of a running job: print the link of its page.
+    /// Open the dashboard of a running job: print its link.
     ///
-    /// The page shows progress, curves, memberships, workers, where time went, and events, and can
+    /// The page shows progress, curves, memberships, workers, the use of time, and events, and can
     /// scale and stop the job. The master of a local job serves it on 127.0.0.1. The link contains
     /// a key: anyone with the link can watch and control the job.
     Dashboard(DashboardArgs),
-    /// Delete a job: its objects and pods in a cluster, or the files that it has written to its
+    /// Delete a job: its objects and pods in a cluster, or the files that it wrote to its
     /// directory.
     Delete(DeleteArgs),
-    /// Check whether jobs can run on this machine and in the cluster, and how to fix what is
-    /// missing.
+    /// Check whether jobs can run on this machine and in the cluster, and show how to fix problems.
     Doctor(DoctorArgs),
     /// Evaluate a model: compute the means of its metrics over a data set.
     ///
-    /// PROGRAM is your training program, and the model one that it has trained and exported.
+    /// PROGRAM is your training program; the model is one that it trained and exported.
     /// Workers lease shards of the data one by one. A worker that is killed is replaced, and the
     /// result stays bit-identical.
     Evaluate(Box<EvaluateArgs>),
@@ -85,11 +84,11 @@ pub(crate) enum Command {
     Master(MasterArgs),
     /// Write a model's prediction for each record of a data set.
     ///
-    /// PROGRAM is your training program, and the model one that it has trained and exported.
+    /// PROGRAM is your training program; the model is one that it trained and exported.
     /// Workers lease shards of the data one by one and write a file for each. A worker that is
     /// killed is replaced, and every record gets exactly one row.
     Predict(Box<PredictArgs>),
-    /// Write the dashboard of a job that has ended as one file.
+    /// Write the dashboard of an ended job as one file.
     Report(ReportArgs),
     /// Resume a suspended job: start workers, which continue from its newest checkpoint.
     ///
@@ -100,25 +99,24 @@ pub(crate) enum Command {
     /// The master starts workers, or releases the newest ones at the end of a step. No step is lost
     /// either way.
     Scale(ScaleArgs),
-    /// Show the status of a running job, or the summary of a job that has ended.
+    /// Show the status of a running job, or the summary of an ended job.
     Status(StatusArgs),
     /// Stop a running job at the end of its current step.
     Stop(StopArgs),
     /// Suspend a running job: write a checkpoint, end its workers, and keep its master waiting.
     ///
     /// The workers end at the end of a step, once a checkpoint of that step is written, so nothing
-    /// is trained twice. `elasticdl status` then says `suspended`; `elasticdl resume` continues.
-    /// Evaluate and predict jobs need no checkpoint: shards that are not done are processed again.
+    /// is trained twice. `elasticdl status` then shows `suspended`; `elasticdl resume` continues.
+    /// Evaluate and predict jobs need no checkpoint: unfinished shards are processed again.
     Suspend(SuspendArgs),
     /// Train a model: start a job, show its progress, wait for its end.
     ///
     /// PROGRAM is your training program, built with the elasticdl worker library. It is started
     /// once per worker. The master publishes the membership of the group; the workers divide the
-    /// records of every step among themselves, and take it together. A worker that crashes or is
-    /// killed is replaced while the others continue, and every record of an epoch still counts
-    /// exactly once.
+    /// records of every step and take the step together. A worker that crashes or is killed is
+    /// replaced while the others continue, and every record of an epoch still counts exactly once.
     Train(Box<TrainArgs>),
-    /// Create a crate for a model of your own, and build its image.
+    /// Create a crate for your own model, and build its image.
     Zoo(ZooArgs),
 }
 

@@ -22,7 +22,7 @@ pub(super) fn completions(args: &CompletionsArgs, mut cli: Command) -> Result<u8
 }
 
 const AFTER_HELP: &str = "\
-Where the script belongs:
+Where to put the script:
   bash  elasticdl completions bash > ~/.local/share/bash-completion/completions/elasticdl
   fish  elasticdl completions fish > ~/.config/fish/completions/elasticdl.fish
   zsh   elasticdl completions zsh > DIR/_elasticdl, where DIR is a folder of $fpath

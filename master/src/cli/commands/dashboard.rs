@@ -15,8 +15,8 @@ pub(crate) struct DashboardArgs {
     #[arg(value_name = "JOB")]
     pub(crate) job: PathBuf,
 
-    /// Port of 127.0.0.1 on which this command serves the page of a job in a cluster; 0 chooses a
-    /// free port. The page of a local job is served by its master.
+    /// Port of 127.0.0.1 on which this command serves the page of a job in a cluster; 0 selects a
+    /// free port. The master of a local job serves its page.
     #[arg(long, value_name = "PORT", default_value_t = 0)]
     pub(crate) port: u16,
 

@@ -16,9 +16,9 @@ pub(crate) struct DeleteArgs {
     #[arg(value_name = "JOB", required_unless_present = "ended")]
     pub(crate) jobs: Vec<PathBuf>,
 
-    /// Delete all jobs that have ended: of this machine, or those in the namespace that is given.
+    /// Delete all ended jobs: those of this machine, or those in the given namespace.
     ///
-    /// Jobs with a --job-dir are not among them. A local job is deleted with the checkpoints in its
+    /// Jobs with a --job-dir are excluded. A local job is deleted with the checkpoints in its
     /// directory.
     #[arg(long, conflicts_with = "jobs")]
     pub(crate) ended: bool,

@@ -20,8 +20,8 @@ pub(crate) struct DoctorArgs {
     #[arg(long, conflicts_with_all = ["namespace", "context"])]
     pub(crate) local: bool,
 
-    /// Also check that files can be written to this folder of this machine. Buckets are checked by
-    /// the workers of a job, with their credentials, before training begins.
+    /// Also check write access to this folder on this machine. The workers of a job check buckets,
+    /// with their credentials, before training starts.
     #[arg(long, value_name = "DIR", value_parser = parse_folder)]
     pub(crate) storage: Vec<std::path::PathBuf>,
 
@@ -113,7 +113,7 @@ fn service_account(cluster: &Cluster, found: Result<bool, ClusterError>) -> Find
 }
 
 const AFTER_HELP: &str = "\
-Each line is `ok`, a `warning` or a `problem`, with what to do below it.
+Each line is `ok`, a `warning` or a `problem`, with the remedy below it.
 
 Exit codes:
   0  no problem was found

@@ -13,7 +13,7 @@ use crate::kube::client::Cluster;
 #[derive(Args, Debug)]
 #[command(after_long_help = AFTER_HELP)]
 pub(crate) struct ListArgs {
-    /// List all jobs that have ended, not only the newest 10.
+    /// List all ended jobs, not only the newest 10.
     #[arg(long)]
     pub(crate) all: bool,
 
@@ -60,7 +60,7 @@ JSON: an array with an object per job, running ones first, newer ones before old
   namespace             of the cluster; null for a job of this machine
   job, state, has_ended its name; its state, as in `elasticdl status --json`, or `lost` if
                         its master has died; whether it is over
-  progress              0 to 1; null if it is not known
+  progress              0 to 1; null if unknown
   workers, workers_desired
                         size of the group; number of workers to keep running; or null
   age_s                 seconds since the job was started";

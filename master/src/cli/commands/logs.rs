@@ -17,13 +17,13 @@ pub(crate) struct LogsArgs {
     #[arg(value_name = "JOB")]
     pub(crate) job: PathBuf,
 
-    /// Print the log of this worker: what PROGRAM printed there. [default: the master]
+    /// Print the log of this worker, with PROGRAM's output. [default: the master]
     ///
-    /// `elasticdl status` and the events of a job have the numbers.
+    /// `elasticdl status` and the events of a job show the numbers.
     #[arg(long, value_name = "N")]
     pub(crate) worker: Option<u64>,
 
-    /// Print the logs of all workers, each line with its worker, as `[worker 2] …`.
+    /// Print the logs of all workers, with the worker on each line (`[worker 2] …`).
     #[arg(long, conflicts_with = "worker")]
     pub(crate) all: bool,
 

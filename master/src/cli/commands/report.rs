@@ -16,8 +16,7 @@ pub(crate) struct ReportArgs {
     #[arg(value_name = "JOB")]
     pub(crate) job: PathBuf,
 
-    /// File to write, or `-` for standard output. It loads nothing from elsewhere, so that it can
-    /// be sent and kept.
+    /// File to write, or `-` for standard output. The file is self-contained.
     #[arg(long, value_name = "FILE")]
     pub(crate) html: PathBuf,
 

@@ -47,15 +47,15 @@ pub(crate) struct StatusArgs {
 }
 
 const AFTER_HELP: &str = "\
-JSON (keys are stable; null for values that do not apply or are not known yet):
+JSON (keys are stable; null for values that do not apply or are not yet known):
   job, state            state: queued (by a scheduler with queues), starting, resuming (after the
                         master died), waiting (too few workers), running, suspending, suspended,
-                        stopping, ending; in a cluster also `no master`: nobody keeps the status up
-                        to date, and the last event says since when and why; of a job that has
-                        ended: completed, failed, refused, stopped
+                        stopping, ending; in a cluster also `no master`: the status is not updated,
+                        and the last event shows since when and why; of an ended job: completed,
+                        failed, refused, stopped
   progress              0 to 1
   generation, step      the newest membership; steps committed
-  epoch, epochs         the first epoch that is not complete, from 0; number of epochs
+  epoch, epochs         the first incomplete epoch, from 0; number of epochs
   records_counted, records_expected, records_repeated
                         records absorbed by the parameters; records of all epochs; records
                         absorbed more than once
@@ -91,7 +91,7 @@ JSON (keys are stable; null for values that do not apply or are not known yet):
                         at_step, lost, left, joined, gap_ms, detect_ms, abort_ms, agree_ms,
                         connect_ms, state_ms, first_step_ms}
   events[]              the last 20 event lines; events_emitted: number of all event lines
-  has_ended, summary    whether the job is over; then its summary (as in DIR/summary.json), else null
+  has_ended, summary    whether it has ended; then its summary (as in DIR/summary.json), else null
   events_at_s[]         in a cluster: age of the job at each event, in seconds
 
 Exit codes:

@@ -15,8 +15,8 @@ pub(crate) struct StopArgs {
     #[arg(value_name = "JOB")]
     pub(crate) job: PathBuf,
 
-    /// Don't wait for the end of the step, or for workers that have lost the master: what was
-    /// trained since the last checkpoint is lost.
+    /// Do not wait for the end of the step, or for workers that have lost the master: training
+    /// since the last checkpoint is lost.
     #[arg(long)]
     pub(crate) force: bool,
 

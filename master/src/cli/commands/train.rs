@@ -37,9 +37,9 @@ pub(crate) struct TrainArgs {
 
     /// Resume a job whose master died: the job's name, or the path of its directory (with a `/`).
     ///
-    /// The workers have continued to train for up to --master-timeout. They keep their state and
-    /// are not restarted. The job keeps its options; only --quiet, --log-format,
-    /// --tee and --detach can be given.
+    /// The workers continue to train for up to --master-timeout. They keep their state and are not
+    /// restarted. The job keeps its options; only --quiet, --log-format, --tee and --detach can be
+    /// given.
     #[arg(long, value_name = "JOB", help_heading = "Job")]
     pub(crate) resume: Option<PathBuf>,
 
@@ -112,13 +112,13 @@ Examples:
 
 Stopping:
   With --local, Ctrl-C, SIGTERM, or the end of the terminal (SIGHUP) stops the job at the end of the
-  step, with its last checkpoint. Ctrl-C again after 2 s, or SIGTERM again after --grace-period, stops
-  it at once. With --detach the job survives the terminal. In a cluster, Ctrl-C ends only this
+  step, with its last checkpoint. Ctrl-C again after 2 s, or SIGTERM again after --grace-period,
+  stops it at once. With --detach the job survives the terminal. In a cluster, Ctrl-C ends only this
   command; `elasticdl stop` stops the job.
 
 Exit codes:
   0    the job completed: it reached the end of its data or --max-steps
-  1    the job failed, or was ended at once and has lost its state
+  1    the job failed, or was ended at once and lost its state
   2    invalid command line or data; nothing was trained
   129  stopped by SIGHUP
   130  stopped by Ctrl-C; in a cluster: the command ended and the job continues

@@ -89,7 +89,7 @@ pub(crate) struct BuildArgs {
     #[arg(long, value_name = "NAME=VALUE")]
     pub(crate) build_arg: Vec<String>,
 
-    /// Container tool. [default: the first that is installed of docker, podman, nerdctl, buildah]
+    /// Container tool. [default: the first installed one of docker, podman, nerdctl, buildah]
     #[arg(long, value_name = "TOOL")]
     pub(crate) tool: Option<Tool>,
 }
