@@ -9,26 +9,20 @@ use std::time::{Duration, Instant};
 pub struct Browser(PathBuf);
 
 impl Browser {
-    /// The machine's Chromium; `None`, with the reason on standard error, if there is none.
+    /// The machine's Chromium.
     ///
     /// # Panics
-    /// There is none, and `ELASTICDL_CHROMIUM` is set.
-    #[expect(clippy::print_stderr, reason = "a skipped test reports it")]
-    pub fn find(test: &str) -> Option<Self> {
+    /// There is none.
+    #[must_use]
+    pub fn find() -> Self {
         let folders = std::env::var_os("PATH").unwrap_or_default();
         let paths = std::env::split_paths(&folders)
             .flat_map(|folder| NAMES.map(|name| folder.join(name)))
             .find(|path| path.is_file());
-        if paths.is_none() {
-            let why = format!(
-                "SKIPPED: {test}: there is no Chromium in $PATH. Install it (`apt-get install \
-                 --no-install-recommends chromium`) and run `cargo test -p elasticdl-tests --test \
-                 jobs dashboard::`"
-            );
-            assert!(std::env::var_os("ELASTICDL_CHROMIUM").is_none(), "{why}");
-            eprintln!("{why}");
-        }
-        paths.map(Self)
+        Self(
+            paths
+                .expect("Chromium is in $PATH: `apt-get install --no-install-recommends chromium`"),
+        )
     }
 
     /// The document at `url` as its scripts have made it.

@@ -16,7 +16,7 @@ use crate::{
 pub struct DeterminismCase {
     /// What is different from the other cases.
     pub name: &'static str,
-    run: fn(&Setup) -> Option<Ended>,
+    run: fn(&Setup) -> Ended,
 }
 
 /// How the jobs of all cases are alike.
@@ -29,33 +29,33 @@ struct Setup {
 impl DeterminismCase {
     /// The cases of a number of workers that nothing happens to.
     pub const UNDISTURBED: &[Self] = &[
-        Self { name: "1 worker", run: |setup| Some(setup.undisturbed(1, &[])) },
-        Self { name: "2 workers", run: |setup| Some(setup.undisturbed(2, &[])) },
-        Self { name: "3 workers", run: |setup| Some(setup.undisturbed(3, &[])) },
-        Self { name: "7 workers", run: |setup| Some(setup.undisturbed(7, &[])) },
-        Self { name: "8 workers", run: |setup| Some(setup.undisturbed(8, &[])) },
+        Self { name: "1 worker", run: |setup| setup.undisturbed(1, &[]) },
+        Self { name: "2 workers", run: |setup| setup.undisturbed(2, &[]) },
+        Self { name: "3 workers", run: |setup| setup.undisturbed(3, &[]) },
+        Self { name: "7 workers", run: |setup| setup.undisturbed(7, &[]) },
+        Self { name: "8 workers", run: |setup| setup.undisturbed(8, &[]) },
     ];
 
     /// The cases in which workers or the master come, go and fail.
     pub const DISTURBED: &[Self] = &[
-        Self { name: "workers killed", run: |setup| Some(setup.kills()) },
-        Self { name: "1 worker, 4 join", run: |setup| Some(setup.joins()) },
-        Self { name: "5 workers, 3 leave", run: |setup| Some(setup.leaves()) },
-        Self { name: "a worker stopped, evicted and replaced", run: |setup| Some(setup.stops()) },
-        Self { name: "the master killed and replaced", run: |setup| Some(setup.another_master()) },
-        Self { name: "stopped at 3 workers, resumed at 5", run: |setup| Some(setup.resumed()) },
-        Self { name: "a slow worker", run: |setup| Some(setup.slow_worker()) },
+        Self { name: "workers killed", run: |setup| setup.kills() },
+        Self { name: "1 worker, 4 join", run: |setup| setup.joins() },
+        Self { name: "5 workers, 3 leave", run: |setup| setup.leaves() },
+        Self { name: "a worker stopped, evicted and replaced", run: |setup| setup.stops() },
+        Self { name: "the master killed and replaced", run: |setup| setup.another_master() },
+        Self { name: "stopped at 3 workers, resumed at 5", run: |setup| setup.resumed() },
+        Self { name: "a slow worker", run: |setup| setup.slow_worker() },
         Self {
             name: "data in a store that is unavailable",
-            run: |setup| Some(setup.unavailable_storage()),
+            run: |setup| setup.unavailable_storage(),
         },
     ];
 
     /// Cases whose model is evaluated after each step: one worker, and seven of which one after the
     /// other is killed.
     pub const CURVES: &[Self] = &[
-        Self { name: "1 worker, evaluated", run: |setup| Some(setup.evaluated(1, 0)) },
-        Self { name: "7 workers, evaluated and killed", run: |setup| Some(setup.evaluated(7, 5)) },
+        Self { name: "1 worker, evaluated", run: |setup| setup.evaluated(1, 0) },
+        Self { name: "7 workers, evaluated and killed", run: |setup| setup.evaluated(7, 5) },
     ];
 
     /// The cases of transports; they need root and iproute2.
@@ -67,17 +67,17 @@ impl DeterminismCase {
 
     /// Throughput of a job of two workers whose model has this many parameters and computes next
     /// to nothing. `rate`: the workers are on hosts that send at this rate; otherwise they share
-    /// memory. `None` if this machine has no network namespaces.
+    /// memory.
     ///
     /// # Panics
-    /// The job fails.
+    /// The job fails, or this machine can't make the hosts.
     #[must_use]
     pub fn throughput(
         programs: Programs,
         is_deterministic: bool,
         parameters: u64,
         rate: Option<&str>,
-    ) -> Option<ThroughputSummary> {
+    ) -> ThroughputSummary {
         let setup = Setup { programs, is_deterministic };
         let fixture = JobFixture {
             parameters,
@@ -89,26 +89,26 @@ impl DeterminismCase {
         let ended = match rate {
             None => setup.command(&fixture).option("checkpoint-dir", "none").run(),
             Some(rate) => {
-                let network = Network::new(3)?;
+                let network = Network::new(3);
                 network.limit_rate(rate);
                 setup.start_on_hosts(&network, 2, fixture, &[("checkpoint-dir", "none")]).wait()
             }
         };
         ended.assert_outcome(0, "completed");
-        Some(ended.summary().throughput)
+        ended.summary().throughput
     }
 
-    /// Runs the case. `None` if this machine can't.
+    /// Runs the case.
     ///
     /// # Panics
-    /// The job fails, or nothing has happened to it.
+    /// The job fails, nothing has happened to it, or this machine can't make its hosts.
     #[must_use]
-    pub fn run(&self, programs: Programs, is_deterministic: bool) -> Option<Ended> {
-        let ended = (self.run)(&Setup { programs, is_deterministic })?;
+    pub fn run(&self, programs: Programs, is_deterministic: bool) -> Ended {
+        let ended = (self.run)(&Setup { programs, is_deterministic });
         ended.assert_outcome(0, "completed");
         let expected = each_once(RECORDS * EPOCHS);
         assert_eq!(ended.summary().records, expected, "{}: {}", self.name, ended.output);
-        Some(ended)
+        ended
     }
 }
 
@@ -250,10 +250,10 @@ impl Setup {
     }
 
     /// The nth launch is on host `n % hosts`.
-    fn on_hosts(&self, workers: u32, hosts: u8, options: &[(&str, &str)]) -> Option<Ended> {
-        let network = Network::new(hosts + 1)?;
+    fn on_hosts(&self, workers: u32, hosts: u8, options: &[(&str, &str)]) -> Ended {
+        let network = Network::new(hosts + 1);
         let fixture = self.fixture(workers, 0);
-        Some(self.start_on_hosts(&network, hosts, fixture, options).wait())
+        self.start_on_hosts(&network, hosts, fixture, options).wait()
     }
 
     fn start_on_hosts(

@@ -28,33 +28,23 @@ pub struct Network {
 }
 
 impl Network {
-    /// A network of `hosts` hosts. `None`, with a printed line, where this machine or this user
-    /// can't make one; unless ELASTICDL_NETNS=1 demands it.
+    /// A network of `hosts` hosts.
     ///
     /// # Panics
-    /// It is demanded, and can't be made.
+    /// This machine or this user can't make one: it needs root and iproute2.
     #[must_use]
-    #[expect(clippy::print_stderr, reason = "a skipped test reports it")]
-    pub fn new(hosts: u8) -> Option<Self> {
+    pub fn new(hosts: u8) -> Self {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let network = Self { name: format!("edl-{}-{number}", std::process::id()), hosts };
-        let made =
-            if geteuid().is_root() { network.make() } else { Err("this user is not root".into()) };
-        let why = match made {
-            Ok(()) => return Some(network),
-            Err(why) => why,
-        };
-        assert!(
-            std::env::var_os("ELASTICDL_NETNS").is_none_or(|v| v != "1"),
-            "no network namespaces: {why}"
-        );
-        eprintln!(
-            "SKIPPED, since there are no network namespaces: {why}. Run it as root with iproute2: \
-             ELASTICDL_NETNS=1 cargo test -p elasticdl-tests --test jobs -- partition:: \
-             encryption::"
-        );
-        None
+        network.make().expect("root makes network namespaces with iproute2");
+        network
+    }
+
+    /// Whether this user may make one.
+    #[must_use]
+    pub fn is_allowed() -> bool {
+        geteuid().is_root()
     }
 
     /// The prefix of a command that runs on a host.

@@ -1,4 +1,6 @@
-//! Jobs in a real cluster, if `KUBECONFIG` names one; `.ci/cluster` starts one and runs these.
+//! In a real cluster, pods that are deleted, force-deleted or killed inside, and masters that are,
+//! cost no record; a deleted job leaves nothing; scaling, stopping and deleting are named in
+//! events.
 //!
 //! The model's parameters count records, so the last line of its summary can be compared with the
 //! ledger.
@@ -13,24 +15,22 @@ use elasticdl_tests::{Browser, Page, send};
 use rustix::process::Signal;
 use serde_json::Value;
 
-fn namespace(test: &str) -> Option<Namespace> {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+fn namespace(test: &str) -> Namespace {
+    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
     namespace.apply_rbac();
-    Some(namespace)
+    namespace
 }
 
-#[test]
 fn three_pods_train_each_record_once_and_leave_nothing() {
-    let Some(namespace) = namespace("train") else { return };
+    let namespace = namespace("train");
     let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "2"], 300);
     let output = job.assert_completes(2);
     println!("{output}");
     assert!(output.contains("the master is running"), "{output}");
 }
 
-#[test]
 fn pods_that_are_deleted_and_killed_cost_no_record() {
-    let Some(namespace) = namespace("fire") else { return };
+    let namespace = namespace("fire");
     let options = ["--num-workers", "3", "--num-epochs", "25", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let pods = job.wait_for_group(3);
@@ -47,9 +47,8 @@ fn pods_that_are_deleted_and_killed_cost_no_record() {
     job.assert_completes(25);
 }
 
-#[test]
 fn the_page_of_a_job_shows_it_scales_it_and_stops_it() {
-    let Some(namespace) = namespace("page") else { return };
+    let namespace = namespace("page");
     let options = ["--num-workers", "2", "--max-workers", "3", "--num-epochs", "1000"];
     let mut job = Job::start(&namespace, "count", &options, 4000);
     let pods = job.wait_for_group(2);
@@ -76,11 +75,9 @@ fn the_page_of_a_job_shows_it_scales_it_and_stops_it() {
     let seen = page.job();
     assert_eq!(seen["status"]["state"], "running", "{seen}");
     assert!(seen["history"]["goodput"]["value"].as_f64() > Some(0.0), "{seen}");
-    if let Some(browser) = Browser::find("a browser shows a job in a cluster") {
-        let shown = browser.dump(&page.link);
-        assert!(shown.contains("data-state=\"running\"") && shown.contains("count"), "{shown}");
-        assert!(shown.contains("data-worker=\"1\""), "{shown}");
-    }
+    let shown = Browser::find().dump(&page.link);
+    assert!(shown.contains("data-state=\"running\"") && shown.contains("count"), "{shown}");
+    assert!(shown.contains("data-worker=\"1\""), "{shown}");
     assert_eq!(page.post("/api/scale", r#"{"num_workers":3}"#), 200);
     let _ = job.wait_for_group(3);
     assert_eq!(page.post("/api/stop", "{}"), 200);
@@ -97,9 +94,8 @@ fn the_page_of_a_job_shows_it_scales_it_and_stops_it() {
     job.assert_deletes();
 }
 
-#[test]
 fn pods_of_two_workers_train_each_record_once_and_end_together() {
-    let Some(namespace) = namespace("pods") else { return };
+    let namespace = namespace("pods");
     let options = [
         "--workers-per-pod",
         "2",
@@ -148,9 +144,8 @@ fn pods_of_two_workers_train_each_record_once_and_end_together() {
     job.assert_completes(25);
 }
 
-#[test]
 fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
-    let Some(namespace) = namespace("masters") else { return };
+    let namespace = namespace("masters");
     let options = ["--num-workers", "3", "--num-epochs", "30", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let uids = |pods: &[Value]| pods.iter().map(|pod| uid(pod).to_owned()).collect::<BTreeSet<_>>();
@@ -179,9 +174,8 @@ fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
     job.assert_completes(30);
 }
 
-#[test]
 fn a_job_that_is_deleted_midway_leaves_nothing() {
-    let Some(namespace) = namespace("delete") else { return };
+    let namespace = namespace("delete");
     let mut job =
         Job::start(&namespace, "count", &["--num-workers", "2", "--num-epochs", "1000"], 1000);
     let _ = job.wait_for_group(2);
@@ -195,9 +189,8 @@ fn a_job_that_is_deleted_midway_leaves_nothing() {
     assert_eq!(again.status.code(), Some(2), "{}", text(&again));
 }
 
-#[test]
 fn a_job_is_scaled_detached_and_stopped_from_outside() {
-    let Some(namespace) = namespace("scale") else { return };
+    let namespace = namespace("scale");
     let mut job =
         Job::start(&namespace, "count", &["--num-workers", "1", "--num-epochs", "1000"], 1000);
     let _ = job.wait_for_group(1);
@@ -229,12 +222,8 @@ fn a_job_is_scaled_detached_and_stopped_from_outside() {
     job.assert_deletes();
 }
 
-#[test]
 fn a_namespace_without_rights_is_refused_before_any_object_is_created() {
-    let Some(namespace) = Namespace::new("rights", env!("CARGO_BIN_EXE_elasticdl-under-test"))
-    else {
-        return;
-    };
+    let namespace = Namespace::new("rights", env!("CARGO_BIN_EXE_elasticdl-under-test"));
     let (code, output) = Job::start(&namespace, "count", &["--num-workers", "1"], 0).wait();
     assert_eq!(code, Some(1), "{output}");
     for word in ["service account elasticdl", "manifests/rbac.yaml", namespace.name()] {
@@ -256,9 +245,8 @@ fn a_namespace_without_rights_is_refused_before_any_object_is_created() {
     Job::start(&namespace, "count", &["--num-workers", "1"], 0).assert_completes(1);
 }
 
-#[test]
 fn a_missing_image_ends_the_command_with_its_name() {
-    let Some(namespace) = namespace("image") else { return };
+    let namespace = namespace("image");
     // The master's image exists, the workers' does not: the last --image counts.
     let image = namespace.image().to_owned();
     let options = ["--num-workers", "1", "--max-worker-restarts", "0", "--master-image", &image];
@@ -272,3 +260,15 @@ fn a_missing_image_ends_the_command_with_its_name() {
     job.wait_for_report("ImagePullFailed", "localhost/absent:1");
     job.assert_deletes();
 }
+
+elasticdl_tests::cluster_tests![
+    three_pods_train_each_record_once_and_leave_nothing,
+    pods_that_are_deleted_and_killed_cost_no_record,
+    the_page_of_a_job_shows_it_scales_it_and_stops_it,
+    pods_of_two_workers_train_each_record_once_and_end_together,
+    masters_that_are_deleted_and_killed_leave_their_workers_training,
+    a_job_that_is_deleted_midway_leaves_nothing,
+    a_job_is_scaled_detached_and_stopped_from_outside,
+    a_namespace_without_rights_is_refused_before_any_object_is_created,
+    a_missing_image_ends_the_command_with_its_name,
+];

@@ -1,5 +1,5 @@
-//! Jobs in a real cluster that has rules for pods: quotas on limits, limit ranges, webhooks, user
-//! ids and priorities.
+//! Quotas on limits, limit ranges and webhooks that refuse the master are reported by `elasticdl
+//! train` at once; jobs run under any user id.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{Job, Namespace, PriorityClass, kubectl, must, pod_template, text};
 
-fn namespace(test: &str) -> Option<Namespace> {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+fn namespace(test: &str) -> Namespace {
+    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
     namespace.apply_rbac();
-    Some(namespace)
+    namespace
 }
 
 /// Asserts that a submission ends at once with a message that contains these words, and leaves
@@ -27,9 +27,8 @@ fn assert_refused(namespace: &Namespace, options: &[&str], words: &[&str]) {
         .wait_for("count", "nothing is left", || namespace.leftovers().is_empty().then_some(()));
 }
 
-#[test]
 fn a_quota_on_limits_is_reported_at_once_and_met_by_options_or_by_a_limit_range() {
-    let Some(namespace) = namespace("limits") else { return };
+    let namespace = namespace("limits");
     namespace.apply(
         "apiVersion: v1
 kind: ResourceQuota
@@ -56,9 +55,8 @@ spec: {limits: [{type: Container, default: {cpu: 1}, max: {memory: 1Gi}}]}
     assert_refused(&namespace, &large, &["maximum memory usage per Container is 1Gi"]);
 }
 
-#[test]
 fn a_quota_that_is_exhausted_is_waited_for() {
-    let Some(namespace) = namespace("full") else { return };
+    let namespace = namespace("full");
     namespace.set_pod_quota(0);
     let options = ["--num-workers", "1", "--detach"];
     let output = namespace.train("count", &options, &["--records", "6000"]).output().unwrap();
@@ -81,9 +79,8 @@ impl Drop for Webhook {
     }
 }
 
-#[test]
 fn a_webhook_that_refuses_the_masters_pod_is_reported_at_once() {
-    let Some(namespace) = namespace("webhook") else { return };
+    let namespace = namespace("webhook");
     let name = namespace.name().to_owned();
     must(kubectl().args(["label", "namespace", &name, &format!("refuses={name}")]));
     let webhook = Webhook(name.clone());
@@ -113,9 +110,8 @@ webhooks:
     drop(webhook);
 }
 
-#[test]
 fn a_job_runs_under_a_user_id_that_no_image_knows_with_a_class_for_all_pods() {
-    let Some(namespace) = namespace("user") else { return };
+    let namespace = namespace("user");
     let class = PriorityClass::new(format!("{}-all", namespace.name()), -30);
     let user = "securityContext: {runAsUser: 1000680000}";
     let template = pod_template(&format!("{user}\npriorityClassName: {}", class.name()));
@@ -139,3 +135,10 @@ fn a_job_runs_under_a_user_id_that_no_image_knows_with_a_class_for_all_pods() {
     }
     job.assert_completes(25);
 }
+
+elasticdl_tests::cluster_tests![
+    a_quota_on_limits_is_reported_at_once_and_met_by_options_or_by_a_limit_range,
+    a_quota_that_is_exhausted_is_waited_for,
+    a_webhook_that_refuses_the_masters_pod_is_reported_at_once,
+    a_job_runs_under_a_user_id_that_no_image_knows_with_a_class_for_all_pods,
+];

@@ -1,5 +1,5 @@
-//! Jobs in a real cluster that run into its limits: memory, disk, quotas, configuration, capacity;
-//! and several jobs at once.
+//! Jobs in a real cluster live with its limits: memory, disk, quotas, configuration, capacity,
+//! neighbours.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -13,10 +13,10 @@ use elasticdl_tests::cluster::{Job, Namespace, pod_template, text, uid};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt as _, SeedableRng as _};
 
-fn namespace(test: &str) -> Option<Namespace> {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+fn namespace(test: &str) -> Namespace {
+    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
     namespace.apply_rbac();
-    Some(namespace)
+    namespace
 }
 
 /// The events that `elasticdl status --json` prints; none while it prints no status.
@@ -26,9 +26,8 @@ fn events(namespace: &Namespace, job: &str) -> String {
     status.events.join("\n")
 }
 
-#[test]
 fn two_jobs_train_side_by_side() {
-    let Some(namespace) = namespace("two") else { return };
+    let namespace = namespace("two");
     let options = ["--num-workers", "2", "--num-epochs", "15"];
     let jobs = ["left", "right"].map(|name| Job::start(&namespace, name, &options, 3000));
     let [left, right] = jobs;
@@ -45,9 +44,8 @@ fn two_jobs_train_side_by_side() {
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
 }
 
-#[test]
 fn a_quota_holds_a_job_at_the_size_that_fits_until_it_is_raised() {
-    let Some(namespace) = namespace("quota") else { return };
+    let namespace = namespace("quota");
     let quota = |pods: u32| {
         let kind = "apiVersion: v1\nkind: ResourceQuota\nmetadata: {name: small}\n";
         namespace.apply(&format!("{kind}spec: {{hard: {{pods: {pods}}}}}\n"));
@@ -69,9 +67,8 @@ fn a_quota_holds_a_job_at_the_size_that_fits_until_it_is_raised() {
     job.assert_completes(20);
 }
 
-#[test]
 fn workers_over_their_memory_limit_end_the_job_with_the_option_that_helps() {
-    let Some(namespace) = namespace("memory") else { return };
+    let namespace = namespace("memory");
     let options = ["--num-workers", "1", "--max-worker-restarts", "1"];
     // 200 MB of parameters in 64 MiB.
     let mut job = Job::start_program(&namespace, "count", &options, &["--parameters", "50000000"]);
@@ -89,9 +86,8 @@ fn workers_over_their_memory_limit_end_the_job_with_the_option_that_helps() {
     job.assert_deletes();
 }
 
-#[test]
 fn a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted() {
-    let Some(namespace) = namespace("evicted") else { return };
+    let namespace = namespace("evicted");
     let small = pod_template("volumes: [{name: tmp, emptyDir: {sizeLimit: 1Mi}}]");
     let file = small.path().display().to_string();
     let options = [
@@ -117,9 +113,8 @@ fn a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted() {
     job.assert_completes(15);
 }
 
-#[test]
 fn a_missing_secret_is_named_and_ends_the_job() {
-    let Some(namespace) = namespace("config") else { return };
+    let namespace = namespace("config");
     let environment = "env: [{name: KEY, valueFrom: {secretKeyRef: {name: absent, key: k}}}]";
     let file = pod_template(&format!("containers: [{{name: worker, {environment}}}]"));
     let path = file.path().display().to_string();
@@ -134,9 +129,8 @@ fn a_missing_secret_is_named_and_ends_the_job() {
     job.assert_deletes();
 }
 
-#[test]
 fn unschedulable_workers_wait_and_the_status_shows_why() {
-    let Some(namespace) = namespace("nowhere") else { return };
+    let namespace = namespace("nowhere");
     let options = ["--num-workers", "2", "--worker-resources", "cpu=1000,memory=64Mi"];
     let mut job = Job::start(&namespace, "count", &options, 0);
     job.wait_for_event(&["Unschedulable", "Insufficient cpu"]);
@@ -153,10 +147,9 @@ fn unschedulable_workers_wait_and_the_status_shows_why() {
     job.assert_deletes();
 }
 
-#[test]
 fn fifteen_thousand_files_with_long_paths_are_no_limit() {
     const FILES: u64 = 15_000;
-    let Some(namespace) = namespace("files") else { return };
+    let namespace = namespace("files");
     let data = tempfile::tempdir().unwrap();
     fs::set_permissions(data.path(), fs::Permissions::from_mode(0o755)).unwrap();
     // Names that do not compress: the list exceeds what the anchor holds and is stored in
@@ -188,3 +181,13 @@ fn fifteen_thousand_files_with_long_paths_are_no_limit() {
     assert!(namespace.elasticdl("delete", ["count"]).output().unwrap().status.success());
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
 }
+
+elasticdl_tests::cluster_tests![
+    two_jobs_train_side_by_side,
+    a_quota_holds_a_job_at_the_size_that_fits_until_it_is_raised,
+    workers_over_their_memory_limit_end_the_job_with_the_option_that_helps,
+    a_worker_that_the_kubelet_evicts_for_its_disk_is_replaced_and_counted,
+    a_missing_secret_is_named_and_ends_the_job,
+    unschedulable_workers_wait_and_the_status_shows_why,
+    fifteen_thousand_files_with_long_paths_are_no_limit,
+];

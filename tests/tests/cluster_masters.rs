@@ -1,5 +1,5 @@
-//! Masters in a real cluster that are cut off, stopped, evicted and lost, with the options that
-//! users have by default; and jobs whose masters have all failed.
+//! Masters in a real cluster that are cut off, stopped, evicted and lost are followed by another
+//! one while their workers train, with default options.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -13,10 +13,10 @@ use elasticdl_tests::send;
 use rustix::process::Signal;
 use serde_json::Value;
 
-fn namespace(test: &str) -> Option<Namespace> {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+fn namespace(test: &str) -> Namespace {
+    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
     namespace.apply_rbac();
-    Some(namespace)
+    namespace
 }
 
 fn uids(pods: &[Value]) -> BTreeSet<String> {
@@ -34,9 +34,8 @@ fn group(job: &Job<'_>) -> (BTreeSet<String>, Generation) {
     (uids(&pods), job.status().generation)
 }
 
-#[test]
 fn a_master_that_is_cut_off_reset_or_stopped_costs_no_worker() {
-    let Some(namespace) = namespace("cut") else { return };
+    let namespace = namespace("cut");
     let options = ["--num-workers", "3", "--num-epochs", "60", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let before = group(&job);
@@ -63,9 +62,8 @@ fn a_master_that_is_cut_off_reset_or_stopped_costs_no_worker() {
     job.assert_completes(60);
 }
 
-#[test]
 fn masters_that_are_deleted_and_drained_repeatedly_are_replaced_within_seconds() {
-    let Some(namespace) = namespace("follow") else { return };
+    let namespace = namespace("follow");
     let options = ["--num-workers", "2", "--num-epochs", "60", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let workers = uids(&job.wait_for_group(2));
@@ -88,9 +86,8 @@ fn masters_that_are_deleted_and_drained_repeatedly_are_replaced_within_seconds()
     job.assert_completes(60);
 }
 
-#[test]
 fn a_master_that_is_killed_repeatedly_is_followed_by_its_standby() {
-    let Some(namespace) = namespace("standby") else { return };
+    let namespace = namespace("standby");
     let options = ["--num-workers", "2", "--num-epochs", "60", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let workers = uids(&job.wait_for_group(2));
@@ -125,9 +122,8 @@ fn a_master_that_is_killed_repeatedly_is_followed_by_its_standby() {
     job.assert_completes(60);
 }
 
-#[test]
 fn a_failed_job_starts_no_more_masters_and_its_logs_are_those_of_its_failure() {
-    let Some(namespace) = namespace("failed") else { return };
+    let namespace = namespace("failed");
     let options = ["--num-workers", "1", "--max-worker-restarts", "0"];
     let mut job = Job::start_program(&namespace, "count", &options, &["--fail-at", "1000"]);
     let (code, output) = job.wait();
@@ -141,9 +137,8 @@ fn a_failed_job_starts_no_more_masters_and_its_logs_are_those_of_its_failure() {
     job.assert_deletes();
 }
 
-#[test]
 fn a_job_whose_masters_have_all_failed_is_reported_as_failed() {
-    let Some(namespace) = namespace("used") else { return };
+    let namespace = namespace("used");
     let options = ["--num-workers", "2", "--num-epochs", "1000"];
     let mut job = Job::start(&namespace, "count", &options, 4000);
     let _ = job.wait_for_group(2);
@@ -178,9 +173,8 @@ fn a_job_whose_masters_have_all_failed_is_reported_as_failed() {
     job.assert_deletes();
 }
 
-#[test]
 fn a_master_that_cannot_be_created_is_reported_by_all_commands() {
-    let Some(namespace) = namespace("unmade") else { return };
+    let namespace = namespace("unmade");
     namespace.set_pod_quota(0);
     let job = Job::start(&namespace, "count", &["--num-workers", "1"], 0);
     let reason = "exceeded quota: pods";
@@ -197,9 +191,8 @@ fn a_master_that_cannot_be_created_is_reported_by_all_commands() {
     job.assert_completes(1);
 }
 
-#[test]
 fn the_job_waits_for_a_replacement_whose_image_is_missing() {
-    let Some(namespace) = namespace("image-away") else { return };
+    let namespace = namespace("image-away");
     let image = format!("localhost/elasticdl-away:{}", std::process::id());
     let ctr = ["--address", "/run/k8s-dev/containerd.sock", "--namespace", "k8s.io", "images"];
     let ctr = |args: &[&str]| drop(must(Command::new("ctr").args(ctr).args(args)));
@@ -222,3 +215,13 @@ fn the_job_waits_for_a_replacement_whose_image_is_missing() {
     ctr(&["rm", &image]);
     job.assert_completes(60);
 }
+
+elasticdl_tests::cluster_tests![
+    a_master_that_is_cut_off_reset_or_stopped_costs_no_worker,
+    masters_that_are_deleted_and_drained_repeatedly_are_replaced_within_seconds,
+    a_master_that_is_killed_repeatedly_is_followed_by_its_standby,
+    a_failed_job_starts_no_more_masters_and_its_logs_are_those_of_its_failure,
+    a_job_whose_masters_have_all_failed_is_reported_as_failed,
+    a_master_that_cannot_be_created_is_reported_by_all_commands,
+    the_job_waits_for_a_replacement_whose_image_is_missing,
+];

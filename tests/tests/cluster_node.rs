@@ -1,4 +1,6 @@
-//! Jobs in a real cluster whose API server stops, and whose node is drained, filled and freed.
+//! Jobs survive an API server that is unavailable for 30 s, a lost and a drained node, preemption,
+//! and 29 workers lost at once; two jobs share a node evenly; at rest a job makes at most ten API
+//! calls a minute.
 //!
 //! These disturb everything else in the cluster, so only one of them runs at a time.
 
@@ -20,11 +22,11 @@ use serde_json::Value;
 static NODE: Mutex<()> = Mutex::new(());
 
 /// A namespace, and exclusive use of the cluster for as long as the guard lives.
-fn namespace(test: &str) -> Option<(Namespace, MutexGuard<'static, ()>)> {
+fn namespace(test: &str) -> (Namespace, MutexGuard<'static, ()>) {
     let guard = NODE.lock().unwrap_or_else(PoisonError::into_inner);
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
     namespace.apply_rbac();
-    Some((namespace, guard))
+    (namespace, guard)
 }
 
 fn uids(pods: &[Value]) -> Vec<&str> {
@@ -33,9 +35,8 @@ fn uids(pods: &[Value]) -> Vec<&str> {
     uids
 }
 
-#[test]
 fn training_continues_while_the_api_server_is_unavailable() {
-    let Some((namespace, _guard)) = namespace("away") else { return };
+    let (namespace, _guard) = namespace("away");
     let server = ApiServer::new();
     let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "25"], 4000);
     let pods = job.wait_for_group(3);
@@ -63,9 +64,8 @@ fn training_continues_while_the_api_server_is_unavailable() {
     job.assert_completes(25);
 }
 
-#[test]
 fn drained_workers_come_back_with_the_node() {
-    let Some((namespace, _guard)) = namespace("drained") else { return };
+    let (namespace, _guard) = namespace("drained");
     let node = Node::only();
     let options = ["--num-workers", "3", "--num-epochs", "25", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
@@ -94,9 +94,8 @@ fn drained_workers_come_back_with_the_node() {
     job.assert_completes(25);
 }
 
-#[test]
 fn a_master_whose_node_is_lost_is_replaced_while_its_workers_train() {
-    let Some((namespace, _guard)) = namespace("lost-node") else { return };
+    let (namespace, _guard) = namespace("lost-node");
     let first = Node::only();
     let second = SecondNode::add();
     // The master goes to the second node, and its workers to the first one.
@@ -132,9 +131,8 @@ fn a_master_whose_node_is_lost_is_replaced_while_its_workers_train() {
     job.assert_completes(60);
 }
 
-#[test]
 fn preempted_workers_come_back_when_the_service_is_deleted() {
-    let Some((namespace, _guard)) = namespace("preempted") else { return };
+    let (namespace, _guard) = namespace("preempted");
     // Below all other classes, so that no pods but these workers are preempted.
     let [low, high] = [("low", -20), ("high", -10)]
         .map(|(name, value)| PriorityClass::new(format!("{}-{name}", namespace.name()), value));
@@ -165,9 +163,8 @@ fn preempted_workers_come_back_when_the_service_is_deleted() {
     job.assert_completes(25);
 }
 
-#[test]
 fn two_jobs_share_the_node_evenly_and_a_service_preempts_all_tiers_but_the_core() {
-    let Some((namespace, _guard)) = namespace("fair") else { return };
+    let (namespace, _guard) = namespace("fair");
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     must(kubectl().args(["apply", "-f", "manifests/priorityclasses.yaml"]).current_dir(root));
     // Eight workers and two masters fill the node.
@@ -232,9 +229,8 @@ spec:
     )
 }
 
-#[test]
 fn thirty_workers_that_are_lost_at_once_are_replaced_in_parallel() {
-    let Some((namespace, _guard)) = namespace("thirty") else { return };
+    let (namespace, _guard) = namespace("thirty");
     let options = ["--num-workers", "30", "--num-epochs", "100", "--max-worker-restarts", "0"];
     // Few steps, since thirty workers on two cores take long for each.
     let small = ["--worker-resources", "cpu=1m,memory=64Mi", "--global-batch-size", "600"];
@@ -267,9 +263,8 @@ fn thirty_workers_that_are_lost_at_once_are_replaced_in_parallel() {
     job.assert_completes(100);
 }
 
-#[test]
 fn a_job_at_rest_makes_few_api_calls() {
-    let Some((namespace, _guard)) = namespace("rest") else { return };
+    let (namespace, _guard) = namespace("rest");
     let log = ApiServer::new().audit();
     // An epoch takes longer than the test, so that the end of an epoch is not reported meanwhile.
     let job = Job::start(&namespace, "count", &["--num-workers", "4", "--num-epochs", "4"], 60_000);
@@ -296,9 +291,8 @@ fn a_job_at_rest_makes_few_api_calls() {
     job.assert_completes(4);
 }
 
-#[test]
 fn the_commands_of_the_readme_suffice_for_a_fresh_cluster() {
-    let Some((_namespace, _guard)) = namespace("readme") else { return };
+    let (_namespace, _guard) = namespace("readme");
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let page = std::fs::read_to_string(root.join("manifests/README.md")).unwrap();
     let block = page.split("```").nth(1).unwrap();
@@ -368,3 +362,14 @@ impl Drop for Volume {
 
 /// How long the API server does not answer.
 const UNAVAILABLE: Duration = Duration::from_secs(30);
+
+elasticdl_tests::cluster_tests![
+    training_continues_while_the_api_server_is_unavailable,
+    drained_workers_come_back_with_the_node,
+    a_master_whose_node_is_lost_is_replaced_while_its_workers_train,
+    preempted_workers_come_back_when_the_service_is_deleted,
+    two_jobs_share_the_node_evenly_and_a_service_preempts_all_tiers_but_the_core,
+    thirty_workers_that_are_lost_at_once_are_replaced_in_parallel,
+    a_job_at_rest_makes_few_api_calls,
+    the_commands_of_the_readme_suffice_for_a_fresh_cluster,
+];

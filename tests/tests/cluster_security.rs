@@ -1,4 +1,6 @@
-//! Who can read, reach and change what in a real cluster.
+//! In a real cluster no object, log or command line shows a secret; network policies allow the
+//! connections that a job has, and no others; masters need no right that the manifests do not
+//! grant.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -9,10 +11,10 @@ use std::path::Path;
 use elasticdl_tests::cluster::{Job, Namespace, Peer, allows, kubectl, must, text};
 use serde_json::{Value, json};
 
-fn namespace(test: &str) -> Option<Namespace> {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+fn namespace(test: &str) -> Namespace {
+    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
     namespace.apply_rbac();
-    Some(namespace)
+    namespace
 }
 
 /// Output of `kubectl get` for these kinds, with all that the objects contain.
@@ -21,9 +23,8 @@ fn yaml(namespace: &Namespace, kinds: &str) -> String {
     text(&must(kubectl().args(get)))
 }
 
-#[test]
 fn secrets_reach_the_environment_of_the_workers_and_no_other_place() {
-    let Some(namespace) = namespace("secrets") else { return };
+    let namespace = namespace("secrets");
     // Without the form of any known credential.
     let [key, token] = ["correct-horse", "battery-staple"];
     namespace.apply(&format!(
@@ -93,9 +94,8 @@ metadata: {{name: trainer}}
     job.assert_completes(25);
 }
 
-#[test]
 fn what_a_worker_pod_refers_to_is_checked_before_any_object_is_created() {
-    let Some(namespace) = namespace("absent") else { return };
+    let namespace = namespace("absent");
     for (option, value, kind) in [
         ("--env-from-secret", "bucket:key", "Secret bucket"),
         ("--worker-service-account", "trainer", "service account trainer"),
@@ -130,12 +130,8 @@ current-context: user
     fs::write(file, config).unwrap();
 }
 
-#[test]
 fn a_user_with_the_rights_of_a_submitter_runs_jobs_with_a_role_each() {
-    let Some(namespace) = Namespace::new("roles", env!("CARGO_BIN_EXE_elasticdl-under-test"))
-    else {
-        return;
-    };
+    let namespace = Namespace::new("roles", env!("CARGO_BIN_EXE_elasticdl-under-test"));
     namespace.apply_shipped("rbac-per-job.yaml");
     namespace.apply("apiVersion: v1\nkind: ServiceAccount\nmetadata: {name: user}\n");
     let user = format!("--serviceaccount={}:user", namespace.name());
@@ -212,9 +208,8 @@ fn sockets(pid: u32) -> (Vec<u16>, Vec<(u16, IpAddr)>) {
     (listening, established)
 }
 
-#[test]
 fn the_network_policies_allow_the_connections_that_a_job_has_and_metrics_where_asked() {
-    let Some(namespace) = namespace("network") else { return };
+    let namespace = namespace("network");
     let options = ["--num-workers", "3", "--num-epochs", "25", "--metrics-from", "10.0.0.0/8"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let _ = job.wait_for_group(3);
@@ -262,9 +257,8 @@ fn the_network_policies_allow_the_connections_that_a_job_has_and_metrics_where_a
     job.assert_completes(1);
 }
 
-#[test]
 fn events_name_the_users_who_scale_stop_and_delete_a_job() {
-    let Some(namespace) = namespace("audit") else { return };
+    let namespace = namespace("audit");
     // A user who may change ConfigMaps and Jobs, and must not create Events.
     let role = ["create", "role", "user", "--verb", "get,list,watch,patch,delete"];
     let of = ["--resource", "configmaps,jobs.batch,pods", "--namespace", namespace.name()];
@@ -320,3 +314,11 @@ fn events_name_the_users_who_scale_stop_and_delete_a_job() {
     assert!(output.contains("are not renewed while it runs"), "{output}");
     job.assert_deletes();
 }
+
+elasticdl_tests::cluster_tests![
+    secrets_reach_the_environment_of_the_workers_and_no_other_place,
+    what_a_worker_pod_refers_to_is_checked_before_any_object_is_created,
+    a_user_with_the_rights_of_a_submitter_runs_jobs_with_a_role_each,
+    the_network_policies_allow_the_connections_that_a_job_has_and_metrics_where_asked,
+    events_name_the_users_who_scale_stop_and_delete_a_job,
+];

@@ -1,4 +1,5 @@
-//! Checkpoints, models and predictions of jobs in a real cluster, in a volume that its pods share.
+//! Workers that are all lost start from a checkpoint in a shared volume, another job resumes from
+//! it, and an exported model is evaluated and predicts while pods are killed.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -22,14 +23,14 @@ struct VolumeFixture {
 }
 
 impl VolumeFixture {
-    fn new(test: &str) -> Option<Self> {
-        let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"))?;
+    fn new(test: &str) -> Self {
+        let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
         namespace.apply_rbac();
         let folder = tempfile::tempdir().unwrap();
         // Pods run as an unprivileged user.
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
         let volume = format!("host_path={},mount_path=/kept", folder.path().display());
-        Some(Self { namespace, folder, volume })
+        Self { namespace, folder, volume }
     }
 
     fn options<'a>(&'a self, options: &[&'a str]) -> Vec<&'a str> {
@@ -70,9 +71,8 @@ impl VolumeFixture {
     }
 }
 
-#[test]
 fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
-    let Some(fixture) = VolumeFixture::new("kept") else { return };
+    let fixture = VolumeFixture::new("kept");
     let namespace = &fixture.namespace;
     let checkpoints = ["--checkpoint-dir", "/kept/checkpoints", "--num-epochs", "25"];
     // No checkpoint is due during the test.
@@ -109,9 +109,8 @@ fn workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job() {
     );
 }
 
-#[test]
 fn pods_evaluate_and_predict_each_record_once() {
-    let Some(fixture) = VolumeFixture::new("inference") else { return };
+    let fixture = VolumeFixture::new("inference");
     let namespace = &fixture.namespace;
     let options =
         ["--num-workers", "2", "--num-epochs", "2", "--export", "/kept/model.safetensors"];
@@ -141,3 +140,8 @@ fn pods_evaluate_and_predict_each_record_once() {
     }
     assert_eq!(next, RECORDS as i64);
 }
+
+elasticdl_tests::cluster_tests![
+    workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job,
+    pods_evaluate_and_predict_each_record_once,
+];

@@ -1,5 +1,4 @@
-//! The images that `.docker/images` builds, in a real cluster; `.ci/cluster` builds them, starts a
-//! cluster, and runs this test.
+//! The images build, and train a model in three pods.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -28,19 +27,9 @@ fn points() -> tempfile::TempDir {
     folder
 }
 
-#[test]
 fn the_images_train_a_model_in_three_pods() {
-    // The images' tag.
-    let Ok(tag) = std::env::var("ELASTICDL_IMAGES") else {
-        println!(
-            "skipped: ELASTICDL_IMAGES is not set; `.ci/cluster` builds the images and runs this"
-        );
-        return;
-    };
-    let Some(namespace) = Namespace::new("images", env!("CARGO_BIN_EXE_elasticdl-under-test"))
-    else {
-        return;
-    };
+    let tag = std::env::var("ELASTICDL_IMAGES").expect("ELASTICDL_IMAGES is the images' tag");
+    let namespace = Namespace::new("images", env!("CARGO_BIN_EXE_elasticdl-under-test"));
     namespace.apply_rbac();
     let data = points();
     let volume = format!("host_path={},mount_path=/data,read_only=true", data.path().display());
@@ -73,3 +62,5 @@ fn the_images_train_a_model_in_three_pods() {
     }
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
 }
+
+elasticdl_tests::cluster_tests![the_images_train_a_model_in_three_pods,];

@@ -1,4 +1,5 @@
-//! Which connections the network policies of a job allow, by the objects that a dry run prints.
+//! The network policies of a job allow the connections that it has, by the objects that a dry run
+//! prints.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -1,4 +1,4 @@
-//! Simulations of whole jobs: 10,000 fault plans, and every record is counted once under each.
+//! Whole jobs over a simulated network and clock count every record once, under 10,000 fault plans.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

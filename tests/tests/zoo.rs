@@ -1,5 +1,5 @@
-//! `elasticdl zoo`: the crate that it scaffolds builds and trains, and container tools are called
-//! correctly.
+//! A crate and a project written by `elasticdl zoo init` build, pass their tests and train;
+//! container tools are called correctly.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 

@@ -31,7 +31,7 @@ fn main() {
         .expect("a program has a path")
         .with_file_name("elasticdl-under-test");
     must(std::process::Command::new(&elasticdl).arg("--version"));
-    let Some(namespace) = Namespace::new("figures", elasticdl) else { return };
+    let namespace = Namespace::new("figures", elasticdl);
     namespace.apply_rbac();
     let pod_watch = PodWatch::watch(&namespace);
     let workers = options.workers.to_string();

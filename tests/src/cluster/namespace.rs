@@ -38,23 +38,15 @@ pub fn pod_template(text: &str) -> NamedTempFile {
 }
 
 impl Namespace {
-    /// Creates a namespace; `None`, with a printed line, if there is no cluster.
+    /// Creates a namespace.
     ///
     /// # Panics
     /// The cluster does not work.
     #[must_use]
-    #[expect(clippy::print_stdout, reason = "a skipped test reports it")]
-    pub fn new(test: &str, elasticdl: impl Into<PathBuf>) -> Option<Self> {
-        if std::env::var_os("KUBECONFIG").is_none() {
-            println!(
-                "skipped: {test}: KUBECONFIG is not set; `.ci/cluster` starts a cluster and runs \
-                 this"
-            );
-            return None;
-        }
+    pub fn new(test: &str, elasticdl: impl Into<PathBuf>) -> Self {
         let name = format!("e2e-{test}-{}", std::process::id());
         must(kubectl().args(["create", "namespace", &name]));
-        Some(Self::existing(name, elasticdl))
+        Self::existing(name, elasticdl)
     }
 
     /// An existing namespace; from now on it belongs to the test, which removes it.

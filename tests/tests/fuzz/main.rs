@@ -1,4 +1,6 @@
-//! Bounded runs of the fuzz targets: valid inputs with random changes, from fixed seeds.
+//! Frames, handshakes, state transfers, manifests, lists of files, tables, images, models, statuses
+//! and summaries with any content cause no panic, no hang and no memory that their size does not
+//! justify.
 //!
 //! | module | inputs |
 //! |---|---|

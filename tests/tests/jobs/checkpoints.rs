@@ -1,5 +1,6 @@
-//! Jobs whose workers are all lost resume from a checkpoint, and new jobs start from checkpoints of
-//! others: every record is in the final model exactly once, which the counting model proves.
+//! Jobs whose workers are all lost, again and again, resume from the newest checkpoint, and new
+//! jobs start from checkpoints of others, in a folder and in a bucket whose server fails and
+//! delays: every record is in the final model exactly once.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -1,4 +1,6 @@
-//! The dashboard of real jobs: who may use it, what a browser shows, and the report.
+//! The page of a job shows a killed worker, its pause and where time went, in headless Chromium;
+//! requests without the key, of another host or page are refused; the report says the same after
+//! the end.
 
 use std::path::{Path, PathBuf};
 use std::process::Command as Process;
@@ -147,8 +149,9 @@ fn text_of<'a>(document: &'a str, attribute: &str) -> &'a str {
 }
 
 #[test]
+#[ignore = "needs Chromium"]
 fn a_browser_shows_a_job_whose_worker_was_killed_and_its_report() {
-    let Some(browser) = Browser::find("a browser shows a job") else { return };
+    let browser = Browser::find();
     let (fixture, mut job, job_dir) = start();
     let victim = kill_a_worker(&mut job);
     let page = browser.dump(&page_of(&job_dir).link);

@@ -1,4 +1,5 @@
-//! `--deterministic`: the same parameters, bit for bit, whatever happens to the workers.
+//! `--deterministic` gives the same parameters, bit for bit, at 1 to 8 workers, under faults, after
+//! a resume, over TCP, channels and hosts.
 
 use std::sync::OnceLock;
 
@@ -9,23 +10,20 @@ const PROGRAMS: Programs = Programs {
     counting: env!("CARGO_BIN_EXE_determinism"),
 };
 
-fn digest(case: &DeterminismCase, is_deterministic: bool) -> Option<String> {
-    let ended = case.run(PROGRAMS, is_deterministic)?;
-    Some(ended.summary().digest.clone().expect("a completed job has a digest"))
+fn digest(case: &DeterminismCase, is_deterministic: bool) -> String {
+    let ended = case.run(PROGRAMS, is_deterministic);
+    ended.summary().digest.clone().expect("a completed job has a digest")
 }
 
 /// The digest of one worker to which nothing happens.
 fn expected() -> &'static String {
     static DIGEST: OnceLock<String> = OnceLock::new();
-    DIGEST.get_or_init(|| digest(&DeterminismCase::UNDISTURBED[0], true).unwrap())
+    DIGEST.get_or_init(|| digest(&DeterminismCase::UNDISTURBED[0], true))
 }
 
 fn assert_same(cases: &[DeterminismCase]) {
     for case in cases {
-        // `None`: the network of this case can't be made, which was reported.
-        if let Some(digest) = digest(case, true) {
-            assert_eq!(digest, *expected(), "{}", case.name);
-        }
+        assert_eq!(digest(case, true), *expected(), "{}", case.name);
     }
 }
 
@@ -45,6 +43,7 @@ fn another_master_a_checkpoint_other_shares_and_late_data_train_the_same_bits() 
 }
 
 #[test]
+#[ignore = "needs root and iproute2"]
 fn any_transport_trains_the_same_bits() {
     assert_same(DeterminismCase::TRANSPORTS);
 }

@@ -1,5 +1,4 @@
-//! What an observer of the network sees of a job whose workers are on hosts of their own (network
-//! namespaces; needs root and iproute2).
+//! An observer of the network sees nothing of the model in plain.
 
 use elasticdl_proto::WorkerId;
 use elasticdl_tests::{Command, Ended, Network, Observed, counting_data, send};
@@ -33,8 +32,8 @@ fn bytes_of(floats: &[f32]) -> Vec<u8> {
 
 /// Runs a job, a worker of which is lost and replaced: the replacement fetches the state. Returns
 /// how its links were protected, as well.
-fn observe(option: Option<&str>) -> Option<(Observed, String, Ended)> {
-    let network = Network::new(WORKERS + 2)?;
+fn observe(option: Option<&str>) -> (Observed, String, Ended) {
+    let network = Network::new(WORKERS + 2);
     let folder = tempfile::tempdir().unwrap();
     counting_data(&folder.path().join("data"), RECORDS, 3).unwrap();
     let script = network.on_the_launchs_host();
@@ -70,19 +69,20 @@ fn observe(option: Option<&str>) -> Option<(Observed, String, Ended)> {
     let ended = job.wait();
     ended.assert_exactly_once("observed", RECORDS, EPOCHS);
     assert_eq!(ended.lost(), [WorkerId(2)]);
-    Some((capture.finish(), transport, ended))
+    (capture.finish(), transport, ended)
 }
 
 #[test]
+#[ignore = "needs root and iproute2"]
 fn an_observer_sees_nothing_of_the_model_in_plain_unless_encryption_is_off() {
-    let Some((observed, transport, _)) = observe(None) else { return };
+    let (observed, transport, _) = observe(None);
     assert_eq!(transport, "TCP, links between hosts encrypted");
     // A busy machine drops some of the packets that the observer does not take in time.
     assert!(observed.bytes > 1 << 20, "{observed:?}");
     assert_eq!(observed.packets, [0; 5], "{observed:?}");
 
     // The same observer, where there is something to see. The master's link is encrypted anyway.
-    let Some((observed, transport, _)) = observe(Some("off")) else { return };
+    let (observed, transport, _) = observe(Some("off"));
     assert_eq!(transport, "TCP, links not encrypted");
     assert!(observed.packets[..4].iter().all(|packets| *packets > 0), "{observed:?}");
     assert_eq!(observed.packets[4], 0, "{observed:?}");

@@ -1,4 +1,5 @@
-//! How jobs end: by themselves, by the user's request, by failures. No process is left.
+//! No process outlives its job, however it ends: by itself, by the user's request, by a failure,
+//! which is named.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;

@@ -1,6 +1,7 @@
-//! Jobs that evaluate their model during training: each record of the validation data is evaluated
-//! once, whichever workers are lost; the checkpoint of the best model is retained; early stopping
-//! ends the training of a model that does not improve.
+//! Each record of the validation data is evaluated once under kills; the best model is retained,
+//! and exported although its worker is killed; early stopping ends a training that does not
+//! improve; a wrong metric and an error in `evaluate` are found before the first step, and a later
+//! error loses no state.
 
 use std::time::Duration;
 

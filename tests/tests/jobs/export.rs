@@ -1,4 +1,4 @@
-//! The final model of a real job, as a file for other programs.
+//! The final model is exported whatever worker was killed.
 
 use std::process::Command;
 

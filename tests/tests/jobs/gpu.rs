@@ -1,5 +1,5 @@
-//! Jobs whose workers compute on GPUs. The GPUs are fakes: libraries with the interfaces of CUDA
-//! and NCCL that compute on the host.
+//! Jobs on fake GPU libraries count each record once under kills, change to NCCL and back, and
+//! survive an NCCL that is missing, old, failing or hanging.
 //!
 //! The model's parameters count records, so the final parameters are the proof, whichever device
 //! holds them.

@@ -1,4 +1,4 @@
-//! The drill of the GPU path, on fake GPUs: all phases run and report their figures.
+//! The drill of the GPU path runs all phases on fake GPUs, and says what one GPU does not show.
 
 use std::ffi::OsStr;
 use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,4 @@
-//! Policies of the user: suspension, deadlines, exit codes.
+//! Jobs keep to the user's policies: suspension, deadlines, meanings of exit codes.
 
 use std::time::{Duration, Instant};
 

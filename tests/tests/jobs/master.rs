@@ -1,5 +1,6 @@
-//! The master is killed, and another one resumes the job: the group keeps its processes, and
-//! without another loss its generation; every record is counted exactly once nevertheless.
+//! A killed master is replaced: the group keeps its processes, without another loss its generation
+//! too, and every record counts exactly once; so do they when masters and workers are killed at
+//! random.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! The metrics of a real job: a Prometheus endpoint and TensorBoard event files.
+//! Prometheus and TensorBoard show a job, and the cost of a kill.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};

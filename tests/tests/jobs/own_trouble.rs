@@ -1,4 +1,5 @@
-//! Trouble of one worker, its program or its host stays its own: the other workers train on.
+//! A worker's own trouble ends no job: no file descriptors, a hang, a kill at the beginning, an end
+//! without joining.
 
 use elasticdl_proto::Cause;
 use elasticdl_tests::JobFixture;

@@ -1,5 +1,5 @@
-//! Jobs whose pods run several workers each: the master in this process, each pod a supervisor with
-//! real workers.
+//! In pods of several workers each worker is a rank; they start, leave and are replaced together,
+//! and none outlives its supervisor.
 
 use std::fs;
 use std::net::Ipv4Addr;

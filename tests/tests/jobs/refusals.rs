@@ -1,4 +1,4 @@
-//! Data that can't be used: a clear error, exit code 2, and no training.
+//! Data that can't be used gives a clear error and exit code 2, and no training.
 
 use std::fs;
 use std::path::{Path, PathBuf};

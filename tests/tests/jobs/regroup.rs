@@ -1,5 +1,5 @@
-//! Losses while a group still repairs an earlier one, and losses of the workers that the others
-//! depend on.
+//! Losses during a regroup, of the first rank, of a joining worker and its donor, of all but one
+//! worker cost no record.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! Replicas that differ: what differs is replaced, and no checkpoint of it becomes complete.
+//! Of replicas that differ the minority is replaced, and no differing state is in a checkpoint or
+//! exported.
 
 use elasticdl_tests::{JobFixture, exported_counts, send};
 use rustix::process::Signal;

@@ -1,4 +1,4 @@
-//! `elasticdl status` of real jobs: its output, and the end of `--watch`.
+//! `elasticdl status` shows workers and the cost of a loss; watching ends with the job.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command as Process, Stdio};

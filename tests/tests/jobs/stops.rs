@@ -1,4 +1,5 @@
-//! Workers that stop without ending: by a signal, or because they are slow.
+//! A stopped worker is evicted, fenced when it continues, and replaced; a worker that stops for
+//! less, or computes for longer, stays; a master stopped for 40 s and reset streams cost no worker.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

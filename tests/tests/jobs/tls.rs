@@ -1,4 +1,4 @@
-//! Jobs whose master serves TLS, as in a cluster: the master in this process, real workers.
+//! A master presents the certificate of its job, and workers accept no other.
 
 use std::net::Ipv4Addr;
 use std::num::NonZeroU64;

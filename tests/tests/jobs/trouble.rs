@@ -1,5 +1,5 @@
-//! Values that are not finite are never applied, written to a checkpoint or exported; a state is
-//! not lost if all workers get SIGTERM.
+//! A NaN in the last gradient is neither applied nor exported; a state is not lost if all workers
+//! are told to end.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;

@@ -154,11 +154,12 @@ fn masters_may_create_and_delete_pod_groups_of_their_scheduler_only() {
     assert_eq!(rule(GangScheduler::Volcano), Some(expected));
 }
 
-/// With `ELASTICDL_CRDS`, a folder of the schedulers' CustomResourceDefinitions (YAML files): their
-/// PodGroups are valid, and have no field that the server would drop.
+/// PodGroups are valid by the CustomResourceDefinitions in `ELASTICDL_CRDS` (YAML files), and have no
+/// field that the server would drop.
 #[test]
+#[ignore = "needs ELASTICDL_CRDS, a folder of the schedulers' definitions"]
 fn pod_groups_fit_the_schemas_of_their_definitions() {
-    let Some(folder) = std::env::var_os("ELASTICDL_CRDS") else { return };
+    let folder = std::env::var_os("ELASTICDL_CRDS").expect("ELASTICDL_CRDS is a folder");
     let mut checked = 0;
     for file in std::fs::read_dir(folder).unwrap() {
         let text = std::fs::read_to_string(file.unwrap().path()).unwrap();

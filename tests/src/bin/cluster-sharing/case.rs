@@ -84,7 +84,7 @@ impl Cluster {
     /// Makes a namespace in which jobs can be submitted.
     pub(crate) fn namespace(&self, name: &str) -> Result<Namespace, Fault> {
         let exe = std::env::current_exe()?;
-        let namespace = Namespace::new(&format!("sharing-{name}"), exe).ok_or("no cluster")?;
+        let namespace = Namespace::new(&format!("sharing-{name}"), exe);
         namespace.apply_rbac();
         namespace.apply_shipped("priorityclasses.yaml");
         // Pods can be created when the namespace's own account exists.

@@ -1,0 +1,34 @@
+//! Runs the tests of an executable in a cluster; where there is none, each is listed as ignored, with
+//! the reason, which libtest can't do for a condition of the machine.
+
+use std::process::ExitCode;
+
+use libtest_mimic::{Arguments, Trial};
+
+/// Runs the tests if `KUBECONFIG` is set.
+#[must_use]
+pub fn run_tests(tests: &[(&'static str, fn())]) -> ExitCode {
+    let has_cluster = std::env::var_os("KUBECONFIG").is_some();
+    let trial = |&(name, test): &(&'static str, fn())| {
+        let trial = Trial::test(name, move || {
+            test();
+            Ok(())
+        });
+        if has_cluster { trial } else { trial.with_ignored_flag(true).with_kind(WITHOUT) }
+    };
+    let trials = tests.iter().map(trial).collect();
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+/// What a test shows that is ignored.
+const WITHOUT: &str = "needs a cluster: `.ci/cluster`, or KUBECONFIG";
+
+/// The `main` of an executable whose tests need a cluster.
+#[macro_export]
+macro_rules! cluster_tests {
+    ($($test:ident),+ $(,)?) => {
+        fn main() -> std::process::ExitCode {
+            $crate::cluster::run_tests(&[$((stringify!($test), $test as fn())),+])
+        }
+    };
+}
