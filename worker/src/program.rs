@@ -70,9 +70,9 @@ fn digest_of_sources(script: &Path) -> u64 {
     xxh3_64(&encode(&digests))
 }
 
-/// Digest of the build id, which the linker computes of an executable's content, and of the length of
-/// the file: to read all of 260 MB would delay each start by 0.1 s. Where the linker was told to
-/// write no build id, digest of the whole file.
+/// Digest of the build id, which the linker computes of an executable's content, and of the file's
+/// length: to read all of 260 MB would delay each start by 0.1 s. Where the linker was told to write
+/// no build id, digest of the whole file.
 fn digest_of_executable(path: &Path) -> Option<u64> {
     let file = File::open(path).ok()?;
     let bytes = file.metadata().ok()?.len();
