@@ -1,5 +1,5 @@
-//! Runs the tests of an executable in a cluster; where there is none, each is listed as ignored, with
-//! the reason, which libtest can't do for a condition of the machine.
+//! Runs the tests of an executable in a cluster. Where there is none, each is listed as ignored,
+//! with the reason, which libtest can't do for a condition of the machine.
 
 use std::process::ExitCode;
 

@@ -1,5 +1,5 @@
-//! The table of claims in `tests/README.md` is made of the tests: the first paragraph of a module is
-//! its claim.
+//! The table of claims in `tests/README.md` is made of the tests: the first paragraph of a module
+//! is its claim.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -17,6 +17,7 @@ fn the_table_of_claims_is_that_of_the_tests() {
     if std::env::var_os("ELASTICDL_BLESS").is_some() {
         fs::write(&path, &made).unwrap();
     }
+    let text = fs::read_to_string(&path).unwrap();
     assert!(made == text, "{}: run this test with ELASTICDL_BLESS=1", path.display());
 }
 

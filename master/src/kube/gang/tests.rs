@@ -154,8 +154,8 @@ fn masters_may_create_and_delete_pod_groups_of_their_scheduler_only() {
     assert_eq!(rule(GangScheduler::Volcano), Some(expected));
 }
 
-/// PodGroups are valid by the CustomResourceDefinitions in `ELASTICDL_CRDS` (YAML files), and have no
-/// field that the server would drop.
+/// PodGroups are valid by the CustomResourceDefinitions in `ELASTICDL_CRDS` (YAML files), and have
+/// no field that the server would drop.
 #[test]
 #[ignore = "needs ELASTICDL_CRDS, a folder of the schedulers' definitions"]
 fn pod_groups_fit_the_schemas_of_their_definitions() {
