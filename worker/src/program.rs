@@ -71,8 +71,8 @@ fn digest_of_sources(script: &Path) -> u64 {
 }
 
 /// Digest of the build id, which the linker computes of an executable's content, and of the file's
-/// length: to read all of 260 MB would delay each start by 0.1 s. Where the linker was told to write
-/// no build id, digest of the whole file.
+/// length: to read all of 260 MB would delay each start by 0.1 s. Of the whole file, where the
+/// linker was told to write no build id.
 fn digest_of_executable(path: &Path) -> Option<u64> {
     let file = File::open(path).ok()?;
     let bytes = file.metadata().ok()?.len();
