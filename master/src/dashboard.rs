@@ -25,6 +25,7 @@ mod server;
 mod stored;
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
@@ -37,11 +38,18 @@ use tracing::warn;
 use self::board::Board;
 pub(crate) use self::history::{History, JobOptions};
 pub(crate) use self::key::DashboardKey;
-pub(crate) use self::report::report_of;
+pub use self::report::report_of;
 pub(crate) use self::request::{PageCommand, PageRequest, ScaleLimits};
-pub(crate) use self::stored::{StoredHistory, pack};
+pub use self::stored::StoredHistory;
+pub(crate) use self::stored::pack;
 use crate::job::Snapshot;
 use crate::token::Token;
+
+/// The link of the page of a local job, whose master serves it at `address`.
+#[must_use]
+pub fn link(token: &Token, address: SocketAddr) -> String {
+    DashboardKey::of(token).link(address)
+}
 
 /// Where a job's page is served, and what it may do.
 #[derive(Debug)]

@@ -45,12 +45,12 @@ use std::path::{Path, PathBuf};
 use tracing::warn;
 
 pub use self::certificates::MASTER_DNS_NAME;
-pub(crate) use self::certificates::ca_path;
-pub(crate) use self::contents::is_own_file;
+pub use self::certificates::ca_path;
+pub use self::contents::is_own_file;
 pub use self::deletion::{DeleteError, delete};
 pub use self::earlier::{EarlierJob, earlier_job, has_begun};
 pub use self::error::JobDirError;
-pub(crate) use self::files::{CHECKPOINTS, quoted, write_output};
+pub use self::files::{CHECKPOINTS, quoted, write_output};
 use self::files::{HISTORY, LOGS, MASTER, MASTER_LOG, PROGRAM, SUMMARY, TOKEN};
 pub use self::files::{check_writable, write_atomically};
 use self::lock::{running, take_lock};
@@ -175,7 +175,7 @@ impl JobDir {
     }
 
     /// Removes the files of the job that this one replaces, at the end of one that has started.
-    pub(crate) fn forget_earlier(&self) {
+    pub fn forget_earlier(&self) {
         if let Err(error) = aside::forget(&self.root) {
             warn!(%error, "the files of the earlier job are not removed");
         }
@@ -183,7 +183,7 @@ impl JobDir {
 
     /// Ends a job that could not start: the directory is that of the earlier job again. Returns the
     /// folder with the files of this one; `None` if it replaces no job, or has started.
-    pub(crate) fn restore_earlier(&self) -> Option<PathBuf> {
+    pub fn restore_earlier(&self) -> Option<PathBuf> {
         aside::restore(&self.root).unwrap_or_else(|error| {
             warn!(%error, "the files of the earlier job are not moved back");
             None
@@ -247,7 +247,7 @@ pub(crate) fn register(name: &str, root: &Path) -> Result<(), String> {
 }
 
 /// Removes the name at `link`, a path in the default root, if its job is gone.
-pub(crate) fn forget_deleted(link: &Path) {
+pub fn forget_deleted(link: &Path) {
     names::forget_deleted(link);
 }
 

@@ -1,31 +1,38 @@
-//! The master of a job and the `elasticdl` command.
+//! The master of a job. The `elasticdl` command, `elasticdl-cli`, runs it.
 //!
 //! ```text
-//!  cli ──► event_loop::Master ──owns──► job::Job   pure core: events and the time in, actions out
-//!              ├── service                         gRPC server: streams of workers, user commands
-//!              ├── worker_backend                  starts workers
-//!              │     ├── local                     as processes of this machine
-//!              │     └── kube                      as pods of a cluster
-//!              ├── job_store                       persists the job for a successor master
-//!              └── progress                        terminal output
-//!                    ├── metrics, tensorboard, mlflow   exported metrics
-//!                    └── dashboard                 the page of the job, and its history
-//!  jobdir, token, listener                         files, authentication, server configuration
+//!  event_loop::Master ──owns──► job::Job       pure core: events and the time in, actions out
+//!   ├── service                                gRPC server: streams of workers, user commands
+//!   ├── worker_backend                         starts workers
+//!   │     ├── local                            as processes of this machine
+//!   │     └── kube                             as pods of a cluster
+//!   ├── job_store                              persists the job for a successor master
+//!   └── progress                               what it shows
+//!         ├── exporters: tensorboard, mlflow   exported metrics
+//!         ├── metrics                          metrics for scrapers
+//!         └── dashboard                        the page of the job, and its history
+//!  local_master, cluster_master                a master in a command, in a pod: around its event loop
+//!  cluster_page                                the page of a job whose master is in a cluster
+//!  exit, jobdir, token, listener               ends of processes, files, authentication, server
 //! ```
 //!
 //! **Invariants:** all decisions are made in [`job`]; the other modules are its shell. The crate
 //! knows nothing about gradients or CUDA and does not link the worker crate: workers are programs
-//! that it starts. Messages and the status are the types of `elasticdl-proto`.
+//! that it starts. It knows nothing about the command line. Messages and the status are the types
+//! of `elasticdl-proto`.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("elasticdl runs on Linux only: it needs memfd, pidfd and /proc");
 
 mod backend_event;
 pub mod certificates;
-pub mod cli;
+pub mod cluster_master;
+pub mod cluster_page;
 mod connection_limit;
-mod dashboard;
+pub mod dashboard;
 pub mod event_loop;
+pub mod exit;
+mod exporters;
 mod http_server;
 pub mod job;
 mod job_store;
@@ -34,7 +41,7 @@ pub mod kube;
 pub mod limits;
 pub mod listener;
 pub mod local;
-mod log_output;
+pub mod local_master;
 pub mod metrics;
 pub mod mlflow;
 mod persisted_format;
@@ -44,4 +51,4 @@ mod service;
 pub mod tensorboard;
 pub mod token;
 mod worker_backend;
-mod worker_output;
+pub mod worker_output;

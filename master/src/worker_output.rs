@@ -13,7 +13,7 @@ use crate::jobdir;
 
 /// The logs of a job's workers, and how far they have been read.
 #[derive(Debug)]
-pub(crate) struct WorkerOutput {
+pub struct WorkerOutput {
     folder: PathBuf,
     /// Bytes of a log that are read at once.
     bytes_max: u64,
@@ -30,12 +30,12 @@ struct Tail {
 
 impl WorkerOutput {
     /// All that the logs in `folder` have and get.
-    pub(crate) fn all(folder: PathBuf) -> Self {
+    pub fn all(folder: PathBuf) -> Self {
         Self { folder, bytes_max: u64::MAX, tails: BTreeMap::new() }
     }
 
     /// What the logs in `folder` get from now on, at most 64 KiB of each at once.
-    pub(crate) fn from_now(folder: PathBuf) -> Self {
+    pub fn from_now(folder: PathBuf) -> Self {
         let mut output = Self { folder, bytes_max: BYTES_MAX, tails: BTreeMap::new() };
         for (worker, path) in output.logs() {
             let position = fs::metadata(path).map_or(0, |found| found.len());
@@ -46,7 +46,7 @@ impl WorkerOutput {
 
     /// Passes each new line, with its worker's number, to `print`; with `ends`, also the last lines
     /// that do not end.
-    pub(crate) fn poll(&mut self, ends: bool, print: &mut dyn FnMut(u64, &str)) {
+    pub fn poll(&mut self, ends: bool, print: &mut dyn FnMut(u64, &str)) {
         for (worker, path) in self.logs() {
             let tail = self.tails.entry(worker).or_default();
             // A log that can't be read now may be later.

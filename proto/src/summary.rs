@@ -74,6 +74,54 @@ pub struct Summary {
     pub digest: Option<String>,
 }
 
+impl Summary {
+    /// The summary as indented JSON, with a final newline.
+    #[must_use]
+    pub fn to_pretty_json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("a summary's keys are strings") + "\n"
+    }
+
+    /// The summary as JSON in one line.
+    #[must_use]
+    pub fn to_json_line(&self) -> String {
+        serde_json::to_string(self).expect("a summary's keys are strings") + "\n"
+    }
+
+    /// The summary as JSON of at most `bytes` (at least 128 KiB): indented if it fits, else in one
+    /// line, else with shortened lists. The fields about the end of the job are always retained.
+    #[must_use]
+    pub fn into_json_within(mut self, bytes: usize) -> String {
+        let pretty = self.to_pretty_json();
+        if pretty.len() <= bytes {
+            return pretty;
+        }
+        let mut json = self.to_json_line();
+        while json.len() > bytes {
+            let evaluations = self.evaluations.as_mut().map(|known| &mut known.all);
+            let lengths = [
+                self.memberships.len(),
+                self.failed_shards.len(),
+                evaluations.as_ref().map_or(0, |all| all.len()),
+                self.checkpoints.as_ref().map_or(0, |known| known.restored.len()),
+            ];
+            if lengths.iter().all(|len| *len == 0) {
+                break;
+            }
+            // Retains the newest half of each list, and the first half of the failures.
+            self.memberships.drain(..lengths[0].div_ceil(2));
+            self.failed_shards.truncate(lengths[1] / 2);
+            if let Some(all) = evaluations {
+                all.drain(..lengths[2].div_ceil(2));
+            }
+            if let Some(known) = &mut self.checkpoints {
+                known.restored.drain(..lengths[3].div_ceil(2));
+            }
+            json = self.to_json_line();
+        }
+        json
+    }
+}
+
 /// Records over all epochs, by the group's ledger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordsSummary {
@@ -488,5 +536,43 @@ pub(crate) mod tests {
         assert_eq!(json, expected);
         let read: Summary = serde_json::from_value(json).unwrap();
         assert_eq!(read, full_summary());
+    }
+
+    #[test]
+    fn a_loss_that_is_not_a_number_still_makes_valid_json() {
+        let loss = |last| LossSummary { first: Some(1.0), last };
+        let text = Summary { loss: loss(Some(f64::NAN)), ..full_summary() }.to_pretty_json();
+        let read: Summary = serde_json::from_str(&text).unwrap();
+        assert_eq!(read, Summary { loss: loss(None), ..full_summary() });
+    }
+
+    #[test]
+    fn a_summary_fits_into_its_part_of_the_anchor_and_retains_how_the_job_ended() {
+        assert_eq!(full_summary().into_json_within(128 << 10), full_summary().to_pretty_json());
+        let named = MembershipChange { joined: (0..3000).map(WorkerId).collect(), ..membership() };
+        let failed = FailedShard {
+            worker: WorkerId(1),
+            epoch: 0,
+            file: "f".repeat(4096),
+            start: 0,
+            end: 1,
+            error: "\u{1}".repeat(4096),
+        };
+        let long = Summary {
+            memberships: (0..200)
+                .map(|i| MembershipChange { generation: Generation(i), ..named.clone() })
+                .collect(),
+            failed_shards: vec![failed; 100],
+            ..full_summary()
+        };
+        let text = long.clone().into_json_within(256 << 10);
+        assert!(text.len() <= 256 << 10, "{} KiB", text.len() >> 10);
+        let read: Summary = serde_json::from_str(&text).unwrap();
+        assert_eq!(
+            (read.records, read.digest, read.error),
+            (long.records, long.digest, long.error)
+        );
+        assert!(!read.memberships.is_empty() && !read.failed_shards.is_empty());
+        assert_eq!(read.memberships.last().unwrap().generation, Generation(199));
     }
 }

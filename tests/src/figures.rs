@@ -14,7 +14,7 @@ pub fn run_benchmark<M: Model>(
 ) -> ExitCode {
     const COMMANDS: [&str; 4] = ["train", "status", "scale", "checkpoint"];
     if std::env::args().nth(1).is_some_and(|word| COMMANDS.contains(&word.as_str())) {
-        return elasticdl_master::cli::main();
+        return elasticdl_cli::main();
     }
     if std::env::var_os("ELASTICDL_MASTER").is_some() {
         return elasticdl::run(model());

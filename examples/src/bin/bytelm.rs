@@ -20,7 +20,7 @@ use elasticdl_examples::plain;
 
 use self::ops::{causal_softmax, cross_entropy, rms_norm};
 
-#[path = "../../../master/templates/charlm/ops.rs"]
+#[path = "../../../master/cli/templates/charlm/ops.rs"]
 mod ops;
 use rand::rngs::ChaCha8Rng;
 use rand::{Rng, SeedableRng};

@@ -7,7 +7,8 @@ use super::page::{self, Page};
 use super::stored::StoredHistory;
 
 /// The page of a job with this summary. Without a stored history it has no curves and no times.
-pub(crate) fn report_of(mut summary: Summary, stored: Option<StoredHistory>) -> String {
+#[must_use]
+pub fn report_of(mut summary: Summary, stored: Option<StoredHistory>) -> String {
     let memberships = std::mem::take(&mut summary.memberships);
     let (last, history) = match stored {
         Some(stored) => (stored.status, stored.history),

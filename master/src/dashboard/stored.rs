@@ -14,10 +14,10 @@ use super::history::History;
 
 /// A history that was stored, with the newest status.
 #[derive(Debug, Default, Deserialize)]
-pub(crate) struct StoredHistory {
-    /// Empty in an anchor, which has the status in a key of its own.
+pub struct StoredHistory {
+    /// The newest status. Empty in an anchor, which has the status in a key of its own.
     #[serde(default)]
-    pub(crate) status: Status,
+    pub status: Status,
     pub(crate) history: History,
 }
 
@@ -35,7 +35,7 @@ impl StoredHistory {
     ///
     /// # Errors
     /// The file can't be read, or another release has written it in another format.
-    pub(crate) fn read(path: &Path) -> io::Result<Option<Self>> {
+    pub fn read(path: &Path) -> io::Result<Option<Self>> {
         let file = match File::open(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             file => file?,

@@ -105,7 +105,7 @@ pub use spec::{
     Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, LinkEncryption, OnNonfinite, Shuffle,
     ShuffleMode, SpecError, ValidationSpec, WireDtype, Work,
 };
-pub(crate) use spec::{MAX_WORKERS_PER_POD, multiples_near};
-pub(crate) use text::{counted, format_metrics, format_value};
+pub use spec::{MAX_WORKERS_PER_POD, multiples_near};
+pub use text::{counted, format_metrics, format_value};
 pub use time::Time;
 pub(crate) use workers::pod::PodId;

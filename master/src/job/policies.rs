@@ -133,7 +133,7 @@ impl Policies {
     ///
     /// # Errors
     /// The two rules.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), String> {
         for (i, rule) in self.on_exit.iter().enumerate() {
             for other in &self.on_exit[..i] {
                 let Some(both) = rule.condition.intersection(other.condition) else { continue };

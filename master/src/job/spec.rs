@@ -286,7 +286,7 @@ impl JobSpec {
 }
 
 /// The multiples of `of` next to `number`, as text.
-pub(crate) fn multiples_near(number: u32, of: u32) -> String {
+pub fn multiples_near(number: u32, of: u32) -> String {
     match number / of * of {
         0 => of.to_string(),
         below => format!("{below} or {}", below.saturating_add(of)),
@@ -335,4 +335,4 @@ const PLACE_SHOWN_MAX: usize = 60;
 /// Time for a worker's final messages, and for the system to end it.
 const LEAVE_MARGIN: Duration = Duration::from_secs(2);
 /// No machine has more GPUs.
-pub(crate) const MAX_WORKERS_PER_POD: u32 = 64;
+pub const MAX_WORKERS_PER_POD: u32 = 64;

@@ -20,12 +20,12 @@ pub(crate) fn name_all(workers: &[WorkerId]) -> String {
 }
 
 /// `1 record`, `8 records`.
-pub(crate) fn counted(count: u64, what: &str) -> String {
+pub fn counted(count: u64, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 /// Formats means for a log line.
-pub(crate) fn format_metrics(metrics: &BTreeMap<String, Option<f64>>) -> String {
+pub fn format_metrics(metrics: &BTreeMap<String, Option<f64>>) -> String {
     let format_metrics = |(name, mean): (&String, &Option<f64>)| match mean {
         Some(mean) => format!("{name} {}", format_value(*mean)),
         None => format!("{name} not finite"),
@@ -34,7 +34,7 @@ pub(crate) fn format_metrics(metrics: &BTreeMap<String, Option<f64>>) -> String 
 }
 
 /// Formats a loss or another mean: four decimals, or in scientific form if it is huge.
-pub(crate) fn format_value(value: f64) -> String {
+pub fn format_value(value: f64) -> String {
     if value.abs() < HUGE { format!("{value:.4}") } else { format!("{value:.4e}") }
 }
 

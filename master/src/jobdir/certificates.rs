@@ -51,7 +51,7 @@ impl JobDir {
 }
 
 /// Path of the CA's certificate of the job in `root`; `None` if its masters serve without TLS.
-pub(crate) fn ca_path(root: &Path) -> Option<PathBuf> {
+pub fn ca_path(root: &Path) -> Option<PathBuf> {
     Some(root.join(CA)).filter(|path| path.is_file())
 }
 

@@ -98,7 +98,7 @@ pub(super) fn is_job_file(name: &OsStr) -> bool {
 }
 
 /// Whether it is the name of a file that a job keeps in its directory for itself.
-pub(crate) fn is_own_file(name: &OsStr) -> bool {
+pub fn is_own_file(name: &OsStr) -> bool {
     is_job_file(name) && !EXPORTS.iter().any(|export| name == *export)
 }
 

@@ -43,7 +43,7 @@ fn write_and_rename(
 ///
 /// # Errors
 /// An error of the operating system; a file is unchanged.
-pub(crate) fn write_output(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub fn write_output(path: &Path, bytes: &[u8]) -> io::Result<()> {
     if !is_device(path) {
         return write_atomically(path, bytes);
     }
@@ -101,7 +101,7 @@ fn temporary_beside(path: &Path) -> io::Result<PathBuf> {
 }
 
 /// Quotes a path for a shell, if necessary.
-pub(crate) fn quoted(path: &Path) -> String {
+pub fn quoted(path: &Path) -> String {
     let text = path.display().to_string();
     let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
     if text.chars().all(plain) { text } else { format!("'{}'", text.replace('\'', "'\\''")) }
@@ -111,7 +111,7 @@ pub(super) const CA: &str = "ca.crt";
 pub(super) const CERTIFICATE: &str = "master.crt";
 pub(super) const KEY: &str = "master.key";
 /// Folder of the checkpoints of a job without another location for them.
-pub(crate) const CHECKPOINTS: &str = "checkpoints";
+pub const CHECKPOINTS: &str = "checkpoints";
 /// Folder of the files of the job that a new one replaces, and while they are moved.
 pub(super) const EARLIER: &str = "earlier";
 pub(super) const MOVING: &str = ".earlier";

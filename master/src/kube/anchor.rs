@@ -32,8 +32,9 @@
 //! | `summary` | 256 Ki | as for the status |
 
 use std::collections::BTreeMap;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use elasticdl_proto::Status;
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::ConfigMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -305,6 +306,19 @@ impl Anchor {
             .map_err(|error| self.cluster.explain("read a part of the job's anchor", error))?;
         Ok(found.and_then(|part| part.binary_data?.remove(PART)).map(|content| content.0))
     }
+}
+
+/// The status in an anchor; `None` if there is none that this release can read.
+#[must_use]
+pub fn status(data: &Data) -> Option<Status> {
+    serde_json::from_str(data.get(STATUS)?).ok()
+}
+
+/// Age of the job with this anchor. The clock of the API server may be ahead.
+#[must_use]
+pub fn age(anchor: &ConfigMap) -> Duration {
+    let born = anchor.metadata.creation_timestamp.as_ref().map(|time| SystemTime::from(time.0));
+    born.and_then(|born| born.elapsed().ok()).unwrap_or_default()
 }
 
 /// Lists all anchors of the namespace.

@@ -28,7 +28,7 @@ mod names;
 pub mod objects;
 pub mod options;
 pub(crate) mod persisted_job;
-pub(crate) mod pods;
+pub mod pods;
 pub mod priority_tiers;
 pub mod requests;
 pub(crate) mod retry;

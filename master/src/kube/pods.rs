@@ -26,7 +26,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use elasticdl_proto::WorkerStatus;
 use k8s_openapi::api::core::v1::{Event, Pod};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Api;
 use kube::api::ListParams;
 use tokio::sync::mpsc;
@@ -42,6 +44,7 @@ use self::tracker::{PodAction, PodEvent, PodRef, PodTracker};
 use super::client::{Cluster, ClusterError};
 use super::events::{self, EventRecorder};
 use super::leader_lease::LeaseGuard;
+use super::logs::first_of_pod;
 use super::objects;
 use super::retry::retry;
 use super::watch::{Change, Selection, Watch};
@@ -155,6 +158,27 @@ pub(crate) async fn list(cluster: &Cluster, anchor_uid: &str) -> Result<Vec<Pod>
     let doing = "list the job's workers";
     let read = async || api.list(&params).await.map_err(|error| cluster.explain(doing, error));
     Ok(retry(doing, read).await?.items)
+}
+
+/// Adds the pods and their nodes to the workers of the job with this anchor. Without the permission
+/// to list pods, the nodes stay unknown.
+pub async fn locate(
+    cluster: &Cluster,
+    anchor: &ObjectMeta,
+    workers_per_pod: u32,
+    workers: &mut [WorkerStatus],
+) {
+    let uid = anchor.uid.as_deref().unwrap_or_default();
+    let listed = list(cluster, uid).await.unwrap_or_default();
+    for worker in workers {
+        let launch = first_of_pod(LaunchId(worker.worker.0), workers_per_pod);
+        let pod = listed
+            .iter()
+            .find(|pod| objects::launch_and_slot(pod).is_some_and(|(l, _)| l == launch));
+        let job = anchor.name.as_deref().unwrap_or_default();
+        worker.pod = Some(objects::worker_name(job, launch));
+        worker.node = pod.and_then(|pod| pod.spec.as_ref()?.node_name.clone());
+    }
 }
 
 impl Drop for Pods {

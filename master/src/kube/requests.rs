@@ -23,8 +23,28 @@ use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::anchor::{CHECKPOINT, Data, NUM_WORKERS, STOP, STOP_AT_ONCE, SUSPEND};
-use super::client::{Cluster, is_code};
+use super::anchor::{Anchor, CHECKPOINT, Data, NUM_WORKERS, STOP, STOP_AT_ONCE, SUSPEND};
+use super::client::{Cluster, ClusterError, is_code};
+
+/// Writes a request into the anchor of a job, with the name of its user.
+///
+/// # Errors
+/// There is no such job, or [`ClusterError`].
+pub async fn request(
+    cluster: &Cluster,
+    anchor: &Anchor,
+    key: &str,
+    value: String,
+) -> Result<(), ClusterError> {
+    let by = UserRequest::new(cluster, key, &value).await;
+    let data = Data::from([(key.into(), value), (REQUESTED_BY.into(), by.to_json())]);
+    anchor.write(&data).await?;
+    // Without the permission to create Events, the master records it.
+    if let Ok(anchor) = anchor.read().await {
+        by.record(cluster, &anchor.metadata).await;
+    }
+    Ok(())
+}
 
 /// A request of a user, as the anchor holds it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

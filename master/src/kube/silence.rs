@@ -8,12 +8,13 @@
 
 use std::time::{Duration, SystemTime};
 
+use elasticdl_proto::Status;
 use k8s_openapi::api::coordination::v1::Lease;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::ListParams;
 use kube::{Api, ResourceExt as _};
 
-use super::anchor::{Data, STATUS_AT};
+use super::anchor::{Data, STATUS_AT, SUMMARY};
 use super::client::Cluster;
 use super::master_pods::{self, MasterHealth};
 use super::objects::{JOB_LABEL, ROLE_LABEL};
@@ -45,6 +46,25 @@ impl std::fmt::Display for Silence {
         self.why.as_ref().map_or(Ok(()), |why| write!(f, ": {why}"))
     }
 }
+
+/// Says in `status`, from the anchor's `data`, that no master of `job` keeps it up to date, if that
+/// is so.
+pub async fn note(cluster: &Cluster, job: &str, data: &Data, status: &mut Status) {
+    if data.contains_key(SUMMARY) {
+        return;
+    }
+    let masters = Masters::read(cluster, Some(job)).await;
+    if let Some(silence) = masters.silence(cluster, job, data).await {
+        status.state = NO_MASTER.into();
+        status.events.push(format!(
+            "{silence}; what is shown was known then; workers go on without a master for up to \
+             --master-timeout"
+        ));
+    }
+}
+
+/// State of a job that no master leads.
+pub const NO_MASTER: &str = "no master";
 
 impl Masters {
     /// Reads the masters of `job`, or of all jobs.

@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    elasticdl_master::cli::main()
+    elasticdl_cli::main()
 }

@@ -1,7 +1,7 @@
 //! What masters and commands read of a job: each document is read, or refused with an error.
 
 use bytes::Bytes;
-use elasticdl_master::cli::fuzzing;
+use elasticdl_cli::fuzzing;
 use elasticdl_proto::{FileLimits, FileList};
 
 use crate::harness::Target;

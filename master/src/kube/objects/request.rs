@@ -1,11 +1,12 @@
 //! What a user requests.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::names::METRICS_PORT;
+use super::names::{METRICS_PORT, TASK};
 use crate::job::JobSpec;
 use crate::kube::gang::GangOptions;
 use crate::kube::options::PodOptions;
@@ -47,6 +48,14 @@ pub struct Task {
     /// How the pods of the workers are placed together. `None`: each by itself.
     #[serde(default)]
     pub gang: Option<GangOptions>,
+}
+
+impl Task {
+    /// The task in an anchor; `None` if there is none that this release can read.
+    #[must_use]
+    pub fn in_anchor(data: &BTreeMap<String, String>) -> Option<Self> {
+        serde_json::from_str(data.get(TASK)?).ok()
+    }
 }
 
 /// Default for tasks that were submitted before the port could be chosen.

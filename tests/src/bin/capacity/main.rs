@@ -49,7 +49,7 @@ struct Arguments {
 
 fn main() -> ExitCode {
     if std::env::args().nth(1).is_some_and(|word| word == "evaluate" || word == "train") {
-        return elasticdl_master::cli::main();
+        return elasticdl_cli::main();
     }
     match measure(&Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,

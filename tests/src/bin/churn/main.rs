@@ -90,7 +90,7 @@ fn main() -> ExitCode {
         .nth(1)
         .is_some_and(|word| ["train", "status", "scale"].contains(&word.as_str()))
     {
-        return elasticdl_master::cli::main();
+        return elasticdl_cli::main();
     }
     let done = match std::env::var_os("ELASTICDL_MASTER") {
         Some(_) => model::Counting::new(&model::Arguments::parse())

@@ -109,7 +109,7 @@ impl Options {
 fn main() -> ExitCode {
     const COMMANDS: [&str; 3] = ["master", "stop", "train"];
     if std::env::args().nth(1).is_some_and(|word| COMMANDS.contains(&word.as_str())) {
-        return elasticdl_master::cli::main();
+        return elasticdl_cli::main();
     }
     let options = Options::parse();
     let result = match std::env::var_os("KUBECONFIG") {

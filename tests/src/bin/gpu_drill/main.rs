@@ -127,7 +127,7 @@ fn main() -> ExitCode {
         return if counts { counting::main() } else { model::run() };
     }
     if is_command() {
-        return elasticdl_master::cli::main();
+        return elasticdl_cli::main();
     }
     let arguments = Arguments::parse();
     if let Some(me) = arguments.rank {

@@ -1,0 +1,191 @@
+//! Options for the data of a job, and for the steps over it.
+
+use std::num::NonZeroU64;
+
+use clap::Args;
+use elasticdl_master::job::{LinkEncryption, Shuffle, ShuffleMode, WireDtype};
+
+use super::values::{self, Choices};
+
+/// Options for training data and steps.
+#[derive(Args, Debug)]
+#[command(next_help_heading = HEADING)]
+pub(crate) struct TrainingData {
+    /// Training data, as PROGRAM's reader understands it: usually a file, a folder or a URI.
+    ///
+    /// A Python program needs none. Can be repeated, and can be a quoted pattern:
+    /// 'data/2026-*.csv'.
+    #[arg(long, value_name = "URI")]
+    pub(crate) training_data: Vec<String>,
+
+    /// Number of passes over the data.
+    #[arg(long, value_name = "N", default_value = "1", value_parser = values::parse_epochs)]
+    pub(crate) num_epochs: u32,
+
+    /// Stop after this many steps, unless the data ends earlier. [default: no limit]
+    #[arg(long, value_name = "N", value_parser = values::parse_steps)]
+    pub(crate) max_steps: Option<u64>,
+
+    /// Records per step over all workers, independent of their number. [default: 64]
+    #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch,
+          conflicts_with = "minibatch_size")]
+    pub(crate) global_batch_size: Option<u64>,
+
+    /// Records per step and worker: the global batch grows with the number of workers.
+    #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch)]
+    pub(crate) minibatch_size: Option<u64>,
+
+    /// Records per micro-batch: a step consists of micro-batches, each computed by one worker.
+    /// Faster workers compute more of them. [default: single records, split evenly over equal
+    /// workers; a sixteenth of the step with --deterministic]
+    #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch)]
+    pub(crate) micro_batch: Option<u64>,
+
+    /// Compute bit-identical parameters for any number of workers and under any failure.
+    ///
+    /// The gradients of a step's micro-batches are summed exactly, so the sum does not depend on
+    /// the workers that computed them. A worker keeps the gradient of each of its micro-batches
+    /// until the step is summed. The digest of the final parameters and optimizer state is in the
+    /// summary. Needs --global-batch-size and CPUs; the model's results must depend only on the
+    /// arguments of its methods.
+    #[arg(long)]
+    pub(crate) deterministic: bool,
+
+    /// What to shuffle in each epoch. The order depends only on the seed and the epoch, not on the
+    /// workers.
+    #[arg(long, value_name = "WHAT", default_value = "auto",
+          value_parser = values::choice(SHUFFLES))]
+    pub(crate) shuffle: ShuffleMode,
+
+    /// For shuffled blocks: minimum number of records that are mixed at a time. A worker reads all
+    /// blocks that contain its records, and keeps up to two of these buffers. [default: 8192]
+    #[arg(long, value_name = "RECORDS", value_parser = values::parse_shard)]
+    pub(crate) shuffle_buffer: Option<u64>,
+
+    /// Seed of all random choices: order of records and initial parameters.
+    #[arg(long, value_name = "N", default_value = "0")]
+    pub(crate) seed: u64,
+
+    #[command(flatten)]
+    pub(crate) bad_records: BadRecordsOption,
+}
+
+/// Options of `elasticdl train` whose defaults are good for nearly all jobs.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Advanced")]
+pub(crate) struct TuningOptions {
+    /// Data type of gradients on the network: bf16 and f16 halve the traffic, for slow networks.
+    ///
+    /// Sums are computed in f32 and rounded each time they leave a worker: over N workers an
+    /// element differs by at most N/256 of the largest partial sum with bf16, and N/2048 with f16,
+    /// which is infinite above 65504. All workers get bit-identical results.
+    #[arg(long, value_name = "DTYPE", default_value = "f32",
+          value_parser = values::choice(WIRE_DTYPES))]
+    pub(crate) wire_dtype: WireDtype,
+
+    /// Number of connections between two neighbours in the ring, 1 to 16.
+    ///
+    /// More than one helps in networks that limit the bandwidth of each connection or lose packets.
+    /// A gradient of at least 256 KiB per connection is split over them. Workers that share memory
+    /// do not use them.
+    #[arg(long, value_name = "N", default_value_t = 1,
+          value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub(crate) channels: u8,
+
+    /// Which connections between workers to encrypt.
+    ///
+    /// The two ends of every connection prove to each other that they know the job's secret. auto:
+    /// connections between hosts are also encrypted, with AES-256-GCM and new keys for each. on:
+    /// connections within a host as well. off: none, so an attacker who can read or modify network
+    /// traffic can read or modify the model. NCCL does not encrypt: GPUs of several hosts use it
+    /// only with off.
+    #[arg(long, value_name = "WHICH", default_value = "auto",
+          value_parser = values::choice(LINK_ENCRYPTIONS))]
+    pub(crate) link_encryption: LinkEncryption,
+}
+
+/// Parses the number of bad records that are skipped.
+fn parse_bad_records(text: &str) -> Result<u64, String> {
+    let records = match text.split_once(':') {
+        None if text == "fail" => return Ok(0),
+        Some(("skip", records)) => records.parse().ok().filter(|records| *records > 0),
+        _ => None,
+    };
+    records.ok_or_else(|| "it must be `fail`, or `skip:` and a number, e.g. `skip:100`".to_owned())
+}
+
+/// Treatment of unreadable records.
+#[derive(Args, Debug)]
+#[command(next_help_heading = HEADING)]
+pub(crate) struct BadRecordsOption {
+    /// What to do with an unreadable record: `fail`, or `skip:N`.
+    ///
+    /// fail: the job ends with an error that names the file and the line. skip:N: up to N such
+    /// records are skipped; one more ends the job. The summary has their number and the first few
+    /// of them. Only some readers, such as those of tables, can skip records.
+    #[arg(long, value_name = "WHAT", default_value = "fail", value_parser = parse_bad_records)]
+    pub(crate) bad_records: u64,
+}
+
+/// Options for data that a model is evaluated on, or that it predicts.
+#[derive(Args, Debug)]
+#[command(next_help_heading = HEADING)]
+pub(crate) struct InferenceData {
+    /// Data, as PROGRAM's reader understands it: usually a file, a folder or a URI. Can be
+    /// repeated, and can be a quoted pattern: 'data/2026-*.csv'.
+    #[arg(long, value_name = "URI", required = true)]
+    pub(crate) data: Vec<String>,
+
+    /// Records per batch, unless the model requires fewer. [default: 64]
+    #[arg(long, value_name = "RECORDS", value_parser = values::parse_batch)]
+    pub(crate) minibatch_size: Option<u64>,
+
+    /// Records per shard, the unit of leases and results. [default: 4096, more for billions of
+    /// records]
+    #[arg(long, value_name = "RECORDS", value_parser = values::parse_shard)]
+    pub(crate) records_per_shard: Option<u64>,
+
+    #[command(flatten)]
+    pub(crate) bad_records: BadRecordsOption,
+}
+
+impl TrainingData {
+    pub(crate) fn shuffle(&self) -> Shuffle {
+        Shuffle { mode: self.shuffle, buffer: self.shuffle_buffer.and_then(NonZeroU64::new) }
+    }
+}
+
+const HEADING: &str = "Data and steps";
+/// Values of `--link-encryption`.
+const LINK_ENCRYPTIONS: Choices<LinkEncryption> = &[
+    ("auto", LinkEncryption::Auto, "Those between hosts"),
+    ("off", LinkEncryption::Off, "No connection"),
+    ("on", LinkEncryption::On, "All connections"),
+];
+/// Values of `--shuffle`.
+const SHUFFLES: Choices<ShuffleMode> = &[
+    ("auto", ShuffleMode::Auto, "`record` if the reader is fast at single records, else `block`"),
+    ("block", ShuffleMode::Block, "Blocks, and the records within each few consecutive blocks"),
+    ("none", ShuffleMode::None, "Nothing: the order of the data"),
+    ("record", ShuffleMode::Record, "All records"),
+];
+/// Values of `--wire-dtype`.
+const WIRE_DTYPES: Choices<WireDtype> = &[
+    ("bf16", WireDtype::Bf16, "Rounded to 8 bits of precision"),
+    ("f16", WireDtype::F16, "Rounded to 11 bits of precision, up to 65504"),
+    ("f32", WireDtype::F32, "Not rounded"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_records_end_the_job_or_are_skipped_up_to_a_number() {
+        assert_eq!(parse_bad_records("fail"), Ok(0));
+        assert_eq!(parse_bad_records("skip:10"), Ok(10));
+        for bad in ["", "skip", "skip:", "skip:0", "skip:-1", "skip:x", "fail:1", "10"] {
+            assert!(parse_bad_records(bad).unwrap_err().contains("`skip:100`"), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! A job in a cluster, through its anchor and the API server.
+
+mod follow;
+mod page;
+
+use std::time::{Duration, SystemTime};
+
+use elasticdl_master::cluster_page;
+use elasticdl_master::kube::anchor::{
+    Anchor, CHECKPOINT, Data, DesiredState, NUM_WORKERS, STATUS, STOP, STOP_AT_ONCE, SUMMARY,
+    SUSPEND,
+};
+use elasticdl_master::kube::client::{Cluster, ClusterChoice};
+use elasticdl_master::kube::logs::LogSource;
+use elasticdl_master::kube::objects::Task;
+use elasticdl_master::kube::requests::{DELETE, REQUESTED_BY, UserRequest, request};
+use elasticdl_master::kube::{anchor, logs, master_pods, objects, pods, route, silence, submit};
+use elasticdl_proto::{DisconnectedStatus, Status};
+use tokio::runtime::Runtime;
+
+pub(crate) use self::follow::{FollowOutput, follow};
+use super::checkpoint_wait::CheckpointWait;
+use super::handle::{JobHandle, JobLog, WatchOptions, describe_suspension};
+use crate::process::{Failure, new_runtime};
+use crate::render::{JobEnd, Paths, summary_to_table};
+
+/// A job in a cluster.
+pub(super) struct ClusterHandle {
+    runtime: Runtime,
+    cluster: Cluster,
+    anchor: Anchor,
+    name: String,
+}
+
+impl ClusterHandle {
+    pub(super) fn connect(choice: &ClusterChoice, name: String) -> Result<Self, Failure> {
+        let runtime = new_runtime()?;
+        let cluster = runtime.block_on(Cluster::connect(choice))?;
+        let anchor = Anchor::new(&cluster, &name);
+        Ok(Self { runtime, cluster, anchor, name })
+    }
+
+    fn data(&self) -> Result<Data, Failure> {
+        Ok(self.runtime.block_on(self.anchor.read())?.data.unwrap_or_default())
+    }
+
+    /// Checks that the job has not ended. Returns what prevents a master from running, if anything.
+    fn check_running(&self, data: &Data) -> Result<Option<String>, Failure> {
+        if data.contains_key(SUMMARY) {
+            return Err(Failure::failed(format!("the job {} has ended", self.name)));
+        }
+        let health = self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name));
+        match health.failed {
+            Some(why) => Err(Failure::failed(self.job_failed(&why))),
+            None => Ok(health.obstacle),
+        }
+    }
+
+    /// Error message for a job whose Job has failed before a master recorded its end.
+    fn job_failed(&self, why: &str) -> String {
+        let (name, namespace) = (&self.name, &self.cluster.namespace);
+        format!(
+            "the job {name} has failed, and no other master comes: the Job {} reports {why}; \
+             `elasticdl delete {name} --namespace {namespace}` removes it",
+            objects::master_name(name)
+        )
+    }
+
+    /// What prints the logs of all workers in a cluster.
+    fn logs_by_kubectl(&self, follow: bool) -> Failure {
+        let uid = self.runtime.block_on(self.anchor.read()).map(|anchor| anchor.metadata.uid);
+        match uid {
+            Err(error) => error.into(),
+            Ok(uid) => Failure::usage(format!(
+                "in a cluster --all is done by: kubectl logs --namespace {} --selector {} --prefix \
+                 --max-log-requests 100{}",
+                self.cluster.namespace,
+                objects::worker_selector(&uid.unwrap_or_default()),
+                if follow { " --follow" } else { " --tail -1" }
+            )),
+        }
+    }
+
+    /// The status in `data`. Without one the error says what keeps the master from reporting one.
+    fn reported(&self, data: &Data, obstacle: Option<String>) -> Result<Status, Failure> {
+        let text = data.get(STATUS).ok_or_else(|| {
+            let (name, why) = (&self.name, obstacle.unwrap_or_else(|| "is it running?".into()));
+            Failure::failed(format!("the master of {name} has not reported a status yet: {why}"))
+        })?;
+        serde_json::from_str(text).map_err(|e| {
+            Failure::failed(format!("the status in the job's anchor can't be read: {e}"))
+        })
+    }
+}
+
+impl JobHandle for ClusterHandle {
+    fn ended(&self) -> Result<Option<String>, Failure> {
+        let data = self.data()?;
+        let Some(json) = data.get(SUMMARY) else { return Ok(None) };
+        let summary = serde_json::from_str(json).map_err(|e| {
+            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
+        })?;
+        Ok(Some(summary_to_table(&summary, Paths::default())))
+    }
+
+    fn ended_json(&self) -> Result<Option<String>, Failure> {
+        let data = self.data()?;
+        let Some(json) = data.get(SUMMARY) else { return Ok(None) };
+        let end = JobEnd::parse(json.as_bytes(), anchor::status(&data)).map_err(|e| {
+            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
+        })?;
+        Ok(Some(end.to_json()))
+    }
+
+    /// Returns the status that the master has written last.
+    fn status(&self) -> Result<Status, Failure> {
+        let anchor = self.runtime.block_on(self.anchor.read())?;
+        let data = anchor.data.unwrap_or_default();
+        let health = self.runtime.block_on(master_pods::inspect(&self.cluster, &self.name));
+        let failed =
+            health.failed.filter(|_| !data.contains_key(SUMMARY)).map(|why| self.job_failed(&why));
+        let mut status = self.reported(&data, failed.clone().or(health.obstacle))?;
+        if let Some(why) = failed {
+            status.state = "failed".into();
+            status.events.push(why);
+        } else {
+            self.runtime.block_on(silence::note(&self.cluster, &self.name, &data, &mut status));
+        }
+        let is_away = |worker: &DisconnectedStatus| worker.disconnected_s >= AWAY_S;
+        if status.state != silence::NO_MASTER
+            && status.workers_disconnected.iter().any(is_away)
+            && let Some(why) = self.runtime.block_on(route::obstacle(&self.cluster, &self.name))
+        {
+            status.events.push(why);
+        }
+        let per_pod = Task::in_anchor(&data).map_or(1, |task| task.job.workers_per_pod);
+        let locating = pods::locate(&self.cluster, &anchor.metadata, per_pod, &mut status.workers);
+        self.runtime.block_on(locating);
+        Ok(status)
+    }
+
+    fn watch(&self, options: &WatchOptions) -> Result<u8, Failure> {
+        if options.json {
+            return Err(Failure::usage("in a cluster, --watch can't be combined with --json"));
+        }
+        let output = FollowOutput::default();
+        self.runtime.block_on(follow(&self.cluster, &self.name, output))
+    }
+
+    fn dashboard(&self, port: u16) -> Result<u8, Failure> {
+        self.check_running(&self.data()?)?;
+        self.runtime.block_on(page::serve(self, port))
+    }
+
+    fn report(&self) -> Result<String, Failure> {
+        let data = self.data()?;
+        let json = data.get(SUMMARY).ok_or_else(|| {
+            let name = &self.name;
+            Failure::failed(format!("the job {name} has not ended: `elasticdl status {name}`"))
+        })?;
+        let summary = serde_json::from_str(json).map_err(|e| {
+            Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
+        })?;
+        Ok(cluster_page::report(summary, &data))
+    }
+
+    fn scale(&self, num_workers: u32) -> Result<u32, Failure> {
+        let data = self.data()?;
+        self.check_running(&data)?;
+        let unreadable = || Failure::failed("the task in the job's anchor can't be read");
+        let spec = Task::in_anchor(&data).ok_or_else(unreadable)?.job;
+        spec.check_scale(num_workers).map_err(Failure::usage)?;
+        self.runtime.block_on(request(
+            &self.cluster,
+            &self.anchor,
+            NUM_WORKERS,
+            num_workers.to_string(),
+        ))?;
+        Ok(anchor::status(&data).map_or(spec.num_workers, |status| status.workers_desired))
+    }
+
+    fn checkpoint(&self, timeout: Duration) -> Result<String, Failure> {
+        let data = self.data()?;
+        let obstacle = self.check_running(&data)?;
+        let status = self.reported(&data, obstacle)?;
+        if status.checkpoints.is_none() {
+            return Err(Failure::usage(
+                "this job writes no checkpoints: it was started without --checkpoint-dir",
+            ));
+        }
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        self.runtime.block_on(request(
+            &self.cluster,
+            &self.anchor,
+            CHECKPOINT,
+            now.as_millis().to_string(),
+        ))?;
+        let mut wait = CheckpointWait::new(timeout);
+        loop {
+            let data = self.data()?;
+            let checkpoints = anchor::status(&data).and_then(|status| status.checkpoints);
+            if let Some(location) = wait.poll(status.step, checkpoints)? {
+                return Ok(location);
+            }
+            self.check_running(&data)?;
+            std::thread::sleep(CHECKPOINT_POLL);
+        }
+    }
+
+    fn set_suspended(&self, suspend: bool) -> Result<String, Failure> {
+        let data = self.data()?;
+        self.check_running(&data)?;
+        let unreadable = || Failure::failed("the task in the job's anchor can't be read");
+        let spec = Task::in_anchor(&data).ok_or_else(unreadable)?.job;
+        if suspend && spec.work.trains() && spec.checkpoints.is_none() {
+            return Err(Failure::usage(
+                "this job writes no checkpoints, so its state would be lost: it was started \
+                 without --checkpoint-dir",
+            ));
+        }
+        let requested = DesiredState::read(&data).suspend;
+        let unchanged = requested.unwrap_or(spec.policies.starts_suspended) == suspend;
+        self.runtime.block_on(request(
+            &self.cluster,
+            &self.anchor,
+            SUSPEND,
+            suspend.to_string(),
+        ))?;
+        Ok(describe_suspension(&self.name, suspend, unchanged))
+    }
+
+    fn stop(&self, force: bool) -> Result<String, Failure> {
+        let data = self.data()?;
+        self.check_running(&data)?;
+        let value = if force { STOP_AT_ONCE } else { "true" };
+        self.runtime.block_on(request(&self.cluster, &self.anchor, STOP, value.into()))?;
+        let name = &self.name;
+        let away = anchor::status(&data).map_or(0, |status| status.workers_disconnected.len());
+        Ok(match (force, away) {
+            (true, _) => format!("{name} is ended at once"),
+            (false, 0) => format!("{name} stops at the end of its step"),
+            (false, away) => format!(
+                "{name} stops when its {away} disconnected workers have returned to the master, \
+                 for which it waits up to --master-timeout; `elasticdl stop {name} --force` ends \
+                 it without them, and what they trained since the last checkpoint is lost"
+            ),
+        })
+    }
+
+    fn delete(&self) -> Result<String, Failure> {
+        self.runtime.block_on(async {
+            if let Ok(anchor) = self.anchor.read().await {
+                let by = UserRequest::new(&self.cluster, DELETE, "").await;
+                if !by.record(&self.cluster, &anchor.metadata).await {
+                    // The master is given a moment to record it.
+                    let data = Data::from([(REQUESTED_BY.into(), by.to_json())]);
+                    if self.anchor.write(&data).await.is_ok() {
+                        tokio::time::sleep(RECORDING_TIME).await;
+                    }
+                }
+            }
+            submit::delete(&self.cluster, &self.name).await
+        })?;
+        Ok(format!("{} and its objects are deleted", self.name))
+    }
+
+    fn logs(
+        &self,
+        log: JobLog,
+        follow: bool,
+        write: &mut dyn FnMut(&[u8]) -> bool,
+    ) -> Result<(), Failure> {
+        let source = match log {
+            JobLog::Master => LogSource::Master,
+            JobLog::Worker(launch) => LogSource::Worker(launch),
+            JobLog::Workers => return Err(self.logs_by_kubectl(follow)),
+        };
+        let copied = logs::copy(&self.cluster, &self.anchor, &self.name, source, follow, write);
+        Ok(self.runtime.block_on(copied)?)
+    }
+}
+
+/// Time without contact after which the status says why it may be.
+const AWAY_S: f64 = 15.0;
+/// Interval between reads of the anchor while a checkpoint is awaited.
+const CHECKPOINT_POLL: Duration = Duration::from_secs(1);
+/// Time for the master to record the request to delete its job.
+const RECORDING_TIME: Duration = Duration::from_secs(1);

@@ -1,0 +1,170 @@
+//! Follows a job in a cluster through the API server: the port of the master is not reachable from
+//! outside.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use elasticdl_master::job::Summary;
+use elasticdl_master::jobdir;
+use elasticdl_master::kube::anchor::{Anchor, AnchorEvent, Data, STATUS, SUMMARY};
+use elasticdl_master::kube::client::Cluster;
+use elasticdl_master::kube::master_pods::{MasterPods, MasterStatus};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::Instant;
+
+use crate::process::{Console, EXIT_INTERRUPTED, Failure, cannot, code_of_summary, print_line};
+use crate::render::{Paths, Printer, print_job_error, print_summary};
+
+/// Output of [`follow`].
+#[derive(Clone, Debug, Default)]
+pub(crate) struct FollowOutput {
+    /// What is printed.
+    pub(crate) console: Console,
+    /// Additional path for the summary.
+    pub(crate) summary: Option<PathBuf>,
+}
+
+/// Reason to stop following a job.
+enum FollowEnd {
+    /// The job has ended, with this summary.
+    Summary(String),
+    /// The user has ended the command.
+    Detached,
+}
+
+/// Shows a job until it ends or the user ends the command. Returns the exit code.
+pub(crate) async fn follow(
+    cluster: &Cluster,
+    job: &str,
+    output: FollowOutput,
+) -> Result<u8, Failure> {
+    let mut printer = Printer::new(output.console.progress());
+    let seen = observe(cluster, job, &mut printer).await;
+    printer.end();
+    match seen? {
+        FollowEnd::Summary(summary) => end(&output, &summary),
+        FollowEnd::Detached => Ok(detach(job, &cluster.namespace)),
+    }
+}
+
+async fn observe(
+    cluster: &Cluster,
+    job: &str,
+    printer: &mut Printer,
+) -> Result<FollowEnd, Failure> {
+    let no_signals = cannot("handle signals");
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(&no_signals)?;
+    let mut terminate = signal(SignalKind::terminate()).map_err(&no_signals)?;
+    let namespace = &cluster.namespace;
+    let mut anchor = Anchor::new(cluster, job).watch();
+    let mut masters = MasterPods::watch(cluster, job);
+    let mut stuck = Stuck::default();
+    let mut is_there = false;
+    loop {
+        tokio::select! {
+            event = anchor.next() => match event {
+                AnchorEvent::Forbidden(message) => {
+                    return Err(Failure::failed(format!("can't follow the job: {message}")));
+                }
+                AnchorEvent::Deleted if is_there => {
+                    return Err(Failure::failed(format!("the job {job} has been deleted")));
+                }
+                AnchorEvent::Deleted => {
+                    Anchor::new(cluster, job).read().await?;
+                }
+                AnchorEvent::Data(data) => {
+                    is_there = true;
+                    show(printer, &data);
+                    if let Some(summary) = data.get(SUMMARY) {
+                        return Ok(FollowEnd::Summary(summary.clone()));
+                    }
+                }
+            },
+            status = masters.next() => match status {
+                MasterStatus::CannotStart(why) => {
+                    stuck.since.get_or_insert_with(Instant::now);
+                    printer.print(&format!("the master can't start: {why}"));
+                    stuck.why = why;
+                }
+                MasterStatus::Ended(why) => printer.print(&format!("a master has ended: {why}")),
+                MasterStatus::Failed(why) => {
+                    // The summary may have been written in the meantime.
+                    let anchor = Anchor::new(cluster, job).read().await?;
+                    let data = anchor.data.unwrap_or_default();
+                    if let Some(summary) = data.get(SUMMARY) {
+                        show(printer, &data);
+                        return Ok(FollowEnd::Summary(summary.clone()));
+                    }
+                    let text = format!("no master could finish the job {job}: {why}");
+                    return Err(Failure::failed(text));
+                }
+                MasterStatus::Running => {
+                    stuck = Stuck::default();
+                    printer.print("the master is running");
+                }
+                MasterStatus::Pending(why) => {
+                    printer.print(&format!("the master is pending: {why}"));
+                }
+            },
+            () = stuck.due() => {
+                return Err(Failure::failed(format!(
+                    "the master can't start: {}; `elasticdl delete {job} --namespace {namespace}` \
+                     deletes the job",
+                    stuck.why
+                )));
+            }
+            _ = interrupt.recv() => return Ok(FollowEnd::Detached),
+            _ = terminate.recv() => return Ok(FollowEnd::Detached),
+        }
+    }
+}
+
+fn show(printer: &mut Printer, data: &Data) {
+    if let Some(Ok(status)) = data.get(STATUS).map(|text| serde_json::from_str(text)) {
+        printer.show(status);
+    }
+}
+
+fn detach(job: &str, namespace: &str) -> u8 {
+    print_line(&format!(
+        "\nThe job continues. Follow it with `elasticdl status {job} --namespace {namespace} \
+         --watch`, stop it with `elasticdl stop {job} --namespace {namespace}`, delete it with \
+         `elasticdl delete {job} --namespace {namespace}`."
+    ));
+    EXIT_INTERRUPTED
+}
+
+fn end(output: &FollowOutput, text: &str) -> Result<u8, Failure> {
+    let summary: Summary = serde_json::from_str(text).map_err(|e| {
+        Failure::failed(format!("the summary in the job's anchor can't be read: {e}"))
+    })?;
+    print_summary(output.console, &summary, Paths::default());
+    if let Some(path) = &output.summary {
+        jobdir::write_output(path, text.as_bytes())
+            .map_err(cannot(&format!("write the summary {}", path.display())))?;
+    }
+    if let Some(error) = &summary.error {
+        print_job_error(output.console, summary.wall_s, error);
+    }
+    Ok(code_of_summary(&summary))
+}
+
+/// Start failure of the master.
+#[derive(Default)]
+struct Stuck {
+    since: Option<Instant>,
+    why: String,
+}
+
+impl Stuck {
+    /// Completes when the master has been unable to start for too long.
+    async fn due(&self) {
+        match self.since {
+            Some(since) => tokio::time::sleep_until(since + STUCK_MAX).await,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// Time after which the command fails if the master is unable to start.
+const STUCK_MAX: Duration = Duration::from_secs(60);

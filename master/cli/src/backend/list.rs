@@ -1,0 +1,132 @@
+//! The jobs of this machine and of a cluster.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use elasticdl_master::jobdir::{self, LookupError};
+use elasticdl_master::kube::anchor::{self, Data, STATUS, SUMMARY};
+use elasticdl_master::kube::client::{Cluster, ClusterChoice};
+use elasticdl_master::kube::master_pods::{self, MasterHealth};
+use elasticdl_master::kube::silence::{Masters, Silence};
+use elasticdl_proto::Status;
+use serde_json::Value;
+
+use super::handle::JobHandle as _;
+use super::local::LocalHandle;
+use crate::process::{Failure, new_runtime};
+use crate::progress::one_line;
+use crate::render::JobRow;
+
+/// The jobs of a namespace.
+pub(crate) fn cluster_jobs(choice: &ClusterChoice) -> Result<Vec<JobRow>, Failure> {
+    new_runtime()?.block_on(async {
+        let cluster = Cluster::connect(choice).await?;
+        let anchors = anchor::list_all(&cluster).await?;
+        let failed = master_pods::failed_jobs(&cluster).await;
+        let masters = Masters::read(&cluster, None).await;
+        let mut rows = Vec::new();
+        for anchor in anchors {
+            let age_s = Some(anchor::age(&anchor).as_secs_f64());
+            let Some(name) = anchor.metadata.name else { continue };
+            let data = anchor.data.unwrap_or_default();
+            let (mut health, mut silence) = (MasterHealth::default(), None);
+            health.failed = failed.get(&name).cloned();
+            if data.contains_key(SUMMARY) {
+                // It has ended, and needs no master.
+            } else if data.contains_key(STATUS) {
+                silence = masters.silence(&cluster, &name, &data).await;
+            } else {
+                health = master_pods::inspect(&cluster, &name).await;
+            }
+            let namespace = Some(cluster.namespace.clone());
+            let row = JobRow { namespace, age_s, job: name, ..JobRow::default() };
+            rows.push(cluster_row(row, &data, health, silence));
+        }
+        Ok(rows)
+    })
+}
+
+/// The jobs of this machine.
+pub(crate) fn local_jobs(root: &Path) -> Vec<JobRow> {
+    let entries = fs::read_dir(root).into_iter().flatten().flatten();
+    entries.filter_map(|entry| local_row(entry.path())).collect()
+}
+
+fn local_row(path: PathBuf) -> Option<JobRow> {
+    let job = path.file_name()?.to_str()?.to_owned();
+    let age_s = jobdir::started_at(&path).map(age_s);
+    let row = JobRow { state: "lost".into(), age_s, job, ..JobRow::default() };
+    match jobdir::look_up(&path) {
+        Ok(_) if jobdir::is_running(&path) => Some(match LocalHandle::new(path).status() {
+            Ok(status) => with_status(row, status),
+            // It has ended, or its master is stopped.
+            Err(_) => JobRow { state: "running".into(), ..row },
+        }),
+        Err(LookupError::NoSuchJob { .. }) => {
+            jobdir::forget_deleted(&path);
+            None
+        }
+        Err(LookupError::NotRunning { summary: Some(summary), .. }) => {
+            // Another release may have written it.
+            let summary = fs::read(summary).unwrap_or_default();
+            let summary: Value = serde_json::from_slice(&summary).unwrap_or_default();
+            let number = |key: &str| summary["records"][key].as_f64();
+            let progress = number("counted").zip(number("expected").filter(|all| *all > 0.0));
+            Some(JobRow {
+                state: summary["state"].as_str().unwrap_or("ended").into(),
+                has_ended: true,
+                progress: progress.map(|(counted, expected)| counted / expected),
+                ..row
+            })
+        }
+        _ => Some(row),
+    }
+}
+
+fn cluster_row(row: JobRow, data: &Data, health: MasterHealth, silence: Option<Silence>) -> JobRow {
+    let is_over = data.contains_key(SUMMARY);
+    let failed = health.failed.is_some() && !is_over;
+    let row = JobRow {
+        state: match health.obstacle {
+            _ if failed => FAILED.into(),
+            Some(why) => format!("submitted (no master: {})", one_line(&why)),
+            None => "submitted".into(),
+        },
+        has_ended: is_over || failed,
+        ..row
+    };
+    let status = anchor::status(data);
+    match status {
+        Some(status) if failed => {
+            JobRow { state: FAILED.into(), workers: None, ..with_status(row, status) }
+        }
+        Some(status) => {
+            let row = with_status(row, status);
+            match silence {
+                Some(silence) => {
+                    JobRow { state: one_line(&silence.to_string()), workers: None, ..row }
+                }
+                None => row,
+            }
+        }
+        None => row,
+    }
+}
+
+fn with_status(row: JobRow, status: Status) -> JobRow {
+    JobRow {
+        progress: Some(status.progress),
+        workers: Some(status.members().count() as u64),
+        workers_desired: Some(status.workers_desired),
+        state: status.state.into_owned(),
+        ..row
+    }
+}
+
+/// Seconds since `time`; 0 if the clock was set back.
+fn age_s(time: SystemTime) -> f64 {
+    SystemTime::now().duration_since(time).unwrap_or_default().as_secs_f64()
+}
+
+const FAILED: &str = "failed (no master)";

@@ -1,0 +1,270 @@
+//! A job of this machine, which its directory names.
+
+mod connection;
+mod report;
+mod watch;
+
+use std::fs;
+use std::io::{Read as _, Seek as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use elasticdl_master::dashboard::{self, StoredHistory};
+use elasticdl_master::jobdir::{
+    self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted,
+};
+use elasticdl_master::worker_output::WorkerOutput;
+use elasticdl_proto::wire::{CheckpointRequest, ScaleRequest, SuspendRequest};
+use elasticdl_proto::{Status, Summary};
+
+use self::connection::{Connection, to_failure};
+use super::checkpoint_wait::CheckpointWait;
+use super::handle::{JobHandle, JobLog, WatchOptions, describe_suspension};
+use crate::process::{Failure, new_runtime, print};
+use crate::render::{JobEnd, Paths, summary_to_table};
+
+/// A job of this machine.
+pub(super) struct LocalHandle {
+    root: PathBuf,
+}
+
+impl LocalHandle {
+    pub(super) fn new(root: PathBuf) -> Self {
+        Self { root }
+    }
+
+    async fn connect(&self) -> Result<Connection, Failure> {
+        Connection::open(&self.root).await.map_err(|error| error.to_failure(&self.root))
+    }
+
+    /// Passes the lines of all workers to `write`.
+    fn copy_all_logs(&self, folder: PathBuf, follow: bool, write: &mut dyn FnMut(&[u8]) -> bool) {
+        let mut output = WorkerOutput::all(folder);
+        loop {
+            let is_running = follow && jobdir::look_up(&self.root).is_ok();
+            let mut is_wanted = true;
+            output.poll(!is_running, &mut |worker, line| {
+                is_wanted = is_wanted && write(format!("[worker {worker}] {line}\n").as_bytes());
+            });
+            if !is_wanted || !is_running {
+                return;
+            }
+            std::thread::sleep(LOG_POLL);
+        }
+    }
+
+    fn refused(&self, status: tonic::Status) -> Failure {
+        to_failure(&self.root, &status)
+    }
+}
+
+impl JobHandle for LocalHandle {
+    fn status(&self) -> Result<Status, Failure> {
+        new_runtime()?.block_on(async {
+            self.connect().await?.status().await.map_err(|status| self.refused(status))
+        })
+    }
+
+    fn ended(&self) -> Result<Option<String>, Failure> {
+        let Err(LookupError::NotRunning { summary: Some(path), .. }) = jobdir::look_up(&self.root)
+        else {
+            return Ok(None);
+        };
+        let unreadable = |error: &dyn std::fmt::Display| {
+            Failure::failed(format!(
+                "the job has ended, but its summary {} can't be read: {error}",
+                path.display()
+            ))
+        };
+        let json = fs::read(&path).map_err(|error| unreadable(&error))?;
+        let summary: Summary = serde_json::from_slice(&json).map_err(|error| unreadable(&error))?;
+        let logs = self.root.join("logs");
+        let paths = Paths { logs: Some(&logs), summary: Some(&path) };
+        Ok(Some(summary_to_table(&summary, paths)))
+    }
+
+    fn ended_json(&self) -> Result<Option<String>, Failure> {
+        let Err(LookupError::NotRunning { summary: Some(path), .. }) = jobdir::look_up(&self.root)
+        else {
+            return Ok(None);
+        };
+        JobEnd::read(&path, stored_status(&self.root)).map(|end| Some(end.to_json()))
+    }
+
+    fn watch(&self, options: &WatchOptions) -> Result<u8, Failure> {
+        new_runtime()?.block_on(watch::watch(&self.root, options))
+    }
+
+    fn dashboard(&self, _port: u16) -> Result<u8, Failure> {
+        let (endpoint, token) = jobdir::look_up(&self.root).map_err(|error| match error {
+            LookupError::NotRunning { .. } => Failure::failed(format!(
+                "{error}; `elasticdl report {} --html FILE` writes its page",
+                quoted(&self.root)
+            )),
+            error => Failure::usage(error.to_string()),
+        })?;
+        if !jobdir::is_running(&self.root) {
+            return Err(Failure::failed(format!(
+                "the job in {} has no page now: its master (process {}) is gone; `elasticdl report \
+                 {} --html FILE` writes what it has left, and `elasticdl train --resume {2}` goes \
+                 on with the job",
+                self.root.display(),
+                endpoint.pid,
+                quoted(&self.root)
+            )));
+        }
+        let address = endpoint.dashboard.ok_or_else(|| {
+            Failure::failed(format!(
+                "the job in {} was started with --dashboard-port none",
+                self.root.display()
+            ))
+        })?;
+        print(&format!("{}\n", dashboard::link(&token, address)))
+    }
+
+    fn report(&self) -> Result<String, Failure> {
+        report::report(&self.root)
+    }
+
+    fn scale(&self, num_workers: u32) -> Result<u32, Failure> {
+        new_runtime()?.block_on(async {
+            let mut connection = self.connect().await?;
+            let request = ScaleRequest { num_workers };
+            let answer =
+                connection.request(request, async |client, request| client.scale(request).await);
+            answer.await.map(|reply| reply.was).map_err(|status| self.refused(status))
+        })
+    }
+
+    fn checkpoint(&self, timeout: Duration) -> Result<String, Failure> {
+        new_runtime()?.block_on(async {
+            let mut connection = self.connect().await?;
+            let answer = connection.request(CheckpointRequest, async |client, request| {
+                client.checkpoint(request).await
+            });
+            let requested_at = answer.await.map_err(|status| self.refused(status))?.step;
+            let mut wait = CheckpointWait::new(timeout);
+            loop {
+                let status = connection.status().await.map_err(|status| self.refused(status))?;
+                if let Some(location) = wait.poll(requested_at, status.checkpoints)? {
+                    return Ok(location);
+                }
+                tokio::time::sleep(CHECKPOINT_POLL).await;
+            }
+        })
+    }
+
+    fn set_suspended(&self, suspend: bool) -> Result<String, Failure> {
+        let answer = new_runtime()?.block_on(async {
+            let mut connection = self.connect().await?;
+            let request = SuspendRequest { suspend };
+            let answer =
+                connection.request(request, async |client, request| client.suspend(request).await);
+            answer.await.map_err(|status| self.refused(status))
+        })?;
+        Ok(describe_suspension(
+            &format!("the job in {}", self.root.display()),
+            suspend,
+            answer.unchanged,
+        ))
+    }
+
+    fn stop(&self, force: bool) -> Result<String, Failure> {
+        let target = jobdir::stop(&self.root).map_err(|error| match error {
+            StopError::Lookup(LookupError::NotRunning { .. }) => Failure::failed(error.to_string()),
+            StopError::Lookup(error) => Failure::usage(error.to_string()),
+            error => Failure::failed(error.to_string()),
+        })?;
+        let root = self.root.display();
+        if force && matches!(target, StopTarget::Master) {
+            // A second signal ends the job at once; two in quick succession count as one. The
+            // master may have ended after the first.
+            std::thread::sleep(SECOND_SIGNAL_AFTER);
+            drop(jobdir::stop(&self.root));
+            return Ok(format!("the job in {root} is ended at once"));
+        }
+        Ok(match target {
+            StopTarget::Master => format!("the job in {root} stops at the end of its step"),
+            StopTarget::Workers(workers) => format!(
+                "the master of the job in {root} is gone; SIGTERM was sent to {workers} of its \
+                 workers"
+            ),
+        })
+    }
+
+    fn delete(&self) -> Result<String, Failure> {
+        let left = jobdir::delete(&self.root).map_err(|error| match error {
+            DeleteError::Lookup(error) => Failure::usage(error.to_string()),
+            DeleteError::InUse(JobDirError::Running { path, pid }) => {
+                let process = pid.map(|pid| format!(" (master process {pid})")).unwrap_or_default();
+                Failure::failed(format!(
+                    "the job in {} is running{process}; first stop it: elasticdl stop {}",
+                    path.display(),
+                    quoted(&self.root)
+                ))
+            }
+            error => Failure::failed(error.to_string()),
+        })?;
+        let root = self.root.display();
+        let Some(first) = left.first() else { return Ok(format!("{root} is deleted")) };
+        let more = match left.len() {
+            1 => String::new(),
+            len => format!(" and {} more", len - 1),
+        };
+        Ok(format!(
+            "the job in {root} is deleted; the folder stays, because it has files that no job has \
+             written: {}{more}",
+            first.display()
+        ))
+    }
+
+    fn logs(
+        &self,
+        log: JobLog,
+        follow: bool,
+        write: &mut dyn FnMut(&[u8]) -> bool,
+    ) -> Result<(), Failure> {
+        if let Err(error @ LookupError::NoSuchJob { .. }) = jobdir::look_up(&self.root) {
+            return Err(Failure::usage(error.to_string()));
+        }
+        let folder = self.root.join("logs");
+        let path = match log {
+            JobLog::Worker(launch) => jobdir::worker_log(&folder, launch),
+            JobLog::Master => folder.join("master.log"),
+            JobLog::Workers => {
+                self.copy_all_logs(folder, follow, write);
+                return Ok(());
+            }
+        };
+        let failed =
+            |e: std::io::Error| Failure::usage(format!("can't read {}: {e}", path.display()));
+        let mut file = fs::File::open(&path).map_err(failed)?;
+        let mut bytes = Vec::new();
+        loop {
+            let is_running = follow && jobdir::look_up(&self.root).is_ok();
+            bytes.clear();
+            if file.metadata().map_err(failed)?.len() < file.stream_position().map_err(failed)? {
+                // The log was moved away, and begins anew.
+                file.rewind().map_err(failed)?;
+            }
+            file.read_to_end(&mut bytes).map_err(failed)?;
+            if !write(&bytes) || !is_running {
+                return Ok(());
+            }
+            std::thread::sleep(LOG_POLL);
+        }
+    }
+}
+
+/// The last status that the master of the job in `root` has stored, if this release can read it.
+fn stored_status(root: &Path) -> Option<Status> {
+    let stored = StoredHistory::read(&jobdir::history_path(root));
+    stored.ok().flatten().map(|stored| stored.status)
+}
+
+/// Interval between status requests while a checkpoint is awaited.
+const CHECKPOINT_POLL: Duration = Duration::from_millis(50);
+/// Pause between the two signals that end a job at once.
+const SECOND_SIGNAL_AFTER: Duration = Duration::from_secs(3);
+/// Interval between reads of a log that is followed.
+const LOG_POLL: Duration = Duration::from_millis(200);

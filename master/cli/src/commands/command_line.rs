@@ -1,0 +1,189 @@
+//! The command line, and the command that it selects.
+
+use std::process::ExitCode;
+
+use clap::{ArgMatches, CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
+
+use super::checkpoint::{self, CheckpointArgs};
+use super::completions::{self, CompletionsArgs};
+use super::convert::{self, ConvertArgs};
+use super::dashboard::{self, DashboardArgs};
+use super::delete::{self, DeleteArgs};
+use super::doctor::{self, DoctorArgs};
+use super::evaluate::{self, EvaluateArgs};
+use super::list::{self, ListArgs};
+use super::logs::{self, LogsArgs};
+use super::man::{self, ManArgs};
+use super::master::{self, MasterArgs};
+use super::predict::{self, PredictArgs};
+use super::report::{self, ReportArgs};
+use super::resume::{self, ResumeArgs};
+use super::scale::{self, ScaleArgs};
+use super::status::{self, StatusArgs};
+use super::stop::{self, StopArgs};
+use super::suspend::{self, SuspendArgs};
+use super::train::{self, TrainArgs};
+use super::zoo::{self, ZooArgs};
+use crate::args::{Arguments, PRINT_CONFIG, removed, to_config_file};
+use crate::process::{Failure, print, print_error, print_line};
+
+/// Elastic synchronous training: workers join and leave at any time, and every record counts
+/// exactly once.
+///
+/// A job is one master and a changing number of workers. Each worker runs your program; the workers
+/// all-reduce their gradients and take every step together. When a worker is killed or joins, the
+/// others continue within milliseconds.
+#[derive(Debug, Parser)]
+#[command(
+    name = "elasticdl",
+    version = env!("ELASTICDL_VERSION"),
+    max_term_width = 100,
+    after_help = "See `elasticdl COMMAND --help` for the options and examples of a command."
+)]
+pub(crate) struct Cli {
+    /// The command.
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// Commands of `elasticdl`.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Write a checkpoint of a running job now, wait for it, and print its location.
+    Checkpoint(CheckpointArgs),
+    /// Print a shell completion script for `elasticdl`.
+    Completions(CompletionsArgs),
+    /// Write the model of a checkpoint as a safetensors file.
+    Convert(ConvertArgs),
+    /// Open the dashboard of a running job: print its link.
+    ///
+    /// The page shows progress, curves, memberships, workers, the use of time, and events, and can
+    /// scale and stop the job. The master of a local job serves it on 127.0.0.1. The link contains
+    /// a key: anyone with the link can watch and control the job.
+    Dashboard(DashboardArgs),
+    /// Delete a job: its objects and pods in a cluster, or the files that it wrote to its
+    /// directory.
+    Delete(DeleteArgs),
+    /// Check whether jobs can run on this machine and in the cluster, and show how to fix problems.
+    Doctor(DoctorArgs),
+    /// Evaluate a model: compute the means of its metrics over a data set.
+    ///
+    /// PROGRAM is your training program; the model is one that it trained and exported.
+    /// Workers lease shards of the data one by one. A worker that is killed is replaced, and the
+    /// result stays bit-identical.
+    Evaluate(Box<EvaluateArgs>),
+    /// List the jobs of this machine and of the cluster.
+    List(ListArgs),
+    /// Print the logs of a job's master or of one of its workers.
+    Logs(LogsArgs),
+    /// Write the manual pages of all commands to a folder.
+    #[command(hide = true)]
+    Man(ManArgs),
+    /// Run the master of a job in its pod. The pod of `elasticdl train --image` runs this command.
+    #[command(hide = true)]
+    Master(MasterArgs),
+    /// Write a model's prediction for each record of a data set.
+    ///
+    /// PROGRAM is your training program; the model is one that it trained and exported.
+    /// Workers lease shards of the data one by one and write a file for each. A worker that is
+    /// killed is replaced, and every record gets exactly one row.
+    Predict(Box<PredictArgs>),
+    /// Write the dashboard of an ended job as one file.
+    Report(ReportArgs),
+    /// Resume a suspended job: start workers, which continue from its newest checkpoint.
+    ///
+    /// (A job whose master died is resumed by `elasticdl train --resume`.)
+    Resume(ResumeArgs),
+    /// Change the number of workers of a running job.
+    ///
+    /// The master starts workers, or releases the newest ones at the end of a step. No step is lost
+    /// either way.
+    Scale(ScaleArgs),
+    /// Show the status of a running job, or the summary of an ended job.
+    Status(StatusArgs),
+    /// Stop a running job at the end of its current step.
+    Stop(StopArgs),
+    /// Suspend a running job: write a checkpoint, end its workers, and keep its master waiting.
+    ///
+    /// The workers end at the end of a step, once a checkpoint of that step is written, so nothing
+    /// is trained twice. `elasticdl status` then shows `suspended`; `elasticdl resume` continues.
+    /// Evaluate and predict jobs need no checkpoint: unfinished shards are processed again.
+    Suspend(SuspendArgs),
+    /// Train a model: start a job, show its progress, wait for its end.
+    ///
+    /// PROGRAM is your training program, built with the elasticdl worker library. It is started
+    /// once per worker. The master publishes the membership of the group; the workers divide the
+    /// records of every step and take the step together. A worker that crashes or is killed is
+    /// replaced while the others continue, and every record of an epoch still counts exactly once.
+    Train(Box<TrainArgs>),
+    /// Create a crate for your own model, and build its image.
+    Zoo(ZooArgs),
+}
+
+/// Runs the command that the arguments of this process name. Returns its exit code.
+#[must_use]
+pub fn main() -> ExitCode {
+    ExitCode::from(run().unwrap_or_else(|error| {
+        print_error(&error.text);
+        error.code
+    }))
+}
+
+fn run() -> Result<u8, Failure> {
+    let mut cli = Cli::command();
+    cli.build();
+    let arguments = Arguments::read(std::env::args_os().collect(), &cli)?;
+    let matches = match Cli::command().try_get_matches_from(&arguments.all) {
+        Ok(matches) => matches,
+        Err(error) => {
+            if let Some(origin) = arguments.origin(&error) {
+                print_line(&format!("{origin}:"));
+            }
+            match removed(&error) {
+                Some(instead) => return Err(Failure::usage(instead)),
+                None => error.exit(),
+            }
+        }
+    };
+    if let Some((name, matches)) = matches.subcommand().filter(|(_, job)| prints_config(job)) {
+        let command = cli.find_subcommand(name).expect("clap has found it");
+        return print(&to_config_file(command, matches)?);
+    }
+    match Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit()).command {
+        Command::Checkpoint(args) => checkpoint::checkpoint(&args),
+        Command::Completions(args) => completions::completions(&args, Cli::command()),
+        Command::Convert(args) => convert::convert(&args),
+        Command::Dashboard(args) => dashboard::dashboard(&args),
+        Command::Delete(args) => delete::delete(&args),
+        Command::Doctor(args) => doctor::doctor(&args),
+        Command::Evaluate(args) => evaluate::evaluate(*args),
+        Command::List(args) => list::list(&args),
+        Command::Logs(args) => logs::logs(&args),
+        Command::Man(args) => man::man(&args, Cli::command()),
+        Command::Master(args) => master::master(args),
+        Command::Predict(args) => predict::predict(*args),
+        Command::Report(args) => report::report(&args),
+        Command::Resume(args) => resume::resume(&args),
+        Command::Scale(args) => scale::scale(&args),
+        Command::Status(args) => status::status(&args),
+        Command::Stop(args) => stop::stop(&args),
+        Command::Suspend(args) => suspend::suspend(&args),
+        Command::Train(args) => train::train(*args),
+        Command::Zoo(args) => zoo::zoo(&args),
+    }
+}
+
+/// Whether `--print-config` is given to a command that has it.
+fn prints_config(matches: &ArgMatches) -> bool {
+    matches!(matches.try_get_one::<bool>(PRINT_CONFIG), Ok(Some(true)))
+}
+
+/// The job that `line`, without the program's name, would start.
+#[cfg(test)]
+pub(super) fn parse_start(line: &str) -> Result<super::start::StartRequest, String> {
+    let words = std::iter::once("elasticdl").chain(line.split_whitespace());
+    match Cli::try_parse_from(words).map_err(|e| e.to_string())?.command {
+        Command::Train(args) => Ok((*args).into()),
+        other => panic!("{other:?}"),
+    }
+}

@@ -1,0 +1,106 @@
+//! `elasticdl convert`: writes the model of a checkpoint as a safetensors file.
+
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::process::Command;
+use std::time::SystemTime;
+
+use clap::Args;
+
+use super::start::find_program;
+use crate::args::parse_uri;
+use crate::process::{EXIT_OK, Failure, cannot};
+
+/// Arguments of `elasticdl convert`.
+#[derive(Args, Debug)]
+#[command(after_long_help = AFTER_HELP)]
+pub(crate) struct ConvertArgs {
+    /// The checkpoint: its folder, a path or s3://, gs://, az://.
+    #[arg(value_name = "CHECKPOINT", value_parser = parse_uri)]
+    pub(crate) checkpoint: String,
+
+    /// The file: a path or s3://, gs://, az://. An existing file is replaced.
+    #[arg(value_name = "FILE", value_parser = parse_uri)]
+    pub(crate) file: String,
+
+    /// The training program and its arguments. Without a `/` the program is looked up in $PATH.
+    #[arg(last = true, required = true, value_names = ["PROGRAM", "ARGS"])]
+    pub(crate) program: Vec<OsString>,
+}
+
+/// Asks the program to convert the checkpoint. Returns the exit code.
+pub(super) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
+    let (program, words) = args.program.split_first().expect("clap asks for one");
+    let program = find_program(program)?;
+    let before = version(&args.file);
+    let status = Command::new(&program)
+        .args(words)
+        .env("ELASTICDL_CONVERT_FROM", &args.checkpoint)
+        .env("ELASTICDL_CONVERT_TO", &args.file)
+        .status()
+        .map_err(cannot(&format!("run {}", program.display())))?;
+    if status.success() {
+        return match appeared(&args.file, before) {
+            true => Ok(EXIT_OK),
+            false => Err(Failure::failed(format!(
+                "{} was not written: {} ended without an error; is it an elasticdl program, one \
+                 that calls elasticdl::run() or elasticdl.torch.join()?",
+                args.file,
+                program.display()
+            ))),
+        };
+    }
+    // The program has printed why.
+    Err(Failure::failed(format!("{} was not written: {} ended with {status}", args.file, {
+        program.display()
+    })))
+}
+
+/// Whether the file at this address has been written since it had the version `before`. Of an
+/// object in a store nothing is known.
+fn appeared(address: &str, before: Option<Version>) -> bool {
+    address.contains("://") || version(address).is_some_and(|now| Some(now) != before)
+}
+
+/// Inode, length and time of the last change of the file at this address, if there is one.
+type Version = (u64, u64, SystemTime);
+
+fn version(address: &str) -> Option<Version> {
+    let found = fs::metadata(address).ok()?;
+    Some((found.ino(), found.len(), found.modified().ok()?))
+}
+
+const AFTER_HELP: &str = "\
+A checkpoint has the parameters without the names and shapes of their tensors, which PROGRAM knows:
+it is run once, without a job, and reads and writes the files.
+
+Example:
+  elasticdl convert checkpoints/step-000000000400-0123abcd-g1 mnist.safetensors \\
+      -- ./target/release/mnist
+
+Exit codes:
+  0  the file is written
+  1  it is not; the error of PROGRAM is printed
+  2  invalid command line";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_writes_nothing_has_not_converted() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("m.safetensors");
+        let address = file.to_str().unwrap();
+        assert!(!appeared(address, version(address)));
+        fs::write(&file, "old").unwrap();
+        let old = version(address);
+        assert!(appeared(address, None) && !appeared(address, old));
+        // As the worker library writes it.
+        fs::write(folder.path().join("staged"), "new").unwrap();
+        fs::rename(folder.path().join("staged"), &file).unwrap();
+        assert!(appeared(address, old));
+        assert!(appeared("s3://bucket/m", None));
+    }
+}

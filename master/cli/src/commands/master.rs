@@ -1,0 +1,56 @@
+//! `elasticdl master`: runs the master of a job in its pod.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use elasticdl_master::cluster_master::ClusterMaster;
+use elasticdl_master::kube::leader_lease::Holder;
+use elasticdl_master::kube::objects::{CERTIFICATE_FILE, KEY_FILE, TOKEN_FILE};
+use elasticdl_master::progress::Progress;
+
+use crate::args::parse_job_name;
+use crate::log_output::LogOutput;
+use crate::process::{Failure, new_runtime, raise_open_files};
+use crate::progress::{LogFormat, ProgressPrinter};
+
+/// Arguments of `elasticdl master`.
+#[derive(Args, Debug)]
+pub(crate) struct MasterArgs {
+    /// Name of the job; its anchor has the specification.
+    #[arg(long, value_name = "NAME", value_parser = parse_job_name)]
+    pub(crate) job_name: String,
+
+    /// Pod of this master.
+    #[arg(long, value_name = "NAME/UID")]
+    pub(crate) pod: Holder,
+
+    /// File with the job's token.
+    #[arg(long, value_name = "FILE", default_value = TOKEN_FILE)]
+    pub(crate) token_file: PathBuf,
+
+    /// TLS certificate of the master, PEM.
+    #[arg(long, value_name = "FILE", default_value = CERTIFICATE_FILE)]
+    pub(crate) tls_cert: PathBuf,
+
+    /// Private key of the certificate, PEM.
+    #[arg(long, value_name = "FILE", default_value = KEY_FILE)]
+    pub(crate) tls_key: PathBuf,
+}
+
+/// Runs the master of a job to the end of the job. Returns the exit code.
+pub(super) fn master(args: MasterArgs) -> Result<u8, Failure> {
+    // The subscriber would report a failed write by `eprintln!`, which panics if standard error
+    // fails.
+    let logging = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(|| LogOutput)
+        .log_internal_errors(false)
+        .try_init();
+    // A test in this process may have set another subscriber.
+    drop(logging);
+    raise_open_files();
+    let MasterArgs { job_name, pod, token_file, tls_cert, tls_key } = args;
+    let master = ClusterMaster { job_name, pod, token_file, tls_cert, tls_key };
+    let progress = Progress::shown_by(ProgressPrinter::on_stderr(LogFormat::Text, None));
+    new_runtime()?.block_on(master.run(progress))
+}

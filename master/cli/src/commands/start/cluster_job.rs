@@ -1,0 +1,298 @@
+//! A job in a cluster: its objects, and their submission.
+
+use std::path::{Path, PathBuf};
+
+use elasticdl_master::certificates::{Certificates, YEARS};
+use elasticdl_master::kube::client::{API_SERVER_PORTS, Cluster};
+use elasticdl_master::kube::gang::{GangOptions, GangScheduler};
+use elasticdl_master::kube::objects::{self, Credentials, Objects, Request, Task};
+use elasticdl_master::kube::options::{Mounted, PodOptions, PodTemplate};
+use elasticdl_master::kube::priority_tiers::{PriorityTiers, TierChoice};
+use elasticdl_master::kube::{schedulers, submit};
+use elasticdl_master::mlflow::Tracking;
+use elasticdl_master::token::Token;
+
+use super::request::{StartRequest, default_name};
+use crate::args::ClusterOptions;
+use crate::backend::{self, FollowOutput};
+use crate::process::{Failure, new_runtime, print, print_line, print_warning};
+
+/// Submits a job and follows it. Returns the exit code.
+pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
+    let runtime = new_runtime()?;
+    let mut pods = pod_options(&asked.cluster, image)?;
+    let target = &asked.cluster.target;
+    if asked.job.dry_run {
+        let namespace = match &target.namespace {
+            Some(namespace) => namespace.clone(),
+            // The namespace of the configured context; no request is sent.
+            None => runtime
+                .block_on(Cluster::connect(&target.choice()))
+                .map_or_else(|_| "default".into(), |cluster| cluster.namespace),
+        };
+        let request = request(asked, pods, namespace)?;
+        let objects =
+            Objects::new(&request, draw(&request)?).map_err(|e| Failure::usage(e.to_string()))?;
+        return print(&objects.to_yaml());
+    }
+    runtime.block_on(async {
+        let cluster = Cluster::connect(&target.choice()).await?;
+        pods.api_server_ports = cluster.api_server_ports();
+        pods.cluster_assigns_ids = cluster.assigns_user_ids().await;
+        let mut request = request(asked, pods, cluster.namespace.clone())?;
+        if let Some(gang) = &mut request.task.gang {
+            schedulers::detect(&cluster, gang).await?;
+        }
+        let objects =
+            Objects::new(&request, draw(&request)?).map_err(|e| Failure::usage(e.to_string()))?;
+        let job = &request.task.job;
+        if job.work.trains() && job.checkpoints.is_none() {
+            print_warning(
+                "no checkpoints are written: if all workers are lost, the trained state is lost \
+                 too; --checkpoint-dir enables them",
+            );
+        }
+        if let Some(why) = submit::submit(&cluster, &request, objects).await? {
+            print_warning(&format!("the master waits: {why}"));
+        }
+        let name = &request.task.job.name;
+        let namespace = &cluster.namespace;
+        if asked.job.detach {
+            return print(&format!(
+                "job {name} is submitted; show its status with \
+                 `elasticdl status {name} --namespace {namespace}`\n{}\n",
+                credentials_limit()
+            ));
+        }
+        let quiet = asked.output.quiet;
+        if !quiet {
+            print_line(&format!("job {name} is submitted to the namespace {namespace}"));
+            print_line(&credentials_limit());
+        }
+        let console = asked.output.console();
+        let output = FollowOutput { console, summary: asked.output.summary.clone() };
+        backend::follow(&cluster, name, output).await
+    })
+}
+
+/// What users have to know of the credentials of a job that runs for long.
+fn credentials_limit() -> String {
+    format!(
+        "its token and certificates are valid for {YEARS} years and are not renewed while it runs; \
+         another submission (with --resume-from) has new ones"
+    )
+}
+
+fn draw(request: &Request) -> Result<Credentials, Failure> {
+    let token = Token::random()
+        .map_err(|e| Failure::failed(format!("the system gives no random bytes: {e}")))?;
+    let job = &request.task.job.name;
+    let certificates =
+        Certificates::generate(job, &objects::master_dns_names(job, &request.namespace))
+            .map_err(|e| Failure::failed(e.to_string()))?;
+    Ok(Credentials { token, certificates })
+}
+
+fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<Request, Failure> {
+    let program: Result<Vec<String>, _> =
+        asked.program.iter().map(|word| word.clone().into_string()).collect();
+    let program = program.map_err(|word| {
+        Failure::usage(format!("{}: in a cluster, PROGRAM and ARGS must be UTF-8", word.display()))
+    })?;
+    let name = match &asked.job.job_name {
+        Some(name) => name.clone(),
+        None => default_name(&asked.program)?,
+    };
+    if program.first().is_none_or(String::is_empty) {
+        return Err(Failure::usage(
+            "the program's name is empty; give its path in the image after `--`",
+        ));
+    }
+    let priority_tiers = priority_tiers(&asked.cluster, &pods)?;
+    let priority_class = core_class(&pods, priority_tiers.as_ref());
+    let mounts: Vec<&str> = pods.volumes.iter().map(|v| v.mount.mount_path.as_str()).collect();
+    let mut job =
+        asked.spec(name, |option, path| path_in_volume(&asked.cluster, &mounts, option, path))?;
+    let core_pods = job.min_workers / job.workers_per_pod;
+    let gang = gang(&asked.cluster, core_pods, &pods, priority_class)?;
+    job.policies.starts_core_together = gang.is_some();
+    check_tracking(&pods)?;
+    let task = Task {
+        job,
+        master_timeout: asked.workers.master_timeout,
+        priority_tiers,
+        metrics_port: metrics_port(asked.output.metrics_port, &pods)?,
+        serve_metrics: !pods.metrics_from.is_empty(),
+        tensorboard_dir: tensorboard_dir(asked.output.tensorboard_dir.as_deref(), &pods)?,
+        gang,
+    };
+    Ok(Request { namespace, task, program, pods })
+}
+
+/// The workers' priority classes by slot, which a class in the template excludes.
+fn priority_tiers(
+    options: &ClusterOptions,
+    pods: &PodOptions,
+) -> Result<Option<PriorityTiers>, Failure> {
+    let tiers = match &pods.priority_tiers {
+        TierChoice::Auto => Some(PriorityTiers::shipped()),
+        TierChoice::Off => None,
+        TierChoice::These(tiers) => Some(tiers.clone()),
+    };
+    if let (Some(class), true) = (worker_class(pods), tiers.is_some()) {
+        return Err(Failure::usage(format!(
+            "--priority-tiers: --worker-pod-template has the priorityClassName {class} for all \
+             workers; remove one of them"
+        )));
+    }
+    if options.weight.is_some() && tiers.is_none() {
+        return Err(Failure::usage(
+            "--weight: the job has no priority tiers; leave out --priority-tiers off and the \
+             priorityClassName of --worker-pod-template, or name the tiers with --priority-tiers",
+        ));
+    }
+    let weight = options.weight.unwrap_or_default();
+    Ok(tiers.map(|tiers| PriorityTiers { weight, ..tiers }))
+}
+
+/// The priority class that all workers have.
+fn worker_class(pods: &PodOptions) -> Option<String> {
+    pods.worker_pod_template.as_ref()?.priority_class()
+}
+
+/// How the pods are placed together, as the options say.
+fn gang(
+    options: &ClusterOptions,
+    core_pods: u32,
+    pods: &PodOptions,
+    priority_class: Option<String>,
+) -> Result<Option<GangOptions>, Failure> {
+    let queue = options.queue.clone();
+    let scheduler = options.scheduler;
+    match (scheduler, &queue) {
+        (Some(GangScheduler::Kueue), None) => {
+            return Err(Failure::usage(
+                "--scheduler kueue: --queue is missing; it names a LocalQueue of the namespace",
+            ));
+        }
+        (scheduler, Some(queue)) if !scheduler.is_some_and(GangScheduler::has_queues) => {
+            let subject = match scheduler {
+                Some(scheduler) => format!("--scheduler {} has", scheduler.name()),
+                None => "without --scheduler there are".into(),
+            };
+            return Err(Failure::usage(format!(
+                "--queue {queue}: {subject} no queues; volcano and kueue have"
+            )));
+        }
+        _ => {}
+    }
+    Ok(scheduler.map(|scheduler| {
+        let resources = &pods.worker_resources;
+        GangOptions::new(scheduler, queue, core_pods, resources, priority_class)
+    }))
+}
+
+/// Priority class of the core's pods.
+fn core_class(pods: &PodOptions, tiers: Option<&PriorityTiers>) -> Option<String> {
+    tiers.map(|tiers| tiers.core.clone()).or_else(|| worker_class(pods))
+}
+
+fn metrics_port(wanted: Option<u16>, pods: &PodOptions) -> Result<u16, Failure> {
+    match wanted {
+        Some(0) => {
+            Err(Failure::usage("--metrics-port 0: in a cluster it must be a port from 1 to 65535"))
+        }
+        Some(port) if i32::from(port) == objects::PORT => Err(Failure::usage(format!(
+            "--metrics-port {port} is the port on which workers reach the master; choose another"
+        ))),
+        Some(port) if pods.metrics_from.is_empty() => Err(Failure::usage(format!(
+            "--metrics-port {port}: in a cluster, metrics are served to the peers that \
+             --metrics-from names, for example `--metrics-from monitoring` (a namespace) or \
+             `--metrics-from any`"
+        ))),
+        wanted => Ok(wanted.unwrap_or(objects::METRICS_PORT)),
+    }
+}
+
+/// Checks what the master will find in its environment. Values from Secrets are not known here.
+fn check_tracking(pods: &PodOptions) -> Result<(), Failure> {
+    let variable = |wanted: &str| {
+        let (_, value) = pods.env.iter().find(|(name, _)| name == wanted)?;
+        Some(value.clone())
+    };
+    Tracking::read(variable).map(drop).map_err(|error| Failure::usage(format!("--env: {error}")))
+}
+
+/// Checks that the folder lies in a volume: the file system of the master ends with its pod.
+fn tensorboard_dir(wanted: Option<&Path>, pods: &PodOptions) -> Result<Option<PathBuf>, Failure> {
+    let Some(folder) = wanted else { return Ok(None) };
+    let inside =
+        |m: &&Mounted| m.mount.read_only != Some(true) && folder.starts_with(&m.mount.mount_path);
+    match pods.volumes.iter().find(inside) {
+        Some(_) => Ok(Some(folder.into())),
+        None => Err(Failure::usage(format!(
+            "--tensorboard-dir {}: in a cluster it must lie in a --volume that can be written to",
+            folder.display()
+        ))),
+    }
+}
+
+fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Failure> {
+    let worker = pod_template("--worker-pod-template", options.worker_pod_template.as_ref())?;
+    let has_class = worker.as_ref().is_some_and(|worker| worker.priority_class().is_some());
+    let usual = if has_class { TierChoice::Off } else { TierChoice::Auto };
+    Ok(PodOptions {
+        image: image.into(),
+        master_image: options.master_image.clone().unwrap_or_else(|| image.into()),
+        image_pull_secrets: options.image_pull_secret.clone(),
+        service_account: options.service_account.clone(),
+        worker_service_account: options.worker_service_account.clone(),
+        master_resources: options.master_resources.clone(),
+        worker_resources: options.worker_resources.clone(),
+        priority_tiers: options.priority_tiers.clone().unwrap_or(usual),
+        env: options.env.clone(),
+        env_from_secret: options.env_from_secret.clone(),
+        cluster_assigns_ids: false,
+        network_policy: !options.no_network_policy,
+        metrics_from: options.metrics_from.clone(),
+        egress_to: options.egress_to.clone().map(|to| to.0),
+        api_server_ports: API_SERVER_PORTS.into(),
+        per_job_role: options.per_job_role,
+        volumes: options.volume.iter().flat_map(|v| v.0.clone()).collect(),
+        ttl_s: options
+            .ttl_after_finished
+            .map(|ttl| i32::try_from(ttl.as_secs()).expect("it is a year at most")),
+        master_pod_template: pod_template(
+            "--master-pod-template",
+            options.master_pod_template.as_ref(),
+        )?,
+        worker_pod_template: worker,
+    })
+}
+
+/// Reads the file that an option names.
+fn pod_template(option: &str, file: Option<&PathBuf>) -> Result<Option<PodTemplate>, Failure> {
+    let Some(file) = file else { return Ok(None) };
+    let origin = format!("{option} {}", file.display());
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| Failure::usage(format!("{origin}: {error}")))?;
+    PodTemplate::parse(&origin, &text).map(Some).map_err(|e| Failure::usage(e.to_string()))
+}
+
+/// Checks that a path of a job in a cluster lies in a volume of the workers.
+fn path_in_volume(
+    options: &ClusterOptions,
+    mounts: &[&str],
+    option: &str,
+    path: &str,
+) -> Result<String, Failure> {
+    let mounted = mounts.iter().any(|mount| Path::new(path).starts_with(mount));
+    // A pod template may mount more volumes.
+    if mounted || (Path::new(path).is_absolute() && options.worker_pod_template.is_some()) {
+        return Ok(path.to_owned());
+    }
+    Err(Failure::usage(format!(
+        "{option} {path}: in a cluster it must be in a folder that all workers share: below the \
+         mount_path of a --volume, or in a bucket (s3://, gs://, az://)"
+    )))
+}

@@ -1,0 +1,82 @@
+//! `elasticdl train --local --dry-run`: prints the job that would be started.
+
+use elasticdl_master::job::{Batch, CheckpointEvery, JobSpec, Work};
+use elasticdl_master::jobdir::{JobDir, quoted};
+use elasticdl_proto::shown_sources;
+
+use super::local_job::LocalJob;
+use super::request::StartRequest;
+use crate::process::{Failure, print};
+
+/// Checks a request and prints the resulting job, without starting it or writing anything.
+/// Returns the exit code.
+pub(super) fn show(request: StartRequest) -> Result<u8, Failure> {
+    let mut job = LocalJob::new(request)?;
+    let job_dir = job.job_dir.clone();
+    JobDir::check(&job_dir).map_err(|e| Failure::usage(e.to_string()))?;
+    job.keep_checkpoints_in(&job_dir);
+    print(&describe(&job))
+}
+
+fn describe(job: &LocalJob) -> String {
+    let spec = &job.spec;
+    let words = job.args.iter().map(|word| quoted(word.as_ref()));
+    let program = std::iter::once(quoted(&job.program)).chain(words).collect::<Vec<_>>().join(" ");
+    let mut rows = vec![("program", program), ("data", shown_sources(&spec.training_data))];
+    let workers = format!(
+        "{} (`elasticdl scale` accepts {} to {})",
+        spec.num_workers, spec.min_workers, spec.max_workers
+    );
+    rows.push(("workers", workers));
+    rows.extend(describe_work(spec));
+    rows.push(("directory", job.job_dir.display().to_string()));
+    let path = |path: &std::path::PathBuf| path.display().to_string();
+    rows.extend(job.summary.as_ref().map(|file| ("summary", path(file))));
+    rows.extend(job.metrics.map(|address| ("metrics", format!("http://{address}/metrics"))));
+    rows.extend(job.tensorboard_dir.as_ref().map(|folder| ("tensorboard", path(folder))));
+    let mut text = format!("job {} would be started on this machine (dry run)\n", spec.name);
+    for (name, value) in rows {
+        text.push_str(&format!("  {name:<13} {value}\n"));
+    }
+    text
+}
+
+fn describe_work(spec: &JobSpec) -> Vec<(&'static str, String)> {
+    let mut rows = Vec::new();
+    match &spec.work {
+        Work::Evaluate { model } => rows.push(("model", model.clone())),
+        Work::Predict { model, output, .. } => {
+            rows.extend([("model", model.clone()), ("predictions", output.clone())]);
+        }
+        Work::Train { export } => {
+            let batch = match spec.batch {
+                Batch::Global(records) => format!("{records} records per step, over all workers"),
+                Batch::PerWorker(records) => format!("{records} records per step and worker"),
+            };
+            let most =
+                spec.max_steps.map(|most| format!(", at most {most} steps")).unwrap_or_default();
+            rows.push(("steps", format!("{batch}{most}")));
+            rows.push(("epochs", spec.epochs.to_string()));
+            let checkpoints = spec.checkpoints.as_ref().map(|spec| {
+                let every = match spec.every {
+                    CheckpointEvery::Steps(steps) => format!("{steps} steps"),
+                    CheckpointEvery::Time(time) => format!("{} s", time.as_secs_f64()),
+                };
+                format!("{}, every {every}, {} retained", spec.dir, spec.keep)
+            });
+            rows.push(("checkpoints", checkpoints.unwrap_or_else(|| "none".into())));
+            rows.extend(spec.resume_from.iter().map(|from| ("resume from", from.clone())));
+            rows.extend(spec.validation.iter().map(|validation| {
+                let text = match validation.split {
+                    Some(split) => format!("{} % of the data", f64::from(split.get()) / 10.0),
+                    None => validation.data.clone(),
+                };
+                ("validation", text)
+            }));
+            let best = spec.validation.iter().filter_map(|spec| spec.export_best.clone());
+            rows.extend(best.map(|path| ("best model", path)));
+            rows.extend(export.iter().map(|export| ("export", export.clone())));
+        }
+    }
+    rows
+}

@@ -1,0 +1,205 @@
+//! Checks that a job of this machine writes none of its own files into the data that it reads, nor
+//! over other files of the job. The worker that describes the data checks the outputs of the
+//! program.
+
+use std::path::{Path, PathBuf};
+
+use elasticdl_master::job::{JobSpec, Work};
+use elasticdl_master::jobdir::is_own_file;
+use elasticdl_proto::split_sources;
+
+use super::local_job::LocalJob;
+use crate::process::Failure;
+
+impl LocalJob {
+    /// Checks the job's directory, its summary and its events for TensorBoard.
+    pub(super) fn check_outputs(&self) -> Result<(), Failure> {
+        let outputs = [
+            ("--job-dir", Some(&self.job_dir)),
+            ("--summary", self.summary.as_ref()),
+            ("--tensorboard-dir", self.tensorboard_dir.as_ref()),
+        ];
+        for (option, output) in outputs {
+            let Some(output) = output else { continue };
+            if let Some(data) = data_around(&self.spec, output) {
+                return Err(Failure::usage(format!(
+                    "{option} {}: it is within the data {data}, and would be read as data; choose \
+                     a place outside of it",
+                    output.display()
+                )));
+            }
+        }
+        match overwritten(&self.spec, self.summary.as_deref(), &self.job_dir) {
+            Some(text) => Err(Failure::usage(text)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Why an output would replace another file of the job.
+fn overwritten(spec: &JobSpec, summary: Option<&Path>, job_dir: &Path) -> Option<String> {
+    let local = |address: &str| {
+        let is_local = address.starts_with("file://") || !address.contains("://");
+        is_local.then(|| PathBuf::from(address.strip_prefix("file://").unwrap_or(address)))
+    };
+    let (export, model) = match &spec.work {
+        Work::Evaluate { model } | Work::Predict { model, .. } => (None, local(model)),
+        Work::Train { export } => (export.as_deref().and_then(local), None),
+    };
+    let best = spec.validation.as_ref().and_then(|validation| validation.export_best.as_deref());
+    let best = best.and_then(local);
+    let same = |path: &Path| match (resolved(path), summary.and_then(resolved)) {
+        (Some(one), Some(other)) => one == other,
+        _ => false,
+    };
+    let others = [("--export", &export), ("--export-best", &best), ("--model", &model)];
+    if let (Some(summary), Some((option, _))) =
+        (summary, others.iter().find(|(_, file)| file.as_ref().is_some_and(|file| same(file))))
+    {
+        return Some(format!(
+            "--summary {}: it is the file of {option}, too; give each a file of its own",
+            summary.display()
+        ));
+    }
+    let kept = |best: &PathBuf| {
+        let (best, summary) = (resolved(best)?, resolved(summary?)?);
+        let rest = summary.to_str()?.strip_prefix(best.to_str()?)?;
+        Some(rest == ".previous" || rest.starts_with(".previous."))
+    };
+    if let (Some(summary), Some(true)) = (summary, best.as_ref().and_then(kept)) {
+        return Some(format!(
+            "--summary {}: a file that --export-best replaces is kept there; choose another place",
+            summary.display()
+        ));
+    }
+    let own = |file: &Path| {
+        let file = resolved(file)?;
+        let name = file.file_name()?;
+        let is_own = file.parent() == resolved(job_dir).as_deref() && is_own_file(name);
+        is_own.then(|| name.to_string_lossy().into_owned())
+    };
+    let files = [
+        ("--summary", summary),
+        ("--export", export.as_deref()),
+        ("--export-best", best.as_deref()),
+    ];
+    for (option, file) in files {
+        let Some(file) = file else { continue };
+        if let Some(name) = own(file).filter(|name| option != "--summary" || name != "summary.json")
+        {
+            return Some(format!(
+                "{option} {}: the job keeps its own file {name} there; choose another name",
+                file.display()
+            ));
+        }
+        let folder = file.parent().unwrap_or_else(|| Path::new(""));
+        if option == "--summary" && folder.join("manifest.json").is_file() && is_checkpoint(folder)
+        {
+            return Some(format!(
+                "{option} {}: it is within a checkpoint, with which it would be removed; choose \
+                 a place outside of it",
+                file.display()
+            ));
+        }
+    }
+    None
+}
+
+fn is_checkpoint(folder: &Path) -> bool {
+    let name = folder.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| name.starts_with("step-"))
+}
+
+/// The data of a job within which `output` lies, if it lies within any.
+fn data_around<'a>(spec: &'a JobSpec, output: &Path) -> Option<&'a str> {
+    let output = resolved(output)?;
+    let validation = spec.validation.iter().flat_map(|validation| split_sources(&validation.data));
+    split_sources(&spec.training_data).chain(validation).find(|data| {
+        let path = Path::new(data.strip_prefix("file://").unwrap_or(data));
+        let within = resolved(path).filter(|path| path.exists());
+        let within = within.as_ref().and_then(|data| output.strip_prefix(data).ok());
+        // Readers leave names out that begin with a dot.
+        within
+            .is_some_and(|path| !path.iter().any(|part| part.as_encoded_bytes().starts_with(b".")))
+    })
+}
+
+/// An absolute path without links, as far as it exists.
+fn resolved(path: &Path) -> Option<PathBuf> {
+    let whole = std::path::absolute(path).ok()?;
+    let (exists, rest) = whole.ancestors().find_map(|ancestor| {
+        let rest = whole.strip_prefix(ancestor).expect("it begins with its ancestors");
+        Some((ancestor.canonicalize().ok()?, rest))
+    })?;
+    Some(exists.join(rest).components().collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_master::job::{JobSpec, ValidationSpec};
+
+    use super::*;
+    use crate::commands::parse_start;
+
+    fn spec() -> JobSpec {
+        let request = parse_start("train --local --training-data d -- true").unwrap();
+        request.spec("j".into(), |_, path| Ok(path.into())).unwrap()
+    }
+
+    #[test]
+    fn a_summary_that_would_replace_a_model_or_a_file_of_the_job_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let text = |name: &str| at(name).to_str().unwrap().to_owned();
+        let job_dir = at("job");
+        let found = |work: Work, summary: &str| {
+            let spec = JobSpec { work, ..spec() };
+            overwritten(&spec, Some(&at(summary)), &job_dir).unwrap_or_default()
+        };
+        let train = |export: &str| Work::Train { export: Some(text(export)) };
+        let evaluate = |model: &str| Work::Evaluate { model: text(model) };
+        assert_eq!(found(train("m"), "s.json"), "");
+        assert_eq!(found(train("job/model.safetensors"), "job/summary.json"), "");
+        assert!(found(train("m"), "./m").contains("it is the file of --export, too"));
+        assert!(found(evaluate("m"), "m").contains("it is the file of --model, too"));
+        assert!(found(train("m"), "job/record.json").contains("its own file record.json"));
+        assert!(found(train("job/summary.json"), "s").contains("--export "));
+        let checkpoint = at("step-000000000007-0123abcd-g1");
+        std::fs::create_dir(&checkpoint).unwrap();
+        std::fs::write(checkpoint.join("manifest.json"), "{}").unwrap();
+        let within = "step-000000000007-0123abcd-g1/manifest.json";
+        assert!(found(train("m"), within).contains("within a checkpoint"));
+    }
+
+    #[test]
+    fn outputs_within_the_training_or_validation_data_are_recognized() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        std::fs::create_dir_all(root.join("train/deep")).unwrap();
+        std::fs::create_dir_all(root.join("test")).unwrap();
+        std::os::unix::fs::symlink(root.join("train/deep"), root.join("link")).unwrap();
+        let at = |path: &str| root.join(path).to_str().unwrap().to_owned();
+        let validation = ValidationSpec {
+            data: at("test"),
+            every: None,
+            metric: "loss".into(),
+            highest: false,
+            patience: None,
+            split: None,
+            export_best: None,
+        };
+        let spec = JobSpec {
+            training_data: elasticdl_proto::join_sources(&[at("none"), at("train")]),
+            validation: Some(validation),
+            ..spec()
+        };
+        let found = |output: &str| data_around(&spec, &root.join(output)).map(str::to_owned);
+        for output in ["train", "train/job", "link/job", "train/../train/job/x"] {
+            assert_eq!(found(output), Some(at("train")), "{output}");
+        }
+        assert_eq!(found("test/summary.json"), Some(at("test")));
+        for output in ["job", "training", "train/.job", "none/job"] {
+            assert_eq!(found(output), None, "{output}");
+        }
+    }
+}

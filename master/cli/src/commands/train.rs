@@ -1,0 +1,125 @@
+//! `elasticdl train`.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Arg, Args};
+
+use super::start::{self, StartRequest, WorkOptions};
+use crate::args::{
+    ClusterOptions, JobOptions, OutputOptions, TrainingOptions, TuningOptions, WorkerOptions,
+    usual_in_short_help,
+};
+use crate::process::Failure;
+
+/// Arguments of `elasticdl train`.
+#[derive(Args, Debug)]
+#[command(
+    override_usage = "elasticdl train --local --training-data <URI> [OPTIONS] \
+        -- <PROGRAM> [ARGS]...\n       \
+        elasticdl train --image <IMG> --training-data <URI> [OPTIONS] \
+        -- <PROGRAM> [ARGS]...\n       \
+        elasticdl train --resume <JOB>",
+    after_help = "All options, details and examples: elasticdl train --help-all",
+    after_long_help = AFTER_HELP,
+    disable_help_flag = true,
+    mut_args(not_with_resume),
+    mut_args(usual_in_short_help)
+)]
+pub(crate) struct TrainArgs {
+    /// The training program and its arguments. Without a `/` the program is looked up in $PATH; in
+    /// a cluster, in the image.
+    #[arg(last = true, required_unless_present = "resume", value_names = ["PROGRAM", "ARGS"])]
+    pub(crate) program: Vec<OsString>,
+
+    #[command(flatten)]
+    pub(crate) job: JobOptions,
+
+    /// Resume a job whose master died: the job's name, or the path of its directory (with a `/`).
+    ///
+    /// The workers continue to train for up to --master-timeout. They keep their state and are not
+    /// restarted. The job keeps its options; only --quiet, --log-format, --tee and --detach can be
+    /// given.
+    #[arg(long, value_name = "JOB", help_heading = "Job")]
+    pub(crate) resume: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) training: TrainingOptions,
+
+    #[command(flatten)]
+    pub(crate) workers: WorkerOptions,
+
+    #[command(flatten)]
+    pub(crate) output: OutputOptions,
+
+    #[command(flatten)]
+    pub(crate) cluster: ClusterOptions,
+
+    #[command(flatten)]
+    pub(crate) tuning: TuningOptions,
+}
+
+/// Starts or resumes a training job. Returns the exit code.
+pub(super) fn train(args: TrainArgs) -> Result<u8, Failure> {
+    match &args.resume {
+        Some(job) => start::resume(job, &args.job, &args.output),
+        None => start::start(args.into()),
+    }
+}
+
+impl From<TrainArgs> for StartRequest {
+    fn from(args: TrainArgs) -> Self {
+        let TrainArgs { program, job, resume: _, training, workers, output, cluster, tuning } =
+            args;
+        let work = WorkOptions::Training(Box::new(training), tuning);
+        Self { program, job, work, workers, output, cluster }
+    }
+}
+
+/// Makes an option conflict with `--resume`: the job keeps the options that it was started with.
+fn not_with_resume(arg: Arg) -> Arg {
+    match arg.get_id().as_str() {
+        "resume" | "local" | "detach" | "log_format" | "quiet" | "tee" => arg,
+        _ => arg.conflicts_with("resume"),
+    }
+}
+
+const AFTER_HELP: &str = "\
+Examples:
+  Train for two epochs with four workers, 256 records per step:
+      elasticdl train --local --num-workers 4 --training-data data/mnist \\
+          --num-epochs 2 --global-batch-size 256 -- ./target/release/mnist
+
+  Name the job, then show its status and scale it from another terminal:
+      elasticdl train --local --job-name mnist --training-data data -- ./mnist --hidden 64
+      elasticdl status mnist
+      elasticdl scale mnist --num-workers 6
+
+  Resume it after its master was killed, within --master-timeout:
+      elasticdl train --resume mnist
+
+  Write a checkpoint every 200 steps, and later train two more epochs from the newest one:
+      elasticdl train --local --training-data data --checkpoint-dir ckpt --checkpoint-every 200 \\
+          -- ./mnist
+      elasticdl train --local --training-data data --resume-from ckpt --checkpoint-dir ckpt \\
+          --num-epochs 3 -- ./mnist
+
+  Train in a cluster, and first print the objects that would be created there:
+      elasticdl train --image mnist:1 --volume claim_name=data,mount_path=/data \\
+          --training-data /data/mnist --num-workers 4 --dry-run -- mnist
+      elasticdl train --image mnist:1 --volume claim_name=data,mount_path=/data \\
+          --training-data /data/mnist --num-workers 4 -- mnist
+
+Stopping:
+  With --local, Ctrl-C, SIGTERM, or the end of the terminal (SIGHUP) stops the job at the end of the
+  step, with its last checkpoint. Ctrl-C again after 2 s, or SIGTERM again after --grace-period,
+  stops it at once. With --detach the job survives the terminal. In a cluster, Ctrl-C ends only this
+  command; `elasticdl stop` stops the job.
+
+Exit codes:
+  0    the job completed: it reached the end of its data or --max-steps
+  1    the job failed, or was ended at once and lost its state
+  2    invalid command line or data; nothing was trained
+  129  stopped by SIGHUP
+  130  stopped by Ctrl-C; in a cluster: the command ended and the job continues
+  143  stopped by SIGTERM";

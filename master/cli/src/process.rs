@@ -1,0 +1,92 @@
+//! What every command needs of its process: exit codes, failures, output and a runtime.
+
+use std::borrow::Cow;
+use std::io::{self, Write as _, stderr, stdout};
+
+use rustix::process::{Resource, getrlimit, setrlimit};
+use tokio::runtime::{Builder, Runtime};
+
+pub(crate) use elasticdl_master::exit::{
+    EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Failure, cannot, code_of_summary,
+};
+
+use crate::progress::LogFormat;
+
+/// What a command prints of a job that it follows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Console {
+    /// Errors only.
+    pub(crate) quiet: bool,
+    pub(crate) format: LogFormat,
+    /// Also what workers print.
+    pub(crate) tee: bool,
+}
+
+impl Console {
+    /// Format of progress and events; `None` if they are not printed.
+    pub(crate) fn progress(self) -> Option<LogFormat> {
+        (!self.quiet).then_some(self.format)
+    }
+}
+
+/// Lets this process, and those that it starts, open as many files as the system allows: a master
+/// has a connection for each worker.
+pub(crate) fn raise_open_files() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    // The limit stays as it is if the system refuses.
+    let _ = setrlimit(Resource::Nofile, limit);
+}
+
+/// Creates a runtime for this thread.
+pub(crate) fn new_runtime() -> Result<Runtime, Failure> {
+    Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|e| Failure::failed(format!("can't start the runtime: {e}")))
+}
+
+/// Prints an answer. Returns the exit code.
+pub(crate) fn print(text: &str) -> Result<u8, Failure> {
+    let mut out = stdout();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        // The reader has what it wanted, as `head` does.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(EXIT_OK),
+        written => written.map(|()| EXIT_OK).map_err(cannot("write the answer")),
+    }
+}
+
+/// Prints text to standard error, which may be closed. Control characters, which may come from a
+/// data file or a program, are escaped.
+pub(crate) fn print_line(text: &str) {
+    let _ = writeln!(stderr(), "{}", escaped(text));
+}
+
+fn escaped(text: &str) -> Cow<'_, str> {
+    let is_active = |c: char| c.is_control() && c != '\n' && c != '\t';
+    if !text.contains(is_active) {
+        return Cow::Borrowed(text);
+    }
+    let escape = |c: char| if is_active(c) { c.escape_default().to_string() } else { c.into() };
+    Cow::Owned(text.chars().map(escape).collect())
+}
+
+pub(crate) fn print_error(text: &str) {
+    print_line(&format!("error: {text}"));
+}
+
+pub(crate) fn print_warning(text: &str) {
+    print_line(&format!("warning: {text}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_of_data_cannot_control_the_terminal() {
+        let shown = escaped("line 1: \u{1b}[2J\u{1f}\u{8b}\r\n\tit must be a number, not `ü\u{7}`");
+        let expected = "line 1: \\u{1b}[2J\\u{1f}\\u{8b}\\r\n\tit must be a number, not `ü\\u{7}`";
+        assert_eq!(shown, expected);
+    }
+}

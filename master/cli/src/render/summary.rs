@@ -1,0 +1,441 @@
+//! The summary of an ended job, as a table and as JSON.
+
+use std::path::Path;
+
+use elasticdl_master::job::{
+    BestEvaluation, CheckpointsSummary, EvaluationsSummary, MembershipChange, StateLoss, Summary,
+    counted, format_metrics, format_value,
+};
+
+use crate::progress::{format_rate, one_line};
+
+/// Paths of further output on this machine.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Paths<'a> {
+    /// Folder of the logs.
+    pub(crate) logs: Option<&'a Path>,
+    /// File of the summary.
+    pub(crate) summary: Option<&'a Path>,
+}
+
+/// The summary as a table.
+pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
+    let mut text = String::new();
+    let out = &mut text;
+    if let Some(lost) = &summary.state_lost {
+        line(out, &state_lost(lost, summary));
+    }
+    line(out, &format!("job {}: {} after {:.2} s", summary.job, summary.state, summary.wall_s));
+    if let Some(error) = &summary.error {
+        row(out, "error", &one_line(error));
+    }
+    if let Some(reason) = &summary.stop_reason {
+        row(out, "stopped by", &one_line(reason));
+    }
+    let records = &summary.records;
+    row(
+        out,
+        "steps",
+        &format!("{} ({} complete)", summary.steps, counted(summary.epochs.into(), "epoch")),
+    );
+    let mut counts = format!(
+        "{} expected, {} counted, {} missing, {} repeated",
+        records.expected, records.counted, records.missing, records.repeated
+    );
+    if records.not_trained > 0 {
+        // Jobs without groups do not train.
+        let what = if summary.memberships.is_empty() { "left over" } else { "not trained" };
+        counts += &format!(", {} {what}", records.not_trained);
+    }
+    row(out, "records", &counts);
+    if summary.steps_skipped > 0 {
+        let skipped = summary.steps_skipped;
+        row(
+            out,
+            "skipped",
+            &format!("{skipped} steps with a gradient or loss that was not finite"),
+        );
+    }
+    if let (Some(first), Some(last)) = (summary.loss.first, summary.loss.last) {
+        row(out, "loss", &format!("{} -> {}", format_value(first), format_value(last)));
+    }
+    let rate = &summary.throughput;
+    row(
+        out,
+        "throughput",
+        &format!(
+            "{} records/s, {:.1} steps/s, all-reduce {:.1} ms",
+            format_rate(rate.records_per_s),
+            rate.steps_per_s,
+            rate.all_reduce_ms
+        ),
+    );
+    if rate.storage_wait_s > 0.0 {
+        let waited = format!("{:.1} s of waits of workers", rate.storage_wait_s);
+        row(out, "storage", &waited);
+    }
+    let workers = &summary.workers;
+    let restarts = counted(workers.restarts, "restart");
+    let counts = format!("peak {}, final {}, {restarts}", workers.peak, workers.last);
+    row(out, "workers", &counts);
+    if let Some(digest) = &summary.digest {
+        row(out, "digest", digest);
+    }
+    if let Some(known) = &summary.evaluations {
+        row(out, "evaluations", &evaluations(known));
+    }
+    let best = summary.evaluations.as_ref().and_then(|known| known.best.as_ref());
+    if let Some(path) = best.and_then(|best| best.export.as_deref()) {
+        row(out, "best model", &one_line(path));
+    }
+    if let Some(known) = &summary.checkpoints {
+        row(out, "checkpoints", &checkpoints(known));
+    }
+    write_memberships(out, &summary.memberships);
+    if let Some(skipped) = &summary.records_skipped {
+        let mut counts = format!("{} bad, {} with nulls", skipped.bad, skipped.nulls);
+        if skipped.files > 0 {
+            let (files, first) = (skipped.files, &skipped.first_file);
+            counts += &format!("; other files in the folder: {files}, the first: {first}");
+        }
+        row(out, "skipped", &one_line(&counts));
+        for text in &skipped.first {
+            line(out, &format!("    {}", one_line(text)));
+        }
+    }
+    for failed in &summary.failed_shards {
+        let what = format!(
+            "{} records {}..{} (epoch {})",
+            failed.file, failed.start, failed.end, failed.epoch
+        );
+        row(
+            out,
+            "failed shard",
+            &one_line(&format!("{what} on worker {}: {}", failed.worker, failed.error)),
+        );
+    }
+    if let Some(words) = &summary.model_summary {
+        row(out, "model", "");
+        for words in words.lines() {
+            line(out, &format!("    {}", one_line(words)));
+        }
+    }
+    if summary.metrics.is_some() {
+        row(out, "metrics", "");
+        for text in metrics(summary) {
+            line(out, &format!("    {text}"));
+        }
+    }
+    if let Some(path) = &summary.output {
+        row(out, "predictions", &one_line(path));
+    }
+    if let Some(path) = &summary.export {
+        row(out, "exported to", &one_line(path));
+    }
+    if let Some(error) = &summary.tracking_error {
+        row(out, "not tracked", &one_line(error));
+    }
+    for (name, path) in [("logs", paths.logs), ("summary", paths.summary)] {
+        if let Some(path) = path {
+            row(out, name, &path.display().to_string());
+        }
+    }
+    text
+}
+
+/// The metrics of an evaluated model, one a line.
+pub(crate) fn metrics(summary: &Summary) -> impl Iterator<Item = String> + '_ {
+    summary.metrics.iter().flatten().map(|(name, mean)| {
+        let mean = mean.map_or_else(|| "not finite".into(), |mean| mean.to_string());
+        format!("{} {mean}", one_line(name))
+    })
+}
+
+/// Warnings that are also printed with `--quiet`.
+pub(crate) fn warnings(summary: &Summary) -> Vec<String> {
+    let lost = summary.state_lost.as_ref().map(|lost| state_lost(lost, summary));
+    let failed = summary.checkpoints.as_ref().and_then(|known| {
+        let error = known.error.as_ref()?;
+        let newest = known
+            .newest
+            .as_ref()
+            .map(|newest| format!("; the newest one is from step {}", newest.step));
+        let newest = newest.unwrap_or_else(|| "; there is none".into());
+        Some(format!("the last checkpoint could not be written: {}{newest}", one_line(error)))
+    });
+    let skipped = (summary.steps_skipped > 0).then(|| {
+        format!(
+            "{} steps were skipped because a gradient or loss was not finite",
+            summary.steps_skipped
+        )
+    });
+    let untracked = summary.tracking_error.as_ref();
+    let untracked = untracked
+        .map(|error| format!("MLflow does not have all metrics of the job: {}", one_line(error)));
+    let best = summary.evaluations.as_ref().and_then(|known| known.export_error.as_deref());
+    let best = best.map(|error| format!("the best model was not exported: {}", one_line(error)));
+    [lost, failed, best, skipped, untracked].into_iter().flatten().collect()
+}
+
+fn state_lost(lost: &StateLoss, summary: &Summary) -> String {
+    let StateLoss { count, at_step } = lost;
+    let was_stopped = summary.state == "stopped" && *at_step == summary.steps;
+    let why = if was_stopped { "the job was ended at once" } else { "all workers were lost" };
+    let times = if *count > 1 { format!(" ({count} times; the last time)") } else { String::new() };
+    format!("STATE LOST{times} at step {at_step}: {why}, and there was no checkpoint")
+}
+
+fn evaluations(known: &EvaluationsSummary) -> String {
+    let last = known
+        .all
+        .last()
+        .map(|e| format!("step {}: {}", e.step, one_line(&format_metrics(&e.metrics))));
+    let mut parts = vec![last.unwrap_or_else(|| "none".into())];
+    parts.extend(known.best.as_ref().map(|b| format!("best at step {}", best_value(b))));
+    parts.extend(known.stopped_early.then(|| "stopped early".into()));
+    parts.join("; ")
+}
+
+/// The step and the value of the best evaluation.
+pub(super) fn best_value(best: &BestEvaluation) -> String {
+    format!("{}: {} {}", best.step, one_line(&best.metric), format_value(best.value))
+}
+
+fn checkpoints(known: &CheckpointsSummary) -> String {
+    let newest = known.newest.as_ref().map(|newest| format!("newest from step {}", newest.step));
+    let mut parts = vec![format!("{} written", known.saved)];
+    parts.extend(newest);
+    parts.extend((known.failed > 0).then(|| format!("{} failed", known.failed)));
+    parts.extend(known.error.as_ref().map(|error| format!("last error: {}", one_line(error))));
+    parts.extend((known.damaged > 0).then(|| format!("{} damaged", known.damaged)));
+    for restored in &known.restored {
+        parts.push(format!(
+            "resumed from step {} ({} steps lost)",
+            restored.step, restored.lost_steps
+        ));
+    }
+    parts.join(", ")
+}
+
+fn line(out: &mut String, text: &str) {
+    out.push_str(text);
+    out.push('\n');
+}
+
+fn row(out: &mut String, name: &str, value: &str) {
+    line(out, format!("  {name:<13} {value}").trim_end());
+}
+
+fn write_memberships(out: &mut String, memberships: &[MembershipChange]) {
+    if memberships.is_empty() {
+        return;
+    }
+    row(out, "memberships", MEMBERSHIP_COLUMNS);
+    let hidden = memberships.len().saturating_sub(MEMBERSHIPS_MAX);
+    if hidden > 0 {
+        row(out, "", &format!("({hidden} earlier ones are in the summary)"));
+    }
+    for record in &memberships[hidden..] {
+        row(out, "", &membership(record));
+    }
+}
+
+/// One membership change as a table row.
+pub(crate) fn membership(record: &MembershipChange) -> String {
+    let cause = record.cause.name();
+    let gap = record.gap_ms.map_or_else(|| "-".into(), |gap| format!("{gap:.1}"));
+    let phases = record.phases().into_iter();
+    let phases: Vec<String> =
+        phases.filter_map(|(name, ms)| ms.map(|ms| format!("{name} {ms:.1}"))).collect();
+    let phases =
+        if phases.is_empty() { String::new() } else { format!("  ({})", phases.join(", ")) };
+    format!(
+        "{:>10}  {cause:<5}  {:>7}  {:>10}  {gap:>9}{phases}",
+        record.generation.0, record.world_size, record.at_step
+    )
+}
+
+/// Column headings of [`membership`].
+pub(crate) const MEMBERSHIP_COLUMNS: &str = "generation  cause  workers     at step     gap ms";
+const MEMBERSHIPS_MAX: usize = 20;
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_master::job::{
+        Cause, Evaluated, FailedShard, LossSummary, RecordsSummary, RestoredCheckpoint,
+        SavedCheckpoint, ThroughputSummary, WorkersSummary,
+    };
+    use elasticdl_proto::{Generation, SkippedRecords, WorkerId};
+
+    use super::*;
+
+    fn change(generation: u64, cause: Cause, gap_ms: Option<f64>) -> MembershipChange {
+        MembershipChange {
+            generation: Generation(generation),
+            cause,
+            world_size: 2,
+            at_step: 40,
+            gap_ms,
+            detect_ms: gap_ms.map(|_| 0.5),
+            abort_ms: gap_ms.map(|_| 0.25),
+            agree_ms: gap_ms.map(|_| 1.0),
+            connect_ms: None,
+            state_ms: None,
+            first_step_ms: None,
+            lost: Vec::new(),
+            left: Vec::new(),
+            joined: Vec::new(),
+        }
+    }
+
+    fn summary() -> Summary {
+        Summary {
+            job: "mnist".into(),
+            run_id: String::new(),
+            state: "completed".into(),
+            steps: 100,
+            epochs: 2,
+            wall_s: 1.5,
+            records: RecordsSummary { expected: 20, counted: 20, ..RecordsSummary::default() },
+            workers: WorkersSummary { peak: 2, last: 2, restarts: 1 },
+            memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
+            loss: LossSummary { first: Some(2.0), last: Some(0.5) },
+            throughput: ThroughputSummary {
+                records_per_s: 250.0,
+                steps_per_s: 66.6,
+                all_reduce_ms: 2.25,
+                storage_wait_s: 0.0,
+            },
+            allreduce_transport: None,
+            evaluations: Some(EvaluationsSummary {
+                all: vec![Evaluated {
+                    step: 90,
+                    records: 5,
+                    metrics: [("loss".into(), Some(0.75))].into(),
+                }],
+                best: Some(BestEvaluation {
+                    step: 40,
+                    metric: "loss".into(),
+                    value: 0.5,
+                    export: Some("/best.safetensors".into()),
+                }),
+                stopped_early: true,
+                export_error: None,
+            }),
+            checkpoints: Some(CheckpointsSummary {
+                newest: Some(SavedCheckpoint { step: 100, name: "step-100".into(), bytes: 4 }),
+                saved: 3,
+                failed: 1,
+                restored: vec![RestoredCheckpoint {
+                    step: 40,
+                    name: "step-40".into(),
+                    lost_steps: 2,
+                }],
+                ..CheckpointsSummary::default()
+            }),
+            failed_shards: vec![FailedShard {
+                worker: WorkerId(3),
+                epoch: 0,
+                file: "a.csv".into(),
+                start: 5,
+                end: 7,
+                error: "bad\nlabel".into(),
+            }],
+            records_skipped: None,
+            steps_skipped: 0,
+            state_lost: None,
+            error: None,
+            stop_reason: None,
+            model_summary: Some("accuracy 0.9\nfine".into()),
+            metrics: Some([("accuracy".into(), Some(0.875)), ("norm".into(), None)].into()),
+            output: Some("/out".into()),
+            export: Some("/m.safetensors".into()),
+            tracking_error: None,
+            digest: Some("00ff00ff00ff00ff".into()),
+        }
+    }
+
+    #[test]
+    fn the_table_shows_the_whole_summary() {
+        let paths =
+            Paths { logs: Some(Path::new("/j/logs")), summary: Some(Path::new("/j/summary.json")) };
+        let expected = "\
+job mnist: completed after 1.50 s
+  steps         100 (2 epochs complete)
+  records       20 expected, 20 counted, 0 missing, 0 repeated
+  loss          2.0000 -> 0.5000
+  throughput    250 records/s, 66.6 steps/s, all-reduce 2.2 ms
+  workers       peak 2, final 2, 1 restart
+  digest        00ff00ff00ff00ff
+  evaluations   step 90: loss 0.7500; best at step 40: loss 0.5000; stopped early
+  best model    /best.safetensors
+  checkpoints   3 written, newest from step 100, 1 failed, resumed from step 40 (2 steps lost)
+  memberships   generation  cause  workers     at step     gap ms
+                         1  start        2          40          -
+                         2  lost         2          40        8.2  \
+(detect 0.5, abort 0.2, agree 1.0)
+  failed shard  a.csv records 5..7 (epoch 0) on worker 3: bad label
+  model
+    accuracy 0.9
+    fine
+  metrics
+    accuracy 0.875
+    norm not finite
+  predictions   /out
+  exported to   /m.safetensors
+  logs          /j/logs
+  summary       /j/summary.json
+";
+        assert_eq!(to_table(&summary(), paths), expected);
+    }
+
+    #[test]
+    fn a_lost_state_comes_first_and_is_a_warning() {
+        let lost = Summary {
+            state_lost: Some(StateLoss { count: 2, at_step: 70 }),
+            steps_skipped: 3,
+            checkpoints: Some(CheckpointsSummary {
+                error: Some("disk\nfull".into()),
+                ..Default::default()
+            }),
+            ..summary()
+        };
+        let out = to_table(&lost, Paths::default());
+        let first = "STATE LOST (2 times; the last time) at step 70: all workers were lost, and \
+            there was no checkpoint";
+        assert_eq!(out.lines().next(), Some(first));
+        assert!(out.contains("\n  skipped       3 steps with"), "{out}");
+        let warnings = warnings(&lost);
+        assert_eq!((warnings.len(), warnings[0].as_str()), (3, first));
+        assert!(warnings[1].contains("disk full; there is none"), "{warnings:?}");
+        assert_eq!(super::warnings(&summary()), [""; 0]);
+    }
+
+    #[test]
+    fn waits_for_storage_are_shown_if_there_were_any() {
+        let throughput = ThroughputSummary { storage_wait_s: 61.25, ..summary().throughput };
+        let out = to_table(&Summary { throughput, ..summary() }, Paths::default());
+        assert!(out.contains("\n  storage       61.2 s of waits of workers\n"), "{out}");
+    }
+
+    #[test]
+    fn skipped_records_are_listed() {
+        let first = vec!["a.csv line 3: column \"y\" is \"\x1b\"".into()];
+        let skipped = SkippedRecords { bad: 7, nulls: 2, first, ..SkippedRecords::default() };
+        let out =
+            to_table(&Summary { records_skipped: Some(skipped), ..summary() }, Paths::default());
+        assert!(out.contains("\n  skipped       7 bad, 2 with nulls\n    a.csv line 3: "), "{out}");
+        assert!(!out.contains('\x1b'), "{out}");
+    }
+
+    #[test]
+    fn the_newest_of_many_memberships_are_shown() {
+        let mut out = String::new();
+        let many: Vec<_> =
+            (1..=25).map(|generation| change(generation, Cause::Join, None)).collect();
+        write_memberships(&mut out, &many);
+        assert_eq!(out.lines().count(), 22);
+        assert!(out.contains("(5 earlier ones are in the summary)"), "{out}");
+        assert!(out.lines().last().unwrap().trim().starts_with("25  join"), "{out}");
+    }
+}

@@ -1,0 +1,405 @@
+//! The status of a job as a table.
+
+use std::fmt::Write as _;
+
+use elasticdl_master::job::{format_metrics, format_value};
+use elasticdl_proto::{
+    CheckpointsSummary, DisconnectedStatus, Evaluated, ShardCounts, Status, WorkerStatus,
+};
+
+use super::summary::{MEMBERSHIP_COLUMNS, best_value, membership};
+use crate::progress::{format_duration, format_learning_rate, format_rate, one_line};
+
+/// The status as a table of 80 columns, beyond which only a single long word reaches.
+pub(crate) fn to_table(status: &Status) -> String {
+    let mut text = String::new();
+    let mut row = |name: &str, value: &str| {
+        for (index, line) in wrap(value).into_iter().enumerate() {
+            let name = if index == 0 { name } else { "" };
+            writeln!(text, "{}", format!("{name:<12} {line}").trim_end())
+                .expect("a string takes any text");
+        }
+    };
+    row("job", &status.job);
+    row("state", &format!("{} ({:.1} %)", status.state, status.progress * 100.0));
+    let epoch = (status.epoch.saturating_add(1)).min(status.epochs);
+    row("epoch", &format!("{epoch} of {}", status.epochs));
+    if let Some(ShardCounts { todo, leased, done }) = status.shards {
+        row("shards", &format!("{todo} to do, {leased} leased, {done} done"));
+    }
+    row("step", &status.step.to_string());
+    row("records", &format!("{} of {}", status.records_counted, status.records_expected));
+    if let Some(loss) = status.loss {
+        let rate = status.learning_rate.map(format_learning_rate);
+        let rate = rate.map(|rate| format!(", learning rate {rate}")).unwrap_or_default();
+        row("loss", &format!("{}{rate}", format_value(loss)));
+    }
+    for (name, mean) in &status.metrics {
+        row("", &format!("{} {}", one_line(name), format_value(*mean)));
+    }
+    let left = status.eta_s.map(format_duration);
+    let left = left.map(|left| format!(", {left} left")).unwrap_or_default();
+    row("speed", &format!("{} records/s{left}", format_rate(status.records_per_s)));
+    if let Some(allreduce_transport) = &status.allreduce_transport {
+        row("all-reduce", &one_line(allreduce_transport));
+    }
+    row("generation", &status.generation.to_string());
+    row("workers", &format!("{} desired", status.workers_desired));
+    let in_pods = status.workers.iter().any(|worker| worker.pod.is_some());
+    let has_leases = has_leases(&status.workers);
+    if !status.workers.is_empty() {
+        let process = if in_pods { "" } else { PROCESS_COLUMN };
+        let of_job = if has_leases { LEASED_COLUMN } else { SHARE_COLUMNS };
+        row("", &format!("worker{process}{WORKER_COLUMNS}{of_job}"));
+    }
+    for worker in &status.workers {
+        row("", &worker_row(worker, in_pods, has_leases));
+        if let Some(pod) = &worker.pod {
+            let node = worker.node.as_deref().map(|node| format!(" on {node}"));
+            row("", &format!("        {pod}{}", node.unwrap_or_default()));
+        }
+    }
+    for (index, worker) in status.workers_disconnected.iter().enumerate() {
+        row(if index == 0 { "disconnected" } else { "" }, &disconnected_row(worker));
+    }
+    for (index, launch) in status.workers_pending.iter().enumerate() {
+        let reason = launch.reason.as_deref().map(|why| format!(": {}", one_line(why)));
+        let what =
+            format!("worker {} {}{}", launch.launch.0, launch.state, reason.unwrap_or_default());
+        row(if index == 0 { "pending" } else { "" }, &what);
+    }
+    if !status.priority_tiers.is_empty() {
+        let tiers = status
+            .priority_tiers
+            .iter()
+            .map(|r| format!("{} {}/{}", r.class, r.workers, r.launches));
+        row("tiers", &tiers.collect::<Vec<_>>().join(", "));
+    }
+    if let Some(Evaluated { step, metrics, .. }) = &status.evaluated {
+        row("evaluated", &format!("step {step}: {}", one_line(&format_metrics(metrics))));
+    }
+    if let Some(best) = &status.evaluated_best {
+        row("best", &format!("step {}", best_value(best)));
+    }
+    if let Some(known) = &status.checkpoints {
+        row("checkpoints", &checkpoints_row(known));
+    }
+    let hidden = status.memberships.len().saturating_sub(MEMBERSHIPS_SHOWN);
+    if !status.memberships.is_empty() {
+        row("memberships", MEMBERSHIP_COLUMNS);
+    }
+    for record in &status.memberships[hidden..] {
+        row("", &membership(record));
+    }
+    for (index, event) in status.events.iter().enumerate() {
+        row(if index == 0 { "events" } else { "" }, &one_line(event));
+    }
+    text
+}
+
+fn checkpoints_row(known: &CheckpointsSummary) -> String {
+    let newest = known
+        .newest
+        .as_ref()
+        .map_or_else(|| "none yet".into(), |newest| format!("step {}", newest.step));
+    let error =
+        known.error.as_deref().map(|error| format!("; the last one failed: {}", one_line(error)));
+    format!("{newest} in {}{}", known.dir.as_deref().unwrap_or_default(), error.unwrap_or_default())
+}
+
+/// A worker without contact to the master.
+fn disconnected_row(worker: &DisconnectedStatus) -> String {
+    let DisconnectedStatus { worker, rank, disconnected_s } = worker;
+    let rank = rank.map(|rank| format!(" (rank {rank})")).unwrap_or_default();
+    format!("worker {worker}{rank} for {disconnected_s:.1} s")
+}
+
+/// One worker as a row. In a cluster the row lacks the process id, which is the same in all pods.
+fn worker_row(worker: &WorkerStatus, in_pods: bool, has_leases: bool) -> String {
+    let or_dash =
+        |number: Option<u64>| number.map_or_else(|| "-".into(), |number| number.to_string());
+    let process = if in_pods { String::new() } else { format!(" {:>7}", worker.pid) };
+    let state = if worker.straggler { "straggler" } else { &worker.state };
+    let of_job = if has_leases {
+        format!("{:>14}", or_dash(worker.leased_records))
+    } else {
+        let share = worker.share.map(|part| format!("{:.0} %", part * 100.0));
+        let limit = worker.limited_by.as_deref().unwrap_or("-");
+        format!("{:>5}  {limit}", share.unwrap_or_else(|| "-".into()))
+    };
+    format!(
+        "{:>6}{process}  {:>4}  {state:<10}  {:>8}  {:>7.1}  {of_job}",
+        worker.worker,
+        or_dash(worker.rank.map(u64::from)),
+        or_dash(worker.step),
+        worker.compute_us as f64 / 1000.0,
+    )
+}
+
+/// The lines of a value that fit into a table of 80 columns. Those after the first are indented.
+fn wrap(value: &str) -> Vec<String> {
+    let (mut lines, mut rest) = (Vec::new(), value.trim_end().to_owned());
+    loop {
+        let indent = rest.len() - rest.trim_start().len();
+        let end = rest.char_indices().nth(VALUE_COLUMNS).map(|(at, _)| at);
+        let Some(end) = end else { break };
+        // The last gap up to the end, else the first one after it.
+        let gap = if rest[end..].starts_with(' ') { Some(end) } else { rest[..end].rfind(' ') };
+        let gap = gap.filter(|gap| *gap > indent);
+        let Some(gap) = gap.or_else(|| rest[end..].find(' ').map(|gap| end + gap)) else { break };
+        let after = format!("  {}", rest[gap..].trim_start());
+        rest.truncate(gap);
+        lines.push(std::mem::replace(&mut rest, after));
+    }
+    lines.push(rest);
+    lines
+}
+
+/// Whether records are leased to workers, as in an inference job.
+fn has_leases(workers: &[WorkerStatus]) -> bool {
+    workers.iter().any(|worker| worker.leased_records.is_some())
+}
+
+const MEMBERSHIPS_SHOWN: usize = 5;
+const PROCESS_COLUMN: &str = "     pid";
+const WORKER_COLUMNS: &str = "  rank  state           step  ms/step  ";
+const SHARE_COLUMNS: &str = "share  limit";
+const LEASED_COLUMN: &str = "records leased";
+/// Columns of a value: 80 less those of the row's name.
+const VALUE_COLUMNS: usize = 67;
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use elasticdl_proto::{
+        Cause, Generation, LaunchId, LaunchStatus, MembershipChange, PriorityTierStatus,
+        SavedCheckpoint, WorkerId,
+    };
+
+    use super::*;
+
+    pub(crate) fn reply() -> Status {
+        let worker = |worker, rank: Option<u32>| WorkerStatus {
+            worker: WorkerId(worker),
+            pid: 70 + worker as u32,
+            rank,
+            state: "training".into(),
+            compute_us: 1500,
+            share: rank.map(|_| 0.5),
+            input_us: 100,
+            limited_by: rank.map(|_| "compute".into()),
+            leased_records: None,
+            step: rank.map(|_| 10),
+            straggler: worker == 1,
+            pod: None,
+            node: None,
+        };
+        let membership = |generation| MembershipChange {
+            generation: Generation(generation),
+            cause: Cause::Lost,
+            world_size: 2,
+            at_step: 9,
+            gap_ms: None,
+            detect_ms: None,
+            abort_ms: None,
+            agree_ms: None,
+            connect_ms: None,
+            state_ms: None,
+            first_step_ms: None,
+            lost: vec![WorkerId(3)],
+            left: vec![WorkerId(4)],
+            joined: vec![WorkerId(5)],
+        };
+        let recovered = MembershipChange {
+            gap_ms: Some(3.0),
+            detect_ms: Some(0.1),
+            abort_ms: Some(0.2),
+            agree_ms: Some(0.3),
+            connect_ms: Some(0.4),
+            state_ms: Some(0.5),
+            first_step_ms: Some(1.5),
+            ..membership(2)
+        };
+        let tier = |class: &str, launches, workers| PriorityTierStatus {
+            class: class.into(),
+            launches,
+            workers,
+        };
+        Status {
+            job: "mnist".into(),
+            run_id: "00000000-0000-0000-0000-000000000007".into(),
+            state: "running".into(),
+            generation: Generation(2),
+            step: 10,
+            epoch: 0,
+            epochs: 3,
+            records_counted: 640,
+            records_expected: 1920,
+            records_repeated: 0,
+            loss: Some(0.25),
+            metrics: [("accuracy".into(), 0.5)].into(),
+            learning_rate: Some(0.001),
+            eta_s: Some(64.0),
+            records_per_s: 20_000.0,
+            steps_skipped: 0,
+            stop_reason: None,
+            evaluated_best: None,
+            workers_desired: 2,
+            workers: vec![worker(1, Some(0)), worker(2, None)],
+            events: vec!["generation 2: 1 worker".into()],
+            progress: 1.0 / 3.0,
+            shards: None,
+            memberships: vec![membership(1), recovered],
+            events_emitted: 7,
+            events_at_s: Vec::new(),
+            workers_disconnected: vec![DisconnectedStatus {
+                worker: WorkerId(9),
+                rank: Some(1),
+                disconnected_s: 12.34,
+            }],
+            workers_pending: vec![LaunchStatus {
+                launch: LaunchId(3),
+                slot: 2,
+                state: "unschedulable".into(),
+                reason: Some("0/1 nodes are available".into()),
+            }],
+            priority_tiers: vec![tier("elasticdl-core", 2, 2), tier("elasticdl-tier-1", 1, 0)],
+            allreduce_transport: Some("TCP".into()),
+            evaluated: Some(Evaluated {
+                step: 9,
+                records: 50,
+                metrics: [("loss".into(), Some(0.5)), ("accuracy".into(), Some(0.75))].into(),
+            }),
+            checkpoints: Some(CheckpointsSummary {
+                dir: Some("s3://b/c".into()),
+                newest: Some(SavedCheckpoint { step: 9, name: "step-9".into(), bytes: 400 }),
+                saved: 2,
+                failed: 1,
+                error: Some("disk full".into()),
+                ..CheckpointsSummary::default()
+            }),
+        }
+    }
+
+    #[test]
+    fn the_table_shows_the_whole_status() {
+        let expected = "\
+job          mnist
+state        running (33.3 %)
+epoch        1 of 3
+step         10
+records      640 of 1920
+loss         0.2500, learning rate 0.001
+             accuracy 0.5000
+speed        20.0 k records/s, 64 s left
+all-reduce   TCP
+generation   2
+workers      2 desired
+             worker     pid  rank  state           step  ms/step  share  limit
+                  1      71     0  straggler         10      1.5   50 %  compute
+                  2      72     -  training           -      1.5      -  -
+disconnected worker 9 (rank 1) for 12.3 s
+pending      worker 3 unschedulable: 0/1 nodes are available
+tiers        elasticdl-core 2/2, elasticdl-tier-1 0/1
+evaluated    step 9: accuracy 0.7500, loss 0.5000
+checkpoints  step 9 in s3://b/c; the last one failed: disk full
+memberships  generation  cause  workers     at step     gap ms
+                      1  lost         2           9          -
+                      2  lost         2           9        3.0  (detect 0.1,
+               abort 0.2, agree 0.3, connect 0.4, state 0.5, first step 1.5)
+events       generation 2: 1 worker
+";
+        assert_eq!(to_table(&reply()), expected);
+    }
+
+    #[test]
+    fn a_job_of_100_workers_fits_into_80_columns() {
+        let (small, mut workers) = (reply(), Vec::new());
+        for number in 0..100_u32 {
+            workers.push(WorkerStatus {
+                worker: WorkerId(1000 + u64::from(number)),
+                pid: 4_194_304 - number,
+                rank: Some(number),
+                step: Some(12_345_678),
+                compute_us: 12_345_600,
+                share: Some(1.0),
+                limited_by: Some(["compute", "input", "network"][number as usize % 3].into()),
+                straggler: number == 7,
+                ..small.workers[0].clone()
+            });
+        }
+        let gang = "0/100 nodes are available: 40 Insufficient nvidia.com/gpu, 60 node(s) had \
+                    untolerated taint {dedicated: serving}";
+        let pending =
+            LaunchStatus { reason: Some(gang.into()), ..small.workers_pending[0].clone() };
+        let tier = |i| PriorityTierStatus {
+            class: format!("elasticdl-tier-{i}"),
+            launches: 9,
+            workers: 9,
+        };
+        let local = Status {
+            workers,
+            workers_pending: vec![pending],
+            priority_tiers: (1..=10).map(tier).collect(),
+            events: vec![format!("generation 7: worker 1007 lost; {gang}")],
+            ..small
+        };
+        let mut cluster = local.clone();
+        for worker in &mut cluster.workers {
+            worker.pod = Some(format!("recommendations-nightly-worker-{}", worker.worker));
+            worker.node = Some("ip-10-0-113-27.eu-central-1.compute.internal".into());
+        }
+        let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        for status in [&local, &cluster] {
+            let table = to_table(status);
+            let wide: Vec<&str> = table.lines().filter(|line| line.chars().count() > 80).collect();
+            assert_eq!(wide, [""; 0]);
+            assert_eq!(table.matches("straggler").count(), 1);
+            // What is wrapped is whole.
+            assert!(words(&table).windows(words(gang).len()).any(|part| part == words(gang)));
+        }
+        let one = "x".repeat(100);
+        assert_eq!(wrap(&format!("a {one} b")), ["a", &format!("  {one}"), "  b"]);
+    }
+
+    #[test]
+    fn an_inference_job_is_shown_with_its_shards_and_leases() {
+        let mut status = reply();
+        status.shards = Some(ShardCounts { todo: 5, leased: 3, done: 2 });
+        status.workers.truncate(1);
+        status.workers[0].leased_records = Some(64);
+        status.workers[0].state = "evaluating".into();
+        let table = to_table(&status);
+        let expected = "\
+             worker     pid  rank  state           step  ms/step  records leased
+                  1      71     0  straggler         10      1.5              64
+";
+        assert!(table.contains("\nshards       5 to do, 3 leased, 2 done\n"), "{table}");
+        assert!(table.contains(expected), "{table}");
+    }
+
+    #[test]
+    fn workers_in_a_cluster_are_shown_with_their_pods_and_nodes() {
+        let mut status = reply();
+        status.workers[0].pod = Some("mnist-w-1".into());
+        status.workers[0].node = Some("node-7".into());
+        let table = to_table(&status);
+        let expected = "\
+             worker  rank  state           step  ms/step  share  limit
+                  1     0  straggler         10      1.5   50 %  compute
+                     mnist-w-1 on node-7
+                  2     -  training           -      1.5      -  -
+";
+        assert!(table.contains(expected), "{table}");
+    }
+
+    #[test]
+    fn the_table_shows_the_newest_memberships_and_json_shows_all() {
+        let one = reply().memberships.remove(0);
+        let many = (1..=20)
+            .map(Generation)
+            .map(|generation| MembershipChange { generation, ..one.clone() });
+        let status = Status { memberships: many.collect(), ..reply() };
+        let shown = to_table(&status).lines().filter(|line| line.contains("  lost  ")).count();
+        assert_eq!((shown, status.memberships.len()), (5, 20));
+    }
+}

@@ -1,0 +1,300 @@
+//! The master of a local job, in this process.
+
+mod page;
+mod signals;
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tracing::{info, warn};
+
+use self::page::LocalPage;
+pub use self::signals::Stop;
+use self::signals::{Signals, StopEscalation};
+use crate::dashboard::JobOptions;
+use crate::event_loop::{JobResult, Master};
+use crate::exit::{Failure, cannot};
+use crate::exporters::Exporters;
+use crate::job::{JobSpec, Time};
+use crate::jobdir::{self, AbandonedJob, JobDir, JobDirError, JobStart, ProgramCopy};
+use crate::listener::{Identity, ServerConfig};
+use crate::local::Launcher;
+use crate::progress::Progress;
+use crate::{metrics, mlflow};
+
+/// A job that this process leads: a new one, or one whose master has died.
+#[derive(Debug)]
+pub struct LocalMaster {
+    spec: JobSpec,
+    /// Its addresses are those that are wanted until [`LocalMaster::listen`] has returned, which
+    /// sets the ports that were given.
+    start: JobStart,
+    abandoned: Option<Box<AbandonedJob>>,
+}
+
+/// The end of a local job.
+#[derive(Debug)]
+pub struct LocalEnd {
+    /// How the job has ended.
+    pub result: JobResult,
+    /// The signal that stopped it.
+    pub stop: Option<Stop>,
+}
+
+struct Listeners {
+    workers: TcpListener,
+    metrics: Option<TcpListener>,
+    dashboard: Option<TcpListener>,
+}
+
+impl LocalMaster {
+    /// The master of a new job.
+    #[must_use]
+    pub fn new(spec: JobSpec, start: JobStart) -> Self {
+        Self { spec, start, abandoned: None }
+    }
+
+    /// The next master of a job whose master has died.
+    #[must_use]
+    pub fn resume(abandoned: AbandonedJob) -> Self {
+        Self {
+            spec: abandoned.record.spec().clone(),
+            start: abandoned.start.clone(),
+            abandoned: Some(Box::new(abandoned)),
+        }
+    }
+
+    /// Leads the job in `dir` to its end. Once it listens, shows the job in what `progress` gives,
+    /// with the link of its page if `shows_link`.
+    ///
+    /// # Errors
+    /// The job can't be started. No worker was.
+    pub async fn run(
+        mut self,
+        dir: &JobDir,
+        progress: impl FnOnce() -> Progress,
+        shows_link: bool,
+    ) -> Result<LocalEnd, Failure> {
+        let Listeners { workers, metrics, dashboard } = self.listen().await?;
+        // Commands that find the address find the certificate.
+        let identity = self.identity(dir)?;
+        let JobStart { address, metrics: scraped, dashboard: browsed, .. } = self.start;
+        dir.publish(address, browsed).map_err(|e| Failure::failed(e.to_string()))?;
+        let mut signals = Signals::new().map_err(cannot("handle signals"))?;
+        let (publish, published) = watch::channel(None);
+        let progress = progress().publishing(publish);
+        let scraped = scraped.map(|address| format!("metrics at http://{address}/metrics"));
+        for text in self.notices(dir).into_iter().chain(scraped) {
+            info!("{text}");
+            progress.notice(Time::default(), text);
+        }
+        let spec = self.spec.clone();
+        let events = self.start.tensorboard_dir.as_deref().map(Path::new);
+        let (exporters, tracked) =
+            Exporters::start(&spec.name, events, self.parameters(), &published)?;
+        if let Some(listener) = metrics {
+            // The task ends with the runtime.
+            tokio::spawn(metrics::serve(listener, Some(published.clone()), Arc::new(|| true)));
+        }
+        let (page, mut requested) =
+            LocalPage::start(dashboard, &spec, dir, self.options(), published)?;
+        page.announce(browsed, shows_link, &progress);
+        let server_config =
+            ServerConfig { listener: workers, token: dir.token().clone(), identity };
+        let master = self.into_master(dir, server_config, progress)?.with_tracking(tracked);
+        let (commands, received) = mpsc::channel(COMMANDS_MAX);
+        let run = master.run(received);
+        tokio::pin!(run);
+        let mut escalation = StopEscalation::new(spec.grace_period);
+        let mut ended = loop {
+            tokio::select! {
+                ended = &mut run => break ended,
+                stop = signals.next() => {
+                    // The channel is full only if earlier signals, which already request the end,
+                    // are still queued.
+                    if let Some(command) = escalation.command(Instant::now(), stop) {
+                        let _ = commands.try_send(command);
+                    }
+                }
+                Some(request) = requested.recv() => {
+                    page::handle(request, &spec, &mut escalation, &commands);
+                }
+            }
+        };
+        ended.summary.tracking_error = exporters.finish(ended.summary.tracking_error).await;
+        page.end().await;
+        Ok(LocalEnd { result: ended, stop: escalation.first() })
+    }
+
+    fn is_new(&self) -> bool {
+        self.abandoned.is_none()
+    }
+
+    /// Listens at the addresses of the job.
+    async fn listen(&mut self) -> Result<Listeners, Failure> {
+        let address = self.start.address;
+        let workers = if self.is_new() {
+            TcpListener::bind(address).await.map_err(|e| {
+                let wanted = "it must be an address of this machine";
+                Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", address.ip()))
+            })?
+        } else {
+            let listen = format!("listen at {address}, where workers reconnect");
+            bind_again(address).await.map_err(cannot(&listen))?
+        };
+        let (metrics, dashboard) =
+            (self.listen_for_scrapes().await?, self.listen_for_browsers().await?);
+        let at = |listener: &TcpListener| listener.local_addr();
+        self.start.address = at(&workers).map_err(cannot("learn the listener's address"))?;
+        self.start.metrics = metrics.as_ref().and_then(|listener| at(listener).ok());
+        self.start.dashboard = dashboard.as_ref().and_then(|listener| at(listener).ok());
+        Ok(Listeners { workers, metrics, dashboard })
+    }
+
+    /// Listens where metrics are served. A job that is resumed continues without them.
+    async fn listen_for_scrapes(&self) -> Result<Option<TcpListener>, Failure> {
+        let Some(address) = self.start.metrics else { return Ok(None) };
+        match TcpListener::bind(address).await {
+            Ok(listener) => Ok(Some(listener)),
+            Err(e) if self.is_new() => {
+                let wanted = "choose another --metrics-port";
+                Err(Failure::usage(format!("can't serve metrics at {address}: {e}; {wanted}")))
+            }
+            Err(error) => {
+                warn!(%error, %address, "metrics are not served");
+                Ok(None)
+            }
+        }
+    }
+
+    /// Listens where the dashboard is served. A job that is resumed takes a free port if its own is
+    /// taken. A job without a loopback interface has no dashboard.
+    async fn listen_for_browsers(&self) -> Result<Option<TcpListener>, Failure> {
+        let Some(address) = self.start.dashboard else { return Ok(None) };
+        let listener = match TcpListener::bind(address).await {
+            Err(_) if !self.is_new() => TcpListener::bind((address.ip(), 0)).await,
+            bound => bound,
+        };
+        match listener {
+            Ok(listener) => Ok(Some(listener)),
+            Err(error) if address.port() == 0 => {
+                warn!(%error, %address, "the dashboard is not served");
+                Ok(None)
+            }
+            Err(e) => {
+                let wanted = "choose another --dashboard-port, or none";
+                let text = format!("can't serve the dashboard at {address}: {e}; {wanted}");
+                Err(Failure::usage(text))
+            }
+        }
+    }
+
+    /// What the user should know before the job starts. Makes the job known by its name.
+    fn notices(&self, dir: &JobDir) -> Vec<String> {
+        if !self.is_new() {
+            return Vec::new();
+        }
+        let unnamed = jobdir::register(&self.spec.name, dir.path()).err();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let workers = self.spec.num_workers as usize;
+        let crowded = (workers > cores.saturating_mul(CROWD)).then(|| {
+            format!("{workers} workers share {cores} cores: fewer workers are likely to be faster")
+        });
+        unnamed.into_iter().chain(crowded).collect()
+    }
+
+    /// Identity with which the master serves TLS: that of the job's earlier masters, or a new one
+    /// if it listens on the network.
+    fn identity(&self, dir: &JobDir) -> Result<Option<Identity>, Failure> {
+        if self.is_new() && !self.start.address.ip().is_loopback() {
+            let made = dir.create_certificates(&self.spec.name);
+            made.map_err(|error| Failure::failed(error.to_string()))?;
+        }
+        dir.identity().map_err(|error| Failure::failed(error.to_string()))
+    }
+
+    /// What the page says of the job's start.
+    fn options(&self) -> JobOptions {
+        let program = self.start.program.to_string_lossy().into_owned();
+        let program = ("program".to_owned(), program);
+        let options = std::iter::once(program).chain(self.parameters()).collect();
+        let began = self.start.began.duration_since(UNIX_EPOCH).unwrap_or_default();
+        JobOptions { began, options }
+    }
+
+    /// Options of the job, and arguments of its program, by which users compare jobs.
+    fn parameters(&self) -> Vec<(String, String)> {
+        let args: Vec<_> = self.start.args.iter().map(|arg| arg.to_string_lossy()).collect();
+        mlflow::parameters(&self.spec, args.iter().map(|arg| &**arg))
+    }
+
+    /// Creates the master.
+    fn into_master(
+        self,
+        dir: &JobDir,
+        server_config: ServerConfig,
+        progress: Progress,
+    ) -> Result<Master, Failure> {
+        let Self { spec, mut start, abandoned } = self;
+        if abandoned.is_none() {
+            start.copy = ProgramCopy::make(Path::new(&start.program), dir.program_path());
+            start = persist(start, dir)?;
+        }
+        let JobStart { program, args, master_timeout, copy, began, .. } = start;
+        let launcher = Launcher::new(program.into(), args, dir, master_timeout)
+            .with_copy(copy)
+            .sharing_cores(spec.num_workers);
+        let master = match abandoned {
+            None => Master::new(spec, server_config, launcher, progress),
+            Some(abandoned) => {
+                // A clock that was set back only makes the job's age too small.
+                let age = SystemTime::now().duration_since(began).unwrap_or_default();
+                Master::resume(*abandoned, age, server_config, launcher, progress)
+            }
+        };
+        let master = master.map_err(cannot("start the master"))?;
+        Ok(master.with_persisted_job_file(dir.persisted_job_file()))
+    }
+}
+
+/// Persists how the job is started. Where the disk is too full for that, without a copy of the
+/// program.
+fn persist(start: JobStart, dir: &JobDir) -> Result<JobStart, Failure> {
+    let failed = |error: JobDirError| Failure::failed(error.to_string());
+    match dir.persist_start(&start) {
+        Ok(()) => return Ok(start),
+        Err(error) if start.copy.is_none() => return Err(failed(error)),
+        Err(_) => {}
+    }
+    let _ = std::fs::remove_file(dir.program_path());
+    let start = JobStart { copy: None, ..start };
+    dir.persist_start(&start).map_err(failed)?;
+    Ok(start)
+}
+
+/// Binds the address of the previous master. A worker that reconnects may hold this port as the
+/// local end of its own connection attempt for a moment; it is free again when the attempt has
+/// failed.
+async fn bind_again(address: SocketAddr) -> io::Result<TcpListener> {
+    let mut attempts = BIND_ATTEMPTS;
+    loop {
+        attempts -= 1;
+        match TcpListener::bind(address).await {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && attempts > 0 => {
+                tokio::time::sleep(BIND_PAUSE).await;
+            }
+            bound => return bound,
+        }
+    }
+}
+
+/// Workers per core from which on the user is told that they are many.
+const CROWD: usize = 4;
+const BIND_ATTEMPTS: u32 = 20;
+const BIND_PAUSE: Duration = Duration::from_millis(100);
+const COMMANDS_MAX: usize = 4;
