@@ -20,7 +20,6 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::objects::owned;
 use super::options::Resources;
 use crate::job::LaunchId;
 
@@ -181,37 +180,6 @@ impl GangOptions {
         }
     }
 
-    /// The PodGroup of `gang`, which the anchor owns; `None` if the scheduler needs none.
-    #[must_use]
-    pub fn pod_group(&self, gang: &str, anchor: &ObjectMeta) -> Option<Value> {
-        let api = self.scheduler.group_api()?;
-        let core = self.core_pods;
-        let mut spec = match self.scheduler {
-            GangScheduler::Kueue => return None,
-            GangScheduler::Native => json!({"schedulingPolicy": {"gang": {"minCount": core}}}),
-            GangScheduler::Volcano => {
-                let mut spec = json!({"minMember": core, "minResources": self.core_resources});
-                if let Some(queue) = &self.queue {
-                    spec["queue"] = queue.as_str().into();
-                }
-                spec
-            }
-        };
-        let has_class = match self.scheduler {
-            GangScheduler::Native => self.version != "v1alpha2",
-            scheduler => scheduler == GangScheduler::Volcano,
-        };
-        if let Some(class) = self.priority_class.as_ref().filter(|_| has_class) {
-            spec[PRIORITY_CLASS] = class.as_str().into();
-        }
-        Some(json!({
-            "apiVersion": format!("{}/{}", api.group, self.version),
-            "kind": "PodGroup",
-            "metadata": owned(anchor, gang, "gang"),
-            "spec": spec,
-        }))
-    }
-
     /// A pod as JSON, with the fields that older servers do not know.
     ///
     /// # Panics
@@ -257,8 +225,6 @@ fn times(quantity: &str, count: u32) -> String {
 pub const GANG_LABEL: &str = "elasticdl/gang";
 /// Resource of PodGroups, in all APIs that have them.
 pub const POD_GROUPS: &str = "podgroups";
-/// Key of a PodGroup's specification for its priority class.
-pub(super) const PRIORITY_CLASS: &str = "priorityClassName";
 const GROUP_VERBS: &[&str] = &["create", "delete"];
 
 #[cfg(test)]

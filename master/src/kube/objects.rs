@@ -19,6 +19,7 @@ mod metadata;
 mod names;
 mod network_policy;
 mod parts;
+mod pod_group;
 mod request;
 mod template;
 
@@ -39,6 +40,7 @@ pub use self::metadata::owned;
 use self::metadata::{anchor_owner, metadata, own_labels, owner};
 pub use self::names::*;
 use self::parts::add_volumes;
+pub(crate) use self::pod_group::{PRIORITY_CLASS, pod_group};
 pub use self::request::{Request, Task};
 use crate::certificates::Certificates;
 use crate::job::LaunchId;

@@ -10,7 +10,8 @@ use serde_json::Value;
 use tracing::{info, warn};
 
 use crate::kube::client::{Cluster, is_code};
-use crate::kube::gang::{GangOptions, PRIORITY_CLASS};
+use crate::kube::gang::GangOptions;
+use crate::kube::objects::{PRIORITY_CLASS, pod_group};
 use crate::kube::priority_tiers;
 
 /// Creates and deletes PodGroups, and pods with fields that older servers do not know.
@@ -32,8 +33,8 @@ impl PodGroups {
     /// Creates the PodGroup of `gang`, unless it exists or the scheduler has none.
     pub(super) async fn ensure(&self, gang: &str) -> Result<(), kube::Error> {
         let is_created = self.created().contains(gang);
-        let Some(mut group) = self.options.pod_group(gang, &self.anchor).filter(|_| !is_created)
-        else {
+        let group = pod_group(&self.options, gang, &self.anchor);
+        let Some(mut group) = group.filter(|_| !is_created) else {
             return Ok(());
         };
         let path = self.path();
