@@ -88,6 +88,50 @@ fn is_yanked(entries: &[u8], version: &str) -> Option<bool> {
         .map(|json| json["yanked"] == true)
 }
 
+/// Readers and builds stop at a crate's wall: who needs no clusters compiles no client of them.
+/// The tests may name all crates.
+#[test]
+fn crates_are_named_only_where_they_belong() {
+    let manifest = |member: &str| fs::read_to_string(root().join(member).join("Cargo.toml"));
+    let mut named = BTreeMap::<String, BTreeSet<String>>::new();
+    for member in members().into_iter().filter(|member| member != "tests") {
+        for name in shipped_dependencies(&manifest(&member).unwrap()) {
+            named.entry(name).or_default().insert(member.clone());
+        }
+    }
+    for (names, members) in NAMED_BY {
+        let may: BTreeSet<String> = members.iter().map(|member| (*member).into()).collect();
+        for name in *names {
+            let by = named.remove(*name).unwrap_or_default();
+            assert!(by == may, "{name} is named by {by:?}, and must be by {may:?}; see NAMED_BY");
+        }
+    }
+    let ours: Vec<_> = named.keys().filter(|name| name.starts_with("elasticdl")).collect();
+    assert!(ours.is_empty(), "{ours:?}: say in NAMED_BY who may name them");
+}
+
+/// The members of the workspace.
+fn members() -> Vec<String> {
+    let workspace = fs::read_to_string(root().join("Cargo.toml")).unwrap();
+    let list = workspace.lines().find_map(|line| line.strip_prefix("members = [")).unwrap();
+    let quoted = list.split('"').skip(1).step_by(2);
+    quoted.map(Into::into).collect()
+}
+
+/// The crates that a manifest names for what it ships and for build scripts.
+fn shipped_dependencies(manifest: &str) -> BTreeSet<String> {
+    let mut is_shipped = false;
+    let mut names = BTreeSet::new();
+    for line in manifest.lines() {
+        if let Some(section) = line.strip_prefix('[') {
+            is_shipped = section.contains("dependencies]") && !section.contains("dev-");
+        } else if is_shipped && line.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+            names.extend(line.split([' ', '.', '=']).next().map(Into::into));
+        }
+    }
+    names
+}
+
 #[test]
 fn every_crate_has_a_licence_that_allows_distribution() {
     let metadata = metadata();
@@ -220,13 +264,35 @@ fn one(rest: &mut &[&str]) -> bool {
 const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
 /// Crates whose code is in the programs and libraries that users get.
-const SHIPPED: [&str; 6] = [
+const SHIPPED: [&str; 7] = [
     "elasticdl",
+    "elasticdl-cli",
     "elasticdl-collective",
     "elasticdl-examples",
     "elasticdl-master",
     "elasticdl-proto",
     "elasticdl-python",
+];
+
+/// Crates, and the members of the workspace that name them.
+const NAMED_BY: &[(&[&str], &[&str])] = &[
+    (&["arrow-array", "arrow-buffer", "arrow-ipc", "arrow-schema"], &["worker/data"]),
+    (&["candle-core", "candle-nn"], &["worker"]),
+    (&["clap"], &["examples", "master/cli"]),
+    (&["clap_complete", "clap_mangen", "indicatif"], &["master/cli"]),
+    (&["cudarc"], &["collective", "worker"]),
+    (&["elasticdl"], &["examples", "worker/python"]),
+    (&["elasticdl-cli"], &[]),
+    (&["elasticdl-collective"], &["worker"]),
+    (&["elasticdl-data"], &["worker"]),
+    (&["elasticdl-master"], &["master/cli"]),
+    (&["elasticdl-proto"], &["master", "master/cli", "worker", "worker/data"]),
+    (&["elasticdl-stand-ins"], &[]),
+    (&["k8s-openapi", "kube"], &["master"]),
+    (&["object_store", "parquet"], &["worker/data"]),
+    (&["pyo3"], &["worker/python"]),
+    (&["tokio"], &["master", "master/cli", "worker", "worker/data"]),
+    (&["tonic"], &["master", "master/cli", "proto", "worker"]),
 ];
 
 /// Licences without conditions on the programs that contain the code, but notices.

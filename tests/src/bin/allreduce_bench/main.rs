@@ -2,7 +2,7 @@
 //! JSON.
 //!
 //! ```sh
-//! cargo run --release -p elasticdl-collective --bin allreduce_bench -- \
+//! cargo run --release -p elasticdl-tests --bin allreduce_bench -- \
 //!     --world 4 --bytes 67108864 --iters 9 --transport tcp
 //! ```
 //!
