@@ -217,7 +217,7 @@ pub enum Progress<'a> {
     Finished { error: Option<&'a str> },
     /// The group of `generation` holds one state.
     Grouped { generation: u64, rank: usize, world_size: usize },
-    /// The group holds this state: as for `Committed`.
+    /// The group holds this state, or this worker has fetched it: as for `Committed`.
     Resumed { step: u64, epoch: u32, records: u64 },
 }
 

@@ -255,12 +255,17 @@ impl<M: Model> Trainer<'_, M> {
             let (generation, world_size) = (generation.0, group.world_size());
             self.model.observe(Progress::Grouped { generation, rank, world_size });
         }
+        self.observe_state();
+        tracing::info!(step = self.session.step(), "all ranks at one state");
+        Ok(())
+    }
+
+    /// Lets the model know the state that it continues.
+    fn observe_state(&mut self) {
         if let Some(state) = self.session.state() {
             let (epoch, records) = (state.ledger.epoch(), state.records_trained);
             self.model.observe(Progress::Resumed { step: state.step, epoch, records });
         }
-        tracing::info!(step = self.session.step(), "all ranks at one state");
-        Ok(())
     }
 
     fn step(&mut self, is_empty: bool) -> Result<(), Stopped> {

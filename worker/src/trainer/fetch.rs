@@ -144,6 +144,10 @@ impl<M: Model> Trainer<'_, M> {
             session.fetched(incoming.generation);
         }
         source.report(incoming.position(session.step()));
+        if incoming.is_complete() {
+            // Results of later steps follow.
+            self.observe_state();
+        }
         Ok(())
     }
 
