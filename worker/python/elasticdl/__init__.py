@@ -10,6 +10,7 @@ This module needs nothing but Python. For PyTorch, use :mod:`elasticdl.torch`.
 
 from ._data import sampler
 from ._elasticdl import Ring
-from ._job import Job, Record, Sampler, join
+from ._job import Job, join
+from ._sampler import Record, Sampler
 
 __all__ = ["Job", "Record", "Ring", "Sampler", "join", "sampler"]

@@ -1,9 +1,9 @@
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, SupportsFloat
-
 from ._elasticdl import Ring as Ring
+from ._job import Job as Job
+from ._job import join as join
+from ._sampler import Record as Record
+from ._sampler import Sampler as Sampler
 
-def join() -> Job: ...
 def sampler(
     length: int,
     *,
@@ -16,104 +16,3 @@ def sampler(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Sampler: ...
-
-class Job:
-    @property
-    def generation(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def records(self) -> int: ...
-    @property
-    def work(self) -> Literal["evaluate", "predict", "train"]: ...
-    @property
-    def data(self) -> str | None: ...
-    @property
-    def validation_data(self) -> str | None: ...
-    @property
-    def micro_batch(self) -> list[Record]: ...
-    @property
-    def seed(self) -> int: ...
-    def seed_for(
-        self,
-        *,
-        record: int | None = None,
-        step: int | None = None,
-        epoch: int | None = None,
-        stream: int = 0,
-    ) -> int: ...
-    @property
-    def parameters(self) -> memoryview[float]: ...
-    @property
-    def gradient(self) -> memoryview[float]: ...
-    @property
-    def state(self) -> Any: ...
-    def model(
-        self,
-        parameters: int,
-        *,
-        state: int = 0,
-        initialize: Callable[[int], Any] | None = None,
-        update: Callable[[int, int], Any] | None = None,
-        name: str = "parameters",
-    ) -> None: ...
-    def sampler(
-        self,
-        length: int,
-        *,
-        micro_batch: int = 32,
-        global_batch: int | None = None,
-        epochs: int | None = None,
-        max_steps: int | None = None,
-        seed: int | None = None,
-        shuffle: bool | None = None,
-    ) -> Sampler: ...
-    def evaluator(
-        self,
-        length: int,
-        function: Callable[[list[int]], Mapping[str, Any]] | None = None,
-        *,
-        micro_batch: int = 64,
-    ) -> Any: ...
-    def predictor(
-        self,
-        length: int,
-        function: Callable[[list[int]], Mapping[str, Any]] | None = None,
-        *,
-        micro_batch: int = 64,
-    ) -> Any: ...
-    def run(self) -> None: ...
-    def report(self, name: str, mean: SupportsFloat) -> None: ...
-    def commit(
-        self, loss: float = 0.0, *, reduction: Literal["mean", "sum"] = "mean"
-    ) -> bool: ...
-
-class Record(int):
-    epoch: int
-    def seed_for(self, stream: int = 0) -> int: ...
-
-class Sampler(Iterator[list[Record]]):
-    length: int
-    micro_batch: int | None
-    seed: int | None
-    @property
-    def generation(self) -> int: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def records(self) -> int: ...
-    def __iter__(self) -> Sampler: ...
-    def __next__(self) -> list[Record]: ...
-    def commit(self) -> bool: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...

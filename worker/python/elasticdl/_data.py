@@ -3,7 +3,11 @@
 import collections
 import os
 
-from . import _elasticdl, _job
+from . import _elasticdl
+from ._checks import check_count
+from ._job import Job
+from ._process import process
+from ._sampler import Record, Sampler
 
 
 def sampler(
@@ -36,21 +40,21 @@ def sampler(
     """
     limits = {"global_batch": global_batch, "epochs": epochs, "max_steps": max_steps}
     order = {"seed": seed, "shuffle": shuffle}
-    if _job._process.job is not None:
+    if process.job is not None:
         raise RuntimeError("this process has joined its job already; its data is job.sampler()")
     core = _elasticdl.Core.join()
     if core is not None:
         if rank is not None or world_size is not None:
             raise ValueError("rank and world_size are the job's; leave them out")
-        job = _job.Job(core)
-        _job._process.enter(job)
+        job = Job(core)
+        process.enter(job)
         # What the group carries beside the records: one number, which stays zero.
         job.model(1, update=lambda step, records: None)
         return job.sampler(length, micro_batch=micro_batch or 32, **limits, **order)
     rank = _of_environment("RANK", rank, 0)
     world_size = _of_environment("WORLD_SIZE", world_size, 1)
     if micro_batch is not None:
-        _job._check_count("micro_batch", micro_batch, 1)
+        check_count("micro_batch", micro_batch, 1)
     for name, value, least in (
         ("length", length, 1),
         ("global_batch", 32 * world_size if global_batch is None else global_batch, 1),
@@ -59,9 +63,9 @@ def sampler(
         ("rank", rank, 0),
         ("world_size", world_size, 1),
     ):
-        _job._check_count(name, value, least)
+        check_count(name, value, least)
     if max_steps is not None:
-        _job._check_count("max_steps", max_steps, 1)
+        check_count("max_steps", max_steps, 1)
     if shuffle not in (None, False, True):
         raise TypeError(f"shuffle is {shuffle!r}; it must be a bool")
     seed = None if shuffle is False else seed or 0
@@ -74,7 +78,7 @@ def sampler(
         world_size=world_size,
     )
     group = _FixedGroup(share, (rank, world_size), length, micro_batch, seed, max_steps)
-    return _job.Sampler(group, length, micro_batch, seed)
+    return Sampler(group, length, micro_batch, seed)
 
 
 class _FixedGroup:
@@ -115,7 +119,7 @@ class _FixedGroup:
             step = self._share.step(self._at)
         if step is None:
             raise StopIteration
-        epoch, indices, end = step
+        epoch, indices, end = step.epoch, step.records, step.next
         if end - self._at < self.world_size:
             raise ValueError(
                 f"the step after record {self._at % self._length} of epoch {epoch} has "
@@ -124,7 +128,7 @@ class _FixedGroup:
                 "as there are ranks"
             )
         size = self._micro_batch or len(indices)
-        records = [_job.Record(index, epoch, self._seed or 0) for index in indices]
+        records = [Record(index, epoch, self._seed or 0) for index in indices]
         for at in range(0, len(records), size):
             is_last = at + size >= len(records)
             self._rest.append((records[at : at + size], end if is_last else None))

@@ -1,5 +1,7 @@
 """Evaluation and prediction: what a program says of its model beside training."""
 
+import dataclasses
+
 
 class Function:
     """A function of the program, and the data that it is applied to. It decorates the function."""
@@ -8,23 +10,18 @@ class Function:
         """``convert(function, indices)`` calls the function, and returns what the core takes."""
         self.length = length
         self.micro_batch = micro_batch
+        self.function = None
         self._convert = convert
-        self._function = None
 
     def __call__(self, function):
         if not callable(function):
             raise TypeError(f"{function!r} can't be called; it must be a function")
-        self._function = function
+        self.function = function
         return function
-
-    @property
-    def data(self):
-        """Number of records, and maximum number of records of a call."""
-        return None if self._function is None else (self.length, self.micro_batch)
 
     def run(self, indices):
         """The result for these records."""
-        return self._convert(self._function, indices)
+        return self._convert(self.function, indices)
 
 
 class Evaluator(Function):
@@ -51,6 +48,15 @@ class Evaluator(Function):
             )
         self._names = names
         return pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of predictions. ``kind``: "f32", "i64" or "text"."""
+
+    name: str
+    kind: str
+    values: list
 
 
 class Predictor(Function):
@@ -99,7 +105,7 @@ def _column(name, value, records):
         )
     for kind, types in ("i64", int), ("f32", (int, float)), ("text", str):
         if all(isinstance(each, types) for each in values):
-            return name, kind, values
+            return Column(name, kind, values)
     raise TypeError(f"the column {name} has values that are neither numbers nor text")
 
 

@@ -13,7 +13,7 @@ use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::floats::Floats;
-use crate::gpu::{AddressTuple, Gpu};
+use crate::gpu::GpuMemory;
 
 /// A worker of a job, or one that trains alone.
 #[pyclass(frozen, module = "elasticdl._elasticdl")]
@@ -41,14 +41,40 @@ struct Training {
     /// Gradient of one micro-batch, and in an update that of the step; `None` if the program itself
     /// adds to the trainer's.
     gradient: Option<Box<dyn ProgramMemory>>,
-    callbacks: [Py<PyAny>; 5],
+    calls: Calls,
+    evaluation: Option<Application>,
+    prediction: Option<Application>,
 }
 
-/// Number of records, and maximum number of records of a call.
-type InferenceTuple = (u64, usize);
+/// What the program does for the trainer: functions, attributes of an object of Python.
+#[derive(Debug, FromPyObject)]
+struct Calls {
+    /// `initialize(seed, address of the parameters on the host)`.
+    initialize: Py<PyAny>,
+    /// `update(step, records, loads, address of the sum)`.
+    update: Py<PyAny>,
+    /// `load()`: the parameters are new.
+    load: Py<PyAny>,
+}
 
-/// A column of predictions: its name, its type and its values.
-type ColumnTuple<'py> = (String, String, Bound<'py, PyAny>);
+/// How the program applies its model to data, as attributes of an object of Python.
+#[derive(Debug, FromPyObject)]
+struct Application {
+    /// Number of records.
+    length: u64,
+    /// Maximum number of records of a call.
+    micro_batch: usize,
+    /// `run(records)`: their metrics, or columns.
+    run: Py<PyAny>,
+}
+
+/// A column of predictions, as attributes of an object of Python.
+#[derive(Debug, FromPyObject)]
+struct Column<'py> {
+    name: String,
+    kind: String,
+    values: Bound<'py, PyAny>,
+}
 
 /// Options of the job, as [`JobOptions`].
 #[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
@@ -62,10 +88,41 @@ pub(crate) struct Options {
     is_deterministic: bool,
 }
 
-/// The micro-batch that was drawn first: the address of the step's gradient, or 0 if the
-/// micro-batch will be discarded; number of records, number of records in that gradient; whether
-/// its parts are summed as soon as they are complete; whether it is the last one of the step.
-type CountedTuple = (usize, usize, u64, bool, bool);
+/// The memory of a model, and the progress of its training.
+#[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
+#[derive(Debug)]
+pub(crate) struct Started {
+    parameters: Py<Floats>,
+    gradient: Py<Floats>,
+    state: Py<Floats>,
+    progress: Py<Progress>,
+}
+
+/// A micro-batch that is drawn.
+#[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
+#[derive(Debug)]
+pub(crate) struct MicroBatch {
+    epoch: u32,
+    /// Indices of records.
+    records: Vec<u64>,
+    /// Whether there is none before the next `wait`.
+    must_wait: bool,
+}
+
+/// How the micro-batch that was drawn first counts.
+#[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CountedBatch {
+    /// Address of the step's gradient; `None` if the micro-batch will be discarded.
+    address: Option<usize>,
+    records: usize,
+    /// Number of records in that gradient.
+    before: u64,
+    /// Whether it is the last one of the step.
+    is_last: bool,
+    /// Whether its parts are summed as soon as they are complete.
+    is_overlapped: bool,
+}
 
 #[pymethods]
 impl Core {
@@ -126,16 +183,13 @@ impl Core {
         self.is_alone
     }
 
-    /// Declares the model. Returns the memory of parameters, gradient and state, and a view of the
-    /// progress. The trainer starts at the first `wait`. `callbacks`: initialize(seed, address of
-    /// the parameters on the host), update(step, records, loads, address of the sum), load(),
-    /// evaluate(records), predict(records). `is_direct`: the program adds gradients to the
-    /// trainer's itself, and the memory of the gradient is empty. `on_gpu`: a GPU, addresses there,
-    /// and the owner of their memory; the memory on the host is then empty.
+    /// Declares the model. The trainer starts at the first `wait`. `is_direct`: the program adds
+    /// gradients to the trainer's itself, and the memory of the gradient is empty. `on_gpu`: memory
+    /// of the program there; the memory on the host is then empty.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
         *, records, tensors, slots, micro_batch, absorbed, bucket_len, is_direct, on_gpu,
-        evaluation, prediction, callbacks
+        evaluation, prediction, calls
     ))]
     fn start(
         &self,
@@ -147,19 +201,15 @@ impl Core {
         absorbed: u64,
         bucket_len: Option<usize>,
         is_direct: bool,
-        on_gpu: Option<(Py<Gpu>, AddressTuple, Py<PyAny>)>,
-        evaluation: Option<InferenceTuple>,
-        prediction: Option<InferenceTuple>,
-        callbacks: [Py<PyAny>; 5],
-    ) -> PyResult<(Floats, Floats, Floats, Progress)> {
+        on_gpu: Option<GpuMemory>,
+        evaluation: Option<Application>,
+        prediction: Option<Application>,
+        calls: Calls,
+    ) -> PyResult<Started> {
         let mut stage = self.stage()?;
         let tensors: Vec<_> =
             tensors.into_iter().map(|(name, shape)| NamedTensor::new(name, shape)).collect();
         let parameters = tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
-        let [evaluation, prediction] = [evaluation, prediction].map(|data| {
-            let (records, batch) = data?;
-            Some(Inference { records, batch: NonZeroUsize::new(batch)? })
-        });
         let shape = Shape {
             records,
             tensors,
@@ -167,8 +217,8 @@ impl Core {
             slots,
             bucket_len,
             absorbed,
-            evaluation,
-            prediction,
+            evaluation: evaluation.as_ref().and_then(Application::inference),
+            prediction: prediction.as_ref().and_then(Application::inference),
         };
         if let Some(converted) = py.detach(|| shape.convert()) {
             *stage = Stage::Ended;
@@ -192,7 +242,7 @@ impl Core {
         };
         let [parameters, gradient, state] = py.detach(|| lengths.map(Floats::new));
         let memory = match on_gpu {
-            Some((gpu, addresses, owner)) => Memory::Device(gpu.get().memory(addresses, owner)),
+            Some(memory) => Memory::Device(memory.into_trainer()),
             None => {
                 let (parameters, slots) = (parameters.for_trainer(), state.for_trainer());
                 Memory::Host(StateMemory { parameters, slots })
@@ -201,8 +251,14 @@ impl Core {
         let driver = Driver::new(worker, shape, memory, micro_batch);
         let watch = driver.watch();
         let own = (!is_direct).then(|| gradient.for_trainer());
-        *stage = Stage::Training(Box::new(Training { driver, gradient: own, callbacks }));
-        Ok((parameters, gradient, state, Progress { watch }))
+        let training = Training { driver, gradient: own, calls, evaluation, prediction };
+        *stage = Stage::Training(Box::new(training));
+        Ok(Started {
+            parameters: Py::new(py, parameters)?,
+            gradient: Py::new(py, gradient)?,
+            state: Py::new(py, state)?,
+            progress: Py::new(py, Progress { watch })?,
+        })
     }
 
     /// Waits until the trainer requests a gradient, and updates parameters meanwhile. Returns
@@ -231,37 +287,40 @@ impl Core {
                     return Err(PySystemExit::new_err(i32::from(code)));
                 }
                 Some(Event::Evaluate { records }) => {
-                    let means = self.apply(py, 3, records)?.extract::<Vec<(String, f64)>>(py)?;
+                    let means = self.apply(py, records, |training| training.evaluation.as_ref())?;
+                    let means = means.extract::<Vec<(String, f64)>>(py)?;
                     self.training(|training| training.driver.evaluated(means))?;
                 }
                 Some(Event::Predict { records }) => {
-                    let columns = self.apply(py, 4, records)?;
-                    let rows = rows_of(columns.extract::<Vec<ColumnTuple<'_>>>(py)?)?;
+                    let columns =
+                        self.apply(py, records, |training| training.prediction.as_ref())?;
+                    let rows = rows_of(columns.extract::<Vec<Column<'_>>>(py)?)?;
                     self.training(|training| training.driver.predicted(rows))?;
                 }
                 Some(Event::Gradient { loads }) => {
                     if loads {
-                        self.callback(py, 2)?.call0(py)?;
+                        self.call(py, |calls| &calls.load)?.call0(py)?;
                     }
                     return Ok(true);
                 }
                 Some(Event::Initialize { seed }) => {
                     let address = self.training(|training| training.driver.address())?;
-                    self.callback(py, 0)?.call1(py, (seed, address.unwrap_or(0)))?;
+                    let initialize = self.call(py, |calls| &calls.initialize)?;
+                    initialize.call1(py, (seed, address.unwrap_or(0)))?;
                     self.training(|training| training.driver.done())?;
                 }
                 Some(Event::Update { step, records, loads }) => {
                     let address = self.training(Training::begin_update)?;
-                    self.callback(py, 1)?.call1(py, (step, records, loads, address))?;
+                    let update = self.call(py, |calls| &calls.update)?;
+                    update.call1(py, (step, records, loads, address))?;
                     self.training(Training::end_update)?;
                 }
             }
         }
     }
 
-    /// The next micro-batch: its epoch, and indices of records. None if there is none now; without
-    /// indices: call `wait` first.
-    fn next_batch(&self, py: Python<'_>) -> PyResult<Option<(u32, Vec<u64>)>> {
+    /// The next micro-batch; None if there is none now.
+    fn next_batch(&self, py: Python<'_>) -> PyResult<Option<MicroBatch>> {
         let batch = self.training(|training| {
             let driver = &mut training.driver;
             py.detach(|| driver.next_batch())
@@ -270,20 +329,28 @@ impl Core {
             NextBatch::Batch(records) => {
                 // A micro-batch lies in one step, and a step in one epoch.
                 let epoch = records.first().map_or(0, |record| record.epoch);
-                Some((epoch, records.iter().map(|record| record.number).collect()))
+                let records = records.iter().map(|record| record.number).collect();
+                Some(MicroBatch { epoch, records, must_wait: false })
             }
             NextBatch::Ended | NextBatch::Later => None,
-            NextBatch::Wait => Some((0, Vec::new())),
+            NextBatch::Wait => Some(MicroBatch { epoch: 0, records: Vec::new(), must_wait: true }),
         })
     }
 
     /// How the micro-batch that was drawn first counts.
-    fn counted(&self) -> PyResult<CountedTuple> {
+    fn counted(&self) -> PyResult<CountedBatch> {
         self.training(|Training { driver, .. }| match driver.counted() {
-            Some(Counted { records, before, is_overlapped, is_last }) => {
-                (driver.address().unwrap_or(0), records, before, is_overlapped, is_last)
+            Some(Counted { records, before, is_last, is_overlapped }) => {
+                let address = driver.address();
+                CountedBatch { address, records, before, is_last, is_overlapped }
             }
-            None => (0, 0, 0, false, false),
+            None => CountedBatch {
+                address: None,
+                records: 0,
+                before: 0,
+                is_last: false,
+                is_overlapped: false,
+            },
         })
     }
 
@@ -355,15 +422,28 @@ impl Core {
         }
     }
 
-    /// Calls a function that applies the model to records, with the buffers of the group's state.
-    fn apply(&self, py: Python<'_>, which: usize, records: Vec<Record>) -> PyResult<Py<PyAny>> {
-        self.callback(py, 2)?.call0(py)?;
+    /// Applies the model to records, with the buffers of the group's state.
+    fn apply(
+        &self,
+        py: Python<'_>,
+        records: Vec<Record>,
+        which: impl Fn(&Training) -> Option<&Application>,
+    ) -> PyResult<Py<PyAny>> {
+        self.call(py, |calls| &calls.load)?.call0(py)?;
+        let run = self.training(|training| which(training).map(|one| one.run.clone_ref(py)))?;
+        let run = run.ok_or_else(|| PyRuntimeError::new_err("the program has no such function"))?;
         let records: Vec<u64> = records.into_iter().map(|record| record.number).collect();
-        self.callback(py, which)?.call1(py, (records,))
+        run.call1(py, (records,))
     }
 
-    fn callback(&self, py: Python<'_>, which: usize) -> PyResult<Py<PyAny>> {
-        self.training(|training| training.callbacks[which].clone_ref(py))
+    fn call(&self, py: Python<'_>, which: impl Fn(&Calls) -> &Py<PyAny>) -> PyResult<Py<PyAny>> {
+        self.training(|training| which(&training.calls).clone_ref(py))
+    }
+}
+
+impl Application {
+    fn inference(&self) -> Option<Inference> {
+        Some(Inference { records: self.length, batch: NonZeroUsize::new(self.micro_batch)? })
     }
 }
 
@@ -440,9 +520,9 @@ impl Progress {
     }
 }
 
-fn rows_of(columns: Vec<ColumnTuple<'_>>) -> PyResult<Predictions> {
+fn rows_of(columns: Vec<Column<'_>>) -> PyResult<Predictions> {
     let mut rows = Predictions::new();
-    for (name, kind, values) in columns {
+    for Column { name, kind, values } in columns {
         rows = match kind.as_str() {
             "f32" => rows.f32(&name, values.extract()?),
             "i64" => rows.i64(&name, values.extract()?),

@@ -6,6 +6,17 @@ use elasticdl::external::{self, Keyed, StepShare, seed_of};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+/// A rank's share of a step.
+#[pyclass(frozen, get_all, module = "elasticdl._elasticdl")]
+#[derive(Debug)]
+pub(crate) struct Step {
+    epoch: u32,
+    /// Records of this rank.
+    records: Vec<u64>,
+    /// Number of records before the next step.
+    next: u64,
+}
+
 /// The order of a data set, and how the ranks of a group without a master divide its steps.
 #[pyclass(frozen, module = "elasticdl._elasticdl")]
 #[derive(Debug)]
@@ -41,12 +52,11 @@ impl Share {
         Ok(Self { inner, rank, world_size })
     }
 
-    /// The step after the first `absorbed` records: its epoch, the records of this rank, and the
-    /// number of records before the next step. None at the end.
-    fn step(&self, absorbed: u64) -> Option<(u32, Vec<u64>, u64)> {
+    /// The step after the first `absorbed` records. None at the end.
+    fn step(&self, absorbed: u64) -> Option<Step> {
         let step = self.inner.step(absorbed, self.rank, self.world_size)?;
         let StepShare { epoch, records, next } = step;
-        Some((epoch, records, next))
+        Some(Step { epoch, records, next })
     }
 }
 

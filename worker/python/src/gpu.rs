@@ -11,8 +11,17 @@ pub(crate) struct Gpu {
     device: Device,
 }
 
-/// Addresses on the GPU: of the parameters, of the optimizer state, and of two gradients.
-pub(crate) type AddressTuple = (u64, u64, u64, u64);
+/// Memory of the program on a GPU, by address, as attributes of an object of Python.
+#[derive(Debug, FromPyObject)]
+pub(crate) struct GpuMemory {
+    gpu: Py<Gpu>,
+    parameters: u64,
+    /// The optimizer state.
+    state: u64,
+    gradients: [u64; 2],
+    /// Keeps the memory.
+    owner: Py<PyAny>,
+}
 
 #[pymethods]
 impl Gpu {
@@ -32,16 +41,15 @@ impl Gpu {
     }
 }
 
-impl Gpu {
-    /// Memory of the program for a trainer on this GPU. `owner` keeps it, and is never freed: a
-    /// process trains one model.
+impl GpuMemory {
+    /// The memory for a trainer on this GPU. `owner` is never freed: a process trains one model.
     #[expect(unsafe_code, reason = "memory of PyTorch is known by its address")]
-    pub(crate) fn memory(&self, addresses: AddressTuple, owner: Py<PyAny>) -> DeviceMemory {
-        let (parameters, slots, first, second) = addresses;
+    pub(crate) fn into_trainer(self) -> DeviceMemory {
+        let Self { gpu, parameters, state: slots, gradients, owner } = self;
         std::mem::forget(owner);
-        let addresses = Addresses { parameters, slots, gradients: [first, second] };
+        let addresses = Addresses { parameters, slots, gradients };
         // SAFETY: the package allocates tensors of these lengths, which `owner` keeps for good.
-        unsafe { DeviceMemory::new(self.device.clone(), addresses) }
+        unsafe { DeviceMemory::new(gpu.get().device.clone(), addresses) }
     }
 }
 

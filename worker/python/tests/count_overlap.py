@@ -13,10 +13,10 @@ import time
 import torch
 
 import elasticdl.torch as et
-from elasticdl.torch import _gradients, _job
+from elasticdl.torch import _gradients, _optimizer
 
 records, micros, counts, overlap = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-_job._BUCKET_LEN = max(records // 4, 1)
+_optimizer._BUCKET_LEN = max(records // 4, 1)
 announced = 0
 
 
@@ -28,7 +28,7 @@ class Observed(_gradients.Gradients):
         announced += self._buckets - before
 
 
-_job.Gradients = Observed
+_optimizer.Gradients = Observed
 
 
 class Counts(torch.nn.Module):

@@ -7,15 +7,15 @@ What only a GPU shows is PyTorch's own work on that stream.
 """
 
 import ctypes
+import dataclasses
 import runpy
 import sys
 import types
 
 import torch
 
-from elasticdl import _elasticdl, _job
-from elasticdl.torch import _job as _torch_job
-from elasticdl.torch import _place, _state
+from elasticdl import _elasticdl, _process, _worker
+from elasticdl.torch import _optimizer, _place, _state
 
 
 class FakeGpu(_place.OnGpu):
@@ -54,9 +54,10 @@ class Synchronized:
     def __getattr__(self, name):
         return getattr(self._core, name)
 
-    def start(self, *, callbacks, **arguments):
-        callbacks = tuple(None if each is None else self.after(each) for each in callbacks)
-        return self._core.start(callbacks=callbacks, **arguments)
+    def start(self, *, calls, **arguments):
+        names = [field.name for field in dataclasses.fields(calls)]
+        waiting = {name: self.after(getattr(calls, name)) for name in names}
+        return self._core.start(calls=types.SimpleNamespace(**waiting), **arguments)
 
     def counted(self):
         synchronize()
@@ -88,10 +89,10 @@ def synchronize():
 
 driver = ctypes.CDLL("libcuda.so")
 assert driver.fakeBytesCopied, "this is not the fake driver"
-_torch_job.place_of = lambda net: FakeGpu(next(net.parameters()).device)
+_optimizer.place_of = lambda net: FakeGpu(next(net.parameters()).device)
 # So that tensors of the CPU are on the module's device, and numbers alone are on the host.
 _state._HOST = torch.device("meta")
 names = {name: getattr(_elasticdl, name) for name in dir(_elasticdl)}
-_job._elasticdl = types.SimpleNamespace(**{**names, "Core": Synchronized})
+_process._elasticdl = _worker._elasticdl = types.SimpleNamespace(**{**names, "Core": Synchronized})
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

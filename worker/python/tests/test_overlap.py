@@ -16,8 +16,8 @@ from test_torch import run
 SETUP = """
 import torch
 import elasticdl.torch as et
-from elasticdl.torch import _job
-_job._BUCKET_LEN = 7
+from elasticdl.torch import _optimizer
+_optimizer._BUCKET_LEN = 7
 
 def setup(overlap, scaled=False):
     torch.manual_seed(0)
@@ -56,8 +56,8 @@ for indices in job.sampler(24, micro_batch=6, global_batch=12):
         (loss_of(net, part) / 2).backward()
     opt.step()
 before = parameters(net)
-import elasticdl._job
-elasticdl._job._process.job = None
+from elasticdl._process import process
+process.job = None
 job, net, opt, _ = setup(True)
 for indices in job.sampler(24, micro_batch=6, global_batch=12):
     loss_of(net, indices).backward()
@@ -93,9 +93,9 @@ assert torch.equal(after, parameters(setup_net)) == {stays}
         self.check(
             """
 results = []
-import elasticdl._job
+from elasticdl._process import process
 for outside in False, True:
-    elasticdl._job._process.job = None
+    process.job = None
     job, net, opt, _ = setup(True)
     sampler = job.sampler(24, micro_batch=6, global_batch=12)
     if outside:
@@ -116,10 +116,10 @@ assert torch.equal(*results)
     def test_scaled_losses_give_the_same_steps_and_an_overflow_is_left_out(self):
         self.check(
             """
-import elasticdl._job
+from elasticdl._process import process
 results = []
 for bad in None, None, 5:
-    elasticdl._job._process.job = None
+    process.job = None
     job, net, opt, scaler = setup(True, scaled=bool(results))
     steps, scales = [], []
     for indices in job.sampler(24, micro_batch=3, global_batch=6, shuffle=False, epochs=2):
@@ -139,7 +139,7 @@ assert second[1] == [1024.0, 1024.0, 2048.0, 2048.0, 2048.0, 4096.0, 4096.0, 409
 # Record 5 is in the first step of each epoch.
 assert third[1] == [512.0, 512.0, 512.0, 1024.0, 512.0, 512.0, 512.0, 1024.0]
 torch.manual_seed(0)
-elasticdl._job._process.job = None
+process.job = None
 initial = parameters(setup(True)[1])
 assert torch.equal(third[0][0], initial) and not torch.equal(third[0][1], initial)
 """

@@ -96,7 +96,20 @@ REFUSALS = (
         "job.model(net); o = job.optimizer(sgd); next(job.sampler(3)); o.step(lambda: 1)",
         "closures, as of LBFGS, are not supported",
     ),
-    ("job.commit()", "trained by opt.step(), not by job.commit()"),
+    (
+        "job.model(net); job.optimizer(sgd); s = job.sampler(3); next(s); s.commit()",
+        "trained by opt.step(), not by commit()",
+    ),
+    ("job.model(net); job.model(net)", "a job trains one module; call job.model() once"),
+    ("job.optimizer(sgd); job.optimizer(sgd)", "a job has one optimizer"),
+    (
+        "job.model(net); o = job.optimizer(sgd); next(job.sampler(3)); o.load_state_dict({})",
+        "load_state_dict() must be called before the first micro-batch",
+    ),
+    (
+        "job.model(net); o = job.optimizer(sgd); next(job.sampler(3)); o.add_param_group({})",
+        "add_param_group() must be called before the first micro-batch",
+    ),
     ("job.state('s', torch.amp.GradScaler('cpu'))", "use the one that job.scaler(scaler)"),
     ("job.scaler(3)", "takes a torch.amp.GradScaler, not int"),
     ("job.optimizer(sgd, overlap=3)", "overlap is 3; it must be a bool"),
@@ -104,6 +117,11 @@ REFUSALS = (
         "s = torch.amp.GradScaler('cpu'); job.model(net); o = job.optimizer(sgd); next(job."
         + "sampler(3)); s.scale(net(torch.ones(1, 2)).sum()).backward(); s.step(o)",
         "use the one that job.scaler(scaler) returns",
+    ),
+    (
+        "job.model(net); o = job.optimizer(sgd); next(job.sampler(3)); net.bias.requires_grad = "
+        + "False; net(torch.ones(1, 2)).sum().backward(); o.step()",
+        "bias required a gradient when training began and is frozen now",
     ),
     ("job.seed_for(record=1, step=2)", "either record or step"),
     ("job.sampler(3); job.seed_for(record=1)", "no micro-batch is computed now"),
@@ -150,9 +168,10 @@ class Alone(unittest.TestCase):
     def test_misuse_is_refused_with_the_reason(self):
         program = textwrap.dedent(
             f"""
-            import torch, elasticdl._job, elasticdl.torch as et
+            import torch, elasticdl.torch as et
+            from elasticdl._process import process
             for program, expected in {REFUSALS!r}:
-                elasticdl._job._process.job = None
+                process.job = None
                 job, net = et.join(), torch.nn.Linear(2, 2)
                 sgd = torch.optim.SGD(net.parameters(), lr=0.1)
                 try:
@@ -166,6 +185,46 @@ class Alone(unittest.TestCase):
         )
         ended = run(program)
         self.assertIn("all refused", ended.stdout, ended.stderr)
+
+    def test_a_loop_that_skips_steps_says_so_at_its_end(self):
+        ended = run(
+            textwrap.dedent(
+                """
+                import torch, elasticdl.torch as et
+                net, job = torch.nn.Linear(2, 2), et.join()
+                job.model(net)
+                opt = job.optimizer(torch.optim.SGD(net.parameters()), overlap=False)
+                for at, _ in enumerate(job.sampler(64, micro_batch=2, global_batch=8)):
+                    net(torch.ones(2, 2)).sum().backward()
+                    if at % 4 == 3:
+                        opt.step()
+                """
+            )
+        )
+        self.assertIn("had no step: each of them needs its own", ended.stderr)
+
+    def test_a_mask_of_infinite_elements_stays_as_it_is(self):
+        program = textwrap.dedent(
+            """
+            import torch, elasticdl.torch as et
+            net, job = torch.nn.Linear(2, 2), et.join()
+            mask = torch.triu(torch.full((3, 3), float("-inf")), 1)
+            net.register_buffer("mask", mask.clone())
+            net.register_buffer("calls", torch.zeros(()))
+            job.model(net)
+            opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+            for _ in job.sampler(8, micro_batch=2, global_batch=4):
+                net.calls += 1
+                loss = (net(torch.ones(3, 2)).T @ net.mask.exp()).sum()
+                loss.backward()
+                opt.step(loss)
+            assert torch.equal(net.mask, mask) and net.weight.isfinite().all(), net.mask
+            assert job.step == 2 and net.calls == 4, net.calls
+            print("done")
+            """
+        )
+        ended = run(program)
+        self.assertEqual(ended.stdout, "done\n", ended.stderr)
 
     def test_tied_parameters_and_prefetching_workers(self):
         program = textwrap.dedent(

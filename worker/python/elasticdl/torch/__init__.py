@@ -15,7 +15,8 @@
         opt.zero_grad()
 """
 
-from ._job import Job, Optimizer, join
+from ._job import Job, join
+from ._optimizer import Optimizer
 from ._random import Dropout
 from ._scaler import Scaler
 from ._weights import load

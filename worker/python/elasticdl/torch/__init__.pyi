@@ -4,7 +4,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-import elasticdl
+from .._job import AnyJob
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 
@@ -13,8 +13,10 @@ def load(net: _Module, path: str | os.PathLike[str]) -> _Module: ...
 
 class Dropout(torch.nn.Dropout): ...
 
-class Job(elasticdl.Job):
-    def model(self, net: torch.nn.Module) -> torch.nn.Module: ...  # type: ignore[override]
+class Job(AnyJob):
+    @property
+    def device(self) -> torch.device: ...
+    def model(self, net: _Module) -> _Module: ...
     def optimizer(
         self,
         optimizer: torch.optim.Optimizer,
@@ -24,7 +26,7 @@ class Job(elasticdl.Job):
         overlap: bool = True,
     ) -> Optimizer: ...
     def scaler(self, scaler: torch.amp.GradScaler) -> Scaler: ...
-    def evaluator(  # type: ignore[override]
+    def evaluator(
         self,
         dataset: torch.utils.data.Dataset[Any],
         function: Callable[..., Mapping[str, Any]] | None = None,
@@ -32,7 +34,7 @@ class Job(elasticdl.Job):
         micro_batch: int = 64,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> Any: ...
-    def predictor(  # type: ignore[override]
+    def predictor(
         self,
         dataset: torch.utils.data.Dataset[Any],
         function: Callable[..., Mapping[str, Any]] | None = None,
@@ -49,16 +51,17 @@ class Job(elasticdl.Job):
         stream: int = 0,
         device: torch.device | str = "cpu",
     ) -> torch.Generator: ...
-    def state(  # type: ignore[override]
-        self, name: str, value: Any, on_commit: Callable[[], Any] | None = None
+    def state(
+        self,
+        name: str,
+        value: Any,
+        on_commit: Callable[[], Any] | None = None,
+        on_epoch: Callable[[], Any] | None = None,
     ) -> None: ...
 
-class Optimizer:
-    @property
-    def param_groups(self) -> list[dict[str, Any]]: ...
-    def step(self, loss: torch.Tensor | float | None = None) -> bool: ...
-    def zero_grad(self, set_to_none: bool = True) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
+class Optimizer(torch.optim.Optimizer):
+    # Returns a bool. The base class declares what has no other subclass than Any.
+    def step(self, loss: Any = None) -> Any: ...
 
 class Scaler:
     def scale(self, outputs: Any) -> Any: ...

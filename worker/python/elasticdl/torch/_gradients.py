@@ -126,7 +126,7 @@ class Gradients:
     def _begin(self):
         if self._batch is None:
             self._own = None
-            self._batch = _Batch(*self._core.counted())
+            self._batch = self._core.counted()
             if not self._batch.before:
                 self._overflows.zero_()
         return self._batch
@@ -189,19 +189,9 @@ class Gradients:
         return flat, [flat[start:end].view(p.shape) for p, start, end in ends]
 
 
-class _Batch:
-    """How a micro-batch counts, as ``counted()`` of the core says."""
-
-    __slots__ = ("address", "before", "is_last", "is_overlapped", "records")
-
-    def __init__(self, address, records, before, is_overlapped, is_last):
-        self.address, self.records, self.before = address, records, before
-        self.is_overlapped, self.is_last = is_overlapped, is_last
-
-
 _HOW = (
-    "with overlap=False in job.optimizer(), gradients are taken by step(), and not during the "
-    "backward pass"
+    "with overlap=False in job.optimizer(), gradients are taken by step(), once for each "
+    "micro-batch, and not during the backward pass"
 )
 _TWICE = (
     "a parameter got a gradient a second time in one micro-batch, and the first may have been "

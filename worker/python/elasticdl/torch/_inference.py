@@ -5,6 +5,8 @@ import contextlib
 import torch
 from torch.utils.data import default_collate
 
+from .._worker import Calls
+
 
 def caller(job, dataset, collate):
     """Calls a function with a micro-batch of a data set, in evaluation mode, without gradients."""
@@ -43,9 +45,9 @@ class Applied:
         """Moves the parameters to the memory that the model's values are copied to, on the CPU."""
         job = self._job
         tensors = [(name, list(tensor.shape)) for name, tensor in self._order]
-        callbacks = (lambda *_: None, lambda *_: None, self._load)
-        job._launch(tensors, 0, callbacks, is_direct=True)
-        self._values = torch.frombuffer(job._memory[0], dtype=torch.float32)
+        calls = Calls(initialize=_nothing, update=_nothing, load=self._load)
+        job._worker.start(tensors, 0, calls, is_direct=True)
+        self._values = torch.frombuffer(job._worker.started.parameters, dtype=torch.float32)
         self._elsewhere = []
         at = 0
         with torch.no_grad():
@@ -76,3 +78,7 @@ def set_buffers(buffers, values):
             part = values[at : at + buffer.numel()].view(buffer.shape)
             buffer.copy_(part if buffer.is_floating_point() else part.round())
             at += buffer.numel()
+
+
+def _nothing(*arguments):
+    """For a model that is not trained."""

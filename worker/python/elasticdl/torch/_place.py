@@ -5,6 +5,7 @@ order of their calls, and neither waits for the other. PyTorch owns the memory.
 """
 
 import ctypes
+import dataclasses
 
 import torch
 
@@ -34,7 +35,7 @@ class OnHost:
 
     def bind(self, memory):
         """Returns the parameters and the state, with the memory of the trainer."""
-        return _tensor(memory[0]), _tensor(memory[2])
+        return _tensor(memory.parameters), _tensor(memory.state)
 
     def flats(self):
         """Gradients of the trainer by address; others are found as they come."""
@@ -47,6 +48,17 @@ class OnHost:
     def mirror(self, memory):
         """Memory of the host in the place of a part of the state."""
         return Mirror(memory)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuMemory:
+    """Memory for the trainer, by address. ``owner`` keeps it."""
+
+    gpu: _elasticdl.Gpu
+    parameters: int
+    state: int
+    gradients: list[int]
+    owner: object
 
 
 class OnGpu:
@@ -64,10 +76,16 @@ class OnGpu:
 
     def allocate(self, parameters, slots):
         """Allocates the parameters, the state, and two gradients."""
-        lengths = (parameters, max(1, parameters * slots), parameters, parameters)
-        self._memory = [self.zeros(length) for length in lengths]
-        addresses = tuple(memory.data_ptr() for memory in self._memory)
-        self.on_gpu = self._gpu, addresses, self._memory
+        self._parameters = self.zeros(parameters)
+        self._state = self.zeros(max(1, parameters * slots))
+        self._gradients = [self.zeros(parameters) for _ in range(2)]
+        self.on_gpu = GpuMemory(
+            gpu=self._gpu,
+            parameters=self._parameters.data_ptr(),
+            state=self._state.data_ptr(),
+            gradients=[gradient.data_ptr() for gradient in self._gradients],
+            owner=self,
+        )
 
     def zeros(self, length):
         """An array of zeros."""
@@ -75,11 +93,11 @@ class OnGpu:
 
     def bind(self, memory):
         """Returns the parameters and the state."""
-        return self._memory[0], self._memory[1]
+        return self._parameters, self._state
 
     def flats(self):
         """Gradients of the trainer by address."""
-        return {gradient.data_ptr(): gradient for gradient in self._memory[2:]}
+        return {gradient.data_ptr(): gradient for gradient in self._gradients}
 
     def flat(self, address, length):
         """All arrays of the trainer are known."""

@@ -2,7 +2,8 @@
 
 import torch
 
-from .. import _elasticdl, _job
+from .. import _elasticdl
+from .._process import process
 
 
 class Dropout(torch.nn.Dropout):
@@ -21,7 +22,7 @@ class Dropout(torch.nn.Dropout):
         """Drops elements, in training mode."""
         if not self.training or self.p == 0:
             return input
-        job = _job._process.job
+        job = process.job
         if job is None:
             raise RuntimeError("elasticdl.torch.Dropout needs a job; call elasticdl.torch.join()")
         records = job.micro_batch

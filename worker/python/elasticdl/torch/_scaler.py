@@ -78,3 +78,10 @@ OVERFLOW = 2.0**100
 def overflows(total):
     """Whether a worker's gradient was not finite, by the sum over all workers."""
     return abs(float(total[0])) > 2.0**99
+
+
+# Why a loop must not use PyTorch's own.
+NO_SCALER = (
+    "a GradScaler changes its scale with each micro-batch of one worker, and all workers must take "
+    "the same step; use the one that job.scaler(scaler) returns"
+)

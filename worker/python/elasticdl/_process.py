@@ -1,0 +1,86 @@
+"""What a process does for its job beside training."""
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+
+from . import _elasticdl
+
+
+class Process:
+    """The process of a worker, which joins one job."""
+
+    def __init__(self):
+        self.job = None
+        self.pid = None
+        self.has_failed = False
+        self.excepthook = None
+
+    def join(self, kind):
+        """Joins the job that launched this process. Returns it, a ``kind(core)``."""
+        if self.job is not None:
+            raise RuntimeError("this process has joined its job already; call join() once")
+        _register_stacks()
+        job = kind(_elasticdl.Core.join())
+        self.enter(job)
+        return job
+
+    def enter(self, job):
+        self.job, self.pid = job, os.getpid()
+        self.excepthook = sys.excepthook
+        sys.excepthook = self.on_exception
+        atexit.register(self.on_exit)
+        os.register_at_fork(after_in_child=self.on_fork)
+
+    def on_exception(self, kind, error, trace):
+        if os.getpid() == self.pid and not issubclass(kind, KeyboardInterrupt):
+            self.fail("".join(traceback.format_exception(kind, error, trace)).strip())
+        self.excepthook(kind, error, trace)
+
+    def on_exit(self):
+        worker = self.job._worker
+        if os.getpid() != self.pid or worker.ended:
+            return
+        text = "the program ended before its job; the loop over the data must not be left"
+        if len(worker.drawn) > 1:
+            text += (
+                f", and of the micro-batches that were drawn, {len(worker.drawn)} had no step: "
+                "each of them needs its own"
+            )
+        if worker.started is not None and worker.core.is_alone and not self.has_failed:
+            print(f"elasticdl: {text}", file=sys.stderr)
+        self.fail(text)
+
+    def fail(self, text):
+        self.has_failed = True
+        core = self.job._worker.core
+        if core is not None:
+            try:
+                core.fail(text)
+            except RuntimeError:
+                # Another thread uses it; the process ends without a report.
+                pass
+
+    def on_fork(self):
+        """In a forked process, such as a worker of a DataLoader."""
+        if threading.current_thread() is threading.main_thread():
+            _elasticdl.die_with_parent()
+            # The handler of the native code is of the parent process.
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+
+
+def _register_stacks():
+    """Lets a worker that hangs write the stacks of its threads to its log."""
+    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL and sys.__stderr__ is not None:
+        try:
+            faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
+        except (OSError, ValueError, AttributeError):
+            # Standard error is closed: there is no log.
+            pass
+
+
+process = Process()

@@ -1,0 +1,210 @@
+"""A worker of a job, whatever its model is."""
+
+import collections
+import dataclasses
+
+from . import _elasticdl
+from ._checks import check_count, check_option
+from ._sampler import Record, Sampler
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calls:
+    """What the trainer calls; see ``Core.start()``."""
+
+    initialize: collections.abc.Callable
+    update: collections.abc.Callable
+    load: collections.abc.Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Delivered:
+    """Whether a micro-batch that was delivered counts, and whether its step was committed."""
+
+    counts: bool
+    committed: bool
+
+
+class Worker:
+    """A worker of a job. The jobs of this package have one."""
+
+    def __init__(self, core, begin):
+        """``begin()`` starts the trainer, at the first draw."""
+        # Without a master, it is known when the sampler is made.
+        self.core = core
+        self.begin = begin
+        # What the core returned when the trainer started.
+        self.started = None
+        self.ended = False
+        # The micro-batches that were drawn and not delivered, in order.
+        self.drawn = collections.deque()
+        # Number of records that the program's initial state has absorbed.
+        self.absorbed = 0
+        self._sampler = None
+        self._evaluator = None
+        self._predictor = None
+
+    # ---- setting up ----
+
+    def not_begun(self, what):
+        """Refuses what must be called before training begins."""
+        if self.started is not None:
+            raise RuntimeError(f"{what} must be called before the first micro-batch is drawn")
+
+    def sampler(self, length, micro_batch, *, global_batch, epochs, max_steps, seed, shuffle):
+        """See ``Job.sampler()``."""
+        self.not_begun("sampler()")
+        check_count("length", length, 1)
+        check_count("micro_batch", micro_batch, 1)
+        numbers = {"global_batch": global_batch, "epochs": epochs, "max_steps": max_steps}
+        for name, value in {**numbers, "seed": seed}.items():
+            if value is not None:
+                check_count(name, value, int(name != "seed"))
+        if shuffle not in (None, False, True):
+            raise TypeError(f"shuffle is {shuffle!r}; it must be a bool")
+        if self.core is None:
+            self.core = _elasticdl.Core.alone(
+                epochs or 1, max_steps, global_batch or micro_batch, seed or 0, shuffle is not False
+            )
+        else:
+            self._check_options(global_batch, epochs, seed, shuffle)
+        options = self.core.options
+        order = options.seed if options.shuffles else None
+        self._sampler = Sampler(_JobGroup(self), length, micro_batch, order)
+        return self._sampler
+
+    def _check_options(self, global_batch, epochs, seed, shuffle):
+        options = self.core.options
+        check_option("seed", seed, options.seed, "--seed")
+        if shuffle not in (None, options.shuffles):
+            right = "record" if shuffle else "none"
+            raise ValueError(
+                f"shuffle is {shuffle}, but the job was not started so; start it with "
+                f"--shuffle {right}, or leave shuffle out"
+            )
+        check_option("epochs", epochs, options.epochs, "--num-epochs")
+        if global_batch is not None and options.global_batch is None:
+            raise ValueError(
+                f"global_batch is {global_batch}, but the job was started with "
+                f"--minibatch-size {options.per_worker}; leave global_batch out"
+            )
+        check_option("global_batch", global_batch, options.global_batch, "--global-batch-size")
+
+    @property
+    def steps(self):
+        """See ``Job.steps``."""
+        if self._sampler is None:
+            raise RuntimeError("call job.sampler() before the number of steps is used")
+        options = self.core.options
+        if options.global_batch is None:
+            return None
+        return options.epochs * -(-self._sampler.length // options.global_batch)
+
+    def evaluator(self, declared, function):
+        """Declares the evaluation."""
+        self._evaluator = self._only("evaluator", self._evaluator, declared)
+        return declared if function is None else declared(function)
+
+    def predictor(self, declared, function):
+        """Declares the prediction."""
+        self._predictor = self._only("predictor", self._predictor, declared)
+        return declared if function is None else declared(function)
+
+    def _only(self, what, before, declared):
+        self.not_begun(f"{what}()")
+        check_count("length", declared.length, 1)
+        check_count("micro_batch", declared.micro_batch, 1)
+        if before is not None:
+            raise RuntimeError(f"a job has one {what}; call job.{what}() once")
+        return declared
+
+    def start(self, tensors, slots, calls, *, is_direct, bucket_len=None, on_gpu=None):
+        """Declares the model to the core, which returns its memory."""
+        sampler = self._sampler
+        self.started = self.core.start(
+            records=0 if sampler is None else sampler.length,
+            tensors=tensors,
+            slots=slots,
+            micro_batch=1 if sampler is None else sampler.micro_batch,
+            absorbed=self.absorbed,
+            bucket_len=bucket_len,
+            is_direct=is_direct,
+            on_gpu=on_gpu,
+            evaluation=_if_declared(self._evaluator),
+            prediction=_if_declared(self._predictor),
+            calls=calls,
+        )
+
+    # ---- training ----
+
+    def progress(self, name):
+        """A number of the group's progress; 0 before training begins."""
+        return 0 if self.started is None else getattr(self.started.progress, name)
+
+    def draw(self):
+        """The records of the next micro-batch; None if there is none."""
+        self.begin()
+        batch = self.core.next_batch()
+        if batch is not None and batch.must_wait:
+            self.wait()
+            batch = None if self.ended else self.core.next_batch()
+        if batch is None or batch.must_wait:
+            return None
+        seed = self.core.options.seed
+        records = [Record(index, batch.epoch, seed) for index in batch.records]
+        self.drawn.append(records)
+        return list(records)
+
+    def deliver(self, loss, reduction):
+        """Delivers the gradient of the micro-batch that was drawn first. Returns what became of it.
+
+        Waits until the step is committed, or until the group needs more records of this worker for
+        it.
+        """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+        if self.started is None:
+            raise RuntimeError("there is no micro-batch to deliver: draw one from the sampler")
+        before = self.progress("step")
+        counts = self.core.deliver(float(loss), reduction == "mean")
+        self.drawn.popleft()
+        if counts:
+            self.wait()
+        return Delivered(counts, self.progress("step") > before)
+
+    def wait(self):
+        """Does what the trainer asks for, until it needs a gradient or has ended."""
+        self.ended = self.ended or not self.core.wait()
+
+
+class _JobGroup:
+    """The micro-batches of a worker of a job."""
+
+    def __init__(self, worker):
+        self._worker = worker
+
+    generation = property(lambda self: self._worker.progress("generation"))
+    rank = property(lambda self: self._worker.progress("rank"))
+    world_size = property(lambda self: self._worker.progress("world_size"))
+    step = property(lambda self: self._worker.progress("step"))
+    records = property(lambda self: max(self._worker.progress("records"), self._worker.absorbed))
+
+    def draw(self):
+        records = self._worker.draw()
+        if records is None:
+            raise StopIteration
+        return records
+
+    def commit(self):
+        started = self._worker.started
+        if started is not None and not len(started.gradient):
+            raise TypeError("a PyTorch model is trained by opt.step(), not by commit()")
+        return self._worker.deliver(0.0, "mean").committed
+
+    def load(self, records):
+        self._worker.not_begun("load_state_dict()")
+        self._worker.absorbed = records
+
+
+def _if_declared(application):
+    return None if application is None or application.function is None else application

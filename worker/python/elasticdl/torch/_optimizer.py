@@ -1,0 +1,305 @@
+"""The optimizer of a job."""
+
+import torch
+
+from .._worker import Calls
+from ._gradients import Gradients
+from ._inference import set_buffers
+from ._module import tensors_of
+from ._place import at_address, place_of
+from ._scaler import NO_SCALER, overflows
+from ._schedules import Schedules
+from ._state import State
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Takes the place of a ``torch.optim.Optimizer`` in a training loop."""
+
+    def __init__(self, job, inner, reduction, clip_norm, overlap):
+        # The base class would make groups of its own. Groups, state and hooks are the inner one's.
+        vars(self).update(
+            (name, hooks) for name, hooks in vars(inner).items() if name.endswith("_hooks")
+        )
+        self._job = job
+        self._worker = job._worker
+        self._inner = inner
+        self._reduction = reduction
+        self._clip_norm = clip_norm
+        self._bucket_len = _BUCKET_LEN if overlap else None
+        self._gradients = None
+
+    @property
+    def _step_supports_amp_scaling(self):
+        # GradScaler.step() asks for it. It would unscale the gradient, and leave the step out if
+        # the gradient of this worker alone overflows.
+        raise TypeError(NO_SCALER)
+
+    @property
+    def defaults(self):
+        """Those of the optimizer."""
+        return self._inner.defaults
+
+    @property
+    def param_groups(self):
+        """Those of the optimizer."""
+        return self._inner.param_groups
+
+    @property
+    def state(self):
+        """That of the optimizer."""
+        return self._inner.state
+
+    def add_param_group(self, param_group):
+        """Adds a group, before the first micro-batch is drawn."""
+        self._worker.not_begun("add_param_group()")
+        self._inner.add_param_group(param_group)
+
+    def state_dict(self):
+        """That of the optimizer."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        """Loads settings, before the first micro-batch is drawn. State is refused: it comes from
+        the group, or from the job's checkpoint."""
+        self._worker.not_begun("load_state_dict()")
+        self._inner.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none=True):
+        """Clears gradients. ``step()`` has cleared those that it has taken."""
+        self._inner.zero_grad(set_to_none)
+
+    def step(self, loss=None):
+        """Delivers the gradient of one micro-batch.
+
+        Call it once for each micro-batch. It changes nothing until all records of the step are
+        there; then it sums the gradients of all workers, updates the parameters and commits the
+        records with them. Returns whether it did. ``loss``: the micro-batch's, to be reported.
+        """
+        if callable(loss):
+            raise TypeError("step() takes the loss; closures, as of LBFGS, are not supported")
+        if not self._worker.drawn:
+            raise RuntimeError("there is no micro-batch to deliver: draw one from the sampler")
+        self._check_frozen()
+        self._settings.check()
+        self._schedules.begin_step()
+        now = self._flat_buffers()
+        before = self._values[: self._buffer_len]
+        # A buffer may have infinite elements, such as a mask; they stay as they are.
+        change = torch.where(now == before, 0.0, now - before)
+        if self._worker.core.options.is_deterministic and change.any():
+            raise RuntimeError(_NO_MEANS)
+        value = self._gradients.deliver(change, 0.0 if loss is None else loss)
+        accepted, self._accepted = self._accepted, now
+        delivered = self._worker.deliver(value, self._reduction)
+        if not delivered.counts and self._buffers:
+            # The micro-batch does not count, so neither does what it did to the buffers.
+            self._accepted = accepted
+            set_buffers(self._buffers, accepted)
+        self._schedules.end_step(delivered.committed)
+        return delivered.committed
+
+    def _check_frozen(self):
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when training began and requires a gradient now; "
+                    "freeze no parameter that is trained later"
+                )
+        for name, parameter in self._trainable:
+            if not parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} required a gradient when training began and is frozen now, where the "
+                    "optimizer's momentum and weight decay would still move it; freeze parameters "
+                    "before the first micro-batch is drawn"
+                )
+
+    # ---- the flat memory ----
+
+    def _begin(self):
+        job = self._job
+        _check_owner(job._net, self._inner)
+        self._trainable, self._frozen, self._buffers = tensors_of(job._net)
+        order = self._buffers + self._frozen + self._trainable
+        tensors = [(name, list(tensor.shape)) for name, tensor in order]
+        total = sum(tensor.numel() for _, tensor in order)
+        self._buffer_len = sum(tensor.numel() for _, tensor in self._buffers)
+        self._place = place_of(job._net)
+        self._schedules = Schedules((self._inner, self), job._objects)
+        objects = {**job._objects.by_name, **self._schedules.objects()}
+        self._state = State(self._inner, objects, self._place)
+        slots = -(-self._state.floats // total)
+        self._place.allocate(total, slots)
+        calls = Calls(
+            initialize=self._initialize, update=self._update, load=self._load_buffers
+        )
+        self._worker.start(
+            tensors,
+            slots,
+            calls,
+            is_direct=True,
+            bucket_len=self._bucket_len,
+            on_gpu=self._place.on_gpu,
+        )
+        self._values, state = self._place.bind(self._worker.started)
+        self._state.bind(state)
+        self._bind()
+        self._settings = _Settings(self._inner)
+
+    def _bind(self):
+        """Moves the parameters of the module to the flat memory."""
+        self._accepted = self._flat_buffers()
+        self._values[: self._buffer_len] = self._accepted
+        at = self._buffer_len
+        with torch.no_grad():
+            for _, parameter in self._frozen + self._trainable:
+                value = self._values[at : at + parameter.numel()].view(parameter.shape)
+                value.copy_(parameter)
+                parameter.data = value
+                parameter.grad = None
+                at += parameter.numel()
+        parameters = [parameter for _, parameter in self._trainable]
+        start = at - sum(parameter.numel() for parameter in parameters)
+        is_mean = self._reduction == "mean"
+        self._gradients = Gradients(
+            self._worker.core,
+            self._place,
+            parameters,
+            start,
+            is_mean=is_mean,
+            bucket_len=self._bucket_len,
+            scaler=self._job._scaler,
+        )
+        # The gradient of a step, for the optimizer.
+        self._mean = torch.empty(at - start, device=self._place.device)
+        sizes = [parameter.numel() for parameter in parameters]
+        parts = zip(parameters, self._mean.split(sizes), strict=True)
+        self._views = [(parameter, part.view(parameter.shape)) for parameter, part in parts]
+
+    def _flat_buffers(self):
+        parts = [buffer.detach().reshape(-1).float() for _, buffer in self._buffers]
+        return torch.cat(parts) if parts else torch.empty(0, device=self._place.device)
+
+    # ---- what the trainer asks for ----
+
+    def _initialize(self, seed, address):
+        """The parameters are in the flat memory since the beginning; those on a GPU are copied to
+        the host."""
+        del seed
+        if self._place.on_gpu is not None:
+            at_address(address, len(self._values)).copy_(self._values)
+
+    def _load_buffers(self):
+        if self._buffers:
+            self._accepted = self._values[: self._buffer_len].clone()
+            set_buffers(self._buffers, self._accepted)
+
+    @torch.no_grad()
+    def _update(self, step, records, loads, address):
+        if loads:
+            self._state.load()
+        objects = self._job._objects
+        with torch.enable_grad(), self._schedules.called_by("functions"):
+            objects.begin_step(self._job.epoch)
+        # The sum stays as it is: other workers may still need it.
+        sums = self._gradients.flat(address)
+        # The sum of a strict job is rounded.
+        is_strict = self._worker.core.options.is_deterministic
+        means = None if is_strict else self._gradients.means(address)
+        scaler = self._job._scaler
+        left_out = scaler is not None and overflows(sums)
+        if left_out:
+            self._load_buffers()
+        else:
+            self._apply(sums, records, means)
+        if scaler is not None:
+            scaler.commit(left_out)
+        with torch.enable_grad():
+            with self._schedules.called_by("functions"):
+                objects.commit()
+            self._schedules.commit()
+        self._state.save()
+        self._settings.note()
+        self._gradients.clear()
+
+    def _apply(self, sums, records, means):
+        if means is None:
+            divisor = records if self._reduction == "mean" else 1
+            torch.div(sums[-len(self._mean) :], divisor, out=self._mean)
+            means = [view for _, view in self._views]
+        if self._buffers:
+            self._values[: self._buffer_len] += sums[: self._buffer_len] / records
+            self._load_buffers()
+        for (parameter, _), mean in zip(self._views, means, strict=True):
+            parameter.grad = mean
+        if self._clip_norm is not None:
+            parameters = [parameter for parameter, _ in self._views]
+            torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+        with torch.enable_grad():
+            self._inner.step()
+
+
+class _Settings:
+    """The groups of an optimizer, which a loop must not change: what it did would depend on the
+    micro-batches of its worker."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.note()
+
+    def note(self):
+        """They are right now."""
+        self._noted = self._now()
+
+    def check(self):
+        """Refuses other ones than those that were noted."""
+        now = self._now()
+        if now == self._noted:
+            return
+        if [group["params"] for group in now] != [group["params"] for group in self._noted]:
+            raise RuntimeError(
+                "the optimizer has other parameters than when training began; declare all of them "
+                "before the first micro-batch is drawn"
+            )
+        name = next(
+            name
+            for after, before in zip(now, self._noted, strict=True)
+            for name in {**before, **after}
+            if after.get(name) != before.get(name)
+        )
+        raise RuntimeError(
+            f"the loop changed the optimizer's {name}, which must be the same on all workers. Let "
+            "a scheduler of torch.optim.lr_scheduler set it, such as LambdaLR(opt, function), or a "
+            "function on_commit of job.state()"
+        )
+
+    def _now(self):
+        return [
+            {name: _comparable(name, value) for name, value in group.items()}
+            for group in self._optimizer.param_groups
+        ]
+
+
+def _comparable(name, value):
+    if name == "params":
+        return [id(parameter) for parameter in value]
+    # Reading a tensor on a GPU would wait for it.
+    return (id(value), value._version) if torch.is_tensor(value) else value
+
+
+def _check_owner(net, optimizer):
+    known = {id(parameter) for parameter in net.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ValueError(
+                    "the optimizer has a parameter that the module of job.model() does not have; "
+                    "declare one module that contains all parameters"
+                )
+
+
+_NO_MEANS = (
+    "--deterministic: the module changes a buffer, as BatchNorm does, and the mean over the "
+    "workers depends on their number; use a module without, such as GroupNorm"
+)
+# Number of elements of a bucket: 4 MiB.
+_BUCKET_LEN = 1 << 20

@@ -1,0 +1,103 @@
+"""A program whose optimizer has several schedulers, for the tests of schedules.
+
+One is a sequence of two, another one multiplies its rate, and a third one steps once per epoch.
+Arguments: microseconds per record, and a file, to which the process adds a line: the rates of all
+steps, in JSON. ``plain(steps, steps_per_epoch)`` returns those of a plain loop.
+"""
+
+import json
+import sys
+import time
+
+import torch
+from torch.optim import lr_scheduler
+
+RECORDS, BATCH = 600, 48
+
+
+def build():
+    torch.manual_seed(1)
+    net = torch.nn.Linear(3, 2)
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "lr": 0.05}]
+    return net, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def schedulers(opt):
+    """Those of the steps, and that of the epochs."""
+    warmup = lr_scheduler.LinearLR(opt, 0.1, total_iters=5)
+    decay = lr_scheduler.CosineAnnealingLR(opt, 40)
+    sequence = lr_scheduler.SequentialLR(opt, [warmup, decay], [5])
+    factors = lr_scheduler.MultiplicativeLR(opt, lambda step: 0.99 if step % 3 else 1.01)
+    return [sequence, factors], lr_scheduler.StepLR(opt, 1, 0.5)
+
+
+def rates_of(opt):
+    return [group["lr"] for group in opt.param_groups]
+
+
+def plain(steps, steps_per_epoch):
+    net, opt = build()
+    each, of_epoch = schedulers(opt)
+    rates = []
+    for step in range(steps):
+        if step and step % steps_per_epoch == 0:
+            of_epoch.step()
+        net(torch.ones(1, 3)).sum().backward()
+        rates.append(rates_of(opt))
+        opt.step()
+        for scheduler in each:
+            scheduler.step()
+    return rates
+
+
+class Rates:
+    """The rate of each step, as a part of the group's state."""
+
+    def __init__(self, opt):
+        self.opt = opt
+        self.all = []
+
+    def state_dict(self):
+        return {"all": self.all}
+
+    def load_state_dict(self, state):
+        self.all = state["all"]
+
+    def add(self):
+        self.all.append(rates_of(self.opt))
+
+
+def main(micros, path, epochs=None):
+    import elasticdl.torch as et
+
+    torch.set_num_threads(1)
+    job = et.join()
+    net, inner = build()
+    job.model(net)
+    opt = job.optimizer(inner)
+    assert isinstance(opt, torch.optim.Optimizer)
+    each, of_epoch = schedulers(opt)
+    job.state("epochs", of_epoch, on_epoch=of_epoch.step)
+    rates = Rates(inner)
+    job.state("rates", rates, on_commit=rates.add)
+    order = {} if epochs is None else {"global_batch": BATCH, "epochs": epochs}
+    sampler = job.sampler(RECORDS, micro_batch=5, **order)
+    assert job.steps == 39, job.steps
+    for x in torch.utils.data.DataLoader(torch.randn(RECORDS, 3), batch_sampler=sampler):
+        loss = net(x).square().mean()
+        loss.backward()
+        time.sleep(micros * len(x) / 1e6)
+        committed = opt.step(loss)
+        opt.zero_grad()
+        for scheduler in each:
+            # Either way is right.
+            if committed or job.step % 2:
+                scheduler.step()
+        if committed:
+            assert each[0].last_epoch == len(rates.all) == job.step, (each[0].last_epoch, job.step)
+    with open(path, "a") as file:
+        file.write(json.dumps(rates.all) + "\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,168 @@
+"""Tests of learning-rate schedulers, which step with the commits of the group."""
+
+import importlib.util
+import json
+import pathlib
+import tempfile
+import textwrap
+import unittest
+
+if importlib.util.find_spec("torch") is None:
+    raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
+
+import rates
+from jobs import HERE, RunningJob, needs_elasticdl
+from test_torch import run
+
+# Each is a loop's body, or what is before it, and what the error says.
+REFUSALS = (
+    ("s = lr.StepLR(opt, 3)", "", "did not call StepLR.step() after the last opt.step()"),
+    ("s = lr.StepLR(opt, 3)", "s.step(); s.step()", "StepLR.step() was called at another place"),
+    ("s = lr.StepLR(opt, 3)", "s.step(3)", "StepLR.step() takes no argument in a job"),
+    (
+        "s = lr.StepLR(opt, 3); t = lr.StepLR(opt, 4)",
+        "t.step(); s.step()",
+        "in the order in which the schedulers were made",
+    ),
+    (
+        "s = lr.StepLR(opt, 3); job.state('s', s, on_epoch=s.step)",
+        "s.step()",
+        "is called by another scheduler or by a function of job.state()",
+    ),
+    (
+        "s = lr.StepLR(opt, 3); job.state('x', s.__class__(inner, 1), on_commit=lambda: s.step())",
+        "s.step()",
+        "StepLR.step() was called by a function of job.state() of another object",
+    ),
+    ("s = lr.ReduceLROnPlateau(opt)", "s.step(1.0)", "ReduceLROnPlateau is not supported"),
+    ("", "opt.param_groups[0]['lr'] = 0.5", "the loop changed the optimizer's lr"),
+    ("", "lr.StepLR(opt, 3)", "the loop changed the optimizer's initial_lr"),
+    (
+        "",
+        "inner.add_param_group({'params': [torch.nn.Parameter(torch.ones(2))]})",
+        "the optimizer has other parameters than when training began",
+    ),
+)
+
+SINGLE = (
+    "lr.StepLR(opt, 3, 0.5)",
+    "lr.LambdaLR(opt, lambda step: 1 / (1 + step))",
+    "lr.OneCycleLR(opt, 0.5, total_steps=40)",
+    "lr.CyclicLR(opt, 0.01, 0.1, 4)",
+    "lr.CosineAnnealingWarmRestarts(opt, 5)",
+    "lr.ChainedScheduler([lr.ConstantLR(opt, 0.1, 4), lr.ExponentialLR(opt, 0.9)])",
+    "torch.optim.swa_utils.SWALR(opt, 0.01, 3)",
+)
+
+
+class Alone(unittest.TestCase):
+    """A group of one."""
+
+    def check(self, program):
+        ended = run(textwrap.dedent(program))
+        self.assertEqual(ended.stdout, "done\n", ended.stderr)
+
+    def test_a_schedule_steps_once_with_each_step_and_once_with_each_epoch(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "rates")
+            self.check(f"import rates; rates.main(0, {str(path)!r}, 3); print('done')")
+            self.assertEqual(json.loads(path.read_text()), rates.plain(39, 13))
+
+    def test_every_scheduler_of_pytorch_has_the_rates_of_the_plain_loop(self):
+        self.check(
+            f"""
+            import torch, torch.optim.lr_scheduler as lr, elasticdl.torch as et
+            from elasticdl._process import process
+            for made in {SINGLE!r}:
+                for is_plain in True, False:
+                    process.job = None
+                    net, job = torch.nn.Linear(3, 2), et.join()
+                    opt = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+                    if not is_plain:
+                        job.model(net)
+                        opt = job.optimizer(opt)
+                    scheduler = eval(made)
+                    rates = []
+                    for at in range(24) if is_plain else job.sampler(96, micro_batch=2, global_batch=4):
+                        net(torch.ones(2, 3)).sum().backward()
+                        if opt.step() or is_plain:
+                            group = opt.param_groups[0]
+                            if is_plain:
+                                scheduler.step()
+                            rates.append((scheduler.get_last_lr(), group["lr"], group["momentum"]))
+                        opt.zero_grad()
+                        if not is_plain:
+                            scheduler.step()
+                    if is_plain:
+                        expected = rates
+                assert len(rates) == 24 and rates == expected, (made, rates, expected)
+            print("done")
+            """
+        )
+
+    def test_what_would_depend_on_the_micro_batches_of_a_worker_is_refused(self):
+        self.check(
+            f"""
+            import torch, torch.optim.lr_scheduler as lr, elasticdl.torch as et
+            from elasticdl._process import process
+            for before, body, expected in {REFUSALS!r}:
+                process.job = None
+                net, job = torch.nn.Linear(3, 2), et.join()
+                inner = torch.optim.SGD(net.parameters(), lr=0.1)
+                job.model(net)
+                opt = job.optimizer(inner)
+                exec(before)
+                try:
+                    for _ in job.sampler(96, micro_batch=2, global_batch=4):
+                        net(torch.ones(2, 3)).sum().backward()
+                        opt.step()
+                        exec(body)
+                except (RuntimeError, TypeError, ValueError) as error:
+                    assert expected in str(error), (before, body, error)
+                    continue
+                raise AssertionError((before, body))
+            print("done")
+            """
+        )
+
+
+@needs_elasticdl
+class Jobs(unittest.TestCase):
+    """Jobs with a master."""
+
+    EPOCHS, STEPS_PER_EPOCH = 3, 13
+
+    def check(self, job, context):
+        code = job.wait()
+        self.assertEqual(code, 0, f"{context}\n{job.text()}")
+        lines = [json.loads(line) for line in (job.path / "rates").read_text().splitlines()]
+        self.assertGreater(len(lines), 0, context)
+        expected = rates.plain(self.EPOCHS * self.STEPS_PER_EPOCH, self.STEPS_PER_EPOCH)
+        for line in lines:
+            self.assertEqual(line, expected, context)
+
+    def job(self, workers, micros, *options, epochs=EPOCHS):
+        program = [HERE / "rates.py", micros, "{job}/rates"]
+        return RunningJob(
+            program, workers=workers, batch=rates.BATCH, epochs=epochs, options=options
+        )
+
+    def test_rates_are_those_of_the_plain_loop_in_a_group_that_loses_workers(self):
+        with self.job(3, 4000, "--min-workers", "2") as job:
+            job.wait_for_steps()
+            kills = job.survive_some(5, 2)
+            self.check(job, f"{kills} kills")
+            self.assertGreater(kills, 0)
+
+    def test_rates_are_those_of_the_plain_loop_after_a_resume(self):
+        with tempfile.TemporaryDirectory() as folder:
+            # The second epoch has begun, so that all schedulers have stepped.
+            saved = ["--checkpoint-dir", folder, "--checkpoint-every", "5"]
+            with self.job(2, 0, *saved, "--max-steps", "20") as first:
+                self.assertEqual(first.wait(), 0, first.text())
+            with self.job(1, 0, "--resume-from", folder) as second:
+                self.check(second, "resumed")
+
+
+if __name__ == "__main__":
+    unittest.main()
