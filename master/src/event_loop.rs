@@ -212,7 +212,7 @@ impl Master {
 
     /// Persists what a successor needs in `file`.
     #[must_use]
-    pub fn with_persisted_job_file(self, file: PersistedJobFile) -> Self {
+    pub(crate) fn with_persisted_job_file(self, file: PersistedJobFile) -> Self {
         Self { job_store: JobStore::File(file), ..self }
     }
 

@@ -23,7 +23,7 @@ impl Failure {
 
     /// A failure of a master that finds the objects of its job missing or damaged.
     #[must_use]
-    pub fn damaged(text: impl Into<String>) -> Self {
+    pub(crate) fn damaged(text: impl Into<String>) -> Self {
         Self { code: EXIT_DAMAGED, text: text.into() }
     }
 
@@ -67,20 +67,20 @@ pub fn cannot(what: &str) -> impl Fn(io::Error) -> Failure {
 }
 
 /// A master has found the objects of its job missing or damaged.
-pub const EXIT_DAMAGED: u8 = 5;
+pub(crate) const EXIT_DAMAGED: u8 = 5;
 /// The job or the command has failed.
 pub const EXIT_FAILED: u8 = 1;
 /// Another master holds the leader Lease of the job.
-pub const EXIT_FENCED: u8 = 3;
+pub(crate) const EXIT_FENCED: u8 = 3;
 /// The terminal was closed.
-pub const EXIT_HUNG_UP: u8 = 129;
+pub(crate) const EXIT_HUNG_UP: u8 = 129;
 /// SIGINT has ended the process.
 pub const EXIT_INTERRUPTED: u8 = 130;
 /// The command or the job has done what it should.
 pub const EXIT_OK: u8 = 0;
 /// SIGTERM has ended the process.
-pub const EXIT_TERMINATED: u8 = 143;
+pub(crate) const EXIT_TERMINATED: u8 = 143;
 /// The API server refuses the token of a master; its Job starts one with another token.
-pub const EXIT_UNAUTHORIZED: u8 = 4;
+pub(crate) const EXIT_UNAUTHORIZED: u8 = 4;
 /// The input is invalid. The same code as clap's for usage errors.
 pub const EXIT_USAGE: u8 = 2;

@@ -25,7 +25,7 @@ use crate::job::{End, Histogram, Recoveries, Snapshot};
 
 /// The snapshot in the OpenMetrics text format.
 #[must_use]
-pub fn to_text(snapshot: &Snapshot) -> String {
+pub(crate) fn to_text(snapshot: &Snapshot) -> String {
     let labels = [("training_job".into(), snapshot.status.job.clone().into())];
     let mut registry = Registry::with_prefix_and_labels("elasticdl", labels.into_iter());
     registry.register_collector(Box::new(Projection(snapshot.clone())));
@@ -37,7 +37,7 @@ pub fn to_text(snapshot: &Snapshot) -> String {
 /// The snapshot in the older text format of Prometheus, version 0.0.4: counters are declared with
 /// their suffix, and there is no end mark.
 #[must_use]
-pub fn to_plain_text(snapshot: &Snapshot) -> String {
+pub(crate) fn to_plain_text(snapshot: &Snapshot) -> String {
     let page = to_text(snapshot);
     let counters: BTreeSet<&str> = page
         .lines()

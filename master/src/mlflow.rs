@@ -47,7 +47,7 @@ impl Tracking {
 
     /// Adds parameters of the run.
     #[must_use]
-    pub fn with_parameters(self, parameters: Vec<(String, String)>) -> Self {
+    pub(crate) fn with_parameters(self, parameters: Vec<(String, String)>) -> Self {
         Self { parameters, ..self }
     }
 

@@ -49,7 +49,7 @@ impl Progress {
     }
 
     /// Shows the state of the job at `now`.
-    pub fn show(&self, now: Time, snapshot: Snapshot) {
+    pub(crate) fn show(&self, now: Time, snapshot: Snapshot) {
         if let Some(observer) = &self.observer {
             observer.show(now, &snapshot.status);
         }
@@ -59,14 +59,14 @@ impl Progress {
     }
 
     /// Shows a notice.
-    pub fn notice(&self, now: Time, text: String) {
+    pub(crate) fn notice(&self, now: Time, text: String) {
         if let Some(observer) = &self.observer {
             observer.notice(now, text);
         }
     }
 
     /// Shows what is left, within a time limit.
-    pub fn end(self) {
+    pub(crate) fn end(self) {
         if let Some(observer) = self.observer {
             observer.end();
         }

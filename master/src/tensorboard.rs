@@ -21,7 +21,7 @@ use crate::scalars::{Point, Scalars};
 
 /// Writer of one job's event file.
 #[derive(Debug)]
-pub struct EventFile {
+pub(crate) struct EventFile {
     file: File,
     path: PathBuf,
     scalars: Scalars,
@@ -33,7 +33,7 @@ impl EventFile {
     ///
     /// # Errors
     /// The I/O error of the file system.
-    pub fn create(folder: &Path, job: &str) -> io::Result<Self> {
+    pub(crate) fn create(folder: &Path, job: &str) -> io::Result<Self> {
         let folder = folder.join(job);
         std::fs::create_dir_all(&folder)?;
         let now = SystemTime::now();
@@ -54,7 +54,7 @@ impl EventFile {
     ///
     /// # Errors
     /// The I/O error of the file system.
-    pub fn add(&mut self, now: SystemTime, snapshot: &Snapshot) -> io::Result<()> {
+    pub(crate) fn add(&mut self, now: SystemTime, snapshot: &Snapshot) -> io::Result<()> {
         let points = self.scalars.next(snapshot);
         points.into_iter().try_for_each(|point| self.write(now, point))
     }

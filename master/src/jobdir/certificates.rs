@@ -20,7 +20,7 @@ impl JobDir {
     ///
     /// # Errors
     /// [`JobDirError::Write`].
-    pub fn create_certificates(&self, job: &str) -> Result<(), JobDirError> {
+    pub(crate) fn create_certificates(&self, job: &str) -> Result<(), JobDirError> {
         let failed = |path: &Path, source| JobDirError::Write { path: path.into(), source };
         let ca = self.root.join(CA);
         let Certificates { ca: ca_pem, certificate, key } =
@@ -38,7 +38,7 @@ impl JobDir {
     ///
     /// # Errors
     /// The files can't be read, or were changed.
-    pub fn identity(&self) -> Result<Option<Identity>, IdentityError> {
+    pub(crate) fn identity(&self) -> Result<Option<Identity>, IdentityError> {
         let [certificate, key] = [CERTIFICATE, KEY].map(|name| self.root.join(name));
         ca_path(&self.root).map(|_| Identity::read(&certificate, &key)).transpose()
     }

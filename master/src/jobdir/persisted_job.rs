@@ -142,7 +142,7 @@ impl JobDir {
     ///
     /// # Errors
     /// [`JobDirError::Write`].
-    pub fn persist_start(&self, start: &JobStart) -> Result<(), JobDirError> {
+    pub(crate) fn persist_start(&self, start: &JobStart) -> Result<(), JobDirError> {
         let path = self.root.join(JOB);
         let json = serde_json::to_vec_pretty(&Versioned { version: START_VERSION, content: start })
             .expect("a start's keys are strings");
@@ -151,14 +151,14 @@ impl JobDir {
 
     /// Returns the file with the state of the job's core.
     #[must_use]
-    pub fn persisted_job_file(&self) -> PersistedJobFile {
+    pub(crate) fn persisted_job_file(&self) -> PersistedJobFile {
         let record = RecordFile::new(self.root.join(RECORD), self.root.join(SPARE));
         PersistedJobFile { root: self.root.clone(), record, stored: None, failed: false }
     }
 
     /// Path of the file in which started processes are noted.
     #[must_use]
-    pub fn processes_path(&self) -> PathBuf {
+    pub(crate) fn processes_path(&self) -> PathBuf {
         self.root.join(PROCESSES)
     }
 

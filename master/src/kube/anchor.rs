@@ -16,7 +16,7 @@
 //! | `summary` | the master, at the end | result of the job |
 //!
 //! **Invariants:** a writer changes its own keys only, so that concurrent writes do not overwrite
-//! each other. The server accepts a master's write ([`AnchorWriter`]) only while the master's
+//! each other. The server accepts a master's write (`AnchorWriter`) only while the master's
 //! incarnation is the newest: a write that was sent before the leader Lease expired, and that
 //! arrives after a take-over, changes nothing.
 //!
@@ -117,7 +117,7 @@ impl Anchor {
 
 /// Writes the anchor on behalf of one of the job's masters.
 #[derive(Clone, Debug)]
-pub struct AnchorWriter {
+pub(crate) struct AnchorWriter {
     anchor: Anchor,
     /// Metadata of the anchor, as it was read.
     meta: ObjectMeta,
@@ -127,7 +127,7 @@ pub struct AnchorWriter {
 /// Why the server did not accept a master's write.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum WriteError {
+pub(crate) enum WriteError {
     /// A newer master has started. Write nothing more.
     #[error("another master of the job has begun since")]
     Fenced,
@@ -144,7 +144,7 @@ impl AnchorWriter {
     ///
     /// # Errors
     /// [`WriteError::Fenced`]: another master has started since the anchor was read.
-    pub async fn begin(
+    pub(crate) async fn begin(
         anchor: &Anchor,
         seen: &ConfigMap,
         incarnation: u64,
@@ -188,7 +188,7 @@ impl AnchorWriter {
     ///
     /// # Errors
     /// [`WriteError`].
-    pub async fn write(&self, data: &Data) -> Result<(), WriteError> {
+    pub(crate) async fn write(&self, data: &Data) -> Result<(), WriteError> {
         let mut operations = vec![json!({
             "op": "test",
             "path": format!("/data/{INCARNATION}"),
@@ -231,7 +231,11 @@ impl AnchorWriter {
     ///
     /// # Errors
     /// The last error.
-    pub async fn write_within(&self, data: &Data, limit: Duration) -> Result<(), WriteError> {
+    pub(crate) async fn write_within(
+        &self,
+        data: &Data,
+        limit: Duration,
+    ) -> Result<(), WriteError> {
         let start = Instant::now();
         let mut failures = 0;
         loop {
@@ -414,14 +418,14 @@ impl DesiredState {
 
 /// Decides when the status is written: soon after an event, rarely for mere progress.
 #[derive(Clone, Debug, Default)]
-pub struct WriteThrottle {
+pub(crate) struct WriteThrottle {
     written: Option<(Instant, u64)>,
 }
 
 impl WriteThrottle {
     /// Returns when a status is to be written whose events have the digest `digest`.
     #[must_use]
-    pub fn due(&self, now: Instant, digest: u64) -> Instant {
+    pub(crate) fn due(&self, now: Instant, digest: u64) -> Instant {
         match self.written {
             None => now,
             Some((at, known)) if known != digest => at + CHANGE_INTERVAL,
@@ -430,7 +434,7 @@ impl WriteThrottle {
     }
 
     /// Notes that the status was written.
-    pub fn on_written(&mut self, now: Instant, digest: u64) {
+    pub(crate) fn on_written(&mut self, now: Instant, digest: u64) {
         self.written = Some((now, digest));
     }
 }
@@ -442,21 +446,21 @@ fn is_anchor(config_map: &ConfigMap) -> bool {
 /// Key of the number of the last checkpoint request.
 pub const CHECKPOINT: &str = "checkpoint";
 /// Key of the list of the data set's files, or of its location.
-pub const FILES: &str = "files";
+pub(crate) const FILES: &str = "files";
 /// Key of the job's history.
-pub const HISTORY: &str = "history";
+pub(crate) const HISTORY: &str = "history";
 /// Key of the number of masters so far.
-pub const INCARNATION: &str = "incarnation";
+pub(crate) const INCARNATION: &str = "incarnation";
 /// Key of the name of the newest leading master's pod.
-pub const MASTER: &str = "master";
+pub(crate) const MASTER: &str = "master";
 /// Key of the desired number of workers.
 pub const NUM_WORKERS: &str = "num-workers";
 /// Key of the persisted job.
-pub const RECORD: &str = "record";
+pub(crate) const RECORD: &str = "record";
 /// Key of the job's status.
 pub const STATUS: &str = "status";
 /// Key of the time at which the status was written, in ms since 1970.
-pub const STATUS_AT: &str = "status-at";
+pub(crate) const STATUS_AT: &str = "status-at";
 /// Key of the request to stop.
 pub const STOP: &str = "stop";
 /// Value of [`STOP`] that does not wait for the job's workers.

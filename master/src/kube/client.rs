@@ -67,9 +67,9 @@ impl Cluster {
         Ok(Self { client, namespace, port })
     }
 
-    /// Creates a cluster with a given client, for example one of a fake server.
-    #[must_use]
-    pub fn with_client(client: Client, namespace: &str) -> Self {
+    /// A cluster with the client of a fake server.
+    #[cfg(test)]
+    pub(crate) fn with_client(client: Client, namespace: &str) -> Self {
         Self { client, namespace: namespace.into(), port: None }
     }
 

@@ -58,7 +58,7 @@ pub enum GangScheduler {
 
 /// The kind of a scheduler's PodGroups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GroupApi {
+pub(crate) struct GroupApi {
     /// API group.
     pub group: &'static str,
     /// The versions that this release knows, the newest first.
@@ -68,7 +68,7 @@ pub struct GroupApi {
 impl GangScheduler {
     /// The API of its PodGroups. `None`: it has none.
     #[must_use]
-    pub fn group_api(self) -> Option<GroupApi> {
+    pub(crate) fn group_api(self) -> Option<GroupApi> {
         let (group, versions): (_, &[&str]) = match self {
             Self::Kueue => return None,
             Self::Native => ("scheduling.k8s.io", &["v1beta1", "v1alpha3", "v1alpha2"]),
@@ -95,7 +95,7 @@ impl GangScheduler {
 
     /// `schedulerName` of its pods. `None`: that of the cluster.
     #[must_use]
-    pub fn scheduler_name(self) -> Option<&'static str> {
+    pub(crate) fn scheduler_name(self) -> Option<&'static str> {
         (self == Self::Volcano).then_some("volcano")
     }
 
@@ -131,7 +131,7 @@ impl GangOptions {
 
     /// Whether a pod of the core, or another one, belongs to a gang.
     #[must_use]
-    pub fn has_gang(&self, is_core: bool) -> bool {
+    pub(crate) fn has_gang(&self, is_core: bool) -> bool {
         match self.scheduler {
             GangScheduler::Volcano => true,
             // A pod by itself needs no other.
@@ -142,12 +142,12 @@ impl GangOptions {
     /// The number of pods that a gang never exceeds; `None`: any number. Kueue deletes excess pods,
     /// and counts a pod until it has failed or its object is gone.
     #[must_use]
-    pub fn gang_pods_max(&self) -> Option<u32> {
+    pub(crate) fn gang_pods_max(&self) -> Option<u32> {
         (self.scheduler == GangScheduler::Kueue).then_some(self.core_pods)
     }
 
     /// Marks what all pods of a job have in common.
-    pub fn mark_template(&self, metadata: &mut ObjectMeta) {
+    pub(crate) fn mark_template(&self, metadata: &mut ObjectMeta) {
         if let (GangScheduler::Kueue, Some(queue)) = (self.scheduler, &self.queue) {
             let labels = metadata.labels.get_or_insert_default();
             labels.insert("kueue.x-k8s.io/queue-name".into(), queue.clone());
@@ -155,7 +155,7 @@ impl GangOptions {
     }
 
     /// Makes a pod a member of `gang`, or of none.
-    pub fn mark(&self, pod: &mut Pod, gang: Option<&str>, is_core: bool) {
+    pub(crate) fn mark(&self, pod: &mut Pod, gang: Option<&str>, is_core: bool) {
         let labels = pod.metadata.labels.get_or_insert_default();
         let annotations = pod.metadata.annotations.get_or_insert_default();
         let mut label = |key: &str, value: &str| labels.insert(key.into(), value.into());
@@ -185,7 +185,7 @@ impl GangOptions {
     /// # Panics
     /// Never: a pod's keys are strings.
     #[must_use]
-    pub fn pod_to_json(&self, pod: &Pod) -> Value {
+    pub(crate) fn pod_to_json(&self, pod: &Pod) -> Value {
         let mut json = serde_json::to_value(pod).expect("a pod's keys are strings");
         if let (GangScheduler::Native, Some(gang)) = (self.scheduler, gang_of(pod)) {
             json["spec"]["schedulingGroup"] = json!({"podGroupName": gang});
@@ -196,13 +196,13 @@ impl GangOptions {
 
 /// The gang of a pod.
 #[must_use]
-pub fn gang_of(pod: &Pod) -> Option<&str> {
+pub(crate) fn gang_of(pod: &Pod) -> Option<&str> {
     pod.metadata.labels.as_ref()?.get(GANG_LABEL).map(String::as_str)
 }
 
 /// The name of the gang whose first pod is that of `launch`. It has at most 62 characters.
 #[must_use]
-pub fn gang_name(job: &str, launch: LaunchId) -> String {
+pub(crate) fn gang_name(job: &str, launch: LaunchId) -> String {
     format!("{job}-g{}", launch.0)
 }
 
@@ -222,9 +222,9 @@ fn times(quantity: &str, count: u32) -> String {
 }
 
 /// Label of a pod: its gang.
-pub const GANG_LABEL: &str = "elasticdl/gang";
+pub(crate) const GANG_LABEL: &str = "elasticdl/gang";
 /// Resource of PodGroups, in all APIs that have them.
-pub const POD_GROUPS: &str = "podgroups";
+pub(crate) const POD_GROUPS: &str = "podgroups";
 const GROUP_VERBS: &[&str] = &["create", "delete"];
 
 #[cfg(test)]

@@ -154,7 +154,7 @@ pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
 
 /// Whether the first pod of a master has been created.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Creation {
+pub(crate) enum Creation {
     /// It exists.
     Created,
     /// The cluster refused it. Its message.
@@ -164,7 +164,7 @@ pub enum Creation {
 }
 
 /// Looks for the first pod of the master of `job`, whose Job has this uid.
-pub async fn creation(cluster: &Cluster, job: &str, uid: &str) -> Creation {
+pub(crate) async fn creation(cluster: &Cluster, job: &str, uid: &str) -> Creation {
     let pods: Api<Pod> = cluster.api();
     let list = pods.list(&ListParams::default().labels(&objects::master_selector(job))).await;
     if list.is_ok_and(|list| !list.items.is_empty()) {

@@ -12,7 +12,7 @@
 //! owner, so that deleting the Job deletes all.
 //!
 //! **Invariants:** Kubernetes types stop here: the job's core receives events about launches only.
-//! Decisions ([`verdict`], [`objects`], [`priority_tiers`], [`gang`]) are pure. The name of a pod
+//! Decisions (`verdict`, [`objects`], [`priority_tiers`], [`gang`]) are pure. The name of a pod
 //! is never reused.
 
 pub mod anchor;
@@ -37,8 +37,8 @@ pub mod route;
 pub mod schedulers;
 pub mod silence;
 pub mod submit;
-pub mod succession;
+pub(crate) mod succession;
 #[cfg(test)]
 pub(crate) mod testing;
-pub mod verdict;
+pub(crate) mod verdict;
 pub mod watch;

@@ -36,7 +36,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 
 pub use self::access::Access;
 pub use self::credentials::PlainCredential;
-pub use self::metadata::owned;
+pub(crate) use self::metadata::owned;
 use self::metadata::{anchor_owner, metadata, own_labels, owner};
 pub use self::names::*;
 use self::parts::add_volumes;
@@ -151,12 +151,12 @@ impl Objects {
     }
 
     /// Makes the Job, as created by the server, the owner of the anchor.
-    pub fn own_anchor(&mut self, job: &ObjectMeta) {
+    pub(crate) fn own_anchor(&mut self, job: &ObjectMeta) {
         self.anchor.metadata.owner_references = Some(vec![owner("batch/v1", "Job", job)]);
     }
 
     /// Makes the anchor, as created by the server, the owner of the other objects.
-    pub fn own_rest(&mut self, anchor: &ObjectMeta) {
+    pub(crate) fn own_rest(&mut self, anchor: &ObjectMeta) {
         let owners = Some(vec![anchor_owner(anchor)]);
         let access = self.access.iter_mut().flat_map(|Access { account, role, binding }| {
             [&mut account.metadata, &mut role.metadata, &mut binding.metadata]
@@ -210,7 +210,7 @@ pub fn master_dns_names(job: &str, namespace: &str) -> [String; 2] {
 /// Builds the pod of `launch` in `slot` from `template`; `master` is the master's address. For a
 /// pod of several workers, launch and slot are those of the first.
 #[must_use]
-pub fn worker_pod(
+pub(crate) fn worker_pod(
     template: &Pod,
     launch: LaunchId,
     slot: u32,

@@ -102,7 +102,7 @@ pub fn parse_resources(text: &str) -> Result<Resources, String> {
 }
 
 /// Prefix of a resource whose amount is a limit instead of a request.
-pub const LIMITS: &str = "limits.";
+pub(crate) const LIMITS: &str = "limits.";
 
 /// Parses `NAME=VALUE`.
 ///

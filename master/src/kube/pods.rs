@@ -8,7 +8,7 @@
 //!                                API server
 //! ```
 //!
-//! One task, the controller, owns the [tracker](tracker::PodTracker), which decides, and performs
+//! One task, the controller, owns the `tracker`, which decides, and performs
 //! its actions. API calls run concurrently with it, each until it has a final answer. So thirty
 //! workers that are lost at once are replaced in parallel, and an API server that is unreachable
 //! for a while costs time only.

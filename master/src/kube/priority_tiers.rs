@@ -63,7 +63,7 @@ impl PriorityTiers {
     /// Returns the class of the worker in slot `slot` (from 0) of a job with a minimum of
     /// `min_workers`.
     #[must_use]
-    pub fn class(&self, slot: u32, min_workers: u32) -> &str {
+    pub(crate) fn class(&self, slot: u32, min_workers: u32) -> &str {
         if slot < min_workers {
             return &self.core;
         }
@@ -79,7 +79,7 @@ impl PriorityTiers {
     /// tier, or `None`. Without a class for the core, tiers are of no use: no other worker could
     /// have a lower priority.
     #[must_use]
-    pub fn without(&self, missing: &str) -> Option<Self> {
+    pub(crate) fn without(&self, missing: &str) -> Option<Self> {
         let last = self.tiers.last().filter(|last| *last != missing)?;
         (self.core != missing && self.tiers.len() > 1)
             .then(|| Self { tiers: vec![last.clone()], ..self.clone() })
@@ -88,7 +88,7 @@ impl PriorityTiers {
 
 /// Returns the class that the server reports as missing.
 #[must_use]
-pub fn missing_class(message: &str) -> Option<&str> {
+pub(crate) fn missing_class(message: &str) -> Option<&str> {
     message
         .split_once("no PriorityClass with name ")?
         .1
@@ -140,7 +140,7 @@ pub fn parse_weight(text: &str) -> Result<Weight, String> {
 }
 
 /// The master's class in `manifests/priorityclasses.yaml`.
-pub const MASTER_CLASS: &str = "elasticdl-master";
+pub(crate) const MASTER_CLASS: &str = "elasticdl-master";
 
 /// A weight of 1.
 const HUNDREDTHS: u32 = 100;

@@ -388,7 +388,7 @@ fn review(
 ///
 /// # Errors
 /// There is no Service, or it has no address.
-pub async fn service_address(cluster: &Cluster, job: &str) -> Result<String, ClusterError> {
+pub(crate) async fn service_address(cluster: &Cluster, job: &str) -> Result<String, ClusterError> {
     let services: Api<Service> = cluster.api();
     let doing = "find the job's service";
     let name = objects::master_name(job);

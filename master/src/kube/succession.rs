@@ -140,7 +140,7 @@ async fn create_if_missing(
 
 /// Returns why a Job has failed, or is about to. `None`: it has not failed.
 #[must_use]
-pub fn failure_of(job: &Job) -> Option<String> {
+pub(crate) fn failure_of(job: &Job) -> Option<String> {
     let mut conditions = job.status.as_ref()?.conditions.iter().flatten();
     let failed = conditions
         .rfind(|c| ["Failed", "FailureTarget"].contains(&c.type_.as_str()) && c.status == "True")?;

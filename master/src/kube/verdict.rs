@@ -42,7 +42,7 @@ use crate::job::{Exit, ReclaimCause};
 
 /// State of a pod, as its object shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// The pod can't start without a change, on this node or on any. The reason, for the user.
     CannotStart(String),
     /// The object exists; the scheduler has not considered it yet.
@@ -63,7 +63,7 @@ pub enum Verdict {
 
 /// A pod that is being deleted while its program runs.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Termination {
+pub(crate) struct Termination {
     /// The end that the cluster announces.
     pub end: End,
     /// Time from the deletion until the program is killed.
@@ -74,7 +74,7 @@ pub struct Termination {
 
 /// How a pod ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct End {
+pub(crate) struct End {
     /// Cause, for decisions.
     pub cause: Cause,
     /// Message of the cluster or of the container, for the user.
@@ -83,7 +83,7 @@ pub struct End {
 
 /// Why a pod ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cause {
+pub(crate) enum Cause {
     /// A user or controller deleted it, or its object does not exist.
     Deleted,
     /// Its node was drained: an eviction by the API, a taint, a shutdown.
@@ -110,7 +110,7 @@ pub enum Cause {
 
 /// Classifies a pod by its object.
 #[must_use]
-pub fn classify(pod: &Pod) -> Verdict {
+pub(crate) fn classify(pod: &Pod) -> Verdict {
     let nothing = PodStatus::default();
     let status = pod.status.as_ref().unwrap_or(&nothing);
     let container = container(status);
@@ -175,7 +175,7 @@ pub(super) fn reclaim_cause(cause: Cause) -> ReclaimCause {
 /// Returns whether another container of the pod runs although the worker's has ended. Such a pod
 /// does not end by itself.
 #[must_use]
-pub fn has_running_sidecar(pod: &Pod) -> bool {
+pub(crate) fn has_running_sidecar(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
     let own_has_ended = container(status).is_some_and(|state| state.terminated.is_some());
     let mut all = status.container_statuses.iter().flatten().filter_map(|c| c.state.as_ref());
@@ -186,7 +186,7 @@ pub fn has_running_sidecar(pod: &Pod) -> bool {
 /// servers ends an evicted pod by SIGTERM, and may report the end of the container before the
 /// eviction.
 #[must_use]
-pub fn may_be_explained(pod: &Pod, end: &End) -> bool {
+pub(crate) fn may_be_explained(pod: &Pod, end: &End) -> bool {
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
     let is_open = !matches!(phase, Some("Failed" | "Succeeded"));
     let is_by_signal =
@@ -198,7 +198,7 @@ pub fn may_be_explained(pod: &Pod, end: &End) -> bool {
 /// Returns whether a pod's processes have certainly ended: the end of its container was observed. A
 /// phase alone can be set by a controller for a node that is unreachable.
 #[must_use]
-pub fn has_terminated(pod: &Pod) -> bool {
+pub(crate) fn has_terminated(pod: &Pod) -> bool {
     let Some(status) = &pod.status else { return false };
     let ended = container(status).and_then(|state| state.terminated.as_ref());
     let is_seen = ended.is_some_and(|e| e.reason.as_deref() != Some("ContainerStatusUnknown"));
@@ -207,7 +207,7 @@ pub fn has_terminated(pod: &Pod) -> bool {
 
 /// The end of a pod whose object was removed without an explanation.
 #[must_use]
-pub fn vanished() -> End {
+pub(crate) fn vanished() -> End {
     End { cause: Cause::Deleted, detail: "its pod is gone".into() }
 }
 

@@ -142,35 +142,35 @@ pub(crate) struct PersistedShutdown {
 impl PersistedJob {
     /// The job's specification.
     #[must_use]
-    pub fn spec(&self) -> &JobSpec {
+    pub(crate) fn spec(&self) -> &JobSpec {
         &self.spec
     }
 
     /// Steps committed, as known at the last write.
     #[must_use]
-    pub fn step(&self) -> u64 {
+    pub(crate) fn step(&self) -> u64 {
         self.step
     }
 
     /// Notes a step that the previous master has published since the last write.
-    pub fn note_step(&mut self, step: u64) {
+    pub(crate) fn note_step(&mut self, step: u64) {
         self.step = self.step.max(step);
     }
 
     /// Fingerprint of the job's list of files; `None` before it is known.
     #[must_use]
-    pub fn data(&self) -> Option<DatasetFingerprint> {
+    pub(crate) fn data(&self) -> Option<DatasetFingerprint> {
         self.data
     }
 
     /// The list of files, if it has been attached.
     #[must_use]
-    pub fn file_list(&self) -> Option<&FileList> {
+    pub(crate) fn file_list(&self) -> Option<&FileList> {
         self.dataset.as_ref()
     }
 
     /// Drops the history, for a persisted job that is too long in spite of the budgets.
-    pub fn shorten(&mut self) {
+    pub(crate) fn shorten(&mut self) {
         self.history.memberships.clear();
         self.history.failed_shards.clear();
         self.history.evaluations.all.clear();
@@ -181,7 +181,7 @@ impl PersistedJob {
     ///
     /// # Errors
     /// The list has another fingerprint.
-    pub fn attach_file_list(&mut self, list: FileList) -> Result<(), String> {
+    pub(crate) fn attach_file_list(&mut self, list: FileList) -> Result<(), String> {
         let found = DatasetFingerprint::of(&list);
         match self.data {
             Some(data) if data == found => {
@@ -263,7 +263,7 @@ impl PersistedJob {
 impl DatasetFingerprint {
     /// The fingerprint of `list`.
     #[must_use]
-    pub fn of(list: &FileList) -> Self {
+    pub(crate) fn of(list: &FileList) -> Self {
         Self { files: list.len() as u64, records: list.records(), digest: list.digest() }
     }
 }
@@ -278,7 +278,7 @@ impl Job {
 
     /// Steps committed, as last reported.
     #[must_use]
-    pub fn step(&self) -> u64 {
+    pub(crate) fn step(&self) -> u64 {
         self.data.step()
     }
 
@@ -291,7 +291,7 @@ impl Job {
 
     /// Number of masters that the job has had, including this one.
     #[must_use]
-    pub fn masters(&self) -> u64 {
+    pub(crate) fn masters(&self) -> u64 {
         self.lifecycle.masters
     }
 

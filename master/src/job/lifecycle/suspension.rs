@@ -23,7 +23,7 @@ use crate::job::workers::table::worker_of;
 impl Job {
     /// Why the job can't be suspended, if it can't.
     #[must_use]
-    pub fn obstacle_to_suspension(&self) -> Option<&'static str> {
+    pub(crate) fn obstacle_to_suspension(&self) -> Option<&'static str> {
         let keeps_state = self.spec.checkpoints.is_some() || !self.spec.work.trains();
         match (self.lifecycle.is_running(), keeps_state) {
             (false, _) => Some("the job is ending"),

@@ -48,7 +48,7 @@ pub struct Recoveries {
 /// A histogram with fixed buckets.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Histogram {
-    /// Observations in each bucket; the last bucket is above all [`Histogram::BOUNDS_MS`].
+    /// Observations in each bucket; the last bucket is above all `BOUNDS_MS`.
     pub buckets: [u64; Self::BOUNDS_MS.len() + 1],
     /// Sum of all observations, milliseconds.
     pub sum_ms: f64,
@@ -111,7 +111,7 @@ impl Counters {
 
 impl Histogram {
     /// Upper bounds of the buckets.
-    pub const BOUNDS_MS: [f64; 14] = [
+    pub(crate) const BOUNDS_MS: [f64; 14] = [
         1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0,
         60_000.0,
     ];
@@ -124,14 +124,14 @@ impl Histogram {
 
     /// Observations.
     #[must_use]
-    pub fn count(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 }
 
 impl End {
     /// All reasons.
-    pub const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Crashed,
         Self::Exited,
         Self::Failed,

@@ -149,7 +149,7 @@ impl Lifetimes {
 impl WorkerLifetime {
     /// This lifetime as a later master knows it, with what an earlier one has noted.
     #[must_use]
-    pub fn after(&self, earlier: &Self) -> Self {
+    pub(crate) fn after(&self, earlier: &Self) -> Self {
         Self {
             launched_s: self.launched_s.min(earlier.launched_s),
             connected_s: earlier.connected_s.or(self.connected_s),

@@ -7,7 +7,7 @@ use crate::job::LaunchId;
 /// Returns the name of a worker pod. Launches are numbered across all masters of a job, so a name
 /// is never reused.
 #[must_use]
-pub fn worker_name(job: &str, launch: LaunchId) -> String {
+pub(crate) fn worker_name(job: &str, launch: LaunchId) -> String {
     format!("{job}-w-{}", launch.0)
 }
 
@@ -19,13 +19,13 @@ pub fn master_name(job: &str) -> String {
 
 /// Returns the name of the ConfigMap with the address of a job's master.
 #[must_use]
-pub fn address_name(job: &str) -> String {
+pub(crate) fn address_name(job: &str) -> String {
     format!("{job}-master-address")
 }
 
 /// Selector of the pods of a job's master.
 #[must_use]
-pub fn master_selector(job: &str) -> String {
+pub(crate) fn master_selector(job: &str) -> String {
     format!("{JOB_LABEL}={job},{ROLE_LABEL}=master")
 }
 
@@ -37,7 +37,7 @@ pub fn worker_selector(anchor_uid: &str) -> String {
 
 /// Selector of the anchors of all jobs.
 #[must_use]
-pub fn anchors_selector() -> String {
+pub(crate) fn anchors_selector() -> String {
     format!("app.kubernetes.io/managed-by={ELASTICDL},{ROLE_LABEL}=anchor")
 }
 
@@ -46,29 +46,29 @@ pub const PORT: i32 = 7070;
 /// Default port of the master's metrics.
 pub const METRICS_PORT: u16 = 7071;
 /// Variable of the master's pod with its address.
-pub const POD_IP: &str = "POD_IP";
+pub(crate) const POD_IP: &str = "POD_IP";
 /// Folder of pods with the token and the certificates.
 pub(super) const TOKEN_FOLDER: &str = "/etc/elasticdl";
 /// Path of the token in pods.
 pub const TOKEN_FILE: &str = "/etc/elasticdl/token";
 /// Path of the CA certificate in worker pods.
-pub const CA_FILE: &str = "/etc/elasticdl/ca.crt";
+pub(crate) const CA_FILE: &str = "/etc/elasticdl/ca.crt";
 /// Folder of worker pods with the master's [`ADDRESS`].
 pub(super) const ADDRESS_FOLDER: &str = "/etc/elasticdl-master";
 /// Key of the ConfigMap with the address of the master's pod, `IP:PORT`.
-pub const ADDRESS: &str = "address";
+pub(crate) const ADDRESS: &str = "address";
 /// Path of the master's certificate in its pod.
 pub const CERTIFICATE_FILE: &str = "/etc/elasticdl/tls.crt";
 /// Path of the master's private key in its pod.
 pub const KEY_FILE: &str = "/etc/elasticdl/tls.key";
 /// The anchor's key for the [`Task`](super::Task), as JSON.
-pub const TASK: &str = "task";
+pub(crate) const TASK: &str = "task";
 /// The anchor's key for the worker pod template, as JSON.
-pub const WORKER_POD: &str = "worker-pod";
+pub(crate) const WORKER_POD: &str = "worker-pod";
 /// Label of a worker pod: its slot; for a pod of several workers, the first one's.
-pub const SLOT_LABEL: &str = "elasticdl/index";
+pub(crate) const SLOT_LABEL: &str = "elasticdl/index";
 /// Label of a worker pod: its launch; for a pod of several workers, the first one's.
-pub const LAUNCH_LABEL: &str = "elasticdl/launch";
+pub(crate) const LAUNCH_LABEL: &str = "elasticdl/launch";
 pub(super) const ANCHOR_LABEL: &str = "elasticdl/anchor";
 /// Number of masters that may fail before one has led the job; after that the Job fails. The first
 /// master that leads raises the limit beyond reach ([`crate::kube::succession`]).
@@ -93,9 +93,9 @@ pub(super) const MASTER_GRACE: Duration = Duration::from_secs(10);
 pub(super) const CONTROL: &str = "tls-grpc";
 pub(super) const METRICS: &str = "metrics";
 /// Label of all objects of a job: its name.
-pub const JOB_LABEL: &str = "elasticdl/job";
+pub(crate) const JOB_LABEL: &str = "elasticdl/job";
 /// Label of all objects of a job: what they are for.
-pub const ROLE_LABEL: &str = "elasticdl/role";
+pub(crate) const ROLE_LABEL: &str = "elasticdl/role";
 pub(super) const TOKEN: &str = "token";
 pub(super) const CA: &str = "ca.crt";
 pub(super) const CERTIFICATE: &str = "tls.crt";
