@@ -401,9 +401,10 @@ fn check_places(options: &WorkerOptions) -> Result<(), String> {
         Work::Evaluate { model } => {
             trained_model::check(model).map_err(|error| format!("--model: {error}"))
         }
-        Work::Predict { model, output, .. } => {
+        Work::Predict { model, output, format, .. } => {
             trained_model::check(model).map_err(|error| format!("--model: {error}"))?;
-            inference::check_output(output).map_err(|error| format!("--predictions: {error}"))
+            inference::check_output(output, *format)
+                .map_err(|error| format!("--predictions: {error}"))
         }
     }
 }

@@ -289,10 +289,11 @@ const NAMED_BY: &[(&[&str], &[&str])] = &[
     (&["elasticdl-proto"], &["master", "master/cli", "worker", "worker/data"]),
     (&["elasticdl-stand-ins"], &[]),
     (&["k8s-openapi", "kube"], &["master"]),
-    (&["object_store", "parquet"], &["worker/data"]),
+    (&["csv", "object_store", "parquet", "tar"], &["worker/data"]),
     (&["pyo3"], &["worker/python"]),
     (&["tokio"], &["master", "master/cli", "worker", "worker/data"]),
     (&["tonic"], &["master", "master/cli", "proto", "worker"]),
+    (&["zune-core", "zune-jpeg", "zune-png"], &["worker/data"]),
 ];
 
 /// Licences without conditions on the programs that contain the code, but notices.

@@ -6,6 +6,8 @@
 //! **Invariant:** this crate knows no model, no worker and no job. What the worker alone needs of
 //! it is in the hidden module `worker`.
 
+#[cfg(not(all(feature = "cloud", feature = "parquet")))]
+mod feature;
 mod paths;
 mod predictions;
 mod reader;

@@ -14,19 +14,17 @@
 //! Calls block, so they must be made from threads that may block. Requests run on a small runtime
 //! of their own. Requests that fail with a transient error are retried (see `retry.rs`).
 
+use std::error::Error;
 use std::fmt;
+use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
-use futures::TryStreamExt;
-use object_store::path::Path;
-use object_store::{
-    GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutPayload, WriteMultipart,
-};
-use tokio::runtime::Runtime;
 
+use self::cloud::Objects;
+use self::errors::Failed;
+pub(crate) use self::listing::{Listing, Version};
 pub(crate) use self::retry::{Transient, with_retries};
 
 /// A folder of files. Paths given to its methods are relative to it and use `/` as the separator;
@@ -43,7 +41,7 @@ enum Place {
     /// A path of this machine.
     Local(PathBuf),
     /// The objects below a key.
-    Store(Arc<dyn ObjectStore>, Path),
+    Store(Objects),
 }
 
 /// A file in a listing.
@@ -64,24 +62,6 @@ impl Found {
     }
 }
 
-/// The files below a folder.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Listing {
-    /// Paths relative to the folder, in ascending order, with the version of each file.
-    pub(crate) files: Vec<(String, Version)>,
-    /// The objects whose keys can't be read (see the module's documentation).
-    pub(crate) left_out: Vec<String>,
-}
-
-/// Version of a file: changes whenever the file is written again.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Version {
-    /// Length of the file, in bytes.
-    pub(crate) bytes: u64,
-    /// ETag of the content, or the time of the last modification.
-    pub(crate) tag: String,
-}
-
 /// Why storage cannot be used, or what it refused. The text names the address and the file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -100,13 +80,13 @@ pub enum StorageError {
         /// Full address of the file.
         path: String,
     },
-    /// The request failed or timed out; transient errors were retried before.
-    #[error("{path}: {reason}", reason = errors::reason(source))]
+    /// The access failed or timed out; transient errors were retried before.
+    #[error("{path}: {reason}", reason = errors::reason(&**source))]
     Store {
         /// Full address of the file.
         path: String,
-        /// Error of the store.
-        source: Box<object_store::Error>,
+        /// Error of the store, or of the operating system.
+        source: Box<dyn Error + Send + Sync>,
     },
 }
 
@@ -127,24 +107,29 @@ impl Storage {
     }
 
     /// Files in `store` below `root`. `address`: name of this storage in errors.
+    #[cfg(feature = "cloud")]
     #[doc(hidden)]
-    pub fn within(store: Arc<dyn ObjectStore>, root: Path, address: impl Into<String>) -> Self {
-        Self { place: Place::Store(store, root), address: address.into() }
+    pub fn within(
+        store: std::sync::Arc<dyn object_store::ObjectStore>,
+        root: object_store::path::Path,
+        address: impl Into<String>,
+    ) -> Self {
+        Self { place: Place::Store(Objects { store, key: root }), address: address.into() }
     }
 
     /// Whether `address` is in an object store, not a path on this machine.
     #[must_use]
     #[doc(hidden)]
     pub fn is_remote(address: &str) -> bool {
-        keys::scheme(address).is_some_and(|(scheme, _)| scheme != "file")
+        address::scheme(address).is_some_and(|(scheme, _)| scheme != "file")
     }
 
     /// Checks the key of an object's address.
     pub(crate) fn check_key(address: &str) -> Result<(), StorageError> {
-        let rest = keys::scheme(address).map_or(address, |(_, rest)| rest);
+        let rest = address::scheme(address).map_or(address, |(_, rest)| rest);
         let key = rest.split_once('/').map_or("", |(_, key)| key);
         let wrong = |reason| StorageError::Address { address: address.to_owned(), reason };
-        keys::parse_key(key).map(drop).map_err(wrong)
+        cloud::check_key(key).map_err(wrong)
     }
 
     /// Address, as it was given.
@@ -166,9 +151,7 @@ impl Storage {
     pub fn read(&self, path: &str) -> Result<Bytes, StorageError> {
         match self.place.at(path) {
             Place::Local(at) => self.local(path, || std::fs::read(&at).map(Bytes::from)),
-            Place::Store(store, at) => {
-                self.request(path, || async { store.get(&at).await?.bytes().await })
-            }
+            Place::Store(at) => self.access(path, || at.read()),
         }
     }
 
@@ -179,27 +162,30 @@ impl Storage {
     pub fn read_range(&self, path: &str, range: Range<u64>) -> Result<Bytes, StorageError> {
         match self.place.at(path) {
             Place::Local(at) => self.local(path, || local::read_range(&at, &range)),
-            Place::Store(store, at) => self.request(path, || store.get_range(&at, range.clone())),
+            Place::Store(at) => self.access(path, || at.read_range(&range)),
         }
     }
 
-    /// Like [`read_range`](Self::read_range), but makes one attempt, on the caller's runtime, and
-    /// also returns the version of the file. Retries are up to the caller.
-    pub(crate) async fn fetch(
+    /// Fetches bytes `range` of this object, and the version that it has. Makes one attempt.
+    pub(crate) fn fetch(&self, range: Range<u64>) -> Result<(Bytes, Version), StorageError> {
+        self.object().fetch(range).map_err(|error| self.error("", error))
+    }
+
+    /// As [`fetch`](Self::fetch), without waiting for the reply, which `done` receives; `None` if
+    /// there is none.
+    pub(crate) fn fetch_in_background(
         &self,
-        path: &str,
         range: Range<u64>,
-    ) -> Result<(Bytes, Version), StorageError> {
-        let Place::Store(store, at) = self.place.at(path) else {
-            unreachable!("the files of this machine are not fetched");
-        };
-        let options = GetOptions { range: Some(range.into()), ..GetOptions::default() };
-        let fetched = async {
-            let found = store.get_opts(&at, options).await?;
-            let version = Version::of(&found.meta);
-            Ok((found.bytes().await?, version))
-        };
-        fetched.await.map_err(|error| self.error(path, error))
+        done: impl FnOnce(Option<(Bytes, Version)>) + Send + 'static,
+    ) {
+        self.object().fetch_in_background(range, done);
+    }
+
+    fn object(&self) -> &Objects {
+        match &self.place {
+            Place::Local(_) => unreachable!("the files of this machine are not fetched"),
+            Place::Store(at) => at,
+        }
     }
 
     /// Returns the length of a file, in bytes.
@@ -214,9 +200,7 @@ impl Storage {
     pub(crate) fn version(&self, path: &str) -> Result<Version, StorageError> {
         match self.place.at(path) {
             Place::Local(at) => self.local(path, || local::version(&at)),
-            Place::Store(store, at) => {
-                self.request(path, || async { Ok(Version::of(&store.head(&at).await?)) })
-            }
+            Place::Store(at) => self.access(path, || at.version()),
         }
     }
 
@@ -234,9 +218,7 @@ impl Storage {
     pub(crate) fn list_versions(&self, path: &str) -> Result<Listing, StorageError> {
         match self.place.at(path) {
             Place::Local(at) => self.local(path, || local::list(&at)),
-            Place::Store(store, at) => {
-                self.found(path, &at, || store.list(Some(&at)).try_collect::<Vec<_>>())
-            }
+            Place::Store(at) => self.listing(path, || at.list()),
         }
     }
 
@@ -247,20 +229,11 @@ impl Storage {
     /// An error of the store.
     #[doc(hidden)]
     pub fn list_folders(&self, prefix: &str) -> Result<Vec<Found>, StorageError> {
-        let (store, root) = match &self.place {
+        let found = match &self.place {
             Place::Local(root) => return self.list_local_folders(root, prefix),
-            Place::Store(store, root) => (store, root),
+            Place::Store(at) => self.listing("", || at.list_folders(prefix))?,
         };
-        let first = keys::below(root, prefix);
-        // Stores list in lexicographical order.
-        let listed = || {
-            let all = store.list_with_offset(Some(root), &first);
-            let is_one = |meta: &ObjectMeta| {
-                std::future::ready(Ok(meta.location.as_ref().starts_with(first.as_ref())))
-            };
-            all.try_take_while(is_one).try_collect::<Vec<_>>()
-        };
-        let found = self.found("", root, listed)?.files.into_iter();
+        let found = found.files.into_iter();
         Ok(found.map(|(path, version)| Found { path, bytes: version.bytes }).collect())
     }
 
@@ -279,25 +252,16 @@ impl Storage {
         Ok(found)
     }
 
-    /// Result of `list`, as paths relative to `below`, which is at `path`.
-    fn found<F: Future<Output = object_store::Result<Vec<ObjectMeta>>>>(
+    /// A listing of what is at `path`; empty, if nothing is.
+    fn listing(
         &self,
         path: &str,
-        below: &Path,
-        mut list: impl FnMut() -> F,
+        list: impl FnMut() -> Result<Listing, Failed>,
     ) -> Result<Listing, StorageError> {
-        let listed = self.request(path, || listings::noting_left_out(list()));
-        let (list, left_out) = match listed {
-            Err(StorageError::NotFound { .. }) => return Ok(Listing::default()),
-            listed => listed?,
-        };
-        let mut files = Vec::from_iter(list.into_iter().filter_map(|meta| {
-            let parts = meta.location.prefix_match(below)?;
-            let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
-            Some((parts.join("/"), Version::of(&meta)))
-        }));
-        files.sort_by(|a, b| a.0.cmp(&b.0));
-        Ok(Listing { files, left_out })
+        match self.access(path, list) {
+            Err(StorageError::NotFound { .. }) => Ok(Listing::default()),
+            listed => listed,
+        }
     }
 
     /// Writes a file atomically: all of `parts`, concatenated. On failure the previous content
@@ -310,7 +274,7 @@ impl Storage {
     pub fn write(&self, path: &str, parts: Vec<Bytes>) -> Result<(), StorageError> {
         match self.place.at(path) {
             Place::Local(at) => self.local(path, || local::write(&at, &parts)),
-            Place::Store(store, at) => self.request(path, || put(&*store, &at, parts.clone())),
+            Place::Store(at) => self.access(path, || at.write(&parts)),
         }
     }
 
@@ -323,11 +287,7 @@ impl Storage {
     pub fn copy_beside(&self, suffix: &str) -> Result<(), StorageError> {
         match &self.place {
             Place::Local(at) => self.local("", || local::copy_beside(at, suffix)),
-            Place::Store(store, at) => {
-                let to = format!("{at}{suffix}");
-                let to = Path::parse(&to).unwrap_or_else(|_| Path::from(to));
-                self.request("", || store.copy(at, &to))
-            }
+            Place::Store(at) => self.access("", || at.copy_beside(suffix)),
         }
     }
 
@@ -338,7 +298,7 @@ impl Storage {
     pub fn remove(&self, path: &str) -> Result<(), StorageError> {
         let removed = match self.place.at(path) {
             Place::Local(at) => self.local(path, || std::fs::remove_file(&at)),
-            Place::Store(store, at) => self.request(path, || store.delete(&at)),
+            Place::Store(at) => self.access(path, || at.remove()),
         };
         match removed {
             Err(StorageError::NotFound { .. }) => Ok(()),
@@ -370,47 +330,28 @@ impl Storage {
         }
     }
 
-    /// Makes a request, with retries, and waits for its result.
-    fn request<T, F: Future<Output = object_store::Result<T>>>(
+    /// Accesses files, with retries.
+    fn access<T>(
         &self,
         path: &str,
-        mut request: impl FnMut() -> F,
+        mut access: impl FnMut() -> Result<T, Failed>,
     ) -> Result<T, StorageError> {
-        with_retries(&self.name(path), || {
-            runtime().block_on(request()).map_err(|error| self.error(path, error))
-        })
+        with_retries(&self.name(path), || access().map_err(|error| self.error(path, error)))
     }
 
     /// Accesses files of this machine, with retries.
     fn local<T>(
         &self,
         path: &str,
-        mut access: impl FnMut() -> std::io::Result<T>,
+        mut access: impl FnMut() -> io::Result<T>,
     ) -> Result<T, StorageError> {
-        use std::io::ErrorKind::{IsADirectory, NotADirectory, NotFound};
-        with_retries(&self.name(path), || {
-            access().map_err(|error| match error.kind() {
-                // Nothing exists below a file.
-                NotFound | NotADirectory | IsADirectory => {
-                    StorageError::NotFound { path: self.name(path) }
-                }
-                _ => {
-                    let source = Box::new(error);
-                    let error = object_store::Error::Generic { store: "local", source };
-                    self.error(path, error)
-                }
-            })
-        })
+        self.access(path, || access().map_err(Failed::from))
     }
 
-    fn error(&self, path: &str, error: object_store::Error) -> StorageError {
+    fn error(&self, path: &str, error: Failed) -> StorageError {
         match error {
-            object_store::Error::NotFound { source, .. }
-                if !errors::is_missing_bucket(&source.to_string()) =>
-            {
-                StorageError::NotFound { path: self.name(path) }
-            }
-            source => StorageError::Store { path: self.name(path), source: Box::new(source) },
+            Failed::NotFound => StorageError::NotFound { path: self.name(path) },
+            Failed::Other(source) => StorageError::Store { path: self.name(path), source },
         }
     }
 }
@@ -423,39 +364,8 @@ impl Place {
                 let parts = path.split('/').filter(|part| !part.is_empty());
                 Self::Local(parts.fold(root.clone(), |at, part| at.join(part)))
             }
-            Self::Store(store, root) => Self::Store(Arc::clone(store), keys::below(root, path)),
+            Self::Store(at) => Self::Store(at.below(path)),
         }
-    }
-}
-
-async fn put(store: &dyn ObjectStore, at: &Path, parts: Vec<Bytes>) -> object_store::Result<()> {
-    let bytes: usize = parts.iter().map(Bytes::len).sum();
-    if bytes <= PART_BYTES_MIN {
-        return store.put(at, PutPayload::from_iter(parts)).await.map(|_| ());
-    }
-    let piece = part_bytes(bytes);
-    let upload = store.put_multipart(at).await?;
-    let mut upload = WriteMultipart::new_with_chunk_size(upload, piece);
-    for mut part in parts {
-        while !part.is_empty() {
-            if let Err(error) = upload.wait_for_capacity(PARTS_AT_ONCE).await {
-                // An upload that is not aborted is billed, and no listing shows it.
-                drop(upload.abort().await);
-                return Err(error);
-            }
-            upload.put(part.split_to(part.len().min(piece)));
-        }
-    }
-    upload.finish().await.map(|_| ())
-}
-
-impl Version {
-    fn of(meta: &ObjectMeta) -> Self {
-        // A listing may have ETags without the quotes of the header, and times in another
-        // resolution.
-        let tag = meta.e_tag.as_deref().map(|tag| tag.trim_matches('"').to_owned());
-        let tag = tag.unwrap_or_else(|| meta.last_modified.timestamp().to_string());
-        Self { bytes: meta.size, tag }
     }
 }
 
@@ -474,7 +384,7 @@ impl StorageError {
 
 impl Transient for StorageError {
     fn is_transient(&self) -> bool {
-        matches!(self, Self::Store { source, .. } if errors::is_transient(source))
+        matches!(self, Self::Store { source, .. } if errors::is_transient(&**source))
     }
 }
 
@@ -484,38 +394,16 @@ impl fmt::Display for Storage {
     }
 }
 
-/// Size of the parts in which `bytes` are uploaded.
-fn part_bytes(bytes: usize) -> usize {
-    bytes.div_ceil(PARTS_MAX).max(PART_BYTES_MIN)
-}
-
-/// Runtime of all requests. Callers may be threads of any other runtime, or of none.
-pub(crate) fn runtime() -> &'static Runtime {
-    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
-    RUNTIME.get_or_init(|| {
-        tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .thread_name("storage")
-            .enable_all()
-            .build()
-            .expect("the system has two more threads for a training process")
-    })
-}
-
-/// Files above this size are uploaded in parts of at least this size.
-const PART_BYTES_MIN: usize = 16 << 20;
-
-/// Maximum number of parts of an upload; S3's limit is 10,000.
-const PARTS_MAX: usize = 9_000;
-
-const PARTS_AT_ONCE: usize = 4;
-
 mod address;
-mod aws;
+#[cfg(feature = "cloud")]
+mod cloud;
+#[cfg(not(feature = "cloud"))]
+#[path = "storage/no_cloud.rs"]
+mod cloud;
 mod errors;
-mod keys;
-mod listings;
+mod listing;
 mod local;
 pub(crate) mod retry;
 #[cfg(test)]
+#[cfg(feature = "cloud")]
 mod tests;

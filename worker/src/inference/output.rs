@@ -29,7 +29,9 @@ pub(super) enum Output {
 ///
 /// # Errors
 /// A message that explains what is wrong, and what the user should do.
-pub(crate) fn check_output(address: &str) -> Result<(), String> {
+pub(crate) fn check_output(address: &str, format: Format) -> Result<(), String> {
+    // A format for which this program was not built.
+    encode(format, &Predictions::new().i64("class", Vec::new()))?;
     let output = Storage::open(address).map_err(|error| error.to_string())?;
     let found = output.list("").map_err(|error| error.to_string())?;
     if let Some(first) = found.first() {
@@ -210,13 +212,13 @@ mod tests {
     fn an_output_that_is_not_empty_is_refused() {
         let (folder, path) = written(Format::Csv);
         let output = folder.path().join("out").to_str().unwrap().to_owned();
-        let error = check_output(&output).unwrap_err();
+        let error = check_output(&output, Format::Csv).unwrap_err();
         assert!(error.contains("it contains for example part-"), "{error}");
         fs::remove_file(path).unwrap();
-        check_output(&output).unwrap();
-        check_output(&format!("{output}/new/")).unwrap();
+        check_output(&output, Format::Csv).unwrap();
+        check_output(&format!("{output}/new/"), Format::Csv).unwrap();
         fs::write(format!("{output}/file"), "").unwrap();
-        let error = check_output(&format!("{output}/file")).unwrap_err();
+        let error = check_output(&format!("{output}/file"), Format::Csv).unwrap_err();
         assert!(error.contains("/file"), "{error}");
     }
 }

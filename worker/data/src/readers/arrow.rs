@@ -26,6 +26,8 @@ mod ipc;
 ///
 /// An empty list is a null.
 ///
+/// Requires the feature `arrow`.
+///
 /// ```
 /// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::ArrowRows;

@@ -153,6 +153,7 @@ impl Columns {
     }
 
     /// Whether a null in this column is an error.
+    #[cfg(any(feature = "arrow", feature = "parquet"))]
     pub(super) fn refuses_nulls(&self, column: &Column) -> bool {
         column.fill.is_none() && !self.skips() && !self.may_lack(column)
     }

@@ -25,6 +25,8 @@ use crate::reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Read
 /// With `--bad-records skip` all images are decoded before training starts, and each worker decodes
 /// them once to find those that are left out. Files end in `.png`, `.jpg` or `.jpeg`.
 ///
+/// Requires the feature `images`.
+///
 /// ```
 /// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::ImageFolder;

@@ -38,6 +38,7 @@ impl Kept {
     }
 
     /// The row that is number `index` of those that are not left out.
+    #[cfg(any(feature = "arrow", feature = "images", feature = "parquet"))]
     pub(super) fn row(&self, index: u64) -> u64 {
         // The rows that are left out before row `index + k` are at least `k` exactly up to the
         // wanted `k`.
@@ -55,6 +56,7 @@ impl Kept {
 }
 
 #[cfg(test)]
+#[cfg(feature = "full")]
 mod tests {
     use super::*;
     use crate::reader::{DataError, ReadOptions, Reader};

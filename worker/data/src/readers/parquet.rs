@@ -25,6 +25,8 @@ mod file;
 ///
 /// An empty list is a null.
 ///
+/// Requires the feature `parquet`.
+///
 /// ```
 /// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::ParquetRows;

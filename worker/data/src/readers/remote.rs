@@ -16,7 +16,7 @@ use bytes::{Bytes, BytesMut};
 use super::blocks::{BLOCK_BYTES, Blocks, RUN_BLOCKS};
 use super::versions;
 use crate::reader::DataError;
-use crate::storage::{Storage, StorageError, Transient as _, Version, runtime, with_retries};
+use crate::storage::{Storage, StorageError, Transient as _, Version, with_retries};
 
 /// An object, or a prefix of objects.
 #[derive(Clone, Debug)]
@@ -134,12 +134,11 @@ impl Object {
             if run.is_empty() {
                 continue;
             }
-            let (this, version) = (self.clone(), version.clone());
-            runtime().spawn(async move {
-                let range = run.start * BLOCK_BYTES..version.bytes.min(run.end * BLOCK_BYTES);
-                let fetched = this.storage.fetch("", range).await.ok();
+            let bytes = run.start * BLOCK_BYTES..version.bytes.min(run.end * BLOCK_BYTES);
+            let (address, version) = (self.address.clone(), version.clone());
+            self.storage.fetch_in_background(bytes, move |fetched| {
                 let bytes = fetched.filter(|(_, found)| *found == version).map(|(bytes, _)| bytes);
-                BLOCKS.fill(&this.address, &run, bytes.as_ref());
+                BLOCKS.fill(&address, &run, bytes.as_ref());
             });
         }
     }
@@ -147,8 +146,7 @@ impl Object {
     /// Requests bytes from the store, with retries, and waits for them.
     fn fetch(&self, range: Range<u64>) -> Result<Bytes, DataError> {
         let address = self.address.to_string_lossy();
-        let fetched =
-            with_retries(&address, || runtime().block_on(self.storage.fetch("", range.clone())));
+        let fetched = with_retries(&address, || self.storage.fetch(range.clone()));
         match fetched {
             Ok((bytes, found)) => {
                 versions::compare(&self.address, &found)?;
@@ -229,7 +227,7 @@ fn storage(address: &str) -> Result<Storage, StorageError> {
     let store = match stores.get(&root) {
         Some(store) => store.clone(),
         None => {
-            let store = Storage::open(&root)?;
+            let store = Storage::open(&root).map_err(|error| error.renamed(address))?;
             stores.insert(root, store.clone());
             store
         }
@@ -238,6 +236,7 @@ fn storage(address: &str) -> Result<Storage, StorageError> {
 }
 
 #[cfg(test)]
+#[cfg(feature = "full")]
 mod tests {
     use std::sync::Arc;
 

@@ -96,6 +96,7 @@ pub(super) fn find(requested: &Columns, leaves: &[Leaf]) -> Result<Vec<Vec<usize
 }
 
 impl Leaf {
+    #[cfg(feature = "parquet")]
     pub(super) fn is_list(&self) -> bool {
         self.lists > 0
     }

@@ -28,6 +28,8 @@ mod samples;
 /// are decoded when they are read. With `--bad-records skip` all samples are decoded before
 /// training starts, and each worker decodes them once to find those that are left out.
 ///
+/// Requires the feature `web-dataset`.
+///
 /// ```
 /// # extern crate elasticdl_data as elasticdl;
 /// use elasticdl::readers::WebDataset;

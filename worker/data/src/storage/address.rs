@@ -1,15 +1,7 @@
-//! Addresses of storage: what they name, and the clients of the stores.
+//! Addresses of storage, and what they name.
 
-use std::sync::Arc;
-use std::time::Duration;
-
-use object_store::azure::MicrosoftAzureBuilder;
-use object_store::gcp::GoogleCloudStorageBuilder;
-use object_store::{BackoffConfig, ObjectStore, RetryConfig};
-
-use super::keys::{parse_key, scheme};
-use super::listings::Connector;
-use super::{Place, aws};
+use super::Place;
+use super::cloud::Objects;
 
 impl Place {
     /// The place that an address names, or why it names none. Makes no request.
@@ -23,9 +15,11 @@ impl Place {
             Some(("file", _)) => return Err("file:// must be followed by an absolute path".into()),
             Some(found) => found,
         };
-        let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
-        let store = client(scheme, bucket)?;
-        Ok(Self::Store(store, parse_key(key)?))
+        if !STORES.contains(&scheme) {
+            let reason = "not a storage address; it must be a path or s3://, gs:// or az://";
+            return Err(reason.into());
+        }
+        Objects::open(scheme, rest).map(Self::Store)
     }
 }
 
@@ -33,45 +27,13 @@ fn local(path: &str) -> Result<Place, String> {
     crate::paths::absolute(path).map(Place::Local).map_err(|error| error.to_string())
 }
 
-/// A client of the store.
-fn client(scheme: &str, bucket: &str) -> Result<Arc<dyn ObjectStore>, String> {
-    if bucket.is_empty() || bucket.contains(|c: char| "?#%".contains(c) || c.is_whitespace()) {
-        return Err(format!("{bucket:?} is not the name of a bucket"));
-    }
-    let url = format!("{scheme}://{bucket}");
-    let text = |error: object_store::Error| error.to_string();
-    // The clients use the TLS provider of the process. If another provider is already installed, it
-    // is used.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    match scheme {
-        "s3" | "s3a" => {
-            let builder = aws::builder()?.with_url(url).with_retry(retries());
-            Ok(Arc::new(builder.with_http_connector(Connector).build().map_err(text)?))
-        }
-        "gs" => {
-            let builder = GoogleCloudStorageBuilder::from_env().with_url(url);
-            let builder = builder.with_retry(retries()).with_http_connector(Connector);
-            Ok(Arc::new(builder.build().map_err(text)?))
-        }
-        "abfs" | "abfss" | "adl" | "az" | "azure" => {
-            let builder = MicrosoftAzureBuilder::from_env().with_url(url);
-            let builder = builder.with_retry(retries()).with_http_connector(Connector);
-            Ok(Arc::new(builder.build().map_err(text)?))
-        }
-        _ => Err("not a storage address; it must be a path or s3://, gs:// or az://".into()),
-    }
+/// The scheme of an address, and what follows `://`; `None` for a path.
+pub(super) fn scheme(address: &str) -> Option<(&str, &str)> {
+    let (scheme, rest) = address.split_once("://")?;
+    let is_scheme = scheme.starts_with(|c: char| c.is_ascii_alphabetic())
+        && scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
+    is_scheme.then_some((scheme, rest))
 }
 
-/// The client's own retries, for short failures; they are not logged.
-fn retries() -> RetryConfig {
-    let backoff = BackoffConfig {
-        init_backoff: Duration::from_millis(50),
-        max_backoff: RETRY_TIME,
-        base: 2.0,
-    };
-    RetryConfig { backoff, max_retries: RETRIES, retry_timeout: RETRY_TIME }
-}
-
-const RETRIES: usize = 3;
-
-const RETRY_TIME: Duration = Duration::from_secs(1);
+/// Schemes of object stores.
+const STORES: [&str; 8] = ["abfs", "abfss", "adl", "az", "azure", "gs", "s3", "s3a"];

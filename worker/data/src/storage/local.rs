@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 
-use super::{Listing, Version};
+use super::listing::{Listing, Version};
 use crate::paths;
 
 /// Reads bytes `range` of a file; fewer if it ends before, and at least one.

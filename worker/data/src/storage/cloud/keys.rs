@@ -1,14 +1,6 @@
-//! The parts of an address: its scheme, and the key of an object.
+//! Keys of objects.
 
 use object_store::path::{Path, PathPart};
-
-/// The scheme of an address, and what follows `://`; `None` for a path.
-pub(super) fn scheme(address: &str) -> Option<(&str, &str)> {
-    let (scheme, rest) = address.split_once("://")?;
-    let is_scheme = scheme.starts_with(|c: char| c.is_ascii_alphabetic())
-        && scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
-    is_scheme.then_some((scheme, rest))
-}
 
 /// The key that is written `text`, which may end with a slash.
 pub(super) fn parse_key(text: &str) -> Result<Path, String> {

@@ -1,0 +1,226 @@
+//! Object stores: S3, Google Cloud Storage and Azure Blob Storage.
+
+use std::error::Error;
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use bytes::Bytes;
+use futures::TryStreamExt as _;
+use object_store::path::Path;
+use object_store::{
+    GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutPayload, WriteMultipart,
+};
+use tokio::runtime::Runtime;
+
+use super::errors::Failed;
+use super::listing::{Listing, Version};
+
+/// The objects below a key of a store, or the object with this key.
+#[derive(Clone, Debug)]
+pub(super) struct Objects {
+    pub(super) store: Arc<dyn ObjectStore>,
+    pub(super) key: Path,
+}
+
+impl Objects {
+    /// The objects at `rest`, a bucket and a key. Makes no request.
+    pub(super) fn open(scheme: &str, rest: &str) -> Result<Self, String> {
+        let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
+        let store = client::client(scheme, bucket)?;
+        Ok(Self { store, key: keys::parse_key(key)? })
+    }
+
+    pub(super) fn below(&self, path: &str) -> Self {
+        Self { store: Arc::clone(&self.store), key: keys::below(&self.key, path) }
+    }
+
+    pub(super) fn read(&self) -> Result<Bytes, Failed> {
+        wait(async { self.store.get(&self.key).await?.bytes().await })
+    }
+
+    pub(super) fn read_range(&self, range: &Range<u64>) -> Result<Bytes, Failed> {
+        wait(self.store.get_range(&self.key, range.clone()))
+    }
+
+    /// Reads bytes `range`, and the version that they are of.
+    pub(super) fn fetch(&self, range: Range<u64>) -> Result<(Bytes, Version), Failed> {
+        wait(fetch(&self.store, &self.key, range))
+    }
+
+    pub(super) fn fetch_in_background(
+        &self,
+        range: Range<u64>,
+        done: impl FnOnce(Option<(Bytes, Version)>) + Send + 'static,
+    ) {
+        let (store, key) = (Arc::clone(&self.store), self.key.clone());
+        runtime().spawn(async move { done(fetch(&store, &key, range).await.ok()) });
+    }
+
+    pub(super) fn version(&self) -> Result<Version, Failed> {
+        wait(async { Ok(Version::of(&self.store.head(&self.key).await?)) })
+    }
+
+    pub(super) fn list(&self) -> Result<Listing, Failed> {
+        let listed = self.store.list(Some(&self.key)).try_collect::<Vec<_>>();
+        self.listing(listed)
+    }
+
+    /// Lists the objects in those folders whose names begin with `prefix`.
+    pub(super) fn list_folders(&self, prefix: &str) -> Result<Listing, Failed> {
+        let first = keys::below(&self.key, prefix);
+        // Stores list in lexicographical order.
+        let all = self.store.list_with_offset(Some(&self.key), &first);
+        let is_one = |meta: &ObjectMeta| {
+            std::future::ready(Ok(meta.location.as_ref().starts_with(first.as_ref())))
+        };
+        self.listing(all.try_take_while(is_one).try_collect::<Vec<_>>())
+    }
+
+    /// Result of `list`, as paths relative to these objects.
+    fn listing(
+        &self,
+        list: impl Future<Output = object_store::Result<Vec<ObjectMeta>>>,
+    ) -> Result<Listing, Failed> {
+        let (list, left_out) = wait(listings::noting_left_out(list))?;
+        let mut files = Vec::from_iter(list.into_iter().filter_map(|meta| {
+            let parts = meta.location.prefix_match(&self.key)?;
+            let parts: Vec<_> = parts.map(|part| part.as_ref().to_owned()).collect();
+            Some((parts.join("/"), Version::of(&meta)))
+        }));
+        files.sort_by(|a, b| a.0.cmp(&b.0));
+        Ok(Listing { files, left_out })
+    }
+
+    pub(super) fn write(&self, parts: &[Bytes]) -> Result<(), Failed> {
+        wait(put(&*self.store, &self.key, parts))
+    }
+
+    pub(super) fn copy_beside(&self, suffix: &str) -> Result<(), Failed> {
+        let to = format!("{}{suffix}", self.key);
+        let to = Path::parse(&to).unwrap_or_else(|_| Path::from(to));
+        wait(self.store.copy(&self.key, &to))
+    }
+
+    pub(super) fn remove(&self) -> Result<(), Failed> {
+        wait(self.store.delete(&self.key))
+    }
+}
+
+/// Checks the key of an object.
+pub(super) fn check_key(key: &str) -> Result<(), String> {
+    keys::parse_key(key).map(drop)
+}
+
+/// Whether the access with this error may succeed later.
+pub(super) fn is_transient(error: &(dyn Error + Send + Sync + 'static)) -> bool {
+    error.downcast_ref().is_some_and(errors::is_transient)
+}
+
+/// A short text for an error.
+pub(super) fn reason(error: &(dyn Error + Send + Sync + 'static)) -> String {
+    error.downcast_ref().map_or_else(|| error.to_string(), errors::reason)
+}
+
+impl From<object_store::Error> for Failed {
+    fn from(error: object_store::Error) -> Self {
+        match error {
+            object_store::Error::NotFound { source, .. }
+                if !errors::is_missing_bucket(&source.to_string()) =>
+            {
+                Self::NotFound
+            }
+            other => Self::Other(Box::new(other)),
+        }
+    }
+}
+
+impl Version {
+    fn of(meta: &ObjectMeta) -> Self {
+        // A listing may have ETags without the quotes of the header, and times in another
+        // resolution.
+        let tag = meta.e_tag.as_deref().map(|tag| tag.trim_matches('"').to_owned());
+        let tag = tag.unwrap_or_else(|| meta.last_modified.timestamp().to_string());
+        Self { bytes: meta.size, tag }
+    }
+}
+
+async fn fetch(
+    store: &dyn ObjectStore,
+    key: &Path,
+    range: Range<u64>,
+) -> object_store::Result<(Bytes, Version)> {
+    let options = GetOptions { range: Some(range.into()), ..GetOptions::default() };
+    let found = store.get_opts(key, options).await?;
+    let version = Version::of(&found.meta);
+    Ok((found.bytes().await?, version))
+}
+
+async fn put(store: &dyn ObjectStore, at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
+    let bytes: usize = parts.iter().map(Bytes::len).sum();
+    if bytes <= PART_BYTES_MIN {
+        return store.put(at, PutPayload::from_iter(parts.iter().cloned())).await.map(|_| ());
+    }
+    let piece = part_bytes(bytes);
+    let upload = store.put_multipart(at).await?;
+    let mut upload = WriteMultipart::new_with_chunk_size(upload, piece);
+    for mut part in parts.iter().cloned() {
+        while !part.is_empty() {
+            if let Err(error) = upload.wait_for_capacity(PARTS_AT_ONCE).await {
+                // An upload that is not aborted is billed, and no listing shows it.
+                drop(upload.abort().await);
+                return Err(error);
+            }
+            upload.put(part.split_to(part.len().min(piece)));
+        }
+    }
+    upload.finish().await.map(|_| ())
+}
+
+/// Makes a request and waits for its result.
+fn wait<T>(request: impl Future<Output = object_store::Result<T>>) -> Result<T, Failed> {
+    Ok(runtime().block_on(request)?)
+}
+
+/// Size of the parts in which `bytes` are uploaded.
+fn part_bytes(bytes: usize) -> usize {
+    bytes.div_ceil(PARTS_MAX).max(PART_BYTES_MIN)
+}
+
+/// Runtime of all requests. Callers may be threads of any other runtime, or of none.
+fn runtime() -> &'static Runtime {
+    static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+    RUNTIME.get_or_init(|| {
+        tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("storage")
+            .enable_all()
+            .build()
+            .expect("the system has two more threads for a training process")
+    })
+}
+
+/// Files above this size are uploaded in parts of at least this size.
+const PART_BYTES_MIN: usize = 16 << 20;
+
+/// Maximum number of parts of an upload; S3's limit is 10,000.
+const PARTS_MAX: usize = 9_000;
+
+const PARTS_AT_ONCE: usize = 4;
+
+mod aws;
+mod client;
+mod errors;
+mod keys;
+mod listings;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_number_of_parts_stays_below_the_stores_limit() {
+        assert_eq!(part_bytes(PART_BYTES_MIN + 1), PART_BYTES_MIN);
+        let large = 5 << 40;
+        assert!(large / part_bytes(large) < 10_000, "S3's largest object");
+    }
+}
