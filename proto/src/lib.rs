@@ -29,8 +29,8 @@ pub use ledger::Ledger;
 pub use members::Members;
 pub use membership::{Hello, Location, Membership, Phases, Resume, Stall};
 pub use message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
-    StepTimes, WorkerMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, Kept, LedgerReport, MasterMessage,
+    RankStep, StepTimes, WorkerMessage,
 };
 pub use ranges::{RangeSet, RecordRange};
 pub use sources::{join_sources, shown_sources, split_sources};

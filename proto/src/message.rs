@@ -45,9 +45,9 @@ pub enum WorkerMessage {
     BestExport {
         /// Steps that it contains.
         step: u64,
-        /// Where the file is kept that was there before: no model of this job, and none that is
-        /// known to be worse.
-        kept: Option<String>,
+        /// The file that was there before: no model of this job, and none that is known to be
+        /// worse.
+        kept: Option<Kept>,
         /// The store's error.
         error: Option<String>,
     },
@@ -324,6 +324,16 @@ pub struct Evaluated {
     pub records: u64,
     /// Means over these records; `None` where a mean is not finite.
     pub metrics: BTreeMap<String, Option<f64>>,
+}
+
+/// A file that the best model of a job has replaced, and that is kept.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Kept {
+    /// Where it is kept.
+    pub address: String,
+    /// Its value of the metric that decides which model is best; `None` if that does not compare
+    /// with the job's own values.
+    pub value: Option<f64>,
 }
 
 /// A ledger as received, not yet validated against the data set.

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{Generation, WorkerId};
-use crate::message::Evaluated;
+use crate::message::{Evaluated, Kept};
 
 /// The summary of a job. The names of its fields are a public format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -33,6 +33,9 @@ pub struct Summary {
     pub memberships: Vec<MembershipChange>,
     /// Mean loss per record, in training of the first and of the last step.
     pub loss: LossSummary,
+    /// As [`Status::metrics`](crate::Status::metrics), of the last steps.
+    #[serde(default)]
+    pub training_metrics: BTreeMap<String, f64>,
     /// From the first group's start to the last report.
     pub throughput: ThroughputSummary,
     /// What gradients were summed over, in words, at the end.
@@ -294,6 +297,9 @@ pub struct EvaluationsSummary {
     /// Why the best model could not be exported, if its newest export failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub export_error: Option<String>,
+    /// What the best model has replaced, if that is kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept: Option<Kept>,
 }
 
 /// The best evaluation.
@@ -435,6 +441,7 @@ pub(crate) mod tests {
             workers: WorkersSummary { peak: 4, last: 2, restarts: 3 },
             memberships: vec![membership()],
             loss: LossSummary { first: Some(1.5), last: Some(0.25) },
+            training_metrics: [("accuracy".into(), 0.5)].into(),
             throughput: ThroughputSummary {
                 records_per_s: 20_000.0,
                 steps_per_s: 100.0,
@@ -456,6 +463,7 @@ pub(crate) mod tests {
                 }),
                 stopped_early: true,
                 export_error: None,
+                kept: Some(Kept { address: "/best.previous".into(), value: Some(0.875) }),
             }),
             checkpoints: Some(checkpoints()),
             failed_shards: vec![FailedShard {
@@ -502,7 +510,7 @@ pub(crate) mod tests {
                 "detect_ms": 0.125, "abort_ms": 0.25, "agree_ms": 0.375, "connect_ms": 0.5,
                 "state_ms": 0.625, "first_step_ms": 1.125, "lost": [3], "left": [4], "joined": [5],
             }],
-            "loss": {"first": 1.5, "last": 0.25},
+            "loss": {"first": 1.5, "last": 0.25}, "training_metrics": {"accuracy": 0.5},
             "throughput": {
                 "records_per_s": 20_000.0, "steps_per_s": 100.0, "all_reduce_ms": 1.5,
                 "storage_wait_s": 0.5,
@@ -513,7 +521,7 @@ pub(crate) mod tests {
                 "best": {
                     "step": 9, "metric": "accuracy", "value": 0.75, "export": "/best",
                 },
-                "stopped_early": true,
+                "stopped_early": true, "kept": {"address": "/best.previous", "value": 0.875},
             },
             "checkpoints": {
                 "dir": "s3://b/c", "newest": {"step": 9, "name": "step-9", "bytes": 400},

@@ -20,10 +20,23 @@ pub(crate) fn raise_limit() {
 /// # Errors
 /// It can't; the text says how much is missing, and what raises the limit.
 pub(crate) fn check(channels: u8) -> Result<(), String> {
+    check_process(needed(channels))
+}
+
+/// Checks that this process can open what it takes to reach the master. Without that it would
+/// search for its master in vain.
+///
+/// # Errors
+/// As of [`check`].
+pub(crate) fn check_to_join() -> Result<(), String> {
+    check_process(OTHERS)
+}
+
+fn check_process(needed: u64) -> Result<(), String> {
     let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
     // Without a descriptor for this folder none is left.
     let open = std::fs::read_dir("/proc/self/fd").map_or(limit, |files| files.count() as u64);
-    check_free(limit, open, needed(channels))
+    check_free(limit, open, needed)
 }
 
 /// Whether the process had no descriptor left.

@@ -3,7 +3,8 @@
 //! **Invariants:** an export that fails does not end training. At the end of a job it is repeated
 //! for some time, with the model in the job's directory meanwhile. A job that fails does not
 //! replace a file that a good job has written: its model lies beside it, under another name. Nor
-//! does a job destroy a best model that is better than its own: that is kept as `NAME.previous`.
+//! does a job destroy a best model that is better than its own: that is kept as `NAME.previous`,
+//! which the note in the job's own file says, for whoever reports it later.
 
 use std::cell::RefCell;
 use std::fs;
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use elasticdl_data::storage::{Storage, StorageError};
 use elasticdl_data::worker::with_patience;
-use elasticdl_proto::failed_export;
+use elasticdl_proto::{Kept, failed_export};
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::BestMetric;
@@ -27,8 +28,8 @@ pub(crate) struct Exports {
     places: ExportPlaces,
     layout: Vec<NamedTensor>,
     unsaved_best: Option<(Best, Arc<Vec<f32>>)>,
-    /// Where the file is kept that the best model replaces, until it has.
-    kept: RefCell<Option<String>>,
+    /// What this job's best models have replaced, once that is known.
+    kept: RefCell<Option<Option<Kept>>>,
     sleep: Sleep,
 }
 
@@ -42,6 +43,8 @@ pub(crate) struct ExportPlaces {
     pub(crate) last: Option<String>,
     /// The best model so far, and what decides that.
     pub(crate) best: Option<(String, BestMetric)>,
+    /// Identity of the job's run.
+    pub(crate) run: String,
     /// A folder of this machine that takes a model which its own place does not take.
     pub(crate) fallback: Option<PathBuf>,
 }
@@ -53,6 +56,12 @@ pub(crate) struct Best {
     /// Mean of the metric over the validation data.
     pub(crate) value: f64,
     metric: BestMetric,
+    /// The run of the job that wrote it; empty in files of older releases.
+    #[serde(default)]
+    run: String,
+    /// What the job's best models have replaced.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kept: Option<Kept>,
 }
 
 /// What became of the best model of `step`.
@@ -60,7 +69,7 @@ pub(crate) struct Best {
 pub(crate) struct SavedBest {
     pub(crate) step: u64,
     /// Where what was there before is kept, if that was no worse model; or the error of the store.
-    pub(crate) kept: Result<Option<String>, String>,
+    pub(crate) kept: Result<Option<Kept>, String>,
 }
 
 impl Exports {
@@ -93,7 +102,7 @@ impl Exports {
     ) -> Result<(), String> {
         let Some(last) = &self.places.last else { return Ok(()) };
         let address = if has_failed { failed_export(last) } else { last.clone() };
-        self.save_patiently((&address, LAST), None, step, parameters, patience)
+        self.save_patiently((&address, LAST_FILE), None, step, parameters, patience)
             .map(drop)
             .map_err(|error| format!("the model of step {step} was not exported: {error}"))
     }
@@ -102,17 +111,30 @@ impl Exports {
     /// writes it.
     pub(crate) fn take_best(&mut self, (step, value): (u64, f64), parameters: Arc<Vec<f32>>) {
         if let Some((_, metric)) = &self.places.best {
-            self.unsaved_best = Some((Best { step, value, metric: metric.clone() }, parameters));
+            let (metric, run) = (metric.clone(), self.places.run.clone());
+            self.unsaved_best = Some((Best { step, value, metric, run, kept: None }, parameters));
         }
     }
 
     /// Whether the best model of an earlier job, of this step and value, is at the place of this
     /// job's best one.
-    pub(crate) fn holds_best(&self, (step, value): (u64, f64)) -> bool {
-        self.places.best.as_ref().is_some_and(|(address, metric)| {
-            let best = Best { step, value, metric: metric.clone() };
-            matches!(Best::read(address), Ok(Some(found)) if found == best)
-        })
+    pub(crate) fn holds_best(&self, best: (u64, f64)) -> bool {
+        self.found_best(best).is_some()
+    }
+
+    /// What became of the best model, of this step and value, if this job has written it, be it
+    /// another worker or for another master.
+    pub(crate) fn saved_best(&self, best: (u64, f64)) -> Option<SavedBest> {
+        let found = self.found_best(best).filter(|found| found.run == self.places.run)?;
+        Some(SavedBest { step: found.step, kept: Ok(found.kept) })
+    }
+
+    /// The model of this step and value, if it is at the place of the best one.
+    fn found_best(&self, (step, value): (u64, f64)) -> Option<Best> {
+        let (address, metric) = self.places.best.as_ref()?;
+        let found = Best::read(address).ok()??;
+        let is_same = found.step == step && found.value == value && found.metric == *metric;
+        is_same.then_some(found)
     }
 
     /// Exports the best model, if it is not written yet. A failure keeps it for the next call.
@@ -133,7 +155,7 @@ impl Exports {
     pub(crate) fn save_best_at_end(&mut self, patience: Duration) -> Option<SavedBest> {
         let (address, _) = self.places.best.as_ref()?;
         let (best, parameters) = self.unsaved_best.take()?;
-        let (step, file) = (best.step, (address.as_str(), BEST));
+        let (step, file) = (best.step, (address.as_str(), BEST_FILE));
         let kept = self.save_patiently(file, Some(&best), step, &parameters, patience);
         if kept.is_err() {
             self.unsaved_best = Some((best, parameters));
@@ -141,7 +163,7 @@ impl Exports {
         Some(SavedBest { step, kept })
     }
 
-    /// Returns where the file is kept that was there before, if it is. `best`: this is the best
+    /// Returns what the job's best models have replaced, if it is kept. `best`: this is the best
     /// model.
     fn save(
         &self,
@@ -149,15 +171,32 @@ impl Exports {
         best: Option<&Best>,
         step: u64,
         parameters: &Arc<Vec<f32>>,
-    ) -> Result<Option<String>, WeightsError> {
-        let mut kept = self.kept.borrow_mut();
-        if let (Some(best), None) = (best, &*kept) {
-            *kept = best.keep_better(address)?;
+    ) -> Result<Option<Kept>, WeightsError> {
+        let mut kept = None;
+        if let Some(best) = best {
+            let known = &mut *self.kept.borrow_mut();
+            if known.is_none() {
+                *known = Some(best.keep_better(address)?);
+            }
+            kept.clone_from(known.as_ref().expect("it was just set"));
         }
-        let note = best.map(|best| (NOTE, serde_json::to_string(best).expect("it has text keys")));
-        weights::save_noted(address, &self.layout, parameters, note)?;
+        self.write(address, best, kept.as_ref(), parameters)?;
         tracing::info!(address, step, "the model is exported");
-        Ok(kept.take().filter(|_| best.is_some()))
+        Ok(kept)
+    }
+
+    fn write(
+        &self,
+        address: &str,
+        best: Option<&Best>,
+        kept: Option<&Kept>,
+        parameters: &Arc<Vec<f32>>,
+    ) -> Result<(), WeightsError> {
+        let note = best.map(|best| {
+            let best = Best { kept: kept.cloned(), ..best.clone() };
+            (NOTE, serde_json::to_string(&best).expect("it has text keys"))
+        });
+        weights::save_noted(address, &self.layout, parameters, note)
     }
 
     /// Exports the model to `address`, and repeats that for the time of `patience`. Meanwhile, and
@@ -169,19 +208,21 @@ impl Exports {
         step: u64,
         parameters: &Arc<Vec<f32>>,
         patience: Duration,
-    ) -> Result<Option<String>, String> {
+    ) -> Result<Option<Kept>, String> {
         let save = || self.save(address, best, step, parameters);
         let error = match save() {
             Ok(kept) => return Ok(kept),
             Err(error) => error,
         };
         // Whatever ends this process during the wait, the model is there.
-        let mut elsewhere = self.save_elsewhere(name, parameters);
+        let mut elsewhere = self.save_elsewhere(name, best, parameters);
         let sleep = |pause| (self.sleep)(&self.places, pause);
         let saved = with_patience(address, patience, error, save, sleep);
         match (&saved, &elsewhere) {
             (Ok(_), Some(Ok(path))) => drop(fs::remove_file(path)),
-            (Err(_), Some(Err(_))) => elsewhere = self.save_elsewhere(name, parameters),
+            (Err(_), Some(Err(_))) => {
+                elsewhere = self.save_elsewhere(name, best, parameters);
+            }
             _ => {}
         }
         saved.map_err(|error| error.to_string() + &where_kept(elsewhere))
@@ -191,10 +232,11 @@ impl Exports {
     fn save_elsewhere(
         &self,
         name: &str,
+        best: Option<&Best>,
         parameters: &Arc<Vec<f32>>,
     ) -> Option<Result<String, WeightsError>> {
         let path = self.places.fallback.as_deref()?.join(name).to_str()?.to_owned();
-        let saved = weights::save(&path, &self.layout, parameters);
+        let saved = self.write(&path, best, None, parameters);
         Some(saved.map(|()| path))
     }
 }
@@ -206,10 +248,10 @@ impl Best {
         Ok(note.and_then(|note| serde_json::from_str(&note).ok()))
     }
 
-    /// Keeps the file at `address` under another name, unless this model is as good: it is no best
-    /// model, or one that does not compare, or a better one, which this job can't have written. Of
-    /// models that compare, the best is kept; no other file is replaced. Returns the other name.
-    fn keep_better(&self, address: &str) -> Result<Option<String>, WeightsError> {
+    /// Keeps the file at `address` under another name, unless this job has written it, or this
+    /// model is as good: it is no best model, or one that does not compare, or a better one. Of
+    /// models that compare, the best is kept; no other file is replaced. Returns where it is.
+    fn keep_better(&self, address: &str) -> Result<Option<Kept>, WeightsError> {
         let found = match Self::read(address) {
             Ok(found) => found,
             Err(StorageError::NotFound { .. }) => return Ok(None),
@@ -219,9 +261,16 @@ impl Best {
                 return Ok(None);
             }
         };
-        if found.as_ref().is_some_and(|found| self.is_as_good_as(found)) {
-            return Ok(None);
+        if let Some(found) = &found {
+            if found.run == self.run && !self.run.is_empty() {
+                return Ok(found.kept.clone());
+            }
+            if self.is_as_good_as(found) {
+                return Ok(None);
+            }
         }
+        let value = found.as_ref().filter(|found| found.metric == self.metric);
+        let value = value.map(|found| found.value);
         for number in 1..=PREVIOUS_MAX {
             let suffix = match number {
                 1 => PREVIOUS.to_owned(),
@@ -230,7 +279,7 @@ impl Best {
             let name = format!("{address}{suffix}");
             if paths::is_same_file(address, &name) {
                 // A worker that did not come to the export has kept it.
-                return Ok(Some(name));
+                return Ok(Some(Kept { address: name, value }));
             }
             let is_free = match (Self::read(&name), &found) {
                 (Err(StorageError::NotFound { .. }), _) => !paths::is_taken(&name),
@@ -240,7 +289,7 @@ impl Best {
             };
             if is_free {
                 Storage::open(address)?.copy_beside(&suffix)?;
-                return Ok(Some(name));
+                return Ok(Some(Kept { address: name, value }));
             }
         }
         let reason = format!("{PREVIOUS_MAX} files with names in {PREVIOUS} stand beside it");
@@ -268,8 +317,8 @@ const NOTE: &str = "elasticdl.best";
 /// Suffix of the name of a file that was not replaced.
 pub(crate) const PREVIOUS: &str = ".previous";
 const PREVIOUS_MAX: u32 = 100;
-const BEST: &str = "best.safetensors";
-const LAST: &str = "model.safetensors";
+const BEST_FILE: &str = "best.safetensors";
+const LAST_FILE: &str = "model.safetensors";
 
 #[cfg(test)]
 mod tests {
@@ -298,6 +347,7 @@ mod tests {
             let places = ExportPlaces {
                 last: address("out/last"),
                 best: address("out/best").map(|best| (best, metric("loss"))),
+                run: "0000000a".into(),
                 fallback: Some(self.path("job")),
             };
             Exports::new(places, vec![NamedTensor { name: "w".into(), shape: vec![1] }])
@@ -376,6 +426,8 @@ mod tests {
         let error = exports.save_best_at_end(Duration::ZERO).unwrap().kept.unwrap_err();
         assert!(error.contains("job/best.safetensors"), "{error}");
         assert_eq!(target.value("job/best.safetensors"), 3.0);
+        let kept_there = Best::read(target.path("job/best.safetensors").to_str().unwrap());
+        assert_eq!(kept_there.unwrap().map(|best| best.step), Some(3), "a file says what it is");
         fs::remove_file(target.path("out")).unwrap();
         assert_eq!(exports.save_best(), Some(SavedBest { step: 3, kept: Ok(None) }));
         assert_eq!((target.value("out/best"), exports.save_best()), (3.0, None));
@@ -388,7 +440,11 @@ mod tests {
             best: target.path("best").to_str().map(|best| (best.to_owned(), metric(name))),
             ..ExportPlaces::default()
         };
-        let job = |name: &str| Exports { places: places(name), ..target.exports() };
+        let jobs = std::cell::Cell::new(0);
+        let job = |name: &str| {
+            let run = jobs.replace(jobs.get() + 1).to_string();
+            Exports { places: ExportPlaces { run, ..places(name) }, ..target.exports() }
+        };
         // Saves models with these losses; their values are the losses.
         let save = |exports: &mut Exports, losses: &[f32]| {
             let mut kept = Vec::new();
@@ -402,7 +458,7 @@ mod tests {
         assert_eq!(save(&mut job("loss"), &[3.0, 0.5, 0.2]), (vec![false; 3], 0.2, None));
         // The first model of the next job is worse, and the file is the job's own from then on.
         let second = save(&mut job("loss"), &[4.0, 1.0]);
-        assert_eq!(second, (vec![true, false], 1.0, Some(0.2)));
+        assert_eq!(second, (vec![true, true], 1.0, Some(0.2)));
         // The best of all stays.
         assert_eq!(save(&mut job("loss"), &[2.0]), (vec![false], 2.0, Some(0.2)));
         assert_eq!(save(&mut job("loss"), &[0.1]), (vec![false], 0.1, Some(0.2)));
@@ -425,9 +481,39 @@ mod tests {
         fs::hard_link(target.path("out/best"), target.path("out/best.previous")).unwrap();
         let mut exports = target.exports();
         exports.take_best((1, 0.5), model(1.0));
-        let kept = exports.save_best().unwrap().kept.unwrap();
-        assert!(kept.unwrap().ends_with("out/best.previous"));
+        let kept = exports.save_best().unwrap().kept.unwrap().unwrap();
+        assert!(kept.address.ends_with("out/best.previous") && kept.value.is_none(), "{kept:?}");
         assert_eq!(fs::read(target.path("out/best.previous")).unwrap(), b"another model");
+        assert_eq!(fs::read_dir(target.path("out")).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn a_kept_file_is_told_by_a_later_exporter_and_at_the_end_with_its_value() {
+        let target = Target::new();
+        let exporter = |run: &str| {
+            let exports = target.exports();
+            Exports { places: ExportPlaces { run: run.into(), ..exports.places }, ..exports }
+        };
+        let mut earlier = exporter("0");
+        earlier.take_best((7, 0.25), model(1.0));
+        assert_eq!(earlier.save_best(), Some(SavedBest { step: 7, kept: Ok(None) }));
+        // This worker, or the master, is lost before anybody knows.
+        let mut first = exporter("1");
+        first.take_best((1, 0.5), model(2.0));
+        first.save_best().unwrap();
+        let address = target.path("out/best.previous").to_str().unwrap().to_owned();
+        let told = |step| SavedBest {
+            step,
+            kept: Ok(Some(Kept { address: address.clone(), value: Some(0.25) })),
+        };
+        assert_eq!(exporter("1").saved_best((1, 0.5)), Some(told(1)));
+        let mut second = exporter("1");
+        second.take_best((2, 0.375), model(3.0));
+        assert_eq!(second.save_best(), Some(told(2)));
+        assert_eq!(second.saved_best((2, 0.375)), Some(told(2)));
+        for (run, best) in [("1", (1, 0.5)), ("0", (2, 0.375))] {
+            assert_eq!(exporter(run).saved_best(best), None, "it is not this job's best model");
+        }
         assert_eq!(fs::read_dir(target.path("out")).unwrap().count(), 2);
     }
 

@@ -119,6 +119,7 @@ fn work<M: Model>(model: M, environment: &Environment) -> Result<Exit, End> {
 /// Joins the job that launched this process.
 pub(crate) fn join(environment: &Environment) -> Result<(TcpListener, Control), End> {
     descriptors::raise_limit();
+    descriptors::check_to_join().map_err(End::Failed)?;
     let address = route(&environment.master, environment.master_timeout).map_err(End::NoMaster)?;
     let listener = TcpListener::bind((address, 0))
         .map_err(|error| End::Failed(format!("{address}: {error}")))?;
@@ -254,6 +255,7 @@ fn train<M: Model>(
     let places = ExportPlaces {
         last: export.clone(),
         best: export_best(options).cloned().zip(plan.evaluation.as_ref().map(BestMetric::from)),
+        run: checkpoints.run().to_owned(),
         fallback: environment.job_dir.clone().map(PathBuf::from),
     };
     let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);

@@ -5,14 +5,14 @@
 //!
 //! [`Model::tensors`]: crate::Model::tensors
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
 use elasticdl_data::storage::{Storage, StorageError};
 use elasticdl_proto::limits::clip;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::model::NamedTensor;
 use elasticdl_data::worker::random_digits;
@@ -100,7 +100,13 @@ pub(crate) fn save_noted(
 ) -> Result<(), WeightsError> {
     let header = header(tensors, parameters.len(), note)?;
     let values = Bytes::from_owner(Values(Arc::clone(parameters)));
-    Ok(Storage::open(address)?.write("", vec![header.into(), values])?)
+    let file = Storage::open(address)?;
+    file.write("", vec![header.into(), values])?;
+    // A model has one writer at a time: the lowest rank.
+    if let Err(error) = file.remove_unfinished() {
+        tracing::debug!(%error, "what a killed writer has left is still there");
+    }
+    Ok(())
 }
 
 /// Reads the note of this `name` in the file at `address`. `None`: it has none, or is a file of
@@ -205,12 +211,21 @@ fn header(
             "{named} values in all where parameter_count() is {parameters}"
         )));
     }
+    /// Like [`Metadata`], with the notes in the order of their names: the same model is the same
+    /// file.
+    #[derive(Serialize)]
+    struct Header {
+        #[serde(rename = "__metadata__")]
+        notes: BTreeMap<String, String>,
+        #[serde(flatten)]
+        tensors: Metadata,
+    }
+    let tensors = Metadata::new(None, infos).map_err(|e| WeightsError::Layout(e.to_string()))?;
     // PyTorch's loaders require this entry.
-    let mut notes = HashMap::from([("format".into(), "pt".into())]);
+    let mut notes = BTreeMap::from([("format".into(), "pt".into())]);
     notes.extend(note.map(|(name, text)| (name.to_owned(), text)));
-    let metadata =
-        Metadata::new(Some(notes), infos).map_err(|e| WeightsError::Layout(e.to_string()))?;
-    let mut json = serde_json::to_vec(&metadata).expect("names and numbers are JSON");
+    let header = Header { notes, tensors };
+    let mut json = serde_json::to_vec(&header).expect("names and numbers are JSON");
     // Aligns the values, for programs that map the file into memory.
     json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');
     Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())
@@ -282,6 +297,39 @@ mod tests {
         let mut all = [f32::NAN; 8];
         load(&path, &tensors, &mut all).unwrap();
         assert_eq!(all[..], parameters);
+    }
+
+    #[test]
+    fn the_same_model_with_the_same_note_is_the_same_file() {
+        let note = |name: &'static str| Some((name, "text".to_owned()));
+        let header = |name| header(&[tensor("b", &[1]), tensor("a", &[1])], 2, note(name)).unwrap();
+        for name in ["elasticdl.best", "a", "z"] {
+            assert!((0..20).all(|_| header(name) == header(name)), "{name}");
+        }
+        let text = String::from_utf8(header("elasticdl.best")[8..].to_vec()).unwrap();
+        let start = "{\"__metadata__\":{\"elasticdl.best\":\"text\",\"format\":\"pt\"},\"b\":{";
+        assert!(text.starts_with(start), "{text}");
+    }
+
+    #[test]
+    fn what_a_killed_writer_has_left_is_removed_by_the_next_one_and_nothing_else() {
+        let (_folder, path) = place();
+        let save = |path: &str| save(path, &[tensor("a", &[1])], &Arc::new(vec![1.0])).unwrap();
+        save(&path);
+        let folder = std::path::Path::new(&path).parent().unwrap();
+        // As the writers of this file and of another one leave it.
+        let start = format!(".#{:08x}", xxhash_rust::xxh3::xxh3_64(b"model.safetensors") as u32);
+        for name in [&format!("{start}00000001"), ".#0123456789abcdef", &format!("{start}x")] {
+            std::fs::write(folder.join(name), "unfinished").unwrap();
+        }
+        save(&path);
+        let left = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut left = left.map(|name| name.into_string().unwrap()).collect::<Vec<_>>();
+        left.sort();
+        let mut expected =
+            [".#0123456789abcdef", &format!("{start}x"), "model.safetensors"].map(str::to_owned);
+        expected.sort();
+        assert_eq!(left, expected);
     }
 
     #[test]

@@ -27,7 +27,7 @@ use crate::limits::{
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Evaluated, Failure, Finished, LedgerReport, MasterMessage, WorkerMessage,
+    CheckpointNews, Evaluated, Failure, Finished, Kept, LedgerReport, MasterMessage, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::summary::SkippedRecords;
@@ -75,11 +75,16 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             generation: generation("allreduce_transport.generation", report.generation)?,
             what: clip(report.what, ERROR_BYTES_MAX),
         },
-        Kind::BestExport(v1::BestExport { step, error, kept }) => WorkerMessage::BestExport {
-            step: within("best_export.step", step, 0, STEPS_MAX)?,
-            kept: kept.map(|kept| clip(kept, ERROR_BYTES_MAX)),
-            error: error.map(|error| clip(error, ERROR_BYTES_MAX)),
-        },
+        Kind::BestExport(v1::BestExport { step, error, kept, kept_value }) => {
+            WorkerMessage::BestExport {
+                step: within("best_export.step", step, 0, STEPS_MAX)?,
+                kept: kept.map(|kept| Kept {
+                    address: clip(kept, ERROR_BYTES_MAX),
+                    value: kept_value.filter(|value| value.is_finite()),
+                }),
+                error: error.map(|error| clip(error, ERROR_BYTES_MAX)),
+            }
+        }
         Kind::Broken(broken) => WorkerMessage::Broken {
             generation: generation("broken.generation", broken.generation)?,
             suspect: broken.suspect.map(WorkerId),

@@ -87,7 +87,9 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall) })
         }
         WorkerMessage::BestExport { step, kept, error } => {
-            Kind::BestExport(v1::BestExport { step, error, kept })
+            let kept_value = kept.as_ref().and_then(|kept| kept.value);
+            let kept = kept.map(|kept| kept.address);
+            Kind::BestExport(v1::BestExport { step, error, kept, kept_value })
         }
         WorkerMessage::LeaseRequest { shards } => Kind::LeaseRequest(v1::LeaseRequest { shards }),
         WorkerMessage::Leaving => Kind::Leaving(v1::Leaving {}),

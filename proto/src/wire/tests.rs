@@ -16,8 +16,8 @@ use crate::limits::{DATASET_RECORDS_MAX, ERROR_BYTES_MAX, PATH_BYTES_MAX, STEPS_
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
-    StepTimes, WorkerMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, Kept, LedgerReport, MasterMessage,
+    RankStep, StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::status::tests::full_status;
@@ -128,7 +128,11 @@ fn every_message_of_a_worker_keeps_every_field() {
     let name = || "step-9".to_owned();
     let messages = [
         WorkerMessage::AllreduceTransport { generation, what: "TCP".into() },
-        WorkerMessage::BestExport { step: 9, kept: Some("/best.previous".into()), error: None },
+        WorkerMessage::BestExport {
+            step: 9,
+            kept: Some(Kept { address: "/best.previous".into(), value: Some(0.25) }),
+            error: None,
+        },
         WorkerMessage::BestExport {
             step: 9,
             kept: None,

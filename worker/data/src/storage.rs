@@ -291,6 +291,19 @@ impl Storage {
         }
     }
 
+    /// Removes what writers of this file that were killed have left beside it. Nobody else may be
+    /// writing it. Object stores show no unfinished upload.
+    ///
+    /// # Errors
+    /// An error of the file system.
+    #[doc(hidden)]
+    pub fn remove_unfinished(&self) -> Result<(), StorageError> {
+        match &self.place {
+            Place::Local(at) => self.local("", || local::remove_unfinished(at)),
+            Place::Store(..) => Ok(()),
+        }
+    }
+
     /// Removes a file. A missing file is not an error.
     ///
     /// # Errors

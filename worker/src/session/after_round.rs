@@ -164,7 +164,12 @@ impl Session {
 
     /// Step and value of the current model, if it is the best so far.
     pub fn best_now(&self) -> Option<(u64, f64)> {
-        self.evaluation().best.filter(|(step, _)| *step == self.step())
+        self.best().filter(|(step, _)| *step == self.step())
+    }
+
+    /// Step and value of the best model so far.
+    pub fn best(&self) -> Option<(u64, f64)> {
+        self.evaluation().best
     }
 
     /// Whether the current model is the best so far.

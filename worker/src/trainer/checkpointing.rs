@@ -99,6 +99,11 @@ impl Checkpointing {
         Ok(Self { locations, fingerprint, writer, allows_mixed_builds })
     }
 
+    /// Identity of the job's run.
+    pub(crate) fn run(&self) -> &str {
+        &self.fingerprint.run
+    }
+
     /// A group of `world_size` has formed.
     pub(super) fn prepare(&mut self, world_size: usize) {
         if let Some(writer) = &mut self.writer {

@@ -34,7 +34,11 @@ impl<M: Model> Trainer<'_, M> {
         let parameters_are_finite = self.tensors.parameters_are_finite()?;
         let patience = if self.session.is_stopping() { PATIENCE_OF_STOP } else { PATIENCE_OF_END };
         if is_published {
-            self.tell_best(|exports| exports.save_best_at_end(patience));
+            let best = self.session.best();
+            // What an earlier rank or an earlier master knew may be lost.
+            self.tell_best(|exports| {
+                exports.save_best_at_end(patience).or_else(|| exports.saved_best(best?))
+            });
         }
         // The model is exported before the report that ends the job: a rank that fails to report is
         // replaced, and the next lowest rank exports. Its last checkpoint is written already. A

@@ -59,6 +59,9 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     if let (Some(first), Some(last)) = (summary.loss.first, summary.loss.last) {
         row(out, "loss", &format!("{} -> {}", format_value(first), format_value(last)));
     }
+    for (name, mean) in &summary.training_metrics {
+        row(out, "", &format!("{} {}", one_line(name), format_value(*mean)));
+    }
     let rate = &summary.throughput;
     row(
         out,
@@ -87,6 +90,11 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     let best = summary.evaluations.as_ref().and_then(|known| known.best.as_ref());
     if let Some(path) = best.and_then(|best| best.export.as_deref()) {
         row(out, "best model", &one_line(path));
+    }
+    if let Some(kept) = summary.evaluations.as_ref().and_then(|known| known.kept.as_ref()) {
+        let value = kept.value.map(|value| format!(" ({})", format_value(value)));
+        let earlier = kept.address.clone() + &value.unwrap_or_default();
+        row(out, "earlier one", &one_line(&earlier));
     }
     if let Some(known) = &summary.checkpoints {
         row(out, "checkpoints", &checkpoints(known));
@@ -265,7 +273,7 @@ mod tests {
         Cause, Evaluated, FailedShard, LossSummary, RecordsSummary, RestoredCheckpoint,
         SavedCheckpoint, ThroughputSummary, WorkersSummary,
     };
-    use elasticdl_proto::{Generation, SkippedRecords, WorkerId};
+    use elasticdl_proto::{Generation, Kept, SkippedRecords, WorkerId};
 
     use super::*;
 
@@ -300,6 +308,7 @@ mod tests {
             workers: WorkersSummary { peak: 2, last: 2, restarts: 1 },
             memberships: vec![change(1, Cause::Start, None), change(2, Cause::Lost, Some(8.25))],
             loss: LossSummary { first: Some(2.0), last: Some(0.5) },
+            training_metrics: [("accuracy".into(), 0.75)].into(),
             throughput: ThroughputSummary {
                 records_per_s: 250.0,
                 steps_per_s: 66.6,
@@ -321,6 +330,7 @@ mod tests {
                 }),
                 stopped_early: true,
                 export_error: None,
+                kept: Some(Kept { address: "/best.previous".into(), value: Some(0.25) }),
             }),
             checkpoints: Some(CheckpointsSummary {
                 newest: Some(SavedCheckpoint { step: 100, name: "step-100".into(), bytes: 4 }),
@@ -364,11 +374,13 @@ job mnist: completed after 1.50 s
   steps         100 (2 epochs complete)
   records       20 expected, 20 counted, 0 missing, 0 repeated
   loss          2.0000 -> 0.5000
+                accuracy 0.7500
   throughput    250 records/s, 66.6 steps/s, all-reduce 2.2 ms
   workers       peak 2, final 2, 1 restart
   digest        00ff00ff00ff00ff
   evaluations   step 90: loss 0.7500; best at step 40: loss 0.5000; stopped early
   best model    /best.safetensors
+  earlier one   /best.previous (0.2500)
   checkpoints   3 written, newest from step 100, 1 failed, resumed from step 40 (2 steps lost)
   memberships   generation  cause  workers     at step     gap ms
                          1  start        2          40          -

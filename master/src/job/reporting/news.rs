@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::{BestEvaluation, RestoredCheckpoint, SavedCheckpoint, WorkerId};
+use elasticdl_proto::{BestEvaluation, Kept, RestoredCheckpoint, SavedCheckpoint, WorkerId};
 
 use crate::job::action::MasterMessage;
 use crate::job::event::{CheckpointNews, Evaluated};
 use crate::job::job::Job;
-use crate::job::text::{clip, format_metrics};
+use crate::job::text::{clip, format_metrics, format_value};
 
 impl Job {
     // ---- checkpoints ----
@@ -128,23 +128,31 @@ impl Job {
         self.log_event(line);
     }
 
-    /// The best model was exported, and what was there before is `kept` elsewhere; or it could not
-    /// be.
-    pub(crate) fn on_best_export(
-        &mut self,
-        step: u64,
-        kept: Option<String>,
-        error: Option<String>,
-    ) {
+    /// The best model was exported, and what was there before the first one is `kept` elsewhere; or
+    /// it could not be. A worker tells it again at the end of the job.
+    pub(crate) fn on_best_export(&mut self, step: u64, kept: Option<Kept>, error: Option<String>) {
         let Some(export) = self.spec.validation.as_ref().and_then(|v| v.export_best.as_ref())
         else {
             return;
         };
-        let kept = kept.map(|kept| {
-            let kept = clip(&kept);
-            format!("{export} held another model, which is kept as {kept}: it may be better")
-        });
         let known = &mut self.reporting.evaluations;
+        let kept = kept
+            .filter(|kept| known.kept.as_ref().is_none_or(|known| known.address != kept.address));
+        let kept = kept.map(|kept| {
+            let address = clip(&kept.address);
+            let line = match (kept.value, &known.best) {
+                (Some(value), Some(BestEvaluation { metric, .. })) => format!(
+                    "{export} held a better model, of {metric} {}, which is kept as {address}",
+                    format_value(value)
+                ),
+                _ => format!(
+                    "{export} held another model, which is kept as {address}; it can't be compared \
+                     with those of this job"
+                ),
+            };
+            known.kept = Some(kept);
+            line
+        });
         if let (Some(best), None) = (&mut known.best, &error)
             && best.step == step
         {

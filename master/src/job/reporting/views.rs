@@ -288,6 +288,7 @@ impl Job {
             },
             memberships: self.reporting.memberships(),
             loss: self.reporting.loss(),
+            training_metrics: self.reporting.smoothed.metrics.clone(),
             throughput: self.reporting.throughput(records.counted, self.data.step()),
             allreduce_transport: self.reporting.allreduce_transport.clone(),
             evaluations: self.evaluations(),

@@ -1,5 +1,7 @@
 //! Evaluations of the model.
 
+use elasticdl_proto::Kept;
+
 use super::super::*;
 use super::directed::{actions, at, deliver, finished, started};
 use crate::job::testing::spec;
@@ -59,18 +61,33 @@ fn the_best_evaluation_is_remembered_and_repeated_steps_are_evaluated_again() {
 fn a_best_model_is_named_once_it_is_written_and_what_was_there_before_too() {
     let mut job = started(judged(), &[20]);
     let export = |job: &Job| job.summary(at(0)).evaluations.unwrap().best.unwrap().export;
-    let exported = |step: u64, kept: Option<&str>| WorkerMessage::BestExport {
-        step,
-        kept: kept.map(str::to_owned),
-        error: None,
-    };
+    let exported =
+        |step: u64, kept: Option<Kept>| WorkerMessage::BestExport { step, kept, error: None };
+    let kept = Some(Kept { address: "/best.previous".into(), value: Some(0.5) });
     evaluated(&mut job, 10, Some(3.0));
     assert_eq!(export(&job), None);
-    deliver(&mut job, 1, exported(10, Some("/best.previous")));
+    deliver(&mut job, 1, exported(10, kept.clone()));
     evaluated(&mut job, 20, Some(4.0));
     assert_eq!(export(&job).as_deref(), Some("/best"));
-    let events = job.status(at(0)).events;
-    assert!(events.iter().any(|event| event.contains("is kept as /best.previous")), "{events:?}");
+    // The next exporter says it again, to whichever master there is.
+    let mut next = Job::restore(super::persisted::read_back(&job.to_persisted()), at(5)).unwrap();
+    let told = |job: &Job| {
+        let is_of_kept = |event: &String| event.contains("is kept as");
+        job.status(at(0)).events.into_iter().filter(is_of_kept).collect::<Vec<_>>()
+    };
+    let better = "/best held a better model, of loss 0.5000, which is kept as /best.previous";
+    for (job, expected) in [(&mut job, 1), (&mut next, 0)] {
+        deliver(job, 1, exported(10, kept.clone()));
+        let told = told(job);
+        assert!(
+            told.len() == expected && told.iter().all(|line| line.ends_with(better)),
+            "{told:?}"
+        );
+        assert_eq!(job.summary(at(0)).evaluations.unwrap().kept, kept.clone());
+    }
+    let other = Kept { address: "/best.previous.2".into(), value: None };
+    deliver(&mut job, 1, exported(10, Some(other)));
+    assert!(told(&job)[1].ends_with("it can't be compared with those of this job"));
     evaluated(&mut job, 30, Some(1.0));
     assert_eq!(export(&job), None);
     // That of an earlier step says nothing about this one.

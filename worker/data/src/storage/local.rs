@@ -5,9 +5,10 @@ use std::fs;
 use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use bytes::Bytes;
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::listing::{Listing, Version};
 use crate::paths;
@@ -114,7 +115,7 @@ pub(super) fn write(path: &Path, parts: &[Bytes]) -> io::Result<()> {
     let folder = path.parent().unwrap_or_else(|| Path::new("/"));
     let is_new = !folder.exists();
     fs::create_dir_all(folder)?;
-    let staged = staged(folder);
+    let staged = folder.join(staged_start(path) + &paths::random_digits()[8..]);
     let written =
         fs::OpenOptions::new().write(true).create_new(true).open(&staged).and_then(|mut file| {
             parts.iter().try_for_each(|part| file.write_all(part))?;
@@ -136,11 +137,27 @@ pub(super) fn write(path: &Path, parts: &[Bytes]) -> io::Result<()> {
     written
 }
 
-/// A temporary file in `folder`, which no listing shows. Its name is random, as writers on other
-/// machines may have the same process id, and does not depend on that of the file, which may be as
-/// long as the file system allows.
-fn staged(folder: &Path) -> PathBuf {
-    folder.join(format!("{STAGED}{}", paths::random_digits()))
+/// Removes the temporary files that killed writers of the file at `path` have left.
+pub(super) fn remove_unfinished(path: &Path) -> io::Result<()> {
+    let start = staged_start(path);
+    let folder = path.parent().unwrap_or_else(|| Path::new("/"));
+    for entry in fs::read_dir(folder)? {
+        let name = entry?.file_name();
+        if name.to_str().is_some_and(|name| name.starts_with(&start)) && is_staged(Path::new(&name))
+        {
+            fs::remove_file(folder.join(name))?;
+        }
+    }
+    Ok(())
+}
+
+/// How the names of the temporary files begin that become the file at `path`. No listing shows
+/// them. Random digits follow, as writers on other machines may have the same process id. Their
+/// length does not depend on that of the file's name, which may be as long as the file system
+/// allows.
+fn staged_start(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+    format!("{STAGED}{:08x}", xxh3_64(name) as u32)
 }
 
 fn is_staged(path: &Path) -> bool {
