@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 use std::io::{self, Write as _, stderr, stdout};
+use std::os::unix::fs::FileTypeExt as _;
+use std::path::Path;
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::runtime::{Builder, Runtime};
@@ -36,6 +38,16 @@ pub(crate) fn raise_open_files() {
     limit.current = limit.maximum;
     // The limit stays as it is if the system refuses.
     let _ = setrlimit(Resource::Nofile, limit);
+}
+
+/// Reads a file that an option names. A named pipe is refused, since its other end may never be
+/// opened; the pipes of a shell's `<(…)` and of standard input, below /dev, are not.
+pub(crate) fn read_text(path: &Path) -> io::Result<String> {
+    let is_pipe = path.metadata()?.file_type().is_fifo();
+    if is_pipe && !["/dev", "/proc"].iter().any(|system| path.starts_with(system)) {
+        return Err(io::Error::other("it is a named pipe; name a file"));
+    }
+    std::fs::read_to_string(path)
 }
 
 /// Creates a runtime for this thread.
@@ -82,6 +94,19 @@ pub(crate) fn print_warning(text: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_named_pipe_is_no_file_of_options_and_that_of_a_shell_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, 0o600.into()).unwrap();
+        assert!(read_text(&pipe).unwrap_err().to_string().contains("name a file"));
+        let (read, mut write) = io::pipe().unwrap();
+        write.write_all(b"text").unwrap();
+        drop(write);
+        let fd = std::os::fd::AsRawFd::as_raw_fd(&read);
+        assert_eq!(read_text(Path::new(&format!("/dev/fd/{fd}"))).unwrap(), "text");
+    }
 
     #[test]
     fn bytes_of_data_cannot_control_the_terminal() {

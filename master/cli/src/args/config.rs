@@ -14,7 +14,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
 use super::removed::instead_of;
-use crate::process::Failure;
+use crate::process::{Failure, read_text};
 
 /// The arguments of a command, with those of its file of options.
 #[derive(Debug, PartialEq)]
@@ -199,7 +199,7 @@ fn read_table(path: &Path) -> Result<Table, Failure> {
             path.display()
         ))
     };
-    let text = std::fs::read_to_string(path).map_err(|error| refuse(&error))?;
+    let text = read_text(path).map_err(|error| refuse(&error))?;
     text.parse::<Table>().map_err(|error| refuse(&error.to_string().trim_end()))
 }
 

@@ -1,13 +1,30 @@
-//! Options that were removed, and their replacements.
+//! Options and values that were removed or never existed, and their replacements.
 
 use clap::error::{ContextKind, ErrorKind};
 
-/// What to do in place of the removed option that `error` is about, if it is about one.
+/// What to do in place of what `error` is about: a removed option, or a scheduler that has no
+/// queues.
 pub(crate) fn removed(error: &clap::Error) -> Option<String> {
-    if error.kind() != ErrorKind::UnknownArgument {
-        return None;
-    }
     let given = error.get(ContextKind::InvalidArg)?.to_string();
+    match error.kind() {
+        ErrorKind::UnknownArgument => {}
+        ErrorKind::InvalidValue if given.starts_with("--scheduler ") => {
+            let value = error.get(ContextKind::InvalidValue)?.to_string();
+            let instead = match &*value {
+                "default" | "default-scheduler" => {
+                    "leave it out, and the cluster's scheduler places each pod by itself".into()
+                }
+                other => format!(
+                    "for another scheduler, which places each pod by itself, write \
+                     `schedulerName: {other}` in --worker-pod-template FILE"
+                ),
+            };
+            return Some(format!(
+                "--scheduler {value}: it must be kueue, native or volcano; {instead}"
+            ));
+        }
+        _ => return None,
+    }
     let name = given.strip_prefix("--")?.split('=').next()?;
     instead_of(name).map(|instead| format!("--{name} was removed; {instead}"))
 }
@@ -71,6 +88,15 @@ mod tests {
             ),
         ] {
             assert_eq!(removed(&refused(&format!("elasticdl {line}"))).as_deref(), Some(error));
+        }
+        for (value, instead) in [
+            ("default", "leave it out, and the cluster's scheduler places each pod by itself"),
+            ("coscheduling", "write `schedulerName: coscheduling` in --worker-pod-template FILE"),
+        ] {
+            let error = refused(&format!("elasticdl train --image i --scheduler {value} -- a"));
+            let text = removed(&error).unwrap();
+            let start = format!("--scheduler {value}: it must be kueue, native or volcano; ");
+            assert!(text.starts_with(&start) && text.contains(instead), "{text}");
         }
         assert_eq!(removed(&refused("elasticdl train --no-such -- a")), None);
         assert_eq!(removed(&refused("elasticdl train --channels x -- a")), None);

@@ -96,9 +96,16 @@ fn merge_field(ours: &mut Map<String, Value>, key: &str, theirs: &Value) {
         },
         (Some(value), theirs) => merge_value(value, theirs),
         (None, theirs) => {
-            ours.insert(key.into(), theirs.clone());
+            ours.insert(key.into(), without_nulls(theirs));
         }
     }
+}
+
+/// A value that nothing is there to merge with.
+fn without_nulls(value: &Value) -> Value {
+    let Value::Object(fields) = value else { return value.clone() };
+    let fields = fields.iter().filter(|(_, value)| !value.is_null());
+    Value::Object(fields.map(|(key, value)| (key.clone(), without_nulls(value))).collect())
 }
 
 fn merge_entry(list: &mut Vec<Value>, name: &str, theirs: &Value) {
@@ -107,7 +114,7 @@ fn merge_entry(list: &mut Vec<Value>, name: &str, theirs: &Value) {
         .find(|ours| theirs.get(name).is_some() && ours.get(name) == theirs.get(name))
     {
         Some(ours) => merge_value(ours, theirs),
-        None => list.push(theirs.clone()),
+        None => list.push(without_nulls(theirs)),
     }
 }
 

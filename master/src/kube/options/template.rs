@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::PodSpec;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::kube::names::{RESERVED, check_label_key, check_label_value};
 
@@ -34,8 +34,8 @@ impl PodTemplate {
     /// the file.
     ///
     /// # Errors
-    /// A field that no pod has, a value of another type than the field's, or a field that is
-    /// elasticdl's own in the pods of all jobs.
+    /// Another object than a pod, a field that no pod has, a value of another type than the
+    /// field's, or a field that is elasticdl's own in the pods of all jobs.
     pub fn parse(origin: &str, text: &str) -> Result<Self, TemplateError> {
         let mut template = Self {
             origin: origin.into(),
@@ -44,17 +44,22 @@ impl PodTemplate {
             spec: json!({}),
         };
         let value = serde_saphyr::from_str(text)
-            .map_err(|e| template.refuse("the file", format!("it is not YAML: {e}")))?;
+            .map_err(|error| template.refuse("the file", not_yaml(&error)))?;
         let Value::Object(mut fields) = value else {
             let why = "it must be a mapping, for example `nodeSelector: {disk: ssd}`";
             return Err(template.refuse("the file", why));
         };
+        if let Some(part) = template.take_kind(&mut fields)? {
+            fields = part;
+        }
         if fields.contains_key("spec") || fields.contains_key("metadata") {
-            template.spec = fields.remove("spec").unwrap_or(template.spec);
-            let metadata = fields.remove("metadata").unwrap_or_else(|| json!({}));
-            if let Some(other) =
-                fields.keys().find(|key| !["apiVersion", "kind"].contains(&&***key))
-            {
+            let mut part = |key: &str| {
+                let part = fields.remove(key).filter(|part| !part.is_null());
+                part.unwrap_or_else(|| json!({}))
+            };
+            template.spec = part("spec");
+            let metadata = part("metadata");
+            if let Some(other) = fields.keys().next() {
                 return Err(template.refuse(other, "a template has `metadata` and `spec`"));
             }
             template.read_metadata(&metadata)?;
@@ -63,6 +68,37 @@ impl PodTemplate {
         }
         template.check_spec()?;
         Ok(template)
+    }
+
+    /// Takes what the file says of its kind from its `fields`. Returns the pod that is within a
+    /// PodTemplate.
+    fn take_kind(
+        &self,
+        fields: &mut Map<String, Value>,
+    ) -> Result<Option<Map<String, Value>>, TemplateError> {
+        let kind = fields.remove("kind");
+        for (field, value, known) in [
+            ("kind", kind.as_ref(), &["Pod", "PodTemplate"][..]),
+            ("apiVersion", fields.remove("apiVersion").as_ref(), &["v1"]),
+        ] {
+            if value.is_some_and(|value| !known.iter().any(|known| value == known)) {
+                let why = "the file must be a part of a pod: `kind: Pod` or `kind: PodTemplate` \
+                           with `apiVersion: v1`, or neither, and what another object has in \
+                           `spec.template`";
+                return Err(self.refuse(field, why));
+            }
+        }
+        if kind.is_none_or(|kind| kind != "PodTemplate") {
+            return Ok(None);
+        }
+        let within = fields.remove("template");
+        match (within, fields.keys().next()) {
+            (Some(Value::Object(pod)), None) => Ok(Some(pod)),
+            (Some(Value::Object(_)), Some(other)) => {
+                Err(self.refuse(other, "`template` has all that is used of a PodTemplate"))
+            }
+            _ => Err(self.refuse("template", "a PodTemplate has a pod in `template`")),
+        }
     }
 
     /// The priority class that the template sets.
@@ -106,7 +142,7 @@ impl PodTemplate {
     }
 
     fn check_spec(&self) -> Result<(), TemplateError> {
-        if let Some((field, why)) = blame(&self.spec, "spec", &fits) {
+        if let Some((field, why)) = blame(&self.spec, "spec", &|spec| spec) {
             return Err(self.refuse(&field, why));
         }
         let containers = self.spec.get("containers").and_then(Value::as_array);
@@ -131,46 +167,65 @@ fn check_free(label: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Returns what is wrong with a part of a spec, if anything is.
-fn fits(spec: &Value) -> Result<(), String> {
-    let typed: PodSpec = serde_json::from_value(spec.clone()).map_err(|e| e.to_string())?;
-    // Unknown fields are lost in the conversion to the types and back.
-    let through = serde_json::to_value(typed).expect("a pod's keys are strings");
-    if contains(&through, spec) { Ok(()) } else { Err("pods have no such field".into()) }
+/// Says where a text stops being YAML, or how it is more than a template needs.
+fn not_yaml(error: &serde_saphyr::Error) -> String {
+    if matches!(error.without_snippet(), serde_saphyr::Error::MultipleDocuments { .. }) {
+        return "it has several documents, separated by `---`; a template is one".into();
+    }
+    let is_twice =
+        matches!(error.without_snippet(), serde_saphyr::Error::DuplicateMappingKey { .. });
+    let what = if is_twice { "it has a key twice" } else { "it is not YAML" };
+    let place = error.location().filter(|place| place.line() > 0);
+    let place =
+        place.map(|place| format!(": see line {}, column {}", place.line(), place.column()));
+    what.to_owned() + &place.unwrap_or_default()
 }
 
-/// Returns the innermost part of `value` that `check` refuses by itself, and why.
-fn blame(
-    value: &Value,
-    path: &str,
-    check: &dyn Fn(&Value) -> Result<(), String>,
-) -> Option<(String, String)> {
-    let why = check(value).err()?;
+/// Returns the outermost part of `value` that no pod has, and why. `at`: makes a spec of a value in
+/// this place.
+fn blame(value: &Value, path: &str, at: &dyn Fn(Value) -> Value) -> Option<(String, String)> {
+    let is_taken = |value: &Value| serde_json::from_value::<PodSpec>(at(value.clone())).is_ok();
+    let kinds = kinds();
+    let taken = kinds.iter().filter(|(_, example)| is_taken(example));
+    let taken = Vec::from_iter(taken.map(|(name, _)| *name));
+    // What is not read at all takes anything.
+    if taken.len() == kinds.len() {
+        return Some((path.into(), "pods have no such field".into()));
+    }
+    let kind = kinds.iter().find(|(_, example)| is_alike(value, example));
+    if let Some((kind, _)) = kind.filter(|(kind, _)| !taken.contains(kind)) {
+        return Some((path.into(), format!("it is {kind}, and must be {}", taken.join(" or "))));
+    }
     let inner = match value {
         Value::Object(fields) => fields.iter().find_map(|(key, value)| {
-            blame(value, &format!("{path}.{key}"), &|value| check(&json!({key: value})))
+            blame(value, &format!("{path}.{key}"), &|value| at(json!({ key: value })))
         }),
         Value::Array(entries) => entries.iter().enumerate().find_map(|(index, value)| {
-            blame(value, &format!("{path}[{index}]"), &|value| check(&json!([value])))
+            let path = format!("{path}[{index}]");
+            if value.is_null() {
+                return Some((path, "the entry is empty".into()));
+            }
+            blame(value, &path, &|value| at(json!([value])))
         }),
         _ => None,
     };
-    inner.or_else(|| Some((path.into(), why)))
+    let out_of_range = || (path.into(), format!("{value} is not possible"));
+    inner.or_else(|| (value.is_number() && !is_taken(value)).then(out_of_range))
 }
 
-/// Returns whether all keys of `part` are in `whole`. A null, an empty list and an empty mapping
-/// are equivalent to a missing key.
-fn contains(whole: &Value, part: &Value) -> bool {
-    match (whole, part) {
-        (Value::Object(whole), Value::Object(part)) => part.iter().all(|(key, part)| {
-            let is_empty = [Value::Null, json!([]), json!({})].contains(part);
-            whole.get(key).map_or(is_empty, |whole| contains(whole, part))
-        }),
-        (Value::Array(whole), Value::Array(part)) => {
-            whole.iter().zip(part).all(|(whole, part)| contains(whole, part))
-        }
-        _ => true,
-    }
+fn is_alike(one: &Value, other: &Value) -> bool {
+    std::mem::discriminant(one) == std::mem::discriminant(other)
+}
+
+/// What a value of YAML can be, with an example of each.
+fn kinds() -> [(&'static str, Value); 5] {
+    [
+        ("true or false", json!(true)),
+        ("a number", json!(1)),
+        ("a text", json!("1")),
+        ("a list", json!([])),
+        ("a mapping", json!({})),
+    ]
 }
 
 /// Prefixes of the labels by which the job's own objects are selected.

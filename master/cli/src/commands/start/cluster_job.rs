@@ -15,7 +15,7 @@ use elasticdl_master::token::Token;
 use super::request::{StartRequest, default_name};
 use crate::args::ClusterOptions;
 use crate::backend::{self, FollowOutput};
-use crate::process::{Failure, new_runtime, print, print_line, print_warning};
+use crate::process::{Failure, new_runtime, print, print_line, print_warning, read_text};
 
 /// Submits a job and follows it. Returns the exit code.
 pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
@@ -274,8 +274,7 @@ fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Fail
 fn pod_template(option: &str, file: Option<&PathBuf>) -> Result<Option<PodTemplate>, Failure> {
     let Some(file) = file else { return Ok(None) };
     let origin = format!("{option} {}", file.display());
-    let text = std::fs::read_to_string(file)
-        .map_err(|error| Failure::usage(format!("{origin}: {error}")))?;
+    let text = read_text(file).map_err(|error| Failure::usage(format!("{origin}: {error}")))?;
     PodTemplate::parse(&origin, &text).map(Some).map_err(|e| Failure::usage(e.to_string()))
 }
 

@@ -167,13 +167,38 @@ fn an_invalid_template_is_refused_with_the_path_of_the_error() {
     let table = [
         (json!({"nodeNmae": "n"}), "spec.nodeNmae: pods have no such field"),
         (json!({"containers": [{"name": "a"}, {"imagee": "x"}]}), "spec.containers[1].imagee: "),
-        (json!({"terminationGracePeriodSeconds": "ten"}), "spec.terminationGracePeriodSeconds: "),
-        (json!({"containers": "a"}), "spec.containers: "),
+        // No value makes a field known.
+        (json!({"nodeSelektor": {}}), "spec.nodeSelektor: pods have no such field"),
+        (json!({"nodeSelektor": null}), "spec.nodeSelektor: pods have no such field"),
+        (json!({"containers": [{"name": "a", "envv": []}]}), "spec.containers[0].envv: pods have"),
+        (
+            json!({"terminationGracePeriodSeconds": "ten"}),
+            "spec.terminationGracePeriodSeconds: it is a text, and must be a number",
+        ),
+        (json!({"priority": 1_u64 << 40}), "spec.priority: 1099511627776 is not possible"),
+        (json!({"containers": "a"}), "spec.containers: it is a text, and must be a list"),
+        (json!({"nodeSelector": ["a"]}), "spec.nodeSelector: it is a list, and must be a mapping"),
+        (json!({"containers": [null]}), "spec.containers[0]: the entry is empty"),
+        (
+            json!({"nodeSelector": {"a": 1}}),
+            "spec.nodeSelector.a: it is a number, and must be a text",
+        ),
         (
             json!({"containers": [{"name": "a", "env": [{"name": "ELASTICDL_JOB"}]}]}),
             "spec.containers[a].env[ELASTICDL_JOB]: the variable is set by elasticdl",
         ),
-        (json!({"kind": "Deployment", "spec": {"template": {}, "x": 1}}), "spec.x: "),
+        (
+            json!({"kind": "Deployment", "spec": {"template": {}}}),
+            "kind: the file must be a part of",
+        ),
+        (json!({"kind": "Pod", "apiVersion": "apps/v1"}), "apiVersion: the file must be a part of"),
+        (json!({"kind": null, "hostname": "h"}), "kind: the file must be a part of a pod"),
+        (json!({"kind": "Pod", "spec": {"template": {}, "x": 1}}), "spec.template: "),
+        (json!({"kind": "PodTemplate", "spec": {}}), "template: a PodTemplate has a pod in"),
+        (
+            json!({"kind": "PodTemplate", "metadata": {}, "template": {}}),
+            "metadata: `template` has all",
+        ),
         (json!({"spec": {}, "nodeName": "n"}), "nodeName: a template has `metadata` and `spec`"),
         (json!({"metadata": {"name": "n"}}), "metadata.name: "),
         (
@@ -193,8 +218,39 @@ fn an_invalid_template_is_refused_with_the_path_of_the_error() {
         assert!(error.starts_with("--master-pod-template m.yaml: "), "{error}");
         assert!(error.contains(expected), "{part}: {error}");
     }
-    let error = PodTemplate::parse("o", "a: [").unwrap_err().to_string();
-    assert!(error.starts_with("o: the file: it is not YAML: "), "{error}");
+    for (text, expected) in [
+        ("a:\n  - b\n c: [", "o: the file: it is not YAML: see line 3, column "),
+        ("a: 1\na: 2\n", "o: the file: it has a key twice: see line 2, column 1"),
+        ("a: 1\n---\nb: 2\n", "o: the file: it has several documents, separated by `---`; "),
+    ] {
+        let error = PodTemplate::parse("o", text).unwrap_err().to_string();
+        assert!(error.starts_with(expected) && !error.contains('\n'), "{error}");
+    }
+}
+
+#[test]
+fn a_template_may_be_a_pod_a_podtemplate_or_a_bare_spec_and_may_remove_entries() {
+    let spec = json!({"nodeSelector": {"disk": "ssd"}, "hostname": null});
+    let parse = |file: &Value| PodTemplate::parse("o", &file.to_string()).unwrap();
+    let bare = parse(&spec);
+    assert_eq!(bare.spec, spec);
+    for file in [
+        json!({"kind": "Pod", "apiVersion": "v1", "spec": spec}),
+        json!({"kind": "PodTemplate", "apiVersion": "v1", "template": {"spec": spec}}),
+        json!({"kind": "Pod", "nodeSelector": {"disk": "ssd"}, "hostname": null}),
+    ] {
+        assert_eq!(parse(&file), bare, "{file}");
+    }
+    for file in [json!({}), json!({"kind": "Pod"}), json!({"metadata": null, "spec": null})] {
+        assert_eq!(parse(&file).spec, json!({}), "{file}");
+    }
+    // Whether or not elasticdl's own pod has what is removed.
+    let nulls = json!({"affinity": {"podAffinity": null}, "nodeSelector": {"none": null}});
+    for own in [MASTER, WORKER] {
+        let mut plain = pod_with(own, &json!({}));
+        plain["spec"]["affinity"] = json!({});
+        assert_eq!(pod_with(own, &nulls), plain);
+    }
 }
 
 #[test]
