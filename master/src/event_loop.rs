@@ -351,11 +351,7 @@ impl Master {
                         let done = self.set_suspended(command == UserCommand::Suspend);
                         self.notice_refusal(done.map(drop));
                     }
-                    UserCommand::Stop => {
-                        let notice = "stopping at the end of the step; Ctrl-C ends the job at once";
-                        self.progress.notice(self.now(), notice.into());
-                        self.job.handle(self.now(), Event::Stop);
-                    }
+                    UserCommand::Stop => self.stop(),
                 },
                 Some(error) = next_of(&mut self.tracked) => {
                     self.job.handle(self.now(), Event::Tracked { error });

@@ -150,7 +150,7 @@ fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer, mut output: Opt
                     Some(last) => now.since(*last) >= PLAIN_INTERVAL,
                     None => line.step > 0 || now.0 >= PLAIN_INTERVAL,
                 };
-                if due {
+                if due && line.knows_epoch {
                     write_line(&match format {
                         LogFormat::Json => json_progress(SystemTime::now(), now, &line),
                         LogFormat::Text => format_progress(now, &line),

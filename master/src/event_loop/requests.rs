@@ -2,6 +2,7 @@
 
 use super::Master;
 use crate::job::Event;
+use crate::worker_backend::WorkerBackend;
 
 impl Master {
     /// Requests a checkpoint from the group. Returns the newest committed step.
@@ -36,6 +37,16 @@ impl Master {
         }
         self.job.handle(self.now(), if suspend { Event::Suspend } else { Event::Resume });
         Ok(unchanged)
+    }
+
+    /// Stops the job at the end of the step.
+    pub(super) fn stop(&mut self) {
+        let hint = match self.backend {
+            WorkerBackend::Processes(_) => "; Ctrl-C after 2 s ends it at once",
+            WorkerBackend::Pods(_) => "",
+        };
+        self.progress.notice(self.now(), format!("the job stops at the end of the step{hint}"));
+        self.job.handle(self.now(), Event::Stop);
     }
 
     /// Shows why a request was refused.

@@ -31,6 +31,9 @@ pub(crate) struct ProgressLine {
     /// Whether there is more to say than the state.
     #[serde(skip)]
     has_begun: bool,
+    /// Whether the epoch is known: a master that resumes a job knows its step before its ledger.
+    #[serde(skip)]
+    pub(crate) knows_epoch: bool,
 }
 
 impl ProgressLine {
@@ -50,6 +53,7 @@ impl ProgressLine {
             workers_desired: status.workers_desired,
             generation: status.generation.0,
             has_begun: status.records_expected > 0 && status.generation.0 > 0,
+            knows_epoch: status.step == 0 || status.records_counted > 0,
         }
     }
 
@@ -129,7 +133,16 @@ pub(super) mod tests {
             workers_desired: 2,
             generation: 3,
             has_begun: true,
+            knows_epoch: true,
         }
+    }
+
+    #[test]
+    fn a_resumed_job_is_shown_once_its_epoch_is_known() {
+        let knows_epoch = |step, records_counted| {
+            ProgressLine::of(&Status { step, records_counted, ..Status::default() }).knows_epoch
+        };
+        assert!(knows_epoch(0, 0) && !knows_epoch(7, 0) && knows_epoch(7, 70));
     }
 
     #[test]

@@ -121,9 +121,18 @@ impl Job {
         if !never_joined || !is_exit {
             return self.count_failure(now, place, what, &[]);
         }
-        // A program that ends in peace without joining does so every time.
-        if *exit == Exit::Code(0) && self.data.files().is_none() && self.lifecycle.is_running() {
-            let error = format!("{what} and never joined the job: {MUST_JOIN}");
+        // A program that ends in peace without joining does so every time, and so does one that
+        // refuses its arguments.
+        let node = place.as_ref().map_or("", |(_, node)| node);
+        let why = match exit {
+            Exit::Code(0) => Some(MUST_JOIN),
+            // Another node may have the script that this one lacks.
+            Exit::Code(EXIT_USAGE) if node.is_empty() => Some(REFUSES),
+            _ => None,
+        };
+        let why = why.filter(|_| self.data.files().is_none() && self.lifecycle.is_running());
+        if let Some(why) = why {
+            let error = format!("{what} and never joined the job: {why}");
             self.reporting.note_failure(&error);
             return self.end(now, Outcome::Failed, Some(error));
         }
@@ -341,5 +350,10 @@ impl Job {
     }
 }
 
+/// By convention a program ends with this code if it refuses its arguments. Workers end with it if
+/// their environment is not that of a job.
+const EXIT_USAGE: i32 = 2;
+const REFUSES: &str = "this code says that its arguments are wrong, or its script does not exist, \
+                       which another start would not change";
 /// What a program of a worker has to do.
 const MUST_JOIN: &str = "it must call elasticdl::run() (Rust) or elasticdl.torch.join() (Python)";

@@ -218,6 +218,16 @@ fn a_program_that_ends_without_joining_is_told_what_to_do_and_started_once() {
             && error_of_0.contains("elasticdl.torch.join()"),
         "{error_of_0}"
     );
+    // Python's for a script that does not exist, and that of parsers of arguments.
+    let mut job = Job::new(spec());
+    ended(&mut job, 1, Exit::Code(2));
+    let error_of_2 = error(&job).unwrap();
+    assert!(error_of_2.contains("never joined the job: this code says that its"), "{error_of_2}");
+    // The script may be there on another node.
+    let mut job = Job::new(spec());
+    locate(&mut job, 1, "a");
+    ended(&mut job, 1, Exit::Code(2));
+    assert_eq!((error(&job), job.lifecycle.failures()), (None, 1));
     // Another code may be an error that a retry avoids.
     let mut job = Job::new(spec());
     ended(&mut job, 1, Exit::Code(1));

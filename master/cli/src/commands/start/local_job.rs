@@ -11,7 +11,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use elasticdl_master::job::JobSpec;
+use elasticdl_master::job::{JobSpec, Work};
 use elasticdl_master::jobdir::{self, EarlierJob, earlier_job, quoted};
 use rustix::fs::Access;
 
@@ -68,7 +68,7 @@ impl LocalJob {
             Some(name) => name.clone(),
             None => default_name(&request.program)?,
         };
-        let spec = request.spec(name, absolute_path)?;
+        let spec = with_whole_outputs(request.spec(name, absolute_path)?)?;
         let args = program_args.to_vec();
         let StartRequest { job, work, workers, output, .. } = request;
         let job_dir = job.job_dir.unwrap_or_else(|| jobdir::default_root().join(&spec.name));
@@ -141,6 +141,23 @@ fn explain(earlier: &EarlierJob, job_dir: &Path) -> String {
         job_dir.display(),
         ways.join("\n  ")
     )
+}
+
+/// Makes the paths of models and predictions absolute: they are shown to the user, and whoever
+/// resumes the job may be in another directory.
+fn with_whole_outputs(mut spec: JobSpec) -> Result<JobSpec, Failure> {
+    let best = spec.validation.as_mut().and_then(|validation| validation.export_best.as_mut());
+    let last = match &mut spec.work {
+        Work::Train { export } => export.as_mut().map(|export| ("--export", export)),
+        Work::Predict { output, .. } => Some(("--predictions", output)),
+        Work::Evaluate { .. } => None,
+    };
+    for (option, address) in best.map(|best| ("--export-best", best)).into_iter().chain(last) {
+        if !address.contains("://") {
+            *address = absolute_path(option, address)?;
+        }
+    }
+    Ok(spec)
 }
 
 /// Resolves a path of a local job against the current directory.
@@ -234,9 +251,7 @@ const FORMAT_BYTES: u64 = 256;
 mod tests {
     use std::num::NonZeroU64;
 
-    use elasticdl_master::job::{
-        Batch, CheckpointEvery, CheckpointSpec, OnNonfinite, WireDtype, Work,
-    };
+    use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, OnNonfinite, WireDtype};
 
     use super::*;
     use crate::commands::parse_start;
@@ -291,6 +306,17 @@ mod tests {
         );
         assert!(job.program.is_absolute() && job.program.ends_with("true"), "{:?}", job.program);
         assert!(job.job_dir.ends_with("elasticdl/j") || job.job_dir.ends_with(".elasticdl/j"));
+    }
+
+    #[test]
+    fn outputs_of_a_local_job_are_named_by_their_whole_path() {
+        let here = std::env::current_dir().unwrap();
+        let at = |name: &str| Some(here.join(name).to_str().unwrap().to_owned());
+        let job = local_job("--local --export ./m --validation-data v --export-best b").unwrap();
+        assert_eq!(job.spec.work, Work::Train { export: at("m") });
+        assert_eq!(job.spec.validation.unwrap().export_best, at("b"));
+        let job = local_job("--local --export s3://b/./m").unwrap();
+        assert_eq!(job.spec.work, Work::Train { export: Some("s3://b/./m".into()) });
     }
 
     #[test]

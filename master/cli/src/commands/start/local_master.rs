@@ -191,9 +191,14 @@ fn add_logs(error: &str, logs: &Path) -> String {
 
 fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Result<(), Failure> {
     let json = ended.summary.to_pretty_json();
+    let state = &ended.summary.state;
     for path in std::iter::once(&*dir.summary_path()).chain(wanted) {
-        jobdir::write_output(path, json.as_bytes())
-            .map_err(cannot(&format!("write the summary {}", path.display())))?;
+        jobdir::write_output(path, json.as_bytes()).map_err(|error| {
+            Failure::failed(format!(
+                "the job is {state}, but its summary can't be written to {}: {error}",
+                path.display()
+            ))
+        })?;
     }
     Ok(())
 }
