@@ -4,7 +4,7 @@
 //! for some time, with the model in the job's directory meanwhile. A job that fails does not
 //! replace a file that a good job has written: its model lies beside it, under another name. Nor
 //! does a job destroy a best model that is better than its own: that is kept as `NAME.previous`,
-//! which the note in the job's own file says, for whoever reports it later.
+//! which the note in the job's own file says, so that any later exporter can report it.
 
 use std::cell::RefCell;
 use std::fs;

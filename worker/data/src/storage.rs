@@ -291,8 +291,8 @@ impl Storage {
         }
     }
 
-    /// Removes what writers of this file that were killed have left beside it. Nobody else may be
-    /// writing it. Object stores show no unfinished upload.
+    /// Removes what writers of this file that were killed have left beside it. No other writer may
+    /// be writing it. Object stores show no unfinished upload.
     ///
     /// # Errors
     /// An error of the file system.

@@ -143,8 +143,8 @@ fn explain(earlier: &EarlierJob, job_dir: &Path) -> String {
     )
 }
 
-/// Makes the paths of models and predictions absolute: they are shown to the user, and whoever
-/// resumes the job may be in another directory.
+/// Makes the paths of models and predictions absolute: the summary shows them to a user who may be
+/// in another directory.
 fn with_whole_outputs(mut spec: JobSpec) -> Result<JobSpec, Failure> {
     let best = spec.validation.as_mut().and_then(|validation| validation.export_best.as_mut());
     let last = match &mut spec.work {
