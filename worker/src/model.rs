@@ -1,5 +1,7 @@
 //! The trait that a user implements to train a model.
 
+use std::time::Duration;
+
 use elasticdl_data::Predictions;
 use elasticdl_data::Reader;
 
@@ -182,6 +184,13 @@ pub trait Model: 'static {
     #[doc(hidden)]
     fn begin_gradient(&mut self) -> bool {
         false
+    }
+
+    /// Time in [`gradients`](Self::gradients), since the last call, that was spent on what does not
+    /// count: it says nothing about the time per record.
+    #[doc(hidden)]
+    fn take_discarded(&mut self) -> Duration {
+        Duration::ZERO
     }
 
     /// The memory in which the model wants its parameters and optimizer state to be, if it has one.

@@ -24,6 +24,8 @@ pub struct Driver {
     batches: MicroBatches,
     /// Metrics of the micro-batch that is delivered next, each a mean over its records.
     means: Vec<(String, f64)>,
+    /// When the program began to compute the micro-batch that is delivered next.
+    since: Instant,
     trainer: Trainer,
 }
 
@@ -134,6 +136,7 @@ impl Driver {
             is_loaded: false,
             step_records: 0,
             is_shown: false,
+            discarded: Duration::ZERO,
         };
         Self {
             calls,
@@ -142,6 +145,7 @@ impl Driver {
             shared,
             batches: MicroBatches::new(micro_batch.max(1), worker.options().is_deterministic),
             means: Vec::new(),
+            since: Instant::now(),
             trainer: Trainer::Waiting(Box::new((worker, model))),
         }
     }
@@ -232,6 +236,7 @@ impl Driver {
             Call::Evaluate { records } => (Held::Evaluate, Event::Evaluate { records }),
             Call::Gradient { records, before, gradient, is_overlapped, loads } => {
                 self.batches.request(records);
+                self.since = Instant::now();
                 let sums = Sums::default();
                 let held = Held::Gradient { gradient, before, is_overlapped, sums };
                 (held, Event::Gradient { loads })
@@ -287,12 +292,15 @@ impl Driver {
     pub fn deliver(&mut self, loss: f64) -> Result<bool, WorkerError> {
         let counted = self.counted();
         let means = std::mem::take(&mut self.means);
+        let took = self.since.elapsed();
+        self.since += took;
         if !self.batches.deliver(counted.is_some()) {
             let error = "there is no micro-batch to deliver: each needs its own draw";
             return Err(WorkerError::Failed(error.into()));
         }
-        let (Some(counted), Some(Held::Gradient { before, sums, .. })) = (counted, &mut self.held)
-        else {
+        let Some(Held::Gradient { before, sums, .. }) = &mut self.held else { return Ok(false) };
+        let Some(counted) = counted else {
+            sums.discarded += took;
             return Ok(false);
         };
         *before += counted.records as u64;

@@ -5,6 +5,7 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use elasticdl_data::worker::refuse_bad_records;
 use elasticdl_data::{Access, DataError, Dataset, File, Predictions, Purpose, ReadOptions, Reader};
@@ -129,6 +130,8 @@ pub(super) enum Reply {
 #[derive(Debug, Default)]
 pub(super) struct Sums {
     pub(super) loss: f64,
+    /// Time spent on micro-batches that were discarded.
+    pub(super) discarded: Duration,
     /// By name, which may occur several times.
     pub(super) metrics: Vec<(String, f64)>,
 }
@@ -168,6 +171,8 @@ pub(super) struct ExternalModel {
     pub(super) step_records: u64,
     /// Whether the program's memory has the parameters of a model that is not trained.
     pub(super) is_shown: bool,
+    /// Time that the program has spent on micro-batches that were discarded.
+    pub(super) discarded: Duration,
 }
 
 impl ExternalModel {
@@ -196,7 +201,8 @@ impl ExternalModel {
         loop {
             match self.receive()? {
                 Reply::CompleteFrom(start) => complete(start),
-                Reply::Gradient(Sums { loss, metrics }) => {
+                Reply::Gradient(Sums { loss, metrics, discarded }) => {
+                    self.discarded += discarded;
                     metrics.iter().for_each(|(name, sum)| report_sum(name, *sum));
                     return Ok(Loss::Sum(loss));
                 }
@@ -310,6 +316,10 @@ impl Model for ExternalModel {
     fn begin_gradient(&mut self) -> bool {
         self.step_records = 0;
         true
+    }
+
+    fn take_discarded(&mut self) -> Duration {
+        std::mem::take(&mut self.discarded)
     }
 
     fn gradients(

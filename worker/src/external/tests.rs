@@ -142,7 +142,9 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
         gradient.truncate(6);
         to_trainer.send(Ok(Reply::CompleteFrom(6))).unwrap();
         gradient.slice().unwrap().fill(2.0);
-        to_trainer.send(Ok(Reply::Gradient(Sums { loss: 0.5, ..Sums::default() }))).unwrap();
+        let discarded = Duration::from_secs(3);
+        let sums = Sums { loss: 0.5, discarded, ..Sums::default() };
+        to_trainer.send(Ok(Reply::Gradient(sums))).unwrap();
     });
     let shape = Shape {
         records: 10,
@@ -162,6 +164,7 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
         is_loaded: false,
         step_records: 3,
         is_shown: false,
+        discarded: Duration::ZERO,
     };
     let (mut gradient, mut sums) = (vec![f32::NAN; 10], vec![f32::NAN; 10]);
     let batch = (2, RecordKeys::default());
@@ -172,6 +175,8 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
         });
     program.join().unwrap();
     assert_eq!((loss, summed.unwrap(), model.step_records), (Loss::Sum(0.5), 1, 5));
+    // The time per record is that of what counts.
+    assert_eq!([model.take_discarded().as_secs(), model.take_discarded().as_secs()], [3, 0]);
     buckets::sum_rest(&mut ring, &[], &gradient, &mut sums, SummedBuckets { len: 4, summed: 1 })
         .unwrap();
     sums
@@ -207,6 +212,7 @@ fn metrics_are_means_over_the_records_of_all_calls() {
         is_loaded: false,
         step_records: 0,
         is_shown: false,
+        discarded: Duration::ZERO,
     };
     let records: Vec<Record> = (0..7).map(|number| Record { epoch: 0, number }).collect();
     let mut sums = BTreeMap::new();

@@ -72,6 +72,7 @@ impl<M: Model> Trainer<'_, M> {
             self.tensors.clear_gradient()?;
         }
         let metrics = metrics::take_reported().map_err(Failure::fatal)?;
+        busy = busy.saturating_sub(self.model.take_discarded());
         self.session.assignment.computed(Computed {
             loss_sum,
             metrics,

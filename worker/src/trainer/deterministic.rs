@@ -42,6 +42,7 @@ impl<M: Model> Trainer<'_, M> {
             busy += started.elapsed();
         }
         let metrics = metrics::take_reported().map_err(Failure::fatal)?;
+        busy = busy.saturating_sub(self.model.take_discarded());
         self.session.assignment.computed(Computed {
             loss_sum,
             metrics,
