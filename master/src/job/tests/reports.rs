@@ -156,6 +156,7 @@ fn metrics_of_the_program_are_means_that_are_smoothed_like_the_loss() {
     let shown = job.status(at(1000)).metrics["accuracy"];
     assert!(0.5 < shown && shown < 1.0, "{shown}");
     assert_eq!(job.status(at(1000)).metrics.len(), 1);
+    assert_eq!(job.summary(at(1000)).training_metrics, job.status(at(1000)).metrics);
 }
 
 #[test]
