@@ -197,6 +197,20 @@ impl Tensors {
         Ok(vec![header.to_vec()])
     }
 
+    /// The [sum](Self::sum) is not committed, because some records of the step are missing: the
+    /// gradient of a group of one is pending again.
+    pub(crate) fn keep_gradient(&mut self) -> Result<(), DeviceError> {
+        let is_alone = self.group().is_some_and(|group| group.world_size() == 1);
+        match self {
+            Self::Device { state, .. } if is_alone => state.take_gradient_as_sum()?,
+            Self::Host { state, .. } if is_alone => {
+                std::mem::swap(&mut state.gradient, &mut state.reduced)
+            }
+            Self::Device { .. } | Self::Host { .. } => {}
+        }
+        Ok(())
+    }
+
     /// Whether every element of the reduced gradient is finite.
     pub(crate) fn sum_is_finite(&mut self) -> Result<bool, DeviceError> {
         match self {

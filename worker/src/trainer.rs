@@ -284,7 +284,11 @@ impl<M: Model> Trainer<'_, M> {
         self.report_transport(path);
         let headers = decode_all(headers)?;
         let is_finite = self.tensors.sum_is_finite()?;
-        self.session.summed(headers, is_finite).map_err(|mismatch| state_mismatch(&mismatch))
+        self.session.summed(headers, is_finite).map_err(|mismatch| state_mismatch(&mismatch))?;
+        if !self.session.has_sum() {
+            self.tensors.keep_gradient()?;
+        }
+        Ok(())
     }
 
     /// Applies the step's reduced gradient, which is in `reduced`, and retains it.

@@ -27,6 +27,11 @@ impl Session {
         plan::micro_batches(&state.ledger, self.job.size, ranges)
     }
 
+    /// Whether the sum of a step waits for its commit.
+    pub fn has_sum(&self) -> bool {
+        self.step.outcome.is_some()
+    }
+
     /// Headers of the last commit, for ranks that are one step behind.
     pub fn last_headers(&self) -> Option<&[StepHeader]> {
         self.step.last_headers.as_deref()
