@@ -228,6 +228,20 @@ impl HostGroup {
         OpTag { kind, generation: self.registration.generation(), sequence: self.sequence }
     }
 
+    /// The algorithm that sums this many bytes, the same on all ranks.
+    fn algorithm(&self, bytes: usize) -> Algorithm {
+        let is_small = bytes < self.ring_bytes_min && self.rank_info.world <= chain::WORLD_MAX;
+        if self.is_hierarchical() && !is_small {
+            Algorithm::Hierarchy
+        } else if self.shares_memory() {
+            Algorithm::SharedMemory
+        } else if is_small {
+            Algorithm::Chain
+        } else {
+            Algorithm::Ring
+        }
+    }
+
     /// Frame kind of an all-reduce, by its type on the wire.
     fn sum_kind(&self) -> Kind {
         match self.wire {
@@ -255,6 +269,17 @@ impl HostGroup {
             Fault::Wait(source) => CollectiveError::Io { action: "wait for a peer", source },
         })
     }
+}
+
+/// How the ranks of a group sum.
+#[derive(Clone, Copy, Debug)]
+enum Algorithm {
+    /// Along the ranks and back, for few bytes.
+    Chain,
+    /// Shared memory inside of each host, a ring between the hosts.
+    Hierarchy,
+    Ring,
+    SharedMemory,
 }
 
 impl Communicator for HostGroup {
@@ -288,35 +313,29 @@ impl Communicator for HostGroup {
         }
         let notes = self.notes(header)?;
         self.negotiate_transport()?;
-        let is_small =
-            size_of_val(src) < self.ring_bytes_min && self.rank_info.world <= chain::WORLD_MAX;
-        if self.is_hierarchical() && !is_small {
-            self.check_len_with_neighbours(src.len())?;
-            return self.shm_all_reduce(header, src, dst);
+        match (self.algorithm(size_of_val(src)), &self.links) {
+            (Algorithm::Hierarchy, _) => {
+                self.check_len_with_neighbours(src.len())?;
+                self.shm_all_reduce(header, src, dst)
+            }
+            (Algorithm::SharedMemory, _) => self.shm_all_reduce(header, src, dst),
+            (Algorithm::Chain, Some(links)) => {
+                let op_tag = self.op_tag(self.sum_kind());
+                let (registration, progress) = (&self.registration, &self.progress);
+                let chain =
+                    ChainReduce::new(links, registration, progress, op_tag, self.rank_info, notes);
+                let result = chain.all_reduce(src, dst);
+                self.end(result)
+            }
+            (Algorithm::Ring, Some(links)) => {
+                let result = self.ring_all_reduce(links, notes, src, dst);
+                self.end(result)
+            }
+            (_, None) => {
+                dst.copy_from_slice(src);
+                Ok(notes)
+            }
         }
-        if self.shares_memory() {
-            return self.shm_all_reduce(header, src, dst);
-        }
-        let kind = self.sum_kind();
-        let Some(links) = &self.links else {
-            dst.copy_from_slice(src);
-            return Ok(notes);
-        };
-        if is_small {
-            let op_tag = self.op_tag(kind);
-            let chain = ChainReduce::new(
-                links,
-                &self.registration,
-                &self.progress,
-                op_tag,
-                self.rank_info,
-                notes,
-            );
-            let result = chain.all_reduce(src, dst);
-            return self.end(result);
-        }
-        let result = self.ring_all_reduce(links, notes, src, dst);
-        self.end(result)
     }
 
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
