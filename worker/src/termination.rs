@@ -19,11 +19,14 @@ pub(crate) struct Termination {
 }
 
 impl Termination {
-    /// From now on SIGTERM does not end this process at once.
+    /// From now on SIGTERM does not end this process at once. Nor does a file that exceeds the
+    /// user's limit (SIGXFSZ): the write fails.
     ///
     /// # Errors
     /// The system refuses the handler.
     pub(crate) fn new(timeout: Duration) -> io::Result<Self> {
+        // A handler stays when its stream is dropped.
+        drop(signal(SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw()))?);
         Ok(Self { signal: signal(SignalKind::terminate())?, timeout, has_begun: false })
     }
 

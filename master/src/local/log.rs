@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
+use std::thread::{Builder, JoinHandle};
 use std::time::Duration;
 
 use crate::worker_output::plain;
@@ -42,11 +43,15 @@ pub(super) fn create(path: &Path) -> io::Result<File> {
 /// Moves what the log at `path` has to `path` with `.1` at its end, whenever the log has become
 /// long: a program that prints without end does not fill the disk.
 pub(super) async fn keep_short(path: &Path) -> Infallible {
+    let mut moving: Option<JoinHandle<io::Result<()>>> = None;
     loop {
         tokio::time::sleep(LENGTH_INTERVAL).await;
-        let path = path.to_owned();
-        // The thread does not panic, and a log that can't be moved is looked at again.
-        let _ = tokio::task::spawn_blocking(move || shorten(&path, LOG_BYTES_MAX)).await;
+        let is_long = path.metadata().is_ok_and(|file| file.len() >= LOG_BYTES_MAX);
+        if is_long && moving.as_ref().is_none_or(JoinHandle::is_finished) {
+            let path = path.to_owned();
+            // A log that can't be moved, or for which there is no thread, is looked at again.
+            moving = Builder::new().spawn(move || shorten(&path, LOG_BYTES_MAX)).ok();
+        }
     }
 }
 

@@ -77,6 +77,9 @@ pub(super) struct Signals {
 impl Signals {
     pub(super) fn new() -> std::io::Result<Self> {
         let is_ignored = is_hangup_ignored();
+        // A file that exceeds the user's limit is an error of the write, not the end of the master.
+        // A handler stays when its stream is dropped.
+        drop(signal(SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw()))?);
         Ok(Self {
             hangup: (!is_ignored).then(|| signal(SignalKind::hangup())).transpose()?,
             interrupt: signal(SignalKind::interrupt())?,

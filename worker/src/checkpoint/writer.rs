@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{Builder, ScopedJoinHandle};
 use std::time::{Instant, SystemTime};
 
 use bytes::Bytes;
@@ -82,7 +83,7 @@ impl CheckpointWriter {
     ) -> std::io::Result<Self> {
         let (requests, queue) = channel();
         let (replies_tx, replies) = channel();
-        std::thread::Builder::new().name("checkpoint".into()).spawn(move || {
+        Builder::new().name("checkpoint".into()).spawn(move || {
             let thread = WriterThread { storage, retention };
             while let Ok(request) = queue.recv() {
                 // A trainer that has ended needs no reply.
@@ -235,15 +236,20 @@ impl WriterThread {
         let bytes = (header.len() + data.len()) as u64;
         let parts = vec![header.clone(), data.clone()];
         std::thread::scope(|scope| {
-            // Concurrently with the write, which mostly waits for the disk.
-            let digest = scope.spawn(|| {
+            let digest = || {
                 let mut digest = Xxh3Default::new();
                 digest.update(&header);
                 digest.update(&data);
                 digest.digest128()
-            });
+            };
+            // Concurrently with the write, which mostly waits for the disk; after it, if the system
+            // starts no more threads.
+            let thread = Builder::new().spawn_scoped(scope, digest).ok();
             self.storage.write(path, parts).map_err(|error| error.to_string())?;
-            let digest = digest.join().map_err(|_| "the digest's thread panicked".to_owned())?;
+            let digest = match thread.map(ScopedJoinHandle::join) {
+                Some(digest) => digest.map_err(|_| "the digest's thread panicked".to_owned())?,
+                None => digest(),
+            };
             Ok(Written { bytes, digest })
         })
     }

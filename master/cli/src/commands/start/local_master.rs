@@ -192,6 +192,8 @@ fn add_logs(error: &str, logs: &Path) -> String {
 fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Result<(), Failure> {
     let json = ended.summary.to_pretty_json();
     let state = &ended.summary.state;
+    // What was refused replaces no result of an earlier job.
+    let wanted = wanted.filter(|path| ended.outcome != Outcome::InvalidInput || !path.exists());
     for path in std::iter::once(&*dir.summary_path()).chain(wanted) {
         jobdir::write_output(path, json.as_bytes()).map_err(|error| {
             Failure::failed(format!(

@@ -29,6 +29,9 @@ impl LocalJob {
                 )));
             }
         }
+        if let Some(text) = replaces_program(&self.spec, self.summary.as_deref(), &self.program) {
+            return Err(Failure::usage(text));
+        }
         match overwritten(&self.spec, self.summary.as_deref(), &self.job_dir) {
             Some(text) => Err(Failure::usage(text)),
             None => Ok(()),
@@ -36,12 +39,34 @@ impl LocalJob {
     }
 }
 
+/// Why an output would replace the job's program.
+fn replaces_program(spec: &JobSpec, summary: Option<&Path>, program: &Path) -> Option<String> {
+    let export = match &spec.work {
+        Work::Evaluate { .. } | Work::Predict { .. } => None,
+        Work::Train { export } => export.as_deref().and_then(local),
+    };
+    let best = spec.validation.as_ref().and_then(|validation| validation.export_best.as_deref());
+    let outputs = [
+        ("--summary", summary.map(Path::to_owned)),
+        ("--export", export),
+        ("--export-best", best.and_then(local)),
+    ];
+    let program = resolved(program)?;
+    let (option, file) = outputs
+        .into_iter()
+        .filter_map(|(option, file)| Some((option, file?)))
+        .find(|(_, file)| resolved(file).as_ref() == Some(&program))?;
+    Some(format!("{option} {}: it is the program; choose another name", file.display()))
+}
+
+/// The path that an address names on this machine.
+fn local(address: &str) -> Option<PathBuf> {
+    let is_local = address.starts_with("file://") || !address.contains("://");
+    is_local.then(|| PathBuf::from(address.strip_prefix("file://").unwrap_or(address)))
+}
+
 /// Why an output would replace another file of the job.
 fn overwritten(spec: &JobSpec, summary: Option<&Path>, job_dir: &Path) -> Option<String> {
-    let local = |address: &str| {
-        let is_local = address.starts_with("file://") || !address.contains("://");
-        is_local.then(|| PathBuf::from(address.strip_prefix("file://").unwrap_or(address)))
-    };
     let (export, model) = match &spec.work {
         Work::Evaluate { model } | Work::Predict { model, .. } => (None, local(model)),
         Work::Train { export } => (export.as_deref().and_then(local), None),
@@ -144,6 +169,21 @@ mod tests {
     fn spec() -> JobSpec {
         let request = parse_start("train --local --training-data d -- true").unwrap();
         request.spec("j".into(), |_, path| Ok(path.into())).unwrap()
+    }
+
+    #[test]
+    fn no_output_replaces_the_program() {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("train");
+        std::fs::write(&program, "#!/bin/sh").unwrap();
+        let other = folder.path().join("train.json");
+        let mut spec = spec();
+        assert_eq!(replaces_program(&spec, Some(&other), &program), None);
+        let text = replaces_program(&spec, Some(&program), &program).unwrap();
+        assert!(text.starts_with("--summary ") && text.contains("it is the program"), "{text}");
+        spec.work = Work::Train { export: Some(format!("file://{}", program.display())) };
+        let text = replaces_program(&spec, None, &program).unwrap();
+        assert!(text.starts_with("--export "), "{text}");
     }
 
     #[test]
