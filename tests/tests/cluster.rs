@@ -25,7 +25,6 @@ fn three_pods_train_each_record_once_and_leave_nothing() {
     let namespace = namespace("train");
     let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "2"], 300);
     let output = job.assert_completes(2);
-    println!("{output}");
     assert!(output.contains("the master is running"), "{output}");
 }
 
