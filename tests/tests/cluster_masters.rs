@@ -2,6 +2,7 @@
 //! one while their workers train, with default options.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+#![allow(clippy::print_stdout, reason = "figures of the cluster")]
 
 use std::collections::BTreeSet;
 use std::process::Command;

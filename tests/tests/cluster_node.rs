@@ -5,6 +5,7 @@
 //! These disturb everything else in the cluster, so only one of them runs at a time.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
+#![allow(clippy::print_stdout, reason = "figures of the cluster")]
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
