@@ -401,6 +401,10 @@ const FINITE_BLOCK: usize = 16 << 10;
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+    use std::time::Duration;
+
+    use elasticdl_collective::{Endpoint, EndpointOptions, GroupSpec, Member, Secret};
     use elasticdl_proto::Ledger;
 
     use super::*;
@@ -427,6 +431,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_group_of_one_adds_to_the_gradient_of_a_step_that_lacked_records() {
+        let options = EndpointOptions::new("job", 1, Secret::new("open sesame"));
+        let endpoint = Endpoint::bind(Ipv4Addr::LOCALHOST.into(), options).unwrap();
+        let members = vec![Member { id: 1, address: endpoint.address() }];
+        let group = endpoint.connect(&GroupSpec { generation: 1, members }, Duration::from_secs(9));
+        let mut state = HostState::new(ModelSize { parameters: 2, slots: 0 });
+        // What an earlier step has left.
+        state.reduced.fill(7.0);
+        state.gradient.fill(1.0);
+        let mut tensors = Tensors::Host { group: Some(group.unwrap()), state };
+        tensors.sum(b"", Path::Host, None).unwrap();
+        tensors.keep_gradient().unwrap();
+        let Tensors::Host { state, .. } = &mut tensors else { unreachable!() };
+        state.gradient[1] += 2.0;
+        tensors.sum(b"", Path::Host, None).unwrap();
+        assert_eq!(*tensors.to_host(Tensor::Reduced).unwrap(), [1.0, 3.0]);
     }
 
     #[test]
