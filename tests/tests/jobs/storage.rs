@@ -24,28 +24,17 @@ fn job(folder: &TempDir, server: &S3) -> Command {
 
 /// The data in a store and in `folder`, and a job of three workers on `training_data`.
 fn job_on(training_data: impl Into<OsString>, folder: &TempDir, server: &S3) -> Command {
-    job_of("3", "2500", training_data, folder, server)
-}
-
-fn job_of(
-    workers: &str,
-    micros_per_record: &str,
-    training_data: impl Into<OsString>,
-    folder: &TempDir,
-    server: &S3,
-) -> Command {
     let data = folder.path().join("data");
     counting_data(&data, RECORDS, 300).unwrap();
     for entry in std::fs::read_dir(&data).unwrap().map(Result::unwrap) {
         let name = entry.file_name().into_string().unwrap();
         server.put(&format!("bucket/data/{name}"), std::fs::read(entry.path()).unwrap());
     }
-    let program =
-        [PROGRAMS.counting, "--records", "6000", "--micros-per-record", micros_per_record];
+    let program = [PROGRAMS.counting, "--records", "6000", "--micros-per-record", "2500"];
     Command::new(PROGRAMS.elasticdl, folder.path().join("job"), program)
         .option("training-data", training_data)
         .option("num-epochs", "1")
-        .option("num-workers", workers)
+        .option("num-workers", "3")
         .option("global-batch-size", "48")
         .started_by([vec!["env".to_owned()], server.environment()].concat())
 }
@@ -86,21 +75,6 @@ fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_an
     // One event for each outage, not one per worker and request.
     assert_eq!(times(&ended, "waits for storage: s3://bucket/"), 2, "{}", ended.output);
     assert_eq!(times(&ended, "storage answers again"), 2, "{}", ended.output);
-}
-
-/// It begins steps for which some of the records are missing, and keeps their gradients.
-#[test]
-fn one_worker_whose_store_is_unavailable_now_and_then_counts_each_record_once() {
-    let folder = tempfile::tempdir().unwrap();
-    let server = S3::start(FaultRates::default(), 1);
-    let job = job_of("1", "500", "s3://bucket/data", &folder, &server).option("shuffle", "record");
-    let mut job = job.option("checkpoint-dir", "none").start();
-    job.wait_for_first_steps();
-    for _ in 0..4 {
-        become_unavailable(&server, Duration::from_millis(1500));
-        std::thread::sleep(Duration::from_millis(200));
-    }
-    job.wait().assert_exactly_once("one worker", RECORDS, 1);
 }
 
 #[test]
