@@ -29,7 +29,7 @@ pub(crate) fn check(channels: u8) -> Result<(), String> {
 /// # Errors
 /// As of [`check`].
 pub(crate) fn check_to_join() -> Result<(), String> {
-    check_process(OTHERS)
+    check_process(JOINING)
 }
 
 fn check_process(needed: u64) -> Result<(), String> {
@@ -64,6 +64,9 @@ fn needed(channels: u8) -> u64 {
 
 /// Rings of a group on several hosts that share memory: of all, of the host, of the hosts.
 const RINGS_MAX: u8 = 3;
+
+/// The event queue, signals, the connection to the master, a look at its address.
+const JOINING: u64 = 6;
 
 /// Shared memory, state requests, files of the data, a checkpoint, connections to stores.
 const OTHERS: u64 = 12;
