@@ -293,7 +293,7 @@ async fn bind_again(address: SocketAddr) -> io::Result<TcpListener> {
     }
 }
 
-/// Workers per core from which on the user is told that they are many.
+/// Workers per core above which a notice names their number.
 const CROWD: usize = 4;
 const BIND_ATTEMPTS: u32 = 20;
 const BIND_PAUSE: Duration = Duration::from_millis(100);

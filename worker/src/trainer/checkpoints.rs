@@ -94,7 +94,7 @@ impl<M: Model> Trainer<'_, M> {
                 if let (Some(metric), Some((step, value))) =
                     (&checkpoints.fingerprint.best_metric, known.best)
                 {
-                    // This job goes on with it, as if it had evaluated it.
+                    // This job continues as if it had evaluated that state.
                     let (records, name) = (metric.records, metric.name.clone());
                     let metrics = [(name, Some(value))].into();
                     outbox.send(WorkerMessage::Evaluated(Evaluated { step, records, metrics }));
