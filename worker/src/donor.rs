@@ -20,12 +20,12 @@ use std::sync::mpsc::{Sender, SyncSender, TrySendError, channel, sync_channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use elasticdl_collective::{StateLink, StateRequest};
 use elasticdl_proto::Generation;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use self::delivery::Delivery;
+use crate::machine::{Machine, Request, RequestLink};
 use crate::session::header;
 use crate::session::header::{StateRecord, StepHeader};
 
@@ -33,12 +33,15 @@ use crate::session::header::{StateRecord, StepHeader};
 #[derive(Debug)]
 pub(crate) struct Donor {
     /// Requests that wait for a snapshot.
-    waiting: Vec<StateRequest>,
+    waiting: Vec<Box<dyn Request>>,
     prepared: Option<Prepared>,
     fetchers: Vec<Fetcher>,
     /// Snapshots that may still occupy memory.
     held: Vec<Weak<Snapshot>>,
     idle_timeout: Duration,
+    /// Maximum number of floats in a part.
+    part_floats: usize,
+    machine: Arc<dyn Machine>,
 }
 
 /// A snapshot that is sent when all ranks have reported that they hold its step.
@@ -58,13 +61,26 @@ struct Snapshot {
     tensors: OnceLock<(Vec<f32>, Vec<f32>)>,
 }
 
+impl Snapshot {
+    /// Waits until the tensors are copied.
+    fn wait(&self, machine: &dyn Machine) -> &(Vec<f32>, Vec<f32>) {
+        machine.block(Duration::MAX, &mut |wait| {
+            if !wait.is_zero() {
+                self.tensors.wait();
+            }
+            self.tensors.get().is_some()
+        });
+        self.tensors.get().expect("nothing else ends the wait")
+    }
+}
+
 #[derive(Debug)]
 struct Fetcher {
     member: u64,
     messages: SyncSender<StateMessage>,
     /// The link in use, and the channel for its successor after it has broken.
-    link: StateLink,
-    links: Sender<StateRequest>,
+    link: Box<dyn RequestLink>,
+    links: Sender<Box<dyn Request>>,
 }
 
 /// Messages after a snapshot. Steps are those of the donor's group of `generation`.
@@ -78,18 +94,25 @@ enum StateMessage {
 
 impl Donor {
     /// `idle_timeout`: time without progress or a report after which a joiner is dropped.
-    pub(crate) fn new(idle_timeout: Duration) -> Self {
+    /// `part_floats`: maximum number of floats in a part, at most [`PART_FLOATS_MAX`].
+    pub(crate) fn new(
+        idle_timeout: Duration,
+        part_floats: usize,
+        machine: Arc<dyn Machine>,
+    ) -> Self {
         Self {
             waiting: Vec::new(),
             prepared: None,
             fetchers: Vec::new(),
             held: Vec::new(),
             idle_timeout,
+            part_floats,
+            machine,
         }
     }
 
     /// Takes in a state request. A joiner whose link broke resumes at its position.
-    pub(crate) fn admit(&mut self, request: StateRequest) {
+    pub(crate) fn admit(&mut self, request: Box<dyn Request>) {
         let member = request.member();
         self.waiting.retain(|other| other.member() != member);
         let request = match self.fetchers.iter_mut().find(|fetcher| fetcher.member == member) {
@@ -143,8 +166,8 @@ impl Donor {
             let tensors = (into_own(parameters), into_own(slots));
             filling.tensors.set(tensors).expect("a snapshot is filled once");
         };
-        match std::thread::Builder::new().name("snapshot".into()).spawn(copy) {
-            Ok(_) => {
+        match self.machine.spawn("snapshot", Box::new(copy)) {
+            Ok(()) => {
                 self.held.push(Arc::downgrade(&snapshot));
                 self.prepared = Some(Prepared { generation, step, snapshot });
             }
@@ -177,7 +200,7 @@ impl Donor {
 
     fn serve(
         &mut self,
-        request: StateRequest,
+        request: Box<dyn Request>,
         generation: Generation,
         record: StateRecord,
         snapshot: &Arc<Snapshot>,
@@ -188,14 +211,14 @@ impl Donor {
         let (links, next_links) = channel();
         let fetcher = Fetcher { member, messages, link: request.link(), links };
         let delivery = Delivery::new(
-            (member, self.idle_timeout),
+            (member, self.idle_timeout, self.part_floats),
             (generation, record),
             Arc::clone(snapshot),
             (queue, next_links),
+            Arc::clone(&self.machine),
         );
-        match std::thread::Builder::new().name("donor".into()).spawn(move || delivery.run(request))
-        {
-            Ok(_) => {
+        match self.machine.spawn("donor", Box::new(move || delivery.run(request))) {
+            Ok(()) => {
                 tracing::info!(joiner = member, step, "a joining worker fetches the state");
                 self.fetchers.push(fetcher);
             }

@@ -40,6 +40,8 @@ mod gap;
 pub mod guide;
 mod inference;
 mod log_output;
+#[doc(hidden)]
+pub mod machine;
 mod messages;
 mod metrics;
 mod model;
@@ -52,10 +54,6 @@ mod prefetch;
 mod program;
 mod run;
 mod schedule;
-#[cfg(not(feature = "simulation"))]
-#[allow(dead_code, unreachable_pub, reason = "the simulation uses these parts by themselves")]
-mod session;
-#[cfg(feature = "simulation")]
 #[doc(hidden)]
 pub mod session;
 mod setting_error;

@@ -39,12 +39,13 @@ type BlockKey = (u32, u64);
 
 /// Why records cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ReadError {
-    pub(crate) text: String,
+pub struct ReadError {
+    /// The error.
+    pub text: String,
     /// The records, numbered through the data set.
-    pub(crate) records: Vec<RecordRange>,
+    pub records: Vec<RecordRange>,
     /// See [`DataError::ends_job`].
-    pub(crate) ends_job: bool,
+    pub ends_job: bool,
 }
 
 impl From<ReadError> for Failure {

@@ -31,10 +31,11 @@ pub(crate) struct Prefetch<R> {
 
 /// Records that were taken.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Taken<R> {
-    pub(crate) records: Vec<R>,
+pub struct Taken<R> {
+    /// The records, in order.
+    pub records: Vec<R>,
     /// Rest of the range, which cannot be read before storage answers again.
-    pub(crate) rest: Option<RecordRange>,
+    pub rest: Option<RecordRange>,
 }
 
 #[derive(Debug)]

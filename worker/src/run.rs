@@ -19,7 +19,7 @@ use crate::control::{Control, dataset};
 use crate::conversion::Conversion;
 use crate::descriptors;
 use crate::device::DeviceState;
-use crate::donor::{Donor, TRANSFER_IDLE_TIMEOUT};
+use crate::donor::{Donor, PART_FLOATS_MAX, TRANSFER_IDLE_TIMEOUT};
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::exact_sum::ExactSum;
 use crate::exports::{ExportPlaces, Exports};
@@ -27,6 +27,7 @@ use crate::failure::{Failure, call_user};
 use crate::gap::GapTimer;
 use crate::inference;
 use crate::log_output::log;
+use crate::machine::{Machine, System};
 use crate::messages::ControlEvent;
 use crate::model::Model;
 use crate::ordered_reader::{OrderedReader, order_of};
@@ -255,11 +256,12 @@ fn train<M: Model>(
     let places = ExportPlaces {
         last: export.clone(),
         best: export_best(options).cloned().zip(plan.evaluation.as_ref().map(BestMetric::from)),
-        run: checkpoints.run().to_owned(),
+        run: checkpoints.run.clone(),
         fallback: environment.job_dir.clone().map(PathBuf::from),
     };
     let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
     session.ready(parameters as u64);
+    let machine: Arc<dyn Machine> = Arc::new(System);
     let trainer = Trainer {
         tensors,
         model,
@@ -268,11 +270,11 @@ fn train<M: Model>(
         exact,
         summed: Ok(0),
         order,
-        prefetch,
+        records: Box::new(prefetch),
         exports: Exports::new(places, layout),
-        endpoint,
+        links: Box::new(endpoint),
         allreduce_transport: None,
-        donor: Donor::new(TRANSFER_IDLE_TIMEOUT),
+        donor: Donor::new(TRANSFER_IDLE_TIMEOUT, PART_FLOATS_MAX, Arc::clone(&machine)),
         checkpoints,
         validation,
         source: None,
@@ -280,7 +282,8 @@ fn train<M: Model>(
         dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
         inbox: &control.inbox,
         outbox: control.outbox.clone(),
-        started: Instant::now(),
+        started: machine.now(),
+        machine,
         gap: GapTimer::default(),
     };
     trainer.run()

@@ -3,13 +3,16 @@
 
 use std::sync::Arc;
 
+use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{DeviceError, DeviceGroup, NcclPolicy, Path};
-use elasticdl_collective::{CollectiveError, Communicator as _, HostGroup};
+use elasticdl_collective::nccl::NcclState;
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
 use crate::buckets::{self, SummedBuckets};
 use crate::device::DeviceState;
+use crate::machine::Group;
 use crate::session::State;
+use crate::session::transport_switch::NcclBuild;
 use crate::state_buffer::{StateBuffer, StateMemory, writable, zeros};
 use crate::tensor::{ModelSize, Tensor, window};
 use crate::update::Update;
@@ -19,13 +22,13 @@ use crate::update::Update;
 pub(crate) enum Tensors {
     Device {
         /// Dropped before the buffers, which its operations may still use.
-        group: Option<DeviceGroup>,
+        group: Option<Box<DeviceGroup>>,
         state: Box<DeviceState>,
         /// Whether this worker would use NCCL.
         nccl: NcclPolicy,
     },
     Host {
-        group: Option<HostGroup>,
+        group: Option<Box<dyn Group>>,
         state: HostState,
     },
 }
@@ -49,10 +52,10 @@ pub(crate) struct HostState {
 
 impl Tensors {
     /// The worker's group, while it has one.
-    pub(crate) fn group(&self) -> Option<&HostGroup> {
+    pub(crate) fn group(&self) -> Option<&dyn Group> {
         match self {
-            Self::Device { group, .. } => group.as_ref().map(DeviceGroup::host),
-            Self::Host { group, .. } => group.as_ref(),
+            Self::Device { group, .. } => group.as_ref().map(|group| group.host() as &dyn Group),
+            Self::Host { group, .. } => group.as_deref(),
         }
     }
 
@@ -60,20 +63,42 @@ impl Tensors {
     ///
     /// # Errors
     /// The worker has no group any more.
-    pub(crate) fn group_mut(&mut self) -> Result<&mut HostGroup, CollectiveError> {
+    pub(crate) fn group_mut(&mut self) -> Result<&mut dyn Group, CollectiveError> {
         match self {
             Self::Device { group, .. } => Ok(member_of(group)?.host_mut()),
-            Self::Host { group, .. } => member_of(group),
+            Self::Host { group, .. } => Ok(&mut **member_of(group)?),
         }
     }
 
     /// Enters a group, or leaves the one that the worker is in.
-    pub(crate) fn set_group(&mut self, new: Option<HostGroup>) {
+    pub(crate) fn set_group(&mut self, new: Option<Box<dyn Group>>) {
         match self {
             Self::Device { group, state, .. } => {
-                *group = new.map(|new| DeviceGroup::new(new, state.device().clone()));
+                let new = new.and_then(Group::into_host);
+                *group = new.map(|new| Box::new(DeviceGroup::new(new, state.device().clone())));
             }
             Self::Host { group, .. } => *group = new,
+        }
+    }
+
+    /// Starts to build NCCL. A collective operation of the group.
+    pub(crate) fn begin_nccl(&mut self) -> Result<(), CollectiveError> {
+        match self {
+            Self::Device { group, nccl, .. } => member_of(group)?.begin_nccl(nccl),
+            Self::Host { group, .. } => member_of(group)?.begin_nccl(),
+        }
+    }
+
+    /// The state of NCCL on this rank; `None` without a GPU or a group.
+    pub(crate) fn nccl_build(&self) -> Option<NcclBuild> {
+        match self {
+            Self::Device { group, .. } => Some(match group.as_ref()?.nccl_state() {
+                NcclState::Absent(_) => NcclBuild::Absent,
+                NcclState::Building => NcclBuild::Building,
+                NcclState::Failed(_) => NcclBuild::Failed,
+                NcclState::Ready => NcclBuild::Ready,
+            }),
+            Self::Host { group, .. } => group.as_ref()?.nccl(),
         }
     }
 
@@ -187,10 +212,10 @@ impl Tensors {
                 std::mem::swap(&mut state.gradient, &mut state.reduced)
             }
             Self::Host { group, state: HostState { gradient, reduced, .. } } => {
-                let group = member_of(group)?;
+                let group = &mut **member_of(group)?;
                 return match buckets {
                     Some(buckets) => buckets::sum_rest(group, header, gradient, reduced, buckets),
-                    None => group.all_reduce(header, gradient, reduced),
+                    None => group.sum(path, header, gradient, reduced),
                 };
             }
         }
@@ -443,7 +468,7 @@ mod tests {
         // What an earlier step has left.
         state.reduced.fill(7.0);
         state.gradient.fill(1.0);
-        let mut tensors = Tensors::Host { group: Some(group.unwrap()), state };
+        let mut tensors = Tensors::Host { group: Some(Box::new(group.unwrap())), state };
         tensors.sum(b"", Path::Host, None).unwrap();
         tensors.keep_gradient().unwrap();
         let Tensors::Host { state, .. } = &mut tensors else { unreachable!() };

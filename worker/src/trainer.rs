@@ -7,12 +7,10 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::{
-    CollectiveError, Communicator, Endpoint, GroupSpec, Member, StateReceiver,
-};
+use elasticdl_collective::{CollectiveError, GroupSpec, Member};
 use elasticdl_data::Reader;
 use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMessage};
 
@@ -22,10 +20,10 @@ use crate::exact_sum::ExactSum;
 use crate::exports::Exports;
 use crate::failure::{Failure, call_user};
 use crate::gap::GapTimer;
+use crate::machine::{self, Links, Machine, Records, receive};
 use crate::messages::{ControlEvent, Outbox};
 use crate::model::{Model, Progress};
 use crate::order::Order;
-use crate::prefetch::Prefetch;
 use crate::session::header::{self, StepHeader};
 use crate::session::{Broadcast, Exit, Session, Task};
 use crate::tensor::Tensor;
@@ -45,9 +43,9 @@ pub(crate) struct Trainer<'a, M: Model> {
     pub(crate) summed: Result<usize, CollectiveError>,
     /// The order that the positions of gradients and the ledger refer to.
     pub(crate) order: Arc<Order>,
-    pub(crate) prefetch: Prefetch<<M::Reader as Reader>::Record>,
+    pub(crate) records: Box<dyn Records<<M::Reader as Reader>::Record>>,
     pub(crate) exports: Exports,
-    pub(crate) endpoint: Endpoint,
+    pub(crate) links: Box<dyn Links>,
     /// The all-reduce transport that was reported to the master last.
     pub(crate) allreduce_transport: Option<(Generation, String)>,
     /// Joining workers that receive the state from this one.
@@ -56,13 +54,14 @@ pub(crate) struct Trainer<'a, M: Model> {
     /// `None` if nothing is evaluated.
     pub(crate) validation: Option<Validation<M::Reader>>,
     /// Link to the donor while this worker is joining.
-    pub(crate) source: Option<StateReceiver>,
+    pub(crate) source: Option<Box<dyn machine::Receiver>>,
     /// Parts of the snapshot received so far, over this link and earlier ones.
     pub(crate) incoming: Option<IncomingSnapshot>,
     /// Timeout of the dial of a donor.
     pub(crate) dial_limit: Duration,
     pub(crate) inbox: &'a Receiver<ControlEvent>,
     pub(crate) outbox: Outbox,
+    pub(crate) machine: Arc<dyn Machine>,
     pub(crate) started: Instant,
     pub(crate) gap: GapTimer,
 }
@@ -71,32 +70,44 @@ impl<M: Model> Trainer<'_, M> {
     /// Trains until the master, the session or a failure ends it.
     pub(crate) fn run(mut self) -> Result<Exit, Failure> {
         loop {
-            while let Ok(message) = self.inbox.try_recv() {
-                self.handle(message);
+            match self.turn() {
+                Ok(None) => {}
+                Ok(Some(exit)) => return Ok(exit),
+                Err(Failed { failure, is_in_use: false }) => return Err(failure),
+                Err(Failed { failure, is_in_use: true }) => {
+                    // Work on the GPU may never complete, and dropping would wait for it.
+                    mem::forget(self);
+                    return Err(failure);
+                }
             }
-            self.send_reports();
-            self.serve_state_requests()?;
-            let task = self.session.poll();
-            self.look_ahead(&task);
-            let done = match task {
-                Task::Exit(exit) => return Ok(exit),
-                task => self.perform(task),
-            };
-            match done {
-                Ok(()) => {}
-                Err(Stopped::Broken(error)) => match self.classify(error) {
-                    Ok(error) => self.on_broken(&error),
-                    Err(failure) => {
-                        // Work on the GPU may never complete, and dropping would wait for it.
-                        mem::forget(self);
-                        return Err(failure);
-                    }
-                },
-                Err(Stopped::Failed(failure)) => return Err(failure),
-                Err(Stopped::Left(why)) => self.leave_links(why),
-            }
-            self.poll_checkpoint_writer()?;
         }
+    }
+
+    /// Handles the messages that have arrived, and performs the next task. Returns why training has
+    /// ended, if it has.
+    pub(crate) fn turn(&mut self) -> Result<Option<Exit>, Failed> {
+        while let Ok(message) = self.inbox.try_recv() {
+            self.handle(message);
+        }
+        self.send_reports();
+        self.serve_state_requests()?;
+        let task = self.session.poll();
+        self.look_ahead(&task);
+        let done = match task {
+            Task::Exit(exit) => return Ok(Some(exit)),
+            task => self.perform(task),
+        };
+        match done {
+            Ok(()) => {}
+            Err(Stopped::Broken(error)) => match self.classify(error) {
+                Ok(error) => self.on_broken(&error),
+                Err(failure) => return Err(Failed { failure, is_in_use: true }),
+            },
+            Err(Stopped::Failed(failure)) => return Err(failure.into()),
+            Err(Stopped::Left(why)) => self.leave_links(why),
+        }
+        self.poll_checkpoint_writer()?;
+        Ok(None)
     }
 
     fn handle(&mut self, event: ControlEvent) {
@@ -140,7 +151,7 @@ impl<M: Model> Trainer<'_, M> {
             Task::Synchronize => self.synchronize(),
             Task::Update { records, is_applied } => self.update(records, is_applied),
             Task::Wait => {
-                match self.inbox.recv() {
+                match receive(&*self.machine, self.inbox, Duration::MAX) {
                     Ok(message) => self.handle(message),
                     Err(_) => {
                         let reason = "the control stream's thread ended".into();
@@ -157,7 +168,7 @@ impl<M: Model> Trainer<'_, M> {
         self.summed = Ok(0);
         self.source = None;
         self.incoming = None;
-        self.gap.on_membership(Instant::now());
+        self.gap.on_membership(self.machine.now());
         let is_member = |id| membership.members.iter().any(|(member, _)| member.0 == id);
         self.donor.switch(membership.generation, is_member);
         let members = membership
@@ -166,8 +177,8 @@ impl<M: Model> Trainer<'_, M> {
             .map(|(id, address)| Member { id: id.0, address: *address })
             .collect();
         let spec = GroupSpec { generation: membership.generation.0, members };
-        self.tensors.set_group(Some(self.endpoint.connect(&spec, CONNECT_DEADLINE)?));
-        self.gap.on_connected(Instant::now());
+        self.tensors.set_group(Some(self.links.connect(&spec, CONNECT_DEADLINE)?));
+        self.gap.on_connected(self.machine.now());
         self.session.connected();
         tracing::info!(
             generation = membership.generation.0,
@@ -186,7 +197,7 @@ impl<M: Model> Trainer<'_, M> {
             self.donor.dismiss();
             return Ok(());
         }
-        while let Some(request) = self.endpoint.next_state_request() {
+        while let Some(request) = self.links.next_request() {
             self.donor.admit(request);
         }
         let (Some(generation), Some(state)) = (self.session.in_round(), self.session.state())
@@ -245,10 +256,10 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn end_repair(&mut self) -> Result<(), Stopped> {
-        self.checkpoints.prepare(self.tensors.group_mut()?.world_size());
+        self.checkpoints.store.prepare(self.tensors.group_mut()?.world_size());
         self.session.repaired();
         self.export_best()?;
-        self.gap.on_repaired(Instant::now());
+        self.gap.on_repaired(self.machine.now());
         if let Some(((generation, rank), group)) =
             self.session.group_rank().zip(self.tensors.group())
         {
@@ -271,7 +282,7 @@ impl<M: Model> Trainer<'_, M> {
     fn step(&mut self, is_empty: bool) -> Result<(), Stopped> {
         let path = self.path();
         let mine = self.header()?;
-        let started = Instant::now();
+        let started = self.machine.now();
         if self.exact.is_some() {
             self.sum_micro_batches(is_empty)?;
         } else if is_empty {
@@ -280,7 +291,7 @@ impl<M: Model> Trainer<'_, M> {
         let summed = mem::replace(&mut self.summed, Ok(0))?;
         let buckets = self.model.bucket_len().map(|len| SummedBuckets { len, summed });
         let headers = self.tensors.sum(&mine, path, buckets)?;
-        self.session.reports.reduced(started.elapsed());
+        self.session.reports.reduced(self.machine.now() - started);
         self.report_transport(path);
         let headers = decode_all(headers)?;
         let is_finite = self.tensors.sum_is_finite()?;
@@ -312,7 +323,7 @@ impl<M: Model> Trainer<'_, M> {
         let generation = self.session.group_rank().map(|(generation, _)| generation);
         let is_round = self.session.in_round().is_some();
         self.session.reports.note_learning_rate(self.model.learning_rate(step));
-        self.session.updated(self.started.elapsed());
+        self.session.updated(self.machine.now() - self.started);
         if let Some(state) = self.session.state() {
             self.tensors.begin_window_digest(state.step)?;
             let (epoch, records) = (state.ledger.epoch(), state.records_trained);
@@ -330,7 +341,7 @@ impl<M: Model> Trainer<'_, M> {
         }
         if is_round
             && let Some(generation) = generation
-            && let Some(phases) = self.gap.on_commit(generation, Instant::now())
+            && let Some(phases) = self.gap.on_commit(generation, self.machine.now())
         {
             let step = self.session.step();
             self.outbox.send(WorkerMessage::Resumed { generation, step, phases });
@@ -342,15 +353,10 @@ impl<M: Model> Trainer<'_, M> {
     /// of idle rounds.
     fn exchange_headers(&mut self, pauses: bool) -> Result<(), Stopped> {
         tracing::debug!(step = self.session.step(), "waiting for records");
-        if pauses {
-            match self.inbox.recv_timeout(IDLE_PAUSE) {
-                Ok(message) => {
-                    self.handle(message);
-                    if !matches!(self.session.poll(), Task::ExchangeHeaders { .. }) {
-                        return Ok(());
-                    }
-                }
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
+        if pauses && let Ok(message) = receive(&*self.machine, self.inbox, IDLE_PAUSE) {
+            self.handle(message);
+            if !matches!(self.session.poll(), Task::ExchangeHeaders { .. }) {
+                return Ok(());
             }
         }
         self.path();
@@ -361,9 +367,7 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn on_broken(&mut self, error: &CollectiveError) {
-        self.gap.on_trouble(Instant::now());
-        self.tensors.set_group(None);
-        self.gap.on_stopped(Instant::now());
+        self.drop_links();
         tracing::info!(%error, "links broke");
         match error {
             CollectiveError::Unreachable { member, .. } => {
@@ -376,10 +380,14 @@ impl<M: Model> Trainer<'_, M> {
     /// Leaves the links of a group whose other ranks fail. This worker keeps its state.
     fn leave_links(&mut self, why: String) {
         tracing::warn!(why, "replicas differ; this one is kept");
-        self.gap.on_trouble(Instant::now());
-        self.tensors.set_group(None);
-        self.gap.on_stopped(Instant::now());
+        self.drop_links();
         self.session.broken(None, why);
+    }
+
+    fn drop_links(&mut self) {
+        self.gap.on_trouble(self.machine.now());
+        self.tensors.set_group(None);
+        self.gap.on_stopped(self.machine.now());
     }
 
     fn send_reports(&mut self) {
@@ -409,6 +417,7 @@ pub(crate) use self::checkpointing::{Checkpointing, JobKey};
 use self::device::device_of;
 pub(crate) use self::device::nccl_policy;
 use self::incoming::IncomingSnapshot;
+pub(crate) use self::stopped::Failed;
 use self::stopped::{Stopped, decode_all, group_mismatch, state_mismatch};
 pub(crate) use self::validation::Validation;
 

@@ -25,19 +25,20 @@ pub(crate) struct Locations {
 
 /// A state that was loaded from a checkpoint.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Restored {
-    pub(crate) state: StateRecord,
+pub struct Restored {
+    /// The state, without its tensors.
+    pub state: StateRecord,
     /// Name of the checkpoint.
-    pub(crate) name: String,
+    pub name: String,
     /// Whether this run wrote the checkpoint.
-    pub(crate) same_run: bool,
+    pub same_run: bool,
     /// What differs between the program that wrote it and this one.
-    pub(crate) differences: Vec<&'static str>,
+    pub differences: Vec<&'static str>,
 }
 
 /// Reason that no state could be loaded.
 #[derive(Debug, PartialEq)]
-pub(crate) enum RestoreError {
+pub enum RestoreError {
     /// No worker can load a state from here; the text says what is wrong and what the user should
     /// do.
     Refused(String),

@@ -26,12 +26,13 @@ mod writer;
 #[cfg(feature = "simulation")]
 pub(crate) use fuzzing::fuzz_manifest;
 pub(crate) use load::{
-    CheckpointLookup, Locations, RestoreError, check, inspect, is_checkpoint, load_parameters,
-    restore,
+    CheckpointLookup, Locations, check, inspect, is_checkpoint, load_parameters, restore,
 };
+pub use load::{RestoreError, Restored};
 pub(crate) use manifest::{BestMetric, JobFingerprint};
 pub(crate) use retention::Retention;
-pub(crate) use writer::{CheckpointWriter, Completion, OwnShard};
+pub(crate) use writer::CheckpointWriter;
+pub use writer::{Completion, OwnShard};
 
 #[cfg(test)]
 mod tests;

@@ -42,20 +42,36 @@ pub(crate) struct CheckpointWriter {
 
 /// The shard of a checkpoint that this rank writes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct OwnShard {
-    pub(crate) step: u64,
-    pub(crate) generation: Generation,
-    pub(crate) rank: usize,
-    pub(crate) world_size: usize,
+pub struct OwnShard {
+    /// Step of the state.
+    pub step: u64,
+    /// Generation of the group that writes the checkpoint.
+    pub generation: Generation,
+    /// This rank.
+    pub rank: usize,
+    /// Number of ranks, each of which writes a shard.
+    pub world_size: usize,
 }
 
 /// Result of a request.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Completion {
-    /// The manifest of a step is written, or failed. `result`: bytes of all shards.
-    Committed { step: u64, name: String, result: Result<u64, String> },
+pub enum Completion {
+    /// The manifest of a step is written, or failed.
+    Committed {
+        /// Step of the checkpoint.
+        step: u64,
+        /// Name of the checkpoint.
+        name: String,
+        /// Bytes of all shards.
+        result: Result<u64, String>,
+    },
     /// This rank's shard of a step is written, or failed.
-    Written { step: u64, result: Result<Written, String> },
+    Written {
+        /// Step of the checkpoint.
+        step: u64,
+        /// What was written.
+        result: Result<Written, String>,
+    },
 }
 
 #[derive(Debug)]

@@ -6,13 +6,14 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::Duration;
 
-use elasticdl_collective::{Position, StateRequest, StateSender};
+use elasticdl_collective::Position;
 use elasticdl_proto::Generation;
 
 use super::{
-    KIND_CAUGHT_UP, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, PART_FLOATS_MAX, PartNote,
-    QUEUED_RESULTS_MAX, Snapshot, StateMessage, StateNote, digest,
+    KIND_CAUGHT_UP, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, PartNote, QUEUED_RESULTS_MAX,
+    Snapshot, StateMessage, StateNote, digest,
 };
+use crate::machine::{Machine, Request, Sender, receive};
 use crate::session::header;
 use crate::session::header::StateRecord;
 
@@ -25,6 +26,7 @@ use crate::session::header::StateRecord;
 pub(super) struct Delivery {
     joiner: u64,
     idle_timeout: Duration,
+    part_floats: usize,
     generation: Generation,
     record: StateRecord,
     floats: usize,
@@ -38,19 +40,22 @@ pub(super) struct Delivery {
     /// Step of the first result that is, or will be, in `results`.
     first_step: u64,
     queue: Receiver<StateMessage>,
-    links: Receiver<StateRequest>,
+    links: Receiver<Box<dyn Request>>,
+    machine: Arc<dyn Machine>,
 }
 
 impl Delivery {
     pub(super) fn new(
-        (joiner, idle_timeout): (u64, Duration),
+        (joiner, idle_timeout, part_floats): (u64, Duration, usize),
         (generation, record): (Generation, StateRecord),
         snapshot: Arc<Snapshot>,
-        (queue, links): (Receiver<StateMessage>, Receiver<StateRequest>),
+        (queue, links): (Receiver<StateMessage>, Receiver<Box<dyn Request>>),
+        machine: Arc<dyn Machine>,
     ) -> Self {
         Self {
             joiner,
             idle_timeout,
+            part_floats,
             generation,
             floats: snapshot.parameters_len + snapshot.slots_len,
             snapshot: Some(snapshot),
@@ -61,14 +66,15 @@ impl Delivery {
             record,
             queue,
             links,
+            machine,
         }
     }
 
     /// Sends until the trainer ends the stream or the joiner does not reconnect in time.
-    pub(super) fn run(mut self, mut request: StateRequest) {
+    pub(super) fn run(mut self, mut request: Box<dyn Request>) {
         loop {
             let mut sender = request.serve(self.idle_timeout);
-            match self.deliver(&mut sender) {
+            match self.deliver(&mut *sender) {
                 Ok(()) => {
                     drop(self);
                     return sender.finish();
@@ -78,14 +84,14 @@ impl Delivery {
                 }
             }
             drop(sender);
-            match self.links.recv_timeout(RETURN_WINDOW) {
+            match receive(&*self.machine, &self.links, RETURN_WINDOW) {
                 Ok(again) => request = again,
                 Err(_) => return,
             }
         }
     }
 
-    fn deliver(&mut self, sender: &mut StateSender) -> io::Result<()> {
+    fn deliver(&mut self, sender: &mut dyn Sender) -> io::Result<()> {
         let position = sender.first_position()?;
         if !self.resume_from(position) {
             tracing::info!(
@@ -113,7 +119,8 @@ impl Delivery {
                 Err(TryRecvError::Empty) => sender.send(KIND_CAUGHT_UP, 0, &[], &[])?,
             }
             caught_up_sent = true;
-            match self.queue.recv_timeout(KEEPALIVE_INTERVAL.min(self.idle_timeout / 4)) {
+            let keepalive = KEEPALIVE_INTERVAL.min(self.idle_timeout / 4);
+            match receive(&*self.machine, &self.queue, keepalive) {
                 Ok(message) => self.results.push_back(message),
                 Err(RecvTimeoutError::Timeout) => sender.heartbeat()?,
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
@@ -122,12 +129,12 @@ impl Delivery {
     }
 
     /// Sends the rest of the snapshot, from the joiner's position on.
-    fn send_snapshot(&mut self, sender: &mut StateSender) -> io::Result<()> {
+    fn send_snapshot(&mut self, sender: &mut dyn Sender) -> io::Result<()> {
         let Some(snapshot) = self.snapshot.clone().filter(|_| self.sent_floats < self.floats)
         else {
             return Ok(());
         };
-        let (parameters, slots) = snapshot.tensors.wait();
+        let (parameters, slots) = snapshot.wait(&*self.machine);
         let generation = self.generation.0;
         let note = StateNote { record: self.record.clone(), from: self.sent_floats as u64 };
         sender.send(KIND_STATE, generation, &header::encode(&note), &[])?;
@@ -137,9 +144,9 @@ impl Delivery {
                 None => (parameters, self.sent_floats),
                 Some(at) => (slots, at),
             };
-            let part = &tensor[at..tensor.len().min(at + PART_FLOATS_MAX)];
+            let part = &tensor[at..tensor.len().min(at + self.part_floats)];
             let note = PartNote { from: self.sent_floats as u64, digest: digest(part) };
-            sender.send(KIND_PART, generation, &header::encode(&note), &[part])?;
+            sender.send(KIND_PART, generation, &header::encode(&note), part)?;
             self.sent_floats += part.len();
         }
         Ok(())
@@ -200,11 +207,11 @@ fn is_before(message: &StateMessage, step: u64) -> bool {
     matches!(message, StateMessage::Result { step: of, .. } if *of < step)
 }
 
-fn send(sender: &mut StateSender, message: &StateMessage) -> io::Result<()> {
+fn send(sender: &mut dyn Sender, message: &StateMessage) -> io::Result<()> {
     match message {
         StateMessage::End { generation } => sender.send(KIND_END, generation.0, &[], &[]),
         StateMessage::Result { generation, headers, sum, .. } => {
-            sender.send(KIND_RESULT, generation.0, headers, &[sum])
+            sender.send(KIND_RESULT, generation.0, headers, sum)
         }
     }
 }

@@ -7,6 +7,7 @@ use elasticdl_collective::{
 use elasticdl_proto::RecordRange;
 
 use super::*;
+use crate::machine::System;
 
 /// Far beyond the duration of any test; only a hang reaches it.
 const WATCHDOG: Duration = Duration::from_secs(60);
@@ -15,6 +16,10 @@ const LEN: usize = 1000;
 
 /// Generation of the group that sends the state of step 2.
 const GENERATION: Generation = Generation(3);
+
+fn donor(idle_timeout: Duration) -> Donor {
+    Donor::new(idle_timeout, PART_FLOATS_MAX, Arc::new(System))
+}
 
 fn record() -> StateRecord {
     let ranges = vec![RecordRange { epoch: 0, start: 0, end: 8 }];
@@ -47,7 +52,7 @@ fn visit(donor: &mut Donor, ends: &[Endpoint; 2], position: Option<Position>) ->
     loop {
         assert!(Instant::now() < until, "the request never arrives");
         if let Some(request) = ends[0].next_state_request() {
-            donor.admit(request);
+            donor.admit(Box::new(request));
             return source;
         }
         std::thread::yield_now();
@@ -92,7 +97,7 @@ fn state_note(source: &mut StateReceiver) -> StateNote {
 
 #[test]
 fn a_joiner_receives_the_state_each_result_and_the_end_when_it_becomes_a_member() {
-    let mut donor = Donor::new(WATCHDOG);
+    let mut donor = donor(WATCHDOG);
     let (mut source, _ends) = serving(&mut donor, LEN);
     assert_eq!(state_note(&mut source), StateNote { record: record(), from: 0 });
     assert_eq!(next_part(&mut source), (0, vec![1.0; LEN]));
@@ -112,7 +117,7 @@ fn a_joiner_receives_the_state_each_result_and_the_end_when_it_becomes_a_member(
 
 #[test]
 fn a_state_is_sent_only_when_all_ranks_hold_its_step() {
-    let mut donor = Donor::new(WATCHDOG);
+    let mut donor = donor(WATCHDOG);
     let ends = ends();
     let mut source = visit(&mut donor, &ends, None);
     let tensor = || Arc::new(vec![1.0; LEN]);
@@ -134,7 +139,7 @@ fn a_state_is_sent_only_when_all_ranks_hold_its_step() {
 
 #[test]
 fn a_joiner_that_is_too_slow_is_dropped_and_its_queue_is_bounded() {
-    let mut donor = Donor::new(WATCHDOG);
+    let mut donor = donor(WATCHDOG);
     // More than the socket buffers hold, so that the thread blocks while it sends the state.
     let (mut source, _ends) = serving(&mut donor, 4 << 20);
     let sum = Arc::new(Vec::new());
@@ -158,7 +163,7 @@ fn a_joiner_that_is_too_slow_is_dropped_and_its_queue_is_bounded() {
 
 #[test]
 fn a_transfer_whose_link_broke_resumes_at_the_joiners_position() {
-    let mut donor = Donor::new(WATCHDOG);
+    let mut donor = donor(WATCHDOG);
     let len = PART_FLOATS_MAX + LEN;
     let (mut source, ends) = serving(&mut donor, len);
     state_note(&mut source);
@@ -195,7 +200,7 @@ fn a_transfer_whose_link_broke_resumes_at_the_joiners_position() {
 
 #[test]
 fn the_trainer_gets_its_buffers_back_and_joiners_of_one_step_share_a_snapshot() {
-    let mut donor = Donor::new(WATCHDOG);
+    let mut donor = donor(WATCHDOG);
     let ends = ends();
     let mut source = visit(&mut donor, &ends, None);
     let mut other = visit(&mut donor, &[ends.into_iter().next().unwrap(), end(3)], None);

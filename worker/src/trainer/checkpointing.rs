@@ -12,6 +12,7 @@ use crate::checkpoint::{
     BestMetric, CheckpointWriter, JobFingerprint, Locations, RestoreError, Retention, check,
 };
 use crate::failure::{Failure, call_user};
+use crate::machine::{CheckpointStore, StoredCheckpoints};
 use crate::model::Model;
 use crate::order::OrderName;
 use crate::ordered_reader::order_of;
@@ -19,15 +20,16 @@ use crate::session::evaluation::Plan;
 use crate::session::origin::Program;
 use crate::tensor::ModelSize;
 
-/// Locations of checkpoints, and their writer.
+/// The checkpoints of a job.
 #[derive(Debug)]
 pub(crate) struct Checkpointing {
-    pub(super) locations: Locations,
-    pub(super) fingerprint: Arc<JobFingerprint>,
-    /// `None` if the job writes none.
-    pub(super) writer: Option<CheckpointWriter>,
+    pub(crate) store: Box<dyn CheckpointStore>,
+    /// Identity of the job's run.
+    pub(crate) run: String,
+    /// What decides which model is the best, if one is exported.
+    pub(crate) best_metric: Option<BestMetric>,
     /// Whether a checkpoint of another build is as good as one of this build.
-    pub(super) allows_mixed_builds: bool,
+    pub(crate) allows_mixed_builds: bool,
 }
 
 /// What tells the runs of jobs apart: a job that is started again has another secret.
@@ -95,20 +97,13 @@ impl Checkpointing {
             }
             _ => None,
         };
-        let allows_mixed_builds = options.allows_mixed_builds;
-        Ok(Self { locations, fingerprint, writer, allows_mixed_builds })
-    }
-
-    /// Identity of the job's run.
-    pub(crate) fn run(&self) -> &str {
-        &self.fingerprint.run
-    }
-
-    /// A group of `world_size` has formed.
-    pub(super) fn prepare(&mut self, world_size: usize) {
-        if let Some(writer) = &mut self.writer {
-            writer.prepare(world_size);
-        }
+        let (run, best_metric) = (fingerprint.run.clone(), fingerprint.best_metric.clone());
+        Ok(Self {
+            store: Box::new(StoredCheckpoints { locations, fingerprint, writer }),
+            run,
+            best_metric,
+            allows_mixed_builds: options.allows_mixed_builds,
+        })
     }
 }
 

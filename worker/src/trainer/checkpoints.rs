@@ -1,14 +1,12 @@
 //! Checkpoints of the trainer: it hands its part of the state to the writer, and restores the state
 //! from a checkpoint.
 
-use std::time::Instant;
-
 use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
 
 use super::Trainer;
 use super::checkpointing::Checkpointing;
 use super::stopped::Stopped;
-use crate::checkpoint::{Completion, OwnShard, RestoreError, restore};
+use crate::checkpoint::{Completion, OwnShard, RestoreError};
 use crate::failure::{Failure, call_user};
 use crate::model::Model;
 use crate::session::checkpoint::Task;
@@ -19,9 +17,12 @@ use crate::tensors::digest_of;
 impl<M: Model> Trainer<'_, M> {
     /// Executes the session's checkpoint tasks. To be called before the state changes again.
     pub(super) fn poll_checkpoint_writer(&mut self) -> Result<(), Failure> {
-        let Some(writer) = &mut self.checkpoints.writer else { return Ok(()) };
+        let store = &mut self.checkpoints.store;
+        if !store.is_written() {
+            return Ok(());
+        }
         let tell = |news| self.outbox.send(WorkerMessage::Checkpoint(news));
-        while let Some(done) = writer.poll() {
+        while let Some(done) = store.poll() {
             match done {
                 Completion::Committed { step, name, result } => {
                     self.session.committed_checkpoint(step, result.is_ok());
@@ -40,18 +41,19 @@ impl<M: Model> Trainer<'_, M> {
         }
         while let Some(task) = self.session.poll_checkpoint() {
             match task {
-                Task::Commit { step, parts } => writer.commit(step, &parts),
+                Task::Commit { step, parts } => store.commit(step, &parts),
                 Task::Write { step, generation, rank, world_size } => {
                     let state = self.session.state().expect("a state was just committed");
                     assert_eq!(state.step, step, "a checkpoint is of the state as it is now");
-                    let begun = Instant::now();
+                    let begun = self.machine.now();
                     let parameters = self.tensors.to_host(Tensor::Parameters)?;
                     let slots = self.tensors.to_host(Tensor::Slots)?;
                     let shard = OwnShard { step, generation, rank, world_size };
-                    writer.write(shard, state.record(), &parameters, &slots);
+                    store.write(shard, state.record(), &parameters, &slots);
                     // A copy of one rank's memory proves nothing about the others'.
                     let digest = digest_of(&parameters, &slots, state);
-                    self.session.copied_for_checkpoint(begun.elapsed(), digest);
+                    let took = self.machine.now() - begun;
+                    self.session.copied_for_checkpoint(took, digest);
                 }
             }
         }
@@ -67,14 +69,14 @@ impl<M: Model> Trainer<'_, M> {
             let (name, reason) = (name.to_owned(), reason.to_owned());
             outbox.send(WorkerMessage::Checkpoint(CheckpointNews::Damaged { name, reason }));
         };
-        let Checkpointing { locations, fingerprint, allows_mixed_builds, .. } = checkpoints;
+        let Checkpointing { store, best_metric, allows_mixed_builds, .. } = checkpoints;
         let seed = self.seed;
         let restored = tensors.fill_state(|parameters, slots| {
-            let restored = restore(locations, fingerprint, parameters, slots, &mut damaged)
-                .map_err(|error| match error {
-                    RestoreError::Refused(error) => Failure::fatal(error),
-                    RestoreError::Storage(error) => Failure::local(error),
-                })?;
+            let restored = store.restore(parameters, slots, &mut damaged);
+            let restored = restored.map_err(|error| match error {
+                RestoreError::Refused(error) => Failure::fatal(error),
+                RestoreError::Storage(error) => Failure::local(error),
+            })?;
             if restored.is_none() {
                 slots.fill(0.0);
                 call_user("initialize()", || model.initialize(seed, parameters))
@@ -91,9 +93,7 @@ impl<M: Model> Trainer<'_, M> {
                     // The file that the user asks for is that of the best state from here on.
                     *known = Evaluation::default();
                 }
-                if let (Some(metric), Some((step, value))) =
-                    (&checkpoints.fingerprint.best_metric, known.best)
-                {
+                if let (Some(metric), Some((step, value))) = (&*best_metric, known.best) {
                     // This job continues as if it had evaluated that state.
                     let (records, name) = (metric.records, metric.name.clone());
                     let metrics = [(name, Some(value))].into();

@@ -2,7 +2,7 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use elasticdl_data::Reader;
 use elasticdl_proto::RecordRange;
@@ -38,10 +38,10 @@ impl<M: Model> Trainer<'_, M> {
         let (mut records, mut parts) = (Vec::new(), Parts::default());
         let mut unread = Vec::new();
         for (i, range) in ranges.iter().enumerate() {
-            let started = Instant::now();
+            let started = self.machine.now();
             // Without its records, the job ends.
             let Some(taken) = self.take(*range)? else { return Ok(()) };
-            input += started.elapsed();
+            input += self.machine.now() - started;
             parts.push(*range, taken.records.len() as u64);
             records.extend(taken.records);
             if let Some(rest) = taken.rest {
@@ -54,11 +54,14 @@ impl<M: Model> Trainer<'_, M> {
                 let rest = records.split_off(records.len().min(most));
                 let batch = mem::replace(&mut records, rest);
                 let parts = parts.split_off(batch.len() as u64);
-                let started = Instant::now();
+                let started = self.machine.now();
                 let is_last = ends && records.is_empty();
                 let (loss, took) = match is_last.then(|| self.model.bucket_len()).flatten() {
                     Some(bucket) => self.last_gradients(batch, &parts, bucket).map_err(fail)?,
-                    None => (self.gradients(batch, &parts).map_err(fail)?, started.elapsed()),
+                    None => {
+                        let loss = self.gradients(batch, &parts).map_err(fail)?;
+                        (loss, self.machine.now() - started)
+                    }
                 };
                 is_set = true;
                 loss_sum += loss;
@@ -88,7 +91,7 @@ impl<M: Model> Trainer<'_, M> {
         &mut self,
         range: RecordRange,
     ) -> Result<Option<Taken<<M::Reader as Reader>::Record>>, Failure> {
-        match self.prefetch.take(range) {
+        match self.records.take(range) {
             Ok(taken) => Ok(Some(taken)),
             Err(ReadError { text, records, ends_job: true }) => {
                 self.session.halt(Halt { reason: Reason::Error(text), ranges: records });

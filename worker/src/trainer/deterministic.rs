@@ -1,8 +1,7 @@
 //! Steps whose sum does not depend on the ranks: gradients per micro-batch, summed exactly.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use elasticdl_collective::Communicator as _;
 use elasticdl_proto::RecordRange;
 
 use super::Trainer;
@@ -29,17 +28,17 @@ impl<M: Model> Trainer<'_, M> {
         let (mut loss_sum, mut busy, mut input) = (0.0, Duration::ZERO, Duration::ZERO);
         let mut unread = Vec::new();
         for (i, micro_batch) in micro_batches.iter().enumerate() {
-            let started = Instant::now();
+            let started = self.machine.now();
             let Some(taken) = self.take(*micro_batch)? else { return Ok(()) };
-            input += started.elapsed();
+            input += self.machine.now() - started;
             if taken.rest.is_some() {
                 // The last one first: each is then the end of what is pending.
                 unread.extend(micro_batches[i..].iter().rev());
                 break;
             }
-            let started = Instant::now();
+            let started = self.machine.now();
             loss_sum += self.micro_batch(*micro_batch, taken.records)?;
-            busy += started.elapsed();
+            busy += self.machine.now() - started;
         }
         let metrics = metrics::take_reported().map_err(Failure::fatal)?;
         busy = busy.saturating_sub(self.model.take_discarded());

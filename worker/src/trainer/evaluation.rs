@@ -4,8 +4,6 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use elasticdl_collective::Communicator as _;
-
 use super::Trainer;
 use super::device::device_of;
 use super::stopped::{Stopped, decode_all};

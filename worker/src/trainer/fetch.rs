@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use elasticdl_collective::device::DeviceError;
-use elasticdl_collective::{Member, StateMessageHeader, StateReceiver};
+use elasticdl_collective::{Member, StateMessageHeader};
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::Trainer;
@@ -16,6 +16,7 @@ use crate::donor::{
     TRANSFER_IDLE_TIMEOUT,
 };
 use crate::failure::causes;
+use crate::machine::{Receiver, receive};
 use crate::model::Model;
 use crate::session::header::{self, StepHeader};
 
@@ -63,13 +64,13 @@ impl<M: Model> Trainer<'_, M> {
     /// may depend on it.
     fn pause_fetch(&mut self) {
         self.source = None;
-        if let Ok(message) = self.inbox.recv_timeout(FETCH_PAUSE) {
+        if let Ok(message) = receive(&*self.machine, self.inbox, FETCH_PAUSE) {
             self.handle(message);
         }
     }
 
     fn fetch_next(&mut self, donor: WorkerId, address: SocketAddr) -> Result<(), FetchError> {
-        let Self { endpoint, source, incoming, session, .. } = self;
+        let Self { links, source, incoming, session, .. } = self;
         let is_lost = |i: &mut IncomingSnapshot| {
             i.donor != donor || (i.is_complete() && session.state().is_none())
         };
@@ -79,7 +80,7 @@ impl<M: Model> Trainer<'_, M> {
             None => {
                 let member = Member { id: donor.0, address };
                 let position = incoming.as_ref().map(|incoming| incoming.position(session.step()));
-                let link = endpoint.fetch(member, self.dial_limit, TRANSFER_IDLE_TIMEOUT, position);
+                let link = links.fetch(member, self.dial_limit, TRANSFER_IDLE_TIMEOUT, position);
                 source.insert(link.map_err(|error| FetchError::Broken(causes(&error)))?)
             }
         };
@@ -170,9 +171,9 @@ impl<M: Model> Trainer<'_, M> {
 }
 
 fn expect<'a>(
-    source: &'a mut Option<StateReceiver>,
+    source: &'a mut Option<Box<dyn Receiver>>,
     incoming: &'a mut Option<IncomingSnapshot>,
-) -> Result<(&'a mut StateReceiver, &'a mut IncomingSnapshot), FetchError> {
+) -> Result<(&'a mut Box<dyn Receiver>, &'a mut IncomingSnapshot), FetchError> {
     source
         .as_mut()
         .zip(incoming.as_mut())

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use elasticdl_collective::Communicator as _;
 use elasticdl_proto::WorkerMessage;
 
 use super::Trainer;

@@ -1,8 +1,8 @@
 //! GPU support of the trainer: it builds NCCL during the steps and reports the transport.
 
+use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{DeviceError, NcclPolicy, Path};
 use elasticdl_collective::nccl::NcclState;
-use elasticdl_collective::{CollectiveError, Communicator as _, EncryptedLinks};
 use elasticdl_proto::WorkerMessage;
 
 use super::Trainer;
@@ -10,29 +10,21 @@ use super::stopped::Stopped;
 use crate::descriptors;
 use crate::failure::Failure;
 use crate::model::Model;
-use crate::session::transport_switch::{NcclBuild, NcclObstacle, Transport};
+use crate::session::transport_switch::{NcclObstacle, Transport};
 use crate::tensors::Tensors;
 
 impl<M: Model> Trainer<'_, M> {
     /// Starts to build NCCL. A collective operation of the group.
     pub(super) fn build_nccl(&mut self) -> Result<(), Stopped> {
-        let Tensors::Device { group: Some(group), nccl, .. } = &mut self.tensors else {
-            return Err(CollectiveError::Invalid("this worker has no group of GPUs".into()).into());
-        };
-        group.begin_nccl(nccl)?;
+        self.tensors.begin_nccl()?;
         self.session.nccl_started();
         Ok(())
     }
 
     /// Passes the state of NCCL to the session, and returns the transport of the next step.
     pub(super) fn path(&mut self) -> Path {
-        if let Tensors::Device { group: Some(group), .. } = &self.tensors {
-            self.session.set_nccl_build(match group.nccl_state() {
-                NcclState::Absent(_) => NcclBuild::Absent,
-                NcclState::Building => NcclBuild::Building,
-                NcclState::Failed(_) => NcclBuild::Failed,
-                NcclState::Ready => NcclBuild::Ready,
-            });
+        if let Some(build) = self.tensors.nccl_build() {
+            self.session.set_nccl_build(build);
         }
         match self.session.transport() {
             Transport::Host => Path::Host,
@@ -90,17 +82,7 @@ fn describe_transport(
     if group.world_size() == 1 {
         return Some("none: one worker".into());
     }
-    let host = match group {
-        group if group.shares_memory() => "shared memory",
-        group if group.is_hierarchical() => "shared memory inside hosts and TCP between them",
-        _ => "TCP",
-    };
-    let host = match group.encrypted_links() {
-        EncryptedLinks::All => format!("{host}, links encrypted"),
-        EncryptedLinks::BetweenHosts => format!("{host}, links between hosts encrypted"),
-        EncryptedLinks::None => format!("{host}, links not encrypted"),
-        EncryptedLinks::NotNeeded => host.to_owned(),
-    };
+    let host = group.describe();
     let Tensors::Device { group: Some(group), nccl, .. } = tensors else { return Some(host) };
     let why = match (path, nccl, obstacle, group.nccl_state()) {
         (Path::Nccl, NcclPolicy::On(library, _), ..) => {

@@ -1,8 +1,8 @@
 //! Sums complete buckets of the gradient while the rest is computed.
 
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
-use elasticdl_collective::Communicator as _;
 use elasticdl_data::Reader;
 use elasticdl_proto::RecordRange;
 
@@ -25,19 +25,24 @@ impl<M: Model> Trainer<'_, M> {
         positions: &[RecordRange],
         bucket_len: usize,
     ) -> Result<(f64, Duration), String> {
-        let started = Instant::now();
+        let machine = Arc::clone(&self.machine);
+        let started = machine.now();
+        let took = || machine.now() - started;
         let has_peers = self.tensors.group().is_some_and(|group| group.world_size() > 1);
         let is_over_nccl = self.session.transport() == Transport::Nccl;
         let (model, count) = (&mut self.model, records.len());
         let (computed, summed) = match &mut self.tensors {
             Tensors::Host { group: Some(group), state } if has_peers => {
+                let Some(group) = group.host_mut() else {
+                    return Ok((self.gradients(records, positions)?, took()));
+                };
                 let batch = call_user("feed()", || model.feed(records))?;
                 let HostState { parameters, gradient, reduced, .. } = state;
                 let batch_of = (count, RecordKeys::new(self.seed, positions));
                 buckets::overlap(group, gradient, reduced, batch_of, bucket_len, |gradients| {
                     let compute = || model.gradients(parameters, batch, gradients);
                     let loss = metrics::reporting(count, || call_user("gradients()", compute));
-                    (loss, started.elapsed())
+                    (loss, took())
                 })
             }
             // The host path copies a gradient when it is complete.
@@ -46,10 +51,10 @@ impl<M: Model> Trainer<'_, M> {
                 state.overlap(group, count, bucket_len, |parameters, gradients| {
                     let compute = || device_of(model)?.gradients(parameters, batch, gradients);
                     let loss = metrics::reporting(count, || call_user("gradients()", compute));
-                    (loss, started.elapsed())
+                    (loss, took())
                 })
             }
-            _ => return Ok((self.gradients(records, positions)?, started.elapsed())),
+            _ => return Ok((self.gradients(records, positions)?, took())),
         };
         self.summed = summed;
         let (loss, took) = computed;

@@ -14,7 +14,7 @@ impl<M: Model> Trainer<'_, M> {
     /// Announces the records of the next steps, if they have changed, after those of `task`.
     pub(super) fn look_ahead(&mut self, task: &Task) {
         if let Some(upcoming) = self.session.assignment.take_upcoming() {
-            self.prefetch.replace(task.records(), upcoming);
+            self.records.replace(task.records(), upcoming);
             let records = |range: &RecordRange| {
                 let epoch = range.epoch;
                 self.order.records(*range).into_iter().map(move |record| (epoch, record))
@@ -25,7 +25,7 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Header of this rank for the round.
     pub(super) fn header(&mut self) -> Result<Vec<u8>, Failure> {
-        match self.prefetch.readable(self.session.assignment.upcoming().iter().copied()) {
+        match self.records.readable(self.session.assignment.upcoming()) {
             Ok(readable) => self.session.assignment.limit_readable(readable),
             Err(ReadError { text, records, ends_job: true }) => {
                 self.session.halt(Halt { reason: Reason::Error(text), ranges: records });

@@ -20,6 +20,20 @@ pub(super) enum Stopped {
     Left(String),
 }
 
+/// This worker, or the job, cannot continue.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    pub(crate) failure: Failure,
+    /// Whether the GPU may still use the trainer's memory.
+    pub(crate) is_in_use: bool,
+}
+
+impl From<Failure> for Failed {
+    fn from(failure: Failure) -> Self {
+        Self { failure, is_in_use: false }
+    }
+}
+
 impl From<CollectiveError> for Stopped {
     fn from(error: CollectiveError) -> Self {
         Self::Broken(error)

@@ -1,0 +1,88 @@
+//! The storage of checkpoints.
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use crate::checkpoint::{
+    CheckpointWriter, Completion, JobFingerprint, Locations, OwnShard, RestoreError, Restored,
+    restore,
+};
+use crate::session::checkpoint::Written;
+use crate::session::header::StateRecord;
+
+/// Where a trainer writes checkpoints, and from where a group starts. Nothing but
+/// [`restore`](Self::restore) blocks.
+pub trait CheckpointStore: Debug {
+    /// Whether the job writes checkpoints.
+    fn is_written(&self) -> bool;
+
+    /// A group of `world_size` has formed.
+    fn prepare(&mut self, world_size: usize);
+
+    /// Copies this rank's shard of the state, and writes it.
+    fn write(&mut self, shard: OwnShard, state: StateRecord, parameters: &[f32], slots: &[f32]);
+
+    /// Writes the manifest of the checkpoint that this rank takes part in.
+    fn commit(&mut self, step: u64, parts: &[Written]);
+
+    /// The next result of a write, if there is one.
+    fn poll(&mut self) -> Option<Completion>;
+
+    /// Loads the newest complete checkpoint into `parameters` and `slots`; `None`: there is none.
+    /// `damaged` is called for each damaged one, with the reason.
+    ///
+    /// # Errors
+    /// No worker can load a state, or the storage does not answer.
+    fn restore(
+        &mut self,
+        parameters: &mut [f32],
+        slots: &mut [f32],
+        damaged: &mut dyn FnMut(&str, &str),
+    ) -> Result<Option<Restored>, RestoreError>;
+}
+
+/// Checkpoints in the storage of a job.
+#[derive(Debug)]
+pub(crate) struct StoredCheckpoints {
+    pub(crate) locations: Locations,
+    pub(crate) fingerprint: Arc<JobFingerprint>,
+    /// `None` if the job writes none.
+    pub(crate) writer: Option<CheckpointWriter>,
+}
+
+impl CheckpointStore for StoredCheckpoints {
+    fn is_written(&self) -> bool {
+        self.writer.is_some()
+    }
+
+    fn prepare(&mut self, world_size: usize) {
+        if let Some(writer) = &mut self.writer {
+            writer.prepare(world_size);
+        }
+    }
+
+    fn write(&mut self, shard: OwnShard, state: StateRecord, parameters: &[f32], slots: &[f32]) {
+        if let Some(writer) = &mut self.writer {
+            writer.write(shard, state, parameters, slots);
+        }
+    }
+
+    fn commit(&mut self, step: u64, parts: &[Written]) {
+        if let Some(writer) = &mut self.writer {
+            writer.commit(step, parts);
+        }
+    }
+
+    fn poll(&mut self) -> Option<Completion> {
+        self.writer.as_mut()?.poll()
+    }
+
+    fn restore(
+        &mut self,
+        parameters: &mut [f32],
+        slots: &mut [f32],
+        damaged: &mut dyn FnMut(&str, &str),
+    ) -> Result<Option<Restored>, RestoreError> {
+        restore(&self.locations, &self.fingerprint, parameters, slots, damaged)
+    }
+}
