@@ -1,0 +1,36 @@
+//! Embedding tables that are divided over the workers of a job.
+//!
+//! A table holds rows of numbers by id. Its rows are divided into shards by hash; each shard lies
+//! on several workers, so that the loss of one of them loses nothing. Rows change when a step is
+//! committed, together with the parameters that all workers hold.
+//!
+//! | module | what is there |
+//! |---|---|
+//! | `table`, `optimizer` | what a table is |
+//! | `rows`, `shard` | rows in memory |
+//! | `placement` | which workers hold which shard, and should |
+//! | `lookup` | ids of a batch, their rows and gradients |
+//! | `owned` | a worker's shards, from its first group to its last |
+//!
+//! **Invariant:** no IO, no clock, no threads: a worker hands this crate what it has received, and
+//! sends what it gets back.
+#![forbid(unsafe_code)]
+
+mod lookup;
+mod optimizer;
+mod owned;
+mod placement;
+mod rows;
+mod shard;
+mod table;
+mod wire;
+
+pub use self::lookup::{BatchRows, Ids, RowGradients};
+pub use self::optimizer::RowOptimizer;
+pub use self::owned::{LostShards, Owned, OwnedHeader, OwnedSize, Recovery, Settings, StepCommit};
+pub use self::placement::{Member, Placement, ShardCopy, shard_of};
+pub use self::table::{Initialization, Table, check};
+pub use self::wire::InvalidRows;
+
+#[cfg(test)]
+mod simulation;

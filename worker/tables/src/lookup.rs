@@ -1,0 +1,195 @@
+//! What a rank asks for and gives back: the ids of a batch, their rows, their gradients.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use crate::table::Table;
+
+/// Ids of a batch's records, by table.
+///
+/// Each id stands once in its table's list, in the order of its first appearance; rows and
+/// gradients are in the same order.
+#[derive(Clone, Debug, Default)]
+pub struct Ids {
+    tables: Vec<TableIds>,
+    records: u32,
+}
+
+#[derive(Clone, Debug, Default)]
+struct TableIds {
+    ids: Vec<u64>,
+    /// Records that contain the id.
+    touches: Vec<u32>,
+    /// Position of each id, and the last record that contains it.
+    positions: HashMap<u64, (u32, u32)>,
+}
+
+impl Ids {
+    /// No ids of this number of tables.
+    pub fn new(tables: usize) -> Self {
+        Self { tables: vec![TableIds::default(); tables], records: 0 }
+    }
+
+    /// The ids that follow are those of the next record.
+    pub fn begin_record(&mut self) {
+        self.records += 1;
+    }
+
+    /// The record contains `id`, of the table with this index. Returns the position of its row
+    /// among the batch's rows of the table. A record that contains an id twice touches it once.
+    ///
+    /// # Panics
+    /// There is no such table.
+    pub fn push(&mut self, table: usize, id: u64) -> usize {
+        let TableIds { ids, touches, positions } = &mut self.tables[table];
+        let position = match positions.entry(id) {
+            Entry::Occupied(mut found) => {
+                let (position, last) = found.get_mut();
+                if *last != self.records {
+                    touches[*position as usize] += 1;
+                    *last = self.records;
+                }
+                *position
+            }
+            Entry::Vacant(place) => {
+                let position = ids.len() as u32;
+                place.insert((position, self.records));
+                ids.push(id);
+                touches.push(1);
+                position
+            }
+        };
+        position as usize
+    }
+
+    /// The distinct ids of a table.
+    pub fn of(&self, table: usize) -> &[u64] {
+        self.tables.get(table).map_or(&[], |ids| &ids.ids)
+    }
+
+    /// Number of (record, id) pairs.
+    pub fn touches(&self) -> u64 {
+        self.tables.iter().flat_map(|table| &table.touches).map(|&n| u64::from(n)).sum()
+    }
+}
+
+/// Rows of the ids of a batch, and the sum of their gradients over its records.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct BatchRows {
+    /// `[ids, dim]` by table.
+    values: Vec<Vec<f32>>,
+    /// The same.
+    gradients: Vec<Vec<f32>>,
+}
+
+impl BatchRows {
+    /// Rows of `values`, `[ids, dim]` by table, and gradients of zero.
+    pub(crate) fn new(values: Vec<Vec<f32>>) -> Self {
+        let gradients = values.iter().map(|values| vec![0.0; values.len()]).collect();
+        Self { values, gradients }
+    }
+
+    /// Rows of a table, `[ids, dim]`, and the sum of their gradients over the batch's records, to
+    /// which a model adds.
+    pub fn of(&mut self, table: usize) -> (&[f32], &mut [f32]) {
+        (&self.values[table], &mut self.gradients[table])
+    }
+}
+
+/// Gradients of rows that no committed step has absorbed: the sum over records.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RowGradients {
+    tables: Vec<TableGradients>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct TableGradients {
+    pub(crate) ids: Vec<u64>,
+    pub(crate) touches: Vec<u32>,
+    /// `[ids, dim]`.
+    pub(crate) sums: Vec<f32>,
+    positions: HashMap<u64, u32>,
+}
+
+impl RowGradients {
+    /// Adds the gradients of a batch.
+    pub fn add(&mut self, tables: &[Table], ids: &Ids, rows: &BatchRows) {
+        self.tables.resize_with(tables.len(), TableGradients::default);
+        for (i, (table, into)) in tables.iter().zip(&mut self.tables).enumerate() {
+            let batch = &ids.tables[i];
+            let gradients = rows.gradients[i].chunks_exact(table.dim);
+            for ((&id, &touches), gradient) in batch.ids.iter().zip(&batch.touches).zip(gradients) {
+                into.add(id, touches, gradient);
+            }
+        }
+    }
+
+    /// Forgets all.
+    pub fn clear(&mut self) {
+        self.tables.clear();
+    }
+
+    /// Whether all gradients are finite.
+    pub fn are_finite(&self) -> bool {
+        self.tables.iter().all(|table| table.sums.iter().all(|sum| sum.is_finite()))
+    }
+
+    pub(crate) fn tables(&self) -> impl Iterator<Item = (usize, &TableGradients)> {
+        self.tables.iter().enumerate()
+    }
+}
+
+impl TableGradients {
+    pub(crate) fn add(&mut self, id: u64, touches: u32, gradient: &[f32]) {
+        let dim = gradient.len();
+        match self.positions.entry(id) {
+            Entry::Occupied(position) => {
+                let at = *position.get() as usize;
+                self.touches[at] = self.touches[at].saturating_add(touches);
+                let sums = &mut self.sums[at * dim..(at + 1) * dim];
+                sums.iter_mut().zip(gradient).for_each(|(sum, g)| *sum += g);
+            }
+            Entry::Vacant(place) => {
+                place.insert(self.ids.len() as u32);
+                self.ids.push(id);
+                self.touches.push(touches);
+                self.sums.extend_from_slice(gradient);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_that_a_record_contains_twice_is_touched_once() {
+        let mut ids = Ids::new(2);
+        ids.begin_record();
+        assert_eq!([7, 9, 7].map(|id| ids.push(0, id)), [0, 1, 0]);
+        assert_eq!(ids.push(1, 7), 0);
+        ids.begin_record();
+        assert_eq!(ids.push(0, 7), 0);
+        assert_eq!((ids.of(0), ids.of(1), ids.touches()), (&[7, 9][..], &[7][..], 4));
+    }
+
+    #[test]
+    fn gradients_of_batches_add_up_by_id() {
+        let tables = [Table::new("user", 2)];
+        let mut sum = RowGradients::default();
+        for (pushed, gradient) in [([3, 4], 1.0), ([4, 5], 2.0)] {
+            let mut ids = Ids::new(1);
+            for id in pushed {
+                ids.begin_record();
+                ids.push(0, id);
+            }
+            let mut rows = BatchRows::new(vec![vec![0.0; 4]]);
+            rows.of(0).1.fill(gradient);
+            sum.add(&tables, &ids, &rows);
+        }
+        let (_, table) = sum.tables().next().unwrap();
+        assert_eq!((&table.ids[..], &table.touches[..]), (&[3, 4, 5][..], &[1, 2, 1][..]));
+        assert_eq!(table.sums, [1.0, 1.0, 3.0, 3.0, 2.0, 2.0]);
+    }
+}

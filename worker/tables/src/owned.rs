@@ -1,0 +1,510 @@
+//! One worker's part of the tables, and how it changes with the steps of its group.
+//!
+//! ```text
+//!           requests            replies                        pushes
+//!  ids ───────────────▶ owners ─────────▶ rows ── gradients ─────────────▶ owners and copies
+//!                        + shards to be copied                          staged
+//!                                                  all-reduce, headers ──▶ commit
+//! ```
+//!
+//! A rank takes part in a step's all-reduce only after it has staged the gradients of all ranks.
+//! So if any rank has committed the step, every holder of a shard, and every worker that receives a
+//! copy, can commit it, even if it learns of the commit only in a later group.
+//!
+//! **Invariant:** rows and touches change in [`Owned::commit`] alone, together with the placement.
+//! **Invariant:** staged gradients are kept until a commit, because a later group can bring back a
+//! rank that has committed them.
+
+use std::collections::BTreeMap;
+use std::mem;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::lookup::{BatchRows, Ids, RowGradients, TableGradients};
+use crate::placement::{Member, Placement, ShardCopy, shard_of};
+use crate::shard::Shard;
+use crate::table::Table;
+use crate::wire::{InvalidRows, Message, put, put_u32};
+
+/// A worker's shards.
+#[derive(Clone, Debug)]
+pub struct Owned {
+    me: u32,
+    settings: Settings,
+    tables: Arc<[Table]>,
+    committed: Option<Committed>,
+    staged: Vec<Staged>,
+    group: Option<Group>,
+}
+
+/// What all workers of a job agree on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Seed of the initial rows.
+    pub seed: u64,
+    /// Number of shards.
+    pub shards: u32,
+    /// Number of copies of each shard.
+    pub copies: u32,
+    /// Number of shards that a worker sends and receives at a step's boundary.
+    pub copies_per_step: usize,
+}
+
+/// Shards as of a step.
+#[derive(Clone, Debug)]
+struct Committed {
+    step: u64,
+    /// Generation of the group that committed it, or began with it.
+    generation: u64,
+    placement: Placement,
+    shards: BTreeMap<u32, Shard>,
+}
+
+/// Gradients of all ranks for the next step, and what their commit brings along.
+#[derive(Clone, Debug)]
+struct Staged {
+    generation: u64,
+    placement: Placement,
+    copied: BTreeMap<u32, Shard>,
+    gradients: Vec<TableGradients>,
+}
+
+/// The group that this worker is in.
+#[derive(Clone, Debug)]
+struct Group {
+    generation: u64,
+    members: Vec<Member>,
+    /// Holders as of the last commit, as far as they are in the group.
+    placement: Placement,
+    /// Copies that are made before the next commit.
+    copies: Vec<ShardCopy>,
+    /// What this worker has received of them.
+    copied: BTreeMap<u32, Shard>,
+}
+
+/// What a worker tells a new group about its shards.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnedHeader {
+    /// Step of the rows.
+    step: u64,
+    /// Generation of the group that committed it.
+    generation: u64,
+    /// Generations in which the gradients of the next step are staged.
+    staged: Vec<u64>,
+}
+
+/// How the ranks of a new group come to one state of the tables.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Recovery {
+    /// Generation of the group that committed the common step.
+    pub generation: u64,
+    /// Whether the rank's shards are part of the state, by rank.
+    pub holds: Vec<bool>,
+    /// The rank that tells the others who holds what.
+    pub root: usize,
+}
+
+impl Recovery {
+    /// Derives from the headers of all ranks how they reach `step`, which the group of `generation`
+    /// committed. `None` if no rank holds that state, or can reach it.
+    pub fn plan(step: u64, generation: u64, headers: &[Option<OwnedHeader>]) -> Option<Self> {
+        let holds = |header: &Option<OwnedHeader>| {
+            header.as_ref().is_some_and(|h| {
+                (h.step == step && h.generation == generation)
+                    || (h.step + 1 == step && h.staged.contains(&generation))
+            })
+        };
+        let holds: Vec<bool> = headers.iter().map(holds).collect();
+        let root = holds.iter().position(|&holds| holds)?;
+        Some(Self { generation, holds, root })
+    }
+}
+
+/// Shards of which no worker of the group has a copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LostShards(pub Vec<u32>);
+
+/// A committed step, for the tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepCommit {
+    /// Generation of the group that committed it.
+    pub generation: u64,
+    /// Number of records of the step.
+    pub records: u64,
+    /// Whether rows change. If not, their touches alone do.
+    pub is_applied: bool,
+}
+
+impl Owned {
+    /// The part of worker `me`, without any state.
+    pub fn new(me: u32, settings: Settings, tables: impl Into<Arc<[Table]>>) -> Self {
+        let tables = tables.into();
+        Self { me, settings, tables, committed: None, staged: Vec::new(), group: None }
+    }
+
+    // ---- a new group ----
+
+    /// What this worker tells a new group.
+    pub fn header(&self) -> Option<OwnedHeader> {
+        let committed = self.committed.as_ref()?;
+        let staged = self.staged.iter().map(|staged| staged.generation).collect();
+        Some(OwnedHeader { step: committed.step, generation: committed.generation, staged })
+    }
+
+    /// The group of these members, in the order of their ranks, starts anew, at step 0: no row
+    /// exists yet.
+    pub fn create(&mut self, generation: u64, members: Vec<Member>) {
+        let Settings { shards, copies, .. } = self.settings;
+        let placement = Placement::new(shards, copies, &members);
+        let empty = || Shard::new(self.tables.len());
+        let shards = placement.held_by(self.me).map(|shard| (shard, empty())).collect();
+        self.committed =
+            Some(Committed { step: 0, generation, placement: placement.clone(), shards });
+        self.staged.clear();
+        let (copies, copied) = (Vec::new(), BTreeMap::new());
+        self.group = Some(Group { generation, members, placement, copies, copied });
+    }
+
+    /// The placement, for ranks that do not know it.
+    pub fn placement(&self) -> Option<&Placement> {
+        Some(&self.committed.as_ref()?.placement)
+    }
+
+    /// The group of these members, in the order of their ranks, goes on from `step`, of which
+    /// `placement` says who holds what. A worker whose shards are of another state gives them up.
+    ///
+    /// # Errors
+    /// Shards are lost. The group goes back to a checkpoint.
+    pub fn regroup(
+        &mut self,
+        (step, placement): (u64, Placement),
+        recovery: &Recovery,
+        (generation, members): (u64, Vec<Member>),
+    ) -> Result<(), LostShards> {
+        let held = members.iter().zip(&recovery.holds).filter(|(_, holds)| **holds);
+        let held: Vec<u32> = held.map(|(member, _)| member.worker).collect();
+        let left = placement.within(|worker| held.contains(&worker));
+        let lost: Vec<u32> = left.lost().collect();
+        if !lost.is_empty() {
+            return Err(LostShards(lost));
+        }
+        if held.contains(&self.me) {
+            assert_eq!(self.step(), Some(step), "this worker has committed what the group has");
+        } else {
+            self.staged.clear();
+            let (generation, shards) = (recovery.generation, BTreeMap::new());
+            self.committed = Some(Committed { step, generation, placement, shards });
+        }
+        let copies = left.copies(&members, self.settings.copies_per_step);
+        let (placement, copied) = (left, BTreeMap::new());
+        self.group = Some(Group { generation, members, placement, copies, copied });
+        Ok(())
+    }
+
+    // ---- a round ----
+
+    /// What to ask each rank for: the rows of these ids.
+    ///
+    /// # Panics
+    /// The worker is in no group, as below.
+    pub fn requests(&self, ids: &Ids) -> Vec<Vec<u8>> {
+        let group = self.group();
+        let mut requests = vec![Vec::new(); group.members.len()];
+        for table in 0..self.tables.len() {
+            let mut of_ranks = vec![Vec::new(); group.members.len()];
+            for &id in ids.of(table) {
+                of_ranks[self.owner(group, table, id)].push(id);
+            }
+            for (request, ids) in requests.iter_mut().zip(of_ranks) {
+                if !ids.is_empty() {
+                    put_u32(request, table);
+                    put_u32(request, ids.len());
+                    put(request, &ids);
+                }
+            }
+        }
+        requests
+    }
+
+    /// Answers the requests of all ranks: with rows as of the last commit, and the shards that the
+    /// ranks are to hold.
+    ///
+    /// # Errors
+    /// A request is invalid.
+    pub fn replies(&self, requests: &[Vec<u8>]) -> Result<Vec<Vec<u8>>, InvalidRows> {
+        let group = self.group();
+        let mut replies = Vec::with_capacity(requests.len());
+        for (request, member) in requests.iter().zip(&group.members) {
+            let mut reply = Vec::new();
+            self.answer(request, &mut reply)?;
+            for copy in group.copies.iter().filter(|c| c.from == self.me && c.to == member.worker) {
+                put_u32(&mut reply, copy.shard as usize);
+                self.committed().shards[&copy.shard].encode(&mut reply);
+            }
+            replies.push(reply);
+        }
+        Ok(replies)
+    }
+
+    fn answer(&self, request: &[u8], reply: &mut Vec<u8>) -> Result<(), InvalidRows> {
+        let mut request = Message(request);
+        let mut initial = Vec::new();
+        while !request.is_empty() {
+            let (index, table) = self.table(request.u32()?)?;
+            let len = request.u32()? as usize;
+            for id in request.column::<u64>(len)? {
+                let number = self.shard_of(index, id);
+                let shard = self.committed().shards.get(&number);
+                let shard = shard.ok_or_else(|| not_held(number))?;
+                match shard.tables[index].find(id, table.stored()) {
+                    Some(numbers) => put(reply, &numbers[..table.dim]),
+                    None => {
+                        initial.resize(table.dim, 0.0);
+                        table.initialize(self.settings.seed, index as u32, id, &mut initial);
+                        put(reply, &initial);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes in the answers of all ranks to the requests for `ids`.
+    ///
+    /// # Errors
+    /// An answer is invalid.
+    pub fn receive(&mut self, ids: &Ids, replies: &[Vec<u8>]) -> Result<BatchRows, InvalidRows> {
+        let mut replies: Vec<Message<'_>> = replies.iter().map(|reply| Message(reply)).collect();
+        let group = self.group();
+        let mut values = Vec::with_capacity(self.tables.len());
+        for (index, table) in self.tables.iter().enumerate() {
+            let mut rows = Vec::with_capacity(ids.of(index).len() * table.dim);
+            for &id in ids.of(index) {
+                rows.extend(replies[self.owner(group, index, id)].column::<f32>(table.dim)?);
+            }
+            values.push(rows);
+        }
+        let mut copied = BTreeMap::new();
+        for copy in group.copies.iter().filter(|copy| copy.to == self.me) {
+            let from = group.members.iter().position(|member| member.worker == copy.from);
+            let from = from.expect("a copy comes from a member of the group");
+            let shard = replies[from].u32()?;
+            if shard != copy.shard {
+                return Err(InvalidRows(format!("shard {shard} in place of {}", copy.shard)));
+            }
+            copied.insert(shard, Shard::decode(&mut replies[from], &self.tables)?);
+        }
+        if let Some(rest) = replies.iter().find(|reply| !reply.is_empty()) {
+            return Err(InvalidRows(format!("{} bytes more than asked for", rest.0.len())));
+        }
+        self.group_mut().copied = copied;
+        Ok(BatchRows::new(values))
+    }
+
+    /// What to give each rank: the gradients of the rows that it holds, or will hold.
+    pub fn pushes(&self, gradients: &RowGradients) -> Vec<Vec<u8>> {
+        let group = self.group();
+        let mut pushes = vec![Vec::new(); group.members.len()];
+        let mut receivers: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        for (index, gradients) in gradients.tables() {
+            let dim = self.tables[index].dim;
+            let mut of_ranks = vec![Vec::new(); group.members.len()];
+            for (at, &id) in gradients.ids.iter().enumerate() {
+                let shard = self.shard_of(index, id);
+                let receivers = receivers.entry(shard).or_insert_with(|| group.receivers(shard));
+                receivers.iter().for_each(|&rank| of_ranks[rank].push(at));
+            }
+            for (push, rows) in pushes.iter_mut().zip(of_ranks).filter(|(_, r)| !r.is_empty()) {
+                put_u32(push, index);
+                put_u32(push, rows.len());
+                rows.iter().for_each(|&at| put(push, &gradients.ids[at..=at]));
+                rows.iter().for_each(|&at| put(push, &gradients.touches[at..=at]));
+                rows.iter().for_each(|&at| put(push, &gradients.sums[at * dim..(at + 1) * dim]));
+            }
+        }
+        pushes
+    }
+
+    /// Keeps the gradients of all ranks until the step is committed.
+    ///
+    /// # Errors
+    /// A rank's gradients are invalid.
+    pub fn stage(&mut self, pushes: &[Vec<u8>]) -> Result<(), InvalidRows> {
+        let group = self.group();
+        let mut gradients = vec![TableGradients::default(); self.tables.len()];
+        for push in pushes {
+            let mut push = Message(push);
+            while !push.is_empty() {
+                let (index, table) = self.table(push.u32()?)?;
+                let len = push.u32()? as usize;
+                let ids = push.column::<u64>(len)?;
+                let touches = push.column::<u32>(len)?;
+                let sums = push.column::<f32>(len.saturating_mul(table.dim))?;
+                let rows = ids.iter().zip(touches).zip(sums.chunks_exact(table.dim));
+                for ((&id, touches), gradient) in rows {
+                    let shard = self.shard_of(index, id);
+                    let holds = self.committed().shards.contains_key(&shard)
+                        || group.copied.contains_key(&shard);
+                    if !holds {
+                        return Err(not_held(shard));
+                    }
+                    gradients[index].add(id, touches, gradient);
+                }
+            }
+        }
+        let placement = group.placement.after(&group.copies, &group.members);
+        let generation = group.generation;
+        let copied = mem::take(&mut self.group_mut().copied);
+        self.staged.retain(|staged| staged.generation != generation);
+        self.staged.push(Staged { generation, placement, copied, gradients });
+        Ok(())
+    }
+
+    /// The step after this worker's is committed: applies what is staged of it. Returns `false` if
+    /// nothing is, so that this worker holds no rows of it.
+    pub fn commit(&mut self, commit: StepCommit) -> bool {
+        let StepCommit { generation, records, is_applied } = commit;
+        let Some(committed) = &mut self.committed else { return false };
+        let Some(at) = self.staged.iter().position(|staged| staged.generation == generation) else {
+            return false;
+        };
+        let Staged { placement, copied, gradients, .. } = self.staged.swap_remove(at);
+        self.staged.clear();
+        let step = committed.step + 1;
+        let shards = &mut committed.shards;
+        shards.extend(copied);
+        for (index, (table, gradients)) in self.tables.iter().zip(gradients).enumerate() {
+            let scale = 1.0 / records.max(1) as f32;
+            let mut mean = vec![0.0; table.dim];
+            let rows = gradients.ids.iter().zip(&gradients.touches);
+            for ((&id, &touches), sum) in rows.zip(gradients.sums.chunks_exact(table.dim)) {
+                let shard = shard_of(index as u32, id, self.settings.shards);
+                let shard = shards.get_mut(&shard).expect("staged rows are held");
+                let seed = self.settings.seed;
+                let initialize = |row: &mut [f32]| table.initialize(seed, index as u32, id, row);
+                let (counts, row) = shard.tables[index].touch(id, table, initialize);
+                counts.touches = counts.touches.saturating_add(touches);
+                counts.last_step = step as u32;
+                if is_applied {
+                    mean.iter_mut().zip(sum).for_each(|(mean, sum)| *mean = sum * scale);
+                    table.optimizer.apply(step, row, &mean);
+                }
+            }
+        }
+        let me = self.me;
+        shards.retain(|&shard, _| placement.holders(shard).contains(&me));
+        (committed.step, committed.generation) = (step, generation);
+        if let Some(group) = self.group.as_mut().filter(|group| group.generation == generation) {
+            group.copies = placement.copies(&group.members, self.settings.copies_per_step);
+            group.placement = placement.clone();
+            group.copied.clear();
+        }
+        committed.placement = placement;
+        true
+    }
+
+    // ---- what there is ----
+
+    /// Step of this worker's rows, if it has a state.
+    pub fn step(&self) -> Option<u64> {
+        self.committed.as_ref().map(|committed| committed.step)
+    }
+
+    /// Number of shards of the group with fewer copies than there could be.
+    pub fn at_risk(&self) -> usize {
+        self.group.as_ref().map_or(0, |group| group.placement.at_risk(&group.members))
+    }
+
+    /// What this worker owns: the rows for which it answers, not those that it keeps for others.
+    pub fn owned(&self) -> OwnedSize {
+        let Some(committed) = &self.committed else { return OwnedSize::default() };
+        let owns = |&(&shard, _): &(&u32, &Shard)| {
+            committed.placement.holders(shard).first() == Some(&self.me)
+        };
+        let owned = || committed.shards.iter().filter(owns).map(|(_, shard)| shard);
+        OwnedSize {
+            rows: owned().map(Shard::rows).sum(),
+            touches: owned().map(Shard::touches).sum(),
+            bytes: committed.shards.values().map(Shard::bytes).sum(),
+        }
+    }
+
+    /// The rows of a table that this worker owns: id, touches and values, `[dim]`.
+    pub fn rows(&self, table: usize) -> impl Iterator<Item = (u64, u32, &[f32])> {
+        let spec = &self.tables[table];
+        let owned = self.committed.iter().flat_map(move |committed| {
+            let owner = |shard| committed.placement.holders(shard).first();
+            committed.shards.iter().filter(move |&(&shard, _)| owner(shard) == Some(&self.me))
+        });
+        owned.flat_map(move |(_, shard)| {
+            let rows = shard.tables[table].iter(spec.stored());
+            rows.map(|(id, counts, row)| (id, counts.touches, &row[..spec.dim]))
+        })
+    }
+
+    /// The shards that this worker holds.
+    #[cfg(test)]
+    pub(crate) fn held(&self) -> impl Iterator<Item = (u32, &Shard)> {
+        self.committed.iter().flat_map(|committed| &committed.shards).map(|(&s, shard)| (s, shard))
+    }
+
+    // ---- helpers ----
+
+    fn table(&self, index: u32) -> Result<(usize, &Table), InvalidRows> {
+        let index = index as usize;
+        let table = self.tables.get(index);
+        Ok((index, table.ok_or_else(|| InvalidRows(format!("there is no table {index}")))?))
+    }
+
+    fn shard_of(&self, table: usize, id: u64) -> u32 {
+        shard_of(table as u32, id, self.settings.shards)
+    }
+
+    /// The rank that owns a row.
+    fn owner(&self, group: &Group, table: usize, id: u64) -> usize {
+        let owner = group.placement.holders(self.shard_of(table, id))[0];
+        group.rank(owner)
+    }
+
+    fn group(&self) -> &Group {
+        self.group.as_ref().expect("rows are exchanged in a group")
+    }
+
+    fn group_mut(&mut self) -> &mut Group {
+        self.group.as_mut().expect("rows are exchanged in a group")
+    }
+
+    fn committed(&self) -> &Committed {
+        self.committed.as_ref().expect("a worker of a group has a state")
+    }
+}
+
+impl Group {
+    fn rank(&self, worker: u32) -> usize {
+        let rank = self.members.iter().position(|member| member.worker == worker);
+        rank.expect("holders are members of the group")
+    }
+
+    /// The ranks that hold `shard` after the next commit, or before it.
+    fn receivers(&self, shard: u32) -> Vec<usize> {
+        let holders = self.placement.holders(shard).iter().copied();
+        let copies = self.copies.iter().filter(|copy| copy.shard == shard).map(|copy| copy.to);
+        holders.chain(copies).map(|worker| self.rank(worker)).collect()
+    }
+}
+
+/// Size of what a worker owns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OwnedSize {
+    /// Rows that it owns.
+    pub rows: u64,
+    /// Their touches.
+    pub touches: u64,
+    /// Memory of all its shards, those that it keeps for others too.
+    pub bytes: usize,
+}
+
+fn not_held(shard: u32) -> InvalidRows {
+    InvalidRows(format!("a row of shard {shard}, which this worker does not hold"))
+}
