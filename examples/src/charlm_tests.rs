@@ -1,4 +1,4 @@
-use elasticdl::{Gradients, Model, Reader, Update};
+use elasticdl::{Gradients, Model, NamedTensor, Reader, Update};
 
 use elasticdl::candle_core;
 use elasticdl::candle_nn::VarMap;
@@ -27,8 +27,8 @@ fn the_model_learns_the_english_of_the_licence() {
     // The last tenth is not trained.
     let unseen = windows.split_off(windows.len() / 10 * 9);
     let mut model = model();
-    let count = model.parameter_count();
-    let (mut parameters, mut slots) = (vec![0.0; count], vec![0.0; model.slots() * count]);
+    let (count, mut rule) = (NamedTensor::count(&model.tensors()), model.optimizer());
+    let (mut parameters, mut slots) = (vec![0.0; count], vec![0.0; rule.slots() * count]);
     model.initialize(1, &mut parameters).unwrap();
     let before = loss(&mut model, &parameters, unseen.clone());
     for step in 0..150 {
@@ -36,7 +36,7 @@ fn the_model_learns_the_english_of_the_licence() {
         let batch = model.feed(windows[start..start + 32].to_vec()).unwrap();
         let mut sum = vec![0.0; count];
         model.gradients(&parameters, batch, &mut Gradients::new(&mut sum, 32)).unwrap();
-        model.update(Update::new(step, 32, &sum, &mut parameters, &mut slots)).unwrap();
+        rule.apply(Update::new(step, 32, &sum, &mut parameters, &mut slots)).unwrap();
     }
     let after = loss(&mut model, &parameters, unseen);
     // All bytes are equally likely at first; a model of single bytes has about 3.1 nats.

@@ -49,11 +49,12 @@ fn training_converges_to_the_plane_of_the_rows() {
     let (mut linear, rows) = rows(PLANE);
     let (mut parameters, mut slots) = ([f32::NAN; 3], [0.0; 3]);
     linear.initialize(1, &mut parameters).unwrap();
+    let mut rule = linear.optimizer();
     for step in 0..500 {
         let mut sum = [0.0; 3];
         add_gradients(&mut linear, &parameters, &rows, &mut sum);
         let (parameters, slots) = (&mut parameters[..], &mut slots[..]);
-        linear.update(Update::new(step, rows.len() as u64, &sum, parameters, slots)).unwrap();
+        rule.apply(Update::new(step, rows.len() as u64, &sum, parameters, slots)).unwrap();
     }
     assert_eq!(linear.summary(&parameters).unwrap().unwrap(), "y = 2.0000·a + -1.0000·b + 3.0000");
 }

@@ -1,4 +1,4 @@
-use elasticdl::{Gradients, Model, Reader, Update};
+use elasticdl::{Gradients, Model, NamedTensor, Reader, Update};
 
 use super::*;
 
@@ -18,15 +18,15 @@ fn model() -> Candle<Mnist> {
 fn the_network_learns_digits_of_writers_that_it_has_not_seen() {
     let (mut model, train, test) = (model(), digits("train"), digits("test"));
     assert_eq!((train.len(), test.len()), (1500, 297));
-    let count = model.parameter_count();
-    let (mut parameters, mut slots) = (vec![0.0; count], vec![0.0; model.slots() * count]);
+    let (count, mut rule) = (NamedTensor::count(&model.tensors()), model.optimizer());
+    let (mut parameters, mut slots) = (vec![0.0; count], vec![0.0; rule.slots() * count]);
     model.initialize(1, &mut parameters).unwrap();
     for step in 0..240 {
         let part = train.chunks_exact(50).nth(step as usize % 30).unwrap().to_vec();
         let batch = model.feed(part).unwrap();
         let mut sum = vec![0.0; count];
         model.gradients(&parameters, batch, &mut Gradients::new(&mut sum, 50)).unwrap();
-        model.update(Update::new(step, 50, &sum, &mut parameters, &mut slots)).unwrap();
+        rule.apply(Update::new(step, 50, &sum, &mut parameters, &mut slots)).unwrap();
     }
     let labels: Vec<i64> = test.iter().map(|image| image.label.into()).collect();
     let batch = model.feed(test).unwrap();

@@ -30,7 +30,7 @@ fn rows(records: u64, seed: u64) -> (Tabular, Vec<Row>) {
 fn gradients_equal_finite_differences() {
     let (mut model, rows) = rows(8, 1);
     let batch = model.feed(rows).unwrap();
-    let mut start = vec![0.0; model.parameter_count()];
+    let mut start = vec![0.0; NamedTensor::count(&model.tensors())];
     model.initialize(7, &mut start).unwrap();
     let mut sum = vec![0.0; start.len()];
     let loss = model.gradients(&start, batch.clone(), &mut Gradients::new(&mut sum, 8)).unwrap();
@@ -58,14 +58,14 @@ fn gradients_equal_finite_differences() {
 fn training_finds_pairs_of_categories_that_belong_together() {
     let (mut model, rows_trained) = rows(2000, 1);
     let batch = model.feed(rows_trained).unwrap();
-    let count = model.parameter_count();
-    let (mut parameters, mut slots) = (vec![0.0; count], vec![0.0; model.slots() * count]);
+    let (count, mut rule) = (NamedTensor::count(&model.tensors()), model.optimizer());
+    let (mut parameters, mut slots) = (vec![0.0; count], vec![0.0; rule.slots() * count]);
     model.initialize(1, &mut parameters).unwrap();
     for step in 0..400 {
         let mut sum = vec![0.0; count];
         let part = batch.chunks(200).nth(step as usize % 10).unwrap().to_vec();
         model.gradients(&parameters, part, &mut Gradients::new(&mut sum, 200)).unwrap();
-        model.update(Update::new(step, 200, &sum, &mut parameters, &mut slots)).unwrap();
+        rule.apply(Update::new(step, 200, &sum, &mut parameters, &mut slots)).unwrap();
     }
     let (_, unseen) = rows(500, 2);
     let machine = Machine::new(4096, &parameters);

@@ -69,7 +69,7 @@ enum Accumulator<'a> {
 }
 
 impl<'a> Gradients<'a> {
-    /// An accumulator, `[parameter_count()]`, for a batch of `records` records in a loop or a test
+    /// An accumulator, `[parameters]`, for a batch of `records` records in a loop or a test
     /// of your own.
     pub fn new(sum: &'a mut [f32], records: usize) -> Self {
         Self::of(sum, records, RecordKeys::default())
@@ -92,7 +92,7 @@ impl<'a> Gradients<'a> {
         self.records
     }
 
-    /// The sum over records, to which the model adds: `[parameter_count()]`, without the elements
+    /// The sum over records, to which the model adds: `[parameters]`, without the elements
     /// that are [complete](Self::complete_from) and being all-reduced.
     pub fn sum(&mut self) -> &mut [f32] {
         match &mut self.accumulator {

@@ -19,7 +19,8 @@ use elasticdl_data::Reader;
 use crate::buckets::Gradients;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::model::{Model, NamedTensor};
-use crate::optimizer::{AdamW, Optimizer};
+use crate::optimizer::AdamW;
+use crate::update::UpdateRule;
 
 /// A model written with candle.
 ///
@@ -139,9 +140,9 @@ pub trait CandleModel: 'static {
         false
     }
 
-    /// The optimizer. Default: AdamW with a learning rate of 0.001.
-    fn optimizer(&self) -> Optimizer {
-        AdamW::new(0.001).into()
+    /// See [`Model::optimizer`]. Default: AdamW with a learning rate of 0.001.
+    fn optimizer(&self) -> impl UpdateRule {
+        AdamW::new(0.001)
     }
 
     /// See [`Model::max_micro_batch`].
@@ -293,10 +294,6 @@ impl<M: CandleModel> Model for Candle<M> {
         self.model.reader()
     }
 
-    fn parameter_count(&self) -> usize {
-        self.parameters.len
-    }
-
     fn tensors(&self) -> Vec<NamedTensor> {
         let tensor = |d: &Declared| NamedTensor::new(&d.name, d.shape.as_slice());
         self.parameters.declared.iter().map(tensor).collect()
@@ -351,7 +348,7 @@ impl<M: CandleModel> Model for Candle<M> {
         self.model.predict(network, batch)
     }
 
-    fn optimizer(&self) -> Optimizer {
+    fn optimizer(&self) -> impl UpdateRule {
         self.model.optimizer()
     }
 

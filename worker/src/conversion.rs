@@ -4,8 +4,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use crate::environment::{EXIT_DONE, EXIT_FAILED};
-use crate::failure::call_user;
-use crate::model::{Model, NamedTensor};
+use crate::model::{Model, NamedTensor, tensors_of};
 use crate::{outputs, trained_model, weights};
 
 /// A conversion that the environment of this process asks for.
@@ -37,23 +36,14 @@ impl Conversion {
     }
 
     fn convert<M: Model>(&self, model: &mut M) -> Result<(), String> {
-        let count = call_user("parameter_count()", || Ok(model.parameter_count()))?;
-        if count == 0 {
-            let why = call_user("initialize()", || model.initialize(0, &mut [])).err();
-            return Err(
-                why.unwrap_or_else(|| "parameter_count() is 0; a model has at least one".into())
-            );
-        }
-        let layout = call_user("tensors()", || Ok(model.tensors()))?;
-        self.write(&layout, count)
+        self.write(&tensors_of(model)?)
     }
 
     /// Converts the parameters of a model with these tensors.
-    pub(crate) fn write(&self, layout: &[NamedTensor], count: usize) -> Result<(), String> {
+    pub(crate) fn write(&self, layout: &[NamedTensor]) -> Result<(), String> {
         trained_model::check(&self.from)?;
         outputs::check_file(&self.to)?;
-        weights::check(layout, count).map_err(|error| error.to_string())?;
-        let mut parameters = vec![0.0; count];
+        let mut parameters = vec![0.0; NamedTensor::count(layout)];
         trained_model::load(&self.from, layout, &mut parameters)?;
         weights::save(&self.to, layout, &Arc::new(parameters)).map_err(|error| error.to_string())
     }

@@ -22,7 +22,7 @@ use crate::control::Control;
 use crate::failure::{Failure, call_user};
 use crate::messages::ControlEvent;
 use crate::metrics::Metrics;
-use crate::model::Model;
+use crate::model::{Model, NamedTensor};
 use crate::order::Order;
 use crate::ordered_reader::OrderedReader;
 use crate::prefetch::Prefetch;
@@ -228,9 +228,8 @@ pub(crate) fn try_first<M: Model>(
         return Ok(());
     };
     let Some(file) = dataset.files.iter().find(|file| file.records > 0) else { return Ok(()) };
-    let count = call_user("parameter_count()", || Ok(model.parameter_count()))?;
     let layout = call_user("tensors()", || Ok(model.tensors()))?;
-    let mut parameters = vec![0.0; count];
+    let mut parameters = vec![0.0; NamedTensor::count(&layout)];
     trained_model::load(weights, &layout, &mut parameters)
         .map_err(|error| format!("the model was not loaded: {error}"))?;
     let first = call_user("reading the first record", || Ok(reader.read(file, 0..1)?))?;

@@ -87,7 +87,7 @@ pub use optimizer::{Adam, AdamW, Optimizer, Sgd};
 pub use run::run;
 pub use schedule::Schedule;
 pub use setting_error::SettingError;
-pub use update::Update;
+pub use update::{Update, UpdateRule};
 
 /// The check of a step's sum, for a benchmark.
 #[cfg(feature = "simulation")]

@@ -7,17 +7,19 @@ use elasticdl_data::Reader;
 
 use crate::buckets::Gradients;
 use crate::device::DeviceModel;
+use crate::failure::call_user;
 use crate::metrics::{Loss, Metrics, UserError};
-use crate::optimizer::{Optimizer, Sgd};
+use crate::optimizer::Sgd;
 use crate::state_buffer::StateMemory;
-use crate::update::Update;
+use crate::update::UpdateRule;
+use crate::weights;
 
 /// A model to train.
 ///
-/// Parameters and gradients are flat `f32` slices of `parameter_count()` elements, in an order
-/// that the model chooses. Their meaning is up to the model. The same program runs on
-/// every worker, so results must depend on a method's arguments alone. Otherwise replicas diverge;
-/// they are compared, and divergence is an error.
+/// Parameters and gradients are flat `f32` slices: the elements of the model's
+/// [tensors](Self::tensors), one after the other. The same program runs on every worker, so results
+/// must depend on a method's arguments alone. Otherwise replicas diverge; they are compared, and
+/// divergence is an error.
 ///
 /// An error or panic in a method ends this worker and is reported with the records that it was
 /// processing.
@@ -30,16 +32,11 @@ pub trait Model: 'static {
     /// Creates the reader of the training data. Called once or twice per worker process.
     fn reader(&self) -> Self::Reader;
 
-    /// Number of parameters, identical on every worker.
-    fn parameter_count(&self) -> usize;
+    /// The tensors that make up the parameters, in the order in which they lie in the flat slice;
+    /// identical on every worker. An exported model has their names and shapes.
+    fn tensors(&self) -> Vec<NamedTensor>;
 
-    /// The tensors that the flat slice of parameters consists of, in order: their names and shapes
-    /// when the model is exported and loaded. Default: one tensor, `parameters`, of one dimension.
-    fn tensors(&self) -> Vec<NamedTensor> {
-        vec![NamedTensor::new("parameters", [self.parameter_count()])]
-    }
-
-    /// Writes the initial parameters, `[parameter_count()]`, drawn from `seed`.
+    /// Writes the initial parameters, `[parameters]`, drawn from `seed`.
     ///
     /// Called on one worker, whose result the others receive, and before that on the worker that
     /// tries the evaluation, if there is one.
@@ -62,7 +59,7 @@ pub trait Model: 'static {
     /// [sum](Gradients::sum) over the records or their [mean](Gradients::add_mean), and returns the
     /// loss as either.
     ///
-    /// `parameters`: `[parameter_count()]`. `gradients` already contains the gradients of the
+    /// `parameters`: `[parameters]`. `gradients` already contains the gradients of the
     /// step's earlier micro-batches. If there are [buckets](Self::bucket_len), the parts that the
     /// model [completes](Gradients::complete_from) are all-reduced while it computes the rest.
     /// [`report_mean`](crate::report_mean) reports metrics of the batch.
@@ -76,34 +73,14 @@ pub trait Model: 'static {
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError>;
 
-    /// The optimizer that [`update`](Self::update) uses. Default: SGD with a learning rate of 0.01.
-    fn optimizer(&self) -> Optimizer {
-        Sgd::new(0.01).into()
-    }
-
-    /// The learning rate of `step`, from 0, for the progress line and the metrics. Default: the
-    /// optimizer's. Override it together with [`update`](Self::update): `None` if there is none.
-    fn learning_rate(&self, step: u64) -> Option<f64> {
-        Some(self.optimizer().learning_rate(step))
-    }
-
-    /// Number of `f32`s of optimizer state per parameter that `update` keeps in [`Update::slots`].
-    /// Default: what the optimizer needs.
-    fn slots(&self) -> usize {
-        self.optimizer().slots()
-    }
-
-    /// Applies one step's gradient. Default: the optimizer, applied to the mean over the step's
-    /// records.
+    /// The rule by which a step's gradient changes the parameters: [`Sgd`],
+    /// [`Adam`](crate::Adam), [`AdamW`](crate::AdamW), one of these with a schedule or clipping as
+    /// an [`Optimizer`](crate::Optimizer), or one of your own. Default: SGD with a learning rate of
+    /// 0.01.
     ///
-    /// Override this, together with [`slots`](Self::slots), for an update rule that needs the sum
-    /// and the count themselves.
-    ///
-    /// # Errors
-    /// An error ends this worker.
-    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
-        self.optimizer().apply(update);
-        Ok(())
+    /// Called when a worker starts, which then keeps the rule.
+    fn optimizer(&self) -> impl UpdateRule {
+        Sgd::new(0.01)
     }
 
     /// Maximum number of records that fit into memory at once: a larger share is computed in
@@ -122,8 +99,8 @@ pub trait Model: 'static {
     }
 
     /// The GPU side of the model, if it computes on a GPU. It is then called in place of
-    /// [`gradients`](Self::gradients), [`update`](Self::update) and, during training,
-    /// [`evaluate`](Self::evaluate). Default: none, for a model that computes on the CPU.
+    /// [`gradients`](Self::gradients) and, during training, [`evaluate`](Self::evaluate), and
+    /// applies the update rule. Default: none, for a model that computes on the CPU.
     ///
     /// Every call must return the same variant.
     fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Self::Batch>> {
@@ -241,8 +218,30 @@ pub struct NamedTensor {
 }
 
 impl NamedTensor {
-    /// A tensor of this name and shape.
+    /// A tensor of this name and shape. A scalar has the shape `[]`.
     pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>) -> Self {
         Self { name: name.into(), shape: shape.into() }
     }
+
+    /// Number of elements of all these tensors: the length of the flat slice.
+    #[must_use]
+    pub fn count(tensors: &[Self]) -> usize {
+        let elements = |tensor: &Self| tensor.shape.iter().copied().fold(1, usize::saturating_mul);
+        tensors.iter().map(elements).fold(0, usize::saturating_add)
+    }
+}
+
+/// The model's tensors: at least one element, with names and shapes that can be exported.
+///
+/// # Errors
+/// The fault. A model that failed to build reports the reason in the first method that returns an
+/// error.
+pub(crate) fn tensors_of<M: Model>(model: &mut M) -> Result<Vec<NamedTensor>, String> {
+    let tensors = call_user("tensors()", || Ok(model.tensors()))?;
+    weights::check(&tensors).map_err(|error| error.to_string())?;
+    if NamedTensor::count(&tensors) == 0 {
+        call_user("initialize()", || model.initialize(0, &mut []))?;
+        return Err("tensors() has no elements; a model has at least one parameter".into());
+    }
+    Ok(tensors)
 }

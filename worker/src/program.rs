@@ -9,12 +9,13 @@ use object::{Object as _, ReadCache};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::model::NamedTensor;
-use crate::optimizer::Optimizer;
 use crate::session::header::encode;
 use crate::session::origin::{Origin, Program};
+use crate::update::UpdateRule;
 
-/// The origin of this process's replica. `node`: where it runs, if the launcher knows.
-pub(crate) fn origin(node: &str, tensors: &[NamedTensor], optimizer: &Optimizer) -> Origin {
+/// The origin of this process's replica. `node`: where it runs, if the launcher knows. The settings
+/// of a rule that is no optimizer are not known.
+pub(crate) fn origin(node: &str, tensors: &[NamedTensor], rule: &dyn UpdateRule) -> Origin {
     let host = match node {
         "" => fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default(),
         node => node.to_owned(),
@@ -25,7 +26,7 @@ pub(crate) fn origin(node: &str, tensors: &[NamedTensor], optimizer: &Optimizer)
         sources: script().map_or(0, |script| digest_of_sources(&script)),
         version: env!("CARGO_PKG_VERSION").into(),
         tensors: xxh3_64(&encode(&layout)),
-        optimizer: xxh3_64(format!("{optimizer:?}").as_bytes()),
+        optimizer: xxh3_64(format!("{:?}", rule.as_optimizer()).as_bytes()),
     };
     Origin { host: host.trim().into(), program }
 }

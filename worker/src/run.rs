@@ -29,7 +29,7 @@ use crate::inference;
 use crate::log_output::log;
 use crate::machine::{Machine, System};
 use crate::messages::ControlEvent;
-use crate::model::Model;
+use crate::model::{Model, NamedTensor, tensors_of};
 use crate::ordered_reader::{OrderedReader, order_of};
 use crate::outputs;
 use crate::prefetch::Prefetch;
@@ -42,7 +42,7 @@ use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
 use crate::trained_model;
 use crate::trainer::{Checkpointing, JobKey, Trainer, Validation, nccl_policy};
-use crate::weights;
+use crate::update::UpdateRule;
 
 /// Runs this process as a worker of the job that launched it and trains `model`. It is the whole
 /// `main` of a user's program.
@@ -174,19 +174,8 @@ fn train<M: Model>(
         Ok(dataset) => dataset,
         Err(exit) => return Ok(exit),
     };
-    let parameters =
-        call_user("parameter_count()", || Ok(model.parameter_count())).map_err(Failure::fatal)?;
-    let slots = call_user("slots()", || Ok(model.slots())).map_err(Failure::fatal)?;
-    if parameters == 0 {
-        // A model that failed to build reports the reason in the first method that returns an
-        // error.
-        let why = call_user("initialize()", || model.initialize(options.seed, &mut [])).err();
-        return Err(Failure::fatal(
-            why.unwrap_or_else(|| "parameter_count() is 0; a model has at least one".into()),
-        ));
-    }
-    let layout = call_user("tensors()", || Ok(model.tensors())).map_err(Failure::fatal)?;
-    weights::check(&layout, parameters).map_err(|error| Failure::fatal(error.to_string()))?;
+    let layout = tensors_of(&mut model).map_err(Failure::fatal)?;
+    let parameters = NamedTensor::count(&layout);
     let export = match &options.work {
         Work::Train { export } => export,
         Work::Evaluate { model: weights } | Work::Predict { model: weights, .. } => {
@@ -196,7 +185,7 @@ fn train<M: Model>(
             return inference::work(model, values, prepared, control);
         }
     };
-    call_user("optimizer()", || Ok(model.optimizer().check()?)).map_err(Failure::fatal)?;
+    let rule = rule_of(&model).map_err(Failure::fatal)?;
     let validation =
         options.validation.as_ref().map(|spec| Validation::open(&model, options, spec));
     let validation = validation.transpose();
@@ -215,12 +204,11 @@ fn train<M: Model>(
         allows_mixed_builds: options.allows_mixed_builds,
         exports_best: export_best(options).is_some(),
     };
-    let size = ModelSize { parameters, slots: parameters * slots };
+    let size = ModelSize::new(parameters, rule.slots());
     let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
     let reader = reader.map_err(Failure::fatal)?;
     let order = order_of(&reader, options, &prepared).map_err(Failure::fatal)?;
-    let optimizer = call_user("optimizer()", || Ok(model.optimizer())).map_err(Failure::fatal)?;
-    let origin = program::origin(&environment.location.node, &layout, &optimizer);
+    let origin = program::origin(&environment.location.node, &layout, &*rule);
     let checkpoints = Checkpointing::new(
         options,
         job,
@@ -265,6 +253,7 @@ fn train<M: Model>(
     let trainer = Trainer {
         tensors,
         model,
+        rule,
         seed: options.seed,
         session,
         exact,
@@ -287,6 +276,15 @@ fn train<M: Model>(
         gap: GapTimer::default(),
     };
     trainer.run()
+}
+
+/// The model's update rule, with settings that are in their ranges.
+fn rule_of<M: Model>(model: &M) -> Result<Box<dyn UpdateRule>, String> {
+    call_user("optimizer()", || {
+        let rule = model.optimizer();
+        rule.as_optimizer().map_or(Ok(()), |optimizer| optimizer.check())?;
+        Ok(Box::new(rule) as Box<dyn UpdateRule>)
+    })
 }
 
 /// The sum of a job whose results do not depend on its workers; `None` for other jobs.

@@ -20,6 +20,11 @@ pub(crate) struct ModelSize {
 }
 
 impl ModelSize {
+    /// `slots`: floats of state per parameter.
+    pub(crate) fn new(parameters: usize, slots: usize) -> Self {
+        Self { parameters, slots: parameters * slots }
+    }
+
     /// Number of floats of the state.
     pub(crate) fn total(self) -> usize {
         self.parameters + self.slots

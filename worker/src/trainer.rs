@@ -28,12 +28,14 @@ use crate::session::header::{self, StepHeader};
 use crate::session::{Broadcast, Exit, Session, Task};
 use crate::tensor::Tensor;
 use crate::tensors::Tensors;
+use crate::update::UpdateRule;
 
 /// Training of one worker, from its first membership to its end.
 pub(crate) struct Trainer<'a, M: Model> {
     /// Dropped before the model, whose memory it may use.
     pub(crate) tensors: Tensors,
     pub(crate) model: M,
+    pub(crate) rule: Box<dyn UpdateRule>,
     pub(crate) seed: u64,
     pub(crate) session: Session,
     /// `None` if sums may depend on the ranks.
@@ -304,14 +306,14 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Applies the step's reduced gradient, which is in `reduced`, and retains it.
     fn update(&mut self, records: u64, is_applied: bool) -> Result<(), Stopped> {
-        let (model, tensors, step) = (&mut self.model, &mut self.tensors, self.session.step());
+        let (rule, tensors, step) = (&mut *self.rule, &mut self.tensors, self.session.step());
         if is_applied {
-            call_user("update()", || match tensors {
+            let model = &mut self.model;
+            call_user("the update", || match tensors {
                 Tensors::Device { state, .. } => {
-                    let optimizer = model.optimizer();
-                    device_of(model)?.update(state.update(step, records), &optimizer)
+                    device_of(model)?.update(state.update(step, records), rule)
                 }
-                Tensors::Host { state, .. } => model.update(state.update(step, records)),
+                Tensors::Host { state, .. } => rule.apply(state.update(step, records)),
             })
             .map_err(Failure::local)?;
         } else if records > 0 {
@@ -322,7 +324,7 @@ impl<M: Model> Trainer<'_, M> {
         // The commit may end this group.
         let generation = self.session.group_rank().map(|(generation, _)| generation);
         let is_round = self.session.in_round().is_some();
-        self.session.reports.note_learning_rate(self.model.learning_rate(step));
+        self.session.reports.note_learning_rate(self.rule.learning_rate(step));
         self.session.updated(self.machine.now() - self.started);
         if let Some(state) = self.session.state() {
             self.tensors.begin_window_digest(state.step)?;

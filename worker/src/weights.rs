@@ -22,8 +22,7 @@ use crate::paths;
 /// Why parameters could not be written or read. The text names the file and the tensor.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WeightsError {
-    /// The model's tensors do not make up its parameters. Fix
-    /// [`Model::tensors`](crate::Model::tensors).
+    /// The model's tensors are not usable. Fix [`Model::tensors`](crate::Model::tensors).
     #[error("tensors() names {0}")]
     Layout(String),
     /// The file does not contain this model. Use another file, or the options with which it was
@@ -37,12 +36,12 @@ pub(crate) enum WeightsError {
     Folder(String),
 }
 
-/// Checks that `tensors` describe `parameters` values.
+/// Checks the names and shapes of a model's tensors.
 ///
 /// # Errors
 /// [`WeightsError::Layout`].
-pub(crate) fn check(tensors: &[NamedTensor], parameters: usize) -> Result<(), WeightsError> {
-    header(tensors, parameters, None).map(drop)
+pub(crate) fn check(tensors: &[NamedTensor]) -> Result<(), WeightsError> {
+    header(tensors, None).map(drop)
 }
 
 /// Checks that a file can be written at `address`, before training starts.
@@ -98,7 +97,7 @@ pub(crate) fn save_noted(
     parameters: &Arc<Vec<f32>>,
     note: Option<(&str, String)>,
 ) -> Result<(), WeightsError> {
-    let header = header(tensors, parameters.len(), note)?;
+    let header = header(tensors, note)?;
     let values = Bytes::from_owner(Values(Arc::clone(parameters)));
     let file = Storage::open(address)?;
     file.write("", vec![header.into(), values])?;
@@ -143,8 +142,8 @@ pub(crate) fn check_exists(address: &str) -> Result<(), StorageError> {
     Storage::open(address)?.bytes("").map(drop)
 }
 
-/// Reads `parameters` from a file, which may have been written by another program. Additional
-/// tensors are ignored.
+/// Reads `parameters`, the elements of `tensors`, from a file, which may have been written by
+/// another program. Additional tensors are ignored.
 ///
 /// # Errors
 /// An error of the storage, or a tensor that does not match the model.
@@ -153,7 +152,7 @@ pub(crate) fn load(
     tensors: &[NamedTensor],
     parameters: &mut [f32],
 ) -> Result<(), WeightsError> {
-    check(tensors, parameters.len())?;
+    check(tensors)?;
     let bytes = Storage::open(address)?.read("")?;
     let mismatch = |reason: String| WeightsError::Mismatch { path: address.into(), reason };
     let file = SafeTensors::deserialize(&bytes)
@@ -181,11 +180,7 @@ pub(crate) fn load(
 }
 
 /// The header of the file.
-fn header(
-    tensors: &[NamedTensor],
-    parameters: usize,
-    note: Option<(&str, String)>,
-) -> Result<Vec<u8>, WeightsError> {
+fn header(tensors: &[NamedTensor], note: Option<(&str, String)>) -> Result<Vec<u8>, WeightsError> {
     let mut end = 0usize;
     let mut infos = Vec::with_capacity(tensors.len());
     let mut names = HashSet::new();
@@ -204,12 +199,6 @@ fn header(
         end = data_offsets.1;
         let info = TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets };
         infos.push((name.clone(), info));
-    }
-    if end / size_of::<f32>() != parameters {
-        let named = end / size_of::<f32>();
-        return Err(WeightsError::Layout(format!(
-            "{named} values in all where parameter_count() is {parameters}"
-        )));
     }
     /// Like [`Metadata`], with the notes in the order of their names: the same model is the same
     /// file.
@@ -302,7 +291,7 @@ mod tests {
     #[test]
     fn the_same_model_with_the_same_note_is_the_same_file() {
         let note = |name: &'static str| Some((name, "text".to_owned()));
-        let header = |name| header(&[tensor("b", &[1]), tensor("a", &[1])], 2, note(name)).unwrap();
+        let header = |name| header(&[tensor("b", &[1]), tensor("a", &[1])], note(name)).unwrap();
         for name in ["elasticdl.best", "a", "z"] {
             assert!((0..20).all(|_| header(name) == header(name)), "{name}");
         }
@@ -360,15 +349,14 @@ mod tests {
     }
 
     #[test]
-    fn tensors_that_do_not_describe_the_parameters_are_refused() {
+    fn tensors_that_no_file_can_have_are_refused() {
         let table = [
             (vec![tensor("a", &[2]), tensor("a", &[2])], "\"a\", which is not usable"),
             (vec![tensor("", &[4])], "\"\", which is not usable"),
-            (vec![tensor("a", &[5])], "5 values in all where parameter_count() is 4"),
             (vec![tensor("a", &[usize::MAX, 2])], "too large"),
         ];
         for (tensors, expected) in table {
-            let error = check(&tensors, 4).unwrap_err().to_string();
+            let error = check(&tensors).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
     }

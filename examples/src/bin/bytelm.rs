@@ -15,7 +15,7 @@ use elasticdl::candle::{Candle, CandleModel, Cuts, Place};
 use elasticdl::candle_core::{D, DType, Device, Tensor, Var};
 use elasticdl::candle_nn::{Init, VarBuilder, VarMap};
 use elasticdl::readers::TextWindows;
-use elasticdl::{AdamW, Loss, Model, Optimizer, Schedule, UserError};
+use elasticdl::{AdamW, Loss, Model, NamedTensor, Optimizer, Schedule, UpdateRule, UserError};
 use elasticdl_examples::plain;
 
 use self::ops::{causal_softmax, cross_entropy, rms_norm};
@@ -218,7 +218,7 @@ impl CandleModel for ByteModel {
         (self.arguments.bucket > 0).then_some(self.arguments.bucket)
     }
 
-    fn optimizer(&self) -> Optimizer {
+    fn optimizer(&self) -> impl UpdateRule {
         let Arguments { rate, warm_up, steps, .. } = self.arguments;
         let schedule = steps.map_or(Schedule::constant(), |total| Schedule::cosine(total, 0.1));
         let adam_w = AdamW::new(rate).betas(0.9, 0.95).weight_decay(0.1);
@@ -373,7 +373,7 @@ fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
         );
     }
     let mut drawn = Candle::new(ByteModel::new(arguments.clone()));
-    let mut values = vec![0.0; drawn.parameter_count()];
+    let mut values = vec![0.0; NamedTensor::count(&drawn.tensors())];
     drawn.initialize(0, &mut values)?;
     let mut model = ByteModel::new(arguments);
     let device = model.device()?;
@@ -401,7 +401,7 @@ fn train_plainly(arguments: Arguments, steps: u64) -> Result<Plain, UserError> {
         if step == PLAIN_WARM_UP {
             started = Instant::now();
         }
-        let rate = model.optimizer().learning_rate(step);
+        let rate = model.optimizer().learning_rate(step).expect("AdamW has one");
         let records: Vec<Vec<u8>> = windows.by_ref().take(batch).collect();
         let parts = records.chunks(MICRO_BATCH).map(|part| {
             let part = model.feed(part.to_vec())?;

@@ -1,7 +1,7 @@
 //! The smallest model: linear regression on the rows of a CSV file, `target ≈ columns · weights +
 //! bias`.
 //!
-//! A model defines its data source, the number and initial values of its parameters, and the
+//! A model defines its data source, the shapes and initial values of its parameters, and the
 //! gradient of its loss. The rest is done for you: records are distributed, gradients are summed
 //! over the current workers, and each record is counted exactly once.
 
@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Gradients, Loss, Model, Optimizer, Predictions, Sgd, UserError};
+use elasticdl::{Gradients, Loss, Model, NamedTensor, Predictions, Sgd, UpdateRule, UserError};
 
 fn main() -> ExitCode {
     elasticdl::run(Linear::parse())
@@ -38,8 +38,8 @@ impl Model for Linear {
     }
 
     // Parameters are one flat slice, in an order that you choose: here the weights, then the bias.
-    fn parameter_count(&self) -> usize {
-        self.columns.len() + 1
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("weights", [self.columns.len()]), NamedTensor::new("bias", [])]
     }
 
     fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
@@ -80,8 +80,8 @@ impl Model for Linear {
         Ok(Predictions::new().f32(&self.target, rows.iter().map(predict).collect()))
     }
 
-    fn optimizer(&self) -> Optimizer {
-        Sgd::new(0.05).momentum(0.9).into()
+    fn optimizer(&self) -> impl UpdateRule {
+        Sgd::new(0.05).momentum(0.9)
     }
 
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {

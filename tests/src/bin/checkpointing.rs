@@ -6,15 +6,19 @@
 //! gradient, and is compared with a copy of as many bytes. Needs about 5 GB of memory. This program
 //! is at once the benchmark, the `elasticdl` command and the job's worker.
 
+use std::cell::Cell;
 use std::error::Error;
 use std::fs::File;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::rc::Rc;
 use std::time::Instant;
 
 use clap::Parser;
-use elasticdl::{AdamW, Gradients, Loss, Model, Optimizer, Update, UserError};
+use elasticdl::{
+    AdamW, Gradients, Loss, Model, NamedTensor, Optimizer, Update, UpdateRule, UserError,
+};
 use elasticdl_tests::{Command, Running, counting_data, print, quantile, run_benchmark};
 use rustix::process::Signal;
 
@@ -45,14 +49,32 @@ struct Timed {
     #[arg(skip)]
     file: Option<File>,
     #[arg(skip)]
-    updated: Option<Instant>,
+    updated: Rc<Cell<Option<Instant>>>,
+}
+
+/// AdamW, which notes when it has been applied.
+struct TimedRule {
+    adam_w: Optimizer,
+    updated: Rc<Cell<Option<Instant>>>,
+}
+
+impl UpdateRule for TimedRule {
+    fn slots(&self) -> usize {
+        self.adam_w.slots()
+    }
+
+    fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        self.adam_w.apply(update);
+        self.updated.set(Some(Instant::now()));
+        Ok(())
+    }
 }
 
 impl Model for Timed {
     elasticdl_tests::read_counting_data!();
 
-    fn parameter_count(&self) -> usize {
-        self.parameters
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("parameters", [self.parameters])]
     }
 
     fn gradients(
@@ -72,14 +94,8 @@ impl Model for Timed {
         Ok(Loss::Sum(batch.len() as f64))
     }
 
-    fn optimizer(&self) -> Optimizer {
-        AdamW::new(0.001).into()
-    }
-
-    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
-        self.optimizer().apply(update);
-        self.updated = Some(Instant::now());
-        Ok(())
+    fn optimizer(&self) -> impl UpdateRule {
+        TimedRule { adam_w: AdamW::new(0.001).into(), updated: Rc::clone(&self.updated) }
     }
 }
 

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
 use elasticdl::{
-    Gradients, Loss, Metrics, Model, Optimizer, Predictions, Update, UserError, report_sum,
+    Gradients, Loss, Metrics, Model, NamedTensor, Predictions, Update, UpdateRule, UserError,
+    report_sum,
 };
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::counts_summary;
@@ -69,23 +70,16 @@ struct Counting {
     gpu: bool,
     #[arg(skip)]
     device: Option<Device>,
+    /// Whether the first gradient has been logged, or nothing is.
     #[arg(skip)]
     has_computed: bool,
-    #[arg(skip)]
-    has_updated: bool,
 }
 
 impl Counting {
-    /// Line with a timestamp, in the log of a pod.
-    fn log_once(&mut self, logged: fn(&mut Self) -> &mut bool, what: &str) {
-        if self.hurry_when.is_some() && !std::mem::replace(logged(self), true) {
-            // Standard error may be a full disk.
-            let _ = writeln!(std::io::stderr(), "{what}");
-        }
+    fn parameter_count(&self) -> usize {
+        self.parameters.max(self.records)
     }
-}
 
-impl Counting {
     /// Whether delays have been ended.
     fn is_hurried(&self) -> bool {
         self.hurry_when.as_ref().is_some_and(|file| file.exists())
@@ -113,7 +107,7 @@ impl Counting {
     /// Adds 1 to the count of each record, in the configured time, and fails at the configured
     /// records.
     fn count(&mut self, batch: &[u64], counts: &mut [f32]) -> Result<(), UserError> {
-        self.log_once(|model| &mut model.has_computed, FIRST_GRADIENT);
+        log_once(&mut self.has_computed, FIRST_GRADIENT);
         assert!(
             self.micro_batch.is_none_or(|most| batch.len() <= most),
             "{} records at once",
@@ -147,8 +141,8 @@ impl Counting {
 impl Model for Counting {
     elasticdl_tests::read_counting_data!();
 
-    fn parameter_count(&self) -> usize {
-        self.parameters.max(self.records)
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("counts", [self.parameter_count()])]
     }
 
     fn gradients(
@@ -188,15 +182,8 @@ impl Model for Counting {
         Ok(Predictions::new().i64("record", records).f32("value", values).text("name", names))
     }
 
-    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
-        self.log_once(|model| &mut model.has_updated, FIRST_UPDATE);
-        for (parameter, sum) in update.parameters.iter_mut().zip(update.sum) {
-            *parameter += sum;
-        }
-        if self.drift_at == Some(update.step) {
-            update.parameters[0] += std::process::id() as f32;
-        }
-        Ok(())
+    fn optimizer(&self) -> impl UpdateRule {
+        Adding { drift_at: self.drift_at, has_updated: self.hurry_when.is_none() }
     }
 
     /// Metrics `seen`: the fraction of the records that has been absorbed; `loss`: the same for
@@ -225,16 +212,44 @@ impl Model for Counting {
         self.micro_batch
     }
 
-    fn slots(&self) -> usize {
-        0
-    }
-
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
         let text = counts_summary(&parameters[..self.records]);
         if let Some(path) = &self.counts {
             std::fs::write(path, &text)?;
         }
         Ok(Some(text))
+    }
+}
+
+/// Adds the sums to the parameters.
+struct Adding {
+    drift_at: Option<u64>,
+    /// Whether the first update has been logged, or nothing is.
+    has_updated: bool,
+}
+
+impl UpdateRule for Adding {
+    fn slots(&self) -> usize {
+        0
+    }
+
+    fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        log_once(&mut self.has_updated, FIRST_UPDATE);
+        for (parameter, sum) in update.parameters.iter_mut().zip(update.sum) {
+            *parameter += sum;
+        }
+        if self.drift_at == Some(update.step) {
+            update.parameters[0] += std::process::id() as f32;
+        }
+        Ok(())
+    }
+}
+
+/// Line with a timestamp, in the log of a pod.
+fn log_once(is_logged: &mut bool, what: &str) {
+    if !std::mem::replace(is_logged, true) {
+        // Standard error may be a full disk.
+        let _ = writeln!(std::io::stderr(), "{what}");
     }
 }
 
@@ -284,12 +299,12 @@ impl DeviceModel for Counting {
     fn update(
         &mut self,
         update: DeviceUpdate<'_>,
-        _optimizer: &Optimizer,
+        rule: &mut dyn UpdateRule,
     ) -> Result<(), UserError> {
         let (stream, records) = (update.sum.stream().clone(), update.records);
         let mut parameters = stream.clone_dtoh(update.parameters)?;
         let sum = stream.clone_dtoh(update.sum)?;
-        Model::update(self, Update::new(update.step, records, &sum, &mut parameters, &mut []))?;
+        rule.apply(Update::new(update.step, records, &sum, &mut parameters, &mut []))?;
         Ok(stream.memcpy_htod(&parameters, update.parameters)?)
     }
 }
@@ -297,6 +312,7 @@ impl DeviceModel for Counting {
 #[expect(clippy::print_stderr, reason = "it is a program")]
 pub(crate) fn main() -> ExitCode {
     let mut model = Counting::parse();
+    model.has_computed = model.hurry_when.is_none();
     if model.gpu {
         match device::open() {
             Ok(device) => model.device = Some(device),

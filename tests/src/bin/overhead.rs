@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
-use elasticdl::{Gradients, Loss, Model, Optimizer, Reader, Sgd, Update, UserError};
+use elasticdl::{Gradients, Loss, Model, NamedTensor, Reader, Sgd, Update, UpdateRule, UserError};
 use elasticdl_tests::{Command, counting_data, print, quantile, run_benchmark};
 
 #[derive(Parser)]
@@ -39,8 +39,8 @@ struct Dense {
 impl Model for Dense {
     elasticdl_tests::read_counting_data!();
 
-    fn parameter_count(&self) -> usize {
-        self.parameters
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("parameters", [self.parameters])]
     }
 
     fn gradients(
@@ -60,8 +60,8 @@ impl Model for Dense {
         Ok(Loss::Sum(loss))
     }
 
-    fn optimizer(&self) -> Optimizer {
-        Sgd::new(1e-9).momentum(0.9).into()
+    fn optimizer(&self) -> impl UpdateRule {
+        Sgd::new(1e-9).momentum(0.9)
     }
 }
 
@@ -116,9 +116,9 @@ fn train_bare(arguments: &Arguments, data: &Path) -> Result<f64, UserError> {
     let mut model = Dense { parameters: arguments.parameters };
     let mut reader = model.reader();
     let dataset = reader.describe(&data.display().to_string())?;
-    let mut parameters = vec![0.0; model.parameter_count()];
-    let mut slots = vec![0.0; model.slots() * model.parameter_count()];
-    let mut gradients = vec![0.0; model.parameter_count()];
+    let (len, mut rule) = (arguments.parameters, model.optimizer());
+    let (mut parameters, mut slots) = (vec![0.0; len], vec![0.0; rule.slots() * len]);
+    let mut gradients = vec![0.0; len];
     model.initialize(0, &mut parameters)?;
     let started = Instant::now();
     for step in 0..arguments.steps {
@@ -128,7 +128,7 @@ fn train_bare(arguments: &Arguments, data: &Path) -> Result<f64, UserError> {
         gradients.fill(0.0);
         let count = arguments.batch;
         model.gradients(&parameters, batch, &mut Gradients::new(&mut gradients, count as usize))?;
-        model.update(Update::new(step, count, &gradients, &mut parameters, &mut slots))?;
+        rule.apply(Update::new(step, count, &gradients, &mut parameters, &mut slots))?;
     }
     Ok((arguments.steps * arguments.batch) as f64 / started.elapsed().as_secs_f64())
 }

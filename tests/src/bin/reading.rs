@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticdl::readers::{CsvRows, IdxImages, ParquetRows, TextWindows};
-use elasticdl::{Gradients, Loss, Model, Reader, UserError};
+use elasticdl::{Gradients, Loss, Model, NamedTensor, Reader, UserError};
 use elasticdl_tests::{Command, FaultRates, S3};
 use parquet::data_type::{ByteArray, ByteArrayType, FloatType};
 use parquet::errors::Result as ParquetResult;
@@ -35,8 +35,8 @@ impl<R: Reader> Model for Reading<R> {
         (self.reader)()
     }
 
-    fn parameter_count(&self) -> usize {
-        1
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("parameter", [1])]
     }
 
     fn initialize(&mut self, _seed: u64, _parameters: &mut [f32]) -> Result<(), UserError> {

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::Parser;
-use elasticdl::{Gradients, Loss, Model, UserError};
+use elasticdl::{Gradients, Loss, Model, NamedTensor, UserError};
 use elasticdl_tests::{Command, counting_data, print, quantile, run_benchmark};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
@@ -60,8 +60,8 @@ impl Delay {
 impl Model for Delay {
     elasticdl_tests::read_counting_data!();
 
-    fn parameter_count(&self) -> usize {
-        1000
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("parameters", [1000])]
     }
 
     fn gradients(

@@ -209,11 +209,10 @@ impl Core {
         let mut stage = self.stage()?;
         let tensors: Vec<_> =
             tensors.into_iter().map(|(name, shape)| NamedTensor::new(name, shape)).collect();
-        let parameters = tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
+        let parameters = NamedTensor::count(&tensors);
         let shape = Shape {
             records,
             tensors,
-            parameters,
             slots,
             bucket_len,
             absorbed,

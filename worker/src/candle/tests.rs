@@ -76,7 +76,7 @@ fn records() -> Vec<Vec<u8>> {
 
 fn start(seed: u64) -> (Candle<TwoLayers>, Vec<f32>) {
     let mut model = Candle::new(TwoLayers::default());
-    let mut parameters = vec![f32::NAN; model.parameter_count()];
+    let mut parameters = vec![f32::NAN; NamedTensor::count(&model.tensors())];
     model.initialize(seed, &mut parameters).unwrap();
     (model, parameters)
 }
@@ -205,7 +205,7 @@ fn tensors_lie_one_after_the_other_in_the_order_of_their_declaration() {
         ("shift", &[], 27..28),
     ];
     assert_eq!(found, expected);
-    assert_eq!(model.parameter_count(), 28);
+    assert_eq!(NamedTensor::count(&model.tensors()), 28);
 }
 
 #[test]
@@ -365,7 +365,7 @@ impl CandleModel for Normalized {
 fn a_function_without_a_backward_pass_is_named_and_not_trained_around() {
     let result = |is_fast| {
         let mut model = Candle::new(Normalized { is_fast });
-        let mut parameters = vec![0.0; model.parameter_count()];
+        let mut parameters = vec![0.0; NamedTensor::count(&model.tensors())];
         model.initialize(1, &mut parameters).unwrap();
         let batch = model.feed(vec![vec![1, 2, 3], vec![9, 5, 7]]).unwrap();
         let mut sum = vec![0.0; parameters.len()];

@@ -22,6 +22,7 @@ pub use elasticdl_collective::device::{Device, DeviceError};
 use crate::buckets::last_bucket;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Optimizer;
+use crate::update::UpdateRule;
 
 mod buffer;
 mod compiler;
@@ -89,13 +90,21 @@ pub trait DeviceModel {
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError>;
 
-    /// See [`Model::update`](crate::Model::update); `optimizer` is the model's optimizer. Default:
-    /// the optimizer, applied to the mean over the step's records.
+    /// Applies one step's gradient by the model's rule. Override this for a rule that is no
+    /// [`Optimizer`]. Default: the optimizer.
     ///
     /// # Errors
-    /// See the method of `Model`.
-    fn update(&mut self, update: DeviceUpdate<'_>, optimizer: &Optimizer) -> Result<(), UserError> {
-        Ok(update.apply(optimizer)?)
+    /// An error ends this worker.
+    fn update(
+        &mut self,
+        update: DeviceUpdate<'_>,
+        rule: &mut dyn UpdateRule,
+    ) -> Result<(), UserError> {
+        let optimizer = rule.as_optimizer().ok_or(
+            "the model's update rule is no Optimizer, so it has no GPU side: implement \
+             DeviceModel::update",
+        )?;
+        Ok(update.apply(&optimizer)?)
     }
 
     /// See `Model::take_state_memory`.
@@ -132,7 +141,7 @@ impl DeviceGradients<'_> {
         self.version
     }
 
-    /// The sum over records, to which the model adds: `[parameter_count()]`, without the elements
+    /// The sum over records, to which the model adds: `[parameters]`, without the elements
     /// that are [complete](Self::complete_from) and being summed. It already contains the gradients
     /// of the step's earlier micro-batches.
     pub fn sum(&mut self) -> CudaViewMut<'_, f32> {

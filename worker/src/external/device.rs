@@ -6,7 +6,7 @@ use super::lent::{Lent, LentMut};
 use super::model::{ExternalModel, Record};
 use crate::device::{CudaSlice, Device, DeviceGradients, DeviceMemory, DeviceModel, DeviceUpdate};
 use crate::metrics::{Loss, Metrics, UserError};
-use crate::optimizer::Optimizer;
+use crate::update::UpdateRule;
 
 impl DeviceModel for ExternalModel {
     type Batch = Vec<Record>;
@@ -44,7 +44,7 @@ impl DeviceModel for ExternalModel {
     fn update(
         &mut self,
         update: DeviceUpdate<'_>,
-        _optimizer: &Optimizer,
+        _rule: &mut dyn UpdateRule,
     ) -> Result<(), UserError> {
         let DeviceUpdate { step, records, sum, parameters, slots, .. } = update;
         let stream = self.device().stream().clone();
@@ -53,7 +53,7 @@ impl DeviceModel for ExternalModel {
             LentMut::on_device(slice.device_ptr_mut(&stream).0, len)
         };
         let sum = Lent::on_device(sum.device_ptr(&stream).0, sum.len());
-        self.change((step, records), sum, lent(parameters), lent(slots))
+        self.channel().change((step, records), sum, lent(parameters), lent(slots))
     }
 
     fn take_memory(&mut self) -> Option<DeviceMemory> {

@@ -10,7 +10,9 @@ use elasticdl_data::Predictions;
 use super::lent::{Lent, LentMut};
 use super::memory::Memory;
 use super::micro_batches::MicroBatches;
-use super::model::{Call, ExternalModel, GroupProgress, Record, Reply, Shape, Shared, Sums};
+use super::model::{
+    Call, CallChannel, ExternalModel, GroupProgress, Record, Reply, Shape, Shared, Sums,
+};
 use super::worker::{Worker, WorkerError};
 
 /// Drives a trainer from the program's thread.
@@ -126,18 +128,8 @@ impl Driver {
         let (to_program, calls) = channel();
         let (replies, from_program) = channel();
         let shared = Arc::new(Shared::default());
-        let model = ExternalModel {
-            shape,
-            memory: memory.into(),
-            calls: to_program,
-            replies: from_program,
-            shared: Arc::clone(&shared),
-            has_computed: false,
-            is_loaded: false,
-            step_records: 0,
-            is_shown: false,
-            discarded: Duration::ZERO,
-        };
+        let channel = CallChannel::new(to_program, from_program);
+        let model = ExternalModel::new(shape, memory.into(), channel, Arc::clone(&shared));
         Self {
             calls,
             replies,

@@ -18,7 +18,7 @@ use crate::device::DeviceModel;
 use crate::metrics::{Loss, Metrics, UserError, report_sum};
 use crate::model::{Model, NamedTensor, Progress};
 use crate::state_buffer::StateMemory;
-use crate::update::Update;
+use crate::update::{Update, UpdateRule};
 
 /// The size of a program's model and data.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -27,8 +27,6 @@ pub struct Shape {
     pub records: u64,
     /// Names and shapes of the tensors that make up the parameters.
     pub tensors: Vec<NamedTensor>,
-    /// Number of parameters.
-    pub parameters: usize,
     /// Number of `f32`s of state per parameter.
     pub slots: usize,
     /// Number of elements of a bucket of the gradient, if it is summed in buckets.
@@ -46,7 +44,7 @@ impl Shape {
     /// Does what `elasticdl convert` asks this process for; `None` if it does not.
     pub fn convert(&self) -> Option<Result<(), String>> {
         let conversion = Conversion::read(|name| std::env::var(name).ok())?;
-        Some(conversion.write(&self.tensors, self.parameters))
+        Some(conversion.write(&self.tensors))
     }
 }
 
@@ -154,28 +152,97 @@ impl Shared {
     }
 }
 
+/// The trainer's end of the calls, which its model and its update rule share.
+#[derive(Debug)]
+pub(super) struct CallChannel {
+    pub(super) calls: Sender<Call>,
+    pub(super) replies: Receiver<Result<Reply, String>>,
+    /// Whether this worker has computed a gradient. From then on its state changes by updates
+    /// alone; before, it may be replaced at any time.
+    has_computed: bool,
+    /// Whether the program has the state that this worker had at its first gradient.
+    is_loaded: bool,
+}
+
+impl CallChannel {
+    pub(super) fn new(calls: Sender<Call>, replies: Receiver<Result<Reply, String>>) -> Self {
+        Self { calls, replies, has_computed: false, is_loaded: false }
+    }
+
+    /// Lets the program change parameters and state by the sum of a step: its number, and its
+    /// number of records.
+    pub(super) fn change(
+        &mut self,
+        (step, records): (u64, u64),
+        sum: Lent,
+        parameters: LentMut,
+        state: LentMut,
+    ) -> Result<(), UserError> {
+        let loads = !self.has_computed || !self.is_loaded;
+        self.is_loaded = self.has_computed;
+        self.send(Call::Update { step, records, sum, parameters, state, loads })?;
+        self.receive().map(drop)
+    }
+
+    fn send(&self, call: Call) -> Result<(), UserError> {
+        Ok(self.calls.send(call).map_err(|_| ENDED)?)
+    }
+
+    /// Waits for the program's reply.
+    fn receive(&self) -> Result<Reply, UserError> {
+        Ok(self.replies.recv().map_err(|_| ENDED)??)
+    }
+}
+
+/// The program's update rule.
+struct ProgramRule {
+    channel: Arc<Mutex<CallChannel>>,
+    slots: usize,
+}
+
+impl UpdateRule for ProgramRule {
+    fn slots(&self) -> usize {
+        self.slots
+    }
+
+    fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        let Update { step, records, sum, parameters, slots } = update;
+        let (parameters, state) = (LentMut::new(parameters), LentMut::new(slots));
+        locked(&self.channel).change((step, records), Lent::new(sum), parameters, state)
+    }
+}
+
 /// A model whose code runs on the program's thread.
 #[derive(Debug)]
 pub(super) struct ExternalModel {
     pub(super) shape: Shape,
     pub(super) memory: Taken,
-    pub(super) calls: Sender<Call>,
-    pub(super) replies: Receiver<Result<Reply, String>>,
-    pub(super) shared: Arc<Shared>,
-    /// Whether this worker has computed a gradient. From then on its state changes by updates
-    /// alone; before, it may be replaced at any time.
-    pub(super) has_computed: bool,
-    /// Whether the program has the state that this worker had at its first gradient.
-    pub(super) is_loaded: bool,
+    channel: Arc<Mutex<CallChannel>>,
+    shared: Arc<Shared>,
     /// Number of records that this worker's gradient of the step contains.
     pub(super) step_records: u64,
     /// Whether the program's memory has the parameters of a model that is not trained.
-    pub(super) is_shown: bool,
+    is_shown: bool,
     /// Time that the program has spent on micro-batches that were discarded.
-    pub(super) discarded: Duration,
+    discarded: Duration,
 }
 
 impl ExternalModel {
+    pub(super) fn new(
+        shape: Shape,
+        memory: Taken,
+        channel: CallChannel,
+        shared: Arc<Shared>,
+    ) -> Self {
+        let channel = Arc::new(Mutex::new(channel));
+        let discarded = Duration::ZERO;
+        Self { shape, memory, channel, shared, step_records: 0, is_shown: false, discarded }
+    }
+
+    pub(super) fn channel(&self) -> MutexGuard<'_, CallChannel> {
+        locked(&self.channel)
+    }
+
     /// Copies the parameters to the program's memory, unless the trainer keeps them there.
     fn show(&mut self, parameters: &[f32]) {
         if let Some(memory) = &mut self.memory.host
@@ -194,12 +261,13 @@ impl ExternalModel {
         is_overlapped: bool,
         mut complete: impl FnMut(usize),
     ) -> Result<Loss, UserError> {
-        let loads = !std::mem::replace(&mut self.has_computed, true);
+        let mut channel = locked(&self.channel);
+        let loads = !std::mem::replace(&mut channel.has_computed, true);
         let before = self.step_records;
         self.step_records += records.len() as u64;
-        self.send(Call::Gradient { records, before, gradient, is_overlapped, loads })?;
+        channel.send(Call::Gradient { records, before, gradient, is_overlapped, loads })?;
         loop {
-            match self.receive()? {
+            match channel.receive()? {
                 Reply::CompleteFrom(start) => complete(start),
                 Reply::Gradient(Sums { loss, metrics, discarded }) => {
                     self.discarded += discarded;
@@ -213,30 +281,16 @@ impl ExternalModel {
         }
     }
 
-    /// Lets the program change parameters and state by the sum of a step: its number, and its
-    /// number of records.
-    pub(super) fn change(
-        &mut self,
-        (step, records): (u64, u64),
-        sum: Lent,
-        parameters: LentMut,
-        state: LentMut,
-    ) -> Result<(), UserError> {
-        let loads = !self.has_computed || !self.is_loaded;
-        self.is_loaded = self.has_computed;
-        self.send(Call::Update { step, records, sum, parameters, state, loads })?;
-        self.receive().map(drop)
-    }
-
     /// Lets the program evaluate the records.
     pub(super) fn measure(
         &self,
         records: &[Record],
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
+        let channel = self.channel();
         for part in records.chunks(batch_of(self.shape.evaluation)) {
-            self.send(Call::Evaluate { records: part.to_vec() })?;
-            let Reply::Metrics(means) = self.receive()? else {
+            channel.send(Call::Evaluate { records: part.to_vec() })?;
+            let Reply::Metrics(means) = channel.receive()? else {
                 return Err("the program has replied without metrics".into());
             };
             for (name, mean) in means {
@@ -244,15 +298,6 @@ impl ExternalModel {
             }
         }
         Ok(())
-    }
-
-    fn send(&self, call: Call) -> Result<(), UserError> {
-        Ok(self.calls.send(call).map_err(|_| ENDED)?)
-    }
-
-    /// Waits for the program's reply.
-    fn receive(&self) -> Result<Reply, UserError> {
-        Ok(self.replies.recv().map_err(|_| ENDED)??)
     }
 }
 
@@ -267,16 +312,13 @@ impl Model for ExternalModel {
         Numbers { data, purpose: Purpose::Train, epoch: 0 }
     }
 
-    fn parameter_count(&self) -> usize {
-        self.shape.parameters
-    }
-
     fn tensors(&self) -> Vec<NamedTensor> {
         self.shape.tensors.clone()
     }
 
-    fn slots(&self) -> usize {
-        self.shape.slots
+    /// It reports no learning rate.
+    fn optimizer(&self) -> impl UpdateRule {
+        ProgramRule { channel: Arc::clone(&self.channel), slots: self.shape.slots }
     }
 
     fn bucket_len(&self) -> Option<usize> {
@@ -292,8 +334,9 @@ impl Model for ExternalModel {
     }
 
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
-        self.send(Call::Initialize { seed, parameters: LentMut::new(parameters) })?;
-        self.receive().map(drop)
+        let channel = self.channel();
+        channel.send(Call::Initialize { seed, parameters: LentMut::new(parameters) })?;
+        channel.receive().map(drop)
     }
 
     fn feed(&mut self, records: Vec<Record>) -> Result<Vec<Record>, UserError> {
@@ -333,12 +376,6 @@ impl Model for ExternalModel {
         self.compute(records, gradient, is_overlapped, |start| gradients.complete_from(start))
     }
 
-    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
-        let Update { step, records, sum, parameters, slots } = update;
-        let (parameters, state) = (LentMut::new(parameters), LentMut::new(slots));
-        self.change((step, records), Lent::new(sum), parameters, state)
-    }
-
     fn evaluate(
         &mut self,
         parameters: &[f32],
@@ -355,20 +392,15 @@ impl Model for ExternalModel {
         records: Vec<Record>,
     ) -> Result<Predictions, UserError> {
         self.show(parameters);
-        let mut all = Predictions::new();
+        let (channel, mut all) = (self.channel(), Predictions::new());
         for part in records.chunks(batch_of(self.shape.prediction)) {
-            self.send(Call::Predict { records: part.to_vec() })?;
-            let Reply::Predictions(rows) = self.receive()? else {
+            channel.send(Call::Predict { records: part.to_vec() })?;
+            let Reply::Predictions(rows) = channel.receive()? else {
                 return Err("the program has replied without predictions".into());
             };
             all.append(rows)?;
         }
         Ok(all)
-    }
-
-    /// The program's optimizer does not report one.
-    fn learning_rate(&self, _step: u64) -> Option<f64> {
-        None
     }
 
     fn observe(&mut self, event: Progress<'_>) {
@@ -446,6 +478,10 @@ impl Reader for Numbers {
         }
         Ok(range.map(|number| Record { epoch: self.epoch, number }).collect())
     }
+}
+
+fn locked(channel: &Mutex<CallChannel>) -> MutexGuard<'_, CallChannel> {
+    channel.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Number of records of a call.

@@ -12,7 +12,7 @@ use elasticdl_collective::LocalRank;
 use elasticdl_data::Predictions;
 
 use super::memory::Taken;
-use super::model::{Call, ExternalModel, Reply, Sums};
+use super::model::{Call, CallChannel, ExternalModel, Reply, Sums};
 use super::*;
 use crate::buckets::{self, RecordKeys, SummedBuckets};
 use crate::metrics::{Loss, Metrics};
@@ -27,7 +27,6 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
     let shape = Shape {
         records: RECORDS as u64,
         tensors: vec![NamedTensor::new("counts", [RECORDS])],
-        parameters: RECORDS,
         slots: 1,
         bucket_len: Some(RECORDS / 3),
         ..Shape::default()
@@ -149,23 +148,13 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
     let shape = Shape {
         records: 10,
         tensors: vec![NamedTensor::new("sums", [10])],
-        parameters: 10,
         slots: 0,
         bucket_len: Some(4),
         ..Shape::default()
     };
-    let mut model = ExternalModel {
-        shape,
-        memory: Taken::default(),
-        calls,
-        replies,
-        shared: Arc::default(),
-        has_computed: false,
-        is_loaded: false,
-        step_records: 3,
-        is_shown: false,
-        discarded: Duration::ZERO,
-    };
+    let channel = CallChannel::new(calls, replies);
+    let mut model = ExternalModel::new(shape, Taken::default(), channel, Arc::default());
+    model.step_records = 3;
     let (mut gradient, mut sums) = (vec![f32::NAN; 10], vec![f32::NAN; 10]);
     let batch = (2, RecordKeys::default());
     let (loss, summed) =
@@ -201,19 +190,10 @@ fn metrics_are_means_over_the_records_of_all_calls() {
     let [three, two] = [3, 2].map(|batch| NonZeroUsize::new(batch).unwrap());
     let data = |batch| Some(Inference { records: 7, batch });
     let (evaluation, prediction) = (data(three), data(two));
-    let shape = Shape { parameters: 2, evaluation, prediction, ..Shape::default() };
-    let mut model = ExternalModel {
-        shape,
-        memory: Taken::default(),
-        calls,
-        replies,
-        shared: Arc::default(),
-        has_computed: false,
-        is_loaded: false,
-        step_records: 0,
-        is_shown: false,
-        discarded: Duration::ZERO,
-    };
+    let tensors = vec![NamedTensor::new("pair", [2])];
+    let shape = Shape { tensors, evaluation, prediction, ..Shape::default() };
+    let channel = CallChannel::new(calls, replies);
+    let mut model = ExternalModel::new(shape, Taken::default(), channel, Arc::default());
     let records: Vec<Record> = (0..7).map(|number| Record { epoch: 0, number }).collect();
     let mut sums = BTreeMap::new();
     model.evaluate(&[0.0; 2], records.clone(), &mut Metrics::new(&mut sums, 7)).unwrap();
@@ -229,7 +209,6 @@ fn a_data_set_without_records_is_refused() {
     let shape = Shape {
         records: 0,
         tensors: vec![NamedTensor::new("counts", [1])],
-        parameters: 1,
         slots: 0,
         bucket_len: None,
         ..Shape::default()

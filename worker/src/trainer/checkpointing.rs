@@ -13,12 +13,13 @@ use crate::checkpoint::{
 };
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, StoredCheckpoints};
-use crate::model::Model;
+use crate::model::{Model, NamedTensor};
 use crate::order::OrderName;
 use crate::ordered_reader::order_of;
 use crate::session::evaluation::Plan;
 use crate::session::origin::Program;
 use crate::tensor::ModelSize;
+use crate::update::UpdateRule as _;
 
 /// The checkpoints of a job.
 #[derive(Debug)]
@@ -53,9 +54,9 @@ impl Checkpointing {
         if options.checkpoints.is_none() && options.resume_from.is_none() {
             return Ok(());
         }
-        let parameters = call_user("parameter_count()", || Ok(model.parameter_count()))?;
-        let slots = parameters * call_user("slots()", || Ok(model.slots()))?;
-        let size = ModelSize { parameters, slots };
+        let parameters = call_user("tensors()", || Ok(NamedTensor::count(&model.tensors())))?;
+        let slots = call_user("optimizer()", || Ok(model.optimizer().slots()))?;
+        let size = ModelSize::new(parameters, slots);
         let reader = call_user("reader()", || Ok(model.reader()))?;
         let order = order_of(&reader, options, dataset)?.name();
         let (locations, fingerprint) =

@@ -9,7 +9,7 @@ use elasticdl_proto::{RecordRange, ValidationSpec, WorkerOptions};
 
 use crate::failure::call_user;
 use crate::metrics::Metrics;
-use crate::model::Model;
+use crate::model::{Model, NamedTensor};
 use crate::order::Order;
 use crate::ordered_reader::{OrderedReader, ReadError};
 use crate::session::evaluation::Plan;
@@ -53,7 +53,7 @@ impl<R: Reader> Validation<R> {
         model: &mut M,
         seed: u64,
     ) -> Result<(), String> {
-        let mut parameters = vec![0.0; model.parameter_count()];
+        let mut parameters = vec![0.0; NamedTensor::count(&model.tensors())];
         // A model without parameters is reported by the method that failed. One on a GPU is
         // evaluated on the parameters there, which a job only has when it trains.
         if parameters.is_empty() || model.as_device_model().is_some() {

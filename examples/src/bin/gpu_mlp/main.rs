@@ -8,7 +8,7 @@ use clap::Parser;
 use elasticdl::device::cudarc::driver::CudaViewMut;
 use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel};
 use elasticdl::readers::{IdxImages, LabeledImage};
-use elasticdl::{AdamW, Gradients, Loss, Metrics, Model, Optimizer, UserError};
+use elasticdl::{AdamW, Gradients, Loss, Metrics, Model, NamedTensor, UpdateRule, UserError};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 
@@ -112,8 +112,9 @@ impl Model for Perceptron {
         IdxImages::new(self.settings.size, self.settings.size)
     }
 
-    fn parameter_count(&self) -> usize {
-        self.layers(0).iter().map(Shape::weights).sum()
+    fn tensors(&self) -> Vec<NamedTensor> {
+        let tensor = |(name, layer): (_, &Shape)| NamedTensor::new(name, [layer.weights()]);
+        ["hidden", "output"].into_iter().zip(&self.layers(0)).map(tensor).collect()
     }
 
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
@@ -150,8 +151,8 @@ impl Model for Perceptron {
         Err("this model computes on a GPU, in a training job".into())
     }
 
-    fn optimizer(&self) -> Optimizer {
-        AdamW::new(0.003).into()
+    fn optimizer(&self) -> impl UpdateRule {
+        AdamW::new(0.003)
     }
 
     fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Images>> {

@@ -29,7 +29,7 @@ fn the_gradient_is_that_of_the_loss() {
     let settings = Settings::parse_from(["gpu_mlp", "--size", "3", "--hidden", "5"]);
     let mut model = Perceptron::open(settings).unwrap();
     let mut random = ChaCha8Rng::seed_from_u64(1);
-    let mut parameters = vec![0.0; model.parameter_count()];
+    let mut parameters = vec![0.0; NamedTensor::count(&model.tensors())];
     model.initialize(1, &mut parameters).unwrap();
     parameters.iter_mut().for_each(|weight| *weight += random.random_range(-0.5..0.5));
     let pixels: Vec<f32> = (0..7 * 9).map(|_| random.random_range(0.0..1.0)).collect();

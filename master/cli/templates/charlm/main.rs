@@ -7,7 +7,7 @@ use elasticdl::candle::{Candle, CandleModel, Place};
 use elasticdl::candle_core::{D, Device, Tensor};
 use elasticdl::candle_nn::VarBuilder;
 use elasticdl::readers::TextWindows;
-use elasticdl::{AdamW, Loss, Optimizer, Predictions, Schedule, UserError};
+use elasticdl::{AdamW, Loss, Optimizer, Predictions, Schedule, UpdateRule, UserError};
 
 use self::network::{Transformer, parse_width};
 use self::ops::cross_entropy;
@@ -89,7 +89,7 @@ impl CandleModel for CharLm {
         Ok(Predictions::new().text("next", last.into_iter().map(text).collect()))
     }
 
-    fn optimizer(&self) -> Optimizer {
+    fn optimizer(&self) -> impl UpdateRule {
         Optimizer::from(AdamW::new(0.006).weight_decay(0.1))
             .clip_norm(1.0)
             .schedule(Schedule::constant().warmup(20))

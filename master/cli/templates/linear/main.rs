@@ -4,7 +4,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Gradients, Loss, Model, Optimizer, Predictions, Sgd, UserError};
+use elasticdl::{
+    Gradients, Loss, Model, NamedTensor, Predictions, Sgd, UpdateRule, UserError,
+};
 
 fn main() -> ExitCode {
     elasticdl::run(Line::parse())
@@ -29,9 +31,9 @@ impl Model for Line {
         CsvRows::new().f32("x").f32("y").label()
     }
 
-    /// Number of parameters. They are one flat slice: here the weight, then the bias.
-    fn parameter_count(&self) -> usize {
-        2
+    /// Names and shapes of the parameters, which are one flat slice: here two numbers.
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("weight", []), NamedTensor::new("bias", [])]
     }
 
     fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
@@ -68,8 +70,8 @@ impl Model for Line {
         Ok(Predictions::new().f32("y", y))
     }
 
-    fn optimizer(&self) -> Optimizer {
-        Sgd::new(self.learning_rate).momentum(0.9).into()
+    fn optimizer(&self) -> impl UpdateRule {
+        Sgd::new(self.learning_rate).momentum(0.9)
     }
 
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {

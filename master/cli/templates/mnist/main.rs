@@ -7,7 +7,7 @@ use elasticdl::candle::{Candle, CandleModel, Place};
 use elasticdl::candle_core::{D, DType, Device, Tensor};
 use elasticdl::candle_nn::{VarBuilder, loss};
 use elasticdl::readers::{IdxImages, LabeledImage};
-use elasticdl::{AdamW, Loss, Metrics, Optimizer, Predictions, UserError};
+use elasticdl::{AdamW, Loss, Metrics, Predictions, UpdateRule, UserError};
 
 use self::network::{Classifier, parse_size};
 
@@ -88,8 +88,8 @@ impl CandleModel for Mnist {
         Ok(Predictions::new().i64("digit", digits.to_vec1()?))
     }
 
-    fn optimizer(&self) -> Optimizer {
-        AdamW::new(0.005).into()
+    fn optimizer(&self) -> impl UpdateRule {
+        AdamW::new(0.005)
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Parameters: the bias, a weight for each feature, a vector of [`RANK`] numbers for each feature.
 
+use elasticdl::NamedTensor;
 use rand::{RngExt as _, SeedableRng as _, rngs::ChaCha8Rng};
 
 /// Largest number of features.
@@ -40,10 +41,14 @@ pub(crate) struct Machine<'a> {
 }
 
 impl<'a> Machine<'a> {
-    /// Number of parameters for this number of features.
+    /// The parameters for this number of features.
     #[must_use]
-    pub(crate) fn parameter_count(buckets: usize) -> usize {
-        1 + buckets * (1 + RANK)
+    pub(crate) fn tensors(buckets: usize) -> Vec<NamedTensor> {
+        vec![
+            NamedTensor::new("bias", []),
+            NamedTensor::new("weights", [buckets]),
+            NamedTensor::new("vectors", [buckets, RANK]),
+        ]
     }
 
     /// Writes initial parameters: small random vectors, and zeros.
@@ -53,7 +58,7 @@ impl<'a> Machine<'a> {
         parameters[1 + buckets..].fill_with(|| random.random_range(-0.1..0.1));
     }
 
-    /// Takes `parameters`, `[parameter_count(buckets)]`, apart.
+    /// Takes `parameters`, the elements of [`tensors`](Self::tensors), apart.
     #[must_use]
     pub(crate) fn new(buckets: usize, parameters: &'a [f32]) -> Self {
         let (weights, vectors) = parameters[1..].split_at(buckets);

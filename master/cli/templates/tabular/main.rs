@@ -7,7 +7,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use elasticdl::readers::{CsvRows, Row};
-use elasticdl::{Adam, Gradients, Loss, Metrics, Model, Optimizer, Predictions, UserError};
+use elasticdl::{
+    Adam, Gradients, Loss, Metrics, Model, NamedTensor, Predictions, UpdateRule, UserError,
+};
 
 use self::machine::{Machine, feature, parse_buckets};
 
@@ -41,8 +43,8 @@ impl Model for Tabular {
         categories.class(&self.label, 2).label()
     }
 
-    fn parameter_count(&self) -> usize {
-        Machine::parameter_count(self.buckets)
+    fn tensors(&self) -> Vec<NamedTensor> {
+        Machine::tensors(self.buckets)
     }
 
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
@@ -95,8 +97,8 @@ impl Model for Tabular {
         Ok(Predictions::new().f32("probability", all))
     }
 
-    fn optimizer(&self) -> Optimizer {
-        Adam::new(0.02).into()
+    fn optimizer(&self) -> impl UpdateRule {
+        Adam::new(0.02)
     }
 }
 

@@ -1,7 +1,10 @@
 //! The model that is trained: it counts records, and writes an event log of its work.
 
+use std::cell::RefCell;
+use std::rc::Rc;
+
 use clap::Parser;
-use elasticdl::{Gradients, Loss, Model, Update, UserError};
+use elasticdl::{Gradients, Loss, Model, NamedTensor, Update, UpdateRule, UserError};
 use elasticdl_tests::counts_summary;
 
 use crate::event_log::{Commit, Entry, Writer};
@@ -29,6 +32,12 @@ pub(crate) struct Counting {
     params: usize,
     slots: usize,
     records: usize,
+    work: Rc<RefCell<Work>>,
+}
+
+/// What this worker has computed.
+#[derive(Debug)]
+struct Work {
     log: Writer,
     /// Records whose gradient was computed here and that are in no update yet.
     pending: Vec<usize>,
@@ -42,9 +51,11 @@ impl Counting {
             params: arguments.params,
             slots: arguments.slots,
             records: arguments.records,
-            log: Writer::create(&arguments.event_logs)?,
-            pending: Vec::new(),
-            undone: 0,
+            work: Rc::new(RefCell::new(Work {
+                log: Writer::create(&arguments.event_logs)?,
+                pending: Vec::new(),
+                undone: 0,
+            })),
         })
     }
 }
@@ -52,8 +63,8 @@ impl Counting {
 impl Model for Counting {
     elasticdl_tests::read_counting_data!();
 
-    fn parameter_count(&self) -> usize {
-        self.params
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("counts", [self.params])]
     }
 
     fn gradients(
@@ -62,21 +73,43 @@ impl Model for Counting {
         batch: Vec<u64>,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
-        let gradients = gradients.sum();
+        let (gradients, mut work) = (gradients.sum(), self.work.borrow_mut());
         // Records that were computed before and are in no update must still be in the buffer;
         // otherwise their work is lost.
-        let pending = self.pending.len();
-        self.pending.retain(|&record| gradients[record] > 0.0);
-        self.undone += (pending - self.pending.len()) as u64;
+        let pending = work.pending.len();
+        work.pending.retain(|&record| gradients[record] > 0.0);
+        work.undone += (pending - work.pending.len()) as u64;
         for record in &batch {
             gradients[*record as usize] += 1.0;
-            self.pending.push(*record as usize);
+            work.pending.push(*record as usize);
         }
-        self.log.write(Entry::Computed { records: batch.len() as u64 })?;
+        work.log.write(Entry::Computed { records: batch.len() as u64 })?;
         Ok(Loss::Sum(batch.len() as f64))
     }
 
-    fn update(&mut self, update: Update<'_>) -> Result<(), UserError> {
+    fn optimizer(&self) -> impl UpdateRule {
+        let (slots, records) = (self.slots, self.records);
+        Adding { slots, records, work: Rc::clone(&self.work) }
+    }
+
+    fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
+        Ok(Some(counts_summary(&parameters[..self.records])))
+    }
+}
+
+/// Adds the sums to the parameters.
+struct Adding {
+    slots: usize,
+    records: usize,
+    work: Rc<RefCell<Work>>,
+}
+
+impl UpdateRule for Adding {
+    fn slots(&self) -> usize {
+        self.slots
+    }
+
+    fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
         let (sum, counts) = (&update.sum[..self.records], &update.parameters[..self.records]);
         // Epochs follow one another, so it is a record's turn if no other record has been counted
         // less often.
@@ -84,11 +117,12 @@ impl Model for Counting {
         let out_of_turn =
             |(sum, count): (&f32, &f32)| if *count == turn { (*sum - 1.0).max(0.0) } else { *sum };
         let repeated: f32 = sum.iter().zip(counts).map(out_of_turn).sum();
-        let pending = self.pending.len();
-        self.pending.retain(|&record| sum[record] < 1.0);
-        let own = (pending - self.pending.len()) as u64;
+        let mut work = self.work.borrow_mut();
+        let pending = work.pending.len();
+        work.pending.retain(|&record| sum[record] < 1.0);
+        let own = (pending - work.pending.len()) as u64;
         update.parameters.iter_mut().zip(update.sum).for_each(|(parameter, sum)| *parameter += sum);
-        let undone = std::mem::take(&mut self.undone);
+        let undone = std::mem::take(&mut work.undone);
         let commit = Commit {
             step: update.step,
             records: update.records,
@@ -96,14 +130,6 @@ impl Model for Counting {
             undone,
             repeated: repeated as u64,
         };
-        Ok(self.log.write(Entry::Committed(commit))?)
-    }
-
-    fn slots(&self) -> usize {
-        self.slots
-    }
-
-    fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
-        Ok(Some(counts_summary(&parameters[..self.records])))
+        Ok(work.log.write(Entry::Committed(commit))?)
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
-use elasticdl::{AdamW, Gradients, Loss, Metrics, Model, Optimizer, UserError};
+use elasticdl::{AdamW, Gradients, Loss, Metrics, Model, NamedTensor, UpdateRule, UserError};
 use elasticdl_tests::{counting_reader, numbers};
 
 /// Learns a function of the record's number.
@@ -87,8 +87,8 @@ impl Model for Mlp {
         counting_reader()
     }
 
-    fn parameter_count(&self) -> usize {
-        USED.max(self.parameters)
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("parameters", [USED.max(self.parameters)])]
     }
 
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
@@ -118,8 +118,8 @@ impl Model for Mlp {
         Ok(Loss::Sum(loss))
     }
 
-    fn optimizer(&self) -> Optimizer {
-        AdamW::new(3e-3).into()
+    fn optimizer(&self) -> impl UpdateRule {
+        AdamW::new(3e-3)
     }
 
     fn evaluate(

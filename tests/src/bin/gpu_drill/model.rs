@@ -6,7 +6,8 @@ use clap::Parser;
 use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel};
 use elasticdl::readers::FixedRecords;
 use elasticdl::{
-    AdamW, Gradients, Loss, Metrics, Model, Optimizer, Schedule, Sgd, Update, UserError,
+    AdamW, Gradients, Loss, Metrics, Model, NamedTensor, Optimizer, Schedule, Sgd, Update,
+    UpdateRule, UserError,
 };
 use elasticdl_tests::counting_reader;
 
@@ -113,8 +114,8 @@ impl Model for Arithmetic {
         counting_reader()
     }
 
-    fn parameter_count(&self) -> usize {
-        self.parameters
+    fn tensors(&self) -> Vec<NamedTensor> {
+        vec![NamedTensor::new("parameters", [self.parameters])]
     }
 
     fn initialize(&mut self, _seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
@@ -137,7 +138,7 @@ impl Model for Arithmetic {
         Err("this model trains on a GPU".into())
     }
 
-    fn optimizer(&self) -> Optimizer {
+    fn optimizer(&self) -> impl UpdateRule {
         self.optimizer
     }
 
