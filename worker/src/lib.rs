@@ -80,8 +80,6 @@ pub use elasticdl_data::{
     Reader, Skipped, readers, storage,
 };
 pub use metrics::{Loss, Metrics, UserError, report_mean, report_sum};
-#[doc(hidden)]
-pub use model::Progress;
 pub use model::{Model, NamedTensor};
 pub use optimizer::{Adam, AdamW, Optimizer, Sgd};
 pub use run::run;

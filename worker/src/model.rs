@@ -1,16 +1,14 @@
 //! The trait that a user implements to train a model.
 
-use std::time::Duration;
-
 use elasticdl_data::Predictions;
 use elasticdl_data::Reader;
 
 use crate::buckets::Gradients;
 use crate::device::DeviceModel;
+use crate::external::Bridge;
 use crate::failure::call_user;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Sgd;
-use crate::state_buffer::StateMemory;
 use crate::update::UpdateRule;
 use crate::weights;
 
@@ -151,60 +149,11 @@ pub trait Model: 'static {
         Ok(None)
     }
 
-    /// Learns which records this worker will compute next, as epoch and number, if nothing happens
-    /// to its group.
+    /// The hooks of a model whose code is in another language, if it is one.
     #[doc(hidden)]
-    fn upcoming(&mut self, _records: &mut dyn Iterator<Item = (u32, u64)>) {}
-
-    /// A step's gradient begins with the next call of [`gradients`](Self::gradients). Returns
-    /// whether the model will then set every element, whatever is there; otherwise they are zero.
-    #[doc(hidden)]
-    fn begin_gradient(&mut self) -> bool {
-        false
-    }
-
-    /// Time in [`gradients`](Self::gradients), since the last call, that was spent on what does not
-    /// count: it says nothing about the time per record.
-    #[doc(hidden)]
-    fn take_discarded(&mut self) -> Duration {
-        Duration::ZERO
-    }
-
-    /// The memory in which the model wants its parameters and optimizer state to be, if it has one.
-    #[doc(hidden)]
-    fn take_state_memory(&mut self) -> Option<StateMemory> {
+    fn as_bridge(&mut self) -> Option<&mut dyn Bridge> {
         None
     }
-
-    /// The next call of [`evaluate`](Self::evaluate) tries it, with the initial parameters, before
-    /// training.
-    #[doc(hidden)]
-    fn is_checked(&mut self) {}
-
-    /// Number of records that the initial state has absorbed: the first ones of the order.
-    #[doc(hidden)]
-    fn absorbed(&self) -> u64 {
-        0
-    }
-
-    /// Learns of the progress of this worker's group.
-    #[doc(hidden)]
-    fn observe(&mut self, _event: Progress<'_>) {}
-}
-
-/// Progress of a worker's group.
-#[doc(hidden)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress<'a> {
-    /// A step is committed: its number from 1, the epoch of the next, and the number of records
-    /// that the state contains.
-    Committed { step: u64, epoch: u32, records: u64 },
-    /// The work of the group is over, not suspended; the error that ended it.
-    Finished { error: Option<&'a str> },
-    /// The group of `generation` holds one state.
-    Grouped { generation: u64, rank: usize, world_size: usize },
-    /// The group holds this state, or this worker has fetched it: as for `Committed`.
-    Resumed { step: u64, epoch: u32, records: u64 },
 }
 
 /// A named part of the parameters, as it appears in exported models.

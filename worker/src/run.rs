@@ -23,6 +23,7 @@ use crate::donor::{Donor, PART_FLOATS_MAX, TRANSFER_IDLE_TIMEOUT};
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::exact_sum::ExactSum;
 use crate::exports::{ExportPlaces, Exports};
+use crate::external::Bridge;
 use crate::failure::{Failure, call_user};
 use crate::gap::GapTimer;
 use crate::inference;
@@ -223,16 +224,17 @@ fn train<M: Model>(
     let prefetch = Prefetch::new(reader, ahead)
         .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;
     let gpu = call_user("as_device_model()", || {
-        Ok(model.as_device_model().map(|on_gpu| (on_gpu.device().clone(), on_gpu.take_memory())))
+        Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
     });
     let tensors = match gpu.map_err(Failure::fatal)? {
-        Some((gpu, memory)) => {
+        Some(gpu) => {
+            let memory = model.as_bridge().and_then(Bridge::take_device_memory);
             let state = DeviceState::new(&gpu, size, options.wire_dtype, memory);
             let state = Box::new(state.map_err(Failure::local)?);
             Tensors::Device { group: None, state, nccl: nccl_policy() }
         }
         None => {
-            let state = match model.take_state_memory() {
+            let state = match model.as_bridge().and_then(Bridge::take_memory) {
                 Some(memory) => HostState::in_memory(memory),
                 None => HostState::new(size),
             };

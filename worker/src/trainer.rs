@@ -18,11 +18,12 @@ use crate::buckets::SummedBuckets;
 use crate::donor::Donor;
 use crate::exact_sum::ExactSum;
 use crate::exports::Exports;
+use crate::external::{Progress, observe};
 use crate::failure::{Failure, call_user};
 use crate::gap::GapTimer;
 use crate::machine::{self, Links, Machine, Records, receive};
 use crate::messages::{ControlEvent, Outbox};
-use crate::model::{Model, Progress};
+use crate::model::Model;
 use crate::order::Order;
 use crate::session::header::{self, StepHeader};
 use crate::session::{Broadcast, Exit, Session, Task};
@@ -266,7 +267,7 @@ impl<M: Model> Trainer<'_, M> {
             self.session.group_rank().zip(self.tensors.group())
         {
             let (generation, world_size) = (generation.0, group.world_size());
-            self.model.observe(Progress::Grouped { generation, rank, world_size });
+            observe(&mut self.model, Progress::Grouped { generation, rank, world_size });
         }
         self.observe_state();
         tracing::info!(step = self.session.step(), "all ranks at one state");
@@ -277,7 +278,7 @@ impl<M: Model> Trainer<'_, M> {
     fn observe_state(&mut self) {
         if let Some(state) = self.session.state() {
             let (epoch, records) = (state.ledger.epoch(), state.records_trained);
-            self.model.observe(Progress::Resumed { step: state.step, epoch, records });
+            observe(&mut self.model, Progress::Resumed { step: state.step, epoch, records });
         }
     }
 
@@ -329,7 +330,7 @@ impl<M: Model> Trainer<'_, M> {
         if let Some(state) = self.session.state() {
             self.tensors.begin_window_digest(state.step)?;
             let (epoch, records) = (state.ledger.epoch(), state.records_trained);
-            self.model.observe(Progress::Committed { step: state.step, epoch, records });
+            observe(&mut self.model, Progress::Committed { step: state.step, epoch, records });
         }
         if let Some(generation) = generation
             && let Some(headers) = self.session.last_headers()

@@ -142,7 +142,7 @@ impl Model for Counting {
     elasticdl_tests::read_counting_data!();
 
     fn tensors(&self) -> Vec<NamedTensor> {
-        vec![NamedTensor::new("counts", [self.parameter_count()])]
+        vec![NamedTensor::new("parameters", [self.parameter_count()])]
     }
 
     fn gradients(

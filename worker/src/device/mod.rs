@@ -106,12 +106,6 @@ pub trait DeviceModel {
         )?;
         Ok(update.apply(&optimizer)?)
     }
-
-    /// See `Model::take_state_memory`.
-    #[doc(hidden)]
-    fn take_memory(&mut self) -> Option<DeviceMemory> {
-        None
-    }
 }
 
 /// Like [`Gradients`](crate::Gradients), on the GPU: the **sum** over the step's records.

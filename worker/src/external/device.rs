@@ -4,7 +4,7 @@ use cudarc::driver::{DevicePtr as _, DevicePtrMut as _};
 
 use super::lent::{Lent, LentMut};
 use super::model::{ExternalModel, Record};
-use crate::device::{CudaSlice, Device, DeviceGradients, DeviceMemory, DeviceModel, DeviceUpdate};
+use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::update::UpdateRule;
 
@@ -54,9 +54,5 @@ impl DeviceModel for ExternalModel {
         };
         let sum = Lent::on_device(sum.device_ptr(&stream).0, sum.len());
         self.channel().change((step, records), sum, lent(parameters), lent(slots))
-    }
-
-    fn take_memory(&mut self) -> Option<DeviceMemory> {
-        self.memory.on_device.take()
     }
 }

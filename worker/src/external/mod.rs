@@ -22,6 +22,7 @@
 //! **Invariant:** the program decides nothing: records, their order, steps and the end are the
 //! session's.
 
+mod bridge;
 mod device;
 mod driver;
 mod lent;
@@ -33,6 +34,8 @@ mod seed;
 mod share;
 mod worker;
 
+pub(crate) use self::bridge::observe;
+pub use self::bridge::{Bridge, Progress};
 pub use self::driver::{Counted, Driver, Ended, Event, NextBatch, Watch};
 pub use self::memory::Memory;
 pub use self::model::{GroupProgress, Inference, Record, Shape};

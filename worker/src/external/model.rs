@@ -10,13 +10,14 @@ use std::time::Duration;
 use elasticdl_data::worker::refuse_bad_records;
 use elasticdl_data::{Access, DataError, Dataset, File, Predictions, Purpose, ReadOptions, Reader};
 
+use super::bridge::{Bridge, Progress};
 use super::lent::{Lent, LentMut};
 use super::memory::Taken;
 use crate::buckets::Gradients;
 use crate::conversion::Conversion;
-use crate::device::DeviceModel;
+use crate::device::{DeviceMemory, DeviceModel};
 use crate::metrics::{Loss, Metrics, UserError, report_sum};
-use crate::model::{Model, NamedTensor, Progress};
+use crate::model::{Model, NamedTensor};
 use crate::state_buffer::StateMemory;
 use crate::update::{Update, UpdateRule};
 
@@ -155,8 +156,8 @@ impl Shared {
 /// The trainer's end of the calls, which its model and its update rule share.
 #[derive(Debug)]
 pub(super) struct CallChannel {
-    pub(super) calls: Sender<Call>,
-    pub(super) replies: Receiver<Result<Reply, String>>,
+    calls: Sender<Call>,
+    replies: Receiver<Result<Reply, String>>,
     /// Whether this worker has computed a gradient. From then on its state changes by updates
     /// alone; before, it may be replaced at any time.
     has_computed: bool,
@@ -325,8 +326,8 @@ impl Model for ExternalModel {
         self.shape.bucket_len
     }
 
-    fn take_state_memory(&mut self) -> Option<StateMemory> {
-        self.memory.host.take()
+    fn as_bridge(&mut self) -> Option<&mut dyn Bridge> {
+        Some(self)
     }
 
     fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Vec<Record>>> {
@@ -341,28 +342,6 @@ impl Model for ExternalModel {
 
     fn feed(&mut self, records: Vec<Record>) -> Result<Vec<Record>, UserError> {
         Ok(records)
-    }
-
-    fn absorbed(&self) -> u64 {
-        self.shape.absorbed
-    }
-
-    fn is_checked(&mut self) {
-        // The program's memory has its initial parameters.
-        self.is_shown = true;
-    }
-
-    fn upcoming(&mut self, records: &mut dyn Iterator<Item = (u32, u64)>) {
-        *self.shared.ahead() = records.map(|(epoch, number)| Record { epoch, number }).collect();
-    }
-
-    fn begin_gradient(&mut self) -> bool {
-        self.step_records = 0;
-        true
-    }
-
-    fn take_discarded(&mut self) -> Duration {
-        std::mem::take(&mut self.discarded)
     }
 
     fn gradients(
@@ -401,6 +380,37 @@ impl Model for ExternalModel {
             all.append(rows)?;
         }
         Ok(all)
+    }
+}
+
+impl Bridge for ExternalModel {
+    fn take_memory(&mut self) -> Option<StateMemory> {
+        self.memory.host.take()
+    }
+
+    fn take_device_memory(&mut self) -> Option<DeviceMemory> {
+        self.memory.on_device.take()
+    }
+
+    fn absorbed(&self) -> u64 {
+        self.shape.absorbed
+    }
+
+    fn is_checked(&mut self) {
+        // The program's memory has its initial parameters.
+        self.is_shown = true;
+    }
+
+    fn upcoming(&mut self, records: &mut dyn Iterator<Item = (u32, u64)>) {
+        *self.shared.ahead() = records.map(|(epoch, number)| Record { epoch, number }).collect();
+    }
+
+    fn begin_gradient(&mut self) {
+        self.step_records = 0;
+    }
+
+    fn take_discarded(&mut self) -> Duration {
+        std::mem::take(&mut self.discarded)
     }
 
     fn observe(&mut self, event: Progress<'_>) {

@@ -118,7 +118,7 @@ impl<M: Model> Trainer<'_, M> {
             outbox.send(WorkerMessage::Checkpoint(news));
             return Ok(());
         }
-        let absorbed = call_user("absorbed()", || Ok(model.absorbed())).map_err(Failure::fatal)?;
+        let absorbed = model.as_bridge().map_or(0, |bridge| bridge.absorbed());
         session.begin_after(absorbed);
         Ok(())
     }

@@ -12,6 +12,7 @@ use super::device::device_of;
 use super::parts::Parts;
 use crate::buckets::{Gradients, RecordKeys};
 use crate::exact_sum::ExactSum;
+use crate::external::Bridge;
 use crate::failure::{Failure, call_user};
 use crate::metrics;
 use crate::model::Model;
@@ -27,9 +28,16 @@ impl<M: Model> Trainer<'_, M> {
         ranges: &[RecordRange],
         is_first: bool,
     ) -> Result<(), Failure> {
-        let mut is_set = !is_first || !self.model.begin_gradient();
-        if is_first && is_set {
-            self.tensors.clear_gradient()?;
+        // Whether all elements of the gradient are set: a program sets them with its first records.
+        let mut is_set = true;
+        if is_first {
+            match self.model.as_bridge() {
+                Some(bridge) => {
+                    bridge.begin_gradient();
+                    is_set = false;
+                }
+                None => self.tensors.clear_gradient()?,
+            }
         }
         let order = Arc::clone(&self.order);
         let fail = |error| Failure::on_records(error, order.ranges(ranges));
@@ -75,7 +83,8 @@ impl<M: Model> Trainer<'_, M> {
             self.tensors.clear_gradient()?;
         }
         let metrics = metrics::take_reported().map_err(Failure::fatal)?;
-        busy = busy.saturating_sub(self.model.take_discarded());
+        busy = busy
+            .saturating_sub(self.model.as_bridge().map_or(Duration::ZERO, Bridge::take_discarded));
         self.session.assignment.computed(Computed {
             loss_sum,
             metrics,

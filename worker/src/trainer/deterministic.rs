@@ -7,6 +7,7 @@ use elasticdl_proto::RecordRange;
 use super::Trainer;
 use super::stopped::Stopped;
 use crate::exact_sum;
+use crate::external::Bridge;
 use crate::failure::Failure;
 use crate::metrics;
 use crate::model::Model;
@@ -41,7 +42,8 @@ impl<M: Model> Trainer<'_, M> {
             busy += self.machine.now() - started;
         }
         let metrics = metrics::take_reported().map_err(Failure::fatal)?;
-        busy = busy.saturating_sub(self.model.take_discarded());
+        busy = busy
+            .saturating_sub(self.model.as_bridge().map_or(Duration::ZERO, Bridge::take_discarded));
         self.session.assignment.computed(Computed {
             loss_sum,
             metrics,
@@ -62,7 +64,9 @@ impl<M: Model> Trainer<'_, M> {
         let Some(exact) = &mut self.exact else { return Ok(0.0) };
         exact.add();
         // The micro-batch's own gradient is zero.
-        self.model.begin_gradient();
+        if let Some(bridge) = self.model.as_bridge() {
+            bridge.begin_gradient();
+        }
         let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
         let (mut loss_sum, mut start) = (0.0, range.start);
         while !records.is_empty() {

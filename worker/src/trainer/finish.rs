@@ -7,8 +7,9 @@ use elasticdl_proto::WorkerMessage;
 use super::Trainer;
 use super::stopped::Stopped;
 use crate::exports::{Exports, SavedBest};
+use crate::external::{Progress, observe};
 use crate::failure::{Failure, call_user};
-use crate::model::{Model, Progress};
+use crate::model::Model;
 use crate::session::FinalState;
 use crate::session::halt::Ending;
 use crate::tensor::Tensor;
@@ -63,9 +64,9 @@ impl<M: Model> Trainer<'_, M> {
             export_error: exported.and_then(Result::err),
         };
         match self.session.ended() {
-            Some(Ending::Done) => self.model.observe(Progress::Finished { error: None }),
+            Some(Ending::Done) => observe(&mut self.model, Progress::Finished { error: None }),
             Some(Ending::Failed(error)) => {
-                self.model.observe(Progress::Finished { error: Some(error) });
+                observe(&mut self.model, Progress::Finished { error: Some(error) });
             }
             Some(Ending::Suspended) | None => {}
         }

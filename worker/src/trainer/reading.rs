@@ -15,11 +15,13 @@ impl<M: Model> Trainer<'_, M> {
     pub(super) fn look_ahead(&mut self, task: &Task) {
         if let Some(upcoming) = self.session.assignment.take_upcoming() {
             self.records.replace(task.records(), upcoming);
-            let records = |range: &RecordRange| {
-                let epoch = range.epoch;
-                self.order.records(*range).into_iter().map(move |record| (epoch, record))
-            };
-            self.model.upcoming(&mut upcoming.iter().flat_map(records));
+            if let Some(bridge) = self.model.as_bridge() {
+                let records = |range: &RecordRange| {
+                    let epoch = range.epoch;
+                    self.order.records(*range).into_iter().map(move |record| (epoch, record))
+                };
+                bridge.upcoming(&mut upcoming.iter().flat_map(records));
+            }
         }
     }
 

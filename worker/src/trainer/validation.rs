@@ -60,7 +60,9 @@ impl<R: Reader> Validation<R> {
             return Ok(());
         }
         call_user("initialize()", || model.initialize(seed, &mut parameters))?;
-        model.is_checked();
+        if let Some(bridge) = model.as_bridge() {
+            bridge.is_checked();
+        }
         let most = model.max_micro_batch().map_or(RECORDS_CHECKED, |most| most.max(1) as u64);
         let records = self.plan.records.min(most).min(RECORDS_CHECKED);
         let records = self.read(0..records).map_err(|error| error.text)?;

@@ -64,7 +64,7 @@ impl Model for Counting {
     elasticdl_tests::read_counting_data!();
 
     fn tensors(&self) -> Vec<NamedTensor> {
-        vec![NamedTensor::new("counts", [self.params])]
+        vec![NamedTensor::new("parameters", [self.params])]
     }
 
     fn gradients(

@@ -1,0 +1,59 @@
+//! What the trainer and a model whose code is in another language tell each other.
+
+use std::time::Duration;
+
+use crate::device::DeviceMemory;
+use crate::model::Model;
+use crate::state_buffer::StateMemory;
+
+/// Hooks of a model whose code is in another language, beyond [`Model`].
+pub trait Bridge {
+    /// The memory in which the program wants its parameters and optimizer state to be, if it has
+    /// any on the host.
+    fn take_memory(&mut self) -> Option<StateMemory>;
+
+    /// As [`take_memory`](Self::take_memory), on the GPU.
+    fn take_device_memory(&mut self) -> Option<DeviceMemory>;
+
+    /// Number of records that the initial state has absorbed: the first ones of the order.
+    fn absorbed(&self) -> u64;
+
+    /// The next evaluation tries it, with the initial parameters, before training.
+    fn is_checked(&mut self);
+
+    /// This worker will compute these records next, as epoch and number, if nothing happens to its
+    /// group.
+    fn upcoming(&mut self, records: &mut dyn Iterator<Item = (u32, u64)>);
+
+    /// A step's gradient begins with the next micro-batch, which sets every element, whatever is
+    /// there.
+    fn begin_gradient(&mut self);
+
+    /// Time in [`Model::gradients`], since the last call, that was spent on what does not count: it
+    /// says nothing about the time per record.
+    fn take_discarded(&mut self) -> Duration;
+
+    /// The group has made progress.
+    fn observe(&mut self, event: Progress<'_>);
+}
+
+/// Progress of a worker's group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress<'a> {
+    /// A step is committed: its number from 1, the epoch of the next, and the number of records
+    /// that the state contains.
+    Committed { step: u64, epoch: u32, records: u64 },
+    /// The work of the group is over, not suspended; the error that ended it.
+    Finished { error: Option<&'a str> },
+    /// The group of `generation` holds one state.
+    Grouped { generation: u64, rank: usize, world_size: usize },
+    /// The group holds this state, or this worker has fetched it: as for `Committed`.
+    Resumed { step: u64, epoch: u32, records: u64 },
+}
+
+/// Tells the program behind `model` the progress of its group, if there is a program.
+pub(crate) fn observe<M: Model>(model: &mut M, event: Progress<'_>) {
+    if let Some(bridge) = model.as_bridge() {
+        bridge.observe(event);
+    }
+}
