@@ -65,6 +65,9 @@ struct Counting {
     /// Never return from the gradient of this record, in one worker of the job.
     #[arg(long)]
     hang_at: Option<u64>,
+    /// Never return from the summary of the final state, in one worker of the job.
+    #[arg(long)]
+    hang_in_summary: bool,
     /// Hold parameters and gradients on a GPU.
     #[arg(long)]
     gpu: bool,
@@ -85,10 +88,15 @@ impl Counting {
         self.hurry_when.as_ref().is_some_and(|file| file.exists())
     }
 
-    /// Whether no other process of the job has hung: there is no file that says so.
-    fn is_first_to_hang(&self) -> bool {
+    /// Does not return, unless another process of the job has hung: there is a file that says so.
+    fn hang_if_first(&self) {
         let file = self.hurry_when.as_ref().map(|file| file.with_extension("hung"));
-        file.is_some_and(|file| std::fs::File::create_new(file).is_ok())
+        let is_first = file.is_some_and(|file| std::fs::File::create_new(file).is_ok());
+        if is_first {
+            loop {
+                std::thread::park();
+            }
+        }
     }
 
     /// Takes the configured time, and fails at the configured records.
@@ -123,10 +131,8 @@ impl Counting {
             if self.exit_at == Some(*record) {
                 std::process::exit(9);
             }
-            if self.hang_at == Some(*record) && self.is_first_to_hang() {
-                loop {
-                    std::thread::park();
-                }
+            if self.hang_at == Some(*record) {
+                self.hang_if_first();
             }
             counts[*record as usize] += if self.nan_at == Some(*record) { f32::NAN } else { 1.0 };
         }
@@ -213,6 +219,9 @@ impl Model for Counting {
     }
 
     fn summary(&mut self, parameters: &[f32]) -> Result<Option<String>, UserError> {
+        if self.hang_in_summary {
+            self.hang_if_first();
+        }
         let text = counts_summary(&parameters[..self.records]);
         if let Some(path) = &self.counts {
             std::fs::write(path, &text)?;

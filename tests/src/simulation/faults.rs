@@ -242,13 +242,12 @@ impl World {
 
     /// The trainer thread of `p` hangs, if it computes or waits for its neighbours. A master that
     /// does not know that `p` holds a state takes a hang for a slow beginning, for up to an hour;
-    /// after the last step it takes it for an export.
+    /// one that awaits its final report takes it for an export.
     fn hang(&mut self, p: usize) {
         let record = self.master.job.to_persisted();
         let trainer = &self.processes[p].trainer;
-        let is_at_end =
-            trainer.state().is_none_or(|s| s.ledger.epoch() == self.setting.spec.epochs);
-        let waits = trainer.waiting.is_some() && !trainer.is_hung && !is_at_end;
+        let has_ended = trainer.session.as_ref().is_none_or(|session| session.ended().is_some());
+        let waits = trainer.waiting.is_some() && !trainer.is_hung && !has_ended;
         let may_hang = self.computes(p) || waits;
         if !may_hang || !self.master.is_alive || !self.is_holder(&record, p) {
             return;

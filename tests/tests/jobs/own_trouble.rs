@@ -1,8 +1,8 @@
-//! A worker's own trouble ends no job: no file descriptors, a hang, a kill at the beginning, an end
-//! without joining.
+//! A worker's own trouble ends no job: no file descriptors, a hang, a hang while the job stops, a
+//! kill at the beginning, an end without joining.
 
 use elasticdl_proto::Cause;
-use elasticdl_tests::JobFixture;
+use elasticdl_tests::{JobFixture, exported_counts};
 use rustix::process::Signal;
 
 use crate::PROGRAMS;
@@ -18,6 +18,26 @@ fn a_worker_whose_trainer_hangs_logs_its_stacks_and_is_replaced() {
     let logs = files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap());
     let told = |log: &String| log.contains("this worker hangs") && log.contains("Counting");
     assert_eq!(logs.filter(told).count(), 1);
+}
+
+/// The others wait for it for half of the minute after which a stop gives the state up.
+#[test]
+fn a_stop_during_which_a_worker_hangs_evicts_it_and_keeps_the_state() {
+    let fixture =
+        JobFixture { program_options: &["--hang-in-summary"], ..JobFixture::new(PROGRAMS, 3) };
+    let (export, hung) = (fixture.path("model.safetensors"), fixture.path("hurry.hung"));
+    let mut job = fixture.command(0).option("export", &export).start();
+    job.wait_for_work_of(3);
+    let (exporter, _) = job.members()[0];
+    job.signal(Signal::INT);
+    let ended = job.wait();
+    ended.assert_outcome(130, "stopped");
+    let summary = ended.summary();
+    assert!(summary.state_lost.is_none() && hung.exists(), "{summary:?}");
+    let counted: f32 = exported_counts(&export).iter().sum();
+    assert_eq!(counted, summary.records.counted as f32);
+    let told = format!("worker {exporter} has not reported its final state");
+    assert!(ended.output.contains(&told), "{}", ended.output);
 }
 
 #[test]

@@ -48,7 +48,7 @@ pub(crate) struct WorkerOptions {
     /// respond. It writes the stacks of its threads to its log, counts as a failure and is
     /// replaced. A worker that trains alone is also evicted. Raise this limit for programs that do
     /// something else for a long time between two steps. It does not apply to evaluations by the
-    /// job, waits for storage and writing the final state.
+    /// job, waits for storage and the export at the end, which may take an hour.
     #[arg(long, value_name = "DURATION", value_parser = values::parse_timeout)]
     pub(crate) step_timeout: Option<Duration>,
 

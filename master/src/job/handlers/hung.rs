@@ -20,8 +20,11 @@
 //! A job that stops loses its state if its group does not finish in time, so it gives a hung member
 //! half of that time if others wait for it, and begins to wait anew when the member is gone.
 //!
-//! **Invariant:** a group that evaluates, starts from a checkpoint, waits for storage, or writes
-//! its final state is not judged by the length of its steps.
+//! Once a member has reported its final state, it and all others wait for those that have not. The
+//! lowest rank exports the model before it reports.
+//!
+//! **Invariant:** a group that evaluates, starts from a checkpoint or waits for storage, and a
+//! member that exports, are not judged by the length of the job's steps.
 
 use std::time::Duration;
 
@@ -33,10 +36,18 @@ use crate::job::outbox::Timer;
 use crate::job::time::Time;
 use crate::job::workers::table::launch_of;
 
+/// A member for which the others have waited for longer than the limit.
+struct Hung {
+    worker: WorkerId,
+    limit: Duration,
+    /// What it did not do, as the end of a sentence.
+    missing: &'static str,
+}
+
 impl Job {
     /// Asks hung members for their stacks; they are evicted soon after.
     pub(crate) fn check_for_hung(&mut self, now: Time) {
-        for worker in self.hung_members(now) {
+        for Hung { worker, .. } in self.hung_members(now) {
             if !self.out.has_timer(Timer::Hung(worker)) {
                 self.send(worker, MasterMessage::ReportStacks);
                 self.out.set_timer(now + STACKS_WAIT, Timer::Hung(worker));
@@ -46,21 +57,42 @@ impl Job {
 
     /// Evicts a member that was asked for its stacks, if it still hangs.
     pub(crate) fn on_hung_due(&mut self, now: Time, worker: WorkerId) {
-        if !self.hung_members(now).contains(&worker) {
-            return;
+        let hung = self.hung_members(now).into_iter().find(|hung| hung.worker == worker);
+        if let Some(hung) = hung {
+            self.evict_hung(now, hung, "the stacks of its threads are in its log");
+            self.reconcile(now);
         }
-        let seconds = now.since(self.group.progressed()).as_secs();
-        let why = format!(
-            "has not finished its part of a step for {seconds} s (--step-timeout; the stacks of \
-             its threads are in its log)"
-        );
+    }
+
+    /// Evicts the members without a final report, if others have reported theirs. Returns whether
+    /// there are any.
+    pub(crate) fn evict_unfinished(&mut self, now: Time) -> bool {
+        let limit = self.stop_wait();
+        let unfinished = self.unfinished();
+        let is_any = !unfinished.is_empty();
+        for worker in unfinished {
+            self.evict_hung(now, Hung { worker, limit, missing: FINAL_REPORT }, "it was stopped");
+        }
+        is_any
+    }
+
+    fn evict_hung(&mut self, now: Time, hung: Hung, note: &str) {
+        let Hung { worker, limit, missing } = hung;
+        let option = match (self.spec.step_timeout == Some(limit), self.lifecycle.is_stopping()) {
+            (true, _) => "--step-timeout",
+            (_, true) => "the job stops",
+            _ => "see --step-timeout",
+        };
+        let seconds = (limit.as_secs_f64() * 10.0).round() / 10.0;
+        let why = format!("has not {missing} within {seconds} s ({option}; {note})");
         let place = self.place_of(launch_of(worker));
         self.avoid_node_of(now, worker);
         self.count_exit(worker);
         self.evict(now, worker, &why);
-        self.count_failure(now, place, &format!("worker {worker} {why}"), &[]);
+        if self.lifecycle.is_running() {
+            self.count_failure(now, place, &format!("worker {worker} {why}"), &[]);
+        }
         self.restart_stop_wait(now);
-        self.reconcile(now);
     }
 
     /// Notes that the group has evaluated its model.
@@ -71,40 +103,70 @@ impl Job {
     }
 
     /// The members that compute for longer than the limit while nothing else happens.
-    fn hung_members(&self, now: Time) -> Vec<WorkerId> {
+    fn hung_members(&self, now: Time) -> Vec<Hung> {
         let is_judged = self.lifecycle.is_active()
             && self.spec.work.trains()
             && !self.workers.has_disconnected_members()
             && !(self.group.is_broken() || self.group.awaits_explanation())
-            && self.group.finishing_since().is_none()
             && !self.reporting.waits_for_storage();
         let Some(heartbeat) = self.spec.heartbeat().filter(|_| is_judged) else {
             return Vec::new();
         };
-        let (limit, mut others_wait, mut computing) = (self.step_limit(), false, Vec::new());
+        if let Some(since) = self.group.finishing_since() {
+            return self.late_final_reports(now, since, heartbeat);
+        }
+        let (mut limit, is_at_end) = (self.step_limit(), self.is_at_end());
+        let (mut others_wait, mut is_behind, mut computing) = (false, false, Vec::new());
         for id in self.taking_part() {
             let Some(w) = self.workers.get(id) else { continue };
             match w.stalled() {
                 // Silent members are judged by the heartbeat check.
                 _ if !w.is_heard(now, heartbeat) => return Vec::new(),
-                // It evaluates, exports or writes a checkpoint.
-                None if self.is_at_end() => return Vec::new(),
                 None => computing.push(id),
                 // It has not come back from the links of an earlier generation.
-                Some(stalled) if !self.group.is_stall_of(stalled.stall()) => computing.push(id),
+                Some(stalled) if !self.group.is_stall_of(stalled.stall()) => {
+                    is_behind = true;
+                    computing.push(id);
+                }
                 Some(stalled) if stalled.is_long(now, limit, heartbeat) => others_wait = true,
                 Some(_) => return Vec::new(),
             }
         }
-        if others_wait {
-            computing
-        } else if self.lifecycle.is_running()
-            && now.since(self.group.progressed()) > self.limit_without_waits(limit)
-        {
-            computing.pop().into_iter().collect()
-        } else {
-            Vec::new()
+        if !others_wait {
+            // At the end of the job it may export the model, unless it stands still at links.
+            let may_export = is_at_end && !is_behind;
+            limit = self.limit_without_waits(limit, may_export);
+            let is_hung = self.lifecycle.is_running() && now.since(self.group.progressed()) > limit;
+            computing = computing.pop().filter(|_| is_hung).into_iter().collect();
         }
+        let missing = if is_at_end { PART_OF_END } else { PART_OF_STEP };
+        computing.into_iter().map(|worker| Hung { worker, limit, missing }).collect()
+    }
+
+    /// The members whose final report the others have awaited for too long since `since`.
+    fn late_final_reports(&self, now: Time, since: Time, heartbeat: Duration) -> Vec<Hung> {
+        let waited = now.since(since.max(self.group.progressed()));
+        let is_heard =
+            |&id: &WorkerId| self.workers.get(id).is_some_and(|w| w.is_heard(now, heartbeat));
+        let unfinished = self.unfinished().into_iter().filter(is_heard);
+        let hung = unfinished.map(|worker| {
+            let exports = self.group.reporter() == Some(worker);
+            let limit = match (exports, self.lifecycle.is_stopping()) {
+                (false, _) => self.step_limit(),
+                (true, true) => self.stop_wait() / 2,
+                (true, false) => self.step_limit().max(LIMIT_UNKNOWN),
+            };
+            Hung { worker, limit, missing: FINAL_REPORT }
+        });
+        hung.filter(|hung| waited > hung.limit).collect()
+    }
+
+    /// The live members without a final report, if others have reported theirs.
+    fn unfinished(&self) -> Vec<WorkerId> {
+        let is_late =
+            |&id: &WorkerId| !self.group.has_finished(id) && self.workers.is_connected(id);
+        let members = self.group.members().iter().copied();
+        members.filter(|_| self.group.finishing_since().is_some()).filter(is_late).collect()
     }
 
     /// How long a member may compute while the others wait.
@@ -127,20 +189,22 @@ impl Job {
     }
 
     /// How long nothing may be committed although no member waits.
-    fn limit_without_waits(&self, limit: Duration) -> Duration {
+    fn limit_without_waits(&self, limit: Duration, may_export: bool) -> Duration {
         match self.lifecycle.is_taking_over() {
+            _ if may_export => limit.max(LIMIT_UNKNOWN),
             true => limit.max(LIMIT_UNKNOWN.min(limit.saturating_mul(USUAL_TIMES))),
             false => limit,
         }
     }
 
-    /// Whether an evaluation is due at this step, or may be: during a take-over the group may be
-    /// further than this master knows.
+    /// Whether an evaluation is due at this step, or may be: at the end of the job, or because the
+    /// group is further than a master that takes over knows.
     fn is_evaluating(&self) -> bool {
         let Some(validation) = &self.spec.validation else { return false };
         let (step, last) = (self.data.step(), self.reporting.last_evaluated());
         let is_due = |every| every > 0 && step / every > last / every;
-        self.lifecycle.is_taking_over() || validation.every.is_some_and(is_due)
+        let is_last_due = self.is_at_end() && step > last;
+        self.lifecycle.is_taking_over() || is_last_due || validation.every.is_some_and(is_due)
     }
 
     /// Whether the group has made its last step: it evaluates, exports and writes a checkpoint.
@@ -158,3 +222,8 @@ const LIMIT_MIN: Duration = Duration::from_secs(600);
 const LIMIT_UNKNOWN: Duration = Duration::from_secs(3600);
 /// A step this many times as long as usual hangs.
 const USUAL_TIMES: u32 = 20;
+/// What a hung member did not do.
+const PART_OF_STEP: &str = "finished its part of a step";
+const PART_OF_END: &str =
+    "done its part of the last evaluation, checkpoint or comparison of states";
+const FINAL_REPORT: &str = "reported its final state, nor exported the model,";

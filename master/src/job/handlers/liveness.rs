@@ -134,8 +134,9 @@ impl Job {
         (!stuck.waiting.is_empty()).then_some(stuck)
     }
 
-    /// Whether all members that are heard are stalled: they wait for those that are not, or their
-    /// group is broken. `false` if no member is heard. Heartbeats older than `after` are ignored.
+    /// Whether all members that are heard are stalled: they wait for those that are not, at links
+    /// or with their final reports, or their group is broken. `false` if no member is heard.
+    /// Heartbeats older than `after` are ignored.
     pub(crate) fn is_group_stalled(&self, now: Time, after: Time) -> bool {
         let is_broken = self.group.is_broken() || self.group.awaits_explanation();
         let (Some(timeout), Some(heartbeat)) = (self.spec.worker_timeout, self.spec.heartbeat())
@@ -143,8 +144,8 @@ impl Job {
             return is_broken && self.taking_part().next().is_some();
         };
         let heard = || {
-            let workers = self.taking_part().filter_map(|id| self.workers.get(id));
-            workers.filter(|w| w.is_heard(now, heartbeat))
+            let workers = self.taking_part().filter_map(|id| Some((id, self.workers.get(id)?)));
+            workers.filter(|(_, w)| w.is_heard(now, heartbeat))
         };
         if !self.spec.work.trains() || heard().next().is_none() {
             return false;
@@ -156,7 +157,10 @@ impl Job {
         let waits = |s: &Stalled| {
             self.group.is_stall_of(s.stall()) && s.stall().since >= long && s.last() >= after
         };
-        heard().all(|w| w.stalled().is_some_and(waits))
+        let await_reports =
+            self.group.finishing_since().is_some_and(|since| now.since(since) >= timeout);
+        let has_finished = |id| await_reports && self.group.has_finished(id);
+        heard().all(|(id, w)| has_finished(id) || w.stalled().is_some_and(waits))
     }
 
     /// The longest usual compute time of a step among the members.

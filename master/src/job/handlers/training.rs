@@ -129,7 +129,11 @@ impl Job {
             return;
         }
         if let Some(ledger) = self.check_ledger(now, worker, &report.ledger) {
+            let is_first = self.group.finishing_since().is_none();
             self.group.finish(now, worker, report, ledger);
+            if is_first {
+                self.restart_stop_wait(now);
+            }
             // The others have what they waited for, or it is in flight, although their last
             // heartbeats report a wait.
             self.workers.connected_mut().for_each(|(_, w)| w.restart_wait(now));

@@ -1,7 +1,7 @@
 //! Shutdown: how a job ends.
 //!
 //! ```text
-//!  Running ──Stop──► Stopping ──10 s (60 s with checkpoints), or no members──► Ended
+//!  Running ──Stop──► Stopping ──10 s (60 s for files), or no members──► Ended
 //!     └────────┬────────┘                                                ▲
 //!    finished, failed, refused ──► Ending ──all processes ended, or 2 s──┘
 //! ```
@@ -104,12 +104,14 @@ impl Job {
         }
     }
 
-    /// How long a group may take to finish its step, and to write its last checkpoint.
+    /// How long a group may take to finish its step, and to write its last checkpoint or its model.
     pub(crate) fn stop_wait(&self) -> Duration {
-        if self.spec.checkpoints.is_some() { STOP_WITH_CHECKPOINT_WAIT } else { STOP_WAIT }
+        let writes = self.spec.checkpoints.is_some() || self.group.finishing_since().is_some();
+        if writes { STOP_WITH_FILES_WAIT } else { STOP_WAIT }
     }
 
-    /// Gives a group that has lost a member while the job stops its whole time again.
+    /// Gives a group that has lost a member, or writes its model, while the job stops its whole
+    /// time again.
     pub(crate) fn restart_stop_wait(&mut self, now: Time) {
         if self.lifecycle.is_stopping() {
             self.out.cancel_timer(Timer::Stop);
@@ -123,6 +125,8 @@ impl Job {
         }
         if self.awaits_members() {
             self.out.set_timer(now + self.stop_wait(), Timer::Stop);
+        } else if self.evict_unfinished(now) {
+            self.reconcile(now);
         } else {
             self.log_event(format!(
                 "the group has not finished within {} s",
@@ -256,6 +260,6 @@ pub(crate) fn name(outcome: Outcome) -> &'static str {
 
 /// How long a group may take to finish its step.
 const STOP_WAIT: Duration = Duration::from_secs(10);
-const STOP_WITH_CHECKPOINT_WAIT: Duration = Duration::from_secs(60);
+const STOP_WITH_FILES_WAIT: Duration = Duration::from_secs(60);
 /// How long processes may take to end when the job is over.
 const END_WAIT: Duration = Duration::from_secs(2);

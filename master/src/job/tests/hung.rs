@@ -5,7 +5,7 @@ use std::time::Duration;
 use elasticdl_proto::{Evaluated, Generation, WorkerId};
 
 use super::super::*;
-use super::directed::{actions, at, committed, formed, started};
+use super::directed::{actions, at, committed, finished, formed, started};
 use super::takeover::{reconnect, returned};
 use crate::job::testing::spec;
 
@@ -183,6 +183,90 @@ fn a_stop_does_not_evict_the_only_member_before_its_time() {
     job.handle(at(0), Event::Stop);
     pass(&mut job, (0, 9), &[1], &[]);
     assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+}
+
+#[test]
+fn a_member_that_hangs_after_the_last_step_is_evicted() {
+    let mut job = job(3, Some(30));
+    job.spec.max_steps = Some(1);
+    deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
+    // While no member waits, it may do anything.
+    pass(&mut job, (0, 40), &[1, 2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    pass(&mut job, (40, 74), &[1, 2, 3], &[(1, 40), (3, 40)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![2], vec![2]));
+    assert_eq!(job.group.members(), [WorkerId(1), WorkerId(3)]);
+}
+
+#[test]
+fn the_last_evaluation_is_not_a_step() {
+    let mut job = job(3, Some(30));
+    job.spec.validation = Some(validation(None));
+    job.spec.max_steps = Some(1);
+    deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
+    pass(&mut job, (0, 600), &[1, 2, 3], &[(1, 0), (3, 0)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+}
+
+/// Members 2 and 3, without 1, end the job in generation 2.
+fn assert_ends_without_first(mut job: Job, ms: u64) {
+    assert_eq!(job.group.members(), [WorkerId(2), WorkerId(3)]);
+    [2, 3].into_iter().for_each(|i| deliver(&mut job, ms, i, finished(2, 20, 7)));
+    assert_eq!(job.outcome(), Some(Outcome::Completed));
+    assert_eq!(job.step(), 20);
+}
+
+#[test]
+fn a_stop_evicts_the_members_for_whose_final_reports_all_others_wait() {
+    let mut job = job(3, None);
+    deliver(&mut job, 0, 1, committed(1, 1, &[(0, 4)]));
+    job.handle(at(0), Event::Stop);
+    pass(&mut job, (0, 9), &[1, 2, 3], &[]);
+    [2, 3].into_iter().for_each(|i| deliver(&mut job, 9_000, i, finished(1, 1, 7)));
+    // The export of the lowest rank may take longer than the step.
+    pass(&mut job, (9, 39), &[1, 2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    pass(&mut job, (39, 43), &[1, 2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![1], vec![1]));
+    assert_ends_without_first(job, 43_000);
+}
+
+#[test]
+fn a_silent_member_for_whose_final_report_all_others_wait_is_evicted() {
+    let mut job = job(3, None);
+    [2, 3].into_iter().for_each(|i| deliver(&mut job, 0, i, finished(1, 20, 7)));
+    pass(&mut job, (0, 2), &[2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![1]));
+    assert_ends_without_first(job, 2_000);
+}
+
+#[test]
+fn a_stop_without_heartbeats_gives_up_a_member_and_not_the_state() {
+    let mut job = job(3, None);
+    job.spec.worker_timeout = None;
+    job.handle(at(0), Event::Stop);
+    [2, 3].into_iter().for_each(|i| deliver(&mut job, 0, i, finished(1, 20, 7)));
+    job.handle_timeout(at(60_000));
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![1]));
+    assert_ends_without_first(job, 60_000);
+}
+
+#[test]
+fn the_export_at_the_end_of_a_job_is_not_a_step() {
+    let mut job = job(3, Some(30));
+    [2, 3].into_iter().for_each(|i| deliver(&mut job, 0, i, finished(1, 20, 7)));
+    pass(&mut job, (0, 3600), &[1, 2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    pass(&mut job, (3600, 3603), &[1, 2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![1], vec![1]));
+}
+
+#[test]
+fn a_final_report_without_an_export_is_judged_as_a_step() {
+    let mut job = job(3, Some(30));
+    [1, 3].into_iter().for_each(|i| deliver(&mut job, 0, i, finished(1, 20, 7)));
+    pass(&mut job, (0, 33), &[1, 2, 3], &[]);
+    assert_eq!(asked_and_killed(&mut job), (vec![2], vec![2]));
 }
 
 #[test]
