@@ -60,8 +60,13 @@ compile_error!("elasticdl runs on Linux only: it needs memfd, pidfd and /proc");
 
 mod algorithm;
 mod communicator;
+#[cfg(feature = "gpu")]
+pub mod device;
+#[cfg(not(feature = "gpu"))]
+#[path = "no_device.rs"]
 pub mod device;
 mod error;
+mod exit;
 mod group;
 mod huge_pages;
 mod net;
@@ -75,6 +80,7 @@ pub use algorithm::wire_dtype::WireDtype;
 pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator};
 pub use device::nccl;
 pub use error::{CollectiveError, FetchError};
+pub use exit::exit_at_once;
 pub use group::endpoint::{Endpoint, EndpointOptions};
 pub use group::host_group::{EncryptedLinks, HostGroup, Transport};
 pub use group::local::{LocalFence, LocalRank};

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::nccl::exit_at_once;
+use elasticdl_collective::exit_at_once;
 use elasticdl_collective::{Fence, Joiners, Progress};
 use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
 use elasticdl_proto::wire::master_client::MasterClient;

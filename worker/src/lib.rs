@@ -25,7 +25,11 @@ mod checkpoint;
 mod control;
 mod conversion;
 mod descriptors;
+#[cfg(feature = "gpu")]
 pub mod device;
+#[cfg(not(feature = "gpu"))]
+#[path = "no_device.rs"]
+mod device;
 mod donor;
 mod environment;
 mod exact_sum;

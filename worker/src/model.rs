@@ -4,6 +4,7 @@ use elasticdl_data::Predictions;
 use elasticdl_data::Reader;
 
 use crate::buckets::Gradients;
+#[cfg(feature = "gpu")]
 use crate::device::DeviceModel;
 use crate::external::Bridge;
 use crate::failure::call_user;
@@ -101,6 +102,7 @@ pub trait Model: 'static {
     /// applies the update rule. Default: none, for a model that computes on the CPU.
     ///
     /// Every call must return the same variant.
+    #[cfg(feature = "gpu")]
     fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Self::Batch>> {
         None
     }

@@ -112,6 +112,7 @@ impl Optimizer {
     }
 
     /// Maximum norm of the mean gradient.
+    #[cfg(feature = "gpu")]
     pub(crate) fn norm_limit(&self) -> Option<f64> {
         self.clip_norm
     }

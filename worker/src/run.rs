@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticdl_collective::{Endpoint, EndpointOptions, Secret, address_towards, nccl};
+use elasticdl_collective::{Endpoint, EndpointOptions, Secret, address_towards};
 use elasticdl_data::{Dataset, Purpose, Reader as _, Skipped};
 use elasticdl_proto::{
     Deterministic, LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work, WorkerMessage,
@@ -18,7 +18,6 @@ use crate::checkpoint::BestMetric;
 use crate::control::{Control, dataset};
 use crate::conversion::Conversion;
 use crate::descriptors;
-use crate::device::DeviceState;
 use crate::donor::{Donor, PART_FLOATS_MAX, TRANSFER_IDLE_TIMEOUT};
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::exact_sum::ExactSum;
@@ -42,7 +41,7 @@ use crate::supervisor::{self, Supervisor};
 use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
 use crate::trained_model;
-use crate::trainer::{Checkpointing, JobKey, Trainer, Validation, nccl_policy};
+use crate::trainer::{Checkpointing, JobKey, Trainer, Validation};
 use crate::update::UpdateRule;
 
 /// Runs this process as a worker of the job that launched it and trains `model`. It is the whole
@@ -97,14 +96,16 @@ pub fn run<M: Model>(mut model: M) -> ExitCode {
             EXIT_MASTER_LOST as u8
         }
     };
-    if !nccl::wait_for_release(NCCL_RELEASE_TIME) {
+    #[cfg(feature = "gpu")]
+    if !elasticdl_collective::nccl::wait_for_release(NCCL_RELEASE_TIME) {
         tracing::warn!(limit = ?NCCL_RELEASE_TIME, "NCCL has not released its communicators");
-        nccl::exit_at_once(code.into());
+        elasticdl_collective::exit_at_once(code.into());
     }
     ExitCode::from(code)
 }
 
 /// How long a worker that ends waits for NCCL.
+#[cfg(feature = "gpu")]
 const NCCL_RELEASE_TIME: Duration = Duration::from_secs(5);
 
 /// Why a worker ended early.
@@ -223,24 +224,7 @@ fn train<M: Model>(
     let reader = OrderedReader::new(reader, prepared, Arc::clone(&order));
     let prefetch = Prefetch::new(reader, ahead)
         .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;
-    let gpu = call_user("as_device_model()", || {
-        Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
-    });
-    let tensors = match gpu.map_err(Failure::fatal)? {
-        Some(gpu) => {
-            let memory = model.as_bridge().and_then(Bridge::take_device_memory);
-            let state = DeviceState::new(&gpu, size, options.wire_dtype, memory);
-            let state = Box::new(state.map_err(Failure::local)?);
-            Tensors::Device { group: None, state, nccl: nccl_policy() }
-        }
-        None => {
-            let state = match model.as_bridge().and_then(Bridge::take_memory) {
-                Some(memory) => HostState::in_memory(memory),
-                None => HostState::new(size),
-            };
-            Tensors::Host { group: None, state }
-        }
-    };
+    let tensors = tensors_on(&mut model, size, options.wire_dtype)?;
     let is_on_gpu = matches!(tensors, Tensors::Device { .. });
     let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
     let places = ExportPlaces {
@@ -287,6 +271,31 @@ fn rule_of<M: Model>(model: &M) -> Result<Box<dyn UpdateRule>, String> {
         rule.as_optimizer().map_or(Ok(()), |optimizer| optimizer.check())?;
         Ok(Box::new(rule) as Box<dyn UpdateRule>)
     })
+}
+
+/// The buffers, where the model computes.
+fn tensors_on<M: Model>(
+    model: &mut M,
+    size: ModelSize,
+    #[cfg_attr(not(feature = "gpu"), expect(unused))] wire: WireDtype,
+) -> Result<Tensors, Failure> {
+    #[cfg(feature = "gpu")]
+    {
+        let gpu = call_user("as_device_model()", || {
+            Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
+        });
+        if let Some(gpu) = gpu.map_err(Failure::fatal)? {
+            let memory = model.as_bridge().and_then(Bridge::take_device_memory);
+            let state = crate::device::DeviceState::new(&gpu, size, wire, memory);
+            let state = Box::new(state.map_err(Failure::local)?);
+            return Ok(Tensors::Device { group: None, state, nccl: crate::trainer::nccl_policy() });
+        }
+    }
+    let state = match model.as_bridge().and_then(Bridge::take_memory) {
+        Some(memory) => HostState::in_memory(memory),
+        None => HostState::new(size),
+    };
+    Ok(Tensors::Host { group: None, state })
 }
 
 /// The sum of a job whose results do not depend on its workers; `None` for other jobs.

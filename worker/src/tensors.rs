@@ -20,6 +20,7 @@ use crate::update::Update;
 /// The buffers, in the memory where the model computes, and the group whose operations reach them.
 #[derive(Debug)]
 pub(crate) enum Tensors {
+    #[cfg_attr(not(feature = "gpu"), expect(dead_code, reason = "there are no GPUs"))]
     Device {
         /// Dropped before the buffers, which its operations may still use.
         group: Option<Box<DeviceGroup>>,

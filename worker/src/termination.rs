@@ -4,7 +4,7 @@
 use std::io;
 use std::time::Duration;
 
-use elasticdl_collective::nccl::exit_at_once;
+use elasticdl_collective::exit_at_once;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::environment::EXIT_TERMINATED;

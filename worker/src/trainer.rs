@@ -404,6 +404,10 @@ mod checkpointing;
 mod checkpoints;
 mod compute;
 mod deterministic;
+#[cfg(feature = "gpu")]
+mod device;
+#[cfg(not(feature = "gpu"))]
+#[path = "trainer/no_device.rs"]
 mod device;
 mod evaluation;
 mod fetch;
@@ -418,6 +422,7 @@ mod validation;
 
 pub(crate) use self::checkpointing::{Checkpointing, JobKey};
 use self::device::device_of;
+#[cfg(feature = "gpu")]
 pub(crate) use self::device::nccl_policy;
 use self::incoming::IncomingSnapshot;
 pub(crate) use self::stopped::Failed;

@@ -1,8 +1,10 @@
 //! The errors of GPUs, of NCCL and of their libraries, and which of them end the process.
 
+#[cfg(feature = "gpu")]
 use std::error::Error;
 use std::time::Duration;
 
+#[cfg(feature = "gpu")]
 use cudarc::driver::DriverError;
 
 /// Why a GPU or NCCL cannot be used, or has failed.
@@ -21,6 +23,7 @@ pub enum DeviceError {
     },
     /// A call of the CUDA driver failed. Most of its errors are sticky: the caller ends the
     /// process.
+    #[cfg(feature = "gpu")]
     #[error("CUDA failed to {action}")]
     Cuda {
         /// Operation that failed.
@@ -86,6 +89,7 @@ pub enum DeviceError {
     },
 }
 
+#[cfg(feature = "gpu")]
 impl DeviceError {
     /// Returns the message of the dynamic loader.
     pub(crate) fn loader_message(error: &libloading::Error) -> String {

@@ -16,8 +16,10 @@ use crate::transfer::chain::{self, ChainReduce};
 use crate::transfer::{self, Fault, Transfer};
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
 
+#[cfg(feature = "gpu")]
 mod alongside;
 
+#[cfg(feature = "gpu")]
 pub(crate) use alongside::WaitOutcome;
 
 /// Group of one generation on host memory. Its ranks form a ring of TCP links: each rank has a link
@@ -137,6 +139,17 @@ impl HostGroup {
             return Err(CollectiveError::Aborted { generation: self.generation() });
         }
         self.registration.check()
+    }
+
+    /// Fails the group, so that the neighbours detect it.
+    pub(crate) fn fail(&mut self) {
+        self.failed = true;
+        self.registration.shut_down();
+    }
+
+    /// Returns the error of a rank that sent invalid data.
+    pub(crate) fn protocol_error(&self, rank: usize, reason: String) -> CollectiveError {
+        CollectiveError::Protocol { rank, member: self.members[rank], reason }
     }
 
     /// Returns one note per rank; the note of this rank is `block`, all others are empty.

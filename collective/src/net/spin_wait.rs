@@ -36,6 +36,7 @@ impl SpinWait {
     }
 
     /// Policy of the wait for an operation of NCCL, at any length.
+    #[cfg(feature = "gpu")]
     pub(crate) fn for_nccl() -> Self {
         Self::new(SPIN_TIME_WITH_NCCL_MAX)
     }
@@ -97,6 +98,7 @@ const SPIN_TIME_IN_SHARED_MEMORY_MAX: Duration = Duration::from_micros(200);
 
 /// Spin time during an operation of NCCL: 1 MiB within a host takes tens of microseconds, about as
 /// long as a wake-up. Of longer operations, a wake-up is a small part.
+#[cfg(feature = "gpu")]
 const SPIN_TIME_WITH_NCCL_MAX: Duration = Duration::from_micros(500);
 
 /// Largest operation over TCP that spins. 1 MiB at two ranks took 422 µs without spinning and 372

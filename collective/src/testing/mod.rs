@@ -7,8 +7,10 @@ pub mod fuzzing;
 
 #[doc(hidden)]
 pub use crate::algorithm::schedule;
+#[cfg(feature = "gpu")]
 #[doc(hidden)]
 pub use crate::device::copy_bandwidth::CopyBandwidth;
+#[cfg(feature = "gpu")]
 #[doc(hidden)]
 pub use crate::device::nccl::raw::RawCommunicator;
 #[doc(hidden)]

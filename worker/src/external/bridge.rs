@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+#[cfg(feature = "gpu")]
 use crate::device::DeviceMemory;
 use crate::model::Model;
 use crate::state_buffer::StateMemory;
@@ -13,6 +14,7 @@ pub trait Bridge {
     fn take_memory(&mut self) -> Option<StateMemory>;
 
     /// As [`take_memory`](Self::take_memory), on the GPU.
+    #[cfg(feature = "gpu")]
     fn take_device_memory(&mut self) -> Option<DeviceMemory>;
 
     /// Number of records that the initial state has absorbed: the first ones of the order.

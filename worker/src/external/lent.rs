@@ -26,6 +26,7 @@ pub(super) struct LentMut {
 #[derive(Clone, Copy, Debug)]
 enum Place {
     /// On a GPU: the program enqueues its work on the stream of the trainer's device.
+    #[cfg_attr(not(feature = "gpu"), expect(dead_code, reason = "there are no GPUs"))]
     Device(u64),
     Host(*mut f32),
 }
@@ -40,6 +41,7 @@ impl Lent {
         Self { place: Place::Host(slice.as_ptr().cast_mut()), len: slice.len() }
     }
 
+    #[cfg(feature = "gpu")]
     pub(super) fn on_device(address: u64, len: usize) -> Self {
         Self { place: Place::Device(address), len }
     }
@@ -63,6 +65,7 @@ impl LentMut {
         Self { place: Place::Host(slice.as_mut_ptr()), len: slice.len() }
     }
 
+    #[cfg(feature = "gpu")]
     pub(super) fn on_device(address: u64, len: usize) -> Self {
         Self { place: Place::Device(address), len }
     }

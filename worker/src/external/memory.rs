@@ -1,5 +1,6 @@
 //! Where the state of a program's model is.
 
+#[cfg(feature = "gpu")]
 use crate::device::{Device, DeviceMemory};
 use crate::state_buffer::StateMemory;
 
@@ -7,6 +8,7 @@ use crate::state_buffer::StateMemory;
 #[derive(Debug)]
 pub enum Memory {
     /// In memory of the program on its GPU, with its gradients.
+    #[cfg(feature = "gpu")]
     Device(DeviceMemory),
     /// In memory of the program on the host.
     Host(StateMemory),
@@ -18,18 +20,25 @@ pub enum Memory {
 #[derive(Debug, Default)]
 pub(super) struct Taken {
     pub(super) host: Option<StateMemory>,
+    #[cfg(feature = "gpu")]
     pub(super) on_device: Option<DeviceMemory>,
+    #[cfg(feature = "gpu")]
     pub(super) device: Option<Device>,
 }
 
 impl From<Memory> for Taken {
     fn from(memory: Memory) -> Self {
         match memory {
+            #[cfg(feature = "gpu")]
             Memory::Device(memory) => {
                 let device = Some(memory.device().clone());
                 Self { host: None, on_device: Some(memory), device }
             }
-            Memory::Host(memory) => Self { host: Some(memory), ..Self::default() },
+            Memory::Host(memory) => {
+                let mut taken = Self::default();
+                taken.host.replace(memory);
+                taken
+            }
             Memory::Trainer => Self::default(),
         }
     }

@@ -23,6 +23,7 @@
 //! session's.
 
 mod bridge;
+#[cfg(feature = "gpu")]
 mod device;
 mod driver;
 mod lent;

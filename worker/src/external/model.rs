@@ -15,6 +15,7 @@ use super::lent::{Lent, LentMut};
 use super::memory::Taken;
 use crate::buckets::Gradients;
 use crate::conversion::Conversion;
+#[cfg(feature = "gpu")]
 use crate::device::{DeviceMemory, DeviceModel};
 use crate::metrics::{Loss, Metrics, UserError, report_sum};
 use crate::model::{Model, NamedTensor};
@@ -330,6 +331,7 @@ impl Model for ExternalModel {
         Some(self)
     }
 
+    #[cfg(feature = "gpu")]
     fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Vec<Record>>> {
         self.memory.device.is_some().then_some(self as _)
     }
@@ -388,6 +390,7 @@ impl Bridge for ExternalModel {
         self.memory.host.take()
     }
 
+    #[cfg(feature = "gpu")]
     fn take_device_memory(&mut self) -> Option<DeviceMemory> {
         self.memory.on_device.take()
     }

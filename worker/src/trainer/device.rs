@@ -15,6 +15,11 @@ pub(crate) fn nccl_policy() -> NcclPolicy {
     }
 }
 
+/// Whether the model computes on a GPU.
+pub(super) fn is_on_gpu<M: Model>(model: &mut M) -> bool {
+    model.as_device_model().is_some()
+}
+
 /// The model on the GPU that its `as_device_model()` returned at the start.
 pub(super) fn device_of<M: Model>(
     model: &mut M,

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use elasticdl_data::{Purpose, Reader};
 use elasticdl_proto::{RecordRange, ValidationSpec, WorkerOptions};
 
+use super::device::is_on_gpu;
 use crate::failure::call_user;
 use crate::metrics::Metrics;
 use crate::model::{Model, NamedTensor};
@@ -56,7 +57,7 @@ impl<R: Reader> Validation<R> {
         let mut parameters = vec![0.0; NamedTensor::count(&model.tensors())];
         // A model without parameters is reported by the method that failed. One on a GPU is
         // evaluated on the parameters there, which a job only has when it trains.
-        if parameters.is_empty() || model.as_device_model().is_some() {
+        if parameters.is_empty() || is_on_gpu(model) {
             return Ok(());
         }
         call_user("initialize()", || model.initialize(seed, &mut parameters))?;

@@ -14,8 +14,9 @@ use std::ops::Range;
 use cudarc::driver::{CudaSlice, CudaViewMut, DevicePtr, DevicePtrMut};
 
 use super::{DeviceGroup, check_header, check_len, wait_for_nccl};
-use crate::device::nccl::{Beside, Buffers, Call, CallKind, exit_at_once};
+use crate::device::nccl::{Beside, Buffers, Call, CallKind};
 use crate::device::{DeviceError, Element};
+use crate::exit::exit_at_once;
 use crate::{CollectiveError, Communicator as _};
 
 /// A buffer that is computed from its end to its start, while NCCL sums its completed end over all

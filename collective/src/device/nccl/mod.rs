@@ -28,4 +28,4 @@ pub use communicator::NcclState;
 pub(crate) use communicator::{Beside, Call, CallKind, CommInit, NcclCommunicator, Timeouts};
 pub(crate) use library::Buffers;
 pub use library::{Library, UniqueId};
-pub use release::{abandoned, exit_at_once, wait_for_release};
+pub use release::{abandoned, wait_for_release};

@@ -1,7 +1,5 @@
 //! The communicators of this process that NCCL has not released, at the end of the process.
-#![allow(unsafe_code, reason = "calls a function of the C library")]
 
-use std::ffi::c_int;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -50,16 +48,6 @@ pub fn wait_for_release(limit: Duration) -> bool {
         .wait_timeout_while(count(), limit, |count| *count > 0)
         .expect("nothing under this lock panics");
     *count == 0
-}
-
-/// Ends the process at once, without the destructors of libraries: those of CUDA and NCCL wait for
-/// a communicator that NCCL does not release.
-pub fn exit_at_once(code: i32) -> ! {
-    unsafe extern "C" {
-        fn _exit(code: c_int) -> !;
-    }
-    // SAFETY: the function has no preconditions.
-    unsafe { _exit(code) }
 }
 
 fn count() -> MutexGuard<'static, usize> {

@@ -43,12 +43,6 @@ impl HostGroup {
         self.gather(Kind::Device, block)
     }
 
-    /// Fails the group after the other backend has failed, so that the neighbours detect it.
-    pub(crate) fn fail(&mut self) {
-        self.failed = true;
-        self.registration.shut_down();
-    }
-
     /// Returns references to the links, which close when the last reference is dropped.
     pub(crate) fn shared_links(&self) -> Vec<Arc<Link>> {
         let links = self.links.iter().flat_map(|links| [&links.prev, &links.next]);
@@ -87,10 +81,5 @@ impl HostGroup {
         let neighbour = if gone == 0 { &links.prev } else { &links.next };
         let lost = LinkFault::Lost(ErrorKind::ConnectionAborted.into());
         Ok(WaitOutcome::NeighbourGone(neighbour.error(lost)))
-    }
-
-    /// Returns the error of a rank that sent invalid data.
-    pub(crate) fn protocol_error(&self, rank: usize, reason: String) -> CollectiveError {
-        CollectiveError::Protocol { rank, member: self.members[rank], reason }
     }
 }

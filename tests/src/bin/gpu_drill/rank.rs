@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaSlice;
 use elasticdl_collective::device::{Device, DeviceGroup, NcclOptions, NcclPolicy, Path};
-use elasticdl_collective::nccl::{NcclState, UniqueId, exit_at_once, wait_for_release};
+use elasticdl_collective::exit_at_once;
+use elasticdl_collective::nccl::{NcclState, UniqueId, wait_for_release};
 use elasticdl_collective::testing::{CopyBandwidth, RawCommunicator};
 use elasticdl_collective::{
     Communicator, Endpoint, EndpointOptions, Fence, GroupSpec, Member, Secret,
