@@ -67,6 +67,8 @@ pub struct Resume {
     pub membership: Option<Membership>,
     /// Number of f32 parameters of its model; `None` while it is being built.
     pub parameters: Option<u64>,
+    /// Whether it has been in a group whose members have agreed on a state.
+    pub holds_state: bool,
 }
 
 impl Resume {

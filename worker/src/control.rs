@@ -6,6 +6,7 @@
 //! what is sent to which master.
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -54,7 +55,8 @@ impl Control {
     /// No master answered, or it refused this worker; the text says which.
     pub(crate) fn open(environment: &Environment, address: SocketAddr) -> Result<Self, String> {
         let (to_trainer, inbox) = channel();
-        let (outbox, from_trainer) = mpsc::unbounded_channel();
+        let (messages, from_trainer) = mpsc::unbounded_channel();
+        let outbox = Outbox { messages, holds_state: Arc::default() };
         let (tell_welcome, welcome) = oneshot::channel();
         let fence = Arc::new(OnceLock::new());
         let progress = Arc::new(OnceLock::new());
@@ -66,6 +68,7 @@ impl Control {
             fence: Arc::clone(&fence),
             progress: Arc::clone(&progress),
             joiners: Arc::clone(&joiners),
+            holds_state: Arc::clone(&outbox.holds_state),
             storage: StorageReporter::default(),
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -79,7 +82,7 @@ impl Control {
         let welcome = welcome
             .blocking_recv()
             .unwrap_or_else(|_| Err("the control stream's thread ended".into()))?;
-        Ok(Self { welcome, inbox, outbox: Outbox(outbox), fence, progress, joiners, thread })
+        Ok(Self { welcome, inbox, outbox, fence, progress, joiners, thread })
     }
 
     /// Waits until all sent messages have reached the master, for at most a second.
@@ -96,6 +99,8 @@ struct Stream {
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
     joiners: Arc<OnceLock<Joiners>>,
+    /// Whether this worker's group has agreed on a state.
+    holds_state: Arc<AtomicBool>,
     /// Reports of waits for storage.
     storage: StorageReporter,
 }
@@ -304,6 +309,9 @@ impl Stream {
     ) -> Option<Link> {
         tracing::warn!(why, "lost the master");
         self.state.handle_stream_end();
+        if self.holds_state.load(Ordering::Relaxed) {
+            self.state.note_state();
+        }
         if self.state.is_leaving() {
             self.want_checkpoint();
         }

@@ -1,5 +1,7 @@
 //! Messages between the control stream and the trainer.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use elasticdl_proto::{MasterMessage, WorkerMessage};
@@ -17,12 +19,21 @@ pub(crate) enum ControlEvent {
 /// Channel from the trainer to the master. Sending never blocks; without a master the message is
 /// lost.
 #[derive(Clone, Debug)]
-pub(crate) struct Outbox(pub(crate) UnboundedSender<WorkerMessage>);
+pub(crate) struct Outbox {
+    pub(crate) messages: UnboundedSender<WorkerMessage>,
+    /// Whether this worker's group has agreed on a state.
+    pub(crate) holds_state: Arc<AtomicBool>,
+}
 
 impl Outbox {
     pub(crate) fn send(&self, message: WorkerMessage) {
         // The thread of the control stream ends the process when it fails, so a closed channel can
         // be ignored.
-        let _ = self.0.send(message);
+        let _ = self.messages.send(message);
+    }
+
+    /// Lets every later master know that this worker holds a state, whatever its trainer does then.
+    pub(crate) fn note_state(&self) {
+        self.holds_state.store(true, Ordering::Relaxed);
     }
 }

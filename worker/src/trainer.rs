@@ -261,6 +261,7 @@ impl<M: Model> Trainer<'_, M> {
     fn end_repair(&mut self) -> Result<(), Stopped> {
         self.checkpoints.store.prepare(self.tensors.group_mut()?.world_size());
         self.session.repaired();
+        self.outbox.note_state();
         self.export_best()?;
         self.gap.on_repaired(self.machine.now());
         if let Some(((generation, rank), group)) =

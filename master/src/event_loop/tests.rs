@@ -78,7 +78,12 @@ impl MasterFixture {
             launch: LaunchId(1),
             address: "127.0.0.1:9".parse().unwrap(),
             pid: 1,
-            resume: incarnation.map(|_| Resume { worker, membership: None, parameters: None }),
+            resume: incarnation.map(|_| Resume {
+                worker,
+                membership: None,
+                parameters: None,
+                holds_state: false,
+            }),
             incarnation: incarnation.unwrap_or_default(),
             location: Default::default(),
         };

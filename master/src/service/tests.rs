@@ -375,7 +375,8 @@ async fn a_hello_reaches_the_queue_with_every_field() {
     let mut fixture = ServerFixture::start().await;
     let members = vec![(WorkerId(1), "127.0.0.1:8".parse().unwrap())].into();
     let membership = Some(Membership { generation: Generation(5), members, abort: true });
-    let resume = Some(Resume { worker: WorkerId(3), membership, parameters: Some(9) });
+    let resume =
+        Some(Resume { worker: WorkerId(3), membership, parameters: Some(9), holds_state: true });
     let again = Hello { resume, incarnation: 2, ..valid_hello() };
     for sent in [valid_hello(), again] {
         let _stream = fixture.join(vec![JoinRequest::Hello(Box::new(sent.clone()))]).await;

@@ -61,11 +61,11 @@ fn hello(sent: v1::Hello) -> Checked<Hello> {
 }
 
 fn resume(resume: v1::Resume) -> Checked<Resume> {
-    let v1::Resume { worker, membership: known, parameters, incarnation: _ } = resume;
+    let v1::Resume { worker, membership: known, parameters, incarnation: _, holds_state } = resume;
     let parameters =
         parameters.map(|n| within("hello.resume.parameters", n, 1, PARAMETERS_MAX)).transpose()?;
     let membership = known.map(|m| membership("hello.resume.membership", &m)).transpose()?;
-    Ok(Resume { worker: WorkerId(worker), membership, parameters })
+    Ok(Resume { worker: WorkerId(worker), membership, parameters, holds_state })
 }
 
 fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {

@@ -32,11 +32,9 @@ pub(super) fn join_request(request: JoinRequest) -> v1::WorkerMessage {
 
 fn hello(hello: Hello) -> v1::Hello {
     let Hello { job, launch, address, pid, resume, incarnation, location } = hello;
-    let resume = resume.map(|Resume { worker, membership: known, parameters }| v1::Resume {
-        worker: worker.0,
-        membership: known.as_ref().map(membership),
-        parameters,
-        incarnation,
+    let resume = resume.map(|Resume { worker, membership: known, parameters, holds_state }| {
+        let membership = known.as_ref().map(membership);
+        v1::Resume { worker: worker.0, membership, parameters, incarnation, holds_state }
     });
     let Location { zone, rack, node } = location;
     let location = v1::Location { zone, rack, node };

@@ -233,8 +233,12 @@ fn every_message_of_a_worker_keeps_every_field() {
     );
     hello.incarnation = 3;
     hello.location = Location { zone: "z".into(), rack: "r".into(), node: "n".into() };
-    hello.resume =
-        Some(Resume { worker: WorkerId(8), membership: Some(membership()), parameters: Some(10) });
+    hello.resume = Some(Resume {
+        worker: WorkerId(8),
+        membership: Some(membership()),
+        parameters: Some(10),
+        holds_state: true,
+    });
     assert_eq!(
         received(JoinRequest::Hello(hello.clone().into())),
         JoinRequest::Hello(hello.into())
@@ -439,7 +443,7 @@ fn a_hello_or_welcome_out_of_bounds_is_refused_by_name() {
             |(worker, address): (u64, &&str)| v1::Member { worker, address: (*address).into() };
         let members = (1..).zip(addresses).map(member).collect();
         let membership = Some(v1::Membership { generation, members, abort: true });
-        v1::Resume { worker: 3, membership, parameters, incarnation: 0 }
+        v1::Resume { worker: 3, membership, parameters, ..v1::Resume::default() }
     };
     let mut twice = known(1, &["127.0.0.1:9", "127.0.0.1:8"], None);
     twice.membership.as_mut().unwrap().members[1].worker = 1;

@@ -259,16 +259,6 @@ impl World {
         self.oracle.coverage.hung += 1;
     }
 
-    /// Ends hung processes of which the next master does not know that they hold a state, as a user
-    /// would.
-    pub(super) fn end_hung(&mut self, record: &PersistedJob) {
-        for p in 0..self.processes.len() {
-            if self.processes[p].trainer.is_hung && !self.is_holder(record, p) {
-                self.clock.after(HUNG_US, Event::Die { p, signal: 9 });
-            }
-        }
-    }
-
     fn is_holder(&self, record: &PersistedJob, p: usize) -> bool {
         let record = serde_json::to_value(record).unwrap_or_default();
         let launch = self.processes[p].launch.0;
@@ -416,9 +406,6 @@ impl World {
 
 /// Duration of most transfers to joiners.
 const TRANSFER_US: Micros = 4000;
-
-/// How long a hung process lives that the next master does not know to hold a state.
-const HUNG_US: Micros = 5_000_000;
 
 const STORM_US: Micros = 60_000_000;
 

@@ -165,7 +165,6 @@ impl World {
         self.note_resumed(is_outdated, &launches);
         trace!(self, "master: another one resumes the job");
         self.master.incarnation += 1;
-        self.end_hung(&record);
         match Job::restore(record, self.time()) {
             Ok(job) => self.master.job = job,
             Err(wrong) => {

@@ -43,6 +43,11 @@ impl Model {
         self.parameters[parameter] ^= FLIPPED;
     }
 
+    /// Digest of the parameters without flipped bits.
+    pub(super) fn right_digest(&self) -> u64 {
+        digest(self.parameters.iter().map(|n| n % FLIPPED).collect::<Vec<_>>().iter())
+    }
+
     /// Whether a bit has flipped in these parameters.
     pub(super) fn is_wrong(&self) -> bool {
         self.parameters.iter().any(|&n| n >= FLIPPED)

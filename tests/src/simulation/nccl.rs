@@ -9,8 +9,8 @@
 //!   communicator is ready, and no rank has reported in this generation that it failed. Then all
 //!   ranks do have it.
 //! * A group of several ranks builds a communicator unless one of them knows of three generations
-//!   in which NCCL failed: from the header of a rank in a round, or from a step that failed without
-//!   the loss of a member.
+//!   in which NCCL failed: from the header of a rank in a round of equal replicas, or from a step
+//!   that failed without the loss of a member.
 
 use std::collections::BTreeSet;
 

@@ -234,7 +234,10 @@ impl World {
         let process = &mut self.processes[p];
         process.stream = Some(link);
         process.control = Control::Reconnecting { since, pause };
-        let Process { launch, control_state, .. } = process;
+        let Process { launch, control_state, trainer, .. } = process;
+        if trainer.holds_state() {
+            control_state.note_state();
+        }
         let hello =
             Packet::Hello(*launch, control_state.identity().cloned(), control_state.incarnation());
         self.send(link, p + 1, hello);

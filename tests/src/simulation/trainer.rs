@@ -323,11 +323,11 @@ impl World {
             Collective::Synchronize => self.synchronized(p, &done.notes),
             Collective::IdleRound => {
                 let headers = self.step_headers(&done.notes);
-                self.note_nccl_round(p, &headers);
                 let session = self.processes[p].trainer.session.as_mut();
                 if let Some(Err(mismatch)) = session.map(|s| s.headers_exchanged(&headers)) {
                     return self.differs(p, &mismatch);
                 }
+                self.note_nccl_round(p, &headers);
                 self.turn_later(p);
             }
             Collective::NcclId => self.begin_nccl(p),
@@ -337,11 +337,11 @@ impl World {
     fn stepped(&mut self, p: usize, notes: &[Option<Rc<Note>>]) {
         let headers = self.step_headers(notes);
         self.check_sum(p, &headers);
-        self.note_nccl_round(p, &headers);
         let session = self.processes[p].trainer.session.as_mut();
-        if let Some(Err(mismatch)) = session.map(|s| s.summed(headers, true)) {
+        if let Some(Err(mismatch)) = session.map(|s| s.summed(headers.clone(), true)) {
             return self.differs(p, &mismatch);
         }
+        self.note_nccl_round(p, &headers);
         self.turn_later(p);
     }
 

@@ -18,7 +18,8 @@ impl Control {
     /// The system refuses a thread.
     pub(crate) fn alone(welcome: Welcome, address: SocketAddr) -> Result<Self, String> {
         let (to_trainer, inbox) = channel();
-        let (outbox, mut from_trainer) = mpsc::unbounded_channel();
+        let (messages, mut from_trainer) = mpsc::unbounded_channel();
+        let outbox = Outbox { messages, holds_state: Arc::default() };
         let master = LoneMaster { worker: welcome.worker, address };
         let thread = std::thread::Builder::new()
             .name("control".into())
@@ -32,7 +33,7 @@ impl Control {
             })
             .map_err(|error| format!("no thread for the control stream: {error}"))?;
         let (fence, progress, joiners) = <(Arc<OnceLock<_>>, Arc<_>, Arc<_>)>::default();
-        Ok(Self { welcome, inbox, outbox: Outbox(outbox), fence, progress, joiners, thread })
+        Ok(Self { welcome, inbox, outbox, fence, progress, joiners, thread })
     }
 }
 

@@ -38,12 +38,12 @@ impl Master for TestMaster {
         &self,
         request: Request<Streaming<JoinRequest>>,
     ) -> Result<Response<Self::JoinStream>, Status> {
-        let number = self.count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let number = self.count.fetch_add(1, Ordering::Relaxed);
         if number >= self.refuse_from {
             return Err(Status::failed_precondition("no longer wanted"));
         }
         let (outgoing, incoming) = mpsc::unbounded_channel();
-        let incarnation = self.incarnation.load(std::sync::atomic::Ordering::Relaxed);
+        let incarnation = self.incarnation.load(Ordering::Relaxed);
         outgoing.send(Ok(JoinResponse::Welcome(Box::new(welcome(7, incarnation))))).unwrap();
         self.streams.lock().unwrap().insert(number, outgoing);
         let (received, mut stream) = (self.received.clone(), request.into_inner());
@@ -217,6 +217,7 @@ fn a_new_master_learns_the_workers_identity_and_gets_no_message_for_the_previous
     let control = Control::open(&fixture.environment, Fixture::address()).unwrap();
     assert_eq!(fixture.next(), (0, fixture.hello(None)));
     control.outbox.send(WorkerMessage::Ready { parameters: 5 });
+    control.outbox.note_state();
     assert_eq!(fixture.next_message(), (0, WorkerMessage::Ready { parameters: 5 }));
     fixture.send(0, MasterMessage::Membership(membership(3)));
     fixture.send(0, MasterMessage::Membership(membership(4)));
@@ -227,8 +228,12 @@ fn a_new_master_learns_the_workers_identity_and_gets_no_message_for_the_previous
     assert!(is_membership(&control.inbox.recv().unwrap()));
     fixture.end(0);
     assert_eq!(control.inbox.recv().unwrap(), ControlEvent::Reconnected);
-    let resume =
-        Resume { worker: WorkerId(7), membership: Some(membership(4)), parameters: Some(5) };
+    let resume = Resume {
+        worker: WorkerId(7),
+        membership: Some(membership(4)),
+        parameters: Some(5),
+        holds_state: true,
+    };
     assert_eq!(fixture.next(), (1, fixture.hello(Some(resume))));
     // The trainer has not read its inbox yet.
     control.outbox.send(lease_request(1));

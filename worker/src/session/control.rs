@@ -83,7 +83,8 @@ impl ControlState {
             return Err(WelcomeError::OlderMaster);
         }
         self.incarnation = welcome.incarnation;
-        self.identity.get_or_insert(Resume { worker, membership: None, parameters: None });
+        let (membership, parameters, holds_state) = (None, None, false);
+        self.identity.get_or_insert(Resume { worker, membership, parameters, holds_state });
         self.stream = Stream::Open { is_current: is_first };
         Ok(!is_first)
     }
@@ -136,6 +137,11 @@ impl ControlState {
     pub fn terminate(&mut self) -> Option<WorkerMessage> {
         self.is_leaving = true;
         (self.stream == Stream::Open { is_current: true }).then_some(WorkerMessage::Leaving)
+    }
+
+    /// This worker's group has agreed on a state.
+    pub fn note_state(&mut self) {
+        self.identity.iter_mut().for_each(|me| me.holds_state = true);
     }
 
     /// The stream has ended.

@@ -178,6 +178,12 @@ impl Job {
         }
         let Some(disconnected) = self.workers.get_disconnected(launch) else { return };
         let Some(worker) = self.workers.readmit(now, launch, address, pid) else { return };
+        if resume.holds_state
+            && disconnected.rank.is_some()
+            && let Some(w) = self.workers.get_mut(worker)
+        {
+            w.hold_state();
+        }
         self.reporting.lifetimes.connect(now, worker);
         if let Some(parameters) = resume.parameters.filter(|_| disconnected.rank.is_some()) {
             self.data.expect_parameters(parameters);

@@ -180,7 +180,8 @@ fn joiners_reconnect_too_and_receive_possibly_lost_messages_again() {
     connect(&mut job, 1);
     disconnect(&mut job, 1, 1);
     actions(&mut job);
-    let unprepared = Resume { worker: WorkerId(1), membership: None, parameters: None };
+    let unprepared =
+        Resume { worker: WorkerId(1), membership: None, parameters: None, holds_state: false };
     let return_unprepared = |job: &mut Job, i: u64| {
         let resume = Some(Resume { worker: WorkerId(i), ..unprepared.clone() });
         let (connection, launch, address) =

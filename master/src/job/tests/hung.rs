@@ -6,7 +6,7 @@ use elasticdl_proto::{Evaluated, Generation, WorkerId};
 
 use super::super::*;
 use super::directed::{actions, at, committed, finished, formed, started};
-use super::takeover::{reconnect, returned};
+use super::takeover::{reconnect, reconnect_as, returned};
 use crate::job::testing::spec;
 
 fn job(workers: u32, step_timeout: Option<u64>) -> Job {
@@ -320,15 +320,38 @@ fn an_only_member_that_does_not_report_to_the_next_master_gets_longer() {
     assert_eq!(asked_and_killed(&mut job), (vec![1], vec![1]));
 }
 
+/// The job, as its master persisted it before it learned that its group had formed.
+fn before_it_formed(job: &Job) -> PersistedJob {
+    let mut record = job.to_persisted();
+    record.formed = false;
+    record.launches.iter_mut().for_each(|l| l.holds_state = false);
+    record
+}
+
+#[test]
+fn a_member_that_says_that_it_holds_a_state_is_not_at_its_beginning() {
+    let former = job(3, Some(30));
+    let mut job = Job::restore(before_it_formed(&former), at(1000)).unwrap();
+    for worker in [1, 2, 3].map(WorkerId) {
+        let membership = Some(former.group.published().unwrap().clone());
+        // One that waits has not reached the end of the repair.
+        let holds_state = worker != WorkerId(1);
+        reconnect_as(
+            &mut job,
+            1000,
+            Resume { worker, membership, parameters: Some(10), holds_state },
+        );
+    }
+    pass(&mut job, (1, 34), &[1, 2, 3], &[(1, 1), (3, 1)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![2], vec![2]));
+}
+
 #[test]
 fn the_next_master_does_not_take_an_evaluation_or_a_beginning_for_a_step() {
     let waiting = [(1, 1), (3, 1)];
     let mut evaluates = job(3, Some(30));
     evaluates.spec.validation = Some(validation(None));
-    let mut begins = job(3, Some(30)).to_persisted();
-    begins.formed = false;
-    begins.launches.iter_mut().for_each(|l| l.holds_state = false);
-    let begins = Job::restore(begins, at(0)).unwrap();
+    let begins = Job::restore(before_it_formed(&job(3, Some(30))), at(0)).unwrap();
     for former in [evaluates, begins] {
         let mut job = taken_over(&former, &[1, 2, 3]);
         pass(&mut job, (1, 600), &[1, 2, 3], &waiting);

@@ -260,7 +260,8 @@ fn a_pod_is_not_killed_while_one_of_its_workers_finishes() {
 
 fn reconnect(job: &mut Job, ms: u64, i: u64, members: &[u64]) {
     let membership = Some(membership(1, members, true));
-    let resume = Some(Resume { worker: WorkerId(i), membership, parameters: Some(10) });
+    let resume =
+        Some(Resume { worker: WorkerId(i), membership, parameters: Some(10), holds_state: false });
     let (connection, launch, address, pid) =
         (ConnectionId(i), LaunchId(i), address(i), 100 + i as u32);
     job.handle(at(ms), Event::Connected { connection, launch, address, pid, resume });

@@ -24,7 +24,15 @@ pub(super) fn reconnect(job: &mut Job, ms: u64, i: u64, generation: u64) {
 }
 
 pub(super) fn reconnect_with(job: &mut Job, ms: u64, i: u64, membership: Option<Membership>) {
-    let resume = Resume { worker: WorkerId(i), membership, parameters: Some(10) };
+    reconnect_as(
+        job,
+        ms,
+        Resume { worker: WorkerId(i), membership, parameters: Some(10), holds_state: false },
+    );
+}
+
+pub(super) fn reconnect_as(job: &mut Job, ms: u64, resume: Resume) {
+    let i = resume.worker.0;
     let (connection, launch, address) = (ConnectionId(i), LaunchId(i), address(i));
     let pid = 100 + i as u32;
     job.handle(at(ms), Event::Connected { connection, launch, address, pid, resume: Some(resume) });

@@ -349,8 +349,8 @@ impl World {
             Op::Return(id) => {
                 let p = self.at(id);
                 let (worker, membership) = (p.worker.unwrap(), p.known_membership());
-                let resume =
-                    Some(Resume { worker, membership, parameters: p.prepared.then_some(10) });
+                let parameters = p.prepared.then_some(10);
+                let resume = Some(Resume { worker, membership, parameters, holds_state: false });
                 let address = SocketAddr::from(([127, 0, 0, 1], 1000 + id.0 as u16));
                 let (connection, pid) = (ConnectionId(id.0), id.0 as u32);
                 self.event(Event::Connected { connection, launch: id, address, pid, resume });

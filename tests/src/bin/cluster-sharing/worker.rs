@@ -70,7 +70,8 @@ pub(crate) async fn run(
     };
     let Some((stream, welcome)) = opened else { return EXIT_MASTER_LOST };
     let id = welcome.worker;
-    hello.resume = Some(Resume { worker: id, membership: None, parameters: None });
+    hello.resume =
+        Some(Resume { worker: id, membership: None, parameters: None, holds_state: false });
     let (exit, released) = oneshot::channel();
     let _ = job.group.send(GroupEvent::Joined(id, stream.outgoing.clone(), exit));
     let worker = Worker { hello, stream, welcome, job: Arc::clone(&job), end_at: None };

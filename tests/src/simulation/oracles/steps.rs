@@ -73,12 +73,17 @@ impl World {
     ) {
         self.check_program(p);
         let process = &self.processes[p];
-        if process.trainer.model.is_wrong() {
-            return;
-        }
         let (Some(worker), Some(state)) = (process.worker, process.trainer.state()) else { return };
         let (step, after, lineage) =
             (state.step, process.trainer.model.digest(), process.trainer.model.lineage);
+        if process.trainer.model.is_wrong() {
+            // Its reduced gradient is right, and may repair others.
+            let right = process.trainer.model.right_digest();
+            if let Some(history) = self.oracle.histories.get_mut(&generation.0) {
+                history.commits.entry(step).or_insert(right);
+            }
+            return;
+        }
         trace!(
             self,
             "{}: commits step {step} in generation {generation}, {after:016x}",

@@ -101,4 +101,10 @@ impl Trainer {
     pub(crate) fn state(&self) -> Option<&State> {
         self.session.as_ref().and_then(Session::state)
     }
+
+    /// Whether a group of this worker has agreed on its state.
+    pub(crate) fn holds_state(&self) -> bool {
+        let state = self.session.as_ref().and_then(|session| session.sync_header(0).state);
+        state.is_some_and(|state| state.was_in_group)
+    }
 }
