@@ -47,6 +47,23 @@ pub trait Communicator {
         dst: &mut [f32],
     ) -> Result<Vec<Vec<u8>>, CollectiveError>;
 
+    /// Gives every rank its element of `send`, and replaces `receive` with the payloads that all
+    /// ranks give to this one, in rank order. A receiver needs to know no length beforehand.
+    ///
+    /// `send`: one payload per rank, of at most [`PAYLOAD_BYTES_MAX`] bytes; lengths may differ,
+    /// and the payload for this rank itself is copied. `receive`: its allocations are reused.
+    /// Payloads are bytes without an alignment; numbers are read with `from_le_bytes`. Traffic per
+    /// rank: what it gives to other ranks, and what it gets from them, once each.
+    ///
+    /// # Errors
+    /// [`CollectiveError`]; `receive` then holds unspecified values. The operation may have
+    /// succeeded on other ranks.
+    fn exchange(
+        &mut self,
+        send: &[&[u8]],
+        receive: &mut Vec<Vec<u8>>,
+    ) -> Result<(), CollectiveError>;
+
     /// Replaces `bytes` on every rank with those of rank `root`.
     ///
     /// `bytes`: on `root` at most [`BROADCAST_BYTES_MAX`] bytes; on other ranks the previous
@@ -74,3 +91,25 @@ pub const BLOCK_BYTES_MAX: usize = 16 << 20;
 
 /// Largest `broadcast_bytes`, in bytes: 1 GiB.
 pub const BROADCAST_BYTES_MAX: usize = 1 << 30;
+
+/// Largest payload from one rank to another in an exchange, in bytes: 1 GiB.
+pub const PAYLOAD_BYTES_MAX: usize = 1 << 30;
+
+/// Checks the payloads of an exchange, one for each of `world` ranks.
+///
+/// # Errors
+/// [`CollectiveError::Invalid`].
+pub(crate) fn check_payloads(send: &[&[u8]], world: usize) -> Result<(), CollectiveError> {
+    let too_long = send.iter().position(|payload| payload.len() > PAYLOAD_BYTES_MAX);
+    let reason = match too_long {
+        Some(rank) => format!(
+            "a payload of {} bytes for rank {rank}; the limit is {PAYLOAD_BYTES_MAX}",
+            send[rank].len()
+        ),
+        None if send.len() != world => {
+            format!("{} payloads in a group of {world}; each rank gets one", send.len())
+        }
+        None => return Ok(()),
+    };
+    Err(CollectiveError::Invalid(reason))
+}

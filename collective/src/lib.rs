@@ -42,7 +42,7 @@
 //!   device     GPU buffers; nccl
 //!   group      endpoint, groups of one generation, choice of the transport
 //!   state      state transfer to joiners
-//!   shm        all-reduce in shared memory, and of hosts that each share memory
+//!   shm        all-reduce and exchange in shared memory, and of hosts that each share memory
 //!   transfer   the loops that run an operation over the links of a rank
 //!   net        links: dialling, handshake, fence, frames, waits
 //!   algorithm  pure: schedules, chunks, topology, payload, data types on the wire
@@ -77,7 +77,7 @@ pub mod testing;
 mod transfer;
 
 pub use algorithm::wire_dtype::WireDtype;
-pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator};
+pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator, PAYLOAD_BYTES_MAX};
 pub use device::nccl;
 pub use error::{CollectiveError, FetchError};
 pub use exit::exit_at_once;

@@ -289,6 +289,14 @@ mod tests {
             self.0.all_reduce(header, src, dst)
         }
 
+        fn exchange(
+            &mut self,
+            send: &[&[u8]],
+            receive: &mut Vec<Vec<u8>>,
+        ) -> Result<(), CollectiveError> {
+            self.0.exchange(send, receive)
+        }
+
         fn broadcast_bytes(
             &mut self,
             root: usize,

@@ -72,7 +72,7 @@ impl Attempt<'_> {
                 Purpose::Channel(number) => {
                     rings.channels.insert(number, links);
                 }
-                Purpose::State => {}
+                Purpose::Pair | Purpose::State => {}
             }
         }
         Ok(rings)
@@ -137,7 +137,7 @@ impl Attempt<'_> {
     }
 
     /// Dials the next member and sends the hello.
-    fn dial_next(&self) -> Result<DialledLink, CollectiveError> {
+    pub(super) fn dial_next(&self) -> Result<DialledLink, CollectiveError> {
         let peer = self.group.members[self.next];
         let socket = self.dial_within_limit(peer.address).map_err(|error| match error {
             DialError::Ended(error) => error,
@@ -158,7 +158,7 @@ impl Attempt<'_> {
             .map_err(|source| self.lost(self.next, source))
     }
 
-    fn refused(&self, error: DialledError) -> CollectiveError {
+    pub(super) fn refused(&self, error: DialledError) -> CollectiveError {
         match error {
             DialledError::Lost(source) => self.lost(self.next, source),
             DialledError::Unauthenticated => CollectiveError::Unauthenticated {

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::attempt::{Attempt, Rings, Until};
 use super::host_group::{EncryptedLinks, TransportPlan};
+use super::pairs::PairDialler;
 use crate::algorithm::hosts::Hosts;
 use crate::net::acceptor::{Acceptor, Identity};
 use crate::net::dialled::{DialledError, DialledLink, LinkRequest};
@@ -239,11 +240,14 @@ impl Endpoint {
         let rings = Attempt::run_all(attempts).inspect_err(|_| registration.shut_down())?;
         let Rings { ring, host_ring, leaders, channels } = rings;
         let plan = may_share.then_some(TransportPlan { hosts, host_ring, leaders });
+        let (identity, dial_limit) = (self.identity.clone(), self.dial_limit);
+        let dialler = PairDialler { identity, group: group.clone(), dial_limit };
         let group = HostGroup::new(registration, self.progress(), rank, members, ring)
             .with_extra_channels(channels.into_values().collect())
             .with_wire_dtype(self.wire_dtype)
             .with_encrypted_links(encrypted)
-            .with_transport_plan(plan);
+            .with_transport_plan(plan)
+            .with_pair_dialler(dialler);
         Ok(group)
     }
 

@@ -1,6 +1,7 @@
 //! The operations of a rank on host memory: their order, their checks, and the choice of the
 //! transport.
 
+use std::io::ErrorKind;
 use std::iter;
 use std::mem;
 
@@ -8,12 +9,13 @@ use crate::algorithm::chunk::chunk;
 use crate::algorithm::payload::{Body, Halves, Payload};
 use crate::algorithm::schedule::{RankInfo, Schedule, Span};
 use crate::algorithm::wire_dtype::Half;
+use crate::group::pairs::{FurtherLinks, PairDialler};
 use crate::net::fence::GroupRegistration;
 use crate::net::frame::{Kind, OpTag};
 use crate::net::neighbours::{LinkFault, Links};
 use crate::net::progress::Progress;
 use crate::transfer::chain::{self, ChainReduce};
-use crate::transfer::{self, Fault, Transfer};
+use crate::transfer::{self, Fault, LocalFault, Transfer};
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
 
 #[cfg(feature = "gpu")]
@@ -23,8 +25,10 @@ mod alongside;
 pub(crate) use alongside::WaitOutcome;
 
 /// Group of one generation on host memory. Its ranks form a ring of TCP links: each rank has a link
-/// to the next rank and one from the previous rank. All-reduces also use [shared memory](Transport)
-/// inside hosts.
+/// to the next rank and one from the previous rank. All-reduces and exchanges also use [shared
+/// memory](Transport) inside hosts, and exchanges direct links between all other ranks, which are
+/// built before the first one: an older group that has not exchanged yet can't once a newer one
+/// exists.
 ///
 /// A group of one rank is an ordinary case: no links, and operations copy.
 ///
@@ -54,6 +58,7 @@ pub struct HostGroup {
     /// Size from which an all-reduce uses the ring algorithm; identical on every rank.
     ring_bytes_min: usize,
     encrypted: EncryptedLinks,
+    further: FurtherLinks,
 }
 
 /// Which links of a group are encrypted.
@@ -70,7 +75,7 @@ pub enum EncryptedLinks {
     NotNeeded,
 }
 
-/// Transport of all-reduces. All other operations use the ring of TCP links.
+/// Transport of all-reduces and exchanges. All other operations use the ring of TCP links.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Transport {
     /// Shared memory between members on one host, TCP between hosts. Members can share memory if
@@ -107,6 +112,7 @@ impl HostGroup {
             shm: ShmState::default(),
             ring_bytes_min: ring_bytes_min(rank_info.world),
             encrypted: EncryptedLinks::default(),
+            further: FurtherLinks::default(),
         }
     }
 
@@ -122,10 +128,21 @@ impl HostGroup {
         Self { encrypted, ..self }
     }
 
+    pub(crate) fn with_pair_dialler(self, dialler: PairDialler) -> Self {
+        let further = FurtherLinks { dialler: Some(dialler), ..FurtherLinks::default() };
+        Self { further, ..self }
+    }
+
     /// Which links of the group are encrypted.
     #[must_use]
     pub fn encrypted_links(&self) -> EncryptedLinks {
         self.encrypted
+    }
+
+    /// Number of links to ranks that are no neighbours in the ring.
+    #[cfg(test)]
+    pub(crate) fn further_links(&self) -> usize {
+        self.further.links.len()
     }
 
     #[cfg(test)]
@@ -274,13 +291,27 @@ impl HostGroup {
         self.fail();
         // A link that the fence has shut down looks like a lost peer.
         self.registration.check()?;
-        let links = self.links.as_ref().expect("an operation without links cannot fail");
-        Err(match fault {
-            Fault::Local(_) => unreachable!("only operations in shared memory have local faults"),
-            Fault::Next(fault) => links.next.error(fault),
-            Fault::Prev(fault) => links.prev.error(fault),
+        Err(self.error(fault, self.links.as_ref()))
+    }
+
+    /// Returns the error of an operation that a fault has ended. `ring`: the ring whose neighbours
+    /// the operation used.
+    fn error(&self, fault: Fault, ring: Option<&Links>) -> CollectiveError {
+        let ring = || ring.expect("only an operation on a ring has faults of its neighbours");
+        match fault {
+            Fault::Local(LocalFault::Aborted) => {
+                CollectiveError::Aborted { generation: self.generation() }
+            }
+            Fault::Local(LocalFault::Broken(rank, reason)) => self.protocol_error(rank, reason),
+            Fault::Local(LocalFault::Lost(rank)) => {
+                let lost = LinkFault::Lost(ErrorKind::ConnectionAborted.into());
+                lost.error(rank, self.members[rank])
+            }
+            Fault::Next(fault) => ring().next.error(fault),
+            Fault::Prev(fault) => ring().prev.error(fault),
+            Fault::Rank(rank, fault) => fault.error(rank, self.members[rank]),
             Fault::Wait(source) => CollectiveError::Io { action: "wait for a peer", source },
-        })
+        }
     }
 }
 
@@ -349,6 +380,14 @@ impl Communicator for HostGroup {
                 Ok(notes)
             }
         }
+    }
+
+    fn exchange(
+        &mut self,
+        send: &[&[u8]],
+        receive: &mut Vec<Vec<u8>>,
+    ) -> Result<(), CollectiveError> {
+        self.exchange_payloads(send, receive)
     }
 
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {

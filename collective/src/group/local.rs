@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
+use crate::communicator::check_payloads;
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator};
 
 /// One rank of an in-process group: threads that synchronize under a lock. For tests of code that
@@ -44,7 +45,7 @@ impl LocalRank {
 
     /// Waits for all ranks in the next operation, and returns the contributions of all ranks in
     /// rank order.
-    fn exchange(&mut self, own: Part) -> Result<Arc<Vec<Part>>, CollectiveError> {
+    fn meet(&mut self, own: Part) -> Result<Arc<Vec<Part>>, CollectiveError> {
         let sequence = self.sequence;
         self.sequence += 1;
         let mut state = self.group.lock();
@@ -140,8 +141,8 @@ impl Communicator for LocalRank {
 
     fn all_gather(&mut self, block: &[u8]) -> Result<Vec<Vec<u8>>, CollectiveError> {
         check_block(block)?;
-        let part = Part { kind: "all-gather", len: 0, bytes: block.to_vec(), floats: Vec::new() };
-        Ok(self.exchange(part)?.iter().map(|part| part.bytes.clone()).collect())
+        let part = Part { bytes: block.to_vec(), ..Part::new("all-gather", 0) };
+        Ok(self.meet(part)?.iter().map(|part| part.bytes.clone()).collect())
     }
 
     fn all_reduce(
@@ -156,17 +157,28 @@ impl Communicator for LocalRank {
             return Err(CollectiveError::Invalid(reason));
         }
         let part = Part {
-            kind: "all-reduce",
-            len: src.len(),
             bytes: header.to_vec(),
             floats: src.to_vec(),
+            ..Part::new("all-reduce", src.len())
         };
-        let all = self.exchange(part)?;
+        let all = self.meet(part)?;
         dst.copy_from_slice(&all[0].floats);
         for part in &all[1..] {
             dst.iter_mut().zip(&part.floats).for_each(|(sum, part)| *sum += part);
         }
         Ok(all.iter().map(|part| part.bytes.clone()).collect())
+    }
+
+    fn exchange(
+        &mut self,
+        send: &[&[u8]],
+        receive: &mut Vec<Vec<u8>>,
+    ) -> Result<(), CollectiveError> {
+        check_payloads(send, self.world_size())?;
+        let payloads = send.iter().map(|payload| payload.to_vec()).collect();
+        let all = self.meet(Part { payloads, ..Part::new("exchange", 0) })?;
+        *receive = all.iter().map(|part| part.payloads[self.rank].clone()).collect();
+        Ok(())
     }
 
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
@@ -177,12 +189,7 @@ impl Communicator for LocalRank {
             return Err(CollectiveError::Invalid(reason));
         }
         let own = if root == self.rank { bytes.clone() } else { Vec::new() };
-        let all = self.exchange(Part {
-            kind: "broadcast of bytes",
-            len: root,
-            bytes: own,
-            floats: Vec::new(),
-        })?;
+        let all = self.meet(Part { bytes: own, ..Part::new("broadcast of bytes", root) })?;
         bytes.clone_from(&all[root].bytes);
         Ok(())
     }
@@ -190,12 +197,7 @@ impl Communicator for LocalRank {
     fn broadcast(&mut self, root: usize, buf: &mut [f32]) -> Result<(), CollectiveError> {
         self.check_root(root)?;
         let own = if root == self.rank { buf.to_vec() } else { Vec::new() };
-        let all = self.exchange(Part {
-            kind: "broadcast",
-            len: buf.len(),
-            bytes: Vec::new(),
-            floats: own,
-        })?;
+        let all = self.meet(Part { floats: own, ..Part::new("broadcast", buf.len()) })?;
         if all[root].floats.len() != buf.len() {
             let reason = "the root's buffer has another length".to_owned();
             return Err(CollectiveError::Protocol { rank: root, member: root as u64, reason });
@@ -258,6 +260,14 @@ struct Part {
     len: usize,
     bytes: Vec<u8>,
     floats: Vec<f32>,
+    /// Payloads by receiver.
+    payloads: Vec<Vec<u8>>,
+}
+
+impl Part {
+    fn new(kind: &'static str, len: usize) -> Self {
+        Self { kind, len, bytes: Vec::new(), floats: Vec::new(), payloads: Vec::new() }
+    }
 }
 
 fn check_block(block: &[u8]) -> Result<(), CollectiveError> {

@@ -30,6 +30,8 @@ pub struct Admission<L> {
     floor: u64,
     /// Newest generation of which a group was begun.
     newest: u64,
+    /// Dials between pairs of generations below this one are refused: their groups have ended.
+    pairs_floor: u64,
     /// Dials of the newest generation that were taken.
     taken: Vec<DialKey>,
     /// Pending dials, oldest first.
@@ -55,7 +57,7 @@ pub enum Refusal {
 
 impl<L> Default for Admission<L> {
     fn default() -> Self {
-        Self { floor: 0, newest: 0, taken: Vec::new(), pending: VecDeque::new() }
+        Self { floor: 0, newest: 0, pairs_floor: 0, taken: Vec::new(), pending: VecDeque::new() }
     }
 }
 
@@ -89,6 +91,14 @@ impl<L> Admission<L> {
         Ok(self.drop_before(generation))
     }
 
+    /// Ends the group of `generation`, which takes no dials between pairs any more: the dialling
+    /// member would wait for it. Returns the dropped links.
+    pub fn end_pairs(&mut self, generation: u64) -> Vec<L> {
+        self.pairs_floor = self.pairs_floor.max(generation.saturating_add(1));
+        let floor = self.pairs_floor;
+        self.drop_if(|dial| dial.key.purpose == Purpose::Pair && dial.key.generation < floor)
+    }
+
     /// Checks that dials of `generation` are not too old.
     ///
     /// # Errors
@@ -105,6 +115,9 @@ impl<L> Admission<L> {
     /// [`Refusal`].
     pub fn admit(&mut self, key: DialKey, link: L, now: Duration) -> Result<Vec<L>, Refusal> {
         self.check(key.generation)?;
+        if key.purpose == Purpose::Pair && key.generation < self.pairs_floor {
+            return Err(Refusal::TooOld);
+        }
         if self.taken.contains(&key) {
             return Err(Refusal::Duplicate);
         }
@@ -162,9 +175,10 @@ struct PendingDial<L> {
     received_at: Duration,
 }
 
-/// Maximum number of pending dials. The previous member dials once per generation, and few
-/// generations are ahead at any time.
-pub const PENDING_DIALS_MAX: usize = 64;
+/// Maximum number of pending dials, as many as a group has members. Half of these may dial for an
+/// exchange that this one has not begun, its neighbours dial for each ring, and few generations are
+/// ahead at any time.
+pub const PENDING_DIALS_MAX: usize = 4096;
 
 /// Lifetime of a pending dial: longer than the skew of members at a change of generation, which is
 /// at most a step or two, and steps may take minutes.
@@ -230,20 +244,36 @@ mod tests {
     }
 
     #[test]
+    fn a_group_that_has_ended_takes_no_more_pairs() {
+        let mut admission = Admission::default();
+        let pair = |generation| DialKey { purpose: Purpose::Pair, ..key(generation, 7) };
+        for generation in [2, 3] {
+            admission.admit(key(generation, 7), 'r', T0).unwrap();
+            admission.admit(pair(generation), 'p', T0).unwrap();
+        }
+        assert_eq!(admission.end_pairs(2), ['p']);
+        assert_eq!(admission.end_pairs(1), []);
+        assert_eq!(admission.admit(pair(2), 'q', T0), Err(Refusal::TooOld));
+        assert_eq!(admission.take(key(2, 7)), Some('r'));
+        assert_eq!(admission.take(pair(3)), Some('p'));
+    }
+
+    #[test]
     fn the_number_and_age_of_dials_are_limited() {
         let mut admission = Admission::default();
+        let at = |millis| T0 + Duration::from_millis(millis);
         for member in 0..PENDING_DIALS_MAX as u64 {
-            admission.admit(key(1, member), member, T0 + Duration::from_secs(member)).unwrap();
+            admission.admit(key(1, member), member, at(member)).unwrap();
         }
         let last = PENDING_DIALS_MAX as u64;
-        let now = T0 + Duration::from_secs(last);
+        let now = at(last);
         assert_eq!(admission.admit(key(1, last), last, now), Ok(vec![0]), "the oldest is dropped");
         assert_eq!(admission.pending(), PENDING_DIALS_MAX);
-        let first = T0 + Duration::from_secs(1) + PENDING_DIAL_TIME_MAX;
+        let first = at(1) + PENDING_DIAL_TIME_MAX;
         assert_eq!(admission.next_expiry(), Some(first));
         assert_eq!(admission.expire(first - Duration::from_nanos(1)), []);
         assert_eq!(admission.expire(first), [1]);
-        assert_eq!(admission.next_expiry(), Some(first + Duration::from_secs(1)));
+        assert_eq!(admission.next_expiry(), Some(first + Duration::from_millis(1)));
         assert_eq!(admission.expire(first * 2).len(), PENDING_DIALS_MAX - 1);
         assert_eq!(admission.next_expiry(), None);
     }

@@ -177,7 +177,9 @@ impl GroupRegistration {
 
     /// Shuts down the links. The neighbours detect it even if this rank neither reads nor writes.
     pub(crate) fn shut_down(&self) {
-        if let Some(entry) = self.fence.lock().entries.get(&self.id) {
+        let mut state = self.fence.lock();
+        state.admission.end_pairs(self.generation);
+        if let Some(entry) = state.entries.get(&self.id) {
             entry.shut_down();
         }
     }
@@ -185,7 +187,9 @@ impl GroupRegistration {
 
 impl Drop for GroupRegistration {
     fn drop(&mut self) {
-        self.fence.lock().entries.remove(&self.id);
+        let mut state = self.fence.lock();
+        state.admission.end_pairs(self.generation);
+        state.entries.remove(&self.id);
     }
 }
 

@@ -7,7 +7,7 @@
 //!
 //! All fields are little endian. The body holds elements of the operation's buffer in their memory
 //! representation, little endian: f32, or 16-bit elements if the kind says so. The note is the
-//! caller's header of an all-reduce or block of an all-gather.
+//! caller's header of an all-reduce, block of an all-gather or payload of an exchange.
 //!
 //! **Invariant:** a receiver knows every field but the length of the note beforehand, and accepts
 //! no other value.
@@ -53,6 +53,8 @@ pub(crate) enum Kind {
     BroadcastBytes = 5,
     /// Headers of an operation on device memory.
     Device = 16,
+    /// Payload of an exchange, as the note.
+    Exchange = 9,
     /// Negotiation of the transport.
     Negotiation = 8,
 }
@@ -136,7 +138,7 @@ impl TryFrom<u32> for Kind {
     fn try_from(number: u32) -> Result<Self, String> {
         use Kind::{
             AllGather, AllReduce, AllReduceBf16, AllReduceF16, Announcement, Broadcast,
-            BroadcastBytes, Device, Negotiation,
+            BroadcastBytes, Device, Exchange, Negotiation,
         };
         [
             AllGather,
@@ -147,6 +149,7 @@ impl TryFrom<u32> for Kind {
             Broadcast,
             BroadcastBytes,
             Device,
+            Exchange,
             Negotiation,
         ]
         .into_iter()

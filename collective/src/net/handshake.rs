@@ -50,6 +50,8 @@ pub enum Purpose {
     Host,
     /// Link of the ring of the hosts' leaders.
     Leaders,
+    /// Link between two ranks that are no neighbours in a ring, used in both directions.
+    Pair,
     /// Link of the ring of a generation.
     Ring,
     /// Link for a state transfer, independent of the generation.
@@ -198,7 +200,7 @@ impl Hello {
 
     fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, HandshakeError> {
         let channels = (1..CHANNELS_MAX).map(Purpose::Channel);
-        let purpose = [Purpose::Host, Purpose::Leaders, Purpose::Ring, Purpose::State]
+        let purpose = Purpose::UNNUMBERED
             .into_iter()
             .chain(channels)
             .find(|purpose| bytes[..2] == purpose.code())
@@ -226,10 +228,13 @@ impl Hello {
 }
 
 impl Purpose {
+    const UNNUMBERED: [Self; 5] = [Self::Host, Self::Leaders, Self::Pair, Self::Ring, Self::State];
+
     fn code(self) -> [u8; 2] {
         match self {
             Self::Host => [1, 0],
             Self::Leaders => [2, 0],
+            Self::Pair => [6, 0],
             Self::Ring => [3, 0],
             Self::State => [4, 0],
             Self::Channel(number) => [5, number],
@@ -311,8 +316,8 @@ mod tests {
 
     #[test]
     fn both_sides_agree_on_the_hello_and_on_keys() {
-        let purposes = [Purpose::Host, Purpose::Leaders, Purpose::Ring, Purpose::State];
-        let purposes = purposes.into_iter().chain((1..CHANNELS_MAX).map(Purpose::Channel));
+        let channels = (1..CHANNELS_MAX).map(Purpose::Channel);
+        let purposes = Purpose::UNNUMBERED.into_iter().chain(channels);
         for (purpose, is_encrypted) in
             purposes.flat_map(|purpose| [(purpose, false), (purpose, true)])
         {

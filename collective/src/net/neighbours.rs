@@ -41,10 +41,16 @@ impl From<io::Error> for LinkFault {
 impl Neighbour {
     /// Returns the error of an operation that this fault of the neighbour's link has ended.
     pub(crate) fn error(&self, fault: LinkFault) -> CollectiveError {
-        let Self { rank, member, .. } = *self;
-        match fault {
-            LinkFault::Broken(reason) => CollectiveError::Protocol { rank, member, reason },
-            LinkFault::Lost(source) => CollectiveError::PeerLost { rank, member, source },
+        fault.error(self.rank, self.member)
+    }
+}
+
+impl LinkFault {
+    /// Returns the error of an operation that this fault of a link to `rank` has ended.
+    pub(crate) fn error(self, rank: usize, member: u64) -> CollectiveError {
+        match self {
+            Self::Broken(reason) => CollectiveError::Protocol { rank, member, reason },
+            Self::Lost(source) => CollectiveError::PeerLost { rank, member, source },
         }
     }
 }

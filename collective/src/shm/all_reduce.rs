@@ -25,13 +25,14 @@
 
 use std::ops::Range;
 
+use super::mailboxes::{Mail, MailPlace, Mailboxes};
 use super::notes::Notes;
 use super::op_headers::OpHeaders;
 use super::region::CounterSlot::{Begun, InputWritten, Reduced};
-use super::region::{CounterSlot, Scope, SharedRegion, WaitCondition, WaitContext};
+use super::region::{CounterSlot, LINE_BYTES, Scope, SharedRegion, WaitCondition, WaitContext};
 use crate::algorithm::chunk::chunk;
 use crate::algorithm::schedule::RankInfo;
-use crate::transfer::LocalFault;
+use crate::transfer::{LocalFault, Pair};
 
 /// Shared memory of a group, from the view of one rank.
 #[derive(Debug)]
@@ -69,6 +70,18 @@ impl ShmGroup {
             self.region.fail();
         }
         result
+    }
+
+    /// Begins an exchange.
+    pub(crate) fn begin_exchange<'a>(
+        &'a mut self,
+        context: WaitContext<'a>,
+        pairs: Vec<Pair<'a>>,
+    ) -> Mail<'a> {
+        let (op_headers, mailboxes) = (self.layout.op_headers(), self.layout.mailboxes());
+        let place = MailPlace { op_headers, mailboxes, operation: self.operations };
+        self.operations += 1;
+        Mail::begin(&self.region, place, context, pairs)
     }
 
     fn sum(
@@ -237,13 +250,14 @@ impl Layout {
         self.input(self.world, 0) + (rank * SLOTS as usize + (block % SLOTS) as usize) * bytes
     }
 
+    fn mailboxes(self) -> Mailboxes {
+        Mailboxes::new(self.output(self.world, 0), self.world)
+    }
+
     fn end(self) -> usize {
-        self.output(self.world, 0)
+        self.mailboxes().end()
     }
 }
-
-/// Two cache lines, which are prefetched together.
-const LINE_BYTES: usize = 128;
 
 /// Largest sum in which every rank reduces the whole buffer.
 const SMALL_BYTES: usize = 16 << 10;
@@ -301,6 +315,7 @@ mod tests {
                         let (registration, progress) = (&registration, &progress);
                         let context = WaitContext {
                             host: None,
+                            ring: None,
                             registration,
                             progress,
                             sequence: sequence as u64,

@@ -37,6 +37,7 @@ use std::ops::Range;
 use super::all_reduce::{BLOCK_LEN_MAX, SLOTS};
 use super::host_region::HostRegion;
 use super::leader_side::LeaderSide;
+use super::mailboxes::Mail;
 use super::notes::Notes;
 use super::op_headers::NOTE_BYTES;
 use super::region::{SharedRegion, WaitContext};
@@ -47,7 +48,7 @@ use crate::algorithm::schedule::{RankInfo, Schedule, Span};
 use crate::algorithm::wire_dtype::Half;
 use crate::net::frame::OpTag;
 use crate::net::neighbours::{LinkFault, Links};
-use crate::transfer::{Fault, HostStage, LocalFault, Transfer};
+use crate::transfer::{Fault, HostStage, LocalFault, Pair, Transfer};
 
 /// Hierarchical all-reduce, from the view of one rank.
 #[derive(Debug)]
@@ -97,6 +98,15 @@ impl Hierarchy {
             host_region.region.fail();
         }
         result
+    }
+
+    /// Begins the part of an exchange among the ranks of this host; `None` if there is only one.
+    pub(crate) fn begin_exchange<'a>(
+        &'a mut self,
+        context: WaitContext<'a>,
+        pairs: Vec<Pair<'a>>,
+    ) -> Option<Mail<'a>> {
+        Some(self.host_region.as_mut()?.begin_exchange(context, pairs))
     }
 
     fn run_leader(

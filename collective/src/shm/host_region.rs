@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use super::all_reduce::{BLOCK_BYTES, SLOTS, add};
+use super::mailboxes::{Mail, MailPlace, Mailboxes};
 use super::notes::{ALL_NOTES_BYTES, Notes};
 use super::op_headers::OpHeaders;
 use super::region::CounterSlot::{
@@ -11,7 +12,7 @@ use super::region::CounterSlot::{
 };
 use super::region::{CounterSlot, Scope, SharedRegion, WaitCondition, WaitContext};
 use crate::algorithm::chunk::chunk;
-use crate::transfer::LocalFault;
+use crate::transfer::{LocalFault, Pair};
 
 /// Region of a host, from the view of one rank.
 #[derive(Debug)]
@@ -48,6 +49,18 @@ impl HostRegion {
         self.region.publish(Begun, operation + 1);
         self.wait(context, Scope::All, Begun, operation + 1)?;
         self.layout.op_headers().collect(&self.region, context, operation, len)
+    }
+
+    /// Begins an exchange.
+    pub(super) fn begin_exchange<'a>(
+        &'a mut self,
+        context: WaitContext<'a>,
+        pairs: Vec<Pair<'a>>,
+    ) -> Mail<'a> {
+        let (op_headers, mailboxes) = (self.layout.op_headers(), self.layout.mailboxes());
+        let place = MailPlace { op_headers, mailboxes, operation: self.operations };
+        self.operations += 1;
+        Mail::begin(&self.region, place, context, pairs)
     }
 
     pub(super) fn write_input(
@@ -170,8 +183,12 @@ impl Layout {
         self.sum(0) + self.slot(1, block)
     }
 
+    fn mailboxes(self) -> Mailboxes {
+        Mailboxes::new(self.sum(0) + self.slot(2, 0), self.world)
+    }
+
     fn end(self) -> usize {
-        self.sum(0) + self.slot(2, 0)
+        self.mailboxes().end()
     }
 
     fn slot(self, column: u64, block: u64) -> usize {

@@ -46,7 +46,7 @@ impl<'a> LeaderSide<'a> {
         Self {
             host_region,
             context,
-            link_monitor: LinkMonitor::new(context.host, context.sequence),
+            link_monitor: LinkMonitor::new([context.host, None], |_| true, context.sequence),
             own,
             segment_len,
             own_summed: 0,

@@ -25,12 +25,17 @@ struct Watched<'a> {
 }
 
 impl<'a> LinkMonitor<'a> {
-    /// `host`: links of the ring of this host's ranks. `sequence`: number of the operation.
-    pub(crate) fn new(host: Option<&'a Links>, sequence: u64) -> Self {
+    /// Monitors those of `rings` that are links to ranks of the host. `sequence`: number of the
+    /// operation.
+    pub(crate) fn new(
+        rings: [Option<&'a Links>; 2],
+        of_host: impl Fn(usize) -> bool,
+        sequence: u64,
+    ) -> Self {
         let flags = PollFlags::IN | PollFlags::RDHUP;
-        let both = |links: &'a Links| [&links.next, &links.prev];
-        let watched = host.into_iter().flat_map(both).map(|neighbour| Watched { neighbour, flags });
-        let watched = watched.collect();
+        let links = rings.into_iter().flatten().flat_map(|links| [&links.next, &links.prev]);
+        let watched = links.filter(|neighbour| of_host(neighbour.rank));
+        let watched = watched.map(|neighbour| Watched { neighbour, flags }).collect();
         Self { watched, sequence }
     }
 
@@ -90,9 +95,10 @@ fn disagreement(link: &Link, sequence: u64) -> Option<Option<String>> {
     }
     Some(match Frame::decode(&header) {
         Ok(frame) if frame.sequence != sequence => None,
-        Ok(frame) => {
-            Some(format!("expected a sum over shared memory, got a frame of {:?}", frame.kind))
-        }
+        Ok(frame) => Some(format!(
+            "expected an operation over shared memory, got a frame of {:?}",
+            frame.kind
+        )),
         Err(reason) => Some(reason),
     })
 }

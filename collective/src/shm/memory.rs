@@ -180,6 +180,11 @@ impl Memory {
         bytes.copy_from_slice(self.bytes(offset, bytes.len()));
     }
 
+    /// Appends `len` bytes at `offset` to `bytes`.
+    pub(crate) fn append(&self, offset: usize, len: usize, bytes: &mut Vec<u8>) {
+        bytes.extend_from_slice(self.bytes(offset, len));
+    }
+
     /// Returns the floats at `offset`. The slice is valid only until the owner overwrites it, so
     /// callers use it immediately.
     pub(crate) fn floats(&self, offset: usize, len: usize) -> &[f32] {

@@ -1,10 +1,11 @@
-//! All-reduces of ranks that share memory.
+//! All-reduces and exchanges of ranks that share memory.
 
 mod all_reduce;
 mod hierarchy;
 mod host_region;
 mod leader_side;
 mod link_monitor;
+mod mailboxes;
 mod memory;
 mod notes;
 mod op_headers;
@@ -13,6 +14,7 @@ mod region;
 
 pub(crate) use all_reduce::{ShmGroup, WORLD_MAX};
 pub(crate) use hierarchy::{Hierarchy, LeaderRing};
+pub(crate) use mailboxes::Mail;
 pub(crate) use memory::{Address, Memory};
 pub(crate) use notes::Notes;
 pub(crate) use pipe_notifier::PipeNotifier;

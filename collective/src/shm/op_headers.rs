@@ -36,6 +36,11 @@ impl OpHeaders {
         }
     }
 
+    /// Posts that this rank has begun an exchange.
+    pub(super) fn post_exchange(self, region: &SharedRegion, operation: u64, sequence: u64) {
+        self.post(region, operation, sequence, &[], EXCHANGE);
+    }
+
     /// Checks that all ranks, which have begun, are in the same operation, and reads their notes.
     pub(super) fn collect(
         self,
@@ -55,6 +60,9 @@ impl OpHeaders {
                 let reason =
                     format!("expected sequence number {}, got {sequence}", context.sequence);
                 return Err(region.broken(local_rank, reason));
+            }
+            if its_len == EXCHANGE as u64 {
+                return Err(region.broken(local_rank, "expected a sum, got an exchange".to_owned()));
             }
             if its_len != len as u64 {
                 let reason = format!("expected a buffer length of {len} elements, got {its_len}");
@@ -76,6 +84,9 @@ impl OpHeaders {
 }
 
 const HEADER_BYTES: usize = 24;
+
+/// Takes the place of the length of a buffer.
+const EXCHANGE: usize = usize::MAX;
 
 /// Maximum length of a note in the region; longer notes are exchanged over TCP.
 pub(super) const NOTE_BYTES: usize = (16 << 10) - HEADER_BYTES;

@@ -40,10 +40,10 @@ pub(crate) struct SharedRegion {
     /// This rank, and the number of ranks that share the region.
     pub(super) local: RankInfo,
     /// Ranks in the group, by local rank.
-    ranks: Vec<usize>,
+    pub(super) ranks: Vec<usize>,
     /// Notifiers by local rank.
     notifiers: Vec<PipeNotifier>,
-    spin_wait: Cell<SpinWait>,
+    pub(super) spin_wait: Cell<SpinWait>,
 }
 
 /// Context of a wait.
@@ -51,6 +51,9 @@ pub(crate) struct SharedRegion {
 pub(crate) struct WaitContext<'a> {
     /// Links of the ring of this host's ranks, if there are several.
     pub(crate) host: Option<&'a Links>,
+    /// Links of the ring of all ranks, to be monitored too as far as they are to ranks of this
+    /// host.
+    pub(crate) ring: Option<&'a Links>,
     pub(crate) registration: &'a GroupRegistration,
     pub(crate) progress: &'a Progress,
     /// Sequence number of the operation in the group.
@@ -105,21 +108,30 @@ impl SharedRegion {
         }
         for local_rank in (0..self.local.world).filter(|local_rank| *local_rank != self.local.rank)
         {
-            let published = self.condition(local_rank).load(Ordering::SeqCst);
-            let is_satisfied = WaitCondition::decode(published).is_some_and(|condition| {
+            self.wake_if(local_rank, |condition| {
                 condition.counter == counter && self.is_satisfied(condition)
             });
-            let is_first = || {
-                self.condition(local_rank).compare_exchange(
-                    published,
-                    NOT_WAITING,
-                    Ordering::SeqCst,
-                    Ordering::SeqCst,
-                )
-            };
-            if is_satisfied && is_first().is_ok() {
-                self.notifiers[local_rank].notify();
-            }
+        }
+    }
+
+    /// Sets a counter of a mailbox, and wakes the rank at the other end of it if that waits for its
+    /// mailboxes.
+    pub(super) fn publish_mail(&self, counter: &AtomicU64, count: u64, local_rank: usize) {
+        counter.store(count, Ordering::Release);
+        fence(Ordering::SeqCst);
+        if self.waiters().load(Ordering::SeqCst) > 0 {
+            self.wake_if(local_rank, |condition| condition.counter == CounterSlot::Delivered);
+        }
+    }
+
+    /// Wakes a rank that waits for such a condition.
+    fn wake_if(&self, local_rank: usize, is_met: impl Fn(WaitCondition) -> bool) {
+        let condition = self.condition(local_rank);
+        let published = condition.load(Ordering::SeqCst);
+        let is_met = WaitCondition::decode(published).is_some_and(is_met);
+        let (before, after) = (Ordering::SeqCst, Ordering::SeqCst);
+        if is_met && condition.compare_exchange(published, NOT_WAITING, before, after).is_ok() {
+            self.notifiers[local_rank].notify();
         }
     }
 
@@ -158,11 +170,30 @@ impl SharedRegion {
         while !self.is_satisfied(condition) {
             if !spin_wait.should_spin() {
                 self.save_spin_wait(spin_wait, condition);
-                return self.sleep(context, condition);
+                return self.sleep(context, condition, &|| self.is_satisfied(condition), &[]);
             }
         }
         self.save_spin_wait(spin_wait, condition);
         Ok(())
+    }
+
+    /// Sleeps until `is_ready`, all ranks have delivered `count` exchanges, or one of `fds` has an
+    /// event.
+    pub(super) fn sleep_for_mail(
+        &self,
+        context: WaitContext<'_>,
+        count: u64,
+        is_ready: &dyn Fn() -> bool,
+        fds: &[PollFd<'_>],
+    ) -> Result<(), LocalFault> {
+        let counter = CounterSlot::Delivered;
+        self.sleep(context, WaitCondition { scope: Scope::All, counter, count }, is_ready, fds)
+    }
+
+    /// Whether all ranks have delivered `count` exchanges.
+    pub(super) fn all_delivered(&self, count: u64) -> bool {
+        let counter = CounterSlot::Delivered;
+        self.is_satisfied(WaitCondition { scope: Scope::All, counter, count })
     }
 
     /// Saves the spin state across waits. A wait for `Begun` is excluded: a rank that has not begun
@@ -174,7 +205,14 @@ impl SharedRegion {
         }
     }
 
-    fn sleep(&self, context: WaitContext<'_>, condition: WaitCondition) -> Result<(), LocalFault> {
+    /// Publishes `condition`, and sleeps until `is_satisfied` or one of `fds` has an event.
+    fn sleep(
+        &self,
+        context: WaitContext<'_>,
+        condition: WaitCondition,
+        is_satisfied: &dyn Fn() -> bool,
+        fds: &[PollFd<'_>],
+    ) -> Result<(), LocalFault> {
         let WaitContext { registration, progress, sequence, .. } = context;
         let generation = registration.generation();
         let (received, sent, waits_for_next) = (0, 0, false);
@@ -185,17 +223,19 @@ impl SharedRegion {
             sent,
             waits_for_next,
         });
-        let mut link_monitor = LinkMonitor::new(context.host, sequence);
+        let of_host = |rank: usize| self.ranks.contains(&rank);
+        let mut link_monitor = LinkMonitor::new([context.host, context.ring], of_host, sequence);
         let own = self.condition(self.local.rank);
         self.waiters().fetch_add(1, Ordering::SeqCst);
         let result = loop {
             own.store(condition.encode(), Ordering::SeqCst);
             fence(Ordering::SeqCst);
-            if !self.is_satisfied(condition) && self.failed().is_none() {
-                self.wait_for_event(registration, &link_monitor);
+            let mut has_event = false;
+            if !is_satisfied() && self.failed().is_none() {
+                has_event = self.wait_for_event(registration, &link_monitor, fds);
             }
             own.store(NOT_WAITING, Ordering::SeqCst);
-            if self.is_satisfied(condition) {
+            if has_event || is_satisfied() {
                 break Ok(());
             }
             if registration.check().is_err() {
@@ -204,7 +244,7 @@ impl SharedRegion {
             let fault = self.failed().or_else(|| link_monitor.check());
             // A rank that left after the end of the operation has incremented all its counters
             // before.
-            match (fault, self.is_satisfied(condition)) {
+            match (fault, is_satisfied()) {
                 (_, true) => break Ok(()),
                 (Some(fault), false) => break Err(fault),
                 (None, false) => {}
@@ -215,12 +255,19 @@ impl SharedRegion {
         result
     }
 
-    /// Blocks until a notifier, the fence or a link has an event.
-    fn wait_for_event(&self, registration: &GroupRegistration, link_monitor: &LinkMonitor<'_>) {
+    /// Blocks until a notifier, the fence or a link has an event. Returns whether one of `further`
+    /// has.
+    fn wait_for_event(
+        &self,
+        registration: &GroupRegistration,
+        link_monitor: &LinkMonitor<'_>,
+        further: &[PollFd<'_>],
+    ) -> bool {
         let mut fds = vec![
             PollFd::new(registration.notifier(), PollFlags::IN),
             PollFd::new(self.notifier(), PollFlags::IN),
         ];
+        fds.extend_from_slice(further);
         fds.extend(link_monitor.fds());
         // A failed poll is treated like an event: the caller checks all conditions again.
         let _ = poll_until(&mut fds, Instant::now().checked_add(RECHECK_INTERVAL));
@@ -230,6 +277,12 @@ impl SharedRegion {
         if !fds[1].revents().is_empty() {
             self.notifier().clear();
         }
+        fds[2..2 + further.len()].iter().any(|fd| !fd.revents().is_empty())
+    }
+
+    /// Number of exchanges that this rank has delivered.
+    pub(super) fn delivered(&self) -> u64 {
+        self.counter(self.local.rank, CounterSlot::Delivered).load(Ordering::Relaxed)
     }
 
     fn counter(&self, local_rank: usize, counter: CounterSlot) -> &AtomicU64 {
@@ -311,10 +364,12 @@ pub(super) enum CounterSlot {
     TotalTaken = 5,
     /// Operations whose notes are published.
     NotesPublished = 6,
+    /// Exchanges whose payloads this rank has written to all mailboxes of the host.
+    Delivered = 7,
 }
 
 impl CounterSlot {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Begun,
         Self::InputWritten,
         Self::Reduced,
@@ -322,6 +377,7 @@ impl CounterSlot {
         Self::TotalPublished,
         Self::TotalTaken,
         Self::NotesPublished,
+        Self::Delivered,
     ];
 }
 
@@ -336,7 +392,7 @@ const BROKEN: usize = 0;
 const WAITERS: usize = 64;
 
 /// Two cache lines, which are prefetched together.
-const LINE_BYTES: usize = 128;
+pub(super) const LINE_BYTES: usize = 128;
 
 /// Period of a waiter's checks, in case a killed rank did not notify it.
 const RECHECK_INTERVAL: Duration = Duration::from_millis(100);

@@ -12,6 +12,11 @@ use std::time::Duration;
 
 use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator};
 
+mod exchanges;
+
+pub use exchanges::exchanges_deliver_every_payload;
+use exchanges::{exchange_equal, exchange_random};
+
 /// One rank of a group.
 pub struct Rank {
     /// Communicator of the rank. Dropping it leaves the group.
@@ -117,6 +122,14 @@ pub fn any_sequence_of_operations_is_correct(form: Form<'_>) {
 /// ranks.
 pub fn a_rank_that_leaves_after_an_operation_does_not_fail_the_others(form: Form<'_>) {
     for world in 2..=5 {
+        for (bytes, round) in [(0, 0), (10, 1), (100_000, 2), (100_000, 3)] {
+            let results = on_each(form(world), move |mut rank| {
+                // Ranks leave one after the other.
+                thread::sleep(Duration::from_micros(300 * rank.communicator.rank() as u64));
+                exchange_equal(&mut *rank.communicator, bytes).map_err(report)
+            });
+            assert_eq!(results, vec![Ok(true); world], "world {world}, round {round}");
+        }
         for len in [1, 10_007] {
             for round in 0..5 {
                 let sums = on_each(form(world), move |mut rank| {
@@ -144,6 +157,7 @@ pub fn a_rank_that_ends_at_any_point_ends_all_without_wrong_results(form: Form<'
         let mut random = Random(seed);
         let world = 2 + random.below(4);
         let (victim, is_abort) = (random.below(world), random.below(2) == 0);
+        let exchanges = random.below(2) == 0;
         let len = [0, 5, 4000, 9000, 200_000, 2_000_000][random.below(6)];
         let delay = Duration::from_micros(random.below(4000) as u64);
         let group = form(world);
@@ -168,7 +182,14 @@ pub fn a_rank_that_ends_at_any_point_ends_all_without_wrong_results(form: Form<'
                     return Ok(());
                 }
                 dst.fill(f32::NAN);
-                match ring.all_reduce(&[7], &src, &mut dst) {
+                let result = match exchanges {
+                    false => ring.all_reduce(&[7], &src, &mut dst),
+                    true => exchange_equal(ring, 2 * len).map(|is_right| {
+                        dst.fill(if is_right { world as f32 } else { f32::NAN });
+                        vec![vec![7]; world]
+                    }),
+                };
+                match result {
                     Ok(headers) if headers != vec![[7]; world] => {
                         return Err("wrong headers".to_owned());
                     }
@@ -282,26 +303,33 @@ pub fn any_group_sums_correctly_or_fails(form: Form<'_>) {
 pub fn a_waiting_rank_can_be_aborted(form: Form<'_>) {
     for (world, len) in [(2, 1), (2, 100_000), (3, 1), (3, 100_000), (5, 1), (5, 100_000)] {
         for absent in 0..world {
-            let mut group = form(world);
-            let absent_rank = group.remove(absent);
-            let aborts: Vec<_> = group.iter().map(|rank| rank.abort.clone()).collect();
-            let aborter = thread::spawn(move || {
-                thread::sleep(Duration::from_millis(5));
-                aborts.iter().for_each(|abort| abort());
-            });
-            let results = on_each(group, move |mut rank| {
-                rank.communicator.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).map(drop)
-            });
-            aborter.join().expect("the thread only sleeps");
-            for result in results {
-                // A rank that sees another rank's closed link first reports that.
-                let is_expected = matches!(
-                    result,
-                    Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. })
-                );
-                assert!(is_expected, "world {world}, absent {absent}: {result:?}");
+            for exchanges in [false, true] {
+                let mut group = form(world);
+                let absent_rank = group.remove(absent);
+                let aborts: Vec<_> = group.iter().map(|rank| rank.abort.clone()).collect();
+                let aborter = thread::spawn(move || {
+                    thread::sleep(Duration::from_millis(5));
+                    aborts.iter().for_each(|abort| abort());
+                });
+                let results = on_each(group, move |mut rank| {
+                    if exchanges {
+                        return exchange_equal(&mut *rank.communicator, 10 * len).map(drop);
+                    }
+                    rank.communicator
+                        .all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len])
+                        .map(drop)
+                });
+                aborter.join().expect("the thread only sleeps");
+                for result in results {
+                    // A rank that sees another rank's closed link first reports that.
+                    let is_expected = matches!(
+                        result,
+                        Err(CollectiveError::Aborted { .. } | CollectiveError::PeerLost { .. })
+                    );
+                    assert!(is_expected, "world {world}, absent {absent}: {result:?}");
+                }
+                drop(absent_rank);
             }
-            drop(absent_rank);
         }
     }
 }
@@ -328,6 +356,21 @@ pub fn a_disagreement_fails_every_rank(form: Form<'_>) {
             _ => ring.all_reduce(&[], &[1.0], &mut [0.0]).map(drop),
         });
         assert!(results.iter().all(Result::is_err), "world {world}: {results:?}");
+        for (other, others) in (0..world).flat_map(|other| [(other, 0), (other, 1), (other, 2)]) {
+            let mut group = form(world);
+            let results = on_all(&mut group, move |ring| match (ring.rank() == other, others) {
+                (false, _) => exchange_equal(ring, 1000).map(drop),
+                (true, 0) => ring.all_gather(&[]).map(drop),
+                (true, 1) => ring.all_reduce(&[], &[1.0], &mut [0.0]).map(drop),
+                (true, _) => {
+                    ring.all_reduce(&[], &vec![1.0; 100_000], &mut vec![0.0; 100_000]).map(drop)
+                }
+            });
+            assert!(
+                results.iter().all(Result::is_err),
+                "world {world}, {other} in {others}: {results:?}"
+            );
+        }
     }
 }
 
@@ -342,6 +385,8 @@ pub fn an_invalid_call_changes_nothing(form: Form<'_>) {
                 && is_invalid(ring.broadcast(world, &mut []))
                 && is_invalid(ring.broadcast_bytes(world + 5, &mut Vec::new()))
                 && is_invalid(ring.all_gather(&vec![0; BLOCK_BYTES_MAX + 1]).map(drop))
+                && is_invalid(ring.exchange(&vec![&[0][..]; world + 1], &mut Vec::new()))
+                && is_invalid(ring.exchange(&[], &mut Vec::new()))
                 && is_invalid(
                     ring.all_reduce(&vec![0; BLOCK_BYTES_MAX + 1], &[1.0], &mut [0.0]).map(drop),
                 );
@@ -361,7 +406,7 @@ fn any_operation(
     let root = random.below(world);
     let lens: Vec<_> = (0..world).map(|_| random.below(3000)).collect();
     let len = [lens[0], lens[0] * 10][random.below(2)];
-    let is_right = match random.below(4) {
+    let is_right = match random.below(5) {
         0 => {
             let all: Vec<_> = (0..world).map(|rank| bytes(rank, lens[rank])).collect();
             ring.all_gather(&all[rank]).map_err(report)? == all
@@ -380,6 +425,7 @@ fn any_operation(
             ring.broadcast_bytes(root, &mut got).map_err(report)?;
             got == bytes(root, lens[root] * 200)
         }
+        3 => exchange_random(ring, random).map_err(report)?,
         _ => {
             let mut buf = part(rank, len);
             ring.broadcast(root, &mut buf).map_err(report)?;

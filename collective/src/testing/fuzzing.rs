@@ -229,6 +229,8 @@ pub fn seeds() -> Vec<Vec<u8>> {
             .concat()],
         ),
         input(4, 16, &[frame(header(Kind::Broadcast, 0, 1, 0, 400, 400))]),
+        input(5, 16, &[frame(header(Kind::Exchange, 0, 1, 300, 0, 0))]),
+        input(5, 1, &[1, 2].map(|from| frame(header(Kind::Exchange, 0, from, 3, 0, 0)))),
     ]
 }
 
@@ -239,6 +241,10 @@ fn run(ring: &mut HostGroup, operation: u8) -> Result<(), CollectiveError> {
         1 => ring.all_reduce(b"", &[1.0], &mut [0.0]).map(drop),
         2 => ring.all_reduce(b"me", &vec![1.0; RING_LEN], &mut vec![0.0; RING_LEN]).map(drop),
         3 => ring.broadcast_bytes(other, &mut Vec::new()),
+        5 => {
+            let mut received = vec![b"from before".to_vec()];
+            ring.exchange(&vec![b"mine".as_slice(); ring.world_size()], &mut received)
+        }
         _ => ring.broadcast(other, &mut [0.0; 100]),
     }
 }

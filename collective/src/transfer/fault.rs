@@ -11,6 +11,8 @@ pub(crate) enum Fault {
     Local(LocalFault),
     Next(LinkFault),
     Prev(LinkFault),
+    /// Fault of the link to this rank of the group.
+    Rank(usize, LinkFault),
     Wait(io::Error),
 }
 

@@ -25,7 +25,7 @@ impl<'a> TransferProgress<'a> {
     /// next member are subtracted from `sent`, and bytes sent to the previous member are subtracted
     /// from `received`, from a sufficiently large start value. So the two ends of a link still
     /// differ by the bytes in flight, in either direction.
-    pub(super) fn both_ways(progress: &'a Progress) -> Self {
+    pub(crate) fn both_ways(progress: &'a Progress) -> Self {
         Self {
             progress,
             received: BOTH_WAYS_START,
@@ -36,7 +36,7 @@ impl<'a> TransferProgress<'a> {
     }
 
     /// Shows waits without the byte counts.
-    pub(super) fn hide_bytes(&mut self) {
+    pub(crate) fn hide_bytes(&mut self) {
         self.is_shown = false;
     }
 
@@ -60,7 +60,7 @@ impl<'a> TransferProgress<'a> {
         self.end_wait();
     }
 
-    pub(super) fn wait(&mut self, op_tag: &OpTag, waits_for_next: bool) {
+    pub(crate) fn wait(&mut self, op_tag: &OpTag, waits_for_next: bool) {
         self.wait_with(op_tag, [self.received, self.sent], waits_for_next);
     }
 

@@ -199,6 +199,14 @@ impl Communicator for OnDevice {
         Ok(headers)
     }
 
+    fn exchange(
+        &mut self,
+        send: &[&[u8]],
+        receive: &mut Vec<Vec<u8>>,
+    ) -> Result<(), CollectiveError> {
+        self.gpu.ring.host_mut().exchange(send, receive)
+    }
+
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {
         self.gpu.ring.host_mut().broadcast_bytes(root, bytes)
     }

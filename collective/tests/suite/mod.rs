@@ -18,6 +18,11 @@ macro_rules! conforms {
             }
 
             #[test]
+            fn exchanges_deliver_every_payload() {
+                conformance::exchanges_deliver_every_payload(&$form);
+            }
+
+            #[test]
             fn any_sequence_of_operations_is_correct() {
                 conformance::any_sequence_of_operations_is_correct(&$form);
             }

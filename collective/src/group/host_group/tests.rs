@@ -14,7 +14,7 @@ use crate::net::neighbours::Neighbour;
 use crate::net::socket::set_up;
 use crate::{Endpoint, EndpointOptions, Fence, GroupSpec, Member, Secret};
 
-const GENERATION: u64 = 5;
+pub(crate) const GENERATION: u64 = 5;
 
 /// Limit that only a hang reaches.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
@@ -383,19 +383,19 @@ fn an_invalid_number_of_channels_is_refused() {
     }
 }
 
-fn options(id: u64) -> EndpointOptions {
+pub(crate) fn options(id: u64) -> EndpointOptions {
     EndpointOptions::new("job", id, Secret::new("secret"))
 }
 
 /// Rank 0 of a group of workers 10 and 11, and the peer's ends of its links.
-struct TestRank {
-    ring: HostGroup,
-    to_ring: TcpStream,
-    from_ring: TcpStream,
-    fence: Fence,
+pub(crate) struct TestRank {
+    pub(crate) ring: HostGroup,
+    pub(crate) to_ring: TcpStream,
+    pub(crate) from_ring: TcpStream,
+    pub(crate) fence: Fence,
 }
 
-fn one_of_two() -> TestRank {
+pub(crate) fn one_of_two() -> TestRank {
     let fence = Fence::new();
     watch(fence.clone());
     let registration = fence.register(GENERATION).unwrap();

@@ -1,6 +1,6 @@
-//! Choice of the transport of all-reduces: negotiation of shared memory, and its use.
+//! Choice of the transport of all-reduces and exchanges: negotiation of shared memory, and the use
+//! of memory and links.
 
-use std::io::ErrorKind;
 use std::mem;
 
 use super::HostGroup;
@@ -8,13 +8,15 @@ use crate::algorithm::hosts::{HostPosition, Hosts};
 use crate::algorithm::payload::{Body, Payload};
 use crate::algorithm::schedule::{RankInfo, Schedule};
 use crate::algorithm::wire_dtype::Half;
+use crate::communicator::check_payloads;
+use crate::group::exchange;
 use crate::net::frame::Kind;
 use crate::net::neighbours::Links;
 use crate::shm::{
     self, Address, Hierarchy, LeaderRing, Memory, Notes, PipeNotifier, SharedRegion, ShmGroup,
     WaitContext,
 };
-use crate::transfer::{Fault, LocalFault, Transfer};
+use crate::transfer::{Fault, Pair, Ports, Transfer};
 use crate::{CollectiveError, Communicator};
 
 /// Whether ranks share memory.
@@ -153,7 +155,8 @@ impl HostGroup {
             unreachable!("the caller has checked the transport");
         };
         let Self { registration, progress, sequence, .. } = self;
-        let context = WaitContext { host: None, registration, progress, sequence: *sequence };
+        let context =
+            WaitContext { host: None, ring: None, registration, progress, sequence: *sequence };
         let result = match transport {
             ActiveTransport::ShmGroup(shared) => {
                 let context = WaitContext { host: Some(ring), ..context };
@@ -178,28 +181,111 @@ impl HostGroup {
             }
             Err(fault) => fault,
         };
-        let error = plan.error(fault, registration.generation(), &self.members);
         self.fail();
         self.registration.check()?;
-        Err(error)
+        let ShmState::On(plan, _) = &self.shm else { unreachable!("the transport stays") };
+        Err(self.error(fault, plan.leaders.as_ref()))
     }
 }
 
-impl TransportPlan {
-    fn error(&self, fault: Fault, generation: u64, members: &[u64]) -> CollectiveError {
-        let leaders = || self.leaders.as_ref().expect("only leaders have faults on these links");
-        match fault {
-            Fault::Local(LocalFault::Aborted) => CollectiveError::Aborted { generation },
-            Fault::Local(LocalFault::Broken(rank, reason)) => {
-                CollectiveError::Protocol { rank, member: members[rank], reason }
+impl HostGroup {
+    /// Exchanges payloads over shared memory and links.
+    pub(super) fn exchange_payloads(
+        &mut self,
+        send: &[&[u8]],
+        receive: &mut Vec<Vec<u8>>,
+    ) -> Result<(), CollectiveError> {
+        self.check()?;
+        let (rank, world) = (self.rank_info.rank, self.rank_info.world);
+        check_payloads(send, world)?;
+        self.negotiate_transport()?;
+        self.connect_pairs()?;
+        receive.resize_with(world, Vec::new);
+        receive[rank].clear();
+        receive[rank].extend_from_slice(send[rank]);
+        let pairs = send.iter().zip(receive).enumerate().filter(|(other, _)| *other != rank);
+        let pairs = pairs.map(|(rank, (send, receive))| Pair { rank, send, receive });
+        let mut pairs: Vec<Pair<'_>> = pairs.collect();
+        // The first payload is that for the next rank, to which no other rank writes first.
+        pairs.rotate_left(rank);
+        let result = self.run_exchange(pairs);
+        self.sequence += 1;
+        let Err(fault) = result else { return Ok(()) };
+        self.fail();
+        self.registration.check()?;
+        Err(self.error(fault, None))
+    }
+
+    /// Builds the links between this rank and those to which it has none, once.
+    fn connect_pairs(&mut self) -> Result<(), CollectiveError> {
+        let Some(dialler) = self.further.dialler.take() else { return Ok(()) };
+        let world = self.rank_info.world;
+        if world <= NEIGHBOURS_MAX || self.shares_memory() {
+            return Ok(());
+        }
+        // All ranks are in this operation before one of them waits for another one's dial.
+        self.gather(Kind::Exchange, &[])?;
+        let Some(links) = &self.links else { return Ok(()) };
+        let rank = self.rank_info.rank;
+        let neighbours = [links.next.rank, links.prev.rank];
+        let of_host = self.shm.ranks_of_host(rank);
+        let has_link =
+            |other: &usize| rank == *other || neighbours.contains(other) || of_host.contains(other);
+        let peers = (0..world).filter(|other| !has_link(other)).collect();
+        let mut shown = exchange::show(&self.progress, self.is_hierarchical());
+        shown.wait(&self.op_tag(Kind::Exchange), false);
+        let connected = dialler.connect(&self.registration, &self.progress, links, rank, peers);
+        drop(shown);
+        match connected {
+            Ok(links) => self.further.links = links,
+            Err(error) => {
+                self.fail();
+                self.registration.check()?;
+                return Err(error);
             }
-            Fault::Local(LocalFault::Lost(rank)) => {
-                let source = ErrorKind::ConnectionAborted.into();
-                CollectiveError::PeerLost { rank, member: members[rank], source }
+        }
+        Ok(())
+    }
+
+    fn run_exchange(&mut self, pairs: Vec<Pair<'_>>) -> Result<(), Fault> {
+        let (rank, op_tag) = (self.rank_info.rank, self.op_tag(Kind::Exchange));
+        let hides_bytes = self.is_hierarchical();
+        let Some(ring) = &self.links else { return Ok(()) };
+        let Self { registration, progress, sequence, shm, .. } = self;
+        let shown = exchange::show(progress, hides_bytes);
+        let ranks_of_host = shm.ranks_of_host(rank).to_vec();
+        let (of_host, others): (Vec<_>, Vec<_>) =
+            pairs.into_iter().partition(|pair| ranks_of_host.contains(&pair.rank));
+        let links = |pair: &Pair<'_>| exchange::links_to(pair.rank, ring, &self.further.links);
+        let others = others.into_iter().map(|pair| (links(&pair), pair)).collect();
+        let ports = Ports::new(registration, shown, op_tag, rank, others);
+        let context = WaitContext {
+            host: Some(ring),
+            ring: None,
+            registration,
+            progress,
+            sequence: *sequence,
+        };
+        let mail = match shm {
+            ShmState::On(_, ActiveTransport::ShmGroup(shared)) => {
+                Some(shared.begin_exchange(context, of_host))
             }
-            Fault::Next(fault) => leaders().next.error(fault),
-            Fault::Prev(fault) => leaders().prev.error(fault),
-            Fault::Wait(source) => CollectiveError::Io { action: "wait for a peer", source },
+            ShmState::On(plan, ActiveTransport::Hierarchy(hierarchy)) => {
+                let (host, ring) = (plan.host_ring.as_ref(), Some(ring));
+                hierarchy.begin_exchange(WaitContext { host, ring, ..context }, of_host)
+            }
+            ShmState::Off | ShmState::Undecided(_) => None,
+        };
+        exchange::run(registration, mail, ports)
+    }
+}
+
+impl ShmState {
+    /// Ranks that share memory with `rank`, and itself; none if it shares none.
+    pub(super) fn ranks_of_host(&self, rank: usize) -> &[usize] {
+        match self {
+            Self::On(plan, _) => plan.hosts.ranks(plan.hosts.position(rank).host),
+            Self::Off | Self::Undecided(_) => &[],
         }
     }
 }
@@ -256,3 +342,6 @@ impl TransportOffer {
         Some((memory, notifiers))
     }
 }
+
+/// Largest group in which all ranks are neighbours.
+const NEIGHBOURS_MAX: usize = 3;

@@ -57,7 +57,7 @@ fn run(
     for sequence in 0..2 {
         dst.fill(f32::NAN);
         let (registration, progress) = (&registration, &progress);
-        let context = WaitContext { host: None, registration, progress, sequence };
+        let context = WaitContext { host: None, ring: None, registration, progress, sequence };
         let note = [rank as u8; 3];
         notes = match &link {
             None => hierarchy.run_follower(context, &note, &src, &mut dst).unwrap(),
