@@ -1,48 +1,33 @@
 //! Life cycle of a worker: hello, data set, model, training.
 
+mod training;
+
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
-use std::num::NonZeroU64;
-use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::{Endpoint, EndpointOptions, Secret, address_towards};
-use elasticdl_data::{Dataset, Purpose, Reader as _, Skipped};
+use elasticdl_data::{Dataset, Reader as _, Skipped};
 use elasticdl_proto::{
-    Deterministic, LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work, WorkerMessage,
-    WorkerOptions,
+    LinkEncryption, MasterMessage, SkippedRecords, WireDtype, Work, WorkerMessage, WorkerOptions,
 };
 
-use crate::checkpoint::BestMetric;
+use self::training::Training;
 use crate::control::{Control, dataset};
 use crate::conversion::Conversion;
 use crate::descriptors;
-use crate::donor::{Donor, PART_FLOATS_MAX, TRANSFER_IDLE_TIMEOUT};
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
-use crate::exact_sum::ExactSum;
-use crate::exports::{ExportPlaces, Exports};
-use crate::external::Bridge;
 use crate::failure::{Failure, call_user};
-use crate::gap::GapTimer;
 use crate::inference;
 use crate::log_output::log;
-use crate::machine::{Machine, System};
 use crate::messages::ControlEvent;
 use crate::model::{Model, NamedTensor, tensors_of};
-use crate::ordered_reader::{OrderedReader, order_of};
 use crate::outputs;
-use crate::prefetch::Prefetch;
-use crate::program;
-use crate::session::plan::StepSize;
-use crate::session::{Exit, JobPlan, Session};
+use crate::session::Exit;
 use crate::split::{open_reader, purpose_of};
 use crate::supervisor::{self, Supervisor};
-use crate::tensor::ModelSize;
-use crate::tensors::{HostState, Tensors};
 use crate::trained_model;
-use crate::trainer::{Checkpointing, JobKey, Trainer, Validation};
-use crate::update::UpdateRule;
+use crate::trainer::{Checkpointing, JobKey, Validation};
 
 /// Runs this process as a worker of the job that launched it and trains `model`. It is the whole
 /// `main` of a user's program.
@@ -154,165 +139,53 @@ fn train<M: Model>(
     listener: TcpListener,
     control: &Control,
 ) -> Result<Exit, Failure> {
-    let (worker, options) = (control.welcome.worker, &control.welcome.options);
+    let options = &control.welcome.options;
     if matches!(options.work, Work::Train { .. }) {
         descriptors::check(options.channels).map_err(Failure::local)?;
     }
     let secret = Secret::new(environment.token.as_bytes());
-    let endpoint = EndpointOptions {
+    let endpoint = open_endpoint(environment, &secret, listener, control)?;
+    let job = JobKey { name: &environment.job, secret: &secret };
+    let dataset = match prepare(&mut model, control, job)? {
+        Ok(dataset) => dataset,
+        Err(exit) => return Ok(exit),
+    };
+    let layout = tensors_of(&mut model).map_err(Failure::fatal)?;
+    match &options.work {
+        Work::Train { export } => {
+            Training { environment, control, job, export: export.as_ref(), dataset, layout }
+                .run(model, endpoint)
+        }
+        Work::Evaluate { model: weights } | Work::Predict { model: weights, .. } => {
+            let mut values = vec![0.0; NamedTensor::count(&layout)];
+            trained_model::load(weights, &layout, &mut values)
+                .map_err(|error| Failure::fatal(format!("the model was not loaded: {error}")))?;
+            inference::work(model, values, dataset, control)
+        }
+    }
+}
+
+/// Opens the endpoint of this worker's groups, whose parts the control stream's thread needs, too.
+fn open_endpoint(
+    environment: &Environment,
+    secret: &Secret,
+    listener: TcpListener,
+    control: &Control,
+) -> Result<Endpoint, Failure> {
+    let (worker, options) = (control.welcome.worker, &control.welcome.options);
+    let settings = EndpointOptions {
         dial_limit: options.worker_timeout,
         wire_dtype: wire_dtype(options.wire_dtype),
         link_encryption: link_encryption(options.link_encryption),
         channels: options.channels,
         ..EndpointOptions::new(&environment.job, worker.0, secret.clone())
     };
-    let endpoint = Endpoint::from_listener(listener, endpoint)
+    let endpoint = Endpoint::from_listener(listener, settings)
         .map_err(|error| Failure::local(error.to_string()))?;
     let _ = control.fence.set(endpoint.fence());
     let _ = control.progress.set(endpoint.progress());
     let _ = control.joiners.set(endpoint.joiners());
-    let job = JobKey { name: &environment.job, secret: &secret };
-    let prepared = match prepare(&mut model, control, job)? {
-        Ok(dataset) => dataset,
-        Err(exit) => return Ok(exit),
-    };
-    let layout = tensors_of(&mut model).map_err(Failure::fatal)?;
-    let parameters = NamedTensor::count(&layout);
-    let export = match &options.work {
-        Work::Train { export } => export,
-        Work::Evaluate { model: weights } | Work::Predict { model: weights, .. } => {
-            let mut values = vec![0.0; parameters];
-            trained_model::load(weights, &layout, &mut values)
-                .map_err(|error| Failure::fatal(format!("the model was not loaded: {error}")))?;
-            return inference::work(model, values, prepared, control);
-        }
-    };
-    let rule = rule_of(&model).map_err(Failure::fatal)?;
-    let validation =
-        options.validation.as_ref().map(|spec| Validation::open(&model, options, spec));
-    let validation = validation.transpose();
-    let validation = validation.map_err(Failure::fatal)?;
-    let plan = JobPlan {
-        records: prepared.files.iter().map(|f| f.records).sum(),
-        epochs: options.epochs,
-        max_steps: options.max_steps,
-        size: StepSize {
-            batch: options.batch,
-            micro_batch: options.micro_batch.map_or(1, NonZeroU64::get),
-        },
-        checkpoints: options.checkpoints.as_ref().map(|spec| spec.every),
-        evaluation: validation.as_ref().map(|validation| validation.plan.clone()),
-        skips_nonfinite: options.skips_nonfinite,
-        allows_mixed_builds: options.allows_mixed_builds,
-        exports_best: export_best(options).is_some(),
-    };
-    let size = ModelSize::new(parameters, rule.slots());
-    let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
-    let reader = reader.map_err(Failure::fatal)?;
-    let order = order_of(&reader, options, &prepared).map_err(Failure::fatal)?;
-    let origin = program::origin(&environment.location.node, &layout, &*rule);
-    let checkpoints = Checkpointing::new(
-        options,
-        job,
-        prepared.clone(),
-        order.name(),
-        size,
-        origin.program.clone(),
-        plan.evaluation.as_ref(),
-    )?;
-    let ahead = options.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
-    let reader = OrderedReader::new(reader, prepared, Arc::clone(&order));
-    let prefetch = Prefetch::new(reader, ahead)
-        .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;
-    let tensors = tensors_on(&mut model, size, options.wire_dtype)?;
-    let is_on_gpu = matches!(tensors, Tensors::Device { .. });
-    let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
-    let places = ExportPlaces {
-        last: export.clone(),
-        best: export_best(options).cloned().zip(plan.evaluation.as_ref().map(BestMetric::from)),
-        run: checkpoints.run.clone(),
-        fallback: environment.job_dir.clone().map(PathBuf::from),
-    };
-    let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
-    session.ready(parameters as u64);
-    let machine: Arc<dyn Machine> = Arc::new(System);
-    let trainer = Trainer {
-        tensors,
-        model,
-        rule,
-        seed: options.seed,
-        session,
-        exact,
-        summed: Ok(0),
-        order,
-        records: Box::new(prefetch),
-        exports: Exports::new(places, layout),
-        links: Box::new(endpoint),
-        allreduce_transport: None,
-        donor: Donor::new(TRANSFER_IDLE_TIMEOUT, PART_FLOATS_MAX, Arc::clone(&machine)),
-        checkpoints,
-        validation,
-        source: None,
-        incoming: None,
-        dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
-        inbox: &control.inbox,
-        outbox: control.outbox.clone(),
-        started: machine.now(),
-        machine,
-        gap: GapTimer::default(),
-    };
-    trainer.run()
-}
-
-/// The model's update rule, with settings that are in their ranges.
-fn rule_of<M: Model>(model: &M) -> Result<Box<dyn UpdateRule>, String> {
-    call_user("optimizer()", || {
-        let rule = model.optimizer();
-        rule.as_optimizer().map_or(Ok(()), |optimizer| optimizer.check())?;
-        Ok(Box::new(rule) as Box<dyn UpdateRule>)
-    })
-}
-
-/// The buffers, where the model computes.
-fn tensors_on<M: Model>(
-    model: &mut M,
-    size: ModelSize,
-    #[cfg_attr(not(feature = "gpu"), expect(unused))] wire: WireDtype,
-) -> Result<Tensors, Failure> {
-    #[cfg(feature = "gpu")]
-    {
-        let gpu = call_user("as_device_model()", || {
-            Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
-        });
-        if let Some(gpu) = gpu.map_err(Failure::fatal)? {
-            let memory = model.as_bridge().and_then(Bridge::take_device_memory);
-            let state = crate::device::DeviceState::new(&gpu, size, wire, memory);
-            let state = Box::new(state.map_err(Failure::local)?);
-            return Ok(Tensors::Device { group: None, state, nccl: crate::trainer::nccl_policy() });
-        }
-    }
-    let state = match model.as_bridge().and_then(Bridge::take_memory) {
-        Some(memory) => HostState::in_memory(memory),
-        None => HostState::new(size),
-    };
-    Ok(Tensors::Host { group: None, state })
-}
-
-/// The sum of a job whose results do not depend on its workers; `None` for other jobs.
-fn exact_sum(options: &WorkerOptions, tensors: &Tensors) -> Result<Option<ExactSum>, String> {
-    if !options.deterministic {
-        return Ok(None);
-    }
-    let WorkerOptions { batch, micro_batch, wire_dtype, .. } = *options;
-    let (_, micro_batches) = Deterministic { batch, micro_batch, wire_dtype }.check()?;
-    match tensors {
-        Tensors::Host { state, .. } => Ok(Some(ExactSum::new(state.gradient.len(), micro_batches))),
-        Tensors::Device { .. } => {
-            Err("--deterministic: this model computes on a GPU, whose results \
-                                   can differ from one run to the next; train it on CPUs"
-                .into())
-        }
-    }
+    Ok(endpoint)
 }
 
 /// Answers the master until the data set is known.
@@ -459,12 +332,5 @@ fn usage(reason: &str) {
     );
 }
 
-/// Lower bound of the timeout for the dial of a donor: a lost first packet is sent again after a
-/// second.
-const DIAL_LIMIT: Duration = Duration::from_secs(2);
-
 /// Pause between two looks for a route to the master.
 const ROUTE_PAUSE: Duration = Duration::from_millis(200);
-
-/// The reader keeps about two steps of a rank's share ready, for a group of this size.
-const READ_AHEAD_WORLD: usize = 2;

@@ -1,0 +1,186 @@
+//! A worker's part in the training of a model.
+
+use std::num::NonZeroU64;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use elasticdl_collective::Endpoint;
+use elasticdl_data::{Dataset, Purpose};
+use elasticdl_proto::{Deterministic, WireDtype, WorkerOptions};
+
+use super::export_best;
+use crate::checkpoint::BestMetric;
+use crate::control::Control;
+use crate::donor::{Donor, PART_FLOATS_MAX, TRANSFER_IDLE_TIMEOUT};
+use crate::environment::Environment;
+use crate::exact_sum::ExactSum;
+use crate::exports::{ExportPlaces, Exports};
+use crate::external::Bridge;
+use crate::failure::{Failure, call_user};
+use crate::gap::GapTimer;
+use crate::machine::{Machine, System};
+use crate::model::{Model, NamedTensor};
+use crate::ordered_reader::{OrderedReader, order_of};
+use crate::prefetch::Prefetch;
+use crate::program;
+use crate::session::evaluation::Plan;
+use crate::session::plan::StepSize;
+use crate::session::{Exit, JobPlan, Session};
+use crate::split::open_reader;
+use crate::tensor::ModelSize;
+use crate::tensors::{HostState, Tensors};
+use crate::trainer::{Checkpointing, JobKey, Trainer, Validation};
+use crate::update::UpdateRule;
+
+/// What is known of a training job before its model is asked.
+pub(super) struct Training<'a> {
+    pub(super) environment: &'a Environment,
+    pub(super) control: &'a Control,
+    pub(super) job: JobKey<'a>,
+    /// Where the model is exported.
+    pub(super) export: Option<&'a String>,
+    pub(super) dataset: Dataset,
+    /// The model's tensors.
+    pub(super) layout: Vec<NamedTensor>,
+}
+
+impl Training<'_> {
+    /// Trains until the job is over for this worker.
+    pub(super) fn run<M: Model>(self, mut model: M, endpoint: Endpoint) -> Result<Exit, Failure> {
+        let Self { environment, control, job, export, dataset, layout } = self;
+        let (worker, options) = (control.welcome.worker, &control.welcome.options);
+        let rule = rule_of(&model).map_err(Failure::fatal)?;
+        let validation =
+            options.validation.as_ref().map(|spec| Validation::open(&model, options, spec));
+        let validation = validation.transpose().map_err(Failure::fatal)?;
+        let evaluation = validation.as_ref().map(|validation| &validation.plan);
+        let plan = plan_of(options, &dataset, evaluation);
+        let best = export_best(options).cloned().zip(evaluation.map(BestMetric::from));
+        let size = ModelSize::new(NamedTensor::count(&layout), rule.slots());
+        let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
+        let reader = reader.map_err(Failure::fatal)?;
+        let order = order_of(&reader, options, &dataset).map_err(Failure::fatal)?;
+        let origin = program::origin(&environment.location.node, &layout, &*rule);
+        let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());
+        let checkpoints = Checkpointing::new(options, job, data, name, size, program, evaluation)?;
+        let ahead = options.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
+        let reader = OrderedReader::new(reader, dataset, Arc::clone(&order));
+        let prefetch = Prefetch::new(reader, ahead)
+            .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;
+        let tensors = tensors_on(&mut model, size, options.wire_dtype)?;
+        let is_on_gpu = matches!(tensors, Tensors::Device { .. });
+        let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
+        let places = ExportPlaces {
+            last: export.cloned(),
+            best,
+            run: checkpoints.run.clone(),
+            fallback: environment.job_dir.clone().map(PathBuf::from),
+        };
+        let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
+        session.ready(size.parameters as u64);
+        let machine: Arc<dyn Machine> = Arc::new(System);
+        let trainer = Trainer {
+            tensors,
+            model,
+            rule,
+            seed: options.seed,
+            session,
+            exact,
+            summed: Ok(0),
+            order,
+            records: Box::new(prefetch),
+            exports: Exports::new(places, layout),
+            links: Box::new(endpoint),
+            allreduce_transport: None,
+            donor: Donor::new(TRANSFER_IDLE_TIMEOUT, PART_FLOATS_MAX, Arc::clone(&machine)),
+            checkpoints,
+            validation,
+            source: None,
+            incoming: None,
+            dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
+            inbox: &control.inbox,
+            outbox: control.outbox.clone(),
+            started: machine.now(),
+            machine,
+            gap: GapTimer::default(),
+        };
+        trainer.run()
+    }
+}
+
+/// The part of the session's decisions that the job's options make.
+fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>) -> JobPlan {
+    JobPlan {
+        records: dataset.files.iter().map(|file| file.records).sum(),
+        epochs: options.epochs,
+        max_steps: options.max_steps,
+        size: StepSize {
+            batch: options.batch,
+            micro_batch: options.micro_batch.map_or(1, NonZeroU64::get),
+        },
+        checkpoints: options.checkpoints.as_ref().map(|spec| spec.every),
+        evaluation: evaluation.cloned(),
+        skips_nonfinite: options.skips_nonfinite,
+        allows_mixed_builds: options.allows_mixed_builds,
+        exports_best: export_best(options).is_some(),
+    }
+}
+
+/// The model's update rule, with settings that are in their ranges.
+fn rule_of<M: Model>(model: &M) -> Result<Box<dyn UpdateRule>, String> {
+    call_user("optimizer()", || {
+        let rule = model.optimizer();
+        rule.as_optimizer().map_or(Ok(()), |optimizer| optimizer.check())?;
+        Ok(Box::new(rule) as Box<dyn UpdateRule>)
+    })
+}
+
+/// The buffers, where the model computes.
+fn tensors_on<M: Model>(
+    model: &mut M,
+    size: ModelSize,
+    #[cfg_attr(not(feature = "gpu"), expect(unused))] wire: WireDtype,
+) -> Result<Tensors, Failure> {
+    #[cfg(feature = "gpu")]
+    {
+        let gpu = call_user("as_device_model()", || {
+            Ok(model.as_device_model().map(|on_gpu| on_gpu.device().clone()))
+        });
+        if let Some(gpu) = gpu.map_err(Failure::fatal)? {
+            let memory = model.as_bridge().and_then(Bridge::take_device_memory);
+            let state = crate::device::DeviceState::new(&gpu, size, wire, memory);
+            let state = Box::new(state.map_err(Failure::local)?);
+            return Ok(Tensors::Device { group: None, state, nccl: crate::trainer::nccl_policy() });
+        }
+    }
+    let state = match model.as_bridge().and_then(Bridge::take_memory) {
+        Some(memory) => HostState::in_memory(memory),
+        None => HostState::new(size),
+    };
+    Ok(Tensors::Host { group: None, state })
+}
+
+/// The sum of a job whose results do not depend on its workers; `None` for other jobs.
+fn exact_sum(options: &WorkerOptions, tensors: &Tensors) -> Result<Option<ExactSum>, String> {
+    if !options.deterministic {
+        return Ok(None);
+    }
+    let WorkerOptions { batch, micro_batch, wire_dtype, .. } = *options;
+    let (_, micro_batches) = Deterministic { batch, micro_batch, wire_dtype }.check()?;
+    match tensors {
+        Tensors::Host { state, .. } => Ok(Some(ExactSum::new(state.gradient.len(), micro_batches))),
+        Tensors::Device { .. } => {
+            Err("--deterministic: this model computes on a GPU, whose results \
+                                   can differ from one run to the next; train it on CPUs"
+                .into())
+        }
+    }
+}
+
+/// Lower bound of the timeout for the dial of a donor: a lost first packet is sent again after a
+/// second.
+const DIAL_LIMIT: Duration = Duration::from_secs(2);
+
+/// The reader keeps about two steps of a rank's share ready, for a group of this size.
+const READ_AHEAD_WORLD: usize = 2;
