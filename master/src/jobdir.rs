@@ -38,6 +38,7 @@ mod program_copy;
 mod record_file;
 
 use std::fs::{self, File};
+use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
@@ -202,10 +203,12 @@ impl JobDir {
     ) -> Result<(), JobDirError> {
         let path = self.root.join(MASTER);
         let pid = std::process::id();
-        let started = ProcessIdentity::look_up(pid).map(|started| started.start_ticks);
-        let endpoint = Endpoint { address, pid, started, dashboard };
+        let failed = |source| JobDirError::Write { path: path.clone(), source };
+        let own = ProcessIdentity::look_up(pid)
+            .ok_or_else(|| failed(io::Error::other("/proc does not have this process")))?;
+        let endpoint = Endpoint { address, pid, started: own.start_ticks, dashboard };
         let json = serde_json::to_vec(&endpoint).expect("an address and a number are valid JSON");
-        write_atomically(&path, &json).map_err(|source| JobDirError::Write { path, source })
+        write_atomically(&path, &json).map_err(failed)
     }
 }
 
@@ -306,9 +309,7 @@ mod tests {
         let address = "127.0.0.1:4711".parse().unwrap();
         dir.publish(address, Some(address)).unwrap();
         let (endpoint, token) = look_up(&root).unwrap();
-        let started =
-            ProcessIdentity::look_up(std::process::id()).map(|started| started.start_ticks);
-        assert!(started.is_some());
+        let started = ProcessIdentity::look_up(std::process::id()).unwrap().start_ticks;
         assert_eq!(
             endpoint,
             Endpoint { address, pid: std::process::id(), started, dashboard: Some(address) }

@@ -2,6 +2,7 @@
 //!
 //! A field that older programs can ignore is added with a serde default, and the version stays. A
 //! change that they would misread, or that this program can't read any more, gets a new version.
+//! Nothing is released, so no field has a default yet.
 //!
 //! **Invariant:** a job of another format is refused before anything is changed.
 
@@ -10,7 +11,7 @@ use std::fmt;
 use serde::Deserialize;
 
 /// The version that this release writes, and reads.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 /// This release.
 pub(crate) const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
@@ -62,7 +63,7 @@ mod tests {
         assert_eq!(head(VERSION).check(), Ok(()), "whichever release wrote it");
         for version in [VERSION - 1, VERSION + 1] {
             let error = head(version).check().unwrap_err().to_string();
-            for part in ["elasticdl 9.1.0", "of format 3 only", "finish it with", "--resume-from"] {
+            for part in ["elasticdl 9.1.0", "of format 4 only", "finish it with", "--resume-from"] {
                 assert!(error.contains(part), "{part:?} is not in: {error}");
             }
         }

@@ -56,8 +56,7 @@ pub(crate) struct Best {
     /// Mean of the metric over the validation data.
     pub(crate) value: f64,
     metric: BestMetric,
-    /// The run of the job that wrote it; empty in files of older releases.
-    #[serde(default)]
+    /// The run of the job that wrote it.
     run: String,
     /// What the job's best models have replaced.
     #[serde(default, skip_serializing_if = "Option::is_none")]

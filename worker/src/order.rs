@@ -12,7 +12,7 @@
 //! | `block` | see [`Layout`]: blocks are permuted, then the records within a few blocks |
 //!
 //! **Invariant:** no IO. In each epoch every record has one position. A released version of the
-//! order never changes: checkpoints of earlier releases hold positions.
+//! order never changes: checkpoints hold positions.
 
 use std::collections::BTreeMap;
 use std::fmt;

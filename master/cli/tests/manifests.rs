@@ -139,10 +139,16 @@ fn a_template_that_the_job_can_not_run_with_is_refused_with_its_file_and_field()
 fn a_class_of_the_template_takes_the_place_of_priority_tiers() {
     let class = "priorityClassName: low";
     let (_, made, _) = dry_run_with("--worker-pod-template", class, &[]);
-    assert!(made.contains("\"priorityClassName\": \"low\"") && made.contains("\"ladder\": null"));
+    assert!(
+        made.contains("\"priorityClassName\": \"low\"")
+            && made.contains("\"priority_tiers\": null")
+    );
     // The class of the master's pod leaves the workers' as they are.
     let (_, made, _) = dry_run_with("--master-pod-template", class, &[]);
-    assert!(made.contains("  priorityClassName: low") && made.contains("\"ladder\": {"), "{made}");
+    assert!(
+        made.contains("  priorityClassName: low") && made.contains("\"priority_tiers\": {"),
+        "{made}"
+    );
     let volcano = ["--scheduler", "volcano"];
     let (_, made, error) = dry_run_with("--worker-pod-template", class, &volcano);
     assert!(made.contains("\"priority_class\": \"low\""), "{made}{error}");

@@ -27,10 +27,8 @@ use crate::job::{Snapshot, WorkerLifetime};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct History {
     /// Options of the job and of its program.
-    #[serde(default)]
     pub(crate) options: Vec<(String, String)>,
     /// When the job began, in seconds since the Unix epoch.
-    #[serde(default)]
     pub(crate) began_s: Option<f64>,
     pub(crate) curves: Curves,
     pub(crate) evaluations: Vec<EvaluationAt>,
@@ -39,7 +37,6 @@ pub(crate) struct History {
     pub(crate) workers: BTreeMap<WorkerId, WorkerLifetime>,
     pub(crate) goodput: Goodput,
     /// Number of evaluations per entry of `evaluations`.
-    #[serde(default = "one")]
     evaluation_stride: u64,
     evaluations_seen: u64,
     /// What former masters have noted of workers.
@@ -49,7 +46,6 @@ pub(crate) struct History {
     #[serde(skip)]
     known: Option<Arc<BTreeMap<WorkerId, WorkerLifetime>>>,
     /// Number of event lines of the last master that `events` has or had.
-    #[serde(default)]
     events_seen: u64,
 }
 
@@ -245,10 +241,6 @@ impl History {
 /// A number of seconds, rounded to milliseconds.
 fn rounded(seconds: f64) -> f64 {
     (seconds * 1000.0).round() / 1000.0
-}
-
-fn one() -> u64 {
-    1
 }
 
 const EVALUATIONS_MAX: usize = 400;

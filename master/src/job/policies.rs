@@ -13,20 +13,15 @@ use super::event::{Exit, ReclaimCause};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Policies {
     /// What the ends of workers mean; no exit code and no event has two rules.
-    #[serde(default)]
     pub on_exit: Vec<ExitRule>,
     /// Age at which the job stops with its newest state.
-    #[serde(default)]
     pub deadline: Option<Duration>,
     /// Which members have to report the final state.
-    #[serde(default)]
     pub success: SuccessPolicy,
     /// Whether no worker is started until the job is resumed.
-    #[serde(default)]
     pub starts_suspended: bool,
     /// Whether the first `min_workers` workers are started together, because their scheduler places
     /// them together.
-    #[serde(default)]
     pub starts_core_together: bool,
 }
 

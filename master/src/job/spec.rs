@@ -27,7 +27,6 @@ pub struct JobSpec {
     /// `num_workers` can be raised up to this.
     pub max_workers: u32,
     /// Workers that start and leave together; numbers of workers are multiples of it.
-    #[serde(default = "one")]
     pub workers_per_pod: u32,
     /// Passes over the data.
     pub epochs: u32,
@@ -43,10 +42,8 @@ pub struct JobSpec {
     pub seed: u64,
     /// Records of a micro-batch, the unit in which a step is split over the workers; `None`: single
     /// records.
-    #[serde(default)]
     pub micro_batch: Option<NonZeroU64>,
     /// Whether the results depend on nothing but the data, the options and the program.
-    #[serde(default)]
     pub deterministic: bool,
     /// Failures of workers (crashes and errors of the user's code, not preemption) after which the
     /// job fails.
@@ -56,54 +53,37 @@ pub struct JobSpec {
     pub worker_timeout: Option<Duration>,
     /// A member that computes for longer than this while the group waits for it is evicted. `None`:
     /// a limit that is learned from the job's own steps.
-    #[serde(default)]
     pub step_timeout: Option<Duration>,
     /// How long a worker may take from its start until it joins the job.
-    #[serde(default = "start_timeout")]
     pub start_timeout: Duration,
     /// How long a worker without a master continues to train and searches for one before it ends.
-    #[serde(default = "master_timeout")]
     pub master_timeout: Duration,
     /// Where and when checkpoints are written; `None` for never.
-    #[serde(default)]
     pub checkpoints: Option<CheckpointSpec>,
     /// A checkpoint, or a folder of checkpoints, from which the job starts.
-    #[serde(default)]
     pub resume_from: Option<String>,
     /// What is evaluated, and when; `None` for nothing.
-    #[serde(default)]
     pub validation: Option<ValidationSpec>,
     /// What the job does with its data.
-    #[serde(default)]
     pub work: Work,
     /// As what gradients travel between workers.
-    #[serde(default)]
     pub wire_dtype: WireDtype,
     /// Links between two workers that are neighbours in the ring, where sums go over TCP: 1 to 16.
-    #[serde(default = "one")]
-    #[serde(rename = "streams")]
     pub channels: u8,
     /// How a step whose gradient is not finite is handled.
-    #[serde(default)]
     pub on_nonfinite: OnNonfinite,
     /// Whether workers of different builds may train together.
-    #[serde(default)]
     pub allow_mixed_builds: bool,
     /// Whether the job restarts from step 0 when all workers are lost with a state of which there
     /// is no checkpoint. Otherwise it fails.
-    #[serde(default)]
     pub restart_without_checkpoint: bool,
     /// Which links between workers are encrypted.
-    #[serde(default)]
     pub link_encryption: LinkEncryption,
     /// Number of bad records that the reader skips; 0 if the first one ends the job.
-    #[serde(default)]
     pub bad_records_max: u64,
     /// How long workers may take from SIGTERM to their end.
-    #[serde(default = "grace_period")]
     pub grace_period: Duration,
     /// What exit codes mean, and when the job ends before its data.
-    #[serde(default)]
     pub policies: Policies,
 }
 
@@ -303,29 +283,6 @@ pub struct SpecError {
     pub value: String,
     /// What would be right.
     pub wanted: &'static str,
-}
-
-/// The default of Kubernetes for pods.
-fn grace_period() -> Duration {
-    GRACE_PERIOD_DEFAULT
-}
-
-/// The default for jobs that were persisted without this field.
-fn one<T: From<u8>>() -> T {
-    1.into()
-}
-
-/// How long workers that were told to end may take, unless the user says otherwise.
-const GRACE_PERIOD_DEFAULT: Duration = Duration::from_secs(30);
-const START_TIMEOUT_DEFAULT: Duration = Duration::from_secs(600);
-/// The default of `--start-timeout`: imports from a cold network disk take minutes.
-fn start_timeout() -> Duration {
-    START_TIMEOUT_DEFAULT
-}
-
-/// The default of `--master-timeout`.
-fn master_timeout() -> Duration {
-    Duration::from_secs(30)
 }
 
 /// The maximum length of a path on common systems.

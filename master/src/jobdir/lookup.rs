@@ -19,12 +19,9 @@ pub struct Endpoint {
     pub address: SocketAddr,
     /// Its process id.
     pub pid: u32,
-    /// Start time of the process, in clock ticks since boot. `None` if an older version has written
-    /// the file.
-    #[serde(default)]
-    pub started: Option<u64>,
+    /// Start time of the process, in clock ticks since boot.
+    pub started: u64,
     /// Address of its dashboard, if it serves one.
-    #[serde(default)]
     pub dashboard: Option<SocketAddr>,
 }
 

@@ -38,8 +38,7 @@ fn parse_note(line: &str, boot: &str) -> Option<(LaunchId, ProcessIdentity)> {
     let mut fields = line.split(' ');
     let mut next = || fields.next()?.parse::<u64>().ok();
     let (launch, pid, at) = (next()?, next()?, next()?);
-    // An older release notes no boot.
-    if fields.next().is_some_and(|noted| noted != boot) {
+    if fields.next()? != boot {
         return None;
     }
     Some((LaunchId(launch), ProcessIdentity { pid: u32::try_from(pid).ok()?, start_ticks: at }))
@@ -65,7 +64,5 @@ mod tests {
         let before = fs::read_to_string(&path).unwrap().replace(&boot_id(), "another-boot");
         fs::write(&path, before).unwrap();
         assert_eq!(read_notes(folder.path()).unwrap(), BTreeMap::new());
-        fs::write(&path, "2 70 9\n").unwrap();
-        assert_eq!(read_notes(folder.path()).unwrap(), [(LaunchId(2), process)].into());
     }
 }

@@ -56,18 +56,14 @@ pub struct JobStart {
     /// Additional path of the summary, chosen by the user.
     pub summary: Option<OsString>,
     /// Address at which metrics are served, if any.
-    #[serde(default)]
     pub metrics: Option<SocketAddr>,
     /// Address at which the dashboard is served, if it is.
-    #[serde(default)]
     pub dashboard: Option<SocketAddr>,
     /// Folder of events for TensorBoard, if any.
-    #[serde(default)]
     pub tensorboard_dir: Option<OsString>,
     /// Start time of the job.
     pub began: SystemTime,
     /// The program's file at that time, and the job's copy of it, if one could be made.
-    #[serde(default)]
     pub copy: Option<ProgramCopy>,
 }
 
@@ -494,9 +490,8 @@ mod tests {
         assert!(matches!(JobDir::resume(&root), Err(ResumeError::OtherVersion { version: 2, .. })));
     }
 
-    /// In older releases `shuffle` was a boolean.
     #[test]
-    fn a_job_of_an_older_release_is_refused_with_what_to_do_and_nothing_is_changed() {
+    fn a_job_of_another_release_is_refused_with_what_to_do_and_nothing_is_changed() {
         let scratch = tempfile::tempdir().unwrap();
         drop(persisted(scratch.path()));
         let path = scratch.path().join(RECORD);

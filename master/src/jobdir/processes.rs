@@ -43,11 +43,7 @@ pub fn stop(root: &Path) -> Result<StopTarget, StopError> {
     if is_running(root) {
         let (endpoint, _) = look_up(root)?;
         let changing = || StopError::Changing { path: root.into() };
-        let process = match endpoint.started {
-            Some(at) => ProcessIdentity { pid: endpoint.pid, start_ticks: at },
-            // A master of an older version has not published its start time; it holds the lock.
-            None => ProcessIdentity::look_up(endpoint.pid).ok_or_else(changing)?,
-        };
+        let process = ProcessIdentity { pid: endpoint.pid, start_ticks: endpoint.started };
         let is_signalled = process.signal(Signal::TERM).map_err(failed(process.pid))?;
         return if is_signalled { Ok(StopTarget::Master) } else { Err(changing()) };
     }
@@ -146,7 +142,7 @@ mod tests {
         }
     }
 
-    fn write_master(root: &Path, pid: u32, started: Option<u64>) {
+    fn write_master(root: &Path, pid: u32, started: u64) {
         let endpoint =
             Endpoint { address: "127.0.0.1:1".parse().unwrap(), pid, started, dashboard: None };
         write_atomically(&root.join(MASTER), &serde_json::to_vec(&endpoint).unwrap()).unwrap();
@@ -159,15 +155,15 @@ mod tests {
         let mut unrelated = UnrelatedProcess::new();
         let ProcessIdentity { pid, start_ticks: at } = unrelated.started();
         drop(JobDir::create(&root).unwrap());
-        write_master(&root, pid, Some(at));
+        write_master(&root, pid, at);
         // No master holds the lock, so the file is stale.
         assert!(matches!(stop(&root), Err(StopError::Lookup(LookupError::NotRunning { .. }))));
         let next = JobDir::create(&root).unwrap();
         // Another master runs and has not published its address yet; the file is its predecessor's.
-        write_master(&root, pid, Some(at - 1));
+        write_master(&root, pid, at - 1);
         assert!(matches!(stop(&root), Err(StopError::Changing { .. })));
         assert_eq!(ProcessIdentity::look_up(pid), Some(ProcessIdentity { pid, start_ticks: at }));
-        write_master(&root, pid, Some(at));
+        write_master(&root, pid, at);
         assert_eq!(stop(&root).unwrap(), StopTarget::Master);
         assert_eq!(unrelated.ended_by(), Some(15));
         drop(next);

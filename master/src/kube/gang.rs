@@ -29,18 +29,14 @@ pub struct GangOptions {
     /// The scheduler.
     pub scheduler: GangScheduler,
     /// Its queue.
-    #[serde(default)]
     pub queue: Option<String>,
     /// Version of the API that has the PodGroups; empty for Kueue, which has none.
-    #[serde(default)]
     pub version: String,
     /// Number of pods of the core.
     pub core_pods: u32,
     /// Resources that the core requests.
-    #[serde(default)]
     pub core_resources: BTreeMap<String, String>,
     /// Priority class of the core.
-    #[serde(default)]
     pub priority_class: Option<String>,
 }
 

@@ -23,10 +23,8 @@ pub struct PriorityTiers {
     /// Class of the core: the workers up to the job's minimum.
     pub core: String,
     /// Classes of the other workers, the highest first: 1 to 10.
-    #[serde(rename = "rungs")]
     pub tiers: Vec<String>,
     /// The job's share of the cluster, relative to those of other jobs.
-    #[serde(default)]
     pub weight: Weight,
 }
 
@@ -207,13 +205,6 @@ mod tests {
         for bad in ["", "0", "0.09", "10.1", "-1", "NaN", "inf", "1x"] {
             assert!(parse_weight(bad).is_err(), "{bad}");
         }
-    }
-
-    #[test]
-    fn tiers_that_were_persisted_without_a_weight_have_weight_1() {
-        let json = r#"{"core": "c", "rungs": ["a"]}"#;
-        let tiers: PriorityTiers = serde_json::from_str(json).unwrap();
-        assert_eq!(tiers.weight, Weight::default());
     }
 
     #[test]

@@ -264,10 +264,11 @@ fn one(rest: &mut &[&str]) -> bool {
 const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
 /// Crates whose code is in the programs and libraries that users get.
-const SHIPPED: [&str; 7] = [
+const SHIPPED: [&str; 8] = [
     "elasticdl",
     "elasticdl-cli",
     "elasticdl-collective",
+    "elasticdl-data",
     "elasticdl-examples",
     "elasticdl-master",
     "elasticdl-proto",

@@ -68,8 +68,7 @@ pub(super) struct Manifest {
     /// Number of floats of the optimizer state.
     pub(super) slots: u64,
     pub(super) options: Options,
-    /// The program that wrote the checkpoint; absent in checkpoints of older releases.
-    #[serde(default)]
+    /// The program that wrote the checkpoint.
     pub(super) program: Option<Program>,
     pub(super) files: Vec<DataFile>,
     pub(super) shards: Vec<Shard>,
@@ -84,12 +83,9 @@ pub(super) struct Options {
     pub(super) global_batch_size: Option<u64>,
     pub(super) minibatch_size: Option<u64>,
     pub(super) seed: u64,
-    /// The order that the positions in the ledger refer to; absent in checkpoints of releases whose
-    /// ledgers hold records.
-    #[serde(default)]
-    pub(super) order: Option<OrderName>,
-    /// What the best evaluation in the state is about; absent in checkpoints of older releases.
-    #[serde(default)]
+    /// The order that the positions in the ledger refer to.
+    pub(super) order: OrderName,
+    /// What the best evaluation in the state is about.
     pub(super) best_metric: Option<BestMetric>,
 }
 
@@ -159,7 +155,7 @@ impl Manifest {
                 global_batch_size: global,
                 minibatch_size: per_worker,
                 seed: fingerprint.seed,
-                order: Some(fingerprint.order),
+                order: fingerprint.order,
                 best_metric: fingerprint.best_metric.clone(),
             },
             program: fingerprint.program.clone(),
@@ -282,14 +278,11 @@ impl Manifest {
 
     /// Checks that the positions in the ledger mean the same records to the job.
     fn check_order(&self, order: OrderName) -> Result<(), String> {
-        if self.state.ranges.is_empty() || self.options.order == Some(order) {
+        if self.state.ranges.is_empty() || self.options.order == order {
             return Ok(());
         }
         let epoch = self.state.epochs_complete + 1;
-        let had = self.options.order.map_or_else(
-            || "an older release's order, which this one does not know".into(),
-            |had| had.to_string(),
-        );
+        let had = self.options.order;
         Err(format!(
             "it lies within epoch {epoch}, whose records are in the order of {had}, and this job's \
              are in that of {order}; give the same options, or resume from the end of an epoch"
@@ -504,8 +497,6 @@ pub(super) mod tests {
         let refused = check(&manifest, order(8));
         let blocks = "--shuffle block --shuffle-buffer 64 --seed 7, in blocks of 8 records";
         assert!(refused.contains("within epoch 2") && refused.contains(blocks), "{refused}");
-        manifest.options.order = None;
-        assert!(check(&manifest, order(7)).contains("an older release's order"));
         manifest.state.ranges.clear();
         assert_eq!(check(&manifest, order(8)), "");
     }

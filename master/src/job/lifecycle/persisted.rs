@@ -43,22 +43,17 @@ pub struct PersistedJob {
     pub(crate) spec: JobSpec,
     /// Fingerprint of the list of files. The list itself is stored separately, because it may be
     /// long and never changes.
-    #[serde(default)]
     pub(crate) data: Option<DatasetFingerprint>,
     /// The list of files, once it is attached.
     #[serde(skip)]
     pub(crate) dataset: Option<FileList>,
     pub(crate) parameters: Option<u64>,
     pub(crate) wanted: u32,
-    #[serde(rename = "fresh")]
     pub(crate) initial_launches_left: u32,
     pub(crate) failures: u32,
-    #[serde(default)]
     pub(crate) failures_since_progress: u32,
-    #[serde(default)]
     pub(crate) kills_since_progress: u32,
     /// The job's highest progress at its last failure or kill.
-    #[serde(default)]
     pub(crate) progress_at_failure: u64,
     pub(crate) launches_made: u64,
     /// No launch after this one has been made since, even if this version is outdated.
@@ -71,28 +66,22 @@ pub struct PersistedJob {
     /// The newest membership; `None` before the first.
     pub(crate) membership: Option<Membership>,
     /// The ring of the previous generation, in which members may still be.
-    #[serde(rename = "before")]
     pub(crate) previous_ring: Option<Vec<WorkerId>>,
     /// Whether that membership's group has agreed on its state.
     pub(crate) formed: bool,
     pub(crate) stopping: bool,
     /// Why the job stops, unless the user asked for it.
-    #[serde(default)]
     pub(crate) stop_reason: Option<String>,
     /// Whether the user has suspended the job.
-    #[serde(default)]
     pub(crate) suspended: bool,
     /// The job is over, but its processes may not have ended.
     pub(crate) ending: Option<PersistedShutdown>,
-    #[serde(rename = "story")]
     pub(crate) history: PersistedHistory,
     /// Results of an inference job's shards.
-    #[serde(default)]
     pub(crate) results: ShardResults,
     /// Steps committed when it was written; it is not written for each step.
     pub(crate) step: u64,
     /// Number of masters that the job has had, including the writer.
-    #[serde(default)]
     pub(crate) masters: u64,
 }
 
@@ -112,7 +101,6 @@ pub struct DatasetFingerprint {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct PersistedLaunch {
     pub(crate) launch: LaunchId,
-    #[serde(rename = "index")]
     pub(crate) slot: u32,
     pub(crate) worker: Option<WorkerId>,
     pub(crate) joined: Option<Generation>,
@@ -135,7 +123,6 @@ pub(crate) struct PersistedShutdown {
     pub(crate) outcome: Outcome,
     pub(crate) error: Option<String>,
     pub(crate) ledger: LedgerReport,
-    #[serde(rename = "last_word")]
     pub(crate) final_report: Option<Finished>,
 }
 

@@ -80,7 +80,6 @@ pub(crate) struct PersistedHistory {
     /// The newest membership changes.
     pub(crate) memberships: Vec<MembershipChange>,
     pub(crate) failed_shards: Vec<FailedShard>,
-    #[serde(default)]
     pub(crate) evaluations: EvaluationsSummary,
     #[serde(flatten)]
     pub(crate) totals: Totals,
@@ -95,20 +94,15 @@ pub(crate) struct Totals {
     pub(super) restarts: u64,
     formed_first: Option<Time>,
     /// Records and steps of the first group's state when it formed.
-    #[serde(default)]
     begun_with: (u64, u64),
     /// Time of the last report; as of the write.
     pub(crate) reported_last: Time,
     pub(crate) loss: LossSummary,
-    #[serde(default)]
     pub(crate) checkpoints: CheckpointsSummary,
     /// Steps without an update, of those that the state contains.
-    #[serde(default)]
     pub(super) steps_skipped: u64,
-    #[serde(default)]
     pub(super) state_lost: Option<StateLoss>,
     /// Records that the data set does not contain.
-    #[serde(default)]
     pub(super) records_skipped: Option<SkippedRecords>,
 }
 

@@ -51,7 +51,6 @@ pub struct WorkerTimes {
     /// Pauses of membership changes, with the first step after each.
     pub recovery_us: u64,
     /// Stops of training, to copy the state for checkpoints.
-    #[serde(default)]
     pub checkpoint_us: u64,
 }
 

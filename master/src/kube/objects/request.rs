@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::names::{METRICS_PORT, TASK};
+use super::names::TASK;
 use crate::job::JobSpec;
 use crate::kube::gang::GangOptions;
 use crate::kube::options::PodOptions;
@@ -33,20 +33,15 @@ pub struct Task {
     /// Workers end by themselves when their master has been silent for this long.
     pub master_timeout: Duration,
     /// The workers' priority classes by slot.
-    #[serde(default, rename = "ladder")]
     pub priority_tiers: Option<PriorityTiers>,
     /// Port on which the master serves metrics.
-    #[serde(default = "metrics_port_default")]
     pub metrics_port: u16,
     /// Whether the master serves metrics at all.
-    #[serde(default = "metrics_served_default")]
     pub serve_metrics: bool,
     /// Folder in which the master writes events for TensorBoard. It is in a volume of the workers,
     /// which the master then mounts, too.
-    #[serde(default)]
     pub tensorboard_dir: Option<PathBuf>,
     /// How the pods of the workers are placed together. `None`: each by itself.
-    #[serde(default)]
     pub gang: Option<GangOptions>,
 }
 
@@ -56,14 +51,4 @@ impl Task {
     pub fn in_anchor(data: &BTreeMap<String, String>) -> Option<Self> {
         serde_json::from_str(data.get(TASK)?).ok()
     }
-}
-
-/// Default for tasks that were submitted before the port could be chosen.
-fn metrics_port_default() -> u16 {
-    METRICS_PORT
-}
-
-/// Default for tasks that were submitted when metrics were always served.
-fn metrics_served_default() -> bool {
-    true
 }

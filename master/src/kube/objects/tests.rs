@@ -278,10 +278,6 @@ fn metrics_are_announced_only_where_they_are_served() {
         assert!(container.ports.unwrap().iter().any(|port| port.container_port == 7071));
         assert!(container.liveness_probe.is_some());
     }
-    // Older releases always served them.
-    let mut task = serde_json::to_value(&self::request().task).unwrap();
-    task.as_object_mut().unwrap().remove("serve_metrics");
-    assert!(serde_json::from_value::<Task>(task).unwrap().serve_metrics);
 }
 
 #[test]

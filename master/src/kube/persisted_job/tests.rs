@@ -201,7 +201,7 @@ async fn the_list_of_files_is_written_once_and_before_the_job_that_refers_to_it(
 fn the_largest_job_is_compressed_and_leaves_space_for_the_other_keys() {
     let record = largest().to_persisted();
     let text = write(record.clone()).unwrap();
-    assert!(text.starts_with("{\"version\":3,\"release\":"), "{}", &text[..60]);
+    assert!(text.starts_with("{\"version\":4,\"release\":"), "{}", &text[..60]);
     assert!(text.len() < JOB_BYTES_MAX / 2, "{} KiB", text.len() >> 10);
     let mut read = read(&text).unwrap();
     read.attach_file_list(record.file_list().unwrap().clone()).unwrap();
@@ -212,15 +212,15 @@ fn the_largest_job_is_compressed_and_leaves_space_for_the_other_keys() {
 fn a_job_of_this_format_is_read_and_others_are_refused_with_what_to_do() {
     let text = write(job_with_seed(7)).unwrap();
     assert_eq!(read(&text), Ok(job_with_seed(7)));
-    let error = read("{\"version\": 4, \"release\": \"9.0.0\", \"anything\": [1]}").unwrap_err();
-    assert!(error.contains("format 4 (elasticdl 9.0.0)"), "{error}");
+    let error = read("{\"version\": 5, \"release\": \"9.0.0\", \"anything\": [1]}").unwrap_err();
+    assert!(error.contains("format 5 (elasticdl 9.0.0)"), "{error}");
     for old in ["{\"version\": 2}", "{\"version\": 1, \"packed\": \"AAAA\"}"] {
         assert!(read(old).unwrap_err().contains("finish it with"), "{old}");
     }
     assert!(
         read("{}").is_err()
             && read("").is_err()
-            && read("{\"version\": 3, \"packed\": \"AAAA\"}").is_err()
+            && read("{\"version\": 4, \"packed\": \"AAAA\"}").is_err()
     );
 }
 
