@@ -80,8 +80,8 @@ pub use candle_core;
 pub use candle_nn;
 #[doc(inline)]
 pub use elasticdl_data::{
-    Access, Column, DataError, Dataset, File, Predictions, PredictionsError, Purpose, ReadOptions,
-    Reader, Skipped, readers, storage,
+    Access, Column, DataError, Dataset, File, Map, Predictions, PredictionsError, Purpose,
+    ReadOptions, Reader, Skipped, readers, storage,
 };
 pub use metrics::{Loss, Metrics, UserError, report_mean, report_sum};
 pub use model::{Model, NamedTensor};

@@ -8,12 +8,14 @@
 
 #[cfg(not(all(feature = "cloud", feature = "parquet")))]
 mod feature;
+mod map;
 mod paths;
 mod predictions;
 mod reader;
 pub mod readers;
 pub mod storage;
 
+pub use map::Map;
 pub use predictions::{Column, Predictions, PredictionsError};
 pub use reader::{Access, DataError, Dataset, File, Purpose, ReadOptions, Reader, Skipped};
 

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
+use crate::map::Map;
 use crate::storage::StorageError;
 
 /// A data set: its files in order, with their record counts.
@@ -155,6 +156,31 @@ pub trait Reader: Send + 'static {
             read.extend(self.read(file, run[0]..run[0] + run.len() as u64)?);
         }
         Ok(read)
+    }
+
+    /// Converts each record in the reader's own thread, while the model computes: what
+    /// `Model::feed` need not do, such as decoding or splitting a text into tokens.
+    ///
+    /// An error of `convert` ends this worker, and another one tries; a
+    /// [malformed](DataError::Malformed) record ends the job.
+    ///
+    /// ```
+    /// use elasticdl_data::readers::{CsvRows, Row};
+    /// use elasticdl_data::{Map, Reader};
+    ///
+    /// fn reader() -> Map<CsvRows, Vec<usize>> {
+    ///     let lengths = |row: Row| Ok(row.text(0).split(' ').map(str::len).collect());
+    ///     CsvRows::new().text("sentence").map(lengths)
+    /// }
+    /// ```
+    fn map<T: Send + 'static>(
+        self,
+        convert: impl FnMut(Self::Record) -> Result<T, DataError> + Send + 'static,
+    ) -> Map<Self, T>
+    where
+        Self: Sized,
+    {
+        Map::new(self, convert)
     }
 }
 
