@@ -32,14 +32,13 @@ use crate::job::{
     Action, ConnectionId, Event, Job, JobSpec, LaunchId, Outcome, PersistedJob, Summary, Time,
 };
 use crate::job_store::JobStore;
-use crate::jobdir::{AbandonedJob, PersistedJobFile};
+use crate::jobdir::ProcessIdentity;
 use crate::kube::leader_lease::LeaseGuard;
 use crate::kube::objects;
-use crate::kube::persisted_job::PersistedJobWriter;
 use crate::kube::pods::Pods;
 use crate::kube::verdict::{Verdict, classify};
 use crate::listener::ServerConfig;
-use crate::local::{Launcher, Processes};
+use crate::local::Launcher;
 use crate::progress::Progress;
 use crate::service::{Server, ServerEvent, WorkerOutbox};
 use crate::worker_backend::WorkerBackend;
@@ -47,7 +46,6 @@ use crate::worker_backend::WorkerBackend;
 /// The master of one job, ready to run.
 #[derive(Debug)]
 pub struct Master {
-    spec: JobSpec,
     job: Job,
     /// When this master began; moves forward by the time that the job's clock stands still.
     start: Instant,
@@ -86,14 +84,22 @@ pub(crate) struct MasterTerm {
     pub(crate) lease_guard: LeaseGuard,
 }
 
-/// What former masters of a job in a cluster have left.
+/// What a master is made of.
 #[derive(Debug)]
-pub(crate) struct LeftJob {
-    pub(crate) record: PersistedJob,
-    /// The pods of its workers.
-    pub(crate) pods: Vec<Pod>,
+pub(crate) struct MasterParts {
+    /// A new job, or the one that a former master left.
+    pub(crate) job: Job,
     /// Age of the job.
     pub(crate) age: Duration,
+    pub(crate) server_config: ServerConfig,
+    pub(crate) backend: WorkerBackend,
+    /// Where a successor finds what it needs.
+    pub(crate) job_store: JobStore,
+    /// The leadership, in a cluster.
+    pub(crate) term: Option<MasterTerm>,
+    pub(crate) progress: Progress,
+    /// Tells whether the tracking server takes the metrics.
+    pub(crate) tracked: Option<mpsc::Receiver<Option<String>>>,
 }
 
 /// A request of the user to a running job.
@@ -144,34 +150,45 @@ impl std::fmt::Debug for Peer {
 }
 
 /// Restores a persisted job of this age.
-fn restore(record: PersistedJob, age: Duration) -> io::Result<Job> {
+///
+/// # Errors
+/// The persisted job is inconsistent.
+pub(crate) fn restore(record: PersistedJob, age: Duration) -> io::Result<Job> {
     Job::restore(record, Time(age)).map_err(|reason| {
         let text = format!("the persisted job can't be true: {reason}");
         io::Error::new(io::ErrorKind::InvalidData, text)
     })
 }
 
-/// Restores the job that former masters have left, with those of their pods that belong to it.
-fn adopt(left: LeftJob, pods: &Pods) -> io::Result<(Job, JobSpec, Duration)> {
-    let LeftJob { mut record, pods: left, age } = left;
+/// Restores a persisted job of this age, with those of the pods that former masters have `left`
+/// that belong to it.
+///
+/// # Errors
+/// The persisted job is inconsistent.
+pub(crate) fn restore_with_pods(
+    mut record: PersistedJob,
+    age: Duration,
+    left: Vec<Pod>,
+    pods: &Pods,
+) -> io::Result<Job> {
     let mut left: BTreeMap<LaunchId, Pod> =
         left.into_iter().filter_map(|pod| Some((objects::launch_and_slot(&pod)?.0, pod))).collect();
     let lives = |pod: &&Pod| !matches!(classify(pod), Verdict::Ended(_));
     let there = left.values().filter(lives).filter_map(objects::launch_and_slot).collect();
     let strays = record.observe_pods(&there);
     let launches: Vec<LaunchId> = record.launches().collect();
-    let spec = record.spec().clone();
     let job = restore(record, age)?;
     for launch in launches {
         pods.adopt(launch, left.remove(&launch));
     }
     strays.iter().filter_map(|launch| left.remove(launch)).for_each(|pod| pods.remove(pod));
-    Ok((job, spec, age))
+    Ok(job)
 }
 
 impl Master {
-    /// A master that serves with `server_config` and starts its workers with `launcher`. Must be
-    /// called within a tokio runtime. No worker is started before [`Master::run`].
+    /// A master of a new job that serves with `server_config` and starts its workers with
+    /// `launcher`. Must be called within a tokio runtime. No worker is started before
+    /// [`Master::run`].
     ///
     /// `spec` has passed [`JobSpec::check`].
     ///
@@ -183,114 +200,49 @@ impl Master {
         launcher: Launcher,
         progress: Progress,
     ) -> io::Result<Self> {
-        let job = Job::new(spec.clone());
-        Self::with(job, spec, Duration::ZERO, server_config, launcher, progress)
-    }
-
-    /// A master that resumes a job whose master died, `age` after the job began. Workers find it at
-    /// the listener of `server_config`. Otherwise as [`Master::new`].
-    ///
-    /// # Errors
-    /// The listener has no address, or the persisted job is inconsistent.
-    pub fn resume(
-        abandoned: AbandonedJob,
-        age: Duration,
-        server_config: ServerConfig,
-        launcher: Launcher,
-        progress: Progress,
-    ) -> io::Result<Self> {
-        let AbandonedJob { record, mut processes, .. } = abandoned;
-        let launches: Vec<LaunchId> = record.launches().collect();
-        let spec = record.spec().clone();
-        let job = restore(record, age)?;
-        let mut master = Self::with(job, spec, age, server_config, launcher, progress)?;
-        for launch in launches {
-            master.backend.adopt(launch, processes.remove(&launch));
-        }
-        Ok(master)
-    }
-
-    /// Persists what a successor needs in `file`.
-    #[must_use]
-    pub(crate) fn with_persisted_job_file(self, file: PersistedJobFile) -> Self {
-        Self { job_store: JobStore::File(file), ..self }
-    }
-
-    /// Learns from `tracked` whether the tracking server takes the metrics.
-    #[must_use]
-    pub(crate) fn with_tracking(self, tracked: mpsc::Receiver<Option<String>>) -> Self {
-        Self { tracked: Some(tracked), ..self }
-    }
-
-    fn with(
-        job: Job,
-        spec: JobSpec,
-        age: Duration,
-        server_config: ServerConfig,
-        mut launcher: Launcher,
-        progress: Progress,
-    ) -> io::Result<Self> {
-        let address = server_config.listener.local_addr()?;
-        launcher.env.push(("ELASTICDL_MASTER".into(), address.to_string().into()));
-        launcher.env.push(("ELASTICDL_JOB".into(), spec.name.clone().into()));
-        info!(job = spec.name, %address, "master listens");
-        let backend = WorkerBackend::Processes(Processes::new(launcher));
-        Self::assemble(job, spec, age, server_config, backend, progress)
-    }
-
-    /// A master whose workers are `pods`, and which persists what a successor needs with `writer`.
-    /// It leads a new job, or resumes the one that former masters have `left`.
-    ///
-    /// # Errors
-    /// The server can't be started, or the persisted job is inconsistent.
-    pub(crate) fn with_pods(
-        spec: JobSpec,
-        left: Option<LeftJob>,
-        server_config: ServerConfig,
-        pods: Pods,
-        writer: PersistedJobWriter,
-        term: MasterTerm,
-        progress: Progress,
-    ) -> io::Result<Self> {
-        let (job, spec, age) = match left {
-            None => (Job::new(spec.clone()), spec, Duration::ZERO),
-            Some(left) => adopt(left, &pods)?,
-        };
-        let backend = WorkerBackend::Pods(pods);
-        let master = Self::assemble(job, spec, age, server_config, backend, progress)?;
-        Ok(Self {
-            job_store: JobStore::Anchor(writer),
-            incarnation: term.incarnation,
-            lease_guard: Some(term.lease_guard),
-            ..master
+        Self::assemble(MasterParts {
+            backend: WorkerBackend::processes(launcher, &spec.name, &server_config)?,
+            job: Job::new(spec),
+            age: Duration::ZERO,
+            server_config,
+            job_store: JobStore::Nothing,
+            term: None,
+            progress,
+            tracked: None,
         })
     }
 
-    fn assemble(
-        job: Job,
-        spec: JobSpec,
-        age: Duration,
-        server_config: ServerConfig,
-        backend: WorkerBackend,
-        progress: Progress,
-    ) -> io::Result<Self> {
-        let run_id = server_config.token.run_id();
+    /// Takes over a process that a former master started.
+    pub(crate) fn adopt(&mut self, launch: LaunchId, process: Option<ProcessIdentity>) {
+        self.backend.adopt(launch, process);
+    }
+
+    /// Otherwise as [`Master::new`].
+    ///
+    /// # Errors
+    /// The server can't be started.
+    pub(crate) fn assemble(parts: MasterParts) -> io::Result<Self> {
+        let MasterParts { job, age, server_config, backend, .. } = parts;
+        let (spec, run_id) = (job.spec(), server_config.token.run_id());
         info!(job = spec.name, %run_id, "run of the job");
         let (sender, events) = mpsc::channel(SERVER_EVENTS_MAX);
         let server = Server::start(server_config, &spec.name, spec.worker_timeout, sender)?;
+        let (incarnation, lease_guard) = match parts.term {
+            Some(term) => (term.incarnation, Some(term.lease_guard)),
+            None => (job.masters(), None),
+        };
         Ok(Self {
-            incarnation: job.masters(),
-            lease_guard: None,
+            incarnation,
+            lease_guard,
             is_lease_doubted: false,
             job: job.with_run_id(run_id),
-            spec,
             start: Instant::now(),
             age,
-            job_store: JobStore::Nothing,
+            job_store: parts.job_store,
             last_write: LastWrite { revision: 0, step: 0, at: Instant::now() },
             backend,
-            progress,
-            tracked: None,
+            progress: parts.progress,
+            tracked: parts.tracked,
             server,
             events,
             peers: BTreeMap::new(),
@@ -475,7 +427,7 @@ impl Master {
             if let Some(dead) = self.workers.insert(worker, connection) {
                 self.peers.remove(&dead);
             }
-            let options = self.spec.worker_options();
+            let options = self.job.spec().worker_options();
             let welcome = Welcome { worker, incarnation: self.incarnation, options };
             self.send(worker, |outbox| outbox.welcome(welcome));
         }

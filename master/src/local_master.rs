@@ -3,6 +3,7 @@
 mod page;
 mod signals;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -17,14 +18,16 @@ use self::page::LocalPage;
 pub use self::signals::Stop;
 use self::signals::{Signals, StopEscalation};
 use crate::dashboard::JobOptions;
-use crate::event_loop::{JobResult, Master};
+use crate::event_loop::{JobResult, Master, MasterParts, restore};
 use crate::exit::{Failure, cannot};
 use crate::exporters::Exporters;
-use crate::job::{JobSpec, Time};
+use crate::job::{Job, JobSpec, Time};
+use crate::job_store::JobStore;
 use crate::jobdir::{self, AbandonedJob, JobDir, JobDirError, JobStart, ProgramCopy};
 use crate::listener::{Identity, ServerConfig};
 use crate::local::Launcher;
 use crate::progress::Progress;
+use crate::worker_backend::WorkerBackend;
 use crate::{metrics, mlflow};
 
 /// A job that this process leads: a new one, or one whose master has died.
@@ -106,7 +109,7 @@ impl LocalMaster {
         page.announce(browsed, shows_link, &progress);
         let server_config =
             ServerConfig { listener: workers, token: dir.token().clone(), identity };
-        let master = self.into_master(dir, server_config, progress)?.with_tracking(tracked);
+        let master = self.into_master(dir, server_config, progress, tracked)?;
         let (commands, received) = mpsc::channel(COMMANDS_MAX);
         let run = master.run(received);
         tokio::pin!(run);
@@ -239,6 +242,7 @@ impl LocalMaster {
         dir: &JobDir,
         server_config: ServerConfig,
         progress: Progress,
+        tracked: mpsc::Receiver<Option<String>>,
     ) -> Result<Master, Failure> {
         let Self { spec, mut start, abandoned } = self;
         if abandoned.is_none() {
@@ -249,16 +253,37 @@ impl LocalMaster {
         let launcher = Launcher::new(program.into(), args, dir, master_timeout)
             .with_copy(copy)
             .sharing_cores(spec.num_workers);
-        let master = match abandoned {
-            None => Master::new(spec, server_config, launcher, progress),
+        let failed = cannot("start the master");
+        let backend = WorkerBackend::processes(launcher, &spec.name, &server_config);
+        let backend = backend.map_err(&failed)?;
+        let (mut launches, mut processes) = (Vec::new(), BTreeMap::new());
+        let (job, age) = match abandoned {
+            None => (Job::new(spec), Duration::ZERO),
             Some(abandoned) => {
+                launches.extend(abandoned.record.launches());
+                processes = abandoned.processes;
                 // A clock that was set back only makes the job's age too small.
                 let age = SystemTime::now().duration_since(began).unwrap_or_default();
-                Master::resume(*abandoned, age, server_config, launcher, progress)
+                (restore(abandoned.record, age).map_err(&failed)?, age)
             }
         };
-        let master = master.map_err(cannot("start the master"))?;
-        Ok(master.with_persisted_job_file(dir.persisted_job_file()))
+        let job_store = JobStore::File(dir.persisted_job_file());
+        let (term, tracked) = (None, Some(tracked));
+        let mut master = Master::assemble(MasterParts {
+            job,
+            age,
+            server_config,
+            backend,
+            job_store,
+            term,
+            progress,
+            tracked,
+        })
+        .map_err(failed)?;
+        for launch in launches {
+            master.adopt(launch, processes.remove(&launch));
+        }
+        Ok(master)
     }
 }
 

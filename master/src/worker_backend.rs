@@ -1,10 +1,15 @@
 //! Backends that run workers: processes of this machine, or pods of a cluster.
 
+use std::io;
+
+use tracing::info;
+
 use crate::backend_event::BackendEvent;
 use crate::job::LaunchId;
 use crate::jobdir::ProcessIdentity;
 use crate::kube::pods::Pods;
-use crate::local::Processes;
+use crate::listener::ServerConfig;
+use crate::local::{Launcher, Processes};
 
 /// Starts, kills and watches the launches of a job.
 #[derive(Debug)]
@@ -14,6 +19,22 @@ pub(crate) enum WorkerBackend {
 }
 
 impl WorkerBackend {
+    /// Processes that `launcher` starts, which find the master at the listener's address.
+    ///
+    /// # Errors
+    /// The listener has no address.
+    pub(crate) fn processes(
+        mut launcher: Launcher,
+        job: &str,
+        server_config: &ServerConfig,
+    ) -> io::Result<Self> {
+        let address = server_config.listener.local_addr()?;
+        launcher.env.push(("ELASTICDL_MASTER".into(), address.to_string().into()));
+        launcher.env.push(("ELASTICDL_JOB".into(), job.into()));
+        info!(job, %address, "master listens");
+        Ok(Self::Processes(Processes::new(launcher)))
+    }
+
     /// Starts `launch` in the slot `index` of the job. Never fails here: a launch that can't be
     /// started ends at once with [`Exit::NotStarted`]. `avoid`: the node of a failure, to which
     /// other nodes are preferred.

@@ -16,12 +16,13 @@ use super::publish::{not_written, publish, write_end};
 use super::submitted::Submitted;
 use super::{ClusterMaster, damage};
 use crate::dashboard::{History, JobOptions};
-use crate::event_loop::{LeftJob, Master, MasterTerm, UserCommand};
+use crate::event_loop::{Master, MasterParts, MasterTerm, UserCommand, restore_with_pods};
 use crate::exit::{
     EXIT_DAMAGED, EXIT_FAILED, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot, code_of_summary,
 };
 use crate::exporters::Exporters;
-use crate::job::Snapshot;
+use crate::job::{Job, Snapshot};
+use crate::job_store::JobStore;
 use crate::kube::anchor::{
     Anchor, AnchorEvent, AnchorWriter, Data, DesiredState, MASTER, RECORD, StopRequest,
 };
@@ -37,6 +38,7 @@ use crate::listener::{Identity, ServerConfig};
 use crate::mlflow;
 use crate::progress::Progress;
 use crate::token::Token;
+use crate::worker_backend::WorkerBackend;
 
 /// Parts that a master needs while it holds the Lease.
 pub(super) struct Leader<'a> {
@@ -137,9 +139,23 @@ impl Leader<'_> {
         // The receiver may have been dropped.
         let _ = send_persisted.send(record_writer.watch());
         let config = ServerConfig { listener, token, identity: Some(identity) };
-        let left = record.map(|record| LeftJob { record, pods: left, age });
-        let master = Master::with_pods(task.job, left, config, pods, record_writer, term, progress);
-        let master = master.map_err(cannot("start the master"))?.with_tracking(tracked);
+        let job = match record {
+            None => Ok((Job::new(task.job), Duration::ZERO)),
+            Some(record) => restore_with_pods(record, age, left, &pods).map(|job| (job, age)),
+        };
+        let master = job.and_then(|(job, age)| {
+            Master::assemble(MasterParts {
+                job,
+                age,
+                server_config: config,
+                backend: WorkerBackend::Pods(pods),
+                job_store: JobStore::Anchor(record_writer),
+                term: Some(term),
+                progress,
+                tracked: Some(tracked),
+            })
+        });
+        let master = master.map_err(cannot("start the master"))?;
         info!(job = args.job_name, incarnation, "master listens");
         tasks.spawn(tell(http.published.clone(), recorder, incarnation > 1));
         let code = self.conduct(master, &writer, age, history).await;

@@ -7,7 +7,7 @@ use crate::worker_backend::WorkerBackend;
 impl Master {
     /// Requests a checkpoint from the group. Returns the newest committed step.
     pub(super) fn checkpoint(&mut self) -> Result<u64, String> {
-        if self.spec.checkpoints.is_none() {
+        if self.job.spec().checkpoints.is_none() {
             return Err(
                 "this job writes no checkpoints: it was started without --checkpoint-dir".into()
             );
@@ -21,7 +21,7 @@ impl Master {
 
     /// Changes the desired number of workers. Returns the previous number.
     pub(super) fn scale(&mut self, num_workers: u32) -> Result<u32, String> {
-        self.spec.check_scale(num_workers)?;
+        self.job.spec().check_scale(num_workers)?;
         let now = self.now();
         let was = self.job.status(now).workers_desired;
         self.job.handle(now, Event::Scale { num_workers });

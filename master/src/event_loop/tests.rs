@@ -15,6 +15,7 @@ use super::*;
 use crate::job::testing::spec;
 use crate::kube::anchor::{Anchor, AnchorWriter};
 use crate::kube::events::EventRecorder;
+use crate::kube::persisted_job::PersistedJobWriter;
 use crate::kube::pods::PodFactory;
 use crate::kube::testing::FakeServer;
 use crate::token::Token;
@@ -55,15 +56,16 @@ impl MasterFixture {
         let (address, token) = (listener.local_addr().unwrap(), Token::random().unwrap());
         let server_config = ServerConfig { listener, token: token.clone(), identity: None };
         let term = MasterTerm { incarnation: 3, lease_guard };
-        let master = Master::with_pods(
-            spec(),
-            None,
+        let master = Master::assemble(MasterParts {
+            job: Job::new(spec()),
+            age: Duration::ZERO,
             server_config,
-            pods,
-            persisted_job,
-            term,
-            Progress::quiet(),
-        )
+            backend: WorkerBackend::Pods(pods),
+            job_store: JobStore::Anchor(persisted_job),
+            term: Some(term),
+            progress: Progress::quiet(),
+            tracked: None,
+        })
         .unwrap();
         let (commands, received) = mpsc::channel(1);
         tokio::spawn(master.run(received));

@@ -276,6 +276,12 @@ impl Job {
         self.out.durable_before()
     }
 
+    /// What the job is.
+    #[must_use]
+    pub(crate) fn spec(&self) -> &JobSpec {
+        &self.spec
+    }
+
     /// Number of masters that the job has had, including this one.
     #[must_use]
     pub(crate) fn masters(&self) -> u64 {
