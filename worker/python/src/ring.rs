@@ -97,6 +97,24 @@ impl Ring {
         Ok(gathered.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
     }
 
+    /// Gives each rank its array of `given`, and replaces the arrays of `taken` by those that the
+    /// ranks give to this one, which have as many bytes.
+    fn exchange(
+        &self,
+        py: Python<'_>,
+        given: Vec<Bound<'_, PyAny>>,
+        taken: Vec<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let ring = self.connected()?;
+        let borrow = |all: Vec<Bound<'_, PyAny>>| {
+            all.iter().map(Borrowed::new).collect::<PyResult<Vec<Borrowed>>>()
+        };
+        let (mut given, mut taken) = (borrow(given)?, borrow(taken)?);
+        let send: Vec<&[u8]> = given.iter_mut().map(|memory| &*memory.bytes()).collect();
+        let mut receive: Vec<&mut [u8]> = taken.iter_mut().map(Borrowed::bytes).collect();
+        py.detach(|| ring.exchange(&send, &mut receive)).map_err(error_of)
+    }
+
     /// Replaces an array by that of rank `root`.
     fn broadcast(&self, py: Python<'_>, root: usize, values: &Bound<'_, PyAny>) -> PyResult<()> {
         let (ring, mut memory) = (self.connected()?, Borrowed::new(values)?);

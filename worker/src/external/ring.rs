@@ -36,6 +36,8 @@ struct State {
     group: HostGroup,
     /// Result of an all-reduce, whose input must not change.
     sum: Vec<f32>,
+    /// Result of an exchange.
+    payloads: Vec<Vec<u8>>,
     /// Accepts the links of the group.
     _endpoint: Endpoint,
 }
@@ -57,7 +59,7 @@ impl ProgramRing {
         let spec = GroupSpec { generation: 1, members: members.collect() };
         let group = endpoint.connect(&spec, timeout).map_err(failed)?;
         let fence = endpoint.fence();
-        let state = State { group, sum: Vec::new(), _endpoint: endpoint };
+        let state = State { group, sum: Vec::new(), payloads: Vec::new(), _endpoint: endpoint };
         Ok(Self { state: Mutex::new(state), fence })
     }
 
@@ -109,6 +111,32 @@ impl ProgramRing {
                 return Err(WorkerError::Failed(error));
             }
             part.copy_from_slice(&sent);
+        }
+        Ok(())
+    }
+
+    /// Gives each rank its element of `send`, and fills each element of `receive` with what that
+    /// rank gives to this one.
+    ///
+    /// # Errors
+    /// The links broke, there is not one element per rank, or a rank gives another number of bytes
+    /// than its element of `receive` has; those before it are filled then.
+    pub fn exchange(&self, send: &[&[u8]], receive: &mut [&mut [u8]]) -> Result<(), WorkerError> {
+        let State { group, payloads, .. } = &mut *self.state();
+        if receive.len() != group.world_size() {
+            let (found, ranks) = (receive.len(), group.world_size());
+            let error =
+                format!("{found} buffers for what {ranks} ranks give; expected one for each");
+            return Err(WorkerError::Failed(error));
+        }
+        group.exchange(send, payloads).map_err(failed)?;
+        for (rank, (payload, into)) in payloads.iter().zip(receive).enumerate() {
+            if payload.len() != into.len() {
+                let (expected, found) = (into.len(), payload.len());
+                let error = format!("rank {rank} gives {found} bytes, expected {expected}");
+                return Err(WorkerError::Failed(error));
+            }
+            into.copy_from_slice(payload);
         }
         Ok(())
     }
@@ -181,6 +209,34 @@ mod tests {
         });
         let expected = ([3.0, 3.0, -1.5], vec![vec![0; 2], vec![1; 2], vec![2; 2]], [1; 3]);
         assert_eq!(all, vec![expected; 3]);
+    }
+
+    #[test]
+    fn an_exchange_gives_each_rank_its_bytes_and_refuses_other_lengths() {
+        let all = as_group(|ring, rank| {
+            let given = [vec![rank as u8; 1], vec![rank as u8; 2], vec![rank as u8; 3]];
+            let send: Vec<&[u8]> = given.iter().map(Vec::as_slice).collect();
+            let mut taken = [(); 3].map(|()| vec![9; rank + 1]);
+            let mut receive: Vec<&mut [u8]> = taken.iter_mut().map(Vec::as_mut_slice).collect();
+            ring.exchange(&send, &mut receive).unwrap();
+            // Rank 2 expects a byte less of rank 1.
+            let less = usize::from(rank == 2);
+            let mut receive: Vec<&mut [u8]> = Vec::new();
+            let mut other = [(); 3].map(|()| vec![9; rank + 1]);
+            for (from, into) in other.iter_mut().enumerate() {
+                receive.push(if from == 1 { &mut into[less..] } else { into });
+            }
+            let differs = ring.exchange(&send, &mut receive);
+            assert!(ring.exchange(&send, &mut receive[..2]).is_err());
+            (taken.concat(), differs)
+        });
+        let error = WorkerError::Failed("rank 1 gives 3 bytes, expected 2".into());
+        let expected = [
+            (vec![0, 1, 2], Ok(())),
+            (vec![0, 0, 1, 1, 2, 2], Ok(())),
+            (vec![0, 0, 0, 1, 1, 1, 2, 2, 2], Err(error)),
+        ];
+        assert_eq!(all, expected);
     }
 
     #[test]

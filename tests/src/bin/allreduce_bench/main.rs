@@ -1,5 +1,5 @@
-//! Benchmark of an f32 all-reduce: measures the time, checks the result, and prints one line of
-//! JSON.
+//! Benchmark of an f32 all-reduce, or of an exchange: measures the time, checks the result, and
+//! prints one line of JSON.
 //!
 //! ```sh
 //! cargo run --release -p elasticdl-tests --bin allreduce_bench -- \
@@ -7,7 +7,8 @@
 //! ```
 //!
 //! This runs four ranks as processes on this machine. With `--rank R --peers a:p,b:p,…` the process
-//! is one rank of a group whose other ranks are started in the same way elsewhere. With `--rate
+//! is one rank of a group whose other ranks are started in the same way elsewhere. With
+//! `--operation exchange` each rank gives each rank as many bytes. With `--rate
 //! 1gbit` each rank is on a host of its own, whose link has that bandwidth. With `--recover`
 //! each iteration builds a group that loses its last rank in the middle of an operation. The line
 //! then reports the time until the survivors had detected the loss, until they were in a new group,
@@ -27,13 +28,16 @@ use elasticdl_collective::{LinkEncryption, WireDtype};
 use crate::rank::Event;
 use crate::shaped::ShapedHosts;
 
-/// Benchmark an all-reduce of f32 sums
+/// Benchmark an all-reduce of f32 sums, or an exchange
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Number of ranks
     #[arg(long, default_value_t = 2)]
     world: usize,
-    /// Length of the buffer in bytes, rounded down to whole elements
+    /// Operation to measure
+    #[arg(long, default_value = "all-reduce", conflicts_with = "recover")]
+    operation: Operation,
+    /// Length in bytes of the buffer, rounded down to whole elements, or of each payload
     #[arg(long, default_value_t = 64 << 20)]
     bytes: usize,
     /// Measured operations, after three warm-up operations
@@ -79,6 +83,12 @@ enum Transport {
     Hier,
     Shm,
     Tcp,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
+enum Operation {
+    AllReduce,
+    Exchange,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
@@ -242,6 +252,7 @@ impl Arguments {
     fn rank_arguments(&self) -> Vec<String> {
         let Self {
             world,
+            operation,
             bytes,
             iters,
             transport,
@@ -265,6 +276,9 @@ impl Arguments {
             format!("--channels={channels}"),
             format!("--link-encryption={}", link_encryption.name()),
         ];
+        // The default is left out: it conflicts with --recover.
+        let exchanges = *operation == Operation::Exchange;
+        all.extend(exchanges.then(|| format!("--operation={}", operation.name())));
         all.extend(recover.then(|| "--recover".to_owned()));
         all
     }
@@ -285,6 +299,15 @@ impl Transport {
         match self {
             Self::Auto | Self::Hier | Self::Shm => elasticdl_collective::Transport::Auto,
             Self::Tcp => elasticdl_collective::Transport::Tcp,
+        }
+    }
+}
+
+impl Operation {
+    fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all-reduce",
+            Self::Exchange => "exchange",
         }
     }
 }

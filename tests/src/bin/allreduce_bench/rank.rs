@@ -11,7 +11,7 @@ use elasticdl_collective::{
 use rustix::process::{Signal, getpid, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::{Arguments, Fallible, Transport, print_line, quantiles};
+use crate::{Arguments, Fallible, Operation, Transport, print_line, quantiles};
 
 /// Value of `--peers`: the addresses are exchanged over standard output and input.
 pub(crate) const ASK: &str = "-";
@@ -52,7 +52,7 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     };
     let endpoint = Endpoint::from_listener(listener, options)?;
     let ring = connect_all(&endpoint, &GroupSpec { generation: 1, members: members.clone() })?;
-    let mut bench = Bench::new(ring, arguments.bytes / size_of::<f32>());
+    let mut bench = Bench::new(ring, arguments);
     bench.warm_up()?;
     if arguments.transport == Transport::Shm && !bench.ring.shares_memory() {
         return Err(
@@ -84,13 +84,13 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
             Event::now().print();
             let _ = kill_process(getpid(), Signal::KILL);
         });
-        bench.reduce()?;
+        bench.run()?;
         // The kill may be delayed.
         thread::sleep(CONNECT_TIME_MAX);
         return Err("still alive".into());
     }
     // A rank that had finished before the kill fails in the next operation.
-    while bench.reduce().is_ok() {}
+    while bench.run().is_ok() {}
     let failed = Event::now();
     endpoint.fence().abort_before(2);
     let survivors = GroupSpec { generation: 2, members: members[..world - 1].to_vec() };
@@ -98,7 +98,7 @@ pub(crate) fn run(arguments: &Arguments, rank: usize, peers: &str) -> Fallible<(
     // All ranks are in the new group once they have completed an operation in it.
     bench.ring.all_gather(&[])?;
     let regrouped = Event::now();
-    bench.reduce()?;
+    bench.run()?;
     let retried = Event::now();
     bench.check()?;
     [failed, regrouped, retried].iter().for_each(Event::print);
@@ -141,30 +141,52 @@ fn listen(
 
 struct Bench {
     ring: HostGroup,
-    src: Vec<f32>,
-    dst: Vec<f32>,
+    buffers: Buffers,
+}
+
+enum Buffers {
+    AllReduce { src: Vec<f32>, dst: Vec<f32> },
+    Exchange { send: Vec<Vec<u8>>, receive: Vec<Vec<u8>> },
 }
 
 impl Bench {
-    fn new(ring: HostGroup, len: usize) -> Self {
-        let rank = ring.rank();
-        let (mut src, mut dst) = (zeros(len), zeros(len));
-        src.iter_mut().enumerate().for_each(|(index, value)| *value = part(rank, index));
-        dst.fill(f32::NAN);
-        Self { ring, src, dst }
+    fn new(ring: HostGroup, arguments: &Arguments) -> Self {
+        let (rank, world) = (ring.rank(), ring.world_size());
+        let buffers = match arguments.operation {
+            Operation::AllReduce => {
+                let len = arguments.bytes / size_of::<f32>();
+                let mut src = zeros(len);
+                src.iter_mut().enumerate().for_each(|(index, value)| *value = part(rank, index));
+                Buffers::AllReduce { src, dst: zeros(len) }
+            }
+            Operation::Exchange => {
+                let send = (0..world).map(|to| payload(rank, to, arguments.bytes)).collect();
+                Buffers::Exchange { send, receive: Vec::new() }
+            }
+        };
+        Self { ring, buffers }
     }
 
     fn warm_up(&mut self) -> Fallible<()> {
         for _ in 0..3 {
-            self.dst.fill(f32::NAN);
-            self.reduce()?;
+            match &mut self.buffers {
+                Buffers::AllReduce { dst, .. } => dst.fill(f32::NAN),
+                Buffers::Exchange { receive, .. } => receive.iter_mut().for_each(|p| p.fill(0)),
+            }
+            self.run()?;
             self.check()?;
         }
         Ok(())
     }
 
-    fn reduce(&mut self) -> Fallible<()> {
-        self.ring.all_reduce(&[], &self.src, &mut self.dst)?;
+    fn run(&mut self) -> Fallible<()> {
+        match &mut self.buffers {
+            Buffers::AllReduce { src, dst } => drop(self.ring.all_reduce(&[], src, dst)?),
+            Buffers::Exchange { send, receive } => {
+                let send: Vec<&[u8]> = send.iter().map(Vec::as_slice).collect();
+                self.ring.exchange(&send, receive)?;
+            }
+        }
         Ok(())
     }
 
@@ -173,20 +195,36 @@ impl Bench {
     fn timed(&mut self) -> Fallible<f64> {
         self.ring.all_reduce(&[], &[], &mut [])?;
         let started = Instant::now();
-        self.reduce()?;
+        self.run()?;
         Ok(started.elapsed().as_secs_f64())
     }
 
     fn check(&self) -> Fallible<()> {
-        let world = self.ring.world_size();
-        for (index, sum) in self.dst.iter().enumerate() {
-            let exact: f32 = (0..world).map(|rank| part(rank, index)).sum();
-            if *sum != exact {
-                return Err(format!("element {index} is {sum}; expected {exact}").into());
+        let (own, world) = (self.ring.rank(), self.ring.world_size());
+        match &self.buffers {
+            Buffers::AllReduce { dst, .. } => {
+                for (index, sum) in dst.iter().enumerate() {
+                    let exact: f32 = (0..world).map(|rank| part(rank, index)).sum();
+                    if *sum != exact {
+                        return Err(format!("element {index} is {sum}; expected {exact}").into());
+                    }
+                }
+            }
+            Buffers::Exchange { send, receive } => {
+                for (rank, got) in receive.iter().enumerate() {
+                    if *got != payload(rank, own, send[own].len()) {
+                        return Err(format!("rank {rank}'s payload is not what it sent").into());
+                    }
+                }
             }
         }
         Ok(())
     }
+}
+
+/// What a rank gives to another one.
+fn payload(from: usize, to: usize, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|index| (index / 64 + from * 7 + to * 3) as u8).collect()
 }
 
 /// Contribution of a rank: small whole numbers, so that the sum is exact in any order.
@@ -197,11 +235,17 @@ fn part(rank: usize, index: usize) -> f32 {
 fn line(arguments: &Arguments, world: usize, times: Vec<f64>) -> String {
     let Arguments { bytes, iters, .. } = arguments;
     let [median, p99] = quantiles(times);
-    let traffic = 2.0 * (world - 1) as f64 / world as f64 * *bytes as f64;
+    let others = (world - 1) as f64;
+    let traffic = *bytes as f64
+        * match arguments.operation {
+            Operation::AllReduce => 2.0 * others / world as f64,
+            Operation::Exchange => others,
+        };
     format!(
-        "{{\"world\":{world},\"bytes\":{bytes},\"transport\":\"{}\",\"wire\":\"{}\",\
-         \"link_encryption\":\"{}\",\"iters\":{iters},\"median_s\":{median:.9},\
+        "{{\"operation\":\"{}\",\"world\":{world},\"bytes\":{bytes},\"transport\":\"{}\",\
+         \"wire\":\"{}\",\"link_encryption\":\"{}\",\"iters\":{iters},\"median_s\":{median:.9},\
          \"p99_s\":{p99:.9},\"busbw_gbs\":{:.3}}}",
+        arguments.operation.name(),
         arguments.transport.name(),
         arguments.wire.name(),
         arguments.link_encryption.name(),

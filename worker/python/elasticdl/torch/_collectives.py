@@ -88,9 +88,11 @@ class Collectives:
 
         def act():
             for at, tensor in enumerate(inputs):
-                parts = self._gathered(tensor)
-                if self.rank() == opts.rootRank:
-                    _copy_all(outputs[at], parts)
+                nothing = self._nothing(tensor)
+                given = list(nothing)
+                given[opts.rootRank] = tensor
+                is_root = self.rank() == opts.rootRank
+                self._exchange(outputs[at] if is_root else nothing, given)
 
         return self._call(opts, outputs, act)
 
@@ -99,15 +101,11 @@ class Collectives:
 
         def act():
             for at, output in enumerate(outputs):
-                if self.rank() == opts.rootRank:
-                    for tensor in inputs[at]:
-                        _check(tensor)
-                    parts = torch.stack([tensor.detach() for tensor in inputs[at]]).contiguous()
-                else:
-                    parts = output.new_empty((self.size(), *output.shape))
-                _check(output)
-                self._ring.broadcast(opts.rootRank, _memory(parts))
-                output.copy_(parts[self.rank()])
+                nothing = self._nothing(output)
+                taken = list(nothing)
+                taken[opts.rootRank] = output
+                is_root = self.rank() == opts.rootRank
+                self._exchange(taken, inputs[at] if is_root else nothing)
 
         return self._call(opts, outputs, act)
 
@@ -133,10 +131,7 @@ class Collectives:
 
         def act():
             for output, tensors in zip(outputs, inputs, strict=True):
-                flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-                self._reduce_all([flat], opts.reduceOp)
-                start = sum(tensor.numel() for tensor in tensors[: self.rank()])
-                output.copy_(flat[start : start + output.numel()].view(output.shape))
+                self._reduce_own(output, tensors, opts.reduceOp)
 
         return self._call(opts, outputs, act)
 
@@ -144,10 +139,9 @@ class Collectives:
         """Reduces the inputs over all ranks, and returns the part of this rank."""
 
         def act():
-            flat = input.reshape(-1).clone()
-            self._reduce_all([flat], opts.reduceOp)
-            start = self.rank() * output.numel()
-            output.copy_(flat[start : start + output.numel()].view(output.shape))
+            parts = input.reshape(-1).split(output.numel()) if output.numel() else ()
+            parts = parts or [input.reshape(-1)] * self.size()
+            self._reduce_own(output, parts, opts.reduceOp)
 
         return self._call(opts, [output], act)
 
@@ -208,33 +202,33 @@ class Collectives:
             if flat is not tensor:
                 tensor.copy_(flat)
             return
-        if kind == ReduceOp.AVG:
-            reduced = functools.reduce(torch.add, self._gathered(tensor))
-            if not tensor.dtype.is_floating_point:
-                raise ValueError(f"AVG is not defined for {tensor.dtype}")
-            tensor.copy_(reduced / self.size())
-            return
-        if kind not in _LOCALLY:
-            raise ValueError(f"the backend elasticdl has no reduction {kind}")
-        tensor.copy_(functools.reduce(_LOCALLY[kind], self._gathered(tensor)))
+        tensor.copy_(_reduced(self._gathered(tensor), kind))
+
+    def _reduce_own(self, output, inputs, operation):
+        """Reduces the elements for this rank of the inputs of all ranks, in the ranks' order."""
+        kind = _kind(operation)
+        if kind == ReduceOp.PREMUL_SUM:
+            inputs = [tensor * operation.factor for tensor in inputs]
+            kind = ReduceOp.SUM
+        parts = [torch.empty_like(inputs[self.rank()]) for _ in range(self.size())]
+        self._exchange(parts, inputs)
+        _check(output)
+        output.copy_(_reduced(parts, kind).view(output.shape))
 
     def _exchange(self, outputs, inputs):
-        """Gives each rank its element of the inputs. Each rank sends all ranks all of its."""
+        """Gives each rank its element of the inputs."""
         for tensor in (*outputs, *inputs):
             _check(tensor)
-        for source in range(self.size()):
-            mine = source == self.rank()
-            sizes = torch.tensor([tensor.numel() for tensor in inputs])
-            self._ring.broadcast(source, _memory(sizes))
-            if mine:
-                flat = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            else:
-                flat = outputs[source].new_empty(int(sizes.sum()))
-            if flat.numel():
-                self._ring.broadcast(source, _memory(flat))
-            start = int(sizes[: self.rank()].sum())
-            part = flat[start : start + int(sizes[self.rank()])]
-            outputs[source].copy_(part.view(outputs[source].shape))
+        given = [tensor.contiguous() for tensor in inputs]
+        taken = [tensor.contiguous() for tensor in outputs]
+        self._ring.exchange([_memory(part) for part in given], [_memory(part) for part in taken])
+        for output, part in zip(outputs, taken):
+            if output is not part:
+                output.copy_(part)
+
+    def _nothing(self, tensor):
+        """An empty tensor for each rank."""
+        return [tensor.new_empty(0)] * self.size()
 
     def _gathered(self, tensor):
         """The tensors of all ranks, which have one shape."""
@@ -306,6 +300,20 @@ def _memory(tensor, kind="B"):
     count = tensor.numel() * tensor.element_size() // ctypes.sizeof(element)
     # Unlike DLPack, this takes no time that shows.
     return (element * count).from_address(tensor.data_ptr() or ctypes.addressof(_NOTHING))
+
+
+def _reduced(parts, kind):
+    """Reduces tensors of one type, those of 16 bits as f32."""
+    dtype = parts[0].dtype
+    if kind == ReduceOp.AVG and not dtype.is_floating_point:
+        raise ValueError(f"AVG is not defined for {dtype}")
+    if kind in (ReduceOp.SUM, ReduceOp.AVG) and dtype in _RING_TYPES:
+        parts = [part.float() for part in parts]
+    if kind == ReduceOp.AVG:
+        return (functools.reduce(torch.add, parts) / len(parts)).to(dtype)
+    if kind not in _LOCALLY:
+        raise ValueError(f"the backend elasticdl has no reduction {kind}")
+    return functools.reduce(_LOCALLY[kind], parts).to(dtype)
 
 
 def _copy_all(into, tensors):

@@ -12,9 +12,10 @@ ranks.
 Operations run one after the other, in a thread of the native code, which holds Python's lock only
 to report a result: all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, reduce, gather,
 scatter and barrier. Sums of f32, f16 and bf16 pass through the ring and are f32 on the way; other
-types and operations are gathered on every rank and reduced there, as reduce_scatter sums everything
-on every rank, and all_to_all and scatter pass everything to every rank. send and recv go through
-the store; PyTorch gives a backend in Python no way to tell who sent what ``recv(src=None)`` got.
+types and operations are gathered on every rank and reduced there. reduce_scatter, all_to_all,
+gather and scatter send each rank what is for it, at most 1 GiB from one rank to another. send and
+recv go through the store; PyTorch gives a backend in Python no way to tell who sent what
+``recv(src=None)`` got.
 
 :class:`ElasticProcessGroup` is a process group that is formed again and again, by PyTorch's
 interface for reconfiguration.
