@@ -2,9 +2,11 @@
 //! gRPC service.
 //!
 //! **Invariant:** this crate does no I/O and makes no decisions. The generated types of the schema
-//! are private to [`wire`]; both sides, and the user's programs, work with the types of this crate.
+//! are private to `wire`, which the feature `grpc` adds; both sides, and the user's programs, work
+//! with the types of this crate.
 
 pub mod limits;
+#[cfg(feature = "grpc")]
 pub mod wire;
 
 mod files;
