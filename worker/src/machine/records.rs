@@ -5,7 +5,7 @@ use elasticdl_proto::RecordRange;
 use crate::ordered_reader::ReadError;
 use crate::prefetch::{Prefetch, Taken};
 
-/// The records that a trainer computes: [`Prefetch`]. Ranges are positions in the epoch's order.
+/// The records that a trainer computes. Ranges are positions in the epoch's order.
 pub trait Records<R> {
     /// Announces that `now` will be taken next, and `later` after it, and nothing else.
     fn replace(&self, now: &[RecordRange], later: &[RecordRange]);
