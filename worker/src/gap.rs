@@ -44,6 +44,12 @@ impl GapTimer {
         self.repaired = Some(now);
     }
 
+    /// When the ranks have agreed on a state since the last commit.
+    #[cfg(feature = "simulation")]
+    pub(crate) fn repaired_at(&self) -> Option<Instant> {
+        self.repaired
+    }
+
     /// A step was committed in `generation`. Returns the phases if it is the first one since the
     /// generation changed.
     pub(crate) fn on_commit(&mut self, generation: Generation, now: Instant) -> Option<Phases> {

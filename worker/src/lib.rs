@@ -13,6 +13,9 @@
 //!   prefetch ── reads, one thread ─► buffer ──┘                     blocks, one thread
 //! ```
 //!
+//! What trainer and donor touch outside of themselves are the traits of `machine`, which the
+//! simulation of jobs implements, too.
+//!
 //! **Invariants:** This crate knows nothing about processes or pods, nor about how it was launched
 //! beyond its environment variables. Messages to and from the master are types of
 //! `elasticdl-proto`. All decisions are made in `session` (with the control stream's state and the
@@ -61,6 +64,9 @@ mod schedule;
 #[doc(hidden)]
 pub mod session;
 mod setting_error;
+#[cfg(feature = "simulation")]
+#[doc(hidden)]
+pub mod simulated;
 mod split;
 mod stacks;
 mod state_buffer;

@@ -9,7 +9,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 /// What the control stream passes to the trainer.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum ControlEvent {
+pub enum ControlEvent {
     /// A message of the master, and the time of its arrival.
     Message(MasterMessage, Instant),
     /// The stream is open again, possibly to another master.

@@ -23,9 +23,8 @@
 //! | `Requests` | why this rank wants its group to end |
 //! | `Reports` | what the master is told |
 //!
-//! The modules below hold the parts, and the session's decisions. The feature `simulation` makes
-//! them public, so that the workspace's simulation can build whole systems from them; they are not
-//! for users.
+//! The modules below hold the parts, and the session's decisions. They are public for the
+//! workspace's simulation, and not for users.
 //!
 //! **Invariant:** no IO, no clock, no threads; the output depends on the input alone.
 //! **Invariant:** the ledger changes together with the step, and only in [`Session::updated`] and

@@ -1,118 +1,103 @@
-//! Checkpoints of the simulated workers: parts and manifests take time to be written, and are lost
-//! with the process that writes them.
+//! The storage of checkpoints: parts and manifests take time to be written, and are lost with the
+//! process that writes them.
 //!
 //! **Oracle:** a checkpoint that a manifest completes is a state that its group has committed, and
 //! its ledger counts the same records as its parameters.
 
-use std::time::Duration;
-
-use elasticdl::session::Session;
-use elasticdl::session::checkpoint::{Task, Written};
+use elasticdl::machine::{Completion, OwnShard};
+use elasticdl::session::checkpoint::Written;
+use elasticdl::session::header::StateRecord;
 
 use super::clock::Micros;
 use super::model::digest;
-use super::state::checkpoints::CheckpointWork;
+use super::state::checkpoints::{CheckpointWork, Key};
 use super::state::event::Event;
 use super::trace::trace;
 use super::world::World;
 
 impl World {
-    /// Starts the checkpoint writes that the session asks for. Called before the state changes
-    /// again.
-    pub(super) fn poll_checkpoint_writer(&mut self, p: usize) {
-        while let Some(task) =
-            self.processes[p].trainer.session.as_mut().and_then(Session::poll_checkpoint)
-        {
-            let trainer = &mut self.processes[p].trainer;
-            let work = match task {
-                Task::Commit { step, parts } => {
-                    let Some((generation, record)) =
-                        trainer.part_written.take_if(|(_, r)| r.step == step)
-                    else {
-                        continue;
-                    };
-                    CheckpointWork::Manifest {
-                        key: (step, generation),
-                        record,
-                        world_size: parts.len(),
-                    }
-                }
-                Task::Write { step, generation, rank, world_size } => {
-                    let Some(state) = trainer.state().filter(|state| state.step == step) else {
-                        return self.violate(format!(
-                            "{} has to write a checkpoint of step {step}, and is at another step",
-                            self.name(p)
-                        ));
-                    };
-                    let record = state.record();
-                    let all = &trainer.model.parameters;
-                    let at = |rank: usize| all.len() * rank / world_size;
-                    let bytes = all[at(rank)..at(rank + 1)].to_vec();
-                    trainer.part_written = Some((generation.0, record));
-                    let whole = trainer.model.digest();
-                    if let Some(session) = &mut trainer.session {
-                        session.copied_for_checkpoint(Duration::ZERO, whole);
-                    }
-                    CheckpointWork::Part { key: (step, generation.0), rank, bytes }
-                }
-            };
-            let delay: Micros = match self.rng.below(10) {
-                0 => self.rng.between(10_000, 500_000),
-                _ => self.rng.between(100, 10_000),
-            };
-            self.clock.after(delay, Event::CheckpointWritten { p, work: Box::new(work) });
+    /// Starts to write a part of a checkpoint.
+    pub(super) fn write_checkpoint(
+        &mut self,
+        p: usize,
+        shard: OwnShard,
+        record: StateRecord,
+        part: Vec<u8>,
+    ) {
+        let OwnShard { step, generation, rank, .. } = shard;
+        self.processes[p].trainer.part_written = Some((generation, record));
+        let key = (step, generation.0);
+        self.write_later(p, CheckpointWork::Part { key, rank, bytes: part });
+    }
+
+    /// Starts to write the manifest of a checkpoint.
+    pub(super) fn commit_checkpoint(&mut self, p: usize, step: u64, world_size: usize) {
+        let written = &mut self.processes[p].trainer.part_written;
+        if let Some((generation, record)) = written.take_if(|(_, record)| record.step == step) {
+            let key = (step, generation.0);
+            self.write_later(p, CheckpointWork::Manifest { key, record, world_size });
         }
+    }
+
+    fn write_later(&mut self, p: usize, work: CheckpointWork) {
+        let delay: Micros = match self.rng.below(10) {
+            0 => self.rng.between(10_000, 500_000),
+            _ => self.rng.between(100, 10_000),
+        };
+        self.clock.after(delay, Event::CheckpointWritten { p, work: Box::new(work) });
     }
 
     /// The checkpoint thread of `p` has finished a write.
     pub(super) fn on_checkpoint_written(&mut self, p: usize, work: CheckpointWork) {
         let fails = self.rng.chance(1, 30);
-        let Some(session) = &mut self.processes[p].trainer.session else { return };
-        match work {
+        let failed = || "the storage refuses".to_owned();
+        let completion = match work {
             CheckpointWork::Part { key, rank, bytes } => {
                 let written = Written { bytes: bytes.len() as u64, digest: 0 };
-                session.wrote_part(key.0, if fails { Err(()) } else { Ok(written) });
                 self.checkpoint_store.parts.entry(key).or_default().insert(rank, bytes);
+                let result = if fails { Err(failed()) } else { Ok(written) };
+                Completion::Written { step: key.0, result }
             }
             CheckpointWork::Manifest { key, record, world_size } => {
-                session.committed_checkpoint(key.0, !fails);
-                if fails {
-                    return;
+                if !fails {
+                    self.complete_checkpoint(p, key, record, world_size);
                 }
-                let parts = self.checkpoint_store.parts.remove(&key).unwrap_or_default();
-                let whole = (0..world_size).all(|rank| parts.contains_key(&rank));
-                let parameters: Vec<u8> = parts.into_values().flatten().collect();
-                let counted = parameters.iter().map(|&n| u64::from(n)).sum::<u64>();
-                trace!(self, "{}: the checkpoint of step {} is complete", self.name(p), key.0);
-                let is_committed =
-                    self.oracle.has_committed(key.1, key.0, digest(parameters.iter()));
-                if !whole || !is_committed || counted != record.records_trained {
-                    self.violate(format!(
-                        "the checkpoint {key:?} holds no committed state: {parameters:?}"
-                    ));
-                }
-                self.oracle.coverage.checkpoints += 1;
-                self.checkpoint_store.complete.insert(key, (record, parameters));
+                let result = if fails { Err(failed()) } else { Ok(0) };
+                Completion::Committed { step: key.0, name: format!("step-{}", key.0), result }
             }
-        }
+        };
+        self.processes[p].trainer.completions.borrow_mut().push_back(completion);
     }
 
-    /// Loads the newest checkpoint as the initial state of a group. Returns whether there is a
-    /// checkpoint.
-    pub(super) fn restore(&mut self, p: usize) -> bool {
-        let Some((key, (record, parameters))) = self.checkpoint_store.complete.last_key_value()
-        else {
-            return false;
-        };
+    fn complete_checkpoint(&mut self, p: usize, key: Key, record: StateRecord, world_size: usize) {
+        let parts = self.checkpoint_store.parts.remove(&key).unwrap_or_default();
+        let whole = (0..world_size).all(|rank| parts.contains_key(&rank));
+        let parameters: Vec<u8> = parts.into_values().flatten().collect();
+        let counted = parameters.iter().map(|&n| u64::from(n)).sum::<u64>();
+        trace!(self, "{}: the checkpoint of step {} is complete", self.name(p), key.0);
+        let is_committed = self.oracle.has_committed(key.1, key.0, digest(&parameters));
+        if !whole || !is_committed || counted != record.records_trained {
+            self.violate(format!(
+                "the checkpoint {key:?} holds no committed state: {parameters:?}"
+            ));
+        }
+        self.oracle.coverage.checkpoints += 1;
+        self.checkpoint_store.complete.insert(key, (record, parameters));
+    }
+
+    /// `p` creates the state of its group. Returns the newest checkpoint, if there is one.
+    pub(super) fn restore(&mut self, p: usize) -> Option<(StateRecord, Vec<u8>)> {
+        let lineage = self.oracle.begin_lineage();
         let trainer = &mut self.processes[p].trainer;
-        let Some(session) = &mut trainer.session else { return false };
-        let is_true = session.restore(record.clone(), true);
-        trainer.model.parameters.clone_from(parameters);
+        (trainer.lineage, trainer.has_created) = (lineage, true);
+        self.check_initial(p);
+        let Some((key, newest)) = self.checkpoint_store.complete.last_key_value() else {
+            trace!(self, "{}: creates the initial state", self.name(p));
+            return None;
+        };
+        let newest = newest.clone();
         trace!(self, "{}: begins from the checkpoint of {key:?}", self.name(p));
         self.oracle.coverage.restored += 1;
-        if !is_true {
-            self.violate(format!("{}: a checkpoint is inconsistent", self.name(p)));
-        }
-        true
+        Some(newest)
     }
 }

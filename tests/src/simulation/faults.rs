@@ -12,11 +12,9 @@ use elasticdl_master::job::{Event as JobEvent, Exit, PersistedJob};
 use super::clock::Micros;
 use super::state::event::Event;
 use super::state::faults::{CONTROL_PLANE_FAULTS, Fault, FaultKind, Moment, Target, Undo};
-use super::state::fetch::FETCH_PAUSE_US;
 use super::state::network::{Host, MASTER};
 use super::state::operation::Collective;
-use super::state::ring::Ring;
-use super::state::trainer::{Busy, Doing};
+use super::state::thread::{Doing, TRAINER, Thread};
 use super::trace::trace;
 use super::world::World;
 
@@ -48,24 +46,19 @@ impl World {
 
     fn at_moment(&self, moment: Moment) -> Option<usize> {
         let is = |p: usize| {
-            let trainer = &self.processes[p].trainer;
-            let operates = |wanted: &dyn Fn(&Collective) -> bool| match &trainer.doing {
-                Doing::Operating(operation) => wanted(operation.what()),
+            let doing = &self.processes[p].threads[TRAINER].doing;
+            let operates = |wanted: &dyn Fn(&Collective) -> bool| match doing {
+                Doing::Operating(operation) => wanted(&operation.what),
                 _ => false,
             };
             match moment {
                 Moment::Computing => self.computes(p),
-                Moment::Connecting => matches!(trainer.doing, Doing::Connecting),
+                Moment::Connecting => matches!(doing, Doing::Connecting),
                 Moment::Fetching => self.is_joining(p),
                 Moment::Finishing => self.oracle.has_finished(p),
                 Moment::HalfCommitted => self.is_ahead(p),
                 Moment::Replicated => self.computes(p) && self.may_flip(p),
-                Moment::Repairing => operates(&|what| {
-                    !matches!(
-                        what,
-                        Collective::Step | Collective::Synchronize | Collective::IdleRound
-                    )
-                }),
+                Moment::Repairing => operates(&Collective::repairs),
                 Moment::Syncing => operates(&|what| *what == Collective::Synchronize),
                 Moment::IdleRound => operates(&|what| *what == Collective::IdleRound),
             }
@@ -77,7 +70,7 @@ impl World {
     fn is_ahead(&self, p: usize) -> bool {
         let place = |q: usize| {
             let trainer = &self.processes[q].trainer;
-            let generation = trainer.ring.as_ref().map(Ring::generation)?;
+            let generation = trainer.ring.as_ref()?.generation;
             Some((generation, trainer.state()?.step))
         };
         let Some((generation, step)) = place(p) else { return false };
@@ -97,9 +90,7 @@ impl World {
                 living.iter().copied().filter(|p| step(p).is_some()).max_by_key(step)
             }
             Target::FirstRank => self.oracle.first_member().filter(|p| living.contains(p)),
-            Target::Donor => {
-                living.iter().copied().find(|&p| self.processes[p].trainer.donor.is_serving())
-            }
+            Target::Donor => living.iter().copied().find(|&p| self.is_serving(p)),
             Target::AtMoment => at_moment,
             Target::Newest => living.last().copied(),
         };
@@ -210,7 +201,7 @@ impl World {
                 self.command(JobEvent::Stop);
             }
             FaultKind::StoreUnavailable => {
-                self.checkpoint_store.is_unavailable = true;
+                self.checkpoint_store.is_unavailable.set(true);
                 self.heal_later(Undo::StoreAvailable);
             }
             FaultKind::Storm if self.oracle.coverage.storms > 0 => {}
@@ -236,8 +227,14 @@ impl World {
     }
 
     fn computes(&self, p: usize) -> bool {
-        let trainer = &self.processes[p].trainer;
-        matches!(trainer.doing, Doing::Busy(Busy::Computing { .. })) && !trainer.is_hung
+        let is_computing = matches!(self.processes[p].threads[TRAINER].doing, Doing::Computing);
+        is_computing && !self.processes[p].trainer.is_hung
+    }
+
+    /// Whether `p` serves a joiner.
+    fn is_serving(&self, p: usize) -> bool {
+        let runs = |thread: &Thread| !matches!(thread.doing, Doing::Nothing);
+        self.processes[p].threads[TRAINER + 1..].iter().any(runs)
     }
 
     /// The trainer thread of `p` hangs, if it computes or waits for its neighbours. A master that
@@ -246,7 +243,7 @@ impl World {
     fn hang(&mut self, p: usize) {
         let record = self.master.job.to_persisted();
         let trainer = &self.processes[p].trainer;
-        let has_ended = trainer.session.as_ref().is_none_or(|session| session.ended().is_some());
+        let has_ended = !trainer.seen.is_ready || trainer.seen.has_ended;
         let waits = trainer.waiting.is_some() && !trainer.is_hung && !has_ended;
         let may_hang = self.computes(p) || waits;
         if !may_hang || !self.master.is_alive || !self.is_holder(&record, p) {
@@ -399,10 +396,13 @@ impl World {
             Undo::RestartMaster => self.restart_master(),
             Undo::Resume => self.resume_job(),
             Undo::SpeedUp(host) => self.net.speed_up(host),
-            Undo::StoreAvailable => self.checkpoint_store.is_unavailable = false,
+            Undo::StoreAvailable => self.checkpoint_store.is_unavailable.set(false),
         }
     }
 }
+
+/// Pause of a joiner before it dials again.
+const FETCH_PAUSE_US: Micros = 50_000;
 
 /// Duration of most transfers to joiners.
 const TRANSFER_US: Micros = 4000;

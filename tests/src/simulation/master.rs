@@ -359,7 +359,7 @@ impl World {
             let host = [pod % HOSTS, (pod + 1) % HOSTS]
                 .into_iter()
                 .find(|host| avoid.as_deref() != Some(&host.to_string()));
-            self.processes.push(Process::new(launch, index + i, &self.setting));
+            self.processes.push(Process::new(launch, index + i));
             self.processes[p].host = host.unwrap_or_default();
             if self.setting.bad_host.is_some() {
                 self.command(JobEvent::LaunchLocated { launch, location: self.location(p) });
@@ -370,7 +370,7 @@ impl World {
     }
 
     fn location(&self, p: usize) -> Location {
-        let Setting { zones, bad_host, .. } = self.setting;
+        let Setting { zones, bad_host, .. } = *self.setting;
         let zone = if zones > 1 { (p % zones).to_string() } else { String::new() };
         let node = bad_host.map(|_| self.processes[p].host.to_string()).unwrap_or_default();
         Location { zone, node, ..Location::default() }

@@ -1,20 +1,25 @@
-//! The whole system in one thread: the real master core, real worker sessions, the real admission
-//! of links and the real ring schedule, over a simulated network and clock. A run depends on its
-//! seed alone.
+//! The whole system in one thread: the real master core, the trainers and donors of real workers,
+//! the real admission of links and the real ring schedule, over a simulated network and clock. A
+//! run depends on its seed alone.
 //!
 //! ```text
-//!              Job (real)                 Session (real)      Schedule (real)
+//!              Job (real)                 Trainer (real)      Schedule (real)
 //!                 │                            │                  │
-//!   trace ◀── master ◀── streams ──▶ process ── trainer ──────── ring ◀── links ──▶ other ranks
+//!   trace ◀── master ◀── streams ──▶ process ── threads ──────── ring ◀── links ──▶ other ranks
 //!                 │        network, clock: late, lost, cut off, in order     │
 //!              oracle ◀───────── every message and every state change ───────┘
 //!                                fault plan: faults at bad moments
 //! ```
 //!
-//! In a real job a shell stands between the cores and the wires: the master's event loop and
-//! service; a worker's `run`, `control` and `trainer`; the collective's endpoint, fence and
-//! transfer. The simulation implements those shells a second time, without sockets and threads. A
-//! defect in a shipped shell is therefore found by the tests with real processes, not here.
+//! A worker's threads run the shipped trainer, with its session, and the shipped donor. They block
+//! where those block: each thread is a coroutine ([`coroutine`]), which the world continues when
+//! simulated time has come. What trainer and donor touch outside of themselves are the traits of
+//! `elasticdl::machine`, which [`machine`] implements.
+//!
+//! Simulated, so that a defect of the shipped code is found by the tests with real processes and
+//! not here, are: the master's event loop and service; a worker's control thread, its life until
+//! its model is built, its reader, and its writer of checkpoints; the collective's endpoint, fence
+//! and transfer; NCCL.
 //!
 //! A seed draws a small job, the latencies of its world, and a plan of faults. After the last fault
 //! the job must end, and the oracle must have found no violation on the way. A seed that fails is
@@ -27,10 +32,10 @@
 
 mod checkpoints;
 mod clock;
-mod donor;
+mod coroutine;
 mod faults;
-mod fetch;
 mod former_master;
+mod machine;
 mod many;
 mod master;
 mod model;
@@ -40,13 +45,15 @@ mod operation;
 mod oracles;
 mod pods;
 mod process;
-mod reading;
-mod repair;
+mod program;
 mod replicas;
 mod ring;
 mod state;
+mod threads;
 mod trace;
 mod trainer;
+mod transfers;
+mod worker;
 mod world;
 
 use std::fmt;

@@ -14,12 +14,12 @@
 
 use std::collections::BTreeSet;
 
-use elasticdl::session::Session;
-use elasticdl::session::header::StepHeader;
-use elasticdl::session::transport_switch::{NcclBuild, NcclObstacle, Transport};
+use elasticdl::session::transport_switch::{NcclBuild, NcclObstacle};
+use elasticdl_collective::device::Path;
 
 use super::clock::Micros;
 use super::state::event::Event;
+use super::state::ring::TransferError;
 use super::trace::trace;
 use super::world::World;
 
@@ -36,9 +36,6 @@ impl World {
             known.failed.insert(generation);
         }
         (known.builds, known.all_ready) = (false, false);
-        let path =
-            self.processes[p].trainer.session.as_ref().map_or(Transport::Host, Session::transport);
-        self.check_path_agreement(p, path);
     }
 
     /// The generations in which NCCL failed, as far as `p` knows when it enters a new group.
@@ -59,35 +56,27 @@ impl World {
         known.failed = all.max_by_key(|known| known.len()).cloned().unwrap_or_default();
     }
 
-    /// `p` has received the headers of all ranks in a round.
-    pub(super) fn note_nccl_round(&mut self, p: usize, headers: &[StepHeader]) {
+    /// `p` has received the headers of all ranks in a round, with the state of NCCL on each.
+    pub(super) fn note_nccl_round(&mut self, p: usize, all: &[NcclBuild]) {
         let Some(ring) = &self.processes[p].trainer.ring else { return };
         let known = self.communicators.known.entry(p).or_default();
-        if known.builds && headers.iter().any(|header| header.nccl == NcclBuild::Failed) {
-            known.failed.insert(ring.generation());
+        if known.builds && all.contains(&NcclBuild::Failed) {
+            known.failed.insert(ring.generation);
         }
         known.all_ready = known.builds
-            && !known.failed.contains(&ring.generation())
-            && headers.iter().all(|header| header.nccl == NcclBuild::Ready);
+            && !known.failed.contains(&ring.generation)
+            && all.iter().all(|build| *build == NcclBuild::Ready);
     }
 
     // ---- building and operations ----
 
-    /// All ranks have the id of the communicator.
+    /// All ranks have the id of the communicator, and `p` starts to build it. Building ends when
+    /// all ranks have started, or at the deadline.
     pub(super) fn begin_nccl(&mut self, p: usize) {
-        self.build_nccl(p);
-        let session = self.processes[p].trainer.session.as_mut();
-        session.into_iter().for_each(Session::nccl_started);
-        self.turn_later(p);
-    }
-
-    /// `p` starts to build its group's communicator. Building ends when all ranks have started, or
-    /// at the deadline.
-    fn build_nccl(&mut self, p: usize) {
         let Some(gpus) = self.setting.gpus else { return };
         let Some(ring) = &mut self.processes[p].trainer.ring else { return };
         ring.nccl = NcclBuild::Building;
-        let (generation, world) = (ring.generation(), ring.world());
+        let (generation, world) = (ring.generation, ring.world());
         trace!(self, "{}: builds NCCL for generation {generation}", self.name(p));
         let communicator = self.communicators.of.entry(generation).or_default();
         communicator.begun.insert(p);
@@ -112,7 +101,7 @@ impl World {
     pub(super) fn on_nccl(&mut self, p: usize, generation: u64, build: NcclBuild) {
         let ring = self.processes[p].trainer.ring.as_mut();
         let Some(ring) =
-            ring.filter(|r| r.generation() == generation && r.nccl == NcclBuild::Building)
+            ring.filter(|r| r.generation == generation && r.nccl == NcclBuild::Building)
         else {
             return;
         };
@@ -123,21 +112,16 @@ impl World {
         }
     }
 
-    /// Reports the state of NCCL on `p` to the session, and returns the transport of the next step.
-    pub(super) fn path_of(&mut self, p: usize) -> Transport {
-        let trainer = &mut self.processes[p].trainer;
-        let (Some(session), Some(ring)) = (&mut trainer.session, &trainer.ring) else {
-            return Transport::Host;
-        };
-        session.set_nccl_build(ring.nccl);
-        let path = session.transport();
-        self.check_path_agreement(p, path);
-        path
+    /// The state of NCCL on `p`; `None` on CPUs.
+    pub(super) fn nccl(&self, p: usize) -> Option<NcclBuild> {
+        let ring = self.processes[p].trainer.ring.as_ref();
+        self.setting.gpus.map(|_| ring.map_or(NcclBuild::Absent, |ring| ring.nccl))
     }
 
-    fn check_path_agreement(&mut self, p: usize, path: Transport) {
+    /// Checks the transport of a step.
+    pub(super) fn check_path_agreement(&mut self, p: usize, path: Path) {
         let all_ready = self.communicators.known.get(&p).is_some_and(|known| known.all_ready);
-        if (path == Transport::Nccl) != all_ready {
+        if (path == Path::Nccl) != all_ready {
             let name = self.name(p);
             self.violate(format!(
                 "{name} steps over {path:?}; all ranks have reported NCCL as ready: {all_ready}"
@@ -148,7 +132,7 @@ impl World {
     /// Checks that a step over NCCL starts only when all ranks have a communicator.
     pub(super) fn check_path(&mut self, p: usize) {
         let Some(ring) = &self.processes[p].trainer.ring else { return };
-        let (generation, world) = (ring.generation(), ring.world());
+        let (generation, world) = (ring.generation, ring.world());
         let ready = self.communicators.of.get(&generation).map_or(0, |c| c.ready.len());
         self.oracle.coverage.nccl_steps += 1;
         if ready != world {
@@ -175,17 +159,14 @@ impl World {
         self.oracle.coverage.nccl_failures += 1;
         let trainer = &mut self.processes[p].trainer;
         if let Some(ring) = &trainer.ring {
-            let group = (ring.generation(), ring.members().to_vec());
+            let group = (ring.generation, ring.members().to_vec());
             self.communicators.known.entry(p).or_default().broke = Some(group);
         }
-        trainer.ring.iter_mut().for_each(|ring| ring.failed = true);
-        trainer.session.iter_mut().for_each(Session::nccl_broke);
-        self.broke(p, None, "NCCL failed");
+        self.broke(p, TransferError::Nccl);
     }
 
     /// Checks that the group builds NCCL if and only if no rank knows of an obstacle.
-    pub(super) fn check_obstacle(&mut self, p: usize) {
-        let obstacle = self.processes[p].trainer.session.as_ref().and_then(Session::nccl_obstacle);
+    pub(super) fn check_obstacle(&mut self, p: usize, obstacle: Option<NcclObstacle>) {
         self.oracle.coverage.nccl_given_up +=
             u64::from(matches!(obstacle, Some(NcclObstacle::GivenUp(_))));
         let builds = self.communicators.known.get(&p).is_some_and(|known| known.builds);

@@ -7,126 +7,141 @@
 //!   is in its kernel's hands: the rank may proceed, or die, and the peers still receive it.
 //! * The end of a link counts only while the operation still needs the link.
 
+use std::mem;
 use std::rc::Rc;
 
-use elasticdl::session::transport_switch::Transport;
+use elasticdl_collective::CollectiveError;
+use elasticdl_collective::device::{DeviceError, Path};
 use elasticdl_collective::testing::schedule::{Content, Piece, Schedule, Span};
 
+use super::model;
 use super::state::network::LinkId;
-use super::state::operation::{Collective, Done, Frame, Note, Operation};
+use super::state::operation::{Collective, Frame, Note, Operated, Operation};
 use super::state::packet::Packet;
-use super::state::ring::{Ring, TransferError};
-use super::state::trainer::Doing;
+use super::state::ring::TransferError;
+use super::state::thread::{Doing, TRAINER};
 use super::world::World;
 
 impl World {
-    /// Starts the group's next operation.
-    pub(super) fn operate(&mut self, p: usize, what: Collective) {
-        if matches!(what, Collective::Step | Collective::IdleRound) {
-            self.limit_readable(p);
-        }
-        let path = match what {
-            Collective::Step => self.path_of(p),
-            // The header reports the current state of NCCL, too.
-            Collective::IdleRound => {
-                self.path_of(p);
-                Transport::Host
-            }
-            _ => Transport::Host,
-        };
+    /// Starts the group's next operation. `note`, `body`: what this rank contributes.
+    pub(super) fn operate(
+        &mut self,
+        p: usize,
+        what: Collective,
+        note: Option<Vec<u8>>,
+        body: Vec<f32>,
+    ) -> Result<(), CollectiveError> {
         let mut nccl_fails_after = None;
-        if path == Transport::Nccl {
-            self.check_path(p);
-            nccl_fails_after = self.draw_nccl_failure();
-        }
-        let trainer = &self.processes[p].trainer;
-        let (Some(session), Some(ring)) = (&trainer.session, &trainer.ring) else {
-            return self.broke(p, None, "no links");
-        };
-        if ring.failed || ring.aborted {
-            return self.broke(p, None, "the generation is over");
-        }
-        let (seat, sequence) = (ring.seat, ring.sequence);
-        let is_root = what.root() == Some(seat.rank);
-        let len = trainer.model.parameters.len();
-        let segment_len = self.setting.segment_len;
-        let extent = |len| Span { len, segment_len };
-        let schedule = match what {
-            Collective::Step => Schedule::all_reduce(seat, extent(len)),
-            Collective::Synchronize | Collective::IdleRound => Schedule::all_gather(seat),
-            Collective::Broadcast { root, what } if what.is_of_tensors() => {
-                Schedule::broadcast(seat, root, extent(len), false)
+        if let Collective::Step(path) = what {
+            self.check_path_agreement(p, path);
+            if path == Path::Nccl {
+                self.check_path(p);
+                nccl_fails_after = self.draw_nccl_failure();
             }
-            Collective::Broadcast { root, .. } => Schedule::broadcast(seat, root, extent(0), true),
-            Collective::NcclId => Schedule::broadcast(seat, 0, extent(0), true),
-        };
-        let digest = session.state().map_or(0, |s| trainer.model.window_digest(s.step));
-        let (note, body) = match what {
-            Collective::Step | Collective::IdleRound => {
-                (Some(Note::Step(Box::new(session.header(digest)))), Vec::new())
-            }
-            Collective::Synchronize => {
-                (Some(Note::Sync(session.sync_header(digest), self.nccl_failures(p))), Vec::new())
-            }
-            Collective::Broadcast { what, .. } if is_root => self.root_part(p, what),
-            Collective::Broadcast { what, .. } if what.is_of_tensors() => (None, vec![0; len]),
-            Collective::Broadcast { .. } | Collective::NcclId => (None, Vec::new()),
-        };
-        let mut notes = vec![None; seat.world];
-        notes[seat.rank] = note.map(Rc::new);
-        if seat.world == 1 {
-            self.check_copy(p);
         }
+        let failures = match what {
+            Collective::Synchronize => self.nccl_failures(p),
+            _ => Default::default(),
+        };
+        let (len, segment_len) = (body.len(), self.setting.segment_len);
         let trainer = &mut self.processes[p].trainer;
-        if seat.world == 1 && what == Collective::Step {
-            trainer.model.reduced.copy_from_slice(&trainer.model.gradient);
+        let lineage = trainer.lineage;
+        let Some(ring) = &mut trainer.ring else {
+            return Err(CollectiveError::Aborted { generation: 0 });
+        };
+        if ring.aborted {
+            return Err(self.broke(p, TransferError::Aborted));
         }
-        if let Some(ring) = &mut trainer.ring {
-            ring.sequence += 1;
+        let seat = ring.seat;
+        let span = |len| Span { len, segment_len };
+        let (schedule, root) = match what {
+            Collective::Broadcast { root } => {
+                (Schedule::broadcast(seat, root, span(len), false), Some(root))
+            }
+            Collective::BroadcastBytes { root } => {
+                (Schedule::broadcast(seat, root, span(0), true), Some(root))
+            }
+            Collective::IdleRound | Collective::Synchronize => (Schedule::all_gather(seat), None),
+            Collective::NcclId => (Schedule::broadcast(seat, 0, span(0), true), None),
+            Collective::Step(_) => (Schedule::all_reduce(seat, span(len)), None),
+        };
+        let nccl = ring.nccl;
+        let mut notes = vec![None; seat.world];
+        notes[seat.rank] = note.map(|bytes| Rc::new(Note { bytes, nccl, failures, lineage }));
+        let sequence = ring.sequence;
+        ring.sequence += 1;
+        // A wrong state that is copied.
+        if root == Some(seat.rank) && self.oracle.coverage.flipped > 0 {
+            self.oracle.is_void |= model::is_wrong(&model::counts(&body));
         }
-        self.advance(
-            p,
-            Box::new(Operation {
-                what,
-                path,
-                nccl_fails_after,
-                sequence,
-                schedule,
-                notes,
-                received: 0,
-                sent: 0,
-                body,
-                is_root,
-            }),
-        );
+        let (own, body) = match what {
+            Collective::Step(_) => (body, vec![0.0; len]),
+            _ => (Vec::new(), body),
+        };
+        self.processes[p].threads[TRAINER].doing = Doing::Operating(Box::new(Operation {
+            what,
+            nccl_fails_after,
+            sequence,
+            schedule,
+            notes,
+            received: 0,
+            sent: 0,
+            own,
+            body,
+        }));
+        Ok(())
     }
 
-    /// Sends and receives as many pieces as possible.
-    pub(super) fn advance(&mut self, p: usize, mut operation: Box<Operation>) {
+    /// Sends and receives as many pieces as possible. `None`: the operation waits for a peer.
+    pub(super) fn advance(&mut self, p: usize) -> Option<Result<Operated, CollectiveError>> {
+        let doing = mem::take(&mut self.processes[p].threads[TRAINER].doing);
+        let Doing::Operating(mut operation) = doing else { unreachable!("it has begun") };
         match self.transfer(p, &mut operation) {
             Ok(true) => {
-                let Operation { what, notes, body, is_root, .. } = *operation;
-                self.operated(p, Done { what, notes, body, is_root });
+                self.processes[p].trainer.waiting = None;
+                self.operated(p, operation.what, &operation.notes);
+                let bytes = |note: &Option<Rc<Note>>| {
+                    note.as_ref().map(|note| note.bytes.clone()).unwrap_or_default()
+                };
+                let Operation { notes, body, .. } = *operation;
+                Some(Ok(Operated { notes: notes.iter().map(bytes).collect(), body }))
             }
             Ok(false) => {
                 let generation =
-                    self.processes[p].trainer.ring.as_ref().map_or(0, Ring::generation);
+                    self.processes[p].trainer.ring.as_ref().map_or(0, |r| r.generation);
                 let Operation { sequence, received, sent, .. } = *operation;
                 self.wait_at(p, [generation, sequence + 1, received, sent]);
-                self.processes[p].trainer.doing = Doing::Operating(operation);
+                self.processes[p].threads[TRAINER].doing = Doing::Operating(operation);
+                None
             }
-            Err(TransferError::Nccl) => self.nccl_broke(p),
-            Err(error) => {
-                let Some(ring) = &mut self.processes[p].trainer.ring else { return };
-                ring.failed = true;
-                let suspect = if ring.aborted { None } else { ring.neighbour(&error) };
-                let why = match error {
-                    TransferError::Aborted | TransferError::Nccl => "the generation is over",
-                    TransferError::Next => "the next member ended the link",
-                    TransferError::Prev => "the previous member ended the link",
-                };
-                self.broke(p, suspect, why);
+            Err(TransferError::Nccl) => {
+                self.nccl_broke(p);
+                let (action, code) = ("all-reduce", 1);
+                let source = DeviceError::Nccl { action, code, reason: "simulated".into() };
+                Some(Err(CollectiveError::Device { source }))
             }
+            Err(error) => Some(Err(self.broke(p, error))),
+        }
+    }
+
+    /// An operation of the group is complete on this rank.
+    fn operated(&mut self, p: usize, what: Collective, notes: &[Option<Rc<Note>>]) {
+        match what {
+            Collective::BroadcastBytes { root } => {
+                if let (Some(ring), Some(note)) =
+                    (&mut self.processes[p].trainer.ring, &notes[root])
+                {
+                    ring.lineage = note.lineage;
+                }
+            }
+            Collective::IdleRound | Collective::Step(_) => {
+                let builds = notes.iter().flatten().map(|note| note.nccl).collect();
+                self.processes[p].trainer.builds = Some(builds);
+            }
+            Collective::Synchronize => {
+                self.note_nccl_met(p, notes.iter().flatten().map(|note| &note.failures));
+            }
+            Collective::Broadcast { .. } | Collective::NcclId => {}
         }
     }
 
@@ -183,7 +198,9 @@ impl World {
         };
         let expected = self.op_tag(p, operation, &piece);
         let Frame { generation, sequence, kind, step, segment, origin, .. } = *frame;
-        if expected != (generation, sequence, kind, step, segment, origin) {
+        if expected != (generation, sequence, kind, step, segment, origin)
+            || frame.body.len() != piece.range.len()
+        {
             self.violate(format!(
                 "{} expects {expected:?} in its ring, got {frame:?}",
                 self.name(p)
@@ -196,16 +213,11 @@ impl World {
         if piece.note {
             operation.notes[piece.origin].clone_from(&frame.note);
         }
-        let model = &mut self.processes[p].trainer.model;
-        if operation.what == Collective::Step {
-            let (own, sum) =
-                (&model.gradient[piece.range.clone()], &mut model.reduced[piece.range.clone()]);
-            sum.copy_from_slice(&frame.body);
-            if piece.content == Content::Sum {
-                sum.iter_mut().zip(own).for_each(|(sum, own)| *sum = sum.saturating_add(*own));
-            }
-        } else {
-            operation.body[piece.range].copy_from_slice(&frame.body);
+        let Operation { own, body, .. } = operation;
+        let sum = &mut body[piece.range.clone()];
+        sum.copy_from_slice(&frame.body);
+        if piece.content == Content::Sum {
+            sum.iter_mut().zip(&own[piece.range]).for_each(|(sum, own)| *sum += own);
         }
         operation.schedule.on_received();
         operation.received += 1;
@@ -215,10 +227,8 @@ impl World {
     fn frame(&self, p: usize, operation: &Operation, piece: &Piece) -> Frame {
         let (generation, sequence, kind, step, segment, origin) = self.op_tag(p, operation, piece);
         let note = if piece.note { operation.notes[piece.origin].clone() } else { None };
-        let model = &self.processes[p].trainer.model;
         let from = match (operation.what, piece.content) {
-            (Collective::Step, Content::Own) => &model.gradient,
-            (Collective::Step, _) => &model.reduced,
+            (Collective::Step(_), Content::Own) => &operation.own,
             _ => &operation.body,
         };
         let body = from[piece.range.clone()].to_vec();
@@ -231,7 +241,8 @@ impl World {
         operation: &Operation,
         piece: &Piece,
     ) -> (u64, u64, u8, usize, usize, usize) {
-        let generation = self.processes[p].trainer.ring.as_ref().map_or(0, Ring::generation);
-        (generation, operation.sequence, operation.kind(), piece.step, piece.segment, piece.origin)
+        let generation = self.processes[p].trainer.ring.as_ref().map_or(0, |ring| ring.generation);
+        let kind = operation.what.kind();
+        (generation, operation.sequence, kind, piece.step, piece.segment, piece.origin)
     }
 }

@@ -40,6 +40,8 @@
 
 mod steps;
 
+pub(super) use steps::{check_order, check_sum};
+
 use elasticdl::session::Exit;
 use elasticdl_master::job::{
     Event as JobEvent, Exit as ProcessExit, LaunchId, MasterMessage, Membership, Outcome,
@@ -348,7 +350,7 @@ impl World {
     pub(super) fn record_final_state(&mut self, p: usize, generation: Generation) {
         let trainer = &self.processes[p].trainer;
         let Some(state) = trainer.state() else { return };
-        let parameters = trainer.model.parameters.clone();
+        let parameters = trainer.seen.parameters.clone();
         let (counted, repeated) = (state.ledger.counted(), state.ledger.repeated());
         self.oracle
             .finals
@@ -374,9 +376,7 @@ impl World {
                 Ok(())
             }
             // The final states differ, too late for a step or a checkpoint to show it.
-            Some(Outcome::Failed) if self.processes.iter().any(|p| p.trainer.model.is_wrong()) => {
-                Ok(())
-            }
+            Some(Outcome::Failed) if self.processes.iter().any(|p| p.trainer.is_wrong()) => Ok(()),
             other => Err(format!(
                 "the job ends {other:?}: {:?}",
                 self.master.job.summary(self.time()).error

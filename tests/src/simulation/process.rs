@@ -1,13 +1,17 @@
 //! A worker's process: its lifetime, and its control thread around the real [`ControlState`].
 
+use std::sync::atomic::Ordering;
+
+use elasticdl::simulated::ControlEvent;
 use elasticdl_master::job::{Exit, MasterMessage, WorkerMessage};
 use elasticdl_proto::{Welcome, WorkerId};
 
 use super::clock::Micros;
+use super::machine::instant;
 use super::state::event::Event;
 use super::state::network::{LinkId, MASTER};
 use super::state::packet::Packet;
-use super::state::process::{Control, EXIT_MASTER_LOST, EXIT_TERMINATED, Process, TrainerInput};
+use super::state::process::{Control, EXIT_MASTER_LOST, EXIT_TERMINATED, Process};
 use super::trace::trace;
 use super::world::World;
 
@@ -51,6 +55,7 @@ impl World {
         process.paused = false;
         process.deferred.clear();
         process.endpoint.open = false;
+        self.end_threads(p);
         for link in self.net.links_of(p + 1) {
             if lossy {
                 self.lose_in_flight(link, p + 1);
@@ -167,9 +172,8 @@ impl World {
             }
             Ok(false) => process.worker = Some(worker),
             Ok(true) => {
-                process.inbox.push_back(TrainerInput::Reconnected);
                 trace!(self, "{}: has found another master", self.name(p));
-                return self.wake_trainer(p);
+                return self.tell_trainer(p, ControlEvent::Reconnected);
             }
             Err(error) => return self.violate(format!("{}: {error}", self.name(p))),
         }
@@ -177,21 +181,29 @@ impl World {
             self.clock.after(1, event);
         }
         self.clock.after(0, Event::Heartbeat { p });
-        self.begin_training(p);
+        self.start_trainer(p, worker);
     }
 
     fn on_message(&mut self, p: usize, message: MasterMessage) {
         let process = &mut self.processes[p];
         let abort_before = process.control_state.handle_message(&message);
-        process.inbox.push_back(TrainerInput::Message(message));
-        let waiting = process.inbox.len();
-        self.wake_trainer(p);
+        self.tell_trainer(p, ControlEvent::Message(message, instant(self.clock.now())));
         if let Some(generation) = abort_before {
             self.abort_before(p, generation);
         }
-        if waiting > INBOX_MAX {
+    }
+
+    fn tell_trainer(&mut self, p: usize, event: ControlEvent) {
+        let trainer = &mut self.processes[p].trainer;
+        let Some(inbox) = &trainer.inbox else { return };
+        // A trainer that has ended needs no message.
+        let _ = inbox.send(event);
+        trainer.news += 1;
+        if trainer.news > INBOX_MAX {
+            let waiting = trainer.news;
             self.violate(format!("the inbox of {} holds {waiting} messages", self.name(p)));
         }
+        self.wake_for_news(p);
     }
 
     fn on_stream_end(&mut self, p: usize, is_refused: bool) {
@@ -235,7 +247,7 @@ impl World {
         process.stream = Some(link);
         process.control = Control::Reconnecting { since, pause };
         let Process { launch, control_state, trainer, .. } = process;
-        if trainer.holds_state() {
+        if trainer.holds_state.load(Ordering::Relaxed) {
             control_state.note_state();
         }
         let hello =

@@ -10,9 +10,9 @@
 //! before it is compared.
 
 use elasticdl::session::origin::{Origin, Program};
-use elasticdl::session::replicas::StateMismatch;
 use elasticdl_master::job::WorkerMessage;
 
+use super::state::ring::Ring;
 use super::state::trainer::Trainer;
 use super::trace::trace;
 use super::world::World;
@@ -24,21 +24,23 @@ impl World {
         let newest = self.oracle.newest_generation();
         let is_in = |q: usize| {
             let process = &self.processes[q];
-            let Trainer { committed_in, is_hung, .. } = process.trainer;
-            process.is_alive() && !process.paused && !is_hung && committed_in == Some(newest)
+            let Trainer { committed_in, is_hung, .. } = &process.trainer;
+            process.is_alive() && !process.paused && !is_hung && *committed_in == Some(newest)
         };
         let members = (0..self.processes.len()).filter(|&q| is_in(q)).count();
         members > 1 && is_in(p) && self.fault_plan.unhealed == 0 && self.master.is_alive
     }
 
-    /// A bit of the parameters of `p` flips.
+    /// A bit of the parameters of `p` flips after its current task.
     pub(super) fn flip(&mut self, p: usize) {
-        if !self.may_flip(p) {
-            return;
+        if self.may_flip(p) {
+            let parameter = self.rng.below(self.setting.parameters() as u64) as usize;
+            self.processes[p].trainer.flips.set(Some(parameter));
         }
-        let model = &mut self.processes[p].trainer.model;
-        let parameter = self.rng.below(model.parameters.len() as u64) as usize;
-        model.flip(parameter);
+    }
+
+    /// A bit of a parameter of `p` has flipped.
+    pub(super) fn note_flip(&mut self, p: usize, parameter: usize) {
         trace!(self, "{}: a bit of parameter {parameter} flips", self.name(p));
         self.fault_plan.links_may_break = true;
         self.processes.iter_mut().for_each(|process| process.is_degraded = true);
@@ -48,45 +50,40 @@ impl World {
 
     /// The only member of a group has no other state to compare its own with.
     pub(super) fn check_copy(&mut self, p: usize) {
-        if self.oracle.coverage.flipped > 0 {
-            self.oracle.is_void |= self.processes[p].trainer.model.is_wrong();
+        let trainer = &self.processes[p].trainer;
+        let is_alone = trainer.ring.as_ref().map(Ring::world) == Some(1);
+        if self.oracle.coverage.flipped > 0 && is_alone {
+            self.oracle.is_void |= trainer.is_wrong();
         }
     }
 
-    /// Replicas of the group of `p` differ.
-    pub(super) fn differs(&mut self, p: usize, mismatch: &StateMismatch) {
-        let what = mismatch.to_string();
+    /// Checks that `p` may have left a group whose replicas differ from its own.
+    pub(super) fn check_difference(&mut self, p: usize) {
         if self.oracle.coverage.flipped == 0 {
-            return self.violate(format!("{}: {what}", self.name(p)));
+            self.violate(format!("{}: replicas differ", self.name(p)));
         }
-        if !mismatch.is_failing() {
-            return self.broke(p, None, "replicas differ");
-        }
-        let has_majority = mismatch.verdict.has_majority;
-        if has_majority && !self.processes[p].trainer.model.is_wrong() {
-            return self.violate(format!("{} gives up a right state: {what}", self.name(p)));
-        }
-        self.oracle.coverage.diverged += 1;
-        self.fail(p, WorkerMessage::Diverged { error: what, has_majority });
     }
 
-    /// The group of `p` runs another build.
-    pub(super) fn is_other(&mut self, p: usize, error: String) {
-        if self.setting.other_build != Some(self.processes[p].launch) {
-            return self.violate(format!("{}: {error}", self.name(p)));
-        }
-        self.oracle.coverage.other_builds += 1;
-        // The master may count the report before the process has ended.
-        self.oracle.failures_max += 1;
-        self.fail(p, WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false });
-    }
-
-    fn fail(&mut self, p: usize, report: WorkerMessage) {
-        trace!(self, "{}: fails: {report:?}", self.name(p));
+    /// `p` has failed.
+    pub(super) fn check_failure(&mut self, p: usize, failure: &WorkerMessage) {
         self.fault_plan.links_may_break = true;
         self.processes[p].is_degraded = true;
-        self.queue_for_master(p, report);
-        self.stop_trainer(p, 1);
+        let is_wrong = self.processes[p].trainer.is_wrong();
+        match failure {
+            WorkerMessage::Diverged { has_majority, .. }
+                if self.oracle.coverage.flipped > 0 && (is_wrong || !has_majority) =>
+            {
+                self.oracle.coverage.diverged += 1;
+            }
+            WorkerMessage::Failed { .. }
+                if self.setting.other_build == Some(self.processes[p].launch) =>
+            {
+                self.oracle.coverage.other_builds += 1;
+                // The master may count the report before the process has ended.
+                self.oracle.failures_max += 1;
+            }
+            _ => self.violate(format!("{} fails: {failure:?}", self.name(p))),
+        }
     }
 
     /// What `p` runs.

@@ -7,23 +7,23 @@
 //! * The fence closes the links of older generations at once, and their ends propagate around the
 //!   ring.
 
+use std::io::ErrorKind::UnexpectedEof;
 use std::time::Duration;
 
 use elasticdl::session::transport_switch::NcclBuild;
 use elasticdl_collective::testing::Purpose;
 use elasticdl_collective::testing::admission::DialKey;
 use elasticdl_collective::testing::schedule::RankInfo;
+use elasticdl_collective::{CollectiveError, GroupSpec};
 use elasticdl_master::job::Stall;
-use elasticdl_proto::{Generation, Membership, WorkerId};
+use elasticdl_proto::{Generation, WorkerId};
 
 use super::clock::Micros;
-use super::state::donor::Request;
-use super::state::event::Event;
 use super::state::network::LinkId;
 use super::state::packet::Packet;
 use super::state::process::{Process, process_at};
 use super::state::ring::{Endpoint, Ring, TransferError, WaitPoint};
-use super::state::trainer::Doing;
+use super::state::thread::{Doing, StateRequest, TRAINER, ThreadId};
 use super::trace::trace;
 use super::world::World;
 
@@ -38,7 +38,7 @@ impl World {
         };
         let Some(generation) = generation else {
             return if self.processes[p].endpoint.open {
-                self.on_state_request(p, Request { member: from, link, position })
+                self.on_state_request(p, StateRequest { member: from, link, position })
             } else {
                 self.shut(link, p + 1)
             };
@@ -54,7 +54,7 @@ impl World {
             Err(_) => dropped.push(link),
         }
         self.shut_all(p, dropped);
-        if matches!(self.processes[p].trainer.doing, Doing::Connecting) {
+        if matches!(self.processes[p].threads[TRAINER].doing, Doing::Connecting) {
             self.wake_trainer(p);
         }
     }
@@ -63,11 +63,12 @@ impl World {
         links.into_iter().for_each(|link| self.shut(link, p + 1));
     }
 
-    /// Closes the listener and all pending dials.
+    /// Closes the listener, all pending dials, and the requests of joiners.
     pub(super) fn close_endpoint(&mut self, p: usize) {
-        let endpoint = &mut self.processes[p].endpoint;
+        let Process { endpoint, trainer, .. } = &mut self.processes[p];
         endpoint.open = false;
-        let dropped = endpoint.admission.abort_before(u64::MAX);
+        let mut dropped = endpoint.admission.abort_before(u64::MAX);
+        dropped.extend(trainer.requests.borrow_mut().drain(..).map(|request| request.link));
         self.shut_all(p, dropped);
     }
 
@@ -81,7 +82,7 @@ impl World {
         let is_aborted = aborted.map(|ring| ring.aborted = true).is_some();
         // Shutdown: all generations are over.
         if is_closed {
-            self.drop_source(p);
+            self.close_source(p);
             self.wake_trainer(p);
         }
         if is_aborted {
@@ -92,15 +93,14 @@ impl World {
 
     // ---- building a ring ----
 
-    pub(super) fn connect(&mut self, p: usize, membership: &Membership) {
-        self.leave_ring(p);
-        self.drop_source(p);
-        self.processes[p].trainer.incoming = None;
-        let generation = membership.generation.0;
-        let members: Vec<WorkerId> = membership.members.iter().map(|(id, _)| *id).collect();
-        self.switch_fetchers(p, membership.generation, &members);
+    /// Begins to build the links of `group`.
+    pub(super) fn connect(&mut self, p: usize, group: &GroupSpec) -> Result<(), CollectiveError> {
         let process = &mut self.processes[p];
-        let Some(rank) = members.iter().position(|m| Some(*m) == process.worker) else { return };
+        let generation = group.generation;
+        let members: Vec<WorkerId> = group.members.iter().map(|m| WorkerId(m.id)).collect();
+        let Some(rank) = members.iter().position(|m| Some(*m) == process.worker) else {
+            return Err(CollectiveError::Invalid("not a member".into()));
+        };
         let seat = RankInfo { rank, world: members.len() };
         let mut ring = Ring {
             generation,
@@ -111,36 +111,36 @@ impl World {
             introduced: false,
             dialled: self.clock.now(),
             sequence: 0,
-            failed: false,
             aborted: false,
             nccl: NcclBuild::Absent,
             lineage: 0,
         };
         let Ok(dropped) = process.endpoint.admission.begin(generation) else {
-            return self.broke(p, None, "the generation is over");
+            process.trainer.ring = Some(ring);
+            return Err(self.broke(p, TransferError::Aborted));
         };
         if seat.world > 1 {
-            let (_, address) = membership.members[(rank + 1) % seat.world];
+            let address = group.members[(rank + 1) % seat.world].address;
             let link = self.net.open(p + 1, process_at(address) + 1, false);
             ring.next = Some(link);
             self.send(link, p + 1, Packet::Dial);
         }
         self.processes[p].trainer.ring = Some(ring);
         self.shut_all(p, dropped);
-        match seat.world {
-            1 => self.connected(p),
-            _ => self.wait_for_answer(p),
-        }
+        Ok(())
     }
 
-    pub(super) fn continue_connect(&mut self, p: usize) {
-        let process = &mut self.processes[p];
-        let Some(ring) = &mut process.trainer.ring else { return };
-        let Some(next) = ring.next else { return };
+    /// Goes on with the links of a group. `None`: it waits for them.
+    pub(super) fn continue_connect(
+        &mut self,
+        p: usize,
+    ) -> Option<Result<RankInfo, CollectiveError>> {
+        let ring = self.processes[p].trainer.ring.as_mut().expect("the group has been begun");
+        let Some(next) = ring.next else { return Some(Ok(self.connected(p))) };
         if ring.aborted {
-            return self.broke(p, None, "the generation is over");
+            return Some(Err(self.broke(p, TransferError::Aborted)));
         }
-        if !ring.introduced && matches!(self.net.link(next).ends, [h, _] if h == p + 1) {
+        if !ring.introduced {
             match self.net.take(next, p + 1) {
                 Some(Packet::Accepted) => {
                     ring.introduced = true;
@@ -149,47 +149,39 @@ impl World {
                     let dial = Packet::Introduction { generation, from, position: None };
                     self.send(next, p + 1, dial);
                 }
-                Some(_) => {
-                    let suspect = ring.neighbour(&TransferError::Next);
-                    return self.broke(p, suspect, "the next member refused the dial");
-                }
-                None => return self.wait_for_answer(p),
+                Some(_) => return Some(Err(self.broke(p, TransferError::Next))),
+                None => return self.wait_for_answer(p).map(Err),
             }
         }
         let process = &mut self.processes[p];
-        let Some(ring) = &mut process.trainer.ring else { return };
-        let Some(prev) = ring.neighbour(&TransferError::Prev) else { return };
+        let ring = process.trainer.ring.as_mut()?;
+        let prev = ring.neighbour(&TransferError::Prev)?;
         let taken = process.endpoint.admission.take(dial_key(ring.generation, prev));
         if taken.is_some() {
             ring.prev = taken;
-            return self.connected(p);
+            return Some(Ok(self.connected(p)));
         }
         if self.net.has_ended(next, p + 1) {
-            let suspect = ring.neighbour(&TransferError::Next);
-            return self.broke(p, suspect, "the next member ended the link");
+            return Some(Err(self.broke(p, TransferError::Next)));
         }
         let generation = ring.generation;
-        process.trainer.doing = Doing::Connecting;
+        process.threads[TRAINER].doing = Doing::Connecting;
         self.wait_at(p, [generation, 0, 0, 0]);
+        None
     }
 
     /// Waits until the dialled host's kernel answers, which it does at once, whatever its process
     /// does.
-    fn wait_for_answer(&mut self, p: usize) {
-        let trainer = &mut self.processes[p].trainer;
-        let (Some(limit), Some(ring)) = (self.setting.spec.worker_timeout, &trainer.ring) else {
-            trainer.doing = Doing::Connecting;
-            return;
-        };
+    fn wait_for_answer(&mut self, p: usize) -> Option<CollectiveError> {
+        let Process { threads, trainer, .. } = &mut self.processes[p];
+        threads[TRAINER].doing = Doing::Connecting;
+        let (limit, ring) = (self.setting.spec.worker_timeout?, trainer.ring.as_ref()?);
         let due = ring.dialled + limit.as_micros() as Micros;
-        match ring.neighbour(&TransferError::Next) {
-            Some(suspect) if self.clock.now() >= due => self.unanswered(p, suspect),
-            _ => {
-                trainer.doing = Doing::Connecting;
-                let ticket = trainer.ticket();
-                self.clock.at(due, Event::Trainer { p, ticket });
-            }
+        if self.clock.now() >= due {
+            return Some(self.broke(p, TransferError::Unanswered));
         }
+        self.continue_at(ThreadId { p, number: TRAINER }, due);
+        None
     }
 
     pub(super) fn wait_at(&mut self, p: usize, point: [u64; 4]) {
@@ -205,8 +197,8 @@ impl World {
     /// The time for which no byte has moved for `p` in its group, if that is at least one heartbeat
     /// interval.
     pub(super) fn stall(&self, p: usize, heartbeat: Duration) -> Option<Stall> {
-        let trainer = &self.processes[p].trainer;
-        let waits = matches!(trainer.doing, Doing::Connecting | Doing::Operating(_));
+        let Process { threads, trainer, .. } = &self.processes[p];
+        let waits = matches!(threads[TRAINER].doing, Doing::Connecting | Doing::Operating(_));
         let waiting = trainer.waiting.filter(|_| waits)?;
         let since = Duration::from_micros(self.clock.now() - waiting.since);
         let WaitPoint { generation, operation, received, sent, .. } = waiting;
@@ -221,29 +213,47 @@ impl World {
         })
     }
 
-    fn connected(&mut self, p: usize) {
-        let trainer = &mut self.processes[p].trainer;
-        let generation = trainer.ring.as_ref().map_or(0, Ring::generation);
-        if let Some(session) = &mut trainer.session {
-            session.connected();
-        }
+    fn connected(&mut self, p: usize) -> RankInfo {
         self.note_nccl_regrouped(p);
+        let ring = self.processes[p].trainer.ring.as_ref().expect("the group has been begun");
+        let (generation, seat) = (ring.generation, ring.seat);
         trace!(self, "{}: has its links of generation {generation}", self.name(p));
-        self.turn_later(p);
+        seat
     }
 
-    /// Closes the ring: the peers see its end after everything that was sent.
-    pub(super) fn leave_ring(&mut self, p: usize) {
-        self.shut_ring(p);
-        self.processes[p].trainer.ring = None;
-        self.processes[p].trainer.waiting = None;
-    }
-
-    fn shut_ring(&mut self, p: usize) {
-        let ring = self.processes[p].trainer.ring.as_ref();
-        let links = ring.map(|ring| [ring.next, ring.prev]);
-        for link in links.into_iter().flatten().flatten() {
-            self.shut(link, p + 1);
+    /// The ring, or the attempt to build one, has failed.
+    pub(super) fn broke(&mut self, p: usize, error: TransferError) -> CollectiveError {
+        let trainer = &mut self.processes[p].trainer;
+        let Some(ring) = &trainer.ring else { return CollectiveError::Aborted { generation: 0 } };
+        let (generation, RankInfo { rank, world }) = (ring.generation, ring.seat);
+        let suspect = ring.neighbour(&error).filter(|_| !ring.aborted);
+        trainer.has_broken = true;
+        let why = match error {
+            TransferError::Next => "the next member ended the link",
+            TransferError::Prev => "the previous member ended the link",
+            TransferError::Unanswered => "the next member does not answer the dial",
+            TransferError::Aborted | TransferError::Nccl => "the generation is over",
+        };
+        trace!(self, "{}: links broke, {why}, suspects {suspect:?}", self.name(p));
+        self.check_break(p, why);
+        self.leave_ring(p);
+        let Some(WorkerId(member)) = suspect else {
+            return CollectiveError::Aborted { generation };
+        };
+        match error {
+            TransferError::Unanswered => {
+                let waited = self.setting.spec.worker_timeout.unwrap_or_default();
+                let rank = (rank + 1) % world;
+                CollectiveError::Unreachable { rank, member, waited }
+            }
+            TransferError::Prev => {
+                let rank = (rank + world - 1) % world;
+                CollectiveError::PeerLost { rank, member, source: UnexpectedEof.into() }
+            }
+            TransferError::Aborted | TransferError::Next | TransferError::Nccl => {
+                let rank = (rank + 1) % world;
+                CollectiveError::PeerLost { rank, member, source: UnexpectedEof.into() }
+            }
         }
     }
 }

@@ -1,8 +1,12 @@
 //! The simulated world: a master, its processes, the network between them, and the next event.
 
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
 use elasticdl_master::job::{Exit, LaunchId};
 
 use super::clock::{Clock, Micros, SimRng};
+use super::coroutine::Coroutine;
 use super::state::checkpoints::CheckpointStore;
 use super::state::coverage::Coverage;
 use super::state::event::Event;
@@ -13,6 +17,7 @@ use super::state::network::{MASTER, Network};
 use super::state::oracle::Oracle;
 use super::state::process::Process;
 use super::state::setting::Setting;
+use super::state::thread::ThreadId;
 use super::trace::{Trace, trace};
 
 /// One run.
@@ -20,12 +25,14 @@ use super::trace::{Trace, trace};
 pub(super) struct World {
     pub(super) rng: SimRng,
     pub(super) clock: Clock<Event>,
-    pub(super) setting: Setting,
+    pub(super) setting: Rc<Setting>,
     pub(super) net: Network,
     pub(super) master: Master,
     pub(super) former_master: Option<Box<FormerMaster>>,
     /// In the order of their starts, including those that have ended.
     pub(super) processes: Vec<Process>,
+    /// The threads of all processes that have not ended and do not run at the moment.
+    pub(super) coroutines: BTreeMap<ThreadId, Coroutine>,
     pub(super) fault_plan: FaultPlan,
     pub(super) checkpoint_store: CheckpointStore,
     pub(super) communicators: Communicators,
@@ -47,6 +54,7 @@ impl World {
             master: Master::new(setting.spec.clone()),
             former_master: None,
             processes: Vec::new(),
+            coroutines: BTreeMap::new(),
             fault_plan,
             checkpoint_store: CheckpointStore::default(),
             communicators: Communicators::default(),
@@ -54,7 +62,7 @@ impl World {
             trace,
             events: 0,
             violation: None,
-            setting,
+            setting: Rc::new(setting),
             rng,
         }
     }
@@ -123,7 +131,6 @@ impl World {
         match event {
             Event::Arrive { link, to } => self.on_arrive(link, to),
             Event::BreakFetch { p } => self.break_fetch(p),
-            Event::Delivery { p, link } => self.on_delivery(p, link),
             Event::Heartbeat { p } => self.on_heartbeat(p),
             Event::CloseDue { p } => self.on_close_due(p),
             Event::Control { p } => self.on_control(p),
@@ -133,7 +140,7 @@ impl World {
             Event::Heal(undo) => self.undo(undo),
             Event::KeepAlive { p, link } => self.on_keep_alive(p, link),
             // A write to storage that is unavailable is retried.
-            Event::CheckpointWritten { .. } if self.checkpoint_store.is_unavailable => {
+            Event::CheckpointWritten { .. } if self.checkpoint_store.is_unavailable.get() => {
                 self.clock.after(STORE_RETRY_US, event)
             }
             Event::CheckpointWritten { p, work } => self.on_checkpoint_written(p, *work),
@@ -145,7 +152,7 @@ impl World {
             Event::Reap { p } => self.on_reaped(p),
             Event::Start { p } => self.on_start(p),
             Event::Terminate { p } => self.on_terminate(p),
-            Event::Trainer { p, ticket } => self.on_trainer(p, ticket),
+            Event::Thread { thread, ticket } => self.on_thread(thread, ticket),
         }
     }
 
@@ -165,7 +172,8 @@ impl World {
     /// Traces the state of all processes, for a run that does not end.
     fn trace_waiting(&mut self) {
         for p in (0..self.processes.len()).filter(|&p| self.processes[p].is_alive()) {
-            trace!(self, "{}: {:?}", self.name(p), self.processes[p].trainer);
+            let Process { threads, trainer, .. } = &self.processes[p];
+            trace!(self, "{}: {threads:?}, {trainer:?}", self.name(p));
         }
         trace!(self, "master: {:?}", self.master.job.status(self.time()));
     }
@@ -193,9 +201,9 @@ impl World {
     }
 }
 
-/// A job of a few steps is over long before. What takes longest are replacements that wait for one
-/// another, and a worker that got SIGTERM when no other one can take its place.
-const RECOVERY_MAX_US: Micros = 120_000_000;
+/// A job of a few steps is over long before. What takes longest is a hang that a master takes over:
+/// if no member is known to wait, it evicts one of them after another, each after 80 s.
+const RECOVERY_MAX_US: Micros = 240_000_000;
 
 const STORE_RETRY_US: Micros = 100_000;
 

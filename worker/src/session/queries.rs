@@ -32,6 +32,11 @@ impl Session {
         self.step.outcome.is_some()
     }
 
+    /// Whether the group's work has ended, and this worker has reported its state.
+    pub fn has_reported_end(&self) -> bool {
+        matches!(self.phase, Phase::Finished { reported: true, .. })
+    }
+
     /// Headers of the last commit, for ranks that are one step behind.
     pub fn last_headers(&self) -> Option<&[StepHeader]> {
         self.step.last_headers.as_deref()

@@ -2,68 +2,17 @@
 
 use std::collections::BTreeMap;
 
+use elasticdl::session::State;
 use elasticdl::session::header::StepHeader;
-use elasticdl::session::{Session, State};
 use elasticdl_proto::{Batch, Generation, RangeSet, WorkerId};
 
-use crate::simulation::model::count;
+use crate::simulation::model::{count, right_digest};
 use crate::simulation::state::oracle::GenerationHistory;
+use crate::simulation::state::setting::Setting;
 use crate::simulation::trace::trace;
 use crate::simulation::world::World;
 
 impl World {
-    /// Checks that the reduced gradient counts exactly the records that the headers list.
-    pub(in crate::simulation) fn check_sum(&mut self, p: usize, headers: &[StepHeader]) {
-        let model = &self.processes[p].trainer.model;
-        let mut expected = vec![0; model.reduced.len()];
-        for header in headers {
-            count(&mut expected, &header.ranges, self.setting.records());
-        }
-        if expected != model.reduced {
-            self.violate(format!(
-                "{}: the sum is {:?}, the headers list {expected:?}",
-                self.name(p),
-                model.reduced
-            ));
-        }
-    }
-
-    /// Checks that `p` has added the right records to the state `before`.
-    pub(in crate::simulation) fn check_order(
-        &mut self,
-        p: usize,
-        before: &State,
-        headers: &[StepHeader],
-    ) {
-        let (epoch, all) = (before.ledger.epoch(), self.setting.records());
-        let mut records = RangeSet::default();
-        let mut repeated = 0;
-        for range in headers.iter().flat_map(|header| &header.ranges) {
-            repeated += records.insert(range.records());
-            repeated += u64::from(range.epoch != epoch);
-        }
-        let start = all - before.ledger.remaining(epoch);
-        let batch = self.setting.spec.batch;
-        let of_step = match batch {
-            Batch::Global(batch) => {
-                let batch = batch.get();
-                let start = before.step % all.div_ceil(batch) * batch;
-                start..all.min(start + batch)
-            }
-            // A group that shrinks within a step keeps what the lost workers' peers have computed.
-            Batch::PerWorker(_) => {
-                let least = all.min(start + batch.records(headers.len()));
-                start..records.iter().last().map_or(least, |last| last.end.max(least))
-            }
-        };
-        let is_right =
-            repeated == 0 && start == of_step.start && records.iter().eq([of_step.clone()]);
-        if !is_right {
-            let what = format!("step {} consists of {records:?}, not {of_step:?}", before.step + 1);
-            self.violate(format!("{}: {what} of epoch {epoch}", self.name(p)));
-        }
-    }
-
     /// Checks a commit: `p` has committed a step on top of a state with digest `before`.
     pub(in crate::simulation) fn check_commit(
         &mut self,
@@ -75,10 +24,10 @@ impl World {
         let process = &self.processes[p];
         let (Some(worker), Some(state)) = (process.worker, process.trainer.state()) else { return };
         let (step, after, lineage) =
-            (state.step, process.trainer.model.digest(), process.trainer.model.lineage);
-        if process.trainer.model.is_wrong() {
+            (state.step, process.trainer.seen.digest, process.trainer.lineage);
+        if process.trainer.is_wrong() {
             // Its reduced gradient is right, and may repair others.
-            let right = process.trainer.model.right_digest();
+            let right = right_digest(&process.trainer.seen.parameters);
             if let Some(history) = self.oracle.histories.get_mut(&generation.0) {
                 history.commits.entry(step).or_insert(right);
             }
@@ -151,14 +100,14 @@ impl World {
     pub(in crate::simulation) fn check_repaired(&mut self, p: usize, generation: Generation) {
         self.check_program(p);
         let process = &self.processes[p];
-        if process.trainer.model.is_wrong() {
+        if process.trainer.is_wrong() {
             return;
         }
         let (Some(worker), Some(state)) = (process.worker, process.trainer.state()) else {
             return self.violate(format!("{} is repaired, and has no state", self.name(p)));
         };
-        let model = &process.trainer.model;
-        let (base, lineage) = ((state.step, model.digest()), model.lineage);
+        let trainer = &process.trainer;
+        let (base, lineage) = ((state.step, trainer.seen.digest), trainer.lineage);
         trace!(
             self,
             "{}: is at step {} in generation {generation}, {:016x}",
@@ -211,7 +160,7 @@ impl World {
         let history =
             GenerationHistory { lineage: of, formed_at, members, base, commits: BTreeMap::new() };
         let history = oracle.histories.entry(generation.0).or_insert(history);
-        self.processes[p].trainer.model.lineage = history.lineage;
+        self.processes[p].trainer.lineage = history.lineage;
         wrong.into_iter().for_each(|wrong| self.violate(wrong));
     }
 
@@ -243,7 +192,7 @@ impl World {
         let carries = |p: usize| {
             let trainer = &self.processes[p].trainer;
             self.processes[p].is_alive()
-                && trainer.model.lineage == lineage
+                && trainer.lineage == lineage
                 && trainer.state().is_some_and(|state| state.step >= step)
         };
         let known = self.oracle.processes.iter().filter(|(id, _)| !self.oracle.gone.contains(id));
@@ -252,10 +201,10 @@ impl World {
 
     /// Checks that `p` may create the initial state for its group.
     pub(in crate::simulation) fn check_initial(&mut self, p: usize) {
-        let place = self.processes[p].trainer.session.as_ref().and_then(Session::group_rank);
+        let generation = self.generation_of(p);
         // A group that is no longer the newest may still begin.
         let newest = self.oracle.newest.as_ref();
-        let membership = newest.filter(|m| Some(m.generation) == place.map(|(g, _)| g));
+        let membership = newest.filter(|m| Some(m.generation) == generation);
         let members = membership
             .into_iter()
             .flat_map(|m| &m.members)
@@ -270,4 +219,54 @@ impl World {
             ));
         }
     }
+}
+
+/// Checks that the reduced gradient of a step counts exactly the records that the headers list.
+pub(in crate::simulation) fn check_sum(
+    setting: &Setting,
+    headers: &[StepHeader],
+    sum: &[f32],
+) -> Result<(), String> {
+    let mut expected = vec![0.0; sum.len()];
+    for header in headers {
+        count(&mut expected, &header.ranges, setting.records());
+    }
+    if expected == sum {
+        return Ok(());
+    }
+    Err(format!("the sum is {sum:?}, the headers list {expected:?}"))
+}
+
+/// Checks that the right records were added to the state `before`.
+pub(in crate::simulation) fn check_order(
+    setting: &Setting,
+    before: &State,
+    headers: &[StepHeader],
+) -> Result<(), String> {
+    let (epoch, all) = (before.ledger.epoch(), setting.records());
+    let mut records = RangeSet::default();
+    let mut repeated = 0;
+    for range in headers.iter().flat_map(|header| &header.ranges) {
+        repeated += records.insert(range.records());
+        repeated += u64::from(range.epoch != epoch);
+    }
+    let start = all - before.ledger.remaining(epoch);
+    let batch = setting.spec.batch;
+    let of_step = match batch {
+        Batch::Global(batch) => {
+            let batch = batch.get();
+            let start = before.step % all.div_ceil(batch) * batch;
+            start..all.min(start + batch)
+        }
+        // A group that shrinks within a step keeps what the lost workers' peers have computed.
+        Batch::PerWorker(_) => {
+            let least = all.min(start + batch.records(headers.len()));
+            start..records.iter().last().map_or(least, |last| last.end.max(least))
+        }
+    };
+    if repeated == 0 && start == of_step.start && records.iter().eq([of_step.clone()]) {
+        return Ok(());
+    }
+    let step = before.step + 1;
+    Err(format!("step {step} consists of {records:?}, not {of_step:?} of epoch {epoch}"))
 }

@@ -1,6 +1,8 @@
 //! The storage of checkpoints, and the writes to it.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::rc::Rc;
 
 use elasticdl::session::header::StateRecord;
 
@@ -14,7 +16,7 @@ pub(crate) struct CheckpointStore {
     pub(crate) parts: BTreeMap<Key, BTreeMap<usize, Vec<u8>>>,
     pub(crate) complete: BTreeMap<Key, (StateRecord, Vec<u8>)>,
     /// Whether writes are refused at the moment.
-    pub(crate) is_unavailable: bool,
+    pub(crate) is_unavailable: Rc<Cell<bool>>,
 }
 
 /// One write of a worker's checkpoint thread.

@@ -5,6 +5,7 @@ use elasticdl::session::transport_switch::NcclBuild;
 use super::checkpoints::CheckpointWork;
 use super::faults::Undo;
 use super::network::LinkId;
+use super::thread::ThreadId;
 
 /// An event at some point in time. `p` is the index of a process, in the order of their starts.
 #[derive(Debug)]
@@ -13,8 +14,6 @@ pub(crate) enum Event {
     Arrive { link: LinkId, to: usize },
     /// A joiner's link to its donor breaks.
     BreakFetch { p: usize },
-    /// A donor reads what a joiner has sent over `link`, and sends the next message.
-    Delivery { p: usize, link: LinkId },
     /// A worker is due to send a heartbeat.
     Heartbeat { p: usize },
     /// The control thread has waited long enough for the master to end the stream.
@@ -49,8 +48,8 @@ pub(crate) enum Event {
     Start { p: usize },
     /// SIGTERM reaches the process.
     Terminate { p: usize },
-    /// The trainer continues, unless another wake-up came first.
-    Trainer { p: usize, ticket: u32 },
+    /// A thread continues, unless another wake-up came first.
+    Thread { thread: ThreadId, ticket: u32 },
 }
 
 impl Event {
@@ -60,7 +59,6 @@ impl Event {
             Self::Heartbeat { p }
             | Self::CloseDue { p }
             | Self::Control { p }
-            | Self::Delivery { p, .. }
             | Self::KeepAlive { p, .. }
             | Self::CheckpointWritten { p, .. }
             | Self::LeaveDue { p }
@@ -68,8 +66,8 @@ impl Event {
             | Self::Acceptor { p, .. }
             | Self::Probe { p }
             | Self::Start { p }
-            | Self::Terminate { p }
-            | Self::Trainer { p, .. } => Some(p),
+            | Self::Terminate { p } => Some(p),
+            Self::Thread { thread, .. } => Some(thread.p),
             Self::Arrive { .. } | Self::BreakFetch { .. } | Self::Die { .. } => None,
             Self::InjectFault => None,
             Self::FormerMaster | Self::Heal(_) | Self::Master | Self::Reap { .. } => None,

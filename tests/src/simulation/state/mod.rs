@@ -5,10 +5,8 @@
 
 pub(super) mod checkpoints;
 pub(super) mod coverage;
-pub(super) mod donor;
 pub(super) mod event;
 pub(super) mod faults;
-pub(super) mod fetch;
 pub(super) mod master;
 pub(super) mod nccl;
 pub(super) mod network;
@@ -18,4 +16,5 @@ pub(super) mod packet;
 pub(super) mod process;
 pub(super) mod ring;
 pub(super) mod setting;
+pub(super) mod thread;
 pub(super) mod trainer;

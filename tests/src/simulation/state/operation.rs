@@ -3,34 +3,38 @@
 use std::collections::BTreeSet;
 use std::rc::Rc;
 
-use elasticdl::session::Broadcast;
-use elasticdl::session::header::{StepHeader, SyncHeader};
-use elasticdl::session::transport_switch::Transport;
+use elasticdl::session::transport_switch::NcclBuild;
+use elasticdl_collective::device::Path;
 use elasticdl_collective::testing::schedule::Schedule;
 
 /// A collective operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Collective {
-    /// A part of a repair.
+    /// Broadcast of tensors.
     Broadcast {
         root: usize,
-        what: Broadcast,
     },
+    BroadcastBytes {
+        root: usize,
+    },
+    /// Gathers the headers of a round without a step.
+    IdleRound,
     /// Broadcast of the id of the NCCL communicator that is to be built.
     NcclId,
-    Step,
+    Step(Path),
+    /// The first operation of a group: gathers its headers.
     Synchronize,
-    IdleRound,
 }
 
-/// The data of a piece that is not elements.
+/// The data of a piece that is not elements, and what the oracle wants to know of its sender.
 #[derive(Debug)]
-pub(crate) enum Note {
-    /// With the root's lineage, for the oracle.
-    Bytes(Vec<u8>, u64),
-    Step(Box<StepHeader>),
-    /// With the generations in which NCCL failed, for the oracle.
-    Sync(SyncHeader, BTreeSet<u64>),
+pub(crate) struct Note {
+    pub(crate) bytes: Vec<u8>,
+    /// State of its communicator.
+    pub(crate) nccl: NcclBuild,
+    /// Generations in which NCCL failed.
+    pub(crate) failures: BTreeSet<u64>,
+    pub(crate) lineage: u64,
 }
 
 /// One piece in flight.
@@ -44,74 +48,55 @@ pub(crate) struct Frame {
     pub(crate) segment: usize,
     pub(crate) origin: usize,
     pub(crate) note: Option<Rc<Note>>,
-    pub(crate) body: Vec<u8>,
+    pub(crate) body: Vec<f32>,
 }
 
 /// One operation in progress on one rank.
 #[derive(Debug)]
 pub(crate) struct Operation {
     pub(crate) what: Collective,
-    /// Transport of a step.
-    pub(crate) path: Transport,
     pub(crate) nccl_fails_after: Option<u64>,
     pub(crate) sequence: u64,
     pub(crate) schedule: Schedule,
     pub(crate) notes: Vec<Option<Rc<Note>>>,
     pub(crate) received: u64,
     pub(crate) sent: u64,
-    /// Buffer of a broadcast. A step sums into the model's own buffer.
-    pub(crate) body: Vec<u8>,
-    pub(crate) is_root: bool,
+    /// This rank's contribution to a sum.
+    pub(crate) own: Vec<f32>,
+    /// Buffer of a broadcast or of a sum.
+    pub(crate) body: Vec<f32>,
 }
 
-/// An operation that is complete on one rank.
+/// The result of an operation on one rank.
 #[derive(Debug)]
-pub(crate) struct Done {
-    pub(crate) what: Collective,
-    pub(crate) notes: Vec<Option<Rc<Note>>>,
-    pub(crate) body: Vec<u8>,
-    pub(crate) is_root: bool,
+pub(crate) struct Operated {
+    /// Bytes of all ranks.
+    pub(crate) notes: Vec<Vec<u8>>,
+    pub(crate) body: Vec<f32>,
 }
 
 impl Collective {
     pub(crate) fn kind(&self) -> u8 {
         match self {
-            Self::Broadcast { what: Broadcast::Result { .. }, .. } => 0,
-            Self::Broadcast { what: Broadcast::ResultHeaders, .. } => 1,
-            Self::Broadcast { what: Broadcast::State, .. } => 2,
-            Self::Broadcast { what: Broadcast::StateRecord, .. } => 3,
-            Self::Step => 4,
-            Self::Synchronize => 5,
-            Self::IdleRound => 6,
-            Self::NcclId => 7,
+            Self::Broadcast { .. } => 0,
+            Self::BroadcastBytes { .. } => 1,
+            Self::IdleRound => 2,
+            Self::NcclId => 3,
+            Self::Step(Path::Host) => 4,
+            Self::Step(Path::Nccl) => 5,
+            Self::Synchronize => 6,
         }
     }
 
-    pub(crate) fn root(&self) -> Option<usize> {
-        match *self {
-            Self::Broadcast { root, .. } => Some(root),
-            Self::NcclId => Some(0),
-            Self::Step | Self::Synchronize | Self::IdleRound => None,
-        }
+    /// Whether it is a part of a repair.
+    pub(crate) fn repairs(&self) -> bool {
+        matches!(self, Self::Broadcast { .. } | Self::BroadcastBytes { .. } | Self::NcclId)
     }
 }
 
 impl Operation {
-    /// Kind of the operation; the same on every rank.
-    pub(crate) fn kind(&self) -> u8 {
-        match self.path {
-            Transport::Host => self.what.kind(),
-            Transport::Nccl => self.what.kind() | 128,
-        }
-    }
-
-    pub(crate) fn what(&self) -> &Collective {
-        &self.what
-    }
-
     /// Whether NCCL fails at this point.
     pub(crate) fn nccl_fails(&self) -> bool {
-        self.path == Transport::Nccl
-            && self.nccl_fails_after.is_some_and(|pieces| self.received >= pieces)
+        self.nccl_fails_after.is_some_and(|pieces| self.received >= pieces)
     }
 }

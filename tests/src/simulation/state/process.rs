@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 
 use elasticdl::session::control::ControlState;
-use elasticdl_master::job::{Exit, LaunchId, MasterMessage, WorkerMessage};
+use elasticdl_master::job::{Exit, LaunchId, WorkerMessage};
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::event::Event;
 use super::network::LinkId;
 use super::ring::Endpoint;
-use super::setting::Setting;
+use super::thread::Thread;
 use super::trainer::Trainer;
 use crate::simulation::clock::Micros;
 
@@ -45,21 +45,13 @@ pub(crate) struct Process {
     pub(crate) control: Control,
     pub(crate) woken: bool,
     pub(crate) stream: Option<LinkId>,
-    /// Messages of the master that the trainer has not handled yet.
-    pub(crate) inbox: VecDeque<TrainerInput>,
     pub(crate) control_state: ControlState,
     /// Messages that the trainer has queued for the master.
     pub(crate) outbox: VecDeque<WorkerMessage>,
     pub(crate) endpoint: Endpoint,
     pub(crate) trainer: Trainer,
-}
-
-/// An input that the control thread forwards to the trainer.
-#[derive(Debug)]
-pub(crate) enum TrainerInput {
-    /// Another master has answered; it knows none of the messages to the one before.
-    Reconnected,
-    Message(MasterMessage),
+    /// The trainer's thread, and those of its donor.
+    pub(crate) threads: Vec<Thread>,
 }
 
 /// State of the control thread.
@@ -81,7 +73,7 @@ pub(crate) enum Control {
 }
 
 impl Process {
-    pub(crate) fn new(launch: LaunchId, index: u32, setting: &Setting) -> Self {
+    pub(crate) fn new(launch: LaunchId, index: u32) -> Self {
         Self {
             launch,
             index,
@@ -100,11 +92,11 @@ impl Process {
             control: Control::Starting,
             woken: false,
             stream: None,
-            inbox: VecDeque::new(),
             control_state: ControlState::default(),
             outbox: VecDeque::new(),
             endpoint: Endpoint::default(),
-            trainer: Trainer::new(setting),
+            trainer: Trainer::default(),
+            threads: vec![Thread::default()],
         }
     }
 

@@ -28,7 +28,6 @@ pub(crate) struct Ring {
     pub(crate) dialled: Micros,
     /// Sequence number of the next operation.
     pub(crate) sequence: u64,
-    pub(crate) failed: bool,
     pub(crate) aborted: bool,
     /// State of the group's communicator on this rank.
     pub(crate) nccl: NcclBuild,
@@ -46,19 +45,17 @@ pub(crate) struct WaitPoint {
     pub(crate) since: Micros,
 }
 
-/// Why an operation stopped.
+/// Why an operation or the building of a group stopped.
 pub(crate) enum TransferError {
     Aborted,
     Nccl,
     Next,
     Prev,
+    /// The host of the next member has not answered the dial.
+    Unanswered,
 }
 
 impl Ring {
-    pub(crate) fn generation(&self) -> u64 {
-        self.generation
-    }
-
     pub(crate) fn world(&self) -> usize {
         self.seat.world
     }
@@ -71,7 +68,9 @@ impl Ring {
         let RankInfo { rank, world } = self.seat;
         match error {
             TransferError::Aborted | TransferError::Nccl => None,
-            TransferError::Next => Some(self.members[(rank + 1) % world]),
+            TransferError::Next | TransferError::Unanswered => {
+                Some(self.members[(rank + 1) % world])
+            }
             TransferError::Prev => Some(self.members[(rank + world - 1) % world]),
         }
     }

@@ -1,110 +1,101 @@
-//! A worker's trainer thread.
+//! What the world knows of a worker's trainer.
 
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::fmt;
+use std::rc::Rc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, mpsc};
+
+use elasticdl::machine::Completion;
+use elasticdl::session::State;
 use elasticdl::session::header::StateRecord;
-use elasticdl::session::{Session, State};
-use elasticdl_proto::{FileList, Generation};
+use elasticdl::session::transport_switch::NcclBuild;
+use elasticdl::simulated::ControlEvent;
+use elasticdl_proto::{Generation, WorkerMessage};
+use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::donor::Donor;
-use super::fetch::{Incoming, Source};
-use super::operation::Operation;
 use super::ring::{Ring, WaitPoint};
-use super::setting::Setting;
-use crate::simulation::clock::Micros;
-use crate::simulation::model::Model;
+use super::thread::{Source, StateRequest};
 
-/// The trainer thread of one process.
-#[derive(Debug)]
+/// What the world has for a trainer.
+pub(crate) type Shared<T> = Rc<RefCell<VecDeque<T>>>;
+
+/// The trainer of one process, seen from outside.
+#[derive(Default)]
 pub(crate) struct Trainer {
-    pub(crate) doing: Doing,
     /// Whether the trainer thread never returns from what it does.
     pub(crate) is_hung: bool,
-    /// Ticket of the wake-up that counts; wake-ups with older tickets are ignored.
-    pub(crate) ticket: u32,
-    pub(crate) woken: bool,
-    /// `None` until the data set is known.
-    pub(crate) session: Option<Session>,
-    pub(crate) model: Model,
+    /// To the trainer; `None` before it starts.
+    pub(crate) inbox: Option<mpsc::Sender<ControlEvent>>,
+    /// Number of messages that arrived since the trainer looked for them last.
+    pub(crate) news: usize,
+    /// From the trainer to the control thread.
+    pub(crate) outbox: Option<UnboundedReceiver<WorkerMessage>>,
+    /// Whether its group has agreed on a state, for the control thread.
+    pub(crate) holds_state: Arc<AtomicBool>,
+    pub(crate) seen: Seen,
+    /// Lineage of the parameters: the number of the initialization that they descend from. Not a
+    /// part of the state; only the oracle reads it.
+    pub(crate) lineage: u64,
+    /// Whether it has created a state, and not reported it yet.
+    pub(crate) has_created: bool,
     pub(crate) ring: Option<Ring>,
+    /// State of NCCL on all ranks, from the round of its last turn.
+    pub(crate) builds: Option<Vec<NcclBuild>>,
+    /// Whether the world has ended links of the group since the trainer's last turn.
+    pub(crate) has_broken: bool,
     /// The point at which it waits for its neighbours; the control thread reads it.
     pub(crate) waiting: Option<WaitPoint>,
-    pub(crate) donor: Donor,
+    /// Pending requests of joiners.
+    pub(crate) requests: Shared<StateRequest>,
     pub(crate) source: Option<Source>,
-    /// The snapshot that it receives or has received while it is joining.
-    pub(crate) incoming: Option<Incoming>,
+    /// Generation and lineage of the snapshot that the last source has sent a part of.
+    pub(crate) snapshot: Option<(u64, u64)>,
     /// Generation and state record of the checkpoint that it has written a part of.
-    pub(crate) part_written: Option<(u64, StateRecord)>,
+    pub(crate) part_written: Option<(Generation, StateRecord)>,
+    /// Results of writes of checkpoints.
+    pub(crate) completions: Shared<Completion>,
     /// The newest generation that this worker has committed a step in.
     pub(crate) committed_in: Option<Generation>,
+    /// A parameter of which a bit is to flip.
+    pub(crate) flips: Rc<Cell<Option<usize>>>,
     /// Exit code of the process, once the trainer is done.
     pub(crate) ended: Option<i32>,
 }
 
-/// What the thread does, or waits for.
-#[derive(Debug)]
-pub(crate) enum Doing {
-    /// Computing or preparing, until the wake-up that is scheduled.
-    Busy(Busy),
-    /// Waits for links, or for their end.
-    Connecting,
-    /// Waits for messages of a donor or of the master.
-    Fetching,
-    /// Not started, or done.
-    Nothing,
-    /// Waits for the pieces of an operation.
-    Operating(Box<Operation>),
-    /// Pauses before the next idle header round; messages of the master end the pause.
-    Pausing,
-    /// Waits for messages of the master.
-    Receiving,
-    /// Pauses before the next donor is asked; messages of the master end the pause.
-    Resting,
+/// What a run that does not end shows.
+impl fmt::Debug for Trainer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { seen, ring, waiting, source, .. } = self;
+        write!(f, "{seen:?}, {ring:?}, {waiting:?}, {source:?}")
+    }
 }
 
-#[derive(Debug)]
-pub(crate) enum Busy {
-    Building(FileList),
-    /// Computing a gradient, for this long.
-    Computing {
-        compute_us: Micros,
-    },
-    Describing,
-    /// Between two tasks.
-    Turning,
+/// The trainer between its last two tasks.
+#[derive(Debug, Default)]
+pub(crate) struct Seen {
+    /// Whether the data set is known.
+    pub(crate) is_ready: bool,
+    pub(crate) state: Option<State>,
+    /// Parameters, as counts.
+    pub(crate) parameters: Vec<u8>,
+    /// Digest of the parameters.
+    pub(crate) digest: u64,
+    /// Whether the work of its group has ended.
+    pub(crate) has_ended: bool,
+    /// Generation and rank.
+    pub(crate) group: Option<(Generation, usize)>,
 }
 
 impl Trainer {
-    pub(crate) fn new(setting: &Setting) -> Self {
-        Self {
-            doing: Doing::Nothing,
-            is_hung: false,
-            ticket: 0,
-            woken: false,
-            session: None,
-            model: Model::new(setting.parameters()),
-            ring: None,
-            waiting: None,
-            donor: Donor::default(),
-            source: None,
-            incoming: None,
-            part_written: None,
-            committed_in: None,
-            ended: None,
-        }
-    }
-
-    /// Ticket of the next wake-up that counts.
-    pub(crate) fn ticket(&self) -> u32 {
-        self.ticket
-    }
-
     /// The state that the session has absorbed.
     pub(crate) fn state(&self) -> Option<&State> {
-        self.session.as_ref().and_then(Session::state)
+        self.seen.state.as_ref()
     }
 
-    /// Whether a group of this worker has agreed on its state.
-    pub(crate) fn holds_state(&self) -> bool {
-        let state = self.session.as_ref().and_then(|session| session.sync_header(0).state);
-        state.is_some_and(|state| state.was_in_group)
+    /// Whether a bit has flipped in the parameters.
+    pub(crate) fn is_wrong(&self) -> bool {
+        crate::simulation::model::is_wrong(&self.seen.parameters)
     }
 }

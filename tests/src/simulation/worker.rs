@@ -1,0 +1,268 @@
+//! The trainer thread of a worker: the shipped trainer, and what it does before its first
+//! membership.
+
+use std::cell::Cell;
+use std::num::NonZeroU64;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use elasticdl::machine::Completion;
+use elasticdl::session::halt::Ending;
+use elasticdl::session::header::StepHeader;
+use elasticdl::session::origin::Origin;
+use elasticdl::session::plan::StepSize;
+use elasticdl::session::transport_switch::NcclObstacle;
+use elasticdl::session::{Exit, JobPlan, Session, State};
+use elasticdl::simulated::{ControlEvent, Parts, SimulatedTrainer, receive};
+use elasticdl_proto::{FileList, Generation, MasterMessage, WorkerId, WorkerMessage};
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::coroutine::{act, act_and_wait};
+use super::machine::{SimulatedCheckpoints, SimulatedLinks, SimulatedMachine, SimulatedRecords};
+use super::model::{counts, digest, flipped};
+use super::oracles::{check_order, check_sum};
+use super::program::Counting;
+use super::state::setting::Setting;
+use super::state::thread::{Doing, StateRequest};
+use super::state::trainer::Shared;
+
+/// What the trainer thread begins with.
+pub(super) struct Worker {
+    pub(super) setting: Rc<Setting>,
+    pub(super) id: WorkerId,
+    pub(super) origin: Origin,
+    pub(super) inbox: Receiver<ControlEvent>,
+    pub(super) outbox: UnboundedSender<WorkerMessage>,
+    pub(super) holds_state: Arc<AtomicBool>,
+    pub(super) flips: Rc<Cell<Option<usize>>>,
+    pub(super) requests: Shared<StateRequest>,
+    pub(super) completions: Shared<Completion>,
+    pub(super) is_unavailable: Rc<Cell<bool>>,
+}
+
+/// The results of one turn of the trainer.
+#[derive(Debug, Default)]
+pub(super) struct Turned {
+    /// The state, if it may have changed.
+    pub(super) changed: Option<Changed>,
+    /// Generation and rank after the turn.
+    pub(super) group: Option<(Generation, usize)>,
+    /// Whether the work of the group has ended.
+    pub(super) has_ended: bool,
+    /// The step that was committed.
+    pub(super) commit: Option<Commit>,
+    /// Set if a group has agreed on a state: why it builds no NCCL.
+    pub(super) repaired: Option<Option<NcclObstacle>>,
+    /// How the group's work has ended, if that was reported.
+    pub(super) ended: Option<Ending>,
+    /// A violation that was found.
+    pub(super) wrong: Option<String>,
+    /// The parameter of which a bit has flipped.
+    pub(super) flipped: Option<usize>,
+}
+
+#[derive(Debug)]
+pub(super) struct Changed {
+    pub(super) state: Option<State>,
+    pub(super) parameters: Vec<u8>,
+    pub(super) digest: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Commit {
+    /// `None`: on a joiner that follows its donor.
+    pub(super) generation: Option<Generation>,
+    /// Whether it was committed in a round, and not in a repair.
+    pub(super) is_round: bool,
+}
+
+impl Worker {
+    /// Runs until the trainer ends.
+    pub(super) fn run(self) {
+        let Self { setting, id, origin, inbox, outbox, flips, .. } = self;
+        let exit = match prepare(&setting, &inbox, &outbox) {
+            None => Ok(Exit::Shutdown(String::new())),
+            Some(dataset) => {
+                let updated = Rc::default();
+                let session = session(&setting, id, origin, &dataset);
+                let model =
+                    Counting { parameters: setting.parameters(), updated: Rc::clone(&updated) };
+                let parts = Parts {
+                    session,
+                    model,
+                    records: Box::new(SimulatedRecords {
+                        records: setting.records(),
+                        is_unavailable: self.is_unavailable,
+                    }),
+                    links: Box::new(SimulatedLinks { requests: self.requests }),
+                    checkpoints: Box::new(SimulatedCheckpoints {
+                        is_written: setting.spec.checkpoints.is_some(),
+                        completions: self.completions,
+                    }),
+                    machine: Arc::new(SimulatedMachine),
+                    dataset,
+                    dial_limit: DIAL_LIMIT,
+                    part_floats: setting.parameters().div_ceil(PARTS),
+                };
+                let trainer =
+                    SimulatedTrainer::new(parts, &inbox, outbox.clone(), self.holds_state);
+                let watched =
+                    Watched { trainer, setting, flips, updated, before: Before::default() };
+                watched.run()
+            }
+        };
+        if let Err(failure) = &exit {
+            // The control thread is told before it is stopped.
+            let _ = outbox.send(WorkerMessage::clone(failure));
+        }
+        act(move |world, thread| world.end_trainer(thread.p, &exit));
+    }
+}
+
+/// Answers the master until the data set is known; `None`: the worker is shut down.
+fn prepare(
+    setting: &Setting,
+    inbox: &Receiver<ControlEvent>,
+    outbox: &UnboundedSender<WorkerMessage>,
+) -> Option<FileList> {
+    loop {
+        let answer = match receive(&SimulatedMachine, inbox, Duration::MAX).ok()? {
+            ControlEvent::Message(MasterMessage::Describe, _) => {
+                build();
+                let files = setting.files.iter().enumerate();
+                let file = |(i, &records): (usize, &u64)| (format!("file-{i}"), records);
+                WorkerMessage::Described(Ok(FileList::pack(files.map(file))))
+            }
+            ControlEvent::Message(MasterMessage::Prepare(dataset), _) => {
+                build();
+                return Some(dataset);
+            }
+            ControlEvent::Message(MasterMessage::Shutdown(_), _) => return None,
+            ControlEvent::Message(..) => continue,
+            ControlEvent::Reconnected => WorkerMessage::Reconnected { step: 0 },
+        };
+        // The control thread ends together with this one.
+        let _ = outbox.send(answer);
+    }
+}
+
+/// Describes a data set, or builds a model.
+fn build() {
+    act_and_wait(|world, thread| {
+        let span = world.rng.between(100, world.setting.build_us);
+        world.busy(thread, Doing::Busy, span);
+    });
+}
+
+fn session(setting: &Setting, id: WorkerId, origin: Origin, dataset: &FileList) -> Session {
+    let spec = &setting.spec;
+    let plan = JobPlan {
+        records: dataset.records(),
+        epochs: spec.epochs,
+        max_steps: spec.max_steps,
+        size: StepSize {
+            batch: spec.batch,
+            micro_batch: spec.micro_batch.map_or(1, NonZeroU64::get),
+        },
+        checkpoints: spec.checkpoints.as_ref().map(|kept| kept.every),
+        // Evaluations are covered by the session's own tests.
+        evaluation: None,
+        skips_nonfinite: false,
+        allows_mixed_builds: false,
+        exports_best: false,
+    };
+    let mut session = Session::new(id, plan).on_gpu(setting.gpus.is_some()).of(origin);
+    session.ready(setting.parameters() as u64);
+    session
+}
+
+/// A trainer whose turns are reported to the world.
+struct Watched<'a> {
+    trainer: SimulatedTrainer<'a, Counting>,
+    setting: Rc<Setting>,
+    flips: Rc<Cell<Option<usize>>>,
+    /// The sum of the last update, if there was one in this turn.
+    updated: Rc<Cell<Option<Vec<f32>>>>,
+    before: Before,
+}
+
+/// The session before a turn.
+#[derive(Debug, Default)]
+struct Before {
+    state: Option<State>,
+    group: Option<(Generation, usize)>,
+    in_round: bool,
+    has_reported: bool,
+    repaired_at: Option<Instant>,
+}
+
+impl Watched<'_> {
+    fn run(mut self) -> Result<Exit, Box<WorkerMessage>> {
+        loop {
+            // The first one reports that the worker is ready.
+            let turned = self.observe();
+            act_and_wait(move |world, thread| world.turned(thread, turned));
+            if let Some(exit) = self.trainer.turn()? {
+                return Ok(exit);
+            }
+        }
+    }
+
+    /// Compares the trainer with what it was a turn ago.
+    fn observe(&mut self) -> Turned {
+        let Self { trainer, setting, flips, updated, before } = self;
+        let updated = updated.take();
+        let repaired_at = trainer.repaired_at();
+        let session = trainer.session();
+        let (state, group) = (session.state(), session.group_rank());
+        let has_ended = session.ended().is_some();
+        let mut turned = Turned { group, has_ended, ..Turned::default() };
+        if let Some(sum) = &updated {
+            let generation = before.group.map(|(generation, _)| generation);
+            turned.commit = Some(Commit { generation, is_round: before.in_round });
+            // A joiner may drop its state right after the step: a membership that arrived meanwhile
+            // can follow another history than its donor's.
+            if let (Some(before), Some(_)) = (&before.state, state) {
+                let headers: &[StepHeader] = session.last_headers().unwrap_or_default();
+                let checked = check_sum(setting, headers, sum)
+                    .and_then(|()| check_order(setting, before, headers));
+                turned.wrong = checked.err();
+            }
+        }
+        if repaired_at.is_some() && repaired_at != before.repaired_at {
+            turned.repaired = Some(session.nccl_obstacle());
+        }
+        let has_reported = session.has_reported_end();
+        if has_reported && !before.has_reported {
+            turned.ended = session.ended().cloned();
+        }
+        let is_other = state.map(|s| s.step) != before.state.as_ref().map(|s| s.step);
+        let flips = flips.take().filter(|_| state.is_some());
+        if updated.is_some() || is_other || flips.is_some() {
+            before.state = state.cloned();
+            turned.changed =
+                Some(Changed { state: state.cloned(), parameters: Vec::new(), digest: 0 });
+        }
+        (before.group, before.has_reported) = (group, has_reported);
+        before.repaired_at = repaired_at;
+        before.in_round = session.in_round().is_some();
+        turned.flipped = flips;
+        if let Some(parameter) = flips {
+            trainer.edit_parameters(|all| all[parameter] = flipped(all[parameter]));
+        }
+        if let Some(changed) = &mut turned.changed {
+            changed.parameters = counts(trainer.parameters());
+            changed.digest = digest(&changed.parameters);
+        }
+        turned
+    }
+}
+
+/// Number of parts of a snapshot.
+const PARTS: usize = 6;
+
+/// Lower bound of the timeout for the dial of a donor, as shipped.
+const DIAL_LIMIT: Duration = Duration::from_secs(2);

@@ -1,0 +1,132 @@
+//! The trainer in a simulated process. Not for users.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use elasticdl_data::Reader;
+use elasticdl_proto::{FileList, WorkerMessage};
+use tokio::sync::mpsc::UnboundedSender;
+
+use crate::control::dataset;
+use crate::donor::{Donor, TRANSFER_IDLE_TIMEOUT};
+use crate::exports::{ExportPlaces, Exports};
+use crate::gap::GapTimer;
+use crate::machine::{self, CheckpointStore, Links, Machine, Records};
+pub use crate::messages::ControlEvent;
+use crate::messages::Outbox;
+use crate::model::{Model, NamedTensor};
+use crate::order::Order;
+use crate::session::{Exit, Session};
+use crate::tensor::ModelSize;
+use crate::tensors::{HostState, Tensors};
+use crate::trainer::{Checkpointing, Failed, Trainer};
+
+#[expect(missing_debug_implementations, reason = "models need not be printable")]
+/// What a trainer is made of. It computes on the CPU, evaluates and exports nothing, and its model
+/// has no optimizer state.
+pub struct Parts<M: Model> {
+    pub session: Session,
+    pub model: M,
+    pub records: Box<dyn Records<<M::Reader as Reader>::Record>>,
+    pub links: Box<dyn Links>,
+    pub checkpoints: Box<dyn CheckpointStore>,
+    pub machine: Arc<dyn Machine>,
+    pub dataset: FileList,
+    /// Timeout of the dial of a donor.
+    pub dial_limit: Duration,
+    /// Maximum number of floats in a part of a state that is sent to a joiner.
+    pub part_floats: usize,
+}
+
+#[expect(missing_debug_implementations, reason = "models need not be printable")]
+/// A trainer that is driven turn by turn.
+pub struct SimulatedTrainer<'a, M: Model>(Trainer<'a, M>);
+
+impl<'a, M: Model> SimulatedTrainer<'a, M> {
+    /// `messages`: to the master. `holds_state`: whether its group has agreed on a state.
+    pub fn new(
+        parts: Parts<M>,
+        inbox: &'a Receiver<ControlEvent>,
+        messages: UnboundedSender<WorkerMessage>,
+        holds_state: Arc<AtomicBool>,
+    ) -> Self {
+        let Parts { session, model, records, links, checkpoints, machine, dataset, .. } = parts;
+        let size = ModelSize::new(NamedTensor::count(&model.tensors()), 0);
+        Self(Trainer {
+            tensors: Tensors::Host { group: None, state: HostState::new(size) },
+            rule: Box::new(model.optimizer()),
+            model,
+            seed: 0,
+            session,
+            exact: None,
+            summed: Ok(0),
+            order: Arc::new(Order::of_data(&dataset::unpack(&dataset))),
+            records,
+            exports: Exports::new(ExportPlaces::default(), Vec::new()),
+            links,
+            allreduce_transport: None,
+            donor: Donor::new(TRANSFER_IDLE_TIMEOUT, parts.part_floats, Arc::clone(&machine)),
+            checkpoints: Checkpointing {
+                store: checkpoints,
+                run: String::new(),
+                best_metric: None,
+                allows_mixed_builds: false,
+            },
+            validation: None,
+            source: None,
+            incoming: None,
+            dial_limit: parts.dial_limit,
+            inbox,
+            outbox: Outbox { messages, holds_state },
+            started: machine.now(),
+            machine,
+            gap: GapTimer::default(),
+        })
+    }
+
+    /// Handles the messages that have arrived, and performs the next task. Returns why training has
+    /// ended, if it has.
+    ///
+    /// # Errors
+    /// The report of the failure of this worker.
+    pub fn turn(&mut self) -> Result<Option<Exit>, Box<WorkerMessage>> {
+        self.0.turn().map_err(|Failed { failure, .. }| Box::new(failure.to_message()))
+    }
+
+    pub fn session(&self) -> &Session {
+        &self.0.session
+    }
+
+    /// When the group's ranks have agreed on a state, if none has been committed since.
+    pub fn repaired_at(&self) -> Option<Instant> {
+        self.0.gap.repaired_at()
+    }
+
+    pub fn parameters(&self) -> &[f32] {
+        match &self.0.tensors {
+            Tensors::Device { .. } => unreachable!("it computes on the CPU"),
+            Tensors::Host { state, .. } => &state.parameters,
+        }
+    }
+
+    /// Changes the parameters, as a fault of the memory does.
+    pub fn edit_parameters(&mut self, edit: impl FnOnce(&mut [f32])) {
+        if let Tensors::Host { state, .. } = &mut self.0.tensors {
+            edit(state.parameters.writable());
+        }
+    }
+}
+
+/// Receives a message; blocks for `timeout` at most.
+///
+/// # Errors
+/// As for [`Receiver::recv_timeout`].
+pub fn receive<T>(
+    machine: &dyn Machine,
+    from: &Receiver<T>,
+    timeout: Duration,
+) -> Result<T, RecvTimeoutError> {
+    machine::receive(machine, from, timeout)
+}
