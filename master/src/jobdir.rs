@@ -27,9 +27,11 @@ mod deletion;
 mod earlier;
 mod error;
 mod files;
+mod guard;
 mod lock;
 mod lookup;
 mod names;
+pub mod neighbours;
 mod notes;
 mod persisted_job;
 mod process_identity;
@@ -50,16 +52,14 @@ pub use self::certificates::ca_path;
 pub use self::contents::is_own_file;
 pub use self::deletion::{DeleteError, delete};
 pub use self::earlier::{EarlierJob, earlier_job, has_begun};
-pub use self::error::JobDirError;
+pub use self::error::{JobDirError, ResumeError};
 pub use self::files::{CHECKPOINTS, quoted, write_output};
 use self::files::{HISTORY, LOGS, MASTER, MASTER_LOG, PROGRAM, SUMMARY, TOKEN};
 pub use self::files::{check_writable, write_atomically};
 use self::lock::{running, take_lock};
 pub use self::lookup::{Endpoint, LookupError, look_up, started_at};
 pub(crate) use self::notes::note_process;
-pub use self::persisted_job::{
-    AbandonedJob, JobStart, PersistedJobFile, ResumeError, is_abandoned,
-};
+pub use self::persisted_job::{AbandonedJob, JobStart, PersistedJobFile, is_abandoned};
 pub use self::process_identity::ProcessIdentity;
 use self::processes::refuse_if_workers_live;
 pub use self::processes::{StopError, StopTarget, count_workers, is_running, stop};
@@ -387,8 +387,12 @@ mod tests {
         check_writable(null).unwrap();
         write_output(null, b"x").unwrap();
         assert!(!null.is_file());
-        write_output(&scratch.path().join("file"), b"x").unwrap();
-        assert_eq!(names(scratch.path()), ["file", "pipe"]);
+        let (file, link) = (scratch.path().join("file"), scratch.path().join("link"));
+        write_output(&file, b"x").unwrap();
+        std::os::unix::fs::symlink("file", &link).unwrap();
+        write_output(&link, b"y").unwrap();
+        assert!(link.is_symlink() && fs::read(&file).unwrap() == b"y");
+        assert_eq!(names(scratch.path()), ["file", "link", "pipe"]);
     }
 
     #[test]

@@ -5,12 +5,12 @@ mod signals;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
 use tracing::{info, warn};
 
@@ -83,6 +83,7 @@ impl LocalMaster {
         progress: impl FnOnce() -> Progress,
         shows_link: bool,
     ) -> Result<LocalEnd, Failure> {
+        check_proc(Path::new("/proc/self/stat"))?;
         let Listeners { workers, metrics, dashboard } = self.listen().await?;
         // Commands that find the address find the certificate.
         let identity = self.identity(dir)?;
@@ -150,6 +151,7 @@ impl LocalMaster {
             let listen = format!("listen at {address}, where workers reconnect");
             bind_again(address).await.map_err(cannot(&listen))?
         };
+        check_reachable(address.ip()).await?;
         let (metrics, dashboard) =
             (self.listen_for_scrapes().await?, self.listen_for_browsers().await?);
         let at = |listener: &TcpListener| listener.local_addr();
@@ -302,6 +304,34 @@ fn persist(start: JobStart, dir: &JobDir) -> Result<JobStart, Failure> {
     Ok(start)
 }
 
+/// Checks that processes can be told apart, by what `/proc` says of them.
+fn check_proc(own: &Path) -> Result<(), Failure> {
+    if own.is_file() {
+        return Ok(());
+    }
+    Err(Failure::usage(
+        "/proc is not mounted, where a local job finds out which of its processes run; mount it: \
+         mount -t proc proc /proc",
+    ))
+}
+
+/// Checks that processes of this machine reach each other at `ip`, as workers do their master.
+async fn check_reachable(ip: IpAddr) -> Result<(), Failure> {
+    let connected = async {
+        let listener = TcpListener::bind((ip, 0)).await?;
+        TcpStream::connect(listener.local_addr()?).await
+    };
+    let timed_out = || Err(io::Error::from(io::ErrorKind::TimedOut));
+    let connected = tokio::time::timeout(REACH_TIMEOUT, connected).await;
+    match connected.unwrap_or_else(|_| timed_out()) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(Failure::usage(format!(
+            "the processes of this machine can't reach each other at {ip}: {error}; bring the \
+             loopback interface up: ip link set lo up"
+        ))),
+    }
+}
+
 /// Binds the address of the previous master. A worker that reconnects may hold this port as the
 /// local end of its own connection attempt for a moment; it is free again when the attempt has
 /// failed.
@@ -320,6 +350,24 @@ async fn bind_again(address: SocketAddr) -> io::Result<TcpListener> {
 
 /// Workers per core above which a notice names their number.
 const CROWD: usize = 4;
+/// How long a connection within this machine may take.
+const REACH_TIMEOUT: Duration = Duration::from_secs(5);
 const BIND_ATTEMPTS: u32 = 20;
 const BIND_PAUSE: Duration = Duration::from_millis(100);
 const COMMANDS_MAX: usize = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_machine_whose_processes_cannot_meet_or_be_told_apart_is_refused_with_the_remedy() {
+        assert!(check_proc(Path::new("/proc/self/stat")).is_ok());
+        let text = check_proc(Path::new("/nothing/self/stat")).unwrap_err().text;
+        assert!(text.contains("mount -t proc"), "{text}");
+        assert!(check_reachable([127, 0, 0, 1].into()).await.is_ok());
+        // An address of documents, which no machine has.
+        let text = check_reachable([192, 0, 2, 1].into()).await.unwrap_err().text;
+        assert!(text.contains("ip link set lo up"), "{text}");
+    }
+}

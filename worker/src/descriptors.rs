@@ -34,8 +34,13 @@ pub(crate) fn check_to_join() -> Result<(), String> {
 
 fn check_process(needed: u64) -> Result<(), String> {
     let Some(limit) = getrlimit(Resource::Nofile).current else { return Ok(()) };
-    // Without a descriptor for this folder none is left.
-    let open = std::fs::read_dir("/proc/self/fd").map_or(limit, |files| files.count() as u64);
+    let open = match std::fs::read_dir("/proc/self/fd") {
+        Ok(files) => files.count() as u64,
+        // Without a descriptor for this folder none is left.
+        Err(error) if is_out_of_descriptors(&error) => limit,
+        // It is not known where /proc is not mounted.
+        Err(_) => return Ok(()),
+    };
     check_free(limit, open, needed)
 }
 

@@ -30,11 +30,15 @@ pub(crate) struct Exports {
     unsaved_best: Option<(Best, Arc<Vec<f32>>)>,
     /// What this job's best models have replaced, once that is known.
     kept: RefCell<Option<Option<Kept>>>,
-    sleep: Sleep,
 }
 
-/// Sleeps for the given time.
-type Sleep = fn(&ExportPlaces, Duration);
+/// How long a failed export is repeated.
+#[derive(Clone, Copy)]
+pub(crate) struct Patience<'a> {
+    pub(crate) limit: Duration,
+    /// Sleeps for the given time. Returns whether only one attempt is left: the job stops.
+    pub(crate) sleep: &'a dyn Fn(Duration) -> bool,
+}
 
 /// Addresses of exported models.
 #[derive(Clone, Debug, Default)]
@@ -73,8 +77,7 @@ pub(crate) struct SavedBest {
 
 impl Exports {
     pub(crate) fn new(places: ExportPlaces, layout: Vec<NamedTensor>) -> Self {
-        let sleep: Sleep = |_, pause| std::thread::sleep(pause);
-        Self { places, layout, unsaved_best: None, kept: RefCell::default(), sleep }
+        Self { places, layout, unsaved_best: None, kept: RefCell::default() }
     }
 
     /// Whether the model at the end of the job is exported.
@@ -88,7 +91,7 @@ impl Exports {
     }
 
     /// Exports the model of `step` at the end of the job, which `has_failed` or not. Repeats a
-    /// failed attempt for the time of `patience`.
+    /// failed attempt with `patience`.
     ///
     /// # Errors
     /// Why it is not at its place, and where it is.
@@ -97,7 +100,7 @@ impl Exports {
         step: u64,
         has_failed: bool,
         parameters: &Arc<Vec<f32>>,
-        patience: Duration,
+        patience: Patience<'_>,
     ) -> Result<(), String> {
         let Some(last) = &self.places.last else { return Ok(()) };
         let address = if has_failed { failed_export(last) } else { last.clone() };
@@ -149,9 +152,9 @@ impl Exports {
         Some(SavedBest { step, kept: kept.map_err(|error| error.to_string()) })
     }
 
-    /// Like [`Exports::save_best`], at the end of the job: a failed attempt is repeated for the
-    /// time of `patience`.
-    pub(crate) fn save_best_at_end(&mut self, patience: Duration) -> Option<SavedBest> {
+    /// Like [`Exports::save_best`], at the end of the job: a failed attempt is repeated with
+    /// `patience`.
+    pub(crate) fn save_best_at_end(&mut self, patience: Patience<'_>) -> Option<SavedBest> {
         let (address, _) = self.places.best.as_ref()?;
         let (best, parameters) = self.unsaved_best.take()?;
         let (step, file) = (best.step, (address.as_str(), BEST_FILE));
@@ -198,7 +201,7 @@ impl Exports {
         weights::save_noted(address, &self.layout, parameters, note)
     }
 
-    /// Exports the model to `address`, and repeats that for the time of `patience`. Meanwhile, and
+    /// Exports the model to `address`, and repeats that with `patience`. Meanwhile, and
     /// if it fails, the model is in the file `name` of the fallback.
     fn save_patiently(
         &self,
@@ -206,7 +209,7 @@ impl Exports {
         best: Option<&Best>,
         step: u64,
         parameters: &Arc<Vec<f32>>,
-        patience: Duration,
+        patience: Patience<'_>,
     ) -> Result<Option<Kept>, String> {
         let save = || self.save(address, best, step, parameters);
         let error = match save() {
@@ -215,8 +218,7 @@ impl Exports {
         };
         // Whatever ends this process during the wait, the model is there.
         let mut elsewhere = self.save_elsewhere(name, best, parameters);
-        let sleep = |pause| (self.sleep)(&self.places, pause);
-        let saved = with_patience(address, patience, error, save, sleep);
+        let saved = with_patience(address, patience.limit, error, save, patience.sleep);
         match (&saved, &elsewhere) {
             (Ok(_), Some(Ok(path))) => drop(fs::remove_file(path)),
             (Err(_), Some(Err(_))) => {
@@ -321,7 +323,9 @@ const LAST_FILE: &str = "model.safetensors";
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::fs;
+    use std::os::unix::fs as unix_fs;
 
     use super::*;
 
@@ -360,6 +364,10 @@ mod tests {
         }
     }
 
+    fn patience(seconds: u64, sleep: &dyn Fn(Duration) -> bool) -> Patience<'_> {
+        Patience { limit: Duration::from_secs(seconds), sleep }
+    }
+
     fn metric(name: &str) -> BestMetric {
         BestMetric { name: name.into(), highest: false, records: 10 }
     }
@@ -372,8 +380,8 @@ mod tests {
     fn a_failed_job_exports_beside_the_model_of_a_good_one() {
         let target = Target::new();
         let exports = target.exports();
-        exports.save_last(9, false, &model(1.0), Duration::ZERO).unwrap();
-        exports.save_last(4, true, &model(2.0), Duration::ZERO).unwrap();
+        exports.save_last(9, false, &model(1.0), patience(0, &|_| false)).unwrap();
+        exports.save_last(4, true, &model(2.0), patience(0, &|_| false)).unwrap();
         assert_eq!((target.value("out/last"), target.value("out/last.failed")), (1.0, 2.0));
     }
 
@@ -381,9 +389,14 @@ mod tests {
     fn a_model_that_its_place_does_not_take_is_in_the_jobs_directory() {
         let target = Target::new();
         fs::write(target.path("out"), "no folder").unwrap();
-        let exports = Exports { sleep: |_, _| (), ..target.exports() };
-        let patience = Duration::from_secs(60);
-        let error = exports.save_last(9, false, &model(1.0), patience).unwrap_err();
+        let exports = target.exports();
+        let pauses = Cell::new(0);
+        let sleep = |_| {
+            pauses.set(pauses.get() + 1);
+            false
+        };
+        let error = exports.save_last(9, false, &model(1.0), patience(60, &sleep)).unwrap_err();
+        assert!(pauses.get() > 5, "{pauses:?}");
         let path = target.path("job/model.safetensors");
         assert!(error.ends_with(&format!("; it is in {}", path.display())), "{error}");
         assert!(error.contains("out/last"), "{error}");
@@ -391,17 +404,48 @@ mod tests {
     }
 
     #[test]
+    fn a_link_at_the_place_of_an_export_stays() {
+        let target = Target::new();
+        fs::create_dir(target.path("out")).unwrap();
+        fs::write(target.path("real"), "old").unwrap();
+        unix_fs::symlink(target.path("real"), target.path("out/last")).unwrap();
+        target.exports().save_last(9, false, &model(1.0), patience(0, &|_| false)).unwrap();
+        assert!(target.path("out/last").is_symlink());
+        assert_eq!(target.value("real"), 1.0);
+    }
+
+    #[test]
+    fn a_stop_leaves_an_export_at_the_end_one_attempt() {
+        let target = Target::new();
+        fs::write(target.path("out"), "no folder").unwrap();
+        let exports = target.exports();
+        let pauses = Cell::new(0);
+        let stops = |_| {
+            pauses.set(pauses.get() + 1);
+            true
+        };
+        exports.save_last(9, false, &model(1.0), patience(60, &stops)).unwrap_err();
+        assert_eq!(pauses.get(), 1);
+        let frees = |_| {
+            fs::remove_file(target.path("out")).unwrap();
+            true
+        };
+        exports.save_last(9, false, &model(1.0), patience(60, &frees)).unwrap();
+        assert_eq!(target.value("out/last"), 1.0);
+    }
+
+    #[test]
     fn an_export_at_the_end_is_repeated_until_its_place_takes_it() {
         let target = Target::new();
         fs::write(target.path("out"), "no folder").unwrap();
         // Frees the place during the first pause, in which the model is in the job's directory.
-        let sleep: Sleep = |places, _| {
-            let fallback = places.fallback.as_ref().unwrap();
-            assert_eq!(fs::read_dir(fallback).unwrap().count(), 1);
-            fs::remove_file(fallback.with_file_name("out")).unwrap();
+        let sleep = |_| {
+            assert_eq!(fs::read_dir(target.path("job")).unwrap().count(), 1);
+            fs::remove_file(target.path("out")).unwrap();
+            false
         };
-        let mut exports = Exports { sleep, ..target.exports() };
-        let patience = Duration::from_secs(1);
+        let mut exports = target.exports();
+        let patience = patience(1, &sleep);
         exports.save_last(9, false, &model(1.0), patience).unwrap();
         assert_eq!(target.value("out/last"), 1.0);
         fs::remove_dir_all(target.path("out")).unwrap();
@@ -422,7 +466,7 @@ mod tests {
         assert!(exports.save_best().unwrap().kept.is_err());
         // A later evaluation has not found a better one.
         assert!(exports.save_best().unwrap().kept.is_err());
-        let error = exports.save_best_at_end(Duration::ZERO).unwrap().kept.unwrap_err();
+        let error = exports.save_best_at_end(patience(0, &|_| false)).unwrap().kept.unwrap_err();
         assert!(error.contains("job/best.safetensors"), "{error}");
         assert_eq!(target.value("job/best.safetensors"), 3.0);
         let kept_there = Best::read(target.path("job/best.safetensors").to_str().unwrap());
@@ -439,7 +483,7 @@ mod tests {
             best: target.path("best").to_str().map(|best| (best.to_owned(), metric(name))),
             ..ExportPlaces::default()
         };
-        let jobs = std::cell::Cell::new(0);
+        let jobs = Cell::new(0);
         let job = |name: &str| {
             let run = jobs.replace(jobs.get() + 1).to_string();
             Exports { places: ExportPlaces { run, ..places(name) }, ..target.exports() }
@@ -524,7 +568,7 @@ mod tests {
         exports.take_best((3, 0.1), model(3.0));
         assert!(exports.save_best().unwrap().kept.is_ok());
         assert!(exports.holds_best((3, 0.1)) && !exports.holds_best((4, 0.1)));
-        exports.save_last(3, false, &model(3.0), Duration::ZERO).unwrap();
+        exports.save_last(3, false, &model(3.0), patience(0, &|_| false)).unwrap();
         fs::rename(target.path("out/last"), target.path("out/best")).unwrap();
         assert!(!exports.holds_best((3, 0.1)));
     }

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use super::files::quoted;
+use crate::persisted_format::OtherFormat;
 
 /// Why a directory can't be used for a job.
 #[derive(Debug, thiserror::Error)]
@@ -78,5 +79,74 @@ pub enum JobDirError {
         path: PathBuf,
         /// Error of the operating system.
         source: io::Error,
+    },
+}
+
+/// Why a job can't be resumed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ResumeError {
+    /// It has ended. Start another one.
+    #[error("the job in {} has ended; its summary is in {}", path.display(), summary.display())]
+    Ended {
+        /// Directory of the job.
+        path: PathBuf,
+        /// Path of its summary.
+        summary: PathBuf,
+    },
+    /// No job ever ran there. Check the path.
+    #[error("no such job: {} is not a job's directory", path.display())]
+    NoSuchJob {
+        /// Directory that was searched.
+        path: PathBuf,
+    },
+    /// Its master died before it had started a worker, or could not write. Start the job again.
+    #[error("the job in {} left nothing to resume; start it again", path.display())]
+    NotPersisted {
+        /// Directory of the job.
+        path: PathBuf,
+    },
+    /// Another release has persisted the job's state. Resume with that release, or start the job
+    /// again.
+    #[error("can't resume from {}: {format}; nothing was changed", path.display())]
+    OtherFormat {
+        /// The file.
+        path: PathBuf,
+        /// Its format, and what to do.
+        format: OtherFormat,
+    },
+    /// A newer release has written how the job was started. Resume with the release that started
+    /// the job.
+    #[error(
+        "{} is of version {version}, and this program reads versions up to {newest}; \
+         resume with the program that \
+         started the job, or a newer one", path.display()
+    )]
+    OtherVersion {
+        /// The file.
+        path: PathBuf,
+        /// Version of the file.
+        version: u32,
+        /// Newest version that can be read.
+        newest: u32,
+    },
+    /// Its master still runs. Leave it running.
+    #[error(
+        "the job in {} is still running{}; there is nothing to resume",
+        path.display(), pid.map(|pid| format!(" (master process {pid})")).unwrap_or_default()
+    )]
+    Running {
+        /// Directory of the job.
+        path: PathBuf,
+        /// Process id of the master, if it has published it.
+        pid: Option<u32>,
+    },
+    /// A file of it can't be read, or has been changed. JobStart the job again.
+    #[error("can't resume from {}: {reason}", path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
     },
 }

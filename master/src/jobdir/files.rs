@@ -39,13 +39,14 @@ fn write_and_rename(
 }
 
 /// Writes an output to a path that a user gives: as [`write_atomically`], but a device or a pipe is
-/// written to, not replaced.
+/// written to, not replaced, and so is the file that a link leads to.
 ///
 /// # Errors
 /// An error of the operating system; a file is unchanged.
 pub fn write_output(path: &Path, bytes: &[u8]) -> io::Result<()> {
     if !is_device(path) {
-        return write_atomically(path, bytes);
+        let linked = path.is_symlink().then(|| path.canonicalize().ok()).flatten();
+        return write_atomically(linked.as_deref().unwrap_or(path), bytes);
     }
     // Opening a pipe without a reader would wait for ever.
     let flags = OFlags::NONBLOCK.bits() as i32;

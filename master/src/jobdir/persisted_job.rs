@@ -29,15 +29,16 @@ use tracing::error;
 use super::JobDir;
 use super::aside;
 use super::contents::is_job_dir;
-use super::error::JobDirError;
+use super::error::{JobDirError, ResumeError};
 use super::files::{FILES, JOB, PROCESSES, RECORD, SPARE, SUMMARY, TOKEN, replace};
+use super::guard::Guard;
 use super::lock::take_lock;
 use super::notes::read_notes;
 use super::process_identity::ProcessIdentity;
 use super::program_copy::ProgramCopy;
 use super::record_file::{RecordFile, is_stale};
 use crate::job::{DatasetFingerprint, LaunchId, PersistedJob};
-use crate::persisted_format::{Head, OtherFormat, RELEASE, VERSION};
+use crate::persisted_format::{Head, RELEASE, VERSION};
 use crate::token::Token;
 
 /// How a job was started.
@@ -82,6 +83,7 @@ pub struct AbandonedJob {
 #[derive(Debug)]
 pub struct PersistedJobFile {
     root: PathBuf,
+    guard: Guard,
     record: RecordFile,
     /// The list of files that is stored next to it.
     stored: Option<DatasetFingerprint>,
@@ -90,11 +92,19 @@ pub struct PersistedJobFile {
 
 impl PersistedJobFile {
     /// Replaces the persisted state. The job continues if that fails. Returns what the user should
-    /// know: the first failure, and the first success after it.
+    /// know: the first failure, the first success after it, and that the directory was gone.
     pub(crate) fn write(&mut self, job: &PersistedJob) -> Option<String> {
+        let restored = self.guard.restore();
+        if matches!(restored, Ok(true)) {
+            self.stored = None;
+        }
         let json = serde_json::to_vec(&Record { version: VERSION, release: RELEASE, content: job })
             .expect("the keys of a job are strings");
-        let written = self.write_list(job).and_then(|()| self.record.write(&json));
+        let gone = restored.as_ref().is_ok_and(|was_gone| *was_gone);
+        let written = restored
+            .map_err(|error| io::Error::other(format!("the directory is gone: {error}")))
+            .and_then(|_| self.write_list(job))
+            .and_then(|()| self.record.write(&json));
         let had_failed = std::mem::replace(&mut self.failed, written.is_err());
         let root = self.root.display();
         match written {
@@ -106,6 +116,10 @@ impl PersistedJobFile {
                      state of it"
                 ))
             }
+            Ok(()) if gone => Some(format!(
+                "{root} was removed or renamed while the job runs; it is written again, without \
+                 what was in it: earlier logs, and checkpoints"
+            )),
             Ok(()) if had_failed => Some("the job's record is written again".into()),
             Ok(()) | Err(_) => None,
         }
@@ -149,7 +163,8 @@ impl JobDir {
     #[must_use]
     pub(crate) fn persisted_job_file(&self) -> PersistedJobFile {
         let record = RecordFile::new(self.root.join(RECORD), self.root.join(SPARE));
-        PersistedJobFile { root: self.root.clone(), record, stored: None, failed: false }
+        let guard = Guard::new(&self.root);
+        PersistedJobFile { root: self.root.clone(), guard, record, stored: None, failed: false }
     }
 
     /// Path of the file in which started processes are noted.
@@ -222,7 +237,7 @@ fn read_list(root: &Path) -> Result<FileList, ResumeError> {
 
 /// Reads the persisted state. If it was lost with the machine's power, the one before it serves: no
 /// worker has survived.
-fn read_newest_record(root: &Path) -> Result<PersistedJob, ResumeError> {
+pub(super) fn read_newest_record(root: &Path) -> Result<PersistedJob, ResumeError> {
     read_record(root, RECORD).or_else(|error| match error {
         ResumeError::Unreadable { .. } => read_record(root, SPARE).map_err(|_| error),
         error => Err(error),
@@ -247,7 +262,7 @@ fn read_record(root: &Path, name: &str) -> Result<PersistedJob, ResumeError> {
 }
 
 /// Reads how the job was started.
-fn read_start(root: &Path) -> Result<JobStart, ResumeError> {
+pub(super) fn read_start(root: &Path) -> Result<JobStart, ResumeError> {
     #[derive(Deserialize)]
     struct Version {
         version: u32,
@@ -290,75 +305,6 @@ struct Record<'a> {
     version: u32,
     release: &'a str,
     content: &'a PersistedJob,
-}
-
-/// Why a job can't be resumed.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ResumeError {
-    /// It has ended. Start another one.
-    #[error("the job in {} has ended; its summary is in {}", path.display(), summary.display())]
-    Ended {
-        /// Directory of the job.
-        path: PathBuf,
-        /// Path of its summary.
-        summary: PathBuf,
-    },
-    /// No job ever ran there. Check the path.
-    #[error("no such job: {} is not a job's directory", path.display())]
-    NoSuchJob {
-        /// Directory that was searched.
-        path: PathBuf,
-    },
-    /// Its master died before it had started a worker, or could not write. Start the job again.
-    #[error("the job in {} left nothing to resume; start it again", path.display())]
-    NotPersisted {
-        /// Directory of the job.
-        path: PathBuf,
-    },
-    /// Another release has persisted the job's state. Resume with that release, or start the job
-    /// again.
-    #[error("can't resume from {}: {format}; nothing was changed", path.display())]
-    OtherFormat {
-        /// The file.
-        path: PathBuf,
-        /// Its format, and what to do.
-        format: OtherFormat,
-    },
-    /// A newer release has written how the job was started. Resume with the release that started
-    /// the job.
-    #[error(
-        "{} is of version {version}, and this program reads versions up to {newest}; \
-         resume with the program that \
-         started the job, or a newer one", path.display()
-    )]
-    OtherVersion {
-        /// The file.
-        path: PathBuf,
-        /// Version of the file.
-        version: u32,
-        /// Newest version that can be read.
-        newest: u32,
-    },
-    /// Its master still runs. Leave it running.
-    #[error(
-        "the job in {} is still running{}; there is nothing to resume",
-        path.display(), pid.map(|pid| format!(" (master process {pid})")).unwrap_or_default()
-    )]
-    Running {
-        /// Directory of the job.
-        path: PathBuf,
-        /// Process id of the master, if it has published it.
-        pid: Option<u32>,
-    },
-    /// A file of it can't be read, or has been changed. JobStart the job again.
-    #[error("can't resume from {}: {reason}", path.display())]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// What is wrong with it.
-        reason: String,
-    },
 }
 
 /// Version of the file that says how the job was started; incremented when an older program could
@@ -523,12 +469,21 @@ mod tests {
         assert_eq!((file.write(&job), file.has_failed()), (None, false));
         let moved = scratch.path().with_extension("moved");
         fs::rename(scratch.path(), &moved).unwrap();
+        fs::write(scratch.path(), "a file in its place").unwrap();
         let said = [(); 2].map(|()| file.write(&job));
-        assert!(said[0].as_ref().is_some_and(|text| text.contains("No such file")), "{said:?}");
+        assert!(
+            said[0].as_ref().is_some_and(|text| text.contains("directory is gone")),
+            "{said:?}"
+        );
         assert!(said[1].is_none() && file.has_failed(), "{said:?}");
+        fs::remove_file(scratch.path()).unwrap();
         fs::rename(&moved, scratch.path()).unwrap();
         let said = [(); 2].map(|()| file.write(&job));
         assert_eq!(said, [Some("the job's record is written again".into()), None]);
+        fs::remove_dir_all(scratch.path()).unwrap();
+        let said = [(); 2].map(|()| file.write(&job));
+        assert!(said[0].as_ref().is_some_and(|text| text.contains("was removed")), "{said:?}");
+        assert!(said[1].is_none() && scratch.path().join(RECORD).exists());
     }
 
     #[test]

@@ -1,14 +1,19 @@
 //! End of a job on the trainer: the finding of a gradient that is not finite, and the final state.
 
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use elasticdl_proto::WorkerMessage;
+use elasticdl_proto::{MasterMessage, WorkerMessage};
 
 use super::Trainer;
 use super::stopped::Stopped;
-use crate::exports::{Exports, SavedBest};
+use crate::exports::{Exports, Patience, SavedBest};
 use crate::external::{Progress, observe};
 use crate::failure::{Failure, call_user};
+use crate::machine::{Machine, receive};
+use crate::messages::ControlEvent;
 use crate::model::Model;
 use crate::session::FinalState;
 use crate::session::halt::Ending;
@@ -32,7 +37,10 @@ impl<M: Model> Trainer<'_, M> {
     pub(super) fn finish(&mut self, is_published: bool) -> Result<(), Failure> {
         let Some(step) = self.session.state().map(|state| state.step) else { return Ok(()) };
         let parameters_are_finite = self.tensors.parameters_are_finite()?;
-        let patience = if self.session.is_stopping() { PATIENCE_OF_STOP } else { PATIENCE_OF_END };
+        let limit = if self.session.is_stopping() { PATIENCE_OF_STOP } else { PATIENCE_OF_END };
+        let (inbox, machine, arrived) = (self.inbox, Arc::clone(&self.machine), RefCell::default());
+        let sleep = |pause| wait_unless_stopped(&*machine, inbox, pause, &arrived);
+        let patience = Patience { limit, sleep: &sleep };
         if is_published {
             let best = self.session.best();
             // What an earlier rank or an earlier master knew may be lost.
@@ -71,6 +79,7 @@ impl<M: Model> Trainer<'_, M> {
             Some(Ending::Suspended) | None => {}
         }
         self.session.finish(last);
+        arrived.into_inner().into_iter().for_each(|event| self.handle(event));
         Ok(())
     }
 
@@ -100,6 +109,31 @@ impl<M: Model> Trainer<'_, M> {
             // The evaluation comes first.
             self.send_reports();
             self.outbox.send(WorkerMessage::BestExport { step, kept, error });
+        }
+    }
+}
+
+/// Waits for `pause`, and moves events from `inbox` to `arrived`. Returns whether the job stops.
+fn wait_unless_stopped(
+    machine: &dyn Machine,
+    inbox: &Receiver<ControlEvent>,
+    pause: Duration,
+    arrived: &RefCell<Vec<ControlEvent>>,
+) -> bool {
+    let until = machine.now() + pause;
+    loop {
+        match receive(machine, inbox, until.saturating_duration_since(machine.now())) {
+            Ok(event) => {
+                let stops = matches!(
+                    event,
+                    ControlEvent::Message(MasterMessage::Drain | MasterMessage::Shutdown(_), _)
+                );
+                arrived.borrow_mut().push(event);
+                if stops {
+                    return true;
+                }
+            }
+            Err(error) => return error == RecvTimeoutError::Disconnected,
         }
     }
 }

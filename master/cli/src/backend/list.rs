@@ -1,6 +1,7 @@
 //! The jobs of this machine and of a cluster.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -14,7 +15,7 @@ use serde_json::Value;
 
 use super::handle::JobHandle as _;
 use super::local::LocalHandle;
-use crate::process::{Failure, new_runtime};
+use crate::process::{Failure, cannot, new_runtime};
 use crate::progress::one_line;
 use crate::render::JobRow;
 
@@ -48,9 +49,15 @@ pub(crate) fn cluster_jobs(choice: &ClusterChoice) -> Result<Vec<JobRow>, Failur
 }
 
 /// The jobs of this machine.
-pub(crate) fn local_jobs(root: &Path) -> Vec<JobRow> {
-    let entries = fs::read_dir(root).into_iter().flatten().flatten();
-    entries.filter_map(|entry| local_row(entry.path())).collect()
+///
+/// # Errors
+/// The folder is there and can't be read.
+pub(crate) fn local_jobs(root: &Path) -> Result<Vec<JobRow>, Failure> {
+    let entries = match fs::read_dir(root) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(cannot(&format!("read {}", root.display())))?,
+    };
+    Ok(entries.flatten().filter_map(|entry| local_row(entry.path())).collect())
 }
 
 fn local_row(path: PathBuf) -> Option<JobRow> {

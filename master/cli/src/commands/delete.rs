@@ -52,7 +52,7 @@ fn ended_jobs(target: &ClusterTarget) -> Result<Vec<PathBuf>, Failure> {
     let rows = if target.is_given() {
         cluster_jobs(&target.choice())?
     } else {
-        local_jobs(&jobdir::default_root())
+        local_jobs(&jobdir::default_root())?
     };
     Ok(rows.into_iter().filter(|row| row.has_ended).map(|row| row.job.into()).collect())
 }

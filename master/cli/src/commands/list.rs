@@ -33,7 +33,7 @@ pub(crate) struct ListArgs {
 pub(super) fn list(args: &ListArgs) -> Result<u8, Failure> {
     let mut jobs = Vec::new();
     if !args.target.is_given() {
-        jobs.extend(local_jobs(&jobdir::default_root()));
+        jobs.extend(local_jobs(&jobdir::default_root())?);
     }
     if args.target.is_given() || (!args.local && Cluster::is_configured()) {
         jobs.extend(cluster_jobs(&args.target.choice())?);

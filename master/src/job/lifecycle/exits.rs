@@ -98,7 +98,12 @@ impl Job {
             let never_joined = !ended.iter().any(Launch::has_registered);
             let place = ended.first().map(FailedSlots::place);
             self.account_for_own_fault(now, place, &format!("{name} {end}"), never_joined, exit);
-            self.reporting.explain_error(ended.iter().find_map(Launch::printed));
+            let printed = ended.iter().find_map(Launch::printed);
+            self.reporting.explain_error(printed);
+            let last = printed.and_then(|lines| lines.lines().last());
+            if let Some(last) = last.filter(|_| never_joined && self.lifecycle.is_running()) {
+                self.log_event(format!("the log of {name} ends with: {}", last.trim()));
+            }
         } else if is_kill(exit) && !ended.iter().any(Launch::is_killed) {
             let why = ended.iter().find_map(Launch::explanation);
             let why = why.map(|why| format!(" ({why})")).unwrap_or_default();

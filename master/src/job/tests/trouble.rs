@@ -230,8 +230,11 @@ fn a_program_that_ends_without_joining_is_told_what_to_do_and_started_once() {
     assert_eq!((error(&job), job.lifecycle.failures()), (None, 1));
     // Another code may be an error that a retry avoids.
     let mut job = Job::new(spec());
+    let lines = "one\n  two".into();
+    job.handle(at(0), Event::LaunchPrinted { launch: LaunchId(1), lines });
     ended(&mut job, 1, Exit::Code(1));
     assert_eq!((error(&job), job.lifecycle.failures()), (None, 1));
+    assert!(job.reporting.events().contains(&"the log of worker 1 ends with: two".to_owned()));
     // Once the program has joined, a launch that does not is trouble of its own.
     let mut job = started(spec(), &[20]);
     ended(&mut job, 3, Exit::Signal(9));

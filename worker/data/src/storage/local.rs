@@ -5,7 +5,7 @@ use std::fs;
 use std::io::{self, Write as _};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 use xxhash_rust::xxh3::xxh3_64;
@@ -110,8 +110,9 @@ pub(super) fn folders(root: &Path, prefix: &str) -> io::Result<Vec<String>> {
 }
 
 /// Writes a file sequentially in this thread: parts that several threads write reach the disk out
-/// of order.
+/// of order. A link stays: the file that it leads to is written.
 pub(super) fn write(path: &Path, parts: &[Bytes]) -> io::Result<()> {
+    let path = &linked(path);
     let folder = path.parent().unwrap_or_else(|| Path::new("/"));
     let is_new = !folder.exists();
     fs::create_dir_all(folder)?;
@@ -139,6 +140,7 @@ pub(super) fn write(path: &Path, parts: &[Bytes]) -> io::Result<()> {
 
 /// Removes the temporary files that killed writers of the file at `path` have left.
 pub(super) fn remove_unfinished(path: &Path) -> io::Result<()> {
+    let path = &linked(path);
     let start = staged_start(path);
     let folder = path.parent().unwrap_or_else(|| Path::new("/"));
     for entry in fs::read_dir(folder)? {
@@ -149,6 +151,12 @@ pub(super) fn remove_unfinished(path: &Path) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+/// The file that `path` leads to.
+fn linked(path: &Path) -> PathBuf {
+    let target = path.is_symlink().then(|| path.canonicalize().ok()).flatten();
+    target.unwrap_or_else(|| path.to_owned())
 }
 
 /// How the names of the temporary files begin that become the file at `path`. No listing shows

@@ -52,13 +52,14 @@ pub(crate) fn with_retries<T, E: Transient>(
 }
 
 /// Repeats a request whose `error` need not be transient, such as that of a full disk, because its
-/// result is worth a wait of `limit`. `sleep` sleeps for the given time.
+/// result is worth a wait of `limit`. `sleep` sleeps for the given time, and returns whether only
+/// one attempt is left.
 pub fn with_patience<T, E: Display>(
     address: &str,
     limit: Duration,
     mut error: E,
     mut request: impl FnMut() -> Result<T, E>,
-    sleep: impl Fn(Duration),
+    sleep: impl Fn(Duration) -> bool,
 ) -> Result<T, E> {
     if limit.is_zero() {
         return Err(error);
@@ -66,8 +67,7 @@ pub fn with_patience<T, E: Display>(
     let waiter = Waiter::begin(&WAITS, address, &error, limit);
     let (mut length, mut waited) = (PAUSE_MIN, Duration::ZERO);
     while waited < limit {
-        sleep(length);
-        waited += length;
+        waited = if sleep(length) { limit } else { waited + length };
         length = (length * 2).min(PAUSE_MAX);
         match request() {
             Ok(done) => {

@@ -5,7 +5,8 @@
 use std::path::{Path, PathBuf};
 
 use elasticdl_master::job::{JobSpec, Work};
-use elasticdl_master::jobdir::is_own_file;
+use elasticdl_master::jobdir::neighbours::{RunningJob, job_around, running_jobs};
+use elasticdl_master::jobdir::{default_root, is_own_file};
 use elasticdl_proto::split_sources;
 
 use super::local_job::LocalJob;
@@ -32,11 +33,95 @@ impl LocalJob {
         if let Some(text) = replaces_program(&self.spec, self.summary.as_deref(), &self.program) {
             return Err(Failure::usage(text));
         }
-        match overwritten(&self.spec, self.summary.as_deref(), &self.job_dir) {
-            Some(text) => Err(Failure::usage(text)),
+        if let Some(text) = overwritten(&self.spec, self.summary.as_deref(), &self.job_dir) {
+            return Err(Failure::usage(text));
+        }
+        self.check_other_jobs(&running_jobs(&default_root()))
+    }
+
+    /// Checks that no output is a file of another job. `running`: the running jobs.
+    fn check_other_jobs(&self, running: &[RunningJob]) -> Result<(), Failure> {
+        let own = resolved(&self.job_dir);
+        for Output { option, address } in outputs(&self.spec, self.summary.as_deref()) {
+            let path = local(&address).and_then(|path| resolved(&path));
+            if let Some(other) =
+                path.as_deref().and_then(job_around).filter(|o| Some(o) != own.as_ref())
+            {
+                return Err(Failure::usage(format!(
+                    "{option} {address}: it is within the directory of another job, {}; choose a \
+                     place outside of it",
+                    other.display()
+                )));
+            }
+            for job in running.iter().filter(|job| Some(&job.root) != own.as_ref()) {
+                let is_same = |other: &Output| match &path {
+                    Some(path) => {
+                        local(&other.address).and_then(|other| resolved(&other)).as_ref()
+                            == Some(path)
+                    }
+                    None => other.address == address,
+                };
+                let others = outputs(&job.spec, job.summary.as_deref());
+                if let Some(other) = others.iter().find(|other| is_same(other)) {
+                    return Err(Failure::usage(format!(
+                        "{option} {address}: it is the file of {} of the job {}, which runs in {}; \
+                         choose another name, or stop that job first",
+                        other.option,
+                        job.spec.name,
+                        job.root.display()
+                    )));
+                }
+            }
+        }
+        self.check_other_checkpoints(running, own.as_deref())
+    }
+
+    /// Checks that no running job keeps its checkpoints in the same folder.
+    fn check_other_checkpoints(
+        &self,
+        running: &[RunningJob],
+        own: Option<&Path>,
+    ) -> Result<(), Failure> {
+        let Some(kept) = &self.spec.checkpoints else { return Ok(()) };
+        let place = |dir: &str| match local(dir) {
+            Some(path) => resolved(&path),
+            None => Some(dir.trim_end_matches('/').into()),
+        };
+        let is_same = |job: &&RunningJob| {
+            let other = job.spec.checkpoints.as_ref().and_then(|other| place(&other.dir));
+            Some(&*job.root) != own && other.is_some() && other == place(&kept.dir)
+        };
+        match running.iter().find(is_same) {
             None => Ok(()),
+            Some(job) => Err(Failure::usage(format!(
+                "--checkpoint-dir {}: the job {}, which runs in {}, keeps its checkpoints there, \
+                 too, and a later job would start from the newest of both; choose another folder, \
+                 or stop that job first",
+                kept.dir,
+                job.spec.name,
+                job.root.display()
+            ))),
         }
     }
+}
+
+/// A file that a job writes at its end.
+struct Output {
+    option: &'static str,
+    address: String,
+}
+
+/// The files that a job writes at its end.
+fn outputs(spec: &JobSpec, summary: Option<&Path>) -> Vec<Output> {
+    let export = match &spec.work {
+        Work::Train { export } => export.clone(),
+        Work::Evaluate { .. } | Work::Predict { .. } => None,
+    };
+    let best = spec.validation.as_ref().and_then(|validation| validation.export_best.clone());
+    let summary = summary.map(|path| path.display().to_string());
+    let all = [("--summary", summary), ("--export", export), ("--export-best", best)];
+    let given = all.into_iter().filter_map(|(option, address)| Some((option, address?)));
+    given.map(|(option, address)| Output { option, address }).collect()
 }
 
 /// Why an output would replace the job's program.
@@ -162,6 +247,7 @@ fn resolved(path: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use elasticdl_master::job::{JobSpec, ValidationSpec};
+    use elasticdl_master::jobdir::JobDir;
 
     use super::*;
     use crate::commands::parse_start;
@@ -209,6 +295,40 @@ mod tests {
         std::fs::write(checkpoint.join("manifest.json"), "{}").unwrap();
         let within = "step-000000000007-0123abcd-g1/manifest.json";
         assert!(found(train("m"), within).contains("within a checkpoint"));
+    }
+
+    #[test]
+    fn files_of_other_jobs_are_refused_with_the_name_of_the_job() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        let at = |name: &str| root.join(name).to_str().unwrap().to_owned();
+        let job = |name: &str, options: &str| {
+            let dir = at(name);
+            let line = format!(
+                "train --local --job-name {name} --job-dir {dir} --training-data d {options} -- \
+                 true"
+            );
+            LocalJob::new(parse_start(&line).unwrap())
+        };
+        let first =
+            job("a", &format!("--export {} --checkpoint-dir {}", at("m"), at("c"))).unwrap();
+        drop(JobDir::create(&first.job_dir).unwrap());
+        let others = [RunningJob { root: root.join("a"), spec: first.spec, summary: None }];
+        let refused = |options: &str| {
+            let checked = job("b", options).and_then(|job| job.check_other_jobs(&others));
+            checked.err().map(|failure| failure.text).unwrap_or_default()
+        };
+        assert_eq!(refused(&format!("--export {}", at("n"))), "");
+        let text = refused(&format!("--export {}", at("a/../m")));
+        assert!(text.contains("it is the file of --export of the job a, which runs in "), "{text}");
+        assert!(refused(&format!("--summary {}", at("m"))).contains("of the job a"));
+        let text = refused(&format!("--summary {}", at("a/summary.json")));
+        assert!(text.contains("within the directory of another job"), "{text}");
+        let text = refused(&format!("--checkpoint-dir {}/", at("c")));
+        assert!(text.contains("the job a, which runs in "), "{text}");
+        // The job that it replaces is its own.
+        let again = job("a", &format!("--export {}", at("m")));
+        assert!(again.and_then(|again| again.check_other_jobs(&others)).is_ok());
     }
 
     #[test]
