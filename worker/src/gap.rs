@@ -45,7 +45,6 @@ impl GapTimer {
     }
 
     /// When the ranks have agreed on a state since the last commit.
-    #[cfg(feature = "simulation")]
     pub(crate) fn repaired_at(&self) -> Option<Instant> {
         self.repaired
     }

@@ -64,7 +64,6 @@ mod schedule;
 #[doc(hidden)]
 pub mod session;
 mod setting_error;
-#[cfg(feature = "simulation")]
 #[doc(hidden)]
 pub mod simulated;
 mod split;

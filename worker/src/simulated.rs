@@ -23,9 +23,9 @@ use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
 use crate::trainer::{Checkpointing, Failed, Trainer};
 
-#[expect(missing_debug_implementations, reason = "models need not be printable")]
 /// What a trainer is made of. It computes on the CPU, evaluates and exports nothing, and its model
 /// has no optimizer state.
+#[expect(missing_debug_implementations, reason = "models need not be printable")]
 pub struct Parts<M: Model> {
     pub session: Session,
     pub model: M,
@@ -40,8 +40,8 @@ pub struct Parts<M: Model> {
     pub part_floats: usize,
 }
 
-#[expect(missing_debug_implementations, reason = "models need not be printable")]
 /// A trainer that is driven turn by turn.
+#[expect(missing_debug_implementations, reason = "models need not be printable")]
 pub struct SimulatedTrainer<'a, M: Model>(Trainer<'a, M>);
 
 impl<'a, M: Model> SimulatedTrainer<'a, M> {

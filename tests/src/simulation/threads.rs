@@ -108,8 +108,8 @@ impl World {
         *counts += 1;
         *woken = false;
         self.run_thread(thread);
-        self.take_outbox(p);
         if number == TRAINER {
+            self.take_outbox(p);
             // It may have sent something to its donors, or dropped them.
             for number in TRAINER + 1..self.processes[p].threads.len() {
                 if matches!(self.processes[p].threads[number].doing, Doing::Blocked) {
