@@ -11,7 +11,7 @@ use crate::net::neighbours::Links;
 use crate::net::progress::Progress;
 use crate::net::spin_wait::SpinWait;
 use crate::shm::Mail;
-use crate::transfer::{Direction, Fault, LocalFault, PairLinks, Ports, TransferProgress};
+use crate::transfer::{Direction, Fault, LocalFault, Pair, PairLinks, Ports, TransferProgress};
 
 /// Returns the progress of an exchange. `hides_bytes`: in a hierarchy, where byte counts of the
 /// ring's links show only a part of it.
@@ -44,13 +44,15 @@ pub(super) fn links_to<'a>(
     }
 }
 
+/// `own`: what this rank gives to itself.
 pub(super) fn run(
     registration: &GroupRegistration,
+    own: Pair<'_>,
     mut mail: Option<Mail<'_>>,
     mut ports: Ports<'_>,
 ) -> Result<(), Fault> {
     let mut spin_wait = mail.as_ref().map_or_else(|| ports.spin_wait(), Mail::spin_wait);
-    let result = pump(registration, &mut mail, &mut ports, &mut spin_wait);
+    let result = pump(registration, own, &mut mail, &mut ports, &mut spin_wait);
     if let Some(mail) = mail {
         mail.finish(spin_wait, result.is_err());
     }
@@ -60,10 +62,12 @@ pub(super) fn run(
 /// Moves payloads until all are sent and received. Nothing here waits for a single rank.
 fn pump(
     registration: &GroupRegistration,
+    own: Pair<'_>,
     mail: &mut Option<Mail<'_>>,
     ports: &mut Ports<'_>,
     spin_wait: &mut SpinWait,
 ) -> Result<(), Fault> {
+    let mut own = Some(own);
     loop {
         if registration.check().is_err() {
             return Err(Fault::Local(LocalFault::Aborted));
@@ -71,6 +75,10 @@ fn pump(
         let mut has_moved = ports.step()?;
         if let Some(mail) = mail {
             has_moved |= mail.step().map_err(Fault::Local)?;
+        }
+        // Payloads for others are on their way meanwhile.
+        if let Some(own) = own.take() {
+            own.copy();
         }
         let open_mail = mail.as_ref().filter(|mail| !mail.is_done());
         if ports.is_done() && open_mail.is_none() {

@@ -40,6 +40,14 @@ pub(crate) struct Pair<'a> {
     pub(crate) receive: &'a mut Vec<u8>,
 }
 
+impl Pair<'_> {
+    /// Copies what a rank gives to itself.
+    pub(crate) fn copy(self) {
+        self.receive.clear();
+        self.receive.extend_from_slice(self.send);
+    }
+}
+
 /// Links to another rank and from it, which may be the same.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PairLinks<'a> {

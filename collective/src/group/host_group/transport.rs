@@ -201,14 +201,13 @@ impl HostGroup {
         self.negotiate_transport()?;
         self.connect_pairs()?;
         receive.resize_with(world, Vec::new);
-        receive[rank].clear();
-        receive[rank].extend_from_slice(send[rank]);
-        let pairs = send.iter().zip(receive).enumerate().filter(|(other, _)| *other != rank);
+        let pairs = send.iter().zip(receive).enumerate();
         let pairs = pairs.map(|(rank, (send, receive))| Pair { rank, send, receive });
         let mut pairs: Vec<Pair<'_>> = pairs.collect();
+        let own = pairs.remove(rank);
         // The first payload is that for the next rank, to which no other rank writes first.
         pairs.rotate_left(rank);
-        let result = self.run_exchange(pairs);
+        let result = self.run_exchange(own, pairs);
         self.sequence += 1;
         let Err(fault) = result else { return Ok(()) };
         self.fail();
@@ -247,10 +246,14 @@ impl HostGroup {
         Ok(())
     }
 
-    fn run_exchange(&mut self, pairs: Vec<Pair<'_>>) -> Result<(), Fault> {
+    /// `own`: what this rank gives to itself.
+    fn run_exchange(&mut self, own: Pair<'_>, pairs: Vec<Pair<'_>>) -> Result<(), Fault> {
         let (rank, op_tag) = (self.rank_info.rank, self.op_tag(Kind::Exchange));
         let hides_bytes = self.is_hierarchical();
-        let Some(ring) = &self.links else { return Ok(()) };
+        let Some(ring) = &self.links else {
+            own.copy();
+            return Ok(());
+        };
         let Self { registration, progress, sequence, shm, .. } = self;
         let shown = exchange::show(progress, hides_bytes);
         let ranks_of_host = shm.ranks_of_host(rank).to_vec();
@@ -276,7 +279,7 @@ impl HostGroup {
             }
             ShmState::Off | ShmState::Undecided(_) => None,
         };
-        exchange::run(registration, mail, ports)
+        exchange::run(registration, own, mail, ports)
     }
 }
 
