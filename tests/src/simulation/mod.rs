@@ -12,9 +12,9 @@
 //! ```
 //!
 //! A worker's threads run the shipped trainer, with its session, and the shipped donor. They block
-//! where those block: each thread is a coroutine ([`coroutine`]), which the world continues when
+//! where those block: each thread is a coroutine (`coroutine.rs`), which the world continues when
 //! simulated time has come. What trainer and donor touch outside of themselves are the traits of
-//! `elasticdl::machine`, which [`machine`] implements.
+//! `elasticdl::machine`, which `machine.rs` implements.
 //!
 //! Simulated, so that a defect of the shipped code is found by the tests with real processes and
 //! not here, are: the master's event loop and service; a worker's control thread, its life until

@@ -24,9 +24,9 @@ pub(crate) struct Thread {
     pub(crate) ticket: u32,
     /// Whether a wake-up is on its way.
     pub(crate) woken: bool,
-    /// Of a donor's thread: lineage of the state that it sends, for the oracle.
+    /// Lineage of the state that a donor's thread sends, for the oracle.
     pub(crate) lineage: u64,
-    /// Of a donor's thread: number of links over which it has served its joiner.
+    /// Number of links over which a donor's thread has served its joiner.
     pub(crate) links: u32,
 }
 
