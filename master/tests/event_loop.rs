@@ -224,6 +224,7 @@ async fn a_job_runs_from_its_first_launch_to_its_summary() {
         suspended: false,
         steps_skipped: 0,
         exported: false,
+        row_touches: None,
     };
     worker.send(WorkerMessage::Finished(finished)).await;
     worker

@@ -17,6 +17,7 @@ mod members;
 mod membership;
 mod message;
 mod ranges;
+mod row_touches;
 mod sources;
 mod status;
 mod summary;
@@ -35,6 +36,7 @@ pub use message::{
     RankStep, StepTimes, WorkerMessage,
 };
 pub use ranges::{RangeSet, RecordRange};
+pub use row_touches::{RowTouches, RowTouchesSummary};
 pub use sources::{join_sources, shown_sources, split_sources};
 pub use status::{
     DisconnectedStatus, LaunchStatus, PriorityTierStatus, ShardCounts, Status, WorkerStatus,

@@ -23,6 +23,7 @@ use crate::ids::{Generation, WorkerId};
 use crate::ledger::Ledger;
 use crate::membership::{Membership, Phases, Stall};
 use crate::ranges::RecordRange;
+use crate::row_touches::RowTouches;
 use crate::summary::SkippedRecords;
 
 /// A message from a worker, after its hello.
@@ -304,6 +305,9 @@ pub struct Finished {
     /// Whether this worker has exported the model.
     #[serde(default)]
     pub exported: bool,
+    /// Touches of the rows of the model's tables, if it has tables.
+    #[serde(default)]
+    pub row_touches: Option<RowTouches>,
 }
 
 /// A failure that ends a job before its work is done, with its newest state saved.

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{Generation, WorkerId};
 use crate::message::{Evaluated, Kept};
+use crate::row_touches::RowTouchesSummary;
 
 /// The summary of a job. The names of its fields are a public format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -53,6 +54,9 @@ pub struct Summary {
     /// trained.
     #[serde(default)]
     pub steps_skipped: u64,
+    /// Touches of the rows of the model's tables, if it has tables.
+    #[serde(default)]
+    pub row_touches: Option<RowTouchesSummary>,
     /// Set if all workers were lost with a state of which there was no checkpoint.
     #[serde(default)]
     pub state_lost: Option<StateLoss>,
@@ -482,6 +486,12 @@ pub(crate) mod tests {
                 first_file: "_SUCCESS".into(),
             }),
             steps_skipped: 4,
+            row_touches: Some(RowTouchesSummary {
+                expected: 9,
+                counted: 8,
+                missing: 1,
+                repeated: 2,
+            }),
             state_lost: Some(StateLoss { count: 1, at_step: 8 }),
             error: Some("too many failures".into()),
             stop_reason: Some("the deadline of 60 s has passed".into()),
@@ -534,7 +544,9 @@ pub(crate) mod tests {
             }],
             "records_skipped": {"bad": 2, "nulls": 1, "first": ["a.csv line 3: 1 column"],
                 "files": 3, "first_file": "_SUCCESS"},
-            "steps_skipped": 4, "state_lost": {"count": 1, "at_step": 8},
+            "steps_skipped": 4,
+            "row_touches": {"expected": 9, "counted": 8, "missing": 1, "repeated": 2},
+            "state_lost": {"count": 1, "at_step": 8},
             "error": "too many failures",
             "stop_reason": "the deadline of 60 s has passed", "model_summary": "3 3 5760",
             "metrics": {"loss": 0.5},

@@ -19,6 +19,7 @@ use std::{fmt, mem, thread};
 
 use elasticdl_collective::{CollectiveError, Communicator};
 use elasticdl_proto::RecordRange;
+use elasticdl_tables::BatchRows;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// The accumulator of a step's gradient: the **sum** over its records.
@@ -31,6 +32,7 @@ pub struct Gradients<'a> {
     /// Number of records in the batch.
     records: usize,
     keys: RecordKeys,
+    rows: Option<&'a mut BatchRows>,
 }
 
 /// Keys of a batch's records, for what is random about each of them.
@@ -76,7 +78,27 @@ impl<'a> Gradients<'a> {
     }
 
     pub(crate) fn of(sum: &'a mut [f32], records: usize, keys: RecordKeys) -> Self {
-        Self { accumulator: Accumulator::Whole(sum), records, keys }
+        Self { accumulator: Accumulator::Whole(sum), records, keys, rows: None }
+    }
+
+    /// With rows of the model's tables, for a loop or a test of your own.
+    #[must_use]
+    pub fn with_rows(self, rows: Option<&'a mut BatchRows>) -> Self {
+        Self { rows, ..self }
+    }
+
+    /// The rows of the batch's [ids](crate::TableModel::ids) with the sums of their gradients, and
+    /// [`sum`](Self::sum).
+    ///
+    /// # Panics
+    /// The model has no [tables](crate::TableModel).
+    pub fn rows_and_sum(&mut self) -> (&mut BatchRows, &mut [f32]) {
+        let rows = self.rows.as_deref_mut().expect("a model with tables has rows");
+        let sum = match &mut self.accumulator {
+            Accumulator::Overlapped(gradient) => gradient.rest(),
+            Accumulator::Whole(sum) => sum,
+        };
+        (rows, sum)
     }
 
     /// A key for the batch's record at `index`, for what is random about it, such as dropout: a
@@ -180,7 +202,7 @@ pub(crate) fn overlap<T>(
         let summed = scope.spawn(move || sum_all(ring, &buckets));
         let mut overlap = Overlap { rest: gradient, sums, bucket_len, summer };
         let accumulator = Accumulator::Overlapped(&mut overlap);
-        let result = compute(&mut Gradients { accumulator, records, keys });
+        let result = compute(&mut Gradients { accumulator, records, keys, rows: None });
         drop(overlap);
         (result, summed.join().expect("summing does not panic"))
     })

@@ -70,6 +70,7 @@ mod split;
 mod stacks;
 mod state_buffer;
 mod supervisor;
+mod table_model;
 mod tensor;
 mod tensors;
 mod termination;
@@ -88,12 +89,14 @@ pub use elasticdl_data::{
     Access, Column, DataError, Dataset, File, Map, Predictions, PredictionsError, Purpose,
     ReadOptions, Reader, Skipped, readers, storage,
 };
+pub use elasticdl_tables::{BatchRows, Ids, Initialization, RowOptimizer, Table};
 pub use metrics::{Loss, Metrics, UserError, report_mean, report_sum};
 pub use model::{Model, NamedTensor};
 pub use optimizer::{Adam, AdamW, Optimizer, Sgd};
 pub use run::run;
 pub use schedule::Schedule;
 pub use setting_error::SettingError;
+pub use table_model::TableModel;
 pub use update::{Update, UpdateRule};
 
 /// The check of a step's sum, for a benchmark.

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use elasticdl_proto::limits::{METRIC_NAME_BYTES_MAX, METRICS_MAX};
+use elasticdl_tables::BatchRows;
 
 /// Any error of the user's code. Its text is reported in the summary, with the worker and the
 /// records that it was processing.
@@ -37,11 +38,25 @@ impl Loss {
 pub struct Metrics<'a> {
     sums: &'a mut BTreeMap<String, f64>,
     records: usize,
+    pub(crate) rows: Option<&'a mut BatchRows>,
 }
 
 impl<'a> Metrics<'a> {
     pub(crate) fn new(sums: &'a mut BTreeMap<String, f64>, records: usize) -> Self {
-        Self { sums, records }
+        Self { sums, records, rows: None }
+    }
+
+    /// With rows of the model's tables.
+    pub(crate) fn with_rows(self, rows: Option<&'a mut BatchRows>) -> Self {
+        Self { rows, ..self }
+    }
+
+    /// The rows of the batch's [ids](crate::TableModel::ids).
+    ///
+    /// # Panics
+    /// The model has no [tables](crate::TableModel).
+    pub fn rows(&mut self) -> &mut BatchRows {
+        self.rows.as_deref_mut().expect("a model with tables has rows")
     }
 
     /// Number of records in the batch.

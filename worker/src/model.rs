@@ -10,6 +10,7 @@ use crate::external::Bridge;
 use crate::failure::call_user;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Sgd;
+use crate::table_model::TableModel;
 use crate::update::UpdateRule;
 use crate::weights;
 
@@ -107,6 +108,12 @@ pub trait Model: 'static {
         None
     }
 
+    /// The tables of the model, if it has any. Default: none. Every call must return the same
+    /// variant.
+    fn as_table_model(&mut self) -> Option<&mut dyn TableModel<Batch = Self::Batch>> {
+        None
+    }
+
     /// Evaluates the model on a batch of validation data: adds its metrics to `metrics`.
     ///
     /// Default: the metric `loss`, computed by [`gradients`](Self::gradients), whose gradient is
@@ -122,8 +129,9 @@ pub trait Model: 'static {
     ) -> Result<(), UserError> {
         let mut discarded = vec![0.0; parameters.len()];
         let records = metrics.records();
-        let loss =
-            self.gradients(parameters, batch, &mut Gradients::new(&mut discarded, records))?;
+        let gradients = Gradients::new(&mut discarded, records);
+        let mut gradients = gradients.with_rows(metrics.rows.as_deref_mut());
+        let loss = self.gradients(parameters, batch, &mut gradients)?;
         metrics.add_sum("loss", loss.sum_over(records));
         Ok(())
     }

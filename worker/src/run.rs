@@ -157,6 +157,10 @@ fn train<M: Model>(
                 .run(model, endpoint)
         }
         Work::Evaluate { model: weights } | Work::Predict { model: weights, .. } => {
+            if model.as_table_model().is_some() {
+                let error = "a model with tables can only be trained yet";
+                return Err(Failure::fatal(error.into()));
+            }
             let mut values = vec![0.0; NamedTensor::count(&layout)];
             trained_model::load(weights, &layout, &mut values)
                 .map_err(|error| Failure::fatal(format!("the model was not loaded: {error}")))?;

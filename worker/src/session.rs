@@ -201,7 +201,8 @@ impl Session {
             has_result: self.step.last_headers.is_some(),
             was_in_group: self.memberships.was_in_group,
         });
-        SyncHeader { state, transport: self.transport.header(), origin: self.origin.clone() }
+        let (transport, origin) = (self.transport.header(), self.origin.clone());
+        SyncHeader { state, transport, origin, tables: None }
     }
 
     // ---- results of tasks ----

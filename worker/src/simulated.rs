@@ -75,6 +75,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
                 allows_mixed_builds: false,
             },
             validation: None,
+            tables: None,
             source: None,
             incoming: None,
             dial_limit: parts.dial_limit,

@@ -25,7 +25,7 @@ use crate::machine::{self, Links, Machine, Records, receive};
 use crate::messages::{ControlEvent, Outbox};
 use crate::model::Model;
 use crate::order::Order;
-use crate::session::header::{self, StepHeader};
+use crate::session::header::{self, StepHeader, SyncHeader};
 use crate::session::{Broadcast, Exit, Session, Task};
 use crate::tensor::Tensor;
 use crate::tensors::Tensors;
@@ -56,6 +56,8 @@ pub(crate) struct Trainer<'a, M: Model> {
     pub(crate) checkpoints: Checkpointing,
     /// `None` if nothing is evaluated.
     pub(crate) validation: Option<Validation<M::Reader>>,
+    /// `None` if the model has no tables.
+    pub(crate) tables: Option<RowTables>,
     /// Link to the donor while this worker is joining.
     pub(crate) source: Option<Box<dyn machine::Receiver>>,
     /// Parts of the snapshot received so far, over this link and earlier ones.
@@ -136,6 +138,9 @@ impl<M: Model> Trainer<'_, M> {
         match task {
             Task::Broadcast { root, what } => self.broadcast(root, what),
             Task::BuildNccl => self.build_nccl(),
+            Task::Compute { ranges, is_first } if self.tables.is_some() => {
+                self.compute_with_rows(&ranges, is_first)
+            }
             Task::Compute { ranges, is_first } => match self.exact {
                 Some(_) => self.compute_micro_batches(&ranges, is_first),
                 None => self.compute(&ranges, is_first),
@@ -148,7 +153,7 @@ impl<M: Model> Trainer<'_, M> {
             Task::ExchangeHeaders { pauses } => self.exchange_headers(pauses),
             Task::Exit(_) => Ok(()),
             Task::Fetch(donor, address) => self.fetch(donor, address),
-            Task::Finish { is_published } => self.finish(is_published).map_err(Stopped::Failed),
+            Task::Finish { is_published } => self.finish(is_published),
             Task::InspectGradient => self.inspect_gradient(),
             Task::Step { is_empty } => self.step(is_empty),
             Task::Synchronize => self.synchronize(),
@@ -224,8 +229,13 @@ impl<M: Model> Trainer<'_, M> {
             Some(state) => self.tensors.quick_digest(state)?,
             None => 0,
         };
-        let mine = header::encode(&self.session.sync_header(digest));
-        let headers = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
+        let mut mine = self.session.sync_header(digest);
+        mine.tables = self.tables.as_ref().and_then(RowTables::header);
+        let mine = header::encode(&mine);
+        let headers: Vec<SyncHeader> = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
+        if let Some(tables) = &mut self.tables {
+            tables.synced(&headers);
+        }
         self.session.synced(&headers).map_err(|mismatch| group_mismatch(&mismatch))
     }
 
@@ -259,6 +269,10 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn end_repair(&mut self) -> Result<(), Stopped> {
+        if let Some(tables) = &mut self.tables {
+            let members = self.session.members();
+            tables.regroup(self.tensors.group_mut()?, self.session.step(), members)?;
+        }
         self.checkpoints.store.prepare(self.tensors.group_mut()?.world_size());
         self.session.repaired();
         self.outbox.note_state();
@@ -292,6 +306,9 @@ impl<M: Model> Trainer<'_, M> {
         } else if is_empty {
             self.tensors.clear_gradient()?;
         }
+        if let Some(tables) = &mut self.tables {
+            tables.push(self.tensors.group_mut()?, is_empty)?;
+        }
         let summed = mem::replace(&mut self.summed, Ok(0))?;
         let buckets = self.model.bucket_len().map(|len| SummedBuckets { len, summed });
         let headers = self.tensors.sum(&mine, path, buckets)?;
@@ -323,6 +340,9 @@ impl<M: Model> Trainer<'_, M> {
         }
         let is_alone = tensors.group().is_none_or(|group| group.world_size() == 1);
         tensors.retain_reduced(is_alone)?;
+        if let Some(tables) = &mut self.tables {
+            tables.commit(step, self.session.in_round(), (records, is_applied));
+        }
         // The commit may end this group.
         let generation = self.session.group_rank().map(|(generation, _)| generation);
         let is_round = self.session.in_round().is_some();
@@ -419,6 +439,7 @@ mod overlap;
 mod parts;
 mod reading;
 mod stopped;
+mod tables;
 mod validation;
 
 pub(crate) use self::checkpointing::{Checkpointing, JobKey};
@@ -428,6 +449,7 @@ pub(crate) use self::device::nccl_policy;
 use self::incoming::IncomingSnapshot;
 pub(crate) use self::stopped::Failed;
 use self::stopped::{Stopped, decode_all, group_mismatch, state_mismatch};
+pub(crate) use self::tables::RowTables;
 pub(crate) use self::validation::Validation;
 
 /// The kernel and the acceptor thread build links, so a peer that is busy computing delays no rank;

@@ -141,6 +141,7 @@ pub(crate) fn largest() -> Job {
         suspended: false,
         steps_skipped: u64::MAX / 4,
         exported: true,
+        row_touches: None,
     };
     job.reporting.restore_ending(Some("\u{1}".repeat(4096)), Some(report));
     job.lifecycle.set_phase(Phase::Ending(Outcome::Failed));

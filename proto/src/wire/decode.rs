@@ -30,6 +30,7 @@ use crate::message::{
     CheckpointNews, Evaluated, Failure, Finished, Kept, LedgerReport, MasterMessage, WorkerMessage,
 };
 use crate::ranges::RecordRange;
+use crate::row_touches::RowTouches;
 use crate::summary::SkippedRecords;
 
 /// The decoded part of a message, or why the message is invalid.
@@ -232,6 +233,10 @@ fn finished(report: v1::Finished) -> Checked<Finished> {
         suspended: report.suspended,
         steps_skipped: within("finished.steps_skipped", report.steps_skipped, 0, STEPS_MAX)?,
         exported: report.exported,
+        row_touches: report.row_touches.map(|touches| {
+            let v1::RowTouches { expected, counted } = touches;
+            RowTouches { expected, counted }
+        }),
     })
 }
 

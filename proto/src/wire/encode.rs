@@ -19,6 +19,7 @@ use crate::message::{
     StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
+use crate::row_touches::RowTouches;
 use crate::summary::SkippedRecords;
 
 pub(super) fn join_request(request: JoinRequest) -> v1::WorkerMessage {
@@ -171,6 +172,10 @@ fn finished(report: Finished) -> v1::Finished {
         suspended: report.suspended,
         steps_skipped: report.steps_skipped,
         exported: report.exported,
+        row_touches: report.row_touches.map(|touches| {
+            let RowTouches { expected, counted } = touches;
+            v1::RowTouches { expected, counted }
+        }),
     }
 }
 

@@ -78,6 +78,7 @@ fn end() -> v1::Finished {
         suspended: true,
         steps_skipped: 1,
         exported: true,
+        row_touches: Some(v1::RowTouches { expected: 9, counted: 8 }),
     }
 }
 
@@ -199,6 +200,7 @@ fn every_message_of_a_worker_keeps_every_field() {
             suspended: true,
             steps_skipped: 1,
             exported: true,
+            row_touches: Some(crate::RowTouches { expected: 9, counted: 8 }),
         }),
         WorkerMessage::Formed { generation, step: 2, ledger },
         WorkerMessage::Heartbeat(None),

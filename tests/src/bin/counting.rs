@@ -2,6 +2,7 @@
 //! that record `i` was absorbed. So the model itself proves that records are counted exactly once,
 //! whatever happens to its workers.
 
+use std::collections::HashMap;
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -10,8 +11,8 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
 use elasticdl::{
-    Gradients, Loss, Metrics, Model, NamedTensor, Predictions, Update, UpdateRule, UserError,
-    report_sum,
+    Gradients, Ids, Loss, Metrics, Model, NamedTensor, Predictions, RowOptimizer, Table,
+    TableModel, Update, UpdateRule, UserError, report_sum,
 };
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
 use elasticdl_tests::counts_summary;
@@ -68,6 +69,12 @@ struct Counting {
     /// Never return from the summary of the final state, in one worker of the job.
     #[arg(long)]
     hang_in_summary: bool,
+    /// Count in rows of a table, too.
+    #[arg(long)]
+    tables: bool,
+    /// Positions of the rows of records.
+    #[arg(skip)]
+    positions: HashMap<u64, usize>,
     /// Hold parameters and gradients on a GPU.
     #[arg(long)]
     gpu: bool,
@@ -158,6 +165,11 @@ impl Model for Counting {
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
         report_sum("seen", batch.len() as f64);
+        if self.tables {
+            let (rows, _) = gradients.rows_and_sum();
+            let (_, sums) = rows.of(0);
+            batch.iter().for_each(|record| sums[self.positions[record]] += 1.0);
+        }
         if !gradients.is_overlapped() {
             self.count(&batch, gradients.sum())?;
             return Ok(Loss::Sum(batch.len() as f64));
@@ -174,6 +186,10 @@ impl Model for Counting {
 
     fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Vec<u64>>> {
         self.device.is_some().then_some(self as _)
+    }
+
+    fn as_table_model(&mut self) -> Option<&mut dyn TableModel<Batch = Vec<u64>>> {
+        self.tables.then_some(self as _)
     }
 
     fn bucket_len(&self) -> Option<usize> {
@@ -227,6 +243,23 @@ impl Model for Counting {
             std::fs::write(path, &text)?;
         }
         Ok(Some(text))
+    }
+}
+
+/// One row for each record.
+impl TableModel for Counting {
+    type Batch = Vec<u64>;
+
+    fn tables(&self) -> Vec<Table> {
+        vec![Table::new("counts", 1).optimized(RowOptimizer::sgd(1.0))]
+    }
+
+    fn ids(&mut self, batch: &mut Vec<u64>, ids: &mut Ids) -> Result<(), UserError> {
+        for &record in batch.iter() {
+            ids.begin_record();
+            self.positions.insert(record, ids.push(0, record));
+        }
+        Ok(())
     }
 }
 

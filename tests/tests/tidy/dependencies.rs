@@ -264,7 +264,7 @@ fn one(rest: &mut &[&str]) -> bool {
 const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
 /// Crates whose code is in the programs and libraries that users get.
-const SHIPPED: [&str; 8] = [
+const SHIPPED: [&str; 9] = [
     "elasticdl",
     "elasticdl-cli",
     "elasticdl-collective",
@@ -273,6 +273,7 @@ const SHIPPED: [&str; 8] = [
     "elasticdl-master",
     "elasticdl-proto",
     "elasticdl-python",
+    "elasticdl-tables",
 ];
 
 /// Crates, and the members of the workspace that name them.
@@ -289,6 +290,7 @@ const NAMED_BY: &[(&[&str], &[&str])] = &[
     (&["elasticdl-master"], &["master/cli"]),
     (&["elasticdl-proto"], &["master", "master/cli", "worker", "worker/data"]),
     (&["elasticdl-stand-ins"], &[]),
+    (&["elasticdl-tables"], &["worker"]),
     (&["k8s-openapi", "kube"], &["master"]),
     (&["csv", "object_store", "parquet", "tar"], &["worker/data"]),
     (&["pyo3"], &["worker/python"]),

@@ -387,6 +387,7 @@ pub(super) mod tests {
             repeated: 0,
             evaluation: Default::default(),
             steps_skipped: 0,
+            row_touches: 0,
         }
     }
 

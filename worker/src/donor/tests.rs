@@ -31,6 +31,7 @@ fn record() -> StateRecord {
         repeated: 0,
         evaluation: Default::default(),
         steps_skipped: 0,
+        row_touches: 0,
     }
 }
 

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use elasticdl_collective::Endpoint;
 use elasticdl_data::{Dataset, Purpose};
-use elasticdl_proto::{Deterministic, WireDtype, WorkerOptions};
+use elasticdl_proto::{Deterministic, WireDtype, Work, WorkerOptions};
+use elasticdl_tables::Table;
 
 use super::export_best;
 use crate::checkpoint::BestMetric;
@@ -30,7 +31,7 @@ use crate::session::{Exit, JobPlan, Session};
 use crate::split::open_reader;
 use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
-use crate::trainer::{Checkpointing, JobKey, Trainer, Validation};
+use crate::trainer::{Checkpointing, JobKey, RowTables, Trainer, Validation};
 use crate::update::UpdateRule;
 
 /// What is known of a training job before its model is asked.
@@ -80,6 +81,8 @@ impl Training<'_> {
         let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
         session.ready(size.parameters as u64);
         let machine: Arc<dyn Machine> = Arc::new(System);
+        let tables = tables_of(&mut model, options, is_on_gpu).map_err(Failure::fatal)?;
+        let tables = RowTables::new(worker.0, options.seed, tables);
         let trainer = Trainer {
             tensors,
             model,
@@ -96,6 +99,7 @@ impl Training<'_> {
             donor: Donor::new(TRANSFER_IDLE_TIMEOUT, PART_FLOATS_MAX, Arc::clone(&machine)),
             checkpoints,
             validation,
+            tables,
             source: None,
             incoming: None,
             dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
@@ -124,6 +128,32 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
         skips_nonfinite: options.skips_nonfinite,
         allows_mixed_builds: options.allows_mixed_builds,
         exports_best: export_best(options).is_some(),
+    }
+}
+
+/// The tables of the model.
+///
+/// # Errors
+/// A table is impossible, or an option does not go with tables.
+fn tables_of<M: Model>(
+    model: &mut M,
+    options: &WorkerOptions,
+    is_on_gpu: bool,
+) -> Result<Vec<Table>, String> {
+    let tables = call_user("tables()", || {
+        Ok(model.as_table_model().map(|model| model.tables()).unwrap_or_default())
+    })?;
+    elasticdl_tables::check(&tables)?;
+    let is_impossible = [
+        (options.deterministic, "--deterministic"),
+        (options.checkpoints.is_some(), "--checkpoint-dir; give --checkpoint-dir none"),
+        (matches!(options.work, Work::Train { export: Some(_) }), "--export"),
+        (export_best(options).is_some(), "--export-best"),
+        (is_on_gpu, "a model on a GPU"),
+    ];
+    match is_impossible.into_iter().find(|(is_given, _)| *is_given && !tables.is_empty()) {
+        Some((_, what)) => Err(format!("a model with tables can't be trained yet with {what}")),
+        None => Ok(tables),
     }
 }
 

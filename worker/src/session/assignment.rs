@@ -52,22 +52,30 @@ impl Assignment {
         add_sums(&mut self.pending.metrics, &computed.metrics);
         self.pending.compute_us += computed.compute_us;
         self.pending.input_us += computed.input_us;
+        self.pending.row_touches += computed.row_touches;
     }
 
     /// The trailing records of the last [`Task::Compute`](super::Task::Compute) that could not be
     /// read yet. The pending gradient does not contain them: another rank computes them, or this
     /// one later. Of several parts of one range, the last one comes first.
     pub fn not_read(&mut self, unread: &[RecordRange]) {
+        self.not_computed(unread);
+        self.has_unread = !unread.is_empty();
+    }
+
+    /// These trailing records of the last [`Task::Compute`](super::Task::Compute) are not in the
+    /// pending gradient, because the links broke before. Of several parts of one range, the last
+    /// one comes first.
+    pub fn not_computed(&mut self, ranges: &[RecordRange]) {
         let ends_with = |range: &RecordRange, rest: &RecordRange| {
             range.epoch == rest.epoch && range.end == rest.end && range.start <= rest.start
         };
-        for rest in unread {
+        for rest in ranges {
             let computed =
                 self.pending.ranges.iter_mut().rev().find(|range| ends_with(range, rest));
             computed.expect("what is computed is pending").end = rest.start;
         }
         self.pending.ranges.retain(|range| !range.is_empty());
-        self.has_unread = !unread.is_empty();
     }
 
     /// Adds what this rank has computed and can read to its header.
@@ -77,6 +85,7 @@ impl Assignment {
         header.metrics.clone_from(&self.pending.metrics);
         header.compute_us = self.pending.compute_us;
         header.input_us = self.pending.input_us;
+        header.row_touches = self.pending.row_touches;
         header.cost = self.pace.cost();
         header.readable = if self.has_unread { Some(0) } else { self.readable };
     }

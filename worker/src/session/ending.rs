@@ -1,7 +1,7 @@
 //! How a group ends before its work is done: all ranks stop at one step, decided from their
 //! headers.
 
-use elasticdl_proto::{Failure, Finished, LedgerReport, WorkerMessage};
+use elasticdl_proto::{Failure, Finished, LedgerReport, RowTouches, WorkerMessage};
 
 use super::outcome::is_withheld;
 use super::phase::{Group, Phase};
@@ -74,6 +74,9 @@ impl Session {
             suspended: is_suspended,
             steps_skipped: state.steps_skipped,
             exported: last.is_exported,
+            row_touches: last
+                .row_touches
+                .map(|counted| RowTouches { expected: state.row_touches, counted }),
         };
         self.reports.push(WorkerMessage::Finished(finished));
     }

@@ -219,6 +219,7 @@ mod tests {
             repeated: 0,
             evaluation: Default::default(),
             steps_skipped: 0,
+            row_touches: 0,
         };
         assert!(session.install(state, None));
         session.fetched(Generation(1));

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use elasticdl_proto::RecordRange;
+use elasticdl_tables::OwnedHeader;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::session::checkpoint::CheckpointHeader;
@@ -26,6 +27,8 @@ pub struct StepHeader {
     pub compute_us: u64,
     /// Time spent waiting for these records to be read, in microseconds.
     pub input_us: u64,
+    /// Pairs of one of these records and a row of a table that it touches.
+    pub row_touches: u64,
     /// Time that this rank needed per record lately, in nanoseconds; 0: not known yet.
     pub cost: u64,
     /// Number of its upcoming records that this rank can read now; `None`: all.
@@ -75,6 +78,8 @@ pub struct SyncHeader {
     pub transport: TransportHeader,
     /// Where the rank runs, and what.
     pub origin: Origin,
+    /// What the rank has of the job's tables. The trainer adds it.
+    pub tables: Option<OwnedHeader>,
 }
 
 /// Description of the state of a rank.
@@ -104,6 +109,9 @@ pub struct StateRecord {
     /// Number of steps, out of `step`, whose records were absorbed without an update.
     #[serde(default)]
     pub steps_skipped: u64,
+    /// Pairs of an absorbed record and a row of a table that it touches.
+    #[serde(default)]
+    pub row_touches: u64,
 }
 
 impl StateRecord {
@@ -117,6 +125,7 @@ impl StateRecord {
             repeated: 0,
             evaluation: Evaluation::default(),
             steps_skipped: 0,
+            row_touches: 0,
         }
     }
 

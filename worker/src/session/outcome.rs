@@ -117,6 +117,7 @@ impl Session {
         state.step += 1;
         state.steps_skipped += u64::from(!is_finite);
         state.records_trained += records;
+        state.row_touches += headers.iter().map(|header| header.row_touches).sum::<u64>();
         self.step.is_confirmed = false;
         self.step.is_idle = false;
         self.assignment.read_again();

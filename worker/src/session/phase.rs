@@ -74,6 +74,7 @@ pub(super) struct Pending {
     pub(super) metrics: BTreeMap<String, f64>,
     pub(super) compute_us: u64,
     pub(super) input_us: u64,
+    pub(super) row_touches: u64,
 }
 
 /// The step that this worker is in, or was in last.

@@ -1,8 +1,8 @@
 //! What others may ask of a session.
 
-use elasticdl_proto::{Generation, RecordRange};
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
 
-use super::phase::Phase;
+use super::phase::{Group, Phase};
 use super::{Session, State, plan};
 use crate::session::header::StepHeader;
 
@@ -44,6 +44,10 @@ impl Session {
 
     /// Generation and rank of this worker, if it has links.
     pub fn group_rank(&self) -> Option<(Generation, usize)> {
+        self.group().map(|group| (group.generation, group.rank))
+    }
+
+    fn group(&self) -> Option<&Group> {
         match &self.phase {
             Phase::Detached | Phase::Ended(_) | Phase::Fetching | Phase::Joining(_) => None,
             Phase::Evaluating { group, .. }
@@ -51,8 +55,13 @@ impl Session {
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group)
-            | Phase::Verifying { group, .. } => Some((group.generation, group.rank)),
+            | Phase::Verifying { group, .. } => Some(group),
         }
+    }
+
+    /// The members of this worker's group, in the order of their ranks.
+    pub fn members(&self) -> &[WorkerId] {
+        self.group().map_or(&[], |group| &group.members)
     }
 
     /// Generation of the group in whose round this worker is, between two tasks: its state can be

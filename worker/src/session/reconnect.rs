@@ -208,6 +208,7 @@ mod tests {
             summary: None,
             is_exported: false,
             export_error: None,
+            row_touches: None,
         });
         assert_eq!(session.poll(), Task::Wait);
         session.reconnected();

@@ -324,6 +324,7 @@ impl World {
                     summary: None,
                     is_exported: false,
                     export_error: None,
+                    row_touches: None,
                 });
             }
             task @ (Task::BuildNccl | Task::InspectGradient) => {

@@ -62,12 +62,14 @@ impl Session {
             repeated,
             evaluation,
             steps_skipped,
+            row_touches,
         } = record;
         let Ok(ledger) = Ledger::from_parts(self.job.records, epochs_complete, ranges, repeated)
         else {
             return false;
         };
-        self.state = Some(State { step, ledger, records_trained, evaluation, steps_skipped });
+        self.state =
+            Some(State { step, ledger, records_trained, evaluation, steps_skipped, row_touches });
         self.step.last_headers = last_headers;
         true
     }

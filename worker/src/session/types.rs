@@ -119,6 +119,8 @@ pub struct Computed {
     pub compute_us: u64,
     /// Time spent waiting for the records to be read, in microseconds.
     pub input_us: u64,
+    /// Pairs of one of the records and a row of a table that it touches.
+    pub row_touches: u64,
 }
 
 /// What the root of a repair sends to all ranks.
@@ -157,6 +159,8 @@ pub struct FinalState {
     pub is_exported: bool,
     /// Why the model is not where it should be.
     pub export_error: Option<String>,
+    /// Touches that the rows of all ranks have counted, if there are tables.
+    pub row_touches: Option<u64>,
 }
 
 /// Why a worker cannot be part of its new group.
@@ -208,6 +212,8 @@ pub struct State {
     pub evaluation: Evaluation,
     /// Steps whose records were absorbed without an update.
     pub steps_skipped: u64,
+    /// Pairs of an absorbed record and a row of a table that it touches.
+    pub row_touches: u64,
 }
 
 impl State {
@@ -221,6 +227,7 @@ impl State {
             repeated: self.ledger.repeated(),
             evaluation: self.evaluation,
             steps_skipped: self.steps_skipped,
+            row_touches: self.row_touches,
         }
     }
 }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use elasticdl_data::Reader;
 use elasticdl_proto::RecordRange;
+use elasticdl_tables::BatchRows;
 
 use super::Trainer;
 use super::device::device_of;
@@ -90,6 +91,7 @@ impl<M: Model> Trainer<'_, M> {
             metrics,
             compute_us: busy.as_micros() as u64,
             input_us: input.as_micros() as u64,
+            row_touches: 0,
         });
         self.session.assignment.not_read(&unread);
         Ok(())
@@ -116,9 +118,20 @@ impl<M: Model> Trainer<'_, M> {
         records: Vec<<M::Reader as Reader>::Record>,
         positions: &[RecordRange],
     ) -> Result<f64, String> {
-        let (model, tensors, count) = (&mut self.model, &mut self.tensors, records.len());
-        let keys = RecordKeys::new(self.seed, positions);
+        let (model, count) = (&mut self.model, records.len());
         let batch = call_user("feed()", || model.feed(records))?;
+        self.gradients_of((batch, count), positions, None)
+    }
+
+    /// Adds the gradient of a batch: of this number of records, at these positions.
+    pub(super) fn gradients_of(
+        &mut self,
+        (batch, count): (M::Batch, usize),
+        positions: &[RecordRange],
+        rows: Option<&mut BatchRows>,
+    ) -> Result<f64, String> {
+        let (model, tensors) = (&mut self.model, &mut self.tensors);
+        let keys = RecordKeys::new(self.seed, positions);
         // All ranks see a non-finite loss in this rank's header.
         let compute = || match tensors {
             Tensors::Device { state, .. } => {
@@ -127,7 +140,8 @@ impl<M: Model> Trainer<'_, M> {
             }
             Tensors::Host { state: HostState { parameters, gradient, .. }, .. } => {
                 let gradient = self.exact.as_mut().and_then(ExactSum::last).unwrap_or(gradient);
-                model.gradients(parameters, batch, &mut Gradients::of(gradient, count, keys))
+                let mut gradients = Gradients::of(gradient, count, keys).with_rows(rows);
+                model.gradients(parameters, batch, &mut gradients)
             }
         };
         let loss = metrics::reporting(count, || call_user("gradients()", compute))?;

@@ -49,6 +49,7 @@ impl<M: Model> Trainer<'_, M> {
             metrics,
             compute_us: busy.as_micros() as u64,
             input_us: input.as_micros() as u64,
+            row_touches: 0,
         });
         self.session.assignment.not_read(&unread);
         Ok(())

@@ -4,9 +4,13 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use elasticdl_data::Reader;
+use elasticdl_tables::{BatchRows, Ids};
+
 use super::Trainer;
 use super::device::device_of;
 use super::stopped::{Stopped, decode_all};
+use super::tables::{self, RowTables};
 use crate::failure::{Failure, call_user};
 use crate::metrics::Metrics;
 use crate::model::Model;
@@ -23,7 +27,7 @@ impl<M: Model> Trainer<'_, M> {
         // The master knows from the step that this is an evaluation, which may take long.
         self.session.reports.flush();
         self.send_reports();
-        let mine = match self.scores(blocks) {
+        let mine = match self.scores(blocks)? {
             Ok(scores) => scores,
             Err(Unscored::Halts(error)) => {
                 tracing::error!(error, "the evaluation failed; the job ends");
@@ -41,39 +45,133 @@ impl<M: Model> Trainer<'_, M> {
         Ok(self.export_best()?)
     }
 
-    fn scores(&mut self, blocks: Range<u64>) -> Result<Scores, Unscored> {
-        let Self { model, tensors, validation, .. } = self;
-        let Some(validation) = validation else { return Ok(Scores::default()) };
-        let most = model.max_micro_batch().unwrap_or(usize::MAX).max(1);
+    fn scores(&mut self, blocks: Range<u64>) -> Result<Result<Scores, Unscored>, Stopped> {
+        let Some(validation) = &self.validation else { return Ok(Ok(Scores::default())) };
         // A model with non-finite parameters is never the best one, whatever its scores.
-        let is_finite = tensors.parameters_are_finite().map_err(Failure::from)?;
+        let is_finite = self.tensors.parameters_are_finite()?;
         let records = validation.plan.records;
         let mut scores = Scores { records, first_block: blocks.start, ..Scores::default() };
-        for block in blocks {
-            let mut rest = validation.read(validation.plan.block(block))?;
-            let mut sums = BTreeMap::new();
-            while !rest.is_empty() {
-                let later = rest.split_off(rest.len().min(most));
-                let now = std::mem::replace(&mut rest, later);
-                let mut metrics = Metrics::new(&mut sums, now.len());
-                let batch = call_user("feed()", || model.feed(now))?;
-                call_user("evaluate()", || match tensors {
-                    Tensors::Device { state, .. } => {
-                        device_of(model)?.evaluate(state.parameters(), batch, &mut metrics)
+        let mut failed = None;
+        for block in self.rounds(&blocks)? {
+            // A rank looks rows up as often as the others, also if it has no block or has failed.
+            let block = Some(block).filter(|block| blocks.contains(block) && failed.is_none());
+            let sums = match &self.tables {
+                Some(_) => self.evaluate_with_rows(block)?,
+                None => self.evaluate_block(block.expect("all ranks have all of their blocks")),
+            };
+            match sums {
+                Ok(mut sums) => {
+                    if !is_finite {
+                        sums.values_mut().for_each(|sum| *sum = f64::NAN);
                     }
-                    Tensors::Host { state, .. } => {
-                        model.evaluate(&state.parameters, batch, &mut metrics)
-                    }
-                })?;
+                    scores.blocks.extend(block.map(|_| sums));
+                }
+                Err(error) => failed = Some(error),
             }
-            if !is_finite {
-                sums.values_mut().for_each(|sum| *sum = f64::NAN);
+            if self.tables.is_none() && failed.is_some() {
+                break;
             }
-            scores.blocks.push(sums);
         }
-        Ok(scores)
+        Ok(failed.map_or(Ok(scores), Err))
+    }
+
+    /// The blocks from the first of `blocks` on, one for each time that rows are looked up: all
+    /// ranks do that equally often.
+    fn rounds(&mut self, blocks: &Range<u64>) -> Result<Range<u64>, Stopped> {
+        let (Some(_), Some(validation)) = (&self.tables, &self.validation) else {
+            return Ok(blocks.clone());
+        };
+        let world_size = self.tensors.group_mut()?.world_size();
+        let share = |rank| validation.plan.share(rank, world_size);
+        let most = (0..world_size).map(share).map(|share| share.end - share.start).max();
+        Ok(blocks.start..blocks.start + most.unwrap_or(0))
+    }
+
+    /// Sums of the metrics over a block.
+    fn evaluate_block(&mut self, block: u64) -> Result<Sums, Unscored> {
+        let mut sums = Sums::new();
+        for records in self.read_block(block)? {
+            let count = records.len();
+            let batch = call_user("feed()", || self.model.feed(records))?;
+            self.evaluate_batch((batch, count), None, &mut sums)?;
+        }
+        Ok(sums)
+    }
+
+    /// As [`evaluate_block`](Self::evaluate_block), for a model with tables. Without a block, this
+    /// rank looks up no rows.
+    fn evaluate_with_rows(
+        &mut self,
+        block: Option<u64>,
+    ) -> Result<Result<Sums, Unscored>, Stopped> {
+        let Some(mut ids) = self.tables.as_ref().map(RowTables::ids) else {
+            return Ok(Ok(Sums::new()));
+        };
+        let fed = block.map_or(Ok(Vec::new()), |block| self.feed_block(block, &mut ids));
+        if fed.is_err() {
+            ids = Ids::new(ids.tables());
+        }
+        let Some(tables) = &mut self.tables else { return Ok(Ok(Sums::new())) };
+        let mut rows = tables.look_up(self.tensors.group_mut()?, &ids)?;
+        let evaluate = || {
+            let mut sums = Sums::new();
+            for batch in fed? {
+                self.evaluate_batch(batch, Some(&mut rows), &mut sums)?;
+            }
+            Ok(sums)
+        };
+        Ok(evaluate())
+    }
+
+    /// The batches of a block, with their numbers of records.
+    fn feed_block(
+        &mut self,
+        block: u64,
+        ids: &mut Ids,
+    ) -> Result<Vec<(M::Batch, usize)>, Unscored> {
+        let mut batches = Vec::new();
+        for records in self.read_block(block)? {
+            let count = records.len();
+            batches.push((tables::feed(&mut self.model, records, ids)?, count));
+        }
+        Ok(batches)
+    }
+
+    /// The records of a block, as many at a time as the model takes.
+    fn read_block(
+        &mut self,
+        block: u64,
+    ) -> Result<Vec<Vec<<M::Reader as Reader>::Record>>, Unscored> {
+        let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
+        let Some(validation) = &mut self.validation else { return Ok(Vec::new()) };
+        let mut rest = validation.read(validation.plan.block(block))?;
+        let mut parts = Vec::new();
+        while !rest.is_empty() {
+            let later = rest.split_off(rest.len().min(most));
+            parts.push(std::mem::replace(&mut rest, later));
+        }
+        Ok(parts)
+    }
+
+    fn evaluate_batch(
+        &mut self,
+        (batch, count): (M::Batch, usize),
+        rows: Option<&mut BatchRows>,
+        sums: &mut Sums,
+    ) -> Result<(), String> {
+        let (model, tensors) = (&mut self.model, &mut self.tensors);
+        let mut metrics = Metrics::new(sums, count).with_rows(rows);
+        call_user("evaluate()", || match tensors {
+            Tensors::Device { state, .. } => {
+                device_of(model)?.evaluate(state.parameters(), batch, &mut metrics)
+            }
+            Tensors::Host { state, .. } => model.evaluate(&state.parameters, batch, &mut metrics),
+        })
     }
 }
+
+/// Sums of metrics, by name.
+type Sums = BTreeMap<String, f64>;
 
 /// Why a rank has no scores.
 enum Unscored {

@@ -123,7 +123,7 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn take_part(&mut self, head: &StateMessageHeader) -> Result<(), FetchError> {
-        let Self { source, incoming, tensors, session, .. } = self;
+        let Self { source, incoming, tensors, session, tables, .. } = self;
         let note: PartNote =
             header::decode(&head.note).ok_or_else(|| nonsense("a part that can't be read"))?;
         let (source, incoming) = expect(source, incoming)?;
@@ -143,6 +143,9 @@ impl<M: Model> Trainer<'_, M> {
                 return Err(nonsense("an inconsistent ledger"));
             }
             session.fetched(incoming.generation);
+            if let Some(tables) = tables {
+                tables.fetched(session.step(), incoming.generation);
+            }
         }
         source.report(incoming.position(session.step()));
         if incoming.is_complete() {
@@ -153,7 +156,7 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn take_result(&mut self, head: &StateMessageHeader) -> Result<(), FetchError> {
-        let Self { source, incoming, tensors, session, .. } = self;
+        let Self { source, incoming, tensors, session, tables, .. } = self;
         let (source, _) = expect(source, incoming)?;
         let headers: Vec<StepHeader> =
             header::decode(&head.note).ok_or_else(|| nonsense("headers that can't be read"))?;
@@ -162,7 +165,12 @@ impl<M: Model> Trainer<'_, M> {
         }
         tensors.fill_reduced(|sum| source.take(sum).map_err(broke))?;
         let is_finite = tensors.sum_is_finite()?;
-        if session.result_fetched(Generation(head.generation), headers, is_finite) {
+        let generation = Generation(head.generation);
+        if session.result_fetched(generation, headers, is_finite) {
+            // The commit follows.
+            if let Some(tables) = tables {
+                tables.fetched(session.step() + 1, generation);
+            }
             Ok(())
         } else {
             Err(nonsense("another step's result"))

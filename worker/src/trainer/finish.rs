@@ -34,8 +34,12 @@ impl<M: Model> Trainer<'_, M> {
 
     /// Hands the final state of a group to the session, which reports it. If it `is_published`,
     /// this worker exports the model and describes it.
-    pub(super) fn finish(&mut self, is_published: bool) -> Result<(), Failure> {
+    pub(super) fn finish(&mut self, is_published: bool) -> Result<(), Stopped> {
         let Some(step) = self.session.state().map(|state| state.step) else { return Ok(()) };
+        let row_touches = match &self.tables {
+            Some(tables) => Some(tables.count_touches(self.tensors.group_mut()?)?),
+            None => None,
+        };
         let parameters_are_finite = self.tensors.parameters_are_finite()?;
         let limit = if self.session.is_stopping() { PATIENCE_OF_STOP } else { PATIENCE_OF_END };
         let (inbox, machine, arrived) = (self.inbox, Arc::clone(&self.machine), RefCell::default());
@@ -70,6 +74,7 @@ impl<M: Model> Trainer<'_, M> {
             summary,
             is_exported: exported == Some(Ok(())),
             export_error: exported.and_then(Result::err),
+            row_touches,
         };
         match self.session.ended() {
             Some(Ending::Done) => observe(&mut self.model, Progress::Finished { error: None }),

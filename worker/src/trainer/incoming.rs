@@ -94,6 +94,7 @@ mod tests {
             repeated: 0,
             evaluation: Default::default(),
             steps_skipped: 0,
+            row_touches: 0,
         };
         StateNote { record, from }
     }

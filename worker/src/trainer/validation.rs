@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use elasticdl_data::{Purpose, Reader};
 use elasticdl_proto::{RecordRange, ValidationSpec, WorkerOptions};
+use elasticdl_tables::{BatchRows, Ids};
 
 use super::device::is_on_gpu;
 use crate::failure::call_user;
@@ -68,8 +69,16 @@ impl<R: Reader> Validation<R> {
         let records = self.plan.records.min(most).min(RECORDS_CHECKED);
         let records = self.read(0..records).map_err(|error| error.text)?;
         let mut sums = BTreeMap::new();
-        let mut metrics = Metrics::new(&mut sums, records.len());
-        let evaluated = call_user("feed()", || model.feed(records)).and_then(|batch| {
+        let count = records.len();
+        let tables = model.as_table_model().map(|model| model.tables()).unwrap_or_default();
+        let mut ids = Ids::new(tables.len());
+        let fed = match tables.is_empty() {
+            true => call_user("feed()", || model.feed(records)),
+            false => super::tables::feed(model, records, &mut ids),
+        };
+        let evaluated = fed.and_then(|batch| {
+            let mut rows = BatchRows::initial(&tables, seed, &ids);
+            let mut metrics = Metrics::new(&mut sums, count).with_rows(Some(&mut rows));
             call_user("evaluate()", || model.evaluate(&parameters, batch, &mut metrics))
         });
         evaluated.map_err(|error| {

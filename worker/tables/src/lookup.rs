@@ -30,6 +30,11 @@ impl Ids {
         Self { tables: vec![TableIds::default(); tables], records: 0 }
     }
 
+    /// Number of tables.
+    pub fn tables(&self) -> usize {
+        self.tables.len()
+    }
+
     /// The ids that follow are those of the next record.
     pub fn begin_record(&mut self) {
         self.records += 1;
@@ -87,6 +92,25 @@ impl BatchRows {
     pub(crate) fn new(values: Vec<Vec<f32>>) -> Self {
         let gradients = values.iter().map(|values| vec![0.0; values.len()]).collect();
         Self { values, gradients }
+    }
+
+    /// The initial rows of these ids, for a loop or a test of your own.
+    pub fn initial(tables: &[Table], seed: u64, ids: &Ids) -> Self {
+        let mut values = Vec::with_capacity(tables.len());
+        for (index, table) in tables.iter().enumerate() {
+            let ids = ids.of(index);
+            let mut rows = vec![0.0; ids.len() * table.dim];
+            for (&id, row) in ids.iter().zip(rows.chunks_exact_mut(table.dim)) {
+                table.initialize(seed, index as u32, id, row);
+            }
+            values.push(rows);
+        }
+        Self::new(values)
+    }
+
+    /// Rows of a table, `[ids, dim]`, for a loop or a test of your own.
+    pub fn values_mut(&mut self, table: usize) -> &mut [f32] {
+        &mut self.values[table]
     }
 
     /// Rows of a table, `[ids, dim]`, and the sum of their gradients over the batch's records, to

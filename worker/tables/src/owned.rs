@@ -30,7 +30,7 @@ use crate::wire::{InvalidRows, Message, put, put_u32};
 /// A worker's shards.
 #[derive(Clone, Debug)]
 pub struct Owned {
-    me: u32,
+    me: u64,
     settings: Settings,
     tables: Arc<[Table]>,
     committed: Option<Committed>,
@@ -47,8 +47,9 @@ pub struct Settings {
     pub shards: u32,
     /// Number of copies of each shard.
     pub copies: u32,
-    /// Number of shards that a worker sends and receives at a step's boundary.
-    pub copies_per_step: usize,
+    /// About how many bytes a worker sends, and receives, between two steps to copy shards; at
+    /// least one shard.
+    pub copy_bytes: u64,
 }
 
 /// Shards as of a step.
@@ -86,12 +87,28 @@ struct Group {
 /// What a worker tells a new group about its shards.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnedHeader {
-    /// Step of the rows.
+    /// Step of the rows, or of the parameters of a worker that holds no rows.
     step: u64,
     /// Generation of the group that committed it.
     generation: u64,
-    /// Generations in which the gradients of the next step are staged.
-    staged: Vec<u64>,
+    /// Generations in which the gradients of the next step are staged; `None`: the worker holds no
+    /// rows, as it joins.
+    staged: Option<Vec<u64>>,
+}
+
+impl OwnedHeader {
+    /// Header of a joining worker, whose parameters are those of `step`, which the group of
+    /// `generation` committed.
+    pub fn of_joiner(step: u64, generation: u64) -> Self {
+        Self { step, generation, staged: None }
+    }
+
+    /// Generation of the group that committed `step`, as the members of a new group know it.
+    pub fn generation_of(step: u64, headers: &[Option<Self>]) -> Option<u64> {
+        let at_step = headers.iter().flatten().filter(|header| header.step == step);
+        // A joiner knows the generation in which it received the state.
+        at_step.max_by_key(|header| header.staged.is_some()).map(|header| header.generation)
+    }
 }
 
 /// How the ranks of a new group come to one state of the tables.
@@ -110,10 +127,11 @@ impl Recovery {
     /// committed. `None` if no rank holds that state, or can reach it.
     pub fn plan(step: u64, generation: u64, headers: &[Option<OwnedHeader>]) -> Option<Self> {
         let holds = |header: &Option<OwnedHeader>| {
-            header.as_ref().is_some_and(|h| {
-                (h.step == step && h.generation == generation)
-                    || (h.step + 1 == step && h.staged.contains(&generation))
-            })
+            let Some(OwnedHeader { step: at, generation: of, staged: Some(staged) }) = header
+            else {
+                return false;
+            };
+            (*at == step && *of == generation) || (at + 1 == step && staged.contains(&generation))
         };
         let holds: Vec<bool> = headers.iter().map(holds).collect();
         let root = holds.iter().position(|&holds| holds)?;
@@ -138,7 +156,7 @@ pub struct StepCommit {
 
 impl Owned {
     /// The part of worker `me`, without any state.
-    pub fn new(me: u32, settings: Settings, tables: impl Into<Arc<[Table]>>) -> Self {
+    pub fn new(me: u64, settings: Settings, tables: impl Into<Arc<[Table]>>) -> Self {
         let tables = tables.into();
         Self { me, settings, tables, committed: None, staged: Vec::new(), group: None }
     }
@@ -148,7 +166,7 @@ impl Owned {
     /// What this worker tells a new group.
     pub fn header(&self) -> Option<OwnedHeader> {
         let committed = self.committed.as_ref()?;
-        let staged = self.staged.iter().map(|staged| staged.generation).collect();
+        let staged = Some(self.staged.iter().map(|staged| staged.generation).collect());
         Some(OwnedHeader { step: committed.step, generation: committed.generation, staged })
     }
 
@@ -183,7 +201,7 @@ impl Owned {
         (generation, members): (u64, Vec<Member>),
     ) -> Result<(), LostShards> {
         let held = members.iter().zip(&recovery.holds).filter(|(_, holds)| **holds);
-        let held: Vec<u32> = held.map(|(member, _)| member.worker).collect();
+        let held: Vec<u64> = held.map(|(member, _)| member.worker).collect();
         let left = placement.within(|worker| held.contains(&worker));
         let lost: Vec<u32> = left.lost().collect();
         if !lost.is_empty() {
@@ -196,7 +214,7 @@ impl Owned {
             let (generation, shards) = (recovery.generation, BTreeMap::new());
             self.committed = Some(Committed { step, generation, placement, shards });
         }
-        let copies = left.copies(&members, self.settings.copies_per_step);
+        let copies = left.copies(&members);
         let (placement, copied) = (left, BTreeMap::new());
         self.group = Some(Group { generation, members, placement, copies, copied });
         Ok(())
@@ -305,7 +323,12 @@ impl Owned {
     /// What to give each rank: the gradients of the rows that it holds, or will hold.
     pub fn pushes(&self, gradients: &RowGradients) -> Vec<Vec<u8>> {
         let group = self.group();
-        let mut pushes = vec![Vec::new(); group.members.len()];
+        // All ranks derive from these numbers how many shards are copied at a time.
+        let shards = &self.committed().shards;
+        let bytes: u64 = shards.values().map(|shard| shard.encoded_bytes(&self.tables)).sum();
+        let mut head = Vec::new();
+        put(&mut head, &[shards.len() as u64, bytes]);
+        let mut pushes = vec![head; group.members.len()];
         let mut receivers: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
         for (index, gradients) in gradients.tables() {
             let dim = self.tables[index].dim;
@@ -333,8 +356,11 @@ impl Owned {
     pub fn stage(&mut self, pushes: &[Vec<u8>]) -> Result<(), InvalidRows> {
         let group = self.group();
         let mut gradients = vec![TableGradients::default(); self.tables.len()];
+        let (mut shards, mut bytes) = (0_u64, 0_u64);
         for push in pushes {
             let mut push = Message(push);
+            let of_rank = push.column::<u64>(2)?;
+            (shards, bytes) = (shards.saturating_add(of_rank[0]), bytes.saturating_add(of_rank[1]));
             while !push.is_empty() {
                 let (index, table) = self.table(push.u32()?)?;
                 let len = push.u32()? as usize;
@@ -354,6 +380,8 @@ impl Owned {
             }
         }
         let placement = group.placement.after(&group.copies, &group.members);
+        let per_shard = bytes.div_ceil(shards.max(1)).max(1);
+        let placement = placement.copied_per_step(self.settings.copy_bytes / per_shard);
         let generation = group.generation;
         let copied = mem::take(&mut self.group_mut().copied);
         self.staged.retain(|staged| staged.generation != generation);
@@ -396,7 +424,7 @@ impl Owned {
         shards.retain(|&shard, _| placement.holders(shard).contains(&me));
         (committed.step, committed.generation) = (step, generation);
         if let Some(group) = self.group.as_mut().filter(|group| group.generation == generation) {
-            group.copies = placement.copies(&group.members, self.settings.copies_per_step);
+            group.copies = placement.copies(&group.members);
             group.placement = placement.clone();
             group.copied.clear();
         }
@@ -481,7 +509,7 @@ impl Owned {
 }
 
 impl Group {
-    fn rank(&self, worker: u32) -> usize {
+    fn rank(&self, worker: u64) -> usize {
         let rank = self.members.iter().position(|member| member.worker == worker);
         rank.expect("holders are members of the group")
     }

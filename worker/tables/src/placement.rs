@@ -22,7 +22,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     /// The worker's number in the job.
-    pub worker: u32,
+    pub worker: u64,
     /// What fails together: workers with the same number are on one host.
     pub host: u64,
     /// Whether the worker is about to leave the group, and gives its shards away.
@@ -34,8 +34,10 @@ pub struct Member {
 pub struct Placement {
     /// Number of copies that each shard should have, at least 1.
     copies: u32,
+    /// Number of shards that a worker sends, and receives, between two steps.
+    copied_per_step: u32,
     /// Workers with a copy, by shard; the first one owns it.
-    holders: Vec<Vec<u32>>,
+    holders: Vec<Vec<u64>>,
 }
 
 /// A copy of a shard to be made.
@@ -44,16 +46,22 @@ pub struct ShardCopy {
     /// The shard.
     pub shard: u32,
     /// The worker that owns it.
-    pub from: u32,
+    pub from: u64,
     /// The worker that will hold it, too.
-    pub to: u32,
+    pub to: u64,
 }
 
 impl Placement {
     /// Placement of empty shards: nothing has to be copied.
     pub fn new(shards: u32, copies: u32, members: &[Member]) -> Self {
         let holders = (0..shards).map(|shard| wanted(shard, copies, members)).collect();
-        Self { copies, holders }
+        Self { copies, copied_per_step: 1, holders }
+    }
+
+    /// Sets how many shards a worker sends, and receives, between two steps; at least 1.
+    pub fn copied_per_step(self, shards: u64) -> Self {
+        let most = self.holders.len() as u64;
+        Self { copied_per_step: shards.clamp(1, most.max(1)) as u32, ..self }
     }
 
     /// Number of shards.
@@ -62,12 +70,12 @@ impl Placement {
     }
 
     /// Workers with a copy of `shard`; the first one owns it.
-    pub fn holders(&self, shard: u32) -> &[u32] {
+    pub fn holders(&self, shard: u32) -> &[u64] {
         &self.holders[shard as usize]
     }
 
     /// The shards that `worker` holds.
-    pub fn held_by(&self, worker: u32) -> impl Iterator<Item = u32> {
+    pub fn held_by(&self, worker: u64) -> impl Iterator<Item = u32> {
         (0..).zip(&self.holders).filter(move |(_, h)| h.contains(&worker)).map(|(shard, _)| shard)
     }
 
@@ -78,9 +86,9 @@ impl Placement {
     }
 
     /// What is left of the placement on these workers.
-    pub fn within(&self, holds: impl Fn(u32) -> bool) -> Self {
-        let left = |holders: &Vec<u32>| holders.iter().copied().filter(|&w| holds(w)).collect();
-        Self { copies: self.copies, holders: self.holders.iter().map(left).collect() }
+    pub fn within(&self, holds: impl Fn(u64) -> bool) -> Self {
+        let left = |holders: &Vec<u64>| holders.iter().copied().filter(|&w| holds(w)).collect();
+        Self { holders: self.holders.iter().map(left).collect(), ..*self }
     }
 
     /// Shards without any copy.
@@ -89,8 +97,9 @@ impl Placement {
     }
 
     /// The copies to be made next, so that these members hold what they should: shards with the
-    /// fewest copies first, at most `limit` from each worker and to each worker.
-    pub fn copies(&self, members: &[Member], limit: usize) -> Vec<ShardCopy> {
+    /// fewest copies first, and a limited number from each worker and to each worker.
+    pub fn copies(&self, members: &[Member]) -> Vec<ShardCopy> {
+        let limit = self.copied_per_step as usize;
         let mut missing = Vec::new();
         for (shard, holders) in (0..).zip(&self.holders) {
             let Some(&from) = holders.first() else { continue };
@@ -121,7 +130,7 @@ impl Placement {
             let wanted = wanted(shard, self.copies, members);
             // The workers that should hold the shard come first, in their order; the others keep it
             // until there are enough copies.
-            let place = |worker: &u32| wanted.iter().position(|other| other == worker);
+            let place = |worker: &u64| wanted.iter().position(|other| other == worker);
             holders.sort_by_key(|worker| place(worker).unwrap_or(wanted.len()));
             if wanted.iter().all(|worker| holders.contains(worker)) {
                 holders.truncate(self.copies as usize);
@@ -139,10 +148,9 @@ pub fn shard_of(table: u32, id: u64, shards: u32) -> u32 {
 
 /// The workers that should hold `shard`, the owner first: those with the highest hashes, each on
 /// another host as long as there are any. Thaler, Ravishankar, IEEE/ACM Trans. Netw. 6 (1998).
-fn wanted(shard: u32, copies: u32, members: &[Member]) -> Vec<u32> {
+fn wanted(shard: u32, copies: u32, members: &[Member]) -> Vec<u64> {
     let score = |member: &Member| {
-        let worker = u64::from(member.worker).to_le_bytes();
-        xxh3_64_with_seed(&worker, PLACEMENT_SEED ^ u64::from(shard))
+        xxh3_64_with_seed(&member.worker.to_le_bytes(), PLACEMENT_SEED ^ u64::from(shard))
     };
     let any_stays = members.iter().any(|member| !member.leaves);
     let stays = |member: &&Member| !any_stays || !member.leaves;
@@ -166,17 +174,18 @@ const PLACEMENT_SEED: u64 = 0x7461_626c_6573_0002;
 mod tests {
     use super::*;
 
-    fn members(workers: impl IntoIterator<Item = u32>) -> Vec<Member> {
-        let member = |worker| Member { worker, host: u64::from(worker), leaves: false };
+    fn members(workers: impl IntoIterator<Item = u64>) -> Vec<Member> {
+        let member = |worker| Member { worker, host: worker, leaves: false };
         workers.into_iter().map(member).collect()
     }
 
     /// Moves everything to where these members should hold it; returns the number of steps and of
     /// copies.
-    fn settle(placement: &mut Placement, members: &[Member], limit: usize) -> (usize, usize) {
+    fn settle(placement: &mut Placement, members: &[Member], limit: u64) -> (usize, usize) {
+        *placement = placement.clone().copied_per_step(limit);
         let (mut steps, mut copied) = (0, 0);
         loop {
-            let copies = placement.copies(members, limit);
+            let copies = placement.copies(members);
             assert!(copies.iter().all(|copy| placement.holders(copy.shard)[0] == copy.from));
             *placement = placement.after(&copies, members);
             if copies.is_empty() {
@@ -221,7 +230,7 @@ mod tests {
         let mut healed = left;
         let (_, copied) = settle(&mut healed, &members([1, 3, 4]), 8);
         assert_eq!((copied, healed.at_risk(&members([1, 3, 4]))), (at_risk, 0));
-        assert_eq!(healed, Placement::new(256, 2, &members([1, 3, 4])));
+        assert_eq!(healed, Placement::new(256, 2, &members([1, 3, 4])).copied_per_step(8));
         let both = before.within(|worker| worker != 2 && worker != 3);
         let of_both = (0..256).filter(|&shard| {
             let holders = before.holders(shard);
@@ -234,11 +243,12 @@ mod tests {
     fn a_joiner_gets_its_part_and_no_more_than_the_limit_at_once() {
         let mut placement = Placement::new(256, 2, &members(1..=3));
         let joined = members(1..=4);
-        let copies = placement.copies(&joined, 8);
+        placement = placement.copied_per_step(8);
+        let copies = placement.copies(&joined);
         assert!(copies.iter().all(|copy| copy.to == 4));
         assert_eq!(copies.len(), 8);
         let (steps, copied) = settle(&mut placement, &joined, 8);
-        assert_eq!(placement, Placement::new(256, 2, &joined));
+        assert_eq!(placement, Placement::new(256, 2, &joined).copied_per_step(8));
         assert_eq!((placement.held_by(4).count(), steps), (copied, copied.div_ceil(8)));
     }
 

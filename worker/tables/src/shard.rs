@@ -40,6 +40,12 @@ impl Shard {
         Ok(Self { tables: decoded })
     }
 
+    /// Number of bytes that [`encode`](Self::encode) writes, about.
+    pub(crate) fn encoded_bytes(&self, tables: &[Table]) -> u64 {
+        let bytes = |(rows, table): (&Rows, &Table)| rows.len() * (16 + 4 * table.stored());
+        self.tables.iter().zip(tables).map(bytes).sum::<usize>() as u64
+    }
+
     pub(crate) fn touches(&self) -> u64 {
         let counts = self.tables.iter().flat_map(|rows| rows.columns().1);
         counts.map(|counts| u64::from(counts.touches)).sum()

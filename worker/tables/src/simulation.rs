@@ -39,8 +39,8 @@ struct World {
     rng: ChaCha8Rng,
     settings: Settings,
     tables: Vec<Table>,
-    workers: BTreeMap<u32, Worker>,
-    next_worker: u32,
+    workers: BTreeMap<u64, Worker>,
+    next_worker: u64,
     generation: u64,
     /// State after each commit, by step and generation.
     references: BTreeMap<(u64, u64), Rc<Reference>>,
@@ -64,7 +64,7 @@ impl World {
             seed,
             shards: rng.random_range(1..24),
             copies: rng.random_range(1..4),
-            copies_per_step: rng.random_range(1..6),
+            copy_bytes: rng.random_range(1..1000),
         };
         let tables = vec![
             Table::new("exact", 2).optimized(RowOptimizer::sgd(1.0)),
@@ -115,8 +115,10 @@ impl World {
         let wanted = Placement::new(self.settings.shards, self.settings.copies, &members);
         for _ in 0..200 {
             let owned = &self.workers[&members[0].worker].owned;
-            if (owned.at_risk(), owned.placement()) == (0, Some(&wanted)) {
-                return;
+            let placement = owned.placement().unwrap();
+            let mut shards = 0..self.settings.shards;
+            if shards.all(|shard| placement.holders(shard) == wanted.holders(shard)) {
+                return assert_eq!(owned.at_risk(), 0);
             }
             let _ = self.round(&members, false);
         }
@@ -135,14 +137,14 @@ impl World {
         if self.workers.len() < 6 && self.rng.random_range(0..3) == 0 {
             self.start_worker();
         }
-        let mut members: Vec<u32> = self.workers.keys().copied().collect();
+        let mut members: Vec<u64> = self.workers.keys().copied().collect();
         members.shuffle(&mut self.rng);
         if members.len() > 1 && self.rng.random_range(0..6) == 0 {
             members.pop();
             self.lost_lately += 1;
         }
         let leaver = (self.rng.random_range(0..6) == 0).then(|| members[0]);
-        let member = |&worker: &u32| {
+        let member = |&worker: &u64| {
             let host = self.workers[&worker].host;
             Member { worker, host, leaves: leaver == Some(worker) }
         };
@@ -150,14 +152,14 @@ impl World {
     }
 
     /// One operation. Returns the ranks that complete it, and whether the group is broken after it.
-    fn operation(&mut self, members: &[Member], is_faulty: bool) -> (Vec<u32>, bool) {
-        let all: Vec<u32> = members.iter().map(|member| member.worker).collect();
+    fn operation(&mut self, members: &[Member], is_faulty: bool) -> (Vec<u64>, bool) {
+        let all: Vec<u64> = members.iter().map(|member| member.worker).collect();
         if !is_faulty || self.rng.random_range(0..25) > 0 {
             return (all, false);
         }
         // If a rank did not enter it, no rank completes it.
         let have_all_entered = self.rng.random_range(0..3) > 0;
-        let completes: Vec<u32> = all
+        let completes: Vec<u64> = all
             .into_iter()
             .filter(|_| have_all_entered && self.rng.random_range(0..2) == 0)
             .collect();
@@ -179,7 +181,7 @@ impl World {
         if is_broken {
             return Err(Broken);
         }
-        let ids: Vec<u32> = members.iter().map(|member| member.worker).collect();
+        let ids: Vec<u64> = members.iter().map(|member| member.worker).collect();
         self.forget_other_histories(&ids);
         let top = ids.iter().filter_map(|id| self.workers[id].at).max().unwrap_or_default();
         if top.0 == 0 {
@@ -239,7 +241,7 @@ impl World {
     }
 
     /// A worker that was cut off does not come back with its state once others have gone on.
-    fn forget_other_histories(&mut self, members: &[u32]) {
+    fn forget_other_histories(&mut self, members: &[u64]) {
         let (step, generation) = self.newest;
         for id in members {
             let worker = self.workers.get_mut(id).unwrap();
@@ -292,19 +294,19 @@ impl World {
     // ---- a round ----
 
     fn round(&mut self, members: &[Member], is_faulty: bool) -> Result<(), Broken> {
-        let ids: Vec<u32> = members.iter().map(|member| member.worker).collect();
+        let ids: Vec<u64> = members.iter().map(|member| member.worker).collect();
         let step = self.workers[&ids[0]].at.unwrap().0;
         let at = self.workers[&ids[0]].at.unwrap();
         let shares = self.share(&ids, step);
         let lookups: Vec<Ids> = shares.iter().map(|share| self.ids(share)).collect();
-        let owned = |id: &u32| &self.workers[id].owned;
+        let owned = |id: &u64| &self.workers[id].owned;
         let requests: Vec<_> =
             ids.iter().zip(&lookups).map(|(id, lookup)| owned(id).requests(lookup)).collect();
         let (_, is_broken) = self.operation(members, is_faulty);
         if is_broken {
             return Err(Broken);
         }
-        let owned = |id: &u32| &self.workers[id].owned;
+        let owned = |id: &u64| &self.workers[id].owned;
         let replies: Vec<_> = (0..)
             .zip(&ids)
             .map(|(rank, id)| owned(id).replies(&transposed(&requests, rank)).unwrap())
@@ -316,7 +318,7 @@ impl World {
         if is_broken {
             return Err(Broken);
         }
-        let push = |id: &u32| self.workers[id].owned.pushes(&self.workers[id].gradients);
+        let push = |id: &u64| self.workers[id].owned.pushes(&self.workers[id].gradients);
         let pushes: Vec<_> = ids.iter().map(push).collect();
         let (completes, is_broken) = self.operation(members, is_faulty);
         for (rank, id) in ids.iter().enumerate().filter(|(_, id)| completes.contains(id)) {
@@ -341,7 +343,7 @@ impl World {
     }
 
     /// Divides the records of the step after `step` that no rank has computed yet.
-    fn share(&mut self, ids: &[u32], step: u64) -> Vec<BTreeSet<u64>> {
+    fn share(&mut self, ids: &[u64], step: u64) -> Vec<BTreeSet<u64>> {
         let mut left: BTreeSet<u64> = (step * RECORDS..(step + 1) * RECORDS).collect();
         for id in ids {
             let worker = self.workers.get_mut(id).unwrap();
@@ -374,7 +376,7 @@ impl World {
     /// Computes the gradients of the records of `share`, with rows as of the commit `at`.
     fn compute(
         &mut self,
-        id: u32,
+        id: u64,
         at: (u64, u64),
         share: &BTreeSet<u64>,
         lookup: &Ids,
@@ -436,7 +438,7 @@ impl World {
         self.references.insert((at.0 + 1, commit.generation), Rc::new(next));
     }
 
-    fn commit(&mut self, id: u32, commit: StepCommit) {
+    fn commit(&mut self, id: u64, commit: StepCommit) {
         let worker = self.workers.get_mut(&id).unwrap();
         worker.owned.commit(commit);
         let step = worker.at.unwrap().0 + 1;

@@ -48,6 +48,16 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
         counts += &format!(", {} {what}", records.not_trained);
     }
     row(out, "records", &counts);
+    if let Some(touches) = &summary.row_touches {
+        let elasticdl_proto::RowTouchesSummary { expected, counted, missing, repeated } = touches;
+        row(
+            out,
+            "row touches",
+            &format!(
+                "{expected} expected, {counted} counted, {missing} missing, {repeated} repeated"
+            ),
+        );
+    }
     if summary.steps_skipped > 0 {
         let skipped = summary.steps_skipped;
         row(
@@ -353,6 +363,7 @@ mod tests {
             }],
             records_skipped: None,
             steps_skipped: 0,
+            row_touches: None,
             state_lost: None,
             error: None,
             stop_reason: None,
@@ -406,6 +417,7 @@ job mnist: completed after 1.50 s
         let lost = Summary {
             state_lost: Some(StateLoss { count: 2, at_step: 70 }),
             steps_skipped: 3,
+            row_touches: None,
             checkpoints: Some(CheckpointsSummary {
                 error: Some("disk\nfull".into()),
                 ..Default::default()

@@ -383,6 +383,7 @@ fn short_report(word: &Finished) -> Finished {
         suspended: word.suspended,
         steps_skipped: word.steps_skipped,
         exported: word.exported,
+        row_touches: word.row_touches,
     }
 }
 

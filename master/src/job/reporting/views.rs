@@ -296,6 +296,7 @@ impl Job {
             failed_shards: self.reporting.failed_shards(),
             records_skipped: self.reporting.totals.records_skipped.clone(),
             steps_skipped: self.reporting.totals.steps_skipped,
+            row_touches: self.reporting.final_report().and_then(|f| f.row_touches).map(Into::into),
             state_lost: self.reporting.totals.state_lost,
             error: self.reporting.error().map(str::to_owned),
             stop_reason: self.lifecycle.stop_reason().map(str::to_owned),

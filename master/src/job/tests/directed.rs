@@ -83,6 +83,7 @@ pub(super) fn finished(generation: u64, step: u64, digest: u64) -> WorkerMessage
         suspended: false,
         steps_skipped: 0,
         exported: false,
+        row_touches: None,
     })
 }
 

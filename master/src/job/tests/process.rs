@@ -184,6 +184,7 @@ pub(super) fn final_report(generation: Generation, state: &State) -> WorkerMessa
         suspended: false,
         steps_skipped: 0,
         exported: false,
+        row_touches: None,
     })
 }
 

@@ -278,6 +278,7 @@ impl Group {
             suspended: false,
             steps_skipped: 0,
             exported: false,
+            row_touches: None,
         });
         self.members.iter().map(|&id| Order::Send(id, finished.clone())).collect()
     }

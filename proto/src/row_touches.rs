@@ -1,0 +1,33 @@
+//! How often the rows of a model's tables were touched.
+
+use serde::{Deserialize, Serialize};
+
+/// How often records have touched rows of tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowTouches {
+    /// Pairs of a record and a row that it touches, of the records in committed steps.
+    pub expected: u64,
+    /// Sum of the touches that the rows themselves have counted.
+    pub counted: u64,
+}
+
+/// As [`RowTouches`], with the differences.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowTouchesSummary {
+    /// Pairs of a record and a row that it touches, of the records in committed steps.
+    pub expected: u64,
+    /// Sum of the touches that the rows themselves have counted.
+    pub counted: u64,
+    /// Touches that no row has counted.
+    pub missing: u64,
+    /// Touches that rows have counted more than once.
+    pub repeated: u64,
+}
+
+impl From<RowTouches> for RowTouchesSummary {
+    fn from(RowTouches { expected, counted }: RowTouches) -> Self {
+        let (missing, repeated) =
+            (expected.saturating_sub(counted), counted.saturating_sub(expected));
+        Self { expected, counted, missing, repeated }
+    }
+}

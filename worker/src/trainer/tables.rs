@@ -1,0 +1,294 @@
+//! Embedding tables on the trainer: the rows of each round, their gradients, their commit.
+//!
+//! ```text
+//!   round:  look up ── exchange ids ── exchange rows ──► compute ──► push gradients ──► all-reduce
+//! ```
+//!
+//! **Invariant:** all ranks of a group look rows up and push gradients once in each round with a
+//! step, in this order, with or without records of their own.
+
+use std::mem;
+use std::sync::Arc;
+
+use elasticdl_collective::CollectiveError;
+use elasticdl_data::Reader;
+use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_tables::{
+    BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, Recovery, RowGradients,
+    Settings, StepCommit, Table,
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::Trainer;
+use super::parts::Parts;
+use super::stopped::{Stopped, decode_all};
+use crate::failure::{Failure, call_user};
+use crate::machine::Group;
+use crate::metrics;
+use crate::model::Model;
+use crate::session::header::{self, SyncHeader};
+use crate::session::{Computed, InvalidData};
+
+/// The tables of a job on this worker.
+#[derive(Debug)]
+pub(crate) struct RowTables {
+    specs: Arc<[Table]>,
+    owned: Owned,
+    /// Gradients of rows that no known step has absorbed.
+    gradients: RowGradients,
+    /// Whether this rank has looked up the rows of the round.
+    looked_up: bool,
+    /// Step of the parameters that this joining worker has fetched, and its generation.
+    fetched: Option<(u64, Generation)>,
+    /// What the ranks of the group told about their rows, and their hosts.
+    synced: Vec<(Option<OwnedHeader>, u64)>,
+}
+
+impl RowTables {
+    /// The tables of worker `me`; `None` if there are none.
+    pub(crate) fn new(me: u64, seed: u64, specs: Vec<Table>) -> Option<Self> {
+        let settings = Settings { seed, shards: SHARDS, copies: 2, copy_bytes: COPY_BYTES };
+        let specs: Arc<[Table]> = specs.into();
+        (!specs.is_empty()).then(|| Self {
+            owned: Owned::new(me, settings, Arc::clone(&specs)),
+            specs,
+            gradients: RowGradients::default(),
+            looked_up: false,
+            fetched: None,
+            synced: Vec::new(),
+        })
+    }
+
+    /// No ids of these tables.
+    pub(super) fn ids(&self) -> Ids {
+        Ids::new(self.specs.len())
+    }
+
+    /// What this worker tells a new group.
+    pub(super) fn header(&self) -> Option<OwnedHeader> {
+        let of_joiner = |(step, Generation(of))| OwnedHeader::of_joiner(step, of);
+        self.owned.header().or_else(|| self.fetched.map(of_joiner))
+    }
+
+    /// Takes in what the ranks of a new group tell.
+    pub(super) fn synced(&mut self, headers: &[SyncHeader]) {
+        let host = |header: &SyncHeader| xxh3_64(header.origin.host.as_bytes());
+        self.synced = headers.iter().map(|h| (h.tables.clone(), host(h))).collect();
+    }
+
+    /// This joining worker has the parameters of `step`, which its donor's group of `generation`
+    /// committed.
+    pub(super) fn fetched(&mut self, step: u64, generation: Generation) {
+        self.fetched = Some((step, generation));
+    }
+
+    /// The step after `step` is committed, by the group of `generation` or, in a repair, by an
+    /// earlier one.
+    pub(super) fn commit(
+        &mut self,
+        step: u64,
+        generation: Option<Generation>,
+        (records, is_applied): (u64, bool),
+    ) {
+        let headers = self.headers();
+        let generation = generation
+            .map(|Generation(generation)| generation)
+            .or_else(|| OwnedHeader::generation_of(step + 1, &headers));
+        if let Some(generation) = generation {
+            self.owned.commit(StepCommit { generation, records, is_applied });
+        }
+        self.looked_up = false;
+    }
+
+    fn headers(&self) -> Vec<Option<OwnedHeader>> {
+        self.synced.iter().map(|(header, _)| header.clone()).collect()
+    }
+
+    /// All ranks hold the parameters of `step`. They agree on who holds which rows.
+    pub(super) fn regroup(
+        &mut self,
+        group: &mut dyn Group,
+        step: u64,
+        members: &[WorkerId],
+    ) -> Result<(), Stopped> {
+        self.looked_up = false;
+        let hosts = self.synced.iter().map(|(_, host)| *host);
+        let member = |(&WorkerId(worker), host)| Member { worker, host, leaves: false };
+        let members: Vec<Member> = members.iter().zip(hosts).map(member).collect();
+        let generation = group.generation();
+        if step == 0 {
+            self.owned.create(generation, members);
+            return Ok(());
+        }
+        let headers = self.headers();
+        let of_step = OwnedHeader::generation_of(step, &headers);
+        let recovery = of_step.and_then(|of| Recovery::plan(step, of, &headers));
+        let Some(recovery) = recovery else { return Err(lost(SHARDS as usize)) };
+        let placement = self.owned.placement().filter(|_| group.rank() == recovery.root);
+        let mut bytes = placement.map(header::encode).unwrap_or_default();
+        group.broadcast_bytes(recovery.root, &mut bytes)?;
+        let placement = header::decode(&bytes).ok_or(InvalidData("a placement of rows"))?;
+        self.owned
+            .regroup((step, placement), &recovery, (generation, members))
+            .map_err(|LostShards(shards)| lost(shards.len()))
+    }
+
+    /// Looks up the rows of `ids`.
+    pub(super) fn look_up(
+        &mut self,
+        group: &mut dyn Group,
+        ids: &Ids,
+    ) -> Result<BatchRows, Stopped> {
+        let requests = exchange(group, self.owned.requests(ids))?;
+        let replies = exchange(group, self.owned.replies(&requests)?)?;
+        Ok(self.owned.receive(ids, &replies)?)
+    }
+
+    /// Hands the gradients of this rank's records to the workers that hold their rows.
+    pub(super) fn push(&mut self, group: &mut dyn Group, is_empty: bool) -> Result<(), Stopped> {
+        if !self.looked_up {
+            let none = self.ids();
+            self.look_up(group, &none)?;
+        }
+        self.looked_up = false;
+        if is_empty {
+            self.gradients.clear();
+        }
+        let pushes = exchange(group, self.owned.pushes(&self.gradients))?;
+        Ok(self.owned.stage(&pushes)?)
+    }
+}
+
+impl RowTables {
+    /// Touches of the rows of all ranks, each counted by the rank that owns it.
+    pub(super) fn count_touches(&self, group: &mut dyn Group) -> Result<u64, Stopped> {
+        let owned = self.owned.owned().touches;
+        let all: Vec<u64> = decode_all(group.all_gather(&header::encode(&owned))?)?;
+        Ok(all.iter().sum())
+    }
+}
+
+impl<M: Model> Trainer<'_, M> {
+    /// As `compute`, for a model with tables: the rows of all records are looked up at once.
+    pub(super) fn compute_with_rows(
+        &mut self,
+        ranges: &[RecordRange],
+        is_first: bool,
+    ) -> Result<(), Stopped> {
+        if is_first {
+            self.tensors.clear_gradient()?;
+        }
+        let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
+        let (mut records, mut parts, mut unread) = (Vec::new(), Parts::default(), Vec::new());
+        let started = self.machine.now();
+        for (i, range) in ranges.iter().enumerate() {
+            // Without its records, the job ends.
+            let Some(taken) = self.take(*range)? else { return Ok(()) };
+            parts.push(*range, taken.records.len() as u64);
+            records.extend(taken.records);
+            if let Some(rest) = taken.rest {
+                // Storage does not answer: the step consists of the records that have been read.
+                unread.push(rest);
+                unread.extend(&ranges[i + 1..]);
+                break;
+            }
+        }
+        let input = self.machine.now() - started;
+        let order = Arc::clone(&self.order);
+        let fail = |error| Failure::on_records(error, order.ranges(ranges));
+        let Some(tables) = &mut self.tables else { return Ok(()) };
+        if is_first {
+            tables.gradients.clear();
+        }
+        let mut ids = tables.ids();
+        let mut batches = Vec::new();
+        let started = self.machine.now();
+        while !records.is_empty() {
+            let rest = records.split_off(records.len().min(most));
+            let now = mem::replace(&mut records, rest);
+            let (count, model) = (now.len(), &mut self.model);
+            let positions = parts.split_off(count as u64);
+            let batch = feed(model, now, &mut ids).map_err(fail)?;
+            batches.push((batch, count, positions));
+        }
+        let mut busy = self.machine.now() - started;
+        tables.looked_up = true;
+        let mut rows = match tables.look_up(self.tensors.group_mut()?, &ids) {
+            Ok(rows) => rows,
+            Err(stopped) => {
+                self.session.assignment.not_computed(ranges);
+                return Err(stopped);
+            }
+        };
+        let started = self.machine.now();
+        let mut loss_sum = 0.0;
+        for (batch, count, positions) in batches {
+            loss_sum +=
+                self.gradients_of((batch, count), &positions, Some(&mut rows)).map_err(fail)?;
+        }
+        busy += self.machine.now() - started;
+        let Some(tables) = &mut self.tables else { return Ok(()) };
+        tables.gradients.add(&tables.specs, &ids, &rows);
+        if !tables.gradients.are_finite() {
+            // All ranks see a loss that is not finite in this rank's header.
+            loss_sum = f64::NAN;
+        }
+        let metrics = metrics::take_reported().map_err(Failure::fatal)?;
+        self.session.assignment.computed(Computed {
+            loss_sum,
+            metrics,
+            compute_us: busy.as_micros() as u64,
+            input_us: input.as_micros() as u64,
+            row_touches: ids.touches(),
+        });
+        self.session.assignment.not_read(&unread);
+        Ok(())
+    }
+}
+
+/// Builds a batch, and adds the ids of its rows.
+pub(crate) fn feed<M: Model>(
+    model: &mut M,
+    records: Vec<<M::Reader as Reader>::Record>,
+    ids: &mut Ids,
+) -> Result<M::Batch, String> {
+    let mut batch = call_user("feed()", || model.feed(records))?;
+    let add_ids = || match model.as_table_model() {
+        Some(model) => model.ids(&mut batch, ids),
+        None => Err("as_table_model() returned another variant".into()),
+    };
+    call_user("ids()", add_ids)?;
+    Ok(batch)
+}
+
+/// Gives each rank its message, and returns those that the ranks give to this one.
+fn exchange(
+    group: &mut dyn Group,
+    messages: Vec<Vec<u8>>,
+) -> Result<Vec<Vec<u8>>, CollectiveError> {
+    let send: Vec<&[u8]> = messages.iter().map(Vec::as_slice).collect();
+    let mut received = Vec::new();
+    group.exchange(&send, &mut received)?;
+    Ok(received)
+}
+
+fn lost(shards: usize) -> Stopped {
+    let text = format!(
+        "all copies of {shards} of {SHARDS} parts of the model's tables are lost with the workers \
+         that held them"
+    );
+    Stopped::Failed(Failure::fatal(text))
+}
+
+impl From<InvalidRows> for Stopped {
+    fn from(error: InvalidRows) -> Self {
+        Self::Failed(Failure::local(error.to_string()))
+    }
+}
+
+/// Number of shards of a job.
+const SHARDS: u32 = 1024;
+
+/// Bytes that a worker sends and receives between two steps, to copy shards: a few milliseconds at
+/// 10 Gbit/s.
+const COPY_BYTES: u64 = 4 << 20;
