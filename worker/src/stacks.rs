@@ -118,7 +118,7 @@ mod tests {
 
     #[inline(never)]
     fn waits_for_a_sender(receiver: &std::sync::mpsc::Receiver<()>) {
-        let _ = receiver.recv();
+        let _ = std::hint::black_box(receiver.recv());
     }
 
     #[test]

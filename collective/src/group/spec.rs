@@ -47,4 +47,4 @@ pub struct Member {
 }
 
 /// Maximum number of members.
-pub const MEMBERS_MAX: usize = 4096;
+pub const MEMBERS_MAX: usize = 16_384;

@@ -189,7 +189,7 @@ impl Communicator for SimulatedGroup {
     }
 
     fn exchange(&mut self, _: &[&[u8]], _: &mut Vec<Vec<u8>>) -> Result<(), CollectiveError> {
-        Err(CollectiveError::Invalid("no trainer exchanges blocks".into()))
+        Err(CollectiveError::Invalid("the simulation has no tables".into()))
     }
 }
 

@@ -147,6 +147,7 @@ fn tables_of<M: Model>(
     let is_impossible = [
         (options.deterministic, "--deterministic"),
         (options.checkpoints.is_some(), "--checkpoint-dir; give --checkpoint-dir none"),
+        (options.resume_from.is_some(), "--resume-from"),
         (matches!(options.work, Work::Train { export: Some(_) }), "--export"),
         (export_best(options).is_some(), "--export-best"),
         (is_on_gpu, "a model on a GPU"),

@@ -193,7 +193,7 @@ impl Owned {
     /// `placement` says who holds what. A worker whose shards are of another state gives them up.
     ///
     /// # Errors
-    /// Shards are lost. The group goes back to a checkpoint.
+    /// Shards are lost: their rows are nowhere in the group.
     pub fn regroup(
         &mut self,
         (step, placement): (u64, Placement),

@@ -166,7 +166,7 @@ fn wanted(shard: u32, copies: u32, members: &[Member]) -> Vec<u64> {
     workers
 }
 
-/// Keys of the hashes. They are part of the format of checkpoints.
+/// Keys of the hashes.
 const SHARD_SEED: u64 = 0x7461_626c_6573_0001;
 const PLACEMENT_SEED: u64 = 0x7461_626c_6573_0002;
 

@@ -243,6 +243,9 @@ impl HostGroup {
                 return Err(error);
             }
         }
+        // No rank sends payloads while another one waits for links: it reads nothing meanwhile, and
+        // the end of a neighbour would be behind what fills its window.
+        self.gather(Kind::Exchange, &[])?;
         Ok(())
     }
 
