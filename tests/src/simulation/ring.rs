@@ -130,7 +130,7 @@ impl World {
         Ok(())
     }
 
-    /// Goes on with the links of a group. `None`: it waits for them.
+    /// Continues to build the links of a group. `None`: it waits for them.
     pub(super) fn continue_connect(
         &mut self,
         p: usize,

@@ -115,7 +115,7 @@ impl Worker {
             }
         };
         if let Err(failure) = &exit {
-            // The control thread is told before it is stopped.
+            // The control thread learns of it before it is stopped.
             let _ = outbox.send(WorkerMessage::clone(failure));
         }
         act(move |world, thread| world.end_trainer(thread.p, &exit));
