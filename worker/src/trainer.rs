@@ -230,7 +230,8 @@ impl<M: Model> Trainer<'_, M> {
             None => 0,
         };
         let mut mine = self.session.sync_header(digest);
-        mine.tables = self.tables.as_ref().and_then(RowTables::header);
+        let step = self.session.state().map(|state| state.step);
+        mine.tables = self.tables.as_ref().and_then(|tables| tables.header(step));
         let mine = header::encode(&mine);
         let headers: Vec<SyncHeader> = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
         if let Some(tables) = &mut self.tables {

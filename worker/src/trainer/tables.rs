@@ -64,10 +64,12 @@ impl RowTables {
         Ids::new(self.specs.len())
     }
 
-    /// What this worker tells a new group.
-    pub(super) fn header(&self) -> Option<OwnedHeader> {
+    /// What this worker tells a new group. `step`: of its parameters, if it has any.
+    pub(super) fn header(&self, step: Option<u64>) -> Option<OwnedHeader> {
+        // A fetched state may have been given up since.
+        let fetched = self.fetched.filter(|(fetched, _)| Some(*fetched) == step);
         let of_joiner = |(step, Generation(of))| OwnedHeader::of_joiner(step, of);
-        self.owned.header().or_else(|| self.fetched.map(of_joiner))
+        self.owned.header().or_else(|| fetched.map(of_joiner))
     }
 
     /// Takes in what the ranks of a new group tell.
