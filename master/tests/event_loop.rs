@@ -172,6 +172,7 @@ fn spec() -> JobSpec {
         on_nonfinite: OnNonfinite::Fail,
         allow_mixed_builds: false,
         bad_records_max: 0,
+        table_replicas: 2,
         restart_without_checkpoint: false,
         policies: Default::default(),
         grace_period: Duration::from_secs(30),

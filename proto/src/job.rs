@@ -70,6 +70,9 @@ pub struct WorkerOptions {
     pub link_encryption: LinkEncryption,
     /// Number of bad records that the reader skips; 0 if the first one ends the job.
     pub bad_records_max: u64,
+    /// Number of workers that hold each row of the model's tables: 1 to
+    /// [`TABLE_REPLICAS_MAX`](crate::limits::TABLE_REPLICAS_MAX).
+    pub table_replicas: u8,
 }
 
 /// Number of records of a step.

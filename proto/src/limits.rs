@@ -9,6 +9,8 @@ pub const EPOCHS_MAX: u32 = 1 << 20;
 pub const WORKERS_MAX: u32 = 16_384;
 /// Most parallel connections between neighbours in the ring.
 pub const CHANNELS_MAX: u8 = 16;
+/// Most workers with a copy of a row.
+pub const TABLE_REPLICAS_MAX: u8 = 3;
 /// Most records of a step.
 pub const BATCH_RECORDS_MAX: u64 = 1 << 32;
 /// Most micro-batches of a step whose sum is exact: each halving of their size costs a bit of

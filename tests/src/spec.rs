@@ -38,6 +38,7 @@ pub fn job_spec(name: &str, training_data: &str, workers: u32, batch: Batch) -> 
         on_nonfinite: OnNonfinite::Fail,
         allow_mixed_builds: false,
         bad_records_max: 0,
+        table_replicas: 2,
         restart_without_checkpoint: true,
         grace_period: Duration::from_secs(30),
         policies: Default::default(),

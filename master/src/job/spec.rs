@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_proto::limits::{CHANNELS_MAX, WORKERS_MAX};
+use elasticdl_proto::limits::{CHANNELS_MAX, TABLE_REPLICAS_MAX, WORKERS_MAX};
 pub use elasticdl_proto::{
     Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, Shuffle, ShuffleMode,
     ValidationSpec, WireDtype, Work,
@@ -81,6 +81,8 @@ pub struct JobSpec {
     pub link_encryption: LinkEncryption,
     /// Number of bad records that the reader skips; 0 if the first one ends the job.
     pub bad_records_max: u64,
+    /// Number of workers that hold each row of the model's tables: 1 to [`TABLE_REPLICAS_MAX`].
+    pub table_replicas: u8,
     /// How long workers may take from SIGTERM to their end.
     pub grace_period: Duration,
     /// What exit codes mean, and when the job ends before its data.
@@ -144,6 +146,7 @@ impl JobSpec {
             allows_mixed_builds: self.allow_mixed_builds,
             link_encryption: self.link_encryption,
             bad_records_max: self.bad_records_max,
+            table_replicas: self.table_replicas,
         }
     }
 
@@ -225,6 +228,9 @@ impl JobSpec {
         }
         if !(1..=CHANNELS_MAX).contains(&self.channels) {
             return one_of("channels", self.channels.to_string(), "from 1 to 16");
+        }
+        if !(1..=TABLE_REPLICAS_MAX).contains(&self.table_replicas) {
+            return one_of("table_replicas", self.table_replicas.to_string(), "from 1 to 3");
         }
         if self.epochs == 0 {
             return one_of("epochs", "0".into(), "at least 1");

@@ -49,6 +49,7 @@ pub(crate) fn spec() -> JobSpec {
         on_nonfinite: OnNonfinite::default(),
         allow_mixed_builds: false,
         bad_records_max: 0,
+        table_replicas: 2,
         restart_without_checkpoint: true,
         // A leaving worker is released after 10 s.
         grace_period: Duration::from_secs(14),

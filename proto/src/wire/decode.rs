@@ -22,7 +22,7 @@ use crate::limits::{
     BATCH_RECORDS_MAX, CHANNELS_MAX, CHECKPOINT_NAME_BYTES_MAX, DATASET_FILES_MAX,
     DATASET_RECORDS_MAX, EPOCHS_MAX, ERROR_BYTES_MAX, METRIC_NAME_BYTES_MAX, METRICS_MAX,
     PARAMETERS_MAX, PATH_BYTES_MAX, PHASE_US_MAX, PLACE_BYTES_MAX, SKIPPED_LISTED_MAX,
-    SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, WORKERS_MAX, clip,
+    SKIPPED_TEXT_BYTES_MAX, STEPS_MAX, SUMMARY_BYTES_MAX, TABLE_REPLICAS_MAX, WORKERS_MAX, clip,
 };
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
@@ -347,6 +347,9 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
     // 0 means 1.
     let channels = u64::from(options.channels.max(1));
     let channels = within("options.channels", channels, 1, CHANNELS_MAX.into())?;
+    let table_replicas = u64::from(options.table_replicas);
+    let table_replicas =
+        within("options.table_replicas", table_replicas, 1, TABLE_REPLICAS_MAX.into())?;
     let (work, validation) = work(options.work.ok_or("options.work: must be there")?)?;
     let micro_batch = within("options.micro_batch", options.micro_batch, 0, BATCH_RECORDS_MAX)?;
     let micro_batch = NonZeroU64::new(micro_batch);
@@ -375,6 +378,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         channels: channels as u8,
         skips_nonfinite: options.skip_nonfinite,
         allows_mixed_builds: options.allow_mixed_builds,
+        table_replicas: table_replicas as u8,
         link_encryption,
     })
 }

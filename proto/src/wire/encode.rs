@@ -259,6 +259,7 @@ fn options(options: WorkerOptions) -> v1::Options {
         channels: options.channels.into(),
         skip_nonfinite: options.skips_nonfinite,
         allow_mixed_builds: options.allows_mixed_builds,
+        table_replicas: options.table_replicas.into(),
         leave_timeout_ms: options.leave_timeout.map(millis),
         link_encryption: link_encryption.into(),
         work: Some(work(options.work, options.validation)),

@@ -303,6 +303,7 @@ fn options() -> WorkerOptions {
         allows_mixed_builds: true,
         link_encryption: crate::LinkEncryption::On,
         bad_records_max: 6,
+        table_replicas: 3,
         shuffle: crate::Shuffle { mode: crate::ShuffleMode::Block, buffer: NonZeroU64::new(9) },
         micro_batch: NonZeroU64::new(3),
         deterministic: false,
@@ -508,10 +509,8 @@ fn checkpoint_reports_are_checked_and_truncated() {
     let converted = |kind| convert(Kind::Checkpoint(v1::CheckpointNews { kind }));
     let name = "x".repeat(300);
     let saved = converted(Some(News::Saved(v1::CheckpointSaved { step: 3, name, bytes: 9 })));
-    let Ok(WorkerMessage::Checkpoint(CheckpointNews::Saved { step: 3, name, bytes: 9 })) = saved
-    else {
-        panic!("{saved:?}")
-    };
+    let Ok(WorkerMessage::Checkpoint(news)) = saved else { panic!("{saved:?}") };
+    let CheckpointNews::Saved { step: 3, name, bytes: 9 } = news else { panic!("{news:?}") };
     assert_eq!(name, format!("{}…", "x".repeat(256)));
     assert!(converted(None).is_err());
     let restored = |step| {

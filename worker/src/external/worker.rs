@@ -236,6 +236,7 @@ fn welcome(options: AloneOptions) -> Welcome {
         skips_nonfinite: false,
         allows_mixed_builds: false,
         bad_records_max: 0,
+        table_replicas: 2,
         link_encryption: LinkEncryption::Off,
     };
     Welcome { worker: WorkerId(1), incarnation: 0, options }

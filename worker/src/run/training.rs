@@ -82,7 +82,7 @@ impl Training<'_> {
         session.ready(size.parameters as u64);
         let machine: Arc<dyn Machine> = Arc::new(System);
         let tables = tables_of(&mut model, options, is_on_gpu).map_err(Failure::fatal)?;
-        let tables = RowTables::new(worker.0, options.seed, tables);
+        let tables = RowTables::new(worker.0, options, tables);
         let trainer = Trainer {
             tensors,
             model,

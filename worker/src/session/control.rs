@@ -182,6 +182,7 @@ pub(crate) mod tests {
             skips_nonfinite: false,
             allows_mixed_builds: false,
             bad_records_max: 0,
+            table_replicas: 2,
             link_encryption: Default::default(),
         };
         Welcome { worker: WorkerId(worker), incarnation, options }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use elasticdl_collective::CollectiveError;
 use elasticdl_data::Reader;
-use elasticdl_proto::{Generation, RecordRange, WorkerId};
+use elasticdl_proto::{Generation, RecordRange, WorkerId, WorkerOptions};
 use elasticdl_tables::{
     BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, Recovery, RowGradients,
     Settings, StepCommit, Table,
@@ -46,8 +46,9 @@ pub(crate) struct RowTables {
 
 impl RowTables {
     /// The tables of worker `me`; `None` if there are none.
-    pub(crate) fn new(me: u64, seed: u64, specs: Vec<Table>) -> Option<Self> {
-        let settings = Settings { seed, shards: SHARDS, copies: 2, copy_bytes: COPY_BYTES };
+    pub(crate) fn new(me: u64, options: &WorkerOptions, specs: Vec<Table>) -> Option<Self> {
+        let (seed, copies) = (options.seed, options.table_replicas.into());
+        let settings = Settings { seed, shards: SHARDS, copies, copy_bytes: COPY_BYTES };
         let specs: Arc<[Table]> = specs.into();
         (!specs.is_empty()).then(|| Self {
             owned: Owned::new(me, settings, Arc::clone(&specs)),

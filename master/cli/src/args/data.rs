@@ -102,6 +102,15 @@ pub(crate) struct TuningOptions {
     #[arg(long, value_name = "WHICH", default_value = "auto",
           value_parser = values::choice(LINK_ENCRYPTIONS))]
     pub(crate) link_encryption: LinkEncryption,
+
+    /// Number of workers that hold each row of the model's tables, 1 to 3.
+    ///
+    /// Up to one worker fewer can be lost at once without any loss of rows; they are on different
+    /// hosts where there are any. Then the group makes new copies while it trains. With 1, the loss
+    /// of a worker takes the group back to the newest checkpoint.
+    #[arg(long, value_name = "N", default_value_t = TABLE_REPLICAS,
+          value_parser = clap::value_parser!(u8).range(1..=3))]
+    pub(crate) table_replicas: u8,
 }
 
 /// Parses the number of bad records that are skipped.
@@ -156,6 +165,8 @@ impl TrainingData {
 }
 
 const HEADING: &str = "Data and steps";
+/// Copies of each row, unless a job has its own number.
+pub(crate) const TABLE_REPLICAS: u8 = 2;
 /// Values of `--link-encryption`.
 const LINK_ENCRYPTIONS: Choices<LinkEncryption> = &[
     ("auto", LinkEncryption::Auto, "Those between hosts"),

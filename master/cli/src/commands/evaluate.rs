@@ -91,6 +91,7 @@ mod tests {
             "shuffle",
             "shuffle-buffer",
             "success-policy",
+            "table-replicas",
             "training-data",
             "validation-data",
             "validation-split",

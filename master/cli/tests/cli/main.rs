@@ -512,6 +512,7 @@ fn the_help_names_each_option_within_100_columns() {
         "--wire-dtype",
         "--channels",
         "--link-encryption",
+        "--table-replicas",
         "--training-data",
         "--num-epochs",
         "--max-steps",

@@ -294,6 +294,7 @@ mod tests {
             on_nonfinite: OnNonfinite::Fail,
             allow_mixed_builds: false,
             bad_records_max: 0,
+            table_replicas: 2,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
             policies: Default::default(),

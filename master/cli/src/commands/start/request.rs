@@ -13,7 +13,7 @@ use elasticdl_proto::DATA_OF_PROGRAM;
 
 use crate::args::{
     ClusterOptions, InferenceData, InferenceOptions, JOB_NAME_LEN_MAX, JobOptions, OutputOptions,
-    TrainingOptions, TuningOptions, WorkerOptions, sources,
+    TABLE_REPLICAS, TrainingOptions, TuningOptions, WorkerOptions, sources,
 };
 use crate::process::Failure;
 
@@ -81,6 +81,7 @@ impl StartRequest {
                     channels: tuning.channels,
                     link_encryption: tuning.link_encryption,
                     bad_records_max: data.bad_records.bad_records,
+                    table_replicas: tuning.table_replicas,
                     on_nonfinite: options.resilience.on_nonfinite,
                     allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
@@ -133,6 +134,7 @@ impl StartRequest {
             on_nonfinite: OnNonfinite::Fail,
             allow_mixed_builds: false,
             bad_records_max: 0,
+            table_replicas: TABLE_REPLICAS,
             restart_without_checkpoint: false,
             grace_period: self.workers.grace_period,
             policies: self.job.lifecycle.policies(SuccessPolicy::All)?,
