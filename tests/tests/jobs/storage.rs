@@ -1,5 +1,6 @@
 //! A store that is unavailable for 6 s and 20 s costs no worker and no record with default options;
-//! a line appended to a table ends the job.
+//! a stop during an outage gives up the checkpoint and keeps the model; a line appended to a table
+//! ends the job.
 //!
 //! All with the options that jobs have by default.
 
@@ -8,7 +9,7 @@ use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use elasticdl_proto::Status;
-use elasticdl_tests::{Command, Ended, FaultRates, S3, counting_data, send};
+use elasticdl_tests::{Command, Ended, FaultRates, S3, counting_data, exported_counts, send};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
@@ -75,6 +76,28 @@ fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_an
     // One event for each outage, not one per worker and request.
     assert_eq!(times(&ended, "waits for storage: s3://bucket/"), 2, "{}", ended.output);
     assert_eq!(times(&ended, "storage answers again"), 2, "{}", ended.output);
+}
+
+#[test]
+fn a_stop_gives_up_a_checkpoint_whose_write_hangs_and_exports_the_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let export = folder.path().join("model.safetensors");
+    let server = S3::start(FaultRates::default(), 1);
+    let mut job = job_on(folder.path().join("data"), &folder, &server)
+        .option("checkpoint-dir", "s3://bucket/checkpoints")
+        .option("checkpoint-every", "20")
+        .option("export", &export)
+        .start();
+    job.wait_for_work_of(3);
+    server.set_fault_rates(FaultRates { unavailable: true, ..FaultRates::default() });
+    job.signal(Signal::INT);
+    let ended = job.wait();
+    ended.assert_outcome(130, "stopped");
+    assert_eq!(times(&ended, "the storage of checkpoints hangs"), 1, "{}", ended.output);
+    let summary = ended.summary();
+    assert!(summary.state_lost.is_none(), "{summary:?}");
+    let counted: f32 = exported_counts(&export).iter().sum();
+    assert_eq!(counted, summary.records.counted as f32);
 }
 
 #[test]

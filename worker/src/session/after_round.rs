@@ -148,6 +148,16 @@ impl Session {
         self.checkpoints.committed(step, is_written);
     }
 
+    /// Step of a checkpoint whose write turns out to hang. It counts as failed from `now` on.
+    pub fn poll_hung_checkpoint(&mut self, now: Duration) -> Option<u64> {
+        self.checkpoints.poll_hung(now, self.requests.stop)
+    }
+
+    /// Whether a write of this rank's checkpoint hangs, and has been counted as failed.
+    pub fn has_hung_checkpoint(&self) -> bool {
+        self.checkpoints.hangs()
+    }
+
     /// Whether the job ends before its data does, because evaluations no longer improve.
     pub fn stops_early(&self) -> bool {
         self.job.evaluation.as_ref().is_some_and(|plan| plan.stops_early(&self.evaluation()))

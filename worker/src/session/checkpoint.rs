@@ -12,8 +12,13 @@
 //! decisions are derived from them alone. A checkpoint belongs to the ranks that began it: if one
 //! of them is lost or has abandoned it, the others abandon it too, and the next one is due at once.
 //!
+//! A write can hang: the server of a mounted folder may be gone, and the system call never returns.
+//! After a limit such a write counts as failed. A rank has one thread for writes, so no rank begins
+//! another checkpoint before the write has ended after all, and the end of the job does not wait.
+//!
 //! **Invariant:** ranks of a group begin the same checkpoint at the same step. **Invariant:** no
-//! rank waits for a checkpoint, except at the end of the job.
+//! rank waits for a checkpoint, except at the end of the job. **Invariant:** a rank has at most one
+//! write at a time.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -28,6 +33,8 @@ pub struct CheckpointHeader {
     pub due: bool,
     /// Whether the rank is still writing, possibly for an abandoned checkpoint.
     pub busy: bool,
+    /// Whether that write hangs, so that no checkpoint can be written.
+    pub hangs: bool,
     /// Step of the checkpoint that the rank takes part in, and the state of its part.
     pub at: Option<(u64, Part)>,
     /// Digest of the rank's whole state at that step, once it is known.
@@ -107,6 +114,15 @@ impl Current {
     }
 }
 
+/// A write of this rank that has not ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Write {
+    step: u64,
+    /// `None` until the time is known.
+    began: Option<Duration>,
+    hangs: bool,
+}
+
 /// One rank's knowledge of the job's checkpoints.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
@@ -119,7 +135,11 @@ pub struct Checkpoints {
     failed: Option<u64>,
     requested: bool,
     overdue: bool,
-    busy: bool,
+    write: Option<Write>,
+    longest_write: Duration,
+    now: Duration,
+    /// When this rank has learned that the job stops.
+    stops_since: Option<Duration>,
     current: Option<Current>,
     tasks: VecDeque<Task>,
     copy_us: u64,
@@ -137,7 +157,10 @@ impl Checkpoints {
             failed: None,
             requested: false,
             overdue: false,
-            busy: false,
+            write: None,
+            longest_write: Duration::ZERO,
+            now: Duration::ZERO,
+            stops_since: None,
             current: None,
             tasks: VecDeque::new(),
             copy_us: 0,
@@ -167,7 +190,8 @@ impl Checkpoints {
             matches!(self.every, Some(CheckpointEvery::Steps(steps)) if interval_ends(steps.get()));
         CheckpointHeader {
             due: self.current.is_none() && (self.requested || self.overdue || far),
-            busy: self.busy,
+            busy: self.write.is_some(),
+            hangs: self.hangs(),
             at: self.current.as_ref().map(|current| (current.step, current.mine)),
             digest: self.current.as_ref().and_then(|current| current.my_digest),
             complete: self.complete,
@@ -223,7 +247,7 @@ impl Checkpoints {
         if let Some(parts) = parts.filter(|_| !current.committing && current.is_verified()) {
             current.committing = true;
             if current.members[0] == self.me {
-                self.busy = true;
+                self.write = Some(Write::of(current.step));
                 self.tasks.push_back(Task::Commit { step: current.step, parts });
             }
         }
@@ -238,7 +262,8 @@ impl Checkpoints {
         now: Duration,
     ) {
         let Some(rank) = members.iter().position(|m| *m == self.me) else { return };
-        (self.requested, self.overdue, self.busy) = (false, false, true);
+        (self.requested, self.overdue) = (false, false);
+        self.write = Some(Write::of(step));
         self.current = Some(Current {
             step,
             begun: now,
@@ -274,7 +299,7 @@ impl Checkpoints {
 
     /// This rank's part of `step` is written, or could not be.
     pub fn wrote(&mut self, step: u64, part: Result<Written, ()>) {
-        self.busy = false;
+        self.end_write(part.is_ok());
         if let Some(current) = self.current.as_mut().filter(|current| current.step == step) {
             current.mine = part.map_or(Part::Failed, Part::Written);
         }
@@ -282,17 +307,57 @@ impl Checkpoints {
 
     /// The manifest of `step` is written, or could not be.
     pub fn committed(&mut self, step: u64, is_written: bool) {
-        self.busy = false;
+        self.end_write(is_written);
+        self.note_result(step, is_written);
+    }
+
+    /// Notes the time, and whether the job `stops`. Returns the step of a write that turns out to
+    /// hang; it counts as failed from then on.
+    pub fn poll_hung(&mut self, now: Duration, stops: bool) -> Option<u64> {
+        self.now = now;
+        if stops {
+            self.stops_since.get_or_insert(now);
+        }
+        let write = self.write.as_mut().filter(|write| !write.hangs)?;
+        let began = *write.began.get_or_insert(now);
+        let limit = match self.longest_write {
+            Duration::ZERO => WRITE_UNKNOWN,
+            longest => WRITE_MIN.max(longest * USUAL_TIMES),
+        };
+        let is_late = |since: Duration, limit| now.saturating_sub(since) > limit;
+        let stop_is_late = self.stops_since.is_some_and(|since| is_late(since, WRITE_AT_STOP));
+        if !is_late(began, limit) && !stop_is_late {
+            return None;
+        }
+        write.hangs = true;
+        let step = write.step;
+        self.note_result(step, false);
+        Some(step)
+    }
+
+    /// Whether a write of this rank hangs.
+    pub fn hangs(&self) -> bool {
+        self.write.is_some_and(|write| write.hangs)
+    }
+
+    pub fn poll(&mut self) -> Option<Task> {
+        self.tasks.pop_front()
+    }
+
+    fn end_write(&mut self, is_written: bool) {
+        let began = self.write.take().and_then(|write| write.began);
+        if let Some(began) = began.filter(|_| is_written) {
+            self.longest_write = self.longest_write.max(self.now.saturating_sub(began));
+        }
+    }
+
+    fn note_result(&mut self, step: u64, is_written: bool) {
         let newest = if is_written { &mut self.complete } else { &mut self.failed };
         *newest = (*newest).max(Some(step));
         self.interval_base = self.interval_base.max(step);
         if self.current.as_ref().is_some_and(|current| current.step <= step) {
             self.settle();
         }
-    }
-
-    pub fn poll(&mut self) -> Option<Task> {
-        self.tasks.pop_front()
     }
 
     /// The checkpoint in progress is complete or has failed.
@@ -304,6 +369,12 @@ impl Checkpoints {
     }
 }
 
+impl Write {
+    fn of(step: u64) -> Self {
+        Self { step, began: None, hangs: false }
+    }
+}
+
 /// Whether a checkpoint begins at the end of this step.
 pub fn begins(headers: &[&CheckpointHeader]) -> bool {
     headers.iter().any(|w| w.due) && !is_in_progress(headers)
@@ -311,7 +382,7 @@ pub fn begins(headers: &[&CheckpointHeader]) -> bool {
 
 /// Next action of a group that has committed its last `step`, before it ends.
 pub fn final_checkpoint(headers: &[&CheckpointHeader], step: u64) -> FinalCheckpoint {
-    let settled = headers.iter().any(|w| w.complete.max(w.failed) >= Some(step));
+    let settled = headers.iter().any(|w| w.hangs || w.complete.max(w.failed) >= Some(step));
     if settled || step == 0 {
         FinalCheckpoint::Nothing
     } else if is_in_progress(headers) {
@@ -328,6 +399,16 @@ fn is_in_progress(headers: &[&CheckpointHeader]) -> bool {
 /// Upper bound of a job's first interval: without any checkpoint, the loss of all workers loses all
 /// work.
 pub const FIRST_AFTER: Duration = Duration::from_secs(30);
+
+/// The limit of a write before one has shown how long it takes. A disk that writes 10 MB/s takes so
+/// long for 36 GB.
+const WRITE_UNKNOWN: Duration = Duration::from_secs(3600);
+/// The least limit that is learned. Requests that fail are repeated for ten minutes.
+const WRITE_MIN: Duration = Duration::from_secs(900);
+/// A write this many times as long as usual hangs.
+const USUAL_TIMES: u32 = 20;
+/// How long a stop waits for a write. Its master gives the state up after 60 s.
+const WRITE_AT_STOP: Duration = Duration::from_secs(50);
 
 #[cfg(test)]
 mod tests;

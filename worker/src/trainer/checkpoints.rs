@@ -23,21 +23,30 @@ impl<M: Model> Trainer<'_, M> {
         }
         let tell = |news| self.outbox.send(WorkerMessage::Checkpoint(news));
         while let Some(done) = store.poll() {
+            let is_told = self.session.has_hung_checkpoint();
+            if is_told {
+                tracing::info!(?done, "a checkpoint's write that has hung is over");
+            }
             match done {
                 Completion::Committed { step, name, result } => {
                     self.session.committed_checkpoint(step, result.is_ok());
                     match result {
                         Ok(bytes) => tell(CheckpointNews::Saved { step, name, bytes }),
+                        Err(_) if is_told => {}
                         Err(error) => tell(CheckpointNews::Failed { step, error }),
                     }
                 }
                 Completion::Written { step, result } => {
-                    if let Err(error) = &result {
+                    if let (Err(error), false) = (&result, is_told) {
                         tell(CheckpointNews::Failed { step, error: error.clone() });
                     }
                     self.session.wrote_part(step, result.map_err(drop));
                 }
             }
+        }
+        let now = self.machine.now() - self.started;
+        if let Some(step) = self.session.poll_hung_checkpoint(now) {
+            tell(CheckpointNews::Failed { step, error: HANGS.into() });
         }
         while let Some(task) = self.session.poll_checkpoint() {
             match task {
@@ -123,3 +132,7 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 }
+
+/// The error of a write that hangs.
+const HANGS: &str =
+    "the storage of checkpoints hangs: a write has not ended, and none is begun before it has";

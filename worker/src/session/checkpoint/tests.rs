@@ -13,6 +13,9 @@ struct Ranks {
     ranks: Vec<(WorkerId, Checkpoints)>,
     step: u64,
     begun: Vec<u64>,
+    /// The ranks whose write hangs, and since when.
+    hung: Vec<(usize, u64)>,
+    stops: bool,
     /// A rank whose state differs.
     differing: Option<usize>,
 }
@@ -20,17 +23,27 @@ struct Ranks {
 impl Ranks {
     fn new(count: u64, every: CheckpointEvery) -> Self {
         let rank = |id| (WorkerId(id), Checkpoints::new(WorkerId(id), Some(every)));
-        Self { ranks: (1..=count).map(rank).collect(), step: 0, begun: Vec::new(), differing: None }
+        Self {
+            ranks: (1..=count).map(rank).collect(),
+            step: 0,
+            begun: Vec::new(),
+            hung: Vec::new(),
+            stops: false,
+            differing: None,
+        }
     }
 
     fn members(&self) -> Vec<WorkerId> {
         self.ranks.iter().map(|(id, _)| *id).collect()
     }
 
+    fn headers(&self) -> Vec<CheckpointHeader> {
+        self.ranks.iter().map(|(_, c)| c.header(self.step + 1)).collect()
+    }
+
     /// All ranks make a step that takes one second.
     fn step(&mut self) {
-        let headers: Vec<CheckpointHeader> =
-            self.ranks.iter().map(|(_, c)| c.header(self.step + 1)).collect();
+        let headers = self.headers();
         let headers: Vec<&CheckpointHeader> = headers.iter().collect();
         self.step += 1;
         let (members, step, now) = (self.members(), self.step, Duration::from_secs(self.step));
@@ -40,6 +53,9 @@ impl Ranks {
             if begins(&headers) {
                 checkpoints.begin(step, Generation(1), &members, now);
             }
+        }
+        for (rank, (_, checkpoints)) in self.ranks.iter_mut().enumerate() {
+            self.hung.extend(checkpoints.poll_hung(now, self.stops).map(|_| (rank, step)));
         }
         self.begun.extend(begins(&headers).then_some(step));
     }
@@ -169,7 +185,7 @@ fn no_rank_waits_for_one_that_never_began_the_checkpoint() {
     ranks.step();
     ranks.ranks[1].1.current = None;
     ranks.ranks[1].1.tasks.clear();
-    ranks.ranks[1].1.busy = false;
+    ranks.ranks[1].1.write = None;
     ranks.step_to(14);
     assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 12][..], vec![Some(12); 2]));
 }
@@ -193,6 +209,66 @@ fn all_ranks_learn_of_a_failed_checkpoint_and_retry_after_an_interval() {
     ranks.work(0, false);
     ranks.step_to(21);
     assert_eq!((&*ranks.begun, ranks.complete()), (&[10, 20][..], vec![Some(20)]));
+}
+
+/// Makes steps until the write of a rank that began at step 10 turns out to hang. The other ranks
+/// write their parts. Returns the step.
+fn hang(ranks: &mut Ranks, rank: usize) -> u64 {
+    while ranks.hung.is_empty() {
+        assert!(ranks.step < 10_000);
+        ranks.step();
+        for other in 0..ranks.ranks.len() {
+            while (other != rank || ranks.step < 10) && ranks.work(other, true) {}
+        }
+    }
+    // All learn of it.
+    ranks.step();
+    assert_eq!((&*ranks.begun, ranks.complete().iter().flatten().max()), (&[10][..], None));
+    assert!(ranks.ranks.iter().all(|(_, c)| c.failed == Some(10) && c.current.is_none()));
+    ranks.hung[0].1
+}
+
+#[test]
+fn a_write_that_hangs_fails_once_and_no_checkpoint_begins_before_it_has_ended() {
+    let mut ranks = Ranks::new(3, steps(10));
+    assert_eq!(hang(&mut ranks, 1), 10 + WRITE_UNKNOWN.as_secs() + 1);
+    (0..5000).for_each(|_| ranks.step());
+    assert_eq!((&*ranks.hung, &*ranks.begun), (&[(1, 3611)][..], &[10][..]));
+    let headers = ranks.headers();
+    let headers: Vec<&CheckpointHeader> = headers.iter().collect();
+    assert_eq!(final_checkpoint(&headers, ranks.step), FinalCheckpoint::Nothing);
+    ranks.work(1, false);
+    let next = ranks.step + 1;
+    ranks.step_to(next + 3);
+    assert_eq!((&*ranks.begun, ranks.complete()), (&[10, next][..], vec![Some(next); 3]));
+}
+
+#[test]
+fn a_manifest_that_is_written_after_all_completes_its_checkpoint() {
+    let mut ranks = Ranks::new(1, steps(10));
+    ranks.step_to(10);
+    ranks.step();
+    assert_eq!(hang(&mut ranks, 0), 11 + WRITE_UNKNOWN.as_secs() + 1);
+    ranks.work(0, true);
+    assert_eq!((ranks.complete(), ranks.ranks[0].1.hangs()), (vec![Some(10)], false));
+}
+
+#[test]
+fn the_limit_of_a_write_is_learned_and_a_stop_does_not_wait_for_it() {
+    for (usual, stops, limit) in [(1, false, 900), (60, false, 1200), (60, true, 50)] {
+        let mut ranks = Ranks::new(1, steps(1000));
+        ranks.step_to(999);
+        (0..usual).for_each(|_| ranks.step());
+        ranks.step_to(1999);
+        assert_eq!(ranks.complete(), [Some(1000)]);
+        ranks.step();
+        ranks.stops = stops;
+        while ranks.hung.is_empty() {
+            ranks.step();
+        }
+        // A stop is known one step later than the write begins.
+        assert_eq!(ranks.hung, [(0, 2000 + limit + 1 + u64::from(stops))]);
+    }
 }
 
 #[test]
