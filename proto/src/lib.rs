@@ -32,8 +32,8 @@ pub use ledger::Ledger;
 pub use members::Members;
 pub use membership::{Hello, Location, Membership, Phases, Resume, Stall};
 pub use message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, Kept, LedgerReport, MasterMessage,
-    RankStep, StepTimes, WorkerMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport,
+    MasterMessage, RankStep, StepTimes, WorkerMessage,
 };
 pub use ranges::{RangeSet, RecordRange};
 pub use row_touches::{RowTouches, RowTouchesSummary};

@@ -26,11 +26,20 @@ use crate::ranges::RecordRange;
 use crate::row_touches::RowTouches;
 use crate::summary::SkippedRecords;
 
+/// What a worker's heartbeat says.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Heartbeat {
+    /// The stalled operation, if the worker waits for its neighbours.
+    pub stall: Option<Stall>,
+    /// Whether it has been in a group whose members have agreed on a state.
+    pub holds_state: bool,
+}
+
 /// A message from a worker, after its hello.
 #[derive(Clone, Debug, PartialEq)]
 pub enum WorkerMessage {
-    /// Heartbeat; the stalled operation, if the worker waits for its neighbours.
-    Heartbeat(Option<Stall>),
+    /// Heartbeat of the control thread, whatever the trainer does.
+    Heartbeat(Heartbeat),
     /// The worker's links of `generation` broke.
     Broken {
         /// The generation whose links broke.

@@ -17,7 +17,9 @@ use elasticdl_collective::{Fence, Joiners, Progress};
 use elasticdl_proto::limits::MESSAGE_BYTES_MAX;
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
-use elasticdl_proto::{Generation, Hello, LaunchId, MasterMessage, Stall, Welcome, WorkerMessage};
+use elasticdl_proto::{
+    Generation, Heartbeat, Hello, LaunchId, MasterMessage, Stall, Welcome, WorkerMessage,
+};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 use tokio_stream::StreamExt;
@@ -279,7 +281,8 @@ impl Stream {
                 _ = heartbeats.tick() => {
                     let stall = self.progress.get().and_then(Progress::stall);
                     let stall = stall.filter(|s| s.since >= heartbeat).map(stall_of);
-                    link.send(WorkerMessage::Heartbeat(stall));
+                    let holds_state = self.holds_state.load(Ordering::Relaxed);
+                    link.send(WorkerMessage::Heartbeat(Heartbeat { stall, holds_state }));
                     if let Some(wait) = self.storage.poll() {
                         link.send(wait);
                     }

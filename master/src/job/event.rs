@@ -3,8 +3,8 @@
 use std::net::SocketAddr;
 
 pub use elasticdl_proto::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, LaunchId, LedgerReport, Phases,
-    Resume, Stall, StepTimes, WorkerMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, LaunchId, LedgerReport,
+    Phases, Resume, Stall, StepTimes, WorkerMessage,
 };
 use elasticdl_proto::{Location, WorkerId};
 

@@ -123,7 +123,7 @@ impl Job {
         };
         w.hear(now);
         match message {
-            WorkerMessage::Heartbeat(stall) => self.on_heartbeat(now, worker, stall),
+            WorkerMessage::Heartbeat(heartbeat) => self.on_heartbeat(now, worker, heartbeat),
             WorkerMessage::Broken { generation, suspect, error, unreachable } => {
                 let suspicion =
                     suspect.map(|suspect| Suspicion { suspect, is_unreachable: unreachable });

@@ -90,8 +90,8 @@ pub use elasticdl_proto::{
     WorkersSummary,
 };
 pub use event::{
-    CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, LaunchId,
-    LedgerReport, Phases, ReclaimCause, Resume, Stall, StepTimes, Wait, WorkerMessage,
+    CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, Heartbeat,
+    LaunchId, LedgerReport, Phases, ReclaimCause, Resume, Stall, StepTimes, Wait, WorkerMessage,
 };
 pub use job::Job;
 pub use lifecycle::persisted::{DatasetFingerprint, PersistedJob};

@@ -27,7 +27,8 @@ use crate::limits::{
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Evaluated, Failure, Finished, Kept, LedgerReport, MasterMessage, WorkerMessage,
+    CheckpointNews, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport, MasterMessage,
+    WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::row_touches::RowTouches;
@@ -122,7 +123,10 @@ fn worker_message(kind: worker_message::Kind) -> Checked<WorkerMessage> {
             step: within("formed.step", formed.step, 0, STEPS_MAX)?,
             ledger: ledger("formed.ledger", formed.ledger)?,
         },
-        Kind::Heartbeat(beat) => WorkerMessage::Heartbeat(beat.stall.map(stall).transpose()?),
+        Kind::Heartbeat(v1::Heartbeat { stall: waits, holds_state }) => {
+            let stall = waits.map(stall).transpose()?;
+            WorkerMessage::Heartbeat(Heartbeat { stall, holds_state })
+        }
         Kind::Hello(_) => return Err("`hello` comes first, and once".into()),
         Kind::LeaseRequest(v1::LeaseRequest { shards }) => WorkerMessage::LeaseRequest {
             shards: within("lease_request.shards", shards, 1, DATASET_RECORDS_MAX)?,

@@ -15,8 +15,8 @@ use crate::job::{
 };
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, LedgerReport, MasterMessage, RankStep,
-    StepTimes, WorkerMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, LedgerReport,
+    MasterMessage, RankStep, StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::row_touches::RowTouches;
@@ -82,8 +82,8 @@ fn worker_message(message: WorkerMessage) -> worker_message::Kind {
             let ledger = Some(ledger(report));
             Kind::Formed(v1::Formed { generation: generation.0, step, ledger })
         }
-        WorkerMessage::Heartbeat(waits) => {
-            Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall) })
+        WorkerMessage::Heartbeat(Heartbeat { stall: waits, holds_state }) => {
+            Kind::Heartbeat(v1::Heartbeat { stall: waits.map(stall), holds_state })
         }
         WorkerMessage::BestExport { step, kept, error } => {
             let kept_value = kept.as_ref().and_then(|kept| kept.value);

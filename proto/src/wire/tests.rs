@@ -16,8 +16,8 @@ use crate::limits::{DATASET_RECORDS_MAX, ERROR_BYTES_MAX, PATH_BYTES_MAX, STEPS_
 use crate::members::Members;
 use crate::membership::{Hello, Location, Membership, Phases, Resume, Stall};
 use crate::message::{
-    CheckpointNews, Committed, Evaluated, Failure, Finished, Kept, LedgerReport, MasterMessage,
-    RankStep, StepTimes, WorkerMessage,
+    CheckpointNews, Committed, Evaluated, Failure, Finished, Heartbeat, Kept, LedgerReport,
+    MasterMessage, RankStep, StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
 use crate::status::tests::full_status;
@@ -203,8 +203,8 @@ fn every_message_of_a_worker_keeps_every_field() {
             row_touches: Some(crate::RowTouches { expected: 9, counted: 8 }),
         }),
         WorkerMessage::Formed { generation, step: 2, ledger },
-        WorkerMessage::Heartbeat(None),
-        WorkerMessage::Heartbeat(Some(stall)),
+        WorkerMessage::Heartbeat(Heartbeat::default()),
+        WorkerMessage::Heartbeat(Heartbeat { stall: Some(stall), holds_state: true }),
         WorkerMessage::LeaseRequest { shards: 64 },
         WorkerMessage::Leaving,
         WorkerMessage::Ready { parameters: 5 },
@@ -350,6 +350,7 @@ fn a_field_out_of_bounds_is_refused_by_name() {
     let formed = |ledger| Kind::Formed(v1::Formed { generation: 1, step: 1, ledger });
     let with_ranges = |ranges| Kind::Committed(v1::Committed { ranges, ..commit() });
     let slow = v1::Phases { state_us: u64::MAX, ..Default::default() };
+    let beat = v1::Heartbeat { stall: Some(v1::Stall::default()), holds_state: false };
     let table = [
         (Kind::Hello(v1::Hello::default()), "hello"),
         (Kind::Described(v1::Described { outcome: None }), "described.outcome"),
@@ -401,7 +402,7 @@ fn a_field_out_of_bounds_is_refused_by_name() {
             Kind::AllreduceTransport(v1::AllreduceTransport::default()),
             "allreduce_transport.generation",
         ),
-        (Kind::Heartbeat(v1::Heartbeat { stall: Some(v1::Stall::default()) }), "stall.generation"),
+        (Kind::Heartbeat(beat), "stall.generation"),
         (Kind::Finished(v1::Finished { ledger: None, ..end() }), "finished.ledger"),
         (Kind::Finished(v1::Finished { step: u64::MAX, ..end() }), "finished.step"),
     ];

@@ -7,7 +7,7 @@
 
 use std::mem;
 
-use elasticdl_master::job::{Event as JobEvent, Exit, PersistedJob};
+use elasticdl_master::job::{Event as JobEvent, Exit};
 
 use super::clock::Micros;
 use super::state::event::Event;
@@ -238,15 +238,13 @@ impl World {
     }
 
     /// The trainer thread of `p` hangs, if it computes or waits for its neighbours. A master that
-    /// does not know that `p` holds a state takes a hang for a slow beginning, for up to an hour;
-    /// one that awaits its final report takes it for an export.
+    /// awaits its final report takes it for an export.
     fn hang(&mut self, p: usize) {
-        let record = self.master.job.to_persisted();
         let trainer = &self.processes[p].trainer;
         let has_ended = !trainer.seen.is_ready || trainer.seen.has_ended;
         let waits = trainer.waiting.is_some() && !trainer.is_hung && !has_ended;
         let may_hang = self.computes(p) || waits;
-        if !may_hang || !self.master.is_alive || !self.is_holder(&record, p) {
+        if !may_hang || !self.master.is_alive {
             return;
         }
         trace!(self, "{}: hangs", self.name(p));
@@ -254,13 +252,6 @@ impl World {
         self.processes[p].is_degraded = true;
         self.oracle.failures_max += 1;
         self.oracle.coverage.hung += 1;
-    }
-
-    fn is_holder(&self, record: &PersistedJob, p: usize) -> bool {
-        let record = serde_json::to_value(record).unwrap_or_default();
-        let launch = self.processes[p].launch.0;
-        let mut launches = record["launches"].as_array().into_iter().flatten();
-        launches.any(|l| l["launch"] == launch && l["holds_state"] == true)
     }
 
     pub(super) fn crash(&mut self, p: usize) {

@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use elasticdl::simulated::ControlEvent;
 use elasticdl_master::job::{Exit, MasterMessage, WorkerMessage};
-use elasticdl_proto::{Welcome, WorkerId};
+use elasticdl_proto::{Heartbeat, Welcome, WorkerId};
 
 use super::clock::Micros;
 use super::machine::instant;
@@ -277,7 +277,8 @@ impl World {
         let is_gone = matches!(self.processes[p].control, Control::Closing(_));
         if self.processes[p].control == Control::Open {
             let stall = self.stall(p, heartbeat);
-            self.send_to_master(p, WorkerMessage::Heartbeat(stall));
+            let holds_state = self.processes[p].trainer.holds_state.load(Ordering::Relaxed);
+            self.send_to_master(p, WorkerMessage::Heartbeat(Heartbeat { stall, holds_state }));
         }
         if !is_gone {
             self.clock.after(heartbeat.as_micros() as Micros, Event::Heartbeat { p });

@@ -202,8 +202,8 @@ impl World {
 }
 
 /// A job of a few steps is over long before. What takes longest is a hang that a master takes over:
-/// if no member is known to wait, it evicts one of them after another, each after 80 s.
-const RECOVERY_MAX_US: Micros = 240_000_000;
+/// if no member is known to wait, it evicts one of them after 80 s.
+const RECOVERY_MAX_US: Micros = 120_000_000;
 
 const STORE_RETRY_US: Micros = 100_000;
 

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! A group in which no member waits and nothing is committed hangs as well. Its last member goes
-//! first, so that the others, if they hold the state, can show that they live.
+//! first, so that the others, if they hold the state, can show that they live. A joiner awaits the
+//! end of the previous ring's last step, so the members of that ring go before it.
 //!
 //! A master that takes the job over knows from heartbeats alone what the members do, until they
 //! have reported their steps, which a hung member never does. If all others wait, it is evicted as
@@ -132,6 +133,12 @@ impl Job {
                 Some(_) => return Vec::new(),
             }
         }
+        // Members of the previous ring finish its last step; until then the others await them.
+        if let Some(ring) = self.group.previous_ring()
+            && computing.iter().any(|id| ring.contains(id))
+        {
+            computing.retain(|id| ring.contains(id));
+        }
         if !others_wait {
             // At the end of the job it may export the model, unless it stands still at links.
             let may_export = is_at_end && !is_behind;
@@ -180,7 +187,10 @@ impl Job {
             return limit.min((self.stop_wait() / 2).max(longest * 2));
         }
         let holds_state = self.workers.members().any(|(_, w)| w.holds_state());
-        let creates_state = !(holds_state || self.group.is_formed() || self.group.carries_state());
+        // A member that creates the state waits at no links.
+        let computes = self.workers.members().any(|(_, w)| w.stalled().is_none());
+        let creates_state =
+            computes && !(holds_state || self.group.is_formed() || self.group.carries_state());
         if creates_state || self.is_evaluating() {
             limit.max(LIMIT_UNKNOWN).max(self.lifecycle.longest_evaluation * USUAL_TIMES)
         } else {

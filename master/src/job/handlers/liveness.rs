@@ -31,7 +31,7 @@ use std::time::Duration;
 
 use elasticdl_proto::WorkerId;
 
-use crate::job::event::Stall;
+use crate::job::event::{Heartbeat, Stall};
 use crate::job::job::Job;
 use crate::job::lifecycle::disconnected::RECONNECT_SLACK;
 use crate::job::outbox::Timer;
@@ -42,10 +42,16 @@ use crate::job::workers::table::launch_of;
 
 impl Job {
     /// Handles a heartbeat, which reports whether the worker waits for its neighbours, and where.
-    pub(crate) fn on_heartbeat(&mut self, now: Time, worker: WorkerId, stall: Option<Stall>) {
-        let heartbeat = self.spec.heartbeat().unwrap_or_default();
-        if let Some(w) = self.workers.get_mut(worker) {
-            w.note_stall(now, stall, heartbeat);
+    ///
+    /// The lowest rank reports that a group has formed. If it dies before, the others' heartbeats
+    /// tell that they hold a state.
+    pub(crate) fn on_heartbeat(&mut self, now: Time, worker: WorkerId, heartbeat: Heartbeat) {
+        let interval = self.spec.heartbeat().unwrap_or_default();
+        let Some(w) = self.workers.get_mut(worker) else { return };
+        w.note_stall(now, heartbeat.stall, interval);
+        if heartbeat.holds_state && w.is_member() && !w.holds_state() {
+            w.hold_state();
+            self.out.mark_dirty();
         }
     }
 

@@ -10,13 +10,20 @@ use crate::job::testing::{dataset, spec};
 
 /// A job whose first group has formed; worker n is launch n. Its earlier actions are consumed.
 pub(super) fn started(spec: JobSpec, files: &[u64]) -> Job {
+    let mut job = published(spec, files);
+    deliver(&mut job, 1, formed(1, 0, &[]));
+    actions(&mut job);
+    job
+}
+
+/// A job whose first group has not formed yet.
+pub(super) fn published(spec: JobSpec, files: &[u64]) -> Job {
     let workers = u64::from(spec.num_workers);
     let mut job = Job::new(spec);
     connect(&mut job, 1);
     deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(files))));
     (2..=workers).for_each(|i| connect(&mut job, i));
     (1..=workers).for_each(|i| deliver(&mut job, i, WorkerMessage::Ready { parameters: 10 }));
-    deliver(&mut job, 1, formed(1, 0, &[]));
     actions(&mut job);
     job
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use elasticdl_proto::{Evaluated, Generation, WorkerId};
 
 use super::super::*;
-use super::directed::{actions, at, committed, finished, formed, started};
+use super::directed::{actions, at, committed, connect, finished, formed, published, started};
 use super::takeover::{reconnect, reconnect_as, returned};
 use crate::job::testing::spec;
 
@@ -49,7 +49,8 @@ fn pass(job: &mut Job, (from, until): (u64, u64), workers: &[u64], waiting: &[(u
                 waits_for_next: false,
                 since: Duration::from_millis(ms.saturating_sub(since)),
             });
-            deliver(job, ms, worker, WorkerMessage::Heartbeat(stall));
+            let heartbeat = Heartbeat { stall, holds_state: false };
+            deliver(job, ms, worker, WorkerMessage::Heartbeat(heartbeat));
         }
         job.handle_timeout(at(ms));
     }
@@ -271,23 +272,29 @@ fn a_final_report_without_an_export_is_judged_as_a_step() {
 
 #[test]
 fn an_only_member_that_stands_still_at_links_of_an_earlier_generation_is_evicted() {
-    let mut job = job(2, Some(30));
-    job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
-    actions(&mut job);
-    assert_eq!(job.group.members(), [WorkerId(2)]);
-    for ms in (0..34_000).step_by(50) {
-        let stall = Stall {
-            generation: Generation(1),
-            operation: 5,
-            received: 0,
-            sent: 0,
-            waits_for_next: false,
-            since: Duration::from_millis(ms),
-        };
-        deliver(&mut job, ms, 2, WorkerMessage::Heartbeat(Some(stall)));
-        job.handle_timeout(at(ms));
+    for has_formed in [true, false] {
+        let mut job = published(watched(2), &[40]);
+        if has_formed {
+            deliver(&mut job, 0, 1, formed(1, 0, &[]));
+        }
+        job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
+        actions(&mut job);
+        assert_eq!(job.group.members(), [WorkerId(2)]);
+        for ms in (0..34_000).step_by(50) {
+            let stall = Stall {
+                generation: Generation(1),
+                operation: 5,
+                received: 0,
+                sent: 0,
+                waits_for_next: false,
+                since: Duration::from_millis(ms),
+            };
+            let heartbeat = Heartbeat { stall: Some(stall), holds_state: false };
+            deliver(&mut job, ms, 2, WorkerMessage::Heartbeat(heartbeat));
+            job.handle_timeout(at(ms));
+        }
+        assert_eq!(asked_and_killed(&mut job), (vec![2], vec![2]));
     }
-    assert_eq!(asked_and_killed(&mut job), (vec![2], vec![2]));
 }
 
 /// The job of a master that takes over at second 1, once its members have returned.
@@ -356,5 +363,58 @@ fn the_next_master_does_not_take_an_evaluation_or_a_beginning_for_a_step() {
         let mut job = taken_over(&former, &[1, 2, 3]);
         pass(&mut job, (1, 600), &[1, 2, 3], &waiting);
         assert_eq!(asked_and_killed(&mut job), (vec![], vec![]));
+    }
+}
+
+fn watched(num_workers: u32) -> JobSpec {
+    JobSpec {
+        num_workers,
+        worker_timeout: Some(Duration::from_secs(1)),
+        step_timeout: Some(Duration::from_secs(30)),
+        ..spec()
+    }
+}
+
+/// Generation 2 of a job whose lowest rank is killed before it has reported the first group. The
+/// other members send heartbeats; they hold a state, or not.
+fn without_the_reporter(holds_state: bool) -> Job {
+    let mut job = published(watched(3), &[40]);
+    for worker in [2, 3] {
+        let heartbeat = Heartbeat { stall: None, holds_state };
+        deliver(&mut job, 0, worker, WorkerMessage::Heartbeat(heartbeat));
+    }
+    job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Signal(9) });
+    actions(&mut job);
+    assert_eq!(job.group.members(), [2, 3].map(WorkerId));
+    job
+}
+
+#[test]
+fn members_say_that_they_hold_a_state_if_the_lowest_rank_dies_before_it_has() {
+    let mut job = without_the_reporter(true);
+    pass(&mut job, (0, 34), &[2, 3], &[(3, 0)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![2], vec![2]));
+    let mut job = without_the_reporter(false);
+    pass(&mut job, (0, 50), &[2, 3], &[(3, 0)]);
+    assert_eq!(asked_and_killed(&mut job), (vec![], vec![]), "it may create the state");
+}
+
+#[test]
+fn a_joiner_that_awaits_the_end_of_a_hung_members_step_is_not_evicted() {
+    for others in [&[][..], &[(1, 0)]] {
+        let mut job = job(1 + others.len() as u32, Some(30));
+        let hung = others.len() as u64 + 1;
+        let joiner = hung + 1;
+        job.handle(at(0), Event::Scale { num_workers: joiner as u32 });
+        connect(&mut job, joiner);
+        deliver(&mut job, 0, joiner, WorkerMessage::Ready { parameters: 10 });
+        deliver(&mut job, 0, joiner, WorkerMessage::CaughtUp { step: 0 });
+        actions(&mut job);
+        assert!(job.group.members().contains(&WorkerId(joiner)));
+        let all: Vec<u64> = (1..=joiner).collect();
+        pass(&mut job, (0, 32), &all, others);
+        assert_eq!(asked_and_killed(&mut job), (vec![hung], vec![]));
+        pass(&mut job, (32, 33), &all, &[]);
+        assert_eq!(asked_and_killed(&mut job), (vec![], vec![hung]));
     }
 }

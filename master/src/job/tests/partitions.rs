@@ -79,7 +79,10 @@ impl World {
             });
             self.job.handle(
                 self.now,
-                Event::Message { worker, message: WorkerMessage::Heartbeat(stall) },
+                Event::Message {
+                    worker,
+                    message: WorkerMessage::Heartbeat(Heartbeat { stall, holds_state: false }),
+                },
             );
             self.drain_actions();
         }

@@ -46,7 +46,10 @@ fn heartbeat(job: &mut Job, ms: u64, worker: u64, waits: Option<(WaitPosition, u
     });
     job.handle(
         at(ms),
-        Event::Message { worker: WorkerId(worker), message: WorkerMessage::Heartbeat(stall) },
+        Event::Message {
+            worker: WorkerId(worker),
+            message: WorkerMessage::Heartbeat(Heartbeat { stall, holds_state: false }),
+        },
     );
 }
 

@@ -11,7 +11,8 @@ use std::time::Duration;
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse};
 use elasticdl_proto::{
-    FileList, Hello, LaunchId, ListedFile, Location, MasterMessage, Resume, Welcome, WorkerMessage,
+    FileList, Heartbeat, Hello, LaunchId, ListedFile, Location, MasterMessage, Resume, Welcome,
+    WorkerMessage,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -124,7 +125,7 @@ impl Worker {
                         }
                     }
                 },
-                _ = heartbeats.tick() => self.send(WorkerMessage::Heartbeat(None)),
+                _ = heartbeats.tick() => self.send(WorkerMessage::Heartbeat(Heartbeat::default())),
                 _ = &mut released => break 0,
                 Ok(()) = signal.changed() => match *signal.borrow_and_update() {
                     Signal::Run => {}
