@@ -1,4 +1,5 @@
-//! Whole jobs over a simulated network and clock count every record once, under 10,000 fault plans.
+//! Whole jobs over a simulated network and clock count every record once, and every touch of a row
+//! of a table, under 10,000 fault plans.
 
 #![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
 
@@ -25,6 +26,7 @@ fn every_record_is_counted_once_under_every_fault_plan() {
     assert!(coverage.fetched > 500 && coverage.followed > 500, "{coverage:#?}");
     assert!(coverage.fetches_interrupted > 200 && coverage.fetches_resumed > 40, "{coverage:#?}");
     assert!(coverage.unread > 1000, "{coverage:#?}");
+    assert!(coverage.row_commits > 20_000 && coverage.rows_lost > 20, "{coverage:#?}");
     assert!(coverage.begun_again > 100 && coverage.evicted > 100, "{coverage:#?}");
     assert!(coverage.returned > 1000 && coverage.control_only_runs > 1000, "{coverage:#?}");
     assert!(coverage.checkpoints > 1000 && coverage.restored > 50, "{coverage:#?}");

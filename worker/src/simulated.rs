@@ -6,7 +6,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use elasticdl_data::Reader;
-use elasticdl_proto::{FileList, WorkerMessage};
+use elasticdl_proto::{FileList, WorkerId, WorkerMessage};
+pub use elasticdl_tables::{Owned, Placement, Settings, shard_of};
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::control::dataset;
@@ -21,7 +22,7 @@ use crate::order::Order;
 use crate::session::{Exit, Session};
 use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
-use crate::trainer::{Checkpointing, Failed, Trainer};
+use crate::trainer::{Checkpointing, Failed, RowTables, Trainer};
 
 /// What a trainer is made of. It computes on the CPU, evaluates and exports nothing, and its model
 /// has no optimizer state.
@@ -38,6 +39,8 @@ pub struct Parts<M: Model> {
     pub dial_limit: Duration,
     /// Maximum number of floats in a part of a state that is sent to a joiner.
     pub part_floats: usize,
+    /// The worker, and how the model's tables are divided, if it has any.
+    pub tables: (WorkerId, Settings),
 }
 
 /// A trainer that is driven turn by turn.
@@ -52,7 +55,9 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
         messages: UnboundedSender<WorkerMessage>,
         holds_state: Arc<AtomicBool>,
     ) -> Self {
-        let Parts { session, model, records, links, checkpoints, machine, dataset, .. } = parts;
+        let Parts { session, mut model, records, links, checkpoints, machine, dataset, .. } = parts;
+        let (me, settings) = parts.tables;
+        let specs = model.as_table_model().map(|model| model.tables()).unwrap_or_default();
         let size = ModelSize::new(NamedTensor::count(&model.tensors()), 0);
         Self(Trainer {
             tensors: Tensors::Host { group: None, state: HostState::new(size) },
@@ -75,7 +80,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
                 allows_mixed_builds: false,
             },
             validation: None,
-            tables: None,
+            tables: RowTables::with(me.0, settings, specs),
             source: None,
             incoming: None,
             dial_limit: parts.dial_limit,
@@ -103,6 +108,11 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
     /// When the group's ranks have agreed on a state, if none has been committed since.
     pub fn repaired_at(&self) -> Option<Instant> {
         self.0.gap.repaired_at()
+    }
+
+    /// This worker's shards of the model's tables, if there are any.
+    pub fn rows(&self) -> Option<&Owned> {
+        self.0.tables.as_ref().map(RowTables::owned)
     }
 
     pub fn parameters(&self) -> &[f32] {

@@ -299,16 +299,16 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn step(&mut self, is_empty: bool) -> Result<(), Stopped> {
+        let started = self.machine.now();
+        if let Some(tables) = &mut self.tables {
+            tables.push(self.tensors.group_mut()?, is_empty)?;
+        }
         let path = self.path();
         let mine = self.header()?;
-        let started = self.machine.now();
         if self.exact.is_some() {
             self.sum_micro_batches(is_empty)?;
         } else if is_empty {
             self.tensors.clear_gradient()?;
-        }
-        if let Some(tables) = &mut self.tables {
-            tables.push(self.tensors.group_mut()?, is_empty)?;
         }
         let summed = mem::replace(&mut self.summed, Ok(0))?;
         let buckets = self.model.bucket_len().map(|len| SummedBuckets { len, summed });
@@ -342,7 +342,7 @@ impl<M: Model> Trainer<'_, M> {
         let is_alone = tensors.group().is_none_or(|group| group.world_size() == 1);
         tensors.retain_reduced(is_alone)?;
         if let Some(tables) = &mut self.tables {
-            tables.commit(step, self.session.in_round(), (records, is_applied));
+            tables.commit(step, self.session.in_round(), (records, is_applied))?;
         }
         // The commit may end this group.
         let generation = self.session.group_rank().map(|(generation, _)| generation);

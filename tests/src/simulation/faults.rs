@@ -54,6 +54,7 @@ impl World {
             match moment {
                 Moment::Computing => self.computes(p),
                 Moment::Connecting => matches!(doing, Doing::Connecting),
+                Moment::Exchanging => operates(&|what| *what == Collective::Exchange),
                 Moment::Fetching => self.is_joining(p),
                 Moment::Finishing => self.oracle.has_finished(p),
                 Moment::HalfCommitted => self.is_ahead(p),

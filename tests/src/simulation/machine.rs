@@ -11,7 +11,7 @@ use elasticdl::machine::{
     Request, RequestLink, RestoreError, Restored, Sender, Taken,
 };
 use elasticdl::session::checkpoint::Written;
-use elasticdl::session::header::StateRecord;
+use elasticdl::session::header::{self, StateRecord};
 use elasticdl::session::transport_switch::NcclBuild;
 use elasticdl_collective::device::Path;
 use elasticdl_collective::testing::schedule::RankInfo;
@@ -188,8 +188,18 @@ impl Communicator for SimulatedGroup {
         Ok(())
     }
 
-    fn exchange(&mut self, _: &[&[u8]], _: &mut Vec<Vec<u8>>) -> Result<(), CollectiveError> {
-        Err(CollectiveError::Invalid("the simulation has no tables".into()))
+    fn exchange(
+        &mut self,
+        send: &[&[u8]],
+        receive: &mut Vec<Vec<u8>>,
+    ) -> Result<(), CollectiveError> {
+        let done = self.operate(Collective::Exchange, Some(header::encode(&send)), Vec::new())?;
+        let of_rank = |note: &Vec<u8>| {
+            let mut payloads: Vec<Vec<u8>> = header::decode(note).expect("a rank encoded them");
+            payloads.swap_remove(self.place.rank)
+        };
+        *receive = done.notes.iter().map(of_rank).collect();
+        Ok(())
     }
 }
 

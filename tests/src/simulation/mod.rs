@@ -48,6 +48,7 @@ mod process;
 mod program;
 mod replicas;
 mod ring;
+mod rows;
 mod state;
 mod threads;
 mod trace;

@@ -20,6 +20,7 @@ use super::state::operation::{Collective, Frame, Note, Operated, Operation};
 use super::state::packet::Packet;
 use super::state::ring::TransferError;
 use super::state::thread::{Doing, TRAINER};
+use super::trace::trace;
 use super::world::World;
 
 impl World {
@@ -61,7 +62,10 @@ impl World {
             Collective::BroadcastBytes { root } => {
                 (Schedule::broadcast(seat, root, span(0), true), Some(root))
             }
-            Collective::IdleRound | Collective::Synchronize => (Schedule::all_gather(seat), None),
+            // What a rank gives to all others travels together, and each takes its part.
+            Collective::Exchange | Collective::IdleRound | Collective::Synchronize => {
+                (Schedule::all_gather(seat), None)
+            }
             Collective::NcclId => (Schedule::broadcast(seat, 0, span(0), true), None),
             Collective::Step(_) => (Schedule::all_reduce(seat, span(len)), None),
         };
@@ -120,7 +124,11 @@ impl World {
                 let source = DeviceError::Nccl { action, code, reason: "simulated".into() };
                 Some(Err(CollectiveError::Device { source }))
             }
-            Err(error) => Some(Err(self.broke(p, error))),
+            Err(error) => {
+                let (what, sequence) = (operation.what, operation.sequence);
+                trace!(self, "{}: in {what:?}, operation {sequence}", self.name(p));
+                Some(Err(self.broke(p, error)))
+            }
         }
     }
 
@@ -141,7 +149,7 @@ impl World {
             Collective::Synchronize => {
                 self.note_nccl_met(p, notes.iter().flatten().map(|note| &note.failures));
             }
-            Collective::Broadcast { .. } | Collective::NcclId => {}
+            Collective::Broadcast { .. } | Collective::Exchange | Collective::NcclId => {}
         }
     }
 

@@ -5,17 +5,28 @@ use std::ops::Range;
 use std::rc::Rc;
 
 use elasticdl::{
-    DataError, Dataset, File, Gradients, Loss, Model, NamedTensor, Reader, Update, UpdateRule,
-    UserError,
+    BatchRows, DataError, Dataset, File, Gradients, Ids, Loss, Model, NamedTensor, Reader, Table,
+    TableModel, Update, UpdateRule, UserError,
 };
 
-use super::coroutine::act_and_wait;
+use super::coroutine::{act, act_and_wait};
+use super::rows;
 
 /// The model as the user's program of a worker.
 pub(super) struct Counting {
     pub(super) parameters: usize,
     /// The sum of the last update, if there was one since the last look.
     pub(super) updated: Rc<Cell<Option<Vec<f32>>>>,
+    pub(super) has_tables: bool,
+}
+
+/// Records of a step, and the places of the rows that they touch.
+#[derive(Debug)]
+pub(super) struct Batch {
+    /// The parameters that belong to the records.
+    records: Vec<usize>,
+    /// Record, table, id, and place among the rows of the table.
+    rows: Vec<(usize, usize, u64, usize)>,
 }
 
 /// The update adds the sum.
@@ -35,8 +46,7 @@ impl UpdateRule for Adding {
 
 impl Model for Counting {
     type Reader = NoReader;
-    /// The parameters that belong to the records.
-    type Batch = Vec<usize>;
+    type Batch = Batch;
 
     fn reader(&self) -> NoReader {
         NoReader
@@ -51,20 +61,28 @@ impl Model for Counting {
         Ok(())
     }
 
-    fn feed(&mut self, records: Vec<usize>) -> Result<Vec<usize>, UserError> {
-        Ok(records)
+    fn feed(&mut self, records: Vec<usize>) -> Result<Batch, UserError> {
+        Ok(Batch { records, rows: Vec::new() })
+    }
+
+    fn as_table_model(&mut self) -> Option<&mut dyn TableModel<Batch = Batch>> {
+        if self.has_tables { Some(self) } else { None }
     }
 
     fn gradients(
         &mut self,
         _parameters: &[f32],
-        batch: Vec<usize>,
+        batch: Batch,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
-        let records = batch.len() as u64;
-        act_and_wait(move |world, thread| world.compute(thread, records));
+        let Batch { records, rows } = batch;
+        let count = records.len() as u64;
+        act_and_wait(move |world, thread| world.compute(thread, count));
+        if self.has_tables {
+            add_row_gradients(rows, gradients.rows_and_sum().0);
+        }
         let sum = gradients.sum();
-        batch.into_iter().for_each(|record| sum[record] += 1.0);
+        records.into_iter().for_each(|record| sum[record] += 1.0);
         Ok(Loss::Sum(0.0))
     }
 
@@ -75,6 +93,38 @@ impl Model for Counting {
     fn summary(&mut self, _parameters: &[f32]) -> Result<Option<String>, UserError> {
         Ok(Some("counted".into()))
     }
+}
+
+impl TableModel for Counting {
+    type Batch = Batch;
+
+    fn tables(&self) -> Vec<Table> {
+        rows::tables()
+    }
+
+    fn ids(&mut self, batch: &mut Batch, ids: &mut Ids) -> Result<(), UserError> {
+        for &record in &batch.records {
+            ids.begin_record();
+            for (table, id) in rows::ids_of(record) {
+                batch.rows.push((record, table, id, ids.push(table, id)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds the gradients of rows; the world checks the values that they are computed with.
+fn add_row_gradients(touched: Vec<(usize, usize, u64, usize)>, rows: &mut BatchRows) {
+    let dims: Vec<usize> = rows::tables().iter().map(|table| table.dim).collect();
+    let mut read = Vec::new();
+    for (record, table, id, place) in touched {
+        let (values, sums) = rows.of(table);
+        let numbers = place * dims[table]..(place + 1) * dims[table];
+        read.push(((table, id), values[numbers.clone()].to_vec()));
+        let gradient = rows::gradient_of(record, id);
+        sums[numbers].iter_mut().for_each(|sum| *sum += gradient);
+    }
+    act(move |world, thread| world.check_read(thread.p, &read));
 }
 
 /// The records come from the world.

@@ -82,6 +82,11 @@ impl World {
                 // The master may count the report before the process has ended.
                 self.oracle.failures_max += 1;
             }
+            WorkerMessage::Failed { error, fatal: true, .. }
+                if self.setting.tables.is_some() && error.contains("tables are lost") =>
+            {
+                self.check_lost_rows(p);
+            }
             _ => self.violate(format!("{} fails: {failure:?}", self.name(p))),
         }
     }
@@ -90,7 +95,7 @@ impl World {
     pub(super) fn origin(&self, p: usize) -> Origin {
         let is_other = self.setting.other_build == Some(self.processes[p].launch);
         let program = Program { executable: 1 + u64::from(is_other), ..Program::default() };
-        Origin { host: String::new(), program }
+        Origin { host: self.processes[p].host.to_string(), program }
     }
 
     /// Checks that `p` runs the program of the job.

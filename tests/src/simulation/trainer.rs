@@ -12,7 +12,7 @@ use super::state::ring::Ring;
 use super::state::thread::{Doing, ThreadId};
 use super::state::trainer::Seen;
 use super::trace::trace;
-use super::worker::{Changed, Commit, Turned, Worker};
+use super::worker::{Changed, Commit, SeenRows, Turned, Worker};
 use super::world::World;
 
 impl World {
@@ -57,7 +57,8 @@ impl World {
     /// The trainer has made a turn; the next one follows.
     pub(super) fn turned(&mut self, thread: ThreadId, turned: Turned) {
         let p = thread.p;
-        let Turned { changed, group, has_ended, commit, repaired, ended, wrong, flipped } = turned;
+        let Turned { changed, group, has_ended, commit, repaired, ended, wrong, .. } = turned;
+        let Turned { flipped, records, rows, .. } = turned;
         let trainer = &mut self.processes[p].trainer;
         trainer.news = 0;
         trainer.seen.has_ended = has_ended;
@@ -83,6 +84,11 @@ impl World {
         if let Some(parameter) = flipped {
             self.note_flip(p, parameter);
         }
+        if commit.is_some() {
+            self.note_rows(p, digest, &records);
+        }
+        let is_round = commit.is_some_and(|commit| commit.is_round);
+        self.see_rows(p, rows, repaired.is_some(), is_round);
         match commit {
             None => {}
             Some(Commit { generation: None, .. }) => self.oracle.coverage.followed += 1,
@@ -114,6 +120,23 @@ impl World {
         }
         let span = self.thread_delay();
         self.busy(thread, Doing::Busy, span);
+    }
+
+    /// `p` has committed a step, in a round or not, or its group has agreed on a state.
+    fn see_rows(&mut self, p: usize, rows: Option<SeenRows>, is_repaired: bool, is_round: bool) {
+        let Some(rows) = rows else {
+            if is_repaired && self.setting.tables.is_some() {
+                self.violate(format!("{} is repaired, and has no part in the rows", self.name(p)));
+            }
+            return;
+        };
+        self.processes[p].trainer.has_rows = true;
+        let group = self.processes[p].trainer.seen.group;
+        self.oracle.coverage.row_commits += u64::from(is_round);
+        self.check_rows(p, group.map(|(generation, _)| generation), &rows);
+        if let Some((generation, _)) = group.filter(|_| is_round) {
+            self.note_whole((generation.0, rows.step), &rows.placement);
+        }
     }
 
     /// The state of `p` has changed, possibly by a commit or because a bit of it has flipped.

@@ -16,7 +16,9 @@ use elasticdl::session::origin::Origin;
 use elasticdl::session::plan::StepSize;
 use elasticdl::session::transport_switch::NcclObstacle;
 use elasticdl::session::{Exit, JobPlan, Session, State};
-use elasticdl::simulated::{ControlEvent, Parts, SimulatedTrainer, receive};
+use elasticdl::simulated::{
+    ControlEvent, Owned, Parts, Placement, Settings, SimulatedTrainer, receive,
+};
 use elasticdl_proto::{FileList, Generation, MasterMessage, WorkerId, WorkerMessage};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -25,6 +27,7 @@ use super::machine::{SimulatedCheckpoints, SimulatedLinks, SimulatedMachine, Sim
 use super::model::{counts, digest, flipped};
 use super::oracles::{check_order, check_sum};
 use super::program::Counting;
+use super::rows::Rows;
 use super::state::setting::Setting;
 use super::state::thread::{Doing, StateRequest};
 use super::state::trainer::Shared;
@@ -62,6 +65,28 @@ pub(super) struct Turned {
     pub(super) wrong: Option<String>,
     /// The parameter of which a bit has flipped.
     pub(super) flipped: Option<usize>,
+    /// The records of the step that was committed, as their parameters.
+    pub(super) records: Vec<usize>,
+    /// The shards of tables, after a commit or a repair.
+    pub(super) rows: Option<SeenRows>,
+}
+
+/// The shards of a worker.
+#[derive(Debug)]
+pub(super) struct SeenRows {
+    pub(super) step: u64,
+    pub(super) placement: Placement,
+    pub(super) rows: Rows,
+}
+
+impl SeenRows {
+    fn of(owned: &Owned) -> Option<Self> {
+        let (step, placement) = (owned.step()?, owned.placement()?.clone());
+        let rows = owned
+            .held_rows()
+            .map(|row| ((row.shard, row.table, row.id), (row.touches, row.numbers.to_vec())));
+        Some(Self { step, placement, rows: Rows(rows.collect()) })
+    }
 }
 
 #[derive(Debug)]
@@ -88,8 +113,11 @@ impl Worker {
             Some(dataset) => {
                 let updated = Rc::default();
                 let session = session(&setting, id, origin, &dataset);
-                let model =
-                    Counting { parameters: setting.parameters(), updated: Rc::clone(&updated) };
+                let model = Counting {
+                    parameters: setting.parameters(),
+                    updated: Rc::clone(&updated),
+                    has_tables: setting.tables.is_some(),
+                };
                 let parts = Parts {
                     session,
                     model,
@@ -106,6 +134,7 @@ impl Worker {
                     dataset,
                     dial_limit: DIAL_LIMIT,
                     part_floats: setting.parameters().div_ceil(PARTS),
+                    tables: (id, setting.tables.unwrap_or(NO_TABLES)),
                 };
                 let trainer =
                     SimulatedTrainer::new(parts, &inbox, outbox.clone(), self.holds_state);
@@ -235,6 +264,12 @@ impl Watched<'_> {
         if repaired_at.is_some() && repaired_at != before.repaired_at {
             turned.repaired = Some(session.nccl_obstacle());
         }
+        if let Some(sum) = &updated {
+            turned.records = (0..sum.len()).filter(|&record| sum[record] > 0.0).collect();
+        }
+        if updated.is_some() || turned.repaired.is_some() {
+            turned.rows = trainer.rows().and_then(SeenRows::of);
+        }
         let has_reported = session.has_reported_end();
         if has_reported && !before.has_reported {
             turned.ended = session.ended().cloned();
@@ -260,6 +295,8 @@ impl Watched<'_> {
         turned
     }
 }
+
+const NO_TABLES: Settings = Settings { seed: 0, shards: 1, copies: 1, copy_bytes: 1 };
 
 /// Number of parts of a snapshot.
 const PARTS: usize = 6;

@@ -90,6 +90,9 @@ impl World {
                 self.oracle.coverage.void += 1;
                 return Ok(self.oracle.coverage.clone());
             }
+            if self.oracle.coverage.rows_lost > 0 {
+                return Ok(self.oracle.coverage.clone());
+            }
             if let Err(late) = self.check_time() {
                 self.trace_waiting();
                 return Err(late);

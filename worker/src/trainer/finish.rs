@@ -36,7 +36,7 @@ impl<M: Model> Trainer<'_, M> {
     /// this worker exports the model and describes it.
     pub(super) fn finish(&mut self, is_published: bool) -> Result<(), Stopped> {
         let Some(step) = self.session.state().map(|state| state.step) else { return Ok(()) };
-        let row_touches = match &self.tables {
+        let row_touches = match &mut self.tables {
             Some(tables) => Some(tables.count_touches(self.tensors.group_mut()?)?),
             None => None,
         };

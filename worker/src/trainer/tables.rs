@@ -42,6 +42,8 @@ pub(crate) struct RowTables {
     fetched: Option<(u64, Generation)>,
     /// What the ranks of the group told about their rows, and their hosts.
     synced: Vec<(Option<OwnedHeader>, u64)>,
+    /// Touches of the rows of all ranks of the group, once they are counted.
+    counted: Option<u64>,
 }
 
 impl RowTables {
@@ -49,6 +51,11 @@ impl RowTables {
     pub(crate) fn new(me: u64, options: &WorkerOptions, specs: Vec<Table>) -> Option<Self> {
         let (seed, copies) = (options.seed, options.table_replicas.into());
         let settings = Settings { seed, shards: SHARDS, copies, copy_bytes: COPY_BYTES };
+        Self::with(me, settings, specs)
+    }
+
+    /// As [`new`](Self::new), with these settings.
+    pub(crate) fn with(me: u64, settings: Settings, specs: Vec<Table>) -> Option<Self> {
         let specs: Arc<[Table]> = specs.into();
         (!specs.is_empty()).then(|| Self {
             owned: Owned::new(me, settings, Arc::clone(&specs)),
@@ -57,7 +64,14 @@ impl RowTables {
             looked_up: false,
             fetched: None,
             synced: Vec::new(),
+            counted: None,
         })
+    }
+
+    /// This worker's shards.
+    #[cfg(feature = "simulation")]
+    pub(crate) fn owned(&self) -> &Owned {
+        &self.owned
     }
 
     /// No ids of these tables.
@@ -87,20 +101,28 @@ impl RowTables {
 
     /// The step after `step` is committed, by the group of `generation` or, in a repair, by an
     /// earlier one.
+    ///
+    /// # Errors
+    /// This worker has not staged the step's gradients in its own group. In a repair it may hold no
+    /// rows of the step: then it gives its shards up when the group agrees on who holds which.
     pub(super) fn commit(
         &mut self,
         step: u64,
         generation: Option<Generation>,
         (records, is_applied): (u64, bool),
-    ) {
-        let headers = self.headers();
-        let generation = generation
-            .map(|Generation(generation)| generation)
-            .or_else(|| OwnedHeader::generation_of(step + 1, &headers));
-        if let Some(generation) = generation {
-            self.owned.commit(StepCommit { generation, records, is_applied });
-        }
+    ) -> Result<(), Failure> {
         self.looked_up = false;
+        let committed_by = generation
+            .map(|Generation(generation)| generation)
+            .or_else(|| OwnedHeader::generation_of(step + 1, &self.headers()));
+        let Some(of) = committed_by else { return Ok(()) };
+        let is_held = self.owned.commit(StepCommit { generation: of, records, is_applied });
+        if is_held || generation.is_none() {
+            return Ok(());
+        }
+        let error =
+            format!("step {} is committed, and the gradients of its rows are not here", step + 1);
+        Err(Failure::local(error))
     }
 
     fn headers(&self) -> Vec<Option<OwnedHeader>> {
@@ -114,7 +136,7 @@ impl RowTables {
         step: u64,
         members: &[WorkerId],
     ) -> Result<(), Stopped> {
-        self.looked_up = false;
+        (self.looked_up, self.counted) = (false, None);
         let hosts = self.synced.iter().map(|(_, host)| *host);
         let member = |(&WorkerId(worker), host)| Member { worker, host, leaves: false };
         let members: Vec<Member> = members.iter().zip(hosts).map(member).collect();
@@ -163,11 +185,16 @@ impl RowTables {
 }
 
 impl RowTables {
-    /// Touches of the rows of all ranks, each counted by the rank that owns it.
-    pub(super) fn count_touches(&self, group: &mut dyn Group) -> Result<u64, Stopped> {
+    /// Touches of the rows of all ranks at the end, each counted by the rank that owns it. A rank
+    /// that reports its final state once more, to another master, does not count again: the others
+    /// would have to take part.
+    pub(super) fn count_touches(&mut self, group: &mut dyn Group) -> Result<u64, Stopped> {
+        if let Some(counted) = self.counted {
+            return Ok(counted);
+        }
         let owned = self.owned.owned().touches;
         let all: Vec<u64> = decode_all(group.all_gather(&header::encode(&owned))?)?;
-        Ok(all.iter().sum())
+        Ok(*self.counted.insert(all.iter().sum()))
     }
 }
 

@@ -27,7 +27,9 @@ mod wire;
 
 pub use self::lookup::{BatchRows, Ids, RowGradients};
 pub use self::optimizer::RowOptimizer;
-pub use self::owned::{LostShards, Owned, OwnedHeader, OwnedSize, Recovery, Settings, StepCommit};
+pub use self::owned::{
+    HeldRow, LostShards, Owned, OwnedHeader, OwnedSize, Recovery, Settings, StepCommit,
+};
 pub use self::placement::{Member, Placement, ShardCopy, shard_of};
 pub use self::table::{Initialization, Table, check};
 pub use self::wire::InvalidRows;

@@ -446,35 +446,47 @@ impl Owned {
 
     /// What this worker owns: the rows for which it answers, not those that it keeps for others.
     pub fn owned(&self) -> OwnedSize {
-        let Some(committed) = &self.committed else { return OwnedSize::default() };
-        let owns = |&(&shard, _): &(&u32, &Shard)| {
-            committed.placement.holders(shard).first() == Some(&self.me)
-        };
-        let owned = || committed.shards.iter().filter(owns).map(|(_, shard)| shard);
+        let owned = || self.owned_shards().map(|(_, shard)| shard);
         OwnedSize {
             rows: owned().map(Shard::rows).sum(),
             touches: owned().map(Shard::touches).sum(),
-            bytes: committed.shards.values().map(Shard::bytes).sum(),
+            bytes: self.held().map(|(_, shard)| shard.bytes()).sum(),
         }
     }
 
     /// The rows of a table that this worker owns: id, touches and values, `[dim]`.
     pub fn rows(&self, table: usize) -> impl Iterator<Item = (u64, u32, &[f32])> {
         let spec = &self.tables[table];
-        let owned = self.committed.iter().flat_map(move |committed| {
-            let owner = |shard| committed.placement.holders(shard).first();
-            committed.shards.iter().filter(move |&(&shard, _)| owner(shard) == Some(&self.me))
-        });
-        owned.flat_map(move |(_, shard)| {
+        self.owned_shards().flat_map(move |(_, shard)| {
             let rows = shard.tables[table].iter(spec.stored());
             rows.map(|(id, counts, row)| (id, counts.touches, &row[..spec.dim]))
         })
     }
 
+    /// All rows that this worker holds, those that it keeps for others too.
+    pub fn held_rows(&self) -> impl Iterator<Item = HeldRow<'_>> {
+        self.held().flat_map(|(shard, held)| {
+            let tables = held.tables.iter().zip(&*self.tables).enumerate();
+            tables.flat_map(move |(table, (rows, spec))| {
+                rows.iter(spec.stored()).map(move |(id, counts, numbers)| {
+                    let touches = counts.touches;
+                    HeldRow { shard, table, id, touches, numbers }
+                })
+            })
+        })
+    }
+
     /// The shards that this worker holds.
-    #[cfg(test)]
     pub(crate) fn held(&self) -> impl Iterator<Item = (u32, &Shard)> {
         self.committed.iter().flat_map(|committed| &committed.shards).map(|(&s, shard)| (s, shard))
+    }
+
+    /// The shards that this worker owns in its group.
+    fn owned_shards(&self) -> impl Iterator<Item = (u32, &Shard)> {
+        let committed = self.committed.as_ref().map(|committed| &committed.placement);
+        let placement = self.group.as_ref().map(|group| &group.placement).or(committed);
+        let owner = move |shard| placement.and_then(|placement| placement.holders(shard).first());
+        self.held().filter(move |&(shard, _)| owner(shard) == Some(&self.me))
     }
 
     // ---- helpers ----
@@ -531,6 +543,21 @@ pub struct OwnedSize {
     pub touches: u64,
     /// Memory of all its shards, those that it keeps for others too.
     pub bytes: usize,
+}
+
+/// A row of one of the shards that a worker holds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeldRow<'a> {
+    /// The shard.
+    pub shard: u32,
+    /// Index of its table.
+    pub table: usize,
+    /// Its id.
+    pub id: u64,
+    /// Records that touched it.
+    pub touches: u32,
+    /// Its values and the state of its optimizer.
+    pub numbers: &'a [f32],
 }
 
 fn not_held(shard: u32) -> InvalidRows {

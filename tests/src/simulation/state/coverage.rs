@@ -82,6 +82,10 @@ pub struct Coverage {
     pub suspensions: u64,
     /// Computations for which some records could not be read.
     pub unread: u64,
+    /// Commits of rows of tables on a rank.
+    pub row_commits: u64,
+    /// Ranks that said that all copies of rows are lost.
+    pub rows_lost: u64,
 }
 
 impl Coverage {
@@ -127,5 +131,7 @@ impl Coverage {
         self.pods_failed += other.pods_failed;
         self.suspensions += other.suspensions;
         self.unread += other.unread;
+        self.row_commits += other.row_commits;
+        self.rows_lost += other.rows_lost;
     }
 }

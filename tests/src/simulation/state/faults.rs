@@ -45,6 +45,8 @@ pub(crate) enum Moment {
     Computing,
     /// A rank builds its links.
     Connecting,
+    /// Ranks exchange rows, or their gradients.
+    Exchanging,
     /// A joiner fetches the state.
     Fetching,
     /// A rank holds the final state.
@@ -171,6 +173,12 @@ impl FaultPlan {
             if setting.bad_host.is_some() {
                 let kinds = [FaultKind::Crash, FaultKind::Scale, FaultKind::Terminate];
                 fault.kind = rng.pick(&kinds).unwrap_or(fault.kind);
+            }
+        }
+        let mut of_rows = SimRng::new(spec.seed.rotate_left(44));
+        for fault in faults.iter_mut().filter(|_| setting.tables.is_some()) {
+            if of_rows.chance(1, 3) {
+                fault.moment = Some(Moment::Exchanging);
             }
         }
         draw_rare(&mut faults, setting, &mut SimRng::new(spec.seed.rotate_left(52)));

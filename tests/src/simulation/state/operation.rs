@@ -17,6 +17,8 @@ pub(crate) enum Collective {
     BroadcastBytes {
         root: usize,
     },
+    /// Each rank gives a payload to each other one.
+    Exchange,
     /// Gathers the headers of a round without a step.
     IdleRound,
     /// Broadcast of the id of the NCCL communicator that is to be built.
@@ -85,6 +87,7 @@ impl Collective {
             Self::Step(Path::Host) => 4,
             Self::Step(Path::Nccl) => 5,
             Self::Synchronize => 6,
+            Self::Exchange => 7,
         }
     }
 

@@ -1,12 +1,15 @@
 //! What the oracle has seen, and the questions that this answers.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::rc::Rc;
 
+use elasticdl::simulated::Placement;
 use elasticdl_master::job::{Membership, WorkerMessage};
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::coverage::Coverage;
 use crate::simulation::clock::Micros;
+use crate::simulation::rows::Rows;
 
 /// All messages and state changes that the checks need.
 #[derive(Debug)]
@@ -48,9 +51,26 @@ pub(crate) struct Oracle {
     pub(crate) shutdown_sent: Option<(WorkerId, String)>,
     /// Ends of processes that may count as failures.
     pub(crate) failures_max: u64,
+    pub(crate) rows: RowsSeen,
     /// Whether no rank can tell any more which state is right.
     pub(crate) is_void: bool,
     pub(crate) coverage: Coverage,
+}
+
+/// What the oracle knows of the rows of tables.
+#[derive(Debug, Default)]
+pub(crate) struct RowsSeen {
+    /// References, by step and digest of the parameters: more than one if several histories lead
+    /// there.
+    pub(crate) states: BTreeMap<(u64, u64), Vec<Rc<Rows>>>,
+    /// Placements, by generation and step.
+    pub(crate) placements: BTreeMap<(u64, u64), Placement>,
+    /// Generation and step of the newest placement in which each shard had all of its copies.
+    pub(crate) whole_at: (u64, u64),
+    /// Workers that held shards then.
+    pub(crate) holders: BTreeSet<u64>,
+    /// Copies of each shard then.
+    pub(crate) copies: usize,
 }
 
 /// What one generation has committed.
@@ -101,6 +121,7 @@ impl Oracle {
             shut_down: BTreeSet::new(),
             shutdown_sent: None,
             failures_max: 0,
+            rows: RowsSeen::default(),
             is_void: false,
             coverage: Coverage { runs: 1, ..Coverage::default() },
         }

@@ -3,6 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use elasticdl::simulated::Settings;
 use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, JobSpec, LaunchId};
 
 use super::nccl::Gpus;
@@ -36,6 +37,8 @@ pub(crate) struct Setting {
     pub(crate) gpus: Option<Gpus>,
     /// Number of zones that processes run in, in turn; 1: they do not know any.
     pub(crate) zones: usize,
+    /// How the model's tables are divided; `None`: it has none.
+    pub(crate) tables: Option<Settings>,
 }
 
 impl Setting {
@@ -89,6 +92,7 @@ impl Setting {
             has_storm: false,
             gpus: Gpus::draw(&mut SimRng::new(seed.rotate_left(32))),
             zones: 1 + SimRng::new(seed.rotate_left(8)).below(3) as usize,
+            tables: tables(&mut SimRng::new(seed.rotate_left(12)), seed),
         };
         if setting.may_restore_stale
             && let Some(host) = bad_host(&mut SimRng::new(seed.rotate_left(40)))
@@ -122,6 +126,16 @@ impl Setting {
     pub(crate) fn parameters(&self) -> usize {
         (self.records() * u64::from(self.spec.epochs)) as usize
     }
+}
+
+/// Draws how the tables of the model are divided, if it has any.
+fn tables(rng: &mut SimRng, seed: u64) -> Option<Settings> {
+    rng.chance(1, 8).then(|| Settings {
+        seed,
+        shards: rng.between(1, 8) as u32,
+        copies: if rng.chance(1, 4) { 3 } else { 2 },
+        copy_bytes: rng.between(1, 300),
+    })
 }
 
 fn checkpoints(rng: &mut SimRng) -> Option<CheckpointSpec> {

@@ -58,6 +58,8 @@ pub(crate) struct Trainer {
     pub(crate) completions: Shared<Completion>,
     /// The newest generation that this worker has committed a step in.
     pub(crate) committed_in: Option<Generation>,
+    /// Whether it holds shards of the model's tables.
+    pub(crate) has_rows: bool,
     /// A parameter of which a bit is to flip.
     pub(crate) flips: Rc<Cell<Option<usize>>>,
     /// Exit code of the process, once the trainer is done.

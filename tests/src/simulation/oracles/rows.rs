@@ -1,0 +1,176 @@
+//! Checks of rows: each copy of each shard is what the committed steps have made of it.
+//!
+//! * After a commit or a repair, a worker has exactly the rows of the shards that the placement
+//!   gives it, with the touches and the numbers of the reference after the same steps. So each pair
+//!   of a record and a row counts once, and copies are equal.
+//! * All ranks of a generation have one placement after each step. Each shard has a holder, and no
+//!   holder twice.
+//! * A rank is given rows as of its last commit.
+//! * Rows are lost only if as many workers are lost as hold each shard.
+
+use std::collections::BTreeSet;
+use std::rc::Rc;
+
+use elasticdl::simulated::{Placement, Settings};
+use elasticdl_proto::Generation;
+
+use crate::simulation::rows::{Rows, touches};
+use crate::simulation::trace::trace;
+use crate::simulation::worker::SeenRows;
+use crate::simulation::world::World;
+
+impl World {
+    /// Notes that `p` has committed a step of these records on top of a state with the digest
+    /// `before`.
+    pub(in crate::simulation) fn note_rows(&mut self, p: usize, before: u64, records: &[usize]) {
+        let Some(settings) = self.setting.tables else { return };
+        let trainer = &self.processes[p].trainer;
+        let Some(state) = trainer.state().filter(|_| !trainer.is_wrong()) else { return };
+        let (after, states) = ((state.step, trainer.seen.digest), &mut self.oracle.rows.states);
+        let from = match states.get(&(state.step - 1, before)) {
+            Some(from) => from.clone(),
+            None if state.step == 1 => vec![Rc::default()],
+            None => return,
+        };
+        for rows in from {
+            let next = rows.after(&settings, records);
+            let known = states.entry(after).or_default();
+            if !known.iter().any(|rows| **rows == next) {
+                known.push(Rc::new(next));
+            }
+        }
+    }
+
+    /// The rows that the state of `p` stands for, for each history that leads there.
+    fn references(&self, p: usize) -> Option<Vec<Rc<Rows>>> {
+        let trainer = &self.processes[p].trainer;
+        let state = trainer.state().filter(|_| !trainer.is_wrong())?;
+        match self.oracle.rows.states.get(&(state.step, trainer.seen.digest)) {
+            Some(rows) => Some(rows.clone()),
+            None => Some(vec![Rc::default()]),
+        }
+    }
+
+    /// Checks the shards of `p` in the group of `generation`.
+    pub(in crate::simulation) fn check_rows(
+        &mut self,
+        p: usize,
+        generation: Option<Generation>,
+        seen: &SeenRows,
+    ) {
+        let SeenRows { step, placement, rows } = seen;
+        let process = &self.processes[p];
+        let (Some(references), Some(worker)) = (self.references(p), process.worker) else { return };
+        if process.trainer.state().map(|state| state.step) != Some(*step) {
+            return;
+        }
+        let held: BTreeSet<u32> = placement.held_by(worker.0).collect();
+        let fits = |reference: &Rc<Rows>| held.iter().all(|&s| reference.of(s).eq(rows.of(s)));
+        if !references.iter().any(fits) {
+            let of = &references[0];
+            let wrong = held.iter().find(|&&s| !of.of(s).eq(rows.of(s))).copied().unwrap_or(0);
+            let expected: Vec<_> = of.of(wrong).collect();
+            let found: Vec<_> = rows.of(wrong).collect();
+            let name = self.name(p);
+            return self.violate(format!(
+                "{name}: shard {wrong} after step {step} is {found:?}, not {expected:?}"
+            ));
+        }
+        if let Some(((shard, ..), _)) = rows.0.iter().find(|((shard, ..), _)| !held.contains(shard))
+        {
+            return self.violate(format!("{} has rows of shard {shard} of others", self.name(p)));
+        }
+        let Some(generation) = generation else { return };
+        self.check_placement(p, (generation.0, *step), placement);
+    }
+
+    fn check_placement(&mut self, p: usize, at: (u64, u64), placement: &Placement) {
+        let mut holders = (0..placement.shards()).map(|shard| placement.holders(shard));
+        let is_wrong = |holders: &&[u64]| {
+            holders.is_empty() || holders.iter().collect::<BTreeSet<_>>().len() < holders.len()
+        };
+        if let Some(wrong) = holders.find(is_wrong) {
+            return self.violate(format!("{}: {wrong:?} hold a shard", self.name(p)));
+        }
+        let known = self.oracle.rows.placements.entry(at).or_insert_with(|| placement.clone());
+        if known != placement {
+            self.violate(format!("{}: the placement after {at:?} differs", self.name(p)));
+        }
+    }
+
+    /// Notes who holds shards after a step of a group, if each has all of its copies.
+    pub(in crate::simulation) fn note_whole(&mut self, at: (u64, u64), placement: &Placement) {
+        let holders = (0..placement.shards()).map(|shard| placement.holders(shard));
+        let published = self.oracle.published.iter().find(|m| m.generation.0 == at.0);
+        let members = published.map_or(0, |membership| membership.members.len());
+        let copies = self.setting.tables.map_or(1, |tables| tables.copies as usize).min(members);
+        let least = holders.clone().map(<[u64]>::len).min().unwrap_or(0);
+        let rows = &mut self.oracle.rows;
+        if least >= copies && rows.whole_at <= at {
+            rows.whole_at = at;
+            rows.holders = holders.flatten().copied().collect();
+            rows.copies = least;
+        }
+    }
+
+    /// Checks the values of rows, by table and id, that `p` computes with.
+    pub(in crate::simulation) fn check_read(
+        &mut self,
+        p: usize,
+        read: &[((usize, u64), Vec<f32>)],
+    ) {
+        let (Some(settings), Some(references)) = (self.setting.tables, self.references(p)) else {
+            return;
+        };
+        let is_wrong = |reference: &Rc<Rows>| {
+            let wrong = |(row, values): &&((usize, u64), Vec<f32>)| {
+                reference.values(&settings, *row) != *values
+            };
+            read.iter().find(wrong)
+        };
+        if references.iter().any(|reference| is_wrong(reference).is_none()) {
+            return;
+        }
+        if let Some((row, values)) = is_wrong(&references[0]) {
+            let expected = references[0].values(&settings, *row);
+            let name = self.name(p);
+            self.violate(format!("{name} reads row {row:?} as {values:?}, not {expected:?}"));
+        }
+    }
+
+    /// `p` says that all copies of a shard are lost. The run ends with it.
+    pub(in crate::simulation) fn check_lost_rows(&mut self, p: usize) {
+        trace!(self, "{}: rows are lost", self.name(p));
+        self.oracle.coverage.rows_lost += 1;
+        let generation = self.processes[p].trainer.seen.group.map(|(generation, _)| generation);
+        let published = &self.oracle.published;
+        let members = published.iter().find(|m| Some(m.generation) == generation);
+        let is_here = |worker: &u64| {
+            let is_it = |id| id == *worker;
+            let is_member = members.is_some_and(|m| m.members.iter().any(|(id, _)| is_it(id.0)));
+            let held = |q: &crate::simulation::state::process::Process| {
+                q.worker.is_some_and(|id| is_it(id.0)) && q.is_alive() && q.trainer.has_rows
+            };
+            is_member && self.processes.iter().any(held)
+        };
+        let lost = self.oracle.rows.holders.iter().filter(|worker| !is_here(worker)).count();
+        if lost < self.oracle.rows.copies {
+            let copies = self.oracle.rows.copies;
+            let name = self.name(p);
+            self.violate(format!("{name}: rows are lost with {lost} workers, of {copies} copies"));
+        }
+    }
+
+    /// Checks the touches that the master reports at the end, after steps that have absorbed these
+    /// parameters.
+    pub(in crate::simulation) fn check_touches(&self, parameters: &[u8]) -> Result<(), String> {
+        let reported = self.master.job.summary(self.time()).row_touches;
+        let absorbed = (0..parameters.len()).filter(|&record| parameters[record] > 0);
+        let expected = self.setting.tables.map(|_: Settings| touches(absorbed));
+        let found = reported.map(|touches| (touches.expected, touches.counted));
+        if found == expected.map(|touches| (touches, touches)) {
+            return Ok(());
+        }
+        Err(format!("the summary reports {reported:?} row touches, and there are {expected:?}"))
+    }
+}

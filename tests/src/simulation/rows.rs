@@ -1,0 +1,98 @@
+//! The tables of the simulation's model, and a reference that applies each step to them in one
+//! piece.
+//!
+//! Which rows a record touches, and their gradients, are functions of the record's parameter. All
+//! sums are exact, in any order.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use elasticdl::simulated::{Settings, shard_of};
+use elasticdl::{BatchRows, Ids, RowOptimizer, Table};
+
+/// The tables of the model.
+pub(super) fn tables() -> Vec<Table> {
+    vec![
+        Table::new("plain", 2).optimized(RowOptimizer::sgd(1.0)),
+        Table::new("adaptive", 1)
+            .optimized(RowOptimizer::Adagrad { learning_rate: 0.5, epsilon: 1.0 }),
+    ]
+}
+
+/// Table and id of each row that the record of this parameter needs; one may be there twice.
+pub(super) fn ids_of(record: usize) -> [(usize, u64); 3] {
+    let record = record as u64;
+    [(0, record.wrapping_mul(0x9e37_79b9) % 11), (0, record % 5), (1, record % 7)]
+}
+
+/// The gradient of the record of this parameter at a row, the same for each of its numbers.
+pub(super) fn gradient_of(record: usize, id: u64) -> f32 {
+    ((record as u64 * 7 + id) % 16) as f32 - 8.0
+}
+
+/// Pairs of one of these records and a row that it touches.
+pub(super) fn touches(records: impl Iterator<Item = usize>) -> u64 {
+    records.map(|record| BTreeSet::from(ids_of(record)).len() as u64).sum()
+}
+
+/// Rows that exist, by shard, table and id: the number of records that have touched them, values
+/// and the state of the optimizer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Rows(pub(super) BTreeMap<(u32, usize, u64), (u32, Vec<f32>)>);
+
+impl Rows {
+    /// The rows of a shard.
+    pub(super) fn of(
+        &self,
+        shard: u32,
+    ) -> impl Iterator<Item = (&(u32, usize, u64), &(u32, Vec<f32>))> {
+        self.0.range((shard, 0, 0)..(shard + 1, 0, 0))
+    }
+
+    /// Values of a row.
+    pub(super) fn values(&self, settings: &Settings, (table, id): (usize, u64)) -> Vec<f32> {
+        let shard = shard_of(table as u32, id, settings.shards);
+        match self.0.get(&(shard, table, id)) {
+            Some((_, numbers)) => numbers[..tables()[table].dim].to_vec(),
+            None => initial(settings.seed, table, id),
+        }
+    }
+
+    /// The rows after a step of these records.
+    pub(super) fn after(&self, settings: &Settings, records: &[usize]) -> Self {
+        let mut sums: BTreeMap<(usize, u64), (BTreeSet<usize>, f32)> = BTreeMap::new();
+        for &record in records {
+            for (table, id) in ids_of(record) {
+                let (touched_by, sum) = sums.entry((table, id)).or_default();
+                touched_by.insert(record);
+                *sum += gradient_of(record, id);
+            }
+        }
+        let mut next = self.clone();
+        for ((table, id), (touched_by, sum)) in sums {
+            let shard = shard_of(table as u32, id, settings.shards);
+            let (touches, numbers) = next.0.entry((shard, table, id)).or_insert_with(|| {
+                let mut numbers = initial(settings.seed, table, id);
+                numbers.resize(2, 0.0);
+                (0, numbers)
+            });
+            *touches += touched_by.len() as u32;
+            let mean = sum * (1.0 / records.len() as f32);
+            match table {
+                0 => numbers.iter_mut().for_each(|value| *value -= mean),
+                _ => {
+                    numbers[1] += mean * mean;
+                    numbers[0] -= 0.5 / (numbers[1].sqrt() + 1.0) * mean;
+                }
+            }
+        }
+        next
+    }
+}
+
+fn initial(seed: u64, table: usize, id: u64) -> Vec<f32> {
+    let tables = tables();
+    let mut ids = Ids::new(tables.len());
+    ids.begin_record();
+    ids.push(table, id);
+    BatchRows::initial(&tables, seed, &ids).of(table).0.to_vec()
+}
