@@ -2,6 +2,7 @@
 
 use elasticdl_data::Predictions;
 use elasticdl_data::Reader;
+use elasticdl_tables::Table;
 
 use crate::buckets::Gradients;
 #[cfg(feature = "gpu")]
@@ -188,6 +189,18 @@ impl NamedTensor {
         let elements = |tensor: &Self| tensor.shape.iter().copied().fold(1, usize::saturating_mul);
         tensors.iter().map(elements).fold(0, usize::saturating_add)
     }
+}
+
+/// The tables of the model.
+///
+/// # Errors
+/// A table is impossible.
+pub(crate) fn tables_of<M: Model>(model: &mut M) -> Result<Vec<Table>, String> {
+    let tables = call_user("tables()", || {
+        Ok(model.as_table_model().map(|model| model.tables()).unwrap_or_default())
+    })?;
+    elasticdl_tables::check(&tables)?;
+    Ok(tables)
 }
 
 /// The model's tensors: at least one element, with names and shapes that can be exported.

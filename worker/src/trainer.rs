@@ -272,7 +272,8 @@ impl<M: Model> Trainer<'_, M> {
     fn end_repair(&mut self) -> Result<(), Stopped> {
         if let Some(tables) = &mut self.tables {
             let members = self.session.members();
-            tables.regroup(self.tensors.group_mut()?, self.session.step(), members)?;
+            let store = &mut *self.checkpoints.store;
+            tables.regroup(self.tensors.group_mut()?, self.session.step(), members, store)?;
         }
         self.checkpoints.store.prepare(self.tensors.group_mut()?.world_size());
         self.session.repaired();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl::machine::{
     CheckpointStore, Completion, Group, Links, Machine, OwnShard, ReadError, Receiver, Records,
-    Request, RequestLink, RestoreError, Restored, Sender, Taken,
+    Request, RequestLink, RestoreError, Restored, Sender, TakeShard, Taken,
 };
 use elasticdl::session::checkpoint::Written;
 use elasticdl::session::header::{self, StateRecord};
@@ -20,6 +20,7 @@ use elasticdl_collective::{
     StateMessageHeader,
 };
 use elasticdl_proto::RecordRange;
+use elasticdl_tables::SavedShards;
 
 use super::clock::Micros;
 use super::coroutine::{act, act_and_wait, act_on_drop, now, until};
@@ -423,7 +424,13 @@ impl CheckpointStore for SimulatedCheckpoints {
 
     fn prepare(&mut self, _world_size: usize) {}
 
-    fn write(&mut self, shard: OwnShard, state: StateRecord, parameters: &[f32], _slots: &[f32]) {
+    fn write(
+        &mut self,
+        shard: OwnShard,
+        state: StateRecord,
+        (parameters, _): (&[f32], &[f32]),
+        _rows: Option<SavedShards>,
+    ) {
         let OwnShard { rank, world_size, .. } = shard;
         let at = |rank: usize| parameters.len() * rank / world_size;
         let part = super::model::counts(&parameters[at(rank)..at(rank + 1)]);
@@ -451,5 +458,14 @@ impl CheckpointStore for SimulatedCheckpoints {
             let name = format!("step-{}", state.step);
             Restored { state, name, same_run: true, differences: Vec::new() }
         }))
+    }
+
+    fn read_rows(
+        &mut self,
+        _checkpoint: (&str, bool),
+        _shards: &[u32],
+        _take: &mut TakeShard<'_>,
+    ) -> Result<(), RestoreError> {
+        unreachable!("the simulation has no tables")
     }
 }

@@ -1,5 +1,5 @@
 //! Rows of tables, each on two workers, are touched exactly once by each record under random
-//! `kill -9`.
+//! `kill -9`, and when jobs start from checkpoints.
 
 use std::time::Duration;
 
@@ -13,13 +13,63 @@ use crate::PROGRAMS;
 
 /// Starts a job whose model has a table, with so many copies of each row.
 fn start(seed: u64, (workers, replicas): (u32, u32)) -> Running {
-    let program_options = &["--tables"];
-    let fixture = JobFixture { program_options, ..JobFixture::new(PROGRAMS, workers) };
+    let fixture = fixture(workers);
     let command = fixture.command(seed).option("checkpoint-dir", "none");
     let command = command.option("table-replicas", replicas.to_string());
     let mut job = command.start().keeping(fixture.folder);
     job.wait_for_first_steps();
     job
+}
+
+/// A job of this many workers whose model has a table.
+fn fixture(workers: u32) -> JobFixture {
+    JobFixture { program_options: &["--tables"], ..JobFixture::new(PROGRAMS, workers) }
+}
+
+/// Asserts that each row was touched as often as there are epochs, and each record counted.
+fn assert_exact(ended: &Ended, context: &str) {
+    ended.assert_exact(context);
+    let expected = 12_000;
+    let exact = RowTouchesSummary { expected, counted: expected, missing: 0, repeated: 0 };
+    assert_eq!(ended.summary().row_touches, Some(exact), "{context}");
+}
+
+#[test]
+fn rows_are_read_from_a_checkpoint_when_all_workers_are_lost() {
+    let fixture = fixture(3);
+    let dir = fixture.folder.path().join("checkpoints");
+    let command = fixture.command(1).option("checkpoint-dir", dir.to_str().unwrap());
+    let mut job = command.option("checkpoint-every", "15").start();
+    for saved in [1, 3] {
+        job.wait_for("a checkpoint", |status| {
+            status.checkpoints.as_ref().is_some_and(|known| known.saved >= saved)
+        });
+        job.signal_workers(Signal::KILL);
+    }
+    let ended = job.wait();
+    assert_exact(&ended, "after two losses");
+    assert!(ended.summary().checkpoints.as_ref().unwrap().restored.len() >= 2, "{}", ended.output);
+}
+
+#[test]
+fn a_job_goes_on_from_rows_that_another_number_of_workers_has_written() {
+    let first = JobFixture { micros_per_record: 200, ..fixture(3) };
+    let dir = first.folder.path().join("checkpoints");
+    let dir = dir.to_str().unwrap();
+    let command = first.command(1).option("checkpoint-dir", dir);
+    let mut job = command.option("checkpoint-every", "15").start();
+    job.wait_for_first_steps();
+    job.signal(Signal::TERM);
+    job.wait().assert_outcome(143, "stopped");
+    for workers in [1, 5] {
+        let next = JobFixture { micros_per_record: 20, ..fixture(workers) };
+        let ended = next.command(1).option("resume-from", dir).run();
+        assert_exact(&ended, &format!("{workers} workers"));
+    }
+    let without = JobFixture { program_options: &[], ..fixture(2) };
+    let ended = without.command(1).option("resume-from", dir).run();
+    ended.assert_outcome(2, "refused");
+    assert!(ended.output.contains("it has 1 tables, and this model has 0"), "{}", ended.output);
 }
 
 #[test]
@@ -37,7 +87,7 @@ fn rows_are_touched_exactly_once_under_random_kills() {
             send(pid, Signal::KILL);
         }
         let ended = job.wait();
-        assert_exact(&ended, seed);
+        assert_exact(&ended, &format!("seed {seed}"));
         assert!(ended.lost().len() > 2, "seed {seed}: too fast to be disturbed");
     }
 }
@@ -52,14 +102,6 @@ fn with_three_copies_two_workers_may_be_killed_at_once() {
         job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));
     }
     let ended = job.wait();
-    assert_exact(&ended, seed);
+    assert_exact(&ended, &format!("seed {seed}"));
     assert!(ended.lost().len() > 3, "too fast to be disturbed");
-}
-
-/// Each record and each touch of a row was counted once.
-fn assert_exact(ended: &Ended, seed: u64) {
-    ended.assert_exact(&format!("seed {seed}"));
-    let expected = 12_000;
-    let exact = RowTouchesSummary { expected, counted: expected, missing: 0, repeated: 0 };
-    assert_eq!(ended.summary().row_touches, Some(exact), "seed {seed}");
 }

@@ -51,5 +51,6 @@ fn fingerprint() -> JobFingerprint {
         order: OrderName { mode: ShuffleMode::Record, seed: 7, block: 0, buffer: 0 },
         best_metric: None,
         program: None,
+        tables: Vec::new(),
     }
 }

@@ -9,6 +9,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::manifest::{JobFingerprint, Manifest, Shard};
 use super::name::{MANIFEST, Name, PREFIX};
+use super::rows::{self, TakeShard};
 use crate::session::header::StateRecord;
 use crate::tensors::is_finite;
 
@@ -60,6 +61,33 @@ pub(crate) fn restore(
         load(folder, fingerprint, &mut *parameters, &mut *slots, is_new_job)
     };
     search(locations, fingerprint, &mut take, damaged)
+}
+
+/// Reads the rows of these shards from a checkpoint of this `name` that another rank has restored,
+/// and gives each to `take`. `same_run`: whether this run wrote it.
+pub(crate) fn read_rows(
+    locations: &Locations,
+    fingerprint: &JobFingerprint,
+    (name, same_run): (&str, bool),
+    shards: &[u32],
+    take: &mut TakeShard<'_>,
+) -> Result<(), RestoreError> {
+    let place = if same_run { &locations.own } else { &locations.from };
+    let missing = || RestoreError::Refused(format!("this worker knows no place of {name}"));
+    let place = place.as_ref().ok_or_else(missing)?;
+    let is_itself = !same_run && is_checkpoint(place).map_err(unavailable)?;
+    let folder = if is_itself { place.clone() } else { place.join(name) };
+    let mut read = || {
+        let manifest = compatible_manifest(&folder, fingerprint, false)?;
+        let files = manifest.rows.map(|rows| rows.files).unwrap_or_default();
+        rows::read(&folder, &files, |shard| shards.contains(&shard), take)
+    };
+    read().map_err(|error| match error {
+        LoadError::Damaged(reason) | LoadError::Refused(reason) => {
+            RestoreError::Refused(format!("{folder}: {reason}"))
+        }
+        LoadError::Storage(error) => unavailable(error),
+    })
 }
 
 /// Checks that [`restore`] would find a checkpoint for a new job, or that none is requested. Reads
@@ -333,6 +361,9 @@ pub(super) fn load(
     }
     if !(is_finite(parameters) && is_finite(slots)) {
         return Err(LoadError::Damaged("it contains a NaN or an infinity".into()));
+    }
+    if let Some(tables) = &manifest.rows {
+        rows::check(folder, &tables.files)?;
     }
     Ok(manifest)
 }

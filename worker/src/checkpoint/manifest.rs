@@ -5,9 +5,11 @@ use std::path::Path;
 
 use elasticdl_data::Dataset;
 use elasticdl_proto::Batch;
+use elasticdl_tables::Table;
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::table_rows::TableRows;
 use crate::order::OrderName;
 use crate::session::checkpoint::Written;
 use crate::session::evaluation::Plan;
@@ -35,6 +37,8 @@ pub(crate) struct JobFingerprint {
     pub(crate) best_metric: Option<BestMetric>,
     /// The program of this process; `None` if it is not known yet.
     pub(crate) program: Option<Program>,
+    /// The model's tables, whose initial rows depend on the job's seed.
+    pub(crate) tables: Vec<Table>,
 }
 
 /// What decides which model is best. Values of other metrics or other records do not compare.
@@ -72,6 +76,9 @@ pub(super) struct Manifest {
     pub(super) program: Option<Program>,
     pub(super) files: Vec<DataFile>,
     pub(super) shards: Vec<Shard>,
+    /// Rows of tables, if the model has any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) rows: Option<TableRows>,
 }
 
 /// The job's options, for users. What must match is checked elsewhere.
@@ -122,6 +129,7 @@ impl Manifest {
         fingerprint: &JobFingerprint,
         state: StateRecord,
         parts: &[Written],
+        of_ranks: &[Vec<u32>],
         written_at: u64,
     ) -> Self {
         let (global, per_worker) = match fingerprint.batch {
@@ -139,6 +147,7 @@ impl Manifest {
                 end: end as u64,
             }
         };
+        let has_tables = !fingerprint.tables.is_empty();
         let file = |f: &elasticdl_data::File| DataFile { path: f.path.clone(), records: f.records };
         Self {
             format: FORMAT.into(),
@@ -161,6 +170,7 @@ impl Manifest {
             program: fingerprint.program.clone(),
             files: fingerprint.dataset.files.iter().map(file).collect(),
             shards: parts.iter().enumerate().map(shard).collect(),
+            rows: has_tables.then(|| TableRows::new(fingerprint, parts, of_ranks)),
         }
     }
 
@@ -214,6 +224,7 @@ impl Manifest {
             ));
         }
         manifest.check_shards()?;
+        manifest.rows.as_ref().map_or(Ok(()), TableRows::check)?;
         Ok(manifest)
     }
 
@@ -251,6 +262,11 @@ impl Manifest {
                  same kind of optimizer",
                 self.slots
             ));
+        }
+        match &self.rows {
+            Some(rows) => rows.check_job(fingerprint)?,
+            None if fingerprint.tables.is_empty() => {}
+            None => return Err("it has no tables, and this model has".into()),
         }
         let same = |(a, b): (&DataFile, &elasticdl_data::File)| {
             // The folder may differ between machines; the order of the files may not.
@@ -370,6 +386,7 @@ pub(super) mod tests {
             order: order(7),
             best_metric: None,
             program: None,
+            tables: Vec::new(),
         }
     }
 
@@ -392,9 +409,8 @@ pub(super) mod tests {
     }
 
     fn manifest() -> Manifest {
-        let part =
-            |floats: u64| Written { bytes: 128 + 4 * floats, digest: u128::from(floats) << 90 };
-        Manifest::new(&fingerprint(), state_at(30), &[part(10), part(10), part(10)], 1_700_000_000)
+        let part = |floats: u64| Written { bytes: 128 + 4 * floats, ..Written::default() };
+        Manifest::new(&fingerprint(), state_at(30), &[part(10); 3], &[], 1_700_000_000)
     }
 
     #[test]
@@ -414,7 +430,7 @@ pub(super) mod tests {
             Some(Program { executable: 1, optimizer, version, ..Program::default() })
         };
         let of = |program| JobFingerprint { program, ..fingerprint() };
-        let wrote = Manifest::new(&of(program(2)), state_at(30), &[], 1);
+        let wrote = Manifest::new(&of(program(2)), state_at(30), &[], &[], 1);
         assert_eq!(wrote.differences(&of(program(2))), [""; 0]);
         assert_eq!(wrote.differences(&of(program(3))), ["optimizer settings"]);
         let mut json = serde_json::to_value(manifest()).unwrap();
@@ -438,11 +454,11 @@ pub(super) mod tests {
         let kept = |wrote: &Manifest, reads, same_run| {
             wrote.state_for(&of(reads), same_run).evaluation.best == best
         };
-        let wrote = Manifest::new(&of(metric("loss", 600)), state.clone(), &[], 1);
+        let wrote = Manifest::new(&of(metric("loss", 600)), state.clone(), &[], &[], 1);
         assert!(kept(&wrote, metric("loss", 600), false));
         assert!(!kept(&wrote, metric("loss", 700), false));
         assert!(!kept(&wrote, metric("accuracy", 600), false) && !kept(&wrote, None, false));
-        let older = Manifest::new(&of(None), state, &[], 1);
+        let older = Manifest::new(&of(None), state, &[], &[], 1);
         assert!(!kept(&older, None, false) && !kept(&older, metric("loss", 600), false));
         assert!(kept(&older, metric("loss", 600), true));
     }

@@ -4,6 +4,7 @@
 //!   DIR/step-000000000200-7f3a9c21-g3/
 //!     shard-00000-of-00002.safetensors   floats 0..n of the state, written by rank 0
 //!     shard-00001-of-00002.safetensors   the other floats, written by rank 1
+//!     rows-00000-of-00002                rows of tables that rank 0 owns, if there are tables
 //!     manifest.json                      written last: completes the checkpoint
 //! ```
 //!
@@ -21,16 +22,19 @@ mod load;
 mod manifest;
 mod name;
 mod retention;
+mod rows;
+mod table_rows;
 mod writer;
 
 #[cfg(feature = "simulation")]
 pub(crate) use fuzzing::fuzz_manifest;
 pub(crate) use load::{
-    CheckpointLookup, Locations, check, inspect, is_checkpoint, load_parameters, restore,
+    CheckpointLookup, Locations, check, inspect, is_checkpoint, load_parameters, read_rows, restore,
 };
 pub use load::{RestoreError, Restored};
 pub(crate) use manifest::{BestMetric, JobFingerprint};
 pub(crate) use retention::Retention;
+pub use rows::TakeShard;
 pub(crate) use writer::CheckpointWriter;
 pub use writer::{Completion, OwnShard};
 

@@ -52,6 +52,10 @@ pub(super) fn shard(rank: usize, world_size: usize) -> String {
     format!("shard-{rank:05}-of-{world_size:05}.safetensors")
 }
 
+pub(super) fn rows(rank: usize, world_size: usize) -> String {
+    format!("rows-{rank:05}-of-{world_size:05}")
+}
+
 /// Prefix of the names of checkpoints.
 pub(super) const PREFIX: &str = "step-";
 

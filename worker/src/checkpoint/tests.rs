@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use elasticdl_data::storage::Storage;
 use elasticdl_proto::Generation;
+use elasticdl_tables::SavedShards;
 use futures::stream::BoxStream;
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -19,6 +20,8 @@ use super::manifest::tests::{fingerprint, state_at};
 use super::name::Name;
 use super::*;
 use crate::session::checkpoint::Written;
+
+mod rows;
 
 /// Parameters and slots of step `step`.
 fn state(fingerprint: &JobFingerprint, step: u64) -> (Vec<f32>, Vec<f32>) {
@@ -46,13 +49,22 @@ impl Ranks {
 
     /// Writes the checkpoint of `step` and returns its name.
     fn write(&mut self, step: u64) -> Result<String, String> {
+        self.write_with_rows(step, vec![None; self.writers.len()])
+    }
+
+    /// As [`write`](Self::write), with the rows of each rank.
+    fn write_with_rows(
+        &mut self,
+        step: u64,
+        rows: Vec<Option<SavedShards>>,
+    ) -> Result<String, String> {
         let (parameters, slots) = state(&self.fingerprint, step);
         let world_size = self.writers.len();
-        for (rank, writer) in self.writers.iter_mut().enumerate() {
+        for (rank, (writer, rows)) in self.writers.iter_mut().zip(rows).enumerate() {
             writer.prepare(world_size);
             let shard =
                 OwnShard { step, generation: Generation(self.generation), rank, world_size };
-            writer.write(shard, state_at(step), &parameters, &slots);
+            writer.write(shard, state_at(step), (&parameters, &slots), rows);
         }
         let mut parts: Vec<Written> = Vec::new();
         for writer in &mut self.writers {

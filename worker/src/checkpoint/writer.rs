@@ -17,12 +17,14 @@ use std::time::{Instant, SystemTime};
 use bytes::Bytes;
 use elasticdl_data::storage::Storage;
 use elasticdl_proto::Generation;
+use elasticdl_tables::{SavedShard, SavedShards};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use super::manifest::{JobFingerprint, Manifest, shard_range};
 use super::name::{self, MANIFEST, Name};
 use super::retention::Retention;
-use crate::session::checkpoint::Written;
+use super::rows;
+use crate::session::checkpoint::{Written, WrittenRows};
 use crate::session::header::StateRecord;
 use crate::state_buffer::zeros;
 use crate::tensors::is_finite;
@@ -37,7 +39,15 @@ pub(crate) struct CheckpointWriter {
     /// A buffer for reuse.
     spare: Option<Vec<f32>>,
     /// The checkpoint that this rank is writing a shard of.
-    current: Option<(Name, StateRecord)>,
+    current: Option<Current>,
+}
+
+#[derive(Debug)]
+struct Current {
+    name: Name,
+    state: StateRecord,
+    /// The shards of the tables that each rank writes.
+    rows_of_ranks: Vec<Vec<u32>>,
 }
 
 /// The shard of a checkpoint that this rank writes.
@@ -78,7 +88,17 @@ pub enum Completion {
 enum Request {
     Commit { name: Name, manifest: Box<Manifest> },
     Prepare { floats: usize },
-    Write { name: Name, file: String, header: Vec<u8>, floats: Vec<f32> },
+    Write { name: Name, part: Box<RankPart> },
+}
+
+/// What a rank writes of a checkpoint.
+#[derive(Debug)]
+struct RankPart {
+    file: String,
+    header: Vec<u8>,
+    floats: Vec<f32>,
+    /// The file of rows, and those that the rank owns.
+    rows: Option<(String, Vec<SavedShard>)>,
 }
 
 #[derive(Debug)]
@@ -126,13 +146,13 @@ impl CheckpointWriter {
         }
     }
 
-    /// Copies this rank's shard of the state, and requests that it be written.
+    /// Copies this rank's shard of the state, and requests that it be written, with its `rows`.
     pub(crate) fn write(
         &mut self,
         shard: OwnShard,
         state: StateRecord,
-        parameters: &[f32],
-        slots: &[f32],
+        (parameters, slots): (&[f32], &[f32]),
+        rows: Option<SavedShards>,
     ) {
         let OwnShard { step, generation, rank, world_size } = shard;
         self.take_replies();
@@ -151,19 +171,28 @@ impl CheckpointWriter {
         floats.extend_from_slice(&parameters[parameter_range]);
         floats.extend_from_slice(&slots[slot_range]);
         let file = name::shard(rank, world_size);
-        self.current = Some((name.clone(), state));
-        self.request(Request::Write { name, file, header, floats });
+        let (rows_of_ranks, rows) = match rows {
+            Some(SavedShards { of_ranks, owned }) => {
+                (of_ranks, Some((name::rows(rank, world_size), owned)))
+            }
+            None => (Vec::new(), None),
+        };
+        self.current = Some(Current { name: name.clone(), state, rows_of_ranks });
+        let part = Box::new(RankPart { file, header, floats, rows });
+        self.request(Request::Write { name, part });
     }
 
     /// Requests that the manifest be written of the checkpoint that this rank takes part in, all of
     /// whose shards are written.
     pub(crate) fn commit(&mut self, step: u64, parts: &[Written]) {
-        let Some((name, state)) = self.current.take_if(|(name, _)| name.step == step) else {
+        let Some(current) = self.current.take_if(|current| current.name.step == step) else {
             return;
         };
+        let Current { name, state, rows_of_ranks } = current;
         let now =
             SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
-        let manifest = Box::new(Manifest::new(&self.fingerprint, state, parts, now));
+        let manifest =
+            Box::new(Manifest::new(&self.fingerprint, state, parts, &rows_of_ranks, now));
         self.request(Request::Commit { name, manifest });
     }
 
@@ -204,7 +233,8 @@ impl WriterThread {
         let reply = |reply| drop(replies_tx.send(reply));
         match request {
             Request::Commit { name, manifest } => {
-                let bytes = manifest.shards.iter().map(|shard| shard.bytes).sum();
+                let rows = manifest.rows.iter().flat_map(|rows| &rows.files).map(|file| file.bytes);
+                let bytes = manifest.shards.iter().map(|shard| shard.bytes).chain(rows).sum();
                 let path = format!("{name}/{MANIFEST}");
                 let result = self.storage.write(&path, vec![manifest.encode().into()]);
                 if result.is_ok() {
@@ -218,10 +248,15 @@ impl WriterThread {
                 }));
             }
             Request::Prepare { floats } => reply(Reply::Buffer(zeros(floats))),
-            Request::Write { name, file, header, floats } => {
+            Request::Write { name, part } => {
+                let RankPart { file, header, floats, rows } = *part;
                 let began = Instant::now();
                 let floats = Arc::new(floats);
-                let result = self.write(&format!("{name}/{file}"), header, &floats);
+                let written = self.write(&format!("{name}/{file}"), header, &floats);
+                let result = written.and_then(|written| {
+                    let rows = rows.map(|(file, rows)| self.write_rows(&name, &file, rows));
+                    Ok(Written { rows: rows.transpose()?, ..written })
+                });
                 let ms = began.elapsed().as_millis() as u64;
                 if let Ok(Written { bytes, .. }) = result {
                     tracing::info!(%name, file, bytes, ms, "part written");
@@ -266,8 +301,19 @@ impl WriterThread {
                 Some(digest) => digest.map_err(|_| "the digest's thread panicked".to_owned())?,
                 None => digest(),
             };
-            Ok(Written { bytes, digest })
+            Ok(Written { bytes, digest, rows: None })
         })
+    }
+
+    fn write_rows(
+        &self,
+        name: &Name,
+        file: &str,
+        shards: Vec<SavedShard>,
+    ) -> Result<WrittenRows, String> {
+        let (parts, written) = rows::encode(shards)?;
+        let written_to = self.storage.write(&format!("{name}/{file}"), parts);
+        written_to.map(|()| written).map_err(|error| error.to_string())
     }
 
     /// Deletes the checkpoints that `newest` makes superfluous. Failed deletions are retried after

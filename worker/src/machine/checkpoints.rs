@@ -3,9 +3,11 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
+use elasticdl_tables::SavedShards;
+
 use crate::checkpoint::{
     CheckpointWriter, Completion, JobFingerprint, Locations, OwnShard, RestoreError, Restored,
-    restore,
+    TakeShard, read_rows, restore,
 };
 use crate::session::checkpoint::Written;
 use crate::session::header::StateRecord;
@@ -19,8 +21,15 @@ pub trait CheckpointStore: Debug {
     /// A group of `world_size` has formed.
     fn prepare(&mut self, world_size: usize);
 
-    /// Copies this rank's shard of the state, and writes it.
-    fn write(&mut self, shard: OwnShard, state: StateRecord, parameters: &[f32], slots: &[f32]);
+    /// Copies this rank's shard of the state, and writes it, with the `rows` that the rank owns.
+    /// `tensors`: parameters and optimizer state.
+    fn write(
+        &mut self,
+        shard: OwnShard,
+        state: StateRecord,
+        tensors: (&[f32], &[f32]),
+        rows: Option<SavedShards>,
+    );
 
     /// Writes the manifest of the checkpoint that this rank takes part in.
     fn commit(&mut self, step: u64, parts: &[Written]);
@@ -39,6 +48,19 @@ pub trait CheckpointStore: Debug {
         slots: &mut [f32],
         damaged: &mut dyn FnMut(&str, &str),
     ) -> Result<Option<Restored>, RestoreError>;
+
+    /// Reads the rows of these shards from the checkpoint that a rank of the group has restored,
+    /// and gives each to `take`, with its number. `checkpoint`: its name, and whether this run
+    /// wrote it.
+    ///
+    /// # Errors
+    /// As for [`restore`](Self::restore); `take` refuses a shard.
+    fn read_rows(
+        &mut self,
+        checkpoint: (&str, bool),
+        shards: &[u32],
+        take: &mut TakeShard<'_>,
+    ) -> Result<(), RestoreError>;
 }
 
 /// Checkpoints in the storage of a job.
@@ -61,9 +83,15 @@ impl CheckpointStore for StoredCheckpoints {
         }
     }
 
-    fn write(&mut self, shard: OwnShard, state: StateRecord, parameters: &[f32], slots: &[f32]) {
+    fn write(
+        &mut self,
+        shard: OwnShard,
+        state: StateRecord,
+        tensors: (&[f32], &[f32]),
+        rows: Option<SavedShards>,
+    ) {
         if let Some(writer) = &mut self.writer {
-            writer.write(shard, state, parameters, slots);
+            writer.write(shard, state, tensors, rows);
         }
     }
 
@@ -84,5 +112,14 @@ impl CheckpointStore for StoredCheckpoints {
         damaged: &mut dyn FnMut(&str, &str),
     ) -> Result<Option<Restored>, RestoreError> {
         restore(&self.locations, &self.fingerprint, parameters, slots, damaged)
+    }
+
+    fn read_rows(
+        &mut self,
+        checkpoint: (&str, bool),
+        shards: &[u32],
+        take: &mut TakeShard<'_>,
+    ) -> Result<(), RestoreError> {
+        read_rows(&self.locations, &self.fingerprint, checkpoint, shards, take)
     }
 }

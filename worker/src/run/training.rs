@@ -21,7 +21,7 @@ use crate::external::Bridge;
 use crate::failure::{Failure, call_user};
 use crate::gap::GapTimer;
 use crate::machine::{Machine, System};
-use crate::model::{Model, NamedTensor};
+use crate::model::{Model, NamedTensor, tables_of};
 use crate::ordered_reader::{OrderedReader, order_of};
 use crate::prefetch::Prefetch;
 use crate::program;
@@ -64,7 +64,16 @@ impl Training<'_> {
         let order = order_of(&reader, options, &dataset).map_err(Failure::fatal)?;
         let origin = program::origin(&environment.location.node, &layout, &*rule);
         let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());
-        let checkpoints = Checkpointing::new(options, job, data, name, size, program, evaluation)?;
+        let specs = tables_of(&mut model).map_err(Failure::fatal)?;
+        let checkpoints = Checkpointing::new(
+            options,
+            job,
+            data,
+            (name, size),
+            program,
+            evaluation,
+            specs.clone(),
+        )?;
         let ahead = options.batch.share(READ_AHEAD_WORLD).saturating_mul(2);
         let reader = OrderedReader::new(reader, dataset, Arc::clone(&order));
         let prefetch = Prefetch::new(reader, ahead)
@@ -81,8 +90,8 @@ impl Training<'_> {
         let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
         session.ready(size.parameters as u64);
         let machine: Arc<dyn Machine> = Arc::new(System);
-        let tables = tables_of(&mut model, options, is_on_gpu).map_err(Failure::fatal)?;
-        let tables = RowTables::new(worker.0, options, tables);
+        check_options(&specs, options, is_on_gpu).map_err(Failure::fatal)?;
+        let tables = RowTables::new(worker.0, options, specs);
         let trainer = Trainer {
             tensors,
             model,
@@ -131,30 +140,17 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
     }
 }
 
-/// The tables of the model.
-///
-/// # Errors
-/// A table is impossible, or an option does not go with tables.
-fn tables_of<M: Model>(
-    model: &mut M,
-    options: &WorkerOptions,
-    is_on_gpu: bool,
-) -> Result<Vec<Table>, String> {
-    let tables = call_user("tables()", || {
-        Ok(model.as_table_model().map(|model| model.tables()).unwrap_or_default())
-    })?;
-    elasticdl_tables::check(&tables)?;
+/// Checks that the options go with the model's tables, if it has any.
+fn check_options(tables: &[Table], options: &WorkerOptions, is_on_gpu: bool) -> Result<(), String> {
     let is_impossible = [
         (options.deterministic, "--deterministic"),
-        (options.checkpoints.is_some(), "--checkpoint-dir; give --checkpoint-dir none"),
-        (options.resume_from.is_some(), "--resume-from"),
         (matches!(options.work, Work::Train { export: Some(_) }), "--export"),
         (export_best(options).is_some(), "--export-best"),
         (is_on_gpu, "a model on a GPU"),
     ];
     match is_impossible.into_iter().find(|(is_given, _)| *is_given && !tables.is_empty()) {
         Some((_, what)) => Err(format!("a model with tables can't be trained yet with {what}")),
-        None => Ok(tables),
+        None => Ok(()),
     }
 }
 

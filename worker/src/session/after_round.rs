@@ -288,7 +288,7 @@ mod tests {
                 panic!("no part is to be written")
             };
             session.copied_for_checkpoint(Duration::ZERO, 0);
-            session.wrote_part(1, Ok(Written { bytes: 1, digest: 1 }));
+            session.wrote_part(1, Ok(Written { bytes: 1, digest: 1, rows: None }));
         }
         pair.exchange_headers();
         assert!(matches!(pair.0[0].poll_checkpoint(), Some(Checkpoint::Commit { step: 1, .. })));

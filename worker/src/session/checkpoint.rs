@@ -65,11 +65,23 @@ pub enum Part {
 }
 
 /// The written part of a rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Written {
     pub bytes: u64,
     /// XXH3 digest of the file, 128 bits.
     pub digest: u128,
+    /// The rank's file of rows, if there are tables.
+    pub rows: Option<WrittenRows>,
+}
+
+/// The written rows of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WrittenRows {
+    pub bytes: u64,
+    /// XXH3 digest of the file's index, which holds the digests of the rest.
+    pub digest: u128,
+    /// Sum of the touches of the rows.
+    pub touches: u64,
 }
 
 /// Task of a rank for a checkpoint, concurrent with its training. Each variant names the call that

@@ -7,13 +7,14 @@ use elasticdl_collective::Secret;
 use elasticdl_data::Dataset;
 use elasticdl_data::storage::Storage;
 use elasticdl_proto::WorkerOptions;
+use elasticdl_tables::Table;
 
 use crate::checkpoint::{
     BestMetric, CheckpointWriter, JobFingerprint, Locations, RestoreError, Retention, check,
 };
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, StoredCheckpoints};
-use crate::model::{Model, NamedTensor};
+use crate::model::{Model, NamedTensor, tables_of};
 use crate::order::OrderName;
 use crate::ordered_reader::order_of;
 use crate::session::evaluation::Plan;
@@ -49,7 +50,7 @@ impl Checkpointing {
         options: &WorkerOptions,
         job: JobKey<'_>,
         dataset: &Dataset,
-        model: &M,
+        model: &mut M,
     ) -> Result<(), String> {
         if options.checkpoints.is_none() && options.resume_from.is_none() {
             return Ok(());
@@ -61,6 +62,7 @@ impl Checkpointing {
         let order = order_of(&reader, options, dataset)?.name();
         let (locations, fingerprint) =
             locate(options, job, dataset.clone(), order, size).map_err(|f| f.error)?;
+        let fingerprint = JobFingerprint { tables: tables_of(model)?, ..fingerprint };
         check(&locations, &fingerprint).map_err(|error| match error {
             RestoreError::Refused(error) | RestoreError::Storage(error) => error,
         })?;
@@ -79,14 +81,14 @@ impl Checkpointing {
         options: &WorkerOptions,
         job: JobKey<'_>,
         dataset: Dataset,
-        order: OrderName,
-        size: ModelSize,
+        (order, size): (OrderName, ModelSize),
         program: Program,
         evaluation: Option<&Plan>,
+        tables: Vec<Table>,
     ) -> Result<Self, Failure> {
         let (locations, fingerprint) = locate(options, job, dataset, order, size)?;
         let (program, best_metric) = (Some(program), evaluation.map(BestMetric::from));
-        let fingerprint = Arc::new(JobFingerprint { program, best_metric, ..fingerprint });
+        let fingerprint = Arc::new(JobFingerprint { program, best_metric, tables, ..fingerprint });
         let writer = match (&locations.own, &options.checkpoints) {
             (Some(own), Some(spec)) => {
                 let retention = Retention { keep: spec.keep as usize, exclusive: spec.exclusive };
@@ -137,6 +139,7 @@ fn locate(
         order,
         best_metric: None,
         program: None,
+        tables: Vec::new(),
     };
     let exclusive = options.checkpoints.as_ref().is_some_and(|spec| spec.exclusive);
     Ok((Locations { own, from, exclusive }, fingerprint))

@@ -58,7 +58,8 @@ impl<M: Model> Trainer<'_, M> {
                     let parameters = self.tensors.to_host(Tensor::Parameters)?;
                     let slots = self.tensors.to_host(Tensor::Slots)?;
                     let shard = OwnShard { step, generation, rank, world_size };
-                    store.write(shard, state.record(), &parameters, &slots);
+                    let rows = self.tables.as_ref().map(|tables| tables.save(step));
+                    store.write(shard, state.record(), (&parameters, &slots), rows);
                     // A copy of one rank's memory proves nothing about the others'.
                     let digest = digest_of(&parameters, &slots, state);
                     let took = self.machine.now() - begun;
@@ -72,7 +73,7 @@ impl<M: Model> Trainer<'_, M> {
     /// Creates the state of a group without one: from the newest complete checkpoint, or the
     /// initial one.
     pub(super) fn create_state(&mut self) -> Result<(), Stopped> {
-        let Self { model, tensors, checkpoints, outbox, session, exports, .. } = self;
+        let Self { model, tensors, checkpoints, outbox, session, exports, tables, .. } = self;
         let mut damaged = |name: &str, reason: &str| {
             tracing::warn!(name, reason, "a checkpoint does not match its digests");
             let (name, reason) = (name.to_owned(), reason.to_owned());
@@ -116,6 +117,10 @@ impl<M: Model> Trainer<'_, M> {
             if !session.restore(restored.state, restored.same_run) {
                 let error = format!("{} holds an inconsistent ledger", restored.name);
                 return Err(Failure::fatal(error).into());
+            }
+            if let Some(tables) = tables {
+                let generation = tensors.group_mut()?.generation();
+                tables.restored(generation, restored.name.clone(), restored.same_run);
             }
             let mut differences = restored.differences;
             if *allows_mixed_builds {

@@ -15,15 +15,16 @@ use elasticdl_data::Reader;
 use elasticdl_proto::{Generation, RecordRange, WorkerId, WorkerOptions};
 use elasticdl_tables::{
     BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, Recovery, RowGradients,
-    Settings, StepCommit, Table,
+    SHARDS, SavedShards, Settings, StepCommit, Table,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Trainer;
 use super::parts::Parts;
 use super::stopped::{Stopped, decode_all};
+use crate::checkpoint::RestoreError;
 use crate::failure::{Failure, call_user};
-use crate::machine::Group;
+use crate::machine::{CheckpointStore, Group};
 use crate::metrics;
 use crate::model::Model;
 use crate::session::header::{self, SyncHeader};
@@ -44,6 +45,9 @@ pub(crate) struct RowTables {
     synced: Vec<(Option<OwnedHeader>, u64)>,
     /// Touches of the rows of all ranks of the group, once they are counted.
     counted: Option<u64>,
+    /// The checkpoint from which this rank has created the state of the group of this generation:
+    /// its name, and whether this run wrote it.
+    restored: Option<(u64, (String, bool))>,
 }
 
 impl RowTables {
@@ -65,13 +69,29 @@ impl RowTables {
             fetched: None,
             synced: Vec::new(),
             counted: None,
+            restored: None,
         })
     }
 
     /// This worker's shards.
-    #[cfg(feature = "simulation")]
     pub(crate) fn owned(&self) -> &Owned {
         &self.owned
+    }
+
+    /// The rows that this rank owns after `step`.
+    pub(super) fn save(&self, step: u64) -> SavedShards {
+        assert_eq!(
+            self.owned.step(),
+            Some(step),
+            "a checkpoint is of rows and parameters of a step"
+        );
+        self.owned.save()
+    }
+
+    /// This rank has created the state of the group of this generation from a checkpoint, which
+    /// `same_run` has written, or another.
+    pub(super) fn restored(&mut self, generation: u64, name: String, same_run: bool) {
+        self.restored = Some((generation, (name, same_run)));
     }
 
     /// No ids of these tables.
@@ -129,12 +149,14 @@ impl RowTables {
         self.synced.iter().map(|(header, _)| header.clone()).collect()
     }
 
-    /// All ranks hold the parameters of `step`. They agree on who holds which rows.
+    /// All ranks hold the parameters of `step`. They agree on who holds which rows, and read those
+    /// of a checkpoint if the state comes from there.
     pub(super) fn regroup(
         &mut self,
         group: &mut dyn Group,
         step: u64,
         members: &[WorkerId],
+        store: &mut dyn CheckpointStore,
     ) -> Result<(), Stopped> {
         (self.looked_up, self.counted) = (false, None);
         let hosts = self.synced.iter().map(|(_, host)| *host);
@@ -148,7 +170,16 @@ impl RowTables {
         let headers = self.headers();
         let of_step = OwnedHeader::generation_of(step, &headers);
         let recovery = of_step.and_then(|of| Recovery::plan(step, of, &headers));
-        let Some(recovery) = recovery else { return Err(lost(SHARDS as usize)) };
+        let Some(recovery) = recovery else {
+            let restored = self.restored.as_ref().filter(|(of, _)| *of == generation);
+            // The first rank creates the state.
+            let mut bytes = header::encode(&restored.map(|(_, checkpoint)| checkpoint));
+            group.broadcast_bytes(0, &mut bytes)?;
+            let restored: Option<(String, bool)> =
+                header::decode(&bytes).ok_or(InvalidData("a checkpoint's name"))?;
+            let Some((name, same_run)) = restored else { return Err(lost(SHARDS as usize)) };
+            return Ok(self.read(step, (generation, members), (&name, same_run), store)?);
+        };
         let placement = self.owned.placement().filter(|_| group.rank() == recovery.root);
         let mut bytes = placement.map(header::encode).unwrap_or_default();
         group.broadcast_bytes(recovery.root, &mut bytes)?;
@@ -156,6 +187,29 @@ impl RowTables {
         self.owned
             .regroup((step, placement), &recovery, (generation, members))
             .map_err(|LostShards(shards)| lost(shards.len()))
+    }
+
+    /// Takes the rows of this rank from a checkpoint of `step`.
+    fn read(
+        &mut self,
+        step: u64,
+        (generation, members): (u64, Vec<Member>),
+        checkpoint: (&str, bool),
+        store: &mut dyn CheckpointStore,
+    ) -> Result<(), Failure> {
+        let mut shards = Vec::new();
+        let mut take = |number, bytes: &[u8]| {
+            shards
+                .push(self.owned.decode(number, bytes).map_err(|error| error.reason().to_owned())?);
+            Ok(())
+        };
+        let wanted = self.owned.shards_at_start(&members);
+        store.read_rows(checkpoint, &wanted, &mut take).map_err(|error| match error {
+            RestoreError::Refused(error) | RestoreError::Storage(error) => Failure::local(error),
+        })?;
+        self.owned.restore(step, (generation, members), shards);
+        tracing::info!(step, checkpoint = checkpoint.0, shards = wanted.len(), "rows are read");
+        Ok(())
     }
 
     /// Looks up the rows of `ids`.
@@ -315,9 +369,6 @@ impl From<InvalidRows> for Stopped {
         Self::Failed(Failure::local(error.to_string()))
     }
 }
-
-/// Number of shards of a job.
-const SHARDS: u32 = 1024;
 
 /// Bytes that a worker sends and receives between two steps, to copy shards: a few milliseconds at
 /// 10 Gbit/s.

@@ -28,10 +28,11 @@ mod wire;
 pub use self::lookup::{BatchRows, Ids, RowGradients};
 pub use self::optimizer::RowOptimizer;
 pub use self::owned::{
-    HeldRow, LostShards, Owned, OwnedHeader, OwnedSize, Recovery, Settings, StepCommit,
+    HeldRow, LostShards, Owned, OwnedHeader, OwnedSize, Recovery, SHARDS, SavedShard, SavedShards,
+    Settings, StepCommit,
 };
 pub use self::placement::{Member, Placement, ShardCopy, shard_of};
-pub use self::table::{Initialization, Table, check};
+pub use self::table::{Initialization, Table, check, difference};
 pub use self::wire::InvalidRows;
 
 #[cfg(test)]

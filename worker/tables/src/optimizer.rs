@@ -88,6 +88,14 @@ impl RowOptimizer {
         }
     }
 
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Adagrad { .. } => "Adagrad",
+            Self::LazyAdam { .. } => "lazy Adam",
+            Self::Sgd { .. } => "SGD",
+        }
+    }
+
     pub(crate) fn check(&self) -> Result<(), String> {
         let (learning_rate, betas, epsilon) = match *self {
             Self::Adagrad { learning_rate, epsilon } => (learning_rate, [0.0; 2], epsilon),

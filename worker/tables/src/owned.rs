@@ -27,6 +27,10 @@ use crate::shard::Shard;
 use crate::table::Table;
 use crate::wire::{InvalidRows, Message, put, put_u32};
 
+mod saved;
+
+pub use self::saved::{SavedShard, SavedShards};
+
 /// A worker's shards.
 #[derive(Clone, Debug)]
 pub struct Owned {
@@ -59,7 +63,8 @@ struct Committed {
     /// Generation of the group that committed it, or began with it.
     generation: u64,
     placement: Placement,
-    shards: BTreeMap<u32, Shard>,
+    /// Shared with snapshots that are being written; a commit copies those that it changes.
+    shards: BTreeMap<u32, Arc<Shard>>,
 }
 
 /// Gradients of all ranks for the next step, and what their commit brings along.
@@ -173,15 +178,9 @@ impl Owned {
     /// The group of these members, in the order of their ranks, starts anew, at step 0: no row
     /// exists yet.
     pub fn create(&mut self, generation: u64, members: Vec<Member>) {
-        let Settings { shards, copies, .. } = self.settings;
-        let placement = Placement::new(shards, copies, &members);
-        let empty = || Shard::new(self.tables.len());
-        let shards = placement.held_by(self.me).map(|shard| (shard, empty())).collect();
-        self.committed =
-            Some(Committed { step: 0, generation, placement: placement.clone(), shards });
-        self.staged.clear();
-        let (copies, copied) = (Vec::new(), BTreeMap::new());
-        self.group = Some(Group { generation, members, placement, copies, copied });
+        let empty = |number| SavedShard::new(number, Shard::new(self.tables.len()));
+        let shards = self.shards_at_start(&members).into_iter().map(empty).collect();
+        self.restore(0, (generation, members), shards);
     }
 
     /// The placement, for ranks that do not know it.
@@ -401,14 +400,14 @@ impl Owned {
         self.staged.clear();
         let step = committed.step + 1;
         let shards = &mut committed.shards;
-        shards.extend(copied);
+        shards.extend(copied.into_iter().map(|(number, shard)| (number, Arc::new(shard))));
         for (index, (table, gradients)) in self.tables.iter().zip(gradients).enumerate() {
             let scale = 1.0 / records.max(1) as f32;
             let mut mean = vec![0.0; table.dim];
             let rows = gradients.ids.iter().zip(&gradients.touches);
             for ((&id, &touches), sum) in rows.zip(gradients.sums.chunks_exact(table.dim)) {
                 let shard = shard_of(index as u32, id, self.settings.shards);
-                let shard = shards.get_mut(&shard).expect("staged rows are held");
+                let shard = Arc::make_mut(shards.get_mut(&shard).expect("staged rows are held"));
                 let seed = self.settings.seed;
                 let initialize = |row: &mut [f32]| table.initialize(seed, index as u32, id, row);
                 let (counts, row) = shard.tables[index].touch(id, table, initialize);
@@ -446,7 +445,7 @@ impl Owned {
 
     /// What this worker owns: the rows for which it answers, not those that it keeps for others.
     pub fn owned(&self) -> OwnedSize {
-        let owned = || self.owned_shards().map(|(_, shard)| shard);
+        let owned = || self.owned_shards().map(|(_, shard)| &**shard);
         OwnedSize {
             rows: owned().map(Shard::rows).sum(),
             touches: owned().map(Shard::touches).sum(),
@@ -477,12 +476,12 @@ impl Owned {
     }
 
     /// The shards that this worker holds.
-    pub(crate) fn held(&self) -> impl Iterator<Item = (u32, &Shard)> {
+    pub(crate) fn held(&self) -> impl Iterator<Item = (u32, &Arc<Shard>)> {
         self.committed.iter().flat_map(|committed| &committed.shards).map(|(&s, shard)| (s, shard))
     }
 
     /// The shards that this worker owns in its group.
-    fn owned_shards(&self) -> impl Iterator<Item = (u32, &Shard)> {
+    fn owned_shards(&self) -> impl Iterator<Item = (u32, &Arc<Shard>)> {
         let committed = self.committed.as_ref().map(|committed| &committed.placement);
         let placement = self.group.as_ref().map(|group| &group.placement).or(committed);
         let owner = move |shard| placement.and_then(|placement| placement.holders(shard).first());
@@ -559,6 +558,9 @@ pub struct HeldRow<'a> {
     /// Its values and the state of its optimizer.
     pub numbers: &'a [f32],
 }
+
+/// Number of shards of a job's tables.
+pub const SHARDS: u32 = 1024;
 
 fn not_held(shard: u32) -> InvalidRows {
     InvalidRows(format!("a row of shard {shard}, which this worker does not hold"))

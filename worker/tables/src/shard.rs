@@ -51,6 +51,11 @@ impl Shard {
         counts.map(|counts| u64::from(counts.touches)).sum()
     }
 
+    pub(crate) fn is_finite(&self) -> bool {
+        let numbers = |rows: &Rows| rows.columns().2.iter().all(|number| number.is_finite());
+        self.tables.iter().all(numbers)
+    }
+
     pub(crate) fn rows(&self) -> u64 {
         self.tables.iter().map(|rows| rows.len() as u64).sum()
     }

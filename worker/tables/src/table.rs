@@ -82,6 +82,33 @@ impl Table {
     }
 }
 
+/// What differs between the tables of a state and those of a model that is to go on from it.
+/// Settings of optimizers may differ, their kinds may not. `None`: nothing.
+pub fn difference(had: &[Table], has: &[Table]) -> Option<String> {
+    if had.len() != has.len() {
+        return Some(format!("it has {} tables, and this model has {}", had.len(), has.len()));
+    }
+    had.iter().zip(has).find_map(|(had, has)| {
+        let name = &had.name;
+        if *name != has.name {
+            return Some(format!("it has table {name:?} where this model has {:?}", has.name));
+        }
+        if had.dim != has.dim {
+            let (had, has) = (had.dim, has.dim);
+            return Some(format!("table {name:?} has rows of {had} numbers, and here of {has}"));
+        }
+        if had.initialization != has.initialization {
+            let (had, has) = (had.initialization, has.initialization);
+            return Some(format!("rows of table {name:?} begin as {had:?}, and here as {has:?}"));
+        }
+        if had.optimizer.name() != has.optimizer.name() {
+            let (had, has) = (had.optimizer.name(), has.optimizer.name());
+            return Some(format!("the optimizer of table {name:?} is {had}, and here {has}"));
+        }
+        None
+    })
+}
+
 /// Checks the tables of a job.
 ///
 /// # Errors

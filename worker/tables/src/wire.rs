@@ -7,6 +7,13 @@ use bytemuck::Pod;
 #[error("a peer sent rows that can't be read: {0}; do all workers run the same program?")]
 pub struct InvalidRows(pub(crate) String);
 
+impl InvalidRows {
+    /// What is wrong.
+    pub fn reason(&self) -> &str {
+        &self.0
+    }
+}
+
 pub(crate) fn put_u32(to: &mut Vec<u8>, number: usize) {
     let number = u32::try_from(number).expect("a message describes fewer than 2^32 rows");
     to.extend_from_slice(&number.to_le_bytes());

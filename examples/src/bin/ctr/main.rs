@@ -2,7 +2,7 @@
 //!
 //! ```sh
 //! elasticdl train --local --num-workers 3 --training-data clicks:0..1000000 \
-//!     --global-batch-size 1024 --checkpoint-dir none -- target/release/ctr
+//!     --global-batch-size 1024 -- target/release/ctr
 //! ```
 
 mod clicks;

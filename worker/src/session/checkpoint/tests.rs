@@ -6,7 +6,7 @@ fn steps(steps: u64) -> CheckpointEvery {
     CheckpointEvery::Steps(NonZeroU64::new(steps).unwrap())
 }
 
-const PART: Written = Written { bytes: 8, digest: 3 };
+const PART: Written = Written { bytes: 8, digest: 3, rows: None };
 
 /// Some ranks of one job that exchange headers. The test decides when their parts are written.
 struct Ranks {

@@ -1,0 +1,112 @@
+//! Shards that are written to a checkpoint, or have been read from one.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::{Committed, Group, Owned, Settings};
+use crate::placement::{Member, Placement};
+use crate::shard::Shard;
+use crate::wire::{InvalidRows, Message};
+
+/// What a worker owns as of a step.
+#[derive(Clone, Debug)]
+pub struct SavedShards {
+    /// Numbers of the shards that each rank of the group owns, by rank.
+    pub of_ranks: Vec<Vec<u32>>,
+    /// This rank's, in the order of their numbers.
+    pub owned: Vec<SavedShard>,
+}
+
+/// The rows of one shard as of a step.
+#[derive(Clone, Debug)]
+pub struct SavedShard {
+    pub(crate) number: u32,
+    pub(crate) shard: Arc<Shard>,
+}
+
+impl Owned {
+    /// The shards that this worker holds when a group of these members starts, whether anew or from
+    /// a checkpoint.
+    pub fn shards_at_start(&self, members: &[Member]) -> Vec<u32> {
+        let Settings { shards, copies, .. } = self.settings;
+        Placement::new(shards, copies, members).held_by(self.me).collect()
+    }
+
+    /// The group of these members, in the order of their ranks, starts from a checkpoint of `step`.
+    /// `saved`: the shards of [`shards_at_start`](Self::shards_at_start).
+    pub fn restore(
+        &mut self,
+        step: u64,
+        (generation, members): (u64, Vec<Member>),
+        saved: Vec<SavedShard>,
+    ) {
+        let Settings { shards, copies, .. } = self.settings;
+        let placement = Placement::new(shards, copies, &members);
+        let shards: BTreeMap<u32, Arc<Shard>> =
+            saved.into_iter().map(|saved| (saved.number, saved.shard)).collect();
+        assert!(placement.held_by(self.me).eq(shards.keys().copied()), "all shards are there");
+        self.committed = Some(Committed { step, generation, placement: placement.clone(), shards });
+        self.staged.clear();
+        let (copies, copied) = (Vec::new(), BTreeMap::new());
+        self.group = Some(Group { generation, members, placement, copies, copied });
+    }
+
+    /// What this worker owns as of the last commit. Later commits do not change it.
+    ///
+    /// # Panics
+    /// The worker is in no group.
+    pub fn save(&self) -> SavedShards {
+        let group = self.group();
+        let mut of_ranks = vec![Vec::new(); group.members.len()];
+        for shard in 0..self.settings.shards {
+            of_ranks[group.rank(group.placement.holders(shard)[0])].push(shard);
+        }
+        let saved = |(number, shard): (u32, &Arc<Shard>)| {
+            let shard = Arc::clone(shard);
+            SavedShard { number, shard }
+        };
+        SavedShards { of_ranks, owned: self.owned_shards().map(saved).collect() }
+    }
+
+    /// Reads what [`SavedShard::encode`] has written.
+    ///
+    /// # Errors
+    /// The bytes are no shard of these tables, or not the one of this number.
+    pub fn decode(&self, number: u32, bytes: &[u8]) -> Result<SavedShard, InvalidRows> {
+        let mut message = Message(bytes);
+        let shard = Shard::decode(&mut message, &self.tables)?;
+        if !message.is_empty() {
+            return Err(InvalidRows(format!("{} bytes after a shard", message.0.len())));
+        }
+        for (index, rows) in shard.tables.iter().enumerate() {
+            let (ids, ..) = rows.columns();
+            if let Some(id) = ids.iter().find(|&&id| self.shard_of(index, id) != number) {
+                return Err(InvalidRows(format!("row {id} in shard {number}")));
+            }
+        }
+        Ok(SavedShard::new(number, shard))
+    }
+}
+
+impl SavedShard {
+    pub(crate) fn new(number: u32, shard: Shard) -> Self {
+        Self { number, shard: Arc::new(shard) }
+    }
+
+    /// Its bytes. The memory of the shard is free as soon as they are there.
+    pub fn encode(self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.shard.encode(&mut bytes);
+        bytes
+    }
+
+    /// Sum of the touches of its rows.
+    pub fn touches(&self) -> u64 {
+        self.shard.touches()
+    }
+
+    /// Whether all of its numbers are finite.
+    pub fn is_finite(&self) -> bool {
+        self.shard.is_finite()
+    }
+}
