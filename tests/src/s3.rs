@@ -33,6 +33,8 @@ pub struct FaultRates {
     pub distance_ms: u64,
     /// Whether the store is unavailable: no connection gets an answer.
     pub unavailable: bool,
+    /// Whether the credentials have expired.
+    pub expired: bool,
 }
 
 /// Number of requests, by method.
@@ -170,6 +172,7 @@ impl S3 {
                     return Ok(());
                 }
                 Kind::Error => Reply::new(503, "<Error><Code>SlowDown</Code></Error>"),
+                Kind::Expired => Reply::new(400, "<Error><Code>ExpiredToken</Code></Error>"),
                 Kind::None => self.state().answer(&request),
             };
             reply.write(&stream, request.method == "HEAD")?;
@@ -187,6 +190,7 @@ enum Kind {
     Cut,
     CutAfter,
     Error,
+    Expired,
     None,
 }
 
@@ -276,7 +280,7 @@ impl State {
     }
 
     fn draw(&mut self, method: &str) -> RequestFault {
-        let FaultRates { errors, cuts, delay_ms, distance_ms, unavailable } = self.fault_rates;
+        let FaultRates { errors, cuts, delay_ms, distance_ms, unavailable, expired } = self.fault_rates;
         if unavailable {
             self.requests_hit += 1;
             return RequestFault { kind: Kind::Cut, delay: Duration::ZERO };
@@ -284,6 +288,7 @@ impl State {
         *self.requests.entry(method.into()).or_default() += 1;
         let delay = Duration::from_millis(distance_ms + self.rng.random_range(0..=delay_ms));
         let kind = match self.rng.random_range(0..100) {
+            _ if expired => Kind::Expired,
             n if n < errors => Kind::Error,
             n if n < errors + cuts && n % 2 == 0 => Kind::Cut,
             n if n < errors + cuts => Kind::CutAfter,

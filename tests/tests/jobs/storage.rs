@@ -1,6 +1,6 @@
-//! A store that is unavailable for 6 s and 20 s costs no worker and no record with default options;
-//! a stop during an outage gives up the checkpoint and keeps the model; a line appended to a table
-//! ends the job.
+//! A store that is unavailable for 6 s and 20 s costs no worker and no record with default options,
+//! nor do credentials that expire; a stop during an outage gives up the checkpoint and keeps the
+//! model; a line appended to a table ends the job.
 //!
 //! All with the options that jobs have by default.
 
@@ -98,6 +98,22 @@ fn a_stop_gives_up_a_checkpoint_whose_write_hangs_and_exports_the_model() {
     assert!(summary.state_lost.is_none(), "{summary:?}");
     let counted: f32 = exported_counts(&export).iter().sum();
     assert_eq!(counted, summary.records.counted as f32);
+}
+
+#[test]
+fn credentials_that_expire_after_the_first_step_cost_no_worker_and_no_record() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = S3::start(FaultRates::default(), 1);
+    let mut job = job(&folder, &server).option("max-worker-restarts", "0").start();
+    let generation = job.wait_for_work_of(3).generation;
+    server.set_fault_rates(FaultRates { expired: true, ..FaultRates::default() });
+    // Longer than the prefetched data lasts.
+    std::thread::sleep(Duration::from_secs(8));
+    server.set_fault_rates(FaultRates::default());
+    let ended = job.wait();
+    ended.assert_exactly_once("expired credentials", RECORDS, 1);
+    assert!(ended.output.contains("the credentials have expired"), "{}", ended.output);
+    ended.assert_undisturbed(generation);
 }
 
 #[test]

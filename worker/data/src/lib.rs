@@ -26,5 +26,7 @@ pub mod worker {
     pub use crate::predictions::encode;
     pub use crate::reader::refuse_bad_records;
     pub use crate::readers::sources::{describe_sources, folder_of};
-    pub use crate::storage::retry::{WaitStatus, set_wait_flag, wait_status, with_patience};
+    pub use crate::storage::retry::{
+        WaitStatus, set_wait_flag, wait_for_credentials, wait_status, with_patience,
+    };
 }

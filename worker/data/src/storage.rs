@@ -25,7 +25,7 @@ use bytes::Bytes;
 use self::cloud::Objects;
 use self::errors::Failed;
 pub(crate) use self::listing::{Listing, Version};
-pub(crate) use self::retry::{Transient, with_retries};
+pub(crate) use self::retry::{Transient, with_read_retries, with_retries};
 
 /// A folder of files. Paths given to its methods are relative to it and use `/` as the separator;
 /// the empty path is the folder, or the file, itself.
@@ -151,7 +151,7 @@ impl Storage {
     pub fn read(&self, path: &str) -> Result<Bytes, StorageError> {
         match self.place.at(path) {
             Place::Local(at) => self.local(path, || std::fs::read(&at).map(Bytes::from)),
-            Place::Store(at) => self.access(path, || at.read()),
+            Place::Store(at) => self.access_to_read(path, || at.read()),
         }
     }
 
@@ -162,7 +162,7 @@ impl Storage {
     pub fn read_range(&self, path: &str, range: Range<u64>) -> Result<Bytes, StorageError> {
         match self.place.at(path) {
             Place::Local(at) => self.local(path, || local::read_range(&at, &range)),
-            Place::Store(at) => self.access(path, || at.read_range(&range)),
+            Place::Store(at) => self.access_to_read(path, || at.read_range(&range)),
         }
     }
 
@@ -200,7 +200,7 @@ impl Storage {
     pub(crate) fn version(&self, path: &str) -> Result<Version, StorageError> {
         match self.place.at(path) {
             Place::Local(at) => self.local(path, || local::version(&at)),
-            Place::Store(at) => self.access(path, || at.version()),
+            Place::Store(at) => self.access_to_read(path, || at.version()),
         }
     }
 
@@ -258,7 +258,7 @@ impl Storage {
         path: &str,
         list: impl FnMut() -> Result<Listing, Failed>,
     ) -> Result<Listing, StorageError> {
-        match self.access(path, list) {
+        match self.access_to_read(path, list) {
             Err(StorageError::NotFound { .. }) => Ok(Listing::default()),
             listed => listed,
         }
@@ -352,6 +352,15 @@ impl Storage {
         with_retries(&self.name(path), || access().map_err(|error| self.error(path, error)))
     }
 
+    /// Like [`access`](Self::access), for what only reads.
+    fn access_to_read<T>(
+        &self,
+        path: &str,
+        mut access: impl FnMut() -> Result<T, Failed>,
+    ) -> Result<T, StorageError> {
+        with_read_retries(&self.name(path), || access().map_err(|error| self.error(path, error)))
+    }
+
     /// Accesses files of this machine, with retries.
     fn local<T>(
         &self,
@@ -398,6 +407,10 @@ impl StorageError {
 impl Transient for StorageError {
     fn is_transient(&self) -> bool {
         matches!(self, Self::Store { source, .. } if errors::is_transient(&**source))
+    }
+
+    fn is_refusal(&self) -> bool {
+        matches!(self, Self::Store { source, .. } if errors::is_refusal(&**source))
     }
 }
 

@@ -116,6 +116,11 @@ pub(super) fn is_transient(error: &(dyn Error + Send + Sync + 'static)) -> bool 
     error.downcast_ref().is_some_and(errors::is_transient)
 }
 
+/// Whether the store refuses the credentials.
+pub(super) fn is_refusal(error: &(dyn Error + Send + Sync + 'static)) -> bool {
+    error.downcast_ref().is_some_and(errors::is_refusal)
+}
+
 /// A short text for an error.
 pub(super) fn reason(error: &(dyn Error + Send + Sync + 'static)) -> String {
     error.downcast_ref().map_or_else(|| error.to_string(), errors::reason)

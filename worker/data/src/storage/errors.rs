@@ -35,6 +35,11 @@ pub(super) fn is_transient(error: &(dyn Error + Send + Sync + 'static)) -> bool 
     }
 }
 
+/// Whether the store refuses these credentials.
+pub(super) fn is_refusal(error: &(dyn Error + Send + Sync + 'static)) -> bool {
+    !error.is::<io::Error>() && cloud::is_refusal(error)
+}
+
 /// A short text for an error.
 pub(super) fn reason(error: &(dyn Error + Send + Sync + 'static)) -> String {
     match error.downcast_ref::<io::Error>() {

@@ -77,6 +77,10 @@ pub(super) fn is_transient(_error: &(dyn Error + Send + Sync + 'static)) -> bool
     false
 }
 
+pub(super) fn is_refusal(_error: &(dyn Error + Send + Sync + 'static)) -> bool {
+    false
+}
+
 pub(super) fn reason(error: &(dyn Error + Send + Sync + 'static)) -> String {
     error.to_string()
 }

@@ -4,8 +4,11 @@
 //! [`RETRY_LIMIT`]. Only the thread that makes the request waits. A process logs the start and the
 //! end of an outage once, however many threads wait.
 //!
-//! **Invariant:** permanent errors (no such file, no permission, a changed object) are never
-//! retried.
+//! A store that refuses the credentials of a process that has trained with them, because they have
+//! expired or a policy is being changed, is waited for in the same way. Before that, a refusal is a
+//! mistake of the user, and an error at once.
+//!
+//! **Invariant:** permanent errors (no such file, a changed object) are never retried.
 
 use std::cell::RefCell;
 use std::fmt::Display;
@@ -26,24 +29,54 @@ pub struct WaitStatus {
 pub(crate) trait Transient: Display {
     /// Whether the same request may succeed later.
     fn is_transient(&self) -> bool;
+
+    /// Whether the store refuses the credentials.
+    fn is_refusal(&self) -> bool {
+        false
+    }
 }
 
 /// Makes `request`, and retries it until it succeeds, fails permanently, or [`RETRY_LIMIT`] has
 /// passed. `address`: the storage that is requested from.
 pub(crate) fn with_retries<T, E: Transient>(
     address: &str,
+    request: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
+    retry_if(address, E::is_transient, request)
+}
+
+/// Like [`with_retries`], for a request that reads: one that is refused is retried too, once
+/// [`wait_for_credentials`] was called.
+pub(crate) fn with_read_retries<T, E: Transient>(
+    address: &str,
+    request: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
+    let waits = WAITS_FOR_CREDENTIALS.load(Ordering::Relaxed);
+    retry_if(address, |error: &E| error.is_transient() || (waits && error.is_refusal()), request)
+}
+
+/// This process has trained with its credentials. From now on, reads that a store refuses are
+/// retried.
+pub fn wait_for_credentials() {
+    WAITS_FOR_CREDENTIALS.store(true, Ordering::Relaxed);
+}
+
+fn retry_if<T, E: Display>(
+    address: &str,
+    is_transient: impl Fn(&E) -> bool,
     mut request: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
     // Fast path: almost all requests succeed, and these do not read the clock.
     match request() {
-        Err(error) if error.is_transient() => {
+        Err(error) if is_transient(&error) => {
             let waiter = Waiter::begin(&WAITS, address, &error, RETRY_LIMIT);
             let began = Instant::now();
             let pause = |pause: Duration| {
                 std::thread::sleep(pause);
                 began.elapsed()
             };
-            let done = retry_loop(RETRY_LIMIT, error, request, pause, |error| waiter.note(error));
+            let note = |error: &E| waiter.note(error);
+            let done = retry_loop(RETRY_LIMIT, error, is_transient, request, pause, note);
             waiter.end(done.is_ok());
             done
         }
@@ -84,9 +117,10 @@ pub fn with_patience<T, E: Display>(
 
 /// Retries `request` after pauses. `pause` sleeps for the given time and returns the time since the
 /// first failure.
-fn retry_loop<T, E: Transient>(
+fn retry_loop<T, E>(
     limit: Duration,
     mut error: E,
+    is_transient: impl Fn(&E) -> bool,
     mut request: impl FnMut() -> Result<T, E>,
     mut pause: impl FnMut(Duration) -> Duration,
     mut note: impl FnMut(&E),
@@ -95,7 +129,7 @@ fn retry_loop<T, E: Transient>(
     while pause(length) < limit {
         length = (length * 2).min(PAUSE_MAX);
         error = match request() {
-            Err(error) if error.is_transient() => error,
+            Err(error) if is_transient(&error) => error,
             done => return done,
         };
         note(&error);
@@ -197,6 +231,7 @@ impl<'a> Waiter<'a> {
 }
 
 static WAITS: Waits = Waits::new();
+static WAITS_FOR_CREDENTIALS: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     static FLAG: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
@@ -238,7 +273,7 @@ mod tests {
             now.set(now.get() + pause);
             now.get()
         };
-        let done = retry_loop(RETRY_LIMIT, UNREACHABLE, request, pause, |_| ());
+        let done = retry_loop(RETRY_LIMIT, UNREACHABLE, |error| error.1, request, pause, |_| ());
         (done, pauses)
     }
 

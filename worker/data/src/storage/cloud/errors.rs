@@ -31,6 +31,31 @@ pub(super) fn is_transient(error: &object_store::Error) -> bool {
     }
 }
 
+/// Whether the store, or the service that issues its credentials, refuses them.
+pub(super) fn is_refusal(error: &object_store::Error) -> bool {
+    use object_store::Error::{Generic, PermissionDenied, Unauthenticated};
+    match error {
+        PermissionDenied { .. } | Unauthenticated { .. } => true,
+        Generic { .. } => {
+            let mut cause: Option<&(dyn Error + 'static)> = Some(error);
+            while let Some(error) = cause {
+                let text = error.to_string();
+                let is_known = |code| REFUSED.contains(&known(code).unwrap_or(""));
+                let status = status(&text);
+                if matches!(status, Some(401 | 403))
+                    || (status == Some(400) && answer(&text).is_empty())
+                    || code(&text).is_some_and(is_known)
+                {
+                    return true;
+                }
+                cause = error.source();
+            }
+            false
+        }
+        _ => false,
+    }
+}
+
 /// A short text for an error, with its root cause, as the outer texts of some errors say little.
 pub(super) fn reason(error: &object_store::Error) -> String {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
@@ -61,6 +86,8 @@ pub(super) fn reason(error: &object_store::Error) -> String {
             let advice = "not authenticated: check the credentials, and whether they have expired";
             format!("{advice}{}", after_colon(&answer(&text)))
         }
+        // The answer to a HEAD request has no body with a code.
+        (_, Some(400)) if answer(&text).is_empty() => MAYBE_EXPIRED.to_owned(),
         (_, Some(status)) => {
             format!("the store answered with status {status}{}", after_colon(&answer(&text)))
         }
@@ -85,11 +112,9 @@ fn known(code: &str) -> Option<&'static str> {
         "AuthenticationFailed"
         | "InvalidAccessKeyId"
         | "InvalidToken"
-        | "SignatureDoesNotMatch" => {
-            "the store does not accept these credentials: check the keys and the token"
-        }
+        | "SignatureDoesNotMatch" => UNKNOWN,
         "PermanentRedirect" => "the bucket is in another region: set AWS_REGION",
-        "RequestTimeTooSkewed" => "the clock of this machine is wrong: the store refuses its time",
+        "RequestTimeTooSkewed" => SKEWED,
         _ => return None,
     })
 }
@@ -141,7 +166,12 @@ const ANSWER_MAX: usize = 200;
 const ANSWERED_WITH_ERROR: &str = "Server returned error response";
 const DENIED: &str = "access denied: these credentials do not permit it";
 const EXPIRED: &str = "the credentials have expired: renew them";
+const MAYBE_EXPIRED: &str = "the store answered with status 400, as if the credentials have expired";
 const NO_BUCKET: &str = "the bucket does not exist";
+const SKEWED: &str = "the clock of this machine is wrong: the store refuses its time";
+const UNKNOWN: &str = "the store does not accept these credentials: check the keys and the token";
+/// What a store says that refuses credentials.
+const REFUSED: [&str; 4] = [DENIED, EXPIRED, SKEWED, UNKNOWN];
 const PLAIN_HTTP: &str = "; for an endpoint without TLS set AWS_ALLOW_HTTP=true";
 
 #[cfg(test)]
@@ -174,6 +204,29 @@ mod tests {
         let refused =
             object_store::Error::PermissionDenied { path: "a".into(), source: "403".into() };
         assert!(!is_transient(&refused));
+    }
+
+    #[test]
+    fn refused_credentials_are_told_from_other_errors() {
+        let denied =
+            object_store::Error::PermissionDenied { path: "a".into(), source: "403".into() };
+        assert!(is_refusal(&denied));
+        for (status, code, refused) in [
+            (400, "ExpiredToken", true),
+            (400, "InvalidRequest", false),
+            (403, "Rare", true),
+            (404, "NoSuchBucket", false),
+            (416, "InvalidRange", false),
+            (503, "SlowDown", false),
+        ] {
+            let text = format!(
+                "Server returned non-2xx status code: {status} X: <Error><Code>{code}</Code>"
+            );
+            assert_eq!(is_refusal(&generic(text)), refused, "{status} {code}");
+        }
+        let of_head = generic("Server returned non-2xx status code: 400 Bad Request: ");
+        assert!(is_refusal(&of_head) && reason(&of_head).contains("have expired"));
+        assert!(!is_refusal(&generic("Header: no etag")));
     }
 
     #[test]
