@@ -280,7 +280,8 @@ impl State {
     }
 
     fn draw(&mut self, method: &str) -> RequestFault {
-        let FaultRates { errors, cuts, delay_ms, distance_ms, unavailable, expired } = self.fault_rates;
+        let FaultRates { errors, cuts, delay_ms, distance_ms, unavailable, expired } =
+            self.fault_rates;
         if unavailable {
             self.requests_hit += 1;
             return RequestFault { kind: Kind::Cut, delay: Duration::ZERO };

@@ -160,7 +160,7 @@ fn other_work_than_training_reaches_the_task() {
     let table: [(&str, &[&str], &str); 3] = [
         ("evaluate", &[], "\"Evaluate\": {"),
         ("evaluate", &[], "\"model\": \"s3://bucket/m\""),
-        ("predict", &["--predictions", "/out", "--format", "csv"], "\"format\": \"Csv\""),
+        ("predict", &["--predictions", "s3://b/out", "--format", "csv"], "\"format\": \"Csv\""),
     ];
     for (verb, options, expected) in table {
         let output = Command::new(env!("CARGO_BIN_EXE_elasticdl"))

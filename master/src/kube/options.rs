@@ -94,6 +94,13 @@ pub fn parse_resources(text: &str) -> Result<Resources, String> {
             let wanted = "a number, perhaps with a unit (m, k, M, G, Ki, Mi, Gi, …)";
             return Err(format!("{name}: `{amount}` is not {wanted}; {example}"));
         }
+        if of == "memory" && is_tiny(&amount) {
+            return Err(format!(
+                "{name}: `{amount}` is a number of bytes, less than a pod needs to start; did you \
+                 mean {}Mi or {0}Gi? {example}",
+                amount.trim_end_matches(|c: char| c.is_ascii_alphabetic())
+            ));
+        }
         if resources.insert(name.clone(), amount).is_some() {
             return Err(format!("{name} is given twice"));
         }
@@ -214,6 +221,22 @@ fn is_quantity(text: &str) -> bool {
         .contains(&unit)
 }
 
+/// Whether a quantity of memory is so small that its unit was forgotten.
+fn is_tiny(amount: &str) -> bool {
+    let number = amount.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let bytes = match &amount[number.len()..] {
+        "n" | "u" | "m" => 1e-3,
+        "" => 1.0,
+        "k" | "Ki" => 1e3,
+        _ => return false,
+    };
+    number
+        .parse::<f64>()
+        .is_ok_and(|number| (f64::MIN_POSITIVE..MEMORY_MIN).contains(&(number * bytes)))
+}
+
+/// Container runtimes refuse to start a container with about this much memory, in bytes.
+const MEMORY_MIN: f64 = 8e6;
 const VOLUME_KEYS: [&str; 6] =
     ["claim_name", "host_path", "mount_path", "read_only", "sub_path", "type"];
 
@@ -240,6 +263,14 @@ mod tests {
             "cpu=m",
         ] {
             assert!(parse_resources(bad).is_err(), "{bad}");
+        }
+        let error = parse_resources("cpu=1,limits.memory=100").unwrap_err();
+        assert!(error.contains("did you mean 100Mi or 100Gi?"), "{error}");
+        for tiny in ["memory=500m", "memory=4000Ki", "memory=0.5"] {
+            assert!(parse_resources(tiny).unwrap_err().contains("number of bytes"), "{tiny}");
+        }
+        for good in ["memory=0", "memory=64000000", "memory=16M", "example.com/memory=1"] {
+            assert!(parse_resources(good).is_ok(), "{good}");
         }
     }
 

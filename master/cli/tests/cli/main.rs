@@ -138,7 +138,7 @@ fn an_invalid_option_is_refused_with_its_name_and_valid_values() {
 }
 
 #[test]
-fn in_a_cluster_checkpoints_must_be_on_a_volume_or_in_s3() {
+fn in_a_cluster_checkpoints_and_models_must_be_on_a_volume_or_in_s3() {
     let home = Home::new();
     let dry = |options: &[&str]| {
         let image = [
@@ -157,13 +157,30 @@ fn in_a_cluster_checkpoints_must_be_on_a_volume_or_in_s3() {
         let output = dry(&[&volume[..], &["--checkpoint-dir", path]].concat());
         assert!(output.code == Some(0) && output.stdout.contains(path), "{}", output.stderr);
     }
-    for option in ["--checkpoint-dir", "--resume-from"] {
-        dry(&[&volume[..], &[option, "/elsewhere"]].concat()).assert_refused(&[
+    let best = ["--validation-data", "/data/v", "--best-metric", "m", "--export-best"];
+    let exports: [&[&str]; 2] = [&["--export"], &best];
+    let folders: [&[&str]; 2] = [&["--checkpoint-dir"], &["--resume-from"]];
+    for options in folders.into_iter().chain(exports) {
+        let option = options.last().unwrap();
+        let outside = ["/elsewhere"];
+        dry(&[&volume[..], options, &outside].concat()).assert_refused(&[
             option,
             "/elsewhere",
             "--volume",
         ]);
     }
+    let read_only = ["--volume", "claim_name=c,mount_path=/kept,read_only=true"];
+    for options in exports {
+        for path in ["/data/m", "file:///data/m", "s3://bucket/m"] {
+            let output = dry(&[&volume[..], options, &[path]].concat());
+            assert!(output.code == Some(0) && output.stdout.contains(path), "{}", output.stderr);
+        }
+        dry(&[&volume[..], options, &["file:///tmp/m"]].concat()).assert_refused(&["/tmp/m"]);
+        dry(&[&read_only[..], options, &["/kept/m"]].concat())
+            .assert_refused(&["/kept/m: its --volume is read_only"]);
+    }
+    // Before anything is created in the cluster.
+    dry(&["--summary", "missing/s.json"]).assert_refused(&["can't write the summary to missing"]);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use elasticdl_master::certificates::{Certificates, YEARS};
+use elasticdl_master::job::{JobSpec, Work};
 use elasticdl_master::kube::client::{API_SERVER_PORTS, Cluster};
 use elasticdl_master::kube::gang::{GangOptions, GangScheduler};
 use elasticdl_master::kube::objects::{self, Credentials, Objects, Request, Task};
@@ -12,6 +13,7 @@ use elasticdl_master::kube::{schedulers, submit};
 use elasticdl_master::mlflow::Tracking;
 use elasticdl_master::token::Token;
 
+use super::outputs::local;
 use super::request::{StartRequest, default_name};
 use crate::args::ClusterOptions;
 use crate::backend::{self, FollowOutput};
@@ -20,6 +22,7 @@ use crate::process::{Failure, new_runtime, print, print_line, print_warning, rea
 /// Submits a job and follows it. Returns the exit code.
 pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
     let runtime = new_runtime()?;
+    asked.check_summary()?;
     let mut pods = pod_options(&asked.cluster, image)?;
     let target = &asked.cluster.target;
     if asked.job.dry_run {
@@ -113,6 +116,7 @@ fn request(asked: &StartRequest, pods: PodOptions, namespace: String) -> Result<
     let mounts: Vec<&str> = pods.volumes.iter().map(|v| v.mount.mount_path.as_str()).collect();
     let mut job =
         asked.spec(name, |option, path| path_in_volume(&asked.cluster, &mounts, option, path))?;
+    check_outputs(&asked.cluster, &pods.volumes, &job)?;
     let core_pods = job.min_workers / job.workers_per_pod;
     let gang = gang(&asked.cluster, core_pods, &pods, priority_class)?;
     job.policies.starts_core_together = gang.is_some();
@@ -276,6 +280,42 @@ fn pod_template(option: &str, file: Option<&PathBuf>) -> Result<Option<PodTempla
     let origin = format!("{option} {}", file.display());
     let text = read_text(file).map_err(|error| Failure::usage(format!("{origin}: {error}")))?;
     PodTemplate::parse(&origin, &text).map(Some).map_err(|e| Failure::usage(e.to_string()))
+}
+
+/// Checks that what the workers write outlives their pods.
+fn check_outputs(
+    options: &ClusterOptions,
+    volumes: &[Mounted],
+    job: &JobSpec,
+) -> Result<(), Failure> {
+    let (export, predictions) = match &job.work {
+        Work::Evaluate { .. } => (None, None),
+        Work::Predict { output, .. } => (None, Some(output)),
+        Work::Train { export } => (export.as_ref(), None),
+    };
+    let best = job.validation.as_ref().and_then(|validation| validation.export_best.as_ref());
+    let checkpoints = job.checkpoints.as_ref().map(|checkpoints| &checkpoints.dir);
+    let outputs = [
+        ("--checkpoint-dir", checkpoints),
+        ("--export", export),
+        ("--export-best", best),
+        ("--predictions", predictions),
+    ];
+    let mounts: Vec<&str> = volumes.iter().map(|v| v.mount.mount_path.as_str()).collect();
+    for (option, address) in outputs {
+        let Some(path) = address.and_then(|address| local(address)) else { continue };
+        path_in_volume(options, &mounts, option, &path.to_string_lossy())?;
+        let around = volumes.iter().filter(|volume| path.starts_with(&volume.mount.mount_path));
+        let inmost = around.max_by_key(|volume| volume.mount.mount_path.len());
+        if inmost.is_some_and(|volume| volume.mount.read_only == Some(true)) {
+            return Err(Failure::usage(format!(
+                "{option} {}: its --volume is read_only; choose a folder in a --volume that can \
+                 be written to, or in a bucket (s3://, gs://, az://)",
+                path.display()
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Checks that a path of a job in a cluster lies in a volume of the workers.

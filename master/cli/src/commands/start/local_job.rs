@@ -55,15 +55,7 @@ impl LocalJob {
         let (program, program_args) =
             request.program.split_first().expect("clap asks for one where nothing is resumed");
         let program = find_program(program)?;
-        if let Some(path) = &request.output.summary {
-            jobdir::check_writable(path).map_err(|e| {
-                let wanted = "give --summary a file in an existing, writable directory";
-                Failure::usage(format!(
-                    "can't write the summary to {}: {e}; {wanted}",
-                    path.display()
-                ))
-            })?;
-        }
+        request.check_summary()?;
         let name = match &request.job.job_name {
             Some(name) => name.clone(),
             None => default_name(&request.program)?,

@@ -145,7 +145,7 @@ fn replaces_program(spec: &JobSpec, summary: Option<&Path>, program: &Path) -> O
 }
 
 /// The path that an address names on this machine.
-fn local(address: &str) -> Option<PathBuf> {
+pub(super) fn local(address: &str) -> Option<PathBuf> {
     let is_local = address.starts_with("file://") || !address.contains("://");
     is_local.then(|| PathBuf::from(address.strip_prefix("file://").unwrap_or(address)))
 }

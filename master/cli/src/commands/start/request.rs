@@ -8,6 +8,7 @@ use elasticdl_master::job::{
     self, Batch, JobSpec, LinkEncryption, MAX_WORKERS_PER_POD, OnNonfinite, Shuffle, SuccessPolicy,
     WireDtype, Work,
 };
+use elasticdl_master::jobdir;
 use elasticdl_master::limits::WORKERS_MAX;
 use elasticdl_proto::DATA_OF_PROGRAM;
 
@@ -98,6 +99,15 @@ impl StartRequest {
     /// Checks the numbers of workers, which do not depend on the program.
     pub(super) fn check_workers(&self) -> Result<(), Failure> {
         WorkerCounts::new(self).map(drop)
+    }
+
+    /// Checks that the summary can be written to the file that the user names.
+    pub(super) fn check_summary(&self) -> Result<(), Failure> {
+        let Some(path) = &self.output.summary else { return Ok(()) };
+        jobdir::check_writable(path).map_err(|e| {
+            let wanted = "give --summary a file in an existing, writable directory";
+            Failure::usage(format!("can't write the summary to {}: {e}; {wanted}", path.display()))
+        })
     }
 
     /// The parts of the specification that do not depend on the work, with a placeholder for the

@@ -166,7 +166,8 @@ const ANSWER_MAX: usize = 200;
 const ANSWERED_WITH_ERROR: &str = "Server returned error response";
 const DENIED: &str = "access denied: these credentials do not permit it";
 const EXPIRED: &str = "the credentials have expired: renew them";
-const MAYBE_EXPIRED: &str = "the store answered with status 400, as if the credentials have expired";
+const MAYBE_EXPIRED: &str =
+    "the store answered with status 400, as if the credentials have expired";
 const NO_BUCKET: &str = "the bucket does not exist";
 const SKEWED: &str = "the clock of this machine is wrong: the store refuses its time";
 const UNKNOWN: &str = "the store does not accept these credentials: check the keys and the token";
