@@ -29,11 +29,12 @@ use crate::kube::anchor::{
 use crate::kube::client::{Cluster, ClusterError};
 use crate::kube::events::EventRecorder;
 use crate::kube::leader_lease::LeaseGuard;
+use crate::kube::master_service::MasterService;
 use crate::kube::objects::{POD_IP, PORT};
 use crate::kube::persisted_job::{PersistedJobWriter, PersistedWatch};
 use crate::kube::pods::{self, PodFactory, Pods};
 use crate::kube::requests::UserRequest;
-use crate::kube::{master_address, submit, succession};
+use crate::kube::{master_address, succession};
 use crate::listener::{Identity, ServerConfig};
 use crate::mlflow;
 use crate::progress::Progress;
@@ -97,15 +98,17 @@ impl Leader<'_> {
         let (token, identity) = self.credentials()?;
         let stored = submitted.load_file_list(self.anchor, &args.job_name).await?;
         let writer = self.begin(&submitted).await?;
-        let address = submit::service_address(self.cluster, &args.job_name).await;
-        let address = address.map_err(|error| match error {
+        let recorder = EventRecorder::start(self.cluster, &submitted.meta);
+        let service =
+            MasterService::new(self.cluster, &submitted.meta, &submitted.task, recorder.clone());
+        let address = service.address().await.map_err(|error| match error {
             ClusterError::Refused { .. } => Failure::damaged(error.to_string()),
             error => error.into(),
         })?;
         let listener =
             listen(PORT as u16).await.map_err(cannot(&format!("listen on port {PORT}")))?;
         let mut tasks = self.write_address(&submitted, &lease_guard);
-        let recorder = EventRecorder::start(self.cluster, &submitted.meta);
+        tasks.spawn(service.keep(lease_guard.clone()));
         let left = self.remaining_pods(&submitted).await?;
         damage::forget(submitted.anchor.data.as_ref(), &writer).await;
         let Submitted { task, template, meta, record, age, mut history, .. } = submitted;

@@ -24,6 +24,7 @@ pub mod leader_lease;
 pub mod logs;
 pub(crate) mod master_address;
 pub mod master_pods;
+pub(crate) mod master_service;
 mod names;
 pub mod objects;
 pub mod options;

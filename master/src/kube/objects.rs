@@ -116,30 +116,7 @@ impl Objects {
         let mut anchor =
             ConfigMap { metadata: metadata(request, name, "anchor"), ..ConfigMap::default() };
         anchor.data = Some(BTreeMap::from([(TASK.into(), task), (WORKER_POD.into(), worker)]));
-        let mut selector = own_labels(name, "master");
-        selector.retain(|key, _| [JOB_LABEL, ROLE_LABEL].contains(&key.as_str()));
-        // Service meshes take the protocol from the name or the application protocol.
-        let port = |name: &str, protocol: &str, port| ServicePort {
-            app_protocol: Some(protocol.into()),
-            name: Some(name.into()),
-            port,
-            target_port: Some(IntOrString::Int(port)),
-            ..ServicePort::default()
-        };
-        let metrics = port(METRICS, "http", request.task.metrics_port.into());
-        let metrics = Some(metrics).filter(|_| request.task.serve_metrics);
-        let ports = [Some(port(CONTROL, "tls", PORT)), metrics].into_iter().flatten().collect();
-        let service = Service {
-            metadata: metadata(request, &master_name(name), "master"),
-            spec: Some(ServiceSpec {
-                ports: Some(ports),
-                selector: Some(selector),
-                // Only the leading master is ready: one that is ending, or waits for the Lease,
-                // is not. A connection to it would be lost, or hang.
-                ..ServiceSpec::default()
-            }),
-            ..Service::default()
-        };
+        let service = service(&request.task, metadata(request, &master_name(name), "master"));
         Ok(Self {
             job,
             anchor,
@@ -196,6 +173,34 @@ impl Objects {
         }));
         let texts = documents.into_iter().map(|text| text.expect("objects have YAML forms"));
         texts.collect::<Vec<_>>().join("---\n")
+    }
+}
+
+/// Builds the Service that selects the master.
+pub(crate) fn service(task: &Task, metadata: ObjectMeta) -> Service {
+    let mut selector = own_labels(&task.job.name, "master");
+    selector.retain(|key, _| [JOB_LABEL, ROLE_LABEL].contains(&key.as_str()));
+    // Service meshes take the protocol from the name or the application protocol.
+    let port = |name: &str, protocol: &str, port| ServicePort {
+        app_protocol: Some(protocol.into()),
+        name: Some(name.into()),
+        port,
+        target_port: Some(IntOrString::Int(port)),
+        ..ServicePort::default()
+    };
+    let metrics = port(METRICS, "http", task.metrics_port.into());
+    let metrics = Some(metrics).filter(|_| task.serve_metrics);
+    let ports = [Some(port(CONTROL, "tls", PORT)), metrics].into_iter().flatten().collect();
+    Service {
+        metadata,
+        spec: Some(ServiceSpec {
+            ports: Some(ports),
+            selector: Some(selector),
+            // Only the leading master is ready: one that is ending, or waits for the Lease, is
+            // not. A connection to it would be lost, or hang.
+            ..ServiceSpec::default()
+        }),
+        ..Service::default()
     }
 }
 

@@ -6,7 +6,7 @@ use k8s_openapi::api::authorization::v1::{
     LocalSubjectAccessReview, ResourceAttributes, SubjectAccessReviewSpec,
 };
 use k8s_openapi::api::batch::v1::Job;
-use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, Service, ServiceAccount};
+use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, ServiceAccount};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Api;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
@@ -29,7 +29,7 @@ pub const MASTER_RULES: [(&str, &str, &[&str]); 6] = [
     ("", "configmaps", &["get", "list", "watch", "create", "patch"]),
     ("", "events", &["create", "list", "patch"]),
     ("", "pods", &["get", "list", "watch", "create", "delete"]),
-    ("", "services", &["get"]),
+    ("", "services", &["get", "create"]),
     ("batch", "jobs", &["get", "patch"]),
     ("coordination.k8s.io", "leases", &["get", "create", "update"]),
 ];
@@ -382,27 +382,6 @@ fn review(
         },
         status: None,
     }
-}
-
-/// Returns the Service's address, to which workers connect.
-///
-/// # Errors
-/// There is no Service, or it has no address.
-pub(crate) async fn service_address(cluster: &Cluster, job: &str) -> Result<String, ClusterError> {
-    let services: Api<Service> = cluster.api();
-    let doing = "find the job's service";
-    let name = objects::master_name(job);
-    let read = async || services.get(&name).await.map_err(|error| cluster.explain(doing, error));
-    let service = retry(doing, read).await?;
-    let ip =
-        service.spec.and_then(|spec| spec.cluster_ip).filter(|ip| !ip.is_empty() && ip != "None");
-    let ip = ip.ok_or_else(|| ClusterError::Refused {
-        doing: doing.into(),
-        message: "it has no address".into(),
-    })?;
-    // An IPv6 address is written in brackets before a port.
-    let host = if ip.contains(':') { format!("[{ip}]") } else { ip };
-    Ok(format!("{host}:{}", objects::PORT))
 }
 
 fn already(name: &str, namespace: &str) -> ClusterError {

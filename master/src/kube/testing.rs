@@ -395,7 +395,7 @@ impl State {
         self.objects.insert(key, object);
     }
 
-    fn remove(&mut self, resource: &str, name: &str) {
+    pub(crate) fn remove(&mut self, resource: &str, name: &str) {
         let mut object = self.objects.remove(&(resource.into(), name.into())).unwrap();
         self.version += 1;
         object["metadata"]["resourceVersion"] = self.version.to_string().into();

@@ -68,6 +68,7 @@ fn rules(job: &str) -> Vec<PolicyRule> {
         rule("", "configmaps", &["patch"], &[job, &address]),
         rule("", "events", &["create", "list", "patch"], &[]),
         rule("", "pods", &["get", "list", "watch", "create", "delete"], &[]),
+        rule("", "services", &["create"], &[]),
         rule("", "services", &["get"], &[&master]),
         rule("batch", "jobs", &["get", "patch"], &[&master]),
         rule(leases, "leases", &["create"], &[]),
