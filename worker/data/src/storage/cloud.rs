@@ -216,6 +216,7 @@ mod aws;
 mod client;
 mod errors;
 mod keys;
+mod limits;
 mod listings;
 
 #[cfg(test)]

@@ -35,6 +35,12 @@ fn settings(
     variable: impl Fn(&str) -> Option<String>,
     read: impl Fn(PathBuf) -> Option<String>,
 ) -> Result<Vec<(AmazonS3ConfigKey, String)>, String> {
+    let is_signed = variable("AWS_SKIP_SIGNATURE").is_none();
+    let given = KEYS.map(|name| variable(name).is_some());
+    if given[0] != given[1] && is_signed {
+        let [set, missing] = if given[0] { KEYS } else { [KEYS[1], KEYS[0]] };
+        return Err(format!("{set} is set and {missing} is not; set both, or none of them"));
+    }
     let home = variable("HOME").unwrap_or_default();
     let file = |name: &str, usual: &str| {
         let path = variable(name).unwrap_or_else(|| format!("{home}/.aws/{usual}"));
@@ -78,7 +84,13 @@ fn settings(
     settings.extend(
         profile.get("region").filter(|_| !region).map(|r| (AmazonS3ConfigKey::Region, r.clone())),
     );
-    let endpoint = ENDPOINTS.iter().find_map(|name| variable(name));
+    let endpoint = ENDPOINTS.iter().find_map(|name| Some((*name, variable(name)?)));
+    if let Some((name, url)) = &endpoint
+        && !["http://", "https://"].iter().any(|scheme| url.starts_with(scheme))
+    {
+        return Err(format!("{name} is {url:?}; it must begin with http:// or https://"));
+    }
+    let endpoint = endpoint.map(|(_, url)| url);
     let from_profile = endpoint.is_none().then(|| profile.get("endpoint_url").cloned()).flatten();
     settings.extend(from_profile.clone().map(|url| (AmazonS3ConfigKey::Endpoint, url)));
     if endpoint.or(from_profile).is_some_and(|url| url.starts_with("http://")) {
@@ -126,6 +138,8 @@ const CREDENTIALS: [&str; 6] = [
     "AWS_SKIP_SIGNATURE",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
 ];
+/// Variables that are useless without each other.
+const KEYS: [&str; 2] = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"];
 const ENDPOINTS: [&str; 4] =
     ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT"];
 /// Sources of credentials that only the AWS tools support.
@@ -203,10 +217,25 @@ mod tests {
     fn an_http_endpoint_is_used_without_tls() {
         let set = [
             ("AWS_ACCESS_KEY_ID", "x"),
+            ("AWS_SECRET_ACCESS_KEY", "y"),
             ("AWS_REGION", "z"),
             ("AWS_ENDPOINT_URL", "http://localhost:9000"),
         ];
         assert_eq!(found(&set).unwrap().last().unwrap().1, "true");
+        let error = found(&[("AWS_ENDPOINT", "localhost:9000")]).unwrap_err();
+        assert_eq!(
+            error,
+            "AWS_ENDPOINT is \"localhost:9000\"; it must begin with http:// or https://"
+        );
+    }
+
+    #[test]
+    fn half_of_the_keys_is_refused_with_the_missing_variable() {
+        for (set, missing) in [KEYS, [KEYS[1], KEYS[0]]].map(|[set, missing]| (set, missing)) {
+            let error = found(&[(set, "x")]).unwrap_err();
+            assert!(error.starts_with(&format!("{set} is set and {missing} is not")), "{error}");
+            assert!(found(&[(set, "x"), ("AWS_SKIP_SIGNATURE", "true")]).is_ok());
+        }
     }
 
     #[test]

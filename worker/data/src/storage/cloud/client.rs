@@ -8,6 +8,7 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::{BackoffConfig, ObjectStore, RetryConfig};
 
 use super::aws;
+use super::limits::IDLE_MAX;
 use super::listings::Connector;
 
 /// A client of a store, of which `address.rs` lists the schemes: those that are neither S3 nor
@@ -21,19 +22,20 @@ pub(super) fn client(scheme: &str, bucket: &str) -> Result<Arc<dyn ObjectStore>,
     // The clients use the TLS provider of the process. If another provider is already installed, it
     // is used.
     let _ = rustls::crypto::ring::default_provider().install_default();
+    let connector = Connector { idle: IDLE_MAX };
     match scheme {
         "s3" | "s3a" => {
             let builder = aws::builder()?.with_url(url).with_retry(retries());
-            Ok(Arc::new(builder.with_http_connector(Connector).build().map_err(text)?))
+            Ok(Arc::new(builder.with_http_connector(connector).build().map_err(text)?))
         }
         "gs" => {
             let builder = GoogleCloudStorageBuilder::from_env().with_url(url);
-            let builder = builder.with_retry(retries()).with_http_connector(Connector);
+            let builder = builder.with_retry(retries()).with_http_connector(connector);
             Ok(Arc::new(builder.build().map_err(text)?))
         }
         _ => {
             let builder = MicrosoftAzureBuilder::from_env().with_url(url);
-            let builder = builder.with_retry(retries()).with_http_connector(Connector);
+            let builder = builder.with_retry(retries()).with_http_connector(connector);
             Ok(Arc::new(builder.build().map_err(text)?))
         }
     }

@@ -5,22 +5,28 @@
 //! end with a slash stand for folders and are excluded silently.
 
 use std::cell::RefCell;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use object_store::ClientOptions;
 use object_store::client::{
-    HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService, ReqwestConnector,
+    HttpClient, HttpConnector, HttpError, HttpRequest, HttpResponse, HttpService,
 };
 
 use super::keys::parse_key;
+use super::limits::Limited;
 
 /// Connects to stores.
 #[derive(Debug)]
-pub(super) struct Connector;
+pub(super) struct Connector {
+    /// Longest time in which a store sends nothing.
+    pub(super) idle: Duration,
+}
 
 impl HttpConnector for Connector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
-        ReqwestConnector::default().connect(options).map(|client| HttpClient::new(Usable(client)))
+        let client = HttpClient::new(Limited::connect(options, self.idle)?);
+        Ok(HttpClient::new(Usable(client)))
     }
 }
 
