@@ -77,7 +77,7 @@ pub(crate) fn reason_of(cause: Cause) -> Option<&'static str> {
         Cause::Deleted => Some("WorkerDeleted"),
         Cause::Drained => Some("WorkerDrained"),
         Cause::Evicted => Some("WorkerEvicted"),
-        Cause::Exited(_) | Cause::Signalled(_) => Some("WorkerFailed"),
+        Cause::Exited(_) | Cause::NotExecuted | Cause::Signalled(_) => Some("WorkerFailed"),
         Cause::Lost => Some("NodeLost"),
         Cause::OutOfMemory => Some("WorkerOOMKilled"),
         Cause::OverLimit => Some("WorkerOverLimit"),
@@ -104,6 +104,42 @@ pub(crate) async fn preemptors(api: &Api<Event>) -> BTreeMap<String, String> {
     };
     let uid_and_message = |event: Event| Some((event.involved_object.uid?, event.message?));
     list.items.into_iter().filter_map(uid_and_message).collect()
+}
+
+/// The cluster's warning about a pod that does not start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct PodWarning {
+    /// Reason in camel case, such as `FailedMount`.
+    pub(crate) reason: String,
+    pub(crate) message: String,
+}
+
+/// Reads the newest warnings about the pods with these uids, of those that have any. `None`: the
+/// server did not answer.
+pub(crate) async fn warnings(
+    api: &Api<Event>,
+    uids: &[String],
+) -> Option<BTreeMap<String, PodWarning>> {
+    let mut found = BTreeMap::new();
+    for uid in uids {
+        let fields = format!("type=Warning,involvedObject.uid={uid}");
+        let params = ListParams::default().fields(&fields).limit(LIST_MAX);
+        let Ok(Ok(list)) = timeout(CALL_TIMEOUT, api.list(&params)).await else { return None };
+        let time = |event: &Event| {
+            let last = event.series.as_ref().and_then(|series| series.last_observed_time.as_ref());
+            let last = last.or(event.event_time.as_ref()).map(|time| time.0);
+            last.max(event.last_timestamp.as_ref().map(|time| time.0))
+        };
+        let newest = list.items.into_iter().max_by_key(time).filter(|event| {
+            time(event).is_none_or(|at| {
+                Timestamp::now().as_second().saturating_sub(at.as_second()) < WARNING_AGE_MAX_S
+            })
+        });
+        if let Some(Event { reason: Some(reason), message: Some(message), .. }) = newest {
+            found.insert(uid.clone(), PodWarning { reason, message });
+        }
+    }
+    Some(found)
 }
 
 async fn write(api: Api<Event>, about: ObjectReference, mut reports: mpsc::Receiver<EventReport>) {
@@ -230,6 +266,8 @@ impl TokenBucket {
 pub(crate) const PREEMPTED_WORKER: &str = "WorkerPreempted";
 
 const BURST: u32 = 10;
+/// Kubelets repeat an attempt, and its warning, within two minutes.
+const WARNING_AGE_MAX_S: i64 = 300;
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 const LIST_MAX: u32 = 500;
 /// Limit of the server, in characters.

@@ -65,8 +65,15 @@ impl MasterPods {
             let status = tokio::select! {
                 change = self.pods.next() => match change {
                     Change::Applied(pod) => {
-                        self.known.uids.extend(pod.metadata.uid.clone());
-                        status_of_pod(&pod)
+                        let status = status_of_pod(&pod);
+                        let uid = pod.metadata.uid.unwrap_or_default();
+                        // What has been mounted once may be gone without harm.
+                        if status == Some(MasterStatus::Running) {
+                            self.known.uids.remove(&uid);
+                        } else {
+                            self.known.uids.insert(uid);
+                        }
+                        status
                     }
                     _ => None,
                 },
@@ -202,11 +209,19 @@ fn status_of_pod(pod: &Pod) -> Option<MasterStatus> {
         Verdict::Created | Verdict::Starting => None,
         Verdict::CannotStart(why) => Some(MasterStatus::CannotStart(why)),
         Verdict::Ended(end) if end.cause == Cause::Exited(0) => None,
-        Verdict::Ended(end) => Some(MasterStatus::Ended(end.detail)),
+        Verdict::Ended(end) => Some(MasterStatus::Ended(brief(&end.detail))),
         Verdict::Terminating(leave) => Some(MasterStatus::Ended(leave.end.detail)),
         Verdict::Running => Some(MasterStatus::Running),
         Verdict::Queued(why) | Verdict::Unschedulable(why) => Some(MasterStatus::Pending(why)),
     }
+}
+
+/// How a master ended, in one line. Of a master that said nothing, the message is the end of its
+/// log.
+fn brief(detail: &str) -> String {
+    let Some((first, rest)) = detail.trim_end().split_once('\n') else { return detail.to_owned() };
+    let what = first.split_once(": ").map_or(first, |(what, _)| what);
+    format!("{what}: {}", rest.rsplit('\n').next().unwrap_or_default().trim())
 }
 
 fn status_of_job(job: &Job) -> Option<MasterStatus> {
@@ -292,5 +307,7 @@ mod tests {
             pod(1),
             Some(MasterStatus::Ended("exited with code 1: error: forbidden".into()))
         );
+        let log = "ended by signal 9: step 1)\n 16.4 s  generation 2\n 20.1 s  3.0 %\n";
+        assert_eq!(brief(log), "ended by signal 9: 20.1 s  3.0 %");
     }
 }

@@ -307,6 +307,14 @@ impl PodController {
             }
             PodAction::NoteRun => self.has_run.store(true, Ordering::Relaxed),
             PodAction::RecordEvent(reason, message) => self.recorder.record(reason, message),
+            PodAction::ReadWarnings(uids) => {
+                let (events, results) = (self.event_api.clone(), self.result_sender.clone());
+                self.calls.spawn(async move {
+                    if let Some(warnings) = events::warnings(&events, &uids).await {
+                        let _ = results.send(PodEvent::Warned(uids, warnings));
+                    }
+                });
+            }
             PodAction::Report(launch, event) => {
                 match &event {
                     BackendEvent::Created(class) => {

@@ -19,6 +19,7 @@
 //! | `status.reason` `OutOf…`, `NodeAffinity`, … | refused by its node | no |
 //! | being deleted, and its container has ended or never ran | deleted | no |
 //! | container `OOMKilled` | out of memory | yes |
+//! | container `StartError`, `ContainerCannotRun` | its program can't be executed | yes |
 //! | container ended by signal 1, 2, 9 or 15 (exit code 128 + n) | killed | no |
 //! | container ended by another signal, or with a code | failed | yes |
 //! | failed without a container status | lost | no |
@@ -94,6 +95,8 @@ pub(crate) enum Cause {
     Exited(i32),
     /// Its node does not exist any more, or has not reported how it ended.
     Lost,
+    /// Its program could not be executed, such as one that the image does not have.
+    NotExecuted,
     /// It exceeded its memory limit.
     OutOfMemory,
     /// It exceeded another of its limits.
@@ -149,6 +152,7 @@ pub(super) fn exit_of(end: End) -> Exit {
     match end.cause {
         Cause::Exited(code) => Exit::Code(code),
         Cause::Signalled(signal) => Exit::Signal(signal),
+        Cause::NotExecuted => Exit::NotStarted(end.detail),
         Cause::OutOfMemory | Cause::OverLimit => Exit::OverLimit(format!(
             "{}; --worker-resources sets what a worker may use",
             end.detail
@@ -166,6 +170,7 @@ pub(super) fn reclaim_cause(cause: Cause) -> ReclaimCause {
         Cause::Refused => ReclaimCause::NotStarted,
         Cause::Deleted
         | Cause::Exited(_)
+        | Cause::NotExecuted
         | Cause::OutOfMemory
         | Cause::OverLimit
         | Cause::Signalled(_) => ReclaimCause::Deleted,
@@ -293,6 +298,10 @@ fn how_it_ended(ended: &ContainerStateTerminated) -> End {
         .or_else(|| Some(code - 128).filter(|n| (1..=64).contains(n)));
     let (cause, what) = match (reason, signal) {
         ("OOMKilled", _) => (Cause::OutOfMemory, "it used more memory than its limit".to_owned()),
+        // Container runtimes make the exit code up.
+        ("StartError" | "ContainerCannotRun", _) => {
+            (Cause::NotExecuted, "its program can't be executed".to_owned())
+        }
         // The kubelet has lost the container; the exit code is made up.
         ("ContainerStatusUnknown", _) => {
             (Cause::Lost, "its node does not know how it ended".to_owned())

@@ -22,6 +22,7 @@
 mod gangs;
 mod silent_nodes;
 mod timeouts;
+mod warnings;
 
 #[cfg(test)]
 pub(super) use self::timeouts::STUCK_MAX;
@@ -36,7 +37,7 @@ use super::calls::CreateOutcome;
 use super::factory::PodFactory;
 use crate::backend_event::BackendEvent;
 use crate::job::{Exit, LaunchId, ReclaimCause, Wait};
-use crate::kube::events;
+use crate::kube::events::{self, PodWarning};
 use crate::kube::objects::{self, LAUNCH_LABEL};
 use crate::kube::verdict::{
     Cause, End, Termination, Verdict, classify, exit_of, has_running_sidecar, reclaim_cause,
@@ -61,6 +62,8 @@ pub(super) struct PodTracker {
     stuck: u32,
     /// Nodes that new pods avoid, and until when.
     avoided_nodes: BTreeMap<String, Duration>,
+    /// When the cluster's warnings may be asked for again.
+    warnings_due: Duration,
     now: Duration,
     actions: VecDeque<PodAction>,
 }
@@ -91,6 +94,8 @@ pub(super) enum PodEvent {
     /// A pod that belongs to no launch.
     Remove(Box<Pod>),
     Start(LaunchId, u32),
+    /// Answer to [`PodAction::ReadWarnings`].
+    Warned(Vec<String>, BTreeMap<String, PodWarning>),
     /// Time has passed: comes every second, and at [`PodTracker::poll_timeout`].
     Tick,
 }
@@ -106,6 +111,8 @@ pub(super) enum PodAction {
     DeleteGroup(String),
     /// Read the scheduler's Events about these pods, in one call.
     Investigate(Vec<UnexplainedDeletion>),
+    /// Read the warnings about the pods with these uids.
+    ReadWarnings(Vec<String>),
     /// Find out where the node of a launch is.
     Locate(LaunchId, String),
     /// From now on a creation that the server rejects is tried again.
@@ -159,6 +166,9 @@ struct ActiveLaunch {
     is_located: bool,
     /// Since when its node has not acknowledged it.
     unanswered_since: Option<Duration>,
+    /// Since when it has a node and does not run, and the cluster's last warning about that.
+    starting_since: Option<Duration>,
+    warning: Option<PodWarning>,
 }
 
 impl PodTracker {
@@ -173,6 +183,7 @@ impl PodTracker {
             has_run: false,
             stuck: 0,
             avoided_nodes: BTreeMap::new(),
+            warnings_due: Duration::ZERO,
             now: Duration::ZERO,
             actions: VecDeque::new(),
         }
@@ -212,6 +223,7 @@ impl PodTracker {
                 self.create(launch);
             }
             PodEvent::Tick => self.on_tick(),
+            PodEvent::Warned(asked, mut warnings) => self.on_warned(&asked, &mut warnings),
         }
     }
 
@@ -356,6 +368,8 @@ impl PodTracker {
         }
         if verdict != Verdict::Starting {
             launched.unanswered_since = None;
+            launched.starting_since = None;
+            launched.warning = None;
         }
         match verdict {
             Verdict::Created => self.report(launch, BackendEvent::Waiting(Wait::Scheduling(None))),
@@ -441,28 +455,12 @@ impl PodTracker {
             }
             None => self.record_event(end.cause, &PodRef::of(pod).name, &end.detail),
         }
-        self.ended(launch, exit_of(end));
-    }
-
-    fn on_explained(
-        &mut self,
-        due: Vec<UnexplainedDeletion>,
-        preemptors: &BTreeMap<String, String>,
-    ) {
-        for UnexplainedDeletion { launch, pod, .. } in due {
-            let Some(message) = preemptors.get(&pod.uid) else {
-                self.record_event(Cause::Deleted, &pod.name, "it was deleted");
-                continue;
-            };
-            let message = message
-                .strip_prefix("Preempted ")
-                .map_or_else(|| message.clone(), |preemptor| format!("preempted {preemptor}"));
-            self.record_event(Cause::Preempted, &pod.name, &message);
-            self.act(PodAction::Report(launch, BackendEvent::Explained(message.clone())));
-            if let Some(launched) = self.launches.get_mut(&launch) {
-                launched.preempted = Some(message);
-            }
-        }
+        let exit = match exit_of(end) {
+            // The same program has run in another pod.
+            Exit::NotStarted(why) if self.has_run => Exit::reclaimed(ReclaimCause::NotStarted, why),
+            exit => exit,
+        };
+        self.ended(launch, exit);
     }
 
     /// Returns the launch to which this pod belongs, if it has not ended.

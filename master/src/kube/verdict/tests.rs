@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::job;
+use crate::job::{self, Exit};
 
 /// Whether the job counts this end as a failure of the worker.
 fn is_own_fault(cause: Cause) -> bool {
@@ -234,6 +234,20 @@ fn a_pod_that_its_node_does_not_admit_is_not_at_fault() {
         assert_eq!(verdict, ended(Cause::Refused, &format!("{reason}: {message}")));
     }
     assert!(!is_own_fault(Cause::Refused) && !is_own_fault(Cause::Lost));
+}
+
+#[test]
+fn a_program_that_the_image_does_not_have_is_named() {
+    let message = "exec: \"cuonting\": executable file not found in $PATH";
+    for reason in ["StartError", "ContainerCannotRun"] {
+        let state = json!({"exitCode": 128, "reason": reason, "message": message});
+        let detail = format!("its program can't be executed: {message}");
+        let verdict = classify(&pod(terminated("Failed", state)));
+        assert_eq!(verdict, ended(Cause::NotExecuted, &detail));
+        let end = End { cause: Cause::NotExecuted, detail: detail.clone() };
+        assert_eq!(exit_of(end), Exit::NotStarted(detail));
+    }
+    assert!(is_own_fault(Cause::NotExecuted));
 }
 
 #[test]

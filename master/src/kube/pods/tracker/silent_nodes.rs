@@ -12,8 +12,7 @@ use k8s_openapi::api::core::v1::{
 };
 
 use super::{PodAction, PodTracker};
-use crate::backend_event::BackendEvent;
-use crate::job::{Exit, LaunchId, ReclaimCause, Wait};
+use crate::job::{Exit, LaunchId, ReclaimCause};
 use crate::kube::verdict::Cause;
 
 impl PodTracker {
@@ -26,14 +25,9 @@ impl PodTracker {
         let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
         launched.unanswered_since =
             (!has_answered).then(|| launched.unanswered_since.unwrap_or(self.now));
-        let phase = if has_answered {
-            "pulls its image or prepares its volumes"
-        } else {
-            "has not acknowledged it yet"
-        };
-        let why = node.as_ref().map(|node| format!("node {node} {phase}"));
+        launched.starting_since.get_or_insert(self.now);
         launched.node = node;
-        self.report(launch, BackendEvent::Waiting(Wait::Start(why)));
+        self.report_starting(launch);
     }
 
     /// Makes new pods prefer other nodes than that of a launch.

@@ -381,8 +381,43 @@ fn a_pod_that_pulls_its_image_for_long_is_not_given_up() {
     let wait = "node n1 pulls its image or prepares its volumes".to_owned();
     let wait = BackendEvent::Waiting(Wait::Start(Some(wait)));
     assert_eq!(tracker.poll_action(), Some(PodAction::Report(ONE, wait)));
-    tracker.handle(at(600), PodEvent::Tick);
-    assert_eq!(tracker.poll_action(), None);
+    let actions = handle(&mut tracker, 600, PodEvent::Tick);
+    assert!(matches!(&actions[..], [PodAction::ReadWarnings(_)]), "{actions:?}");
+}
+
+#[test]
+fn the_clusters_warning_says_what_a_pod_waits_for() {
+    let mut tracker = tracker_with(None);
+    let starting = json!({"phase": "Pending", "startTime": "2024-05-01T10:00:00Z"});
+    started_at(&mut tracker, Duration::ZERO, ONE);
+    handle(&mut tracker, 1, PodEvent::Applied(on_node(starting.clone())));
+    let asked = vec![on_node(starting.clone()).metadata.uid.unwrap()];
+    let ask = || PodAction::ReadWarnings(asked.clone());
+    assert_eq!(handle(&mut tracker, 10, PodEvent::Tick), []);
+    assert_eq!(handle(&mut tracker, 11, PodEvent::Tick), [ask()]);
+    assert_eq!(handle(&mut tracker, 12, PodEvent::Tick), []);
+    let warned = |reason: &str, message: &str| {
+        let warning = PodWarning { reason: reason.into(), message: message.into() };
+        PodEvent::Warned(asked.clone(), [(asked[0].clone(), warning)].into())
+    };
+    let waits = |why: &str| {
+        PodAction::Report(ONE, BackendEvent::Waiting(Wait::Start(Some(format!("node n1 {why}")))))
+    };
+    let says = |why: &str| {
+        PodAction::Report(ONE, BackendEvent::Waiting(Wait::Start(Some(format!("node n1: {why}")))))
+    };
+    let actions = handle(&mut tracker, 12, warned("FailedMount", "no secret s"));
+    assert_eq!(actions, [says("FailedMount: no secret s")]);
+    // Neither the next attempt nor a change of the pod is news.
+    assert_eq!(handle(&mut tracker, 13, warned("FailedMount", "no secret s (2)")), []);
+    assert_eq!(handle(&mut tracker, 14, PodEvent::Applied(on_node(starting))), []);
+    assert_eq!(handle(&mut tracker, 31, PodEvent::Tick), [ask()]);
+    let none = PodEvent::Warned(asked.clone(), BTreeMap::new());
+    let actions = handle(&mut tracker, 32, none);
+    assert_eq!(actions, [waits("pulls its image or prepares its volumes")]);
+    handle(&mut tracker, 33, PodEvent::Applied(on_node(running())));
+    assert_eq!(handle(&mut tracker, 34, warned("FailedMount", "late")), []);
+    assert_eq!(handle(&mut tracker, 90, PodEvent::Tick), []);
 }
 
 #[test]

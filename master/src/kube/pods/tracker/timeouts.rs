@@ -1,5 +1,6 @@
 //! Time limits of pods that can't start or don't end, and of explanations.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
@@ -7,6 +8,7 @@ use k8s_openapi::api::core::v1::Pod;
 use super::{
     ActiveLaunch, END_WAIT, NOT_WANTED, PodAction, PodRef, PodTracker, UnexplainedDeletion,
 };
+use crate::backend_event::BackendEvent;
 use crate::job::{Exit, LaunchId, ReclaimCause};
 use crate::kube::events;
 use crate::kube::verdict::{Cause, End, may_be_explained};
@@ -19,6 +21,7 @@ impl PodTracker {
         self.evict_unanswered();
         self.end_unexplained();
         self.investigate_deletions();
+        self.ask_for_warnings();
     }
 
     /// Returns whether to wait for the cluster's explanation of this end.
@@ -38,6 +41,28 @@ impl PodTracker {
     pub(super) fn note_unexplained(&mut self, launch: LaunchId, pod: &Pod) {
         let pod = PodRef::of(pod);
         self.unexplained.push(UnexplainedDeletion { launch, pod, seen: self.now });
+    }
+
+    /// Handles the scheduler's messages about deletions without a known reason.
+    pub(super) fn on_explained(
+        &mut self,
+        due: Vec<UnexplainedDeletion>,
+        preemptors: &BTreeMap<String, String>,
+    ) {
+        for UnexplainedDeletion { launch, pod, .. } in due {
+            let Some(message) = preemptors.get(&pod.uid) else {
+                self.record_event(Cause::Deleted, &pod.name, "it was deleted");
+                continue;
+            };
+            let message = message
+                .strip_prefix("Preempted ")
+                .map_or_else(|| message.clone(), |preemptor| format!("preempted {preemptor}"));
+            self.record_event(Cause::Preempted, &pod.name, &message);
+            self.act(PodAction::Report(launch, BackendEvent::Explained(message.clone())));
+            if let Some(launched) = self.launches.get_mut(&launch) {
+                launched.preempted = Some(message);
+            }
+        }
     }
 
     /// Kills the launches that had their time to end by themselves.
