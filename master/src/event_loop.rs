@@ -351,10 +351,12 @@ impl Master {
         }
         // These events belong to streams that are closed.
         while self.events.try_recv().is_ok() {}
-        self.start += since.elapsed();
+        let away = since.elapsed();
+        self.start += away;
+        self.job.note_away(away);
         self.server.reopen();
         info!(
-            suspended_s = since.elapsed().as_secs(),
+            suspended_s = away.as_secs(),
             "the leader Lease is renewed: workers are admitted again"
         );
     }

@@ -48,6 +48,8 @@ pub(crate) struct JobHistory {
     pub(super) allreduce_transport: Option<String>,
     /// Counters since this master started.
     pub(super) counters: Counters,
+    /// Total time for which the job's clock has stood still since this master started.
+    pub(super) away: Duration,
     /// Lifetimes of workers since this master started.
     pub(crate) lifetimes: Lifetimes,
     pub(super) storage_waits: StorageWaits,
@@ -459,7 +461,7 @@ impl JobHistory {
         let Some(formed) = self.totals.formed_first else {
             return ThroughputSummary::default();
         };
-        let span = self.totals.reported_last.since(formed);
+        let span = self.totals.reported_last.since(formed) + self.away;
         // Records of another job's checkpoint are not this job's work.
         let (counted_before, steps_before) = self.totals.begun_with;
         let (counted, steps) =

@@ -180,6 +180,16 @@ impl Job {
         line.into_iter().for_each(|line| self.log_event(line));
     }
 
+    /// The job's clock has stood still for so long, while workers may have trained.
+    pub(crate) fn note_away(&mut self, away: Duration) {
+        self.reporting.away += away;
+        let seconds = away.as_secs_f64();
+        self.log_event(format!(
+            "the master could not renew its Lease for {seconds:.1} s (the API server did not \
+             answer); the workers went on alone"
+        ));
+    }
+
     // ---- storage ----
 
     pub(crate) fn on_storage_wait(

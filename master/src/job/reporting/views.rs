@@ -279,7 +279,7 @@ impl Job {
             state: self.state().into(),
             steps: self.data.step(),
             epochs: self.data.cache().map_or(0, |cache| cache.ledger().epoch()),
-            wall_s: now.0.as_secs_f64(),
+            wall_s: (now.0 + self.reporting.away).as_secs_f64(),
             records,
             workers: WorkersSummary {
                 peak: self.reporting.totals.peak,

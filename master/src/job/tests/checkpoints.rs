@@ -117,6 +117,15 @@ fn records_of_another_jobs_checkpoint_do_not_count_towards_the_speed() {
     job.handle(at(2000), Event::Message { worker: WorkerId(1), message });
     let ThroughputSummary { records_per_s, steps_per_s, .. } = job.summary(at(2000)).throughput;
     assert_eq!((records_per_s, steps_per_s), (2.0, 0.5));
+    // So long the job's clock has stood still, while its workers trained on.
+    job.note_away(std::time::Duration::from_secs(2));
+    let summary = job.summary(at(2000));
+    assert_eq!((summary.wall_s, summary.throughput.records_per_s), (4.0, 1.0));
+    let said = job.status(at(2000)).events;
+    assert!(
+        said.iter().any(|line| line.contains("could not renew its Lease for 2.0 s")),
+        "{said:?}"
+    );
 }
 
 /// Each worker and each attempt has the same to say about a full disk.
