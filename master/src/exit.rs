@@ -79,7 +79,7 @@ pub const EXIT_INTERRUPTED: u8 = 130;
 /// The command or the job has done what it should.
 pub const EXIT_OK: u8 = 0;
 /// SIGTERM has ended the process.
-pub(crate) const EXIT_TERMINATED: u8 = 143;
+pub const EXIT_TERMINATED: u8 = 143;
 /// The API server refuses the token of a master; its Job starts one with another token.
 pub(crate) const EXIT_UNAUTHORIZED: u8 = 4;
 /// The input is invalid. The same code as clap's for usage errors.

@@ -9,7 +9,8 @@ use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::runtime::{Builder, Runtime};
 
 pub(crate) use elasticdl_master::exit::{
-    EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Failure, cannot, code_of_summary,
+    EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot,
+    code_of_summary,
 };
 
 use crate::progress::LogFormat;

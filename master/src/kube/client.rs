@@ -185,7 +185,8 @@ pub enum ClusterError {
     Exists(String),
     /// A permission is missing. Ask the administrator of the cluster.
     #[error(
-        "can't {doing}: {message}; the rights that elasticdl needs are in manifests/rbac.yaml: \
+        "can't {doing}: {message}; users need the cluster role `edit` in the namespace \
+         (`elasticdl doctor` says what they lack), and masters the role in manifests/rbac.yaml: \
          sed 's/namespace: elasticdl/namespace: {namespace}/' manifests/rbac.yaml \
          | kubectl apply -f -"
     )]

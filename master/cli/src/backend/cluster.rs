@@ -18,7 +18,7 @@ use elasticdl_master::kube::{anchor, logs, master_pods, objects, pods, route, si
 use elasticdl_proto::{DisconnectedStatus, Status};
 use tokio::runtime::Runtime;
 
-pub(crate) use self::follow::{FollowOutput, follow};
+pub(crate) use self::follow::{FollowOutput, detach, follow};
 use super::checkpoint_wait::CheckpointWait;
 use super::handle::{JobHandle, JobLog, WatchOptions, describe_suspension};
 use crate::process::{Failure, new_runtime};
@@ -84,7 +84,13 @@ impl ClusterHandle {
     /// The status in `data`. Without one the error says what keeps the master from reporting one.
     fn reported(&self, data: &Data, obstacle: Option<String>) -> Result<Status, Failure> {
         let text = data.get(STATUS).ok_or_else(|| {
-            let (name, why) = (&self.name, obstacle.unwrap_or_else(|| "is it running?".into()));
+            let (name, namespace) = (&self.name, &self.cluster.namespace);
+            let why = obstacle.unwrap_or_else(|| {
+                format!(
+                    "is it running? If its submission was cut off, `elasticdl delete {name} \
+                     --namespace {namespace}` removes what there is of it"
+                )
+            });
             Failure::failed(format!("the master of {name} has not reported a status yet: {why}"))
         })?;
         serde_json::from_str(text).map_err(|e| {

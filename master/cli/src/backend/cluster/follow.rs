@@ -12,7 +12,10 @@ use elasticdl_master::kube::master_pods::{MasterPods, MasterStatus};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 
-use crate::process::{Console, EXIT_INTERRUPTED, Failure, cannot, code_of_summary, print_line};
+use crate::process::{
+    Console, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, Failure, cannot, code_of_summary,
+    print_line,
+};
 use crate::render::{Paths, Printer, print_job_error, print_summary};
 
 /// Output of [`follow`].
@@ -125,13 +128,23 @@ fn show(printer: &mut Printer, data: &Data) {
     }
 }
 
-fn detach(job: &str, namespace: &str) -> u8 {
+/// Says what becomes of a job that this command no longer follows. Returns the exit code.
+pub(crate) fn detach(job: &str, namespace: &str) -> u8 {
     print_line(&format!(
         "\nThe job continues. Follow it with `elasticdl status {job} --namespace {namespace} \
          --watch`, stop it with `elasticdl stop {job} --namespace {namespace}`, delete it with \
          `elasticdl delete {job} --namespace {namespace}`."
     ));
     EXIT_INTERRUPTED
+}
+
+/// The exit code, by that of the master, as for a job of this machine: what runs after a completed
+/// job must not run after one that a user has stopped.
+fn code_of(master: u8, state: &str, stop_reason: Option<&str>) -> u8 {
+    match (master, state, stop_reason) {
+        (EXIT_OK, "stopped", None) => EXIT_TERMINATED,
+        (code, ..) => code,
+    }
 }
 
 fn end(output: &FollowOutput, text: &str) -> Result<u8, Failure> {
@@ -146,7 +159,8 @@ fn end(output: &FollowOutput, text: &str) -> Result<u8, Failure> {
     if let Some(error) = &summary.error {
         print_job_error(output.console, summary.wall_s, error);
     }
-    Ok(code_of_summary(&summary))
+    let code = code_of_summary(&summary);
+    Ok(code_of(code, &summary.state, summary.stop_reason.as_deref()))
 }
 
 /// Start failure of the master.
@@ -168,3 +182,16 @@ impl Stuck {
 
 /// Time after which the command fails if the master is unable to start.
 const STUCK_MAX: Duration = Duration::from_secs(60);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_job_that_a_user_has_stopped_has_a_code_of_its_own() {
+        assert_eq!(code_of(EXIT_OK, "completed", None), EXIT_OK);
+        assert_eq!(code_of(EXIT_OK, "stopped", None), EXIT_TERMINATED);
+        assert_eq!(code_of(EXIT_OK, "stopped", Some("the deadline has passed")), EXIT_OK);
+        assert_eq!(code_of(1, "stopped", None), 1);
+    }
+}

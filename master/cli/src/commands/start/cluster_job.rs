@@ -12,12 +12,15 @@ use elasticdl_master::kube::priority_tiers::{PriorityTiers, TierChoice};
 use elasticdl_master::kube::{schedulers, submit};
 use elasticdl_master::mlflow::Tracking;
 use elasticdl_master::token::Token;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::outputs::local;
 use super::request::{StartRequest, default_name};
 use crate::args::ClusterOptions;
 use crate::backend::{self, FollowOutput};
-use crate::process::{Failure, new_runtime, print, print_line, print_warning, read_text};
+use crate::process::{
+    EXIT_INTERRUPTED, Failure, cannot, new_runtime, print, print_line, print_warning, read_text,
+};
 
 /// Submits a job and follows it. Returns the exit code.
 pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
@@ -55,11 +58,18 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
                  too; --checkpoint-dir enables them",
             );
         }
-        if let Some(why) = submit::submit(&cluster, &request, objects).await? {
-            print_warning(&format!("the master waits: {why}"));
-        }
         let name = &request.task.job.name;
         let namespace = &cluster.namespace;
+        let mut interrupts = signal(SignalKind::interrupt()).map_err(cannot("handle signals"))?;
+        let submitting = submit::submit(&cluster, &request, objects);
+        let (submitted, is_interrupted) =
+            finish(submitting, &mut interrupts, name, namespace).await?;
+        if let Some(why) = submitted? {
+            print_warning(&format!("the master waits: {why}"));
+        }
+        if is_interrupted {
+            return Ok(backend::detach(name, namespace));
+        }
         if asked.job.detach {
             return print(&format!(
                 "job {name} is submitted; show its status with \
@@ -76,6 +86,37 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
         let output = FollowOutput { console, summary: asked.output.summary.clone() };
         backend::follow(&cluster, name, output).await
     })
+}
+
+/// Completes the submission of a job: half of its objects would be of no use. Returns its result,
+/// and whether the user has interrupted it.
+///
+/// # Errors
+/// The user has interrupted it twice.
+async fn finish<T>(
+    submission: impl Future<Output = T>,
+    interrupts: &mut Signal,
+    name: &str,
+    namespace: &str,
+) -> Result<(T, bool), Failure> {
+    let delete = format!("elasticdl delete {name} --namespace {namespace}");
+    let mut is_interrupted = false;
+    tokio::pin!(submission);
+    loop {
+        tokio::select! {
+            biased;
+            result = &mut submission => return Ok((result, is_interrupted)),
+            _ = interrupts.recv() => {}
+        }
+        if std::mem::replace(&mut is_interrupted, true) {
+            let text = format!("the job may have been submitted in part; `{delete}` removes it");
+            return Err(Failure { code: EXIT_INTERRUPTED, text });
+        }
+        print_warning(&format!(
+            "the submission of the job is completed first; Ctrl-C again ends this command at once, \
+             and `{delete}` then removes what there is of the job"
+        ));
+    }
 }
 
 /// What users have to know of the credentials of a job that runs for long.
@@ -334,4 +375,38 @@ fn path_in_volume(
         "{option} {path}: in a cluster it must be in a folder that all workers share: below the \
          mount_path of a --volume, or in a bucket (s3://, gs://, az://)"
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use rustix::process::{Signal as Number, getpid, kill_process};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_submission_is_completed_unless_the_user_interrupts_it_twice() {
+        let mut interrupts = signal(SignalKind::interrupt()).unwrap();
+        let (done, is_done) = tokio::sync::oneshot::channel();
+        let interrupt = || kill_process(getpid(), Number::INT).unwrap();
+        interrupt();
+        tokio::spawn(async {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            done.send(7).unwrap();
+        });
+        let finished = finish(is_done, &mut interrupts, "j", "n").await.map_err(|e| e.text);
+        assert_eq!(finished, Ok((Ok(7), true)));
+        let finished = finish(async { 7 }, &mut interrupts, "j", "n").await.map_err(|e| e.text);
+        assert_eq!(finished, Ok((7, false)));
+        let interrupting = tokio::spawn(async move {
+            loop {
+                interrupt();
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        });
+        let stuck = finish(std::future::pending::<()>(), &mut interrupts, "j", "n").await;
+        assert!(stuck.unwrap_err().text.contains("`elasticdl delete j --namespace n`"));
+        interrupting.abort();
+    }
 }
