@@ -150,6 +150,7 @@ impl Session {
                 let (donor, address) = self.fetch.donor();
                 Task::Fetch(donor, address)
             }
+            Phase::HandingOver { leaves, .. } => Task::HandOver { leaves: leaves.clone() },
             Phase::Joining(membership) => Task::Connect(membership.clone()),
             Phase::Finished { group, ending, .. } => {
                 Task::Finish { is_published: group.rank == 0 && *ending != Ending::Suspended }

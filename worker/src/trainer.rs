@@ -155,6 +155,7 @@ impl<M: Model> Trainer<'_, M> {
             Task::Exit(_) => Ok(()),
             Task::Fetch(donor, address) => self.fetch(donor, address),
             Task::Finish { is_published } => self.finish(is_published),
+            Task::HandOver { leaves } => self.hand_over(&leaves),
             Task::InspectGradient => self.inspect_gradient(),
             Task::Step { is_empty } => self.step(is_empty),
             Task::Synchronize => self.synchronize(),

@@ -10,7 +10,7 @@ use elasticdl::session::header::StateRecord;
 
 use super::clock::Micros;
 use super::model::digest;
-use super::state::checkpoints::{CheckpointWork, Key};
+use super::state::checkpoints::{CheckpointWork, Key, Part, SavedRows};
 use super::state::event::Event;
 use super::trace::trace;
 use super::world::World;
@@ -22,12 +22,12 @@ impl World {
         p: usize,
         shard: OwnShard,
         record: StateRecord,
-        part: Vec<u8>,
+        part: Part,
     ) {
         let OwnShard { step, generation, rank, .. } = shard;
         self.processes[p].trainer.part_written = Some((generation, record));
         let key = (step, generation.0);
-        self.write_later(p, CheckpointWork::Part { key, rank, bytes: part });
+        self.write_later(p, CheckpointWork::Part { key, rank, part });
     }
 
     /// Starts to write the manifest of a checkpoint.
@@ -52,9 +52,10 @@ impl World {
         let fails = self.rng.chance(1, 30);
         let failed = || "the storage refuses".to_owned();
         let completion = match work {
-            CheckpointWork::Part { key, rank, bytes } => {
-                let written = Written { bytes: bytes.len() as u64, ..Written::default() };
-                self.checkpoint_store.parts.entry(key).or_default().insert(rank, bytes);
+            CheckpointWork::Part { key, rank, part } => {
+                let bytes = part.parameters.len() as u64;
+                let written = Written { bytes, ..Written::default() };
+                self.checkpoint_store.parts.entry(key).or_default().insert(rank, part);
                 let result = if fails { Err(failed()) } else { Ok(written) };
                 Completion::Written { step: key.0, result }
             }
@@ -72,21 +73,28 @@ impl World {
     fn complete_checkpoint(&mut self, p: usize, key: Key, record: StateRecord, world_size: usize) {
         let parts = self.checkpoint_store.parts.remove(&key).unwrap_or_default();
         let whole = (0..world_size).all(|rank| parts.contains_key(&rank));
-        let parameters: Vec<u8> = parts.into_values().flatten().collect();
+        let (mut parameters, mut rows) = (Vec::new(), SavedRows::new());
+        for part in parts.into_values() {
+            parameters.extend(part.parameters);
+            rows.extend(part.rows);
+        }
+        let shards = self.setting.tables.map_or(0, |tables| tables.shards);
+        let has_rows = rows.len() == shards as usize;
         let counted = parameters.iter().map(|&n| u64::from(n)).sum::<u64>();
         trace!(self, "{}: the checkpoint of step {} is complete", self.name(p), key.0);
         let is_committed = self.oracle.has_committed(key.1, key.0, digest(&parameters));
-        if !whole || !is_committed || counted != record.records_trained {
+        if !whole || !has_rows || !is_committed || counted != record.records_trained {
             self.violate(format!(
                 "the checkpoint {key:?} holds no committed state: {parameters:?}"
             ));
         }
         self.oracle.coverage.checkpoints += 1;
         self.checkpoint_store.complete.insert(key, (record, parameters));
+        self.checkpoint_store.rows.insert(key, rows);
     }
 
     /// `p` creates the state of its group. Returns the newest checkpoint, if there is one.
-    pub(super) fn restore(&mut self, p: usize) -> Option<(StateRecord, Vec<u8>)> {
+    pub(super) fn restore(&mut self, p: usize) -> Option<(Key, (StateRecord, Vec<u8>))> {
         let lineage = self.oracle.begin_lineage();
         let trainer = &mut self.processes[p].trainer;
         (trainer.lineage, trainer.has_created) = (lineage, true);
@@ -95,9 +103,9 @@ impl World {
             trace!(self, "{}: creates the initial state", self.name(p));
             return None;
         };
-        let newest = newest.clone();
+        let (key, newest) = (*key, newest.clone());
         trace!(self, "{}: begins from the checkpoint of {key:?}", self.name(p));
         self.oracle.coverage.restored += 1;
-        Some(newest)
+        Some((key, newest))
     }
 }

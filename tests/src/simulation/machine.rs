@@ -20,10 +20,11 @@ use elasticdl_collective::{
     StateMessageHeader,
 };
 use elasticdl_proto::RecordRange;
-use elasticdl_tables::SavedShards;
+use elasticdl_tables::{SavedShard, SavedShards};
 
 use super::clock::Micros;
 use super::coroutine::{act, act_and_wait, act_on_drop, now, until};
+use super::state::checkpoints::Part;
 use super::state::network::LinkId;
 use super::state::operation::{Collective, Operated};
 use super::state::packet::StateMessage;
@@ -429,11 +430,17 @@ impl CheckpointStore for SimulatedCheckpoints {
         shard: OwnShard,
         state: StateRecord,
         (parameters, _): (&[f32], &[f32]),
-        _rows: Option<SavedShards>,
+        rows: Option<SavedShards>,
     ) {
         let OwnShard { rank, world_size, .. } = shard;
         let at = |rank: usize| parameters.len() * rank / world_size;
-        let part = super::model::counts(&parameters[at(rank)..at(rank + 1)]);
+        let parameters = super::model::counts(&parameters[at(rank)..at(rank + 1)]);
+        let of_rank = |SavedShards { of_ranks, owned }: SavedShards| {
+            let shards = owned.into_iter().map(SavedShard::encode);
+            of_ranks[rank].iter().copied().zip(shards).collect()
+        };
+        let rows = rows.map(of_rank).unwrap_or_default();
+        let part = Part { parameters, rows };
         act(move |world, thread| world.write_checkpoint(thread.p, shard, state, part));
     }
 
@@ -453,19 +460,25 @@ impl CheckpointStore for SimulatedCheckpoints {
         _damaged: &mut dyn FnMut(&str, &str),
     ) -> Result<Option<Restored>, RestoreError> {
         let restored = act(|world, thread| world.restore(thread.p));
-        Ok(restored.map(|(state, counts)| {
+        Ok(restored.map(|((step, generation), (state, counts))| {
             parameters.iter_mut().zip(counts).for_each(|(to, count)| *to = f32::from(count));
-            let name = format!("step-{}", state.step);
+            let name = format!("{step} of {generation}");
             Restored { state, name, same_run: true, differences: Vec::new() }
         }))
     }
 
     fn read_rows(
         &mut self,
-        _checkpoint: (&str, bool),
-        _shards: &[u32],
-        _take: &mut TakeShard<'_>,
+        (name, _): (&str, bool),
+        shards: &[u32],
+        take: &mut TakeShard<'_>,
     ) -> Result<(), RestoreError> {
-        unreachable!("the simulation has no tables")
+        let numbers = name.split_once(" of ").expect("a checkpoint was restored");
+        let key = (numbers.0.parse().expect("a step"), numbers.1.parse().expect("a generation"));
+        let rows = act(move |world, _| world.checkpoint_store.rows[&key].clone());
+        for shard in shards {
+            take(*shard, &rows[shard]).map_err(RestoreError::Refused)?;
+        }
+        Ok(())
     }
 }

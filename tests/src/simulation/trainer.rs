@@ -134,7 +134,7 @@ impl World {
         let group = self.processes[p].trainer.seen.group;
         self.oracle.coverage.row_commits += u64::from(is_round);
         self.check_rows(p, group.map(|(generation, _)| generation), &rows);
-        if let Some((generation, _)) = group.filter(|_| is_round) {
+        if let Some((generation, _)) = group.filter(|_| is_round || is_repaired) {
             self.note_whole((generation.0, rows.step), &rows.placement);
         }
     }
@@ -192,6 +192,9 @@ impl World {
         let code = match exit {
             Ok(exit) => {
                 self.check_exit(p, exit);
+                if *exit == Exit::Left {
+                    self.note_left_rows(p);
+                }
                 if *exit == Exit::Outdated { 70 } else { 0 }
             }
             Err(failure) => {

@@ -105,3 +105,15 @@ fn with_three_copies_two_workers_may_be_killed_at_once() {
     assert_exact(&ended, &format!("seed {seed}"));
     assert!(ended.lost().len() > 3, "too fast to be disturbed");
 }
+
+#[test]
+fn workers_that_leave_at_once_hand_their_rows_over() {
+    for size in [2, 1] {
+        let mut job = start(u64::from(size), (4, 2));
+        job.scale(size);
+        job.wait_for_members(size as usize);
+        let ended = job.wait();
+        assert_exact(&ended, &format!("4 to {size} workers"));
+        assert_eq!(ended.lost(), [], "4 to {size} workers");
+    }
+}

@@ -52,6 +52,20 @@ impl Session {
         self.end_round(&headers, committed);
     }
 
+    /// The shards of the ranks that leave are on others.
+    pub fn handed_over(&mut self) {
+        let Phase::HandingOver { group, leaves, headers, committed } = &self.phase else { return };
+        let (group, headers, committed) = (group.clone(), headers.clone(), *committed);
+        self.step.handed_over.clone_from(leaves);
+        self.phase = Phase::Round { group, assigned: None, computed: false };
+        self.end_round(&headers, committed);
+    }
+
+    /// Whether some ranks leave, others stay, and those have not taken their shards over.
+    fn is_to_be_handed_over(&self, leaves: &[bool]) -> bool {
+        leaves.contains(&true) && leaves.contains(&false) && self.step.handed_over != leaves
+    }
+
     pub(super) fn at_end(&self) -> bool {
         self.state.as_ref().is_some_and(|s| {
             s.ledger.epoch() >= self.job.epochs
@@ -80,6 +94,13 @@ impl Session {
         let seen = headers.iter().map(|h| h.newest_generation).min().unwrap_or(0);
         let ending = self.ending(&group, headers);
         let ends = ending.is_some();
+        let leaves: Vec<bool> = headers.iter().map(|header| header.leaves).collect();
+        if (ends || seen > group.generation.0) && self.is_to_be_handed_over(&leaves) {
+            self.reports.flush();
+            let headers = headers.to_vec();
+            self.phase = Phase::HandingOver { group, leaves, headers, committed };
+            return;
+        }
         let last = if ends { checkpoint } else { FinalCheckpoint::Nothing };
         if self.is_to_be_verified(ending.as_ref().filter(|_| last == FinalCheckpoint::Nothing)) {
             self.reports.flush();

@@ -35,6 +35,9 @@ pub struct StepHeader {
     pub readable: Option<u64>,
     /// Newest generation that the master has published to this rank.
     pub newest_generation: u64,
+    /// Whether this rank is not in that generation, and holds shards of the model's tables. The
+    /// trainer sets it.
+    pub leaves: bool,
     /// Whether the master wants the job to stop.
     pub stop: bool,
     /// Whether the master wants the group to end here; another group resumes from its checkpoint.

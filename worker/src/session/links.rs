@@ -66,6 +66,7 @@ impl Session {
             Phase::Joining(membership) => membership.generation,
             Phase::Evaluating { group, .. }
             | Phase::Finished { group, .. }
+            | Phase::HandingOver { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group)

@@ -26,6 +26,15 @@ pub(super) enum Phase {
     },
     /// The worker receives the state from a member that trains meanwhile.
     Fetching,
+    /// Some ranks leave before the group ends or switches to a newer generation: they hand their
+    /// shards over.
+    HandingOver {
+        group: Group,
+        /// Which ranks leave.
+        leaves: Vec<bool>,
+        headers: Vec<StepHeader>,
+        committed: Option<Duration>,
+    },
     Joining(Membership),
     Finished {
         group: Group,
@@ -90,12 +99,15 @@ pub(super) struct StepPart {
     pub(super) verified: Option<u64>,
     /// Whether the last task was an idle round.
     pub(super) is_idle: bool,
+    /// The ranks of this group that have handed their shards over.
+    pub(super) handed_over: Vec<bool>,
 }
 
 impl StepPart {
     /// A new group holds one state. What follows from it is not known yet.
     pub(super) fn regrouped(&mut self) {
         (self.is_confirmed, self.verified, self.is_idle) = (false, None, false);
+        self.handed_over.clear();
     }
 }
 

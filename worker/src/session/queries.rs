@@ -52,6 +52,7 @@ impl Session {
             Phase::Detached | Phase::Ended(_) | Phase::Fetching | Phase::Joining(_) => None,
             Phase::Evaluating { group, .. }
             | Phase::Finished { group, .. }
+            | Phase::HandingOver { group, .. }
             | Phase::Repairing(group, _)
             | Phase::Round { group, .. }
             | Phase::Syncing(group)
@@ -77,6 +78,13 @@ impl Session {
     /// reported that they hold its step.
     pub fn confirmed(&self) -> Option<(Generation, &State)> {
         self.in_round().zip(self.state.as_ref()).filter(|_| self.step.is_confirmed)
+    }
+
+    /// Whether this worker is not in the newest generation, and leaves the group.
+    pub fn is_leaving(&self) -> bool {
+        let latest = self.memberships.latest.as_ref();
+        self.memberships.was_member
+            && latest.is_some_and(|latest| latest.rank_of(self.me).is_none())
     }
 
     /// Whether the master wants the job to stop.

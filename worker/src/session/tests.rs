@@ -327,8 +327,8 @@ impl World {
                     row_touches: None,
                 });
             }
-            task @ (Task::BuildNccl | Task::InspectGradient) => {
-                panic!("seed {}: {task:?} without a GPU and with finite gradients", self.seed)
+            task @ (Task::BuildNccl | Task::HandOver { .. } | Task::InspectGradient) => {
+                panic!("seed {}: {task:?} without GPUs, tables, infinite gradients", self.seed)
             }
             Task::Step { is_empty } => {
                 self.limit_readable(index);

@@ -81,6 +81,8 @@ pub enum Task {
     /// The group's work is over: `Session::finish`. If the state `is_published`, this worker
     /// exports and describes it.
     Finish { is_published: bool },
+    /// Copy the shards of the ranks that leave to those that stay: `Session::handed_over`.
+    HandOver { leaves: Vec<bool> },
     /// Examine this worker's own gradient, because the sum is not finite: `Session::inspected`.
     InspectGradient,
     /// All-reduce the pending gradient, or zeros if it `is_empty`, together with

@@ -38,6 +38,8 @@ impl<M: Model> Trainer<'_, M> {
             Some(state) => self.tensors.digest(state)?,
             None => self.tensors.window_digest(self.session.step())?,
         };
-        Ok(header::encode(&self.session.header(digest)))
+        let mut mine = self.session.header(digest);
+        mine.leaves = self.tables.is_some() && self.session.is_leaving();
+        Ok(header::encode(&mine))
     }
 }

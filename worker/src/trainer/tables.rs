@@ -239,6 +239,19 @@ impl RowTables {
 }
 
 impl RowTables {
+    /// The ranks that stay receive copies of what those that leave hold. No row changes meanwhile.
+    fn hand_over(&mut self, group: &mut dyn Group, leaves: &[bool]) -> Result<(), Stopped> {
+        self.owned.begin_hand_over(leaves);
+        while let Some(messages) = self.owned.handed_over()? {
+            let received = exchange(group, messages)?;
+            self.owned.take_over(&received)?;
+        }
+        // A rank that passes here knows that all have their copies.
+        exchange(group, vec![Vec::new(); leaves.len()])?;
+        self.owned.end_hand_over();
+        Ok(())
+    }
+
     /// Touches of the rows of all ranks at the end, each counted by the rank that owns it. A rank
     /// that reports its final state once more, to another master, does not count again: the others
     /// would have to take part.
@@ -253,6 +266,17 @@ impl RowTables {
 }
 
 impl<M: Model> Trainer<'_, M> {
+    /// Ranks leave, and the others take their shards over.
+    pub(super) fn hand_over(&mut self, leaves: &[bool]) -> Result<(), Stopped> {
+        if let Some(tables) = &mut self.tables {
+            tables.hand_over(self.tensors.group_mut()?, leaves)?;
+            let leaving = leaves.iter().filter(|leaves| **leaves).count();
+            tracing::info!(leaving, "shards of tables are handed over");
+        }
+        self.session.handed_over();
+        Ok(())
+    }
+
     /// As `compute`, for a model with tables: the rows of all records are looked up at once.
     pub(super) fn compute_with_rows(
         &mut self,

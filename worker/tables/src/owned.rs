@@ -208,6 +208,8 @@ impl Owned {
         }
         if held.contains(&self.me) {
             assert_eq!(self.step(), Some(step), "this worker has committed what the group has");
+            // Another rank may have learned of the end of a hand-over that this one took part in.
+            self.committed.iter_mut().for_each(|own| own.placement = placement.clone());
         } else {
             self.staged.clear();
             let (generation, shards) = (recovery.generation, BTreeMap::new());
@@ -565,3 +567,5 @@ pub const SHARDS: u32 = 1024;
 fn not_held(shard: u32) -> InvalidRows {
     InvalidRows(format!("a row of shard {shard}, which this worker does not hold"))
 }
+
+mod hand_over;

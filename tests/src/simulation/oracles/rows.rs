@@ -76,10 +76,6 @@ impl World {
                 "{name}: shard {wrong} after step {step} is {found:?}, not {expected:?}"
             ));
         }
-        if let Some(((shard, ..), _)) = rows.0.iter().find(|((shard, ..), _)| !held.contains(shard))
-        {
-            return self.violate(format!("{} has rows of shard {shard} of others", self.name(p)));
-        }
         let Some(generation) = generation else { return };
         self.check_placement(p, (generation.0, *step), placement);
     }
@@ -100,16 +96,27 @@ impl World {
 
     /// Notes who holds shards after a step of a group, if each has all of its copies.
     pub(in crate::simulation) fn note_whole(&mut self, at: (u64, u64), placement: &Placement) {
+        let Some(published) = self.oracle.published.iter().find(|m| m.generation.0 == at.0) else {
+            return;
+        };
+        let is_member = |worker| published.members.iter().any(|(id, _)| id.0 == worker);
+        let placement = placement.within(is_member);
         let holders = (0..placement.shards()).map(|shard| placement.holders(shard));
-        let published = self.oracle.published.iter().find(|m| m.generation.0 == at.0);
-        let members = published.map_or(0, |membership| membership.members.len());
-        let copies = self.setting.tables.map_or(1, |tables| tables.copies as usize).min(members);
+        let copies = self.setting.tables.map_or(1, |tables| tables.copies as usize);
         let least = holders.clone().map(<[u64]>::len).min().unwrap_or(0);
         let rows = &mut self.oracle.rows;
-        if least >= copies && rows.whole_at <= at {
+        if least >= copies.min(published.members.len()) && rows.whole_at <= at {
             rows.whole_at = at;
             rows.holders = holders.flatten().copied().collect();
             rows.copies = least;
+        }
+    }
+
+    /// `p` leaves its group in order. Its rows are on others, unless a fault interrupts that.
+    pub(in crate::simulation) fn note_left_rows(&mut self, p: usize) {
+        if let Some(worker) = self.processes[p].worker.filter(|_| !self.fault_plan.links_may_break)
+        {
+            self.oracle.rows.holders.remove(&worker.0);
         }
     }
 

@@ -13,8 +13,10 @@ pub(crate) type Key = (u64, u64);
 #[derive(Debug, Default)]
 pub(crate) struct CheckpointStore {
     /// Parts of unfinished checkpoints, by rank.
-    pub(crate) parts: BTreeMap<Key, BTreeMap<usize, Vec<u8>>>,
+    pub(crate) parts: BTreeMap<Key, BTreeMap<usize, Part>>,
     pub(crate) complete: BTreeMap<Key, (StateRecord, Vec<u8>)>,
+    /// Shards of tables in complete checkpoints, by number.
+    pub(crate) rows: BTreeMap<Key, SavedRows>,
     /// Whether writes are refused at the moment.
     pub(crate) is_unavailable: Rc<Cell<bool>>,
 }
@@ -23,5 +25,15 @@ pub(crate) struct CheckpointStore {
 #[derive(Debug)]
 pub(crate) enum CheckpointWork {
     Manifest { key: Key, record: StateRecord, world_size: usize },
-    Part { key: Key, rank: usize, bytes: Vec<u8> },
+    Part { key: Key, rank: usize, part: Part },
 }
+
+/// What one rank writes.
+#[derive(Debug)]
+pub(crate) struct Part {
+    pub(crate) parameters: Vec<u8>,
+    pub(crate) rows: SavedRows,
+}
+
+/// Shards of tables, by number.
+pub(crate) type SavedRows = BTreeMap<u32, Vec<u8>>;

@@ -1,0 +1,59 @@
+//! Members that leave in order give copies of their shards away before.
+//!
+//! ```text
+//!   leaves ──▶ copies ⟲ until the others hold all ──▶ barrier ──▶ placement
+//! ```
+//!
+//! **Invariant:** a rank adopts the placement without the members that leave only when all ranks
+//! have their copies. So a later group can begin with the placement of any of its ranks.
+
+use std::mem;
+use std::sync::Arc;
+
+use super::Owned;
+use crate::lookup::Ids;
+use crate::wire::InvalidRows;
+
+impl Owned {
+    /// Some members of the group leave, by rank. No step is committed until the end of the
+    /// hand-over.
+    pub fn begin_hand_over(&mut self, leaves: &[bool]) {
+        let group = self.group_mut();
+        group.members.iter_mut().zip(leaves).for_each(|(member, leaves)| member.leaves = *leaves);
+    }
+
+    /// What to give each rank next, so that those that stay hold all shards; `None` when they do.
+    ///
+    /// # Errors
+    /// As for [`replies`](Self::replies).
+    pub fn handed_over(&mut self) -> Result<Option<Vec<Vec<u8>>>, InvalidRows> {
+        let group = self.group_mut();
+        group.copies = group.placement.copies(&group.members);
+        if group.copies.is_empty() {
+            return Ok(None);
+        }
+        let nothing = vec![Vec::new(); group.members.len()];
+        self.replies(&nothing).map(Some)
+    }
+
+    /// Takes in what all ranks have [handed over](Self::handed_over). Until the end of the
+    /// hand-over, the new copies do not count: some ranks may not have theirs.
+    ///
+    /// # Errors
+    /// As for [`receive`](Self::receive).
+    pub fn take_over(&mut self, messages: &[Vec<u8>]) -> Result<(), InvalidRows> {
+        self.receive(&Ids::default(), messages)?;
+        let group = self.group_mut();
+        let copied = mem::take(&mut group.copied).into_iter();
+        group.placement = group.placement.after(&group.copies, &group.members);
+        let committed = self.committed.as_mut().expect("a worker of a group has a state");
+        committed.shards.extend(copied.map(|(number, shard)| (number, Arc::new(shard))));
+        Ok(())
+    }
+
+    /// All ranks have their copies. A later group of any of them begins with these.
+    pub fn end_hand_over(&mut self) {
+        let placement = self.group().placement.clone();
+        self.committed.as_mut().expect("a worker of a group has a state").placement = placement;
+    }
+}
