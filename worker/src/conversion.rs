@@ -42,7 +42,7 @@ impl Conversion {
     /// Converts the parameters of a model with these tensors.
     pub(crate) fn write(&self, layout: &[NamedTensor]) -> Result<(), String> {
         trained_model::check(&self.from)?;
-        outputs::check_file(&self.to)?;
+        outputs::check_model(&self.to)?;
         let mut parameters = vec![0.0; NamedTensor::count(layout)];
         trained_model::load(&self.from, layout, &mut parameters)?;
         weights::save(&self.to, layout, &Arc::new(parameters)).map_err(|error| error.to_string())

@@ -90,6 +90,11 @@ impl Exports {
         self.places.best.is_some()
     }
 
+    /// Whether a model that its place does not take is kept on this machine.
+    pub(crate) fn has_fallback(&self) -> bool {
+        self.places.fallback.is_some()
+    }
+
     /// Exports the model of `step` at the end of the job, which `has_failed` or not. Repeats a
     /// failed attempt with `patience`.
     ///

@@ -137,6 +137,23 @@ pub(crate) fn check_file(address: &str) -> Result<(), String> {
     weights::check_writable(address).map_err(|error| error.to_string())
 }
 
+/// As [`check_file`], for a file that replaces the model of an earlier job without a trace: that it
+/// replaces no file of another kind.
+///
+/// # Errors
+/// What is wrong, and what would be right.
+pub(crate) fn check_model(address: &str) -> Result<(), String> {
+    check_file(address)?;
+    match weights::is_another_file(address) {
+        Ok(true) => Err(format!(
+            "{address} exists and is no model (safetensors): it would be replaced; name another \
+             file, or remove this one first"
+        )),
+        // A place that can't be read has been written to.
+        Ok(false) | Err(_) => Ok(()),
+    }
+}
+
 fn local(path: &str) -> &Path {
     Path::new(path.strip_prefix("file://").unwrap_or(path))
 }
@@ -158,6 +175,26 @@ mod tests {
         assert_eq!(check_file(folder.path().join("m").to_str().unwrap()), Ok(()));
         let error = check_file("/dev/null").unwrap_err();
         assert!(error.contains("is a device"), "{error}");
+    }
+
+    #[test]
+    fn a_model_replaces_a_model_and_no_file_of_another_kind() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("m");
+        let at = path.to_str().unwrap();
+        let check = |content: &[u8]| {
+            std::fs::write(&path, content).unwrap();
+            check_model(at)
+        };
+        let header = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
+        assert_eq!(check_model(at), Ok(()));
+        assert_eq!(check(b""), Ok(()));
+        assert_eq!(check(&header("{}")), Ok(()));
+        assert_eq!(check(&header("{\"w\":{\"dtype\":\"F32\"}}")), Ok(()));
+        for other in [&b"1\n2\n3\n4\n5\n"[..], b"x", &header("[1, 2]")] {
+            let error = check(other).unwrap_err();
+            assert!(error.contains("exists and is no model (safetensors)"), "{error}");
+        }
     }
 
     #[test]

@@ -286,7 +286,7 @@ fn check_places(options: &WorkerOptions) -> Result<(), String> {
     }
     match &options.work {
         Work::Train { export: Some(export) } => {
-            outputs::check_file(export).map_err(|error| format!("--export: {error}"))
+            outputs::check_model(export).map_err(|error| format!("--export: {error}"))
         }
         Work::Train { export: None } => Ok(()),
         Work::Evaluate { model } => {

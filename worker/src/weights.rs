@@ -12,6 +12,7 @@ use bytes::Bytes;
 use elasticdl_data::storage::{Storage, StorageError};
 use elasticdl_proto::limits::clip;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use crate::model::NamedTensor;
@@ -119,6 +120,24 @@ pub(crate) fn note(address: &str, name: &str) -> Result<Option<String>, StorageE
         #[serde(rename = "__metadata__")]
         notes: HashMap<String, String>,
     }
+    let header: Option<Header> = header_of(address)?;
+    Ok(header.and_then(|mut header| header.notes.remove(name)))
+}
+
+/// Whether the file at `address` is no model: neither safetensors nor empty.
+///
+/// # Errors
+/// [`StorageError::NotFound`], or an error of the storage.
+pub(crate) fn is_another_file(address: &str) -> Result<bool, StorageError> {
+    if Storage::open(address)?.bytes("")? == 0 {
+        return Ok(false);
+    }
+    let header: Option<HashMap<String, IgnoredAny>> = header_of(address)?;
+    Ok(header.is_none())
+}
+
+/// The header of the file at `address`, if it is safetensors.
+fn header_of<T: DeserializeOwned>(address: &str) -> Result<Option<T>, StorageError> {
     let file = Storage::open(address)?;
     let bytes = file.bytes("")?;
     if bytes <= HEADER_START {
@@ -130,8 +149,7 @@ pub(crate) fn note(address: &str, name: &str) -> Result<Option<String>, StorageE
         return Ok(None);
     }
     let header = file.read_range("", HEADER_START..HEADER_START + header)?;
-    let header: Option<Header> = serde_json::from_slice(&header).ok();
-    Ok(header.and_then(|mut header| header.notes.remove(name)))
+    Ok(serde_json::from_slice(&header).ok())
 }
 
 /// Checks that the file at `address` exists, before workers are started for it.

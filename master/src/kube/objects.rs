@@ -289,8 +289,9 @@ fn worker_template(request: &Request) -> Result<Pod, TemplateError> {
     let container = Container {
         name: WORKER.into(),
         image: Some(pods.image.clone()),
-        command: Some(vec![program.clone()]),
-        args: Some(args.to_vec()).filter(|args| !args.is_empty()),
+        command: Some(vec![parts::literal(program)]),
+        args: Some(args.iter().map(|arg| parts::literal(arg)).collect())
+            .filter(|args: &Vec<_>| !args.is_empty()),
         env: Some(env),
         env_from: Some(from_secrets).filter(|from| !from.is_empty()),
         resources: Some(parts::requirements(&pods.worker_resources)),

@@ -75,7 +75,7 @@ fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_an
     assert!(summary.throughput.storage_wait_s > 10.0, "{summary:?}");
     // One event for each outage, not one per worker and request.
     assert_eq!(times(&ended, "waits for storage: s3://bucket/"), 2, "{}", ended.output);
-    assert_eq!(times(&ended, "storage answers again"), 2, "{}", ended.output);
+    assert_eq!(times(&ended, "workers no longer wait for storage"), 2, "{}", ended.output);
 }
 
 #[test]

@@ -41,7 +41,11 @@ impl<M: Model> Trainer<'_, M> {
             None => None,
         };
         let parameters_are_finite = self.tensors.parameters_are_finite()?;
-        let limit = if self.session.is_stopping() { PATIENCE_OF_STOP } else { PATIENCE_OF_END };
+        let limit = match self.exports.has_fallback() {
+            _ if self.session.is_stopping() => PATIENCE_OF_STOP,
+            true => PATIENCE_OF_END,
+            false => PATIENCE_WITHOUT_FALLBACK,
+        };
         let (inbox, machine, arrived) = (self.inbox, Arc::clone(&self.machine), RefCell::default());
         let sleep = |pause| wait_unless_stopped(&*machine, inbox, pause, &arrived);
         let patience = Patience { limit, sleep: &sleep };
@@ -145,5 +149,8 @@ fn wait_unless_stopped(
 
 /// How long an export at the end of a job is repeated: enough to free a full disk by hand.
 const PATIENCE_OF_END: Duration = Duration::from_secs(60);
+/// As [`PATIENCE_OF_END`], in a pod, which has no other place for the model: as long as a read of
+/// data is retried.
+const PATIENCE_WITHOUT_FALLBACK: Duration = Duration::from_secs(600);
 /// As [`PATIENCE_OF_END`], for a job that is stopped: its master waits for 10 s.
 const PATIENCE_OF_STOP: Duration = Duration::from_secs(3);

@@ -62,7 +62,7 @@ pub(crate) struct JobOptions {
     /// earlier job. A worker's log that reaches 32 MiB is renamed to worker-N.log.1. Only one job
     /// at a time can run in a directory. `elasticdl delete` removes only files that jobs have
     /// written.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = values::path_parser())]
     pub(crate) job_dir: Option<PathBuf>,
 
     /// Replace the earlier job of this name, or in this directory.

@@ -13,7 +13,7 @@ use crate::progress::LogFormat;
 #[command(next_help_heading = "Output")]
 pub(crate) struct OutputOptions {
     /// Also write the summary (JSON) to this file, device or pipe. [default: only DIR/summary.json]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = values::path_parser())]
     pub(crate) summary: Option<PathBuf>,
 
     /// Serve Prometheus metrics on this port, at /metrics; 0 selects a free port. [default: with
@@ -39,7 +39,7 @@ pub(crate) struct OutputOptions {
     ///
     /// Jobs can share the folder: each is a separate run. In a cluster the folder must be in a
     /// --volume.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_parser = values::path_parser())]
     pub(crate) tensorboard_dir: Option<PathBuf>,
 
     /// Output format of this command: text, or one JSON object per line.

@@ -1,10 +1,11 @@
 //! Parsers of values. Each error says what would be valid.
 
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{PathBufValueParser, PossibleValue, PossibleValuesParser, TypedValueParser};
 use elasticdl_master::job::MAX_WORKERS_PER_POD;
 use elasticdl_master::limits::{
     BATCH_RECORDS_MAX, EPOCHS_MAX, PATH_BYTES_MAX, SHARD_RECORDS_MAX, STEPS_MAX, WORKERS_MAX,
@@ -69,6 +70,20 @@ pub(crate) fn parse_uri(text: &str) -> Result<String, String> {
         )),
         Some((scheme, "")) => Err(format!("`{scheme}://` is not followed by a name")),
         _ => Ok(text.into()),
+    }
+}
+
+/// Parses a path of this machine or of a pod, where nothing but a path works.
+pub(crate) fn path_parser() -> impl TypedValueParser<Value = PathBuf> {
+    PathBufValueParser::new().try_map(check_path)
+}
+
+fn check_path(path: PathBuf) -> Result<PathBuf, &'static str> {
+    match path.to_str() {
+        Some(text) if text.contains("://") => {
+            Err("addresses are not supported here; it must be a path")
+        }
+        _ => Ok(path),
     }
 }
 
@@ -152,6 +167,16 @@ mod tests {
     fn listen_accepts_only_an_address_that_workers_can_connect_to() {
         for bad in ["0.0.0.0", "::", "224.0.0.1", "localhost", "127.0.0.1:80", ""] {
             assert!(parse_listen(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn where_only_a_path_works_an_address_is_refused() {
+        for bad in ["s3://bucket/sum.json", "https://host/x", "file:///a"] {
+            assert!(check_path(bad.into()).is_err(), "{bad}");
+        }
+        for good in ["s3:", "a/b.json", "/dev/stdout"] {
+            assert_eq!(check_path(good.into()), Ok(good.into()));
         }
     }
 

@@ -122,6 +122,17 @@ impl Job {
         never_joined: bool,
         exit: &Exit,
     ) {
+        // The first workers of a job lack the program, so its image does.
+        if let Exit::NotStarted(error) = exit
+            && never_joined
+            && self.work_done() == 0
+            && self.lifecycle.is_running()
+            && lacks_program(error)
+        {
+            self.reporting.note_failure(what);
+            let error = format!("{what}; another start would not change that: {NAME_PROGRAM}");
+            return self.end(now, Outcome::Failed, Some(error));
+        }
         let is_exit = matches!(exit, Exit::Code(code) if *code != EXIT_MASTER_LOST);
         if !never_joined || !is_exit {
             return self.count_failure(now, place, what, &[]);
@@ -321,6 +332,12 @@ impl Job {
                 self.log_event(format!(
                     "{what} (failure {since_progress} of at most {max} without progress)"
                 ));
+                let can_wait = self.lifecycle.failed_slots.stubborn().is_some()
+                    && self.can_train_without_failed();
+                let start = match can_wait {
+                    true => self.lifecycle.restarts.delay_longer(now, start),
+                    false => start,
+                };
                 return self.out.set_timer(start, Timer::Relaunch);
             }
             Err(TooMany::Failures(_)) if max > 0 && self.can_train_without_failed() => {
@@ -355,10 +372,17 @@ impl Job {
     }
 }
 
+/// Whether a container runtime says that the image does not have the program.
+fn lacks_program(error: &str) -> bool {
+    let reasons = ["executable file not found", "no such file or directory", "permission denied"];
+    error.contains("exec: \"") && reasons.iter().any(|reason| error.contains(reason))
+}
+
 /// By convention a program ends with this code if it refuses its arguments. Workers end with it if
 /// their environment is not that of a job.
 const EXIT_USAGE: i32 = 2;
 const REFUSES: &str = "this code says that its arguments are wrong, or its script does not exist, \
                        which another start would not change";
+const NAME_PROGRAM: &str = "the program after `--` must be one that the image has";
 /// What a program of a worker has to do.
 const MUST_JOIN: &str = "it must call elasticdl::run() (Rust) or elasticdl.torch.join() (Python)";

@@ -4,7 +4,8 @@
 //! But if all of them happened in one slot, or on one node, while the workers of other slots can
 //! train, the trouble is local: those may still be starting, or compute a long step. The failing
 //! slots are tried again from time to time. What the others do decides: they make progress, fail as
-//! well, hang, or do not start in time.
+//! well, hang, or do not start in time. A slot that fails again and again while the others make
+//! progress (its pods have another build) is tried less and less often: each try interrupts them.
 //!
 //! **Invariant:** failures in two slots that do not share a node end the job as soon as there are
 //! too many.
@@ -13,7 +14,11 @@ use crate::job::workers::state::Launch;
 
 /// Slots of failed workers, with their nodes; a node is empty if it is not known.
 #[derive(Debug, Default)]
-pub(crate) struct FailedSlots(Vec<(u32, String)>);
+pub(crate) struct FailedSlots {
+    places: Vec<(u32, String)>,
+    /// The slot of the last failure, and the number of failures since one of another slot.
+    repeated: Option<(u32, u32)>,
+}
 
 impl FailedSlots {
     /// The slot and the node of a launch.
@@ -25,28 +30,40 @@ impl FailedSlots {
     /// `since_progress`th failure without progress.
     pub(crate) fn note(&mut self, place: Option<(u32, String)>, since_progress: u32) {
         if since_progress <= 1 {
-            self.0.clear();
+            self.places.clear();
         }
+        let before = self.repeated;
+        self.repeated = place.as_ref().map(|&(slot, _)| match before {
+            Some((last, times)) if last == slot => (slot, times.saturating_add(1)),
+            _ => (slot, 1),
+        });
         match place {
-            Some(place) if self.0.contains(&place) || self.0.len() >= SLOTS_KEPT => {}
-            Some(place) => self.0.push(place),
-            None => self.0.extend(ANYWHERE.map(|slot| (slot, String::new()))),
+            Some(place) if self.places.contains(&place) || self.places.len() >= SLOTS_KEPT => {}
+            Some(place) => self.places.push(place),
+            None => self.places.extend(ANYWHERE.map(|slot| (slot, String::new()))),
         }
+    }
+
+    /// The slot in which the last failures were, if they are more than a few.
+    pub(crate) fn stubborn(&self) -> Option<u32> {
+        self.repeated.filter(|&(_, times)| times > REPEATED_MAX).map(|(slot, _)| slot)
     }
 
     /// Whether all workers failed in one slot, or on one node.
     pub(crate) fn are_local(&self) -> bool {
-        let Some((first, node)) = self.0.first() else { return false };
-        self.0.iter().all(|(slot, _)| slot == first)
-            || (!node.is_empty() && self.0.iter().all(|(_, other)| other == node))
+        let Some((first, node)) = self.places.first() else { return false };
+        self.places.iter().all(|(slot, _)| slot == first)
+            || (!node.is_empty() && self.places.iter().all(|(_, other)| other == node))
     }
 
     /// Whether a worker of this slot has failed.
     pub(crate) fn contains(&self, slot: u32) -> bool {
-        self.0.iter().any(|(failed, _)| *failed == slot)
+        self.places.iter().any(|(failed, _)| *failed == slot)
     }
 }
 
+/// Failures in one slot, one after the other, that are replaced with the usual pauses.
+const REPEATED_MAX: u32 = 3;
 /// More than the workers of a node.
 const SLOTS_KEPT: usize = 64;
 /// Two slots that no worker has.

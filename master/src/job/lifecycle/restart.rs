@@ -140,6 +140,17 @@ impl Restarts {
         start
     }
 
+    /// Delays the replacement that would start at `start`: the longer, the more failures there were
+    /// in a row. Returns when it may start.
+    pub(crate) fn delay_longer(&mut self, now: Time, start: Time) -> Time {
+        if let Some(own) = self.waiting.iter().position(|&waiting| waiting == start) {
+            self.waiting.swap_remove(own);
+        }
+        let start = now + delay(self.in_a_row + STUBBORN, LONG_DELAY);
+        self.wait_until(now, start);
+        start
+    }
+
     fn wait_until(&mut self, now: Time, start: Time) {
         if start > now {
             self.waiting.push(start);
@@ -260,6 +271,8 @@ const KILLS_MAX: u32 = 20;
 /// Failures whose records are compared.
 const FAILURES_KEPT: usize = 64;
 
+/// The pauses of a slot that fails again and again begin with this many doublings.
+const STUBBORN: u32 = 4;
 const DELAY_FIRST: Duration = Duration::from_millis(250);
 const DELAY_MAX: Duration = Duration::from_secs(5);
 const LONG_DELAY: Duration = Duration::from_secs(30);

@@ -224,7 +224,7 @@ impl Job {
                     let longest = std::mem::take(&mut waits.longest);
                     let seconds = longest.as_secs_f64();
                     self.log_event(format!(
-                        "storage answers again; workers waited for up to {seconds:.1} s"
+                        "workers no longer wait for storage; they waited for up to {seconds:.1} s"
                     ));
                 }
             }

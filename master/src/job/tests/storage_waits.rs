@@ -32,7 +32,7 @@ fn an_outage_and_its_end_are_logged_once_and_its_time_is_counted() {
     deliver(&mut job, 3, waits(None, 0));
     assert_eq!(
         storage_events(&job)[1..],
-        ["storage answers again; workers waited for up to 6.0 s"]
+        ["workers no longer wait for storage; they waited for up to 6.0 s"]
     );
     assert_eq!(job.snapshot(at(1)).counters.storage_wait, Duration::from_millis(11_100));
     assert_eq!(job.summary(at(1)).throughput.storage_wait_s, 11.1);
@@ -49,6 +49,6 @@ fn a_lost_worker_no_longer_waits_and_waiting_is_no_failure() {
     deliver(&mut job, 1, waits(None, 100));
     let events = storage_events(&job);
     assert_eq!(events.len(), 2, "{events:?}");
-    assert!(events[1].starts_with("storage answers again"), "{events:?}");
+    assert!(events[1].starts_with("workers no longer wait for storage"), "{events:?}");
     assert_eq!(job.summary(at(2)).failed_shards, []);
 }

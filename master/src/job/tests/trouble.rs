@@ -180,6 +180,29 @@ fn failures_in_one_slot_end_no_job_that_can_train_without_it() {
 }
 
 #[test]
+fn a_slot_that_fails_beside_a_job_that_makes_progress_is_tried_less_and_less_often() {
+    let mut job = started(spec(), &[400]);
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    let (mut now, mut pauses) = (1000, Vec::new());
+    for i in 0..6 {
+        let (launch, exit) = (LaunchId(3 + i), Exit::Code(1));
+        job.handle(at(now), Event::ProcessEnded { launch, exit });
+        let ended = now;
+        while !actions(&mut job).contains(&launch_at(4 + i, 2)) {
+            now += 250;
+            assert!(now < 200_000, "{pauses:?}");
+            job.handle_timeout(at(now));
+        }
+        pauses.push(now - ended);
+        if i == 0 {
+            deliver(&mut job, 1, formed(2, 1, &[(0, 4)]));
+        }
+        deliver(&mut job, 1, committed(2, 2 + i, &[(4 + 4 * i, 8 + 4 * i)]));
+    }
+    assert_eq!((pauses, error(&job)), (vec![0, 250, 500, 16_000, 30_000, 30_000], None));
+}
+
+#[test]
 fn failures_before_the_first_group_end_no_job_whose_other_workers_wait() {
     let mut job = Job::new(spec());
     connect(&mut job, 1);
@@ -206,6 +229,31 @@ fn failures_on_one_node_are_local() {
         }
         assert_eq!(error(&job).is_some(), ends, "{other}: {:?}", error(&job));
     }
+}
+
+#[test]
+fn a_program_that_the_image_lacks_ends_the_job_at_the_first_worker() {
+    let missing = "StartError: failed to create task: exec: \"cuonting\": executable file not \
+                   found in $PATH: unknown";
+    let mut job = Job::new(spec());
+    locate(&mut job, 1, "a");
+    ended(&mut job, 1, Exit::NotStarted(missing.into()));
+    let error_of_missing = error(&job).unwrap();
+    assert!(
+        error_of_missing.contains("worker 1 could not be started: StartError: failed to create")
+            && error_of_missing.contains("the program after `--`"),
+        "{error_of_missing}"
+    );
+    // Another node, or a later time, may do better.
+    for other in ["StartError: cannot allocate memory", "StartError: exec: \"x\": text file busy"] {
+        let mut job = Job::new(spec());
+        locate(&mut job, 1, "a");
+        ended(&mut job, 1, Exit::NotStarted(other.into()));
+        assert_eq!((error(&job), job.lifecycle.failures()), (None, 1), "{other}");
+    }
+    let mut job = started(spec(), &[20]);
+    ended(&mut job, 1, Exit::NotStarted(missing.into()));
+    assert_eq!(error(&job), None, "a worker of the job has joined with this program");
 }
 
 #[test]

@@ -320,7 +320,21 @@ pub(super) fn field(name: &str, path: &str) -> EnvVar {
 }
 
 pub(super) fn variable(name: &str, value: &str) -> EnvVar {
-    EnvVar { name: name.into(), value: Some(value.into()), value_from: None }
+    EnvVar { name: name.into(), value: Some(literal(value)), value_from: None }
+}
+
+/// The text from which the kubelet, which replaces `$(NAME)` and `$$` in commands, arguments and
+/// values of variables, makes `text`.
+pub(super) fn literal(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    let mut rest = text.chars().peekable();
+    while let Some(character) = rest.next() {
+        escaped.push(character);
+        if character == '$' && matches!(rest.peek(), Some('$' | '(')) {
+            escaped.push('$');
+        }
+    }
+    escaped
 }
 
 /// Adds the volumes that the user has asked for.

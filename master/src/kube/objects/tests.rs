@@ -323,6 +323,23 @@ fn pods_have_the_least_privileges() {
 }
 
 #[test]
+fn the_kubelet_expands_nothing_in_what_the_user_wrote() {
+    let texts =
+        [("$(HOME)", "$$(HOME)"), ("^a$$", "^a$$$"), ("$$(A", "$$$$(A"), ("$x ${y}$", "$x ${y}$")];
+    for (text, escaped) in texts {
+        let mut request = request();
+        request.program = vec![text.into(), text.into()];
+        request.pods.env.push(("TEXT".into(), text.into()));
+        let pod = worker(&request, 7, 1);
+        let container = &pod["spec"]["containers"][0];
+        assert_eq!(container["command"], json!([escaped]));
+        assert_eq!(container["args"], json!([escaped]));
+        let env = container["env"].as_array().unwrap();
+        assert!(env.contains(&json!({"name": "TEXT", "value": escaped})), "{env:?}");
+    }
+}
+
+#[test]
 fn a_worker_pods_environment_has_its_identity_and_master_and_nothing_that_changes() {
     let pod = worker(&request(), 7, 1);
     assert_eq!(pod["metadata"]["name"], "mnist-w-7");

@@ -98,7 +98,7 @@ pub fn with_patience<T, E: Display>(
         return Err(error);
     }
     let waiter = Waiter::begin(&WAITS, address, &error, limit);
-    let (mut length, mut waited) = (PAUSE_MIN, Duration::ZERO);
+    let (began, mut length, mut waited) = (Instant::now(), PAUSE_MIN, Duration::ZERO);
     while waited < limit {
         waited = if sleep(length) { limit } else { waited + length };
         length = (length * 2).min(PAUSE_MAX);
@@ -109,6 +109,8 @@ pub fn with_patience<T, E: Display>(
             }
             Err(other) => error = other,
         }
+        // The requests take time as well.
+        waited = waited.max(began.elapsed());
         waiter.note(&error);
     }
     waiter.end(false);

@@ -7,9 +7,9 @@ use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::{BackoffConfig, ObjectStore, RetryConfig};
 
-use super::aws;
 use super::limits::IDLE_MAX;
 use super::listings::Connector;
+use super::{aws, errors};
 
 /// A client of a store, of which `address.rs` lists the schemes: those that are neither S3 nor
 /// Google's are Azure's.
@@ -18,7 +18,6 @@ pub(super) fn client(scheme: &str, bucket: &str) -> Result<Arc<dyn ObjectStore>,
         return Err(format!("{bucket:?} is not the name of a bucket"));
     }
     let url = format!("{scheme}://{bucket}");
-    let text = |error: object_store::Error| error.to_string();
     // The clients use the TLS provider of the process. If another provider is already installed, it
     // is used.
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -26,17 +25,17 @@ pub(super) fn client(scheme: &str, bucket: &str) -> Result<Arc<dyn ObjectStore>,
     match scheme {
         "s3" | "s3a" => {
             let builder = aws::builder()?.with_url(url).with_retry(retries());
-            Ok(Arc::new(builder.with_http_connector(connector).build().map_err(text)?))
+            Ok(Arc::new(builder.with_http_connector(connector).build().map_err(errors::of_setup)?))
         }
         "gs" => {
             let builder = GoogleCloudStorageBuilder::from_env().with_url(url);
             let builder = builder.with_retry(retries()).with_http_connector(connector);
-            Ok(Arc::new(builder.build().map_err(text)?))
+            Ok(Arc::new(builder.build().map_err(errors::of_setup)?))
         }
         _ => {
             let builder = MicrosoftAzureBuilder::from_env().with_url(url);
             let builder = builder.with_retry(retries()).with_http_connector(connector);
-            Ok(Arc::new(builder.build().map_err(text)?))
+            Ok(Arc::new(builder.build().map_err(errors::of_setup)?))
         }
     }
 }

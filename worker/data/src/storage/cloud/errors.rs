@@ -95,6 +95,27 @@ pub(super) fn reason(error: &object_store::Error) -> String {
     }
 }
 
+/// Why a client of a store can't be set up. The clients verify certificates, also those that will
+/// need none for an `http://` endpoint.
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
+pub(super) fn of_setup(error: object_store::Error) -> String {
+    let (mut cause, mut is_builder) = (&error as &(dyn Error + 'static), false);
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+        is_builder |=
+            cause.downcast_ref::<reqwest::Error>().is_some_and(reqwest::Error::is_builder);
+    }
+    if is_builder {
+        format!(
+            "can't set up TLS: {cause}; the CA certificates of this machine or image are missing \
+             or can't be read: install the package ca-certificates, or name a file of \
+             certificates in SSL_CERT_FILE"
+        )
+    } else {
+        error.to_string()
+    }
+}
+
 /// Whether the answer of a store says that the bucket does not exist.
 pub(super) fn is_missing_bucket(text: &str) -> bool {
     code(text).is_some_and(|code| known(code) == Some(NO_BUCKET))
@@ -241,6 +262,16 @@ mod tests {
         assert_eq!(reason(&busy), "the store answered with status 503: Slow");
         let full = generic(io::Error::from_raw_os_error(Errno::NOSPC.raw_os_error()));
         assert_eq!(reason(&full), "No space left on device (os error 28)");
+    }
+
+    #[test]
+    fn a_client_without_ca_certificates_says_what_to_install() {
+        let none = "No CA certificates were loaded from the system";
+        assert_eq!(of_setup(generic(none)), format!("Generic S3 error: {none}"));
+        // Any error of a builder: certificates of this machine are not a test's to remove.
+        let builder = reqwest::Proxy::all("").unwrap_err();
+        let error = of_setup(generic(HttpError::new(HttpErrorKind::Unknown, builder)));
+        assert!(error.contains("install the package ca-certificates"), "{error}");
     }
 
     #[test]
