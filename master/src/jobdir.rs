@@ -38,6 +38,7 @@ mod process_identity;
 mod processes;
 mod program_copy;
 mod record_file;
+mod start_time;
 
 use std::fs::{self, File};
 use std::io;
@@ -65,6 +66,7 @@ use self::processes::refuse_if_workers_live;
 pub use self::processes::{StopError, StopTarget, count_workers, is_running, stop};
 pub use self::program_copy::ProgramCopy;
 pub(crate) use self::program_copy::ProgramSource;
+pub use self::start_time::StartTime;
 use crate::job::LaunchId;
 pub use crate::persisted_format::OtherFormat;
 use crate::token::Token;

@@ -8,7 +8,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, watch};
@@ -228,7 +228,7 @@ impl LocalMaster {
         let program = self.start.program.to_string_lossy().into_owned();
         let program = ("program".to_owned(), program);
         let options = std::iter::once(program).chain(self.parameters()).collect();
-        let began = self.start.began.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let began = self.start.began.at.duration_since(UNIX_EPOCH).unwrap_or_default();
         JobOptions { began, options }
     }
 
@@ -264,8 +264,7 @@ impl LocalMaster {
             Some(abandoned) => {
                 launches.extend(abandoned.record.launches());
                 processes = abandoned.processes;
-                // A clock that was set back only makes the job's age too small.
-                let age = SystemTime::now().duration_since(began).unwrap_or_default();
+                let age = began.age();
                 (restore(abandoned.record, age).map_err(&failed)?, age)
             }
         };

@@ -21,15 +21,13 @@ impl Conversion {
         Some(Self { from, to: variable("ELASTICDL_CONVERT_TO")? })
     }
 
-    /// Converts, and logs an error.
+    /// Converts, and prints an error.
+    #[expect(clippy::print_stderr, reason = "a message to the user of `elasticdl convert`")]
     pub(crate) fn run<M: Model>(&self, model: &mut M) -> ExitCode {
         match self.convert(model) {
-            Ok(()) => {
-                tracing::info!(from = self.from, to = self.to, "the model is written");
-                ExitCode::from(EXIT_DONE)
-            }
+            Ok(()) => ExitCode::from(EXIT_DONE),
             Err(error) => {
-                tracing::error!(error, "the model is not written");
+                eprintln!("{error}");
                 ExitCode::from(EXIT_FAILED)
             }
         }

@@ -172,7 +172,10 @@ fn build() -> Result<PathBuf, String> {
     }
     let status = command.status().map_err(|error| format!("cargo: {error}"))?;
     if !status.success() {
-        return Err("the build failed".into());
+        return Err(format!(
+            "the build failed; `cargo quickstart` in {} starts this program with what it needs",
+            workspace.display()
+        ));
     }
     Ok(folder)
 }

@@ -45,7 +45,7 @@ fn parse_note(line: &str, boot: &str) -> Option<(LaunchId, ProcessIdentity)> {
 }
 
 /// Identity of the machine's boot; empty where the system has none.
-fn boot_id() -> String {
+pub(super) fn boot_id() -> String {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     id.trim().to_owned()
 }

@@ -20,7 +20,7 @@ use std::fs;
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use elasticdl_proto::{FileLimits, FileList};
 use serde::{Deserialize, Serialize};
@@ -37,6 +37,7 @@ use super::notes::read_notes;
 use super::process_identity::ProcessIdentity;
 use super::program_copy::ProgramCopy;
 use super::record_file::{RecordFile, is_stale};
+use super::start_time::StartTime;
 use crate::job::{DatasetFingerprint, LaunchId, PersistedJob};
 use crate::persisted_format::{Head, RELEASE, VERSION};
 use crate::token::Token;
@@ -63,7 +64,8 @@ pub struct JobStart {
     /// Folder of events for TensorBoard, if any.
     pub tensorboard_dir: Option<OsString>,
     /// Start time of the job.
-    pub began: SystemTime,
+    #[serde(flatten)]
+    pub began: StartTime,
     /// The program's file at that time, and the job's copy of it, if one could be made.
     pub copy: Option<ProgramCopy>,
 }
@@ -315,6 +317,8 @@ const START_VERSION: u32 = 1;
 mod tests {
     use std::io::Write as _;
 
+    use std::time::UNIX_EPOCH;
+
     use super::*;
     use crate::job::Job;
     use crate::job::testing::spec;
@@ -331,7 +335,7 @@ mod tests {
             metrics: Some("127.0.0.1:4712".parse().unwrap()),
             dashboard: Some("127.0.0.1:4713".parse().unwrap()),
             tensorboard_dir: None,
-            began: SystemTime::UNIX_EPOCH + Duration::from_secs(7),
+            began: StartTime { at: UNIX_EPOCH + Duration::from_secs(7), uptime: None },
             copy: None,
         }
     }

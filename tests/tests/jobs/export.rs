@@ -88,6 +88,7 @@ fn a_checkpoint_is_converted_to_the_model_that_is_exported() {
     let output = convert(&fixture.path("kept/absent"), "o.safetensors");
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.code() == Some(1) && error.contains("kept/absent"), "{error}");
+    assert_eq!(error.lines().count(), 2, "{error}");
     assert!(!fixture.path("o.safetensors").exists());
 }
 

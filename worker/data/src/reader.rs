@@ -235,7 +235,10 @@ pub enum DataError {
     },
     /// The data is not what was described when the job started. No worker can continue with it, and
     /// the job ends with the state that it has. Restore the data, or start a new job.
-    #[error("{path}: {reason}; it has changed since the job started", path = path.display())]
+    #[error(
+        "{path}: {reason}; data must not change while a job trains on it",
+        path = path.display()
+    )]
     Changed {
         /// Path of the file.
         path: PathBuf,

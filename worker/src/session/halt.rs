@@ -61,10 +61,17 @@ pub fn explain(step: u64, members: &[WorkerId], halts: &[Option<&Halt>]) -> Opti
         Some(worker) => format!("rank {rank} (worker {worker})"),
         None => format!("rank {rank}"),
     };
-    let errors = halted().filter_map(|(rank, halt)| match &halt.reason {
-        Reason::Error(error) => Some(format!("{}: {error}", name(rank))),
-        Reason::Nonfinite => None,
-    });
+    // Several ranks may find the same: a file that was removed.
+    let mut errors: Vec<(&str, Vec<String>)> = Vec::new();
+    for (rank, halt) in halted() {
+        let Reason::Error(error) = &halt.reason else { continue };
+        match errors.iter_mut().find(|(known, _)| known == error) {
+            Some((_, ranks)) if ranks.len() == RANKS_NAMED_MAX => {}
+            Some((_, ranks)) => ranks.push(name(rank)),
+            None => errors.push((error, vec![name(rank)])),
+        }
+    }
+    let errors = errors.iter().map(|(error, ranks)| format!("{}: {error}", ranks.join(", ")));
     let mut parts: Vec<String> = errors.take(RANKS_NAMED_MAX).collect();
     if halted().any(|(_, halt)| halt.reason == Reason::Nonfinite) {
         let at_fault = halted()
@@ -116,6 +123,18 @@ mod tests {
         let ranges =
             ranges.iter().map(|&(start, end)| RecordRange { epoch: 0, start, end }).collect();
         Halt { reason: Reason::Nonfinite, ranges }
+    }
+
+    #[test]
+    fn ranks_with_one_reason_are_named_together() {
+        let halt = |error: &str| Halt { reason: Reason::Error(error.into()), ranges: Vec::new() };
+        let (gone, other) = (halt("a.csv was deleted"), halt("b.csv was deleted"));
+        let text = explain(12, &MEMBERS, &[Some(&gone), Some(&other), Some(&gone)]);
+        let expected = [
+            "rank 0 (worker 4), rank 2 (worker 9): a.csv was deleted",
+            "rank 1 (worker 7): b.csv was deleted",
+        ];
+        assert_eq!(text, Some(expected.join("; ")));
     }
 
     #[test]

@@ -53,6 +53,9 @@ pub(crate) fn parse_listen(text: &str) -> Result<IpAddr, String> {
                 .into())
         }
         Ok(address) => Ok(address),
+        Err(_) if text.contains('%') => Err("addresses with a scope are valid on one link alone; \
+                                             use one without `%`, for example `fd00::7`"
+            .into()),
         Err(_) => Err("it must be an IP address, for example `127.0.0.1` or `192.0.2.7`".into()),
     }
 }
@@ -168,6 +171,7 @@ mod tests {
         for bad in ["0.0.0.0", "::", "224.0.0.1", "localhost", "127.0.0.1:80", ""] {
             assert!(parse_listen(bad).is_err(), "{bad}");
         }
+        assert!(parse_listen("fe80::1%eth0").unwrap_err().contains("without `%`"));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use clap::Args;
 
 use super::start::find_program;
 use crate::args::parse_uri;
-use crate::process::{EXIT_OK, Failure, cannot};
+use crate::process::{EXIT_OK, Failure, cannot, print_line};
 
 /// Arguments of `elasticdl convert`.
 #[derive(Args, Debug)]
@@ -42,7 +42,10 @@ pub(super) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
         .map_err(cannot(&format!("run {}", program.display())))?;
     if status.success() {
         return match appeared(&args.file, before) {
-            true => Ok(EXIT_OK),
+            true => {
+                print_line(&format!("{} holds the model of {}", args.file, args.checkpoint));
+                Ok(EXIT_OK)
+            }
             false => Err(Failure::failed(format!(
                 "{} was not written: {} ended without an error; is it an elasticdl program, one \
                  that calls elasticdl::run() or elasticdl.torch.join()?",

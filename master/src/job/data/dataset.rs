@@ -109,13 +109,13 @@ fn check(list: &FileList, spec: &JobSpec) -> Result<(), String> {
         return Err(format!("{data:?} holds {} files but no records", list.len()));
     }
     let (name, batch) = match spec.batch {
-        Batch::Global(records) => ("global batch", records.get()),
-        Batch::PerWorker(records) => ("minibatch", records.get()),
+        Batch::Global(records) => ("--global-batch-size", records.get()),
+        Batch::PerWorker(records) => ("--minibatch-size", records.get()),
     };
     if batch > records && spec.work.trains() {
         return Err(format!(
-            "the {name} of {batch} records is larger than the data set of {records} records; \
-             choose one of at most {records}"
+            "{name} {batch} is larger than the data set of {records} records; choose at most \
+             {records}"
         ));
     }
     Ok(())
@@ -154,10 +154,10 @@ mod tests {
         assert!(refused(&[], &spec()).contains("no files"));
         assert!(refused(&[0, 0], &spec()).contains("2 files but no records"));
         let error = refused(&[3], &spec());
-        assert!(error.contains("global batch of 4") && error.contains("3 records"), "{error}");
+        assert!(error.contains("--global-batch-size 4") && error.contains("3 records"), "{error}");
         let minibatch = JobSpec { batch: Batch::PerWorker(NonZeroU64::new(9).unwrap()), ..spec() };
         let error = refused(&[3], &minibatch);
-        assert!(error.contains("minibatch of 9") && error.contains("3 records"), "{error}");
+        assert!(error.contains("--minibatch-size 9") && error.contains("3 records"), "{error}");
         assert!(refused(&[u64::MAX, 1], &spec()).contains("counted"));
         assert!(refused(&[u64::MAX / 2], &JobSpec { epochs: 3, ..spec() }).contains("counted"));
     }

@@ -100,9 +100,13 @@ impl Job {
             };
             return self.log_event(format!("{what}; training restarts from step 0{why}"));
         }
-        let wanted = match self.spec.checkpoints {
-            Some(_) => "write them more often with --checkpoint-every",
-            None => "write some with --checkpoint-dir",
+        let wanted = match (&self.spec.checkpoints, self.reporting.has_checkpoint()) {
+            (Some(kept), true) => &*format!(
+                "some were written, and {} must be kept as it is while the job runs",
+                kept.dir
+            ),
+            (Some(_), false) => "write them more often with --checkpoint-every",
+            (None, _) => "write some with --checkpoint-dir",
         };
         let error = format!(
             "{what}; {wanted}, or let the job restart from step 0 with \

@@ -83,6 +83,22 @@ fn with_checkpoints_the_next_group_reports_whether_one_existed() {
 }
 
 #[test]
+fn a_job_whose_checkpoints_were_removed_says_so() {
+    for (written, advice) in [(true, "some were written, and /c must"), (false, "more often")] {
+        let mut job = started(alone(true), &[20]);
+        if written {
+            let news = CheckpointNews::Saved { step: 2, name: "step-2".into(), bytes: 1 };
+            deliver(&mut job, 1, WorkerMessage::Checkpoint(news));
+        }
+        trains_late(&mut job);
+        lose(&mut job, 1);
+        replaced(&mut job, 2, 2, 0);
+        let error = ends(&mut job).unwrap();
+        assert!(error.contains(advice), "{error}");
+    }
+}
+
+#[test]
 fn with_restart_without_checkpoint_training_starts_again_and_each_loss_is_counted() {
     for checkpoints in [false, true] {
         let mut job =

@@ -166,7 +166,7 @@ mod tests {
         compare(path, &version(7, "\"x\"")).unwrap();
         compare(path, &version(7, "\"x\"")).unwrap();
         let refused = |found| compare(path, &found).unwrap_err().to_string();
-        let end = "it has changed since the job started";
+        let end = "data must not change while a job trains on it";
         assert_eq!(
             refused(version(9, "\"x\"")),
             format!("s3://versions/a.csv: 9 bytes where 7 were; {end}")
@@ -190,7 +190,7 @@ mod tests {
             fs::remove_file(&file.path).unwrap();
             let error = records.read(file, 0..1).unwrap_err();
             assert!(error.ends_job(), "{error}");
-            let end = "it was deleted or moved; it has changed since the job started";
+            let end = "it was deleted or moved; data must not change while a job trains on it";
             assert_eq!(error.to_string(), format!("{}: {end}", file.path));
         }
     }

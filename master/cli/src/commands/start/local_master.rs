@@ -6,11 +6,10 @@ use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::time::SystemTime;
 
 use elasticdl_master::event_loop::JobResult;
 use elasticdl_master::job::Outcome;
-use elasticdl_master::jobdir::{self, JobDir, JobStart, directory_of};
+use elasticdl_master::jobdir::{self, JobDir, JobStart, StartTime, directory_of};
 use elasticdl_master::local_master::{LocalEnd, LocalMaster, Stop};
 use elasticdl_master::progress::Progress;
 use elasticdl_master::worker_output::WorkerOutput;
@@ -144,7 +143,7 @@ fn master_of(job: LocalJob) -> Result<LocalMaster, Failure> {
         metrics: job.metrics,
         dashboard: job.dashboard,
         master_timeout: job.master_timeout,
-        began: SystemTime::now(),
+        began: StartTime::now(),
         copy: None,
     };
     Ok(LocalMaster::new(job.spec, start))

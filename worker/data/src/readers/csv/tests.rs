@@ -130,7 +130,7 @@ fn a_file_that_has_changed_is_an_error() {
     assert_eq!(error, format!("{}: 2 rows where 5 were: has it changed?", table.path));
     fs::write(&table.path, "y,name,n\n1,a,1\n").unwrap();
     let error = rows.read(&file, 0..1).unwrap_err().to_string();
-    let changed = "15 bytes where 21 were; it has changed since the job started";
+    let changed = "15 bytes where 21 were; data must not change while a job trains on it";
     assert_eq!(error, format!("{}: {changed}", table.path));
     let error = columns().read(&file, 0..1).unwrap_err();
     assert!(matches!(error, DataError::Changed { .. }), "another reader: {error}");
