@@ -336,7 +336,8 @@ impl<M: Model> Trainer<'_, M> {
         }
         busy += self.machine.now() - started;
         let Some(tables) = &mut self.tables else { return Ok(()) };
-        tables.gradients.add(&tables.specs, &ids, &rows);
+        let row_touches = ids.touches();
+        tables.gradients.add(&tables.specs, ids, rows);
         if !tables.gradients.are_finite() {
             // All ranks see a loss that is not finite in this rank's header.
             loss_sum = f64::NAN;
@@ -347,7 +348,7 @@ impl<M: Model> Trainer<'_, M> {
             metrics,
             compute_us: busy.as_micros() as u64,
             input_us: input.as_micros() as u64,
-            row_touches: ids.touches(),
+            row_touches,
         });
         self.session.assignment.not_read(&unread);
         Ok(())

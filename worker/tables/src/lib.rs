@@ -7,7 +7,7 @@
 //! | module | what is there |
 //! |---|---|
 //! | `table`, `optimizer` | what a table is |
-//! | `rows`, `shard` | rows in memory |
+//! | `index`, `rows`, `shard` | rows in memory |
 //! | `placement` | which workers hold which shard, and should |
 //! | `lookup` | ids of a batch, their rows and gradients |
 //! | `owned` | a worker's shards, from its first group to its last |
@@ -16,6 +16,7 @@
 //! sends what it gets back.
 #![forbid(unsafe_code)]
 
+mod index;
 mod lookup;
 mod optimizer;
 mod owned;

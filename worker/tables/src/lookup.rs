@@ -1,8 +1,8 @@
 //! What a rank asks for and gives back: the ids of a batch, their rows, their gradients.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::mem;
 
+use crate::index::IdIndex;
 use crate::table::Table;
 
 /// Ids of a batch's records, by table.
@@ -20,8 +20,9 @@ struct TableIds {
     ids: Vec<u64>,
     /// Records that contain the id.
     touches: Vec<u32>,
-    /// Position of each id, and the last record that contains it.
-    positions: HashMap<u64, (u32, u32)>,
+    /// The last record that contains the id.
+    last: Vec<u32>,
+    index: IdIndex,
 }
 
 impl Ids {
@@ -46,25 +47,22 @@ impl Ids {
     /// # Panics
     /// There is no such table.
     pub fn push(&mut self, table: usize, id: u64) -> usize {
-        let TableIds { ids, touches, positions } = &mut self.tables[table];
-        let position = match positions.entry(id) {
-            Entry::Occupied(mut found) => {
-                let (position, last) = found.get_mut();
-                if *last != self.records {
-                    touches[*position as usize] += 1;
-                    *last = self.records;
+        let TableIds { ids, touches, last, index } = &mut self.tables[table];
+        match index.find(ids, id) {
+            Some(position) => {
+                if mem::replace(&mut last[position], self.records) != self.records {
+                    touches[position] += 1;
                 }
-                *position
-            }
-            Entry::Vacant(place) => {
-                let position = ids.len() as u32;
-                place.insert((position, self.records));
-                ids.push(id);
-                touches.push(1);
                 position
             }
-        };
-        position as usize
+            None => {
+                ids.push(id);
+                touches.push(1);
+                last.push(self.records);
+                index.push(ids);
+                ids.len() - 1
+            }
+        }
     }
 
     /// The distinct ids of a table.
@@ -121,29 +119,37 @@ impl BatchRows {
 }
 
 /// Gradients of rows that no committed step has absorbed: the sum over records.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub struct RowGradients {
     tables: Vec<TableGradients>,
 }
 
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct TableGradients {
     pub(crate) ids: Vec<u64>,
     pub(crate) touches: Vec<u32>,
     /// `[ids, dim]`.
     pub(crate) sums: Vec<f32>,
-    positions: HashMap<u64, u32>,
+    index: IdIndex,
 }
 
 impl RowGradients {
     /// Adds the gradients of a batch.
-    pub fn add(&mut self, tables: &[Table], ids: &Ids, rows: &BatchRows) {
-        self.tables.resize_with(tables.len(), TableGradients::default);
-        for (i, (table, into)) in tables.iter().zip(&mut self.tables).enumerate() {
-            let batch = &ids.tables[i];
-            let gradients = rows.gradients[i].chunks_exact(table.dim);
-            for ((&id, &touches), gradient) in batch.ids.iter().zip(&batch.touches).zip(gradients) {
-                into.add(id, touches, gradient);
+    pub fn add(&mut self, tables: &[Table], ids: Ids, rows: BatchRows) {
+        let batch = ids.tables.into_iter().zip(rows.gradients);
+        let of_batch = |(ids, sums)| {
+            let TableIds { ids, touches, index, .. } = ids;
+            TableGradients { ids, touches, sums, index }
+        };
+        if self.tables.is_empty() {
+            self.tables = batch.map(of_batch).collect();
+            return;
+        }
+        for ((table, into), batch) in tables.iter().zip(&mut self.tables).zip(batch) {
+            let TableGradients { ids, touches, sums, .. } = of_batch(batch);
+            for ((&id, &touches), sum) in ids.iter().zip(&touches).zip(sums.chunks_exact(table.dim))
+            {
+                into.add(id, touches, sum);
             }
         }
     }
@@ -166,18 +172,17 @@ impl RowGradients {
 impl TableGradients {
     pub(crate) fn add(&mut self, id: u64, touches: u32, gradient: &[f32]) {
         let dim = gradient.len();
-        match self.positions.entry(id) {
-            Entry::Occupied(position) => {
-                let at = *position.get() as usize;
+        match self.index.find(&self.ids, id) {
+            Some(at) => {
                 self.touches[at] = self.touches[at].saturating_add(touches);
                 let sums = &mut self.sums[at * dim..(at + 1) * dim];
                 sums.iter_mut().zip(gradient).for_each(|(sum, g)| *sum += g);
             }
-            Entry::Vacant(place) => {
-                place.insert(self.ids.len() as u32);
+            None => {
                 self.ids.push(id);
                 self.touches.push(touches);
                 self.sums.extend_from_slice(gradient);
+                self.index.push(&self.ids);
             }
         }
     }
@@ -210,7 +215,7 @@ mod tests {
             }
             let mut rows = BatchRows::new(vec![vec![0.0; 4]]);
             rows.of(0).1.fill(gradient);
-            sum.add(&tables, &ids, &rows);
+            sum.add(&tables, ids, rows);
         }
         let (_, table) = sum.tables().next().unwrap();
         assert_eq!((&table.ids[..], &table.touches[..]), (&[3, 4, 5][..], &[1, 2, 1][..]));

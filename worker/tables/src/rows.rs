@@ -1,8 +1,6 @@
 //! The rows of one table in one shard.
 
-use hashbrown::HashTable;
-use xxhash_rust::xxh3::xxh3_64;
-
+use crate::index::IdIndex;
 use crate::table::Table;
 
 /// Rows by id, in one block of memory.
@@ -12,7 +10,7 @@ use crate::table::Table;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Rows {
     /// Positions of the rows below.
-    index: HashTable<u32>,
+    index: IdIndex,
     ids: Vec<u64>,
     counts: Vec<Counts>,
     /// Values and optimizer state, `[rows, stored]`.
@@ -36,7 +34,7 @@ impl Rows {
 
     /// The numbers of the row, `[stored]`, if it exists.
     pub(crate) fn find(&self, id: u64, stored: usize) -> Option<&[f32]> {
-        let row = *self.index.find(hash(id), |&row| self.ids[row as usize] == id)? as usize;
+        let row = self.index.find(&self.ids, id)?;
         Some(&self.numbers[row * stored..(row + 1) * stored])
     }
 
@@ -48,9 +46,8 @@ impl Rows {
         initialize: impl FnOnce(&mut [f32]),
     ) -> (&mut Counts, &mut [f32]) {
         let stored = table.stored();
-        let (ids, hash_of) = (&self.ids, hash(id));
-        let row = match self.index.find(hash_of, |&row| ids[row as usize] == id) {
-            Some(&row) => row as usize,
+        let row = match self.index.find(&self.ids, id) {
+            Some(row) => row,
             None => {
                 let row = self.push(id, Counts::default(), stored);
                 initialize(&mut self.numbers[row * stored..row * stored + table.dim]);
@@ -63,7 +60,6 @@ impl Rows {
     /// Adds a row of zeros, which must not exist yet, and returns its position.
     fn push(&mut self, id: u64, counts: Counts, stored: usize) -> usize {
         let row = self.ids.len();
-        let number = u32::try_from(row).expect("a shard holds fewer than 2^32 rows of a table");
         if row == self.ids.capacity() {
             let more = (row / 8).max(8);
             self.ids.reserve_exact(more);
@@ -73,8 +69,7 @@ impl Rows {
         self.ids.push(id);
         self.counts.push(counts);
         self.numbers.resize((row + 1) * stored, 0.0);
-        let ids = &self.ids;
-        self.index.insert_unique(hash(id), number, |&row| hash(ids[row as usize]));
+        self.index.push(&self.ids);
         row
     }
 
@@ -99,15 +94,7 @@ impl Rows {
         counts: Vec<Counts>,
         numbers: Vec<f32>,
     ) -> Option<Self> {
-        let mut index = HashTable::with_capacity(ids.len());
-        for (row, &id) in (0..).zip(&ids) {
-            let is_same = |&other: &u32| ids[other as usize] == id;
-            if index.find(hash(id), is_same).is_some() {
-                return None;
-            }
-            index.insert_unique(hash(id), row, |&row| hash(ids[row as usize]));
-        }
-        Some(Self { index, ids, counts, numbers })
+        Some(Self { index: IdIndex::of(&ids)?, ids, counts, numbers })
     }
 
     /// Memory of the rows, in bytes.
@@ -115,14 +102,8 @@ impl Rows {
         let row = size_of::<u64>() + size_of::<Counts>();
         self.ids.capacity() * row
             + self.numbers.capacity() * size_of::<f32>()
-            + self.index.allocation_size()
+            + self.index.bytes()
     }
-}
-
-/// Hash of an id in the index. The shard of a row is derived from other hashes, so the rows of one
-/// shard are spread over its index.
-fn hash(id: u64) -> u64 {
-    xxh3_64(&id.to_le_bytes())
 }
 
 #[cfg(test)]

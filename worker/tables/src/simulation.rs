@@ -406,7 +406,7 @@ impl World {
                 }
             }
         }
-        worker.gradients.add(&self.tables, lookup, &rows);
+        worker.gradients.add(&self.tables, lookup.clone(), rows);
         worker.pending.extend(share);
     }
 
