@@ -3,34 +3,33 @@
 use hashbrown::HashTable;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Finds ids in a list of distinct ids, which the owner of the index keeps.
+/// Finds ids in a list of distinct ids. The owner of the index keeps the list: `id_at` returns the
+/// id at a position.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct IdIndex(HashTable<u32>);
 
 impl IdIndex {
-    /// The index of `ids`; `None` if an id is there twice.
-    pub(crate) fn of(ids: &[u64]) -> Option<Self> {
-        let mut index = Self(HashTable::with_capacity(ids.len()));
-        for position in 0..ids.len() {
-            let (before, now) = (&ids[..position], &ids[..=position]);
-            if index.find(before, ids[position]).is_some() {
+    /// The index of a list of `len` ids; `None` if an id is there twice.
+    pub(crate) fn new(len: usize, id_at: impl Fn(usize) -> u64) -> Option<Self> {
+        let mut index = Self(HashTable::with_capacity(len));
+        for position in 0..len {
+            if index.find(id_at(position), &id_at).is_some() {
                 return None;
             }
-            index.push(now);
+            index.insert(position, &id_at);
         }
         Some(index)
     }
 
-    /// The position of `id` in `ids`.
-    pub(crate) fn find(&self, ids: &[u64], id: u64) -> Option<usize> {
-        self.0.find(hash(id), |&at| ids[at as usize] == id).map(|&at| at as usize)
+    /// The position of `id`.
+    pub(crate) fn find(&self, id: u64, id_at: impl Fn(usize) -> u64) -> Option<usize> {
+        self.0.find(hash(id), |&at| id_at(at as usize) == id).map(|&at| at as usize)
     }
 
-    /// The last of `ids` is new.
-    pub(crate) fn push(&mut self, ids: &[u64]) {
-        let position = ids.len() - 1;
+    /// The id at `position` is new.
+    pub(crate) fn insert(&mut self, position: usize, id_at: impl Fn(usize) -> u64) {
         let number = u32::try_from(position).expect("a list holds fewer than 2^32 ids");
-        self.0.insert_unique(hash(ids[position]), number, |&at| hash(ids[at as usize]));
+        self.0.insert_unique(hash(id_at(position)), number, |&at| hash(id_at(at as usize)));
     }
 
     /// Memory, in bytes.

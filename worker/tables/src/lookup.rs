@@ -48,7 +48,7 @@ impl Ids {
     /// There is no such table.
     pub fn push(&mut self, table: usize, id: u64) -> usize {
         let TableIds { ids, touches, last, index } = &mut self.tables[table];
-        match index.find(ids, id) {
+        match index.find(id, |at| ids[at]) {
             Some(position) => {
                 if mem::replace(&mut last[position], self.records) != self.records {
                     touches[position] += 1;
@@ -59,7 +59,7 @@ impl Ids {
                 ids.push(id);
                 touches.push(1);
                 last.push(self.records);
-                index.push(ids);
+                index.insert(ids.len() - 1, |at| ids[at]);
                 ids.len() - 1
             }
         }
@@ -172,7 +172,7 @@ impl RowGradients {
 impl TableGradients {
     pub(crate) fn add(&mut self, id: u64, touches: u32, gradient: &[f32]) {
         let dim = gradient.len();
-        match self.index.find(&self.ids, id) {
+        match self.index.find(id, |at| self.ids[at]) {
             Some(at) => {
                 self.touches[at] = self.touches[at].saturating_add(touches);
                 let sums = &mut self.sums[at * dim..(at + 1) * dim];
@@ -182,7 +182,7 @@ impl TableGradients {
                 self.ids.push(id);
                 self.touches.push(touches);
                 self.sums.extend_from_slice(gradient);
-                self.index.push(&self.ids);
+                self.index.insert(self.ids.len() - 1, |at| self.ids[at]);
             }
         }
     }

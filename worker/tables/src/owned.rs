@@ -87,6 +87,8 @@ struct Group {
     copies: Vec<ShardCopy>,
     /// What this worker has received of them.
     copied: BTreeMap<u32, Shard>,
+    /// Whether all shards lie where they should.
+    is_settled: bool,
 }
 
 /// What a worker tells a new group about its shards.
@@ -178,7 +180,7 @@ impl Owned {
     /// The group of these members, in the order of their ranks, starts anew, at step 0: no row
     /// exists yet.
     pub fn create(&mut self, generation: u64, members: Vec<Member>) {
-        let empty = |number| SavedShard::new(number, Shard::new(self.tables.len()));
+        let empty = |number| SavedShard::new(number, Shard::new(&self.tables));
         let shards = self.shards_at_start(&members).into_iter().map(empty).collect();
         self.restore(0, (generation, members), shards);
     }
@@ -215,9 +217,7 @@ impl Owned {
             let (generation, shards) = (recovery.generation, BTreeMap::new());
             self.committed = Some(Committed { step, generation, placement, shards });
         }
-        let copies = left.copies(&members);
-        let (placement, copied) = (left, BTreeMap::new());
-        self.group = Some(Group { generation, members, placement, copies, copied });
+        self.group = Some(Group::new(generation, members, left));
         Ok(())
     }
 
@@ -276,7 +276,7 @@ impl Owned {
                 let number = self.shard_of(index, id);
                 let shard = self.committed().shards.get(&number);
                 let shard = shard.ok_or_else(|| not_held(number))?;
-                match shard.tables[index].find(id, table.stored()) {
+                match shard.tables[index].find(id) {
                     Some(numbers) => put(reply, &numbers[..table.dim]),
                     None => {
                         initial.resize(table.dim, 0.0);
@@ -300,7 +300,7 @@ impl Owned {
         for (index, table) in self.tables.iter().enumerate() {
             let mut rows = Vec::with_capacity(ids.of(index).len() * table.dim);
             for &id in ids.of(index) {
-                rows.extend(replies[self.owner(group, index, id)].column::<f32>(table.dim)?);
+                replies[self.owner(group, index, id)].column_to(table.dim, &mut rows)?;
             }
             values.push(rows);
         }
@@ -326,17 +326,20 @@ impl Owned {
         let group = self.group();
         // All ranks derive from these numbers how many shards are copied at a time.
         let shards = &self.committed().shards;
-        let bytes: u64 = shards.values().map(|shard| shard.encoded_bytes(&self.tables)).sum();
+        let bytes: u64 = shards.values().map(|shard| shard.encoded_bytes()).sum();
         let mut head = Vec::new();
         put(&mut head, &[shards.len() as u64, bytes]);
         let mut pushes = vec![head; group.members.len()];
-        let mut receivers: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+        let mut receivers = vec![Vec::new(); self.settings.shards as usize];
         for (index, gradients) in gradients.tables() {
             let dim = self.tables[index].dim;
             let mut of_ranks = vec![Vec::new(); group.members.len()];
             for (at, &id) in gradients.ids.iter().enumerate() {
                 let shard = self.shard_of(index, id);
-                let receivers = receivers.entry(shard).or_insert_with(|| group.receivers(shard));
+                let receivers: &mut Vec<usize> = &mut receivers[shard as usize];
+                if receivers.is_empty() {
+                    *receivers = group.receivers(shard);
+                }
                 receivers.iter().for_each(|&rank| of_ranks[rank].push(at));
             }
             for (push, rows) in pushes.iter_mut().zip(of_ranks).filter(|(_, r)| !r.is_empty()) {
@@ -380,7 +383,10 @@ impl Owned {
                 }
             }
         }
-        let placement = group.placement.after(&group.copies, &group.members);
+        let placement = match group.is_settled {
+            true => group.placement.clone(),
+            false => group.placement.after(&group.copies, &group.members),
+        };
         let per_shard = bytes.div_ceil(shards.max(1)).max(1);
         let placement = placement.copied_per_step(self.settings.copy_bytes / per_shard);
         let generation = group.generation;
@@ -412,7 +418,7 @@ impl Owned {
                 let shard = Arc::make_mut(shards.get_mut(&shard).expect("staged rows are held"));
                 let seed = self.settings.seed;
                 let initialize = |row: &mut [f32]| table.initialize(seed, index as u32, id, row);
-                let (counts, row) = shard.tables[index].touch(id, table, initialize);
+                let (counts, row) = shard.tables[index].touch(id, table.dim, initialize);
                 counts.touches = counts.touches.saturating_add(touches);
                 counts.last_step = step as u32;
                 if is_applied {
@@ -425,7 +431,10 @@ impl Owned {
         shards.retain(|&shard, _| placement.holders(shard).contains(&me));
         (committed.step, committed.generation) = (step, generation);
         if let Some(group) = self.group.as_mut().filter(|group| group.generation == generation) {
-            group.copies = placement.copies(&group.members);
+            if !group.is_settled {
+                group.is_settled = group.copies.is_empty() && placement.is_as(&group.placement);
+                group.copies = placement.copies(&group.members);
+            }
             group.placement = placement.clone();
             group.copied.clear();
         }
@@ -459,7 +468,7 @@ impl Owned {
     pub fn rows(&self, table: usize) -> impl Iterator<Item = (u64, u32, &[f32])> {
         let spec = &self.tables[table];
         self.owned_shards().flat_map(move |(_, shard)| {
-            let rows = shard.tables[table].iter(spec.stored());
+            let rows = shard.tables[table].iter();
             rows.map(|(id, counts, row)| (id, counts.touches, &row[..spec.dim]))
         })
     }
@@ -522,6 +531,11 @@ impl Owned {
 }
 
 impl Group {
+    fn new(generation: u64, members: Vec<Member>, placement: Placement) -> Self {
+        let (copies, copied) = (placement.copies(&members), BTreeMap::new());
+        Self { generation, members, placement, copies, copied, is_settled: false }
+    }
+
     fn rank(&self, worker: u64) -> usize {
         let rank = self.members.iter().position(|member| member.worker == worker);
         rank.expect("holders are members of the group")

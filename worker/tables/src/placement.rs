@@ -91,6 +91,11 @@ impl Placement {
         Self { holders: self.holders.iter().map(left).collect(), ..*self }
     }
 
+    /// Whether the same workers hold the same shards.
+    pub fn is_as(&self, other: &Self) -> bool {
+        self.holders == other.holders
+    }
+
     /// Shards without any copy.
     pub fn lost(&self) -> impl Iterator<Item = u32> {
         (0..).zip(&self.holders).filter(|(_, holders)| holders.is_empty()).map(|(shard, _)| shard)

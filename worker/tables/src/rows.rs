@@ -5,16 +5,15 @@ use crate::table::Table;
 
 /// Rows by id, in one block of memory.
 ///
-/// A row takes 16 bytes, its numbers, and 5 to 10 bytes of index. Memory grows by an eighth at a
-/// time.
-#[derive(Clone, Debug, Default)]
+/// A row takes 16 bytes, its numbers, and 5 to 10 bytes of index. All that is read and written of a
+/// row lies together: a row of a large table is not in a cache. Memory grows by an eighth at a time.
+#[derive(Clone, Debug)]
 pub(crate) struct Rows {
-    /// Positions of the rows below.
     index: IdIndex,
-    ids: Vec<u64>,
-    counts: Vec<Counts>,
-    /// Values and optimizer state, `[rows, stored]`.
-    numbers: Vec<f32>,
+    /// `[rows, HEAD + stored]`: id (two words, the lower one first), touches, last step, numbers.
+    words: Vec<u32>,
+    /// Words per row.
+    stride: usize,
 }
 
 /// What is known of a row besides its numbers.
@@ -28,83 +27,92 @@ pub(crate) struct Counts {
 }
 
 impl Rows {
+    /// No rows of this table.
+    pub(crate) fn new(table: &Table) -> Self {
+        let (index, words) = (IdIndex::default(), Vec::new());
+        Self { index, words, stride: Self::stride(table) }
+    }
+
+    /// Words per row of this table.
+    pub(crate) fn stride(table: &Table) -> usize {
+        HEAD + table.stored()
+    }
+
     pub(crate) fn len(&self) -> usize {
-        self.ids.len()
+        self.words.len() / self.stride
     }
 
     /// The numbers of the row, `[stored]`, if it exists.
-    pub(crate) fn find(&self, id: u64, stored: usize) -> Option<&[f32]> {
-        let row = self.index.find(&self.ids, id)?;
-        Some(&self.numbers[row * stored..(row + 1) * stored])
+    pub(crate) fn find(&self, id: u64) -> Option<&[f32]> {
+        let row = self.index.find(id, |row| id_at(&self.words, self.stride, row))?;
+        let row = &self.words[row * self.stride..(row + 1) * self.stride];
+        Some(bytemuck::cast_slice(&row[HEAD..]))
     }
 
-    /// The row, which is created if it does not exist.
+    /// The row, which is created if it does not exist. `initialize` writes its values, `[dim]`.
     pub(crate) fn touch(
         &mut self,
         id: u64,
-        table: &Table,
+        dim: usize,
         initialize: impl FnOnce(&mut [f32]),
     ) -> (&mut Counts, &mut [f32]) {
-        let stored = table.stored();
-        let row = match self.index.find(&self.ids, id) {
-            Some(row) => row,
-            None => {
-                let row = self.push(id, Counts::default(), stored);
-                initialize(&mut self.numbers[row * stored..row * stored + table.dim]);
-                row
-            }
-        };
-        (&mut self.counts[row], &mut self.numbers[row * stored..(row + 1) * stored])
+        let stride = self.stride;
+        let found = self.index.find(id, |row| id_at(&self.words, stride, row));
+        let row = found.unwrap_or_else(|| self.push(id));
+        let (head, numbers) = self.words[row * stride..(row + 1) * stride].split_at_mut(HEAD);
+        let numbers = bytemuck::cast_slice_mut(numbers);
+        if found.is_none() {
+            initialize(&mut numbers[..dim]);
+        }
+        (&mut bytemuck::cast_slice_mut(&mut head[2..])[0], numbers)
     }
 
     /// Adds a row of zeros, which must not exist yet, and returns its position.
-    fn push(&mut self, id: u64, counts: Counts, stored: usize) -> usize {
-        let row = self.ids.len();
-        if row == self.ids.capacity() {
-            let more = (row / 8).max(8);
-            self.ids.reserve_exact(more);
-            self.counts.reserve_exact(more);
-            self.numbers.reserve_exact(more * stored);
+    fn push(&mut self, id: u64) -> usize {
+        let (row, stride) = (self.len(), self.stride);
+        if self.words.len() + stride > self.words.capacity() {
+            self.words.reserve_exact((row / 8).max(8) * stride);
         }
-        self.ids.push(id);
-        self.counts.push(counts);
-        self.numbers.resize((row + 1) * stored, 0.0);
-        self.index.push(&self.ids);
+        self.words.extend([id as u32, (id >> 32) as u32]);
+        self.words.resize((row + 1) * stride, 0);
+        self.index.insert(row, |row| id_at(&self.words, stride, row));
         row
     }
 
     /// All rows: id, counts and numbers.
-    pub(crate) fn iter(&self, stored: usize) -> impl Iterator<Item = (u64, Counts, &[f32])> {
-        let numbers = self.numbers.chunks_exact(stored);
-        self.ids
-            .iter()
-            .zip(&self.counts)
-            .zip(numbers)
-            .map(|((&id, &counts), row)| (id, counts, row))
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, Counts, &[f32])> {
+        self.words.chunks_exact(self.stride).map(|row| {
+            let counts = Counts { touches: row[2], last_step: row[3] };
+            (id_at(row, 0, 0), counts, bytemuck::cast_slice(&row[HEAD..]))
+        })
     }
 
-    /// The rows as they are stored: ids, counts, numbers.
-    pub(crate) fn columns(&self) -> (&[u64], &[Counts], &[f32]) {
-        (&self.ids, &self.counts, &self.numbers)
+    /// The rows as they are stored.
+    pub(crate) fn words(&self) -> &[u32] {
+        &self.words
     }
 
-    /// Rows from columns; `None` if an id is there twice.
-    pub(crate) fn from_columns(
-        ids: Vec<u64>,
-        counts: Vec<Counts>,
-        numbers: Vec<f32>,
-    ) -> Option<Self> {
-        Some(Self { index: IdIndex::of(&ids)?, ids, counts, numbers })
+    /// Rows of a table from what [`words`](Self::words) returned; `None` if an id is there twice.
+    pub(crate) fn from_words(table: &Table, words: Vec<u32>) -> Option<Self> {
+        let stride = Self::stride(table);
+        let index = IdIndex::new(words.len() / stride, |row| id_at(&words, stride, row))?;
+        Some(Self { index, words, stride })
     }
 
     /// Memory of the rows, in bytes.
     pub(crate) fn bytes(&self) -> usize {
-        let row = size_of::<u64>() + size_of::<Counts>();
-        self.ids.capacity() * row
-            + self.numbers.capacity() * size_of::<f32>()
-            + self.index.bytes()
+        self.words.capacity() * size_of::<u32>() + self.index.bytes()
     }
 }
+
+/// The id of a row.
+fn id_at(words: &[u32], stride: usize, row: usize) -> u64 {
+    let at = row * stride;
+    u64::from(words[at]) | u64::from(words[at + 1]) << 32
+}
+
+/// Words of a row before its numbers.
+const HEAD: usize = 4;
 
 #[cfg(test)]
 mod tests {
@@ -112,9 +120,9 @@ mod tests {
     use crate::optimizer::RowOptimizer;
 
     fn rows(table: &Table, ids: impl Iterator<Item = u64>) -> Rows {
-        let mut rows = Rows::default();
+        let mut rows = Rows::new(table);
         for id in ids {
-            let (counts, numbers) = rows.touch(id, table, |row| row.fill(id as f32));
+            let (counts, numbers) = rows.touch(id, table.dim, |row| row.fill(id as f32));
             counts.touches += 1;
             numbers[0] += 1.0;
         }
@@ -126,13 +134,13 @@ mod tests {
         let table = Table::new("user", 2).optimized(RowOptimizer::adagrad(0.1));
         let rows = rows(&table, (0..1000).map(|i| i % 300 * 7));
         assert_eq!(rows.len(), 300);
-        assert_eq!(rows.find(7, 3), Some(&[11.0, 7.0, 0.0][..]));
-        assert_eq!(rows.find(8, 3), None);
-        assert_eq!(rows.iter(3).map(|(_, counts, _)| counts.touches).sum::<u32>(), 1000);
-        let (ids, counts, numbers) = rows.columns();
-        let copy = Rows::from_columns(ids.to_vec(), counts.to_vec(), numbers.to_vec()).unwrap();
-        assert_eq!(copy.find(7, 3), rows.find(7, 3));
-        assert!(Rows::from_columns(vec![1, 1], vec![Counts::default(); 2], vec![0.0; 2]).is_none());
+        assert_eq!(rows.find(7), Some(&[11.0, 7.0, 0.0][..]));
+        assert_eq!(rows.find(8), None);
+        assert_eq!(rows.iter().map(|(_, counts, _)| counts.touches).sum::<u32>(), 1000);
+        let copy = Rows::from_words(&table, rows.words().to_vec()).unwrap();
+        assert_eq!(copy.find(7), rows.find(7));
+        let twice = [rows.words(), &rows.words()[..Rows::stride(&table)]].concat();
+        assert!(Rows::from_words(&table, twice).is_none());
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The rows of one shard, of all tables.
 
-use crate::rows::{Counts, Rows};
+use crate::rows::Rows;
 use crate::table::Table;
 use crate::wire::{InvalidRows, Message, put, put_u32};
 
@@ -11,18 +11,16 @@ pub(crate) struct Shard {
 }
 
 impl Shard {
-    pub(crate) fn new(tables: usize) -> Self {
-        Self { tables: vec![Rows::default(); tables] }
+    /// No rows of these tables.
+    pub(crate) fn new(tables: &[Table]) -> Self {
+        Self { tables: tables.iter().map(Rows::new).collect() }
     }
 
     /// Writes the whole shard.
     pub(crate) fn encode(&self, to: &mut Vec<u8>) {
         for rows in &self.tables {
-            let (ids, counts, numbers) = rows.columns();
-            put_u32(to, ids.len());
-            put(to, ids);
-            put(to, counts);
-            put(to, numbers);
+            put_u32(to, rows.len());
+            put(to, rows.words());
         }
     }
 
@@ -31,29 +29,26 @@ impl Shard {
         let mut decoded = Vec::with_capacity(tables.len());
         for table in tables {
             let len = message.u32()? as usize;
-            let ids = message.column(len)?;
-            let counts = message.column::<Counts>(len)?;
-            let numbers = message.column(len.saturating_mul(table.stored()))?;
-            let rows = Rows::from_columns(ids, counts, numbers);
+            let words = message.column(len.saturating_mul(Rows::stride(table)))?;
+            let rows = Rows::from_words(table, words);
             decoded.push(rows.ok_or_else(|| InvalidRows("a shard holds an id twice".into()))?);
         }
         Ok(Self { tables: decoded })
     }
 
     /// Number of bytes that [`encode`](Self::encode) writes, about.
-    pub(crate) fn encoded_bytes(&self, tables: &[Table]) -> u64 {
-        let bytes = |(rows, table): (&Rows, &Table)| rows.len() * (16 + 4 * table.stored());
-        self.tables.iter().zip(tables).map(bytes).sum::<usize>() as u64
+    pub(crate) fn encoded_bytes(&self) -> u64 {
+        self.tables.iter().map(|rows| size_of_val(rows.words()) as u64).sum()
     }
 
     pub(crate) fn touches(&self) -> u64 {
-        let counts = self.tables.iter().flat_map(|rows| rows.columns().1);
-        counts.map(|counts| u64::from(counts.touches)).sum()
+        let rows = self.tables.iter().flat_map(Rows::iter);
+        rows.map(|(_, counts, _)| u64::from(counts.touches)).sum()
     }
 
     pub(crate) fn is_finite(&self) -> bool {
-        let numbers = |rows: &Rows| rows.columns().2.iter().all(|number| number.is_finite());
-        self.tables.iter().all(numbers)
+        let mut numbers = self.tables.iter().flat_map(Rows::iter).flat_map(|(.., numbers)| numbers);
+        numbers.all(|number| number.is_finite())
     }
 
     pub(crate) fn rows(&self) -> u64 {

@@ -47,8 +47,7 @@ impl Owned {
         assert!(placement.held_by(self.me).eq(shards.keys().copied()), "all shards are there");
         self.committed = Some(Committed { step, generation, placement: placement.clone(), shards });
         self.staged.clear();
-        let (copies, copied) = (Vec::new(), BTreeMap::new());
-        self.group = Some(Group { generation, members, placement, copies, copied });
+        self.group = Some(Group::new(generation, members, placement));
     }
 
     /// What this worker owns as of the last commit. Later commits do not change it.
@@ -79,8 +78,8 @@ impl Owned {
             return Err(InvalidRows(format!("{} bytes after a shard", message.0.len())));
         }
         for (index, rows) in shard.tables.iter().enumerate() {
-            let (ids, ..) = rows.columns();
-            if let Some(id) = ids.iter().find(|&&id| self.shard_of(index, id) != number) {
+            let mut ids = rows.iter().map(|(id, ..)| id);
+            if let Some(id) = ids.find(|&id| self.shard_of(index, id) != number) {
                 return Err(InvalidRows(format!("row {id} in shard {number}")));
             }
         }
