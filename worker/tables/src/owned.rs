@@ -476,9 +476,8 @@ impl Owned {
     /// All rows that this worker holds, those that it keeps for others too.
     pub fn held_rows(&self) -> impl Iterator<Item = HeldRow<'_>> {
         self.held().flat_map(|(shard, held)| {
-            let tables = held.tables.iter().zip(&*self.tables).enumerate();
-            tables.flat_map(move |(table, (rows, spec))| {
-                rows.iter(spec.stored()).map(move |(id, counts, numbers)| {
+            held.tables.iter().enumerate().flat_map(move |(table, rows)| {
+                rows.iter().map(move |(id, counts, numbers)| {
                     let touches = counts.touches;
                     HeldRow { shard, table, id, touches, numbers }
                 })
