@@ -16,6 +16,7 @@ use rustix::process::Signal;
 
 use crate::Arguments;
 use crate::event_log::{EventLogs, now};
+use crate::model::ROWS_PER_RECORD;
 
 /// A running job.
 #[derive(Debug)]
@@ -23,6 +24,8 @@ pub(crate) struct Bench {
     job: Running,
     pub(crate) logs: EventLogs,
     workers: usize,
+    /// Steps between two events, after which all rows have their copies.
+    rest_steps: u64,
     rng: ChaCha8Rng,
 }
 
@@ -38,7 +41,11 @@ pub(crate) struct Ended {
 impl Bench {
     /// Starts a job in `folder` and waits until all its workers contribute to its steps.
     pub(crate) fn start(arguments: &Arguments, folder: &Path) -> Result<Self, Box<dyn Error>> {
-        let records = RECORDS.min(arguments.params);
+        let records = match arguments.rows {
+            0 => RECORDS,
+            rows => rows.div_ceil(ROWS_PER_RECORD) as usize,
+        };
+        let records = records.min(arguments.params);
         let data = folder.join("data");
         counting_data(&data, records as u64, 1)?;
         let logs = EventLogs::create(folder.join("event-logs"))?;
@@ -47,6 +54,7 @@ impl Bench {
         program.extend(["--params".into(), arguments.params.to_string().into()]);
         program.extend(["--slots".into(), arguments.slots.to_string().into()]);
         program.extend(["--records".into(), records.to_string().into()]);
+        program.extend(["--rows".into(), arguments.rows.to_string().into()]);
         program.extend(["--event-logs".into(), logs.folder.clone().into_os_string()]);
         let job = elasticdl_tests::Command::new(&this, folder.join("job"), program)
             .option("training-data", data)
@@ -55,13 +63,24 @@ impl Bench {
             .option("max-workers", (arguments.workers + 1).to_string())
             .option("global-batch-size", (arguments.workers * RECORDS_PER_WORKER).to_string())
             .option("max-worker-restarts", "1000")
+            .option("table-replicas", arguments.table_replicas.to_string())
             .option("checkpoint-dir", "none");
         let job = match &arguments.worker_timeout {
             Some(timeout) => job.option("worker-timeout", timeout),
             None => job,
         };
+        let (job, rng) = (job.start(), ChaCha8Rng::seed_from_u64(7));
         let workers = arguments.workers as usize;
-        let mut bench = Self { job: job.start(), logs, workers, rng: ChaCha8Rng::seed_from_u64(7) };
+        let moved = arguments.rows * ROW_BYTES * 2 / u64::from(arguments.workers);
+        let rest_steps = REST_STEPS + moved / COPIED_PER_STEP;
+        let mut bench = Self { job, logs, workers, rest_steps, rng };
+        bench.wait_whole()?;
+        // An epoch touches all rows.
+        let steps = records as u64 / u64::from(arguments.workers * RECORDS_PER_WORKER) + 1;
+        while arguments.rows > 0 && bench.step() < steps {
+            let step = bench.step();
+            bench.wait_for("more rows", |bench| bench.step() > step)?;
+        }
         bench.settle()?;
         Ok(bench)
     }
@@ -76,7 +95,7 @@ impl Bench {
         let pause =
             REST + Duration::from_micros(self.rng.random_range(0..REST_VARIES.as_micros() as u64));
         self.wait_for("some more steps", |bench| {
-            bench.step() >= from + REST_STEPS && now() - since >= pause
+            bench.step() >= from + bench.rest_steps && now() - since >= pause
         })?;
         self.wait_whole()
     }
@@ -191,6 +210,9 @@ const RECORDS_PER_WORKER: u32 = 8;
 const REST: Duration = Duration::from_millis(400);
 const REST_VARIES: Duration = Duration::from_millis(100);
 const REST_STEPS: u64 = 8;
+/// Bytes of a row, and of those that a worker receives between two steps.
+const ROW_BYTES: u64 = 84;
+const COPIED_PER_STEP: u64 = 4 << 20;
 /// Interval at which the event logs are read.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Limit of all waits.

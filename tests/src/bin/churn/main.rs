@@ -46,6 +46,13 @@ struct Arguments {
     /// Floats of optimizer state per parameter; 2 as with AdamW
     #[arg(long, default_value_t = 0)]
     slots: usize,
+    /// Rows of 16 numbers of a table that the workers divide among them, with row-wise Adagrad;
+    /// a record touches 64 of them
+    #[arg(long, default_value_t = 0)]
+    rows: u64,
+    /// Workers that hold each row
+    #[arg(long, default_value_t = 2)]
+    table_replicas: u32,
     /// The job's --worker-timeout, such as 300ms [default: the job's own]
     #[arg(long, value_name = "TIME")]
     worker_timeout: Option<String>,

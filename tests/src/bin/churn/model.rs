@@ -1,10 +1,14 @@
 //! The model that is trained: it counts records, and writes an event log of its work.
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::rc::Rc;
 
 use clap::Parser;
-use elasticdl::{Gradients, Loss, Model, NamedTensor, Update, UpdateRule, UserError};
+use elasticdl::{
+    Gradients, Ids, Loss, Model, NamedTensor, RowOptimizer, Table, TableModel, Update, UpdateRule,
+    UserError,
+};
 use elasticdl_tests::counts_summary;
 
 use crate::event_log::{Commit, Entry, Writer};
@@ -20,6 +24,9 @@ pub(crate) struct Arguments {
     /// Records of an epoch.
     #[arg(long)]
     records: usize,
+    /// Rows of the table; 0 for no table.
+    #[arg(long)]
+    rows: u64,
     /// Folder of the event logs.
     #[arg(long)]
     event_logs: std::path::PathBuf,
@@ -32,6 +39,9 @@ pub(crate) struct Counting {
     params: usize,
     slots: usize,
     records: usize,
+    rows: u64,
+    /// Position of the first row of each record of the step.
+    positions: HashMap<u64, usize>,
     work: Rc<RefCell<Work>>,
 }
 
@@ -51,6 +61,8 @@ impl Counting {
             params: arguments.params,
             slots: arguments.slots,
             records: arguments.records,
+            rows: arguments.rows,
+            positions: HashMap::new(),
             work: Rc::new(RefCell::new(Work {
                 log: Writer::create(&arguments.event_logs)?,
                 pending: Vec::new(),
@@ -73,6 +85,15 @@ impl Model for Counting {
         batch: Vec<u64>,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
+        if self.rows > 0 {
+            let (rows, _) = gradients.rows_and_sum();
+            let (_, sums) = rows.of(0);
+            for first in batch.iter().filter_map(|record| self.positions.remove(record)) {
+                let len = ROWS_PER_RECORD as usize * ROW_NUMBERS;
+                let sums = &mut sums[first * ROW_NUMBERS..][..len];
+                sums.iter_mut().for_each(|sum| *sum += 1.0);
+            }
+        }
         let (gradients, mut work) = (gradients.sum(), self.work.borrow_mut());
         // Records that were computed before and are in no update must still be in the buffer;
         // otherwise their work is lost.
@@ -87,6 +108,10 @@ impl Model for Counting {
         Ok(Loss::Sum(batch.len() as f64))
     }
 
+    fn as_table_model(&mut self) -> Option<&mut dyn TableModel<Batch = Vec<u64>>> {
+        (self.rows > 0).then_some(self as _)
+    }
+
     fn optimizer(&self) -> impl UpdateRule {
         let (slots, records) = (self.slots, self.records);
         Adding { slots, records, work: Rc::clone(&self.work) }
@@ -96,6 +121,31 @@ impl Model for Counting {
         Ok(Some(counts_summary(&parameters[..self.records])))
     }
 }
+
+/// A record has rows of its own.
+impl TableModel for Counting {
+    type Batch = Vec<u64>;
+
+    fn tables(&self) -> Vec<Table> {
+        vec![Table::new("rows", ROW_NUMBERS).optimized(RowOptimizer::adagrad(0.1))]
+    }
+
+    fn ids(&mut self, batch: &mut Vec<u64>, ids: &mut Ids) -> Result<(), UserError> {
+        for &record in batch.iter() {
+            ids.begin_record();
+            let rows = record * ROWS_PER_RECORD..(record + 1) * ROWS_PER_RECORD;
+            // They are new, so they follow each other.
+            let places: Vec<usize> = rows.map(|id| ids.push(0, id)).collect();
+            self.positions.insert(record, places[0]);
+        }
+        Ok(())
+    }
+}
+
+/// Rows that a record touches.
+pub(crate) const ROWS_PER_RECORD: u64 = 64;
+/// Numbers of a row.
+const ROW_NUMBERS: usize = 16;
 
 /// Adds the sums to the parameters.
 struct Adding {

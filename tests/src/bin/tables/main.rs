@@ -1,0 +1,131 @@
+//! What embedding tables cost, and whether each touch of a row is counted once.
+//!
+//! `cargo run --release -p elasticdl-tests --bin tables -- --json FILE` prints and writes:
+//!
+//! | key | meaning | module |
+//! |---|---|---|
+//! | `schedules` | jobs under random faults, and those in which each touch was counted once | `schedules` |
+//! | `kill_p50_ratio`, `kill_p99_ratio` | pause after a kill, over that of a model without tables | `pauses` |
+//! | `join_ratio_16m` | pause of a join at the most rows, over that at the fewest | `pauses` |
+//! | `second_copy_cost` | records/s with one copy of each row, over those with two, less 1 | `speed` |
+//! | `vs_plain`, `vs_ddp` | records/s over PyTorch's, with one process and with several | `speed` |
+//! | `bytes_per_row` | memory of a row of 16 numbers with row-wise Adagrad, one copy | here |
+//!
+//! PyTorch is taken from `ELASTICDL_PYTHON_ENV`, or where `.ci/python` installs it; without it, its
+//! keys are null. `--only` measures a part. The program builds the programs that it measures.
+
+mod pauses;
+mod schedules;
+mod speed;
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use clap::Parser;
+use elasticdl::{RowOptimizer, Table};
+use elasticdl_tables::{Ids, Member, Owned, RowGradients, Settings, StepCommit};
+use elasticdl_tests::print;
+use serde_json::{Map, Value, json};
+
+/// Measure tables.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Parts to measure
+    #[arg(long, value_delimiter = ',', default_value = "memory,speed,pauses,schedules")]
+    only: Vec<String>,
+    /// Jobs under random faults
+    #[arg(long, default_value_t = 200)]
+    schedules: u64,
+    /// Seed of the first of them
+    #[arg(long, default_value_t = 0)]
+    first_seed: u64,
+    /// Kills, and joins, of each job
+    #[arg(long, default_value_t = 20)]
+    events: u32,
+    /// Rows of the tables, fewest and most
+    #[arg(long, value_delimiter = ',', default_value = "1000000,16000000")]
+    rows: Vec<u64>,
+    /// Rounds of the speed measurements, in turn
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// Records of a speed measurement
+    #[arg(long, default_value_t = 200_000)]
+    records: u64,
+    /// Also write the result to this file
+    #[arg(long)]
+    json: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    match measure(&Arguments::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            print(&format!("error: {error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
+    let mut result = Map::new();
+    for part in &arguments.only {
+        let measured = match part.as_str() {
+            "memory" => json!({ "bytes_per_row": bytes_per_row(1_000_000)? }),
+            "pauses" => pauses::measure(arguments)?,
+            "schedules" => schedules::measure(arguments)?,
+            "speed" => speed::measure(arguments)?,
+            other => return Err(format!("--only {other}: there is no such part").into()),
+        };
+        print(&format!("{part}: {measured}"));
+        if let Value::Object(measured) = measured {
+            result.extend(measured);
+        }
+    }
+    let result = Value::Object(result).to_string();
+    print(&result);
+    if let Some(path) = &arguments.json {
+        std::fs::write(path, result)?;
+    }
+    Ok(())
+}
+
+/// Memory per row of a worker that holds this many, in bytes.
+fn bytes_per_row(rows: u64) -> Result<f64, Box<dyn Error>> {
+    let tables = [Table::new("rows", 16).optimized(RowOptimizer::adagrad(0.1))];
+    let settings = Settings { seed: 0, shards: elasticdl_tables::SHARDS, copies: 1, copy_bytes: 1 };
+    let mut owned = Owned::new(1, settings, tables.to_vec());
+    owned.create(1, vec![Member { worker: 1, host: 1, leaves: false }]);
+    for start in (0..rows).step_by(10_000) {
+        let mut ids = Ids::new(1);
+        ids.begin_record();
+        for id in start..start + 10_000 {
+            ids.push(0, id);
+        }
+        let replies = owned.replies(&owned.requests(&ids))?;
+        let batch = owned.receive(&ids, &replies)?;
+        let mut gradients = RowGradients::default();
+        gradients.add(&tables, ids, batch);
+        owned.stage(&owned.pushes(&gradients))?;
+        owned.commit(StepCommit { generation: 1, records: 1, is_applied: true });
+    }
+    let size = owned.owned();
+    Ok(size.bytes as f64 / size.rows as f64)
+}
+
+/// Builds a program of the workspace in this profile, and returns its path.
+fn built(package: &str, name: &str) -> Result<PathBuf, Box<dyn Error>> {
+    let this = std::env::current_exe()?;
+    let folder = this.parent().ok_or("this program is in no folder")?;
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut build = Command::new(cargo);
+    build.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join(".."));
+    build.args(["build", "--quiet", "--package", package, "--bin", name]);
+    if !cfg!(debug_assertions) {
+        build.arg("--release");
+    }
+    if !build.status()?.success() {
+        return Err(format!("{name} of {package} can't be built").into());
+    }
+    Ok(folder.join(name))
+}
