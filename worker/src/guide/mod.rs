@@ -4,12 +4,13 @@
 //! 2. [`model`]: the methods of [`Model`](crate::Model) and of candle models.
 //! 3. [`data`]: readers, object stores, unavailable storage.
 //! 4. [`optimizer`]: optimizers, learning-rate schedules, clipping, the wire format of gradients.
-//! 5. [`determinism`]: the same records, and the same bits, for any number of workers.
-//! 6. [`checkpoints`]: their options and contents, and how training resumes.
-//! 7. [`evaluation`]: validation data, the best model, early stopping.
-//! 8. [`export`]: the final model, for candle and PyTorch.
-//! 9. [`inference`]: `elasticdl evaluate` and `elasticdl predict`.
-//! 10. [`gpu`]: models on GPUs.
+//! 5. [`tables`]: embedding tables whose rows the workers divide.
+//! 6. [`determinism`]: the same records, and the same bits, for any number of workers.
+//! 7. [`checkpoints`]: their options and contents, and how training resumes.
+//! 8. [`evaluation`]: validation data, the best model, early stopping.
+//! 9. [`export`]: the final model, for candle and PyTorch.
+//! 10. [`inference`]: `elasticdl evaluate` and `elasticdl predict`.
+//! 11. [`gpu`]: models on GPUs.
 //!
 //! The repository's `manifests/README.md` describes clusters, `master/README.md` the command line.
 
@@ -39,6 +40,9 @@ pub mod model {}
 
 #[doc = include_str!("optimizer.md")]
 pub mod optimizer {}
+
+#[doc = include_str!("tables.md")]
+pub mod tables {}
 
 #[doc = include_str!("tutorial.md")]
 pub mod tutorial {}

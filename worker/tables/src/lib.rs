@@ -26,7 +26,7 @@ mod shard;
 mod table;
 mod wire;
 
-pub use self::lookup::{BatchRows, Ids, RowGradients};
+pub use self::lookup::{BatchRows, Ids, RowGradients, id_of};
 pub use self::optimizer::RowOptimizer;
 pub use self::owned::{
     HeldRow, LostShards, Owned, OwnedHeader, OwnedSize, Recovery, SHARDS, SavedShard, SavedShards,

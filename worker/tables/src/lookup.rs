@@ -2,6 +2,8 @@
 
 use std::mem;
 
+use xxhash_rust::xxh3::xxh3_64;
+
 use crate::index::IdIndex;
 use crate::table::Table;
 
@@ -111,11 +113,42 @@ impl BatchRows {
         &mut self.values[table]
     }
 
+    /// Adds the rows of a table at these positions, each times `factor`, to `to`, `[dim]`.
+    ///
+    /// # Panics
+    /// There is no such table or position, as below.
+    pub fn add_rows(&self, table: usize, positions: &[usize], factor: f32, to: &mut [f32]) {
+        for position in positions {
+            let row = &self.values[table][position * to.len()..][..to.len()];
+            to.iter_mut().zip(row).for_each(|(to, value)| *to += factor * value);
+        }
+    }
+
+    /// Adds `gradient`, `[dim]`, times `factor`, to the gradients of the rows of a table at these
+    /// positions.
+    pub fn add_gradient(
+        &mut self,
+        table: usize,
+        positions: &[usize],
+        factor: f32,
+        gradient: &[f32],
+    ) {
+        for position in positions {
+            let sum = &mut self.gradients[table][position * gradient.len()..][..gradient.len()];
+            sum.iter_mut().zip(gradient).for_each(|(sum, g)| *sum += factor * g);
+        }
+    }
+
     /// Rows of a table, `[ids, dim]`, and the sum of their gradients over the batch's records, to
     /// which a model adds.
     pub fn of(&mut self, table: usize) -> (&[f32], &mut [f32]) {
         (&self.values[table], &mut self.gradients[table])
     }
+}
+
+/// An id for a text or other bytes. Two texts have one id with a probability of 2^-64.
+pub fn id_of(text: impl AsRef<[u8]>) -> u64 {
+    xxh3_64(text.as_ref())
 }
 
 /// Gradients of rows that no committed step has absorbed: the sum over records.
@@ -201,6 +234,17 @@ mod tests {
         ids.begin_record();
         assert_eq!(ids.push(0, 7), 0);
         assert_eq!((ids.of(0), ids.of(1), ids.touches()), (&[7, 9][..], &[7][..], 4));
+    }
+
+    #[test]
+    fn rows_are_pooled_and_gradients_spread() {
+        let mut rows = BatchRows::new(vec![vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]);
+        let mut mean = [0.0; 2];
+        rows.add_rows(0, &[0, 2], 0.5, &mut mean);
+        assert_eq!(mean, [3.0, 4.0]);
+        rows.add_gradient(0, &[0, 2, 2], 0.5, &[2.0, 4.0]);
+        assert_eq!(rows.of(0).1, [1.0, 2.0, 0.0, 0.0, 2.0, 4.0]);
+        assert_ne!(id_of("user"), id_of("User"));
     }
 
     #[test]

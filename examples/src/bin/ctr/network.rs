@@ -36,12 +36,12 @@ impl<'a> Network<'a> {
     }
 
     /// The logit of a click. `rows`: positions of the categories' rows.
-    pub(crate) fn forward(&mut self, dense: &[f32], rows: &[usize], tables: &mut BatchRows) -> f32 {
+    pub(crate) fn forward(&mut self, dense: &[f32], rows: &[usize], tables: &BatchRows) -> f32 {
         self.inputs[..DENSE].copy_from_slice(dense);
         let embeddings = self.inputs[DENSE..].chunks_exact_mut(DIM);
-        let (deep, _) = tables.of(DEEP);
-        for (embedding, row) in embeddings.zip(rows) {
-            embedding.copy_from_slice(&deep[row * DIM..(row + 1) * DIM]);
+        for (embedding, row) in embeddings.zip(rows.chunks_exact(1)) {
+            embedding.fill(0.0);
+            tables.add_rows(DEEP, row, 1.0, embedding);
         }
         let mut logit = self.output_bias;
         let layer = self.weights.chunks_exact(INPUTS).zip(self.biases).zip(self.output);
@@ -49,8 +49,9 @@ impl<'a> Network<'a> {
             *hidden = (bias + dot(weights, &self.inputs)).max(0.0);
             logit += output * *hidden;
         }
-        let (wide, _) = tables.of(WIDE);
-        logit + rows.iter().map(|row| wide[*row]).sum::<f32>()
+        let mut wide = [logit];
+        tables.add_rows(WIDE, rows, 1.0, &mut wide);
+        wide[0]
     }
 
     /// Adds the gradients of the last record, whose loss has this `slope` by the logit, to the
@@ -75,12 +76,11 @@ impl<'a> Network<'a> {
             add(&mut of_weights[place.clone()], slope, &self.inputs);
             add(&mut of_inputs, slope, &self.weights[place]);
         }
-        let (_, deep) = tables.of(DEEP);
-        for (row, of_embedding) in rows.iter().zip(of_inputs[DENSE..].chunks_exact(DIM)) {
-            add(&mut deep[row * DIM..(row + 1) * DIM], 1.0, of_embedding);
+        let of_embeddings = of_inputs[DENSE..].chunks_exact(DIM);
+        for (row, of_embedding) in rows.chunks_exact(1).zip(of_embeddings) {
+            tables.add_gradient(DEEP, row, 1.0, of_embedding);
         }
-        let (_, wide) = tables.of(WIDE);
-        rows.iter().for_each(|row| wide[*row] += slope);
+        tables.add_gradient(WIDE, rows, 1.0, &[slope]);
     }
 }
 
