@@ -52,7 +52,7 @@ fn step(ranks: &mut [Owned]) {
         let mut rows = rank.receive(ids, replies).unwrap();
         (0..2).for_each(|table| rows.of(table).1.fill(1.5));
         let mut gradients = RowGradients::default();
-        gradients.add(&tables(), ids, &rows);
+        gradients.add(&tables(), ids.clone(), rows);
         pushes.push(rank.pushes(&gradients));
     }
     for (rank, pushes) in ranks.iter_mut().zip(turned(pushes)) {
@@ -205,7 +205,7 @@ fn a_table_that_is_not_finite_is_not_written() {
     let mut received = ranks[0].receive(&ids, &replies).unwrap();
     received.of(1).1.fill(f32::INFINITY);
     let mut gradients = RowGradients::default();
-    gradients.add(&tables(), &ids, &received);
+    gradients.add(&tables(), ids, received);
     let pushes = ranks[0].pushes(&gradients);
     ranks[0].stage(&pushes).unwrap();
     ranks[0].commit(StepCommit { generation: 1, records: 1, is_applied: true });

@@ -19,6 +19,7 @@ impl Owned {
     /// hand-over.
     pub fn begin_hand_over(&mut self, leaves: &[bool]) {
         let group = self.group_mut();
+        group.is_settled = false;
         group.members.iter_mut().zip(leaves).for_each(|(member, leaves)| member.leaves = *leaves);
     }
 
