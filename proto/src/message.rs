@@ -204,9 +204,21 @@ pub enum CheckpointNews {
         step: u64,
         /// Its folder.
         name: String,
+        /// Touches of rows of tables in these steps.
+        row_touches: u64,
         /// What differs between the program that wrote it and the group's, as a list for a
         /// sentence; empty if nothing does, or if that is meant.
         differences: String,
+    },
+    /// All copies of some rows are lost with their workers. The group gives up its state and goes
+    /// back to a checkpoint, or to the beginning.
+    RowsLost {
+        /// Steps that the state contained.
+        step: u64,
+        /// Number of shards of the tables that are lost.
+        shards: u32,
+        /// Touches of rows in these steps, by the committed headers.
+        row_touches: u64,
     },
     /// The checkpoint is complete.
     Saved {

@@ -31,3 +31,16 @@ impl From<RowTouches> for RowTouchesSummary {
         Self { expected, counted, missing, repeated }
     }
 }
+
+/// Losses of all copies of rows of tables, after which the group went back to a checkpoint or to
+/// the beginning. The names of its fields are a public format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RowsLoss {
+    /// Number of losses.
+    pub count: u64,
+    /// Steps that the last lost state contained.
+    pub at_step: u64,
+    /// Touches of rows since the checkpoints that the group went back to, of all losses: they are
+    /// lost, and made again.
+    pub row_touches: u64,
+}

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{Generation, WorkerId};
 use crate::message::{Evaluated, Kept};
-use crate::row_touches::RowTouchesSummary;
+use crate::row_touches::{RowTouchesSummary, RowsLoss};
 
 /// The summary of a job. The names of its fields are a public format.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -57,7 +57,10 @@ pub struct Summary {
     /// Touches of the rows of the model's tables, if it has tables.
     #[serde(default)]
     pub row_touches: Option<RowTouchesSummary>,
-    /// Set if all workers were lost with a state of which there was no checkpoint.
+    /// Set if all copies of rows of the model's tables were lost with their workers.
+    #[serde(default)]
+    pub rows_lost: Option<RowsLoss>,
+    /// Set if a state was lost of which there was no checkpoint.
     #[serde(default)]
     pub state_lost: Option<StateLoss>,
     /// Why the job failed or was refused.
@@ -361,8 +364,8 @@ pub struct RestoredCheckpoint {
     pub lost_steps: u64,
 }
 
-/// Losses of a state, with all workers, of which there was no checkpoint. The names of its fields
-/// are a public format.
+/// Losses of a state of which there was no checkpoint, with all workers or with all copies of rows.
+/// The names of its fields are a public format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StateLoss {
     /// Number of losses.
@@ -486,12 +489,8 @@ pub(crate) mod tests {
                 first_file: "_SUCCESS".into(),
             }),
             steps_skipped: 4,
-            row_touches: Some(RowTouchesSummary {
-                expected: 9,
-                counted: 8,
-                missing: 1,
-                repeated: 2,
-            }),
+            row_touches: Some(crate::RowTouches { expected: 9, counted: 8 }.into()),
+            rows_lost: Some(RowsLoss { count: 1, at_step: 7, row_touches: 30 }),
             state_lost: Some(StateLoss { count: 1, at_step: 8 }),
             error: Some("too many failures".into()),
             stop_reason: Some("the deadline of 60 s has passed".into()),
@@ -545,7 +544,8 @@ pub(crate) mod tests {
             "records_skipped": {"bad": 2, "nulls": 1, "first": ["a.csv line 3: 1 column"],
                 "files": 3, "first_file": "_SUCCESS"},
             "steps_skipped": 4,
-            "row_touches": {"expected": 9, "counted": 8, "missing": 1, "repeated": 2},
+            "row_touches": {"expected": 9, "counted": 8, "missing": 1, "repeated": 0},
+            "rows_lost": {"count": 1, "at_step": 7, "row_touches": 30},
             "state_lost": {"count": 1, "at_step": 8},
             "error": "too many failures",
             "stop_reason": "the deadline of 60 s has passed", "model_summary": "3 3 5760",

@@ -202,8 +202,9 @@ impl Session {
             has_result: self.step.last_headers.is_some(),
             was_in_group: self.memberships.was_in_group,
         });
+        let created = self.state.as_ref().map_or(0, |s| s.created);
         let (transport, origin) = (self.transport.header(), self.origin.clone());
-        SyncHeader { state, transport, origin, tables: None }
+        SyncHeader { state, created, transport, origin, tables: None }
     }
 
     // ---- results of tasks ----

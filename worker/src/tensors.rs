@@ -487,6 +487,7 @@ mod tests {
             evaluation: Default::default(),
             steps_skipped: 0,
             row_touches: 0,
+            created: 0,
         };
         let host = |state| Tensors::Host { group: None, state };
         let size = ModelSize { parameters: 1000, slots: 2000 };

@@ -274,8 +274,12 @@ impl<M: Model> Trainer<'_, M> {
     fn end_repair(&mut self) -> Result<(), Stopped> {
         if let Some(tables) = &mut self.tables {
             let members = self.session.members();
-            let store = &mut *self.checkpoints.store;
-            tables.regroup(self.tensors.group_mut()?, self.session.step(), members, store)?;
+            let (step, store) = (self.session.step(), &mut *self.checkpoints.store);
+            let regrouped = tables.regroup(self.tensors.group_mut()?, step, members, store)?;
+            if let Regrouped::Lost { shards } = regrouped {
+                self.go_back(shards);
+                return Ok(());
+            }
         }
         self.checkpoints.store.prepare(self.tensors.group_mut()?.world_size());
         self.session.repaired();
@@ -294,6 +298,16 @@ impl<M: Model> Trainer<'_, M> {
         self.observe_state();
         tracing::info!(step = self.session.step(), "all ranks at one state");
         Ok(())
+    }
+
+    /// No rank has all rows that belong to the group's state: the group goes back.
+    fn go_back(&mut self, shards: u32) {
+        let Some((state, tables)) = self.session.state().zip(self.tables.as_mut()) else { return };
+        tracing::warn!(step = state.step, shards, "rows are lost; the group gives up its state");
+        tables.go_back(LostRows { step: state.step, shards, row_touches: state.row_touches });
+        // Joining workers would go on with the state that the group gives up.
+        self.donor.dismiss();
+        self.session.go_back();
     }
 
     /// Lets the model know the state that it continues.
@@ -458,6 +472,7 @@ use self::incoming::IncomingSnapshot;
 pub(crate) use self::stopped::Failed;
 use self::stopped::{Stopped, decode_all, group_mismatch, state_mismatch};
 pub(crate) use self::tables::RowTables;
+use self::tables::{LostRows, Regrouped};
 pub(crate) use self::validation::Validation;
 
 /// The kernel and the acceptor thread build links, so a peer that is busy computing delays no rank;

@@ -86,8 +86,8 @@ pub use action::{Action, MasterMessage, Membership, Outcome};
 pub use elasticdl_proto::{
     BestEvaluation, Cause, CheckpointsSummary, EvaluationsSummary, FailedShard, LaunchStatus,
     LossSummary, MembershipChange, PriorityTierStatus, RecordsSummary, RestoredCheckpoint,
-    SavedCheckpoint, ShardCounts, StateLoss, Status, Summary, ThroughputSummary, WorkerStatus,
-    WorkersSummary,
+    RowsLoss, SavedCheckpoint, ShardCounts, StateLoss, Status, Summary, ThroughputSummary,
+    WorkerStatus, WorkersSummary,
 };
 pub use event::{
     CheckpointNews, Committed, ConnectionId, Evaluated, Event, Exit, Failure, Finished, Heartbeat,

@@ -167,8 +167,12 @@ fn checkpoint_news(news: v1::CheckpointNews) -> Checked<CheckpointNews> {
         Kind::Restored(news) => CheckpointNews::Restored {
             step: step(news.step)?,
             name: name(news.name),
+            row_touches: news.row_touches,
             differences: clip(news.differences, ERROR_BYTES_MAX),
         },
+        Kind::RowsLost(v1::CheckpointRowsLost { step: at, shards, row_touches }) => {
+            CheckpointNews::RowsLost { step: step(at)?, shards, row_touches }
+        }
         Kind::Saved(news) => CheckpointNews::Saved {
             step: step(news.step)?,
             name: name(news.name),

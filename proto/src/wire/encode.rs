@@ -117,8 +117,11 @@ fn checkpoint_news(news: CheckpointNews) -> v1::checkpoint_news::Kind {
         CheckpointNews::Failed { step, error } => {
             Kind::Failed(v1::CheckpointFailed { step, error })
         }
-        CheckpointNews::Restored { step, name, differences } => {
-            Kind::Restored(v1::CheckpointRestored { step, name, differences })
+        CheckpointNews::Restored { step, name, row_touches, differences } => {
+            Kind::Restored(v1::CheckpointRestored { step, name, differences, row_touches })
+        }
+        CheckpointNews::RowsLost { step, shards, row_touches } => {
+            Kind::RowsLost(v1::CheckpointRowsLost { step, shards, row_touches })
         }
         CheckpointNews::Saved { step, name, bytes } => {
             Kind::Saved(v1::CheckpointSaved { step, name, bytes })

@@ -151,8 +151,10 @@ fn every_message_of_a_worker_keeps_every_field() {
         WorkerMessage::Checkpoint(CheckpointNews::Restored {
             step: 9,
             name: name(),
+            row_touches: 8,
             differences: "executable".into(),
         }),
+        WorkerMessage::Checkpoint(CheckpointNews::RowsLost { step: 9, shards: 2, row_touches: 7 }),
         WorkerMessage::Checkpoint(CheckpointNews::Saved { step: 9, name: name(), bytes: 7 }),
         WorkerMessage::Committed(Committed {
             generation,
@@ -515,7 +517,7 @@ fn checkpoint_reports_are_checked_and_truncated() {
     assert_eq!(name, format!("{}…", "x".repeat(256)));
     assert!(converted(None).is_err());
     let restored = |step| {
-        let news = v1::CheckpointRestored { step, name: "n".into(), differences: String::new() };
+        let news = v1::CheckpointRestored { step, name: "n".into(), ..Default::default() };
         converted(Some(News::Restored(news)))
     };
     assert!(restored(STEPS_MAX).is_ok() && restored(STEPS_MAX + 1).is_err());

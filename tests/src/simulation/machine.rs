@@ -481,4 +481,6 @@ impl CheckpointStore for SimulatedCheckpoints {
         }
         Ok(())
     }
+
+    fn pass_over(&mut self, _checkpoint: (&str, bool), _reason: &str) {}
 }

@@ -82,11 +82,6 @@ impl World {
                 // The master may count the report before the process has ended.
                 self.oracle.failures_max += 1;
             }
-            WorkerMessage::Failed { error, fatal: true, .. }
-                if self.setting.tables.is_some() && error.contains("tables are lost") =>
-            {
-                self.check_lost_rows(p);
-            }
             _ => self.violate(format!("{} fails: {failure:?}", self.name(p))),
         }
     }

@@ -144,12 +144,17 @@ impl World {
         let Changed { state, parameters, digest } = changed;
         let trainer = &mut self.processes[p].trainer;
         let is_new = trainer.seen.state.is_none() && state.is_some();
+        let is_in_group = trainer.has_rows && trainer.seen.group.is_some();
+        let is_given_up = is_in_group && trainer.seen.state.is_some() && state.is_none();
         let is_other = trainer.seen.digest != digest;
         let same_step =
             trainer.seen.state.as_ref().map(|s| s.step) == state.as_ref().map(|s| s.step);
         trainer.seen.state = state;
         trainer.seen.parameters = parameters;
         trainer.seen.digest = digest;
+        if is_given_up {
+            return self.check_lost_rows(p);
+        }
         if same_step && is_other && !has_committed && !has_flipped {
             return self.violate(format!("the state of {} has changed at one step", self.name(p)));
         }

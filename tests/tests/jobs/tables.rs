@@ -73,6 +73,46 @@ fn a_job_goes_on_from_rows_that_another_number_of_workers_has_written() {
 }
 
 #[test]
+fn a_group_that_has_lost_all_copies_of_rows_goes_back_to_the_newest_checkpoint() {
+    let fixture = fixture(3);
+    let dir = fixture.folder.path().join("checkpoints");
+    let command = fixture.command(1).option("checkpoint-dir", dir.to_str().unwrap());
+    let mut job = command.option("checkpoint-every", "15").start();
+    job.wait_for("a checkpoint", |status| {
+        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 1)
+    });
+    job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));
+    let ended = job.wait();
+    assert_exact(&ended, "after the loss of both copies");
+    let summary = ended.summary();
+    let [restored] = &summary.checkpoints.as_ref().unwrap().restored[..] else {
+        panic!("{}", ended.output)
+    };
+    let lost = summary.rows_lost.unwrap();
+    // 48 records a step, each of which touches a row.
+    let touches = 48 * (lost.at_step - restored.step);
+    assert_eq!((lost.count, lost.row_touches), (1, touches), "{}", ended.output);
+    assert_eq!(summary.state_lost, None);
+    for said in ["ROWS LOST at step", "parts of the model's tables are lost with their workers"] {
+        assert!(ended.output.contains(said), "{}", ended.output);
+    }
+    let again = format!("{touches} row touches are lost, and made again");
+    assert!(ended.output.contains(&again), "{}", ended.output);
+    assert!(summary.workers.restarts <= 2, "the third worker goes on: {}", ended.output);
+}
+
+#[test]
+fn without_a_checkpoint_the_beginning_is_one() {
+    let job = start(5, (3, 2));
+    job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));
+    let ended = job.wait();
+    assert_exact(&ended, "from the beginning");
+    let lost = ended.summary().rows_lost.unwrap();
+    assert_eq!((lost.count, lost.row_touches), (1, 48 * lost.at_step), "{}", ended.output);
+    assert_eq!(ended.summary().state_lost.unwrap().count, 1);
+}
+
+#[test]
 fn rows_are_touched_exactly_once_under_random_kills() {
     for seed in 0..3 {
         let mut job = start(seed, (4, 2));

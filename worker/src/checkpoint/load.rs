@@ -22,6 +22,30 @@ pub(crate) struct Locations {
     pub(crate) from: Option<Storage>,
     /// `own` belongs to this job alone, so it may contain checkpoints of the job's earlier runs.
     pub(crate) exclusive: bool,
+    /// Checkpoints whose rows a worker could not read, by address, and why.
+    pub(crate) passed_over: Vec<(String, String)>,
+}
+
+impl Locations {
+    /// The folder of a checkpoint of this `name`, if it exists. `same_run`: whether this run wrote
+    /// it.
+    fn folder(&self, (name, same_run): (&str, bool)) -> Result<Option<Storage>, RestoreError> {
+        match (same_run, &self.own, &self.from) {
+            (true, Some(own), _) => Ok(Some(own.join(name))),
+            (false, _, Some(from)) if is_checkpoint(from).map_err(unavailable)? => {
+                Ok(Some(from.clone()))
+            }
+            (false, _, Some(from)) => Ok(Some(from.join(name))),
+            _ => Ok(None),
+        }
+    }
+
+    /// No state is restored from this checkpoint any more, for this reason.
+    pub(crate) fn pass_over(&mut self, checkpoint: (&str, bool), reason: &str) {
+        if let Ok(Some(folder)) = self.folder(checkpoint) {
+            self.passed_over.push((folder.address().to_owned(), reason.to_owned()));
+        }
+    }
 }
 
 /// A state that was loaded from a checkpoint.
@@ -58,6 +82,10 @@ pub(crate) fn restore(
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Option<Restored>, RestoreError> {
     let mut take = |folder: &Storage, is_new_job| {
+        let mut passed_over = locations.passed_over.iter();
+        if let Some((_, reason)) = passed_over.find(|(address, _)| address == folder.address()) {
+            return Err(LoadError::Damaged(reason.clone()));
+        }
         load(folder, fingerprint, &mut *parameters, &mut *slots, is_new_job)
     };
     search(locations, fingerprint, &mut take, damaged)
@@ -68,15 +96,12 @@ pub(crate) fn restore(
 pub(crate) fn read_rows(
     locations: &Locations,
     fingerprint: &JobFingerprint,
-    (name, same_run): (&str, bool),
+    checkpoint: (&str, bool),
     shards: &[u32],
     take: &mut TakeShard<'_>,
 ) -> Result<(), RestoreError> {
-    let place = if same_run { &locations.own } else { &locations.from };
-    let missing = || RestoreError::Refused(format!("this worker knows no place of {name}"));
-    let place = place.as_ref().ok_or_else(missing)?;
-    let is_itself = !same_run && is_checkpoint(place).map_err(unavailable)?;
-    let folder = if is_itself { place.clone() } else { place.join(name) };
+    let missing = || RestoreError::Refused(format!("this worker knows no {}", checkpoint.0));
+    let folder = locations.folder(checkpoint)?.ok_or_else(missing)?;
     let mut read = || {
         let manifest = compatible_manifest(&folder, fingerprint, false)?;
         let files = manifest.rows.map(|rows| rows.files).unwrap_or_default();

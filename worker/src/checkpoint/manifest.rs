@@ -405,6 +405,7 @@ pub(super) mod tests {
             evaluation: Default::default(),
             steps_skipped: 0,
             row_touches: 0,
+            created: 0,
         }
     }
 

@@ -95,7 +95,12 @@ type Outcome = (Result<Option<Restored>, RestoreError>, Vec<(String, String)>);
 /// State that a job with `fingerprint` starts from, verified float by float, and the damaged
 /// checkpoints.
 fn begin(fingerprint: &JobFingerprint, own: Option<&Storage>, from: Option<&Storage>) -> Outcome {
-    let locations = Locations { own: own.cloned(), from: from.cloned(), exclusive: false };
+    let locations = Locations {
+        own: own.cloned(),
+        from: from.cloned(),
+        exclusive: false,
+        passed_over: Vec::new(),
+    };
     let (mut parameters, mut slots) =
         (vec![f32::NAN; fingerprint.parameters], vec![f32::NAN; fingerprint.slots]);
     let mut damaged = Vec::new();
@@ -284,7 +289,8 @@ fn a_new_job_resumes_only_from_what_it_is_given() {
     assert_eq!(step_of(&begin(&new, Some(&storage), Some(&storage))), Some(29));
     // No checkpoint, or another model: both are detected before training starts.
     let check = |fingerprint: &JobFingerprint, from: &Storage| {
-        check(&Locations { own: None, from: Some(from.clone()), exclusive: false }, fingerprint)
+        let (from, passed_over) = (Some(from.clone()), Vec::new());
+        check(&Locations { own: None, from, exclusive: false, passed_over }, fingerprint)
     };
     assert_eq!(check(&new, &storage), Ok(()));
     let (_empty, nowhere) = folder();

@@ -32,6 +32,7 @@ fn record() -> StateRecord {
         evaluation: Default::default(),
         steps_skipped: 0,
         row_touches: 0,
+        created: 0,
     }
 }
 

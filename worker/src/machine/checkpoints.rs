@@ -61,6 +61,10 @@ pub trait CheckpointStore: Debug {
         shards: &[u32],
         take: &mut TakeShard<'_>,
     ) -> Result<(), RestoreError>;
+
+    /// A rank of the group can't read its rows from this checkpoint, for this reason: it counts as
+    /// damaged.
+    fn pass_over(&mut self, checkpoint: (&str, bool), reason: &str);
 }
 
 /// Checkpoints in the storage of a job.
@@ -121,5 +125,9 @@ impl CheckpointStore for StoredCheckpoints {
         take: &mut TakeShard<'_>,
     ) -> Result<(), RestoreError> {
         read_rows(&self.locations, &self.fingerprint, checkpoint, shards, take)
+    }
+
+    fn pass_over(&mut self, checkpoint: (&str, bool), reason: &str) {
+        self.locations.pass_over(checkpoint, reason);
     }
 }

@@ -150,6 +150,7 @@ impl Session {
         }
         self.checkpoints.restored(record.step, ours);
         self.end_task(&Task::CreateState);
+        record.created = self.generation();
         self.install(record, None)
     }
 

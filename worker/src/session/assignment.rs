@@ -97,6 +97,11 @@ impl Assignment {
         self.pace.note(records, pending.compute_us);
     }
 
+    /// Discards the pending gradient: it is that of a state which this rank gives up.
+    pub(super) fn forget(&mut self) {
+        self.pending = Pending::default();
+    }
+
     /// Discards the pending gradient if the ledger has absorbed it.
     pub(super) fn settle(&mut self, ledger: &Ledger) {
         // A commit absorbs a rank's whole contribution.

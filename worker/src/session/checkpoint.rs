@@ -153,6 +153,8 @@ pub struct Checkpoints {
     /// When this rank has learned that the job stops.
     stops_since: Option<Duration>,
     current: Option<Current>,
+    /// Step of the checkpoint of a state that has been given up, if its manifest was being written.
+    forgotten: Option<u64>,
     tasks: VecDeque<Task>,
     copy_us: u64,
 }
@@ -174,6 +176,7 @@ impl Checkpoints {
             now: Duration::ZERO,
             stops_since: None,
             current: None,
+            forgotten: None,
             tasks: VecDeque::new(),
             copy_us: 0,
         }
@@ -317,10 +320,20 @@ impl Checkpoints {
         }
     }
 
+    /// The group gives up its state. What follows is counted from the one that it creates.
+    pub fn forget(&mut self) {
+        let forgotten = self.current.take().filter(|current| current.committing);
+        self.forgotten = forgotten.map(|current| current.step);
+        (self.interval_base, self.complete, self.failed) = (0, None, None);
+        (self.interval_began, self.overdue) = (None, false);
+    }
+
     /// The manifest of `step` is written, or could not be.
     pub fn committed(&mut self, step: u64, is_written: bool) {
         self.end_write(is_written);
-        self.note_result(step, is_written);
+        if self.forgotten.take_if(|forgotten| *forgotten == step).is_none() {
+            self.note_result(step, is_written);
+        }
     }
 
     /// Notes the time, and whether the job `stops`. Returns the step of a write that turns out to

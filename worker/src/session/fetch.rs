@@ -161,8 +161,8 @@ impl Session {
         self.phase = Phase::Detached;
     }
 
-    /// Drops the fetched state.
-    fn forget_state(&mut self) {
+    /// Drops the state.
+    pub(super) fn forget_state(&mut self) {
         self.state = None;
         self.step.last_headers = None;
         self.step.outcome = None;
@@ -220,6 +220,7 @@ mod tests {
             evaluation: Default::default(),
             steps_skipped: 0,
             row_touches: 0,
+            created: 0,
         };
         assert!(session.install(state, None));
         session.fetched(Generation(1));

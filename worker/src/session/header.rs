@@ -77,6 +77,8 @@ pub(super) fn add_sums(sums: &mut BTreeMap<String, f64>, more: &BTreeMap<String,
 pub struct SyncHeader {
     /// The rank's state, if it has one.
     pub state: Option<StateHeader>,
+    /// Generation of the group that created this state.
+    pub created: u64,
     /// The kind of device that the rank computes on.
     pub transport: TransportHeader,
     /// Where the rank runs, and what.
@@ -115,6 +117,9 @@ pub struct StateRecord {
     /// Pairs of an absorbed record and a row of a table that it touches.
     #[serde(default)]
     pub row_touches: u64,
+    /// Generation of the group that created the state, from a checkpoint or as the initial one.
+    #[serde(default)]
+    pub created: u64,
 }
 
 impl StateRecord {
@@ -129,6 +134,7 @@ impl StateRecord {
             evaluation: Evaluation::default(),
             steps_skipped: 0,
             row_touches: 0,
+            created: 0,
         }
     }
 

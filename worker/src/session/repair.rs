@@ -3,7 +3,8 @@
 //! A step is stable once any rank has committed the next one, because every member had to hold it
 //! to contribute. So the survivors of any failure differ by at most one step. The highest step
 //! wins: a rank that is one step behind receives that step's reduced gradient and applies it, and a
-//! rank without state receives the state. No rank that has trained goes back.
+//! rank without state receives the state. No rank that has trained goes back, unless the group
+//! gives up its state; that of an earlier creation does not count from then on.
 //!
 //! A donor sends stable steps only to joining workers, so a joiner that is one step ahead of a
 //! survivor has that step's reduced gradient. If a joiner is ahead without it, the survivors' step
@@ -39,7 +40,10 @@ impl Repair {
     /// Replicas differ, and some ranks must fail. A joiner's copy has no vote: it stems from
     /// another rank.
     pub fn plan(headers: &[SyncHeader]) -> Result<Self, Unequal> {
-        let mut states: Vec<Option<StateHeader>> = headers.iter().map(|h| h.state).collect();
+        // What a group has given up does not come back with a rank that it had lost before.
+        let newest = headers.iter().filter(|h| h.state.is_some()).map(|h| h.created).max();
+        let state = |header: &SyncHeader| header.state.filter(|_| Some(header.created) == newest);
+        let mut states: Vec<Option<StateHeader>> = headers.iter().map(state).collect();
         drop_unsupported(&mut states);
         let Some(step) = states.iter().flatten().map(|s| s.step).max() else {
             let receivers = (1..headers.len()).collect();
@@ -153,6 +157,13 @@ mod tests {
         // Survivors that are further behind were cut off.
         let on = Repair { step: Some(8), result: None, state: Some((2, vec![0, 1])) };
         assert_eq!(Repair::plan(&with(joiner(8, 2, false))), Ok(on));
+    }
+
+    #[test]
+    fn a_state_that_a_group_has_given_up_does_not_come_back() {
+        let header = |step, created| SyncHeader { created, ..header(Some((step, 1, true))) };
+        let back = Repair { step: Some(4), result: None, state: Some((1, vec![0])) };
+        assert_eq!(Repair::plan(&[header(9, 1), header(4, 3), header(4, 3)]), Ok(back));
     }
 
     #[test]

@@ -63,13 +63,21 @@ impl Session {
             evaluation,
             steps_skipped,
             row_touches,
+            created,
         } = record;
         let Ok(ledger) = Ledger::from_parts(self.job.records, epochs_complete, ranges, repeated)
         else {
             return false;
         };
-        self.state =
-            Some(State { step, ledger, records_trained, evaluation, steps_skipped, row_touches });
+        self.state = Some(State {
+            step,
+            ledger,
+            records_trained,
+            evaluation,
+            steps_skipped,
+            row_touches,
+            created,
+        });
         self.step.last_headers = last_headers;
         true
     }
@@ -167,9 +175,27 @@ impl Session {
 
     /// This rank has created an initial state that has absorbed the first `records` records.
     pub fn begin_after(&mut self, records: u64) {
-        let is_installed = self.install(StateRecord::after(records, self.job.records), None);
+        let record = StateRecord::after(records, self.job.records);
+        let is_installed = self.install(StateRecord { created: self.generation(), ..record }, None);
         debug_assert!(is_installed, "the initial ledger is a prefix of the order");
         self.end_task(&Task::CreateState);
+    }
+
+    /// Generation of this worker's group; 0 without one.
+    pub(super) fn generation(&self) -> u64 {
+        self.group_rank().map_or(0, |(generation, _)| generation.0)
+    }
+
+    /// The group can't go on from its state: rows of tables that belong to it are lost. All ranks
+    /// give it up, and the first one creates a state, as in a group in which no rank has one.
+    pub fn go_back(&mut self) {
+        let Phase::Repairing(group, _) = &self.phase else { return };
+        let group = group.clone();
+        self.forget_state();
+        self.assignment.forget();
+        self.checkpoints.forget();
+        let receivers = (1..group.members.len()).collect();
+        self.begin_repair(group, &Repair { step: None, result: None, state: Some((0, receivers)) });
     }
 
     pub(super) fn end_task(&mut self, task: &Task) {

@@ -216,6 +216,8 @@ pub struct State {
     pub steps_skipped: u64,
     /// Pairs of an absorbed record and a row of a table that it touches.
     pub row_touches: u64,
+    /// Generation of the group that created the state, from a checkpoint or as the initial one.
+    pub created: u64,
 }
 
 impl State {
@@ -230,6 +232,7 @@ impl State {
             evaluation: self.evaluation,
             steps_skipped: self.steps_skipped,
             row_touches: self.row_touches,
+            created: self.created,
         }
     }
 }

@@ -142,7 +142,7 @@ fn locate(
         tables: Vec::new(),
     };
     let exclusive = options.checkpoints.as_ref().is_some_and(|spec| spec.exclusive);
-    Ok((Locations { own, from, exclusive }, fingerprint))
+    Ok((Locations { own, from, exclusive, passed_over: Vec::new() }, fingerprint))
 }
 
 /// Name of the file that tests write access. It is not a valid name of a checkpoint.

@@ -6,6 +6,7 @@ use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
 use super::Trainer;
 use super::checkpointing::Checkpointing;
 use super::stopped::Stopped;
+use super::tables::{LostRows, RowTables};
 use crate::checkpoint::{Completion, OwnShard, RestoreError};
 use crate::failure::{Failure, call_user};
 use crate::model::Model;
@@ -74,6 +75,11 @@ impl<M: Model> Trainer<'_, M> {
     /// initial one.
     pub(super) fn create_state(&mut self) -> Result<(), Stopped> {
         let Self { model, tensors, checkpoints, outbox, session, exports, tables, .. } = self;
+        let lost = tables.as_ref().and_then(RowTables::lost);
+        if let Some(LostRows { step, shards, row_touches }) = lost {
+            let news = CheckpointNews::RowsLost { step, shards, row_touches };
+            outbox.send(WorkerMessage::Checkpoint(news));
+        }
         let mut damaged = |name: &str, reason: &str| {
             tracing::warn!(name, reason, "a checkpoint does not match its digests");
             let (name, reason) = (name.to_owned(), reason.to_owned());
@@ -95,7 +101,7 @@ impl<M: Model> Trainer<'_, M> {
             Ok::<_, Failure>(restored)
         })?;
         if let Some(mut restored) = restored {
-            let step = restored.state.step;
+            let (step, row_touches) = (restored.state.step, restored.state.row_touches);
             if !restored.same_run {
                 let known = &mut restored.state.evaluation;
                 let is_held = known.best.is_some_and(|best| exports.holds_best(best));
@@ -128,7 +134,7 @@ impl<M: Model> Trainer<'_, M> {
             }
             let (name, differences) = (restored.name, differences.join(" and its "));
             tracing::info!(step, name, differences, "the group starts from a checkpoint");
-            let news = CheckpointNews::Restored { step, name, differences };
+            let news = CheckpointNews::Restored { step, name, row_touches, differences };
             outbox.send(WorkerMessage::Checkpoint(news));
             return Ok(());
         }

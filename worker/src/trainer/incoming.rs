@@ -95,6 +95,7 @@ mod tests {
             evaluation: Default::default(),
             steps_skipped: 0,
             row_touches: 0,
+            created: 0,
         };
         StateNote { record, from }
     }

@@ -48,6 +48,27 @@ pub(crate) struct RowTables {
     /// The checkpoint from which this rank has created the state of the group of this generation:
     /// its name, and whether this run wrote it.
     restored: Option<(u64, (String, bool))>,
+    /// What the group has given up because rows are lost, until it has a state again.
+    lost: Option<LostRows>,
+}
+
+/// A state that the group gives up because rows that belong to it are lost.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct LostRows {
+    pub(super) step: u64,
+    /// Number of lost shards.
+    pub(super) shards: u32,
+    /// Touches of all rows, by the committed headers.
+    pub(super) row_touches: u64,
+}
+
+/// Whether a group has the rows of its state.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Regrouped {
+    /// All ranks know who holds which rows.
+    Agreed,
+    /// This many shards are nowhere in the group, as all of its ranks find.
+    Lost { shards: u32 },
 }
 
 impl RowTables {
@@ -70,6 +91,7 @@ impl RowTables {
             synced: Vec::new(),
             counted: None,
             restored: None,
+            lost: None,
         })
     }
 
@@ -92,6 +114,20 @@ impl RowTables {
     /// `same_run` has written, or another.
     pub(super) fn restored(&mut self, generation: u64, name: String, same_run: bool) {
         self.restored = Some((generation, (name, same_run)));
+    }
+
+    /// The group gives up its state, with the rows.
+    pub(super) fn go_back(&mut self, lost: LostRows) {
+        self.owned.clear();
+        self.gradients.clear();
+        self.synced.iter_mut().for_each(|(header, _)| *header = None);
+        (self.looked_up, self.fetched, self.counted) = (false, None, None);
+        self.lost.get_or_insert(lost);
+    }
+
+    /// What the group has given up, as long as it has no other state.
+    pub(super) fn lost(&self) -> Option<LostRows> {
+        self.lost
     }
 
     /// No ids of these tables.
@@ -157,7 +193,7 @@ impl RowTables {
         step: u64,
         members: &[WorkerId],
         store: &mut dyn CheckpointStore,
-    ) -> Result<(), Stopped> {
+    ) -> Result<Regrouped, Stopped> {
         (self.looked_up, self.counted) = (false, None);
         let hosts = self.synced.iter().map(|(_, host)| *host);
         let member = |(&WorkerId(worker), host)| Member { worker, host, leaves: false };
@@ -165,7 +201,8 @@ impl RowTables {
         let generation = group.generation();
         if step == 0 {
             self.owned.create(generation, members);
-            return Ok(());
+            self.lost = None;
+            return Ok(Regrouped::Agreed);
         }
         let headers = self.headers();
         let of_step = OwnedHeader::generation_of(step, &headers);
@@ -177,26 +214,43 @@ impl RowTables {
             group.broadcast_bytes(0, &mut bytes)?;
             let restored: Option<(String, bool)> =
                 header::decode(&bytes).ok_or(InvalidData("a checkpoint's name"))?;
-            let Some((name, same_run)) = restored else { return Err(lost(SHARDS as usize)) };
-            return Ok(self.read(step, (generation, members), (&name, same_run), store)?);
+            let Some((name, same_run)) = restored else {
+                return Ok(Regrouped::Lost { shards: SHARDS });
+            };
+            let checkpoint = (&*name, same_run);
+            let read = self.read(step, (generation, members), checkpoint, store)?;
+            let all: Vec<Option<String>> =
+                decode_all(group.all_gather(&header::encode(&read.err()))?)?;
+            // All ranks know it, as any of them may create the next state.
+            let Some(reason) = all.into_iter().flatten().next() else {
+                self.lost = None;
+                return Ok(Regrouped::Agreed);
+            };
+            store.pass_over(checkpoint, &reason);
+            return Ok(Regrouped::Lost { shards: SHARDS });
         };
         let placement = self.owned.placement().filter(|_| group.rank() == recovery.root);
         let mut bytes = placement.map(header::encode).unwrap_or_default();
         group.broadcast_bytes(recovery.root, &mut bytes)?;
         let placement = header::decode(&bytes).ok_or(InvalidData("a placement of rows"))?;
-        self.owned
-            .regroup((step, placement), &recovery, (generation, members))
-            .map_err(|LostShards(shards)| lost(shards.len()))
+        let regrouped = self.owned.regroup((step, placement), &recovery, (generation, members));
+        Ok(match regrouped {
+            Ok(()) => {
+                self.lost = None;
+                Regrouped::Agreed
+            }
+            Err(LostShards(shards)) => Regrouped::Lost { shards: shards.len() as u32 },
+        })
     }
 
-    /// Takes the rows of this rank from a checkpoint of `step`.
+    /// Takes the rows of this rank from a checkpoint of `step`. The inner error: no worker can.
     fn read(
         &mut self,
         step: u64,
         (generation, members): (u64, Vec<Member>),
         checkpoint: (&str, bool),
         store: &mut dyn CheckpointStore,
-    ) -> Result<(), Failure> {
+    ) -> Result<Result<(), String>, Failure> {
         let mut shards = Vec::new();
         let mut take = |number, bytes: &[u8]| {
             shards
@@ -204,12 +258,14 @@ impl RowTables {
             Ok(())
         };
         let wanted = self.owned.shards_at_start(&members);
-        store.read_rows(checkpoint, &wanted, &mut take).map_err(|error| match error {
-            RestoreError::Refused(error) | RestoreError::Storage(error) => Failure::local(error),
-        })?;
+        match store.read_rows(checkpoint, &wanted, &mut take) {
+            Ok(()) => {}
+            Err(RestoreError::Refused(error)) => return Ok(Err(error)),
+            Err(RestoreError::Storage(error)) => return Err(Failure::local(error)),
+        }
         self.owned.restore(step, (generation, members), shards);
         tracing::info!(step, checkpoint = checkpoint.0, shards = wanted.len(), "rows are read");
-        Ok(())
+        Ok(Ok(()))
     }
 
     /// Looks up the rows of `ids`.
@@ -379,14 +435,6 @@ fn exchange(
     let mut received = Vec::new();
     group.exchange(&send, &mut received)?;
     Ok(received)
-}
-
-fn lost(shards: usize) -> Stopped {
-    let text = format!(
-        "all copies of {shards} of {SHARDS} parts of the model's tables are lost with the workers \
-         that held them"
-    );
-    Stopped::Failed(Failure::fatal(text))
 }
 
 impl From<InvalidRows> for Stopped {

@@ -221,6 +221,12 @@ impl Owned {
         Ok(())
     }
 
+    /// Gives up the whole state.
+    pub fn clear(&mut self) {
+        (self.committed, self.group) = (None, None);
+        self.staged.clear();
+    }
+
     // ---- a round ----
 
     /// What to ask each rank for: the rows of these ids.

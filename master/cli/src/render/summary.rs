@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use elasticdl_master::job::{
-    BestEvaluation, CheckpointsSummary, EvaluationsSummary, MembershipChange, StateLoss, Summary,
-    counted, format_metrics, format_value,
+    BestEvaluation, CheckpointsSummary, EvaluationsSummary, MembershipChange, RowsLoss, StateLoss,
+    Summary, counted, format_metrics, format_value,
 };
 
 use crate::progress::{format_rate, one_line};
@@ -22,9 +22,11 @@ pub(crate) struct Paths<'a> {
 pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     let mut text = String::new();
     let out = &mut text;
-    if let Some(lost) = &summary.state_lost {
-        line(out, &state_lost(lost, summary));
-    }
+    let losses = [
+        summary.state_lost.as_ref().map(|lost| state_lost(lost, summary)),
+        summary.rows_lost.as_ref().map(rows_lost),
+    ];
+    losses.into_iter().flatten().for_each(|lost| line(out, &lost));
     line(out, &format!("job {}: {} after {:.2} s", summary.job, summary.state, summary.wall_s));
     if let Some(error) = &summary.error {
         row(out, "error", &one_line(error));
@@ -172,6 +174,7 @@ pub(crate) fn metrics(summary: &Summary) -> impl Iterator<Item = String> + '_ {
 /// Warnings that are also printed with `--quiet`.
 pub(crate) fn warnings(summary: &Summary) -> Vec<String> {
     let lost = summary.state_lost.as_ref().map(|lost| state_lost(lost, summary));
+    let rows = summary.rows_lost.as_ref().map(rows_lost);
     let failed = summary.checkpoints.as_ref().and_then(|known| {
         let error = known.error.as_ref()?;
         let newest = known
@@ -192,15 +195,33 @@ pub(crate) fn warnings(summary: &Summary) -> Vec<String> {
         .map(|error| format!("MLflow does not have all metrics of the job: {}", one_line(error)));
     let best = summary.evaluations.as_ref().and_then(|known| known.export_error.as_deref());
     let best = best.map(|error| format!("the best model was not exported: {}", one_line(error)));
-    [lost, failed, best, skipped, untracked].into_iter().flatten().collect()
+    [lost, rows, failed, best, skipped, untracked].into_iter().flatten().collect()
 }
 
 fn state_lost(lost: &StateLoss, summary: &Summary) -> String {
     let StateLoss { count, at_step } = lost;
     let was_stopped = summary.state == "stopped" && *at_step == summary.steps;
-    let why = if was_stopped { "the job was ended at once" } else { "all workers were lost" };
-    let times = if *count > 1 { format!(" ({count} times; the last time)") } else { String::new() };
+    let are_rows = summary.rows_lost.is_some_and(|rows| rows.at_step >= *at_step);
+    let why = match (was_stopped, are_rows) {
+        (true, _) => "the job was ended at once",
+        (false, true) => "all copies of rows were lost",
+        (false, false) => "all workers were lost",
+    };
+    let times = times(*count);
     format!("STATE LOST{times} at step {at_step}: {why}, and there was no checkpoint")
+}
+
+fn rows_lost(lost: &RowsLoss) -> String {
+    let RowsLoss { count, at_step, row_touches } = lost;
+    format!(
+        "ROWS LOST{} at step {at_step}: all copies of rows were lost with their workers, and \
+         {row_touches} touches of rows since the last checkpoint",
+        times(*count)
+    )
+}
+
+fn times(count: u64) -> String {
+    if count > 1 { format!(" ({count} times; the last time)") } else { String::new() }
 }
 
 fn evaluations(known: &EvaluationsSummary) -> String {
@@ -364,6 +385,7 @@ mod tests {
             records_skipped: None,
             steps_skipped: 0,
             row_touches: None,
+            rows_lost: None,
             state_lost: None,
             error: None,
             stop_reason: None,
@@ -433,6 +455,12 @@ job mnist: completed after 1.50 s
         assert_eq!((warnings.len(), warnings[0].as_str()), (3, first));
         assert!(warnings[1].contains("disk full; there is none"), "{warnings:?}");
         assert_eq!(super::warnings(&summary()), [""; 0]);
+        let rows = RowsLoss { count: 1, at_step: 80, row_touches: 12 };
+        let lost = Summary { rows_lost: Some(rows), state_lost: None, ..lost };
+        let first = "ROWS LOST at step 80: all copies of rows were lost with their workers, and 12 \
+            touches of rows since the last checkpoint";
+        assert_eq!(to_table(&lost, Paths::default()).lines().next(), Some(first));
+        assert_eq!(super::warnings(&lost)[0], first);
     }
 
     #[test]

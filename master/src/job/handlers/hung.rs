@@ -189,8 +189,9 @@ impl Job {
         let holds_state = self.workers.members().any(|(_, w)| w.holds_state());
         // A member that creates the state waits at no links.
         let computes = self.workers.members().any(|(_, w)| w.stalled().is_none());
-        let creates_state =
-            computes && !(holds_state || self.group.is_formed() || self.group.carries_state());
+        let holds_state = holds_state || self.group.is_formed() || self.group.carries_state();
+        // A group that has lost rows gives its state up.
+        let creates_state = computes && (!holds_state || self.reporting.has_lost_rows());
         if creates_state || self.is_evaluating() {
             limit.max(LIMIT_UNKNOWN).max(self.lifecycle.longest_evaluation * USUAL_TIMES)
         } else {

@@ -35,6 +35,8 @@ impl Job {
         if step == 0 {
             self.lifecycle.begin(now);
         }
+        // A loss at the first steps is none that the reports tell.
+        self.reporting.regain_rows(0);
         self.data.set_step(step);
         self.group.note_progress(now);
         if self.group.form() && !self.lifecycle.had_formed() {

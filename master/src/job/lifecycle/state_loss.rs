@@ -89,9 +89,15 @@ impl Job {
             .last_failure()
             .map(|what| format!(" (last: {what})"))
             .unwrap_or_default();
+        let touches = self.reporting.regain_rows(0);
+        let what = match touches {
+            None => format!("all workers are lost{cause}"),
+            Some(touches) => format!(
+                "workers with all copies of rows are lost{cause}, with {touches} row touches"
+            ),
+        };
         let what = format!(
-            "all workers are lost{cause}, and with them the state of step {step}, of which there \
-             is no checkpoint"
+            "{what}, and with them the state of step {step}, of which there is no checkpoint"
         );
         if self.may_begin_again() {
             let why = match self.spec.restart_without_checkpoint {

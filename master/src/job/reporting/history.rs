@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use elasticdl_proto::{
     Cause, CheckpointsSummary, Evaluated, EvaluationsSummary, FailedShard, Generation, LossSummary,
-    MembershipChange, SavedCheckpoint, SkippedRecords, StateLoss, ThroughputSummary, WorkerId,
+    MembershipChange, RowsLoss, SavedCheckpoint, SkippedRecords, StateLoss, ThroughputSummary,
+    WorkerId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -64,6 +65,8 @@ pub(crate) struct JobHistory {
     pub(super) wants_checkpoint: bool,
     /// The group's final report.
     final_report: Option<Finished>,
+    /// Touches of the state that a group gives up because rows are lost.
+    pub(super) lost_touches: Option<u64>,
 }
 
 /// A membership change in progress: members have not committed their first step yet.
@@ -104,6 +107,8 @@ pub(crate) struct Totals {
     /// Steps without an update, of those that the state contains.
     pub(super) steps_skipped: u64,
     pub(super) state_lost: Option<StateLoss>,
+    #[serde(default)]
+    pub(super) rows_lost: Option<RowsLoss>,
     /// Records that the data set does not contain.
     pub(super) records_skipped: Option<SkippedRecords>,
 }

@@ -4,6 +4,7 @@ pub(crate) mod counters;
 pub(crate) mod epochs;
 pub(crate) mod history;
 pub(crate) mod lifetimes;
+mod lost_rows;
 mod news;
 mod smoothed;
 mod storage_waits;

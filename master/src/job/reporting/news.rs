@@ -32,6 +32,12 @@ impl Job {
 
     pub(crate) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
         let step = self.data.step();
+        let touches = match &news {
+            CheckpointNews::Restored { row_touches, .. } => {
+                self.reporting.regain_rows(*row_touches)
+            }
+            _ => None,
+        };
         let known = &mut self.reporting.totals.checkpoints;
         let is_written =
             matches!(news, CheckpointNews::Saved { .. } | CheckpointNews::Failed { .. });
@@ -49,7 +55,7 @@ impl Job {
                     format!("worker {worker} can't write the checkpoint of step {step}: {error}")
                 })
             }
-            CheckpointNews::Restored { step: from, name, differences } => {
+            CheckpointNews::Restored { step: from, name, differences, .. } => {
                 let lost_steps = step.saturating_sub(from);
                 let again = match lost_steps {
                     0 => String::new(),
@@ -59,6 +65,9 @@ impl Job {
                 self.group.note_restored();
                 let mut line =
                     format!("the group begins at step {from}, from checkpoint {name}{again}");
+                if let Some(touches) = touches {
+                    line += &format!("; {touches} row touches are lost, and made again");
+                }
                 if !differences.is_empty() {
                     line += &format!(
                         "; another build wrote it, which differs in its {} from the one that goes \
@@ -70,6 +79,15 @@ impl Job {
                 let surplus = known.restored.len().saturating_sub(RESTORED_MAX);
                 known.restored.drain(..surplus);
                 Some(line)
+            }
+            CheckpointNews::RowsLost { step, shards, row_touches } => {
+                let is_new = self.reporting.lose_rows(step, row_touches);
+                is_new.then(|| {
+                    format!(
+                        "all copies of {shards} parts of the model's tables are lost with their \
+                         workers at step {step}: the group goes back"
+                    )
+                })
             }
             // Shown in the status only, unless others have failed: there may be very many.
             CheckpointNews::Saved { step, name, bytes } => {

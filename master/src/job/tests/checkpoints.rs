@@ -56,8 +56,12 @@ fn checkpoint_results_are_kept_for_status_summary_and_the_next_master() {
     assert_eq!(job.status(at(0)).checkpoints.unwrap().error.as_deref(), Some("disk full"));
     news(&mut job, saved(2));
     news(&mut job, CheckpointNews::Damaged { name: "step-2".into(), reason: "torn".into() });
-    let restored =
-        |step| CheckpointNews::Restored { step, name: "step-1".into(), differences: String::new() };
+    let restored = |step| CheckpointNews::Restored {
+        step,
+        name: "step-1".into(),
+        row_touches: 0,
+        differences: String::new(),
+    };
     (0..200).for_each(|_| news(&mut job, restored(0)));
     news(&mut job, restored(1));
     let known = job.summary(at(0)).checkpoints.unwrap();
@@ -76,7 +80,7 @@ fn a_checkpoint_of_another_build_is_told_with_what_differs() {
     let mut job = started(kept(), &[20]);
     let mut restored = |differences: &str| {
         let (name, differences) = ("step-1".into(), differences.into());
-        news(&mut job, CheckpointNews::Restored { step: 1, name, differences });
+        news(&mut job, CheckpointNews::Restored { step: 1, name, row_touches: 0, differences });
         job.status(at(0)).events.last().cloned().unwrap_or_default()
     };
     let event = restored("executable and its optimizer settings");
@@ -95,7 +99,12 @@ fn the_ledger_of_a_group_that_starts_from_a_checkpoint_is_adopted() {
     deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
     news(
         &mut job,
-        CheckpointNews::Restored { step: 1, name: "step-1".into(), differences: String::new() },
+        CheckpointNews::Restored {
+            step: 1,
+            name: "step-1".into(),
+            row_touches: 0,
+            differences: String::new(),
+        },
     );
     deliver(&mut job, 2, formed(2, 1, &[(0, 4)]));
     let status = job.status(at(0));

@@ -72,8 +72,12 @@ fn with_checkpoints_the_next_group_reports_whether_one_existed() {
         connect(&mut job, 2);
         deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
         if restored {
-            let news =
-                CheckpointNews::Restored { step, name: "step".into(), differences: String::new() };
+            let news = CheckpointNews::Restored {
+                step,
+                name: "step".into(),
+                row_touches: 0,
+                differences: String::new(),
+            };
             deliver(&mut job, 2, WorkerMessage::Checkpoint(news));
         }
         deliver(&mut job, 2, formed(2, step, &[]));
@@ -96,6 +100,45 @@ fn a_job_whose_checkpoints_were_removed_says_so() {
         let error = ends(&mut job).unwrap();
         assert!(error.contains(advice), "{error}");
     }
+}
+
+#[test]
+fn lost_rows_are_told_with_the_touches_that_are_made_again() {
+    let rows_lost = |step, row_touches| {
+        WorkerMessage::Checkpoint(CheckpointNews::RowsLost { step, shards: 5, row_touches })
+    };
+    let restored = |step, row_touches| {
+        let (name, differences) = ("step".into(), String::new());
+        WorkerMessage::Checkpoint(CheckpointNews::Restored { step, name, row_touches, differences })
+    };
+    let mut job = started(alone(true), &[20]);
+    trains_late(&mut job);
+    lose(&mut job, 1);
+    connect(&mut job, 2);
+    deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
+    // The first rank is lost before it has read the checkpoint, and the next one says it again.
+    for message in [rows_lost(3, 90), rows_lost(3, 90), restored(2, 60), formed(2, 2, &[])] {
+        deliver(&mut job, 2, message);
+    }
+    assert_eq!(ends(&mut job), None);
+    let summary = job.summary(at(0));
+    let lost = RowsLoss { count: 1, at_step: 3, row_touches: 30 };
+    assert_eq!((summary.rows_lost, summary.state_lost), (Some(lost), None));
+    let events = job.status(at(0)).events;
+    let said =
+        ["5 parts of the model's tables are lost", "30 row touches are lost, and made again"];
+    let places = said.map(|text| events.iter().position(|event| event.contains(text)).unwrap());
+    assert!(places[0] < places[1], "{events:?}");
+    let next = Job::restore(job.to_persisted(), at(5)).unwrap();
+    assert_eq!(next.summary(at(5)).rows_lost, Some(lost));
+    // Without a checkpoint, all touches are lost with the state.
+    deliver(&mut job, 2, rows_lost(3, 90));
+    lose(&mut job, 2);
+    replaced(&mut job, 3, 3, 0);
+    let error = ends(&mut job).unwrap();
+    assert!(error.contains("workers with all copies of rows are lost"), "{error}");
+    let lost = RowsLoss { count: 2, at_step: 3, row_touches: 120 };
+    assert_eq!(job.summary(at(0)).rows_lost, Some(lost));
 }
 
 #[test]
@@ -212,8 +255,12 @@ fn a_group_whose_members_all_leave_without_replacements_is_suspended_at_once() {
     [3, 4]
         .into_iter()
         .for_each(|worker| deliver(&mut job, worker, WorkerMessage::Ready { parameters: 10 }));
-    let news =
-        CheckpointNews::Restored { step: 3, name: "step".into(), differences: String::new() };
+    let news = CheckpointNews::Restored {
+        step: 3,
+        name: "step".into(),
+        row_touches: 0,
+        differences: String::new(),
+    };
     deliver(&mut job, 3, WorkerMessage::Checkpoint(news));
     deliver(&mut job, 3, formed(3, 3, &[(0, 12)]));
     let summary = job.summary(at(0));

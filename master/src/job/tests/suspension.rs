@@ -103,8 +103,12 @@ fn workers_end_with_a_checkpoint_and_none_is_started_before_the_job_is_resumed()
     for worker in [3, 4] {
         deliver(&mut job, worker, WorkerMessage::Ready { parameters: 10 });
     }
-    let news =
-        CheckpointNews::Restored { step: 3, name: "step".into(), differences: String::new() };
+    let news = CheckpointNews::Restored {
+        step: 3,
+        name: "step".into(),
+        row_touches: 0,
+        differences: String::new(),
+    };
     deliver(&mut job, 3, WorkerMessage::Checkpoint(news));
     deliver(&mut job, 3, formed(2, 3, &[(0, 12)]));
     let summary = job.summary(at(0));

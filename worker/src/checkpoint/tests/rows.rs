@@ -85,7 +85,12 @@ fn saved(ranks: &[Owned]) -> Vec<Option<SavedShards>> {
 
 /// Ranks whose rows are those of the checkpoint of this name.
 fn read(storage: &Storage, name: &str, world_size: usize) -> Result<Vec<Owned>, RestoreError> {
-    let locations = Locations { own: Some(storage.clone()), from: None, exclusive: false };
+    let locations = Locations {
+        own: Some(storage.clone()),
+        from: None,
+        exclusive: false,
+        passed_over: Vec::new(),
+    };
     let mut ranks = ranks(world_size);
     for rank in &mut ranks {
         let mut shards = Vec::new();

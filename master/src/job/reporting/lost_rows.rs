@@ -1,0 +1,35 @@
+//! Losses of all copies of rows of a model's tables.
+
+use elasticdl_proto::RowsLoss;
+
+use super::history::JobHistory;
+
+impl JobHistory {
+    /// Counts the loss of rows with a state of `step`, and of this many touches; returns whether it
+    /// is news, or a loss after which no group has formed yet.
+    pub(crate) fn lose_rows(&mut self, step: u64, row_touches: u64) -> bool {
+        let is_new = self.lost_touches.is_none();
+        if is_new {
+            let known = self.totals.rows_lost.unwrap_or_default();
+            self.totals.rows_lost =
+                Some(RowsLoss { count: known.count + 1, at_step: step, ..known });
+        }
+        self.lost_touches = Some(row_touches);
+        is_new
+    }
+
+    /// Whether the group goes back because rows are lost.
+    pub(crate) fn has_lost_rows(&self) -> bool {
+        self.lost_touches.is_some()
+    }
+
+    /// The group that has lost rows goes on from a state with this many touches. Returns how many
+    /// are lost.
+    pub(crate) fn regain_rows(&mut self, row_touches: u64) -> Option<u64> {
+        let lost = self.lost_touches.take()?.saturating_sub(row_touches);
+        if let Some(known) = &mut self.totals.rows_lost {
+            known.row_touches = known.row_touches.saturating_add(lost);
+        }
+        Some(lost)
+    }
+}
