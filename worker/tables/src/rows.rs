@@ -5,8 +5,8 @@ use crate::table::Table;
 
 /// Rows by id, in one block of memory.
 ///
-/// A row takes 16 bytes, its numbers, and 5 to 10 bytes of index. All that is read and written of a
-/// row lies together: a row of a large table is not in a cache. Memory grows by an eighth at a time.
+/// A row takes 16 bytes, its numbers, and 5 to 10 bytes of index. All of a row lies together, as a
+/// row of a large table is in no cache. Memory grows by an eighth at a time.
 #[derive(Clone, Debug)]
 pub(crate) struct Rows {
     index: IdIndex,
