@@ -55,13 +55,10 @@ pub struct Summary {
     #[serde(default)]
     pub steps_skipped: u64,
     /// Touches of the rows of the model's tables, if it has tables.
-    #[serde(default)]
     pub row_touches: Option<RowTouchesSummary>,
     /// Set if all copies of rows of the model's tables were lost with their workers.
-    #[serde(default)]
     pub rows_lost: Option<RowsLoss>,
     /// Set if a state was lost of which there was no checkpoint.
-    #[serde(default)]
     pub state_lost: Option<StateLoss>,
     /// Why the job failed or was refused.
     pub error: Option<String>,
@@ -489,7 +486,11 @@ pub(crate) mod tests {
                 first_file: "_SUCCESS".into(),
             }),
             steps_skipped: 4,
-            row_touches: Some(crate::RowTouches { expected: 9, counted: 8 }.into()),
+            row_touches: Some(RowTouchesSummary {
+                missing: 1,
+                repeated: 2,
+                ..crate::RowTouches { expected: 9, counted: 9 }.into()
+            }),
             rows_lost: Some(RowsLoss { count: 1, at_step: 7, row_touches: 30 }),
             state_lost: Some(StateLoss { count: 1, at_step: 8 }),
             error: Some("too many failures".into()),
@@ -544,7 +545,7 @@ pub(crate) mod tests {
             "records_skipped": {"bad": 2, "nulls": 1, "first": ["a.csv line 3: 1 column"],
                 "files": 3, "first_file": "_SUCCESS"},
             "steps_skipped": 4,
-            "row_touches": {"expected": 9, "counted": 8, "missing": 1, "repeated": 0},
+            "row_touches": {"expected": 9, "counted": 9, "missing": 1, "repeated": 2},
             "rows_lost": {"count": 1, "at_step": 7, "row_touches": 30},
             "state_lost": {"count": 1, "at_step": 8},
             "error": "too many failures",

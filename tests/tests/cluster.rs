@@ -1,6 +1,6 @@
-//! In a real cluster, pods that are deleted, force-deleted or killed inside, and masters that are,
-//! cost no record; a deleted job leaves nothing; scaling, stopping and deleting are named in
-//! events.
+//! In a real cluster, pods that are deleted, force-deleted or killed inside, masters that are, and
+//! a Service that is deleted cost no record; a deleted job leaves nothing; scaling, stopping and
+//! deleting are named in events.
 //!
 //! The model's parameters count records, so the last line of its summary can be compared with the
 //! ledger.
@@ -10,7 +10,9 @@
 use std::collections::BTreeSet;
 use std::process::Command;
 
-use elasticdl_tests::cluster::{ChildOutput, Job, Namespace, must, name, pod_template, text, uid};
+use elasticdl_tests::cluster::{
+    ChildOutput, Job, Namespace, kubectl, must, name, pod_template, text, uid,
+};
 use elasticdl_tests::{Browser, Page, send};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -156,6 +158,9 @@ fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
         }
         _ => send(Namespace::process_inside(pod, "elasticdl").unwrap(), Signal::KILL),
     };
+    // The next masters could not start without it.
+    must(kubectl().args(["--namespace", namespace.name(), "delete", "service", "count-master"]));
+    job.wait_for_report("ServiceRestored", "count-master");
     for how in ["deleted", "killed", "force-deleted"] {
         let (last, before) = (namespace.incarnation("count"), job.status());
         // Not the next master, which waits beside it.

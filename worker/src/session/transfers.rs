@@ -256,7 +256,7 @@ mod tests {
         session.handle(MasterMessage::Membership(membership));
         session.connected();
         let state = StateHeader { step, digest: 1, has_result: true, was_in_group: true };
-        let other = SyncHeader { state: Some(state), ..SyncHeader::default() };
+        let other = SyncHeader { state: Some(state), created: 1, ..SyncHeader::default() };
         session.synced(&[other, session.sync_header(0)]).unwrap();
         session
     }
