@@ -55,7 +55,8 @@ fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_an
     let folder = tempfile::tempdir().unwrap();
     let server = S3::start(FaultRates::default(), 1);
     let job = job(&folder, &server)
-        .option("checkpoint-dir", "s3://bucket/checkpoints")
+        // Of two jobs with one address, the second is refused, whatever their stores are.
+        .option("checkpoint-dir", "s3://bucket/outage")
         .option("checkpoint-every", "20");
     let mut job = job.start();
     let working = job.wait_for_work_of(3);
@@ -84,7 +85,7 @@ fn a_stop_gives_up_a_checkpoint_whose_write_hangs_and_exports_the_model() {
     let export = folder.path().join("model.safetensors");
     let server = S3::start(FaultRates::default(), 1);
     let mut job = job_on(folder.path().join("data"), &folder, &server)
-        .option("checkpoint-dir", "s3://bucket/checkpoints")
+        .option("checkpoint-dir", "s3://bucket/wait")
         .option("checkpoint-every", "20")
         .option("export", &export)
         .start();
@@ -174,7 +175,7 @@ fn workers_that_wait_for_their_checkpoint_are_neither_lost_nor_counted_as_failed
     let folder = tempfile::tempdir().unwrap();
     let server = S3::start(FaultRates::default(), 1);
     let mut job = job_on(folder.path().join("data"), &folder, &server)
-        .option("checkpoint-dir", "s3://bucket/checkpoints")
+        .option("checkpoint-dir", "s3://bucket/stop")
         .option("checkpoint-every", "10")
         .option("max-worker-restarts", "0")
         .start();
