@@ -83,7 +83,7 @@ fn the_page_of_a_job_shows_it_scales_it_and_stops_it() {
     let _ = job.wait_for_group(3);
     assert_eq!(page.post("/api/stop", "{}"), 200);
     let (code, output) = job.wait();
-    assert_eq!(code, Some(0), "{output}");
+    assert_eq!(code, Some(143), "{output}");
     let (code, text_of_page) = served.wait();
     assert!(code == Some(0) && text_of_page.contains("elasticdl report"), "{text_of_page}");
     let html = tempfile::NamedTempFile::new().unwrap();

@@ -143,7 +143,7 @@ fn unschedulable_workers_wait_and_the_status_shows_why() {
     let stopped = namespace.elasticdl("stop", ["count"]).output().unwrap();
     assert!(stopped.status.success());
     let (code, output) = job.wait();
-    assert_eq!(code, Some(0), "{output}");
+    assert_eq!(code, Some(143), "{output}");
     job.assert_deletes();
 }
 

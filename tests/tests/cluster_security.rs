@@ -310,7 +310,7 @@ fn events_name_the_users_who_scale_stop_and_delete_a_job() {
     run("stop", &["again"], false);
     job.wait_for_report("StopRequested", &format!("{account} requests that the job stops"));
     let (code, output) = job.wait();
-    assert_eq!(code, Some(0), "{output}");
+    assert_eq!(code, Some(143), "{output}");
     assert!(output.contains("are not renewed while it runs"), "{output}");
     job.assert_deletes();
 }
