@@ -5,7 +5,7 @@
 //! | key | meaning | module |
 //! |---|---|---|
 //! | `schedules` | jobs under random faults, and those in which each touch was counted once | `schedules` |
-//! | `kill_p50_ratio`, `kill_p99_ratio` | pause after a kill, over that of a model without tables | `pauses` |
+//! | `kill_p50_ratio`, `kill_p99_ratio` | pause after a kill, over that without tables | `pauses` |
 //! | `join_ratio_16m` | pause of a join at the most rows, over that at the fewest | `pauses` |
 //! | `second_copy_cost` | records/s with one copy of each row, over those with two, less 1 | `speed` |
 //! | `vs_plain`, `vs_ddp` | records/s over PyTorch's, with one process and with several | `speed` |
