@@ -5,6 +5,7 @@ use std::hash::{DefaultHasher, Hasher as _};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use elasticdl_tables::Table;
 use object::{Object as _, ReadCache};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -15,18 +16,26 @@ use crate::update::UpdateRule;
 
 /// The origin of this process's replica. `node`: where it runs, if the launcher knows. The settings
 /// of a rule that is no optimizer are not known.
-pub(crate) fn origin(node: &str, tensors: &[NamedTensor], rule: &dyn UpdateRule) -> Origin {
+pub(crate) fn origin(
+    node: &str,
+    tensors: &[NamedTensor],
+    tables: &[Table],
+    rule: &dyn UpdateRule,
+) -> Origin {
     let host = match node {
         "" => fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default(),
         node => node.to_owned(),
     };
     let layout: Vec<_> = tensors.iter().map(|tensor| (&tensor.name, &tensor.shape)).collect();
+    let of_tables = |table: &Table| (table.name.clone(), table.dim, table.initialization);
+    let rows: Vec<_> = tables.iter().map(of_tables).collect();
+    let of_rows: Vec<_> = tables.iter().map(|table| table.optimizer).collect();
     let program = Program {
         executable: digest_of_executable(Path::new("/proc/self/exe")).unwrap_or(0),
         sources: script().map_or(0, |script| digest_of_sources(&script)),
         version: env!("CARGO_PKG_VERSION").into(),
-        tensors: xxh3_64(&encode(&layout)),
-        optimizer: xxh3_64(format!("{:?}", rule.as_optimizer()).as_bytes()),
+        tensors: xxh3_64(&encode(&(layout, rows))),
+        optimizer: xxh3_64(format!("{:?} {of_rows:?}", rule.as_optimizer()).as_bytes()),
     };
     Origin { host: host.trim().into(), program }
 }

@@ -9,8 +9,8 @@ This module needs nothing but Python. For PyTorch, use :mod:`elasticdl.torch`.
 """
 
 from ._data import sampler
-from ._elasticdl import Ring
+from ._elasticdl import Ring, id_of
 from ._job import Job, join
 from ._sampler import Record, Sampler
 
-__all__ = ["Job", "Record", "Ring", "Sampler", "join", "sampler"]
+__all__ = ["Job", "Record", "Ring", "Sampler", "id_of", "join", "sampler"]

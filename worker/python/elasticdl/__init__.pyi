@@ -1,4 +1,5 @@
 from ._elasticdl import Ring as Ring
+from ._elasticdl import id_of as id_of
 from ._job import Job as Job
 from ._job import join as join
 from ._sampler import Record as Record

@@ -6,12 +6,14 @@ import dataclasses
 class Function:
     """A function of the program, and the data that it is applied to. It decorates the function."""
 
-    def __init__(self, length, micro_batch, convert):
-        """``convert(function, indices)`` calls the function, and returns what the core takes."""
+    def __init__(self, length, micro_batch, convert, ids=None):
+        """``convert(function, indices)`` calls the function, and returns what the core takes.
+        ``ids(indices)``: the ids of these records, if there are tables."""
         self.length = length
         self.micro_batch = micro_batch
         self.function = None
         self._convert = convert
+        self.ids = ids
 
     def __call__(self, function):
         if not callable(function):
@@ -27,8 +29,8 @@ class Function:
 class Evaluator(Function):
     """Computes metrics. All micro-batches have the same ones."""
 
-    def __init__(self, length, micro_batch, call):
-        super().__init__(length, micro_batch, call)
+    def __init__(self, length, micro_batch, call, ids=None):
+        super().__init__(length, micro_batch, call, ids)
         self._names = None
 
     def run(self, indices):

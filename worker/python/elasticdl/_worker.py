@@ -118,12 +118,15 @@ class Worker:
             raise RuntimeError(f"a job has one {what}; call job.{what}() once")
         return declared
 
-    def start(self, tensors, slots, calls, *, is_direct, bucket_len=None, on_gpu=None):
+    def start(
+        self, tensors, slots, calls, *, is_direct, bucket_len=None, on_gpu=None, tables=()
+    ):
         """Declares the model to the core, which returns its memory."""
         sampler = self._sampler
         self.started = self.core.start(
             records=0 if sampler is None else sampler.length,
             tensors=tensors,
+            tables=list(tables),
             slots=slots,
             micro_batch=1 if sampler is None else sampler.micro_batch,
             absorbed=self.absorbed,

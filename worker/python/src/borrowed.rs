@@ -17,6 +17,7 @@ pub(crate) struct Borrowed {
     start: *mut u8,
     bytes: usize,
     is_f32: bool,
+    is_i64: bool,
     _owner: Owner,
 }
 
@@ -69,6 +70,7 @@ impl Borrowed {
             start: view.buf.cast(),
             bytes: view.len.cast_unsigned(),
             is_f32: F32_FORMATS.contains(&format),
+            is_i64: I64_FORMATS.contains(&format),
             _owner: Owner::View { _view: View(view) },
         })
     }
@@ -104,6 +106,7 @@ impl Borrowed {
             start: tensor.data.cast::<u8>().wrapping_add(tensor.byte_offset as usize),
             bytes: elements.cast_unsigned() as usize * element,
             is_f32: (code, bits, lanes) == (FLOAT, 32, 1),
+            is_i64: (code, bits, lanes) == (INTEGER, 64, 1),
             _owner: Owner::Capsule { _capsule: capsule.unbind() },
         })
     }
@@ -127,6 +130,17 @@ impl Borrowed {
             }
         }
         Err(PyValueError::new_err("sums are of arrays of f32, and this is none"))
+    }
+
+    pub(crate) fn integers(&mut self) -> PyResult<&mut [i64]> {
+        if self.is_i64 {
+            // SAFETY: any eight bytes are an i64.
+            let (before, integers, after) = unsafe { self.bytes().align_to_mut::<i64>() };
+            if before.is_empty() && after.is_empty() {
+                return Ok(integers);
+            }
+        }
+        Err(PyValueError::new_err("ids are arrays of i64, and this is none"))
     }
 }
 
@@ -186,7 +200,10 @@ struct DataType {
 const CAPSULE: &CStr = c"dltensor";
 /// `kDLCPU`.
 const CPU: i32 = 1;
+/// `kDLInt`.
+const INTEGER: u8 = 0;
 /// `kDLFloat`.
 const FLOAT: u8 = 2;
 /// Formats of f32 in the module `struct`, on a machine whose numbers are little-endian.
 const F32_FORMATS: [&CStr; 4] = [c"f", c"<f", c"=f", c"@f"];
+const I64_FORMATS: [&CStr; 4] = [c"q", c"<q", c"=q", c"@q"];

@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 
 use crate::floats::Floats;
 use crate::gpu::GpuMemory;
+use crate::rows::{self, Feature, NotAnnounced, TableOfProgram};
 
 /// A worker of a job, or one that trains alone.
 #[pyclass(frozen, module = "elasticdl._elasticdl")]
@@ -66,6 +67,8 @@ struct Application {
     micro_batch: usize,
     /// `run(records)`: their metrics, or columns.
     run: Py<PyAny>,
+    /// `ids(records)`: their ids, as features, before `run` is called.
+    ids: Py<PyAny>,
 }
 
 /// A column of predictions, as attributes of an object of Python.
@@ -188,7 +191,7 @@ impl Core {
     /// of the program there; the memory on the host is then empty.
     #[expect(clippy::too_many_arguments, reason = "the arguments have names in Python")]
     #[pyo3(signature = (
-        *, records, tensors, slots, micro_batch, absorbed, bucket_len, is_direct, on_gpu,
+        *, records, tensors, tables, slots, micro_batch, absorbed, bucket_len, is_direct, on_gpu,
         evaluation, prediction, calls
     ))]
     fn start(
@@ -196,6 +199,7 @@ impl Core {
         py: Python<'_>,
         records: u64,
         tensors: Vec<(String, Vec<usize>)>,
+        tables: Vec<TableOfProgram>,
         slots: usize,
         micro_batch: usize,
         absorbed: u64,
@@ -213,6 +217,7 @@ impl Core {
         let shape = Shape {
             records,
             tensors,
+            tables: tables.into_iter().map(TableOfProgram::table).collect::<PyResult<_>>()?,
             slots,
             bucket_len,
             absorbed,
@@ -260,8 +265,8 @@ impl Core {
         })
     }
 
-    /// Waits until the trainer requests a gradient, and updates parameters meanwhile. Returns
-    /// whether it does; if not, the job is complete.
+    /// Waits until the trainer requests a gradient or ids, and updates parameters meanwhile.
+    /// Returns whether it does; if not, the job is complete.
     fn wait(&self, py: Python<'_>) -> PyResult<bool> {
         loop {
             let event = {
@@ -286,13 +291,24 @@ impl Core {
                     return Err(PySystemExit::new_err(i32::from(code)));
                 }
                 Some(Event::Evaluate { records }) => {
-                    let means = self.apply(py, records, |training| training.evaluation.as_ref())?;
+                    let which = |training: &Training| training.evaluation.as_ref().map(run_of(py));
+                    let means = self.apply(py, records, which)?;
                     let means = means.extract::<Vec<(String, f64)>>(py)?;
                     self.training(|training| training.driver.evaluated(means))?;
                 }
+                Some(Event::EvaluationIds { records }) => {
+                    let ids = |one: &Application| one.ids.clone_ref(py);
+                    let which = |training: &Training| training.evaluation.as_ref().map(ids);
+                    let features = self.apply(py, records, which)?;
+                    let features = features.extract::<Vec<Feature<'_>>>(py)?;
+                    self.training(|training| {
+                        training.driver.announce_evaluated(|ids| rows::add(features, ids))
+                    })??;
+                }
+                Some(Event::Ids) => return Ok(true),
                 Some(Event::Predict { records }) => {
-                    let columns =
-                        self.apply(py, records, |training| training.prediction.as_ref())?;
+                    let which = |training: &Training| training.prediction.as_ref().map(run_of(py));
+                    let columns = self.apply(py, records, which)?;
                     let rows = rows_of(columns.extract::<Vec<Column<'_>>>(py)?)?;
                     self.training(|training| training.driver.predicted(rows))?;
                 }
@@ -336,7 +352,57 @@ impl Core {
         })
     }
 
-    /// How the micro-batch that was drawn first counts.
+    /// Whether the trainer waits for the ids of micro-batches, and whether it has all; None if it
+    /// does not wait.
+    fn announced(&self) -> PyResult<Option<bool>> {
+        self.training(|training| training.driver.announced())
+    }
+
+    /// Announces the ids of the micro-batch that was drawn first. Returns whether it counts.
+    fn announce(&self, features: Vec<Feature<'_>>) -> PyResult<bool> {
+        let announced = self.training(|training| {
+            training.driver.announce::<NotAnnounced>(|ids| Ok(rows::add(features, ids)?))
+        })?;
+        Ok(announced?)
+    }
+
+    /// All ids are announced.
+    fn look_up(&self) -> PyResult<()> {
+        self.training(|training| training.driver.look_up())
+    }
+
+    /// Number of rows of a table that are there.
+    fn rows(&self, table: usize) -> PyResult<usize> {
+        self.training(|training| training.driver.ids().of(table).len())
+    }
+
+    /// Writes the positions of the rows of ids to `to`. Returns the first id that was not
+    /// announced.
+    fn find_rows(
+        &self,
+        table: usize,
+        ids: &Bound<'_, PyAny>,
+        to: &Bound<'_, PyAny>,
+    ) -> PyResult<Option<i64>> {
+        self.training(|training| rows::find(&training.driver, table, ids, to))?
+    }
+
+    /// Copies the rows of a table to `to`.
+    fn read_rows(&self, table: usize, to: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.training(|training| rows::read(&mut training.driver, table, to))?
+    }
+
+    /// Adds `scale` times `gradient` to that of the rows of a table.
+    fn add_row_gradient(
+        &self,
+        table: usize,
+        gradient: &Bound<'_, PyAny>,
+        scale: f32,
+    ) -> PyResult<()> {
+        self.training(|training| rows::add_gradient(&mut training.driver, table, gradient, scale))?
+    }
+
+    /// How the micro-batch that is delivered next counts.
     fn counted(&self) -> PyResult<CountedBatch> {
         self.training(|Training { driver, .. }| match driver.counted() {
             Some(Counted { records, before, is_last, is_overlapped }) => {
@@ -426,10 +492,10 @@ impl Core {
         &self,
         py: Python<'_>,
         records: Vec<Record>,
-        which: impl Fn(&Training) -> Option<&Application>,
+        which: impl Fn(&Training) -> Option<Py<PyAny>>,
     ) -> PyResult<Py<PyAny>> {
         self.call(py, |calls| &calls.load)?.call0(py)?;
-        let run = self.training(|training| which(training).map(|one| one.run.clone_ref(py)))?;
+        let run = self.training(|training| which(training))?;
         let run = run.ok_or_else(|| PyRuntimeError::new_err("the program has no such function"))?;
         let records: Vec<u64> = records.into_iter().map(|record| record.number).collect();
         run.call1(py, (records,))
@@ -517,6 +583,11 @@ impl Progress {
     fn records(&self) -> u64 {
         self.watch.progress().records
     }
+}
+
+/// What applies the model.
+fn run_of(py: Python<'_>) -> impl Fn(&Application) -> Py<PyAny> {
+    move |application| application.run.clone_ref(py)
 }
 
 fn rows_of(columns: Vec<Column<'_>>) -> PyResult<Predictions> {

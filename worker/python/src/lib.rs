@@ -9,6 +9,7 @@ mod floats;
 mod gpu;
 mod operations;
 mod ring;
+mod rows;
 
 use pyo3::prelude::*;
 
@@ -24,7 +25,14 @@ fn _elasticdl(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(data::seed_of_step, module)?)?;
     module.add_function(wrap_pyfunction!(gpu::gpu_ordinal, module)?)?;
     module.add_function(wrap_pyfunction!(die_with_parent, module)?)?;
+    module.add_function(wrap_pyfunction!(id_of, module)?)?;
     Ok(())
+}
+
+/// An id for a text: the bits of `elasticdl::id_of`, as tensors of i64 have them.
+#[pyfunction]
+fn id_of(text: &str) -> i64 {
+    elasticdl::id_of(text).cast_signed()
 }
 
 /// Makes the kernel kill this process when the thread that forked it ends: a process that a worker

@@ -1,15 +1,16 @@
 //! The GPU side of a program's model.
 
 use cudarc::driver::{DevicePtr as _, DevicePtrMut as _};
+use elasticdl_tables::BatchRows;
 
 use super::lent::{Lent, LentMut};
-use super::model::{ExternalModel, Record};
+use super::model::{Batch, ExternalModel};
 use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::update::UpdateRule;
 
 impl DeviceModel for ExternalModel {
-    type Batch = Vec<Record>;
+    type Batch = Batch;
 
     fn device(&self) -> &Device {
         self.memory.device.as_ref().expect("called only if there is a GPU")
@@ -18,7 +19,7 @@ impl DeviceModel for ExternalModel {
     fn gradients(
         &mut self,
         _parameters: &CudaSlice<f32>,
-        records: Vec<Record>,
+        batch: Batch,
         gradients: &mut DeviceGradients<'_>,
     ) -> Result<Loss, UserError> {
         let is_overlapped = gradients.is_overlapped();
@@ -29,16 +30,17 @@ impl DeviceModel for ExternalModel {
             let (address, _written) = sum.device_ptr_mut(stream);
             LentMut::on_device(address, len)
         };
-        self.compute(records, gradient, is_overlapped, |start| gradients.complete_from(start))
+        let lent = (gradient, &mut BatchRows::default());
+        self.compute(batch.records, lent, is_overlapped, |start| gradients.complete_from(start))
     }
 
     fn evaluate(
         &mut self,
         _parameters: &CudaSlice<f32>,
-        records: Vec<Record>,
+        batch: Batch,
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
-        self.measure(&records, metrics)
+        self.measure(&batch.records, metrics)
     }
 
     fn update(

@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use elasticdl_data::Predictions;
+use elasticdl_tables::{BatchRows, Ids};
 
 use super::lent::{Lent, LentMut};
 use super::memory::Memory;
@@ -22,6 +23,8 @@ pub struct Driver {
     replies: Sender<Result<Reply, String>>,
     /// From a call until the reply.
     held: Option<Held>,
+    /// Ids of the rows that calls lend.
+    ids: Ids,
     shared: Arc<Shared>,
     batches: MicroBatches,
     /// Metrics of the micro-batch that is delivered next, each a mean over its records.
@@ -34,8 +37,10 @@ pub struct Driver {
 /// What a call lends.
 #[derive(Debug)]
 enum Held {
-    Evaluate,
+    Evaluate { rows: BatchRows },
+    EvaluationIds { ids: Ids },
     Gradient { gradient: LentMut, before: u64, is_overlapped: bool, sums: Sums },
+    Ids { ids: Ids },
     Initialize { parameters: LentMut },
     Predict,
     Update { sum: Lent, parameters: LentMut, state: LentMut },
@@ -71,9 +76,14 @@ pub enum Event {
     /// Compute the metrics of these records, then [`Driver::evaluated`]. The parameters are in the
     /// program's memory.
     Evaluate { records: Vec<Record> },
+    /// [Announce](Driver::announce_evaluated) the ids of these records, which are evaluated later.
+    EvaluationIds { records: Vec<Record> },
     /// Add gradients to [`Driver::gradient`], each followed by [`Driver::deliver`]. `loads`: the
     /// parameters are new.
     Gradient { loads: bool },
+    /// [Announce](Driver::announce) the ids of the micro-batches of a request, then
+    /// [`Driver::look_up`]: for a program with tables, before it computes their gradients.
+    Ids,
     /// Write the initial [parameters](Driver::parameters), then [`Driver::done`].
     Initialize { seed: u64 },
     /// Make predictions for these records, then [`Driver::predicted`]; as for `Evaluate`.
@@ -134,6 +144,7 @@ impl Driver {
             calls,
             replies,
             held: None,
+            ids: Ids::default(),
             shared,
             batches: MicroBatches::new(micro_batch.max(1), worker.options().is_deterministic),
             means: Vec::new(),
@@ -154,7 +165,7 @@ impl Driver {
             Some(Held::Initialize { parameters } | Held::Update { parameters, .. }) => {
                 parameters.slice()
             }
-            Some(Held::Evaluate | Held::Gradient { .. } | Held::Predict) | None => None,
+            _ => None,
         }
     }
 
@@ -191,11 +202,82 @@ impl Driver {
             Some(Held::Gradient { gradient, .. }) => Some(gradient.address()),
             Some(Held::Initialize { parameters }) => Some(parameters.address()),
             Some(Held::Update { sum, .. }) => Some(sum.address()),
-            Some(Held::Evaluate | Held::Predict) | None => None,
+            _ => None,
         }
     }
 
-    /// How the micro-batch that was drawn first counts; `None` if it will be discarded.
+    /// The rows of the program's tables, while a gradient or metrics are requested: those of the
+    /// ids of all micro-batches of the request, with the sums of their gradients, to which the
+    /// program adds.
+    pub fn rows(&mut self) -> Option<&mut BatchRows> {
+        match &mut self.held {
+            Some(Held::Gradient { sums, .. }) => Some(&mut sums.rows),
+            Some(Held::Evaluate { rows }) => Some(rows),
+            _ => None,
+        }
+    }
+
+    /// The ids of [`rows`](Self::rows), with their positions.
+    pub fn ids(&self) -> &Ids {
+        &self.ids
+    }
+
+    /// Whether the trainer waits for ids of micro-batches, and whether it has those of all.
+    pub fn announced(&self) -> Option<bool> {
+        matches!(self.held, Some(Held::Ids { .. })).then(|| self.batches.is_complete())
+    }
+
+    /// Announces the ids of the micro-batch that was drawn first: calls `add` with those of the
+    /// request. Returns whether the micro-batch counts. If not, it is not to be computed; its
+    /// records are drawn again.
+    ///
+    /// A group that changes before the rows come makes another [request](Event::Ids), for which the
+    /// program announces what it had announced once more, in the same order.
+    ///
+    /// # Errors
+    /// No ids are requested, no micro-batch was drawn, or `add` fails.
+    pub fn announce<E: From<WorkerError>>(
+        &mut self,
+        add: impl FnOnce(&mut Ids) -> Result<(), E>,
+    ) -> Result<bool, E> {
+        let Some(Held::Ids { ids }) = &mut self.held else {
+            return Err(WorkerError::Failed("no ids are requested now".into()).into());
+        };
+        let Some(counts) = self.batches.announce() else {
+            let error = "there is no micro-batch to announce: each needs its own draw";
+            return Err(WorkerError::Failed(error.into()).into());
+        };
+        if counts {
+            add(ids)?;
+        }
+        Ok(counts)
+    }
+
+    /// Announces the ids of records that are evaluated.
+    ///
+    /// # Errors
+    /// `add` fails.
+    pub fn announce_evaluated<E>(
+        &mut self,
+        add: impl FnOnce(&mut Ids) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if let Some(Held::EvaluationIds { ids }) = &mut self.held {
+            add(ids)?;
+        }
+        self.look_up();
+        Ok(())
+    }
+
+    /// All ids are announced. The rows are there at the next event, if that is a request for the
+    /// gradient.
+    pub fn look_up(&mut self) {
+        if let Some(Held::EvaluationIds { ids } | Held::Ids { ids }) = &self.held {
+            self.ids = ids.clone();
+            self.reply(Ok(Reply::Ids(self.ids.clone())));
+        }
+    }
+
+    /// How the micro-batch that is delivered next counts; `None` if it will be discarded.
     pub fn counted(&self) -> Option<Counted> {
         let Some(Held::Gradient { before, is_overlapped, .. }) = &self.held else { return None };
         let (records, is_last) = self.batches.counted()?;
@@ -225,13 +307,24 @@ impl Driver {
             Err(RecvTimeoutError::Disconnected) => return Some(Event::Ended(self.join())),
         };
         let (held, event) = match call {
-            Call::Evaluate { records } => (Held::Evaluate, Event::Evaluate { records }),
-            Call::Gradient { records, before, gradient, is_overlapped, loads } => {
-                self.batches.request(records);
+            Call::Evaluate { records, rows } => {
+                (Held::Evaluate { rows }, Event::Evaluate { records })
+            }
+            Call::EvaluationIds { records, ids } => {
+                (Held::EvaluationIds { ids }, Event::EvaluationIds { records })
+            }
+            Call::Gradient { records, before, gradient, rows, is_overlapped, loads } => {
+                if !self.batches.is_announced() {
+                    self.batches.request(records);
+                }
                 self.since = Instant::now();
-                let sums = Sums::default();
+                let sums = Sums { rows, ..Sums::default() };
                 let held = Held::Gradient { gradient, before, is_overlapped, sums };
                 (held, Event::Gradient { loads })
+            }
+            Call::Ids { records, ids } => {
+                self.batches.request(records);
+                (Held::Ids { ids }, Event::Ids)
             }
             Call::Initialize { seed, parameters } => {
                 (Held::Initialize { parameters }, Event::Initialize { seed })
@@ -306,9 +399,9 @@ impl Driver {
         Ok(true)
     }
 
-    /// Whether the trainer waits for a micro-batch.
+    /// Whether the trainer waits for a micro-batch: for its gradient or its ids.
     pub fn is_requested(&self) -> bool {
-        matches!(self.held, Some(Held::Gradient { .. }))
+        matches!(self.held, Some(Held::Gradient { .. } | Held::Ids { .. }))
     }
 
     /// The parameters are initialized or updated.
@@ -318,7 +411,10 @@ impl Driver {
 
     /// The metrics of the records to evaluate, each a mean over them.
     pub fn evaluated(&mut self, means: Vec<(String, f64)>) {
-        self.reply(Ok(Reply::Metrics(means)));
+        if let Some(Held::Evaluate { rows }) = &mut self.held {
+            let rows = std::mem::take(rows);
+            self.reply(Ok(Reply::Metrics(means, rows)));
+        }
     }
 
     /// The predictions, one row for each record.

@@ -5,6 +5,11 @@
 //! and no records of two epochs. If a request differs, because the group has changed or the epoch
 //! ends, then the micro-batches that do not fit are discarded, and their records are drawn again.
 //!
+//! A model with tables announces the ids of all micro-batches of a request before it computes the
+//! first. Those that do not fit are discarded then. If the rows can't be looked up, because the
+//! group has changed, the next request takes the place of this one, and what was announced counts
+//! only if it fits that one.
+//!
 //! **Invariant:** a micro-batch counts only if its records are the next ones of the request, so
 //! that a step contains each of its records exactly once.
 
@@ -22,6 +27,8 @@ pub(super) struct MicroBatches {
     is_strict: bool,
     /// Micro-batches that were drawn and not delivered, in order.
     drawn: VecDeque<Vec<Record>>,
+    /// Micro-batches of the request whose ids are announced and which were not delivered, in order.
+    announced: VecDeque<Vec<Record>>,
     /// Records of the request that were not delivered, in order.
     requested: VecDeque<Record>,
     /// Numbers of records of the last two requests.
@@ -30,17 +37,21 @@ pub(super) struct MicroBatches {
 
 impl MicroBatches {
     pub(super) fn new(len_max: usize, is_strict: bool) -> Self {
-        let (drawn, requested) = (VecDeque::new(), VecDeque::new());
-        Self { len_max, is_strict, drawn, requested, quotas: [0; 2] }
+        let (drawn, announced, requested) = Default::default();
+        Self { len_max, is_strict, drawn, announced, requested, quotas: [0; 2] }
     }
 
     /// The trainer waits for the gradient of `records`.
     pub(super) fn request(&mut self, records: Vec<Record>) {
+        while let Some(batch) = self.announced.pop_back() {
+            self.drawn.push_front(batch);
+        }
         self.quotas = [records.len(), self.quotas[0]];
         self.requested = records.into();
     }
 
-    /// Whether the gradient of all requested records was delivered.
+    /// Whether all requested records are announced or, without tables, their gradient was
+    /// delivered.
     pub(super) fn is_complete(&self) -> bool {
         self.requested.is_empty()
     }
@@ -83,9 +94,17 @@ impl MicroBatches {
         batch
     }
 
-    /// Number of records of the micro-batch that was drawn first, and whether it is the last one of
-    /// the request; `None` if it does not count.
+    /// Number of records of the micro-batch that is delivered next, and whether it is the last one
+    /// of the request; `None` if it does not count.
     pub(super) fn counted(&self) -> Option<(usize, bool)> {
+        match self.announced.front() {
+            Some(batch) => Some((batch.len(), self.announced.len() == 1 && self.is_complete())),
+            None => self.fits(),
+        }
+    }
+
+    /// As [`counted`](Self::counted), for the micro-batch that was drawn first.
+    fn fits(&self) -> Option<(usize, bool)> {
         let batch = self.drawn.front()?;
         let left = self.requested.len();
         let counts = left >= batch.len()
@@ -94,9 +113,29 @@ impl MicroBatches {
         counts.then_some((batch.len(), left == batch.len()))
     }
 
-    /// Takes the micro-batch that was drawn first, if there is one. If it `counts`, the records of
-    /// the request that it has are delivered.
+    /// Whether micro-batches are announced and not delivered.
+    pub(super) fn is_announced(&self) -> bool {
+        !self.announced.is_empty()
+    }
+
+    /// Announces the ids of the micro-batch that was drawn first. Returns whether it counts; if
+    /// not, it is discarded. `None` if there is none.
+    pub(super) fn announce(&mut self) -> Option<bool> {
+        let counts = self.fits().is_some();
+        let batch = self.drawn.pop_front()?;
+        if counts {
+            self.requested.drain(..batch.len());
+            self.announced.push_back(batch);
+        }
+        Some(counts)
+    }
+
+    /// Takes the micro-batch that was announced first or, without tables, drawn first, if there is
+    /// one. If it `counts`, the records of the request that it has are delivered.
     pub(super) fn deliver(&mut self, counts: bool) -> bool {
+        if self.announced.pop_front().is_some() {
+            return true;
+        }
         let Some(batch) = self.drawn.pop_front() else { return false };
         if counts {
             self.requested.drain(..batch.len());
@@ -246,5 +285,26 @@ mod tests {
             assert_eq!(batches.draw(&VecDeque::new()), Some(records(0, next)));
             assert_eq!(batches.counted(), Some(if is_strict { (4, false) } else { (2, true) }));
         }
+    }
+
+    #[test]
+    fn what_was_announced_counts_in_the_next_request_if_it_fits() {
+        let mut batches = requested();
+        let ahead = VecDeque::new();
+        let first = batches.draw(&ahead).unwrap();
+        assert_eq!(batches.announce(), Some(true));
+        let second = batches.draw(&ahead).unwrap();
+        assert_eq!(batches.announce(), Some(true));
+        assert_eq!(batches.announce(), None);
+        // Another worker was lost before the rows came: the same records, and more.
+        batches.request([records(0, 0..6), records(0, 90..92)].concat());
+        assert_eq!([first, second], [records(0, 0..4), records(0, 4..8)]);
+        assert_eq!([batches.announce(), batches.announce()], [Some(true), Some(false)]);
+        assert_eq!(batches.draw(&ahead), Some([records(0, 4..6), records(0, 90..92)].concat()));
+        assert!(!batches.is_complete());
+        assert_eq!((batches.announce(), batches.is_complete()), (Some(true), true));
+        assert_eq!((batches.counted(), batches.deliver(true)), (Some((4, false)), true));
+        assert_eq!((batches.counted(), batches.deliver(true)), (Some((4, true)), true));
+        assert_eq!((batches.counted(), batches.deliver(true)), (None, false));
     }
 }

@@ -1,6 +1,7 @@
 //! The model that passes each of the trainer's calls to the program's thread.
 
 use std::collections::VecDeque;
+use std::mem;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender};
@@ -9,6 +10,7 @@ use std::time::Duration;
 
 use elasticdl_data::worker::refuse_bad_records;
 use elasticdl_data::{Access, DataError, Dataset, File, Predictions, Purpose, ReadOptions, Reader};
+use elasticdl_tables::{BatchRows, Ids, Table};
 
 use super::bridge::{Bridge, Progress};
 use super::lent::{Lent, LentMut};
@@ -20,15 +22,18 @@ use crate::device::{DeviceMemory, DeviceModel};
 use crate::metrics::{Loss, Metrics, UserError, report_sum};
 use crate::model::{Model, NamedTensor};
 use crate::state_buffer::StateMemory;
+use crate::table_model::TableModel;
 use crate::update::{Update, UpdateRule};
 
 /// The size of a program's model and data.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Shape {
     /// Number of records of the training data.
     pub records: u64,
     /// Names and shapes of the tensors that make up the parameters.
     pub tensors: Vec<NamedTensor>,
+    /// Embedding tables.
+    pub tables: Vec<Table>,
     /// Number of `f32`s of state per parameter.
     pub slots: usize,
     /// Number of elements of a bucket of the gradient, if it is summed in buckets.
@@ -90,8 +95,10 @@ pub struct GroupProgress {
 /// What the trainer asks of the program.
 #[derive(Debug)]
 pub(super) enum Call {
-    /// The metrics of these records.
-    Evaluate { records: Vec<Record> },
+    /// The metrics of these records, with the rows of their ids.
+    Evaluate { records: Vec<Record>, rows: BatchRows },
+    /// To add the ids of these records, which are evaluated.
+    EvaluationIds { records: Vec<Record>, ids: Ids },
     /// To add the gradient of these records, in micro-batches, to `gradient`, which already has
     /// that of `before` records; if there are none, its elements have any values. Its parts are
     /// summed as they are complete, if it `is_overlapped`. `loads`: the parameters are new.
@@ -99,9 +106,13 @@ pub(super) enum Call {
         records: Vec<Record>,
         before: u64,
         gradient: LentMut,
+        rows: BatchRows,
         is_overlapped: bool,
         loads: bool,
     },
+    /// To add the ids of these records, in micro-batches. The gradient of the same records is
+    /// requested next, unless the group changes.
+    Ids { records: Vec<Record>, ids: Ids },
     /// The initial parameters.
     Initialize { seed: u64, parameters: LentMut },
     /// Predictions for these records.
@@ -120,8 +131,10 @@ pub(super) enum Reply {
     Done,
     /// The gradient of all records is there.
     Gradient(Sums),
-    /// The metrics, each a mean over the records.
-    Metrics(Vec<(String, f64)>),
+    /// The ids of all records are there.
+    Ids(Ids),
+    /// The metrics, each a mean over the records; and the rows of the call.
+    Metrics(Vec<(String, f64)>, BatchRows),
     /// One row for each record.
     Predictions(Predictions),
 }
@@ -134,6 +147,8 @@ pub(super) struct Sums {
     pub(super) discarded: Duration,
     /// By name, which may occur several times.
     pub(super) metrics: Vec<(String, f64)>,
+    /// The rows of the call, with their gradients.
+    pub(super) rows: BatchRows,
 }
 
 /// What both threads see at any time.
@@ -255,28 +270,32 @@ impl ExternalModel {
         }
     }
 
-    /// Lets the program add the gradient of these records. `complete` is called as parts of it are.
+    /// Lets the program add the gradient of these records, also to that of `rows`. `complete` is
+    /// called as parts of it are.
     pub(super) fn compute(
         &mut self,
         records: Vec<Record>,
-        gradient: LentMut,
+        (gradient, rows): (LentMut, &mut BatchRows),
         is_overlapped: bool,
         mut complete: impl FnMut(usize),
     ) -> Result<Loss, UserError> {
         let mut channel = locked(&self.channel);
-        let loads = !std::mem::replace(&mut channel.has_computed, true);
+        let loads = !mem::replace(&mut channel.has_computed, true);
         let before = self.step_records;
         self.step_records += records.len() as u64;
-        channel.send(Call::Gradient { records, before, gradient, is_overlapped, loads })?;
+        let lent = mem::take(rows);
+        let call = Call::Gradient { records, before, gradient, rows: lent, is_overlapped, loads };
+        channel.send(call)?;
         loop {
             match channel.receive()? {
                 Reply::CompleteFrom(start) => complete(start),
-                Reply::Gradient(Sums { loss, metrics, discarded }) => {
+                Reply::Gradient(Sums { loss, metrics, discarded, rows: with_gradients }) => {
+                    *rows = with_gradients;
                     self.discarded += discarded;
                     metrics.iter().for_each(|(name, sum)| report_sum(name, *sum));
                     return Ok(Loss::Sum(loss));
                 }
-                Reply::Done | Reply::Metrics(_) | Reply::Predictions(_) => {
+                Reply::Done | Reply::Ids(_) | Reply::Metrics(..) | Reply::Predictions(_) => {
                     return Err("the program has replied without a gradient".into());
                 }
             }
@@ -291,10 +310,14 @@ impl ExternalModel {
     ) -> Result<(), UserError> {
         let channel = self.channel();
         for part in records.chunks(batch_of(self.shape.evaluation)) {
-            channel.send(Call::Evaluate { records: part.to_vec() })?;
-            let Reply::Metrics(means) = channel.receive()? else {
+            let rows = metrics.rows.as_deref_mut().map(mem::take).unwrap_or_default();
+            channel.send(Call::Evaluate { records: part.to_vec(), rows })?;
+            let Reply::Metrics(means, rows) = channel.receive()? else {
                 return Err("the program has replied without metrics".into());
             };
+            if let Some(lender) = metrics.rows.as_deref_mut() {
+                *lender = rows;
+            }
             for (name, mean) in means {
                 metrics.add_sum(&name, mean * part.len() as f64);
             }
@@ -305,7 +328,7 @@ impl ExternalModel {
 
 impl Model for ExternalModel {
     type Reader = Numbers;
-    type Batch = Vec<Record>;
+    type Batch = Batch;
 
     fn reader(&self) -> Numbers {
         let Shape { records, evaluation, prediction, .. } = self.shape;
@@ -332,8 +355,12 @@ impl Model for ExternalModel {
     }
 
     #[cfg(feature = "gpu")]
-    fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Vec<Record>>> {
+    fn as_device_model(&mut self) -> Option<&mut dyn DeviceModel<Batch = Batch>> {
         self.memory.device.is_some().then_some(self as _)
+    }
+
+    fn as_table_model(&mut self) -> Option<&mut dyn TableModel<Batch = Batch>> {
+        (!self.shape.tables.is_empty()).then_some(self as _)
     }
 
     fn initialize(&mut self, seed: u64, parameters: &mut [f32]) -> Result<(), UserError> {
@@ -342,39 +369,43 @@ impl Model for ExternalModel {
         channel.receive().map(drop)
     }
 
-    fn feed(&mut self, records: Vec<Record>) -> Result<Vec<Record>, UserError> {
-        Ok(records)
+    fn feed(&mut self, records: Vec<Numbered>) -> Result<Batch, UserError> {
+        let is_training = records.first().is_none_or(|first| first.is_training);
+        let records = records.into_iter().map(|numbered| numbered.record).collect();
+        Ok(Batch { is_training, records })
     }
 
     fn gradients(
         &mut self,
         _parameters: &[f32],
-        records: Vec<Record>,
+        Batch { records, .. }: Batch,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
         let is_overlapped = gradients.is_overlapped();
-        let gradient = LentMut::new(gradients.sum());
-        self.compute(records, gradient, is_overlapped, |start| gradients.complete_from(start))
+        if self.shape.tables.is_empty() {
+            let lent = (LentMut::new(gradients.sum()), &mut BatchRows::default());
+            return self.compute(records, lent, is_overlapped, |start| {
+                gradients.complete_from(start);
+            });
+        }
+        let (rows, sum) = gradients.rows_and_sum();
+        self.compute(records, (LentMut::new(sum), rows), false, |_| {})
     }
 
     fn evaluate(
         &mut self,
         parameters: &[f32],
-        records: Vec<Record>,
+        batch: Batch,
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
         self.show(parameters);
-        self.measure(&records, metrics)
+        self.measure(&batch.records, metrics)
     }
 
-    fn predict(
-        &mut self,
-        parameters: &[f32],
-        records: Vec<Record>,
-    ) -> Result<Predictions, UserError> {
+    fn predict(&mut self, parameters: &[f32], batch: Batch) -> Result<Predictions, UserError> {
         self.show(parameters);
         let (channel, mut all) = (self.channel(), Predictions::new());
-        for part in records.chunks(batch_of(self.shape.prediction)) {
+        for part in batch.records.chunks(batch_of(self.shape.prediction)) {
             channel.send(Call::Predict { records: part.to_vec() })?;
             let Reply::Predictions(rows) = channel.receive()? else {
                 return Err("the program has replied without predictions".into());
@@ -382,6 +413,34 @@ impl Model for ExternalModel {
             all.append(rows)?;
         }
         Ok(all)
+    }
+}
+
+impl TableModel for ExternalModel {
+    type Batch = Batch;
+
+    fn tables(&self) -> Vec<Table> {
+        self.shape.tables.clone()
+    }
+
+    fn ids(&mut self, batch: &mut Batch, ids: &mut Ids) -> Result<(), UserError> {
+        let channel = self.channel();
+        let most = match batch.is_training {
+            true => usize::MAX,
+            false => batch_of(self.shape.evaluation),
+        };
+        for part in batch.records.chunks(most) {
+            let (records, lent) = (part.to_vec(), mem::take(ids));
+            channel.send(match batch.is_training {
+                true => Call::Ids { records, ids: lent },
+                false => Call::EvaluationIds { records, ids: lent },
+            })?;
+            let Reply::Ids(of_program) = channel.receive()? else {
+                return Err("the program has replied without ids".into());
+            };
+            *ids = of_program;
+        }
+        Ok(())
     }
 }
 
@@ -413,7 +472,7 @@ impl Bridge for ExternalModel {
     }
 
     fn take_discarded(&mut self) -> Duration {
-        std::mem::take(&mut self.discarded)
+        mem::take(&mut self.discarded)
     }
 
     fn observe(&mut self, event: Progress<'_>) {
@@ -429,6 +488,20 @@ impl Bridge for ExternalModel {
             }
         }
     }
+}
+
+/// Records that the program computes, or evaluates.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Batch {
+    pub(super) is_training: bool,
+    pub(super) records: Vec<Record>,
+}
+
+/// A record, and whether it belongs to the training data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Numbered {
+    is_training: bool,
+    pub(super) record: Record,
 }
 
 /// A reader whose records are their own numbers. The program loads their data, any of them as well
@@ -461,7 +534,7 @@ impl Numbers {
 }
 
 impl Reader for Numbers {
-    type Record = Record;
+    type Record = Numbered;
 
     fn configure(&mut self, options: ReadOptions) -> Result<(), DataError> {
         self.purpose = options.purpose;
@@ -480,7 +553,7 @@ impl Reader for Numbers {
         self.epoch = epoch;
     }
 
-    fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Record>, DataError> {
+    fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Numbered>, DataError> {
         let (expected, found) = (file.records, self.records()?);
         if found != expected {
             let error = format!(
@@ -489,7 +562,9 @@ impl Reader for Numbers {
             );
             return Err(DataError::Other(error.into()));
         }
-        Ok(range.map(|number| Record { epoch: self.epoch, number }).collect())
+        let is_training = !matches!(self.purpose, Purpose::Evaluate | Purpose::Predict);
+        let record = |number| Record { epoch: self.epoch, number };
+        Ok(range.map(|number| Numbered { is_training, record: record(number) }).collect())
     }
 }
 

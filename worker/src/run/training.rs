@@ -62,9 +62,9 @@ impl Training<'_> {
         let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
         let reader = reader.map_err(Failure::fatal)?;
         let order = order_of(&reader, options, &dataset).map_err(Failure::fatal)?;
-        let origin = program::origin(&environment.location.node, &layout, &*rule);
-        let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());
         let specs = tables_of(&mut model).map_err(Failure::fatal)?;
+        let origin = program::origin(&environment.location.node, &layout, &specs, &*rule);
+        let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());
         let checkpoints = Checkpointing::new(
             options,
             job,

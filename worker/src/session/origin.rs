@@ -27,9 +27,9 @@ pub struct Program {
     pub sources: u64,
     /// Version of this library.
     pub version: String,
-    /// Digest of the model's tensors: names and shapes.
+    /// Digest of the model's tensors and tables: names, shapes, and how rows begin.
     pub tensors: u64,
-    /// Digest of the optimizer's settings.
+    /// Digest of the settings of the optimizer, and of those of rows.
     pub optimizer: u64,
 }
 

@@ -340,6 +340,9 @@ impl<M: Model> Trainer<'_, M> {
         is_first: bool,
     ) -> Result<(), Stopped> {
         if is_first {
+            if let Some(bridge) = self.model.as_bridge() {
+                bridge.begin_gradient();
+            }
             self.tensors.clear_gradient()?;
         }
         let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);

@@ -67,6 +67,12 @@ impl Ids {
         }
     }
 
+    /// The position of the row of `id` in a table; `None` if no record contains it.
+    pub fn position(&self, table: usize, id: u64) -> Option<usize> {
+        let TableIds { ids, index, .. } = self.tables.get(table)?;
+        index.find(id, |at| ids[at])
+    }
+
     /// The distinct ids of a table.
     pub fn of(&self, table: usize) -> &[u64] {
         self.tables.get(table).map_or(&[], |ids| &ids.ids)
@@ -234,6 +240,8 @@ mod tests {
         ids.begin_record();
         assert_eq!(ids.push(0, 7), 0);
         assert_eq!((ids.of(0), ids.of(1), ids.touches()), (&[7, 9][..], &[7][..], 4));
+        let found = [(0, 9), (1, 9), (2, 9)].map(|(table, id)| ids.position(table, id));
+        assert_eq!(found, [Some(1), None, None]);
     }
 
     #[test]

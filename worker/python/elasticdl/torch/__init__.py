@@ -19,6 +19,19 @@ from ._job import Job, join
 from ._optimizer import Optimizer
 from ._random import Dropout
 from ._scaler import Scaler
+from ._tables import Embedding, EmbeddingBag, RowAdagrad, RowAdam, RowSGD
 from ._weights import load
 
-__all__ = ["Dropout", "Job", "Optimizer", "Scaler", "join", "load"]
+__all__ = [
+    "Dropout",
+    "Embedding",
+    "EmbeddingBag",
+    "Job",
+    "Optimizer",
+    "RowAdagrad",
+    "RowAdam",
+    "RowSGD",
+    "Scaler",
+    "join",
+    "load",
+]

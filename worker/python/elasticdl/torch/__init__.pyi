@@ -1,17 +1,52 @@
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
 
 from .._job import AnyJob
 
+_Batch = TypeVar("_Batch")
 _Module = TypeVar("_Module", bound=torch.nn.Module)
+
+# Ids by record, or a pair of ids and offsets; or several of these.
+_Feature = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+_Ids = _Feature | list[_Feature]
+_RowOptimizer = RowAdagrad | RowAdam | RowSGD
 
 def join() -> Job: ...
 def load(net: _Module, path: str | os.PathLike[str]) -> _Module: ...
 
 class Dropout(torch.nn.Dropout): ...
+
+class Embedding(torch.nn.Module):
+    name: str
+    dim: int
+    def forward(self, ids: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor: ...
+
+class EmbeddingBag(torch.nn.Module):
+    name: str
+    dim: int
+    mode: Literal["mean", "sum"]
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor: ...
+    def __call__(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor: ...
+
+@dataclass(frozen=True)
+class RowAdagrad:
+    lr: float = 0.01
+    eps: float = 1e-8
+
+@dataclass(frozen=True)
+class RowAdam:
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+@dataclass(frozen=True)
+class RowSGD:
+    lr: float = 0.01
 
 class Job(AnyJob):
     @property
@@ -26,6 +61,21 @@ class Job(AnyJob):
         overlap: bool = True,
     ) -> Optimizer: ...
     def scaler(self, scaler: torch.amp.GradScaler) -> Scaler: ...
+    def embedding(
+        self, name: str, dim: int, *, optimizer: _RowOptimizer | None = None, bound: float = 0.05
+    ) -> Embedding: ...
+    def embedding_bag(
+        self,
+        name: str,
+        dim: int,
+        *,
+        mode: Literal["mean", "sum"] = "mean",
+        optimizer: _RowOptimizer | None = None,
+        bound: float = 0.05,
+    ) -> EmbeddingBag: ...
+    def batches(
+        self, loader: Iterable[_Batch], ids: Callable[[_Batch], Mapping[str, _Ids]]
+    ) -> Iterator[_Batch]: ...
     def evaluator(
         self,
         dataset: torch.utils.data.Dataset[Any],
@@ -33,6 +83,7 @@ class Job(AnyJob):
         *,
         micro_batch: int = 64,
         collate: Callable[[list[Any]], Any] | None = None,
+        ids: Callable[[Any], Mapping[str, _Ids]] | None = None,
     ) -> Any: ...
     def predictor(
         self,

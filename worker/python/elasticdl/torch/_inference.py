@@ -8,17 +8,35 @@ from torch.utils.data import default_collate
 from .._worker import Calls
 
 
-def caller(job, dataset, collate):
-    """Calls a function with a micro-batch of a data set, in evaluation mode, without gradients."""
-    collate = default_collate if collate is None else collate
+class Batches:
+    """The micro-batches of a data set to which a function is applied."""
 
-    def call(function, indices):
-        batch = collate([dataset[index] for index in indices])
+    def __init__(self, job, dataset, collate, ids=None):
+        """``ids(batch)``: the ids of a micro-batch, for a job with tables."""
+        self._job = job
+        self._dataset = dataset
+        self._collate = default_collate if collate is None else collate
+        self._ids = ids
+        # Those whose ids are known, until the rows are there.
+        self._loaded = {}
+
+    def features(self, indices):
+        """The ids of a micro-batch, as the core takes them."""
+        batch = self._loaded[tuple(indices)] = self._load(indices)
+        return self._job._rows.features(self._ids, batch, len(indices))
+
+    def call(self, function, indices):
+        """Calls a function with a micro-batch, in evaluation mode, without gradients."""
+        batch = self._loaded.pop(tuple(indices), None)
+        if batch is None:
+            batch = self._load(indices)
         arguments = batch if isinstance(batch, (list, tuple)) else (batch,)
-        with torch.no_grad(), evaluation_mode(job._net):
+        rows = self._job._rows.evaluated()
+        with torch.no_grad(), evaluation_mode(self._job._net), rows:
             return function(*arguments)
 
-    return call
+    def _load(self, indices):
+        return self._collate([self._dataset[index] for index in indices])
 
 
 @contextlib.contextmanager
@@ -46,7 +64,8 @@ class Applied:
         job = self._job
         tensors = [(name, list(tensor.shape)) for name, tensor in self._order]
         calls = Calls(initialize=_nothing, update=_nothing, load=self._load)
-        job._worker.start(tensors, 0, calls, is_direct=True)
+        tables = job._rows.declared()
+        job._worker.start(tensors, 0, calls, is_direct=True, tables=tables)
         self._values = torch.frombuffer(job._worker.started.parameters, dtype=torch.float32)
         self._elsewhere = []
         at = 0

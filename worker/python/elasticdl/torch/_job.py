@@ -6,12 +6,13 @@ from .. import _elasticdl
 from .._inference import Evaluator, Predictor
 from .._job import AnyJob
 from .._process import process
-from ._inference import Applied, caller
+from ._inference import Applied, Batches
 from ._module import check_module, tensors_of
 from ._objects import Objects
 from ._optimizer import Optimizer
 from ._random import number_modules
 from ._scaler import NO_SCALER, Scaler
+from ._tables import Embedding, EmbeddingBag, Rows, batches
 
 
 def join():
@@ -31,6 +32,7 @@ class Job(AnyJob):
         self._optimizer = None
         self._objects = Objects()
         self._scaler = None
+        self._rows = Rows(self._worker)
 
     @property
     def device(self):
@@ -103,7 +105,48 @@ class Job(AnyJob):
         self._scaler = mine if mine.is_enabled() else None
         return mine
 
-    def evaluator(self, dataset, function=None, *, micro_batch=64, collate=None):
+    def embedding(self, name, dim, *, optimizer=None, bound=0.05):
+        """Declares an embedding table, and returns a module that looks rows up.
+
+        As ``torch.nn.Embedding``, for any ids of 64 bits: the workers of the job divide the rows of
+        ``dim`` numbers. A row comes into being when a step touches it; before, it is uniform in
+        ±``bound``, by the job's seed, the table and the id alone. ``optimizer``: how rows change, a
+        :class:`RowAdagrad`, :class:`RowAdam` or :class:`RowSGD`. Default: ``RowSGD(lr=0.01)``. All
+        workers declare the same tables, in the same order.
+        """
+        return self._table(Embedding, name, dim, optimizer, bound)
+
+    def embedding_bag(self, name, dim, *, mode="mean", optimizer=None, bound=0.05):
+        """As :meth:`embedding`, with the sum or mean of the rows of each record's ids, as
+        ``torch.nn.EmbeddingBag``. ``mode``: "mean" or "sum"."""
+        if mode not in ("mean", "sum"):
+            raise ValueError(f"mode is {mode!r}; it must be 'mean' or 'sum'")
+        return self._table(EmbeddingBag, name, dim, optimizer, bound, mode=mode)
+
+    def _table(self, kind, name, dim, optimizer, bound, **settings):
+        self._worker.not_begun(f"the table {name!r}")
+        return self._rows.add(kind, name, dim, optimizer, bound, **settings)
+
+    def batches(self, loader, ids):
+        """Yields the batches of a loader, once the rows of the job's tables are there for them.
+
+        ``loader`` draws from :meth:`sampler`. ``ids(batch)`` returns the ids of a batch by table: a
+        tensor of int64 whose first dimension is the batch's records, a pair of ids and offsets, as
+        ``EmbeddingBag`` takes them, or a list of these if a record looks up several. A record
+        touches each of its ids once. Rows are looked up once per step, for all batches of this
+        worker in it: until then, they are kept.
+        """
+        if not callable(ids):
+            raise TypeError(f"ids is {ids!r}; it must be a function of a batch")
+        if not self._rows.declared():
+            raise RuntimeError(
+                "job.batches() is for jobs with tables, and this one has none; loop over the loader"
+            )
+        return batches(self._worker, self._rows, loader, ids)
+
+    def evaluator(
+        self, dataset, function=None, *, micro_batch=64, collate=None, ids=None
+    ):
         """Says how the module is evaluated, on a map-style data set.
 
         ``function`` gets a micro-batch of at most ``micro_batch`` elements, as a ``DataLoader``
@@ -111,10 +154,12 @@ class Job(AnyJob):
         name: each the mean over the micro-batch, or a tensor with one value per record. It is
         called with ``elasticdl evaluate``, and in training with ``--validation-data``, in
         evaluation mode and without gradients; the results are means over all records. ``collate``:
-        makes a micro-batch of a list of elements. Default: as a ``DataLoader`` does. Without
-        ``function``, returns a decorator for it.
+        makes a micro-batch of a list of elements. Default: as a ``DataLoader`` does. ``ids``: the
+        ids of a micro-batch, as of :meth:`batches`. Without ``function``, returns a decorator for
+        it.
         """
-        evaluator = Evaluator(len(dataset), micro_batch, caller(self, dataset, collate))
+        data = Batches(self, dataset, collate, ids)
+        evaluator = Evaluator(len(dataset), micro_batch, data.call, data.features)
         return self._worker.evaluator(evaluator, function)
 
     def predictor(self, dataset, function=None, *, micro_batch=64, collate=None):
@@ -124,7 +169,8 @@ class Job(AnyJob):
         with one element per record. It is called with ``elasticdl predict``, which writes them.
         Otherwise as :meth:`evaluator`.
         """
-        predictor = Predictor(len(dataset), micro_batch, caller(self, dataset, collate))
+        data = Batches(self, dataset, collate)
+        predictor = Predictor(len(dataset), micro_batch, data.call)
         return self._worker.predictor(predictor, function)
 
     def generator(self, *, record=None, step=None, epoch=None, stream=0, device="cpu"):

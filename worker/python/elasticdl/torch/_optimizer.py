@@ -88,6 +88,7 @@ class Optimizer(torch.optim.Optimizer):
         change = torch.where(now == before, 0.0, now - before)
         if self._worker.core.options.is_deterministic and change.any():
             raise RuntimeError(_NO_MEANS)
+        self._job._rows.deliver()
         value = self._gradients.deliver(change, 0.0 if loss is None else loss)
         accepted, self._accepted = self._accepted, now
         delivered = self._worker.deliver(value, self._reduction)
@@ -118,6 +119,9 @@ class Optimizer(torch.optim.Optimizer):
     def _begin(self):
         job = self._job
         _check_owner(job._net, self._inner)
+        tables = job._rows.declared()
+        if tables and (self._reduction != "mean" or job._scaler is not None):
+            raise ValueError(_PLAIN_ROWS)
         self._trainable, self._frozen, self._buffers = tensors_of(job._net)
         order = self._buffers + self._frozen + self._trainable
         tensors = [(name, list(tensor.shape)) for name, tensor in order]
@@ -139,6 +143,7 @@ class Optimizer(torch.optim.Optimizer):
             is_direct=True,
             bucket_len=self._bucket_len,
             on_gpu=self._place.on_gpu,
+            tables=tables,
         )
         self._values, state = self._place.bind(self._worker.started)
         self._state.bind(state)
@@ -300,6 +305,10 @@ def _check_owner(net, optimizer):
 _NO_MEANS = (
     "--deterministic: the module changes a buffer, as BatchNorm does, and the mean over the "
     "workers depends on their number; use a module without, such as GroupNorm"
+)
+_PLAIN_ROWS = (
+    "the gradient of a row is a mean over the step's records, without a scale: a job with tables "
+    "takes reduction='mean' and no job.scaler()"
 )
 # Number of elements of a bucket: 4 MiB.
 _BUCKET_LEN = 1 << 20

@@ -1,0 +1,297 @@
+"""Tests of embedding tables with PyTorch."""
+
+import collections
+import importlib.util
+import os
+import textwrap
+import unittest
+
+if importlib.util.find_spec("torch") is None:
+    raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
+
+from jobs import HERE, RunningJob, needs_elasticdl
+from test_torch import run
+
+# The same training with tables and with torch.nn.EmbeddingBag, whose rows are those with which the
+# tables began. A row of one number has one accumulator in Adagrad, as row-wise Adagrad has.
+# SparseAdam adds its epsilon elsewhere.
+PARITY = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import elasticdl.torch as et
+
+torch.manual_seed(1)
+torch.set_num_threads(1)
+count, micro, batch = 120, 8, 24
+users, words = torch.randint(-9, 9, (count,)), torch.randint(30, (count, 4))
+clicks = torch.rand(count).round()
+
+
+class Net(torch.nn.Module):
+    def __init__(self, user, mean, total):
+        super().__init__()
+        self.user, self.mean, self.total = user, mean, total
+        self.out = torch.nn.Linear(8, 1)
+
+    def forward(self, users, words):
+        # One table is used twice, with other ids.
+        found = self.user(users), self.mean(words), self.total(words), self.total(words[:, :1] + 30)
+        return self.out(torch.cat(found, 1))[:, 0]
+
+
+def step(model, optimizers, indices, weight):
+    found = model(users[indices], words[indices])
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(found, clicks[indices])
+    (loss * weight).backward()
+    return float(loss.detach())
+
+
+job = et.join()
+net = Net(
+    job.embedding("user", 1, optimizer=et.RowAdagrad(lr=0.1)),
+    job.embedding_bag("mean", 3, optimizer=et.RowSGD(lr=0.5)),
+    job.embedding_bag("total", 2, mode="sum", optimizer=et.RowAdam(0.02, (0.8, 0.9), 1e-20)),
+)
+job.model(net)
+dense = torch.optim.SGD(net.parameters(), lr=0.1)
+opt = job.optimizer(dense)
+plain = Net(
+    torch.nn.Embedding(18, 1),
+    torch.nn.EmbeddingBag(30, 3, mode="mean"),
+    torch.nn.EmbeddingBag(60, 2, mode="sum", sparse=True),
+)
+plain.out.load_state_dict(net.out.state_dict())
+# The user -9 has row 0.
+weights = [plain.user.weight.data, plain.mean.weight.data, plain.total.weight.data]
+known = [set(), set(), set()]
+order, losses = [], []
+sampler = job.sampler(count, micro_batch=micro, global_batch=batch, epochs=3, seed=4)
+
+
+class Recorded:
+    def __iter__(self):
+        for indices in sampler:
+            order.append(indices)
+            yield indices
+
+
+def ids(batch):
+    users, words, _ = batch
+    return {"user": users, "total": [words, words[:, 0] + 30], "mean": words}
+
+
+data = TensorDataset(users, words, clicks)
+loader = DataLoader(data, batch_sampler=Recorded(), num_workers=%d)
+for a, b, c in job.batches(loader, ids=ids):
+    # Rows are there for all micro-batches of the step; those that are new have not changed yet.
+    bags = torch.cat([b.reshape(-1), b[:, 0] + 30])
+    found = (net.user, a), (net.mean, b.reshape(-1)), (net.total, bags)
+    for at, (module, seen) in enumerate(found):
+        with torch.no_grad():
+            rows = module(seen) if at == 0 else module(seen[:, None])
+        for id, row in zip(seen.tolist(), rows):
+            if id not in known[at]:
+                known[at].add(id)
+                weights[at][id + (9 if at == 0 else 0)] = row
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(net(a, b), c)
+    loss.backward()
+    losses.append(float(loss.detach()))
+    opt.step(loss)
+    opt.zero_grad()
+assert job.step == 15, job.step
+assert len({float(row[0]) for row in weights[1]}) > 20, "rows begin with random numbers"
+
+optimizers = [
+    torch.optim.Adagrad(plain.user.parameters(), lr=0.1, eps=1e-8),
+    torch.optim.SGD([*plain.mean.parameters()], lr=0.5),
+    torch.optim.SparseAdam(plain.total.parameters(), lr=0.02, betas=(0.8, 0.9), eps=1e-20),
+    torch.optim.SGD(plain.out.parameters(), lr=0.1),
+]
+users = users + 9
+expected = []
+# A loader with workers draws ahead: what it draws is trained in this order.
+for at in range(0, len(losses), 3):
+    for indices in order[at : at + 3]:
+        expected.append(step(plain, optimizers, indices, len(indices) / batch))
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+assert worst < 2e-6, (worst, losses, expected)
+assert torch.allclose(net.out.weight, plain.out.weight, atol=2e-6)
+assert losses[-3:] != losses[:3]
+print("the same", worst)
+"""
+
+# What is done after tables "user" and "word" are declared, a net is made, and a job of 6 records.
+REFUSALS = (
+    ("job.embedding(3, 4)", "the name of a table is 3; it must be a str"),
+    ("job.embedding('user', 4)", "the job has a table 'user' already"),
+    ("job.embedding('x', 0)", "dim is 0; it must be at least 1"),
+    ("job.embedding('x', 2.0)", "dim is 2.0; it must be an int"),
+    ("job.embedding('x', 2, optimizer=torch.optim.SGD)", "rows are changed by RowAdagrad"),
+    ("job.embedding_bag('x', 2, mode='max')", "mode is 'max'; it must be 'mean' or 'sum'"),
+    ("job.embedding('x', 2, bound=-1.0); next(draw())", "initial values of ±-1"),
+    ("job.embedding('x', 2, optimizer=et.RowSGD(lr=-1.0)); next(draw())", "table \"x\""),
+    ("job.embedding('x', 1 << 20); next(draw())", "rows of 1048576 numbers"),
+    ("next(draw()); job.embedding('x', 2)", "the table 'x' must be called before the first"),
+    ("job.batches(draw(), None)", "ids is None; it must be a function of a batch"),
+    ("net.user(one)", "no rows of table 'user' are there"),
+    ("next(draw()); net.user(one)", "no rows of table 'user' are there"),
+    ("next(draw()); opt.step()", "is trained in a loop over job.batches(loader, ids=…)"),
+    ("next(draws(lambda batch: {'user': one})); None", "it must return a dict with the ids of"),
+    ("next(draws(lambda batch: one)); None", "['user', 'word']"),
+    ("next(draws(word=one.float())); None", "the ids of table 'word' are torch.float32"),
+    ("next(draws(word=[[1, 2, 3]])); None", "the ids of table 'word' are list"),
+    ("next(draws(word=one[:2])); None", "have the shape [2]; their first dimension must be the 3"),
+    ("next(draws(word=(one, one[:2]))); None", "offsets of the shape [2]"),
+    ("next(draws(word=(one, one + 1))); None", "there is one offset per record, from 0"),
+    (
+        "next(draws(word=(one, torch.tensor([0, 3, 1])))); None",
+        "offsets grow from 0 to at most the number of ids",
+    ),
+    ("next(draws()); net.user(one + 5)", "id 5 of table 'user' is not among the ids of this step"),
+    ("loop = draws(); next(loop); next(loop)", "each batch of job.batches() needs its own"),
+    ("next(draws()); opt.step(); net.user(one)", "no rows of table 'user' are there"),
+    ("next(draws(loader=[1])); None", "that was not drawn from job.sampler()"),
+    ("net.state_dict()", "table 'user' has no state_dict(): the workers divide its rows"),
+    ("net.load_state_dict({})", "table 'user' loads no state_dict()"),
+    ("copy.deepcopy(net)", "table 'user' can't be copied or pickled"),
+    ("torch.save(net, io.BytesIO())", "table 'user' can't be copied or pickled"),
+    ("net.half()", "can't be moved to torch.float16 on cpu"),
+    ("net.to('meta')", "can't be moved to torch.float32 on meta"),
+    ("next(draw(reduction='sum'))", "a job with tables takes reduction='mean'"),
+    ("job.scaler(torch.amp.GradScaler('cpu')); next(draw())", "and no job.scaler()"),
+)
+
+SETUP = """
+import copy, io, torch, elasticdl.torch as et
+from elasticdl._process import process
+one = torch.zeros(3, dtype=torch.int64)
+for program, expected in {cases!r}:
+    process.job = None
+    job = et.join()
+    net = torch.nn.ModuleDict({{
+        "user": job.embedding("user", 2), "word": job.embedding_bag("word", 2),
+        "out": torch.nn.Linear(2, 1),
+    }})
+
+    def draw(**settings):
+        global opt
+        job.model(net)
+        opt = job.optimizer(torch.optim.SGD(net["out"].parameters(), lr=0.1), **settings)
+        return job.sampler(6, micro_batch=3)
+
+    def draws(ids=None, word=one, loader=None):
+        sampler = draw()
+        ids = ids or (lambda batch: {{"user": one, "word": word}})
+        return iter(job.batches(sampler if loader is None else loader, ids))
+
+    net.user, net.word = net["user"], net["word"]
+    try:
+        exec(program)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        assert expected in str(error), (program, error)
+        continue
+    raise AssertionError(program)
+print("all refused")
+"""
+
+
+class Alone(unittest.TestCase):
+    """A group of one."""
+
+    def test_rows_change_as_in_torch(self):
+        for loaders in 0, 2:
+            ended = run(PARITY % loaders)
+            self.assertEqual(ended.returncode, 0, ended.stderr)
+            self.assertIn("the same", ended.stdout)
+
+    def test_misuse_is_refused_with_the_reason(self):
+        ended = run(SETUP.format(cases=REFUSALS))
+        self.assertIn("all refused", ended.stdout, ended.stderr)
+
+    def test_a_job_without_tables_has_no_batches(self):
+        ended = run("import elasticdl.torch as et; et.join().batches([], print)")
+        self.assertIn("is for jobs with tables, and this one has none", ended.stderr)
+
+    def test_bags_may_be_empty_and_a_text_has_an_id(self):
+        program = textwrap.dedent(
+            """
+            import torch, elasticdl, elasticdl.torch as et
+            job = et.join()
+            net = torch.nn.ModuleList([job.embedding_bag("word", 2), torch.nn.Linear(2, 1)])
+            job.model(net)
+            opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+            none, word = torch.empty(0, dtype=torch.int64), elasticdl.id_of("word")
+            assert word == elasticdl.id_of("word") != elasticdl.id_of("Word")
+            assert -(2**63) <= word < 2**63
+            for indices in job.batches(
+                job.sampler(4, micro_batch=2, epochs=2),
+                ids=lambda indices: {"word": (none, torch.tensor([0, 0]))},
+            ):
+                found = net[0](none, torch.tensor([0, 0]))
+                assert found.tolist() == [[0.0, 0.0]] * 2
+                loss = net[1](found).sum()
+                loss.backward()
+                opt.step(loss)
+            assert job.step == 4
+            print("done")
+            """
+        )
+        ended = run(program)
+        self.assertEqual(ended.stdout, "done\n", ended.stderr)
+
+
+@needs_elasticdl
+class Jobs(unittest.TestCase):
+    """Jobs with a master."""
+
+    RECORDS, EPOCHS, BATCH = 960, 2, 48
+
+    def check(self, job, context):
+        self.assertEqual(job.wait(), 0, f"{context}\n{job.text()}")
+        records = range(self.RECORDS)
+        users = collections.Counter(i * i % 40 for i in records)
+        words = collections.Counter((i + word) % 25 for i in records for word in range(i % 4))
+        summary = job.summary()
+        touches = self.EPOCHS * (sum(users.values()) + sum(words.values()))
+        self.assertEqual(
+            summary["row_touches"],
+            {"expected": touches, "counted": touches, "missing": 0, "repeated": 0},
+            context,
+        )
+        # Rows as they are after the last step.
+        squares = sum((self.EPOCHS * count) ** 2 for count in users.values()) / 40
+        of_words = sum(self.EPOCHS * words[user % 25] for user in range(40)) / 40
+        expected = {"users": self.EPOCHS * self.RECORDS / 40, "squares": squares, "words": of_words}
+        last = summary["evaluations"]["all"][-1]
+        self.assertEqual((last["step"], last["metrics"]), (40, expected), context)
+
+    def job(self, micros, loaders, options=(), workers=3):
+        program = [HERE / "count_rows.py", self.RECORDS, self.BATCH, micros, loaders]
+        # The first worker must not finish while the others still load PyTorch.
+        options = [
+            *("--min-workers", str(min(2, workers)), "--validation-data", "all"),
+            *("--best-metric", "users:max", *options),
+        ]
+        return RunningJob(program, workers=workers, epochs=self.EPOCHS, options=options)
+
+    def test_each_touch_counts_once_under_kills(self):
+        for loaders in 0, 2:
+            with self.subTest(loaders=loaders), self.job(20_000, loaders) as job:
+                kills = job.survive_some(loaders, most=2)
+                self.check(job, f"{kills} kills, {loaders} loaders")
+                self.assertGreater(kills, 0, "too fast to be disturbed")
+
+    def test_a_job_goes_on_from_the_rows_of_a_checkpoint(self):
+        options = ["--checkpoint-every", "4", "--max-steps", "18"]
+        with self.job(0, 0, options) as first:
+            self.assertEqual(first.wait(), 0, first.text())
+            options = ["--resume-from", str(first.directory / "checkpoints")]
+            with self.job(0, 0, options, workers=1) as second:
+                self.check(second, "resumed")
+
+
+if __name__ == "__main__":
+    unittest.main()
