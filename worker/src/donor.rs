@@ -28,6 +28,7 @@ use self::delivery::Delivery;
 use crate::machine::{Machine, Request, RequestLink};
 use crate::session::header;
 use crate::session::header::{StateRecord, StepHeader};
+use crate::session::origin::Program;
 
 /// Joining workers that this worker serves.
 #[derive(Debug)]
@@ -187,14 +188,14 @@ impl Donor {
         &mut self,
         generation: Generation,
         step: u64,
-        record: impl Fn() -> StateRecord,
+        note: impl Fn() -> StateNote,
     ) {
         if !self.is_prepared(generation, step) {
             return;
         }
         let Some(Prepared { snapshot, .. }) = self.prepared.take() else { return };
         for request in std::mem::take(&mut self.waiting) {
-            self.serve(request, generation, record(), &snapshot);
+            self.serve(request, generation, note(), &snapshot);
         }
     }
 
@@ -202,17 +203,17 @@ impl Donor {
         &mut self,
         request: Box<dyn Request>,
         generation: Generation,
-        record: StateRecord,
+        note: StateNote,
         snapshot: &Arc<Snapshot>,
     ) {
-        let (member, step) = (request.member(), record.step);
+        let (member, step) = (request.member(), note.record.step);
         let results = QUEUED_BYTES_MAX / (snapshot.parameters_len * size_of::<f32>()).max(1);
         let (messages, queue) = sync_channel(results.clamp(QUEUED_RESULTS_MIN, QUEUED_RESULTS_MAX));
         let (links, next_links) = channel();
         let fetcher = Fetcher { member, messages, link: request.link(), links };
         let delivery = Delivery::new(
             (member, self.idle_timeout, self.part_floats),
-            (generation, record),
+            (generation, note),
             Arc::clone(snapshot),
             (queue, next_links),
             Arc::clone(&self.machine),
@@ -299,6 +300,8 @@ fn into_own(shared: Arc<Vec<f32>>) -> Vec<f32> {
 /// Announcement of the parts of a snapshot.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct StateNote {
+    /// What the group runs.
+    pub(crate) program: Program,
     pub(crate) record: StateRecord,
     /// First float to be sent. Not 0 if an earlier link has delivered those before it.
     pub(crate) from: u64,

@@ -16,7 +16,7 @@ use elasticdl_data::worker::wait_for_credentials;
 use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMessage};
 
 use crate::buckets::SummedBuckets;
-use crate::donor::Donor;
+use crate::donor::{Donor, StateNote};
 use crate::exact_sum::ExactSum;
 use crate::exports::Exports;
 use crate::external::{Progress, observe};
@@ -221,7 +221,11 @@ impl<M: Model> Trainer<'_, M> {
             self.donor.prepare(generation, state.step, parameters, slots);
         }
         if let Some((generation, state)) = self.session.confirmed() {
-            self.donor.release(generation, state.step, || state.record());
+            self.donor.release(generation, state.step, || StateNote {
+                program: self.session.program().clone(),
+                record: state.record(),
+                from: 0,
+            });
         }
         Ok(())
     }

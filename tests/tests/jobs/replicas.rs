@@ -1,6 +1,8 @@
 //! Of replicas that differ the minority is replaced, and no differing state is in a checkpoint or
 //! exported.
 
+use std::fs;
+
 use elasticdl_tests::{JobFixture, exported_counts, send};
 use rustix::process::Signal;
 
@@ -41,26 +43,31 @@ fn a_replica_that_differs_at_the_very_end_is_replaced_before_the_model_is_export
     assert!(exported_counts(&export).iter().all(|&count| count == 1.0));
 }
 
-/// Launch 3 runs another executable.
+/// Launch 3 runs another executable, once the group goes on without its predecessor.
 const ANOTHER_BUILD: &str = "if [ \"$ELASTICDL_LAUNCH\" = 3 ]; then
+    while [ ! -e \"$TMPDIR/go\" ]; do sleep 0.1; done
     other=\"$TMPDIR/other-build\"; cp \"$1\" \"$other\"; echo >> \"$other\"; shift
     exec \"$other\" \"$@\"
 fi
 exec \"$@\"";
 
 #[test]
-fn a_replacement_of_another_build_takes_no_part_and_the_job_completes() {
+fn a_replacement_of_another_build_is_never_a_member_and_the_job_completes() {
     let fixture = JobFixture::new(PROGRAMS, 2);
     let variables = vec![("TMPDIR", fixture.folder.path().into())];
     let fixture =
         JobFixture { epochs: 10, script: Some(ANOTHER_BUILD.into()), variables, ..fixture };
-    let records = fixture.records;
+    let (records, go) = (fixture.records, fixture.path("go"));
     let mut job = fixture.start(0);
     job.wait_for_first_steps();
-    send(job.members()[1].1, Signal::KILL);
+    let (lost, pid) = job.members()[1];
+    send(pid, Signal::KILL);
+    job.wait_for_members_without(1, &[lost]);
+    fs::write(go, "").unwrap();
     let ended = job.wait();
     ended.assert_exactly_once("one replacement is of another build", records, 10);
     assert!(ended.output.contains("worker 3 failed: this worker on "), "{}", ended.output);
     assert!(ended.output.contains("it differs in its executable;"), "{}", ended.output);
+    assert!(!ended.output.contains("worker 3 joined"), "{}", ended.output);
     assert_eq!(ended.summary().workers.restarts, 2, "{}", ended.output);
 }

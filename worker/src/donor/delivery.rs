@@ -15,7 +15,6 @@ use super::{
 };
 use crate::machine::{Machine, Request, Sender, receive};
 use crate::session::header;
-use crate::session::header::StateRecord;
 
 /// Transfer of a snapshot and the results after it to one joining worker.
 ///
@@ -28,7 +27,7 @@ pub(super) struct Delivery {
     idle_timeout: Duration,
     part_floats: usize,
     generation: Generation,
-    record: StateRecord,
+    note: StateNote,
     floats: usize,
     snapshot: Option<Arc<Snapshot>>,
     /// Number of floats of the snapshot that are sent.
@@ -47,7 +46,7 @@ pub(super) struct Delivery {
 impl Delivery {
     pub(super) fn new(
         (joiner, idle_timeout, part_floats): (u64, Duration, usize),
-        (generation, record): (Generation, StateRecord),
+        (generation, note): (Generation, StateNote),
         snapshot: Arc<Snapshot>,
         (queue, links): (Receiver<StateMessage>, Receiver<Box<dyn Request>>),
         machine: Arc<dyn Machine>,
@@ -62,8 +61,8 @@ impl Delivery {
             sent_floats: 0,
             results: VecDeque::new(),
             sent_results: 0,
-            first_step: record.step,
-            record,
+            first_step: note.record.step,
+            note,
             queue,
             links,
             machine,
@@ -136,7 +135,7 @@ impl Delivery {
         };
         let (parameters, slots) = snapshot.wait(&*self.machine);
         let generation = self.generation.0;
-        let note = StateNote { record: self.record.clone(), from: self.sent_floats as u64 };
+        let note = StateNote { from: self.sent_floats as u64, ..self.note.clone() };
         sender.send(KIND_STATE, generation, &header::encode(&note), &[])?;
         while self.sent_floats < self.floats {
             // No part spans both tensors.
@@ -155,7 +154,7 @@ impl Delivery {
     /// Resumes at the joiner's position. `false` if the data that follows it is no longer retained.
     fn resume_from(&mut self, position: Option<Position>) -> bool {
         self.sent_results = 0;
-        let of_this = position.filter(|position| position.snapshot == self.record.step);
+        let of_this = position.filter(|position| position.snapshot == self.note.record.step);
         match of_this {
             Some(Position { floats, step, .. }) if floats == self.floats as u64 => {
                 self.sent_floats = self.floats;
@@ -178,13 +177,13 @@ impl Delivery {
     }
 
     fn has_all(&self) -> bool {
-        self.snapshot.is_some() && self.first_step == self.record.step
+        self.snapshot.is_some() && self.first_step == self.note.record.step
     }
 
     /// Drops what the joiner reports as received.
     fn forget_applied(&mut self, position: Option<Position>) {
         let Some(Position { snapshot, floats, step }) = position else { return };
-        if snapshot != self.record.step || floats != self.floats as u64 {
+        if snapshot != self.note.record.step || floats != self.floats as u64 {
             return;
         }
         self.snapshot = None;

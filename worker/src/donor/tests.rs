@@ -36,6 +36,10 @@ fn record() -> StateRecord {
     }
 }
 
+fn note() -> StateNote {
+    StateNote { program: Program::default(), record: record(), from: 0 }
+}
+
 fn ends() -> [Endpoint; 2] {
     [1, 2].map(end)
 }
@@ -65,7 +69,7 @@ fn visit(donor: &mut Donor, ends: &[Endpoint; 2], position: Option<Position>) ->
 fn give(donor: &mut Donor, len: usize) {
     assert!(donor.wants_snapshot(GENERATION, 2, 2 * len));
     donor.prepare(GENERATION, 2, Arc::new(vec![1.0; len]), Arc::new(vec![2.0; len]));
-    donor.release(GENERATION, 2, record);
+    donor.release(GENERATION, 2, note);
 }
 
 /// A donor that serves worker 2.
@@ -101,7 +105,7 @@ fn state_note(source: &mut StateReceiver) -> StateNote {
 fn a_joiner_receives_the_state_each_result_and_the_end_when_it_becomes_a_member() {
     let mut donor = donor(WATCHDOG);
     let (mut source, _ends) = serving(&mut donor, LEN);
-    assert_eq!(state_note(&mut source), StateNote { record: record(), from: 0 });
+    assert_eq!(state_note(&mut source), note());
     assert_eq!(next_part(&mut source), (0, vec![1.0; LEN]));
     assert_eq!(next_part(&mut source), (LEN as u64, vec![2.0; LEN]));
     assert_eq!(next(&mut source).0.kind, KIND_CAUGHT_UP);
@@ -127,13 +131,16 @@ fn a_state_is_sent_only_when_all_ranks_hold_its_step() {
     assert!(!donor.wants_snapshot(GENERATION, 2, LEN), "the snapshot exists already");
     // The step failed, and the next group has agreed on the next step.
     donor.switch(Generation(4), |id| id == 1);
-    donor.release(GENERATION, 2, record);
-    donor.release(Generation(4), 3, record);
+    donor.release(GENERATION, 2, note);
+    donor.release(Generation(4), 3, note);
     assert!(!donor.is_serving());
     assert_eq!(source.next(Duration::ZERO).unwrap(), None);
     assert!(donor.wants_snapshot(Generation(4), 3, LEN));
     donor.prepare(Generation(4), 3, tensor(), tensor());
-    donor.release(Generation(4), 3, || StateRecord { step: 3, ..record() });
+    donor.release(Generation(4), 3, || StateNote {
+        record: StateRecord { step: 3, ..record() },
+        ..note()
+    });
     let (head, _) = next(&mut source);
     let note: StateNote = header::decode(&head.note).unwrap();
     assert_eq!((head.kind, head.generation, note.record.step), (KIND_STATE, 4, 3));
@@ -210,7 +217,7 @@ fn the_trainer_gets_its_buffers_back_and_joiners_of_one_step_share_a_snapshot() 
     // One snapshot is always allowed, however large it is.
     assert!(donor.wants_snapshot(GENERATION, 2, usize::MAX));
     donor.prepare(GENERATION, 2, Arc::clone(&parameters), Arc::new(Vec::new()));
-    donor.release(GENERATION, 2, record);
+    donor.release(GENERATION, 2, note);
     for source in [&mut source, &mut other] {
         state_note(source);
         assert_eq!(next_part(source).1, [1.0; LEN]);

@@ -10,7 +10,7 @@ use elasticdl_proto::{Generation, WorkerId};
 
 use super::Trainer;
 use super::incoming::IncomingSnapshot;
-use super::stopped::Stopped;
+use super::stopped::{Stopped, group_mismatch};
 use crate::donor::{
     self, KIND_CAUGHT_UP, KIND_END, KIND_PART, KIND_RESULT, KIND_STATE, PartNote, StateNote,
     TRANSFER_IDLE_TIMEOUT,
@@ -114,6 +114,8 @@ impl<M: Model> Trainer<'_, M> {
             self.session.fetch_resumed();
             return Ok(());
         }
+        let fits = self.session.check_program(&note.program);
+        fits.map_err(|mismatch| FetchError::Stopped(group_mismatch(&mismatch.into())))?;
         let incoming =
             IncomingSnapshot::begin(donor, Generation(head.generation), note, self.tensors.size());
         self.incoming =

@@ -97,7 +97,7 @@ mod tests {
             row_touches: 0,
             created: 0,
         };
-        StateNote { record, from }
+        StateNote { program: Default::default(), record, from }
     }
 
     fn begin(note: StateNote) -> Option<IncomingSnapshot> {

@@ -5,7 +5,7 @@
 //! train, the trouble is local: those may still be starting, or compute a long step. The failing
 //! slots are tried again from time to time. What the others do decides: they make progress, fail as
 //! well, hang, or do not start in time. A slot that fails again and again while the others make
-//! progress (its pods have another build) is tried less and less often: each try interrupts them.
+//! progress (a bad host, a moved image tag) is tried less and less often: a try may interrupt them.
 //!
 //! **Invariant:** failures in two slots that do not share a node end the job as soon as there are
 //! too many.
