@@ -239,7 +239,7 @@ pub mod evaluation;
 mod fetch;
 pub mod halt;
 pub mod header;
-mod links;
+mod joining;
 mod membership;
 pub mod origin;
 mod outcome;

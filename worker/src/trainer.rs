@@ -139,14 +139,10 @@ impl<M: Model> Trainer<'_, M> {
         match task {
             Task::Broadcast { root, what } => self.broadcast(root, what),
             Task::BuildNccl => self.build_nccl(),
-            Task::Compute { ranges, is_first } if self.tables.is_some() => {
-                self.compute_with_rows(&ranges, is_first)
-            }
             Task::Compute { ranges, is_first } => match self.exact {
-                Some(_) => self.compute_micro_batches(&ranges, is_first),
+                Some(_) => Ok(self.compute_micro_batches(&ranges, is_first)?),
                 None => self.compute(&ranges, is_first),
-            }
-            .map_err(Stopped::Failed),
+            },
             Task::Connect(membership) => self.connect(&membership),
             Task::CreateState => self.create_state(),
             Task::EndRepair => self.end_repair(),
@@ -464,8 +460,8 @@ mod incoming;
 mod overlap;
 mod parts;
 mod reading;
+mod row_tables;
 mod stopped;
-mod tables;
 mod validation;
 
 pub(crate) use self::checkpointing::{Checkpointing, JobKey};
@@ -473,10 +469,10 @@ use self::device::device_of;
 #[cfg(feature = "gpu")]
 pub(crate) use self::device::nccl_policy;
 use self::incoming::IncomingSnapshot;
+pub(crate) use self::row_tables::RowTables;
+use self::row_tables::{LostRows, Regrouped};
 pub(crate) use self::stopped::Failed;
 use self::stopped::{Stopped, decode_all, group_mismatch, state_mismatch};
-pub(crate) use self::tables::RowTables;
-use self::tables::{LostRows, Regrouped};
 pub(crate) use self::validation::Validation;
 
 /// The kernel and the acceptor thread build links, so a peer that is busy computing delays no rank;

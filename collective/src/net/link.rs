@@ -148,7 +148,7 @@ impl Sealer {
     fn send(&mut self, socket: &TcpStream, parts: &[IoSlice<'_>]) -> rustix::io::Result<usize> {
         let given: usize = parts.iter().map(|part| part.len()).sum();
         if self.bytes == 0 {
-            self.seal(parts, given.min(MESSAGE_BYTES_MAX));
+            self.seal(parts, given.min(SEALED_BYTES_MAX));
         }
         assert!(self.bytes <= given, "a call repeats the bytes of the one that would have blocked");
         // More follows at once: the kernel need not send the last packet half empty.
@@ -228,8 +228,8 @@ impl Opener {
         let tag = *tag.first_chunk().expect("it ends with a tag");
         self.key.open(sealed, tag).map_err(|_| changed())?;
         let body = u32::from_le_bytes(*sealed) as usize;
-        if !(1..=MESSAGE_BYTES_MAX).contains(&body) {
-            let reason = format!("a message of {body} bytes; the limit is {MESSAGE_BYTES_MAX}");
+        if !(1..=SEALED_BYTES_MAX).contains(&body) {
+            let reason = format!("a message of {body} bytes; the limit is {SEALED_BYTES_MAX}");
             return Err(io::Error::new(ErrorKind::InvalidData, reason));
         }
         self.message.resize(body + TAG_BYTES + LENGTH_BYTES, 0);
@@ -257,7 +257,7 @@ impl Opener {
 
 /// Largest number of bytes in a message: its plain and sealed bytes fit into a core's cache, and a
 /// message that is opened overlaps with the next one on its way.
-const MESSAGE_BYTES_MAX: usize = 64 << 10;
+const SEALED_BYTES_MAX: usize = 64 << 10;
 
 /// Length of a message's sealed length.
 const LENGTH_BYTES: usize = size_of::<u32>() + TAG_BYTES;

@@ -278,7 +278,7 @@ pub(super) const BLOCK_LEN_MAX: usize = if cfg!(miri) { 1 << 10 } else { 64 << 1
 pub(super) const SLOTS: u64 = 3;
 
 /// Maximum number of ranks that share memory.
-pub(crate) const WORLD_MAX: usize = 64;
+pub(crate) const HOST_RANKS_MAX: usize = 64;
 
 #[cfg(test)]
 mod tests {

@@ -12,7 +12,7 @@ mod op_headers;
 mod pipe_notifier;
 mod region;
 
-pub(crate) use all_reduce::{ShmGroup, WORLD_MAX};
+pub(crate) use all_reduce::{HOST_RANKS_MAX, ShmGroup};
 pub(crate) use hierarchy::{Hierarchy, LeaderRing};
 pub(crate) use mailboxes::Mail;
 pub(crate) use memory::{Address, Memory};

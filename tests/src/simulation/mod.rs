@@ -33,6 +33,7 @@
 mod checkpoints;
 mod clock;
 mod coroutine;
+mod endpoint;
 mod faults;
 mod former_master;
 mod machine;
@@ -47,7 +48,6 @@ mod pods;
 mod process;
 mod program;
 mod replicas;
-mod ring;
 mod rows;
 mod state;
 mod threads;

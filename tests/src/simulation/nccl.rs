@@ -18,8 +18,8 @@ use elasticdl::session::transport_switch::{NcclBuild, NcclObstacle};
 use elasticdl_collective::device::Path;
 
 use super::clock::Micros;
+use super::state::endpoint::TransferError;
 use super::state::event::Event;
-use super::state::ring::TransferError;
 use super::trace::trace;
 use super::world::World;
 

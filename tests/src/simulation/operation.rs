@@ -15,10 +15,10 @@ use elasticdl_collective::device::{DeviceError, Path};
 use elasticdl_collective::testing::schedule::{Content, Piece, Schedule, Span};
 
 use super::model;
+use super::state::endpoint::TransferError;
 use super::state::network::LinkId;
 use super::state::operation::{Collective, Frame, Note, Operated, Operation};
 use super::state::packet::Packet;
-use super::state::ring::TransferError;
 use super::state::thread::{Doing, TRAINER};
 use super::trace::trace;
 use super::world::World;

@@ -12,7 +12,7 @@
 use elasticdl::session::origin::{Origin, Program};
 use elasticdl_master::job::WorkerMessage;
 
-use super::state::ring::Ring;
+use super::state::endpoint::Ring;
 use super::state::trainer::Trainer;
 use super::trace::trace;
 use super::world::World;

@@ -2,10 +2,10 @@
 
 use super::clock::Micros;
 use super::coroutine::Coroutine;
+use super::state::endpoint::Ring;
 use super::state::event::Event;
 use super::state::network::LinkId;
 use super::state::process::Process;
-use super::state::ring::Ring;
 use super::state::thread::{Doing, TRAINER, Thread, ThreadId};
 use super::state::trainer::Trainer;
 use super::world::World;

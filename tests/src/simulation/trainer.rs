@@ -8,7 +8,7 @@ use elasticdl_master::job::WorkerMessage;
 use elasticdl_proto::{Generation, WorkerId};
 use tokio::sync::mpsc::unbounded_channel;
 
-use super::state::ring::Ring;
+use super::state::endpoint::Ring;
 use super::state::thread::{Doing, ThreadId};
 use super::state::trainer::Seen;
 use super::trace::trace;

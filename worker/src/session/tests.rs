@@ -24,8 +24,8 @@ use crate::session::plan::StepSize;
 
 mod joiners;
 mod master;
+mod operations;
 pub(super) mod pair;
-mod ring;
 
 use joiners::Stream;
 

@@ -5,8 +5,8 @@ use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
 
 use super::Trainer;
 use super::checkpointing::Checkpointing;
+use super::row_tables::{LostRows, RowTables};
 use super::stopped::Stopped;
-use super::tables::{LostRows, RowTables};
 use crate::checkpoint::{Completion, OwnShard, RestoreError};
 use crate::failure::{Failure, call_user};
 use crate::model::Model;

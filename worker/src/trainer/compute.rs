@@ -11,6 +11,7 @@ use elasticdl_tables::BatchRows;
 use super::Trainer;
 use super::device::device_of;
 use super::parts::Parts;
+use super::stopped::Stopped;
 use crate::buckets::{Gradients, RecordKeys};
 use crate::exact_sum::ExactSum;
 use crate::external::Bridge;
@@ -23,12 +24,32 @@ use crate::session::Computed;
 use crate::session::halt::{Halt, Reason};
 use crate::tensors::{HostState, Tensors};
 
+/// What this rank has computed of a task.
+#[derive(Debug, Default)]
+pub(super) struct Work {
+    /// Sum of the loss over the records.
+    pub(super) loss_sum: f64,
+    /// Time in the model's code.
+    pub(super) busy: Duration,
+    /// Time spent waiting for the records to be read.
+    pub(super) input: Duration,
+    /// Pairs of one of the records and a row of a table that it touches.
+    pub(super) row_touches: u64,
+    /// Trailing records that could not be read yet; of several parts of one range, the last one
+    /// comes first.
+    pub(super) unread: Vec<RecordRange>,
+}
+
 impl<M: Model> Trainer<'_, M> {
+    /// Adds the gradient of the records of `ranges` to that of this rank's part of the step.
+    ///
+    /// A micro-batch is computed as soon as its records are read. With tables it waits for the
+    /// others, because the rows of all of them are looked up at once.
     pub(super) fn compute(
         &mut self,
         ranges: &[RecordRange],
         is_first: bool,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), Stopped> {
         // Whether all elements of the gradient are set: a program sets them with its first records.
         let mut is_set = true;
         if is_first {
@@ -43,28 +64,33 @@ impl<M: Model> Trainer<'_, M> {
         let order = Arc::clone(&self.order);
         let fail = |error| Failure::on_records(error, order.ranges(ranges));
         let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
-        let (mut loss_sum, mut busy, mut input) = (0.0, Duration::ZERO, Duration::ZERO);
+        let mut waiting = self.tables.as_mut().map(|tables| tables.begin_batches(is_first));
+        let mut work = Work::default();
         let (mut records, mut parts) = (Vec::new(), Parts::default());
-        let mut unread = Vec::new();
         for (i, range) in ranges.iter().enumerate() {
             let started = self.machine.now();
             // Without its records, the job ends.
             let Some(taken) = self.take(*range)? else { return Ok(()) };
-            input += self.machine.now() - started;
+            work.input += self.machine.now() - started;
             parts.push(*range, taken.records.len() as u64);
             records.extend(taken.records);
             if let Some(rest) = taken.rest {
                 // Storage does not answer: the step consists of the records that have been read.
-                unread.push(rest);
-                unread.extend(&ranges[i + 1..]);
+                work.unread.push(rest);
+                work.unread.extend(&ranges[i + 1..]);
             }
-            let ends = i + 1 == ranges.len() || !unread.is_empty();
+            let ends = i + 1 == ranges.len() || !work.unread.is_empty();
             while records.len() >= most || (ends && !records.is_empty()) {
                 let rest = records.split_off(records.len().min(most));
                 let batch = mem::replace(&mut records, rest);
                 let parts = parts.split_off(batch.len() as u64);
                 let started = self.machine.now();
                 let is_last = ends && records.is_empty();
+                if let Some(waiting) = &mut waiting {
+                    waiting.push(&mut self.model, batch, parts).map_err(fail)?;
+                    work.busy += self.machine.now() - started;
+                    continue;
+                }
                 let (loss, took) = match is_last.then(|| self.model.bucket_len()).flatten() {
                     Some(bucket) => self.last_gradients(batch, &parts, bucket).map_err(fail)?,
                     None => {
@@ -73,25 +99,34 @@ impl<M: Model> Trainer<'_, M> {
                     }
                 };
                 is_set = true;
-                loss_sum += loss;
-                busy += took;
+                work.loss_sum += loss;
+                work.busy += took;
             }
-            if !unread.is_empty() {
+            if !work.unread.is_empty() {
                 break;
             }
+        }
+        if let Some(waiting) = waiting {
+            is_set |= !waiting.is_empty();
+            self.compute_with_rows(waiting, ranges, &mut work)?;
         }
         if !is_set {
             self.tensors.clear_gradient()?;
         }
+        Ok(self.computed(work)?)
+    }
+
+    /// The pending gradient contains the work.
+    pub(super) fn computed(&mut self, work: Work) -> Result<(), Failure> {
+        let Work { loss_sum, busy, input, row_touches, unread } = work;
         let metrics = metrics::take_reported().map_err(Failure::fatal)?;
-        busy = busy
-            .saturating_sub(self.model.as_bridge().map_or(Duration::ZERO, Bridge::take_discarded));
+        let discarded = self.model.as_bridge().map_or(Duration::ZERO, Bridge::take_discarded);
         self.session.assignment.computed(Computed {
             loss_sum,
             metrics,
-            compute_us: busy.as_micros() as u64,
+            compute_us: busy.saturating_sub(discarded).as_micros() as u64,
             input_us: input.as_micros() as u64,
-            row_touches: 0,
+            row_touches,
         });
         self.session.assignment.not_read(&unread);
         Ok(())

@@ -1,17 +1,14 @@
 //! Steps whose sum does not depend on the ranks: gradients per micro-batch, summed exactly.
 
-use std::time::Duration;
-
 use elasticdl_proto::RecordRange;
 
 use super::Trainer;
+use super::compute::Work;
 use super::stopped::Stopped;
 use crate::exact_sum;
-use crate::external::Bridge;
 use crate::failure::Failure;
-use crate::metrics;
 use crate::model::Model;
-use crate::session::{Computed, InvalidData};
+use crate::session::InvalidData;
 use crate::tensors::Tensors;
 
 impl<M: Model> Trainer<'_, M> {
@@ -26,33 +23,20 @@ impl<M: Model> Trainer<'_, M> {
             exact.clear();
         }
         let micro_batches = self.session.micro_batches(ranges);
-        let (mut loss_sum, mut busy, mut input) = (0.0, Duration::ZERO, Duration::ZERO);
-        let mut unread = Vec::new();
+        let mut work = Work::default();
         for (i, micro_batch) in micro_batches.iter().enumerate() {
             let started = self.machine.now();
             let Some(taken) = self.take(*micro_batch)? else { return Ok(()) };
-            input += self.machine.now() - started;
+            work.input += self.machine.now() - started;
             if taken.rest.is_some() {
-                // The last one first: each is then the end of what is pending.
-                unread.extend(micro_batches[i..].iter().rev());
+                work.unread.extend(micro_batches[i..].iter().rev());
                 break;
             }
             let started = self.machine.now();
-            loss_sum += self.micro_batch(*micro_batch, taken.records)?;
-            busy += self.machine.now() - started;
+            work.loss_sum += self.micro_batch(*micro_batch, taken.records)?;
+            work.busy += self.machine.now() - started;
         }
-        let metrics = metrics::take_reported().map_err(Failure::fatal)?;
-        busy = busy
-            .saturating_sub(self.model.as_bridge().map_or(Duration::ZERO, Bridge::take_discarded));
-        self.session.assignment.computed(Computed {
-            loss_sum,
-            metrics,
-            compute_us: busy.as_micros() as u64,
-            input_us: input.as_micros() as u64,
-            row_touches: 0,
-        });
-        self.session.assignment.not_read(&unread);
-        Ok(())
+        self.computed(work)
     }
 
     /// Adds the gradient of a micro-batch, in as many calls of the model as its memory asks for.

@@ -9,8 +9,8 @@ use elasticdl_tables::{BatchRows, Ids};
 
 use super::Trainer;
 use super::device::device_of;
+use super::row_tables::{self, RowTables};
 use super::stopped::{Stopped, decode_all};
-use super::tables::{self, RowTables};
 use crate::failure::{Failure, call_user};
 use crate::metrics::Metrics;
 use crate::model::Model;
@@ -132,7 +132,7 @@ impl<M: Model> Trainer<'_, M> {
         let mut batches = Vec::new();
         for records in self.read_block(block)? {
             let count = records.len();
-            batches.push((tables::feed(&mut self.model, records, ids)?, count));
+            batches.push((row_tables::feed(&mut self.model, records, ids)?, count));
         }
         Ok(batches)
     }

@@ -49,7 +49,7 @@ pub(super) enum ActiveTransport {
 
 impl HostGroup {
     pub(crate) fn with_transport_plan(self, plan: Option<TransportPlan>) -> Self {
-        let plan = plan.filter(|plan| plan.hosts.largest() <= shm::WORLD_MAX);
+        let plan = plan.filter(|plan| plan.hosts.largest() <= shm::HOST_RANKS_MAX);
         Self { shm: plan.map_or(ShmState::Off, ShmState::Undecided), ..self }
     }
 

@@ -112,9 +112,9 @@ fn a_full_socket_takes_whole_messages_and_the_caller_repeats_the_rest() {
     while let Ok(bytes) = send(&one, &bytes[sent..]) {
         sent += bytes;
     }
-    assert!(sent > 0 && sent.is_multiple_of(MESSAGE_BYTES_MAX), "{sent}");
+    assert!(sent > 0 && sent.is_multiple_of(SEALED_BYTES_MAX), "{sent}");
     recv_exact(&two, &mut vec![0; sent]);
-    assert_eq!(send(&one, &bytes[sent..]), Ok(MESSAGE_BYTES_MAX), "the sealed message goes first");
+    assert_eq!(send(&one, &bytes[sent..]), Ok(SEALED_BYTES_MAX), "the sealed message goes first");
 }
 
 #[test]
@@ -140,8 +140,8 @@ fn bytes_are_left_by_a_peek_and_by_a_short_buffer() {
 #[test]
 fn the_wire_shows_nothing_of_the_bytes() {
     let bytes = b"the model's parameters".repeat(5000);
-    let sealed = on_the_wire(&bytes[..MESSAGE_BYTES_MAX]);
-    assert_eq!(sealed.len(), MESSAGE_BYTES_MAX + LENGTH_BYTES + TAG_BYTES);
+    let sealed = on_the_wire(&bytes[..SEALED_BYTES_MAX]);
+    assert_eq!(sealed.len(), SEALED_BYTES_MAX + LENGTH_BYTES + TAG_BYTES);
     for window in sealed.windows(5) {
         assert!(!bytes[..22 + 5].windows(5).any(|plain| plain == window), "{window:?}");
     }
@@ -188,7 +188,7 @@ fn repeated_and_skipped_messages_end_the_link() {
 
 #[test]
 fn a_message_without_bytes_or_above_the_limit_is_refused() {
-    for length in [0_u32, MESSAGE_BYTES_MAX as u32 + 1, u32::MAX] {
+    for length in [0_u32, SEALED_BYTES_MAX as u32 + 1, u32::MAX] {
         let mut key = DirectionKey::new(&[1; KEY_BYTES]);
         let mut sealed = length.to_le_bytes();
         let tag = key.seal(&mut sealed);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use elasticdl_proto::{Cause, Generation, Ledger, WorkerId};
 
-use super::links::{Broken, Suspicions};
+use super::broken::{Broken, Suspicions};
 use super::stall::Blame;
 use crate::job::action::Membership;
 use crate::job::event::Finished;

@@ -5,6 +5,7 @@
 
 pub(super) mod checkpoints;
 pub(super) mod coverage;
+pub(super) mod endpoint;
 pub(super) mod event;
 pub(super) mod faults;
 pub(super) mod master;
@@ -14,7 +15,6 @@ pub(super) mod operation;
 pub(super) mod oracle;
 pub(super) mod packet;
 pub(super) mod process;
-pub(super) mod ring;
 pub(super) mod setting;
 pub(super) mod thread;
 pub(super) mod trainer;

@@ -7,9 +7,9 @@ use elasticdl::session::control::ControlState;
 use elasticdl_master::job::{Exit, LaunchId, WorkerMessage};
 use elasticdl_proto::{Generation, WorkerId};
 
+use super::endpoint::Endpoint;
 use super::event::Event;
 use super::network::LinkId;
-use super::ring::Endpoint;
 use super::thread::Thread;
 use super::trainer::Trainer;
 use crate::simulation::clock::Micros;

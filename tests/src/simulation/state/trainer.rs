@@ -15,7 +15,7 @@ use elasticdl::simulated::ControlEvent;
 use elasticdl_proto::{Generation, WorkerMessage};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use super::ring::{Ring, WaitPoint};
+use super::endpoint::{Ring, WaitPoint};
 use super::thread::{Source, StateRequest};
 
 /// What the world has for a trainer.

@@ -19,10 +19,10 @@ use elasticdl_master::job::Stall;
 use elasticdl_proto::{Generation, WorkerId};
 
 use super::clock::Micros;
+use super::state::endpoint::{Endpoint, Ring, TransferError, WaitPoint};
 use super::state::network::LinkId;
 use super::state::packet::Packet;
 use super::state::process::{Process, process_at};
-use super::state::ring::{Endpoint, Ring, TransferError, WaitPoint};
 use super::state::thread::{Doing, StateRequest, TRAINER, ThreadId};
 use super::trace::trace;
 use super::world::World;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use elasticdl_proto::{Generation, WorkerId};
 
-use crate::job::group::links::{Broken, Suspicion};
+use crate::job::group::broken::{Broken, Suspicion};
 use crate::job::group::stall::Suspect;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;

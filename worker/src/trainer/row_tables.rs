@@ -7,7 +7,6 @@
 //! **Invariant:** all ranks of a group look rows up and push gradients once in each round with a
 //! step, in this order, with or without records of their own.
 
-use std::mem;
 use std::sync::Arc;
 
 use elasticdl_collective::CollectiveError;
@@ -20,15 +19,14 @@ use elasticdl_tables::{
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Trainer;
-use super::parts::Parts;
+use super::compute::Work;
 use super::stopped::{Stopped, decode_all};
 use crate::checkpoint::RestoreError;
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, Group};
-use crate::metrics;
 use crate::model::Model;
+use crate::session::InvalidData;
 use crate::session::header::{self, SyncHeader};
-use crate::session::{Computed, InvalidData};
 
 /// The tables of a job on this worker.
 #[derive(Debug)]
@@ -268,6 +266,14 @@ impl RowTables {
         Ok(Ok(()))
     }
 
+    /// The batches of a task: for the first one of a step, or for more of its records.
+    pub(super) fn begin_batches<B>(&mut self, is_first: bool) -> WaitingBatches<B> {
+        if is_first {
+            self.gradients.clear();
+        }
+        WaitingBatches { batches: Vec::new(), ids: self.ids() }
+    }
+
     /// Looks up the rows of `ids`.
     pub(super) fn look_up(
         &mut self,
@@ -333,52 +339,14 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// As `compute`, for a model with tables: the rows of all records are looked up at once.
+    /// Looks up the rows of the batches, and adds their gradients.
     pub(super) fn compute_with_rows(
         &mut self,
+        WaitingBatches { batches, ids }: WaitingBatches<M::Batch>,
         ranges: &[RecordRange],
-        is_first: bool,
+        work: &mut Work,
     ) -> Result<(), Stopped> {
-        if is_first {
-            if let Some(bridge) = self.model.as_bridge() {
-                bridge.begin_gradient();
-            }
-            self.tensors.clear_gradient()?;
-        }
-        let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
-        let (mut records, mut parts, mut unread) = (Vec::new(), Parts::default(), Vec::new());
-        let started = self.machine.now();
-        for (i, range) in ranges.iter().enumerate() {
-            // Without its records, the job ends.
-            let Some(taken) = self.take(*range)? else { return Ok(()) };
-            parts.push(*range, taken.records.len() as u64);
-            records.extend(taken.records);
-            if let Some(rest) = taken.rest {
-                // Storage does not answer: the step consists of the records that have been read.
-                unread.push(rest);
-                unread.extend(&ranges[i + 1..]);
-                break;
-            }
-        }
-        let input = self.machine.now() - started;
-        let order = Arc::clone(&self.order);
-        let fail = |error| Failure::on_records(error, order.ranges(ranges));
         let Some(tables) = &mut self.tables else { return Ok(()) };
-        if is_first {
-            tables.gradients.clear();
-        }
-        let mut ids = tables.ids();
-        let mut batches = Vec::new();
-        let started = self.machine.now();
-        while !records.is_empty() {
-            let rest = records.split_off(records.len().min(most));
-            let now = mem::replace(&mut records, rest);
-            let (count, model) = (now.len(), &mut self.model);
-            let positions = parts.split_off(count as u64);
-            let batch = feed(model, now, &mut ids).map_err(fail)?;
-            batches.push((batch, count, positions));
-        }
-        let mut busy = self.machine.now() - started;
         tables.looked_up = true;
         let mut rows = match tables.look_up(self.tensors.group_mut()?, &ids) {
             Ok(rows) => rows,
@@ -388,28 +356,46 @@ impl<M: Model> Trainer<'_, M> {
             }
         };
         let started = self.machine.now();
-        let mut loss_sum = 0.0;
         for (batch, count, positions) in batches {
-            loss_sum +=
-                self.gradients_of((batch, count), &positions, Some(&mut rows)).map_err(fail)?;
+            let loss = self.gradients_of((batch, count), &positions, Some(&mut rows));
+            work.loss_sum +=
+                loss.map_err(|error| Failure::on_records(error, self.order.ranges(ranges)))?;
         }
-        busy += self.machine.now() - started;
+        work.busy += self.machine.now() - started;
         let Some(tables) = &mut self.tables else { return Ok(()) };
-        let row_touches = ids.touches();
+        work.row_touches = ids.touches();
         tables.gradients.add(&tables.specs, ids, rows);
         if !tables.gradients.are_finite() {
             // All ranks see a loss that is not finite in this rank's header.
-            loss_sum = f64::NAN;
+            work.loss_sum = f64::NAN;
         }
-        let metrics = metrics::take_reported().map_err(Failure::fatal)?;
-        self.session.assignment.computed(Computed {
-            loss_sum,
-            metrics,
-            compute_us: busy.as_micros() as u64,
-            input_us: input.as_micros() as u64,
-            row_touches,
-        });
-        self.session.assignment.not_read(&unread);
+        Ok(())
+    }
+}
+
+/// Batches that wait for their rows.
+#[derive(Debug)]
+pub(super) struct WaitingBatches<B> {
+    /// Each with the number and the positions of its records.
+    batches: Vec<(B, usize, Vec<RecordRange>)>,
+    ids: Ids,
+}
+
+impl<B> WaitingBatches<B> {
+    pub(super) fn is_empty(&self) -> bool {
+        self.batches.is_empty()
+    }
+
+    /// Builds the batch of the records at these positions.
+    pub(super) fn push<M: Model<Batch = B>>(
+        &mut self,
+        model: &mut M,
+        records: Vec<<M::Reader as Reader>::Record>,
+        positions: Vec<RecordRange>,
+    ) -> Result<(), String> {
+        let count = records.len();
+        let batch = feed(model, records, &mut self.ids)?;
+        self.batches.push((batch, count, positions));
         Ok(())
     }
 }

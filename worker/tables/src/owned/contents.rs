@@ -1,0 +1,88 @@
+//! What a worker holds.
+
+use std::sync::Arc;
+
+use super::Owned;
+use crate::shard::Shard;
+
+/// Size of what a worker owns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OwnedSize {
+    /// Rows that it owns.
+    pub rows: u64,
+    /// Their touches.
+    pub touches: u64,
+    /// Memory of all its shards, those that it keeps for others too.
+    pub bytes: usize,
+}
+
+/// A row of one of the shards that a worker holds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HeldRow<'a> {
+    /// The shard.
+    pub shard: u32,
+    /// Index of its table.
+    pub table: usize,
+    /// Its id.
+    pub id: u64,
+    /// Records that touched it.
+    pub touches: u32,
+    /// Its values and the state of its optimizer.
+    pub numbers: &'a [f32],
+}
+
+impl Owned {
+    /// Step of this worker's rows, if it has a state.
+    pub fn step(&self) -> Option<u64> {
+        self.committed.as_ref().map(|committed| committed.step)
+    }
+
+    /// Number of shards of the group with fewer copies than there could be.
+    pub fn at_risk(&self) -> usize {
+        self.group.as_ref().map_or(0, |group| group.placement.at_risk(&group.members))
+    }
+
+    /// What this worker owns: the rows for which it answers, not those that it keeps for others.
+    pub fn owned(&self) -> OwnedSize {
+        let owned = || self.owned_shards().map(|(_, shard)| &**shard);
+        OwnedSize {
+            rows: owned().map(Shard::rows).sum(),
+            touches: owned().map(Shard::touches).sum(),
+            bytes: self.held().map(|(_, shard)| shard.bytes()).sum(),
+        }
+    }
+
+    /// The rows of a table that this worker owns: id, touches and values, `[dim]`.
+    pub fn rows(&self, table: usize) -> impl Iterator<Item = (u64, u32, &[f32])> {
+        let spec = &self.tables[table];
+        self.owned_shards().flat_map(move |(_, shard)| {
+            let rows = shard.tables[table].iter();
+            rows.map(|(id, counts, row)| (id, counts.touches, &row[..spec.dim]))
+        })
+    }
+
+    /// All rows that this worker holds, those that it keeps for others too.
+    pub fn held_rows(&self) -> impl Iterator<Item = HeldRow<'_>> {
+        self.held().flat_map(|(shard, held)| {
+            held.tables.iter().enumerate().flat_map(move |(table, rows)| {
+                rows.iter().map(move |(id, counts, numbers)| {
+                    let touches = counts.touches;
+                    HeldRow { shard, table, id, touches, numbers }
+                })
+            })
+        })
+    }
+
+    /// The shards that this worker holds.
+    pub(crate) fn held(&self) -> impl Iterator<Item = (u32, &Arc<Shard>)> {
+        self.committed.iter().flat_map(|committed| &committed.shards).map(|(&s, shard)| (s, shard))
+    }
+
+    /// The shards that this worker owns in its group.
+    pub(super) fn owned_shards(&self) -> impl Iterator<Item = (u32, &Arc<Shard>)> {
+        let committed = self.committed.as_ref().map(|committed| &committed.placement);
+        let placement = self.group.as_ref().map(|group| &group.placement).or(committed);
+        let owner = move |shard| placement.and_then(|placement| placement.holders(shard).first());
+        self.held().filter(move |&(shard, _)| owner(shard) == Some(&self.me))
+    }
+}

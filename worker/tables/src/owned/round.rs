@@ -1,0 +1,271 @@
+//! A round of a group: rows for the ranks, gradients of the ranks, their commit.
+//!
+//! ```text
+//!           requests            replies                        pushes
+//!  ids ───────────────▶ owners ─────────▶ rows ── gradients ─────────────▶ owners and copies
+//!                        + shards to be copied                          staged
+//!                                                  all-reduce, headers ──▶ commit
+//! ```
+//!
+//! A rank takes part in a step's all-reduce only after it has staged the gradients of all ranks.
+//! So if any rank has committed the step, every holder of a shard, and every worker that receives a
+//! copy, can commit it, even if it learns of the commit only in a later group.
+
+use std::collections::BTreeMap;
+use std::mem;
+use std::sync::Arc;
+
+use super::{Group, Owned, Staged};
+use crate::lookup::{BatchRows, Ids, RowGradients, TableGradients};
+use crate::placement::shard_of;
+use crate::shard::Shard;
+use crate::table::Table;
+use crate::wire::{InvalidRows, Message, put, put_u32};
+
+/// A committed step, for the tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepCommit {
+    /// Generation of the group that committed it.
+    pub generation: u64,
+    /// Number of records of the step.
+    pub records: u64,
+    /// Whether rows change. If not, their touches alone do.
+    pub is_applied: bool,
+}
+
+impl Owned {
+    /// What to ask each rank for: the rows of these ids.
+    ///
+    /// # Panics
+    /// The worker is in no group, as below.
+    pub fn requests(&self, ids: &Ids) -> Vec<Vec<u8>> {
+        let group = self.group();
+        let mut requests = vec![Vec::new(); group.members.len()];
+        for table in 0..self.tables.len() {
+            let mut of_ranks = vec![Vec::new(); group.members.len()];
+            for &id in ids.of(table) {
+                of_ranks[self.owner(group, table, id)].push(id);
+            }
+            for (request, ids) in requests.iter_mut().zip(of_ranks) {
+                if !ids.is_empty() {
+                    put_u32(request, table);
+                    put_u32(request, ids.len());
+                    put(request, &ids);
+                }
+            }
+        }
+        requests
+    }
+
+    /// Answers the requests of all ranks: with rows as of the last commit, and the shards that the
+    /// ranks are to hold.
+    ///
+    /// # Errors
+    /// A request is invalid.
+    pub fn replies(&self, requests: &[Vec<u8>]) -> Result<Vec<Vec<u8>>, InvalidRows> {
+        let group = self.group();
+        let mut replies = Vec::with_capacity(requests.len());
+        for (request, member) in requests.iter().zip(&group.members) {
+            let mut reply = Vec::new();
+            self.answer(request, &mut reply)?;
+            for copy in group.copies.iter().filter(|c| c.from == self.me && c.to == member.worker) {
+                put_u32(&mut reply, copy.shard as usize);
+                self.committed().shards[&copy.shard].encode(&mut reply);
+            }
+            replies.push(reply);
+        }
+        Ok(replies)
+    }
+
+    fn answer(&self, request: &[u8], reply: &mut Vec<u8>) -> Result<(), InvalidRows> {
+        let mut request = Message(request);
+        let mut initial = Vec::new();
+        while !request.is_empty() {
+            let (index, table) = self.table(request.u32()?)?;
+            let len = request.u32()? as usize;
+            for id in request.column::<u64>(len)? {
+                let number = self.shard_of(index, id);
+                let shard = self.committed().shards.get(&number);
+                let shard = shard.ok_or_else(|| not_held(number))?;
+                match shard.tables[index].find(id) {
+                    Some(numbers) => put(reply, &numbers[..table.dim]),
+                    None => {
+                        initial.resize(table.dim, 0.0);
+                        table.initialize(self.settings.seed, index as u32, id, &mut initial);
+                        put(reply, &initial);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes in the answers of all ranks to the requests for `ids`.
+    ///
+    /// # Errors
+    /// An answer is invalid.
+    pub fn receive(&mut self, ids: &Ids, replies: &[Vec<u8>]) -> Result<BatchRows, InvalidRows> {
+        let mut replies: Vec<Message<'_>> = replies.iter().map(|reply| Message(reply)).collect();
+        let group = self.group();
+        let mut values = Vec::with_capacity(self.tables.len());
+        for (index, table) in self.tables.iter().enumerate() {
+            let mut rows = Vec::with_capacity(ids.of(index).len() * table.dim);
+            for &id in ids.of(index) {
+                replies[self.owner(group, index, id)].column_to(table.dim, &mut rows)?;
+            }
+            values.push(rows);
+        }
+        let mut copied = BTreeMap::new();
+        for copy in group.copies.iter().filter(|copy| copy.to == self.me) {
+            let from = group.members.iter().position(|member| member.worker == copy.from);
+            let from = from.expect("a copy comes from a member of the group");
+            let shard = replies[from].u32()?;
+            if shard != copy.shard {
+                return Err(InvalidRows(format!("shard {shard} in place of {}", copy.shard)));
+            }
+            copied.insert(shard, Shard::decode(&mut replies[from], &self.tables)?);
+        }
+        if let Some(rest) = replies.iter().find(|reply| !reply.is_empty()) {
+            return Err(InvalidRows(format!("{} bytes more than asked for", rest.0.len())));
+        }
+        self.group_mut().copied = copied;
+        Ok(BatchRows::new(values))
+    }
+
+    /// What to give each rank: the gradients of the rows that it holds, or will hold.
+    pub fn pushes(&self, gradients: &RowGradients) -> Vec<Vec<u8>> {
+        let group = self.group();
+        // All ranks derive from these numbers how many shards are copied at a time.
+        let shards = &self.committed().shards;
+        let bytes: u64 = shards.values().map(|shard| shard.encoded_bytes()).sum();
+        let mut head = Vec::new();
+        put(&mut head, &[shards.len() as u64, bytes]);
+        let mut pushes = vec![head; group.members.len()];
+        let mut receivers = vec![Vec::new(); self.settings.shards as usize];
+        for (index, gradients) in gradients.tables() {
+            let dim = self.tables[index].dim;
+            let mut of_ranks = vec![Vec::new(); group.members.len()];
+            for (at, &id) in gradients.ids.iter().enumerate() {
+                let shard = self.shard_of(index, id);
+                let receivers: &mut Vec<usize> = &mut receivers[shard as usize];
+                if receivers.is_empty() {
+                    *receivers = group.receivers(shard);
+                }
+                receivers.iter().for_each(|&rank| of_ranks[rank].push(at));
+            }
+            for (push, rows) in pushes.iter_mut().zip(of_ranks).filter(|(_, r)| !r.is_empty()) {
+                put_u32(push, index);
+                put_u32(push, rows.len());
+                rows.iter().for_each(|&at| put(push, &gradients.ids[at..=at]));
+                rows.iter().for_each(|&at| put(push, &gradients.touches[at..=at]));
+                rows.iter().for_each(|&at| put(push, &gradients.sums[at * dim..(at + 1) * dim]));
+            }
+        }
+        pushes
+    }
+
+    /// Keeps the gradients of all ranks until the step is committed.
+    ///
+    /// # Errors
+    /// A rank's gradients are invalid.
+    pub fn stage(&mut self, pushes: &[Vec<u8>]) -> Result<(), InvalidRows> {
+        let group = self.group();
+        let mut gradients = vec![TableGradients::default(); self.tables.len()];
+        let (mut shards, mut bytes) = (0_u64, 0_u64);
+        for push in pushes {
+            let mut push = Message(push);
+            let of_rank = push.column::<u64>(2)?;
+            (shards, bytes) = (shards.saturating_add(of_rank[0]), bytes.saturating_add(of_rank[1]));
+            while !push.is_empty() {
+                let (index, table) = self.table(push.u32()?)?;
+                let len = push.u32()? as usize;
+                let ids = push.column::<u64>(len)?;
+                let touches = push.column::<u32>(len)?;
+                let sums = push.column::<f32>(len.saturating_mul(table.dim))?;
+                let rows = ids.iter().zip(touches).zip(sums.chunks_exact(table.dim));
+                for ((&id, touches), gradient) in rows {
+                    let shard = self.shard_of(index, id);
+                    let holds = self.committed().shards.contains_key(&shard)
+                        || group.copied.contains_key(&shard);
+                    if !holds {
+                        return Err(not_held(shard));
+                    }
+                    gradients[index].add(id, touches, gradient);
+                }
+            }
+        }
+        let placement = match group.is_settled {
+            true => group.placement.clone(),
+            false => group.placement.after(&group.copies, &group.members),
+        };
+        let per_shard = bytes.div_ceil(shards.max(1)).max(1);
+        let placement = placement.copied_per_step(self.settings.copy_bytes / per_shard);
+        let generation = group.generation;
+        let copied = mem::take(&mut self.group_mut().copied);
+        self.staged.retain(|staged| staged.generation != generation);
+        self.staged.push(Staged { generation, placement, copied, gradients });
+        Ok(())
+    }
+
+    /// The step after this worker's is committed: applies what is staged of it. Returns `false` if
+    /// nothing is, so that this worker holds no rows of it.
+    pub fn commit(&mut self, commit: StepCommit) -> bool {
+        let StepCommit { generation, records, is_applied } = commit;
+        let Some(committed) = &mut self.committed else { return false };
+        let Some(at) = self.staged.iter().position(|staged| staged.generation == generation) else {
+            return false;
+        };
+        let Staged { placement, copied, gradients, .. } = self.staged.swap_remove(at);
+        self.staged.clear();
+        let step = committed.step + 1;
+        let shards = &mut committed.shards;
+        shards.extend(copied.into_iter().map(|(number, shard)| (number, Arc::new(shard))));
+        for (index, (table, gradients)) in self.tables.iter().zip(gradients).enumerate() {
+            let scale = 1.0 / records.max(1) as f32;
+            let mut mean = vec![0.0; table.dim];
+            let rows = gradients.ids.iter().zip(&gradients.touches);
+            for ((&id, &touches), sum) in rows.zip(gradients.sums.chunks_exact(table.dim)) {
+                let shard = shard_of(index as u32, id, self.settings.shards);
+                let shard = Arc::make_mut(shards.get_mut(&shard).expect("staged rows are held"));
+                let seed = self.settings.seed;
+                let initialize = |row: &mut [f32]| table.initialize(seed, index as u32, id, row);
+                let (counts, row) = shard.tables[index].touch(id, table.dim, initialize);
+                counts.touches = counts.touches.saturating_add(touches);
+                counts.last_step = step as u32;
+                if is_applied {
+                    mean.iter_mut().zip(sum).for_each(|(mean, sum)| *mean = sum * scale);
+                    table.optimizer.apply(step, row, &mean);
+                }
+            }
+        }
+        let me = self.me;
+        shards.retain(|&shard, _| placement.holders(shard).contains(&me));
+        (committed.step, committed.generation) = (step, generation);
+        if let Some(group) = self.group.as_mut().filter(|group| group.generation == generation) {
+            if !group.is_settled {
+                group.is_settled = group.copies.is_empty() && placement.is_as(&group.placement);
+                group.copies = placement.copies(&group.members);
+            }
+            group.placement = placement.clone();
+            group.copied.clear();
+        }
+        committed.placement = placement;
+        true
+    }
+
+    fn table(&self, index: u32) -> Result<(usize, &Table), InvalidRows> {
+        let index = index as usize;
+        let table = self.tables.get(index);
+        Ok((index, table.ok_or_else(|| InvalidRows(format!("there is no table {index}")))?))
+    }
+
+    /// The rank that owns a row.
+    fn owner(&self, group: &Group, table: usize, id: u64) -> usize {
+        let owner = group.placement.holders(self.shard_of(table, id))[0];
+        group.rank(owner)
+    }
+}
+
+fn not_held(shard: u32) -> InvalidRows {
+    InvalidRows(format!("a row of shard {shard}, which this worker does not hold"))
+}
