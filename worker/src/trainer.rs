@@ -463,6 +463,7 @@ mod reading;
 mod row_tables;
 mod stopped;
 mod validation;
+mod work;
 
 pub(crate) use self::checkpointing::{Checkpointing, JobKey};
 use self::device::device_of;

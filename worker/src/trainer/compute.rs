@@ -12,6 +12,7 @@ use super::Trainer;
 use super::device::device_of;
 use super::parts::Parts;
 use super::stopped::Stopped;
+use super::work::Work;
 use crate::buckets::{Gradients, RecordKeys};
 use crate::exact_sum::ExactSum;
 use crate::external::Bridge;
@@ -23,22 +24,6 @@ use crate::prefetch::Taken;
 use crate::session::Computed;
 use crate::session::halt::{Halt, Reason};
 use crate::tensors::{HostState, Tensors};
-
-/// What this rank has computed of a task.
-#[derive(Debug, Default)]
-pub(super) struct Work {
-    /// Sum of the loss over the records.
-    pub(super) loss_sum: f64,
-    /// Time in the model's code.
-    pub(super) busy: Duration,
-    /// Time spent waiting for the records to be read.
-    pub(super) input: Duration,
-    /// Pairs of one of the records and a row of a table that it touches.
-    pub(super) row_touches: u64,
-    /// Trailing records that could not be read yet; of several parts of one range, the last one
-    /// comes first.
-    pub(super) unread: Vec<RecordRange>,
-}
 
 impl<M: Model> Trainer<'_, M> {
     /// Adds the gradient of the records of `ranges` to that of this rank's part of the step.

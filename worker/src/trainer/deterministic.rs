@@ -3,8 +3,8 @@
 use elasticdl_proto::RecordRange;
 
 use super::Trainer;
-use super::compute::Work;
 use super::stopped::Stopped;
+use super::work::Work;
 use crate::exact_sum;
 use crate::failure::Failure;
 use crate::model::Model;

@@ -19,8 +19,8 @@ use elasticdl_tables::{
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Trainer;
-use super::compute::Work;
 use super::stopped::{Stopped, decode_all};
+use super::work::Work;
 use crate::checkpoint::RestoreError;
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, Group};
