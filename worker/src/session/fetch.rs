@@ -183,6 +183,7 @@ mod tests {
     use super::super::{JobPlan, Task};
     use super::*;
     use crate::session::header::{StateRecord, StepHeader};
+    use crate::session::origin::{Origin, Program};
 
     const ME: WorkerId = WorkerId(9);
 
@@ -237,6 +238,18 @@ mod tests {
         };
         assert_eq!(joins.generation, Generation(generation));
         session.sync_header(0).state.map(|state| state.step)
+    }
+
+    #[test]
+    fn a_joining_worker_checks_its_build_before_it_fetches_the_state() {
+        let program = |executable| Program { executable, ..Program::default() };
+        let joiner = |allows_mixed_builds| {
+            let plan = JobPlan { allows_mixed_builds, ..JobPlan::of_one_epoch(100, 4) };
+            Session::new(ME, plan).of(Origin { host: "a".into(), program: program(2) })
+        };
+        assert!(joiner(false).check_program(&program(1)).is_err());
+        assert_eq!(joiner(false).check_program(&program(2)), Ok(()));
+        assert_eq!(joiner(true).check_program(&program(1)), Ok(()));
     }
 
     #[test]

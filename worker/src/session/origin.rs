@@ -9,7 +9,6 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::session::Session;
 use crate::session::header::SyncHeader;
 
 /// Where a rank runs, and what.
@@ -51,27 +50,14 @@ impl Program {
 
 impl Origin {
     /// Checks that this is the origin of a worker that runs the program of its group.
-    fn check(&self, group: &Program) -> Result<(), ProgramMismatch> {
+    ///
+    /// # Errors
+    /// It runs another one.
+    pub(super) fn check(&self, group: &Program) -> Result<(), ProgramMismatch> {
         match group.differences(&self.program) {
             differences if differences.is_empty() => Ok(()),
             differences => Err(ProgramMismatch { host: self.host.clone(), differences }),
         }
-    }
-}
-
-impl Session {
-    /// What this worker runs.
-    pub fn program(&self) -> &Program {
-        &self.origin.program
-    }
-
-    /// Checks that this worker may join a group that runs `group`. A joiner asks before it fetches
-    /// the state, so that one of another build is never a member.
-    ///
-    /// # Errors
-    /// It runs another program, and the job needs one.
-    pub fn check_program(&self, group: &Program) -> Result<(), ProgramMismatch> {
-        if self.job.allows_mixed_builds { Ok(()) } else { self.origin.check(group) }
     }
 }
 
@@ -131,10 +117,7 @@ pub(super) fn without_other_programs(headers: &[SyncHeader]) -> Vec<SyncHeader> 
 
 #[cfg(test)]
 mod tests {
-    use elasticdl_proto::WorkerId;
-
     use super::*;
-    use crate::session::JobPlan;
     use crate::session::header::StateHeader;
 
     fn header(executable: u64, step: Option<u64>) -> SyncHeader {
@@ -164,18 +147,6 @@ mod tests {
             states.iter().map(|h| h.state.is_some()).collect::<Vec<_>>(),
             [false, true, true]
         );
-    }
-
-    #[test]
-    fn a_joiner_checks_its_build_before_it_fetches_the_state() {
-        let joiner = |allows_mixed_builds| {
-            let plan = JobPlan { allows_mixed_builds, ..JobPlan::of_one_epoch(100, 4) };
-            Session::new(WorkerId(9), plan).of(header(2, None).origin)
-        };
-        let [group, same] = [1, 2].map(|executable| header(executable, None).origin.program);
-        assert!(joiner(false).check_program(&group).is_err());
-        assert_eq!(joiner(false).check_program(&same), Ok(()));
-        assert_eq!(joiner(true).check_program(&group), Ok(()));
     }
 
     #[test]

@@ -5,8 +5,23 @@ use elasticdl_proto::{Generation, RecordRange, WorkerId};
 use super::phase::{Group, Phase};
 use super::{Session, State, plan};
 use crate::session::header::StepHeader;
+use crate::session::origin::{Program, ProgramMismatch};
 
 impl Session {
+    /// What this worker runs.
+    pub fn program(&self) -> &Program {
+        &self.origin.program
+    }
+
+    /// Checks that this worker may join a group that runs `group`. A joiner asks before it fetches
+    /// the state, so that one of another build is never a member.
+    ///
+    /// # Errors
+    /// It runs another program, and the job needs one.
+    pub fn check_program(&self, group: &Program) -> Result<(), ProgramMismatch> {
+        if self.job.allows_mixed_builds { Ok(()) } else { self.origin.check(group) }
+    }
+
     /// Number of committed steps; 0 without state.
     pub fn step(&self) -> u64 {
         self.state.as_ref().map_or(0, |s| s.step)
