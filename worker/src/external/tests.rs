@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use elasticdl_collective::LocalRank;
 use elasticdl_data::Predictions;
+use elasticdl_tables::{BatchRows, Initialization, RowOptimizer, Table};
 
 use super::memory::Taken;
-use super::model::{Call, CallChannel, ExternalModel, Reply, Sums};
+use super::model::{Batch, Call, CallChannel, ExternalModel, Reply, Sums};
 use super::*;
 use crate::buckets::{self, RecordKeys, SummedBuckets};
 use crate::metrics::{Loss, Metrics};
@@ -38,7 +39,10 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
         let event = driver.wait(Duration::from_secs(20)).expect("the trainer answers");
         match event {
             Event::Ended(ended) => break ended,
-            Event::Evaluate { .. } | Event::Predict { .. } => panic!("it only trains: {event:?}"),
+            Event::Evaluate { .. }
+            | Event::EvaluationIds { .. }
+            | Event::Ids
+            | Event::Predict { .. } => panic!("it trains, and has no tables: {event:?}"),
             Event::Initialize { seed } => {
                 assert_eq!(seed, 7);
                 driver.parameters().unwrap().fill(1.0);
@@ -88,6 +92,80 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
         }
     };
     (last, discarded, ended)
+}
+
+#[test]
+fn ids_are_announced_for_all_micro_batches_of_a_step_before_the_first_is_computed() {
+    let table = Table::new("counts", 1)
+        .initialized(Initialization::Zeros)
+        .optimized(RowOptimizer::sgd(1.0));
+    let shape = Shape {
+        records: RECORDS as u64,
+        tensors: vec![NamedTensor::new("bias", [1])],
+        tables: vec![table],
+        slots: 0,
+        ..Shape::default()
+    };
+    // Two steps of one micro-batch more than fits, in flight.
+    let mut driver = Driver::new(alone(), shape, Memory::Trainer, 5);
+    let (mut announced, mut drawn) = (VecDeque::new(), VecDeque::new());
+    // Rows, by a count of their records; and those of the step.
+    let (mut rows, mut of_step) = ([0.0_f32; RECORDS / 2], [0.0_f32; RECORDS / 2]);
+    let ended = loop {
+        match driver.wait(Duration::from_secs(20)).expect("the trainer answers") {
+            Event::Ended(ended) => break ended,
+            Event::Ids => {
+                while driver.announced() == Some(false) {
+                    while drawn.len() < 6
+                        && let NextBatch::Batch(batch) = driver.next_batch()
+                    {
+                        drawn.push_back(batch);
+                    }
+                    let batch: Vec<Record> = drawn.pop_front().expect("one is in flight");
+                    let counts = driver.announce::<WorkerError>(|ids| {
+                        for record in &batch {
+                            ids.begin_record();
+                            ids.push(0, record.number / 2);
+                        }
+                        Ok(())
+                    });
+                    announced.extend(counts.unwrap().then_some(batch));
+                }
+                driver.look_up();
+            }
+            Event::Gradient { .. } => {
+                while driver.is_requested() {
+                    let batch = announced.pop_front().expect("one is announced");
+                    let Counted { records, before, .. } = driver.counted().expect("it counts");
+                    assert_eq!(records, batch.len());
+                    if before == 0 {
+                        driver.gradient().unwrap().fill(0.0);
+                    }
+                    for record in &batch {
+                        let id = record.number / 2;
+                        let position = driver.ids().position(0, id).unwrap();
+                        let found = driver.rows().unwrap();
+                        let (row, expected) = (found.of(0).0[position], rows[id as usize]);
+                        assert!((row - expected).abs() < 1e-6, "{id}: {row}, {expected}");
+                        found.add_gradient(0, &[position], -1.0, &[1.0]);
+                        of_step[id as usize] += 1.0;
+                    }
+                    assert!(driver.deliver(0.25).unwrap());
+                }
+            }
+            Event::Initialize { .. } => driver.done(),
+            Event::Update { records, .. } => {
+                let change = std::mem::replace(&mut of_step, [0.0; RECORDS / 2]);
+                rows.iter_mut().zip(change).for_each(|(row, n)| *row += n / records as f32);
+                driver.done();
+            }
+            event => panic!("it only trains: {event:?}"),
+        }
+    };
+    assert_eq!(ended, Ended::Complete);
+    // 16 records in a step, and 4 in the last one of an epoch.
+    let steps = EPOCHS as f32 * RECORDS.div_ceil(16) as f32;
+    assert!((rows.iter().sum::<f32>() - steps).abs() < 1e-4, "{rows:?}");
 }
 
 fn alone() -> Worker {
@@ -160,7 +238,7 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
     let (loss, summed) =
         buckets::overlap(&mut ring, &mut gradient, &mut sums, batch, 4, |gradients| {
             let records = [0, 1].map(|number| Record { epoch: 0, number }).to_vec();
-            model.gradients(&[], records, gradients).unwrap()
+            model.gradients(&[], Batch { is_training: true, records }, gradients).unwrap()
         });
     program.join().unwrap();
     assert_eq!((loss, summed.unwrap(), model.step_records), (Loss::Sum(0.5), 1, 5));
@@ -176,11 +254,16 @@ fn metrics_are_means_over_the_records_of_all_calls() {
     let ((calls, from_trainer), (to_trainer, replies)) = (channel(), channel());
     let program = thread::spawn(move || {
         let mut lens = Vec::new();
-        while let Ok(Call::Evaluate { records } | Call::Predict { records }) = from_trainer.recv() {
+        while let Ok(Call::Evaluate { records, .. } | Call::Predict { records }) =
+            from_trainer.recv()
+        {
             lens.push(records.len());
             let numbers: Vec<i64> = records.iter().map(|r| r.number.cast_signed()).collect();
             let reply = match lens.len() {
-                ..=3 => Reply::Metrics(vec![("first".into(), numbers[0] as f64)]),
+                ..=3 => {
+                    let means = vec![("first".into(), numbers[0] as f64)];
+                    Reply::Metrics(means, BatchRows::default())
+                }
                 _ => Reply::Predictions(Predictions::new().i64("number", numbers)),
             };
             to_trainer.send(Ok(reply)).unwrap();
@@ -195,10 +278,11 @@ fn metrics_are_means_over_the_records_of_all_calls() {
     let channel = CallChannel::new(calls, replies);
     let mut model = ExternalModel::new(shape, Taken::default(), channel, Arc::default());
     let records: Vec<Record> = (0..7).map(|number| Record { epoch: 0, number }).collect();
+    let batch = Batch { is_training: false, records };
     let mut sums = BTreeMap::new();
-    model.evaluate(&[0.0; 2], records.clone(), &mut Metrics::new(&mut sums, 7)).unwrap();
+    model.evaluate(&[0.0; 2], batch.clone(), &mut Metrics::new(&mut sums, 7)).unwrap();
     assert_eq!(sums, BTreeMap::from([("first".to_owned(), 3.0 * 3.0 + 6.0)]));
-    let rows = model.predict(&[0.0; 2], records).unwrap();
+    let rows = model.predict(&[0.0; 2], batch).unwrap();
     assert_eq!(rows, Predictions::new().i64("number", (0..7).collect()));
     drop(model);
     assert_eq!(program.join().unwrap(), [3, 3, 1, 2, 2, 2, 1]);
