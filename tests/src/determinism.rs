@@ -24,6 +24,7 @@ pub struct DeterminismCase {
 struct Setup {
     programs: Programs,
     is_deterministic: bool,
+    has_tables: bool,
 }
 
 impl DeterminismCase {
@@ -78,7 +79,7 @@ impl DeterminismCase {
         parameters: u64,
         rate: Option<&str>,
     ) -> ThroughputSummary {
-        let setup = Setup { programs, is_deterministic };
+        let setup = Setup { programs, is_deterministic, has_tables: false };
         let fixture = JobFixture {
             parameters,
             records: 2 * COST_STEPS,
@@ -104,7 +105,24 @@ impl DeterminismCase {
     /// The job fails, nothing has happened to it, or this machine can't make its hosts.
     #[must_use]
     pub fn run(&self, programs: Programs, is_deterministic: bool) -> Ended {
-        let ended = (self.run)(&Setup { programs, is_deterministic });
+        self.run_setup(&Setup { programs, is_deterministic, has_tables: false })
+    }
+
+    /// Runs the case with `--deterministic`, and a model that has tables.
+    ///
+    /// # Panics
+    /// As above; or a touch of a row is missing or repeated.
+    #[must_use]
+    pub fn run_with_tables(&self, programs: Programs) -> Ended {
+        let ended = self.run_setup(&Setup { programs, is_deterministic: true, has_tables: true });
+        let touches = ended.summary().row_touches.expect("the model has tables");
+        assert_eq!((touches.missing, touches.repeated), (0, 0), "{}", self.name);
+        assert_eq!(touches.expected, 2 * RECORDS * EPOCHS, "{}", self.name);
+        ended
+    }
+
+    fn run_setup(&self, setup: &Setup) -> Ended {
+        let ended = (self.run)(setup);
         ended.assert_outcome(0, "completed");
         let expected = each_once(RECORDS * EPOCHS);
         assert_eq!(ended.summary().records, expected, "{}: {}", self.name, ended.output);
@@ -119,6 +137,7 @@ impl Setup {
             epochs: EPOCHS,
             micros_per_record,
             worker_timeout: Some("30s"),
+            program_options: if self.has_tables { &["--tables"] } else { &[] },
             ..JobFixture::new(self.programs, workers)
         }
     }

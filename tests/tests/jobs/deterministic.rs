@@ -48,6 +48,19 @@ fn any_transport_trains_the_same_bits() {
     assert_same(DeterminismCase::TRANSPORTS);
 }
 
+#[test]
+fn rows_of_tables_are_trained_to_the_same_bits() {
+    let digest = |case: &DeterminismCase| {
+        case.run_with_tables(PROGRAMS).summary().digest.clone().expect("a digest")
+    };
+    let [one, others @ ..] = DeterminismCase::UNDISTURBED else { panic!("there are cases") };
+    let expected = digest(one);
+    let disturbed = [0, 1, 2, 5].map(|case| DeterminismCase::DISTURBED[case]);
+    for case in others[..3].iter().chain(&disturbed) {
+        assert_eq!(digest(case), expected, "{}", case.name);
+    }
+}
+
 /// Otherwise the tests above would prove nothing.
 #[test]
 fn without_the_option_the_bits_depend_on_the_number_of_workers() {

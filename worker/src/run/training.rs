@@ -143,7 +143,6 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
 /// Checks that the options go with the model's tables, if it has any.
 fn check_options(tables: &[Table], options: &WorkerOptions, is_on_gpu: bool) -> Result<(), String> {
     let is_impossible = [
-        (options.deterministic, "--deterministic"),
         (matches!(options.work, Work::Train { export: Some(_) }), "--export"),
         (export_best(options).is_some(), "--export-best"),
         (is_on_gpu, "a model on a GPU"),

@@ -1,5 +1,8 @@
 //! Steps whose sum does not depend on the ranks: gradients per micro-batch, summed exactly.
 
+use std::mem;
+use std::sync::Arc;
+
 use elasticdl_proto::RecordRange;
 
 use super::Trainer;
@@ -13,17 +16,20 @@ use crate::tensors::Tensors;
 
 impl<M: Model> Trainer<'_, M> {
     /// Computes the gradient of each micro-batch of `ranges` by itself. A micro-batch that cannot
-    /// be read completely is not computed.
+    /// be read completely is not computed. With tables, each waits for the others, as in
+    /// [`compute`](Self::compute).
     pub(super) fn compute_micro_batches(
         &mut self,
         ranges: &[RecordRange],
         is_first: bool,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), Stopped> {
         if let (true, Some(exact)) = (is_first, &mut self.exact) {
             exact.clear();
         }
+        let order = Arc::clone(&self.order);
         let micro_batches = self.session.micro_batches(ranges);
         let mut work = Work::default();
+        let mut waiting = Vec::new();
         for (i, micro_batch) in micro_batches.iter().enumerate() {
             let started = self.machine.now();
             let Some(taken) = self.take(*micro_batch)? else { return Ok(()) };
@@ -33,40 +39,61 @@ impl<M: Model> Trainer<'_, M> {
                 break;
             }
             let started = self.machine.now();
-            work.loss_sum += self.micro_batch(*micro_batch, taken.records)?;
+            let fail = |error| Failure::on_records(error, order.ranges(&[*micro_batch]));
+            let parts = self.parts_of(*micro_batch, taken.records);
+            if let Some(tables) = &mut self.tables {
+                let mut batches = tables.begin_batches(is_first && i == 0);
+                for (records, part) in parts {
+                    batches.push(&mut self.model, records, vec![part]).map_err(fail)?;
+                }
+                waiting.push((*micro_batch, batches));
+            } else {
+                self.begin_micro_batch();
+                for (records, part) in parts {
+                    work.loss_sum += self.gradients(records, &[part]).map_err(fail)?;
+                }
+                self.end_micro_batch();
+            }
             work.busy += self.machine.now() - started;
         }
-        self.computed(work)
+        if self.tables.is_some() {
+            self.compute_micro_batches_with_rows(waiting, ranges, &mut work)?;
+        }
+        Ok(self.computed(work)?)
     }
 
-    /// Adds the gradient of a micro-batch, in as many calls of the model as its memory asks for.
-    /// Returns the sum of its loss.
-    fn micro_batch(
-        &mut self,
+    /// The records of a micro-batch, in as many parts as the model's memory asks for.
+    fn parts_of(
+        &self,
         range: RecordRange,
         mut records: Vec<Record<M>>,
-    ) -> Result<f64, Failure> {
-        let Some(exact) = &mut self.exact else { return Ok(0.0) };
-        exact.add();
-        // The micro-batch's own gradient is zero.
-        if let Some(bridge) = self.model.as_bridge() {
-            bridge.begin_gradient();
-        }
+    ) -> Vec<(Vec<Record<M>>, RecordRange)> {
         let most = self.model.max_micro_batch().unwrap_or(usize::MAX).max(1);
-        let (mut loss_sum, mut start) = (0.0, range.start);
+        let (mut parts, mut start) = (Vec::new(), range.start);
         while !records.is_empty() {
             let rest = records.split_off(records.len().min(most));
             let end = start + records.len() as u64;
-            let part = RecordRange { start, end, ..range };
-            let loss = self.gradients(std::mem::replace(&mut records, rest), &[part]);
-            loss_sum +=
-                loss.map_err(|error| Failure::on_records(error, self.order.ranges(&[range])))?;
+            parts.push((mem::replace(&mut records, rest), RecordRange { start, end, ..range }));
             start = end;
         }
+        parts
+    }
+
+    /// The gradients that follow are those of one micro-batch.
+    pub(super) fn begin_micro_batch(&mut self) {
+        if let Some(exact) = &mut self.exact {
+            exact.add();
+        }
+        if let Some(bridge) = self.model.as_bridge() {
+            bridge.begin_gradient();
+        }
+    }
+
+    /// The gradient of the micro-batch is complete.
+    pub(super) fn end_micro_batch(&mut self) {
         if let Some(exact) = &mut self.exact {
             exact.complete_last();
         }
-        Ok(loss_sum)
     }
 
     /// Writes the sum of this rank's micro-batches to its gradient, rounded as all ranks agree.

@@ -36,8 +36,8 @@ impl<M: Model> Trainer<'_, M> {
     /// this worker exports the model and describes it.
     pub(super) fn finish(&mut self, is_published: bool) -> Result<(), Stopped> {
         let Some(step) = self.session.state().map(|state| state.step) else { return Ok(()) };
-        let row_touches = match &mut self.tables {
-            Some(tables) => Some(tables.count_touches(self.tensors.group_mut()?)?),
+        let rows = match &mut self.tables {
+            Some(tables) => Some(tables.count(self.tensors.group_mut()?)?),
             None => None,
         };
         let parameters_are_finite = self.tensors.parameters_are_finite()?;
@@ -72,13 +72,14 @@ impl<M: Model> Trainer<'_, M> {
             summary = call_user("summary()", || model.summary(&parameters)).unwrap_or_else(Some);
         }
         let state = self.session.state().expect("it was there above");
+        let digest = self.tensors.digest(state)?;
         let last = FinalState {
-            digest: self.tensors.digest(state)?,
+            digest: rows.map_or(digest, |rows| digest.wrapping_add(rows.digest)),
             parameters_are_finite,
             summary,
             is_exported: exported == Some(Ok(())),
             export_error: exported.and_then(Result::err),
-            row_touches,
+            row_touches: rows.map(|rows| rows.touches),
         };
         match self.session.ended() {
             Some(Ending::Done) => observe(&mut self.model, Progress::Finished { error: None }),

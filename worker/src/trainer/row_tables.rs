@@ -13,9 +13,10 @@ use elasticdl_collective::CollectiveError;
 use elasticdl_data::Reader;
 use elasticdl_proto::{Generation, RecordRange, WorkerId, WorkerOptions};
 use elasticdl_tables::{
-    BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, Recovery, RowGradients,
-    SHARDS, SavedShards, Settings, StepCommit, Table,
+    BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, Recovery,
+    RowGradients, SHARDS, SavedShards, Settings, StepCommit, Table,
 };
+use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Trainer;
@@ -42,12 +43,20 @@ pub(crate) struct RowTables {
     /// What the ranks of the group told about their rows, and their hosts.
     synced: Vec<(Option<OwnedHeader>, u64)>,
     /// Touches of the rows of all ranks of the group, once they are counted.
-    counted: Option<u64>,
+    counted: Option<Counted>,
     /// The checkpoint from which this rank has created the state of the group of this generation:
     /// its name, and whether this run wrote it.
     restored: Option<(u64, (String, bool))>,
     /// What the group has given up because rows are lost, until it has a state again.
     lost: Option<LostRows>,
+}
+
+/// The rows of all ranks, each counted by the rank that owns it.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Counted {
+    pub(super) touches: u64,
+    /// Digest of the rows, their touches and their optimizers: a sum modulo 2^64.
+    pub(super) digest: u64,
 }
 
 /// A state that the group gives up because rows that belong to it are lost.
@@ -274,6 +283,13 @@ impl RowTables {
         WaitingBatches { batches: Vec::new(), ids: self.ids() }
     }
 
+    /// All ranks see a loss that is not finite in this rank's header.
+    fn check_finite(&self, work: &mut Work) {
+        if !self.gradients.are_finite() {
+            work.loss_sum = f64::NAN;
+        }
+    }
+
     /// Looks up the rows of `ids`.
     pub(super) fn look_up(
         &mut self,
@@ -314,16 +330,20 @@ impl RowTables {
         Ok(())
     }
 
-    /// Touches of the rows of all ranks at the end, each counted by the rank that owns it. A rank
+    /// The rows of all ranks at the end. A rank
     /// that reports its final state once more, to another master, does not count again: the others
     /// would have to take part.
-    pub(super) fn count_touches(&mut self, group: &mut dyn Group) -> Result<u64, Stopped> {
+    pub(super) fn count(&mut self, group: &mut dyn Group) -> Result<Counted, Stopped> {
         if let Some(counted) = self.counted {
             return Ok(counted);
         }
-        let owned = self.owned.owned().touches;
-        let all: Vec<u64> = decode_all(group.all_gather(&header::encode(&owned))?)?;
-        Ok(*self.counted.insert(all.iter().sum()))
+        let owned = Counted { touches: self.owned.touches(), digest: self.owned.digest() };
+        let all: Vec<Counted> = decode_all(group.all_gather(&header::encode(&owned))?)?;
+        let sum = all.into_iter().fold(Counted::default(), |sum, of_rank| Counted {
+            touches: sum.touches + of_rank.touches,
+            digest: sum.digest.wrapping_add(of_rank.digest),
+        });
+        Ok(*self.counted.insert(sum))
     }
 }
 
@@ -346,38 +366,80 @@ impl<M: Model> Trainer<'_, M> {
         ranges: &[RecordRange],
         work: &mut Work,
     ) -> Result<(), Stopped> {
-        let Some(tables) = &mut self.tables else { return Ok(()) };
-        tables.looked_up = true;
-        let mut rows = match tables.look_up(self.tensors.group_mut()?, &ids) {
-            Ok(rows) => rows,
-            Err(stopped) => {
-                self.session.assignment.not_computed(ranges);
-                return Err(stopped);
-            }
-        };
+        let mut rows = self.look_up(&ids, ranges)?;
         let started = self.machine.now();
-        for (batch, count, positions) in batches {
-            let loss = self.gradients_of((batch, count), &positions, Some(&mut rows));
-            work.loss_sum +=
-                loss.map_err(|error| Failure::on_records(error, self.order.ranges(ranges)))?;
-        }
+        work.loss_sum += self.gradients_of_all(batches, &mut rows, ranges)?;
         work.busy += self.machine.now() - started;
-        let Some(tables) = &mut self.tables else { return Ok(()) };
         work.row_touches = ids.touches();
-        tables.gradients.add(&tables.specs, ids, rows);
-        if !tables.gradients.are_finite() {
-            // All ranks see a loss that is not finite in this rank's header.
-            work.loss_sum = f64::NAN;
+        if let Some(tables) = &mut self.tables {
+            tables.gradients.add(&tables.specs, ids, rows);
+            tables.check_finite(work);
         }
         Ok(())
     }
+
+    /// As [`compute_with_rows`](Self::compute_with_rows), with the gradient of each of these
+    /// micro-batches by itself.
+    pub(super) fn compute_micro_batches_with_rows(
+        &mut self,
+        waiting: Vec<(RecordRange, WaitingBatches<M::Batch>)>,
+        ranges: &[RecordRange],
+        work: &mut Work,
+    ) -> Result<(), Stopped> {
+        let tables = self.tables.as_ref().map_or(0, |tables| tables.specs.len());
+        let union = Ids::union(tables, waiting.iter().map(|(_, waiting)| &waiting.ids));
+        let all = self.look_up(&union, ranges)?;
+        let started = self.machine.now();
+        for (range, WaitingBatches { batches, ids }) in waiting {
+            let mut rows = all.of_batch(&union, &ids);
+            self.begin_micro_batch();
+            work.loss_sum += self.gradients_of_all(batches, &mut rows, &[range])?;
+            self.end_micro_batch();
+            work.row_touches += ids.touches();
+            if let Some(tables) = &mut self.tables {
+                tables.gradients.add_part(range.start, ids, rows);
+            }
+        }
+        work.busy += self.machine.now() - started;
+        self.tables.iter().for_each(|tables| tables.check_finite(work));
+        Ok(())
+    }
+
+    /// Looks up the rows of `ids`, of the records of `ranges`.
+    fn look_up(&mut self, ids: &Ids, ranges: &[RecordRange]) -> Result<BatchRows, Stopped> {
+        let Some(tables) = &mut self.tables else { return Ok(BatchRows::default()) };
+        tables.looked_up = true;
+        let rows = tables.look_up(self.tensors.group_mut()?, ids);
+        if rows.is_err() {
+            self.session.assignment.not_computed(ranges);
+        }
+        rows
+    }
+
+    /// Adds the gradients of these batches, of the records of `ranges`. Returns the sum of the loss.
+    fn gradients_of_all(
+        &mut self,
+        batches: Vec<WaitingBatch<M::Batch>>,
+        rows: &mut BatchRows,
+        ranges: &[RecordRange],
+    ) -> Result<f64, Failure> {
+        let mut loss_sum = 0.0;
+        for (batch, count, positions) in batches {
+            let loss = self.gradients_of((batch, count), &positions, Some(rows));
+            loss_sum +=
+                loss.map_err(|error| Failure::on_records(error, self.order.ranges(ranges)))?;
+        }
+        Ok(loss_sum)
+    }
 }
+
+/// A batch with the number and the positions of its records.
+type WaitingBatch<B> = (B, usize, Vec<RecordRange>);
 
 /// Batches that wait for their rows.
 #[derive(Debug)]
 pub(super) struct WaitingBatches<B> {
-    /// Each with the number and the positions of its records.
-    batches: Vec<(B, usize, Vec<RecordRange>)>,
+    batches: Vec<WaitingBatch<B>>,
     ids: Ids,
 }
 

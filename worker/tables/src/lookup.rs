@@ -73,6 +73,19 @@ impl Ids {
         index.find(id, |at| ids[at])
     }
 
+    /// The distinct ids of several batches, whose rows are looked up at once.
+    pub fn union<'a>(tables: usize, batches: impl IntoIterator<Item = &'a Self>) -> Self {
+        let mut union = Self::new(tables);
+        for ids in batches {
+            for (table, ids) in ids.tables.iter().enumerate() {
+                for &id in &ids.ids {
+                    union.push(table, id);
+                }
+            }
+        }
+        union
+    }
+
     /// The distinct ids of a table.
     pub fn of(&self, table: usize) -> &[u64] {
         self.tables.get(table).map_or(&[], |ids| &ids.ids)
@@ -98,6 +111,17 @@ impl BatchRows {
     pub(crate) fn new(values: Vec<Vec<f32>>) -> Self {
         let gradients = values.iter().map(|values| vec![0.0; values.len()]).collect();
         Self { values, gradients }
+    }
+
+    /// The rows of `batch`, whose ids are among those of this one, `union`; gradients of zero.
+    pub fn of_batch(&self, union: &Ids, batch: &Ids) -> Self {
+        let rows_of = |(table, values): (usize, &Vec<f32>)| {
+            let dim = values.len() / union.of(table).len().max(1);
+            let place = |&id| union.position(table, id).expect("the union has the batch's ids");
+            let rows = batch.of(table).iter().map(place);
+            rows.flat_map(|row| &values[row * dim..(row + 1) * dim]).copied().collect()
+        };
+        Self::new(self.values.iter().enumerate().map(rows_of).collect())
     }
 
     /// The initial rows of these ids, for a loop or a test of your own.
@@ -157,9 +181,16 @@ pub fn id_of(text: impl AsRef<[u8]>) -> u64 {
     xxh3_64(text.as_ref())
 }
 
-/// Gradients of rows that no committed step has absorbed: the sum over records.
+/// Gradients of rows that no committed step has absorbed: sums over records, in parts.
 #[derive(Clone, Debug, Default)]
 pub struct RowGradients {
+    parts: Vec<Part>,
+}
+
+/// Sum over some of a step's records.
+#[derive(Clone, Debug)]
+struct Part {
+    position: u64,
     tables: Vec<TableGradients>,
 }
 
@@ -173,19 +204,11 @@ pub(crate) struct TableGradients {
 }
 
 impl RowGradients {
-    /// Adds the gradients of a batch.
+    /// Adds the gradients of a batch to the sum, which is one part.
     pub fn add(&mut self, tables: &[Table], ids: Ids, rows: BatchRows) {
-        let batch = ids.tables.into_iter().zip(rows.gradients);
-        let of_batch = |(ids, sums)| {
-            let TableIds { ids, touches, index, .. } = ids;
-            TableGradients { ids, touches, sums, index }
-        };
-        if self.tables.is_empty() {
-            self.tables = batch.map(of_batch).collect();
-            return;
-        }
-        for ((table, into), batch) in tables.iter().zip(&mut self.tables).zip(batch) {
-            let TableGradients { ids, touches, sums, .. } = of_batch(batch);
+        let Some(sum) = self.parts.first_mut() else { return self.add_part(0, ids, rows) };
+        for ((table, into), batch) in tables.iter().zip(&mut sum.tables).zip(of_batch(ids, rows)) {
+            let TableGradients { ids, touches, sums, .. } = batch;
             for ((&id, &touches), sum) in ids.iter().zip(&touches).zip(sums.chunks_exact(table.dim))
             {
                 into.add(id, touches, sum);
@@ -193,22 +216,44 @@ impl RowGradients {
         }
     }
 
+    /// Adds the gradients of the batch at this position of the step as a part of their own. The
+    /// holders of a row add the parts of all ranks in the order of their positions.
+    pub fn add_part(&mut self, position: u64, ids: Ids, rows: BatchRows) {
+        self.parts.push(Part { position, tables: of_batch(ids, rows).collect() });
+    }
+
     /// Forgets all.
     pub fn clear(&mut self) {
-        self.tables.clear();
+        self.parts.clear();
     }
 
     /// Whether all gradients are finite.
     pub fn are_finite(&self) -> bool {
-        self.tables.iter().all(|table| table.sums.iter().all(|sum| sum.is_finite()))
+        self.tables().all(|(.., table)| table.sums.iter().all(|sum| sum.is_finite()))
     }
 
-    pub(crate) fn tables(&self) -> impl Iterator<Item = (usize, &TableGradients)> {
-        self.tables.iter().enumerate()
+    /// Position of the part, index of the table, gradients.
+    pub(crate) fn tables(&self) -> impl Iterator<Item = (u64, usize, &TableGradients)> {
+        self.parts.iter().flat_map(|part| {
+            let tables = part.tables.iter().enumerate();
+            tables.map(|(index, gradients)| (part.position, index, gradients))
+        })
     }
 }
 
+fn of_batch(ids: Ids, rows: BatchRows) -> impl Iterator<Item = TableGradients> {
+    ids.tables.into_iter().zip(rows.gradients).map(|(ids, sums)| {
+        let TableIds { ids, touches, index, .. } = ids;
+        TableGradients { ids, touches, sums, index }
+    })
+}
+
 impl TableGradients {
+    /// Bytes of a row of `dim` numbers in a message.
+    pub(crate) fn bytes(dim: usize) -> usize {
+        size_of::<u64>() + size_of::<u32>() + dim * size_of::<f32>()
+    }
+
     pub(crate) fn add(&mut self, id: u64, touches: u32, gradient: &[f32]) {
         let dim = gradient.len();
         match self.index.find(id, |at| self.ids[at]) {
@@ -256,6 +301,27 @@ mod tests {
     }
 
     #[test]
+    fn batches_have_their_rows_of_a_common_look_up() {
+        let batch = |pushed: [[u64; 2]; 2]| {
+            let mut ids = Ids::new(2);
+            ids.begin_record();
+            for (table, pushed) in pushed.into_iter().enumerate() {
+                for &id in &pushed {
+                    ids.push(table, id);
+                }
+            }
+            ids
+        };
+        let batches = [batch([[3, 5], [7, 7]]), batch([[5, 4], [7, 8]])];
+        let union = Ids::union(2, &batches);
+        assert_eq!((union.of(0), union.of(1)), (&[3, 5, 4][..], &[7, 8][..]));
+        let rows = BatchRows::new(vec![vec![3.0, 3.5, 5.0, 5.5, 4.0, 4.5], vec![7.0, 8.0]]);
+        let mut second = rows.of_batch(&union, &batches[1]);
+        assert_eq!(second.of(0).0, [5.0, 5.5, 4.0, 4.5]);
+        assert_eq!(second.of(1), (&[7.0, 8.0][..], &mut [0.0, 0.0][..]));
+    }
+
+    #[test]
     fn gradients_of_batches_add_up_by_id() {
         let tables = [Table::new("user", 2)];
         let mut sum = RowGradients::default();
@@ -269,7 +335,7 @@ mod tests {
             rows.of(0).1.fill(gradient);
             sum.add(&tables, ids, rows);
         }
-        let (_, table) = sum.tables().next().unwrap();
+        let (.., table) = sum.tables().next().unwrap();
         assert_eq!((&table.ids[..], &table.touches[..]), (&[3, 4, 5][..], &[1, 2, 1][..]));
         assert_eq!(table.sums, [1.0, 1.0, 3.0, 3.0, 2.0, 2.0]);
     }

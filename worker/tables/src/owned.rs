@@ -128,3 +128,6 @@ impl Group {
 
 /// Number of shards of a job's tables.
 pub const SHARDS: u32 = 1024;
+
+#[cfg(test)]
+mod tests;

@@ -1,5 +1,7 @@
 //! The rows of one table in one shard.
 
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
 use crate::index::IdIndex;
 use crate::table::Table;
 
@@ -85,6 +87,13 @@ impl Rows {
             let counts = Counts { touches: row[2], last_step: row[3] };
             (id_at(row, 0, 0), counts, bytemuck::cast_slice(&row[HEAD..]))
         })
+    }
+
+    /// Sum of the digests of the rows, modulo 2^64: it does not depend on their order.
+    pub(crate) fn digest(&self, seed: u64) -> u64 {
+        let rows = self.words.chunks_exact(self.stride);
+        let digests = rows.map(|row| xxh3_64_with_seed(bytemuck::cast_slice(row), seed));
+        digests.fold(0, u64::wrapping_add)
     }
 
     /// The rows as they are stored.

@@ -46,6 +46,12 @@ impl Shard {
         rows.map(|(_, counts, _)| u64::from(counts.touches)).sum()
     }
 
+    /// Sum of the digests of all rows, modulo 2^64.
+    pub(crate) fn digest(&self) -> u64 {
+        let digests = (0..).zip(&self.tables).map(|(table, rows)| rows.digest(table));
+        digests.fold(0, u64::wrapping_add)
+    }
+
     pub(crate) fn is_finite(&self) -> bool {
         let mut numbers = self.tables.iter().flat_map(Rows::iter).flat_map(|(.., numbers)| numbers);
         numbers.all(|number| number.is_finite())

@@ -461,7 +461,7 @@ impl World {
             let owned = &self.workers[&member.worker].owned;
             assert_eq!(owned.placement(), Some(placement), "{member:?}");
             owned.assert_equals(reference, &self.tables, self.settings.shards);
-            touches += owned.owned().touches;
+            touches += owned.touches();
         }
         let expected: u64 = reference.values().map(|(touches, _)| u64::from(*touches)).sum();
         // A worker that is cut off may own some of them.

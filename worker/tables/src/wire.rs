@@ -57,6 +57,11 @@ impl<'a> Message<'a> {
         Ok(())
     }
 
+    /// The next `len` bytes.
+    pub(crate) fn part(&mut self, len: usize) -> Result<Self, InvalidRows> {
+        Ok(Self(self.bytes(len)?))
+    }
+
     fn bytes(&mut self, len: usize) -> Result<&'a [u8], InvalidRows> {
         let Some((bytes, rest)) = self.0.split_at_checked(len) else {
             return Err(InvalidRows(format!("{len} bytes expected, {} there", self.0.len())));

@@ -1,11 +1,15 @@
-//! A model whose sums are never exact: an embedding of a number, and a layer with dropout.
+//! A model whose sums are never exact: an embedding of a number, and a layer with dropout; also with
+//! rows of tables.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Parser;
 use elasticdl::readers::FixedRecords;
-use elasticdl::{AdamW, Gradients, Loss, Metrics, Model, NamedTensor, UpdateRule, UserError};
+use elasticdl::{
+    AdamW, BatchRows, Gradients, Ids, Loss, Metrics, Model, NamedTensor, RowOptimizer, Table,
+    TableModel, UpdateRule, UserError,
+};
 use elasticdl_tests::{counting_reader, numbers};
 
 /// Learns a function of the record's number.
@@ -23,6 +27,15 @@ pub(crate) struct Mlp {
     /// Take no additional time once this file exists.
     #[arg(long)]
     hurry_when: PathBuf,
+    /// Add rows of two tables to the embedding.
+    #[arg(long)]
+    tables: bool,
+}
+
+/// A record, and the places of its rows in both tables.
+pub(crate) struct Example {
+    record: u64,
+    rows: [usize; 2],
 }
 
 impl Mlp {
@@ -43,12 +56,16 @@ impl Mlp {
     /// are dropped; `None` for none.
     fn learn(
         parameters: &[f32],
-        record: u64,
+        Example { record, rows: places }: &Example,
         dropout: Option<u64>,
+        mut rows: Option<&mut BatchRows>,
         mut gradient: Option<&mut [f32]>,
     ) -> f64 {
-        let row = mix(record) as usize % ROWS * WIDTH;
-        let input = &parameters[row..row + WIDTH];
+        let row = mix(*record) as usize % ROWS * WIDTH;
+        let mut input: [f32; WIDTH] = std::array::from_fn(|i| parameters[row + i]);
+        if let Some(rows) = &rows {
+            places.iter().enumerate().for_each(|(t, at)| rows.add_rows(t, &[*at], 1.0, &mut input));
+        }
         let layer = &parameters[ROWS * WIDTH..][..UNITS * WIDTH + UNITS];
         let (weights, outputs) = layer.split_at(UNITS * WIDTH);
         let is_kept =
@@ -60,8 +77,9 @@ impl Mlp {
             *hidden = sum.tanh();
         }
         let prediction: f32 = hidden.iter().zip(outputs).map(|(h, w)| h * w).sum();
-        let error = prediction - (record as f32 * 0.37).sin();
+        let error = prediction - (*record as f32 * 0.37).sin();
         if let Some(gradient) = &mut gradient {
+            let mut of_input = [0.0; WIDTH];
             for unit in 0..UNITS {
                 let slope = error * outputs[unit] * (1.0 - hidden[unit] * hidden[unit]);
                 gradient[ROWS * WIDTH + UNITS * WIDTH + unit] += error * hidden[unit];
@@ -71,7 +89,13 @@ impl Mlp {
                 for i in 0..WIDTH {
                     let weight = unit * WIDTH + i;
                     gradient[ROWS * WIDTH + weight] += slope * input[i];
-                    gradient[row + i] += slope * weights[weight];
+                    of_input[i] += slope * weights[weight];
+                }
+            }
+            gradient[row..row + WIDTH].iter_mut().zip(of_input).for_each(|(sum, g)| *sum += g);
+            if let Some(rows) = &mut rows {
+                for (table, at) in places.iter().enumerate() {
+                    rows.add_gradient(table, &[*at], 1.0, &of_input);
                 }
             }
         }
@@ -81,7 +105,11 @@ impl Mlp {
 
 impl Model for Mlp {
     type Reader = FixedRecords;
-    type Batch = Vec<u64>;
+    type Batch = Vec<Example>;
+
+    fn as_table_model(&mut self) -> Option<&mut dyn TableModel<Batch = Vec<Example>>> {
+        self.tables.then_some(self as _)
+    }
 
     fn reader(&self) -> FixedRecords {
         counting_reader()
@@ -99,21 +127,29 @@ impl Model for Mlp {
         Ok(())
     }
 
-    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
-        numbers(records)
+    fn feed(&mut self, records: Vec<Vec<u8>>) -> Result<Vec<Example>, UserError> {
+        let examples = numbers(records)?.into_iter();
+        Ok(examples.map(|record| Example { record, rows: [0; 2] }).collect())
     }
 
     fn gradients(
         &mut self,
         parameters: &[f32],
-        batch: Vec<u64>,
+        batch: Vec<Example>,
         gradients: &mut Gradients<'_>,
     ) -> Result<Loss, UserError> {
         self.delay(batch.len());
         let mut loss = 0.0;
-        for (index, record) in batch.iter().enumerate() {
+        for (index, example) in batch.iter().enumerate() {
             let dropout = Some(gradients.record_key(index));
-            loss += Self::learn(parameters, *record, dropout, Some(gradients.sum()));
+            let (rows, sum) = match self.tables {
+                true => {
+                    let (rows, sum) = gradients.rows_and_sum();
+                    (Some(rows), sum)
+                }
+                false => (None, gradients.sum()),
+            };
+            loss += Self::learn(parameters, example, dropout, rows, Some(sum));
         }
         Ok(Loss::Sum(loss))
     }
@@ -125,11 +161,37 @@ impl Model for Mlp {
     fn evaluate(
         &mut self,
         parameters: &[f32],
-        batch: Vec<u64>,
+        batch: Vec<Example>,
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError> {
-        let losses = batch.iter().map(|record| Self::learn(parameters, *record, None, None));
-        metrics.add_sum("loss", losses.sum());
+        let mut sum = 0.0;
+        for example in &batch {
+            let rows = self.tables.then(|| metrics.rows());
+            sum += Self::learn(parameters, example, None, rows, None);
+        }
+        metrics.add_sum("loss", sum);
+        Ok(())
+    }
+}
+
+impl TableModel for Mlp {
+    type Batch = Vec<Example>;
+
+    fn tables(&self) -> Vec<Table> {
+        let table = |name| Table::new(name, WIDTH);
+        vec![
+            table("many").optimized(RowOptimizer::adagrad(0.01)),
+            table("few").optimized(RowOptimizer::lazy_adam(0.003)),
+        ]
+    }
+
+    /// Rows that few records touch, and rows that most ranks touch in each step.
+    fn ids(&mut self, batch: &mut Vec<Example>, ids: &mut Ids) -> Result<(), UserError> {
+        for example in batch {
+            ids.begin_record();
+            let of_record = [mix(example.record) % 500, example.record % 7];
+            example.rows = [0, 1].map(|table| ids.push(table, of_record[table]));
+        }
         Ok(())
     }
 }

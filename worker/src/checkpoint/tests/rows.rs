@@ -124,7 +124,7 @@ fn rows_are_read_by_any_number_of_ranks_as_they_were_when_they_were_saved() {
             serde_json::from_slice(&storage.join(&name).read("manifest.json").unwrap()).unwrap();
         let touches = wrote * 250;
         assert_eq!(manifest["rows"]["touches"], touches);
-        assert_eq!(after.iter().map(|rank| rank.owned().touches).sum::<u64>(), touches as u64);
+        assert_eq!(after.iter().map(|rank| rank.touches()).sum::<u64>(), touches as u64);
     }
 }
 

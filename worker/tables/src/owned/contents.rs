@@ -10,8 +10,6 @@ use crate::shard::Shard;
 pub struct OwnedSize {
     /// Rows that it owns.
     pub rows: u64,
-    /// Their touches.
-    pub touches: u64,
     /// Memory of all its shards, those that it keeps for others too.
     pub bytes: usize,
 }
@@ -47,9 +45,20 @@ impl Owned {
         let owned = || self.owned_shards().map(|(_, shard)| &**shard);
         OwnedSize {
             rows: owned().map(Shard::rows).sum(),
-            touches: owned().map(Shard::touches).sum(),
             bytes: self.held().map(|(_, shard)| shard.bytes()).sum(),
         }
+    }
+
+    /// Sum of the touches of the rows that this worker owns.
+    pub fn touches(&self) -> u64 {
+        self.owned_shards().map(|(_, shard)| shard.touches()).sum()
+    }
+
+    /// Digest of the rows that this worker owns, with their touches and the state of their
+    /// optimizers. The sum over all ranks, modulo 2^64, does not depend on who owns what.
+    pub fn digest(&self) -> u64 {
+        let shards = self.owned_shards().map(|(_, shard)| shard.digest());
+        shards.fold(0, u64::wrapping_add)
     }
 
     /// The rows of a table that this worker owns: id, touches and values, `[dim]`.

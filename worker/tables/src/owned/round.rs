@@ -142,7 +142,7 @@ impl Owned {
         put(&mut head, &[shards.len() as u64, bytes]);
         let mut pushes = vec![head; group.members.len()];
         let mut receivers = vec![Vec::new(); self.settings.shards as usize];
-        for (index, gradients) in gradients.tables() {
+        for (position, index, gradients) in gradients.tables() {
             let dim = self.tables[index].dim;
             let mut of_ranks = vec![Vec::new(); group.members.len()];
             for (at, &id) in gradients.ids.iter().enumerate() {
@@ -154,6 +154,7 @@ impl Owned {
                 receivers.iter().for_each(|&rank| of_ranks[rank].push(at));
             }
             for (push, rows) in pushes.iter_mut().zip(of_ranks).filter(|(_, r)| !r.is_empty()) {
+                put(push, &[position]);
                 put_u32(push, index);
                 put_u32(push, rows.len());
                 rows.iter().for_each(|&at| put(push, &gradients.ids[at..=at]));
@@ -170,28 +171,36 @@ impl Owned {
     /// A rank's gradients are invalid.
     pub fn stage(&mut self, pushes: &[Vec<u8>]) -> Result<(), InvalidRows> {
         let group = self.group();
-        let mut gradients = vec![TableGradients::default(); self.tables.len()];
         let (mut shards, mut bytes) = (0_u64, 0_u64);
+        let mut parts = Vec::new();
         for push in pushes {
             let mut push = Message(push);
             let of_rank = push.column::<u64>(2)?;
             (shards, bytes) = (shards.saturating_add(of_rank[0]), bytes.saturating_add(of_rank[1]));
             while !push.is_empty() {
+                let position = push.column::<u64>(1)?[0];
                 let (index, table) = self.table(push.u32()?)?;
-                let len = push.u32()? as usize;
-                let ids = push.column::<u64>(len)?;
-                let touches = push.column::<u32>(len)?;
-                let sums = push.column::<f32>(len.saturating_mul(table.dim))?;
-                let rows = ids.iter().zip(touches).zip(sums.chunks_exact(table.dim));
-                for ((&id, touches), gradient) in rows {
-                    let shard = self.shard_of(index, id);
-                    let holds = self.committed().shards.contains_key(&shard)
-                        || group.copied.contains_key(&shard);
-                    if !holds {
-                        return Err(not_held(shard));
-                    }
-                    gradients[index].add(id, touches, gradient);
+                let rows = push.u32()? as usize;
+                let part = push.part(rows.saturating_mul(TableGradients::bytes(table.dim)))?;
+                parts.push((position, index, rows, part));
+            }
+        }
+        // The sums have the same bits whichever ranks have computed the parts.
+        parts.sort_by_key(|(position, ..)| *position);
+        let mut gradients = vec![TableGradients::default(); self.tables.len()];
+        for (_, index, rows, mut part) in parts {
+            let dim = self.tables[index].dim;
+            let ids = part.column::<u64>(rows)?;
+            let touches = part.column::<u32>(rows)?;
+            let sums = part.column::<f32>(rows * dim)?;
+            for ((&id, touches), gradient) in ids.iter().zip(touches).zip(sums.chunks_exact(dim)) {
+                let shard = self.shard_of(index, id);
+                let holds = self.committed().shards.contains_key(&shard)
+                    || group.copied.contains_key(&shard);
+                if !holds {
+                    return Err(not_held(shard));
                 }
+                gradients[index].add(id, touches, gradient);
             }
         }
         let placement = match group.is_settled {
