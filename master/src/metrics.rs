@@ -127,6 +127,19 @@ impl Projection {
         if let Some(rate) = status.learning_rate {
             page.gauge("learning_rate", "Learning rate of the last step", rate)?;
         }
+        if let Some(tables) = &status.tables {
+            page.gauge("table_rows", "Rows of the model's tables", tables.rows as f64)?;
+            let help = "Touches of rows of tables by the records in committed steps";
+            page.gauge("row_touches", help, tables.touches as f64)?;
+            let help = "Shards of tables with fewer copies than there could be";
+            page.gauge("table_shards_at_risk", help, tables.shards_at_risk.into())?;
+            page.gauges("table_bytes", "Memory of a worker's rows of tables", |labels| {
+                let mut held = status.workers.iter().filter_map(|w| Some((w, w.table_bytes?)));
+                held.try_for_each(|(worker, bytes)| {
+                    labels.set("worker", &worker.worker.to_string(), bytes as f64)
+                })
+            })?;
+        }
         if let Some(evaluated) = &status.evaluated {
             page.gauge("validation_step", "Step of the newest evaluation", evaluated.step as f64)?;
             page.gauges("validation", "Mean of each metric in the newest evaluation", |labels| {

@@ -36,7 +36,7 @@ pub use message::{
     MasterMessage, RankStep, StepTimes, WorkerMessage,
 };
 pub use ranges::{RangeSet, RecordRange};
-pub use row_touches::{RowTouches, RowTouchesSummary, RowsLoss};
+pub use row_touches::{RowTouches, RowTouchesSummary, RowsLoss, TablesStatus};
 pub use sources::{join_sources, shown_sources, split_sources};
 pub use status::{
     DisconnectedStatus, LaunchStatus, PriorityTierStatus, ShardCounts, Status, WorkerStatus,

@@ -23,7 +23,7 @@ use crate::ids::{Generation, WorkerId};
 use crate::ledger::Ledger;
 use crate::membership::{Membership, Phases, Stall};
 use crate::ranges::RecordRange;
-use crate::row_touches::RowTouches;
+use crate::row_touches::{RowTouches, TablesStatus};
 use crate::summary::SkippedRecords;
 
 /// What a worker's heartbeat says.
@@ -260,6 +260,8 @@ pub struct Committed {
     pub last_loss: Option<f64>,
     /// Step at which the newest of the epochs that these steps completed was complete, if any was.
     pub epoch_step: Option<u64>,
+    /// The model's tables; `None` if it has none. Boxed, as most messages are short.
+    pub tables: Option<Box<TablesStatus>>,
 }
 
 /// What a rank did in a step.
@@ -274,6 +276,8 @@ pub struct RankStep {
     /// Microseconds for which its training has stopped to copy the state for checkpoints, in all
     /// steps of its process.
     pub checkpoint_us: u64,
+    /// Memory of the rows of tables that it holds, in bytes.
+    pub table_bytes: u64,
 }
 
 /// Durations of steps on the lowest rank. A group's first step is excluded: it is part of the pause

@@ -1,4 +1,4 @@
-//! How often the rows of a model's tables were touched.
+//! The rows of a model's tables, and how often they were touched.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,6 +9,17 @@ pub struct RowTouches {
     pub expected: u64,
     /// Sum of the touches that the rows themselves have counted.
     pub counted: u64,
+}
+
+/// The tables of a group. The names of its fields are a public format.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TablesStatus {
+    /// Rows that exist, each counted once.
+    pub rows: u64,
+    /// Pairs of a record and a row that it touches, of the records in committed steps.
+    pub touches: u64,
+    /// Shards with fewer copies than there could be: those that a loss of workers may take away.
+    pub shards_at_risk: u32,
 }
 
 /// As [`RowTouches`], with the differences.

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ids::{Generation, LaunchId, WorkerId};
 use crate::message::Evaluated;
+use crate::row_touches::TablesStatus;
 use crate::summary::{BestEvaluation, CheckpointsSummary, MembershipChange};
 
 /// The status of a job. The names of its fields are a public format.
@@ -81,6 +82,9 @@ pub struct Status {
     /// The transport of the all-reduce, as text; `None` before the first step.
     #[serde(default)]
     pub allreduce_transport: Option<String>,
+    /// The model's tables, as last reported; `None` if it has none.
+    #[serde(default)]
+    pub tables: Option<TablesStatus>,
     /// The newest evaluation; of an evaluate job, its result.
     #[serde(default)]
     pub evaluated: Option<Evaluated>,
@@ -202,6 +206,9 @@ pub struct WorkerStatus {
     /// records had been an equal part of the step, has been over 1.5 times the members' median, and
     /// over 5 ms more.
     pub straggler: bool,
+    /// Memory of the rows of tables that it holds, in bytes; `None` if the model has none.
+    #[serde(default)]
+    pub table_bytes: Option<u64>,
     /// Records of the shards that are leased to it; `None` in a training job.
     pub leased_records: Option<u64>,
     /// In a cluster: the worker's pod.
@@ -272,6 +279,7 @@ pub(crate) mod tests {
             input_us: 100,
             limited_by: Some("compute".into()),
             straggler: true,
+            table_bytes: Some(8_000),
             leased_records: Some(64),
             pod: Some("mnist-w-1".into()),
             node: Some("node-2".into()),
@@ -316,6 +324,7 @@ pub(crate) mod tests {
                 workers: 1,
             }],
             allreduce_transport: Some("TCP".into()),
+            tables: Some(TablesStatus { rows: 30, touches: 64, shards_at_risk: 5 }),
             evaluated: Some(Evaluated {
                 step: 9,
                 records: 50,
@@ -365,8 +374,8 @@ pub(crate) mod tests {
             "workers": [{
                 "worker": 1, "pid": 71, "rank": 3, "state": "training", "step": 10,
                 "compute_us": 1500, "share": 0.5, "input_us": 100,
-                "limited_by": "compute", "straggler": true, "leased_records": 64,
-                "pod": "mnist-w-1", "node": "node-2",
+                "limited_by": "compute", "straggler": true, "table_bytes": 8000,
+                "leased_records": 64, "pod": "mnist-w-1", "node": "node-2",
             }],
             "workers_disconnected": [{"worker": 6, "rank": 4, "disconnected_s": 2.5}],
             "workers_pending": [{
@@ -395,6 +404,7 @@ pub(crate) mod tests {
         expected["stop_reason"] = json!("the deadline has passed");
         expected["learning_rate"] = json!(0.125);
         expected["eta_s"] = json!(64.0);
+        expected["tables"] = json!({"rows": 30, "touches": 64, "shards_at_risk": 5});
         assert_eq!(json, expected);
         let read: Status = serde_json::from_value(json).unwrap();
         assert_eq!(read, full_status());
@@ -427,6 +437,7 @@ pub(crate) mod tests {
             "shards",
             "stop_reason",
             "allreduce_transport",
+            "tables",
             "evaluated",
             "evaluated_best",
             "checkpoints",

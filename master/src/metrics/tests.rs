@@ -2,6 +2,8 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
+use elasticdl_proto::TablesStatus;
+
 use super::*;
 use crate::job::testing::spec;
 use crate::job::{Cause, Evaluated, Job, ShardCounts, StepTimes, Time};
@@ -12,6 +14,7 @@ fn snapshot() -> Snapshot {
     snapshot.status.step = 7;
     snapshot.status.loss = Some(0.25);
     snapshot.status.learning_rate = Some(0.5);
+    snapshot.status.tables = Some(TablesStatus { rows: 90, touches: 400, shards_at_risk: 3 });
     snapshot.status.shards = Some(ShardCounts { todo: 5, leased: 2, done: 1 });
     let metrics = [("a \"b\"".into(), Some(0.5)), ("none".into(), None)].into();
     snapshot.status.evaluated = Some(Evaluated { step: 4, records: 10, metrics });
@@ -36,6 +39,9 @@ fn a_snapshot_has_the_openmetrics_format() {
         ("elasticdl_workers_disconnected{training_job=\"NAME\"}", " 0.0"),
         ("elasticdl_loss{training_job=\"NAME\"}", " 0.25"),
         ("elasticdl_learning_rate{training_job=\"NAME\"}", " 0.5"),
+        ("elasticdl_table_rows{training_job=\"NAME\"}", " 90.0"),
+        ("elasticdl_row_touches{training_job=\"NAME\"}", " 400.0"),
+        ("elasticdl_table_shards_at_risk{training_job=\"NAME\"}", " 3.0"),
         ("elasticdl_shards{training_job=\"NAME\",state=\"leased\"}", " 2.0"),
         ("elasticdl_validation_step{training_job=\"NAME\"}", " 4.0"),
         ("elasticdl_validation{training_job=\"NAME\",metric=\"a \\\"b\\\"\"}", " 0.5"),

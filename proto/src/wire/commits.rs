@@ -7,21 +7,24 @@ use crate::limits::{
     clip,
 };
 use crate::message::{Committed, RankStep, StepTimes};
+use crate::row_touches::TablesStatus;
 
 pub(super) fn committed(report: v1::Committed) -> Checked<Committed> {
     let ranks = report.compute_us.len() as u64;
     within("committed.compute_us (ranks)", ranks, 0, u64::from(WORKERS_MAX))?;
-    let others = [&report.input_us, &report.rank_records, &report.checkpoint_us];
+    let others =
+        [&report.input_us, &report.rank_records, &report.checkpoint_us, &report.table_bytes];
     if others.iter().any(|list| list.len() as u64 != ranks) {
         return Err(format!("committed: a list does not have one element per rank, {ranks}"));
     }
-    let ranks = report.compute_us.iter().zip(others[0]).zip(others[1]).zip(others[2]);
-    let rank_step = |(((&compute_us, &input_us), &records), &checkpoint_us)| {
+    let ranks = report.compute_us.iter().enumerate();
+    let rank_step = |(rank, &compute_us): (usize, &u64)| {
+        let [input_us, records, checkpoint_us, table_bytes] = others.map(|list| list[rank]);
         let compute_us = within("committed.compute_us", compute_us, 0, PHASE_US_MAX)?;
         let input_us = within("committed.input_us", input_us, 0, PHASE_US_MAX)?;
         let records = within("committed.rank_records", records, 0, DATASET_RECORDS_MAX)?;
         let checkpoint_us = within("committed.checkpoint_us", checkpoint_us, 0, PHASE_US_MAX)?;
-        Ok(RankStep { records, compute_us, input_us, checkpoint_us })
+        Ok(RankStep { records, compute_us, input_us, checkpoint_us, table_bytes })
     };
     Ok(Committed {
         generation: generation("committed.generation", report.generation)?,
@@ -39,6 +42,9 @@ pub(super) fn committed(report: v1::Committed) -> Checked<Committed> {
         first_loss: report.first_loss.filter(|loss| loss.is_finite()),
         last_loss: report.last_loss.filter(|loss| loss.is_finite()),
         epoch_step: report.epoch_step.filter(|&step| step <= report.step),
+        tables: report.tables.map(|v1::Tables { rows, touches, shards_at_risk }| {
+            Box::new(TablesStatus { rows, touches, shards_at_risk })
+        }),
     })
 }
 

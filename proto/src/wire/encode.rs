@@ -19,7 +19,7 @@ use crate::message::{
     MasterMessage, RankStep, StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
-use crate::row_touches::RowTouches;
+use crate::row_touches::{RowTouches, TablesStatus};
 use crate::summary::SkippedRecords;
 
 pub(super) fn join_request(request: JoinRequest) -> v1::WorkerMessage {
@@ -143,12 +143,17 @@ fn committed(report: Committed) -> v1::Committed {
         input_us: of_ranks(|rank| rank.input_us),
         rank_records: of_ranks(|rank| rank.records),
         checkpoint_us: of_ranks(|rank| rank.checkpoint_us),
+        table_bytes: of_ranks(|rank| rank.table_bytes),
         times: Some(v1::StepTimes { steps, step_us, reduce_us }),
         steps_skipped: report.steps_skipped,
         learning_rate: report.learning_rate,
         first_loss: report.first_loss,
         last_loss: report.last_loss,
         epoch_step: report.epoch_step,
+        tables: report.tables.map(|tables| {
+            let TablesStatus { rows, touches, shards_at_risk } = *tables;
+            v1::Tables { rows, touches, shards_at_risk }
+        }),
     }
 }
 

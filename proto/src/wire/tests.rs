@@ -20,6 +20,7 @@ use crate::message::{
     MasterMessage, RankStep, StepTimes, WorkerMessage,
 };
 use crate::ranges::RecordRange;
+use crate::row_touches::TablesStatus;
 use crate::status::tests::full_status;
 
 mod differences;
@@ -63,12 +64,14 @@ fn commit() -> v1::Committed {
         input_us: vec![1, 2],
         rank_records: vec![5, 3],
         checkpoint_us: vec![7, 8],
+        table_bytes: vec![3_000, 4_000],
         times: Some(v1::StepTimes { steps: 2, step_us: 900, reduce_us: 300 }),
         steps_skipped: 1,
         learning_rate: Some(0.5),
         first_loss: Some(0.75),
         last_loss: Some(0.25),
         epoch_step: Some(8),
+        tables: Some(v1::Tables { rows: 30, touches: 64, shards_at_risk: 5 }),
     }
 }
 
@@ -166,8 +169,20 @@ fn every_message_of_a_worker_keeps_every_field() {
             records: 8,
             metrics: [("accuracy".into(), 6.0)].into(),
             ranks: vec![
-                RankStep { records: 5, compute_us: 10, input_us: 1, checkpoint_us: 7 },
-                RankStep { records: 3, compute_us: 20, input_us: 2, checkpoint_us: 8 },
+                RankStep {
+                    records: 5,
+                    compute_us: 10,
+                    input_us: 1,
+                    checkpoint_us: 7,
+                    table_bytes: 3_000,
+                },
+                RankStep {
+                    records: 3,
+                    compute_us: 20,
+                    input_us: 2,
+                    checkpoint_us: 8,
+                    table_bytes: 4_000,
+                },
             ],
             times: StepTimes { steps: 2, step_us: 900, reduce_us: 300 },
             steps_skipped: 1,
@@ -175,6 +190,7 @@ fn every_message_of_a_worker_keeps_every_field() {
             first_loss: Some(0.75),
             last_loss: Some(0.25),
             epoch_step: Some(8),
+            tables: Some(Box::new(TablesStatus { rows: 30, touches: 64, shards_at_risk: 5 })),
         }),
         WorkerMessage::Described(Ok(FileList::pack([("a", 3), ("b", 0)]))),
         WorkerMessage::Described(Err("no such file".into())),

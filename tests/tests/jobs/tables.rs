@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::RowTouchesSummary;
+use elasticdl_proto::{RowTouchesSummary, TablesStatus};
 use elasticdl_tests::{Ended, JobFixture, Running, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
@@ -58,7 +58,13 @@ fn a_job_goes_on_from_rows_that_another_number_of_workers_has_written() {
     let dir = dir.to_str().unwrap();
     let command = first.command(1).option("checkpoint-dir", dir);
     let mut job = command.option("checkpoint-every", "15").start();
-    job.wait_for_first_steps();
+    job.wait_for("the status of rows", |status| {
+        let all_hold_rows = status.members().filter(|member| member.table_bytes > Some(0)).count();
+        let has_copies = |tables: TablesStatus| {
+            tables.shards_at_risk == 0 && tables.rows.min(tables.touches) > 0
+        };
+        all_hold_rows == 3 && status.tables.is_some_and(has_copies)
+    });
     job.signal(Signal::TERM);
     job.wait().assert_outcome(143, "stopped");
     for workers in [1, 5] {

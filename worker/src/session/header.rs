@@ -53,6 +53,19 @@ pub struct StepHeader {
     pub evaluation: Evaluation,
     /// State of this rank's NCCL communicator.
     pub nccl: NcclBuild,
+    /// What the rank has of the model's tables, or had lately. The trainer sets it.
+    pub tables: Option<HeldRows>,
+}
+
+/// Size of a rank's part of the tables.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldRows {
+    /// Rows that it owns.
+    pub rows: u64,
+    /// Memory of the rows that it holds, in bytes.
+    pub bytes: u64,
+    /// Shards of the group with fewer copies than there could be.
+    pub at_risk: u32,
 }
 
 impl StepHeader {

@@ -130,7 +130,8 @@ impl Session {
                 if completes_epoch {
                     self.reports.note_epoch();
                 }
-                self.reports.note_progress(group.generation, &headers, now);
+                let (generation, touches) = (group.generation, state.row_touches);
+                self.reports.note_progress(generation, &headers, touches, now);
             }
             self.checkpoints.tick(now);
             self.transport.handle_builds(headers.iter().map(|h| h.nccl));

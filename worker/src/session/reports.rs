@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticdl_proto::{Committed, Generation, RankStep, WorkerMessage};
+use elasticdl_proto::{Committed, Generation, RankStep, TablesStatus, WorkerMessage};
 
 use super::State;
 use crate::session::header::{StepHeader, add_sums};
@@ -67,9 +67,15 @@ impl Reports {
         &mut self,
         generation: Generation,
         headers: &[StepHeader],
+        row_touches: u64,
         now: Duration,
     ) {
         self.progress.generation = generation;
+        self.progress.tables = headers.first().and_then(|first| first.tables).map(|first| {
+            let rows = headers.iter().filter_map(|header| header.tables).map(|held| held.rows);
+            let shards_at_risk = first.at_risk;
+            Box::new(TablesStatus { rows: rows.sum(), touches: row_touches, shards_at_risk })
+        });
         self.progress.ranges.extend(headers.iter().flat_map(|h| &h.ranges));
         let loss_sum = headers.iter().map(|h| h.loss_sum).sum::<f64>();
         let records = headers.iter().map(StepHeader::records).sum::<u64>();
@@ -86,6 +92,7 @@ impl Reports {
             compute_us: h.compute_us,
             input_us: h.input_us,
             checkpoint_us: h.checkpoint.copy_us,
+            table_bytes: h.tables.map_or(0, |held| held.bytes),
         };
         self.progress.ranks = headers.iter().map(step_of).collect();
         if let Some(before) = self.committed_at.replace(now) {

@@ -40,6 +40,8 @@ impl<M: Model> Trainer<'_, M> {
         };
         let mut mine = self.session.header(digest);
         mine.leaves = self.tables.is_some() && self.session.is_leaving();
+        let step = self.session.step();
+        mine.tables = self.tables.as_mut().map(|tables| tables.held(step));
         Ok(header::encode(&mine))
     }
 }

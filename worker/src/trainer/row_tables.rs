@@ -13,7 +13,7 @@ use elasticdl_collective::CollectiveError;
 use elasticdl_data::Reader;
 use elasticdl_proto::{Generation, RecordRange, WorkerId, WorkerOptions};
 use elasticdl_tables::{
-    BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, Recovery,
+    BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, OwnedSize, Recovery,
     RowGradients, SHARDS, SavedShards, Settings, StepCommit, Table,
 };
 use serde::{Deserialize, Serialize};
@@ -27,7 +27,7 @@ use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, Group};
 use crate::model::Model;
 use crate::session::InvalidData;
-use crate::session::header::{self, SyncHeader};
+use crate::session::header::{self, HeldRows, SyncHeader};
 
 /// The tables of a job on this worker.
 #[derive(Debug)]
@@ -44,6 +44,8 @@ pub(crate) struct RowTables {
     synced: Vec<(Option<OwnedHeader>, u64)>,
     /// Touches of the rows of all ranks of the group, once they are counted.
     counted: Option<Counted>,
+    /// What this rank held lately.
+    held: Option<HeldRows>,
     /// The checkpoint from which this rank has created the state of the group of this generation:
     /// its name, and whether this run wrote it.
     restored: Option<(u64, (String, bool))>,
@@ -97,6 +99,7 @@ impl RowTables {
             fetched: None,
             synced: Vec::new(),
             counted: None,
+            held: None,
             restored: None,
             lost: None,
         })
@@ -105,6 +108,18 @@ impl RowTables {
     /// This worker's shards.
     pub(crate) fn owned(&self) -> &Owned {
         &self.owned
+    }
+
+    /// Size of what this rank holds, at most some steps before `step`.
+    pub(super) fn held(&mut self, step: u64) -> HeldRows {
+        if step.is_multiple_of(HELD_STEPS) {
+            self.held = None;
+        }
+        let owned = &self.owned;
+        *self.held.get_or_insert_with(|| {
+            let OwnedSize { rows, bytes } = owned.owned();
+            HeldRows { rows, bytes: bytes as u64, at_risk: owned.at_risk() as u32 }
+        })
     }
 
     /// The rows that this rank owns after `step`.
@@ -201,7 +216,7 @@ impl RowTables {
         members: &[WorkerId],
         store: &mut dyn CheckpointStore,
     ) -> Result<Regrouped, Stopped> {
-        (self.looked_up, self.counted) = (false, None);
+        (self.looked_up, self.counted, self.held) = (false, None, None);
         let hosts = self.synced.iter().map(|(_, host)| *host);
         let member = |(&WorkerId(worker), host)| Member { worker, host, leaves: false };
         let members: Vec<Member> = members.iter().zip(hosts).map(member).collect();
@@ -493,6 +508,10 @@ impl From<InvalidRows> for Stopped {
         Self::Failed(Failure::local(error.to_string()))
     }
 }
+
+/// Number of steps after which the size of what a rank holds is computed again: it takes as long as
+/// a hundred rows.
+const HELD_STEPS: u64 = 16;
 
 /// Bytes that a worker sends and receives between two steps, to copy shards: a few milliseconds at
 /// 10 Gbit/s.

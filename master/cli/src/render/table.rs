@@ -4,8 +4,10 @@ use std::fmt::Write as _;
 
 use elasticdl_master::job::{format_metrics, format_value};
 use elasticdl_proto::{
-    CheckpointsSummary, DisconnectedStatus, Evaluated, ShardCounts, Status, WorkerStatus,
+    CheckpointsSummary, DisconnectedStatus, Evaluated, ShardCounts, Status, TablesStatus,
+    WorkerStatus,
 };
+use indicatif::HumanBytes;
 
 use super::summary::{MEMBERSHIP_COLUMNS, best_value, membership};
 use crate::progress::{format_duration, format_learning_rate, format_rate, one_line};
@@ -42,6 +44,15 @@ pub(crate) fn to_table(status: &Status) -> String {
     row("speed", &format!("{} records/s{left}", format_rate(status.records_per_s)));
     if let Some(allreduce_transport) = &status.allreduce_transport {
         row("all-reduce", &one_line(allreduce_transport));
+    }
+    if let Some(TablesStatus { rows, touches, shards_at_risk }) = status.tables {
+        let bytes = status.workers.iter().filter_map(|worker| worker.table_bytes).sum();
+        let risk = match shards_at_risk {
+            0 => String::new(),
+            at_risk => format!(", {at_risk} parts have too few copies"),
+        };
+        let held = HumanBytes(bytes);
+        row("tables", &format!("{rows} rows in {held}, {touches} touches{risk}"));
     }
     row("generation", &status.generation.to_string());
     row("workers", &format!("{} desired", status.workers_desired));
@@ -190,6 +201,7 @@ pub(crate) mod tests {
             leased_records: None,
             step: rank.map(|_| 10),
             straggler: worker == 1,
+            table_bytes: None,
             pod: None,
             node: None,
         };
@@ -237,6 +249,7 @@ pub(crate) mod tests {
             records_repeated: 0,
             loss: Some(0.25),
             metrics: [("accuracy".into(), 0.5)].into(),
+            tables: None,
             learning_rate: Some(0.001),
             eta_s: Some(64.0),
             records_per_s: 20_000.0,
@@ -309,6 +322,17 @@ memberships  generation  cause  workers     at step     gap ms
 events       generation 2: 1 worker
 ";
         assert_eq!(to_table(&reply()), expected);
+    }
+
+    #[test]
+    fn tables_show_their_rows_and_what_is_at_risk() {
+        let mut status = reply();
+        status.workers.iter_mut().for_each(|worker| worker.table_bytes = Some(3 << 20));
+        for (shards_at_risk, risk) in [(0, ""), (7, ", 7 parts have too few copies")] {
+            status.tables = Some(TablesStatus { rows: 90, touches: 400, shards_at_risk });
+            let line = format!("tables       90 rows in 6.00 MiB, 400 touches{risk}\n");
+            assert!(to_table(&status).contains(&line), "{}", to_table(&status));
+        }
     }
 
     #[test]

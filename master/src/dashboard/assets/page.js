@@ -64,6 +64,13 @@
     if (status.steps_skipped > 0) {
       shown.push(["Steps skipped", text.number(status.steps_skipped)]);
     }
+    if (status.tables) {
+      const held = status.workers.reduce((sum, one) => sum + (one.table_bytes ?? 0), 0);
+      shown.push(["Rows of tables", text.number(status.tables.rows)]);
+      shown.push(["Memory of rows", `${text.number(held / 1e6)} MB`]);
+      shown.push(["Row touches", text.number(status.tables.touches)]);
+      shown.push(["Shards at risk", text.number(status.tables.shards_at_risk)]);
+    }
     if (status.allreduce_transport) shown.push(["All-reduce", status.allreduce_transport]);
     const list = dom.id("figures");
     if (list.children.length !== shown.length) {

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use elasticdl_proto::{
     Cause, CheckpointsSummary, Evaluated, EvaluationsSummary, FailedShard, Generation, LossSummary,
-    MembershipChange, RowsLoss, SavedCheckpoint, SkippedRecords, StateLoss, ThroughputSummary,
-    WorkerId,
+    MembershipChange, RowsLoss, SavedCheckpoint, SkippedRecords, StateLoss, TablesStatus,
+    ThroughputSummary, WorkerId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +37,7 @@ pub(crate) struct JobHistory {
     pub(super) totals: Totals,
     pub(super) smoothed: Smoothed,
     pub(super) learning_rate: Option<f64>,
+    pub(super) tables: Option<TablesStatus>,
     pub(crate) epochs: EpochLines,
     /// Records committed by the group's reports so far, at these times; the newest last.
     samples: VecDeque<(Time, u64)>,
@@ -315,6 +316,7 @@ impl JobHistory {
         }
         self.smoothed.note_metrics(report.records, &report.metrics);
         self.learning_rate = report.learning_rate;
+        self.tables = report.tables.as_deref().copied();
         self.count(now, report.records);
         self.counters.commit(steps, report);
     }

@@ -224,8 +224,13 @@ mod tests {
         let (mut lifetimes, workers) = (Lifetimes::default(), [WorkerId(1), WorkerId(2)]);
         workers.iter().for_each(|&worker| lifetimes.launch(at(0), worker));
         lifetimes.connect(at(0), WorkerId(3));
-        let rank =
-            |compute_us, input_us| RankStep { records: 1, compute_us, input_us, checkpoint_us: 40 };
+        let rank = |compute_us, input_us| RankStep {
+            records: 1,
+            compute_us,
+            input_us,
+            checkpoint_us: 40,
+            ..RankStep::default()
+        };
         let report = Committed {
             ranks: vec![rank(100, 50), rank(400, 10), rank(100, 50)],
             times: StepTimes { steps: 2, step_us: 600, reduce_us: 0 },

@@ -76,6 +76,7 @@ impl Job {
             loss: self.reporting.smoothed.loss,
             metrics: self.reporting.smoothed.metrics.clone(),
             learning_rate: self.reporting.learning_rate,
+            tables: self.reporting.tables,
             eta_s: self.eta_s(now),
             records_per_s: self.reporting.records_per_s(now),
             stop_reason: self.lifecycle.stop_reason().map(str::to_owned),
@@ -158,6 +159,7 @@ impl Job {
             input_us: last.map_or(0, |last| last.rank.input_us),
             limited_by: last.map(|last| self.limit_of(last).into()),
             straggler: is_member && worker.pace().is_straggler(now),
+            table_bytes: last.map(|last| last.rank.table_bytes).filter(|&bytes| bytes > 0),
             leased_records: self.data.shards().map(|shards| shards.records_leased_to(id)),
         }
     }
