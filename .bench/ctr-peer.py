@@ -6,6 +6,7 @@ One process is a plain loop; several are DistributedDataParallel with gloo, a ba
 of rows are sparse. PyTorch has no row-wise Adagrad, so the rows have the element-wise one.
 """
 
+import pathlib
 import sys
 import time
 
@@ -13,48 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-SEED, IDS = np.uint64(1), 100_000
-DENSE, CATEGORIES, DIM, HIDDEN = 13, 26, 16, 32
-COUNTS = 1e3 * (IDS / 1e3) ** (np.arange(CATEGORIES) / (CATEGORIES - 1))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "worker/python/examples"))
+from clicks import CATEGORIES, COUNTS, DENSE, clicks  # noqa: E402
+
+DIM, HIDDEN = 16, 32
 OFFSETS = np.concatenate([[0], np.cumsum(COUNTS.astype(np.int64) + 1)])
-
-
-def mix(number):
-    number = (number ^ (number >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    number = (number ^ (number >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return number ^ (number >> np.uint64(31))
-
-
-def uniform(state, draw):
-    state = state + np.uint64(draw) * np.uint64(0x9E3779B97F4A7C15)
-    return (mix(state) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 24)
-
-
-def weight(column, ids):
-    column = np.full_like(ids, column)
-    return uniform(mix(SEED ^ mix(column ^ mix(ids))), 1) * 2 - 1
-
-
-def clicks(records):
-    """Labels, numbers and rows of these records: the generator of `ctr`."""
-    state = mix(SEED ^ mix(records.astype(np.uint64)))
-    dense = np.stack([uniform(state, 1 + i) * 2 - 1 for i in range(DENSE)], 1)
-    exponent = 1 - 1.1
-    logit = np.full(len(records), -1.0, np.float32)
-    zero = np.zeros(len(records), np.uint64)
-    for i in range(DENSE):
-        logit += dense[:, i] * weight(i, zero) * 0.4
-    ids = []
-    for i in range(CATEGORIES):
-        draw = uniform(state, 1 + DENSE + i).astype(np.float64)
-        rank = (1 + draw * (COUNTS[i] ** exponent - 1)) ** (1 / exponent)
-        ids.append(rank.astype(np.uint64))
-        logit += weight(100 + i, ids[i]) * 0.5
-    for a, b in [(0, 1), (2, 3), (4, 5)]:
-        logit += weight(200 + a, ids[a]) * weight(200 + b, ids[b])
-    labels = uniform(state, 1 + DENSE + CATEGORIES) < 1 / (1 + np.exp(-logit))
-    rows = np.stack(ids, 1).astype(np.int64) + OFFSETS[:-1]
-    return [torch.from_numpy(a) for a in (labels.astype(np.float32), dense, rows)]
 
 
 class WideAndDeep(nn.Module):
@@ -72,8 +36,6 @@ class WideAndDeep(nn.Module):
 
 
 def train(rank, processes, batch, records):
-    # Numbers of 64 bits wrap, as they do in Rust.
-    np.seterr(over="ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = WideAndDeep()
@@ -93,8 +55,10 @@ def train(rank, processes, batch, records):
         # The first steps set up what later ones use.
         if trained == 5 * step:
             started = time.perf_counter()
-        labels, dense, ids = clicks(np.arange(start, start + batch) + rank * batch)
-        loss = nn.functional.binary_cross_entropy_with_logits(model(dense, ids), labels)
+        found = clicks(np.arange(start, start + batch) + rank * batch)
+        labels, dense, ids = (torch.from_numpy(part) for part in found)
+        rows = ids + torch.from_numpy(OFFSETS[:-1])
+        loss = nn.functional.binary_cross_entropy_with_logits(model(dense, rows), labels)
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss.backward()

@@ -2,7 +2,8 @@
 
 import collections
 import importlib.util
-import os
+import pathlib
+import tempfile
 import textwrap
 import unittest
 
@@ -242,6 +243,35 @@ class Alone(unittest.TestCase):
         ended = run(program)
         self.assertEqual(ended.stdout, "done\n", ended.stderr)
 
+    def test_rows_are_read_without_gradients_between_draw_and_step(self):
+        program = textwrap.dedent(
+            """
+            import torch, elasticdl.torch as et
+            job = et.join()
+            net = torch.nn.ModuleList([job.embedding("user", 2), torch.nn.Linear(2, 1)])
+            job.model(net)
+            opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+            users = torch.arange(12) % 3
+            for indices in job.batches(
+                job.sampler(12, micro_batch=2, global_batch=6),
+                ids=lambda indices: {"user": users[indices]},
+            ):
+                with torch.no_grad():
+                    before = net[0](users[indices])
+                assert not before.requires_grad
+                found = net[0](users[indices])
+                assert found.requires_grad and torch.equal(found, before)
+                # Rows of the whole step are there; what is not trained changes nothing.
+                loss = net[1](found.detach()).sum()
+                loss.backward()
+                opt.step(loss)
+            assert job.step == 2
+            print("done")
+            """
+        )
+        ended = run(program)
+        self.assertEqual(ended.stdout, "done\n", ended.stderr)
+
 
 @needs_elasticdl
 class Jobs(unittest.TestCase):
@@ -291,6 +321,50 @@ class Jobs(unittest.TestCase):
             options = ["--resume-from", str(first.directory / "checkpoints")]
             with self.job(0, 0, options, workers=1) as second:
                 self.check(second, "resumed")
+
+    def test_a_worker_with_another_table_takes_no_part(self):
+        # The second worker to come finds the file that the first one has made.
+        program = """
+import pathlib, sys, torch, elasticdl.torch as et
+job = et.join()
+try:
+    pathlib.Path(sys.argv[1]).touch(exist_ok=False)
+    dim = 2
+except FileExistsError:
+    dim = 3
+net = torch.nn.ModuleList([job.embedding("user", dim), torch.nn.Linear(1, 1)])
+job.model(net)
+opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+for indices in job.batches(job.sampler(64), lambda indices: {"user": torch.tensor(indices)}):
+    loss = net[0](torch.tensor(indices)).sum() + net[1].weight.sum()
+    loss.backward()
+    opt.step(loss)
+"""
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "program.py")
+            path.write_text(program)
+            options = ["--min-workers", "2", "--max-worker-restarts", "0"]
+            program = [path, pathlib.Path(folder, "first")]
+            with RunningJob(program, workers=2, batch=32, options=options) as job:
+                self.assertNotEqual(job.wait(), 0, job.text())
+                self.assertIn("it differs in its tensors", str(job.summary()))
+
+    def test_strict_jobs_are_refused(self):
+        options = ["--deterministic", "--max-worker-restarts", "0"]
+        with self.job(0, 0, options, workers=1) as job:
+            self.assertEqual(job.wait(), 1, job.text())
+            self.assertIn("rows of tables are added up in an order", str(job.summary()))
+
+    def test_the_example_is_trained(self):
+        program = [HERE.parent / "examples" / "ctr.py"]
+        options = ["--training-data", "clicks:0..12000", "--validation-data", "clicks:9000..10000"]
+        with RunningJob(program, workers=2, batch=200, epochs=1, options=options) as job:
+            self.assertEqual(job.wait(), 0, job.text())
+            summary = job.summary()
+        touches = {"expected": 624_000, "counted": 624_000, "missing": 0, "repeated": 0}
+        self.assertEqual(summary["row_touches"], touches)
+        # The loss of the best constant is 0.627.
+        self.assertLess(summary["evaluations"]["all"][-1]["metrics"]["loss"], 0.61)
 
 
 if __name__ == "__main__":
