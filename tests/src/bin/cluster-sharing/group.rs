@@ -51,17 +51,12 @@ pub(crate) struct Totals {
 
 /// What a worker has to do.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "orders are carried out at once")]
 pub(crate) enum Order {
     /// End: the group has switched to a membership without the worker.
     Exit(WorkerId),
     /// Send the master a message.
-    Send(WorkerId, Box<WorkerMessage>),
-}
-
-impl Order {
-    fn send(worker: WorkerId, message: WorkerMessage) -> Self {
-        Self::Send(worker, Box::new(message))
-    }
+    Send(WorkerId, WorkerMessage),
 }
 
 impl Group {
@@ -114,17 +109,17 @@ impl Group {
     pub(crate) fn reconnect(&mut self, worker: WorkerId) -> Vec<Order> {
         let is_member = self.members.contains(&worker);
         let step = if is_member { self.step } else { 0 };
-        let mut orders = vec![Order::send(worker, WorkerMessage::Reconnected { step })];
+        let mut orders = vec![Order::Send(worker, WorkerMessage::Reconnected { step })];
         if self.members.first() == Some(&worker) {
             let (generation, ledger) = (self.generation, self.ledger());
             let formed = WorkerMessage::Formed { generation, step, ledger };
-            orders.push(Order::send(worker, formed));
+            orders.push(Order::Send(worker, formed));
         }
         if !is_member {
             let caught_up = WorkerMessage::CaughtUp { step: self.step };
             let fetched = self.holders.contains(&worker).then_some(caught_up);
             let ready = WorkerMessage::Ready { parameters: PARAMETERS };
-            orders.extend(fetched.into_iter().chain([ready]).map(|m| Order::send(worker, m)));
+            orders.extend(fetched.into_iter().chain([ready]).map(|m| Order::Send(worker, m)));
         }
         // The master may have missed the report.
         self.reported = Generation::default();
@@ -187,7 +182,7 @@ impl Group {
         let step = self.step;
         let fetched = std::mem::take(&mut self.fetching);
         self.holders.extend(&fetched);
-        fetched.into_iter().map(|id| Order::send(id, WorkerMessage::CaughtUp { step })).collect()
+        fetched.into_iter().map(|id| Order::Send(id, WorkerMessage::CaughtUp { step })).collect()
     }
 
     /// The members that remain report that their links broke, once for each generation.
@@ -211,7 +206,7 @@ impl Group {
             let error = "the link ended".to_owned();
             let suspect = gone.first().copied();
             let broken = WorkerMessage::Broken { generation, suspect, error, unreachable: false };
-            Order::send(id, broken)
+            Order::Send(id, broken)
         };
         reporters.into_iter().map(report).collect()
     }
@@ -238,7 +233,7 @@ impl Group {
             step: self.step,
             ledger: self.ledger(),
         };
-        let reporter = self.members.first().map(|&id| Order::send(id, formed));
+        let reporter = self.members.first().map(|&id| Order::Send(id, formed));
         reporter.into_iter().chain(excluded.into_iter().map(Order::Exit)).collect()
     }
 
@@ -260,11 +255,11 @@ impl Group {
             times: StepTimes { steps: 1, step_us: STEP_US, reduce_us: 0 },
             ..Committed::default()
         });
-        let mut orders = vec![Order::send(self.members[0], committed)];
+        let mut orders = vec![Order::Send(self.members[0], committed)];
         if !std::mem::replace(&mut self.has_resumed, true) {
             let phases = Phases { first_step_us: STEP_US, ..Phases::default() };
             let resumed = WorkerMessage::Resumed { generation, step: self.step, phases };
-            orders.extend(self.members.iter().map(|&id| Order::send(id, resumed.clone())));
+            orders.extend(self.members.iter().map(|&id| Order::Send(id, resumed.clone())));
         }
         orders
     }
@@ -286,7 +281,7 @@ impl Group {
             exported: false,
             row_touches: None,
         });
-        self.members.iter().map(|&id| Order::send(id, finished.clone())).collect()
+        self.members.iter().map(|&id| Order::Send(id, finished.clone())).collect()
     }
 
     fn ledger(&self) -> LedgerReport {
@@ -323,7 +318,7 @@ mod tests {
             group.join(WorkerId(id));
             group.receive(WorkerId(id), membership(1, members, false));
         }
-        assert!(matches!(group.tick()[..], [Order::send(_, WorkerMessage::Formed { .. })]));
+        assert!(matches!(group.tick()[..], [Order::Send(_, WorkerMessage::Formed { .. })]));
         assert_eq!(group.tick().len(), 1 + members.len());
         group
     }
@@ -338,12 +333,12 @@ mod tests {
         let next = membership(2, &[1, 3], false);
         send_all(&mut group, &[1, 2], &next);
         // One member does not know the membership: all train on.
-        assert!(matches!(group.tick()[..], [Order::send(_, WorkerMessage::Committed(_))]));
+        assert!(matches!(group.tick()[..], [Order::Send(_, WorkerMessage::Committed(_))]));
         send_all(&mut group, &[3], &next);
         let orders = group.tick();
         assert!(matches!(
             orders[0],
-            Order::send(WorkerId(1), WorkerMessage::Formed { step: 2, .. })
+            Order::Send(WorkerId(1), WorkerMessage::Formed { step: 2, .. })
         ));
         assert_eq!(orders[1..], [Order::Exit(WorkerId(2))]);
         assert_eq!(group.end(WorkerId(2)), []);
@@ -355,7 +350,7 @@ mod tests {
         let mut group = group(&[1, 2, 3]);
         let reports = group.end(WorkerId(2));
         let reporters = |order: &Order| match order {
-            Order::send(id, WorkerMessage::Broken { suspect: Some(WorkerId(2)), .. }) => id.0,
+            Order::Send(id, WorkerMessage::Broken { suspect: Some(WorkerId(2)), .. }) => id.0,
             other => panic!("{other:?}"),
         };
         assert_eq!(reports.iter().map(reporters).collect::<Vec<_>>(), [1, 3]);
@@ -371,12 +366,12 @@ mod tests {
         group.join(WorkerId(3));
         group.receive(WorkerId(3), MasterMessage::Fetch(Vec::new()));
         assert!(
-            group.tick().contains(&Order::send(WorkerId(3), WorkerMessage::CaughtUp { step: 1 }))
+            group.tick().contains(&Order::Send(WorkerId(3), WorkerMessage::CaughtUp { step: 1 }))
         );
         send_all(&mut group, &[1, 2, 3], &membership(2, &[1, 2, 3], false));
         group.end(WorkerId(3));
         let broken = |order: &Order| {
-            let Order::send(_, WorkerMessage::Broken { generation, .. }) = order else {
+            let Order::Send(_, WorkerMessage::Broken { generation, .. }) = order else {
                 return false;
             };
             *generation == Generation(2)
@@ -390,7 +385,7 @@ mod tests {
         let mut group = group(&[1, 2]);
         let sent = |orders: Vec<Order>| -> Vec<WorkerMessage> {
             let message = |order| match order {
-                Order::send(_, message) => message,
+                Order::Send(_, message) => message,
                 Order::Exit(id) => panic!("{id} ends"),
             };
             orders.into_iter().map(message).collect()
@@ -423,7 +418,7 @@ mod tests {
         send_all(&mut group, &[1, 2], &MasterMessage::Drain);
         let orders = group.tick();
         let ledger = |order: &Order| match order {
-            Order::send(_, WorkerMessage::Finished(finished)) => finished.records_trained,
+            Order::Send(_, WorkerMessage::Finished(finished)) => finished.records_trained,
             other => panic!("{other:?}"),
         };
         assert_eq!(orders.iter().map(ledger).collect::<Vec<_>>(), [2 * RECORDS_PER_RANK; 2]);
@@ -436,7 +431,7 @@ mod tests {
         let full = 2 * RECORDS_PER_RANK;
         while group.totals().committed < 1000 {
             let orders = group.tick();
-            let [Order::send(_, WorkerMessage::Committed(committed))] = &orders[..] else {
+            let [Order::Send(_, WorkerMessage::Committed(committed))] = &orders[..] else {
                 panic!("{orders:?}");
             };
             let left = 1000 - committed.ranges[0].start;
@@ -444,7 +439,7 @@ mod tests {
         }
         let orders = group.tick();
         let is_complete = |order: &Order| match order {
-            Order::send(_, WorkerMessage::Finished(finished)) => {
+            Order::Send(_, WorkerMessage::Finished(finished)) => {
                 finished.ledger.epochs_complete == 1 && finished.records_trained == 1000
             }
             _ => false,

@@ -91,7 +91,7 @@ async fn conduct(
             // The worker may have ended meanwhile, which its own event will say.
             match order {
                 Order::Exit(_) => drop(release.take().map(|release| release.send(()))),
-                Order::Send(_, message) => drop(stream.send(JoinRequest::Message(*message))),
+                Order::Send(_, message) => drop(stream.send(JoinRequest::Message(message))),
             }
         }
         *totals.lock().unwrap_or_else(PoisonError::into_inner) = group.totals();
