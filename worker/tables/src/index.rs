@@ -9,9 +9,14 @@ use xxhash_rust::xxh3::xxh3_64;
 pub(crate) struct IdIndex(HashTable<u32>);
 
 impl IdIndex {
+    /// The index of an empty list, with memory for `len` ids.
+    pub(crate) fn with_capacity(len: usize) -> Self {
+        Self(HashTable::with_capacity(len))
+    }
+
     /// The index of a list of `len` ids; `None` if an id is there twice.
     pub(crate) fn new(len: usize, id_at: impl Fn(usize) -> u64) -> Option<Self> {
-        let mut index = Self(HashTable::with_capacity(len));
+        let mut index = Self::with_capacity(len);
         for position in 0..len {
             if index.find(id_at(position), &id_at).is_some() {
                 return None;

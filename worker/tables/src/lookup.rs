@@ -249,6 +249,17 @@ fn of_batch(ids: Ids, rows: BatchRows) -> impl Iterator<Item = TableGradients> {
 }
 
 impl TableGradients {
+    /// No gradients, with memory for those of so many rows of `dim` numbers.
+    pub(crate) fn with_capacity(rows: usize, dim: usize) -> Self {
+        let (ids, touches) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
+        Self {
+            ids,
+            touches,
+            sums: Vec::with_capacity(rows * dim),
+            index: IdIndex::with_capacity(rows),
+        }
+    }
+
     /// Bytes of a row of `dim` numbers in a message.
     pub(crate) fn bytes(dim: usize) -> usize {
         size_of::<u64>() + size_of::<u32>() + dim * size_of::<f32>()

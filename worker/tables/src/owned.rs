@@ -113,6 +113,11 @@ impl Group {
         Self { generation, members, placement, copies, copied, is_settled: false }
     }
 
+    /// The rank that owns a shard.
+    fn owner(&self, shard: u32) -> usize {
+        self.rank(self.placement.holders(shard)[0])
+    }
+
     fn rank(&self, worker: u64) -> usize {
         let rank = self.members.iter().position(|member| member.worker == worker);
         rank.expect("holders are members of the group")

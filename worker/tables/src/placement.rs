@@ -15,6 +15,8 @@
 //! result. **Invariant:** a worker that is named as the holder of a shard has all of its rows as of
 //! the placement's step.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -36,8 +38,29 @@ pub struct Placement {
     copies: u32,
     /// Number of shards that a worker sends, and receives, between two steps.
     copied_per_step: u32,
-    /// Workers with a copy, by shard; the first one owns it.
-    holders: Vec<Vec<u64>>,
+    /// Workers with a copy, by shard; the first one owns it. Most steps change nothing here.
+    #[serde(with = "shared")]
+    holders: Arc<Vec<Vec<u64>>>,
+}
+
+/// What is shared is written like any other value.
+mod shared {
+    use std::sync::Arc;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(
+        holders: &Arc<Vec<Vec<u64>>>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        holders.as_ref().serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Arc<Vec<Vec<u64>>>, D::Error> {
+        Vec::deserialize(from).map(Arc::new)
+    }
 }
 
 /// A copy of a shard to be made.
@@ -54,8 +77,8 @@ pub struct ShardCopy {
 impl Placement {
     /// Placement of empty shards: nothing has to be copied.
     pub fn new(shards: u32, copies: u32, members: &[Member]) -> Self {
-        let holders = (0..shards).map(|shard| wanted(shard, copies, members)).collect();
-        Self { copies, copied_per_step: 1, holders }
+        let holders: Vec<_> = (0..shards).map(|shard| wanted(shard, copies, members)).collect();
+        Self { copies, copied_per_step: 1, holders: Arc::new(holders) }
     }
 
     /// Sets how many shards a worker sends, and receives, between two steps; at least 1.
@@ -76,7 +99,8 @@ impl Placement {
 
     /// The shards that `worker` holds.
     pub fn held_by(&self, worker: u64) -> impl Iterator<Item = u32> {
-        (0..).zip(&self.holders).filter(move |(_, h)| h.contains(&worker)).map(|(shard, _)| shard)
+        let holders = (0..).zip(self.holders.iter());
+        holders.filter(move |(_, h)| h.contains(&worker)).map(|(shard, _)| shard)
     }
 
     /// Shards with fewer copies than this group could hold.
@@ -88,7 +112,7 @@ impl Placement {
     /// What is left of the placement on these workers.
     pub fn within(&self, holds: impl Fn(u64) -> bool) -> Self {
         let left = |holders: &Vec<u64>| holders.iter().copied().filter(|&w| holds(w)).collect();
-        Self { holders: self.holders.iter().map(left).collect(), ..*self }
+        Self { holders: Arc::new(self.holders.iter().map(left).collect()), ..*self }
     }
 
     /// Whether the same workers hold the same shards.
@@ -98,7 +122,8 @@ impl Placement {
 
     /// Shards without any copy.
     pub fn lost(&self) -> impl Iterator<Item = u32> {
-        (0..).zip(&self.holders).filter(|(_, holders)| holders.is_empty()).map(|(shard, _)| shard)
+        let holders = (0..).zip(self.holders.iter());
+        holders.filter(|(_, holders)| holders.is_empty()).map(|(shard, _)| shard)
     }
 
     /// The copies to be made next, so that these members hold what they should: shards with the
@@ -106,7 +131,7 @@ impl Placement {
     pub fn copies(&self, members: &[Member]) -> Vec<ShardCopy> {
         let limit = self.copied_per_step as usize;
         let mut missing = Vec::new();
-        for (shard, holders) in (0..).zip(&self.holders) {
+        for (shard, holders) in (0..).zip(self.holders.iter()) {
             let Some(&from) = holders.first() else { continue };
             let absent = wanted(shard, self.copies, members);
             let absent = absent.into_iter().filter(|to| !holders.contains(to));
@@ -127,11 +152,11 @@ impl Placement {
     /// The placement after a step before which `copies` were made. Surplus copies are given up once
     /// all the workers hold a shard that should.
     pub fn after(&self, copies: &[ShardCopy], members: &[Member]) -> Self {
-        let mut next = self.clone();
+        let mut next = self.holders.to_vec();
         for copy in copies {
-            next.holders[copy.shard as usize].push(copy.to);
+            next[copy.shard as usize].push(copy.to);
         }
-        for (shard, holders) in (0..).zip(&mut next.holders) {
+        for (shard, holders) in (0..).zip(&mut next) {
             let wanted = wanted(shard, self.copies, members);
             // The workers that should hold the shard come first, in their order; the others keep it
             // until there are enough copies.
@@ -141,7 +166,7 @@ impl Placement {
                 holders.truncate(self.copies as usize);
             }
         }
-        next
+        Self { holders: Arc::new(next), ..*self }
     }
 }
 

@@ -39,21 +39,16 @@ impl<'a> Message<'a> {
 
     /// A column of `len` elements. Nothing is allocated for more than the message holds.
     pub(crate) fn column<T: Pod>(&mut self, len: usize) -> Result<Vec<T>, InvalidRows> {
-        let mut column = Vec::new();
-        self.column_to(len, &mut column)?;
+        let mut part = self.part(len.saturating_mul(size_of::<T>()))?;
+        let mut column = vec![T::zeroed(); len];
+        part.fill(&mut column)?;
         Ok(column)
     }
 
-    /// Adds a column of `len` elements to `to`.
-    pub(crate) fn column_to<T: Pod>(
-        &mut self,
-        len: usize,
-        to: &mut Vec<T>,
-    ) -> Result<(), InvalidRows> {
-        let bytes = self.bytes(len.saturating_mul(size_of::<T>()))?;
-        let start = to.len();
-        to.resize(start + len, T::zeroed());
-        bytemuck::cast_slice_mut(&mut to[start..]).copy_from_slice(bytes);
+    /// Reads as many elements as `to` takes.
+    pub(crate) fn fill<T: Pod>(&mut self, to: &mut [T]) -> Result<(), InvalidRows> {
+        let bytes = self.bytes(size_of_val(to))?;
+        bytemuck::cast_slice_mut(to).copy_from_slice(bytes);
         Ok(())
     }
 

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::mem;
 use std::sync::Arc;
 
-use super::{Group, Owned, Staged};
+use super::{Owned, Staged};
 use crate::lookup::{BatchRows, Ids, RowGradients, TableGradients};
 use crate::placement::shard_of;
 use crate::shard::Shard;
@@ -43,8 +43,9 @@ impl Owned {
         let mut requests = vec![Vec::new(); group.members.len()];
         for table in 0..self.tables.len() {
             let mut of_ranks = vec![Vec::new(); group.members.len()];
-            for &id in ids.of(table) {
-                of_ranks[self.owner(group, table, id)].push(id);
+            let ids = ids.of(table);
+            for (shard, at) in self.by_shard(table, ids) {
+                of_ranks[group.owner(shard)].push(ids[at]);
             }
             for (request, ids) in requests.iter_mut().zip(of_ranks) {
                 if !ids.is_empty() {
@@ -83,10 +84,16 @@ impl Owned {
         while !request.is_empty() {
             let (index, table) = self.table(request.u32()?)?;
             let len = request.u32()? as usize;
-            for id in request.column::<u64>(len)? {
+            let mut last = None;
+            let ids = request.column::<u64>(len)?;
+            reply.reserve(ids.len() * table.dim * size_of::<f32>());
+            for id in ids {
                 let number = self.shard_of(index, id);
-                let shard = self.committed().shards.get(&number);
-                let shard = shard.ok_or_else(|| not_held(number))?;
+                let shard = match last.filter(|(shard, _)| *shard == number) {
+                    Some((_, shard)) => shard,
+                    None => self.committed().shards.get(&number).ok_or_else(|| not_held(number))?,
+                };
+                last = Some((number, shard));
                 match shard.tables[index].find(id) {
                     Some(numbers) => put(reply, &numbers[..table.dim]),
                     None => {
@@ -109,9 +116,10 @@ impl Owned {
         let group = self.group();
         let mut values = Vec::with_capacity(self.tables.len());
         for (index, table) in self.tables.iter().enumerate() {
-            let mut rows = Vec::with_capacity(ids.of(index).len() * table.dim);
-            for &id in ids.of(index) {
-                replies[self.owner(group, index, id)].column_to(table.dim, &mut rows)?;
+            let (ids, dim) = (ids.of(index), table.dim);
+            let mut rows = vec![0.0; ids.len() * dim];
+            for (shard, at) in self.by_shard(index, ids) {
+                replies[group.owner(shard)].fill(&mut rows[at * dim..(at + 1) * dim])?;
             }
             values.push(rows);
         }
@@ -145,8 +153,7 @@ impl Owned {
         for (position, index, gradients) in gradients.tables() {
             let dim = self.tables[index].dim;
             let mut of_ranks = vec![Vec::new(); group.members.len()];
-            for (at, &id) in gradients.ids.iter().enumerate() {
-                let shard = self.shard_of(index, id);
+            for (shard, at) in self.by_shard(index, &gradients.ids) {
                 let receivers: &mut Vec<usize> = &mut receivers[shard as usize];
                 if receivers.is_empty() {
                     *receivers = group.receivers(shard);
@@ -187,7 +194,13 @@ impl Owned {
         }
         // The sums have the same bits whichever ranks have computed the parts.
         parts.sort_by_key(|(position, ..)| *position);
-        let mut gradients = vec![TableGradients::default(); self.tables.len()];
+        let empty = |(index, table): (usize, &Table)| {
+            let of_table = parts.iter().filter(|(_, of, ..)| *of == index);
+            TableGradients::with_capacity(of_table.map(|(.., rows, _)| rows).sum(), table.dim)
+        };
+        let mut gradients: Vec<_> = self.tables.iter().enumerate().map(empty).collect();
+        let shards_held = &self.committed().shards;
+        let mut last = None;
         for (_, index, rows, mut part) in parts {
             let dim = self.tables[index].dim;
             let ids = part.column::<u64>(rows)?;
@@ -195,11 +208,13 @@ impl Owned {
             let sums = part.column::<f32>(rows * dim)?;
             for ((&id, touches), gradient) in ids.iter().zip(touches).zip(sums.chunks_exact(dim)) {
                 let shard = self.shard_of(index, id);
-                let holds = self.committed().shards.contains_key(&shard)
+                let is_held = last == Some(shard)
+                    || shards_held.contains_key(&shard)
                     || group.copied.contains_key(&shard);
-                if !holds {
+                if !is_held {
                     return Err(not_held(shard));
                 }
+                last = Some(shard);
                 gradients[index].add(id, touches, gradient);
             }
         }
@@ -230,20 +245,24 @@ impl Owned {
         let shards = &mut committed.shards;
         shards.extend(copied.into_iter().map(|(number, shard)| (number, Arc::new(shard))));
         for (index, (table, gradients)) in self.tables.iter().zip(gradients).enumerate() {
-            let scale = 1.0 / records.max(1) as f32;
-            let mut mean = vec![0.0; table.dim];
-            let rows = gradients.ids.iter().zip(&gradients.touches);
-            for ((&id, &touches), sum) in rows.zip(gradients.sums.chunks_exact(table.dim)) {
-                let shard = shard_of(index as u32, id, self.settings.shards);
-                let shard = Arc::make_mut(shards.get_mut(&shard).expect("staged rows are held"));
-                let seed = self.settings.seed;
-                let initialize = |row: &mut [f32]| table.initialize(seed, index as u32, id, row);
-                let (counts, row) = shard.tables[index].touch(id, table.dim, initialize);
-                counts.touches = counts.touches.saturating_add(touches);
-                counts.last_step = step as u32;
-                if is_applied {
-                    mean.iter_mut().zip(sum).for_each(|(mean, sum)| *mean = sum * scale);
-                    table.optimizer.apply(step, row, &mean);
+            let (scale, dim) = (1.0 / records.max(1) as f32, table.dim);
+            let mut mean = vec![0.0; dim];
+            let in_shards = by_shard(index as u32, &gradients.ids, self.settings.shards);
+            for of_shard in in_shards.chunk_by(|(shard, _), (other, _)| shard == other) {
+                let shard = shards.get_mut(&of_shard[0].0).expect("staged rows are held");
+                let rows = &mut Arc::make_mut(shard).tables[index];
+                for &(_, at) in of_shard {
+                    let (id, seed) = (gradients.ids[at], self.settings.seed);
+                    let initialize =
+                        |row: &mut [f32]| table.initialize(seed, index as u32, id, row);
+                    let (counts, row) = rows.touch(id, dim, initialize);
+                    counts.touches = counts.touches.saturating_add(gradients.touches[at]);
+                    counts.last_step = step as u32;
+                    if is_applied {
+                        let sum = &gradients.sums[at * dim..(at + 1) * dim];
+                        mean.iter_mut().zip(sum).for_each(|(mean, sum)| *mean = sum * scale);
+                        table.optimizer.apply(step, row, &mean);
+                    }
                 }
             }
         }
@@ -268,11 +287,29 @@ impl Owned {
         Ok((index, table.ok_or_else(|| InvalidRows(format!("there is no table {index}")))?))
     }
 
-    /// The rank that owns a row.
-    fn owner(&self, group: &Group, table: usize, id: u64) -> usize {
-        let owner = group.placement.holders(self.shard_of(table, id))[0];
-        group.rank(owner)
+    /// As the function [`by_shard`].
+    fn by_shard(&self, table: usize, ids: &[u64]) -> Vec<(u32, usize)> {
+        by_shard(table as u32, ids, self.settings.shards)
     }
+}
+
+/// The shards of these ids, and the ids' positions, in the order of the shards. The rows of a shard
+/// lie near each other in memory, so they are visited one after the other.
+fn by_shard(table: u32, ids: &[u64], shards: u32) -> Vec<(u32, usize)> {
+    let of_ids: Vec<u32> = ids.iter().map(|&id| shard_of(table, id, shards)).collect();
+    // Counting sort: where the next id of each shard goes.
+    let mut next = vec![0; shards as usize];
+    of_ids.iter().for_each(|&shard| next[shard as usize] += 1);
+    let mut start = 0;
+    for count in &mut next {
+        start += mem::replace(count, start);
+    }
+    let mut places = vec![(0, 0); ids.len()];
+    for (at, shard) in of_ids.into_iter().enumerate() {
+        places[next[shard as usize]] = (shard, at);
+        next[shard as usize] += 1;
+    }
+    places
 }
 
 fn not_held(shard: u32) -> InvalidRows {
