@@ -56,7 +56,7 @@ pub use self::earlier::{EarlierJob, earlier_job, has_begun};
 pub use self::error::{JobDirError, ResumeError};
 pub use self::files::{CHECKPOINTS, quoted, write_output};
 use self::files::{HISTORY, LOGS, MASTER, MASTER_LOG, PROGRAM, SUMMARY, TOKEN};
-pub use self::files::{check_writable, write_atomically};
+pub use self::files::{check_writable, is_another_file, write_atomically};
 use self::lock::{running, take_lock};
 pub use self::lookup::{Endpoint, LookupError, look_up, started_at};
 pub(crate) use self::notes::note_process;
@@ -419,6 +419,23 @@ mod tests {
         assert!(check_writable(scratch.path()).is_err());
         assert!(check_writable(&scratch.path().join("summary.json")).is_ok());
         assert_eq!(names(scratch.path()), ["file"]);
+    }
+
+    #[test]
+    fn a_summary_replaces_a_summary_and_no_file_of_another_kind() {
+        let scratch = scratch();
+        let path = scratch.path().join("file");
+        let is_another = |text: &str| {
+            fs::write(&path, text).unwrap();
+            is_another_file(&path)
+        };
+        assert!(!is_another_file(&path) && !is_another_file(Path::new("/dev/null")));
+        assert!(!is_another(""), "as mktemp makes it");
+        let summary = crate::job::Job::new(crate::job::testing::spec()).summary(Default::default());
+        assert!(!is_another(&summary.to_pretty_json()));
+        for other in ["1\n2\n", "{}", "[1]", "{\"job\": \"a\", \"state\": \"b\"}"] {
+            assert!(is_another(other), "{other}");
+        }
     }
 
     #[test]

@@ -66,7 +66,7 @@ impl Submitted {
         let template =
             serde_json::from_str(need(WORKER_POD)?).map_err(|e| malformed(WORKER_POD, &e))?;
         let incarnation = next_incarnation(data.get(INCARNATION), transitions);
-        let (age, meta) = (anchor::age(&seen), anchor.metadata);
+        let (age, meta) = (anchor::age(&seen.metadata), anchor.metadata);
         // The history is for the user alone; one that can't be read begins anew.
         let history = data.get(HISTORY).and_then(|text| StoredHistory::unpack(text).ok());
         let history = history.unwrap_or_default().history.resumed();

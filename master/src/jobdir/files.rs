@@ -7,6 +7,7 @@ use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Access, OFlags};
+use serde_json::Value;
 
 /// Atomically replaces `path` with `bytes`, readable by its owner only. A reader, also after a
 /// crash, sees either the old file or the new one.
@@ -83,6 +84,20 @@ pub fn check_writable(path: &Path) -> io::Result<()> {
     fs::remove_file(&temporary)
 }
 
+/// Whether there is a file at `path`, with content, that is no summary of a job.
+#[must_use]
+pub fn is_another_file(path: &Path) -> bool {
+    let Ok(found) = path.metadata() else { return false };
+    if !found.is_file() || found.len() == 0 {
+        return false;
+    }
+    let text =
+        if found.len() > SUMMARY_MAX { Vec::new() } else { fs::read(path).unwrap_or_default() };
+    // Another release may have written it.
+    let summary: Value = serde_json::from_slice(&text).unwrap_or_default();
+    !["job", "state", "records"].iter().all(|key| summary.get(key).is_some())
+}
+
 fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)
 }
@@ -134,3 +149,6 @@ pub(super) const SPARE: &str = "record.spare";
 pub(super) const REFUSED: &str = "refused";
 pub(super) const SUMMARY: &str = "summary.json";
 pub(super) const TOKEN: &str = "token";
+
+/// More than the summary of the largest job has.
+const SUMMARY_MAX: u64 = 64 << 20;

@@ -1,5 +1,6 @@
 //! Other jobs of this machine, whose files a new job must leave alone.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -17,6 +18,20 @@ pub struct RunningJob {
     pub spec: JobSpec,
     /// Path of its additional summary.
     pub summary: Option<PathBuf>,
+    /// The stores that its addresses are in; see [`stores`].
+    pub stores: BTreeSet<String>,
+}
+
+/// The stores that addresses such as `s3://bucket` are in, as far as the environment of this
+/// process says so: endpoints and accounts.
+#[must_use]
+pub fn stores() -> BTreeSet<String> {
+    let is_place = |name: &str| {
+        ["AWS_", "AZURE_", "GOOGLE_"].iter().any(|store| name.starts_with(store))
+            && ["ENDPOINT", "ACCOUNT_NAME", "BASE_URL"].iter().any(|part| name.contains(part))
+    };
+    let given = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_place));
+    given.filter_map(|(_, place)| place.into_string().ok()).collect()
 }
 
 /// The directory of the job in which `path` lies, if it lies in one.
@@ -37,7 +52,7 @@ pub fn running_jobs(jobs: &Path) -> Vec<RunningJob> {
     let job = |root: PathBuf| {
         let (start, record) = (read_start(&root).ok()?, read_newest_record(&root).ok()?);
         let summary = start.summary.map(PathBuf::from);
-        Some(RunningJob { spec: record.spec().clone(), summary, root })
+        Some(RunningJob { spec: record.spec().clone(), summary, stores: start.stores, root })
     };
     roots.into_iter().filter_map(job).collect()
 }

@@ -14,7 +14,7 @@
 //! The other files are not synced to disk. If they are lost, the whole machine has crashed, and the
 //! workers are lost too; if only the master dies, the operating system still writes them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
 use std::io;
@@ -63,6 +63,9 @@ pub struct JobStart {
     pub dashboard: Option<SocketAddr>,
     /// Folder of events for TensorBoard, if any.
     pub tensorboard_dir: Option<OsString>,
+    /// The stores that its addresses are in.
+    #[serde(default)]
+    pub stores: BTreeSet<String>,
     /// Start time of the job.
     #[serde(flatten)]
     pub began: StartTime,
@@ -331,6 +334,7 @@ mod tests {
             folder: "/data".into(),
             address: "127.0.0.1:4711".parse().unwrap(),
             master_timeout: Duration::from_secs(30),
+            stores: BTreeSet::from(["http://127.0.0.1:9000".to_owned()]),
             summary: None,
             metrics: Some("127.0.0.1:4712".parse().unwrap()),
             dashboard: Some("127.0.0.1:4713".parse().unwrap()),

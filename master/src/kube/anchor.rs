@@ -318,10 +318,10 @@ pub fn status(data: &Data) -> Option<Status> {
     serde_json::from_str(data.get(STATUS)?).ok()
 }
 
-/// Age of the job with this anchor. The clock of the API server may be ahead.
+/// Age of an object. The clock of the API server may be ahead.
 #[must_use]
-pub fn age(anchor: &ConfigMap) -> Duration {
-    let born = anchor.metadata.creation_timestamp.as_ref().map(|time| SystemTime::from(time.0));
+pub fn age(metadata: &ObjectMeta) -> Duration {
+    let born = metadata.creation_timestamp.as_ref().map(|time| SystemTime::from(time.0));
     born.and_then(|born| born.elapsed().ok()).unwrap_or_default()
 }
 

@@ -246,7 +246,7 @@ pub enum ClusterError {
     },
     /// There is no answer, or one that says that the server, or what is behind it, can't answer for
     /// now. Try again.
-    #[error("can't {doing}: no answer from the API server: {message}")]
+    #[error("can't {doing}: the API server can't answer: {message}")]
     Unreachable {
         /// Operation that failed.
         doing: String,

@@ -1,8 +1,9 @@
 //! State of a job's master in the cluster: its pods, and the Job that creates them.
 
-use k8s_openapi::api::batch::v1::Job;
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
+use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{Event, Pod};
 use kube::Api;
 use kube::api::ListParams;
@@ -10,7 +11,7 @@ use kube::api::ListParams;
 use super::client::Cluster;
 use super::verdict::{Cause, Verdict, classify};
 use super::watch::{Change, Selection, Watch};
-use super::{objects, succession};
+use super::{anchor, objects, succession};
 
 /// A running watch of a job's masters.
 #[derive(Debug)]
@@ -136,6 +137,14 @@ pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
         ));
         return MasterHealth { failed, obstacle };
     }
+    if is_cut_off(&found) {
+        let obstacle = format!(
+            "its submission was cut off: `elasticdl delete {job} --namespace {}` removes what there \
+             is of it",
+            cluster.namespace
+        );
+        return MasterHealth { failed, obstacle: Some(obstacle) };
+    }
     let pods: Api<Pod> = cluster.api();
     let list = pods.list(&ListParams::default().labels(&objects::master_selector(job))).await;
     let mut obstacle = None;
@@ -157,6 +166,13 @@ pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
         obstacle = list.iter().rev().find_map(|event| known.warning(event));
     }
     MasterHealth { failed, obstacle }
+}
+
+/// Whether the command that submitted the job of this Job has ended before all objects of the job
+/// existed: its last step lets the Job create a master.
+pub(crate) fn is_cut_off(job: &Job) -> bool {
+    let waits = job.spec.as_ref().is_some_and(|spec| spec.parallelism == Some(0));
+    waits && anchor::age(&job.metadata) >= SUBMISSION_MAX
 }
 
 /// Whether the first pod of a master has been created.
@@ -228,6 +244,8 @@ fn status_of_job(job: &Job) -> Option<MasterStatus> {
     succession::failure_of(job).map(MasterStatus::Failed)
 }
 
+/// A submission takes a few seconds, and its calls are not repeated.
+pub(crate) const SUBMISSION_MAX: Duration = Duration::from_secs(60);
 const MANAGED: &str = "app.kubernetes.io/managed-by=elasticdl";
 /// Reasons of Events about a Job that can't create a pod, or about a pod that can't start.
 const REASONS: [&str; 3] = ["FailedCreate", "FailedCreatePodSandBox", "FailedMount"];
@@ -239,6 +257,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::kube::testing::FakeServer;
 
     #[test]
     fn a_failed_job_is_distinguished_from_a_running_one() {
@@ -258,6 +277,30 @@ mod tests {
         assert_eq!(job(json!([{"type": "Failed", "status": "False"}])), None);
         assert_eq!(job(json!([{"type": "Complete", "status": "True"}])), None);
         assert_eq!(status_of_job(&Job::default()), None);
+    }
+
+    #[tokio::test]
+    async fn a_submission_that_was_cut_off_is_known_by_its_job() {
+        let (fake, cluster) = FakeServer::start();
+        let put = |created: &str, parallelism: u32| {
+            let metadata = json!({"name": "j-master", "creationTimestamp": created});
+            let template = json!({"spec": {"containers": []}});
+            let spec = json!({"parallelism": parallelism, "template": template});
+            fake.put("jobs", "j-master", json!({"metadata": metadata, "spec": spec}));
+        };
+        let now = k8s_openapi::jiff::Timestamp::now().to_string();
+        for (created, parallelism, is_cut) in [
+            ("2024-05-01T10:00:00Z", 0, true),
+            (&now, 0, false),
+            ("2024-05-01T10:00:00Z", 1, false),
+        ] {
+            put(created, parallelism);
+            let health = inspect(&cluster, "j").await;
+            let told = health.obstacle.is_some_and(|why| {
+                why.contains("its submission was cut off: `elasticdl delete j --namespace ns`")
+            });
+            assert_eq!(told, is_cut, "{created} {parallelism}");
+        }
     }
 
     #[test]

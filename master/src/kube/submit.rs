@@ -15,9 +15,10 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
+use super::anchor;
 use super::client::{Cluster, ClusterError, is_code, with_hint};
 use super::gang::GangOptions;
-use super::master_pods::{self, Creation};
+use super::master_pods::{self, Creation, SUBMISSION_MAX, is_cut_off};
 use super::objects::{self, Access, Objects, Request};
 use super::options::PodOptions;
 use super::priority_tiers::{MASTER_CLASS, TierChoice};
@@ -56,7 +57,7 @@ pub async fn submit(
     let jobs: Api<Job> = cluster.api();
     let job = match jobs.create(&PostParams::default(), &objects.job).await {
         Ok(job) => job,
-        Err(error) if is_code(&error, 409) => return Err(already(name, &cluster.namespace)),
+        Err(error) if is_code(&error, 409) => return Err(already(cluster, name).await),
         Err(error) => return Err(cluster.explain("create the master's job", error)),
     };
     let created = match create_rest(cluster, name, &mut objects, &job.metadata).await {
@@ -384,7 +385,22 @@ fn review(
     }
 }
 
-fn already(name: &str, namespace: &str) -> ClusterError {
+/// The error for the name of another job, or of what is left of one.
+async fn already(cluster: &Cluster, name: &str) -> ClusterError {
+    let (jobs, anchors): (Api<Job>, Api<ConfigMap>) = (cluster.api(), cluster.api());
+    let job = jobs.get_opt(&objects::master_name(name)).await.ok().flatten();
+    let lacks_anchor = matches!(anchors.get_opt(name).await, Ok(None));
+    let is_left = |job: &Job| {
+        is_cut_off(job) || (lacks_anchor && anchor::age(&job.metadata) >= SUBMISSION_MAX)
+    };
+    let namespace = &cluster.namespace;
+    if job.as_ref().is_some_and(is_left) {
+        return ClusterError::Exists(format!(
+            "the namespace {namespace} has a part of a job {name}, whose submission was cut off or \
+             whose ConfigMap was deleted; remove it with \
+             `elasticdl delete {name} --namespace {namespace}`, or choose another --job-name"
+        ));
+    }
     ClusterError::Exists(format!(
         "a job {name} exists already in the namespace {namespace}; inspect it with \
          `elasticdl status {name} --namespace {namespace}`, remove it with \
@@ -403,3 +419,32 @@ const GONE_INTERVAL: Duration = Duration::from_millis(200);
 const SAID_AFTER: Duration = Duration::from_secs(5);
 /// Kubelets take up to 90 s to report that a pod which has ended by itself is deleted.
 const GONE_TIMEOUT: Duration = Duration::from_secs(180);
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::FakeServer;
+    use super::*;
+
+    #[tokio::test]
+    async fn the_name_of_a_part_of_a_job_is_refused_with_the_advice_to_delete_it() {
+        let (fake, cluster) = FakeServer::start();
+        let job = |parallelism: u32| {
+            let metadata = json!({"name": "j-master", "creationTimestamp": "2024-05-01T10:00:00Z"});
+            let template = json!({"spec": {"containers": []}});
+            let spec = json!({"parallelism": parallelism, "template": template});
+            json!({"metadata": metadata, "spec": spec})
+        };
+        let told = async || already(&cluster, "j").await.to_string();
+        fake.put("jobs", "j-master", job(1));
+        assert!(told().await.contains("has a part of a job j"), "without its ConfigMap");
+        fake.put("configmaps", "j", json!({"metadata": {"name": "j"}}));
+        assert!(told().await.contains("a job j exists already"));
+        fake.put("jobs", "j-master", job(0));
+        let cut_off = told().await;
+        assert!(
+            cut_off.contains("was cut off")
+                && cut_off.contains("`elasticdl delete j --namespace ns`"),
+            "{cut_off}"
+        );
+    }
+}

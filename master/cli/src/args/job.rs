@@ -65,7 +65,7 @@ pub(crate) struct JobOptions {
     #[arg(long, value_name = "DIR", value_parser = values::path_parser())]
     pub(crate) job_dir: Option<PathBuf>,
 
-    /// Replace the earlier job of this name, or in this directory.
+    /// Replace the earlier job of this machine with this name, or in this directory.
     ///
     /// Without this option, the name or directory of a job that has trained anything is rejected,
     /// unless --resume-from names its checkpoints. The earlier job's summary, logs and history are

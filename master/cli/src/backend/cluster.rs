@@ -84,13 +84,7 @@ impl ClusterHandle {
     /// The status in `data`. Without one the error says what keeps the master from reporting one.
     fn reported(&self, data: &Data, obstacle: Option<String>) -> Result<Status, Failure> {
         let text = data.get(STATUS).ok_or_else(|| {
-            let (name, namespace) = (&self.name, &self.cluster.namespace);
-            let why = obstacle.unwrap_or_else(|| {
-                format!(
-                    "is it running? If its submission was cut off, `elasticdl delete {name} \
-                     --namespace {namespace}` removes what there is of it"
-                )
-            });
+            let (name, why) = (&self.name, obstacle.as_deref().unwrap_or("is it running?"));
             Failure::failed(format!("the master of {name} has not reported a status yet: {why}"))
         })?;
         serde_json::from_str(text).map_err(|e| {
@@ -224,8 +218,11 @@ impl JobHandle for ClusterHandle {
                  without --checkpoint-dir",
             ));
         }
-        let requested = DesiredState::read(&data).suspend;
-        let unchanged = requested.unwrap_or(spec.policies.starts_suspended) == suspend;
+        let desired = DesiredState::read(&data);
+        if suspend && desired.stop.is_some() {
+            return Err(Failure::failed(format!("the job {} is stopping", self.name)));
+        }
+        let unchanged = desired.suspend.unwrap_or(spec.policies.starts_suspended) == suspend;
         self.runtime.block_on(request(
             &self.cluster,
             &self.anchor,

@@ -131,13 +131,16 @@ impl Job {
         let keeps_state = members.iter().any(|(_, w)| w.holds_state());
         let carries_state = members.iter().any(|(_, w)| w.has_state());
         self.lifecycle.note_published();
-        let from = if self.spec.checkpoints.is_some() {
-            "from the newest checkpoint"
-        } else {
-            "from step 0"
+        let kept = self.reporting.newest_checkpoint().map(|kept| kept.step);
+        let start = match (keeps_state, &self.spec.checkpoints) {
+            (true, _) => "",
+            // All members have left in order.
+            (false, Some(_)) if kept == Some(self.data.step()) => " from the newest checkpoint",
+            (false, Some(_)) => " from the newest checkpoint, as the state is lost",
+            (false, None) => " from step 0, as the state is lost",
         };
         self.log_recovery();
-        self.log_event(describe(&record, keeps_state, from));
+        self.log_event(describe(&record, start));
         self.reporting.publish(record, begun.survivors.into_iter().collect());
         self.broadcast_membership(abort, carries_state, &excluded);
         self.send_donors();
@@ -203,8 +206,8 @@ impl Job {
     }
 }
 
-/// The log line of a membership change.
-fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String {
+/// The log line of a membership change. `start`: where the group starts again; empty if it goes on.
+fn describe(record: &MembershipChange, start: &str) -> String {
     let MembershipChange { generation, world_size, lost, left, joined, cause, .. } = record;
     let workers = if *world_size == 1 { "1 worker" } else { &format!("{world_size} workers") };
     if *cause == Cause::Start {
@@ -220,22 +223,13 @@ fn describe(record: &MembershipChange, keeps_state: bool, from: &str) -> String 
         parts.push("links broke".into());
     }
     let parts = parts.join(", ");
-    match (keeps_state, *world_size) {
-        (true, 1) => {
-            format!("generation {generation}: {parts}; {workers} continues")
-        }
-        (true, _) => {
-            format!("generation {generation}: {parts}; {workers} continue")
-        }
-        (false, 1) => {
-            format!(
-                "generation {generation}: {parts}; the state is lost; {workers} restarts {from}"
-            )
-        }
-        (false, _) => {
-            format!("generation {generation}: {parts}; the state is lost; {workers} restart {from}")
-        }
-    }
+    let verb = match (start, *world_size) {
+        ("", 1) => "continues",
+        ("", _) => "continue",
+        (_, 1) => "restarts",
+        (_, _) => "restart",
+    };
+    format!("generation {generation}: {parts}; {workers} {verb}{start}")
 }
 
 /// Donors per joiner. A joiner that none of these serves gets others with the next membership. With

@@ -86,6 +86,8 @@ fn workers_end_with_a_checkpoint_and_none_is_started_before_the_job_is_resumed()
     assert_eq!((asked_to_suspend(&sent), released(&sent)), (vec![1, 2], vec![]));
     assert_eq!(state(&job), "suspending");
     // The group continues until both have written the checkpoint.
+    let news = CheckpointNews::Saved { step: 3, name: "step-3".into(), bytes: 1 };
+    deliver(&mut job, 1, WorkerMessage::Checkpoint(news));
     end_with_checkpoint(&mut job, 1, 1, 3);
     assert_eq!(released(&actions(&mut job)), [0; 0]);
     end_with_checkpoint(&mut job, 2, 1, 3);
@@ -103,6 +105,9 @@ fn workers_end_with_a_checkpoint_and_none_is_started_before_the_job_is_resumed()
     for worker in [3, 4] {
         deliver(&mut job, worker, WorkerMessage::Ready { parameters: 10 });
     }
+    let told = job.status(at(0)).events;
+    let told = told.iter().find(|event| event.contains("generation 2: ")).unwrap();
+    assert!(told.ends_with("2 workers restart from the newest checkpoint"), "{told}");
     let news = CheckpointNews::Restored {
         step: 3,
         name: "step".into(),

@@ -291,6 +291,10 @@ async fn a_pod_that_cannot_start_is_evicted_after_a_while() {
     let why = "ErrImagePull: no such image";
     assert_eq!(next(&mut pods).await, (ONE, BackendEvent::Waiting(Wait::Start(Some(why.into())))));
     let before = Instant::now();
+    // The kubelet's back-off says less, and is no news.
+    let message = "Back-off pulling image \"x\"";
+    let waits = json!({"waiting": {"reason": "ImagePullBackOff", "message": message}});
+    fake.set_status("j-w-1", container("Pending", waits));
     assert_eq!(next(&mut pods).await, ended(Exit::NotStarted(why.into())));
     let waited = before.elapsed();
     assert!(waited >= STUCK_MAX - TICK && waited <= STUCK_MAX + TICK, "{waited:?}");

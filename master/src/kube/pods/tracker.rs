@@ -358,10 +358,19 @@ impl PodTracker {
     fn on_applied(&mut self, pod: &Pod) {
         let Some(launch) = self.launch_of(pod) else { return };
         let launched = self.launches.get_mut(&launch).expect("the launch was just found");
-        let verdict = classify(pod);
-        match &verdict {
+        let mut verdict = classify(pod);
+        match &mut verdict {
             Verdict::CannotStart(why) => {
-                let since = launched.stuck.take().map_or(self.now, |(since, _)| since);
+                let since = match launched.stuck.take() {
+                    None => self.now,
+                    Some((since, error)) => {
+                        // A kubelet reports its error and its back-off in turns.
+                        if error.starts_with(PULL_FAILED) && why.starts_with(PULL_WAITS) {
+                            *why = error;
+                        }
+                        since
+                    }
+                };
                 launched.stuck = Some((since, why.clone()));
             }
             _ => launched.stuck = None,
@@ -585,6 +594,9 @@ impl PodRef {
 /// What a replacement in a gang of fixed size waits for.
 const BEHIND_PREDECESSOR: &str = "the pod that it replaces still counts for its queue";
 const NOT_WANTED: &str = "it is not wanted any more";
+/// How a kubelet describes an image that it could not pull, and its wait for the next attempt.
+const PULL_FAILED: &str = "ErrImagePull";
+const PULL_WAITS: &str = "ImagePullBackOff: Back-off";
 /// Delay before a kill: kubelets check once a second for ended containers.
 pub(super) const END_WAIT: Duration = Duration::from_secs(2);
 /// Number of ended pods that are retained.

@@ -1,5 +1,6 @@
 //! A job in a cluster: its objects, and their submission.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use elasticdl_master::certificates::{Certificates, YEARS};
@@ -283,6 +284,10 @@ fn tensorboard_dir(wanted: Option<&Path>, pods: &PodOptions) -> Result<Option<Pa
 }
 
 fn pod_options(options: &ClusterOptions, image: &str) -> Result<PodOptions, Failure> {
+    let mut names = BTreeSet::new();
+    if let Some((name, _)) = options.env.iter().find(|(name, _)| !names.insert(name)) {
+        return Err(Failure::usage(format!("--env {name} is given twice; give it once")));
+    }
     let worker = pod_template("--worker-pod-template", options.worker_pod_template.as_ref())?;
     let has_class = worker.as_ref().is_some_and(|worker| worker.priority_class().is_some());
     let usual = if has_class { TierChoice::Off } else { TierChoice::Auto };

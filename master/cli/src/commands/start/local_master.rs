@@ -9,6 +9,7 @@ use std::sync::Mutex;
 
 use elasticdl_master::event_loop::JobResult;
 use elasticdl_master::job::Outcome;
+use elasticdl_master::jobdir::neighbours::stores;
 use elasticdl_master::jobdir::{self, JobDir, JobStart, StartTime, directory_of};
 use elasticdl_master::local_master::{LocalEnd, LocalMaster, Stop};
 use elasticdl_master::progress::Progress;
@@ -143,6 +144,7 @@ fn master_of(job: LocalJob) -> Result<LocalMaster, Failure> {
         metrics: job.metrics,
         dashboard: job.dashboard,
         master_timeout: job.master_timeout,
+        stores: stores(),
         began: StartTime::now(),
         copy: None,
     };

@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 
 use elasticdl_master::job::{JobSpec, Work};
-use elasticdl_master::jobdir::neighbours::{RunningJob, job_around, running_jobs};
+use elasticdl_master::jobdir::neighbours::{RunningJob, job_around, running_jobs, stores};
 use elasticdl_master::jobdir::{default_root, is_own_file};
 use elasticdl_proto::split_sources;
 
@@ -59,7 +59,7 @@ impl LocalJob {
                         local(&other.address).and_then(|other| resolved(&other)).as_ref()
                             == Some(path)
                     }
-                    None => other.address == address,
+                    None => other.address == address && job.stores == stores(),
                 };
                 let others = outputs(&job.spec, job.summary.as_deref());
                 if let Some(other) = others.iter().find(|other| is_same(other)) {
@@ -89,7 +89,8 @@ impl LocalJob {
         };
         let is_same = |job: &&RunningJob| {
             let other = job.spec.checkpoints.as_ref().and_then(|other| place(&other.dir));
-            Some(&*job.root) != own && other.is_some() && other == place(&kept.dir)
+            let is_here = local(&kept.dir).is_some() || job.stores == stores();
+            Some(&*job.root) != own && is_here && other.is_some() && other == place(&kept.dir)
         };
         match running.iter().find(is_same) {
             None => Ok(()),
@@ -246,6 +247,8 @@ fn resolved(path: &Path) -> Option<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use elasticdl_master::job::{JobSpec, ValidationSpec};
     use elasticdl_master::jobdir::JobDir;
 
@@ -313,7 +316,13 @@ mod tests {
         let first =
             job("a", &format!("--export {} --checkpoint-dir {}", at("m"), at("c"))).unwrap();
         drop(JobDir::create(&first.job_dir).unwrap());
-        let others = [RunningJob { root: root.join("a"), spec: first.spec, summary: None }];
+        let running = |stores| RunningJob {
+            root: root.join("a"),
+            spec: first.spec.clone(),
+            summary: None,
+            stores,
+        };
+        let others = [running(stores())];
         let refused = |options: &str| {
             let checked = job("b", options).and_then(|job| job.check_other_jobs(&others));
             checked.err().map(|failure| failure.text).unwrap_or_default()
@@ -326,6 +335,15 @@ mod tests {
         assert!(text.contains("within the directory of another job"), "{text}");
         let text = refused(&format!("--checkpoint-dir {}/", at("c")));
         assert!(text.contains("the job a, which runs in "), "{text}");
+        // Buckets of one name in different stores are different places.
+        let mut spec = first.spec.clone();
+        spec.checkpoints.as_mut().unwrap().dir = "s3://bucket/c".into();
+        let elsewhere = BTreeSet::from(["http://127.0.0.1:1".to_owned()]);
+        for (stores, is_same) in [(stores(), true), (elsewhere, false)] {
+            let others = [RunningJob { spec: spec.clone(), ..running(stores) }];
+            let job = job("b", "--checkpoint-dir s3://bucket/c/").unwrap();
+            assert_eq!(job.check_other_jobs(&others).is_err(), is_same);
+        }
         // The job that it replaces is its own.
         let again = job("a", &format!("--export {}", at("m")));
         assert!(again.and_then(|again| again.check_other_jobs(&others)).is_ok());

@@ -107,7 +107,15 @@ impl StartRequest {
         jobdir::check_writable(path).map_err(|e| {
             let wanted = "give --summary a file in an existing, writable directory";
             Failure::usage(format!("can't write the summary to {}: {e}; {wanted}", path.display()))
-        })
+        })?;
+        if jobdir::is_another_file(path) {
+            return Err(Failure::usage(format!(
+                "--summary {}: it exists and is no summary: it would be replaced; name another \
+                 file, or remove this one first",
+                path.display()
+            )));
+        }
+        Ok(())
     }
 
     /// The parts of the specification that do not depend on the work, with a placeholder for the
@@ -302,6 +310,21 @@ mod tests {
             .spec("j".into(), |_, path| Ok(path.into()))
             .map_err(|e| e.text)
             .unwrap()
+    }
+
+    #[test]
+    fn a_summary_in_place_of_another_file_is_refused_before_the_job_starts() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("mine.txt");
+        let check = || {
+            let line =
+                format!("train --local --training-data d --summary {} -- true", path.display());
+            parse_start(&line).unwrap().check_summary().map_err(|e| e.text)
+        };
+        assert_eq!(check(), Ok(()));
+        std::fs::write(&path, "1\n2\n").unwrap();
+        let error = check().unwrap_err();
+        assert!(error.contains("mine.txt: it exists and is no summary"), "{error}");
     }
 
     #[test]
