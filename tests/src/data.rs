@@ -2,9 +2,12 @@
 
 use std::io::Write;
 use std::path::Path;
+use std::time::Duration;
 
-use elasticdl::UserError;
 use elasticdl::readers::FixedRecords;
+use elasticdl::{DataError, UserError};
+use elasticdl_data::worker::with_patience;
+use rustix::io::Errno;
 use safetensors::SafeTensors;
 
 /// Writes `records` records over `files` files into `folder`: record `i` holds the number `i`.
@@ -27,6 +30,32 @@ pub fn counting_reader() -> FixedRecords {
     FixedRecords::new(size_of::<u64>())
 }
 
+/// The record. If there is a file that the variable `REFUSED` names, waits a while for its removal
+/// and then fails, as if storage refused access: for all workers, or for the launch that the file
+/// contains.
+///
+/// # Errors
+/// The file is still there.
+pub fn unless_refused(record: Vec<u8>) -> Result<Vec<u8>, DataError> {
+    let Some(file) = std::env::var_os("REFUSED") else { return Ok(record) };
+    let launch = std::env::var("ELASTICDL_LAUNCH").unwrap_or_default();
+    let request = || match std::fs::read_to_string(&file) {
+        Ok(refused) if refused.is_empty() || refused == launch => {
+            Err(std::io::Error::from_raw_os_error(Errno::ACCESS.raw_os_error()))
+        }
+        Ok(_) | Err(_) => Ok(()),
+    };
+    let wait = |error| {
+        let sleep = |pause| {
+            std::thread::sleep(pause);
+            false
+        };
+        with_patience("the data", Duration::from_secs(3), error, request, sleep)
+    };
+    let read = request().or_else(wait).map(|()| record);
+    read.map_err(|source| DataError::Io { path: file.clone().into(), source })
+}
+
 /// The numbers that these records hold.
 ///
 /// # Errors
@@ -40,11 +69,11 @@ pub fn numbers(records: Vec<Vec<u8>>) -> Result<Vec<u64>, UserError> {
 #[macro_export]
 macro_rules! read_counting_data {
     () => {
-        type Reader = elasticdl::readers::FixedRecords;
+        type Reader = elasticdl::Map<elasticdl::readers::FixedRecords, Vec<u8>>;
         type Batch = Vec<u64>;
 
         fn reader(&self) -> Self::Reader {
-            $crate::counting_reader()
+            elasticdl::Reader::map($crate::counting_reader(), $crate::unless_refused)
         }
 
         fn initialize(

@@ -17,7 +17,9 @@ pub mod simulation;
 mod spec;
 
 pub use browser::Browser;
-pub use data::{counting_data, counting_reader, counts_summary, exported_counts, numbers};
+pub use data::{
+    counting_data, counting_reader, counts_summary, exported_counts, numbers, unless_refused,
+};
 pub use determinism::DeterminismCase;
 pub use figures::{print, quantile, run_benchmark};
 pub use job::{

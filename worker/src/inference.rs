@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::mpsc::TryRecvError;
 
 use elasticdl_data::Predictions;
-use elasticdl_data::worker::wait_for_credentials;
+use elasticdl_data::worker::wait_for_access;
 use elasticdl_data::{Dataset, Reader};
 use elasticdl_proto::{Format, MasterMessage, RecordRange, Work, WorkerMessage};
 
@@ -104,7 +104,7 @@ impl<M: Model> Inference<'_, M> {
                 Err(exit) => return Ok(exit),
             };
             tracing::debug!(%shard, "done");
-            wait_for_credentials();
+            wait_for_access();
             self.control.outbox.send(WorkerMessage::ShardDone { range: shard, metrics });
             self.request_leases(1);
         }

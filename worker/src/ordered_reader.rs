@@ -46,10 +46,12 @@ pub struct ReadError {
     pub records: Vec<RecordRange>,
     /// See [`DataError::ends_job`].
     pub ends_job: bool,
+    /// Storage did not answer or refused access, for as long as it was waited for.
+    pub is_outage: bool,
 }
 
 impl From<ReadError> for Failure {
-    fn from(ReadError { text, records, ends_job }: ReadError) -> Self {
+    fn from(ReadError { text, records, ends_job, .. }: ReadError) -> Self {
         Self { fatal: ends_job, ..Self::on_records(text, records) }
     }
 }
@@ -100,7 +102,7 @@ impl<D: Reader> OrderedReader<D> {
         let total = self.dataset.files.iter().map(|file| file.records).sum();
         if positions.end > total {
             let text = format!("{positions} lie outside the data set of {total}");
-            return Err(ReadError { text, records: vec![positions], ends_job: false });
+            return Err(ReadError { records: vec![positions], ..ReadError::from(text) });
         }
         if self.order.is_of_data() {
             return self.read_range(positions.epoch, positions.records());
@@ -183,12 +185,13 @@ impl<D: Reader> OrderedReader<D> {
             Ok(read) => return Ok(read),
             Err(error) => error,
         };
-        for &record in records {
+        // Storage that is away is not waited for once more for each record.
+        for &record in records.iter().filter(|_| !error.is_outage) {
             let at = record - self.firsts[file];
             let what = || format!("{at}..{}", at + 1);
             let one = self.call(epoch, file, 1, what, |reader, file| reader.read(file, at..at + 1));
-            if let Err(ReadError { text, ends_job, .. }) = one {
-                return Err(ReadError { text, records: vec![range(record)], ends_job });
+            if let Err(error) = one {
+                return Err(ReadError { records: vec![range(record)], ..error });
             }
         }
         let records = records.iter().map(|&record| range(record)).collect();
@@ -227,8 +230,12 @@ impl<D: Reader> OrderedReader<D> {
         let records = match catch_unwind(called) {
             Ok(Ok(records)) => records,
             Ok(Err(error)) => {
-                let ends_job = error.ends_job();
-                return Err(ReadError { ends_job, ..ReadError::from(error.to_string()) });
+                let (ends_job, is_outage) = (error.ends_job(), error.is_outage());
+                return Err(ReadError {
+                    ends_job,
+                    is_outage,
+                    ..ReadError::from(error.to_string())
+                });
             }
             Err(panic) => {
                 let text = format!("the reader panicked: {}", panic_text(&*panic));
@@ -280,7 +287,7 @@ pub(crate) fn order_of<R: Reader>(
 
 impl From<String> for ReadError {
     fn from(text: String) -> Self {
-        Self { text, records: Vec::new(), ends_job: false }
+        Self { text, records: Vec::new(), ends_job: false, is_outage: false }
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl_collective::{CollectiveError, GroupSpec, Member};
 use elasticdl_data::Reader;
-use elasticdl_data::worker::wait_for_credentials;
+use elasticdl_data::worker::wait_for_access;
 use elasticdl_proto::{Generation, MasterMessage, Membership, WorkerId, WorkerMessage};
 
 use crate::buckets::SummedBuckets;
@@ -283,9 +283,7 @@ impl<M: Model> Trainer<'_, M> {
         }
         self.checkpoints.store.prepare(self.tensors.group_mut()?.world_size());
         self.session.repaired();
-        if self.session.step() > 0 {
-            wait_for_credentials();
-        }
+        wait_for_access();
         self.outbox.note_state();
         self.export_best()?;
         self.gap.on_repaired(self.machine.now());
@@ -369,7 +367,6 @@ impl<M: Model> Trainer<'_, M> {
         let is_round = self.session.in_round().is_some();
         self.session.reports.note_learning_rate(self.rule.learning_rate(step));
         self.session.updated(self.machine.now() - self.started);
-        wait_for_credentials();
         if let Some(state) = self.session.state() {
             self.tensors.begin_window_digest(state.step)?;
             let (epoch, records) = (state.ledger.epoch(), state.records_trained);

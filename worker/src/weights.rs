@@ -240,7 +240,7 @@ fn header(tensors: &[NamedTensor], note: Option<(&str, String)>) -> Result<Vec<u
 
 /// An example of a file in the folder at `address`.
 fn within(address: &str) -> String {
-    format!("{}/model.safetensors", address.trim_end_matches('/'))
+    format!("{}/model.safetensors", address.trim_end_matches(['/', '.']).trim_end_matches('/'))
 }
 
 /// Shared parameters as bytes.

@@ -1,5 +1,6 @@
 //! A worker's own trouble ends no job: no file descriptors, a hang, a hang while the job stops, a
-//! kill at the beginning, an end without joining.
+//! kill at the beginning, an end without joining, data that it may no longer read; if no worker may,
+//! the job ends with its state.
 
 use elasticdl_proto::Cause;
 use elasticdl_tests::{JobFixture, exported_counts};
@@ -91,4 +92,46 @@ fn a_program_that_ends_without_joining_is_told_at_once() {
     ended.assert_outcome(1, "failed");
     let error = ended.summary().error.as_ref().unwrap();
     assert!(error.contains("exited with code 0 and never joined the job"), "{error}");
+}
+
+/// A job of two workers whose data is refused while there is a file, with its path.
+fn refusable() -> (JobFixture, std::path::PathBuf) {
+    let fixture = JobFixture::new(PROGRAMS, 2);
+    let refused = fixture.path("refused");
+    let variables = vec![("REFUSED", refused.clone().into())];
+    (JobFixture { variables, ..fixture }, refused)
+}
+
+#[test]
+fn workers_that_all_wait_for_data_in_vain_write_a_last_checkpoint() {
+    let (fixture, refused) = refusable();
+    let checkpoints = fixture.path("checkpoints");
+    let command = || fixture.command(0).option("checkpoint-dir", &checkpoints);
+    let mut job = command().option("checkpoint-every", "1h").start();
+    job.wait_for_first_steps();
+    std::fs::write(&refused, "").unwrap();
+    let ended = job.wait();
+    ended.assert_outcome(1, "failed");
+    let (summary, told) = (ended.summary(), "(os error 13); all workers have waited for it");
+    assert!(ended.output.contains(told), "{}", ended.output);
+    assert_eq!((&summary.state_lost, summary.workers.restarts), (&None, 0), "{}", ended.output);
+    let saved = summary.checkpoints.as_ref().and_then(|kept| kept.newest.as_ref());
+    assert_eq!(saved.map(|saved| saved.step), Some(summary.steps), "{}", ended.output);
+    std::fs::remove_file(refused).unwrap();
+    let quick = JobFixture { micros_per_record: 20, ..JobFixture::new(PROGRAMS, 2) };
+    let again = quick.command(0).option("resume-from", &checkpoints).run();
+    again.assert_exact("the data is back");
+}
+
+#[test]
+fn a_worker_that_alone_waits_for_data_in_vain_is_replaced() {
+    let (fixture, refused) = refusable();
+    let mut job = fixture.lasting().start(0);
+    std::fs::write(refused, "2").unwrap();
+    job.wait_for("a replacement", |status| status.members().any(|member| member.worker.0 == 3));
+    job.hurry();
+    let ended = job.wait();
+    ended.assert_exact("one worker's data is refused");
+    assert_eq!(ended.summary().workers.restarts, 1, "{}", ended.output);
+    assert!(ended.output.contains("worker 2 failed: "), "{}", ended.output);
 }

@@ -55,7 +55,6 @@ fn a_store_that_is_unavailable_for_six_and_for_twenty_seconds_costs_no_worker_an
     let folder = tempfile::tempdir().unwrap();
     let server = S3::start(FaultRates::default(), 1);
     let job = job(&folder, &server)
-        // Of two jobs with one address, the second is refused, whatever their stores are.
         .option("checkpoint-dir", "s3://bucket/outage")
         .option("checkpoint-every", "20");
     let mut job = job.start();

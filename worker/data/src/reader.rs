@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 
 use crate::map::Map;
-use crate::storage::StorageError;
+use crate::storage::{StorageError, Transient};
 
 /// A data set: its files in order, with their record counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -282,5 +282,17 @@ impl DataError {
     #[must_use]
     pub fn ends_job(&self) -> bool {
         matches!(self, Self::Changed { .. } | Self::Malformed { .. })
+    }
+
+    /// Whether storage did not answer or refused access. A worker that trains has waited for it.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn is_outage(&self) -> bool {
+        let is_outage = |error: &dyn Transient| error.is_transient() || error.is_refusal();
+        match self {
+            Self::Io { source, .. } => is_outage(source),
+            Self::Storage(error) => is_outage(error),
+            _ => false,
+        }
     }
 }

@@ -16,7 +16,6 @@
 
 use std::error::Error;
 use std::fmt;
-use std::io;
 use std::ops::Range;
 use std::path::PathBuf;
 
@@ -25,7 +24,7 @@ use bytes::Bytes;
 use self::cloud::Objects;
 use self::errors::Failed;
 pub(crate) use self::listing::{Listing, Version};
-pub(crate) use self::retry::{Transient, with_read_retries, with_retries};
+pub(crate) use self::retry::{Transient, with_retries, with_write_retries};
 
 /// A folder of files. Paths given to its methods are relative to it and use `/` as the separator;
 /// the empty path is the folder, or the file, itself.
@@ -150,8 +149,8 @@ impl Storage {
     /// [`StorageError::NotFound`], or an error of the store.
     pub fn read(&self, path: &str) -> Result<Bytes, StorageError> {
         match self.place.at(path) {
-            Place::Local(at) => self.local(path, || std::fs::read(&at).map(Bytes::from)),
-            Place::Store(at) => self.access_to_read(path, || at.read()),
+            Place::Local(at) => self.access(path, || std::fs::read(&at).map(Bytes::from)),
+            Place::Store(at) => self.access(path, || at.read()),
         }
     }
 
@@ -161,8 +160,8 @@ impl Storage {
     /// See [`read`](Self::read). A range that begins at or after the file's end is an error.
     pub fn read_range(&self, path: &str, range: Range<u64>) -> Result<Bytes, StorageError> {
         match self.place.at(path) {
-            Place::Local(at) => self.local(path, || local::read_range(&at, &range)),
-            Place::Store(at) => self.access_to_read(path, || at.read_range(&range)),
+            Place::Local(at) => self.access(path, || local::read_range(&at, &range)),
+            Place::Store(at) => self.access(path, || at.read_range(&range)),
         }
     }
 
@@ -199,8 +198,8 @@ impl Storage {
     /// Returns the current version of a file.
     pub(crate) fn version(&self, path: &str) -> Result<Version, StorageError> {
         match self.place.at(path) {
-            Place::Local(at) => self.local(path, || local::version(&at)),
-            Place::Store(at) => self.access_to_read(path, || at.version()),
+            Place::Local(at) => self.access(path, || local::version(&at)),
+            Place::Store(at) => self.access(path, || at.version()),
         }
     }
 
@@ -217,7 +216,7 @@ impl Storage {
     /// Like [`list`](Self::list), with the version of each file.
     pub(crate) fn list_versions(&self, path: &str) -> Result<Listing, StorageError> {
         match self.place.at(path) {
-            Place::Local(at) => self.local(path, || local::list(&at)),
+            Place::Local(at) => self.access(path, || local::list(&at)),
             Place::Store(at) => self.listing(path, || at.list()),
         }
     }
@@ -243,7 +242,7 @@ impl Storage {
         prefix: &str,
     ) -> Result<Vec<Found>, StorageError> {
         let mut found = Vec::new();
-        for name in self.local("", || local::folders(root, prefix))? {
+        for name in self.access("", || local::folders(root, prefix))? {
             let inside = self.list(&name)?.into_iter();
             found
                 .extend(inside.map(|file| Found { path: format!("{name}/{}", file.path), ..file }));
@@ -258,7 +257,7 @@ impl Storage {
         path: &str,
         list: impl FnMut() -> Result<Listing, Failed>,
     ) -> Result<Listing, StorageError> {
-        match self.access_to_read(path, list) {
+        match self.access(path, list) {
             Err(StorageError::NotFound { .. }) => Ok(Listing::default()),
             listed => listed,
         }
@@ -273,8 +272,8 @@ impl Storage {
     /// An error of the store.
     pub fn write(&self, path: &str, parts: Vec<Bytes>) -> Result<(), StorageError> {
         match self.place.at(path) {
-            Place::Local(at) => self.local(path, || local::write(&at, &parts)),
-            Place::Store(at) => self.access(path, || at.write(&parts)),
+            Place::Local(at) => self.change(path, || local::write(&at, &parts)),
+            Place::Store(at) => self.change(path, || at.write(&parts)),
         }
     }
 
@@ -286,8 +285,8 @@ impl Storage {
     #[doc(hidden)]
     pub fn copy_beside(&self, suffix: &str) -> Result<(), StorageError> {
         match &self.place {
-            Place::Local(at) => self.local("", || local::copy_beside(at, suffix)),
-            Place::Store(at) => self.access("", || at.copy_beside(suffix)),
+            Place::Local(at) => self.change("", || local::copy_beside(at, suffix)),
+            Place::Store(at) => self.change("", || at.copy_beside(suffix)),
         }
     }
 
@@ -299,7 +298,7 @@ impl Storage {
     #[doc(hidden)]
     pub fn remove_unfinished(&self) -> Result<(), StorageError> {
         match &self.place {
-            Place::Local(at) => self.local("", || local::remove_unfinished(at)),
+            Place::Local(at) => self.change("", || local::remove_unfinished(at)),
             Place::Store(..) => Ok(()),
         }
     }
@@ -310,8 +309,8 @@ impl Storage {
     /// An error of the store.
     pub fn remove(&self, path: &str) -> Result<(), StorageError> {
         let removed = match self.place.at(path) {
-            Place::Local(at) => self.local(path, || std::fs::remove_file(&at)),
-            Place::Store(at) => self.access(path, || at.remove()),
+            Place::Local(at) => self.change(path, || std::fs::remove_file(&at)),
+            Place::Store(at) => self.change(path, || at.remove()),
         };
         match removed {
             Err(StorageError::NotFound { .. }) => Ok(()),
@@ -343,31 +342,24 @@ impl Storage {
         }
     }
 
-    /// Accesses files, with retries.
-    fn access<T>(
+    /// Changes files, with retries.
+    fn change<T, E: Into<Failed>>(
         &self,
         path: &str,
-        mut access: impl FnMut() -> Result<T, Failed>,
+        mut change: impl FnMut() -> Result<T, E>,
     ) -> Result<T, StorageError> {
-        with_retries(&self.name(path), || access().map_err(|error| self.error(path, error)))
+        let change = || change().map_err(|error| self.error(path, error.into()));
+        with_write_retries(&self.name(path), change)
     }
 
-    /// Like [`access`](Self::access), for what only reads.
-    fn access_to_read<T>(
+    /// Reads files, with retries.
+    fn access<T, E: Into<Failed>>(
         &self,
         path: &str,
-        mut access: impl FnMut() -> Result<T, Failed>,
+        mut access: impl FnMut() -> Result<T, E>,
     ) -> Result<T, StorageError> {
-        with_read_retries(&self.name(path), || access().map_err(|error| self.error(path, error)))
-    }
-
-    /// Accesses files of this machine, with retries.
-    fn local<T>(
-        &self,
-        path: &str,
-        mut access: impl FnMut() -> io::Result<T>,
-    ) -> Result<T, StorageError> {
-        self.access(path, || access().map_err(Failed::from))
+        let access = || access().map_err(|error| self.error(path, error.into()));
+        with_retries(&self.name(path), access)
     }
 
     fn error(&self, path: &str, error: Failed) -> StorageError {

@@ -21,6 +21,8 @@ pub struct Assignment {
     readable: Option<u64>,
     /// Whether this rank could not read records that it should have computed for this step.
     has_unread: bool,
+    /// Whether all ranks of the group wait for storage, by the last headers.
+    all_wait: bool,
     pub(super) pending: Pending,
     /// Speed of this rank.
     pace: Pace,
@@ -43,6 +45,11 @@ impl Assignment {
     /// `None`: all can be read.
     pub fn limit_readable(&mut self, readable: Option<u64>) {
         self.readable = readable;
+    }
+
+    /// Whether all ranks of the group wait for storage.
+    pub fn all_wait(&self) -> bool {
+        self.all_wait
     }
 
     /// The pending gradient now contains the records of the last
@@ -135,6 +142,7 @@ impl Assignment {
             .collect();
         let plan = Plan::new(&state.ledger, job.size, &ranks);
         self.costs = headers.iter().map(|h| h.cost).collect();
+        self.all_wait = headers.iter().all(|header| header.readable.is_some());
         if !plan.keeps[group.rank] {
             self.pending = Pending::default();
         }

@@ -19,10 +19,8 @@ use crate::external::Bridge;
 use crate::failure::{Failure, call_user};
 use crate::metrics;
 use crate::model::Model;
-use crate::ordered_reader::ReadError;
 use crate::prefetch::Taken;
 use crate::session::Computed;
-use crate::session::halt::{Halt, Reason};
 use crate::tensors::{HostState, Tensors};
 
 impl<M: Model> Trainer<'_, M> {
@@ -124,11 +122,7 @@ impl<M: Model> Trainer<'_, M> {
     ) -> Result<Option<Taken<<M::Reader as Reader>::Record>>, Failure> {
         match self.records.take(range) {
             Ok(taken) => Ok(Some(taken)),
-            Err(ReadError { text, records, ends_job: true }) => {
-                self.session.halt(Halt { reason: Reason::Error(text), ranges: records });
-                Ok(None)
-            }
-            Err(error) => Err(error.into()),
+            Err(error) => self.halt_or_fail(error).map(|()| None),
         }
     }
 

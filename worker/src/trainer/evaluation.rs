@@ -189,7 +189,11 @@ impl From<Failure> for Unscored {
 
 impl From<ReadError> for Unscored {
     fn from(error: ReadError) -> Self {
-        if error.ends_job { Self::Halts(error.text) } else { Self::Fails(error.into()) }
+        if error.ends_job || error.is_outage {
+            Self::Halts(error.text)
+        } else {
+            Self::Fails(error.into())
+        }
     }
 }
 

@@ -29,10 +29,7 @@ impl<M: Model> Trainer<'_, M> {
     pub(super) fn header(&mut self) -> Result<Vec<u8>, Failure> {
         match self.records.readable(self.session.assignment.upcoming()) {
             Ok(readable) => self.session.assignment.limit_readable(readable),
-            Err(ReadError { text, records, ends_job: true }) => {
-                self.session.halt(Halt { reason: Reason::Error(text), ranges: records });
-            }
-            Err(error) => return Err(error.into()),
+            Err(error) => self.halt_or_fail(error)?,
         }
         let digest = match self.session.state().filter(|_| self.session.is_verifying()) {
             Some(state) => self.tensors.digest(state)?,
@@ -43,5 +40,21 @@ impl<M: Model> Trainer<'_, M> {
         let step = self.session.step();
         mine.tables = self.tables.as_mut().map(|tables| tables.held(step));
         Ok(header::encode(&mine))
+    }
+
+    /// The job ends with its state if no worker could continue: the data has changed, or all ranks
+    /// wait for storage, and this one has done so for as long as it may.
+    ///
+    /// # Errors
+    /// This worker fails, and the others continue.
+    pub(super) fn halt_or_fail(&mut self, error: ReadError) -> Result<(), Failure> {
+        let ReadError { ref text, ref records, ends_job, is_outage } = error;
+        let reason = match is_outage && self.session.assignment.all_wait() {
+            true => format!("{text}; all workers have waited for it"),
+            false if ends_job => text.clone(),
+            false => return Err(error.into()),
+        };
+        self.session.halt(Halt { reason: Reason::Error(reason), ranges: records.clone() });
+        Ok(())
     }
 }

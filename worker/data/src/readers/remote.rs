@@ -16,7 +16,7 @@ use bytes::{Bytes, BytesMut};
 use super::blocks::{BLOCK_BYTES, Blocks, RUN_BLOCKS};
 use super::versions;
 use crate::reader::DataError;
-use crate::storage::{Storage, StorageError, Transient as _, Version, with_read_retries};
+use crate::storage::{Storage, StorageError, Transient as _, Version, with_retries};
 
 /// An object, or a prefix of objects.
 #[derive(Clone, Debug)]
@@ -146,7 +146,7 @@ impl Object {
     /// Requests bytes from the store, with retries, and waits for them.
     fn fetch(&self, range: Range<u64>) -> Result<Bytes, DataError> {
         let address = self.address.to_string_lossy();
-        let fetched = with_read_retries(&address, || self.storage.fetch(range.clone()));
+        let fetched = with_retries(&address, || self.storage.fetch(range.clone()));
         match fetched {
             Ok((bytes, found)) => {
                 versions::compare(&self.address, &found)?;

@@ -30,7 +30,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::files::io_error;
 use crate::reader::DataError;
-use crate::storage::Version;
+use crate::storage::{Version, with_retries};
 
 /// The version of a file that this process found first.
 #[derive(Clone, Debug)]
@@ -89,14 +89,15 @@ pub(super) fn digest(path: &Path, version: &Version, is_object: bool) -> Result<
         digest.update(version.tag.as_bytes());
     } else {
         let failed = |source| io_error(path, source);
-        let file = fs::File::open(path).map_err(failed)?;
+        let name = path.to_string_lossy();
+        let file = with_retries(&name, || fs::File::open(path)).map_err(failed)?;
         let last = version.bytes.saturating_sub(BLOCK_BYTES);
         let mut at = 0;
         for block in 0..=BLOCKS {
             // Blocks of a short file do not overlap.
             at = (last / BLOCKS * block + last % BLOCKS * block / BLOCKS).max(at);
             let mut bytes = vec![0; BLOCK_BYTES.min(version.bytes - at) as usize];
-            file.read_exact_at(&mut bytes, at).map_err(failed)?;
+            with_retries(&name, || file.read_exact_at(&mut bytes, at)).map_err(failed)?;
             digest.update(&bytes);
             at += bytes.len() as u64;
         }

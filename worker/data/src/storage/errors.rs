@@ -35,9 +35,12 @@ pub(super) fn is_transient(error: &(dyn Error + Send + Sync + 'static)) -> bool 
     }
 }
 
-/// Whether the store refuses these credentials.
+/// Whether the store refuses these credentials, or the system this user.
 pub(super) fn is_refusal(error: &(dyn Error + Send + Sync + 'static)) -> bool {
-    !error.is::<io::Error>() && cloud::is_refusal(error)
+    match error.downcast_ref::<io::Error>() {
+        Some(error) => error.is_refusal(),
+        None => cloud::is_refusal(error),
+    }
 }
 
 /// A short text for an error.
@@ -70,5 +73,11 @@ impl Transient for io::Error {
             Errno::TIMEDOUT,
         ];
         Errno::from_io_error(self).is_some_and(|errno| transient.contains(&errno))
+    }
+
+    /// A permission that was changed, or a ticket for a network file system that has expired.
+    fn is_refusal(&self) -> bool {
+        let refused = [Errno::ACCESS, Errno::KEYEXPIRED, Errno::NOKEY, Errno::PERM];
+        Errno::from_io_error(self).is_some_and(|errno| refused.contains(&errno))
     }
 }

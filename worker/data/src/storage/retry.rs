@@ -4,9 +4,10 @@
 //! [`RETRY_LIMIT`]. Only the thread that makes the request waits. A process logs the start and the
 //! end of an outage once, however many threads wait.
 //!
-//! A store that refuses the credentials of a process that has trained with them, because they have
-//! expired or a policy is being changed, is waited for in the same way. Before that, a refusal is a
-//! mistake of the user, and an error at once.
+//! Once the first group of this process has formed ([`wait_for_access`]), a read that is refused is
+//! retried in the same way: credentials have expired, or a policy or a permission is being changed.
+//! Before that, a refusal is a mistake of the user, and an error at once, as it always is for a
+//! write.
 //!
 //! **Invariant:** permanent errors (no such file, a changed object) are never retried.
 
@@ -30,35 +31,34 @@ pub(crate) trait Transient: Display {
     /// Whether the same request may succeed later.
     fn is_transient(&self) -> bool;
 
-    /// Whether the store refuses the credentials.
+    /// Whether the storage was reached, and refuses access.
     fn is_refusal(&self) -> bool {
         false
     }
 }
 
-/// Makes `request`, and retries it until it succeeds, fails permanently, or [`RETRY_LIMIT`] has
-/// passed. `address`: the storage that is requested from.
+/// Makes a request that reads, and retries it until it succeeds, fails permanently, or
+/// [`RETRY_LIMIT`] has passed. `address`: the storage that is requested from.
 pub(crate) fn with_retries<T, E: Transient>(
+    address: &str,
+    request: impl FnMut() -> Result<T, E>,
+) -> Result<T, E> {
+    let waits = || WAITS_FOR_ACCESS.load(Ordering::Relaxed);
+    retry_if(address, |error: &E| error.is_transient() || (error.is_refusal() && waits()), request)
+}
+
+/// Like [`with_retries`], for a request that writes: one that is refused is an error.
+pub(crate) fn with_write_retries<T, E: Transient>(
     address: &str,
     request: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
     retry_if(address, E::is_transient, request)
 }
 
-/// Like [`with_retries`], for a request that reads: one that is refused is retried too, once
-/// [`wait_for_credentials`] was called.
-pub(crate) fn with_read_retries<T, E: Transient>(
-    address: &str,
-    request: impl FnMut() -> Result<T, E>,
-) -> Result<T, E> {
-    let waits = WAITS_FOR_CREDENTIALS.load(Ordering::Relaxed);
-    retry_if(address, |error: &E| error.is_transient() || (waits && error.is_refusal()), request)
-}
-
-/// This process has trained with its credentials. From now on, reads that a store refuses are
-/// retried.
-pub fn wait_for_credentials() {
-    WAITS_FOR_CREDENTIALS.store(true, Ordering::Relaxed);
+/// The program, its options and its data have worked once. From now on, reads that storage refuses
+/// are retried.
+pub fn wait_for_access() {
+    WAITS_FOR_ACCESS.store(true, Ordering::Relaxed);
 }
 
 fn retry_if<T, E: Display>(
@@ -233,7 +233,7 @@ impl<'a> Waiter<'a> {
 }
 
 static WAITS: Waits = Waits::new();
-static WAITS_FOR_CREDENTIALS: AtomicBool = AtomicBool::new(false);
+static WAITS_FOR_ACCESS: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     static FLAG: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
