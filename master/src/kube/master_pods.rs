@@ -139,8 +139,8 @@ pub async fn inspect(cluster: &Cluster, job: &str) -> MasterHealth {
     }
     if is_cut_off(&found) {
         let obstacle = format!(
-            "its submission was cut off: `elasticdl delete {job} --namespace {}` removes what there \
-             is of it",
+            "its submission was cut off: `elasticdl delete {job} --namespace {}` removes what \
+             there is of it",
             cluster.namespace
         );
         return MasterHealth { failed, obstacle: Some(obstacle) };

@@ -1,6 +1,6 @@
 //! A worker's own trouble ends no job: no file descriptors, a hang, a hang while the job stops, a
-//! kill at the beginning, an end without joining, data that it may no longer read; if no worker may,
-//! the job ends with its state.
+//! kill at the beginning, an end without joining, data that it may no longer read; if no worker
+//! may, the job ends with its state.
 
 use elasticdl_proto::Cause;
 use elasticdl_tests::{JobFixture, exported_counts};
