@@ -5,6 +5,7 @@ mod browser;
 pub mod cluster;
 mod data;
 mod determinism;
+mod exported_tables;
 mod figures;
 mod job;
 mod job_fixture;
@@ -21,6 +22,7 @@ pub use data::{
     counting_data, counting_reader, counts_summary, exported_counts, numbers, unless_refused,
 };
 pub use determinism::DeterminismCase;
+pub use exported_tables::{ExportedRow, exported_rows};
 pub use figures::{print, quantile, run_benchmark};
 pub use job::{
     Command, Ended, Running, assert_exactly_once, each_once, is_alive, once_of, read_summary, send,

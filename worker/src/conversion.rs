@@ -4,7 +4,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use crate::environment::{EXIT_DONE, EXIT_FAILED};
-use crate::model::{Model, NamedTensor, tensors_of};
+use crate::model::{Model, NamedTensor, tables_of, tensors_of};
 use crate::{outputs, trained_model, weights};
 
 /// A conversion that the environment of this process asks for.
@@ -34,6 +34,11 @@ impl Conversion {
     }
 
     fn convert<M: Model>(&self, model: &mut M) -> Result<(), String> {
+        if !tables_of(model)?.is_empty() {
+            return Err("a checkpoint of a model with tables can't be converted; train on with \
+                        --resume-from and --export"
+                .into());
+        }
         self.write(&tensors_of(model)?)
     }
 

@@ -18,8 +18,9 @@ use elasticdl_proto::{Kept, failed_export};
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::BestMetric;
+use crate::exported_tables::{self, ExportedTables};
 use crate::model::NamedTensor;
-use crate::paths;
+use crate::paths::{self, PREVIOUS};
 use crate::weights::{self, WeightsError};
 
 /// Where a job exports models, and the best one as long as it is not written.
@@ -30,6 +31,17 @@ pub(crate) struct Exports {
     unsaved_best: Option<(Best, Arc<Vec<f32>>)>,
     /// What this job's best models have replaced, once that is known.
     kept: RefCell<Option<Option<Kept>>>,
+}
+
+/// Writes the rows of the model's tables that belong to the model at an address, before its file.
+/// Returns what the file says of them; `None`: the model has no tables.
+pub(crate) type WriteRows<'a> = &'a dyn Fn(&str) -> Result<Option<ExportedTables>, WeightsError>;
+
+/// A model to be written.
+#[derive(Clone, Copy)]
+pub(crate) struct Model<'a> {
+    pub(crate) parameters: &'a Arc<Vec<f32>>,
+    pub(crate) rows: WriteRows<'a>,
 }
 
 /// How long a failed export is repeated.
@@ -90,6 +102,11 @@ impl Exports {
         self.places.best.is_some()
     }
 
+    /// Whether any model is exported.
+    pub(crate) fn is_any(&self) -> bool {
+        self.has_last() || self.has_best()
+    }
+
     /// Whether a model that its place does not take is kept on this machine.
     pub(crate) fn has_fallback(&self) -> bool {
         self.places.fallback.is_some()
@@ -104,12 +121,12 @@ impl Exports {
         &self,
         step: u64,
         has_failed: bool,
-        parameters: &Arc<Vec<f32>>,
+        model: Model<'_>,
         patience: Patience<'_>,
     ) -> Result<(), String> {
         let Some(last) = &self.places.last else { return Ok(()) };
         let address = if has_failed { failed_export(last) } else { last.clone() };
-        self.save_patiently((&address, LAST_FILE), None, step, parameters, patience)
+        self.save_patiently((&address, LAST_FILE), None, step, model, patience)
             .map(drop)
             .map_err(|error| format!("the model of step {step} was not exported: {error}"))
     }
@@ -121,6 +138,16 @@ impl Exports {
             let (metric, run) = (metric.clone(), self.places.run.clone());
             self.unsaved_best = Some((Best { step, value, metric, run, kept: None }, parameters));
         }
+    }
+
+    /// Whether the best model is not written yet.
+    pub(crate) fn has_unsaved_best(&self) -> bool {
+        self.unsaved_best.is_some()
+    }
+
+    /// The best model, if it is not written yet, can't be written any more.
+    pub(crate) fn forget_unsaved_best(&mut self) {
+        self.unsaved_best = None;
     }
 
     /// Whether the best model of an earlier job, of this step and value, is at the place of this
@@ -146,11 +173,11 @@ impl Exports {
 
     /// Exports the best model, if it is not written yet. A failure keeps it for the next call.
     /// `None`: nothing was to be written.
-    pub(crate) fn save_best(&mut self) -> Option<SavedBest> {
+    pub(crate) fn save_best(&mut self, rows: WriteRows<'_>) -> Option<SavedBest> {
         let (address, _) = self.places.best.as_ref()?;
         let (best, parameters) = self.unsaved_best.as_ref()?;
         let step = best.step;
-        let kept = self.save(address, Some(best), step, parameters);
+        let kept = self.save(address, Some(best), step, Model { parameters, rows });
         if kept.is_ok() {
             self.unsaved_best = None;
         }
@@ -159,11 +186,16 @@ impl Exports {
 
     /// Like [`Exports::save_best`], at the end of the job: a failed attempt is repeated with
     /// `patience`.
-    pub(crate) fn save_best_at_end(&mut self, patience: Patience<'_>) -> Option<SavedBest> {
+    pub(crate) fn save_best_at_end(
+        &mut self,
+        rows: WriteRows<'_>,
+        patience: Patience<'_>,
+    ) -> Option<SavedBest> {
         let (address, _) = self.places.best.as_ref()?;
         let (best, parameters) = self.unsaved_best.take()?;
         let (step, file) = (best.step, (address.as_str(), BEST_FILE));
-        let kept = self.save_patiently(file, Some(&best), step, &parameters, patience);
+        let model = Model { parameters: &parameters, rows };
+        let kept = self.save_patiently(file, Some(&best), step, model, patience);
         if kept.is_err() {
             self.unsaved_best = Some((best, parameters));
         }
@@ -177,7 +209,7 @@ impl Exports {
         address: &str,
         best: Option<&Best>,
         step: u64,
-        parameters: &Arc<Vec<f32>>,
+        model: Model<'_>,
     ) -> Result<Option<Kept>, WeightsError> {
         let mut kept = None;
         if let Some(best) = best {
@@ -187,7 +219,7 @@ impl Exports {
             }
             kept.clone_from(known.as_ref().expect("it was just set"));
         }
-        self.write(address, best, kept.as_ref(), parameters)?;
+        self.write(address, best, kept.as_ref(), model)?;
         tracing::info!(address, step, "the model is exported");
         Ok(kept)
     }
@@ -197,13 +229,23 @@ impl Exports {
         address: &str,
         best: Option<&Best>,
         kept: Option<&Kept>,
-        parameters: &Arc<Vec<f32>>,
+        model: Model<'_>,
     ) -> Result<(), WeightsError> {
-        let note = best.map(|best| {
+        let tables = (model.rows)(address)?;
+        let mut notes = Vec::new();
+        if let Some(best) = best {
             let best = Best { kept: kept.cloned(), ..best.clone() };
-            (NOTE, serde_json::to_string(&best).expect("it has text keys"))
-        });
-        weights::save_noted(address, &self.layout, parameters, note)
+            notes.push((NOTE, serde_json::to_string(&best).expect("it has text keys")));
+        }
+        let Some(tables) = tables else {
+            return weights::save_noted(address, &self.layout, model.parameters, notes);
+        };
+        let text = serde_json::to_string(&tables).expect("it has text keys");
+        notes.push((exported_tables::NOTE, text));
+        let replaced = ExportedTables::read(address).ok().flatten();
+        weights::save_noted(address, &self.layout, model.parameters, notes)?;
+        tables.remove_replaced(address, replaced);
+        Ok(())
     }
 
     /// Exports the model to `address`, and repeats that with `patience`. Meanwhile, and
@@ -213,21 +255,24 @@ impl Exports {
         (address, name): (&str, &str),
         best: Option<&Best>,
         step: u64,
-        parameters: &Arc<Vec<f32>>,
+        model: Model<'_>,
         patience: Patience<'_>,
     ) -> Result<Option<Kept>, String> {
-        let save = || self.save(address, best, step, parameters);
+        let save = || self.save(address, best, step, model);
         let error = match save() {
             Ok(kept) => return Ok(kept),
             Err(error) => error,
         };
         // Whatever ends this process during the wait, the model is there.
-        let mut elsewhere = self.save_elsewhere(name, best, parameters);
+        let mut elsewhere = self.save_elsewhere(name, best, model);
         let saved = with_patience(address, patience.limit, error, save, patience.sleep);
         match (&saved, &elsewhere) {
-            (Ok(_), Some(Ok(path))) => drop(fs::remove_file(path)),
+            (Ok(_), Some(Ok(path))) => {
+                drop(fs::remove_file(path));
+                drop(fs::remove_dir_all(format!("{path}.tables")));
+            }
             (Err(_), Some(Err(_))) => {
-                elsewhere = self.save_elsewhere(name, best, parameters);
+                elsewhere = self.save_elsewhere(name, best, model);
             }
             _ => {}
         }
@@ -239,10 +284,10 @@ impl Exports {
         &self,
         name: &str,
         best: Option<&Best>,
-        parameters: &Arc<Vec<f32>>,
+        model: Model<'_>,
     ) -> Option<Result<String, WeightsError>> {
         let path = self.places.fallback.as_deref()?.join(name).to_str()?.to_owned();
-        let saved = self.write(&path, best, None, parameters);
+        let saved = self.write(&path, best, None, model);
         Some(saved.map(|()| path))
     }
 }
@@ -278,11 +323,8 @@ impl Best {
         let value = found.as_ref().filter(|found| found.metric == self.metric);
         let value = value.map(|found| found.value);
         for number in 1..=PREVIOUS_MAX {
-            let suffix = match number {
-                1 => PREVIOUS.to_owned(),
-                _ => format!("{PREVIOUS}.{number}"),
-            };
-            let name = format!("{address}{suffix}");
+            let name = paths::previous_of(address, number);
+            let suffix = &name[address.len()..];
             if paths::is_same_file(address, &name) {
                 // A worker that did not come to the export has kept it.
                 return Ok(Some(Kept { address: name, value }));
@@ -294,7 +336,7 @@ impl Best {
                 (Ok(_) | Err(_), _) => false,
             };
             if is_free {
-                Storage::open(address)?.copy_beside(&suffix)?;
+                Storage::open(address)?.copy_beside(suffix)?;
                 return Ok(Some(Kept { address: name, value }));
             }
         }
@@ -320,261 +362,9 @@ fn where_kept(kept: Option<Result<String, WeightsError>>) -> String {
 
 /// Name of a [`Best`] in the notes of a file.
 const NOTE: &str = "elasticdl.best";
-/// Suffix of the name of a file that was not replaced.
-pub(crate) const PREVIOUS: &str = ".previous";
 const PREVIOUS_MAX: u32 = 100;
 const BEST_FILE: &str = "best.safetensors";
 const LAST_FILE: &str = "model.safetensors";
 
 #[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-    use std::fs;
-    use std::os::unix::fs as unix_fs;
-
-    use super::*;
-
-    /// A folder `out` for exports, with a file in its place while it `is_away`.
-    struct Target {
-        folder: tempfile::TempDir,
-    }
-
-    impl Target {
-        fn new() -> Self {
-            let target = Self { folder: tempfile::tempdir().unwrap() };
-            fs::create_dir(target.folder.path().join("job")).unwrap();
-            target
-        }
-
-        fn path(&self, name: &str) -> PathBuf {
-            self.folder.path().join(name)
-        }
-
-        fn exports(&self) -> Exports {
-            let address = |name: &str| self.path(name).to_str().map(str::to_owned);
-            let places = ExportPlaces {
-                last: address("out/last"),
-                best: address("out/best").map(|best| (best, metric("loss"))),
-                run: "0000000a".into(),
-                fallback: Some(self.path("job")),
-            };
-            Exports::new(places, vec![NamedTensor { name: "w".into(), shape: vec![1] }])
-        }
-
-        fn value(&self, name: &str) -> f32 {
-            let mut value = [f32::NAN];
-            let layout = [NamedTensor { name: "w".into(), shape: vec![1] }];
-            weights::load(self.path(name).to_str().unwrap(), &layout, &mut value).unwrap();
-            value[0]
-        }
-    }
-
-    fn patience(seconds: u64, sleep: &dyn Fn(Duration) -> bool) -> Patience<'_> {
-        Patience { limit: Duration::from_secs(seconds), sleep }
-    }
-
-    fn metric(name: &str) -> BestMetric {
-        BestMetric { name: name.into(), highest: false, records: 10 }
-    }
-
-    fn model(value: f32) -> Arc<Vec<f32>> {
-        Arc::new(vec![value])
-    }
-
-    #[test]
-    fn a_failed_job_exports_beside_the_model_of_a_good_one() {
-        let target = Target::new();
-        let exports = target.exports();
-        exports.save_last(9, false, &model(1.0), patience(0, &|_| false)).unwrap();
-        exports.save_last(4, true, &model(2.0), patience(0, &|_| false)).unwrap();
-        assert_eq!((target.value("out/last"), target.value("out/last.failed")), (1.0, 2.0));
-    }
-
-    #[test]
-    fn a_model_that_its_place_does_not_take_is_in_the_jobs_directory() {
-        let target = Target::new();
-        fs::write(target.path("out"), "no folder").unwrap();
-        let exports = target.exports();
-        let pauses = Cell::new(0);
-        let sleep = |_| {
-            pauses.set(pauses.get() + 1);
-            false
-        };
-        let error = exports.save_last(9, false, &model(1.0), patience(60, &sleep)).unwrap_err();
-        assert!(pauses.get() > 5, "{pauses:?}");
-        let path = target.path("job/model.safetensors");
-        assert!(error.ends_with(&format!("; it is in {}", path.display())), "{error}");
-        assert!(error.contains("out/last"), "{error}");
-        assert_eq!(target.value("job/model.safetensors"), 1.0);
-    }
-
-    #[test]
-    fn a_link_at_the_place_of_an_export_stays() {
-        let target = Target::new();
-        fs::create_dir(target.path("out")).unwrap();
-        fs::write(target.path("real"), "old").unwrap();
-        unix_fs::symlink(target.path("real"), target.path("out/last")).unwrap();
-        target.exports().save_last(9, false, &model(1.0), patience(0, &|_| false)).unwrap();
-        assert!(target.path("out/last").is_symlink());
-        assert_eq!(target.value("real"), 1.0);
-    }
-
-    #[test]
-    fn a_stop_leaves_an_export_at_the_end_one_attempt() {
-        let target = Target::new();
-        fs::write(target.path("out"), "no folder").unwrap();
-        let exports = target.exports();
-        let pauses = Cell::new(0);
-        let stops = |_| {
-            pauses.set(pauses.get() + 1);
-            true
-        };
-        exports.save_last(9, false, &model(1.0), patience(60, &stops)).unwrap_err();
-        assert_eq!(pauses.get(), 1);
-        let frees = |_| {
-            fs::remove_file(target.path("out")).unwrap();
-            true
-        };
-        exports.save_last(9, false, &model(1.0), patience(60, &frees)).unwrap();
-        assert_eq!(target.value("out/last"), 1.0);
-    }
-
-    #[test]
-    fn an_export_at_the_end_is_repeated_until_its_place_takes_it() {
-        let target = Target::new();
-        fs::write(target.path("out"), "no folder").unwrap();
-        // Frees the place during the first pause, in which the model is in the job's directory.
-        let sleep = |_| {
-            assert_eq!(fs::read_dir(target.path("job")).unwrap().count(), 1);
-            fs::remove_file(target.path("out")).unwrap();
-            false
-        };
-        let mut exports = target.exports();
-        let patience = patience(1, &sleep);
-        exports.save_last(9, false, &model(1.0), patience).unwrap();
-        assert_eq!(target.value("out/last"), 1.0);
-        fs::remove_dir_all(target.path("out")).unwrap();
-        fs::write(target.path("out"), "no folder").unwrap();
-        exports.take_best((3, 0.5), model(3.0));
-        assert_eq!(exports.save_best_at_end(patience), Some(SavedBest { step: 3, kept: Ok(None) }));
-        assert_eq!((target.value("out/best"), exports.save_best()), (3.0, None));
-        assert_eq!(fs::read_dir(target.path("job")).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn the_best_model_is_kept_until_it_is_written() {
-        let target = Target::new();
-        let mut exports = target.exports();
-        assert_eq!(exports.save_best(), None);
-        fs::write(target.path("out"), "no folder").unwrap();
-        exports.take_best((3, 0.5), model(3.0));
-        assert!(exports.save_best().unwrap().kept.is_err());
-        // A later evaluation has not found a better one.
-        assert!(exports.save_best().unwrap().kept.is_err());
-        let error = exports.save_best_at_end(patience(0, &|_| false)).unwrap().kept.unwrap_err();
-        assert!(error.contains("job/best.safetensors"), "{error}");
-        assert_eq!(target.value("job/best.safetensors"), 3.0);
-        let kept_there = Best::read(target.path("job/best.safetensors").to_str().unwrap());
-        assert_eq!(kept_there.unwrap().map(|best| best.step), Some(3), "a file says what it is");
-        fs::remove_file(target.path("out")).unwrap();
-        assert_eq!(exports.save_best(), Some(SavedBest { step: 3, kept: Ok(None) }));
-        assert_eq!((target.value("out/best"), exports.save_best()), (3.0, None));
-    }
-
-    #[test]
-    fn a_better_model_than_the_jobs_own_is_kept_beside_it() {
-        let target = Target::new();
-        let places = |name: &str| ExportPlaces {
-            best: target.path("best").to_str().map(|best| (best.to_owned(), metric(name))),
-            ..ExportPlaces::default()
-        };
-        let jobs = Cell::new(0);
-        let job = |name: &str| {
-            let run = jobs.replace(jobs.get() + 1).to_string();
-            Exports { places: ExportPlaces { run, ..places(name) }, ..target.exports() }
-        };
-        // Saves models with these losses; their values are the losses.
-        let save = |exports: &mut Exports, losses: &[f32]| {
-            let mut kept = Vec::new();
-            for (step, &loss) in (1..).zip(losses) {
-                exports.take_best((step, loss.into()), model(loss));
-                kept.push(exports.save_best().unwrap().kept.unwrap().is_some());
-            }
-            let previous = target.path("best.previous");
-            (kept, target.value("best"), previous.exists().then(|| target.value("best.previous")))
-        };
-        assert_eq!(save(&mut job("loss"), &[3.0, 0.5, 0.2]), (vec![false; 3], 0.2, None));
-        // The first model of the next job is worse, and the file is the job's own from then on.
-        let second = save(&mut job("loss"), &[4.0, 1.0]);
-        assert_eq!(second, (vec![true, true], 1.0, Some(0.2)));
-        // The best of all stays.
-        assert_eq!(save(&mut job("loss"), &[2.0]), (vec![false], 2.0, Some(0.2)));
-        assert_eq!(save(&mut job("loss"), &[0.1]), (vec![false], 0.1, Some(0.2)));
-        // The best of those that compare is kept, and nothing else gives way.
-        assert_eq!(save(&mut job("mae"), &[0.3]), (vec![true], 0.3, Some(0.1)));
-        fs::write(target.path("best"), "no model").unwrap();
-        fs::create_dir(target.path("best.previous.2")).unwrap();
-        assert_eq!(save(&mut job("mae"), &[0.25]), (vec![true], 0.25, Some(0.1)));
-        assert_eq!(fs::read(target.path("best.previous.3")).unwrap(), b"no model");
-        assert_eq!(save(&mut job("loss"), &[9.0]), (vec![true], 9.0, Some(0.1)));
-        assert_eq!(target.value("best.previous.4"), 0.25);
-    }
-
-    #[test]
-    fn a_file_is_kept_once_however_often_its_replacement_is_tried() {
-        let target = Target::new();
-        fs::create_dir(target.path("out")).unwrap();
-        fs::write(target.path("out/best"), "another model").unwrap();
-        // As a worker that was killed before its export has left it.
-        fs::hard_link(target.path("out/best"), target.path("out/best.previous")).unwrap();
-        let mut exports = target.exports();
-        exports.take_best((1, 0.5), model(1.0));
-        let kept = exports.save_best().unwrap().kept.unwrap().unwrap();
-        assert!(kept.address.ends_with("out/best.previous") && kept.value.is_none(), "{kept:?}");
-        assert_eq!(fs::read(target.path("out/best.previous")).unwrap(), b"another model");
-        assert_eq!(fs::read_dir(target.path("out")).unwrap().count(), 2);
-    }
-
-    #[test]
-    fn a_kept_file_is_told_by_a_later_exporter_and_at_the_end_with_its_value() {
-        let target = Target::new();
-        let exporter = |run: &str| {
-            let exports = target.exports();
-            Exports { places: ExportPlaces { run: run.into(), ..exports.places }, ..exports }
-        };
-        let mut earlier = exporter("0");
-        earlier.take_best((7, 0.25), model(1.0));
-        assert_eq!(earlier.save_best(), Some(SavedBest { step: 7, kept: Ok(None) }));
-        // This worker, or the master, is lost before anybody knows.
-        let mut first = exporter("1");
-        first.take_best((1, 0.5), model(2.0));
-        first.save_best().unwrap();
-        let address = target.path("out/best.previous").to_str().unwrap().to_owned();
-        let told = |step| SavedBest {
-            step,
-            kept: Ok(Some(Kept { address: address.clone(), value: Some(0.25) })),
-        };
-        assert_eq!(exporter("1").saved_best((1, 0.5)), Some(told(1)));
-        let mut second = exporter("1");
-        second.take_best((2, 0.375), model(3.0));
-        assert_eq!(second.save_best(), Some(told(2)));
-        assert_eq!(second.saved_best((2, 0.375)), Some(told(2)));
-        for (run, best) in [("1", (1, 0.5)), ("0", (2, 0.375))] {
-            assert_eq!(exporter(run).saved_best(best), None, "it is not this job's best model");
-        }
-        assert_eq!(fs::read_dir(target.path("out")).unwrap().count(), 2);
-    }
-
-    #[test]
-    fn a_place_holds_the_best_model_of_an_earlier_job_or_does_not() {
-        let target = Target::new();
-        let mut exports = target.exports();
-        assert!(!exports.holds_best((3, 0.1)));
-        exports.take_best((3, 0.1), model(3.0));
-        assert!(exports.save_best().unwrap().kept.is_ok());
-        assert!(exports.holds_best((3, 0.1)) && !exports.holds_best((4, 0.1)));
-        exports.save_last(3, false, &model(3.0), patience(0, &|_| false)).unwrap();
-        fs::rename(target.path("out/last"), target.path("out/best")).unwrap();
-        assert!(!exports.holds_best((3, 0.1)));
-    }
-}
+mod tests;

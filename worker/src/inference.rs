@@ -15,27 +15,30 @@ use elasticdl_data::Predictions;
 use elasticdl_data::worker::wait_for_access;
 use elasticdl_data::{Dataset, Reader};
 use elasticdl_proto::{Format, MasterMessage, RecordRange, Work, WorkerMessage};
+use elasticdl_tables::BatchRows;
 
 use output::Output;
 pub(crate) use output::check_output;
 
 use crate::control::Control;
+use crate::exported_tables::TrainedRows;
 use crate::failure::{Failure, call_user};
 use crate::messages::ControlEvent;
 use crate::metrics::Metrics;
-use crate::model::{Model, NamedTensor};
+use crate::model::{Model, NamedTensor, tables_of};
 use crate::order::Order;
 use crate::ordered_reader::OrderedReader;
 use crate::prefetch::Prefetch;
 use crate::session::Exit;
 use crate::split::{PartReader, open_reader, purpose_of};
 use crate::trained_model;
+use crate::trainer::feed;
 
 /// Processes the shards of `dataset` that the master leases to this worker, until the master ends
 /// it.
 pub(crate) fn work<M: Model>(
     model: M,
-    parameters: Vec<f32>,
+    trained: Trained,
     dataset: Dataset,
     control: &Control,
 ) -> Result<Exit, Failure> {
@@ -57,14 +60,54 @@ pub(crate) fn work<M: Model>(
     let reader = OrderedReader::new(reader, dataset, order);
     let prefetch = Prefetch::new(reader, batch.saturating_mul(BATCHES_AHEAD))
         .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;
-    control.outbox.send(WorkerMessage::Ready { parameters: parameters.len() as u64 });
+    control.outbox.send(WorkerMessage::Ready { parameters: trained.parameters.len() as u64 });
     let shards = VecDeque::new();
-    let mut work = Inference { model, parameters, purpose, batch, prefetch, shards, control };
+    let mut work = Inference { model, trained, purpose, batch, prefetch, shards, control };
     let exit = work.run();
     if let Purpose::Predict { output, .. } = &work.purpose {
         output.remove_leftovers();
     }
     exit
+}
+
+/// What the job has trained, or another program.
+pub(crate) struct Trained {
+    parameters: Vec<f32>,
+    /// `None`: the model has no tables.
+    rows: Option<TrainedRows>,
+}
+
+impl Trained {
+    /// Reads the model at `address`, for this `model` with these tensors.
+    ///
+    /// # Errors
+    /// It can't be read, or is another model.
+    pub(crate) fn load<M: Model>(
+        address: &str,
+        model: &mut M,
+        layout: &[NamedTensor],
+    ) -> Result<Self, String> {
+        let mut parameters = vec![0.0; NamedTensor::count(layout)];
+        let tables = tables_of(model)?;
+        let loaded = trained_model::load(address, layout, &mut parameters);
+        let rows = loaded.and_then(|()| trained_model::rows(address, &tables));
+        let rows = rows.map_err(|error| format!("the model was not loaded: {error}"))?;
+        Ok(Self { parameters, rows })
+    }
+
+    /// Builds a batch, and looks its rows up.
+    fn feed<M: Model>(
+        &mut self,
+        model: &mut M,
+        records: Vec<<M::Reader as Reader>::Record>,
+    ) -> Result<(M::Batch, Option<BatchRows>), String> {
+        let Some(trained) = &mut self.rows else {
+            return Ok((call_user("feed()", || model.feed(records))?, None));
+        };
+        let mut ids = trained.ids();
+        let batch = feed(model, records, &mut ids)?;
+        Ok((batch, Some(trained.look_up(&ids)?)))
+    }
 }
 
 /// Purpose of the job: what is computed for the records.
@@ -75,7 +118,7 @@ enum Purpose {
 
 struct Inference<'a, M: Model> {
     model: M,
-    parameters: Vec<f32>,
+    trained: Trained,
     purpose: Purpose,
     /// Records per batch.
     batch: u64,
@@ -165,7 +208,7 @@ impl<M: Model> Inference<'_, M> {
                 records.extend(taken.records);
                 rest = taken.rest;
             }
-            let applied = (&mut self.model, &*self.parameters);
+            let applied = (&mut self.model, &mut self.trained);
             match &self.purpose {
                 Purpose::Evaluate => {
                     evaluate(applied, records, &mut sums).map_err(|error| fail(error, part))?;
@@ -187,13 +230,14 @@ impl<M: Model> Inference<'_, M> {
 
 /// Adds the metrics of a batch to `sums`.
 fn evaluate<M: Model>(
-    (model, parameters): (&mut M, &[f32]),
+    (model, trained): (&mut M, &mut Trained),
     records: Vec<<M::Reader as Reader>::Record>,
     sums: &mut Sums,
 ) -> Result<(), String> {
-    let mut metrics = Metrics::new(sums, records.len());
-    let batch = call_user("feed()", || model.feed(records))?;
-    call_user("evaluate()", || model.evaluate(parameters, batch, &mut metrics))?;
+    let count = records.len();
+    let (batch, mut rows) = trained.feed(model, records)?;
+    let mut metrics = Metrics::new(sums, count).with_rows(rows.as_mut());
+    call_user("evaluate()", || model.evaluate(&trained.parameters, batch, &mut metrics))?;
     match sums.iter().find(|(_, sum)| !sum.is_finite()) {
         Some((name, sum)) => Err(format!("evaluate() gave {sum} for {name:?}")),
         None => Ok(()),
@@ -202,12 +246,16 @@ fn evaluate<M: Model>(
 
 /// The predictions for a batch, one row for each record.
 fn predict<M: Model>(
-    (model, parameters): (&mut M, &[f32]),
+    (model, trained): (&mut M, &mut Trained),
     records: Vec<<M::Reader as Reader>::Record>,
 ) -> Result<Predictions, String> {
     let count = records.len();
-    let batch = call_user("feed()", || model.feed(records))?;
-    let predictions = call_user("predict()", || model.predict(parameters, batch))?;
+    let (batch, rows) = trained.feed(model, records)?;
+    let parameters = &trained.parameters;
+    let predictions = call_user("predict()", || match (&rows, model.as_table_model()) {
+        (Some(rows), Some(model)) => model.predict_with_rows(parameters, batch, rows),
+        _ => model.predict(parameters, batch),
+    })?;
     match predictions.rows() {
         Ok(rows) if rows == count => Ok(predictions),
         Ok(rows) => Err(format!("predict() gave {rows} rows for {count} records")),
@@ -231,13 +279,17 @@ pub(crate) fn try_first<M: Model>(
     };
     let Some(file) = dataset.files.iter().find(|file| file.records > 0) else { return Ok(()) };
     let layout = call_user("tensors()", || Ok(model.tensors()))?;
-    let mut parameters = vec![0.0; NamedTensor::count(&layout)];
-    trained_model::load(weights, &layout, &mut parameters)
-        .map_err(|error| format!("the model was not loaded: {error}"))?;
+    let is_prediction = matches!(work, Work::Predict { .. });
+    if is_prediction && model.as_bridge().is_some() && !tables_of(model)?.is_empty() {
+        return Err("a Python program whose model has tables can't predict yet; evaluate it, or \
+                    read the exported rows"
+            .into());
+    }
+    let mut trained = Trained::load(weights, model, &layout)?;
     let first = call_user("reading the first record", || Ok(reader.read(file, 0..1)?))?;
     match work {
-        Work::Evaluate { .. } => evaluate((model, &parameters), first, &mut Sums::new()),
-        Work::Predict { .. } => predict((model, &parameters), first).map(drop),
+        Work::Evaluate { .. } => evaluate((model, &mut trained), first, &mut Sums::new()),
+        Work::Predict { .. } => predict((model, &mut trained), first).map(drop),
         Work::Train { .. } => Ok(()),
     }
 }

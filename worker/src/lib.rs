@@ -36,6 +36,7 @@ mod device;
 mod donor;
 mod environment;
 mod exact_sum;
+mod exported_tables;
 mod exports;
 #[doc(hidden)]
 pub mod external;

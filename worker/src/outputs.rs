@@ -8,8 +8,7 @@ use elasticdl_data::worker::folder_of;
 use elasticdl_proto::{Work, WorkerOptions, split_sources};
 
 use crate::checkpoint;
-use crate::exports::PREVIOUS;
-use crate::paths;
+use crate::paths::{self, PREVIOUS};
 use crate::weights;
 
 /// Checks the outputs of a job against its data.

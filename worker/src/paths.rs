@@ -52,6 +52,17 @@ pub(crate) fn names_folder(address: &str) -> bool {
     path.ends_with('/') || !is_named || (is_path && Path::new(path).is_dir())
 }
 
+/// The name of the file at `address` that was replaced, of this number from 1 on.
+pub(crate) fn previous_of(address: &str, number: u32) -> String {
+    match number {
+        1 => format!("{address}{PREVIOUS}"),
+        _ => format!("{address}{PREVIOUS}.{number}"),
+    }
+}
+
+/// Suffix of the name of a file that was not replaced.
+pub(crate) const PREVIOUS: &str = ".previous";
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -18,10 +18,10 @@ use crate::conversion::Conversion;
 use crate::descriptors;
 use crate::environment::{EXIT_DONE, EXIT_FAILED, EXIT_MASTER_LOST, EXIT_USAGE, Environment};
 use crate::failure::{Failure, call_user};
-use crate::inference;
+use crate::inference::{self, Trained};
 use crate::log_output::log;
 use crate::messages::ControlEvent;
-use crate::model::{Model, NamedTensor, tensors_of};
+use crate::model::{Model, tensors_of};
 use crate::outputs;
 use crate::session::Exit;
 use crate::split::{open_reader, purpose_of};
@@ -157,14 +157,8 @@ fn train<M: Model>(
                 .run(model, endpoint)
         }
         Work::Evaluate { model: weights } | Work::Predict { model: weights, .. } => {
-            if model.as_table_model().is_some() {
-                let error = "a model with tables can only be trained yet";
-                return Err(Failure::fatal(error.into()));
-            }
-            let mut values = vec![0.0; NamedTensor::count(&layout)];
-            trained_model::load(weights, &layout, &mut values)
-                .map_err(|error| Failure::fatal(format!("the model was not loaded: {error}")))?;
-            inference::work(model, values, dataset, control)
+            let trained = Trained::load(weights, &mut model, &layout).map_err(Failure::fatal)?;
+            inference::work(model, trained, dataset, control)
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The trait of a model with embedding tables.
 
-use elasticdl_tables::{Ids, Table};
+use elasticdl_data::Predictions;
+use elasticdl_tables::{BatchRows, Ids, Table};
 
 use crate::metrics::UserError;
 
@@ -24,4 +25,19 @@ pub trait TableModel {
     /// # Errors
     /// An error is reported with the range of records, which another worker then processes.
     fn ids(&mut self, batch: &mut Self::Batch, ids: &mut Ids) -> Result<(), UserError>;
+
+    /// As [`Model::predict`](crate::Model::predict), with the rows of the batch's ids.
+    ///
+    /// Default: an error.
+    ///
+    /// # Errors
+    /// An error is reported with the range of records, which another worker then processes.
+    fn predict_with_rows(
+        &mut self,
+        _parameters: &[f32],
+        _batch: Self::Batch,
+        _rows: &BatchRows,
+    ) -> Result<Predictions, UserError> {
+        Err("this model makes no predictions; implement `TableModel::predict_with_rows`".into())
+    }
 }

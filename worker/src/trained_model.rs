@@ -1,8 +1,10 @@
 //! Location of a trained model: an exported file, or a checkpoint.
 
 use elasticdl_data::storage::{Storage, StorageError};
+use elasticdl_tables::Table;
 
 use crate::checkpoint::{self, CheckpointLookup};
+use crate::exported_tables::TrainedRows;
 use crate::model::NamedTensor;
 use crate::paths;
 use crate::weights;
@@ -36,6 +38,21 @@ pub(crate) fn load(
     match checkpoint_at(address)? {
         Some(folder) => checkpoint::load_parameters(&folder, parameters),
         None => weights::load(address, layout, parameters).map_err(|error| error.to_string()),
+    }
+}
+
+/// The rows of the model's tables; `None`: it has none.
+///
+/// # Errors
+/// The model at `address` has other tables, or is a checkpoint.
+pub(crate) fn rows(address: &str, tables: &[Table]) -> Result<Option<TrainedRows>, String> {
+    match checkpoint_at(address)? {
+        Some(folder) if !tables.is_empty() => Err(format!(
+            "{folder}: the rows of tables in a checkpoint can't be read here; name an exported \
+             model: train on with --resume-from and --export"
+        )),
+        Some(_) => Ok(None),
+        None => TrainedRows::open(address, tables),
     }
 }
 

@@ -285,7 +285,11 @@ impl<M: Model> Trainer<'_, M> {
         self.session.repaired();
         wait_for_access();
         self.outbox.note_state();
-        self.export_best()?;
+        if self.tables.is_some() {
+            // The rows of an earlier best model were lost with their group.
+            self.exports.forget_unsaved_best();
+        }
+        self.export_best(true)?;
         self.gap.on_repaired(self.machine.now());
         if let Some(((generation, rank), group)) =
             self.session.group_rank().zip(self.tensors.group())
@@ -406,7 +410,8 @@ impl<M: Model> Trainer<'_, M> {
         let (mine, verifies) = (self.header()?, self.session.is_verifying());
         let headers: Vec<StepHeader> = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
         self.session.headers_exchanged(&headers).map_err(|mismatch| state_mismatch(&mismatch))?;
-        if verifies { Ok(self.export_best()?) } else { Ok(()) }
+        // The lowest rank decides, as the others may not know yet which model is the best.
+        if verifies || self.tables.is_some() { self.export_best(verifies) } else { Ok(()) }
     }
 
     fn on_broken(&mut self, error: &CollectiveError) {
@@ -457,6 +462,7 @@ mod incoming;
 mod overlap;
 mod parts;
 mod reading;
+mod row_export;
 mod row_tables;
 mod stopped;
 mod validation;
@@ -467,8 +473,8 @@ use self::device::device_of;
 #[cfg(feature = "gpu")]
 pub(crate) use self::device::nccl_policy;
 use self::incoming::IncomingSnapshot;
-pub(crate) use self::row_tables::RowTables;
 use self::row_tables::{LostRows, Regrouped};
+pub(crate) use self::row_tables::{RowTables, feed};
 pub(crate) use self::stopped::Failed;
 use self::stopped::{Stopped, decode_all, group_mismatch, state_mismatch};
 pub(crate) use self::validation::Validation;

@@ -35,6 +35,12 @@ pub(crate) enum WeightsError {
     /// The address names a folder, not a file.
     #[error("{0} is a folder; name a file, for example {file}", file = within(.0))]
     Folder(String),
+    /// The other workers, which have rows of the model, do not take part any more.
+    #[error("the group of workers has broken")]
+    Broken,
+    /// A worker has not written its rows.
+    #[error("{0}")]
+    Rows(String),
 }
 
 /// Checks the names and shapes of a model's tensors.
@@ -88,17 +94,17 @@ pub(crate) fn save(
     tensors: &[NamedTensor],
     parameters: &Arc<Vec<f32>>,
 ) -> Result<(), WeightsError> {
-    save_noted(address, tensors, parameters, None)
+    save_noted(address, tensors, parameters, Vec::new())
 }
 
-/// Like [`save`], with a `note`, a name and a text, which [`note`] reads.
+/// Like [`save`], with `notes`, names and texts, which [`note`] reads.
 pub(crate) fn save_noted(
     address: &str,
     tensors: &[NamedTensor],
     parameters: &Arc<Vec<f32>>,
-    note: Option<(&str, String)>,
+    notes: Vec<(&str, String)>,
 ) -> Result<(), WeightsError> {
-    let header = header(tensors, note)?;
+    let header = header(tensors, notes)?;
     let values = Bytes::from_owner(Values(Arc::clone(parameters)));
     let file = Storage::open(address)?;
     file.write("", vec![header.into(), values])?;
@@ -197,26 +203,40 @@ pub(crate) fn load(
     Ok(())
 }
 
-/// The header of the file.
-fn header(tensors: &[NamedTensor], note: Option<(&str, String)>) -> Result<Vec<u8>, WeightsError> {
+/// The header of a file of parameters.
+fn header<'a>(
+    tensors: &[NamedTensor],
+    notes: impl IntoIterator<Item = (&'a str, String)>,
+) -> Result<Vec<u8>, WeightsError> {
+    let named = |tensor: &NamedTensor| (tensor.name.clone(), Dtype::F32, tensor.shape.clone());
+    encode_header(tensors.iter().map(named).collect(), notes)
+}
+
+/// The header of a file with these tensors, one after the other.
+///
+/// # Errors
+/// [`WeightsError::Layout`].
+pub(crate) fn encode_header<'a>(
+    tensors: Vec<(String, Dtype, Vec<usize>)>,
+    notes: impl IntoIterator<Item = (&'a str, String)>,
+) -> Result<Vec<u8>, WeightsError> {
     let mut end = 0usize;
     let mut infos = Vec::with_capacity(tensors.len());
     let mut names = HashSet::new();
-    for NamedTensor { name, shape } in tensors {
-        if !names.insert(name) || name.is_empty() || name == "__metadata__" {
+    for (name, dtype, shape) in tensors {
+        if !names.insert(name.clone()) || name.is_empty() || name == "__metadata__" {
             return Err(WeightsError::Layout(format!(
                 "{name:?}, which is not usable: each tensor needs a unique name"
             )));
         }
         let values = shape.iter().try_fold(1usize, |values, &n| values.checked_mul(n));
-        let bytes = values.and_then(|values| values.checked_mul(size_of::<f32>()));
+        let bytes = values.and_then(|values| values.checked_mul(dtype.bitsize() / 8));
         let range = bytes.and_then(|bytes| Some((end, end.checked_add(bytes)?)));
         let data_offsets = range.ok_or_else(|| {
             WeightsError::Layout(format!("{name:?} with too large a shape: {shape:?}"))
         })?;
         end = data_offsets.1;
-        let info = TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets };
-        infos.push((name.clone(), info));
+        infos.push((name, TensorInfo { dtype, shape, data_offsets }));
     }
     /// Like [`Metadata`], with the notes in the order of their names: the same model is the same
     /// file.
@@ -229,9 +249,9 @@ fn header(tensors: &[NamedTensor], note: Option<(&str, String)>) -> Result<Vec<u
     }
     let tensors = Metadata::new(None, infos).map_err(|e| WeightsError::Layout(e.to_string()))?;
     // PyTorch's loaders require this entry.
-    let mut notes = BTreeMap::from([("format".into(), "pt".into())]);
-    notes.extend(note.map(|(name, text)| (name.to_owned(), text)));
-    let header = Header { notes, tensors };
+    let mut texts = BTreeMap::from([("format".into(), "pt".into())]);
+    texts.extend(notes.into_iter().map(|(name, text)| (name.to_owned(), text)));
+    let header = Header { notes: texts, tensors };
     let mut json = serde_json::to_vec(&header).expect("names and numbers are JSON");
     // Aligns the values, for programs that map the file into memory.
     json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');

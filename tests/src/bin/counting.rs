@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
 use elasticdl::{
-    Gradients, Ids, Loss, Metrics, Model, NamedTensor, Predictions, RowOptimizer, Table,
+    BatchRows, Gradients, Ids, Loss, Metrics, Model, NamedTensor, Predictions, RowOptimizer, Table,
     TableModel, Update, UpdateRule, UserError, report_sum,
 };
 use elasticdl_tests::cluster::{FIRST_GRADIENT, FIRST_UPDATE};
@@ -220,6 +220,12 @@ impl Model for Counting {
         assert!(seen == 0 || !self.panic_in_evaluation, "a mistake in the evaluation");
         metrics.add_sum("seen", seen as f64);
         metrics.add_sum("loss", batch.len() as f64);
+        if self.tables {
+            let (values, _) = metrics.rows().of(0);
+            let of = |record: &u64| f64::from(values[self.positions[record]]);
+            let sum = batch.iter().map(of).fold(0.0, |sum, row| sum + row);
+            metrics.add_sum("row", sum);
+        }
         if self.inference_micros.is_some() {
             self.delay_and_fail(&batch)?;
             // Its last bits depend on the order of the summation.
@@ -260,6 +266,21 @@ impl TableModel for Counting {
             self.positions.insert(record, ids.push(0, record));
         }
         Ok(())
+    }
+
+    fn predict_with_rows(
+        &mut self,
+        parameters: &[f32],
+        batch: Vec<u64>,
+        rows: &BatchRows,
+    ) -> Result<Predictions, UserError> {
+        let row = |record: &u64| {
+            let mut row = [0.0];
+            rows.add_rows(0, &[self.positions[record]], 1.0, &mut row);
+            row[0]
+        };
+        let values = batch.iter().map(row).collect();
+        Ok(self.predict(parameters, batch)?.f32("row", values))
     }
 }
 

@@ -30,6 +30,7 @@ mod replicas;
 mod status;
 mod stops;
 mod storage;
+mod table_exports;
 mod tables;
 mod tls;
 mod trouble;

@@ -16,6 +16,7 @@ use crate::control::Control;
 use crate::donor::{Donor, PART_FLOATS_MAX, TRANSFER_IDLE_TIMEOUT};
 use crate::environment::Environment;
 use crate::exact_sum::ExactSum;
+use crate::exported_tables;
 use crate::exports::{ExportPlaces, Exports};
 use crate::external::Bridge;
 use crate::failure::{Failure, call_user};
@@ -142,14 +143,13 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
 
 /// Checks that the options go with the model's tables, if it has any.
 fn check_options(tables: &[Table], options: &WorkerOptions, is_on_gpu: bool) -> Result<(), String> {
-    let is_impossible = [
-        (matches!(options.work, Work::Train { export: Some(_) }), "--export"),
-        (export_best(options).is_some(), "--export-best"),
-        (is_on_gpu, "a model on a GPU"),
-    ];
-    match is_impossible.into_iter().find(|(is_given, _)| *is_given && !tables.is_empty()) {
-        Some((_, what)) => Err(format!("a model with tables can't be trained yet with {what}")),
-        None => Ok(()),
+    if is_on_gpu && !tables.is_empty() {
+        return Err("a model with tables can't be trained yet with a model on a GPU".into());
+    }
+    let is_exported = matches!(options.work, Work::Train { export: Some(_) });
+    match is_exported || export_best(options).is_some() {
+        true => exported_tables::check_names(tables),
+        false => Ok(()),
     }
 }
 

@@ -42,7 +42,7 @@ impl<M: Model> Trainer<'_, M> {
         if scores.iter().any(|scores| scores.failed) {
             return Ok(());
         }
-        Ok(self.export_best()?)
+        self.export_best(true)
     }
 
     fn scores(&mut self, blocks: Range<u64>) -> Result<Result<Scores, Unscored>, Stopped> {

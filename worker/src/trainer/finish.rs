@@ -8,10 +8,11 @@ use std::time::Duration;
 use elasticdl_proto::{MasterMessage, WorkerMessage};
 
 use super::Trainer;
+use super::row_export::RowExport;
 use super::stopped::Stopped;
-use crate::exports::{Exports, Patience, SavedBest};
+use crate::exports::{self, Patience, SavedBest};
 use crate::external::{Progress, observe};
-use crate::failure::{Failure, call_user};
+use crate::failure::call_user;
 use crate::machine::{Machine, receive};
 use crate::messages::ControlEvent;
 use crate::model::Model;
@@ -40,30 +41,20 @@ impl<M: Model> Trainer<'_, M> {
             Some(tables) => Some(tables.count(self.tensors.group_mut()?)?),
             None => None,
         };
-        let parameters_are_finite = self.tensors.parameters_are_finite()?;
-        let limit = match self.exports.has_fallback() {
-            _ if self.session.is_stopping() => PATIENCE_OF_STOP,
-            true => PATIENCE_OF_END,
-            false => PATIENCE_WITHOUT_FALLBACK,
+        let parameters_are_finite =
+            self.tensors.parameters_are_finite()? && rows.is_none_or(|rows| rows.are_finite);
+        let arrived = RefCell::default();
+        let exported = match self.tables.as_ref().and_then(|tables| tables.exported.clone()) {
+            Some(exported) => {
+                if is_published {
+                    self.tell_best(self.saved_best());
+                }
+                exported
+            }
+            None => self.export_at_end((step, parameters_are_finite), is_published, &arrived)?,
         };
-        let (inbox, machine, arrived) = (self.inbox, Arc::clone(&self.machine), RefCell::default());
-        let sleep = |pause| wait_unless_stopped(&*machine, inbox, pause, &arrived);
-        let patience = Patience { limit, sleep: &sleep };
-        if is_published {
-            let best = self.session.best();
-            // What an earlier rank or an earlier master knew may be lost.
-            self.tell_best(|exports| {
-                exports.save_best_at_end(patience).or_else(|| exports.saved_best(best?))
-            });
-        }
-        // The model is exported before the report that ends the job: a rank that fails to report is
-        // replaced, and the next lowest rank exports. Its last checkpoint is written already. A
-        // group that has made no step has nothing to export.
-        let mut exported = None;
-        if is_published && parameters_are_finite && step > 0 && self.exports.has_last() {
-            let has_failed = matches!(self.session.ended(), Some(Ending::Failed(_)));
-            let parameters = self.tensors.to_host(Tensor::Parameters)?;
-            exported = Some(self.exports.save_last(step, has_failed, &parameters, patience));
+        if let Some(tables) = &mut self.tables {
+            tables.exported = Some(exported.clone());
         }
         let model = &mut self.model;
         let mut summary = None;
@@ -93,25 +84,93 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
+    /// Exports the model of the job's last step, and the best one if it is not written yet, if the
+    /// state `is_published`. Returns what became of the model. Events of the master that arrive
+    /// meanwhile are moved to `arrived`.
+    fn export_at_end(
+        &mut self,
+        (step, is_finite): (u64, bool),
+        is_published: bool,
+        arrived: &RefCell<Vec<ControlEvent>>,
+    ) -> Result<Option<Result<(), String>>, Stopped> {
+        if !is_published {
+            if let Some(tables) = self.tables.as_mut().filter(|_| self.exports.is_any()) {
+                tables.follow_export(self.tensors.group_mut()?)?;
+            }
+            return Ok(None);
+        }
+        let limit = match self.exports.has_fallback() {
+            _ if self.session.is_stopping() => PATIENCE_OF_STOP,
+            true => PATIENCE_OF_END,
+            false => PATIENCE_WITHOUT_FALLBACK,
+        };
+        let (inbox, machine) = (self.inbox, Arc::clone(&self.machine));
+        let parameters = self.tensors.to_host(Tensor::Parameters)?;
+        let rows = match self.tables.as_mut().filter(|_| self.exports.is_any()) {
+            Some(tables) => RowExport::new(Some((tables, self.tensors.group_mut()?))),
+            None => RowExport::new(None),
+        };
+        let sleep =
+            |pause| rows.has_stopped() || wait_unless_stopped(&*machine, inbox, pause, arrived);
+        let patience = Patience { limit, sleep: &sleep };
+        let saved = self.exports.save_best_at_end(&|address| rows.write(address, true), patience);
+        // The model is exported before the report that ends the job: a rank that fails to report is
+        // replaced, and the next lowest rank exports. Its last checkpoint is written already. A
+        // group that has made no step has nothing to export.
+        let mut exported = None;
+        if is_finite && step > 0 && self.exports.has_last() {
+            let has_failed = matches!(self.session.ended(), Some(Ending::Failed(_)));
+            let write = |address: &str| rows.write(address, false);
+            let model = exports::Model { parameters: &parameters, rows: &write };
+            exported = Some(self.exports.save_last(step, has_failed, model, patience));
+        }
+        rows.end(false)?;
+        self.tell_best(saved.or_else(|| self.saved_best()));
+        Ok(exported)
+    }
+
     /// The lowest rank exports the model if it is the best so far and all ranks hold the same
     /// state, or an earlier one that could not be written. The next step needs that rank, so if it
     /// is lost meanwhile, the next group is still at this step and exports the model again.
-    pub(super) fn export_best(&mut self) -> Result<(), Failure> {
-        let is_lowest = self.session.group_rank().is_some_and(|(_, rank)| rank == 0);
-        if !is_lowest || !self.exports.has_best() {
+    /// `is_new`: whether that may have changed since the last call.
+    pub(super) fn export_best(&mut self, is_new: bool) -> Result<(), Stopped> {
+        if !self.exports.has_best() {
             return Ok(());
         }
-        if let Some(best) = self.session.best_now().filter(|_| self.session.is_verified()) {
-            let parameters = self.tensors.to_host(Tensor::Parameters)?;
+        let is_lowest = self.session.group_rank().is_some_and(|(_, rank)| rank == 0);
+        if !is_lowest {
+            if let Some(tables) = &mut self.tables {
+                tables.follow_export(self.tensors.group_mut()?)?;
+            }
+            return Ok(());
+        }
+        let best = self.session.best_now().filter(|_| is_new && self.session.is_verified());
+        let parameters = best.map(|_| self.tensors.to_host(Tensor::Parameters)).transpose()?;
+        let rows = match &mut self.tables {
+            Some(tables) => RowExport::new(Some((tables, self.tensors.group_mut()?))),
+            None => RowExport::new(None),
+        };
+        if let Some((best, parameters)) = best.zip(parameters)
+            && rows.keep_best().is_ok()
+        {
             self.exports.take_best(best, parameters);
         }
-        self.tell_best(Exports::save_best);
+        let write = |address: &str| rows.write(address, true);
+        let saved = if is_new { self.exports.save_best(&write) } else { None };
+        rows.end(self.exports.has_unsaved_best())?;
+        self.tell_best(saved);
         Ok(())
     }
 
+    /// What this job has made of the best model: what an earlier rank or an earlier master knew may
+    /// be lost.
+    fn saved_best(&self) -> Option<SavedBest> {
+        self.exports.saved_best(self.session.best()?)
+    }
+
     /// Tells the master what became of the best model.
-    fn tell_best(&mut self, save: impl FnOnce(&mut Exports) -> Option<SavedBest>) {
-        if let Some(SavedBest { step, kept }) = save(&mut self.exports) {
+    fn tell_best(&mut self, saved: Option<SavedBest>) {
+        if let Some(SavedBest { step, kept }) = saved {
             let (kept, error) = kept.map_or_else(|error| (None, Some(error)), |kept| (kept, None));
             if let Some(error) = &error {
                 tracing::warn!(step, error, "the best model is not exported");

@@ -32,7 +32,7 @@ use crate::session::header::{self, HeldRows, SyncHeader};
 /// The tables of a job on this worker.
 #[derive(Debug)]
 pub(crate) struct RowTables {
-    specs: Arc<[Table]>,
+    pub(super) specs: Arc<[Table]>,
     owned: Owned,
     /// Gradients of rows that no known step has absorbed.
     gradients: RowGradients,
@@ -46,6 +46,12 @@ pub(crate) struct RowTables {
     counted: Option<Counted>,
     /// What this rank held lately.
     held: Option<HeldRows>,
+    /// What became of the model that this rank has exported at the end of the group's work, if it
+    /// is over. A rank that reports its final state once more, to another master, does not export
+    /// again, as it does not count.
+    pub(super) exported: Option<Option<Result<(), String>>>,
+    /// The rows of the best model, if they are not exported yet.
+    pub(super) rows_of_best: Option<SavedShards>,
     /// The checkpoint from which this rank has created the state of the group of this generation:
     /// its name, and whether this run wrote it.
     restored: Option<(u64, (String, bool))>,
@@ -54,11 +60,12 @@ pub(crate) struct RowTables {
 }
 
 /// The rows of all ranks, each counted by the rank that owns it.
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Counted {
     pub(super) touches: u64,
     /// Digest of the rows, their touches and their optimizers: a sum modulo 2^64.
     pub(super) digest: u64,
+    pub(super) are_finite: bool,
 }
 
 /// A state that the group gives up because rows that belong to it are lost.
@@ -100,6 +107,8 @@ impl RowTables {
             synced: Vec::new(),
             counted: None,
             held: None,
+            exported: None,
+            rows_of_best: None,
             restored: None,
             lost: None,
         })
@@ -217,6 +226,7 @@ impl RowTables {
         store: &mut dyn CheckpointStore,
     ) -> Result<Regrouped, Stopped> {
         (self.looked_up, self.counted, self.held) = (false, None, None);
+        (self.exported, self.rows_of_best) = (None, None);
         let hosts = self.synced.iter().map(|(_, host)| *host);
         let member = |(&WorkerId(worker), host)| Member { worker, host, leaves: false };
         let members: Vec<Member> = members.iter().zip(hosts).map(member).collect();
@@ -345,19 +355,22 @@ impl RowTables {
         Ok(())
     }
 
-    /// The rows of all ranks at the end. A rank
-    /// that reports its final state once more, to another master, does not count again: the others
-    /// would have to take part.
+    /// The rows of all ranks at the end. A rank that reports its final state once more, to another
+    /// master, does not count again: the others would have to take part.
     pub(super) fn count(&mut self, group: &mut dyn Group) -> Result<Counted, Stopped> {
         if let Some(counted) = self.counted {
             return Ok(counted);
         }
-        let owned = Counted { touches: self.owned.touches(), digest: self.owned.digest() };
+        let (touches, digest) = (self.owned.touches(), self.owned.digest());
+        let owned = Counted { touches, digest, are_finite: self.owned.save().are_finite() };
         let all: Vec<Counted> = decode_all(group.all_gather(&header::encode(&owned))?)?;
-        let sum = all.into_iter().fold(Counted::default(), |sum, of_rank| Counted {
+        let sum = |sum: Counted, of_rank: Counted| Counted {
             touches: sum.touches + of_rank.touches,
             digest: sum.digest.wrapping_add(of_rank.digest),
-        });
+            are_finite: sum.are_finite && of_rank.are_finite,
+        };
+        let none = Counted { touches: 0, digest: 0, are_finite: true };
+        let sum = all.into_iter().fold(none, sum);
         Ok(*self.counted.insert(sum))
     }
 }
@@ -493,7 +506,7 @@ pub(crate) fn feed<M: Model>(
 }
 
 /// Gives each rank its message, and returns those that the ranks give to this one.
-fn exchange(
+pub(super) fn exchange(
     group: &mut dyn Group,
     messages: Vec<Vec<u8>>,
 ) -> Result<Vec<Vec<u8>>, CollectiveError> {

@@ -11,11 +11,13 @@
 //! | `placement` | which workers hold which shard, and should |
 //! | `lookup` | ids of a batch, their rows and gradients |
 //! | `owned` | a worker's shards, from its first group to its last |
+//! | `export` | rows as they are exported |
 //!
 //! **Invariant:** no IO, no clock, no threads: a worker hands this crate what it has received, and
 //! sends what it gets back.
 #![forbid(unsafe_code)]
 
+mod export;
 mod index;
 mod lookup;
 mod optimizer;
@@ -26,6 +28,7 @@ mod shard;
 mod table;
 mod wire;
 
+pub use self::export::{ExportedRows, Part, collect};
 pub use self::lookup::{BatchRows, Ids, RowGradients, id_of};
 pub use self::optimizer::RowOptimizer;
 pub use self::owned::{

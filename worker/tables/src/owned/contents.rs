@@ -35,6 +35,11 @@ impl Owned {
         self.committed.as_ref().map(|committed| committed.step)
     }
 
+    /// Seed of the rows that no record has touched.
+    pub fn seed(&self) -> u64 {
+        self.settings.seed
+    }
+
     /// Number of shards of the group with fewer copies than there could be.
     pub fn at_risk(&self) -> usize {
         self.group.as_ref().map_or(0, |group| group.placement.at_risk(&group.members))

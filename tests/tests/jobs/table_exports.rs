@@ -1,0 +1,154 @@
+//! Models with tables are exported with all of their rows, and evaluated and applied from there.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use elasticdl::Reader as _;
+use elasticdl::readers::CsvRows;
+use elasticdl_tests::{Command, ExportedRow, JobFixture, exported_rows, send};
+use rustix::process::Signal;
+
+use crate::PROGRAMS;
+
+const RECORDS: u64 = 6000;
+const BATCH: u64 = 48;
+
+/// A job of this many workers whose model has a table.
+fn fixture(workers: u32) -> JobFixture {
+    JobFixture { program_options: &["--tables"], ..JobFixture::new(PROGRAMS, workers) }
+}
+
+fn rows(path: &Path) -> BTreeMap<u64, ExportedRow> {
+    exported_rows(path, "counts")
+}
+
+/// Asserts that the rows have the same touches, and nearly the same values: sums are added in
+/// another order.
+fn assert_same(one: &BTreeMap<u64, ExportedRow>, other: &BTreeMap<u64, ExportedRow>) {
+    assert_eq!(one.len(), other.len());
+    for ((id, one), (other_id, other)) in one.iter().zip(other) {
+        assert_eq!((id, one.touches), (other_id, other.touches));
+        let differences = one.values.iter().zip(&other.values).map(|(a, b)| (a - b).abs());
+        assert!(differences.fold(0.0, f32::max) < 1e-6, "row {id}: {one:?}, {other:?}");
+    }
+}
+
+#[test]
+fn all_rows_are_exported_whichever_workers_were_killed() {
+    let fixture = fixture(4);
+    let path = fixture.path("models/m.safetensors");
+    let mut job = fixture.command(0).option("export", &path).start();
+    job.wait_for_first_steps();
+    for _ in 0..3 {
+        let step = job.status().step;
+        job.wait_for("copies", |status| status.step > step + 10);
+        // The lowest rank, which says what is exported.
+        send(*job.workers().values().next().unwrap(), Signal::KILL);
+    }
+    let ended = job.wait();
+    ended.assert_exact("three kills");
+    let exported = rows(&path);
+    assert!(exported.keys().copied().eq(0..RECORDS));
+    assert!(exported.values().all(|row| row.touches == 2), "each record is trained twice");
+    let left = std::fs::read_dir(path.parent().unwrap()).unwrap().count();
+    assert_eq!(left, 2, "nothing else is left there");
+    let alone = JobFixture { micros_per_record: 0, ..self::fixture(1) };
+    let path = alone.path("alone.safetensors");
+    alone.command(0).option("export", &path).run().assert_exact("a worker alone");
+    assert_same(&exported, &rows(&path));
+}
+
+#[test]
+fn the_rows_of_the_best_model_are_exported_with_it() {
+    let fixture = JobFixture { micros_per_record: 100, ..fixture(3) };
+    let path = fixture.path("best.safetensors");
+    let command = fixture.command(1).option("validation-data", fixture.data());
+    let command = command.option("evaluate-every", "20").option("best-metric", "seen:max");
+    let mut job = command.option("export-best", &path).start();
+    job.wait_for("an export", |_| path.exists());
+    send(*job.workers().values().next().unwrap(), Signal::KILL);
+    let ended = job.wait();
+    ended.assert_exact("the best of all");
+    // The first evaluation after an epoch; no later one is better.
+    let best = ended.summary().evaluations.as_ref().unwrap().best.clone().unwrap();
+    assert_eq!((best.step, best.export.as_deref()), (140, path.to_str()));
+    let touches: u64 = rows(&path).values().map(|row| u64::from(row.touches)).sum();
+    assert_eq!(touches, 140 * BATCH);
+}
+
+#[test]
+fn rows_that_their_place_does_not_take_are_in_the_directory_of_the_job() {
+    let fixture = fixture(2);
+    let (out, job_dir) = (fixture.path("out"), fixture.path("job"));
+    let path = out.join("m.safetensors");
+    let mut job = fixture.command(2).option("export", &path).start();
+    job.wait_for_first_steps();
+    std::fs::remove_dir_all(&out).unwrap();
+    std::fs::write(&out, "no folder").unwrap();
+    job.signal(Signal::TERM);
+    let ended = job.wait();
+    let error = ended.summary().error.clone().unwrap();
+    let kept = job_dir.join("model.safetensors");
+    assert!(error.contains(&format!("it is in {}", kept.display())), "{error}");
+    let touches: u64 = rows(&kept).values().map(|row| u64::from(row.touches)).sum();
+    assert_eq!(touches, ended.summary().records.counted);
+}
+
+/// Applies the model at `model` to the fixture's data.
+fn applied(
+    fixture: &JobFixture,
+    (verb, program_option): (&'static str, &str),
+    model: &Path,
+    workers: u32,
+) -> Command {
+    let records = RECORDS.to_string();
+    let program = [PROGRAMS.counting, "--records", &records, program_option].map(PathBuf::from);
+    Command::new(PROGRAMS.elasticdl, fixture.path(&format!("{verb}-{workers}")), program)
+        .verb(verb)
+        .option("model", model)
+        .option("data", fixture.data())
+        .option("num-workers", workers.to_string())
+        .option("records-per-shard", "500")
+}
+
+#[test]
+fn an_exported_model_is_evaluated_and_applied_with_its_rows() {
+    let fixture = JobFixture { micros_per_record: 0, ..fixture(3) };
+    let path = fixture.path("m.safetensors");
+    let job = fixture.command(3).option("max-steps", "60").option("evaluate-every", "60");
+    let job = job.option("validation-data", fixture.data()).option("export", &path);
+    let ended = job.run();
+    ended.assert_outcome(0, "completed");
+    let exported = rows(&path);
+    assert_eq!(exported.len() as u64, 60 * BATCH, "the other records have no rows yet");
+    let trained = ended.summary().evaluations.as_ref().unwrap().all.last().unwrap().metrics.clone();
+    let mut found = Vec::new();
+    for workers in [1, 3] {
+        let ended = applied(&fixture, ("evaluate", "--tables"), &path, workers).run();
+        ended.assert_outcome(0, "completed");
+        let metrics = ended.summary().metrics.clone().unwrap();
+        let difference = metrics["row"].unwrap() - trained["row"].unwrap();
+        assert!(difference.abs() < 1e-9 && metrics["seen"] == trained["seen"], "{metrics:?}");
+        let out = fixture.path(&format!("out-{workers}"));
+        let predict =
+            applied(&fixture, ("predict", "--tables"), &path, workers).option("predictions", &out);
+        predict.option("format", "csv").run().assert_outcome(0, "completed");
+        let mut reader = CsvRows::new().i64("record").f32("row");
+        let data = reader.describe(out.to_str().unwrap()).unwrap();
+        let read = |file: &elasticdl::File| reader.read(file, 0..file.records).unwrap();
+        let predicted: Vec<(u64, f32)> =
+            data.files.iter().flat_map(read).map(|row| (row.i64(0) as u64, row.f32(1))).collect();
+        assert!(predicted.iter().map(|(record, _)| *record).eq(0..RECORDS));
+        for (record, row) in &predicted {
+            match exported.get(record) {
+                Some(exported) => assert_eq!(exported.values, [*row], "record {record}"),
+                None => assert!(row.abs() <= 0.05 && *row != 0.0, "record {record}: {row}"),
+            }
+        }
+        found.push((metrics, predicted));
+    }
+    assert_eq!(found[0], found[1], "the number of workers does not matter");
+    let without = applied(&fixture, ("evaluate", "--parameters=0"), &path, 2).run();
+    without.assert_outcome(2, "refused");
+    assert!(without.output.contains("it has 1 tables, and this model has 0"), "{}", without.output);
+}
