@@ -73,9 +73,9 @@ pub fn collect(tables: &[Table], messages: &[Vec<u8>]) -> Result<Vec<ExportedRow
         let mut rows = ExportedRows::default();
         for message in &mut messages {
             let len = message.u32()? as usize;
-            message.column_to(len, &mut rows.ids)?;
-            message.column_to(len, &mut rows.touches)?;
-            message.column_to(len.saturating_mul(table.dim), &mut rows.values)?;
+            rows.ids.extend(message.column::<u64>(len)?);
+            rows.touches.extend(message.column::<u32>(len)?);
+            rows.values.extend(message.column::<f32>(len.saturating_mul(table.dim))?);
         }
         collected.push(rows.in_order(table.dim)?);
     }
