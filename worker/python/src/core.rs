@@ -305,7 +305,7 @@ impl Core {
                         training.driver.announce_evaluated(|ids| rows::add(features, ids))
                     })??;
                 }
-                Some(Event::Ids) => return Ok(true),
+                Some(Event::Ids { .. }) => return Ok(true),
                 Some(Event::Predict { records }) => {
                     let which = |training: &Training| training.prediction.as_ref().map(run_of(py));
                     let columns = self.apply(py, records, which)?;
@@ -356,6 +356,11 @@ impl Core {
     /// does not wait.
     fn announced(&self) -> PyResult<Option<bool>> {
         self.training(|training| training.driver.announced())
+    }
+
+    /// Whether what was announced has to be announced again.
+    fn starts_over(&self) -> PyResult<bool> {
+        self.training(|training| training.driver.starts_over())
     }
 
     /// Announces the ids of the micro-batch that was drawn first. Returns whether it counts.

@@ -349,11 +349,19 @@ for indices in job.batches(job.sampler(64), lambda indices: {"user": torch.tenso
                 self.assertNotEqual(job.wait(), 0, job.text())
                 self.assertIn("it differs in its tensors", str(job.summary()))
 
-    def test_strict_jobs_are_refused(self):
-        options = ["--deterministic", "--max-worker-restarts", "0"]
-        with self.job(0, 0, options, workers=1) as job:
-            self.assertEqual(job.wait(), 1, job.text())
-            self.assertIn("rows of tables are added up in an order", str(job.summary()))
+    def test_a_strict_job_gives_the_same_bits_alone_and_under_kills(self):
+        digests = []
+        for workers, seconds in (1, 0.0), (3, 0.1):
+            options = ["--deterministic", "--micro-batch", "8", "--min-workers", str(min(workers, 2))]
+            program = [HERE / "strict.py", "rows", seconds]
+            with RunningJob(program, workers=workers, batch=40, epochs=5, options=options) as job:
+                kills = job.survive_some(400, 2) if workers > 1 else 0
+                self.assertEqual(job.wait(), 0, job.text())
+                self.assertEqual(kills > 0, workers > 1)
+                summary = job.summary()
+            self.assertEqual(summary["row_touches"]["missing"], 0)
+            digests.append(summary["digest"])
+        self.assertEqual(digests[0], digests[1])
 
     def test_the_example_is_trained(self):
         program = [HERE.parent / "examples" / "ctr.py"]

@@ -1,5 +1,6 @@
 //! The side of the program's thread.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -23,8 +24,10 @@ pub struct Driver {
     replies: Sender<Result<Reply, String>>,
     /// From a call until the reply.
     held: Option<Held>,
-    /// Ids of the rows that calls lend.
+    /// Ids of the rows that the call lends.
     ids: Ids,
+    /// Ids of the requests whose gradients are computed next, in order.
+    looked_up: VecDeque<Ids>,
     shared: Arc<Shared>,
     batches: MicroBatches,
     /// Metrics of the micro-batch that is delivered next, each a mean over its records.
@@ -40,7 +43,7 @@ enum Held {
     Evaluate { rows: BatchRows },
     EvaluationIds { ids: Ids },
     Gradient { gradient: LentMut, before: u64, is_overlapped: bool, sums: Sums },
-    Ids { ids: Ids },
+    Ids { ids: Ids, starts_over: bool },
     Initialize { parameters: LentMut },
     Predict,
     Update { sum: Lent, parameters: LentMut, state: LentMut },
@@ -83,7 +86,9 @@ pub enum Event {
     Gradient { loads: bool },
     /// [Announce](Driver::announce) the ids of the micro-batches of a request, then
     /// [`Driver::look_up`]: for a program with tables, before it computes their gradients.
-    Ids,
+    /// `starts_over`: what was announced and not computed has to be announced again, first and in
+    /// the same order, as the group has changed.
+    Ids { starts_over: bool },
     /// Write the initial [parameters](Driver::parameters), then [`Driver::done`].
     Initialize { seed: u64 },
     /// Make predictions for these records, then [`Driver::predicted`]; as for `Evaluate`.
@@ -145,6 +150,7 @@ impl Driver {
             replies,
             held: None,
             ids: Ids::default(),
+            looked_up: VecDeque::new(),
             shared,
             batches: MicroBatches::new(micro_batch.max(1), worker.options().is_deterministic),
             means: Vec::new(),
@@ -222,6 +228,11 @@ impl Driver {
         &self.ids
     }
 
+    /// Whether what was announced has to be announced again.
+    pub fn starts_over(&self) -> bool {
+        matches!(self.held, Some(Held::Ids { starts_over: true, .. }))
+    }
+
     /// Whether the trainer waits for ids of micro-batches, and whether it has those of all.
     pub fn announced(&self) -> Option<bool> {
         matches!(self.held, Some(Held::Ids { .. })).then(|| self.batches.is_complete())
@@ -231,16 +242,13 @@ impl Driver {
     /// request. Returns whether the micro-batch counts. If not, it is not to be computed; its
     /// records are drawn again.
     ///
-    /// A group that changes before the rows come makes another [request](Event::Ids), for which the
-    /// program announces what it had announced once more, in the same order.
-    ///
     /// # Errors
     /// No ids are requested, no micro-batch was drawn, or `add` fails.
     pub fn announce<E: From<WorkerError>>(
         &mut self,
         add: impl FnOnce(&mut Ids) -> Result<(), E>,
     ) -> Result<bool, E> {
-        let Some(Held::Ids { ids }) = &mut self.held else {
+        let Some(Held::Ids { ids, .. }) = &mut self.held else {
             return Err(WorkerError::Failed("no ids are requested now".into()).into());
         };
         let Some(counts) = self.batches.announce() else {
@@ -271,10 +279,18 @@ impl Driver {
     /// All ids are announced. The rows are there at the next event, if that is a request for the
     /// gradient.
     pub fn look_up(&mut self) {
-        if let Some(Held::EvaluationIds { ids } | Held::Ids { ids }) = &self.held {
-            self.ids = ids.clone();
-            self.reply(Ok(Reply::Ids(self.ids.clone())));
-        }
+        let ids = match &self.held {
+            Some(Held::EvaluationIds { ids }) => {
+                self.ids = ids.clone();
+                ids.clone()
+            }
+            Some(Held::Ids { ids, .. }) => {
+                self.looked_up.push_back(ids.clone());
+                ids.clone()
+            }
+            _ => return,
+        };
+        self.reply(Ok(Reply::Ids(ids)));
     }
 
     /// How the micro-batch that is delivered next counts; `None` if it will be discarded.
@@ -314,7 +330,10 @@ impl Driver {
                 (Held::EvaluationIds { ids }, Event::EvaluationIds { records })
             }
             Call::Gradient { records, before, gradient, rows, is_overlapped, loads } => {
-                if !self.batches.is_announced() {
+                if self.batches.is_announced() {
+                    self.batches.compute(records.len());
+                    self.ids = self.looked_up.pop_front().unwrap_or_default();
+                } else {
                     self.batches.request(records);
                 }
                 self.since = Instant::now();
@@ -322,9 +341,13 @@ impl Driver {
                 let held = Held::Gradient { gradient, before, is_overlapped, sums };
                 (held, Event::Gradient { loads })
             }
-            Call::Ids { records, ids } => {
+            Call::Ids { records, ids, starts_over } => {
+                if starts_over {
+                    self.batches.start_over();
+                    self.looked_up.clear();
+                }
                 self.batches.request(records);
-                (Held::Ids { ids }, Event::Ids)
+                (Held::Ids { ids, starts_over }, Event::Ids { starts_over })
             }
             Call::Initialize { seed, parameters } => {
                 (Held::Initialize { parameters }, Event::Initialize { seed })

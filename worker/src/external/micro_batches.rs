@@ -6,9 +6,10 @@
 //! ends, then the micro-batches that do not fit are discarded, and their records are drawn again.
 //!
 //! A model with tables announces the ids of all micro-batches of a request before it computes the
-//! first. Those that do not fit are discarded then. If the rows can't be looked up, because the
-//! group has changed, the next request takes the place of this one, and what was announced counts
-//! only if it fits that one.
+//! first. Those that do not fit are discarded then. Several requests may be announced one after the
+//! other, before the gradient of the first is computed. If the rows can't be looked up, because the
+//! group has changed, other requests take their place, and what was announced counts only if it fits
+//! those.
 //!
 //! **Invariant:** a micro-batch counts only if its records are the next ones of the request, so
 //! that a step contains each of its records exactly once.
@@ -27,8 +28,10 @@ pub(super) struct MicroBatches {
     is_strict: bool,
     /// Micro-batches that were drawn and not delivered, in order.
     drawn: VecDeque<Vec<Record>>,
-    /// Micro-batches of the request whose ids are announced and which were not delivered, in order.
+    /// Micro-batches whose ids are announced and which were not delivered, in order.
     announced: VecDeque<Vec<Record>>,
+    /// Number of announced records whose gradient is computed now, and which were not delivered.
+    computed: usize,
     /// Records of the request that were not delivered, in order.
     requested: VecDeque<Record>,
     /// Numbers of records of the last two requests.
@@ -37,15 +40,24 @@ pub(super) struct MicroBatches {
 
 impl MicroBatches {
     pub(super) fn new(len_max: usize, is_strict: bool) -> Self {
-        let (drawn, announced, requested) = Default::default();
-        Self { len_max, is_strict, drawn, announced, requested, quotas: [0; 2] }
+        let (drawn, announced, computed, requested) = Default::default();
+        Self { len_max, is_strict, drawn, announced, computed, requested, quotas: [0; 2] }
     }
 
-    /// The trainer waits for the gradient of `records`.
-    pub(super) fn request(&mut self, records: Vec<Record>) {
+    /// What was announced has to be announced again.
+    pub(super) fn start_over(&mut self) {
         while let Some(batch) = self.announced.pop_back() {
             self.drawn.push_front(batch);
         }
+    }
+
+    /// The trainer waits for the gradient of so many records, which are announced.
+    pub(super) fn compute(&mut self, records: usize) {
+        self.computed = records;
+    }
+
+    /// The trainer waits for the gradient of `records`, or for their ids.
+    pub(super) fn request(&mut self, records: Vec<Record>) {
         self.quotas = [records.len(), self.quotas[0]];
         self.requested = records.into();
     }
@@ -98,7 +110,7 @@ impl MicroBatches {
     /// of the request; `None` if it does not count.
     pub(super) fn counted(&self) -> Option<(usize, bool)> {
         match self.announced.front() {
-            Some(batch) => Some((batch.len(), self.announced.len() == 1 && self.is_complete())),
+            Some(batch) => Some((batch.len(), self.computed == batch.len())),
             None => self.fits(),
         }
     }
@@ -133,7 +145,8 @@ impl MicroBatches {
     /// Takes the micro-batch that was announced first or, without tables, drawn first, if there is
     /// one. If it `counts`, the records of the request that it has are delivered.
     pub(super) fn deliver(&mut self, counts: bool) -> bool {
-        if self.announced.pop_front().is_some() {
+        if let Some(batch) = self.announced.pop_front() {
+            self.computed = self.computed.saturating_sub(batch.len());
             return true;
         }
         let Some(batch) = self.drawn.pop_front() else { return false };
@@ -288,6 +301,25 @@ mod tests {
     }
 
     #[test]
+    fn requests_are_announced_one_after_the_other_before_they_are_computed() {
+        let mut batches = requested();
+        for (records, request) in [(10, None), (3, Some(records(0, 10..13)))] {
+            request.into_iter().for_each(|request| batches.request(request));
+            while !batches.is_complete() {
+                batches.draw(&VecDeque::new()).unwrap();
+                assert_eq!(batches.announce(), Some(true), "{records}");
+            }
+        }
+        for expected in [vec![(4, false), (4, false), (2, true)], vec![(3, true)]] {
+            batches.compute(expected.iter().map(|(records, _)| records).sum());
+            for expected in expected {
+                assert_eq!((batches.counted(), batches.deliver(true)), (Some(expected), true));
+            }
+        }
+        assert!(!batches.is_announced());
+    }
+
+    #[test]
     fn what_was_announced_counts_in_the_next_request_if_it_fits() {
         let mut batches = requested();
         let ahead = VecDeque::new();
@@ -297,12 +329,14 @@ mod tests {
         assert_eq!(batches.announce(), Some(true));
         assert_eq!(batches.announce(), None);
         // Another worker was lost before the rows came: the same records, and more.
+        batches.start_over();
         batches.request([records(0, 0..6), records(0, 90..92)].concat());
         assert_eq!([first, second], [records(0, 0..4), records(0, 4..8)]);
         assert_eq!([batches.announce(), batches.announce()], [Some(true), Some(false)]);
         assert_eq!(batches.draw(&ahead), Some([records(0, 4..6), records(0, 90..92)].concat()));
         assert!(!batches.is_complete());
         assert_eq!((batches.announce(), batches.is_complete()), (Some(true), true));
+        batches.compute(8);
         assert_eq!((batches.counted(), batches.deliver(true)), (Some((4, false)), true));
         assert_eq!((batches.counted(), batches.deliver(true)), (Some((4, true)), true));
         assert_eq!((batches.counted(), batches.deliver(true)), (None, false));

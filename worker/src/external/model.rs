@@ -110,9 +110,9 @@ pub(super) enum Call {
         is_overlapped: bool,
         loads: bool,
     },
-    /// To add the ids of these records, in micro-batches. The gradient of the same records is
-    /// requested next, unless the group changes.
-    Ids { records: Vec<Record>, ids: Ids },
+    /// To add the ids of these records, in micro-batches. The gradients of all records whose ids
+    /// were requested are requested next, unless the group changes. `starts_over`: it has.
+    Ids { records: Vec<Record>, ids: Ids, starts_over: bool },
     /// The initial parameters.
     Initialize { seed: u64, parameters: LentMut },
     /// Predictions for these records.
@@ -238,6 +238,8 @@ pub(super) struct ExternalModel {
     shared: Arc<Shared>,
     /// Number of records that this worker's gradient of the step contains.
     pub(super) step_records: u64,
+    /// Whether ids that were requested are requested again: the group has changed since.
+    starts_over: bool,
     /// Whether the program's memory has the parameters of a model that is not trained.
     is_shown: bool,
     /// Time that the program has spent on micro-batches that were discarded.
@@ -253,7 +255,8 @@ impl ExternalModel {
     ) -> Self {
         let channel = Arc::new(Mutex::new(channel));
         let discarded = Duration::ZERO;
-        Self { shape, memory, channel, shared, step_records: 0, is_shown: false, discarded }
+        let (step_records, starts_over, is_shown) = Default::default();
+        Self { shape, memory, channel, shared, step_records, starts_over, is_shown, discarded }
     }
 
     pub(super) fn channel(&self) -> MutexGuard<'_, CallChannel> {
@@ -424,7 +427,8 @@ impl TableModel for ExternalModel {
     }
 
     fn ids(&mut self, batch: &mut Batch, ids: &mut Ids) -> Result<(), UserError> {
-        let channel = self.channel();
+        let Self { channel, starts_over, .. } = self;
+        let channel = locked(channel);
         let most = match batch.is_training {
             true => usize::MAX,
             false => batch_of(self.shape.evaluation),
@@ -432,7 +436,7 @@ impl TableModel for ExternalModel {
         for part in batch.records.chunks(most) {
             let (records, lent) = (part.to_vec(), mem::take(ids));
             channel.send(match batch.is_training {
-                true => Call::Ids { records, ids: lent },
+                true => Call::Ids { records, ids: lent, starts_over: mem::take(starts_over) },
                 false => Call::EvaluationIds { records, ids: lent },
             })?;
             let Reply::Ids(of_program) = channel.receive()? else {
@@ -476,7 +480,8 @@ impl Bridge for ExternalModel {
     }
 
     fn observe(&mut self, event: Progress<'_>) {
-        let mut known = self.shared.progress();
+        let shared = Arc::clone(&self.shared);
+        let mut known = shared.progress();
         match event {
             Progress::Committed { step, epoch, records }
             | Progress::Resumed { step, epoch, records } => {
@@ -484,6 +489,7 @@ impl Bridge for ExternalModel {
             }
             Progress::Finished { error } => known.finished = Some(error.map(str::to_owned)),
             Progress::Grouped { generation, rank, world_size } => {
+                self.starts_over = true;
                 (known.generation, known.rank, known.world_size) = (generation, rank, world_size);
             }
         }

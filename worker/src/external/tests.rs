@@ -41,7 +41,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
             Event::Ended(ended) => break ended,
             Event::Evaluate { .. }
             | Event::EvaluationIds { .. }
-            | Event::Ids
+            | Event::Ids { .. }
             | Event::Predict { .. } => panic!("it trains, and has no tables: {event:?}"),
             Event::Initialize { seed } => {
                 assert_eq!(seed, 7);
@@ -114,7 +114,7 @@ fn ids_are_announced_for_all_micro_batches_of_a_step_before_the_first_is_compute
     let ended = loop {
         match driver.wait(Duration::from_secs(20)).expect("the trainer answers") {
             Event::Ended(ended) => break ended,
-            Event::Ids => {
+            Event::Ids { .. } => {
                 while driver.announced() == Some(false) {
                     while drawn.len() < 6
                         && let NextBatch::Batch(batch) = driver.next_batch()

@@ -120,8 +120,8 @@ class Optimizer(torch.optim.Optimizer):
         job = self._job
         _check_owner(job._net, self._inner)
         tables = job._rows.declared()
-        if tables:
-            self._check_rows()
+        if tables and (self._reduction != "mean" or job._scaler is not None):
+            raise ValueError(_PLAIN_ROWS)
         self._trainable, self._frozen, self._buffers = tensors_of(job._net)
         order = self._buffers + self._frozen + self._trainable
         tensors = [(name, list(tensor.shape)) for name, tensor in order]
@@ -149,15 +149,6 @@ class Optimizer(torch.optim.Optimizer):
         self._state.bind(state)
         self._bind()
         self._settings = _Settings(self._inner)
-
-    def _check_rows(self):
-        if self._reduction != "mean" or self._job._scaler is not None:
-            raise ValueError(_PLAIN_ROWS)
-        if self._worker.core.options.is_deterministic:
-            raise ValueError(
-                "--deterministic: rows of tables are added up in an order that depends on the "
-                "workers; start the job without it"
-            )
 
     def _bind(self):
         """Moves the parameters of the module to the flat memory."""

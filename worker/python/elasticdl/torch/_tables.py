@@ -264,16 +264,22 @@ def batches(worker, rows, loader, ids):
     """The batches of ``job.batches()``."""
     source, announced = iter(loader), []
     while not worker.ended:
-        announced = _announce(worker, rows, ids, announced, source)
-        if announced is None:
-            return
+        again = collections.deque()
+        if announced and worker.core.starts_over():
+            # The group has changed before the rows came.
+            again, announced = collections.deque(announced), []
+        while again or worker.started is None or not worker.core.announced():
+            batch = again.popleft() if again else next(source, _END)
+            if batch is _END or worker.ended:
+                return
+            if _announce(worker, rows, ids, batch, len(announced)):
+                announced.append(batch)
         worker.core.look_up()
         worker.wait()
-        # The group may have changed before the rows came; then ids are requested once more.
         if worker.ended or worker.core.announced() is not None:
             continue
-        rows.trained()
         for batch in announced:
+            rows.trained()
             records = worker.drawn[0]
             yield batch
             if worker.drawn and worker.drawn[0] is records:
@@ -281,27 +287,19 @@ def batches(worker, rows, loader, ids):
         announced = []
 
 
-def _announce(worker, rows, ids, again, source):
-    """Announces the ids of the micro-batches of a request: first of those that were announced for
-    an earlier one. Returns those that count; None if the loader has ended."""
-    again, announced = collections.deque(again), []
-    while again or worker.started is None or not worker.core.announced():
-        batch = again.popleft() if again else next(source, _END)
-        if batch is _END or worker.ended:
-            return None
-        at = len(announced)
-        if at >= len(worker.drawn):
-            raise RuntimeError(
-                "job.batches() got a batch that was not drawn from job.sampler(); the sampler must "
-                "be the batch_sampler of the loader"
-            )
-        features = rows.features(ids, batch, len(worker.drawn[at]))
-        if worker.core.announce(features):
-            announced.append(batch)
-        else:
-            # Its records are drawn again.
-            del worker.drawn[at]
-    return announced
+def _announce(worker, rows, ids, batch, at):
+    """Announces the ids of a batch, of which ``at`` others are announced. Returns whether it
+    counts."""
+    if at >= len(worker.drawn):
+        raise RuntimeError(
+            "job.batches() got a batch that was not drawn from job.sampler(); the sampler must be "
+            "the batch_sampler of the loader"
+        )
+    counts = worker.core.announce(rows.features(ids, batch, len(worker.drawn[at])))
+    if not counts:
+        # Its records are drawn again.
+        del worker.drawn[at]
+    return counts
 
 
 def _feature(name, value, records):
