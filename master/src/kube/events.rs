@@ -305,6 +305,26 @@ mod tests {
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
 
+    #[tokio::test]
+    async fn the_newest_warning_about_a_pod_is_read_unless_it_is_old() {
+        let (fake, cluster) = FakeServer::start();
+        let put = |name: &str, uid: &str, reason: &str, age_s: i64| {
+            let at = Timestamp::from_second(Timestamp::now().as_second() - age_s).unwrap();
+            let event = json!({
+                "metadata": {"name": name}, "involvedObject": {"uid": uid}, "type": "Warning",
+                "reason": reason, "message": "no secret s", "lastTimestamp": at.to_string(),
+            });
+            fake.put("events", name, event);
+        };
+        put("1", "pod", "FailedMount", 30);
+        put("2", "pod", "FailedScheduling", 90);
+        put("3", "other", "FailedMount", 2 * WARNING_AGE_MAX_S);
+        let uids = ["pod", "other", "none"].map(str::to_owned);
+        let found = warnings(&cluster.api(), &uids).await.unwrap();
+        let warning = PodWarning { reason: "FailedMount".into(), message: "no secret s".into() };
+        assert_eq!(found, [("pod".to_owned(), warning)].into());
+    }
+
     #[tokio::test(start_paused = true)]
     async fn repeated_events_are_counted_in_one_object_of_the_job() {
         let (fake, recorder) = start();

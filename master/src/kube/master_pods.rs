@@ -303,6 +303,40 @@ mod tests {
         }
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn a_warning_about_the_pod_of_a_master_that_runs_is_no_news() {
+        let (fake, cluster) = FakeServer::start();
+        let pod = |status: serde_json::Value| {
+            let labels = json!({"app.kubernetes.io/instance": "j"});
+            let metadata = json!({"name": "j-master-1", "uid": "pod", "labels": labels});
+            fake.put("pods", "j-master-1", json!({"metadata": metadata, "status": status}));
+        };
+        let warn = |name: &str| {
+            let event = json!({
+                "metadata": {"name": name, "uid": name}, "involvedObject": {"uid": "pod"},
+                "type": "Warning", "reason": "FailedMount", "message": "no secret s",
+            });
+            fake.put("events", name, event);
+        };
+        let mut masters = MasterPods::watch(&cluster, "j");
+        let next = async |masters: &mut MasterPods| {
+            tokio::time::timeout(Duration::from_secs(20), masters.next()).await.ok()
+        };
+        pod(json!({"phase": "Pending"}));
+        assert_eq!(next(&mut masters).await, None);
+        warn("1");
+        let why = MasterStatus::Pending("FailedMount: no secret s".into());
+        assert_eq!(next(&mut masters).await, Some(why));
+        let running = json!({
+            "name": "master", "image": "i", "imageID": "", "ready": true, "restartCount": 0,
+            "state": {"running": {}},
+        });
+        pod(json!({"phase": "Running", "containerStatuses": [running]}));
+        assert_eq!(next(&mut masters).await, Some(MasterStatus::Running));
+        warn("2");
+        assert_eq!(next(&mut masters).await, None);
+    }
+
     #[test]
     fn only_events_that_block_the_jobs_own_master_are_reported() {
         let mut known = JobUids::default();

@@ -302,6 +302,54 @@ async fn a_pod_that_cannot_start_is_evicted_after_a_while() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_program_that_the_image_lacks_is_at_fault_unless_it_has_run_in_another_pod() {
+    let message = "exec: \"cuonting\": executable file not found in $PATH";
+    let state = json!({"exitCode": 128, "reason": "StartError", "message": message});
+    let status = container("Failed", json!({"terminated": state}));
+    let why = format!("its program can't be executed: {message}");
+    for has_run in [false, true] {
+        let (fake, mut pods) = if has_run { started().await } else { pods() };
+        pods.start(LaunchId(2), 0);
+        until(|| fake.state().names().contains(&"j-w-2")).await;
+        fake.set_status("j-w-2", status.clone());
+        let exit = match has_run {
+            true => Exit::reclaimed(ReclaimCause::NotStarted, why.clone()),
+            false => Exit::NotStarted(why.clone()),
+        };
+        let event = loop {
+            match next(&mut pods).await {
+                (LaunchId(2), event @ BackendEvent::Ended(_)) => break event,
+                _ => {}
+            }
+        };
+        assert_eq!(event, BackendEvent::Ended(exit));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_volume_that_cannot_be_mounted_is_what_its_pod_waits_for() {
+    let (fake, mut pods) = pods();
+    pods.start(ONE, 0);
+    assert_eq!(next(&mut pods).await, WAITING);
+    until(|| fake.state().names() == ["j-w-1"]).await;
+    let mut pod = fake.state().pod("j-w-1");
+    let scheduled = json!({"type": "PodScheduled", "status": "True"});
+    pod["spec"]["nodeName"] = "a".into();
+    pod["status"] = json!({
+        "phase": "Pending", "conditions": [scheduled], "startTime": "2024-05-01T10:00:00Z"
+    });
+    let uid = pod["metadata"]["uid"].clone();
+    fake.put("pods", "j-w-1", pod);
+    let event = json!({
+        "metadata": {"name": "e"}, "involvedObject": {"uid": uid}, "type": "Warning",
+        "reason": "FailedMount", "message": "no secret s",
+    });
+    fake.put("events", "e", event);
+    let why = Some("node a: FailedMount: no secret s".into());
+    while next(&mut pods).await != (ONE, BackendEvent::Waiting(Wait::Start(why.clone()))) {}
+}
+
+#[tokio::test(start_paused = true)]
 async fn once_a_worker_has_run_pods_that_cannot_start_are_replaced_with_back_off_and_without_blame()
 {
     // By this master, or by an earlier one.
