@@ -279,12 +279,6 @@ pub(crate) fn try_first<M: Model>(
     };
     let Some(file) = dataset.files.iter().find(|file| file.records > 0) else { return Ok(()) };
     let layout = call_user("tensors()", || Ok(model.tensors()))?;
-    let is_prediction = matches!(work, Work::Predict { .. });
-    if is_prediction && model.as_bridge().is_some() && !tables_of(model)?.is_empty() {
-        return Err("a Python program whose model has tables can't predict yet; evaluate it, or \
-                    read the exported rows"
-            .into());
-    }
     let mut trained = Trained::load(weights, model, &layout)?;
     let first = call_user("reading the first record", || Ok(reader.read(file, 0..1)?))?;
     match work {

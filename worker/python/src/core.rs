@@ -296,13 +296,15 @@ impl Core {
                     let means = means.extract::<Vec<(String, f64)>>(py)?;
                     self.training(|training| training.driver.evaluated(means))?;
                 }
-                Some(Event::EvaluationIds { records }) => {
-                    let ids = |one: &Application| one.ids.clone_ref(py);
-                    let which = |training: &Training| training.evaluation.as_ref().map(ids);
+                Some(Event::AppliedIds { predicts, records }) => {
+                    let which = |Training { evaluation, prediction, .. }: &Training| {
+                        let application = if predicts { prediction } else { evaluation };
+                        application.as_ref().map(|one| one.ids.clone_ref(py))
+                    };
                     let features = self.apply(py, records, which)?;
                     let features = features.extract::<Vec<Feature<'_>>>(py)?;
                     self.training(|training| {
-                        training.driver.announce_evaluated(|ids| rows::add(features, ids))
+                        training.driver.announce_applied(|ids| rows::add(features, ids))
                     })??;
                 }
                 Some(Event::Ids { .. }) => return Ok(true),

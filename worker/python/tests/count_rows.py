@@ -73,6 +73,12 @@ def evaluate(users, words, starts):
     return {"users": users / 2, "squares": (users / 2).square(), "words": words}
 
 
+@job.predictor(All(), micro_batch=16, collate=collate, ids=ids)
+def predict(users, words, starts):
+    of_users, of_words = model(users, words, starts)
+    return {"user": users, "records": of_users / 2, "word": of_words}
+
+
 sampler = job.sampler(records, micro_batch=7)
 data = DataLoader(Clicks(), batch_sampler=sampler, num_workers=loaders, collate_fn=collate)
 for users, words, starts in job.batches(data, ids=ids):

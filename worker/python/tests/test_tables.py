@@ -1,8 +1,12 @@
 """Tests of embedding tables with PyTorch."""
 
 import collections
+import csv
 import importlib.util
+import json
 import pathlib
+import subprocess
+import sys
 import tempfile
 import textwrap
 import unittest
@@ -10,7 +14,7 @@ import unittest
 if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
 
-from jobs import HERE, RunningJob, needs_elasticdl
+from jobs import ELASTICDL, HERE, RunningJob, needs_elasticdl
 from test_torch import run
 
 # The same training with tables and with torch.nn.EmbeddingBag, whose rows are those with which the
@@ -157,6 +161,7 @@ REFUSALS = (
     ("next(draws(loader=[1])); None", "that was not drawn from job.sampler()"),
     ("net.state_dict()", "table 'user' has no state_dict(): the workers divide its rows"),
     ("net.load_state_dict({})", "table 'user' loads no state_dict()"),
+    ("et.load(net, 'x')", "table 'user' loads no rows from a file"),
     ("copy.deepcopy(net)", "table 'user' can't be copied or pickled"),
     ("torch.save(net, io.BytesIO())", "table 'user' can't be copied or pickled"),
     ("net.half()", "can't be moved to torch.float16 on cpu"),
@@ -279,11 +284,16 @@ class Jobs(unittest.TestCase):
 
     RECORDS, EPOCHS, BATCH = 960, 2, 48
 
-    def check(self, job, context):
-        self.assertEqual(job.wait(), 0, f"{context}\n{job.text()}")
+    def counts(self):
+        """Records of an epoch by user, and by word."""
         records = range(self.RECORDS)
         users = collections.Counter(i * i % 40 for i in records)
         words = collections.Counter((i + word) % 25 for i in records for word in range(i % 4))
+        return users, words
+
+    def check(self, job, context):
+        self.assertEqual(job.wait(), 0, f"{context}\n{job.text()}")
+        users, words = self.counts()
         summary = job.summary()
         touches = self.EPOCHS * (sum(users.values()) + sum(words.values()))
         self.assertEqual(
@@ -322,6 +332,39 @@ class Jobs(unittest.TestCase):
             with self.job(0, 0, options, workers=1) as second:
                 self.check(second, "resumed")
 
+    def test_exported_rows_are_evaluated_and_predicted(self):
+        arguments = [sys.executable, HERE / "count_rows.py", self.RECORDS, self.BATCH, 0, 0]
+        with tempfile.TemporaryDirectory() as folder:
+            model, rows = pathlib.Path(folder, "m.safetensors"), pathlib.Path(folder, "rows")
+            with self.job(0, 0, ["--export", str(model)], workers=2) as job:
+                self.check(job, "exported")
+                metrics = job.summary()["evaluations"]["all"][-1]["metrics"]
+            for verb, options in (
+                ("evaluate", []),
+                ("predict", ["--predictions", rows, "--format", "csv"]),
+            ):
+                directory = pathlib.Path(folder, verb)
+                command = [ELASTICDL, verb, "--local", "--job-dir", directory, "--model", model]
+                command += ["--data", "all", "--num-workers", "2", *options, "--", *arguments]
+                ended = subprocess.run(
+                    [str(word) for word in command],
+                    capture_output=True,
+                    text=True,
+                    timeout=240,
+                    check=False,
+                )
+                self.assertEqual(ended.returncode, 0, ended.stdout + ended.stderr)
+            evaluated = json.loads(pathlib.Path(folder, "evaluate", "summary.json").read_text())
+            self.assertEqual(evaluated["metrics"], metrics)
+            found = {}
+            for path in rows.iterdir():
+                with open(path, newline="") as file:
+                    found.update({int(row["user"]): row for row in csv.DictReader(file)})
+        users, words = self.counts()
+        expected = {user: (2.0 * users[user], 2.0 * words[user % 25]) for user in range(40)}
+        counted = {user: (float(row["records"]), float(row["word"])) for user, row in found.items()}
+        self.assertEqual(counted, expected)
+
     def test_a_worker_with_another_table_takes_no_part(self):
         # The second worker to come finds the file that the first one has made.
         program = """
@@ -352,7 +395,8 @@ for indices in job.batches(job.sampler(64), lambda indices: {"user": torch.tenso
     def test_a_strict_job_gives_the_same_bits_alone_and_under_kills(self):
         digests = []
         for workers, seconds in (1, 0.0), (3, 0.1):
-            options = ["--deterministic", "--micro-batch", "8", "--min-workers", str(min(workers, 2))]
+            options = ["--deterministic", "--micro-batch", "8"]
+            options += ["--min-workers", str(min(workers, 2))]
             program = [HERE / "strict.py", "rows", seconds]
             with RunningJob(program, workers=workers, batch=40, epochs=5, options=options) as job:
                 kills = job.survive_some(400, 2) if workers > 1 else 0

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use elasticdl_data::Predictions;
+use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Ids};
 
 use super::lent::{Lent, LentMut};
@@ -40,12 +40,12 @@ pub struct Driver {
 /// What a call lends.
 #[derive(Debug)]
 enum Held {
+    AppliedIds { ids: Ids },
     Evaluate { rows: BatchRows },
-    EvaluationIds { ids: Ids },
     Gradient { gradient: LentMut, before: u64, is_overlapped: bool, sums: Sums },
     Ids { ids: Ids, starts_over: bool },
     Initialize { parameters: LentMut },
-    Predict,
+    Predict { rows: BatchRows },
     Update { sum: Lent, parameters: LentMut, state: LentMut },
 }
 
@@ -74,13 +74,14 @@ impl Watch {
 /// What the program has to do, or knows, next.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
+    /// [Announce](Driver::announce_applied) the ids of these records, which are evaluated or, if it
+    /// `predicts`, predicted next.
+    AppliedIds { predicts: bool, records: Vec<Record> },
     /// The worker has ended.
     Ended(Ended),
     /// Compute the metrics of these records, then [`Driver::evaluated`]. The parameters are in the
     /// program's memory.
     Evaluate { records: Vec<Record> },
-    /// [Announce](Driver::announce_evaluated) the ids of these records, which are evaluated later.
-    EvaluationIds { records: Vec<Record> },
     /// Add gradients to [`Driver::gradient`], each followed by [`Driver::deliver`]. `loads`: the
     /// parameters are new.
     Gradient { loads: bool },
@@ -212,13 +213,13 @@ impl Driver {
         }
     }
 
-    /// The rows of the program's tables, while a gradient or metrics are requested: those of the
-    /// ids of all micro-batches of the request, with the sums of their gradients, to which the
-    /// program adds.
+    /// The rows of the program's tables, while a gradient, metrics or predictions are requested:
+    /// those of the ids of all micro-batches of the request, with the sums of their gradients, to
+    /// which the program adds.
     pub fn rows(&mut self) -> Option<&mut BatchRows> {
         match &mut self.held {
             Some(Held::Gradient { sums, .. }) => Some(&mut sums.rows),
-            Some(Held::Evaluate { rows }) => Some(rows),
+            Some(Held::Evaluate { rows } | Held::Predict { rows }) => Some(rows),
             _ => None,
         }
     }
@@ -261,15 +262,15 @@ impl Driver {
         Ok(counts)
     }
 
-    /// Announces the ids of records that are evaluated.
+    /// Announces the ids of records that are evaluated or predicted.
     ///
     /// # Errors
     /// `add` fails.
-    pub fn announce_evaluated<E>(
+    pub fn announce_applied<E>(
         &mut self,
         add: impl FnOnce(&mut Ids) -> Result<(), E>,
     ) -> Result<(), E> {
-        if let Some(Held::EvaluationIds { ids }) = &mut self.held {
+        if let Some(Held::AppliedIds { ids }) = &mut self.held {
             add(ids)?;
         }
         self.look_up();
@@ -280,7 +281,7 @@ impl Driver {
     /// gradient.
     pub fn look_up(&mut self) {
         let ids = match &self.held {
-            Some(Held::EvaluationIds { ids }) => {
+            Some(Held::AppliedIds { ids }) => {
                 self.ids = ids.clone();
                 ids.clone()
             }
@@ -326,8 +327,9 @@ impl Driver {
             Call::Evaluate { records, rows } => {
                 (Held::Evaluate { rows }, Event::Evaluate { records })
             }
-            Call::EvaluationIds { records, ids } => {
-                (Held::EvaluationIds { ids }, Event::EvaluationIds { records })
+            Call::AppliedIds { purpose, records, ids } => {
+                let predicts = purpose == Purpose::Predict;
+                (Held::AppliedIds { ids }, Event::AppliedIds { predicts, records })
             }
             Call::Gradient { records, before, gradient, rows, is_overlapped, loads } => {
                 if self.batches.is_announced() {
@@ -352,7 +354,7 @@ impl Driver {
             Call::Initialize { seed, parameters } => {
                 (Held::Initialize { parameters }, Event::Initialize { seed })
             }
-            Call::Predict { records } => (Held::Predict, Event::Predict { records }),
+            Call::Predict { records, rows } => (Held::Predict { rows }, Event::Predict { records }),
             Call::Update { step, records, sum, parameters, state, loads } => {
                 (Held::Update { sum, parameters, state }, Event::Update { step, records, loads })
             }

@@ -95,10 +95,10 @@ pub struct GroupProgress {
 /// What the trainer asks of the program.
 #[derive(Debug)]
 pub(super) enum Call {
+    /// To add the ids of these records, which are evaluated or predicted next.
+    AppliedIds { purpose: Purpose, records: Vec<Record>, ids: Ids },
     /// The metrics of these records, with the rows of their ids.
     Evaluate { records: Vec<Record>, rows: BatchRows },
-    /// To add the ids of these records, which are evaluated.
-    EvaluationIds { records: Vec<Record>, ids: Ids },
     /// To add the gradient of these records, in micro-batches, to `gradient`, which already has
     /// that of `before` records; if there are none, its elements have any values. Its parts are
     /// summed as they are complete, if it `is_overlapped`. `loads`: the parameters are new.
@@ -115,8 +115,8 @@ pub(super) enum Call {
     Ids { records: Vec<Record>, ids: Ids, starts_over: bool },
     /// The initial parameters.
     Initialize { seed: u64, parameters: LentMut },
-    /// Predictions for these records.
-    Predict { records: Vec<Record> },
+    /// Predictions for these records, with the rows of their ids.
+    Predict { records: Vec<Record>, rows: BatchRows },
     /// The update by the gradient, a sum over this many records. `loads`: parameters and state are
     /// new.
     Update { step: u64, records: u64, sum: Lent, parameters: LentMut, state: LentMut, loads: bool },
@@ -327,6 +327,19 @@ impl ExternalModel {
         }
         Ok(())
     }
+
+    /// Lets the program predict for the records.
+    fn predictions(&self, records: &[Record], rows: &BatchRows) -> Result<Predictions, UserError> {
+        let (channel, mut all) = (self.channel(), Predictions::new());
+        for part in records.chunks(batch_of(self.shape.prediction)) {
+            channel.send(Call::Predict { records: part.to_vec(), rows: rows.clone() })?;
+            let Reply::Predictions(rows) = channel.receive()? else {
+                return Err("the program has replied without predictions".into());
+            };
+            all.append(rows)?;
+        }
+        Ok(all)
+    }
 }
 
 impl Model for ExternalModel {
@@ -373,9 +386,9 @@ impl Model for ExternalModel {
     }
 
     fn feed(&mut self, records: Vec<Numbered>) -> Result<Batch, UserError> {
-        let is_training = records.first().is_none_or(|first| first.is_training);
+        let purpose = records.first().map(|first| first.purpose).unwrap_or_default();
         let records = records.into_iter().map(|numbered| numbered.record).collect();
-        Ok(Batch { is_training, records })
+        Ok(Batch { purpose, records })
     }
 
     fn gradients(
@@ -407,15 +420,7 @@ impl Model for ExternalModel {
 
     fn predict(&mut self, parameters: &[f32], batch: Batch) -> Result<Predictions, UserError> {
         self.show(parameters);
-        let (channel, mut all) = (self.channel(), Predictions::new());
-        for part in batch.records.chunks(batch_of(self.shape.prediction)) {
-            channel.send(Call::Predict { records: part.to_vec() })?;
-            let Reply::Predictions(rows) = channel.receive()? else {
-                return Err("the program has replied without predictions".into());
-            };
-            all.append(rows)?;
-        }
-        Ok(all)
+        self.predictions(&batch.records, &BatchRows::default())
     }
 }
 
@@ -427,17 +432,21 @@ impl TableModel for ExternalModel {
     }
 
     fn ids(&mut self, batch: &mut Batch, ids: &mut Ids) -> Result<(), UserError> {
-        let Self { channel, starts_over, .. } = self;
+        let Self { shape, channel, starts_over, .. } = self;
         let channel = locked(channel);
-        let most = match batch.is_training {
-            true => usize::MAX,
-            false => batch_of(self.shape.evaluation),
+        let purpose = batch.purpose;
+        let most = match purpose {
+            Purpose::Evaluate => batch_of(shape.evaluation),
+            Purpose::Predict => batch_of(shape.prediction),
+            _ => usize::MAX,
         };
         for part in batch.records.chunks(most) {
             let (records, lent) = (part.to_vec(), mem::take(ids));
-            channel.send(match batch.is_training {
-                true => Call::Ids { records, ids: lent, starts_over: mem::take(starts_over) },
-                false => Call::EvaluationIds { records, ids: lent },
+            channel.send(match purpose {
+                Purpose::Evaluate | Purpose::Predict => {
+                    Call::AppliedIds { purpose, records, ids: lent }
+                }
+                _ => Call::Ids { records, ids: lent, starts_over: mem::take(starts_over) },
             })?;
             let Reply::Ids(of_program) = channel.receive()? else {
                 return Err("the program has replied without ids".into());
@@ -445,6 +454,16 @@ impl TableModel for ExternalModel {
             *ids = of_program;
         }
         Ok(())
+    }
+
+    fn predict_with_rows(
+        &mut self,
+        parameters: &[f32],
+        batch: Batch,
+        rows: &BatchRows,
+    ) -> Result<Predictions, UserError> {
+        self.show(parameters);
+        self.predictions(&batch.records, rows)
     }
 }
 
@@ -499,15 +518,15 @@ impl Bridge for ExternalModel {
 /// Records that the program computes, or evaluates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Batch {
-    pub(super) is_training: bool,
+    pub(super) purpose: Purpose,
     pub(super) records: Vec<Record>,
 }
 
-/// A record, and whether it belongs to the training data.
+/// A record, and the data that it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Numbered {
-    is_training: bool,
-    pub(super) record: Record,
+    purpose: Purpose,
+    record: Record,
 }
 
 /// A reader whose records are their own numbers. The program loads their data, any of them as well
@@ -568,9 +587,9 @@ impl Reader for Numbers {
             );
             return Err(DataError::Other(error.into()));
         }
-        let is_training = !matches!(self.purpose, Purpose::Evaluate | Purpose::Predict);
-        let record = |number| Record { epoch: self.epoch, number };
-        Ok(range.map(|number| Numbered { is_training, record: record(number) }).collect())
+        let Self { purpose, epoch, .. } = *self;
+        let record = |number| Record { epoch, number };
+        Ok(range.map(|number| Numbered { purpose, record: record(number) }).collect())
     }
 }
 

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use elasticdl_collective::LocalRank;
-use elasticdl_data::Predictions;
+use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Initialization, RowOptimizer, Table};
 
 use super::memory::Taken;
@@ -40,7 +40,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
         match event {
             Event::Ended(ended) => break ended,
             Event::Evaluate { .. }
-            | Event::EvaluationIds { .. }
+            | Event::AppliedIds { .. }
             | Event::Ids { .. }
             | Event::Predict { .. } => panic!("it trains, and has no tables: {event:?}"),
             Event::Initialize { seed } => {
@@ -238,7 +238,7 @@ fn overlapped(mut ring: LocalRank) -> Vec<f32> {
     let (loss, summed) =
         buckets::overlap(&mut ring, &mut gradient, &mut sums, batch, 4, |gradients| {
             let records = [0, 1].map(|number| Record { epoch: 0, number }).to_vec();
-            model.gradients(&[], Batch { is_training: true, records }, gradients).unwrap()
+            model.gradients(&[], Batch { purpose: Purpose::Train, records }, gradients).unwrap()
         });
     program.join().unwrap();
     assert_eq!((loss, summed.unwrap(), model.step_records), (Loss::Sum(0.5), 1, 5));
@@ -254,7 +254,7 @@ fn metrics_are_means_over_the_records_of_all_calls() {
     let ((calls, from_trainer), (to_trainer, replies)) = (channel(), channel());
     let program = thread::spawn(move || {
         let mut lens = Vec::new();
-        while let Ok(Call::Evaluate { records, .. } | Call::Predict { records }) =
+        while let Ok(Call::Evaluate { records, .. } | Call::Predict { records, .. }) =
             from_trainer.recv()
         {
             lens.push(records.len());
@@ -278,7 +278,7 @@ fn metrics_are_means_over_the_records_of_all_calls() {
     let channel = CallChannel::new(calls, replies);
     let mut model = ExternalModel::new(shape, Taken::default(), channel, Arc::default());
     let records: Vec<Record> = (0..7).map(|number| Record { epoch: 0, number }).collect();
-    let batch = Batch { is_training: false, records };
+    let batch = Batch { purpose: Purpose::Predict, records };
     let mut sums = BTreeMap::new();
     model.evaluate(&[0.0; 2], batch.clone(), &mut Metrics::new(&mut sums, 7)).unwrap();
     assert_eq!(sums, BTreeMap::from([("first".to_owned(), 3.0 * 3.0 + 6.0)]));

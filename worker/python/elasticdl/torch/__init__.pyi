@@ -92,6 +92,7 @@ class Job(AnyJob):
         *,
         micro_batch: int = 64,
         collate: Callable[[list[Any]], Any] | None = None,
+        ids: Callable[[Any], Mapping[str, _Ids]] | None = None,
     ) -> Any: ...
     def generator(
         self,

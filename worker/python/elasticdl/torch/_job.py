@@ -162,15 +162,17 @@ class Job(AnyJob):
         evaluator = Evaluator(len(dataset), micro_batch, data.call, data.features)
         return self._worker.evaluator(evaluator, function)
 
-    def predictor(self, dataset, function=None, *, micro_batch=64, collate=None):
+    def predictor(
+        self, dataset, function=None, *, micro_batch=64, collate=None, ids=None
+    ):
         """Says how the module makes predictions, for a map-style data set.
 
         ``function`` returns columns by name: tensors of one dimension, or lists of numbers or text,
         with one element per record. It is called with ``elasticdl predict``, which writes them.
         Otherwise as :meth:`evaluator`.
         """
-        data = Batches(self, dataset, collate)
-        predictor = Predictor(len(dataset), micro_batch, data.call)
+        data = Batches(self, dataset, collate, ids)
+        predictor = Predictor(len(dataset), micro_batch, data.call, data.features)
         return self._worker.predictor(predictor, function)
 
     def generator(self, *, record=None, step=None, epoch=None, stream=0, device="cpu"):

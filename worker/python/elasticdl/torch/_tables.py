@@ -192,7 +192,7 @@ class Rows:
         if ids is None:
             raise RuntimeError(
                 "the job has tables, and the function that returns the ids of a batch is missing: "
-                "pass ids=… to job.evaluator(), as to job.batches()"
+                "pass ids=… to job.evaluator() and job.predictor(), as to job.batches()"
             )
         by_name = ids(batch)
         names = [table.name for table in self._tables]
@@ -212,7 +212,7 @@ class Rows:
 
     @contextlib.contextmanager
     def evaluated(self):
-        """The rows of records to evaluate are there."""
+        """The rows of records to evaluate, or to predict for, are there."""
         self._is_there = True
         try:
             yield
@@ -229,7 +229,7 @@ class Rows:
             raise RuntimeError(
                 f"no rows of table {table.name!r} are there: they are looked up for each batch of "
                 "`for batch in job.batches(loader, ids=…)`, until its opt.step(), and for the "
-                "function of job.evaluator()"
+                "functions of job.evaluator() and job.predictor()"
             )
         index = self.index(table)
         if index not in self._leaves:

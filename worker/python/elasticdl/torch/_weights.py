@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from ._tables import Table
+
 
 def load(net, path):
     """Loads a file of ``elasticdl train --export`` into a module, and returns the module.
@@ -13,6 +15,12 @@ def load(net, path):
     The file is in the format safetensors; its tensors have the names of ``net.state_dict()``. Every
     parameter and buffer must be there, in its shape. Tensors that share memory are there once.
     """
+    for module in net.modules():
+        if isinstance(module, Table):
+            raise ValueError(
+                f"table {module.name!r} loads no rows from a file: a job goes on from a checkpoint "
+                "(--resume-from), and evaluates and predicts with an exported model (--model)"
+            )
     tensors = read(path)
     entries = [*net.named_parameters(), *net.named_buffers()]
     with torch.no_grad():
