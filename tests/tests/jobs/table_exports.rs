@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use elasticdl::Reader as _;
 use elasticdl::readers::CsvRows;
-use elasticdl_tests::{Command, ExportedRow, JobFixture, exported_rows, send};
+use elasticdl_tests::{Command, ExportedRow, FaultRates, JobFixture, S3, exported_rows, send};
 use rustix::process::Signal;
 
 use crate::PROGRAMS;
@@ -77,6 +77,41 @@ fn the_rows_of_the_best_model_are_exported_with_it() {
 }
 
 #[test]
+fn the_rows_of_the_best_model_are_kept_until_they_are_written() {
+    let fixture = JobFixture { micros_per_record: 1000, ..fixture(3) };
+    let out = fixture.path("out");
+    let path = out.join("best.safetensors");
+    let command = fixture.command(4).option("validation-data", fixture.data());
+    let command = command.option("evaluate-every", "20").option("best-metric", "seen:max");
+    let mut job = command.option("export-best", &path).start();
+    job.wait_for_first_steps();
+    std::fs::remove_dir_all(&out).unwrap();
+    std::fs::write(&out, "no folder").unwrap();
+    // The model of step 140 is the best one.
+    job.wait_for("a later step", |status| status.step > 141);
+    std::fs::remove_file(&out).unwrap();
+    let ended = job.wait();
+    ended.assert_exact("the best of all");
+    let touches: u64 = rows(&path).values().map(|row| u64::from(row.touches)).sum();
+    assert_eq!(touches, 140 * BATCH);
+}
+
+#[test]
+fn a_suspended_job_exports_no_rows_before_its_end() {
+    let fixture = fixture(3);
+    let path = fixture.path("m.safetensors");
+    let command = fixture.command(5).option("export", &path);
+    let mut job = command.option("checkpoint-dir", fixture.path("kept")).start();
+    job.wait_for_first_steps();
+    job.command(&["suspend"]);
+    job.wait_for("the suspension", |status| status.state == "suspended");
+    assert!(!path.exists());
+    job.command(&["resume"]);
+    job.wait().assert_exact("suspended");
+    assert!(rows(&path).values().all(|row| row.touches == 2));
+}
+
+#[test]
 fn rows_that_their_place_does_not_take_are_in_the_directory_of_the_job() {
     let fixture = fixture(2);
     let (out, job_dir) = (fixture.path("out"), fixture.path("job"));
@@ -109,6 +144,28 @@ fn applied(
         .option("data", fixture.data())
         .option("num-workers", workers.to_string())
         .option("records-per-shard", "500")
+}
+
+#[test]
+fn rows_in_a_bucket_are_evaluated_as_those_in_a_folder() {
+    let server = S3::start(FaultRates { errors: 8, cuts: 4, ..FaultRates::default() }, 1);
+    let metrics = [("m.safetensors", None), ("s3://bucket/m.safetensors", Some(server.clone()))]
+        .map(|(model, store)| {
+            let variables = server.environment().into_iter();
+            let fixture = JobFixture { micros_per_record: 0, store, ..fixture(3) };
+            let path = if model.contains(':') { model.into() } else { fixture.path(model) };
+            let job = fixture.command(3).option("max-steps", "60").option("export", &path);
+            job.run().assert_outcome(0, "completed");
+            let apply = applied(&fixture, ("evaluate", "--tables"), &path, 2);
+            let apply = apply.started_by(["env".to_owned()].into_iter().chain(variables));
+            let ended = apply.run();
+            ended.assert_outcome(0, "completed");
+            ended.summary().metrics.clone().unwrap()["row"].unwrap()
+        });
+    assert!((metrics[0] - metrics[1]).abs() < 1e-6, "{metrics:?}");
+    let is_part = |name: &&String| name.starts_with("bucket/m.safetensors.tables/");
+    assert_eq!(server.names().iter().filter(is_part).count(), 2, "two parts of 2880 rows");
+    assert!(server.requests_hit() > 0, "no fault was injected");
 }
 
 #[test]

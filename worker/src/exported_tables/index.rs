@@ -109,11 +109,14 @@ pub(super) fn parts_folder(address: &str) -> (String, String) {
     (format!("{address}.tables"), format!("{name}.tables"))
 }
 
-/// Number of parts for so many rows of each table.
+/// Number of parts for so many rows of each table: enough for several workers to write at the same
+/// time, and for each of them to hold one in memory.
 pub(crate) fn parts_of(tables: &[Table], rows: &[u64]) -> u32 {
     let bytes = tables.iter().zip(rows).map(|(table, rows)| rows * (12 + 4 * table.dim as u64));
-    let parts = bytes.sum::<u64>().div_ceil(PART_BYTES).next_power_of_two();
-    parts.clamp(1, u64::from(SHARDS)) as u32
+    let bytes = bytes.sum::<u64>();
+    let for_speed = (bytes / PART_BYTES_MIN).clamp(1, PARTS_AT_ONCE);
+    let parts = bytes.div_ceil(PART_BYTES_MAX).max(for_speed).next_power_of_two();
+    parts.min(u64::from(SHARDS)) as u32
 }
 
 /// The names of a table's tensors: of its values, ids and touches.
@@ -141,5 +144,8 @@ pub(crate) fn check_names(tables: &[Table]) -> Result<(), String> {
 
 /// Name of [`ExportedTables`] in the notes of a file.
 pub(crate) const NOTE: &str = "elasticdl.tables";
-/// About the size of a part. A worker holds a few of them at a time.
-const PART_BYTES: u64 = 64 << 20;
+/// About the largest size of a part. A worker holds a few of them at a time.
+const PART_BYTES_MAX: u64 = 64 << 20;
+/// A part that is smaller is not worth a file.
+const PART_BYTES_MIN: u64 = 16 << 10;
+const PARTS_AT_ONCE: u64 = 8;

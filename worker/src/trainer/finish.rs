@@ -93,6 +93,9 @@ impl<M: Model> Trainer<'_, M> {
         is_published: bool,
         arrived: &RefCell<Vec<ControlEvent>>,
     ) -> Result<Option<Result<(), String>>, Stopped> {
+        if self.session.ended() == Some(&Ending::Suspended) {
+            return Ok(None);
+        }
         if !is_published {
             if let Some(tables) = self.tables.as_mut().filter(|_| self.exports.is_any()) {
                 tables.follow_export(self.tensors.group_mut()?)?;
@@ -137,11 +140,18 @@ impl<M: Model> Trainer<'_, M> {
         if !self.exports.has_best() {
             return Ok(());
         }
-        let is_lowest = self.session.group_rank().is_some_and(|(_, rank)| rank == 0);
-        if !is_lowest {
-            if let Some(tables) = &mut self.tables {
-                tables.follow_export(self.tensors.group_mut()?)?;
+        let is_lowest = match &mut self.tables {
+            Some(tables) => {
+                // The session may have left the group, whose ranks are still together.
+                let group = self.tensors.group_mut()?;
+                if group.rank() > 0 {
+                    tables.follow_export(group)?;
+                }
+                group.rank() == 0
             }
+            None => self.session.group_rank().is_some_and(|(_, rank)| rank == 0),
+        };
+        if !is_lowest {
             return Ok(());
         }
         let best = self.session.best_now().filter(|_| is_new && self.session.is_verified());
