@@ -122,7 +122,9 @@ impl<M: Model> Trainer<'_, M> {
     ) -> Result<Option<Taken<<M::Reader as Reader>::Record>>, Failure> {
         match self.records.take(range) {
             Ok(taken) => Ok(Some(taken)),
-            Err(error) => self.halt_or_fail(error).map(|()| None),
+            Err(error) => {
+                self.halt_or_fail(error, self.session.assignment.all_wait()).map(|()| None)
+            }
         }
     }
 

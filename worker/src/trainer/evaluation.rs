@@ -27,17 +27,22 @@ impl<M: Model> Trainer<'_, M> {
         // The master knows from the step that this is an evaluation, which may take long.
         self.session.reports.flush();
         self.send_reports();
-        let mine = match self.scores(blocks)? {
-            Ok(scores) => scores,
+        let failed = Scores { failed: true, ..Scores::default() };
+        let (mine, outage) = match self.scores(blocks)? {
+            Ok(scores) => (scores, None),
             Err(Unscored::Halts(error)) => {
                 tracing::error!(error, "the evaluation failed; the job ends");
                 self.session.halt(Halt { reason: Reason::Error(error), ranges: Vec::new() });
-                Scores { failed: true, ..Scores::default() }
+                (failed, None)
             }
+            Err(Unscored::Waited(error)) => (failed, Some(error)),
             Err(Unscored::Fails(failure)) => return Err(failure.into()),
         };
         let all = self.tensors.group_mut()?.all_gather(&header::encode(&mine))?;
         let scores: Vec<Scores> = decode_all(all)?;
+        if let Some(error) = outage {
+            self.halt_or_fail(error, scores.iter().all(|scores| scores.failed))?;
+        }
         self.session.evaluated(&scores);
         if scores.iter().any(|scores| scores.failed) {
             return Ok(());
@@ -179,6 +184,8 @@ enum Unscored {
     Fails(Failure),
     /// Every worker would find the same.
     Halts(String),
+    /// Storage was waited for, in vain.
+    Waited(ReadError),
 }
 
 impl From<Failure> for Unscored {
@@ -189,10 +196,10 @@ impl From<Failure> for Unscored {
 
 impl From<ReadError> for Unscored {
     fn from(error: ReadError) -> Self {
-        if error.ends_job || error.is_outage {
-            Self::Halts(error.text)
-        } else {
-            Self::Fails(error.into())
+        match error {
+            error if error.is_outage => Self::Waited(error),
+            ReadError { text, ends_job: true, .. } => Self::Halts(text),
+            error => Self::Fails(error.into()),
         }
     }
 }

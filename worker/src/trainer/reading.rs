@@ -29,7 +29,7 @@ impl<M: Model> Trainer<'_, M> {
     pub(super) fn header(&mut self) -> Result<Vec<u8>, Failure> {
         match self.records.readable(self.session.assignment.upcoming()) {
             Ok(readable) => self.session.assignment.limit_readable(readable),
-            Err(error) => self.halt_or_fail(error)?,
+            Err(error) => self.halt_or_fail(error, self.session.assignment.all_wait())?,
         }
         let digest = match self.session.state().filter(|_| self.session.is_verifying()) {
             Some(state) => self.tensors.digest(state)?,
@@ -42,14 +42,14 @@ impl<M: Model> Trainer<'_, M> {
         Ok(header::encode(&mine))
     }
 
-    /// The job ends with its state if no worker could continue: the data has changed, or all ranks
-    /// wait for storage, and this one has done so for as long as it may.
+    /// The job ends with its state if no worker could continue: the data has changed, or this rank
+    /// has waited for storage for as long as it may, and `all_wait`.
     ///
     /// # Errors
     /// This worker fails, and the others continue.
-    pub(super) fn halt_or_fail(&mut self, error: ReadError) -> Result<(), Failure> {
+    pub(super) fn halt_or_fail(&mut self, error: ReadError, all_wait: bool) -> Result<(), Failure> {
         let ReadError { ref text, ref records, ends_job, is_outage } = error;
-        let reason = match is_outage && self.session.assignment.all_wait() {
+        let reason = match is_outage && all_wait {
             true => format!("{text}; all workers have waited for it"),
             false if ends_job => text.clone(),
             false => return Err(error.into()),
