@@ -8,8 +8,8 @@
 //! A model with tables announces the ids of all micro-batches of a request before it computes the
 //! first. Those that do not fit are discarded then. Several requests may be announced one after the
 //! other, before the gradient of the first is computed. If the rows can't be looked up, because the
-//! group has changed, other requests take their place, and what was announced counts only if it fits
-//! those.
+//! group has changed, other requests take their place, and what was announced counts only if it
+//! fits those.
 //!
 //! **Invariant:** a micro-batch counts only if its records are the next ones of the request, so
 //! that a step contains each of its records exactly once.

@@ -444,7 +444,8 @@ impl<M: Model> Trainer<'_, M> {
         rows
     }
 
-    /// Adds the gradients of these batches, of the records of `ranges`. Returns the sum of the loss.
+    /// Adds the gradients of these batches, of the records of `ranges`. Returns the sum of the
+    /// loss.
     fn gradients_of_all(
         &mut self,
         batches: Vec<WaitingBatch<M::Batch>>,

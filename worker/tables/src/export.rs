@@ -3,7 +3,7 @@
 //! A part consists of all rows whose hash lies in its range, so which rows it has, and in which
 //! order, depends on the rows alone.
 
-use crate::owned::SavedShards;
+use crate::owned::saved::SavedShards;
 use crate::shard::Shard;
 use crate::table::Table;
 use crate::wire::{InvalidRows, Message, put, put_u32};

@@ -31,10 +31,11 @@ mod wire;
 pub use self::export::{ExportedRows, Part, collect};
 pub use self::lookup::{BatchRows, Ids, RowGradients, id_of};
 pub use self::optimizer::RowOptimizer;
-pub use self::owned::{
-    HeldRow, LostShards, Owned, OwnedHeader, OwnedSize, Recovery, SHARDS, SavedShard, SavedShards,
-    Settings, StepCommit,
-};
+pub use self::owned::contents::{HeldRow, OwnedSize};
+pub use self::owned::recovery::{LostShards, OwnedHeader, Recovery};
+pub use self::owned::round::StepCommit;
+pub use self::owned::saved::{SavedShard, SavedShards};
+pub use self::owned::{Owned, SHARDS, Settings};
 pub use self::placement::{Member, Placement, ShardCopy, shard_of};
 pub use self::table::{Initialization, Table, check, difference};
 pub use self::wire::InvalidRows;

@@ -12,16 +12,11 @@ use crate::placement::{Member, Placement, ShardCopy, shard_of};
 use crate::shard::Shard;
 use crate::table::Table;
 
-mod contents;
+pub(crate) mod contents;
 mod hand_over;
-mod recovery;
-mod round;
-mod saved;
-
-pub use self::contents::{HeldRow, OwnedSize};
-pub use self::recovery::{LostShards, OwnedHeader, Recovery};
-pub use self::round::StepCommit;
-pub use self::saved::{SavedShard, SavedShards};
+pub(crate) mod recovery;
+pub(crate) mod round;
+pub(crate) mod saved;
 
 /// A worker's shards.
 #[derive(Clone, Debug)]

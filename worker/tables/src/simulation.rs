@@ -16,9 +16,9 @@ use rand::{RngExt, SeedableRng};
 
 use crate::lookup::{Ids, RowGradients};
 use crate::optimizer::RowOptimizer;
-use crate::owned::{LostShards, Owned, Recovery, Settings, StepCommit};
 use crate::placement::{Member, Placement, shard_of};
 use crate::table::Table;
+use crate::{LostShards, Owned, Recovery, Settings, StepCommit};
 
 /// Touches and values of all rows, by table and id.
 type Reference = BTreeMap<(usize, u64), (u32, Vec<f32>)>;

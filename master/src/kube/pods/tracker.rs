@@ -20,6 +20,7 @@
 //! later is deleted. The last 16 ended pods are retained.
 
 mod gangs;
+mod pod_ref;
 mod silent_nodes;
 mod timeouts;
 mod warnings;
@@ -33,6 +34,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::Pod;
 
 use self::gangs::{Gangs, Placement};
+pub(super) use self::pod_ref::PodRef;
 use super::calls::CreateOutcome;
 use super::factory::PodFactory;
 use crate::backend_event::BackendEvent;
@@ -121,13 +123,6 @@ pub(super) enum PodAction {
     RecordEvent(&'static str, String),
     Report(LaunchId, BackendEvent),
     Warn(String),
-}
-
-/// Name and uid of a pod.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct PodRef {
-    pub(super) name: String,
-    pub(super) uid: String,
 }
 
 /// A deletion whose reason may become known later.
@@ -581,13 +576,6 @@ impl PodTracker {
     fn pod_of(&self, launch: LaunchId) -> Option<PodRef> {
         let (uid, _) = self.launches.get(&launch)?.pod.as_ref()?;
         Some(PodRef { name: self.factory.name(launch), uid: uid.clone() })
-    }
-}
-
-impl PodRef {
-    pub(super) fn of(pod: &Pod) -> Self {
-        let name = pod.metadata.name.clone().unwrap_or_default();
-        Self { name, uid: pod.metadata.uid.clone().unwrap_or_default() }
     }
 }
 

@@ -1,5 +1,5 @@
-//! A model whose sums are never exact: an embedding of a number, and a layer with dropout; also with
-//! rows of tables.
+//! A model whose sums are never exact: an embedding of a number, and a layer with dropout; also
+//! with rows of tables.
 
 use std::path::PathBuf;
 use std::time::Duration;

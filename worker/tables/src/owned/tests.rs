@@ -1,5 +1,6 @@
 //! Tests of rounds without faults; those with faults are in the simulation.
 
+use super::round::StepCommit;
 use super::*;
 use crate::lookup::{Ids, RowGradients};
 use crate::optimizer::RowOptimizer;
