@@ -81,3 +81,27 @@ impl Transient for io::Error {
         Errno::from_io_error(self).is_some_and(|errno| refused.contains(&errno))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reader::DataError;
+
+    #[test]
+    fn a_permission_that_is_taken_away_is_an_outage_and_a_missing_file_is_none() {
+        let of = |errno: Errno| io::Error::from_raw_os_error(errno.raw_os_error());
+        for (errno, is_transient, is_refusal) in [
+            (Errno::ACCESS, false, true),
+            (Errno::KEYEXPIRED, false, true),
+            (Errno::STALE, true, false),
+            (Errno::NOENT, false, false),
+            (Errno::NOSPC, false, false),
+        ] {
+            let error = of(errno);
+            let found = (error.is_transient(), error.is_refusal());
+            assert_eq!(found, (is_transient, is_refusal), "{errno}");
+            let error = DataError::Io { path: "a".into(), source: of(errno) };
+            assert_eq!(error.is_outage(), is_transient || is_refusal, "{errno}");
+        }
+    }
+}
