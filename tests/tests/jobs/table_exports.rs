@@ -107,7 +107,9 @@ fn a_suspended_job_exports_no_rows_before_its_end() {
     job.wait_for("the suspension", |status| status.state == "suspended");
     assert!(!path.exists());
     job.command(&["resume"]);
-    job.wait().assert_exact("suspended");
+    let ended = job.wait();
+    ended.assert_exact("suspended");
+    assert_eq!(ended.lost(), [], "{}", ended.output);
     assert!(rows(&path).values().all(|row| row.touches == 2));
 }
 
