@@ -317,9 +317,8 @@ async fn a_program_that_the_image_lacks_is_at_fault_unless_it_has_run_in_another
             false => Exit::NotStarted(why.clone()),
         };
         let event = loop {
-            match next(&mut pods).await {
-                (LaunchId(2), event @ BackendEvent::Ended(_)) => break event,
-                _ => {}
+            if let (LaunchId(2), event @ BackendEvent::Ended(_)) = next(&mut pods).await {
+                break event;
             }
         };
         assert_eq!(event, BackendEvent::Ended(exit));
