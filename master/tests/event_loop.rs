@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use elasticdl_master::event_loop::{JobResult, Master, UserCommand};
-use elasticdl_master::job::{Batch, JobSpec, OnNonfinite, Outcome, WireDtype, Work};
+use elasticdl_master::job::{Batch, JobSpec, Outcome};
 use elasticdl_master::jobdir::JobDir;
 use elasticdl_master::listener::ServerConfig;
 use elasticdl_master::local::Launcher;
@@ -142,41 +142,8 @@ impl Worker {
 }
 
 fn spec() -> JobSpec {
-    JobSpec {
-        name: "mnist".into(),
-        training_data: "d".into(),
-        num_workers: 1,
-        min_workers: 1,
-        max_workers: 3,
-        workers_per_pod: 1,
-        epochs: 1,
-        max_steps: None,
-        batch: Batch::Global(NonZeroU64::new(4).unwrap()),
-        records_per_shard: None,
-        shuffle: Default::default(),
-        micro_batch: None,
-        deterministic: false,
-        seed: 0,
-        max_worker_restarts: 0,
-        worker_timeout: None,
-        step_timeout: None,
-        start_timeout: Duration::from_secs(60),
-        master_timeout: Duration::from_secs(30),
-        checkpoints: None,
-        resume_from: None,
-        validation: None,
-        work: Work::default(),
-        wire_dtype: WireDtype::F32,
-        channels: 1,
-        link_encryption: Default::default(),
-        on_nonfinite: OnNonfinite::Fail,
-        allow_mixed_builds: false,
-        bad_records_max: 0,
-        table_replicas: 2,
-        restart_without_checkpoint: false,
-        policies: Default::default(),
-        grace_period: Duration::from_secs(30),
-    }
+    let batch = Batch::Global(NonZeroU64::new(4).unwrap());
+    JobSpec { max_workers: 3, ..JobSpec::new("mnist", "d", 1, batch) }
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::WorkerId;
-use crate::limits::MICRO_BATCHES_MAX;
+use crate::limits::{MICRO_BATCHES_MAX, TABLE_REPLICAS};
 
 /// The master's first message on a stream: the worker is admitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -73,6 +73,38 @@ pub struct WorkerOptions {
     /// Number of workers that hold each row of the model's tables: 1 to
     /// [`TABLE_REPLICAS_MAX`](crate::limits::TABLE_REPLICAS_MAX).
     pub table_replicas: u8,
+}
+
+impl WorkerOptions {
+    /// The options of a job that trains for one epoch in batches of this size, and for which no
+    /// other option is given.
+    #[must_use]
+    pub fn new(training_data: impl Into<String>, batch: Batch) -> Self {
+        Self {
+            training_data: training_data.into(),
+            epochs: 1,
+            max_steps: None,
+            batch,
+            seed: 0,
+            shuffle: Shuffle::default(),
+            micro_batch: None,
+            deterministic: false,
+            heartbeat: None,
+            worker_timeout: None,
+            leave_timeout: None,
+            checkpoints: None,
+            resume_from: None,
+            validation: None,
+            work: Work::default(),
+            wire_dtype: WireDtype::F32,
+            channels: 1,
+            skips_nonfinite: false,
+            allows_mixed_builds: false,
+            link_encryption: LinkEncryption::default(),
+            bad_records_max: 0,
+            table_replicas: TABLE_REPLICAS,
+        }
+    }
 }
 
 /// Number of records of a step.

@@ -9,6 +9,8 @@ pub const EPOCHS_MAX: u32 = 1 << 20;
 pub const WORKERS_MAX: u32 = 16_384;
 /// Most parallel connections between neighbours in the ring.
 pub const CHANNELS_MAX: u8 = 16;
+/// Workers with a copy of a row, unless a job has its own number.
+pub const TABLE_REPLICAS: u8 = 2;
 /// Most workers with a copy of a row.
 pub const TABLE_REPLICAS_MAX: u8 = 3;
 /// Most records of a step.

@@ -176,7 +176,7 @@ pub struct WorkersSummary {
 }
 
 /// A membership change: its cause, and the pause that it caused.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct MembershipChange {
     /// The generation.
     pub generation: Generation,
@@ -234,10 +234,11 @@ impl MembershipChange {
 }
 
 /// Why a generation was published; of several reasons the last in this list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Cause {
     /// The first one.
+    #[default]
     Start,
     /// Workers came.
     Join,

@@ -15,7 +15,6 @@ mod plot;
 mod proxy;
 mod s3;
 pub mod simulation;
-mod spec;
 
 pub use browser::Browser;
 pub use data::{
@@ -33,4 +32,3 @@ pub use page::Page;
 pub use plot::{Curve, Plot};
 pub use proxy::Proxy;
 pub use s3::{FaultRates, S3};
-pub use spec::job_spec;

@@ -94,16 +94,8 @@ mod tests {
             cause,
             world_size: 3,
             at_step: 84,
-            gap_ms: None,
-            detect_ms: None,
-            abort_ms: None,
-            agree_ms: None,
-            connect_ms: None,
-            state_ms: None,
-            first_step_ms: None,
             lost: lost.iter().copied().map(WorkerId).collect(),
-            left: vec![],
-            joined: vec![],
+            ..MembershipChange::default()
         };
         status.memberships = vec![change(1, Cause::Start, &[]), change(2, Cause::Lost, &[2, 5])];
         (status.generation, status.state) = (Generation(2), "running".into());

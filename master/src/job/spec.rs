@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_proto::limits::{CHANNELS_MAX, TABLE_REPLICAS_MAX, WORKERS_MAX};
+use elasticdl_proto::limits::{CHANNELS_MAX, TABLE_REPLICAS, TABLE_REPLICAS_MAX, WORKERS_MAX};
 pub use elasticdl_proto::{
     Batch, CheckpointEvery, CheckpointSpec, Format, LinkEncryption, Shuffle, ShuffleMode,
     ValidationSpec, WireDtype, Work,
@@ -101,6 +101,52 @@ pub enum OnNonfinite {
 }
 
 impl JobSpec {
+    /// A job of up to `num_workers` workers that trains for one epoch. It evicts no worker, replaces
+    /// none that fails, and writes no checkpoint.
+    #[must_use]
+    pub fn new(
+        name: impl Into<String>,
+        training_data: impl Into<String>,
+        num_workers: u32,
+        batch: Batch,
+    ) -> Self {
+        Self {
+            name: name.into(),
+            training_data: training_data.into(),
+            num_workers,
+            min_workers: 1,
+            max_workers: num_workers,
+            workers_per_pod: 1,
+            epochs: 1,
+            max_steps: None,
+            batch,
+            records_per_shard: None,
+            shuffle: Shuffle::default(),
+            seed: 0,
+            micro_batch: None,
+            deterministic: false,
+            max_worker_restarts: 0,
+            worker_timeout: None,
+            step_timeout: None,
+            start_timeout: Duration::from_secs(60),
+            master_timeout: Duration::from_secs(30),
+            checkpoints: None,
+            resume_from: None,
+            validation: None,
+            work: Work::default(),
+            wire_dtype: WireDtype::F32,
+            channels: 1,
+            on_nonfinite: OnNonfinite::default(),
+            allow_mixed_builds: false,
+            restart_without_checkpoint: false,
+            link_encryption: LinkEncryption::default(),
+            bad_records_max: 0,
+            table_replicas: TABLE_REPLICAS,
+            grace_period: Duration::from_secs(30),
+            policies: Policies::default(),
+        }
+    }
+
     /// How long a worker that received SIGTERM waits for its release before it ends by itself:
     /// within the grace period, so that it need not be killed.
     #[must_use]

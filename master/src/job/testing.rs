@@ -3,16 +3,14 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl_proto::{
-    Cause, FailedShard, FileList, Generation, MembershipChange, Shuffle, WorkerId,
-};
+use elasticdl_proto::{Cause, FailedShard, FileList, Generation, MembershipChange, WorkerId};
 
 use super::action::{Membership, Outcome};
 use super::event::{Evaluated, Finished, LaunchId, LedgerReport};
 use super::group::generation::Group;
 use super::job::Job;
 use super::lifecycle::state::Phase;
-use super::spec::{Batch, JobSpec, OnNonfinite, WireDtype, Work};
+use super::spec::{Batch, JobSpec, Work};
 use super::workers::slot_use::SlotUse;
 use super::workers::state::{Disconnected, Launch, LaunchState};
 use super::workers::table::WorkerTable;
@@ -20,40 +18,13 @@ use super::workers::table::WorkerTable;
 /// A job of three workers and two epochs, with four records per step, and seed 7.
 pub(crate) fn spec() -> JobSpec {
     JobSpec {
-        name: "job".into(),
-        training_data: "data".into(),
-        num_workers: 3,
-        min_workers: 1,
-        max_workers: 3,
-        workers_per_pod: 1,
         epochs: 2,
-        max_steps: None,
-        batch: Batch::Global(NonZeroU64::new(4).unwrap()),
-        records_per_shard: None,
-        shuffle: Shuffle::default(),
-        micro_batch: None,
-        deterministic: false,
         seed: 7,
         max_worker_restarts: 3,
-        worker_timeout: None,
-        step_timeout: None,
-        start_timeout: Duration::from_secs(60),
-        master_timeout: Duration::from_secs(30),
-        checkpoints: None,
-        resume_from: None,
-        validation: None,
-        work: Work::default(),
-        wire_dtype: WireDtype::F32,
-        channels: 1,
-        link_encryption: Default::default(),
-        on_nonfinite: OnNonfinite::default(),
-        allow_mixed_builds: false,
-        bad_records_max: 0,
-        table_replicas: 2,
         restart_without_checkpoint: true,
         // A leaving worker is released after 10 s.
         grace_period: Duration::from_secs(14),
-        policies: Default::default(),
+        ..JobSpec::new("job", "data", 3, Batch::Global(NonZeroU64::new(4).unwrap()))
     }
 }
 

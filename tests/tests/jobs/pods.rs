@@ -13,7 +13,7 @@ use elasticdl_master::jobdir::JobDir;
 use elasticdl_master::listener::ServerConfig;
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
-use elasticdl_tests::{counting_data, is_alive, job_spec, send};
+use elasticdl_tests::{counting_data, is_alive, send};
 use rustix::process::Signal;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
@@ -41,7 +41,8 @@ fn spec(data: &str) -> JobSpec {
         workers_per_pod: 2,
         epochs: EPOCHS,
         max_worker_restarts: 1,
-        ..job_spec("count", data, 4, batch)
+        restart_without_checkpoint: true,
+        ..JobSpec::new("count", data, 4, batch)
     }
 }
 

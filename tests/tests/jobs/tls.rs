@@ -12,7 +12,7 @@ use elasticdl_master::jobdir::{JobDir, worker_log};
 use elasticdl_master::listener::{Identity, ServerConfig};
 use elasticdl_master::local::Launcher;
 use elasticdl_master::progress::Progress;
-use elasticdl_tests::{counting_data, job_spec};
+use elasticdl_tests::counting_data;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 
@@ -26,7 +26,8 @@ fn certificates() -> Certificates {
 }
 
 fn spec(data: &Path) -> JobSpec {
-    job_spec("count", data.to_str().unwrap(), 2, Batch::Global(NonZeroU64::new(20).unwrap()))
+    let batch = Batch::Global(NonZeroU64::new(20).unwrap());
+    JobSpec { epochs: 2, ..JobSpec::new("count", data.to_str().unwrap(), 2, batch) }
 }
 
 /// A job whose master presents the certificate `shown`, and whose workers verify `ca` and `name`,

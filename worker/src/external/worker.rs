@@ -5,8 +5,8 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use elasticdl_proto::{
-    Batch, DATA_OF_PROGRAM, LinkEncryption, Shuffle, ShuffleMode, Welcome, WireDtype, Work,
-    WorkerId, WorkerOptions,
+    Batch, DATA_OF_PROGRAM, LinkEncryption, Shuffle, ShuffleMode, Welcome, Work, WorkerId,
+    WorkerOptions,
 };
 
 use super::driver::Ended;
@@ -216,28 +216,12 @@ const NO_SPLIT: &str = "--validation-split: a Python program divides its data it
 fn welcome(options: AloneOptions) -> Welcome {
     let AloneOptions { epochs, max_steps, global_batch, seed, shuffles } = options;
     let options = WorkerOptions {
-        training_data: String::new(),
         epochs,
         max_steps,
-        batch: Batch::Global(global_batch),
         seed,
         shuffle: if shuffles { Shuffle::default() } else { Shuffle::NONE },
-        micro_batch: None,
-        deterministic: false,
-        heartbeat: None,
-        worker_timeout: None,
-        leave_timeout: None,
-        checkpoints: None,
-        resume_from: None,
-        validation: None,
-        work: Work::default(),
-        wire_dtype: WireDtype::F32,
-        channels: 1,
-        skips_nonfinite: false,
-        allows_mixed_builds: false,
-        bad_records_max: 0,
-        table_replicas: 2,
         link_encryption: LinkEncryption::Off,
+        ..WorkerOptions::new("", Batch::Global(global_batch))
     };
     Welcome { worker: WorkerId(1), incarnation: 0, options }
 }

@@ -154,37 +154,12 @@ impl ControlState {
 pub(crate) mod tests {
     use std::num::NonZeroU64;
 
-    use elasticdl_proto::{
-        Batch, Generation, Members, Membership, WireDtype, Work, WorkerId, WorkerOptions,
-    };
+    use elasticdl_proto::{Batch, Generation, Members, Membership, WorkerId, WorkerOptions};
 
     use super::*;
 
     pub(crate) fn welcome(worker: u64, incarnation: u64) -> Welcome {
-        let options = WorkerOptions {
-            training_data: String::new(),
-            epochs: 1,
-            max_steps: None,
-            batch: Batch::Global(NonZeroU64::MIN),
-            shuffle: Default::default(),
-            micro_batch: None,
-            deterministic: false,
-            seed: 0,
-            heartbeat: None,
-            worker_timeout: None,
-            leave_timeout: None,
-            checkpoints: None,
-            resume_from: None,
-            validation: None,
-            work: Work::default(),
-            wire_dtype: WireDtype::F32,
-            channels: 1,
-            skips_nonfinite: false,
-            allows_mixed_builds: false,
-            bad_records_max: 0,
-            table_replicas: 2,
-            link_encryption: Default::default(),
-        };
+        let options = WorkerOptions::new("", Batch::Global(NonZeroU64::MIN));
         Welcome { worker: WorkerId(worker), incarnation, options }
     }
 

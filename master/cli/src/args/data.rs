@@ -4,6 +4,7 @@ use std::num::NonZeroU64;
 
 use clap::Args;
 use elasticdl_master::job::{LinkEncryption, Shuffle, ShuffleMode, WireDtype};
+use elasticdl_master::limits::TABLE_REPLICAS;
 
 use super::values::{self, Choices};
 
@@ -165,8 +166,6 @@ impl TrainingData {
 }
 
 const HEADING: &str = "Data and steps";
-/// Copies of each row, unless a job has its own number.
-pub(crate) const TABLE_REPLICAS: u8 = 2;
 /// Values of `--link-encryption`.
 const LINK_ENCRYPTIONS: Choices<LinkEncryption> = &[
     ("auto", LinkEncryption::Auto, "Those between hosts"),

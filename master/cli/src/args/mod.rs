@@ -19,7 +19,7 @@ mod workers;
 pub(crate) use checkpoint::CheckpointOptions;
 pub(crate) use cluster::{ClusterOptions, ClusterTarget};
 pub(crate) use config::{Arguments, to_file as to_config_file};
-pub(crate) use data::{InferenceData, TABLE_REPLICAS, TrainingData, TuningOptions};
+pub(crate) use data::{InferenceData, TrainingData, TuningOptions};
 pub(crate) use help::{HelpOptions, usual_in_short_help};
 pub(crate) use inference::InferenceOptions;
 pub(crate) use job::{JobOptions, PRINT_CONFIG};

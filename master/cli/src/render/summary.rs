@@ -318,12 +318,7 @@ mod tests {
             detect_ms: gap_ms.map(|_| 0.5),
             abort_ms: gap_ms.map(|_| 0.25),
             agree_ms: gap_ms.map(|_| 1.0),
-            connect_ms: None,
-            state_ms: None,
-            first_step_ms: None,
-            lost: Vec::new(),
-            left: Vec::new(),
-            joined: Vec::new(),
+            ..MembershipChange::default()
         }
     }
 

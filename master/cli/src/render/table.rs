@@ -210,16 +210,10 @@ pub(crate) mod tests {
             cause: Cause::Lost,
             world_size: 2,
             at_step: 9,
-            gap_ms: None,
-            detect_ms: None,
-            abort_ms: None,
-            agree_ms: None,
-            connect_ms: None,
-            state_ms: None,
-            first_step_ms: None,
             lost: vec![WorkerId(3)],
             left: vec![WorkerId(4)],
             joined: vec![WorkerId(5)],
+            ..MembershipChange::default()
         };
         let recovered = MembershipChange {
             gap_ms: Some(3.0),

@@ -22,16 +22,8 @@ fn change(generation: u64, lost: Vec<WorkerId>) -> MembershipChange {
         cause: Cause::Lost,
         world_size: 2,
         at_step: 9,
-        gap_ms: None,
-        detect_ms: None,
-        abort_ms: None,
-        agree_ms: None,
-        connect_ms: None,
-        state_ms: None,
-        first_step_ms: None,
         lost,
-        left: Vec::new(),
-        joined: Vec::new(),
+        ..MembershipChange::default()
     }
 }
 

@@ -116,16 +116,10 @@ impl Job {
             cause: begun.cause,
             world_size,
             at_step: self.data.step(),
-            gap_ms: None,
-            detect_ms: None,
-            abort_ms: None,
-            agree_ms: None,
-            connect_ms: None,
-            state_ms: None,
-            first_step_ms: None,
             lost: begun.lost,
             left: begun.left,
             joined: begun.joined,
+            ..MembershipChange::default()
         };
         let members = workers.members().collect::<Vec<_>>();
         let keeps_state = members.iter().any(|(_, w)| w.holds_state());

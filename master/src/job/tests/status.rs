@@ -156,16 +156,9 @@ fn fewer_membership_changes_are_kept_if_they_name_many_workers() {
         cause: Cause::Join,
         world_size: 1000,
         at_step: 0,
-        gap_ms: None,
-        detect_ms: None,
-        abort_ms: None,
-        agree_ms: None,
-        connect_ms: None,
-        state_ms: None,
-        first_step_ms: None,
         lost: (0..1000).map(WorkerId).collect(),
-        left: Vec::new(),
         joined: (1000..2000).map(WorkerId).collect(),
+        ..MembershipChange::default()
     };
     let mut history = history::JobHistory::default();
     (1..=200).for_each(|generation| history.publish(record(generation), Default::default()));

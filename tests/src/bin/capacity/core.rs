@@ -9,7 +9,6 @@ use elasticdl_master::job::{
     WorkerMessage,
 };
 use elasticdl_proto::{FileList, Generation, LedgerReport, RecordRange, WorkerId};
-use elasticdl_tests::job_spec;
 
 use crate::Fault;
 use crate::memory::resident_bytes;
@@ -107,7 +106,9 @@ fn spec(workers: u32) -> JobSpec {
     let records = NonZeroU64::new(SHARD_RECORDS).expect("it is not 0");
     JobSpec {
         records_per_shard: Some(records),
-        ..job_spec("capacity", "none", workers, Batch::PerWorker(records))
+        epochs: 2,
+        restart_without_checkpoint: true,
+        ..JobSpec::new("capacity", "none", workers, Batch::PerWorker(records))
     }
 }
 

@@ -7,7 +7,6 @@ use elasticdl::simulated::Settings;
 use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, JobSpec, LaunchId};
 
 use super::nccl::Gpus;
-use crate::job_spec;
 use crate::simulation::clock::{Micros, SimRng};
 
 /// The parameters of a run, which are drawn from its seed before it begins.
@@ -73,7 +72,8 @@ impl Setting {
             // From a generator of their own, so that the other draws of a seed stay as they are.
             checkpoints: checkpoints(&mut SimRng::new(!seed)),
             micro_batch: NonZeroU64::new(SimRng::new(seed.rotate_left(32)).below(4)),
-            ..job_spec("simulated", "numbers", number(num_workers), batch)
+            restart_without_checkpoint: true,
+            ..JobSpec::new("simulated", "numbers", number(num_workers), batch)
         };
         let mut setting = Self {
             spec,

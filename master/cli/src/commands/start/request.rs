@@ -5,8 +5,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 
 use elasticdl_master::job::{
-    self, Batch, JobSpec, LinkEncryption, MAX_WORKERS_PER_POD, OnNonfinite, Shuffle, SuccessPolicy,
-    WireDtype, Work,
+    self, Batch, JobSpec, MAX_WORKERS_PER_POD, Shuffle, SuccessPolicy, Work,
 };
 use elasticdl_master::jobdir;
 use elasticdl_master::limits::WORKERS_MAX;
@@ -14,7 +13,7 @@ use elasticdl_proto::DATA_OF_PROGRAM;
 
 use crate::args::{
     ClusterOptions, InferenceData, InferenceOptions, JOB_NAME_LEN_MAX, JobOptions, OutputOptions,
-    TABLE_REPLICAS, TrainingOptions, TuningOptions, WorkerOptions, sources,
+    TrainingOptions, TuningOptions, WorkerOptions, sources,
 };
 use crate::process::Failure;
 
@@ -123,39 +122,18 @@ impl StartRequest {
     fn common_spec(&self, name: String) -> Result<JobSpec, Failure> {
         let counts = WorkerCounts::new(self)?;
         Ok(JobSpec {
-            name,
-            training_data: String::new(),
-            num_workers: counts.num,
             min_workers: counts.min,
             max_workers: counts.max,
             workers_per_pod: counts.per_pod,
-            epochs: 1,
-            max_steps: None,
-            batch: Batch::Global(GLOBAL_BATCH_DEFAULT),
-            records_per_shard: None,
             shuffle: Shuffle::NONE,
-            micro_batch: None,
-            deterministic: false,
-            seed: 0,
             max_worker_restarts: self.workers.max_worker_restarts,
             worker_timeout: Some(self.workers.worker_timeout),
             step_timeout: self.workers.step_timeout,
             start_timeout: self.workers.start_timeout,
             master_timeout: self.workers.master_timeout,
-            checkpoints: None,
-            resume_from: None,
-            validation: None,
-            work: Work::Train { export: None },
-            wire_dtype: WireDtype::F32,
-            channels: 1,
-            link_encryption: LinkEncryption::Auto,
-            on_nonfinite: OnNonfinite::Fail,
-            allow_mixed_builds: false,
-            bad_records_max: 0,
-            table_replicas: TABLE_REPLICAS,
-            restart_without_checkpoint: false,
             grace_period: self.workers.grace_period,
             policies: self.job.lifecycle.policies(SuccessPolicy::All)?,
+            ..JobSpec::new(name, "", counts.num, Batch::Global(GLOBAL_BATCH_DEFAULT))
         })
     }
 }
@@ -288,7 +266,9 @@ fn is_python(program: &[OsString]) -> bool {
 mod tests {
     use std::time::Duration;
 
-    use elasticdl_master::job::{CheckpointEvery, Policies, ShuffleMode};
+    use elasticdl_master::job::{
+        CheckpointEvery, LinkEncryption, Policies, ShuffleMode, WireDtype,
+    };
 
     use super::*;
     use crate::args::parse_job_name;
