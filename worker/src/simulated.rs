@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use elasticdl_data::Reader;
+use elasticdl_data::{Dataset, File, Reader};
 use elasticdl_proto::{FileList, WorkerId, WorkerMessage};
 pub use elasticdl_tables::{Owned, Placement, Settings, shard_of};
 use tokio::sync::mpsc::UnboundedSender;
@@ -19,13 +19,15 @@ pub use crate::messages::ControlEvent;
 use crate::messages::Outbox;
 use crate::model::{Model, NamedTensor};
 use crate::order::Order;
+use crate::ordered_reader::OrderedReader;
+use crate::session::evaluation::Plan;
 use crate::session::{Exit, Session};
 use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
-use crate::trainer::{Checkpointing, Failed, RowTables, Trainer};
+use crate::trainer::{Checkpointing, Failed, RowTables, Trainer, Validation};
 
-/// What a trainer is made of. It computes on the CPU, evaluates and exports nothing, and its model
-/// has no optimizer state.
+/// What a trainer is made of. It computes on the CPU, exports nothing, and its model has no
+/// optimizer state.
 #[expect(missing_debug_implementations, reason = "models need not be printable")]
 pub struct Parts<M: Model> {
     pub session: Session,
@@ -39,6 +41,8 @@ pub struct Parts<M: Model> {
     pub dial_limit: Duration,
     /// Maximum number of floats in a part of a state that is sent to a joiner.
     pub part_floats: usize,
+    /// When the model is evaluated, if it is, on data of one file.
+    pub evaluation: Option<Plan>,
     /// The worker, and how the model's tables are divided, if it has any.
     pub tables: (WorkerId, Settings),
 }
@@ -58,6 +62,11 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
         let Parts { session, mut model, records, links, checkpoints, machine, dataset, .. } = parts;
         let (me, settings) = parts.tables;
         let specs = model.as_table_model().map(|model| model.tables()).unwrap_or_default();
+        let validation = parts.evaluation.map(|plan| {
+            let dataset = Dataset::new(vec![File::new("validation", plan.records)]);
+            let order = Arc::new(Order::of_data(&dataset));
+            Validation { reader: OrderedReader::new(model.reader().into(), dataset, order), plan }
+        });
         let size = ModelSize::new(NamedTensor::count(&model.tensors()), 0);
         Self(Trainer {
             tensors: Tensors::Host { group: None, state: HostState::new(size) },
@@ -79,7 +88,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
                 best_metric: None,
                 allows_mixed_builds: false,
             },
-            validation: None,
+            validation,
             tables: RowTables::with(me.0, settings, specs),
             source: None,
             incoming: None,

@@ -41,7 +41,7 @@
 mod rows;
 mod steps;
 
-pub(super) use steps::{check_order, check_sum};
+pub(super) use steps::{check_evaluated, check_order, check_sum};
 
 use elasticdl::session::Exit;
 use elasticdl_master::job::{
@@ -363,9 +363,11 @@ impl World {
         let Some(state) = trainer.state() else { return };
         let parameters = trainer.seen.parameters.clone();
         let (counted, repeated) = (state.ledger.counted(), state.ledger.repeated());
-        self.oracle
-            .finals
-            .insert((p, generation), Final { parameters, step: state.step, counted, repeated });
+        let evaluated = state.evaluation.at;
+        self.oracle.finals.insert(
+            (p, generation),
+            Final { parameters, step: state.step, evaluated, counted, repeated },
+        );
     }
 
     // ---- the end of the job ----
@@ -430,6 +432,9 @@ impl World {
         self.check_touches(&last.parameters)?;
         if !is_once || !is_full || last.counted != counted || last.repeated != 0 {
             return Err(format!("some record was not absorbed exactly once: {last:?}"));
+        }
+        if self.setting.spec.validation.is_some() && last.evaluated != last.step {
+            return Err(format!("step {} is not evaluated at the end", last.step));
         }
         let summary = self.master.job.summary(self.time()).records;
         if (summary.counted, summary.missing, summary.repeated) == (counted, 0, 0) {

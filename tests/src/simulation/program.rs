@@ -1,12 +1,13 @@
 //! The user's program of the simulation: it trains the counting [`model`](super::model).
 
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::rc::Rc;
 
 use elasticdl::{
-    BatchRows, DataError, Dataset, File, Gradients, Ids, Loss, Model, NamedTensor, Reader, Table,
-    TableModel, Update, UpdateRule, UserError,
+    BatchRows, DataError, Dataset, File, Gradients, Ids, Loss, Metrics, Model, NamedTensor, Reader,
+    Table, TableModel, Update, UpdateRule, UserError,
 };
 
 use super::coroutine::{act, act_and_wait};
@@ -86,6 +87,22 @@ impl Model for Counting {
         Ok(Loss::Sum(0.0))
     }
 
+    fn evaluate(
+        &mut self,
+        parameters: &[f32],
+        batch: Batch,
+        metrics: &mut Metrics<'_>,
+    ) -> Result<(), UserError> {
+        let count = batch.records.len();
+        act_and_wait(move |world, thread| world.compute(thread, count as u64 / 64));
+        if self.has_tables {
+            read_rows(&batch.rows, metrics.rows());
+        }
+        let absorbed: f32 = parameters.iter().sum();
+        metrics.add_mean("loss", -f64::from(absorbed));
+        Ok(())
+    }
+
     fn optimizer(&self) -> impl UpdateRule {
         Adding(Rc::clone(&self.updated))
     }
@@ -113,21 +130,33 @@ impl TableModel for Counting {
     }
 }
 
-/// Adds the gradients of rows; the world checks the values that they are computed with.
+/// Adds the gradients of rows.
 fn add_row_gradients(touched: Vec<(usize, usize, u64, usize)>, rows: &mut BatchRows) {
+    read_rows(&touched, rows);
     let dims: Vec<usize> = rows::tables().iter().map(|table| table.dim).collect();
-    let mut read = Vec::new();
     for (record, table, id, place) in touched {
-        let (values, sums) = rows.of(table);
-        let numbers = place * dims[table]..(place + 1) * dims[table];
-        read.push(((table, id), values[numbers.clone()].to_vec()));
         let gradient = rows::gradient_of(record, id);
-        sums[numbers].iter_mut().for_each(|sum| *sum += gradient);
+        let sums = &mut rows.of(table).1[place * dims[table]..(place + 1) * dims[table]];
+        sums.iter_mut().for_each(|sum| *sum += gradient);
     }
+}
+
+/// Reads the rows that records touch, each once.
+fn read_rows(touched: &[(usize, usize, u64, usize)], rows: &mut BatchRows) {
+    let dims: Vec<usize> = rows::tables().iter().map(|table| table.dim).collect();
+    let places: BTreeSet<_> =
+        touched.iter().map(|&(_, table, id, place)| (table, id, place)).collect();
+    let read: Vec<_> = places
+        .into_iter()
+        .map(|(table, id, place)| {
+            let values = rows.of(table).0;
+            ((table, id), values[place * dims[table]..(place + 1) * dims[table]].to_vec())
+        })
+        .collect();
     act(move |world, thread| world.check_read(thread.p, &read));
 }
 
-/// The records come from the world.
+/// Training data comes from the world.
 #[derive(Debug)]
 pub(super) struct NoReader;
 
@@ -138,7 +167,7 @@ impl Reader for NoReader {
         unreachable!("the world describes the data")
     }
 
-    fn read(&mut self, _file: &File, _range: Range<u64>) -> Result<Vec<usize>, DataError> {
-        unreachable!("the world has the records")
+    fn read(&mut self, _file: &File, range: Range<u64>) -> Result<Vec<usize>, DataError> {
+        Ok(range.map(|record| record as usize).collect())
     }
 }

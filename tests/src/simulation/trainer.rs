@@ -58,7 +58,7 @@ impl World {
     pub(super) fn turned(&mut self, thread: ThreadId, turned: Turned) {
         let p = thread.p;
         let Turned { changed, group, has_ended, commit, repaired, ended, wrong, .. } = turned;
-        let Turned { flipped, records, rows, .. } = turned;
+        let Turned { flipped, records, rows, evaluated, .. } = turned;
         let trainer = &mut self.processes[p].trainer;
         trainer.news = 0;
         trainer.seen.has_ended = has_ended;
@@ -83,6 +83,9 @@ impl World {
         }
         if let Some(parameter) = flipped {
             self.note_flip(p, parameter);
+        }
+        if let Some(evaluated) = evaluated {
+            self.check_evaluation(p, evaluated);
         }
         if commit.is_some() {
             self.note_rows(p, digest, &records);

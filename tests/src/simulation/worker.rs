@@ -10,6 +10,7 @@ use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use elasticdl::machine::Completion;
+use elasticdl::session::evaluation::{BLOCK_RECORDS, Evaluation, Plan};
 use elasticdl::session::halt::Ending;
 use elasticdl::session::header::StepHeader;
 use elasticdl::session::origin::Origin;
@@ -25,7 +26,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::coroutine::{act, act_and_wait};
 use super::machine::{SimulatedCheckpoints, SimulatedLinks, SimulatedMachine, SimulatedRecords};
 use super::model::{counts, digest, flipped};
-use super::oracles::{check_order, check_sum};
+use super::oracles::{check_evaluated, check_order, check_sum};
 use super::program::Counting;
 use super::rows::Rows;
 use super::state::setting::Setting;
@@ -69,6 +70,8 @@ pub(super) struct Turned {
     pub(super) records: Vec<usize>,
     /// The shards of tables, after a commit or a repair.
     pub(super) rows: Option<SeenRows>,
+    /// The step and its evaluation, if the state has just been evaluated.
+    pub(super) evaluated: Option<(u64, Evaluation)>,
 }
 
 /// The shards of a worker.
@@ -134,6 +137,7 @@ impl Worker {
                     dataset,
                     dial_limit: DIAL_LIMIT,
                     part_floats: setting.parameters().div_ceil(PARTS),
+                    evaluation: evaluation(&setting),
                     tables: (id, setting.tables.unwrap_or(NO_TABLES)),
                 };
                 let trainer =
@@ -197,15 +201,25 @@ fn session(setting: &Setting, id: WorkerId, origin: Origin, dataset: &FileList) 
             micro_batch: spec.micro_batch.map_or(1, NonZeroU64::get),
         },
         checkpoints: spec.checkpoints.as_ref().map(|kept| kept.every),
-        // Evaluations are covered by the session's own tests.
-        evaluation: None,
+        evaluation: evaluation(setting),
         skips_nonfinite: false,
         allows_mixed_builds: false,
-        exports_best: false,
+        exports_best: spec.seed.is_multiple_of(2),
     };
     let mut session = Session::new(id, plan).on_gpu(setting.gpus.is_some()).of(origin);
     session.ready(setting.parameters() as u64);
     session
+}
+
+/// When the model is evaluated: on two blocks of data.
+fn evaluation(setting: &Setting) -> Option<Plan> {
+    setting.spec.validation.as_ref().map(|spec| Plan {
+        records: BLOCK_RECORDS + 1,
+        every: spec.every,
+        metric: spec.metric.clone(),
+        highest: spec.highest,
+        patience: spec.patience,
+    })
 }
 
 /// A trainer whose turns are reported to the world.
@@ -254,10 +268,12 @@ impl Watched<'_> {
             turned.commit = Some(Commit { generation, is_round: before.in_round });
             // A joiner may drop its state right after the step: a membership that arrived meanwhile
             // can follow another history than its donor's.
+            let plan = evaluation(setting).filter(|_| before.in_round);
             if let (Some(before), Some(_)) = (&before.state, state) {
                 let headers: &[StepHeader] = session.last_headers().unwrap_or_default();
                 let checked = check_sum(setting, headers, sum)
-                    .and_then(|()| check_order(setting, before, headers));
+                    .and_then(|()| check_order(setting, before, headers))
+                    .and_then(|()| check_evaluated(before, plan));
                 turned.wrong = checked.err();
             }
         }
@@ -274,9 +290,15 @@ impl Watched<'_> {
         if has_reported && !before.has_reported {
             turned.ended = session.ended().cloned();
         }
+        let known = before.state.as_ref().map(|state| state.evaluation);
+        let is_evaluated = known.is_some() && known != state.map(|state| state.evaluation);
+        if updated.is_none() && is_evaluated {
+            let is_own = |state: &&State| state.evaluation.at == state.step;
+            turned.evaluated = state.filter(is_own).map(|state| (state.step, state.evaluation));
+        }
         let is_other = state.map(|s| s.step) != before.state.as_ref().map(|s| s.step);
         let flips = flips.take().filter(|_| state.is_some());
-        if updated.is_some() || is_other || flips.is_some() {
+        if updated.is_some() || is_other || is_evaluated || flips.is_some() {
             before.state = state.cloned();
             turned.changed =
                 Some(Changed { state: state.cloned(), parameters: Vec::new(), digest: 0 });

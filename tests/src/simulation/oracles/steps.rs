@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use elasticdl::session::State;
+use elasticdl::session::evaluation::{Evaluation, Plan};
 use elasticdl::session::header::StepHeader;
 use elasticdl_proto::{Batch, Generation, RangeSet, WorkerId};
 
@@ -187,6 +188,30 @@ impl World {
         }
     }
 
+    /// `p` has evaluated its state. The loss is the lower the more records the state has absorbed,
+    /// so each evaluation is the best one so far.
+    pub(in crate::simulation) fn check_evaluation(
+        &mut self,
+        p: usize,
+        (step, evaluation): (u64, Evaluation),
+    ) {
+        self.oracle.coverage.evaluations += 1;
+        if self.oracle.coverage.flipped > 0 {
+            return;
+        }
+        let absorbed: u64 =
+            self.processes[p].trainer.seen.parameters.iter().map(|&n| u64::from(n)).sum();
+        let expected = Evaluation {
+            at: step,
+            best: Some((step, -(absorbed as f64))),
+            ..Evaluation::default()
+        };
+        if evaluation != expected {
+            let name = self.name(p);
+            self.violate(format!("{name}: step {step} is evaluated as {evaluation:?}"));
+        }
+    }
+
     /// A worker that the master does not know to be gone, and whose state contains `step`.
     fn carrier(&self, lineage: u64, step: u64) -> Option<WorkerId> {
         let carries = |p: usize| {
@@ -235,6 +260,17 @@ pub(in crate::simulation) fn check_sum(
         return Ok(());
     }
     Err(format!("the sum is {sum:?}, the headers list {expected:?}"))
+}
+
+/// Checks that a state that a round has gone on from was evaluated before, if that was due.
+pub(in crate::simulation) fn check_evaluated(
+    before: &State,
+    plan: Option<Plan>,
+) -> Result<(), String> {
+    match plan.filter(|plan| plan.is_due(&before.evaluation, before.step, false)) {
+        Some(_) => Err(format!("step {} was not evaluated", before.step)),
+        None => Ok(()),
+    }
 }
 
 /// Checks that the right records were added to the state `before`.

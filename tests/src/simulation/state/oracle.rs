@@ -89,6 +89,8 @@ pub(crate) struct GenerationHistory {
 pub(crate) struct Final {
     pub(crate) parameters: Vec<u8>,
     pub(crate) step: u64,
+    /// Step of the last evaluation.
+    pub(crate) evaluated: u64,
     pub(crate) counted: u64,
     pub(crate) repeated: u64,
 }

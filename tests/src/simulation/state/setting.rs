@@ -4,7 +4,9 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 use elasticdl::simulated::Settings;
-use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, JobSpec, LaunchId};
+use elasticdl_master::job::{
+    Batch, CheckpointEvery, CheckpointSpec, JobSpec, LaunchId, ValidationSpec,
+};
 
 use super::nccl::Gpus;
 use crate::simulation::clock::{Micros, SimRng};
@@ -72,6 +74,7 @@ impl Setting {
             // From a generator of their own, so that the other draws of a seed stay as they are.
             checkpoints: checkpoints(&mut SimRng::new(!seed)),
             micro_batch: NonZeroU64::new(SimRng::new(seed.rotate_left(32)).below(4)),
+            validation: validation(&mut SimRng::new(seed.rotate_left(48))),
             restart_without_checkpoint: true,
             ..JobSpec::new("simulated", "numbers", number(num_workers), batch)
         };
@@ -98,6 +101,10 @@ impl Setting {
             && let Some(host) = bad_host(&mut SimRng::new(seed.rotate_left(40)))
         {
             (setting.bad_host, setting.spec.max_worker_restarts) = (Some(host), 3);
+        }
+        // An evaluation may take an hour before a member counts as hung.
+        if setting.gpus.is_some() || setting.spec.step_timeout.is_some() {
+            setting.spec.validation = None;
         }
         setting.draw_rare_worlds(&mut SimRng::new(seed.rotate_left(20)));
         setting
@@ -150,6 +157,19 @@ fn checkpoints(rng: &mut SimRng) -> Option<CheckpointSpec> {
         every,
         keep: 1,
         exclusive: false,
+    })
+}
+
+/// Draws when the model is evaluated, if it is.
+fn validation(rng: &mut SimRng) -> Option<ValidationSpec> {
+    rng.chance(1, 16).then(|| ValidationSpec {
+        data: "validation".into(),
+        every: rng.chance(3, 4).then(|| rng.between(1, 5)),
+        metric: "loss".into(),
+        highest: false,
+        patience: None,
+        split: None,
+        export_best: None,
     })
 }
 
