@@ -115,21 +115,6 @@ pub enum ResumeError {
         /// Its format, and what to do.
         format: OtherFormat,
     },
-    /// A newer release has written how the job was started. Resume with the release that started
-    /// the job.
-    #[error(
-        "{} is of version {version}, and this program reads versions up to {newest}; \
-         resume with the program that \
-         started the job, or a newer one", path.display()
-    )]
-    OtherVersion {
-        /// The file.
-        path: PathBuf,
-        /// Version of the file.
-        version: u32,
-        /// Newest version that can be read.
-        newest: u32,
-    },
     /// Its master still runs. Leave it running.
     #[error(
         "the job in {} is still running{}; there is nothing to resume",

@@ -23,6 +23,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use elasticdl_proto::{FileLimits, FileList};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tracing::error;
 
@@ -103,8 +104,7 @@ impl PersistedJobFile {
         if matches!(restored, Ok(true)) {
             self.stored = None;
         }
-        let json = serde_json::to_vec(&Record { version: VERSION, release: RELEASE, content: job })
-            .expect("the keys of a job are strings");
+        let json = serde_json::to_vec(&Stored::of(job)).expect("the keys of a job are strings");
         let gone = restored.as_ref().is_ok_and(|was_gone| *was_gone);
         let written = restored
             .map_err(|error| io::Error::other(format!("the directory is gone: {error}")))
@@ -159,8 +159,8 @@ impl JobDir {
     /// [`JobDirError::Write`].
     pub(crate) fn persist_start(&self, start: &JobStart) -> Result<(), JobDirError> {
         let path = self.root.join(JOB);
-        let json = serde_json::to_vec_pretty(&Versioned { version: START_VERSION, content: start })
-            .expect("a start's keys are strings");
+        let json =
+            serde_json::to_vec_pretty(&Stored::of(start)).expect("a start's keys are strings");
         replace(&path, &json).map_err(|source| JobDirError::Write { path, source })
     }
 
@@ -243,14 +243,19 @@ fn read_list(root: &Path) -> Result<FileList, ResumeError> {
 /// Reads the persisted state. If it was lost with the machine's power, the one before it serves: no
 /// worker has survived.
 pub(super) fn read_newest_record(root: &Path) -> Result<PersistedJob, ResumeError> {
-    read_record(root, RECORD).or_else(|error| match error {
-        ResumeError::Unreadable { .. } => read_record(root, SPARE).map_err(|_| error),
+    read_stored(root, RECORD).or_else(|error| match error {
+        ResumeError::Unreadable { .. } => read_stored(root, SPARE).map_err(|_| error),
         error => Err(error),
     })
 }
 
-/// Reads the persisted state from the file `name`.
-fn read_record(root: &Path, name: &str) -> Result<PersistedJob, ResumeError> {
+/// Reads how the job was started.
+pub(super) fn read_start(root: &Path) -> Result<JobStart, ResumeError> {
+    read_stored(root, JOB)
+}
+
+/// Reads what the file `name` stores.
+fn read_stored<T: DeserializeOwned>(root: &Path, name: &str) -> Result<T, ResumeError> {
     #[derive(Deserialize)]
     struct Content<T> {
         content: T,
@@ -260,29 +265,10 @@ fn read_record(root: &Path, name: &str) -> Result<PersistedJob, ResumeError> {
         path: path.clone(),
         reason: error.to_string(),
     };
+    // Only the head is common to all versions.
     let head: Head = serde_json::from_slice(&text).map_err(unreadable)?;
     head.check().map_err(|format| ResumeError::OtherFormat { path: path.clone(), format })?;
     let Content { content } = serde_json::from_slice(&text).map_err(unreadable)?;
-    Ok(content)
-}
-
-/// Reads how the job was started.
-pub(super) fn read_start(root: &Path) -> Result<JobStart, ResumeError> {
-    #[derive(Deserialize)]
-    struct Version {
-        version: u32,
-    }
-    let (path, text) = read_text(root, JOB)?;
-    let unreadable = |error: serde_json::Error| ResumeError::Unreadable {
-        path: path.clone(),
-        reason: error.to_string(),
-    };
-    // Only the version is common to all versions.
-    let Version { version } = serde_json::from_slice(&text).map_err(unreadable)?;
-    if !(1..=START_VERSION).contains(&version) {
-        return Err(ResumeError::OtherVersion { path, version, newest: START_VERSION });
-    }
-    let Versioned { content, .. } = serde_json::from_slice(&text).map_err(unreadable)?;
     Ok(content)
 }
 
@@ -297,24 +283,19 @@ fn read_text(root: &Path, name: &str) -> Result<(PathBuf, Vec<u8>), ResumeError>
     }
 }
 
-/// How the job was started, as stored.
-#[derive(Serialize, Deserialize)]
-struct Versioned<T> {
-    version: u32,
-    content: T,
-}
-
-/// The persisted state as stored.
+/// The content of a file, with the version of its format.
 #[derive(Serialize)]
-struct Record<'a> {
+struct Stored<'a, T> {
     version: u32,
     release: &'a str,
-    content: &'a PersistedJob,
+    content: &'a T,
 }
 
-/// Version of the file that says how the job was started; incremented when an older program could
-/// not read it correctly.
-const START_VERSION: u32 = 1;
+impl<'a, T> Stored<'a, T> {
+    fn of(content: &'a T) -> Self {
+        Self { version: VERSION, release: RELEASE, content }
+    }
+}
 
 #[cfg(test)]
 mod tests {
@@ -433,7 +414,7 @@ mod tests {
         assert!(matches!(JobDir::resume(&root), Err(ResumeError::Ended { .. })));
         assert!(!is_abandoned(&root));
         fs::remove_file(root.join(SUMMARY)).unwrap();
-        for (name, text) in [(RECORD, "{"), (JOB, "{\"version\": 1}"), (JOB, "[]")] {
+        for (name, text) in [(RECORD, "{"), (JOB, "{\"version\": 4}"), (JOB, "[]")] {
             let before = fs::read(root.join(name)).unwrap();
             fs::write(root.join(name), text).unwrap();
             let error = JobDir::resume(&root).unwrap_err();
@@ -441,7 +422,7 @@ mod tests {
             fs::write(root.join(name), before).unwrap();
         }
         fs::write(root.join(JOB), "{\"version\": 2, \"unheard\": []}").unwrap();
-        assert!(matches!(JobDir::resume(&root), Err(ResumeError::OtherVersion { version: 2, .. })));
+        assert!(matches!(JobDir::resume(&root), Err(ResumeError::OtherFormat { .. })));
     }
 
     #[test]
