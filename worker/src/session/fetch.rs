@@ -343,6 +343,9 @@ mod tests {
     #[test]
     fn a_fetch_starts_over_when_the_donor_leaves_or_the_link_breaks() {
         let mut session = joiner();
+        session.fetch_broke();
+        assert_eq!((session.step(), session.poll()), (0, Task::Fetch(WorkerId(2), at(2).1)));
+        let mut session = joiner();
         session.handle_fetch(vec![at(2), at(1)]);
         assert_eq!((session.step(), session.poll()), (4, Task::Fetch(WorkerId(1), at(1).1)));
         session.handle_fetch(vec![at(2), at(3)]);

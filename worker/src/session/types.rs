@@ -138,13 +138,6 @@ pub enum Broadcast {
     State,
 }
 
-impl Broadcast {
-    /// Whether tensors are sent, and not bytes.
-    pub fn is_of_tensors(self) -> bool {
-        matches!(self, Self::Result { .. } | Self::State)
-    }
-}
-
 /// A peer that has the job's token sent invalid data: the ranks run different programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a peer sent {0} that can't be read; do all workers run the same program?")]
