@@ -39,6 +39,3 @@ pub use self::owned::{Owned, SHARDS, Settings};
 pub use self::placement::{Member, Placement, ShardCopy, shard_of};
 pub use self::table::{Initialization, Table, check, difference};
 pub use self::wire::InvalidRows;
-
-#[cfg(test)]
-mod simulation;

@@ -13,12 +13,12 @@ use crate::shard::Shard;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnedHeader {
     /// Step of the rows, or of the parameters of a worker that holds no rows.
-    step: u64,
+    pub(super) step: u64,
     /// Generation of the group that committed it.
-    generation: u64,
+    pub(super) generation: u64,
     /// Generations in which the gradients of the next step are staged; `None`: the worker holds no
     /// rows, as it joins.
-    staged: Option<Vec<u64>>,
+    pub(super) staged: Option<Vec<u64>>,
 }
 
 impl OwnedHeader {

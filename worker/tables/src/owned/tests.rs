@@ -1,51 +1,90 @@
-//! Tests of rounds without faults; those with faults are in the simulation.
+//! Small groups without faults. Groups with faults are in the simulation of whole jobs.
 
+use super::recovery::{OwnedHeader, Recovery};
 use super::round::StepCommit;
 use super::*;
-use crate::lookup::{Ids, RowGradients};
+use crate::lookup::{BatchRows, Ids, RowGradients};
 use crate::optimizer::RowOptimizer;
-use crate::table::Table;
 
-/// Digests of the rows after one step of so many workers, whose gradients have these positions.
-fn digest_after(parts_of_ranks: &[&[(u64, f32)]]) -> u64 {
+fn worker(id: u64) -> Owned {
+    let settings = Settings { seed: 1, shards: SHARDS_OF_TEST, copies: 2, copy_bytes: 1 };
     let tables = [Table::new("user", 2).optimized(RowOptimizer::sgd(1.0))];
-    let settings = Settings { seed: 1, shards: 8, copies: 2, copy_bytes: 1 };
-    let workers = parts_of_ranks.len() as u64;
-    let members = (0..workers).map(|worker| Member { worker, host: worker, leaves: false });
-    let members: Vec<Member> = members.collect();
-    let mut ranks: Vec<Owned> = Vec::new();
-    for worker in 0..workers {
-        let mut owned = Owned::new(worker, settings, tables.clone());
-        owned.create(1, members.clone());
-        ranks.push(owned);
-    }
+    Owned::new(id, settings, tables)
+}
+
+fn members(workers: u64) -> Vec<Member> {
+    (1..=workers).map(|worker| Member { worker, host: worker, leaves: false }).collect()
+}
+
+/// A group of so many workers, which begins.
+fn group(workers: u64) -> Vec<Owned> {
+    let mut group: Vec<Owned> = (1..=workers).map(worker).collect();
+    group.iter_mut().for_each(|worker| worker.create(1, members(workers)));
+    group
+}
+
+/// Each rank looks up all rows, adds these gradients, by rank, and stages those of all ranks.
+fn stage(group: &mut [Owned], add: impl Fn(usize, &mut RowGradients, &Ids, &BatchRows)) {
     // What rank `to` receives of the messages that each rank has for all ranks.
     let received = |sent: &[Vec<Vec<u8>>], to: usize| -> Vec<Vec<u8>> {
         sent.iter().map(|messages| messages[to].clone()).collect()
     };
     let mut ids = Ids::new(1);
     ids.begin_record();
-    (0..20).for_each(|id| assert_eq!(ids.push(0, id), id as usize));
-    let requests: Vec<_> = ranks.iter().map(|rank| rank.requests(&ids)).collect();
-    let replies = (0..ranks.len()).map(|to| ranks[to].replies(&received(&requests, to)).unwrap());
+    (0..ROWS).for_each(|id| assert_eq!(ids.push(0, id), id as usize));
+    let requests: Vec<_> = group.iter().map(|worker| worker.requests(&ids)).collect();
+    let replies = (0..group.len()).map(|to| group[to].replies(&received(&requests, to)).unwrap());
     let replies: Vec<_> = replies.collect();
     let mut pushes = Vec::new();
-    for (to, (rank, parts)) in ranks.iter_mut().zip(parts_of_ranks).enumerate() {
-        let rows = rank.receive(&ids, &received(&replies, to)).unwrap();
+    for (rank, worker) in group.iter_mut().enumerate() {
+        let rows = worker.receive(&ids, &received(&replies, rank)).unwrap();
         let mut gradients = RowGradients::default();
-        for &(position, gradient) in *parts {
+        add(rank, &mut gradients, &ids, &rows);
+        pushes.push(worker.pushes(&gradients));
+    }
+    for (rank, worker) in group.iter_mut().enumerate() {
+        worker.stage(&received(&pushes, rank)).unwrap();
+    }
+}
+
+/// All ranks commit what is staged of the group of this generation.
+fn commit(group: &mut [Owned], generation: u64) {
+    let commit = StepCommit { generation, records: 3, is_applied: true };
+    assert!(group.iter_mut().all(|worker| worker.commit(commit)));
+}
+
+/// The workers, of which all but a joiner hold rows of `step`, form another group.
+fn regroup(group: &mut [Owned], step: u64, generation: u64) {
+    let of = group[0].committed().generation;
+    let joins = Some(OwnedHeader::of_joiner(step, of));
+    let headers: Vec<_> =
+        group.iter().map(|worker| worker.header().or_else(|| joins.clone())).collect();
+    let recovery = Recovery::plan(step, of, &headers).unwrap();
+    let (placement, workers) = (group[0].placement().unwrap().clone(), group.len() as u64);
+    for worker in group {
+        let group = (generation, members(workers));
+        worker.regroup((step, placement.clone()), &recovery, group).unwrap();
+    }
+}
+
+/// Each rank touches all rows.
+fn touch(rank: usize, gradients: &mut RowGradients, ids: &Ids, rows: &BatchRows) {
+    gradients.add_part(rank as u64, ids.clone(), rows.clone());
+}
+
+/// Digests of the rows after one step of so many workers, whose gradients have these positions.
+fn digest_after(parts_of_ranks: &[&[(u64, f32)]]) -> u64 {
+    let mut group = group(parts_of_ranks.len() as u64);
+    stage(&mut group, |rank, gradients, ids, rows| {
+        for &(position, gradient) in parts_of_ranks[rank] {
             let mut rows = rows.clone();
             rows.of(0).1.fill(gradient);
             gradients.add_part(position, ids.clone(), rows);
         }
-        pushes.push(rank.pushes(&gradients));
-    }
-    for (to, rank) in ranks.iter_mut().enumerate() {
-        rank.stage(&received(&pushes, to)).unwrap();
-        assert!(rank.commit(StepCommit { generation: 1, records: 3, is_applied: true }));
-    }
-    assert_eq!(ranks.iter().map(Owned::touches).sum::<u64>(), 60);
-    ranks.iter().map(Owned::digest).fold(0, u64::wrapping_add)
+    });
+    commit(&mut group, 1);
+    assert_eq!(group.iter().map(Owned::touches).sum::<u64>(), 3 * ROWS);
+    group.iter().map(Owned::digest).fold(0, u64::wrapping_add)
 }
 
 #[test]
@@ -58,3 +97,65 @@ fn rows_have_the_same_bits_whichever_ranks_compute_the_parts() {
     let other = (2, -1e8);
     assert_ne!(digest_after(&[&[first, second, other]]), alone);
 }
+
+#[test]
+fn a_joiner_is_given_its_shards_one_after_the_other() {
+    let mut group = group(2);
+    stage(&mut group, touch);
+    commit(&mut group, 1);
+    group.push(worker(3));
+    regroup(&mut group, 1, 2);
+    let steps = u64::from(SHARDS_OF_TEST) + 2;
+    for _ in 0..steps {
+        stage(&mut group, touch);
+        commit(&mut group, 2);
+    }
+    let wanted = Placement::new(SHARDS_OF_TEST, 2, &members(3));
+    for worker in &group {
+        assert!(worker.placement().unwrap().is_as(&wanted));
+        assert!(worker.held().map(|(shard, _)| shard).eq(wanted.held_by(worker.me)));
+    }
+    let touches: u64 = group.iter().map(Owned::touches).sum();
+    assert_eq!(touches, ROWS * (2 + 3 * steps));
+}
+
+#[test]
+fn what_an_earlier_group_has_staged_is_committed_with_a_rank_that_has() {
+    let mut group = group(2);
+    stage(&mut group, touch);
+    commit(&mut group, 1);
+    regroup(&mut group, 1, 2);
+    stage(&mut group, touch);
+    regroup(&mut group, 1, 3);
+    stage(&mut group, touch);
+    // A rank that was not in the third group has committed the step in the second one.
+    commit(&mut group, 2);
+    assert!(group.iter().all(|worker| worker.step() == Some(2)));
+}
+
+#[test]
+fn only_rows_of_the_history_of_the_step_belong_to_its_state() {
+    let header = |step, generation, staged: &[u64]| {
+        Some(OwnedHeader { step, generation, staged: Some(staged.to_vec()) })
+    };
+    // The group of generation 3 has committed step 5.
+    let headers = [
+        header(4, 2, &[]),
+        header(4, 2, &[2, 4]),
+        header(5, 4, &[]),
+        Some(OwnedHeader::of_joiner(5, 3)),
+        header(4, 2, &[2, 3]),
+        header(5, 3, &[6]),
+        None,
+    ];
+    let holds = vec![false, false, false, false, true, true, false];
+    assert_eq!(
+        Recovery::plan(5, 3, &headers),
+        Some(Recovery { generation: 3, holds, root: 4 }),
+        "those that have committed it, or staged it in that group"
+    );
+    assert_eq!(Recovery::plan(5, 3, &headers[..4]), None);
+}
+
+const SHARDS_OF_TEST: u32 = 16;
+const ROWS: u64 = 20;
