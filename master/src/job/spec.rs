@@ -101,8 +101,8 @@ pub enum OnNonfinite {
 }
 
 impl JobSpec {
-    /// A job of up to `num_workers` workers that trains for one epoch. It evicts no worker, replaces
-    /// none that fails, and writes no checkpoint.
+    /// A job of up to `num_workers` workers that trains for one epoch. It evicts no worker,
+    /// replaces none that fails, and writes no checkpoint.
     #[must_use]
     pub fn new(
         name: impl Into<String>,

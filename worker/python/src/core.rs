@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use elasticdl::external::{
     AloneOptions, Counted, Driver, Ended, Event, Inference, JobOptions, Memory, NextBatch,
-    ProgramMemory, Record, Shape, StateMemory, Watch, Worker, WorkerError,
+    ProgramMemory, Record, Shape, StateMemory, Worker, WorkerError,
 };
 use elasticdl::{NamedTensor, Predictions};
 use pyo3::exceptions::{PyRuntimeError, PySystemExit, PyTypeError, PyValueError};
@@ -14,6 +14,7 @@ use pyo3::prelude::*;
 
 use crate::floats::Floats;
 use crate::gpu::GpuMemory;
+use crate::progress::Progress;
 use crate::rows::{self, Feature, NotAnnounced, TableOfProgram};
 
 /// A worker of a job, or one that trains alone.
@@ -549,46 +550,6 @@ impl Training {
             own.floats_mut().fill(0.0);
         }
         self.driver.done();
-    }
-}
-
-/// The progress of a worker's group.
-#[pyclass(frozen, module = "elasticdl._elasticdl")]
-#[derive(Debug)]
-pub(crate) struct Progress {
-    watch: Watch,
-}
-
-#[pymethods]
-impl Progress {
-    #[getter]
-    fn generation(&self) -> u64 {
-        self.watch.progress().generation
-    }
-
-    #[getter]
-    fn rank(&self) -> usize {
-        self.watch.progress().rank
-    }
-
-    #[getter]
-    fn world_size(&self) -> usize {
-        self.watch.progress().world_size
-    }
-
-    #[getter]
-    fn step(&self) -> u64 {
-        self.watch.progress().step
-    }
-
-    #[getter]
-    fn epoch(&self) -> u32 {
-        self.watch.progress().epoch
-    }
-
-    #[getter]
-    fn records(&self) -> u64 {
-        self.watch.progress().records
     }
 }
 

@@ -8,6 +8,7 @@ mod data;
 mod floats;
 mod gpu;
 mod operations;
+mod progress;
 mod ring;
 mod rows;
 

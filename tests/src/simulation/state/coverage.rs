@@ -1,8 +1,8 @@
 /// Declares the counts, and how those of two runs are added.
 macro_rules! counts {
     ($($(#[$doc:meta])* $name:ident,)*) => {
-        /// Counts of what happened in one run or in many, so that a test can assert that the faults reach
-        /// every code path.
+        /// Counts of what happened in one run or in many, so that a test can assert that the
+        /// faults reach every code path.
         #[derive(Clone, Debug, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct Coverage {
