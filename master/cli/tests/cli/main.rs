@@ -211,11 +211,12 @@ fn only_an_unfinished_job_without_a_master_is_resumed_and_with_its_original_opti
     ]);
     fs::remove_file(home.path("job/summary.json")).unwrap();
     home.run(&["train", "--resume", "./job"]).assert_refused(&["/job", "start it again"]);
-    fs::write(home.path("job/job.json"), "{\"version\": 9}").unwrap();
+    let other = "{\"version\": 9, \"release\": \"7.0.0\"}";
+    fs::write(home.path("job/job.json"), other).unwrap();
     home.run(&["train", "--resume", "./job"]).assert_refused(&[
         "job.json",
-        "version 9",
-        "versions up to 1",
+        "format 9 (elasticdl 7.0.0)",
+        "continues jobs of format",
     ]);
     fs::write(home.path("job/job.json"), "null").unwrap();
     home.run(&["train", "--resume", "./job"]).assert_refused(&["job.json", "can't resume"]);
