@@ -67,9 +67,10 @@ model = job.model(WideAndDeep(job))
 opt = job.optimizer(torch.optim.Adam(model.parameters(), 0.001))
 criterion = nn.functional.binary_cross_entropy_with_logits
 
-if job.validation_data is not None:
+evaluated = job.data if job.work == "evaluate" else job.validation_data
+if evaluated is not None:
 
-    @job.evaluator(Clicks(job.validation_data), micro_batch=1000, ids=ids_of)
+    @job.evaluator(Clicks(evaluated), micro_batch=1000, ids=ids_of)
     def evaluate(label, dense, ids):
         logit = model(dense, ids)
         return {"loss": criterion(logit, label), "accuracy": (logit > 0) == (label > 0)}

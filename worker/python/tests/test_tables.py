@@ -409,14 +409,26 @@ for indices in job.batches(job.sampler(64), lambda indices: {"user": torch.tenso
 
     def test_the_example_is_trained(self):
         program = [HERE.parent / "examples" / "ctr.py"]
-        options = ["--training-data", "clicks:0..12000", "--validation-data", "clicks:9000..10000"]
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        options = ["--training-data", "clicks:0..12000", "--validation-data", "clicks:9000..10000",
+                   "--export", folder.name + "/m.safetensors"]
         with RunningJob(program, workers=2, batch=200, epochs=1, options=options) as job:
             self.assertEqual(job.wait(), 0, job.text())
             summary = job.summary()
         touches = {"expected": 624_000, "counted": 624_000, "missing": 0, "repeated": 0}
         self.assertEqual(summary["row_touches"], touches)
         # The loss of the best constant is 0.627.
-        self.assertLess(summary["evaluations"]["all"][-1]["metrics"]["loss"], 0.61)
+        loss = summary["evaluations"]["all"][-1]["metrics"]["loss"]
+        self.assertLess(loss, 0.61)
+        command = [ELASTICDL, "evaluate", "--local", "--job-dir", "job", "--data"]
+        command += ["clicks:9000..10000", "--model", "m.safetensors", "--", sys.executable]
+        command = [str(word) for word in command + program]
+        ended = subprocess.run(command, cwd=folder.name, capture_output=True, text=True,
+                               timeout=240, check=False)
+        self.assertEqual(ended.returncode, 0, ended.stdout + ended.stderr)
+        evaluated = json.loads(pathlib.Path(folder.name, "job", "summary.json").read_text())
+        self.assertEqual(evaluated["metrics"]["loss"], loss)
 
 
 if __name__ == "__main__":

@@ -98,9 +98,9 @@ impl ExportedTables {
     }
 }
 
-/// The folder that the file at `address` is in.
+/// The folder that the file at `address` is in, with a slash at its end.
 pub(super) fn folder_of(address: &str) -> &str {
-    address.rfind('/').map_or(".", |slash| &address[..=slash])
+    address.rfind('/').map_or("./", |slash| &address[..=slash])
 }
 
 /// The folder of the parts of the model at `address`: its address, and its name.

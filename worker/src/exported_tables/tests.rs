@@ -184,6 +184,13 @@ fn parts_of_a_replaced_model_are_removed_unless_a_kept_model_has_them() {
 }
 
 #[test]
+fn parts_are_found_beside_the_model_whatever_its_address_looks_like() {
+    let addresses = ["m.st", "./m.st", "a/m.st", "/a/m.st", "s3://bucket/a/m.st"];
+    let folders = ["./", "./", "a/", "/a/", "s3://bucket/a/"];
+    assert_eq!(addresses.map(index::folder_of), folders);
+}
+
+#[test]
 fn the_number_of_parts_depends_on_the_rows_and_names_are_unique() {
     let table = [Table::new("one", 16)];
     let parts = |rows| parts_of(&table, &[rows]);
