@@ -12,9 +12,8 @@ use elasticdl_tables::{BatchRows, Ids};
 use super::lent::{Lent, LentMut};
 use super::memory::Memory;
 use super::micro_batches::MicroBatches;
-use super::model::{
-    Call, CallChannel, ExternalModel, GroupProgress, Record, Reply, Shape, Shared, Sums,
-};
+use super::model::{Call, CallChannel, ExternalModel, GroupProgress, Reply, Shape, Shared, Sums};
+use super::numbers::Record;
 use super::worker::{Worker, WorkerError};
 
 /// Drives a trainer from the program's thread.

@@ -16,7 +16,7 @@
 
 use std::collections::VecDeque;
 
-use super::model::Record;
+use super::numbers::Record;
 
 /// Micro-batches that were drawn, and the records that the trainer waits for.
 #[derive(Debug)]

@@ -3,18 +3,17 @@
 use std::collections::VecDeque;
 use std::mem;
 use std::num::NonZeroUsize;
-use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use elasticdl_data::worker::refuse_bad_records;
-use elasticdl_data::{Access, DataError, Dataset, File, Predictions, Purpose, ReadOptions, Reader};
+use elasticdl_data::{Predictions, Purpose};
 use elasticdl_tables::{BatchRows, Ids, Table};
 
 use super::bridge::{Bridge, Progress};
 use super::lent::{Lent, LentMut};
 use super::memory::Taken;
+use super::numbers::{Numbered, Numbers, Record};
 use crate::buckets::Gradients;
 use crate::conversion::Conversion;
 #[cfg(feature = "gpu")]
@@ -62,15 +61,6 @@ pub struct Inference {
     pub records: u64,
     /// Maximum number of records of a call.
     pub batch: NonZeroUsize,
-}
-
-/// A record of the data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Record {
-    /// Epoch.
-    pub epoch: u32,
-    /// Number, from 0.
-    pub number: u64,
 }
 
 /// What a worker knows of its group and of what it has trained.
@@ -522,77 +512,6 @@ pub(super) struct Batch {
     pub(super) records: Vec<Record>,
 }
 
-/// A record, and the data that it belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Numbered {
-    purpose: Purpose,
-    record: Record,
-}
-
-/// A reader whose records are their own numbers. The program loads their data, any of them as well
-/// as the next one.
-#[derive(Debug)]
-pub(super) struct Numbers {
-    /// Numbers of records for training, evaluation and prediction, where the program has them.
-    data: [Option<u64>; 3],
-    purpose: Purpose,
-    epoch: u32,
-}
-
-impl Numbers {
-    fn records(&self) -> Result<u64, DataError> {
-        let [training, evaluation, prediction] = self.data;
-        let (records, owner, missing) = match self.purpose {
-            Purpose::Evaluate => (evaluation, "evaluator", NO_EVALUATOR),
-            Purpose::Predict => (prediction, "predictor", NO_PREDICTOR),
-            _ => (training, "sampler", "this program has no sampler"),
-        };
-        match records {
-            None => Err(DataError::Other(missing.into())),
-            Some(0) => {
-                let error = format!("the {owner}'s length is 0; it must be positive");
-                Err(DataError::Other(error.into()))
-            }
-            Some(records) => Ok(records),
-        }
-    }
-}
-
-impl Reader for Numbers {
-    type Record = Numbered;
-
-    fn configure(&mut self, options: ReadOptions) -> Result<(), DataError> {
-        self.purpose = options.purpose;
-        refuse_bad_records(options)
-    }
-
-    fn describe(&mut self, _source: &str) -> Result<Dataset, DataError> {
-        Ok(Dataset::new(vec![File::new(NAME, self.records()?)]))
-    }
-
-    fn access(&self, _dataset: &Dataset) -> Access {
-        Access::Record
-    }
-
-    fn begin_epoch(&mut self, epoch: u32) {
-        self.epoch = epoch;
-    }
-
-    fn read(&mut self, file: &File, range: Range<u64>) -> Result<Vec<Numbered>, DataError> {
-        let (expected, found) = (file.records, self.records()?);
-        if found != expected {
-            let error = format!(
-                "this program's data has {found} records, and that of the worker that described \
-                 the data has {expected}; all programs of a job must have the same data"
-            );
-            return Err(DataError::Other(error.into()));
-        }
-        let Self { purpose, epoch, .. } = *self;
-        let record = |number| Record { epoch, number };
-        Ok(range.map(|number| Numbered { purpose, record: record(number) }).collect())
-    }
-}
-
 fn locked(channel: &Mutex<CallChannel>) -> MutexGuard<'_, CallChannel> {
     channel.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -602,12 +521,5 @@ fn batch_of(data: Option<Inference>) -> usize {
     data.map_or(usize::MAX, |data| data.batch.get())
 }
 
-const NO_EVALUATOR: &str = "this program does not say how its model is evaluated: declare it with \
-                            job.evaluator(data, function)";
-const NO_PREDICTOR: &str = "this program does not say how its model predicts: declare it with \
-                            job.predictor(data, function)";
 /// Error of a call that no program answers.
 const ENDED: &str = "the program has ended";
-
-/// Name of the only file of a program's data set.
-const NAME: &str = "records of the program";
