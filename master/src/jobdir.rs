@@ -171,6 +171,13 @@ impl JobDir {
         self.root.join(SUMMARY)
     }
 
+    /// Whether the directory was removed or renamed, and another job now runs, or has ended, in one
+    /// of its name: its files are not this job's.
+    #[must_use]
+    pub fn is_replaced(&self) -> bool {
+        fs::read_to_string(self.token_path()).is_ok_and(|text| text != self.token.to_hex())
+    }
+
     /// Path of the job's history, which is written now and then, and at the job's end.
     #[must_use]
     pub fn history_path(&self) -> PathBuf {
@@ -216,6 +223,9 @@ impl JobDir {
 
 impl Drop for JobDir {
     fn drop(&mut self) {
+        if self.is_replaced() {
+            return;
+        }
         // Best effort: a command that finds a stale file gets no answer at its address and reports
         // that.
         let _ = fs::remove_file(self.root.join(MASTER));

@@ -9,7 +9,7 @@ use super::name::Name;
 pub(crate) struct Retention {
     /// Number of complete checkpoints of this run.
     pub(crate) keep: usize,
-    /// Whether the folder belongs to this job alone: checkpoints of other runs are deleted.
+    /// Whether the folder belongs to this job alone: checkpoints of earlier runs are deleted.
     pub(crate) exclusive: bool,
 }
 

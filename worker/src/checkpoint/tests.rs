@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::{Duration, SystemTime};
 
 use elasticdl_data::storage::Storage;
 use elasticdl_proto::Generation;
@@ -213,6 +214,31 @@ fn the_newest_checkpoints_are_retained_and_incomplete_attempts_deleted() {
     folders.sort();
     let ours = |step: u64| format!("step-{step:012}-7f3a9c21-g1");
     assert_eq!(folders, ["step-000000000001-00000000-g1".to_owned(), ours(28), ours(30), ours(99)]);
+}
+
+#[test]
+fn in_the_jobs_own_folder_only_runs_from_before_the_job_are_deleted() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (dir, token) = (scratch.path().join("checkpoints"), scratch.path().join("token"));
+    let storage = Storage::open(dir.to_str().unwrap()).unwrap();
+    let (fingerprint, retention) =
+        (Arc::new(fingerprint()), Retention { keep: 1, exclusive: true });
+    let writer = CheckpointWriter::new(storage.clone(), fingerprint.clone(), retention).unwrap();
+    let mut ranks = Ranks { fingerprint, writers: vec![writer], generation: 1 };
+    let [earlier, later] =
+        ["00000000", "ffffffff"].map(|run| format!("step-000000000022-{run}-g1"));
+    let began = SystemTime::now() - Duration::from_secs(60);
+    for (name, at) in [(&earlier, began - Duration::from_secs(1)), (&later, SystemTime::now())] {
+        storage.write(&format!("{name}/manifest.json"), vec!["x".into()]).unwrap();
+        let manifest = std::fs::File::open(dir.join(name).join("manifest.json")).unwrap();
+        manifest.set_modified(at).unwrap();
+    }
+    ranks.write(26).unwrap();
+    assert!(dir.join(&earlier).exists(), "the job's directory is gone");
+    std::fs::File::create(token).unwrap().set_modified(began).unwrap();
+    let own = ranks.write(28).unwrap();
+    let left = Name::all(&storage.list_folders(name::PREFIX).unwrap()).into_keys();
+    assert_eq!(left.map(|name| name.to_string()).collect::<Vec<_>>(), [later, own]);
 }
 
 #[test]

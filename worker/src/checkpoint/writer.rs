@@ -8,7 +8,10 @@
 //! **Invariant:** the trainer waits only for the copy, into memory that is allocated already.
 
 use std::collections::VecDeque;
+use std::fs::{self, DirEntry};
+use std::io;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, ScopedJoinHandle};
@@ -116,7 +119,7 @@ impl CheckpointWriter {
         storage: Storage,
         fingerprint: Arc<JobFingerprint>,
         retention: Retention,
-    ) -> std::io::Result<Self> {
+    ) -> io::Result<Self> {
         let (requests, queue) = channel();
         let (replies_tx, replies) = channel();
         Builder::new().name("checkpoint".into()).spawn(move || {
@@ -323,13 +326,30 @@ impl WriterThread {
             let names = self.retention.to_remove(&Name::all(&files), newest, best);
             names
                 .iter()
+                .filter(|name| name.run == newest.run || self.is_earlier(name))
                 .try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))
         });
         if let Err(error) = result {
             tracing::warn!(%error, "old checkpoints could not be deleted");
         }
     }
+
+    /// Whether a checkpoint of another run was there when this job began: the folder is in the
+    /// job's directory, whose token is written then. If the directory was removed or renamed, a
+    /// later job of the same name may have taken its place, and its checkpoints stay.
+    fn is_earlier(&self, name: &Name) -> bool {
+        let folder = Path::new(self.storage.address());
+        let began = fs::metadata(folder.with_file_name(TOKEN)).and_then(|token| token.modified());
+        let written = |entry: io::Result<DirEntry>| entry?.metadata()?.modified();
+        let newest = fs::read_dir(folder.join(name.to_string()))
+            .and_then(|entries| entries.map(written).collect::<io::Result<Vec<_>>>())
+            .map(|times| times.into_iter().max());
+        matches!((newest, began), (Ok(Some(newest)), Ok(began)) if newest < began)
+    }
 }
+
+/// Name of the file in a job's directory that is written when the job begins.
+const TOKEN: &str = "token";
 
 /// Floats as bytes, without a copy.
 struct Floats(Arc<Vec<f32>>);

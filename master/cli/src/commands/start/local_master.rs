@@ -85,22 +85,35 @@ fn run(
     *has_run = true;
     // Drops what background tasks hold, before the report is written.
     drop(runtime);
-    // No worker is started from here on. The copy need not exist, and leaves room for the summary.
-    let _ = std::fs::remove_file(dir.program_path());
-    let written = write_summaries(wanted.as_deref(), dir, &ended);
+    let is_replaced = dir.is_replaced();
+    if is_replaced {
+        let dir = dir.path().display();
+        print_warning(&format!(
+            "{dir} was removed or renamed while the job ran, and is now that of another job: the \
+             summary of this one is not written there"
+        ));
+    } else {
+        // No worker is started from here on. The copy need not exist, and leaves room for the
+        // summary.
+        let _ = std::fs::remove_file(dir.program_path());
+    }
+    let own = (!is_replaced).then(|| dir.summary_path());
+    let written = write_summaries(own.as_deref(), wanted.as_deref(), &ended);
     let has_trained = ended.summary.steps > 0 || ended.summary.records.counted > 0;
-    let refused = if has_trained {
+    let refused = if is_replaced {
+        None
+    } else if has_trained {
         dir.forget_earlier();
         None
     } else {
         dir.restore_earlier()
     };
     let (logs, own) = match &refused {
-        Some(folder) => (folder.join("logs"), folder.join("summary.json")),
-        None => (dir.logs(), dir.summary_path()),
+        Some(folder) => (folder.join("logs"), Some(folder.join("summary.json"))),
+        None => (dir.logs(), own),
     };
-    let summary = wanted.unwrap_or(own);
-    let paths = Paths { logs: Some(&logs), summary: Some(&summary) };
+    let summary = wanted.or(own);
+    let paths = Paths { logs: (!is_replaced).then_some(&*logs), summary: summary.as_deref() };
     print_summary(console, &ended.summary, paths);
     if let Some(error) = &ended.summary.error {
         // With --quiet the table, which names the folder of the logs, is not printed.
@@ -190,12 +203,16 @@ fn add_logs(error: &str, logs: &Path) -> String {
     format!("{error}{separator}(logs: {})", logs.display())
 }
 
-fn write_summaries(wanted: Option<&Path>, dir: &JobDir, ended: &JobResult) -> Result<(), Failure> {
+fn write_summaries(
+    own: Option<&Path>,
+    wanted: Option<&Path>,
+    ended: &JobResult,
+) -> Result<(), Failure> {
     let json = ended.summary.to_pretty_json();
     let state = &ended.summary.state;
     // What was refused replaces no result of an earlier job.
     let wanted = wanted.filter(|path| ended.outcome != Outcome::InvalidInput || !path.exists());
-    for path in std::iter::once(&*dir.summary_path()).chain(wanted) {
+    for path in own.into_iter().chain(wanted) {
         jobdir::write_output(path, json.as_bytes()).map_err(|error| {
             Failure::failed(format!(
                 "the job is {state}, but its summary can't be written to {}: {error}",
