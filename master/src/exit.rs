@@ -55,10 +55,20 @@ pub fn code_of_summary(summary: &Summary) -> u8 {
         "stopped" if summary.state_lost.is_some_and(|lost| lost.at_step == summary.steps) => {
             EXIT_FAILED
         }
+        "stopped" if unsaved_steps(summary).is_some() => EXIT_FAILED,
         "completed" | "stopped" => EXIT_OK,
         "refused" => EXIT_USAGE,
         _ => EXIT_FAILED,
     }
+}
+
+/// The first and the last step of a stopped job that no checkpoint contains, because the last ones
+/// could not be written.
+#[must_use]
+pub fn unsaved_steps(summary: &Summary) -> Option<(u64, u64)> {
+    let known = summary.checkpoints.as_ref().filter(|_| summary.state == "stopped")?;
+    let saved = known.newest.as_ref().map_or(0, |newest| newest.step);
+    (known.error.is_some() && saved < summary.steps).then_some((saved + 1, summary.steps))
 }
 
 /// Converts an error of the operating system to "can't `what`".
@@ -84,3 +94,29 @@ pub const EXIT_TERMINATED: u8 = 143;
 pub(crate) const EXIT_UNAUTHORIZED: u8 = 4;
 /// The input is invalid. The same code as clap's for usage errors.
 pub const EXIT_USAGE: u8 = 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::testing::spec;
+    use crate::job::{CheckpointsSummary, Job, SavedCheckpoint, Time};
+
+    #[test]
+    fn a_stop_whose_last_checkpoint_could_not_be_written_has_failed() {
+        let newest = Some(SavedCheckpoint { step: 18, name: String::new(), bytes: 1 });
+        let mut known = CheckpointsSummary { newest, ..CheckpointsSummary::default() };
+        let of = |known: &CheckpointsSummary, state: &'static str| Summary {
+            state: state.into(),
+            steps: 46,
+            checkpoints: Some(known.clone()),
+            ..Job::new(spec()).summary(Time::default())
+        };
+        assert_eq!(code_of_summary(&of(&known, "stopped")), EXIT_OK, "nothing failed");
+        known.error = Some("timed out".into());
+        assert_eq!(code_of_summary(&of(&known, "stopped")), EXIT_FAILED);
+        assert_eq!(unsaved_steps(&of(&known, "stopped")), Some((19, 46)));
+        assert_eq!(code_of_summary(&of(&known, "completed")), EXIT_OK, "the model is exported");
+        known.newest.as_mut().unwrap().step = 46;
+        assert_eq!(code_of_summary(&of(&known, "stopped")), EXIT_OK);
+    }
+}

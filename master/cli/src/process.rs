@@ -10,7 +10,7 @@ use tokio::runtime::{Builder, Runtime};
 
 pub(crate) use elasticdl_master::exit::{
     EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_TERMINATED, EXIT_USAGE, Failure, cannot,
-    code_of_summary,
+    code_of_summary, unsaved_steps,
 };
 
 use crate::progress::LogFormat;

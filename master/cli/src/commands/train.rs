@@ -118,7 +118,7 @@ Stopping:
 
 Exit codes:
   0    the job completed: it reached the end of its data or --max-steps
-  1    the job failed, or was ended at once and lost its state
+  1    the job failed, or was stopped and lost its state
   2    invalid command line or data; nothing was trained
   129  stopped by SIGHUP
   130  stopped by Ctrl-C; in a cluster: the command ended and the job continues

@@ -7,6 +7,7 @@ use elasticdl_master::job::{
     Summary, counted, format_metrics, format_value,
 };
 
+use crate::process::unsaved_steps;
 use crate::progress::{format_rate, one_line};
 
 /// Paths of further output on this machine.
@@ -182,7 +183,11 @@ pub(crate) fn warnings(summary: &Summary) -> Vec<String> {
             .as_ref()
             .map(|newest| format!("; the newest one is from step {}", newest.step));
         let newest = newest.unwrap_or_else(|| "; there is none".into());
-        Some(format!("the last checkpoint could not be written: {}{newest}", one_line(error)))
+        let lost = unsaved_steps(summary)
+            .map(|(first, last)| format!("; the state of steps {first} to {last} is lost"))
+            .unwrap_or_default();
+        let error = one_line(error);
+        Some(format!("the last checkpoint could not be written: {error}{newest}{lost}"))
     });
     let skipped = (summary.steps_skipped > 0).then(|| {
         format!(
@@ -449,6 +454,9 @@ job mnist: completed after 1.50 s
         let warnings = warnings(&lost);
         assert_eq!((warnings.len(), warnings[0].as_str()), (3, first));
         assert!(warnings[1].contains("disk full; there is none"), "{warnings:?}");
+        let stopped = Summary { state: "stopped".into(), ..lost.clone() };
+        let text = &super::warnings(&stopped)[1];
+        assert!(text.ends_with("there is none; the state of steps 1 to 100 is lost"), "{text}");
         assert_eq!(super::warnings(&summary()), [""; 0]);
         let rows = RowsLoss { count: 1, at_step: 80, row_touches: 12 };
         let lost = Summary { rows_lost: Some(rows), state_lost: None, ..lost };
