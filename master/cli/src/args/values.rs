@@ -71,8 +71,23 @@ pub(crate) fn parse_uri(text: &str) -> Result<String, String> {
         Some((scheme, _)) if !known.contains(&scheme) => Err(format!(
             "`{scheme}://` is not supported; it must be a path, or s3://, gs:// or az://"
         )),
+        None => refuse_one_slash(text).map(|()| text.into()),
         Some((scheme, "")) => Err(format!("`{scheme}://` is not followed by a name")),
         _ => Ok(text.into()),
+    }
+}
+
+/// Refuses `s3:/bucket/x`, which would be a local folder `s3:`.
+pub(crate) fn refuse_one_slash(text: &str) -> Result<(), String> {
+    match text.split_once(":/") {
+        Some((scheme, rest))
+            if scheme.len() > 1
+                && scheme.bytes().all(|byte| byte.is_ascii_alphanumeric())
+                && !rest.starts_with('/') =>
+        {
+            Err(format!("did you mean {scheme}://{rest}? For a folder of this name, ./{text}"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -190,7 +205,12 @@ mod tests {
         {
             assert_eq!(parse_uri(good).as_deref(), Ok(good));
         }
-        for bad in ["", "http://host/a", "ftp://x", "s3://", &"a".repeat(5000)] {
+        let error = parse_uri("s3:/bucket/a").unwrap_err();
+        assert!(error.contains("did you mean s3://bucket/a?"), "{error}");
+        for good in ["./s3:/a", "/s3:/a", "s3:", "a b:/c"] {
+            assert_eq!(parse_uri(good).as_deref(), Ok(good));
+        }
+        for bad in ["", "gs:/a", "http://host/a", "ftp://x", "s3://", &"a".repeat(5000)] {
             assert!(parse_uri(bad).is_err(), "{bad}");
         }
     }
