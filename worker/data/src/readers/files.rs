@@ -7,6 +7,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
+use super::away::{attempt, note_found};
 use super::blocks::BLOCK_BYTES;
 use super::kept::Kept;
 use super::{remote, versions};
@@ -258,13 +259,14 @@ pub(super) fn length(path: &Path) -> Result<u64, DataError> {
 
 /// Reads the metadata of a local file, which must be the known version.
 fn stat(path: &Path) -> Result<(fs::Metadata, Version), DataError> {
-    let metadata = with_retries(&path.to_string_lossy(), || fs::metadata(path));
+    let metadata = attempt(path, || fs::metadata(path));
     let metadata = metadata.map_err(|source| match versions::known(path) {
         Some(_) => missing(path, source),
         None => io_error(path, source),
     })?;
     let version = versions::of_file(&metadata);
     versions::compare(path, &version)?;
+    note_found(path);
     Ok((metadata, version))
 }
 
@@ -350,7 +352,7 @@ struct OpenFile {
 impl OpenFile {
     fn new(path: &Path) -> Result<Self, DataError> {
         stat(path)?;
-        let file = with_retries(&path.to_string_lossy(), || fs::File::open(path));
+        let file = attempt(path, || fs::File::open(path));
         let file = file.map_err(|source| io_error(path, source))?;
         Ok(Self { path: path.into(), file, at: 0 })
     }
@@ -359,7 +361,7 @@ impl OpenFile {
 impl Read for OpenFile {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
         let mut failed = false;
-        let bytes = with_retries(&self.path.to_string_lossy(), || {
+        let bytes = attempt(&self.path, || {
             if failed {
                 // A file handle can become stale permanently.
                 self.file = fs::File::open(&self.path)?;

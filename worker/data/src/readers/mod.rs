@@ -16,6 +16,7 @@
 
 #[cfg(feature = "arrow")]
 mod arrow;
+mod away;
 mod binary;
 mod blocks;
 mod columns;

@@ -28,6 +28,7 @@ use std::time::UNIX_EPOCH;
 
 use xxhash_rust::xxh3::Xxh3Default;
 
+use super::away::attempt;
 use super::files::io_error;
 use crate::reader::DataError;
 use crate::storage::{Version, with_retries};
@@ -90,7 +91,7 @@ pub(super) fn digest(path: &Path, version: &Version, is_object: bool) -> Result<
     } else {
         let failed = |source| io_error(path, source);
         let name = path.to_string_lossy();
-        let file = with_retries(&name, || fs::File::open(path)).map_err(failed)?;
+        let file = attempt(path, || fs::File::open(path)).map_err(failed)?;
         let last = version.bytes.saturating_sub(BLOCK_BYTES);
         let mut at = 0;
         for block in 0..=BLOCKS {

@@ -6,6 +6,7 @@
 //!
 //! Once the first group of this process has formed ([`wait_for_access`]), a read that is refused is
 //! retried in the same way: credentials have expired, or a policy or a permission is being changed.
+//! So is the access to a file whose folder is gone: its file system is not mounted for a moment.
 //! Before that, a refusal is a mistake of the user, and an error at once, as it always is for a
 //! write.
 //!
