@@ -41,11 +41,17 @@ impl Master {
 
     /// Stops the job at the end of the step.
     pub(super) fn stop(&mut self) {
-        let hint = match self.backend {
-            WorkerBackend::Processes(_) => "; Ctrl-C after 2 s ends it at once",
-            WorkerBackend::Pods(_) => "",
+        let text = match (self.job.unsaved_model(), &self.backend) {
+            // Such a stop ends the waits of the workers.
+            (Some(step), _) => format!(
+                "the model of step {step} is not saved yet: the job tries once more, and then ends"
+            ),
+            (None, WorkerBackend::Processes(_)) => {
+                "the job stops at the end of the step; Ctrl-C after 2 s ends it at once".into()
+            }
+            (None, WorkerBackend::Pods(_)) => "the job stops at the end of the step".into(),
         };
-        self.progress.notice(self.now(), format!("the job stops at the end of the step{hint}"));
+        self.progress.notice(self.now(), text);
         self.job.handle(self.now(), Event::Stop);
     }
 

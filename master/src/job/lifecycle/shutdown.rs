@@ -104,6 +104,17 @@ impl Job {
         }
     }
 
+    /// The last step of a running job that has trained all it should, and has not saved its model
+    /// yet.
+    pub(crate) fn unsaved_model(&self) -> Option<u64> {
+        let (expected, step) = (self.data.expected(), self.data.step());
+        let is_trained = self.group.finishing_since().is_some()
+            || (expected > 0 && self.data.counted() == expected)
+            || self.spec.max_steps.is_some_and(|max| step >= max);
+        let trains = self.lifecycle.is_running() && self.spec.work.trains();
+        (trains && is_trained).then_some(step)
+    }
+
     /// How long a group may take to finish its step, and to write its last checkpoint or its model.
     pub(crate) fn stop_wait(&self) -> Duration {
         let writes = self.spec.checkpoints.is_some() || self.group.finishing_since().is_some();

@@ -291,3 +291,19 @@ fn an_inference_job_gives_its_shards_to_its_next_workers() {
         |action: &Action| matches!(action, Action::Send { message: MasterMessage::Lease(_), .. });
     assert!(actions(&mut job).iter().any(leases), "the first shard is leased again");
 }
+
+#[test]
+fn a_job_that_has_trained_everything_is_told_to_have_an_unsaved_model_until_it_stops() {
+    let mut job = started(spec(), &[20]);
+    assert_eq!(job.unsaved_model(), None);
+    deliver(&mut job, 1, committed(1, 10, &[(0, 1)]));
+    assert_eq!(job.unsaved_model(), None);
+    deliver(&mut job, 1, finished(1, 10, 7));
+    assert_eq!(job.unsaved_model(), Some(10));
+    job.handle(at(100), Event::Stop);
+    assert_eq!(job.unsaved_model(), None);
+    let asked = JobSpec { max_steps: Some(10), ..spec() };
+    let mut job = started(asked, &[20]);
+    deliver(&mut job, 1, committed(1, 10, &[(0, 1)]));
+    assert_eq!(job.unsaved_model(), Some(10));
+}
