@@ -4,12 +4,14 @@ mod connection;
 mod report;
 mod watch;
 
+use std::ffi::OsString;
 use std::fs;
-use std::io::{Read as _, Seek as _};
+use std::io::{ErrorKind::NotFound, Read as _, Seek as _};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use elasticdl_master::dashboard::{self, StoredHistory};
+use elasticdl_master::job::LaunchId;
 use elasticdl_master::jobdir::{
     self, DeleteError, JobDirError, LookupError, StopError, StopTarget, quoted,
 };
@@ -238,7 +240,12 @@ impl JobHandle for LocalHandle {
         };
         let failed =
             |e: std::io::Error| Failure::usage(format!("can't read {}: {e}", path.display()));
-        let mut file = fs::File::open(&path).map_err(failed)?;
+        let mut file = fs::File::open(&path).map_err(|error| match log {
+            JobLog::Worker(launch) if error.kind() == NotFound => {
+                Failure::usage(no_such_worker(launch, &folder))
+            }
+            _ => failed(error),
+        })?;
         let mut bytes = Vec::new();
         loop {
             let is_running = follow && jobdir::look_up(&self.root).is_ok();
@@ -256,6 +263,21 @@ impl JobHandle for LocalHandle {
     }
 }
 
+/// Says which workers have logs in `folder`.
+fn no_such_worker(launch: LaunchId, folder: &Path) -> String {
+    let names = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    let number = |name: OsString| {
+        name.to_str()?.strip_prefix("worker-")?.strip_suffix(".log")?.parse::<u64>().ok()
+    };
+    let workers: Vec<u64> = names.filter_map(number).collect();
+    let there = match (workers.iter().min(), workers.iter().max()) {
+        (Some(first), Some(last)) if first < last => format!("workers {first} to {last} have logs"),
+        (Some(only), _) => format!("only worker {only} has one"),
+        _ => "no worker has one".to_owned(),
+    };
+    format!("there is no log of worker {} in {}; {there}", launch.0, folder.display())
+}
+
 /// The last status that the master of the job in `root` has stored, if this release can read it.
 fn stored_status(root: &Path) -> Option<Status> {
     let stored = StoredHistory::read(&jobdir::history_path(root));
@@ -268,3 +290,24 @@ const CHECKPOINT_POLL: Duration = Duration::from_millis(50);
 const SECOND_SIGNAL_AFTER: Duration = Duration::from_secs(3);
 /// Interval between reads of a log that is followed.
 const LOG_POLL: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_without_a_log_is_told_which_workers_have_logs() {
+        let folder = tempfile::tempdir().unwrap();
+        let told = |expected: &str| {
+            let text = no_such_worker(LaunchId(9), folder.path());
+            let begins = format!("there is no log of worker 9 in {}; ", folder.path().display());
+            assert_eq!(text, begins + expected);
+        };
+        told("no worker has one");
+        fs::write(folder.path().join("master.log"), "").unwrap();
+        fs::write(folder.path().join("worker-2.log"), "").unwrap();
+        told("only worker 2 has one");
+        fs::write(folder.path().join("worker-11.log"), "").unwrap();
+        told("workers 2 to 11 have logs");
+    }
+}

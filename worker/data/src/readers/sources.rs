@@ -5,13 +5,14 @@
 //! may give them another meaning.
 
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use elasticdl_proto::split_sources;
 
 use super::{files, remote};
 use crate::reader::{DataError, Dataset, Reader};
-use crate::storage::Storage;
+use crate::storage::{Storage, StorageError};
 
 /// Describes the data of all locations that `text` names, in their order.
 ///
@@ -20,7 +21,7 @@ use crate::storage::Storage;
 pub fn describe_sources<D: Reader>(reader: &mut D, text: &str) -> Result<Dataset, DataError> {
     let sources = sources(text)?;
     if let [source] = &sources[..] {
-        return reader.describe(source);
+        return reader.describe(source).map_err(|error| unmatched(source, error));
     }
     let (mut all, mut empty) = (Dataset::default(), None);
     for source in &sources {
@@ -30,7 +31,7 @@ pub fn describe_sources<D: Reader>(reader: &mut D, text: &str) -> Result<Dataset
                 empty.get_or_insert(error);
                 continue;
             }
-            described => described?,
+            described => described.map_err(|error| unmatched(source, error))?,
         };
         all.files.extend(files);
         all.skipped.add(skipped);
@@ -44,6 +45,20 @@ pub fn describe_sources<D: Reader>(reader: &mut D, text: &str) -> Result<Dataset
         Some(error) if all.files.is_empty() => Err(error),
         _ => Ok(all),
     }
+}
+
+/// `error`, or that nothing fits the pattern `source`, which was taken as it is.
+fn unmatched(source: &str, error: DataError) -> DataError {
+    let is_missing = match &error {
+        DataError::Io { source, .. } => source.kind() == ErrorKind::NotFound,
+        DataError::Storage(StorageError::NotFound { .. }) => true,
+        _ => false,
+    };
+    if !is_missing || folder_of(source) == source {
+        return error;
+    }
+    let reason = "no file or folder fits this pattern".to_owned();
+    DataError::Malformed { path: source.into(), line: None, reason }
 }
 
 /// The locations in `text`, in the order in which they are given, and those of a pattern in the
@@ -217,6 +232,10 @@ mod tests {
         let found = describe(&[at("c.csv"), at("[ab].csv").replace("[ab]", "?")]);
         let error = found.unwrap_err().to_string();
         assert!(error.ends_with("c.csv: it is named twice, by two locations of data"), "{error}");
+        for others in [&[][..], &[at("a.csv")]] {
+            let error = describe(&[others, &[at("*.cvs")]].concat()).unwrap_err().to_string();
+            assert!(error.ends_with("*.cvs: no file or folder fits this pattern"), "{error}");
+        }
         let found = describe(&["c.csv", "b.csv", "a.csv"].map(at)).unwrap();
         let files: Vec<_> = found.files.iter().map(|file| (&*file.path, file.records)).collect();
         assert_eq!(files, [(&*at("c.csv"), 1), (&*at("a.csv"), 2)]);
