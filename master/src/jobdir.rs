@@ -175,7 +175,7 @@ impl JobDir {
     /// of its name: its files are not this job's.
     #[must_use]
     pub fn is_replaced(&self) -> bool {
-        fs::read_to_string(self.token_path()).is_ok_and(|text| text != self.token.to_hex())
+        fs::read_to_string(self.token_path()).is_ok_and(|text| text.trim() != self.token.to_hex())
     }
 
     /// Path of the job's history, which is written now and then, and at the job's end.

@@ -185,6 +185,12 @@ fn no_checkpoint(from: &Storage, reasons: &[String]) -> String {
     if !address.contains("://") && !Path::new(address).exists() {
         return format!("no complete checkpoint in {from}: there is no such folder");
     }
+    if address.ends_with(".safetensors") {
+        return format!(
+            "{from} is a model file, not a checkpoint: it lacks the optimizer's state and the \
+             position in the data; name the folder of a job's checkpoints"
+        );
+    }
     let more = match reasons.len() {
         0 | 1 => String::new(),
         len => format!("; {} more are damaged", len - 1),

@@ -319,10 +319,15 @@ fn a_new_job_resumes_only_from_what_it_is_given() {
         check(&Locations { own: None, from, exclusive: false, passed_over }, fingerprint)
     };
     assert_eq!(check(&new, &storage), Ok(()));
-    let (_empty, nowhere) = folder();
+    let (scratch, nowhere) = folder();
     let (refused, _) = begin(&new, None, Some(&nowhere));
     let Err(RestoreError::Refused(why)) = &refused else { panic!("{refused:?}") };
     assert!(why.contains("no complete checkpoint"), "{why}");
+    let model = scratch.path().join("m.safetensors");
+    std::fs::write(&model, "a model").unwrap();
+    let model = Storage::open(model.to_str().unwrap()).unwrap();
+    let Err(RestoreError::Refused(why)) = check(&new, &model) else { panic!("{model}") };
+    assert!(why.ends_with("name the folder of a job's checkpoints"), "{why}");
     assert_eq!(check(&new, &nowhere), begin(&new, None, Some(&nowhere)).0.map(drop));
     let other = JobFingerprint { parameters: 11, ..new };
     assert_eq!(check(&other, &one), begin(&other, None, Some(&one)).0.map(drop));

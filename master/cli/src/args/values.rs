@@ -98,7 +98,7 @@ pub(crate) fn path_parser() -> impl TypedValueParser<Value = PathBuf> {
 
 fn check_path(path: PathBuf) -> Result<PathBuf, &'static str> {
     match path.to_str() {
-        Some(text) if text.contains("://") => {
+        Some(text) if text.contains("://") || refuse_one_slash(text).is_err() => {
             Err("addresses are not supported here; it must be a path")
         }
         _ => Ok(path),
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn where_only_a_path_works_an_address_is_refused() {
-        for bad in ["s3://bucket/sum.json", "https://host/x", "file:///a"] {
+        for bad in ["s3://bucket/sum.json", "https://host/x", "file:///a", "s3:/bucket/x"] {
             assert!(check_path(bad.into()).is_err(), "{bad}");
         }
         for good in ["s3:", "a/b.json", "/dev/stdout"] {
