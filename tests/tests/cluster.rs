@@ -25,7 +25,8 @@ fn namespace(test: &str) -> Namespace {
 
 fn three_pods_train_each_record_once_and_leave_nothing() {
     let namespace = namespace("train");
-    let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "2"], 300);
+    let job = Job::start(&namespace, "count", &["--num-workers", "3", "--num-epochs", "2"], 2000);
+    // Long enough for the command to learn that the master runs.
     let output = job.assert_completes(2);
     assert!(output.contains("the master is running"), "{output}");
 }
