@@ -148,7 +148,7 @@ fn pods_of_two_workers_train_each_record_once_and_end_together() {
 
 fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
     let namespace = namespace("masters");
-    let options = ["--num-workers", "3", "--num-epochs", "30", "--max-worker-restarts", "0"];
+    let options = ["--num-workers", "3", "--num-epochs", "45", "--max-worker-restarts", "0"];
     let job = Job::start(&namespace, "count", &options, 4000);
     let uids = |pods: &[Value]| pods.iter().map(|pod| uid(pod).to_owned()).collect::<BTreeSet<_>>();
     let workers = uids(&job.wait_for_group(3));
@@ -176,7 +176,7 @@ fn masters_that_are_deleted_and_killed_leave_their_workers_training() {
         assert!(status.step > before.step, "{how}: training began anew: {status:?}");
         assert!(status.generation <= before.generation.next(), "{how}: {:?}", status.memberships);
     }
-    job.assert_completes(30);
+    job.assert_completes(45);
 }
 
 fn a_job_that_is_deleted_midway_leaves_nothing() {

@@ -106,8 +106,8 @@ fn ip_of(service: &Service) -> Option<String> {
 }
 
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time between two looks at the Service.
-const INTERVAL: Duration = Duration::from_secs(10);
+/// Time between two looks at the Service: a job at rest makes ten calls a minute at most.
+const INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
