@@ -288,7 +288,8 @@ fn a_job_at_rest_makes_few_api_calls() {
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     let kib: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
     println!("{} calls in a minute; at most {kib} KiB of memory", asked.len());
-    assert!(kib <= 50 << 10, "{kib} KiB");
+    // Of a build that is not optimized.
+    assert!(kib <= 60 << 10, "{kib} KiB");
     job.assert_completes(4);
 }
 
