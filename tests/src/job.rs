@@ -256,7 +256,7 @@ impl Running {
             if let Some(status) = status.as_ref().filter(|status| wanted(status)) {
                 return status.clone();
             }
-            assert!(self.is_running(), "the job ended before: {what}: {:?}", self.take_end());
+            assert!(self.is_running(), "the job ended before: {what}: {}", self.take_end().cause());
             assert!(Instant::now() < deadline, "not within a minute: {what}: {status:?}");
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -458,6 +458,13 @@ impl Drop for Running {
 }
 
 impl Ended {
+    /// The exit code, and why the job ended: its error, or what was printed.
+    #[must_use]
+    pub fn cause(&self) -> String {
+        let error = self.summary.as_ref().and_then(|summary| summary.error.as_deref());
+        format!("exit code {:?}: {}", self.code, error.unwrap_or_else(|| self.output.trim()))
+    }
+
     /// The summary.
     ///
     /// # Panics

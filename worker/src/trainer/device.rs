@@ -6,13 +6,20 @@ use crate::device::DeviceModel;
 use crate::metrics::UserError;
 use crate::model::Model;
 
-/// NCCL where it is found, unless `ELASTICDL_NCCL` is `off` or names a library file.
+/// NCCL where it is found, unless `ELASTICDL_NCCL` is `off` or names a library file. With
+/// `ELASTICDL_NCCL_SHARED=1`, workers that share a GPU use it too, for experiments: see
+/// [`NcclOptions::on_shared_gpus`](elasticdl_collective::device::NcclOptions::on_shared_gpus).
 pub(crate) fn nccl_policy() -> NcclPolicy {
-    match std::env::var_os("ELASTICDL_NCCL") {
+    let mut policy = match std::env::var_os("ELASTICDL_NCCL") {
         None => NcclPolicy::auto(),
         Some(value) if value == "off" => NcclPolicy::Off("ELASTICDL_NCCL is off".into()),
         Some(file) => NcclPolicy::from_file(std::path::Path::new(&file)),
+    };
+    if let NcclPolicy::On(_, options) = &mut policy {
+        options.on_shared_gpus =
+            std::env::var_os("ELASTICDL_NCCL_SHARED").is_some_and(|value| value == "1");
     }
+    policy
 }
 
 /// Whether the model computes on a GPU.

@@ -104,7 +104,7 @@ pub(crate) fn completed(ended: &Ended) -> Fallible<&Summary> {
     if ended.code == Some(0) {
         return Ok(ended.summary());
     }
-    Err(format!("a job ended with code {:?}: {}", ended.code, ended.output.trim()).into())
+    Err(format!("a job ended: {}", ended.cause()).into())
 }
 
 /// How two results differ.

@@ -1,4 +1,4 @@
-//! Checks and measures the GPU path on this machine, in at most nine minutes: `cargo run --release
+//! Checks and measures the GPU path on this machine, in about seven minutes: `cargo run --release
 //! -p elasticdl-tests --bin gpu_drill -- --json FILE`. `.bench/gpu-bundle` packs it for a machine
 //! without Rust.
 //!
@@ -28,6 +28,7 @@ mod baseline;
 mod counting;
 mod job;
 mod kernels;
+mod libraries;
 mod memory;
 mod model;
 mod phases;
@@ -38,7 +39,7 @@ mod step;
 /// Checks and measures the GPU path, and prints a table
 #[derive(Clone, Debug, Parser)]
 struct Arguments {
-    /// Also write all figures to this file
+    /// Also write all figures to this file, after each phase
     #[arg(long)]
     json: Option<PathBuf>,
     /// Folder in which libcuda.so and libnccl.so.2 are looked up first: the fakes of the tests, or
@@ -52,7 +53,7 @@ struct Arguments {
     #[arg(long, default_value_t = 400 << 20)]
     bytes_lost: usize,
     /// Seconds after which remaining phases are skipped
-    #[arg(long, default_value_t = 540)]
+    #[arg(long, default_value_t = 420)]
     seconds: u64,
     /// The example of that name, built with `--features cuda`, to compare steps with a plain loop
     /// of candle
@@ -151,6 +152,10 @@ fn main() -> ExitCode {
         let only = &drill.arguments.only;
         if only.is_empty() || only.iter().any(|only| only == phase.name) {
             drill.run(&phase);
+            if let Err(error) = drill.write() {
+                print(&error);
+                return ExitCode::FAILURE;
+            }
         }
     }
     drill.end()
@@ -175,6 +180,10 @@ impl Drill {
             self.failures.insert(name, reason.to_owned());
             return;
         }
+        if self.devices == 0 && self.failures.contains_key(phases::MACHINE) {
+            self.left_out.insert(name, "there is no GPU".to_owned());
+            return;
+        }
         print(&format!("{name:<10}  {}", phase.shows));
         let had = self.figures.len();
         // The tests' support for jobs panics where a job does not do what is waited for.
@@ -188,8 +197,9 @@ impl Drill {
             print(&format!("{name:<10}  skipped: {reason}"));
             self.left_out.insert(name, reason.clone());
         } else {
+            let error = shortened(&error.to_string());
             print(&format!("{name:<10}  FAILED: {error}"));
-            self.failures.insert(name, error.to_string());
+            self.failures.insert(name, error);
         }
     }
 
@@ -237,12 +247,43 @@ impl Drill {
 
     /// A local job, in `folder`, of workers that run `program`.
     fn job<A: AsRef<OsStr>>(&self, folder: &Path, program: &[A]) -> Fallible<Command> {
+        self.job_with(folder, program, &[])
+    }
+
+    /// As [`job`](Self::job), with these environment variables.
+    fn job_with<A: AsRef<OsStr>>(
+        &self,
+        folder: &Path,
+        program: &[A],
+        variables: &[(&str, &str)],
+    ) -> Fallible<Command> {
         let program = program.iter().map(|word| word.as_ref().to_owned());
         let command = Command::new(env::current_exe()?, folder, program);
-        let Some(path) = self.library_path()? else { return Ok(command) };
-        let mut variable = OsString::from(format!("{LIBRARY_PATH}="));
-        variable.push(path);
-        Ok(command.started_by([OsString::from("env"), variable]))
+        let mut starter = vec![OsString::from("env")];
+        starter.extend(variables.iter().map(|(name, value)| format!("{name}={value}").into()));
+        if let Some(path) = self.library_path()? {
+            let mut variable = OsString::from(format!("{LIBRARY_PATH}="));
+            variable.push(path);
+            starter.push(variable);
+        }
+        Ok(command.started_by(starter))
+    }
+
+    /// Writes what is known so far, where it was asked for.
+    fn write(&self) -> Result<(), String> {
+        let Some(path) = &self.arguments.json else { return Ok(()) };
+        let figures: Vec<_> = self.figures.iter().map(Figure::value).collect();
+        let notes = self.notes.iter();
+        let notes: Vec<_> =
+            notes.map(|(phase, text)| json!({ "phase": phase, "text": text })).collect();
+        let all = json!({
+            "figures": figures,
+            "failures": self.failures,
+            "left_out": self.left_out,
+            "notes": notes,
+        });
+        fs::write(path, format!("{all:#}\n"))
+            .map_err(|error| format!("{}: {error}", path.display()))
     }
 
     fn end(self) -> ExitCode {
@@ -252,22 +293,6 @@ impl Drill {
             self.failures.len(),
             self.left_out.len()
         ));
-        if let Some(path) = &self.arguments.json {
-            let figures: Vec<_> = self.figures.iter().map(Figure::value).collect();
-            let notes = self.notes.iter();
-            let notes: Vec<_> =
-                notes.map(|(phase, text)| json!({ "phase": phase, "text": text })).collect();
-            let all = json!({
-                "figures": figures,
-                "failures": self.failures,
-                "left_out": self.left_out,
-                "notes": notes,
-            });
-            if let Err(error) = fs::write(path, format!("{all:#}\n")) {
-                print(&format!("{}: {error}", path.display()));
-                return ExitCode::FAILURE;
-            }
-        }
         if self.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
 }
@@ -290,9 +315,20 @@ impl std::fmt::Display for LeftOut {
 
 impl std::error::Error for LeftOut {}
 
+/// The start of a message, of at most [`ERROR_CHARS`] characters.
+fn shortened(message: &str) -> String {
+    match message.char_indices().nth(ERROR_CHARS) {
+        Some((end, _)) => format!("{} …", &message[..end]),
+        None => message.to_owned(),
+    }
+}
+
 fn panic_message(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic").to_owned()
 }
+
+/// Longest error of a phase.
+const ERROR_CHARS: usize = 1500;
 
 const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";

@@ -23,24 +23,27 @@ pub(crate) struct Phase {
     pub(crate) run: fn(&mut Drill) -> Fallible<()>,
 }
 
-/// Those that check come first, and those that measure get the time that is left.
+/// In the order of what they are worth on a machine that is lent for minutes.
 pub(crate) const ALL: [Phase; 15] = [
-    phase("machine", "the machine, and the rates of its copies", machine),
+    phase(MACHINE, "the machine, and the rates of its copies", machine),
     phase("kernels", "this machine's NVRTC and driver compute what the CPU does", kernels),
-    phase("job", "records count exactly once while workers on GPUs are killed", job),
+    phase("job", "records count exactly once over NCCL while workers on GPUs are killed", job),
+    phase("staged", "sums over the host's ring, of ranks that share a GPU", staged),
     phase("init", "the time to communicators of NCCL", init),
     phase("abort-init", "a rank that never comes to NCCL's initialization", abort_init),
     phase("kill", "a rank is killed in a sum over NCCL", kill),
     phase("kill-host", "a rank is killed in a sum over the host's ring", kill_on_the_host),
     phase("stop", "a rank is stopped in a sum over NCCL, and evicted after a second", stop),
     phase("abandon", "an abort of NCCL beyond its deadline is reported", abandon),
-    phase("exit", "processes that end right after NCCL was finalized end well", exit),
     phase("memory", "GPU memory after one group with NCCL, and after several", memory),
     phase("nccl", "sums over NCCL, beside NCCL without this layer", nccl),
     phase("baseline", "sums of PyTorch on the same GPUs", baseline),
-    phase("staged", "sums over the host's ring, of ranks that share a GPU", staged),
     phase("step", "steps of a job of one worker, beside a plain loop of candle", step),
+    phase("exit", "processes that end right after NCCL was finalized end well", exit),
 ];
+
+/// The phase without which no other makes sense.
+pub(crate) const MACHINE: &str = "machine";
 
 const fn phase(
     name: &'static str,
@@ -62,6 +65,9 @@ fn machine(drill: &mut Drill) -> Fallible<()> {
         "",
     );
     drill.add("machine", "NCCL, as it counts its versions", number(&found["nccl"])?, "");
+    for library in found["libraries"].as_array().into_iter().flatten() {
+        drill.note("machine", library.as_str().unwrap_or_default());
+    }
     drill.copy_rate = number(&found["rates"][2])? * 1e9;
     let names = ["host to device", "device to host", "both at once, each way", "within the device"];
     for (index, name) in names.into_iter().enumerate() {
@@ -308,7 +314,7 @@ pub(crate) fn size(bytes: usize) -> String {
 }
 
 /// Groups of processes that end.
-const EXITS: usize = 25;
+const EXITS: usize = 10;
 
 /// Aborts with a deadline of zero, until one is reported as abandoned.
 const ABANDON_ATTEMPTS: usize = 10;

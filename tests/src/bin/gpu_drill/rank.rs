@@ -20,7 +20,7 @@ use elasticdl_tests::quantile;
 use serde_json::{Value, json};
 
 use crate::ranks::now;
-use crate::{Arguments, Fallible};
+use crate::{Arguments, Fallible, libraries};
 
 /// The state of a rank between two commands.
 struct Rank {
@@ -122,13 +122,15 @@ impl Rank {
     fn machine(&self, bytes: usize) -> Fallible<Value> {
         let CopyBandwidth { to_device, to_host, both, within } =
             CopyBandwidth::measure(&self.device, bytes)?;
-        let nccl = match &self.policy {
-            NcclPolicy::On(library, _) => library.version(),
-            NcclPolicy::Off(_) => 0,
+        let (nccl, off) = match &self.policy {
+            NcclPolicy::On(library, _) => (library.version(), None),
+            NcclPolicy::Off(reason) => (0, Some(format!("NCCL is off: {reason}"))),
         };
+        let mut libraries = libraries::describe(self.device.stream().context());
+        libraries.extend(off);
         let name = self.device.stream().context().name().unwrap_or_default();
         let rates = [to_device, to_host, both, within].map(|rate| rate / 1e9);
-        Ok(json!({ "name": name, "nccl": nccl, "rates": rates }))
+        Ok(json!({ "name": name, "nccl": nccl, "rates": rates, "libraries": libraries }))
     }
 
     fn connect(&mut self, command: &Value) -> Fallible<Value> {

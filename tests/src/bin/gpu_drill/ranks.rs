@@ -193,9 +193,10 @@ pub(crate) fn now() -> u64 {
 
 /// For ranks that share a GPU: NCCL treats them as ranks on different hosts, and uses few resources
 /// for each.
-const ONE_GPU: [(&str, &str); 6] = [
+pub(crate) const ONE_GPU: [(&str, &str); 7] = [
     ("NCCL_IB_DISABLE", "1"),
     ("NCCL_MAX_NCHANNELS", "1"),
+    ("NCCL_MNNVL_ENABLE", "0"),
     ("NCCL_NET", "Socket"),
     ("NCCL_P2P_DISABLE", "1"),
     ("NCCL_SHM_DISABLE", "1"),
