@@ -9,10 +9,11 @@ use std::time::{Duration, Instant};
 use elasticdl_proto::{
     Cause, Generation, MembershipChange, RecordsSummary, Status, Summary, WorkerId,
 };
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 use tempfile::TempDir;
 
 use crate::job_fixture::HURRY;
+use crate::process::send;
 
 /// An `elasticdl train --local` that has not been started.
 #[derive(Debug)]
@@ -589,18 +590,3 @@ fn socket_inodes(pid: u32) -> Vec<String> {
 
 /// State of a listening socket in the system's table.
 const LISTENING: &str = "0A";
-
-/// Sends a signal; a process that has ended is not an error.
-pub fn send(pid: u32, signal: Signal) {
-    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
-        let _ = kill_process(pid, signal);
-    }
-}
-
-/// Whether a process exists and is no zombie.
-#[must_use]
-pub fn is_alive(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
-    // The state follows the command's name in brackets.
-    stat.is_ok_and(|s| s.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with('Z')))
-}

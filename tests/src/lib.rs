@@ -12,6 +12,7 @@ mod job_fixture;
 mod network;
 mod page;
 mod plot;
+mod process;
 mod proxy;
 mod s3;
 pub mod simulation;
@@ -23,12 +24,11 @@ pub use data::{
 pub use determinism::DeterminismCase;
 pub use exported_tables::{ExportedRow, exported_rows};
 pub use figures::{print, quantile, run_benchmark};
-pub use job::{
-    Command, Ended, Running, assert_exactly_once, each_once, is_alive, once_of, read_summary, send,
-};
+pub use job::{Command, Ended, Running, assert_exactly_once, each_once, once_of, read_summary};
 pub use job_fixture::{JobFixture, KILLS_MAX, Programs};
 pub use network::{Capture, Network, Observed};
 pub use page::Page;
 pub use plot::{Curve, Plot};
+pub use process::{is_alive, send};
 pub use proxy::Proxy;
 pub use s3::{FaultRates, S3};

@@ -14,12 +14,13 @@ use crate::kernels::completed;
 use crate::ranks::ONE_GPU;
 use crate::{Drill, Fallible};
 
-/// Shows that jobs on GPUs count every record exactly once over NCCL while their workers are killed,
-/// on this machine's driver, and how long the others pause: one job with gradients of f32 on the
-/// wire, one with bf16. The gradient is summed in buckets while it is computed. After each loss, the
-/// workers that are left begin on the host's ring and come back to NCCL. The model's parameters
-/// count the records, so the model itself is the proof. A pause begins with the last step that was
-/// committed before a worker was killed, and ends with the first one after; the summary reports it.
+/// Shows that jobs on GPUs count every record exactly once over NCCL while their workers are
+/// killed, on this machine's driver, and how long the others pause: one job with gradients of f32
+/// on the wire, one with bf16. The gradient is summed in buckets while it is computed. After each
+/// loss, the workers that are left begin on the host's ring and come back to NCCL. The model's
+/// parameters count the records, so the model itself is the proof. A pause begins with the last
+/// step that was committed before a worker was killed, and ends with the first one after; the
+/// summary reports it.
 pub(crate) fn job(drill: &mut Drill) -> Fallible<()> {
     if drill.devices < WORKERS {
         let text = "workers share a GPU here, and NCCL uses sockets: pauses and steps are longer \
