@@ -13,11 +13,20 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #ifdef __CUDACC__
+#define HERE __device__
 #define KERNEL(NAME, ARGUMENTS) extern "C" __global__ void NAME(const ARGUMENTS a)
 #define THREAD ((u64)blockIdx.x * blockDim.x + threadIdx.x)
 #define THREADS ((u64)gridDim.x * blockDim.x)
+// Adds VALUE of every thread to *SUM, by way of a sum over each warp. All threads take part.
+#define ADD_TO(SUM, VALUE)                                                              \
+    do {                                                                                \
+        u64 warp = (VALUE);                                                             \
+        for (int step = 16; step; step /= 2) warp += __shfl_down_sync(~0u, warp, step); \
+        if (threadIdx.x % 32 == 0) atomicAdd((SUM), warp);                              \
+    } while (0)
 #else
 #include <math.h>
+#define HERE
 #define KERNEL(NAME, ARGUMENTS)                                           \
     static void NAME##_thread(const ARGUMENTS a, u64 THREAD, u64 THREADS); \
     void NAME(void **arguments, u64 threads) {                            \
@@ -25,10 +34,29 @@ typedef unsigned long long u64;
             NAME##_thread(*(const ARGUMENTS *)arguments[0], thread, threads); \
     }                                                                     \
     static void NAME##_thread(const ARGUMENTS a, u64 THREAD, u64 THREADS)
+#define ADD_TO(SUM, VALUE) (*(SUM) += (VALUE))
 #endif
 
 // Iterates over this thread's elements of LEN (grid-stride loop).
 #define EACH(I, LEN) for (u64 I = THREAD; I < (LEN); I += THREADS)
+
+// Declares SUM, and adds VALUE(x) of this thread's elements x of VALUES to it, in an order that
+// depends only on LEN. Eight loads are in flight at a time: a loop that adds each element before it
+// loads the next one waits for memory at every element.
+#define FOLD(TYPE, SUM, ELEMENT, VALUES, LEN, VALUE)                                \
+    TYPE SUM = 0;                                                                   \
+    do {                                                                            \
+        const ELEMENT *values = (const ELEMENT *)(VALUES);                          \
+        TYPE parts[8] = {0, 0, 0, 0, 0, 0, 0, 0};                                   \
+        u64 at = THREAD;                                                            \
+        for (; at + 7 * THREADS < (LEN); at += 8 * THREADS) {                       \
+            ELEMENT x[8];                                                           \
+            for (int k = 0; k < 8; k++) x[k] = values[at + k * THREADS];            \
+            for (int k = 0; k < 8; k++) parts[k] += VALUE(x[k], at + k * THREADS);  \
+        }                                                                           \
+        for (; at < (LEN); at += THREADS) parts[0] += VALUE(values[at], at);        \
+        for (int k = 0; k < 8; k++) SUM += parts[k];                                \
+    } while (0)
 
 // ---- optimizers ----
 
@@ -134,37 +162,35 @@ KERNEL(from_bf16, Convert) {
 
 // ---- NaNs and infinities ----
 
-// A reduction to one partial result per thread.
+// A reduction: to one partial result per thread, or to one number, which is zero before.
 typedef struct {
     const void *values;
-    void *partials;
+    void *results;
     u64 len;
     // Position of the first value in its tensor.
     u64 start;
 } Fold;
 
-// Counts the elements that are NaN or infinite: those whose exponent bits are all set.
+// Sets the result if an element is NaN or infinite: its exponent bits are all set. All threads that
+// write write the same.
+#define IS_NONFINITE(BITS, I) (((BITS) & 0x7f800000u) == 0x7f800000u)
 KERNEL(nonfinite, Fold) {
-    const u32 *values = (const u32 *)a.values;
-    u64 count = 0;
-    EACH(i, a.len) count += (values[i] & 0x7f800000u) == 0x7f800000u;
-    ((u64 *)a.partials)[THREAD] = count;
+    FOLD(u32, count, u32, a.values, a.len, IS_NONFINITE);
+    if (count) *(u64 *)a.results = 1;
 }
 
 // ---- clipping ----
 
+#define SQUARE(X, I) ((double)(X) * (double)(X))
 KERNEL(square_sums, Fold) {
-    const float *values = (const float *)a.values;
-    double sum = 0.0;
-    EACH(i, a.len) sum += (double)values[i] * (double)values[i];
-    ((double *)a.partials)[THREAD] = sum;
+    FOLD(double, sum, float, a.values, a.len, SQUARE);
+    ((double *)a.results)[THREAD] = sum;
 }
 
+#define ITSELF(X, I) (X)
 KERNEL(double_sums, Fold) {
-    const double *values = (const double *)a.values;
-    double sum = 0.0;
-    EACH(i, a.len) sum += values[i];
-    ((double *)a.partials)[THREAD] = sum;
+    FOLD(double, sum, double, a.values, a.len, ITSELF);
+    ((double *)a.results)[THREAD] = sum;
 }
 
 typedef struct {
@@ -177,35 +203,26 @@ typedef struct {
 
 // Executed by one thread.
 KERNEL(clip_scale, Clip) {
-    if (THREAD == 0 && THREADS > 0) {
-        double sum = 0.0;
-        for (u64 i = 0; i < a.len; i++) sum += a.square_sums[i];
-        // PyTorch adds 1e-6 too.
-        const double factor = a.limit / (sqrt(sum) / a.records + 1e-6);
-        *a.scale = (float)((factor < 1.0 ? factor : 1.0) / a.records);
-    }
+    FOLD(double, sum, double, a.square_sums, a.len, ITSELF);
+    // PyTorch adds 1e-6 too.
+    const double factor = a.limit / (sqrt(sum) / a.records + 1e-6);
+    *a.scale = (float)((factor < 1.0 ? factor : 1.0) / a.records);
 }
 
 // ---- digests ----
 
-// Sums of a hash of each element and its position. The sum does not depend on the order, so no
-// thread waits for another. The hash (SplitMix64's finalizer) is a bijection, so a change of one
-// element always changes the sum.
-KERNEL(digests, Fold) {
-    const u32 *values = (const u32 *)a.values;
-    u64 sum = 0;
-    EACH(i, a.len) {
-        u64 z = values[i] + (a.start + i + 1) * 0x9e3779b97f4a7c15ull;
-        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-        z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-        sum += z ^ (z >> 31);
-    }
-    ((u64 *)a.partials)[THREAD] = sum;
+// Adds a hash of each element and its position to the result. The sum does not depend on the order,
+// so no thread waits for another. The hash (SplitMix64's finalizer) is a bijection, so a change of
+// one element always changes the sum.
+static HERE u64 hash(u32 bits, u64 position) {
+    u64 z = bits + (position + 1) * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
 }
 
-KERNEL(word_sums, Fold) {
-    const u64 *values = (const u64 *)a.values;
-    u64 sum = 0;
-    EACH(i, a.len) sum += values[i];
-    ((u64 *)a.partials)[THREAD] = sum;
+#define HASH(BITS, I) hash((BITS), a.start + (I))
+KERNEL(digests, Fold) {
+    FOLD(u64, sum, u32, a.values, a.len, HASH);
+    ADD_TO((u64 *)a.results, sum);
 }

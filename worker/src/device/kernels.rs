@@ -26,10 +26,11 @@ use crate::optimizer::{AdamWStep, Arithmetic, Optimizer, SgdStep};
 pub(crate) struct Kernels {
     stream: Arc<CudaStream>,
     functions: Functions,
-    /// Partial results: one per thread of the first pass.
+    /// Partial sums of squares: one per thread of the first pass.
     partials: CudaSlice<u64>,
-    /// Partial results: one per thread of the second pass.
+    /// Partial sums of squares: one per thread of the second pass.
     second_pass: CudaSlice<u64>,
+    /// Results of reductions to one number.
     sums: CudaSlice<u64>,
     scale: CudaSlice<f32>,
     /// Digests on the host.
@@ -52,7 +53,6 @@ struct Functions {
     sgd_nesterov: CudaFunction,
     square_sums: CudaFunction,
     to_bf16: CudaFunction,
-    word_sums: CudaFunction,
 }
 
 /// Mirrors the struct in `kernels.cu`. Addresses are in device memory.
@@ -99,7 +99,7 @@ struct Convert {
 #[repr(C)]
 struct Fold {
     values: u64,
-    partials: u64,
+    results: u64,
     len: u64,
     start: u64,
 }
@@ -143,7 +143,7 @@ impl Kernels {
         Ok(Self {
             copied: copied.map_err(|error| format!("cannot create a CUDA event: {error}"))?,
             digests,
-            partials: stream.alloc_zeros(THREADS_MAX).map_err(no_memory)?,
+            partials: stream.alloc_zeros(FOLD_THREADS_MAX).map_err(no_memory)?,
             second_pass: stream.alloc_zeros(SECOND_PASS_THREADS).map_err(no_memory)?,
             sums: stream.alloc_zeros(2).map_err(no_memory)?,
             scale: stream.alloc_zeros(1).map_err(no_memory)?,
@@ -260,31 +260,12 @@ impl Kernels {
         slices: [CudaView<'_, f32>; 2],
         starts: [usize; 2],
     ) -> Result<(), DeviceError> {
-        let Self { stream, functions, partials, second_pass, sums, digests, copied, .. } = self;
+        let Self { stream, functions, sums, digests, copied, .. } = self;
+        stream.memset_zeros(sums).map_err(cuda("clear a sum"))?;
         for (turn, (slice, start)) in slices.iter().zip(starts).enumerate() {
-            let all = threads(slice.len());
-            fold(
-                stream,
-                &functions.digests,
-                (slice.device_ptr(stream), slice.len(), start),
-                partials,
-                all,
-            )?;
-            fold(
-                stream,
-                &functions.word_sums,
-                (partials.device_ptr(stream), all, 0),
-                second_pass,
-                SECOND_PASS_THREADS,
-            )?;
             let mut sum = sums.slice_mut(turn..turn + 1);
-            fold(
-                stream,
-                &functions.word_sums,
-                (second_pass.device_ptr(stream), SECOND_PASS_THREADS, 0),
-                &mut sum,
-                1,
-            )?;
+            let (values, len) = (slice.device_ptr(stream), slice.len());
+            fold(stream, &functions.digests, (values, len, start), &mut sum, fold_threads(len))?;
         }
         let enqueued = stream.memcpy_dtoh(sums, digests).and_then(|()| copied.record(stream));
         enqueued.map_err(cuda("copy a digest to the host"))
@@ -299,30 +280,10 @@ impl Kernels {
 
     /// Whether no element is NaN or infinite. Synchronizes with the stream.
     pub(crate) fn is_finite(&mut self, slice: &CudaSlice<f32>) -> Result<bool, DeviceError> {
-        let Self { stream, functions, partials, second_pass, sums, .. } = self;
-        let all = threads(slice.len());
-        fold(
-            stream,
-            &functions.nonfinite,
-            (slice.device_ptr(stream), slice.len(), 0),
-            partials,
-            all,
-        )?;
-        fold(
-            stream,
-            &functions.word_sums,
-            (partials.device_ptr(stream), all, 0),
-            second_pass,
-            SECOND_PASS_THREADS,
-        )?;
-        let mut sum = sums.slice_mut(..1);
-        fold(
-            stream,
-            &functions.word_sums,
-            (second_pass.device_ptr(stream), SECOND_PASS_THREADS, 0),
-            &mut sum,
-            1,
-        )?;
+        let Self { stream, functions, sums, .. } = self;
+        stream.memset_zeros(sums).map_err(cuda("clear a sum"))?;
+        let (values, len) = (slice.device_ptr(stream), slice.len());
+        fold(stream, &functions.nonfinite, (values, len, 0), sums, fold_threads(len))?;
         let mut found = [0];
         stream
             .memcpy_dtoh(&sums.slice(..1), &mut found[..])
@@ -334,7 +295,7 @@ impl Kernels {
     /// Writes the factor for the gradient sum, which divides by the records and clips, to `scale`.
     fn clip(&mut self, limit: f64, records: u64, sum: &CudaSlice<f32>) -> Result<(), DeviceError> {
         let Self { stream, functions, partials, second_pass, scale, .. } = self;
-        let all = threads(sum.len());
+        let all = fold_threads(sum.len());
         fold(
             stream,
             &functions.square_sums,
@@ -400,7 +361,6 @@ impl Functions {
             sgd_nesterov: load("sgd_nesterov")?,
             square_sums: load("square_sums")?,
             to_bf16: load("to_bf16")?,
-            word_sums: load("word_sums")?,
         })
     }
 }
@@ -430,19 +390,18 @@ impl AdamWStep {
     }
 }
 
-/// Launches a reduction, which writes one partial result per thread to `partials`.
+/// Launches a reduction, which changes the one element of `results` or writes one per thread.
 fn fold<Guard>(
     stream: &Arc<CudaStream>,
     function: &CudaFunction,
     ((values, _values), len, start): ((u64, Guard), usize, usize),
-    partials: &mut impl DevicePtrMut<u64>,
+    results: &mut impl DevicePtrMut<u64>,
     threads: usize,
 ) -> Result<(), DeviceError> {
-    assert!(threads <= partials.len(), "one partial result per thread");
-    let (partials, _partials) = partials.device_ptr_mut(stream);
-    let fold = Fold { values, partials, len: len as u64, start: start as u64 };
-    // SAFETY: the caller's guard keeps `len` values borrowed; `partials` has an element for each
-    // thread.
+    let (results, _results) = results.device_ptr_mut(stream);
+    let fold = Fold { values, results, len: len as u64, start: start as u64 };
+    // SAFETY: the caller's guard keeps `len` values borrowed; `results` has the elements that the
+    // function writes.
     unsafe { launch(stream, function, threads, &fold) }
 }
 
@@ -471,6 +430,11 @@ fn threads(len: usize) -> usize {
     len.div_ceil(ELEMENTS_MIN).next_multiple_of(BLOCK).clamp(BLOCK, THREADS_MAX)
 }
 
+/// Number of threads of a reduction of `len` elements. Each loads several elements at a time.
+fn fold_threads(len: usize) -> usize {
+    len.div_ceil(FOLD_ELEMENTS_MIN).next_multiple_of(BLOCK).clamp(BLOCK, FOLD_THREADS_MAX)
+}
+
 const SOURCE: &str = include_str!("kernels.cu");
 
 /// Threads per block.
@@ -479,7 +443,11 @@ const BLOCK: usize = 256;
 const ELEMENTS_MIN: usize = 4;
 /// Maximum number of threads: about as many as the largest GPUs run concurrently.
 const THREADS_MAX: usize = 1 << 18;
-/// Number of threads of the second pass of a reduction.
+/// Like `ELEMENTS_MIN`, of a reduction: the loads that a thread has in flight.
+const FOLD_ELEMENTS_MIN: usize = 8;
+/// Like `THREADS_MAX`, of a reduction: its loads in flight saturate the memory.
+const FOLD_THREADS_MAX: usize = 1 << 17;
+/// Number of threads of the second pass of a sum of squares.
 const SECOND_PASS_THREADS: usize = 2 * BLOCK;
 
 #[cfg(test)]

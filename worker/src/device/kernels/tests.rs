@@ -45,48 +45,44 @@ impl Host {
         unsafe { kernel(arguments.as_mut_ptr(), threads as u64) }
     }
 
+    /// Executes a reduction.
     fn fold(
         &self,
         name: &str,
-        values: u64,
-        (len, start): (usize, usize),
-        threads: usize,
+        (values, len): (u64, usize),
+        start: usize,
+        (threads, results): (usize, usize),
     ) -> Vec<u64> {
-        let mut partials = vec![0u64; threads];
+        let mut found = vec![0u64; results];
         let fold = Fold {
             values,
-            partials: partials.as_mut_ptr() as u64,
+            results: found.as_mut_ptr() as u64,
             len: len as u64,
             start: start as u64,
         };
         self.launch(name, threads, &fold);
-        partials
+        found
     }
 
-    /// Like [`Kernels::digests`], for one slice.
+    /// Like [`Kernels::begin_digests`], for one slice.
     fn digest(&self, slice: &[f32], start: usize) -> u64 {
-        let all = threads(slice.len());
-        let partials = self.fold("digests", slice.as_ptr() as u64, (slice.len(), start), all);
-        let second_pass =
-            self.fold("word_sums", partials.as_ptr() as u64, (all, 0), SECOND_PASS_THREADS);
-        self.fold("word_sums", second_pass.as_ptr() as u64, (SECOND_PASS_THREADS, 0), 1)[0]
+        let values = (slice.as_ptr() as u64, slice.len());
+        self.fold("digests", values, start, (fold_threads(slice.len()), 1))[0]
     }
 
     /// See [`Kernels::is_finite`].
     fn is_finite(&self, slice: &[f32]) -> bool {
-        let all = threads(slice.len());
-        let partials = self.fold("nonfinite", slice.as_ptr() as u64, (slice.len(), 0), all);
-        let second_pass =
-            self.fold("word_sums", partials.as_ptr() as u64, (all, 0), SECOND_PASS_THREADS);
-        self.fold("word_sums", second_pass.as_ptr() as u64, (SECOND_PASS_THREADS, 0), 1) == [0]
+        let values = (slice.as_ptr() as u64, slice.len());
+        self.fold("nonfinite", values, 0, (fold_threads(slice.len()), 1)) == [0]
     }
 
     /// See [`Kernels::clip`].
     fn clip_scale(&self, limit: f64, records: u64, sum: &[f32]) -> f32 {
-        let all = threads(sum.len());
-        let partials = self.fold("square_sums", sum.as_ptr() as u64, (sum.len(), 0), all);
-        let second_pass =
-            self.fold("double_sums", partials.as_ptr() as u64, (all, 0), SECOND_PASS_THREADS);
+        let all = fold_threads(sum.len());
+        let values = (sum.as_ptr() as u64, sum.len());
+        let partials = self.fold("square_sums", values, 0, (all, all));
+        let (partials, passes) = ((partials.as_ptr() as u64, all), SECOND_PASS_THREADS);
+        let second_pass = self.fold("double_sums", partials, 0, (passes, passes));
         let mut scale = f32::NAN;
         let clip = Clip {
             square_sums: second_pass.as_ptr() as u64,
@@ -116,10 +112,12 @@ const LEN: usize = 5003;
 #[test]
 fn nans_and_infinities_are_found_at_any_position() {
     let host = Host::compile();
-    for len in [0, 1, 5, 1000, 3 * THREADS_MAX + 7] {
+    for len in [0, 1, 5, 1000, 9 * FOLD_THREADS_MAX + 7] {
         let mut values = numbers(len, 3);
         assert!(host.is_finite(&values), "{len}");
-        for at in [0, len / 2, len.saturating_sub(1)].into_iter().filter(|at| *at < len) {
+        let eighth = 7 * FOLD_THREADS_MAX;
+        let at = [0, len / 2, len.saturating_sub(1), eighth, eighth + FOLD_THREADS_MAX];
+        for at in at.into_iter().filter(|at| *at < len) {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let good = std::mem::replace(&mut values[at], bad);
                 assert!(!host.is_finite(&values), "{bad} at {at} of {len}");
@@ -232,11 +230,31 @@ fn a_digest_changes_with_each_bit_position_and_start() {
 }
 
 #[test]
+fn a_digest_is_a_sum_over_elements_in_any_order() {
+    let host = Host::compile();
+    let hash = |(at, value): (usize, &f32)| {
+        let z = u64::from(value.to_bits());
+        let z = z.wrapping_add((at as u64 + 65).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    };
+    for len in [1, 7 * BLOCK, 8 * BLOCK, 8 * BLOCK + 1, LEN, 17 * FOLD_THREADS_MAX + 3] {
+        let values = numbers(len, 6);
+        let expected = values.iter().enumerate().map(hash).fold(0, u64::wrapping_add);
+        assert_eq!(host.digest(&values, 64), expected, "{len} elements");
+    }
+}
+
+#[test]
 fn the_number_of_threads_is_bounded_and_depends_on_the_length() {
     for (len, expected) in
         [(0, 256), (1, 256), (1024, 256), (1025, 512), (LEN, 1280), (1 << 30, THREADS_MAX)]
     {
         assert_eq!(threads(len), expected, "{len} elements");
+    }
+    for (len, expected) in [(0, 256), (2048, 256), (2049, 512), (1 << 30, FOLD_THREADS_MAX)] {
+        assert_eq!(fold_threads(len), expected, "{len} elements");
     }
 }
 
