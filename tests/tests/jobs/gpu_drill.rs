@@ -52,8 +52,8 @@ fn the_drill_completes_and_reports_its_figures() {
     let left_out = all["left_out"].as_object().unwrap();
     assert!(left_out.keys().eq(["baseline", "step"]), "{left_out:?}\n{table}");
     let figures = all["figures"].as_array().unwrap();
-    let ran = "machine kernels job staged init abort-init kill kill-host stop abandon memory nccl \
-               exit";
+    let ran = "machine kernels layer job staged init abort-init kill kill-host stop abandon memory \
+               nccl exit";
     for phase in ran.split(' ') {
         assert!(
             figures.iter().any(|figure| figure["phase"] == phase),
@@ -72,6 +72,13 @@ fn the_drill_completes_and_reports_its_figures() {
         found.unwrap_or_else(|| panic!("{what}: no figure\n{table}"))["value"].as_f64().unwrap()
     };
     assert_eq!(value("adamw: of 4099 parameters, other bits"), 0.0);
+    let operations = figures.iter().filter(|figure| figure["phase"] == "layer");
+    let of_4096 = operations.filter(|figure| {
+        figure["what"].as_str().unwrap().ends_with(": 4096 parameters") && figure["unit"] == "us"
+    });
+    assert_eq!(of_4096.count(), 11, "{table}");
+    assert!(value("finite check: until the host goes on") > 0.0, "{table}");
+    assert!(value("update by AdamW: rate of its 0.1 MB") > 0.0, "{table}");
     assert_eq!([value("records counted"), value("records repeated")], [80_000.0, 0.0]);
     assert_eq!(value("processes that ended well"), 20.0);
     assert_eq!(value("group 6: used by rank 1"), 600.0);

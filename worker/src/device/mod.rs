@@ -37,6 +37,10 @@ pub use compiler::compile;
 pub(crate) use kernels::Kernels;
 use retained::RetainedSum;
 pub(crate) use state::DeviceState;
+/// The layer's time per step, for the GPU drill.
+#[cfg(feature = "simulation")]
+#[doc(hidden)]
+pub use state::layer_times;
 
 /// Opens the GPU of this worker. Workers on one machine that see the same GPUs are assigned them
 /// round-robin.

@@ -329,5 +329,7 @@ impl DeviceState {
     }
 }
 
+#[cfg(feature = "simulation")]
+pub mod layer_times;
 #[cfg(test)]
 mod tests;

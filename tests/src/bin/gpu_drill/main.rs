@@ -28,6 +28,7 @@ mod baseline;
 mod counting;
 mod job;
 mod kernels;
+mod layer;
 mod libraries;
 mod memory;
 mod model;

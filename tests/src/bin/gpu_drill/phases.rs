@@ -10,6 +10,7 @@ use crate::abort_init::abort_init;
 use crate::baseline::baseline;
 use crate::job::job;
 use crate::kernels::kernels;
+use crate::layer::layer;
 use crate::memory::memory;
 use crate::ranks::Ranks;
 use crate::step::step;
@@ -24,9 +25,10 @@ pub(crate) struct Phase {
 }
 
 /// In the order of what they are worth on a machine that is lent for minutes.
-pub(crate) const ALL: [Phase; 15] = [
+pub(crate) const ALL: [Phase; 16] = [
     phase(MACHINE, "the machine, and the rates of its copies", machine),
     phase("kernels", "this machine's NVRTC and driver compute what the CPU does", kernels),
+    phase("layer", "the GPU's time for the layer's own work in a step", layer),
     phase("job", "records count exactly once over NCCL while workers on GPUs are killed", job),
     phase("staged", "sums over the host's ring, of ranks that share a GPU", staged),
     phase("init", "the time to communicators of NCCL", init),

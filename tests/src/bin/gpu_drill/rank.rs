@@ -9,6 +9,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaSlice;
+use elasticdl::device::layer_times::{OperationTimes, layer_times};
 use elasticdl_collective::device::{Device, DeviceGroup, NcclOptions, NcclPolicy, Path};
 use elasticdl_collective::exit_at_once;
 use elasticdl_collective::nccl::{NcclState, UniqueId, wait_for_release};
@@ -102,6 +103,7 @@ impl Rank {
         let bytes = number("bytes") as usize;
         match command["do"].as_str().unwrap_or("") {
             "machine" => self.machine(bytes),
+            "layer" => self.layer(bytes, number("iterations") as usize),
             "connect" => self.connect(command),
             "begin" => self.begin(number("init_ms"), number("abort_ms")).map(|()| json!({})),
             "settle" => self.settle(),
@@ -131,6 +133,19 @@ impl Rank {
         let name = self.device.stream().context().name().unwrap_or_default();
         let rates = [to_device, to_host, both, within].map(|rate| rate / 1e9);
         Ok(json!({ "name": name, "nccl": nccl, "rates": rates, "libraries": libraries }))
+    }
+
+    /// The times of the layer's operations in each step.
+    fn layer(&self, bytes: usize, repetitions: usize) -> Fallible<Value> {
+        let measured = layer_times(&self.device, bytes / size_of::<f32>(), repetitions)?;
+        let to_host = CopyBandwidth::measure(&self.device, bytes)?.to_host;
+        let answer = |mut times: OperationTimes| {
+            let host = (!times.on_host.is_empty()).then(|| quantile(&mut times.on_host, 0.5));
+            let s = quantile(&mut times.on_device, 0.5);
+            json!({ "name": times.name, "bytes": times.bytes, "s": s, "host_s": host })
+        };
+        let operations: Vec<Value> = measured.into_iter().map(answer).collect();
+        Ok(json!({ "to_host": to_host, "operations": operations }))
     }
 
     fn connect(&mut self, command: &Value) -> Fallible<Value> {
