@@ -80,7 +80,7 @@ pub use algorithm::wire_dtype::WireDtype;
 pub use communicator::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, Communicator, PAYLOAD_BYTES_MAX};
 pub use device::nccl;
 pub use error::{CollectiveError, FetchError};
-pub use exit::exit_at_once;
+pub use exit::{exit_at_once, exit_at_once_at_end};
 pub use group::endpoint::{Endpoint, EndpointOptions};
 pub use group::host_group::{EncryptedLinks, HostGroup, Transport};
 pub use group::local::{LocalFence, LocalRank};

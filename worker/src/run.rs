@@ -82,11 +82,20 @@ pub fn run<M: Model>(mut model: M) -> ExitCode {
         }
     };
     #[cfg(feature = "gpu")]
-    if !elasticdl_collective::nccl::wait_for_release(NCCL_RELEASE_TIME) {
-        tracing::warn!(limit = ?NCCL_RELEASE_TIME, "NCCL has not released its communicators");
+    if !is_nccl_released() {
         elasticdl_collective::exit_at_once(code.into());
     }
     ExitCode::from(code)
+}
+
+/// Waits until NCCL has released the communicators of a worker that ends. Returns whether it has.
+#[cfg(feature = "gpu")]
+pub(crate) fn is_nccl_released() -> bool {
+    let is_released = elasticdl_collective::nccl::wait_for_release(NCCL_RELEASE_TIME);
+    if !is_released {
+        tracing::warn!(limit = ?NCCL_RELEASE_TIME, "NCCL has not released its communicators");
+    }
+    is_released
 }
 
 /// How long a worker that ends waits for NCCL.

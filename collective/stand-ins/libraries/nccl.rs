@@ -10,7 +10,7 @@
 //! before 2.27.3, an abort uses memory of the thread that called the communicator last, which must
 //! not have ended. An abort on a thread without a context would create one on GPU 0; here it ends
 //! the process. With STAND_IN_CHECKS_EXIT=1, so does an exit with a communicator that is not
-//! released.
+//! released, which takes STAND_IN_RELEASE_MS milliseconds, or 5.
 //!
 //! The library's file name, `libnccl.FAULT.so`, selects a fault: see `faults.rs`.
 
@@ -84,6 +84,11 @@ fn note_communicator() {
         });
     }
     UNRELEASED.fetch_add(1, Ordering::SeqCst);
+}
+
+fn release_time() -> Duration {
+    let ms = std::env::var("STAND_IN_RELEASE_MS").ok();
+    Duration::from_millis(ms.map_or(5, |ms| ms.parse().expect("STAND_IN_RELEASE_MS is a number")))
 }
 
 /// Communicators that were returned with an error and have not been aborted.
@@ -293,7 +298,7 @@ pub unsafe extern "C" fn ncclCommAbort(communicator: *mut c_void) -> c_int {
         thread::park();
     }
     // Longer than a process takes to end.
-    thread::sleep(Duration::from_millis(5));
+    thread::sleep(release_time());
     UNRELEASED.fetch_sub(1, Ordering::SeqCst);
     SUCCESS
 }

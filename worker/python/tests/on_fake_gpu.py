@@ -6,6 +6,7 @@ program's side: where it would enqueue work on the trainer's stream, it waits fo
 What only a GPU shows is PyTorch's own work on that stream.
 """
 
+import atexit
 import ctypes
 import dataclasses
 import runpy
@@ -95,4 +96,13 @@ _state._HOST = torch.device("meta")
 names = {name: getattr(_elasticdl, name) for name in dir(_elasticdl)}
 _process._elasticdl = _worker._elasticdl = types.SimpleNamespace(**{**names, "Core": Synchronized})
 sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+code = 0
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as error:
+    code = error.code or 0
+# What runs at the end of Python, and then at that of the process. Python's own end lies between,
+# which takes seconds with PyTorch on a busy machine.
+atexit._run_exitfuncs()
+sys.stderr.flush()
+ctypes.CDLL(None).exit(code)

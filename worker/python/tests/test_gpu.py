@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import unittest
@@ -37,7 +39,9 @@ class Gpu(unittest.TestCase):
         # PyTorch has loaded the real NCCL.
         nccl = f"{STAND_INS}/libnccl.so.2"
         defaults = {"LD_LIBRARY_PATH": STAND_INS, "ELASTICDL_NCCL": nccl, "OMP_NUM_THREADS": "1"}
-        variables = {**defaults, **dict(variables)}
+        # Longer than the end of a program takes.
+        release = {"STAND_IN_CHECKS_EXIT": "1", "STAND_IN_RELEASE_MS": "1000"}
+        variables = {**defaults, **release, **dict(variables)}
         program = [FAKE, HERE / program, RECORDS, *arguments]
         return RunningJob(program, epochs=2, variables=variables, **options)
 
@@ -47,7 +51,13 @@ class Gpu(unittest.TestCase):
         self.assertTrue(lines)
         for line in lines:
             self.assertTrue(all(float(n) == expected for n in line.split()[:2]), line)
+        # Code 0, or killed by the test, or by the master some time after the job's end.
+        self.assertLessEqual(set(self.exits(job)), {"Code(0)", "Signal(9)"}, job.text())
         return job.summary()
+
+    def exits(self, job):
+        log = (job.directory / "logs" / "master.log").read_text()
+        return re.findall("worker process ended .* exit=(.*)", log)
 
     def wait_for_nccl(self, job):
         """Waits for a group of several workers whose gradients go over NCCL."""
@@ -70,6 +80,19 @@ class Gpu(unittest.TestCase):
                     job.wait_for("another group", lambda s: s["generation"] > generation)
                 self.wait_for_nccl(job)
                 self.check_exact(job)
+
+    def test_a_worker_that_leaves_ends_with_its_exit_code_whatever_nccl_does(self):
+        # Communicators are never released, or late.
+        never = {"ELASTICDL_NCCL": f"{STAND_INS}/libnccl.abort_lasts.so"}
+        for variables in (never, {}):
+            # The job outlasts the exit.
+            arguments = ("count_torch.py", 50000, "{job}/counts", 0)
+            options = {"options": ["--min-workers", "2"], "variables": variables}
+            with self.subTest(variables), self.job(*arguments, **options) as job:
+                self.wait_for_nccl(job)
+                self.assertTrue(job.kill_any(random.Random(0), signal.SIGTERM))
+                job.wait_for("the exit of a worker", lambda _: self.exits(job))
+                self.assertEqual(self.exits(job), ["Code(0)"], job.text())
 
     def test_a_worker_alone_and_a_group_without_nccl_count_once(self):
         for workers, variables in ((1, {}), (2, {"ELASTICDL_NCCL": "off"})):

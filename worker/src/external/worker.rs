@@ -179,6 +179,11 @@ impl Worker {
     ) -> Ended {
         let Self { environment, listener, control, is_alone } = self;
         let exit = run::train_and_close(model, &environment, listener, control);
+        #[cfg(feature = "gpu")]
+        if !run::is_nccl_released() {
+            // The program may have work to do after its job.
+            elasticdl_collective::exit_at_once_at_end();
+        }
         match (exit, finished()) {
             (Err(End::Failed(error) | End::NoMaster(error)), _) => Ended::Failed(error),
             (Ok(Exit::Shutdown(_)), Some(None)) => Ended::Complete,
