@@ -1,6 +1,7 @@
 """A worker of a job, whatever its model is."""
 
 import collections
+import contextlib
 import dataclasses
 
 from . import _elasticdl
@@ -36,6 +37,8 @@ class Worker:
         # What the core returned when the trainer started.
         self.started = None
         self.ended = False
+        # Makes the context in which the trainer acts.
+        self.context = contextlib.nullcontext
         # The micro-batches that were drawn and not delivered, in order.
         self.drawn = collections.deque()
         # Number of records that the program's initial state has absorbed.
@@ -177,7 +180,8 @@ class Worker:
 
     def wait(self):
         """Does what the trainer asks for, until it needs a gradient or has ended."""
-        self.ended = self.ended or not self.core.wait()
+        with self.context():
+            self.ended = self.ended or not self.core.wait()
 
 
 class _JobGroup:

@@ -5,9 +5,14 @@ Each parameter counts records in its own way, with SGD and a rate of 1, so that 
 lost, repeated or taken too early shows: ``plain`` counts each record, ``tied`` is used twice,
 ``reused`` is used in two places of the graph, ``even`` has no gradient in micro-batches without
 even records, and ``unused`` never has one. Workers have several micro-batches in each step.
+
+On a fake GPU, work may be on other streams than the trainer's, by the last argument: ``alive``, as
+a graph from before the loop is; ``stream``, on the program's own; ``thread``, of another thread.
 """
 
+import itertools
 import sys
+import threading
 import time
 
 import torch
@@ -16,6 +21,7 @@ import elasticdl.torch as et
 from elasticdl.torch import _gradients, _optimizer
 
 records, micros, counts, overlap = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+work = sys.argv[5] if len(sys.argv) > 5 else ""
 _optimizer._BUCKET_LEN = max(records // 4, 1)
 announced = 0
 
@@ -56,12 +62,39 @@ job.model(net)
 opt = job.optimizer(
     torch.optim.SGD(net.parameters(), lr=1.0), reduction="sum", overlap=overlap == "True"
 )
-for indices in job.sampler(records, micro_batch=5):
-    opt.zero_grad()
-    loss = -net(torch.tensor(indices))
-    loss.backward()
-    time.sleep(micros * len(indices) / 1e6)
-    opt.step(loss.detach() / len(indices))
+
+
+def train(sampler):
+    for indices in sampler:
+        opt.zero_grad()
+        loss = -net(torch.tensor(indices))
+        loss.backward()
+        time.sleep(micros * len(indices) / 1e6)
+        opt.step(loss.detach() / len(indices))
+
+
+def train_checked(sampler):
+    with fake_streams.Checked():
+        train(sampler)
+
+
+sampler = job.sampler(records, micro_batch=5)
+if work:
+    # Those of the fake GPU.
+    import fake_streams
+if not work:
+    train(sampler)
+elif work == "alive":
+    kept = fake_streams.keep_alive(net, torch.arange(records))
+    train_checked(sampler)
+elif work == "stream":
+    with torch.cuda.stream(torch.cuda.Stream()):
+        train_checked(sampler)
+else:
+    drawn = iter(sampler)
+    thread = threading.Thread(target=train_checked, args=[itertools.chain([next(drawn)], drawn)])
+    thread.start()
+    thread.join()
 
 assert net.unused.tolist() == [7.0] * 3
 even = torch.arange(records) % 2 == 0

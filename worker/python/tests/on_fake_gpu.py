@@ -3,7 +3,7 @@
 The CUDA driver, NVRTC and NCCL are the fakes of ``collective/stand-ins``, whose GPUs have memory of
 the host. They are the trainer's side, which runs as it does on a GPU. PyTorch for the CPU is the
 program's side: where it would enqueue work on the trainer's stream, it waits for the stream first.
-What only a GPU shows is PyTorch's own work on that stream.
+PyTorch's own streams are those of ``fake_streams.py``. What only a GPU shows is PyTorch's own work.
 """
 
 import atexit
@@ -13,6 +13,7 @@ import runpy
 import sys
 import types
 
+import fake_streams
 import torch
 
 from elasticdl import _elasticdl, _process, _worker
@@ -23,9 +24,8 @@ class FakeGpu(_place.OnGpu):
     """A place whose memory PyTorch takes for that of the host."""
 
     def __init__(self, device):
-        self.device = device
-        self._gpu = _elasticdl.Gpu(_elasticdl.gpu_ordinal())
-        Synchronized.stream = self._gpu.stream
+        super().__init__(device)
+        Synchronized.place = self
 
     def mirror(self, memory):
         return FakeMirror(memory)
@@ -47,7 +47,7 @@ class FakeMirror(_place.PinnedMirror):
 class Synchronized:
     """A worker, for a program that works with memory of the trainer at once."""
 
-    stream = 0
+    place = None
 
     def __init__(self, core):
         self._core = core
@@ -57,17 +57,31 @@ class Synchronized:
 
     def start(self, *, calls, **arguments):
         names = [field.name for field in dataclasses.fields(calls)]
-        waiting = {name: self.after(getattr(calls, name)) for name in names}
+        waiting = {name: self.after(name, getattr(calls, name)) for name in names}
         return self._core.start(calls=types.SimpleNamespace(**waiting), **arguments)
 
     def counted(self):
         synchronize()
         return self._core.counted()
 
-    @staticmethod
-    def after(callback):
+    def complete_from(self, start):
+        self.access("a sum of buckets", read=self.place._gradients)
+        self._core.complete_from(start)
+
+    def deliver(self, *arguments):
+        if self.place is not None:
+            self.access("a sum", read=self.place._gradients)
+        return self._core.deliver(*arguments)
+
+    def access(self, what, **memory):
+        """What the trainer does on its stream."""
+        fake_streams.enqueue(self.place._stream, what, **memory)
+
+    def after(self, name, callback):
         def call(*arguments):
             synchronize()
+            if self.place is not None:
+                self.access(f"what precedes {name}()", written=[self.place._parameters])
             return callback(*arguments)
 
         return call
@@ -83,13 +97,15 @@ class Synchronized:
 
 
 def synchronize():
-    if Synchronized.stream:
-        code = driver.cuStreamSynchronize(ctypes.c_void_p(Synchronized.stream))
+    if Synchronized.place is not None:
+        code = driver.cuStreamSynchronize(ctypes.c_void_p(Synchronized.place._gpu.stream))
         assert code == 0, code
 
 
 driver = ctypes.CDLL("libcuda.so")
 assert driver.fakeBytesCopied, "this is not the fake driver"
+fake_streams.install()
+_place._elasticdl.Gpu = lambda _, open=_elasticdl.Gpu: open(_elasticdl.gpu_ordinal())
 _optimizer.place_of = lambda net: FakeGpu(next(net.parameters()).device)
 # So that tensors of the CPU are on the module's device, and numbers alone are on the host.
 _state._HOST = torch.device("meta")

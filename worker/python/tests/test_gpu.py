@@ -35,14 +35,14 @@ class Gpu(unittest.TestCase):
         ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         self.assertEqual(ended.returncode, 0, ended.stderr)
 
-    def job(self, program, *arguments, variables=(), **options):
+    def job(self, program, *arguments, records=RECORDS, variables=(), **options):
         # PyTorch has loaded the real NCCL.
         nccl = f"{STAND_INS}/libnccl.so.2"
         defaults = {"LD_LIBRARY_PATH": STAND_INS, "ELASTICDL_NCCL": nccl, "OMP_NUM_THREADS": "1"}
         # Longer than the end of a program takes.
         release = {"STAND_IN_CHECKS_EXIT": "1", "STAND_IN_RELEASE_MS": "1000"}
         variables = {**defaults, **release, **dict(variables)}
-        program = [FAKE, HERE / program, RECORDS, *arguments]
+        program = [FAKE, HERE / program, records, *arguments]
         return RunningJob(program, epochs=2, variables=variables, **options)
 
     def check_exact(self, job, expected=2.0):
@@ -93,6 +93,13 @@ class Gpu(unittest.TestCase):
                 self.assertTrue(job.kill_any(random.Random(0), signal.SIGTERM))
                 job.wait_for("the exit of a worker", lambda _: self.exits(job))
                 self.assertEqual(self.exits(job), ["Code(0)"], job.text())
+
+    def test_work_on_other_streams_is_ordered_with_that_of_the_trainer(self):
+        options = {"records": 300, "workers": 2, "options": ["--min-workers", "2"]}
+        for work in ("alive", "stream", "thread"):
+            arguments = ("count_overlap.py", 0, "{job}/counts", True, work)
+            with self.subTest(work), self.job(*arguments, **options) as job:
+                self.check_exact(job)
 
     def test_a_worker_alone_and_a_group_without_nccl_count_once(self):
         for workers, variables in ((1, {}), (2, {"ELASTICDL_NCCL": "off"})):

@@ -132,7 +132,11 @@ class Gradients:
         return self._batch
 
     def _on_accumulated(self, index, parameter):
-        """Called in a backward pass."""
+        """Called in a backward pass, with the stream of the parameter's node in the graph."""
+        with self._place.on_stream(parameter.grad):
+            self._take(index, parameter)
+
+    def _take(self, index, parameter):
         batch = self._begin()
         if not batch.address:
             # Nothing that a discarded micro-batch, or code outside of the loop, computes is used.

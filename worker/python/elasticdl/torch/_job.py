@@ -48,10 +48,11 @@ class Job(AnyJob):
         Its parameters and buffers come from the group when training begins: on one worker they are
         the module's own. Parameters are f32 tensors, on the CPU or all on one CUDA device, such as
         :attr:`device`; all workers of a job are on CPUs, or all on GPUs. On a GPU, the first draw
-        makes another stream the current one of this thread, on which all work with the module is to
-        be enqueued; at its end, PyTorch's allocator holds the parameters and two gradients beside
-        the optimizer's state. A buffer becomes, with each step,
-        the mean over all workers, weighted by their records.
+        makes the trainer's stream the current one of its thread in the place of the default stream;
+        work that the program enqueues on another stream, or in another thread, is ordered with it
+        at each call. PyTorch's allocator then holds the parameters and two gradients beside the
+        optimizer's state. A buffer becomes, with each step, the mean over all workers, weighted by
+        their records.
         """
         self._worker.not_begun("model()")
         if not isinstance(net, torch.nn.Module):

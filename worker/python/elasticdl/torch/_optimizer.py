@@ -1,5 +1,7 @@
 """The optimizer of a job."""
 
+import contextlib
+
 import torch
 
 from .._worker import Calls
@@ -82,6 +84,12 @@ class Optimizer(torch.optim.Optimizer):
         self._check_frozen()
         self._settings.check()
         self._schedules.begin_step()
+        with self._place.on_stream():
+            delivered = self._deliver(0.0 if loss is None else loss)
+        self._schedules.end_step(delivered.committed)
+        return delivered.committed
+
+    def _deliver(self, loss):
         now = self._flat_buffers()
         before = self._values[: self._buffer_len]
         # A buffer may have infinite elements, such as a mask; they stay as they are.
@@ -89,15 +97,14 @@ class Optimizer(torch.optim.Optimizer):
         if self._worker.core.options.is_deterministic and change.any():
             raise RuntimeError(_NO_MEANS)
         self._job._rows.deliver()
-        value = self._gradients.deliver(change, 0.0 if loss is None else loss)
+        value = self._gradients.deliver(change, loss)
         accepted, self._accepted = self._accepted, now
         delivered = self._worker.deliver(value, self._reduction)
         if not delivered.counts and self._buffers:
             # The micro-batch does not count, so neither does what it did to the buffers.
             self._accepted = accepted
             set_buffers(self._buffers, accepted)
-        self._schedules.end_step(delivered.committed)
-        return delivered.committed
+        return delivered
 
     def _check_frozen(self):
         for name, parameter in self._frozen:
@@ -128,14 +135,20 @@ class Optimizer(torch.optim.Optimizer):
         total = sum(tensor.numel() for _, tensor in order)
         self._buffer_len = sum(tensor.numel() for _, tensor in self._buffers)
         self._place = place_of(job._net)
+        with self._place.on_stream():
+            self._start(tensors, total, tables)
+        # The loop may go on in another thread, with another stream.
+        self._place.synchronize()
+
+    def _start(self, tensors, total, tables):
+        job = self._job
         self._schedules = Schedules((self._inner, self), job._objects)
         objects = {**job._objects.by_name, **self._schedules.objects()}
         self._state = State(self._inner, objects, self._place)
         slots = -(-self._state.floats // total)
         self._place.allocate(total, slots)
-        calls = Calls(
-            initialize=self._initialize, update=self._update, load=self._load_buffers
-        )
+        calls = Calls(initialize=self._initialize, update=self._update, load=self._load)
+        self._worker.context = self._acting
         self._worker.start(
             tensors,
             slots,
@@ -186,12 +199,24 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- what the trainer asks for ----
 
+    @contextlib.contextmanager
+    def _acting(self):
+        with self._place.on_stream():
+            yield
+            if self._worker.ended:
+                self._place.synchronize()
+
     def _initialize(self, seed, address):
         """The parameters are in the flat memory since the beginning; those on a GPU are copied to
         the host."""
         del seed
         if self._place.on_gpu is not None:
             at_address(address, len(self._values)).copy_(self._values)
+
+    def _load(self):
+        self._load_buffers()
+        # As after the start: the parameters are new.
+        self._place.synchronize()
 
     def _load_buffers(self):
         if self._buffers:

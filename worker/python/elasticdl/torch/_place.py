@@ -1,9 +1,11 @@
 """Where a module and its state are: in the memory of the host, or of a GPU.
 
-On a GPU, the program's thread enqueues its work on the stream of the trainer. So both work in the
-order of their calls, and neither waits for the other. PyTorch owns the memory.
+On a GPU, this package enqueues its work on the stream of the trainer. So both work in the order of
+their calls, and neither waits for the other. The program may enqueue its own on other streams:
+those are ordered with the trainer's at each call. PyTorch owns the memory.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 
@@ -49,6 +51,13 @@ class OnHost:
         """Memory of the host in the place of a part of the state."""
         return Mirror(memory)
 
+    def on_stream(self, used=None):
+        """There are no streams."""
+        return _HERE
+
+    def synchronize(self):
+        """There are no streams."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuMemory:
@@ -72,7 +81,10 @@ class OnGpu:
         self._gpu = _elasticdl.Gpu(device.index)
         # What the program has enqueued so far is on another stream.
         torch.cuda.synchronize(device)
-        torch.cuda.set_stream(torch.cuda.ExternalStream(self._gpu.stream, device))
+        self._stream = torch.cuda.ExternalStream(self._gpu.stream, device)
+        # The program's own choice stays.
+        if torch.cuda.current_stream(device) == torch.cuda.default_stream(device):
+            torch.cuda.set_stream(self._stream)
 
     def allocate(self, parameters, slots):
         """Allocates the parameters, the state, and two gradients."""
@@ -106,6 +118,31 @@ class OnGpu:
     def mirror(self, memory):
         """Memory of the host that is copied to a part of the state."""
         return PinnedMirror(memory)
+
+    def on_stream(self, used=None):
+        """A context in which work is enqueued on the trainer's stream: after the work on the stream
+        that is current, whose later work follows. Another stream than the trainer's is current in a
+        program's ``with torch.cuda.stream()``, on another thread than that of the first draw, and
+        in a backward pass through a graph that was made before. ``used``: a tensor that was
+        allocated on the current stream and may be freed later.
+        """
+        current = torch.cuda.current_stream(self.device)
+        return _HERE if current == self._stream else self._between(current, used)
+
+    @contextlib.contextmanager
+    def _between(self, current, used):
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+            if used is not None and not used.is_sparse:
+                used.record_stream(self._stream)
+
+    def synchronize(self):
+        """Waits for the trainer's stream, so that work on any stream may follow."""
+        self._stream.synchronize()
 
 
 class Mirror:
@@ -154,3 +191,6 @@ def at_address(address, length):
 
 def _tensor(floats):
     return torch.frombuffer(floats, dtype=torch.float32) if len(floats) else torch.empty(0)
+
+
+_HERE = contextlib.nullcontext()
