@@ -30,7 +30,7 @@ fn compile(name: &str, library: &Path, options: &[&str]) -> io::Result<()> {
 }
 
 /// Faults of the fake NCCL, each selected by the library's file name.
-const FAULTS: [&str; 10] = [
+const FAULTS: [&str; 11] = [
     "abort_blocks",
     "abort_lasts",
     "async_error",
@@ -41,4 +41,5 @@ const FAULTS: [&str; 10] = [
     "no_host_memory",
     "old",
     "op_fails",
+    "poll_lasts",
 ];

@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::{Device, DeviceError, Element};
 use crate::device::nccl::{
-    Buffers, Call, CallKind, CommInit, Library, NcclCommunicator, NcclState, Timeouts,
+    Buffers, Call, CallKind, CommInit, Library, NcclCommunicator, NcclState, Timeouts, abandoned,
 };
 use crate::group::host_group::WaitOutcome;
 use crate::net::link::Link;
@@ -112,8 +112,9 @@ impl DeviceGroup {
     /// it in the background. This is a collective operation: all ranks call it at the same point,
     /// whatever their policy. A communicator from an earlier call is ended.
     ///
-    /// The group continues without NCCL ([`NcclState::Absent`]) if a rank is not willing, if
-    /// versions differ, if ranks share a GPU, or if links of the group are encrypted.
+    /// The group continues without NCCL ([`NcclState::Absent`]) if a rank is not willing or has
+    /// [abandoned](crate::device::nccl::abandoned) communicators, if versions differ, if ranks
+    /// share a GPU, or if links of the group are encrypted.
     ///
     /// # Errors
     /// [`CollectiveError`] of the host group. It is not an error that NCCL cannot be used.
@@ -124,7 +125,7 @@ impl DeviceGroup {
             EncryptedLinks::All | EncryptedLinks::BetweenHosts => {
                 NcclOffer::Off(UNENCRYPTED.to_owned())
             }
-            EncryptedLinks::None | EncryptedLinks::NotNeeded => NcclOffer::of(policy, &self.device),
+            EncryptedLinks::None | EncryptedLinks::NotNeeded => self.offer(policy),
         };
         let offers = self.host.gather_alongside(&offer.encode())?;
         let offers: Vec<_> = offers.iter().map(|bytes| NcclOffer::decode(bytes)).collect();
@@ -153,6 +154,15 @@ impl DeviceGroup {
         let action = "begin to create an NCCL communicator";
         self.nccl = Nccl::Begun(begun.map_err(|source| CollectiveError::Io { action, source })?);
         Ok(())
+    }
+
+    /// This rank's offer, if it may use NCCL.
+    fn offer(&self, policy: &NcclPolicy) -> NcclOffer {
+        if abandoned() > 0 {
+            tracing::warn!("{ABANDONED}");
+            return NcclOffer::Off(ABANDONED.to_owned());
+        }
+        NcclOffer::of(policy, &self.device)
     }
 
     /// Initialization state of NCCL on this rank. The call is cheap: a worker reads the state at
@@ -444,6 +454,10 @@ const FRAMING_BYTES: usize = size_of::<u64>();
 /// Why a group whose links are encrypted does not use NCCL, whose connections are its own.
 const UNENCRYPTED: &str = "the links are encrypted, and NCCL's would not be; --link-encryption off \
                            allows it";
+
+/// Why a process uses no NCCL any more.
+const ABANDONED: &str = "an NCCL communicator of this process was not released in time; the process \
+                         uses NCCL no more";
 
 /// Grace period of NCCL after a neighbour has closed its links: a neighbour that leaves after an
 /// operation has contributed to it.

@@ -13,7 +13,8 @@ use std::sync::OnceLock;
 /// initialization returns an error, and a communicator that has to be aborted; the library counts
 /// these. `init_hangs`: the initialization never ends. `no_host_memory`: the version is 2.26.2, and
 /// the initialization ends with an error of CUDA. `old`: the version is 2.17.8. `op_fails`: the
-/// second operation is refused.
+/// second operation is refused. `poll_lasts`: a poll after an operation takes seconds, as if its
+/// thread got no processor.
 pub fn fault() -> &'static str {
     static FAULT: OnceLock<String> = OnceLock::new();
     FAULT.get_or_init(|| {

@@ -41,6 +41,24 @@ struct Communicator {
     operations: u64,
     /// Memory of the thread that called last.
     group_job: GroupJob,
+    /// Whether a thread is in a call.
+    is_in_use: Arc<AtomicBool>,
+}
+
+/// A call with a communicator, which no abort may free meanwhile.
+struct InUse(Arc<AtomicBool>);
+
+impl InUse {
+    fn begin(communicator: &Communicator) -> Self {
+        communicator.is_in_use.store(true, Ordering::SeqCst);
+        Self(communicator.is_in_use.clone())
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
 }
 
 /// Memory of a thread.
@@ -97,6 +115,14 @@ static REFUSED: AtomicI32 = AtomicI32::new(0);
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeRefusedCommunicators() -> c_int {
     REFUSED.load(Ordering::SeqCst)
+}
+
+/// Polls that were prolonged.
+static LONG_POLLS: AtomicI32 = AtomicI32::new(0);
+
+#[unsafe(no_mangle)]
+pub extern "C" fn fakeLongPolls() -> c_int {
+    LONG_POLLS.load(Ordering::SeqCst)
 }
 
 enum Job {
@@ -242,8 +268,16 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
         }
     });
     let thread = Some(thread);
-    let (operations, group_job) = (0, GroupJob::of_this_thread());
-    let made = Communicator { state, abort, link, jobs: Some(jobs), thread, operations, group_job };
+    let made = Communicator {
+        state,
+        abort,
+        link,
+        jobs: Some(jobs),
+        thread,
+        operations: 0,
+        group_job: GroupJob::of_this_thread(),
+        is_in_use: Arc::default(),
+    };
     unsafe { *communicator = Box::into_raw(Box::new(made)).cast() };
     note_communicator();
     if is_refused {
@@ -259,6 +293,11 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(
     state: *mut c_int,
 ) -> c_int {
     let communicator = unsafe { &*communicator.cast::<Communicator>() };
+    let _in_use = InUse::begin(communicator);
+    if fault() == "poll_lasts" && communicator.operations > 0 {
+        LONG_POLLS.fetch_add(1, Ordering::SeqCst);
+        thread::sleep(LONG_POLL);
+    }
     unsafe { *state = communicator.state.load(Ordering::SeqCst) };
     SUCCESS
 }
@@ -266,6 +305,7 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommFinalize(communicator: *mut c_void) -> c_int {
     let communicator = unsafe { &*communicator.cast::<Communicator>() };
+    let _in_use = InUse::begin(communicator);
     communicator.state.store(IN_PROGRESS, Ordering::SeqCst);
     communicator.jobs.as_ref().unwrap().send(Job::Finalize).unwrap();
     IN_PROGRESS
@@ -279,8 +319,10 @@ pub unsafe extern "C" fn ncclCommAbort(communicator: *mut c_void) -> c_int {
             thread::park();
         }
     }
-    let mut communicator = unsafe { Box::from_raw(communicator.cast::<Communicator>()) };
+    let is_in_use = unsafe { &(*communicator.cast::<Communicator>()).is_in_use };
     // A panic here ends the process.
+    assert!(!is_in_use.load(Ordering::SeqCst), "an abort frees what another thread uses");
+    let mut communicator = unsafe { Box::from_raw(communicator.cast::<Communicator>()) };
     assert!(communicator.group_job.0.load(Ordering::SeqCst), "the memory of an ended thread");
     let mut context = ptr::null_mut();
     unsafe { (streams().context)(&mut context) };
@@ -336,6 +378,7 @@ pub unsafe extern "C" fn ncclBroadcast(
 
 unsafe fn enqueue(communicator: *mut c_void, head: Head, src: u64, dst: u64, stream: u64) -> c_int {
     let communicator = unsafe { &mut *communicator.cast::<Communicator>() };
+    let _in_use = InUse::begin(communicator);
     if !matches!(head.dtype, FLOAT16 | FLOAT32 | BFLOAT16) {
         return INVALID_ARGUMENT;
     }
@@ -558,6 +601,8 @@ unsafe extern "C" {
     fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
+/// Longer than a request may take.
+const LONG_POLL: Duration = Duration::from_millis(2500);
 const RTLD_NOW: c_int = 2;
 const SUCCESS: c_int = 0;
 const UNHANDLED_CUDA_ERROR: c_int = 1;

@@ -115,12 +115,24 @@ impl Drop for Hold {
 /// The library cannot be loaded.
 #[must_use]
 pub fn refused_communicators() -> i32 {
-    // SAFETY: this crate compiles the library, which exports this function.
+    nccl_count("init_refused", b"fakeRefusedCommunicators")
+}
+
+/// Number of polls that the fake NCCL `poll_lasts` has prolonged or is prolonging.
+///
+/// # Panics
+/// The library cannot be loaded.
+#[must_use]
+pub fn long_polls() -> i32 {
+    nccl_count("poll_lasts", b"fakeLongPolls")
+}
+
+fn nccl_count(fault: &str, name: &[u8]) -> i32 {
+    // SAFETY: this crate compiles the library, which exports functions of this type.
     unsafe {
-        let library = libloading::Library::new(nccl_with("init_refused")).expect("it exists");
-        let refused: extern "C" fn() -> i32 =
-            *library.get(b"fakeRefusedCommunicators").expect("the fake NCCL exports it");
-        refused()
+        let library = libloading::Library::new(nccl_with(fault)).expect("it exists");
+        let count: extern "C" fn() -> i32 = *library.get(name).expect("the fake NCCL exports it");
+        count()
     }
 }
 

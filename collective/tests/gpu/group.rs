@@ -59,7 +59,7 @@ pub(crate) fn nccl(fault: &str) -> NcclPolicy {
     };
     let options = NcclOptions {
         init_timeout: Duration::from_secs(if fault.starts_with("init_") { 1 } else { 60 }),
-        abort_timeout: Duration::from_secs(if fault.starts_with("abort_") { 1 } else { 60 }),
+        abort_timeout: Duration::from_secs(if fault == "abort_blocks" { 1 } else { 600 }),
         ..NcclOptions::default()
     };
     NcclPolicy::On(open(&file), options)

@@ -109,7 +109,7 @@ impl NcclCommunicator {
             status: Mutex::new(Status {
                 phase: Phase::Building,
                 handle: None,
-                in_call: true,
+                in_call: Some(InCall::Request),
                 on_stream: OnStream::Nothing,
             }),
             changed: Condvar::new(),
@@ -126,7 +126,7 @@ impl NcclCommunicator {
         let caller = Caller { shared: shared.clone(), init, to_do, done, last_took };
         let spawned = thread::Builder::new().name("nccl".to_owned()).spawn(move || caller.run());
         if let Err(error) = spawned {
-            shared.lock().in_call = false;
+            shared.lock().in_call = None;
             shared.end("no thread could be started");
             return Err(error);
         }
@@ -241,13 +241,23 @@ struct Shared {
 }
 
 /// **Invariant:** the calling thread uses the handle while `in_call` is set. The watchdog uses it
-/// after `abort` is set and the call has returned or is considered hung.
+/// after `abort` is set and the call has returned or is considered hung. A poll is never considered
+/// hung, as it never blocks: an abort would free what it reads.
 #[derive(Debug)]
 struct Status {
     phase: Phase,
     handle: Option<Handle>,
-    in_call: bool,
+    in_call: Option<InCall>,
     on_stream: OnStream,
+}
+
+/// The call that the calling thread is in.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum InCall {
+    /// Reads the communicator's state.
+    Poll,
+    /// Anything else.
+    Request,
 }
 
 /// What of this communicator may be on a stream.
@@ -326,12 +336,12 @@ impl Shared {
         let handle = loop {
             let left = CALL_TIME_MAX.saturating_sub(asked.elapsed());
             match (status.handle, status.in_call) {
-                (handle, false) => break handle,
+                (handle, None) => break handle,
                 // NCCL's abort is designed to end calls that hang.
-                (handle @ Some(_), true) if left.is_zero() => break handle,
-                (Some(_), true) => status = self.wait(status, Some(left)),
-                // There is no handle to abort yet.
-                (None, true) => status = self.wait(status, None),
+                (handle @ Some(_), Some(InCall::Request)) if left.is_zero() => break handle,
+                (Some(_), Some(InCall::Request)) => status = self.wait(status, Some(left)),
+                // The poll returns by itself, or there is no handle to abort yet.
+                (Some(_), Some(InCall::Poll)) | (None, Some(_)) => status = self.wait(status, None),
             }
         };
         status.handle = None;
@@ -467,7 +477,7 @@ impl Caller {
             Err(source) => Err(DeviceError::Cuda { action: "create an event", source }),
         };
         let mut status = self.shared.lock();
-        status.in_call = false;
+        status.in_call = None;
         self.shared.changed.notify_all();
         let (handle, call_status) = begun?;
         status.handle = Some(handle);
@@ -493,7 +503,7 @@ impl Caller {
         let (action, call_status) = match kind {
             CallKind::AllReduce => (
                 "all-reduce",
-                self.call(|nccl, handle| {
+                self.call(InCall::Request, |nccl, handle| {
                     // SAFETY: this thread may use the handle, see `call`; the caller guarantees the
                     // buffers.
                     unsafe { nccl.all_reduce(handle, buffers, raw) }
@@ -501,7 +511,7 @@ impl Caller {
             ),
             CallKind::Broadcast { root } => (
                 "broadcast",
-                self.call(|nccl, handle| {
+                self.call(InCall::Request, |nccl, handle| {
                     // SAFETY: as above.
                     unsafe { nccl.broadcast(handle, buffers, root, raw) }
                 })?,
@@ -532,8 +542,10 @@ impl Caller {
 
     /// Finalizes the communicator: outstanding data reaches the peers.
     fn finalize(&self) -> Result<(), Stop> {
+        let request = InCall::Request;
         // SAFETY: this thread may use the handle, see `call`.
-        let mut call_status = self.call(|nccl, handle| unsafe { nccl.finalize(handle) })?;
+        let mut call_status =
+            self.call(request, |nccl, handle| unsafe { nccl.finalize(handle) })?;
         let (begun, back_off) = (Instant::now(), BackOff::new(SPIN_TIME_MIN));
         while call_status == CallStatus::InProgress && begun.elapsed() < self.shared.timeouts.abort
         {
@@ -559,13 +571,14 @@ impl Caller {
 
     fn poll(&self, action: &'static str) -> Result<CallStatus, Stop> {
         // SAFETY: this thread may use the handle, see `call`.
-        self.call(|nccl, handle| unsafe { nccl.poll(action, handle) })
+        self.call(InCall::Poll, |nccl, handle| unsafe { nccl.poll(action, handle) })
     }
 
     /// Makes one call with the communicator, unless it is being aborted. No other thread uses the
     /// handle meanwhile.
     fn call<T>(
         &self,
+        kind: InCall,
         call: impl FnOnce(&Library, Handle) -> Result<T, DeviceError>,
     ) -> Result<T, Stop> {
         let mut status = self.shared.lock();
@@ -573,11 +586,11 @@ impl Caller {
         if self.shared.abort.load(Ordering::Acquire) {
             return Err(Stop::Aborted);
         }
-        status.in_call = true;
+        status.in_call = Some(kind);
         drop(status);
         let result = call(&self.shared.library, handle);
         let mut status = self.shared.lock();
-        status.in_call = false;
+        status.in_call = None;
         if self.shared.abort.load(Ordering::Acquire) {
             self.shared.changed.notify_all();
             return Err(Stop::Aborted);
@@ -586,6 +599,6 @@ impl Caller {
     }
 }
 
-/// Limit of one call. Calls of a non-blocking communicator return at once; one that exceeds the
-/// limit hangs.
-const CALL_TIME_MAX: Duration = Duration::from_millis(100);
+/// Limit of one request. Requests to a non-blocking communicator return at once; one that exceeds
+/// the limit hangs. A thread may get no processor for a tenth of a second.
+const CALL_TIME_MAX: Duration = Duration::from_secs(2);

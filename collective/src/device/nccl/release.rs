@@ -22,8 +22,8 @@ impl Drop for Unreleased {
 }
 
 /// Returns the number of communicators of this process that NCCL did not release in time. If there
-/// are any, the process should end when it can: they occupy threads and device memory, and may
-/// occupy more.
+/// are any, the process uses NCCL no more, and should end when it can: they occupy threads and
+/// device memory, and others would occupy more.
 #[must_use]
 pub fn abandoned() -> usize {
     let now = Instant::now();
@@ -35,9 +35,10 @@ pub(super) fn abort_begun(key: usize, limit: Duration) {
     aborts().push((key, Instant::now() + limit));
 }
 
-/// Notes that an abort has returned.
+/// Notes that an abort has returned. One that took too long still counts.
 pub(super) fn abort_ended(key: usize) {
-    aborts().retain(|(other, _)| *other != key);
+    let now = Instant::now();
+    aborts().retain(|(other, deadline)| *other != key || *deadline <= now);
 }
 
 /// Waits until NCCL has released all communicators of this process. Returns whether it has, within
@@ -54,7 +55,7 @@ fn count() -> MutexGuard<'static, usize> {
     COUNT.lock().expect("nothing under this lock panics")
 }
 
-/// Aborts that have not returned, with their deadlines.
+/// Aborts that have not returned in time, or at all, with their deadlines.
 fn aborts() -> MutexGuard<'static, Vec<(usize, Instant)>> {
     static ABORTS: Mutex<Vec<(usize, Instant)>> = Mutex::new(Vec::new());
     ABORTS.lock().expect("nothing under this lock panics")

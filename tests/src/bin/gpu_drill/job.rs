@@ -98,13 +98,13 @@ fn command(drill: &Drill, job_dir: &Path, hurry: &Path) -> Fallible<Command> {
         variables.extend(ONE_GPU);
         variables.push(("ELASTICDL_NCCL_SHARED", "1"));
     }
-    let parameters = (drill.arguments.bytes_max / 4).clamp(RECORDS as usize, 1 << 20);
+    let parameters = (drill.arguments.bytes_max / 4).clamp(RECORDS as usize, 1 << 18);
     let (bucket, parameters) = (parameters.div_ceil(4).to_string(), parameters.to_string());
     let records = RECORDS.to_string();
     words.push(env::current_exe()?.into());
     words.extend(["--gpu", "--hurry-when"].map(OsString::from));
     words.push(hurry.into());
-    words.extend(["--records", &records, "--micros-per-record", "2000"].map(OsString::from));
+    words.extend(["--records", &records, "--micros-per-record", "4000"].map(OsString::from));
     words.extend(["--parameters", &parameters, "--bucket", &bucket].map(OsString::from));
     drill.job_with(job_dir, &words, &variables)
 }
@@ -145,4 +145,4 @@ const WORKERS: usize = 3;
 const KILLS: usize = 2;
 /// Enough that the job outlasts the kills; after them, it takes no more time than its steps do.
 const RECORDS: u64 = 20_000;
-const EPOCHS: u64 = 4;
+const EPOCHS: u64 = 2;
