@@ -6,6 +6,7 @@ use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{Device, DeviceError, DeviceGroup, Path};
 
 use crate::buckets::SummedBuckets;
+use crate::optimizer::Optimizer;
 use crate::tensor::{ModelSize, Tensor};
 
 /// The buffers of a worker in GPU memory.
@@ -91,7 +92,15 @@ impl DeviceState {
         match *self {}
     }
 
-    pub(crate) fn sum_is_finite(&self) -> Result<bool, DeviceError> {
+    pub(crate) fn begin_sum_check(&self) -> Result<(), DeviceError> {
+        match *self {}
+    }
+
+    pub(crate) fn end_sum_check(&self) -> Result<bool, DeviceError> {
+        match *self {}
+    }
+
+    pub(crate) fn update_if_finite(&self, _: (u64, u64), _: &Optimizer) -> Result<(), DeviceError> {
         match *self {}
     }
 

@@ -239,8 +239,22 @@ impl Tensors {
 
     /// Whether every element of the reduced gradient is finite.
     pub(crate) fn sum_is_finite(&mut self) -> Result<bool, DeviceError> {
+        self.begin_sum_check()?;
+        self.end_sum_check()
+    }
+
+    /// Begins to compute what [`end_sum_check`](Self::end_sum_check) will return, on a GPU.
+    pub(crate) fn begin_sum_check(&mut self) -> Result<(), DeviceError> {
         match self {
-            Self::Device { state, .. } => state.sum_is_finite(),
+            Self::Device { state, .. } => state.begin_sum_check(),
+            Self::Host { .. } => Ok(()),
+        }
+    }
+
+    /// See [`sum_is_finite`](Self::sum_is_finite).
+    pub(crate) fn end_sum_check(&self) -> Result<bool, DeviceError> {
+        match self {
+            Self::Device { state, .. } => state.end_sum_check(),
             Self::Host { state, .. } => Ok(is_finite(&state.reduced)),
         }
     }

@@ -338,27 +338,54 @@ impl<M: Model> Trainer<'_, M> {
         self.session.reports.reduced(self.machine.now() - started);
         self.report_transport(path);
         let headers = decode_all(headers)?;
-        let is_finite = self.tensors.sum_is_finite()?;
+        self.tensors.begin_sum_check()?;
+        let is_begun = self.begin_update(&headers)?;
+        let is_finite = self.tensors.end_sum_check()?;
         self.session.summed(headers, is_finite).map_err(|mismatch| state_mismatch(&mismatch))?;
         if !self.session.has_sum() {
             self.tensors.keep_gradient()?;
         }
-        Ok(())
+        match self.session.poll() {
+            // Nothing may come between: the parameters are those of the step after the session's.
+            Task::Update { records, is_applied } if is_begun => self.commit(records, is_applied),
+            _ => Ok(()),
+        }
     }
 
-    /// Applies the step's reduced gradient, which is in `reduced`, and retains it.
+    /// Enqueues the update on a GPU, where it changes nothing if the sum is not finite: the GPU does
+    /// not wait until the host knows. Returns whether it has, which is only if the step will be
+    /// committed or its sum is not finite.
+    fn begin_update(&mut self, headers: &[StepHeader]) -> Result<bool, Stopped> {
+        let Tensors::Device { state, .. } = &mut self.tensors else { return Ok(false) };
+        let optimizer = optimizer_of(&mut self.model, &*self.rule);
+        let Some((optimizer, records)) = optimizer.zip(self.session.records_to_apply(headers))
+        else {
+            return Ok(false);
+        };
+        state.update_if_finite((self.session.step(), records), &optimizer)?;
+        Ok(true)
+    }
+
+    /// Applies the step's reduced gradient, which is in `reduced`, and commits the step.
     fn update(&mut self, records: u64, is_applied: bool) -> Result<(), Stopped> {
-        let (rule, tensors, step) = (&mut *self.rule, &mut self.tensors, self.session.step());
         if is_applied {
-            let model = &mut self.model;
+            let (rule, model, step) = (&mut *self.rule, &mut self.model, self.session.step());
+            let tensors = &mut self.tensors;
             call_user("the update", || match tensors {
                 Tensors::Device { state, .. } => {
-                    device_of(model)?.update(state.update(step, records), rule)
+                    device::update(model, state.update(step, records), rule)
                 }
                 Tensors::Host { state, .. } => rule.apply(state.update(step, records)),
             })
             .map_err(Failure::local)?;
-        } else if records > 0 {
+        }
+        self.commit(records, is_applied)
+    }
+
+    /// Retains the sum of the step, whose update is enqueued if it `is_applied`.
+    fn commit(&mut self, records: u64, is_applied: bool) -> Result<(), Stopped> {
+        let (tensors, step) = (&mut self.tensors, self.session.step());
+        if !is_applied && records > 0 {
             tracing::warn!(step = step + 1, "the gradient is not finite; the step is skipped");
         }
         let is_alone = tensors.group().is_none_or(|group| group.world_size() == 1);
@@ -469,9 +496,9 @@ mod validation;
 mod work;
 
 pub(crate) use self::checkpointing::{Checkpointing, JobKey};
-use self::device::device_of;
 #[cfg(feature = "gpu")]
 pub(crate) use self::device::nccl_policy;
+use self::device::optimizer_of;
 use self::incoming::IncomingSnapshot;
 use self::row_tables::{LostRows, Regrouped};
 pub(crate) use self::row_tables::{RowTables, feed};

@@ -211,6 +211,7 @@ pub extern "C" fn cuStreamDestroy_v2(stream: *mut c_void) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamSynchronize(stream: *mut c_void) -> c_int {
+    WAITS.set(WAITS.get() + 1);
     synchronize(stream);
     SUCCESS
 }
@@ -260,6 +261,7 @@ pub unsafe extern "C" fn cuEventQuery(event: *mut c_void) -> c_int {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventSynchronize(event: *mut c_void) -> c_int {
+    WAITS.set(WAITS.get() + 1);
     let mark = event_of(event).mark;
     mark.into_iter().for_each(wait_for);
     SUCCESS
@@ -471,9 +473,16 @@ pub extern "C" fn fakeBytesAllocated() -> u64 {
     ALLOCATED.get()
 }
 
+/// Number of times that this thread has waited for a stream or an event.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakeWaits() -> u64 {
+    WAITS.get()
+}
+
 thread_local! {
     static ALLOCATED: Cell<u64> = const { Cell::new(0) };
     static COPIED: Cell<u64> = const { Cell::new(0) };
+    static WAITS: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Enqueues a copy between host and device; `host` is the address on the host.

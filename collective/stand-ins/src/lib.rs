@@ -51,6 +51,15 @@ pub fn bytes_allocated() -> u64 {
     count(b"fakeBytesAllocated")
 }
 
+/// Number of times that this thread has waited for an event or a stream of the fake driver.
+///
+/// # Panics
+/// As for [`load`].
+#[must_use]
+pub fn waits() -> u64 {
+    count(b"fakeWaits")
+}
+
 /// Number of bytes that the fake driver's pools keep when memory is freed.
 ///
 /// # Panics

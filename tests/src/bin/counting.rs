@@ -9,7 +9,9 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Parser;
-use elasticdl::device::{self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
+use elasticdl::device::{
+    self, CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate, DeviceUpdateRule,
+};
 use elasticdl::{
     BatchRows, Gradients, Ids, Loss, Metrics, Model, NamedTensor, Predictions, RowOptimizer, Table,
     TableModel, Update, UpdateRule, UserError, report_sum,
@@ -359,7 +361,13 @@ impl DeviceModel for Counting {
         Model::evaluate(self, &parameters, batch, metrics)
     }
 
-    fn update(
+    fn update_rule(&mut self) -> Option<&mut dyn DeviceUpdateRule> {
+        Some(self)
+    }
+}
+
+impl DeviceUpdateRule for Counting {
+    fn apply(
         &mut self,
         update: DeviceUpdate<'_>,
         rule: &mut dyn UpdateRule,

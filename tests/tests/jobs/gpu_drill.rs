@@ -76,8 +76,8 @@ fn the_drill_completes_and_reports_its_figures() {
     let of_4096 = operations.filter(|figure| {
         figure["what"].as_str().unwrap().ends_with(": 4096 parameters") && figure["unit"] == "us"
     });
-    assert_eq!(of_4096.count(), 11, "{table}");
-    assert!(value("finite check: until the host goes on") > 0.0, "{table}");
+    assert_eq!(of_4096.count(), 12, "{table}");
+    assert!(value("finite check, awaited: until the host goes on") > 0.0, "{table}");
     assert!(value("update by AdamW: rate of its 0.1 MB") > 0.0, "{table}");
     assert_eq!([value("records counted"), value("records repeated")], [40_000.0, 0.0]);
     assert_eq!(value("processes that ended well"), 20.0);

@@ -61,13 +61,15 @@ typedef unsigned long long u64;
 // ---- optimizers ----
 
 // Constants are those of `optimizer.rs`. `clipped`: address of the scale, if the gradient is
-// clipped; else the scale is `scale`.
+// clipped; else the scale is `scale`. `nonfinite`: address of a number; if it is not zero, the step
+// changes nothing.
 typedef struct {
     const float *sum;
     float *parameters;
     float *first;
     float *second;
     const float *clipped;
+    const u64 *nonfinite;
     u64 len;
     float scale;
     float rate;
@@ -81,6 +83,7 @@ typedef struct {
 } Step;
 
 KERNEL(sgd, Step) {
+    if (a.nonfinite && *a.nonfinite) return;
     const float scale = a.clipped ? *a.clipped : a.scale;
     EACH(i, a.len) {
         const float p = a.parameters[i];
@@ -89,6 +92,7 @@ KERNEL(sgd, Step) {
 }
 
 KERNEL(sgd_momentum, Step) {
+    if (a.nonfinite && *a.nonfinite) return;
     const float scale = a.clipped ? *a.clipped : a.scale;
     EACH(i, a.len) {
         const float p = a.parameters[i];
@@ -100,6 +104,7 @@ KERNEL(sgd_momentum, Step) {
 }
 
 KERNEL(sgd_nesterov, Step) {
+    if (a.nonfinite && *a.nonfinite) return;
     const float scale = a.clipped ? *a.clipped : a.scale;
     EACH(i, a.len) {
         const float p = a.parameters[i];
@@ -111,6 +116,7 @@ KERNEL(sgd_nesterov, Step) {
 }
 
 KERNEL(adam_w, Step) {
+    if (a.nonfinite && *a.nonfinite) return;
     const float scale = a.clipped ? *a.clipped : a.scale;
     EACH(i, a.len) {
         const float gradient = a.sum[i] * scale;

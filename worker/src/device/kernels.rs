@@ -30,12 +30,26 @@ pub(crate) struct Kernels {
     partials: CudaSlice<u64>,
     /// Partial sums of squares: one per thread of the second pass.
     second_pass: CudaSlice<u64>,
-    /// Results of reductions to one number.
-    sums: CudaSlice<u64>,
     scale: CudaSlice<f32>,
-    /// Digests on the host.
-    digests: PinnedHostSlice<u64>,
-    /// The end of the last copy of digests. cudarc records none, since events are not tracked.
+    digests: Results<2>,
+    /// Not zero if the slice that was checked last has an element that is NaN or infinite.
+    nonfinite: Results<1>,
+}
+
+/// When an update changes the parameters and the optimizer state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Condition {
+    Always,
+    /// If the check that was begun last finds all elements finite.
+    CheckedIsFinite,
+}
+
+/// Numbers that kernels compute, and a copy for the host.
+#[derive(Debug)]
+struct Results<const N: usize> {
+    on_device: CudaSlice<u64>,
+    on_host: PinnedHostSlice<u64>,
+    /// The end of the last copy. cudarc records none, since events are not tracked.
     copied: CudaEvent,
 }
 
@@ -64,6 +78,7 @@ struct Step {
     first: u64,
     second: u64,
     clipped: u64,
+    nonfinite: u64,
     len: u64,
     scale: f32,
     rate: f32,
@@ -135,28 +150,22 @@ impl Kernels {
         let stream = device.stream().clone();
         let functions = Functions::load(stream.context())?;
         let no_memory = |error: DriverError| format!("not enough GPU memory: {error}");
-        // SAFETY: the memory is initialized next. Not write-combined: the host reads it.
-        let digests = unsafe { stream.context().alloc_pinned_with_flags(2, 0) };
-        let mut digests: PinnedHostSlice<u64> = digests.map_err(no_memory)?;
-        digests.as_mut_slice().map_err(no_memory)?.fill(0);
-        let copied = stream.context().new_event(None);
         Ok(Self {
-            copied: copied.map_err(|error| format!("cannot create a CUDA event: {error}"))?,
-            digests,
+            digests: Results::new(&stream)?,
+            nonfinite: Results::new(&stream)?,
             partials: stream.alloc_zeros(FOLD_THREADS_MAX).map_err(no_memory)?,
             second_pass: stream.alloc_zeros(SECOND_PASS_THREADS).map_err(no_memory)?,
-            sums: stream.alloc_zeros(2).map_err(no_memory)?,
             scale: stream.alloc_zeros(1).map_err(no_memory)?,
             functions,
             stream,
         })
     }
 
-    /// See [`Optimizer::apply`].
+    /// See [`Optimizer::apply`]. `condition`: whether it changes anything.
     pub(crate) fn apply(
         &mut self,
         optimizer: &Optimizer,
-        (step, records): (u64, u64),
+        (step, records, condition): (u64, u64, Condition),
         sum: &CudaSlice<f32>,
         (parameters, slots): (&mut CudaSlice<f32>, &mut CudaSlice<f32>),
     ) -> Result<(), DeviceError> {
@@ -167,7 +176,7 @@ impl Kernels {
         if let Some(limit) = optimizer.norm_limit() {
             self.clip(limit, records, sum)?;
         }
-        let Self { stream, functions, scale, .. } = self;
+        let Self { stream, functions, scale, nonfinite, .. } = self;
         let (first, second) = match optimizer.slots() {
             0 => (None, None),
             1 => (Some(slots.as_view_mut()), None),
@@ -182,12 +191,14 @@ impl Kernels {
         let (sum, _sum) = sum.device_ptr(stream);
         let (parameters, _parameters) = parameters.device_ptr_mut(stream);
         let (clipped, _clipped) = scale.device_ptr(stream);
+        let (nonfinite, _nonfinite) = nonfinite.on_device.device_ptr(stream);
         let addresses = Step {
             sum,
             parameters,
             first: first.as_ref().map_or(0, |(address, _)| *address),
             second: second.as_ref().map_or(0, |(address, _)| *address),
             clipped: if optimizer.norm_limit().is_some() { clipped } else { 0 },
+            nonfinite: if condition == Condition::CheckedIsFinite { nonfinite } else { 0 },
             len: len as u64,
             scale: (1.0 / records as f64) as f32,
             ..Step::default()
@@ -260,36 +271,35 @@ impl Kernels {
         slices: [CudaView<'_, f32>; 2],
         starts: [usize; 2],
     ) -> Result<(), DeviceError> {
-        let Self { stream, functions, sums, digests, copied, .. } = self;
-        stream.memset_zeros(sums).map_err(cuda("clear a sum"))?;
+        let Self { stream, functions, digests, .. } = self;
+        digests.clear(stream)?;
         for (turn, (slice, start)) in slices.iter().zip(starts).enumerate() {
-            let mut sum = sums.slice_mut(turn..turn + 1);
+            let mut sum = digests.on_device.slice_mut(turn..turn + 1);
             let (values, len) = (slice.device_ptr(stream), slice.len());
             fold(stream, &functions.digests, (values, len, start), &mut sum, fold_threads(len))?;
         }
-        let enqueued = stream.memcpy_dtoh(sums, digests).and_then(|()| copied.record(stream));
-        enqueued.map_err(cuda("copy a digest to the host"))
+        digests.begin_copy(stream)
     }
 
     /// The digests that were begun last. Waits for them, and not for work enqueued after them.
     pub(crate) fn end_digests(&self) -> Result<[u64; 2], DeviceError> {
-        let found = self.copied.synchronize().and_then(|()| self.digests.as_slice());
-        let found = found.map_err(cuda("copy a digest to the host"))?;
-        Ok([found[0], found[1]])
+        self.digests.end_copy()
     }
 
-    /// Whether no element is NaN or infinite. Synchronizes with the stream.
-    pub(crate) fn is_finite(&mut self, slice: &CudaSlice<f32>) -> Result<bool, DeviceError> {
-        let Self { stream, functions, sums, .. } = self;
-        stream.memset_zeros(sums).map_err(cuda("clear a sum"))?;
+    /// Enqueues a check whether an element is NaN or infinite.
+    pub(crate) fn begin_check(&mut self, slice: &CudaSlice<f32>) -> Result<(), DeviceError> {
+        let Self { stream, functions, nonfinite, .. } = self;
+        nonfinite.clear(stream)?;
         let (values, len) = (slice.device_ptr(stream), slice.len());
-        fold(stream, &functions.nonfinite, (values, len, 0), sums, fold_threads(len))?;
-        let mut found = [0];
-        stream
-            .memcpy_dtoh(&sums.slice(..1), &mut found[..])
-            .map_err(cuda("copy a count to the host"))?;
-        stream.synchronize().map_err(cuda("synchronize"))?;
-        Ok(found == [0])
+        let found = &mut nonfinite.on_device;
+        fold(stream, &functions.nonfinite, (values, len, 0), found, fold_threads(len))?;
+        nonfinite.begin_copy(stream)
+    }
+
+    /// Whether the check that was begun last has found all elements finite. Waits for it, and not
+    /// for work enqueued after it.
+    pub(crate) fn end_check(&self) -> Result<bool, DeviceError> {
+        Ok(self.nonfinite.end_copy()? == [0])
     }
 
     /// Writes the factor for the gradient sum, which divides by the records and clips, to `scale`.
@@ -325,11 +335,44 @@ impl Kernels {
     }
 }
 
-impl Drop for Kernels {
-    /// The memory of the digests is freed next.
+impl<const N: usize> Results<N> {
+    fn new(stream: &Arc<CudaStream>) -> Result<Self, String> {
+        let no_memory = |error: DriverError| format!("not enough memory: {error}");
+        // SAFETY: the memory is initialized next. Not write-combined: the host reads it.
+        let on_host = unsafe { stream.context().alloc_pinned_with_flags(N, 0) };
+        let mut on_host: PinnedHostSlice<u64> = on_host.map_err(no_memory)?;
+        on_host.as_mut_slice().map_err(no_memory)?.fill(0);
+        let copied = stream.context().new_event(None);
+        Ok(Self {
+            on_device: stream.alloc_zeros(N).map_err(no_memory)?,
+            on_host,
+            copied: copied.map_err(|error| format!("cannot create a CUDA event: {error}"))?,
+        })
+    }
+
+    fn clear(&mut self, stream: &Arc<CudaStream>) -> Result<(), DeviceError> {
+        stream.memset_zeros(&mut self.on_device).map_err(cuda("clear a result"))
+    }
+
+    fn begin_copy(&mut self, stream: &Arc<CudaStream>) -> Result<(), DeviceError> {
+        let Self { on_device, on_host, copied } = self;
+        let enqueued = stream.memcpy_dtoh(on_device, on_host).and_then(|()| copied.record(stream));
+        enqueued.map_err(cuda("copy a result to the host"))
+    }
+
+    /// The numbers that were copied last. Waits for them, and not for work enqueued after them.
+    fn end_copy(&self) -> Result<[u64; N], DeviceError> {
+        let found = self.copied.synchronize().and_then(|()| self.on_host.as_slice());
+        let found = found.map_err(cuda("copy a result to the host"))?;
+        Ok(found.try_into().expect("there are N numbers"))
+    }
+}
+
+impl<const N: usize> Drop for Results<N> {
+    /// The memory on the host is freed next.
     fn drop(&mut self) {
         if let Err(error) = self.copied.synchronize() {
-            tracing::debug!(%error, "a copy of digests did not end");
+            tracing::debug!(%error, "a copy of results did not end");
         }
     }
 }

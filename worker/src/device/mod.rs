@@ -34,7 +34,7 @@ mod state;
 
 pub use buffer::{Addresses, DeviceMemory};
 pub use compiler::compile;
-pub(crate) use kernels::Kernels;
+pub(crate) use kernels::{Condition, Kernels};
 use retained::RetainedSum;
 pub(crate) use state::DeviceState;
 /// The layer's time per step, for the GPU drill.
@@ -94,22 +94,24 @@ pub trait DeviceModel {
         metrics: &mut Metrics<'_>,
     ) -> Result<(), UserError>;
 
-    /// Applies one step's gradient by the model's rule. Override this for a rule that is no
-    /// [`Optimizer`]. Default: the optimizer.
+    /// The model's own rule, if it is no [`Optimizer`]. Default: none; the optimizer is applied.
+    fn update_rule(&mut self) -> Option<&mut dyn DeviceUpdateRule> {
+        None
+    }
+}
+
+/// Like [`UpdateRule`], on the GPU. An optimizer needs none: its update is enqueued before the host
+/// knows whether the sum is finite, and changes nothing if it is not.
+pub trait DeviceUpdateRule {
+    /// Applies one step's gradient, which is finite. `rule`: the model's.
     ///
     /// # Errors
     /// An error ends this worker.
-    fn update(
+    fn apply(
         &mut self,
         update: DeviceUpdate<'_>,
         rule: &mut dyn UpdateRule,
-    ) -> Result<(), UserError> {
-        let optimizer = rule.as_optimizer().ok_or(
-            "the model's update rule is no Optimizer, so it has no GPU side: implement \
-             DeviceModel::update",
-        )?;
-        Ok(update.apply(&optimizer)?)
-    }
+    ) -> Result<(), UserError>;
 }
 
 /// Like [`Gradients`](crate::Gradients), on the GPU: the **sum** over the step's records.
@@ -276,6 +278,7 @@ impl DeviceUpdate<'_> {
     /// [`DeviceError::Cuda`].
     pub fn apply(self, optimizer: &Optimizer) -> Result<(), DeviceError> {
         let Self { step, records, sum, parameters, slots, kernels } = self;
-        kernels.apply(optimizer, (step, records), sum, (parameters, slots))
+        let when = (step, records, Condition::Always);
+        kernels.apply(optimizer, when, sum, (parameters, slots))
     }
 }

@@ -16,10 +16,11 @@ use super::error::cuda;
 use super::host_copies::HostCopies;
 use super::retained::RetainedSum;
 use super::{
-    Accumulator, Buckets, CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate, Kernels,
-    RoundedBuckets,
+    Accumulator, Buckets, Condition, CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate,
+    Kernels, RoundedBuckets,
 };
 use crate::buckets::{self, SummedBuckets};
+use crate::optimizer::Optimizer;
 use crate::tensor::{ModelSize, Tensor, window};
 
 /// The buffers, like those of [`Tensors`](crate::tensors::Tensors).
@@ -160,6 +161,18 @@ impl DeviceState {
         DeviceUpdate { step, records, sum, parameters, slots, kernels }
     }
 
+    /// Like [`DeviceUpdate::apply`], but changes nothing if the sum, whose check was begun last, is
+    /// not finite.
+    pub(crate) fn update_if_finite(
+        &mut self,
+        (step, records): (u64, u64),
+        optimizer: &Optimizer,
+    ) -> Result<(), DeviceError> {
+        let DeviceUpdate { sum, parameters, slots, kernels, .. } = self.update(step, records);
+        let when = (step, records, Condition::CheckedIsFinite);
+        kernels.apply(optimizer, when, sum, (parameters, slots))
+    }
+
     pub(crate) fn clear_gradient(&mut self) -> Result<(), DeviceError> {
         self.device.stream().memset_zeros(&mut *self.gradient).map_err(cuda("clear a gradient"))
     }
@@ -266,16 +279,24 @@ impl DeviceState {
         ring.broadcast_device(root, slice, Path::Host)
     }
 
-    pub(crate) fn sum_is_finite(&mut self) -> Result<bool, DeviceError> {
-        self.kernels.is_finite(&self.reduced)
+    /// Enqueues the check whether the sum is finite.
+    pub(crate) fn begin_sum_check(&mut self) -> Result<(), DeviceError> {
+        self.kernels.begin_check(&self.reduced)
+    }
+
+    /// Result of the [check](Self::begin_sum_check). Does not wait for work enqueued since.
+    pub(crate) fn end_sum_check(&self) -> Result<bool, DeviceError> {
+        self.kernels.end_check()
     }
 
     pub(crate) fn gradient_is_finite(&mut self) -> Result<bool, DeviceError> {
-        self.kernels.is_finite(&self.gradient)
+        self.kernels.begin_check(&self.gradient)?;
+        self.kernels.end_check()
     }
 
     pub(crate) fn parameters_are_finite(&mut self) -> Result<bool, DeviceError> {
-        self.kernels.is_finite(&self.parameters)
+        self.kernels.begin_check(&self.parameters)?;
+        self.kernels.end_check()
     }
 
     /// See [`Tensors::retain_reduced`](crate::tensors::Tensors::retain_reduced). A group of one

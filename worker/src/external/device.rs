@@ -5,7 +5,9 @@ use elasticdl_tables::BatchRows;
 
 use super::lent::{Lent, LentMut};
 use super::model::{Batch, ExternalModel};
-use crate::device::{CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate};
+use crate::device::{
+    CudaSlice, Device, DeviceGradients, DeviceModel, DeviceUpdate, DeviceUpdateRule,
+};
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::update::UpdateRule;
 
@@ -43,7 +45,13 @@ impl DeviceModel for ExternalModel {
         self.measure(&batch.records, metrics)
     }
 
-    fn update(
+    fn update_rule(&mut self) -> Option<&mut dyn DeviceUpdateRule> {
+        Some(self)
+    }
+}
+
+impl DeviceUpdateRule for ExternalModel {
+    fn apply(
         &mut self,
         update: DeviceUpdate<'_>,
         _rule: &mut dyn UpdateRule,

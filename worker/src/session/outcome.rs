@@ -40,6 +40,17 @@ impl Session {
         Ok(())
     }
 
+    /// Number of records of the step that [`summed`](Self::summed) will let the trainer apply, given
+    /// these headers and a sum that is finite; `None` if no step will be applied.
+    pub fn records_to_apply(&self, headers: &[StepHeader]) -> Option<u64> {
+        let is_applied = self.check(headers).is_ok()
+            && !is_withheld(headers)
+            && self.is_complete(headers)
+            && is_finite(headers, true);
+        let records = headers.iter().map(StepHeader::records).sum();
+        (is_applied && records > 0).then_some(records)
+    }
+
     /// Whether this worker's own gradient is finite, in a step whose sum is not. This worker halts,
     /// and names its records if they are at fault. `records`: those at these positions.
     pub fn inspected(
@@ -220,6 +231,29 @@ mod tests {
         session.summed(vec![header], true).unwrap();
         assert!(!matches!(session.poll(), Task::Update { .. }), "{session:?}");
         assert_eq!((session.step(), session.state().unwrap().ledger.counted()), (0, 0));
+    }
+
+    #[test]
+    fn what_a_finite_sum_lets_the_trainer_apply_is_known_before_it() {
+        let change = |change: fn(&mut StepHeader)| {
+            let mut session = computed(JobPlan::of_one_epoch(100, 4));
+            let mut header = session.header(0);
+            change(&mut header);
+            let known = session.records_to_apply(std::slice::from_ref(&header));
+            let summed = session.summed(vec![header], true);
+            let applied = match session.poll() {
+                Task::Update { records, is_applied: true } => Some(records),
+                _ => None,
+            };
+            assert_eq!(known, applied.filter(|_| summed.is_ok()));
+            known
+        };
+        const HALT: Halt = Halt { reason: Reason::Nonfinite, ranges: Vec::new() };
+        assert_eq!(change(|_| {}), Some(4));
+        assert_eq!(change(|header| header.loss_sum = f64::NAN), None);
+        assert_eq!(change(|header| header.ranges[0].end = 3), None);
+        assert_eq!(change(|header| header.ranges.clear()), None);
+        assert_eq!(change(|header| header.halt = Some(HALT)), None);
     }
 
     #[test]

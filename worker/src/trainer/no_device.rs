@@ -3,6 +3,7 @@
 use crate::device::NoMemory;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::model::Model;
+use crate::optimizer::Optimizer;
 use crate::update::UpdateRule;
 
 /// No value.
@@ -35,8 +36,16 @@ impl NoModel {
     ) -> Result<(), UserError> {
         match *self {}
     }
+}
 
-    pub(super) fn update(&self, _: NoMemory, _: &mut dyn UpdateRule) -> Result<(), UserError> {
-        match *self {}
-    }
+pub(super) fn update<M: Model>(
+    _: &mut M,
+    update: NoMemory,
+    _: &mut dyn UpdateRule,
+) -> Result<(), UserError> {
+    match update {}
+}
+
+pub(super) fn optimizer_of<M: Model>(_: &mut M, _: &dyn UpdateRule) -> Option<Optimizer> {
+    None
 }

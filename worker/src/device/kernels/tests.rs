@@ -70,7 +70,7 @@ impl Host {
         self.fold("digests", values, start, (fold_threads(slice.len()), 1))[0]
     }
 
-    /// See [`Kernels::is_finite`].
+    /// Like [`Kernels::begin_check`].
     fn is_finite(&self, slice: &[f32]) -> bool {
         let values = (slice.as_ptr() as u64, slice.len());
         self.fold("nonfinite", values, 0, (fold_threads(slice.len()), 1)) == [0]
@@ -281,7 +281,12 @@ fn kernels_on_a_device_compute_the_same() {
             let sum = numbers(LEN, 10 + step);
             let on_device = stream.clone_htod(&sum).unwrap();
             kernels
-                .apply(&optimizer, (step, 7), &on_device, (&mut parameters, &mut slots))
+                .apply(
+                    &optimizer,
+                    (step, 7, Condition::Always),
+                    &on_device,
+                    (&mut parameters, &mut slots),
+                )
                 .unwrap();
             let (parameters, slots) = (&mut on_cpu.0[..], &mut on_cpu.1[..]);
             optimizer.apply(Update { step, records: 7, sum: &sum, parameters, slots });
@@ -317,8 +322,45 @@ fn kernels_on_a_device_compute_the_same() {
         let mut values = first.clone();
         *values.last_mut().unwrap() = bad.unwrap_or(f32::MAX);
         let slice = stream.clone_htod(&values).unwrap();
-        assert_eq!(kernels.is_finite(&slice).unwrap(), bad.is_none(), "{bad:?}");
+        kernels.begin_check(&slice).unwrap();
+        let held = elasticdl_stand_ins::Hold::on(stream.cu_stream().cast());
+        assert_eq!(kernels.end_check().unwrap(), bad.is_none(), "{bad:?}");
+        drop(held);
     }
     kernels.begin_digests([slices[0].slice(..0), slices[1].slice(5..)], [0, 5]).unwrap();
     assert_eq!(kernels.end_digests().unwrap(), [0, host.digest(&second[5..], 5)]);
+}
+
+#[test]
+fn an_update_changes_nothing_if_the_check_before_it_finds_a_nan() {
+    elasticdl_stand_ins::load();
+    let device = Device::open(0).unwrap();
+    let stream = device.stream();
+    let mut kernels = Kernels::new(&device).unwrap();
+    let sgd = Sgd::new(0.1);
+    let adam_w = Optimizer::from(AdamW::new(0.003).weight_decay(0.1));
+    for optimizer in [
+        Optimizer::from(sgd),
+        sgd.momentum(0.9).into(),
+        sgd.momentum(0.9).nesterov().into(),
+        adam_w,
+        adam_w.clip_norm(0.5),
+    ] {
+        let mut parameters = stream.clone_htod(&numbers(LEN, 1)).unwrap();
+        let mut slots = stream.clone_htod(&numbers(2 * LEN, 2)).unwrap();
+        let on_host = |slices: [&CudaSlice<f32>; 2]| {
+            slices.map(|slice| bits(&stream.clone_dtoh(slice).unwrap()))
+        };
+        let before = on_host([&parameters, &slots]);
+        for bad in [true, false] {
+            let mut sum = numbers(LEN, 3);
+            sum[LEN - 1] = if bad { f32::NAN } else { 1.0 };
+            let sum = stream.clone_htod(&sum).unwrap();
+            kernels.begin_check(&sum).unwrap();
+            let when = (0, 7, Condition::CheckedIsFinite);
+            kernels.apply(&optimizer, when, &sum, (&mut parameters, &mut slots)).unwrap();
+            assert_eq!(kernels.end_check().unwrap(), !bad);
+            assert_eq!(on_host([&parameters, &slots]) == before, bad, "{optimizer:?}");
+        }
+    }
 }

@@ -83,7 +83,7 @@ fn times(
     Ok(OperationTimes { name, bytes, on_device, on_host })
 }
 
-const OPERATIONS: [Operation; 11] = [
+const OPERATIONS: [Operation; 12] = [
     queued(COPY, 8.0, copy),
     queued("clear the gradient", 4.0, |state, _| state.clear_gradient()),
     queued("add a micro-batch's gradient", 12.0, |state, _| {
@@ -100,11 +100,15 @@ const OPERATIONS: [Operation; 11] = [
         let [_, sum] = wire.as_ref().expect("the wire is bf16");
         kernels.widen_bf16(&sum.as_view(), &mut reduced.as_view_mut())
     }),
+    queued(FINITE_CHECK, 4.0, |state, _| state.begin_sum_check()),
     Operation {
-        name: FINITE_CHECK,
+        name: "finite check, awaited",
         bytes: 4.0,
         waits: true,
-        run: |state, _| state.sum_is_finite().map(drop),
+        run: |state, _| {
+            state.begin_sum_check()?;
+            state.end_sum_check().map(drop)
+        },
     },
     queued("update by SGD", 12.0, |state, step| {
         state.update(step, 1).apply(&Sgd::new(1e-3).into())

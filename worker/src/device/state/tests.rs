@@ -31,7 +31,7 @@ fn with_adamw_a_gpu_holds_five_times_the_parameters() {
         state.retain_reduced(false).unwrap();
     }
     let allocated = elasticdl_stand_ins::bytes_allocated() - before;
-    // The kernels have buffers of a fixed size, of 2 MB.
+    // The kernels have buffers of a fixed size, of 1 MB.
     assert!((5 * bytes..11 * bytes / 2).contains(&allocated), "{allocated} of {bytes}");
 }
 
@@ -80,4 +80,18 @@ fn a_worker_alone_retains_its_sum_where_it_is() {
     state.retain_reduced(true).unwrap();
     assert_eq!(elasticdl_stand_ins::bytes_copied(), before);
     assert_eq!(*state.to_host(Tensor::Retained).unwrap(), [4.0; LEN]);
+}
+
+#[test]
+fn an_update_is_enqueued_before_the_host_knows_whether_the_sum_is_finite() {
+    let mut state = state();
+    for (value, expected) in [(1.0, -1.0), (f32::INFINITY, -1.0), (2.0, -3.0)] {
+        state.load(Tensor::Reduced, &[value; LEN]).unwrap();
+        let waits = elasticdl_stand_ins::waits();
+        state.begin_sum_check().unwrap();
+        state.update_if_finite((0, 1), &crate::Sgd::new(1.0).into()).unwrap();
+        assert_eq!(elasticdl_stand_ins::waits(), waits);
+        assert_eq!(state.end_sum_check().unwrap(), value.is_finite());
+        assert_eq!(*state.to_host(Tensor::Parameters).unwrap(), [expected; LEN]);
+    }
 }
