@@ -72,7 +72,10 @@ class Gpu(unittest.TestCase):
         for seed, (program, option) in enumerate(
             (("count_torch.py", 0), ("count_overlap.py", True))
         ):
-            with self.subTest(program), self.job(program, 8000, "{job}/counts", option) as job:
+            # However long workers take to start.
+            options = {"options": ["--min-workers", "2"]}
+            arguments = (program, 8000, "{job}/counts", option)
+            with self.subTest(program), self.job(*arguments, **options) as job:
                 rng = random.Random(seed)
                 for _ in range(2):
                     generation = self.wait_for_nccl(job)

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Checks elasticdl.torch on one GPU: `gpu-pytorch.py [--json FILE] [--only NAME,NAME]`.
+
+Needs PyTorch, the package on PYTHONPATH, and the command `elasticdl` in PATH or ELASTICDL. Each
+check is a local job of two workers on the GPU. Their parameters and loss must be those of a plain
+loop to rounding, each record must be counted once, and the workers' exit codes must be 0:
+
+    plain   the loop as it should be
+    alive   a graph from before the loop is still alive
+    stream  the loop is in `with torch.cuda.stream()`
+    thread  the loop is in another thread than the first draw
+    kill    a worker is killed in the middle, with SIGKILL, and replaced
+
+first over the host's memory, then, as `nccl-...`, over NCCL. A line per check is printed at once,
+and FILE is written after each. `...-unordered` does not order the streams: whether its result
+differs is only told. `--device cpu` and `--device fake` (collective/stand-ins) try the script.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+HERE = pathlib.Path(__file__).resolve()
+CASES = ["plain", "alive", "stream", "thread", "kill"]
+ALL = [*CASES, *(f"nccl-{case}" for case in CASES), "stream-unordered", "nccl-alive-unordered"]
+# Two workers on one GPU: NCCL takes hosts of other names for other hosts.
+ONE_GPU = {
+    **dict.fromkeys(["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], "1"),
+    **{"NCCL_MAX_NCHANNELS": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"},
+    **{"NCCL_MNNVL_ENABLE": "0", "ELASTICDL_NCCL_SHARED": "1"},
+}
+
+
+def keep(folder, command):
+    """Starts a worker in a session of its own, which the job's end leaves alone. Notes its exit
+    code, and the time since the end of its program."""
+    if child := os.fork():
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255)
+    os.setsid()
+    host = {"NCCL_HOSTID": f"worker-{os.environ.get('ELASTICDL_LAUNCH')}"}
+    worker = subprocess.Popen(command, env={**os.environ, **host})
+    code, now = worker.wait(), time.time()
+    end, note = folder / f"end-{worker.pid}", folder / f"exit-{worker.pid}"
+    took = round(now - float(end.read_text()), 2) if end.exists() else None
+    (folder / "part").write_text(json.dumps([code, took]))
+    (folder / "part").rename(note)
+    os._exit(code & 255)
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["--keep"]:
+    keep(pathlib.Path(sys.argv[2]), sys.argv[3:])
+
+import torch
+
+
+class Problem:
+    """A network whose last layer is large, so that its gradients come late, and its data."""
+
+    def __init__(self, device):
+        hidden, classes = (1024, 8192) if device == "cuda" else (64, 512)
+        self.batch = 2 * hidden
+        self.micro, self.records = self.batch // 4, self.batch * 20
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        torch.manual_seed(1)
+        layers = [torch.nn.Linear(256, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, classes)]
+        self.net = torch.nn.Sequential(*layers).to(self.device)
+        self.x = torch.randn(self.records, 256).to(self.device)
+        self.y = (torch.arange(self.records) * 7919 % classes).to(self.device)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.5, momentum=0.9)
+
+    def loss(self, indices):
+        indices = torch.tensor(indices, device=self.device)
+        return torch.nn.functional.cross_entropy(self.net(self.x[indices]), self.y[indices])
+
+    def result(self):
+        return torch.cat([p.detach().reshape(-1).cpu() for p in self.net.parameters()])
+
+
+def plain(options):
+    """The plain loop, with the losses of its steps."""
+    problem = Problem(options.device)
+    before, losses = problem.result(), []
+    for start in 2 * list(range(0, problem.records, problem.batch)):
+        problem.optimizer.zero_grad()
+        loss = problem.loss(range(start, start + problem.batch))
+        loss.backward()
+        problem.optimizer.step()
+        losses.append(loss.item())
+    right = (before, problem.result(), [losses[0], losses[-1]])
+    torch.save(right, options.folder)
+
+
+def work(options):
+    """The program of a worker."""
+    import elasticdl.torch as et
+    from elasticdl.torch import _place
+
+    if "unordered" in options.work:
+        _place.OnGpu.on_stream = lambda *_: contextlib.nullcontext()
+    job, problem, folder = et.join(), Problem(options.device), options.folder
+    case = options.work.removeprefix("nccl-").removesuffix("-unordered")
+    kept = problem.loss([0, 1]) if case == "alive" else None
+    job.model(problem.net)
+    opt = job.optimizer(problem.optimizer)
+    sampler = job.sampler(problem.records, micro_batch=problem.micro)
+
+    def train(sampler):
+        for indices in sampler:
+            (folder / f"pid-{os.getpid()}").touch()
+            opt.zero_grad()
+            loss = problem.loss(indices)
+            loss.backward()
+            time.sleep(0.02 if case == "kill" else 0.0)
+            opt.step(loss)
+
+    if case == "stream":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            train(sampler)
+    elif case == "thread":
+        drawn = iter(sampler)
+        thread = threading.Thread(target=train, args=[itertools.chain([next(drawn)], drawn)])
+        thread.start()
+        thread.join()
+    else:
+        train(sampler)
+    del kept
+    torch.save(problem.result(), folder / f"result-{os.getpid()}")
+    (folder / f"end-{os.getpid()}").write_text(str(time.time()))
+
+
+def check(case, options, folder, right):
+    """Runs a job. Returns what it shows, and its faults."""
+    deadline = time.monotonic() + options.limit
+    elasticdl, job = os.environ.get("ELASTICDL", "elasticdl"), folder / "job"
+    fakes = HERE.parents[1] / "worker/python/tests/on_fake_gpu.py"
+    words = [sys.executable, *([fakes] if options.device == "fake" else []), HERE]
+    words += ["--device", options.device, "--work", case, folder]
+    command = [elasticdl, "train", "--local", "--replace", "--job-dir", job, "--shuffle", "none"]
+    command += ["--num-workers", "2", "--min-workers", "2", "--max-workers", "2"]
+    command += ["--global-batch-size", str(Problem(options.device).batch), "--num-epochs", "2"]
+    command += ["--restart-without-checkpoint", "--", sys.executable, HERE, "--keep", folder]
+    variables = ONE_GPU if "nccl" in case else {"ELASTICDL_NCCL": "off"}
+    killed = None
+    with open(folder / "log", "w") as log:
+        environment = {**os.environ, **variables}
+        running = subprocess.Popen([*command, *words], stdout=log, stderr=log, env=environment)
+    started = lambda: {int(p.name[4:]) for p in folder.glob("pid-*")}
+    exits = lambda: {int(p.name[5:]): json.loads(p.read_text()) for p in folder.glob("exit-*")}
+    try:
+        while running.poll() is None or started() - set(exits()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the job or a worker did not end in {options.limit} s")
+            time.sleep(0.05)
+            if "kill" in case and killed is None and len(started()) == 2:
+                status = subprocess.run([elasticdl, "status", job, "--json"], capture_output=True)
+                if status.returncode == 0 and json.loads(status.stdout)["step"] >= 8:
+                    killed = min(started())
+                    os.kill(killed, signal.SIGKILL)
+    finally:
+        if running.poll() is None:
+            running.kill()
+        for pid in started() - set(exits()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    summary = json.loads((job / "summary.json").read_text())
+    results = [torch.load(path) for path in folder.glob("result-*")]
+    return judge(case, summary, results, exits(), killed, right)
+
+
+def judge(case, summary, results, exits, killed, right):
+    """What a job shows, and its faults."""
+    before, after, losses = right
+    errors = [float((one - after).norm() / (after - before).norm()) for one in results]
+    ours, transport = list(summary["loss"].values()), summary["allreduce_transport"] or ""
+    shown = {
+        "errors": errors,
+        "losses": ours,
+        "plain_losses": losses,
+        "transport": transport,
+        "exit_s": [took for _, took in exits.values() if took is not None],
+        "gaps_ms": [change["gap_ms"] for change in summary["memberships"]],
+        "steps_per_s": round(summary["throughput"]["steps_per_s"], 1),
+    }
+    faults = [] if summary["state"] == "completed" else [f"the job {summary['state']}"]
+    if summary["records"]["missing"] or summary["records"]["repeated"]:
+        faults.append(f"records {summary['records']}")
+    if len(errors) < 2 or not max(errors) < 1e-3:
+        faults.append(f"parameters differ from the plain loop's by {errors}")
+    if any(abs(a - b) > 1e-3 * abs(b) for a, b in zip(ours, losses)):
+        faults.append(f"losses {ours} are not the plain loop's {losses}")
+    if ("NCCL 2" in transport) != ("nccl" in case):
+        faults.append(f"transport {transport}")
+    if any(code for pid, (code, _) in exits.items() if pid != killed):
+        faults.append(f"exit codes {exits}")
+    if ("kill" in case) != (exits.get(killed, [0])[0] == -signal.SIGKILL):
+        faults.append("no worker was killed")
+    return shown, faults
+
+
+def use_libraries_of_pytorch():
+    """For NVRTC and NCCL, if PyTorch has not loaded them by the names that are looked up."""
+    roots = importlib.util.find_spec("nvidia").submodule_search_locations
+    known = [str(path) for root in roots for path in pathlib.Path(root).glob("*/lib")]
+    os.environ["LD_LIBRARY_PATH"] = ":".join([*known, os.environ.get("LD_LIBRARY_PATH", "")])
+    print("from here on with the libraries of PyTorch's packages in LD_LIBRARY_PATH", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda", "fake"])
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--only", default=",".join(ALL), help=f"default: {','.join(ALL)}")
+    parser.add_argument("--limit", type=float, default=40, help="seconds of a check")
+    parser.add_argument("--seconds", type=float, default=145, help="of all, for the last to begin")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("folder", nargs="?", type=pathlib.Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.folder:
+        return work(options) if options.work else plain(options)
+    results, began = {}, time.monotonic()
+    with tempfile.TemporaryDirectory() as root:
+        path = pathlib.Path(root) / "right"
+        subprocess.run([sys.executable, HERE, "--device", options.device, path], check=True)
+        right = torch.load(path)
+        for case in options.only.split(","):
+            folder, since = pathlib.Path(root) / case, time.monotonic()
+            folder.mkdir()
+            try:
+                shown = {}
+                if since - began > options.seconds - 10:
+                    raise TimeoutError("left out, as the time is up")
+                shown, faults = check(case, options, folder, right)
+            except Exception as error:
+                faults = [f"{type(error).__name__}: {error}"]
+            took = f"{time.monotonic() - since:.1f} s"
+            print(f"{case}: {'; '.join(faults) or 'ok'} ({took}) {shown}", flush=True)
+            if faults:
+                logs = [folder / "log", *folder.glob("job/logs/*")]
+                shown["logs"] = {p.name: p.read_text()[-2500:] for p in logs if p.exists()}
+                if options.device == "cuda" and re.search("libnvrtc|libnccl", str(shown["logs"])):
+                    use_libraries_of_pytorch()
+            results[case] = {"faults": faults, "took": took, **shown}
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=1))
+    return int(any(r["faults"] for case, r in results.items() if "unordered" not in case))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
