@@ -456,8 +456,8 @@ const UNENCRYPTED: &str = "the links are encrypted, and NCCL's would not be; --l
                            allows it";
 
 /// Why a process uses no NCCL any more.
-const ABANDONED: &str = "an NCCL communicator of this process was not released in time; the process \
-                         uses NCCL no more";
+const ABANDONED: &str = "an NCCL communicator of this process was not released in time; the \
+                         process uses NCCL no more";
 
 /// Grace period of NCCL after a neighbour has closed its links: a neighbour that leaves after an
 /// operation has contributed to it.

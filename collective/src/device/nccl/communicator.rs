@@ -12,10 +12,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
+use cudarc::driver::{CudaContext, CudaEvent};
 
 use super::back_off::{BackOff, POLL_INTERVAL, SPIN_TIME_MAX, SPIN_TIME_MIN};
-use super::library::{Buffers, CallStatus, Handle, Library, UniqueId};
+use super::call::{Beside, Call, CallKind, CommInit, Timeouts};
+use super::library::{CallStatus, Handle, Library};
 use super::release::{self, Unreleased};
 use crate::device::DeviceError;
 use crate::net::notifier::Notifier;
@@ -41,50 +42,6 @@ pub(crate) struct NcclCommunicator {
     shared: Arc<Shared>,
     calls: Sender<Call>,
     results: Receiver<Result<(), DeviceError>>,
-}
-
-/// Parameters of a new communicator.
-#[derive(Clone, Debug)]
-pub(crate) struct CommInit {
-    pub(crate) id: UniqueId,
-    pub(crate) rank: usize,
-    pub(crate) world: usize,
-    /// Stream on which all operations are enqueued.
-    pub(crate) stream: Arc<CudaStream>,
-}
-
-/// Timeouts of NCCL.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Timeouts {
-    pub(crate) init: Duration,
-    pub(crate) abort: Duration,
-}
-
-/// One operation. The buffers stay valid until it is complete, or until the communicator has left
-/// the stream.
-#[derive(Debug)]
-pub(crate) struct Call {
-    pub(crate) kind: CallKind,
-    pub(crate) buffers: Buffers,
-    /// `None`: it runs on the communicator's stream, and its result arrives when it is complete.
-    pub(crate) beside: Option<Beside>,
-}
-
-/// An operation that runs beside the work on the communicator's stream.
-#[derive(Debug)]
-pub(crate) struct Beside {
-    /// Stream of the operation.
-    pub(crate) stream: Arc<CudaStream>,
-    /// Event that it follows.
-    pub(crate) after: CudaEvent,
-    /// Whether the result arrives when it is complete; otherwise when it is on the stream.
-    pub(crate) waits: bool,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum CallKind {
-    AllReduce,
-    Broadcast { root: usize },
 }
 
 impl NcclCommunicator {

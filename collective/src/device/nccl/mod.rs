@@ -18,14 +18,16 @@
 //! finalized if it still works: `ncclCommDestroy` may wait for peers that are gone.
 
 mod back_off;
+mod call;
 mod communicator;
 mod library;
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod raw;
 mod release;
 
+pub(crate) use call::{Beside, Call, CallKind, CommInit, Timeouts};
+pub(crate) use communicator::NcclCommunicator;
 pub use communicator::NcclState;
-pub(crate) use communicator::{Beside, Call, CallKind, CommInit, NcclCommunicator, Timeouts};
 pub(crate) use library::Buffers;
 pub use library::{Library, UniqueId};
 pub use release::{abandoned, wait_for_release};
