@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use elasticdl_proto::gpu_instance;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
@@ -132,6 +133,8 @@ impl Launcher {
             .stdout(log.try_clone()?)
             .stderr(log)
             .process_group(0);
+        let instance = gpu_instance(index, |name| std::env::var(name).ok());
+        command.envs(instance.map(|instance| ("CUDA_VISIBLE_DEVICES", instance)));
         // What a program in Python prints reaches its log at once.
         if std::env::var_os(UNBUFFERED).is_none() {
             command.env(UNBUFFERED, "1");

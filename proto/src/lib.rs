@@ -10,6 +10,7 @@ pub mod limits;
 pub mod wire;
 
 mod files;
+mod gpu_instance;
 mod ids;
 mod job;
 mod ledger;
@@ -23,6 +24,7 @@ mod status;
 mod summary;
 
 pub use files::{FileLimits, FileList, FileListError, Files, ListedFile};
+pub use gpu_instance::gpu_instance;
 pub use ids::{Generation, LaunchId, WorkerId};
 pub use job::{
     Batch, CheckpointEvery, CheckpointSpec, DATA_OF_PROGRAM, Deterministic, Format, LinkEncryption,

@@ -2,6 +2,7 @@
 
 mod training;
 
+use std::iter;
 use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -45,7 +46,15 @@ pub fn run<M: Model>(mut model: M) -> ExitCode {
         Ok(Some(supervisor)) => {
             // The workers need the resources that the model holds.
             drop(model);
-            return supervisor.run();
+            let program = match std::env::current_exe() {
+                Ok(program) => program.into_os_string(),
+                Err(error) => {
+                    tracing::error!(%error, "the path of this program is unknown");
+                    return ExitCode::from(EXIT_FAILED);
+                }
+            };
+            let words: Vec<_> = iter::once(program).chain(std::env::args_os().skip(1)).collect();
+            return ExitCode::from(supervisor.run(&words));
         }
         Ok(None) => {
             supervisor::die_with_supervisor(variable).and_then(|()| Environment::read(variable))

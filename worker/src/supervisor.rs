@@ -1,4 +1,4 @@
-//! A pod of several workers: this program is started once for each, each on a GPU of its own.
+//! A pod of several workers: the program is started once for each, each on a GPU of its own.
 //!
 //! ```text
 //!  supervisor (a pod's first process) ──starts──► workers LAUNCH, LAUNCH + 1, …: ordinary ranks
@@ -14,10 +14,12 @@
 //! job.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::io;
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
+use elasticdl_proto::gpu_instance;
 use rustix::io::Errno;
 use rustix::process::{
     Pid, Signal, WaitOptions, WaitStatus, getpid, getppid, kill_process,
@@ -79,28 +81,29 @@ impl Supervisor {
         Ok(Some(Self { workers: workers as u32, first, threads }))
     }
 
-    /// Runs the workers until all have ended.
-    pub(crate) fn run(&self) -> ExitCode {
+    /// Runs the workers, each of which is `program` with its arguments, until all have ended.
+    /// Returns the exit code of the pod.
+    pub(crate) fn run(&self, program: &[OsString]) -> u8 {
         // This thread must start the workers: they are killed when the thread that started them
         // ends.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        match runtime.and_then(|runtime| runtime.block_on(self.supervise())) {
-            Ok(code) => ExitCode::from(code),
+        match runtime.and_then(|runtime| runtime.block_on(self.supervise(program))) {
+            Ok(code) => code,
             Err(error) => {
                 tracing::error!(%error, "the workers of this pod can't be started");
-                ExitCode::from(EXIT_FAILED)
+                EXIT_FAILED
             }
         }
     }
 
-    async fn supervise(&self) -> io::Result<u8> {
+    async fn supervise(&self, program: &[OsString]) -> io::Result<u8> {
         // Installed before the first worker starts, so that no signal is missed.
         let mut child = signal(SignalKind::child())?;
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
         let mut children = Children::default();
         for index in 0..self.workers {
-            match self.command(index)?.spawn() {
+            match self.command(program, index)?.spawn() {
                 Ok(worker) => children.running.insert(worker.id().cast_signed()),
                 Err(error) => {
                     children.send(Signal::KILL);
@@ -133,15 +136,18 @@ impl Supervisor {
         }
     }
 
-    /// This program again, as the worker of this index.
-    fn command(&self, index: u32) -> io::Result<Command> {
-        let mut command = Command::new(std::env::current_exe()?);
+    /// The worker of this index.
+    fn command(&self, program: &[OsString], index: u32) -> io::Result<Command> {
+        let (program, arguments) = program.split_first().ok_or(io::ErrorKind::InvalidInput)?;
+        let mut command = Command::new(program);
         command
-            .args(std::env::args_os().skip(1))
+            .args(arguments)
             .env("ELASTICDL_LAUNCH", (self.first + u64::from(index)).to_string())
             .env("ELASTICDL_INDEX", index.to_string())
             .env(SUPERVISOR, getpid().as_raw_nonzero().to_string())
             .env_remove(WORKERS);
+        let instance = gpu_instance(index, |name| std::env::var(name).ok());
+        command.envs(instance.map(|instance| ("CUDA_VISIBLE_DEVICES", instance)));
         command.envs(self.threads.iter().map(|(name, threads)| (name, threads.to_string())));
         Ok(command)
     }

@@ -24,6 +24,8 @@ class Process:
         """Joins the job that launched this process. Returns it, a ``kind(core)``."""
         if self.job is not None:
             raise RuntimeError("this process has joined its job already; call join() once")
+        if _elasticdl.is_supervisor():
+            _become_supervisor()
         _register_stacks()
         job = kind(_elasticdl.Core.join())
         self.enter(job)
@@ -71,6 +73,22 @@ class Process:
             _elasticdl.die_with_parent()
             # The handler of the native code is of the parent process.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+
+
+def _become_supervisor():
+    """Replaces this process, the first of a pod of several workers, by one that starts them.
+
+    It frees what the program has imported and opened, such as memory of a GPU.
+    """
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from elasticdl import _elasticdl; "
+        "sys.exit(_elasticdl.supervise(sys.argv[2:]))"
+    )
+    packages = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    program = [sys.executable, *sys.orig_argv[1:]]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-c", code, packages, *program])
 
 
 def _register_stacks():

@@ -571,7 +571,7 @@ fn rows_of(columns: Vec<Column<'_>>) -> PyResult<Predictions> {
     Ok(rows)
 }
 
-fn error_of(error: WorkerError) -> PyErr {
+pub(crate) fn error_of(error: WorkerError) -> PyErr {
     match error {
         // As a Rust program ends that no master answers.
         WorkerError::NoMaster(_) => PySystemExit::new_err(EXIT_MASTER_LOST),

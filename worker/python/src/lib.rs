@@ -12,6 +12,9 @@ mod progress;
 mod ring;
 mod rows;
 
+use std::ffi::OsString;
+
+use elasticdl::external::Worker;
 use pyo3::prelude::*;
 
 /// The extension module of `elasticdl`.
@@ -27,6 +30,8 @@ fn _elasticdl(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(gpu::gpu_ordinal, module)?)?;
     module.add_function(wrap_pyfunction!(die_with_parent, module)?)?;
     module.add_function(wrap_pyfunction!(id_of, module)?)?;
+    module.add_function(wrap_pyfunction!(is_supervisor, module)?)?;
+    module.add_function(wrap_pyfunction!(supervise, module)?)?;
     Ok(())
 }
 
@@ -34,6 +39,18 @@ fn _elasticdl(module: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyfunction]
 fn id_of(text: &str) -> i64 {
     elasticdl::id_of(text).cast_signed()
+}
+
+/// Whether this process is to start the workers of its pod.
+#[pyfunction]
+fn is_supervisor() -> PyResult<bool> {
+    Worker::is_supervisor().map_err(core::error_of)
+}
+
+/// Starts the workers of this pod, and returns the pod's exit code when all have ended.
+#[pyfunction]
+fn supervise(py: Python<'_>, program: Vec<OsString>) -> PyResult<u8> {
+    py.detach(|| Worker::supervise(&program)).map_err(core::error_of)
 }
 
 /// Makes the kernel kill this process when the thread that forked it ends: a process that a worker

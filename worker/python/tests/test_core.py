@@ -128,6 +128,46 @@ class Alone(unittest.TestCase):
         self.assertLess(time.monotonic() - begun, 15)
 
 
+POD = """
+import os, pathlib, sys, time
+start = [str(os.environ.get("ELASTICDL_" + name)) for name in ("WORKERS", "LAUNCH", "INDEX")]
+starts = pathlib.Path(__file__).with_name("starts")
+with open(starts, "a") as file:
+    file.write(" ".join(start + sys.argv[1:]) + "\\n")
+if "ELASTICDL_SUPERVISOR" in os.environ:
+    # A failure would end the other before its start.
+    while len(starts.read_text().splitlines()) < 3:
+        time.sleep(0.01)
+    sys.exit(3 * int(os.environ["ELASTICDL_INDEX"]))
+import elasticdl
+elasticdl.join()
+"""
+
+
+class Pods(unittest.TestCase):
+    """A pod of several workers."""
+
+    def test_the_first_process_starts_the_program_once_for_each_worker(self):
+        variables = {"MASTER": "127.0.0.1:1", "WORKERS": "2", "LAUNCH": "5"}
+        variables = {f"ELASTICDL_{name}": value for name, value in variables.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            # Which is not in the folder of the package, and has arguments.
+            program = pathlib.Path(folder, "train.py")
+            program.write_text(POD)
+            ended = subprocess.run(
+                [sys.executable, program, "--width", "8"],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                env=os.environ | variables,
+                check=False,
+            )
+            starts = sorted(pathlib.Path(folder, "starts").read_text().splitlines())
+        expected = ["2 5 None", "None 5 0", "None 6 1"]
+        self.assertEqual(starts, [f"{start} --width 8" for start in expected], ended)
+        self.assertEqual(ended.returncode, 3, ended)
+
+
 class RingTest(unittest.TestCase):
     """A group of ranks that are threads of one process."""
 

@@ -1,5 +1,6 @@
 //! A worker that has joined a job, or that trains alone.
 
+use std::ffi::OsString;
 use std::net::{Ipv4Addr, TcpListener};
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -73,6 +74,29 @@ pub enum WorkerError {
 }
 
 impl Worker {
+    /// Whether this process is the first one of a pod of several workers, which
+    /// [`supervise`](Self::supervise) starts, rather than a worker itself.
+    ///
+    /// # Errors
+    /// The environment is invalid.
+    pub fn is_supervisor() -> Result<bool, WorkerError> {
+        let supervisor = Supervisor::read(|name| std::env::var(name).ok());
+        supervisor.map(|supervisor| supervisor.is_some()).map_err(WorkerError::Failed)
+    }
+
+    /// Starts the workers of this pod, each of which is `program` with its arguments, and returns
+    /// the pod's exit code when all have ended.
+    ///
+    /// # Errors
+    /// The environment is invalid, or not that of a pod of several workers.
+    pub fn supervise(program: &[OsString]) -> Result<u8, WorkerError> {
+        log("info,object_store=warn");
+        let supervisor = Supervisor::read(|name| std::env::var(name).ok());
+        let supervisor = supervisor.map_err(WorkerError::Failed)?;
+        let missing = || WorkerError::Failed("this pod has one worker".into());
+        Ok(supervisor.ok_or_else(missing)?.run(program))
+    }
+
     /// Joins the job that launched this process; `None` if none has.
     ///
     /// # Errors
@@ -84,11 +108,6 @@ impl Worker {
             return Ok(None);
         }
         log("info,object_store=warn");
-        if Supervisor::read(variable).map_err(WorkerError::Failed)?.is_some() {
-            let error = "this job has several workers in a pod, which a Python program can't be; \
-                         start it with one worker per pod";
-            return Err(WorkerError::Failed(error.into()));
-        }
         supervisor::die_with_supervisor(variable).map_err(WorkerError::Failed)?;
         let environment = Environment::read(variable).map_err(WorkerError::Failed)?;
         let (listener, control) = run::join(&environment)?;

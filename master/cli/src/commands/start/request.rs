@@ -194,15 +194,17 @@ fn workers_per_pod(options: &ClusterOptions, in_cluster: bool) -> Result<(u32, S
     if let Some(workers) = options.workers_per_pod {
         return Ok((workers, format!("--workers-per-pod {workers}")));
     }
-    let gpus = options.worker_resources.get(GPUS).filter(|_| in_cluster);
-    let gpus = gpus.and_then(|gpus| gpus.parse::<u32>().ok()).unwrap_or(1).max(1);
+    let is_gpu = |name: &&String| *name == GPUS || name.starts_with(GPU_INSTANCES);
+    let name = options.worker_resources.keys().find(is_gpu).filter(|_| in_cluster);
+    let gpus = name.and_then(|name| options.worker_resources[name].parse::<u32>().ok());
+    let (name, gpus) = (name.map_or(GPUS, String::as_str), gpus.unwrap_or(1).max(1));
     if gpus > MAX_WORKERS_PER_POD {
         return Err(Failure::usage(format!(
-            "--worker-resources {GPUS}={gpus}: a pod holds one worker for each GPU and at most \
+            "--worker-resources {name}={gpus}: a pod holds one worker for each GPU and at most \
              {MAX_WORKERS_PER_POD}; set the number with --workers-per-pod"
         )));
     }
-    Ok((gpus, format!("{GPUS}={gpus}")))
+    Ok((gpus, format!("{name}={gpus}")))
 }
 
 fn batch(global: Option<u64>, per_worker: Option<u64>) -> Batch {
@@ -236,6 +238,8 @@ pub(super) fn default_name(words: &[OsString]) -> Result<String, Failure> {
 const GLOBAL_BATCH_DEFAULT: NonZeroU64 = NonZeroU64::new(64).expect("64 is not 0");
 /// Resource name of GPUs, as the NVIDIA device plugin registers it.
 const GPUS: &str = "nvidia.com/gpu";
+/// Its names of instances of GPUs (MIG) begin with this, as in `nvidia.com/mig-1g.10gb`.
+const GPU_INSTANCES: &str = "nvidia.com/mig-";
 const MAX_WORKERS_DEFAULT_MIN: u32 = 8;
 const MAX_WORKERS_FACTOR: u32 = 2;
 const NUM_WORKERS_DEFAULT: u32 = 2;
@@ -317,6 +321,7 @@ mod tests {
         assert_eq!(numbers(""), [1, 2, 1, 8]);
         assert_eq!(numbers("--worker-resources cpu=8,nvidia.com/gpu=1"), [1, 2, 1, 8]);
         assert_eq!(numbers("--worker-resources nvidia.com/gpu=3"), [3, 3, 3, 6]);
+        assert_eq!(numbers("--worker-resources nvidia.com/mig-1g.10gb=3"), [3, 3, 3, 6]);
         assert_eq!(numbers("--worker-resources nvidia.com/gpu=8 --num-workers 16"), [8, 16, 8, 32]);
         assert_eq!(
             numbers("--worker-resources nvidia.com/gpu=8 --workers-per-pod 1"),
