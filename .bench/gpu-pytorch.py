@@ -18,12 +18,10 @@ differs is only told. `--device cpu` and `--device fake` (collective/stand-ins) 
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -50,11 +48,11 @@ def keep(folder, command):
     os.setsid()
     host = {"NCCL_HOSTID": f"worker-{os.environ.get('ELASTICDL_LAUNCH')}"}
     worker = subprocess.Popen(command, env={**os.environ, **host})
-    code, now = worker.wait(), time.time()
-    end, note = folder / f"end-{worker.pid}", folder / f"exit-{worker.pid}"
+    code, now, end = worker.wait(), time.time(), folder / f"end-{worker.pid}"
     took = round(now - float(end.read_text()), 2) if end.exists() else None
-    (folder / "part").write_text(json.dumps([code, took]))
-    (folder / "part").rename(note)
+    part = folder / f"part-{worker.pid}"
+    part.write_text(json.dumps([code, took]))
+    part.rename(folder / f"exit-{worker.pid}")
     os._exit(code & 255)
 
 
@@ -89,16 +87,15 @@ class Problem:
 
 def plain(options):
     """The plain loop, with the losses of its steps."""
-    problem = Problem(options.device)
-    before, losses = problem.result(), []
+    problem, losses = Problem(options.device), []
+    before = problem.result()
     for start in 2 * list(range(0, problem.records, problem.batch)):
         problem.optimizer.zero_grad()
         loss = problem.loss(range(start, start + problem.batch))
         loss.backward()
         problem.optimizer.step()
         losses.append(loss.item())
-    right = (before, problem.result(), [losses[0], losses[-1]])
-    torch.save(right, options.folder)
+    torch.save((before, problem.result(), [losses[0], losses[-1]]), options.folder)
 
 
 def work(options):
@@ -128,8 +125,8 @@ def work(options):
         with torch.cuda.stream(torch.cuda.Stream()):
             train(sampler)
     elif case == "thread":
-        drawn = iter(sampler)
-        thread = threading.Thread(target=train, args=[itertools.chain([next(drawn)], drawn)])
+        sampler = iter(sampler)
+        thread = threading.Thread(target=train, args=[itertools.chain([next(sampler)], sampler)])
         thread.start()
         thread.join()
     else:
@@ -150,11 +147,10 @@ def check(case, options, folder, right):
     command += ["--num-workers", "2", "--min-workers", "2", "--max-workers", "2"]
     command += ["--global-batch-size", str(Problem(options.device).batch), "--num-epochs", "2"]
     command += ["--restart-without-checkpoint", "--", sys.executable, HERE, "--keep", folder]
-    variables = ONE_GPU if "nccl" in case else {"ELASTICDL_NCCL": "off"}
     killed = None
+    variables = {**os.environ, **(ONE_GPU if "nccl" in case else {"ELASTICDL_NCCL": "off"})}
     with open(folder / "log", "w") as log:
-        environment = {**os.environ, **variables}
-        running = subprocess.Popen([*command, *words], stdout=log, stderr=log, env=environment)
+        running = subprocess.Popen([*command, *words], stdout=log, stderr=log, env=variables)
     started = lambda: {int(p.name[4:]) for p in folder.glob("pid-*")}
     exits = lambda: {int(p.name[5:]): json.loads(p.read_text()) for p in folder.glob("exit-*")}
     try:
@@ -184,10 +180,7 @@ def judge(case, summary, results, exits, killed, right):
     errors = [float((one - after).norm() / (after - before).norm()) for one in results]
     ours, transport = list(summary["loss"].values()), summary["allreduce_transport"] or ""
     shown = {
-        "errors": errors,
-        "losses": ours,
-        "plain_losses": losses,
-        "transport": transport,
+        **{"errors": errors, "losses": ours, "plain_losses": losses, "transport": transport},
         "exit_s": [took for _, took in exits.values() if took is not None],
         "gaps_ms": [change["gap_ms"] for change in summary["memberships"]],
         "steps_per_s": round(summary["throughput"]["steps_per_s"], 1),
@@ -208,14 +201,6 @@ def judge(case, summary, results, exits, killed, right):
     return shown, faults
 
 
-def use_libraries_of_pytorch():
-    """For NVRTC and NCCL, if PyTorch has not loaded them by the names that are looked up."""
-    roots = importlib.util.find_spec("nvidia").submodule_search_locations
-    known = [str(path) for root in roots for path in pathlib.Path(root).glob("*/lib")]
-    os.environ["LD_LIBRARY_PATH"] = ":".join([*known, os.environ.get("LD_LIBRARY_PATH", "")])
-    print("from here on with the libraries of PyTorch's packages in LD_LIBRARY_PATH", flush=True)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda", "fake"])
@@ -223,8 +208,8 @@ def main():
     parser.add_argument("--only", default=",".join(ALL), help=f"default: {','.join(ALL)}")
     parser.add_argument("--limit", type=float, default=40, help="seconds of a check")
     parser.add_argument("--seconds", type=float, default=145, help="of all, for the last to begin")
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("folder", nargs="?", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--work")
+    parser.add_argument("folder", nargs="?", type=pathlib.Path)
     options = parser.parse_args()
     if options.folder:
         return work(options) if options.work else plain(options)
@@ -248,8 +233,6 @@ def main():
             if faults:
                 logs = [folder / "log", *folder.glob("job/logs/*")]
                 shown["logs"] = {p.name: p.read_text()[-2500:] for p in logs if p.exists()}
-                if options.device == "cuda" and re.search("libnvrtc|libnccl", str(shown["logs"])):
-                    use_libraries_of_pytorch()
             results[case] = {"faults": faults, "took": took, **shown}
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1))
