@@ -11,9 +11,9 @@ loop to rounding, each record must be counted once, and the workers' exit codes 
     thread  the loop is in another thread than the first draw
     kill    a worker is killed in the middle, with SIGKILL, and replaced
 
-first over the host's memory, then, as `nccl-...`, over NCCL. A line per check is printed at once,
-and FILE is written after each. `...-unordered` does not order the streams: whether its result
-differs is only told. `--device cpu` and `--device fake` (collective/stand-ins) try the script.
+over NCCL, as `nccl-...`, and over the host's memory. Several run at a time. FILE is written after
+each. `...-unordered` does not order the streams: whether its result differs is only told.
+`--device cpu` and `--device fake` (collective/stand-ins) try the script.
 """
 
 import argparse
@@ -28,10 +28,13 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 HERE = pathlib.Path(__file__).resolve()
 CASES = ["plain", "alive", "stream", "thread", "kill"]
-ALL = [*CASES, *(f"nccl-{case}" for case in CASES), "stream-unordered", "nccl-alive-unordered"]
+ALL = [f"nccl-{case}" for case in CASES] + CASES + ["stream-unordered", "nccl-alive-unordered"]
+# Widths of the last layer, on a CPU and a GPU.
+SIZES = [(64, 512), (1024, 8192)]
 # Two workers on one GPU: NCCL takes hosts of other names for other hosts.
 ONE_GPU = {
     **dict.fromkeys(["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], "1"),
@@ -66,12 +69,12 @@ class Problem:
     """A network whose last layer is large, so that its gradients come late, and its data."""
 
     def __init__(self, device):
-        hidden, classes = (1024, 8192) if device == "cuda" else (64, 512)
+        hidden, classes = SIZES[device == "cuda"]
         self.batch = 2 * hidden
         self.micro, self.records = self.batch // 4, self.batch * 20
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         torch.manual_seed(1)
-        layers = [torch.nn.Linear(256, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, classes)]
+        layers = torch.nn.Linear(256, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, classes)
         self.net = torch.nn.Sequential(*layers).to(self.device)
         self.x = torch.randn(self.records, 256).to(self.device)
         self.y = (torch.arange(self.records) * 7919 % classes).to(self.device)
@@ -126,9 +129,8 @@ def work(options):
             train(sampler)
     elif case == "thread":
         sampler = iter(sampler)
-        thread = threading.Thread(target=train, args=[itertools.chain([next(sampler)], sampler)])
-        thread.start()
-        thread.join()
+        drawn = itertools.chain([next(sampler)], sampler)
+        ThreadPoolExecutor(1).submit(train, drawn).result()
     else:
         train(sampler)
     del kept
@@ -138,16 +140,16 @@ def work(options):
 
 def check(case, options, folder, right):
     """Runs a job. Returns what it shows, and its faults."""
-    deadline = time.monotonic() + options.limit
+    deadline, killed = time.monotonic() + options.limit, None
     elasticdl, job = os.environ.get("ELASTICDL", "elasticdl"), folder / "job"
+    batch = 2 * SIZES[options.device == "cuda"][0]
     fakes = HERE.parents[1] / "worker/python/tests/on_fake_gpu.py"
     words = [sys.executable, *([fakes] if options.device == "fake" else []), HERE]
     words += ["--device", options.device, "--work", case, folder]
     command = [elasticdl, "train", "--local", "--replace", "--job-dir", job, "--shuffle", "none"]
     command += ["--num-workers", "2", "--min-workers", "2", "--max-workers", "2"]
-    command += ["--global-batch-size", str(Problem(options.device).batch), "--num-epochs", "2"]
+    command += ["--global-batch-size", str(batch), "--num-epochs", "2"]
     command += ["--restart-without-checkpoint", "--", sys.executable, HERE, "--keep", folder]
-    killed = None
     variables = {**os.environ, **(ONE_GPU if "nccl" in case else {"ELASTICDL_NCCL": "off"})}
     with open(folder / "log", "w") as log:
         running = subprocess.Popen([*command, *words], stdout=log, stderr=log, env=variables)
@@ -155,9 +157,9 @@ def check(case, options, folder, right):
     exits = lambda: {int(p.name[5:]): json.loads(p.read_text()) for p in folder.glob("exit-*")}
     try:
         while running.poll() is None or started() - set(exits()):
+            time.sleep(0.05)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the job or a worker did not end in {options.limit} s")
-            time.sleep(0.05)
             if "kill" in case and killed is None and len(started()) == 2:
                 status = subprocess.run([elasticdl, "status", job, "--json"], capture_output=True)
                 if status.returncode == 0 and json.loads(status.stdout)["step"] >= 8:
@@ -206,36 +208,41 @@ def main():
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda", "fake"])
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--only", default=",".join(ALL), help=f"default: {','.join(ALL)}")
-    parser.add_argument("--limit", type=float, default=40, help="seconds of a check")
+    parser.add_argument("--at-once", type=int, default=3, help="number of checks at a time")
+    parser.add_argument("--limit", type=float, default=50, help="seconds of a check")
     parser.add_argument("--seconds", type=float, default=145, help="of all, for the last to begin")
     parser.add_argument("--work")
     parser.add_argument("folder", nargs="?", type=pathlib.Path)
     options = parser.parse_args()
     if options.folder:
         return work(options) if options.work else plain(options)
-    results, began = {}, time.monotonic()
+    results, began, lock = {}, time.monotonic(), threading.Lock()
     with tempfile.TemporaryDirectory() as root:
         path = pathlib.Path(root) / "right"
         subprocess.run([sys.executable, HERE, "--device", options.device, path], check=True)
         right = torch.load(path)
-        for case in options.only.split(","):
-            folder, since = pathlib.Path(root) / case, time.monotonic()
+
+        def run(case):
+            folder, since, shown = pathlib.Path(root) / case, time.monotonic(), {}
             folder.mkdir()
             try:
-                shown = {}
-                if since - began > options.seconds - 10:
+                if since - began > options.seconds - 20:
                     raise TimeoutError("left out, as the time is up")
                 shown, faults = check(case, options, folder, right)
             except Exception as error:
                 faults = [f"{type(error).__name__}: {error}"]
-            took = f"{time.monotonic() - since:.1f} s"
-            print(f"{case}: {'; '.join(faults) or 'ok'} ({took}) {shown}", flush=True)
+            shown["took"] = f"{time.monotonic() - since:.1f} s"
+            print(f"{case}: {'; '.join(faults) or 'ok'} {shown}", flush=True)
             if faults:
                 logs = [folder / "log", *folder.glob("job/logs/*")]
                 shown["logs"] = {p.name: p.read_text()[-2500:] for p in logs if p.exists()}
-            results[case] = {"faults": faults, "took": took, **shown}
-            if options.json:
-                options.json.write_text(json.dumps(results, indent=1))
+            with lock:
+                results[case] = {"faults": faults, **shown}
+                if options.json:
+                    options.json.write_text(json.dumps(results, indent=1))
+
+        with ThreadPoolExecutor(options.at_once) as threads:
+            list(threads.map(run, options.only.split(",")))
     return int(any(r["faults"] for case, r in results.items() if "unordered" not in case))
 
 
