@@ -37,6 +37,12 @@ pub extern "C" fn fakeStreamReserve(stream: *mut c_void) -> u64 {
     queues().push(stream, Work::Ticket(false)).done
 }
 
+/// Most tickets that were open on one stream at once.
+#[unsafe(no_mangle)]
+pub extern "C" fn fakeMostTickets() -> u64 {
+    queues().most_tickets as u64
+}
+
 /// Waits until all work before a ticket is done.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeStreamAwaitTurn(stream: *mut c_void, ticket: u64) {

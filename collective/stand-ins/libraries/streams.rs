@@ -15,6 +15,8 @@ pub(crate) struct Queues {
     /// Lengths of page-locked memory, by start address.
     pub(crate) locked: BTreeMap<usize, usize>,
     pub(crate) streams_ever: usize,
+    /// Most tickets that were open on one stream at once.
+    pub(crate) most_tickets: usize,
 }
 
 #[derive(Default)]
@@ -49,8 +51,12 @@ pub(crate) struct Mark {
     pub(crate) done: u64,
 }
 
-pub(crate) static QUEUES: Mutex<Queues> =
-    Mutex::new(Queues { streams: BTreeMap::new(), locked: BTreeMap::new(), streams_ever: 8 });
+pub(crate) static QUEUES: Mutex<Queues> = Mutex::new(Queues {
+    streams: BTreeMap::new(),
+    locked: BTreeMap::new(),
+    streams_ever: 8,
+    most_tickets: 0,
+});
 pub(crate) static CHANGED: Condvar = Condvar::new();
 
 pub(crate) fn queues() -> MutexGuard<'static, Queues> {
@@ -64,6 +70,8 @@ impl Queues {
         let queue = self.streams.entry(stream).or_default();
         queue.queue.push_back(work);
         queue.enqueued += 1;
+        let open = queue.queue.iter().filter(|work| matches!(work, Work::Ticket(false))).count();
+        self.most_tickets = self.most_tickets.max(open);
         Mark { stream, done: queue.enqueued }
     }
 

@@ -79,6 +79,15 @@ fn count(name: &[u8]) -> u64 {
     }
 }
 
+/// Most operations of the fake NCCL that were on one stream of this process at once.
+///
+/// # Panics
+/// As for [`load`].
+#[must_use]
+pub fn most_operations() -> u64 {
+    count(b"fakeMostTickets")
+}
+
 /// Work on a stream of the fake driver that ends when this is dropped.
 #[derive(Debug)]
 pub struct Hold {

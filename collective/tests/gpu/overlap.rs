@@ -107,6 +107,42 @@ fn a_part_is_summed_while_the_rest_is_computed() {
     });
 }
 
+/// The kernels of all that are there have to end at an abort, one after the other.
+#[test]
+fn a_rank_that_waits_for_another_has_two_sums_on_its_stream() {
+    let mut group = group_on_nccl(2, &[]);
+    on_all(&mut group, |gpu| {
+        let device = gpu.ring.device().clone();
+        let is_late = gpu.ring.host().rank() == 1;
+        let (mut src, mut dst) =
+            (gpu.put(&[1.0_f32; LEN]).unwrap(), gpu.put(&[0.0_f32; LEN]).unwrap());
+        // The sums of the late one follow it.
+        let held =
+            is_late.then(|| elasticdl_stand_ins::Hold::on(device.stream().cu_stream().cast()));
+        let (begin, begun) = std::sync::mpsc::channel();
+        let overlap = || {
+            let fill = |overlap: &mut Overlap<'_, f32>| {
+                (1..10).rev().for_each(|part| overlap.sum_from(100 * part));
+                begin.send(()).unwrap();
+            };
+            // SAFETY: `sum_rest` is next.
+            let ((), begun) = unsafe { gpu.ring.overlap(&mut src, &mut dst, fill) };
+            assert_eq!(begun.unwrap(), 9);
+        };
+        std::thread::scope(|scope| {
+            let overlapping = scope.spawn(overlap);
+            begun.recv().unwrap();
+            std::thread::sleep(Duration::from_millis(100));
+            drop(held);
+            overlapping.join().unwrap();
+        });
+        gpu.ring.sum_rest(&[], &src, &mut dst, &[0..100]).unwrap();
+        assert_eq!(gpu.get(&dst, LEN), [2.0; LEN]);
+    });
+    // In all tests of this process.
+    assert_eq!(elasticdl_stand_ins::most_operations(), 2);
+}
+
 #[test]
 fn a_fault_during_the_computation_ends_the_step_and_keeps_the_gradient() {
     // The second operation of rank 0 fails. Neither its links nor the others' tell before the step.

@@ -80,7 +80,8 @@ impl NcclCommunicator {
         };
         thread::Builder::new().name("nccl-watchdog".to_owned()).spawn(watch)?;
         let last_took = Cell::new(Duration::ZERO);
-        let caller = Caller { shared: shared.clone(), init, to_do, done, last_took };
+        let next = Cell::new(0);
+        let caller = Caller { shared: shared.clone(), init, to_do, done, last_took, next };
         let spawned = thread::Builder::new().name("nccl".to_owned()).spawn(move || caller.run());
         if let Err(error) = spawned {
             shared.lock().in_call = None;
@@ -143,7 +144,7 @@ impl NcclCommunicator {
         let mut status = self.shared.lock();
         loop {
             let is_clear = match status.on_stream {
-                OnStream::Marked => self.shared.is_marked_complete(),
+                OnStream::Marked(index) => self.shared.is_marked_complete(index),
                 OnStream::Nothing => true,
                 OnStream::Unmarked => false,
             };
@@ -191,8 +192,8 @@ struct Shared {
     abort: AtomicBool,
     /// Duration of the abort in nanoseconds; 0 until it has returned.
     abort_nanos: AtomicU64,
-    /// Event that marks the end of operations, once there is a communicator.
-    marked: OnceLock<CudaEvent>,
+    /// Events that mark the ends of the last operations, once there is a communicator.
+    marked: OnceLock<[CudaEvent; ENQUEUED_MAX]>,
     status: Mutex<Status>,
     changed: Condvar,
 }
@@ -220,10 +221,10 @@ enum InCall {
 /// What of this communicator may be on a stream.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum OnStream {
-    /// Operations, whose end the event marks.
-    Marked,
+    /// Operations, whose end the event with this index marks.
+    Marked(usize),
     Nothing,
-    /// Operations. The last one is not known to be followed by the event.
+    /// Operations. The last one is not known to be followed by an event.
     Unmarked,
 }
 
@@ -338,9 +339,10 @@ impl Shared {
 
     /// Whether the work before the event is complete. If that can't be known, the release of the
     /// communicator is waited for.
-    fn is_marked_complete(&self) -> bool {
-        let Some(event) = self.marked.get() else { return false };
-        self.context.bind_to_thread().is_ok() && event.try_is_complete().is_ok_and(|done| done)
+    fn is_marked_complete(&self, index: usize) -> bool {
+        let Some(events) = self.marked.get() else { return false };
+        let is_complete = || events[index].try_is_complete().is_ok_and(|done| done);
+        self.context.bind_to_thread().is_ok() && is_complete()
     }
 }
 
@@ -365,6 +367,8 @@ struct Caller {
     done: Sender<Result<(), DeviceError>>,
     /// Duration of the last operation.
     last_took: Cell<Duration>,
+    /// Index of the event that marks the end of the next operation.
+    next: Cell<usize>,
 }
 
 impl Caller {
@@ -377,8 +381,8 @@ impl Caller {
     }
 
     fn serve(self) {
-        let event = match self.build() {
-            Ok(event) => self.shared.marked.get_or_init(|| event),
+        let events = match self.build() {
+            Ok(events) => self.shared.marked.get_or_init(|| events),
             Err(stop) => return self.stop(stop),
         };
         let mut status = self.shared.lock();
@@ -395,7 +399,7 @@ impl Caller {
             "NCCL communicator created"
         );
         for call in &self.to_do {
-            let result = match self.perform(&call, event) {
+            let result = match self.perform(&call, events) {
                 Ok(()) => Ok(()),
                 Err(Stop::Aborted) => return,
                 Err(Stop::Failed(error)) => Err(error),
@@ -424,11 +428,13 @@ impl Caller {
         }
     }
 
-    /// Creates the communicator, and the event that marks the end of an operation.
-    fn build(&self) -> Result<CudaEvent, Stop> {
+    /// Creates the communicator, and the events that mark the ends of operations.
+    fn build(&self) -> Result<[CudaEvent; ENQUEUED_MAX], Stop> {
         let CommInit { id, rank, world, stream } = &self.init;
         let context = stream.context();
-        let prepared = context.bind_to_thread().and_then(|()| context.new_event(None));
+        let prepared = context
+            .bind_to_thread()
+            .and_then(|()| Ok([context.new_event(None)?, context.new_event(None)?]));
         let begun = match prepared {
             Ok(_) => self.shared.library.begin(id, *rank, *world),
             Err(source) => Err(DeviceError::Cuda { action: "create an event", source }),
@@ -444,10 +450,14 @@ impl Caller {
         prepared.map_err(|source| DeviceError::Cuda { action: "create an event", source }.into())
     }
 
-    /// Executes an operation, and records the event after it.
-    fn perform(&self, call: &Call, event: &CudaEvent) -> Result<(), Stop> {
+    /// Executes an operation, and records an event after it.
+    fn perform(&self, call: &Call, events: &[CudaEvent; ENQUEUED_MAX]) -> Result<(), Stop> {
         let Call { kind, buffers, beside } = call;
         let (kind, buffers) = (*kind, *buffers);
+        let index = self.next.replace((self.next.get() + 1) % ENQUEUED_MAX);
+        let event = &events[index];
+        // Of an earlier operation, or complete if there was none.
+        self.wait_until_complete(event, "all-reduce", &BackOff::new(self.spin_time()))?;
         self.shared.set_on_stream(OnStream::Unmarked);
         let (stream, waits) = match beside {
             None => (&self.init.stream, true),
@@ -477,18 +487,28 @@ impl Caller {
         let back_off = BackOff::new(self.spin_time());
         self.wait_until_done(action, call_status, &back_off)?;
         event.record(stream).map_err(DeviceError::cuda("record an event"))?;
-        self.shared.set_on_stream(OnStream::Marked);
+        self.shared.set_on_stream(OnStream::Marked(index));
         if !waits {
             return Ok(());
         }
-        while !event.try_is_complete().map_err(DeviceError::cuda("complete an NCCL operation"))? {
-            self.poll(action)?;
-            back_off.wait();
-        }
+        self.wait_until_complete(event, action, &back_off)?;
         self.shared.set_on_stream(OnStream::Nothing);
         self.last_took.set(back_off.begun.elapsed());
         // An error reported together with completion counts as well.
         self.poll(action).map(drop)
+    }
+
+    fn wait_until_complete(
+        &self,
+        event: &CudaEvent,
+        action: &'static str,
+        back_off: &BackOff,
+    ) -> Result<(), Stop> {
+        while !event.try_is_complete().map_err(DeviceError::cuda("complete an NCCL operation"))? {
+            self.poll(action)?;
+            back_off.wait();
+        }
+        Ok(())
     }
 
     /// How long the next operation is polled without a pause: as long as the last one took, and a
@@ -559,3 +579,7 @@ impl Caller {
 /// Limit of one request. Requests to a non-blocking communicator return at once; one that exceeds
 /// the limit hangs. A thread may get no processor for a tenth of a second.
 const CALL_TIME_MAX: Duration = Duration::from_secs(2);
+
+/// Most operations on the stream at once: one that runs, and one that follows it without a gap. The
+/// kernel of each that is there at an abort spins thousands of times before it looks at the flag.
+const ENQUEUED_MAX: usize = 2;
