@@ -57,6 +57,8 @@ class State:
         text = self._text - self._host_at
         self._length = self._bytes[text : text + 8].view(torch.int64)
         self._text_at = text + _ALIGNMENT
+        # What the memory has of these.
+        self._saved_flags = self._saved_text = None
         for entry in self._entries:
             if entry.is_on_host:
                 entry.bind(self._bytes, entry.at - self._host_at)
@@ -66,24 +68,30 @@ class State:
     def save(self):
         """Moves the optimizer's state to the memory, where it stays, and copies the rest."""
         self._mirror.begin()
-        for index, entry in enumerate(self._entries):
-            state = self._optimizer.state.get(self._parameters[entry.index], {})
-            self._flag[index] = entry.save(state)
+        of = self._optimizer.state
+        flags = [e.save(of.get(self._parameters[e.index], {})) for e in self._entries]
+        # Element by element, this would take longer than the optimizer.
+        if flags != self._saved_flags:
+            self._flag.copy_(torch.tensor(flags, dtype=torch.int32))
+            self._saved_flags = flags
         text = self._encoded()
         if len(text) > self._text_max:
             raise RuntimeError(
                 f"the settings of the optimizer and the objects of job.state() take {len(text)} "
                 f"bytes; when training began they took so few that {self._text_max} are reserved"
             )
-        self._length[0] = len(text)
-        self._bytes[self._text_at : self._text_at + len(text)] = torch.frombuffer(
-            bytearray(text), dtype=torch.uint8
-        )
+        if text != self._saved_text:
+            self._length[0] = len(text)
+            self._bytes[self._text_at : self._text_at + len(text)] = torch.frombuffer(
+                bytearray(text), dtype=torch.uint8
+            )
+            self._saved_text = text
         self._mirror.push()
 
     def load(self):
         """Takes the state over from the memory."""
         self._mirror.pull()
+        self._saved_flags = self._saved_text = None
         self._optimizer.state.clear()
         for flag, entry in zip(self._flag.tolist(), self._entries):
             if flag:
