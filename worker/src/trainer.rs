@@ -352,9 +352,9 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
-    /// Enqueues the update on a GPU, where it changes nothing if the sum is not finite: the GPU does
-    /// not wait until the host knows. Returns whether it has, which is only if the step will be
-    /// committed or its sum is not finite.
+    /// Enqueues the update on a GPU, where it changes nothing if the sum is not finite: the GPU
+    /// does not wait until the host knows. Returns whether it has, which is only if the step will
+    /// be committed or its sum is not finite.
     fn begin_update(&mut self, headers: &[StepHeader]) -> Result<bool, Stopped> {
         let Tensors::Device { state, .. } = &mut self.tensors else { return Ok(false) };
         let optimizer = optimizer_of(&mut self.model, &*self.rule);

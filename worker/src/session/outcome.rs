@@ -40,8 +40,8 @@ impl Session {
         Ok(())
     }
 
-    /// Number of records of the step that [`summed`](Self::summed) will let the trainer apply, given
-    /// these headers and a sum that is finite; `None` if no step will be applied.
+    /// Number of records of the step that [`summed`](Self::summed) will let the trainer apply,
+    /// given these headers and a sum that is finite; `None` if no step will be applied.
     pub fn records_to_apply(&self, headers: &[StepHeader]) -> Option<u64> {
         let is_applied = self.check(headers).is_ok()
             && !is_withheld(headers)

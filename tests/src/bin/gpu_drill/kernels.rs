@@ -12,8 +12,8 @@ use crate::{Drill, Fallible};
 /// Shows that the kernels, compiled by this machine's NVRTC and translated by its driver, compute
 /// what the CPU does. A job of one worker for each optimizer ends with the CPU's parameters, bit
 /// for bit; their micro-batches are added on the GPU. Clipping, whose norm is summed in another
-/// order, gives them up to rounding. One of its steps has a NaN and changes nothing. So it is if one
-/// of two workers finds the NaN, and replicas that differ are found by their digests.
+/// order, gives them up to rounding. One of its steps has a NaN and changes nothing. So it is if
+/// one of two workers finds the NaN, and replicas that differ are found by their digests.
 pub(crate) fn kernels(drill: &mut Drill) -> Fallible<()> {
     let folder = tempfile::tempdir()?;
     let data = folder.path().join("data");
