@@ -136,7 +136,7 @@ fn a_rank_that_waits_for_another_has_two_sums_on_its_stream() {
             drop(held);
             overlapping.join().unwrap();
         });
-        gpu.ring.sum_rest(&[], &src, &mut dst, &[0..100]).unwrap();
+        gpu.ring.sum_rest(&[], &src, &mut dst, std::slice::from_ref(&(0..100))).unwrap();
         assert_eq!(gpu.get(&dst, LEN), [2.0; LEN]);
     });
     // In all tests of this process.
