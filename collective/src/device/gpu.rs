@@ -118,6 +118,18 @@ impl Device {
     }
 }
 
+/// Lets this thread query events and page-lock memory while another thread captures a CUDA graph.
+/// By default, such a call fails and ends the capture of `torch.cuda.graph()`. For threads that
+/// capture none themselves.
+pub fn relax_capture_mode() {
+    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the driver is loaded, and writes the thread's former mode there.
+    let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode).result() };
+    if let Err(error) = exchanged {
+        tracing::debug!(%error, "the thread keeps its capture mode");
+    }
+}
+
 /// Lets the device's default pool keep all memory that is freed. By default, it returns the memory
 /// of a step to the driver at each synchronization, and the next step maps it again.
 fn keep_freed_memory(context: &CudaContext) {
@@ -181,7 +193,7 @@ const PER_THREAD_STREAM: usize = 2;
 const NAMES: [&str; 2] = ["libcuda.so", "libcuda.so.1"];
 
 /// Driver functions that this crate calls through cudarc, which panics if one is missing.
-const SYMBOLS: [&str; 34] = [
+const SYMBOLS: [&str; 35] = [
     "cuCtxGetCurrent",
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
@@ -216,4 +228,5 @@ const SYMBOLS: [&str; 34] = [
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuThreadExchangeStreamCaptureMode",
 ];

@@ -32,7 +32,7 @@ pub mod nccl;
 mod staging;
 
 pub use element::{Dtype, Element};
-pub use gpu::Device;
+pub use gpu::{Device, relax_capture_mode};
 pub use group::{DeviceGroup, HEADER_BYTES_MAX, NcclOptions, NcclPolicy, Overlap, Path};
 
 pub use crate::error::DeviceError;

@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
+mod capture;
 mod streams;
 
 use streams::{CHANGED, Mark, Work, number, queues, synchronize, wait_for};
@@ -260,6 +261,7 @@ pub unsafe extern "C" fn cuEventRecord(event: *mut c_void, stream: *mut c_void) 
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventQuery(event: *mut c_void) -> c_int {
+    capture::note();
     let mark = event_of(event).mark;
     let is_done = mark.is_none_or(|mark| queues().reach(mark));
     if is_done { SUCCESS } else { NOT_READY }
@@ -347,6 +349,7 @@ pub extern "C" fn cuMemHostRegister_v2(
     bytes: usize,
     _flags: c_uint,
 ) -> c_int {
+    capture::note();
     let is_new = queues().locked.insert(memory.expose_provenance(), bytes).is_none();
     assert!(is_new, "the memory is locked already");
     SUCCESS
@@ -354,7 +357,10 @@ pub extern "C" fn cuMemHostRegister_v2(
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemHostUnregister(memory: *mut c_void) -> c_int {
-    let removed = queues().locked.remove(&memory.addr());
+    let mut queues = queues();
+    let removed = queues.locked.remove(&memory.addr());
+    let bytes = removed.unwrap_or(0);
+    assert!(!queues.is_copied(memory.addr()..memory.addr() + bytes), "a copy is in progress");
     if removed.is_some() { SUCCESS } else { INVALID_VALUE }
 }
 

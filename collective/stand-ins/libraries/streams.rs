@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
+use std::ops::Range;
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -111,6 +112,15 @@ impl Queues {
                 Work::Ticket(_) | Work::WaitFor(_) => {}
             }
         }
+    }
+
+    /// Whether a copy that is not done reads or writes this memory.
+    pub(crate) fn is_copied(&self, memory: Range<usize>) -> bool {
+        let overlaps = |at: usize, bytes| at < memory.end && memory.start < at + bytes;
+        self.streams.values().flat_map(|stream| &stream.queue).any(|work| match *work {
+            Work::Copy { src, dst, bytes } => overlaps(src, bytes) || overlaps(dst, bytes),
+            _ => false,
+        })
     }
 
     pub(crate) fn is_locked(&self, memory: usize) -> bool {

@@ -4,7 +4,7 @@
 
 #![allow(unsafe_code, reason = "loads the libraries that this crate compiles")]
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -68,6 +68,27 @@ pub fn waits() -> u64 {
 pub fn release_threshold() -> u64 {
     count(b"fakeReleaseThreshold")
 }
+
+/// Numbers of calls by threads of this name that end a capture of a CUDA graph in another thread,
+/// and of such calls that do not, as the thread's capture mode is relaxed.
+///
+/// # Panics
+/// As for [`load`].
+#[must_use]
+pub fn calls_during_captures(thread: &CStr) -> [u64; 2] {
+    load();
+    // SAFETY: this crate compiles the library, which exports this function.
+    unsafe {
+        let library = libloading::Library::new("libcuda.so").expect("the library was just loaded");
+        let calls: extern "C" fn(*const c_char, c_int) -> u64 =
+            *library.get(b"fakeUncapturedCalls").expect("the fake driver exports it");
+        [GLOBAL, RELAXED].map(|mode| calls(thread.as_ptr(), mode))
+    }
+}
+
+/// Capture modes.
+const GLOBAL: c_int = 0;
+const RELAXED: c_int = 2;
 
 fn count(name: &[u8]) -> u64 {
     load();

@@ -223,3 +223,15 @@ fn another_sum_is_refused_while_parts_are_summed() {
     assert_eq!(gpu.get(&dst, LEN), [1.0; LEN]);
     gpu.ring.all_reduce_device(&[], &src, &mut other, Path::Host).unwrap();
 }
+
+#[test]
+fn the_threads_of_nccl_end_no_capture_of_another_thread() {
+    let mut group = group_on_nccl(2, &[]);
+    on_all(&mut group, |gpu| step(gpu, 1).map(drop).unwrap());
+    for name in [c"nccl", c"nccl-watchdog"] {
+        let [ending, _] = elasticdl_stand_ins::calls_during_captures(name);
+        assert_eq!(ending, 0, "{name:?}");
+    }
+    let [_, others] = elasticdl_stand_ins::calls_during_captures(c"nccl");
+    assert!(others > 0);
+}

@@ -11,7 +11,7 @@
 use std::fmt;
 use std::ops::Range;
 
-use cudarc::driver::{CudaStream, CudaView, CudaViewMut};
+use cudarc::driver::{CudaView, CudaViewMut};
 use elasticdl_collective::device::Overlap;
 use half::bf16;
 
@@ -35,7 +35,6 @@ mod state;
 pub use buffer::{Addresses, DeviceMemory};
 pub use compiler::compile;
 pub(crate) use kernels::{Condition, Kernels};
-use retained::RetainedSum;
 pub(crate) use state::DeviceState;
 /// The layer's time per step, for the GPU drill.
 #[cfg(feature = "simulation")]
@@ -195,11 +194,6 @@ trait Overlapped: fmt::Debug {
 struct Buckets<'a, 'b> {
     overlap: &'a mut Overlap<'b, f32>,
     bucket_len: usize,
-    /// Sum of the last step, in the buffer that the buckets' sums are written to.
-    retained: &'a mut RetainedSum,
-    stream: &'a CudaStream,
-    /// An error ends the sums.
-    failed: &'a mut Result<(), DeviceError>,
 }
 
 impl Overlapped for Buckets<'_, '_> {
@@ -210,10 +204,6 @@ impl Overlapped for Buckets<'_, '_> {
     fn complete_from(&mut self, start: usize) {
         let mut rest = self.overlap.rest_len();
         while let Some(at) = last_bucket(rest, self.bucket_len).filter(|at| *at >= start) {
-            if let Err(error) = self.retained.release(self.stream) {
-                *self.failed = Err(error);
-                return;
-            }
             self.overlap.sum_from(at);
             rest = at;
         }

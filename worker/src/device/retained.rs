@@ -19,7 +19,7 @@ use super::host_copies::{HostCopies, HostCopy};
 #[derive(Debug)]
 pub(super) struct RetainedSum {
     /// Stream of the copies. The device's own stream goes on meanwhile.
-    stream: Arc<CudaStream>,
+    pub(super) stream: Arc<CudaStream>,
     copied: CudaEvent,
     /// `None`: the sum is where it was computed.
     copy: Option<HostCopy>,
@@ -49,6 +49,8 @@ impl RetainedSum {
     ) -> Result<(), DeviceError> {
         self.release(main)?;
         if let Some(old) = self.copy.take() {
+            // Memory that is given back may be freed. The copy was enqueued a step ago.
+            self.copied.synchronize().map_err(cuda("copy to the host"))?;
             copies.give_back(old);
         }
         if !moves {
@@ -66,6 +68,11 @@ impl RetainedSum {
         self.copy = Some(copy);
         self.is_reading = true;
         Ok(())
+    }
+
+    /// End of the copy, if work that is enqueued from now on may come before it.
+    pub(super) fn in_progress(&self) -> Option<&CudaEvent> {
+        self.is_reading.then_some(&self.copied)
     }
 
     /// Orders work that is enqueued on `main` from now on after the copy.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::CudaStream;
 use elasticdl_collective::CollectiveError;
-use elasticdl_collective::device::{DeviceGroup, Overlap, Path};
+use elasticdl_collective::device::{DeviceGroup, Overlap, Path, relax_capture_mode};
 use elasticdl_proto::WireDtype;
 use half::bf16;
 
@@ -47,7 +47,8 @@ pub(crate) struct DeviceState {
 }
 
 impl DeviceState {
-    /// Allocates the buffers, filled with zeros, if the model does not lend `memory`.
+    /// Allocates the buffers, filled with zeros, if the model does not lend `memory`. This thread
+    /// works with them from now on, also while the program captures a CUDA graph in another.
     ///
     /// # Errors
     /// A message that explains what is missing on this machine, and what the user should do.
@@ -57,6 +58,7 @@ impl DeviceState {
         wire: WireDtype,
         memory: Option<DeviceMemory>,
     ) -> Result<Self, String> {
+        relax_capture_mode();
         let kernels = Kernels::new(device)?;
         let zeros = |len: usize| {
             let floats = device.stream().alloc_zeros::<f32>(len.max(1)).map(Buffer::own);
@@ -124,9 +126,7 @@ impl DeviceState {
         bucket_len: usize,
         compute: impl FnOnce(&CudaSlice<f32>, &mut DeviceGradients<'_>) -> T,
     ) -> (T, Result<usize, CollectiveError>) {
-        let Self {
-            device, parameters, gradient, reduced, retained, wire, kernels, version, ..
-        } = self;
+        let Self { parameters, gradient, reduced, retained, wire, kernels, version, .. } = self;
         let (kernels, version) = (&*kernels, *version);
         let mut enqueued = Ok(());
         let failed = &mut enqueued;
@@ -135,8 +135,10 @@ impl DeviceState {
         let (computed, summed) = match wire {
             None => {
                 let compute = |overlap: &mut Overlap<'_, f32>| {
-                    let stream = device.stream();
-                    let mut buckets = Buckets { overlap, bucket_len, retained, stream, failed };
+                    if let Some(copied) = retained.in_progress() {
+                        overlap.wait_for(copied);
+                    }
+                    let mut buckets = Buckets { overlap, bucket_len };
                     let sum = Accumulator::Overlapped(&mut buckets);
                     compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
                 };

@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use cudarc::driver::{CudaSlice, CudaViewMut, DevicePtr, DevicePtrMut};
+use cudarc::driver::{CudaEvent, CudaSlice, CudaViewMut, DevicePtr, DevicePtrMut};
 
 use super::{DeviceGroup, check_header, check_len, wait_for_nccl};
 use crate::device::nccl::{Beside, Buffers, Call, CallKind};
@@ -146,6 +146,19 @@ impl<T: Element> Overlap<'_, T> {
     #[must_use]
     pub fn rest_len(&self) -> usize {
         self.rest
+    }
+
+    /// Orders the sums after an event, for example the end of a copy of their destination. Before
+    /// the first sum is begun.
+    ///
+    /// # Panics
+    /// If a sum was begun: nothing else may be enqueued beside NCCL.
+    pub fn wait_for(&mut self, event: &CudaEvent) {
+        assert_eq!(self.begun, 0, "no sum was begun");
+        let waits = self.group.device.side_stream().wait(event);
+        if let Err(source) = waits.map_err(DeviceError::cuda("order two streams")) {
+            self.fail(CollectiveError::Device { source });
+        }
     }
 
     /// Begins to sum the elements from `start` on, which the work that is enqueued so far

@@ -18,7 +18,7 @@ use super::back_off::{BackOff, POLL_INTERVAL, SPIN_TIME_MAX, SPIN_TIME_MIN};
 use super::call::{Beside, Call, CallKind, CommInit, Timeouts};
 use super::library::{CallStatus, Handle, Library};
 use super::release::{self, Unreleased};
-use crate::device::DeviceError;
+use crate::device::{DeviceError, relax_capture_mode};
 use crate::net::notifier::Notifier;
 
 /// State of a group's NCCL communicator, on one rank.
@@ -75,6 +75,7 @@ impl NcclCommunicator {
         let (done, results) = mpsc::channel();
         let (watched, unreleased) = (shared.clone(), Unreleased::new());
         let watch = move || {
+            relax_capture_mode();
             watched.watch();
             drop(unreleased);
         };
@@ -375,6 +376,7 @@ impl Caller {
     /// Body of the thread. It outlives the communicator, whose abort uses memory of the thread that
     /// called NCCL last.
     fn run(self) {
+        relax_capture_mode();
         let shared = self.shared.clone();
         self.serve();
         shared.wait_for_release();
