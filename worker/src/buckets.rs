@@ -251,10 +251,18 @@ pub(crate) fn sum_rest(
 }
 
 /// All buckets of a gradient, in the order in which they are summed.
-pub(crate) fn ranges(len: usize, bucket: usize) -> impl Iterator<Item = Range<usize>> {
+fn ranges(len: usize, bucket: usize) -> impl Iterator<Item = Range<usize>> {
+    ranges_by(len, move |end| last_bucket(end, bucket))
+}
+
+/// As [`ranges`]: `start_of` is the start of the bucket with this end; `None` for the last one.
+pub(crate) fn ranges_by(
+    len: usize,
+    start_of: impl Fn(usize) -> Option<usize>,
+) -> impl Iterator<Item = Range<usize>> {
     let mut end = Some(len);
     std::iter::from_fn(move || {
-        let range = last_bucket(end?, bucket).unwrap_or(0)..end?;
+        let range = start_of(end?).unwrap_or(0)..end?;
         end = (range.start > 0).then_some(range.start);
         Some(range)
     })

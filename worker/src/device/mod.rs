@@ -19,7 +19,6 @@ pub use cudarc;
 pub use cudarc::driver::CudaSlice;
 pub use elasticdl_collective::device::{Device, DeviceError};
 
-use crate::buckets::last_bucket;
 use crate::metrics::{Loss, Metrics, UserError};
 use crate::optimizer::Optimizer;
 use crate::update::UpdateRule;
@@ -29,12 +28,14 @@ mod compiler;
 mod error;
 mod host_copies;
 mod kernels;
+mod merged_buckets;
 mod retained;
 mod state;
 
 pub use buffer::{Addresses, DeviceMemory};
 pub use compiler::compile;
 pub(crate) use kernels::{Condition, Kernels};
+use merged_buckets::MergedBuckets;
 pub(crate) use state::DeviceState;
 /// The layer's time per step, for the GPU drill.
 #[cfg(feature = "simulation")]
@@ -193,7 +194,7 @@ trait Overlapped: fmt::Debug {
 #[derive(Debug)]
 struct Buckets<'a, 'b> {
     overlap: &'a mut Overlap<'b, f32>,
-    bucket_len: usize,
+    buckets: MergedBuckets,
 }
 
 impl Overlapped for Buckets<'_, '_> {
@@ -203,7 +204,7 @@ impl Overlapped for Buckets<'_, '_> {
 
     fn complete_from(&mut self, start: usize) {
         let mut rest = self.overlap.rest_len();
-        while let Some(at) = last_bucket(rest, self.bucket_len).filter(|at| *at >= start) {
+        while let Some(at) = self.buckets.next_start(rest).filter(|at| *at >= start) {
             self.overlap.sum_from(at);
             rest = at;
         }
@@ -217,7 +218,7 @@ struct RoundedBuckets<'a, 'b> {
     kernels: &'a Kernels,
     /// That of the rounded gradient.
     overlap: &'a mut Overlap<'b, bf16>,
-    bucket_len: usize,
+    buckets: MergedBuckets,
     /// An error ends the sums.
     failed: &'a mut Result<(), DeviceError>,
 }
@@ -229,7 +230,7 @@ impl Overlapped for RoundedBuckets<'_, '_> {
 
     fn complete_from(&mut self, start: usize) {
         let mut rest = self.overlap.rest_len();
-        while let Some(at) = last_bucket(rest, self.bucket_len).filter(|at| *at >= start) {
+        while let Some(at) = self.buckets.next_start(rest).filter(|at| *at >= start) {
             let (values, mut open) = (self.gradient.slice(at..rest), self.overlap.rest());
             let rounded = self.kernels.round_to_bf16(&values, &mut open.slice_mut(at..rest));
             if let Err(error) = rounded {

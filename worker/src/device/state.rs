@@ -17,9 +17,9 @@ use super::host_copies::HostCopies;
 use super::retained::RetainedSum;
 use super::{
     Accumulator, Buckets, Condition, CudaSlice, Device, DeviceError, DeviceGradients, DeviceUpdate,
-    Kernels, RoundedBuckets,
+    Kernels, MergedBuckets, RoundedBuckets,
 };
-use crate::buckets::{self, SummedBuckets};
+use crate::buckets::SummedBuckets;
 use crate::optimizer::Optimizer;
 use crate::tensor::{ModelSize, Tensor, window};
 
@@ -117,8 +117,8 @@ impl DeviceState {
     }
 
     /// Calls `compute` with the parameters and the gradient's accumulator for the last `records`
-    /// records of a step. Buckets of `bucket_len` elements that it declares complete are summed
-    /// over all ranks meanwhile. Returns its result and the number of these buckets.
+    /// records of a step. Buckets of at least `bucket_len` elements that it declares complete are
+    /// summed over all ranks meanwhile. Returns its result and the number of these buckets.
     pub(crate) fn overlap<T>(
         &mut self,
         ring: &mut DeviceGroup,
@@ -128,6 +128,7 @@ impl DeviceState {
     ) -> (T, Result<usize, CollectiveError>) {
         let Self { parameters, gradient, reduced, retained, wire, kernels, version, .. } = self;
         let (kernels, version) = (&*kernels, *version);
+        let buckets = nccl_buckets(gradient.len(), bucket_len, wire.is_some());
         let mut enqueued = Ok(());
         let failed = &mut enqueued;
         // SAFETY of both: the step sums the rest next, or the group is dropped first. The trainer
@@ -138,7 +139,7 @@ impl DeviceState {
                     if let Some(copied) = retained.in_progress() {
                         overlap.wait_for(copied);
                     }
-                    let mut buckets = Buckets { overlap, bucket_len };
+                    let mut buckets = Buckets { overlap, buckets };
                     let sum = Accumulator::Overlapped(&mut buckets);
                     compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
                 };
@@ -147,7 +148,7 @@ impl DeviceState {
             Some([rounded, sum]) => {
                 let compute = |overlap: &mut Overlap<'_, bf16>| {
                     let mut buckets =
-                        RoundedBuckets { gradient, kernels, overlap, bucket_len, failed };
+                        RoundedBuckets { gradient, kernels, overlap, buckets, failed };
                     let sum = Accumulator::Overlapped(&mut buckets);
                     compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
                 };
@@ -232,7 +233,7 @@ impl DeviceState {
         let Self { gradient, reduced, wire, kernels, .. } = self;
         let (gradient, reduced) = (&**gradient, &mut **reduced);
         let rest = |SummedBuckets { len, summed }| -> Vec<Range<usize>> {
-            buckets::ranges(gradient.len(), len).skip(summed).collect()
+            nccl_buckets(gradient.len(), len, wire.is_some()).ranges().skip(summed).collect()
         };
         match (path, buckets.map(rest), wire) {
             (Path::Nccl, rest, Some([rounded, sum])) => {
@@ -354,5 +355,11 @@ impl DeviceState {
 
 #[cfg(feature = "simulation")]
 pub mod layer_times;
+/// The buckets that NCCL sums of a gradient of `len` elements.
+fn nccl_buckets(len: usize, bucket_len: usize, is_rounded: bool) -> MergedBuckets {
+    let element_bytes = if is_rounded { size_of::<bf16>() } else { size_of::<f32>() };
+    MergedBuckets::new(len, bucket_len, element_bytes)
+}
+
 #[cfg(test)]
 mod tests;

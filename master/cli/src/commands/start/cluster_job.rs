@@ -16,7 +16,7 @@ use elasticdl_master::token::Token;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::outputs::local;
-use super::request::{StartRequest, default_name};
+use super::request::{StartRequest, default_name, nccl_warning};
 use crate::args::ClusterOptions;
 use crate::backend::{self, FollowOutput};
 use crate::process::{
@@ -58,6 +58,9 @@ pub(super) fn start(asked: &StartRequest, image: &str) -> Result<u8, Failure> {
                 "no checkpoints are written: if all workers are lost, the trained state is lost \
                  too; --checkpoint-dir enables them",
             );
+        }
+        if let Some(warning) = nccl_warning(&asked.cluster, job) {
+            print_warning(&warning);
         }
         let name = &request.task.job.name;
         let namespace = &cluster.namespace;

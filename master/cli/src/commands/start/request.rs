@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::path::Path;
 
 use elasticdl_master::job::{
-    self, Batch, JobSpec, MAX_WORKERS_PER_POD, Shuffle, SuccessPolicy, Work,
+    self, Batch, JobSpec, LinkEncryption, MAX_WORKERS_PER_POD, Shuffle, SuccessPolicy, Work,
 };
 use elasticdl_master::jobdir;
 use elasticdl_master::limits::WORKERS_MAX;
@@ -194,8 +194,7 @@ fn workers_per_pod(options: &ClusterOptions, in_cluster: bool) -> Result<(u32, S
     if let Some(workers) = options.workers_per_pod {
         return Ok((workers, format!("--workers-per-pod {workers}")));
     }
-    let is_gpu = |name: &&String| *name == GPUS || name.starts_with(GPU_INSTANCES);
-    let name = options.worker_resources.keys().find(is_gpu).filter(|_| in_cluster);
+    let name = gpu_resource(options).filter(|_| in_cluster);
     let gpus = name.and_then(|name| options.worker_resources[name].parse::<u32>().ok());
     let (name, gpus) = (name.map_or(GPUS, String::as_str), gpus.unwrap_or(1).max(1));
     if gpus > MAX_WORKERS_PER_POD {
@@ -205,6 +204,31 @@ fn workers_per_pod(options: &ClusterOptions, in_cluster: bool) -> Result<(u32, S
         )));
     }
     Ok((gpus, format!("{name}={gpus}")))
+}
+
+/// Name of the resource by which each pod requests GPUs, or instances of them; `None` without.
+fn gpu_resource(options: &ClusterOptions) -> Option<&String> {
+    let is_gpu = |name: &&String| *name == GPUS || name.starts_with(GPU_INSTANCES);
+    options.worker_resources.keys().find(is_gpu)
+}
+
+/// A warning if the pods of a training job request GPUs whose gradients NCCL will not sum, because
+/// links between the workers are encrypted.
+pub(super) fn nccl_warning(options: &ClusterOptions, job: &JobSpec) -> Option<String> {
+    let (resource, which) = (gpu_resource(options)?, job.link_encryption);
+    let links_unencrypted = match which {
+        LinkEncryption::Auto => job.workers_per_pod,
+        LinkEncryption::Off => return None,
+        LinkEncryption::On => 1,
+    };
+    (job.work.trains() && job.num_workers > links_unencrypted).then(|| {
+        format!(
+            "{resource} is requested, but NCCL is not used: it does not encrypt, and links between \
+             {} are encrypted; gradients go through the hosts' memory, which is many times slower. \
+             --link-encryption off enables NCCL, where nobody else can read the network",
+            if which == LinkEncryption::On { "workers" } else { "pods" }
+        )
+    })
 }
 
 fn batch(global: Option<u64>, per_worker: Option<u64>) -> Batch {
@@ -270,9 +294,7 @@ fn is_python(program: &[OsString]) -> bool {
 mod tests {
     use std::time::Duration;
 
-    use elasticdl_master::job::{
-        CheckpointEvery, LinkEncryption, Policies, ShuffleMode, WireDtype,
-    };
+    use elasticdl_master::job::{CheckpointEvery, Policies, ShuffleMode, WireDtype};
 
     use super::*;
     use crate::args::parse_job_name;
@@ -339,6 +361,33 @@ mod tests {
                 || error.contains("'--workers-per-pod <K>' cannot be used with '--local'"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn gpus_that_link_encryption_keeps_from_nccl_are_warned_of_with_the_switch() {
+        let warning = |options: &str| {
+            let asked =
+                parse_start(&format!("train --image i:1 --training-data d {options} -- true"));
+            nccl_warning(&asked.unwrap().cluster, &pods(options))
+        };
+        for options in [
+            "--worker-resources nvidia.com/gpu=1",
+            "--worker-resources nvidia.com/gpu=4 --num-workers 8",
+            "--worker-resources nvidia.com/mig-1g.10gb=1",
+            "--worker-resources nvidia.com/gpu=4 --num-workers 4 --link-encryption on",
+        ] {
+            let text = warning(options).unwrap_or_else(|| panic!("{options}: no warning"));
+            assert!(text.contains("--link-encryption off"), "{options}: {text}");
+        }
+        for options in [
+            "",
+            "--worker-resources cpu=4 --num-workers 8",
+            "--worker-resources nvidia.com/gpu=4 --num-workers 4",
+            "--worker-resources nvidia.com/gpu=4 --num-workers 8 --link-encryption off",
+            "--worker-resources nvidia.com/gpu=1 --num-workers 1 --link-encryption on",
+        ] {
+            assert_eq!(warning(options), None, "{options}");
+        }
     }
 
     #[test]
