@@ -345,11 +345,12 @@ impl<M: Model> Trainer<'_, M> {
         if !self.session.has_sum() {
             self.tensors.keep_gradient()?;
         }
-        match self.session.poll() {
+        // A poll may begin the next computation, which the next turn performs.
+        if is_begun && let Task::Update { records, is_applied } = self.session.poll() {
             // Nothing may come between: the parameters are those of the step after the session's.
-            Task::Update { records, is_applied } if is_begun => self.commit(records, is_applied),
-            _ => Ok(()),
+            return self.commit(records, is_applied);
         }
+        Ok(())
     }
 
     /// Enqueues the update on a GPU, where it changes nothing if the sum is not finite: the GPU
