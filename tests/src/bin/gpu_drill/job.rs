@@ -44,7 +44,7 @@ fn over_nccl(drill: &mut Drill, wire: &str) -> Fallible<()> {
         .option("training-data", &data)
         .option("num-epochs", EPOCHS.to_string())
         .option("num-workers", WORKERS.to_string())
-        .option("global-batch-size", "48")
+        .option("global-batch-size", "144")
         .option("wire-dtype", wire)
         .start();
     job.wait_for_work_of(WORKERS);
