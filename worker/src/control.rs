@@ -47,6 +47,8 @@ pub(crate) struct Control {
     pub(crate) progress: Arc<OnceLock<Progress>>,
     /// The joiners that may fetch this worker's state, once it can have one.
     pub(crate) joiners: Arc<OnceLock<Joiners>>,
+    /// Whether this worker's work is to end, before the trainer hears of it.
+    pub(crate) stops: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
 
@@ -63,6 +65,7 @@ impl Control {
         let fence = Arc::new(OnceLock::new());
         let progress = Arc::new(OnceLock::new());
         let joiners = Arc::new(OnceLock::new());
+        let stops = Arc::new(AtomicBool::new(false));
         let stream = Stream {
             connector: MasterConnector { environment: environment.clone(), address },
             state: ControlState::default(),
@@ -70,6 +73,7 @@ impl Control {
             fence: Arc::clone(&fence),
             progress: Arc::clone(&progress),
             joiners: Arc::clone(&joiners),
+            stops: Arc::clone(&stops),
             holds_state: Arc::clone(&outbox.holds_state),
             storage: StorageReporter::default(),
         };
@@ -84,7 +88,7 @@ impl Control {
         let welcome = welcome
             .blocking_recv()
             .unwrap_or_else(|_| Err("the control stream's thread ended".into()))?;
-        Ok(Self { welcome, inbox, outbox, fence, progress, joiners, thread })
+        Ok(Self { welcome, inbox, outbox, fence, progress, joiners, stops, thread })
     }
 
     /// Waits until all sent messages have reached the master, for at most a second.
@@ -101,6 +105,7 @@ struct Stream {
     fence: Arc<OnceLock<Fence>>,
     progress: Arc<OnceLock<Progress>>,
     joiners: Arc<OnceLock<Joiners>>,
+    stops: Arc<AtomicBool>,
     /// Whether this worker's group has agreed on a state.
     holds_state: Arc<AtomicBool>,
     /// Reports of waits for storage.
@@ -394,6 +399,10 @@ impl Stream {
         }
         // A lost member and the end can't wait until the trainer checks its inbox.
         let abort_before = self.state.handle_message(&message);
+        if let MasterMessage::Drain | MasterMessage::Suspend | MasterMessage::Shutdown(_) = message
+        {
+            self.stops.store(true, Ordering::Release);
+        }
         let _ = self.to_trainer.send(ControlEvent::Message(message, Instant::now()));
         if let (Some(generation), Some(fence)) = (abort_before, self.fence.get()) {
             fence.abort_before(generation);

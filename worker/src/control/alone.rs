@@ -33,7 +33,8 @@ impl Control {
             })
             .map_err(|error| format!("no thread for the control stream: {error}"))?;
         let (fence, progress, joiners) = <(Arc<OnceLock<_>>, Arc<_>, Arc<_>)>::default();
-        Ok(Self { welcome, inbox, outbox, fence, progress, joiners, thread })
+        let stops = Arc::default();
+        Ok(Self { welcome, inbox, outbox, fence, progress, joiners, stops, thread })
     }
 }
 

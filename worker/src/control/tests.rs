@@ -344,3 +344,17 @@ fn an_older_master_than_the_known_one_is_not_accepted_and_the_search_continues()
     fixture.streams.lock().unwrap().clear();
     drop(control);
 }
+
+#[test]
+fn a_stop_is_known_before_the_trainer_hears_of_it() {
+    let fixture = Fixture::new(usize::MAX);
+    let control = Control::open(&fixture.environment, Fixture::address()).unwrap();
+    fixture.send(0, MasterMessage::Membership(membership(3)));
+    assert!(is_membership(&control.inbox.recv().unwrap()));
+    assert!(!control.stops.load(Ordering::Acquire));
+    fixture.send(0, MasterMessage::Drain);
+    assert!(matches!(control.inbox.recv(), Ok(ControlEvent::Message(MasterMessage::Drain, _))));
+    assert!(control.stops.load(Ordering::Acquire));
+    fixture.streams.lock().unwrap().clear();
+    drop(control);
+}

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use elasticdl_collective::Endpoint;
+use elasticdl_data::worker::set_stop_flag;
 use elasticdl_data::{Dataset, Purpose};
 use elasticdl_proto::{Deterministic, WireDtype, Work, WorkerOptions};
 use elasticdl_tables::Table;
@@ -119,6 +120,7 @@ impl Training<'_> {
             machine,
             gap: GapTimer::default(),
         };
+        set_stop_flag(Arc::clone(&control.stops));
         trainer.run()
     }
 }

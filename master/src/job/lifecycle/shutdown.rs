@@ -63,6 +63,7 @@ impl Job {
         self.out.mark_dirty_urgent();
         self.log_event(format!("{why}: the job stops at the end of the step"));
         self.log_stop_awaits_members();
+        self.log_stop_awaits_storage();
         self.out.set_timer(now + self.stop_wait(), Timer::Stop);
         // A disconnected worker is asked to drain when it reconnects.
         let here = self.workers.launches().filter(|(_, l)| l.disconnected().is_none());
@@ -91,6 +92,18 @@ impl Job {
                 "the stop waits for {awaited} disconnected workers, which hold the state, for up \
                  to {} s; `elasticdl stop --force` ends the job without them",
                 self.spec.master_timeout.as_secs()
+            ));
+        }
+    }
+
+    /// Says that a stop waits for storage that does not answer, and for how long.
+    pub(crate) fn log_stop_awaits_storage(&mut self) {
+        let storage = self.reporting.storage_awaited().filter(|_| self.lifecycle.is_stopping());
+        if let Some(storage) = storage {
+            self.log_event(format!(
+                "the stop waits for up to {} s for storage: {storage}; `elasticdl stop --force` \
+                 ends the job without it",
+                self.stop_wait().as_secs()
             ));
         }
     }

@@ -162,6 +162,11 @@ impl JobHistory {
         !self.storage_waits.waiting.is_empty()
     }
 
+    /// The storage that does not answer, and its error, while a worker waits for it.
+    pub(crate) fn storage_awaited(&self) -> Option<&str> {
+        self.waits_for_storage().then_some(&*self.storage_waits.storage)
+    }
+
     /// When the group last reported commits.
     pub(crate) fn reported_last(&self) -> Time {
         self.totals.reported_last

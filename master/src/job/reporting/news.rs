@@ -229,10 +229,10 @@ impl Job {
                 waits.longest = waits.longest.max(*so_far);
                 if !was_away {
                     waits.longest = waited;
-                    self.log_event(format!(
-                        "worker {worker} waits for storage: {}",
-                        clip(&storage)
-                    ));
+                    waits.storage = clip(&storage).to_owned();
+                    let line = format!("worker {worker} waits for storage: {}", waits.storage);
+                    self.log_event(line);
+                    self.log_stop_awaits_storage();
                 }
             }
             None => {

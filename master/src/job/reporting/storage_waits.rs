@@ -13,4 +13,6 @@ pub(crate) struct StorageWaits {
     pub(super) waiting: BTreeMap<WorkerId, Duration>,
     /// The longest wait of a worker in this outage.
     pub(super) longest: Duration,
+    /// What the first of them waits for, and why.
+    pub(super) storage: String,
 }

@@ -52,3 +52,21 @@ fn a_lost_worker_no_longer_waits_and_waiting_is_no_failure() {
     assert!(events[1].starts_with("workers no longer wait for storage"), "{events:?}");
     assert_eq!(job.summary(at(2)).failed_shards, []);
 }
+
+#[test]
+fn a_stop_says_once_for_which_storage_it_waits_and_for_how_long() {
+    let said = "the stop waits for up to 10 s for storage: s3://b/x: no answer; \
+                `elasticdl stop --force` ends the job without it";
+    let mut job = started(spec(), &[20]);
+    deliver(&mut job, 3, waits(Some("s3://b/x: no answer"), 100));
+    job.handle(at(1), Event::Stop);
+    deliver(&mut job, 1, waits(Some("s3://b/y: no answer"), 100));
+    deliver(&mut job, 3, waits(Some("s3://b/x: no answer"), 5000));
+    assert_eq!(storage_events(&job)[1..], [said]);
+    // An outage that begins during the stop.
+    let mut job = started(spec(), &[20]);
+    job.handle(at(1), Event::Stop);
+    assert_eq!(storage_events(&job).len(), 0);
+    deliver(&mut job, 3, waits(Some("s3://b/x: no answer"), 100));
+    assert_eq!(storage_events(&job)[1..], [said]);
+}

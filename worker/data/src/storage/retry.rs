@@ -10,6 +10,9 @@
 //! Before that, a refusal is a mistake of the user, and an error at once, as it always is for a
 //! write.
 //!
+//! A job that stops does not wait for a write that its trainer repeats ([`set_stop_flag`]): the
+//! write fails, and who asked for it decides what is left to do.
+//!
 //! **Invariant:** permanent errors (no such file, a changed object) are never retried.
 
 use std::cell::RefCell;
@@ -45,15 +48,25 @@ pub(crate) fn with_retries<T, E: Transient>(
     request: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
     let waits = || WAITS_FOR_ACCESS.load(Ordering::Relaxed);
-    retry_if(address, |error: &E| error.is_transient() || (error.is_refusal() && waits()), request)
+    let is_transient = |error: &E| error.is_transient() || (error.is_refusal() && waits());
+    retry_if(address, is_transient, request, std::thread::sleep)
 }
 
-/// Like [`with_retries`], for a request that writes: one that is refused is an error.
+/// Like [`with_retries`], for a request that writes: one that is refused is an error, and so is one
+/// that fails while the flag of [`set_stop_flag`] is set.
 pub(crate) fn with_write_retries<T, E: Transient>(
     address: &str,
     request: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
-    retry_if(address, E::is_transient, request)
+    let is_stopping =
+        || STOP.with_borrow(|flag| flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire)));
+    let is_repeated = |error: &E| error.is_transient() && !is_stopping();
+    retry_if(address, is_repeated, request, |pause| {
+        let until = Instant::now() + pause;
+        while !is_stopping() && Instant::now() < until {
+            std::thread::sleep(STOP_CHECK.min(until.saturating_duration_since(Instant::now())));
+        }
+    })
 }
 
 /// The program, its options and its data have worked once. From now on, reads that storage refuses
@@ -66,6 +79,7 @@ fn retry_if<T, E: Display>(
     address: &str,
     is_transient: impl Fn(&E) -> bool,
     mut request: impl FnMut() -> Result<T, E>,
+    sleep: impl Fn(Duration),
 ) -> Result<T, E> {
     // Fast path: almost all requests succeed, and these do not read the clock.
     match request() {
@@ -73,7 +87,7 @@ fn retry_if<T, E: Display>(
             let waiter = Waiter::begin(&WAITS, address, &error, RETRY_LIMIT);
             let began = Instant::now();
             let pause = |pause: Duration| {
-                std::thread::sleep(pause);
+                sleep(pause);
                 began.elapsed()
             };
             let note = |error: &E| waiter.note(error);
@@ -148,6 +162,12 @@ pub fn wait_status() -> WaitStatus {
 /// Registers `flag`, which is set whenever the current thread waits for storage.
 pub fn set_wait_flag(flag: Arc<AtomicBool>) {
     FLAG.set(Some(flag));
+}
+
+/// Registers `flag`, which is set once the job stops. From then on, writes of the current thread
+/// are not repeated, and one that waits for its next attempt makes that attempt at once.
+pub fn set_stop_flag(flag: Arc<AtomicBool>) {
+    STOP.set(Some(flag));
 }
 
 /// State of all waiting threads.
@@ -238,12 +258,14 @@ static WAITS_FOR_ACCESS: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
     static FLAG: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
+    static STOP: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
 }
 
 /// Duration of retries: long enough for a server's restart and most network repairs.
 pub(crate) const RETRY_LIMIT: Duration = Duration::from_secs(600);
 const PAUSE_MIN: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
+const STOP_CHECK: Duration = Duration::from_millis(50);
 
 #[cfg(test)]
 mod tests {
@@ -308,6 +330,28 @@ mod tests {
             Err(refused.clone())
         });
         assert_eq!((done, requests), (Err(refused), 1));
+    }
+
+    #[test]
+    fn a_stop_ends_the_attempts_to_write_and_later_writes_have_one() {
+        let (flag, mut requests) = (Arc::new(AtomicBool::new(false)), 0);
+        set_stop_flag(Arc::clone(&flag));
+        let mut write = || {
+            with_write_retries("s3://bucket", || {
+                requests += 1;
+                // The job stops during the second attempt.
+                flag.store(requests >= 2, Ordering::Release);
+                Err::<(), _>(if requests < 9 { UNREACHABLE } else { Failed("endless", false) })
+            })
+        };
+        assert_eq!([write(), write()], [Err(UNREACHABLE), Err(UNREACHABLE)]);
+        assert_eq!(requests, 3);
+        // Reads are still repeated.
+        let read = with_retries("s3://bucket", || {
+            requests += 1;
+            if requests < 5 { Err(UNREACHABLE) } else { Ok(7) }
+        });
+        assert_eq!((read, requests), (Ok(7), 5));
     }
 
     #[test]
