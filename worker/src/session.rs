@@ -138,7 +138,9 @@ impl Session {
             }
             None => {}
         }
+        let stands_by = self.is_leaving();
         match &mut self.phase {
+            Phase::Detached if stands_by => Task::StandBy,
             Phase::Detached | Phase::Finished { reported: true, .. } => Task::Wait,
             Phase::Ended(exit) => Task::Exit(exit.clone()),
             Phase::Evaluating { group, .. } => {

@@ -7,7 +7,7 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use elasticdl_collective::{CollectiveError, GroupSpec, Member};
@@ -153,20 +153,41 @@ impl<M: Model> Trainer<'_, M> {
             Task::Finish { is_published } => self.finish(is_published),
             Task::HandOver { leaves } => self.hand_over(&leaves),
             Task::InspectGradient => self.inspect_gradient(),
+            Task::StandBy => {
+                self.stand_by();
+                Ok(())
+            }
             Task::Step { is_empty } => self.step(is_empty),
             Task::Synchronize => self.synchronize(),
             Task::Update { records, is_applied } => self.update(records, is_applied),
             Task::Wait => {
-                match receive(&*self.machine, self.inbox, Duration::MAX) {
-                    Ok(message) => self.handle(message),
-                    Err(_) => {
-                        let reason = "the control stream's thread ended".into();
-                        self.session.handle(MasterMessage::Shutdown(reason));
-                    }
-                }
+                self.wait(Duration::MAX);
                 Ok(())
             }
         }
+    }
+
+    /// Waits for the master to take this worker back or to release it. Others need not wait for it:
+    /// neither its former ring nor joining workers that it served.
+    fn stand_by(&mut self) {
+        self.tensors.set_group(None);
+        self.donor.dismiss();
+        if !self.wait(STAND_BY_MAX) {
+            self.session.leave();
+        }
+    }
+
+    /// Handles the next message. Returns whether one came in time.
+    fn wait(&mut self, most: Duration) -> bool {
+        match receive(&*self.machine, self.inbox, most) {
+            Ok(message) => self.handle(message),
+            Err(RecvTimeoutError::Timeout) => return false,
+            Err(RecvTimeoutError::Disconnected) => {
+                let reason = "the control stream's thread ended".into();
+                self.session.handle(MasterMessage::Shutdown(reason));
+            }
+        }
+        true
     }
 
     fn connect(&mut self, membership: &Membership) -> Result<(), Stopped> {
@@ -277,6 +298,10 @@ impl<M: Model> Trainer<'_, M> {
             let (step, store) = (self.session.step(), &mut *self.checkpoints.store);
             let regrouped = tables.regroup(self.tensors.group_mut()?, step, members, store)?;
             if let Regrouped::Lost { shards } = regrouped {
+                if !self.session.follows_loss() {
+                    // Those that left the group at its end may have them, and come back.
+                    return Err(Stopped::Left(format!("{shards} shards of tables are not here")));
+                }
                 self.go_back(shards);
                 return Ok(());
             }
@@ -453,9 +478,9 @@ impl<M: Model> Trainer<'_, M> {
         }
     }
 
-    /// Leaves the links of a group whose other ranks fail. This worker keeps its state.
+    /// Leaves the links of a group that can't go on. This worker keeps its state.
     fn leave_links(&mut self, why: String) {
-        tracing::warn!(why, "replicas differ; this one is kept");
+        tracing::warn!(why, "the group can't go on; this rank keeps its state");
         self.drop_links();
         self.session.broken(None, why);
     }
@@ -510,6 +535,10 @@ pub(crate) use self::validation::Validation;
 /// The kernel and the acceptor thread build links, so a peer that is busy computing delays no rank;
 /// a peer that has not finished its step does. The master ends the wait for peers that never come.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(600);
+
+/// How long a worker that its group goes on without keeps its state: much longer than a group takes
+/// to form, and longer than the next master takes to come.
+const STAND_BY_MAX: Duration = Duration::from_secs(30);
 
 /// Time that a rank without records waits for some before it starts the next idle round.
 const IDLE_PAUSE: Duration = Duration::from_millis(5);

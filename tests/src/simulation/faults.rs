@@ -166,6 +166,7 @@ impl World {
             }
             FaultKind::Flip => self.flip(p),
             FaultKind::Hang => self.hang(p),
+            FaultKind::LeaveAndCrash => self.leave_and_crash(p),
             FaultKind::LoseAllStreams => {
                 (0..self.processes.len()).for_each(|q| self.lose_one_of(q, true))
             }
@@ -224,6 +225,21 @@ impl World {
                     self.dispatch(Event::Terminate { p: q });
                 }
             }
+        }
+    }
+
+    /// `p` gets SIGTERM, and another member is killed soon: before `p` is released, while it hands
+    /// its rows over, or when the next group forms.
+    fn leave_and_crash(&mut self, p: usize) {
+        for q in self.processes_hit_with(p) {
+            self.dispatch(Event::Terminate { p: q });
+        }
+        let is_other = |q: &usize| *q != p && self.processes[*q].is_alive();
+        let others: Vec<usize> = (0..self.processes.len()).filter(is_other).collect();
+        if let Some(q) = self.rng.pick(&others) {
+            let most = 1 << self.rng.between(4, 16);
+            let delay = 1 + self.rng.below(most);
+            self.clock.after(delay, Event::Die { p: q, signal: 9 });
         }
     }
 

@@ -342,6 +342,22 @@ impl World {
         })
     }
 
+    /// Whether `p`, which has been a member, leaves in order and was not released: a group that needs
+    /// its state can have it.
+    pub(super) fn is_in_reserve(&self, p: usize) -> bool {
+        let process = &self.processes[p];
+        let Some(worker) = process.worker.filter(|_| process.trainer.committed_in.is_some()) else {
+            return false;
+        };
+        let newest = self.oracle.newest.as_ref();
+        process.is_alive()
+            && process.trainer.ended.is_none()
+            && !process.is_kill_requested
+            && self.master.workers.contains_key(&worker)
+            && !self.oracle.shut_down.contains(&p)
+            && newest.is_some_and(|m| m.rank_of(worker).is_none())
+    }
+
     /// Whether `p` counts the touches of rows at the end of its group's work, and does not know yet
     /// that there is a newer group: ranks that do know leave without counting.
     fn counts_rows(&self, p: usize) -> bool {

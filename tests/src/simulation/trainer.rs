@@ -58,7 +58,7 @@ impl World {
     pub(super) fn turned(&mut self, thread: ThreadId, turned: Turned) {
         let p = thread.p;
         let Turned { changed, group, has_ended, commit, repaired, ended, wrong, .. } = turned;
-        let Turned { flipped, records, rows, evaluated, .. } = turned;
+        let Turned { flipped, records, rows, evaluated, is_leaving, .. } = turned;
         let trainer = &mut self.processes[p].trainer;
         trainer.news = 0;
         trainer.seen.has_ended = has_ended;
@@ -117,7 +117,7 @@ impl World {
             }
         }
         self.check_copy(p);
-        let has_left = was_in.is_some() && group.is_none() && !has_broken;
+        let has_left = was_in.is_some() && group.is_none() && !has_broken && !is_leaving;
         if has_left && self.processes[p].trainer.ring.is_none() {
             self.check_difference(p);
         }
@@ -200,7 +200,9 @@ impl World {
         let code = match exit {
             Ok(exit) => {
                 self.check_exit(p, exit);
-                if *exit == Exit::Left {
+                let newest = self.oracle.newest.as_ref();
+                let is_left = |worker| newest.is_some_and(|m| m.rank_of(worker).is_none());
+                if self.processes[p].worker.is_some_and(is_left) {
                     self.note_left_rows(p);
                 }
                 if *exit == Exit::Outdated { 70 } else { 0 }

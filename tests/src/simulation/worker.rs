@@ -56,6 +56,8 @@ pub(super) struct Turned {
     pub(super) group: Option<(Generation, usize)>,
     /// Whether the work of the group has ended.
     pub(super) has_ended: bool,
+    /// Whether the group goes on without this worker.
+    pub(super) is_leaving: bool,
     /// The step that was committed.
     pub(super) commit: Option<Commit>,
     /// Set if a group has agreed on a state: why it builds no NCCL.
@@ -262,7 +264,8 @@ impl Watched<'_> {
         let session = trainer.session();
         let (state, group) = (session.state(), session.group_rank());
         let has_ended = session.ended().is_some();
-        let mut turned = Turned { group, has_ended, ..Turned::default() };
+        let is_leaving = session.is_leaving();
+        let mut turned = Turned { group, has_ended, is_leaving, ..Turned::default() };
         if let Some(sum) = &updated {
             let generation = before.group.map(|(generation, _)| generation);
             turned.commit = Some(Commit { generation, is_round: before.in_round });

@@ -153,6 +153,29 @@ fn with_three_copies_two_workers_may_be_killed_at_once() {
 }
 
 #[test]
+fn a_worker_that_is_killed_while_another_one_leaves_loses_no_rows() {
+    for seed in 0..3 {
+        // Steps of some 50 ms, in one of which both happen.
+        let fixture = JobFixture { micros_per_record: 4000, ..fixture(4) };
+        let command = fixture.command(seed).option("checkpoint-dir", "none");
+        let mut job = command.start().keeping(fixture.folder);
+        job.wait_for_first_steps();
+        let members = job.members();
+        let (leaver, leaver_pid) = members[seed as usize];
+        let (killed, killed_pid) = members[seed as usize + 1];
+        send(leaver_pid, Signal::TERM);
+        std::thread::sleep(Duration::from_millis(10 * seed));
+        send(killed_pid, Signal::KILL);
+        job.wait_for_members_without(4, &[leaver, killed]);
+        job.hurry();
+        let ended = job.wait();
+        assert_exact(&ended, &format!("seed {seed}"));
+        let summary = ended.summary();
+        assert_eq!((summary.rows_lost, summary.state_lost), (None, None), "{}", ended.output);
+    }
+}
+
+#[test]
 fn workers_that_leave_at_once_hand_their_rows_over() {
     for size in [2, 1] {
         let mut job = start(u64::from(size), (4, 2));

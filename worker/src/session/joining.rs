@@ -88,12 +88,28 @@ impl Session {
         }
         let Some(latest) = &self.memberships.latest else { return };
         let is_member = latest.rank_of(self.me).is_some();
-        self.phase = match (is_member, self.memberships.was_member) {
-            (true, _) => Phase::Joining(latest.clone()),
-            (false, true) => Phase::Ended(Exit::Left),
-            (false, false) => Phase::Detached,
+        self.phase = match is_member {
+            true => Phase::Joining(latest.clone()),
+            false => Phase::Detached,
         };
+        self.memberships.follows_loss = latest.abort;
         self.memberships.was_member |= is_member;
+        self.memberships.has_stood_by |= self.is_leaving();
+        self.report_stand_by();
+    }
+
+    /// A worker that its group goes on without keeps its state until the next group has formed.
+    pub(super) fn report_stand_by(&mut self) {
+        if self.phase == Phase::Detached && self.is_leaving() {
+            self.reports.push(WorkerMessage::CaughtUp { step: self.step() });
+        }
+    }
+
+    /// No master has taken this worker back or released it in time.
+    pub fn leave(&mut self) {
+        if self.phase == Phase::Detached {
+            self.phase = Phase::Ended(Exit::Left);
+        }
     }
 
     // ---- the host ring or NCCL ----
@@ -124,5 +140,68 @@ impl Session {
     /// state.
     pub fn nccl_obstacle(&self) -> Option<NcclObstacle> {
         self.transport.obstacle()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use elasticdl_proto::{Generation, MasterMessage};
+
+    use super::*;
+    use crate::session::tests::pair::Pair;
+    use crate::session::{JobPlan, Task};
+
+    fn membership(generation: u64, members: &[u64], abort: bool) -> MasterMessage {
+        let address = |id: u64| (WorkerId(id), ([127, 0, 0, 1], id as u16).into());
+        let members: Vec<_> = members.iter().map(|id| address(*id)).collect();
+        let generation = Generation(generation);
+        MasterMessage::Membership(Membership { generation, members: members.into(), abort })
+    }
+
+    /// Worker 2 of a group that goes on without it, at the switch or because its links broke.
+    fn left(links_broke: bool) -> Session {
+        let mut pair = Pair::new(JobPlan::of_one_epoch(10, 2));
+        for session in &mut pair.0 {
+            session.handle(membership(2, &[1], false));
+        }
+        if links_broke {
+            pair.0[1].broken(Some(WorkerId(1)), "reset".into());
+        } else {
+            pair.exchange_headers();
+            assert!(matches!(pair.0[0].poll(), Task::Connect(_)));
+        }
+        let [_, mut session] = pair.0;
+        let reports: Vec<_> = std::iter::from_fn(|| session.reports.poll()).collect();
+        assert_eq!(reports.last(), Some(&WorkerMessage::CaughtUp { step: 0 }), "{reports:?}");
+        assert_eq!(session.poll(), Task::StandBy);
+        session
+    }
+
+    #[test]
+    fn a_worker_that_its_group_goes_on_without_keeps_its_state_until_it_is_released() {
+        for links_broke in [false, true] {
+            let mut session = left(links_broke);
+            assert!(session.state().is_some());
+            session.handle(MasterMessage::Shutdown("it leaves".into()));
+            assert_eq!(session.poll(), Task::Exit(Exit::Shutdown("it leaves".into())));
+            let mut session = left(links_broke);
+            session.leave();
+            assert_eq!(session.poll(), Task::Exit(Exit::Left));
+        }
+    }
+
+    #[test]
+    fn a_worker_in_reserve_may_be_taken_back_and_tells_each_master_where_it_is() {
+        let mut session = left(true);
+        session.reconnected();
+        let reports: Vec<_> = std::iter::from_fn(|| session.reports.poll()).collect();
+        let step = 0;
+        let repeated = [WorkerMessage::Reconnected { step }, WorkerMessage::CaughtUp { step }];
+        assert_eq!(reports, repeated);
+        session.handle(membership(3, &[2], true));
+        assert!(matches!(session.poll(), Task::Connect(_)));
+        // The time in which it could have left in order is over.
+        session.leave();
+        assert!(matches!(session.poll(), Task::Connect(_)));
     }
 }

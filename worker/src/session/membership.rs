@@ -8,9 +8,13 @@ pub(super) struct Memberships {
     pub(super) latest: Option<Membership>,
     /// A membership arrived during the outcome of a step, and whether one of them aborts.
     pub(super) deferred: Option<bool>,
-    /// Whether this worker has been in a membership. A later one without it means that it must
-    /// leave.
+    /// Whether this worker has been in a membership. A later one without it means that the group
+    /// goes on without it.
     pub(super) was_member: bool,
+    /// Whether the group that this worker is in, or joins, follows a loss.
+    pub(super) follows_loss: bool,
+    /// Whether the group went on without this worker, whose state may be much older than others'.
+    pub(super) has_stood_by: bool,
     /// Whether this worker has been in a group that reached a common state.
     pub(super) was_in_group: bool,
 }

@@ -102,6 +102,11 @@ impl Session {
             && latest.is_some_and(|latest| latest.rank_of(self.me).is_none())
     }
 
+    /// Whether the group that this worker is in follows a loss.
+    pub fn follows_loss(&self) -> bool {
+        self.memberships.follows_loss
+    }
+
     /// Whether the master wants the job to stop.
     pub fn is_stopping(&self) -> bool {
         self.requests.stop

@@ -18,6 +18,7 @@ impl Session {
             Phase::Detached => {
                 self.report_broken_again();
                 self.report_caught_up_again();
+                self.report_stand_by();
             }
             Phase::Finished { reported, .. } => *reported = false,
             Phase::Evaluating { group, .. }

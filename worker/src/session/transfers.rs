@@ -32,7 +32,8 @@ impl Session {
                 plan.state.as_ref().is_some_and(|(_, receivers)| receivers.contains(&group.rank));
             // Survivors of a failure differ by at most one step, so this rank was cut off. The
             // process ends, and a new worker starts without state.
-            if receives && self.state.is_some() && self.memberships.was_in_group {
+            let was_with_them = self.memberships.was_in_group && !self.memberships.has_stood_by;
+            if receives && self.state.is_some() && was_with_them {
                 self.phase = Phase::Ended(Exit::Outdated);
             } else {
                 self.begin_repair(group, &plan);
@@ -86,7 +87,7 @@ impl Session {
     pub fn repaired(&mut self) {
         let Phase::Repairing(group, _) = &self.phase else { return };
         let group = group.clone();
-        self.memberships.was_in_group = true;
+        (self.memberships.was_in_group, self.memberships.has_stood_by) = (true, false);
         self.step.regrouped();
         self.reports.regrouped();
         self.checkpoints.regrouped(&group.members);

@@ -85,6 +85,9 @@ pub enum Task {
     HandOver { leaves: Vec<bool> },
     /// Examine this worker's own gradient, because the sum is not finite: `Session::inspected`.
     InspectGradient,
+    /// The group goes on without this worker, which keeps its state: wait for a message from the
+    /// master, for a limited time: `Session::leave`.
+    StandBy,
     /// All-reduce the pending gradient, or zeros if it `is_empty`, together with
     /// `Session::header`: `Session::summed`.
     Step { is_empty: bool },
@@ -187,7 +190,7 @@ impl From<DeviceMismatch> for GroupMismatch {
 /// Why a worker ends.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// The group continues without this worker, at its own or the user's request.
+    /// The group goes on without this worker, and no master has released it in time.
     Left,
     /// The worker's state is older than any repair reaches.
     Outdated,

@@ -13,6 +13,9 @@ pub(crate) struct Limits {
     pub(crate) join_window_open: bool,
     /// Whether workers may join.
     pub(crate) admits: bool,
+    /// Whether each worker may hold a part of the state that others lack, and can't hand it over, so
+    /// that those that leave stay for now.
+    pub(crate) keeps_leavers: bool,
 }
 
 /// The workers to choose from.
@@ -23,6 +26,9 @@ pub(crate) trait Candidates {
     /// Workers that can be members and are not, oldest first, and whether they have the group's
     /// state, so that the group need not wait for them.
     fn joiners(&self) -> impl Iterator<Item = (WorkerId, bool)>;
+
+    /// Workers that leave without which a membership was published, until its group has formed.
+    fn reserve(&self) -> impl Iterator<Item = WorkerId>;
 }
 
 /// A connected worker.
@@ -37,11 +43,14 @@ impl Group {
     /// The generation that should be published now, if any.
     ///
     /// Survivors keep their order and joiners are appended; [`arrange`](super::topology::arrange)
-    /// brings them to their neighbours. Leaving members stay while no other
-    /// member holds the state, or while too few members would remain.
+    /// brings them to their neighbours. Leaving members stay while no other member holds the state,
+    /// or while too few members would remain. If a group is lost before it has formed, those that
+    /// the one before went on without are taken back for the same reasons.
     pub(crate) fn next(&self, workers: &impl Candidates, limits: Limits) -> Option<Change> {
         let alive = |&id: &WorkerId| workers.get(id).filter(|w| !w.is_released).map(|w| (id, w));
-        let survivors: Vec<(WorkerId, Candidate)> = self.members.iter().filter_map(alive).collect();
+        let reserve: Vec<WorkerId> = workers.reserve().filter(|_| self.is_broken()).collect();
+        let survivors: Vec<(WorkerId, Candidate)> =
+            self.members.iter().chain(&reserve).filter_map(alive).collect();
         let ids = |members: &[(WorkerId, Candidate)]| -> Vec<WorkerId> {
             members.iter().map(|(id, _)| *id).collect()
         };
@@ -81,8 +90,9 @@ impl Group {
             }
         }
         let state_stays = stayers.iter().any(holds_state) || !survivors.iter().any(holds_state);
+        let may_leave = state_stays && !limits.keeps_leavers;
         let without_leavers = stayers.len() + joiners.len();
-        let kept = if state_stays && without_leavers >= limits.min { &stayers } else { &survivors };
+        let kept = if may_leave && without_leavers >= limits.min { &stayers } else { &survivors };
         let members = [ids(kept), joiners].concat();
         let same = members == self.members && !self.is_broken();
         (members.len() >= limits.min && !same).then(|| Change { members, abort: self.is_broken() })

@@ -23,6 +23,8 @@ pub(crate) struct Group {
     /// The ring of the previous generation, in which members may still be: the switch waits for a
     /// step boundary, and the newest group has not formed yet.
     pub(super) previous_ring: Option<Vec<WorkerId>>,
+    /// Workers of that ring that have left it and are in no other.
+    left_ring: Vec<WorkerId>,
     /// The published membership; `None` before the first.
     published: Option<Membership>,
     pub(super) formation: Formation,
@@ -115,6 +117,7 @@ impl Group {
         let before = std::mem::replace(&mut self.members, change.members);
         let (survivors, joined) = self.members.iter().partition(|id| before.contains(id));
         self.previous_ring = (!change.abort && !before.is_empty()).then_some(before);
+        self.left_ring.clear();
         self.generation = self.generation.max(self.floor).next();
         let (lost, mut left) = (std::mem::take(&mut self.lost), std::mem::take(&mut self.left));
         left.extend(excluded);
@@ -185,6 +188,18 @@ impl Group {
 
     pub(crate) fn published(&self) -> Option<&Membership> {
         self.published.as_ref()
+    }
+
+    /// Notes that a worker that the newest group does without has left its ring.
+    pub(crate) fn note_left_ring(&mut self, worker: WorkerId) {
+        if !self.has_left_ring(worker) {
+            self.left_ring.push(worker);
+        }
+    }
+
+    /// Whether a worker that the newest group does without has left its ring.
+    pub(super) fn has_left_ring(&self, worker: WorkerId) -> bool {
+        self.left_ring.contains(&worker)
     }
 
     pub(crate) fn previous_ring(&self) -> Option<&[WorkerId]> {

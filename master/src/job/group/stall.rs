@@ -119,7 +119,8 @@ impl Group {
         &self,
         live: impl Fn(WorkerId) -> bool,
     ) -> impl Iterator<Item = WorkerId> {
-        let before = self.previous_ring.iter().flatten().filter(|id| !self.members.contains(id));
+        let is_there = |id: &&WorkerId| !self.members.contains(id) && !self.has_left_ring(**id);
+        let before = self.previous_ring.iter().flatten().filter(is_there);
         self.members.iter().chain(before).copied().filter(move |&id| live(id))
     }
 }

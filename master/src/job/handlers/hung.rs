@@ -219,7 +219,7 @@ impl Job {
     }
 
     /// Whether the group has made its last step: it evaluates, exports and writes a checkpoint.
-    fn is_at_end(&self) -> bool {
+    pub(crate) fn is_at_end(&self) -> bool {
         self.spec.max_steps.is_some_and(|max| self.data.step() >= max)
             || self.data.counted() >= self.data.expected()
     }

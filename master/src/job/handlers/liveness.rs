@@ -186,7 +186,7 @@ impl Job {
         // A worker without a master ends by itself.
         let until_its_end = self.spec.master_timeout.max(timeout) + RECONNECT_SLACK;
         let is_cut_off = !self.workers.connected().any(|(_, w)| w.is_heard(now, heartbeat));
-        let may_hold_up = w.is_member() || w.is_released();
+        let may_hold_up = w.is_member() || w.is_reserve() || w.is_released();
         let limit = if is_cut_off {
             until_its_end
         } else if !self.spec.work.trains() {

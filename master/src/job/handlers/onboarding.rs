@@ -182,8 +182,10 @@ impl Job {
     }
 
     pub(crate) fn on_caught_up(&mut self, now: Time, worker: WorkerId, step: u64) {
-        let w = self.workers.get_mut(worker);
-        if let Some(w) = w.filter(|w| w.stage() == Stage::Fetching) {
+        let Some(w) = self.workers.get_mut(worker) else { return };
+        if w.is_reserve() {
+            self.group.note_left_ring(worker);
+        } else if w.stage() == Stage::Fetching {
             // A worker that gave up the fetch reports step 0.
             w.catch_up(step > 0);
             self.reconcile(now);

@@ -28,6 +28,10 @@ impl Candidates for WorkerTable {
     fn joiners(&self) -> impl Iterator<Item = (WorkerId, bool)> {
         self.joiners().map(|(id, w)| (id, w.stage() == Stage::Ready))
     }
+
+    fn reserve(&self) -> impl Iterator<Item = WorkerId> {
+        self.reserve().map(|(id, _)| id)
+    }
 }
 
 impl Job {
@@ -60,7 +64,8 @@ impl Job {
             return;
         }
         let is_stopping = self.lifecycle.is_stopping();
-        if is_stopping && !self.workers.has_members() {
+        let may_go_on = self.workers.has_members() || self.workers.reserve().next().is_some();
+        if is_stopping && !may_go_on {
             return self.end_stopped();
         }
         self.watch_window(now);
@@ -71,6 +76,9 @@ impl Job {
             wanted: self.lifecycle.wanted() as usize,
             join_window_open: self.lifecycle.is_join_window_open(now),
             admits: !is_ending,
+            // A group that is at its end hands nothing over.
+            keeps_leavers: self.reporting.may_have_tables()
+                && (self.group.is_broken() || self.is_at_end()),
         };
         if let Some(Change { members, abort }) = self.group.next(&self.workers, limits) {
             let location = |id| self.workers.get_launch(launch_of(id)).map(Launch::location);
@@ -138,7 +146,7 @@ impl Job {
         self.reporting.publish(record, begun.survivors.into_iter().collect());
         self.broadcast_membership(abort, carries_state, &excluded);
         self.send_donors();
-        self.release_excluded(now, &excluded);
+        self.hold_in_reserve(now, &excluded);
     }
 
     /// Sends the joiners that fetch the state its current holders.

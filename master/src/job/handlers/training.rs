@@ -42,6 +42,7 @@ impl Job {
         if self.group.form() && !self.lifecycle.had_formed() {
             self.reporting.form(now, step, self.data.counted());
         }
+        self.release_reserve(now);
         self.request_checkpoint();
         self.watch_leavers(now);
         self.try_finish_takeover(now);

@@ -119,6 +119,7 @@ impl Job {
     pub(crate) fn awaits_members(&self) -> bool {
         (self.lifecycle.takeover.is_some() && self.workers.has_disconnected())
             || self.workers.has_disconnected_members()
+            || (self.group.is_broken() && self.workers.disconnected().any(|(_, d)| d.is_reserve()))
     }
 
     /// Evicts workers that have not reconnected in time.
@@ -193,12 +194,8 @@ impl Job {
         self.out.push(Action::Admit { connection, worker });
         match disconnected {
             Disconnected { rank: Some(_), .. } => self.on_member_reconnected(worker, &resume),
-            Disconnected { last_known: Some(_), .. } => self.on_joiner_reconnected(worker, &resume),
-            // It was released: it ends at the switch.
-            _ => {
-                self.send_newer_membership(worker, &resume);
-                self.expect_exit(now, launch);
-            }
+            d if d.is_reserve() => self.on_reserve_reconnected(now, worker, &resume),
+            _ => self.on_joiner_reconnected(worker, &resume),
         }
         self.on_awaited_returned(now);
     }
@@ -248,6 +245,22 @@ impl Job {
             return takeover.await_step(worker);
         }
         self.log_event(format!("worker {worker} is connected again"));
+    }
+
+    /// Handles the reconnection of a worker that the newest group does without.
+    fn on_reserve_reconnected(&mut self, now: Time, worker: WorkerId, resume: &Resume) {
+        self.send_newer_membership(worker, resume);
+        let w = self.workers.get_mut(worker).expect("it was just admitted");
+        w.join(resume.generation());
+        if resume.holds_state {
+            w.hold_state();
+        }
+        self.hold_in_reserve(now, &[worker]);
+        if self.group.is_formed() {
+            self.release_reserve(now);
+        } else if self.lifecycle.is_stopping() {
+            self.send(worker, MasterMessage::Drain);
+        }
     }
 
     /// Handles the reconnection of a worker that is no member yet. Messages in both directions may

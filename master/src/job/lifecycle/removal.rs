@@ -2,10 +2,15 @@
 //!
 //! | verb | |
 //! |---|---|
-//! | release | asks a worker to leave in order; its process is killed if it does not end in time |
+//! | release | asks a worker to end; its process is killed if it does not in time |
 //! | evict | removes a worker against its will: closes its stream, forgets it, kills its process |
 //! | forget | drops a worker whose stream or process has ended; its launch stays until its process has ended |
 //! | kill | ends the processes of a pod at once |
+//!
+//! A member that leaves is not released at once. The membership without it puts it in **reserve**:
+//! it switches with the others, or loses its links, and keeps its state. If the new group loses a
+//! member before it has formed, the next one may take the reserve back. When a group has formed, the
+//! reserve is released.
 //!
 //! When one worker of a pod goes, the others are released.
 
@@ -18,6 +23,7 @@ use crate::job::event::LaunchId;
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
 use crate::job::time::Time;
+use crate::job::workers::state::Worker;
 use crate::job::workers::table::{launch_of, worker_of};
 
 impl Job {
@@ -42,8 +48,8 @@ impl Job {
             return;
         }
         for id in workers {
-            // The previous release may have released it too.
-            if !self.workers.get(id).is_none_or(|w| w.is_released()) {
+            // The previous release may have released it too. The reserve waits for the new group.
+            if self.workers.get(id).is_some_and(|w| !w.is_released() && !w.is_reserve()) {
                 self.release(now, id, reason);
             }
         }
@@ -57,20 +63,27 @@ impl Job {
         }
     }
 
-    /// Releases workers without which a membership was published: they end by themselves at the
-    /// switch.
-    pub(crate) fn release_excluded(&mut self, now: Time, workers: &[WorkerId]) {
+    /// Keeps workers in reserve without which a membership was published.
+    pub(crate) fn hold_in_reserve(&mut self, now: Time, workers: &[WorkerId]) {
         for &id in workers {
             if let Some(w) = self.workers.get_mut(id) {
-                w.release();
+                w.leave();
             }
             // Its step is no concern of the new group.
             self.lifecycle.forget_worker(id);
         }
         for &id in workers {
             if self.workers.is_connected(id) {
-                self.expect_exit(now, launch_of(id));
+                self.excuse_exit(launch_of(id));
+                self.release_rest_of_pod(now, launch_of(id));
             }
+        }
+    }
+
+    /// Releases the reserve: the newest group has formed.
+    pub(crate) fn release_reserve(&mut self, now: Time) {
+        for id in self.workers.select(Worker::is_reserve) {
+            self.release(now, id, "the group goes on without it");
         }
     }
 
@@ -93,10 +106,11 @@ impl Job {
         self.reconcile(now);
     }
 
-    /// Releases a leaving member that no generation has excluded in time: its grace period is
+    /// Releases a leaving worker that no group has gone on without in time: its grace period is
     /// limited.
     pub(crate) fn on_leave_due(&mut self, now: Time, worker: WorkerId) {
-        let waits = self.workers.get(worker).is_some_and(|w| w.is_member() && !w.is_released());
+        let may_hold = |w: &Worker| w.is_reserve() || (w.is_member() && !w.is_released());
+        let waits = self.workers.get(worker).is_some_and(may_hold);
         if waits && self.lifecycle.is_running() {
             self.release(now, worker, "no worker took over its state in time");
         }
@@ -104,13 +118,19 @@ impl Job {
 
     /// Marks the exit of a process as expected; the process is killed if it does not end in time.
     pub(crate) fn expect_exit(&mut self, now: Time, launch: LaunchId) {
-        if let Some(l) = self.workers.get_launch_mut(launch) {
-            l.leave();
-            l.expect_exit_unless_counted();
-            self.out.mark_dirty();
+        if self.excuse_exit(launch) {
             self.out.set_timer(now + RELEASE_WAIT, Timer::Kill(launch));
             self.release_rest_of_pod(now, launch);
         }
+    }
+
+    /// Marks the exit of a process as expected. Returns whether it runs.
+    fn excuse_exit(&mut self, launch: LaunchId) -> bool {
+        let Some(l) = self.workers.get_launch_mut(launch) else { return false };
+        l.leave();
+        l.expect_exit_unless_counted();
+        self.out.mark_dirty();
+        true
     }
 
     // ---- evict ----

@@ -71,8 +71,10 @@ impl Job {
         for launch in launches {
             let worker = worker_of(launch);
             match self.workers.get(worker) {
-                Some(w) if w.is_member() => self.send(worker, MasterMessage::Drain),
-                // The previous generation's group may need it until its last step is done.
+                // The next group may need the reserve.
+                Some(w) if w.is_member() || w.is_reserve() => {
+                    self.send(worker, MasterMessage::Drain)
+                }
                 Some(w) if w.is_released() => {}
                 Some(_) => self.release(now, worker, "the job is stopping"),
                 // A pod is killed only if none of its workers is needed.

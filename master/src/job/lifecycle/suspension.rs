@@ -89,7 +89,8 @@ impl Job {
     fn withdraw(&mut self, now: Time, launch: LaunchId, keeps_state: bool) {
         let worker = worker_of(launch);
         match self.workers.get(worker) {
-            Some(w) if w.is_released() || (keeps_state && w.is_member()) => {}
+            Some(w) if w.is_released() => {}
+            Some(w) if keeps_state && (w.is_member() || w.is_reserve()) => {}
             Some(_) => self.release(now, worker, "the job is suspended"),
             // A pod is killed only if none of its workers may be needed.
             None if self.workers.is_heard(launch)

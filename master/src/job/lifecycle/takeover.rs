@@ -217,7 +217,7 @@ impl Job {
                 takeover.forget(id);
             }
         }
-        self.release_excluded(now, &excluded);
+        self.hold_in_reserve(now, &excluded);
         true
     }
 

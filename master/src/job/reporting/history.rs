@@ -1,7 +1,7 @@
 //! The history of a job, for its status and its summary.
 //!
 //! **Invariant:** nothing here grows without limit, and nothing here decides anything. What it
-//! knows of the beginning and of checkpoints is evidence for others.
+//! knows of the beginning, of checkpoints and of tables is evidence for others.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -41,7 +41,7 @@ pub(crate) struct JobHistory {
     pub(crate) epochs: EpochLines,
     /// Records committed by the group's reports so far, at these times; the newest last.
     samples: VecDeque<(Time, u64)>,
-    committed: u64,
+    pub(super) committed: u64,
     /// Number of workers of an inference job.
     inference_workers: u32,
     /// Why the job failed or was refused.

@@ -18,6 +18,11 @@ impl JobHistory {
         is_new
     }
 
+    /// Whether the model has tables, or no report has told this master yet.
+    pub(crate) fn may_have_tables(&self) -> bool {
+        self.tables.is_some() || self.committed == 0
+    }
+
     /// Whether the group goes back because rows are lost.
     pub(crate) fn has_lost_rows(&self) -> bool {
         self.lost_touches.is_some()

@@ -79,6 +79,12 @@ impl World {
     pub(super) fn finish(&mut self, ring: Generation) {
         for id in self.launches_of(ring).to_vec() {
             let p = self.at(id);
+            if p.newest.as_ref().is_some_and(|m| m.generation > ring) {
+                // No rank starts another round, so the newer group need not wait for one.
+                p.ring = None;
+                p.stand_by_if_excluded();
+                continue;
+            }
             p.finished = Some(ring);
             let word = final_report(ring, p.state.as_ref().unwrap());
             p.up.push_back(word);

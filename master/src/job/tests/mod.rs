@@ -21,6 +21,7 @@ mod pod;
 mod policies;
 mod process;
 mod reports;
+mod reserve;
 mod stall;
 mod status;
 mod storage_waits;

@@ -6,8 +6,8 @@ use elasticdl_proto::WorkerId;
 
 use super::super::*;
 use super::directed::{
-    actions, address, at, connect, deliver, finished, formed, launch_at, leaves, lose, membership,
-    send, started,
+    actions, address, at, committed, connect, deliver, finished, formed, launch_at, leaves, lose,
+    membership, send, started,
 };
 use super::takeover::reconnect_with;
 use crate::job::lifecycle::restart::EXIT_MASTER_LOST;
@@ -95,6 +95,7 @@ fn a_worker_of_an_ended_pod_does_not_describe_the_data_set_instead_of_another_on
 #[test]
 fn a_crash_ends_the_pod_and_counts_once() {
     let mut job = started(pods(), &[20]);
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
     gone(&mut job, 1, 1);
     assert_eq!(actions(&mut job), broadcast_membership(&[3, 4, 2], &membership(2, &[3, 4], true)));
     // The worker has been released, so its end is not a loss.
@@ -326,6 +327,7 @@ fn a_pod_with_a_worker_that_does_not_reconnect_is_released_in_order() {
         deliver(&mut job, i, WorkerMessage::Reconnected { step: 0 });
     }
     deliver(&mut job, 1, formed(1, 0, &[]));
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
     actions(&mut job);
     job.handle_timeout(at(32_999));
     assert_eq!(actions(&mut job), []);

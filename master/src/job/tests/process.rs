@@ -146,7 +146,7 @@ impl Process {
         self.ring = None;
         self.half_committed = None;
         if self.newest.as_ref().is_some_and(|m| m.generation > generation) {
-            return self.exit_if_excluded();
+            return self.stand_by_if_excluded();
         }
         self.broke = Some(generation);
         self.up.push_back(WorkerMessage::Broken {
@@ -157,14 +157,18 @@ impl Process {
         });
     }
 
-    /// Exits if the newest membership excludes this worker.
-    pub(super) fn exit_if_excluded(&mut self) {
-        let Some(newest) = &self.newest else {
-            return;
-        };
-        if !newest.members.iter().any(|(w, _)| Some(*w) == self.worker) {
-            self.die(Exit::Code(0));
+    /// Says that it has left its ring if the newest membership excludes this worker.
+    pub(super) fn stand_by_if_excluded(&mut self) {
+        if self.newest.is_some() && !self.is_of_newest() {
+            let step = self.state.as_ref().map_or(0, |s| s.step);
+            self.up.push_back(WorkerMessage::CaughtUp { step });
         }
+    }
+
+    /// Whether it is in the newest membership that it knows.
+    pub(super) fn is_of_newest(&self) -> bool {
+        let newest = self.newest.as_ref();
+        newest.is_some_and(|m| m.members.iter().any(|(w, _)| Some(*w) == self.worker))
     }
 }
 

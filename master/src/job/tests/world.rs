@@ -285,7 +285,7 @@ impl World {
                 let there = |q: &Process| q.alive && !q.frozen && q.ring == Some(ring);
                 self.members(ring).any(|q| !there(q))
             }
-            (None, Some(newest)) if p.broke != Some(newest.generation) => {
+            (None, Some(newest)) if p.broke != Some(newest.generation) && p.is_of_newest() => {
                 let members = self.members(newest.generation);
                 members.clone().any(|q| !q.alive || q.frozen || q.broke == Some(newest.generation))
             }
@@ -360,7 +360,7 @@ impl World {
                 for id in self.launches_of(ring).to_vec() {
                     let p = self.at(id);
                     p.ring = None;
-                    p.exit_if_excluded();
+                    p.stand_by_if_excluded();
                 }
             }
             Op::Unanswered(id) => self.report_unanswered_dial(id),
@@ -398,13 +398,14 @@ impl World {
                 }
             }
             MasterMessage::Membership(membership) => {
-                if membership.abort {
+                // A worker that has finished waits for no other one.
+                if membership.abort || (p.ring.is_some() && p.finished == p.ring) {
                     p.ring = None;
                     p.half_committed = None;
                 }
                 p.newest = Some(membership);
                 if p.ring.is_none() {
-                    p.exit_if_excluded();
+                    p.stand_by_if_excluded();
                 }
             }
             MasterMessage::Prepare(_) => {

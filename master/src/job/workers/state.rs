@@ -95,6 +95,13 @@ pub(crate) struct Disconnected {
     pub(crate) last_known: Option<LastKnown>,
 }
 
+impl Disconnected {
+    /// As [`Worker::is_reserve`]; also for a worker that only an earlier master knew.
+    pub(crate) fn is_reserve(&self) -> bool {
+        self.rank.is_none() && (self.joined.is_some() || self.last_known.is_none())
+    }
+}
+
 /// What this master knew of a worker when its stream ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LastKnown {
@@ -149,7 +156,7 @@ enum Departure {
     Stays,
     /// It leaves with the next membership.
     Leaving,
-    /// It was shut down, or a membership without it was published; its exit is awaited.
+    /// It was shut down; its exit is awaited.
     Released,
 }
 
@@ -398,14 +405,10 @@ impl Worker {
             (None, None | Some(Stage::Member { .. })) => Stage::Ready,
             (None, Some(stage)) => stage,
         };
-        let departure = if d.rank.is_none() && d.last_known.is_none() {
-            Departure::Released
-        } else if is_retired || d.last_known.is_some_and(|known| known.leaving) {
-            // A worker that received SIGTERM reports it again.
-            Departure::Leaving
-        } else {
-            Departure::Stays
-        };
+        // A worker that received SIGTERM reports it again.
+        let leaves = is_retired || d.last_known.is_some_and(|known| known.leaving);
+        let departure =
+            if leaves || d.is_reserve() { Departure::Leaving } else { Departure::Stays };
         let model_state = if d.holds_state { ModelState::Held } else { ModelState::Missing };
         let fresh = Self::new(now, address, pid);
         Self { stage, departure, model_state, joined: d.joined, ..fresh }
@@ -504,6 +507,11 @@ impl Worker {
     /// Whether its exit is awaited.
     pub(crate) fn is_released(&self) -> bool {
         self.departure == Departure::Released
+    }
+
+    /// Whether a membership without it was published, and its state may still be needed.
+    pub(crate) fn is_reserve(&self) -> bool {
+        self.is_leaving() && !self.is_member() && self.joined.is_some()
     }
 
     /// Whether it neither leaves nor is released.

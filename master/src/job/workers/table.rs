@@ -202,6 +202,11 @@ impl WorkerTable {
         self.connected().filter(|(_, w)| w.is_joiner())
     }
 
+    /// Workers without which a membership was published, and whose state may still be needed.
+    pub(crate) fn reserve(&self) -> impl Iterator<Item = (WorkerId, &Worker)> {
+        self.connected().filter(|(_, w)| w.is_reserve())
+    }
+
     /// Whether all workers had been silent for longer than `timeout` at the last call, and one is
     /// heard again.
     pub(crate) fn was_cut_off(&mut self, now: Time, timeout: Duration) -> bool {

@@ -6,7 +6,8 @@
 //! * All ranks of a generation have one placement after each step. Each shard has a holder, and no
 //!   holder twice.
 //! * A rank is given rows as of its last commit.
-//! * Rows are lost only if as many workers are lost as hold each shard.
+//! * Rows are lost only if as many workers are lost as hold each shard. A worker that leaves is not
+//!   lost until it is released.
 
 use std::collections::BTreeSet;
 use std::rc::Rc;
@@ -155,10 +156,13 @@ impl World {
         let is_here = |worker: &u64| {
             let is_it = |id| id == *worker;
             let is_member = members.is_some_and(|m| m.members.iter().any(|(id, _)| is_it(id.0)));
-            let held = |q: &crate::simulation::state::process::Process| {
-                q.worker.is_some_and(|id| is_it(id.0)) && q.is_alive() && q.trainer.has_rows
+            let held = |&q: &usize| {
+                let process = &self.processes[q];
+                let is_here = process.worker.is_some_and(|id| is_it(id.0)) && process.is_alive();
+                is_here && process.trainer.has_rows
             };
-            is_member && self.processes.iter().any(held)
+            let holders = (0..self.processes.len()).filter(held);
+            holders.into_iter().any(|q| is_member || self.is_in_reserve(q))
         };
         let lost = self.oracle.rows.holders.iter().filter(|worker| !is_here(worker)).count();
         if lost < self.oracle.rows.copies {

@@ -224,7 +224,8 @@ impl World {
         known.into_iter().find(|&(_, &p)| carries(p)).map(|(id, _)| *id)
     }
 
-    /// Checks that `p` may create the initial state for its group.
+    /// Checks that `p` may create the initial state for its group: no other member has a state, nor
+    /// a worker that leaves and was not released.
     pub(in crate::simulation) fn check_initial(&mut self, p: usize) {
         let generation = self.generation_of(p);
         // A group that is no longer the newest may still begin.
@@ -234,8 +235,13 @@ impl World {
             .into_iter()
             .flat_map(|m| &m.members)
             .map(|(id, _)| self.oracle.processes[id]);
-        let holder = members.filter(|&q| q != p && self.processes[q].is_alive());
-        let holder = holder.into_iter().find(|&q| self.processes[q].trainer.state().is_some());
+        let holds = |q: usize| {
+            let process = &self.processes[q];
+            q != p && process.is_alive() && process.trainer.state().is_some()
+        };
+        let leaves = |q: &usize| membership.is_some() && self.is_in_reserve(*q);
+        let leavers = (0..self.processes.len()).filter(leaves);
+        let holder = members.chain(leavers).find(|&q| holds(q));
         if let Some(q) = holder {
             self.violate(format!(
                 "{} creates an initial state, and {} holds a state",

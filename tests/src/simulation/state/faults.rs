@@ -83,6 +83,8 @@ pub(crate) enum FaultKind {
     Flip,
     /// A trainer thread hangs in a step; the worker's heartbeats go on.
     Hang,
+    /// A worker gets SIGTERM, and another one is killed at about the time at which it leaves.
+    LeaveAndCrash,
     LoseAllStreams,
     LoseLink,
     LoseStream,
@@ -173,6 +175,13 @@ impl FaultPlan {
             if setting.bad_host.is_some() {
                 let kinds = [FaultKind::Crash, FaultKind::Scale, FaultKind::Terminate];
                 fault.kind = rng.pick(&kinds).unwrap_or(fault.kind);
+            }
+        }
+        let may_leave = !is_control_only && setting.bad_host.is_none();
+        let mut of_leaves = SimRng::new(spec.seed.rotate_left(36));
+        for fault in faults.iter_mut().filter(|_| may_leave) {
+            if of_leaves.chance(1, if setting.tables.is_some() { 3 } else { 12 }) {
+                fault.kind = FaultKind::LeaveAndCrash;
             }
         }
         let mut of_rows = SimRng::new(spec.seed.rotate_left(44));
