@@ -297,13 +297,20 @@ impl<M: Model> Trainer<'_, M> {
             let members = self.session.members();
             let (step, store) = (self.session.step(), &mut *self.checkpoints.store);
             let regrouped = tables.regroup(self.tensors.group_mut()?, step, members, store)?;
-            if let Regrouped::Lost { shards } = regrouped {
-                if !self.session.follows_loss() {
+            match regrouped {
+                Regrouped::Agreed => {}
+                Regrouped::Lost { shards } if !self.session.follows_loss() => {
                     // Those that left the group at its end may have them, and come back.
                     return Err(Stopped::Left(format!("{shards} shards of tables are not here")));
                 }
-                self.go_back(shards);
-                return Ok(());
+                Regrouped::Lost { shards } => {
+                    self.go_back(Some(shards));
+                    return Ok(());
+                }
+                Regrouped::Unreadable => {
+                    self.go_back(None);
+                    return Ok(());
+                }
             }
         }
         self.checkpoints.store.prepare(self.tensors.group_mut()?.world_size());
@@ -327,11 +334,13 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// No rank has all rows that belong to the group's state: the group goes back.
-    fn go_back(&mut self, shards: u32) {
+    /// The group goes back: this number of shards that belong to its state are lost, or those of
+    /// the checkpoint that it began from can't be read.
+    fn go_back(&mut self, lost: Option<u32>) {
         let Some((state, tables)) = self.session.state().zip(self.tables.as_mut()) else { return };
-        tracing::warn!(step = state.step, shards, "rows are lost; the group gives up its state");
-        tables.go_back(LostRows { step: state.step, shards, row_touches: state.row_touches });
+        tracing::warn!(step = state.step, lost, "rows are missing; the group gives up its state");
+        let (step, row_touches) = (state.step, state.row_touches);
+        tables.go_back(lost.map(|shards| LostRows { step, shards, row_touches }));
         // Joining workers would go on with the state that the group gives up.
         self.donor.dismiss();
         self.session.go_back();

@@ -108,6 +108,39 @@ fn a_group_that_has_lost_all_copies_of_rows_goes_back_to_the_newest_checkpoint()
 }
 
 #[test]
+fn a_checkpoint_whose_rows_are_damaged_is_passed_over_and_told_as_such() {
+    let first = fixture(2);
+    let dir = first.folder.path().join("checkpoints");
+    let command = first.command(1).option("checkpoint-dir", dir.to_str().unwrap());
+    let mut job = command.option("checkpoint-every", "15").start();
+    job.wait_for("two checkpoints", |status| {
+        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 2)
+    });
+    job.signal(Signal::TERM);
+    job.wait().assert_outcome(143, "stopped");
+    let folders = std::fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().path());
+    let step = |folder: &std::path::PathBuf| {
+        let manifest = std::fs::read(folder.join("manifest.json")).ok()?;
+        serde_json::from_slice::<serde_json::Value>(&manifest).unwrap()["step"].as_u64()
+    };
+    let newest = folders.filter(|folder| step(folder).is_some()).max_by_key(step).unwrap();
+    // The last byte of a shard, which is read by those ranks alone that hold it.
+    let rows = newest.join("rows-00001-of-00002");
+    let mut bytes = std::fs::read(&rows).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&rows, bytes).unwrap();
+    let next = JobFixture { micros_per_record: 20, ..fixture(2) };
+    let ended = next.command(1).option("resume-from", dir).run();
+    assert_exact(&ended, "from the older checkpoint");
+    let (summary, step) = (ended.summary(), step(&newest).unwrap());
+    let known = summary.checkpoints.as_ref().unwrap();
+    let restored: Vec<u64> = known.restored.iter().map(|restored| restored.step).collect();
+    assert!(known.damaged == 1 && restored[0] == step && restored[1] < step, "{known:?}");
+    assert_eq!((summary.rows_lost, summary.state_lost), (None, None), "{}", ended.output);
+    assert!(ended.output.contains("is damaged and passed over"), "{}", ended.output);
+}
+
+#[test]
 fn without_a_checkpoint_the_beginning_is_one() {
     let job = start(5, (3, 2));
     job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));

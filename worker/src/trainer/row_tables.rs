@@ -85,6 +85,8 @@ pub(super) enum Regrouped {
     Agreed,
     /// This many shards are nowhere in the group, as all of its ranks find.
     Lost { shards: u32 },
+    /// The checkpoint that the group begins from is damaged: some rank could not read its rows.
+    Unreadable,
 }
 
 impl RowTables {
@@ -147,13 +149,13 @@ impl RowTables {
         self.restored = Some((generation, (name, same_run)));
     }
 
-    /// The group gives up its state, with the rows.
-    pub(super) fn go_back(&mut self, lost: LostRows) {
+    /// The group gives up its state, with the rows, or a checkpoint if no rows are `lost`.
+    pub(super) fn go_back(&mut self, lost: Option<LostRows>) {
         self.owned.clear();
         self.gradients.clear();
         self.synced.iter_mut().for_each(|(header, _)| *header = None);
         (self.looked_up, self.fetched, self.counted) = (false, None, None);
-        self.lost.get_or_insert(lost);
+        self.lost = self.lost.or(lost);
     }
 
     /// What the group has given up, as long as it has no other state.
@@ -259,7 +261,7 @@ impl RowTables {
                 return Ok(Regrouped::Agreed);
             };
             store.pass_over(checkpoint, &reason);
-            return Ok(Regrouped::Lost { shards: SHARDS });
+            return Ok(Regrouped::Unreadable);
         };
         let placement = self.owned.placement().filter(|_| group.rank() == recovery.root);
         let mut bytes = placement.map(header::encode).unwrap_or_default();
