@@ -102,6 +102,10 @@ impl Owned {
     ) -> Result<(), LostShards> {
         let held = members.iter().zip(&recovery.holds).filter(|(_, holds)| **holds);
         let held: Vec<u64> = held.map(|(member, _)| member.worker).collect();
+        // A member that is named and does not hold its shards has given them up, or was lost to its
+        // group before it had read them.
+        let is_member = |worker| members.iter().any(|member| member.worker == worker);
+        let placement = placement.within(|worker| held.contains(&worker) || !is_member(worker));
         let left = placement.within(|worker| held.contains(&worker));
         let lost: Vec<u32> = left.lost().collect();
         if !lost.is_empty() {

@@ -120,6 +120,21 @@ fn a_joiner_is_given_its_shards_one_after_the_other() {
 }
 
 #[test]
+fn a_worker_whose_group_was_lost_before_it_had_read_its_shards_does_not_count_as_their_holder() {
+    let mut group = group(3);
+    group[2] = worker(3);
+    // Another loss follows before a step is committed.
+    for generation in [2, 3] {
+        regroup(&mut group, 0, generation);
+        let is_named = |worker: &Owned| worker.placement().unwrap().held_by(3).next().is_some();
+        assert!(!group.iter().any(is_named), "generation {generation}");
+    }
+    stage(&mut group, touch);
+    commit(&mut group, 3);
+    assert_eq!(group.iter().map(Owned::touches).sum::<u64>(), 3 * ROWS);
+}
+
+#[test]
 fn what_an_earlier_group_has_staged_is_committed_with_a_rank_that_has() {
     let mut group = group(2);
     stage(&mut group, touch);
