@@ -124,6 +124,11 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
         self.0.tables.as_ref().map(RowTables::owned)
     }
 
+    /// Whether the group has given its state up, as rows that belong to it are lost.
+    pub fn has_lost_rows(&self) -> bool {
+        self.0.tables.as_ref().is_some_and(RowTables::has_lost_rows)
+    }
+
     pub fn parameters(&self) -> &[f32] {
         match &self.0.tensors {
             Tensors::Device { .. } => unreachable!("it computes on the CPU"),

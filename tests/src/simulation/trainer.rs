@@ -58,10 +58,10 @@ impl World {
     pub(super) fn turned(&mut self, thread: ThreadId, turned: Turned) {
         let p = thread.p;
         let Turned { changed, group, has_ended, commit, repaired, ended, wrong, .. } = turned;
-        let Turned { flipped, records, rows, evaluated, is_leaving, .. } = turned;
+        let Turned { flipped, records, rows, evaluated, has_lost_rows, .. } = turned;
         let trainer = &mut self.processes[p].trainer;
         trainer.news = 0;
-        trainer.seen.has_ended = has_ended;
+        (trainer.seen.has_ended, trainer.seen.has_lost_rows) = (has_ended, has_lost_rows);
         let has_broken = std::mem::take(&mut trainer.has_broken);
         let builds = trainer.builds.take();
         let Seen { is_ready, group: before, .. } = &mut trainer.seen;
@@ -117,8 +117,13 @@ impl World {
             }
         }
         self.check_copy(p);
-        let has_left = was_in.is_some() && group.is_none() && !has_broken && !is_leaving;
-        if has_left && self.processes[p].trainer.ring.is_none() {
+        // A group without some of its rows does not form.
+        let has_formed = was_in.is_some_and(|(of, _)| self.oracle.histories.contains_key(&of.0));
+        let may_lack_rows = self.setting.tables.is_some() && !has_formed;
+        // A worker that a newer group goes on without, or not, has left in order.
+        let is_newest = was_in.is_some_and(|(of, _)| of >= self.oracle.newest_generation());
+        let has_left = is_newest && group.is_none() && !has_broken;
+        if has_left && !may_lack_rows && self.processes[p].trainer.ring.is_none() {
             self.check_difference(p);
         }
         let span = self.thread_delay();
@@ -147,8 +152,8 @@ impl World {
         let Changed { state, parameters, digest } = changed;
         let trainer = &mut self.processes[p].trainer;
         let is_new = trainer.seen.state.is_none() && state.is_some();
-        let is_in_group = trainer.has_rows && trainer.seen.group.is_some();
-        let is_given_up = is_in_group && trainer.seen.state.is_some() && state.is_none();
+        let is_given_up =
+            trainer.seen.has_lost_rows && trainer.seen.state.is_some() && state.is_none();
         let is_other = trainer.seen.digest != digest;
         let same_step =
             trainer.seen.state.as_ref().map(|s| s.step) == state.as_ref().map(|s| s.step);

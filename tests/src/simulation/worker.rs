@@ -56,8 +56,8 @@ pub(super) struct Turned {
     pub(super) group: Option<(Generation, usize)>,
     /// Whether the work of the group has ended.
     pub(super) has_ended: bool,
-    /// Whether the group goes on without this worker.
-    pub(super) is_leaving: bool,
+    /// Whether the group has given its state up, as rows that belong to it are lost.
+    pub(super) has_lost_rows: bool,
     /// The step that was committed.
     pub(super) commit: Option<Commit>,
     /// Set if a group has agreed on a state: why it builds no NCCL.
@@ -264,8 +264,7 @@ impl Watched<'_> {
         let session = trainer.session();
         let (state, group) = (session.state(), session.group_rank());
         let has_ended = session.ended().is_some();
-        let is_leaving = session.is_leaving();
-        let mut turned = Turned { group, has_ended, is_leaving, ..Turned::default() };
+        let mut turned = Turned { group, has_ended, ..Turned::default() };
         if let Some(sum) = &updated {
             let generation = before.group.map(|(generation, _)| generation);
             turned.commit = Some(Commit { generation, is_round: before.in_round });
@@ -310,6 +309,7 @@ impl Watched<'_> {
         before.repaired_at = repaired_at;
         before.in_round = session.in_round().is_some();
         turned.flipped = flips;
+        turned.has_lost_rows = trainer.has_lost_rows();
         if let Some(parameter) = flips {
             trainer.edit_parameters(|all| all[parameter] = flipped(all[parameter]));
         }

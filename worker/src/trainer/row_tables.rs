@@ -163,6 +163,11 @@ impl RowTables {
         self.lost
     }
 
+    /// Whether the group has given its state up, as rows are lost, and has no other one yet.
+    pub(crate) fn has_lost_rows(&self) -> bool {
+        self.lost.is_some()
+    }
+
     /// No ids of these tables.
     pub(super) fn ids(&self) -> Ids {
         Ids::new(self.specs.len())

@@ -217,6 +217,7 @@ impl World {
         let carries = |p: usize| {
             let trainer = &self.processes[p].trainer;
             self.processes[p].is_alive()
+                && !self.processes[p].is_kill_requested
                 && trainer.lineage == lineage
                 && trainer.state().is_some_and(|state| state.step >= step)
         };

@@ -86,6 +86,8 @@ pub(crate) struct Seen {
     pub(crate) digest: u64,
     /// Whether the work of its group has ended.
     pub(crate) has_ended: bool,
+    /// Whether its group has given its state up, as rows that belong to it are lost.
+    pub(crate) has_lost_rows: bool,
     /// Generation and rank.
     pub(crate) group: Option<(Generation, usize)>,
 }
