@@ -132,8 +132,8 @@ pub enum WorkerMessage {
     },
     /// The worker received SIGTERM and leaves at the next step boundary.
     Leaving,
-    /// The worker has fetched the group's state, so the group need not wait for it when it joins. Or
-    /// the group goes on without it, and it has left its links.
+    /// The worker has fetched the group's state, so the group need not wait for it when it joins.
+    /// Or the group goes on without it, and it has left its links.
     CaughtUp {
         /// Steps that its state contains.
         step: u64,

@@ -342,8 +342,8 @@ impl World {
         })
     }
 
-    /// Whether `p`, which has been a member, leaves in order and was not released: a group that needs
-    /// its state can have it.
+    /// Whether `p`, which has been a member, leaves in order and was not released: a group that
+    /// needs its state can have it.
     pub(super) fn is_in_reserve(&self, p: usize) -> bool {
         let process = &self.processes[p];
         let Some(worker) = process.worker.filter(|_| process.trainer.committed_in.is_some()) else {

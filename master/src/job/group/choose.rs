@@ -13,8 +13,8 @@ pub(crate) struct Limits {
     pub(crate) join_window_open: bool,
     /// Whether workers may join.
     pub(crate) admits: bool,
-    /// Whether each worker may hold a part of the state that others lack, and can't hand it over, so
-    /// that those that leave stay for now.
+    /// Whether each worker may hold a part of the state that others lack, and can't hand it over,
+    /// so that those that leave stay for now.
     pub(crate) keeps_leavers: bool,
 }
 

@@ -9,8 +9,8 @@
 //!
 //! A member that leaves is not released at once. The membership without it puts it in **reserve**:
 //! it switches with the others, or loses its links, and keeps its state. If the new group loses a
-//! member before it has formed, the next one may take the reserve back. When a group has formed, the
-//! reserve is released.
+//! member before it has formed, the next one may take the reserve back. When a group has formed,
+//! the reserve is released.
 //!
 //! When one worker of a pod goes, the others are released.
 
