@@ -18,6 +18,7 @@ use super::counters::{Counters, End};
 use super::epochs::EpochLines;
 use super::lifetimes::Lifetimes;
 use super::smoothed::Smoothed;
+use super::speed::Speed;
 use super::storage_waits::StorageWaits;
 use crate::job::event::{Committed, Finished, Phases};
 use crate::job::text::clip;
@@ -39,9 +40,7 @@ pub(crate) struct JobHistory {
     pub(super) learning_rate: Option<f64>,
     pub(super) tables: Option<TablesStatus>,
     pub(crate) epochs: EpochLines,
-    /// Records committed by the group's reports so far, at these times; the newest last.
-    samples: VecDeque<(Time, u64)>,
-    pub(super) committed: u64,
+    pub(super) speed: Speed,
     /// Number of workers of an inference job.
     inference_workers: u32,
     /// Why the job failed or was refused.
@@ -229,6 +228,7 @@ impl JobHistory {
     pub(crate) fn form(&mut self, now: Time, step: u64, counted: u64) {
         if self.totals.formed_first.is_none() {
             (self.totals.formed_first, self.totals.begun_with) = (Some(now), (counted, step));
+            self.speed.begin(now);
         }
         if let Some(record) = self.memberships.back_mut() {
             record.at_step = step;
@@ -440,28 +440,8 @@ impl JobHistory {
 
     /// Notes that `records` more are done.
     fn count(&mut self, now: Time, records: u64) {
-        self.committed = self.committed.saturating_add(records);
         self.totals.reported_last = now;
-        match self.samples.back_mut() {
-            Some((at, committed)) if now.since(*at) < SAMPLE_EVERY => *committed = self.committed,
-            _ => self.samples.push_back((now, self.committed)),
-        }
-        while self.samples.len() > 2 && now.since(self.samples[1].0) >= RATE_WINDOW {
-            self.samples.pop_front();
-        }
-    }
-
-    /// Records committed per second over the last few seconds; of steps that take longer, over the
-    /// last two reports. Falls towards 0 while none come.
-    pub(crate) fn records_per_s(&self, now: Time) -> f64 {
-        let Some(formed) = self.totals.formed_first else {
-            return 0.0;
-        };
-        let is_before = |&&(at, _): &&(Time, u64)| now.since(at) >= RATE_WINDOW;
-        let before = self.samples.iter().rev().skip(1).find(is_before);
-        // The first report's records were made since the group formed.
-        let &(since, committed) = before.unwrap_or(&(formed, 0));
-        per_second(self.committed - committed, now.since(since))
+        self.speed.count(now, records);
     }
 
     pub(crate) fn loss(&self) -> LossSummary {
@@ -576,7 +556,7 @@ fn ms(us: u64) -> f64 {
     us as f64 / 1000.0
 }
 
-fn per_second(count: u64, span: Duration) -> f64 {
+pub(super) fn per_second(count: u64, span: Duration) -> f64 {
     if span.is_zero() { 0.0 } else { count as f64 / span.as_secs_f64() }
 }
 
@@ -596,5 +576,3 @@ const FAILED_RECORDED_BYTES_MAX: usize = 64 << 10;
 const FAILED_SHARDS_MAX: usize = 100;
 /// More than an exporter can miss between two snapshots.
 const EVALUATED_MAX: usize = 1000;
-const SAMPLE_EVERY: Duration = Duration::from_millis(100);
-const RATE_WINDOW: Duration = Duration::from_secs(5);

@@ -20,7 +20,7 @@ impl JobHistory {
 
     /// Whether the model has tables, or no report has told this master yet.
     pub(crate) fn may_have_tables(&self) -> bool {
-        self.tables.is_some() || self.committed == 0
+        self.tables.is_some() || self.speed.committed == 0
     }
 
     /// Whether the group goes back because rows are lost.

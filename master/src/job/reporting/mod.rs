@@ -7,5 +7,6 @@ pub(crate) mod lifetimes;
 mod lost_rows;
 mod news;
 mod smoothed;
+pub(crate) mod speed;
 mod storage_waits;
 pub(crate) mod views;

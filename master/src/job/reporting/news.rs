@@ -217,6 +217,7 @@ impl Job {
         waited: Duration,
     ) {
         self.reporting.counters.storage_wait += waited;
+        self.reporting.speed.note_wait();
         let Self { reporting, workers, .. } = self;
         let waits = &mut reporting.storage_waits;
         let was_away = !waits.waiting.is_empty();

@@ -78,7 +78,7 @@ impl Job {
             learning_rate: self.reporting.learning_rate,
             tables: self.reporting.tables,
             eta_s: self.eta_s(now),
-            records_per_s: self.reporting.records_per_s(now),
+            records_per_s: self.reporting.speed.records_per_s(now),
             stop_reason: self.lifecycle.stop_reason().map(str::to_owned),
             workers_desired: self.lifecycle.wanted(),
             shards: self.data.shards().map(ShardLeases::counts),
@@ -246,10 +246,11 @@ impl Job {
     }
 
     /// Seconds until the end of the data, of `--max-steps`, or of `--deadline`, at the present
-    /// speed.
+    /// speed. `None` while workers wait for storage, and until the next report.
     fn eta_s(&self, now: Time) -> Option<f64> {
-        let rate = self.reporting.records_per_s(now);
-        if self.state() != "running" || rate <= 0.0 {
+        let rate = self.reporting.speed.records_per_s(now);
+        let waits = self.reporting.waits_for_storage() || self.reporting.speed.has_waited();
+        if self.state() != "running" || waits || rate <= 0.0 {
             return None;
         }
         let (counted, step) = (self.data.counted(), self.data.step());

@@ -1,8 +1,11 @@
 //! The status of a running job.
 
+use std::time::Duration;
+
 use elasticdl_proto::{Generation, RankStep, WorkerId};
 
 use super::super::reporting::history;
+use super::super::reporting::speed::Speed;
 use super::super::*;
 use super::directed::{actions, at, committed, connect, deliver, formed, lose, started};
 use crate::job::testing::spec;
@@ -170,21 +173,61 @@ fn fewer_membership_changes_are_kept_if_they_name_many_workers() {
 
 #[test]
 fn the_speed_is_measured_over_the_last_seconds_or_the_last_step() {
-    let mut history = history::JobHistory::default();
-    history.form(at(1000), 0, 0);
-    assert_eq!(history.records_per_s(at(2000)), 0.0);
-    (1..=100).for_each(|i| history.finish_shard(at(1000 + i * 100), 10, None));
+    let mut speed = Speed::default();
+    speed.begin(at(1000));
+    assert_eq!(speed.records_per_s(at(2000)), 0.0);
+    (1..=100).for_each(|i| speed.count(at(1000 + i * 100), 10));
     assert!(
-        (history.records_per_s(at(11_000)) - 100.0).abs() < 3.0,
+        (speed.records_per_s(at(11_000)) - 100.0).abs() < 3.0,
         "{}",
-        history.records_per_s(at(11_000))
+        speed.records_per_s(at(11_000))
     );
-    (1..=10).for_each(|i| history.finish_shard(at(11_000 + i * 10_000), 500, None));
-    assert_eq!(history.records_per_s(at(111_000)), 50.0);
+    (1..=10).for_each(|i| speed.count(at(11_000 + i * 10_000), 500));
+    assert_eq!(speed.records_per_s(at(111_000)), 50.0);
     // The speed does not drop to 0 between two such steps, and decays without any.
-    let later = history.records_per_s(at(117_000));
+    let later = speed.records_per_s(at(117_000));
     assert!((25.0..50.0).contains(&later), "{later}");
-    assert!(history.records_per_s(at(700_000)) < 1.0);
+    assert!(speed.records_per_s(at(700_000)) < 1.0);
+}
+
+#[test]
+fn a_wait_for_storage_and_the_time_before_a_take_over_are_not_part_of_the_speed() {
+    let mut speed = Speed::default();
+    speed.begin(at(0));
+    (1..=100).for_each(|i| speed.count(at(i * 100), 10));
+    speed.note_wait();
+    assert!(speed.has_waited());
+    // 60 s later; its records took an unknown time.
+    speed.count(at(70_000), 500);
+    assert_eq!((speed.has_waited(), speed.records_per_s(at(70_000))), (false, 0.0));
+    (1..=10).for_each(|i| speed.count(at(70_000 + i * 100), 10));
+    assert_eq!(speed.records_per_s(at(71_000)), 100.0);
+    // A wait in the background, while steps go on.
+    speed.note_wait();
+    (11..=20).for_each(|i| speed.count(at(70_000 + i * 100), 10));
+    assert_eq!(speed.records_per_s(at(72_000)), 100.0);
+    // Another master does not know since when the records of the first report were made.
+    let mut speed = Speed::default();
+    speed.count(at(500_000), 4000);
+    (1..=10).for_each(|i| speed.count(at(500_000 + i * 100), 10));
+    assert_eq!(speed.records_per_s(at(501_000)), 100.0);
+}
+
+#[test]
+fn no_time_left_is_told_while_workers_wait_for_storage() {
+    let mut job = started(spec(), &[20]);
+    deliver(&mut job, 1, committed(1, 1, &[(0, 4)]));
+    assert!(job.status(at(1000)).eta_s.is_some());
+    let waits = |storage: Option<&str>| WorkerMessage::StorageWait {
+        storage: storage.map(str::to_owned),
+        waited: Duration::from_secs(1),
+    };
+    deliver(&mut job, 2, waits(Some("s3://b")));
+    assert_eq!(job.status(at(60_000)).eta_s, None);
+    deliver(&mut job, 2, waits(None));
+    assert_eq!(job.status(at(61_000)).eta_s, None, "nothing has been done since");
+    deliver(&mut job, 1, committed(1, 2, &[(4, 8)]));
+    assert!(job.status(at(62_000)).eta_s.is_some());
 }
 
 /// The workers of a group divide the records among themselves.
