@@ -259,15 +259,25 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
             return seen.store(SYSTEM_ERROR, Ordering::SeqCst);
         }
         seen.store(SUCCESS, Ordering::SeqCst);
-        for job in to_do {
-            match job {
-                Job::Finalize => seen.store(SUCCESS, Ordering::SeqCst),
-                Job::Operation(operation) => {
-                    seen.store(SUCCESS, Ordering::SeqCst);
-                    perform(&operation, own.get().unwrap(), &stop);
+        // The device. An operation is on the stream before the one in front of it is complete.
+        let (launched, on_stream) = mpsc::channel();
+        let ended = seen.clone();
+        let device = thread::spawn(move || {
+            for job in on_stream {
+                match job {
+                    Job::Finalize => ended.store(SUCCESS, Ordering::SeqCst),
+                    Job::Operation(operation) => perform(&operation, own.get().unwrap(), &stop),
                 }
             }
+        });
+        for job in to_do {
+            if matches!(job, Job::Operation(_)) {
+                seen.store(SUCCESS, Ordering::SeqCst);
+            }
+            launched.send(job).unwrap();
         }
+        drop(launched);
+        device.join().unwrap();
     });
     let thread = Some(thread);
     let made = Communicator {
