@@ -59,6 +59,7 @@ impl Running {
         let patience = Duration::from_secs(30);
         let mut launcher = Launcher::new(PROGRAMS.counting.into(), args, &dir, patience);
         launcher.env.push(("ELASTICDL_WORKERS".into(), "2".into()));
+        launcher.env.push(("CUDA_VISIBLE_DEVICES".into(), "MIG-a,MIG-b".into()));
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let server_config = ServerConfig { listener, token: dir.token().clone(), identity: None };
         let (publish, shown) = watch::channel(None);
@@ -205,6 +206,8 @@ async fn the_workers_of_a_pod_are_ordinary_ranks_and_each_has_its_own_index() {
     assert_eq!(pids.map(|pid| variable(pid, "ELASTICDL_LAUNCH").unwrap()), ["1", "2", "3", "4"]);
     assert_eq!(pids.map(|pid| variable(pid, "ELASTICDL_INDEX").unwrap()), ["0", "1", "0", "1"]);
     assert_eq!(pids.map(|pid| variable(pid, "ELASTICDL_WORKERS")), [None, None, None, None]);
+    let instances = pids.map(|pid| variable(pid, "CUDA_VISIBLE_DEVICES").unwrap());
+    assert_eq!(instances, ["MIG-a", "MIG-b", "MIG-a", "MIG-b"]);
     let parents = pids.map(parent);
     assert!(
         parents[0] == parents[1] && parents[2] == parents[3] && parents[1] != parents[2],

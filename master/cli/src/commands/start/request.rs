@@ -225,7 +225,7 @@ pub(super) fn nccl_warning(options: &ClusterOptions, job: &JobSpec) -> Option<St
         format!(
             "{resource} is requested, but NCCL is not used: it does not encrypt, and links between \
              {} are encrypted; gradients go through the hosts' memory, which is many times slower. \
-             --link-encryption off enables NCCL, where nobody else can read the network",
+             --link-encryption off enables NCCL; use it on a private network only",
             if which == LinkEncryption::On { "workers" } else { "pods" }
         )
     })
