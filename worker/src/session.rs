@@ -138,6 +138,9 @@ impl Session {
             }
             None => {}
         }
+        if self.step.switches && matches!(self.phase, Phase::Round { computed: true, .. }) {
+            self.join_latest();
+        }
         let stands_by = self.is_leaving();
         match &mut self.phase {
             Phase::Detached if stands_by => Task::StandBy,

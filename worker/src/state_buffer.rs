@@ -43,7 +43,7 @@ impl StateBuffer {
     pub(crate) fn snapshot(&self) -> Arc<Vec<f32>> {
         match self {
             Self::Own(shared) => Arc::clone(shared),
-            Self::Program(memory) => Arc::new(memory.floats().to_vec()),
+            Self::Program(memory) => Arc::new(copied(memory.floats())),
         }
     }
 
@@ -70,11 +70,16 @@ impl Deref for StateBuffer {
 /// A shared buffer for writing (copy-on-write): a fresh copy, if the buffer is still being sent.
 pub(crate) fn writable(shared: &mut Arc<Vec<f32>>) -> &mut [f32] {
     if Arc::get_mut(shared).is_none() {
-        let mut own = elasticdl_collective::zeros(shared.len());
-        own.copy_from_slice(shared);
-        *shared = Arc::new(own);
+        *shared = Arc::new(copied(shared));
     }
     Arc::get_mut(shared).expect("this is the only reference, and there are no weak ones")
+}
+
+/// A copy, on huge pages where the system has them.
+pub(crate) fn copied(floats: &[f32]) -> Vec<f32> {
+    let mut copy = elasticdl_collective::zeros(floats.len());
+    copy.copy_from_slice(floats);
+    copy
 }
 
 /// `len` zeros, in memory whose pages are allocated.

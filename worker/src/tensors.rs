@@ -49,6 +49,9 @@ pub(crate) struct HostState {
     pub(crate) retained: Arc<Vec<f32>>,
     /// Destination of the next all-reduced gradient.
     pub(crate) reduced: Vec<f32>,
+    /// Gradients of earlier steps that are still being sent to joining workers. Their memory is
+    /// used again, because new pages cost the whole group time.
+    lent: Vec<Arc<Vec<f32>>>,
 }
 
 impl Tensors {
@@ -378,6 +381,7 @@ impl HostState {
             gradient: zeros(len),
             retained: Arc::new(zeros(len)),
             reduced: zeros(len),
+            lent: Vec::new(),
         }
     }
 
@@ -389,11 +393,13 @@ impl HostState {
     }
 
     fn retain_reduced(&mut self) {
-        let reduced = Arc::new(std::mem::take(&mut self.reduced));
-        let old = std::mem::replace(&mut self.retained, reduced);
-        // The old one may still be being sent to a joining worker.
+        let (len, reduced) = (self.reduced.len(), Arc::new(std::mem::take(&mut self.reduced)));
+        self.lent.push(std::mem::replace(&mut self.retained, reduced));
+        let is_free = |sum: &Arc<_>| Arc::strong_count(sum) == 1;
+        let free = self.lent.iter().position(is_free).map(|at| self.lent.swap_remove(at));
+        self.lent.retain(|sum| !is_free(sum));
         self.reduced =
-            Arc::try_unwrap(old).unwrap_or_else(|old| elasticdl_collective::zeros(old.len()));
+            free.and_then(Arc::into_inner).unwrap_or_else(|| elasticdl_collective::zeros(len));
     }
 }
 
@@ -490,6 +496,20 @@ mod tests {
         state.gradient[1] += 2.0;
         tensors.sum(b"", Path::Host, None).unwrap();
         assert_eq!(*tensors.to_host(Tensor::Reduced).unwrap(), [1.0, 3.0]);
+    }
+
+    #[test]
+    fn the_memory_of_a_sum_is_used_again_when_it_is_sent() {
+        let mut state = HostState::new(ModelSize { parameters: 2, slots: 0 });
+        let sum = Arc::clone(&state.retained);
+        let address = sum.as_ptr();
+        state.retain_reduced();
+        assert!(state.reduced.as_ptr() != address && state.reduced.len() == 2);
+        state.retain_reduced();
+        assert_eq!(state.lent.len(), 1);
+        drop(sum);
+        state.retain_reduced();
+        assert!(state.lent.is_empty() && state.reduced.as_ptr() == address);
     }
 
     #[test]

@@ -404,6 +404,7 @@ impl<M: Model> Trainer<'_, M> {
     /// Applies the step's reduced gradient, which is in `reduced`, and commits the step.
     fn update(&mut self, records: u64, is_applied: bool) -> Result<(), Stopped> {
         if is_applied {
+            self.donor.end_copy();
             let (rule, model, step) = (&mut *self.rule, &mut self.model, self.session.step());
             let tensors = &mut self.tensors;
             call_user("the update", || match tensors {

@@ -116,6 +116,9 @@ impl World {
                     self.wake(ThreadId { p, number });
                 }
             }
+        } else if matches!(self.processes[p].threads[number].doing, Doing::Nothing) {
+            // It may have copied the state, which the trainer waits for.
+            self.wake_for_news(p);
         }
     }
 

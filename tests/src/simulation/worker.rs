@@ -207,6 +207,7 @@ fn session(setting: &Setting, id: WorkerId, origin: Origin, dataset: &FileList) 
         skips_nonfinite: false,
         allows_mixed_builds: false,
         exports_best: spec.seed.is_multiple_of(2),
+        has_tables: setting.tables.is_some(),
     };
     let mut session = Session::new(id, plan).on_gpu(setting.gpus.is_some()).of(origin);
     session.ready(setting.parameters() as u64);

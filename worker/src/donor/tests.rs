@@ -224,3 +224,13 @@ fn the_trainer_gets_its_buffers_back_and_joiners_of_one_step_share_a_snapshot() 
     }
     assert_eq!((Arc::strong_count(&parameters), donor.held.len(), donor.fetchers.len()), (1, 1, 2));
 }
+
+#[test]
+fn an_update_waits_for_the_copy_of_the_state_and_writes_to_the_same_memory() {
+    let mut donor = donor(WATCHDOG);
+    let tensor = || Arc::new(vec![1.0; 4 << 20]);
+    let (mut parameters, slots) = (tensor(), tensor());
+    donor.prepare(GENERATION, 2, Arc::clone(&parameters), slots);
+    donor.end_copy();
+    assert!(Arc::get_mut(&mut parameters).is_some());
+}

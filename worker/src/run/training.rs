@@ -58,13 +58,14 @@ impl Training<'_> {
             options.validation.as_ref().map(|spec| Validation::open(&model, options, spec));
         let validation = validation.transpose().map_err(Failure::fatal)?;
         let evaluation = validation.as_ref().map(|validation| &validation.plan);
-        let plan = plan_of(options, &dataset, evaluation);
         let best = export_best(options).cloned().zip(evaluation.map(BestMetric::from));
         let size = ModelSize::new(NamedTensor::count(&layout), rule.slots());
         let reader = call_user("reader()", || Ok(open_reader(&model, options, Purpose::Train)?));
         let reader = reader.map_err(Failure::fatal)?;
         let order = order_of(&reader, options, &dataset).map_err(Failure::fatal)?;
         let specs = tables_of(&mut model).map_err(Failure::fatal)?;
+        let has_tables = !specs.is_empty();
+        let plan = JobPlan { has_tables, ..plan_of(options, &dataset, evaluation) };
         let origin = program::origin(&environment.location.node, &layout, &specs, &*rule);
         let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());
         let checkpoints = Checkpointing::new(
@@ -140,6 +141,7 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
         skips_nonfinite: options.skips_nonfinite,
         allows_mixed_builds: options.allows_mixed_builds,
         exports_best: export_best(options).is_some(),
+        has_tables: false,
     }
 }
 

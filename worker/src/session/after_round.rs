@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::{Evaluated, WorkerMessage};
+use elasticdl_proto::{Batch, Evaluated, WorkerMessage};
 
 use super::outcome::is_withheld;
-use super::phase::Phase;
+use super::phase::{Group, Phase};
 use super::{Session, Task};
 use crate::session::checkpoint::{
     self, CheckpointHeader, FinalCheckpoint, Written, final_checkpoint,
@@ -119,17 +119,39 @@ impl Session {
         if let (Some(ending), FinalCheckpoint::Nothing) = (ending, last) {
             self.reports.flush();
             self.end(group, ending);
-        } else if seen > group.generation.0 {
-            self.reports.flush();
-            self.join_latest();
         } else {
+            let switches = seen > group.generation.0;
+            let (computes, committed) = (self.computes_before(&group), committed.is_some());
+            if switches {
+                self.reports.flush();
+            }
+            if switches && !(committed && computes) {
+                return self.join_latest();
+            }
             // Saving the best model is worth the wait: no later step would have it.
             let waits = ends || (best && !is_free);
             let state = self.state.as_ref().filter(|_| !waits);
             let assigned =
                 state.and_then(|state| self.assignment.plan((&self.job, state), &group, headers));
+            if switches && assigned.as_ref().is_none_or(Vec::is_empty) {
+                return self.join_latest();
+            }
+            self.step.switches = switches;
             self.phase = Phase::Round { group, assigned, computed: false };
         }
+    }
+
+    /// Whether the ranks of `group` compute the next step before they join the newest group: they
+    /// all stay, and others join them, which receive the result of the last step meanwhile. The
+    /// computed gradients are the whole step, unless it grows with the group. With tables, a rank
+    /// that computes nothing and joins at once would be missing where the others look up rows.
+    fn computes_before(&self, group: &Group) -> bool {
+        let latest = self.memberships.latest.as_ref();
+        let adds_only = latest.is_some_and(|latest| {
+            latest.members.len() > group.members.len()
+                && group.members.iter().all(|id| latest.rank_of(*id).is_some())
+        });
+        adds_only && !self.job.has_tables && matches!(self.job.size.batch, Batch::Global(_))
     }
 
     /// Next task of a checkpoint. To be polled before the state changes: a checkpoint holds the
@@ -231,9 +253,9 @@ mod tests {
     use std::collections::BTreeMap;
     use std::num::NonZeroU64;
 
-    use elasticdl_proto::{CheckpointEvery, WorkerId};
+    use elasticdl_proto::{CheckpointEvery, Generation, MasterMessage, Membership, WorkerId};
 
-    use super::super::JobPlan;
+    use super::super::{Computed, JobPlan};
     use super::*;
     use crate::session::checkpoint::Task as Checkpoint;
     use crate::session::halt::Ending;
@@ -269,6 +291,53 @@ mod tests {
         for session in &mut pair.0 {
             assert!(matches!(session.poll(), Task::Evaluate(_)), "{session:?}");
             session.evaluated(scores);
+        }
+    }
+
+    /// A pair that commits a step at which both know a generation of `members`.
+    fn switching(plan: JobPlan, members: &[u64]) -> Pair {
+        let mut pair = Pair::new(plan);
+        pair.exchange_headers();
+        let at = |id: &u64| (WorkerId(*id), ([127, 0, 0, 1], *id as u16).into());
+        let members: Vec<_> = members.iter().map(at).collect();
+        for session in &mut pair.0 {
+            let (generation, members) = (Generation(2), members.clone().into());
+            let membership = Membership { generation, members, abort: false };
+            session.handle(MasterMessage::Membership(membership));
+        }
+        let headers = pair.compute();
+        for session in &mut pair.0 {
+            session.summed(headers.clone(), true).unwrap();
+            session.updated(Duration::ZERO);
+        }
+        pair
+    }
+
+    #[test]
+    fn ranks_compute_a_step_while_those_that_join_receive_the_last_one() {
+        let mut pair = switching(JobPlan::of_one_epoch(100, 4), &[1, 2, 3]);
+        for session in &mut pair.0 {
+            let Task::Compute { ranges, .. } = session.poll() else { panic!("{session:?}") };
+            assert!(session.is_switching());
+            let computed = Computed { loss_sum: 1.0, compute_us: 1, ..Computed::default() };
+            session.assignment.computed(computed);
+            let Task::Connect(joins) = session.poll() else { panic!("{session:?}") };
+            assert_eq!(joins.generation, Generation(2));
+            // The gradient is part of the next step, in the group that follows.
+            assert_eq!(session.header(0).ranges, ranges);
+        }
+    }
+
+    #[test]
+    fn ranks_switch_at_once_if_one_leaves_or_others_add_records_or_with_tables() {
+        let plan = JobPlan::of_one_epoch(100, 4);
+        let mut grows = plan.clone();
+        grows.size.batch = Batch::PerWorker(NonZeroU64::new(4).unwrap());
+        let has_tables = JobPlan { has_tables: true, ..plan.clone() };
+        let joins = &[1, 2, 3][..];
+        for (plan, members) in [(grows, joins), (has_tables, joins), (plan, &[1, 3, 4])] {
+            let mut pair = switching(plan, members);
+            assert!(matches!(pair.0[0].poll(), Task::Connect(_)), "{members:?}");
         }
     }
 

@@ -101,12 +101,15 @@ pub(super) struct StepPart {
     pub(super) is_idle: bool,
     /// The ranks of this group that have handed their shards over.
     pub(super) handed_over: Vec<bool>,
+    /// Whether this rank joins the newest group when it has computed its part of this step.
+    pub(super) switches: bool,
 }
 
 impl StepPart {
     /// A new group holds one state. What follows from it is not known yet.
     pub(super) fn regrouped(&mut self) {
         (self.is_confirmed, self.verified, self.is_idle) = (false, None, false);
+        self.switches = false;
         self.handed_over.clear();
     }
 }

@@ -89,6 +89,11 @@ impl Session {
         }
     }
 
+    /// Whether this worker joins another group before it sums the gradient that it computes.
+    pub fn is_switching(&self) -> bool {
+        self.step.switches
+    }
+
     /// The state that this worker may send to joining workers: all ranks of its generation have
     /// reported that they hold its step.
     pub fn confirmed(&self) -> Option<(Generation, &State)> {

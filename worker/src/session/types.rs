@@ -30,6 +30,8 @@ pub struct JobPlan {
     pub allows_mixed_builds: bool,
     /// Whether the best model is exported, so that its state is compared between all ranks first.
     pub exports_best: bool,
+    /// Whether the model has tables, so that all ranks take part in each look-up of rows.
+    pub has_tables: bool,
 }
 
 #[cfg(test)]
@@ -47,6 +49,7 @@ impl JobPlan {
             skips_nonfinite: false,
             allows_mixed_builds: false,
             exports_best: false,
+            has_tables: false,
         }
     }
 }

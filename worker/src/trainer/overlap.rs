@@ -28,7 +28,8 @@ impl<M: Model> Trainer<'_, M> {
         let machine = Arc::clone(&self.machine);
         let started = machine.now();
         let took = || machine.now() - started;
-        let has_peers = self.tensors.group().is_some_and(|group| group.world_size() > 1);
+        let has_peers = self.tensors.group().is_some_and(|group| group.world_size() > 1)
+            && !self.session.is_switching();
         let is_over_nccl = self.session.transport() == Transport::Nccl;
         let (model, count) = (&mut self.model, records.len());
         let (computed, summed) = match &mut self.tensors {
