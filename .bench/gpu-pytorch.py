@@ -114,9 +114,10 @@ def work(options):
     job.model(problem.net)
     opt = job.optimizer(problem.optimizer)
     sampler = job.sampler(problem.records, micro_batch=problem.micro)
+    batches = (indices for _ in job.epochs() for indices in sampler)
 
-    def train(sampler):
-        for indices in sampler:
+    def train(batches):
+        for indices in batches:
             (folder / f"pid-{os.getpid()}").touch()
             opt.zero_grad()
             loss = problem.loss(indices)
@@ -126,13 +127,12 @@ def work(options):
 
     if case == "stream":
         with torch.cuda.stream(torch.cuda.Stream()):
-            train(sampler)
+            train(batches)
     elif case == "thread":
-        sampler = iter(sampler)
-        drawn = itertools.chain([next(sampler)], sampler)
+        drawn = itertools.chain([next(batches)], batches)
         ThreadPoolExecutor(1).submit(train, drawn).result()
     else:
-        train(sampler)
+        train(batches)
     del kept
     torch.save(problem.result(), folder / f"result-{os.getpid()}")
     (folder / f"end-{os.getpid()}").write_text(str(time.time()))

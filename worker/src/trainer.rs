@@ -405,6 +405,8 @@ impl<M: Model> Trainer<'_, M> {
     fn update(&mut self, records: u64, is_applied: bool) -> Result<(), Stopped> {
         if is_applied {
             self.donor.end_copy();
+            let tally = self.session.tally();
+            observe(&mut self.model, Progress::Applied { tally });
             let (rule, model, step) = (&mut *self.rule, &mut self.model, self.session.step());
             let tensors = &mut self.tensors;
             call_user("the update", || match tensors {

@@ -69,15 +69,17 @@ def sampler(
     if shuffle not in (None, False, True):
         raise TypeError(f"shuffle is {shuffle!r}; it must be a bool")
     seed = None if shuffle is False else seed or 0
+    batch = global_batch or 32 * world_size
     share = _elasticdl.Share(
         records=length,
         epochs=epochs or 1,
-        global_batch=global_batch or 32 * world_size,
+        global_batch=batch,
         seed=seed,
         rank=rank,
         world_size=world_size,
     )
     group = _FixedGroup(share, (rank, world_size), length, micro_batch, seed, max_steps)
+    group.steps_per_epoch = -(-length // batch)
     return Sampler(group, length, micro_batch, seed)
 
 
@@ -85,6 +87,7 @@ class _FixedGroup:
     """The micro-batches of one rank of a group of a fixed size."""
 
     generation = 0
+    steps_per_epoch = None
 
     def __init__(self, share, place, length, micro_batch, seed, max_steps):
         self.rank, self.world_size = place
@@ -104,6 +107,9 @@ class _FixedGroup:
         self._steps_drawn = 0
         self._rest = collections.deque()
         self._ends = collections.deque()
+
+    def begin_pass(self):
+        """A loop goes on where the last one ended."""
 
     def draw(self):
         if not self._rest:

@@ -38,6 +38,15 @@ class AnyJob:
         return self._worker.progress("rank")
 
     @property
+    def is_main(self):
+        """Whether this worker has rank 0: for what one worker does, such as saving a file after
+        the loop. Known from the first draw on."""
+        core = self._worker.core
+        if self.world_size == 0 and core is not None and not core.is_alone:
+            raise RuntimeError("job.is_main is known when the first micro-batch was drawn")
+        return self.rank == 0
+
+    @property
     def world_size(self):
         """Number of workers in the group; 0 before the first group."""
         return self._worker.progress("world_size")
@@ -144,6 +153,15 @@ class AnyJob:
             seed=seed,
             shuffle=shuffle,
         )
+
+    def epochs(self):
+        """Yields the numbers of the epochs that this worker trains in, from 0, until the job ends.
+
+        In each of them, a loop over the sampler, or its loader, yields the micro-batches of this
+        epoch, once. A worker that joins later begins with the epoch of its group. All workers go
+        through an epoch together: what the loop does between two of them, each worker does.
+        """
+        return self._worker.epochs()
 
     @property
     def steps(self):

@@ -23,12 +23,13 @@ class Record(int):
 
 
 class Sampler:
-    """Yields lists of :class:`Record`: the micro-batches of this worker, until the job is complete.
+    """Yields lists of :class:`Record`: the micro-batches of this worker.
 
-    An iterator for one ``for`` loop over all epochs, or the ``batch_sampler`` of a PyTorch
-    ``DataLoader``, which may load ahead. Each micro-batch must be delivered once, in order: by the
-    step of the job, or by :meth:`commit`. What was drawn and not committed when this worker ends is
-    trained by others.
+    An iterator for a ``for`` loop, or the ``batch_sampler`` of a PyTorch ``DataLoader``, which may
+    load ahead. A loop ends with the job; in ``for epoch in job.epochs()``, and in each job of
+    :mod:`elasticdl.torch`, with the epoch. Each micro-batch must be delivered once, in order: by
+    the step of the job, or by :meth:`commit`. What was drawn and not committed when this worker
+    ends is trained by others.
     """
 
     def __init__(self, group, length, micro_batch, seed):
@@ -38,7 +39,19 @@ class Sampler:
         self.seed = seed
 
     def __iter__(self):
+        self._group.begin_pass()
         return self
+
+    def __len__(self):
+        """Number of steps in an epoch, the same on all workers, as schedules need it. A worker
+        computes its part of a step in one or more micro-batches."""
+        steps = self._group.steps_per_epoch
+        if steps is None:
+            raise TypeError(
+                "with --minibatch-size the number of steps in an epoch depends on the workers; "
+                "start the job with --global-batch-size to know it"
+            )
+        return steps
 
     def __next__(self):
         return self._group.draw()

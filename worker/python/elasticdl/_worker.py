@@ -43,6 +43,12 @@ class Worker:
         self.drawn = collections.deque()
         # Number of records that the program's initial state has absorbed.
         self.absorbed = 0
+        # Whether a loop over the sampler is one epoch.
+        self.has_passes = False
+        # The epoch of the loop over ``epochs()``.
+        self.epoch = None
+        # Called before each draw.
+        self.before_draw = lambda: None
         self._sampler = None
         self._evaluator = None
         self._predictor = None
@@ -98,10 +104,14 @@ class Worker:
         """See ``Job.steps``."""
         if self._sampler is None:
             raise RuntimeError("call job.sampler() before the number of steps is used")
-        options = self.core.options
-        if options.global_batch is None:
-            return None
-        return options.epochs * -(-self._sampler.length // options.global_batch)
+        steps = self.steps_per_epoch
+        return None if steps is None else self.core.options.epochs * steps
+
+    @property
+    def steps_per_epoch(self):
+        """Number of steps in an epoch; None if it depends on the workers."""
+        batch = self.core.options.global_batch
+        return None if batch is None else -(-self._sampler.length // batch)
 
     def evaluator(self, declared, function):
         """Declares the evaluation."""
@@ -147,13 +157,60 @@ class Worker:
         """A number of the group's progress; 0 before training begins."""
         return 0 if self.started is None else getattr(self.started.progress, name)
 
+    def epochs(self):
+        """See ``Job.epochs()``."""
+        if self._sampler is None:
+            raise RuntimeError("call job.sampler() before job.epochs()")
+        self.begin()
+        while True:
+            self.wait()
+            if self.ended:
+                return
+            # What is left of a loader that was not iterated to its end does not count any more.
+            while self.drawn:
+                self.core.deliver(0.0, True)
+                self.drawn.popleft()
+            self.epoch = self.progress("epoch")
+            yield self.epoch
+            if not self.is_epoch_over():
+                raise RuntimeError(
+                    f"the loop over the data was left in epoch {self.epoch}, after step "
+                    f"{self.progress('step')}, before all records of the epoch were trained. "
+                    "Iterate to the loader's end; to train less, end the job with --max-steps "
+                    "(without a master max_steps of job.sampler()), or give it less data"
+                )
+
+    def is_epoch_over(self):
+        """Whether all records of the loop's epoch are committed."""
+        return self.ended or (self.epoch is not None and self.progress("epoch") > self.epoch)
+
+    def begin_pass(self):
+        """A loop over the sampler begins."""
+        if not self.has_passes or self.started is None or self.core.work != "train":
+            return
+        if self.is_epoch_over():
+            which = "the job" if self.epoch is None else f"epoch {self.epoch}"
+            raise RuntimeError(
+                f"{which} is complete, and this loop over its data would be empty. Each epoch of "
+                "`for epoch in job.epochs():` has one loop over the loader, and their number is "
+                "--num-epochs (without a master epochs of job.sampler()); for another use of the "
+                "data, such as a test, make another loader, without the job's sampler"
+            )
+
     def draw(self):
         """The records of the next micro-batch; None if there is none."""
         self.begin()
-        batch = self.core.next_batch()
+        epochs = self.core.options.epochs
+        if self.has_passes and self.epoch is None and epochs > 1 and self.core.work == "train":
+            raise RuntimeError(
+                f"this job has {epochs} epochs, and a loop over the loader is one of them: write "
+                "`for epoch in job.epochs():` around it"
+            )
+        self.before_draw()
+        batch = self.core.next_batch(self.epoch)
         if batch is not None and batch.must_wait:
             self.wait()
-            batch = None if self.ended else self.core.next_batch()
+            batch = None if self.ended else self.core.next_batch(self.epoch)
         if batch is None or batch.must_wait:
             return None
         seed = self.core.options.seed
@@ -195,6 +252,13 @@ class _JobGroup:
     world_size = property(lambda self: self._worker.progress("world_size"))
     step = property(lambda self: self._worker.progress("step"))
     records = property(lambda self: max(self._worker.progress("records"), self._worker.absorbed))
+
+    @property
+    def steps_per_epoch(self):
+        return self._worker.steps_per_epoch
+
+    def begin_pass(self):
+        self._worker.begin_pass()
 
     def draw(self):
         records = self._worker.draw()

@@ -79,9 +79,10 @@ if evaluated is not None:
 training = Clicks(job.data or "clicks:0..20000")
 sampler = job.sampler(len(training), micro_batch=256)
 loader = DataLoader(training, batch_sampler=sampler, collate_fn=lambda batch: batch, num_workers=2)
-for label, dense, ids in job.batches(loader, ids_of):
-    loss = criterion(model(dense, ids), label)
-    loss.backward()
-    opt.step(loss)
-    opt.zero_grad()
+for _ in job.epochs():
+    for label, dense, ids in job.batches(loader, ids_of):
+        loss = criterion(model(dense, ids), label)
+        loss.backward()
+        opt.step(loss)
+        opt.zero_grad()
 print(f"{job.records} clicks in {job.step} steps")

@@ -337,11 +337,13 @@ impl Core {
         }
     }
 
-    /// The next micro-batch; None if there is none now.
-    fn next_batch(&self, py: Python<'_>) -> PyResult<Option<MicroBatch>> {
+    /// The next micro-batch; None if there is none now. `until`: the last epoch whose records may
+    /// be drawn; None if it is complete.
+    #[pyo3(signature = (until=None))]
+    fn next_batch(&self, py: Python<'_>, until: Option<u32>) -> PyResult<Option<MicroBatch>> {
         let batch = self.training(|training| {
             let driver = &mut training.driver;
-            py.detach(|| driver.next_batch())
+            py.detach(|| driver.next_batch(until))
         })?;
         Ok(match batch {
             NextBatch::Batch(records) => {
@@ -435,6 +437,11 @@ impl Core {
     /// Reports a metric of the micro-batch that is delivered next, a mean over its records.
     fn report(&self, name: String, mean: f64) -> PyResult<()> {
         self.training(|training| training.driver.report(name, mean))
+    }
+
+    /// Adds a value to the tally of the step, with the micro-batch that is delivered next.
+    fn add(&self, name: String, value: f64) -> PyResult<()> {
+        self.training(|training| training.driver.add(name, value))
     }
 
     /// Delivers the gradient of the micro-batch that was drawn first. Returns whether it counts.

@@ -1,5 +1,7 @@
 //! The progress of a worker's group, as Python sees it.
 
+use std::collections::BTreeMap;
+
 use elasticdl::external::Watch;
 use pyo3::prelude::*;
 
@@ -40,5 +42,11 @@ impl Progress {
     #[getter]
     fn records(&self) -> u64 {
         self.watch.progress().records
+    }
+
+    /// What the micro-batches of the step that is applied have added, on all workers.
+    #[getter]
+    fn tally(&self) -> BTreeMap<String, f64> {
+        self.watch.progress().tally
     }
 }

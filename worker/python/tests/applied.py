@@ -80,11 +80,13 @@ def main(wrong="", folder=None):
         job.run()
     training = data(200, 1)
     opt = job.optimizer(torch.optim.AdamW(net.parameters(), lr=0.02))
-    for x, y in DataLoader(training, batch_sampler=job.sampler(200, micro_batch=10)):
-        assert net[1].training and job.work == "train" and job.data == "training.csv"
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        opt.step(loss)
+    loader = DataLoader(training, batch_sampler=job.sampler(200, micro_batch=10))
+    for _ in job.epochs():
+        for x, y in loader:
+            assert net[1].training and job.work == "train" and job.data == "training.csv"
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            opt.step(loss)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ opt = job.optimizer(
 )
 
 
-def train(sampler):
-    for indices in sampler:
+def train(batches):
+    for indices in batches:
         opt.zero_grad()
         loss = -net(torch.tensor(indices))
         loss.backward()
@@ -73,26 +73,27 @@ def train(sampler):
         opt.step(loss.detach() / len(indices))
 
 
-def train_checked(sampler):
+def train_checked(batches):
     with fake_streams.Checked():
-        train(sampler)
+        train(batches)
 
 
 sampler = job.sampler(records, micro_batch=5)
+batches = (indices for _ in job.epochs() for indices in sampler)
 if work:
     # Those of the fake GPU.
     import fake_streams
 if not work:
-    train(sampler)
+    train(batches)
 elif work == "alive":
     kept = fake_streams.keep_alive(net, torch.arange(records))
-    train_checked(sampler)
+    train_checked(batches)
 elif work == "stream":
     with torch.cuda.stream(torch.cuda.Stream()):
-        train_checked(sampler)
+        train_checked(batches)
 else:
-    drawn = iter(sampler)
-    thread = threading.Thread(target=train_checked, args=[itertools.chain([next(drawn)], drawn)])
+    drawn = itertools.chain([next(batches)], batches)
+    thread = threading.Thread(target=train_checked, args=[drawn])
     thread.start()
     thread.join()
 

@@ -81,11 +81,12 @@ def predict(users, words, starts):
 
 sampler = job.sampler(records, micro_batch=7)
 data = DataLoader(Clicks(), batch_sampler=sampler, num_workers=loaders, collate_fn=collate)
-for users, words, starts in job.batches(data, ids=ids):
-    of_users, of_words = model(users, words, starts)
-    loss = -batch * (of_users + of_words + model.bias).mean()
-    loss.backward()
-    time.sleep(micros * len(users) / 1e6)
-    opt.step(loss.detach())
-    opt.zero_grad()
+for _ in job.epochs():
+    for users, words, starts in job.batches(data, ids=ids):
+        of_users, of_words = model(users, words, starts)
+        loss = -batch * (of_users + of_words + model.bias).mean()
+        loss.backward()
+        time.sleep(micros * len(users) / 1e6)
+        opt.step(loss.detach())
+        opt.zero_grad()
 print("rows are counted", job.step)

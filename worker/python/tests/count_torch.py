@@ -66,12 +66,13 @@ job.state("steps", steps, on_commit=steps.add)
 data = DataLoader(
     Numbers(), batch_sampler=job.sampler(records, micro_batch=7), num_workers=loaders
 )
-for indices in data:
-    loss = -model(indices).sum()
-    loss.backward()
-    time.sleep(micros * len(indices) / 1e6)
-    opt.step(loss.detach() / len(indices))
-    opt.zero_grad()
+for _ in job.epochs():
+    for indices in data:
+        loss = -model(indices).sum()
+        loss.backward()
+        time.sleep(micros * len(indices) / 1e6)
+        opt.step(loss.detach() / len(indices))
+        opt.zero_grad()
 
 assert steps.count == job.step, (steps.count, job.step)
 assert "momentum_buffer" in inner.state[net.weight]

@@ -45,17 +45,19 @@ opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01))
 options = {"global_batch": 48, "epochs": 2, "seed": 5} if alone else {}
 sampler = job.sampler(records, micro_batch=7, **options)
 file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-for indices, epochs, noise in DataLoader(Noise(), batch_sampler=sampler, num_workers=loaders):
-    loss = model(noise).square().mean()
-    loss.backward()
-    time.sleep(micros * len(indices) / 1e6)
-    lines = []
-    for row, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist())):
-        generator = job.generator(record=index, epoch=epoch)
-        drawn = [*net.mask[row].tolist(), *noise[row].tolist(), torch.rand((), generator=generator)]
-        lines.append(" ".join(str(float(number)) for number in [epoch, index, *drawn]) + "\n")
-    os.write(file, "".join(lines).encode())
-    opt.step(loss)
+for _ in job.epochs():
+    for indices, epochs, noise in DataLoader(Noise(), batch_sampler=sampler, num_workers=loaders):
+        loss = model(noise).square().mean()
+        loss.backward()
+        time.sleep(micros * len(indices) / 1e6)
+        lines = []
+        for row, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist())):
+            generator = job.generator(record=index, epoch=epoch)
+            drawn = [*net.mask[row].tolist(), *noise[row].tolist()]
+            drawn.append(torch.rand((), generator=generator))
+            lines.append(" ".join(str(float(number)) for number in [epoch, index, *drawn]) + "\n")
+        os.write(file, "".join(lines).encode())
+        opt.step(loss)
 values = [value for parameter in net.parameters() for value in parameter.flatten().tolist()]
 with open(path + ".values", "w") as last:
     last.write(" ".join(map(str, values)))

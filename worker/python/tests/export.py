@@ -30,11 +30,13 @@ def main(path):
     job, net = et.join(), Net()
     model = job.model(net)
     opt = job.optimizer(torch.optim.AdamW(net.parameters(), lr=0.01))
-    for indices in job.sampler(60, micro_batch=6):
-        x = torch.tensor(indices) % 5
-        loss = torch.nn.functional.cross_entropy(model(x), x)
-        loss.backward()
-        opt.step(loss)
+    sampler = job.sampler(60, micro_batch=6)
+    for _ in job.epochs():
+        for indices in sampler:
+            x = torch.tensor(indices) % 5
+            loss = torch.nn.functional.cross_entropy(model(x), x)
+            loss.backward()
+            opt.step(loss)
     if job.rank == 0:
         torch.save(net.state_dict(), path)
 

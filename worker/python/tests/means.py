@@ -29,7 +29,7 @@ if micros:
     options = {"batch_sampler": job.sampler(RECORDS, micro_batch=BATCH)}
 else:
     options = {"batch_size": BATCH}
-for _ in range(1 if micros else EPOCHS):
+for _ in job.epochs() if micros else range(EPOCHS):
     for inputs, wanted in DataLoader(TensorDataset(x, y), **options):
         torch.nn.functional.mse_loss(net(inputs), wanted).backward()
         time.sleep(micros * len(inputs) / 1e6)

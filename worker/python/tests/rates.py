@@ -1,8 +1,10 @@
 """A program whose optimizer has several schedulers, for the tests of schedules.
 
 One is a sequence of two, another one multiplies its rate, and a third one steps once per epoch.
-Arguments: microseconds per record, and a file, to which the process adds a line: the rates of all
-steps, in JSON. ``plain(steps, steps_per_epoch)`` returns those of a plain loop.
+Arguments: microseconds per record, a file, to which the process adds a line: the rates of all
+steps, in JSON, and where the third one is stepped: "loop", with a loader that reads ahead, or
+"state", by a function of ``job.state()``. ``plain(steps, steps_per_epoch)`` returns those of a
+plain loop.
 """
 
 import json
@@ -67,7 +69,7 @@ class Rates:
         self.all.append(rates_of(self.opt))
 
 
-def main(micros, path, epochs=None):
+def main(micros, path, where, epochs=None):
     import elasticdl.torch as et
 
     torch.set_num_threads(1)
@@ -77,27 +79,34 @@ def main(micros, path, epochs=None):
     opt = job.optimizer(inner)
     assert isinstance(opt, torch.optim.Optimizer)
     each, of_epoch = schedulers(opt)
-    job.state("epochs", of_epoch, on_epoch=of_epoch.step)
+    in_loop = where == "loop"
+    if not in_loop:
+        job.state("epochs", of_epoch, on_epoch=of_epoch.step)
     rates = Rates(inner)
     job.state("rates", rates, on_commit=rates.add)
     order = {} if epochs is None else {"global_batch": BATCH, "epochs": epochs}
     sampler = job.sampler(RECORDS, micro_batch=5, **order)
-    assert job.steps == 39, job.steps
-    for x in torch.utils.data.DataLoader(torch.randn(RECORDS, 3), batch_sampler=sampler):
-        loss = net(x).square().mean()
-        loss.backward()
-        time.sleep(micros * len(x) / 1e6)
-        committed = opt.step(loss)
-        opt.zero_grad()
-        for scheduler in each:
-            # Either way is right.
-            if committed or job.step % 2:
-                scheduler.step()
-        if committed:
-            assert each[0].last_epoch == len(rates.all) == job.step, (each[0].last_epoch, job.step)
+    options = {"batch_sampler": sampler, "num_workers": 2 if in_loop else 0}
+    loader = torch.utils.data.DataLoader(torch.randn(RECORDS, 3), **options)
+    assert job.steps == 3 * len(loader) == 39, job.steps
+    for _ in job.epochs():
+        for x in loader:
+            loss = net(x).square().mean()
+            loss.backward()
+            time.sleep(micros * len(x) / 1e6)
+            committed = opt.step(loss)
+            opt.zero_grad()
+            for scheduler in each:
+                # Either way is right.
+                if committed or job.step % 2:
+                    scheduler.step()
+            if committed:
+                assert each[0].last_epoch == len(rates.all) == job.step, each[0].last_epoch
+        if in_loop:
+            of_epoch.step()
     with open(path, "a") as file:
         file.write(json.dumps(rates.all) + "\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), *sys.argv[2:])

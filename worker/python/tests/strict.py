@@ -23,12 +23,13 @@ opt = job.optimizer(torch.optim.AdamW(net.parameters(), lr=0.01))
 batches = job.sampler(len(x), micro_batch=3)
 if sys.argv[1] == "rows":
     batches = job.batches(batches, lambda indices: {"user": users[indices]})
-for indices in batches:
-    if sys.argv[1] == "rows":
-        found = net["net"](x[indices] + net["rows"](users[indices]))
-    else:
-        found = net(x[indices])
-    loss = torch.nn.functional.cross_entropy(found, y[indices])
-    loss.backward()
-    time.sleep(float(sys.argv[2]))
-    opt.step(loss)
+for _ in job.epochs():
+    for indices in batches:
+        if sys.argv[1] == "rows":
+            found = net["net"](x[indices] + net["rows"](users[indices]))
+        else:
+            found = net(x[indices])
+        loss = torch.nn.functional.cross_entropy(found, y[indices])
+        loss.backward()
+        time.sleep(float(sys.argv[2]))
+        opt.step(loss)

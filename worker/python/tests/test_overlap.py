@@ -122,7 +122,8 @@ for bad in None, None, 5:
     process.job = None
     job, net, opt, scaler = setup(True, scaled=bool(results))
     steps, scales = [], []
-    for indices in job.sampler(24, micro_batch=3, global_batch=6, shuffle=False, epochs=2):
+    sampler = job.sampler(24, micro_batch=3, global_batch=6, shuffle=False, epochs=2)
+    for indices in (indices for _ in job.epochs() for indices in sampler):
         loss = loss_of(net, indices)
         total = scaler.scale(loss)
         if bad in indices:

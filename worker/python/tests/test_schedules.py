@@ -16,7 +16,7 @@ from test_torch import run
 
 # Each is a loop's body, or what is before it, and what the error says.
 REFUSALS = (
-    ("s = lr.StepLR(opt, 3)", "", "did not call StepLR.step() after the last opt.step()"),
+    ("s = lr.StepLR(opt, 3)", "", "did not call StepLR.step() after the last epoch"),
     ("s = lr.StepLR(opt, 3)", "s.step(); s.step()", "StepLR.step() was called at another place"),
     ("s = lr.StepLR(opt, 3)", "s.step(3)", "StepLR.step() takes no argument in a job"),
     (
@@ -64,9 +64,11 @@ class Alone(unittest.TestCase):
 
     def test_a_schedule_steps_once_with_each_step_and_once_with_each_epoch(self):
         with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "rates")
-            self.check(f"import rates; rates.main(0, {str(path)!r}, 3); print('done')")
-            self.assertEqual(json.loads(path.read_text()), rates.plain(39, 13))
+            for where in "loop", "state":
+                path = pathlib.Path(folder, where)
+                arguments = 0, str(path), where, 3
+                self.check(f"import rates; rates.main(*{arguments!r}); print('done')")
+                self.assertEqual(json.loads(path.read_text()), rates.plain(39, 13))
 
     def test_every_scheduler_of_pytorch_has_the_rates_of_the_plain_loop(self):
         self.check(
@@ -83,16 +85,14 @@ class Alone(unittest.TestCase):
                         opt = job.optimizer(opt)
                     scheduler = eval(made)
                     rates = []
-                    for at in range(24) if is_plain else job.sampler(96, micro_batch=2, global_batch=4):
+                    options = {{"micro_batch": 2, "global_batch": 4}}
+                    for at in range(24) if is_plain else job.sampler(96, **options):
                         net(torch.ones(2, 3)).sum().backward()
                         if opt.step() or is_plain:
                             group = opt.param_groups[0]
-                            if is_plain:
-                                scheduler.step()
+                            scheduler.step()
                             rates.append((scheduler.get_last_lr(), group["lr"], group["momentum"]))
                         opt.zero_grad()
-                        if not is_plain:
-                            scheduler.step()
                     if is_plain:
                         expected = rates
                 assert len(rates) == 24 and rates == expected, (made, rates, expected)
@@ -113,7 +113,8 @@ class Alone(unittest.TestCase):
                 opt = job.optimizer(inner)
                 exec(before)
                 try:
-                    for _ in job.sampler(96, micro_batch=2, global_batch=4):
+                    sampler = job.sampler(96, micro_batch=2, global_batch=4, epochs=2)
+                    for _ in (indices for _ in job.epochs() for indices in sampler):
                         net(torch.ones(2, 3)).sum().backward()
                         opt.step()
                         exec(body)
@@ -141,26 +142,27 @@ class Jobs(unittest.TestCase):
         for line in lines:
             self.assertEqual(line, expected, context)
 
-    def job(self, workers, micros, *options, epochs=EPOCHS):
-        program = [HERE / "rates.py", micros, "{job}/rates"]
+    def job(self, workers, micros, where, *options, epochs=EPOCHS):
+        program = [HERE / "rates.py", micros, "{job}/rates", where]
         return RunningJob(
             program, workers=workers, batch=rates.BATCH, epochs=epochs, options=options
         )
 
     def test_rates_are_those_of_the_plain_loop_in_a_group_that_loses_workers(self):
-        with self.job(3, 4000, "--min-workers", "2") as job:
-            job.wait_for_steps()
-            kills = job.survive_some(5, 2)
-            self.check(job, f"{kills} kills")
-            self.assertGreater(kills, 0)
+        for where in "loop", "state":
+            with self.subTest(where), self.job(3, 4000, where, "--min-workers", "2") as job:
+                job.wait_for_steps()
+                kills = job.survive_some(5, 2)
+                self.check(job, f"{kills} kills, {where}")
+                self.assertGreater(kills, 0)
 
     def test_rates_are_those_of_the_plain_loop_after_a_resume(self):
         with tempfile.TemporaryDirectory() as folder:
             # The second epoch has begun, so that all schedulers have stepped.
             saved = ["--checkpoint-dir", folder, "--checkpoint-every", "5"]
-            with self.job(2, 0, *saved, "--max-steps", "20") as first:
+            with self.job(2, 0, "loop", *saved, "--max-steps", "20") as first:
                 self.assertEqual(first.wait(), 0, first.text())
-            with self.job(1, 0, "--resume-from", folder) as second:
+            with self.job(1, 0, "loop", "--resume-from", folder) as second:
                 self.check(second, "resumed")
 
 

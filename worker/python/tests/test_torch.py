@@ -52,11 +52,14 @@ class Recorded:
             yield indices
 
 
-for a, b in DataLoader(data, batch_sampler=Recorded()):
-    loss = criterion(model(a), b)
-    loss.backward()
-    commits += opt.step(loss)
-    opt.zero_grad()
+loader = DataLoader(data, batch_sampler=Recorded())
+for epoch in job.epochs():
+    assert epoch == job.epoch == len(order) // 15
+    for a, b in loader:
+        loss = criterion(model(a), b)
+        loss.backward()
+        commits += opt.step(loss)
+        opt.zero_grad()
 assert commits == job.step == epochs * 5, commits
 
 trained, net = net, plain
@@ -117,11 +120,6 @@ REFUSALS = (
         "s = torch.amp.GradScaler('cpu'); job.model(net); o = job.optimizer(sgd); next(job."
         + "sampler(3)); s.scale(net(torch.ones(1, 2)).sum()).backward(); s.step(o)",
         "use the one that job.scaler(scaler) returns",
-    ),
-    (
-        "job.model(net); o = job.optimizer(sgd); next(job.sampler(3)); net.bias.requires_grad = "
-        + "False; net(torch.ones(1, 2)).sum().backward(); o.step()",
-        "bias required a gradient when training began and is frozen now",
     ),
     ("job.seed_for(record=1, step=2)", "either record or step"),
     ("job.sampler(3); job.seed_for(record=1)", "no micro-batch is computed now"),
@@ -186,23 +184,6 @@ class Alone(unittest.TestCase):
         ended = run(program)
         self.assertIn("all refused", ended.stdout, ended.stderr)
 
-    def test_a_loop_that_skips_steps_says_so_at_its_end(self):
-        ended = run(
-            textwrap.dedent(
-                """
-                import torch, elasticdl.torch as et
-                net, job = torch.nn.Linear(2, 2), et.join()
-                job.model(net)
-                opt = job.optimizer(torch.optim.SGD(net.parameters()), overlap=False)
-                for at, _ in enumerate(job.sampler(64, micro_batch=2, global_batch=8)):
-                    net(torch.ones(2, 2)).sum().backward()
-                    if at % 4 == 3:
-                        opt.step()
-                """
-            )
-        )
-        self.assertIn("had no step: each of them needs its own", ended.stderr)
-
     def test_a_mask_of_infinite_elements_stays_as_it_is(self):
         program = textwrap.dedent(
             """
@@ -238,11 +219,15 @@ class Alone(unittest.TestCase):
             opt = job.optimizer(torch.optim.AdamW(net.parameters()), clip_norm=1.0)
             data = TensorDataset(torch.randn(90, 4))
             sampler = job.sampler(90, micro_batch=4, global_batch=12, epochs=3)
-            for (x,) in DataLoader(data, batch_sampler=sampler, num_workers=2):
-                loss = net["b"](net["a"](x).relu()).square().mean()
-                loss.backward()
-                opt.step(loss)
-                net.zero_grad()
+            loader = DataLoader(data, batch_sampler=sampler, num_workers=2)
+            assert len(loader) == 8
+            for epoch in job.epochs():
+                for (x,) in loader:
+                    loss = net["b"](net["a"](x).relu()).square().mean()
+                    loss.backward()
+                    opt.step(loss)
+                    net.zero_grad()
+                assert job.step == 8 * (epoch + 1), (epoch, job.step)
             assert job.records == 270 and job.step == 24, (job.records, job.step)
             assert net["b"].weight is net["a"].weight
             print("done")

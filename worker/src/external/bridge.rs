@@ -1,5 +1,6 @@
 //! What the trainer and a model whose code is in another language tell each other.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 #[cfg(feature = "gpu")]
@@ -35,13 +36,18 @@ pub trait Bridge {
     /// says nothing about the time per record.
     fn take_discarded(&mut self) -> Duration;
 
+    /// What the program has added to the step's tally in [`Model::gradients`], since the last call.
+    fn take_tally(&mut self) -> BTreeMap<String, f64>;
+
     /// The group has made progress.
     fn observe(&mut self, event: Progress<'_>);
 }
 
 /// Progress of a worker's group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum Progress<'a> {
+    /// A step is applied next: the sums over all ranks of what their programs have added.
+    Applied { tally: BTreeMap<String, f64> },
     /// A step is committed: its number from 1, the epoch of the next, and the number of records
     /// that the state contains.
     Committed { step: u64, epoch: u32, records: u64 },

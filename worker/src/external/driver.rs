@@ -31,6 +31,8 @@ pub struct Driver {
     batches: MicroBatches,
     /// Metrics of the micro-batch that is delivered next, each a mean over its records.
     means: Vec<(String, f64)>,
+    /// What the micro-batch that is delivered next adds to the step's tally.
+    tally: Vec<(String, f64)>,
     /// When the program began to compute the micro-batch that is delivered next.
     since: Instant,
     trainer: Trainer,
@@ -154,6 +156,7 @@ impl Driver {
             shared,
             batches: MicroBatches::new(micro_batch.max(1), worker.options().is_deterministic),
             means: Vec::new(),
+            tally: Vec::new(),
             since: Instant::now(),
             trainer: Trainer::Waiting(Box::new((worker, model))),
         }
@@ -363,9 +366,11 @@ impl Driver {
     }
 
     /// The next micro-batch. A program that draws several before it delivers the first gets
-    /// repetitions of the last where the trainer has nothing for it.
-    pub fn next_batch(&mut self) -> NextBatch {
-        if matches!(self.trainer, Trainer::Ended(_)) {
+    /// repetitions of the last where the trainer has nothing for it. `until`: the last epoch whose
+    /// records may be drawn; [`NextBatch::Ended`] if it is complete.
+    pub fn next_batch(&mut self, until: Option<u32>) -> NextBatch {
+        let is_complete = until.is_some_and(|until| self.shared.progress().epoch > until);
+        if is_complete || matches!(self.trainer, Trainer::Ended(_)) {
             return NextBatch::Ended;
         }
         if self.batches.drawn() == 0 && self.batches.is_complete() {
@@ -373,7 +378,7 @@ impl Driver {
         }
         let deadline = Instant::now() + READ_AHEAD_WAIT;
         loop {
-            if let Some(batch) = self.batches.draw(&self.shared.ahead()) {
+            if let Some(batch) = self.batches.draw(&self.shared.ahead(), until) {
                 return NextBatch::Batch(batch);
             }
             if self.batches.drawn() > 1 {
@@ -392,6 +397,13 @@ impl Driver {
         self.means.push((name, mean));
     }
 
+    /// Adds `value` to the number `name` of the step's tally, if the micro-batch that is delivered
+    /// next counts. Each worker's update sees the sums over all workers:
+    /// [`GroupProgress::tally`].
+    pub fn add(&mut self, name: String, value: f64) {
+        self.tally.push((name, value));
+    }
+
     /// Delivers the gradient of the micro-batch that was drawn first, which is in
     /// [`gradient`](Self::gradient). `loss`: mean over its records. Returns whether the micro-batch
     /// counts. If not, its records are drawn again.
@@ -401,6 +413,7 @@ impl Driver {
     pub fn deliver(&mut self, loss: f64) -> Result<bool, WorkerError> {
         let counted = self.counted();
         let means = std::mem::take(&mut self.means);
+        let tally = std::mem::take(&mut self.tally);
         let took = self.since.elapsed();
         self.since += took;
         if !self.batches.deliver(counted.is_some()) {
@@ -416,6 +429,7 @@ impl Driver {
         let records = counted.records as f64;
         sums.loss += loss * records;
         sums.metrics.extend(means.into_iter().map(|(name, mean)| (name, mean * records)));
+        sums.tally.extend(tally);
         if counted.is_last {
             let sums = std::mem::take(sums);
             self.reply(Ok(Reply::Gradient(sums)));

@@ -74,7 +74,12 @@ impl MicroBatches {
     }
 
     /// Draws the next micro-batch. `ahead`: records that the trainer will request later, in order.
-    pub(super) fn draw(&mut self, ahead: &VecDeque<Record>) -> Option<Vec<Record>> {
+    /// `until`: the last epoch whose records may be drawn.
+    pub(super) fn draw(
+        &mut self,
+        ahead: &VecDeque<Record>,
+        until: Option<u32>,
+    ) -> Option<Vec<Record>> {
         let stream = Stream { requested: &self.requested, ahead };
         let quota = self.quotas[0].max(self.quotas[1]).max(1);
         let mut at = 0;
@@ -92,7 +97,8 @@ impl MicroBatches {
         }
         let batch: Vec<Record> =
             (at..end.min(at + self.len_max)).filter_map(|at| stream.at(at)).collect();
-        (!batch.is_empty()).then(|| self.draw_this(batch))
+        let is_wanted = |first: &Record| until.is_none_or(|until| first.epoch <= until);
+        batch.first().is_some_and(is_wanted).then(|| self.draw_this(batch))
     }
 
     /// Draws the last micro-batch again. It will be discarded.
@@ -209,9 +215,9 @@ mod tests {
     fn draws(batches: &mut MicroBatches, ahead: &[Record], expected: &[Vec<Record>]) {
         let ahead = ahead.to_vec().into();
         for expected in expected {
-            assert_eq!(batches.draw(&ahead).as_ref(), Some(expected));
+            assert_eq!(batches.draw(&ahead, None).as_ref(), Some(expected));
         }
-        assert_eq!(batches.draw(&ahead), None);
+        assert_eq!(batches.draw(&ahead, None), None);
     }
 
     #[test]
@@ -282,6 +288,18 @@ mod tests {
     }
 
     #[test]
+    fn records_of_a_later_epoch_are_not_drawn_before_it() {
+        let mut batches = requested();
+        let ahead: VecDeque<Record> = records(1, 0..3).into();
+        let drawn = |batches: &mut MicroBatches, until| batches.draw(&ahead, Some(until));
+        for expected in [0..4, 4..8, 8..10] {
+            assert_eq!(drawn(&mut batches, 0), Some(records(0, expected)));
+        }
+        assert_eq!(drawn(&mut batches, 0), None);
+        assert_eq!(drawn(&mut batches, 1), Some(records(1, 0..3)));
+    }
+
+    #[test]
     fn in_a_strict_cut_a_short_micro_batch_does_not_count() {
         for is_strict in [false, true] {
             let mut batches = MicroBatches::new(4, is_strict);
@@ -295,7 +313,7 @@ mod tests {
             assert_eq!(batches.counted(), (!is_strict).then_some((3, false)));
             assert_eq!(deliver(&mut batches), Some((records(0, 3..6), !is_strict)));
             let next = if is_strict { 3..7 } else { 6..8 };
-            assert_eq!(batches.draw(&VecDeque::new()), Some(records(0, next)));
+            assert_eq!(batches.draw(&VecDeque::new(), None), Some(records(0, next)));
             assert_eq!(batches.counted(), Some(if is_strict { (4, false) } else { (2, true) }));
         }
     }
@@ -306,7 +324,7 @@ mod tests {
         for (records, request) in [(10, None), (3, Some(records(0, 10..13)))] {
             request.into_iter().for_each(|request| batches.request(request));
             while !batches.is_complete() {
-                batches.draw(&VecDeque::new()).unwrap();
+                batches.draw(&VecDeque::new(), None).unwrap();
                 assert_eq!(batches.announce(), Some(true), "{records}");
             }
         }
@@ -323,9 +341,9 @@ mod tests {
     fn what_was_announced_counts_in_the_next_request_if_it_fits() {
         let mut batches = requested();
         let ahead = VecDeque::new();
-        let first = batches.draw(&ahead).unwrap();
+        let first = batches.draw(&ahead, None).unwrap();
         assert_eq!(batches.announce(), Some(true));
-        let second = batches.draw(&ahead).unwrap();
+        let second = batches.draw(&ahead, None).unwrap();
         assert_eq!(batches.announce(), Some(true));
         assert_eq!(batches.announce(), None);
         // Another worker was lost before the rows came: the same records, and more.
@@ -333,7 +351,8 @@ mod tests {
         batches.request([records(0, 0..6), records(0, 90..92)].concat());
         assert_eq!([first, second], [records(0, 0..4), records(0, 4..8)]);
         assert_eq!([batches.announce(), batches.announce()], [Some(true), Some(false)]);
-        assert_eq!(batches.draw(&ahead), Some([records(0, 4..6), records(0, 90..92)].concat()));
+        let rest = [records(0, 4..6), records(0, 90..92)].concat();
+        assert_eq!(batches.draw(&ahead, None), Some(rest));
         assert!(!batches.is_complete());
         assert_eq!((batches.announce(), batches.is_complete()), (Some(true), true));
         batches.compute(8);

@@ -1,6 +1,6 @@
 //! The model that passes each of the trainer's calls to the program's thread.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::mem;
 use std::num::NonZeroUsize;
 use std::sync::mpsc::{Receiver, Sender};
@@ -64,7 +64,7 @@ pub struct Inference {
 }
 
 /// What a worker knows of its group and of what it has trained.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct GroupProgress {
     /// Generation of the group; 0 before the first.
     pub generation: u64,
@@ -78,6 +78,9 @@ pub struct GroupProgress {
     pub epoch: u32,
     /// Number of records that the state has absorbed, those of an initial state included.
     pub records: u64,
+    /// What the micro-batches of the step that is applied have [added](super::Driver::add), on all
+    /// workers.
+    pub tally: BTreeMap<String, f64>,
     /// Whether the work is over, and the error that ended it.
     pub finished: Option<Option<String>>,
 }
@@ -137,6 +140,8 @@ pub(super) struct Sums {
     pub(super) discarded: Duration,
     /// By name, which may occur several times.
     pub(super) metrics: Vec<(String, f64)>,
+    /// By name, which may occur several times.
+    pub(super) tally: Vec<(String, f64)>,
     /// The rows of the call, with their gradients.
     pub(super) rows: BatchRows,
 }
@@ -234,6 +239,8 @@ pub(super) struct ExternalModel {
     is_shown: bool,
     /// Time that the program has spent on micro-batches that were discarded.
     discarded: Duration,
+    /// What the program has added since it was last taken.
+    tally: BTreeMap<String, f64>,
 }
 
 impl ExternalModel {
@@ -245,8 +252,18 @@ impl ExternalModel {
     ) -> Self {
         let channel = Arc::new(Mutex::new(channel));
         let discarded = Duration::ZERO;
-        let (step_records, starts_over, is_shown) = Default::default();
-        Self { shape, memory, channel, shared, step_records, starts_over, is_shown, discarded }
+        let (step_records, starts_over, is_shown, tally) = Default::default();
+        Self {
+            shape,
+            memory,
+            channel,
+            shared,
+            step_records,
+            starts_over,
+            is_shown,
+            discarded,
+            tally,
+        }
     }
 
     pub(super) fn channel(&self) -> MutexGuard<'_, CallChannel> {
@@ -282,9 +299,12 @@ impl ExternalModel {
         loop {
             match channel.receive()? {
                 Reply::CompleteFrom(start) => complete(start),
-                Reply::Gradient(Sums { loss, metrics, discarded, rows: with_gradients }) => {
+                Reply::Gradient(Sums { loss, metrics, tally, discarded, rows: with_gradients }) => {
                     *rows = with_gradients;
                     self.discarded += discarded;
+                    for (name, value) in tally {
+                        *self.tally.entry(name).or_default() += value;
+                    }
                     metrics.iter().for_each(|(name, sum)| report_sum(name, *sum));
                     return Ok(Loss::Sum(loss));
                 }
@@ -488,10 +508,15 @@ impl Bridge for ExternalModel {
         mem::take(&mut self.discarded)
     }
 
+    fn take_tally(&mut self) -> BTreeMap<String, f64> {
+        mem::take(&mut self.tally)
+    }
+
     fn observe(&mut self, event: Progress<'_>) {
         let shared = Arc::clone(&self.shared);
         let mut known = shared.progress();
         match event {
+            Progress::Applied { tally } => known.tally = tally,
             Progress::Committed { step, epoch, records }
             | Progress::Resumed { step, epoch, records } => {
                 (known.step, known.epoch, known.records) = (step, epoch, records);

@@ -48,7 +48,9 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
                 driver.parameters().unwrap().fill(1.0);
                 driver.done();
             }
-            Event::Update { step, loads, .. } => {
+            Event::Update { step, records, loads } => {
+                // Discarded micro-batches do not count.
+                assert_eq!(driver.watch().progress().tally["records"], records as f64);
                 let sum = driver.sum().unwrap().to_vec();
                 let parameters = driver.parameters().unwrap();
                 for (parameter, sum) in parameters.iter_mut().zip(&sum) {
@@ -64,7 +66,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
                 // A discarded micro-batch leaves the request open.
                 while driver.is_requested() {
                     while queue.len() < in_flight
-                        && let NextBatch::Batch(batch) = driver.next_batch()
+                        && let NextBatch::Batch(batch) = driver.next_batch(None)
                     {
                         queue.push_back(batch);
                     }
@@ -86,6 +88,7 @@ fn train(in_flight: usize, fail_at: Option<u64>) -> (Vec<f32>, usize, Ended) {
                         driver.complete_from(RECORDS / 2);
                         assert_eq!(driver.gradient().unwrap().len(), RECORDS);
                     }
+                    driver.add("records".into(), batch.len() as f64);
                     discarded += usize::from(!driver.deliver(0.25).unwrap());
                 }
             }
@@ -117,7 +120,7 @@ fn ids_are_announced_for_all_micro_batches_of_a_step_before_the_first_is_compute
             Event::Ids { .. } => {
                 while driver.announced() == Some(false) {
                     while drawn.len() < 6
-                        && let NextBatch::Batch(batch) = driver.next_batch()
+                        && let NextBatch::Batch(batch) = driver.next_batch(None)
                     {
                         drawn.push_back(batch);
                     }

@@ -57,6 +57,7 @@ impl Assignment {
     pub fn computed(&mut self, computed: Computed) {
         self.pending.loss_sum += computed.loss_sum;
         add_sums(&mut self.pending.metrics, &computed.metrics);
+        add_sums(&mut self.pending.tally, &computed.tally);
         self.pending.compute_us += computed.compute_us;
         self.pending.input_us += computed.input_us;
         self.pending.row_touches += computed.row_touches;
@@ -90,6 +91,7 @@ impl Assignment {
         header.ranges.clone_from(&self.pending.ranges);
         header.loss_sum = self.pending.loss_sum;
         header.metrics.clone_from(&self.pending.metrics);
+        header.tally.clone_from(&self.pending.tally);
         header.compute_us = self.pending.compute_us;
         header.input_us = self.pending.input_us;
         header.row_touches = self.pending.row_touches;

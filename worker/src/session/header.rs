@@ -23,6 +23,8 @@ pub struct StepHeader {
     pub loss_sum: f64,
     /// Sums of the program's metrics over these records.
     pub metrics: BTreeMap<String, f64>,
+    /// What the program has added to the step's tally with these records.
+    pub tally: BTreeMap<String, f64>,
     /// Time spent in the model's code, in microseconds.
     pub compute_us: u64,
     /// Time spent waiting for these records to be read, in microseconds.

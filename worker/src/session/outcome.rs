@@ -3,6 +3,7 @@
 //! **Invariant:** a membership that arrives between the sum and the commit waits for the commit.
 //! Every rank that has a sum therefore has the step.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use elasticdl_proto::{Generation, RecordRange};
@@ -10,7 +11,7 @@ use elasticdl_proto::{Generation, RecordRange};
 use super::phase::{Apply, Outcome, Phase};
 use super::{Session, plan};
 use crate::session::halt::{Halt, Reason};
-use crate::session::header::StepHeader;
+use crate::session::header::{StepHeader, add_sums};
 use crate::session::replicas::StateMismatch;
 
 impl Session {
@@ -49,6 +50,16 @@ impl Session {
             && is_finite(headers, true);
         let records = headers.iter().map(StepHeader::records).sum();
         (is_applied && records > 0).then_some(records)
+    }
+
+    /// The sums over all ranks, in their order, of what their programs have added to the tally of
+    /// the step that is applied next.
+    pub fn tally(&self) -> BTreeMap<String, f64> {
+        let mut sums = BTreeMap::new();
+        if let Some(Outcome::Apply(Apply { headers, .. })) = &self.step.outcome {
+            headers.iter().for_each(|header| add_sums(&mut sums, &header.tally));
+        }
+        sums
     }
 
     /// Whether this worker's own gradient is finite, in a step whose sum is not. This worker halts,

@@ -81,6 +81,7 @@ pub(super) struct Pending {
     pub(super) ranges: Vec<RecordRange>,
     pub(super) loss_sum: f64,
     pub(super) metrics: BTreeMap<String, f64>,
+    pub(super) tally: BTreeMap<String, f64>,
     pub(super) compute_us: u64,
     pub(super) input_us: u64,
     pub(super) row_touches: u64,

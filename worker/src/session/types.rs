@@ -123,6 +123,8 @@ pub struct Computed {
     pub loss_sum: f64,
     /// Sums of the program's metrics over the records.
     pub metrics: BTreeMap<String, f64>,
+    /// What the program has added to the step's tally with the records.
+    pub tally: BTreeMap<String, f64>,
     /// Time in the model's code, in microseconds.
     pub compute_us: u64,
     /// Time spent waiting for the records to be read, in microseconds.

@@ -104,9 +104,11 @@ impl<M: Model> Trainer<'_, M> {
         let Work { loss_sum, busy, input, row_touches, unread } = work;
         let metrics = metrics::take_reported().map_err(Failure::fatal)?;
         let discarded = self.model.as_bridge().map_or(Duration::ZERO, Bridge::take_discarded);
+        let tally = self.model.as_bridge().map(Bridge::take_tally).unwrap_or_default();
         self.session.assignment.computed(Computed {
             loss_sum,
             metrics,
+            tally,
             compute_us: busy.saturating_sub(discarded).as_micros() as u64,
             input_us: input.as_micros() as u64,
             row_touches,

@@ -32,11 +32,13 @@ def main():
 
     opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=options.learning_rate, momentum=0.9))
     # Each batch is a part of a step; a job's --global-batch-size says how large a step is.
-    for x, y in DataLoader(points, batch_sampler=job.sampler(len(points), micro_batch=10)):
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        opt.step(loss)
-        opt.zero_grad()
+    data = DataLoader(points, batch_sampler=job.sampler(len(points), micro_batch=10))
+    for epoch in job.epochs():
+        for x, y in data:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            opt.step(loss)
+            opt.zero_grad()
     weight, bias = net.line.weight.item(), net.line.bias.item()
     print(f"y = {weight:.2f} x {'-' if bias < 0 else '+'} {abs(bias):.2f}")
 

@@ -8,11 +8,12 @@
     model = job.model(net)
     opt = job.optimizer(torch.optim.AdamW(net.parameters(), lr=3e-4))
     data = DataLoader(ds, batch_sampler=job.sampler(len(ds), micro_batch=32, global_batch=512))
-    for x, y in data:
-        loss = criterion(model(x), y)
-        loss.backward()
-        opt.step(loss)
-        opt.zero_grad()
+    for epoch in job.epochs():
+        for x, y in data:
+            loss = criterion(model(x), y)
+            loss.backward()
+            opt.step(loss)
+            opt.zero_grad()
 """
 
 from ._job import Job, join

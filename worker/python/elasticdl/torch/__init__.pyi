@@ -1,7 +1,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, SupportsFloat, TypeVar
 
 import torch
 
@@ -113,12 +113,18 @@ class Job(AnyJob):
 
 class Optimizer(torch.optim.Optimizer):
     # Returns a bool. The base class declares what has no other subclass than Any.
-    def step(self, loss: Any = None) -> Any: ...
+    def step(self, loss: Any = None, *, weight: SupportsFloat | None = None) -> Any: ...
 
 class Scaler:
     def scale(self, outputs: Any) -> Any: ...
     def unscale_(self, optimizer: Any) -> None: ...
-    def step(self, optimizer: Optimizer, loss: torch.Tensor | float | None = None) -> bool: ...
+    def step(
+        self,
+        optimizer: Optimizer,
+        loss: torch.Tensor | float | None = None,
+        *,
+        weight: SupportsFloat | None = None,
+    ) -> bool: ...
     def update(self) -> None: ...
     def get_scale(self) -> float: ...
     def is_enabled(self) -> bool: ...

@@ -33,6 +33,8 @@ class Gradients:
         self._is_mean = is_mean
         self._scaler = scaler
         self._bucket_len = bucket_len
+        # Whether micro-batches have weights, once one was delivered.
+        self._has_weights = None
         self._flats = collections.OrderedDict()
         for address, flat in place.flats().items():
             self._flats[address] = self._viewed(flat)
@@ -63,10 +65,22 @@ class Gradients:
         own, self._own = self._own, None
         return own[1] if own is not None and own[0] == address else None
 
-    def deliver(self, buffers, loss):
-        """Completes the gradient of the micro-batch. ``buffers``: the first elements' part. Returns
-        the loss to report."""
+    def has_any(self):
+        """Whether a parameter has a gradient that is not delivered."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def deliver(self, buffers, loss, weight=None):
+        """Completes the gradient of the micro-batch. ``buffers``: the first elements' part.
+        ``weight``: of the micro-batch, in the place of its number of records. Returns the loss to
+        report."""
         batch = self._begin()
+        if self._has_weights not in (None, weight is not None):
+            raise RuntimeError(_SOME_WEIGHTS)
+        # The first micro-batch was taken before its weight was known.
+        is_late = weight is not None and self._has_weights is None and self._is_mean
+        self._has_weights = weight is not None
+        if weight is not None:
+            self._core.add(WEIGHT, weight)
         own = []
         with torch.no_grad():
             for index, parameter in enumerate(self._parameters):
@@ -74,9 +88,14 @@ class Gradients:
                 if taken is not None:
                     if gradient is not taken[0] or gradient._version != taken[1]:
                         raise RuntimeError(_CHANGED)
-                elif batch.address and gradient is not None:
-                    self._move(batch, index, gradient)
-                elif batch.address and not batch.before:
+                if weight == 0 and self._is_mean:
+                    # A mean of nothing may be NaN.
+                    gradient = None
+                if gradient is None and batch.address:
+                    self._core.add(UNUSED.format(index), batch.records)
+                if gradient is not None and batch.address and (taken is None or is_late):
+                    self._move(batch, index, gradient, weight)
+                elif gradient is None and batch.address and not batch.before:
                     self._at(batch.address)[1][index].zero_()
                 own.append(gradient)
                 parameter.grad = None
@@ -133,6 +152,9 @@ class Gradients:
 
     def _on_accumulated(self, index, parameter):
         """Called in a backward pass, with the stream of the parameter's node in the graph."""
+        if self._has_weights and self._is_mean:
+            # step() has the weight.
+            return
         with self._place.on_stream(parameter.grad):
             self._take(index, parameter)
 
@@ -148,12 +170,15 @@ class Gradients:
         with torch.no_grad():
             self._move(batch, index, gradient)
         self._taken[index] = (gradient, gradient._version)
-        if batch.is_overlapped and index == self._left - 1:
+        is_known = self._has_weights is not None or not self._is_mean
+        if is_known and batch.is_overlapped and index == self._left - 1:
             self._announce()
 
-    def _move(self, batch, index, gradient):
+    def _move(self, batch, index, gradient, weight=None):
         view = self._at(batch.address)[1][index]
-        scale = batch.records if self._is_mean else 1
+        scale = 1
+        if self._is_mean:
+            scale = batch.records if weight is None else weight
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if self._scaler is not None:
@@ -194,16 +219,25 @@ class Gradients:
 
 
 _HOW = (
-    "with overlap=False in job.optimizer(), gradients are taken by step(), once for each "
+    "with overlap=False in job.optimizer(), gradients are taken by step(), still once for each "
     "micro-batch, and not during the backward pass"
 )
 _TWICE = (
     "a parameter got a gradient a second time in one micro-batch, and the first may have been "
-    f"summed over all workers: call backward() once for each micro-batch; {_HOW}"
+    "summed over all workers: call backward() and step() once for each micro-batch. step() "
+    "accumulates by itself: a step has as many records as --global-batch-size, or global_batch of "
+    f"job.sampler(). For two backward passes of one micro-batch: {_HOW}"
 )
 _CHANGED = (
     "a gradient was changed or cleared between backward() and step(), and the workers sum it as it "
     f"was; to clip a step's gradient use clip_norm of job.optimizer(); {_HOW}"
 )
+_SOME_WEIGHTS = (
+    "opt.step() got a weight for some micro-batches only; give each of them its weight, or none"
+)
+# What micro-batches tell the group: the sum of their weights, and the records of those that gave a
+# parameter, by its number, no gradient.
+WEIGHT = "weight"
+UNUSED = "unused {}"
 # The trainer has three, and with --deterministic one for each micro-batch of a step.
 _ARRAYS_MAX = 64

@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import default_collate
 
 from .._worker import Calls
+from ._module import tensor_of
 
 
 class Batches:
@@ -54,15 +55,17 @@ def evaluation_mode(net):
 class Applied:
     """A module whose parameters and buffers are those of the job's model, and are not trained."""
 
-    def __init__(self, job, order, buffers):
+    def __init__(self, job, parameters, buffers):
         self._job = job
-        self._order = order
+        self._parameters = parameters
         self._buffers = buffers
 
     def begin(self):
         """Moves the parameters to the memory that the model's values are copied to, on the CPU."""
         job = self._job
-        tensors = [(name, list(tensor.shape)) for name, tensor in self._order]
+        buffers = [(entry[0], tensor_of(entry)) for entry in self._buffers]
+        order = buffers + self._parameters
+        tensors = [(name, list(tensor.shape)) for name, tensor in order]
         calls = Calls(initialize=_nothing, update=_nothing, load=self._load)
         tables = job._rows.declared()
         job._worker.start(tensors, 0, calls, is_direct=True, tables=tables)
@@ -70,7 +73,7 @@ class Applied:
         self._elsewhere = []
         at = 0
         with torch.no_grad():
-            for _, tensor in self._order:
+            for _, tensor in order:
                 value = self._values[at : at + tensor.numel()].view(tensor.shape)
                 if isinstance(tensor, torch.nn.Parameter):
                     if tensor.device.type == "cpu":
@@ -90,12 +93,14 @@ class Applied:
 
 
 def set_buffers(buffers, values):
-    """Copies the first values to the buffers, in their order."""
+    """Copies the first values to the buffers, in their order. Elements that f32 represents by these
+    values stay as they are."""
     at = 0
     with torch.no_grad():
-        for _, buffer in buffers:
+        for buffer in map(tensor_of, buffers):
             part = values[at : at + buffer.numel()].view(buffer.shape)
-            buffer.copy_(part if buffer.is_floating_point() else part.round())
+            exact = (part if buffer.is_floating_point() else part.round()).to(buffer.dtype)
+            buffer.copy_(torch.where(part == buffer.float(), buffer, exact))
             at += buffer.numel()
 
 

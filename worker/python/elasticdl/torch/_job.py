@@ -28,6 +28,7 @@ class Job(AnyJob):
 
     def __init__(self, core):
         super().__init__(core)
+        self._worker.has_passes = True
         self._net = None
         self._optimizer = None
         self._objects = Objects()
@@ -205,7 +206,7 @@ class Job(AnyJob):
             raise RuntimeError("call job.model() before the first micro-batch is drawn")
         if self.work != "train":
             trainable, frozen, buffers = tensors_of(self._net)
-            Applied(self, buffers + frozen + trainable, buffers).begin()
+            Applied(self, frozen + trainable, buffers).begin()
             return
         if self._optimizer is None:
             raise RuntimeError("call job.optimizer() before the first micro-batch is drawn")

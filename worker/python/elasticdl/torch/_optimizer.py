@@ -1,17 +1,19 @@
 """The optimizer of a job."""
 
 import contextlib
+import math
 
 import torch
 
 from .._worker import Calls
-from ._gradients import Gradients
+from ._gradients import UNUSED, WEIGHT, Gradients
 from ._inference import set_buffers
-from ._module import tensors_of
+from ._module import tensor_of, tensors_of
 from ._place import at_address, place_of
 from ._scaler import NO_SCALER, overflows
 from ._schedules import Schedules
 from ._state import State
+from ._unchanged import Unchanged
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -29,6 +31,7 @@ class Optimizer(torch.optim.Optimizer):
         self._clip_norm = clip_norm
         self._bucket_len = _BUCKET_LEN if overlap else None
         self._gradients = None
+        self._is_applying = False
 
     @property
     def _step_supports_amp_scaling(self):
@@ -70,26 +73,33 @@ class Optimizer(torch.optim.Optimizer):
         """Clears gradients. ``step()`` has cleared those that it has taken."""
         self._inner.zero_grad(set_to_none)
 
-    def step(self, loss=None):
+    def step(self, loss=None, *, weight=None):
         """Delivers the gradient of one micro-batch.
 
         Call it once for each micro-batch. It changes nothing until all records of the step are
         there; then it sums the gradients of all workers, updates the parameters and commits the
         records with them. Returns whether it did. ``loss``: the micro-batch's, to be reported.
+
+        ``weight``: the number of what the loss is a mean of, if that is not the records: tokens
+        that are no padding, say. With ``reduction="sum"``, the number that the step's sum is
+        divided by. The step's gradient is then the mean over all of them, on all workers, however
+        its records are divided. Give it with each micro-batch, or with none.
         """
         if callable(loss):
             raise TypeError("step() takes the loss; closures, as of LBFGS, are not supported")
         if not self._worker.drawn:
             raise RuntimeError("there is no micro-batch to deliver: draw one from the sampler")
-        self._check_frozen()
-        self._settings.check()
-        self._schedules.begin_step()
+        if weight is not None:
+            weight = self._checked(weight)
+        self._unchanged.check()
+        for told in self._schedules.begin_step():
+            self._worker.core.add(told, 1.0)
         with self._place.on_stream():
-            delivered = self._deliver(0.0 if loss is None else loss)
+            delivered = self._deliver(0.0 if loss is None else loss, weight)
         self._schedules.end_step(delivered.committed)
         return delivered.committed
 
-    def _deliver(self, loss):
+    def _deliver(self, loss, weight):
         now = self._flat_buffers()
         before = self._values[: self._buffer_len]
         # A buffer may have infinite elements, such as a mask; they stay as they are.
@@ -97,29 +107,44 @@ class Optimizer(torch.optim.Optimizer):
         if self._worker.core.options.is_deterministic and change.any():
             raise RuntimeError(_NO_MEANS)
         self._job._rows.deliver()
-        value = self._gradients.deliver(change, loss)
+        value = self._gradients.deliver(change, loss, weight)
         accepted, self._accepted = self._accepted, now
         delivered = self._worker.deliver(value, self._reduction)
+        self._is_prefetching = self._is_prefetching or len(self._worker.drawn) > 0
+        self._has_delivered = True
         if not delivered.counts and self._buffers:
             # The micro-batch does not count, so neither does what it did to the buffers.
             self._accepted = accepted
             set_buffers(self._buffers, accepted)
         return delivered
 
-    def _check_frozen(self):
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name} was frozen when training began and requires a gradient now; "
-                    "freeze no parameter that is trained later"
-                )
-        for name, parameter in self._trainable:
-            if not parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name} required a gradient when training began and is frozen now, where the "
-                    "optimizer's momentum and weight decay would still move it; freeze parameters "
-                    "before the first micro-batch is drawn"
-                )
+    def _checked(self, weight):
+        if self._job._rows.declared():
+            raise ValueError(f"weight={weight}: {_PLAIN_ROWS}")
+        weight = float(weight)
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"weight is {weight}; it must be finite, and at least 0")
+        return weight
+
+    def _before_draw(self):
+        """The loop asks for a micro-batch, and has called step() for those that it has computed."""
+        drawn = self._worker.drawn
+        if not drawn:
+            self._is_outside = self._gradients.has_any()
+        elif self._gradients.has_any() and not self._is_outside:
+            raise RuntimeError(_ACCUMULATED)
+        elif self._has_delivered and not self._is_prefetching and not self._job._rows.declared():
+            raise RuntimeError(_NO_STEP)
+        self._schedules.drawn()
+
+    def _check_caller(self, optimizer, arguments, options):
+        """Called before each step of the program's optimizer."""
+        del optimizer, arguments, options
+        if not self._is_applying:
+            raise RuntimeError(
+                "step() of the program's own optimizer would change the parameters of this worker "
+                "alone; call step() of the one that job.optimizer() has returned"
+            )
 
     # ---- the flat memory ----
 
@@ -130,10 +155,11 @@ class Optimizer(torch.optim.Optimizer):
         if tables and (self._reduction != "mean" or job._scaler is not None):
             raise ValueError(_PLAIN_ROWS)
         self._trainable, self._frozen, self._buffers = tensors_of(job._net)
-        order = self._buffers + self._frozen + self._trainable
+        buffers = [(entry[0], tensor_of(entry)) for entry in self._buffers]
+        order = buffers + self._frozen + self._trainable
         tensors = [(name, list(tensor.shape)) for name, tensor in order]
         total = sum(tensor.numel() for _, tensor in order)
-        self._buffer_len = sum(tensor.numel() for _, tensor in self._buffers)
+        self._buffer_len = sum(tensor.numel() for _, tensor in buffers)
         self._place = place_of(job._net)
         with self._place.on_stream():
             self._start(tensors, total, tables)
@@ -142,7 +168,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _start(self, tensors, total, tables):
         job = self._job
-        self._schedules = Schedules((self._inner, self), job._objects)
+        # Those of a loop that has changed nothing but what it may.
+        self._has_delivered = self._is_prefetching = self._is_outside = False
+        self._schedules = Schedules(
+            self._worker,
+            (self._inner, self),
+            job._objects,
+            lambda: self._unchanged.note_settings(),
+        )
         objects = {**job._objects.by_name, **self._schedules.objects()}
         self._state = State(self._inner, objects, self._place)
         slots = -(-self._state.floats // total)
@@ -161,7 +194,17 @@ class Optimizer(torch.optim.Optimizer):
         self._values, state = self._place.bind(self._worker.started)
         self._state.bind(state)
         self._bind()
-        self._settings = _Settings(self._inner)
+        self._unchanged = Unchanged(
+            job._net,
+            self._inner,
+            self._frozen,
+            self._trainable,
+            self._values,
+            self._buffer_len,
+            is_on_gpu=self._place.on_gpu is not None,
+        )
+        self._worker.before_draw = self._before_draw
+        self._inner.register_step_pre_hook(self._check_caller)
 
     def _bind(self):
         """Moves the parameters of the module to the flat memory."""
@@ -194,8 +237,15 @@ class Optimizer(torch.optim.Optimizer):
         self._views = [(parameter, part.view(parameter.shape)) for parameter, part in parts]
 
     def _flat_buffers(self):
-        parts = [buffer.detach().reshape(-1).float() for _, buffer in self._buffers]
-        return torch.cat(parts) if parts else torch.empty(0, device=self._place.device)
+        buffers = [tensor_of(entry) for entry in self._buffers]
+        parts = [buffer.detach().reshape(-1).float() for buffer in buffers]
+        flat = torch.cat(parts) if parts else torch.empty(0, device=self._place.device)
+        if len(flat) != self._buffer_len:
+            raise RuntimeError(
+                f"the module's buffers have {len(flat)} elements, and had {self._buffer_len} when "
+                "training began; a buffer keeps its shape"
+            )
+        return flat
 
     # ---- what the trainer asks for ----
 
@@ -203,6 +253,8 @@ class Optimizer(torch.optim.Optimizer):
     def _acting(self):
         with self._place.on_stream():
             yield
+            # An evaluator may have changed parameters, and back.
+            self._unchanged.note_versions()
             if self._worker.ended:
                 self._place.synchronize()
 
@@ -215,6 +267,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _load(self):
         self._load_buffers()
+        self._unchanged.note()
         # As after the start: the parameters are new.
         self._place.synchronize()
 
@@ -228,8 +281,11 @@ class Optimizer(torch.optim.Optimizer):
         if loads:
             self._state.load()
         objects = self._job._objects
-        with torch.enable_grad(), self._schedules.called_by("functions"):
-            objects.begin_step(self._job.epoch)
+        tally = self._worker.started.progress.tally
+        with torch.enable_grad():
+            with self._schedules.called_by("functions"):
+                objects.begin_step(self._job.epoch)
+            self._schedules.begin_commit(self._job.epoch, tally)
         # The sum stays as it is: other workers may still need it.
         sums = self._gradients.flat(address)
         # The sum of a strict job is rounded.
@@ -240,7 +296,7 @@ class Optimizer(torch.optim.Optimizer):
         if left_out:
             self._load_buffers()
         else:
-            self._apply(sums, records, means)
+            self._apply(sums, records, means, tally)
         if scaler is not None:
             scaler.commit(left_out)
         with torch.enable_grad():
@@ -248,72 +304,34 @@ class Optimizer(torch.optim.Optimizer):
                 objects.commit()
             self._schedules.commit()
         self._state.save()
-        self._settings.note()
+        self._unchanged.note()
         self._gradients.clear()
 
-    def _apply(self, sums, records, means):
+    def _apply(self, sums, records, means, tally):
+        weight = tally.get(WEIGHT)
+        if weight == 0:
+            raise ValueError(
+                "the weights of all micro-batches of the step are 0, so its gradient is no mean; "
+                "leave out records without anything to learn"
+            )
         if means is None:
-            divisor = records if self._reduction == "mean" else 1
+            divisor = weight or (records if self._reduction == "mean" else 1)
             torch.div(sums[-len(self._mean) :], divisor, out=self._mean)
             means = [view for _, view in self._views]
         if self._buffers:
             self._values[: self._buffer_len] += sums[: self._buffer_len] / records
             self._load_buffers()
-        for (parameter, _), mean in zip(self._views, means, strict=True):
-            parameter.grad = mean
+        for at, ((parameter, _), mean) in enumerate(zip(self._views, means, strict=True)):
+            # As in a plain loop: the optimizer leaves it as it is.
+            is_unused = tally.get(UNUSED.format(at), 0) == records
+            parameter.grad = None if is_unused else mean
         if self._clip_norm is not None:
             parameters = [parameter for parameter, _ in self._views]
             torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+        self._is_applying = True
         with torch.enable_grad():
             self._inner.step()
-
-
-class _Settings:
-    """The groups of an optimizer, which a loop must not change: what it did would depend on the
-    micro-batches of its worker."""
-
-    def __init__(self, optimizer):
-        self._optimizer = optimizer
-        self.note()
-
-    def note(self):
-        """They are right now."""
-        self._noted = self._now()
-
-    def check(self):
-        """Refuses other ones than those that were noted."""
-        now = self._now()
-        if now == self._noted:
-            return
-        if [group["params"] for group in now] != [group["params"] for group in self._noted]:
-            raise RuntimeError(
-                "the optimizer has other parameters than when training began; declare all of them "
-                "before the first micro-batch is drawn"
-            )
-        name = next(
-            name
-            for after, before in zip(now, self._noted, strict=True)
-            for name in {**before, **after}
-            if after.get(name) != before.get(name)
-        )
-        raise RuntimeError(
-            f"the loop changed the optimizer's {name}, which must be the same on all workers. Let "
-            "a scheduler of torch.optim.lr_scheduler set it, such as LambdaLR(opt, function), or a "
-            "function on_commit of job.state()"
-        )
-
-    def _now(self):
-        return [
-            {name: _comparable(name, value) for name, value in group.items()}
-            for group in self._optimizer.param_groups
-        ]
-
-
-def _comparable(name, value):
-    if name == "params":
-        return [id(parameter) for parameter in value]
-    # Reading a tensor on a GPU would wait for it.
-    return (id(value), value._version) if torch.is_tensor(value) else value
+        self._is_applying = False
 
 
 def _check_owner(net, optimizer):
@@ -333,7 +351,18 @@ _NO_MEANS = (
 )
 _PLAIN_ROWS = (
     "the gradient of a row is a mean over the step's records, without a scale: a job with tables "
-    "takes reduction='mean' and no job.scaler()"
+    "takes reduction='mean', no weights and no job.scaler()"
+)
+_ACCUMULATED = (
+    "a micro-batch was drawn after a backward() that no opt.step() has followed. Each micro-batch "
+    "has its own opt.step(loss), which accumulates: it changes the parameters when all records of "
+    "the step are there, as many as --global-batch-size (without a master global_batch of "
+    "job.sampler()), and their gradient is the mean over them. So call opt.step() after each "
+    "backward(), and do not divide the loss by the number of micro-batches"
+)
+_NO_STEP = (
+    "a micro-batch was drawn, and the one before has had no opt.step(). Each micro-batch needs its "
+    "own; to leave a batch out, multiply its loss by 0"
 )
 # Number of elements of a bucket: 4 MiB.
 _BUCKET_LEN = 1 << 20

@@ -35,9 +35,9 @@ class Scaler:
             "job.optimizer()"
         )
 
-    def step(self, optimizer, loss=None):
-        """Calls ``optimizer.step(loss)``."""
-        return optimizer.step(loss)
+    def step(self, optimizer, loss=None, *, weight=None):
+        """Calls ``optimizer.step(loss, weight=weight)``."""
+        return optimizer.step(loss, weight=weight)
 
     def update(self):
         """Does nothing: the scale changes with a committed step."""

@@ -107,7 +107,9 @@ class State:
                 for name, value in _decode(values).items():
                     group[name] = _as(value, group.get(name))
             for name, value in self._objects.items():
-                value.load_state_dict(_decode(objects[name]))
+                # A checkpoint of an older version does not have all.
+                if name in objects:
+                    value.load_state_dict(_decode(objects[name]))
 
     def _encoded(self):
         groups = []

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from ._module import is_sent
 from ._tables import Table
 
 
@@ -13,7 +14,8 @@ def load(net, path):
     """Loads a file of ``elasticdl train --export`` into a module, and returns the module.
 
     The file is in the format safetensors; its tensors have the names of ``net.state_dict()``. Every
-    parameter and buffer must be there, in its shape. Tensors that share memory are there once.
+    parameter and buffer must be there, in its shape, but buffers that f32 can't represent: these
+    stay as they are. Tensors that share memory are there once.
     """
     for module in net.modules():
         if isinstance(module, Table):
@@ -22,7 +24,8 @@ def load(net, path):
                 "(--resume-from), and evaluates and predicts with an exported model (--model)"
             )
     tensors = read(path)
-    entries = [*net.named_parameters(), *net.named_buffers()]
+    buffers = [(name, value) for name, value in net.named_buffers() if is_sent(value)]
+    entries = [*net.named_parameters(), *buffers]
     with torch.no_grad():
         for name, value in entries:
             if value.numel() == 0:

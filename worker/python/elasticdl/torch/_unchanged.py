@@ -1,0 +1,141 @@
+"""What a training loop must not change, because all workers must change it in the same step.
+
+The parameters, the settings of the optimizer, and buffers that are not sent. What a loop does to
+them depends on the micro-batches of its worker, and a worker that joins has not run its loop.
+"""
+
+import torch
+
+from ._module import kept_buffers, tensor_of
+
+
+class Unchanged:
+    """The parameters and settings after the last commit of the group."""
+
+    def __init__(self, net, optimizer, frozen, trainable, values, start, *, is_on_gpu):
+        """``values``: the flat memory, whose parameters begin at ``start``."""
+        self._net = net
+        self._optimizer = optimizer
+        self._frozen = frozen
+        self._named = frozen + trainable
+        self._known = {id(parameter) for _, parameter in self._named}
+        self._addresses = [parameter.data_ptr() for _, parameter in self._named]
+        self._kept = [(entry, tensor_of(entry)) for entry in kept_buffers(net)]
+        self._kept_versions = [buffer._version for _, buffer in self._kept]
+        # Elements that are compared, as `parameter.data` has a version of its own. Reading those
+        # of a GPU would wait for it.
+        self._values = values
+        self._compared = None
+        if not is_on_gpu:
+            ends = start, len(values) - 1
+            self._compared = torch.linspace(*ends, _COMPARED, dtype=torch.float64).long()
+        self.note()
+
+    def note(self):
+        """They are right now: the group has changed them."""
+        self.note_versions()
+        if self._compared is not None:
+            self._elements = self._values[self._compared].view(torch.int32)
+        self.note_settings()
+
+    def note_versions(self):
+        """The parameters were changed, if at all, and back."""
+        self._versions = [parameter._version for _, parameter in self._named]
+
+    def note_settings(self):
+        """The settings of the optimizer are right now."""
+        self._settings = self._settings_now()
+
+    def check(self):
+        """Refuses what the loop has changed since, by its name."""
+        for name, parameter in self._net.named_parameters():
+            if id(parameter) not in self._known:
+                raise RuntimeError(
+                    f"{name} is not a parameter that the module had when training began, so that "
+                    "it is trained on no worker; make all modules before job.model()"
+                )
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen when training began and requires a gradient now; what "
+                    "is trained later is frozen after the first micro-batch was drawn"
+                )
+        places = zip(self._named, self._addresses, self._versions, strict=True)
+        for (name, parameter), address, version in places:
+            if parameter.data_ptr() != address:
+                raise RuntimeError(
+                    f"{name} is in other memory than when training began, where it is trained no "
+                    f"more: move and convert the module, as net.to() does, before job.model(), and "
+                    f"give {name} no other data"
+                )
+            if parameter._version != version:
+                raise RuntimeError(_changed(name))
+        if self._compared is not None:
+            elements = self._values[self._compared].view(torch.int32)
+            if not torch.equal(elements, self._elements):
+                at = int(self._compared[elements != self._elements][0])
+                raise RuntimeError(_changed(self._name_at(at)))
+        for (entry, buffer), version in zip(self._kept, self._kept_versions, strict=True):
+            if tensor_of(entry) is not buffer or buffer._version != version:
+                name = entry[0]
+                raise RuntimeError(
+                    f"the buffer {name} has changed, and its elements ({buffer.dtype}) can't be "
+                    "sent to other workers as f32; use a buffer of torch.float32, or leave it as "
+                    "it was when training began"
+                )
+        self._check_settings()
+
+    def _name_at(self, at):
+        address = self._values[at:].data_ptr()
+        size = self._values.element_size()
+        return next(
+            name
+            for name, parameter in self._named
+            if 0 <= address - parameter.data_ptr() < parameter.numel() * size
+        )
+
+    def _check_settings(self):
+        now, noted = self._settings_now(), self._settings
+        if now == noted:
+            return
+        if [group["params"] for group in now] != [group["params"] for group in noted]:
+            raise RuntimeError(
+                "the optimizer has other parameters than when training began; declare all of them "
+                "before the first micro-batch is drawn"
+            )
+        name = next(
+            name
+            for after, before in zip(now, noted, strict=True)
+            for name in {**before, **after}
+            if after.get(name) != before.get(name)
+        )
+        raise RuntimeError(
+            f"the loop changed the optimizer's {name}, which must be the same on all workers. Let "
+            "a scheduler of torch.optim.lr_scheduler set it, such as LambdaLR(opt, function), or a "
+            "function on_commit of job.state()"
+        )
+
+    def _settings_now(self):
+        return [
+            {name: _comparable(name, value) for name, value in group.items()}
+            for group in self._optimizer.param_groups
+        ]
+
+
+def _changed(name):
+    return (
+        f"the loop changed the values of {name}, which must be the same on all workers. Change "
+        "them after each step, in a function on_commit of job.state() (to clip weights, say), or "
+        "load them before the first micro-batch is drawn; to test other values, change a copy of "
+        "the module"
+    )
+
+
+def _comparable(name, value):
+    if name == "params":
+        return [id(parameter) for parameter in value]
+    # Reading a tensor on a GPU would wait for it.
+    return (id(value), value._version) if torch.is_tensor(value) else value
+
+
+_COMPARED = 1024
