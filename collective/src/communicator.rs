@@ -64,6 +64,78 @@ pub trait Communicator {
         receive: &mut Vec<Vec<u8>>,
     ) -> Result<(), CollectiveError>;
 
+    /// As [`exchange`](Self::exchange), of payloads whose lengths both ends know: they are received
+    /// where they belong. A rank that gives all others the same payload takes part in an all-gather.
+    ///
+    /// `receive`: one slice per rank, as long as what that rank gives to this one (checked before
+    /// anything is received).
+    ///
+    /// # Errors
+    /// [`CollectiveError`]; `receive` then holds unspecified values. The operation may have
+    /// succeeded on other ranks.
+    fn exchange_into(
+        &mut self,
+        send: &[&[u8]],
+        receive: &mut [&mut [u8]],
+    ) -> Result<(), CollectiveError> {
+        check_receivers(self.rank(), send, receive, self.world_size())?;
+        let mut payloads = Vec::new();
+        self.exchange(send, &mut payloads)?;
+        for (rank, (payload, into)) in payloads.iter().zip(receive).enumerate() {
+            check_length(payload.len(), into.len()).map_err(|reason| {
+                CollectiveError::Protocol { rank, member: rank as u64, reason }
+            })?;
+            into.copy_from_slice(payload);
+        }
+        Ok(())
+    }
+
+    /// Writes to `dst` the element-wise sum of what all ranks give to this one, in rank order:
+    /// ranks that get the same contributions get the same bits.
+    ///
+    /// `src`: one slice per rank, as long as the `dst` of that rank, f32 in host memory; it is only
+    /// read. `scratch`: its allocation is reused; afterwards as long as what the others have given.
+    /// Traffic per rank as for an [exchange](Self::exchange).
+    ///
+    /// # Errors
+    /// [`CollectiveError`]; `dst` is then unchanged. The operation may have succeeded on other
+    /// ranks.
+    fn reduce_scatter(
+        &mut self,
+        src: &[&[f32]],
+        dst: &mut [f32],
+        scratch: &mut Vec<f32>,
+    ) -> Result<(), CollectiveError> {
+        let (rank, world, len) = (self.rank(), self.world_size(), dst.len());
+        let mut send: Vec<&[u8]> = src.iter().map(|part| bytemuck::cast_slice(part)).collect();
+        check_payloads(&send, world)?;
+        let own = src[rank];
+        if own.len() != len {
+            let reason = format!("a source of {} elements for a sum of {len}", own.len());
+            return Err(CollectiveError::Invalid(reason));
+        }
+        scratch.resize(len * (world - 1), 0.0);
+        let mut rest = &mut scratch[..];
+        let mut receive: Vec<&mut [u8]> = Vec::with_capacity(world);
+        for other in 0..world {
+            // What this rank gives to itself stays where it is.
+            let (part, others) = rest.split_at_mut(if other == rank { 0 } else { len });
+            receive.push(bytemuck::cast_slice_mut(part));
+            rest = others;
+        }
+        send[rank] = &[];
+        self.exchange_into(&send, &mut receive)?;
+        let (before, after) = scratch.split_at(rank * len);
+        let parts = before.chunks(len.max(1)).chain([own]).chain(after.chunks(len.max(1)));
+        for (other, part) in parts.enumerate() {
+            match other {
+                0 => dst.copy_from_slice(part),
+                _ => dst.iter_mut().zip(part).for_each(|(sum, part)| *sum += part),
+            }
+        }
+        Ok(())
+    }
+
     /// Replaces `bytes` on every rank with those of rank `root`.
     ///
     /// `bytes`: on `root` at most [`BROADCAST_BYTES_MAX`] bytes; on other ranks the previous
@@ -112,4 +184,36 @@ pub(crate) fn check_payloads(send: &[&[u8]], world: usize) -> Result<(), Collect
         None => return Ok(()),
     };
     Err(CollectiveError::Invalid(reason))
+}
+
+/// As [`check_payloads`], also where payloads are received by this `rank`.
+///
+/// # Errors
+/// [`CollectiveError::Invalid`].
+pub(crate) fn check_receivers(
+    rank: usize,
+    send: &[&[u8]],
+    receive: &[&mut [u8]],
+    world: usize,
+) -> Result<(), CollectiveError> {
+    check_payloads(send, world)?;
+    let reason = match receive.get(rank) {
+        Some(own) if receive.len() == world && own.len() == send[rank].len() => return Ok(()),
+        Some(own) if receive.len() == world => {
+            format!("{} bytes for this rank itself, which expects {}", send[rank].len(), own.len())
+        }
+        _ => format!("{} buffers in a group of {world}; each rank fills one", receive.len()),
+    };
+    Err(CollectiveError::Invalid(reason))
+}
+
+/// Checks that a payload is as long as what it is for.
+///
+/// # Errors
+/// A message with both lengths.
+pub(crate) fn check_length(bytes: usize, expected: usize) -> Result<(), String> {
+    if bytes == expected {
+        return Ok(());
+    }
+    Err(format!("expected a payload of {expected} bytes, got {bytes}"))
 }

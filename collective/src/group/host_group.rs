@@ -9,13 +9,14 @@ use crate::algorithm::chunk::chunk;
 use crate::algorithm::payload::{Body, Halves, Payload};
 use crate::algorithm::schedule::{RankInfo, Schedule, Span};
 use crate::algorithm::wire_dtype::Half;
+use crate::communicator::{check_payloads, check_receivers};
 use crate::group::pairs::{FurtherLinks, PairDialler};
 use crate::net::fence::GroupRegistration;
 use crate::net::frame::{Kind, OpTag};
 use crate::net::neighbours::{LinkFault, Links};
 use crate::net::progress::Progress;
 use crate::transfer::chain::{self, ChainReduce};
-use crate::transfer::{self, Fault, LocalFault, Transfer};
+use crate::transfer::{self, Fault, Incoming, LocalFault, Transfer};
 use crate::{BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator, WireDtype};
 
 #[cfg(feature = "gpu")]
@@ -387,7 +388,20 @@ impl Communicator for HostGroup {
         send: &[&[u8]],
         receive: &mut Vec<Vec<u8>>,
     ) -> Result<(), CollectiveError> {
-        self.exchange_payloads(send, receive)
+        self.check()?;
+        check_payloads(send, self.rank_info.world)?;
+        receive.resize_with(send.len(), Vec::new);
+        self.exchange_payloads(send, receive.iter_mut().map(Incoming::Any))
+    }
+
+    fn exchange_into(
+        &mut self,
+        send: &[&[u8]],
+        receive: &mut [&mut [u8]],
+    ) -> Result<(), CollectiveError> {
+        self.check()?;
+        check_receivers(self.rank_info.rank, send, receive, self.rank_info.world)?;
+        self.exchange_payloads(send, receive.iter_mut().map(|into| Incoming::Exact(into)))
     }
 
     fn broadcast_bytes(&mut self, root: usize, bytes: &mut Vec<u8>) -> Result<(), CollectiveError> {

@@ -20,9 +20,8 @@ use rustix::event::PollFd;
 use super::op_headers::OpHeaders;
 use super::region::CounterSlot::{Begun, Delivered};
 use super::region::{LINE_BYTES, SharedRegion, WaitContext};
-use crate::PAYLOAD_BYTES_MAX;
 use crate::net::spin_wait::SpinWait;
-use crate::transfer::{LocalFault, Pair};
+use crate::transfer::{Incoming, LocalFault, Pair};
 
 /// Layout of the mailboxes. All offsets are in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -93,12 +92,14 @@ struct Letters<'a> {
     peer: usize,
     outgoing: Option<&'a [u8]>,
     is_begun: bool,
-    incoming: Option<Incoming<'a>>,
+    incoming: Option<Letter<'a>>,
 }
 
 #[derive(Debug)]
-struct Incoming<'a> {
-    payload: &'a mut Vec<u8>,
+struct Letter<'a> {
+    payload: Incoming<'a>,
+    /// Number of bytes that are read.
+    read: usize,
     /// Length of the payload, once the first slot is read.
     bytes: Option<usize>,
 }
@@ -116,12 +117,11 @@ impl<'a> Mail<'a> {
         region.publish(Begun, operation + 1);
         let letters = pairs.into_iter().map(|Pair { rank, send, receive }| {
             let peer = region.ranks.iter().position(|other| *other == rank);
-            receive.clear();
             Letters {
                 peer: peer.expect("the caller has selected the ranks of this host"),
                 outgoing: Some(send),
                 is_begun: false,
-                incoming: Some(Incoming { payload: receive, bytes: None }),
+                incoming: Some(Letter { payload: receive, read: 0, bytes: None }),
             }
         });
         let exchanges = region.delivered() + 1;
@@ -245,16 +245,26 @@ impl Letters<'_> {
             None => {
                 let mut header = [0_u64; 2];
                 region.memory.read(slot, bytemuck::cast_slice_mut(&mut header));
-                let bytes = check_header(header, sequence)
+                let bytes = check_header(header, sequence, &incoming.payload)
                     .map_err(|reason| region.broken(self.peer, reason))?;
-                incoming.payload.reserve(bytes);
+                if let Incoming::Any(payload) = &mut incoming.payload {
+                    payload.clear();
+                    payload.reserve(bytes);
+                }
                 incoming.bytes = Some(bytes);
                 bytes
             }
         };
-        let missing = bytes - incoming.payload.len();
+        let missing = bytes - incoming.read;
         let part = missing.min(mailboxes.slot_bytes());
-        region.memory.append(slot + LINE_BYTES, part, incoming.payload);
+        let start = slot + LINE_BYTES;
+        match &mut incoming.payload {
+            Incoming::Any(payload) => region.memory.append(start, part, payload),
+            Incoming::Exact(payload) => {
+                region.memory.read(start, &mut payload[incoming.read..][..part]);
+            }
+        }
+        incoming.read += part;
         let read = region.memory.word64(mailboxes.read(self.peer, slots.own()));
         region.publish_mail(read, number + 1, self.peer);
         if part == missing {
@@ -265,14 +275,16 @@ impl Letters<'_> {
 }
 
 /// Returns the length of the payload.
-fn check_header([sequence, bytes]: [u64; 2], expected: u64) -> Result<usize, String> {
+fn check_header(
+    [sequence, bytes]: [u64; 2],
+    expected: u64,
+    payload: &Incoming<'_>,
+) -> Result<usize, String> {
     if sequence != expected {
         return Err(format!("expected sequence number {expected}, got {sequence}"));
     }
-    match usize::try_from(bytes) {
-        Ok(bytes) if bytes <= PAYLOAD_BYTES_MAX => Ok(bytes),
-        _ => Err(format!("expected a payload of at most {PAYLOAD_BYTES_MAX} bytes, got {bytes}")),
-    }
+    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+    payload.check(bytes).map(|()| bytes)
 }
 
 /// Slots of a mailbox: some are written while others are read.
@@ -291,10 +303,10 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::Fence;
     use crate::algorithm::schedule::RankInfo;
     use crate::net::progress::Progress;
     use crate::shm::{Memory, ShmGroup};
+    use crate::{Fence, PAYLOAD_BYTES_MAX};
 
     /// Miri runs this test and checks that ranks never access memory that another rank uses.
     #[test]
@@ -337,8 +349,11 @@ mod tests {
                         let sent: Vec<_> = others().map(|to| payload(rank, to, round)).collect();
                         let mut got: Vec<_> = others().map(|_| vec![1; 3]).collect();
                         let pairs = others().zip(&sent).zip(&mut got);
-                        let pairs =
-                            pairs.map(|((rank, send), receive)| Pair { rank, send, receive });
+                        let pairs = pairs.map(|((rank, send), receive)| Pair {
+                            rank,
+                            send,
+                            receive: Incoming::Any(receive),
+                        });
                         let mut mail = shared.begin_exchange(context, pairs.collect());
                         while !mail.is_done() {
                             mail.step().unwrap();
@@ -379,7 +394,11 @@ mod tests {
                 let context =
                     WaitContext { host: None, ring: None, registration, progress, sequence: 7 };
                 let pairs = sent.iter().zip(got).enumerate().filter(|(rank, _)| *rank != own);
-                let pairs = pairs.map(|(rank, (send, receive))| Pair { rank, send, receive });
+                let pairs = pairs.map(|(rank, (send, receive))| Pair {
+                    rank,
+                    send,
+                    receive: Incoming::Any(receive),
+                });
                 group.begin_exchange(context, pairs.collect())
             })
             .collect();
@@ -421,11 +440,15 @@ mod tests {
 
     #[test]
     fn a_header_of_another_operation_or_of_an_impossible_length_is_refused() {
-        let most = PAYLOAD_BYTES_MAX as u64;
-        assert_eq!(check_header([5, most], 5), Ok(PAYLOAD_BYTES_MAX));
-        assert!(check_header([4, 0], 5).unwrap_err().contains("sequence number 5, got 4"));
+        let (most, mut payload, mut exact) = (PAYLOAD_BYTES_MAX as u64, Vec::new(), [0; 3]);
+        let any = Incoming::Any(&mut payload);
+        assert_eq!(check_header([5, most], 5, &any), Ok(PAYLOAD_BYTES_MAX));
+        assert!(check_header([4, 0], 5, &any).unwrap_err().contains("sequence number 5, got 4"));
         for bytes in [most + 1, u64::MAX] {
-            assert!(check_header([5, bytes], 5).unwrap_err().contains("at most 1073741824"));
+            assert!(check_header([5, bytes], 5, &any).unwrap_err().contains("at most 1073741824"));
         }
+        let exact = Incoming::Exact(&mut exact);
+        assert_eq!(check_header([5, 3], 5, &exact), Ok(3));
+        assert!(check_header([5, 4], 5, &exact).unwrap_err().contains("of 3 bytes, got 4"));
     }
 }

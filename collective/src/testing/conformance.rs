@@ -14,8 +14,8 @@ use crate::{BLOCK_BYTES_MAX, CollectiveError, Communicator};
 
 mod exchanges;
 
-pub use exchanges::exchanges_deliver_every_payload;
-use exchanges::{exchange_equal, exchange_random};
+use exchanges::{exchange_equal, exchange_random, sum_parts, sums_of_parts_are_right};
+pub use exchanges::{exchanges_deliver_every_payload, parts_are_summed_where_they_belong};
 
 /// One rank of a group.
 pub struct Rank {
@@ -184,6 +184,13 @@ pub fn a_rank_that_ends_at_any_point_ends_all_without_wrong_results(form: Form<'
                 dst.fill(f32::NAN);
                 let result = match exchanges {
                     false => ring.all_reduce(&[7], &src, &mut dst),
+                    true if seed % 3 == 0 => {
+                        let result = sum_parts(ring, world, &mut dst);
+                        if result.is_err() && dst.iter().any(|sum| !sum.is_nan()) {
+                            return Err("a sum that failed has changed its destination".to_owned());
+                        }
+                        result.map(|()| vec![vec![7]; world])
+                    }
                     true => exchange_equal(ring, 2 * len).map(|is_right| {
                         dst.fill(if is_right { world as f32 } else { f32::NAN });
                         vec![vec![7]; world]
@@ -356,6 +363,17 @@ pub fn a_disagreement_fails_every_rank(form: Form<'_>) {
             _ => ring.all_reduce(&[], &[1.0], &mut [0.0]).map(drop),
         });
         assert!(results.iter().all(Result::is_err), "world {world}: {results:?}");
+        let mut group = form(world);
+        let results = on_all(&mut group, move |ring| {
+            let mut parts = vec![vec![0; 1000]; world];
+            parts[0].truncate(1000 - usize::from(ring.rank() == 1));
+            let mut receive: Vec<&mut [u8]> = parts.iter_mut().map(Vec::as_mut_slice).collect();
+            ring.exchange_into(&vec![&[1; 1000][..]; world], &mut receive)
+        });
+        assert!(
+            matches!(results[1], Err(CollectiveError::Protocol { rank: 0, .. })),
+            "world {world}: {results:?}"
+        );
         for (other, others) in (0..world).flat_map(|other| [(other, 0), (other, 1), (other, 2)]) {
             let mut group = form(world);
             let results = on_all(&mut group, move |ring| match (ring.rank() == other, others) {
@@ -387,6 +405,13 @@ pub fn an_invalid_call_changes_nothing(form: Form<'_>) {
                 && is_invalid(ring.all_gather(&vec![0; BLOCK_BYTES_MAX + 1]).map(drop))
                 && is_invalid(ring.exchange(&vec![&[0][..]; world + 1], &mut Vec::new()))
                 && is_invalid(ring.exchange(&[], &mut Vec::new()))
+                && is_invalid(ring.exchange_into(&vec![&[][..]; world], &mut []))
+                && is_invalid(sum_parts(ring, world + 1, &mut [0.0]))
+                && is_invalid(ring.reduce_scatter(
+                    &vec![&[][..]; world],
+                    &mut [0.0],
+                    &mut Vec::new(),
+                ))
                 && is_invalid(
                     ring.all_reduce(&vec![0; BLOCK_BYTES_MAX + 1], &[1.0], &mut [0.0]).map(drop),
                 );
@@ -406,7 +431,7 @@ fn any_operation(
     let root = random.below(world);
     let lens: Vec<_> = (0..world).map(|_| random.below(3000)).collect();
     let len = [lens[0], lens[0] * 10][random.below(2)];
-    let is_right = match random.below(5) {
+    let is_right = match random.below(6) {
         0 => {
             let all: Vec<_> = (0..world).map(|rank| bytes(rank, lens[rank])).collect();
             ring.all_gather(&all[rank]).map_err(report)? == all
@@ -426,6 +451,7 @@ fn any_operation(
             got == bytes(root, lens[root] * 200)
         }
         3 => exchange_random(ring, random).map_err(report)?,
+        4 => sums_of_parts_are_right(ring, random).map_err(report)?,
         _ => {
             let mut buf = part(rank, len);
             ring.broadcast(root, &mut buf).map_err(report)?;

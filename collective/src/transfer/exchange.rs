@@ -24,6 +24,7 @@ use rustix::io::Errno;
 use super::{Fault, TransferProgress};
 use crate::PAYLOAD_BYTES_MAX;
 use crate::algorithm::chain_topology::Side;
+use crate::communicator::check_length;
 use crate::net::fence::GroupRegistration;
 use crate::net::frame::{FRAME_BYTES, Frame, OpTag, to_wire};
 use crate::net::link::Link;
@@ -37,14 +38,57 @@ pub(crate) struct Pair<'a> {
     /// The other rank.
     pub(crate) rank: usize,
     pub(crate) send: &'a [u8],
-    pub(crate) receive: &'a mut Vec<u8>,
+    pub(crate) receive: Incoming<'a>,
+}
+
+/// Where a payload is received.
+#[derive(Debug)]
+pub(crate) enum Incoming<'a> {
+    /// A payload of any length.
+    Any(&'a mut Vec<u8>),
+    /// A payload that is as long.
+    Exact(&'a mut [u8]),
 }
 
 impl Pair<'_> {
     /// Copies what a rank gives to itself.
     pub(crate) fn copy(self) {
-        self.receive.clear();
-        self.receive.extend_from_slice(self.send);
+        match self.receive {
+            Incoming::Any(payload) => {
+                payload.clear();
+                payload.extend_from_slice(self.send);
+            }
+            Incoming::Exact(payload) => payload.copy_from_slice(self.send),
+        }
+    }
+}
+
+impl Incoming<'_> {
+    /// Checks the length of the payload that begins.
+    pub(crate) fn check(&self, bytes: usize) -> Result<(), String> {
+        match self {
+            Self::Any(_) if bytes <= PAYLOAD_BYTES_MAX => Ok(()),
+            Self::Any(_) => {
+                Err(format!("expected a payload of at most {PAYLOAD_BYTES_MAX} bytes, got {bytes}"))
+            }
+            Self::Exact(payload) => check_length(bytes, payload.len()),
+        }
+    }
+
+    /// Memory for more of a payload of `bytes` bytes, of which `done` are here.
+    fn missing(&mut self, done: usize, bytes: usize) -> &mut [u8] {
+        match self {
+            Self::Any(payload) => {
+                if done == 0 {
+                    payload.truncate(bytes);
+                }
+                if done == payload.len() {
+                    grow(payload, bytes);
+                }
+                &mut payload[done..]
+            }
+            Self::Exact(payload) => &mut payload[done..],
+        }
     }
 }
 
@@ -187,7 +231,7 @@ struct Port<'a> {
     /// Expected header, except for the length of the payload.
     expected: Frame,
     incoming: [u8; FRAME_BYTES],
-    receive: &'a mut Vec<u8>,
+    receive: Incoming<'a>,
     /// Length of the payload, once the header is complete.
     bytes: Option<usize>,
     /// Number of bytes of header and payload that are received.
@@ -255,13 +299,7 @@ impl<'a> Port<'a> {
         }
         let Direction { link, side } = self.links.from;
         let missing = match self.bytes {
-            Some(bytes) => {
-                let done = self.received - FRAME_BYTES;
-                if done == self.receive.len() {
-                    grow(self.receive, bytes);
-                }
-                &mut self.receive[done..]
-            }
+            Some(bytes) => self.receive.missing(self.received - FRAME_BYTES, bytes),
             None => &mut self.incoming[self.received..],
         };
         match link.recv(&mut [IoSliceMut::new(missing)]) {
@@ -283,8 +321,8 @@ impl<'a> Port<'a> {
         }
         if self.bytes.is_none() && self.received == FRAME_BYTES {
             let bytes = self.check_header().map_err(LinkFault::Broken)?;
-            self.receive.truncate(bytes);
-            grow(self.receive, bytes);
+            // What an earlier payload has left is not part of this one, even if this one is empty.
+            self.receive.missing(0, bytes);
             self.bytes = Some(bytes);
         }
         Ok(true)
@@ -294,12 +332,8 @@ impl<'a> Port<'a> {
     fn check_header(&self) -> Result<usize, String> {
         let frame = Frame::decode(&self.incoming)?;
         frame.check(&self.expected, usize::MAX)?;
-        match frame.note_bytes as usize {
-            bytes if bytes <= PAYLOAD_BYTES_MAX => Ok(bytes),
-            bytes => {
-                Err(format!("expected a payload of at most {PAYLOAD_BYTES_MAX} bytes, got {bytes}"))
-            }
-        }
+        let bytes = frame.note_bytes as usize;
+        self.receive.check(bytes).map(|()| bytes)
     }
 }
 

@@ -7,7 +7,7 @@ mod host_stage;
 mod progress;
 mod ring;
 
-pub(crate) use exchange::{Direction, Pair, PairLinks, Ports};
+pub(crate) use exchange::{Direction, Incoming, Pair, PairLinks, Ports};
 pub(crate) use fault::{Fault, LocalFault};
 pub(crate) use host_stage::HostStage;
 pub(crate) use progress::TransferProgress;

@@ -23,6 +23,11 @@ macro_rules! conforms {
             }
 
             #[test]
+            fn parts_are_summed_where_they_belong() {
+                conformance::parts_are_summed_where_they_belong(&$form);
+            }
+
+            #[test]
             fn any_sequence_of_operations_is_correct() {
                 conformance::any_sequence_of_operations_is_correct(&$form);
             }

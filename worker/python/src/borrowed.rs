@@ -28,6 +28,10 @@ enum Owner {
     Capsule {
         _capsule: Py<PyAny>,
     },
+    /// Nothing: this is a copy.
+    Copy {
+        _memory: Vec<u64>,
+    },
     View {
         _view: View,
     },
@@ -109,6 +113,20 @@ impl Borrowed {
             is_i64: (code, bits, lanes) == (INTEGER, 64, 1),
             _owner: Owner::Capsule { _capsule: capsule.unbind() },
         })
+    }
+
+    /// Copies this memory, if it is part of what an operation writes to while it reads this.
+    pub(crate) fn keep_from(&mut self, written: &[Self]) {
+        let (start, end) = (self.start.addr(), self.start.addr() + self.bytes);
+        let overlaps =
+            |other: &Self| start < other.start.addr() + other.bytes && other.start.addr() < end;
+        if written.iter().any(overlaps) {
+            let mut memory = vec![0_u64; self.bytes.div_ceil(size_of::<u64>())];
+            let copy = memory.as_mut_ptr().cast();
+            // SAFETY: both have as many bytes, and one is new.
+            unsafe { std::ptr::copy_nonoverlapping(self.start, copy, self.bytes) };
+            (self.start, self._owner) = (copy, Owner::Copy { _memory: memory });
+        }
     }
 
     pub(crate) fn bytes(&mut self) -> &mut [u8] {

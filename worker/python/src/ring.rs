@@ -1,6 +1,7 @@
 //! Collective operations on memory of Python.
 
 use std::net::{SocketAddr, TcpListener};
+use std::slice;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -106,13 +107,42 @@ impl Ring {
         taken: Vec<Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let ring = self.connected()?;
-        let borrow = |all: Vec<Bound<'_, PyAny>>| {
-            all.iter().map(Borrowed::new).collect::<PyResult<Vec<Borrowed>>>()
-        };
-        let (mut given, mut taken) = (borrow(given)?, borrow(taken)?);
+        let (mut given, mut taken) = (borrow(&given)?, borrow(&taken)?);
+        given.iter_mut().for_each(|part| part.keep_from(&taken));
         let send: Vec<&[u8]> = given.iter_mut().map(|memory| &*memory.bytes()).collect();
         let mut receive: Vec<&mut [u8]> = taken.iter_mut().map(Borrowed::bytes).collect();
         py.detach(|| ring.exchange(&send, &mut receive)).map_err(error_of)
+    }
+
+    /// Replaces each array of `parts` by that of its rank, which has as many bytes on all ranks.
+    fn gather(
+        &self,
+        py: Python<'_>,
+        values: &Bound<'_, PyAny>,
+        parts: Vec<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (ring, mut memory) = (self.connected()?, Borrowed::new(values)?);
+        let mut parts = borrow(&parts)?;
+        memory.keep_from(&parts);
+        let bytes = memory.bytes();
+        let mut into: Vec<&mut [u8]> = parts.iter_mut().map(Borrowed::bytes).collect();
+        py.detach(|| ring.gather(bytes, &mut into)).map_err(error_of)
+    }
+
+    /// Gives each rank its array of f32 of `given`, and replaces `sum` by the sum of those that the
+    /// ranks give to this one, which have as many elements.
+    fn reduce_scatter(
+        &self,
+        py: Python<'_>,
+        given: Vec<Bound<'_, PyAny>>,
+        sum: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (ring, mut memory) = (self.connected()?, Borrowed::new(sum)?);
+        let mut given = borrow(&given)?;
+        given.iter_mut().for_each(|part| part.keep_from(slice::from_ref(&memory)));
+        let floats = given.iter_mut().map(|part| part.floats().map(|floats| &*floats));
+        let (floats, sum) = (floats.collect::<PyResult<Vec<&[f32]>>>()?, memory.floats()?);
+        py.detach(|| ring.reduce_scatter(&floats, sum)).map_err(error_of)
     }
 
     /// Replaces an array by that of rank `root`.
@@ -186,6 +216,10 @@ impl Ring {
     fn parts(&self) -> PyResult<&(Arc<ProgramRing>, Operations)> {
         self.ring.get().ok_or_else(|| PyRuntimeError::new_err("the ring is not connected"))
     }
+}
+
+fn borrow(all: &[Bound<'_, PyAny>]) -> PyResult<Vec<Borrowed>> {
+    all.iter().map(Borrowed::new).collect()
 }
 
 fn error_of(error: WorkerError) -> PyErr {

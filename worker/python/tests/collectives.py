@@ -61,6 +61,15 @@ for dtype in torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.
     out = torch.empty(3, 5, dtype=dtype)
     dist.reduce_scatter_tensor(out, rows[rank])
     check(out, whole.sum(0).to(dtype))
+    # In place, of many elements and of a few.
+    for len_ in 15, 100_000:
+        flat = torch.full((size * len_,), 7, dtype=dtype)
+        flat[rank * len_ : (rank + 1) * len_] = rank
+        dist.all_gather_into_tensor(flat, flat[rank * len_ : (rank + 1) * len_])
+        check(flat, torch.arange(size).repeat_interleave(len_).to(dtype))
+    flat = rows[rank].reshape(-1).clone()
+    dist.reduce_scatter_tensor(flat[rank * 15 : (rank + 1) * 15], flat)
+    check(flat[rank * 15 : (rank + 1) * 15], whole.sum(0).to(dtype).view(-1))
     mine = torch.empty(3, 5, dtype=dtype)
     dist.scatter(mine, parts if rank == size - 1 else None, size - 1)
     check(mine, parts[rank])

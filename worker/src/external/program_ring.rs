@@ -5,8 +5,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use elasticdl_collective::{
-    BLOCK_BYTES_MAX, BROADCAST_BYTES_MAX, CollectiveError, Communicator as _, Endpoint,
-    EndpointOptions, Fence, GroupSpec, HostGroup, Member, Secret,
+    BROADCAST_BYTES_MAX, CollectiveError, Communicator as _, Endpoint, EndpointOptions, Fence,
+    GroupSpec, HostGroup, Member, PAYLOAD_BYTES_MAX, Secret,
 };
 
 use super::worker::WorkerError;
@@ -36,8 +36,8 @@ struct State {
     group: HostGroup,
     /// Result of an all-reduce, whose input must not change.
     sum: Vec<f32>,
-    /// Result of an exchange.
-    payloads: Vec<Vec<u8>>,
+    /// What other ranks give to a sum of parts.
+    scratch: Vec<f32>,
     /// Accepts the links of the group.
     _endpoint: Endpoint,
 }
@@ -59,7 +59,7 @@ impl ProgramRing {
         let spec = GroupSpec { generation: 1, members: members.collect() };
         let group = endpoint.connect(&spec, timeout).map_err(failed)?;
         let fence = endpoint.fence();
-        let state = State { group, sum: Vec::new(), payloads: Vec::new(), _endpoint: endpoint };
+        let state = State { group, sum: Vec::new(), scratch: Vec::new(), _endpoint: endpoint };
         Ok(Self { state: Mutex::new(state), fence })
     }
 
@@ -83,16 +83,59 @@ impl ProgramRing {
     /// # Errors
     /// The links broke.
     pub fn all_gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, WorkerError> {
-        let group = &mut self.state().group;
-        let mut gathered = vec![Vec::with_capacity(bytes.len()); group.world_size()];
-        // An empty block is gathered, too: it is how ranks wait for each other.
-        let parts = bytes.chunks(BLOCK_BYTES_MAX).chain(bytes.is_empty().then_some(bytes));
-        for part in parts {
-            for (all, more) in gathered.iter_mut().zip(group.all_gather(part).map_err(failed)?) {
-                all.extend(more);
-            }
-        }
+        let world = self.state().group.world_size();
+        let mut gathered = vec![vec![0; bytes.len()]; world];
+        let mut parts: Vec<&mut [u8]> = gathered.iter_mut().map(Vec::as_mut_slice).collect();
+        self.gather(bytes, &mut parts)?;
+        drop(parts);
         Ok(gathered)
+    }
+
+    /// Replaces each of `parts`, one for each rank and all as long as `bytes`, by the bytes of that
+    /// rank.
+    ///
+    /// # Errors
+    /// The links broke, or lengths differ. `parts` hold anything then.
+    pub fn gather(&self, bytes: &[u8], parts: &mut [&mut [u8]]) -> Result<(), WorkerError> {
+        let (group, expected) = (&mut self.state().group, bytes.len());
+        let world = group.world_size();
+        if parts.len() != world || parts.iter().any(|part| part.len() != expected) {
+            let lens: Vec<usize> = parts.iter().map(|part| part.len()).collect();
+            let error =
+                format!("buffers of {lens:?} bytes for {expected} of each of {world} ranks");
+            return Err(WorkerError::Failed(error));
+        }
+        if expected <= ONE_BLOCK_BYTES_MAX {
+            // Nothing is gathered, too: it is how ranks wait for each other.
+            let blocks = group.all_gather(bytes).map_err(failed)?;
+            for (rank, (block, part)) in blocks.iter().zip(parts).enumerate() {
+                if block.len() != expected {
+                    let error =
+                        format!("rank {rank} gives {} bytes, expected {expected}", block.len());
+                    return Err(WorkerError::Failed(error));
+                }
+                part.copy_from_slice(block);
+            }
+            return Ok(());
+        }
+        let mut rest: Vec<&mut [u8]> = parts.iter_mut().map(|part| &mut **part).collect();
+        for own in bytes.chunks(PAYLOAD_BYTES_MAX) {
+            let split = rest.into_iter().map(|part| part.split_at_mut(own.len()));
+            let (mut into, others): (Vec<_>, Vec<_>) = split.unzip();
+            rest = others;
+            group.exchange_into(&vec![own; world], &mut into).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Replaces `sum` by the sum of what all ranks give to this one, in rank order. `given`: one
+    /// slice for each rank, as long as its `sum`.
+    ///
+    /// # Errors
+    /// The links broke, or lengths differ. `sum` is then as before.
+    pub fn reduce_scatter(&self, given: &[&[f32]], sum: &mut [f32]) -> Result<(), WorkerError> {
+        let State { group, scratch, .. } = &mut *self.state();
+        group.reduce_scatter(given, sum, scratch).map_err(failed)
     }
 
     /// Replaces `bytes` by those of `root`, which has as many.
@@ -120,25 +163,9 @@ impl ProgramRing {
     ///
     /// # Errors
     /// The links broke, there is not one element per rank, or a rank gives another number of bytes
-    /// than its element of `receive` has; those before it are filled then.
+    /// than its element of `receive` has, which then holds anything.
     pub fn exchange(&self, send: &[&[u8]], receive: &mut [&mut [u8]]) -> Result<(), WorkerError> {
-        let State { group, payloads, .. } = &mut *self.state();
-        if receive.len() != group.world_size() {
-            let (found, ranks) = (receive.len(), group.world_size());
-            let error =
-                format!("{found} buffers for what {ranks} ranks give; expected one for each");
-            return Err(WorkerError::Failed(error));
-        }
-        group.exchange(send, payloads).map_err(failed)?;
-        for (rank, (payload, into)) in payloads.iter().zip(receive).enumerate() {
-            if payload.len() != into.len() {
-                let (expected, found) = (into.len(), payload.len());
-                let error = format!("rank {rank} gives {found} bytes, expected {expected}");
-                return Err(WorkerError::Failed(error));
-            }
-            into.copy_from_slice(payload);
-        }
-        Ok(())
+        self.state().group.exchange_into(send, receive).map_err(failed)
     }
 
     /// Ends the group: operations fail on every rank.
@@ -161,6 +188,9 @@ fn failed(error: CollectiveError) -> WorkerError {
     }
     WorkerError::Failed(text)
 }
+
+/// Largest part of a rank that is gathered along the ring. Above, each rank gives it to each other.
+const ONE_BLOCK_BYTES_MAX: usize = 64 << 10;
 
 #[cfg(test)]
 mod tests {
@@ -230,13 +260,30 @@ mod tests {
             assert!(ring.exchange(&send, &mut receive[..2]).is_err());
             (taken.concat(), differs)
         });
-        let error = WorkerError::Failed("rank 1 gives 3 bytes, expected 2".into());
-        let expected = [
-            (vec![0, 1, 2], Ok(())),
-            (vec![0, 0, 1, 1, 2, 2], Ok(())),
-            (vec![0, 0, 0, 1, 1, 1, 2, 2, 2], Err(error)),
-        ];
-        assert_eq!(all, expected);
+        let (taken, differ): (Vec<_>, Vec<_>) = all.into_iter().unzip();
+        assert_eq!(taken, [vec![0, 1, 2], vec![0, 0, 1, 1, 2, 2], vec![0, 0, 0, 1, 1, 1, 2, 2, 2]]);
+        let error = format!("{:?}", differ[2]);
+        assert!(error.contains("expected a payload of 2 bytes, got 3"), "{error}");
+    }
+
+    #[test]
+    fn each_rank_gets_the_sum_of_its_parts_and_gathers_those_of_all() {
+        let all = as_group(|ring, rank| {
+            let given = [0.5, 1.5, 2.5].map(|part| [part + rank as f32; 2]);
+            let given: Vec<&[f32]> = given.iter().map(<[f32; 2]>::as_slice).collect();
+            let mut sum = [0.0; 2];
+            ring.reduce_scatter(&given, &mut sum).unwrap();
+            assert!(ring.reduce_scatter(&given[..2], &mut sum).is_err());
+            for len in [1, ONE_BLOCK_BYTES_MAX + 1] {
+                let mut parts = vec![vec![9; len]; 3];
+                let mut into: Vec<&mut [u8]> = parts.iter_mut().map(Vec::as_mut_slice).collect();
+                ring.gather(&vec![rank as u8; len], &mut into).unwrap();
+                assert!(ring.gather(&[], &mut into).is_err(), "buffers of another length");
+                assert!(parts == [0, 1, 2].map(|rank| vec![rank; len]));
+            }
+            sum
+        });
+        assert_eq!(all, [[4.5; 2], [7.5; 2], [10.5; 2]]);
     }
 
     #[test]

@@ -8,7 +8,6 @@ use crate::algorithm::hosts::{HostPosition, Hosts};
 use crate::algorithm::payload::{Body, Payload};
 use crate::algorithm::schedule::{RankInfo, Schedule};
 use crate::algorithm::wire_dtype::Half;
-use crate::communicator::check_payloads;
 use crate::group::exchange;
 use crate::net::frame::Kind;
 use crate::net::neighbours::Links;
@@ -16,7 +15,7 @@ use crate::shm::{
     self, Address, Hierarchy, LeaderRing, Memory, Notes, PipeNotifier, SharedRegion, ShmGroup,
     WaitContext,
 };
-use crate::transfer::{Fault, Pair, Ports, Transfer};
+use crate::transfer::{Fault, Incoming, Pair, Ports, Transfer};
 use crate::{CollectiveError, Communicator};
 
 /// Whether ranks share memory.
@@ -189,18 +188,15 @@ impl HostGroup {
 }
 
 impl HostGroup {
-    /// Exchanges payloads over shared memory and links.
-    pub(super) fn exchange_payloads(
+    /// Exchanges payloads over shared memory and links. The caller has checked them.
+    pub(super) fn exchange_payloads<'a>(
         &mut self,
-        send: &[&[u8]],
-        receive: &mut Vec<Vec<u8>>,
+        send: &[&'a [u8]],
+        receive: impl Iterator<Item = Incoming<'a>>,
     ) -> Result<(), CollectiveError> {
-        self.check()?;
-        let (rank, world) = (self.rank_info.rank, self.rank_info.world);
-        check_payloads(send, world)?;
+        let rank = self.rank_info.rank;
         self.negotiate_transport()?;
         self.connect_pairs()?;
-        receive.resize_with(world, Vec::new);
         let pairs = send.iter().zip(receive).enumerate();
         let pairs = pairs.map(|(rank, (send, receive))| Pair { rank, send, receive });
         let mut pairs: Vec<Pair<'_>> = pairs.collect();

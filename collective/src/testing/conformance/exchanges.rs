@@ -98,3 +98,52 @@ pub(super) fn exchange_random(
     exchange(ring, &lens, &mut got)?;
     Ok(got == expected(ring.rank(), &lens))
 }
+
+/// Checks sums of parts, in groups of 1 to 9 ranks: of lengths that differ between ranks, in rank
+/// order, with sources unchanged.
+pub fn parts_are_summed_where_they_belong(form: Form<'_>) {
+    for world in 1..=9 {
+        let mut group = form(world);
+        let results = on_all(&mut group, move |ring| {
+            let mut random = Random(world as u64);
+            (0..6).try_for_each(|round| match sums_of_parts_are_right(ring, &mut random) {
+                Ok(true) => Ok(()),
+                Ok(false) => Err(format!("round {round}: wrong")),
+                Err(error) => Err(report(error)),
+            })
+        });
+        assert_eq!(results, vec![Ok(()); world], "world {world}");
+    }
+}
+
+/// Sums parts of random lengths; returns whether this rank's is right.
+pub(super) fn sums_of_parts_are_right(
+    ring: &mut dyn Communicator,
+    random: &mut Random,
+) -> Result<bool, CollectiveError> {
+    let (rank, world) = (ring.rank(), ring.world_size());
+    let lens: Vec<usize> = (0..world).map(|_| random.length(100_000)).collect();
+    // Sums of these depend on the order.
+    let part = |from: usize, to: usize| -> Vec<f32> {
+        (0..lens[to]).map(|at| 0.1 + (from * 7 + to * 3 + at % 101) as f32 / 3.0).collect()
+    };
+    let given: Vec<Vec<f32>> = (0..world).map(|to| part(rank, to)).collect();
+    let src: Vec<&[f32]> = given.iter().map(Vec::as_slice).collect();
+    let (mut dst, mut scratch) = (vec![f32::NAN; lens[rank]], vec![7.0; 9]);
+    ring.reduce_scatter(&src, &mut dst, &mut scratch)?;
+    let mut right = part(0, rank);
+    for from in 1..world {
+        right.iter_mut().zip(part(from, rank)).for_each(|(sum, part)| *sum += part);
+    }
+    Ok(dst == right && (0..world).all(|to| given[to] == part(rank, to)))
+}
+
+/// Gives ones to each of `ranks` ranks, as many as `dst` has, and sums what this one gets.
+pub(super) fn sum_parts(
+    ring: &mut dyn Communicator,
+    ranks: usize,
+    dst: &mut [f32],
+) -> Result<(), CollectiveError> {
+    let ones = vec![1.0; dst.len()];
+    ring.reduce_scatter(&vec![&ones[..]; ranks], dst, &mut Vec::new())
+}

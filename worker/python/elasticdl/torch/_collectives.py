@@ -78,8 +78,15 @@ class Collectives:
         """Gathers the inputs of all ranks into one output."""
 
         def act():
-            parts = output.view(self.size(), -1)
-            _copy_all(parts, [part.view(-1) for part in self._gathered(input)])
+            _check(output)
+            flat = output.contiguous().to(input.dtype)
+            if flat.numel():
+                parts = [_memory(part) for part in flat.view(self.size(), -1)]
+            else:
+                parts = [_memory(flat)] * self.size()
+            self._gather(input, parts)
+            if flat is not output:
+                output.copy_(flat)
 
         return self._call(opts, [output], act)
 
@@ -210,6 +217,14 @@ class Collectives:
         if kind == ReduceOp.PREMUL_SUM:
             inputs = [tensor * operation.factor for tensor in inputs]
             kind = ReduceOp.SUM
+        if kind in (ReduceOp.SUM, ReduceOp.AVG) and _is_plain(output):
+            given = [tensor.contiguous() for tensor in inputs]
+            if all(map(_is_plain, given)):
+                parts = [_memory(part, "f") for part in given]
+                self._ring.reduce_scatter(parts, _memory(output, "f"))
+                if kind == ReduceOp.AVG:
+                    output.div_(self.size())
+                return
         parts = [torch.empty_like(inputs[self.rank()]) for _ in range(self.size())]
         self._exchange(parts, inputs)
         _check(output)
@@ -232,14 +247,15 @@ class Collectives:
 
     def _gathered(self, tensor):
         """The tensors of all ranks, which have one shape."""
+        parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.size())]
+        self._gather(tensor, [_memory(part) for part in parts])
+        return parts
+
+    def _gather(self, tensor, parts):
+        """Fills the memory of the parts with the tensors of all ranks."""
         _check(tensor)
-        blocks = self._ring.all_gather(_memory(tensor.contiguous()))
-        if not tensor.numel():
-            return [tensor.clone() for _ in blocks]
-        return [
-            torch.frombuffer(bytearray(block), dtype=tensor.dtype).view(tensor.shape)
-            for block in blocks
-        ]
+        flat = tensor.contiguous()
+        self._ring.gather(_memory(flat), parts)
 
 
 class _Work(dist._Work):
