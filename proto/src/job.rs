@@ -73,6 +73,9 @@ pub struct WorkerOptions {
     /// Number of workers that hold each row of the model's tables: 1 to
     /// [`TABLE_REPLICAS_MAX`](crate::limits::TABLE_REPLICAS_MAX).
     pub table_replicas: u8,
+    /// Whether a group all of whose copies of some rows are lost goes on with those of a
+    /// checkpoint. Otherwise it goes back.
+    pub stale_rows: bool,
 }
 
 impl WorkerOptions {
@@ -103,6 +106,7 @@ impl WorkerOptions {
             link_encryption: LinkEncryption::default(),
             bad_records_max: 0,
             table_replicas: TABLE_REPLICAS,
+            stale_rows: false,
         }
     }
 }

@@ -199,6 +199,14 @@ pub enum CheckpointNews {
         /// The store's error.
         error: String,
     },
+    /// The group goes on with older rows in place of those that are lost.
+    OlderRows {
+        /// The folder of the checkpoint that they are from; `None` if there is none, so that the
+        /// rows begin anew.
+        name: Option<String>,
+        /// Touches of rows that the rows of the group's state have not counted.
+        missing: u64,
+    },
     /// The group starts from the checkpoint.
     Restored {
         /// Steps that it contains.
@@ -212,7 +220,7 @@ pub enum CheckpointNews {
         differences: String,
     },
     /// All copies of some rows are lost with their workers. The group gives up its state and goes
-    /// back to a checkpoint, or to the beginning.
+    /// back to a checkpoint, or to the beginning; or it goes on with [older](Self::OlderRows) rows.
     RowsLost {
         /// Steps that the state contained.
         step: u64,

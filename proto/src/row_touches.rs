@@ -44,7 +44,7 @@ impl From<RowTouches> for RowTouchesSummary {
 }
 
 /// Losses of all copies of rows of tables, after which the group went back to a checkpoint or to
-/// the beginning. The names of its fields are a public format.
+/// the beginning, or went on with older rows. The names of its fields are a public format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RowsLoss {
     /// Number of losses.
@@ -54,4 +54,7 @@ pub struct RowsLoss {
     /// Touches of rows since the checkpoints that the group went back to, of all losses: they are
     /// lost, and made again.
     pub row_touches: u64,
+    /// Touches that the rows have not counted, if the group went on with older ones.
+    #[serde(default)]
+    pub missing: Option<u64>,
 }

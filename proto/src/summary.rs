@@ -492,7 +492,7 @@ pub(crate) mod tests {
                 repeated: 2,
                 ..crate::RowTouches { expected: 9, counted: 9 }.into()
             }),
-            rows_lost: Some(RowsLoss { count: 1, at_step: 7, row_touches: 30 }),
+            rows_lost: Some(RowsLoss { count: 1, at_step: 7, row_touches: 30, missing: Some(2) }),
             state_lost: Some(StateLoss { count: 1, at_step: 8 }),
             error: Some("too many failures".into()),
             stop_reason: Some("the deadline of 60 s has passed".into()),
@@ -547,7 +547,7 @@ pub(crate) mod tests {
                 "files": 3, "first_file": "_SUCCESS"},
             "steps_skipped": 4,
             "row_touches": {"expected": 9, "counted": 9, "missing": 1, "repeated": 2},
-            "rows_lost": {"count": 1, "at_step": 7, "row_touches": 30},
+            "rows_lost": {"count": 1, "at_step": 7, "row_touches": 30, "missing": 2},
             "state_lost": {"count": 1, "at_step": 8},
             "error": "too many failures",
             "stop_reason": "the deadline of 60 s has passed", "model_summary": "3 3 5760",

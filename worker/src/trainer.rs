@@ -299,13 +299,15 @@ impl<M: Model> Trainer<'_, M> {
             let regrouped = tables.regroup(self.tensors.group_mut()?, step, members, store)?;
             match regrouped {
                 Regrouped::Agreed => {}
-                Regrouped::Lost { shards } if !self.session.follows_loss() => {
+                Regrouped::Lost(loss) if !self.session.follows_loss() => {
                     // Those that left the group at its end may have them, and come back.
+                    let shards = loss.shards();
                     return Err(Stopped::Left(format!("{shards} shards of tables are not here")));
                 }
-                Regrouped::Lost { shards } => {
-                    self.go_back(Some(shards));
-                    return Ok(());
+                Regrouped::Lost(loss) => {
+                    if !self.lose_rows(*loss)? {
+                        return Ok(());
+                    }
                 }
                 Regrouped::Unreadable => {
                     self.go_back(None);
@@ -524,6 +526,7 @@ mod fetch;
 mod finish;
 mod gpu;
 mod incoming;
+mod lost_rows;
 mod overlap;
 mod parts;
 mod reading;

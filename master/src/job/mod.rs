@@ -102,8 +102,8 @@ pub use reporting::counters::{Counters, End, Histogram, Recoveries};
 pub use reporting::lifetimes::{WorkerLifetime, WorkerTimes};
 pub use reporting::views::Snapshot;
 pub use spec::{
-    Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, LinkEncryption, OnNonfinite, Shuffle,
-    ShuffleMode, SpecError, ValidationSpec, WireDtype, Work,
+    Batch, CheckpointEvery, CheckpointSpec, Format, JobSpec, LinkEncryption, OnNonfinite,
+    OnRowsLost, Shuffle, ShuffleMode, SpecError, ValidationSpec, WireDtype, Work,
 };
 pub use spec::{MAX_WORKERS_PER_POD, multiples_near};
 pub use text::{counted, format_metrics, format_value};

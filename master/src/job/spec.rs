@@ -83,6 +83,8 @@ pub struct JobSpec {
     pub bad_records_max: u64,
     /// Number of workers that hold each row of the model's tables: 1 to [`TABLE_REPLICAS_MAX`].
     pub table_replicas: u8,
+    /// What a group does all of whose copies of some rows are lost.
+    pub on_rows_lost: OnRowsLost,
     /// How long workers may take from SIGTERM to their end.
     pub grace_period: Duration,
     /// What exit codes mean, and when the job ends before its data.
@@ -98,6 +100,16 @@ pub enum OnNonfinite {
     Fail,
     /// Its records count as trained, and the parameters stay as they are.
     Skip,
+}
+
+/// What a group does if all copies of rows of tables are lost with their workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OnRowsLost {
+    /// It goes back to the newest checkpoint.
+    #[default]
+    GoBack,
+    /// It goes on, with the rows of the newest checkpoint in place of the lost ones.
+    Stale,
 }
 
 impl JobSpec {
@@ -142,6 +154,7 @@ impl JobSpec {
             link_encryption: LinkEncryption::default(),
             bad_records_max: 0,
             table_replicas: TABLE_REPLICAS,
+            on_rows_lost: OnRowsLost::default(),
             grace_period: Duration::from_secs(30),
             policies: Policies::default(),
         }
@@ -193,6 +206,7 @@ impl JobSpec {
             link_encryption: self.link_encryption,
             bad_records_max: self.bad_records_max,
             table_replicas: self.table_replicas,
+            stale_rows: self.on_rows_lost == OnRowsLost::Stale,
         }
     }
 

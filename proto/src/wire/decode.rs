@@ -164,6 +164,9 @@ fn checkpoint_news(news: v1::CheckpointNews) -> Checked<CheckpointNews> {
             step: step(news.step)?,
             error: clip(news.error, ERROR_BYTES_MAX),
         },
+        Kind::OlderRows(news) => {
+            CheckpointNews::OlderRows { name: news.name.map(name), missing: news.missing }
+        }
         Kind::Restored(news) => CheckpointNews::Restored {
             step: step(news.step)?,
             name: name(news.name),
@@ -387,6 +390,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         skips_nonfinite: options.skip_nonfinite,
         allows_mixed_builds: options.allow_mixed_builds,
         table_replicas: table_replicas as u8,
+        stale_rows: options.stale_rows,
         link_encryption,
     })
 }

@@ -117,6 +117,9 @@ fn checkpoint_news(news: CheckpointNews) -> v1::checkpoint_news::Kind {
         CheckpointNews::Failed { step, error } => {
             Kind::Failed(v1::CheckpointFailed { step, error })
         }
+        CheckpointNews::OlderRows { name, missing } => {
+            Kind::OlderRows(v1::CheckpointOlderRows { name, missing })
+        }
         CheckpointNews::Restored { step, name, row_touches, differences } => {
             Kind::Restored(v1::CheckpointRestored { step, name, differences, row_touches })
         }
@@ -268,6 +271,7 @@ fn options(options: WorkerOptions) -> v1::Options {
         skip_nonfinite: options.skips_nonfinite,
         allow_mixed_builds: options.allows_mixed_builds,
         table_replicas: options.table_replicas.into(),
+        stale_rows: options.stale_rows,
         leave_timeout_ms: options.leave_timeout.map(millis),
         link_encryption: link_encryption.into(),
         work: Some(work(options.work, options.validation)),

@@ -467,6 +467,18 @@ impl CheckpointStore for SimulatedCheckpoints {
         }))
     }
 
+    fn newest(
+        &mut self,
+        step: u64,
+        _damaged: &mut dyn FnMut(&str, &str),
+    ) -> Result<Option<(String, bool)>, RestoreError> {
+        let newest = act(move |world, _| {
+            let mut complete = world.checkpoint_store.complete.keys().rev();
+            complete.find(|(of, _)| *of <= step).copied()
+        });
+        Ok(newest.map(|(step, generation)| (format!("{step} of {generation}"), true)))
+    }
+
     fn read_rows(
         &mut self,
         (name, _): (&str, bool),

@@ -108,6 +108,46 @@ fn a_group_that_has_lost_all_copies_of_rows_goes_back_to_the_newest_checkpoint()
 }
 
 #[test]
+fn a_group_goes_on_with_older_rows_and_the_summary_has_what_is_missing() {
+    for has_checkpoint in [true, false] {
+        let fixture = fixture(3);
+        let dir = fixture.folder.path().join("checkpoints");
+        let dir = if has_checkpoint { dir.to_str().unwrap() } else { "none" };
+        let command = fixture.command(1).option("checkpoint-dir", dir);
+        let command = if has_checkpoint { command.option("checkpoint-every", "15") } else { command };
+        let mut job = command.option("on-rows-lost", "stale").start();
+        match has_checkpoint {
+            true => job.wait_for("a checkpoint", |status| {
+                status.checkpoints.as_ref().is_some_and(|known| known.saved >= 1)
+            }),
+            false => job.wait_for_first_steps(),
+        }
+        job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));
+        let ended = job.wait();
+        ended.assert_exact("no step is repeated");
+        let summary = ended.summary();
+        let lost = summary.rows_lost.unwrap();
+        let touches = summary.row_touches.unwrap();
+        assert_eq!((touches.expected, touches.repeated), (12_000, 0), "{}", ended.output);
+        assert_eq!((lost.count, lost.missing), (1, Some(touches.missing)), "{}", ended.output);
+        // 48 records a step, each of which touches a row.
+        let range = 1..=48 * lost.at_step;
+        assert!(range.contains(&touches.missing), "{}", ended.output);
+        assert_eq!(summary.state_lost, None);
+        let restored = summary.checkpoints.map_or(0, |known| known.restored.len());
+        assert_eq!(restored, 0, "{}", ended.output);
+        let missing = format!("in which {} touches of rows are missing", touches.missing);
+        let how = match has_checkpoint {
+            true => "the group goes on, with those of checkpoint step-",
+            false => "and they begin anew, as there is no checkpoint",
+        };
+        for said in [&*missing, how] {
+            assert!(ended.output.contains(said), "{}", ended.output);
+        }
+    }
+}
+
+#[test]
 fn a_checkpoint_whose_rows_are_damaged_is_passed_over_and_told_as_such() {
     let first = fixture(2);
     let dir = first.folder.path().join("checkpoints");

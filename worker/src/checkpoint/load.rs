@@ -40,6 +40,15 @@ impl Locations {
         }
     }
 
+    /// Refuses the checkpoint in `folder` if it is passed over.
+    fn check_passed_over(&self, folder: &Storage) -> Result<(), LoadError> {
+        let mut passed_over = self.passed_over.iter();
+        match passed_over.find(|(address, _)| address == folder.address()) {
+            Some((_, reason)) => Err(LoadError::Damaged(reason.clone())),
+            None => Ok(()),
+        }
+    }
+
     /// No state is restored from this checkpoint any more, for this reason.
     pub(crate) fn pass_over(&mut self, checkpoint: (&str, bool), reason: &str) {
         if let Ok(Some(folder)) = self.folder(checkpoint) {
@@ -82,13 +91,36 @@ pub(crate) fn restore(
     damaged: &mut dyn FnMut(&str, &str),
 ) -> Result<Option<Restored>, RestoreError> {
     let mut take = |folder: &Storage, is_new_job| {
-        let mut passed_over = locations.passed_over.iter();
-        if let Some((_, reason)) = passed_over.find(|(address, _)| address == folder.address()) {
-            return Err(LoadError::Damaged(reason.clone()));
-        }
+        locations.check_passed_over(folder)?;
         load(folder, fingerprint, &mut *parameters, &mut *slots, is_new_job)
     };
     search(locations, fingerprint, &mut take, damaged)
+}
+
+/// The newest complete checkpoint of at most `step` steps: its name, and whether this run wrote it.
+/// Reads no tensors. `damaged` is called as by [`restore`].
+pub(crate) fn newest(
+    locations: &Locations,
+    fingerprint: &JobFingerprint,
+    step: u64,
+    damaged: &mut dyn FnMut(&str, &str),
+) -> Result<Option<(String, bool)>, RestoreError> {
+    let mut take = |folder: &Storage, is_new_job| {
+        locations.check_passed_over(folder)?;
+        let manifest = compatible_manifest(folder, fingerprint, is_new_job)?;
+        if manifest.state.step > step {
+            return Err(LoadError::Damaged(format!(
+                "it is of step {}, and the group is at step {step}",
+                manifest.state.step
+            )));
+        }
+        if let Some(tables) = &manifest.rows {
+            rows::check(folder, &tables.files)?;
+        }
+        Ok(manifest)
+    };
+    let found = search(locations, fingerprint, &mut take, damaged)?;
+    Ok(found.map(|found| (found.name, found.same_run)))
 }
 
 /// Reads the rows of these shards from a checkpoint of this `name` that another rank has restored,

@@ -29,7 +29,8 @@ mod writer;
 #[cfg(feature = "simulation")]
 pub(crate) use fuzzing::fuzz_manifest;
 pub(crate) use load::{
-    CheckpointLookup, Locations, check, inspect, is_checkpoint, load_parameters, read_rows, restore,
+    CheckpointLookup, Locations, check, inspect, is_checkpoint, load_parameters, newest, read_rows,
+    restore,
 };
 pub use load::{RestoreError, Restored};
 pub(crate) use manifest::{BestMetric, JobFingerprint};

@@ -7,7 +7,7 @@ use elasticdl_tables::SavedShards;
 
 use crate::checkpoint::{
     CheckpointWriter, Completion, JobFingerprint, Locations, OwnShard, RestoreError, Restored,
-    TakeShard, read_rows, restore,
+    TakeShard, newest, read_rows, restore,
 };
 use crate::session::checkpoint::Written;
 use crate::session::header::StateRecord;
@@ -49,9 +49,21 @@ pub trait CheckpointStore: Debug {
         damaged: &mut dyn FnMut(&str, &str),
     ) -> Result<Option<Restored>, RestoreError>;
 
-    /// Reads the rows of these shards from the checkpoint that a rank of the group has restored,
-    /// and gives each to `take`, with its number. `checkpoint`: its name, and whether this run
-    /// wrote it.
+    /// The newest complete checkpoint of at most `step` steps, which is read no further: its name,
+    /// and whether this run wrote it. `None`: there is none. `damaged` is called for each damaged
+    /// one, with the reason.
+    ///
+    /// # Errors
+    /// As for [`restore`](Self::restore).
+    fn newest(
+        &mut self,
+        step: u64,
+        damaged: &mut dyn FnMut(&str, &str),
+    ) -> Result<Option<(String, bool)>, RestoreError>;
+
+    /// Reads the rows of these shards from a checkpoint that a rank of the group has restored or
+    /// found, and gives each to `take`, with its number. `checkpoint`: its name, and whether this
+    /// run wrote it.
     ///
     /// # Errors
     /// As for [`restore`](Self::restore); `take` refuses a shard.
@@ -116,6 +128,14 @@ impl CheckpointStore for StoredCheckpoints {
         damaged: &mut dyn FnMut(&str, &str),
     ) -> Result<Option<Restored>, RestoreError> {
         restore(&self.locations, &self.fingerprint, parameters, slots, damaged)
+    }
+
+    fn newest(
+        &mut self,
+        step: u64,
+        damaged: &mut dyn FnMut(&str, &str),
+    ) -> Result<Option<(String, bool)>, RestoreError> {
+        newest(&self.locations, &self.fingerprint, step, damaged)
     }
 
     fn read_rows(

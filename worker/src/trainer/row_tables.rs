@@ -13,8 +13,8 @@ use elasticdl_collective::CollectiveError;
 use elasticdl_data::Reader;
 use elasticdl_proto::{Generation, RecordRange, WorkerId, WorkerOptions};
 use elasticdl_tables::{
-    BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, OwnedSize, Recovery,
-    RowGradients, SHARDS, SavedShards, Settings, StepCommit, Table,
+    BatchRows, Ids, InvalidRows, LostShards, Member, Owned, OwnedHeader, OwnedSize, Placement,
+    Recovery, RowGradients, SHARDS, SavedShards, Settings, StepCommit, Table,
 };
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
@@ -22,7 +22,6 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::Trainer;
 use super::stopped::{Stopped, decode_all};
 use super::work::Work;
-use crate::checkpoint::RestoreError;
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, Group};
 use crate::model::Model;
@@ -33,7 +32,7 @@ use crate::session::header::{self, HeldRows, SyncHeader};
 #[derive(Debug)]
 pub(crate) struct RowTables {
     pub(super) specs: Arc<[Table]>,
-    owned: Owned,
+    pub(super) owned: Owned,
     /// Gradients of rows that no known step has absorbed.
     gradients: RowGradients,
     /// Whether this rank has looked up the rows of the round.
@@ -57,6 +56,9 @@ pub(crate) struct RowTables {
     restored: Option<(u64, (String, bool))>,
     /// What the group has given up because rows are lost, until it has a state again.
     lost: Option<LostRows>,
+    /// Whether a group that has lost rows goes on with those of a checkpoint. Otherwise it goes
+    /// back.
+    pub(super) goes_on_with_older: bool,
 }
 
 /// The rows of all ranks, each counted by the rank that owns it.
@@ -78,13 +80,22 @@ pub(super) struct LostRows {
     pub(super) row_touches: u64,
 }
 
+/// Shards that are nowhere in a new group, as all of its ranks find.
+#[derive(Clone, Debug)]
+pub(super) struct Loss {
+    pub(super) lost: LostShards,
+    pub(super) placement: Placement,
+    pub(super) recovery: Recovery,
+    pub(super) members: Vec<Member>,
+}
+
 /// Whether a group has the rows of its state.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Regrouped {
     /// All ranks know who holds which rows.
     Agreed,
-    /// This many shards are nowhere in the group, as all of its ranks find.
-    Lost { shards: u32 },
+    /// Shards are nowhere in the group.
+    Lost(Box<Loss>),
     /// The checkpoint that the group begins from is damaged: some rank could not read its rows.
     Unreadable,
 }
@@ -94,7 +105,8 @@ impl RowTables {
     pub(crate) fn new(me: u64, options: &WorkerOptions, specs: Vec<Table>) -> Option<Self> {
         let (seed, copies) = (options.seed, options.table_replicas.into());
         let settings = Settings { seed, shards: SHARDS, copies, copy_bytes: COPY_BYTES };
-        Self::with(me, settings, specs)
+        let tables = Self::with(me, settings, specs)?;
+        Some(Self { goes_on_with_older: options.stale_rows, ..tables })
     }
 
     /// As [`new`](Self::new), with these settings.
@@ -113,6 +125,7 @@ impl RowTables {
             rows_of_best: None,
             restored: None,
             lost: None,
+            goes_on_with_older: false,
         })
     }
 
@@ -246,39 +259,42 @@ impl RowTables {
         let headers = self.headers();
         let of_step = OwnedHeader::generation_of(step, &headers);
         let recovery = of_step.and_then(|of| Recovery::plan(step, of, &headers));
-        let Some(recovery) = recovery else {
+        let (recovery, placement) = if let Some(recovery) = recovery {
+            let placement = self.owned.placement().filter(|_| group.rank() == recovery.root);
+            let mut bytes = placement.map(header::encode).unwrap_or_default();
+            group.broadcast_bytes(recovery.root, &mut bytes)?;
+            let placement = header::decode(&bytes).ok_or(InvalidData("a placement of rows"))?;
+            (recovery, placement)
+        } else {
             let restored = self.restored.as_ref().filter(|(of, _)| *of == generation);
             // The first rank creates the state.
             let mut bytes = header::encode(&restored.map(|(_, checkpoint)| checkpoint));
             group.broadcast_bytes(0, &mut bytes)?;
             let restored: Option<(String, bool)> =
                 header::decode(&bytes).ok_or(InvalidData("a checkpoint's name"))?;
-            let Some((name, same_run)) = restored else {
-                return Ok(Regrouped::Lost { shards: SHARDS });
-            };
-            let checkpoint = (&*name, same_run);
-            let read = self.read(step, (generation, members), checkpoint, store)?;
-            let all: Vec<Option<String>> =
-                decode_all(group.all_gather(&header::encode(&read.err()))?)?;
-            // All ranks know it, as any of them may create the next state.
-            let Some(reason) = all.into_iter().flatten().next() else {
-                self.lost = None;
-                return Ok(Regrouped::Agreed);
-            };
-            store.pass_over(checkpoint, &reason);
-            return Ok(Regrouped::Unreadable);
+            if let Some((name, same_run)) = restored {
+                let checkpoint = (&*name, same_run);
+                let read = self.read(step, (generation, members), checkpoint, store)?;
+                let all: Vec<Option<String>> =
+                    decode_all(group.all_gather(&header::encode(&read.err()))?)?;
+                // All ranks know it, as any of them may create the next state.
+                let Some(reason) = all.into_iter().flatten().next() else {
+                    self.lost = None;
+                    return Ok(Regrouped::Agreed);
+                };
+                store.pass_over(checkpoint, &reason);
+                return Ok(Regrouped::Unreadable);
+            }
+            (Recovery::of_nothing(generation, members.len()), self.owned.held_by_none())
         };
-        let placement = self.owned.placement().filter(|_| group.rank() == recovery.root);
-        let mut bytes = placement.map(header::encode).unwrap_or_default();
-        group.broadcast_bytes(recovery.root, &mut bytes)?;
-        let placement = header::decode(&bytes).ok_or(InvalidData("a placement of rows"))?;
-        let regrouped = self.owned.regroup((step, placement), &recovery, (generation, members));
+        let state = (step, placement.clone());
+        let regrouped = self.owned.regroup(state, &recovery, (generation, members.clone()));
         Ok(match regrouped {
             Ok(()) => {
                 self.lost = None;
                 Regrouped::Agreed
             }
-            Err(LostShards(shards)) => Regrouped::Lost { shards: shards.len() as u32 },
+            Err(lost) => Regrouped::Lost(Box::new(Loss { lost, placement, recovery, members })),
         })
     }
 
@@ -290,18 +306,11 @@ impl RowTables {
         checkpoint: (&str, bool),
         store: &mut dyn CheckpointStore,
     ) -> Result<Result<(), String>, Failure> {
-        let mut shards = Vec::new();
-        let mut take = |number, bytes: &[u8]| {
-            shards
-                .push(self.owned.decode(number, bytes).map_err(|error| error.reason().to_owned())?);
-            Ok(())
-        };
         let wanted = self.owned.shards_at_start(&members);
-        match store.read_rows(checkpoint, &wanted, &mut take) {
-            Ok(()) => {}
-            Err(RestoreError::Refused(error)) => return Ok(Err(error)),
-            Err(RestoreError::Storage(error)) => return Err(Failure::local(error)),
-        }
+        let shards = match self.read_shards(checkpoint, &wanted, store)? {
+            Ok(shards) => shards,
+            Err(error) => return Ok(Err(error)),
+        };
         self.owned.restore(step, (generation, members), shards);
         tracing::info!(step, checkpoint = checkpoint.0, shards = wanted.len(), "rows are read");
         Ok(Ok(()))

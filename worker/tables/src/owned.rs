@@ -59,7 +59,7 @@ struct Committed {
 struct Staged {
     generation: u64,
     placement: Placement,
-    copied: BTreeMap<u32, Shard>,
+    copied: BTreeMap<u32, Arc<Shard>>,
     gradients: Vec<TableGradients>,
 }
 
@@ -73,7 +73,9 @@ struct Group {
     /// Copies that are made before the next commit.
     copies: Vec<ShardCopy>,
     /// What this worker has received of them.
-    copied: BTreeMap<u32, Shard>,
+    copied: BTreeMap<u32, Arc<Shard>>,
+    /// Rows of a checkpoint that take the place of lost ones with the next commit.
+    older: BTreeMap<u32, Arc<Shard>>,
     /// Whether all shards lie where they should.
     is_settled: bool,
 }
@@ -104,8 +106,9 @@ impl Owned {
 
 impl Group {
     fn new(generation: u64, members: Vec<Member>, placement: Placement) -> Self {
-        let (copies, copied) = (placement.copies(&members), BTreeMap::new());
-        Self { generation, members, placement, copies, copied, is_settled: false }
+        let copies = placement.copies(&members);
+        let (copied, older) = (BTreeMap::new(), BTreeMap::new());
+        Self { generation, members, placement, copies, copied, older, is_settled: false }
     }
 
     /// The rank that owns a shard.

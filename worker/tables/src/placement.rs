@@ -115,6 +115,15 @@ impl Placement {
         Self { holders: Arc::new(self.holders.iter().map(left).collect()), ..*self }
     }
 
+    /// The placement in which these members hold the shards without any copy, too.
+    pub fn filled(&self, members: &[Member]) -> Self {
+        let filled = |(shard, holders): (u32, &Vec<u64>)| match holders.is_empty() {
+            true => wanted(shard, self.copies, members),
+            false => holders.clone(),
+        };
+        Self { holders: Arc::new((0..).zip(self.holders.iter()).map(filled).collect()), ..*self }
+    }
+
     /// Whether the same workers hold the same shards.
     pub fn is_as(&self, other: &Self) -> bool {
         self.holders == other.holders

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 
 use clap::Args;
-use elasticdl_master::job::{LinkEncryption, Shuffle, ShuffleMode, WireDtype};
+use elasticdl_master::job::{LinkEncryption, OnRowsLost, Shuffle, ShuffleMode, WireDtype};
 use elasticdl_master::limits::TABLE_REPLICAS;
 
 use super::values::{self, Choices};
@@ -112,7 +112,23 @@ pub(crate) struct TuningOptions {
     #[arg(long, value_name = "N", default_value_t = TABLE_REPLICAS,
           value_parser = clap::value_parser!(u8).range(1..=3))]
     pub(crate) table_replicas: u8,
+
+    /// Action if all copies of rows of the model's tables are lost with their workers.
+    ///
+    /// go-back: the group goes back to the newest checkpoint and trains the records since then
+    /// again. stale: it goes on, with the rows of the newest checkpoint in place of the lost ones.
+    /// What records since then have added to these rows is missing; the summary begins with the
+    /// number of such touches.
+    #[arg(long, value_name = "WHAT", default_value = "go-back",
+          value_parser = values::choice(ON_ROWS_LOST))]
+    pub(crate) on_rows_lost: OnRowsLost,
 }
+
+/// Values of `--on-rows-lost`.
+const ON_ROWS_LOST: Choices<OnRowsLost> = &[
+    ("go-back", OnRowsLost::GoBack, "The group goes back to the newest checkpoint"),
+    ("stale", OnRowsLost::Stale, "The group goes on with the rows of the newest checkpoint"),
+];
 
 /// Parses the number of bad records that are skipped.
 fn parse_bad_records(text: &str) -> Result<u64, String> {

@@ -84,6 +84,7 @@ mod tests {
             "min-workers",
             "num-epochs",
             "on-nonfinite",
+            "on-rows-lost",
             "restart-without-checkpoint",
             "resume",
             "resume-from",

@@ -217,11 +217,16 @@ fn state_lost(lost: &StateLoss, summary: &Summary) -> String {
 }
 
 fn rows_lost(lost: &RowsLoss) -> String {
-    let RowsLoss { count, at_step, row_touches } = lost;
+    let RowsLoss { count, at_step, row_touches, missing } = lost;
+    let what = match missing {
+        None => format!(", and {row_touches} touches of rows since the last checkpoint"),
+        Some(missing) => format!(
+            "; training went on with older ones, in which {missing} touches of rows are missing"
+        ),
+    };
+    let times = times(*count);
     format!(
-        "ROWS LOST{} at step {at_step}: all copies of rows were lost with their workers, and \
-         {row_touches} touches of rows since the last checkpoint",
-        times(*count)
+        "ROWS LOST{times} at step {at_step}: all copies of rows were lost with their workers{what}"
     )
 }
 
@@ -458,12 +463,17 @@ job mnist: completed after 1.50 s
         let text = &super::warnings(&stopped)[1];
         assert!(text.ends_with("there is none; the state of steps 1 to 100 is lost"), "{text}");
         assert_eq!(super::warnings(&summary()), [""; 0]);
-        let rows = RowsLoss { count: 1, at_step: 80, row_touches: 12 };
+        let rows = RowsLoss { count: 1, at_step: 80, row_touches: 12, missing: None };
         let lost = Summary { rows_lost: Some(rows), state_lost: None, ..lost };
         let first = "ROWS LOST at step 80: all copies of rows were lost with their workers, and 12 \
             touches of rows since the last checkpoint";
         assert_eq!(to_table(&lost, Paths::default()).lines().next(), Some(first));
         assert_eq!(super::warnings(&lost)[0], first);
+        let rows = RowsLoss { row_touches: 0, missing: Some(7), ..rows };
+        let lost = Summary { rows_lost: Some(rows), ..lost };
+        let first = "ROWS LOST at step 80: all copies of rows were lost with their workers; \
+            training went on with older ones, in which 7 touches of rows are missing";
+        assert_eq!(to_table(&lost, Paths::default()).lines().next(), Some(first));
     }
 
     #[test]

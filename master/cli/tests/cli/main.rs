@@ -531,6 +531,7 @@ fn the_help_names_each_option_within_100_columns() {
         "--channels",
         "--link-encryption",
         "--table-replicas",
+        "--on-rows-lost",
         "--training-data",
         "--num-epochs",
         "--max-steps",

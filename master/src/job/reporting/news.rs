@@ -7,6 +7,7 @@ use elasticdl_proto::{BestEvaluation, Kept, RestoredCheckpoint, SavedCheckpoint,
 use crate::job::action::MasterMessage;
 use crate::job::event::{CheckpointNews, Evaluated};
 use crate::job::job::Job;
+use crate::job::spec::OnRowsLost;
 use crate::job::text::{clip, format_metrics, format_value};
 
 impl Job {
@@ -55,6 +56,14 @@ impl Job {
                     format!("worker {worker} can't write the checkpoint of step {step}: {error}")
                 })
             }
+            CheckpointNews::OlderRows { name, missing } => {
+                self.reporting.replace_rows(missing);
+                let how = match name {
+                    Some(name) => format!("with those of checkpoint {name} in their place"),
+                    None => "and they begin anew, as there is no checkpoint".into(),
+                };
+                Some(format!("the group goes on, {how}; {missing} row touches are missing"))
+            }
             CheckpointNews::Restored { step: from, name, differences, .. } => {
                 let lost_steps = step.saturating_sub(from);
                 let again = match lost_steps {
@@ -82,10 +91,14 @@ impl Job {
             }
             CheckpointNews::RowsLost { step, shards, row_touches } => {
                 let is_new = self.reporting.lose_rows(step, row_touches);
+                let then = match self.spec.on_rows_lost {
+                    OnRowsLost::GoBack => ": the group goes back",
+                    OnRowsLost::Stale => "",
+                };
                 is_new.then(|| {
                     format!(
                         "all copies of {shards} parts of the model's tables are lost with their \
-                         workers at step {step}: the group goes back"
+                         workers at step {step}{then}"
                     )
                 })
             }

@@ -300,7 +300,7 @@ impl Job {
             records_skipped: self.reporting.totals.records_skipped.clone(),
             steps_skipped: self.reporting.totals.steps_skipped,
             row_touches: self.reporting.final_report().and_then(|f| f.row_touches).map(Into::into),
-            rows_lost: self.reporting.totals.rows_lost,
+            rows_lost: self.reporting.rows_lost(),
             state_lost: self.reporting.totals.state_lost,
             error: self.reporting.error().map(str::to_owned),
             stop_reason: self.lifecycle.stop_reason().map(str::to_owned),

@@ -122,7 +122,7 @@ fn lost_rows_are_told_with_the_touches_that_are_made_again() {
     }
     assert_eq!(ends(&mut job), None);
     let summary = job.summary(at(0));
-    let lost = RowsLoss { count: 1, at_step: 3, row_touches: 30 };
+    let lost = RowsLoss { count: 1, at_step: 3, row_touches: 30, missing: None };
     assert_eq!((summary.rows_lost, summary.state_lost), (Some(lost), None));
     let events = job.status(at(0)).events;
     let said =
@@ -137,7 +137,37 @@ fn lost_rows_are_told_with_the_touches_that_are_made_again() {
     replaced(&mut job, 3, 3, 0);
     let error = ends(&mut job).unwrap();
     assert!(error.contains("workers with all copies of rows are lost"), "{error}");
-    let lost = RowsLoss { count: 2, at_step: 3, row_touches: 120 };
+    let lost = RowsLoss { count: 2, at_step: 3, row_touches: 120, missing: None };
+    assert_eq!(job.summary(at(0)).rows_lost, Some(lost));
+}
+
+#[test]
+fn a_group_that_goes_on_with_older_rows_tells_what_is_missing() {
+    let rows_lost = |step, row_touches| {
+        WorkerMessage::Checkpoint(CheckpointNews::RowsLost { step, shards: 5, row_touches })
+    };
+    let older = |missing| {
+        let name = Some("step-2".into());
+        WorkerMessage::Checkpoint(CheckpointNews::OlderRows { name, missing })
+    };
+    let spec = JobSpec { on_rows_lost: OnRowsLost::Stale, ..alone(true) };
+    assert!(spec.worker_options().stale_rows);
+    let mut job = started(spec, &[20]);
+    trains_late(&mut job);
+    // Another worker is lost before the next step, with rows of its own.
+    for message in [rows_lost(2, 90), older(30), rows_lost(2, 90), older(45)] {
+        deliver(&mut job, 1, message);
+    }
+    let lost = RowsLoss { count: 1, at_step: 2, row_touches: 0, missing: Some(45) };
+    assert_eq!(job.summary(at(0)).rows_lost, Some(lost));
+    let events = job.status(at(0)).events;
+    let said = "the group goes on, with those of checkpoint step-2 in their place; 45 row touches \
+                are missing";
+    assert!(events.iter().any(|event| event.contains(said)), "{events:?}");
+    assert!(!events.iter().any(|event| event.contains("goes back")), "{events:?}");
+    deliver(&mut job, 1, rows_lost(3, 120));
+    deliver(&mut job, 1, older(50));
+    let lost = RowsLoss { count: 2, at_step: 3, row_touches: 0, missing: Some(50) };
     assert_eq!(job.summary(at(0)).rows_lost, Some(lost));
 }
 

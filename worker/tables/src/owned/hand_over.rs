@@ -8,7 +8,6 @@
 //! have their copies. So a later group can begin with the placement of any of its ranks.
 
 use std::mem;
-use std::sync::Arc;
 
 use super::Owned;
 use crate::lookup::Ids;
@@ -48,7 +47,7 @@ impl Owned {
         let copied = mem::take(&mut group.copied).into_iter();
         group.placement = group.placement.after(&group.copies, &group.members);
         let committed = self.committed.as_mut().expect("a worker of a group has a state");
-        committed.shards.extend(copied.map(|(number, shard)| (number, Arc::new(shard))));
+        committed.shards.extend(copied);
         Ok(())
     }
 

@@ -131,7 +131,7 @@ impl Owned {
             if shard != copy.shard {
                 return Err(InvalidRows(format!("shard {shard} in place of {}", copy.shard)));
             }
-            copied.insert(shard, Shard::decode(&mut replies[from], &self.tables)?);
+            copied.insert(shard, Arc::new(Shard::decode(&mut replies[from], &self.tables)?));
         }
         if let Some(rest) = replies.iter().find(|reply| !reply.is_empty()) {
             return Err(InvalidRows(format!("{} bytes more than asked for", rest.0.len())));
@@ -225,7 +225,9 @@ impl Owned {
         let per_shard = bytes.div_ceil(shards.max(1)).max(1);
         let placement = placement.copied_per_step(self.settings.copy_bytes / per_shard);
         let generation = group.generation;
-        let copied = mem::take(&mut self.group_mut().copied);
+        let group = self.group_mut();
+        let mut copied = mem::take(&mut group.copied);
+        copied.extend(group.older.clone());
         self.staged.retain(|staged| staged.generation != generation);
         self.staged.push(Staged { generation, placement, copied, gradients });
         Ok(())
@@ -241,9 +243,11 @@ impl Owned {
         };
         let Staged { placement, copied, gradients, .. } = self.staged.swap_remove(at);
         self.staged.clear();
+        // Rows that only `shards` holds are changed where they are.
+        self.group.iter_mut().for_each(|group| group.older.clear());
         let step = committed.step + 1;
         let shards = &mut committed.shards;
-        shards.extend(copied.into_iter().map(|(number, shard)| (number, Arc::new(shard))));
+        shards.extend(copied);
         for (index, (table, gradients)) in self.tables.iter().zip(gradients).enumerate() {
             let (scale, dim) = (1.0 / records.max(1) as f32, table.dim);
             let mut mean = vec![0.0; dim];

@@ -2,6 +2,7 @@
 
 use super::recovery::{OwnedHeader, Recovery};
 use super::round::StepCommit;
+use super::saved::SavedShard;
 use super::*;
 use crate::lookup::{BatchRows, Ids, RowGradients};
 use crate::optimizer::RowOptimizer;
@@ -146,6 +147,69 @@ fn what_an_earlier_group_has_staged_is_committed_with_a_rank_that_has() {
     // A rank that was not in the third group has committed the step in the second one.
     commit(&mut group, 2);
     assert!(group.iter().all(|worker| worker.step() == Some(2)));
+}
+
+/// Two of four workers go on from step 3 with rows of `saved` in place of those that are lost with
+/// the others. Returns the lost shards.
+fn go_on(group: &mut [Owned], generation: u64, saved: &BTreeMap<u32, Arc<Shard>>) -> Vec<u32> {
+    let headers: Vec<_> = group.iter().map(Owned::header).collect();
+    let recovery = Recovery::plan(3, 1, &headers).unwrap();
+    let placement = group[0].placement().unwrap().clone();
+    let of_group = || (generation, members(2));
+    let mut lost = Vec::new();
+    for worker in group {
+        let state = || (3, placement.clone());
+        let found = worker.regroup(state(), &recovery, of_group()).unwrap_err();
+        let older = worker.to_be_read(&found, &members(2)).into_iter();
+        let older =
+            older.map(|number| SavedShard { number, shard: Arc::clone(&saved[&number]) }).collect();
+        worker.regroup_with_older(state(), &recovery, of_group(), older);
+        lost = found.0;
+    }
+    lost
+}
+
+#[test]
+fn older_rows_take_the_place_of_lost_ones_with_the_next_commit() {
+    let shards = |group: &[Owned]| -> BTreeMap<u32, Arc<Shard>> {
+        let held = group.iter().flat_map(Owned::held);
+        held.map(|(number, shard)| (number, Arc::clone(shard))).collect()
+    };
+    let counted = |group: &[Owned]| group.iter().map(Owned::touches).sum::<u64>();
+    let mut group = group(4);
+    let empty = shards(&group);
+    stage(&mut group, touch);
+    commit(&mut group, 1);
+    let saved = shards(&group);
+    for _ in 0..2 {
+        stage(&mut group, touch);
+        commit(&mut group, 1);
+    }
+    // With two workers, both copies of some shards are lost.
+    group.truncate(2);
+    let lost = go_on(&mut group, 2, &saved);
+    assert!(!lost.is_empty() && lost.len() < SHARDS_OF_TEST as usize, "{lost:?}");
+    let is_lost = |id: &u64| lost.contains(&shard_of(0, *id, SHARDS_OF_TEST));
+    let lost_rows = (0..ROWS).filter(is_lost).count() as u64;
+    let left = 4 * 3 * ROWS - 4 * 2 * lost_rows;
+    assert!(lost_rows > 0 && counted(&group) == left, "{lost_rows} rows");
+    // The group breaks before its next step: the same rows are lost to the next one, for which the
+    // checkpoint is damaged.
+    stage(&mut group, touch);
+    assert_eq!(go_on(&mut group, 3, &empty), lost);
+    assert_eq!(counted(&group), left - 4 * lost_rows);
+    stage(&mut group, touch);
+    // A rank has committed the step in the second group.
+    commit(&mut group, 2);
+    assert_eq!(counted(&group), left + 2 * ROWS);
+    regroup(&mut group, 4, 4);
+    for _ in 0..=SHARDS_OF_TEST {
+        stage(&mut group, touch);
+        commit(&mut group, 4);
+    }
+    let digests = |worker: &Owned| -> Vec<u64> { worker.held().map(|(_, s)| s.digest()).collect() };
+    assert_eq!(digests(&group[0]).len(), SHARDS_OF_TEST as usize);
+    assert_eq!(digests(&group[0]), digests(&group[1]), "copies are equal");
 }
 
 #[test]

@@ -287,6 +287,7 @@ mod tests {
             allow_mixed_builds: false,
             bad_records_max: 0,
             table_replicas: 2,
+            on_rows_lost: Default::default(),
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
             policies: Default::default(),

@@ -82,6 +82,7 @@ impl StartRequest {
                     link_encryption: tuning.link_encryption,
                     bad_records_max: data.bad_records.bad_records,
                     table_replicas: tuning.table_replicas,
+                    on_rows_lost: tuning.on_rows_lost,
                     on_nonfinite: options.resilience.on_nonfinite,
                     allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
