@@ -21,10 +21,7 @@ pub struct ExportedRow {
 /// They are not.
 #[must_use]
 pub fn exported_rows(path: &Path, table: &str) -> BTreeMap<u64, ExportedRow> {
-    let bytes = std::fs::read(path).expect("a model was exported");
-    let (_, header) = SafeTensors::read_metadata(&bytes).expect("it is a safetensors file");
-    let notes = header.metadata().as_ref().expect("it has notes");
-    let note: Value = serde_json::from_str(&notes["elasticdl.tables"]).expect("a note is JSON");
+    let note = note(path);
     let parts = note["parts"].as_array().expect("there are parts");
     let parts: Vec<&str> =
         parts.iter().map(|part| part["file"].as_str().expect("a file")).collect();
@@ -54,6 +51,23 @@ pub fn exported_rows(path: &Path, table: &str) -> BTreeMap<u64, ExportedRow> {
         }
     }
     rows
+}
+
+/// Touches of the first table of the model at `path` that no exported row has.
+///
+/// # Panics
+/// The model has no tables.
+#[must_use]
+pub fn touches_without_row(path: &Path) -> u64 {
+    note(path)["touches_without_row"][0].as_u64().expect("there is a table")
+}
+
+/// What the model at `path` says of its tables.
+fn note(path: &Path) -> Value {
+    let bytes = std::fs::read(path).expect("a model was exported");
+    let (_, header) = SafeTensors::read_metadata(&bytes).expect("it is a safetensors file");
+    let notes = header.metadata().as_ref().expect("it has notes");
+    serde_json::from_str(&notes["elasticdl.tables"]).expect("a note is JSON")
 }
 
 fn four(bytes: &[u8]) -> [u8; 4] {

@@ -22,7 +22,7 @@ pub use data::{
     counting_data, counting_reader, counts_summary, exported_counts, numbers, unless_refused,
 };
 pub use determinism::DeterminismCase;
-pub use exported_tables::{ExportedRow, exported_rows};
+pub use exported_tables::{ExportedRow, exported_rows, touches_without_row};
 pub use figures::{print, quantile, run_benchmark};
 pub use job::{Command, Ended, Running, assert_exactly_once, each_once, once_of, read_summary};
 pub use job_fixture::{JobFixture, KILLS_MAX, Programs};

@@ -90,7 +90,7 @@ pub use elasticdl_data::{
     Access, Column, DataError, Dataset, File, Map, Predictions, PredictionsError, Purpose,
     ReadOptions, Reader, Skipped, readers, storage,
 };
-pub use elasticdl_tables::{BatchRows, Ids, Initialization, RowOptimizer, Table, id_of};
+pub use elasticdl_tables::{BatchRows, Eviction, Ids, Initialization, RowOptimizer, Table, id_of};
 pub use metrics::{Loss, Metrics, UserError, report_mean, report_sum};
 pub use model::{Model, NamedTensor};
 pub use optimizer::{Adam, AdamW, Optimizer, Sgd};

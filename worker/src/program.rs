@@ -29,7 +29,8 @@ pub(crate) fn origin(
     let layout: Vec<_> = tensors.iter().map(|tensor| (&tensor.name, &tensor.shape)).collect();
     let of_tables = |table: &Table| (table.name.clone(), table.dim, table.initialization);
     let rows: Vec<_> = tables.iter().map(of_tables).collect();
-    let of_rows: Vec<_> = tables.iter().map(|table| table.optimizer).collect();
+    let of_rows = |table: &Table| (table.optimizer, table.admission, table.eviction);
+    let of_rows: Vec<_> = tables.iter().map(of_rows).collect();
     let program = Program {
         executable: digest_of_executable(Path::new("/proc/self/exe")).unwrap_or(0),
         sources: script().map_or(0, |script| digest_of_sources(&script)),

@@ -74,6 +74,9 @@ struct Counting {
     /// Count in rows of a table, too.
     #[arg(long)]
     tables: bool,
+    /// Rows come into being with their third touch, and are removed after 20 steps without one.
+    #[arg(long)]
+    short_lived: bool,
     /// Positions of the rows of records.
     #[arg(skip)]
     positions: HashMap<u64, usize>,
@@ -259,7 +262,8 @@ impl TableModel for Counting {
     type Batch = Vec<u64>;
 
     fn tables(&self) -> Vec<Table> {
-        vec![Table::new("counts", 1).optimized(RowOptimizer::sgd(1.0))]
+        let table = Table::new("counts", 1).optimized(RowOptimizer::sgd(1.0));
+        vec![if self.short_lived { table.admitted_after(3).evicted_after(20) } else { table }]
     }
 
     fn ids(&mut self, batch: &mut Vec<u64>, ids: &mut Ids) -> Result<(), UserError> {

@@ -14,7 +14,9 @@ pub(super) fn tables() -> Vec<Table> {
     vec![
         Table::new("plain", 2).optimized(RowOptimizer::sgd(1.0)),
         Table::new("adaptive", 1)
-            .optimized(RowOptimizer::Adagrad { learning_rate: 0.5, epsilon: 1.0 }),
+            .optimized(RowOptimizer::Adagrad { learning_rate: 0.5, epsilon: 1.0 })
+            .admitted_after(ADMISSION)
+            .evicted_after(AGE),
     ]
 }
 
@@ -34,31 +36,37 @@ pub(super) fn touches(records: impl Iterator<Item = usize>) -> u64 {
     records.map(|record| BTreeSet::from(ids_of(record)).len() as u64).sum()
 }
 
-/// Rows that exist, by shard, table and id: the number of records that have touched them, values
-/// and the state of the optimizer.
+/// Rows by shard, table and id. [`EVICTED`] stands for those that were evicted.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Rows(pub(super) BTreeMap<(u32, usize, u64), (u32, Vec<f32>)>);
+pub(super) struct Rows(pub(super) BTreeMap<(u32, usize, u64), Row>);
+
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Row {
+    /// Number of records that have touched it.
+    pub(super) touches: u64,
+    /// The last step with one.
+    pub(super) last_step: u64,
+    /// Values and the state of the optimizer; nothing before it is admitted.
+    pub(super) numbers: Vec<f32>,
+}
 
 impl Rows {
     /// The rows of a shard.
-    pub(super) fn of(
-        &self,
-        shard: u32,
-    ) -> impl Iterator<Item = (&(u32, usize, u64), &(u32, Vec<f32>))> {
+    pub(super) fn of(&self, shard: u32) -> impl Iterator<Item = (&(u32, usize, u64), &Row)> {
         self.0.range((shard, 0, 0)..(shard + 1, 0, 0))
     }
 
     /// Values of a row.
     pub(super) fn values(&self, settings: &Settings, (table, id): (usize, u64)) -> Vec<f32> {
         let shard = shard_of(table as u32, id, settings.shards);
-        match self.0.get(&(shard, table, id)) {
-            Some((_, numbers)) => numbers[..tables()[table].dim].to_vec(),
+        match self.0.get(&(shard, table, id)).filter(|row| !row.numbers.is_empty()) {
+            Some(row) => row.numbers[..tables()[table].dim].to_vec(),
             None => initial(settings.seed, table, id),
         }
     }
 
-    /// The rows after a step of these records.
-    pub(super) fn after(&self, settings: &Settings, records: &[usize]) -> Self {
+    /// The rows after this step, of these records.
+    pub(super) fn after(&self, settings: &Settings, (step, records): (u64, &[usize])) -> Self {
         let mut sums: BTreeMap<(usize, u64), (BTreeSet<usize>, f32)> = BTreeMap::new();
         for &record in records {
             for (table, id) in ids_of(record) {
@@ -70,12 +78,16 @@ impl Rows {
         let mut next = self.clone();
         for ((table, id), (touched_by, sum)) in sums {
             let shard = shard_of(table as u32, id, settings.shards);
-            let (touches, numbers) = next.0.entry((shard, table, id)).or_insert_with(|| {
-                let mut numbers = initial(settings.seed, table, id);
+            let Row { touches, last_step, numbers } = next.0.entry((shard, table, id)).or_default();
+            *touches += touched_by.len() as u64;
+            *last_step = step;
+            if table == 1 && *touches < u64::from(ADMISSION) {
+                continue;
+            }
+            if numbers.is_empty() {
+                *numbers = initial(settings.seed, table, id);
                 numbers.resize(2, 0.0);
-                (0, numbers)
-            });
-            *touches += touched_by.len() as u32;
+            }
             let mean = sum * (1.0 / records.len() as f32);
             match table {
                 0 => numbers.iter_mut().for_each(|value| *value -= mean),
@@ -85,7 +97,18 @@ impl Rows {
                 }
             }
         }
+        next.evict((step % u64::from(settings.shards)) as u32, step);
         next
+    }
+
+    /// Removes the old rows of a shard.
+    fn evict(&mut self, shard: u32, step: u64) {
+        let of_shard = self.0.range((shard, 1, 0)..(shard, 1, EVICTED));
+        let old = of_shard.filter(|(_, row)| step - row.last_step >= u64::from(AGE));
+        for key in old.map(|(key, _)| *key).collect::<Vec<_>>() {
+            let evicted = self.0.remove(&key).map_or(0, |row| row.touches);
+            self.0.entry((shard, 1, EVICTED)).or_default().touches += evicted;
+        }
     }
 }
 
@@ -96,3 +119,10 @@ fn initial(seed: u64, table: usize, id: u64) -> Vec<f32> {
     ids.push(table, id);
     BatchRows::initial(&tables, seed, &ids).of(table).0.to_vec()
 }
+
+/// Touches with which a row of the second table is admitted.
+const ADMISSION: u32 = 3;
+/// Steps after which one is evicted.
+const AGE: u32 = 5;
+/// Stands for the rows of a shard and a table that were evicted.
+pub(super) const EVICTED: u64 = u64::MAX;

@@ -28,7 +28,7 @@ use super::machine::{SimulatedCheckpoints, SimulatedLinks, SimulatedMachine, Sim
 use super::model::{counts, digest, flipped};
 use super::oracles::{check_evaluated, check_order, check_sum};
 use super::program::Counting;
-use super::rows::Rows;
+use super::rows::{EVICTED, Row, Rows};
 use super::state::setting::Setting;
 use super::state::thread::{Doing, StateRequest};
 use super::state::trainer::Shared;
@@ -87,10 +87,16 @@ pub(super) struct SeenRows {
 impl SeenRows {
     fn of(owned: &Owned) -> Option<Self> {
         let (step, placement) = (owned.step()?, owned.placement()?.clone());
-        let rows = owned
-            .held_rows()
-            .map(|row| ((row.shard, row.table, row.id), (row.touches, row.numbers.to_vec())));
-        Some(Self { step, placement, rows: Rows(rows.collect()) })
+        let rows = owned.held_rows().map(|row| {
+            let (touches, last_step) = (row.touches.into(), row.last_step.into());
+            let numbers = row.numbers.to_vec();
+            ((row.shard, row.table, row.id), Row { touches, last_step, numbers })
+        });
+        let evicted = owned.evicted().filter(|(.., touches)| *touches > 0);
+        let evicted = evicted.map(|(shard, table, touches)| {
+            ((shard, table, EVICTED), Row { touches, ..Row::default() })
+        });
+        Some(Self { step, placement, rows: Rows(rows.chain(evicted).collect()) })
     }
 }
 

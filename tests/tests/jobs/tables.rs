@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use elasticdl_proto::{RowTouchesSummary, TablesStatus};
-use elasticdl_tests::{Ended, JobFixture, Running, send};
+use elasticdl_tests::{
+    Ended, JobFixture, Running, exported_rows, send, touches_without_row,
+};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
@@ -145,6 +147,31 @@ fn a_group_goes_on_with_older_rows_and_the_summary_has_what_is_missing() {
             assert!(ended.output.contains(said), "{}", ended.output);
         }
     }
+}
+
+#[test]
+fn touches_of_rows_that_are_not_admitted_or_were_evicted_stay_counted() {
+    let program_options = &["--tables", "--short-lived"];
+    let fixture = JobFixture { program_options, ..fixture(3) };
+    let dir = fixture.folder.path().join("checkpoints");
+    let model = fixture.folder.path().join("m.safetensors");
+    let command = fixture.command(1).option("checkpoint-dir", dir.to_str().unwrap());
+    let command = command.option("export", model.to_str().unwrap());
+    let mut job = command.option("checkpoint-every", "15").start();
+    job.wait_for("a checkpoint", |status| {
+        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 3)
+    });
+    job.signal_workers(Signal::KILL);
+    job.wait_for_members(3);
+    job.workers().into_values().take(1).for_each(|pid| send(pid, Signal::KILL));
+    let ended = job.wait();
+    assert_exact(&ended, "after losses");
+    let rows = exported_rows(&model, "counts");
+    let (touches, others): (u64, u64) =
+        (rows.values().map(|row| u64::from(row.touches)).sum(), touches_without_row(&model));
+    assert_eq!(touches + others, 12_000);
+    assert!(others > 0 && rows.len() > 100, "{others} of {} rows", rows.len());
+    assert!(rows.values().all(|row| row.touches >= 3), "{rows:?}");
 }
 
 #[test]

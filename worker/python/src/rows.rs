@@ -16,6 +16,12 @@ pub(crate) struct TableOfProgram {
     bound: f32,
     /// Kind of the optimizer, and its settings.
     rule: (String, Vec<f32>),
+    /// Touches with which a row comes into being.
+    admitted_after: u32,
+    /// Steps without a touch after which a row is removed.
+    evicted_after: Option<u32>,
+    /// Norm of its values below which a row is removed.
+    evicted_below: Option<f32>,
 }
 
 /// Ids of a micro-batch's records in one table: `ids[starts[r]..starts[r + 1]]` are those of record
@@ -29,7 +35,7 @@ pub(crate) struct NotAnnounced(PyErr);
 
 impl TableOfProgram {
     pub(crate) fn table(self) -> PyResult<Table> {
-        let Self { name, dim, bound, rule: (kind, settings) } = self;
+        let Self { name, dim, bound, rule: (kind, settings), .. } = self;
         let optimizer = match (kind.as_str(), &settings[..]) {
             ("sgd", &[learning_rate]) => RowOptimizer::sgd(learning_rate),
             ("adagrad", &[learning_rate, epsilon]) => {
@@ -44,7 +50,11 @@ impl TableOfProgram {
             0.0 => Initialization::Zeros,
             bound => Initialization::Uniform { bound },
         };
-        Ok(Table::new(name, dim).initialized(initialization).optimized(optimizer))
+        let table = Table::new(name, dim).initialized(initialization).optimized(optimizer);
+        let mut table = table.admitted_after(self.admitted_after);
+        table.eviction.age = self.evicted_after;
+        table.eviction.norm = self.evicted_below;
+        Ok(table)
     }
 }
 

@@ -16,6 +16,10 @@ pub(crate) struct ExportedTables {
     pub(crate) tables: Vec<Table>,
     /// Seed of the rows that no record has touched, which no part contains.
     pub(crate) seed: u64,
+    /// Touches of each table that no exported row has: those of rows that were not admitted yet, or
+    /// were evicted.
+    #[serde(default)]
+    pub(crate) touches_without_row: Vec<u64>,
     /// In the order of their indices.
     pub(crate) parts: Vec<ExportedPart>,
 }

@@ -46,7 +46,7 @@ impl Place {
             write_part(&address, Part { index, parts }, &tables(), rows).unwrap()
         };
         let parts = (0..parts).map(of_part).collect();
-        let exported = ExportedTables { tables: tables(), seed: 5, parts };
+        let exported = ExportedTables { tables: tables(), seed: 5, touches_without_row: vec![0, 7], parts };
         exported.check_parts(&address).unwrap();
         let replaced = ExportedTables::read(&address).ok().flatten();
         save(&address, serde_json::to_string(&exported).unwrap());
@@ -151,7 +151,7 @@ fn a_model_of_other_tables_is_refused_with_what_differs() {
         (vec![part("a"), part("b"), part("c")], "3 parts"),
         (vec![], "0 parts"),
     ] {
-        let exported = ExportedTables { tables: tables(), seed: 0, parts };
+        let exported = ExportedTables { tables: tables(), seed: 0, touches_without_row: Vec::new(), parts };
         save(&place.path("other"), serde_json::to_string(&exported).unwrap());
         assert!(error("other", &tables()).contains(reason), "{}", error("other", &tables()));
     }

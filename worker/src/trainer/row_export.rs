@@ -148,17 +148,23 @@ impl RowTables {
         address: &str,
     ) -> Result<Result<ExportedTables, String>, Stopped> {
         let rows = match saved.are_finite() {
-            true => Ok(saved.rows(self.specs.len())),
+            true => {
+                let tables = self.specs.len();
+                Ok([saved.rows(tables), saved.touches_without_row(tables)])
+            }
             false => Err("a table contains a NaN or an infinity".to_owned()),
         };
-        let all: Vec<Result<Vec<u64>, String>> =
+        let all: Vec<Result<[Vec<u64>; 2], String>> =
             decode_all(group.all_gather(&header::encode(&rows))?)?;
-        let all: Vec<Vec<u64>> = match all.into_iter().collect() {
+        let all: Vec<[Vec<u64>; 2]> = match all.into_iter().collect() {
             Ok(all) => all,
             Err(error) => return Ok(Err(error)),
         };
-        let of_table = |table: usize| all.iter().filter_map(|rows| rows.get(table)).sum();
-        let rows: Vec<u64> = (0..self.specs.len()).map(of_table).collect();
+        let sums = |what: usize| -> Vec<u64> {
+            let of = |table: usize| all.iter().filter_map(|counts| counts[what].get(table)).sum();
+            (0..self.specs.len()).map(of).collect()
+        };
+        let (rows, touches_without_row) = (sums(0), sums(1));
         let parts = parts_of(&self.specs, &rows);
         let mut mine: Result<Vec<(u32, ExportedPart)>, String> = Ok(Vec::new());
         let (rank, world_size) = (group.rank() as u32, group.world_size() as u32);
@@ -184,7 +190,8 @@ impl RowTables {
             let mut parts: Vec<(u32, ExportedPart)> = all.into_iter().flatten().collect();
             parts.sort_by_key(|(index, _)| *index);
             let parts = parts.into_iter().map(|(_, part)| part).collect();
-            ExportedTables { tables: self.specs.to_vec(), seed: self.owned().seed(), parts }
+            let (tables, seed) = (self.specs.to_vec(), self.owned().seed());
+            ExportedTables { tables, seed, touches_without_row, parts }
         }))
     }
 }

@@ -38,6 +38,15 @@ impl SavedShards {
         (0..tables).map(of).collect()
     }
 
+    /// Touches of each table, in the shards that this rank owns, that no row has: those of rows that
+    /// are not admitted yet or were evicted.
+    pub fn touches_without_row(&self, tables: usize) -> Vec<u64> {
+        let of = |table: usize| {
+            self.owned.iter().map(|saved| saved.shard.touches_without_row(table)).sum()
+        };
+        (0..tables).map(of).collect()
+    }
+
     /// Whether all numbers that this rank owns are finite.
     pub fn are_finite(&self) -> bool {
         self.owned.iter().all(|saved| saved.is_finite())

@@ -37,6 +37,27 @@ impl IdIndex {
         self.0.insert_unique(hash(id_at(position)), number, |&at| hash(id_at(at as usize)));
     }
 
+    /// The id at `position` is removed from a list of `len` ids, and the last one takes its place.
+    /// The list has not changed yet.
+    pub(crate) fn swap_remove(
+        &mut self,
+        position: usize,
+        len: usize,
+        id_at: impl Fn(usize) -> u64,
+    ) {
+        let found = self.0.find_entry(hash(id_at(position)), |&at| at as usize == position);
+        found.expect("the id is in the list").remove();
+        if position + 1 < len {
+            let last = self.0.find_mut(hash(id_at(len - 1)), |&at| at as usize == len - 1);
+            *last.expect("the id is in the list") = position as u32;
+        }
+    }
+
+    /// Gives memory back if most of it is unused.
+    pub(crate) fn shrink(&mut self, id_at: impl Fn(usize) -> u64) {
+        self.0.shrink_to_fit(|&at| hash(id_at(at as usize)));
+    }
+
     /// Memory, in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.0.allocation_size()

@@ -37,5 +37,5 @@ pub use self::owned::round::StepCommit;
 pub use self::owned::saved::{SavedShard, SavedShards};
 pub use self::owned::{Owned, SHARDS, Settings};
 pub use self::placement::{Member, Placement, ShardCopy, shard_of};
-pub use self::table::{Initialization, Table, check, difference};
+pub use self::table::{Eviction, Initialization, Table, check, difference};
 pub use self::wire::InvalidRows;

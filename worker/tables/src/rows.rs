@@ -3,7 +3,6 @@
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::index::IdIndex;
-use crate::table::Table;
 
 /// Rows by id, in one block of memory.
 ///
@@ -29,15 +28,15 @@ pub(crate) struct Counts {
 }
 
 impl Rows {
-    /// No rows of this table.
-    pub(crate) fn new(table: &Table) -> Self {
+    /// No rows, which will have so many numbers each.
+    pub(crate) fn new(stored: usize) -> Self {
         let (index, words) = (IdIndex::default(), Vec::new());
-        Self { index, words, stride: Self::stride(table) }
+        Self { index, words, stride: Self::stride(stored) }
     }
 
-    /// Words per row of this table.
-    pub(crate) fn stride(table: &Table) -> usize {
-        HEAD + table.stored()
+    /// Words per row of so many numbers.
+    pub(crate) fn stride(stored: usize) -> usize {
+        HEAD + stored
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -46,9 +45,44 @@ impl Rows {
 
     /// The numbers of the row, `[stored]`, if it exists.
     pub(crate) fn find(&self, id: u64) -> Option<&[f32]> {
-        let row = self.index.find(id, |row| id_at(&self.words, self.stride, row))?;
+        let row = self.position(id)?;
         let row = &self.words[row * self.stride..(row + 1) * self.stride];
         Some(bytemuck::cast_slice(&row[HEAD..]))
+    }
+
+    fn position(&self, id: u64) -> Option<usize> {
+        self.index.find(id, |row| id_at(&self.words, self.stride, row))
+    }
+
+    /// Removes a row, if it exists. Returns its touches.
+    pub(crate) fn remove(&mut self, id: u64) -> Option<u32> {
+        self.position(id).map(|row| self.swap_remove(row))
+    }
+
+    /// Positions of the rows that `is_expired` says are, in ascending order.
+    pub(crate) fn expired(&self, is_expired: impl Fn(Counts, &[f32]) -> bool) -> Vec<usize> {
+        let rows = self.iter().enumerate();
+        rows.filter(|(_, (_, counts, row))| is_expired(*counts, row)).map(|(at, _)| at).collect()
+    }
+
+    /// Removes the rows at these positions, in ascending order. Returns the sum of their touches.
+    pub(crate) fn remove_all(&mut self, positions: &[usize]) -> u64 {
+        let touches = positions.iter().rev().map(|&row| u64::from(self.swap_remove(row))).sum();
+        if self.words.capacity() > 2 * self.words.len() {
+            self.words.shrink_to_fit();
+            self.index.shrink(|row| id_at(&self.words, self.stride, row));
+        }
+        touches
+    }
+
+    /// Removes a row, whose place the last one takes. Returns its touches.
+    fn swap_remove(&mut self, row: usize) -> u32 {
+        let (len, stride) = (self.len(), self.stride);
+        self.index.swap_remove(row, len, |row| id_at(&self.words, stride, row));
+        let touches = self.words[row * stride + 2];
+        self.words.copy_within((len - 1) * stride.., row * stride);
+        self.words.truncate((len - 1) * stride);
+        touches
     }
 
     /// The row, which is created if it does not exist. `initialize` writes its values, `[dim]`.
@@ -89,6 +123,11 @@ impl Rows {
         })
     }
 
+    /// Sum of the touches of the rows.
+    pub(crate) fn touches(&self) -> u64 {
+        self.iter().map(|(_, counts, _)| u64::from(counts.touches)).sum()
+    }
+
     /// Sum of the digests of the rows, modulo 2^64: it does not depend on their order.
     pub(crate) fn digest(&self, seed: u64) -> u64 {
         let rows = self.words.chunks_exact(self.stride);
@@ -101,9 +140,10 @@ impl Rows {
         &self.words
     }
 
-    /// Rows of a table from what [`words`](Self::words) returned; `None` if an id is there twice.
-    pub(crate) fn from_words(table: &Table, words: Vec<u32>) -> Option<Self> {
-        let stride = Self::stride(table);
+    /// Rows of so many numbers from what [`words`](Self::words) returned; `None` if an id is there
+    /// twice.
+    pub(crate) fn from_words(stored: usize, words: Vec<u32>) -> Option<Self> {
+        let stride = Self::stride(stored);
         let index = IdIndex::new(words.len() / stride, |row| id_at(&words, stride, row))?;
         Some(Self { index, words, stride })
     }
@@ -127,9 +167,10 @@ const HEAD: usize = 4;
 mod tests {
     use super::*;
     use crate::optimizer::RowOptimizer;
+    use crate::table::Table;
 
     fn rows(table: &Table, ids: impl Iterator<Item = u64>) -> Rows {
-        let mut rows = Rows::new(table);
+        let mut rows = Rows::new(table.stored());
         for id in ids {
             let (counts, numbers) = rows.touch(id, table.dim, |row| row.fill(id as f32));
             counts.touches += 1;
@@ -146,10 +187,29 @@ mod tests {
         assert_eq!(rows.find(7), Some(&[11.0, 7.0, 0.0][..]));
         assert_eq!(rows.find(8), None);
         assert_eq!(rows.iter().map(|(_, counts, _)| counts.touches).sum::<u32>(), 1000);
-        let copy = Rows::from_words(&table, rows.words().to_vec()).unwrap();
+        let copy = Rows::from_words(table.stored(), rows.words().to_vec()).unwrap();
         assert_eq!(copy.find(7), rows.find(7));
-        let twice = [rows.words(), &rows.words()[..Rows::stride(&table)]].concat();
-        assert!(Rows::from_words(&table, twice).is_none());
+        let twice = [rows.words(), &rows.words()[..Rows::stride(table.stored())]].concat();
+        assert!(Rows::from_words(table.stored(), twice).is_none());
+    }
+
+    #[test]
+    fn rows_that_are_removed_leave_the_others() {
+        let table = Table::new("user", 2);
+        let mut rows = rows(&table, 0..300);
+        let touches = rows.remove_all(&rows.expired(|_, numbers| numbers[1] % 3.0 > 0.0));
+        assert_eq!(
+            (touches, rows.len(), rows.remove(6), rows.remove(7)),
+            (200, 100, Some(1), None)
+        );
+        for id in 0..300 {
+            let expected = [id as f32 + 1.0, id as f32];
+            let is_left = id % 3 == 0 && id != 6;
+            assert_eq!(rows.find(id), is_left.then_some(&expected[..]), "{id}");
+        }
+        let bytes = rows.bytes();
+        rows.remove_all(&rows.expired(|_, _| true));
+        assert!(rows.len() == 0 && rows.bytes() < bytes / 2, "{} of {bytes} bytes", rows.bytes());
     }
 
     #[test]

@@ -7,8 +7,9 @@ use crate::optimizer::RowOptimizer;
 
 /// An embedding table: rows of `dim` numbers by id.
 ///
-/// A row comes into being when a step's gradient touches it for the first time. Until then it reads
-/// as its initial value, which depends on the job's seed, the table and the id alone.
+/// A row comes into being when a step's gradient touches it for the first time, or as often as the
+/// table's [`admission`](Self::admitted_after) says. Until then it reads as its initial value,
+/// which depends on the job's seed, the table and the id alone.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Table {
@@ -20,6 +21,22 @@ pub struct Table {
     pub initialization: Initialization,
     /// How rows change.
     pub optimizer: RowOptimizer,
+    /// Touches with which a row comes into being, at least 1.
+    #[serde(default = "at_once")]
+    pub admission: u32,
+    /// When rows are removed.
+    #[serde(default)]
+    pub eviction: Eviction,
+}
+
+/// When rows of a table are removed. Each row is checked once in as many steps as there are shards.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Eviction {
+    /// After so many steps without a touch; `None`: whenever that was.
+    pub age: Option<u32>,
+    /// If the L2 norm of its values is below this; `None`: whatever it is.
+    pub norm: Option<f32>,
 }
 
 /// Initial values of rows.
@@ -43,6 +60,8 @@ impl Table {
             dim,
             initialization: Initialization::Uniform { bound: 0.05 },
             optimizer: RowOptimizer::sgd(0.01),
+            admission: at_once(),
+            eviction: Eviction::default(),
         }
     }
 
@@ -56,6 +75,26 @@ impl Table {
     #[must_use]
     pub fn optimized(self, optimizer: RowOptimizer) -> Self {
         Self { optimizer, ..self }
+    }
+
+    /// Lets a row come into being with the step that brings it to so many touches. Until then it
+    /// takes 16 bytes, reads as its initial value, and its gradients have no effect.
+    #[must_use]
+    pub fn admitted_after(self, touches: u32) -> Self {
+        Self { admission: touches, ..self }
+    }
+
+    /// Removes rows that no record has touched for so many steps. A touch lets a removed row begin
+    /// anew.
+    #[must_use]
+    pub fn evicted_after(self, steps: u32) -> Self {
+        Self { eviction: Eviction { age: Some(steps), ..self.eviction }, ..self }
+    }
+
+    /// Removes rows the L2 norm of whose values is less than this.
+    #[must_use]
+    pub fn evicted_below(self, norm: f32) -> Self {
+        Self { eviction: Eviction { norm: Some(norm), ..self.eviction }, ..self }
     }
 
     /// Numbers that are stored per row: its values and its optimizer state.
@@ -118,7 +157,7 @@ pub fn check(tables: &[Table]) -> Result<(), String> {
         return Err(format!("{} tables; at most {TABLES_MAX} are possible", tables.len()));
     }
     for (i, table) in tables.iter().enumerate() {
-        let Table { name, dim, initialization, optimizer } = table;
+        let Table { name, dim, initialization, optimizer, admission, eviction } = table;
         let fail = |what: String| Err(format!("table {name:?}: {what}"));
         if name.is_empty() {
             return fail("a table needs a name".into());
@@ -135,8 +174,23 @@ pub fn check(tables: &[Table]) -> Result<(), String> {
             return fail(format!("initial values of ±{bound}; a bound is finite and not negative"));
         }
         optimizer.check().or_else(fail)?;
+        if *admission == 0 {
+            return fail("rows that are admitted after 0 touches; 1 or more are possible".into());
+        }
+        if eviction.age == Some(0) {
+            return fail("rows that are evicted after 0 steps; 1 or more are possible".into());
+        }
+        if let Some(norm) = eviction.norm
+            && !(norm.is_finite() && norm >= 0.0)
+        {
+            return fail(format!("rows that are evicted below a norm of {norm}; it is 0 or more"));
+        }
     }
     Ok(())
+}
+
+fn at_once() -> u32 {
+    1
 }
 
 /// The next number of the generator of this state. Steele, Lea, Flood, OOPSLA 2014.
@@ -184,6 +238,9 @@ mod tests {
         assert!(error(Table::new("second", 4).initialized(bound)).contains("±NaN"));
         let optimizer = RowOptimizer::adagrad(-1.0);
         assert!(error(Table::new("second", 4).optimized(optimizer)).contains("\"second\""));
+        assert!(error(Table::new("second", 4).admitted_after(0)).contains("after 0 touches"));
+        assert!(error(Table::new("second", 4).evicted_after(0)).contains("after 0 steps"));
+        assert!(error(Table::new("second", 4).evicted_below(-1.0)).contains("norm of -1;"));
         assert_eq!(check(&[Table::new("first", 1), Table::new("second", 16)]), Ok(()));
     }
 }

@@ -34,7 +34,7 @@ impl World {
             None => return,
         };
         for rows in from {
-            let next = rows.after(&settings, records);
+            let next = rows.after(&settings, (after.0, records));
             let known = states.entry(after).or_default();
             if !known.iter().any(|rows| **rows == next) {
                 known.push(Rc::new(next));

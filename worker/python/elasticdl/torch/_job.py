@@ -12,7 +12,7 @@ from ._objects import Objects
 from ._optimizer import Optimizer
 from ._random import number_modules
 from ._scaler import NO_SCALER, Scaler
-from ._tables import Embedding, EmbeddingBag, Rows, batches
+from ._tables import Embedding, EmbeddingBag, Lifetime, Rows, batches
 
 
 def join():
@@ -107,7 +107,17 @@ class Job(AnyJob):
         self._scaler = mine if mine.is_enabled() else None
         return mine
 
-    def embedding(self, name, dim, *, optimizer=None, bound=0.05):
+    def embedding(
+        self,
+        name,
+        dim,
+        *,
+        optimizer=None,
+        bound=0.05,
+        admitted_after=1,
+        evicted_after=None,
+        evicted_below=None,
+    ):
         """Declares an embedding table, and returns a module that looks rows up.
 
         As ``torch.nn.Embedding``, for any ids of 64 bits: the workers of the job divide the rows of
@@ -115,19 +125,36 @@ class Job(AnyJob):
         ±``bound``, by the job's seed, the table and the id alone. ``optimizer``: how rows change, a
         :class:`RowAdagrad`, :class:`RowAdam` or :class:`RowSGD`. Default: ``RowSGD(lr=0.01)``. All
         workers declare the same tables, in the same order.
-        """
-        return self._table(Embedding, name, dim, optimizer, bound)
 
-    def embedding_bag(self, name, dim, *, mode="mean", optimizer=None, bound=0.05):
+        ``admitted_after``: touches with which a row comes into being. Until then it takes 16 bytes,
+        and its gradients have no effect. ``evicted_after``: steps without a touch after which a row
+        is removed. ``evicted_below``: a row is removed if the L2 norm of its values is below this.
+        """
+        lifetime = Lifetime(admitted_after, evicted_after, evicted_below)
+        return self._table(Embedding, name, dim, optimizer, bound, lifetime)
+
+    def embedding_bag(
+        self,
+        name,
+        dim,
+        *,
+        mode="mean",
+        optimizer=None,
+        bound=0.05,
+        admitted_after=1,
+        evicted_after=None,
+        evicted_below=None,
+    ):
         """As :meth:`embedding`, with the sum or mean of the rows of each record's ids, as
         ``torch.nn.EmbeddingBag``. ``mode``: "mean" or "sum"."""
         if mode not in ("mean", "sum"):
             raise ValueError(f"mode is {mode!r}; it must be 'mean' or 'sum'")
-        return self._table(EmbeddingBag, name, dim, optimizer, bound, mode=mode)
+        lifetime = Lifetime(admitted_after, evicted_after, evicted_below)
+        return self._table(EmbeddingBag, name, dim, optimizer, bound, lifetime, mode=mode)
 
-    def _table(self, kind, name, dim, optimizer, bound, **settings):
+    def _table(self, kind, name, dim, optimizer, bound, lifetime, **settings):
         self._worker.not_begun(f"the table {name!r}")
-        return self._rows.add(kind, name, dim, optimizer, bound, **settings)
+        return self._rows.add(kind, name, dim, optimizer, bound, lifetime, **settings)
 
     def batches(self, loader, ids):
         """Yields the batches of a loader, once the rows of the job's tables are there for them.

@@ -56,15 +56,40 @@ class RowAdam:
         return "adam", [self.lr, *self.betas, self.eps]
 
 
+@dataclasses.dataclass(frozen=True)
+class Lifetime:
+    """When rows come into being, and when they are removed."""
+
+    admitted_after: int
+    evicted_after: int | None
+    evicted_below: float | None
+
+    def check(self):
+        """Raises an exception if rows can't live so."""
+        for name in ("admitted_after", "evicted_after"):
+            count = getattr(self, name)
+            if name == "evicted_after" and count is None:
+                continue
+            check_count(name, count, 1)
+            if count >= 1 << 32:
+                raise ValueError(f"{name} is {count}; it must be below 2**32")
+        norm = self.evicted_below
+        if norm is not None and not (isinstance(norm, (int, float)) and 0 <= norm < float("inf")):
+            raise ValueError(f"evicted_below is {norm!r}; it must be a number from 0 on")
+
+
 class Table(torch.nn.Module):
     """A table of rows of ``dim`` numbers. It has no parameters: no worker has all rows."""
 
-    def __init__(self, rows, name, dim, optimizer, bound):
+    def __init__(self, rows, name, dim, optimizer, bound, lifetime):
         super().__init__()
         self.name = name
         self.dim = dim
         self.bound = float(bound)
         self.rule = optimizer._rule
+        self.admitted_after = lifetime.admitted_after
+        self.evicted_after = lifetime.evicted_after
+        self.evicted_below = lifetime.evicted_below
         self._rows = rows
 
     def extra_repr(self):
@@ -125,8 +150,8 @@ class Embedding(Table):
 class EmbeddingBag(Table):
     """As ``torch.nn.EmbeddingBag``: sums or means of rows. From ``job.embedding_bag()``."""
 
-    def __init__(self, rows, name, dim, optimizer, bound, mode):
-        super().__init__(rows, name, dim, optimizer, bound)
+    def __init__(self, rows, name, dim, optimizer, bound, lifetime, mode):
+        super().__init__(rows, name, dim, optimizer, bound, lifetime)
         self.mode = mode
 
     def extra_repr(self):
@@ -165,7 +190,7 @@ class Rows:
 
     # ---- setting up ----
 
-    def add(self, kind, name, dim, optimizer, bound, **settings):
+    def add(self, kind, name, dim, optimizer, bound, lifetime, **settings):
         """Adds a table, a module of this kind."""
         if not isinstance(name, str):
             raise TypeError(f"the name of a table is {name!r}; it must be a str")
@@ -175,13 +200,14 @@ class Rows:
                 "this one another name"
             )
         check_count("dim", dim, 1)
+        lifetime.check()
         optimizer = RowSGD() if optimizer is None else optimizer
         if not isinstance(optimizer, (RowAdagrad, RowAdam, RowSGD)):
             raise TypeError(
                 f"the optimizer of table {name!r} is {optimizer!r}; rows are changed by "
                 "RowAdagrad, RowAdam or RowSGD of elasticdl.torch"
             )
-        table = kind(self, name, dim, optimizer, bound, **settings)
+        table = kind(self, name, dim, optimizer, bound, lifetime, **settings)
         self._tables.append(table)
         return table
 

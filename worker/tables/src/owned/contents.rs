@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::Owned;
+use crate::rows::Counts;
 use crate::shard::Shard;
 
 /// Size of what a worker owns.
@@ -25,7 +26,9 @@ pub struct HeldRow<'a> {
     pub id: u64,
     /// Records that touched it.
     pub touches: u32,
-    /// Its values and the state of its optimizer.
+    /// The last step with one.
+    pub last_step: u32,
+    /// Its values and the state of its optimizer; nothing if it is not admitted yet.
     pub numbers: &'a [f32],
 }
 
@@ -54,7 +57,7 @@ impl Owned {
         }
     }
 
-    /// Sum of the touches of the rows that this worker owns.
+    /// Sum of the touches in the shards that this worker owns.
     pub fn touches(&self) -> u64 {
         self.owned_shards().map(|(_, shard)| shard.touches()).sum()
     }
@@ -75,15 +78,26 @@ impl Owned {
         })
     }
 
-    /// All rows that this worker holds, those that it keeps for others too.
+    /// All rows that this worker holds, those that it keeps for others and those that are not
+    /// admitted yet, too.
     pub fn held_rows(&self) -> impl Iterator<Item = HeldRow<'_>> {
         self.held().flat_map(|(shard, held)| {
-            held.tables.iter().enumerate().flat_map(move |(table, rows)| {
+            let all = held.tables.iter().enumerate().chain(held.waiting.iter().enumerate());
+            all.flat_map(move |(table, rows)| {
                 rows.iter().map(move |(id, counts, numbers)| {
-                    let touches = counts.touches;
-                    HeldRow { shard, table, id, touches, numbers }
+                    let Counts { touches, last_step } = counts;
+                    HeldRow { shard, table, id, touches, last_step, numbers }
                 })
             })
+        })
+    }
+
+    /// Touches of the rows that were evicted, by shard and table, of all shards that this worker
+    /// holds.
+    pub fn evicted(&self) -> impl Iterator<Item = (u32, usize, u64)> {
+        self.held().flat_map(|(shard, held)| {
+            let evicted = held.evicted.iter().enumerate();
+            evicted.map(move |(table, &touches)| (shard, table, touches))
         })
     }
 

@@ -254,21 +254,22 @@ impl Owned {
             let in_shards = by_shard(index as u32, &gradients.ids, self.settings.shards);
             for of_shard in in_shards.chunk_by(|(shard, _), (other, _)| shard == other) {
                 let shard = shards.get_mut(&of_shard[0].0).expect("staged rows are held");
-                let rows = &mut Arc::make_mut(shard).tables[index];
+                let shard = Arc::make_mut(shard);
                 for &(_, at) in of_shard {
-                    let (id, seed) = (gradients.ids[at], self.settings.seed);
-                    let initialize =
-                        |row: &mut [f32]| table.initialize(seed, index as u32, id, row);
-                    let (counts, row) = rows.touch(id, dim, initialize);
-                    counts.touches = counts.touches.saturating_add(gradients.touches[at]);
-                    counts.last_step = step as u32;
-                    if is_applied {
+                    let touched = (gradients.ids[at], gradients.touches[at]);
+                    let seed = self.settings.seed;
+                    let row = shard.touch((index, table), touched, (step as u32, seed));
+                    if let Some(row) = row.filter(|_| is_applied) {
                         let sum = &gradients.sums[at * dim..(at + 1) * dim];
                         mean.iter_mut().zip(sum).for_each(|(mean, sum)| *mean = sum * scale);
                         table.optimizer.apply(step, row, &mean);
                     }
                 }
             }
+        }
+        let checked = (step % u64::from(self.settings.shards)) as u32;
+        if let Some(shard) = shards.get_mut(&checked) {
+            Shard::evict(shard, &self.tables, step as u32);
         }
         let me = self.me;
         shards.retain(|&shard, _| placement.holders(shard).contains(&me));

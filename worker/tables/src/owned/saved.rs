@@ -77,8 +77,8 @@ impl Owned {
         if !message.is_empty() {
             return Err(InvalidRows(format!("{} bytes after a shard", message.0.len())));
         }
-        for (index, rows) in shard.tables.iter().enumerate() {
-            let mut ids = rows.iter().map(|(id, ..)| id);
+        for (index, (rows, waiting)) in shard.tables.iter().zip(&shard.waiting).enumerate() {
+            let mut ids = rows.iter().chain(waiting.iter()).map(|(id, ..)| id);
             if let Some(id) = ids.find(|&id| self.shard_of(index, id) != number) {
                 return Err(InvalidRows(format!("row {id} in shard {number}")));
             }
