@@ -76,6 +76,8 @@ pub struct WorkerOptions {
     /// Whether a group all of whose copies of some rows are lost goes on with those of a
     /// checkpoint. Otherwise it goes back.
     pub stale_rows: bool,
+    /// The most memory that the rows of tables may take on a worker, in bytes; `None`: any.
+    pub table_memory: Option<u64>,
 }
 
 impl WorkerOptions {
@@ -107,6 +109,7 @@ impl WorkerOptions {
             bad_records_max: 0,
             table_replicas: TABLE_REPLICAS,
             stale_rows: false,
+            table_memory: None,
         }
     }
 }

@@ -85,6 +85,8 @@ pub struct JobSpec {
     pub table_replicas: u8,
     /// What a group does all of whose copies of some rows are lost.
     pub on_rows_lost: OnRowsLost,
+    /// The most memory that the rows of tables may take on a worker, in bytes; `None`: any.
+    pub table_memory: Option<u64>,
     /// How long workers may take from SIGTERM to their end.
     pub grace_period: Duration,
     /// What exit codes mean, and when the job ends before its data.
@@ -155,6 +157,7 @@ impl JobSpec {
             bad_records_max: 0,
             table_replicas: TABLE_REPLICAS,
             on_rows_lost: OnRowsLost::default(),
+            table_memory: None,
             grace_period: Duration::from_secs(30),
             policies: Policies::default(),
         }
@@ -207,6 +210,7 @@ impl JobSpec {
             bad_records_max: self.bad_records_max,
             table_replicas: self.table_replicas,
             stale_rows: self.on_rows_lost == OnRowsLost::Stale,
+            table_memory: self.table_memory,
         }
     }
 

@@ -391,6 +391,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         allows_mixed_builds: options.allow_mixed_builds,
         table_replicas: table_replicas as u8,
         stale_rows: options.stale_rows,
+        table_memory: options.table_memory,
         link_encryption,
     })
 }

@@ -272,6 +272,7 @@ fn options(options: WorkerOptions) -> v1::Options {
         allow_mixed_builds: options.allows_mixed_builds,
         table_replicas: options.table_replicas.into(),
         stale_rows: options.stale_rows,
+        table_memory: options.table_memory,
         leave_timeout_ms: options.leave_timeout.map(millis),
         link_encryption: link_encryption.into(),
         work: Some(work(options.work, options.validation)),

@@ -326,6 +326,7 @@ fn options() -> WorkerOptions {
         bad_records_max: 6,
         table_replicas: 3,
         stale_rows: true,
+        table_memory: Some(1 << 20),
         shuffle: crate::Shuffle { mode: crate::ShuffleMode::Block, buffer: NonZeroU64::new(9) },
         micro_batch: NonZeroU64::new(3),
         deterministic: false,

@@ -77,6 +77,9 @@ struct Counting {
     /// Rows come into being with their third touch, and are removed after 20 steps without one.
     #[arg(long)]
     short_lived: bool,
+    /// Rows of a thousand numbers.
+    #[arg(long)]
+    wide_rows: bool,
     /// Positions of the rows of records.
     #[arg(skip)]
     positions: HashMap<u64, usize>,
@@ -262,7 +265,8 @@ impl TableModel for Counting {
     type Batch = Vec<u64>;
 
     fn tables(&self) -> Vec<Table> {
-        let table = Table::new("counts", 1).optimized(RowOptimizer::sgd(1.0));
+        let dim = if self.wide_rows { 1000 } else { 1 };
+        let table = Table::new("counts", dim).optimized(RowOptimizer::sgd(1.0));
         vec![if self.short_lived { table.admitted_after(3).evicted_after(20) } else { table }]
     }
 

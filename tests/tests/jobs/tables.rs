@@ -150,6 +150,23 @@ fn a_group_goes_on_with_older_rows_and_the_summary_has_what_is_missing() {
 }
 
 #[test]
+fn a_worker_whose_rows_take_too_much_memory_ends_the_job_with_a_checkpoint() {
+    let program_options = &["--tables", "--wide-rows"];
+    let fixture = JobFixture { program_options, ..fixture(3) };
+    let dir = fixture.folder.path().join("checkpoints");
+    let command = fixture.command(1).option("checkpoint-dir", dir.to_str().unwrap());
+    let ended = command.option("table-memory", "1MiB").run();
+    ended.assert_outcome(1, "failed");
+    for said in ["the rows of tables take", "and --table-memory is 1.0 MiB: \"counts\"", " rows in "] {
+        assert!(ended.output.contains(said), "{}", ended.output);
+    }
+    let saved = ended.summary().checkpoints.unwrap().newest.unwrap();
+    assert_eq!(saved.step, ended.summary().steps, "{}", ended.output);
+    let next = fixture.command(1).option("resume-from", dir.to_str().unwrap()).run();
+    assert_exact(&next, "with the memory that it needs");
+}
+
+#[test]
 fn touches_of_rows_that_are_not_admitted_or_were_evicted_stay_counted() {
     let program_options = &["--tables", "--short-lived"];
     let fixture = JobFixture { program_options, ..fixture(3) };

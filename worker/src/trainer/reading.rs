@@ -31,14 +31,20 @@ impl<M: Model> Trainer<'_, M> {
             Ok(readable) => self.session.assignment.limit_readable(readable),
             Err(error) => self.halt_or_fail(error, self.session.assignment.all_wait())?,
         }
+        let step = self.session.step();
+        let held = self.tables.as_mut().map(|tables| tables.held(step));
+        if let Some((tables, held)) = self.tables.as_ref().zip(held)
+            && let Some(error) = tables.excess(held)
+        {
+            self.session.halt(Halt { reason: Reason::Error(error), ranges: Vec::new() });
+        }
         let digest = match self.session.state().filter(|_| self.session.is_verifying()) {
             Some(state) => self.tensors.digest(state)?,
             None => self.tensors.window_digest(self.session.step())?,
         };
         let mut mine = self.session.header(digest);
         mine.leaves = self.tables.is_some() && self.session.is_leaving();
-        let step = self.session.step();
-        mine.tables = self.tables.as_mut().map(|tables| tables.held(step));
+        mine.tables = held;
         Ok(header::encode(&mine))
     }
 

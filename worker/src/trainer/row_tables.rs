@@ -7,6 +7,7 @@
 //! **Invariant:** all ranks of a group look rows up and push gradients once in each round with a
 //! step, in this order, with or without records of their own.
 
+use std::cmp::Reverse;
 use std::sync::Arc;
 
 use elasticdl_collective::CollectiveError;
@@ -59,6 +60,8 @@ pub(crate) struct RowTables {
     /// Whether a group that has lost rows goes on with those of a checkpoint. Otherwise it goes
     /// back.
     pub(super) goes_on_with_older: bool,
+    /// The most memory that all tables may take on this worker, in bytes.
+    memory_max: Option<u64>,
 }
 
 /// The rows of all ranks, each counted by the rank that owns it.
@@ -106,7 +109,8 @@ impl RowTables {
         let (seed, copies) = (options.seed, options.table_replicas.into());
         let settings = Settings { seed, shards: SHARDS, copies, copy_bytes: COPY_BYTES };
         let tables = Self::with(me, settings, specs)?;
-        Some(Self { goes_on_with_older: options.stale_rows, ..tables })
+        let (goes_on_with_older, memory_max) = (options.stale_rows, options.table_memory);
+        Some(Self { goes_on_with_older, memory_max, ..tables })
     }
 
     /// As [`new`](Self::new), with these settings.
@@ -126,6 +130,7 @@ impl RowTables {
             restored: None,
             lost: None,
             goes_on_with_older: false,
+            memory_max: None,
         })
     }
 
@@ -144,6 +149,25 @@ impl RowTables {
             let OwnedSize { rows, bytes } = owned.owned();
             HeldRows { rows, bytes: bytes as u64, at_risk: owned.at_risk() as u32 }
         })
+    }
+
+    /// Why this rank can't hold more rows, if it has reached its limit.
+    pub(super) fn excess(&self, HeldRows { bytes, .. }: HeldRows) -> Option<String> {
+        let most = self.memory_max.filter(|most| bytes > *most)?;
+        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        let mut tables: Vec<_> = self.specs.iter().zip(self.owned.held_by_table()).collect();
+        tables.sort_by_key(|(_, size)| Reverse(size.bytes));
+        let of_table = |(table, size): &(&Table, OwnedSize)| {
+            format!("{:?} {} rows in {}", table.name, size.rows, mib(size.bytes as u64))
+        };
+        let largest: Vec<String> = tables.iter().take(NAMED_TABLES).map(of_table).collect();
+        Some(format!(
+            "the rows of tables take {} on this worker, and --table-memory is {}: {}; start more \
+             workers, remove rows (evicted_after, admitted_after), or give the tables more memory",
+            mib(bytes),
+            mib(most),
+            largest.join(", ")
+        ))
     }
 
     /// The rows that this rank owns after `step`.
@@ -542,6 +566,9 @@ impl From<InvalidRows> for Stopped {
 /// Number of steps after which the size of what a rank holds is computed again: it takes as long as
 /// a hundred rows.
 const HELD_STEPS: u64 = 16;
+
+/// Number of tables that an error names, the largest first.
+const NAMED_TABLES: usize = 3;
 
 /// Bytes that a worker sends and receives between two steps, to copy shards: a few milliseconds at
 /// 10 Gbit/s.

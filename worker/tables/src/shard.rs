@@ -152,6 +152,12 @@ impl Shard {
         self.all().map(Rows::bytes).sum()
     }
 
+    /// Rows of a table, and its memory.
+    pub(crate) fn size_of(&self, table: usize) -> (u64, usize) {
+        let rows = &self.tables[table];
+        (rows.len() as u64, rows.bytes() + self.waiting[table].bytes())
+    }
+
     fn all(&self) -> impl Iterator<Item = &Rows> {
         self.tables.iter().chain(&self.waiting)
     }

@@ -122,6 +122,14 @@ pub(crate) struct TuningOptions {
     #[arg(long, value_name = "WHAT", default_value = "go-back",
           value_parser = values::choice(ON_ROWS_LOST))]
     pub(crate) on_rows_lost: OnRowsLost,
+
+    /// Maximum memory of the rows of the model's tables on each worker, for example `8GiB`.
+    ///
+    /// A worker that has more ends the job with its newest state in a checkpoint, and an error that
+    /// names the largest tables, before the kernel kills it. Its own rows and the copies that it
+    /// keeps for other workers count; what a step needs does not.
+    #[arg(long, value_name = "SIZE", value_parser = values::parse_memory)]
+    pub(crate) table_memory: Option<u64>,
 }
 
 /// Values of `--on-rows-lost`.

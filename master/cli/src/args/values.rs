@@ -149,6 +149,20 @@ pub(crate) fn parse_worker_timeout(text: &str) -> Result<Duration, String> {
     )
 }
 
+pub(crate) fn parse_memory(text: &str) -> Result<u64, String> {
+    let wanted = || "it must be a size, for example `512MiB` or `8GiB`, at least 1MiB".to_owned();
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(end);
+    let shift = match unit.strip_suffix('B').unwrap_or(unit) {
+        "Mi" => 20,
+        "Gi" => 30,
+        "Ti" => 40,
+        _ => return Err(wanted()),
+    };
+    let number = number.parse::<u64>().ok().filter(|number| *number > 0).ok_or_else(wanted)?;
+    number.checked_mul(1 << shift).ok_or_else(wanted)
+}
+
 fn parse_duration(text: &str, min: Duration, wanted: &str) -> Result<Duration, String> {
     let timeout = humantime::parse_duration(text)
         .map_err(|e| format!("{e}; it must be a duration, {wanted}"))?;
@@ -187,6 +201,15 @@ mod tests {
             assert!(parse_listen(bad).is_err(), "{bad}");
         }
         assert!(parse_listen("fe80::1%eth0").unwrap_err().contains("without `%`"));
+    }
+
+    #[test]
+    fn memory_has_a_unit() {
+        let sizes = [("1MiB", 1 << 20), ("8Gi", 8 << 30), ("2TiB", 2 << 40)];
+        assert!(sizes.iter().all(|(text, bytes)| parse_memory(text) == Ok(*bytes)));
+        for bad in ["", "8", "0GiB", "8GB", "-1GiB", "1.5GiB", "8 GiB", "99999999999TiB", "1MiBB"] {
+            assert!(parse_memory(bad).unwrap_err().contains("`8GiB`"), "{bad}");
+        }
     }
 
     #[test]

@@ -92,6 +92,7 @@ mod tests {
             "shuffle",
             "shuffle-buffer",
             "success-policy",
+            "table-memory",
             "table-replicas",
             "training-data",
             "validation-data",

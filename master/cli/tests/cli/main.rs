@@ -532,6 +532,7 @@ fn the_help_names_each_option_within_100_columns() {
         "--link-encryption",
         "--table-replicas",
         "--on-rows-lost",
+        "--table-memory",
         "--training-data",
         "--num-epochs",
         "--max-steps",

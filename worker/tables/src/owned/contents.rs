@@ -57,6 +57,18 @@ impl Owned {
         }
     }
 
+    /// Rows and memory of each table on this worker, with those that it keeps for others.
+    pub fn held_by_table(&self) -> Vec<OwnedSize> {
+        let of_table = |table: usize| {
+            let sizes = self.held().map(|(_, shard)| shard.size_of(table));
+            sizes.fold(OwnedSize::default(), |sum, (rows, bytes)| OwnedSize {
+                rows: sum.rows + rows,
+                bytes: sum.bytes + bytes,
+            })
+        };
+        (0..self.tables.len()).map(of_table).collect()
+    }
+
     /// Sum of the touches in the shards that this worker owns.
     pub fn touches(&self) -> u64 {
         self.owned_shards().map(|(_, shard)| shard.touches()).sum()

@@ -288,6 +288,7 @@ mod tests {
             bad_records_max: 0,
             table_replicas: 2,
             on_rows_lost: Default::default(),
+            table_memory: None,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
             policies: Default::default(),

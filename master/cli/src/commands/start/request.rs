@@ -83,6 +83,7 @@ impl StartRequest {
                     bad_records_max: data.bad_records.bad_records,
                     table_replicas: tuning.table_replicas,
                     on_rows_lost: tuning.on_rows_lost,
+                    table_memory: tuning.table_memory,
                     on_nonfinite: options.resilience.on_nonfinite,
                     allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
