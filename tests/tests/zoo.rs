@@ -77,7 +77,9 @@ fn a_new_crate_passes_its_tests_and_trains() {
 /// The examples, which are built and tested, are the sources of the templates.
 #[test]
 fn a_template_is_its_example_without_the_tests() {
-    for (example, module) in [("charlm", "network"), ("mnist", "network"), ("tabular", "machine")] {
+    let modules =
+        [("charlm", "network"), ("ctr", "data"), ("mnist", "network"), ("tabular", "machine")];
+    for (example, module) in modules {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model");
         let made = init(&path, &["--template", example]);
@@ -89,12 +91,13 @@ fn a_template_is_its_example_without_the_tests() {
         let readme = read(path.join("README.md"));
         assert!(readme.starts_with("# model\n") && !readme.contains("{{"), "{readme}");
         assert_eq!(path.join("data/clicks.csv").exists(), example == "tabular");
+        assert_eq!(path.join("data/train.csv").exists(), example == "ctr");
     }
     let folder = tempfile::tempdir().unwrap();
     let refused = init(folder.path(), &["--template", "resnet"]);
     assert_eq!(refused.status.code(), Some(2));
     assert!(
-        text(&refused).contains("charlm, linear, mnist, python, tabular"),
+        text(&refused).contains("charlm, ctr, linear, mnist, python, tabular"),
         "{}",
         text(&refused)
     );

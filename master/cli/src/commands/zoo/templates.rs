@@ -12,6 +12,8 @@ use super::source::Source;
 pub(crate) enum Template {
     /// A transformer that predicts the next character of text files, with candle.
     Charlm,
+    /// Click-through prediction with embedding tables that the workers divide, in Criteo's format.
+    Ctr,
     /// A line through the points of a CSV file: the smallest model.
     Linear,
     /// A convolutional network for images in MNIST's format, with candle.
@@ -30,6 +32,7 @@ impl Template {
     pub(super) fn files(self, name: &str, source: &Source) -> Vec<(&'static str, Vec<u8>)> {
         let (features, dependencies, files): (&[&str], _, Files) = match self {
             Self::Charlm => (&["candle"], "", charlm()),
+            Self::Ctr => (&[], "", ctr()),
             Self::Linear => (&[], "", linear()),
             Self::Mnist => (&["candle"], "", mnist()),
             Self::Python => (&[], "", python()),
@@ -83,6 +86,17 @@ fn charlm() -> Files {
         ("src/ops.rs", include_str!("../../../templates/charlm/ops.rs").into()),
         ("data/sentences.txt", samples::sentences()),
         ("README.md", include_str!("../../../templates/charlm/README.md").into()),
+    ]
+}
+
+fn ctr() -> Files {
+    vec![
+        ("src/main.rs", include_str!("../../../templates/ctr/main.rs").into()),
+        ("src/clicks.rs", include_str!("../../../templates/ctr/clicks.rs").into()),
+        ("src/data.rs", include_str!("../../../templates/ctr/data.rs").into()),
+        ("src/network.rs", include_str!("../../../templates/ctr/network.rs").into()),
+        ("data/train.csv", criteo()),
+        ("README.md", include_str!("../../../templates/ctr/README.md").into()),
     ]
 }
 
@@ -144,6 +158,25 @@ fn clicks() -> String {
         let (user, item) = (i * 7919 % 101 % 20, i * 104_729 % 103 % 20);
         let label = (user % 2 == item % 2) != (i * 31 % 20 == 0);
         writeln!(text, "u{user},i{item},{}", u8::from(label)).expect("a string takes all text");
+    }
+    text
+}
+
+/// Clicks in Criteo's format, the same each time: 1 if the first category is even.
+fn criteo() -> String {
+    let mut text = String::new();
+    for i in 0..2000_u32 {
+        let category = |column: u32| i * (7919 + 2 * column) % (103 + column) % 20;
+        write!(text, "{}", 1 - category(0) % 2).expect("a string takes all text");
+        for column in 0..13 {
+            // One number in six is missing.
+            let number = (category(column) % 6 > 0).then(|| category(column).to_string());
+            write!(text, "\t{}", number.unwrap_or_default()).expect("a string takes all text");
+        }
+        for column in 0..26 {
+            write!(text, "\t{:08x}", category(column)).expect("a string takes all text");
+        }
+        text.push('\n');
     }
     text
 }

@@ -22,8 +22,8 @@ pub(crate) struct Click {
     pub(crate) dense: [f32; DENSE],
     /// The id in each category.
     pub(crate) ids: [u64; CATEGORIES],
-    /// Logit of the probability of a click.
-    pub(crate) logit: f32,
+    /// Logit of the probability of a click, if it is known.
+    pub(crate) logit: Option<f32>,
 }
 
 /// Reads `clicks:FROM..TO`: generated records of these numbers.
@@ -39,7 +39,7 @@ impl Reader for Clicks {
 
     fn describe(&mut self, source: &str) -> Result<Dataset, DataError> {
         let Some(range) = parse(source) else {
-            let reason = "the data must be clicks:FROM..TO, two numbers of records";
+            let reason = "generated data must be clicks:FROM..TO, two numbers of records";
             return Err(DataError::Other(format!("{source}: {reason}").into()));
         };
         Ok(Dataset::new(vec![File::new(source, range.end - range.start)]))
@@ -70,7 +70,7 @@ impl Clicks {
         }
         let probability = 1.0 / (1.0 + (-logit).exp());
         let label = if random.uniform() < probability { 1.0 } else { 0.0 };
-        Click { label, dense, ids, logit }
+        Click { label, dense, ids, logit: Some(logit) }
     }
 
     /// An id of a category: of the last one `ids` are possible, of the first one a thousand.
@@ -90,11 +90,18 @@ fn weight(seed: u64, column: u64, id: u64) -> f32 {
     Random(mix(seed ^ mix(column ^ mix(id)))).uniform() * 2.0 - 1.0
 }
 
+/// Whether this is no path to files.
+pub(crate) fn are_generated(source: &str) -> bool {
+    source.starts_with(SCHEME)
+}
+
 fn parse(source: &str) -> Option<Range<u64>> {
-    let (from, to) = source.strip_prefix("clicks:")?.split_once("..")?;
+    let (from, to) = source.strip_prefix(SCHEME)?.split_once("..")?;
     let range = from.parse().ok()?..to.parse().ok()?;
     (range.start < range.end).then_some(range)
 }
+
+const SCHEME: &str = "clicks:";
 
 /// A generator of random numbers (SplitMix64).
 struct Random(u64);

@@ -21,18 +21,21 @@ pub(crate) struct Network<'a> {
     /// `[HIDDEN]`.
     output: &'a [f32],
     output_bias: f32,
+    /// Whether the products of all pairs of embeddings count.
+    has_products: bool,
     /// Inputs and outputs of the hidden layer for the last record.
     inputs: Vec<f32>,
     hidden: [f32; HIDDEN],
 }
 
 impl<'a> Network<'a> {
-    pub(crate) fn new(parameters: &'a [f32]) -> Self {
+    pub(crate) fn new(parameters: &'a [f32], has_products: bool) -> Self {
         let (weights, rest) = parameters.split_at(HIDDEN * INPUTS);
         let (biases, rest) = rest.split_at(HIDDEN);
         let (output, output_bias) = rest.split_at(HIDDEN);
         let (inputs, hidden) = (vec![0.0; INPUTS], [0.0; HIDDEN]);
-        Self { weights, biases, output, output_bias: output_bias[0], inputs, hidden }
+        let output_bias = output_bias[0];
+        Self { weights, biases, output, output_bias, has_products, inputs, hidden }
     }
 
     /// The logit of a click. `rows`: positions of the categories' rows.
@@ -48,6 +51,11 @@ impl<'a> Network<'a> {
         for (hidden, ((weights, bias), output)) in self.hidden.iter_mut().zip(layer) {
             *hidden = (bias + dot(weights, &self.inputs)).max(0.0);
             logit += output * *hidden;
+        }
+        if self.has_products {
+            // The sum of the products of all pairs, from the square of the sum.
+            let squares: f32 = self.inputs[DENSE..].iter().map(|value| value * value).sum();
+            logit += 0.5 * (self.sums().iter().map(|sum| sum * sum).sum::<f32>() - squares);
         }
         let mut wide = [logit];
         tables.add_rows(WIDE, rows, 1.0, &mut wide);
@@ -76,11 +84,30 @@ impl<'a> Network<'a> {
             add(&mut of_weights[place.clone()], slope, &self.inputs);
             add(&mut of_inputs, slope, &self.weights[place]);
         }
+        if self.has_products {
+            let sums = self.sums();
+            let embeddings = self.inputs[DENSE..].chunks_exact(DIM);
+            for (to, embedding) in of_inputs[DENSE..].chunks_exact_mut(DIM).zip(embeddings) {
+                let others = sums.iter().zip(embedding).map(|(sum, own)| sum - own);
+                to.iter_mut().zip(others).for_each(|(to, others)| *to += slope * others);
+            }
+        }
         let of_embeddings = of_inputs[DENSE..].chunks_exact(DIM);
         for (row, of_embedding) in rows.chunks_exact(1).zip(of_embeddings) {
             tables.add_gradient(DEEP, row, 1.0, of_embedding);
         }
         tables.add_gradient(WIDE, rows, 1.0, &[slope]);
+    }
+}
+
+impl Network<'_> {
+    /// The sum of the last record's embeddings.
+    fn sums(&self) -> [f32; DIM] {
+        let mut sums = [0.0; DIM];
+        for embedding in self.inputs[DENSE..].chunks_exact(DIM) {
+            sums.iter_mut().zip(embedding).for_each(|(sum, value)| *sum += value);
+        }
+        sums
     }
 }
 
