@@ -78,6 +78,8 @@ pub struct WorkerOptions {
     pub stale_rows: bool,
     /// The most memory that the rows of tables may take on a worker, in bytes; `None`: any.
     pub table_memory: Option<u64>,
+    /// The step after which rows were touched that are exported; `None`: all rows are.
+    pub export_changes_since: Option<u64>,
 }
 
 impl WorkerOptions {
@@ -110,6 +112,7 @@ impl WorkerOptions {
             table_replicas: TABLE_REPLICAS,
             stale_rows: false,
             table_memory: None,
+            export_changes_since: None,
         }
     }
 }

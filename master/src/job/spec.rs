@@ -87,6 +87,8 @@ pub struct JobSpec {
     pub on_rows_lost: OnRowsLost,
     /// The most memory that the rows of tables may take on a worker, in bytes; `None`: any.
     pub table_memory: Option<u64>,
+    /// The step after which rows of tables were touched that are exported; `None`: all rows are.
+    pub export_changes_since: Option<u64>,
     /// How long workers may take from SIGTERM to their end.
     pub grace_period: Duration,
     /// What exit codes mean, and when the job ends before its data.
@@ -158,6 +160,7 @@ impl JobSpec {
             table_replicas: TABLE_REPLICAS,
             on_rows_lost: OnRowsLost::default(),
             table_memory: None,
+            export_changes_since: None,
             grace_period: Duration::from_secs(30),
             policies: Policies::default(),
         }
@@ -211,6 +214,7 @@ impl JobSpec {
             table_replicas: self.table_replicas,
             stale_rows: self.on_rows_lost == OnRowsLost::Stale,
             table_memory: self.table_memory,
+            export_changes_since: self.export_changes_since,
         }
     }
 

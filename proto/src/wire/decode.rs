@@ -392,6 +392,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         table_replicas: table_replicas as u8,
         stale_rows: options.stale_rows,
         table_memory: options.table_memory,
+        export_changes_since: options.export_changes_since,
         link_encryption,
     })
 }

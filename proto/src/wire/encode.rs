@@ -273,6 +273,7 @@ fn options(options: WorkerOptions) -> v1::Options {
         table_replicas: options.table_replicas.into(),
         stale_rows: options.stale_rows,
         table_memory: options.table_memory,
+        export_changes_since: options.export_changes_since,
         leave_timeout_ms: options.leave_timeout.map(millis),
         link_encryption: link_encryption.into(),
         work: Some(work(options.work, options.validation)),

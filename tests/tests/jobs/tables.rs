@@ -150,6 +150,19 @@ fn a_group_goes_on_with_older_rows_and_the_summary_has_what_is_missing() {
 }
 
 #[test]
+fn rows_that_have_changed_since_a_step_are_exported() {
+    // 1,200 records of one row each, 48 a step: the last ten steps have touched 480 rows.
+    let fixture = JobFixture { micros_per_record: 20, ..fixture(3) };
+    let model = fixture.folder.path().join("m.safetensors");
+    let command = fixture.command(1).option("export", model.to_str().unwrap());
+    let ended = command.option("export-changes-since", "240").run();
+    assert_exact(&ended, "exported");
+    let rows = exported_rows(&model, "counts");
+    assert_eq!((ended.summary().steps, rows.len()), (250, 480), "{}", ended.output);
+    assert!(rows.values().all(|row| row.touches == 10), "{rows:?}");
+}
+
+#[test]
 fn a_worker_whose_rows_take_too_much_memory_ends_the_job_with_a_checkpoint() {
     let program_options = &["--tables", "--wide-rows"];
     let fixture = JobFixture { program_options, ..fixture(3) };

@@ -20,6 +20,9 @@ pub(crate) struct ExportedTables {
     /// were evicted.
     #[serde(default)]
     pub(crate) touches_without_row: Vec<u64>,
+    /// The step after which the exported rows were touched; `None`: they are all rows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) changes_since: Option<u64>,
     /// In the order of their indices.
     pub(crate) parts: Vec<ExportedPart>,
 }

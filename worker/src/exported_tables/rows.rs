@@ -40,6 +40,12 @@ impl TrainedRows {
         if let Some(difference) = elasticdl_tables::difference(had, &tables) {
             return Err(format!("{address}: {difference}; both must have the same tables"));
         }
+        if let Some(step) = found.as_ref().and_then(|found| found.changes_since) {
+            return Err(format!(
+                "{address} has only the rows that have changed since step {step} \
+                 (--export-changes-since); name the file of a whole model"
+            ));
+        }
         Ok(found.map(|found| Self {
             tables,
             seed: found.seed,

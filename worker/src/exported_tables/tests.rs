@@ -46,7 +46,7 @@ impl Place {
             write_part(&address, Part { index, parts }, &tables(), rows).unwrap()
         };
         let parts = (0..parts).map(of_part).collect();
-        let exported = ExportedTables { tables: tables(), seed: 5, touches_without_row: vec![0, 7], parts };
+        let exported = ExportedTables { seed: 5, ..exported(parts) };
         exported.check_parts(&address).unwrap();
         let replaced = ExportedTables::read(&address).ok().flatten();
         save(&address, serde_json::to_string(&exported).unwrap());
@@ -58,6 +58,11 @@ impl Place {
 fn save(address: &str, note: String) {
     let layout = [NamedTensor::new("bias", [])];
     weights::save_noted(address, &layout, &Arc::new(vec![0.5]), vec![(NOTE, note)]).unwrap();
+}
+
+fn exported(parts: Vec<ExportedPart>) -> ExportedTables {
+    let (touches_without_row, changes_since) = (vec![0, 7], None);
+    ExportedTables { tables: tables(), seed: 0, touches_without_row, changes_since, parts }
 }
 
 fn tables() -> Vec<Table> {
@@ -151,7 +156,7 @@ fn a_model_of_other_tables_is_refused_with_what_differs() {
         (vec![part("a"), part("b"), part("c")], "3 parts"),
         (vec![], "0 parts"),
     ] {
-        let exported = ExportedTables { tables: tables(), seed: 0, touches_without_row: Vec::new(), parts };
+        let exported = exported(parts);
         save(&place.path("other"), serde_json::to_string(&exported).unwrap());
         assert!(error("other", &tables()).contains(reason), "{}", error("other", &tables()));
     }

@@ -150,6 +150,9 @@ fn check_options(tables: &[Table], options: &WorkerOptions, is_on_gpu: bool) -> 
     if is_on_gpu && !tables.is_empty() {
         return Err("a model with tables can't be trained yet with a model on a GPU".into());
     }
+    if let (Some(_), true) = (options.export_changes_since, tables.is_empty()) {
+        return Err("--export-changes-since is about rows of tables, and the model has none".into());
+    }
     let is_exported = matches!(options.work, Work::Train { export: Some(_) });
     match is_exported || export_best(options).is_some() {
         true => exported_tables::check_names(tables),

@@ -131,26 +131,32 @@ impl RowTables {
                 Ok(Ok(None))
             }
             Order::Write { address, is_best } => {
-                let saved = match is_best {
-                    true => self.rows_of_best.clone().expect("all ranks keep those of the best"),
-                    false => self.owned().save(),
+                let (saved, since) = match is_best {
+                    true => {
+                        let saved = self.rows_of_best.clone();
+                        (saved.expect("all ranks keep those of the best"), None)
+                    }
+                    false => (self.owned().save(), self.export_since),
                 };
-                Ok(self.write_rows(group, &saved, address)?.map(Some))
+                Ok(self.write_rows(group, (&saved, since), address)?.map(Some))
             }
         }
     }
 
-    /// Writes this rank's parts of the rows beside the model at `address`.
+    /// Writes this rank's parts of the rows, or of those that steps after `since` have touched,
+    /// beside the model at `address`.
     fn write_rows(
         &self,
         group: &mut dyn Group,
-        saved: &SavedShards,
+        (saved, since): (&SavedShards, Option<u64>),
         address: &str,
     ) -> Result<Result<ExportedTables, String>, Stopped> {
+        let changes_since = since;
+        let since = since.unwrap_or(0);
         let rows = match saved.are_finite() {
             true => {
                 let tables = self.specs.len();
-                Ok([saved.rows(tables), saved.touches_without_row(tables)])
+                Ok([saved.rows(tables, since), saved.touches_without_row(tables)])
             }
             false => Err("a table contains a NaN or an infinity".to_owned()),
         };
@@ -171,7 +177,8 @@ impl RowTables {
         for first in (0..parts).step_by(world_size as usize) {
             let of_rank =
                 |rank| Some(Part { index: first + rank, parts }).filter(|p| p.index < parts);
-            let message = |rank| of_rank(rank).map(|part| saved.encode_part(&self.specs, part));
+            let message =
+                |rank| of_rank(rank).map(|part| saved.encode_part(&self.specs, part, since));
             let messages = (0..world_size).map(|rank| message(rank).unwrap_or_default());
             let received = exchange(group, messages.collect())?;
             if let (Some(part), Ok(written)) = (of_rank(rank), &mut mine) {
@@ -191,7 +198,7 @@ impl RowTables {
             parts.sort_by_key(|(index, _)| *index);
             let parts = parts.into_iter().map(|(_, part)| part).collect();
             let (tables, seed) = (self.specs.to_vec(), self.owned().seed());
-            ExportedTables { tables, seed, touches_without_row, parts }
+            ExportedTables { tables, seed, touches_without_row, changes_since, parts }
         }))
     }
 }

@@ -62,6 +62,8 @@ pub(crate) struct RowTables {
     pub(super) goes_on_with_older: bool,
     /// The most memory that all tables may take on this worker, in bytes.
     memory_max: Option<u64>,
+    /// The step since which rows of the model are exported that have changed; `None`: all are.
+    pub(super) export_since: Option<u64>,
 }
 
 /// The rows of all ranks, each counted by the rank that owns it.
@@ -109,8 +111,12 @@ impl RowTables {
         let (seed, copies) = (options.seed, options.table_replicas.into());
         let settings = Settings { seed, shards: SHARDS, copies, copy_bytes: COPY_BYTES };
         let tables = Self::with(me, settings, specs)?;
-        let (goes_on_with_older, memory_max) = (options.stale_rows, options.table_memory);
-        Some(Self { goes_on_with_older, memory_max, ..tables })
+        Some(Self {
+            goes_on_with_older: options.stale_rows,
+            memory_max: options.table_memory,
+            export_since: options.export_changes_since,
+            ..tables
+        })
     }
 
     /// As [`new`](Self::new), with these settings.
@@ -131,6 +137,7 @@ impl RowTables {
             lost: None,
             goes_on_with_older: false,
             memory_max: None,
+            export_since: None,
         })
     }
 

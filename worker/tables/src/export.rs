@@ -4,6 +4,7 @@
 //! order, depends on the rows alone.
 
 use crate::owned::saved::SavedShards;
+use crate::rows::Counts;
 use crate::shard::Shard;
 use crate::table::Table;
 use crate::wire::{InvalidRows, Message, put, put_u32};
@@ -30,16 +31,17 @@ pub struct ExportedRows {
 }
 
 impl SavedShards {
-    /// Number of the rows of each table that this rank owns.
-    pub fn rows(&self, tables: usize) -> Vec<u64> {
+    /// Number of the rows of each table that this rank owns and a step after `since` has touched.
+    pub fn rows(&self, tables: usize, since: u64) -> Vec<u64> {
         let of = |table: usize| {
-            self.owned.iter().map(|saved| saved.shard.tables[table].len() as u64).sum()
+            let rows = self.owned.iter().map(|saved| &saved.shard.tables[table]);
+            rows.map(|rows| rows.iter().filter(|row| is_newer(row, since)).count() as u64).sum()
         };
         (0..tables).map(of).collect()
     }
 
-    /// Touches of each table, in the shards that this rank owns, that no row has: those of rows that
-    /// are not admitted yet or were evicted.
+    /// Touches of each table, in the shards that this rank owns, that no row has: those of rows
+    /// that are not admitted yet or were evicted.
     pub fn touches_without_row(&self, tables: usize) -> Vec<u64> {
         let of = |table: usize| {
             self.owned.iter().map(|saved| saved.shard.touches_without_row(table)).sum()
@@ -52,8 +54,9 @@ impl SavedShards {
         self.owned.iter().all(|saved| saved.is_finite())
     }
 
-    /// The rows of a part that this rank owns, for [`collect`].
-    pub fn encode_part(&self, tables: &[Table], part: Part) -> Vec<u8> {
+    /// The rows of a part that this rank owns and a step after `since` has touched, for
+    /// [`collect`].
+    pub fn encode_part(&self, tables: &[Table], part: Part, since: u64) -> Vec<u8> {
         let shards: u32 = self.of_ranks.iter().map(|shards| shards.len() as u32).sum();
         assert_eq!(shards % part.parts, 0, "a part consists of whole shards");
         let per_part = shards / part.parts;
@@ -61,14 +64,21 @@ impl SavedShards {
         let shards: Vec<&Shard> = owned.map(|saved| &*saved.shard).collect();
         let mut message = Vec::new();
         for (index, table) in tables.iter().enumerate() {
-            let rows = || shards.iter().flat_map(|shard| shard.tables[index].iter());
-            put_u32(&mut message, shards.iter().map(|shard| shard.tables[index].len()).sum());
-            rows().for_each(|(id, ..)| put(&mut message, &[id]));
+            let rows = shards.iter().flat_map(|shard| shard.tables[index].iter());
+            let rows: Vec<_> = rows.filter(|row| is_newer(row, since)).collect();
+            let rows = || rows.iter();
+            put_u32(&mut message, rows().len());
+            rows().for_each(|(id, ..)| put(&mut message, &[*id]));
             rows().for_each(|(_, counts, _)| put(&mut message, &[counts.touches]));
             rows().for_each(|(.., numbers)| put(&mut message, &numbers[..table.dim]));
         }
         message
     }
+}
+
+/// Whether a step after `since` has touched a row.
+fn is_newer((_, counts, _): &(u64, Counts, &[f32]), since: u64) -> bool {
+    u64::from(counts.last_step) > since
 }
 
 /// The rows of a part, by table, from the messages of all ranks.
@@ -162,7 +172,8 @@ mod tests {
     }
 
     fn part(ranks: &[SavedShards], part: Part) -> Vec<ExportedRows> {
-        let messages: Vec<_> = ranks.iter().map(|rank| rank.encode_part(&tables(), part)).collect();
+        let messages: Vec<_> =
+            ranks.iter().map(|rank| rank.encode_part(&tables(), part, 0)).collect();
         collect(&tables(), &messages).unwrap()
     }
 
@@ -186,8 +197,15 @@ mod tests {
             }
             assert_eq!((rows, touches), ([100, 7], [100, 100]), "{parts} parts");
         }
-        let rows: Vec<_> = trained(3).iter().map(|rank| rank.rows(2)).collect();
+        let rows: Vec<_> = trained(3).iter().map(|rank| rank.rows(2, 0)).collect();
         assert_eq!(rows.iter().map(|rows| rows[0]).sum::<u64>(), 100);
+        // All are of the first step.
+        let whole = Part { index: 0, parts: 1 };
+        for rank in trained(2) {
+            assert_eq!(rank.rows(2, 1), [0, 0]);
+            let none = collect(&tables(), &[rank.encode_part(&tables(), whole, 1)]).unwrap();
+            assert!(none.iter().all(|rows| rows.ids.is_empty() && rows.values.is_empty()));
+        }
     }
 
     #[test]
@@ -204,7 +222,7 @@ mod tests {
 
     #[test]
     fn a_row_of_two_owners_and_torn_messages_are_refused() {
-        let whole = trained(1)[0].encode_part(&tables(), Part { index: 0, parts: 1 });
+        let whole = trained(1)[0].encode_part(&tables(), Part { index: 0, parts: 1 }, 0);
         let error = collect(&tables(), &[whole.clone(), whole.clone()]).unwrap_err();
         assert!(error.to_string().contains("two ranks own row 0"), "{error}");
         for len in 0..whole.len() {

@@ -130,6 +130,14 @@ pub(crate) struct TuningOptions {
     /// keeps for other workers count; what a step needs does not.
     #[arg(long, value_name = "SIZE", value_parser = values::parse_memory)]
     pub(crate) table_memory: Option<u64>,
+
+    /// Export only the rows of tables that steps after this one have touched, for a server that has
+    /// an earlier export.
+    ///
+    /// The other parameters are exported as ever, and --export-best is not affected. Rows that were
+    /// evicted since are not named.
+    #[arg(long, value_name = "STEP", requires = "export", value_parser = values::parse_steps)]
+    pub(crate) export_changes_since: Option<u64>,
 }
 
 /// Values of `--on-rows-lost`.

@@ -77,6 +77,7 @@ mod tests {
             "evaluate-every",
             "export",
             "export-best",
+            "export-changes-since",
             "global-batch-size",
             "link-encryption",
             "max-steps",

@@ -533,6 +533,7 @@ fn the_help_names_each_option_within_100_columns() {
         "--table-replicas",
         "--on-rows-lost",
         "--table-memory",
+        "--export-changes-since",
         "--training-data",
         "--num-epochs",
         "--max-steps",

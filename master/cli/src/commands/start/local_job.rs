@@ -289,6 +289,7 @@ mod tests {
             table_replicas: 2,
             on_rows_lost: Default::default(),
             table_memory: None,
+            export_changes_since: None,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
             policies: Default::default(),

@@ -84,6 +84,7 @@ impl StartRequest {
                     table_replicas: tuning.table_replicas,
                     on_rows_lost: tuning.on_rows_lost,
                     table_memory: tuning.table_memory,
+                    export_changes_since: tuning.export_changes_since,
                     on_nonfinite: options.resilience.on_nonfinite,
                     allow_mixed_builds: options.resilience.allow_mixed_builds,
                     restart_without_checkpoint: options.resilience.restart_without_checkpoint,
