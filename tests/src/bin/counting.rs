@@ -74,7 +74,7 @@ struct Counting {
     /// Count in rows of a table, too.
     #[arg(long)]
     tables: bool,
-    /// Rows come into being with their third touch, and are removed after 20 steps without one.
+    /// Rows come into being with their second touch, and are removed after 20 steps without one.
     #[arg(long)]
     short_lived: bool,
     /// Rows of a thousand numbers.
@@ -267,7 +267,7 @@ impl TableModel for Counting {
     fn tables(&self) -> Vec<Table> {
         let dim = if self.wide_rows { 1000 } else { 1 };
         let table = Table::new("counts", dim).optimized(RowOptimizer::sgd(1.0));
-        vec![if self.short_lived { table.admitted_after(3).evicted_after(20) } else { table }]
+        vec![if self.short_lived { table.admitted_after(2).evicted_after(20) } else { table }]
     }
 
     fn ids(&mut self, batch: &mut Vec<u64>, ids: &mut Ids) -> Result<(), UserError> {
