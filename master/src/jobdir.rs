@@ -33,6 +33,7 @@ mod lookup;
 mod names;
 pub mod neighbours;
 mod notes;
+mod owner;
 mod persisted_job;
 mod process_identity;
 mod processes;
@@ -60,6 +61,7 @@ pub use self::files::{check_writable, is_another_file, write_atomically};
 use self::lock::{running, take_lock};
 pub use self::lookup::{Endpoint, LookupError, look_up, started_at};
 pub(crate) use self::notes::note_process;
+pub use self::owner::Owner;
 pub use self::persisted_job::{AbandonedJob, JobStart, PersistedJobFile, is_abandoned};
 pub use self::process_identity::ProcessIdentity;
 use self::processes::refuse_if_workers_live;
@@ -76,6 +78,7 @@ use crate::token::Token;
 pub struct JobDir {
     root: PathBuf,
     token: Token,
+    owner: Owner,
     /// The lock is released with the file, however this process ends.
     _lock: File,
 }
@@ -114,7 +117,7 @@ impl JobDir {
         let token = Token::random().map_err(|e| write(&token_path, e))?;
         write_atomically(&token_path, token.to_hex().as_bytes())
             .map_err(|e| write(&token_path, e))?;
-        Ok(Self { root, token, _lock: lock })
+        Ok(Self { owner: Owner::of(&root), root, token, _lock: lock })
     }
 
     /// Checks that [`JobDir::create`] would accept `root`. Writes nothing.
@@ -171,11 +174,10 @@ impl JobDir {
         self.root.join(SUMMARY)
     }
 
-    /// Whether the directory was removed or renamed, and another job now runs, or has ended, in one
-    /// of its name: its files are not this job's.
+    /// The job of this directory.
     #[must_use]
-    pub fn is_replaced(&self) -> bool {
-        fs::read_to_string(self.token_path()).is_ok_and(|text| text.trim() != self.token.to_hex())
+    pub fn owner(&self) -> &Owner {
+        &self.owner
     }
 
     /// Path of the job's history, which is written now and then, and at the job's end.
@@ -223,7 +225,7 @@ impl JobDir {
 
 impl Drop for JobDir {
     fn drop(&mut self) {
-        if self.is_replaced() {
+        if self.owner.is_replaced() {
             return;
         }
         // Best effort: a command that finds a stale file gets no answer at its address and reports

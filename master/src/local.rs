@@ -37,7 +37,7 @@ use self::activity::Activity;
 use self::oom::OomKills;
 use crate::backend_event::BackendEvent;
 use crate::job::{Exit, LaunchId};
-use crate::jobdir::{self, JobDir, ProcessIdentity, ProgramCopy, ProgramSource};
+use crate::jobdir::{self, JobDir, Owner, ProcessIdentity, ProgramCopy, ProgramSource};
 
 /// How a job's worker processes are started.
 #[derive(Clone, Debug)]
@@ -49,6 +49,8 @@ pub struct Launcher {
     /// Environment variables in addition to the master's own; each launch further gets
     /// `ELASTICDL_LAUNCH` and `ELASTICDL_INDEX`.
     pub env: Vec<(OsString, OsString)>,
+    /// The job whose directory has the files below.
+    pub owner: Owner,
     /// Folder of the workers' logs.
     pub logs: PathBuf,
     /// File that lists the started processes.
@@ -82,6 +84,7 @@ impl Launcher {
             program,
             args,
             env,
+            owner: dir.owner().clone(),
             logs: dir.logs(),
             processes: dir.processes_path(),
             copy: None,
@@ -114,6 +117,11 @@ impl Launcher {
     }
 
     fn spawn(&self, launch: LaunchId, index: u32) -> io::Result<Child> {
+        if self.owner.is_replaced() {
+            return Err(io::Error::other(
+                "the job's directory was removed or renamed, and is now that of another job",
+            ));
+        }
         let log = log::create(&jobdir::worker_log(&self.logs, launch)).or_else(|error| {
             // A full disk: a worker without a log trains as well.
             warn!(launch = launch.0, %error, "the worker's output is not kept");

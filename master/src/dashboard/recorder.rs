@@ -14,7 +14,7 @@ use super::board::Board;
 use super::history::JobOptions;
 use super::stored::{self, StoredHistory};
 use crate::job::Snapshot;
-use crate::jobdir::write_atomically;
+use crate::jobdir::{Owner, write_atomically};
 
 /// Adds the snapshots in `known` to the board until their sender is dropped, and stores the history
 /// in `file` every few seconds and at the end.
@@ -28,6 +28,7 @@ pub(super) async fn record(
         Ok(stored) => stored.into_iter().for_each(|stored| board.resume(stored.history)),
         Err(error) => warn!(%error, path = %file.display(), "the history of the job begins anew"),
     }
+    let owner = Owner::of(file.parent().unwrap_or(&file));
     board.describe(job);
     let (mut stored_at, mut has_failed) = (Instant::now(), false);
     loop {
@@ -40,7 +41,8 @@ pub(super) async fn record(
         }
         if !is_open || stored_at.elapsed() >= STORE_INTERVAL {
             stored_at = Instant::now();
-            if let Err(error) = store(board, &file)
+            if !owner.is_replaced()
+                && let Err(error) = store(board, &file)
                 && !std::mem::replace(&mut has_failed, true)
             {
                 warn!(%error, path = %file.display(), "the history of the job is not stored");
@@ -71,6 +73,30 @@ mod tests {
         snapshot.status.step = step;
         snapshot.status.loss = Some(f64::NAN);
         snapshot
+    }
+
+    #[tokio::test]
+    async fn no_history_is_stored_in_the_directory_of_another_job() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, token) = (folder.path().join("history.json"), folder.path().join("token"));
+        let write = |digit: &str| std::fs::write(&token, digit.repeat(64)).unwrap();
+        for (later, is_stored) in [("1", false), ("0", true)] {
+            write("0");
+            let (publish, known) = watch::channel(None);
+            let job = JobOptions { began: Duration::ZERO, options: Vec::new() };
+            let board = Board::new(None);
+            let recording = record(known, &board, job, file.clone());
+            let seen = || board.with(|page| page.status.step);
+            let ending = async move {
+                publish.send_replace(Some(snapshot(1, 5)));
+                while seen() != Some(5) {
+                    tokio::task::yield_now().await;
+                }
+                write(later);
+            };
+            tokio::join!(recording, ending);
+            assert_eq!(file.exists(), is_stored, "{later}");
+        }
     }
 
     #[tokio::test]

@@ -122,7 +122,7 @@ mod tests {
         let error = guard.restore().unwrap_err().to_string();
         assert!(error.contains("another directory has its name"), "{error}");
         assert!(is_running(other.path()));
-        assert!(dir.is_replaced() && !other.is_replaced());
+        assert!(dir.owner().is_replaced() && !other.owner().is_replaced());
         other.publish("127.0.0.1:1".parse().unwrap(), None).unwrap();
         drop(dir);
         assert!(look_up(&root).is_ok(), "the address of the other job's master stays");

@@ -35,6 +35,7 @@ use super::files::{FILES, JOB, PROCESSES, RECORD, SPARE, SUMMARY, TOKEN, replace
 use super::guard::Guard;
 use super::lock::take_lock;
 use super::notes::read_notes;
+use super::owner::Owner;
 use super::process_identity::ProcessIdentity;
 use super::program_copy::ProgramCopy;
 use super::record_file::{RecordFile, is_stale};
@@ -217,7 +218,8 @@ impl JobDir {
             fs::read_to_string(root.join(TOKEN)).map_err(|e| unreadable(TOKEN, e.to_string()))?;
         let token =
             Token::from_hex(&token).ok_or_else(|| unreadable(TOKEN, "not a token".into()))?;
-        Ok((Self { root, token, _lock: lock }, AbandonedJob { start, record, processes }))
+        let owner = Owner::of(&root);
+        Ok((Self { root, token, owner, _lock: lock }, AbandonedJob { start, record, processes }))
     }
 }
 

@@ -43,6 +43,7 @@ impl Shell {
             program: program.into(),
             args: args.iter().map(Into::into).collect(),
             env: vec![("PIPE".into(), self.pipe().into())],
+            owner: Owner::of(self.folder.path()),
             logs: self.folder.path().into(),
             processes: self.folder.path().join("processes"),
             copy: None,
@@ -312,4 +313,17 @@ fn nothing_outlives_a_panic_of_the_masters_task() {
     }));
     assert!(panicked.is_err());
     runtime().block_on(all_gone(pipe.recv().unwrap()));
+}
+
+#[tokio::test]
+async fn no_worker_is_started_in_the_directory_of_another_job() {
+    let shell = Shell::new();
+    let token = shell.folder.path().join("token");
+    fs::write(&token, "0".repeat(64)).unwrap();
+    let mut processes = Processes::new(shell.launcher(Path::new("/bin/sh"), &["-c", "exit 0"]));
+    fs::write(token, "1".repeat(64)).unwrap();
+    processes.start(LAUNCH, 3);
+    let (launch, exit) = next_ended(&mut processes).await;
+    assert!(matches!(&exit, Exit::NotStarted(why) if why.contains("another job")), "{exit:?}");
+    assert_eq!((launch, jobdir::worker_log(shell.folder.path(), LAUNCH).exists()), (LAUNCH, false));
 }

@@ -85,7 +85,7 @@ fn run(
     *has_run = true;
     // Drops what background tasks hold, before the report is written.
     drop(runtime);
-    let is_replaced = dir.is_replaced();
+    let is_replaced = dir.owner().is_replaced();
     if is_replaced {
         let dir = dir.path().display();
         print_warning(&format!(
