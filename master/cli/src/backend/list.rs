@@ -9,14 +9,13 @@ use elasticdl_master::jobdir::{self, LookupError};
 use elasticdl_master::kube::anchor::{self, Data, STATUS, SUMMARY};
 use elasticdl_master::kube::client::{Cluster, ClusterChoice};
 use elasticdl_master::kube::master_pods::{self, MasterHealth};
-use elasticdl_master::kube::silence::{Masters, Silence};
+use elasticdl_master::kube::silence::{Masters, NO_MASTER, Silence};
 use elasticdl_proto::Status;
 use serde_json::Value;
 
 use super::handle::JobHandle as _;
 use super::local::LocalHandle;
 use crate::process::{Failure, cannot, new_runtime};
-use crate::progress::one_line;
 use crate::render::JobRow;
 
 /// The jobs of a namespace.
@@ -95,11 +94,8 @@ fn cluster_row(row: JobRow, data: &Data, health: MasterHealth, silence: Option<S
     let is_over = data.contains_key(SUMMARY);
     let failed = health.failed.is_some() && !is_over;
     let row = JobRow {
-        state: match health.obstacle {
-            _ if failed => FAILED.into(),
-            Some(why) => format!("submitted (no master: {})", one_line(&why)),
-            None => "submitted".into(),
-        },
+        state: if failed { FAILED.into() } else { "submitted".into() },
+        reason: health.obstacle.filter(|_| !failed),
         has_ended: is_over || failed,
         ..row
     };
@@ -111,9 +107,12 @@ fn cluster_row(row: JobRow, data: &Data, health: MasterHealth, silence: Option<S
         Some(status) => {
             let row = with_status(row, status);
             match silence {
-                Some(silence) => {
-                    JobRow { state: one_line(&silence.to_string()), workers: None, ..row }
-                }
+                Some(silence) => JobRow {
+                    state: NO_MASTER.into(),
+                    reason: Some(silence.to_string()),
+                    workers: None,
+                    ..row
+                },
                 None => row,
             }
         }

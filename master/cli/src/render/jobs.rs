@@ -13,6 +13,8 @@ pub(crate) struct JobRow {
     pub(crate) namespace: Option<String>,
     pub(crate) job: String,
     pub(crate) state: String,
+    /// Why the job is in this state, if it waits for something.
+    pub(crate) reason: Option<String>,
     pub(crate) has_ended: bool,
     /// Completed part of the job, 0 to 1.
     pub(crate) progress: Option<f64>,
@@ -40,15 +42,18 @@ pub(crate) fn arrange(rows: &mut Vec<JobRow>, ended_max: usize) -> usize {
 
 /// The list as a table.
 pub(crate) fn to_table(rows: &[JobRow]) -> String {
-    let head = ["NAMESPACE", "JOB", "STATE", "PROGRESS", "WORKERS", "AGE"].map(String::from);
-    let cells: Vec<[String; 6]> = std::iter::once(head).chain(rows.iter().map(to_cells)).collect();
+    let reason = if rows.iter().any(|row| row.reason.is_some()) { "REASON" } else { "" };
+    let head =
+        ["NAMESPACE", "JOB", "STATE", "PROGRESS", "WORKERS", "AGE", reason].map(String::from);
+    let cells: Vec<[String; 7]> = std::iter::once(head).chain(rows.iter().map(to_cells)).collect();
     let width =
         |column: usize| cells.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths = [0, 1, 2, 3, 4, 5].map(width);
+    // The last column may be long.
+    let widths = [0, 1, 2, 3, 4, 5].map(width).into_iter().chain([0]);
     let mut text = String::new();
     for row in cells {
         let cells: Vec<String> =
-            row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:<width$}")).collect();
+            row.iter().zip(widths.clone()).map(|(cell, width)| format!("{cell:<width$}")).collect();
         writeln!(text, "{}", cells.join("  ").trim_end()).expect("a string takes any text");
     }
     text
@@ -59,7 +64,7 @@ pub(crate) fn to_json(rows: &[JobRow]) -> String {
     serde_json::to_string_pretty(rows).expect("the keys of a job are strings") + "\n"
 }
 
-fn to_cells(row: &JobRow) -> [String; 6] {
+fn to_cells(row: &JobRow) -> [String; 7] {
     let dash = || "-".to_owned();
     let workers = match (row.workers, row.workers_desired) {
         (None, None) => dash(),
@@ -75,6 +80,7 @@ fn to_cells(row: &JobRow) -> [String; 6] {
         row.progress.map_or_else(dash, |part| format!("{:.1} %", part * 100.0)),
         workers,
         row.age_s.map_or_else(dash, format_duration),
+        row.reason.as_deref().map(one_line).unwrap_or_default(),
     ]
 }
 
@@ -90,6 +96,7 @@ mod tests {
             namespace: None,
             job: job.into(),
             state: state.into(),
+            reason: None,
             has_ended,
             progress: Some(0.25),
             workers: (!has_ended).then_some(3),
@@ -116,6 +123,18 @@ ml              tabular  running    -         -/4      -
     }
 
     #[test]
+    fn reasons_are_the_last_column_and_make_no_other_one_wider() {
+        let reason = Some("InvalidImageName: a:b:c is no image".into());
+        let waits = JobRow { reason, ..row("mnist", "submitted", 10.0) };
+        let expected = "\
+NAMESPACE       JOB    STATE      PROGRESS  WORKERS  AGE     REASON
+(this machine)  mnist  submitted  25.0 %    -        10.0 s  InvalidImageName: a:b:c is no image
+(this machine)  count  completed  25.0 %    -        20.0 s
+";
+        assert_eq!(to_table(&[waits, row("count", "completed", 20.0)]), expected);
+    }
+
+    #[test]
     fn running_jobs_and_the_newest_ended_ones_are_listed() {
         let mut rows = vec![
             row("a", "completed", 9.0),
@@ -135,8 +154,8 @@ ml              tabular  running    -         -/4      -
         let json: serde_json::Value =
             serde_json::from_str(&to_json(&[row("mnist", "running", 1.5)])).unwrap();
         let expected = serde_json::json!([{
-            "namespace": null, "job": "mnist", "state": "running", "has_ended": false,
-            "progress": 0.25, "workers": 3, "workers_desired": 4, "age_s": 1.5,
+            "namespace": null, "job": "mnist", "state": "running", "reason": null,
+            "has_ended": false, "progress": 0.25, "workers": 3, "workers_desired": 4, "age_s": 1.5,
         }]);
         assert_eq!(json, expected);
     }
