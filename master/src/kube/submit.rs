@@ -10,7 +10,7 @@ use k8s_openapi::api::core::v1::{ConfigMap, Pod, Secret, ServiceAccount};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Api;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams, Preconditions};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::{debug, warn};
@@ -55,11 +55,7 @@ pub async fn submit(
     check_references(cluster, &request.pods).await?;
     prefer_master_class(cluster, request, &mut objects.job).await;
     let jobs: Api<Job> = cluster.api();
-    let job = match jobs.create(&PostParams::default(), &objects.job).await {
-        Ok(job) => job,
-        Err(error) if is_code(&error, 409) => return Err(already(cluster, name).await),
-        Err(error) => return Err(cluster.explain("create the master's job", error)),
-    };
+    let job = create_job(cluster, name, &objects.job).await?;
     let created = match create_rest(cluster, name, &mut objects, &job.metadata).await {
         Ok(()) => await_master(cluster, name, &job.metadata).await,
         Err(error) => Err(error),
@@ -73,6 +69,33 @@ pub async fn submit(
         }
     }
     created
+}
+
+/// Creates the Job of the master. A job of its name that was refused gives way.
+async fn create_job(cluster: &Cluster, name: &str, job: &Job) -> Result<Job, ClusterError> {
+    let jobs: Api<Job> = cluster.api();
+    let create = async || jobs.create(&PostParams::default(), job).await;
+    let mut created = create().await;
+    if matches!(&created, Err(error) if is_code(error, 409)) && was_refused(cluster, name).await {
+        say(&format!("the job {name} that was refused before is deleted: it has trained nothing"));
+        delete(cluster, name).await?;
+        created = create().await;
+    }
+    match created {
+        Ok(job) => Ok(job),
+        Err(error) if is_code(&error, 409) => Err(already(cluster, name).await),
+        Err(error) => Err(cluster.explain("create the master's job", error)),
+    }
+}
+
+/// Whether the job of this name has ended without a step, because its input was refused.
+async fn was_refused(cluster: &Cluster, name: &str) -> bool {
+    let anchors: Api<ConfigMap> = cluster.api();
+    let anchor = anchors.get_opt(name).await.ok().flatten();
+    let summary = anchor.and_then(|anchor| anchor.data?.remove(anchor::SUMMARY));
+    // Another release may have written it.
+    let summary: Value = serde_json::from_str(&summary.unwrap_or_default()).unwrap_or_default();
+    summary["state"] == "refused" && summary["steps"] == 0
 }
 
 /// Waits until the Job has created the master's pod, within a limit. A quota that is exhausted is
@@ -422,8 +445,40 @@ const GONE_TIMEOUT: Duration = Duration::from_secs(180);
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::super::testing::FakeServer;
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn the_name_of_a_job_that_was_refused_is_free_and_that_of_another_is_not() {
+        let (fake, cluster) = FakeServer::start();
+        let metadata = |name: &str| json!({"name": name, "uid": format!("uid-{name}"), "labels": {"elasticdl/job": "j"}});
+        let template = json!({"spec": {"containers": []}});
+        let job = json!({"metadata": metadata("j-master"), "spec": {"template": template}});
+        fake.put("jobs", "j-master", job.clone());
+        let new: Job = serde_json::from_value(job).unwrap();
+        let ended = |state: &str, steps: u64| {
+            let summary = json!({"state": state, "steps": steps}).to_string();
+            let data = json!({"summary": summary});
+            fake.put("configmaps", "j", json!({"metadata": metadata("j"), "data": data}));
+        };
+        for (state, steps) in [("failed", 0), ("completed", 9)] {
+            ended(state, steps);
+            let error = create_job(&cluster, "j", &new).await.unwrap_err();
+            assert!(matches!(error, ClusterError::Exists(_)), "{state}: {error}");
+        }
+        ended("refused", 0);
+        let collected = Arc::clone(&fake);
+        tokio::spawn(async move {
+            while collected.state().deleted.is_empty() {
+                tokio::time::sleep(GONE_INTERVAL).await;
+            }
+            collected.remove_config_map("j");
+        });
+        create_job(&cluster, "j", &new).await.unwrap();
+        assert_eq!(fake.state().deleted, ["j-master"]);
+    }
 
     #[tokio::test]
     async fn the_name_of_a_part_of_a_job_is_refused_with_the_advice_to_delete_it() {
