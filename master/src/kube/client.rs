@@ -210,6 +210,9 @@ pub enum ClusterError {
         /// Namespace that was searched.
         namespace: String,
     },
+    /// There is no log of this master or worker.
+    #[error("{0}")]
+    NoLog(String),
     /// There is no job of this name.
     #[error(
         "there is no job {job} in the namespace {namespace}; \

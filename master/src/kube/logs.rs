@@ -34,7 +34,7 @@ pub async fn copy(
     let anchor = anchor.read().await?;
     let uid = anchor.metadata.uid.unwrap_or_default();
     let (selector, what) = match source {
-        LogSource::Master => (objects::master_selector(job), "a pod of the master".to_owned()),
+        LogSource::Master => (objects::master_selector(job), "pod of the master".to_owned()),
         LogSource::Worker(launch) => {
             let task = anchor
                 .data
@@ -43,11 +43,11 @@ pub async fn copy(
             let launch = task.map_or(launch, |task| first_of_pod(launch, task.job.workers_per_pod));
             let selector =
                 format!("{},{LAUNCH_LABEL}={}", objects::worker_selector(&uid), launch.0);
-            (selector, format!("a pod of worker {}", launch.0))
+            (selector, format!("pod of worker {}", launch.0))
         }
     };
     let pods: Api<Pod> = cluster.api();
-    let doing = format!("read the logs of {what}");
+    let doing = format!("read the logs of a {what}");
     let list = pods.list(&ListParams::default().labels(&selector)).await;
     let list = list.map_err(|e| cluster.explain(&doing, e))?;
     let leader = anchor
@@ -56,10 +56,11 @@ pub async fn copy(
         .and_then(|data| data.get(MASTER))
         .filter(|_| source == LogSource::Master);
     let newest = newest(list.items, leader.map(String::as_str));
-    let name = newest.and_then(|pod| pod.metadata.name).ok_or_else(|| ClusterError::Refused {
-        doing: doing.clone(),
-        message: "there is none (the last 16 that have ended are retained)".into(),
-    })?;
+    let Some(name) = newest.and_then(|pod| pod.metadata.name) else {
+        let of_job = ListParams::default().labels(&objects::worker_selector(&uid));
+        let others = pods.list(&of_job).await.map(|list| list.items).unwrap_or_default();
+        return Err(ClusterError::NoLog(no_log(&what, &others)));
+    };
     // There may be sidecars.
     let container = match source {
         LogSource::Master => objects::MASTER,
@@ -79,6 +80,23 @@ pub async fn copy(
             }
         }
     }
+}
+
+/// Says that there is no log, and of which workers there are logs.
+fn no_log(what: &str, others: &[Pod]) -> String {
+    let launch = |pod: &Pod| pod.metadata.labels.as_ref()?.get(LAUNCH_LABEL)?.parse().ok();
+    let launches: Vec<u64> = others.iter().filter_map(launch).collect();
+    let there = match (launches.iter().min(), launches.iter().max()) {
+        (Some(first), Some(last)) if first < last => {
+            format!("some of workers {first} to {last} have pods")
+        }
+        (Some(only), _) => format!("only worker {only} has one"),
+        _ => "no worker has one".to_owned(),
+    };
+    format!(
+        "there is no log, as there is no {what}: it was not created, or it was deleted, by a user \
+         or with its node, or 16 others have ended since; {there}"
+    )
 }
 
 /// Returns the pod of the newest master that has led the job, because a later one may have found
@@ -115,6 +133,20 @@ mod tests {
         let name = |leader| newest(pods(), leader).and_then(|pod| pod.metadata.name).unwrap();
         assert_eq!([name(Some("a")), name(Some("gone")), name(None)], ["a", "b", "b"]);
         assert_eq!(newest(vec![pod("c", 3, "Pending")], None).unwrap().metadata.name.unwrap(), "c");
+    }
+
+    #[test]
+    fn a_log_that_is_gone_is_told_as_such_with_those_that_are_there() {
+        let pod = |launch: &str| {
+            let labels = serde_json::json!({LAUNCH_LABEL: launch});
+            serde_json::from_value::<Pod>(serde_json::json!({"metadata": {"labels": labels}}))
+        };
+        let pods = ["10", "9", "11"].map(|launch| pod(launch).unwrap());
+        let said = no_log("pod of worker 3", &pods);
+        assert!(said.starts_with("there is no log, as there is no pod of worker 3: "), "{said}");
+        assert!(said.ends_with("; some of workers 9 to 11 have pods"), "{said}");
+        assert!(no_log("pod of worker 3", &pods[..1]).ends_with("; only worker 10 has one"));
+        assert!(no_log("pod of worker 3", &[]).ends_with("; no worker has one"));
     }
 
     #[test]

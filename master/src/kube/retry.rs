@@ -5,6 +5,7 @@
 //! say so when it takes long. Calls that are not safe to repeat don't use this.
 
 use std::io::Write as _;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout_at};
@@ -23,8 +24,9 @@ where
     F: Future<Output = Result<T, ClusterError>>,
 {
     let until = Instant::now() + RETRY_TIME_MAX;
+    let last = Mutex::new(None);
+    let last = || last.lock().unwrap_or_else(PoisonError::into_inner);
     let repeated = async {
-        let mut last = None;
         for failures in 0.. {
             match timeout_at(until, call()).await {
                 Ok(Err(error @ ClusterError::Unreachable { .. })) => {
@@ -32,7 +34,7 @@ where
                     if Instant::now() + pause >= until {
                         return Err(error);
                     }
-                    last = Some(error);
+                    *last() = Some(error);
                     sleep(pause).await;
                 }
                 Ok(done) => return done,
@@ -40,18 +42,29 @@ where
             }
         }
         let message = format!("none within {} s", RETRY_TIME_MAX.as_secs());
-        Err(last.unwrap_or_else(|| ClusterError::Unreachable { doing: doing.into(), message }))
+        Err(last()
+            .take()
+            .unwrap_or_else(|| ClusterError::Unreachable { doing: doing.into(), message }))
     };
     tokio::pin!(repeated);
     tokio::select! {
         done = &mut repeated => return done,
         () = sleep(SILENT_MAX) => {}
     }
-    say(&format!(
-        "the API server does not answer yet: waiting up to {} s to {doing}",
-        RETRY_TIME_MAX.as_secs()
-    ));
+    let text = waits(doing, last().as_ref());
+    say(&text);
     repeated.await
+}
+
+/// Says that a call is repeated, and why the `last` one has failed, if it has.
+fn waits(doing: &str, last: Option<&ClusterError>) -> String {
+    let seconds = RETRY_TIME_MAX.as_secs();
+    match last {
+        Some(error) => format!("{error}; trying again for up to {seconds} s"),
+        None => {
+            format!("the API server does not answer yet: waiting up to {seconds} s to {doing}")
+        }
+    }
 }
 
 /// To the log of a master, or to the standard error of a command.
@@ -91,6 +104,17 @@ mod tests {
             assert!(matches!(error, ClusterError::Unreachable { .. }), "{code}: {error}");
             assert!((50..=60).contains(&since.elapsed().as_secs()), "{:?}", since.elapsed());
         }
+    }
+
+    #[test]
+    fn a_server_that_answers_is_quoted_and_one_that_does_not_is_said_not_to() {
+        let message = "failed calling webhook \"w.example.com\" (HTTP status 500)".into();
+        let failed = ClusterError::Unreachable { doing: "scale".into(), message };
+        let said = "can't scale: the API server can't answer: failed calling webhook \
+                    \"w.example.com\" (HTTP status 500); trying again for up to 60 s";
+        assert_eq!(waits("scale", Some(&failed)), said);
+        let said = "the API server does not answer yet: waiting up to 60 s to scale";
+        assert_eq!(waits("scale", None), said);
     }
 
     #[tokio::test(start_paused = true)]
