@@ -35,6 +35,8 @@ pub struct FaultRates {
     pub unavailable: bool,
     /// Whether the credentials have expired.
     pub expired: bool,
+    /// Whether requests are received and not answered.
+    pub silent: bool,
 }
 
 /// Number of requests, by method.
@@ -280,11 +282,12 @@ impl State {
     }
 
     fn draw(&mut self, method: &str) -> RequestFault {
-        let FaultRates { errors, cuts, delay_ms, distance_ms, unavailable, expired } =
+        let FaultRates { errors, cuts, delay_ms, distance_ms, unavailable, expired, silent } =
             self.fault_rates;
-        if unavailable {
+        if unavailable || silent {
             self.requests_hit += 1;
-            return RequestFault { kind: Kind::Cut, delay: Duration::ZERO };
+            let delay = if silent { Duration::MAX } else { Duration::ZERO };
+            return RequestFault { kind: Kind::Cut, delay };
         }
         *self.requests.entry(method.into()).or_default() += 1;
         let delay = Duration::from_millis(distance_ms + self.rng.random_range(0..=delay_ms));

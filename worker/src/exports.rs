@@ -242,14 +242,16 @@ impl Exports {
         };
         let text = serde_json::to_string(&tables).expect("it has text keys");
         notes.push((exported_tables::NOTE, text));
-        let replaced = ExportedTables::read(address).ok().flatten();
+        let replaced = weights::exported(address).ok();
+        let replaced = replaced.and_then(|file| ExportedTables::read(&file).ok().flatten());
         weights::save_noted(address, &self.layout, model.parameters, notes)?;
         tables.remove_replaced(address, replaced);
         Ok(())
     }
 
     /// Exports the model to `address`, and repeats that with `patience`. Meanwhile, and
-    /// if it fails, the model is in the file `name` of the fallback.
+    /// if it fails, the model is in the file `name` of the fallback, whatever ends this process. A
+    /// store may take long to answer, so the file is there before the first attempt.
     fn save_patiently(
         &self,
         (address, name): (&str, &str),
@@ -259,13 +261,14 @@ impl Exports {
         patience: Patience<'_>,
     ) -> Result<Option<Kept>, String> {
         let save = || self.save(address, best, step, model);
-        let error = match save() {
-            Ok(kept) => return Ok(kept),
-            Err(error) => error,
-        };
-        // Whatever ends this process during the wait, the model is there.
-        let mut elsewhere = self.save_elsewhere(name, best, model);
-        let saved = with_patience(address, patience.limit, error, save, patience.sleep);
+        let is_remote = Storage::is_remote(address);
+        let mut elsewhere = is_remote.then(|| self.save_elsewhere(name, best, model)).flatten();
+        let saved = save().or_else(|error| {
+            if !is_remote {
+                elsewhere = self.save_elsewhere(name, best, model);
+            }
+            with_patience(address, patience.limit, error, save, patience.sleep)
+        });
         match (&saved, &elsewhere) {
             (Ok(_), Some(Ok(path))) => {
                 drop(fs::remove_file(path));
@@ -295,7 +298,7 @@ impl Exports {
 impl Best {
     /// What the file at `address` says of itself; `None`: nothing.
     fn read(address: &str) -> Result<Option<Self>, StorageError> {
-        let note = weights::note(address, NOTE)?;
+        let note = weights::note(&weights::exported(address)?, NOTE)?;
         Ok(note.and_then(|note| serde_json::from_str(&note).ok()))
     }
 
@@ -306,6 +309,7 @@ impl Best {
         let found = match Self::read(address) {
             Ok(found) => found,
             Err(StorageError::NotFound { .. }) => return Ok(None),
+            Err(error) if error.is_outage() => return Err(error.into()),
             // A store that permits writing alone does not say what it has.
             Err(error) => {
                 tracing::warn!(%error, "what the best model replaces is not known");
@@ -331,6 +335,7 @@ impl Best {
             }
             let is_free = match (Self::read(&name), &found) {
                 (Err(StorageError::NotFound { .. }), _) => !paths::is_taken(&name),
+                (Err(error), _) if error.is_outage() => return Err(error.into()),
                 (Ok(Some(kept)), Some(found)) if kept.is_as_good_as(found) => return Ok(None),
                 (Ok(Some(kept)), Some(found)) => found.is_as_good_as(&kept),
                 (Ok(_) | Err(_), _) => false,

@@ -115,18 +115,22 @@ pub(crate) fn save_noted(
     Ok(())
 }
 
-/// Reads the note of this `name` in the file at `address`. `None`: it has none, or is a file of
-/// another kind.
+/// The file that an export has written to `address`, or will replace.
+pub(crate) fn exported(address: &str) -> Result<Storage, StorageError> {
+    Storage::open(address).map(Storage::of_outputs)
+}
+
+/// Reads the note of this `name` in a file. `None`: it has none, or is a file of another kind.
 ///
 /// # Errors
 /// [`StorageError::NotFound`], or an error of the storage.
-pub(crate) fn note(address: &str, name: &str) -> Result<Option<String>, StorageError> {
+pub(crate) fn note(file: &Storage, name: &str) -> Result<Option<String>, StorageError> {
     #[derive(Deserialize)]
     struct Header {
         #[serde(rename = "__metadata__")]
         notes: HashMap<String, String>,
     }
-    let header: Option<Header> = header_of(address)?;
+    let header: Option<Header> = header_of(file)?;
     Ok(header.and_then(|mut header| header.notes.remove(name)))
 }
 
@@ -135,16 +139,16 @@ pub(crate) fn note(address: &str, name: &str) -> Result<Option<String>, StorageE
 /// # Errors
 /// [`StorageError::NotFound`], or an error of the storage.
 pub(crate) fn is_another_file(address: &str) -> Result<bool, StorageError> {
-    if Storage::open(address)?.bytes("")? == 0 {
+    let file = Storage::open(address)?;
+    if file.bytes("")? == 0 {
         return Ok(false);
     }
-    let header: Option<HashMap<String, IgnoredAny>> = header_of(address)?;
+    let header: Option<HashMap<String, IgnoredAny>> = header_of(&file)?;
     Ok(header.is_none())
 }
 
-/// The header of the file at `address`, if it is safetensors.
-fn header_of<T: DeserializeOwned>(address: &str) -> Result<Option<T>, StorageError> {
-    let file = Storage::open(address)?;
+/// The header of a file, if it is safetensors.
+fn header_of<T: DeserializeOwned>(file: &Storage) -> Result<Option<T>, StorageError> {
     let bytes = file.bytes("")?;
     if bytes <= HEADER_START {
         return Ok(None);

@@ -166,6 +166,12 @@ impl JobSpec {
         }
     }
 
+    /// Whether a model is exported: the last one, or the best.
+    pub(crate) fn exports(&self) -> bool {
+        let best = self.validation.as_ref().and_then(|spec| spec.export_best.as_ref());
+        best.is_some() || matches!(self.work, Work::Train { export: Some(_) })
+    }
+
     /// How long a worker that received SIGTERM waits for its release before it ends by itself:
     /// within the grace period, so that it need not be killed.
     #[must_use]

@@ -104,6 +104,39 @@ fn a_stop_gives_up_a_checkpoint_whose_write_hangs_and_exports_the_model() {
 }
 
 #[test]
+fn a_stop_gives_up_an_export_to_a_store_that_does_not_answer_and_keeps_the_model() {
+    let away = FaultRates { unavailable: true, ..FaultRates::default() };
+    let silent = FaultRates { silent: true, ..FaultRates::default() };
+    for (faults, is_trained) in [(away, false), (away, true), (silent, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let server = S3::start(FaultRates::default(), 1);
+        let mut job = job_on(folder.path().join("data"), &folder, &server)
+            .option("export", "s3://bucket/model.safetensors")
+            .option("max-steps", "60")
+            .start();
+        job.wait_for_work_of(3);
+        server.set_fault_rates(faults);
+        let kept = folder.path().join("job/model.safetensors");
+        if is_trained {
+            job.wait_for("the wait for the store", |status| {
+                status.events.iter().any(|event| event.contains("waits for storage: s3://bucket"))
+            });
+            assert!(kept.exists(), "whatever ends the job now, the model is there");
+        }
+        job.signal(Signal::INT);
+        let ended = job.wait();
+        let context = format!("{faults:?}, {is_trained}: {}", ended.output);
+        ended.assert_outcome(1, "failed");
+        let why = ended.summary().error.as_deref().unwrap_or_default();
+        assert!(why.ends_with(&format!("; it is in {}", kept.display())), "{context}");
+        // No worker is given up for its request.
+        assert_eq!(ended.lost(), [], "{context}");
+        let counted: f32 = exported_counts(&kept).iter().sum();
+        assert_eq!(counted, ended.summary().records.counted as f32, "{context}");
+    }
+}
+
+#[test]
 fn credentials_that_expire_after_the_first_step_cost_no_worker_and_no_record() {
     let folder = tempfile::tempdir().unwrap();
     let server = S3::start(FaultRates::default(), 1);

@@ -32,6 +32,8 @@ pub(crate) use self::retry::{Transient, with_retries, with_write_retries};
 pub struct Storage {
     place: Place,
     address: String,
+    /// Whether these are files that the job writes.
+    is_output: bool,
 }
 
 /// Where the files are.
@@ -102,7 +104,7 @@ impl Storage {
             Place::Local(_) => address,
             Place::Store(..) => address.trim_end_matches('/'),
         };
-        Ok(Self { place, address: address.to_owned() })
+        Ok(Self { place, address: address.to_owned(), is_output: false })
     }
 
     /// Files in `store` below `root`. `address`: name of this storage in errors.
@@ -113,7 +115,8 @@ impl Storage {
         root: object_store::path::Path,
         address: impl Into<String>,
     ) -> Self {
-        Self { place: Place::Store(Objects { store, key: root }), address: address.into() }
+        let place = Place::Store(Objects { store, key: root });
+        Self { place, address: address.into(), is_output: false }
     }
 
     /// Whether `address` is in an object store, not a path on this machine.
@@ -140,7 +143,15 @@ impl Storage {
     /// The folder or file at `path` below this one.
     #[must_use]
     pub fn join(&self, path: &str) -> Self {
-        Self { place: self.place.at(path), address: self.name(path) }
+        Self { place: self.place.at(path), address: self.name(path), is_output: self.is_output }
+    }
+
+    /// The same files as outputs of the job. A read of them is repeated as a write is: not if it is
+    /// refused, and not while the job stops.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn of_outputs(self) -> Self {
+        Self { is_output: true, ..self }
     }
 
     /// Reads a whole file.
@@ -359,7 +370,10 @@ impl Storage {
         mut access: impl FnMut() -> Result<T, E>,
     ) -> Result<T, StorageError> {
         let access = || access().map_err(|error| self.error(path, error.into()));
-        with_retries(&self.name(path), access)
+        match self.is_output {
+            true => with_write_retries(&self.name(path), access),
+            false => with_retries(&self.name(path), access),
+        }
     }
 
     fn error(&self, path: &str, error: Failed) -> StorageError {
@@ -384,6 +398,13 @@ impl Place {
 }
 
 impl StorageError {
+    /// Whether the same access may succeed later, without any change of it or of permissions.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn is_outage(&self) -> bool {
+        self.is_transient()
+    }
+
     /// The same error for another file, for which this one stood.
     #[doc(hidden)]
     #[must_use]

@@ -36,17 +36,17 @@ pub(crate) struct ExportedPart {
 }
 
 impl ExportedTables {
-    /// What the file at `address` says; `None`: it is of a model without tables, or no model.
+    /// What a file says; `None`: it is of a model without tables, or no model.
     ///
     /// # Errors
     /// [`StorageError::NotFound`], another error of the storage, or a note that can't be.
-    pub(crate) fn read(address: &str) -> Result<Option<Self>, WeightsError> {
-        let Some(note) = weights::note(address, NOTE)? else { return Ok(None) };
+    pub(crate) fn read(file: &Storage) -> Result<Option<Self>, WeightsError> {
+        let Some(note) = weights::note(file, NOTE)? else { return Ok(None) };
         let read = serde_json::from_str(&note).map_err(|error| error.to_string());
         let read = read.and_then(|tables: Self| tables.check().map(|()| tables));
         let mismatch = |reason| {
             let reason = format!("what it says of its tables can't be read: {reason}");
-            WeightsError::Mismatch { path: address.into(), reason }
+            WeightsError::Mismatch { path: file.address().into(), reason }
         };
         read.map(Some).map_err(mismatch)
     }
@@ -72,7 +72,7 @@ impl ExportedTables {
     /// # Errors
     /// Which one is not.
     pub(crate) fn check_parts(&self, address: &str) -> Result<(), WeightsError> {
-        let folder = Storage::open(folder_of(address))?;
+        let folder = weights::exported(folder_of(address))?;
         for part in &self.parts {
             let found = match folder.bytes(&part.file) {
                 Err(StorageError::NotFound { .. }) => None,
@@ -92,8 +92,18 @@ impl ExportedTables {
     /// kept there has them, too.
     pub(crate) fn remove_replaced(&self, address: &str, replaced: Option<Self>) {
         let Some(replaced) = replaced else { return };
-        let kept = (1..).map(|number| Self::read(&previous_of(address, number)));
-        let kept = kept.take_while(Result::is_ok).flatten().flatten().collect::<Vec<_>>();
+        let mut kept = Vec::new();
+        for number in 1.. {
+            let previous = weights::exported(&previous_of(address, number));
+            match previous.map_err(WeightsError::from).and_then(|file| Self::read(&file)) {
+                Ok(found) => kept.extend(found),
+                Err(WeightsError::Storage(StorageError::NotFound { .. })) => break,
+                Err(error) => {
+                    tracing::warn!(%error, "which rows a kept model has is not known; all stay");
+                    return;
+                }
+            }
+        }
         let kept = || kept.iter().chain([self]).flat_map(|tables| &tables.parts);
         let kept = kept().map(|part| &part.file).collect::<HashSet<_>>();
         let unused = replaced.parts.iter().filter(|part| !kept.contains(&part.file));

@@ -9,6 +9,7 @@ use elasticdl_tables::{BatchRows, Ids, Table, shard_of};
 use safetensors::tensor::{Dtype, Metadata};
 
 use super::index::{ExportedPart, ExportedTables, folder_of, names_of};
+use crate::weights::WeightsError;
 
 /// Rows that are read when they are needed.
 ///
@@ -28,7 +29,9 @@ impl TrainedRows {
     /// # Errors
     /// The file has other tables, or can't be read.
     pub(crate) fn open(address: &str, tables: &[Table]) -> Result<Option<Self>, String> {
-        let found = ExportedTables::read(address).map_err(|error| error.to_string())?;
+        let found = Storage::open(address).map_err(WeightsError::from);
+        let found = found.and_then(|file| ExportedTables::read(&file));
+        let found = found.map_err(|error| error.to_string())?;
         let had = found.as_ref().map_or(&[][..], |found| &found.tables);
         // How rows would change does not matter.
         let optimizer = |index: usize| had.get(index).map(|table| table.optimizer);

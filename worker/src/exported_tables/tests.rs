@@ -3,6 +3,7 @@
 use std::fs;
 use std::sync::Arc;
 
+use elasticdl_data::storage::Storage;
 use elasticdl_tables::{BatchRows, ExportedRows, Ids, Part, Table, shard_of};
 
 use super::*;
@@ -48,7 +49,7 @@ impl Place {
         let parts = (0..parts).map(of_part).collect();
         let exported = ExportedTables { seed: 5, ..exported(parts) };
         exported.check_parts(&address).unwrap();
-        let replaced = ExportedTables::read(&address).ok().flatten();
+        let replaced = ExportedTables::read(&Storage::open(&address).unwrap()).ok().flatten();
         save(&address, serde_json::to_string(&exported).unwrap());
         exported.remove_replaced(&address, replaced);
         exported

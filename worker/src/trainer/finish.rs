@@ -103,7 +103,8 @@ impl<M: Model> Trainer<'_, M> {
             return Ok(None);
         }
         let limit = match self.exports.has_fallback() {
-            _ if self.session.is_stopping() => PATIENCE_OF_STOP,
+            true if self.session.is_stopping() => PATIENCE_OF_STOP,
+            false if self.session.is_stopping() => PATIENCE_OF_STOP_WITHOUT_FALLBACK,
             true => PATIENCE_OF_END,
             false => PATIENCE_WITHOUT_FALLBACK,
         };
@@ -222,5 +223,7 @@ const PATIENCE_OF_END: Duration = Duration::from_secs(60);
 /// As [`PATIENCE_OF_END`], in a pod, which has no other place for the model: as long as a read of
 /// data is retried.
 const PATIENCE_WITHOUT_FALLBACK: Duration = Duration::from_secs(600);
-/// As [`PATIENCE_OF_END`], for a job that is stopped: its master waits for 10 s.
+/// As [`PATIENCE_OF_END`], for a job that is stopped: the model is on this machine.
 const PATIENCE_OF_STOP: Duration = Duration::from_secs(3);
+/// As [`PATIENCE_OF_STOP`], in a pod: the master waits for a minute.
+const PATIENCE_OF_STOP_WITHOUT_FALLBACK: Duration = Duration::from_secs(20);

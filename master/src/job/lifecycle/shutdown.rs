@@ -132,8 +132,12 @@ impl Job {
 
     /// How long a group may take to finish its step, and to write its last checkpoint or its model.
     pub(crate) fn stop_wait(&self) -> Duration {
-        let writes = self.spec.checkpoints.is_some() || self.group.finishing_since().is_some();
-        if writes { STOP_WITH_FILES_WAIT } else { STOP_WAIT }
+        let writes = self.spec.checkpoints.is_some() || self.spec.exports();
+        if writes || self.group.finishing_since().is_some() {
+            STOP_WITH_FILES_WAIT
+        } else {
+            STOP_WAIT
+        }
     }
 
     /// Gives a group that has lost a member, or writes its model, while the job stops its whole

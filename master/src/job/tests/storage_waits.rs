@@ -70,3 +70,14 @@ fn a_stop_says_once_for_which_storage_it_waits_and_for_how_long() {
     deliver(&mut job, 3, waits(Some("s3://b/x: no answer"), 100));
     assert_eq!(storage_events(&job)[1..], [said]);
 }
+
+#[test]
+fn a_stopped_job_has_a_minute_for_its_export() {
+    let work = Work::Train { export: Some("m".into()) };
+    let mut job = started(JobSpec { work, ..spec() }, &[20]);
+    job.handle(at(100), Event::Stop);
+    job.handle_timeout(at(59_000));
+    assert!(job.lifecycle.is_stopping());
+    job.handle_timeout(at(60_100));
+    assert_eq!(job.outcome(), Some(Outcome::Stopped));
+}

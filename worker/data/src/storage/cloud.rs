@@ -2,7 +2,9 @@
 
 use std::error::Error;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::TryStreamExt as _;
@@ -11,9 +13,11 @@ use object_store::{
     GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutPayload, WriteMultipart,
 };
 use tokio::runtime::Runtime;
+use tokio::time::{sleep, timeout};
 
 use super::errors::Failed;
 use super::listing::{Listing, Version};
+use super::retry::{STOP_CHECK, stop_flag};
 
 /// The objects below a key of a store, or the object with this key.
 #[derive(Clone, Debug)]
@@ -92,7 +96,7 @@ impl Objects {
     }
 
     pub(super) fn write(&self, parts: &[Bytes]) -> Result<(), Failed> {
-        wait(put(&*self.store, &self.key, parts))
+        Ok(runtime().block_on(put(&*self.store, &self.key, parts))?)
     }
 
     pub(super) fn copy_beside(&self, suffix: &str) -> Result<(), Failed> {
@@ -160,30 +164,65 @@ async fn fetch(
     Ok((found.bytes().await?, version))
 }
 
+/// Writes an object. In a job that stops, each part has as much time as a request.
 async fn put(store: &dyn ObjectStore, at: &Path, parts: &[Bytes]) -> object_store::Result<()> {
     let bytes: usize = parts.iter().map(Bytes::len).sum();
     if bytes <= PART_BYTES_MIN {
-        return store.put(at, PutPayload::from_iter(parts.iter().cloned())).await.map(|_| ());
+        let whole = PutPayload::from_iter(parts.iter().cloned());
+        return unless_stopped(store.put(at, whole), STOP_LIMIT).await.map(|_| ());
     }
     let piece = part_bytes(bytes);
-    let upload = store.put_multipart(at).await?;
+    let upload = unless_stopped(store.put_multipart(at), STOP_LIMIT).await?;
     let mut upload = WriteMultipart::new_with_chunk_size(upload, piece);
+    if let Err(error) = send_parts(&mut upload, parts, piece).await {
+        // An upload that is not aborted is billed, and no listing shows it.
+        drop(timeout(ABORT_LIMIT, upload.abort()).await);
+        return Err(error);
+    }
+    unless_stopped(upload.finish(), STOP_LIMIT).await.map(|_| ())
+}
+
+/// Sends all but what is left for the last part.
+async fn send_parts(
+    upload: &mut WriteMultipart,
+    parts: &[Bytes],
+    piece: usize,
+) -> object_store::Result<()> {
     for mut part in parts.iter().cloned() {
         while !part.is_empty() {
-            if let Err(error) = upload.wait_for_capacity(PARTS_AT_ONCE).await {
-                // An upload that is not aborted is billed, and no listing shows it.
-                drop(upload.abort().await);
-                return Err(error);
-            }
+            unless_stopped(upload.wait_for_capacity(PARTS_AT_ONCE), STOP_LIMIT).await?;
             upload.put(part.split_to(part.len().min(piece)));
         }
     }
-    upload.finish().await.map(|_| ())
+    for left in (1..=PARTS_AT_ONCE).rev() {
+        unless_stopped(upload.wait_for_capacity(left), STOP_LIMIT).await?;
+    }
+    Ok(())
 }
 
 /// Makes a request and waits for its result.
 fn wait<T>(request: impl Future<Output = object_store::Result<T>>) -> Result<T, Failed> {
-    Ok(runtime().block_on(request)?)
+    Ok(runtime().block_on(unless_stopped(request, STOP_LIMIT))?)
+}
+
+/// The result of `request`. If this thread's job stops (`set_stop_flag`), the request is given up
+/// `limit` after that, or after its own start: a client waits for as long as a slow link needs.
+async fn unless_stopped<T>(
+    request: impl Future<Output = object_store::Result<T>>,
+    limit: Duration,
+) -> object_store::Result<T> {
+    let Some(flag) = stop_flag() else { return request.await };
+    let stopped = async {
+        while !flag.load(Ordering::Acquire) {
+            sleep(STOP_CHECK).await;
+        }
+        sleep(limit).await;
+    };
+    tokio::select! {
+        biased;
+        done = request => done,
+        () = stopped => Err(errors::given_up(limit)),
+    }
 }
 
 /// Size of the parts in which `bytes` are uploaded.
@@ -212,6 +251,12 @@ const PARTS_MAX: usize = 9_000;
 
 const PARTS_AT_ONCE: usize = 4;
 
+/// How long a job that stops waits for a request: two attempts are within the minute that its
+/// master waits for an export.
+const STOP_LIMIT: Duration = Duration::from_secs(15);
+
+const ABORT_LIMIT: Duration = Duration::from_secs(2);
+
 mod aws;
 mod client;
 mod errors;
@@ -221,7 +266,31 @@ mod listings;
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use futures::future::BoxFuture;
+
+    use super::super::retry::set_stop_flag;
     use super::*;
+
+    #[test]
+    fn a_stop_gives_up_requests_that_are_not_answered() {
+        let asked = |request: BoxFuture<'_, object_store::Result<u8>>| {
+            runtime().block_on(unless_stopped(request, Duration::ZERO))
+        };
+        let flag = Arc::new(AtomicBool::new(false));
+        set_stop_flag(Arc::clone(&flag));
+        assert_eq!(asked(Box::pin(async { Ok(7) })).unwrap(), 7);
+        // The job stops while the request is on its way.
+        let silent = Box::pin(async {
+            flag.store(true, Ordering::Release);
+            std::future::pending().await
+        });
+        let error = asked(silent).unwrap_err();
+        assert!(errors::is_transient(&error), "reads are repeated: {error}");
+        let reason = errors::reason(&error);
+        assert_eq!(reason, "no answer: none within 0 s, and the job stops");
+    }
 
     #[test]
     fn the_number_of_parts_stays_below_the_stores_limit() {

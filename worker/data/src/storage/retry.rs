@@ -11,7 +11,8 @@
 //! write.
 //!
 //! A job that stops does not wait for a write that its trainer repeats ([`set_stop_flag`]): the
-//! write fails, and who asked for it decides what is left to do.
+//! write fails, and who asked for it decides what is left to do. Reads of what the job itself writes
+//! ([`Storage::of_outputs`](super::Storage::of_outputs)) are repeated like writes.
 //!
 //! **Invariant:** permanent errors (no such file, a changed object) are never retried.
 
@@ -52,14 +53,14 @@ pub(crate) fn with_retries<T, E: Transient>(
     retry_if(address, is_transient, request, std::thread::sleep)
 }
 
-/// Like [`with_retries`], for a request that writes: one that is refused is an error, and so is one
+/// Like [`with_retries`], for a request that writes, or is part of a write: one that is refused is an error, and so is one
 /// that fails while the flag of [`set_stop_flag`] is set.
 pub(crate) fn with_write_retries<T, E: Transient>(
     address: &str,
     request: impl FnMut() -> Result<T, E>,
 ) -> Result<T, E> {
-    let is_stopping =
-        || STOP.with_borrow(|flag| flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire)));
+    let flag = stop_flag();
+    let is_stopping = || flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire));
     let is_repeated = |error: &E| error.is_transient() && !is_stopping();
     retry_if(address, is_repeated, request, |pause| {
         let until = Instant::now() + pause;
@@ -165,9 +166,15 @@ pub fn set_wait_flag(flag: Arc<AtomicBool>) {
 }
 
 /// Registers `flag`, which is set once the job stops. From then on, writes of the current thread
-/// are not repeated, and one that waits for its next attempt makes that attempt at once.
+/// are not repeated, and one that waits for its next attempt makes that attempt at once. Requests
+/// to a store that does not answer are given up.
 pub fn set_stop_flag(flag: Arc<AtomicBool>) {
     STOP.set(Some(flag));
+}
+
+/// The flag that the current thread has registered, if any.
+pub(super) fn stop_flag() -> Option<Arc<AtomicBool>> {
+    STOP.with_borrow(Clone::clone)
 }
 
 /// State of all waiting threads.
@@ -265,7 +272,8 @@ thread_local! {
 pub(crate) const RETRY_LIMIT: Duration = Duration::from_secs(600);
 const PAUSE_MIN: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-const STOP_CHECK: Duration = Duration::from_millis(50);
+/// Interval between looks at a stop flag.
+pub(super) const STOP_CHECK: Duration = Duration::from_millis(50);
 
 #[cfg(test)]
 mod tests {

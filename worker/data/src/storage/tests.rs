@@ -1,6 +1,9 @@
+use std::io;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use object_store::path::Path;
+use rustix::io::Errno;
 
 use super::*;
 
@@ -82,6 +85,22 @@ fn concurrent_writers_of_one_file_leave_one_complete_version() {
     });
     let bytes = storage.read("same").unwrap();
     assert!(bytes.len() == 1 << 16 && bytes.iter().all(|byte| *byte == bytes[0]));
+}
+
+#[test]
+fn a_job_that_stops_does_not_repeat_reads_of_what_it_writes() {
+    let (_folder, storage) = folder();
+    retry::set_stop_flag(Arc::new(AtomicBool::new(true)));
+    let read = |storage: &Storage| {
+        let mut attempts = 0;
+        let read = storage.access("x", || {
+            attempts += 1;
+            if attempts < 2 { Err(io::Error::from(Errno::STALE)) } else { Ok(()) }
+        });
+        (read.is_ok(), attempts)
+    };
+    assert_eq!(read(&storage.clone().of_outputs().join("y")), (false, 1));
+    assert_eq!(read(&storage), (true, 2));
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::io;
+use std::time::Duration;
 
 use object_store::client::{HttpError, HttpErrorKind};
 
@@ -114,6 +115,13 @@ pub(super) fn of_setup(error: object_store::Error) -> String {
     } else {
         error.to_string()
     }
+}
+
+/// The error of a request that a job which stops has not waited for any longer than `limit`.
+pub(super) fn given_up(limit: Duration) -> object_store::Error {
+    let text = format!("none within {} s, and the job stops", limit.as_secs());
+    let source = HttpError::new(HttpErrorKind::Timeout, io::Error::other(text));
+    object_store::Error::Generic { store: "store", source: source.into() }
 }
 
 /// Whether the answer of a store says that the bucket does not exist.
