@@ -1,5 +1,5 @@
-//! Whether the directory of a job is still that of the job: a user can remove or rename it while the
-//! job runs, and start another one of its name.
+//! Whether the directory of a job is still that of the job: a user can remove or rename it while
+//! the job runs, and start another one of its name.
 
 use std::fs;
 use std::path::{Path, PathBuf};
