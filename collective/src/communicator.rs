@@ -65,7 +65,7 @@ pub trait Communicator {
     ) -> Result<(), CollectiveError>;
 
     /// As [`exchange`](Self::exchange), of payloads whose lengths both ends know: they are received
-    /// where they belong. A rank that gives all others the same payload takes part in an all-gather.
+    /// where they belong. If each rank gives all ranks the same payload, this is an all-gather.
     ///
     /// `receive`: one slice per rank, as long as what that rank gives to this one (checked before
     /// anything is received).
