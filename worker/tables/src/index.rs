@@ -31,6 +31,11 @@ impl IdIndex {
         self.0.find(hash(id), |&at| id_at(at as usize) == id).map(|&at| at as usize)
     }
 
+    /// A position that may be that of `id`; `None` if the list does not have it.
+    pub(crate) fn candidate(&self, id: u64) -> Option<usize> {
+        self.0.find(hash(id), |_| true).map(|&at| at as usize)
+    }
+
     /// The id at `position` is new.
     pub(crate) fn insert(&mut self, position: usize, id_at: impl Fn(usize) -> u64) {
         let number = u32::try_from(position).expect("a list holds fewer than 2^32 ids");

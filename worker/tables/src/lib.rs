@@ -7,7 +7,7 @@
 //! | module | what is there |
 //! |---|---|
 //! | `table`, `optimizer` | what a table is |
-//! | `index`, `rows`, `shard` | rows in memory |
+//! | `block`, `index`, `rows`, `shard` | rows in memory |
 //! | `placement` | which workers hold which shard, and should |
 //! | `lookup` | ids of a batch, their rows and gradients |
 //! | `owned` | a worker's shards, from its first group to its last |
@@ -15,8 +15,8 @@
 //!
 //! **Invariant:** no IO, no clock, no threads: a worker hands this crate what it has received, and
 //! sends what it gets back.
-#![forbid(unsafe_code)]
 
+mod block;
 mod export;
 mod index;
 mod lookup;

@@ -1,20 +1,21 @@
 //! The rows of one table in one shard.
 
+use std::mem;
+use std::sync::Arc;
+
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::block::{self, Block};
 use crate::index::IdIndex;
 
-/// Rows by id, in one block of memory.
+/// Rows by id.
 ///
 /// A row takes 16 bytes, its numbers, and 5 to 10 bytes of index. All of a row lies together, as a
-/// row of a large table is in no cache. Memory grows by an eighth at a time.
+/// row of a large table is in no cache. A copy shares all full blocks until their rows change.
 #[derive(Clone, Debug)]
 pub(crate) struct Rows {
     index: IdIndex,
-    /// `[rows, HEAD + stored]`: id (two words, the lower one first), touches, last step, numbers.
-    words: Vec<u32>,
-    /// Words per row.
-    stride: usize,
+    words: Words,
 }
 
 /// What is known of a row besides its numbers.
@@ -27,11 +28,24 @@ pub(crate) struct Counts {
     pub(crate) last_step: u32,
 }
 
+/// The words of the rows, `[rows, HEAD + stored]`: id (two words, the lower one first), touches,
+/// last step, numbers.
+#[derive(Clone, Debug)]
+struct Words {
+    /// Full blocks.
+    blocks: Vec<Arc<Block>>,
+    /// The rows after them. Memory grows by a quarter at a time.
+    tail: Vec<u32>,
+    /// Words per row.
+    stride: usize,
+    /// Rows per block.
+    per_block: usize,
+}
+
 impl Rows {
     /// No rows, which will have so many numbers each.
     pub(crate) fn new(stored: usize) -> Self {
-        let (index, words) = (IdIndex::default(), Vec::new());
-        Self { index, words, stride: Self::stride(stored) }
+        Self { index: IdIndex::default(), words: Words::new(Self::stride(stored)) }
     }
 
     /// Words per row of so many numbers.
@@ -40,18 +54,34 @@ impl Rows {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.words.len() / self.stride
+        self.words.len()
     }
 
-    /// The numbers of the row, `[stored]`, if it exists.
-    pub(crate) fn find(&self, id: u64) -> Option<&[f32]> {
-        let row = self.position(id)?;
-        let row = &self.words[row * self.stride..(row + 1) * self.stride];
-        Some(bytemuck::cast_slice(&row[HEAD..]))
+    /// Position of the row of `id`, if it exists.
+    pub(crate) fn position(&self, id: u64) -> Option<usize> {
+        self.index.find(id, |row| self.words.id(row))
     }
 
-    fn position(&self, id: u64) -> Option<usize> {
-        self.index.find(id, |row| id_at(&self.words, self.stride, row))
+    /// Positions of the rows of these ids, if they exist.
+    ///
+    /// Most of the time goes into waiting for memory: of the index, and of the rows. Each loop waits
+    /// for one of them, for many ids at once.
+    pub(crate) fn positions(wanted: &[(&Self, u64)]) -> Vec<Option<usize>> {
+        let candidates = wanted.iter().map(|(rows, id)| rows.index.candidate(*id));
+        let mut found: Vec<Option<usize>> = candidates.collect();
+        let ids = wanted.iter().zip(&found).map(|((rows, _), at)| at.map(|at| rows.words.id(at)));
+        let ids: Vec<Option<u64>> = ids.collect();
+        for ((found, of_candidate), (rows, id)) in found.iter_mut().zip(ids).zip(wanted) {
+            if of_candidate.is_some_and(|other| other != *id) {
+                *found = rows.position(*id);
+            }
+        }
+        found
+    }
+
+    /// The numbers of a row.
+    pub(crate) fn numbers(&self, row: usize) -> &[f32] {
+        bytemuck::cast_slice(&self.words.row(row)[HEAD..])
     }
 
     /// Removes a row, if it exists. Returns its touches.
@@ -67,35 +97,40 @@ impl Rows {
 
     /// Removes the rows at these positions, in ascending order. Returns the sum of their touches.
     pub(crate) fn remove_all(&mut self, positions: &[usize]) -> u64 {
+        let before = self.len();
         let touches = positions.iter().rev().map(|&row| u64::from(self.swap_remove(row))).sum();
-        if self.words.capacity() > 2 * self.words.len() {
-            self.words.shrink_to_fit();
-            self.index.shrink(|row| id_at(&self.words, self.stride, row));
+        if before > 2 * self.len() {
+            let Self { index, words } = self;
+            words.tail.shrink_to_fit();
+            index.shrink(|row| words.id(row));
         }
         touches
     }
 
     /// Removes a row, whose place the last one takes. Returns its touches.
     fn swap_remove(&mut self, row: usize) -> u32 {
-        let (len, stride) = (self.len(), self.stride);
-        self.index.swap_remove(row, len, |row| id_at(&self.words, stride, row));
-        let touches = self.words[row * stride + 2];
-        self.words.copy_within((len - 1) * stride.., row * stride);
-        self.words.truncate((len - 1) * stride);
+        let Self { index, words } = self;
+        index.swap_remove(row, words.len(), |row| words.id(row));
+        let touches = words.row(row)[2];
+        words.swap_remove(row);
         touches
     }
 
-    /// The row, which is created if it does not exist. `initialize` writes its values, `[dim]`.
+    /// The row of an id, whose [position](Self::positions) is this one. It is created if it does
+    /// not exist; `initialize` writes its values, `[dim]`.
     pub(crate) fn touch(
         &mut self,
-        id: u64,
+        (id, found): (u64, Option<usize>),
         dim: usize,
         initialize: impl FnOnce(&mut [f32]),
     ) -> (&mut Counts, &mut [f32]) {
-        let stride = self.stride;
-        let found = self.index.find(id, |row| id_at(&self.words, stride, row));
-        let row = found.unwrap_or_else(|| self.push(id));
-        let (head, numbers) = self.words[row * stride..(row + 1) * stride].split_at_mut(HEAD);
+        let Self { index, words } = self;
+        let row = found.unwrap_or_else(|| {
+            let row = words.push(id);
+            index.insert(row, |row| words.id(row));
+            row
+        });
+        let (head, numbers) = words.row_mut(row).split_at_mut(HEAD);
         let numbers = bytemuck::cast_slice_mut(numbers);
         if found.is_none() {
             initialize(&mut numbers[..dim]);
@@ -103,24 +138,18 @@ impl Rows {
         (&mut bytemuck::cast_slice_mut(&mut head[2..])[0], numbers)
     }
 
-    /// Adds a row of zeros, which must not exist yet, and returns its position.
-    fn push(&mut self, id: u64) -> usize {
-        let (row, stride) = (self.len(), self.stride);
-        if self.words.len() + stride > self.words.capacity() {
-            self.words.reserve_exact((row / 8).max(8) * stride);
-        }
-        self.words.extend([id as u32, (id >> 32) as u32]);
-        self.words.resize((row + 1) * stride, 0);
-        self.index.insert(row, |row| id_at(&self.words, stride, row));
-        row
-    }
-
     /// All rows: id, counts and numbers.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, Counts, &[f32])> {
-        self.words.chunks_exact(self.stride).map(|row| {
+        self.words.rows().map(|row| {
             let counts = Counts { touches: row[2], last_step: row[3] };
-            (id_at(row, 0, 0), counts, bytemuck::cast_slice(&row[HEAD..]))
+            (id_of(row), counts, bytemuck::cast_slice(&row[HEAD..]))
         })
+    }
+
+    /// Sum of the digests of the rows, modulo 2^64: it does not depend on their order.
+    pub(crate) fn digest(&self, seed: u64) -> u64 {
+        let digest = |row: &[u32]| xxh3_64_with_seed(bytemuck::cast_slice(row), seed);
+        self.words.rows().map(digest).fold(0, u64::wrapping_add)
     }
 
     /// Sum of the touches of the rows.
@@ -128,36 +157,116 @@ impl Rows {
         self.iter().map(|(_, counts, _)| u64::from(counts.touches)).sum()
     }
 
-    /// Sum of the digests of the rows, modulo 2^64: it does not depend on their order.
-    pub(crate) fn digest(&self, seed: u64) -> u64 {
-        let rows = self.words.chunks_exact(self.stride);
-        let digests = rows.map(|row| xxh3_64_with_seed(bytemuck::cast_slice(row), seed));
-        digests.fold(0, u64::wrapping_add)
+    /// The rows as they are stored, in parts.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = &[u32]> {
+        self.words.parts()
     }
 
-    /// The rows as they are stored.
-    pub(crate) fn words(&self) -> &[u32] {
-        &self.words
-    }
-
-    /// Rows of so many numbers from what [`words`](Self::words) returned; `None` if an id is there
+    /// Rows of so many numbers from what [`parts`](Self::parts) returned; `None` if an id is there
     /// twice.
-    pub(crate) fn from_words(stored: usize, words: Vec<u32>) -> Option<Self> {
-        let stride = Self::stride(stored);
-        let index = IdIndex::new(words.len() / stride, |row| id_at(&words, stride, row))?;
-        Some(Self { index, words, stride })
+    pub(crate) fn from_words(stored: usize, words: &[u32]) -> Option<Self> {
+        let words = Words::from_rows(Self::stride(stored), words);
+        let index = IdIndex::new(words.len(), |row| words.id(row))?;
+        Some(Self { index, words })
+    }
+
+    /// Bytes of [`parts`](Self::parts).
+    pub(crate) fn stored_bytes(&self) -> usize {
+        self.len() * self.words.stride * size_of::<u32>()
     }
 
     /// Memory of the rows, in bytes.
     pub(crate) fn bytes(&self) -> usize {
-        self.words.capacity() * size_of::<u32>() + self.index.bytes()
+        let Words { blocks, tail, .. } = &self.words;
+        blocks.len() * block::BYTES + tail.capacity() * size_of::<u32>() + self.index.bytes()
     }
 }
 
-/// The id of a row.
-fn id_at(words: &[u32], stride: usize, row: usize) -> u64 {
-    let at = row * stride;
-    u64::from(words[at]) | u64::from(words[at + 1]) << 32
+impl Words {
+    fn new(stride: usize) -> Self {
+        // Rows that are larger than a block stay in the tail.
+        let per_block = match block::WORDS / stride {
+            0 => usize::MAX,
+            rows => rows,
+        };
+        Self { blocks: Vec::new(), tail: Vec::new(), stride, per_block }
+    }
+
+    fn from_rows(stride: usize, rows: &[u32]) -> Self {
+        let mut words = Self::new(stride);
+        let full = rows.chunks_exact(words.block_len());
+        words.tail = full.remainder().to_vec();
+        words.blocks = full.map(|block| Arc::new(Block::new(block))).collect();
+        words
+    }
+
+    /// Words of a full block that rows take.
+    fn block_len(&self) -> usize {
+        self.per_block.saturating_mul(self.stride)
+    }
+
+    fn len(&self) -> usize {
+        let in_tail = self.tail.len() / self.stride;
+        self.blocks.len() * self.per_block + in_tail
+    }
+
+    fn row(&self, row: usize) -> &[u32] {
+        let at = row % self.per_block * self.stride;
+        let block = self.blocks.get(row / self.per_block);
+        &block.map_or(&*self.tail, |block| &**block)[at..at + self.stride]
+    }
+
+    fn row_mut(&mut self, row: usize) -> &mut [u32] {
+        let at = row % self.per_block * self.stride;
+        let block = self.blocks.get_mut(row / self.per_block);
+        let words = block.map_or(&mut *self.tail, |block| &mut **Arc::make_mut(block));
+        &mut words[at..at + self.stride]
+    }
+
+    fn id(&self, row: usize) -> u64 {
+        id_of(self.row(row))
+    }
+
+    /// Adds a row of zeros, and returns its position.
+    fn push(&mut self, id: u64) -> usize {
+        if self.tail.len() == self.block_len() {
+            let full = mem::take(&mut self.tail);
+            self.blocks.push(Arc::new(Block::new(&full)));
+        }
+        let (row, stride) = (self.len(), self.stride);
+        if self.tail.len() + stride > self.tail.capacity() {
+            self.tail.reserve_exact((self.tail.len() / stride / 4).max(8) * stride);
+        }
+        self.tail.extend([id as u32, (id >> 32) as u32]);
+        self.tail.resize(self.tail.len() - 2 + stride, 0);
+        row
+    }
+
+    /// Removes a row; the last one takes its place.
+    fn swap_remove(&mut self, row: usize) {
+        if self.tail.is_empty() {
+            let last = self.blocks.pop().expect("there is a row");
+            self.tail = last[..self.block_len()].to_vec();
+        }
+        let last = self.tail.split_off(self.tail.len() - self.stride);
+        if row < self.len() {
+            self.row_mut(row).copy_from_slice(&last);
+        }
+    }
+
+    fn parts(&self) -> impl Iterator<Item = &[u32]> {
+        let full = self.block_len();
+        let blocks = self.blocks.iter().map(move |block| &block[..full]);
+        blocks.chain([&*self.tail])
+    }
+
+    fn rows(&self) -> impl Iterator<Item = &[u32]> {
+        self.parts().flat_map(|part| part.chunks_exact(self.stride))
+    }
+}
+
+fn id_of(row: &[u32]) -> u64 {
+    u64::from(row[0]) | u64::from(row[1]) << 32
 }
 
 /// Words of a row before its numbers.
@@ -172,40 +281,75 @@ mod tests {
     fn rows(table: &Table, ids: impl Iterator<Item = u64>) -> Rows {
         let mut rows = Rows::new(table.stored());
         for id in ids {
-            let (counts, numbers) = rows.touch(id, table.dim, |row| row.fill(id as f32));
+            let found = Rows::positions(&[(&rows, id)])[0];
+            let (counts, numbers) = rows.touch((id, found), table.dim, |row| row.fill(id as f32));
             counts.touches += 1;
             numbers[0] += 1.0;
         }
         rows
     }
 
+    fn numbers(rows: &Rows, id: u64) -> Option<&[f32]> {
+        rows.position(id).map(|row| rows.numbers(row))
+    }
+
+    fn words(rows: &Rows) -> Vec<u32> {
+        rows.parts().flatten().copied().collect()
+    }
+
     #[test]
     fn rows_are_created_once_and_found() {
-        let table = Table::new("user", 2).optimized(RowOptimizer::adagrad(0.1));
-        let rows = rows(&table, (0..1000).map(|i| i % 300 * 7));
-        assert_eq!(rows.len(), 300);
-        assert_eq!(rows.find(7), Some(&[11.0, 7.0, 0.0][..]));
-        assert_eq!(rows.find(8), None);
-        assert_eq!(rows.iter().map(|(_, counts, _)| counts.touches).sum::<u32>(), 1000);
-        let copy = Rows::from_words(table.stored(), rows.words().to_vec()).unwrap();
-        assert_eq!(copy.find(7), rows.find(7));
-        let twice = [rows.words(), &rows.words()[..Rows::stride(table.stored())]].concat();
-        assert!(Rows::from_words(table.stored(), twice).is_none());
+        // In a tail, in several blocks, and larger than a block.
+        for (dim, count) in [(2, 300), (1000, 300), (20_000, 3)] {
+            let table = Table::new("user", dim).optimized(RowOptimizer::adagrad(0.1));
+            let rows = rows(&table, (0..1000).map(|i| i % count * 7));
+            assert_eq!(rows.len(), count as usize);
+            let (row, touches) = (numbers(&rows, 7).unwrap(), (1000 - 2) / count + 1);
+            assert_eq!(row[..3], [7.0 + touches as f32, 7.0, [0.0, 7.0][usize::from(dim > 2)]]);
+            assert_eq!(numbers(&rows, 8), None);
+            assert_eq!(rows.iter().map(|(_, counts, _)| counts.touches).sum::<u32>(), 1000);
+            let stored = words(&rows);
+            assert_eq!(stored.len() * size_of::<u32>(), rows.stored_bytes());
+            let copy = Rows::from_words(table.stored(), &stored).unwrap();
+            assert_eq!((numbers(&copy, 7), copy.digest(3)), (numbers(&rows, 7), rows.digest(3)));
+            assert_eq!(words(&copy), stored);
+            let twice = [&stored, &stored[..Rows::stride(table.stored())]].concat();
+            assert!(Rows::from_words(table.stored(), &twice).is_none());
+        }
+    }
+
+    #[test]
+    fn a_copy_does_not_change_with_its_original() {
+        let table = Table::new("user", 100);
+        let mut original = rows(&table, 0..1000);
+        let (copy, before) = (original.clone(), words(&original));
+        let ids = (0..2000).step_by(7);
+        for id in ids {
+            let found = original.position(id);
+            original.touch((id, found), 100, |row| row.fill(-1.0)).1[99] = 5.0;
+        }
+        assert_eq!(words(&copy), before);
+        let own = original.words.blocks.iter().zip(&copy.words.blocks);
+        assert!(own.clone().count() > 5 && own.clone().all(|(a, b)| !Arc::ptr_eq(a, b)));
+        assert_eq!(
+            (numbers(&original, 7).unwrap()[99], numbers(&copy, 7).unwrap()[99]),
+            (5.0, 7.0)
+        );
     }
 
     #[test]
     fn rows_that_are_removed_leave_the_others() {
         let table = Table::new("user", 2);
-        let mut rows = rows(&table, 0..300);
+        let mut rows = rows(&table, 0..9000);
         let touches = rows.remove_all(&rows.expired(|_, numbers| numbers[1] % 3.0 > 0.0));
         assert_eq!(
             (touches, rows.len(), rows.remove(6), rows.remove(7)),
-            (200, 100, Some(1), None)
+            (6000, 3000, Some(1), None)
         );
-        for id in 0..300 {
+        for id in 0..9000 {
             let expected = [id as f32 + 1.0, id as f32];
             let is_left = id % 3 == 0 && id != 6;
-            assert_eq!(rows.find(id), is_left.then_some(&expected[..]), "{id}");
+            assert_eq!(numbers(&rows, id), is_left.then_some(&expected[..]), "{id}");
         }
         let bytes = rows.bytes();
         rows.remove_all(&rows.expired(|_, _| true));

@@ -30,20 +30,20 @@ impl Shard {
         }
     }
 
-    /// Counts so many touches of the row of `id`, in this step. Returns the row, `[stored]`, if it
-    /// is admitted.
+    /// Counts so many touches of the row of `id`, which is at the position `found` if it is
+    /// admitted, in this step. Returns the row, `[stored]`, if it is admitted now.
     pub(crate) fn touch(
         &mut self,
         (index, table): (usize, &Table),
-        (id, touches): (u64, u32),
+        (id, touches, found): (u64, u32, Option<usize>),
         (step, seed): (u32, u64),
     ) -> Option<&mut [f32]> {
         let (rows, waiting) = (&mut self.tables[index], &mut self.waiting[index]);
         let mut touches = touches;
         // Rows wait, too, that a checkpoint of a job with another admission brings.
         let may_wait = table.admission > 1 || waiting.len() > 0;
-        if may_wait && rows.find(id).is_none() {
-            let (counts, _) = waiting.touch(id, 0, |_| ());
+        if may_wait && found.is_none() {
+            let (counts, _) = waiting.touch((id, waiting.position(id)), 0, |_| ());
             counts.touches = counts.touches.saturating_add(touches);
             counts.last_step = step;
             if counts.touches < table.admission {
@@ -53,7 +53,7 @@ impl Shard {
             waiting.remove(id);
         }
         let initialize = |row: &mut [f32]| table.initialize(seed, index as u32, id, row);
-        let (counts, row) = rows.touch(id, table.dim, initialize);
+        let (counts, row) = rows.touch((id, found), table.dim, initialize);
         counts.touches = counts.touches.saturating_add(touches);
         counts.last_step = step;
         Some(row)
@@ -87,7 +87,7 @@ impl Shard {
     pub(crate) fn encode(&self, to: &mut Vec<u8>) {
         for rows in self.tables.iter().chain(&self.waiting) {
             put_u32(to, rows.len());
-            put(to, rows.words());
+            rows.parts().for_each(|part| put(to, part));
         }
         put(to, &self.evicted);
     }
@@ -97,7 +97,7 @@ impl Shard {
         let mut read = |stored: usize| {
             let len = message.u32()? as usize;
             let words = message.column(len.saturating_mul(Rows::stride(stored)))?;
-            let rows = Rows::from_words(stored, words);
+            let rows = Rows::from_words(stored, &words);
             rows.ok_or_else(|| InvalidRows("a shard holds an id twice".into()))
         };
         let admitted: Vec<Rows> =
@@ -105,7 +105,7 @@ impl Shard {
         let waiting: Vec<Rows> = tables.iter().map(|_| read(0)).collect::<Result<_, _>>()?;
         let evicted = message.column(tables.len())?;
         let is_admitted = |(rows, waiting): (&Rows, &Rows)| {
-            waiting.iter().any(|(id, ..)| rows.find(id).is_some())
+            waiting.iter().any(|(id, ..)| rows.position(id).is_some())
         };
         if admitted.iter().zip(&waiting).any(is_admitted) {
             return Err(InvalidRows("a row of a shard is admitted, and waits".into()));
@@ -115,7 +115,7 @@ impl Shard {
 
     /// Number of bytes that [`encode`](Self::encode) writes, about.
     pub(crate) fn encoded_bytes(&self) -> u64 {
-        self.all().map(|rows| size_of_val(rows.words()) as u64).sum()
+        self.all().map(|rows| rows.stored_bytes() as u64).sum()
     }
 
     pub(crate) fn touches(&self) -> u64 {
@@ -173,7 +173,8 @@ mod tests {
     use crate::optimizer::RowOptimizer;
 
     fn touch(shard: &mut Shard, table: &Table, id: u64, step: u32) -> Option<Vec<f32>> {
-        let row = shard.touch((0, table), (id, 2), (step, 1))?;
+        let found = shard.tables[0].position(id);
+        let row = shard.touch((0, table), (id, 2, found), (step, 1))?;
         row[0] += 1.0;
         Some(row.to_vec())
     }
@@ -217,7 +218,8 @@ mod tests {
         // Row 1 is small, row 2 is old, 3 waits for too long, 4 waits, 5 is neither.
         let touched = [(1, 8), (1, 9), (2, 5), (2, 6), (3, 6), (4, 7), (5, 6), (5, 7)];
         for (id, step) in touched {
-            let row = shard.touch((0, &table), (id, 2), (step, 1));
+            let found = shard.tables[0].position(id);
+            let row = shard.touch((0, &table), (id, 2, found), (step, 1));
             row.into_iter().for_each(|row| row.fill(if id == 1 { 0.3 } else { 0.4 }));
         }
         let touches = shard.touches();

@@ -37,6 +37,11 @@ impl<'a> Message<'a> {
         Ok(u32::from_le_bytes(bytes.try_into().expect("four bytes were taken")))
     }
 
+    pub(crate) fn u64(&mut self) -> Result<u64, InvalidRows> {
+        let bytes = self.bytes(size_of::<u64>())?;
+        Ok(u64::from_le_bytes(bytes.try_into().expect("eight bytes were taken")))
+    }
+
     /// A column of `len` elements. Nothing is allocated for more than the message holds.
     pub(crate) fn column<T: Pod>(&mut self, len: usize) -> Result<Vec<T>, InvalidRows> {
         let mut part = self.part(len.saturating_mul(size_of::<T>()))?;

@@ -18,6 +18,7 @@ use std::sync::Arc;
 use super::{Owned, Staged};
 use crate::lookup::{BatchRows, Ids, RowGradients, TableGradients};
 use crate::placement::shard_of;
+use crate::rows::Rows;
 use crate::shard::Shard;
 use crate::table::Table;
 use crate::wire::{InvalidRows, Message, put, put_u32};
@@ -84,27 +85,39 @@ impl Owned {
         while !request.is_empty() {
             let (index, table) = self.table(request.u32()?)?;
             let len = request.u32()? as usize;
-            let mut last = None;
-            let ids = request.column::<u64>(len)?;
-            reply.reserve(ids.len() * table.dim * size_of::<f32>());
-            for id in ids {
-                let number = self.shard_of(index, id);
-                let shard = match last.filter(|(shard, _)| *shard == number) {
-                    Some((_, shard)) => shard,
-                    None => self.committed().shards.get(&number).ok_or_else(|| not_held(number))?,
-                };
-                last = Some((number, shard));
-                match shard.tables[index].find(id) {
-                    Some(numbers) => put(reply, &numbers[..table.dim]),
-                    None => {
-                        initial.resize(table.dim, 0.0);
-                        table.initialize(self.settings.seed, index as u32, id, &mut initial);
-                        put(reply, &initial);
+            let wanted = self.held_by_id(index, request.column(len)?)?;
+            reply.reserve(len * table.dim * size_of::<f32>());
+            for wanted in wanted.chunks(AT_ONCE) {
+                for (&(rows, id), at) in wanted.iter().zip(Rows::positions(wanted)) {
+                    if let Some(at) = at {
+                        put(reply, &rows.numbers(at)[..table.dim]);
+                        continue;
                     }
+                    initial.resize(table.dim, 0.0);
+                    table.initialize(self.settings.seed, index as u32, id, &mut initial);
+                    put(reply, &initial);
                 }
             }
         }
         Ok(())
+    }
+
+    /// These ids, each with the rows of its shard.
+    fn held_by_id(&self, table: usize, ids: Vec<u64>) -> Result<Vec<(&Rows, u64)>, InvalidRows> {
+        let mut last: Option<(u32, &Rows)> = None;
+        let held = |id| {
+            let number = self.shard_of(table, id);
+            let rows = match last.filter(|(shard, _)| *shard == number) {
+                Some((_, rows)) => rows,
+                None => {
+                    let shard = self.committed().shards.get(&number);
+                    &shard.ok_or_else(|| not_held(number))?.tables[table]
+                }
+            };
+            last = Some((number, rows));
+            Ok((rows, id))
+        };
+        ids.into_iter().map(held).collect()
     }
 
     /// Takes in the answers of all ranks to the requests for `ids`.
@@ -161,6 +174,7 @@ impl Owned {
                 receivers.iter().for_each(|&rank| of_ranks[rank].push(at));
             }
             for (push, rows) in pushes.iter_mut().zip(of_ranks).filter(|(_, r)| !r.is_empty()) {
+                push.reserve(16 + rows.len() * TableGradients::bytes(dim));
                 put(push, &[position]);
                 put_u32(push, index);
                 put_u32(push, rows.len());
@@ -202,11 +216,12 @@ impl Owned {
         let shards_held = &self.committed().shards;
         let mut last = None;
         for (_, index, rows, mut part) in parts {
-            let dim = self.tables[index].dim;
-            let ids = part.column::<u64>(rows)?;
-            let touches = part.column::<u32>(rows)?;
-            let sums = part.column::<f32>(rows * dim)?;
-            for ((&id, touches), gradient) in ids.iter().zip(touches).zip(sums.chunks_exact(dim)) {
+            let mut ids = part.part(rows * size_of::<u64>())?;
+            let mut touches = part.part(rows * size_of::<u32>())?;
+            let mut gradient = vec![0.0; self.tables[index].dim];
+            for _ in 0..rows {
+                let (id, touches) = (ids.u64()?, touches.u32()?);
+                part.fill(&mut gradient)?;
                 let shard = self.shard_of(index, id);
                 let is_held = last == Some(shard)
                     || shards_held.contains_key(&shard)
@@ -215,7 +230,7 @@ impl Owned {
                     return Err(not_held(shard));
                 }
                 last = Some(shard);
-                gradients[index].add(id, touches, gradient);
+                gradients[index].add(id, touches, &gradient);
             }
         }
         let placement = match group.is_settled {
@@ -255,8 +270,11 @@ impl Owned {
             for of_shard in in_shards.chunk_by(|(shard, _), (other, _)| shard == other) {
                 let shard = shards.get_mut(&of_shard[0].0).expect("staged rows are held");
                 let shard = Arc::make_mut(shard);
-                for &(_, at) in of_shard {
-                    let touched = (gradients.ids[at], gradients.touches[at]);
+                let wanted =
+                    of_shard.iter().map(|&(_, at)| (&shard.tables[index], gradients.ids[at]));
+                let found = Rows::positions(&wanted.collect::<Vec<_>>());
+                for (&(_, at), found) in of_shard.iter().zip(found) {
+                    let touched = (gradients.ids[at], gradients.touches[at], found);
                     let seed = self.settings.seed;
                     let row = shard.touch((index, table), touched, (step as u32, seed));
                     if let Some(row) = row.filter(|_| is_applied) {
@@ -316,6 +334,9 @@ fn by_shard(table: u32, ids: &[u64], shards: u32) -> Vec<(u32, usize)> {
     }
     places
 }
+
+/// Number of rows that are looked for at once.
+const AT_ONCE: usize = 64;
 
 fn not_held(shard: u32) -> InvalidRows {
     InvalidRows(format!("a row of shard {shard}, which this worker does not hold"))
