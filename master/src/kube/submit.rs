@@ -453,7 +453,8 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_name_of_a_job_that_was_refused_is_free_and_that_of_another_is_not() {
         let (fake, cluster) = FakeServer::start();
-        let metadata = |name: &str| json!({"name": name, "uid": format!("uid-{name}"), "labels": {"elasticdl/job": "j"}});
+        let labels = json!({"elasticdl/job": "j"});
+        let metadata = |name: &str| json!({"name": name, "uid": name, "labels": labels});
         let template = json!({"spec": {"containers": []}});
         let job = json!({"metadata": metadata("j-master"), "spec": {"template": template}});
         fake.put("jobs", "j-master", job.clone());

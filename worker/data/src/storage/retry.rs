@@ -11,8 +11,8 @@
 //! write.
 //!
 //! A job that stops does not wait for a write that its trainer repeats ([`set_stop_flag`]): the
-//! write fails, and who asked for it decides what is left to do. Reads of what the job itself writes
-//! ([`Storage::of_outputs`](super::Storage::of_outputs)) are repeated like writes.
+//! write fails, and who asked for it decides what is left to do. Reads of what the job itself
+//! writes ([`Storage::of_outputs`](super::Storage::of_outputs)) are repeated like writes.
 //!
 //! **Invariant:** permanent errors (no such file, a changed object) are never retried.
 
@@ -53,8 +53,8 @@ pub(crate) fn with_retries<T, E: Transient>(
     retry_if(address, is_transient, request, std::thread::sleep)
 }
 
-/// Like [`with_retries`], for a request that writes, or is part of a write: one that is refused is an error, and so is one
-/// that fails while the flag of [`set_stop_flag`] is set.
+/// Like [`with_retries`], for a request that writes, or is part of a write: one that is refused is
+/// an error, and so is one that fails while the flag of [`set_stop_flag`] is set.
 pub(crate) fn with_write_retries<T, E: Transient>(
     address: &str,
     request: impl FnMut() -> Result<T, E>,
