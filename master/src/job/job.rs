@@ -193,7 +193,7 @@ impl Job {
             match timer {
                 Timer::Broken(generation) => self.on_broken_due(now, generation),
                 Timer::Deadline => self.on_deadline_due(now),
-                Timer::End => self.end_now(),
+                Timer::End => self.on_end_due(now),
                 Timer::Hello(launch) => self.on_hello_due(now, launch),
                 Timer::Hung(worker) => self.on_hung_due(now, worker),
                 Timer::Kill(launch) => self.on_kill_due(launch),

@@ -16,6 +16,9 @@ pub struct Policies {
     pub on_exit: Vec<ExitRule>,
     /// Age at which the job stops with its newest state.
     pub deadline: Option<Duration>,
+    /// How long programs may go on after the job is complete; `None`: a moment.
+    #[serde(default)]
+    pub end_timeout: Option<Duration>,
     /// Which members have to report the final state.
     pub success: SuccessPolicy,
     /// Whether no worker is started until the job is resumed.

@@ -269,6 +269,19 @@ class Alone(unittest.TestCase):
 class Jobs(unittest.TestCase):
     """Jobs with a master."""
 
+    def test_code_after_the_loop_has_its_time_and_its_end_is_told(self):
+        for seconds, options, told, is_saved in (
+            (4, (), "exited with code 3 after the job was complete", True),
+            (60, ("--end-timeout", "3s"), "killed 3 s after the job was complete", False),
+        ):
+            program = [HERE / "after_loop.py", "{job}", seconds]
+            options = ["--min-workers", "2", *options]
+            with RunningJob(program, workers=2, options=options) as job:
+                self.assertEqual(job.wait(), 0, job.text())
+                self.assertIn("waits for 2 programs to end", job.text())
+                self.assertIn(told, job.text())
+                self.assertEqual((job.path / "final.pt").exists(), is_saved, job.text())
+
     def test_a_step_with_weights_is_that_of_one_worker_under_kills(self):
         import torch
         import weights

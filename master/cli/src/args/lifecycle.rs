@@ -40,6 +40,13 @@ pub(crate) struct LifecycleOptions {
     #[arg(long, value_name = "DURATION", value_parser = values::parse_timeout)]
     pub(crate) deadline: Option<Duration>,
 
+    /// Time for programs to go on when the job is complete, at least 1s: tests, plots, saved files.
+    ///
+    /// Programs that still run then are ended, and a line says so.
+    #[arg(long, value_name = "DURATION", default_value = "10min")]
+    #[arg(value_parser = values::parse_timeout)]
+    pub(crate) end_timeout: Duration,
+
     /// Start the job suspended: no worker starts before `elasticdl resume`.
     #[arg(long)]
     pub(crate) suspend: bool,
@@ -48,10 +55,11 @@ pub(crate) struct LifecycleOptions {
 impl LifecycleOptions {
     /// The policies of a job with this success policy.
     pub(crate) fn policies(&self, success: SuccessPolicy) -> Result<Policies, Failure> {
-        let Self { on_exit, deadline, suspend } = self;
+        let Self { on_exit, deadline, end_timeout, suspend } = self;
         let policies = Policies {
             on_exit: on_exit.clone(),
             deadline: *deadline,
+            end_timeout: Some(*end_timeout),
             success,
             starts_suspended: *suspend,
             starts_core_together: false,

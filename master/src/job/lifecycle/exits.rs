@@ -47,6 +47,12 @@ impl Job {
         let text = describe(exit);
         let end = WorkerEnd { end, is_unresponsive, text: &text };
         workers.iter().for_each(|&id| self.reporting.lifetimes.end(now, id, end));
+        if self.lifecycle.phase == Phase::Ending(Outcome::Completed)
+            && has_worker
+            && matches!(exit, Exit::Code(code) if *code != 0)
+        {
+            self.log_event(format!("{name} {text} after the job was complete"));
+        }
         if !is_ending {
             self.launch_missing(now);
             self.reconcile(now);

@@ -6,6 +6,8 @@
 //!    finished, failed, refused ──► Ending ──all processes ended, or 2 s──┘
 //! ```
 //!
+//! The programs of a complete job have more time for what they do after it: tests, plots, files.
+//!
 //! Disconnected members hold the state, and are not known to be lost: a job that stops waits for
 //! them as a running one does, until they return or are evicted.
 //!
@@ -20,7 +22,7 @@ use crate::job::action::{Action, MasterMessage, Outcome};
 use crate::job::event::{Finished, LaunchId};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
-use crate::job::text::clip;
+use crate::job::text::{clip, counted};
 use crate::job::time::Time;
 use crate::job::workers::state::Worker;
 use crate::job::workers::table::worker_of;
@@ -246,9 +248,38 @@ impl Job {
             self.kill(launch);
         }
         if self.workers.has_launches() {
+            let limit = self.spec.policies.end_timeout.filter(|_| outcome == Outcome::Completed);
+            self.lifecycle.awaits_programs_until = limit.map(|limit| now + limit);
             self.out.set_timer(now + END_WAIT, Timer::End);
         } else {
             self.end_now();
+        }
+    }
+
+    /// The processes that still run had time to end.
+    pub(crate) fn on_end_due(&mut self, now: Time) {
+        let waited = self.spec.policies.end_timeout.map(|limit| limit.as_secs_f64());
+        let running = counted(self.workers.pods().count() as u64, "program");
+        match self.lifecycle.awaits_programs_until.take() {
+            Some(until) if until > now => {
+                let limit = waited.unwrap_or_default();
+                self.log_event(format!(
+                    "the job is complete, and waits for {running} to end, for up to {limit} s \
+                     (--end-timeout)"
+                ));
+                self.out.set_timer(until, Timer::End);
+            }
+            Some(_) => self.end_now(),
+            None => {
+                if let (Some(limit), Phase::Ending(Outcome::Completed)) =
+                    (waited, self.lifecycle.phase)
+                {
+                    self.log_event(format!(
+                        "killed {limit} s after the job was complete (--end-timeout): {running}"
+                    ));
+                }
+                self.end_now();
+            }
         }
     }
 

@@ -43,6 +43,9 @@ pub(crate) struct Lifecycle {
     pub(super) suspended_generation: Option<Generation>,
     /// Why the job stops, unless the user asked for it.
     pub(super) stop_reason: Option<String>,
+    /// Until when the programs of a complete job are waited for, from the moment on that most of
+    /// them take to end.
+    pub(super) awaits_programs_until: Option<Time>,
     /// See [`Job::masters`](crate::job::Job::masters).
     pub(super) masters: u64,
     pub(super) reserved: ReservedIds,
@@ -96,6 +99,7 @@ impl Lifecycle {
             is_suspended: spec.policies.starts_suspended,
             suspended_generation: None,
             stop_reason: None,
+            awaits_programs_until: None,
             masters: 1,
             // As if the first generation were published: a master whose record is older than the
             // first group must not use that group's generation again.

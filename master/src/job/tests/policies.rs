@@ -147,6 +147,42 @@ fn a_deadline_after_the_end_changes_nothing() {
 }
 
 #[test]
+fn programs_of_a_complete_job_have_time_to_end_and_what_becomes_of_them_is_told() {
+    let end_timeout = Some(Duration::from_secs(60));
+    let policies = Policies { end_timeout, ..Policies::default() };
+    let complete = |policies: &Policies| {
+        let mut job = started(JobSpec { policies: policies.clone(), ..spec() }, &[20]);
+        (1..=3).for_each(|worker| deliver(&mut job, worker, finished(1, 10, 7)));
+        exit(&mut job, 1, Exit::Code(0));
+        job
+    };
+    let ends = |actions: Vec<Action>| actions.contains(&Action::End(Outcome::Completed));
+    let tells = |job: &Job, text: &str| {
+        job.status(at(70_000)).events.iter().any(|line| line.contains(text))
+    };
+    let mut job = complete(&policies);
+    job.handle_timeout(at(2000));
+    assert!(!ends(actions(&mut job)) && tells(&job, "waits for 2 programs to end"));
+    exit(&mut job, 2, Exit::Code(1));
+    assert!(tells(&job, "worker 2 exited with code 1 after the job was complete"));
+    job.handle_timeout(at(59_999));
+    assert!(!ends(actions(&mut job)));
+    job.handle_timeout(at(60_000));
+    assert!(tells(&job, "killed 60 s after the job was complete (--end-timeout): 1 program"));
+    assert!(ends(actions(&mut job)));
+    // It does not wait for more than there is, nor without the option, nor when a user ends it.
+    let mut job = complete(&policies);
+    (2..=3).for_each(|launch| exit(&mut job, launch, Exit::Code(0)));
+    assert!(ends(actions(&mut job)));
+    let mut job = complete(&Policies::default());
+    job.handle_timeout(at(2000));
+    assert!(ends(actions(&mut job)) && !tells(&job, "--end-timeout"));
+    let mut job = complete(&policies);
+    job.handle(at(10), Event::StopNow);
+    assert!(ends(actions(&mut job)));
+}
+
+#[test]
 fn by_default_every_member_has_to_report_the_end_and_else_the_lowest_rank() {
     for (success, ends) in [(SuccessPolicy::All, false), (SuccessPolicy::LowestRank, true)] {
         let policies = Policies { success, ..Policies::default() };

@@ -438,15 +438,17 @@ mod tests {
         let block = spec("--shuffle=block --shuffle-buffer 100").shuffle;
         assert_eq!((block.mode, block.buffer), (ShuffleMode::Block, NonZeroU64::new(100)));
         assert_eq!(spec("--master-timeout 2min").master_timeout, Duration::from_secs(120));
-        assert_eq!(spec("").policies, Policies::default());
+        let end_timeout = Some(Duration::from_secs(600));
+        assert_eq!(spec("").policies, Policies { end_timeout, ..Policies::default() });
         let policies = spec(
             "--on-exit 3-9=restart --on-exit preempted=stop --deadline 2h --suspend \
-             --success-policy lowest-rank",
+             --success-policy lowest-rank --end-timeout 5s",
         )
         .policies;
         let expected = Policies {
             on_exit: vec!["3-9=restart".parse().unwrap(), "preempted=stop".parse().unwrap()],
             deadline: Some(Duration::from_secs(7200)),
+            end_timeout: Some(Duration::from_secs(5)),
             success: SuccessPolicy::LowestRank,
             starts_suspended: true,
             starts_core_together: false,
