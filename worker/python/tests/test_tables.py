@@ -227,6 +227,33 @@ class Alone(unittest.TestCase):
         ended = run("import elasticdl.torch as et; et.join().batches([], print)")
         self.assertIn("is for jobs with tables, and this one has none", ended.stderr)
 
+    def test_a_row_is_admitted_with_its_third_touch(self):
+        program = textwrap.dedent(
+            """
+            import torch, elasticdl.torch as et
+            job = et.join()
+            word = job.embedding(
+                "word", 1, optimizer=et.RowSGD(lr=1.0), bound=0.0, admitted_after=3,
+                evicted_after=1000, evicted_below=0.0,
+            )
+            net = job.model(torch.nn.ModuleList([word, torch.nn.Linear(1, 1)]))
+            opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+            sampler = job.sampler(6, micro_batch=1)
+            one, read = torch.tensor([7]), []
+            for _ in job.batches(sampler, lambda batch: {"word": one}):
+                found = net[0](one)
+                read.append(float(found))
+                # Each step adds 1.
+                loss = net[1](found.detach()).sum() - found.sum()
+                loss.backward()
+                opt.step(loss)
+            assert read == [0, 0, 0, 1, 2, 3], read
+            print("done")
+            """
+        )
+        ended = run(program)
+        self.assertEqual(ended.stdout, "done\n", ended.stderr)
+
     def test_bags_may_be_empty_and_a_text_has_an_id(self):
         program = textwrap.dedent(
             """

@@ -62,7 +62,15 @@ class Job(AnyJob):
     ) -> Optimizer: ...
     def scaler(self, scaler: torch.amp.GradScaler) -> Scaler: ...
     def embedding(
-        self, name: str, dim: int, *, optimizer: _RowOptimizer | None = None, bound: float = 0.05
+        self,
+        name: str,
+        dim: int,
+        *,
+        optimizer: _RowOptimizer | None = None,
+        bound: float = 0.05,
+        admitted_after: int = 1,
+        evicted_after: int | None = None,
+        evicted_below: float | None = None,
     ) -> Embedding: ...
     def embedding_bag(
         self,
@@ -72,6 +80,9 @@ class Job(AnyJob):
         mode: Literal["mean", "sum"] = "mean",
         optimizer: _RowOptimizer | None = None,
         bound: float = 0.05,
+        admitted_after: int = 1,
+        evicted_after: int | None = None,
+        evicted_below: float | None = None,
     ) -> EmbeddingBag: ...
     def batches(
         self, loader: Iterable[_Batch], ids: Callable[[_Batch], Mapping[str, _Ids]]
