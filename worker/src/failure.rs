@@ -52,6 +52,12 @@ impl Failure {
     }
 }
 
+impl From<(String, Vec<RecordRange>)> for Failure {
+    fn from((error, ranges): (String, Vec<RecordRange>)) -> Self {
+        Self::on_records(error, ranges)
+    }
+}
+
 impl From<DeviceError> for Failure {
     fn from(error: DeviceError) -> Self {
         Self::local(causes(&error))

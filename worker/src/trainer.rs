@@ -139,10 +139,13 @@ impl<M: Model> Trainer<'_, M> {
         match task {
             Task::Broadcast { root, what } => self.broadcast(root, what),
             Task::BuildNccl => self.build_nccl(),
-            Task::Compute { ranges, is_first } => match self.exact {
-                Some(_) => self.compute_micro_batches(&ranges, is_first),
-                None => self.compute(&ranges, is_first),
-            },
+            Task::Compute { ranges, is_first } => {
+                let computed = match self.exact {
+                    Some(_) => self.compute_micro_batches(&ranges, is_first),
+                    None => self.compute(&ranges, is_first),
+                };
+                computed.or_else(|stopped| self.halt_of_program(stopped))
+            }
             Task::Connect(membership) => self.connect(&membership),
             Task::CreateState => self.create_state(),
             Task::EndRepair => self.end_repair(),
@@ -377,7 +380,11 @@ impl<M: Model> Trainer<'_, M> {
         self.tensors.begin_sum_check()?;
         let is_begun = self.begin_update(&headers)?;
         let is_finite = self.tensors.end_sum_check()?;
+        let failed = self.session.fails_alone(&headers);
         self.session.summed(headers, is_finite).map_err(|mismatch| state_mismatch(&mismatch))?;
+        if let Some(of_program) = failed {
+            return Err(Failure::from(of_program).into());
+        }
         if !self.session.has_sum() {
             self.tensors.keep_gradient()?;
         }
@@ -476,7 +483,11 @@ impl<M: Model> Trainer<'_, M> {
         self.path();
         let (mine, verifies) = (self.header()?, self.session.is_verifying());
         let headers: Vec<StepHeader> = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
+        let failed = self.session.fails_alone(&headers);
         self.session.headers_exchanged(&headers).map_err(|mismatch| state_mismatch(&mismatch))?;
+        if let Some(of_program) = failed {
+            return Err(Failure::from(of_program).into());
+        }
         // The lowest rank decides, as the others may not know yet which model is the best.
         if verifies || self.tables.is_some() { self.export_best(verifies) } else { Ok(()) }
     }

@@ -194,6 +194,7 @@ impl Job {
                 Timer::Broken(generation) => self.on_broken_due(now, generation),
                 Timer::Deadline => self.on_deadline_due(now),
                 Timer::End => self.on_end_due(now),
+                Timer::GiveUp => self.on_give_up_due(now),
                 Timer::Hello(launch) => self.on_hello_due(now, launch),
                 Timer::Hung(worker) => self.on_hung_due(now, worker),
                 Timer::Kill(launch) => self.on_kill_due(launch),

@@ -23,6 +23,7 @@ pub(super) enum Timer {
     Broken(Generation),
     Deadline,
     End,
+    GiveUp,
     Hello(LaunchId),
     Hung(WorkerId),
     Kill(LaunchId),

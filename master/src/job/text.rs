@@ -9,6 +9,14 @@ pub(crate) fn clip(text: &str) -> &str {
     &text[..text.floor_char_boundary(TEXT_BYTES_MAX)]
 }
 
+/// A text that has been said in full before.
+pub(crate) fn shortened(text: &str) -> String {
+    match text.floor_char_boundary(SHORT_BYTES_MAX) {
+        end if end < text.len() => format!("{}…", &text[..end]),
+        _ => text.to_owned(),
+    }
+}
+
 /// `worker 3` or `workers 1, 2 and 4`; a long list is truncated.
 pub(crate) fn name_all(workers: &[WorkerId]) -> String {
     let shown: Vec<String> = workers.iter().take(NAMED_MAX).map(ToString::to_string).collect();
@@ -41,6 +49,7 @@ pub fn format_value(value: f64) -> String {
 const HUGE: f64 = 1e6;
 const TEXT_BYTES_MAX: usize = 4096;
 const NAMED_MAX: usize = 8;
+const SHORT_BYTES_MAX: usize = 160;
 
 #[cfg(test)]
 mod tests {

@@ -1,17 +1,17 @@
 //! How a group ends before its work is done: all ranks stop at one step, decided from their
 //! headers.
 
-use elasticdl_proto::{Failure, Finished, LedgerReport, RowTouches, WorkerMessage};
+use elasticdl_proto::{Failure, Finished, LedgerReport, RecordRange, RowTouches, WorkerMessage};
 
 use super::outcome::is_withheld;
 use super::phase::{Group, Phase};
 use super::{FinalState, Session};
-use crate::session::halt::{Ending, Halt, explain};
+use crate::session::halt::{Ending, Halt, Reason, explain};
 use crate::session::header::StepHeader;
 
 impl Session {
-    /// This rank cannot continue, and no other worker could: the job ends with the newest state
-    /// retained. The headers of the next round tell all ranks. The first reason stays.
+    /// This rank cannot continue, and no other worker could, or its program has failed: the newest
+    /// state is retained. The headers of the next round tell all ranks. The first reason stays.
     pub fn halt(&mut self, halt: Halt) {
         self.requests.halt.get_or_insert(halt);
     }
@@ -53,7 +53,7 @@ impl Session {
         let broken = (!last.parameters_are_finite).then(|| broken_parameters(state.step));
         let ended = match &*ending {
             Ending::Failed(error) => Some(error.clone()),
-            Ending::Done | Ending::Suspended => None,
+            Ending::Done | Ending::ProgramFailed | Ending::Suspended => None,
         };
         let errors: Vec<String> =
             [ended, broken, last.export_error].into_iter().flatten().collect();
@@ -81,6 +81,27 @@ impl Session {
         self.reports.push(WorkerMessage::Finished(finished));
     }
 
+    /// The error of this rank's program, with its records, if this rank leaves because of it: the
+    /// group of these headers goes on without it.
+    pub fn fails_alone(&self, headers: &[StepHeader]) -> Option<(String, Vec<RecordRange>)> {
+        match &self.phase {
+            Phase::Round { group, .. } | Phase::Verifying { group, .. }
+                if self.ending(group, headers).is_none() =>
+            {
+                self.program_failure()
+            }
+            _ => None,
+        }
+    }
+
+    /// The error of this rank's program, with its records, if it has failed.
+    pub fn program_failure(&self) -> Option<(String, Vec<RecordRange>)> {
+        match self.requests.halt.clone()? {
+            Halt { reason: Reason::Program(error), ranges } => Some((error, ranges)),
+            Halt { .. } => None,
+        }
+    }
+
     /// How the group's work has ended; `None` while it continues.
     pub fn ended(&self) -> Option<&Ending> {
         match &self.phase {
@@ -99,6 +120,8 @@ impl Session {
             Some(Ending::Done)
         } else if headers.iter().any(|h| h.suspend) {
             Some(Ending::Suspended)
+        } else if halts.iter().all(Option::is_some) {
+            Some(Ending::ProgramFailed)
         } else {
             None
         }
@@ -117,12 +140,11 @@ mod tests {
     use std::num::NonZeroU64;
     use std::time::Duration;
 
-    use elasticdl_proto::{CheckpointEvery, MasterMessage, RecordRange};
+    use elasticdl_proto::{CheckpointEvery, MasterMessage};
 
     use super::super::{JobPlan, Task};
     use super::*;
     use crate::session::checkpoint::{self, Written};
-    use crate::session::halt::Reason;
     use crate::session::tests::pair::Pair;
 
     #[test]
@@ -179,6 +201,57 @@ mod tests {
         pair.exchange_headers();
         pair.verify();
         assert!(matches!(pair.endings(), [Some(Ending::Failed(_)), Some(Ending::Failed(_))]));
+    }
+
+    #[test]
+    fn a_group_goes_on_without_a_rank_whose_program_fails_and_stores_its_state_if_all_do() {
+        let every = Some(CheckpointEvery::Steps(NonZeroU64::new(1000).unwrap()));
+        let mut pair = Pair::new(JobPlan { checkpoints: every, ..JobPlan::of_one_epoch(100, 4) });
+        let step = |pair: &mut Pair| {
+            let headers = pair.compute();
+            for session in &mut pair.0 {
+                session.summed(headers.clone(), true).unwrap();
+                session.updated(Duration::ZERO);
+            }
+        };
+        pair.exchange_headers();
+        step(&mut pair);
+        pair.compute();
+        let ranges = vec![RecordRange { epoch: 0, start: 4, end: 6 }];
+        let halt =
+            |error: &str| Halt { reason: Reason::Program(error.into()), ranges: ranges.clone() };
+        pair.0[1].halt(halt("second"));
+        let headers = pair.headers();
+        let alone = pair.0.each_ref().map(|session| session.fails_alone(&headers));
+        assert_eq!(alone, [None, Some(("second".into(), ranges.clone()))]);
+        for session in &mut pair.0 {
+            session.summed(headers.clone(), true).unwrap();
+            assert_eq!((session.step(), session.ended()), (1, None), "{session:?}");
+        }
+        pair.0[0].halt(halt("first"));
+        let headers = pair.headers();
+        pair.0.iter_mut().for_each(|session| session.summed(headers.clone(), true).unwrap());
+        assert_eq!(pair.endings(), [None, None], "its checkpoint is not written yet");
+        for session in &mut pair.0 {
+            let Some(checkpoint::Task::Write { step: 1, .. }) = session.poll_checkpoint() else {
+                panic!("no part is to be written")
+            };
+            session.copied_for_checkpoint(Duration::ZERO, 0);
+            session.wrote_part(1, Ok(Written { bytes: 1, digest: 1, rows: None }));
+        }
+        pair.exchange_headers();
+        assert!(matches!(
+            pair.0[0].poll_checkpoint(),
+            Some(checkpoint::Task::Commit { step: 1, .. })
+        ));
+        pair.0[0].committed_checkpoint(1, true);
+        pair.exchange_headers();
+        // What is exported is compared as a whole before.
+        pair.verify();
+        assert_eq!(pair.endings(), [Some(Ending::ProgramFailed), Some(Ending::ProgramFailed)]);
+        let headers = pair.headers();
+        assert!(pair.0.iter().all(|session| session.fails_alone(&headers).is_none()));
+        assert_eq!(pair.0[0].program_failure(), Some(("first".into(), ranges.clone())));
     }
 
     #[test]

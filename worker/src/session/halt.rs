@@ -7,7 +7,8 @@
 //!
 //! A rank that finds that no worker could continue the job calls
 //! [`Session::halt`](super::Session::halt). All ranks see the same headers, so they end
-//! together, at the same step, with one text.
+//! together, at the same step, with one text. A rank whose program has failed halts as well, so
+//! that the last ranks with the state do not leave before it is stored.
 
 use elasticdl_proto::{RecordRange, WorkerId};
 use serde::{Deserialize, Serialize};
@@ -28,6 +29,9 @@ pub enum Reason {
     Error(String),
     /// The loss of a step, or the sum of its gradients, holds a NaN or an infinity.
     Nonfinite,
+    /// The program has failed on these records. The group goes on without this rank, unless all
+    /// ranks have failed.
+    Program(String),
 }
 
 /// How the work of a group ends. All ranks derive the same value from the same headers.
@@ -38,6 +42,9 @@ pub enum Ending {
     Done,
     /// The job cannot continue; the text names ranks and records.
     Failed(String),
+    /// The program has failed on every rank, each of which fails. Another group resumes from the
+    /// last checkpoint.
+    ProgramFailed,
     /// The members leave. Another group resumes from the last checkpoint.
     Suspended,
 }
@@ -49,12 +56,13 @@ pub(super) struct Requests {
     pub(super) stop: bool,
     /// The master suspends the job.
     pub(super) suspend: bool,
-    /// This rank cannot continue. It is never reset: every group that this rank joins ends.
+    /// This rank cannot continue. It is never reset: every group that this rank joins ends, or goes
+    /// on without it.
     pub(super) halt: Option<Halt>,
 }
 
 /// Combines the findings of all ranks, `halts` in rank order, into one text. `step`: number of
-/// committed steps. `None` if no rank halts.
+/// committed steps. `None` if no rank halts but those whose program has failed.
 pub fn explain(step: u64, members: &[WorkerId], halts: &[Option<&Halt>]) -> Option<String> {
     let halted = || halts.iter().enumerate().filter_map(|(rank, halt)| Some((rank, (*halt)?)));
     let name = |rank: usize| match members.get(rank) {

@@ -61,7 +61,7 @@ impl Session {
     /// Whether the state must be compared as a whole before the round ends as it would: a model of
     /// it is exported. `ending`: how the group ends, if its last checkpoint does not delay that.
     pub(super) fn is_to_be_verified(&self, ending: Option<&Ending>) -> bool {
-        let is_last = matches!(ending, Some(Ending::Done | Ending::Failed(_)));
+        let is_last = ending.is_some_and(|ending| *ending != Ending::Suspended);
         (is_last || (self.job.exports_best && self.is_best())) && !self.is_verified()
     }
 }

@@ -12,7 +12,7 @@ use super::row_export::RowExport;
 use super::stopped::Stopped;
 use crate::exports::{self, Patience, SavedBest};
 use crate::external::{Progress, observe};
-use crate::failure::call_user;
+use crate::failure::{Failure, call_user};
 use crate::machine::{Machine, receive};
 use crate::messages::ControlEvent;
 use crate::model::Model;
@@ -58,7 +58,7 @@ impl<M: Model> Trainer<'_, M> {
         }
         let model = &mut self.model;
         let mut summary = None;
-        if is_published {
+        if is_published && self.session.ended() != Some(&Ending::ProgramFailed) {
             let parameters = self.tensors.to_host(Tensor::Parameters)?;
             summary = call_user("summary()", || model.summary(&parameters)).unwrap_or_else(Some);
         }
@@ -76,6 +76,10 @@ impl<M: Model> Trainer<'_, M> {
             Some(Ending::Done) => observe(&mut self.model, Progress::Finished { error: None }),
             Some(Ending::Failed(error)) => {
                 observe(&mut self.model, Progress::Finished { error: Some(error) });
+            }
+            Some(Ending::ProgramFailed) => {
+                let failed = self.session.program_failure();
+                return failed.map_or(Ok(()), |of_program| Err(Failure::from(of_program).into()));
             }
             Some(Ending::Suspended) | None => {}
         }
@@ -103,6 +107,8 @@ impl<M: Model> Trainer<'_, M> {
             return Ok(None);
         }
         let limit = match self.exports.has_fallback() {
+            // The next group waits for this one's end, which has stored the state.
+            _ if self.session.ended() == Some(&Ending::ProgramFailed) => PATIENCE_OF_STOP,
             true if self.session.is_stopping() => PATIENCE_OF_STOP,
             false if self.session.is_stopping() => PATIENCE_OF_STOP_WITHOUT_FALLBACK,
             true => PATIENCE_OF_END,
@@ -123,7 +129,8 @@ impl<M: Model> Trainer<'_, M> {
         // group that has made no step has nothing to export.
         let mut exported = None;
         if is_finite && step > 0 && self.exports.has_last() {
-            let has_failed = matches!(self.session.ended(), Some(Ending::Failed(_)));
+            let ended = self.session.ended();
+            let has_failed = matches!(ended, Some(Ending::Failed(_) | Ending::ProgramFailed));
             let write = |address: &str| rows.write(address, false);
             let model = exports::Model { parameters: &parameters, rows: &write };
             exported = Some(self.exports.save_last(step, has_failed, model, patience));

@@ -3,6 +3,7 @@
 use elasticdl_proto::RecordRange;
 
 use super::Trainer;
+use super::stopped::Stopped;
 use crate::failure::Failure;
 use crate::model::Model;
 use crate::ordered_reader::ReadError;
@@ -46,6 +47,25 @@ impl<M: Model> Trainer<'_, M> {
         mine.leaves = self.tables.is_some() && self.session.is_leaving();
         mine.tables = held;
         Ok(header::encode(&mine))
+    }
+
+    /// The program has failed on records: this rank takes part in the round, without the step, so
+    /// that all ranks know. With tables it may not know which operation the others are in.
+    ///
+    /// # Errors
+    /// This worker fails at once.
+    pub(super) fn halt_of_program(&mut self, stopped: Stopped) -> Result<(), Stopped> {
+        let is_alone = self.tensors.group().is_some_and(|group| group.world_size() == 1);
+        match stopped {
+            Stopped::Failed(Failure { error, ranges, fatal: false, verdict: None })
+                if !ranges.is_empty() && (is_alone || self.tables.is_none()) =>
+            {
+                tracing::error!(error, "the program has failed; this worker ends with the round");
+                self.session.halt(Halt { reason: Reason::Program(error), ranges });
+                Ok(())
+            }
+            other => Err(other),
+        }
     }
 
     /// The job ends with its state if no worker could continue: the data has changed, or this rank

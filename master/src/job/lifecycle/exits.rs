@@ -156,7 +156,11 @@ impl Job {
         if let Some(why) = why {
             let error = format!("{what} and never joined the job: {why}");
             self.reporting.note_failure(&error);
-            return self.end(now, Outcome::Failed, Some(error));
+            let outcome = match exit {
+                Exit::Code(EXIT_USAGE) => Outcome::InvalidInput,
+                _ => Outcome::Failed,
+            };
+            return self.end(now, outcome, Some(error));
         }
         self.count_failure(now, place, &format!("{what} and never joined the job"), &[]);
     }
@@ -363,7 +367,7 @@ impl Job {
                 counted(failures.into(), "failure")
             ),
         };
-        self.end(now, Outcome::Failed, Some(error));
+        self.give_up(now, error);
     }
 
     /// Whether all failures without progress are the trouble of one slot or node, and enough

@@ -46,6 +46,8 @@ pub(crate) struct Lifecycle {
     /// Until when the programs of a complete job are waited for, from the moment on that most of
     /// them take to end.
     pub(super) awaits_programs_until: Option<Time>,
+    /// Why the job fails, while its group writes a checkpoint before.
+    pub(super) failing: Option<String>,
     /// See [`Job::masters`](crate::job::Job::masters).
     pub(super) masters: u64,
     pub(super) reserved: ReservedIds,
@@ -100,6 +102,7 @@ impl Lifecycle {
             suspended_generation: None,
             stop_reason: None,
             awaits_programs_until: None,
+            failing: None,
             masters: 1,
             // As if the first generation were published: a master whose record is older than the
             // first group must not use that group's generation again.

@@ -17,11 +17,12 @@
 
 use std::time::Duration;
 
-use elasticdl_proto::CheckpointEvery;
+use elasticdl_proto::{CheckpointEvery, WorkerId};
 
 use crate::job::action::{MasterMessage, Outcome};
 use crate::job::job::Job;
 use crate::job::outbox::Timer;
+use crate::job::text::shortened;
 use crate::job::time::Time;
 use crate::job::workers::state::{Launch, Worker};
 
@@ -84,10 +85,11 @@ impl Job {
 
     fn on_state_lost(&mut self, now: Time, step: u64) {
         self.note_state_lost(step);
+        // The whole text has been logged.
         let cause = self
             .reporting
             .last_failure()
-            .map(|what| format!(" (last: {what})"))
+            .map(|what| format!(" (last: {})", shortened(what)))
             .unwrap_or_default();
         let touches = self.reporting.regain_rows(0);
         let what = match touches {
@@ -133,6 +135,32 @@ impl Job {
         let here = |w: &Worker| w.has_state() || (w.is_member() && carries);
         self.workers.connected().any(|(_, w)| here(w))
             || self.workers.disconnected().any(|(_, d)| d.holds_state || d.rank.is_some())
+    }
+
+    // ---- the job gives up ----
+
+    /// Fails the job. Workers that hold a newer state than the newest checkpoint write one before.
+    pub(super) fn give_up(&mut self, now: Time, error: String) {
+        let newest = self.reporting.newest_checkpoint().map(|kept| kept.step);
+        let holders: Vec<WorkerId> = self.workers.select(Worker::is_holder);
+        let has_more = self.spec.work.trains()
+            && self.spec.checkpoints.is_some()
+            && !holders.is_empty()
+            && newest.is_none_or(|newest| newest < self.data.step());
+        if !has_more || self.lifecycle.failing.is_some() {
+            return self.end(now, Outcome::Failed, Some(error));
+        }
+        self.log_event("the job fails as soon as its newest state is in a checkpoint".into());
+        self.lifecycle.failing = Some(error);
+        self.out.set_timer(now + CHECKPOINT_WAIT, Timer::GiveUp);
+        // A group that forms meanwhile ends as well.
+        holders.into_iter().for_each(|id| self.send(id, MasterMessage::Suspend));
+    }
+
+    /// The time for the checkpoint of a job that fails has passed.
+    pub(crate) fn on_give_up_due(&mut self, now: Time) {
+        let error = self.lifecycle.failing.take();
+        self.end(now, Outcome::Failed, error);
     }
 
     // ---- all members leave ----
@@ -193,6 +221,9 @@ impl Job {
     /// resumes from it.
     pub(crate) fn release_suspended(&mut self, now: Time, step: u64) {
         self.data.set_step(step);
+        if self.lifecycle.failing.is_some() {
+            return self.on_give_up_due(now);
+        }
         self.log_event(match self.lifecycle.is_suspended {
             true => format!("the job suspended at step {step}; its state is in a checkpoint"),
             false => format!("the group ended at step {step}: all of its workers left"),
@@ -204,6 +235,8 @@ impl Job {
     }
 }
 
+/// How long a job that fails waits for a checkpoint of its newest state.
+const CHECKPOINT_WAIT: Duration = Duration::from_secs(60);
 /// The first checkpoint is due after this time, if the interval is longer.
 const FIRST_CHECKPOINT: Duration = Duration::from_secs(30);
 /// The default of `--checkpoint-every`.

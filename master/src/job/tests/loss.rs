@@ -232,6 +232,38 @@ fn a_group_that_reports_a_failure_fails_the_job_with_its_error_and_records() {
 }
 
 #[test]
+fn a_job_gives_up_when_the_workers_that_remain_have_stored_its_newest_state() {
+    let given_up = |checkpoints| {
+        let spec = JobSpec {
+            num_workers: 2,
+            max_workers: 2,
+            max_worker_restarts: 0,
+            ..alone(checkpoints)
+        };
+        let mut job = started(spec, &[20]);
+        trains_late(&mut job);
+        actions(&mut job);
+        let error = "bad record".to_owned();
+        deliver(&mut job, 1, WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false });
+        job
+    };
+    assert!(ends(&mut given_up(false)).unwrap().contains("bad record"));
+    let mut job = given_up(true);
+    assert_eq!(messages_to(&mut job, &MasterMessage::Suspend), [2]);
+    deliver(&mut job, 2, formed(2, 3, &[(0, 12)]));
+    assert_eq!(ends(&mut job), None);
+    let WorkerMessage::Finished(mut word) = finished(2, 3, 9) else { unreachable!() };
+    word.suspended = true;
+    deliver(&mut job, 2, WorkerMessage::Finished(word));
+    let error = ends(&mut job).unwrap();
+    assert!(error.contains("bad record; giving up after 1 failure"), "{error}");
+    // Nor does it wait for ever.
+    let mut job = given_up(true);
+    job.handle_timeout(at(3_700_000));
+    assert!(ends(&mut job).unwrap().contains("bad record"));
+}
+
+#[test]
 fn skipped_steps_are_logged_periodically() {
     let mut job = started(spec(), &[20]);
     let mut lines = 0;

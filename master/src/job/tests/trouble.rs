@@ -271,6 +271,7 @@ fn a_program_that_ends_without_joining_is_told_what_to_do_and_started_once() {
     ended(&mut job, 1, Exit::Code(2));
     let error_of_2 = error(&job).unwrap();
     assert!(error_of_2.contains("never joined the job: this code says that its"), "{error_of_2}");
+    assert_eq!(job.outcome(), Some(Outcome::InvalidInput));
     // The script may be there on another node.
     let mut job = Job::new(spec());
     locate(&mut job, 1, "a");
