@@ -55,7 +55,7 @@ pub use self::contents::is_own_file;
 pub use self::deletion::{DeleteError, delete};
 pub use self::earlier::{EarlierJob, earlier_job, has_begun};
 pub use self::error::{JobDirError, ResumeError};
-pub use self::files::{CHECKPOINTS, quoted, write_output};
+pub use self::files::{CHECKPOINTS, quoted, write_output, write_summary};
 use self::files::{HISTORY, LOGS, MASTER, MASTER_LOG, PROGRAM, SUMMARY, TOKEN};
 pub use self::files::{check_writable, is_another_file, write_atomically};
 use self::lock::{running, take_lock};

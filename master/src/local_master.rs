@@ -144,8 +144,11 @@ impl LocalMaster {
         let address = self.start.address;
         let workers = if self.is_new() {
             TcpListener::bind(address).await.map_err(|e| {
-                let wanted = "it must be an address of this machine";
-                Failure::usage(format!("can't listen on --listen {}: {e}; {wanted}", address.ip()))
+                let wanted = match e.kind() {
+                    io::ErrorKind::AddrNotAvailable => "; it must be an address of this machine",
+                    _ => "",
+                };
+                Failure::usage(format!("can't listen on --listen {}: {e}{wanted}", address.ip()))
             })?
         } else {
             let listen = format!("listen at {address}, where workers reconnect");

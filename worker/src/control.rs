@@ -279,6 +279,12 @@ impl Stream {
                 }
                 message = from_trainer.recv() => match message {
                     Some(message) => {
+                        // The job may end with it, and with it the report of a wait at the end.
+                        if matches!(message, WorkerMessage::Finished(_))
+                            && let Some(wait) = self.storage.poll()
+                        {
+                            link.send(wait);
+                        }
                         self.state.forward(message).into_iter().for_each(|m| link.send(m));
                     }
                     None => break,

@@ -189,8 +189,12 @@ mod tests {
         assert_eq!(check_model(at), Ok(()));
         assert_eq!(check(b""), Ok(()));
         assert_eq!(check(&header("{}")), Ok(()));
-        assert_eq!(check(&header("{\"w\":{\"dtype\":\"F32\"}}")), Ok(()));
-        for other in [&b"1\n2\n3\n4\n5\n"[..], b"x", &header("[1, 2]")] {
+        let model = r#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
+        let whole = [&header(model)[..], &[0; 8]].concat();
+        assert_eq!(check(&whole), Ok(()));
+        let numbers: Vec<u8> = (0..9_u64).flat_map(u64::to_le_bytes).collect();
+        let others = [b"1\n2\n3\n4\n5\n", &b"x"[..], &header("[1, 2]"), &[0; 1000], &numbers];
+        for other in others.into_iter().chain([&whole[..whole.len() - 1]]) {
             let error = check(other).unwrap_err();
             assert!(error.contains("exists and is no model (safetensors)"), "{error}");
         }

@@ -12,7 +12,7 @@ use bytes::Bytes;
 use elasticdl_data::storage::{Storage, StorageError};
 use elasticdl_proto::limits::clip;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
-use serde::de::{DeserializeOwned, IgnoredAny};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::model::NamedTensor;
@@ -130,36 +130,38 @@ pub(crate) fn note(file: &Storage, name: &str) -> Result<Option<String>, Storage
         #[serde(rename = "__metadata__")]
         notes: HashMap<String, String>,
     }
-    let header: Option<Header> = header_of(file)?;
-    Ok(header.and_then(|mut header| header.notes.remove(name)))
+    let header: Option<(Header, u64)> = header_of(file)?;
+    Ok(header.and_then(|(mut header, _)| header.notes.remove(name)))
 }
 
-/// Whether the file at `address` is no model: neither safetensors nor empty.
+/// Whether the file at `address` is no model: neither whole safetensors nor empty.
 ///
 /// # Errors
 /// [`StorageError::NotFound`], or an error of the storage.
 pub(crate) fn is_another_file(address: &str) -> Result<bool, StorageError> {
     let file = Storage::open(address)?;
-    if file.bytes("")? == 0 {
+    let bytes = file.bytes("")?;
+    if bytes == 0 {
         return Ok(false);
     }
-    let header: Option<HashMap<String, IgnoredAny>> = header_of(&file)?;
-    Ok(header.is_none())
+    let header: Option<(Metadata, u64)> = header_of(&file)?;
+    Ok(header.is_none_or(|(tensors, start)| start + tensors.data_len() as u64 != bytes))
 }
 
-/// The header of a file, if it is safetensors.
-fn header_of<T: DeserializeOwned>(file: &Storage) -> Result<Option<T>, StorageError> {
+/// The header of a file and its end, if it is safetensors.
+fn header_of<T: DeserializeOwned>(file: &Storage) -> Result<Option<(T, u64)>, StorageError> {
     let bytes = file.bytes("")?;
     if bytes <= HEADER_START {
         return Ok(None);
     }
     let start = file.read_range("", 0..HEADER_START)?;
     let header = start[..].try_into().map_or(u64::MAX, u64::from_le_bytes);
-    if header > (bytes - HEADER_START).min(HEADER_MAX) {
+    if header == 0 || header > (bytes - HEADER_START).min(HEADER_MAX) {
         return Ok(None);
     }
-    let header = file.read_range("", HEADER_START..HEADER_START + header)?;
-    Ok(serde_json::from_slice(&header).ok())
+    let end = HEADER_START + header;
+    let header = file.read_range("", HEADER_START..end)?;
+    Ok(serde_json::from_slice(&header).ok().map(|header| (header, end)))
 }
 
 /// Checks that the file at `address` exists, before workers are started for it.

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Access, OFlags};
@@ -54,6 +54,29 @@ pub fn write_output(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut device = OpenOptions::new().append(true).custom_flags(flags).open(path)?;
     rustix::fs::fcntl_setfl(&device, OFlags::APPEND)?;
     device.write_all(bytes)
+}
+
+/// Writes the summary of a job that has ended to `path` in its directory: on a full disk, in the
+/// place of the record's spare, which is needed no more.
+///
+/// # Errors
+/// As for [`write_output`].
+pub fn write_summary(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_output(path, bytes).or_else(|error| {
+        let spare = path.with_file_name(SPARE);
+        let in_spare = || {
+            let file = OpenOptions::new().write(true).open(&spare)?;
+            // A spare that is too short would take room of the disk.
+            if file.metadata()?.len() < bytes.len() as u64 {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
+            file.write_all_at(bytes, 0)?;
+            file.set_len(bytes.len() as u64)?;
+            file.sync_all()?;
+            fs::rename(&spare, path)
+        };
+        in_spare().map_err(|_: io::Error| error)
+    })
 }
 
 /// Whether `path` is something that no file may replace.
@@ -152,3 +175,22 @@ pub(super) const TOKEN: &str = "token";
 
 /// More than the summary of the largest job has.
 const SUMMARY_MAX: u64 = 64 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_summary_that_the_disk_does_not_take_is_in_the_place_of_the_spare() {
+        let folder = tempfile::tempdir().unwrap();
+        // Its temporary file would have a longer name than there can be.
+        let path = folder.path().join("s".repeat(250));
+        let spare = folder.path().join(SPARE);
+        fs::write(&spare, "!").unwrap();
+        write_summary(&path, b"{}").unwrap_err();
+        assert_eq!(fs::read(&spare).unwrap(), b"!", "it is too short");
+        fs::write(&spare, " ".repeat(100)).unwrap();
+        write_summary(&path, b"{}").unwrap();
+        assert_eq!((fs::read(&path).unwrap(), spare.exists()), (b"{}".to_vec(), false));
+    }
+}

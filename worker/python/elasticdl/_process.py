@@ -40,7 +40,10 @@ class Process:
 
     def on_exception(self, kind, error, trace):
         if os.getpid() == self.pid and not issubclass(kind, KeyboardInterrupt):
-            self.fail("".join(traceback.format_exception(kind, error, trace)).strip())
+            # The traceback follows in the worker's log.
+            text = "".join(traceback.format_exception_only(kind, error)).strip()
+            last = traceback.extract_tb(trace)[-1:]
+            self.fail(text + "".join(f" ({at.filename}, line {at.lineno})" for at in last))
         self.excepthook(kind, error, trace)
 
     def on_exit(self):

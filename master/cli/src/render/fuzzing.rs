@@ -28,7 +28,7 @@ pub fn status(json: &[u8]) -> bool {
 pub fn summary(json: &[u8]) -> bool {
     let Ok(summary) = serde_json::from_slice::<Summary>(json) else { return false };
     let paths = Paths { logs: Some(Path::new("logs")), summary: None };
-    let _ = (super::summary_to_table(&summary, paths), super::warnings(&summary));
+    let _ = (super::summary_to_table(&summary, paths), super::warnings(&summary, false));
     let _ = (summary.to_pretty_json(), summary.into_json_within(128 << 10));
     true
 }

@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use elasticdl_master::job::{
-    BestEvaluation, CheckpointsSummary, EvaluationsSummary, MembershipChange, RowsLoss, StateLoss,
-    Summary, counted, format_metrics, format_value,
+    BestEvaluation, CheckpointsSummary, EvaluationsSummary, FailedShard, MembershipChange,
+    RowsLoss, StateLoss, Summary, counted, format_metrics, format_value,
 };
 
 use crate::process::unsaved_steps;
@@ -34,6 +34,10 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     }
     if let Some(reason) = &summary.stop_reason {
         row(out, "stopped by", &one_line(reason));
+    }
+    if summary.state == "refused" {
+        write_paths(out, paths);
+        return text;
     }
     let records = &summary.records;
     row(
@@ -124,17 +128,7 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
             line(out, &format!("    {}", one_line(text)));
         }
     }
-    for failed in &summary.failed_shards {
-        let what = format!(
-            "{} records {}..{} (epoch {})",
-            failed.file, failed.start, failed.end, failed.epoch
-        );
-        row(
-            out,
-            "failed shard",
-            &one_line(&format!("{what} on worker {}: {}", failed.worker, failed.error)),
-        );
-    }
+    write_failed_shards(out, &summary.failed_shards);
     if let Some(words) = &summary.model_summary {
         row(out, "model", "");
         for words in words.lines() {
@@ -156,12 +150,16 @@ pub(crate) fn to_table(summary: &Summary, paths: Paths<'_>) -> String {
     if let Some(error) = &summary.tracking_error {
         row(out, "not tracked", &one_line(error));
     }
+    write_paths(out, paths);
+    text
+}
+
+fn write_paths(out: &mut String, paths: Paths<'_>) {
     for (name, path) in [("logs", paths.logs), ("summary", paths.summary)] {
         if let Some(path) = path {
             row(out, name, &path.display().to_string());
         }
     }
-    text
 }
 
 /// The metrics of an evaluated model, one a line.
@@ -172,10 +170,12 @@ pub(crate) fn metrics(summary: &Summary) -> impl Iterator<Item = String> + '_ {
     })
 }
 
-/// Warnings that are also printed with `--quiet`.
-pub(crate) fn warnings(summary: &Summary) -> Vec<String> {
+/// Warnings that are also printed with `--quiet`. `has_table`: the table, whose first lines say
+/// what is lost, is printed.
+pub(crate) fn warnings(summary: &Summary, has_table: bool) -> Vec<String> {
     let lost = summary.state_lost.as_ref().map(|lost| state_lost(lost, summary));
-    let rows = summary.rows_lost.as_ref().map(rows_lost);
+    let lost = lost.filter(|_| !has_table);
+    let rows = summary.rows_lost.as_ref().filter(|_| !has_table).map(rows_lost);
     let failed = summary.checkpoints.as_ref().and_then(|known| {
         let error = known.error.as_ref()?;
         let newest = known
@@ -275,6 +275,24 @@ fn row(out: &mut String, name: &str, value: &str) {
     line(out, format!("  {name:<13} {value}").trim_end());
 }
 
+/// One line for each of the first shards: those of a step have one error, which is named once.
+fn write_failed_shards(out: &mut String, failed: &[FailedShard]) {
+    let mut named: Option<&str> = None;
+    for shard in failed.iter().take(FAILED_SHARDS_MAX) {
+        let FailedShard { worker, epoch, file, start, end, error } = shard;
+        let mut what = format!("{file} records {start}..{end} (epoch {epoch}) on worker {worker}");
+        if named != Some(error) {
+            what += &format!(": {error}");
+        }
+        named = Some(error);
+        row(out, "failed shard", &one_line(&what));
+    }
+    let more = failed.len().saturating_sub(FAILED_SHARDS_MAX);
+    if more > 0 {
+        row(out, "", &format!("({more} more are in failed_shards of the summary)"));
+    }
+}
+
 fn write_memberships(out: &mut String, memberships: &[MembershipChange]) {
     if memberships.is_empty() {
         return;
@@ -307,12 +325,13 @@ pub(crate) fn membership(record: &MembershipChange) -> String {
 /// Column headings of [`membership`].
 pub(crate) const MEMBERSHIP_COLUMNS: &str = "generation  cause  workers     at step     gap ms";
 const MEMBERSHIPS_MAX: usize = 20;
+const FAILED_SHARDS_MAX: usize = 4;
 
 #[cfg(test)]
 mod tests {
     use elasticdl_master::job::{
-        Cause, Evaluated, FailedShard, LossSummary, RecordsSummary, RestoredCheckpoint,
-        SavedCheckpoint, ThroughputSummary, WorkersSummary,
+        Cause, Evaluated, LossSummary, RecordsSummary, RestoredCheckpoint, SavedCheckpoint,
+        ThroughputSummary, WorkersSummary,
     };
     use elasticdl_proto::{Generation, Kept, SkippedRecords, WorkerId};
 
@@ -456,19 +475,20 @@ job mnist: completed after 1.50 s
             there was no checkpoint";
         assert_eq!(out.lines().next(), Some(first));
         assert!(out.contains("\n  skipped       3 steps with"), "{out}");
-        let warnings = warnings(&lost);
+        assert_eq!(warnings(&lost, true), warnings(&lost, false)[1..]);
+        let warnings = warnings(&lost, false);
         assert_eq!((warnings.len(), warnings[0].as_str()), (3, first));
         assert!(warnings[1].contains("disk full; there is none"), "{warnings:?}");
         let stopped = Summary { state: "stopped".into(), ..lost.clone() };
-        let text = &super::warnings(&stopped)[1];
+        let text = &super::warnings(&stopped, false)[1];
         assert!(text.ends_with("there is none; the state of steps 1 to 100 is lost"), "{text}");
-        assert_eq!(super::warnings(&summary()), [""; 0]);
+        assert_eq!(super::warnings(&summary(), false), [""; 0]);
         let rows = RowsLoss { count: 1, at_step: 80, row_touches: 12, missing: None };
         let lost = Summary { rows_lost: Some(rows), state_lost: None, ..lost };
         let first = "ROWS LOST at step 80: all copies of rows were lost with their workers, and 12 \
             touches of rows since the last checkpoint";
         assert_eq!(to_table(&lost, Paths::default()).lines().next(), Some(first));
-        assert_eq!(super::warnings(&lost)[0], first);
+        assert_eq!(super::warnings(&lost, false)[0], first);
         let rows = RowsLoss { row_touches: 0, missing: Some(7), ..rows };
         let lost = Summary { rows_lost: Some(rows), ..lost };
         let first = "ROWS LOST at step 80: all copies of rows were lost with their workers; \
@@ -481,6 +501,24 @@ job mnist: completed after 1.50 s
         let throughput = ThroughputSummary { storage_wait_s: 61.25, ..summary().throughput };
         let out = to_table(&Summary { throughput, ..summary() }, Paths::default());
         assert!(out.contains("\n  storage       61.2 s of waits of workers\n"), "{out}");
+    }
+
+    #[test]
+    fn the_first_failed_shards_are_listed_with_one_error() {
+        let shard =
+            |start| FailedShard { start, end: start + 1, ..summary().failed_shards[0].clone() };
+        let failed_shards = (0..9).map(shard).collect();
+        let out = to_table(&Summary { failed_shards, ..summary() }, Paths::default());
+        assert_eq!(out.matches("failed shard").count(), 4, "{out}");
+        assert_eq!(out.matches("bad label").count(), 1, "{out}");
+        assert!(out.contains("(5 more are in failed_shards of the summary)"), "{out}");
+    }
+
+    #[test]
+    fn a_job_that_was_refused_has_no_counts() {
+        let paths = Paths { logs: Some(Path::new("/j/logs")), summary: None };
+        let out = to_table(&Summary { state: "refused".into(), ..summary() }, paths);
+        assert_eq!(out, "job mnist: refused after 1.50 s\n  logs          /j/logs\n");
     }
 
     #[test]

@@ -138,8 +138,12 @@ impl Job {
             (true, _) => "",
             // All members have left in order.
             (false, Some(_)) if kept == Some(self.data.step()) => " from the newest checkpoint",
-            (false, Some(_)) => " from the newest checkpoint, as the state is lost",
-            (false, None) => " from step 0, as the state is lost",
+            (false, Some(_))
+                if self.reporting.has_checkpoint() || self.spec.resume_from.is_some() =>
+            {
+                " from the newest checkpoint, as the state is lost"
+            }
+            (false, _) => " from step 0, as the state is lost",
         };
         self.log_recovery();
         self.log_event(describe(&record, start));

@@ -229,7 +229,10 @@ impl Job {
             return;
         }
         self.log_recovery();
-        let state = name(outcome);
+        let state = match outcome {
+            Outcome::InvalidInput => "is refused",
+            outcome => name(outcome),
+        };
         let line = match &error {
             Some(error) => format!("the job {state}: {error}"),
             None => format!("the job {state} at step {}", self.data.step()),

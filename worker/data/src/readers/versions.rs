@@ -129,9 +129,19 @@ pub(super) fn described_otherwise(path: &Path, version: &Version) -> DataError {
 fn changed(path: &Path, known: &Version, found: &Version) -> DataError {
     let reason = match (found.bytes, known.bytes) {
         (now, before) if now != before => format!("{now} bytes where {before} were"),
+        _ if is_time(&found.tag) && is_time(&known.tag) => {
+            "it was modified since the job began".into()
+        }
         _ => format!("version {} where {} was", shown(&found.tag), shown(&known.tag)),
     };
     DataError::Changed { path: path.into(), reason }
+}
+
+/// Whether a tag is that of a local file: a time with nanoseconds, perhaps after a number.
+fn is_time(tag: &str) -> bool {
+    let time = tag.rsplit('-').next().and_then(|time| time.split_once('.'));
+    let is_number = |digits: &str| digits.bytes().all(|digit| digit.is_ascii_digit());
+    time.is_some_and(|(s, ns)| ns.len() == 9 && is_number(s) && is_number(ns))
 }
 
 fn shown(tag: &str) -> String {
@@ -176,6 +186,12 @@ mod tests {
         assert_eq!(
             refused(version(7, "\"y\x1b\"")),
             format!("s3://versions/a.csv: version y\\u{{1b}} where x was; {end}")
+        );
+        let path = Path::new("/versions/b.csv");
+        compare(path, &version(7, "31-1795693731.813757503")).unwrap();
+        assert_eq!(
+            compare(path, &version(7, "31-1795693734.839222018")).unwrap_err().to_string(),
+            format!("/versions/b.csv: it was modified since the job began; {end}")
         );
     }
 

@@ -119,6 +119,17 @@ impl OpenError {
 pub(super) fn to_failure(root: &Path, status: &Status) -> Failure {
     match status.code() {
         Code::InvalidArgument => Failure::usage(status.message()),
+        // The deadline of a request on this side.
+        Code::Cancelled | Code::DeadlineExceeded => {
+            let process = jobdir::look_up(root).map(|(master, _)| master.pid);
+            let process = process.map_or(String::new(), |pid| format!(" (process {pid})"));
+            Failure::failed(format!(
+                "the master of {}{process} has not answered within {} s: it is stopped, or its \
+                 machine is busy",
+                root.display(),
+                TIMEOUT.as_secs()
+            ))
+        }
         _ => Failure::failed(format!(
             "the master of {} answered: {}",
             root.display(),

@@ -1,7 +1,7 @@
 //! Runs the master of a local job in this process, to the end of the job.
 
 use std::fs::File;
-use std::io::{IsTerminal as _, stderr};
+use std::io::{self, IsTerminal as _, stderr};
 use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
@@ -121,7 +121,9 @@ fn run(
         let error = if with_logs { add_logs(error, &logs) } else { error.clone() };
         print_job_error(console, ended.summary.wall_s, &error);
     }
-    warnings(&ended.summary).iter().for_each(|warning| print_warning(warning));
+    let has_table = console.progress() == Some(LogFormat::Text);
+    let warnings = warnings(&ended.summary, has_table);
+    warnings.iter().for_each(|warning| print_warning(warning));
     if let Some(folder) = refused {
         print_warning(&format!(
             "this job did not start, and the earlier job in {} is as it was; the files of this one \
@@ -212,13 +214,22 @@ fn write_summaries(
     let state = &ended.summary.state;
     // What was refused replaces no result of an earlier job.
     let wanted = wanted.filter(|path| ended.outcome != Outcome::InvalidInput || !path.exists());
-    for path in own.into_iter().chain(wanted) {
-        jobdir::write_output(path, json.as_bytes()).map_err(|error| {
-            Failure::failed(format!(
-                "the job is {state}, but its summary can't be written to {}: {error}",
-                path.display()
-            ))
+    let cannot = |path: &Path, error: io::Error, then: String| {
+        let path = path.display();
+        let text = format!("the job is {state}, but its summary can't be written to {path}: ");
+        Failure::failed(text + &error.to_string() + &then)
+    };
+    if let Some(path) = own {
+        jobdir::write_summary(path, json.as_bytes()).map_err(|error| {
+            let dir = path.parent().unwrap_or(path).display();
+            let then =
+                format!("; once it can, `elasticdl train --resume {dir}` writes it and ends");
+            cannot(path, error, then)
         })?;
+    }
+    if let Some(path) = wanted {
+        jobdir::write_output(path, json.as_bytes())
+            .map_err(|error| cannot(path, error, String::new()))?;
     }
     Ok(())
 }
