@@ -588,8 +588,8 @@ pub(crate) fn error_of(error: WorkerError) -> PyErr {
 
 /// Interval at which signals of Python are handled during a wait.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
-/// Time for which a failed program waits until the master knows, and until the state is stored if no
-/// other worker has it: requests to storage are repeated for as long.
+/// Time for which a failed program waits until the master knows, and until the state is stored if
+/// no other worker has it: requests to storage are repeated for as long.
 const FAIL_TIMEOUT: Duration = Duration::from_secs(600);
 /// See `elasticdl::run`.
 const EXIT_MASTER_LOST: i32 = 70;

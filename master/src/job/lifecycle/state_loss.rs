@@ -11,6 +11,8 @@
 //!
 //!  all members leave ──► checkpoint requested ──replacements take over──► on
 //!                              └──none starting, or half the grace──► suspended with a checkpoint
+//!
+//!  the job gives up, and workers hold a newer state ──► checkpoint, for at most 60 s ──► failed
 //! ```
 //!
 //! **Invariant:** every lost state is counted and logged.
