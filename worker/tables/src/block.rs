@@ -1,8 +1,8 @@
 //! Blocks of memory for rows, in huge pages.
 //!
 //! The kernel closes the links of a killed process after it has freed its memory, page by page.
-//! 800 MB take 55 ms with pages of 4 KiB, and 3 ms with pages of 2 MiB; as long the other workers do
-//! not know. Rows are visited at random, so they gain from fewer misses of the TLB as well.
+//! 800 MB take 55 ms with pages of 4 KiB, and 3 ms with pages of 2 MiB; until then the other workers
+//! do not know. Rows are visited at random, so they gain from fewer misses of the TLB as well.
 //!
 //! ```text
 //!   extent, 2 MiB, aligned ── 128 blocks of 16 KiB
@@ -58,8 +58,8 @@ impl Block {
 /// Maps an extent of zeros.
 fn map_extent() -> NonNull<u8> {
     let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
-    // SAFETY: the new mapping replaces no other one, and it is nobody's but the caller's. What lies
-    // before and after the extent is unmapped before anybody knows of it.
+    // SAFETY: the new mapping replaces no other one, and it belongs to the caller. What
+    // lies before and after the extent is unmapped before its address is known elsewhere.
     let extent = unsafe {
         mmap_anonymous(ptr::null_mut(), 2 * EXTENT_BYTES, protection, flags).and_then(|start| {
             let before = start.align_offset(EXTENT_BYTES);

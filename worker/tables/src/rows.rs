@@ -64,8 +64,8 @@ impl Rows {
 
     /// Positions of the rows of these ids, if they exist.
     ///
-    /// Most of the time goes into waiting for memory: of the index, and of the rows. Each loop waits
-    /// for one of them, for many ids at once.
+    /// Most of the time goes into waiting for memory: of the index, and of the rows. Each loop
+    /// waits for one of them, for many ids at once.
     pub(crate) fn positions(wanted: &[(&Self, u64)]) -> Vec<Option<usize>> {
         let candidates = wanted.iter().map(|(rows, id)| rows.index.candidate(*id));
         let mut found: Vec<Option<usize>> = candidates.collect();
