@@ -6,6 +6,7 @@ import signal
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 import elasticdl
 import elasticdl.torch.distributed  # noqa: F401
@@ -61,6 +62,15 @@ for dtype in torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.
     out = torch.empty(3, 5, dtype=dtype)
     dist.reduce_scatter_tensor(out, rows[rank])
     check(out, whole.sum(0).to(dtype))
+    # As FSDP2 and DTensor gather and reduce several tensors at once.
+    both = functional.all_gather_into_tensor_coalesced([parts[rank], rows[rank]], dist.group.WORLD)
+    check(both[0] + 0, whole.view(-1, 5))
+    check(both[1] + 0, torch.cat(rows))
+    dims = [0, 0]
+    both = [torch.cat([rows[rank]] * 2), rows[rank]]
+    both = functional.reduce_scatter_tensor_coalesced(both, "sum", dims, dist.group.WORLD)
+    check(both[0] + 0, whole.sum(0).to(dtype).repeat(2, 1))
+    check(both[1] + 0, whole.sum(0).to(dtype))
     # In place, of many elements and of a few.
     for len_ in 15, 100_000:
         flat = torch.full((size * len_,), 7, dtype=dtype)

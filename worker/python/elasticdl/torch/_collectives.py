@@ -76,19 +76,16 @@ class Collectives:
 
     def all_gather_single(self, output, input, opts):
         """Gathers the inputs of all ranks into one output."""
+        return self._call(opts, [output], lambda: self._gather_single(output, input))
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts):
+        """As ``all_gather_single``, of several tensors."""
 
         def act():
-            _check(output)
-            flat = output.contiguous().to(input.dtype)
-            if flat.numel():
-                parts = [_memory(part) for part in flat.view(self.size(), -1)]
-            else:
-                parts = [_memory(flat)] * self.size()
-            self._gather(input, parts)
-            if flat is not output:
-                output.copy_(flat)
+            for output, input in zip(outputs, inputs, strict=True):
+                self._gather_single(output, input)
 
-        return self._call(opts, [output], act)
+        return self._call(opts, outputs, act)
 
     def gather(self, outputs, inputs, opts):
         """Gathers each input of all ranks into a list of outputs on the root."""
@@ -144,13 +141,17 @@ class Collectives:
 
     def reduce_scatter_single(self, output, input, opts):
         """Reduces the inputs over all ranks, and returns the part of this rank."""
+        act = functools.partial(self._reduce_single, output, input, opts.reduceOp)
+        return self._call(opts, [output], act)
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
+        """As ``reduce_scatter_single``, of several tensors."""
 
         def act():
-            parts = input.reshape(-1).split(output.numel()) if output.numel() else ()
-            parts = parts or [input.reshape(-1)] * self.size()
-            self._reduce_own(output, parts, opts.reduceOp)
+            for output, input in zip(outputs, inputs, strict=True):
+                self._reduce_single(output, input, opts.reduceOp)
 
-        return self._call(opts, [output], act)
+        return self._call(opts, outputs, act)
 
     def barrier(self, opts):
         """Waits for all ranks."""
@@ -230,6 +231,11 @@ class Collectives:
         _check(output)
         output.copy_(_reduced(parts, kind).view(output.shape))
 
+    def _reduce_single(self, output, input, operation):
+        """Reduces the inputs of all ranks, and returns the part of this rank."""
+        parts = input.reshape(-1).split(output.numel()) if output.numel() else ()
+        self._reduce_own(output, parts or [input.reshape(-1)] * self.size(), operation)
+
     def _exchange(self, outputs, inputs):
         """Gives each rank its element of the inputs."""
         for tensor in (*outputs, *inputs):
@@ -250,6 +256,18 @@ class Collectives:
         parts = [torch.empty(tensor.shape, dtype=tensor.dtype) for _ in range(self.size())]
         self._gather(tensor, [_memory(part) for part in parts])
         return parts
+
+    def _gather_single(self, output, input):
+        """Gathers the inputs of all ranks in one output."""
+        _check(output)
+        flat = output.contiguous().to(input.dtype)
+        if flat.numel():
+            parts = [_memory(part) for part in flat.view(self.size(), -1)]
+        else:
+            parts = [_memory(flat)] * self.size()
+        self._gather(input, parts)
+        if flat is not output:
+            output.copy_(flat)
 
     def _gather(self, tensor, parts):
         """Fills the memory of the parts with the tensors of all ranks."""
