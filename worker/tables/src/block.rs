@@ -1,8 +1,8 @@
 //! Blocks of memory for rows, in huge pages.
 //!
 //! The kernel closes the links of a killed process after it has freed its memory, page by page.
-//! 800 MB take 55 ms with pages of 4 KiB, and 3 ms with pages of 2 MiB; until then the other workers
-//! do not know. Rows are visited at random, so they gain from fewer misses of the TLB as well.
+//! 800 MB take 55 ms with pages of 4 KiB, and 3 ms with pages of 2 MiB. Rows are visited at random,
+//! so they gain from fewer misses of the TLB as well.
 //!
 //! ```text
 //!   extent, 2 MiB, aligned ── 128 blocks of 16 KiB
