@@ -127,9 +127,9 @@ ml              tabular  running    -         -/4      -
         let reason = Some("InvalidImageName: a:b:c is no image".into());
         let waits = JobRow { reason, ..row("mnist", "submitted", 10.0) };
         let expected = "\
-NAMESPACE       JOB    STATE      PROGRESS  WORKERS  AGE     REASON
-(this machine)  mnist  submitted  25.0 %    -        10.0 s  InvalidImageName: a:b:c is no image
-(this machine)  count  completed  25.0 %    -        20.0 s
+NAMESPACE       JOB    STATE      PROGRESS  WORKERS  AGE   REASON
+(this machine)  mnist  submitted  25.0 %    -        10 s  InvalidImageName: a:b:c is no image
+(this machine)  count  completed  25.0 %    -        20 s
 ";
         assert_eq!(to_table(&[waits, row("count", "completed", 20.0)]), expected);
     }

@@ -243,7 +243,9 @@ const FORMAT_BYTES: u64 = 256;
 mod tests {
     use std::num::NonZeroU64;
 
-    use elasticdl_master::job::{Batch, CheckpointEvery, CheckpointSpec, OnNonfinite, WireDtype};
+    use elasticdl_master::job::{
+        Batch, CheckpointEvery, CheckpointSpec, OnNonfinite, Policies, WireDtype,
+    };
 
     use super::*;
     use crate::commands::parse_start;
@@ -292,7 +294,10 @@ mod tests {
             export_changes_since: None,
             restart_without_checkpoint: false,
             grace_period: Duration::from_secs(30),
-            policies: Default::default(),
+            policies: Policies {
+                end_timeout: Some(Duration::from_secs(600)),
+                ..Default::default()
+            },
         };
         assert_eq!(job.spec, expected);
         assert_eq!(job.master_timeout, Duration::from_secs(30));

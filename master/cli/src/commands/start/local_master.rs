@@ -116,8 +116,10 @@ fn run(
     let paths = Paths { logs: (!is_replaced).then_some(&*logs), summary: summary.as_deref() };
     print_summary(console, &ended.summary, paths);
     if let Some(error) = &ended.summary.error {
-        // With --quiet the table, which names the folder of the logs, is not printed.
-        let with_logs = console.quiet && ended.outcome == Outcome::Failed;
+        // With --quiet the table, which names the folder of the logs, is not printed. A refusal of
+        // several lines quotes a log.
+        let has_log = ended.outcome == Outcome::Failed || error.contains('\n');
+        let with_logs = console.quiet && has_log;
         let error = if with_logs { add_logs(error, &logs) } else { error.clone() };
         print_job_error(console, ended.summary.wall_s, &error);
     }
