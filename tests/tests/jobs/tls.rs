@@ -76,15 +76,16 @@ async fn workers_that_know_their_master_train_each_record_once() {
 #[tokio::test]
 async fn workers_that_cannot_verify_their_master_report_it_and_end() {
     let (ours, other) = (certificates(), certificates());
+    let (failed, refused) = (Outcome::Failed, Outcome::InvalidInput);
     let table = [
-        (Some((other.ca.as_str(), NAME)), "invalid peer certificate"),
-        (Some((&ours.ca, "cifar-master")), "not valid for name"),
-        (None, "no welcome: "),
-        (Some(("nonsense", NAME)), "must hold the certificate of the job's CA"),
+        (Some((other.ca.as_str(), NAME)), failed, "invalid peer certificate"),
+        (Some((&ours.ca, "cifar-master")), failed, "not valid for name"),
+        (None, failed, "no welcome: "),
+        (Some(("nonsense", NAME)), refused, "must hold the certificate of the job's CA"),
     ];
-    for (wanted, expected) in table {
+    for (wanted, outcome, expected) in table {
         let (ended, log) = run(&ours, wanted, Duration::from_millis(300)).await;
-        assert_eq!((ended.outcome, ended.summary.records.counted), (Outcome::Failed, 0), "{log}");
+        assert_eq!((ended.outcome, ended.summary.records.counted), (outcome, 0), "{log}");
         assert!(log.contains(expected), "{expected}: {log}");
     }
 }
