@@ -1,5 +1,5 @@
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat, TypeVar
 
@@ -86,7 +86,7 @@ class Job(AnyJob):
     ) -> EmbeddingBag: ...
     def batches(
         self, loader: Iterable[_Batch], ids: Callable[[_Batch], Mapping[str, _Ids]]
-    ) -> Iterator[_Batch]: ...
+    ) -> Iterable[_Batch]: ...
     def evaluator(
         self,
         dataset: torch.utils.data.Dataset[Any],

@@ -12,7 +12,7 @@ from ._objects import Objects
 from ._optimizer import Optimizer
 from ._random import number_modules
 from ._scaler import NO_SCALER, Scaler
-from ._tables import Embedding, EmbeddingBag, Lifetime, Rows, batches
+from ._tables import Embedding, EmbeddingBag, Lifetime, RowBatches, Rows
 
 
 def join():
@@ -157,7 +157,8 @@ class Job(AnyJob):
         return self._rows.add(kind, name, dim, optimizer, bound, lifetime, **settings)
 
     def batches(self, loader, ids):
-        """Yields the batches of a loader, once the rows of the job's tables are there for them.
+        """The batches of a loader, each yielded once the rows of the job's tables are there for it.
+        A loop over them is one over the loader.
 
         ``loader`` draws from :meth:`sampler`. ``ids(batch)`` returns the ids of a batch by table: a
         tensor of int64 whose first dimension is the batch's records, a pair of ids and offsets, as
@@ -171,7 +172,7 @@ class Job(AnyJob):
             raise RuntimeError(
                 "job.batches() is for jobs with tables, and this one has none; loop over the loader"
             )
-        return batches(self._worker, self._rows, loader, ids)
+        return RowBatches(self._worker, self._rows, loader, ids)
 
     def evaluator(
         self, dataset, function=None, *, micro_batch=64, collate=None, ids=None

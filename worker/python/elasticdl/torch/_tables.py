@@ -286,8 +286,20 @@ class Rows:
         self._leaves = {}
 
 
-def batches(worker, rows, loader, ids):
-    """The batches of ``job.batches()``."""
+class RowBatches:
+    """The batches of ``job.batches()``. A loop over them is one over the loader."""
+
+    def __init__(self, worker, rows, loader, ids):
+        self._worker, self._rows, self._loader, self._ids = worker, rows, loader, ids
+
+    def __iter__(self):
+        return _batches(self._worker, self._rows, self._loader, self._ids)
+
+    def __len__(self):
+        return len(self._loader)
+
+
+def _batches(worker, rows, loader, ids):
     source, announced = iter(loader), []
     while not worker.ended:
         again = collections.deque()
