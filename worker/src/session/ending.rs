@@ -203,6 +203,25 @@ mod tests {
         assert!(matches!(pair.endings(), [Some(Ending::Failed(_)), Some(Ending::Failed(_))]));
     }
 
+    /// The pair ends after its first step, once that is in a checkpoint.
+    fn write_last_checkpoint(pair: &mut Pair) {
+        assert_eq!(pair.endings(), [None, None], "its checkpoint is not written yet");
+        for session in &mut pair.0 {
+            let Some(checkpoint::Task::Write { step: 1, .. }) = session.poll_checkpoint() else {
+                panic!("no part is to be written")
+            };
+            session.copied_for_checkpoint(Duration::ZERO, 0);
+            session.wrote_part(1, Ok(Written { bytes: 1, digest: 1, rows: None }));
+        }
+        pair.exchange_headers();
+        assert!(matches!(
+            pair.0[0].poll_checkpoint(),
+            Some(checkpoint::Task::Commit { step: 1, .. })
+        ));
+        pair.0[0].committed_checkpoint(1, true);
+        pair.exchange_headers();
+    }
+
     #[test]
     fn a_group_goes_on_without_a_rank_whose_program_fails_and_stores_its_state_if_all_do() {
         let every = Some(CheckpointEvery::Steps(NonZeroU64::new(1000).unwrap()));
@@ -231,21 +250,7 @@ mod tests {
         pair.0[0].halt(halt("first"));
         let headers = pair.headers();
         pair.0.iter_mut().for_each(|session| session.summed(headers.clone(), true).unwrap());
-        assert_eq!(pair.endings(), [None, None], "its checkpoint is not written yet");
-        for session in &mut pair.0 {
-            let Some(checkpoint::Task::Write { step: 1, .. }) = session.poll_checkpoint() else {
-                panic!("no part is to be written")
-            };
-            session.copied_for_checkpoint(Duration::ZERO, 0);
-            session.wrote_part(1, Ok(Written { bytes: 1, digest: 1, rows: None }));
-        }
-        pair.exchange_headers();
-        assert!(matches!(
-            pair.0[0].poll_checkpoint(),
-            Some(checkpoint::Task::Commit { step: 1, .. })
-        ));
-        pair.0[0].committed_checkpoint(1, true);
-        pair.exchange_headers();
+        write_last_checkpoint(&mut pair);
         // What is exported is compared as a whole before.
         pair.verify();
         assert_eq!(pair.endings(), [Some(Ending::ProgramFailed), Some(Ending::ProgramFailed)]);
@@ -283,21 +288,7 @@ mod tests {
             session.summed(headers.clone(), true).unwrap();
             session.updated(Duration::ZERO);
         }
-        assert_eq!(pair.endings(), [None, None], "its checkpoint is not written yet");
-        for session in &mut pair.0 {
-            let Some(checkpoint::Task::Write { step: 1, .. }) = session.poll_checkpoint() else {
-                panic!("no part is to be written")
-            };
-            session.copied_for_checkpoint(Duration::ZERO, 0);
-            session.wrote_part(1, Ok(Written { bytes: 1, digest: 1, rows: None }));
-        }
-        pair.exchange_headers();
-        assert!(matches!(
-            pair.0[0].poll_checkpoint(),
-            Some(checkpoint::Task::Commit { step: 1, .. })
-        ));
-        pair.0[0].committed_checkpoint(1, true);
-        pair.exchange_headers();
+        write_last_checkpoint(&mut pair);
         assert_eq!(pair.endings(), [Some(Ending::Suspended), Some(Ending::Suspended)]);
     }
 }
