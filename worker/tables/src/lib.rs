@@ -29,13 +29,14 @@ mod table;
 mod wire;
 
 pub use self::export::{ExportedRows, Part, collect};
-pub use self::lookup::{BatchRows, Ids, RowGradients, id_of};
+pub use self::lookup::{BatchRows, Ids, RowGradients, TableGradients, id_of};
 pub use self::optimizer::RowOptimizer;
 pub use self::owned::contents::{HeldRow, OwnedSize};
 pub use self::owned::recovery::{LostShards, OwnedHeader, Recovery};
 pub use self::owned::round::StepCommit;
 pub use self::owned::saved::{SavedShard, SavedShards};
-pub use self::owned::{Owned, SHARDS, Settings};
+pub use self::owned::{Content, Owned, Ownership, SHARDS, Settings};
 pub use self::placement::{Member, Placement, ShardCopy, shard_of};
+pub use self::shard::Shard;
 pub use self::table::{Eviction, Initialization, Table, check, difference};
 pub use self::wire::InvalidRows;

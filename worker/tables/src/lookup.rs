@@ -194,8 +194,9 @@ struct Part {
     tables: Vec<TableGradients>,
 }
 
+/// Gradients of the rows of one table.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct TableGradients {
+pub struct TableGradients {
     pub(crate) ids: Vec<u64>,
     pub(crate) touches: Vec<u32>,
     /// `[ids, dim]`.

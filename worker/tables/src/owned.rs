@@ -1,10 +1,12 @@
-//! One worker's part of the tables, and how it changes with the steps of its group.
+//! One worker's part of what is divided into shards, and how it changes with the steps of its
+//! group. What the shards contain is a [`Content`]: the rows of tables, above all.
 //!
-//! **Invariant:** rows and touches change in [`Owned::commit`] alone, together with the placement.
+//! **Invariant:** shards change in a commit alone, together with the placement.
 //! **Invariant:** staged gradients are kept until a commit, because a later group can bring back a
 //! rank that has committed them.
 
 use std::collections::BTreeMap;
+use std::fmt::Debug;
 use std::sync::Arc;
 
 use crate::lookup::TableGradients;
@@ -18,15 +20,31 @@ pub(crate) mod recovery;
 pub(crate) mod round;
 pub(crate) mod saved;
 
+/// What is divided into shards.
+pub trait Content: Clone + Debug {
+    /// What one shard contains.
+    type Shard: Clone + Debug;
+    /// Gradients of the shards that a worker holds, or is about to hold, over all ranks.
+    type Gradients: Clone + Debug;
+}
+
 /// A worker's shards.
 #[derive(Clone, Debug)]
-pub struct Owned {
+pub struct Ownership<C: Content> {
     me: u64,
     settings: Settings,
-    tables: Arc<[Table]>,
-    committed: Option<Committed>,
-    staged: Vec<Staged>,
-    group: Option<Group>,
+    content: C,
+    committed: Option<Committed<C::Shard>>,
+    staged: Vec<Staged<C>>,
+    group: Option<Group<C::Shard>>,
+}
+
+/// A worker's shards of tables.
+pub type Owned = Ownership<Arc<[Table]>>;
+
+impl Content for Arc<[Table]> {
+    type Shard = Shard;
+    type Gradients = Vec<TableGradients>;
 }
 
 /// What all workers of a job agree on.
@@ -45,27 +63,27 @@ pub struct Settings {
 
 /// Shards as of a step.
 #[derive(Clone, Debug)]
-struct Committed {
+struct Committed<S> {
     step: u64,
     /// Generation of the group that committed it, or began with it.
     generation: u64,
     placement: Placement,
     /// Shared with snapshots that are being written; a commit copies those that it changes.
-    shards: BTreeMap<u32, Arc<Shard>>,
+    shards: BTreeMap<u32, Arc<S>>,
 }
 
 /// Gradients of all ranks for the next step, and what their commit brings along.
 #[derive(Clone, Debug)]
-struct Staged {
+struct Staged<C: Content> {
     generation: u64,
     placement: Placement,
-    copied: BTreeMap<u32, Arc<Shard>>,
-    gradients: Vec<TableGradients>,
+    copied: BTreeMap<u32, Arc<C::Shard>>,
+    gradients: C::Gradients,
 }
 
 /// The group that this worker is in.
 #[derive(Clone, Debug)]
-struct Group {
+struct Group<S> {
     generation: u64,
     members: Vec<Member>,
     /// Holders as of the last commit, as far as they are in the group.
@@ -73,9 +91,9 @@ struct Group {
     /// Copies that are made before the next commit.
     copies: Vec<ShardCopy>,
     /// What this worker has received of them.
-    copied: BTreeMap<u32, Arc<Shard>>,
-    /// Rows of a checkpoint that take the place of lost ones with the next commit.
-    older: BTreeMap<u32, Arc<Shard>>,
+    copied: BTreeMap<u32, Arc<S>>,
+    /// Shards of a checkpoint that take the place of lost ones with the next commit.
+    older: BTreeMap<u32, Arc<S>>,
     /// Whether all shards lie where they should.
     is_settled: bool,
 }
@@ -83,28 +101,34 @@ struct Group {
 impl Owned {
     /// The part of worker `me`, without any state.
     pub fn new(me: u64, settings: Settings, tables: impl Into<Arc<[Table]>>) -> Self {
-        let tables = tables.into();
-        Self { me, settings, tables, committed: None, staged: Vec::new(), group: None }
+        Self::of(me, settings, tables.into())
     }
 
     fn shard_of(&self, table: usize, id: u64) -> u32 {
         shard_of(table as u32, id, self.settings.shards)
     }
+}
 
-    fn group(&self) -> &Group {
-        self.group.as_ref().expect("rows are exchanged in a group")
+impl<C: Content> Ownership<C> {
+    /// Worker `me`, without any state.
+    fn of(me: u64, settings: Settings, content: C) -> Self {
+        Self { me, settings, content, committed: None, staged: Vec::new(), group: None }
     }
 
-    fn group_mut(&mut self) -> &mut Group {
-        self.group.as_mut().expect("rows are exchanged in a group")
+    fn group(&self) -> &Group<C::Shard> {
+        self.group.as_ref().expect("shards are exchanged in a group")
     }
 
-    fn committed(&self) -> &Committed {
+    fn group_mut(&mut self) -> &mut Group<C::Shard> {
+        self.group.as_mut().expect("shards are exchanged in a group")
+    }
+
+    fn committed(&self) -> &Committed<C::Shard> {
         self.committed.as_ref().expect("a worker of a group has a state")
     }
 }
 
-impl Group {
+impl<S> Group<S> {
     fn new(generation: u64, members: Vec<Member>, placement: Placement) -> Self {
         let copies = placement.copies(&members);
         let (copied, older) = (BTreeMap::new(), BTreeMap::new());

@@ -12,7 +12,7 @@ use crate::wire::{InvalidRows, Message, put, put_u32};
 ///
 /// **Invariant:** the touches of all committed steps are counted in one of the three.
 #[derive(Clone, Debug)]
-pub(crate) struct Shard {
+pub struct Shard {
     pub(crate) tables: Vec<Rows>,
     /// Rows that are not admitted yet, without numbers.
     pub(crate) waiting: Vec<Rows>,

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use super::Owned;
+use super::{Content, Owned, Ownership};
 use crate::rows::Counts;
-use crate::shard::Shard;
 
 /// Size of what a worker owns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,26 +32,16 @@ pub struct HeldRow<'a> {
 }
 
 impl Owned {
-    /// Step of this worker's rows, if it has a state.
-    pub fn step(&self) -> Option<u64> {
-        self.committed.as_ref().map(|committed| committed.step)
-    }
-
     /// Seed of the rows that no record has touched.
     pub fn seed(&self) -> u64 {
         self.settings.seed
     }
 
-    /// Number of shards of the group with fewer copies than there could be.
-    pub fn at_risk(&self) -> usize {
-        self.group.as_ref().map_or(0, |group| group.placement.at_risk(&group.members))
-    }
-
     /// What this worker owns: the rows for which it answers, not those that it keeps for others.
     pub fn owned(&self) -> OwnedSize {
-        let owned = || self.owned_shards().map(|(_, shard)| &**shard);
+        let owned = || self.owned_shards().map(|(_, shard)| shard);
         OwnedSize {
-            rows: owned().map(Shard::rows).sum(),
+            rows: owned().map(|shard| shard.rows()).sum(),
             bytes: self.held().map(|(_, shard)| shard.bytes()).sum(),
         }
     }
@@ -66,7 +55,7 @@ impl Owned {
                 bytes: sum.bytes + bytes,
             })
         };
-        (0..self.tables.len()).map(of_table).collect()
+        (0..self.content.len()).map(of_table).collect()
     }
 
     /// Sum of the touches in the shards that this worker owns.
@@ -83,7 +72,7 @@ impl Owned {
 
     /// The rows of a table that this worker owns: id, touches and values, `[dim]`.
     pub fn rows(&self, table: usize) -> impl Iterator<Item = (u64, u32, &[f32])> {
-        let spec = &self.tables[table];
+        let spec = &self.content[table];
         self.owned_shards().flat_map(move |(_, shard)| {
             let rows = shard.tables[table].iter();
             rows.map(|(id, counts, row)| (id, counts.touches, &row[..spec.dim]))
@@ -112,14 +101,26 @@ impl Owned {
             evicted.map(move |(table, &touches)| (shard, table, touches))
         })
     }
+}
+
+impl<C: Content> Ownership<C> {
+    /// Step of this worker's shards, if it has a state.
+    pub fn step(&self) -> Option<u64> {
+        self.committed.as_ref().map(|committed| committed.step)
+    }
+
+    /// Number of shards of the group with fewer copies than there could be.
+    pub fn at_risk(&self) -> usize {
+        self.group.as_ref().map_or(0, |group| group.placement.at_risk(&group.members))
+    }
 
     /// The shards that this worker holds.
-    pub(crate) fn held(&self) -> impl Iterator<Item = (u32, &Arc<Shard>)> {
+    pub(crate) fn held(&self) -> impl Iterator<Item = (u32, &Arc<C::Shard>)> {
         self.committed.iter().flat_map(|committed| &committed.shards).map(|(&s, shard)| (s, shard))
     }
 
     /// The shards that this worker owns in its group.
-    pub(super) fn owned_shards(&self) -> impl Iterator<Item = (u32, &Arc<Shard>)> {
+    pub(super) fn owned_shards(&self) -> impl Iterator<Item = (u32, &Arc<C::Shard>)> {
         let committed = self.committed.as_ref().map(|committed| &committed.placement);
         let placement = self.group.as_ref().map(|group| &group.placement).or(committed);
         let owner = move |shard| placement.and_then(|placement| placement.holders(shard).first());

@@ -9,11 +9,11 @@
 
 use std::mem;
 
-use super::Owned;
+use super::{Content, Owned, Ownership};
 use crate::lookup::Ids;
 use crate::wire::InvalidRows;
 
-impl Owned {
+impl<C: Content> Ownership<C> {
     /// Some members of the group leave, by rank. No step is committed until the end of the
     /// hand-over.
     pub fn begin_hand_over(&mut self, leaves: &[bool]) {
@@ -22,38 +22,51 @@ impl Owned {
         group.members.iter_mut().zip(leaves).for_each(|(member, leaves)| member.leaves = *leaves);
     }
 
-    /// What to give each rank next, so that those that stay hold all shards; `None` when they do.
-    ///
-    /// # Errors
-    /// As for [`replies`](Self::replies).
-    pub fn handed_over(&mut self) -> Result<Option<Vec<Vec<u8>>>, InvalidRows> {
+    /// Decides which shards to copy next, so that the ranks that stay hold all. Returns whether
+    /// there are any.
+    fn plan_hand_over(&mut self) -> bool {
         let group = self.group_mut();
         group.copies = group.placement.copies(&group.members);
-        if group.copies.is_empty() {
-            return Ok(None);
-        }
-        let nothing = vec![Vec::new(); group.members.len()];
-        self.replies(&nothing).map(Some)
+        !group.copies.is_empty()
     }
 
-    /// Takes in what all ranks have [handed over](Self::handed_over). Until the end of the
-    /// hand-over, the new copies do not count: some ranks may not have theirs.
-    ///
-    /// # Errors
-    /// As for [`receive`](Self::receive).
-    pub fn take_over(&mut self, messages: &[Vec<u8>]) -> Result<(), InvalidRows> {
-        self.receive(&Ids::default(), messages)?;
+    /// This rank has received the copies of the plan. Until the end of the hand-over they do not
+    /// count: some ranks may not have theirs.
+    fn hold_copies(&mut self) {
         let group = self.group_mut();
         let copied = mem::take(&mut group.copied).into_iter();
         group.placement = group.placement.after(&group.copies, &group.members);
         let committed = self.committed.as_mut().expect("a worker of a group has a state");
         committed.shards.extend(copied);
-        Ok(())
     }
 
     /// All ranks have their copies. A later group of any of them begins with these.
     pub fn end_hand_over(&mut self) {
         let placement = self.group().placement.clone();
         self.committed.as_mut().expect("a worker of a group has a state").placement = placement;
+    }
+}
+
+impl Owned {
+    /// What to give each rank next, so that those that stay hold all shards; `None` when they do.
+    ///
+    /// # Errors
+    /// As for [`replies`](Self::replies).
+    pub fn handed_over(&mut self) -> Result<Option<Vec<Vec<u8>>>, InvalidRows> {
+        if !self.plan_hand_over() {
+            return Ok(None);
+        }
+        let nothing = vec![Vec::new(); self.group().members.len()];
+        self.replies(&nothing).map(Some)
+    }
+
+    /// Takes in what all ranks have [handed over](Self::handed_over).
+    ///
+    /// # Errors
+    /// As for [`receive`](Self::receive).
+    pub fn take_over(&mut self, messages: &[Vec<u8>]) -> Result<(), InvalidRows> {
+        self.receive(&Ids::default(), messages)?;
+        self.hold_copies();
+        Ok(())
     }
 }

@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::saved::SavedShard;
-use super::{Committed, Group, Owned, Settings};
+use super::{Committed, Content, Group, Owned, Ownership, Settings};
 use crate::placement::{Member, Placement};
 use crate::shard::Shard;
 
@@ -101,25 +101,12 @@ impl Recovery {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LostShards(pub Vec<u32>);
 
-impl Owned {
+impl<C: Content> Ownership<C> {
     /// What this worker tells a new group.
     pub fn header(&self) -> Option<OwnedHeader> {
         let committed = self.committed.as_ref()?;
         let staged = Some(self.staged.iter().map(|staged| staged.generation).collect());
         Some(OwnedHeader { step: committed.step, generation: committed.generation, staged })
-    }
-
-    /// The group of these members, in the order of their ranks, starts anew, at step 0: no row
-    /// exists yet.
-    pub fn create(&mut self, generation: u64, members: Vec<Member>) {
-        let shards = self.empty(&self.shards_at_start(&members));
-        self.restore(0, (generation, members), shards);
-    }
-
-    /// Shards of these numbers, without rows.
-    pub fn empty(&self, shards: &[u32]) -> Vec<SavedShard> {
-        let empty = |&number: &u32| SavedShard::new(number, Shard::new(&self.tables));
-        shards.iter().map(empty).collect()
     }
 
     /// The placement of shards that no worker holds.
@@ -167,7 +154,7 @@ impl Owned {
         (step, placement): (u64, Placement),
         recovery: &Recovery,
         (generation, members): (u64, Vec<Member>),
-        older: Vec<SavedShard>,
+        older: Vec<SavedShard<C::Shard>>,
     ) {
         let (placement, left) = recovery.placements(&placement, &members);
         let left = left.filled(&members);
@@ -178,7 +165,12 @@ impl Owned {
         self.committed.as_mut().expect("the group has a state").shards.extend(older);
     }
 
-    fn enter(&mut self, (step, placement): (u64, Placement), recovery: &Recovery, group: Group) {
+    fn enter(
+        &mut self,
+        (step, placement): (u64, Placement),
+        recovery: &Recovery,
+        group: Group<C::Shard>,
+    ) {
         if recovery.held_by(&group.members).any(|worker| worker == self.me) {
             assert_eq!(self.step(), Some(step), "this worker has committed what the group has");
             // Another rank may have learned of the end of a hand-over that this one took part in.
@@ -195,5 +187,20 @@ impl Owned {
     pub fn clear(&mut self) {
         (self.committed, self.group) = (None, None);
         self.staged.clear();
+    }
+}
+
+impl Owned {
+    /// The group of these members, in the order of their ranks, starts anew, at step 0: no row
+    /// exists yet.
+    pub fn create(&mut self, generation: u64, members: Vec<Member>) {
+        let shards = self.empty(&self.shards_at_start(&members));
+        self.restore(0, (generation, members), shards);
+    }
+
+    /// Shards of these numbers, without rows.
+    pub fn empty(&self, shards: &[u32]) -> Vec<SavedShard> {
+        let empty = |&number: &u32| SavedShard::new(number, Shard::new(&self.content));
+        shards.iter().map(empty).collect()
     }
 }

@@ -15,9 +15,9 @@ use std::collections::BTreeMap;
 use std::mem;
 use std::sync::Arc;
 
-use super::{Owned, Staged};
+use super::{Committed, Content, Owned, Ownership, Staged};
 use crate::lookup::{BatchRows, Ids, RowGradients, TableGradients};
-use crate::placement::shard_of;
+use crate::placement::{Placement, shard_of};
 use crate::rows::Rows;
 use crate::shard::Shard;
 use crate::table::Table;
@@ -42,7 +42,7 @@ impl Owned {
     pub fn requests(&self, ids: &Ids) -> Vec<Vec<u8>> {
         let group = self.group();
         let mut requests = vec![Vec::new(); group.members.len()];
-        for table in 0..self.tables.len() {
+        for table in 0..self.content.len() {
             let mut of_ranks = vec![Vec::new(); group.members.len()];
             let ids = ids.of(table);
             for (shard, at) in self.by_shard(table, ids) {
@@ -127,8 +127,8 @@ impl Owned {
     pub fn receive(&mut self, ids: &Ids, replies: &[Vec<u8>]) -> Result<BatchRows, InvalidRows> {
         let mut replies: Vec<Message<'_>> = replies.iter().map(|reply| Message(reply)).collect();
         let group = self.group();
-        let mut values = Vec::with_capacity(self.tables.len());
-        for (index, table) in self.tables.iter().enumerate() {
+        let mut values = Vec::with_capacity(self.content.len());
+        for (index, table) in self.content.iter().enumerate() {
             let (ids, dim) = (ids.of(index), table.dim);
             let mut rows = vec![0.0; ids.len() * dim];
             for (shard, at) in self.by_shard(index, ids) {
@@ -144,7 +144,7 @@ impl Owned {
             if shard != copy.shard {
                 return Err(InvalidRows(format!("shard {shard} in place of {}", copy.shard)));
             }
-            copied.insert(shard, Arc::new(Shard::decode(&mut replies[from], &self.tables)?));
+            copied.insert(shard, Arc::new(Shard::decode(&mut replies[from], &self.content)?));
         }
         if let Some(rest) = replies.iter().find(|reply| !reply.is_empty()) {
             return Err(InvalidRows(format!("{} bytes more than asked for", rest.0.len())));
@@ -164,7 +164,7 @@ impl Owned {
         let mut pushes = vec![head; group.members.len()];
         let mut receivers = vec![Vec::new(); self.settings.shards as usize];
         for (position, index, gradients) in gradients.tables() {
-            let dim = self.tables[index].dim;
+            let dim = self.content[index].dim;
             let mut of_ranks = vec![Vec::new(); group.members.len()];
             for (shard, at) in self.by_shard(index, &gradients.ids) {
                 let receivers: &mut Vec<usize> = &mut receivers[shard as usize];
@@ -212,13 +212,13 @@ impl Owned {
             let of_table = parts.iter().filter(|(_, of, ..)| *of == index);
             TableGradients::with_capacity(of_table.map(|(.., rows, _)| rows).sum(), table.dim)
         };
-        let mut gradients: Vec<_> = self.tables.iter().enumerate().map(empty).collect();
+        let mut gradients: Vec<_> = self.content.iter().enumerate().map(empty).collect();
         let shards_held = &self.committed().shards;
         let mut last = None;
         for (_, index, rows, mut part) in parts {
             let mut ids = part.part(rows * size_of::<u64>())?;
             let mut touches = part.part(rows * size_of::<u32>())?;
-            let mut gradient = vec![0.0; self.tables[index].dim];
+            let mut gradient = vec![0.0; self.content[index].dim];
             for _ in 0..rows {
                 let (id, touches) = (ids.u64()?, touches.u32()?);
                 part.fill(&mut gradient)?;
@@ -233,18 +233,7 @@ impl Owned {
                 gradients[index].add(id, touches, &gradient);
             }
         }
-        let placement = match group.is_settled {
-            true => group.placement.clone(),
-            false => group.placement.after(&group.copies, &group.members),
-        };
-        let per_shard = bytes.div_ceil(shards.max(1)).max(1);
-        let placement = placement.copied_per_step(self.settings.copy_bytes / per_shard);
-        let generation = group.generation;
-        let group = self.group_mut();
-        let mut copied = mem::take(&mut group.copied);
-        copied.extend(group.older.clone());
-        self.staged.retain(|staged| staged.generation != generation);
-        self.staged.push(Staged { generation, placement, copied, gradients });
+        self.keep(gradients, bytes.div_ceil(shards.max(1)));
         Ok(())
     }
 
@@ -252,18 +241,10 @@ impl Owned {
     /// nothing is, so that this worker holds no rows of it.
     pub fn commit(&mut self, commit: StepCommit) -> bool {
         let StepCommit { generation, records, is_applied } = commit;
-        let Some(committed) = &mut self.committed else { return false };
-        let Some(at) = self.staged.iter().position(|staged| staged.generation == generation) else {
-            return false;
-        };
-        let Staged { placement, copied, gradients, .. } = self.staged.swap_remove(at);
-        self.staged.clear();
-        // Rows that only `shards` holds are changed where they are.
-        self.group.iter_mut().for_each(|group| group.older.clear());
-        let step = committed.step + 1;
-        let shards = &mut committed.shards;
-        shards.extend(copied);
-        for (index, (table, gradients)) in self.tables.iter().zip(gradients).enumerate() {
+        let Some((gradients, placement)) = self.take_staged(generation) else { return false };
+        let Committed { step, shards, .. } = self.committed.as_mut().expect("gradients are staged");
+        let step = *step + 1;
+        for (index, (table, gradients)) in self.content.iter().zip(gradients).enumerate() {
             let (scale, dim) = (1.0 / records.max(1) as f32, table.dim);
             let mut mean = vec![0.0; dim];
             let in_shards = by_shard(index as u32, &gradients.ids, self.settings.shards);
@@ -287,11 +268,62 @@ impl Owned {
         }
         let checked = (step % u64::from(self.settings.shards)) as u32;
         if let Some(shard) = shards.get_mut(&checked) {
-            Shard::evict(shard, &self.tables, step as u32);
+            Shard::evict(shard, &self.content, step as u32);
         }
+        self.advance(generation, placement);
+        true
+    }
+
+    fn table(&self, index: u32) -> Result<(usize, &Table), InvalidRows> {
+        let index = index as usize;
+        let table = self.content.get(index);
+        Ok((index, table.ok_or_else(|| InvalidRows(format!("there is no table {index}")))?))
+    }
+
+    /// As the function [`by_shard`].
+    fn by_shard(&self, table: usize, ids: &[u64]) -> Vec<(u32, usize)> {
+        by_shard(table as u32, ids, self.settings.shards)
+    }
+}
+
+impl<C: Content> Ownership<C> {
+    /// Keeps the gradients of all ranks, with the copies that were received, until a step is
+    /// committed. `per_shard`: size of a shard, in bytes.
+    fn keep(&mut self, gradients: C::Gradients, per_shard: u64) {
+        let group = self.group();
+        let placement = match group.is_settled {
+            true => group.placement.clone(),
+            false => group.placement.after(&group.copies, &group.members),
+        };
+        let placement = placement.copied_per_step(self.settings.copy_bytes / per_shard.max(1));
+        let generation = group.generation;
+        let group = self.group_mut();
+        let mut copied = mem::take(&mut group.copied);
+        copied.extend(group.older.clone());
+        self.staged.retain(|staged| staged.generation != generation);
+        self.staged.push(Staged { generation, placement, copied, gradients });
+    }
+
+    /// The next step is committed by the group of this generation: returns the gradients that are
+    /// staged of it, and the placement after it. The copied shards are held from now on.
+    fn take_staged(&mut self, generation: u64) -> Option<(C::Gradients, Placement)> {
+        let committed = self.committed.as_mut()?;
+        let at = self.staged.iter().position(|staged| staged.generation == generation)?;
+        let Staged { placement, copied, gradients, .. } = self.staged.swap_remove(at);
+        self.staged.clear();
+        // What only `shards` holds is changed where it is.
+        self.group.iter_mut().for_each(|group| group.older.clear());
+        committed.shards.extend(copied);
+        Some((gradients, placement))
+    }
+
+    /// The gradients are applied: the step is that of the shards, and `placement` says who holds
+    /// them.
+    fn advance(&mut self, generation: u64, placement: Placement) {
+        let committed = self.committed.as_mut().expect("a worker of a group has a state");
         let me = self.me;
-        shards.retain(|&shard, _| placement.holders(shard).contains(&me));
-        (committed.step, committed.generation) = (step, generation);
+        committed.shards.retain(|&shard, _| placement.holders(shard).contains(&me));
+        (committed.step, committed.generation) = (committed.step + 1, generation);
         if let Some(group) = self.group.as_mut().filter(|group| group.generation == generation) {
             if !group.is_settled {
                 group.is_settled = group.copies.is_empty() && placement.is_as(&group.placement);
@@ -301,18 +333,6 @@ impl Owned {
             group.copied.clear();
         }
         committed.placement = placement;
-        true
-    }
-
-    fn table(&self, index: u32) -> Result<(usize, &Table), InvalidRows> {
-        let index = index as usize;
-        let table = self.tables.get(index);
-        Ok((index, table.ok_or_else(|| InvalidRows(format!("there is no table {index}")))?))
-    }
-
-    /// As the function [`by_shard`].
-    fn by_shard(&self, table: usize, ids: &[u64]) -> Vec<(u32, usize)> {
-        by_shard(table as u32, ids, self.settings.shards)
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::{Committed, Group, Owned, Settings};
+use super::{Committed, Content, Group, Owned, Ownership, Settings};
 use crate::placement::{Member, Placement};
 use crate::shard::Shard;
 use crate::wire::{InvalidRows, Message};
@@ -17,14 +17,14 @@ pub struct SavedShards {
     pub owned: Vec<SavedShard>,
 }
 
-/// The rows of one shard as of a step.
+/// One shard as of a step.
 #[derive(Clone, Debug)]
-pub struct SavedShard {
+pub struct SavedShard<S = Shard> {
     pub(crate) number: u32,
-    pub(crate) shard: Arc<Shard>,
+    pub(crate) shard: Arc<S>,
 }
 
-impl Owned {
+impl<C: Content> Ownership<C> {
     /// The shards that this worker holds when a group of these members starts, whether anew or from
     /// a checkpoint.
     pub fn shards_at_start(&self, members: &[Member]) -> Vec<u32> {
@@ -38,11 +38,11 @@ impl Owned {
         &mut self,
         step: u64,
         (generation, members): (u64, Vec<Member>),
-        saved: Vec<SavedShard>,
+        saved: Vec<SavedShard<C::Shard>>,
     ) {
         let Settings { shards, copies, .. } = self.settings;
         let placement = Placement::new(shards, copies, &members);
-        let shards: BTreeMap<u32, Arc<Shard>> =
+        let shards: BTreeMap<_, _> =
             saved.into_iter().map(|saved| (saved.number, saved.shard)).collect();
         assert!(placement.held_by(self.me).eq(shards.keys().copied()), "all shards are there");
         self.committed = Some(Committed { step, generation, placement: placement.clone(), shards });
@@ -50,21 +50,33 @@ impl Owned {
         self.group = Some(Group::new(generation, members, placement));
     }
 
+    /// Numbers of the shards that each rank of the group owns, by rank.
+    fn of_ranks(&self) -> Vec<Vec<u32>> {
+        let group = self.group();
+        let mut of_ranks = vec![Vec::new(); group.members.len()];
+        for shard in 0..self.settings.shards {
+            of_ranks[group.owner(shard)].push(shard);
+        }
+        of_ranks
+    }
+
+    /// The shards that this worker owns, as of the last commit.
+    fn saved(&self) -> Vec<SavedShard<C::Shard>> {
+        let saved = |(number, shard): (u32, &Arc<C::Shard>)| {
+            let shard = Arc::clone(shard);
+            SavedShard { number, shard }
+        };
+        self.owned_shards().map(saved).collect()
+    }
+}
+
+impl Owned {
     /// What this worker owns as of the last commit. Later commits do not change it.
     ///
     /// # Panics
     /// The worker is in no group.
     pub fn save(&self) -> SavedShards {
-        let group = self.group();
-        let mut of_ranks = vec![Vec::new(); group.members.len()];
-        for shard in 0..self.settings.shards {
-            of_ranks[group.rank(group.placement.holders(shard)[0])].push(shard);
-        }
-        let saved = |(number, shard): (u32, &Arc<Shard>)| {
-            let shard = Arc::clone(shard);
-            SavedShard { number, shard }
-        };
-        SavedShards { of_ranks, owned: self.owned_shards().map(saved).collect() }
+        SavedShards { of_ranks: self.of_ranks(), owned: self.saved() }
     }
 
     /// Reads what [`SavedShard::encode`] has written.
@@ -73,7 +85,7 @@ impl Owned {
     /// The bytes are no shard of these tables, or not the one of this number.
     pub fn decode(&self, number: u32, bytes: &[u8]) -> Result<SavedShard, InvalidRows> {
         let mut message = Message(bytes);
-        let shard = Shard::decode(&mut message, &self.tables)?;
+        let shard = Shard::decode(&mut message, &self.content)?;
         if !message.is_empty() {
             return Err(InvalidRows(format!("{} bytes after a shard", message.0.len())));
         }
@@ -87,11 +99,13 @@ impl Owned {
     }
 }
 
-impl SavedShard {
-    pub(crate) fn new(number: u32, shard: Shard) -> Self {
+impl<S> SavedShard<S> {
+    pub(crate) fn new(number: u32, shard: S) -> Self {
         Self { number, shard: Arc::new(shard) }
     }
+}
 
+impl SavedShard {
     /// Its bytes. The memory of the shard is free as soon as they are there.
     pub fn encode(self) -> Vec<u8> {
         let mut bytes = Vec::new();
