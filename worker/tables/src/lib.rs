@@ -11,6 +11,7 @@
 //! | `placement` | which workers hold which shard, and should |
 //! | `lookup` | ids of a batch, their rows and gradients |
 //! | `owned` | a worker's shards, from its first group to its last |
+//! | `owned::chunks` | the same of an optimizer's state, in place of rows |
 //! | `export` | rows as they are exported |
 //!
 //! **Invariant:** no IO, no clock, no threads: a worker hands this crate what it has received, and
@@ -31,6 +32,7 @@ mod wire;
 pub use self::export::{ExportedRows, Part, collect};
 pub use self::lookup::{BatchRows, Ids, RowGradients, TableGradients, id_of};
 pub use self::optimizer::RowOptimizer;
+pub use self::owned::chunks::{ChunkLayout, ChunkSums, ChunkUpdate, Chunks};
 pub use self::owned::contents::{HeldRow, OwnedSize};
 pub use self::owned::recovery::{LostShards, OwnedHeader, Recovery};
 pub use self::owned::round::StepCommit;

@@ -14,6 +14,7 @@ use crate::placement::{Member, Placement, ShardCopy, shard_of};
 use crate::shard::Shard;
 use crate::table::Table;
 
+pub(crate) mod chunks;
 pub(crate) mod contents;
 mod hand_over;
 pub(crate) mod recovery;

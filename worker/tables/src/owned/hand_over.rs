@@ -24,7 +24,7 @@ impl<C: Content> Ownership<C> {
 
     /// Decides which shards to copy next, so that the ranks that stay hold all. Returns whether
     /// there are any.
-    fn plan_hand_over(&mut self) -> bool {
+    pub(super) fn plan_hand_over(&mut self) -> bool {
         let group = self.group_mut();
         group.copies = group.placement.copies(&group.members);
         !group.copies.is_empty()
@@ -32,7 +32,7 @@ impl<C: Content> Ownership<C> {
 
     /// This rank has received the copies of the plan. Until the end of the hand-over they do not
     /// count: some ranks may not have theirs.
-    fn hold_copies(&mut self) {
+    pub(super) fn hold_copies(&mut self) {
         let group = self.group_mut();
         let copied = mem::take(&mut group.copied).into_iter();
         group.placement = group.placement.after(&group.copies, &group.members);

@@ -289,7 +289,7 @@ impl Owned {
 impl<C: Content> Ownership<C> {
     /// Keeps the gradients of all ranks, with the copies that were received, until a step is
     /// committed. `per_shard`: size of a shard, in bytes.
-    fn keep(&mut self, gradients: C::Gradients, per_shard: u64) {
+    pub(super) fn keep(&mut self, gradients: C::Gradients, per_shard: u64) {
         let group = self.group();
         let placement = match group.is_settled {
             true => group.placement.clone(),
@@ -306,7 +306,7 @@ impl<C: Content> Ownership<C> {
 
     /// The next step is committed by the group of this generation: returns the gradients that are
     /// staged of it, and the placement after it. The copied shards are held from now on.
-    fn take_staged(&mut self, generation: u64) -> Option<(C::Gradients, Placement)> {
+    pub(super) fn take_staged(&mut self, generation: u64) -> Option<(C::Gradients, Placement)> {
         let committed = self.committed.as_mut()?;
         let at = self.staged.iter().position(|staged| staged.generation == generation)?;
         let Staged { placement, copied, gradients, .. } = self.staged.swap_remove(at);
@@ -319,7 +319,7 @@ impl<C: Content> Ownership<C> {
 
     /// The gradients are applied: the step is that of the shards, and `placement` says who holds
     /// them.
-    fn advance(&mut self, generation: u64, placement: Placement) {
+    pub(super) fn advance(&mut self, generation: u64, placement: Placement) {
         let committed = self.committed.as_mut().expect("a worker of a group has a state");
         let me = self.me;
         committed.shards.retain(|&shard, _| placement.holders(shard).contains(&me));

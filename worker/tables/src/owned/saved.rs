@@ -51,7 +51,7 @@ impl<C: Content> Ownership<C> {
     }
 
     /// Numbers of the shards that each rank of the group owns, by rank.
-    fn of_ranks(&self) -> Vec<Vec<u32>> {
+    pub(super) fn of_ranks(&self) -> Vec<Vec<u32>> {
         let group = self.group();
         let mut of_ranks = vec![Vec::new(); group.members.len()];
         for shard in 0..self.settings.shards {
@@ -61,7 +61,7 @@ impl<C: Content> Ownership<C> {
     }
 
     /// The shards that this worker owns, as of the last commit.
-    fn saved(&self) -> Vec<SavedShard<C::Shard>> {
+    pub(super) fn saved(&self) -> Vec<SavedShard<C::Shard>> {
         let saved = |(number, shard): (u32, &Arc<C::Shard>)| {
             let shard = Arc::clone(shard);
             SavedShard { number, shard }

@@ -1,0 +1,318 @@
+//! The state of an optimizer, divided over the workers of a job: the flat vector of parameters is
+//! cut into chunks, and the slots of each chunk are a shard.
+//!
+//! ```text
+//!   gradients ── sum over all ranks ──▶ stage: the sums of the chunks that a rank holds, or will
+//!             ── headers ──▶ commit: slots and parameters of these chunks
+//!             ── parameters of the chunks, from their owners ──▶ all ranks
+//! ```
+//!
+//! A rank gives its header of a step only after it has staged the sums of the step, so every holder
+//! of a chunk can commit a step that any rank has committed. All holders of a chunk have the same
+//! bits: they get the same sums, and the update is a pure function of them.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::round::StepCommit;
+use super::saved::SavedShard;
+use super::{Committed, Content, Ownership, Settings};
+use crate::placement::Member;
+use crate::wire::{InvalidRows, Message, put, put_u32};
+
+/// A worker's chunks of the optimizer's state.
+pub type Chunks = Ownership<ChunkLayout>;
+
+/// How a flat vector of parameters is cut into chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ChunkLayout {
+    /// Number of parameters.
+    pub parameters: usize,
+    /// Number of floats of the optimizer's state per parameter.
+    pub slots: usize,
+    /// Number of parameters of a chunk; the last one may have fewer.
+    pub chunk_len: usize,
+}
+
+/// Sums of the gradients of a step over all ranks, by chunk.
+#[derive(Clone, Debug, Default)]
+pub struct ChunkSums {
+    /// `[parameters of the chunk]`, by number.
+    pub sums: BTreeMap<u32, Vec<f32>>,
+    /// Euclidean norm of the sum over all chunks, if the update needs it.
+    pub norm: Option<f64>,
+}
+
+/// What the owner of a chunk, and its other holders, change with a step.
+#[derive(Debug)]
+pub struct ChunkUpdate<'a> {
+    /// Number of the step, from 0.
+    pub step: u64,
+    /// The chunk's parameters, in the flat vector.
+    pub range: Range<usize>,
+    /// `[slots, parameters of the chunk]`.
+    pub slots: &'a mut [f32],
+    /// `[parameters of the chunk]`.
+    pub sum: &'a [f32],
+    /// As [`ChunkSums::norm`].
+    pub norm: Option<f64>,
+}
+
+impl Content for ChunkLayout {
+    /// `[slots, parameters of the chunk]`.
+    type Shard = Vec<f32>;
+    type Gradients = ChunkSums;
+}
+
+impl ChunkLayout {
+    /// The chunks of so many parameters, with so many slots each.
+    pub fn new(parameters: usize, slots: usize) -> Self {
+        let chunk_len = parameters.div_ceil(CHUNKS_MAX).max(CHUNK_LEN_MIN);
+        Self { parameters, slots, chunk_len: chunk_len.next_multiple_of(CHUNK_LEN_UNIT) }
+    }
+
+    /// Number of chunks, at least 1.
+    pub fn chunks(&self) -> u32 {
+        self.parameters.div_ceil(self.chunk_len).max(1) as u32
+    }
+
+    /// The parameters of a chunk.
+    pub fn range(&self, chunk: u32) -> Range<usize> {
+        let start = chunk as usize * self.chunk_len;
+        start..(start + self.chunk_len).min(self.parameters)
+    }
+
+    /// The chunks that begin within these parameters.
+    pub fn chunks_in(&self, range: Range<usize>) -> Range<u32> {
+        let at = |float: usize| float.div_ceil(self.chunk_len) as u32;
+        at(range.start)..at(range.end).min(self.chunks())
+    }
+
+    /// Number of floats of a chunk's slots.
+    fn floats(&self, chunk: u32) -> usize {
+        self.slots * self.range(chunk).len()
+    }
+
+    /// Takes the slots of a chunk out of those of all parameters: `[slots, parameters]`.
+    pub fn cut(&self, chunk: u32, slots: &[f32]) -> Vec<f32> {
+        let of_slot = |slot: &[f32]| slot[self.range(chunk)].to_vec();
+        slots.chunks_exact(self.parameters.max(1)).flat_map(of_slot).collect()
+    }
+
+    /// Puts the slots of a chunk where they belong in those of all parameters.
+    pub fn paste(&self, chunk: u32, cut: &[f32], slots: &mut [f32]) {
+        let range = self.range(chunk);
+        let parts = cut.chunks_exact(range.len().max(1));
+        for (slot, part) in slots.chunks_exact_mut(self.parameters.max(1)).zip(parts) {
+            slot[range.clone()].copy_from_slice(part);
+        }
+    }
+
+    /// Reads what [`SavedShard::to_bytes`] has written of a chunk.
+    ///
+    /// # Errors
+    /// It is no chunk of this number.
+    pub fn decode(&self, chunk: u32, bytes: &[u8]) -> Result<SavedShard<Vec<f32>>, InvalidRows> {
+        let mut message = Message(bytes);
+        let slots =
+            if chunk < self.chunks() { message.column(self.floats(chunk))? } else { vec![] };
+        if !message.is_empty() {
+            return Err(InvalidRows(format!("{} bytes after chunk {chunk}", message.0.len())));
+        }
+        Ok(SavedShard::new(chunk, slots))
+    }
+}
+
+impl Chunks {
+    /// Worker `me`, without any state.
+    pub fn of_optimizer(me: u64, layout: ChunkLayout) -> Self {
+        let bytes = layout.parameters as u64 * size_of::<f32>() as u64;
+        let copy_bytes = COPY_BYTES_MIN.max(bytes / COPY_STEPS);
+        let settings = Settings { seed: 0, shards: layout.chunks(), copies: COPIES, copy_bytes };
+        Self::of(me, settings, layout)
+    }
+
+    /// How the parameters are cut.
+    pub fn layout(&self) -> ChunkLayout {
+        self.content
+    }
+
+    /// The group of these members, in the order of their ranks, starts anew, at step 0: all slots
+    /// are zero.
+    pub fn create(&mut self, generation: u64, members: Vec<Member>) {
+        let zeros = |chunk| SavedShard::new(chunk, vec![0.0; self.content.floats(chunk)]);
+        let shards = self.shards_at_start(&members).into_iter().map(zeros).collect();
+        self.restore(0, (generation, members), shards);
+    }
+
+    /// What to give each rank, so that it holds the chunks that it should; `None` if all do. All
+    /// ranks come to the same.
+    ///
+    /// # Panics
+    /// The worker is in no group, as below.
+    pub fn copies(&self) -> Option<Vec<Vec<u8>>> {
+        let group = self.group();
+        if group.copies.is_empty() {
+            return None;
+        }
+        let mut messages = vec![Vec::new(); group.members.len()];
+        for copy in group.copies.iter().filter(|copy| copy.from == self.me) {
+            let message = &mut messages[group.rank(copy.to)];
+            put_u32(message, copy.shard as usize);
+            put(message, &self.committed().shards[&copy.shard]);
+        }
+        Some(messages)
+    }
+
+    /// Takes in the [copies](Self::copies) that all ranks have given to this one.
+    ///
+    /// # Errors
+    /// A message is invalid.
+    pub fn receive_copies(&mut self, messages: &[Vec<u8>]) -> Result<(), InvalidRows> {
+        let mut messages: Vec<Message<'_>> = messages.iter().map(|m| Message(m)).collect();
+        let group = self.group();
+        let mut copied = BTreeMap::new();
+        for copy in group.copies.iter().filter(|copy| copy.to == self.me) {
+            let message = &mut messages[group.rank(copy.from)];
+            let chunk = message.u32()?;
+            if chunk != copy.shard {
+                return Err(InvalidRows(format!("chunk {chunk} in place of {}", copy.shard)));
+            }
+            copied.insert(chunk, Arc::new(message.column(self.content.floats(chunk))?));
+        }
+        if let Some(rest) = messages.iter().find(|message| !message.is_empty()) {
+            return Err(InvalidRows(format!("{} bytes more than asked for", rest.0.len())));
+        }
+        self.group_mut().copied = copied;
+        Ok(())
+    }
+
+    /// As [`copies`](Self::copies), when some ranks are about to leave.
+    pub fn handed_over(&mut self) -> Option<Vec<Vec<u8>>> {
+        if self.plan_hand_over() { self.copies() } else { None }
+    }
+
+    /// Takes in what all ranks have [handed over](Self::handed_over).
+    ///
+    /// # Errors
+    /// As for [`receive_copies`](Self::receive_copies).
+    pub fn take_over(&mut self, messages: &[Vec<u8>]) -> Result<(), InvalidRows> {
+        self.receive_copies(messages)?;
+        self.hold_copies();
+        Ok(())
+    }
+
+    /// Whether this worker needs the sum of a chunk: it holds the chunk, or is about to.
+    pub fn needs_sum(&self, chunk: u32) -> bool {
+        self.committed().shards.contains_key(&chunk) || self.group().copied.contains_key(&chunk)
+    }
+
+    /// Keeps the sums of all chunks that this worker [needs](Self::needs_sum) until the step is
+    /// committed.
+    pub fn stage(&mut self, sums: ChunkSums) {
+        let is_whole = |chunk| self.needs_sum(chunk) == sums.sums.contains_key(&chunk);
+        assert!((0..self.content.chunks()).all(is_whole), "sums of all chunks, and no others");
+        self.keep(sums, (self.content.slots * self.content.chunk_len * size_of::<f32>()) as u64);
+    }
+
+    /// The step after this worker's is committed: gives each chunk that it holds to `apply`, if the
+    /// step is applied. Returns the sums, whose memory can be used again, or `None` if nothing is
+    /// staged of the step, so that this worker holds no chunks of it.
+    pub fn commit(
+        &mut self,
+        StepCommit { generation, is_applied, .. }: StepCommit,
+        mut apply: impl FnMut(ChunkUpdate<'_>),
+    ) -> Option<ChunkSums> {
+        let (gradients, placement) = self.take_staged(generation)?;
+        let Committed { step, shards, .. } = self.committed.as_mut().expect("sums are staged");
+        for (&chunk, slots) in shards.iter_mut().filter(|_| is_applied) {
+            let sum = gradients.sums.get(&chunk).expect("the sums of all held chunks are staged");
+            let (step, range, norm) = (*step, self.content.range(chunk), gradients.norm);
+            let slots = Arc::make_mut(slots).as_mut_slice();
+            apply(ChunkUpdate { step, range, slots, sum, norm });
+        }
+        self.advance(generation, placement);
+        Some(gradients)
+    }
+
+    /// The rank that answers for a chunk.
+    pub fn owner(&self, chunk: u32) -> usize {
+        self.group().owner(chunk)
+    }
+
+    /// Digest of the chunks that this worker owns. The sum over all ranks, modulo 2^64, does not
+    /// depend on who owns what.
+    pub fn digest(&self) -> u64 {
+        let digests = self.owned_shards().map(|(chunk, slots)| digest(chunk, slots));
+        digests.fold(0, u64::wrapping_add)
+    }
+
+    /// Digest of the chunk that is compared after the last commit, if this worker holds it: another
+    /// one after each step.
+    pub fn window_digest(&self) -> Option<u64> {
+        let committed = self.committed.as_ref()?;
+        let chunk = (committed.step % u64::from(self.content.chunks())) as u32;
+        committed.shards.get(&chunk).map(|slots| digest(chunk, slots))
+    }
+
+    /// The numbers of the chunks that each rank owns, by rank, and the chunks of this one, as of
+    /// the last commit. Later commits do not change them.
+    pub fn save(&self) -> (Vec<Vec<u32>>, Vec<SavedShard<Vec<f32>>>) {
+        (self.of_ranks(), self.saved())
+    }
+
+    /// Memory of what this worker holds, with the sums of the next step, in bytes.
+    pub fn bytes(&self) -> usize {
+        let staged = self.staged.iter().flat_map(|staged| staged.gradients.sums.values());
+        let floats = self.held().map(|(_, slots)| slots.len()).chain(staged.map(Vec::len));
+        floats.sum::<usize>() * size_of::<f32>()
+    }
+}
+
+impl SavedShard<Vec<f32>> {
+    /// Number of the chunk.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Its slots.
+    pub fn slots(&self) -> &[f32] {
+        &self.shard
+    }
+
+    /// Its bytes, for [`ChunkLayout::decode`].
+    pub fn to_bytes(&self) -> Vec<u8> {
+        bytemuck::cast_slice(&self.shard[..]).to_vec()
+    }
+}
+
+fn digest(chunk: u32, slots: &[f32]) -> u64 {
+    xxh3_64_with_seed(bytemuck::cast_slice(slots), u64::from(chunk) | CHUNK)
+}
+
+/// What the seeds of the digests of chunks differ in from others.
+const CHUNK: u64 = 1 << 34;
+
+/// Number of workers that hold each chunk.
+const COPIES: u32 = 2;
+
+/// Most chunks: with eight workers and their copies, each holds 256.
+const CHUNKS_MAX: usize = 1024;
+
+/// A chunk of fewer parameters costs more for its place than for its content.
+const CHUNK_LEN_MIN: usize = 4096;
+
+/// A cache line of parameters.
+const CHUNK_LEN_UNIT: usize = 16;
+
+/// Bytes that a worker sends and receives between two steps, at least, to copy chunks, and the
+/// number of steps in which it could send as much as there are parameters.
+const COPY_BYTES_MIN: u64 = 4 << 20;
+const COPY_STEPS: u64 = 32;
+
+#[cfg(test)]
+#[path = "chunks/tests.rs"]
+mod tests;
