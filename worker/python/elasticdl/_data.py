@@ -6,6 +6,7 @@ import os
 from . import _elasticdl
 from ._checks import check_count
 from ._job import Job
+from ._passes import Passes
 from ._process import process
 from ._sampler import Record, Sampler
 
@@ -28,6 +29,7 @@ def sampler(
     The records of each step are those of a job with the same ``global_batch``, ``seed`` and
     ``shuffle``, whatever the number of workers; see ``Job.sampler()``. ``commit()`` says that the
     gradient of a micro-batch was used, and ``state_dict()`` is to be saved together with the model.
+    A loop over the sampler is one epoch; several are in ``for epoch in sampler.epochs()``.
 
     In a job of ``elasticdl train``, the workers agree through the master and their ring which
     records are committed. Those of a worker that is lost are yielded by the others, in the same
@@ -50,6 +52,7 @@ def sampler(
         process.enter(job)
         # What the group carries beside the records: one number, which stays zero.
         job.model(1, update=lambda step, records: None)
+        job._worker.loop, job._worker.source = _LOOP, _SOURCE
         return job.sampler(length, micro_batch=micro_batch or 32, **limits, **order)
     rank = _of_environment("RANK", rank, 0)
     world_size = _of_environment("WORLD_SIZE", world_size, 1)
@@ -78,24 +81,30 @@ def sampler(
         rank=rank,
         world_size=world_size,
     )
-    group = _FixedGroup(share, (rank, world_size), length, micro_batch, seed, max_steps)
+    ends = epochs or 1, max_steps
+    group = _FixedGroup(share, (rank, world_size), length, micro_batch, seed, ends)
     group.steps_per_epoch = -(-length // batch)
     return Sampler(group, length, micro_batch, seed)
 
 
-class _FixedGroup:
+# For messages.
+_LOOP, _SOURCE = "sampler.epochs()", "elasticdl.sampler()"
+
+
+class _FixedGroup(Passes):
     """The micro-batches of one rank of a group of a fixed size."""
 
+    loop, source = _LOOP, _SOURCE
     generation = 0
     steps_per_epoch = None
 
-    def __init__(self, share, place, length, micro_batch, seed, max_steps):
+    def __init__(self, share, place, length, micro_batch, seed, ends):
         self.rank, self.world_size = place
         self._share = share
         self._length = length
         self._micro_batch = micro_batch
         self._seed = seed
-        self._max_steps = max_steps
+        self._epochs, self._max_steps = ends
         self.step = 0
         self._begin(0)
 
@@ -108,10 +117,25 @@ class _FixedGroup:
         self._rest = collections.deque()
         self._ends = collections.deque()
 
+    def place(self):
+        return self.records // self._length, self.step
+
+    def begin_epoch(self):
+        self._begin(self.records)
+        return None if self.ended else self.place()[0]
+
+    @property
+    def ended(self):
+        is_last = self._max_steps is not None and self.step >= self._max_steps
+        return is_last or self.place()[0] >= self._epochs
+
     def begin_pass(self):
-        """A loop goes on where the last one ended."""
+        # A rank that restarts when all is trained has an empty loop.
+        if self.step or self.epoch is not None:
+            super().begin_pass()
 
     def draw(self):
+        self.check_loop(self._epochs)
         if not self._rest:
             self._draw_step()
         batch, end = self._rest.popleft()
@@ -123,7 +147,7 @@ class _FixedGroup:
         step = None
         if limit is None or self.step + self._steps_drawn < limit:
             step = self._share.step(self._at)
-        if step is None:
+        if step is None or step.epoch != (self.epoch or 0):
             raise StopIteration
         epoch, indices, end = step.epoch, step.records, step.next
         if end - self._at < self.world_size:

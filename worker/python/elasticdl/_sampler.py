@@ -26,10 +26,9 @@ class Sampler:
     """Yields lists of :class:`Record`: the micro-batches of this worker.
 
     An iterator for a ``for`` loop, or the ``batch_sampler`` of a PyTorch ``DataLoader``, which may
-    load ahead. A loop ends with the job; in ``for epoch in job.epochs()``, and in each job of
-    :mod:`elasticdl.torch`, with the epoch. Each micro-batch must be delivered once, in order: by
-    the step of the job, or by :meth:`commit`. What was drawn and not committed when this worker
-    ends is trained by others.
+    load ahead. A loop ends with the epoch; several are in ``for epoch in sampler.epochs()``. Each
+    micro-batch must be delivered once, in order: by the step of the job, or by :meth:`commit`. What
+    was drawn and not committed when this worker ends is trained by others.
     """
 
     def __init__(self, group, length, micro_batch, seed):
@@ -37,6 +36,11 @@ class Sampler:
         self.length = length
         self.micro_batch = micro_batch
         self.seed = seed
+
+    def epochs(self):
+        """Yields the numbers of the epochs that are left, from 0, as ``Job.epochs()``: each has one
+        loop over the sampler, or its loader."""
+        return self._group.epochs()
 
     def __iter__(self):
         self._group.begin_pass()

@@ -6,6 +6,7 @@ import dataclasses
 
 from . import _elasticdl
 from ._checks import check_count, check_option
+from ._passes import Passes
 from ._sampler import Record, Sampler
 
 
@@ -26,7 +27,7 @@ class Delivered:
     committed: bool
 
 
-class Worker:
+class Worker(Passes):
     """A worker of a job. The jobs of this package have one."""
 
     def __init__(self, core, begin):
@@ -36,17 +37,12 @@ class Worker:
         self.begin = begin
         # What the core returned when the trainer started.
         self.started = None
-        self.ended = False
         # Makes the context in which the trainer acts.
         self.context = contextlib.nullcontext
         # The micro-batches that were drawn and not delivered, in order.
         self.drawn = collections.deque()
         # Number of records that the program's initial state has absorbed.
         self.absorbed = 0
-        # Whether a loop over the sampler is one epoch.
-        self.has_passes = False
-        # The epoch of the loop over ``epochs()``.
-        self.epoch = None
         # Called before each draw.
         self.before_draw = lambda: None
         self._sampler = None
@@ -157,55 +153,32 @@ class Worker:
         """A number of the group's progress; 0 before training begins."""
         return 0 if self.started is None else getattr(self.started.progress, name)
 
-    def epochs(self):
-        """See ``Job.epochs()``."""
+    def place(self):
+        """Epoch and number of the next step."""
+        return self.progress("epoch"), self.progress("step")
+
+    def begin_epoch(self):
+        """See ``Passes``."""
         if self._sampler is None:
             raise RuntimeError("call job.sampler() before job.epochs()")
         self.begin()
-        while True:
-            self.wait()
-            if self.ended:
-                return
-            # What is left of a loader that was not iterated to its end does not count any more.
-            while self.drawn:
-                self.core.deliver(0.0, True)
-                self.drawn.popleft()
-            self.epoch = self.progress("epoch")
-            yield self.epoch
-            if not self.is_epoch_over():
-                raise RuntimeError(
-                    f"the loop over the data was left in epoch {self.epoch}, after step "
-                    f"{self.progress('step')}, before all records of the epoch were trained. "
-                    "Iterate to the loader's end; to train less, end the job with --max-steps "
-                    "(without a master max_steps of job.sampler()), or give it less data"
-                )
-
-    def is_epoch_over(self):
-        """Whether all records of the loop's epoch are committed."""
-        return self.ended or (self.epoch is not None and self.progress("epoch") > self.epoch)
+        self.wait()
+        # What is left of a loader that was not iterated to its end does not count any more.
+        while self.drawn and not self.ended:
+            self.core.deliver(0.0, True)
+            self.drawn.popleft()
+        return None if self.ended else self.progress("epoch")
 
     def begin_pass(self):
         """A loop over the sampler begins."""
-        if not self.has_passes or self.started is None or self.core.work != "train":
-            return
-        if self.is_epoch_over():
-            which = "the job" if self.epoch is None else f"epoch {self.epoch}"
-            raise RuntimeError(
-                f"{which} is complete, and this loop over its data would be empty. Each epoch of "
-                "`for epoch in job.epochs():` has one loop over the loader, and their number is "
-                "--num-epochs (without a master epochs of job.sampler()); for another use of the "
-                "data, such as a test, make another loader, without the job's sampler"
-            )
+        if self.started is not None and self.core.work == "train":
+            super().begin_pass()
 
     def draw(self):
         """The records of the next micro-batch; None if there is none."""
         self.begin()
-        epochs = self.core.options.epochs
-        if self.has_passes and self.epoch is None and epochs > 1 and self.core.work == "train":
-            raise RuntimeError(
-                f"this job has {epochs} epochs, and a loop over the loader is one of them: write "
-                "`for epoch in job.epochs():` around it"
-            )
+        if self.core.work == "train":
+            self.check_loop(self.core.options.epochs)
         self.before_draw()
         batch = self.core.next_batch(self.epoch)
         if batch is not None and batch.must_wait:
@@ -256,6 +229,9 @@ class _JobGroup:
     @property
     def steps_per_epoch(self):
         return self._worker.steps_per_epoch
+
+    def epochs(self):
+        return self._worker.epochs()
 
     def begin_pass(self):
         self._worker.begin_pass()

@@ -21,7 +21,8 @@ def update(step, total):
 
 
 job.model(records, update=update)
-for indices in job.sampler(records, micro_batch=7):
+sampler = job.sampler(records, micro_batch=7)
+for indices in (indices for _ in job.epochs() for indices in sampler):
     gradient = job.gradient
     for index in indices:
         gradient[index] += 1.0

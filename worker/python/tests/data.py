@@ -14,7 +14,8 @@ if len(sys.argv) > 4:
     sampler.load_state_dict(json.loads(pathlib.Path(sys.argv[4]).read_text()))
     assert sampler.state_dict()["records"] > 0
 file = os.open(folder / "lines", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-for indices in sampler:
+for epoch, indices in ((epoch, indices) for epoch in sampler.epochs() for indices in sampler):
+    assert {record.epoch for record in indices} == {epoch}
     time.sleep(micros * len(indices) / 1e6)
     place = (indices[0].epoch * records, *indices)
     os.write(file, (" ".join(str(number) for number in place) + "\n").encode())

@@ -15,7 +15,8 @@ job = elasticdl.join()
 job.model(2, update=lambda step, total: None)
 options = {"global_batch": 48, "epochs": 2, "seed": 5} if len(sys.argv) > 4 else {}
 file = os.open(steps, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-for indices in job.sampler(records, micro_batch=7, **options):
+sampler = job.sampler(records, micro_batch=7, **options)
+for indices in (indices for _ in job.epochs() for indices in sampler):
     assert indices == job.micro_batch
     time.sleep(micros * len(indices) / 1e6)
     # One call, so that lines of several workers do not mix.

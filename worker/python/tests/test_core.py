@@ -46,7 +46,8 @@ def update(step, records):
     job.state[0] += records
 job.model({records}, state=1, update=update)
 orders, order = [], []
-for indices in job.sampler({records}, micro_batch={micro}, global_batch={batch}, epochs=3{more}):
+sampler = job.sampler({records}, micro_batch={micro}, global_batch={batch}, epochs=3{more})
+for indices in (indices for _ in job.epochs() for indices in sampler):
     assert 0 < len(indices) <= {micro}
     order += indices
     for index in indices:
@@ -292,7 +293,7 @@ class Jobs(unittest.TestCase):
                 "    raise ValueError(f'no loss for {len(indices)}')\n"
             )
             options = ["--max-worker-restarts", "0"]
-            with RunningJob([program], workers=1, batch=5, options=options) as job:
+            with RunningJob([program], workers=1, batch=5, epochs=1, options=options) as job:
                 self.assertEqual(job.wait(), 1, job.text())
                 text = str(job.summary())
                 self.assertIn("ValueError: no loss for", text)

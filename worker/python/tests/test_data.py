@@ -51,9 +51,12 @@ def take_step(ranks):
 
 def take_all(ranks, steps=1 << 30):
     taken = []
-    while steps and (records := take_step(ranks)) is not None:
-        taken.append(sorted(records))
-        steps -= 1
+    epochs = [rank.epochs() for rank in ranks]
+    while None not in [next(each, None) for each in epochs]:
+        while (records := take_step(ranks)) is not None:
+            taken.append(sorted(records))
+            if len(taken) == steps:
+                return taken
     return taken
 
 
@@ -94,7 +97,7 @@ class FixedGroups(unittest.TestCase):
             self.assertEqual(steps, alone, f"seed {seed}")
 
     def test_prefetched_micro_batches_are_not_committed(self):
-        (sampler,) = samplers(1, micro_batch=4)
+        (sampler,) = samplers(1, micro_batch=4, epochs=1)
         drawn = [next(sampler) for _ in range(9)]
         self.assertEqual([len(batch) for batch in drawn], [4, 4, 2] * 3)
         committed = [sampler.commit() for _ in range(4)]
@@ -103,6 +106,38 @@ class FixedGroups(unittest.TestCase):
 
     def test_max_steps(self):
         self.assertEqual(len(take_all(samplers(2, max_steps=3))), 3)
+
+    def test_a_loop_over_the_sampler_is_one_epoch(self):
+        def loop(sampler, most=1 << 30):
+            taken = []
+            for records in sampler:
+                taken += records
+                sampler.commit()
+                if len(taken) >= most:
+                    break
+            return {record.epoch for record in taken}, sorted(taken)
+
+        state = samplers(1)[0].state_dict()
+        for records in 0, 50, 103:
+            (sampler,) = samplers(1)
+            sampler.load_state_dict({**state, "records": records})
+            found = [(epoch, *loop(sampler)) for epoch in sampler.epochs()]
+            self.assertEqual([epoch for epoch, *_ in found], list(range(records // 103, 2)))
+            for epoch, epochs, taken in found:
+                self.assertEqual(epochs, {epoch})
+                rest = 103 - (records if epoch == 0 else 0)
+                self.assertEqual(len(set(taken)), rest, f"epoch {epoch} after {records} records")
+            self.assertEqual(sampler.records, 206)
+        (sampler,) = samplers(1, max_steps=12)
+        self.assertEqual([len(loop(sampler)[1]) for _ in sampler.epochs()], [103, 10])
+        for act, expected in (
+            (loop, "there are 2 epochs, and a loop over the data is one of them"),
+            (lambda s: [loop(s) + loop(s) for _ in s.epochs()], "epoch 0 is complete, and this"),
+            (lambda s: [loop(s, 10) for _ in s.epochs()], "left in epoch 0, after step 1, before"),
+        ):
+            with self.assertRaisesRegex(RuntimeError, expected) as refused:
+                act(*samplers(1))
+            self.assertRegex(str(refused.exception), "sampler.epochs\\(\\)|elasticdl.sampler")
 
     def test_torchrun_sets_rank_and_world_size(self):
         program = (
@@ -121,7 +156,7 @@ class FixedGroups(unittest.TestCase):
             (lambda: samplers(1, micro_batch=True), "micro_batch is True; it must be an int"),
             (lambda: samplers(1, shuffle=3), "shuffle is 3; it must be a bool"),
             (lambda: samplers(1)[0].commit(), "there is no micro-batch to commit"),
-            (lambda: next(samplers(12)[0]), "has 10 records, too few for 12 ranks"),
+            (lambda: next(samplers(12, epochs=1)[0]), "has 10 records, too few for 12 ranks"),
             (
                 lambda: elasticdl.sampler(9, rank=2, world_size=2),
                 "rank is 2; it must be below world_size",
@@ -145,7 +180,7 @@ class FixedGroups(unittest.TestCase):
             self.assertIn(expected, str(refused.exception))
 
     def test_a_record_has_the_same_seed_in_every_process(self):
-        record = next(samplers(1)[0])[0]
+        record = next(samplers(1, epochs=1)[0])[0]
         again = pickle.loads(pickle.dumps(record))
         self.assertEqual((record, record.epoch), (again, again.epoch))
         self.assertEqual(record.seed_for(), again.seed_for())

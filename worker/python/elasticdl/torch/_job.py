@@ -28,7 +28,6 @@ class Job(AnyJob):
 
     def __init__(self, core):
         super().__init__(core)
-        self._worker.has_passes = True
         self._net = None
         self._optimizer = None
         self._objects = Objects()
