@@ -5,12 +5,13 @@ use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
 
-/// Runs the tests if `KUBECONFIG` is set.
+/// Runs the tests, which are named by their paths in the executable, if `KUBECONFIG` is set.
 #[must_use]
 pub fn run_tests(tests: &[(&'static str, fn())]) -> ExitCode {
     let has_cluster = std::env::var_os("KUBECONFIG").is_some();
     let trial = |&(name, test): &(&'static str, fn())| {
-        let trial = Trial::test(name, move || {
+        let inside = name.split_once("::").map_or(name, |(_, inside)| inside);
+        let trial = Trial::test(inside, move || {
             test();
             Ok(())
         });
@@ -22,13 +23,3 @@ pub fn run_tests(tests: &[(&'static str, fn())]) -> ExitCode {
 
 /// What a test shows that is ignored.
 const WITHOUT: &str = "needs a cluster: `.ci/cluster`, or KUBECONFIG";
-
-/// The `main` of an executable whose tests need a cluster.
-#[macro_export]
-macro_rules! cluster_tests {
-    ($($test:ident),+ $(,)?) => {
-        fn main() -> std::process::ExitCode {
-            $crate::cluster::run_tests(&[$((stringify!($test), $test as fn())),+])
-        }
-    };
-}

@@ -1,8 +1,6 @@
 //! Workers that are all lost start from a checkpoint in a shared volume, another job resumes from
 //! it, and an exported model is evaluated and predicts while pods are killed.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
@@ -15,6 +13,8 @@ use elasticdl_tests::{each_once, send};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
+use crate::{cluster_tests, namespace};
+
 /// A namespace, and a folder of this machine, which is the node, that pods mount as `/kept`.
 struct VolumeFixture {
     namespace: Namespace,
@@ -24,8 +24,7 @@ struct VolumeFixture {
 
 impl VolumeFixture {
     fn new(test: &str) -> Self {
-        let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
-        namespace.apply_rbac();
+        let namespace = namespace(test);
         let folder = tempfile::tempdir().unwrap();
         // Pods run as an unprivileged user.
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
@@ -141,7 +140,7 @@ fn pods_evaluate_and_predict_each_record_once() {
     assert_eq!(next, RECORDS as i64);
 }
 
-elasticdl_tests::cluster_tests![
+cluster_tests![
     workers_that_are_all_lost_begin_from_a_checkpoint_and_so_does_another_job,
     pods_evaluate_and_predict_each_record_once,
 ];

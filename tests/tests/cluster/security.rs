@@ -2,8 +2,6 @@
 //! connections that a job has, and no others; masters need no right that the manifests do not
 //! grant.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -11,11 +9,7 @@ use std::path::Path;
 use elasticdl_tests::cluster::{Job, Namespace, Peer, allows, kubectl, must, text};
 use serde_json::{Value, json};
 
-fn namespace(test: &str) -> Namespace {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
-    namespace.apply_rbac();
-    namespace
-}
+use crate::{ELASTICDL, cluster_tests, namespace};
 
 /// Output of `kubectl get` for these kinds, with all that the objects contain.
 fn yaml(namespace: &Namespace, kinds: &str) -> String {
@@ -131,7 +125,7 @@ current-context: user
 }
 
 fn a_user_with_the_rights_of_a_submitter_runs_jobs_with_a_role_each() {
-    let namespace = Namespace::new("roles", env!("CARGO_BIN_EXE_elasticdl-under-test"));
+    let namespace = Namespace::new("roles", ELASTICDL);
     namespace.apply_shipped("rbac-per-job.yaml");
     namespace.apply("apiVersion: v1\nkind: ServiceAccount\nmetadata: {name: user}\n");
     let user = format!("--serviceaccount={}:user", namespace.name());
@@ -315,7 +309,7 @@ fn events_name_the_users_who_scale_stop_and_delete_a_job() {
     job.assert_deletes();
 }
 
-elasticdl_tests::cluster_tests![
+cluster_tests![
     secrets_reach_the_environment_of_the_workers_and_no_other_place,
     what_a_worker_pod_refers_to_is_checked_before_any_object_is_created,
     a_user_with_the_rights_of_a_submitter_runs_jobs_with_a_role_each,

@@ -1,27 +1,22 @@
 //! In a real cluster, pods that are deleted, force-deleted or killed inside, masters that are, and
 //! a Service that is deleted cost no record; a deleted job leaves nothing; scaling, stopping and
-//! deleting are named in events.
+//! deleting are named in events; at rest a job makes at most ten API calls a minute.
 //!
 //! The model's parameters count records, so the last line of its summary can be compared with the
 //! ledger.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::collections::BTreeSet;
 use std::process::Command;
+use std::time::Duration;
 
 use elasticdl_tests::cluster::{
-    ChildOutput, Job, Namespace, kubectl, must, name, pod_template, text, uid,
+    ApiServer, ChildOutput, Job, Namespace, calls, kubectl, must, name, pod_template, text, uid,
 };
 use elasticdl_tests::{Browser, Page, send};
 use rustix::process::Signal;
 use serde_json::Value;
 
-fn namespace(test: &str) -> Namespace {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
-    namespace.apply_rbac();
-    namespace
-}
+use crate::{ELASTICDL, cluster_tests, namespace};
 
 fn three_pods_train_each_record_once_and_leave_nothing() {
     let namespace = namespace("train");
@@ -228,7 +223,7 @@ fn a_job_is_scaled_detached_and_stopped_from_outside() {
 }
 
 fn a_namespace_without_rights_is_refused_before_any_object_is_created() {
-    let namespace = Namespace::new("rights", env!("CARGO_BIN_EXE_elasticdl-under-test"));
+    let namespace = Namespace::new("rights", ELASTICDL);
     let (code, output) = Job::start(&namespace, "count", &["--num-workers", "1"], 0).wait();
     assert_eq!(code, Some(1), "{output}");
     for word in ["service account elasticdl", "manifests/rbac.yaml", namespace.name()] {
@@ -266,7 +261,37 @@ fn a_missing_image_ends_the_command_with_its_name() {
     job.assert_deletes();
 }
 
-elasticdl_tests::cluster_tests![
+fn a_job_at_rest_makes_few_api_calls() {
+    let namespace = namespace("rest");
+    let log = ApiServer::new().audit();
+    // An epoch takes longer than the test, so that the end of an epoch is not reported meanwhile.
+    let job = Job::start(&namespace, "count", &["--num-workers", "4", "--num-epochs", "4"], 60_000);
+    let _ = job.wait_for_group(4);
+    // Right after the first step there may still be changes to report.
+    std::thread::sleep(Duration::from_secs(10));
+    let count =
+        || calls(&log).into_iter().filter(|call| call.home == namespace.name()).collect::<Vec<_>>();
+    let before = count().len();
+    std::thread::sleep(Duration::from_secs(60));
+    let asked = count().split_off(before);
+    assert!(
+        !asked.is_empty() && asked.len() <= 10,
+        "{} calls in a minute: {asked:#?}",
+        asked.len()
+    );
+    let master = job.wait_for("its master", || namespace.leader("count"));
+    let pid = Namespace::process_inside(&master, "elasticdl").unwrap();
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    let kib: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
+    println!("{} calls in a minute; at most {kib} KiB of memory", asked.len());
+    // Of a build that is not optimized.
+    assert!(kib <= 60 << 10, "{kib} KiB");
+    job.assert_completes(4);
+}
+
+cluster_tests![
+    a_job_at_rest_makes_few_api_calls,
     three_pods_train_each_record_once_and_leave_nothing,
     pods_that_are_deleted_and_killed_cost_no_record,
     the_page_of_a_job_shows_it_scales_it_and_stops_it,

@@ -1,8 +1,6 @@
 //! Jobs in a real cluster live with its limits: memory, disk, quotas, configuration, capacity,
 //! neighbours.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -13,11 +11,7 @@ use elasticdl_tests::cluster::{Job, Namespace, pod_template, text, uid};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt as _, SeedableRng as _};
 
-fn namespace(test: &str) -> Namespace {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
-    namespace.apply_rbac();
-    namespace
-}
+use crate::{cluster_tests, namespace};
 
 /// The events that `elasticdl status --json` prints; none while it prints no status.
 fn events(namespace: &Namespace, job: &str) -> String {
@@ -182,7 +176,7 @@ fn fifteen_thousand_files_with_long_paths_are_no_limit() {
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
 }
 
-elasticdl_tests::cluster_tests![
+cluster_tests![
     two_jobs_train_side_by_side,
     a_quota_holds_a_job_at_the_size_that_fits_until_it_is_raised,
     workers_over_their_memory_limit_end_the_job_with_the_option_that_helps,

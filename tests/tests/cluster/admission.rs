@@ -1,17 +1,11 @@
 //! Quotas on limits, limit ranges and webhooks that refuse the master are reported by `elasticdl
 //! train` at once; jobs run under any user id.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{Job, Namespace, PriorityClass, kubectl, must, pod_template, text};
 
-fn namespace(test: &str) -> Namespace {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
-    namespace.apply_rbac();
-    namespace
-}
+use crate::{cluster_tests, namespace};
 
 /// Asserts that a submission ends at once with a message that contains these words, and leaves
 /// nothing.
@@ -136,7 +130,7 @@ fn a_job_runs_under_a_user_id_that_no_image_knows_with_a_class_for_all_pods() {
     job.assert_completes(25);
 }
 
-elasticdl_tests::cluster_tests![
+cluster_tests![
     a_quota_on_limits_is_reported_at_once_and_met_by_options_or_by_a_limit_range,
     a_quota_that_is_exhausted_is_waited_for,
     a_webhook_that_refuses_the_masters_pod_is_reported_at_once,

@@ -1,9 +1,6 @@
 //! Masters in a real cluster that are cut off, stopped, evicted and lost are followed by another
 //! one while their workers train, with default options.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-#![allow(clippy::print_stdout, reason = "figures of the cluster")]
-
 use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -14,11 +11,7 @@ use elasticdl_tests::send;
 use rustix::process::Signal;
 use serde_json::Value;
 
-fn namespace(test: &str) -> Namespace {
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
-    namespace.apply_rbac();
-    namespace
-}
+use crate::{cluster_tests, namespace};
 
 fn uids(pods: &[Value]) -> BTreeSet<String> {
     pods.iter().map(|pod| uid(pod).to_owned()).collect()
@@ -217,7 +210,7 @@ fn the_job_waits_for_a_replacement_whose_image_is_missing() {
     job.assert_completes(60);
 }
 
-elasticdl_tests::cluster_tests![
+cluster_tests![
     a_master_that_is_cut_off_reset_or_stopped_costs_no_worker,
     masters_that_are_deleted_and_drained_repeatedly_are_replaced_within_seconds,
     a_master_that_is_killed_repeatedly_is_followed_by_its_standby,

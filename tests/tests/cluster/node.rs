@@ -1,11 +1,7 @@
 //! Jobs survive an API server that is unavailable for 30 s, a lost and a drained node, preemption,
-//! and 29 workers lost at once; two jobs share a node evenly; at rest a job makes at most ten API
-//! calls a minute.
+//! and 29 workers lost at once; two jobs share a node evenly.
 //!
 //! These disturb everything else in the cluster, so only one of them runs at a time.
-
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-#![allow(clippy::print_stdout, reason = "figures of the cluster")]
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -14,19 +10,20 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use elasticdl_tests::cluster::{
-    ApiServer, ChildOutput, Job, Namespace, Node, PriorityClass, RECORDS, SecondNode, calls,
-    kubectl, must, name, pod_template, uid,
+    ApiServer, ChildOutput, Job, Namespace, Node, PriorityClass, RECORDS, SecondNode, kubectl,
+    must, name, pod_template, uid,
 };
 use elasticdl_tests::{assert_exactly_once, counting_data};
 use serde_json::Value;
+
+use crate::{ELASTICDL, cluster_tests};
 
 static NODE: Mutex<()> = Mutex::new(());
 
 /// A namespace, and exclusive use of the cluster for as long as the guard lives.
 fn namespace(test: &str) -> (Namespace, MutexGuard<'static, ()>) {
     let guard = NODE.lock().unwrap_or_else(PoisonError::into_inner);
-    let namespace = Namespace::new(test, env!("CARGO_BIN_EXE_elasticdl-under-test"));
-    namespace.apply_rbac();
+    let namespace = crate::namespace(test);
     (namespace, guard)
 }
 
@@ -264,35 +261,6 @@ fn thirty_workers_that_are_lost_at_once_are_replaced_in_parallel() {
     job.assert_completes(100);
 }
 
-fn a_job_at_rest_makes_few_api_calls() {
-    let (namespace, _guard) = namespace("rest");
-    let log = ApiServer::new().audit();
-    // An epoch takes longer than the test, so that the end of an epoch is not reported meanwhile.
-    let job = Job::start(&namespace, "count", &["--num-workers", "4", "--num-epochs", "4"], 60_000);
-    let _ = job.wait_for_group(4);
-    // Right after the first step there may still be changes to report.
-    std::thread::sleep(Duration::from_secs(10));
-    let count =
-        || calls(&log).into_iter().filter(|call| call.home == namespace.name()).collect::<Vec<_>>();
-    let before = count().len();
-    std::thread::sleep(Duration::from_secs(60));
-    let asked = count().split_off(before);
-    assert!(
-        !asked.is_empty() && asked.len() <= 10,
-        "{} calls in a minute: {asked:#?}",
-        asked.len()
-    );
-    let master = job.wait_for("its master", || namespace.leader("count"));
-    let pid = Namespace::process_inside(&master, "elasticdl").unwrap();
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
-    let kib: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
-    println!("{} calls in a minute; at most {kib} KiB of memory", asked.len());
-    // Of a build that is not optimized.
-    assert!(kib <= 60 << 10, "{kib} KiB");
-    job.assert_completes(4);
-}
-
 fn the_commands_of_the_readme_suffice_for_a_fresh_cluster() {
     let (_namespace, _guard) = namespace("readme");
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
@@ -304,7 +272,7 @@ fn the_commands_of_the_readme_suffice_for_a_fresh_cluster() {
     };
     assert_eq!(apply, "kubectl apply -f manifests/");
     must(kubectl().args(["apply", "-f", "manifests/"]).current_dir(root));
-    let namespace = Namespace::existing("elasticdl", env!("CARGO_BIN_EXE_elasticdl-under-test"));
+    let namespace = Namespace::existing("elasticdl", ELASTICDL);
     // The data: a claim with the name in the README.
     let data = tempfile::tempdir().unwrap();
     std::fs::set_permissions(data.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -315,7 +283,7 @@ fn the_commands_of_the_readme_suffice_for_a_fresh_cluster() {
     let (options, program) =
         words.strip_prefix("elasticdl train ").unwrap().split_once(" -- ").unwrap();
     assert_eq!(program.trim(), "mnist");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_elasticdl-under-test"));
+    let mut command = Command::new(ELASTICDL);
     command.arg("train").args(options.split_whitespace());
     command.args(["--", "counting", "--records", &RECORDS.to_string()]);
     let (code, output) = ChildOutput::start(command).wait();
@@ -365,13 +333,12 @@ impl Drop for Volume {
 /// How long the API server does not answer.
 const UNAVAILABLE: Duration = Duration::from_secs(30);
 
-elasticdl_tests::cluster_tests![
+cluster_tests![
     training_continues_while_the_api_server_is_unavailable,
     drained_workers_come_back_with_the_node,
     a_master_whose_node_is_lost_is_replaced_while_its_workers_train,
     preempted_workers_come_back_when_the_service_is_deleted,
     two_jobs_share_the_node_evenly_and_a_service_preempts_all_tiers_but_the_core,
     thirty_workers_that_are_lost_at_once_are_replaced_in_parallel,
-    a_job_at_rest_makes_few_api_calls,
     the_commands_of_the_readme_suffice_for_a_fresh_cluster,
 ];

@@ -1,13 +1,13 @@
 //! The images build, and train a model in three pods.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::fmt::Write as _;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 
-use elasticdl_tests::cluster::{ChildOutput, Namespace, text};
+use elasticdl_tests::cluster::{ChildOutput, text};
 use elasticdl_tests::each_once;
+
+use crate::{cluster_tests, namespace};
 
 /// Number of rows of the sample data.
 const ROWS: u64 = 3000;
@@ -29,8 +29,7 @@ fn points() -> tempfile::TempDir {
 
 fn the_images_train_a_model_in_three_pods() {
     let tag = std::env::var("ELASTICDL_IMAGES").expect("ELASTICDL_IMAGES is the images' tag");
-    let namespace = Namespace::new("images", env!("CARGO_BIN_EXE_elasticdl-under-test"));
-    namespace.apply_rbac();
+    let namespace = namespace("images");
     let data = points();
     let volume = format!("host_path={},mount_path=/data,read_only=true", data.path().display());
     let (examples, elasticdl) =
@@ -63,4 +62,4 @@ fn the_images_train_a_model_in_three_pods() {
     assert_eq!(namespace.leftovers(), Vec::<String>::new());
 }
 
-elasticdl_tests::cluster_tests![the_images_train_a_model_in_three_pods,];
+cluster_tests![the_images_train_a_model_in_three_pods,];
