@@ -38,6 +38,13 @@ fn cargo(crate_path: &Path, command: &str) -> Command {
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args([command, "--offline"]).current_dir(crate_path);
     cargo.env("CARGO_TARGET_DIR", target).env("CARGO_PROFILE_DEV_DEBUG", "0");
+    // Those of this test's package, by which build scripts would seem to have been run for another.
+    let of_package = ["CARGO_MANIFEST_", "CARGO_PKG_"];
+    for (name, _) in std::env::vars_os() {
+        if of_package.iter().any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes())) {
+            cargo.env_remove(name);
+        }
+    }
     cargo
 }
 
