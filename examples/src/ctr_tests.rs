@@ -1,4 +1,4 @@
-use elasticdl::{BatchRows, Reader as _};
+use elasticdl::{BatchRows, Column, Reader as _};
 
 use super::*;
 
@@ -81,6 +81,31 @@ fn check_gradients(kind: &str) {
 }
 
 #[test]
+fn predictions_stand_beside_the_best_possible_ones() {
+    let (mut model, batch, parameters, rows) = batch("deepfm");
+    let predictions = model.predict_with_rows(&parameters, batch.clone(), &rows).unwrap();
+    let [(label, labels), (probability, Column::F32(predicted)), (best, Column::F32(of_best))] =
+        predictions.columns()
+    else {
+        panic!("{predictions:?}")
+    };
+    assert_eq!(
+        [label, probability, best].map(|name| &**name),
+        ["label", "probability", "best_probability"]
+    );
+    let expected = batch.clicks.iter().map(|click| click.label as i64).collect();
+    assert_eq!(*labels, Column::I64(expected));
+    let logits = batch.clicks.iter().map(|click| click.logit.unwrap());
+    assert_eq!(*of_best, logits.map(network::probability).collect::<Vec<_>>());
+    assert!(predicted.iter().all(|p| (0.0..1.0).contains(p)) && predicted != of_best);
+    // The logits of Criteo's clicks are not known.
+    let mut unknown = batch;
+    unknown.clicks.iter_mut().for_each(|click| click.logit = None);
+    let predictions = model.predict_with_rows(&parameters, unknown, &rows).unwrap();
+    assert_eq!(predictions.columns().len(), 2);
+}
+
+#[test]
 fn records_depend_on_their_numbers_alone() {
     let mut reader = Clicks { seed: 1, ids: 10_000_000 };
     let mut read = |source: &str| {
@@ -96,4 +121,19 @@ fn records_depend_on_their_numbers_alone() {
     for wrong in ["clicks:5..5", "clicks:7"] {
         assert!(reader.describe(wrong).unwrap_err().to_string().contains("clicks:FROM..TO"));
     }
+}
+
+#[test]
+fn the_manifest_has_a_command_that_the_program_takes() {
+    let options = include_str!("../../manifests/example/ctr.toml");
+    let value = |key: &str| {
+        let lines = options.lines().filter_map(|line| line.split_once(" = "));
+        lines.filter(|(name, _)| *name == key).map(|(_, value)| value).next().unwrap()
+    };
+    let program: Vec<String> = serde_json::from_str(value("program")).unwrap();
+    assert_eq!(program[0], "ctr");
+    let mut reader = ClickModel::try_parse_from(program).unwrap().reader();
+    let sources = ["training-data", "validation-data"].map(|key| value(key).replace('"', ""));
+    let records = sources.map(|source| reader.describe(&source).unwrap().files[0].records);
+    assert_eq!(records, [2_000_000, 100_000]);
 }

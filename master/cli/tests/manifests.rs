@@ -39,9 +39,25 @@ fn the_example_equals_the_output_of_a_dry_run() {
     ];
     let (success, made, error) = dry_run(&options.concat());
     assert!(success, "{error}");
-    let path = manifest("example/job.yaml");
+    check_golden("example/job.yaml", &made);
+}
+
+#[test]
+fn the_example_with_tables_equals_the_output_of_a_dry_run() {
+    let output = Command::new(env!("CARGO_BIN_EXE_elasticdl"))
+        .args(["train", "--dry-run", "--config"])
+        .arg(manifest("example/ctr.toml"))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    check_golden("example/ctr.yaml", &String::from_utf8(output.stdout).unwrap());
+}
+
+/// Checks that a manifest is what `--dry-run` has printed, or replaces it.
+fn check_golden(name: &str, made: &str) {
+    let path = manifest(name);
     if std::env::var_os("ELASTICDL_BLESS").is_some() {
-        std::fs::write(&path, &made).unwrap();
+        std::fs::write(&path, made).unwrap();
     }
     let golden = std::fs::read_to_string(&path).unwrap();
     assert!(

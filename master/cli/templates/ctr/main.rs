@@ -18,8 +18,8 @@ use clap::{Parser, ValueEnum};
 use clicks::{CATEGORIES, Click, Clicks};
 use data::Data;
 use elasticdl::{
-    Adam, Gradients, Ids, Loss, Metrics, Model, NamedTensor, RowOptimizer, Table, TableModel,
-    UpdateRule, UserError,
+    Adam, BatchRows, Gradients, Ids, Loss, Metrics, Model, NamedTensor, Predictions, RowOptimizer,
+    Table, TableModel, UpdateRule, UserError,
 };
 use network::{DIM, HIDDEN, INPUTS, Network};
 
@@ -87,6 +87,26 @@ impl TableModel for ClickModel {
             }
         }
         Ok(())
+    }
+
+    /// The label, the probability of a click, and the best possible one of generated clicks.
+    fn predict_with_rows(
+        &mut self,
+        parameters: &[f32],
+        batch: Batch,
+        rows: &BatchRows,
+    ) -> Result<Predictions, UserError> {
+        let mut network = Network::new(parameters, self.model == Kind::Deepfm);
+        let records = || batch.clicks.iter().zip(batch.rows.chunks_exact(CATEGORIES));
+        let logits = records().map(|(click, at)| network.forward(&click.dense, at, rows));
+        let predicted = logits.map(network::probability).collect();
+        let labels = batch.clicks.iter().map(|click| i64::from(click.label > 0.0)).collect();
+        let predictions = Predictions::new().i64("label", labels).f32("probability", predicted);
+        let best = batch.clicks.iter().map(|click| click.logit.map(network::probability));
+        Ok(match best.collect::<Option<Vec<f32>>>() {
+            Some(best) => predictions.f32("best_probability", best),
+            None => predictions,
+        })
     }
 }
 

@@ -10,10 +10,12 @@
 //! | `second_copy_cost` | records/s with one copy of each row, over those with two, less 1 | `speed` |
 //! | `vs_plain`, `vs_ddp` | records/s over PyTorch's, with one process and with several | `speed` |
 //! | `bytes_per_row` | memory of a row of 16 numbers with row-wise Adagrad, one copy | here |
+//! | `auc_ratio` | AUC of the example `ctr` over the best possible one | `auc` |
 //!
 //! PyTorch is taken from `ELASTICDL_PYTHON_ENV`, or where `.ci/python` installs it; without it, its
 //! keys are null. `--only` measures a part. The program builds the programs that it measures.
 
+mod auc;
 mod pauses;
 mod schedules;
 mod speed;
@@ -32,7 +34,7 @@ use serde_json::{Map, Value, json};
 #[derive(Debug, Parser)]
 struct Arguments {
     /// Parts to measure
-    #[arg(long, value_delimiter = ',', default_value = "memory,speed,pauses,schedules")]
+    #[arg(long, value_delimiter = ',', default_value = "memory,speed,pauses,schedules,auc")]
     only: Vec<String>,
     /// Jobs under random faults
     #[arg(long, default_value_t = 200)]
@@ -52,6 +54,12 @@ struct Arguments {
     /// Records of a speed measurement
     #[arg(long, default_value_t = 200_000)]
     records: u64,
+    /// Records that the model is trained on whose AUC is measured
+    #[arg(long, default_value_t = 16_000_000)]
+    auc_records: u64,
+    /// Ids of the largest category there: the more, the fewer records tell about each
+    #[arg(long, default_value_t = 10_000)]
+    auc_ids: u64,
     /// Also write the result to this file
     #[arg(long)]
     json: Option<PathBuf>,
@@ -71,6 +79,7 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     let mut result = Map::new();
     for part in &arguments.only {
         let measured = match part.as_str() {
+            "auc" => auc::measure(arguments)?,
             "memory" => json!({ "bytes_per_row": bytes_per_row(1_000_000)? }),
             "pauses" => pauses::measure(arguments)?,
             "schedules" => schedules::measure(arguments)?,

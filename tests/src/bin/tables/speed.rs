@@ -103,7 +103,8 @@ fn python() -> Option<PathBuf> {
     has_torch.then_some(python)
 }
 
-fn ctr() -> Result<PathBuf, Box<dyn Error>> {
+/// The example.
+pub(crate) fn ctr() -> Result<PathBuf, Box<dyn Error>> {
     built("elasticdl-examples", "ctr")
 }
 

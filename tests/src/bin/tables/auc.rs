@@ -1,0 +1,92 @@
+//! How well the example `ctr` predicts the clicks that it was not trained on, beside the
+//! probabilities that these clicks were drawn from. No model predicts better than those.
+
+use std::error::Error;
+
+use elasticdl_tests::Command;
+use serde_json::{Value, json};
+
+use crate::speed::ctr;
+use crate::{Arguments, built};
+
+pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
+    let (elasticdl, ctr) = (built("elasticdl-tests", "elasticdl-under-test")?, ctr()?);
+    let folder = tempfile::tempdir()?;
+    let path = |name: &str| folder.path().join(name);
+    let program = || {
+        let ids = arguments.auc_ids.to_string();
+        let options = ["--model", "deepfm", "--table-learning-rate", TABLE_LEARNING_RATE, "--ids"];
+        let words = options.into_iter().map(Into::into).chain([ids.into()]);
+        [ctr.clone().into_os_string()].into_iter().chain(words)
+    };
+    let trained = Command::new(&elasticdl, path("train"), program())
+        .option("checkpoint-dir", "none")
+        .option("num-workers", "2")
+        .option("training-data", format!("clicks:0..{}", arguments.auc_records))
+        .option("global-batch-size", "1024")
+        .option("export", path("m.safetensors"))
+        .run();
+    trained.assert_outcome(0, "completed");
+    let first = arguments.auc_records;
+    let predicted = Command::new(&elasticdl, path("predict"), program())
+        .verb("predict")
+        .option("num-workers", "2")
+        .option("model", path("m.safetensors"))
+        .option("data", format!("clicks:{first}..{}", first + TEST_RECORDS))
+        .option("predictions", path("predictions"))
+        .option("format", "csv")
+        .run();
+    predicted.assert_outcome(0, "completed");
+    let [mut predicted, mut best] = [Vec::new(), Vec::new()];
+    for file in std::fs::read_dir(path("predictions"))? {
+        let text = std::fs::read_to_string(file?.path())?;
+        for line in text.lines().skip(1) {
+            let [label, probability, of_best] = line.split(',').collect::<Vec<_>>()[..] else {
+                return Err(format!("{line}: not a label and two probabilities").into());
+            };
+            predicted.push((probability.parse()?, label == "1"));
+            best.push((of_best.parse()?, label == "1"));
+        }
+    }
+    let (auc, ceiling) = (auc(&mut predicted), auc(&mut best));
+    Ok(json!({
+        "auc": auc, "auc_ceiling": ceiling, "auc_ratio": auc / ceiling,
+        "auc_records": { "trained": arguments.auc_records, "tested": predicted.len() },
+    }))
+}
+
+/// Area under the curve of true by false positives: the probability that a click has a higher score
+/// than another record, where equal scores count half. Mann, Whitney, Ann. Math. Stat. 18 (1947).
+fn auc(scores: &mut [(f32, bool)]) -> f64 {
+    scores.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    let clicks = scores.iter().filter(|(_, is_click)| *is_click).count() as f64;
+    let (mut below, mut pairs) = (0.0, 0.0);
+    for equal in scores.chunk_by(|(a, _), (b, _)| a == b) {
+        let clicks = equal.iter().filter(|(_, is_click)| *is_click).count() as f64;
+        let others = equal.len() as f64 - clicks;
+        pairs += clicks * (below + others / 2.0);
+        below += others;
+    }
+    pairs / (clicks * below)
+}
+
+/// Records after those of the training.
+const TEST_RECORDS: u64 = 200_000;
+/// The rows of rare ids are touched a few hundred times at most.
+const TABLE_LEARNING_RATE: &str = "0.2";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn auc_is_the_share_of_pairs_in_order() {
+        let of = |scores: &[(f32, bool)]| auc(&mut scores.to_vec());
+        assert_eq!(of(&[(0.9, true), (0.1, false), (0.8, true)]), 1.0);
+        assert_eq!(of(&[(0.1, true), (0.9, false)]), 0.0);
+        assert_eq!(of(&[(0.5, true), (0.5, false), (0.5, false)]), 0.5);
+        // Of six pairs, four are in order and one has equal scores.
+        let mixed = [(0.2, false), (0.7, true), (0.7, false), (0.9, false), (0.95, true)];
+        assert_eq!(of(&mixed), 4.5 / 6.0 + 0.5 / 6.0);
+    }
+}
