@@ -19,7 +19,7 @@ use crate::buckets::SummedBuckets;
 use crate::donor::{Donor, StateNote};
 use crate::exact_sum::ExactSum;
 use crate::exports::Exports;
-use crate::external::{Progress, observe};
+use crate::external::{Progress, WEIGHT, observe};
 use crate::failure::{Failure, call_user};
 use crate::gap::GapTimer;
 use crate::machine::{self, Links, Machine, Records, receive};
@@ -438,7 +438,9 @@ impl<M: Model> Trainer<'_, M> {
         let is_alone = tensors.group().is_none_or(|group| group.world_size() == 1);
         tensors.retain_reduced(is_alone)?;
         if let Some(tables) = &mut self.tables {
-            tables.commit(step, self.session.in_round(), (records, is_applied))?;
+            let weight = self.session.tally().get(WEIGHT).copied();
+            let divisor = weight.unwrap_or(records as f64) as f32;
+            tables.commit(step, self.session.in_round(), (divisor, is_applied))?;
         }
         // The commit may end this group.
         let generation = self.session.group_rank().map(|(generation, _)| generation);

@@ -46,6 +46,17 @@ class AnyJob:
             raise RuntimeError("job.is_main is known when the first micro-batch was drawn")
         return self.rank == 0
 
+    def print(self, *values, sep=" ", end="\n"):
+        """As ``print()``, on the main worker alone, for the console of a local job. Before the
+        first draw, it is the first worker that the job has started."""
+        core = self._worker.core
+        if core is None or core.is_alone:
+            print(*values, sep=sep, end=end)
+        elif self.is_main if self.world_size else core.id <= 1:
+            # The command shows lines that begin so.
+            text = sep.join(map(str, values)).replace("\n", "\n\x1e")
+            print("\x1e" + text, end=end, flush=True)
+
     @property
     def world_size(self):
         """Number of workers in the group; 0 before the first group."""
@@ -218,7 +229,7 @@ class Job(AnyJob):
         calls = Calls(
             initialize=lambda seed, address: initialize(seed),
             update=lambda step, records, loads, address: update(step, records),
-            load=lambda: None,
+            load=lambda trains: None,
         )
         self._model = {"tensors": [(name, [parameters])], "slots": state, "calls": calls}
 

@@ -55,7 +55,7 @@ struct Calls {
     initialize: Py<PyAny>,
     /// `update(step, records, loads, address of the sum)`.
     update: Py<PyAny>,
-    /// `load()`: the parameters are new.
+    /// `load(trains)`: the parameters are new, and if the worker trains, its state.
     load: Py<PyAny>,
 }
 
@@ -317,7 +317,7 @@ impl Core {
                 }
                 Some(Event::Gradient { loads }) => {
                     if loads {
-                        self.call(py, |calls| &calls.load)?.call0(py)?;
+                        self.call(py, |calls| &calls.load)?.call1(py, (true,))?;
                     }
                     return Ok(true);
                 }
@@ -509,7 +509,7 @@ impl Core {
         records: Vec<Record>,
         which: impl Fn(&Training) -> Option<Py<PyAny>>,
     ) -> PyResult<Py<PyAny>> {
-        self.call(py, |calls| &calls.load)?.call0(py)?;
+        self.call(py, |calls| &calls.load)?.call1(py, (false,))?;
         let run = self.training(|training| which(training))?;
         let run = run.ok_or_else(|| PyRuntimeError::new_err("the program has no such function"))?;
         let records: Vec<u64> = records.into_iter().map(|record| record.number).collect();

@@ -5,12 +5,14 @@ import json
 import pathlib
 import tempfile
 import textwrap
+import types
 import unittest
 
 if importlib.util.find_spec("torch") is None:
     raise unittest.SkipTest("PyTorch is not installed; .ci/python installs it and runs these tests")
 
 import rates
+import torch
 from jobs import HERE, RunningJob, needs_elasticdl
 from test_torch import run
 
@@ -34,9 +36,12 @@ REFUSALS = (
         "s.step()",
         "StepLR.step() was called by a function of job.state() of another object",
     ),
-    ("s = lr.ReduceLROnPlateau(opt)", "s.step(1.0)", "ReduceLROnPlateau is not supported"),
-    ("", "opt.param_groups[0]['lr'] = 0.5", "the loop changed the optimizer's lr"),
-    ("", "lr.StepLR(opt, 3)", "the loop changed the optimizer's initial_lr"),
+    ("s = lr.ReduceLROnPlateau(opt)", "s.step(1.0)", "was called at another place than once"),
+    ("s = lr.ReduceLROnPlateau(opt)", "s.step(1.0, 3)", "takes one argument in a job, its metric"),
+    ("s = lr.ReduceLROnPlateau(opt)", "", "did not call ReduceLROnPlateau.step() after the last"),
+    ("", "opt.param_groups[0]['lr'] /= 2", "the loop set nothing and then lr to 0.05 in one"),
+    ("", "opt.param_groups[0]['lr'] = inner", "the optimizer's lr has a SGD in its state"),
+    ("", "lr.StepLR(opt, 3)", "had no initial_lr when training began"),
     (
         "",
         "inner.add_param_group({'params': [torch.nn.Parameter(torch.ones(2))]})",
@@ -125,6 +130,36 @@ class Alone(unittest.TestCase):
             print("done")
             """
         )
+
+
+class Settings(unittest.TestCase):
+    """What workers tell each other about settings, without processes."""
+
+    def test_the_oldest_worker_decides_and_one_that_differs_stops(self):
+        from elasticdl._worker import Delivered
+        from elasticdl.torch._settings import Settings
+
+        opts = [torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(3)]
+        workers = []
+        for opt, number in zip(opts, (10, 9, 11), strict=True):
+            core = types.SimpleNamespace(id=number)
+            workers.append(Settings(opt, types.SimpleNamespace(core=core, progress=lambda _: 7)))
+        opts[0].param_groups[0].update(lr=0.3, betas=(0.5, 0.9))
+        opts[1].param_groups[0].update(lr=0.3, betas=(0.5, 0.9))
+        # As the loop of a worker that has just joined, with a counter of its own. The third one
+        # has no part in the step.
+        opts[0].param_groups[0]["lr"] = 0.2
+        opts[2].param_groups[0]["lr"] = 0.7
+        tally = {workers[0].tell(): 1.0, workers[1].tell(): 1.0, "other": 2.0}
+        for opt, worker in zip(opts, workers, strict=True):
+            worker.begin_commit()
+            worker.decide(tally)
+            worker.note()
+            group = opt.param_groups[0]
+            self.assertEqual((group["lr"], group["betas"]), (0.3, (0.5, 0.9)))
+        workers[1].end_step(Delivered(True, True))
+        with self.assertRaisesRegex(RuntimeError, "lr to 0.2, .* and step 7 was made with lr to"):
+            workers[0].end_step(Delivered(True, True))
 
 
 @needs_elasticdl

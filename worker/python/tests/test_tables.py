@@ -44,6 +44,10 @@ class Net(torch.nn.Module):
         return self.out(torch.cat(found, 1))[:, 0]
 
 
+def weight_of(words):
+    return (words[:, 0] & 3).sum() / 2
+
+
 def step(model, optimizers, indices, weight):
     found = model(users[indices], words[indices])
     loss = torch.nn.functional.binary_cross_entropy_with_logits(found, clicks[indices])
@@ -88,7 +92,8 @@ def ids(batch):
 
 
 data = TensorDataset(users, words, clicks)
-loader = DataLoader(data, batch_sampler=Recorded(), num_workers=%d)
+loaders = %d
+loader = DataLoader(data, batch_sampler=Recorded(), num_workers=loaders)
 for _ in job.epochs():
     for a, b, c in job.batches(loader, ids=ids):
         # Rows are there for all micro-batches of the step; those that are new have not changed yet.
@@ -104,7 +109,7 @@ for _ in job.epochs():
         loss = torch.nn.functional.binary_cross_entropy_with_logits(net(a, b), c)
         loss.backward()
         losses.append(float(loss.detach()))
-        opt.step(loss)
+        opt.step(loss, weight=weight_of(b) if loaders else None)
         opt.zero_grad()
 assert job.step == 15, job.step
 assert len({float(row[0]) for row in weights[1]}) > 20, "rows begin with random numbers"
@@ -119,8 +124,10 @@ users = users + 9
 expected = []
 # A loader with workers draws ahead: what it draws is trained in this order.
 for at in range(0, len(losses), 3):
-    for indices in order[at : at + 3]:
-        expected.append(step(plain, optimizers, indices, len(indices) / batch))
+    parts = order[at : at + 3]
+    shares = [weight_of(words[part]) if loaders else len(part) for part in parts]
+    for part, share in zip(parts, shares, strict=True):
+        expected.append(step(plain, optimizers, part, share / sum(shares)))
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

@@ -43,6 +43,10 @@ pub trait Bridge {
     fn observe(&mut self, event: Progress<'_>);
 }
 
+/// Name in the tally of a step for the number that its gradient is a mean of, in the place of its
+/// records.
+pub(crate) const WEIGHT: &str = "weight";
+
 /// Progress of a worker's group.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Progress<'a> {

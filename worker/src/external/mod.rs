@@ -36,6 +36,7 @@ mod seed;
 mod share;
 mod worker;
 
+pub(crate) use self::bridge::WEIGHT;
 pub(crate) use self::bridge::observe;
 pub use self::bridge::{Bridge, Progress};
 pub use self::driver::{Counted, Driver, Ended, Event, NextBatch, Watch};

@@ -247,14 +247,14 @@ impl RowTables {
         &mut self,
         step: u64,
         generation: Option<Generation>,
-        (records, is_applied): (u64, bool),
+        (divisor, is_applied): (f32, bool),
     ) -> Result<(), Failure> {
         self.looked_up = false;
         let committed_by = generation
             .map(|Generation(generation)| generation)
             .or_else(|| OwnedHeader::generation_of(step + 1, &self.headers()));
         let Some(of) = committed_by else { return Ok(()) };
-        let is_held = self.owned.commit(StepCommit { generation: of, records, is_applied });
+        let is_held = self.owned.commit(StepCommit { generation: of, divisor, is_applied });
         if is_held || generation.is_none() {
             return Ok(());
         }

@@ -166,7 +166,7 @@ mod tests {
         }
         for (rank, pushes) in ranks.iter_mut().zip(across(pushes)) {
             rank.stage(&pushes).unwrap();
-            assert!(rank.commit(StepCommit { generation: 1, records: 100, is_applied: true }));
+            assert!(rank.commit(StepCommit { generation: 1, divisor: 100.0, is_applied: true }));
         }
         ranks.iter().map(Owned::save).collect()
     }

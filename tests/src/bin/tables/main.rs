@@ -116,7 +116,7 @@ fn bytes_per_row(rows: u64) -> Result<f64, Box<dyn Error>> {
         let mut gradients = RowGradients::default();
         gradients.add(&tables, ids, batch);
         owned.stage(&owned.pushes(&gradients))?;
-        owned.commit(StepCommit { generation: 1, records: 1, is_applied: true });
+        owned.commit(StepCommit { generation: 1, divisor: 1.0, is_applied: true });
     }
     let size = owned.owned();
     Ok(size.bytes as f64 / size.rows as f64)

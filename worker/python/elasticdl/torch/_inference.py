@@ -84,7 +84,8 @@ class Applied:
                 at += tensor.numel()
 
     @torch.no_grad()
-    def _load(self):
+    def _load(self, trains):
+        del trains
         set_buffers(self._buffers, self._values)
         # The values are the same for the whole job.
         for tensor, value in self._elsewhere:

@@ -12,6 +12,7 @@ from ._module import tensor_of, tensors_of
 from ._place import at_address, place_of
 from ._scaler import NO_SCALER, overflows
 from ._schedules import Schedules
+from ._settings import Settings
 from ._state import State
 from ._unchanged import Unchanged
 
@@ -64,8 +65,8 @@ class Optimizer(torch.optim.Optimizer):
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict):
-        """Loads settings, before the first micro-batch is drawn. State is refused: it comes from
-        the group, or from the job's checkpoint."""
+        """Loads settings and state, before the first micro-batch is drawn. A job that resumes goes
+        on with those of its checkpoint."""
         self._worker.not_begun("load_state_dict()")
         self._inner.load_state_dict(state_dict)
 
@@ -92,11 +93,12 @@ class Optimizer(torch.optim.Optimizer):
         if weight is not None:
             weight = self._checked(weight)
         self._unchanged.check()
-        for told in self._schedules.begin_step():
-            self._worker.core.add(told, 1.0)
+        for name, value in [(self._settings.tell(), 1), *self._schedules.begin_step()]:
+            self._worker.core.add(name, value)
         with self._place.on_stream():
             delivered = self._deliver(0.0 if loss is None else loss, weight)
         self._schedules.end_step(delivered.committed)
+        self._settings.end_step(delivered)
         return delivered.committed
 
     def _deliver(self, loss, weight):
@@ -106,7 +108,7 @@ class Optimizer(torch.optim.Optimizer):
         change = torch.where(now == before, 0.0, now - before)
         if self._worker.core.options.is_deterministic and change.any():
             raise RuntimeError(_NO_MEANS)
-        self._job._rows.deliver()
+        self._job._rows.deliver(weight)
         value = self._gradients.deliver(change, loss, weight)
         accepted, self._accepted = self._accepted, now
         delivered = self._worker.deliver(value, self._reduction)
@@ -118,9 +120,8 @@ class Optimizer(torch.optim.Optimizer):
             set_buffers(self._buffers, accepted)
         return delivered
 
-    def _checked(self, weight):
-        if self._job._rows.declared():
-            raise ValueError(f"weight={weight}: {_PLAIN_ROWS}")
+    @staticmethod
+    def _checked(weight):
         weight = float(weight)
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"weight is {weight}; it must be finite, and at least 0")
@@ -174,7 +175,7 @@ class Optimizer(torch.optim.Optimizer):
             self._worker,
             (self._inner, self),
             job._objects,
-            lambda: self._unchanged.note_settings(),
+            lambda: self._settings.noting(),
         )
         objects = {**job._objects.by_name, **self._schedules.objects()}
         self._state = State(self._inner, objects, self._place)
@@ -196,13 +197,13 @@ class Optimizer(torch.optim.Optimizer):
         self._bind()
         self._unchanged = Unchanged(
             job._net,
-            self._inner,
             self._frozen,
             self._trainable,
             self._values,
             self._buffer_len,
             is_on_gpu=self._place.on_gpu is not None,
         )
+        self._settings = Settings(self._inner, self._worker)
         self._worker.before_draw = self._before_draw
         self._inner.register_step_pre_hook(self._check_caller)
 
@@ -262,12 +263,19 @@ class Optimizer(torch.optim.Optimizer):
         """The parameters are in the flat memory since the beginning; those on a GPU are copied to
         the host."""
         del seed
+        if self._inner.state:
+            # It was loaded before training.
+            self._state.save()
         if self._place.on_gpu is not None:
             at_address(address, len(self._values)).copy_(self._values)
 
-    def _load(self):
+    def _load(self, trains):
+        if trains:
+            # The loop may read settings before the first step.
+            self._state.load()
         self._load_buffers()
         self._unchanged.note()
+        self._settings.note()
         # As after the start: the parameters are new.
         self._place.synchronize()
 
@@ -280,12 +288,15 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self, step, records, loads, address):
         if loads:
             self._state.load()
+            self._settings.note()
         objects = self._job._objects
         tally = self._worker.started.progress.tally
+        self._settings.begin_commit()
         with torch.enable_grad():
             with self._schedules.called_by("functions"):
                 objects.begin_step(self._job.epoch)
             self._schedules.begin_commit(self._job.epoch, tally)
+        self._settings.decide(tally)
         # The sum stays as it is: other workers may still need it.
         sums = self._gradients.flat(address)
         # The sum of a strict job is rounded.
@@ -305,6 +316,7 @@ class Optimizer(torch.optim.Optimizer):
             self._schedules.commit()
         self._state.save()
         self._unchanged.note()
+        self._settings.note()
         self._gradients.clear()
 
     def _apply(self, sums, records, means, tally):
@@ -350,8 +362,8 @@ _NO_MEANS = (
     "workers depends on their number; use a module without, such as GroupNorm"
 )
 _PLAIN_ROWS = (
-    "the gradient of a row is a mean over the step's records, without a scale: a job with tables "
-    "takes reduction='mean', no weights and no job.scaler()"
+    "the gradient of a row is a mean over the step's records, or by weight, without a scale: a job "
+    "with tables takes reduction='mean' and no job.scaler()"
 )
 _ACCUMULATED = (
     "a micro-batch was drawn after a backward() that no opt.step() has followed. Each micro-batch "

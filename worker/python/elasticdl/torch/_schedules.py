@@ -7,6 +7,10 @@ commits, on all workers, and the calls of the loop only say when: after the firs
 knows whether they come with steps or with epochs, and says so with its next gradient. From then on
 this is a part of the group's state, and the calls are compared with it. What a worker does at a
 commit does not depend on its loop, because a worker that has just joined has not run its own yet.
+
+``ReduceLROnPlateau.step(metric)`` stands after a loop over the data. Each worker tells its metric
+with the next epoch's first step, in whose commit all workers take the scheduler's step, with the
+mean over the workers.
 """
 
 import contextlib
@@ -19,20 +23,18 @@ from torch.optim.lr_scheduler import LRScheduler
 class Schedules:
     """The schedulers of a job's optimizer."""
 
-    def __init__(self, worker, optimizers, objects, note):
-        """``optimizers``: the program's, and the one in its place. ``note()`` is called when a
-        scheduler has changed their settings in the loop."""
+    def __init__(self, worker, optimizers, objects, noting):
+        """``optimizers``: the program's, and the one in its place. ``noting()``: a context in
+        which schedulers change their settings in the loop."""
         known = [each for each in _made() if any(each.optimizer is one for one in optimizers)]
         parts = [id(part) for each in known for part in getattr(each, "_schedulers", ())]
         # Those that step by themselves. Others are stepped by these, or by functions of objects.
         own = [each for each in known if id(each) not in parts and not objects.has_function(each)]
-        for scheduler in own:
-            _check_arguments(scheduler)
+        self._worker = worker
+        self._noting = noting
+        self._own = [_Own(scheduler) for scheduler in own]
         for scheduler in known:
             scheduler.__class__ = self._watched(type(scheduler))
-        self._worker = worker
-        self._note = note
-        self._own = [_Own(scheduler) for scheduler in own]
         # Whether the loop has called the optimizer's step(), and whether the last call committed;
         # whether it has drawn since.
         self._has_stepped = self._was_committed = self._has_drawn = False
@@ -62,13 +64,21 @@ class Schedules:
                 raise RuntimeError(_not_called(own, "step"))
             if has_epoch_ended and own.mode() == "epoch" and own.epochs_called < epoch:
                 raise RuntimeError(_not_called(own, "epoch"))
-        return [f"scheduler {at} {own.guessed}" for at, own in enumerate(self._own) if own.guessed]
+        told = []
+        for at, own in enumerate(self._own):
+            if own.guessed:
+                told.append((f"scheduler {at} {own.guessed}", 1))
+            if own.metric is not None:
+                told.append((f"metric {at} {own.metric!r}", len(self._worker.drawn[0])))
+        return told
 
     def end_step(self, committed):
         """The step of the optimizer returns."""
         self._has_stepped, self._was_committed, self._has_drawn = True, committed, False
         for own in self._own:
             own.is_awaited = own.mode() != "epoch"
+            if committed:
+                own.metric = None
 
     @contextlib.contextmanager
     def called_by(self, caller):
@@ -87,7 +97,9 @@ class Schedules:
                 modes = [mode for mode in ("step", "epoch") if f"scheduler {at} {mode}" in tally]
                 if own.of_group is None and modes:
                     own.settle(modes[0])
-                if own.of_group == "epoch":
+                if own.takes_metric:
+                    own.advance_by(_mean_of(f"metric {at} ", tally), epoch)
+                elif own.of_group == "epoch":
                     own.advance_to(epoch)
 
     def commit(self):
@@ -101,12 +113,12 @@ class Schedules:
         schedules = self
 
         def step(self, *arguments, **options):
-            if schedules._steps(self, bool(arguments or options)):
+            if schedules._steps(self, arguments, options):
                 kind.step(self, *arguments, **options)
 
         return type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__})
 
-    def _steps(self, scheduler, has_arguments):
+    def _steps(self, scheduler, arguments, options):
         """Whether a call of this scheduler's ``step()`` takes effect at once."""
         name = type(scheduler).__name__
         own = next((own for own in self._own if own.scheduler is scheduler), None)
@@ -122,7 +134,12 @@ class Schedules:
                 f"{name}.step() is called by another scheduler or by a function of job.state(); "
                 "remove the call from the loop"
             )
-        if has_arguments:
+        if own.takes_metric:
+            values = [*arguments, *options.values()]
+            if len(values) != 1:
+                raise TypeError(f"{name}.step() takes one argument in a job, its metric")
+            own.metric = float(values[0])
+        elif arguments or options:
             raise TypeError(f"{name}.step() takes no argument in a job: {_SAME}")
         self._called(own)
         return False
@@ -131,13 +148,14 @@ class Schedules:
         """The loop calls the scheduler's ``step()``."""
         if self._was_committed:
             own.guess("epoch" if self._has_drawn else "step")
-        with self.called_by("schedulers"):
+        with self.called_by("schedulers"), self._noting():
             if own.mode() == "epoch":
                 epochs = self._epochs_over()
                 if epochs is None or epochs <= own.epochs_called:
                     raise RuntimeError(f"{own.name}.step() {_ELSEWHERE}")
                 own.epochs_called = epochs
-                own.advance_to(epochs)
+                if not own.takes_metric:
+                    own.advance_to(epochs)
             else:
                 earlier = self._own[: self._own.index(own)]
                 is_late = any(each.is_awaited and each.mode() == "step" for each in earlier)
@@ -146,7 +164,6 @@ class Schedules:
                 own.is_awaited = False
                 if self._was_committed:
                     own.catch_up()
-        self._note()
 
     def _epochs_over(self):
         """Number of epochs that are over where the loop is; None if it is within one."""
@@ -162,9 +179,12 @@ class _Own:
 
     def __init__(self, scheduler):
         self.scheduler = scheduler
+        # Whether its step has an argument, and the one of the loop's last call, until it is told.
+        self.takes_metric = _needs_argument(scheduler)
+        self.metric = None
         # Of the group: "step" or "epoch", once a worker has told it; the commits before, and the
         # epochs that it has stepped for.
-        self.of_group = None
+        self.of_group = "epoch" if self.takes_metric else None
         self._pending = 0
         self._epochs = 0
         # Of the loop: the same, as far as it has shown; how many of the pending steps were made at
@@ -214,6 +234,12 @@ class _Own:
             self._epochs += 1
             self.scheduler.step()
 
+    def advance_by(self, metric, epochs):
+        """Makes the step for the last of so many epochs that are over, if there is a metric."""
+        if metric is not None and self._epochs < epochs:
+            self._epochs = epochs
+            self.scheduler.step(metric)
+
     def commit(self):
         """A step has changed the parameters."""
         if self.of_group == "step":
@@ -232,14 +258,22 @@ def _not_called(own, each):
     )
 
 
-def _check_arguments(scheduler):
+def _needs_argument(scheduler):
     try:
         inspect.signature(scheduler.step).bind()
     except TypeError:
-        raise ValueError(
-            f"{type(scheduler).__name__} is not supported, because its step() needs an argument, "
-            f"such as a metric: {_SAME}"
-        ) from None
+        return True
+    return False
+
+
+def _mean_of(start, tally):
+    """The mean of the numbers in the names that start so, weighted by their values."""
+    names = [name for name in tally if name.startswith(start)]
+    told = [(float(name.removeprefix(start)), tally[name]) for name in names]
+    if len(told) < 2:
+        # As it is.
+        return told[0][0] if told else None
+    return sum(number * weight for number, weight in told) / sum(weight for _, weight in told)
 
 
 def _watch():

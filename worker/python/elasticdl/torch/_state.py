@@ -26,11 +26,6 @@ class State:
         self._objects = objects
         self._place = place
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if optimizer.state:
-            raise ValueError(
-                "the optimizer has a state already; start with a new one (a job resumes from its "
-                "own checkpoints)"
-            )
         self._entries = []
         at = 0
         entries = [_Entry(place.device, *entry) for entry in _entries(optimizer)]
@@ -104,20 +99,20 @@ class State:
             text = bytes(self._bytes[self._text_at : self._text_at + length].tolist())
             groups, objects = json.loads(text)
             for group, values in zip(self._optimizer.param_groups, groups, strict=True):
-                for name, value in _decode(values).items():
-                    group[name] = _as(value, group.get(name))
+                for name, value in decode(values).items():
+                    group[name] = as_like(value, group.get(name))
             for name, value in self._objects.items():
                 # A checkpoint of an older version does not have all.
                 if name in objects:
-                    value.load_state_dict(_decode(objects[name]))
+                    value.load_state_dict(decode(objects[name]))
 
     def _encoded(self):
         groups = []
         for group in self._optimizer.param_groups:
             settings = {name: value for name, value in group.items() if name != "params"}
-            groups.append(_encode(settings, "the optimizer"))
+            groups.append(encode(settings, "the optimizer"))
         objects = {
-            name: _encode(value.state_dict(), f"job.state({name!r})")
+            name: encode(value.state_dict(), f"job.state({name!r})")
             for name, value in self._objects.items()
         }
         return json.dumps([groups, objects], separators=(",", ":")).encode()
@@ -182,14 +177,14 @@ def _entries(optimizer):
             yield index, name, value
 
 
-def _as(value, old):
+def as_like(value, old):
     """A value of a setting, on the device of the old one."""
     if torch.is_tensor(value) and torch.is_tensor(old):
         return value.to(old.device)
     return value
 
 
-def _encode(value, what):
+def encode(value, what):
     """JSON of a value, with tags for what JSON does not have."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -200,17 +195,17 @@ def _encode(value, what):
         return {"tensor": [name, list(dense.shape), base64.b64encode(data).decode()]}
     for tag, kind in _MAPPINGS.items():
         if type(value) is kind:
-            return {tag: [[_encode(k, what), _encode(v, what)] for k, v in value.items()]}
+            return {tag: [[encode(k, what), encode(v, what)] for k, v in value.items()]}
     for tag, kind in _SEQUENCES.items():
         if type(value) is kind:
-            return {tag: [_encode(element, what) for element in value]}
+            return {tag: [encode(element, what) for element in value]}
     raise TypeError(
         f"{what} has a {type(value).__name__} in its state, which can't be sent to other workers; "
         "numbers, strings, tensors, lists and dicts can"
     )
 
 
-def _decode(value):
+def decode(value):
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
@@ -221,8 +216,8 @@ def _decode(value):
             return torch.empty(shape, dtype=kind)
         return torch.frombuffer(data, dtype=kind).view(shape)
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]({_decode(k): _decode(v) for k, v in content})
-    return _SEQUENCES[tag](_decode(element) for element in content)
+        return _MAPPINGS[tag]({decode(k): decode(v) for k, v in content})
+    return _SEQUENCES[tag](decode(element) for element in content)
 
 
 _HOST = torch.device("cpu")

@@ -264,8 +264,8 @@ class Rows:
             self._leaves[index] = leaf.requires_grad_(self._is_trained)
         return self._leaves[index]
 
-    def deliver(self):
-        """Hands the gradients of a micro-batch over."""
+    def deliver(self, weight=None):
+        """Hands the gradients of a micro-batch over, whose loss is a mean of so many."""
         if not self._tables:
             return
         if not self._is_trained:
@@ -274,10 +274,12 @@ class Rows:
                 "opt.step() for each batch"
             )
         batch = self.core.counted()
+        scale = batch.records if weight is None else weight
         for index, leaf in self._leaves.items():
-            if leaf.grad is not None:
-                self.core.add_row_gradient(index, leaf.grad.contiguous(), batch.records)
-                leaf.grad = None
+            # A mean of nothing may be NaN.
+            if leaf.grad is not None and scale:
+                self.core.add_row_gradient(index, leaf.grad.contiguous(), scale)
+            leaf.grad = None
         if batch.is_last:
             self._forget()
 

@@ -1,23 +1,24 @@
 """What a training loop must not change, because all workers must change it in the same step.
 
-The parameters, the settings of the optimizer, and buffers that are not sent. What a loop does to
-them depends on the micro-batches of its worker, and a worker that joins has not run its loop.
+The parameters, and buffers that are not sent. What a loop does to them depends on the micro-batches
+of its worker, and a worker that joins has not run its loop.
 """
 
 import torch
+from torch.nn.modules import module as modules
 
 from ._module import kept_buffers, tensor_of
 
 
 class Unchanged:
-    """The parameters and settings after the last commit of the group."""
+    """The parameters after the last commit of the group."""
 
-    def __init__(self, net, optimizer, frozen, trainable, values, start, *, is_on_gpu):
+    def __init__(self, net, frozen, trainable, values, start, *, is_on_gpu):
         """``values``: the flat memory, whose parameters begin at ``start``."""
         self._net = net
-        self._optimizer = optimizer
         self._frozen = frozen
         self._named = frozen + trainable
+        self._registered = _registered
         self._known = {id(parameter) for _, parameter in self._named}
         self._addresses = [parameter.data_ptr() for _, parameter in self._named]
         self._kept = [(entry, tensor_of(entry)) for entry in kept_buffers(net)]
@@ -36,24 +37,15 @@ class Unchanged:
         self.note_versions()
         if self._compared is not None:
             self._elements = self._values[self._compared].view(torch.int32)
-        self.note_settings()
 
     def note_versions(self):
         """The parameters were changed, if at all, and back."""
         self._versions = [parameter._version for _, parameter in self._named]
 
-    def note_settings(self):
-        """The settings of the optimizer are right now."""
-        self._settings = self._settings_now()
-
     def check(self):
         """Refuses what the loop has changed since, by its name."""
-        for name, parameter in self._net.named_parameters():
-            if id(parameter) not in self._known:
-                raise RuntimeError(
-                    f"{name} is not a parameter that the module had when training began, so that "
-                    "it is trained on no worker; make all modules before job.model()"
-                )
+        if self._registered != _registered:
+            self._check_names()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -83,7 +75,15 @@ class Unchanged:
                     "sent to other workers as f32; use a buffer of torch.float32, or leave it as "
                     "it was when training began"
                 )
-        self._check_settings()
+
+    def _check_names(self):
+        for name, parameter in self._net.named_parameters():
+            if id(parameter) not in self._known:
+                raise RuntimeError(
+                    f"{name} is not a parameter that the module had when training began, so that "
+                    "it is trained on no worker; make all modules before job.model()"
+                )
+        self._registered = _registered
 
     def _name_at(self, at):
         address = self._values[at:].data_ptr()
@@ -93,33 +93,6 @@ class Unchanged:
             for name, parameter in self._named
             if 0 <= address - parameter.data_ptr() < parameter.numel() * size
         )
-
-    def _check_settings(self):
-        now, noted = self._settings_now(), self._settings
-        if now == noted:
-            return
-        if [group["params"] for group in now] != [group["params"] for group in noted]:
-            raise RuntimeError(
-                "the optimizer has other parameters than when training began; declare all of them "
-                "before the first micro-batch is drawn"
-            )
-        name = next(
-            name
-            for after, before in zip(now, noted, strict=True)
-            for name in {**before, **after}
-            if after.get(name) != before.get(name)
-        )
-        raise RuntimeError(
-            f"the loop changed the optimizer's {name}, which must be the same on all workers. Let "
-            "a scheduler of torch.optim.lr_scheduler set it, such as LambdaLR(opt, function), or a "
-            "function on_commit of job.state()"
-        )
-
-    def _settings_now(self):
-        return [
-            {name: _comparable(name, value) for name, value in group.items()}
-            for group in self._optimizer.param_groups
-        ]
 
 
 def _changed(name):
@@ -131,11 +104,14 @@ def _changed(name):
     )
 
 
-def _comparable(name, value):
-    if name == "params":
-        return [id(parameter) for parameter in value]
-    # Reading a tensor on a GPU would wait for it.
-    return (id(value), value._version) if torch.is_tensor(value) else value
+def _on_registered(*_):
+    global _registered
+    _registered += 1
 
 
+# Number of parameters and modules that modules have got: to go through all those of a net at each
+# step would take longer than the rest of these checks.
+_registered = 0
+modules.register_module_parameter_registration_hook(_on_registered)
+modules.register_module_module_registration_hook(_on_registered)
 _COMPARED = 1024

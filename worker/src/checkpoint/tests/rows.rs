@@ -57,7 +57,7 @@ fn step(ranks: &mut [Owned]) {
     }
     for (rank, pushes) in ranks.iter_mut().zip(turned(pushes)) {
         rank.stage(&pushes).unwrap();
-        assert!(rank.commit(StepCommit { generation: 1, records: 4, is_applied: true }));
+        assert!(rank.commit(StepCommit { generation: 1, divisor: 4.0, is_applied: true }));
     }
 }
 
@@ -213,7 +213,7 @@ fn a_table_that_is_not_finite_is_not_written() {
     gradients.add(&tables(), ids, received);
     let pushes = ranks[0].pushes(&gradients);
     ranks[0].stage(&pushes).unwrap();
-    ranks[0].commit(StepCommit { generation: 1, records: 1, is_applied: true });
+    ranks[0].commit(StepCommit { generation: 1, divisor: 1.0, is_applied: true });
     let mut writers = Ranks::new(&storage, with_tables(), 1, 3);
     let error = writers.write_with_rows(30, saved(&ranks)).unwrap_err();
     assert!(error.contains("a table contains a NaN"), "{error}");

@@ -24,12 +24,13 @@ use crate::table::Table;
 use crate::wire::{InvalidRows, Message, put, put_u32};
 
 /// A committed step, for the tables.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCommit {
     /// Generation of the group that committed it.
     pub generation: u64,
-    /// Number of records of the step.
-    pub records: u64,
+    /// What the sums of gradients are divided by: the number of records of the step, or the sum of
+    /// their weights.
+    pub divisor: f32,
     /// Whether rows change. If not, their touches alone do.
     pub is_applied: bool,
 }
@@ -240,12 +241,12 @@ impl Owned {
     /// The step after this worker's is committed: applies what is staged of it. Returns `false` if
     /// nothing is, so that this worker holds no rows of it.
     pub fn commit(&mut self, commit: StepCommit) -> bool {
-        let StepCommit { generation, records, is_applied } = commit;
+        let StepCommit { generation, divisor, is_applied } = commit;
         let Some((gradients, placement)) = self.take_staged(generation) else { return false };
         let Committed { step, shards, .. } = self.committed.as_mut().expect("gradients are staged");
         let step = *step + 1;
         for (index, (table, gradients)) in self.content.iter().zip(gradients).enumerate() {
-            let (scale, dim) = (1.0 / records.max(1) as f32, table.dim);
+            let (scale, dim) = (1.0 / divisor, table.dim);
             let mut mean = vec![0.0; dim];
             let in_shards = by_shard(index as u32, &gradients.ids, self.settings.shards);
             for of_shard in in_shards.chunk_by(|(shard, _), (other, _)| shard == other) {

@@ -50,7 +50,7 @@ fn stage(group: &mut [Owned], add: impl Fn(usize, &mut RowGradients, &Ids, &Batc
 
 /// All ranks commit what is staged of the group of this generation.
 fn commit(group: &mut [Owned], generation: u64) {
-    let commit = StepCommit { generation, records: 3, is_applied: true };
+    let commit = StepCommit { generation, divisor: 3.0, is_applied: true };
     assert!(group.iter_mut().all(|worker| worker.commit(commit)));
 }
 

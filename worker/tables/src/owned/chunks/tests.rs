@@ -77,7 +77,7 @@ impl Rank {
 
     /// Whether something is staged of the step that this group commits.
     fn commit(&mut self, generation: u64) -> bool {
-        let commit = StepCommit { generation, records: 1, is_applied: true };
+        let commit = StepCommit { generation, divisor: 1.0, is_applied: true };
         let parameters = &mut self.parameters;
         let apply = |ChunkUpdate { range, slots, sum, .. }: ChunkUpdate<'_>| {
             apply(sum, &mut parameters[range], slots);
@@ -305,7 +305,7 @@ fn a_step_that_is_not_applied_changes_nothing_but_the_placement() {
     let mut ranks = group(2);
     step(&mut ranks, 1);
     let before = ranks[0].clone();
-    let commit = StepCommit { generation: 1, records: 1, is_applied: false };
+    let commit = StepCommit { generation: 1, divisor: 1.0, is_applied: false };
     ranks[0].stage(1);
     assert!(ranks[0].chunks.commit(commit, |_| panic!("nothing is applied")).is_some());
     assert_eq!(ranks[0].chunks.digest(), before.chunks.digest());
