@@ -17,6 +17,8 @@ pub struct WorkerOutput {
     folder: PathBuf,
     /// Bytes of a log that are read at once.
     bytes_max: u64,
+    /// Whether only lines count that begin with [`MARK`].
+    is_marked: bool,
     tails: BTreeMap<u64, Tail>,
 }
 
@@ -31,17 +33,23 @@ struct Tail {
 impl WorkerOutput {
     /// All that the logs in `folder` have and get.
     pub fn all(folder: PathBuf) -> Self {
-        Self { folder, bytes_max: u64::MAX, tails: BTreeMap::new() }
+        Self { folder, bytes_max: u64::MAX, is_marked: false, tails: BTreeMap::new() }
     }
 
-    /// What the logs in `folder` get from now on, at most 64 KiB of each at once.
-    pub fn from_now(folder: PathBuf) -> Self {
-        let mut output = Self { folder, bytes_max: BYTES_MAX, tails: BTreeMap::new() };
+    /// What the logs in `folder` get from now on, at most 64 KiB of each at once. `is_marked`: only
+    /// lines that a program has meant for the console, which begin with a record separator.
+    pub fn from_now(folder: PathBuf, is_marked: bool) -> Self {
+        let mut output = Self { folder, bytes_max: BYTES_MAX, is_marked, tails: BTreeMap::new() };
         for (worker, path) in output.logs() {
             let position = fs::metadata(path).map_or(0, |found| found.len());
             output.tails.insert(worker, Tail { position, open: Vec::new() });
         }
         output
+    }
+
+    /// Whether it is only of lines that a program has meant for the console.
+    pub fn is_marked(&self) -> bool {
+        self.is_marked
     }
 
     /// Passes each new line, with its worker's number, to `print`; with `ends`, also the last lines
@@ -51,10 +59,10 @@ impl WorkerOutput {
             let tail = self.tails.entry(worker).or_default();
             // A log that can't be read now may be later.
             let left_out = tail.read(&path, self.bytes_max).unwrap_or_default();
-            if left_out > 0 {
+            if left_out > 0 && !self.is_marked {
                 print(worker, &format!("({left_out} bytes more are in {})", path.display()));
             }
-            tail.take_lines(ends, &mut |line| print(worker, line));
+            tail.take_lines(ends, self.is_marked, &mut |line| print(worker, line));
         }
     }
 
@@ -93,12 +101,15 @@ impl Tail {
         Ok(left_out)
     }
 
-    fn take_lines(&mut self, ends: bool, print: &mut dyn FnMut(&str)) {
+    fn take_lines(&mut self, ends: bool, is_marked: bool, print: &mut dyn FnMut(&str)) {
         let complete = self.open.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
         let is_long = self.open.len() - complete > LINE_BYTES_MAX;
         let taken = if ends || is_long { self.open.len() } else { complete };
         let lines: Vec<u8> = self.open.drain(..taken).collect();
         for line in lines.split_inclusive(|&byte| byte == b'\n') {
+            if is_marked && line.first() != Some(&MARK) {
+                continue;
+            }
             let line = line.strip_suffix(b"\n").unwrap_or(line);
             let line = line.strip_suffix(b"\r").unwrap_or(line);
             // A program that overwrites its line, as a progress bar does, means the newest text.
@@ -128,6 +139,8 @@ pub(crate) fn plain(line: &str, bytes_max: usize) -> String {
     text.trim_end().to_owned()
 }
 
+/// First byte of a line for the console, as `job.print()` writes it in Python.
+const MARK: u8 = 0x1e;
 /// Bytes of a log that are shown at once while a job runs.
 const BYTES_MAX: u64 = 64 << 10;
 /// Length at which a line is cut.
@@ -156,15 +169,20 @@ mod tests {
         write(&log("worker-2.log"), b"before\n");
         write(&log("master.log"), b"no worker's\n");
         write(&log("worker-02.log"), b"no worker's\n");
-        let mut output = WorkerOutput::from_now(folder.path().into());
+        let mut output = WorkerOutput::from_now(folder.path().into(), false);
+        let mut marked = WorkerOutput::from_now(folder.path().into(), true);
         assert_eq!(
             poll(&mut WorkerOutput::all(folder.path().into()), false),
             [(2, "before".into())]
         );
         write(&log("worker-2.log"), b"\x1b[31mone\x1b[0m\ntw");
-        write(&log("worker-10.log"), b"10 %\r20 %\r\n");
-        assert_eq!(poll(&mut output, false), [(2, "one".into()), (10, "20 %".into())]);
+        write(&log("worker-10.log"), b"10 %\r20 %\r\n\x1eloss 1\n");
+        assert_eq!(
+            poll(&mut output, false),
+            [(2, "one".into()), (10, "20 %".into()), (10, "loss 1".into()),]
+        );
         assert_eq!(poll(&mut output, false), []);
+        assert_eq!(poll(&mut marked, false), [(10, "loss 1".into())]);
         write(&log("worker-2.log"), b"o\nthree");
         assert_eq!(poll(&mut output, false), [(2, "two".into())]);
         // The log was moved away.
@@ -176,7 +194,7 @@ mod tests {
     fn a_program_that_prints_megabytes_is_shown_in_part() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("worker-1.log");
-        let mut output = WorkerOutput::from_now(folder.path().into());
+        let mut output = WorkerOutput::from_now(folder.path().into(), false);
         write(&path, "0123456789abcde\n".repeat(1 << 20).as_bytes());
         let lines = poll(&mut output, false);
         let left_out = (16 << 20) - BYTES_MAX;

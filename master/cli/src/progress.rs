@@ -103,8 +103,9 @@ enum Printer {
 }
 
 impl Printer {
-    fn show_output(&self, worker: u64, text: &str) {
-        let line = format!("[worker {worker}] {text}");
+    /// `is_marked`: the program has meant the line for the console.
+    fn show_output(&self, worker: u64, is_marked: bool, text: &str) {
+        let line = if is_marked { text.to_owned() } else { format!("[worker {worker}] {text}") };
         match self {
             Self::Bar(bar) => bar.println(line),
             Self::Lines { format: LogFormat::Text, .. } => write_line(&line),
@@ -123,7 +124,10 @@ fn print(lines: &Receiver<PrinterMessage>, mut printer: Printer, mut output: Opt
         };
         let has_ended = received == Err(RecvTimeoutError::Disconnected);
         if let Some(output) = &mut output {
-            output.poll(has_ended, &mut |worker, text| printer.show_output(worker, text));
+            let is_marked = output.is_marked();
+            output.poll(has_ended, &mut |worker, text| {
+                printer.show_output(worker, is_marked, text);
+            });
         }
         let line = match received {
             Ok(line) => line,

@@ -13,11 +13,14 @@ folder, seconds = pathlib.Path(sys.argv[1]), float(sys.argv[2])
 job = et.join()
 net = job.model(torch.nn.Linear(2, 1))
 opt = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+job.print("two\nlines")
 sampler = job.sampler(96, micro_batch=8)
 for _ in job.epochs():
     for indices in sampler:
         net(torch.ones(len(indices), 2)).mean().backward()
         opt.step()
+print("not for the console")
+job.print("loss", 0.5, sep=": ")
 time.sleep(seconds)
 if job.is_main:
     torch.save(net.state_dict(), folder / "final.pt")

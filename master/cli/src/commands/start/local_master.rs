@@ -170,9 +170,11 @@ fn master_of(job: LocalJob) -> Result<LocalMaster, Failure> {
 
 /// Shows the job in `dir` as the user wants.
 fn progress(dir: &JobDir, console: Console) -> Progress {
-    let output = console.tee.then(|| WorkerOutput::from_now(dir.logs()));
     match console.progress() {
-        Some(format) => Progress::shown_by(ProgressPrinter::on_stderr(format, output)),
+        Some(format) => {
+            let output = WorkerOutput::from_now(dir.logs(), !console.tee);
+            Progress::shown_by(ProgressPrinter::on_stderr(format, Some(output)))
+        }
         None => Progress::quiet(),
     }
 }
