@@ -21,6 +21,7 @@ def setup(overlap=True, **options):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
     net.register_buffer("level", torch.zeros(2))
+    net.ice = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     job = et.join()
     job.model(net)
     inner = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
@@ -40,8 +41,9 @@ CHANGES = (
     ("net.late = torch.nn.Linear(2, 2)", "late.weight is not a parameter that the module had"),
     ("net[0] = torch.nn.Linear(3, 4)", "0.weight is not a parameter that the module had"),
     ("net[2].bias.data = torch.zeros(2)", "2.bias is in other memory than when training began"),
-    ("net.load_state_dict(saved)", "the loop changed the values of 0.weight"),
+    ("net.load_state_dict(saved)", "the loop changed the values of "),
     ("net[2].weight.data.clamp_(-1e-3, 1e-3)", "the loop changed the values of 2.weight"),
+    ("net.ice.requires_grad_()", "ice was frozen when training began and requires a gradient now"),
     ("net.level = torch.zeros(3)", "the module's buffers have 3 elements, and had 2"),
     ("del net.level", "the buffer level is gone"),
     ("inner.step()", "step() of the program's own optimizer would change"),
@@ -176,8 +178,12 @@ class Alone(unittest.TestCase):
                     super().__init__()
                     self.used, self.unused = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
                     self.frozen = torch.nn.Linear(3, 2)
+                    self.late = torch.nn.Linear(3, 2).requires_grad_(False)
                 def forward(self, batch):
-                    return self.used(batch) + self.frozen(batch)
+                    return self.used(batch) + self.frozen(batch) * self.late(batch)
+                def turn(self, epoch):
+                    self.frozen.requires_grad_(epoch == 0)
+                    self.late.requires_grad_(epoch == 1)
 
             for micro in 4, 8:
                 torch.manual_seed(0)
@@ -187,17 +193,17 @@ class Alone(unittest.TestCase):
                 job = et.join()
                 job.model(net)
                 make = lambda net: torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
-                opt = job.optimizer(make(net))
-                order = {"micro_batch": micro, "global_batch": 8, "epochs": 2, "shuffle": False}
+                opt = job.optimizer(make(net), unfreezes=True)
+                order = {"micro_batch": micro, "global_batch": 8, "epochs": 3, "shuffle": False}
                 sampler = job.sampler(24, **order)
                 for epoch in job.epochs():
-                    net.frozen.requires_grad_(epoch == 0)
+                    net.turn(epoch)
                     for indices in sampler:
                         backward(net, x[indices])
                         opt.step()
                 opt = make(plain)
-                for epoch in range(2):
-                    plain.frozen.requires_grad_(epoch == 0)
+                for epoch in range(3):
+                    plain.turn(epoch)
                     for at in range(0, 24, 8):
                         backward(plain, x[at : at + 8])
                         opt.step()

@@ -59,6 +59,7 @@ class Job(AnyJob):
         reduction: Literal["mean", "sum"] = "mean",
         clip_norm: float | None = None,
         overlap: bool = True,
+        unfreezes: bool = False,
     ) -> Optimizer: ...
     def scaler(self, scaler: torch.amp.GradScaler) -> Scaler: ...
     def embedding(

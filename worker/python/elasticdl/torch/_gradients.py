@@ -43,10 +43,9 @@ class Gradients:
         self._overflows = torch.zeros((), dtype=torch.bool, device=place.device)
         # Sum of the loss over the micro-batches of the step that are on the GPU.
         self._loss_sum = 0.0
-        if bucket_len is not None:
-            for index, parameter in enumerate(parameters):
-                hook = functools.partial(self._on_accumulated, index)
-                parameter.register_post_accumulate_grad_hook(hook)
+        # Indices of those without a hook.
+        self._unhooked = range(len(parameters)) if bucket_len is not None else []
+        self._hook()
         self._forget()
 
     @property
@@ -111,6 +110,7 @@ class Gradients:
         if is_plain and all(gradient is not None and not gradient.is_sparse for gradient in own):
             self._own = batch.address, own
         loss = self._reported(batch, loss)
+        self._hook()
         self._forget()
         return loss
 
@@ -133,6 +133,18 @@ class Gradients:
         """Forgets the gradients of a backward pass that is not delivered."""
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _hook(self):
+        """Lets the backward pass hand over the gradients of parameters that are not frozen."""
+        frozen = []
+        for index in self._unhooked:
+            parameter = self._parameters[index]
+            if parameter.requires_grad:
+                hook = functools.partial(self._on_accumulated, index)
+                parameter.register_post_accumulate_grad_hook(hook)
+            else:
+                frozen.append(index)
+        self._unhooked = frozen
 
     def _forget(self):
         self._batch = None

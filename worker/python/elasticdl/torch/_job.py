@@ -64,7 +64,9 @@ class Job(AnyJob):
         self._net = net
         return net
 
-    def optimizer(self, optimizer, *, reduction="mean", clip_norm=None, overlap=True):
+    def optimizer(
+        self, optimizer, *, reduction="mean", clip_norm=None, overlap=True, unfreezes=False
+    ):
         """Declares the optimizer, and returns the :class:`Optimizer` to use in its place.
 
         ``reduction``: whether the loss is a mean or a sum over a micro-batch's records. With
@@ -72,7 +74,9 @@ class Job(AnyJob):
         the step's gradient, as ``torch.nn.utils.clip_grad_norm_`` clips it. ``overlap``: whether
         the backward pass of a step's last micro-batch hands its gradients over as it computes
         them, so that they are summed meanwhile. Each micro-batch then has one backward pass, and
-        its gradients are not changed afterwards.
+        its gradients are not changed afterwards. ``unfreezes``: whether the loop may unfreeze
+        parameters of the optimizer that are frozen when training begins; they take memory for
+        their state from the beginning on.
         """
         self._worker.not_begun("optimizer()")
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -86,9 +90,10 @@ class Job(AnyJob):
             raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm is {clip_norm}; it must be above 0")
-        if overlap not in (False, True):
-            raise TypeError(f"overlap is {overlap!r}; it must be a bool")
-        self._optimizer = Optimizer(self, optimizer, reduction, clip_norm, overlap)
+        for name, value in ("overlap", overlap), ("unfreezes", unfreezes):
+            if value not in (False, True):
+                raise TypeError(f"{name} is {value!r}; it must be a bool")
+        self._optimizer = Optimizer(self, optimizer, reduction, clip_norm, overlap, unfreezes)
         return self._optimizer
 
     def scaler(self, scaler):

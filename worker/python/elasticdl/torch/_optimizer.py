@@ -20,7 +20,7 @@ from ._unchanged import Unchanged
 class Optimizer(torch.optim.Optimizer):
     """Takes the place of a ``torch.optim.Optimizer`` in a training loop."""
 
-    def __init__(self, job, inner, reduction, clip_norm, overlap):
+    def __init__(self, job, inner, reduction, clip_norm, overlap, unfreezes):
         # The base class would make groups of its own. Groups, state and hooks are the inner one's.
         vars(self).update(
             (name, hooks) for name, hooks in vars(inner).items() if name.endswith("_hooks")
@@ -31,6 +31,7 @@ class Optimizer(torch.optim.Optimizer):
         self._reduction = reduction
         self._clip_norm = clip_norm
         self._bucket_len = _BUCKET_LEN if overlap else None
+        self._unfreezes = unfreezes
         self._gradients = None
         self._is_applying = False
 
@@ -155,7 +156,11 @@ class Optimizer(torch.optim.Optimizer):
         tables = job._rows.declared()
         if tables and (self._reduction != "mean" or job._scaler is not None):
             raise ValueError(_PLAIN_ROWS)
-        self._trainable, self._frozen, self._buffers = tensors_of(job._net)
+        trainable, frozen, self._buffers = tensors_of(job._net)
+        own = {id(p) for group in self._inner.param_groups for p in group["params"]}
+        later = [entry for entry in frozen if self._unfreezes and id(entry[1]) in own]
+        self._trainable = later + trainable
+        self._frozen = [entry for entry in frozen if all(entry is not each for each in later)]
         buffers = [(entry[0], tensor_of(entry)) for entry in self._buffers]
         order = buffers + self._frozen + self._trainable
         tensors = [(name, list(tensor.shape)) for name, tensor in order]
@@ -178,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
             lambda: self._settings.noting(),
         )
         objects = {**job._objects.by_name, **self._schedules.objects()}
-        self._state = State(self._inner, objects, self._place)
+        self._state = State(self._inner, objects, self._place, self._unfreezes)
         slots = -(-self._state.floats // total)
         self._place.allocate(total, slots)
         calls = Calls(initialize=self._initialize, update=self._update, load=self._load)

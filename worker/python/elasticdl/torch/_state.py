@@ -21,14 +21,15 @@ import torch
 class State:
     """The layout, and the objects whose state it holds."""
 
-    def __init__(self, optimizer, objects, place):
+    def __init__(self, optimizer, objects, place, unfreezes=False):
+        """``unfreezes``: parameters that are frozen have state, too."""
         self._optimizer = optimizer
         self._objects = objects
         self._place = place
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._entries = []
         at = 0
-        entries = [_Entry(place.device, *entry) for entry in _entries(optimizer)]
+        entries = [_Entry(place.device, *entry) for entry in _entries(optimizer, unfreezes)]
         for is_on_host in (False, True):
             if is_on_host:
                 self._host_at = at
@@ -160,12 +161,12 @@ class _Entry:
         return self.view if self.is_tensor else self.kind(self.view.item())
 
 
-def _entries(optimizer):
+def _entries(optimizer, unfreezes):
     """Index of the parameter, name and an example of each value of an optimizer's state."""
     twin = copy.deepcopy(optimizer)
     parameters = [p for group in twin.param_groups for p in group["params"]]
     for parameter in parameters:
-        if parameter.requires_grad:
+        if parameter.requires_grad or unfreezes:
             parameter.grad = torch.zeros_like(parameter)
     try:
         twin.step()

@@ -49,8 +49,8 @@ class Unchanged:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
-                    f"{name} was frozen when training began and requires a gradient now; what "
-                    "is trained later is frozen after the first micro-batch was drawn"
+                    f"{name} was frozen when training began and requires a gradient now; pass "
+                    "unfreezes=True to job.optimizer(), for an optimizer that has it"
                 )
         places = zip(self._named, self._addresses, self._versions, strict=True)
         for (name, parameter), address, version in places:
