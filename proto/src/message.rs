@@ -163,6 +163,9 @@ pub enum MasterMessage {
     Drain,
     /// Fetch the group's state from one of these members, concurrently with their training.
     Fetch(Vec<(WorkerId, SocketAddr)>),
+    /// The job fails, as workers fail without progress: finish the step, store the state, then end
+    /// together.
+    GiveUp,
     /// These joining workers may fetch this worker's state, instead of those named before.
     Joiners(Vec<WorkerId>),
     /// Write a checkpoint at the end of the step.

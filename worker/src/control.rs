@@ -405,7 +405,10 @@ impl Stream {
         }
         // A lost member and the end can't wait until the trainer checks its inbox.
         let abort_before = self.state.handle_message(&message);
-        if let MasterMessage::Drain | MasterMessage::Suspend | MasterMessage::Shutdown(_) = message
+        if let MasterMessage::Drain
+        | MasterMessage::GiveUp
+        | MasterMessage::Suspend
+        | MasterMessage::Shutdown(_) = message
         {
             self.stops.store(true, Ordering::Release);
         }

@@ -41,7 +41,7 @@ pub use self::types::{
     Broadcast, Computed, Exit, FinalState, GroupMismatch, InvalidData, JobPlan, State, Task,
 };
 use crate::session::checkpoint::Checkpoints;
-use crate::session::halt::{Ending, Requests};
+use crate::session::halt::{Ending, Halt, Reason, Requests};
 use crate::session::header::{StateHeader, StepHeader, SyncHeader};
 use crate::session::origin::Origin;
 use crate::session::replicas::StateMismatch;
@@ -100,6 +100,10 @@ impl Session {
         match message {
             MasterMessage::Drain => self.requests.stop = true,
             MasterMessage::Fetch(donors) => self.handle_fetch(donors),
+            MasterMessage::GiveUp => {
+                let reason = Reason::Error("the job gives up after failures of workers".into());
+                self.halt(Halt { reason, ranges: Vec::new() });
+            }
             MasterMessage::KeepCheckpoint => self.checkpoints.request(),
             MasterMessage::Membership(membership) => self.handle_membership(membership),
             MasterMessage::Shutdown(reason) => {

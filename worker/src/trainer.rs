@@ -382,7 +382,7 @@ impl<M: Model> Trainer<'_, M> {
         let is_finite = self.tensors.end_sum_check()?;
         let failed = self.session.fails_alone(&headers);
         self.session.summed(headers, is_finite).map_err(|mismatch| state_mismatch(&mismatch))?;
-        if let Some(of_program) = failed {
+        if let Some(of_program) = failed.filter(|_| !self.session.is_handing_over()) {
             return Err(Failure::from(of_program).into());
         }
         if !self.session.has_sum() {
@@ -487,7 +487,7 @@ impl<M: Model> Trainer<'_, M> {
         let headers: Vec<StepHeader> = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
         let failed = self.session.fails_alone(&headers);
         self.session.headers_exchanged(&headers).map_err(|mismatch| state_mismatch(&mismatch))?;
-        if let Some(of_program) = failed {
+        if let Some(of_program) = failed.filter(|_| !self.session.is_handing_over()) {
             return Err(Failure::from(of_program).into());
         }
         // The lowest rank decides, as the others may not know yet which model is the best.

@@ -306,7 +306,8 @@ fn master_message(before: &Members, kind: master_message::Kind) -> Checked<Maste
     use master_message::Kind;
     Ok(match kind {
         Kind::Describe(_) => MasterMessage::Describe,
-        Kind::Drain(v1::Drain { suspend: true }) => MasterMessage::Suspend,
+        Kind::Drain(v1::Drain { fail: true, .. }) => MasterMessage::GiveUp,
+        Kind::Drain(v1::Drain { suspend: true, .. }) => MasterMessage::Suspend,
         Kind::Drain(_) => MasterMessage::Drain,
         Kind::Fetch(v1::Fetch { donors }) => {
             MasterMessage::Fetch(members("fetch.donors", &donors)?)

@@ -212,10 +212,11 @@ pub(super) fn master_message(message: &MasterMessage) -> v1::MasterMessage {
     use master_message::Kind;
     let kind = match message {
         MasterMessage::Describe => Kind::Describe(v1::Describe {}),
-        MasterMessage::Drain => Kind::Drain(v1::Drain { suspend: false }),
+        MasterMessage::Drain => Kind::Drain(v1::Drain::default()),
         MasterMessage::Fetch(donors) => {
             Kind::Fetch(v1::Fetch { donors: donors.iter().map(member).collect() })
         }
+        MasterMessage::GiveUp => Kind::Drain(v1::Drain { suspend: false, fail: true }),
         MasterMessage::Joiners(joiners) => {
             Kind::Joiners(v1::Joiners { workers: joiners.iter().map(|id| id.0).collect() })
         }
@@ -225,7 +226,7 @@ pub(super) fn master_message(message: &MasterMessage) -> v1::MasterMessage {
         MasterMessage::Prepare(list) => Kind::Prepare(v1::Prepare { dataset: Some(dataset(list)) }),
         MasterMessage::ReportStacks => Kind::ReportStacks(v1::ReportStacks {}),
         MasterMessage::Shutdown(reason) => Kind::Shutdown(v1::Shutdown { reason: reason.clone() }),
-        MasterMessage::Suspend => Kind::Drain(v1::Drain { suspend: true }),
+        MasterMessage::Suspend => Kind::Drain(v1::Drain { suspend: true, fail: false }),
     };
     v1::MasterMessage { kind: Some(kind) }
 }

@@ -274,6 +274,7 @@ fn every_message_of_a_master_keeps_every_field() {
         MasterMessage::Describe,
         MasterMessage::Drain,
         MasterMessage::Fetch(membership().members.to_vec()),
+        MasterMessage::GiveUp,
         MasterMessage::Joiners(vec![WorkerId(4), WorkerId(5)]),
         MasterMessage::KeepCheckpoint,
         MasterMessage::Lease(vec![RecordRange { epoch: 1, start: 2, end: 5 }]),

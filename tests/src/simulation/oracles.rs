@@ -87,6 +87,7 @@ impl World {
             MasterMessage::Describe
             | MasterMessage::Drain
             | MasterMessage::Fetch(_)
+            | MasterMessage::GiveUp
             | MasterMessage::Joiners(_)
             | MasterMessage::KeepCheckpoint
             | MasterMessage::Prepare(_)

@@ -79,6 +79,33 @@ fn a_job_goes_on_from_rows_that_another_number_of_workers_has_written() {
     assert!(ended.output.contains("it has 1 tables, and this model has 0"), "{}", ended.output);
 }
 
+/// Each worker that fails at the record leaves its rows to those that remain, and the last one
+/// stores them; so do those that remain when the job gives up.
+#[test]
+fn a_record_at_which_one_worker_after_the_other_fails_costs_no_row() {
+    for restarts in ["1", "2"] {
+        let failing = JobFixture {
+            program_options: &["--tables", "--fail-at", "1234"],
+            restart_without_checkpoint: false,
+            ..fixture(3)
+        };
+        let (dir, model) = (failing.path("checkpoints"), failing.path("m.safetensors"));
+        let command = failing.command(1).option("shuffle", "none").option("checkpoint-dir", &dir);
+        let command = command.option("checkpoint-every", "1000000").option("export", &model);
+        let ended = command.option("max-worker-restarts", restarts).run();
+        ended.assert_outcome(1, "failed");
+        let summary = ended.summary();
+        assert_eq!((summary.state_lost, summary.rows_lost), (None, None), "{}", ended.output);
+        let newest = summary.checkpoints.as_ref().and_then(|known| known.newest.as_ref());
+        assert_eq!(newest.map(|kept| kept.step), Some(1234 / 48), "{}", ended.output);
+        let beside = failing.path("m.safetensors.failed");
+        assert_eq!(summary.export.as_deref(), beside.to_str(), "{}", ended.output);
+        let next = JobFixture { micros_per_record: 20, ..fixture(2) };
+        let ended = next.command(1).option("shuffle", "none").option("resume-from", dir).run();
+        assert_exact(&ended, &format!("after {restarts} restarts"));
+    }
+}
+
 #[test]
 fn a_group_that_has_lost_all_copies_of_rows_goes_back_to_the_newest_checkpoint() {
     let fixture = fixture(3);

@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use elasticdl_data::storage::Storage;
+use elasticdl_data::worker::{set_stop_flag, wait_status};
 use elasticdl_proto::Generation;
 use elasticdl_tables::SavedShards;
 use futures::stream::BoxStream;
@@ -36,6 +37,7 @@ struct Ranks {
     fingerprint: Arc<JobFingerprint>,
     writers: Vec<CheckpointWriter>,
     generation: u64,
+    patience: Duration,
 }
 
 impl Ranks {
@@ -45,7 +47,13 @@ impl Ranks {
         let writer = |_| {
             CheckpointWriter::new(storage.clone(), Arc::clone(&fingerprint), retention).unwrap()
         };
-        Self { writers: (0..world_size).map(writer).collect(), fingerprint, generation: 1 }
+        let patience = Duration::ZERO;
+        Self {
+            writers: (0..world_size).map(writer).collect(),
+            fingerprint,
+            generation: 1,
+            patience,
+        }
     }
 
     /// Writes the checkpoint of `step` and returns its name.
@@ -63,8 +71,8 @@ impl Ranks {
         let world_size = self.writers.len();
         for (rank, (writer, rows)) in self.writers.iter_mut().zip(rows).enumerate() {
             writer.prepare(world_size);
-            let shard =
-                OwnShard { step, generation: Generation(self.generation), rank, world_size };
+            let (generation, patience) = (Generation(self.generation), self.patience);
+            let shard = OwnShard { step, generation, rank, world_size, patience };
             writer.write(shard, state_at(step), (&parameters, &slots), rows);
         }
         let mut parts: Vec<Written> = Vec::new();
@@ -224,7 +232,8 @@ fn in_the_jobs_own_folder_only_runs_from_before_the_job_are_deleted() {
     let (fingerprint, retention) =
         (Arc::new(fingerprint()), Retention { keep: 1, exclusive: true });
     let writer = CheckpointWriter::new(storage.clone(), fingerprint.clone(), retention).unwrap();
-    let mut ranks = Ranks { fingerprint, writers: vec![writer], generation: 1 };
+    let mut ranks =
+        Ranks { fingerprint, writers: vec![writer], generation: 1, patience: Duration::ZERO };
     let [earlier, later] =
         ["00000000", "ffffffff"].map(|run| format!("step-000000000022-{run}-g1"));
     let began = SystemTime::now() - Duration::from_secs(60);
@@ -280,6 +289,34 @@ fn a_damaged_checkpoint_is_named_and_the_previous_one_is_used() {
         std::fs::write(&file, &whole).unwrap();
     }
     assert_eq!(step_of(&begin(&fingerprint(), Some(&storage), None)), Some(30));
+}
+
+#[test]
+fn the_last_checkpoint_is_tried_until_its_folder_takes_it_or_the_job_stops() {
+    let (folder, storage) = folder();
+    let in_the_way = folder.path().join("checkpoints here");
+    let stops = Arc::new(AtomicBool::new(false));
+    set_stop_flag(Arc::clone(&stops));
+    let mut ranks = Ranks::new(&storage, fingerprint(), 1, 9);
+    let mut write = |step, patience, then: &(dyn Fn() + Sync)| {
+        std::fs::write(&in_the_way, "a file").unwrap();
+        ranks.patience = patience;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let waits = |storage: String| storage.contains(in_the_way.to_str().unwrap());
+                while !patience.is_zero() && !wait_status().storage.is_some_and(waits) {
+                    std::thread::yield_now();
+                }
+                then();
+            });
+            ranks.write(step)
+        })
+    };
+    write(28, Duration::ZERO, &|| ()).unwrap_err();
+    let patience = Duration::from_secs(600);
+    write(30, patience, &|| std::fs::remove_file(&in_the_way).unwrap()).unwrap();
+    std::fs::remove_dir_all(&in_the_way).unwrap();
+    write(32, patience, &|| stops.store(true, Ordering::Release)).unwrap_err();
 }
 
 #[test]

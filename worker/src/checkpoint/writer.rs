@@ -6,6 +6,8 @@
 //! ```
 //!
 //! **Invariant:** the trainer waits only for the copy, into memory that is allocated already.
+//! **Invariant:** no later checkpoint makes up for the last one, so its files are written again if
+//! an attempt fails, for as long as their writer is told.
 
 use std::collections::VecDeque;
 use std::fs::{self, DirEntry};
@@ -13,12 +15,14 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{Builder, ScopedJoinHandle};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use elasticdl_data::storage::Storage;
+use elasticdl_data::worker::{pause_unless_stopped, stop_flag, with_patience};
 use elasticdl_proto::Generation;
 use elasticdl_tables::{SavedShard, SavedShards};
 use xxhash_rust::xxh3::Xxh3Default;
@@ -48,6 +52,7 @@ pub(crate) struct CheckpointWriter {
 #[derive(Debug)]
 struct Current {
     name: Name,
+    patience: Duration,
     state: StateRecord,
     /// The shards of the tables that each rank writes.
     rows_of_ranks: Vec<Vec<u32>>,
@@ -64,6 +69,8 @@ pub struct OwnShard {
     pub rank: usize,
     /// Number of ranks, each of which writes a shard.
     pub world_size: usize,
+    /// How long a failed write of a file is repeated.
+    pub patience: Duration,
 }
 
 /// Result of a request.
@@ -89,9 +96,9 @@ pub enum Completion {
 
 #[derive(Debug)]
 enum Request {
-    Commit { name: Name, manifest: Box<Manifest> },
+    Commit { name: Name, manifest: Box<Manifest>, patience: Duration },
     Prepare { floats: usize },
-    Write { name: Name, part: Box<RankPart> },
+    Write { name: Name, part: Box<RankPart>, patience: Duration },
 }
 
 /// What a rank writes of a checkpoint.
@@ -111,7 +118,8 @@ enum Reply {
 }
 
 impl CheckpointWriter {
-    /// Starts the writer thread.
+    /// Starts the writer thread. If the flag of this thread that tells that the job stops is set
+    /// during a wait, one attempt is left.
     ///
     /// # Errors
     /// The thread cannot be created.
@@ -122,8 +130,9 @@ impl CheckpointWriter {
     ) -> io::Result<Self> {
         let (requests, queue) = channel();
         let (replies_tx, replies) = channel();
+        let stops = stop_flag().unwrap_or_default();
         Builder::new().name("checkpoint".into()).spawn(move || {
-            let thread = WriterThread { storage, retention };
+            let thread = WriterThread { storage, retention, stops };
             while let Ok(request) = queue.recv() {
                 // A trainer that has ended needs no reply.
                 thread.handle(request, &replies_tx);
@@ -157,7 +166,7 @@ impl CheckpointWriter {
         (parameters, slots): (&[f32], &[f32]),
         rows: Option<SavedShards>,
     ) {
-        let OwnShard { step, generation, rank, world_size } = shard;
+        let OwnShard { step, generation, rank, world_size, patience } = shard;
         self.take_replies();
         let name = Name { step, generation: generation.0, run: self.fingerprint.run.clone() };
         let Range { start, end } = shard_range(parameters.len() + slots.len(), rank, world_size);
@@ -180,9 +189,9 @@ impl CheckpointWriter {
             }
             None => (Vec::new(), None),
         };
-        self.current = Some(Current { name: name.clone(), state, rows_of_ranks });
+        self.current = Some(Current { name: name.clone(), patience, state, rows_of_ranks });
         let part = Box::new(RankPart { file, header, floats, rows });
-        self.request(Request::Write { name, part });
+        self.request(Request::Write { name, part, patience });
     }
 
     /// Requests that the manifest be written of the checkpoint that this rank takes part in, all of
@@ -191,12 +200,12 @@ impl CheckpointWriter {
         let Some(current) = self.current.take_if(|current| current.name.step == step) else {
             return;
         };
-        let Current { name, state, rows_of_ranks } = current;
+        let Current { name, patience, state, rows_of_ranks } = current;
         let now =
             SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
         let manifest =
             Box::new(Manifest::new(&self.fingerprint, state, parts, &rows_of_ranks, now));
-        self.request(Request::Commit { name, manifest });
+        self.request(Request::Commit { name, manifest, patience });
     }
 
     /// Next result of a request, if there is one.
@@ -229,35 +238,38 @@ impl CheckpointWriter {
 struct WriterThread {
     storage: Storage,
     retention: Retention,
+    /// Set once the job stops.
+    stops: Arc<AtomicBool>,
 }
 
 impl WriterThread {
     fn handle(&self, request: Request, replies_tx: &Sender<Reply>) {
         let reply = |reply| drop(replies_tx.send(reply));
         match request {
-            Request::Commit { name, manifest } => {
+            Request::Commit { name, manifest, patience } => {
                 let rows = manifest.rows.iter().flat_map(|rows| &rows.files).map(|file| file.bytes);
                 let bytes = manifest.shards.iter().map(|shard| shard.bytes).chain(rows).sum();
                 let path = format!("{name}/{MANIFEST}");
-                let result = self.storage.write(&path, vec![manifest.encode().into()]);
+                let result = self.store(&path, &[manifest.encode().into()], patience);
                 if result.is_ok() {
                     self.clear(&name, manifest.state.evaluation.best.map(|(step, _)| step));
                 }
-                let result = result.map(|()| bytes).map_err(|error| error.to_string());
                 reply(Reply::Completed(Completion::Committed {
                     step: name.step,
                     name: name.to_string(),
-                    result,
+                    result: result.map(|()| bytes),
                 }));
             }
             Request::Prepare { floats } => reply(Reply::Buffer(zeros(floats))),
-            Request::Write { name, part } => {
+            Request::Write { name, part, patience } => {
                 let RankPart { file, header, floats, rows } = *part;
                 let began = Instant::now();
                 let floats = Arc::new(floats);
-                let written = self.write(&format!("{name}/{file}"), header, &floats);
+                let written = self.write(&format!("{name}/{file}"), header, &floats, patience);
                 let result = written.and_then(|written| {
-                    let rows = rows.map(|(file, rows)| self.write_rows(&name, &file, rows));
+                    let path = |file| format!("{name}/{file}");
+                    let rows =
+                        rows.map(|(file, rows)| self.write_rows(&path(file), rows, patience));
                     Ok(Written { rows: rows.transpose()?, ..written })
                 });
                 let ms = began.elapsed().as_millis() as u64;
@@ -273,11 +285,26 @@ impl WriterThread {
         }
     }
 
+    /// Writes a file.
+    fn store(&self, path: &str, parts: &[Bytes], patience: Duration) -> Result<(), String> {
+        let write = || self.storage.write(path, parts.to_vec());
+        // A job that stops already has said how long it waits.
+        let has_stopped = self.stops.load(Ordering::Acquire);
+        let sleep = |pause| match has_stopped {
+            true => (std::thread::sleep(pause), false).1,
+            false => pause_unless_stopped(&self.stops, pause),
+        };
+        write()
+            .or_else(|error| with_patience(path, patience, error, write, sleep))
+            .map_err(|error| error.to_string())
+    }
+
     fn write(
         &self,
         path: &str,
         header: Vec<u8>,
         floats: &Arc<Vec<f32>>,
+        patience: Duration,
     ) -> Result<Written, String> {
         // Checked in this thread, so that the trainer does not wait for it.
         if !is_finite(floats) {
@@ -288,7 +315,7 @@ impl WriterThread {
         let header = Bytes::from(header);
         let data = Bytes::from_owner(Floats(Arc::clone(floats)));
         let bytes = (header.len() + data.len()) as u64;
-        let parts = vec![header.clone(), data.clone()];
+        let parts = [header.clone(), data.clone()];
         std::thread::scope(|scope| {
             let digest = || {
                 let mut digest = Xxh3Default::new();
@@ -299,7 +326,7 @@ impl WriterThread {
             // Concurrently with the write, which mostly waits for the disk; after it, if the system
             // starts no more threads.
             let thread = Builder::new().spawn_scoped(scope, digest).ok();
-            self.storage.write(path, parts).map_err(|error| error.to_string())?;
+            self.store(path, &parts, patience)?;
             let digest = match thread.map(ScopedJoinHandle::join) {
                 Some(digest) => digest.map_err(|_| "the digest's thread panicked".to_owned())?,
                 None => digest(),
@@ -310,13 +337,12 @@ impl WriterThread {
 
     fn write_rows(
         &self,
-        name: &Name,
-        file: &str,
+        path: &str,
         shards: Vec<SavedShard>,
+        patience: Duration,
     ) -> Result<WrittenRows, String> {
         let (parts, written) = rows::encode(shards)?;
-        let written_to = self.storage.write(&format!("{name}/{file}"), parts);
-        written_to.map(|()| written).map_err(|error| error.to_string())
+        self.store(path, &parts, patience).map(|()| written)
     }
 
     /// Deletes the checkpoints that `newest` makes superfluous. Failed deletions are retried after

@@ -67,6 +67,7 @@ impl Training<'_> {
         let has_tables = !specs.is_empty();
         let plan = JobPlan { has_tables, ..plan_of(options, &dataset, evaluation) };
         let origin = program::origin(&environment.location.node, &layout, &specs, &*rule);
+        set_stop_flag(Arc::clone(&control.stops));
         let (data, name, program) = (dataset.clone(), order.name(), origin.program.clone());
         let checkpoints = Checkpointing::new(
             options,
@@ -121,7 +122,6 @@ impl Training<'_> {
             machine,
             gap: GapTimer::default(),
         };
-        set_stop_flag(Arc::clone(&control.stops));
         trainer.run()
     }
 }

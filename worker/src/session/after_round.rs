@@ -95,7 +95,8 @@ impl Session {
         let ending = self.ending(&group, headers);
         let ends = ending.is_some();
         let leaves: Vec<bool> = headers.iter().map(|header| header.leaves).collect();
-        if (ends || seen > group.generation.0) && self.is_to_be_handed_over(&leaves) {
+        let switches = seen > group.generation.0 || is_withheld(headers);
+        if (ends || switches) && self.is_to_be_handed_over(&leaves) {
             self.reports.flush();
             let headers = headers.to_vec();
             self.phase = Phase::HandingOver { group, leaves, headers, committed };
@@ -109,12 +110,21 @@ impl Session {
         }
         let best = self.is_best() && checkpoint != FinalCheckpoint::Nothing;
         let is_free = checkpoint == FinalCheckpoint::Begin;
+        // The only rank may be about to end as the others did, with the last copy of the state.
+        let comes_first = group.members.len() == 1
+            && committed.is_none()
+            && self.checkpoints.precedes_step()
+            && checkpoint != FinalCheckpoint::Nothing;
         if last == FinalCheckpoint::Begin
-            || (best && is_free)
+            || (is_free && (best || comes_first))
             || (committed.is_some() && checkpoint::begins(&of_checkpoint))
         {
-            let (step, generation) = (self.step(), group.generation);
-            self.checkpoints.begin(step, generation, &group.members, committed.unwrap_or_default());
+            let step = (self.step(), last == FinalCheckpoint::Begin);
+            let (generation, now) = (group.generation, committed.unwrap_or_default());
+            self.checkpoints.begin(step, generation, &group.members, now);
+            if comes_first {
+                self.checkpoints.await_current();
+            }
         }
         if let (Some(ending), FinalCheckpoint::Nothing) = (ending, last) {
             self.reports.flush();
@@ -129,7 +139,7 @@ impl Session {
                 return self.join_latest();
             }
             // Saving the best model is worth the wait: no later step would have it.
-            let waits = ends || (best && !is_free);
+            let waits = ends || (best && !is_free) || comes_first;
             let state = self.state.as_ref().filter(|_| !waits);
             let assigned =
                 state.and_then(|state| self.assignment.plan((&self.job, state), &group, headers));

@@ -90,8 +90,9 @@ pub struct WrittenRows {
 pub enum Task {
     /// All parts are written; write the manifest: [`Checkpoints::committed`].
     Commit { step: u64, parts: Vec<Written> },
-    /// Copy this part of the current state and write it: [`Checkpoints::wrote`].
-    Write { step: u64, generation: Generation, rank: usize, world_size: usize },
+    /// Copy this part of the current state and write it: [`Checkpoints::wrote`]. `is_last`: the
+    /// group ends with this state.
+    Write { step: u64, generation: Generation, rank: usize, world_size: usize, is_last: bool },
 }
 
 /// Next action of a group, at the end of the job, for the final checkpoint.
@@ -117,6 +118,8 @@ struct Current {
     mine: Part,
     my_digest: Option<u64>,
     committing: bool,
+    /// Whether the group makes no step meanwhile.
+    is_awaited: bool,
 }
 
 impl Current {
@@ -188,7 +191,8 @@ impl Checkpoints {
 
     /// The user has requested a checkpoint.
     pub fn request(&mut self) {
-        self.requested = self.are_enabled();
+        let is_awaited = self.current.as_ref().is_some_and(|current| current.is_awaited);
+        self.requested = self.are_enabled() && !is_awaited;
     }
 
     /// The state comes from a checkpoint of `step`. `complete`: whether that checkpoint belongs to
@@ -269,9 +273,10 @@ impl Checkpoints {
     }
 
     /// Begins a checkpoint of `step`, which the group of `generation` has just committed.
+    /// `is_last`: the group ends then.
     pub fn begin(
         &mut self,
-        step: u64,
+        (step, is_last): (u64, bool),
         generation: Generation,
         members: &[WorkerId],
         now: Duration,
@@ -288,8 +293,21 @@ impl Checkpoints {
             mine: Part::Writing,
             my_digest: None,
             committing: false,
+            is_awaited: false,
         });
-        self.tasks.push_back(Task::Write { step, generation, rank, world_size: members.len() });
+        let world_size = members.len();
+        self.tasks.push_back(Task::Write { step, generation, rank, world_size, is_last });
+    }
+
+    /// The group makes no step until the checkpoint that has just begun is complete or has failed.
+    pub fn await_current(&mut self) {
+        self.current.iter_mut().for_each(|current| current.is_awaited = true);
+    }
+
+    /// Whether a group of one rank makes no step before a checkpoint: the master, which knows why
+    /// the other ranks have ended, has asked for it.
+    pub fn precedes_step(&self) -> bool {
+        self.requested || self.current.as_ref().is_some_and(|current| current.is_awaited)
     }
 
     /// Advances the time. To be called at each commit.

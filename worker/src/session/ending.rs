@@ -82,12 +82,23 @@ impl Session {
     }
 
     /// The error of this rank's program, with its records, if this rank leaves because of it: the
-    /// group of these headers goes on without it.
+    /// group of these headers goes on without it. If its shards are to be handed over, it leaves
+    /// [after that](Self::fails_after_hand_over).
     pub fn fails_alone(&self, headers: &[StepHeader]) -> Option<(String, Vec<RecordRange>)> {
         match &self.phase {
             Phase::Round { group, .. } | Phase::Verifying { group, .. }
                 if self.ending(group, headers).is_none() =>
             {
+                self.program_failure()
+            }
+            _ => None,
+        }
+    }
+
+    /// As [`fails_alone`](Self::fails_alone), for a rank whose shards have just been handed over.
+    pub fn fails_after_hand_over(&self) -> Option<(String, Vec<RecordRange>)> {
+        match &self.phase {
+            Phase::HandingOver { group, headers, .. } if self.ending(group, headers).is_none() => {
                 self.program_failure()
             }
             _ => None,
@@ -207,7 +218,9 @@ mod tests {
     fn write_last_checkpoint(pair: &mut Pair) {
         assert_eq!(pair.endings(), [None, None], "its checkpoint is not written yet");
         for session in &mut pair.0 {
-            let Some(checkpoint::Task::Write { step: 1, .. }) = session.poll_checkpoint() else {
+            let Some(checkpoint::Task::Write { step: 1, is_last: true, .. }) =
+                session.poll_checkpoint()
+            else {
                 panic!("no part is to be written")
             };
             session.copied_for_checkpoint(Duration::ZERO, 0);
@@ -257,6 +270,24 @@ mod tests {
         let headers = pair.headers();
         assert!(pair.0.iter().all(|session| session.fails_alone(&headers).is_none()));
         assert_eq!(pair.0[0].program_failure(), Some(("first".into(), ranges.clone())));
+    }
+
+    #[test]
+    fn a_rank_whose_program_fails_ends_when_the_others_have_its_shards() {
+        let mut pair = Pair::new(JobPlan::of_one_epoch(100, 4));
+        pair.exchange_headers();
+        pair.compute();
+        pair.0[1].halt(Halt { reason: Reason::Program("no".into()), ranges: Vec::new() });
+        let mut headers = pair.headers();
+        headers[1].leaves = true;
+        for session in &mut pair.0 {
+            session.summed(headers.clone(), true).unwrap();
+            assert_eq!(session.poll(), Task::HandOver { leaves: vec![false, true] });
+        }
+        let failed = pair.0.each_ref().map(|session| session.fails_after_hand_over().is_some());
+        assert_eq!(failed, [false, true]);
+        pair.0.iter_mut().for_each(Session::handed_over);
+        assert!(!pair.0[0].is_handing_over() && pair.0[0].ended().is_none(), "{:?}", pair.0[0]);
     }
 
     #[test]

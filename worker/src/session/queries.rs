@@ -117,6 +117,11 @@ impl Session {
         self.requests.stop
     }
 
+    /// Whether ranks leave whose shards the others take over first.
+    pub fn is_handing_over(&self) -> bool {
+        matches!(self.phase, Phase::HandingOver { .. })
+    }
+
     /// Whether this worker makes no further steps.
     pub fn is_finished(&self) -> bool {
         matches!(self.phase, Phase::Finished { .. } | Phase::Ended(_))

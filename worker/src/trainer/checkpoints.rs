@@ -1,6 +1,8 @@
 //! Checkpoints of the trainer: it hands its part of the state to the writer, and restores the state
 //! from a checkpoint.
 
+use std::time::Duration;
+
 use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
 
 use super::Trainer;
@@ -18,6 +20,7 @@ use crate::tensors::digest_of;
 impl<M: Model> Trainer<'_, M> {
     /// Executes the session's checkpoint tasks. To be called before the state changes again.
     pub(super) fn poll_checkpoint_writer(&mut self) -> Result<(), Failure> {
+        let patience_of_end = self.patience_of_end();
         let store = &mut self.checkpoints.store;
         if !store.is_written() {
             return Ok(());
@@ -52,13 +55,14 @@ impl<M: Model> Trainer<'_, M> {
         while let Some(task) = self.session.poll_checkpoint() {
             match task {
                 Task::Commit { step, parts } => store.commit(step, &parts),
-                Task::Write { step, generation, rank, world_size } => {
+                Task::Write { step, generation, rank, world_size, is_last } => {
                     let state = self.session.state().expect("a state was just committed");
                     assert_eq!(state.step, step, "a checkpoint is of the state as it is now");
                     let begun = self.machine.now();
                     let parameters = self.tensors.to_host(Tensor::Parameters)?;
                     let slots = self.tensors.to_host(Tensor::Slots)?;
-                    let shard = OwnShard { step, generation, rank, world_size };
+                    let patience = if is_last { patience_of_end } else { Duration::ZERO };
+                    let shard = OwnShard { step, generation, rank, world_size, patience };
                     let rows = self.tables.as_ref().map(|tables| tables.save(step));
                     store.write(shard, state.record(), (&parameters, &slots), rows);
                     // A copy of one rank's memory proves nothing about the others'.

@@ -106,13 +106,10 @@ impl<M: Model> Trainer<'_, M> {
             }
             return Ok(None);
         }
-        let limit = match self.exports.has_fallback() {
+        let limit = match self.session.ended() {
             // The next group waits for this one's end, which has stored the state.
-            _ if self.session.ended() == Some(&Ending::ProgramFailed) => PATIENCE_OF_STOP,
-            true if self.session.is_stopping() => PATIENCE_OF_STOP,
-            false if self.session.is_stopping() => PATIENCE_OF_STOP_WITHOUT_FALLBACK,
-            true => PATIENCE_OF_END,
-            false => PATIENCE_WITHOUT_FALLBACK,
+            Some(Ending::ProgramFailed) => PATIENCE_OF_STOP,
+            _ => self.patience_of_end(),
         };
         let (inbox, machine) = (self.inbox, Arc::clone(&self.machine));
         let parameters = self.tensors.to_host(Tensor::Parameters)?;
@@ -138,6 +135,16 @@ impl<M: Model> Trainer<'_, M> {
         rows.end(false)?;
         self.tell_best(saved.or_else(|| self.saved_best()));
         Ok(exported)
+    }
+
+    /// How long what is written at the end of the job is tried.
+    pub(super) fn patience_of_end(&self) -> Duration {
+        match self.exports.has_fallback() {
+            true if self.session.is_stopping() => PATIENCE_OF_STOP,
+            false if self.session.is_stopping() => PATIENCE_OF_STOP_WITHOUT_FALLBACK,
+            true => PATIENCE_OF_END,
+            false => PATIENCE_WITHOUT_FALLBACK,
+        }
     }
 
     /// The lowest rank exports the model if it is the best so far and all ranks hold the same
@@ -225,7 +232,7 @@ fn wait_unless_stopped(
     }
 }
 
-/// How long an export at the end of a job is repeated: enough to free a full disk by hand.
+/// How long an export or a checkpoint at the end of a job is repeated: enough to free a full disk by hand.
 const PATIENCE_OF_END: Duration = Duration::from_secs(60);
 /// As [`PATIENCE_OF_END`], in a pod, which has no other place for the model: as long as a read of
 /// data is retried.

@@ -44,21 +44,21 @@ impl<M: Model> Trainer<'_, M> {
             None => self.tensors.window_digest(self.session.step())?,
         };
         let mut mine = self.session.header(digest);
-        mine.leaves = self.tables.is_some() && self.session.is_leaving();
+        let leaves = self.session.is_leaving() || self.session.program_failure().is_some();
+        mine.leaves = self.tables.is_some() && leaves;
         mine.tables = held;
         Ok(header::encode(&mine))
     }
 
     /// The program has failed on records: this rank takes part in the round, without the step, so
-    /// that all ranks know. With tables it may not know which operation the others are in.
+    /// that all ranks know. With tables it hands its shards over before it ends.
     ///
     /// # Errors
     /// This worker fails at once.
     pub(super) fn halt_of_program(&mut self, stopped: Stopped) -> Result<(), Stopped> {
-        let is_alone = self.tensors.group().is_some_and(|group| group.world_size() == 1);
         match stopped {
             Stopped::Failed(Failure { error, ranges, fatal: false, verdict: None })
-                if !ranges.is_empty() && (is_alone || self.tables.is_none()) =>
+                if !ranges.is_empty() =>
             {
                 tracing::error!(error, "the program has failed; this worker ends with the round");
                 self.session.halt(Halt { reason: Reason::Program(error), ranges });

@@ -430,8 +430,9 @@ impl<M: Model> Trainer<'_, M> {
             let leaving = leaves.iter().filter(|leaves| **leaves).count();
             tracing::info!(leaving, "shards of tables are handed over");
         }
+        let failed = self.session.fails_after_hand_over();
         self.session.handed_over();
-        Ok(())
+        failed.map_or(Ok(()), |of_program| Err(Failure::from(of_program).into()))
     }
 
     /// Looks up the rows of the batches, and adds their gradients.

@@ -102,6 +102,10 @@ impl Job {
                 self.lifecycle.avoid_node(now, node);
             }
             let never_joined = !ended.iter().any(Launch::has_registered);
+            if !never_joined {
+                self.lifecycle.exited_at = Some(self.data.step());
+                self.store_last_copy();
+            }
             let place = ended.first().map(FailedSlots::place);
             self.account_for_own_fault(now, place, &format!("{name} {end}"), never_joined, exit);
             let printed = ended.iter().find_map(Launch::printed);

@@ -198,6 +198,7 @@ impl Job {
         self.data.set_step(step);
         self.reporting.finish(first);
         if let Some(error) = self.reported_failure() {
+            let error = self.lifecycle.failing.take().unwrap_or(error);
             return self.end(now, Outcome::Failed, Some(error));
         }
         if missing == 0 || at_max {

@@ -46,7 +46,9 @@ pub(crate) struct Lifecycle {
     /// Until when the programs of a complete job are waited for, from the moment on that most of
     /// them take to end.
     pub(super) awaits_programs_until: Option<Time>,
-    /// Why the job fails, while its group writes a checkpoint before.
+    /// The last step when a member ended by itself, without a report.
+    pub(super) exited_at: Option<u64>,
+    /// Why the job fails, while its group stores its state before.
     pub(super) failing: Option<String>,
     /// See [`Job::masters`](crate::job::Job::masters).
     pub(super) masters: u64,
@@ -102,6 +104,7 @@ impl Lifecycle {
             suspended_generation: None,
             stop_reason: None,
             awaits_programs_until: None,
+            exited_at: None,
             failing: None,
             masters: 1,
             // As if the first generation were published: a master whose record is older than the

@@ -12,14 +12,17 @@
 //!  all members leave ──► checkpoint requested ──replacements take over──► on
 //!                              └──none starting, or half the grace──► suspended with a checkpoint
 //!
-//!  the job gives up, and workers hold a newer state ──► checkpoint, for at most 60 s ──► failed
+//!  members end by themselves at a step, and one is left ──► checkpoint ──► the step again
+//!
+//!  the job gives up, and workers hold a newer state ──► checkpoint and export, at most 60 s
+//!  ──► failed
 //! ```
 //!
 //! **Invariant:** every lost state is counted and logged.
 
 use std::time::Duration;
 
-use elasticdl_proto::{CheckpointEvery, WorkerId};
+use elasticdl_proto::{CheckpointEvery, Work, WorkerId};
 
 use crate::job::action::{MasterMessage, Outcome};
 use crate::job::job::Job;
@@ -141,28 +144,45 @@ impl Job {
 
     // ---- the job gives up ----
 
-    /// Fails the job. Workers that hold a newer state than the newest checkpoint write one before.
+    /// Fails the job. Workers that hold a state that is neither in a checkpoint nor exported store
+    /// it before.
     pub(super) fn give_up(&mut self, now: Time, error: String) {
         let newest = self.reporting.newest_checkpoint().map(|kept| kept.step);
         let holders: Vec<WorkerId> = self.workers.select(Worker::is_holder);
-        let has_more = self.spec.work.trains()
-            && self.spec.checkpoints.is_some()
-            && !holders.is_empty()
-            && newest.is_none_or(|newest| newest < self.data.step());
+        let step = self.data.step();
+        let is_stored = self.spec.checkpoints.is_none() || newest.is_some_and(|at| at >= step);
+        let exports = matches!(self.spec.work, Work::Train { export: Some(_) });
+        let has_more =
+            self.spec.work.trains() && step > 0 && !holders.is_empty() && (!is_stored || exports);
         if !has_more || self.lifecycle.failing.is_some() {
             return self.end(now, Outcome::Failed, Some(error));
         }
-        self.log_event("the job fails as soon as its newest state is in a checkpoint".into());
+        self.log_event("the job fails as soon as its newest state is stored".into());
         self.lifecycle.failing = Some(error);
-        self.out.set_timer(now + CHECKPOINT_WAIT, Timer::GiveUp);
+        self.out.set_timer(now + GIVE_UP_WAIT, Timer::GiveUp);
         // A group that forms meanwhile ends as well.
-        holders.into_iter().for_each(|id| self.send(id, MasterMessage::Suspend));
+        holders.into_iter().for_each(|id| self.send(id, MasterMessage::GiveUp));
     }
 
-    /// The time for the checkpoint of a job that fails has passed.
+    /// The time in which a job that fails stores its state has passed.
     pub(crate) fn on_give_up_due(&mut self, now: Time) {
         let error = self.lifecycle.failing.take();
         self.end(now, Outcome::Failed, error);
+    }
+
+    // ---- a program ends by itself ----
+
+    /// If members have ended by themselves since about the last step, and one member is left, it
+    /// stores the state before its next step, at which it may end as well.
+    pub(crate) fn store_last_copy(&mut self) {
+        let step = self.data.step();
+        let has_exited = self.lifecycle.exited_at.is_some_and(|at| step <= at + 1);
+        let is_stored = self.reporting.newest_checkpoint().is_some_and(|kept| kept.step >= step);
+        let is_alone = self.group.members().len() == 1 && self.group.carries_state();
+        if has_exited && is_alone && !is_stored && self.spec.checkpoints.is_some() {
+            self.reporting.want_checkpoint();
+            self.request_checkpoint();
+        }
     }
 
     // ---- all members leave ----
@@ -237,8 +257,8 @@ impl Job {
     }
 }
 
-/// How long a job that fails waits for a checkpoint of its newest state.
-const CHECKPOINT_WAIT: Duration = Duration::from_secs(60);
+/// How long a job that fails waits until its newest state is stored.
+const GIVE_UP_WAIT: Duration = Duration::from_secs(60);
 /// The first checkpoint is due after this time, if the interval is longer.
 const FIRST_CHECKPOINT: Duration = Duration::from_secs(30);
 /// The default of `--checkpoint-every`.

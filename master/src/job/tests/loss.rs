@@ -71,6 +71,8 @@ fn with_checkpoints_the_next_group_reports_whether_one_existed() {
         assert_eq!(ends(&mut job), None);
         connect(&mut job, 2);
         deliver(&mut job, 2, WorkerMessage::Ready { parameters: 10 });
+        let said = job.status(at(0)).events.join("\n");
+        assert!(said.contains("restarts from step 0, as the state is lost"), "{said}");
         if restored {
             let news = CheckpointNews::Restored {
                 step,
@@ -233,11 +235,12 @@ fn a_group_that_reports_a_failure_fails_the_job_with_its_error_and_records() {
 
 #[test]
 fn a_job_gives_up_when_the_workers_that_remain_have_stored_its_newest_state() {
-    let given_up = |checkpoints| {
+    let given_up = |checkpoints, export: Option<&str>| {
         let spec = JobSpec {
             num_workers: 2,
             max_workers: 2,
             max_worker_restarts: 0,
+            work: Work::Train { export: export.map(str::to_owned) },
             ..alone(checkpoints)
         };
         let mut job = started(spec, &[20]);
@@ -247,20 +250,39 @@ fn a_job_gives_up_when_the_workers_that_remain_have_stored_its_newest_state() {
         deliver(&mut job, 1, WorkerMessage::Failed { error, ranges: Vec::new(), fatal: false });
         job
     };
-    assert!(ends(&mut given_up(false)).unwrap().contains("bad record"));
-    let mut job = given_up(true);
-    assert_eq!(messages_to(&mut job, &MasterMessage::Suspend), [2]);
-    deliver(&mut job, 2, formed(2, 3, &[(0, 12)]));
-    assert_eq!(ends(&mut job), None);
-    let WorkerMessage::Finished(mut word) = finished(2, 3, 9) else { unreachable!() };
-    word.suspended = true;
-    deliver(&mut job, 2, WorkerMessage::Finished(word));
-    let error = ends(&mut job).unwrap();
-    assert!(error.contains("bad record; giving up after 1 failure"), "{error}");
+    assert!(ends(&mut given_up(false, None)).unwrap().contains("bad record"));
+    for (checkpoints, export) in [(true, None), (false, Some("/m")), (true, Some("/m"))] {
+        let mut job = given_up(checkpoints, export);
+        assert_eq!(messages_to(&mut job, &MasterMessage::GiveUp), [2]);
+        deliver(&mut job, 2, formed(2, 3, &[(0, 12)]));
+        assert_eq!(ends(&mut job), None);
+        let WorkerMessage::Finished(mut word) = finished(2, 3, 9) else { unreachable!() };
+        let error = "the job gives up".to_owned();
+        word.failure = Some(Failure { error, ranges: Vec::new() });
+        word.exported = export.is_some();
+        deliver(&mut job, 2, WorkerMessage::Finished(word));
+        let error = ends(&mut job).unwrap();
+        assert!(error.contains("bad record; giving up after 1 failure"), "{error}");
+        assert_eq!(job.summary(at(0)).export.is_some(), export.is_some());
+    }
     // Nor does it wait for ever.
-    let mut job = given_up(true);
+    let mut job = given_up(true, None);
     job.handle_timeout(at(3_700_000));
     assert!(ends(&mut job).unwrap().contains("bad record"));
+}
+
+#[test]
+fn the_last_member_stores_the_state_first_if_the_others_have_ended_by_themselves() {
+    let asked = |exit| {
+        let spec = JobSpec { num_workers: 2, max_workers: 2, ..alone(true) };
+        let mut job = started(spec, &[20]);
+        trains_late(&mut job);
+        actions(&mut job);
+        job.handle(at(0), Event::ProcessEnded { launch: LaunchId(1), exit });
+        messages_to(&mut job, &MasterMessage::KeepCheckpoint)
+    };
+    assert_eq!(asked(Exit::Code(9)), [2]);
+    assert_eq!(asked(Exit::Signal(9)), [0; 0], "a kill says nothing about the step");
 }
 
 #[test]

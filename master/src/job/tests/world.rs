@@ -388,7 +388,9 @@ impl World {
             | MasterMessage::KeepCheckpoint
             | MasterMessage::ReportStacks => {}
             MasterMessage::Lease(_) => panic!("a group needs no leases"),
-            MasterMessage::Suspend => panic!("there is no place for checkpoints"),
+            MasterMessage::GiveUp | MasterMessage::Suspend => {
+                panic!("there is no place for checkpoints")
+            }
             MasterMessage::Fetch(donors) => {
                 let reached = |p: &Process| {
                     donors.iter().any(|(w, _)| p.worker == Some(*w)) && !p.partitioned

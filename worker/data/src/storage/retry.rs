@@ -62,12 +62,22 @@ pub(crate) fn with_write_retries<T, E: Transient>(
     let flag = stop_flag();
     let is_stopping = || flag.as_ref().is_some_and(|flag| flag.load(Ordering::Acquire));
     let is_repeated = |error: &E| error.is_transient() && !is_stopping();
-    retry_if(address, is_repeated, request, |pause| {
-        let until = Instant::now() + pause;
-        while !is_stopping() && Instant::now() < until {
-            std::thread::sleep(STOP_CHECK.min(until.saturating_duration_since(Instant::now())));
-        }
-    })
+    retry_if(address, is_repeated, request, |pause| pause_unless(is_stopping, pause))
+}
+
+/// Sleeps for `pause`, or until `is_stopping`.
+fn pause_unless(is_stopping: impl Fn() -> bool, pause: Duration) {
+    let until = Instant::now() + pause;
+    while !is_stopping() && Instant::now() < until {
+        std::thread::sleep(STOP_CHECK.min(until.saturating_duration_since(Instant::now())));
+    }
+}
+
+/// Sleeps for `pause`, or until `stops` is set. Returns whether it is.
+pub fn pause_unless_stopped(stops: &AtomicBool, pause: Duration) -> bool {
+    let is_stopping = || stops.load(Ordering::Acquire);
+    pause_unless(is_stopping, pause);
+    is_stopping()
 }
 
 /// The program, its options and its data have worked once. From now on, reads that storage refuses
@@ -172,8 +182,8 @@ pub fn set_stop_flag(flag: Arc<AtomicBool>) {
     STOP.set(Some(flag));
 }
 
-/// The flag that the current thread has registered, if any.
-pub(super) fn stop_flag() -> Option<Arc<AtomicBool>> {
+/// The flag that the current thread has registered with [`set_stop_flag`], if any.
+pub fn stop_flag() -> Option<Arc<AtomicBool>> {
     STOP.with_borrow(Clone::clone)
 }
 

@@ -51,7 +51,7 @@ impl Ranks {
             checkpoints.tick(now);
             checkpoints.handle_headers(&members, &headers);
             if begins(&headers) {
-                checkpoints.begin(step, Generation(1), &members, now);
+                checkpoints.begin((step, false), Generation(1), &members, now);
             }
         }
         for (rank, (_, checkpoints)) in self.ranks.iter_mut().enumerate() {
