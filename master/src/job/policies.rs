@@ -26,6 +26,10 @@ pub struct Policies {
     /// Whether the first `min_workers` workers are started together, because their scheduler places
     /// them together.
     pub starts_core_together: bool,
+    /// Whether all workers are started together, because nothing is lost if the data or the program
+    /// is refused.
+    #[serde(default)]
+    pub starts_together: bool,
 }
 
 /// What follows from certain ends.

@@ -63,6 +63,7 @@ impl LifecycleOptions {
             success,
             starts_suspended: *suspend,
             starts_core_together: false,
+            starts_together: false,
         };
         policies.check().map_err(|error| Failure::usage(format!("--on-exit: {error}")))?;
         Ok(policies)

@@ -30,10 +30,11 @@ impl Job {
         }
         self.move_probes_down();
         // Until the data set is described, one worker is sufficient; but a gang starts as a whole.
+        let policies = &self.spec.policies;
         let wanted = match self.data.files() {
-            Some(_) => self.lifecycle.wanted,
-            None if self.spec.policies.starts_core_together => self.spec.min_workers,
-            None => 1,
+            None if policies.starts_core_together => self.spec.min_workers,
+            None if !policies.starts_together => 1,
+            None | Some(_) => self.lifecycle.wanted,
         };
         if let Some(most) = &mut self.lifecycle.scheduled_most {
             *most = self.workers.scheduled().max(*most);

@@ -237,13 +237,19 @@ fn queued(job: &mut Job, ms: u64, launch: u64) {
     job.handle(at(ms), Event::LaunchWaits { launch: LaunchId(launch), wait });
 }
 
-/// A gang is placed when all of its pods exist.
+/// A gang is placed when all of its pods exist. Processes of one machine cost nothing.
 #[test]
-fn the_workers_of_a_gang_are_started_together() {
+fn the_workers_of_a_gang_are_started_together_and_so_are_processes() {
+    let started = |policies| {
+        let spec = JobSpec { num_workers: 4, min_workers: 3, max_workers: 4, policies, ..spec() };
+        let mut job = Job::new(spec);
+        (actions(&mut job), job)
+    };
+    let together = Policies { starts_together: true, ..Policies::default() };
+    assert_eq!(started(together).0, [1, 2, 3, 4].map(launch));
     let policies = Policies { starts_core_together: true, ..Policies::default() };
-    let spec = JobSpec { num_workers: 4, min_workers: 3, max_workers: 4, policies, ..spec() };
-    let mut job = Job::new(spec);
-    assert_eq!(actions(&mut job), [launch(1), launch(2), launch(3)]);
+    let (launched, mut job) = started(policies);
+    assert_eq!(launched, [1, 2, 3].map(launch));
     connect(&mut job, 1);
     deliver(&mut job, 1, WorkerMessage::Described(Ok(dataset(&[1000]))));
     assert!(actions(&mut job).contains(&launch(4)));

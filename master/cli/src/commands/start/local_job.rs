@@ -60,7 +60,8 @@ impl LocalJob {
             Some(name) => name.clone(),
             None => default_name(&request.program)?,
         };
-        let spec = with_whole_outputs(request.spec(name, absolute_path)?)?;
+        let mut spec = with_whole_outputs(request.spec(name, absolute_path)?)?;
+        spec.policies.starts_together = true;
         let args = program_args.to_vec();
         let StartRequest { job, work, workers, output, .. } = request;
         let job_dir = job.job_dir.unwrap_or_else(|| jobdir::default_root().join(&spec.name));
@@ -296,6 +297,7 @@ mod tests {
             grace_period: Duration::from_secs(30),
             policies: Policies {
                 end_timeout: Some(Duration::from_secs(600)),
+                starts_together: true,
                 ..Default::default()
             },
         };

@@ -452,6 +452,7 @@ mod tests {
             success: SuccessPolicy::LowestRank,
             starts_suspended: true,
             starts_core_together: false,
+            starts_together: false,
         };
         assert_eq!(policies, expected);
     }
