@@ -143,13 +143,8 @@ impl LocalMaster {
     async fn listen(&mut self) -> Result<Listeners, Failure> {
         let address = self.start.address;
         let workers = if self.is_new() {
-            TcpListener::bind(address).await.map_err(|e| {
-                let wanted = match e.kind() {
-                    io::ErrorKind::AddrNotAvailable => "; it must be an address of this machine",
-                    _ => "",
-                };
-                Failure::usage(format!("can't listen on --listen {}: {e}{wanted}", address.ip()))
-            })?
+            let cannot = |error| Failure::usage(cannot_listen(address.ip(), &error));
+            TcpListener::bind(address).await.map_err(cannot)?
         } else {
             let listen = format!("listen at {address}, where workers reconnect");
             bind_again(address).await.map_err(cannot(&listen))?
@@ -358,9 +353,26 @@ const BIND_ATTEMPTS: u32 = 20;
 const BIND_PAUSE: Duration = Duration::from_millis(100);
 const COMMANDS_MAX: usize = 4;
 
+fn cannot_listen(ip: IpAddr, error: &io::Error) -> String {
+    let wanted = match error.kind() {
+        io::ErrorKind::AddrNotAvailable => "; it must be an address of this machine",
+        _ => "",
+    };
+    format!("can't listen on --listen {ip}: {error}{wanted}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_an_address_of_another_machine_is_to_be_replaced() {
+        let text =
+            |errno| cannot_listen([192, 0, 2, 1].into(), &io::Error::from_raw_os_error(errno));
+        let [not_here, no_files] = [99, 24].map(text);
+        assert!(not_here.ends_with("; it must be an address of this machine"), "{not_here}");
+        assert!(no_files.ends_with("(os error 24)"), "{no_files}");
+    }
 
     #[tokio::test]
     async fn a_machine_whose_processes_cannot_meet_or_be_told_apart_is_refused_with_the_remedy() {

@@ -1,6 +1,8 @@
 //! Checks that a job writes nothing into the data that it reads: the next job would read it as
 //! data, and this one would find that its data has changed. Nor may one output replace another.
 
+use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use elasticdl_data::storage::Storage;
@@ -133,7 +135,16 @@ pub(crate) fn check_file(address: &str) -> Result<(), String> {
              elsewhere"
         ));
     }
-    weights::check_writable(address).map_err(|error| error.to_string())
+    weights::check_writable(address).map_err(|error| error.to_string())?;
+    let beside = path.filter(|_| !Storage::is_remote(address));
+    let beside = beside.map(|path| paths::previous_of(&path.to_string_lossy(), 99));
+    match beside.map(fs::symlink_metadata) {
+        Some(Err(error)) if error.kind() == ErrorKind::InvalidFilename => Err(format!(
+            "{address}: the name is too long for files that lie beside it, which have some 15 \
+             bytes more ({PREVIOUS}); choose a shorter one"
+        )),
+        _ => Ok(()),
+    }
 }
 
 /// As [`check_file`], for a file that replaces the model of an earlier job without a trace: that it
@@ -165,8 +176,8 @@ mod tests {
     fn a_file_within_a_checkpoint_and_one_in_place_of_a_device_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let checkpoint = folder.path().join("step-000000000007-0123abcd-g1");
-        std::fs::create_dir(&checkpoint).unwrap();
-        std::fs::write(checkpoint.join("manifest.json"), "{}").unwrap();
+        fs::create_dir(&checkpoint).unwrap();
+        fs::write(checkpoint.join("manifest.json"), "{}").unwrap();
         for name in ["manifest.json", "m.safetensors"] {
             let error = check_file(checkpoint.join(name).to_str().unwrap()).unwrap_err();
             assert!(error.contains("is within a checkpoint"), "{error}");
@@ -182,7 +193,7 @@ mod tests {
         let path = folder.path().join("m");
         let at = path.to_str().unwrap();
         let check = |content: &[u8]| {
-            std::fs::write(&path, content).unwrap();
+            fs::write(&path, content).unwrap();
             check_model(at)
         };
         let header = |text: &str| [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat();
@@ -228,11 +239,20 @@ mod tests {
     }
 
     #[test]
+    fn a_name_that_leaves_no_bytes_for_the_names_beside_it_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let named = |len| folder.path().join("m".repeat(len)).to_str().unwrap().to_owned();
+        assert_eq!(check_file(&named(240)), Ok(()));
+        let error = check_file(&named(250)).unwrap_err();
+        assert!(error.contains("too long for files that lie beside it"), "{error}");
+    }
+
+    #[test]
     fn an_output_within_the_data_is_recognized_however_it_is_written() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path().canonicalize().unwrap();
-        std::fs::create_dir_all(root.join("data/deep")).unwrap();
-        std::fs::write(root.join("data/a.csv"), "x").unwrap();
+        fs::create_dir_all(root.join("data/deep")).unwrap();
+        fs::write(root.join("data/a.csv"), "x").unwrap();
         std::os::unix::fs::symlink(root.join("data"), root.join("link")).unwrap();
         std::os::unix::fs::symlink(root.join("data/deep"), root.join("out")).unwrap();
         let at = |path: &str| root.join(path).to_str().unwrap().to_owned();

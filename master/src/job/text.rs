@@ -56,6 +56,13 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_long_text_is_shortened_where_a_character_begins() {
+        assert_eq!(shortened("short"), "short");
+        assert_eq!(shortened(&"é".repeat(80)), "é".repeat(80));
+        assert_eq!(shortened(&format!("x{}", "é".repeat(80))), format!("x{}…", "é".repeat(79)));
+    }
+
+    #[test]
     fn a_huge_value_is_in_scientific_form() {
         let values = [0.5, -12.0, 999_999.0, 2.293_797_7e31, -1e6, f64::NAN];
         let texts = ["0.5000", "-12.0000", "999999.0000", "2.2938e31", "-1.0000e6", "NaN"];

@@ -73,7 +73,11 @@ pub enum JobDirError {
         pid: Option<u32>,
     },
     /// A file in it can't be written.
-    #[error("can't write {}: {source}; choose another directory with --job-dir", path.display())]
+    #[error(
+        "can't write {}: {source}; make it possible, or give a new job another directory with \
+         --job-dir",
+        path.display()
+    )]
     Write {
         /// The file.
         path: PathBuf,

@@ -91,4 +91,4 @@ const NO_EVALUATOR: &str = "this program does not say how its model is evaluated
 const NO_PREDICTOR: &str = "this program does not say how its model predicts: declare it with \
                             job.predictor(data, function)";
 /// Name of the only file of a program's data set.
-const NAME: &str = "records of the program";
+const NAME: &str = "the program's data";

@@ -33,6 +33,10 @@ pub(crate) fn check_output(address: &str, format: Format) -> Result<(), String> 
     // A format for which this program was not built.
     encode(format, &Predictions::new().i64("class", Vec::new()))?;
     let output = Storage::open(address).map_err(|error| error.to_string())?;
+    let path = Path::new(address.strip_prefix("file://").unwrap_or(address));
+    if !Storage::is_remote(address) && path.is_file() {
+        return Err(format!("{address} is a file; give a folder, which takes a file per shard"));
+    }
     let found = output.list("").map_err(|error| error.to_string())?;
     if let Some(first) = found.first() {
         return Err(format!(
@@ -157,6 +161,13 @@ mod tests {
         let rows = reader.read(&dataset.files[0], 0..3).unwrap();
         let found: Vec<_> = rows.iter().map(|row| (row.i64(0), row.f32(1), row.text(2))).collect();
         assert_eq!(found, [(i64::MIN, 0.1, "a\nb,\"c\""), (7, -2.5e-30, "ü"), (0, 1.0, "")]);
+    }
+
+    #[test]
+    fn a_file_is_refused_as_the_place_of_predictions() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let error = check_output(file.path().to_str().unwrap(), Format::Csv).unwrap_err();
+        assert!(error.contains("is a file; give a folder"), "{error}");
     }
 
     #[test]

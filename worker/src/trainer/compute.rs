@@ -148,6 +148,7 @@ impl<M: Model> Trainer<'_, M> {
         positions: &[RecordRange],
         rows: Option<&mut BatchRows>,
     ) -> Result<f64, String> {
+        let is_program = self.model.as_bridge().is_some();
         let (model, tensors) = (&mut self.model, &mut self.tensors);
         let keys = RecordKeys::new(self.seed, positions);
         // All ranks see a non-finite loss in this rank's header.
@@ -162,7 +163,12 @@ impl<M: Model> Trainer<'_, M> {
                 model.gradients(parameters, batch, &mut gradients)
             }
         };
-        let loss = metrics::reporting(count, || call_user("gradients()", compute))?;
+        let loss = metrics::reporting(count, || call_user("gradients()", compute));
+        // A program has no such method.
+        let loss = loss.map_err(|error| match error.strip_prefix("gradients() failed: ") {
+            Some(of_program) if is_program => of_program.to_owned(),
+            _ => error,
+        })?;
         Ok(loss.sum_over(count))
     }
 }

@@ -189,7 +189,8 @@ impl JobHandle for LocalHandle {
             StopTarget::Master => format!("the job in {root} stops at the end of its step"),
             StopTarget::Workers(workers) => format!(
                 "the master of the job in {root} is gone; SIGTERM was sent to {workers} of its \
-                 workers"
+                 workers, which write a checkpoint and end if no master comes back within half of \
+                 the --grace-period"
             ),
         })
     }

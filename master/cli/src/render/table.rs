@@ -23,7 +23,12 @@ pub(crate) fn to_table(status: &Status) -> String {
         }
     };
     row("job", &status.job);
-    row("state", &format!("{} ({:.1} %)", status.state, status.progress * 100.0));
+    // A master that has taken over a job without workers does not know its data.
+    let progress = match status.step > 0 && status.progress == 0.0 {
+        true => String::new(),
+        false => format!(" ({:.1} %)", status.progress * 100.0),
+    };
+    row("state", &format!("{}{progress}", status.state));
     let epoch = (status.epoch.saturating_add(1)).min(status.epochs);
     row("epoch", &format!("{epoch} of {}", status.epochs));
     if let Some(ShardCounts { todo, leased, done }) = status.shards {

@@ -272,6 +272,8 @@ fn a_program_that_ends_without_joining_is_told_what_to_do_and_started_once() {
     let error_of_2 = error(&job).unwrap();
     assert!(error_of_2.contains("never joined the job: this code says that its"), "{error_of_2}");
     assert_eq!(job.outcome(), Some(Outcome::InvalidInput));
+    let said = job.status(at(0)).events.join("\n");
+    assert!(said.contains("the job is refused: worker 1 exited with code 2"), "{said}");
     // The script may be there on another node.
     let mut job = Job::new(spec());
     locate(&mut job, 1, "a");

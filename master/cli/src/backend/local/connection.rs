@@ -141,3 +141,19 @@ pub(super) fn to_failure(root: &Path, status: &Status) -> Failure {
 /// More than the status of the largest job.
 const REPLY_BYTES_MAX: usize = 16 << 20;
 const TIMEOUT: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_master_that_does_not_answer_has_given_no_answer() {
+        let text = |status| to_failure(Path::new("/none"), &status).text;
+        // What tonic makes of the deadline of a request.
+        for status in [Status::cancelled("Timeout expired"), Status::deadline_exceeded("late")] {
+            let text = text(status);
+            assert!(text.contains("has not answered within 5 s: it is stopped"), "{text}");
+        }
+        assert_eq!(text(Status::internal("no")), "the master of /none answered: no");
+    }
+}
