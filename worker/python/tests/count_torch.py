@@ -39,19 +39,21 @@ class Counts(torch.nn.Module):
 
 
 class Steps:
-    """Counts commits."""
+    """Counts commits, and sums the parameters after them."""
 
     def __init__(self):
         self.count = 0
+        self.sums = [torch.zeros(records)]
 
     def state_dict(self):
-        return {"count": self.count}
+        return {"count": self.count, "sums": self.sums}
 
     def load_state_dict(self, state):
-        self.count = state["count"]
+        self.count, self.sums = state["count"], state["sums"]
 
     def add(self):
         self.count += 1
+        self.sums[0] += net.weight.detach()
 
 
 job = et.join()
@@ -75,6 +77,14 @@ for _ in job.epochs():
         opt.zero_grad()
 
 assert steps.count == job.step, (steps.count, job.step)
+absorbed = expected = 0
+for step in range(job.step):
+    at = absorbed % records
+    absorbed += min(48, records - at)
+    expected += absorbed
+assert float(steps.sums[0].double().sum()) == expected, (steps.sums, expected)
+# They are not in the JSON.
+assert len(opt._state._saved_text) < records, opt._state._saved_text
 assert "momentum_buffer" in inner.state[net.weight]
 assert net.unused.tolist() == [7.0] * 3 and net.frozen.tolist() == [5.0] * 2
 assert abs(float(net.level) - 3.0) < 1e-5, net.level

@@ -6,8 +6,9 @@ step of a copy of the optimizer. The layout is the same on every worker:
     tensors on the module's device | others, numbers | flag of each entry | length | JSON
                                    |--------------------- on the host -------------------
 
-The JSON is of settings and objects. Memory of zeros is the state before the first step: no entry
-exists yet.
+The JSON is of settings and objects. The tensors that objects have at the beginning, such as
+averages of the parameters, are beside those of the optimizer, and the JSON says where. Memory of
+zeros is the state before the first step: no entry exists yet.
 """
 
 import base64
@@ -30,17 +31,21 @@ class State:
         self._entries = []
         at = 0
         entries = [_Entry(place.device, *entry) for entry in _entries(optimizer, unfreezes)]
+        # The tensors of objects.
+        self._tensors = [_Entry(place.device, None, path, tensor) for path, tensor in self._found()]
+        self._by_path = {entry.name: number for number, entry in enumerate(self._tensors)}
         for is_on_host in (False, True):
             if is_on_host:
                 self._host_at = at
-            for entry in entries:
+            for entry in entries + self._tensors:
                 if entry.is_on_host == is_on_host:
                     entry.at = at
-                    self._entries.append(entry)
+                    if entry.index is not None:
+                        self._entries.append(entry)
                     at = -(-(at + entry.bytes) // _ALIGNMENT) * _ALIGNMENT
         self._flags = at
         self._text = -(-(self._flags + 4 * len(self._entries)) // _ALIGNMENT) * _ALIGNMENT
-        self._text_max = 2 * len(self._encoded()) + _TEXT_SPARE
+        self._text_max = 2 * len(self._encoded(self._number)) + _TEXT_SPARE
         self.floats = -(-(self._text + _ALIGNMENT + self._text_max) // 4)
 
     def bind(self, floats):
@@ -55,7 +60,7 @@ class State:
         self._text_at = text + _ALIGNMENT
         # What the memory has of these.
         self._saved_flags = self._saved_text = None
-        for entry in self._entries:
+        for entry in self._entries + self._tensors:
             if entry.is_on_host:
                 entry.bind(self._bytes, entry.at - self._host_at)
             else:
@@ -70,7 +75,7 @@ class State:
         if flags != self._saved_flags:
             self._flag.copy_(torch.tensor(flags, dtype=torch.int32))
             self._saved_flags = flags
-        text = self._encoded()
+        text = self._encoded(self._stored)
         if len(text) > self._text_max:
             raise RuntimeError(
                 f"the settings of the optimizer and the objects of job.state() take {len(text)} "
@@ -105,15 +110,45 @@ class State:
             for name, value in self._objects.items():
                 # A checkpoint of an older version does not have all.
                 if name in objects:
-                    value.load_state_dict(decode(objects[name]))
+                    value.load_state_dict(decode(objects[name], self._copied))
 
-    def _encoded(self):
+    def _found(self):
+        """Path and tensor of the tensors of objects that can be in the memory."""
+        found = []
+
+        def find(path, tensor):
+            is_flat = tensor.layout == torch.strided and tensor.numel()
+            if is_flat and tensor.device in (self._place.device, _HOST):
+                found.append((path, tensor))
+
+        for name, value in self._objects.items():
+            encode(value.state_dict(), f"job.state({name!r})", find, (name,))
+        return found
+
+    def _number(self, path, tensor):
+        """The number of a tensor of an object; None if the memory does not have it."""
+        number = self._by_path.get(path)
+        if number is None:
+            return None
+        of = self._tensors[number]
+        return number if (tensor.shape, tensor.dtype) == (of.shape, of.kind) else None
+
+    def _stored(self, path, tensor):
+        number = self._number(path, tensor)
+        if number is not None:
+            self._tensors[number].view.copy_(tensor.detach())
+        return number
+
+    def _copied(self, number):
+        return self._tensors[number].view.clone()
+
+    def _encoded(self, number_of):
         groups = []
         for group in self._optimizer.param_groups:
             settings = {name: value for name, value in group.items() if name != "params"}
             groups.append(encode(settings, "the optimizer"))
         objects = {
-            name: encode(value.state_dict(), f"job.state({name!r})")
+            name: encode(value.state_dict(), f"job.state({name!r})", number_of, (name,))
             for name, value in self._objects.items()
         }
         return json.dumps([groups, objects], separators=(",", ":")).encode()
@@ -185,10 +220,14 @@ def as_like(value, old):
     return value
 
 
-def encode(value, what):
-    """JSON of a value, with tags for what JSON does not have."""
+def encode(value, what, number_of=None, path=()):
+    """JSON of a value, with tags for what JSON does not have. ``number_of(path, tensor)``: the
+    number of a tensor that is elsewhere, or None."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    number = number_of(path, value) if torch.is_tensor(value) and number_of else None
+    if number is not None:
+        return {"number": number}
     if torch.is_tensor(value):
         dense = value.detach().cpu().contiguous()
         data = bytes(dense.reshape(-1).view(torch.uint8).tolist()) if dense.numel() else b""
@@ -196,20 +235,31 @@ def encode(value, what):
         return {"tensor": [name, list(dense.shape), base64.b64encode(data).decode()]}
     for tag, kind in _MAPPINGS.items():
         if type(value) is kind:
-            return {tag: [[encode(k, what), encode(v, what)] for k, v in value.items()]}
+            pairs = value.items()
+            return {
+                tag: [[encode(k, what), encode(v, what, number_of, (*path, k))] for k, v in pairs]
+            }
     for tag, kind in _SEQUENCES.items():
         if type(value) is kind:
-            return {tag: [encode(element, what) for element in value]}
+            return {
+                tag: [
+                    encode(element, what, number_of, (*path, at))
+                    for at, element in enumerate(value)
+                ]
+            }
     raise TypeError(
         f"{what} has a {type(value).__name__} in its state, which can't be sent to other workers; "
         "numbers, strings, tensors, lists and dicts can"
     )
 
 
-def decode(value):
+def decode(value, tensor_of=None):
+    """The value of JSON. ``tensor_of(number)``: a tensor that is elsewhere."""
     if not isinstance(value, dict):
         return value
     ((tag, content),) = value.items()
+    if tag == "number":
+        return tensor_of(content)
     if tag == "tensor":
         name, shape, text = content
         kind, data = getattr(torch, name), bytearray(base64.b64decode(text))
@@ -217,8 +267,8 @@ def decode(value):
             return torch.empty(shape, dtype=kind)
         return torch.frombuffer(data, dtype=kind).view(shape)
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]({decode(k): decode(v) for k, v in content})
-    return _SEQUENCES[tag](decode(element) for element in content)
+        return _MAPPINGS[tag]({decode(k): decode(v, tensor_of) for k, v in content})
+    return _SEQUENCES[tag](decode(element, tensor_of) for element in content)
 
 
 _HOST = torch.device("cpu")
