@@ -11,6 +11,7 @@ This module needs nothing but Python. For PyTorch, use :mod:`elasticdl.torch`.
 from ._data import sampler
 from ._elasticdl import Ring, id_of
 from ._job import Job, join
+from ._launch import launch
 from ._sampler import Record, Sampler
 
-__all__ = ["Job", "Record", "Ring", "Sampler", "id_of", "join", "sampler"]
+__all__ = ["Job", "Record", "Ring", "Sampler", "id_of", "join", "launch", "sampler"]

@@ -2,6 +2,7 @@ from ._elasticdl import Ring as Ring
 from ._elasticdl import id_of as id_of
 from ._job import Job as Job
 from ._job import join as join
+from ._launch import launch as launch
 from ._sampler import Record as Record
 from ._sampler import Sampler as Sampler
 

@@ -10,7 +10,8 @@ from ._worker import Calls, Worker
 def join():
     """Joins the job that launched this process, and returns a :class:`Job`.
 
-    Without a launcher, the job is a group of one. A process joins once.
+    Without a launcher, the job is a group of one, and a process may join another one later. A
+    process that was launched joins once.
     """
     return process.join(Job)
 

@@ -22,7 +22,7 @@ class Process:
 
     def join(self, kind):
         """Joins the job that launched this process. Returns it, a ``kind(core)``."""
-        if self.job is not None:
+        if self.job is not None and not self.is_alone():
             raise RuntimeError("this process has joined its job already; call join() once")
         if _elasticdl.is_supervisor():
             _become_supervisor()
@@ -31,8 +31,17 @@ class Process:
         self.enter(job)
         return job
 
+    def is_alone(self):
+        """Whether no job has launched this process. It may then join again, as a cell of a
+        notebook does that is run a second time."""
+        core = self.job._worker.core
+        return core is None or core.is_alone
+
     def enter(self, job):
-        self.job, self.pid = job, os.getpid()
+        has_entered = self.job is not None
+        self.job, self.pid, self.has_failed = job, os.getpid(), False
+        if has_entered:
+            return
         self.excepthook = sys.excepthook
         sys.excepthook = self.on_exception
         atexit.register(self.on_exit)

@@ -6,6 +6,8 @@ package is installed.
 
 import array
 import concurrent.futures
+import contextlib
+import io
 import os
 import pathlib
 import signal
@@ -21,6 +23,7 @@ try:
 except ImportError as error:
     raise unittest.SkipTest(f"{error}: install the package, with `pip install worker/python`")
 
+import launched
 from jobs import HERE, RunningJob, needs_elasticdl
 
 
@@ -76,6 +79,12 @@ class Alone(unittest.TestCase):
             if records > 10:
                 self.assertEqual(lines[2], "False False", "shuffled, and anew in each epoch")
 
+    def test_a_process_without_a_launcher_may_join_again(self):
+        text = COUNT.format(records=20, micro=4, batch=8, more="")
+        ended = alone(text + text.replace("epochs=3", "epochs=2"))
+        self.assertIn("{3.0} 60.0 60 3 1", ended.stdout, ended.stderr)
+        self.assertIn("{2.0} 40.0 40 2 1", ended.stdout, ended.stderr)
+
     def test_order_without_shuffle(self):
         text = COUNT.format(records=50, micro=7, batch=21, more=", shuffle=False")
         self.assertEqual(alone(text).stdout.splitlines()[2], "True True")
@@ -88,7 +97,6 @@ class Alone(unittest.TestCase):
     def test_errors_say_what_is_right(self):
         join = "import elasticdl; job = elasticdl.join(); "
         for program, expected in (
-            (join + "elasticdl.join()", "call join() once"),
             (join + "job.sampler(0)", "length is 0; it must be at least 1"),
             (join + "job.sampler(10, micro_batch=True)", "micro_batch is True; it must be an int"),
             (join + "job.sampler(10, global_batch=-1)", "global_batch is -1; it must be at least"),
@@ -281,6 +289,29 @@ class Jobs(unittest.TestCase):
             job.wait_for("the metric", lambda status: status["metrics"] == {"seen": 2.0})
             self.assertEqual(job.command("scale", "--num-workers", "1").returncode, 0)
             self.check(job, "scaled")
+
+    def test_a_function_is_trained_by_a_job_and_its_summary_is_returned(self):
+        sizes = {"global_batch_size": 20, "num_epochs": 2}
+        for workers, pause in (2, 0.02), (1, 0.0):
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                options = {"num_workers": workers, "min_workers": workers, **sizes}
+                summary = elasticdl.launch(launched.count, 100, pause, **options)
+            self.assertEqual(summary["records"]["counted"], 200, printed.getvalue())
+            self.assertEqual(summary["workers"]["peak"], workers, printed.getvalue())
+            for line in "after epoch 0 {1.0}", "after epoch 1 {2.0}":
+                self.assertEqual(printed.getvalue().splitlines().count(line), 1, line)
+        with contextlib.redirect_stdout(printed), self.assertRaisesRegex(
+            RuntimeError, "code 1: .*TypeError|code 1"
+        ):
+            elasticdl.launch(launched.count, 100, "no pause", max_worker_restarts=0, **sizes)
+        self.assertIn("TypeError", printed.getvalue())
+        for act, expected in (
+            (lambda: elasticdl.launch(3), "takes a function, not int"),
+            (lambda: elasticdl.launch(launched.count, image="x"), "starts a local job"),
+        ):
+            with self.assertRaisesRegex((TypeError, ValueError), expected):
+                act()
 
     def test_an_exception_reaches_the_summary_with_its_traceback(self):
         with tempfile.TemporaryDirectory() as folder:
