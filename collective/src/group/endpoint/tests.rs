@@ -183,6 +183,7 @@ fn a_request_waits_until_its_joiner_is_named() {
     drop(receiver);
     donor.joiners().name([]);
     receiver = fetch();
+    wait_for(|| donor.pending_requests.expire(Duration::ZERO));
     donor.pending_requests.expire(WATCHDOG);
     let error = receiver.next(WATCHDOG).unwrap_err();
     assert!(

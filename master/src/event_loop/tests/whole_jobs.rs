@@ -1,20 +1,12 @@
 //! A complete master in this process. Its worker processes are shell scripts, and the test
 //! implements their side of the protocol.
 
-#![allow(clippy::unwrap_used, reason = "what fails here fails the test")]
-
 use std::fs::{self, File};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU64;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use elasticdl_master::event_loop::{JobResult, Master, UserCommand};
-use elasticdl_master::job::{Batch, JobSpec, Outcome};
-use elasticdl_master::jobdir::JobDir;
-use elasticdl_master::listener::ServerConfig;
-use elasticdl_master::local::Launcher;
-use elasticdl_master::progress::Progress;
 use elasticdl_proto::wire::master_client::MasterClient;
 use elasticdl_proto::wire::{JoinRequest, JoinResponse, ScaleRequest, StatusRequest};
 use elasticdl_proto::{
@@ -27,6 +19,13 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Request, Streaming};
+
+use crate::event_loop::{JobResult, Master, UserCommand};
+use crate::job::{Batch, JobSpec, Outcome};
+use crate::jobdir::JobDir;
+use crate::listener::ServerConfig;
+use crate::local::Launcher;
+use crate::progress::Progress;
 
 /// A running job. Its processes write their launch id to a named pipe, then wait until the pipe is
 /// written to.
