@@ -10,6 +10,7 @@ loop to rounding, each record must be counted once, and the workers' exit codes 
     stream  the loop is in `with torch.cuda.stream()`
     thread  the loop is in another thread than the first draw
     kill    a worker is killed in the middle, with SIGKILL, and replaced
+    tables  rows of an embedding table, which the workers divide, are added to the inputs
 
 over NCCL, as `nccl-...`, and over the host's memory. Several run at a time. FILE is written after
 each. `...-unordered` does not order the streams: whether its result differs is only told.
@@ -31,10 +32,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 HERE = pathlib.Path(__file__).resolve()
-CASES = ["plain", "alive", "stream", "thread", "kill"]
+CASES = ["plain", "alive", "stream", "thread", "kill", "tables"]
 ALL = [f"nccl-{case}" for case in CASES] + CASES + ["stream-unordered", "nccl-alive-unordered"]
 # Widths of the last layer, on a CPU and a GPU.
 SIZES = [(64, 512), (1024, 8192)]
+IDS = 97
 # Two workers on one GPU: NCCL takes hosts of other names for other hosts.
 ONE_GPU = {
     **dict.fromkeys(["NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"], "1"),
@@ -66,9 +68,12 @@ import torch
 
 
 class Problem:
-    """A network whose last layer is large, so that its gradients come late, and its data."""
+    """A network whose last layer is large, so that its gradients come late, and its data.
 
-    def __init__(self, device):
+    ``embedding``: of IDS ids, whose rows begin as zeros and are added to the inputs.
+    """
+
+    def __init__(self, device, embedding=None):
         hidden, classes = SIZES[device == "cuda"]
         self.batch = 2 * hidden
         self.micro, self.records = self.batch // 4, self.batch * 20
@@ -79,10 +84,18 @@ class Problem:
         self.x = torch.randn(self.records, 256).to(self.device)
         self.y = (torch.arange(self.records) * 7919 % classes).to(self.device)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.5, momentum=0.9)
+        self.embedding = embedding and embedding.to(self.device)
+
+    @staticmethod
+    def ids(indices):
+        return torch.tensor(indices) ** 2 % IDS
 
     def loss(self, indices):
-        indices = torch.tensor(indices, device=self.device)
-        return torch.nn.functional.cross_entropy(self.net(self.x[indices]), self.y[indices])
+        at = torch.tensor(indices, device=self.device)
+        x = self.x[at]
+        if self.embedding is not None:
+            x = x + self.embedding(self.ids(indices).to(self.device))
+        return torch.nn.functional.cross_entropy(self.net(x), self.y[at])
 
     def result(self):
         return torch.cat([p.detach().reshape(-1).cpu() for p in self.net.parameters()])
@@ -90,7 +103,12 @@ class Problem:
 
 def plain(options):
     """The plain loop, with the losses of its steps."""
-    problem, losses = Problem(options.device), []
+    embedding = None
+    if "tables" in options.plain:
+        embedding = torch.nn.Embedding(IDS, 256, _weight=torch.zeros(IDS, 256))
+    problem, losses = Problem(options.device, embedding), []
+    if embedding is not None:
+        problem.optimizer.add_param_group({"params": embedding.parameters(), "momentum": 0.0})
     before = problem.result()
     for start in 2 * list(range(0, problem.records, problem.batch)):
         problem.optimizer.zero_grad()
@@ -108,13 +126,22 @@ def work(options):
 
     if "unordered" in options.work:
         _place.OnGpu.on_stream = lambda *_: contextlib.nullcontext()
-    job, problem, folder = et.join(), Problem(options.device), options.folder
+    job, folder, embedding = et.join(), options.folder, None
     case = options.work.removeprefix("nccl-").removesuffix("-unordered")
+    if case == "tables":
+        embedding = job.embedding("user", 256, optimizer=et.RowSGD(lr=0.5), bound=0.0)
+    problem = Problem(options.device, embedding)
     kept = problem.loss([0, 1]) if case == "alive" else None
     job.model(problem.net)
     opt = job.optimizer(problem.optimizer)
     sampler = job.sampler(problem.records, micro_batch=problem.micro)
-    batches = (indices for _ in job.epochs() for indices in sampler)
+    loader = sampler
+    if case == "tables":
+        loader = torch.utils.data.DataLoader(
+            range(problem.records), batch_sampler=sampler, collate_fn=list
+        )
+        loader = job.batches(loader, ids=lambda indices: {"user": problem.ids(indices)})
+    batches = (indices for _ in job.epochs() for indices in loader)
 
     def train(batches):
         for indices in batches:
@@ -212,6 +239,7 @@ def main():
     parser.add_argument("--limit", type=float, default=50, help="seconds of a check")
     parser.add_argument("--seconds", type=float, default=145, help="of all, for the last to begin")
     parser.add_argument("--work")
+    parser.add_argument("--plain")
     parser.add_argument("folder", nargs="?", type=pathlib.Path)
     options = parser.parse_args()
     if options.folder:
@@ -219,8 +247,11 @@ def main():
     results, began, lock = {}, time.monotonic(), threading.Lock()
     with tempfile.TemporaryDirectory() as root:
         path = pathlib.Path(root) / "right"
-        subprocess.run([sys.executable, HERE, "--device", options.device, path], check=True)
-        right = torch.load(path)
+        right = {}
+        for kind in ("dense", "tables"):
+            plainly = [sys.executable, HERE, "--device", options.device, "--plain", kind, path]
+            subprocess.run(plainly, check=True)
+            right[kind] = torch.load(path)
 
         def run(case):
             folder, since, shown = pathlib.Path(root) / case, time.monotonic(), {}
@@ -228,7 +259,8 @@ def main():
             try:
                 if since - began > options.seconds - 20:
                     raise TimeoutError("left out, as the time is up")
-                shown, faults = check(case, options, folder, right)
+                of = right["tables" if "tables" in case else "dense"]
+                shown, faults = check(case, options, folder, of)
             except Exception as error:
                 faults = [f"{type(error).__name__}: {error}"]
             shown["took"] = f"{time.monotonic() - since:.1f} s"

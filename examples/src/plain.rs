@@ -65,9 +65,11 @@ impl AdamW {
             sum += f64::from(loss.to_scalar::<f32>()?);
             let found = loss.backward()?;
             for (gradient, parameter) in gradients.iter_mut().zip(&self.parameters) {
-                *gradient = match (gradient.take(), found.get(&parameter.variable)) {
+                // Not the graph that computes it: the moments would keep that of each step.
+                let more = found.get(&parameter.variable).map(Tensor::detach);
+                *gradient = match (gradient.take(), more) {
                     (Some(before), Some(more)) => Some((before + more)?),
-                    (before, more) => before.or_else(|| more.cloned()),
+                    (before, more) => before.or(more),
                 };
             }
         }

@@ -111,3 +111,15 @@ class Gpu(unittest.TestCase):
             ) as job:
                 summary = self.check_exact(job)
                 self.assertNotIn("NCCL 2", summary["allreduce_transport"])
+
+    def test_rows_of_tables_count_touches_under_a_kill(self):
+        options = ["--min-workers", "2", "--validation-data", "all", "--best-metric", "users:max"]
+        arguments = ("count_rows.py", 48, 8000, 0)
+        with self.job(*arguments, records=960, options=options) as job:
+            self.assertEqual(job.survive_some(0, most=1), 1, "too fast to be disturbed")
+            self.assertEqual(job.wait(), 0, job.text())
+            summary = job.summary()
+        touches = {"expected": 4800, "counted": 4800, "missing": 0, "repeated": 0}
+        self.assertEqual(summary["row_touches"], touches)
+        metrics = summary["evaluations"]["all"][-1]["metrics"]
+        self.assertEqual((metrics["users"], metrics["squares"]), (48.0, 12441.6))

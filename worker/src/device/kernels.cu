@@ -58,6 +58,22 @@ typedef unsigned long long u64;
         for (int k = 0; k < 8; k++) SUM += parts[k];                                \
     } while (0)
 
+// Sets each of LEN elements of RESULTS to OF(x) of that of VALUES, with eight loads in flight: the
+// arrays could overlap for all that a compiler knows, so it would not load the next element before
+// it has stored the last one.
+#define MAP(FROM, TO, VALUES, RESULTS, LEN, OF)                                      \
+    do {                                                                             \
+        const FROM *values = (const FROM *)(VALUES);                                 \
+        TO *results = (TO *)(RESULTS);                                               \
+        u64 at = THREAD;                                                             \
+        for (; at + 7 * THREADS < (LEN); at += 8 * THREADS) {                        \
+            FROM x[8];                                                               \
+            for (int k = 0; k < 8; k++) x[k] = values[at + k * THREADS];             \
+            for (int k = 0; k < 8; k++) results[at + k * THREADS] = OF(x[k]);        \
+        }                                                                            \
+        for (; at < (LEN); at += THREADS) results[at] = OF(values[at]);              \
+    } while (0)
+
 // ---- optimizers ----
 
 // Constants are those of `optimizer.rs`. `clipped`: address of the scale, if the gradient is
@@ -150,21 +166,16 @@ typedef struct {
 } Convert;
 
 // Rounds to the nearest, ties to even. NaNs stay NaNs.
-KERNEL(to_bf16, Convert) {
-    const u32 *values = (const u32 *)a.values;
-    EACH(i, a.len) {
-        const u32 bits = values[i];
-        const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-        const int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-        ((unsigned short *)a.converted)[i] =
-            (unsigned short)(is_nan ? (bits >> 16) | 0x40u : rounded);
-    }
+static HERE unsigned short rounded(u32 bits) {
+    const int is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    const u32 next = is_nan ? bits | 0x400000u : bits + 0x7fffu + ((bits >> 16) & 1u);
+    return (unsigned short)(next >> 16);
 }
 
-KERNEL(from_bf16, Convert) {
-    const unsigned short *values = (const unsigned short *)a.values;
-    EACH(i, a.len) ((u32 *)a.converted)[i] = (u32)values[i] << 16;
-}
+KERNEL(to_bf16, Convert) { MAP(u32, unsigned short, a.values, a.converted, a.len, rounded); }
+
+#define WIDENED(BITS) ((u32)(BITS) << 16)
+KERNEL(from_bf16, Convert) { MAP(unsigned short, u32, a.values, a.converted, a.len, WIDENED); }
 
 // ---- NaNs and infinities ----
 

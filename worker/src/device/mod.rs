@@ -13,6 +13,7 @@ use std::ops::Range;
 
 use cudarc::driver::{CudaView, CudaViewMut};
 use elasticdl_collective::device::Overlap;
+use elasticdl_tables::BatchRows;
 use half::bf16;
 
 pub use cudarc;
@@ -121,6 +122,7 @@ pub struct DeviceGradients<'a> {
     records: usize,
     kernels: &'a Kernels,
     version: u64,
+    rows: Option<&'a mut BatchRows>,
 }
 
 #[derive(Debug)]
@@ -166,6 +168,13 @@ impl DeviceGradients<'_> {
     ) -> Result<(), DeviceError> {
         let kernels = self.kernels;
         kernels.add(values, &mut self.sum().slice_mut(range))
+    }
+
+    /// The rows of the batch's [ids](crate::TableModel::ids) with the sums of their gradients, in
+    /// the memory of the host, if the model has [tables](crate::TableModel): the model copies what
+    /// it needs, and waits for the gradients that it adds.
+    pub fn rows(&mut self) -> Option<&mut BatchRows> {
+        self.rows.as_deref_mut()
     }
 
     /// Whether completed parts are summed over NCCL while the rest is computed: in the last

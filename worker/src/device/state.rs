@@ -9,6 +9,7 @@ use cudarc::driver::CudaStream;
 use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{DeviceGroup, Overlap, Path, relax_capture_mode};
 use elasticdl_proto::WireDtype;
+use elasticdl_tables::BatchRows;
 use half::bf16;
 
 use super::buffer::{Buffer, DeviceMemory};
@@ -109,11 +110,16 @@ impl DeviceState {
         &self.parameters
     }
 
-    /// The parameters, and the gradient's accumulator for a batch of `records` records.
-    pub(crate) fn gradient(&mut self, records: usize) -> (&CudaSlice<f32>, DeviceGradients<'_>) {
+    /// The parameters, and the gradient's accumulator for a batch of `records` records, with the
+    /// rows of its ids if the model has tables.
+    pub(crate) fn gradient<'a>(
+        &'a mut self,
+        records: usize,
+        rows: Option<&'a mut BatchRows>,
+    ) -> (&'a CudaSlice<f32>, DeviceGradients<'a>) {
         let Self { parameters, gradient, kernels, version, .. } = self;
         let sum = Accumulator::Whole(gradient);
-        (parameters, DeviceGradients { sum, records, kernels, version: *version })
+        (parameters, DeviceGradients { sum, records, kernels, version: *version, rows })
     }
 
     /// Calls `compute` with the parameters and the gradient's accumulator for the last `records`
@@ -141,7 +147,9 @@ impl DeviceState {
                     }
                     let mut buckets = Buckets { overlap, buckets };
                     let sum = Accumulator::Overlapped(&mut buckets);
-                    compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
+                    let rows = None;
+                    let gradients = DeviceGradients { sum, records, kernels, version, rows };
+                    compute(parameters, &mut { gradients })
                 };
                 unsafe { ring.overlap(&mut **gradient, &mut **reduced, compute) }
             }
@@ -150,7 +158,9 @@ impl DeviceState {
                     let mut buckets =
                         RoundedBuckets { gradient, kernels, overlap, buckets, failed };
                     let sum = Accumulator::Overlapped(&mut buckets);
-                    compute(parameters, &mut DeviceGradients { sum, records, kernels, version })
+                    let rows = None;
+                    let gradients = DeviceGradients { sum, records, kernels, version, rows };
+                    compute(parameters, &mut { gradients })
                 };
                 unsafe { ring.overlap(rounded, sum, compute) }
             }

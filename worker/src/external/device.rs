@@ -1,7 +1,8 @@
 //! The GPU side of a program's model.
 
+use std::mem;
+
 use cudarc::driver::{DevicePtr as _, DevicePtrMut as _};
-use elasticdl_tables::BatchRows;
 
 use super::lent::{Lent, LentMut};
 use super::model::{Batch, ExternalModel};
@@ -32,8 +33,14 @@ impl DeviceModel for ExternalModel {
             let (address, _written) = sum.device_ptr_mut(stream);
             LentMut::on_device(address, len)
         };
-        let lent = (gradient, &mut BatchRows::default());
-        self.compute(batch.records, lent, is_overlapped, |start| gradients.complete_from(start))
+        // The program has rows only if it has tables.
+        let mut rows = gradients.rows().map(mem::take).unwrap_or_default();
+        let complete = |start| gradients.complete_from(start);
+        let loss = self.compute(batch.records, (gradient, &mut rows), is_overlapped, complete)?;
+        if let Some(lender) = gradients.rows() {
+            *lender = rows;
+        }
+        Ok(loss)
     }
 
     fn evaluate(

@@ -94,7 +94,7 @@ impl Training<'_> {
         let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
         session.ready(size.parameters as u64);
         let machine: Arc<dyn Machine> = Arc::new(System);
-        check_options(&specs, options, is_on_gpu).map_err(Failure::fatal)?;
+        check_options(&specs, options).map_err(Failure::fatal)?;
         let tables = RowTables::new(worker.0, options, specs);
         let trainer = Trainer {
             tensors,
@@ -146,10 +146,7 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
 }
 
 /// Checks that the options go with the model's tables, if it has any.
-fn check_options(tables: &[Table], options: &WorkerOptions, is_on_gpu: bool) -> Result<(), String> {
-    if is_on_gpu && !tables.is_empty() {
-        return Err("a model with tables can't be trained yet with a model on a GPU".into());
-    }
+fn check_options(tables: &[Table], options: &WorkerOptions) -> Result<(), String> {
     if let (Some(_), true) = (options.export_changes_since, tables.is_empty()) {
         return Err("--export-changes-since is about rows of tables, and the model has none".into());
     }

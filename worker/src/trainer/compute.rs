@@ -154,7 +154,7 @@ impl<M: Model> Trainer<'_, M> {
         // All ranks see a non-finite loss in this rank's header.
         let compute = || match tensors {
             Tensors::Device { state, .. } => {
-                let (parameters, mut gradient) = state.gradient(count);
+                let (parameters, mut gradient) = state.gradient(count, rows);
                 device_of(model)?.gradients(parameters, batch, &mut gradient)
             }
             Tensors::Host { state: HostState { parameters, gradient, .. }, .. } => {

@@ -63,7 +63,7 @@ struct Arguments {
     /// Its arguments: 100 million parameters, on a GPU
     #[arg(
         long,
-        default_value = "--device cuda --width 832 --heads 13 --layers 12 --context 256",
+        default_value = "--device cuda --width 832 --heads 13 --layers 12 --context 128",
         allow_hyphen_values = true
     )]
     bytelm_arguments: String,

@@ -110,6 +110,6 @@ fn job_time(
     Ok((steps * BATCH) as f64 / summary.throughput.records_per_s)
 }
 
-const ROUNDS: usize = 3;
-const STEPS: [u64; 2] = [10, 30];
+const ROUNDS: usize = 2;
+const STEPS: [u64; 2] = [6, 16];
 const BATCH: u64 = 64;

@@ -18,6 +18,7 @@ import dataclasses
 import torch
 
 from .._checks import check_count
+from ._place import is_known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,11 @@ class Lifetime:
 
 
 class Table(torch.nn.Module):
-    """A table of rows of ``dim`` numbers. It has no parameters: no worker has all rows."""
+    """A table of rows of ``dim`` numbers. It has no parameters: no worker has all rows.
+
+    ``module.to(device)`` moves what :meth:`forward` returns. The rows of a step are copied there
+    once, and their gradients back once for each micro-batch, by way of pinned memory.
+    """
 
     def __init__(self, rows, name, dim, optimizer, bound, lifetime):
         super().__init__()
@@ -91,6 +96,7 @@ class Table(torch.nn.Module):
         self.evicted_after = lifetime.evicted_after
         self.evicted_below = lifetime.evicted_below
         self._rows = rows
+        self._device = torch.device("cpu")
 
     def extra_repr(self):
         """Name and dimension."""
@@ -107,7 +113,7 @@ class Table(torch.nn.Module):
                 f"id {missing} of table {self.name!r} is not among the ids of this step: the "
                 f"function `ids` must return all ids of a batch that forward() uses"
             )
-        return positions, rows
+        return _to_device(positions, self._device), rows
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         raise RuntimeError(
@@ -129,12 +135,13 @@ class Table(torch.nn.Module):
         )
 
     def _apply(self, fn, recurse=True):
-        moved = fn(torch.empty(0))
-        if moved.device.type != "cpu" or moved.dtype != torch.float32:
+        moved = fn(torch.empty(0, device=self._device))
+        if moved.dtype != torch.float32 or not is_known(moved.device):
             raise ValueError(
-                f"rows of table {self.name!r} are torch.float32 on the CPU, and can't be moved to "
-                f"{moved.dtype} on {moved.device}; models with tables are trained on CPUs"
+                f"rows of table {self.name!r} are torch.float32 on a CPU or a GPU, and can't be "
+                f"moved to {moved.dtype} on {moved.device}"
             )
+        self._device = moved.device
         return self
 
 
@@ -162,6 +169,8 @@ class EmbeddingBag(Table):
         """The sums or means, ``[records, dim]``, of ids ``[records, n]``; or of ids ``[n]``, where
         ``offsets``, ``[records]``, are where the ids of each record begin."""
         positions, rows = self._looked_up(ids)
+        if offsets is not None:
+            offsets = offsets.to(self._device)
         return torch.nn.functional.embedding_bag(positions, rows, offsets, mode=self.mode)
 
 
@@ -259,8 +268,9 @@ class Rows:
             )
         index = self.index(table)
         if index not in self._leaves:
-            leaf = torch.empty(self.core.rows(index), table.dim)
-            self.core.read_rows(index, leaf)
+            rows = _on_host((self.core.rows(index), table.dim), torch.float32, table._device)
+            self.core.read_rows(index, rows)
+            leaf = _to_device(rows, table._device)
             self._leaves[index] = leaf.requires_grad_(self._is_trained)
         return self._leaves[index]
 
@@ -278,7 +288,8 @@ class Rows:
         for index, leaf in self._leaves.items():
             # A mean of nothing may be NaN.
             if leaf.grad is not None and scale:
-                self.core.add_row_gradient(index, leaf.grad.contiguous(), scale)
+                gradient = _to_host(leaf.grad.contiguous())
+                self.core.add_row_gradient(index, gradient, scale)
             leaf.grad = None
         if batch.is_last:
             self._forget()
@@ -371,9 +382,29 @@ def _as_ids(name, ids):
             f"the ids of table {name!r} are {kind}; they must be a tensor of torch.int64 (of a "
             "text, elasticdl.id_of(text) is one)"
         )
-    if ids.device.type != "cpu":
-        raise ValueError(f"the ids of table {name!r} are on {ids.device}; they must be on the CPU")
-    return ids.detach().long().contiguous()
+    # Waits for a GPU if they are there.
+    return ids.detach().cpu().long().contiguous()
+
+
+def _on_host(shape, dtype, device):
+    """Memory of the host, pinned if it is copied to or from a GPU."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def _to_device(tensor, device):
+    """A tensor of the host there, copied in the order of the stream."""
+    if device.type == "cpu":
+        return tensor
+    if not tensor.is_pinned():
+        tensor = _on_host(tensor.shape, tensor.dtype, device).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+def _to_host(tensor):
+    """A tensor on the host, once the stream has computed it."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return _on_host(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
 _END = object()
