@@ -5,10 +5,11 @@ The trainer's gradient of a step is one flat array, to which each micro-batch ad
     buffers | frozen parameters | parameters, in the order of the module
                                                   <-- bucket 1 --><-- bucket 0 -->
 
-A backward pass visits the parameters from the last to the first. As soon as it has accumulated a
-parameter's gradient, a hook moves it here. In the last micro-batch of a step, the elements behind
-the first parameter that is still missing are declared complete, and the trainer sums whole buckets
-of them over all workers while the backward pass continues.
+``step()`` moves the gradients of a micro-batch here, all at once. In the last one of a step, if
+there are other workers, a hook moves each as soon as the backward pass, which visits the parameters
+from the last to the first, has accumulated it. The elements behind the first parameter that is
+still missing are declared complete, and the trainer sums whole buckets of them over all workers
+while the backward pass continues.
 """
 
 import collections
@@ -82,6 +83,7 @@ class Gradients:
             self._core.add(WEIGHT, weight)
         own = []
         with torch.no_grad():
+            left = []
             for index, parameter in enumerate(self._parameters):
                 taken, gradient = self._taken[index], parameter.grad
                 if taken is not None:
@@ -92,12 +94,14 @@ class Gradients:
                     gradient = None
                 if gradient is None and batch.address:
                     self._core.add(UNUSED.format(index), batch.records)
-                if gradient is not None and batch.address and (taken is None or is_late):
-                    self._move(batch, index, gradient, weight)
+                is_moved = taken is not None and batch.is_overlapped and not is_late
+                if gradient is not None and batch.address and not is_moved:
+                    left.append((index, gradient))
                 elif gradient is None and batch.address and not batch.before:
                     self._at(batch.address)[1][index].zero_()
                 own.append(gradient)
                 parameter.grad = None
+            self._move(batch, left, weight)
             if batch.address:
                 flat = self.flat(batch.address)
                 if not batch.before:
@@ -158,8 +162,9 @@ class Gradients:
         if self._batch is None:
             self._own = None
             self._batch = self._core.counted()
-            if not self._batch.before:
-                self._overflows.zero_()
+            if self._scaler is not None and not self._batch.before:
+                with self._place.on_stream():
+                    self._overflows.zero_()
         return self._batch
 
     def _on_accumulated(self, index, parameter):
@@ -167,10 +172,6 @@ class Gradients:
         if self._has_weights and self._is_mean:
             # step() has the weight.
             return
-        with self._place.on_stream(parameter.grad):
-            self._take(index, parameter)
-
-    def _take(self, index, parameter):
         batch = self._begin()
         if not batch.address:
             # Nothing that a discarded micro-batch, or code outside of the loop, computes is used.
@@ -179,29 +180,40 @@ class Gradients:
         if self._taken[index] is not None:
             raise RuntimeError(_TWICE)
         gradient = parameter.grad
-        with torch.no_grad():
-            self._move(batch, index, gradient)
         self._taken[index] = (gradient, gradient._version)
-        is_known = self._has_weights is not None or not self._is_mean
-        if is_known and batch.is_overlapped and index == self._left - 1:
-            self._announce()
+        if not batch.is_overlapped:
+            return
+        with self._place.on_stream(gradient), torch.no_grad():
+            self._move(batch, [(index, gradient)])
+            is_known = self._has_weights is not None or not self._is_mean
+            if is_known and index == self._left - 1:
+                self._announce()
 
-    def _move(self, batch, index, gradient, weight=None):
-        view = self._at(batch.address)[1][index]
+    def _move(self, batch, gradients, weight=None):
+        """Moves gradients of parameters, by their indices."""
+        if not gradients:
+            return
+        flat = self._at(batch.address)[1]
+        views = [flat[index] for index, _ in gradients]
+        dense = [g.to_dense() if g.is_sparse else g for _, g in gradients]
         scale = 1
         if self._is_mean:
             scale = batch.records if weight is None else weight
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
         if self._scaler is not None:
             scale /= self._scaler.get_scale()
-            finite = gradient.isfinite()
-            self._overflows.logical_or_(~finite.all())
-            gradient = torch.where(finite, gradient, 0.0)
+            dense = [self._finite(gradient) for gradient in dense]
+        # A call for each would take longer than the work, if there are many.
         if batch.before:
-            view.add_(gradient, alpha=scale)
+            torch._foreach_add_(views, dense, alpha=scale)
         else:
-            torch.mul(gradient, scale, out=view)
+            torch._foreach_copy_(views, dense)
+            torch._foreach_mul_(views, scale)
+
+    def _finite(self, gradient):
+        """The gradient without elements that are not finite, which are noted."""
+        finite = gradient.isfinite()
+        self._overflows.logical_or_(~finite.all())
+        return torch.where(finite, gradient, 0.0)
 
     def _announce(self):
         while self._left and self._taken[self._left - 1] is not None:
