@@ -102,7 +102,7 @@ class Gradients:
                 own.append(gradient)
                 parameter.grad = None
             self._move(batch, left, weight)
-            if batch.address:
+            if batch.address and (self._starts[0] or self._scaler is not None):
                 flat = self.flat(batch.address)
                 if not batch.before:
                     flat[: self._starts[0]] = 0.0

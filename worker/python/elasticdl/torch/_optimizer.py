@@ -103,10 +103,11 @@ class Optimizer(torch.optim.Optimizer):
         return delivered.committed
 
     def _deliver(self, loss, weight):
-        now = self._flat_buffers()
-        before = self._values[: self._buffer_len]
-        # A buffer may have infinite elements, such as a mask; they stay as they are.
-        change = torch.where(now == before, 0.0, now - before)
+        now = change = self._flat_buffers()
+        if self._buffers:
+            before = self._values[: self._buffer_len]
+            # A buffer may have infinite elements, such as a mask; they stay as they are.
+            change = torch.where(now == before, 0.0, now - before)
         if self._worker.core.options.is_deterministic and change.any():
             raise RuntimeError(_NO_MEANS)
         self._job._rows.deliver(weight)
