@@ -280,7 +280,7 @@ class StateTest(unittest.TestCase):
     def test_objects_that_cannot_be_sent_are_refused(self):
         import torch
         from elasticdl.torch._place import OnHost
-        from elasticdl.torch._state import State, _decode, _encode
+        from elasticdl.torch._state import State, decode, encode
 
         class Odd:
             def state_dict(self):
@@ -290,7 +290,7 @@ class StateTest(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, r"job.state\('odd'\) has a object"):
             State(torch.optim.SGD(net.parameters()), {"odd": Odd()}, OnHost())
         value = {"a": (1, [2.5, None]), 3: torch.arange(4), "e": torch.empty(0, 2)}
-        again = _decode(__import__("json").loads(__import__("json").dumps(_encode(value, "it"))))
+        again = decode(__import__("json").loads(__import__("json").dumps(encode(value, "it"))))
         self.assertEqual(again["a"], value["a"])
         self.assertTrue(torch.equal(again[3], value[3]) and again["e"].shape == (0, 2))
 
