@@ -53,6 +53,39 @@ fn rows_are_read_from_a_checkpoint_when_all_workers_are_lost() {
 }
 
 #[test]
+fn rows_survive_when_all_workers_are_killed_while_they_write_what_has_changed() {
+    let program_options = &["--tables", "--short-lived"];
+    let first = JobFixture { program_options, ..fixture(3) };
+    let dir = first.folder.path().join("checkpoints");
+    let command = first.command(1).option("checkpoint-dir", dir.to_str().unwrap());
+    let mut job = command.option("checkpoint-every", "2").start();
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    // Most of the time, a checkpoint is being written.
+    for saved in [3, 8, 13] {
+        job.wait_for("checkpoints", |status| {
+            status.checkpoints.as_ref().is_some_and(|known| known.saved >= saved)
+        });
+        std::thread::sleep(Duration::from_millis(rng.random_range(0..50)));
+        job.signal_workers(Signal::KILL);
+    }
+    job.wait_for("checkpoints", |status| {
+        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 18)
+    });
+    job.signal(Signal::TERM);
+    let ended = job.wait();
+    ended.assert_outcome(143, "stopped");
+    assert!(ended.summary().checkpoints.as_ref().unwrap().restored.len() >= 3, "{}", ended.output);
+    let folders = std::fs::read_dir(&dir).unwrap().map(|entry| entry.unwrap().path());
+    let manifests = folders.filter_map(|f| std::fs::read_to_string(f.join("manifest.json")).ok());
+    assert!(manifests.into_iter().any(|text| text.contains("\"base\":\"step-")), "no changes");
+    for workers in [1, 4] {
+        let next = JobFixture { micros_per_record: 20, program_options, ..fixture(workers) };
+        let ended = next.command(1).option("resume-from", dir.to_str().unwrap()).run();
+        assert_exact(&ended, &format!("{workers} workers"));
+    }
+}
+
+#[test]
 fn a_job_goes_on_from_rows_that_another_number_of_workers_has_written() {
     let first = JobFixture { micros_per_record: 200, ..fixture(3) };
     let dir = first.folder.path().join("checkpoints");

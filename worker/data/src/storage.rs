@@ -146,6 +146,14 @@ impl Storage {
         Self { place: self.place.at(path), address: self.name(path), is_output: self.is_output }
     }
 
+    /// The folder of this name in the same folder as this one.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn beside(&self, name: &str) -> Self {
+        let address = self.name("..");
+        Self { place: self.place.beside(name), address: format!("{address}/{name}"), ..*self }
+    }
+
     /// The same files as outputs of the job. A read of them is repeated as a write is: not if it is
     /// refused, and not while the job stops.
     #[doc(hidden)]
@@ -393,6 +401,14 @@ impl Place {
                 Self::Local(parts.fold(root.clone(), |at, part| at.join(part)))
             }
             Self::Store(at) => Self::Store(at.below(path)),
+        }
+    }
+
+    /// The folder `name` in the same folder as this one.
+    fn beside(&self, name: &str) -> Self {
+        match self {
+            Self::Local(root) => Self::Local(root.join("..").join(name)),
+            Self::Store(at) => Self::Store(at.beside(name)),
         }
     }
 }

@@ -115,7 +115,7 @@ pub(crate) fn newest(
             )));
         }
         if let Some(tables) = &manifest.rows {
-            rows::check(folder, &tables.files)?;
+            rows::check(folder, tables)?;
         }
         Ok(manifest)
     };
@@ -136,8 +136,10 @@ pub(crate) fn read_rows(
     let folder = locations.folder(checkpoint)?.ok_or_else(missing)?;
     let mut read = || {
         let manifest = compatible_manifest(&folder, fingerprint, false)?;
-        let files = manifest.rows.map(|rows| rows.files).unwrap_or_default();
-        rows::read(&folder, &files, |shard| shards.contains(&shard), take)
+        match &manifest.rows {
+            Some(rows) => rows::read(&folder, rows, &|shard| shards.contains(&shard), take),
+            None => Ok(()),
+        }
     };
     read().map_err(|error| match error {
         LoadError::Damaged(reason) | LoadError::Refused(reason) => {
@@ -390,7 +392,8 @@ fn unavailable(error: StorageError) -> RestoreError {
     RestoreError::Storage(error.to_string())
 }
 
-fn manifest(folder: &Storage) -> Result<Manifest, LoadError> {
+/// Reads the manifest of the checkpoint in `folder`.
+pub(super) fn manifest(folder: &Storage) -> Result<Manifest, LoadError> {
     let bytes = folder.read(MANIFEST).map_err(LoadError::Storage)?;
     Manifest::decode(&bytes).map_err(|reason| LoadError::Damaged(format!("{MANIFEST}: {reason}")))
 }
@@ -426,7 +429,7 @@ pub(super) fn load(
         return Err(LoadError::Damaged("it contains a NaN or an infinity".into()));
     }
     if let Some(tables) = &manifest.rows {
-        rows::check(folder, &tables.files)?;
+        rows::check(folder, tables)?;
     }
     Ok(manifest)
 }

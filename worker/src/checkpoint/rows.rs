@@ -6,27 +6,37 @@
 //! ```
 //!
 //! All numbers are little-endian. The manifest holds the digest of the index, so each shard can be
-//! read, and verified, without the others.
+//! read, and verified, without the others. If the manifest names a base, the file has what has
+//! changed since that checkpoint, of each shard:
+//!
+//! ```text
+//!   step-…200  all rows  ◄── step-…300  changes  ◄── step-…400  changes
+//! ```
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use bytes::Bytes;
 use elasticdl_data::storage::{Storage, StorageError};
-use elasticdl_tables::SavedShard;
+use elasticdl_tables::{InvalidRows, SavedShard, changed_shard, whole_shard};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::load::LoadError;
-use super::table_rows::{ENTRY_BYTES, RowsFile};
+use super::load::{LoadError, manifest};
+use super::table_rows::{ENTRY_BYTES, RowsFile, TableRows};
 use crate::session::checkpoint::WrittenRows;
 
 /// Takes in a shard, by its number, or says what is wrong with it.
 pub type TakeShard<'a> = dyn FnMut(u32, &[u8]) -> Result<(), String> + 'a;
 
-/// The content of a file, and what the manifest says of it.
+/// The content of a file, and what the manifest says of it. `base`: step and generation of the
+/// checkpoint since which it has the changes.
 ///
 /// # Errors
 /// A row contains a NaN or an infinity.
-pub(super) fn encode(shards: Vec<SavedShard>) -> Result<(Vec<Bytes>, WrittenRows), String> {
+pub(super) fn encode(
+    shards: Vec<SavedShard>,
+    base: Option<(u64, u64)>,
+) -> Result<(Vec<Bytes>, WrittenRows), String> {
     let mut index = Vec::with_capacity(shards.len() * ENTRY_BYTES as usize);
     let mut parts = vec![Bytes::new()];
     let mut touches = 0;
@@ -35,7 +45,10 @@ pub(super) fn encode(shards: Vec<SavedShard>) -> Result<(Vec<Bytes>, WrittenRows
             return Err("a table contains a NaN or an infinity, so no checkpoint is written".into());
         }
         touches += shard.touches();
-        let bytes = shard.encode();
+        let bytes = match base {
+            Some((step, _)) => shard.encode_changes(step),
+            None => shard.encode(),
+        };
         index.extend((bytes.len() as u64).to_le_bytes());
         index.extend(xxh3_128(&bytes).to_le_bytes());
         parts.push(bytes.into());
@@ -43,7 +56,7 @@ pub(super) fn encode(shards: Vec<SavedShard>) -> Result<(Vec<Bytes>, WrittenRows
     let digest = xxh3_128(&index);
     parts[0] = index.into();
     let bytes = parts.iter().map(|part| part.len() as u64).sum();
-    Ok((parts, WrittenRows { bytes, digest, touches }))
+    Ok((parts, WrittenRows { bytes, digest, touches, base }))
 }
 
 /// Where a shard lies in a file.
@@ -82,30 +95,92 @@ fn places(folder: &Storage, file: &RowsFile) -> Result<Vec<Place>, LoadError> {
     Ok(places)
 }
 
-/// Checks that the files are there, with the shards that the manifest names, without reading these.
-pub(super) fn check(folder: &Storage, files: &[RowsFile]) -> Result<(), LoadError> {
-    files.iter().try_for_each(|file| places(folder, file).map(drop))
+/// Checks that the files are there, with the shards that the manifest names, and those that they
+/// are based on, without reading the shards.
+pub(super) fn check(folder: &Storage, rows: &TableRows) -> Result<(), LoadError> {
+    rows.files.iter().try_for_each(|file| places(folder, file).map(drop))?;
+    rows.bases().into_iter().try_for_each(|name| {
+        let (folder, base) = open_base(folder, rows, name)?;
+        check(&folder, &base).map_err(|error| of_base(name, error))
+    })
 }
 
 /// Reads the `wanted` shards, verifies each, and gives it to `take`, with its number.
 pub(super) fn read(
     folder: &Storage,
-    files: &[RowsFile],
-    wanted: impl Fn(u32) -> bool,
+    rows: &TableRows,
+    wanted: &dyn Fn(u32) -> bool,
     take: &mut TakeShard<'_>,
 ) -> Result<(), LoadError> {
-    for file in files.iter().filter(|file| file.shards.iter().any(|&shard| wanted(shard))) {
+    for file in rows.files.iter().filter(|file| file.shards.iter().any(|&shard| wanted(shard))) {
         let damaged = |reason: &str| LoadError::Damaged(format!("{}: {reason}", file.file));
-        for (&shard, place) in file.shards.iter().zip(places(folder, file)?) {
-            if wanted(shard) {
+        let invalid = |error: InvalidRows| damaged(error.reason());
+        let base = file.base.as_deref();
+        let base = base.map(|name| Ok((name, open_base(folder, rows, name)?))).transpose()?;
+        let places = file.shards.iter().copied().zip(places(folder, file)?);
+        let places: Vec<(u32, Place)> = places.filter(|(shard, _)| wanted(*shard)).collect();
+        for some in places.chunks(if base.is_some() { AT_ONCE } else { 1 }) {
+            let mut changes = BTreeMap::new();
+            for (shard, Place { range, digest }) in some {
                 let bytes =
-                    folder.read_range(&file.file, place.range).map_err(LoadError::Storage)?;
-                if xxh3_128(&bytes) != place.digest {
+                    folder.read_range(&file.file, range.clone()).map_err(LoadError::Storage)?;
+                if xxh3_128(&bytes) != *digest {
                     return Err(damaged(&format!("shard {shard} has changed")));
                 }
-                take(shard, &bytes).map_err(|reason| damaged(&reason))?;
+                let whole = match base {
+                    Some(_) => whole_shard(&bytes).map_err(invalid)?,
+                    None => Some(&*bytes),
+                };
+                match whole {
+                    Some(whole) => take(*shard, whole).map_err(|reason| damaged(&reason))?,
+                    None => _ = changes.insert(*shard, bytes),
+                }
             }
+            let Some((name, (folder, base))) = &base else { continue };
+            let mut take_changed = |shard, older: &[u8]| {
+                let bytes = changed_shard(&rows.tables, older, &changes[&shard]);
+                take(shard, &bytes.map_err(|error| error.reason().to_owned())?)
+            };
+            read(folder, base, &|shard| changes.contains_key(&shard), &mut take_changed)
+                .map_err(|error| of_base(name, error))?;
         }
     }
     Ok(())
 }
+
+/// The rows of the checkpoint of this name, beside the one in `folder`, which is based on it.
+fn open_base(
+    folder: &Storage,
+    rows: &TableRows,
+    name: &str,
+) -> Result<(Storage, TableRows), LoadError> {
+    let damaged = |reason: &str| of_base(name, LoadError::Damaged(reason.into()));
+    let folder = folder.beside(name);
+    let base = match manifest(&folder) {
+        Ok(manifest) => manifest.rows,
+        Err(LoadError::Storage(StorageError::NotFound { .. })) => {
+            return Err(damaged("it is missing"));
+        }
+        Err(error) => return Err(of_base(name, error)),
+    };
+    // A chain ends.
+    let base = base.filter(|base| base.chain.changes < rows.chain.changes);
+    let base = base.ok_or_else(|| damaged("it has no rows, or later ones"))?;
+    match elasticdl_tables::difference(&base.tables, &rows.tables) {
+        Some(difference) => Err(damaged(&difference)),
+        None => Ok((folder, base)),
+    }
+}
+
+/// The error of a checkpoint since which another one has the changes.
+fn of_base(name: &str, error: LoadError) -> LoadError {
+    match error {
+        LoadError::Damaged(reason) => {
+            LoadError::Damaged(format!("its rows are changes since {name}: {reason}"))
+        }
+        other => other,
+    }
+}
+
+/// Number of shards whose changes are in memory at once.
+const AT_ONCE: usize = 64;

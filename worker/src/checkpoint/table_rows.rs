@@ -1,10 +1,12 @@
 //! What a manifest says of the rows of a model's tables.
 
+use std::collections::BTreeSet;
+
 use elasticdl_tables::{SHARDS, Table};
 use serde::{Deserialize, Serialize};
 
 use super::manifest::JobFingerprint;
-use super::name;
+use super::name::{self, Name};
 use crate::session::checkpoint::{Written, WrittenRows};
 
 /// The rows of a model's tables.
@@ -18,6 +20,20 @@ pub(super) struct TableRows {
     /// Sum of the touches of all rows.
     pub(super) touches: u64,
     pub(super) files: Vec<RowsFile>,
+    /// The checkpoints that this one is based on.
+    #[serde(default)]
+    pub(super) chain: Chain,
+}
+
+/// A checkpoint with all rows, and those that follow it with what has changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Chain {
+    /// Checkpoints with changes, up to this one.
+    pub(super) changes: u32,
+    /// Bytes of all rows, in the first one.
+    pub(super) whole_bytes: u64,
+    /// Bytes of the changes.
+    pub(super) changed_bytes: u64,
 }
 
 /// A file with shards of the tables' rows.
@@ -29,6 +45,10 @@ pub(super) struct RowsFile {
     pub(super) digest: String,
     /// Numbers of the shards, in the order in which they lie in the file.
     pub(super) shards: Vec<u32>,
+    /// Name of the checkpoint, in the same folder, since which the file has the changes; `None`: it
+    /// has all rows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) base: Option<String>,
 }
 
 impl TableRows {
@@ -44,6 +64,9 @@ impl TableRows {
             bytes: rows.bytes,
             digest: format!("{:032x}", rows.digest),
             shards: shards.clone(),
+            base: rows.base.map(|(step, generation)| {
+                Name { step, generation, run: fingerprint.run.clone() }.to_string()
+            }),
         };
         Self {
             tables: fingerprint.tables.clone(),
@@ -51,7 +74,34 @@ impl TableRows {
             shards: SHARDS,
             touches: rows().map(|rows| rows.touches).sum(),
             files: rows().zip(of_ranks).enumerate().map(file).collect(),
+            chain: Chain::default(),
         }
+    }
+
+    /// Names of the checkpoints since which files have the changes.
+    pub(super) fn bases(&self) -> BTreeSet<&str> {
+        self.files.iter().filter_map(|file| file.base.as_deref()).collect()
+    }
+
+    /// Appends this checkpoint to the chains of its [bases](Self::bases).
+    pub(super) fn append_to(&mut self, bases: &[Self]) {
+        let bytes = self.files.iter().map(|file| file.bytes).sum();
+        self.chain = Chain { whole_bytes: bytes, ..Chain::default() };
+        for Self { chain: base, .. } in bases {
+            let changed_bytes = base.changed_bytes.saturating_add(bytes);
+            self.chain = Chain {
+                changes: self.chain.changes.max(base.changes + 1),
+                whole_bytes: base.whole_bytes,
+                changed_bytes: self.chain.changed_bytes.max(changed_bytes),
+            };
+        }
+    }
+
+    /// Whether the next checkpoint may have the changes since this one: up to [`CHANGES_MAX`]
+    /// follow each other, until they are half as large as all rows.
+    pub(super) fn may_be_base(&self) -> bool {
+        let Chain { changes, whole_bytes, changed_bytes } = self.chain;
+        changes < CHANGES_MAX && changed_bytes <= whole_bytes / 2
     }
 
     /// Checks that each shard lies in one file.
@@ -59,6 +109,12 @@ impl TableRows {
         elasticdl_tables::check(&self.tables)?;
         if self.shards != SHARDS {
             return Err(format!("its tables have {} shards, not {SHARDS}", self.shards));
+        }
+        if self.chain.changes > CHANGES_MAX {
+            return Err(format!("{} changes of rows follow each other", self.chain.changes));
+        }
+        if let Some(base) = self.bases().into_iter().find(|base| Name::parse(base).is_none()) {
+            return Err(format!("its rows are changes since {base:?}, which is no checkpoint"));
         }
         let mut found = [false; SHARDS as usize];
         for RowsFile { file, bytes, shards, .. } in &self.files {
@@ -93,6 +149,10 @@ impl TableRows {
         Ok(())
     }
 }
+
+/// Most checkpoints with changes that follow one with all rows. One that is damaged takes those
+/// after it along.
+const CHANGES_MAX: u32 = 8;
 
 /// Bytes of a shard in the index of a file.
 pub(super) const ENTRY_BYTES: u64 = 24;

@@ -23,6 +23,7 @@ use super::name::Name;
 use super::*;
 use crate::session::checkpoint::Written;
 
+mod changes;
 mod rows;
 
 /// Parameters and slots of step `step`.
@@ -75,13 +76,12 @@ impl Ranks {
             let shard = OwnShard { step, generation, rank, world_size, patience };
             writer.write(shard, state_at(step), (&parameters, &slots), rows);
         }
-        let mut parts: Vec<Written> = Vec::new();
-        for writer in &mut self.writers {
-            match next(writer) {
-                Completion::Written { result, .. } => parts.push(result?),
-                other => panic!("{other:?}"),
-            }
-        }
+        let written = |writer: &mut CheckpointWriter| match next(writer) {
+            Completion::Written { result, .. } => result,
+            other => panic!("{other:?}"),
+        };
+        let parts: Vec<Result<Written, String>> = self.writers.iter_mut().map(written).collect();
+        let parts = parts.into_iter().collect::<Result<Vec<Written>, String>>()?;
         self.writers[0].commit(step, &parts);
         match next(&mut self.writers[0]) {
             Completion::Committed { result, name, .. } => result.map(|_| name),

@@ -9,7 +9,7 @@
 //! **Invariant:** no later checkpoint makes up for the last one, so its files are written again if
 //! an attempt fails, for as long as their writer is told.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs::{self, DirEntry};
 use std::io;
 use std::ops::Range;
@@ -21,16 +21,18 @@ use std::thread::{Builder, ScopedJoinHandle};
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use elasticdl_data::storage::Storage;
+use elasticdl_data::storage::{Storage, StorageError};
 use elasticdl_data::worker::{pause_unless_stopped, stop_flag, with_patience};
 use elasticdl_proto::Generation;
 use elasticdl_tables::{SavedShard, SavedShards};
 use xxhash_rust::xxh3::Xxh3Default;
 
+use super::load::{LoadError, manifest};
 use super::manifest::{JobFingerprint, Manifest, shard_range};
 use super::name::{self, MANIFEST, Name};
 use super::retention::Retention;
 use super::rows;
+use super::table_rows::TableRows;
 use crate::session::checkpoint::{Written, WrittenRows};
 use crate::session::header::StateRecord;
 use crate::state_buffer::zeros;
@@ -47,6 +49,9 @@ pub(crate) struct CheckpointWriter {
     spare: Option<Vec<f32>>,
     /// The checkpoint that this rank is writing a shard of.
     current: Option<Current>,
+    /// The last checkpoints with rows that this rank has written a part of. If they are complete,
+    /// its rows have come from them, by steps alone.
+    bases: VecDeque<Name>,
 }
 
 #[derive(Debug)]
@@ -107,8 +112,16 @@ struct RankPart {
     file: String,
     header: Vec<u8>,
     floats: Vec<f32>,
-    /// The file of rows, and those that the rank owns.
-    rows: Option<(String, Vec<SavedShard>)>,
+    rows: Option<RowsPart>,
+}
+
+/// The rows that a rank owns.
+#[derive(Debug)]
+struct RowsPart {
+    file: String,
+    shards: Vec<SavedShard>,
+    /// Checkpoints since which the changes may be written, if they are complete.
+    bases: VecDeque<Name>,
 }
 
 #[derive(Debug)]
@@ -145,7 +158,14 @@ impl CheckpointWriter {
             completed: VecDeque::new(),
             spare: None,
             current: None,
+            bases: VecDeque::new(),
         })
+    }
+
+    /// The rows of this rank are others from now on than steps have made of those that it has
+    /// written: its next part has all of them.
+    pub(crate) fn forget_rows(&mut self) {
+        self.bases.clear();
     }
 
     /// Allocates the buffer for a shard in a group of `world_size`, so that the next copy does not
@@ -185,7 +205,11 @@ impl CheckpointWriter {
         let file = name::shard(rank, world_size);
         let (rows_of_ranks, rows) = match rows {
             Some(SavedShards { of_ranks, owned }) => {
-                (of_ranks, Some((name::rows(rank, world_size), owned)))
+                let bases = self.bases.clone();
+                self.bases.push_front(name.clone());
+                self.bases.truncate(BASES_MAX);
+                let file = name::rows(rank, world_size);
+                (of_ranks, Some(RowsPart { file, shards: owned, bases }))
             }
             None => (Vec::new(), None),
         };
@@ -246,13 +270,17 @@ impl WriterThread {
     fn handle(&self, request: Request, replies_tx: &Sender<Reply>) {
         let reply = |reply| drop(replies_tx.send(reply));
         match request {
-            Request::Commit { name, manifest, patience } => {
+            Request::Commit { name, mut manifest, patience } => {
                 let rows = manifest.rows.iter().flat_map(|rows| &rows.files).map(|file| file.bytes);
                 let bytes = manifest.shards.iter().map(|shard| shard.bytes).chain(rows).sum();
                 let path = format!("{name}/{MANIFEST}");
-                let result = self.store(&path, &[manifest.encode().into()], patience);
+                let result = self.patiently(&path, patience, || {
+                    manifest.rows.as_mut().map_or(Ok(()), |rows| self.chain(rows))?;
+                    let text = vec![manifest.encode().into()];
+                    self.storage.write(&path, text).map_err(|error| error.to_string())
+                });
                 if result.is_ok() {
-                    self.clear(&name, manifest.state.evaluation.best.map(|(step, _)| step));
+                    self.clear(&name, &manifest);
                 }
                 reply(Reply::Completed(Completion::Committed {
                     step: name.step,
@@ -267,9 +295,7 @@ impl WriterThread {
                 let floats = Arc::new(floats);
                 let written = self.write(&format!("{name}/{file}"), header, &floats, patience);
                 let result = written.and_then(|written| {
-                    let path = |file| format!("{name}/{file}");
-                    let rows =
-                        rows.map(|(file, rows)| self.write_rows(&path(file), rows, patience));
+                    let rows = rows.map(|rows| self.write_rows(&name, rows, patience));
                     Ok(Written { rows: rows.transpose()?, ..written })
                 });
                 let ms = began.elapsed().as_millis() as u64;
@@ -287,16 +313,24 @@ impl WriterThread {
 
     /// Writes a file.
     fn store(&self, path: &str, parts: &[Bytes], patience: Duration) -> Result<(), String> {
-        let write = || self.storage.write(path, parts.to_vec());
+        let write = || self.storage.write(path, parts.to_vec()).map_err(|error| error.to_string());
+        self.patiently(path, patience, write)
+    }
+
+    /// Writes the file at `path`, in several attempts if it is written with patience.
+    fn patiently(
+        &self,
+        path: &str,
+        patience: Duration,
+        mut write: impl FnMut() -> Result<(), String>,
+    ) -> Result<(), String> {
         // A job that stops already has said how long it waits.
         let has_stopped = self.stops.load(Ordering::Acquire);
         let sleep = |pause| match has_stopped {
             true => (std::thread::sleep(pause), false).1,
             false => pause_unless_stopped(&self.stops, pause),
         };
-        write()
-            .or_else(|error| with_patience(path, patience, error, write, sleep))
-            .map_err(|error| error.to_string())
+        write().or_else(|error| with_patience(path, patience, error, write, sleep))
     }
 
     fn write(
@@ -337,21 +371,68 @@ impl WriterThread {
 
     fn write_rows(
         &self,
-        path: &str,
-        shards: Vec<SavedShard>,
+        name: &Name,
+        RowsPart { file, shards, bases }: RowsPart,
         patience: Duration,
     ) -> Result<WrittenRows, String> {
-        let (parts, written) = rows::encode(shards)?;
-        self.store(path, &parts, patience).map(|()| written)
+        let complete = bases.iter().find_map(|base| Some((base, self.rows_of(base).ok()??)));
+        let base = complete.filter(|(_, rows)| rows.may_be_base());
+        let base = base.map(|(base, _)| (base.step, base.generation));
+        let (parts, written) = rows::encode(shards, base)?;
+        self.store(&format!("{name}/{file}"), &parts, patience).map(|()| written)
     }
 
-    /// Deletes the checkpoints that `newest` makes superfluous. Failed deletions are retried after
-    /// the next checkpoint.
-    fn clear(&self, newest: &Name, best: Option<u64>) {
+    /// What a complete checkpoint says of its rows.
+    fn rows_of(&self, name: &Name) -> Result<Option<TableRows>, LoadError> {
+        manifest(&self.storage.join(&name.to_string())).map(|manifest| manifest.rows)
+    }
+
+    /// Appends `rows`, of which all files are written, to the checkpoints that they are based on.
+    fn chain(&self, rows: &mut TableRows) -> Result<(), String> {
+        let names = rows.bases().into_iter().filter_map(Name::parse);
+        let base = |name: Name| match self.rows_of(&name) {
+            Ok(Some(rows)) => Ok(rows),
+            _ => Err(format!("{name}, since which rows were written, is gone")),
+        };
+        let bases = names.map(base).collect::<Result<Vec<_>, _>>()?;
+        rows.append_to(&bases);
+        Ok(())
+    }
+
+    /// The checkpoints that `names` are based on.
+    fn bases_of(&self, mut names: Vec<Name>) -> Result<BTreeSet<Name>, StorageError> {
+        let mut bases = BTreeSet::new();
+        while let Some(name) = names.pop() {
+            let rows = match self.rows_of(&name) {
+                Err(LoadError::Storage(error)) => return Err(error),
+                // A damaged checkpoint needs no other one.
+                rows => rows.ok().flatten(),
+            };
+            for base in rows.iter().flat_map(TableRows::bases).filter_map(Name::parse) {
+                if bases.insert(base.clone()) {
+                    names.push(base);
+                }
+            }
+        }
+        Ok(bases)
+    }
+
+    /// Deletes the checkpoints that `newest`, whose `manifest` is written, makes superfluous. Failed
+    /// deletions are retried after the next checkpoint.
+    fn clear(&self, newest: &Name, manifest: &Manifest) {
+        let best = manifest.state.evaluation.best.map(|(step, _)| step);
         let result = self.storage.list_folders(name::PREFIX).and_then(|files| {
-            let names = self.retention.to_remove(&Name::all(&files), newest, best);
+            let all = Name::all(&files);
+            let names = self.retention.to_remove(&all, newest, best);
+            let kept =
+                all.iter().filter(|(name, is_complete)| **is_complete && !names.contains(name));
+            let bases = match manifest.rows {
+                Some(_) => self.bases_of(kept.map(|(name, _)| name.clone()).collect())?,
+                None => BTreeSet::new(),
+            };
             names
                 .iter()
+                .filter(|name| !bases.contains(name))
                 .filter(|name| name.run == newest.run || self.is_earlier(name))
                 .try_for_each(|name| self.storage.remove_folder(&name.to_string(), MANIFEST))
         });
@@ -373,6 +454,9 @@ impl WriterThread {
         matches!((newest, began), (Ok(Some(newest)), Ok(began)) if newest < began)
     }
 }
+
+/// Checkpoints that a rank remembers, as the last ones may have stayed incomplete.
+const BASES_MAX: usize = 4;
 
 /// Name of the file in a job's directory that is written when the job begins.
 const TOKEN: &str = "token";

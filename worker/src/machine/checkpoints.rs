@@ -74,6 +74,10 @@ pub trait CheckpointStore: Debug {
         take: &mut TakeShard<'_>,
     ) -> Result<(), RestoreError>;
 
+    /// The rows of this rank are others from now on than steps have made of those that it has
+    /// written: its next part of a checkpoint has all of them, not what has changed.
+    fn forget_rows(&mut self) {}
+
     /// A rank of the group can't read its rows from this checkpoint, for this reason: it counts as
     /// damaged.
     fn pass_over(&mut self, checkpoint: (&str, bool), reason: &str);
@@ -145,6 +149,10 @@ impl CheckpointStore for StoredCheckpoints {
         take: &mut TakeShard<'_>,
     ) -> Result<(), RestoreError> {
         read_rows(&self.locations, &self.fingerprint, checkpoint, shards, take)
+    }
+
+    fn forget_rows(&mut self) {
+        self.writer.iter_mut().for_each(CheckpointWriter::forget_rows);
     }
 
     fn pass_over(&mut self, checkpoint: (&str, bool), reason: &str) {

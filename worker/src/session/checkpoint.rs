@@ -82,6 +82,9 @@ pub struct WrittenRows {
     pub digest: u128,
     /// Sum of the touches of the rows.
     pub touches: u64,
+    /// Step and generation of the checkpoint since which the file has the changes; `None`: it has
+    /// all rows.
+    pub base: Option<(u64, u64)>,
 }
 
 /// Task of a rank for a checkpoint, concurrent with its training. Each variant names the call that

@@ -31,6 +31,7 @@ impl RowTables {
         store: &mut dyn CheckpointStore,
         damaged: &mut dyn FnMut(&str, &str),
     ) -> Result<(Option<String>, u64), Stopped> {
+        store.forget_rows();
         let wanted = self.owned().to_be_read(&loss.lost, &loss.members);
         loop {
             let mut bytes = Vec::new();

@@ -282,14 +282,17 @@ impl RowTables {
         let member = |(&WorkerId(worker), host)| Member { worker, host, leaves: false };
         let members: Vec<Member> = members.iter().zip(hosts).map(member).collect();
         let generation = group.generation();
+        let headers = self.headers();
+        let of_step = OwnedHeader::generation_of(step, &headers);
+        let recovery = of_step.and_then(|of| Recovery::plan(step, of, &headers));
+        if !recovery.as_ref().is_some_and(|recovery| recovery.holds[group.rank()]) {
+            store.forget_rows();
+        }
         if step == 0 {
             self.owned.create(generation, members);
             self.lost = None;
             return Ok(Regrouped::Agreed);
         }
-        let headers = self.headers();
-        let of_step = OwnedHeader::generation_of(step, &headers);
-        let recovery = of_step.and_then(|of| Recovery::plan(step, of, &headers));
         let (recovery, placement) = if let Some(recovery) = recovery {
             let placement = self.owned.placement().filter(|_| group.rank() == recovery.root);
             let mut bytes = placement.map(header::encode).unwrap_or_default();

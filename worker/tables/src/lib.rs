@@ -8,6 +8,7 @@
 //! |---|---|
 //! | `table`, `optimizer` | what a table is |
 //! | `block`, `index`, `rows`, `shard` | rows in memory |
+//! | `changes` | what has changed in a shard since a step |
 //! | `placement` | which workers hold which shard, and should |
 //! | `lookup` | ids of a batch, their rows and gradients |
 //! | `owned` | a worker's shards, from its first group to its last |
@@ -18,6 +19,7 @@
 //! sends what it gets back.
 
 mod block;
+mod changes;
 mod export;
 mod index;
 mod lookup;
@@ -29,6 +31,7 @@ mod shard;
 mod table;
 mod wire;
 
+pub use self::changes::{changed_shard, whole_shard};
 pub use self::export::{ExportedRows, Part, collect};
 pub use self::lookup::{BatchRows, Ids, RowGradients, TableGradients, id_of};
 pub use self::optimizer::RowOptimizer;

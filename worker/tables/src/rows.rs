@@ -7,6 +7,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::block::{self, Block};
 use crate::index::IdIndex;
+use crate::wire::{put, put_u32};
 
 /// Rows by id.
 ///
@@ -77,6 +78,11 @@ impl Rows {
             }
         }
         found
+    }
+
+    /// The id of a row.
+    pub(crate) fn id(&self, row: usize) -> u64 {
+        self.words.id(row)
     }
 
     /// The numbers of a row.
@@ -160,6 +166,17 @@ impl Rows {
     /// The rows as they are stored, in parts.
     pub(crate) fn parts(&self) -> impl Iterator<Item = &[u32]> {
         self.words.parts()
+    }
+
+    /// Bytes of the rows that a step after this one has touched.
+    pub(crate) fn changed_bytes(&self, step: u32) -> u64 {
+        self.words.changed(step).map(|row| size_of_val(row) as u64).sum()
+    }
+
+    /// Writes the number of these rows, and the rows as they are stored.
+    pub(crate) fn encode_changed(&self, step: u32, to: &mut Vec<u8>) {
+        put_u32(to, self.words.changed(step).count());
+        self.words.changed(step).for_each(|row| put(to, row));
     }
 
     /// Rows of so many numbers from what [`parts`](Self::parts) returned; `None` if an id is there
@@ -258,6 +275,11 @@ impl Words {
         let full = self.block_len();
         let blocks = self.blocks.iter().map(move |block| &block[..full]);
         blocks.chain([&*self.tail])
+    }
+
+    /// The rows that a step after this one has touched.
+    fn changed(&self, step: u32) -> impl Iterator<Item = &[u32]> {
+        self.rows().filter(move |row| row[3] > step)
     }
 
     fn rows(&self) -> impl Iterator<Item = &[u32]> {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::changes::Removed;
 use crate::rows::Rows;
 use crate::table::{Eviction, Table};
 use crate::wire::{InvalidRows, Message, put, put_u32};
@@ -18,6 +19,8 @@ pub struct Shard {
     pub(crate) waiting: Vec<Rows>,
     /// Touches of the rows that were evicted.
     pub(crate) evicted: Vec<u64>,
+    /// Which rows were removed, for checkpoints of what has changed.
+    pub(crate) removed: Removed,
 }
 
 impl Shard {
@@ -27,6 +30,7 @@ impl Shard {
             tables: tables.iter().map(|table| Rows::new(table.stored())).collect(),
             waiting: tables.iter().map(|_| Rows::new(0)).collect(),
             evicted: vec![0; tables.len()],
+            removed: Removed::default(),
         }
     }
 
@@ -78,18 +82,35 @@ impl Shard {
                 continue;
             }
             let shard = Arc::make_mut(shard);
-            shard.evicted[index] += shard.tables[index].remove_all(&expired);
-            shard.evicted[index] += shard.waiting[index].remove_all(&waiting);
+            for (rows, expired) in
+                [(&mut shard.tables[index], expired), (&mut shard.waiting[index], waiting)]
+            {
+                shard.removed.add(index, step, expired.iter().map(|&row| rows.id(row)));
+                shard.evicted[index] += rows.remove_all(&expired);
+            }
+            let rows: usize = shard.all().map(Rows::len).sum();
+            shard.removed.limit(rows / 4 + REMOVED_LEN, step);
         }
     }
 
     /// Writes the whole shard.
     pub(crate) fn encode(&self, to: &mut Vec<u8>) {
-        for rows in self.tables.iter().chain(&self.waiting) {
+        self.encode_rows(&self.removed, to, |rows, to| {
             put_u32(to, rows.len());
             rows.parts().for_each(|part| put(to, part));
-        }
+        });
+    }
+
+    /// Writes the shard with these of its rows, and of those that were removed.
+    pub(crate) fn encode_rows(
+        &self,
+        removed: &Removed,
+        to: &mut Vec<u8>,
+        encode: impl Fn(&Rows, &mut Vec<u8>),
+    ) {
+        self.all().for_each(|rows| encode(rows, to));
         put(to, &self.evicted);
+        removed.encode(to);
     }
 
     /// Reads what [`encode`](Self::encode) has written, of these tables.
@@ -104,13 +125,14 @@ impl Shard {
             tables.iter().map(|table| read(table.stored())).collect::<Result<_, _>>()?;
         let waiting: Vec<Rows> = tables.iter().map(|_| read(0)).collect::<Result<_, _>>()?;
         let evicted = message.column(tables.len())?;
+        let removed = Removed::decode(message, tables.len())?;
         let is_admitted = |(rows, waiting): (&Rows, &Rows)| {
             waiting.iter().any(|(id, ..)| rows.position(id).is_some())
         };
         if admitted.iter().zip(&waiting).any(is_admitted) {
             return Err(InvalidRows("a row of a shard is admitted, and waits".into()));
         }
-        Ok(Self { tables: admitted, waiting, evicted })
+        Ok(Self { tables: admitted, waiting, evicted, removed })
     }
 
     /// Number of bytes that [`encode`](Self::encode) writes, about.
@@ -149,7 +171,7 @@ impl Shard {
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.all().map(Rows::bytes).sum()
+        self.all().map(Rows::bytes).sum::<usize>() + self.removed.bytes()
     }
 
     /// Rows of a table, and its memory.
@@ -158,10 +180,13 @@ impl Shard {
         (rows.len() as u64, rows.bytes() + self.waiting[table].bytes())
     }
 
-    fn all(&self) -> impl Iterator<Item = &Rows> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = &Rows> {
         self.tables.iter().chain(&self.waiting)
     }
 }
+
+/// Removed rows that a shard remembers, besides a quarter of the number of its rows.
+const REMOVED_LEN: usize = 1024;
 
 /// What the seeds of the digests differ in.
 const WAITING: u64 = 1 << 32;

@@ -38,6 +38,15 @@ impl Objects {
         Self { store: Arc::clone(&self.store), key: keys::below(&self.key, path) }
     }
 
+    pub(super) fn beside(&self, name: &str) -> Self {
+        let mut parts: Vec<_> = self.key.parts().collect();
+        parts.pop();
+        Self {
+            store: Arc::clone(&self.store),
+            key: keys::below(&parts.into_iter().collect(), name),
+        }
+    }
+
     pub(super) fn read(&self) -> Result<Bytes, Failed> {
         wait(async { self.store.get(&self.key).await?.bytes().await })
     }

@@ -24,6 +24,10 @@ impl Objects {
         match self.0 {}
     }
 
+    pub(super) fn beside(&self, _name: &str) -> Self {
+        match self.0 {}
+    }
+
     pub(super) fn read(&self) -> Result<Bytes, Failed> {
         match self.0 {}
     }

@@ -14,17 +14,17 @@ fn tables() -> Vec<Table> {
     vec![Table::new("user", 3).optimized(adagrad), Table::new("item", 1)]
 }
 
-fn with_tables() -> JobFingerprint {
+pub(super) fn with_tables() -> JobFingerprint {
     JobFingerprint { tables: tables(), ..fingerprint() }
 }
 
-fn members(world_size: usize) -> Vec<Member> {
+pub(super) fn members(world_size: usize) -> Vec<Member> {
     let member = |worker| Member { worker, host: worker, leaves: false };
     (1..=world_size as u64).map(member).collect()
 }
 
 /// Ranks without a group.
-fn ranks(world_size: usize) -> Vec<Owned> {
+pub(super) fn ranks(world_size: usize) -> Vec<Owned> {
     let settings = Settings { seed: fingerprint().seed, shards: SHARDS, copies: 2, copy_bytes: 1 };
     let owned = |member: &Member| Owned::new(member.worker, settings, tables());
     members(world_size).iter().map(owned).collect()
@@ -39,11 +39,16 @@ fn trained(world_size: usize) -> Vec<Owned> {
 }
 
 fn step(ranks: &mut [Owned]) {
+    step_with(ranks, ids);
+}
+
+/// A step in which each rank, by its number, touches the rows of these ids.
+pub(super) fn step_with(ranks: &mut [Owned], ids: impl Fn(u64) -> Ids) {
     let turned = |sent: Vec<Vec<Vec<u8>>>| {
         let to = |rank: usize| sent.iter().map(|from| from[rank].clone()).collect::<Vec<_>>();
         (0..sent.len()).map(to).collect::<Vec<_>>()
     };
-    let ids: Vec<Ids> = (0..ranks.len() as u64).map(ids).collect();
+    let ids: Vec<Ids> = (0..ranks.len() as u64).map(&ids).collect();
     let requests = turned(ranks.iter().zip(&ids).map(|(rank, ids)| rank.requests(ids)).collect());
     let answers = ranks.iter().zip(&requests).map(|(rank, asked)| rank.replies(asked).unwrap());
     let replies = turned(answers.collect());
@@ -69,9 +74,9 @@ fn ids(rank: u64) -> Ids {
     ids
 }
 
-type Rows = BTreeMap<(usize, u64), (u32, Vec<f32>)>;
+pub(super) type Rows = BTreeMap<(usize, u64), (u32, Vec<f32>)>;
 
-fn rows(ranks: &[Owned]) -> Rows {
+pub(super) fn rows(ranks: &[Owned]) -> Rows {
     let of_table = |rank: &Owned, table| {
         let row = |(id, touches, row): (u64, u32, &[f32])| ((table, id), (touches, row.to_vec()));
         rank.rows(table).map(row).collect::<Vec<_>>()
@@ -79,12 +84,16 @@ fn rows(ranks: &[Owned]) -> Rows {
     ranks.iter().flat_map(|rank| [of_table(rank, 0), of_table(rank, 1)].concat()).collect()
 }
 
-fn saved(ranks: &[Owned]) -> Vec<Option<SavedShards>> {
+pub(super) fn saved(ranks: &[Owned]) -> Vec<Option<SavedShards>> {
     ranks.iter().map(|rank| Some(rank.save())).collect()
 }
 
 /// Ranks whose rows are those of the checkpoint of this name.
-fn read(storage: &Storage, name: &str, world_size: usize) -> Result<Vec<Owned>, RestoreError> {
+pub(super) fn read(
+    storage: &Storage,
+    name: &str,
+    world_size: usize,
+) -> Result<Vec<Owned>, RestoreError> {
     let locations = Locations {
         own: Some(storage.clone()),
         from: None,

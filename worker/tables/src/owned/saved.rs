@@ -113,6 +113,14 @@ impl SavedShard {
         bytes
     }
 
+    /// As [`encode`](Self::encode), for [`changed_shard`](crate::changed_shard): only what steps
+    /// after this one have changed, unless that is not less.
+    pub fn encode_changes(self, step: u64) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.shard.encode_changes(u32::try_from(step).unwrap_or(u32::MAX), &mut bytes);
+        bytes
+    }
+
     /// Sum of the touches of its rows.
     pub fn touches(&self) -> u64 {
         self.shard.touches()
