@@ -10,7 +10,7 @@
 //! | `block`, `index`, `rows`, `shard` | rows in memory |
 //! | `changes` | what has changed in a shard since a step |
 //! | `placement` | which workers hold which shard, and should |
-//! | `lookup` | ids of a batch, their rows and gradients |
+//! | `lookup`, `distinct_ids` | ids of a batch, their rows and gradients |
 //! | `owned` | a worker's shards, from its first group to its last |
 //! | `owned::chunks` | the same of an optimizer's state, in place of rows |
 //! | `export` | rows as they are exported |
@@ -20,6 +20,7 @@
 
 mod block;
 mod changes;
+mod distinct_ids;
 mod export;
 mod index;
 mod lookup;

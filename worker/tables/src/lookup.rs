@@ -4,7 +4,7 @@ use std::mem;
 
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::index::IdIndex;
+use crate::distinct_ids::DistinctIds;
 use crate::table::Table;
 
 /// Ids of a batch's records, by table.
@@ -19,12 +19,11 @@ pub struct Ids {
 
 #[derive(Clone, Debug, Default)]
 struct TableIds {
-    ids: Vec<u64>,
+    ids: DistinctIds,
     /// Records that contain the id.
     touches: Vec<u32>,
     /// The last record that contains the id.
     last: Vec<u32>,
-    index: IdIndex,
 }
 
 impl Ids {
@@ -49,28 +48,20 @@ impl Ids {
     /// # Panics
     /// There is no such table.
     pub fn push(&mut self, table: usize, id: u64) -> usize {
-        let TableIds { ids, touches, last, index } = &mut self.tables[table];
-        match index.find(id, |at| ids[at]) {
-            Some(position) => {
-                if mem::replace(&mut last[position], self.records) != self.records {
-                    touches[position] += 1;
-                }
-                position
-            }
-            None => {
-                ids.push(id);
-                touches.push(1);
-                last.push(self.records);
-                index.insert(ids.len() - 1, |at| ids[at]);
-                ids.len() - 1
-            }
+        let TableIds { ids, touches, last } = &mut self.tables[table];
+        let (position, is_new) = ids.push(id);
+        if is_new {
+            touches.push(1);
+            last.push(self.records);
+        } else if mem::replace(&mut last[position], self.records) != self.records {
+            touches[position] += 1;
         }
+        position
     }
 
     /// The position of the row of `id` in a table; `None` if no record contains it.
     pub fn position(&self, table: usize, id: u64) -> Option<usize> {
-        let TableIds { ids, index, .. } = self.tables.get(table)?;
-        index.find(id, |at| ids[at])
+        self.tables.get(table)?.ids.position(id)
     }
 
     /// The distinct ids of several batches, whose rows are looked up at once.
@@ -78,7 +69,7 @@ impl Ids {
         let mut union = Self::new(tables);
         for ids in batches {
             for (table, ids) in ids.tables.iter().enumerate() {
-                for &id in &ids.ids {
+                for &id in &*ids.ids {
                     union.push(table, id);
                 }
             }
@@ -88,7 +79,12 @@ impl Ids {
 
     /// The distinct ids of a table.
     pub fn of(&self, table: usize) -> &[u64] {
-        self.tables.get(table).map_or(&[], |ids| &ids.ids)
+        self.tables.get(table).map_or(&[], |of_table| &of_table.ids)
+    }
+
+    /// As [`DistinctIds::in_shards`], of a table.
+    pub(crate) fn in_shards(&self, table: usize, shards: u32) -> &[(u32, usize)] {
+        self.tables.get(table).map_or(&[], |of_table| of_table.ids.in_shards(table, shards))
     }
 
     /// Number of (record, id) pairs.
@@ -197,11 +193,10 @@ struct Part {
 /// Gradients of the rows of one table.
 #[derive(Clone, Debug, Default)]
 pub struct TableGradients {
-    pub(crate) ids: Vec<u64>,
+    pub(crate) ids: DistinctIds,
     pub(crate) touches: Vec<u32>,
     /// `[ids, dim]`.
     pub(crate) sums: Vec<f32>,
-    index: IdIndex,
 }
 
 impl RowGradients {
@@ -209,7 +204,7 @@ impl RowGradients {
     pub fn add(&mut self, tables: &[Table], ids: Ids, rows: BatchRows) {
         let Some(sum) = self.parts.first_mut() else { return self.add_part(0, ids, rows) };
         for ((table, into), batch) in tables.iter().zip(&mut sum.tables).zip(of_batch(ids, rows)) {
-            let TableGradients { ids, touches, sums, .. } = batch;
+            let TableGradients { ids, touches, sums } = batch;
             for ((&id, &touches), sum) in ids.iter().zip(&touches).zip(sums.chunks_exact(table.dim))
             {
                 into.add(id, touches, sum);
@@ -244,21 +239,16 @@ impl RowGradients {
 
 fn of_batch(ids: Ids, rows: BatchRows) -> impl Iterator<Item = TableGradients> {
     ids.tables.into_iter().zip(rows.gradients).map(|(ids, sums)| {
-        let TableIds { ids, touches, index, .. } = ids;
-        TableGradients { ids, touches, sums, index }
+        let TableIds { ids, touches, .. } = ids;
+        TableGradients { ids, touches, sums }
     })
 }
 
 impl TableGradients {
     /// No gradients, with memory for those of so many rows of `dim` numbers.
     pub(crate) fn with_capacity(rows: usize, dim: usize) -> Self {
-        let (ids, touches) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
-        Self {
-            ids,
-            touches,
-            sums: Vec::with_capacity(rows * dim),
-            index: IdIndex::with_capacity(rows),
-        }
+        let (ids, touches) = (DistinctIds::with_capacity(rows), Vec::with_capacity(rows));
+        Self { ids, touches, sums: Vec::with_capacity(rows * dim) }
     }
 
     /// Bytes of a row of `dim` numbers in a message.
@@ -268,19 +258,15 @@ impl TableGradients {
 
     pub(crate) fn add(&mut self, id: u64, touches: u32, gradient: &[f32]) {
         let dim = gradient.len();
-        match self.index.find(id, |at| self.ids[at]) {
-            Some(at) => {
-                self.touches[at] = self.touches[at].saturating_add(touches);
-                let sums = &mut self.sums[at * dim..(at + 1) * dim];
-                sums.iter_mut().zip(gradient).for_each(|(sum, g)| *sum += g);
-            }
-            None => {
-                self.ids.push(id);
-                self.touches.push(touches);
-                self.sums.extend_from_slice(gradient);
-                self.index.insert(self.ids.len() - 1, |at| self.ids[at]);
-            }
+        let (at, is_new) = self.ids.push(id);
+        if is_new {
+            self.touches.push(touches);
+            self.sums.extend_from_slice(gradient);
+            return;
         }
+        self.touches[at] = self.touches[at].saturating_add(touches);
+        let sums = &mut self.sums[at * dim..(at + 1) * dim];
+        sums.iter_mut().zip(gradient).for_each(|(sum, g)| *sum += g);
     }
 }
 

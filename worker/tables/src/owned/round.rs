@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use super::{Committed, Content, Owned, Ownership, Staged};
 use crate::lookup::{BatchRows, Ids, RowGradients, TableGradients};
-use crate::placement::{Placement, shard_of};
+use crate::placement::Placement;
 use crate::rows::Rows;
 use crate::shard::Shard;
 use crate::table::Table;
@@ -45,9 +45,8 @@ impl Owned {
         let mut requests = vec![Vec::new(); group.members.len()];
         for table in 0..self.content.len() {
             let mut of_ranks = vec![Vec::new(); group.members.len()];
-            let ids = ids.of(table);
-            for (shard, at) in self.by_shard(table, ids) {
-                of_ranks[group.owner(shard)].push(ids[at]);
+            for &(shard, at) in ids.in_shards(table, self.settings.shards) {
+                of_ranks[group.owner(shard)].push(ids.of(table)[at]);
             }
             for (request, ids) in requests.iter_mut().zip(of_ranks) {
                 if !ids.is_empty() {
@@ -130,9 +129,9 @@ impl Owned {
         let group = self.group();
         let mut values = Vec::with_capacity(self.content.len());
         for (index, table) in self.content.iter().enumerate() {
-            let (ids, dim) = (ids.of(index), table.dim);
-            let mut rows = vec![0.0; ids.len() * dim];
-            for (shard, at) in self.by_shard(index, ids) {
+            let dim = table.dim;
+            let mut rows = vec![0.0; ids.of(index).len() * dim];
+            for &(shard, at) in ids.in_shards(index, self.settings.shards) {
                 replies[group.owner(shard)].fill(&mut rows[at * dim..(at + 1) * dim])?;
             }
             values.push(rows);
@@ -167,7 +166,7 @@ impl Owned {
         for (position, index, gradients) in gradients.tables() {
             let dim = self.content[index].dim;
             let mut of_ranks = vec![Vec::new(); group.members.len()];
-            for (shard, at) in self.by_shard(index, &gradients.ids) {
+            for &(shard, at) in gradients.ids.in_shards(index, self.settings.shards) {
                 let receivers: &mut Vec<usize> = &mut receivers[shard as usize];
                 if receivers.is_empty() {
                     *receivers = group.receivers(shard);
@@ -248,7 +247,7 @@ impl Owned {
         for (index, (table, gradients)) in self.content.iter().zip(gradients).enumerate() {
             let (scale, dim) = (1.0 / divisor, table.dim);
             let mut mean = vec![0.0; dim];
-            let in_shards = by_shard(index as u32, &gradients.ids, self.settings.shards);
+            let in_shards = gradients.ids.in_shards(index, self.settings.shards);
             for of_shard in in_shards.chunk_by(|(shard, _), (other, _)| shard == other) {
                 let shard = shards.get_mut(&of_shard[0].0).expect("staged rows are held");
                 let shard = Arc::make_mut(shard);
@@ -279,11 +278,6 @@ impl Owned {
         let index = index as usize;
         let table = self.content.get(index);
         Ok((index, table.ok_or_else(|| InvalidRows(format!("there is no table {index}")))?))
-    }
-
-    /// As the function [`by_shard`].
-    fn by_shard(&self, table: usize, ids: &[u64]) -> Vec<(u32, usize)> {
-        by_shard(table as u32, ids, self.settings.shards)
     }
 }
 
@@ -335,25 +329,6 @@ impl<C: Content> Ownership<C> {
         }
         committed.placement = placement;
     }
-}
-
-/// The shards of these ids, and the ids' positions, in the order of the shards. The rows of a shard
-/// lie near each other in memory, so they are visited one after the other.
-fn by_shard(table: u32, ids: &[u64], shards: u32) -> Vec<(u32, usize)> {
-    let of_ids: Vec<u32> = ids.iter().map(|&id| shard_of(table, id, shards)).collect();
-    // Counting sort: where the next id of each shard goes.
-    let mut next = vec![0; shards as usize];
-    of_ids.iter().for_each(|&shard| next[shard as usize] += 1);
-    let mut start = 0;
-    for count in &mut next {
-        start += mem::replace(count, start);
-    }
-    let mut places = vec![(0, 0); ids.len()];
-    for (at, shard) in of_ids.into_iter().enumerate() {
-        places[next[shard as usize]] = (shard, at);
-        next[shard as usize] += 1;
-    }
-    places
 }
 
 /// Number of rows that are looked for at once.
