@@ -331,11 +331,15 @@ fn with_three_copies_two_workers_may_be_killed_at_once() {
     let mut job = start(seed, (5, 3));
     for _ in 0..3 {
         let step = job.status().step;
-        job.wait_for("copies", |status| status.step > step + 10);
+        job.wait_for("copies", |status| {
+            let has_all = status.tables.is_some_and(|tables| tables.shards_at_risk == 0);
+            status.step > step + 10 && has_all
+        });
         job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));
     }
     let ended = job.wait();
     assert_exact(&ended, &format!("seed {seed}"));
+    assert_eq!(ended.summary().rows_lost, None, "{}", ended.output);
     assert!(ended.lost().len() > 3, "too fast to be disturbed");
 }
 

@@ -263,5 +263,10 @@ mod tests {
         }
         assert!(changed_shard(&tables(), &older, &[&*changes, &[0]].concat()).is_err());
         assert!(whole_shard(&[2, 0, 0, 0]).is_err());
+        let (mut removed, mut bytes) = (Removed::default(), Vec::new());
+        removed.add(2, 5, [1].into_iter());
+        removed.encode(&mut bytes);
+        let error = Removed::decode(&mut Message(&bytes), 2).unwrap_err();
+        assert_eq!(error.reason(), "a removed row of table 2");
     }
 }
