@@ -15,8 +15,7 @@ pub(crate) fn measure(arguments: &Arguments) -> Result<Value, Box<dyn Error>> {
     let path = |name: &str| folder.path().join(name);
     let program = || {
         let ids = arguments.auc_ids.to_string();
-        let options = ["--model", "deepfm", "--table-learning-rate", TABLE_LEARNING_RATE, "--ids"];
-        let words = options.into_iter().map(Into::into).chain([ids.into()]);
+        let words = ["--model", "deepfm", "--ids"].map(Into::into).into_iter().chain([ids.into()]);
         [ctr.clone().into_os_string()].into_iter().chain(words)
     };
     let trained = Command::new(&elasticdl, path("train"), program())
@@ -72,8 +71,6 @@ fn auc(scores: &mut [(f32, bool)]) -> f64 {
 
 /// Records after those of the training.
 const TEST_RECORDS: u64 = 200_000;
-/// The rows of rare ids are touched a few hundred times at most.
-const TABLE_LEARNING_RATE: &str = "0.2";
 
 #[cfg(test)]
 mod tests {
