@@ -24,6 +24,7 @@
 mod buckets;
 #[cfg(feature = "candle")]
 pub mod candle;
+mod cgroup;
 mod checkpoint;
 mod control;
 mod conversion;

@@ -546,6 +546,7 @@ mod reading;
 mod row_export;
 mod row_tables;
 mod stopped;
+mod table_memory;
 mod validation;
 mod work;
 

@@ -7,7 +7,6 @@
 //! **Invariant:** all ranks of a group look rows up and push gradients once in each round with a
 //! step, in this order, with or without records of their own.
 
-use std::cmp::Reverse;
 use std::sync::Arc;
 
 use elasticdl_collective::CollectiveError;
@@ -22,6 +21,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::Trainer;
 use super::stopped::{Stopped, decode_all};
+use super::table_memory::TableMemory;
 use super::work::Work;
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, Group};
@@ -60,8 +60,10 @@ pub(crate) struct RowTables {
     /// Whether a group that has lost rows goes on with those of a checkpoint. Otherwise it goes
     /// back.
     pub(super) goes_on_with_older: bool,
-    /// The most memory that all tables may take on this worker, in bytes.
-    memory_max: Option<u64>,
+    pub(super) memory_max: TableMemory,
+    /// Number of workers on this host, if all shards lie where they should: 1 until then, as those
+    /// that have just joined have none.
+    pub(super) workers_of_host: u64,
     /// The step since which rows of the model are exported that have changed; `None`: all are.
     pub(super) export_since: Option<u64>,
 }
@@ -113,7 +115,7 @@ impl RowTables {
         let tables = Self::with(me, settings, specs)?;
         Some(Self {
             goes_on_with_older: options.stale_rows,
-            memory_max: options.table_memory,
+            memory_max: TableMemory::new(options.table_memory),
             export_since: options.export_changes_since,
             ..tables
         })
@@ -136,7 +138,8 @@ impl RowTables {
             restored: None,
             lost: None,
             goes_on_with_older: false,
-            memory_max: None,
+            memory_max: TableMemory::Any,
+            workers_of_host: 1,
             export_since: None,
         })
     }
@@ -151,30 +154,12 @@ impl RowTables {
         if step.is_multiple_of(HELD_STEPS) {
             self.held = None;
         }
-        let owned = &self.owned;
+        let Self { owned, workers_of_host, .. } = self;
         *self.held.get_or_insert_with(|| {
+            *workers_of_host = owned.workers_of_host();
             let OwnedSize { rows, bytes } = owned.owned();
             HeldRows { rows, bytes: bytes as u64, at_risk: owned.at_risk() as u32 }
         })
-    }
-
-    /// Why this rank can't hold more rows, if it has reached its limit.
-    pub(super) fn excess(&self, HeldRows { bytes, .. }: HeldRows) -> Option<String> {
-        let most = self.memory_max.filter(|most| bytes > *most)?;
-        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
-        let mut tables: Vec<_> = self.specs.iter().zip(self.owned.held_by_table()).collect();
-        tables.sort_by_key(|(_, size)| Reverse(size.bytes));
-        let of_table = |(table, size): &(&Table, OwnedSize)| {
-            format!("{:?} {} rows in {}", table.name, size.rows, mib(size.bytes as u64))
-        };
-        let largest: Vec<String> = tables.iter().take(NAMED_TABLES).map(of_table).collect();
-        Some(format!(
-            "the rows of tables take {} on this worker, and --table-memory is {}: {}; start more \
-             workers, remove rows (evicted_after, admitted_after), or give the tables more memory",
-            mib(bytes),
-            mib(most),
-            largest.join(", ")
-        ))
     }
 
     /// The rows that this rank owns after `step`.
@@ -577,9 +562,6 @@ impl From<InvalidRows> for Stopped {
 /// Number of steps after which the size of what a rank holds is computed again: it takes as long as
 /// a hundred rows.
 const HELD_STEPS: u64 = 16;
-
-/// Number of tables that an error names, the largest first.
-const NAMED_TABLES: usize = 3;
 
 /// Bytes that a worker sends and receives between two steps, to copy shards: a few milliseconds at
 /// 10 Gbit/s.

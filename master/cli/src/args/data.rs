@@ -127,7 +127,9 @@ pub(crate) struct TuningOptions {
     ///
     /// A worker that has more ends the job with its newest state in a checkpoint, and an error that
     /// names the largest tables, before the kernel kills it. Its own rows and the copies that it
-    /// keeps for other workers count; what a step needs does not.
+    /// keeps for other workers count; what a step needs does not. [default: three quarters of the
+    /// memory limit of the workers' cgroup or container, if it has one, for all workers of a host
+    /// together]
     #[arg(long, value_name = "SIZE", value_parser = values::parse_memory)]
     pub(crate) table_memory: Option<u64>,
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::{Content, Owned, Ownership};
+use crate::placement::Member;
 use crate::rows::Counts;
 
 /// Size of what a worker owns.
@@ -107,6 +108,15 @@ impl<C: Content> Ownership<C> {
     /// Step of this worker's shards, if it has a state.
     pub fn step(&self) -> Option<u64> {
         self.committed.as_ref().map(|committed| committed.step)
+    }
+
+    /// Number of workers of the group on the host of this one, which hold about as many shards each;
+    /// 1 as long as some shards do not lie where they should.
+    pub fn workers_of_host(&self) -> u64 {
+        let Some(group) = self.group.as_ref().filter(|group| group.is_settled) else { return 1 };
+        let host = |worker| group.members[group.rank(worker)].host;
+        let is_here = |member: &&Member| member.host == host(self.me);
+        group.members.iter().filter(is_here).count() as u64
     }
 
     /// Number of shards of the group with fewer copies than there could be.

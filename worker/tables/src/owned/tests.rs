@@ -121,6 +121,20 @@ fn a_joiner_is_given_its_shards_one_after_the_other() {
 }
 
 #[test]
+fn workers_of_a_host_are_counted_once_all_shards_lie_where_they_should() {
+    let member = |worker| Member { worker, host: worker / 3, leaves: false };
+    let mut group: Vec<Owned> = (1..=3).map(worker).collect();
+    group.iter_mut().for_each(|worker| worker.create(1, (1..=3).map(member).collect()));
+    let of_hosts = |group: &[Owned]| -> Vec<u64> {
+        group.iter().map(|worker| worker.workers_of_host()).collect()
+    };
+    assert_eq!(of_hosts(&group), [1, 1, 1]);
+    stage(&mut group, touch);
+    commit(&mut group, 1);
+    assert_eq!(of_hosts(&group), [2, 2, 1]);
+}
+
+#[test]
 fn a_worker_whose_group_was_lost_before_it_had_read_its_shards_does_not_count_as_their_holder() {
     let mut group = group(3);
     group[2] = worker(3);
