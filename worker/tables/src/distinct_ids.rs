@@ -43,7 +43,7 @@ impl DistinctIds {
     /// shards. The rows of a shard lie near each other in memory, so they are visited one after the
     /// other.
     pub(crate) fn in_shards(&self, table: usize, shards: u32) -> &[(u32, usize)] {
-        let in_shards = self.in_shards.get_or_init(|| {
+        self.in_shards.get_or_init(|| {
             let of_ids: Vec<u32> =
                 self.ids.iter().map(|&id| shard_of(table as u32, id, shards)).collect();
             // Counting sort: where the next id of each shard goes.
@@ -59,8 +59,7 @@ impl DistinctIds {
                 next[shard as usize] += 1;
             }
             places
-        });
-        in_shards
+        })
     }
 }
 

@@ -123,7 +123,7 @@ fn a_checkpoint_stays_as_long_as_one_that_is_kept_is_based_on_it() {
     assert!(rows(&read(&storage, &chain[2], 3).unwrap()) == rows(&job.ranks));
     job.forget();
     let whole = job.go_on(0, 4);
-    assert_eq!(job.names(), [whole.clone()]);
+    assert_eq!(job.names(), std::slice::from_ref(&whole));
     assert!(rows(&read(&storage, &whole, 3).unwrap()) == rows(&job.ranks));
 }
 
@@ -179,7 +179,7 @@ fn a_writer_that_dies_at_any_byte_of_the_changes_leaves_what_they_are_based_on()
         let expected = if written.is_ok() { rows(&job.ranks) } else { before };
         survived += usize::from(written.is_err());
         let outcome = begin(&with_tables(), Some(&storage), None);
-        let name = written.clone().unwrap_or(whole);
+        let name = written.unwrap_or(whole);
         assert_eq!(outcome.0.as_ref().unwrap().as_ref().unwrap().name, name, "killed at {at}");
         assert!(rows(&read(&storage, &name, 3).unwrap()) == expected, "killed at {at}");
         // The next one is based on what is complete.
