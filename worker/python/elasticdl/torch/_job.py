@@ -85,7 +85,8 @@ class Job(AnyJob):
             raise TypeError(f"job.optimizer() takes a torch.optim.Optimizer, not {kind}")
         if self._optimizer is not None:
             raise RuntimeError(
-                "a job has one optimizer; call job.optimizer() once, with all parameters in groups"
+                "a job has one optimizer; call job.optimizer() once, with all parameters in groups "
+                "(a GAN: one for each part, which change in the same step)"
             )
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")

@@ -1,0 +1,62 @@
+"""Programs in the style of those that people have, beside the same with a patch for elasticdl.
+
+``.bench/ports`` runs it. Each program runs as it is, and then, with its patch, in a job of three
+workers of which some are killed. The table says how many lines the patch removes and adds, what
+both print last, and what the job's ledger says about its records.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from jobs import RunningJob
+
+PORTS = pathlib.Path(__file__).parent / "ports"
+# Records of a step, and epochs, as in the programs.
+PROGRAMS = {"mnist": (64, 3), "nanogpt": (32, 1), "word_lm": (32, 4), "dcgan": (64, 3)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=list(PROGRAMS), help="one program")
+    parser.add_argument("--kills", type=int, default=2, help="workers to kill in each job")
+    options = parser.parse_args()
+    print("program   lines  removed  added  kills  missing  repeated  prints last")
+    for name, (batch, epochs) in PROGRAMS.items():
+        if options.only in (None, name):
+            compare(name, batch, epochs, options.kills)
+
+
+def compare(name, batch, epochs, kills):
+    plain = PORTS / f"{name}.py"
+    patch = PORTS / f"{name}.patch"
+    lines = [line[:1] for line in patch.read_text().splitlines()[2:]]
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        ended = subprocess.run([sys.executable, plain], capture_output=True, text=True, check=True)
+        expected = ended.stdout.splitlines()[-1]
+        ported = pathlib.Path(folder, f"{name}.py")
+        subprocess.run(["patch", "--quiet", "--output", ported, plain, patch], check=True)
+        options = ["--min-workers", "2"]
+        with RunningJob([ported], batch=batch, epochs=epochs, options=options) as job:
+            job.wait_for_steps()
+            killed = job.survive_some(1, kills)
+            if job.wait() != 0:
+                raise SystemExit(job.text())
+            # As the plain program prints it.
+            start = expected.rpartition(" ")[0]
+            found = [line for line in job.text().splitlines() if line.startswith(start)]
+            records = job.summary()["records"]
+    count = len(plain.read_text().splitlines())
+    print(
+        f"{name:8} {count:6} {lines.count('-'):8} {lines.count('+'):6} {killed:6} "
+        f"{records['missing']:8} {records['repeated']:9}  {expected}; with kills: {found[-1]}"
+    )
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
