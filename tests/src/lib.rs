@@ -29,6 +29,6 @@ pub use job_fixture::{JobFixture, KILLS_MAX, Programs};
 pub use network::{Capture, Network, Observed};
 pub use page::Page;
 pub use plot::{Curve, Plot};
-pub use process::{is_alive, send};
+pub use process::{assert_end, is_alive, send};
 pub use proxy::Proxy;
 pub use s3::{FaultRates, S3};

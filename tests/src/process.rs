@@ -1,6 +1,7 @@
 //! Processes that tests signal and look at.
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -17,4 +18,16 @@ pub fn is_alive(pid: u32) -> bool {
     let stat = std::fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("stat"));
     // The state follows the command's name in brackets.
     stat.is_ok_and(|s| s.rsplit(')').next().is_some_and(|rest| !rest.trim_start().starts_with('Z')))
+}
+
+/// Waits until none of these processes is alive.
+///
+/// # Panics
+/// One is for longer than `within`.
+pub fn assert_end(pids: &[u32], within: Duration) {
+    let deadline = Instant::now() + within;
+    while let Some(pid) = pids.iter().find(|pid| is_alive(**pid)) {
+        assert!(Instant::now() < deadline, "process {pid} is still there");
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use elasticdl_tests::cluster::{Job, Namespace, Peer, allows, kubectl, must, text};
 use serde_json::{Value, json};
+use tempfile::NamedTempFile;
 
 use crate::{ELASTICDL, cluster_tests, namespace};
 
@@ -124,20 +125,26 @@ current-context: user
     fs::write(file, config).unwrap();
 }
 
-fn a_user_with_the_rights_of_a_submitter_runs_jobs_with_a_role_each() {
-    let namespace = Namespace::new("roles", ELASTICDL);
-    namespace.apply_shipped("rbac-per-job.yaml");
+/// Creates the account `user` with this role. Returns its kubeconfig.
+fn user_with(namespace: &Namespace, role: &str) -> NamedTempFile {
     namespace.apply("apiVersion: v1\nkind: ServiceAccount\nmetadata: {name: user}\n");
     let user = format!("--serviceaccount={}:user", namespace.name());
-    let bind = ["create", "rolebinding", "user", "--role", "elasticdl-submitter", &user];
+    let bind = ["create", "rolebinding", "user", "--role", role, &user];
     must(kubectl().args(["--namespace", namespace.name()]).args(bind));
-    let file = tempfile::NamedTempFile::new().unwrap();
+    let file = NamedTempFile::new().unwrap();
     namespace.wait_for("count", "the account has a token", || {
         let get = ["get", "serviceaccount", "user", "-o", "jsonpath={.secrets[0].name}"];
         let secret = text(&must(kubectl().args(["--namespace", namespace.name()]).args(get)));
         (!secret.trim().is_empty()).then_some(())
     });
-    kubeconfig_of(&namespace, "user", file.path());
+    kubeconfig_of(namespace, "user", file.path());
+    file
+}
+
+fn a_user_with_the_rights_of_a_submitter_runs_jobs_with_a_role_each() {
+    let namespace = Namespace::new("roles", ELASTICDL);
+    namespace.apply_shipped("rbac-per-job.yaml");
+    let file = user_with(&namespace, "elasticdl-submitter");
     // Without the shared account, there is none but the job's own.
     let shared = ["--num-workers", "1", "--quiet"];
     let refused = namespace.train("count", &shared, &[]).env("KUBECONFIG", file.path()).output();
@@ -257,17 +264,7 @@ fn events_name_the_users_who_scale_stop_and_delete_a_job() {
     let role = ["create", "role", "user", "--verb", "get,list,watch,patch,delete"];
     let of = ["--resource", "configmaps,jobs.batch,pods", "--namespace", namespace.name()];
     must(kubectl().args(role).args(of));
-    namespace.apply("apiVersion: v1\nkind: ServiceAccount\nmetadata: {name: user}\n");
-    let user = format!("--serviceaccount={}:user", namespace.name());
-    let bind = ["create", "rolebinding", "user", "--role", "user", &user];
-    must(kubectl().args(["--namespace", namespace.name()]).args(bind));
-    let file = tempfile::NamedTempFile::new().unwrap();
-    namespace.wait_for("count", "the account has a token", || {
-        let get = ["get", "serviceaccount", "user", "-o", "jsonpath={.secrets[0].name}"];
-        let secret = text(&must(kubectl().args(["--namespace", namespace.name()]).args(get)));
-        (!secret.trim().is_empty()).then_some(())
-    });
-    kubeconfig_of(&namespace, "user", file.path());
+    let file = user_with(&namespace, "user");
     let account = format!("system:serviceaccount:{}:user", namespace.name());
     let job =
         Job::start(&namespace, "count", &["--num-workers", "1", "--num-epochs", "1000"], 4000);

@@ -3,10 +3,10 @@
 //! delays: every record is in the final model exactly once.
 
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use elasticdl_proto::CheckpointsSummary;
-use elasticdl_tests::{Command, Ended, FaultRates, JobFixture, Running, S3, is_alive, send};
+use elasticdl_tests::{Command, Ended, FaultRates, JobFixture, Running, S3, assert_end, send};
 use rand::rngs::ChaCha8Rng;
 use rand::{RngExt, SeedableRng};
 use rustix::process::Signal;
@@ -278,11 +278,7 @@ fn workers_that_are_told_to_end_while_there_is_no_master_write_a_checkpoint() {
     let pids: Vec<u32> = job.workers().into_values().collect();
     job.kill_master();
     pids.iter().for_each(|pid| send(*pid, Signal::TERM));
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while pids.iter().any(|pid| is_alive(*pid)) {
-        assert!(Instant::now() < deadline, "workers {pids:?} are still there");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    assert_end(&pids, Duration::from_secs(60));
     job.resume();
     let ended = job.wait();
     ended.assert_exact("told to end without a master");

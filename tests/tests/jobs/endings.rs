@@ -5,10 +5,12 @@ use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use elasticdl_proto::{Cause, FailedShard};
-use elasticdl_tests::{Command, Ended, JobFixture, Running, each_once, is_alive, once_of, send};
+use elasticdl_tests::{
+    Command, Ended, JobFixture, Running, assert_end, each_once, is_alive, once_of, send,
+};
 use rustix::process::Signal;
 
 use crate::PROGRAMS;
@@ -36,14 +38,6 @@ fn start_long() -> (Running, Vec<u32>) {
     job.wait_for_work_of(3);
     let pids = job.workers().into_values().collect();
     (job, pids)
-}
-
-fn assert_all_end(pids: &[u32], within: Duration) {
-    let deadline = Instant::now() + within;
-    while pids.iter().any(|pid| is_alive(*pid)) {
-        assert!(Instant::now() < deadline, "workers {pids:?} are still there");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 fn assert_stopped(ended: &Ended, code: i32) {
@@ -98,7 +92,7 @@ fn ctrl_c_finishes_the_step_and_leaves_no_process() {
     let (job, pids) = start_long();
     job.signal(Signal::INT);
     assert_stopped(&job.wait(), 130);
-    assert_all_end(&pids, Duration::from_secs(5));
+    assert_end(&pids, Duration::from_secs(5));
 }
 
 #[test]
@@ -106,7 +100,7 @@ fn sigterm_is_like_ctrl_c() {
     let (job, pids) = start_long();
     job.signal(Signal::TERM);
     assert_stopped(&job.wait(), 143);
-    assert_all_end(&pids, Duration::from_secs(5));
+    assert_end(&pids, Duration::from_secs(5));
 }
 
 /// Workers that are stopped finish no step, so the first signal alone does not end the job. Nor do
@@ -121,7 +115,7 @@ fn ctrl_c_twice_ends_at_once() {
     std::thread::sleep(Duration::from_secs(2));
     job.signal(Signal::INT);
     job.wait().assert_outcome(1, "stopped");
-    assert_all_end(&pids, Duration::from_secs(5));
+    assert_end(&pids, Duration::from_secs(5));
 }
 
 #[test]
@@ -130,7 +124,7 @@ fn workers_of_a_killed_master_end_themselves() {
     job.signal(Signal::KILL);
     assert_eq!(job.wait().code, None);
     assert!(pids.iter().any(|pid| is_alive(*pid)), "workers outlive their master for a while");
-    assert_all_end(&pids, Duration::from_secs(20));
+    assert_end(&pids, Duration::from_secs(20));
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Jobs keep to the user's policies: suspension, deadlines, meanings of exit codes.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use elasticdl_tests::{JobFixture, Running, is_alive, once_of};
+use elasticdl_tests::{JobFixture, Running, assert_end, once_of};
 
 use crate::PROGRAMS;
 
@@ -23,14 +23,6 @@ fn start_slow() -> Running {
     JobFixture { micros_per_record: 20_000, ..fixture() }.start(0)
 }
 
-fn assert_gone(pids: &[u32]) {
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while let Some(pid) = pids.iter().find(|pid| is_alive(**pid)) {
-        assert!(Instant::now() < deadline, "worker process {pid} is still there");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
 #[test]
 fn a_suspended_job_has_no_workers_and_continues_where_it_was() {
     let mut job = start_slow();
@@ -42,7 +34,7 @@ fn a_suspended_job_has_no_workers_and_continues_where_it_was() {
         assert_eq!(suspended.workers.len(), 0);
         let newest = suspended.checkpoints.unwrap().newest.unwrap();
         assert_eq!(newest.step, suspended.step, "the checkpoint is of the last step");
-        assert_gone(&before);
+        assert_end(&before, Duration::from_secs(30));
         job.command(&["resume"]);
         job.wait_for("further steps", |status| {
             status.state == "running" && status.step > suspended.step

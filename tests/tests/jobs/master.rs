@@ -3,11 +3,11 @@
 //! random.
 
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use elasticdl_proto::{Status, WorkerId};
 use elasticdl_tests::{
-    Command, JobFixture, Running, assert_exactly_once, is_alive, once_of, read_summary, send,
+    Command, JobFixture, Running, assert_end, assert_exactly_once, once_of, read_summary, send,
 };
 use rand::rngs::ChaCha8Rng;
 use rand::seq::IteratorRandom;
@@ -218,11 +218,7 @@ fn a_job_whose_master_never_returns_leaves_no_process_and_can_be_resumed() {
     job.wait_for_work_of(3);
     let pids: Vec<u32> = job.workers().into_values().collect();
     job.kill_master();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while pids.iter().any(|pid| is_alive(*pid)) {
-        assert!(Instant::now() < deadline, "workers {pids:?} are still there");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    assert_end(&pids, Duration::from_secs(60));
     job.resume();
     let ended = job.wait();
     ended.assert_exact("all gone");

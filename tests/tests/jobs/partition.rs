@@ -4,10 +4,10 @@
 //! Workers run on hosts of their own (network namespaces; needs root and iproute2) and out of reach
 //! of the master's kills: a worker that is evicted has to end by itself.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use elasticdl_proto::{Status, WorkerId};
-use elasticdl_tests::{Command, Ended, Network, Running, counting_data, is_alive};
+use elasticdl_tests::{Command, Ended, Network, Running, assert_end, counting_data, is_alive};
 use tempfile::TempDir;
 
 use crate::PROGRAMS;
@@ -121,14 +121,6 @@ fn is_here(status: &Status, worker: u64) -> bool {
     status.workers.iter().any(|w| w.worker == WorkerId(worker))
 }
 
-fn wait_for_end_of(pid: u32) {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while is_alive(pid) {
-        assert!(Instant::now() < deadline, "process {pid} does not end by itself");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
 #[test]
 #[ignore = "needs root and iproute2"]
 fn a_worker_that_reaches_the_master_but_no_other_worker_is_evicted() {
@@ -137,7 +129,7 @@ fn a_worker_that_reaches_the_master_but_no_other_worker_is_evicted() {
         let (pid, host) = fixture.place_of(victim);
         fixture.cut(host, 1..HOSTS);
         fixture.wait_until_it_goes_on(&[victim], 4);
-        wait_for_end_of(pid);
+        assert_end(&[pid], Duration::from_secs(60));
         let ended = fixture.end(&format!("worker {victim} cut off from the others"));
         // Where only one link has failed, the fault could be at either end.
         let lost = ended.lost();
@@ -195,7 +187,7 @@ fn a_worker_that_is_cut_off_from_the_master_alone_is_replaced_and_ends_by_itself
     let (pid, host) = fixture.place_of(2);
     fixture.cut(host, [MASTER]);
     fixture.wait_until_it_goes_on(&[2], 3);
-    wait_for_end_of(pid);
+    assert_end(&[pid], Duration::from_secs(60));
     let ended = fixture.end("worker 2 cut off from the master");
     assert_eq!(ended.lost(), [WorkerId(2)]);
 }
@@ -209,7 +201,7 @@ fn a_worker_that_comes_back_after_its_eviction_is_fenced_and_ends() {
     fixture.wait_until_it_goes_on(&[1], 3);
     assert!(is_alive(pid), "no process could notify it");
     fixture.heal(host, 0..HOSTS);
-    wait_for_end_of(pid);
+    assert_end(&[pid], Duration::from_secs(60));
     let ended = fixture.end("worker 1 cut off from everybody");
     assert_eq!(ended.lost(), [WorkerId(1)]);
 }

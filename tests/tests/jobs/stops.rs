@@ -2,10 +2,10 @@
 //! less, or computes for longer, stays; a master stopped for 40 s and reset streams cost no worker.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use elasticdl_proto::{Cause, MembershipChange};
-use elasticdl_tests::{JobFixture, Proxy, is_alive, send};
+use elasticdl_tests::{JobFixture, Proxy, assert_end, is_alive, send};
 use rustix::process::Signal;
 
 use crate::PROGRAMS;
@@ -59,11 +59,7 @@ fn a_worker_that_wakes_after_its_eviction_is_fenced_and_ends() {
         });
         assert!(is_alive(pid), "no kill has reached it");
         send(pid, Signal::CONT);
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while is_alive(pid) {
-            assert!(Instant::now() < deadline, "rank {rank}: the woken worker does not end");
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        assert_end(&[pid], Duration::from_secs(60));
         let ended = job.wait();
         ended.assert_exact(&format!("rank {rank}, worker {stopped} woken"));
         assert_eq!(ended.lost()[0], stopped);
