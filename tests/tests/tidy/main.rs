@@ -240,6 +240,28 @@ fn slug(heading: &str) -> String {
     kept.collect::<String>().replace(' ', "-")
 }
 
+/// `test = false` of a program says that it has none.
+#[test]
+fn no_test_is_in_a_program_whose_tests_are_not_run() {
+    for package in ["examples", "tests"].map(|package| root().join(package)) {
+        let manifest = fs::read_to_string(package.join("Cargo.toml")).unwrap();
+        let entries = manifest.split("\n\n").filter(|entry| entry.ends_with("test = false"));
+        for entry in entries {
+            let name = entry.split('"').nth(1).unwrap();
+            let program = package.join("src/bin").join(name);
+            let files = if program.is_dir() {
+                sources(&program)
+            } else {
+                vec![program.with_extension("rs")]
+            };
+            for file in files {
+                let text = fs::read_to_string(&file).unwrap();
+                assert!(!text.contains("#[test]"), "{}: `test = false` hides it", file.display());
+            }
+        }
+    }
+}
+
 #[test]
 fn no_file_is_too_long() {
     for path in crates().iter().flat_map(|name| sources(&root().join(name))) {
