@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{Device, DeviceError, DeviceGroup, Path};
+use elasticdl_tables::BatchRows;
 
 use crate::buckets::SummedBuckets;
 use crate::optimizer::Optimizer;
@@ -30,7 +31,11 @@ impl DeviceState {
         match *self {}
     }
 
-    pub(crate) fn gradient(&self, _records: usize) -> (&NoMemory, NoMemory) {
+    pub(crate) fn gradient(
+        &self,
+        _records: usize,
+        _rows: Option<&mut BatchRows>,
+    ) -> (&NoMemory, NoMemory) {
         match *self {}
     }
 

@@ -417,8 +417,8 @@ impl WriterThread {
         Ok(bases)
     }
 
-    /// Deletes the checkpoints that `newest`, whose `manifest` is written, makes superfluous. Failed
-    /// deletions are retried after the next checkpoint.
+    /// Deletes the checkpoints that `newest`, whose `manifest` is written, makes superfluous.
+    /// Failed deletions are retried after the next checkpoint.
     fn clear(&self, newest: &Name, manifest: &Manifest) {
         let best = manifest.state.evaluation.best.map(|(step, _)| step);
         let result = self.storage.list_folders(name::PREFIX).and_then(|files| {

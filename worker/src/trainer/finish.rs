@@ -232,7 +232,8 @@ fn wait_unless_stopped(
     }
 }
 
-/// How long an export or a checkpoint at the end of a job is repeated: enough to free a full disk by hand.
+/// How long an export or a checkpoint at the end of a job is repeated: enough to free a full disk
+/// by hand.
 const PATIENCE_OF_END: Duration = Duration::from_secs(60);
 /// As [`PATIENCE_OF_END`], in a pod, which has no other place for the model: as long as a read of
 /// data is retried.

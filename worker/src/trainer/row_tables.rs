@@ -21,7 +21,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::Trainer;
 use super::stopped::{Stopped, decode_all};
-use super::table_memory::TableMemory;
+use super::table_memory::{self, TableMemory};
 use super::work::Work;
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, Group};
@@ -200,6 +200,16 @@ impl RowTables {
     /// No ids of these tables.
     pub(super) fn ids(&self) -> Ids {
         Ids::new(self.specs.len())
+    }
+
+    /// Why this rank can't hold more rows, if it has reached its limit.
+    pub(super) fn excess(&self, HeldRows { bytes, .. }: HeldRows) -> Option<String> {
+        let what = self.memory_max.excess(bytes, self.workers_of_host)?;
+        Some(format!(
+            "the rows of tables take {what}: {}; start more workers, remove rows (evicted_after, \
+             admitted_after), or give the tables more memory",
+            table_memory::largest(&self.specs, self.owned.held_by_table())
+        ))
     }
 
     /// What this worker tells a new group. `step`: of its parameters, if it has any.

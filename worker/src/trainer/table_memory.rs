@@ -4,9 +4,7 @@ use std::cmp::Reverse;
 
 use elasticdl_tables::{OwnedSize, Table};
 
-use super::row_tables::RowTables;
 use crate::cgroup;
-use crate::session::header::HeldRows;
 
 /// The most memory of all tables, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,8 +27,7 @@ impl TableMemory {
 
     /// Says that a worker is over its limit, if it is. `workers`: those of this host, which have
     /// about as many rows each.
-    fn excess(self, bytes: u64, workers: u64) -> Option<String> {
-        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+    pub(super) fn excess(self, bytes: u64, workers: u64) -> Option<String> {
         match self {
             Self::Given(most) if bytes > most => {
                 Some(format!("{} on this worker, and --table-memory is {}", mib(bytes), mib(most)))
@@ -46,23 +43,19 @@ impl TableMemory {
     }
 }
 
-impl RowTables {
-    /// Why this rank can't hold more rows, if it has reached its limit.
-    pub(super) fn excess(&self, HeldRows { bytes, .. }: HeldRows) -> Option<String> {
-        let what = self.memory_max.excess(bytes, self.workers_of_host)?;
-        let mib = |bytes: usize| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
-        let mut tables: Vec<_> = self.specs.iter().zip(self.owned.held_by_table()).collect();
-        tables.sort_by_key(|(_, size)| Reverse(size.bytes));
-        let of_table = |(table, size): &(&Table, OwnedSize)| {
-            format!("{:?} {} rows in {}", table.name, size.rows, mib(size.bytes))
-        };
-        let largest: Vec<String> = tables.iter().take(NAMED_TABLES).map(of_table).collect();
-        Some(format!(
-            "the rows of tables take {what}: {}; start more workers, remove rows (evicted_after, \
-             admitted_after), or give the tables more memory",
-            largest.join(", ")
-        ))
-    }
+/// Names the largest of these tables, for an error. `sizes`: what this worker holds of each.
+pub(super) fn largest(specs: &[Table], sizes: Vec<OwnedSize>) -> String {
+    let mut tables: Vec<_> = specs.iter().zip(sizes).collect();
+    tables.sort_by_key(|(_, size)| Reverse(size.bytes));
+    let of_table = |(table, size): &(&Table, OwnedSize)| {
+        format!("{:?} {} rows in {}", table.name, size.rows, mib(size.bytes as u64))
+    };
+    let largest: Vec<String> = tables.iter().take(NAMED_TABLES).map(of_table).collect();
+    largest.join(", ")
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
 /// Number of tables that an error names, the largest first.

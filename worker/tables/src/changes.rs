@@ -1,7 +1,7 @@
 //! What has changed in a shard since a step, for differential checkpoints.
 //!
-//! Every row has the number of the last step that has touched it. A row that was removed is nowhere,
-//! so its id is kept for a while.
+//! Every row has the number of the last step that has touched it. A row that was removed is
+//! nowhere, so its id is kept for a while.
 //!
 //! ```text
 //!   WHOLE    the shard

@@ -55,8 +55,8 @@ pub(crate) struct OutputOptions {
     /// (`[worker 2] …`).
     ///
     /// Without this option the output is only in the workers' logs, but for what `job.print()` of
-    /// Python prints: `elasticdl logs NAME --worker 2`. If a program prints a lot, only a part is shown. With
-    /// `--log-format json` the lines have the kind `output` and the key `worker`.
+    /// Python prints: `elasticdl logs NAME --worker 2`. If a program prints a lot, only a part is
+    /// shown. With `--log-format json` the lines have the kind `output` and the key `worker`.
     #[arg(long, conflicts_with_all = ["quiet", "detach", "image"])]
     pub(crate) tee: bool,
 
