@@ -161,6 +161,14 @@ class Settings(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "lr to 0.2, .* and step 7 was made with lr to"):
             workers[0].end_step(Delivered(True, True))
 
+    def test_a_plateau_is_that_of_the_mean_of_the_metrics_by_records(self):
+        from elasticdl.torch._schedules import _mean_of
+
+        # Of one value not a bit changes.
+        tally = {"metric 0 2.5": 16.0, "metric 0 4.0": 32.0, "metric 1 0.1": 48.0, "other": 3.0}
+        found = [_mean_of(f"metric {at} ", tally) for at in range(3)]
+        self.assertEqual(found, [3.5, 0.1, None])
+
 
 @needs_elasticdl
 class Jobs(unittest.TestCase):
