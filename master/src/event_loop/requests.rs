@@ -15,6 +15,9 @@ impl Master {
         if self.job.is_suspended() {
             return Err("this job is suspended: its state is in its newest checkpoint".into());
         }
+        if self.job.is_ending() {
+            return Err("the job is ending: its last checkpoint is the newest one".into());
+        }
         self.job.handle(self.now(), Event::Checkpoint);
         Ok(self.job.step())
     }

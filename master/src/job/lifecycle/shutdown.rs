@@ -251,6 +251,11 @@ impl Job {
         for launch in silent {
             self.kill(launch);
         }
+        self.await_ends(now, outcome);
+    }
+
+    /// Gives the processes of a job that is over time to end, of which programs have more.
+    pub(super) fn await_ends(&mut self, now: Time, outcome: Outcome) {
         if self.workers.has_launches() {
             let limit = self.spec.policies.end_timeout.filter(|_| outcome == Outcome::Completed);
             self.lifecycle.awaits_programs_until = limit.map(|limit| now + limit);

@@ -25,13 +25,13 @@ impl Job {
     #[must_use]
     pub(crate) fn obstacle_to_suspension(&self) -> Option<&'static str> {
         let keeps_state = self.spec.checkpoints.is_some() || !self.spec.work.trains();
-        match (self.lifecycle.is_running(), keeps_state) {
-            (false, _) => Some("the job is ending"),
-            (true, false) => Some(
+        match (self.is_ending(), keeps_state) {
+            (true, _) => Some("the job is ending"),
+            (false, false) => Some(
                 "this job writes no checkpoints, so its state would be lost: it was started \
                  without --checkpoint-dir",
             ),
-            (true, true) => None,
+            (false, true) => None,
         }
     }
 
@@ -39,6 +39,12 @@ impl Job {
     #[must_use]
     pub fn is_suspended(&self) -> bool {
         self.lifecycle.is_suspended()
+    }
+
+    /// Whether the job has no more steps: it stops, or is over.
+    #[must_use]
+    pub(crate) fn is_ending(&self) -> bool {
+        !self.lifecycle.is_running()
     }
 
     pub(crate) fn on_suspend(&mut self, now: Time) {

@@ -81,7 +81,7 @@ impl Job {
             Group::restored(record.membership, record.generation, record.previous_ring, is_lost);
         job.out.mark_dirty();
         if let Some(ending) = record.ending {
-            job.restore_ending(ending)?;
+            job.restore_ending(now, ending)?;
             return Ok(job);
         }
         if record.stopping {
@@ -139,7 +139,7 @@ impl Job {
     }
 
     /// Restores a job that is over, whose processes may still run.
-    fn restore_ending(&mut self, ending: PersistedShutdown) -> Result<(), String> {
+    fn restore_ending(&mut self, now: Time, ending: PersistedShutdown) -> Result<(), String> {
         if let Some(cache) = self.data.cache_mut() {
             cache.replace(cache.check(&ending.ledger)?);
         }
@@ -149,7 +149,7 @@ impl Job {
             "the job was {} when its master died",
             super::shutdown::name(ending.outcome)
         ));
-        self.end_now();
+        self.await_ends(now, ending.outcome);
         Ok(())
     }
 

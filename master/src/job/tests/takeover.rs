@@ -382,12 +382,20 @@ fn a_job_that_was_ending_ends_the_same_way_under_the_next_master() {
     let mut job = started(JobSpec { epochs: 2, ..spec_of(1) }, &[20]);
     deliver(&mut job, 1, finished(1, 10, 5));
     assert_eq!(&*job.status(at(0)).state, "ending");
+    // Its program has as much time again.
     let mut next = next_master(&job, 1000);
+    assert_eq!(actions(&mut next), []);
+    next.handle_timeout(at(3000));
     assert_eq!(
         actions(&mut next),
         [Action::Kill { launch: LaunchId(1) }, Action::End(Outcome::Completed)]
     );
-    job.handle(at(1000), Event::ProcessEnded { launch: LaunchId(1), exit: Exit::Code(0) });
+    let mut other = next_master(&job, 1000);
+    for job in [&mut job, &mut other] {
+        let exit = Exit::Code(0);
+        job.handle(at(1000), Event::ProcessEnded { launch: LaunchId(1), exit });
+        assert!(actions(job).contains(&Action::End(Outcome::Completed)));
+    }
     assert_eq!(next.summary(at(1000)), job.summary(at(1000)));
 }
 
