@@ -428,7 +428,7 @@ for indices in job.batches(job.sampler(64), lambda indices: {"user": torch.tenso
             path.write_text(program)
             options = ["--min-workers", "2", "--max-worker-restarts", "0"]
             program = [path, pathlib.Path(folder, "first")]
-            with RunningJob(program, workers=2, batch=32, options=options) as job:
+            with RunningJob(program, workers=2, batch=32, epochs=1, options=options) as job:
                 self.assertNotEqual(job.wait(), 0, job.text())
                 self.assertIn("it differs in its tensors", str(job.summary()))
 
