@@ -76,6 +76,8 @@ pub struct WorkerOptions {
     /// Whether a group all of whose copies of some rows are lost goes on with those of a
     /// checkpoint. Otherwise it goes back.
     pub stale_rows: bool,
+    /// Whether the optimizer's state is divided over the workers, each part on two of them.
+    pub shard_optimizer: bool,
     /// The most memory that the rows of tables may take on a worker, in bytes; `None`: any.
     pub table_memory: Option<u64>,
     /// The step after which rows were touched that are exported; `None`: all rows are.
@@ -111,6 +113,7 @@ impl WorkerOptions {
             bad_records_max: 0,
             table_replicas: TABLE_REPLICAS,
             stale_rows: false,
+            shard_optimizer: false,
             table_memory: None,
             export_changes_since: None,
         }

@@ -25,6 +25,7 @@ struct Setup {
     programs: Programs,
     is_deterministic: bool,
     has_tables: bool,
+    shards_optimizer: bool,
 }
 
 impl DeterminismCase {
@@ -36,6 +37,13 @@ impl DeterminismCase {
         Self { name: "7 workers", run: |setup| setup.undisturbed(7, &[]) },
         Self { name: "8 workers", run: |setup| setup.undisturbed(8, &[]) },
     ];
+
+    /// Two workers, each of which computes one half of each step: a sum of two has the same bits in
+    /// either order.
+    pub const EQUAL_SHARES: Self = Self {
+        name: "2 workers with equal shares",
+        run: |setup| setup.undisturbed(2, &[("min-workers", "2"), ("micro-batch", "24")]),
+    };
 
     /// The cases in which workers or the master come, go and fail.
     pub const DISTURBED: &[Self] = &[
@@ -79,7 +87,7 @@ impl DeterminismCase {
         parameters: u64,
         rate: Option<&str>,
     ) -> ThroughputSummary {
-        let setup = Setup { programs, is_deterministic, has_tables: false };
+        let setup = Setup::new(programs, is_deterministic);
         let fixture = JobFixture {
             parameters,
             records: 2 * COST_STEPS,
@@ -105,7 +113,17 @@ impl DeterminismCase {
     /// The job fails, nothing has happened to it, or this machine can't make its hosts.
     #[must_use]
     pub fn run(&self, programs: Programs, is_deterministic: bool) -> Ended {
-        self.run_setup(&Setup { programs, is_deterministic, has_tables: false })
+        self.run_setup(&Setup::new(programs, is_deterministic))
+    }
+
+    /// As [`run`](Self::run), with the optimizer's state divided over the workers.
+    ///
+    /// # Panics
+    /// As above.
+    #[must_use]
+    pub fn run_sharded(&self, programs: Programs, is_deterministic: bool) -> Ended {
+        let setup = Setup::new(programs, is_deterministic);
+        self.run_setup(&Setup { shards_optimizer: true, ..setup })
     }
 
     /// Runs the case with `--deterministic`, and a model that has tables.
@@ -114,7 +132,7 @@ impl DeterminismCase {
     /// As above; or a touch of a row is missing or repeated.
     #[must_use]
     pub fn run_with_tables(&self, programs: Programs) -> Ended {
-        let ended = self.run_setup(&Setup { programs, is_deterministic: true, has_tables: true });
+        let ended = self.run_setup(&Setup { has_tables: true, ..Setup::new(programs, true) });
         let touches = ended.summary().row_touches.expect("the model has tables");
         assert_eq!((touches.missing, touches.repeated), (0, 0), "{}", self.name);
         assert_eq!(touches.expected, 2 * RECORDS * EPOCHS, "{}", self.name);
@@ -131,6 +149,10 @@ impl DeterminismCase {
 }
 
 impl Setup {
+    fn new(programs: Programs, is_deterministic: bool) -> Self {
+        Self { programs, is_deterministic, has_tables: false, shards_optimizer: false }
+    }
+
     fn fixture(&self, workers: u32, micros_per_record: u64) -> JobFixture {
         JobFixture {
             records: RECORDS,
@@ -144,7 +166,8 @@ impl Setup {
 
     fn command(&self, fixture: &JobFixture) -> Command {
         let command = fixture.command(SEED);
-        if self.is_deterministic { command.flag("deterministic") } else { command }
+        let command = if self.is_deterministic { command.flag("deterministic") } else { command };
+        if self.shards_optimizer { command.flag("shard-optimizer") } else { command }
     }
 
     /// Starts a job that lasts until it is hurried.

@@ -155,14 +155,60 @@ impl<'a> Gradients<'a> {
 struct Overlap<'a> {
     /// The part that may still be written.
     rest: &'a mut [f32],
-    /// Destination of the sum.
-    sums: &'a mut [f32],
-    bucket_len: usize,
+    cut: Cut,
     summer: Sender<Bucket<'a>>,
 }
 
-/// A part of the gradient, and the destination of its sum.
-type Bucket<'a> = (&'a [f32], &'a mut [f32]);
+/// Where a part of the gradient begins, and the part.
+pub(crate) type Bucket<'a> = (usize, &'a [f32]);
+
+/// Where a gradient is cut into buckets of a length.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Cut {
+    FromEnd(usize),
+    FromStart(usize),
+}
+
+impl Cut {
+    /// Start of the bucket that ends at `end`; `None` for the last one.
+    fn start_of(self, end: usize) -> Option<usize> {
+        match self {
+            Self::FromEnd(len) => last_bucket(end, len),
+            Self::FromStart(len) => Some((end.max(1) - 1) / len.max(1) * len).filter(|at| *at > 0),
+        }
+    }
+}
+
+/// What becomes of the sums of buckets over all ranks.
+pub(crate) trait BucketSums: Send {
+    fn cut(&self) -> Cut;
+
+    /// Sums the bucket, and gathers the headers of all ranks.
+    fn sum(
+        &mut self,
+        ring: &mut (impl Communicator + ?Sized),
+        header: &[u8],
+        bucket: Bucket<'_>,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError>;
+}
+
+/// All sums, side by side, of buckets of a length.
+struct AllSums<'a>(&'a mut [f32], usize);
+
+impl BucketSums for AllSums<'_> {
+    fn cut(&self) -> Cut {
+        Cut::FromEnd(self.1)
+    }
+
+    fn sum(
+        &mut self,
+        ring: &mut (impl Communicator + ?Sized),
+        header: &[u8],
+        (start, part): Bucket<'_>,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        ring.all_reduce(header, part, &mut self.0[start..start + part.len()])
+    }
+}
 
 /// [`Overlap`] without its lifetime, which a mutable reference can't shorten.
 trait Overlapped: fmt::Debug {
@@ -176,13 +222,12 @@ impl Overlapped for Overlap<'_> {
     }
 
     fn complete_from(&mut self, start: usize) {
-        let last = |len| last_bucket(len, self.bucket_len).filter(|at| *at >= start);
+        let last = |len| self.cut.start_of(len).filter(|at| *at >= start);
         while let Some(at) = last(self.rest.len()) {
             let (rest, part) = mem::take(&mut self.rest).split_at_mut(at);
-            let (sums, sum) = mem::take(&mut self.sums).split_at_mut(at);
-            (self.rest, self.sums) = (rest, sums);
+            self.rest = rest;
             // A failed summing thread has dropped its receiver. The step reports its error.
-            let _ = self.summer.send((part, sum));
+            let _ = self.summer.send((at, part));
         }
     }
 }
@@ -193,14 +238,26 @@ pub(crate) fn overlap<T>(
     ring: &mut (impl Communicator + Send),
     gradient: &mut [f32],
     sums: &mut [f32],
-    (records, keys): (usize, RecordKeys),
+    batch: (usize, RecordKeys),
     bucket_len: usize,
     compute: impl FnOnce(&mut Gradients<'_>) -> T,
 ) -> (T, Result<usize, CollectiveError>) {
+    overlap_with(ring, gradient, &mut AllSums(sums, bucket_len), batch, compute)
+}
+
+/// As [`overlap`], with what `sums` makes of the sums.
+pub(crate) fn overlap_with<T>(
+    ring: &mut (impl Communicator + Send),
+    gradient: &mut [f32],
+    sums: &mut impl BucketSums,
+    (records, keys): (usize, RecordKeys),
+    compute: impl FnOnce(&mut Gradients<'_>) -> T,
+) -> (T, Result<usize, CollectiveError>) {
     let (summer, buckets) = mpsc::channel();
+    let cut = sums.cut();
     thread::scope(|scope| {
-        let summed = scope.spawn(move || sum_all(ring, &buckets));
-        let mut overlap = Overlap { rest: gradient, sums, bucket_len, summer };
+        let summed = scope.spawn(move || sum_all(ring, sums, &buckets));
+        let mut overlap = Overlap { rest: gradient, cut, summer };
         let accumulator = Accumulator::Overlapped(&mut overlap);
         let result = compute(&mut Gradients { accumulator, records, keys, rows: None });
         drop(overlap);
@@ -211,11 +268,12 @@ pub(crate) fn overlap<T>(
 /// Sums buckets until the channel is closed.
 fn sum_all(
     ring: &mut impl Communicator,
+    sums: &mut impl BucketSums,
     buckets: &Receiver<Bucket<'_>>,
 ) -> Result<usize, CollectiveError> {
     let mut summed = 0;
-    for (part, sum) in buckets {
-        ring.all_reduce(&[], part, sum)?;
+    for bucket in buckets {
+        sums.sum(ring, &[], bucket)?;
         summed += 1;
     }
     Ok(summed)
@@ -239,10 +297,23 @@ pub(crate) fn sum_rest(
     sums: &mut [f32],
     buckets: SummedBuckets,
 ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-    for range in ranges(gradient.len(), buckets.len).skip(buckets.summed) {
+    let SummedBuckets { len, summed } = buckets;
+    sum_rest_with(ring, header, gradient, &mut AllSums(sums, len), summed)
+}
+
+/// As [`sum_rest`], with what `sums` makes of the sums. `summed`: number of buckets that are summed.
+pub(crate) fn sum_rest_with(
+    ring: &mut (impl Communicator + ?Sized),
+    header: &[u8],
+    gradient: &[f32],
+    sums: &mut impl BucketSums,
+    summed: usize,
+) -> Result<Vec<Vec<u8>>, CollectiveError> {
+    let cut = sums.cut();
+    for range in ranges_by(gradient.len(), move |end| cut.start_of(end)).skip(summed) {
         let is_last = range.start == 0;
         let header = if is_last { header } else { &[] };
-        let headers = ring.all_reduce(header, &gradient[range.clone()], &mut sums[range])?;
+        let headers = sums.sum(ring, header, (range.start, &gradient[range]))?;
         if is_last {
             return Ok(headers);
         }
@@ -250,12 +321,8 @@ pub(crate) fn sum_rest(
     unreachable!("the last bucket is summed here alone")
 }
 
-/// All buckets of a gradient, in the order in which they are summed.
-fn ranges(len: usize, bucket: usize) -> impl Iterator<Item = Range<usize>> {
-    ranges_by(len, move |end| last_bucket(end, bucket))
-}
-
-/// As [`ranges`]: `start_of` is the start of the bucket with this end; `None` for the last one.
+/// All buckets of a gradient, in the order in which they are summed. `start_of` is the start of the
+/// bucket with this end; `None` for the last one.
 pub(crate) fn ranges_by(
     len: usize,
     start_of: impl Fn(usize) -> Option<usize>,
@@ -281,12 +348,19 @@ mod tests {
 
     #[test]
     fn buckets_cover_the_gradient_from_its_end() {
-        let all = |len, bucket| ranges(len, bucket).map(|r| (r.start, r.end)).collect::<Vec<_>>();
-        assert_eq!(all(10, 4), [(6, 10), (2, 6), (0, 2)]);
-        assert_eq!(all(8, 4), [(4, 8), (0, 4)]);
-        assert_eq!(all(3, 4), [(0, 3)]);
-        assert_eq!(all(0, 4), [(0, 0)]);
-        assert_eq!(all(2, 0), [(1, 2), (0, 1)]);
+        let all = |len, cut: Cut| {
+            let ranges = ranges_by(len, move |end| cut.start_of(end));
+            ranges.map(|range| (range.start, range.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(all(10, Cut::FromEnd(4)), [(6, 10), (2, 6), (0, 2)]);
+        assert_eq!(all(8, Cut::FromEnd(4)), [(4, 8), (0, 4)]);
+        assert_eq!(all(3, Cut::FromEnd(4)), [(0, 3)]);
+        assert_eq!(all(0, Cut::FromEnd(4)), [(0, 0)]);
+        assert_eq!(all(2, Cut::FromEnd(0)), [(1, 2), (0, 1)]);
+        assert_eq!(all(10, Cut::FromStart(4)), [(8, 10), (4, 8), (0, 4)]);
+        assert_eq!(all(8, Cut::FromStart(4)), [(4, 8), (0, 4)]);
+        assert_eq!(all(3, Cut::FromStart(4)), [(0, 3)]);
+        assert_eq!(all(0, Cut::FromStart(4)), [(0, 0)]);
     }
 
     /// A communicator that records the lengths of its sums.

@@ -10,8 +10,7 @@ use crate::update::Update;
 
 mod arithmetic;
 
-use self::arithmetic::norm;
-pub(crate) use self::arithmetic::{AdamWStep, Arithmetic, SgdStep};
+pub(crate) use self::arithmetic::{AdamWStep, Arithmetic, SgdStep, squares};
 
 /// An update rule ([`Sgd`], [`Adam`] or [`AdamW`]), with a learning rate schedule and gradient
 /// clipping if they are set.
@@ -93,11 +92,12 @@ impl Optimizer {
     /// If `records` is 0, or the lengths of `parameters` and `slots` do not match `sum` and
     /// [`slots`](Self::slots).
     pub fn apply(&self, update: Update<'_>) {
-        let Update { step, records, sum, parameters, slots } = update;
+        let Update { step, records, sum, parameters, slots, norm } = update;
         assert!(records > 0, "a step has at least one record");
         assert_eq!(parameters.len(), sum.len(), "one gradient per parameter");
         assert_eq!(slots.len(), self.slots() * sum.len(), "`slots` state values per parameter");
-        let Some(factor) = self.clip_factor(sum, records) else { return };
+        let norm = || norm.unwrap_or_else(|| arithmetic::norm(sum));
+        let Some(factor) = self.clip_factor(norm, records) else { return };
         let scale = (factor / records as f64) as f32;
         self.arithmetic(step).apply(scale, sum, parameters, slots);
     }
@@ -112,15 +112,14 @@ impl Optimizer {
     }
 
     /// Maximum norm of the mean gradient.
-    #[cfg(feature = "gpu")]
     pub(crate) fn norm_limit(&self) -> Option<f64> {
         self.clip_norm
     }
 
     /// Clipping factor of the mean gradient; `None` if its norm is not finite.
-    fn clip_factor(&self, sum: &[f32], records: u64) -> Option<f64> {
+    fn clip_factor(&self, norm: impl FnOnce() -> f64, records: u64) -> Option<f64> {
         let Some(limit) = self.clip_norm else { return Some(1.0) };
-        let norm = norm(sum);
+        let norm = norm();
         // PyTorch adds 1e-6 too.
         norm.is_finite().then(|| (limit / (norm / records as f64 + 1e-6)).min(1.0))
     }
@@ -320,6 +319,7 @@ mod tests {
                 sum,
                 parameters: &mut parameters,
                 slots: &mut slots,
+                norm: None,
             });
             parameters
         })
@@ -397,6 +397,7 @@ mod tests {
                 sum,
                 parameters: &mut parameters,
                 slots: &mut [],
+                norm: None,
             });
             parameters
         };
@@ -419,6 +420,7 @@ mod tests {
                 sum,
                 parameters: parameters_,
                 slots: slots_,
+                norm: None,
             });
             assert_eq!((parameters, slots), ([1.0, 2.0], [0.5; 4]), "{bad}");
         }
@@ -443,6 +445,7 @@ mod tests {
                 sum: &[0.0],
                 parameters: &mut [0.0],
                 slots: &mut [0.0; 2],
+                norm: None,
             });
         };
         assert!(std::panic::catch_unwind(wrong).is_err());

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl_data::{Dataset, File, Reader};
 use elasticdl_proto::{FileList, WorkerId, WorkerMessage};
-pub use elasticdl_tables::{Owned, Placement, Settings, shard_of};
+pub use elasticdl_tables::{ChunkLayout, Chunks, Owned, Placement, Settings, shard_of};
 use tokio::sync::mpsc::UnboundedSender;
 
 use crate::control::dataset;
@@ -24,7 +24,8 @@ use crate::session::evaluation::Plan;
 use crate::session::{Exit, Session};
 use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
-use crate::trainer::{Checkpointing, Failed, RowTables, Trainer, Validation};
+use crate::trainer::{Checkpointing, Failed, RowTables, ShardedOptimizer, Trainer, Validation};
+use crate::update::UpdateRule;
 
 /// What a trainer is made of. It computes on the CPU, exports nothing, and its model has no
 /// optimizer state.
@@ -45,6 +46,9 @@ pub struct Parts<M: Model> {
     pub evaluation: Option<Plan>,
     /// The worker, and how the model's tables are divided, if it has any.
     pub tables: (WorkerId, Settings),
+    /// How the optimizer's state is divided, and how many bytes of it are copied at a time, if it
+    /// is.
+    pub chunks: Option<(ChunkLayout, u64)>,
 }
 
 /// A trainer that is driven turn by turn.
@@ -67,10 +71,19 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
             let order = Arc::new(Order::of_data(&dataset));
             Validation { reader: OrderedReader::new(model.reader().into(), dataset, order), plan }
         });
-        let size = ModelSize::new(NamedTensor::count(&model.tensors()), 0);
+        let rule: Box<dyn UpdateRule> = Box::new(model.optimizer());
+        let size = ModelSize::new(NamedTensor::count(&model.tensors()), rule.slots());
+        let sharded = parts.chunks.map(|(layout, copy_bytes)| {
+            let chunks = Chunks::of_optimizer(me.0, layout).copying(copy_bytes);
+            ShardedOptimizer::new(chunks, &*rule, None)
+        });
+        let state = match sharded {
+            Some(_) => HostState::sharded(size.parameters),
+            None => HostState::new(size),
+        };
         Self(Trainer {
-            tensors: Tensors::Host { group: None, state: HostState::new(size) },
-            rule: Box::new(model.optimizer()),
+            tensors: Tensors::Host { group: None, state },
+            rule,
             model,
             seed: 0,
             session,
@@ -90,6 +103,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
             },
             validation,
             tables: RowTables::with(me.0, settings, specs),
+            sharded,
             source: None,
             incoming: None,
             dial_limit: parts.dial_limit,
@@ -124,9 +138,21 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
         self.0.tables.as_ref().map(RowTables::owned)
     }
 
-    /// Whether the group has given its state up, as rows that belong to it are lost.
+    /// This worker's chunks of the optimizer's state, if it is divided.
+    pub fn chunks(&self) -> Option<&Chunks> {
+        self.0.sharded.as_ref().map(ShardedOptimizer::chunks)
+    }
+
+    /// Whether the parameters are those of the step: with a sharded optimizer, a broken group may
+    /// have left some of another.
+    pub fn has_parameters(&self) -> bool {
+        self.0.sharded.as_ref().is_none_or(ShardedOptimizer::is_gathered)
+    }
+
+    /// Whether the group has given its state up, as shards that belong to it are lost.
     pub fn has_lost_rows(&self) -> bool {
         self.0.tables.as_ref().is_some_and(RowTables::has_lost_rows)
+            || self.0.sharded.as_ref().is_some_and(ShardedOptimizer::has_lost_chunks)
     }
 
     pub fn parameters(&self) -> &[f32] {

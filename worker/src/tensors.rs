@@ -6,6 +6,7 @@ use std::sync::Arc;
 use elasticdl_collective::CollectiveError;
 use elasticdl_collective::device::{DeviceError, DeviceGroup, NcclPolicy, Path};
 use elasticdl_collective::nccl::NcclState;
+use elasticdl_tables::ChunkLayout;
 use xxhash_rust::xxh3::{Xxh3Default, xxh3_64_with_seed};
 
 use crate::buckets::{self, SummedBuckets};
@@ -367,6 +368,13 @@ impl HostState {
         Self::of(StateBuffer::zeros(size.parameters), StateBuffer::zeros(size.slots))
     }
 
+    /// With parameters and a gradient alone: the rest is divided over the group.
+    pub(crate) fn sharded(parameters: usize) -> Self {
+        let empty = Self::of(StateBuffer::zeros(0), StateBuffer::zeros(0));
+        let (parameters, gradient) = (StateBuffer::zeros(parameters), zeros(parameters));
+        Self { parameters, gradient, ..empty }
+    }
+
     /// The state in memory of a program.
     pub(crate) fn in_memory(memory: StateMemory) -> Self {
         let StateMemory { parameters, slots } = memory;
@@ -389,7 +397,7 @@ impl HostState {
     pub(crate) fn update(&mut self, step: u64, records: u64) -> Update<'_> {
         let Self { parameters, slots, reduced: sum, .. } = self;
         let (parameters, slots) = (parameters.writable(), slots.writable());
-        Update { step, records, sum, parameters, slots }
+        Update { step, records, sum, parameters, slots, norm: None }
     }
 
     fn retain_reduced(&mut self) {
@@ -418,11 +426,24 @@ pub(crate) fn is_finite(values: &[f32]) -> bool {
         .all(|block| block.iter().fold(0, |bad, value| bad | is_bad(value)) == 0)
 }
 
-/// Digest of the parameters, the optimizer state and the ledger. One pass over memory.
+/// Digest of the parameters, the optimizer state and the ledger. One pass over memory. It does not
+/// depend on whether the optimizer state is divided over the workers.
 pub(crate) fn digest_of(parameters: &[f32], slots: &[f32], state: &State) -> u64 {
+    let layout = ChunkLayout::new(parameters.len(), slots.len() / parameters.len().max(1));
+    digest_without_slots(parameters, state).wrapping_add(layout.digest(slots))
+}
+
+/// As [`digest_of`], but for the optimizer state, whose digest is to be added.
+pub(crate) fn digest_without_slots(parameters: &[f32], state: &State) -> u64 {
     let mut digest = Xxh3Default::new();
     digest.update(bytemuck::cast_slice(parameters));
-    digest.update(bytemuck::cast_slice(slots));
+    update_with_progress(&mut digest, state);
+    digest.digest()
+}
+
+/// Digest of the ledger.
+pub(crate) fn progress_digest(state: &State) -> u64 {
+    let mut digest = Xxh3Default::new();
     update_with_progress(&mut digest, state);
     digest.digest()
 }

@@ -29,7 +29,7 @@ use crate::order::Order;
 use crate::session::header::{self, StepHeader, SyncHeader};
 use crate::session::{Broadcast, Exit, Session, Task};
 use crate::tensor::Tensor;
-use crate::tensors::Tensors;
+use crate::tensors::{Tensors, progress_digest};
 use crate::update::UpdateRule;
 
 /// Training of one worker, from its first membership to its end.
@@ -59,6 +59,8 @@ pub(crate) struct Trainer<'a, M: Model> {
     pub(crate) validation: Option<Validation<M::Reader>>,
     /// `None` if the model has no tables.
     pub(crate) tables: Option<RowTables>,
+    /// `None` if each rank holds all of the optimizer's state.
+    pub(crate) sharded: Option<ShardedOptimizer>,
     /// Link to the donor while this worker is joining.
     pub(crate) source: Option<Box<dyn machine::Receiver>>,
     /// Parts of the snapshot received so far, over this link and earlier ones.
@@ -251,17 +253,25 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn synchronize(&mut self) -> Result<(), Stopped> {
-        let digest = match self.session.state() {
-            Some(state) => self.tensors.quick_digest(state)?,
-            None => 0,
+        let digest = match (self.session.state(), &self.sharded) {
+            (Some(state), None) => self.tensors.quick_digest(state)?,
+            // The parameters may be those of two steps. All are gathered when the group has formed.
+            (Some(state), Some(_)) => progress_digest(state),
+            (None, _) => 0,
         };
         let mut mine = self.session.sync_header(digest);
         let step = self.session.state().map(|state| state.step);
-        mine.tables = self.tables.as_ref().and_then(|tables| tables.header(step));
+        mine.owned = match &self.sharded {
+            Some(sharded) => sharded.header(),
+            None => self.tables.as_ref().and_then(|tables| tables.header(step)),
+        };
         let mine = header::encode(&mine);
         let headers: Vec<SyncHeader> = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
         if let Some(tables) = &mut self.tables {
-            tables.synced(&headers);
+            tables.peers.synced(&headers);
+        }
+        if let Some(sharded) = &mut self.sharded {
+            sharded.peers.synced(&headers);
         }
         self.session.synced(&headers).map_err(|mismatch| group_mismatch(&mismatch))
     }
@@ -276,6 +286,10 @@ impl<M: Model> Trainer<'_, M> {
                 group.broadcast_bytes(root, &mut bytes)?;
                 self.session.bytes_broadcast(&bytes)?;
             }
+            // The ranks that are behind have staged the sums, or hold no chunks.
+            Broadcast::Result { .. } if self.sharded.is_some() => {
+                self.session.tensors_broadcast(true)?;
+            }
             Broadcast::Result { is_kept } => {
                 let sum = if is_root { Tensor::Retained } else { Tensor::Reduced };
                 self.tensors.broadcast(root, sum)?;
@@ -286,8 +300,11 @@ impl<M: Model> Trainer<'_, M> {
                 self.session.tensors_broadcast(is_finite)?;
             }
             Broadcast::State => {
-                for tensor in [Tensor::Parameters, Tensor::Slots] {
-                    self.tensors.broadcast(root, tensor)?;
+                // Those of a state that is older are gathered at the end of the repair.
+                if self.sharded.is_none() || self.session.receives_created() {
+                    for tensor in [Tensor::Parameters, Tensor::Slots] {
+                        self.tensors.broadcast(root, tensor)?;
+                    }
                 }
                 self.session.tensors_broadcast(true)?;
             }
@@ -318,6 +335,9 @@ impl<M: Model> Trainer<'_, M> {
                 }
             }
         }
+        if !self.regroup_chunks()? {
+            return Ok(());
+        }
         self.checkpoints.store.prepare(self.tensors.group_mut()?.world_size());
         self.session.repaired();
         wait_for_access();
@@ -339,18 +359,6 @@ impl<M: Model> Trainer<'_, M> {
         Ok(())
     }
 
-    /// The group goes back: this number of shards that belong to its state are lost, or those of
-    /// the checkpoint that it began from can't be read.
-    fn go_back(&mut self, lost: Option<u32>) {
-        let Some((state, tables)) = self.session.state().zip(self.tables.as_mut()) else { return };
-        tracing::warn!(step = state.step, lost, "rows are missing; the group gives up its state");
-        let (step, row_touches) = (state.step, state.row_touches);
-        tables.go_back(lost.map(|shards| LostRows { step, shards, row_touches }));
-        // Joining workers would go on with the state that the group gives up.
-        self.donor.dismiss();
-        self.session.go_back();
-    }
-
     /// Lets the model know the state that it continues.
     fn observe_state(&mut self) {
         if let Some(state) = self.session.state() {
@@ -360,6 +368,9 @@ impl<M: Model> Trainer<'_, M> {
     }
 
     fn step(&mut self, is_empty: bool) -> Result<(), Stopped> {
+        if self.sharded.is_some() {
+            return self.step_sharded(is_empty);
+        }
         let started = self.machine.now();
         if let Some(tables) = &mut self.tables {
             tables.push(self.tensors.group_mut()?, is_empty)?;
@@ -416,6 +427,11 @@ impl<M: Model> Trainer<'_, M> {
             self.donor.end_copy();
             let tally = self.session.tally();
             observe(&mut self.model, Progress::Applied { tally });
+        }
+        if self.sharded.is_some() {
+            return self.update_sharded(records, is_applied);
+        }
+        if is_applied {
             let (rule, model, step) = (&mut *self.rule, &mut self.model, self.session.step());
             let tensors = &mut self.tensors;
             call_user("the update", || match tensors {
@@ -542,21 +558,25 @@ mod incoming;
 mod lost_rows;
 mod overlap;
 mod parts;
+mod peers;
 mod reading;
 mod row_export;
 mod row_tables;
+mod sharded;
 mod stopped;
 mod table_memory;
 mod validation;
 mod work;
 
 pub(crate) use self::checkpointing::{Checkpointing, JobKey};
+pub(crate) use self::device::is_on_gpu;
 #[cfg(feature = "gpu")]
 pub(crate) use self::device::nccl_policy;
 use self::device::optimizer_of;
 use self::incoming::IncomingSnapshot;
-use self::row_tables::{LostRows, Regrouped};
+use self::row_tables::Regrouped;
 pub(crate) use self::row_tables::{RowTables, feed};
+pub(crate) use self::sharded::ShardedOptimizer;
 pub(crate) use self::stopped::Failed;
 use self::stopped::{Stopped, decode_all, group_mismatch, state_mismatch};
 pub(crate) use self::validation::Validation;

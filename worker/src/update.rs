@@ -47,6 +47,14 @@ pub trait UpdateRule: 'static {
         None
     }
 
+    /// Whether each parameter, and its slots, change as a function of themselves and of their own
+    /// element of the sum alone, apart from the step and the number of records. Then parts of the
+    /// parameters can be updated on different workers, each with an [`apply`](Self::apply) of its
+    /// own. Default: no.
+    fn is_elementwise(&self) -> bool {
+        false
+    }
+
     /// Applies one step's gradient.
     ///
     /// # Errors
@@ -67,6 +75,10 @@ impl<T: Copy + Into<Optimizer> + 'static> UpdateRule for T {
 
     fn learning_rate(&self, step: u64) -> Option<f64> {
         Some((*self).into().learning_rate(step))
+    }
+
+    fn is_elementwise(&self) -> bool {
+        true
     }
 
     fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
@@ -93,6 +105,8 @@ pub struct Update<'a> {
     pub parameters: &'a mut [f32],
     /// Optimizer state: `[slots() · parameters]`, initially zero.
     pub slots: &'a mut [f32],
+    /// Euclidean norm of the whole sum, if `sum` is a part of it and the optimizer clips.
+    pub(crate) norm: Option<f64>,
 }
 
 impl<'a> Update<'a> {
@@ -104,6 +118,6 @@ impl<'a> Update<'a> {
         parameters: &'a mut [f32],
         slots: &'a mut [f32],
     ) -> Self {
-        Self { step, records, sum, parameters, slots }
+        Self { step, records, sum, parameters, slots, norm: None }
     }
 }

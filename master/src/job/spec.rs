@@ -85,6 +85,9 @@ pub struct JobSpec {
     pub table_replicas: u8,
     /// What a group does all of whose copies of some rows are lost.
     pub on_rows_lost: OnRowsLost,
+    /// Whether the optimizer's state is divided over the workers, each part on two of them.
+    #[serde(default)]
+    pub shard_optimizer: bool,
     /// The most memory that the rows of tables may take on a worker, in bytes; `None`: any.
     pub table_memory: Option<u64>,
     /// The step after which rows of tables were touched that are exported; `None`: all rows are.
@@ -159,6 +162,7 @@ impl JobSpec {
             bad_records_max: 0,
             table_replicas: TABLE_REPLICAS,
             on_rows_lost: OnRowsLost::default(),
+            shard_optimizer: false,
             table_memory: None,
             export_changes_since: None,
             grace_period: Duration::from_secs(30),
@@ -219,6 +223,7 @@ impl JobSpec {
             bad_records_max: self.bad_records_max,
             table_replicas: self.table_replicas,
             stale_rows: self.on_rows_lost == OnRowsLost::Stale,
+            shard_optimizer: self.shard_optimizer,
             table_memory: self.table_memory,
             export_changes_since: self.export_changes_since,
         }

@@ -392,6 +392,7 @@ fn options(options: v1::Options) -> Checked<WorkerOptions> {
         allows_mixed_builds: options.allow_mixed_builds,
         table_replicas: table_replicas as u8,
         stale_rows: options.stale_rows,
+        shard_optimizer: options.shard_optimizer,
         table_memory: options.table_memory,
         export_changes_since: options.export_changes_since,
         link_encryption,

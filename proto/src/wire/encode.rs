@@ -273,6 +273,7 @@ fn options(options: WorkerOptions) -> v1::Options {
         allow_mixed_builds: options.allows_mixed_builds,
         table_replicas: options.table_replicas.into(),
         stale_rows: options.stale_rows,
+        shard_optimizer: options.shard_optimizer,
         table_memory: options.table_memory,
         export_changes_since: options.export_changes_since,
         leave_timeout_ms: options.leave_timeout.map(millis),

@@ -327,6 +327,7 @@ fn options() -> WorkerOptions {
         bad_records_max: 6,
         table_replicas: 3,
         stale_rows: true,
+        shard_optimizer: true,
         table_memory: Some(1 << 20),
         export_changes_since: Some(7),
         shuffle: crate::Shuffle { mode: crate::ShuffleMode::Block, buffer: NonZeroU64::new(9) },

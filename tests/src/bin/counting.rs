@@ -71,6 +71,9 @@ struct Counting {
     /// Never return from the summary of the final state, in one worker of the job.
     #[arg(long)]
     hang_in_summary: bool,
+    /// Count in the optimizer's state, of which the parameters are a copy.
+    #[arg(long)]
+    slots: bool,
     /// Count in rows of a table, too.
     #[arg(long)]
     tables: bool,
@@ -213,7 +216,8 @@ impl Model for Counting {
     }
 
     fn optimizer(&self) -> impl UpdateRule {
-        Adding { drift_at: self.drift_at, has_updated: self.hurry_when.is_none() }
+        let Self { drift_at, slots: has_slots, .. } = *self;
+        Adding { drift_at, has_updated: self.hurry_when.is_none(), has_slots }
     }
 
     /// Metrics `seen`: the fraction of the records that has been absorbed; `loss`: the same for
@@ -299,17 +303,25 @@ struct Adding {
     drift_at: Option<u64>,
     /// Whether the first update has been logged, or nothing is.
     has_updated: bool,
+    /// Whether it adds to the slots, one by one.
+    has_slots: bool,
 }
 
 impl UpdateRule for Adding {
     fn slots(&self) -> usize {
-        0
+        usize::from(self.has_slots)
+    }
+
+    fn is_elementwise(&self) -> bool {
+        self.has_slots
     }
 
     fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
         log_once(&mut self.has_updated, FIRST_UPDATE);
-        for (parameter, sum) in update.parameters.iter_mut().zip(update.sum) {
-            *parameter += sum;
+        let counts = if self.has_slots { &mut *update.slots } else { &mut *update.parameters };
+        counts.iter_mut().zip(update.sum).for_each(|(count, sum)| *count += sum);
+        if self.has_slots {
+            update.parameters.copy_from_slice(update.slots);
         }
         if self.drift_at == Some(update.step) {
             update.parameters[0] += std::process::id() as f32;

@@ -78,7 +78,7 @@ impl World {
             parameters.extend(part.parameters);
             rows.extend(part.rows);
         }
-        let shards = self.setting.tables.map_or(0, |tables| tables.shards);
+        let shards = self.setting.shards();
         let has_rows = rows.len() == shards as usize;
         let counted = parameters.iter().map(|&n| u64::from(n)).sum::<u64>();
         trace!(self, "{}: the checkpoint of step {} is complete", self.name(p), key.0);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use elasticdl::machine::{
     CheckpointStore, Completion, Group, Links, Machine, OwnShard, ReadError, Receiver, Records,
-    Request, RequestLink, RestoreError, Restored, Sender, TakeShard, Taken,
+    Request, RequestLink, RestoreError, Restored, SavedPart, Sender, TakeShard, Taken,
 };
 use elasticdl::session::checkpoint::Written;
 use elasticdl::session::header::{self, StateRecord};
@@ -20,11 +20,11 @@ use elasticdl_collective::{
     StateMessageHeader,
 };
 use elasticdl_proto::RecordRange;
-use elasticdl_tables::{SavedShard, SavedShards};
+use elasticdl_tables::SavedChunk;
 
 use super::clock::Micros;
 use super::coroutine::{act, act_and_wait, act_on_drop, now, until};
-use super::state::checkpoints::Part;
+use super::state::checkpoints::{Part, SavedRows};
 use super::state::network::LinkId;
 use super::state::operation::{Collective, Operated};
 use super::state::packet::StateMessage;
@@ -430,16 +430,21 @@ impl CheckpointStore for SimulatedCheckpoints {
         shard: OwnShard,
         state: StateRecord,
         (parameters, _): (&[f32], &[f32]),
-        rows: Option<SavedShards>,
+        owned: Option<(Vec<Vec<u32>>, SavedPart)>,
     ) {
         let OwnShard { rank, world_size, .. } = shard;
         let at = |rank: usize| parameters.len() * rank / world_size;
         let parameters = super::model::counts(&parameters[at(rank)..at(rank + 1)]);
-        let of_rank = |SavedShards { of_ranks, owned }: SavedShards| {
-            let shards = owned.into_iter().map(SavedShard::encode);
+        let of_rank = |(of_ranks, owned): (Vec<Vec<u32>>, SavedPart)| {
+            let shards: Vec<Vec<u8>> = match owned {
+                SavedPart::Chunks(chunks) => {
+                    chunks.into_iter().map(|chunk| chunk.encode()).collect()
+                }
+                SavedPart::Rows(rows) => rows.into_iter().map(|shard| shard.encode()).collect(),
+            };
             of_ranks[rank].iter().copied().zip(shards).collect()
         };
-        let rows = rows.map(of_rank).unwrap_or_default();
+        let rows = owned.map(of_rank).unwrap_or_default();
         let part = Part { parameters, rows };
         act(move |world, thread| world.write_checkpoint(thread.p, shard, state, part));
     }
@@ -485,14 +490,30 @@ impl CheckpointStore for SimulatedCheckpoints {
         shards: &[u32],
         take: &mut TakeShard<'_>,
     ) -> Result<(), RestoreError> {
-        let numbers = name.split_once(" of ").expect("a checkpoint was restored");
-        let key = (numbers.0.parse().expect("a step"), numbers.1.parse().expect("a generation"));
-        let rows = act(move |world, _| world.checkpoint_store.rows[&key].clone());
+        let rows = saved_rows(name);
         for shard in shards {
             take(*shard, &rows[shard]).map_err(RestoreError::Refused)?;
         }
         Ok(())
     }
 
+    fn read_chunks(
+        &mut self,
+        (name, _): (&str, bool),
+        chunks: &[u32],
+    ) -> Result<Vec<SavedChunk>, RestoreError> {
+        let (saved, layout) = (saved_rows(name), act(|world, _| world.setting.layout()));
+        let layout = layout.expect("the optimizer's state is divided");
+        let decode = |chunk| layout.decode(chunk, &saved[&chunk]).expect("a rank has written it");
+        Ok(chunks.iter().copied().map(decode).collect())
+    }
+
     fn pass_over(&mut self, _checkpoint: (&str, bool), _reason: &str) {}
+}
+
+/// The shards in the checkpoint of this name.
+fn saved_rows(name: &str) -> SavedRows {
+    let numbers = name.split_once(" of ").expect("a checkpoint was restored");
+    let key = (numbers.0.parse().expect("a step"), numbers.1.parse().expect("a generation"));
+    act(move |world, _| world.checkpoint_store.rows[&key].clone())
 }

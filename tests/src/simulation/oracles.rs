@@ -363,7 +363,7 @@ impl World {
     /// that there is a newer group: ranks that do know leave without counting.
     fn counts_rows(&self, p: usize) -> bool {
         let is_newer = |generation| generation < self.oracle.newest_generation();
-        self.setting.tables.is_some()
+        self.setting.shards() > 0
             && self.processes[p].trainer.seen.has_ended
             && self.generation_of(p).is_some_and(is_newer)
     }

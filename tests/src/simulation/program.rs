@@ -19,6 +19,8 @@ pub(super) struct Counting {
     /// The sum of the last update, if there was one since the last look.
     pub(super) updated: Rc<Cell<Option<Vec<f32>>>>,
     pub(super) has_tables: bool,
+    /// Whether the optimizer has a state, from which it makes the parameters.
+    pub(super) has_slots: bool,
 }
 
 /// Records of a step, and the places of the rows that they touch.
@@ -30,17 +32,29 @@ pub(super) struct Batch {
     rows: Vec<(usize, usize, u64, usize)>,
 }
 
-/// The update adds the sum.
-struct Adding(Rc<Cell<Option<Vec<f32>>>>);
+/// The update adds the sum: to the slots if it has some, of which the parameters are a copy.
+struct Adding {
+    updated: Rc<Cell<Option<Vec<f32>>>>,
+    has_slots: bool,
+}
 
 impl UpdateRule for Adding {
     fn slots(&self) -> usize {
-        0
+        usize::from(self.has_slots)
+    }
+
+    fn is_elementwise(&self) -> bool {
+        true
     }
 
     fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
+        if self.has_slots {
+            update.slots.iter_mut().zip(update.sum).for_each(|(count, sum)| *count += sum);
+            update.parameters.copy_from_slice(update.slots);
+            return Ok(());
+        }
         update.parameters.iter_mut().zip(update.sum).for_each(|(count, sum)| *count += sum);
-        self.0.set(Some(update.sum.to_vec()));
+        self.updated.set(Some(update.sum.to_vec()));
         Ok(())
     }
 }
@@ -104,7 +118,7 @@ impl Model for Counting {
     }
 
     fn optimizer(&self) -> impl UpdateRule {
-        Adding(Rc::clone(&self.updated))
+        Adding { updated: Rc::clone(&self.updated), has_slots: self.has_slots }
     }
 
     fn summary(&mut self, _parameters: &[f32]) -> Result<Option<String>, UserError> {

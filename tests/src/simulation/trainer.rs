@@ -4,6 +4,7 @@ use std::sync::mpsc::channel;
 
 use elasticdl::session::Exit;
 use elasticdl::session::halt::Ending;
+use elasticdl::simulated::Placement;
 use elasticdl_master::job::WorkerMessage;
 use elasticdl_proto::{Generation, WorkerId};
 use tokio::sync::mpsc::unbounded_channel;
@@ -58,7 +59,16 @@ impl World {
     pub(super) fn turned(&mut self, thread: ThreadId, turned: Turned) {
         let p = thread.p;
         let Turned { changed, group, has_ended, commit, repaired, ended, wrong, .. } = turned;
-        let Turned { flipped, records, rows, evaluated, has_lost_rows, .. } = turned;
+        let Turned {
+            flipped,
+            records,
+            rows,
+            chunks,
+            evaluated,
+            has_lost_rows,
+            is_not_gathered,
+            ..
+        } = turned;
         let trainer = &mut self.processes[p].trainer;
         trainer.news = 0;
         (trainer.seen.has_ended, trainer.seen.has_lost_rows) = (has_ended, has_lost_rows);
@@ -78,6 +88,13 @@ impl World {
             self.violate(format!("{}: {wrong}", self.name(p)));
         }
         let digest = self.processes[p].trainer.seen.digest;
+        if turned.is_installed {
+            let trainer = &mut self.processes[p].trainer;
+            if let (false, Some(ring)) = (std::mem::take(&mut trainer.has_created), &trainer.ring) {
+                trainer.lineage = ring.lineage;
+            }
+            trainer.has_installed = true;
+        }
         if let Some(changed) = changed {
             self.changed(p, changed, commit.is_some(), flipped.is_some());
         }
@@ -92,6 +109,10 @@ impl World {
         }
         let is_round = commit.is_some_and(|commit| commit.is_round);
         self.see_rows(p, rows, repaired.is_some(), is_round);
+        self.oracle.coverage.not_gathered += u64::from(is_not_gathered);
+        if let Some((step, placement)) = chunks {
+            self.see_chunks(p, (step, &placement), repaired.is_some() || is_round);
+        }
         match commit {
             None => {}
             Some(Commit { generation: None, .. }) => self.oracle.coverage.followed += 1,
@@ -119,7 +140,7 @@ impl World {
         self.check_copy(p);
         // A group without some of its rows does not form.
         let has_formed = was_in.is_some_and(|(of, _)| self.oracle.histories.contains_key(&of.0));
-        let may_lack_rows = self.setting.tables.is_some() && !has_formed;
+        let may_lack_rows = self.setting.shards() > 0 && !has_formed;
         // A worker that a newer group goes on without, or not, has left in order.
         let is_newest = was_in.is_some_and(|(of, _)| of >= self.oracle.newest_generation());
         let has_left = is_newest && group.is_none() && !has_broken;
@@ -147,6 +168,18 @@ impl World {
         }
     }
 
+    /// `p` has committed a step, or its group has agreed on a state: who holds which chunks.
+    /// `is_of_group`: not as a part of a repair.
+    fn see_chunks(&mut self, p: usize, (step, placement): (u64, &Placement), is_of_group: bool) {
+        self.processes[p].trainer.has_rows = true;
+        self.oracle.coverage.chunk_commits += 1;
+        let group = self.processes[p].trainer.seen.group;
+        if let Some((generation, _)) = group.filter(|_| is_of_group) {
+            self.check_placement(p, (generation.0, step), placement);
+            self.note_whole((generation.0, step), placement);
+        }
+    }
+
     /// The state of `p` has changed, possibly by a commit or because a bit of it has flipped.
     fn changed(&mut self, p: usize, changed: Changed, has_committed: bool, has_flipped: bool) {
         let Changed { state, parameters, digest } = changed;
@@ -169,7 +202,8 @@ impl World {
         if !is_new {
             return;
         }
-        if std::mem::take(&mut trainer.has_created) {
+        let has_installed = std::mem::take(&mut trainer.has_installed);
+        if std::mem::take(&mut trainer.has_created) || has_installed {
             return;
         }
         match &trainer.ring {

@@ -18,14 +18,14 @@ use elasticdl::session::plan::StepSize;
 use elasticdl::session::transport_switch::NcclObstacle;
 use elasticdl::session::{Exit, JobPlan, Session, State};
 use elasticdl::simulated::{
-    ControlEvent, Owned, Parts, Placement, Settings, SimulatedTrainer, receive,
+    Chunks, ControlEvent, Owned, Parts, Placement, Settings, SimulatedTrainer, receive,
 };
 use elasticdl_proto::{FileList, Generation, MasterMessage, WorkerId, WorkerMessage};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::coroutine::{act, act_and_wait};
 use super::machine::{SimulatedCheckpoints, SimulatedLinks, SimulatedMachine, SimulatedRecords};
-use super::model::{counts, digest, flipped};
+use super::model::{count, counts, digest, flipped};
 use super::oracles::{check_evaluated, check_order, check_sum};
 use super::program::Counting;
 use super::rows::{EVICTED, Row, Rows};
@@ -72,6 +72,12 @@ pub(super) struct Turned {
     pub(super) records: Vec<usize>,
     /// The shards of tables, after a commit or a repair.
     pub(super) rows: Option<SeenRows>,
+    /// The step of the optimizer's chunks and who holds which, after a commit or a repair.
+    pub(super) chunks: Option<(u64, Placement)>,
+    /// Whether a state was installed whose parameters are not here yet.
+    pub(super) is_installed: bool,
+    /// Whether the group broke after a commit, before the parameters were here.
+    pub(super) is_not_gathered: bool,
     /// The step and its evaluation, if the state has just been evaluated.
     pub(super) evaluated: Option<(u64, Evaluation)>,
 }
@@ -128,6 +134,7 @@ impl Worker {
                     parameters: setting.parameters(),
                     updated: Rc::clone(&updated),
                     has_tables: setting.tables.is_some(),
+                    has_slots: setting.chunks.is_some(),
                 };
                 let parts = Parts {
                     session,
@@ -147,6 +154,7 @@ impl Worker {
                     part_floats: setting.parameters().div_ceil(PARTS),
                     evaluation: evaluation(&setting),
                     tables: (id, setting.tables.unwrap_or(NO_TABLES)),
+                    chunks: setting.layout().zip(setting.chunks.map(|(_, bytes)| bytes)),
                 };
                 let trainer =
                     SimulatedTrainer::new(parts, &inbox, outbox.clone(), self.holds_state);
@@ -214,6 +222,7 @@ fn session(setting: &Setting, id: WorkerId, origin: Origin, dataset: &FileList) 
         allows_mixed_builds: false,
         exports_best: spec.seed.is_multiple_of(2),
         has_tables: setting.tables.is_some(),
+        shards_optimizer: setting.chunks.is_some(),
     };
     let mut session = Session::new(id, plan).on_gpu(setting.gpus.is_some()).of(origin);
     session.ready(setting.parameters() as u64);
@@ -249,6 +258,10 @@ struct Before {
     in_round: bool,
     has_reported: bool,
     repaired_at: Option<Instant>,
+    /// The parameters that the state stands for.
+    parameters: Vec<f32>,
+    /// Step and creation of the session's state, with its parameters or not.
+    known: Option<(u64, u64)>,
 }
 
 impl Watched<'_> {
@@ -266,10 +279,18 @@ impl Watched<'_> {
     /// Compares the trainer with what it was a turn ago.
     fn observe(&mut self) -> Turned {
         let Self { trainer, setting, flips, updated, before } = self;
-        let updated = updated.take();
+        let mut updated = updated.take();
         let repaired_at = trainer.repaired_at();
         let session = trainer.session();
         let (state, group) = (session.state(), session.group_rank());
+        if setting.chunks.is_some() {
+            updated = committed_sum(setting, before, session);
+        }
+        if trainer.has_parameters() {
+            before.parameters = trainer.parameters().to_vec();
+        } else if let Some(sum) = &updated {
+            before.parameters.iter_mut().zip(sum).for_each(|(count, sum)| *count += sum);
+        }
         let has_ended = session.ended().is_some();
         let mut turned = Turned { group, has_ended, ..Turned::default() };
         if let Some(sum) = &updated {
@@ -292,8 +313,15 @@ impl Watched<'_> {
         if let Some(sum) = &updated {
             turned.records = (0..sum.len()).filter(|&record| sum[record] > 0.0).collect();
         }
-        if updated.is_some() || turned.repaired.is_some() {
+        let is_repaired = turned.repaired.is_some();
+        if updated.is_some() || is_repaired {
             turned.rows = trainer.rows().and_then(SeenRows::of);
+        }
+        if let Some(chunks) = trainer.chunks().filter(|_| updated.is_some() || is_repaired) {
+            turned.chunks = chunks.step().zip(chunks.placement().cloned());
+            turned.wrong = turned.wrong.or_else(|| wrong_chunk(chunks, &before.parameters));
+            let is_gathered = trainer.has_parameters();
+            turned.is_not_gathered = updated.is_some() && before.in_round && !is_gathered;
         }
         let has_reported = session.has_reported_end();
         if has_reported && !before.has_reported {
@@ -306,8 +334,16 @@ impl Watched<'_> {
             turned.evaluated = state.filter(is_own).map(|state| (state.step, state.evaluation));
         }
         let is_other = state.map(|s| s.step) != before.state.as_ref().map(|s| s.step);
+        // A state is one with its parameters, which come last.
+        let is_whole = trainer.has_parameters();
+        let is_other = is_other && (is_whole || state.is_none());
+        let known = state.map(|state| (state.step, state.created));
+        let is_new = known.is_some() && known != before.known;
+        turned.is_installed = is_new && !is_whole && updated.is_none();
+        before.known = known;
+        let is_gathered = setting.chunks.is_some() && turned.repaired.is_some();
         let flips = flips.take().filter(|_| state.is_some());
-        if updated.is_some() || is_other || is_evaluated || flips.is_some() {
+        if updated.is_some() || is_other || is_evaluated || is_gathered || flips.is_some() {
             before.state = state.cloned();
             turned.changed =
                 Some(Changed { state: state.cloned(), parameters: Vec::new(), digest: 0 });
@@ -321,11 +357,34 @@ impl Watched<'_> {
             trainer.edit_parameters(|all| all[parameter] = flipped(all[parameter]));
         }
         if let Some(changed) = &mut turned.changed {
-            changed.parameters = counts(trainer.parameters());
+            if setting.chunks.is_none() {
+                before.parameters = trainer.parameters().to_vec();
+            }
+            changed.parameters = counts(&before.parameters);
             changed.digest = digest(&changed.parameters);
         }
         turned
     }
+}
+
+/// The sum of the step that was committed since `before`, if one was, by its headers.
+fn committed_sum(setting: &Setting, before: &Before, session: &Session) -> Option<Vec<f32>> {
+    let (before, state) = before.state.as_ref().zip(session.state())?;
+    if (before.step + 1, before.created) != (state.step, state.created) {
+        return None;
+    }
+    let mut sum = vec![0.0; setting.parameters()];
+    let headers = session.last_headers().unwrap_or_default();
+    headers.iter().for_each(|header| count(&mut sum, &header.ranges, setting.records()));
+    Some(sum)
+}
+
+/// What is wrong with the chunks of a rank whose state stands for these parameters.
+fn wrong_chunk(chunks: &Chunks, parameters: &[f32]) -> Option<String> {
+    let expected = |chunk: u32| &parameters[chunks.layout().range(chunk)];
+    let (wrong, found) = chunks.slots().find(|&(chunk, slots)| slots != expected(chunk))?;
+    let expected = expected(wrong);
+    Some(format!("chunk {wrong} is {found:?}, not {expected:?}"))
 }
 
 const NO_TABLES: Settings = Settings { seed: 0, shards: 1, copies: 1, copy_bytes: 1 };

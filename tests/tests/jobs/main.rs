@@ -27,6 +27,7 @@ mod pods;
 mod refusals;
 mod regroup;
 mod replicas;
+mod sharded;
 mod status;
 mod stops;
 mod storage;

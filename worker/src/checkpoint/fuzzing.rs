@@ -52,5 +52,6 @@ fn fingerprint() -> JobFingerprint {
         best_metric: None,
         program: None,
         tables: Vec::new(),
+        shards_optimizer: false,
     }
 }

@@ -2,11 +2,14 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 
 use elasticdl_data::storage::{Storage, StorageError};
+use elasticdl_tables::SavedChunk;
 use xxhash_rust::xxh3::Xxh3Default;
 
+use super::chunks;
 use super::manifest::{JobFingerprint, Manifest, Shard};
 use super::name::{MANIFEST, Name, PREFIX};
 use super::rows::{self, TakeShard};
@@ -132,8 +135,7 @@ pub(crate) fn read_rows(
     shards: &[u32],
     take: &mut TakeShard<'_>,
 ) -> Result<(), RestoreError> {
-    let missing = || RestoreError::Refused(format!("this worker knows no {}", checkpoint.0));
-    let folder = locations.folder(checkpoint)?.ok_or_else(missing)?;
+    let folder = named(locations, checkpoint)?;
     let mut read = || {
         let manifest = compatible_manifest(&folder, fingerprint, false)?;
         match &manifest.rows {
@@ -141,12 +143,38 @@ pub(crate) fn read_rows(
             None => Ok(()),
         }
     };
-    read().map_err(|error| match error {
+    read().map_err(|error| refused(&folder, error))
+}
+
+/// Reads these chunks of the optimizer's state from a checkpoint of this `name` that another rank
+/// has restored. `same_run`: whether this run wrote it.
+pub(crate) fn read_chunks(
+    locations: &Locations,
+    fingerprint: &JobFingerprint,
+    checkpoint: (&str, bool),
+    wanted: &[u32],
+) -> Result<Vec<SavedChunk>, RestoreError> {
+    let folder = named(locations, checkpoint)?;
+    let read = || {
+        let manifest = compatible_manifest(&folder, fingerprint, false)?;
+        chunks::read(&folder, fingerprint, &manifest, wanted)
+    };
+    read().map_err(|error| refused(&folder, error))
+}
+
+/// The folder of a checkpoint of this name, which is there.
+fn named(locations: &Locations, checkpoint: (&str, bool)) -> Result<Storage, RestoreError> {
+    let missing = || RestoreError::Refused(format!("this worker knows no {}", checkpoint.0));
+    locations.folder(checkpoint)?.ok_or_else(missing)
+}
+
+fn refused(folder: &Storage, error: LoadError) -> RestoreError {
+    match error {
         LoadError::Damaged(reason) | LoadError::Refused(reason) => {
             RestoreError::Refused(format!("{folder}: {reason}"))
         }
         LoadError::Storage(error) => unavailable(error),
-    })
+    }
 }
 
 /// Checks that [`restore`] would find a checkpoint for a new job, or that none is requested. Reads
@@ -278,15 +306,7 @@ fn read_parameters(folder: &Storage, parameters: &mut [f32]) -> Result<(), LoadE
             "its model has {had} parameters, and this one has {parameter_count}"
         )));
     }
-    let mut optimizer = Vec::new();
-    for shard in manifest.shards.iter().filter(|shard| shard.start < manifest.parameters) {
-        let (parameter_range, slot_range) = shard.split(parameter_count);
-        // Before memory is allocated for what the manifest declares.
-        check_size(folder, shard)?;
-        optimizer.resize(slot_range.len(), 0.0);
-        read_shard(folder, shard, [&mut parameters[parameter_range], &mut optimizer])?;
-    }
-    Ok(())
+    read_tensors(folder, &manifest, Some(parameters), None)
 }
 
 /// Whether `folder` is a checkpoint itself.
@@ -420,10 +440,14 @@ pub(super) fn load(
     is_new_job: bool,
 ) -> Result<Manifest, LoadError> {
     let manifest = compatible_manifest(folder, fingerprint, is_new_job)?;
-    for shard in &manifest.shards {
-        let (parameter_range, slot_range) = shard.split(parameters.len());
-        let floats = [&mut parameters[parameter_range], &mut slots[slot_range]];
-        read_shard(folder, shard, floats)?;
+    // A worker with a sharded optimizer reads its chunks when its group knows who holds which.
+    let wants_slots = slots.len() as u64 == manifest.slots;
+    let wanted = if wants_slots { Some(&mut *slots) } else { None };
+    read_tensors(folder, &manifest, Some(&mut *parameters), wanted)?;
+    match &manifest.optimizer {
+        Some(chunked) if wants_slots => chunked.read(folder, parameters.len(), slots)?,
+        Some(chunked) => rows::check_chunks(folder, &chunked.files)?,
+        None => {}
     }
     if !(is_finite(parameters) && is_finite(slots)) {
         return Err(LoadError::Damaged("it contains a NaN or an infinity".into()));
@@ -432,6 +456,47 @@ pub(super) fn load(
         rows::check(folder, tables)?;
     }
     Ok(manifest)
+}
+
+/// Reads the parameters and the optimizer's state, or one of them, from the shards that have some of
+/// it.
+pub(super) fn read_tensors(
+    folder: &Storage,
+    manifest: &Manifest,
+    mut parameters: Option<&mut [f32]>,
+    mut slots: Option<&mut [f32]>,
+) -> Result<(), LoadError> {
+    let mut unwanted = [Vec::new(), Vec::new()];
+    for shard in &manifest.shards {
+        let (of_parameters, of_slots) = shard.split(manifest.parameters as usize);
+        let is_wanted = (parameters.is_some() && !of_parameters.is_empty())
+            || (slots.is_some() && !of_slots.is_empty());
+        if !is_wanted {
+            continue;
+        }
+        // Before memory is allocated for what the manifest declares.
+        check_size(folder, shard)?;
+        let [first, second] = &mut unwanted;
+        let floats =
+            [target(&mut parameters, of_parameters, first), target(&mut slots, of_slots, second)];
+        read_shard(folder, shard, floats)?;
+    }
+    Ok(())
+}
+
+/// Where a range of a tensor goes, if it is wanted.
+fn target<'a>(
+    tensor: &'a mut Option<&mut [f32]>,
+    range: Range<usize>,
+    unwanted: &'a mut Vec<f32>,
+) -> &'a mut [f32] {
+    match tensor {
+        Some(tensor) => &mut tensor[range],
+        None => {
+            unwanted.resize(range.len(), 0.0);
+            unwanted
+        }
+    }
 }
 
 /// Checks that a shard is as long as the manifest declares.

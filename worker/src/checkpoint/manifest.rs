@@ -5,10 +5,11 @@ use std::path::Path;
 
 use elasticdl_data::Dataset;
 use elasticdl_proto::Batch;
-use elasticdl_tables::Table;
+use elasticdl_tables::{ChunkLayout, Table};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::chunks::ChunkedSlots;
 use super::table_rows::TableRows;
 use crate::order::OrderName;
 use crate::session::checkpoint::Written;
@@ -39,6 +40,20 @@ pub(crate) struct JobFingerprint {
     pub(crate) program: Option<Program>,
     /// The model's tables, whose initial rows depend on the job's seed.
     pub(crate) tables: Vec<Table>,
+    /// Whether the optimizer's state is divided over the workers.
+    pub(crate) shards_optimizer: bool,
+}
+
+impl JobFingerprint {
+    /// How the optimizer's state is divided, if it is.
+    pub(super) fn layout(&self) -> ChunkLayout {
+        ChunkLayout::new(self.parameters, self.slots / self.parameters.max(1))
+    }
+
+    /// Number of floats that the ranks write in equal parts.
+    pub(super) fn floats(&self) -> usize {
+        self.parameters + if self.shards_optimizer { 0 } else { self.slots }
+    }
 }
 
 /// What decides which model is best. Values of other metrics or other records do not compare.
@@ -79,6 +94,10 @@ pub(super) struct Manifest {
     /// Rows of tables, if the model has any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) rows: Option<TableRows>,
+    /// The optimizer's state, if the job divides it over its workers: the shards above have the
+    /// parameters alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) optimizer: Option<ChunkedSlots>,
 }
 
 /// The job's options, for users. What must match is checked elsewhere.
@@ -136,7 +155,7 @@ impl Manifest {
             Batch::Global(records) => (Some(records.get()), None),
             Batch::PerWorker(records) => (None, Some(records.get())),
         };
-        let total = fingerprint.parameters + fingerprint.slots;
+        let total = fingerprint.floats();
         let shard = |(rank, part): (usize, &Written)| {
             let Range { start, end } = shard_range(total, rank, parts.len());
             Shard {
@@ -171,6 +190,9 @@ impl Manifest {
             files: fingerprint.dataset.files.iter().map(file).collect(),
             shards: parts.iter().enumerate().map(shard).collect(),
             rows: has_tables.then(|| TableRows::new(fingerprint, parts, of_ranks)),
+            optimizer: fingerprint
+                .shards_optimizer
+                .then(|| ChunkedSlots::new(fingerprint, parts, of_ranks)),
         }
     }
 
@@ -240,10 +262,12 @@ impl Manifest {
             }
             at = *end;
         }
-        if self.parameters.checked_add(self.slots) != Some(at) {
+        let slots = if self.optimizer.is_some() { 0 } else { self.slots };
+        if self.parameters.checked_add(slots) != Some(at) {
             return Err(format!("its shards end at float {at}"));
         }
-        Ok(())
+        let chunked = self.optimizer.as_ref();
+        chunked.map_or(Ok(()), |chunked| chunked.check(self.parameters, self.slots))
     }
 
     /// Checks that the job's model and data match this state.
@@ -387,6 +411,7 @@ pub(super) mod tests {
             best_metric: None,
             program: None,
             tables: Vec::new(),
+            shards_optimizer: false,
         }
     }
 

@@ -16,6 +16,7 @@
 //! each shard and its own digest. **Invariant:** a job does not change checkpoints of other runs
 //! (unless the folder is exclusive to the job).
 
+mod chunks;
 #[cfg(feature = "simulation")]
 mod fuzzing;
 mod load;
@@ -29,13 +30,13 @@ mod writer;
 #[cfg(feature = "simulation")]
 pub(crate) use fuzzing::fuzz_manifest;
 pub(crate) use load::{
-    CheckpointLookup, Locations, check, inspect, is_checkpoint, load_parameters, newest, read_rows,
-    restore,
+    CheckpointLookup, Locations, check, inspect, is_checkpoint, load_parameters, newest,
+    read_chunks, read_rows, restore,
 };
 pub use load::{RestoreError, Restored};
 pub(crate) use manifest::{BestMetric, JobFingerprint};
 pub(crate) use retention::Retention;
-pub use rows::TakeShard;
+pub use rows::{SavedPart, TakeShard};
 pub(crate) use writer::CheckpointWriter;
 pub use writer::{Completion, OwnShard};
 

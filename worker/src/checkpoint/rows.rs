@@ -1,4 +1,5 @@
-//! Files of rows: the shards of the tables that a rank owns, one after the other.
+//! Files of rows: the shards of the tables that a rank owns, or its chunks of the optimizer's state,
+//! one after the other.
 //!
 //! ```text
 //!   index: for each shard, in the order of the manifest, its length (u64) and its digest (u128)
@@ -18,7 +19,7 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use elasticdl_data::storage::{Storage, StorageError};
-use elasticdl_tables::{InvalidRows, SavedShard, changed_shard, whole_shard};
+use elasticdl_tables::{InvalidRows, SavedChunk, SavedShard, changed_shard, whole_shard};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::load::{LoadError, manifest};
@@ -28,27 +29,57 @@ use crate::session::checkpoint::WrittenRows;
 /// Takes in a shard, by its number, or says what is wrong with it.
 pub type TakeShard<'a> = dyn FnMut(u32, &[u8]) -> Result<(), String> + 'a;
 
+/// What a rank owns of what is divided over the group, as of a step.
+#[derive(Clone, Debug)]
+pub enum SavedPart {
+    /// Chunks of the optimizer's state.
+    Chunks(Vec<SavedChunk>),
+    /// Shards of the model's tables.
+    Rows(Vec<SavedShard>),
+}
+
 /// The content of a file, and what the manifest says of it. `base`: step and generation of the
-/// checkpoint since which it has the changes.
+/// checkpoint since which it has the changes of rows.
 ///
 /// # Errors
-/// A row contains a NaN or an infinity.
+/// A number is not finite.
 pub(super) fn encode(
-    shards: Vec<SavedShard>,
+    owned: SavedPart,
     base: Option<(u64, u64)>,
+) -> Result<(Vec<Bytes>, WrittenRows), String> {
+    let (parts, written) = match owned {
+        SavedPart::Chunks(chunks) => encode_all(chunks.into_iter().map(|chunk| {
+            let is_finite = chunk.is_finite();
+            is_finite.then(|| (0, chunk.encode())).ok_or("the optimizer's state")
+        })),
+        SavedPart::Rows(shards) => encode_all(shards.into_iter().map(|shard| {
+            if !shard.is_finite() {
+                return Err("a table");
+            }
+            let touches = shard.touches();
+            // The memory of the shard is free when its bytes are there.
+            let bytes = match base {
+                Some((step, _)) => shard.encode_changes(step),
+                None => shard.encode(),
+            };
+            Ok((touches, bytes))
+        })),
+    }?;
+    Ok((parts, WrittenRows { base, ..written }))
+}
+
+/// `shards`: the touches of each, and its bytes; or what contains a number that is not finite.
+fn encode_all(
+    shards: impl ExactSizeIterator<Item = Result<(u64, Vec<u8>), &'static str>>,
 ) -> Result<(Vec<Bytes>, WrittenRows), String> {
     let mut index = Vec::with_capacity(shards.len() * ENTRY_BYTES as usize);
     let mut parts = vec![Bytes::new()];
     let mut touches = 0;
     for shard in shards {
-        if !shard.is_finite() {
-            return Err("a table contains a NaN or an infinity, so no checkpoint is written".into());
-        }
-        touches += shard.touches();
-        let bytes = match base {
-            Some((step, _)) => shard.encode_changes(step),
-            None => shard.encode(),
-        };
+        let (of_shard, bytes) = shard.map_err(|what| {
+            format!("{what} contains a NaN or an infinity, so no checkpoint is written")
+        })?;
+        touches += of_shard;
         index.extend((bytes.len() as u64).to_le_bytes());
         index.extend(xxh3_128(&bytes).to_le_bytes());
         parts.push(bytes.into());
@@ -56,7 +87,7 @@ pub(super) fn encode(
     let digest = xxh3_128(&index);
     parts[0] = index.into();
     let bytes = parts.iter().map(|part| part.len() as u64).sum();
-    Ok((parts, WrittenRows { bytes, digest, touches, base }))
+    Ok((parts, WrittenRows { bytes, digest, touches, base: None }))
 }
 
 /// Where a shard lies in a file.
@@ -103,6 +134,33 @@ pub(super) fn check(folder: &Storage, rows: &TableRows) -> Result<(), LoadError>
         let (folder, base) = open_base(folder, rows, name)?;
         check(&folder, &base).map_err(|error| of_base(name, error))
     })
+}
+
+/// Checks that the files of chunks are there, with the chunks that the manifest names, without
+/// reading these.
+pub(super) fn check_chunks(folder: &Storage, files: &[RowsFile]) -> Result<(), LoadError> {
+    files.iter().try_for_each(|file| places(folder, file).map(drop))
+}
+
+/// Reads the `wanted` chunks, verifies each, and gives it to `take`, with its number.
+pub(super) fn read_chunks(
+    folder: &Storage,
+    files: &[RowsFile],
+    wanted: &dyn Fn(u32) -> bool,
+    take: &mut TakeShard<'_>,
+) -> Result<(), LoadError> {
+    for file in files.iter().filter(|file| file.shards.iter().any(|&chunk| wanted(chunk))) {
+        let damaged = |reason: &str| LoadError::Damaged(format!("{}: {reason}", file.file));
+        let places = file.shards.iter().copied().zip(places(folder, file)?);
+        for (chunk, Place { range, digest }) in places.filter(|(chunk, _)| wanted(*chunk)) {
+            let bytes = folder.read_range(&file.file, range).map_err(LoadError::Storage)?;
+            if xxh3_128(&bytes) != digest {
+                return Err(damaged(&format!("chunk {chunk} has changed")));
+            }
+            take(chunk, &bytes).map_err(|reason| damaged(&reason))?;
+        }
+    }
+    Ok(())
 }
 
 /// Reads the `wanted` shards, verifies each, and gives it to `take`, with its number.

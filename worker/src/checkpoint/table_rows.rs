@@ -58,22 +58,12 @@ impl TableRows {
         parts: &[Written],
         of_ranks: &[Vec<u32>],
     ) -> Self {
-        let rows = || parts.iter().map(|part| part.rows.expect("each rank has written its rows"));
-        let file = |(rank, (rows, shards)): (usize, (WrittenRows, &Vec<u32>))| RowsFile {
-            file: name::rows(rank, parts.len()),
-            bytes: rows.bytes,
-            digest: format!("{:032x}", rows.digest),
-            shards: shards.clone(),
-            base: rows.base.map(|(step, generation)| {
-                Name { step, generation, run: fingerprint.run.clone() }.to_string()
-            }),
-        };
         Self {
             tables: fingerprint.tables.clone(),
             seed: fingerprint.seed,
             shards: SHARDS,
-            touches: rows().map(|rows| rows.touches).sum(),
-            files: rows().zip(of_ranks).enumerate().map(file).collect(),
+            touches: parts.iter().filter_map(|part| part.rows).map(|rows| rows.touches).sum(),
+            files: RowsFile::of_ranks(fingerprint, parts, of_ranks),
             chain: Chain::default(),
         }
     }
@@ -116,22 +106,7 @@ impl TableRows {
         if let Some(base) = self.bases().into_iter().find(|base| Name::parse(base).is_none()) {
             return Err(format!("its rows are changes since {base:?}, which is no checkpoint"));
         }
-        let mut found = [false; SHARDS as usize];
-        for RowsFile { file, bytes, shards, .. } in &self.files {
-            if *bytes < shards.len() as u64 * ENTRY_BYTES {
-                return Err(format!("{file} contains {} shards in {bytes} bytes", shards.len()));
-            }
-            for &shard in shards {
-                let found = found.get_mut(shard as usize);
-                if found.is_none_or(|found| std::mem::replace(found, true)) {
-                    return Err(format!("{file} contains shard {shard}, which it can't"));
-                }
-            }
-        }
-        match found.iter().position(|found| !found) {
-            Some(missing) => Err(format!("no file contains shard {missing}")),
-            None => Ok(()),
-        }
+        check_files(&self.files, SHARDS.into())
     }
 
     /// Checks that a job's rows can go on from these.
@@ -153,6 +128,51 @@ impl TableRows {
 /// Most checkpoints with changes that follow one with all rows. One that is damaged takes those
 /// after it along.
 const CHANGES_MAX: u32 = 8;
+
+impl RowsFile {
+    /// The files that the ranks have written, each with the shards of this list.
+    pub(super) fn of_ranks(
+        fingerprint: &JobFingerprint,
+        parts: &[Written],
+        of_ranks: &[Vec<u32>],
+    ) -> Vec<Self> {
+        let rows = parts.iter().map(|part| part.rows.expect("each rank has written its shards"));
+        let file = |(rank, (rows, shards)): (usize, (WrittenRows, &Vec<u32>))| Self {
+            file: name::rows(rank, parts.len()),
+            bytes: rows.bytes,
+            digest: format!("{:032x}", rows.digest),
+            shards: shards.clone(),
+            base: rows.base.map(|(step, generation)| {
+                Name { step, generation, run: fingerprint.run.clone() }.to_string()
+            }),
+        };
+        rows.zip(of_ranks).enumerate().map(file).collect()
+    }
+}
+
+/// Checks that each of so many shards lies in one file.
+pub(super) fn check_files(files: &[RowsFile], number: u64) -> Result<(), String> {
+    let listed: usize = files.iter().map(|file| file.shards.len()).sum();
+    if listed as u64 > number {
+        return Err(format!("its files contain {listed} shards, not {number}"));
+    }
+    let mut found = vec![false; listed];
+    for RowsFile { file, bytes, shards, .. } in files {
+        if *bytes < shards.len() as u64 * ENTRY_BYTES {
+            return Err(format!("{file} contains {} shards in {bytes} bytes", shards.len()));
+        }
+        for &shard in shards {
+            let found = found.get_mut(shard as usize);
+            if found.is_none_or(|found| std::mem::replace(found, true)) {
+                return Err(format!("{file} contains shard {shard}, which it can't"));
+            }
+        }
+    }
+    match listed as u64 == number {
+        true => Ok(()),
+        false => Err(format!("no file contains shard {listed}")),
+    }
+}
 
 /// Bytes of a shard in the index of a file.
 pub(super) const ENTRY_BYTES: u64 = 24;

@@ -24,6 +24,7 @@ use super::*;
 use crate::session::checkpoint::Written;
 
 mod changes;
+mod chunks;
 mod rows;
 
 /// Parameters and slots of step `step`.
@@ -59,7 +60,7 @@ impl Ranks {
 
     /// Writes the checkpoint of `step` and returns its name.
     fn write(&mut self, step: u64) -> Result<String, String> {
-        self.write_with_rows(step, vec![None; self.writers.len()])
+        self.write_with(step, vec![None; self.writers.len()])
     }
 
     /// As [`write`](Self::write), with the rows of each rank.
@@ -68,13 +69,26 @@ impl Ranks {
         step: u64,
         rows: Vec<Option<SavedShards>>,
     ) -> Result<String, String> {
-        let (parameters, slots) = state(&self.fingerprint, step);
+        let owned = |SavedShards { of_ranks, owned }| (of_ranks, SavedPart::Rows(owned));
+        self.write_with(step, rows.into_iter().map(|rows| rows.map(owned)).collect())
+    }
+
+    /// As [`write`](Self::write), with what each rank owns.
+    fn write_with(
+        &mut self,
+        step: u64,
+        owned: Vec<Option<(Vec<Vec<u32>>, SavedPart)>>,
+    ) -> Result<String, String> {
+        let (parameters, mut slots) = state(&self.fingerprint, step);
+        if self.fingerprint.shards_optimizer {
+            slots.clear();
+        }
         let world_size = self.writers.len();
-        for (rank, (writer, rows)) in self.writers.iter_mut().zip(rows).enumerate() {
+        for (rank, (writer, owned)) in self.writers.iter_mut().zip(owned).enumerate() {
             writer.prepare(world_size);
             let (generation, patience) = (Generation(self.generation), self.patience);
             let shard = OwnShard { step, generation, rank, world_size, patience };
-            writer.write(shard, state_at(step), (&parameters, &slots), rows);
+            writer.write(shard, state_at(step), (&parameters, &slots), owned);
         }
         let written = |writer: &mut CheckpointWriter| match next(writer) {
             Completion::Written { result, .. } => result,

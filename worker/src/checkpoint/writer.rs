@@ -24,14 +24,13 @@ use bytes::Bytes;
 use elasticdl_data::storage::{Storage, StorageError};
 use elasticdl_data::worker::{pause_unless_stopped, stop_flag, with_patience};
 use elasticdl_proto::Generation;
-use elasticdl_tables::{SavedShard, SavedShards};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use super::load::{LoadError, manifest};
 use super::manifest::{JobFingerprint, Manifest, shard_range};
 use super::name::{self, MANIFEST, Name};
 use super::retention::Retention;
-use super::rows;
+use super::rows::{self, SavedPart};
 use super::table_rows::TableRows;
 use crate::session::checkpoint::{Written, WrittenRows};
 use crate::session::header::StateRecord;
@@ -59,7 +58,7 @@ struct Current {
     name: Name,
     patience: Duration,
     state: StateRecord,
-    /// The shards of the tables that each rank writes.
+    /// The shards that each rank writes, of the tables or of the optimizer's state.
     rows_of_ranks: Vec<Vec<u32>>,
 }
 
@@ -115,12 +114,12 @@ struct RankPart {
     rows: Option<RowsPart>,
 }
 
-/// The rows that a rank owns.
+/// The shards of tables, or the chunks of the optimizer's state, that a rank owns.
 #[derive(Debug)]
 struct RowsPart {
     file: String,
-    shards: Vec<SavedShard>,
-    /// Checkpoints since which the changes may be written, if they are complete.
+    owned: SavedPart,
+    /// Checkpoints since which the changes of rows may be written, if they are complete.
     bases: VecDeque<Name>,
 }
 
@@ -171,20 +170,21 @@ impl CheckpointWriter {
     /// Allocates the buffer for a shard in a group of `world_size`, so that the next copy does not
     /// wait for the allocation.
     pub(crate) fn prepare(&mut self, world_size: usize) {
-        let floats = (self.fingerprint.parameters + self.fingerprint.slots).div_ceil(world_size);
+        let floats = self.fingerprint.floats().div_ceil(world_size);
         self.take_replies();
         if self.spare.as_ref().is_none_or(|spare| spare.capacity() < floats) {
             self.request(Request::Prepare { floats });
         }
     }
 
-    /// Copies this rank's shard of the state, and requests that it be written, with its `rows`.
+    /// Copies this rank's shard of the state, and requests that it be written, with what it owns of
+    /// what is divided over the group: numbers of the shards of each rank, and this rank's.
     pub(crate) fn write(
         &mut self,
         shard: OwnShard,
         state: StateRecord,
         (parameters, slots): (&[f32], &[f32]),
-        rows: Option<SavedShards>,
+        owned: Option<(Vec<Vec<u32>>, SavedPart)>,
     ) {
         let OwnShard { step, generation, rank, world_size, patience } = shard;
         self.take_replies();
@@ -203,16 +203,17 @@ impl CheckpointWriter {
         floats.extend_from_slice(&parameters[parameter_range]);
         floats.extend_from_slice(&slots[slot_range]);
         let file = name::shard(rank, world_size);
-        let (rows_of_ranks, rows) = match rows {
-            Some(SavedShards { of_ranks, owned }) => {
-                let bases = self.bases.clone();
+        let (rows_of_ranks, owned) = owned.unzip();
+        let rows_of_ranks = rows_of_ranks.unwrap_or_default();
+        let rows = owned.map(|owned| {
+            let mut bases = VecDeque::new();
+            if matches!(owned, SavedPart::Rows(_)) {
+                bases.clone_from(&self.bases);
                 self.bases.push_front(name.clone());
                 self.bases.truncate(BASES_MAX);
-                let file = name::rows(rank, world_size);
-                (of_ranks, Some(RowsPart { file, shards: owned, bases }))
             }
-            None => (Vec::new(), None),
-        };
+            RowsPart { file: name::rows(rank, world_size), owned, bases }
+        });
         self.current = Some(Current { name: name.clone(), patience, state, rows_of_ranks });
         let part = Box::new(RankPart { file, header, floats, rows });
         self.request(Request::Write { name, part, patience });
@@ -271,7 +272,9 @@ impl WriterThread {
         let reply = |reply| drop(replies_tx.send(reply));
         match request {
             Request::Commit { name, mut manifest, patience } => {
-                let rows = manifest.rows.iter().flat_map(|rows| &rows.files).map(|file| file.bytes);
+                let rows = manifest.rows.iter().flat_map(|rows| &rows.files);
+                let chunks = manifest.optimizer.iter().flat_map(|chunks| &chunks.files);
+                let rows = rows.chain(chunks).map(|file| file.bytes);
                 let bytes = manifest.shards.iter().map(|shard| shard.bytes).chain(rows).sum();
                 let path = format!("{name}/{MANIFEST}");
                 let result = self.patiently(&path, patience, || {
@@ -372,13 +375,13 @@ impl WriterThread {
     fn write_rows(
         &self,
         name: &Name,
-        RowsPart { file, shards, bases }: RowsPart,
+        RowsPart { file, owned, bases }: RowsPart,
         patience: Duration,
     ) -> Result<WrittenRows, String> {
         let complete = bases.iter().find_map(|base| Some((base, self.rows_of(base).ok()??)));
         let base = complete.filter(|(_, rows)| rows.may_be_base());
         let base = base.map(|(base, _)| (base.step, base.generation));
-        let (parts, written) = rows::encode(shards, base)?;
+        let (parts, written) = rows::encode(owned, base)?;
         self.store(&format!("{name}/{file}"), &parts, patience).map(|()| written)
     }
 

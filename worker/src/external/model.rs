@@ -218,7 +218,7 @@ impl UpdateRule for ProgramRule {
     }
 
     fn apply(&mut self, update: Update<'_>) -> Result<(), UserError> {
-        let Update { step, records, sum, parameters, slots } = update;
+        let Update { step, records, sum, parameters, slots, .. } = update;
         let (parameters, state) = (LentMut::new(parameters), LentMut::new(slots));
         locked(&self.channel).change((step, records), Lent::new(sum), parameters, state)
     }

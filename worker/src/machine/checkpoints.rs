@@ -3,11 +3,11 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use elasticdl_tables::SavedShards;
+use elasticdl_tables::SavedChunk;
 
 use crate::checkpoint::{
     CheckpointWriter, Completion, JobFingerprint, Locations, OwnShard, RestoreError, Restored,
-    TakeShard, newest, read_rows, restore,
+    SavedPart, TakeShard, newest, read_chunks, read_rows, restore,
 };
 use crate::session::checkpoint::Written;
 use crate::session::header::StateRecord;
@@ -21,14 +21,15 @@ pub trait CheckpointStore: Debug {
     /// A group of `world_size` has formed.
     fn prepare(&mut self, world_size: usize);
 
-    /// Copies this rank's shard of the state, and writes it, with the `rows` that the rank owns.
-    /// `tensors`: parameters and optimizer state.
+    /// Copies this rank's shard of the state, and writes it. `tensors`: parameters and optimizer
+    /// state. `owned`: of what is divided over the group, the numbers of the shards that each rank
+    /// owns, and this rank's.
     fn write(
         &mut self,
         shard: OwnShard,
         state: StateRecord,
         tensors: (&[f32], &[f32]),
-        rows: Option<SavedShards>,
+        owned: Option<(Vec<Vec<u32>>, SavedPart)>,
     );
 
     /// Writes the manifest of the checkpoint that this rank takes part in.
@@ -78,6 +79,17 @@ pub trait CheckpointStore: Debug {
     /// written: its next part of a checkpoint has all of them, not what has changed.
     fn forget_rows(&mut self) {}
 
+    /// Reads these chunks of the optimizer's state from a checkpoint that a rank of the group has
+    /// restored. `checkpoint`: as for [`read_rows`](Self::read_rows).
+    ///
+    /// # Errors
+    /// As for [`restore`](Self::restore).
+    fn read_chunks(
+        &mut self,
+        checkpoint: (&str, bool),
+        chunks: &[u32],
+    ) -> Result<Vec<SavedChunk>, RestoreError>;
+
     /// A rank of the group can't read its rows from this checkpoint, for this reason: it counts as
     /// damaged.
     fn pass_over(&mut self, checkpoint: (&str, bool), reason: &str);
@@ -108,10 +120,10 @@ impl CheckpointStore for StoredCheckpoints {
         shard: OwnShard,
         state: StateRecord,
         tensors: (&[f32], &[f32]),
-        rows: Option<SavedShards>,
+        owned: Option<(Vec<Vec<u32>>, SavedPart)>,
     ) {
         if let Some(writer) = &mut self.writer {
-            writer.write(shard, state, tensors, rows);
+            writer.write(shard, state, tensors, owned);
         }
     }
 
@@ -153,6 +165,14 @@ impl CheckpointStore for StoredCheckpoints {
 
     fn forget_rows(&mut self) {
         self.writer.iter_mut().for_each(CheckpointWriter::forget_rows);
+    }
+
+    fn read_chunks(
+        &mut self,
+        checkpoint: (&str, bool),
+        chunks: &[u32],
+    ) -> Result<Vec<SavedChunk>, RestoreError> {
+        read_chunks(&self.locations, &self.fingerprint, checkpoint, chunks)
     }
 
     fn pass_over(&mut self, checkpoint: (&str, bool), reason: &str) {

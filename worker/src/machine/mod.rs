@@ -9,7 +9,7 @@ mod links;
 mod records;
 mod threads;
 
-pub use crate::checkpoint::{Completion, OwnShard, RestoreError, Restored, TakeShard};
+pub use crate::checkpoint::{Completion, OwnShard, RestoreError, Restored, SavedPart, TakeShard};
 pub use crate::ordered_reader::ReadError;
 pub use crate::prefetch::Taken;
 pub use checkpoints::CheckpointStore;

@@ -1,5 +1,7 @@
 //! The arithmetic of one step of an optimizer, over all parameters.
 
+use elasticdl_tables::ChunkLayout;
+
 /// Update rule of one step, with its constants.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Arithmetic {
@@ -87,9 +89,16 @@ impl AdamWStep {
     }
 }
 
-/// Euclidean norm, in f64, in one fixed order. The lanes are independent, so the compiler can
-/// vectorize them.
+/// Euclidean norm, in f64, in one fixed order: the sums of squares of the chunks that an optimizer's
+/// state would be divided into, so that the bits do not depend on whether it is.
 pub(super) fn norm(values: &[f32]) -> f64 {
+    let chunks = values.chunks(ChunkLayout::new(values.len(), 0).chunk_len);
+    chunks.map(squares).sum::<f64>().sqrt()
+}
+
+/// Sum of squares, in f64, in one fixed order. The lanes are independent, so the compiler can
+/// vectorize them.
+pub(crate) fn squares(values: &[f32]) -> f64 {
     let mut lanes = [0.0f64; 8];
     let (chunks, rest) = values.as_chunks::<8>();
     for chunk in chunks {
@@ -100,7 +109,7 @@ pub(super) fn norm(values: &[f32]) -> f64 {
     for (lane, &value) in lanes.iter_mut().zip(rest) {
         *lane += f64::from(value) * f64::from(value);
     }
-    lanes.iter().sum::<f64>().sqrt()
+    lanes.iter().sum()
 }
 
 #[cfg(test)]

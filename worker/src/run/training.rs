@@ -9,7 +9,7 @@ use elasticdl_collective::Endpoint;
 use elasticdl_data::worker::set_stop_flag;
 use elasticdl_data::{Dataset, Purpose};
 use elasticdl_proto::{Deterministic, WireDtype, Work, WorkerOptions};
-use elasticdl_tables::Table;
+use elasticdl_tables::{ChunkLayout, Chunks, Table};
 
 use super::export_best;
 use crate::checkpoint::BestMetric;
@@ -33,7 +33,9 @@ use crate::session::{Exit, JobPlan, Session};
 use crate::split::open_reader;
 use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
-use crate::trainer::{Checkpointing, JobKey, RowTables, Trainer, Validation};
+use crate::trainer::{
+    Checkpointing, JobKey, RowTables, ShardedOptimizer, Trainer, Validation, is_on_gpu,
+};
 use crate::update::UpdateRule;
 
 /// What is known of a training job before its model is asked.
@@ -82,8 +84,15 @@ impl Training<'_> {
         let reader = OrderedReader::new(reader, dataset, Arc::clone(&order));
         let prefetch = Prefetch::new(reader, ahead)
             .map_err(|error| Failure::local(format!("no thread for the reader: {error}")))?;
-        let tensors = tensors_on(&mut model, size, options.wire_dtype)?;
-        let is_on_gpu = matches!(tensors, Tensors::Device { .. });
+        let shards = options.shard_optimizer;
+        if shards {
+            check_sharding(&mut model, &*rule, &specs).map_err(Failure::fatal)?;
+        }
+        let tensors = match shards {
+            true => Tensors::Host { group: None, state: HostState::sharded(size.parameters) },
+            false => tensors_on(&mut model, size, options.wire_dtype)?,
+        };
+        let computes_on_gpu = matches!(tensors, Tensors::Device { .. });
         let exact = exact_sum(options, &tensors).map_err(Failure::fatal)?;
         let places = ExportPlaces {
             last: export.cloned(),
@@ -91,11 +100,16 @@ impl Training<'_> {
             run: checkpoints.run.clone(),
             fallback: environment.job_dir.clone().map(PathBuf::from),
         };
-        let mut session = Session::new(worker, plan).on_gpu(is_on_gpu).of(origin);
+        let mut session = Session::new(worker, plan).on_gpu(computes_on_gpu).of(origin);
         session.ready(size.parameters as u64);
         let machine: Arc<dyn Machine> = Arc::new(System);
         check_options(&specs, options).map_err(Failure::fatal)?;
         let tables = RowTables::new(worker.0, options, specs);
+        let sharded = shards.then(|| {
+            let layout = ChunkLayout::new(size.parameters, rule.slots());
+            let chunks = Chunks::of_optimizer(worker.0, layout);
+            ShardedOptimizer::new(chunks, &*rule, model.bucket_len())
+        });
         let trainer = Trainer {
             tensors,
             model,
@@ -113,6 +127,7 @@ impl Training<'_> {
             checkpoints,
             validation,
             tables,
+            sharded,
             source: None,
             incoming: None,
             dial_limit: options.worker_timeout.unwrap_or(DIAL_LIMIT).max(DIAL_LIMIT),
@@ -142,6 +157,7 @@ fn plan_of(options: &WorkerOptions, dataset: &Dataset, evaluation: Option<&Plan>
         allows_mixed_builds: options.allows_mixed_builds,
         exports_best: export_best(options).is_some(),
         has_tables: false,
+        shards_optimizer: options.shard_optimizer,
     }
 }
 
@@ -155,6 +171,27 @@ fn check_options(tables: &[Table], options: &WorkerOptions) -> Result<(), String
         true => exported_tables::check_names(tables),
         false => Ok(()),
     }
+}
+
+/// Checks that the optimizer's state of this model can be divided over the workers.
+fn check_sharding<M: Model>(
+    model: &mut M,
+    rule: &dyn UpdateRule,
+    tables: &[Table],
+) -> Result<(), String> {
+    let why = if model.as_bridge().is_some() {
+        "a PyTorch program keeps its optimizer's state in tensors of its own"
+    } else if is_on_gpu(model) {
+        "the model computes on a GPU, which holds the optimizer's state"
+    } else if !tables.is_empty() {
+        "the model has tables, whose rows are divided by themselves"
+    } else if !rule.is_elementwise() {
+        "the model's update rule does not say that it is element-wise \
+         (UpdateRule::is_elementwise), so it may need all parameters at once"
+    } else {
+        return Ok(());
+    };
+    Err(format!("--shard-optimizer can't be used for this job: {why}; train it without"))
 }
 
 /// The model's update rule, with settings that are in their ranges.

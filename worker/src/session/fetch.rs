@@ -20,6 +20,10 @@ impl Session {
         if !may_fetch || donors.is_empty() {
             return;
         }
+        if self.job.shards_optimizer {
+            // The parameters come with the group, and nothing else is needed to compute.
+            return self.join_without_state();
+        }
         // A donor that is no longer a member may have continued alone, on a history that the others
         // do not share.
         let donor_is_member = self.phase == Phase::Fetching && donors.contains(&self.fetch.donor());

@@ -37,9 +37,14 @@ pub struct StepHeader {
     pub readable: Option<u64>,
     /// Newest generation that the master has published to this rank.
     pub newest_generation: u64,
-    /// Whether this rank is not in that generation, and holds shards of the model's tables. The
-    /// trainer sets it.
+    /// Whether this rank is not in that generation, and holds shards of the model's tables or of
+    /// the optimizer's state. The trainer sets it.
     pub leaves: bool,
+    /// Whether a sum of the step is not finite, if no rank has all of them. The trainer sets it.
+    pub has_nonfinite_sum: bool,
+    /// Digest of a chunk of the optimizer's state after `step` steps, if this rank holds it: each
+    /// step covers another chunk. The trainer sets it.
+    pub chunk_digest: Option<u64>,
     /// Whether the master wants the job to stop.
     pub stop: bool,
     /// Whether the master wants the group to end here; another group resumes from its checkpoint.
@@ -98,8 +103,9 @@ pub struct SyncHeader {
     pub transport: TransportHeader,
     /// Where the rank runs, and what.
     pub origin: Origin,
-    /// What the rank has of the job's tables. The trainer adds it.
-    pub tables: Option<OwnedHeader>,
+    /// What the rank has of what is divided over the group: rows of tables, or the optimizer's
+    /// state. The trainer adds it.
+    pub owned: Option<OwnedHeader>,
 }
 
 /// Description of the state of a rank.

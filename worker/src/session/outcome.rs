@@ -172,7 +172,7 @@ pub(super) fn is_withheld(headers: &[StepHeader]) -> bool {
 /// Whether a step can be applied: its losses and its reduced gradient are finite.
 fn is_finite(headers: &[StepHeader], sum_is_finite: bool) -> bool {
     headers.iter().all(|header| header.ranges.is_empty())
-        || (sum_is_finite && headers.iter().all(|header| header.loss_sum.is_finite()))
+        || (sum_is_finite && headers.iter().all(|h| h.loss_sum.is_finite() && !h.has_nonfinite_sum))
 }
 
 #[cfg(test)]

@@ -164,6 +164,12 @@ impl Session {
         Ok(())
     }
 
+    /// Whether the state that is broadcast was just created, by the root alone.
+    pub fn receives_created(&self) -> bool {
+        let Phase::Repairing(group, repairing) = &self.phase else { return false };
+        repairing.record.as_ref().is_some_and(|record| record.created == group.generation.0)
+    }
+
     /// This rank has started to build its NCCL communicator.
     pub fn nccl_started(&mut self) {
         self.end_task(&Task::BuildNccl);

@@ -32,6 +32,9 @@ pub struct JobPlan {
     pub exports_best: bool,
     /// Whether the model has tables, so that all ranks take part in each look-up of rows.
     pub has_tables: bool,
+    /// Whether the optimizer's state is divided over the group, so that no rank can give all of it
+    /// to a joining worker.
+    pub shards_optimizer: bool,
 }
 
 #[cfg(test)]
@@ -50,6 +53,7 @@ impl JobPlan {
             allows_mixed_builds: false,
             exports_best: false,
             has_tables: false,
+            shards_optimizer: false,
         }
     }
 }

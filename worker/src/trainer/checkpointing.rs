@@ -140,6 +140,7 @@ fn locate(
         best_metric: None,
         program: None,
         tables: Vec::new(),
+        shards_optimizer: options.shard_optimizer,
     };
     let exclusive = options.checkpoints.as_ref().is_some_and(|spec| spec.exclusive);
     Ok((Locations { own, from, exclusive, passed_over: Vec::new() }, fingerprint))

@@ -4,12 +4,14 @@
 use std::time::Duration;
 
 use elasticdl_proto::{CheckpointNews, Evaluated, WorkerMessage};
+use elasticdl_tables::SavedShards;
 
 use super::Trainer;
 use super::checkpointing::Checkpointing;
 use super::row_tables::{LostRows, RowTables};
+use super::sharded::ShardedOptimizer;
 use super::stopped::Stopped;
-use crate::checkpoint::{Completion, OwnShard, RestoreError};
+use crate::checkpoint::{Completion, OwnShard, RestoreError, SavedPart};
 use crate::failure::{Failure, call_user};
 use crate::model::Model;
 use crate::session::checkpoint::Task;
@@ -52,9 +54,14 @@ impl<M: Model> Trainer<'_, M> {
         if let Some(step) = self.session.poll_hung_checkpoint(now) {
             tell(CheckpointNews::Failed { step, error: HANGS.into() });
         }
+        let has_parameters = self.sharded.as_ref().is_none_or(ShardedOptimizer::is_gathered);
         while let Some(task) = self.session.poll_checkpoint() {
             match task {
                 Task::Commit { step, parts } => store.commit(step, &parts),
+                // The links broke before the parameters of the step were here.
+                Task::Write { step, .. } if !has_parameters => {
+                    self.session.wrote_part(step, Err(()));
+                }
                 Task::Write { step, generation, rank, world_size, is_last } => {
                     let state = self.session.state().expect("a state was just committed");
                     assert_eq!(state.step, step, "a checkpoint is of the state as it is now");
@@ -63,8 +70,15 @@ impl<M: Model> Trainer<'_, M> {
                     let slots = self.tensors.to_host(Tensor::Slots)?;
                     let patience = if is_last { patience_of_end } else { Duration::ZERO };
                     let shard = OwnShard { step, generation, rank, world_size, patience };
-                    let rows = self.tables.as_ref().map(|tables| tables.save(step));
-                    store.write(shard, state.record(), (&parameters, &slots), rows);
+                    let rows = self.tables.as_ref().map(|tables| {
+                        let SavedShards { of_ranks, owned } = tables.save(step);
+                        (of_ranks, SavedPart::Rows(owned))
+                    });
+                    let chunks = self.sharded.as_ref().map(|sharded| {
+                        let (of_ranks, owned) = sharded.chunks().save();
+                        (of_ranks, SavedPart::Chunks(owned))
+                    });
+                    store.write(shard, state.record(), (&parameters, &slots), rows.or(chunks));
                     // A copy of one rank's memory proves nothing about the others'.
                     let digest = digest_of(&parameters, &slots, state);
                     let took = self.machine.now() - begun;
@@ -79,7 +93,9 @@ impl<M: Model> Trainer<'_, M> {
     /// initial one.
     pub(super) fn create_state(&mut self) -> Result<(), Stopped> {
         let Self { model, tensors, checkpoints, outbox, session, exports, tables, .. } = self;
+        let sharded = &mut self.sharded;
         let lost = tables.as_ref().and_then(RowTables::lost);
+        let lost = lost.or_else(|| sharded.as_ref().and_then(ShardedOptimizer::lost));
         if let Some(LostRows { step, shards, row_touches }) = lost {
             let news = CheckpointNews::RowsLost { step, shards, row_touches };
             outbox.send(WorkerMessage::Checkpoint(news));
@@ -128,9 +144,10 @@ impl<M: Model> Trainer<'_, M> {
                 let error = format!("{} holds an inconsistent ledger", restored.name);
                 return Err(Failure::fatal(error).into());
             }
-            if let Some(tables) = tables {
-                let generation = tensors.group_mut()?.generation();
-                tables.restored(generation, restored.name.clone(), restored.same_run);
+            let generation = tensors.group_mut()?.generation();
+            let of_tables = tables.iter_mut().map(|tables| &mut tables.peers);
+            for peers in of_tables.chain(sharded.iter_mut().map(|sharded| &mut sharded.peers)) {
+                peers.restored(generation, restored.name.clone(), restored.same_run);
             }
             let mut differences = restored.differences;
             if *allows_mixed_builds {

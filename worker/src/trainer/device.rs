@@ -25,7 +25,7 @@ pub(crate) fn nccl_policy() -> NcclPolicy {
 }
 
 /// Whether the model computes on a GPU.
-pub(super) fn is_on_gpu<M: Model>(model: &mut M) -> bool {
+pub(crate) fn is_on_gpu<M: Model>(model: &mut M) -> bool {
     model.as_device_model().is_some()
 }
 

@@ -19,6 +19,7 @@ use crate::model::Model;
 use crate::session::FinalState;
 use crate::session::halt::Ending;
 use crate::tensor::Tensor;
+use crate::tensors::digest_without_slots;
 
 impl<M: Model> Trainer<'_, M> {
     /// The sum of a step's gradients is not finite, and such steps end the job.
@@ -39,6 +40,10 @@ impl<M: Model> Trainer<'_, M> {
         let Some(step) = self.session.state().map(|state| state.step) else { return Ok(()) };
         let rows = match &mut self.tables {
             Some(tables) => Some(tables.count(self.tensors.group_mut()?)?),
+            None => None,
+        };
+        let chunks = match &mut self.sharded {
+            Some(sharded) => Some(sharded.count(self.tensors.group_mut()?)?),
             None => None,
         };
         let parameters_are_finite =
@@ -63,7 +68,13 @@ impl<M: Model> Trainer<'_, M> {
             summary = call_user("summary()", || model.summary(&parameters)).unwrap_or_else(Some);
         }
         let state = self.session.state().expect("it was there above");
-        let digest = self.tensors.digest(state)?;
+        let digest = match chunks {
+            Some(chunks) => {
+                let parameters = self.tensors.to_host(Tensor::Parameters)?;
+                digest_without_slots(&parameters, state).wrapping_add(chunks)
+            }
+            None => self.tensors.digest(state)?,
+        };
         let last = FinalState {
             digest: rows.map_or(digest, |rows| digest.wrapping_add(rows.digest)),
             parameters_are_finite,

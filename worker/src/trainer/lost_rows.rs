@@ -5,7 +5,8 @@ use elasticdl_proto::{CheckpointNews, WorkerMessage};
 use elasticdl_tables::SavedShard;
 
 use super::Trainer;
-use super::row_tables::{Loss, RowTables};
+use super::peers::refused;
+use super::row_tables::{Loss, LostRows, RowTables};
 use super::stopped::{Stopped, decode_all};
 use crate::checkpoint::RestoreError;
 use crate::failure::Failure;
@@ -84,11 +85,8 @@ impl RowTables {
             shards.push(shard.map_err(|error| error.reason().to_owned())?);
             Ok(())
         };
-        match store.read_rows(checkpoint, wanted, &mut take) {
-            Ok(()) => Ok(Ok(shards)),
-            Err(RestoreError::Refused(error)) => Ok(Err(error)),
-            Err(RestoreError::Storage(error)) => Err(Failure::local(error)),
-        }
+        let read = refused(store.read_rows(checkpoint, wanted, &mut take))?;
+        Ok(read.map(|()| shards))
     }
 }
 
@@ -120,5 +118,19 @@ impl<M: Model> Trainer<'_, M> {
             tell(CheckpointNews::OlderRows { name, missing });
         }
         Ok(true)
+    }
+
+    /// The group goes back: this number of shards that belong to its state are lost, or those of
+    /// the checkpoint that it began from can't be read.
+    pub(super) fn go_back(&mut self, lost: Option<u32>) {
+        let Some(state) = self.session.state() else { return };
+        tracing::warn!(step = state.step, lost, "shards are missing; the group gives up its state");
+        let (step, row_touches) = (state.step, state.row_touches);
+        let lost = lost.map(|shards| LostRows { step, shards, row_touches });
+        self.tables.iter_mut().for_each(|tables| tables.go_back(lost));
+        self.sharded.iter_mut().for_each(|sharded| sharded.go_back(lost));
+        // Joining workers would go on with the state that the group gives up.
+        self.donor.dismiss();
+        self.session.go_back();
     }
 }

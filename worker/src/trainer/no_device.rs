@@ -10,7 +10,7 @@ use crate::update::UpdateRule;
 #[derive(Debug)]
 pub(super) enum NoModel {}
 
-pub(super) fn is_on_gpu<M: Model>(_: &mut M) -> bool {
+pub(crate) fn is_on_gpu<M: Model>(_: &mut M) -> bool {
     false
 }
 

@@ -8,7 +8,7 @@ use elasticdl_proto::RecordRange;
 
 use super::Trainer;
 use super::device::device_of;
-use crate::buckets::{self, RecordKeys};
+use crate::buckets::{self, Gradients, RecordKeys};
 use crate::failure::call_user;
 use crate::metrics;
 use crate::model::Model;
@@ -40,11 +40,20 @@ impl<M: Model> Trainer<'_, M> {
                 let batch = call_user("feed()", || model.feed(records))?;
                 let HostState { parameters, gradient, reduced, .. } = state;
                 let batch_of = (count, RecordKeys::new(self.seed, positions));
-                buckets::overlap(group, gradient, reduced, batch_of, bucket_len, |gradients| {
+                let compute = |gradients: &mut Gradients<'_>| {
                     let compute = || model.gradients(parameters, batch, gradients);
                     let loss = metrics::reporting(count, || call_user("gradients()", compute));
                     (loss, took())
-                })
+                };
+                match &mut self.sharded {
+                    Some(sharded) => {
+                        let sums = sharded.begin_sums();
+                        buckets::overlap_with(group, gradient, sums, batch_of, compute)
+                    }
+                    None => {
+                        buckets::overlap(group, gradient, reduced, batch_of, bucket_len, compute)
+                    }
+                }
             }
             // The host path copies a gradient when it is complete.
             Tensors::Device { group: Some(group), state, .. } if has_peers && is_over_nccl => {

@@ -45,7 +45,12 @@ impl<M: Model> Trainer<'_, M> {
         };
         let mut mine = self.session.header(digest);
         let leaves = self.session.is_leaving() || self.session.program_failure().is_some();
-        mine.leaves = self.tables.is_some() && leaves;
+        let owns = self.tables.is_some() || self.sharded.is_some();
+        mine.leaves = owns && leaves;
+        if let Some(sharded) = &self.sharded {
+            mine.has_nonfinite_sum = sharded.has_nonfinite_sum();
+            mine.chunk_digest = sharded.chunks().window_digest();
+        }
         mine.tables = held;
         Ok(header::encode(&mine))
     }

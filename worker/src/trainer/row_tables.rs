@@ -17,17 +17,16 @@ use elasticdl_tables::{
     Recovery, RowGradients, SHARDS, SavedShards, Settings, StepCommit, Table,
 };
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::Trainer;
+use super::peers::{Peers, Source, all_have_read};
 use super::stopped::{Stopped, decode_all};
 use super::table_memory::{self, TableMemory};
 use super::work::Work;
 use crate::failure::{Failure, call_user};
 use crate::machine::{CheckpointStore, Group};
 use crate::model::Model;
-use crate::session::InvalidData;
-use crate::session::header::{self, HeldRows, SyncHeader};
+use crate::session::header::{self, HeldRows};
 
 /// The tables of a job on this worker.
 #[derive(Debug)]
@@ -40,8 +39,8 @@ pub(crate) struct RowTables {
     looked_up: bool,
     /// Step of the parameters that this joining worker has fetched, and its generation.
     fetched: Option<(u64, Generation)>,
-    /// What the ranks of the group told about their rows, and their hosts.
-    synced: Vec<(Option<OwnedHeader>, u64)>,
+    /// The ranks of the group.
+    pub(super) peers: Peers,
     /// Touches of the rows of all ranks of the group, once they are counted.
     counted: Option<Counted>,
     /// What this rank held lately.
@@ -52,9 +51,6 @@ pub(crate) struct RowTables {
     pub(super) exported: Option<Option<Result<(), String>>>,
     /// The rows of the best model, if they are not exported yet.
     pub(super) rows_of_best: Option<SavedShards>,
-    /// The checkpoint from which this rank has created the state of the group of this generation:
-    /// its name, and whether this run wrote it.
-    restored: Option<(u64, (String, bool))>,
     /// What the group has given up because rows are lost, until it has a state again.
     lost: Option<LostRows>,
     /// Whether a group that has lost rows goes on with those of a checkpoint. Otherwise it goes
@@ -96,14 +92,14 @@ pub(super) struct Loss {
     pub(super) members: Vec<Member>,
 }
 
-/// Whether a group has the rows of its state.
+/// Whether a group has all shards of its state. `L`: what is lost.
 #[derive(Clone, Debug)]
-pub(super) enum Regrouped {
-    /// All ranks know who holds which rows.
+pub(super) enum Regrouped<L = Box<Loss>> {
+    /// All ranks know who holds which shards.
     Agreed,
     /// Shards are nowhere in the group.
-    Lost(Box<Loss>),
-    /// The checkpoint that the group begins from is damaged: some rank could not read its rows.
+    Lost(L),
+    /// The checkpoint that the group begins from is damaged: some rank could not read its part.
     Unreadable,
 }
 
@@ -130,12 +126,11 @@ impl RowTables {
             gradients: RowGradients::default(),
             looked_up: false,
             fetched: None,
-            synced: Vec::new(),
+            peers: Peers::default(),
             counted: None,
             held: None,
             exported: None,
             rows_of_best: None,
-            restored: None,
             lost: None,
             goes_on_with_older: false,
             memory_max: TableMemory::Any,
@@ -172,17 +167,11 @@ impl RowTables {
         self.owned.save()
     }
 
-    /// This rank has created the state of the group of this generation from a checkpoint, which
-    /// `same_run` has written, or another.
-    pub(super) fn restored(&mut self, generation: u64, name: String, same_run: bool) {
-        self.restored = Some((generation, (name, same_run)));
-    }
-
     /// The group gives up its state, with the rows, or a checkpoint if no rows are `lost`.
     pub(super) fn go_back(&mut self, lost: Option<LostRows>) {
         self.owned.clear();
         self.gradients.clear();
-        self.synced.iter_mut().for_each(|(header, _)| *header = None);
+        self.peers.go_back();
         (self.looked_up, self.fetched, self.counted) = (false, None, None);
         self.lost = self.lost.or(lost);
     }
@@ -220,12 +209,6 @@ impl RowTables {
         self.owned.header().or_else(|| fetched.map(of_joiner))
     }
 
-    /// Takes in what the ranks of a new group tell.
-    pub(super) fn synced(&mut self, headers: &[SyncHeader]) {
-        let host = |header: &SyncHeader| xxh3_64(header.origin.host.as_bytes());
-        self.synced = headers.iter().map(|h| (h.tables.clone(), host(h))).collect();
-    }
-
     /// This joining worker has the parameters of `step`, which its donor's group of `generation`
     /// committed.
     pub(super) fn fetched(&mut self, step: u64, generation: Generation) {
@@ -247,7 +230,7 @@ impl RowTables {
         self.looked_up = false;
         let committed_by = generation
             .map(|Generation(generation)| generation)
-            .or_else(|| OwnedHeader::generation_of(step + 1, &self.headers()));
+            .or_else(|| self.peers.generation_of(step + 1));
         let Some(of) = committed_by else { return Ok(()) };
         let is_held = self.owned.commit(StepCommit { generation: of, divisor, is_applied });
         if is_held || generation.is_none() {
@@ -256,10 +239,6 @@ impl RowTables {
         let error =
             format!("step {} is committed, and the gradients of its rows are not here", step + 1);
         Err(Failure::local(error))
-    }
-
-    fn headers(&self) -> Vec<Option<OwnedHeader>> {
-        self.synced.iter().map(|(header, _)| header.clone()).collect()
     }
 
     /// All ranks hold the parameters of `step`. They agree on who holds which rows, and read those
@@ -273,13 +252,9 @@ impl RowTables {
     ) -> Result<Regrouped, Stopped> {
         (self.looked_up, self.counted, self.held) = (false, None, None);
         (self.exported, self.rows_of_best) = (None, None);
-        let hosts = self.synced.iter().map(|(_, host)| *host);
-        let member = |(&WorkerId(worker), host)| Member { worker, host, leaves: false };
-        let members: Vec<Member> = members.iter().zip(hosts).map(member).collect();
+        let members = self.peers.members(members);
         let generation = group.generation();
-        let headers = self.headers();
-        let of_step = OwnedHeader::generation_of(step, &headers);
-        let recovery = of_step.and_then(|of| Recovery::plan(step, of, &headers));
+        let recovery = self.peers.recovery(step);
         if !recovery.as_ref().is_some_and(|recovery| recovery.holds[group.rank()]) {
             store.forget_rows();
         }
@@ -288,33 +263,19 @@ impl RowTables {
             self.lost = None;
             return Ok(Regrouped::Agreed);
         }
-        let (recovery, placement) = if let Some(recovery) = recovery {
-            let placement = self.owned.placement().filter(|_| group.rank() == recovery.root);
-            let mut bytes = placement.map(header::encode).unwrap_or_default();
-            group.broadcast_bytes(recovery.root, &mut bytes)?;
-            let placement = header::decode(&bytes).ok_or(InvalidData("a placement of rows"))?;
-            (recovery, placement)
-        } else {
-            let restored = self.restored.as_ref().filter(|(of, _)| *of == generation);
-            // The first rank creates the state.
-            let mut bytes = header::encode(&restored.map(|(_, checkpoint)| checkpoint));
-            group.broadcast_bytes(0, &mut bytes)?;
-            let restored: Option<(String, bool)> =
-                header::decode(&bytes).ok_or(InvalidData("a checkpoint's name"))?;
-            if let Some((name, same_run)) = restored {
+        let (recovery, placement) = match self.peers.source(group, step, &self.owned)? {
+            Source::Members(recovery, placement) => (recovery, placement),
+            Source::Checkpoint(name, same_run) => {
                 let checkpoint = (&*name, same_run);
                 let read = self.read(step, (generation, members), checkpoint, store)?;
-                let all: Vec<Option<String>> =
-                    decode_all(group.all_gather(&header::encode(&read.err()))?)?;
                 // All ranks know it, as any of them may create the next state.
-                let Some(reason) = all.into_iter().flatten().next() else {
+                let Err(reason) = all_have_read(group, read)? else {
                     self.lost = None;
                     return Ok(Regrouped::Agreed);
                 };
                 store.pass_over(checkpoint, &reason);
                 return Ok(Regrouped::Unreadable);
             }
-            (Recovery::of_nothing(generation, members.len()), self.owned.held_by_none())
         };
         let state = (step, placement.clone());
         let regrouped = self.owned.regroup(state, &recovery, (generation, members.clone()));
@@ -425,9 +386,12 @@ impl<M: Model> Trainer<'_, M> {
     pub(super) fn hand_over(&mut self, leaves: &[bool]) -> Result<(), Stopped> {
         if let Some(tables) = &mut self.tables {
             tables.hand_over(self.tensors.group_mut()?, leaves)?;
-            let leaving = leaves.iter().filter(|leaves| **leaves).count();
-            tracing::info!(leaving, "shards of tables are handed over");
         }
+        if let Some(sharded) = &mut self.sharded {
+            sharded.hand_over(self.tensors.group_mut()?, leaves)?;
+        }
+        let leaving = leaves.iter().filter(|leaves| **leaves).count();
+        tracing::info!(leaving, "shards are handed over");
         let failed = self.session.fails_after_hand_over();
         self.session.handed_over();
         failed.map_or(Ok(()), |of_program| Err(Failure::from(of_program).into()))

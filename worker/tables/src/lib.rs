@@ -36,7 +36,7 @@ pub use self::changes::{changed_shard, whole_shard};
 pub use self::export::{ExportedRows, Part, collect};
 pub use self::lookup::{BatchRows, Ids, RowGradients, TableGradients, id_of};
 pub use self::optimizer::RowOptimizer;
-pub use self::owned::chunks::{ChunkLayout, ChunkSums, ChunkUpdate, Chunks};
+pub use self::owned::chunks::{ChunkLayout, ChunkSums, ChunkUpdate, Chunks, SavedChunk};
 pub use self::owned::contents::{HeldRow, OwnedSize};
 pub use self::owned::recovery::{LostShards, OwnedHeader, Recovery};
 pub use self::owned::round::StepCommit;

@@ -104,6 +104,16 @@ pub(crate) struct TuningOptions {
           value_parser = values::choice(LINK_ENCRYPTIONS))]
     pub(crate) link_encryption: LinkEncryption,
 
+    /// Divide the optimizer's state over the workers, each part on two of them.
+    ///
+    /// A worker then needs less memory: with AdamW, W workers and n parameters, 8 + 24/W bytes per
+    /// parameter instead of 24. Each step also sends all parameters to all workers. Up to one worker
+    /// can be lost at once without any loss; if two are, in the seconds before the group has made new
+    /// copies, it goes back to the newest checkpoint. For optimizers of the library, and rules that
+    /// are element-wise; not for PyTorch, models on GPUs or models with tables.
+    #[arg(long)]
+    pub(crate) shard_optimizer: bool,
+
     /// Number of workers that hold each row of the model's tables, 1 to 3.
     ///
     /// Up to one worker fewer can be lost at once without any loss of rows; they are on different

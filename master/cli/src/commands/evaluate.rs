@@ -90,6 +90,7 @@ mod tests {
             "resume",
             "resume-from",
             "seed",
+            "shard-optimizer",
             "shuffle",
             "shuffle-buffer",
             "success-policy",

@@ -218,6 +218,13 @@ fn state_lost(lost: &StateLoss, summary: &Summary) -> String {
 
 fn rows_lost(lost: &RowsLoss) -> String {
     let RowsLoss { count, at_step, row_touches, missing } = lost;
+    if (*row_touches, *missing) == (0, None) {
+        let times = times(*count);
+        return format!(
+            "PARTS LOST{times} at step {at_step}: all copies of parts of the state were lost with \
+             their workers; the group went back to the newest checkpoint"
+        );
+    }
     let what = match missing {
         None => format!(", and {row_touches} touches of rows since the last checkpoint"),
         Some(missing) => format!(
@@ -489,6 +496,11 @@ job mnist: completed after 1.50 s
             touches of rows since the last checkpoint";
         assert_eq!(to_table(&lost, Paths::default()).lines().next(), Some(first));
         assert_eq!(super::warnings(&lost, false)[0], first);
+        // No touches of rows are lost with a part of the optimizer's state.
+        let parts =
+            Summary { rows_lost: Some(RowsLoss { row_touches: 0, ..rows }), ..lost.clone() };
+        let first = &super::warnings(&parts, false)[0];
+        assert!(first.starts_with("PARTS LOST at step 80: all copies of parts"), "{first}");
         let rows = RowsLoss { row_touches: 0, missing: Some(7), ..rows };
         let lost = Summary { rows_lost: Some(rows), ..lost };
         let first = "ROWS LOST at step 80: all copies of rows were lost with their workers; \

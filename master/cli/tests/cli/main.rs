@@ -530,6 +530,7 @@ fn the_help_names_each_option_within_100_columns() {
         "--wire-dtype",
         "--channels",
         "--link-encryption",
+        "--shard-optimizer",
         "--table-replicas",
         "--on-rows-lost",
         "--table-memory",

@@ -77,7 +77,7 @@ impl Job {
             join_window_open: self.lifecycle.is_join_window_open(now),
             admits: !is_ending,
             // A group that is at its end hands nothing over.
-            keeps_leavers: self.reporting.may_have_tables()
+            keeps_leavers: (self.spec.shard_optimizer || self.reporting.may_have_tables())
                 && (self.group.is_broken() || self.is_at_end()),
         };
         if let Some(Change { members, abort }) = self.group.next(&self.workers, limits) {

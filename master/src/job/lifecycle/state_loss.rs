@@ -99,6 +99,9 @@ impl Job {
         let touches = self.reporting.regain_rows(0);
         let what = match touches {
             None => format!("all workers are lost{cause}"),
+            Some(_) if self.spec.shard_optimizer => {
+                format!("workers with all copies of parts of the optimizer's state are lost{cause}")
+            }
             Some(touches) => format!(
                 "workers with all copies of rows are lost{cause}, with {touches} row touches"
             ),

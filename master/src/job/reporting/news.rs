@@ -92,13 +92,17 @@ impl Job {
             CheckpointNews::RowsLost { step, shards, row_touches } => {
                 let is_new = self.reporting.lose_rows(step, row_touches);
                 let then = match self.spec.on_rows_lost {
-                    OnRowsLost::GoBack => ": the group goes back",
-                    OnRowsLost::Stale => "",
+                    OnRowsLost::Stale if !self.spec.shard_optimizer => "",
+                    _ => ": the group goes back",
+                };
+                let what = match self.spec.shard_optimizer {
+                    true => "the optimizer's state",
+                    false => "the model's tables",
                 };
                 is_new.then(|| {
                     format!(
-                        "all copies of {shards} parts of the model's tables are lost with their \
-                         workers at step {step}{then}"
+                        "all copies of {shards} parts of {what} are lost with their workers at \
+                         step {step}{then}"
                     )
                 })
             }

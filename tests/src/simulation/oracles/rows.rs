@@ -6,6 +6,8 @@
 //! * All ranks of a generation have one placement after each step. Each shard has a holder, and no
 //!   holder twice.
 //! * A rank is given rows as of its last commit.
+//! * The same of the chunks of an optimizer's state, each of which is what the parameters of the
+//!   chunk say that it is.
 //! * Rows are lost only if as many workers are lost as hold each shard. A worker that leaves is not
 //!   lost until it is released.
 
@@ -81,7 +83,13 @@ impl World {
         self.check_placement(p, (generation.0, *step), placement);
     }
 
-    fn check_placement(&mut self, p: usize, at: (u64, u64), placement: &Placement) {
+    /// Checks who holds shards after a step of a group.
+    pub(in crate::simulation) fn check_placement(
+        &mut self,
+        p: usize,
+        at: (u64, u64),
+        placement: &Placement,
+    ) {
         let mut holders = (0..placement.shards()).map(|shard| placement.holders(shard));
         let is_wrong = |holders: &&[u64]| {
             holders.is_empty() || holders.iter().collect::<BTreeSet<_>>().len() < holders.len()
@@ -103,7 +111,7 @@ impl World {
         let is_member = |worker| published.members.iter().any(|(id, _)| id.0 == worker);
         let placement = placement.within(is_member);
         let holders = (0..placement.shards()).map(|shard| placement.holders(shard));
-        let copies = self.setting.tables.map_or(1, |tables| tables.copies as usize);
+        let copies = self.setting.copies();
         let least = holders.clone().map(<[u64]>::len).min().unwrap_or(0);
         let rows = &mut self.oracle.rows;
         if least >= copies.min(published.members.len()) && rows.whole_at <= at {

@@ -102,6 +102,10 @@ counts! {
     row_commits,
     /// Ranks that said that all copies of rows are lost.
     rows_lost,
+    /// Commits of chunks of an optimizer's state on a rank.
+    chunk_commits,
+    /// Commits on a rank whose group broke before it had the parameters.
+    not_gathered,
     /// Evaluations of the model on a rank.
     evaluations,
 }

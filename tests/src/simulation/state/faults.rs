@@ -180,12 +180,12 @@ impl FaultPlan {
         let may_leave = !is_control_only && setting.bad_host.is_none();
         let mut of_leaves = SimRng::new(spec.seed.rotate_left(36));
         for fault in faults.iter_mut().filter(|_| may_leave) {
-            if of_leaves.chance(1, if setting.tables.is_some() { 3 } else { 12 }) {
+            if of_leaves.chance(1, if setting.shards() > 0 { 3 } else { 12 }) {
                 fault.kind = FaultKind::LeaveAndCrash;
             }
         }
         let mut of_rows = SimRng::new(spec.seed.rotate_left(44));
-        for fault in faults.iter_mut().filter(|_| setting.tables.is_some()) {
+        for fault in faults.iter_mut().filter(|_| setting.shards() > 0) {
             if of_rows.chance(1, 3) {
                 fault.moment = Some(Moment::Exchanging);
             }
@@ -216,7 +216,9 @@ fn draw_rare(faults: &mut VecDeque<Fault>, setting: &Setting, rng: &mut SimRng) 
         }
     }
     // A bit flips where no other fault leaves the worker alone with its state.
-    if !setting.has_storm && setting.bad_host.is_none() && rng.chance(1, 20) {
+    // With chunks, the owner of a parameter overwrites it on all ranks.
+    let may_flip = !setting.has_storm && setting.bad_host.is_none() && setting.chunks.is_none();
+    if may_flip && rng.chance(1, 20) {
         let kind = FaultKind::Flip;
         let (moment, target) = (Some(Moment::Replicated), Target::AtMoment);
         faults.push_back(Fault { after: 1, moment, wait_max: 20_000, kind, target });

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-use elasticdl::simulated::Settings;
+use elasticdl::simulated::{ChunkLayout, Settings};
 use elasticdl_master::job::{
     Batch, CheckpointEvery, CheckpointSpec, JobSpec, LaunchId, ValidationSpec,
 };
@@ -40,6 +40,9 @@ pub(crate) struct Setting {
     pub(crate) zones: usize,
     /// How the model's tables are divided; `None`: it has none.
     pub(crate) tables: Option<Settings>,
+    /// How many parameters a chunk of the optimizer's state has, and how many bytes of chunks are
+    /// copied at a time; `None`: each worker holds all of it.
+    pub(crate) chunks: Option<(usize, u64)>,
 }
 
 impl Setting {
@@ -96,7 +99,11 @@ impl Setting {
             gpus: Gpus::draw(&mut SimRng::new(seed.rotate_left(32))),
             zones: 1 + SimRng::new(seed.rotate_left(8)).below(3) as usize,
             tables: tables(&mut SimRng::new(seed.rotate_left(12)), seed),
+            chunks: None,
         };
+        if setting.tables.is_none() {
+            setting.draw_chunks(&mut SimRng::new(seed.rotate_left(28)));
+        }
         if setting.may_restore_stale
             && let Some(host) = bad_host(&mut SimRng::new(seed.rotate_left(40)))
         {
@@ -122,6 +129,33 @@ impl Setting {
         } else if rng.chance(1, 40) {
             (self.has_storm, self.spec.max_worker_restarts) = (true, 3);
         }
+    }
+
+    /// Draws how the optimizer's state is divided, if it is.
+    fn draw_chunks(&mut self, rng: &mut SimRng) {
+        if rng.chance(1, 7) {
+            let chunks = rng.between(1, 8) as usize;
+            self.chunks = Some((self.parameters().div_ceil(chunks), rng.between(1, 300)));
+            (self.spec.shard_optimizer, self.gpus) = (true, None);
+        }
+    }
+
+    /// How the optimizer's state is divided, if it is.
+    pub(crate) fn layout(&self) -> Option<ChunkLayout> {
+        let (parameters, slots) = (self.parameters(), 1);
+        self.chunks.map(|(chunk_len, _)| ChunkLayout { parameters, slots, chunk_len })
+    }
+
+    /// Number of shards of tables, or of the optimizer's state.
+    pub(crate) fn shards(&self) -> u32 {
+        let chunks = self.layout().map(|layout| layout.chunks());
+        self.tables.map(|tables| tables.shards).or(chunks).unwrap_or(0)
+    }
+
+    /// Number of copies of each of them.
+    pub(crate) fn copies(&self) -> usize {
+        let of_chunks = if self.chunks.is_some() { 2 } else { 1 };
+        self.tables.map_or(of_chunks, |tables| tables.copies as usize)
     }
 
     /// Number of records of one epoch.

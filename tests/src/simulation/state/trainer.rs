@@ -40,6 +40,8 @@ pub(crate) struct Trainer {
     pub(crate) lineage: u64,
     /// Whether it has created a state, and not reported it yet.
     pub(crate) has_created: bool,
+    /// Whether it has installed a state of its group whose parameters have not arrived yet.
+    pub(crate) has_installed: bool,
     pub(crate) ring: Option<Ring>,
     /// State of NCCL on all ranks, from the round of its last turn.
     pub(crate) builds: Option<Vec<NcclBuild>>,

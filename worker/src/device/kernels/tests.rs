@@ -144,7 +144,7 @@ fn a_step_is_bit_identical_to_the_cpu() {
         for step in 0..5 {
             let sum = numbers(LEN, 10 + step);
             let (parameters, slots) = (&mut on_cpu.0[..], &mut on_cpu.1[..]);
-            optimizer.apply(Update { step, records: 7, sum: &sum, parameters, slots });
+            optimizer.apply(Update::new(step, 7, &sum, parameters, slots));
             let slots = on_gpu.1.as_mut_ptr() as u64;
             let arguments_base = Step {
                 sum: sum.as_ptr() as u64,
@@ -289,7 +289,7 @@ fn kernels_on_a_device_compute_the_same() {
                 )
                 .unwrap();
             let (parameters, slots) = (&mut on_cpu.0[..], &mut on_cpu.1[..]);
-            optimizer.apply(Update { step, records: 7, sum: &sum, parameters, slots });
+            optimizer.apply(Update::new(step, 7, &sum, parameters, slots));
         }
         let (parameters, slots) =
             (stream.clone_dtoh(&parameters).unwrap(), stream.clone_dtoh(&slots).unwrap());

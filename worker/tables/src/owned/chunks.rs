@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64_with_seed};
 
 use super::round::StepCommit;
 use super::saved::SavedShard;
@@ -25,6 +25,9 @@ use crate::wire::{InvalidRows, Message, put, put_u32};
 
 /// A worker's chunks of the optimizer's state.
 pub type Chunks = Ownership<ChunkLayout>;
+
+/// A chunk as of a step.
+pub type SavedChunk = SavedShard<Vec<f32>>;
 
 /// How a flat vector of parameters is cut into chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,9 +100,23 @@ impl ChunkLayout {
     }
 
     /// Takes the slots of a chunk out of those of all parameters: `[slots, parameters]`.
-    pub fn cut(&self, chunk: u32, slots: &[f32]) -> Vec<f32> {
+    pub fn cut(&self, chunk: u32, slots: &[f32]) -> SavedChunk {
         let of_slot = |slot: &[f32]| slot[self.range(chunk)].to_vec();
-        slots.chunks_exact(self.parameters.max(1)).flat_map(of_slot).collect()
+        let cut = slots.chunks_exact(self.parameters.max(1)).flat_map(of_slot);
+        SavedShard::new(chunk, cut.collect())
+    }
+
+    /// Digest of all slots: the sum, modulo 2^64, of those of the chunks, as [`Chunks::digest`] is
+    /// over all ranks.
+    pub fn digest(&self, slots: &[f32]) -> u64 {
+        let of_chunk = |chunk: u32| {
+            let mut digest = Xxh3::with_seed(u64::from(chunk) | CHUNK);
+            for slot in slots.chunks_exact(self.parameters.max(1)) {
+                digest.update(bytemuck::cast_slice(&slot[self.range(chunk)]));
+            }
+            digest.digest()
+        };
+        (0..self.chunks()).map(of_chunk).fold(0, u64::wrapping_add)
     }
 
     /// Puts the slots of a chunk where they belong in those of all parameters.
@@ -111,11 +128,11 @@ impl ChunkLayout {
         }
     }
 
-    /// Reads what [`SavedShard::to_bytes`] has written of a chunk.
+    /// Reads what [`SavedChunk::encode`](SavedShard::encode) has written of a chunk.
     ///
     /// # Errors
     /// It is no chunk of this number.
-    pub fn decode(&self, chunk: u32, bytes: &[u8]) -> Result<SavedShard<Vec<f32>>, InvalidRows> {
+    pub fn decode(&self, chunk: u32, bytes: &[u8]) -> Result<SavedChunk, InvalidRows> {
         let mut message = Message(bytes);
         let slots =
             if chunk < self.chunks() { message.column(self.floats(chunk))? } else { vec![] };
@@ -133,6 +150,13 @@ impl Chunks {
         let copy_bytes = COPY_BYTES_MIN.max(bytes / COPY_STEPS);
         let settings = Settings { seed: 0, shards: layout.chunks(), copies: COPIES, copy_bytes };
         Self::of(me, settings, layout)
+    }
+
+    /// Sets how many bytes a worker sends and receives between two steps, to copy chunks; at least
+    /// one chunk.
+    pub fn copying(mut self, bytes: u64) -> Self {
+        self.settings.copy_bytes = bytes;
+        self
     }
 
     /// How the parameters are cut.
@@ -207,7 +231,11 @@ impl Chunks {
 
     /// Whether this worker needs the sum of a chunk: it holds the chunk, or is about to.
     pub fn needs_sum(&self, chunk: u32) -> bool {
-        self.committed().shards.contains_key(&chunk) || self.group().copied.contains_key(&chunk)
+        let is_copied = || {
+            let mut copies = self.group().copies.iter();
+            copies.any(|copy| copy.shard == chunk && copy.to == self.me)
+        };
+        self.committed().shards.contains_key(&chunk) || is_copied()
     }
 
     /// Keeps the sums of all chunks that this worker [needs](Self::needs_sum) until the step is
@@ -238,6 +266,11 @@ impl Chunks {
         Some(gradients)
     }
 
+    /// The slots of the chunks that this worker holds.
+    pub fn slots(&self) -> impl Iterator<Item = (u32, &[f32])> {
+        self.held().map(|(chunk, slots)| (chunk, slots.as_slice()))
+    }
+
     /// The rank that answers for a chunk.
     pub fn owner(&self, chunk: u32) -> usize {
         self.group().owner(chunk)
@@ -260,7 +293,7 @@ impl Chunks {
 
     /// The numbers of the chunks that each rank owns, by rank, and the chunks of this one, as of
     /// the last commit. Later commits do not change them.
-    pub fn save(&self) -> (Vec<Vec<u32>>, Vec<SavedShard<Vec<f32>>>) {
+    pub fn save(&self) -> (Vec<Vec<u32>>, Vec<SavedChunk>) {
         (self.of_ranks(), self.saved())
     }
 
@@ -272,19 +305,24 @@ impl Chunks {
     }
 }
 
-impl SavedShard<Vec<f32>> {
-    /// Number of the chunk.
-    pub fn number(&self) -> u32 {
-        self.number
-    }
-
+impl SavedChunk {
     /// Its slots.
     pub fn slots(&self) -> &[f32] {
         &self.shard
     }
 
+    /// Number of the chunk.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Whether all of them are finite.
+    pub fn is_finite(&self) -> bool {
+        self.shard.iter().all(|slot| slot.is_finite())
+    }
+
     /// Its bytes, for [`ChunkLayout::decode`].
-    pub fn to_bytes(&self) -> Vec<u8> {
+    pub fn encode(self) -> Vec<u8> {
         bytemuck::cast_slice(&self.shard[..]).to_vec()
     }
 }

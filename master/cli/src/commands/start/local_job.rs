@@ -291,6 +291,7 @@ mod tests {
             bad_records_max: 0,
             table_replicas: 2,
             on_rows_lost: Default::default(),
+            shard_optimizer: false,
             table_memory: None,
             export_changes_since: None,
             restart_without_checkpoint: false,

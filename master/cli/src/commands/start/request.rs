@@ -83,6 +83,7 @@ impl StartRequest {
                     bad_records_max: data.bad_records.bad_records,
                     table_replicas: tuning.table_replicas,
                     on_rows_lost: tuning.on_rows_lost,
+                    shard_optimizer: tuning.shard_optimizer,
                     table_memory: tuning.table_memory,
                     export_changes_since: tuning.export_changes_since,
                     on_nonfinite: options.resilience.on_nonfinite,

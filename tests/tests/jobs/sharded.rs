@@ -1,0 +1,169 @@
+//! `--shard-optimizer`: the optimizer's state is on two workers each, and the bits are those of a
+//! job whose workers hold all of it, under faults too.
+
+use std::path::Path;
+use std::sync::OnceLock;
+
+use elasticdl_tests::{Command, DeterminismCase, Ended, JobFixture, Programs, send};
+use rand::SeedableRng;
+use rand::rngs::ChaCha8Rng;
+use rustix::process::Signal;
+
+use crate::PROGRAMS;
+
+/// The model whose jobs end with the same parameters.
+const DETERMINISTIC: Programs = Programs {
+    elasticdl: env!("CARGO_BIN_EXE_determinism"),
+    counting: env!("CARGO_BIN_EXE_determinism"),
+};
+
+fn digest(ended: &Ended) -> String {
+    ended.summary().digest.clone().expect("a completed job has a digest")
+}
+
+/// Asserts that the cases have the bits of one worker that holds all of the state.
+fn assert_same_bits(cases: &[DeterminismCase]) {
+    static DIGEST: OnceLock<String> = OnceLock::new();
+    let expected =
+        DIGEST.get_or_init(|| digest(&DeterminismCase::UNDISTURBED[0].run(DETERMINISTIC, true)));
+    for case in cases {
+        let ended = case.run_sharded(DETERMINISTIC, true);
+        assert_eq!(digest(&ended), *expected, "{}: {}", case.name, ended.output);
+        assert_eq!(ended.summary().rows_lost, None, "{}", case.name);
+    }
+}
+
+#[test]
+fn any_number_of_workers_trains_the_bits_of_one_that_holds_all_of_the_state() {
+    assert_same_bits(&DeterminismCase::UNDISTURBED[..4]);
+}
+
+#[test]
+fn so_do_workers_that_are_killed_join_and_leave() {
+    assert_same_bits(&DeterminismCase::DISTURBED[..3]);
+}
+
+#[test]
+fn so_do_evicted_workers_another_master_and_a_resumed_job() {
+    assert_same_bits(&DeterminismCase::DISTURBED[3..6]);
+}
+
+#[test]
+fn two_workers_train_the_same_bits_in_both_modes_without_exact_sums() {
+    let two = DeterminismCase::EQUAL_SHARES;
+    let expected = digest(&two.run(DETERMINISTIC, false));
+    assert_eq!(digest(&two.run_sharded(DETERMINISTIC, false)), expected);
+}
+
+/// A job of this many workers that counts in the optimizer's state, of three chunks.
+fn fixture(workers: u32) -> JobFixture {
+    let fixture = JobFixture::new(PROGRAMS, workers);
+    JobFixture { program_options: &["--slots"], parameters: 12_000, ..fixture }
+}
+
+fn command(fixture: &JobFixture, dir: &Path) -> Command {
+    let command = fixture.command(1).option("checkpoint-dir", dir);
+    command.option("checkpoint-every", "15").flag("shard-optimizer")
+}
+
+#[test]
+fn workers_that_are_killed_in_turn_lose_nothing() {
+    let fixture = fixture(3);
+    let command = fixture.command(1).option("checkpoint-dir", "none").flag("shard-optimizer");
+    let mut job = command.start().keeping(fixture.folder);
+    let mut rng = ChaCha8Rng::seed_from_u64(1);
+    job.wait_for_first_steps();
+    for _ in 0..3 {
+        let (worker, pid) = job.any_worker(&mut rng).expect("workers are there");
+        send(pid, Signal::KILL);
+        job.wait_for_members_without(3, &[worker]);
+        // Few chunks are copied between two steps.
+        job.wait_for_next_step();
+        job.wait_for_next_step();
+    }
+    job.hurry();
+    let ended = job.wait();
+    ended.assert_exact("after three kills");
+    let summary = ended.summary();
+    assert_eq!((summary.rows_lost, summary.state_lost.clone()), (None, None), "{}", ended.output);
+}
+
+#[test]
+fn a_group_that_has_lost_both_copies_goes_back_to_the_newest_checkpoint() {
+    let fixture = fixture(3);
+    let dir = fixture.folder.path().join("checkpoints");
+    let mut job = command(&fixture, &dir).start();
+    job.wait_for("a checkpoint", |status| {
+        status.checkpoints.as_ref().is_some_and(|known| known.saved >= 1)
+    });
+    // All chunks are on one worker, or two: of three workers, each pair holds both copies of some.
+    job.workers().into_values().take(2).for_each(|pid| send(pid, Signal::KILL));
+    let ended = job.wait();
+    ended.assert_exact("after the loss of both copies");
+    let restored = &ended.summary().checkpoints.as_ref().unwrap().restored;
+    let lost = ended.summary().rows_lost;
+    assert_eq!(restored.len() as u64, lost.map_or(0, |lost| lost.count), "{}", ended.output);
+    assert!(ended.summary().state_lost.is_none(), "{}", ended.output);
+    if lost.is_some() {
+        for said in ["PARTS LOST at step", "parts of the optimizer's state are lost"] {
+            assert!(ended.output.contains(said), "{}", ended.output);
+        }
+    }
+}
+
+#[test]
+fn a_job_goes_on_from_the_checkpoints_of_either_mode_with_another_number_of_workers() {
+    for shards in [true, false] {
+        let first = JobFixture { micros_per_record: 200, ..fixture(3) };
+        let dir = first.folder.path().join("checkpoints");
+        let of_first = first.command(1).option("checkpoint-dir", &dir);
+        let of_first = of_first.option("checkpoint-every", "15");
+        let of_first = if shards { of_first.flag("shard-optimizer") } else { of_first };
+        let mut job = of_first.start();
+        job.wait_for("a checkpoint", |status| {
+            status.checkpoints.as_ref().is_some_and(|known| known.saved >= 1)
+        });
+        job.signal(Signal::TERM);
+        job.wait().assert_outcome(143, "stopped");
+        for (workers, shards_next) in [(1, true), (5, true), (2, false)] {
+            let next = JobFixture { micros_per_record: 20, ..fixture(workers) };
+            let next_command = next.command(1).option("resume-from", &dir);
+            let next_command = match shards_next {
+                true => next_command.flag("shard-optimizer"),
+                false => next_command,
+            };
+            let context = format!("{shards}, then {shards_next} with {workers} workers");
+            next_command.run().assert_exact(&context);
+        }
+    }
+}
+
+#[test]
+fn all_workers_that_are_lost_resume_from_a_checkpoint() {
+    let fixture = fixture(3);
+    let dir = fixture.folder.path().join("checkpoints");
+    let mut job = command(&fixture, &dir).start();
+    for saved in [1, 3] {
+        job.wait_for("a checkpoint", |status| {
+            status.checkpoints.as_ref().is_some_and(|known| known.saved >= saved)
+        });
+        job.signal_workers(Signal::KILL);
+    }
+    let ended = job.wait();
+    ended.assert_exact("after two losses");
+    assert!(ended.summary().checkpoints.as_ref().unwrap().restored.len() >= 2, "{}", ended.output);
+}
+
+#[test]
+fn a_model_whose_state_can_not_be_divided_is_refused_with_the_reason() {
+    let refused = |program_options, reason: &str| {
+        let fixture = JobFixture { program_options, ..fixture(2) };
+        let ended = fixture.command(1).flag("shard-optimizer").run();
+        let output = &ended.output;
+        assert!(ended.code != Some(0) && output.contains("--shard-optimizer can't be"), "{output}");
+        assert!(output.contains(reason), "{output}");
+        assert_eq!(ended.summary().steps, 0);
+    };
+    refused(&[], "does not say that it is element-wise");
+    refused(&["--slots", "--tables"], "the model has tables");
+}

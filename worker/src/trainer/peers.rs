@@ -1,0 +1,120 @@
+//! What the ranks of a new group tell each other about what is divided over them, and how they
+//! agree on who holds which part.
+
+use elasticdl_proto::WorkerId;
+use elasticdl_tables::{Content, Member, OwnedHeader, Ownership, Placement, Recovery};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::stopped::{Stopped, decode_all};
+use crate::checkpoint::RestoreError;
+use crate::failure::Failure;
+use crate::machine::Group;
+use crate::session::InvalidData;
+use crate::session::header::{self, SyncHeader};
+
+/// The ranks of a group, as they have told.
+#[derive(Debug, Default)]
+pub(super) struct Peers {
+    /// What each rank has, and its host.
+    told: Vec<(Option<OwnedHeader>, u64)>,
+    /// The checkpoint from which this rank has created the state of the group of this generation:
+    /// its name, and whether this run wrote it.
+    restored: Option<(u64, (String, bool))>,
+}
+
+/// Where a group's shards are.
+#[derive(Debug)]
+pub(super) enum Source {
+    /// In a checkpoint of this name; whether this run wrote it.
+    Checkpoint(String, bool),
+    /// On its members, and on those of earlier groups.
+    Members(Recovery, Placement),
+}
+
+impl Peers {
+    /// Takes in what the ranks of a new group tell.
+    pub(super) fn synced(&mut self, headers: &[SyncHeader]) {
+        let host = |header: &SyncHeader| xxh3_64(header.origin.host.as_bytes());
+        self.told = headers.iter().map(|h| (h.owned.clone(), host(h))).collect();
+    }
+
+    /// This rank has created the state of the group of this generation from a checkpoint, which
+    /// `same_run` has written, or another.
+    pub(super) fn restored(&mut self, generation: u64, name: String, same_run: bool) {
+        self.restored = Some((generation, (name, same_run)));
+    }
+
+    /// The group gives up its state.
+    pub(super) fn go_back(&mut self) {
+        self.told.iter_mut().for_each(|(header, _)| *header = None);
+    }
+
+    /// The members of the group, in the order of their ranks.
+    pub(super) fn members(&self, members: &[WorkerId]) -> Vec<Member> {
+        let hosts = self.told.iter().map(|(_, host)| *host);
+        let member = |(&WorkerId(worker), host)| Member { worker, host, leaves: false };
+        members.iter().zip(hosts).map(member).collect()
+    }
+
+    /// Generation of the group that committed `step`.
+    pub(super) fn generation_of(&self, step: u64) -> Option<u64> {
+        OwnedHeader::generation_of(step, &self.headers())
+    }
+
+    /// How the ranks come to one state of the shards of `step`; `None` if no rank has it.
+    pub(super) fn recovery(&self, step: u64) -> Option<Recovery> {
+        Recovery::plan(step, self.generation_of(step)?, &self.headers())
+    }
+
+    /// All ranks agree on where the shards of `step` are, of which this rank has `owned`.
+    pub(super) fn source<C: Content>(
+        &self,
+        group: &mut dyn Group,
+        step: u64,
+        owned: &Ownership<C>,
+    ) -> Result<Source, Stopped> {
+        if let Some(recovery) = self.recovery(step) {
+            let placement = owned.placement().filter(|_| group.rank() == recovery.root);
+            let mut bytes = placement.map(header::encode).unwrap_or_default();
+            group.broadcast_bytes(recovery.root, &mut bytes)?;
+            let placement = header::decode(&bytes).ok_or(InvalidData("a placement of shards"))?;
+            return Ok(Source::Members(recovery, placement));
+        }
+        let generation = group.generation();
+        let restored = self.restored.as_ref().filter(|(of, _)| *of == generation);
+        // The first rank creates the state.
+        let mut bytes = header::encode(&restored.map(|(_, checkpoint)| checkpoint));
+        group.broadcast_bytes(0, &mut bytes)?;
+        let restored: Option<(String, bool)> =
+            header::decode(&bytes).ok_or(InvalidData("a checkpoint's name"))?;
+        Ok(match restored {
+            Some((name, same_run)) => Source::Checkpoint(name, same_run),
+            None => {
+                let recovery = Recovery::of_nothing(generation, group.world_size());
+                Source::Members(recovery, owned.held_by_none())
+            }
+        })
+    }
+
+    fn headers(&self) -> Vec<Option<OwnedHeader>> {
+        self.told.iter().map(|(header, _)| header.clone()).collect()
+    }
+}
+
+/// Separates what no worker can read, the inner error, from what this one can't read now.
+pub(super) fn refused<T>(read: Result<T, RestoreError>) -> Result<Result<T, String>, Failure> {
+    match read {
+        Ok(read) => Ok(Ok(read)),
+        Err(RestoreError::Refused(error)) => Ok(Err(error)),
+        Err(RestoreError::Storage(error)) => Err(Failure::local(error)),
+    }
+}
+
+/// All ranks learn whether each has `read` its shards, and if not, the first reason.
+pub(super) fn all_have_read(
+    group: &mut dyn Group,
+    read: Result<(), String>,
+) -> Result<Result<(), String>, Stopped> {
+    let all: Vec<Option<String>> = decode_all(group.all_gather(&header::encode(&read.err()))?)?;
+    Ok(all.into_iter().flatten().next().map_or(Ok(()), Err))
+}

@@ -1,0 +1,443 @@
+//! A sharded optimizer on the trainer: each rank holds the optimizer's state of some chunks of the
+//! parameters, and all parameters.
+//!
+//! ```text
+//!   compute ── all-reduce per bucket, of which a rank keeps the sums of its chunks ──► staged
+//!           ── headers of all ranks ──► update of its chunks, commit
+//!           ── parameters of all chunks, from their owners ──► next round
+//! ```
+//!
+//! **Invariant:** a rank gives its header of a step when its sums are staged, and updates nothing
+//! before it has the headers of all ranks. **Invariant:** the parameters are those of a step only
+//! while they are [gathered](ShardedOptimizer::is_gathered). A group gathers them after each
+//! commit, and at the end of each repair; what a broken group has left is overwritten there.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use elasticdl_collective::{CollectiveError, Communicator};
+use elasticdl_proto::{Generation, WorkerId};
+use elasticdl_tables::{ChunkLayout, ChunkSums, Chunks, OwnedHeader, StepCommit};
+
+use super::Trainer;
+use super::peers::{Peers, Source, all_have_read, refused};
+use super::row_tables::{LostRows, Regrouped, exchange};
+use super::stopped::{Stopped, decode_all, state_mismatch};
+use crate::buckets::{self, Bucket, BucketSums, Cut};
+use crate::failure::{Failure, call_user};
+use crate::machine::{CheckpointStore, Group};
+use crate::model::Model;
+use crate::optimizer::squares;
+use crate::session::header;
+use crate::tensors::{HostState, Tensors, is_finite};
+use crate::update::{Update, UpdateRule};
+
+/// The optimizer's state on this worker.
+#[derive(Debug)]
+pub(crate) struct ShardedOptimizer {
+    chunks: Chunks,
+    sums: StepSums,
+    pub(super) peers: Peers,
+    /// Whether this rank has the parameters of its step.
+    is_gathered: bool,
+    /// Digest of the chunks of all ranks of the group, once they are counted.
+    counted: Option<u64>,
+    /// What the group has given up because chunks are lost, until it has a state again.
+    lost: Option<LostRows>,
+    /// Parameters of a bucket, while they are exchanged.
+    scratch: Vec<f32>,
+}
+
+/// The sums of the step, as far as they are there.
+#[derive(Debug)]
+struct StepSums {
+    layout: ChunkLayout,
+    /// Number of parameters of a bucket, which has whole chunks.
+    bucket_len: usize,
+    /// Of the chunks that this rank needs.
+    sums: BTreeMap<u32, Vec<f32>>,
+    /// Whether they are finite.
+    are_finite: bool,
+    /// Sums of the squares of all chunks, if the update needs their norm.
+    squares: Option<Vec<f64>>,
+    /// The sum of a bucket.
+    bucket: Vec<f32>,
+}
+
+impl ShardedOptimizer {
+    /// `bucket_len`: of the model, if it has buckets.
+    pub(crate) fn new(chunks: Chunks, rule: &dyn UpdateRule, bucket_len: Option<usize>) -> Self {
+        let layout = chunks.layout();
+        let clips = rule.as_optimizer().is_some_and(|rule| rule.norm_limit().is_some());
+        let bucket_len = bucket_len.unwrap_or(BUCKET_LEN_MAX).min(BUCKET_LEN_MAX);
+        Self {
+            chunks,
+            sums: StepSums {
+                layout,
+                bucket_len: bucket_len.max(1).next_multiple_of(layout.chunk_len),
+                sums: BTreeMap::new(),
+                are_finite: true,
+                squares: clips.then(|| vec![0.0; layout.chunks() as usize]),
+                bucket: Vec::new(),
+            },
+            peers: Peers::default(),
+            is_gathered: false,
+            counted: None,
+            lost: None,
+            scratch: Vec::new(),
+        }
+    }
+
+    /// Whether a sum of the step is not finite that this rank has staged.
+    pub(super) fn has_nonfinite_sum(&self) -> bool {
+        !self.sums.are_finite
+    }
+
+    /// This worker's chunks.
+    pub(crate) fn chunks(&self) -> &Chunks {
+        &self.chunks
+    }
+
+    /// Whether this rank has the parameters of its step.
+    pub(crate) fn is_gathered(&self) -> bool {
+        self.is_gathered
+    }
+
+    /// What this worker tells a new group.
+    pub(super) fn header(&self) -> Option<OwnedHeader> {
+        self.chunks.header()
+    }
+
+    /// Whether the group has given its state up, as chunks are lost, and has no other one yet.
+    pub(crate) fn has_lost_chunks(&self) -> bool {
+        self.lost.is_some()
+    }
+
+    /// What the group has given up, as long as it has no other state.
+    pub(super) fn lost(&self) -> Option<LostRows> {
+        self.lost
+    }
+
+    /// The group gives up its state, or a checkpoint if no chunks are `lost`.
+    pub(super) fn go_back(&mut self, lost: Option<LostRows>) {
+        self.chunks.clear();
+        self.peers.go_back();
+        (self.is_gathered, self.counted) = (false, None);
+        self.lost = self.lost.or(lost);
+    }
+
+    /// The sums of the buckets that follow are those of a step.
+    pub(super) fn begin_sums(&mut self) -> &mut impl BucketSums {
+        let StepSums { layout, sums, are_finite, .. } = &mut self.sums;
+        *are_finite = true;
+        let mut spare = std::mem::take(sums);
+        for chunk in (0..layout.chunks()).filter(|&chunk| self.chunks.needs_sum(chunk)) {
+            let zeros = || vec![0.0; layout.range(chunk).len()];
+            sums.insert(chunk, spare.remove(&chunk).unwrap_or_else(zeros));
+        }
+        &mut self.sums
+    }
+
+    /// Sums the buckets that are not summed already, hands chunks to the ranks that are to hold
+    /// them, and keeps the sums until the step is committed.
+    fn sum(
+        &mut self,
+        group: &mut dyn Group,
+        gradient: &[f32],
+        summed: usize,
+    ) -> Result<(), Stopped> {
+        if summed == 0 {
+            self.begin_sums();
+        }
+        buckets::sum_rest_with(group, &[], gradient, &mut self.sums, summed)?;
+        if let Some(copies) = self.chunks.copies() {
+            let received = exchange(group, copies)?;
+            self.chunks.receive_copies(&received)?;
+        }
+        let norm = self.sums.squares.as_ref().map(|squares| squares.iter().sum::<f64>().sqrt());
+        self.chunks.stage(ChunkSums { sums: std::mem::take(&mut self.sums.sums), norm });
+        Ok(())
+    }
+
+    /// The step after `step` is committed, by the group of `generation` or, in a repair, by an
+    /// earlier one: updates the chunks that this rank holds, and their parameters.
+    ///
+    /// # Errors
+    /// As for [`RowTables::commit`](super::row_tables::RowTables::commit).
+    fn commit(
+        &mut self,
+        (step, generation): (u64, Option<Generation>),
+        (records, is_applied): (u64, bool),
+        rule: &mut dyn UpdateRule,
+        parameters: &mut [f32],
+    ) -> Result<(), Failure> {
+        self.is_gathered = false;
+        let committed_by = generation
+            .map(|Generation(generation)| generation)
+            .or_else(|| self.peers.generation_of(step + 1));
+        let Some(of) = committed_by else { return Ok(()) };
+        let mut applied = Ok(());
+        let commit = StepCommit { generation: of, divisor: records as f32, is_applied };
+        let sums = self.chunks.commit(commit, |chunk| {
+            let parameters = &mut parameters[chunk.range];
+            let update = Update::new(step, records, chunk.sum, parameters, chunk.slots);
+            let update = Update { norm: chunk.norm, ..update };
+            if applied.is_ok() {
+                applied = call_user("the update", || rule.apply(update));
+            }
+        });
+        applied.map_err(Failure::local)?;
+        match sums {
+            Some(ChunkSums { sums, .. }) => self.sums.sums = sums,
+            None if generation.is_none() => {}
+            None => {
+                let error = format!("step {} is committed, and its sums are not here", step + 1);
+                return Err(Failure::local(error));
+            }
+        }
+        Ok(())
+    }
+
+    /// Replaces the parameters of all chunks by those of their owners.
+    fn gather(&mut self, group: &mut dyn Group, parameters: &mut [f32]) -> Result<(), Stopped> {
+        let (layout, world, me) = (self.chunks.layout(), group.world_size(), group.rank());
+        self.scratch.resize(GATHERED_LEN_MAX.max(layout.chunk_len).min(layout.parameters), 0.0);
+        let per_bucket = (self.scratch.len() / layout.chunk_len).max(1) as u32;
+        let mut first = 0;
+        while first < layout.chunks() && world > 1 {
+            let chunks = first..(first + per_bucket).min(layout.chunks());
+            let mut of_ranks: Vec<Vec<Range<usize>>> = vec![Vec::new(); world];
+            chunks.clone().for_each(|c| of_ranks[self.chunks.owner(c)].push(layout.range(c)));
+            let mine: Vec<f32> =
+                of_ranks[me].iter().flat_map(|range| &parameters[range.clone()]).copied().collect();
+            let mut send: Vec<&[u8]> = vec![bytemuck::cast_slice(&mine); world];
+            // What this rank has stays where it is.
+            send[me] = &[];
+            let mut rest = &mut self.scratch[..];
+            let mut receive = Vec::with_capacity(world);
+            for (rank, ranges) in of_ranks.iter().enumerate() {
+                let len = if rank == me { 0 } else { ranges.iter().map(Range::len).sum() };
+                let (part, others) = rest.split_at_mut(len);
+                receive.push(bytemuck::cast_slice_mut(part));
+                rest = others;
+            }
+            group.exchange_into(&send, &mut receive)?;
+            let mut rest = &self.scratch[..];
+            let others = of_ranks.iter().enumerate().filter(|(rank, _)| *rank != me);
+            for range in others.flat_map(|(_, ranges)| ranges) {
+                let (part, later) = rest.split_at(range.len());
+                parameters[range.clone()].copy_from_slice(part);
+                rest = later;
+            }
+            first = chunks.end;
+        }
+        self.is_gathered = true;
+        Ok(())
+    }
+
+    /// All ranks are at `step`. They agree on who holds which chunks, and read those of a
+    /// checkpoint if the state comes from there.
+    fn regroup(
+        &mut self,
+        group: &mut dyn Group,
+        step: u64,
+        members: &[WorkerId],
+        store: &mut dyn CheckpointStore,
+    ) -> Result<Regrouped<u32>, Stopped> {
+        (self.is_gathered, self.counted) = (false, None);
+        let members = self.peers.members(members);
+        let of_group = (group.generation(), members);
+        if step == 0 {
+            self.chunks.create(of_group.0, of_group.1);
+            self.lost = None;
+            return Ok(Regrouped::Agreed);
+        }
+        match self.peers.source(group, step, &self.chunks)? {
+            Source::Members(recovery, placement) => {
+                if let Err(lost) = self.chunks.regroup((step, placement), &recovery, of_group) {
+                    return Ok(Regrouped::Lost(lost.0.len() as u32));
+                }
+            }
+            Source::Checkpoint(name, same_run) => {
+                let wanted = self.chunks.shards_at_start(&of_group.1);
+                let read = refused(store.read_chunks((&name, same_run), &wanted))?;
+                let (chunks, read) = match read {
+                    Ok(chunks) => (chunks, Ok(())),
+                    Err(reason) => (Vec::new(), Err(reason)),
+                };
+                if let Err(reason) = all_have_read(group, read)? {
+                    store.pass_over((&name, same_run), &reason);
+                    return Ok(Regrouped::Unreadable);
+                }
+                self.chunks.restore(step, of_group, chunks);
+                tracing::info!(step, name, chunks = wanted.len(), "the optimizer's state is read");
+            }
+        }
+        self.lost = None;
+        Ok(Regrouped::Agreed)
+    }
+
+    /// As [`RowTables::hand_over`](super::row_tables::RowTables::hand_over).
+    pub(super) fn hand_over(
+        &mut self,
+        group: &mut dyn Group,
+        leaves: &[bool],
+    ) -> Result<(), Stopped> {
+        self.chunks.begin_hand_over(leaves);
+        while let Some(messages) = self.chunks.handed_over() {
+            let received = exchange(group, messages)?;
+            self.chunks.take_over(&received)?;
+        }
+        // A rank that passes here knows that all have their copies.
+        exchange(group, vec![Vec::new(); leaves.len()])?;
+        self.chunks.end_hand_over();
+        Ok(())
+    }
+
+    /// Digest of the chunks of all ranks at the end. A rank that reports its final state once more,
+    /// to another master, does not count again: the others would have to take part.
+    pub(super) fn count(&mut self, group: &mut dyn Group) -> Result<u64, Stopped> {
+        if let Some(counted) = self.counted {
+            return Ok(counted);
+        }
+        let all: Vec<u64> = decode_all(group.all_gather(&header::encode(&self.chunks.digest()))?)?;
+        Ok(*self.counted.insert(all.into_iter().fold(0, u64::wrapping_add)))
+    }
+}
+
+impl BucketSums for StepSums {
+    fn cut(&self) -> Cut {
+        Cut::FromStart(self.bucket_len)
+    }
+
+    fn sum(
+        &mut self,
+        ring: &mut (impl Communicator + ?Sized),
+        header: &[u8],
+        (start, part): Bucket<'_>,
+    ) -> Result<Vec<Vec<u8>>, CollectiveError> {
+        self.bucket.resize(part.len(), 0.0);
+        let headers = if ring.world_size() > 1 {
+            ring.all_reduce(header, part, &mut self.bucket)?
+        } else {
+            self.bucket.copy_from_slice(part);
+            vec![header.to_vec()]
+        };
+        for chunk in self.layout.chunks_in(start..start + part.len()) {
+            let range = self.layout.range(chunk);
+            let sum = &self.bucket[range.start - start..range.end - start];
+            if let Some(into) = self.sums.get_mut(&chunk) {
+                into.copy_from_slice(sum);
+                self.are_finite &= is_finite(sum);
+            }
+            if let Some(of_chunks) = &mut self.squares {
+                of_chunks[chunk as usize] = squares(sum);
+            }
+        }
+        Ok(headers)
+    }
+}
+
+impl<M: Model> Trainer<'_, M> {
+    /// As [`step`](Self::step), with a sharded optimizer: each rank stages what it needs of the
+    /// sum, and gives its header then.
+    pub(super) fn step_sharded(&mut self, is_empty: bool) -> Result<(), Stopped> {
+        let started = self.machine.now();
+        let path = self.path();
+        if self.exact.is_some() {
+            self.sum_micro_batches(is_empty)?;
+        } else if is_empty {
+            self.tensors.clear_gradient()?;
+        }
+        let summed = std::mem::replace(&mut self.summed, Ok(0))?;
+        let (Some(sharded), Tensors::Host { group: Some(group), state }) =
+            (&mut self.sharded, &mut self.tensors)
+        else {
+            return Err(CollectiveError::Aborted { generation: 0 }.into());
+        };
+        sharded.sum(&mut **group, &state.gradient, summed)?;
+        let mine = self.header()?;
+        let headers = decode_all(self.tensors.group_mut()?.all_gather(&mine)?)?;
+        self.session.reports.reduced(self.machine.now() - started);
+        self.report_transport(path);
+        let failed = self.session.fails_alone(&headers);
+        self.session.summed(headers, true).map_err(|mismatch| state_mismatch(&mismatch))?;
+        let failed = failed.filter(|_| !self.session.is_handing_over());
+        failed.map_or(Ok(()), |of_program| Err(Failure::from(of_program).into()))
+    }
+
+    /// As [`update`](Self::update), of the chunks that this rank holds.
+    pub(super) fn update_sharded(&mut self, records: u64, is_applied: bool) -> Result<(), Stopped> {
+        let round = self.session.in_round();
+        self.update_chunks(round, (records, is_applied))?;
+        self.commit(records, is_applied)?;
+        if round.is_none() {
+            return Ok(());
+        }
+        // Those that join another group next take part, as others may compute before they do.
+        let is_in_group = self.session.group_rank().map(|(generation, _)| generation) == round;
+        match self.gather_parameters() {
+            Err(Stopped::Broken(error)) if !is_in_group => {
+                tracing::info!(%error, "links broke; the next group gathers the parameters");
+                Ok(())
+            }
+            gathered => gathered,
+        }
+    }
+
+    /// Updates this rank's chunks with the sums that are staged of the step.
+    fn update_chunks(
+        &mut self,
+        generation: Option<Generation>,
+        of_step: (u64, bool),
+    ) -> Result<(), Stopped> {
+        let step = self.session.step();
+        let (Some(sharded), Tensors::Host { state: HostState { parameters, .. }, .. }) =
+            (&mut self.sharded, &mut self.tensors)
+        else {
+            return Ok(());
+        };
+        let parameters = parameters.writable();
+        Ok(sharded.commit((step, generation), of_step, &mut *self.rule, parameters)?)
+    }
+
+    /// Gathers the parameters of this rank's step.
+    pub(super) fn gather_parameters(&mut self) -> Result<(), Stopped> {
+        match (&mut self.sharded, &mut self.tensors) {
+            (Some(sharded), Tensors::Host { group: Some(group), state }) => {
+                sharded.gather(&mut **group, state.parameters.writable())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The ranks agree on who holds which chunks, and gather the parameters. Returns `false` if the
+    /// group goes back.
+    pub(super) fn regroup_chunks(&mut self) -> Result<bool, Stopped> {
+        let Some(sharded) = &mut self.sharded else { return Ok(true) };
+        let members = self.session.members();
+        let (step, store) = (self.session.step(), &mut *self.checkpoints.store);
+        match sharded.regroup(self.tensors.group_mut()?, step, members, store)? {
+            Regrouped::Agreed => self.gather_parameters().map(|()| true),
+            Regrouped::Lost(chunks) if !self.session.follows_loss() => {
+                // Those that left the group at its end may have them, and come back.
+                let why = format!("{chunks} chunks of the optimizer's state are not here");
+                Err(Stopped::Left(why))
+            }
+            Regrouped::Lost(chunks) => {
+                self.go_back(Some(chunks));
+                Ok(false)
+            }
+            Regrouped::Unreadable => {
+                self.go_back(None);
+                Ok(false)
+            }
+        }
+    }
+}
+
+/// Number of parameters of a bucket, at most, unless a chunk has more: 16 MiB.
+const BUCKET_LEN_MAX: usize = 4 << 20;
+
+/// Number of parameters that are exchanged at a time, unless a chunk has more: 16 MiB.
+const GATHERED_LEN_MAX: usize = 4 << 20;
