@@ -32,7 +32,7 @@ impl Job {
     }
 
     pub(crate) fn on_checkpoint_news(&mut self, worker: WorkerId, news: CheckpointNews) {
-        let step = self.data.step();
+        let last = self.data.step();
         let touches = match &news {
             CheckpointNews::Restored { row_touches, .. } => {
                 self.reporting.regain_rows(*row_touches)
@@ -65,7 +65,7 @@ impl Job {
                 Some(format!("the group goes on, {how}; {missing} row touches are missing"))
             }
             CheckpointNews::Restored { step: from, name, differences, .. } => {
-                let lost_steps = step.saturating_sub(from);
+                let lost_steps = last.saturating_sub(from);
                 let again = match lost_steps {
                     0 => String::new(),
                     1 => "; 1 step is repeated".into(),
@@ -110,7 +110,9 @@ impl Job {
             CheckpointNews::Saved { step, name, bytes } => {
                 known.saved += 1;
                 known.newest = Some(SavedCheckpoint { step, name, bytes });
-                let failed_before = known.error.take().is_some();
+                // One that hung makes up for none that a group that ends has left out.
+                let makes_up = self.lifecycle.is_running() || step >= last;
+                let failed_before = makes_up && known.error.take().is_some();
                 failed_before
                     .then(|| format!("checkpoints are written again: that of step {step} is"))
             }

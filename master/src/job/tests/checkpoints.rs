@@ -157,3 +157,16 @@ fn checkpoints_that_cannot_be_written_are_said_once_and_once_when_they_can() {
     news(&mut job, failed(6));
     assert_eq!(said(&job).len(), 3);
 }
+
+#[test]
+fn a_late_checkpoint_makes_up_for_none_that_a_stopped_job_has_left_out() {
+    let mut job = started(kept(), &[20]);
+    deliver(&mut job, 1, committed(1, 3, &[(0, 12)]));
+    news(&mut job, CheckpointNews::Failed { step: 2, error: "hangs".into() });
+    job.handle(at(0), Event::Stop);
+    let error = |job: &Job| job.status(at(0)).checkpoints.unwrap().error;
+    news(&mut job, saved(2));
+    assert_eq!(error(&job).as_deref(), Some("hangs"));
+    news(&mut job, saved(3));
+    assert_eq!(error(&job), None);
+}
