@@ -24,6 +24,7 @@ use crate::session::evaluation::Plan;
 use crate::session::{Exit, Session};
 use crate::tensor::ModelSize;
 use crate::tensors::{HostState, Tensors};
+pub use crate::trainer::ReplacedRows;
 use crate::trainer::{Checkpointing, Failed, RowTables, ShardedOptimizer, Trainer, Validation};
 use crate::update::UpdateRule;
 
@@ -49,6 +50,8 @@ pub struct Parts<M: Model> {
     /// How the optimizer's state is divided, and how many bytes of it are copied at a time, if it
     /// is.
     pub chunks: Option<(ChunkLayout, u64)>,
+    /// Whether a group that has lost rows goes on with older ones.
+    pub goes_on_with_older: bool,
 }
 
 /// A trainer that is driven turn by turn.
@@ -66,6 +69,8 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
         let Parts { session, mut model, records, links, checkpoints, machine, dataset, .. } = parts;
         let (me, settings) = parts.tables;
         let specs = model.as_table_model().map(|model| model.tables()).unwrap_or_default();
+        let mut tables = RowTables::with(me.0, settings, specs);
+        tables.iter_mut().for_each(|t| t.goes_on_with_older = parts.goes_on_with_older);
         let validation = parts.evaluation.map(|plan| {
             let dataset = Dataset::new(vec![File::new("validation", plan.records)]);
             let order = Arc::new(Order::of_data(&dataset));
@@ -102,7 +107,7 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
                 allows_mixed_builds: false,
             },
             validation,
-            tables: RowTables::with(me.0, settings, specs),
+            tables,
             sharded,
             source: None,
             incoming: None,
@@ -136,6 +141,11 @@ impl<'a, M: Model> SimulatedTrainer<'a, M> {
     /// This worker's shards of the model's tables, if there are any.
     pub fn rows(&self) -> Option<&Owned> {
         self.0.tables.as_ref().map(RowTables::owned)
+    }
+
+    /// The lost rows that older ones have replaced since the last call.
+    pub fn take_replaced_rows(&mut self) -> Option<ReplacedRows> {
+        self.0.tables.as_mut()?.replaced.take()
     }
 
     /// This worker's chunks of the optimizer's state, if it is divided.

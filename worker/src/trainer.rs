@@ -575,6 +575,7 @@ pub(crate) use self::device::nccl_policy;
 use self::device::optimizer_of;
 use self::incoming::IncomingSnapshot;
 use self::row_tables::Regrouped;
+pub use self::row_tables::ReplacedRows;
 pub(crate) use self::row_tables::{RowTables, feed};
 pub(crate) use self::sharded::ShardedOptimizer;
 pub(crate) use self::stopped::Failed;

@@ -513,7 +513,12 @@ impl CheckpointStore for SimulatedCheckpoints {
 
 /// The shards in the checkpoint of this name.
 fn saved_rows(name: &str) -> SavedRows {
-    let numbers = name.split_once(" of ").expect("a checkpoint was restored");
-    let key = (numbers.0.parse().expect("a step"), numbers.1.parse().expect("a generation"));
+    let key = checkpoint_key(name);
     act(move |world, _| world.checkpoint_store.rows[&key].clone())
+}
+
+/// Step and generation of the checkpoint of this name.
+pub(super) fn checkpoint_key(name: &str) -> (u64, u64) {
+    let (step, generation) = name.split_once(" of ").expect("a checkpoint was found");
+    (step.parse().expect("a step"), generation.parse().expect("a generation"))
 }

@@ -446,7 +446,7 @@ impl World {
         let all = self.setting.parameters() as u64;
         let is_full = counted == all || self.setting.spec.max_steps == Some(last.step);
         let is_once = last.parameters.iter().all(|&n| n <= 1);
-        self.check_touches(&last.parameters)?;
+        self.check_touches(last.step, &last.parameters)?;
         if !is_once || !is_full || last.counted != counted || last.repeated != 0 {
             return Err(format!("some record was not absorbed exactly once: {last:?}"));
         }

@@ -56,6 +56,20 @@ impl Rows {
         self.0.range((shard, 0, 0)..(shard + 1, 0, 0))
     }
 
+    /// The rows with these shards as in `other`.
+    pub(super) fn with(&self, shards: &[u32], other: &Self) -> Self {
+        let is_of = |of_shards| {
+            move |(key, _): &(&(u32, usize, u64), &Row)| shards.contains(&key.0) == of_shards
+        };
+        let own = self.0.iter().filter(is_of(false)).chain(other.0.iter().filter(is_of(true)));
+        Self(own.map(|(key, row)| (*key, row.clone())).collect())
+    }
+
+    /// Sum of the touches of all rows.
+    pub(super) fn touches(&self) -> u64 {
+        self.0.values().map(|row| row.touches).sum()
+    }
+
     /// Values of a row.
     pub(super) fn values(&self, settings: &Settings, (table, id): (usize, u64)) -> Vec<f32> {
         let shard = shard_of(table as u32, id, settings.shards);

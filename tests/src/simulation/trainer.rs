@@ -67,6 +67,7 @@ impl World {
             evaluated,
             has_lost_rows,
             is_not_gathered,
+            replaced,
             ..
         } = turned;
         let trainer = &mut self.processes[p].trainer;
@@ -95,6 +96,8 @@ impl World {
             }
             trainer.has_installed = true;
         }
+        // Before a step that was committed in this turn, or after it.
+        replaced.iter().for_each(|replaced| self.note_replaced(p, replaced));
         if let Some(changed) = changed {
             self.changed(p, changed, commit.is_some(), flipped.is_some());
         }
@@ -107,6 +110,7 @@ impl World {
         if commit.is_some() {
             self.note_rows(p, digest, &records);
         }
+        replaced.iter().for_each(|replaced| self.note_replaced(p, replaced));
         let is_round = commit.is_some_and(|commit| commit.is_round);
         self.see_rows(p, rows, repaired.is_some(), is_round);
         self.oracle.coverage.not_gathered += u64::from(is_not_gathered);
@@ -194,6 +198,8 @@ impl World {
         trainer.seen.parameters = parameters;
         trainer.seen.digest = digest;
         if is_given_up {
+            // The run ends with it.
+            self.oracle.coverage.rows_lost += 1;
             return self.check_lost_rows(p);
         }
         if same_step && is_other && !has_committed && !has_flipped {

@@ -18,8 +18,10 @@ use elasticdl::session::plan::StepSize;
 use elasticdl::session::transport_switch::NcclObstacle;
 use elasticdl::session::{Exit, JobPlan, Session, State};
 use elasticdl::simulated::{
-    Chunks, ControlEvent, Owned, Parts, Placement, Settings, SimulatedTrainer, receive,
+    Chunks, ControlEvent, Owned, Parts, Placement, ReplacedRows, Settings, SimulatedTrainer,
+    receive,
 };
+use elasticdl_master::job::OnRowsLost;
 use elasticdl_proto::{FileList, Generation, MasterMessage, WorkerId, WorkerMessage};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -70,6 +72,8 @@ pub(super) struct Turned {
     pub(super) flipped: Option<usize>,
     /// The records of the step that was committed, as their parameters.
     pub(super) records: Vec<usize>,
+    /// Rows that were lost and replaced by older ones.
+    pub(super) replaced: Option<ReplacedRows>,
     /// The shards of tables, after a commit or a repair.
     pub(super) rows: Option<SeenRows>,
     /// The step of the optimizer's chunks and who holds which, after a commit or a repair.
@@ -155,6 +159,7 @@ impl Worker {
                     evaluation: evaluation(&setting),
                     tables: (id, setting.tables.unwrap_or(NO_TABLES)),
                     chunks: setting.layout().zip(setting.chunks.map(|(_, bytes)| bytes)),
+                    goes_on_with_older: setting.spec.on_rows_lost == OnRowsLost::Stale,
                 };
                 let trainer =
                     SimulatedTrainer::new(parts, &inbox, outbox.clone(), self.holds_state);
@@ -353,6 +358,7 @@ impl Watched<'_> {
         before.in_round = session.in_round().is_some();
         turned.flipped = flips;
         turned.has_lost_rows = trainer.has_lost_rows();
+        turned.replaced = trainer.take_replaced_rows();
         if let Some(parameter) = flips {
             trainer.edit_parameters(|all| all[parameter] = flipped(all[parameter]));
         }

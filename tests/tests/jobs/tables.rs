@@ -202,7 +202,8 @@ fn a_group_goes_on_with_older_rows_and_the_summary_has_what_is_missing() {
             true => "the group goes on, with those of checkpoint step-",
             false => "and they begin anew, as there is no checkpoint",
         };
-        for said in [&*missing, how] {
+        let of_loss = format!("; {} row touches are missing", touches.missing);
+        for said in [&*missing, how, &of_loss] {
             assert!(ended.output.contains(said), "{}", ended.output);
         }
     }

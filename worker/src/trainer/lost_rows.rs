@@ -6,7 +6,7 @@ use elasticdl_tables::SavedShard;
 
 use super::Trainer;
 use super::peers::refused;
-use super::row_tables::{Loss, LostRows, RowTables};
+use super::row_tables::{Loss, LostRows, ReplacedRows, RowTables};
 use super::stopped::{Stopped, decode_all};
 use crate::checkpoint::RestoreError;
 use crate::failure::Failure;
@@ -61,12 +61,18 @@ impl RowTables {
                     store.pass_over((&name, same_run), &reason);
                 }
                 (_, newest) => {
+                    let checkpoint = newest.map(|(name, _)| name);
+                    self.replaced.replace(ReplacedRows {
+                        step,
+                        shards: loss.lost.0.clone(),
+                        checkpoint: checkpoint.clone(),
+                    });
                     let Loss { placement, recovery, members, .. } = loss;
                     let (state, of_group) = ((step, placement), (group.generation(), members));
                     self.owned.regroup_with_older(state, &recovery, of_group, shards);
                     let touches = header::encode(&self.owned().touches());
                     let all: Vec<u64> = decode_all(group.all_gather(&touches)?)?;
-                    return Ok((newest.map(|(name, _)| name), all.into_iter().sum()));
+                    return Ok((checkpoint, all.into_iter().sum()));
                 }
             }
         }

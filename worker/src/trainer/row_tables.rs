@@ -53,9 +53,11 @@ pub(crate) struct RowTables {
     pub(super) rows_of_best: Option<SavedShards>,
     /// What the group has given up because rows are lost, until it has a state again.
     lost: Option<LostRows>,
+    /// The last rows that were lost and replaced by older ones.
+    pub(crate) replaced: Option<ReplacedRows>,
     /// Whether a group that has lost rows goes on with those of a checkpoint. Otherwise it goes
     /// back.
-    pub(super) goes_on_with_older: bool,
+    pub(crate) goes_on_with_older: bool,
     pub(super) memory_max: TableMemory,
     /// Number of workers on this host, if all shards lie where they should: 1 until then, as those
     /// that have just joined have none.
@@ -81,6 +83,17 @@ pub(super) struct LostRows {
     pub(super) shards: u32,
     /// Touches of all rows, by the committed headers.
     pub(super) row_touches: u64,
+}
+
+/// Rows of a checkpoint that have taken the place of lost ones.
+#[derive(Clone, Debug)]
+pub struct ReplacedRows {
+    /// Step of the group's state.
+    pub step: u64,
+    /// The lost shards.
+    pub shards: Vec<u32>,
+    /// Name of the checkpoint; `None`: the rows begin anew.
+    pub checkpoint: Option<String>,
 }
 
 /// Shards that are nowhere in a new group, as all of its ranks find.
@@ -132,6 +145,7 @@ impl RowTables {
             exported: None,
             rows_of_best: None,
             lost: None,
+            replaced: None,
             goes_on_with_older: false,
             memory_max: TableMemory::Any,
             workers_of_host: 1,

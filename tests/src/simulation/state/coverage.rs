@@ -100,12 +100,14 @@ counts! {
     unread,
     /// Commits of rows of tables on a rank.
     row_commits,
-    /// Ranks that said that all copies of rows are lost.
+    /// Ranks that gave their state up, as all copies of rows are lost.
     rows_lost,
     /// Commits of chunks of an optimizer's state on a rank.
     chunk_commits,
     /// Commits on a rank whose group broke before it had the parameters.
     not_gathered,
+    /// Ranks in whose state older rows have taken the place of lost ones.
+    rows_replaced,
     /// Evaluations of the model on a rank.
     evaluations,
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use elasticdl::simulated::{ChunkLayout, Settings};
 use elasticdl_master::job::{
-    Batch, CheckpointEvery, CheckpointSpec, JobSpec, LaunchId, ValidationSpec,
+    Batch, CheckpointEvery, CheckpointSpec, JobSpec, LaunchId, OnRowsLost, ValidationSpec,
 };
 
 use super::nccl::Gpus;
@@ -112,6 +112,12 @@ impl Setting {
         // An evaluation may take an hour before a member counts as hung.
         if setting.gpus.is_some() || setting.spec.step_timeout.is_some() {
             setting.spec.validation = None;
+        }
+        if setting.tables.is_some()
+            && setting.chunks.is_none()
+            && SimRng::new(seed.rotate_left(28)).chance(1, 2)
+        {
+            setting.spec.on_rows_lost = OnRowsLost::Stale;
         }
         setting.draw_rare_worlds(&mut SimRng::new(seed.rotate_left(20)));
         setting
