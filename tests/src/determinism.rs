@@ -38,13 +38,6 @@ impl DeterminismCase {
         Self { name: "8 workers", run: |setup| setup.undisturbed(8, &[]) },
     ];
 
-    /// Two workers, each of which computes one half of each step: a sum of two has the same bits in
-    /// either order.
-    pub const EQUAL_SHARES: Self = Self {
-        name: "2 workers with equal shares",
-        run: |setup| setup.undisturbed(2, &[("min-workers", "2"), ("micro-batch", "24")]),
-    };
-
     /// The cases in which workers or the master come, go and fail.
     pub const DISTURBED: &[Self] = &[
         Self { name: "workers killed", run: |setup| setup.kills() },
@@ -116,14 +109,14 @@ impl DeterminismCase {
         self.run_setup(&Setup::new(programs, is_deterministic))
     }
 
-    /// As [`run`](Self::run), with the optimizer's state divided over the workers.
+    /// As [`run`](Self::run) with `--deterministic`, and the optimizer's state divided over the
+    /// workers.
     ///
     /// # Panics
     /// As above.
     #[must_use]
-    pub fn run_sharded(&self, programs: Programs, is_deterministic: bool) -> Ended {
-        let setup = Setup::new(programs, is_deterministic);
-        self.run_setup(&Setup { shards_optimizer: true, ..setup })
+    pub fn run_sharded(&self, programs: Programs) -> Ended {
+        self.run_setup(&Setup { shards_optimizer: true, ..Setup::new(programs, true) })
     }
 
     /// Runs the case with `--deterministic`, and a model that has tables.
