@@ -315,15 +315,19 @@ fn the_last_checkpoint_is_tried_until_its_folder_takes_it_or_the_job_stops() {
     let mut write = |step, patience, then: &(dyn Fn() + Sync)| {
         std::fs::write(&in_the_way, "a file").unwrap();
         ranks.patience = patience;
+        let is_over = AtomicBool::new(patience.is_zero());
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let waits = |storage: String| storage.contains(in_the_way.to_str().unwrap());
-                while !patience.is_zero() && !wait_status().storage.is_some_and(waits) {
-                    std::thread::yield_now();
+                while !is_over.load(Ordering::Acquire) && !wait_status().storage.is_some_and(waits)
+                {
+                    std::thread::sleep(Duration::from_millis(1));
                 }
                 then();
             });
-            ranks.write(step)
+            let written = ranks.write(step);
+            is_over.store(true, Ordering::Release);
+            written
         })
     };
     write(28, Duration::ZERO, &|| ()).unwrap_err();
