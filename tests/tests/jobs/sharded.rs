@@ -78,7 +78,7 @@ fn workers_that_are_killed_in_turn_lose_nothing() {
     let ended = job.wait();
     ended.assert_exact("after three kills");
     let summary = ended.summary();
-    assert_eq!((summary.rows_lost, summary.state_lost.clone()), (None, None), "{}", ended.output);
+    assert_eq!((summary.rows_lost, summary.state_lost), (None, None), "{}", ended.output);
 }
 
 #[test]
