@@ -84,7 +84,7 @@ fn what_programs_print_is_on_the_console_and_in_the_logs_with_their_workers() {
 fn a_terminal_that_only_shows_text_gets_lines() {
     let home = Home::new();
     let program = home.command(&[]).get_program().to_str().unwrap().to_owned();
-    let options = "--local --training-data d --job-dir job --max-worker-restarts 0";
+    let options = "--local --training-data d --job-dir job --num-workers 1 --max-worker-restarts 0";
     let mut command = std::process::Command::new("script");
     let line = format!("{program} train {options} -- /bin/sh -c 'exit 3'");
     command.args(["-qec", &line, "/dev/null"]).env("TERM", "dumb");

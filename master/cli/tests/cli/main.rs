@@ -337,7 +337,7 @@ fn a_job_whose_program_fails_reports_why_and_writes_its_summary() {
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .filter(|name| name.starts_with("worker-"))
         .collect();
-    assert_eq!(workers.iter().map(|name| log(name)).collect::<Vec<_>>(), ["oh no\n"]);
+    assert!(workers.iter().any(|name| log(name) == "oh no\n"), "{workers:?}");
     assert!(!home.path("job/master.json").exists());
 }
 
@@ -507,7 +507,7 @@ fn a_signal_stops_the_job_and_its_processes_and_sets_the_exit_code() {
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(code), "{}", String::from_utf8_lossy(&output.stderr));
         // The last process that had the pipe open is gone.
-        assert!(lines.next().is_none());
+        assert!(lines.all(|line| line.unwrap() == "started"));
         let summary = fs::read_to_string(home.path("job/summary.json")).unwrap();
         assert!(summary.contains(r#""state": "stopped""#), "{summary}");
     }
