@@ -84,6 +84,6 @@ mod tests {
         assert_eq!(of(&[(0.5, true), (0.5, false), (0.5, false)]), 0.5);
         // Of six pairs, four are in order and one has equal scores.
         let mixed = [(0.2, false), (0.7, true), (0.7, false), (0.9, false), (0.95, true)];
-        assert_eq!(of(&mixed), 4.5 / 6.0 + 0.5 / 6.0);
+        assert_eq!(of(&mixed), (4.0 + 0.5) / 6.0);
     }
 }
