@@ -56,8 +56,7 @@ pub struct Summary {
     pub steps_skipped: u64,
     /// Touches of the rows of the model's tables, if it has tables.
     pub row_touches: Option<RowTouchesSummary>,
-    /// Set if all copies of rows of the model's tables, or of parts of a sharded optimizer's state,
-    /// were lost with their workers.
+    /// Set if all copies of rows of tables, or of parts of a sharded optimizer's state, were lost.
     pub rows_lost: Option<RowsLoss>,
     /// Set if a state was lost of which there was no checkpoint.
     pub state_lost: Option<StateLoss>,

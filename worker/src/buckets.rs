@@ -301,7 +301,8 @@ pub(crate) fn sum_rest(
     sum_rest_with(ring, header, gradient, &mut AllSums(sums, len), summed)
 }
 
-/// As [`sum_rest`], with what `sums` makes of the sums. `summed`: number of buckets that are summed.
+/// As [`sum_rest`], with what `sums` makes of the sums. `summed`: number of buckets that have been
+/// summed.
 pub(crate) fn sum_rest_with(
     ring: &mut (impl Communicator + ?Sized),
     header: &[u8],

@@ -551,6 +551,7 @@ mod device;
 #[path = "trainer/no_device.rs"]
 mod device;
 mod evaluation;
+mod feed;
 mod fetch;
 mod finish;
 mod gpu;
@@ -573,10 +574,11 @@ pub(crate) use self::device::is_on_gpu;
 #[cfg(feature = "gpu")]
 pub(crate) use self::device::nccl_policy;
 use self::device::optimizer_of;
+pub(crate) use self::feed::feed;
 use self::incoming::IncomingSnapshot;
 use self::row_tables::Regrouped;
 pub use self::row_tables::ReplacedRows;
-pub(crate) use self::row_tables::{RowTables, feed};
+pub(crate) use self::row_tables::RowTables;
 pub(crate) use self::sharded::ShardedOptimizer;
 pub(crate) use self::stopped::Failed;
 use self::stopped::{Stopped, decode_all, group_mismatch, state_mismatch};

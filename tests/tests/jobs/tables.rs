@@ -55,7 +55,8 @@ fn rows_are_read_from_a_checkpoint_when_all_workers_are_lost() {
 #[test]
 fn rows_survive_when_all_workers_are_killed_while_they_write_what_has_changed() {
     let program_options = &["--tables", "--short-lived"];
-    let first = JobFixture { program_options, ..fixture(3) };
+    // So slow that the job outlasts the kills.
+    let first = JobFixture { micros_per_record: 3000, program_options, ..fixture(3) };
     let dir = first.folder.path().join("checkpoints");
     let command = first.command(1).option("checkpoint-dir", dir.to_str().unwrap());
     let mut job = command.option("checkpoint-every", "2").start();

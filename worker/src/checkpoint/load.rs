@@ -458,8 +458,8 @@ pub(super) fn load(
     Ok(manifest)
 }
 
-/// Reads the parameters and the optimizer's state, or one of them, from the shards that have some of
-/// it.
+/// Reads the parameters and the optimizer's state, or one of them, from the shards that have some
+/// of it.
 pub(super) fn read_tensors(
     folder: &Storage,
     manifest: &Manifest,

@@ -9,8 +9,7 @@ use elasticdl_tables::{ChunkLayout, Table};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::chunks::ChunkedSlots;
-use super::table_rows::TableRows;
+use super::table_rows::{ChunkedSlots, TableRows};
 use crate::order::OrderName;
 use crate::session::checkpoint::Written;
 use crate::session::evaluation::Plan;

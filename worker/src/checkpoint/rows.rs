@@ -1,5 +1,5 @@
-//! Files of rows: the shards of the tables that a rank owns, or its chunks of the optimizer's state,
-//! one after the other.
+//! Files of rows: the shards of the tables that a rank owns, or its chunks of the optimizer's
+//! state, one after the other.
 //!
 //! ```text
 //!   index: for each shard, in the order of the manifest, its length (u64) and its digest (u128)

@@ -1,8 +1,8 @@
-//! What a manifest says of the rows of a model's tables.
+//! What a manifest says of files of rows: of a model's tables, or of a sharded optimizer's state.
 
 use std::collections::BTreeSet;
 
-use elasticdl_tables::{SHARDS, Table};
+use elasticdl_tables::{ChunkLayout, SHARDS, Table};
 use serde::{Deserialize, Serialize};
 
 use super::manifest::JobFingerprint;
@@ -34,6 +34,41 @@ pub(super) struct Chain {
     pub(super) whole_bytes: u64,
     /// Bytes of the changes.
     pub(super) changed_bytes: u64,
+}
+
+/// The optimizer's state in chunks of the parameters.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct ChunkedSlots {
+    /// Number of parameters of a chunk; the last one may have fewer.
+    pub(super) chunk_len: u64,
+    /// A file has the same form as one of rows. A chunk is `[slots, parameters of the chunk]`.
+    pub(super) files: Vec<RowsFile>,
+}
+
+impl ChunkedSlots {
+    /// `of_ranks`: the chunks that each rank has written.
+    pub(super) fn new(
+        fingerprint: &JobFingerprint,
+        parts: &[Written],
+        of_ranks: &[Vec<u32>],
+    ) -> Self {
+        let chunk_len = fingerprint.layout().chunk_len as u64;
+        Self { chunk_len, files: RowsFile::of_ranks(fingerprint, parts, of_ranks) }
+    }
+
+    /// Checks that each chunk of a state of this size lies in one file.
+    pub(super) fn check(&self, parameters: u64, slots: u64) -> Result<(), String> {
+        if self.chunk_len == 0 || !slots.is_multiple_of(parameters.max(1)) {
+            return Err(format!("its optimizer has chunks of {} parameters", self.chunk_len));
+        }
+        check_files(&self.files, parameters.div_ceil(self.chunk_len).max(1))
+    }
+
+    /// Of a state of this size.
+    pub(super) fn layout(&self, parameters: usize, slots: usize) -> ChunkLayout {
+        let chunk_len = self.chunk_len as usize;
+        ChunkLayout { parameters, slots: slots / parameters.max(1), chunk_len }
+    }
 }
 
 /// A file with shards of the tables' rows.

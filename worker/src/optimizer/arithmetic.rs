@@ -89,8 +89,8 @@ impl AdamWStep {
     }
 }
 
-/// Euclidean norm, in f64, in one fixed order: the sums of squares of the chunks that an optimizer's
-/// state would be divided into, so that the bits do not depend on whether it is.
+/// Euclidean norm, in f64, in one fixed order: the sums of squares of the chunks that an
+/// optimizer's state would be divided into, so that the bits do not depend on whether it is.
 pub(super) fn norm(values: &[f32]) -> f64 {
     let chunks = values.chunks(ChunkLayout::new(values.len(), 0).chunk_len);
     chunks.map(squares).sum::<f64>().sqrt()

@@ -9,7 +9,8 @@ use elasticdl_tables::{BatchRows, Ids};
 
 use super::Trainer;
 use super::device::device_of;
-use super::row_tables::{self, RowTables};
+use super::feed::feed;
+use super::row_tables::RowTables;
 use super::stopped::{Stopped, decode_all};
 use crate::failure::{Failure, call_user};
 use crate::metrics::Metrics;
@@ -137,7 +138,7 @@ impl<M: Model> Trainer<'_, M> {
         let mut batches = Vec::new();
         for records in self.read_block(block)? {
             let count = records.len();
-            batches.push((row_tables::feed(&mut self.model, records, ids)?, count));
+            batches.push((feed(&mut self.model, records, ids)?, count));
         }
         Ok(batches)
     }

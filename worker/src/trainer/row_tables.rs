@@ -19,11 +19,12 @@ use elasticdl_tables::{
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
+use super::feed::feed;
 use super::peers::{Peers, Source, all_have_read};
 use super::stopped::{Stopped, decode_all};
 use super::table_memory::{self, TableMemory};
 use super::work::Work;
-use crate::failure::{Failure, call_user};
+use crate::failure::Failure;
 use crate::machine::{CheckpointStore, Group};
 use crate::model::Model;
 use crate::session::header::{self, HeldRows};
@@ -513,21 +514,6 @@ impl<B> WaitingBatches<B> {
         self.batches.push((batch, count, positions));
         Ok(())
     }
-}
-
-/// Builds a batch, and adds the ids of its rows.
-pub(crate) fn feed<M: Model>(
-    model: &mut M,
-    records: Vec<<M::Reader as Reader>::Record>,
-    ids: &mut Ids,
-) -> Result<M::Batch, String> {
-    let mut batch = call_user("feed()", || model.feed(records))?;
-    let add_ids = || match model.as_table_model() {
-        Some(model) => model.ids(&mut batch, ids),
-        None => Err("as_table_model() returned another variant".into()),
-    };
-    call_user("ids()", add_ids)?;
-    Ok(batch)
 }
 
 /// Gives each rank its message, and returns those that the ranks give to this one.

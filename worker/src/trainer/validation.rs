@@ -74,7 +74,7 @@ impl<R: Reader> Validation<R> {
         let mut ids = Ids::new(tables.len());
         let fed = match tables.is_empty() {
             true => call_user("feed()", || model.feed(records)),
-            false => super::row_tables::feed(model, records, &mut ids),
+            false => super::feed::feed(model, records, &mut ids),
         };
         let evaluated = fed.and_then(|batch| {
             let mut rows = BatchRows::initial(&tables, seed, &ids);

@@ -110,8 +110,8 @@ impl<C: Content> Ownership<C> {
         self.committed.as_ref().map(|committed| committed.step)
     }
 
-    /// Number of workers of the group on the host of this one, which hold about as many shards each;
-    /// 1 as long as some shards do not lie where they should.
+    /// Number of workers of the group on the host of this one, which hold about as many shards
+    /// each; 1 as long as some shards do not lie where they should.
     pub fn workers_of_host(&self) -> u64 {
         let Some(group) = self.group.as_ref().filter(|group| group.is_settled) else { return 1 };
         let host = |worker| group.members[group.rank(worker)].host;
