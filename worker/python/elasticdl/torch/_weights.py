@@ -38,7 +38,9 @@ def load(net, path):
                 raise ValueError(f"{path}: {name} has the shape {found}, expected {expected}")
         for name, value in entries:
             if value.numel():
-                value.copy_(tensors[name])
+                # As in training: of a mean over workers, an integer buffer has the nearest integer.
+                is_integer = not (value.is_floating_point() or value.is_complex())
+                value.copy_(tensors[name].round() if is_integer else tensors[name])
     return net
 
 
