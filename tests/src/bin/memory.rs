@@ -1,10 +1,10 @@
 //! The memory of a worker for each parameter of its model.
 //!
 //! `cargo run --release -p elasticdl-tests --bin memory` trains models of two sizes in jobs of 4
-//! and of 8 workers, with AdamW and with SGD, and prints by how many bytes the resident memory of
-//! the first rank grows with a parameter: what the size of the model does not change drops out.
-//! Memory that ranks share does not count. This program is at once the benchmark, the `elasticdl`
-//! command and the job's worker.
+//! and of 8 workers, with AdamW and with SGD, with and without `--shard-optimizer`, and prints by
+//! how many bytes the resident memory of the first rank grows with a parameter: what the size of the
+//! model does not change drops out. Memory that ranks share does not count. This program is at once
+//! the benchmark, the `elasticdl` command and the job's worker.
 //!
 //! With the defaults, eight workers need 2 GiB together.
 
@@ -93,14 +93,22 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
     let data = folder.path().join("data");
     counting_data(&data, STEPS * BATCH, 1)?;
     let mut result = Map::from_iter([("parameters".to_owned(), json!(arguments.parameters))]);
-    for (rule, key) in [(Rule::Adamw, "bytes_per_param"), (Rule::Sgd, "bytes_per_param_sgd")] {
+    for (rule, is_sharded, key) in [
+        (Rule::Adamw, false, "bytes_per_param"),
+        (Rule::Sgd, false, "bytes_per_param_sgd"),
+        (Rule::Adamw, true, "bytes_per_param_sharded"),
+        (Rule::Sgd, true, "bytes_per_param_sharded_sgd"),
+    ] {
         let mut of_rule = Map::new();
         for &workers in &arguments.workers {
-            let [small, large] = [arguments.parameters / 8, arguments.parameters]
-                .map(|parameters| (parameters, train(parameters, workers, rule, &data)));
+            let [small, large] =
+                [arguments.parameters / 8, arguments.parameters].map(|parameters| {
+                    (parameters, train(parameters, workers, (rule, is_sharded), &data))
+                });
             let more = large.1?.saturating_sub(small.1?) as f64;
             let each = more / (large.0 - small.0) as f64;
-            print(&format!("{rule:?}, {workers} workers: {each:.2} bytes per parameter"));
+            let how = if is_sharded { ", sharded" } else { "" };
+            print(&format!("{rule:?}{how}, {workers} workers: {each:.2} bytes per parameter"));
             of_rule.insert(format!("w{workers}"), json!(each));
         }
         result.insert(key.to_owned(), Value::Object(of_rule));
@@ -114,7 +122,12 @@ fn measure(arguments: &Arguments) -> Result<(), Box<dyn Error>> {
 }
 
 /// Resident bytes of the first rank at the end of a job.
-fn train(parameters: usize, workers: u32, rule: Rule, data: &Path) -> Result<u64, Box<dyn Error>> {
+fn train(
+    parameters: usize,
+    workers: u32,
+    (rule, is_sharded): (Rule, bool),
+    data: &Path,
+) -> Result<u64, Box<dyn Error>> {
     let this = std::env::current_exe()?;
     let rule = rule.to_possible_value().ok_or("no optimizer is hidden")?;
     let program = [
@@ -125,7 +138,11 @@ fn train(parameters: usize, workers: u32, rule: Rule, data: &Path) -> Result<u64
         rule.get_name().into(),
     ];
     let folder = tempfile::tempdir()?;
-    let ended = Command::new(this, folder.path().join("job"), program)
+    let mut command = Command::new(this, folder.path().join("job"), program);
+    if is_sharded {
+        command = command.flag("shard-optimizer");
+    }
+    let ended = command
         .flag("quiet")
         .option("checkpoint-dir", "none")
         .option("num-workers", workers.to_string())
