@@ -2,9 +2,9 @@
 //!
 //! `cargo run --release -p elasticdl-tests --bin memory` trains models of two sizes in jobs of 4
 //! and of 8 workers, with AdamW and with SGD, with and without `--shard-optimizer`, and prints by
-//! how many bytes the resident memory of the first rank grows with a parameter: what the size of the
-//! model does not change drops out. Memory that ranks share does not count. This program is at once
-//! the benchmark, the `elasticdl` command and the job's worker.
+//! how many bytes the resident memory of the first rank grows with a parameter: what the size of
+//! the model does not change drops out. Memory that ranks share does not count. This program is at
+//! once the benchmark, the `elasticdl` command and the job's worker.
 //!
 //! With the defaults, eight workers need 2 GiB together.
 
