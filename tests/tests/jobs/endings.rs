@@ -165,23 +165,6 @@ fn a_worker_that_exits_without_a_report_counts_as_a_failure() {
     assert!(error.contains("exited with code 9;"), "{error}");
 }
 
-/// The last worker learns from the ends of the others that it should store the state first.
-#[test]
-fn programs_that_exit_at_a_record_one_after_the_other_leave_a_checkpoint_of_the_step_before() {
-    let fixture = JobFixture {
-        program_options: &["--exit-at", "1234"],
-        micros_per_record: 2000,
-        ..fixture(3)
-    };
-    let dir = fixture.path("checkpoints");
-    let command = fixture.command(0).option("shuffle", "none").option("checkpoint-dir", dir);
-    let command = command.option("checkpoint-every", "1000000");
-    let ended = command.option("max-worker-restarts", "2").run();
-    ended.assert_outcome(1, "failed");
-    let newest = ended.summary().checkpoints.as_ref().and_then(|known| known.newest.as_ref());
-    assert_eq!(newest.map(|kept| kept.step), Some(1234 / 30), "{}", ended.output);
-}
-
 /// Replaces the program's file as a build during the job does: with a new file.
 #[test]
 fn a_replacement_runs_the_program_that_the_job_began_with_even_after_a_rebuild() {

@@ -4,15 +4,12 @@ use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 use std::sync::Mutex;
 
-use elasticdl_data::worker::with_patience;
 use elasticdl_proto::wire::master_server::{Master, MasterServer};
 use elasticdl_proto::wire::{
     CheckpointReply, CheckpointRequest, ScaleReply, ScaleRequest, StatusRequest, SuspendReply,
     SuspendRequest,
 };
-use elasticdl_proto::{
-    Finished, LedgerReport, Location, MasterMessage, Membership, Resume, WorkerId,
-};
+use elasticdl_proto::{Location, MasterMessage, Membership, Resume, WorkerId};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Response, Status};
 
@@ -368,37 +365,6 @@ fn a_stop_is_known_before_the_trainer_hears_of_it() {
     fixture.send(0, MasterMessage::Drain);
     assert!(matches!(control.inbox.recv(), Ok(ControlEvent::Message(MasterMessage::Drain, _))));
     assert!(control.stops.load(Ordering::Acquire));
-    fixture.streams.lock().unwrap().clear();
-    drop(control);
-}
-
-#[test]
-fn a_wait_that_has_just_ended_is_reported_before_the_final_state() {
-    let fixture = Fixture::new(usize::MAX);
-    let control = Control::open(&fixture.environment, Fixture::address()).unwrap();
-    let sleep = |_| {
-        std::thread::sleep(Duration::from_millis(5));
-        false
-    };
-    with_patience("s3://b", Duration::from_secs(60), "no", || Ok::<_, &str>(()), sleep).unwrap();
-    control.outbox.send(WorkerMessage::Finished(Finished {
-        generation: Generation(1),
-        step: 1,
-        digest: 1,
-        ledger: LedgerReport { epochs_complete: 1, ranges: Vec::new(), repeated: 0 },
-        records_trained: 1,
-        stopped_early: false,
-        summary: None,
-        failure: None,
-        suspended: false,
-        steps_skipped: 0,
-        exported: false,
-        row_touches: None,
-    }));
-    let messages = [(); 2].map(|()| fixture.next_of_any_kind().1);
-    let [_, JoinRequest::Message(WorkerMessage::StorageWait { .. })] = &messages else {
-        panic!("{messages:?}")
-    };
     fixture.streams.lock().unwrap().clear();
     drop(control);
 }

@@ -8,7 +8,7 @@
 //! * A rank is given rows as of its last commit.
 //! * The same of the chunks of an optimizer's state, each of which is what the parameters of the
 //!   chunk say that it is.
-//! * In a group that goes on with older rows, the lost shards are those of the newest checkpoint,
+//! * In a group that continues with older rows, the lost shards are those of the newest checkpoint,
 //!   and the summary counts the touches that the rows then have.
 //! * Rows are lost only if as many workers are lost as hold each shard. A worker that leaves is not
 //!   lost until it is released.
