@@ -6,7 +6,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use elasticdl_data::storage::Storage;
-use elasticdl_data::worker::folder_of;
+use elasticdl_data::worker::place_of;
 use elasticdl_proto::{Work, WorkerOptions, split_sources};
 
 use crate::checkpoint;
@@ -21,7 +21,7 @@ pub(crate) fn check(options: &WorkerOptions) -> Result<(), String> {
     let validation = options.validation.as_ref();
     let data = split_sources(&options.training_data)
         .chain(validation.iter().flat_map(|spec| split_sources(&spec.data)))
-        .map(folder_of);
+        .map(place_of);
     let best = validation.and_then(|spec| spec.export_best.as_deref());
     let (export, predictions) = match &options.work {
         Work::Train { export } => (export.as_deref(), None),

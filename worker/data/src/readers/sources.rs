@@ -80,8 +80,19 @@ fn sources(text: &str) -> Result<Vec<String>, DataError> {
     Ok(all)
 }
 
+/// Where the data of a source is: the source itself, if it exists or is no pattern, or the folder in
+/// which all that the pattern fits lies.
+pub fn place_of(source: &str) -> &str {
+    let folder = folder_of(source);
+    // Storage that can't be listed is an error of the reader.
+    if folder != source && is_storage(folder) && exists(source).unwrap_or(false) {
+        return source;
+    }
+    folder
+}
+
 /// The folder in which all that a pattern fits lies; a source that is no pattern itself.
-pub fn folder_of(source: &str) -> &str {
+fn folder_of(source: &str) -> &str {
     let Some(wildcard) = source.find(['*', '?']) else { return source };
     let bucket =
         if Storage::is_remote(source) { source.find("://").map(|at| at + 3) } else { None };
@@ -184,6 +195,8 @@ mod tests {
         assert_eq!(of("2026-*"), ["2026-1", "2026-2"]);
         assert_eq!(of("202?-1/*.csv"), ["2025-1/a.csv", "2026-1/a.csv"]);
         assert_eq!(of("*x"), ["*x"], "it exists");
+        assert_eq!(place_of(&at("*x")), at("*x"));
+        assert_eq!(place_of(&at("2026-1/*.csv")), at("2026-1/"));
         assert_eq!(of("none"), ["none"], "its absence is an error of the reader");
         assert_eq!(of("*.tsv"), ["*.tsv"]);
         for other in ["rows?count=7", "sql://host/table?where=*", "no/folder/*"] {
