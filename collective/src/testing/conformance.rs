@@ -45,7 +45,7 @@ pub fn sums_are_exact_and_identical_on_every_rank(form: Form<'_>, exact: bool) {
         let lens = [0, 1, 2, 3, 7, 97, 1021, 8191, 8192, 8193, 65_537, 262_147];
         let huge = if world == 3 { &[2_097_169][..] } else { &[] };
         for &len in lens.iter().chain(huge) {
-            let results = on_all(&mut group, move |ring| {
+            let results = on_ranks(&mut group, move |ring| {
                 let src = part(ring.rank(), len);
                 let mut dst = vec![f32::NAN; len];
                 let headers =
@@ -82,7 +82,7 @@ pub fn nan_and_infinity_have_the_same_bits_on_every_rank(form: Form<'_>) {
     for world in 2..=5 {
         let mut group = form(world);
         for len in [3, 50_000] {
-            let sums = on_all(&mut group, move |ring| {
+            let sums = on_ranks(&mut group, move |ring| {
                 let odd = [
                     f32::from_bits(0x7fc0_0001 + ring.rank() as u32),
                     f32::INFINITY,
@@ -108,7 +108,7 @@ pub fn any_sequence_of_operations_is_correct(form: Form<'_>) {
     for seed in 0..27_u64 {
         let world = 1 + seed as usize % 9;
         let mut group = form(world);
-        let results = on_all(&mut group, move |ring| {
+        let results = on_ranks(&mut group, move |ring| {
             let mut random = Random(seed);
             (0..25).try_for_each(|step| any_operation(ring, &mut random, step))
         });
@@ -353,7 +353,7 @@ pub fn a_disagreement_fails_every_rank(form: Form<'_>) {
     for world in 2..=5 {
         for (len, other) in [(5, 7), (5, 50_000), (50_000, 50_001), (300_000, 0)] {
             let mut group = form(world);
-            let results = on_all(&mut group, move |ring| {
+            let results = on_ranks(&mut group, move |ring| {
                 let len = if ring.rank() == 1 { other } else { len };
                 ring.all_reduce(&[], &vec![1.0; len], &mut vec![0.0; len]).map(drop)
             });
@@ -365,13 +365,13 @@ pub fn a_disagreement_fails_every_rank(form: Form<'_>) {
             assert!(named, "world {world}, {len} or {other}: {results:?}");
         }
         let mut group = form(world);
-        let results = on_all(&mut group, |ring| match ring.rank() {
+        let results = on_ranks(&mut group, |ring| match ring.rank() {
             0 => ring.all_gather(&[]).map(drop),
             _ => ring.all_reduce(&[], &[1.0], &mut [0.0]).map(drop),
         });
         assert!(results.iter().all(Result::is_err), "world {world}: {results:?}");
         let mut group = form(world);
-        let results = on_all(&mut group, move |ring| {
+        let results = on_ranks(&mut group, move |ring| {
             let mut parts = vec![vec![0; 1000]; world];
             parts[0].truncate(1000 - usize::from(ring.rank() == 1));
             let mut receive: Vec<&mut [u8]> = parts.iter_mut().map(Vec::as_mut_slice).collect();
@@ -383,7 +383,7 @@ pub fn a_disagreement_fails_every_rank(form: Form<'_>) {
         );
         for (other, others) in (0..world).flat_map(|other| [(other, 0), (other, 1), (other, 2)]) {
             let mut group = form(world);
-            let results = on_all(&mut group, move |ring| match (ring.rank() == other, others) {
+            let results = on_ranks(&mut group, move |ring| match (ring.rank() == other, others) {
                 (false, _) => exchange_equal(ring, 1000).map(drop),
                 (true, 0) => ring.all_gather(&[]).map(drop),
                 (true, 1) => ring.all_reduce(&[], &[1.0], &mut [0.0]).map(drop),
@@ -403,7 +403,7 @@ pub fn a_disagreement_fails_every_rank(form: Form<'_>) {
 pub fn an_invalid_call_changes_nothing(form: Form<'_>) {
     for world in 1..=3 {
         let mut group = form(world);
-        let results = on_all(&mut group, move |ring| {
+        let results = on_ranks(&mut group, move |ring| {
             let is_invalid =
                 |result: Result<(), _>| matches!(result, Err(CollectiveError::Invalid(_)));
             let refused = is_invalid(ring.all_reduce(&[], &[1.0], &mut []).map(drop))
@@ -469,31 +469,41 @@ fn any_operation(
 }
 
 /// Runs `act` on every rank concurrently.
-fn on_all<T: Send + 'static>(
+fn on_ranks<T: Send + 'static>(
     group: &mut Group,
     act: impl Fn(&mut dyn Communicator) -> T + Send + Sync + 'static,
 ) -> Vec<T> {
-    let both = on_each(std::mem::take(group), move |mut rank| {
-        let result = act(&mut *rank.communicator);
-        (rank, result)
+    on_all(group, move |rank| act(&mut *rank.communicator))
+}
+
+/// As [`on_each`], with items that are kept, in their order.
+#[doc(hidden)]
+pub fn on_all<S: Send + 'static, T: Send + 'static>(
+    items: &mut Vec<S>,
+    act: impl Fn(&mut S) -> T + Send + Sync + 'static,
+) -> Vec<T> {
+    let both = on_each(std::mem::take(items), move |mut item| {
+        let result = act(&mut item);
+        (item, result)
     });
-    let (ranks, results) = both.into_iter().unzip();
-    *group = ranks;
+    let (kept, results) = both.into_iter().unzip();
+    *items = kept;
     results
 }
 
-/// Runs each rank on its own thread. A panic on one drops its communicator and so ends the others;
-/// a hang panics here.
-fn on_each<T: Send + 'static>(
-    group: Group,
-    act: impl Fn(Rank) -> T + Send + Sync + 'static,
+/// Runs `act` on each rank, or what it is made of, on a thread of its own. A panic on one drops its
+/// communicator and so ends the others; a hang panics here.
+#[doc(hidden)]
+pub fn on_each<S: Send + 'static, T: Send + 'static>(
+    items: Vec<S>,
+    act: impl Fn(S) -> T + Send + Sync + 'static,
 ) -> Vec<T> {
     let act = Arc::new(act);
     let (done, results) = mpsc::channel();
-    let count = group.len();
-    for (index, rank) in group.into_iter().enumerate() {
+    let count = items.len();
+    for (index, item) in items.into_iter().enumerate() {
         let (done, act) = (done.clone(), act.clone());
-        thread::spawn(move || done.send((index, act(rank))));
+        thread::spawn(move || done.send((index, act(item))));
     }
     drop(done);
     let mut all: Vec<(usize, T)> = (0..count)
@@ -523,7 +533,9 @@ fn part(rank: usize, len: usize) -> Vec<f32> {
 }
 
 /// Sebastiano Vigna's splitmix64.
-pub(crate) struct Random(pub(crate) u64);
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Random(pub u64);
 
 impl Random {
     /// Returns a length up to `most`: every order of magnitude is equally likely, and values next
@@ -537,7 +549,8 @@ impl Random {
         len.min(most)
     }
 
-    pub(crate) fn below(&mut self, bound: usize) -> usize {
+    /// Draws a number below `bound`.
+    pub fn below(&mut self, bound: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

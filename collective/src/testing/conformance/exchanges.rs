@@ -3,7 +3,7 @@
 use std::thread;
 use std::time::Duration;
 
-use super::{Form, Random, on_all, report};
+use super::{Form, Random, on_ranks, report};
 use crate::{CollectiveError, Communicator};
 
 /// Checks exchanges in groups of 1 to 9 ranks: empty and equal payloads, payloads of all lengths,
@@ -16,7 +16,7 @@ pub fn exchanges_deliver_every_payload(form: Form<'_>) {
         let mut receive = vec![vec![vec![7; 9]; 3]; world];
         for (case, bytes) in payload_lengths(world).into_iter().enumerate() {
             let (lens, buffers) = (bytes.clone(), std::mem::take(&mut receive));
-            let results = on_all(&mut group, move |ring| {
+            let results = on_ranks(&mut group, move |ring| {
                 let (rank, mut got) = (ring.rank(), buffers[ring.rank()].clone());
                 if case % 3 == 2 && rank == late {
                     thread::sleep(Duration::from_millis(2));
@@ -104,7 +104,7 @@ pub(super) fn exchange_random(
 pub fn parts_are_summed_where_they_belong(form: Form<'_>) {
     for world in 1..=9 {
         let mut group = form(world);
-        let results = on_all(&mut group, move |ring| {
+        let results = on_ranks(&mut group, move |ring| {
             let mut random = Random(world as u64);
             (0..6).try_for_each(|round| match sums_of_parts_are_right(ring, &mut random) {
                 Ok(true) => Ok(()),
